@@ -100,7 +100,7 @@ ALONE = ("accelerate_config.yaml", "ds_config.json")
 
 @pytest.mark.parametrize("framework", ("ddp", "fsdp2", "deepspeed"))
 def test_a_file_alone_carries_its_recipe(framework: str) -> None:
-    """What the format has no words for stands in the file with its values, and is read from there."""
+    """Fields that the format cannot express are in a comment of the file, and are read from there."""
 
     @settings(deadline=None, max_examples=examples(30))
     @given(plan=plans(framework))
@@ -119,7 +119,7 @@ def test_a_file_alone_carries_its_recipe(framework: str) -> None:
     alone()
 
 
-def test_what_a_caller_gives_holds_over_the_comment(tmp_path: Path) -> None:
+def test_the_callers_recipe_has_priority_over_a_files_comment(tmp_path: Path) -> None:
     plan = small(ss.Layout.fsdp2(), "8xh100-sxm-80gb", precision="bf16", method="lora")
     text = texts(plan)["accelerate_config.yaml"]
     (tmp_path / "a.yaml").write_text(text)
@@ -127,8 +127,15 @@ def test_what_a_caller_gives_holds_over_the_comment(tmp_path: Path) -> None:
     assert ss.Plan.from_accelerate(tmp_path / "a.yaml", **nouns).recipe == plan.recipe
     full = replace(plan.recipe, method="full")
     assert ss.Plan.from_accelerate(tmp_path / "a.yaml", **nouns, recipe=full).recipe == full
-    for broken, why in (("method=lora", "correct it"), ("methd='lora'", "methd"), ("method='x'", "method")):
-        (tmp_path / "a.yaml").write_text(text.replace("method='lora'", broken))
+    line = '#: method = "lora"'
+    assert line in text
+    broken_lines = (
+        ("#: method = lora", "correct it"),
+        ('#: methd = "lora"', "methd"),
+        ('#: method = "x"', "method"),
+    )
+    for broken, why in broken_lines:
+        (tmp_path / "a.yaml").write_text(text.replace(line, broken))
         with pytest.raises(ValueError, match=f"a.yaml.*{why}"):
             ss.Plan.from_accelerate(tmp_path / "a.yaml", **nouns)
 
@@ -463,12 +470,12 @@ def test_without_pyyaml_reading_names_the_line_that_brings_it(
         ss.Plan.from_accelerate(tmp_path / "accelerate_config.yaml")
 
 
-def test_what_a_format_has_no_words_for_is_named() -> None:
+def test_fields_that_a_format_cannot_express_are_in_its_comment() -> None:
     plan = small(ss.Layout.ddp(), "8xh100-sxm-80gb", optimizer="sgd", recompute="selective")
     yaml = texts(plan)["training_arguments.yaml"]
-    assert "optimizer='sgd'" in yaml
+    assert '#: optimizer = "sgd"' in yaml
     assert "optim:" not in yaml
-    assert "recompute='selective'" in yaml
+    assert '#: recompute = "selective"' in yaml
     assert (
         "reduces gradients in bf16" in texts(small(ss.Layout.fsdp2(), "8xh100-sxm-80gb"))[CONFIGURATIONS[0]]
     )

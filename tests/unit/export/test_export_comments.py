@@ -1,4 +1,4 @@
-"""What a format has no words for stands in its file, and is read back where no plan.json lies beside it."""
+"""Plan fields in the comments of exported files, which are read without a plan.json."""
 
 from __future__ import annotations
 
@@ -19,21 +19,29 @@ def arguments_alone(plan: ss.Plan, folder: Path) -> Path:
     return folder / "megatron_arguments.txt"
 
 
-def test_megatron_s_arguments_keep_what_they_have_no_flag_for(tmp_path: Path) -> None:
+def test_megatron_arguments_keep_fields_without_a_flag(tmp_path: Path) -> None:
     recipe = ss.Recipe(precision="bf16", expert_imbalance=1.5, global_batch_size=8)
     plan = ss.Plan(MIXTRAL, CLUSTER, recipe, ss.Layout.megatron(ep=8))
     file = arguments_alone(plan, tmp_path)
     assert ss.Plan.from_megatron(file, architecture=MIXTRAL, cluster=CLUSTER) == plan
-    given = ss.Recipe(global_batch_size=8)
-    found = ss.Plan.from_megatron(file, architecture=MIXTRAL, cluster=CLUSTER, recipe=given)
-    assert found.recipe.expert_imbalance == given.expert_imbalance, "what a caller says counts"
+    recipe = ss.Recipe(global_batch_size=8)
+    other = ss.Plan.from_megatron(file, architecture=MIXTRAL, cluster=CLUSTER, recipe=recipe)
+    assert other.recipe.expert_imbalance == recipe.expert_imbalance, "the caller's recipe has priority"
 
 
-def test_a_comment_that_names_no_field_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_unknown_field_in_a_comment_raises_with_its_line(tmp_path: Path) -> None:
     recipe = ss.Recipe(expert_imbalance=1.5, global_batch_size=8)
     file = arguments_alone(ss.Plan(MIXTRAL, CLUSTER, recipe, ss.Layout.megatron(ep=8)), tmp_path)
-    file.write_text(re.sub("expert_imbalance=", "expert_balance=", file.read_text()))
+    file.write_text(re.sub("#: expert_imbalance =", "#: expert_balance =", file.read_text()))
     with pytest.raises(
-        ValueError, match=r"the comment of fields that the format lacks: this field is 'expert_balance'"
+        ValueError, match=r"line \d+, a plan field in a comment: its name is 'expert_balance'"
     ):
+        ss.Plan.from_megatron(file, architecture=MIXTRAL, cluster=CLUSTER)
+
+
+def test_a_value_in_a_comment_that_is_not_json_raises_with_its_line(tmp_path: Path) -> None:
+    recipe = ss.Recipe(expert_imbalance=1.5, global_batch_size=8)
+    file = arguments_alone(ss.Plan(MIXTRAL, CLUSTER, recipe, ss.Layout.megatron(ep=8)), tmp_path)
+    file.write_text(re.sub("#: expert_imbalance = .*", "#: expert_imbalance = 1.5x", file.read_text()))
+    with pytest.raises(ValueError, match=r"line \d+, .* expert_imbalance: '1.5x' is not JSON"):
         ss.Plan.from_megatron(file, architecture=MIXTRAL, cluster=CLUSTER)

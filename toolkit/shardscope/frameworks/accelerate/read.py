@@ -14,6 +14,7 @@ from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.deepspeed.files import read as deepspeed
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
 from shardscope.frameworks.formats.accelerate_config import MIXED
+from shardscope.frameworks.formats.comment_fields import read_comment_fields
 from shardscope.frameworks.formats.documents import Document, read_json, read_text, read_yaml
 from shardscope.frameworks.formats.sidecar_files import (
     FileFields,
@@ -22,7 +23,6 @@ from shardscope.frameworks.formats.sidecar_files import (
     build_plan,
     load_plan_parts,
 )
-from shardscope.frameworks.formats.unsupported_fields import read_noted_fields
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def read(
     # An export lists the fields that the format lacks in a comment. A recipe of the caller or of plan.json
     # has priority over it.
     layout_class = Fsdp2Layout if kind == "FSDP" else DdpLayout
-    noted_recipe, noted_layout = read_noted_fields(document, read_text(file), layout_class)
+    noted_recipe, noted_layout = read_comment_fields(document, read_text(file), layout_class)
     if parts.is_recipe_open:
         parts = replace(parts, recipe=apply_to_recipe(parts.recipe, document, noted_recipe))
     recipe_fields: FileFields = {"precision": (("mixed_precision",), _read_precision(document, parts.recipe))}

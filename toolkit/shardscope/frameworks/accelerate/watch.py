@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Protocol, SupportsInt, cast
+from typing import Concatenate, ParamSpec, Protocol, SupportsInt, TypeVar, cast
 
 import accelerate
 import torch
@@ -30,8 +30,14 @@ from shardscope.training.engine import Context
 
 SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-Method = Callable[..., object]
-"""A method of Accelerate or torch, with its own arguments."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Method(Protocol):
+    """A method of Accelerate or torch, with its own arguments."""
+
+    def __call__(self, *args: object, **kwargs: object) -> object: ...
 
 
 class ScriptContext(Context, Protocol):
@@ -97,7 +103,9 @@ class Watch:
 
     # ---- Wrappers: each gets the wrapped method and its arguments
 
-    def _on_init(self, original: Method, accelerator: Accelerator, *args: object, **kwargs: object) -> None:
+    def _on_init(
+        self, original: Method, accelerator: Accelerator, /, *args: object, **kwargs: object
+    ) -> None:
         original(accelerator, *args, **kwargs)
         self.accelerator = accelerator
         self.plugin.configure(self.plan, accelerator)
@@ -107,7 +115,7 @@ class Watch:
         self._start_record(f"{kind} over {num_ranks}; no model was prepared for training", {})
 
     def _on_prepare(
-        self, original: Method, accelerator: Accelerator, *args: object, **kwargs: object
+        self, original: Method, accelerator: Accelerator, /, *args: object, **kwargs: object
     ) -> object:
         result = original(accelerator, *args, **kwargs)
         # ``prepare`` returns a tuple with most frameworks, and a list with FSDP2.
@@ -118,7 +126,7 @@ class Watch:
         return result
 
     def _on_prepare_model(
-        self, original: Method, accelerator: Accelerator, *args: object, **kwargs: object
+        self, original: Method, accelerator: Accelerator, /, *args: object, **kwargs: object
     ) -> object:
         model = original(accelerator, *args, **kwargs)
         is_evaluated = kwargs.get("evaluation_mode") or args[2:3] == (True,)
@@ -126,12 +134,12 @@ class Watch:
             self._inspect_model(model)
         return model
 
-    def _on_accumulate(self, original: Method, *args: object) -> object:
+    def _on_accumulate(self, original: Method, /, *args: object) -> object:
         self._accumulates = True
         return original(*args)
 
     def _on_backward(
-        self, original: Method, accelerator: Accelerator, loss: object, **kwargs: object
+        self, original: Method, accelerator: Accelerator, /, loss: object, **kwargs: object
     ) -> None:
         if not self._accumulates and accelerator.gradient_accumulation_steps > 1:
             self._disable_accumulation(accelerator)
@@ -140,7 +148,7 @@ class Watch:
             self._losses.append(loss.detach().float().mean())
 
     def _on_step(
-        self, original: Method, optimizer: AcceleratedOptimizer, *args: object, **kwargs: object
+        self, original: Method, optimizer: AcceleratedOptimizer, /, *args: object, **kwargs: object
     ) -> object:
         is_last_micro_batch = bool(optimizer.gradient_state.sync_gradients)
         if is_last_micro_batch and self.num_steps == 0 and self._models:
@@ -154,12 +162,12 @@ class Watch:
             self._finish_step(optimizer)
         return result
 
-    def _on_recompute(self, original: Method, *args: object, **kwargs: object) -> object:
+    def _on_recompute(self, original: Method, /, *args: object, **kwargs: object) -> object:
         self._recomputes = True
         return original(*args, **kwargs)
 
     def _on_log(
-        self, original: Method, accelerator: Accelerator, values: object, *args: object, **kwargs: object
+        self, original: Method, accelerator: Accelerator, /, values: object, *args: object, **kwargs: object
     ) -> object:
         # Trackers take any whole number: an int, a numpy integer, a tensor of one element.
         step = cast("SupportsInt | None", kwargs.get("step", args[0] if args else None))
@@ -366,12 +374,14 @@ class Watch:
         return str(dist.group.WORLD._get_backend(self.ctx.device).name())
 
 
-def _wrap_method(owner: object, name: str, wrapper: Callable[..., object]) -> Callable[[], None]:
+def _wrap_method(
+    owner: object, name: str, wrapper: Callable[Concatenate[Method, P], R]
+) -> Callable[[], None]:
     """Replace a method by ``wrapper(original, *arguments)``, and return a function that undoes it."""
-    original = vars(owner)[name]
+    original: Method = vars(owner)[name]
 
     @wraps(original)
-    def call_wrapper(*args: object, **kwargs: object) -> object:
+    def call_wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         return wrapper(original, *args, **kwargs)
 
     setattr(owner, name, call_wrapper)

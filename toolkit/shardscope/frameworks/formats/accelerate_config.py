@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from shardscope.frameworks.formats.commands import CHANGE_FOLDER, PORT, SHELL
+from shardscope.frameworks.formats.comment_fields import find_missing_fields, render_comment_fields
 from shardscope.frameworks.formats.exported import Absent, Exported, render_header
 from shardscope.frameworks.formats.text import render_yaml
-from shardscope.frameworks.formats.unsupported_fields import describe_fields, find_unsupported_fields
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -57,11 +57,11 @@ def render_accelerate_files(
     text = render_header(
         plan,
         *notes,
-        *describe_fields(
-            find_unsupported_fields(plan, contained, layout_fields), "the script that accelerate launches"
-        ),
         f"Each rank runs {plan.num_micro_batches} micro-batches of {recipe.micro_batch_size} per step: "
         f"Accelerator(gradient_accumulation_steps={plan.num_micro_batches}).",
+    )
+    text += render_comment_fields(
+        find_missing_fields(plan, contained, layout_fields), "the script that accelerate launches"
     )
     return [
         Exported(

@@ -15,7 +15,7 @@ _WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "n",
 
 
 def format_comment(sentences: Iterable[str]) -> str:
-    """Return sentences as lines with "# "; continuation lines are indented (see :func:`parse_comment`)."""
+    """Return sentences as lines with "# "; continuation lines are indented."""
     lines: list[str] = []
     for sentence in sentences:
         plain = " ".join(sentence.split())
@@ -23,17 +23,6 @@ def format_comment(sentences: Iterable[str]) -> str:
             plain, WIDTH - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
         )
     return "".join(f"# {line}\n" for line in lines)
-
-
-def parse_comment(text: str) -> list[str]:
-    """Return the sentences in lines written by :func:`format_comment`."""
-    sentences: list[str] = []
-    for line in text.splitlines():
-        if line.startswith("#   ") and sentences:
-            sentences[-1] += f" {line[1:].strip()}"
-        elif line.startswith("# "):
-            sentences.append(line[1:].strip())
-    return sentences
 
 
 def render_yaml(values: Mapping[str, object], indent: int = 0) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
+from shardscope.frameworks.formats.comment_fields import find_missing_fields, render_comment_fields
 from shardscope.frameworks.formats.exported import Exported, render_header
 from shardscope.frameworks.formats.text import render_yaml
-from shardscope.frameworks.formats.unsupported_fields import describe_fields, find_unsupported_fields
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -70,10 +70,10 @@ def render_training_arguments(
         "parser = HfArgumentParser(TrainingArguments); "
         f"(args,) = parser.parse_yaml_file({ARGUMENTS_FILE!r}, allow_extra_keys=False)",
         *notes,
-        *describe_fields(
-            find_unsupported_fields(plan, contained, layout_fields), "the script with the Trainer"
-        ),
         "Add learning rate, number of steps and logging yourself: a plan has none.",
+    )
+    text += render_comment_fields(
+        find_missing_fields(plan, contained, layout_fields), "the script with the Trainer"
     )
     return Exported(
         name=ARGUMENTS_FILE,

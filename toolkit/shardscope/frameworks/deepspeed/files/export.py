@@ -12,10 +12,10 @@ from shardscope.frameworks.deepspeed.files import TRAINED_VALUES
 from shardscope.frameworks.deepspeed.files.config import NVME_FOLDER, deepspeed_config
 from shardscope.frameworks.formats.accelerate_config import list_absent_files, render_accelerate_files
 from shardscope.frameworks.formats.commands import add_commands
+from shardscope.frameworks.formats.comment_fields import find_missing_fields
 from shardscope.frameworks.formats.exported import PLAN_FILE, Absent, Exported, describe_plan
 from shardscope.frameworks.formats.train_file import render_train_files
 from shardscope.frameworks.formats.training_arguments import ARGUMENTS_FILE, render_training_arguments
-from shardscope.frameworks.formats.unsupported_fields import find_unsupported_fields
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -53,11 +53,9 @@ def _config(plan: Plan) -> Exported:
         "what": f"{describe_plan(plan)}. Written from the {PLAN_FILE} beside it.",
         "layout": {
             **{name: getattr(plan.layout, name) for name in NOT_IN_CONFIG},
-            **dict(
-                find_unsupported_fields(plan, {field.name for field in fields(plan.recipe)}, written(plan))
-            ),
+            **dict(find_missing_fields(plan, {field.name for field in fields(plan.recipe)}, written(plan))),
         },
-        "not_said_here": dict(find_unsupported_fields(plan, said, everything)),
+        "not_said_here": dict(find_missing_fields(plan, said, everything)),
     }
     values = {OWN_KEY: own, **deepspeed_config(plan), "gradient_clipping": CLIPPED_TO}
     what = "deepspeed.initialize(config=...)"

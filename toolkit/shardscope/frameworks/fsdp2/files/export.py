@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from shardscope.frameworks.accelerate.limits import why_not_accelerate_fsdp
 from shardscope.frameworks.formats.accelerate_config import list_absent_files, render_accelerate_files
 from shardscope.frameworks.formats.commands import add_commands
+from shardscope.frameworks.formats.comment_fields import find_missing_fields
 from shardscope.frameworks.formats.exported import Absent, Exported, describe_plan
 from shardscope.frameworks.formats.train_file import render_train_files
 from shardscope.frameworks.formats.training_arguments import ARGUMENTS_FILE, render_training_arguments
-from shardscope.frameworks.formats.unsupported_fields import find_unsupported_fields
 from shardscope.frameworks.fsdp2.files import TRAINED_VALUES
 from shardscope.frameworks.fsdp2.layout import get_reshard_after_forward
 
@@ -45,7 +45,7 @@ def _arguments(plan: Plan) -> Exported:
     values = {
         "shardscope": {
             "what": describe_plan(plan),
-            "not_said_here": dict(find_unsupported_fields(plan, (), contained)),
+            "not_said_here": dict(find_missing_fields(plan, (), contained)),
         },
         "init_device_mesh": {"mesh_shape": list(mesh.values()), "mesh_dim_names": list(mesh)},
         "fully_shard": {

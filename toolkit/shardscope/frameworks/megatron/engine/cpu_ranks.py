@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
 P = ParamSpec("P")
-T = TypeVar("T")
+R = TypeVar("R", covariant=True)
 
 
 @contextlib.contextmanager
@@ -30,13 +30,13 @@ def cpu_ranks() -> Iterator[None]:
     compiler.
     """
     with (
-        cuda_as_cpu("Megatron on CPU ranks", CudaMeansCpu(), _replacements),
+        cuda_as_cpu("Megatron on CPU ranks", CudaMeansCpu(), _list_cpu_replacements),
         torch.compiler.set_stance("force_eager"),
     ):
         yield
 
 
-def _replacements() -> list[Replacement]:
+def _list_cpu_replacements() -> list[Replacement]:
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.fusions import fused_bias_swiglu
     from megatron.core.pipeline_parallel import p2p_communication
@@ -56,14 +56,20 @@ def _replacements() -> list[Replacement]:
     ]
 
 
-def _keep_until_sent(send: Callable[..., T]) -> Callable[..., T]:
+class _Send(Protocol[R]):
+    """megatron-core's ``_p2p_ops``, which returns the handles of its messages."""
+
+    def __call__(self, **options: object) -> R: ...
+
+
+def _keep_until_sent(send: _Send[R]) -> _Send[R]:
     """Wrap ``send`` to keep each tensor's memory alive until it is sent.
 
     Schedules free a sent tensor (``deallocate_output_tensor``). CUDA's allocator waits for the stream that
     still reads it, but gloo would read freed memory.
     """
 
-    def call(**options: object) -> T:
+    def send_aliases(**options: object) -> R:
         aliases = {
             name: tensor.detach()
             for name, tensor in options.items()
@@ -71,7 +77,7 @@ def _keep_until_sent(send: Callable[..., T]) -> Callable[..., T]:
         }
         return send(**options | aliases)
 
-    return call
+    return send_aliases
 
 
 def _keep_on_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:

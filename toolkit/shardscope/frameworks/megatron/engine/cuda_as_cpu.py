@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Self
+from typing import Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -20,12 +20,24 @@ Replacement = tuple[object, str, object]
 """(module or class, attribute name, replacement)."""
 
 
+class TorchFunction(Protocol):
+    """A function of torch that a function mode intercepts."""
+
+    def __call__(self, *args: object, **kwargs: object) -> object: ...
+
+
+class NoOp(Protocol):
+    """A function that takes any arguments and does nothing."""
+
+    def __call__(self, *args: object, **kwargs: object) -> None: ...
+
+
 class CudaMeansCpu(TorchFunctionMode):  # type: ignore[misc]
     """Function mode that creates CPU tensors instead of CUDA tensors; ``.cuda()`` does nothing."""
 
     def __torch_function__(
         self,
-        function: Callable[..., object],
+        function: TorchFunction,
         types: Sequence[type],
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
@@ -36,6 +48,7 @@ class CudaMeansCpu(TorchFunctionMode):  # type: ignore[misc]
         if function is torch.Tensor.type and len(args) == 1 and not kwargs:
             # Megatron-core's optimizers accept only torch.cuda.FloatTensor and the like, by name.
             return str(function(*args)).replace("torch.", "torch.cuda.")
+        # Factory functions take the device by keyword, ``to`` also as a positional argument.
         if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs = {**kwargs, "device": CPU}
         if function is torch.Tensor.to:
@@ -49,7 +62,7 @@ class _Completed:
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def __getattr__(self, name: str) -> Callable[..., Self]:
+    def __getattr__(self, name: str) -> object:
         return lambda *args, **kwargs: self
 
 
@@ -64,27 +77,28 @@ class Event(_Completed):
 
 @contextlib.contextmanager
 def cuda_as_cpu(
-    what: str, mode: TorchFunctionMode, replacements: Callable[[], Iterable[Replacement]]
+    purpose: str, mode: TorchFunctionMode, list_replacements: Callable[[], Iterable[Replacement]]
 ) -> Iterator[None]:
-    """Redirect CUDA calls to the CPU through ``mode``, and patch in ``replacements()``.
+    """Redirect CUDA calls to the CPU through ``mode``, and set the attributes of ``list_replacements()``.
 
-    Raises ``RuntimeError`` with the name ``what`` if this process uses CUDA.
+    Raises ``RuntimeError`` that names the ``purpose`` if this process uses CUDA.
     """
     if torch.cuda.is_initialized():
-        raise RuntimeError(f"{what} is for machines without GPUs: this process uses CUDA")
+        raise RuntimeError(f"{purpose} is for machines without GPUs: this process uses CUDA")
     with contextlib.ExitStack() as stack:
-        for owner, name, stand_in in (*_list_replacements(), *replacements()):
-            stack.enter_context(_patch(owner, name, stand_in))
+        # The own replacements last: they may replace a common one.
+        for owner, name, stand_in in (*_list_common_replacements(), *list_replacements()):
+            stack.enter_context(patch_attribute(owner, name, stand_in))
         stack.enter_context(mode)
         yield
 
 
-def make_no_op() -> Callable[..., None]:
+def make_no_op() -> NoOp:
     """Return a new no-op function: torch.compile's table rejects one function under two names."""
     return lambda *args, **kwargs: None
 
 
-def _list_replacements() -> list[Replacement]:
+def _list_common_replacements() -> list[Replacement]:
     from megatron.core.transformer.moe import moe_utils
 
     stream = Stream()
@@ -110,7 +124,9 @@ def _is_cuda(device: object) -> bool:
 
 
 @contextlib.contextmanager
-def _patch(owner: object, name: str, stand_in: object) -> Iterator[None]:
+def patch_attribute(owner: object, name: str, stand_in: object) -> Iterator[None]:
+    """Set an attribute of a module or class inside the context, and restore it afterwards."""
+    # From ``vars``: ``getattr`` would unwrap a static method, and find an inherited attribute.
     missing = object()
     before = vars(owner).get(name, missing)
     setattr(owner, name, stand_in)

@@ -10,10 +10,10 @@ from shardscope.families.registry import family_of
 from shardscope.frameworks.accelerate.limits import why_not_started
 from shardscope.frameworks.formats.accelerate_config import list_absent_files
 from shardscope.frameworks.formats.commands import add_commands, render_commands
+from shardscope.frameworks.formats.comment_fields import find_missing_fields, render_comment_fields
 from shardscope.frameworks.formats.exported import Absent, Exported, render_header
 from shardscope.frameworks.formats.train_file import SCRIPT_FILE, render_train_files
 from shardscope.frameworks.formats.training_arguments import ARGUMENTS_FILE
-from shardscope.frameworks.formats.unsupported_fields import describe_fields, find_unsupported_fields
 from shardscope.frameworks.megatron.engine.launching import ONE_CONNECTION, wants_one_connection
 from shardscope.frameworks.megatron.families import check_family
 from shardscope.frameworks.megatron.files import TRAINED_VALUES
@@ -133,12 +133,10 @@ def _render_arguments(plan: Plan) -> str:
     layout_fields = {*LAYOUT, *(["cross_entropy_fusion_impl"] if plan.recipe.loss == "fused" else [])}
     # Megatron does not distinguish bf16 and bf16-mixed: it always keeps fp32 main weights.
     expressed = [field for field in RECIPE if field != "precision" or plan.recipe.precision != "bf16"]
-    notes = describe_fields(
-        find_unsupported_fields(plan, {*expressed, "kernels"}, layout_fields), "whoever runs it"
-    )
-    notes.append(
-        "What a plan does not hold has Megatron-LM's defaults: --rotary-base, --norm-epsilon and the like."
-    )
+    missing = find_missing_fields(plan, {*expressed, "kernels"}, layout_fields)
+    notes = [
+        "Options that a plan does not have keep Megatron-LM's defaults: --rotary-base, --norm-epsilon..."
+    ]
     if plan.architecture.num_moe_layers:
         notes.append(
             "So have routers and experts: --moe-router-load-balancing-type and --moe-aux-loss-coeff, without "
@@ -158,4 +156,5 @@ def _render_arguments(plan: Plan) -> str:
         f"--{name}" if value is None else f"--{name} {value}"
         for name, value in megatron_arguments(plan).items()
     ]
-    return render_header(plan, *notes) + "\n".join(lines) + "\n"
+    comment = render_header(plan, *notes) + render_comment_fields(missing, "the user")
+    return comment + "\n".join(lines) + "\n"

@@ -13,18 +13,18 @@ from shardscope.core.errors import Value, refuse
 from shardscope.core.recipe import Recipe
 from shardscope.core.serialization import replace_fields
 from shardscope.core.text_positions import KeyPath
+from shardscope.frameworks.formats.comment_fields import read_comment_fields
 from shardscope.frameworks.formats.documents import Document, read_text
 from shardscope.frameworks.formats.sidecar_files import (
+    FileFields,
     PlanParts,
     apply_to_recipe,
     build_plan,
     load_plan_parts,
 )
-from shardscope.frameworks.formats.unsupported_fields import read_noted_fields
 from shardscope.frameworks.megatron.files.arguments import BACKENDS, OPTIMIZERS, megatron_arguments
 from shardscope.frameworks.megatron.files.read_architecture import (
     SHAPE,
-    FlagValues,
     check_positions,
     read_architecture,
     read_sizes,
@@ -98,133 +98,154 @@ def read(
     for flag, why in REFUSED.items():
         if document.get(flag):
             document.refuse((flag,), f"nothing: {why}", "leave it out")
-    rest = load_plan_parts(file, architecture, cluster, recipe)
-    recipe_noted, layout_noted = read_noted_fields(document, read_text(file) if file else "", MegatronLayout)
-    if rest.is_recipe_open:
-        rest = replace(rest, recipe=apply_to_recipe(rest.recipe, document, recipe_noted))
-    before = rest.layout if isinstance(rest.layout, MegatronLayout) else None
-    rest = replace(rest, recipe=_without_switches(document, rest))
-    recipe_values = _read_recipe(document, rest)
-    planned_recipe = apply_to_recipe(rest.recipe, document, recipe_values)
-    if document.get("global-batch-size") is None and rest.layout is None:
-        where = document.name
+
+    # What flags cannot express comes from the caller, from plan.json, or else from the file's comments.
+    parts = load_plan_parts(file, architecture, cluster, recipe)
+    comment_recipe, comment_layout = read_comment_fields(
+        document, read_text(file) if file else "", MegatronLayout
+    )
+    if parts.is_recipe_open:
+        parts = replace(parts, recipe=apply_to_recipe(parts.recipe, document, comment_recipe))
+    stored_layout = parts.layout if isinstance(parts.layout, MegatronLayout) else None
+    parts = replace(parts, recipe=_reset_removed_options(document, parts))
+
+    # The recipe comes first: the default dtype of gradients depends on it.
+    recipe_values = _read_recipe(document, parts)
+    planned_recipe = apply_to_recipe(parts.recipe, document, recipe_values)
+    if document.get("global-batch-size") is None and parts.layout is None:
         allowed = "a number: Megatron-LM's default depends on the cluster"
-        refuse(f"{where}, --global-batch-size", None, allowed, "--global-batch-size 64")
-    layout_values = ({} if rest.layout else layout_noted) | _read_layout(document, planned_recipe, before)
-    flag_values = recipe_values | layout_values | read_sizes(document, rest)
+        refuse(f"{document.name}, --global-batch-size", None, allowed, "--global-batch-size 64")
+    layout_values = _read_layout(document, planned_recipe, stored_layout)
+    if parts.layout is None:
+        layout_values = comment_layout | layout_values
+
+    # Then the architecture, which the older flag for model chunks needs.
+    flag_values = recipe_values | layout_values | read_sizes(document, parts)
     check_positions(document, planned_recipe, flag_values)
-    rest = replace(rest, architecture=read_architecture(document, rest, flag_values))
+    parts = replace(parts, architecture=read_architecture(document, parts, flag_values))
     if document.get(CHUNK) is not None:
         pp = layout_values["pp"][1]
         assert isinstance(pp, int)
-        layout_values["vpp"] = (
-            (CHUNK,),
-            count_model_chunks(document, rest.require_architecture(document.name), pp),
-        )
+        num_chunks = count_model_chunks(document, parts.require_architecture(document.name), pp)
+        layout_values["vpp"] = ((CHUNK,), num_chunks)
+
     values = {name: value for name, (_, value) in layout_values.items()}
-    start = before or MegatronLayout()
+    start = stored_layout or MegatronLayout()
     plan = build_plan(
-        rest, document, planned_recipe, flag_values | layout_values, lambda: replace_fields(start, values)
+        parts, document, planned_recipe, flag_values | layout_values, lambda: replace_fields(start, values)
     )
     _check_split(document, plan)
     return plan
 
 
-# ------------------------------------------------------------------------------------------- the arguments
+# ---- Arguments
 
 
 def _read_document(arguments: str | Path | Sequence[str]) -> tuple[Document, Path | None]:
     """Return flag -> value, with each flag's line number if they come from a file."""
-    if isinstance(arguments, Path) or (
+    # A string that begins with a flag is a command line, any other one a path.
+    is_path = isinstance(arguments, Path) or (
         isinstance(arguments, str) and not arguments.lstrip().startswith("--")
-    ):
-        file = Path(arguments).expanduser()
-        text = read_text(arguments)
-        words = []
-        for number, line in enumerate(text.splitlines(), start=1):
-            try:
-                words += [(number, word) for word in shlex.split(line.rstrip(" \\"), comments=True)]
-            except ValueError as error:
-                raise ValueError(f"{file.name}, line {number}: {error}.") from error
-        return _parse_words(file.name, words), file
+    )
+    if is_path:
+        file = Path(str(arguments)).expanduser()
+        return _parse_arguments(file.name, _split_lines(file.name, read_text(str(arguments)))), file
     if isinstance(arguments, str):
         arguments = shlex.split(arguments)
-    if not isinstance(arguments, Sequence) or not all(isinstance(word, str) for word in arguments):
+    if not isinstance(arguments, Sequence) or not all(isinstance(item, str) for item in arguments):
         refuse(
-            "arguments", arguments, "a file of arguments, or a list of words", Value("megatron_arguments.txt")
+            "arguments",
+            arguments,
+            "a file of arguments, or a list of strings",
+            Value("megatron_arguments.txt"),
         )
-    return _parse_words("the arguments", [(0, word) for word in arguments]), None
+    return _parse_arguments("the arguments", [(0, item) for item in arguments]), None
 
 
-def _parse_words(name: str, words: list[tuple[int, str]]) -> Document:
+def _split_lines(name: str, text: str) -> list[tuple[int, str]]:
+    """Return the file's arguments with their line numbers; lines may end in a shell's backslash."""
+    arguments = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            arguments += [(number, item) for item in shlex.split(line.rstrip(" \\"), comments=True)]
+        except ValueError as error:
+            raise ValueError(f"{name}, line {number}: {error}.") from error
+    return arguments
+
+
+def _parse_arguments(name: str, arguments: list[tuple[int, str]]) -> Document:
+    """Group (line, argument) pairs by flag. Line 0: the arguments come from no file."""
     values: dict[str, object] = {}
     lines: dict[KeyPath, int] = {}
     unread: list[str] = []
     index = 0
-    while index < len(words):
-        line, word = words[index]
-        at = f"{name}, line {line}" if line else name
-        if not word.startswith("--"):
-            raise ValueError(f"{at}, {word!r}: this is not a flag; allowed: --name value.")
-        flag, has_value, value = word[2:].partition("=")
+    while index < len(arguments):
+        line, argument = arguments[index]
+        where = f"{name}, line {line}" if line else name
+        if not argument.startswith("--"):
+            raise ValueError(f"{where}, {argument!r}: this is not a flag; allowed: --name value.")
+        # The flag's values: after "=", or all arguments up to the next flag.
+        flag, has_value, value = argument[2:].partition("=")
         index += 1
         flag_arguments = [value] if has_value else []
-        while not has_value and index < len(words) and not words[index][1].startswith("--"):
-            flag_arguments.append(words[index][1])
+        while not has_value and index < len(arguments) and not arguments[index][1].startswith("--"):
+            flag_arguments.append(arguments[index][1])
             index += 1
         if flag in values:
-            raise ValueError(f"{at}, --{flag}: this flag is given twice; keep one.")
+            raise ValueError(f"{where}, --{flag}: this flag is given twice; keep one.")
         if line:
             lines[(flag,)] = line
-        values[flag] = _parse_value(at, flag, flag_arguments)
+        values[flag] = _parse_value(where, flag, flag_arguments)
+        # Megatron-LM has hundreds of flags; an unknown one is an error only if it looks misspelled.
         if flag not in READ:
             near = difflib.get_close_matches(flag, READ, n=1, cutoff=MISSPELT)
             if near:
-                refuse(f"{at}, --{flag}: this flag", flag, f"--{near[0]} and others", f"--{near[0]}")
+                refuse(f"{where}, --{flag}: this flag", flag, f"--{near[0]} and others", f"--{near[0]}")
             unread.append(f"--{flag}" + (f" (line {line})" if line else ""))
     return Document(name=name, values=values, lines=lines, _unread=unread)
 
 
-def _parse_value(at: str, flag: str, flag_arguments: list[str]) -> object:
+def _parse_value(where: str, flag: str, flag_arguments: list[str]) -> object:
+    """Return True for a flag without a value, else a number or a string; of an unread flag its arguments."""
     if flag not in READ:
         return flag_arguments
     if len(flag_arguments) != (0 if flag in ALONE else 1):
         allowed = "no value" if flag in ALONE else "one value"
         refuse(
-            f"{at}, --{flag}",
+            f"{where}, --{flag}",
             " ".join(flag_arguments),
             allowed,
             f"--{flag}" + ("" if flag in ALONE else " VALUE"),
         )
     if flag in ALONE:
         return True
-    for kind in (int, float):
+    for number_type in (int, float):
         try:
-            return kind(flag_arguments[0])
+            return number_type(flag_arguments[0])
         except ValueError:
             continue
     return flag_arguments[0]
 
 
-# ------------------------------------------------------------------------------------------------ the nouns
+# ---- Recipe and layout
 
 
-def _without_switches(document: Document, rest: PlanParts) -> Recipe:
+def _reset_removed_options(document: Document, parts: PlanParts) -> Recipe:
     """Return the recipe, with options reset whose flag was removed from the file of an exported plan."""
-    recipe = rest.recipe
-    if rest.layout is None:
+    recipe = parts.recipe
+    if parts.layout is None:
         return recipe
     is_unfused = recipe.loss == "fused" and not document.get("cross-entropy-loss-fusion")
     loss = None if is_unfused else recipe.loss
     return replace(recipe, attention=None, expert_capacity_factor=None, loss=loss)
 
 
-def _read_recipe(document: Document, rest: PlanParts) -> FlagValues:
-    recipe = rest.recipe
-    flag_values: FlagValues = {
+def _read_recipe(document: Document, parts: PlanParts) -> FileFields:
+    recipe = parts.recipe
+    flag_values: FileFields = {
         field: ((flag,), document.read_number(flag, low=1, high=2**24)) for field, flag in SIZES.items()
     }
-    if flag_values["micro_batch_size"][1] is None and rest.layout is None:
+    if flag_values["micro_batch_size"][1] is None and parts.layout is None:
         refuse(f"{document.name}, --micro-batch-size", None, "a number", "--micro-batch-size 1")
     names = {value: key for key, value in OPTIMIZERS.items()}
     optimizer = document.read_choice("optimizer", among=names) or "adam"
@@ -284,49 +305,60 @@ def _read_recompute(document: Document) -> tuple[KeyPath, str]:
     return keys, kind or "none"
 
 
-def _read_layout(document: Document, recipe: Recipe, before: MegatronLayout | None) -> FlagValues:
-    flag_values: FlagValues = {}
-    for field, flag in DEGREES.items():
-        size = document.read_number(flag, low=1, high=2**20)
-        flag_values[field] = ((flag,), size if field == "etp" else size or 1)
+def _read_layout(document: Document, recipe: Recipe, stored: MegatronLayout | None) -> FileFields:
+    """Return layout field -> (flag, value); ``stored`` is the layout of plan.json, if there is one."""
+    degrees = {field: document.read_number(flag, low=1, high=2**20) for field, flag in DEGREES.items()}
+    tp = degrees["tp"] or 1
+    layout_values: FileFields = {field: ((DEGREES[field],), size or 1) for field, size in degrees.items()}
+    layout_values["etp"] = ((DEGREES["etp"],), _read_expert_tp(degrees["etp"], tp, stored))
     for field, flag in SWITCHES.items():
-        flag_values[field] = ((flag,), bool(document.get(flag)))
+        layout_values[field] = ((flag,), bool(document.get(flag)))
+    layout_values["sequence_parallel"] = (
+        (SWITCHES["sequence_parallel"],),
+        _read_sequence_parallel(document, tp, stored),
+    )
     for field, flag in TYPES.items():
-        flag_values[field] = ((flag,), document.get(flag) or getattr(MegatronLayout, field))
-    values = {name: value for name, (_, value) in flag_values.items()}
-    if before is not None and not document.get("cross-entropy-loss-fusion"):
-        flag_values["cross_entropy_fusion_impl"] = (
-            ("cross-entropy-fusion-impl",),
-            before.cross_entropy_fusion_impl,
-        )
-    # A layout field that was None stays None if its default has the same effect.
-    if values["sequence_parallel"] == (values["tp"] > 1):
-        previous = before.sequence_parallel if before is not None else None
-        if previous is None or previous == values["sequence_parallel"]:
-            flag_values["sequence_parallel"] = (("sequence-parallel",), previous)
-    if values["etp"] in (None, values["tp"]):
-        previous_etp = before.etp if before is not None else None
-        flag_values["etp"] = (
-            ("expert-tensor-parallel-size",),
-            previous_etp if previous_etp in (None, values["tp"]) else None,
-        )
-        if before is not None and values["etp"] is None:
-            flag_values["etp"] = (("expert-tensor-parallel-size",), before.etp)
-    flag_values["grad_reduce_in_fp32"] = _read_gradient_dtype(document, recipe, before)
-    return flag_values
+        layout_values[field] = ((flag,), document.get(flag) or getattr(MegatronLayout, field))
+    # An export writes this flag with a fused loss only.
+    if stored is not None and not document.get("cross-entropy-loss-fusion"):
+        flag = TYPES["cross_entropy_fusion_impl"]
+        layout_values["cross_entropy_fusion_impl"] = ((flag,), stored.cross_entropy_fusion_impl)
+    layout_values["grad_reduce_in_fp32"] = _read_gradient_dtype(document, recipe, stored)
+    return layout_values
+
+
+# A layout field that was None stays None if the flags say the same as its default: an exported plan that is
+# read again is equal.
+
+
+def _read_expert_tp(etp: int | None, tp: int, stored: MegatronLayout | None) -> int | None:
+    previous = stored.etp if stored is not None else None
+    if etp is None:
+        return previous
+    if etp == tp:
+        return previous if previous == tp else None
+    return etp
+
+
+def _read_sequence_parallel(document: Document, tp: int, stored: MegatronLayout | None) -> bool | None:
+    shards = bool(document.get(SWITCHES["sequence_parallel"]))
+    previous = stored.sequence_parallel if stored is not None else None
+    if shards == (tp > 1) and previous in (None, shards):
+        return previous
+    return shards
 
 
 def _read_gradient_dtype(
-    document: Document, recipe: Recipe, before: MegatronLayout | None
+    document: Document, recipe: Recipe, stored: MegatronLayout | None
 ) -> tuple[KeyPath, bool | None]:
     keys = ("grad-reduce-in-bf16",)
     if recipe.precision == "fp16-mixed":
         in_fp32 = bool(document.get("accumulate-allreduce-grads-in-fp32"))
     elif recipe.precision == "fp32":
-        return keys, before.grad_reduce_in_fp32 if before is not None else None
+        return keys, stored.grad_reduce_in_fp32 if stored is not None else None
     else:
         in_fp32 = not document.get(*keys)
-    for start in (before, MegatronLayout()):
+    for start in (stored, MegatronLayout()):
         if start is not None and reduces_in_fp32(start, recipe) == in_fp32:
             return keys, start.grad_reduce_in_fp32
     return keys, in_fp32

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from shardscope.core.architecture import Architecture
 from shardscope.core.errors import refuse
 from shardscope.core.recipe import Recipe
-from shardscope.core.text_positions import KeyPath
 from shardscope.frameworks.formats.documents import Document
-from shardscope.frameworks.formats.sidecar_files import PlanParts, locate_errors
+from shardscope.frameworks.formats.sidecar_files import FileFields, PlanParts, locate_errors
 from shardscope.frameworks.megatron.files.arguments import architecture_flags
-
-FlagValues = dict[str, tuple[KeyPath, Any]]
-"""Plan field -> (key of its flag, value)."""
 
 SHAPE = (
     *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "kv-channels", "vocab-size"),
@@ -39,7 +33,7 @@ SIZES = {
 NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
-def check_positions(document: Document, recipe: Recipe, flag_values: FlagValues) -> None:
+def check_positions(document: Document, recipe: Recipe, flag_values: FileFields) -> None:
     """Raise ``ValueError`` if the sequence exceeds the positions (validate_args asserts it always)."""
     limit = document.read_number("max-position-embeddings", low=1)
     if limit is not None and recipe.seq_len > limit:
@@ -48,31 +42,36 @@ def check_positions(document: Document, recipe: Recipe, flag_values: FlagValues)
             refuse("Recipe.seq_len", recipe.seq_len, allowed, f"--seq-length {limit}")
 
 
-def read_sizes(document: Document, rest: PlanParts) -> FlagValues:
-    """Return architecture field -> (flag, number); with a known architecture the value is not validated."""
-    known = rest.architecture is not None
+def read_sizes(document: Document, parts: PlanParts) -> FileFields:
+    """Return architecture field -> (flag, number), for errors that name the flag.
+
+    With a known architecture the numbers are not validated here: :func:`read_architecture` compares them.
+    """
+    known = parts.architecture is not None
     return {
         field: ((flag,), document.get(flag) if known else document.read_number(flag, low=1))
         for field, flag in SIZES.items()
     }
 
 
-def read_architecture(document: Document, rest: PlanParts, flag_values: FlagValues) -> Architecture:
+def read_architecture(document: Document, parts: PlanParts, flag_values: FileFields) -> Architecture:
     """Return the known architecture if the flags agree with it, else the Llama that they describe."""
-    if rest.architecture is None:
+    if parts.architecture is None:
         return _build_llama(document, flag_values)
-    shape = architecture_flags(rest.architecture)
+    # Compare each flag of the shape with the one that an export of the architecture would write.
+    shape = architecture_flags(parts.architecture)
     for flag in SHAPE:
         value, planned_value = document.get(flag), shape.get(flag, _MISSING)
         if value is None and (planned_value is _MISSING or flag in _OPTIONAL_FLAGS):
             continue
+        # An export writes None for a flag without a value, which the document has as True.
         expected = True if planned_value is None else planned_value
-        if value != expected and not (flag in _OPTIONAL_FLAGS and rest.layout is None):
-            what = f"{rest.architecture.name} has"
+        if value != expected and not (flag in _OPTIONAL_FLAGS and parts.layout is None):
+            name = parts.architecture.name
             if expected is _MISSING:
-                refuse(document.locate(flag), value, f"nothing: {what} no such part", "leave it out")
-            refuse(document.locate(flag), value, f"{expected!r}, as {what}", f"--{flag} {expected}")
-    return rest.architecture
+                refuse(document.locate(flag), value, f"nothing: {name} has no such part", "leave it out")
+            refuse(document.locate(flag), value, f"{expected!r}, as {name} has", f"--{flag} {expected}")
+    return parts.architecture
 
 
 _MISSING = object()
@@ -84,7 +83,7 @@ _OPTIONAL_FLAGS = frozenset({
 """Flags that a user's command line may omit in favor of a tokenizer, a default or another flag."""
 
 
-def _build_llama(document: Document, flag_values: FlagValues) -> Architecture:
+def _build_llama(document: Document, flag_values: FileFields) -> Architecture:
     """Build a dense decoder with SwiGLU, RMSNorm and rotary positions, without biases, from the flags."""
     fix = 'architecture=ss.models["llama-3.1-8b"]'
     needed = ("swiglu", "disable-bias-linear")
@@ -104,20 +103,27 @@ def _build_llama(document: Document, flag_values: FlagValues) -> Architecture:
             "an Architecture: these flags are not those of a Llama, and there is no plan.json in their folder"
         )
         refuse("architecture", None, allowed, fix)
-    dimensions = {field: flag_values[field][1] for field in SIZES}
+    sizes = {field: document.read_number(flag, low=1) for field, flag in SIZES.items()}
     for field in NEEDED:
-        if dimensions[field] is None:
+        if sizes[field] is None:
             where = f"{document.name}, --{SIZES[field]}"
             refuse(where, None, "a number, or architecture=...", fix)
-    heads = dimensions["num_attention_heads"]
-    grouped = document.get("group-query-attention")
-    dimensions["num_key_value_heads"] = (dimensions["num_key_value_heads"] or 1) if grouped else heads
-    dimensions["head_dim"] = dimensions["head_dim"] or dimensions["hidden_size"] // heads
-    dimensions["max_position_embeddings"] = dimensions["max_position_embeddings"] or 4096
+    numbers = {field: size for field, size in sizes.items() if size is not None}
+    # Megatron-LM's defaults (megatron/training/arguments.py): without --group-query-attention every head has
+    # its own keys and values, with it --num-query-groups is 1; heads divide the hidden size.
+    heads = numbers["num_attention_heads"]
+    is_grouped = document.get("group-query-attention")
     with locate_errors(document, flag_values):
         return Architecture(
             name=document.name,
             model_type="llama",
             tie_word_embeddings=not document.get("untie-embeddings-and-output-weights"),
-            **dimensions,
+            num_hidden_layers=numbers["num_hidden_layers"],
+            hidden_size=numbers["hidden_size"],
+            intermediate_size=numbers["intermediate_size"],
+            num_attention_heads=heads,
+            num_key_value_heads=numbers.get("num_key_value_heads", 1) if is_grouped else heads,
+            head_dim=numbers.get("head_dim", numbers["hidden_size"] // heads),
+            vocab_size=numbers["vocab_size"],
+            max_position_embeddings=numbers.get("max_position_embeddings", 4096),
         )
