@@ -1,8 +1,8 @@
 """``python -m tests.accuracy.own_runs``: plans drawn by a seed, run on CPU ranks; writes measured/own.jsonl.
 
 The third proof of a prediction, beside rehearsals and others' figures: the run that follows it. Each plan
-is the tiny twin that the Studio's button launches (``rehearsal_of``), over every family in the catalogue and
-what the engines train of a recipe. The run itself counts its tensors (``training/accounting/census.py``).
+is the tiny twin that the Studio's button launches (``build_cpu_trial``), over every family in the catalogue
+and what the engines train of a recipe. The run itself counts its tensors (``training/accounting/census.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.accuracy.rows import OWN
 
 import shardscope as ss
 from shardscope.frameworks.registry import check_trained
-from shardscope.planner.cpu_plan import rehearsal_of
+from shardscope.planner.cpu_trial import build_cpu_trial
 
 COUNTED = "tensors of the fullest CPU rank, counted in one step"
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -56,7 +56,7 @@ def drawn(draw: random.Random) -> ss.Plan | None:
     batches = draw.choice((1, 2))
     try:
         big = ss.Plan(arch, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.ddp())
-        small = rehearsal_of(big, ranks).plan
+        small = build_cpu_trial(big, ranks).plan
         recipe = ss.Recipe(**values, global_batch_size=ranks * batches * values["micro_batch_size"])
         plan = replace(small, recipe=recipe, layout=layout)
         plan.memory()

@@ -237,10 +237,10 @@ def of_another_optimizer(ctx: StandInContext) -> list[str]:
 
 
 def small_mixtral() -> Architecture:
-    from shardscope.planner.cpu_plan import rehearsal_of
+    from shardscope.planner.cpu_trial import build_cpu_trial
 
     mixtral = __import__("shardscope").models["mixtral-8x7b"]
-    small = rehearsal_of(tiny_plan("ddp", 2, architecture=mixtral)).plan.architecture
+    small = build_cpu_trial(tiny_plan("ddp", 2, architecture=mixtral)).plan.architecture
     return replace(small, num_hidden_layers=2)
 
 

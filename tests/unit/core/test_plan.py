@@ -17,7 +17,7 @@ from tests.needs import examples, few
 import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.core.plan import Plan
-from shardscope.planner.cpu_plan import rehearsal_of
+from shardscope.planner.cpu_trial import build_cpu_trial
 
 ONE_OF_EACH_FAMILY = {arch.model_type: name for name, arch in ss.models.items()}.values()
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
@@ -120,7 +120,7 @@ def test_every_model_of_the_catalogue_has_a_rehearsal(name: str, layout: ss.Layo
     if any(heads % 2 for heads in (arch.num_attention_heads, arch.num_key_value_heads)):
         layout = ss.Layout.ddp()
     big = Plan(arch, EIGHT, ss.Recipe(seq_len=512, recompute="full"), layout)
-    small = rehearsal_of(big)
+    small = build_cpu_trial(big)
     assert small.plan.layout.framework == layout.framework
     assert small.plan.recipe.recompute == "full"
     assert not small.plan.on_gpu

@@ -14,7 +14,7 @@ from tests.offers import offer_for, verdict
 import shardscope as ss
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.report import Term
-from shardscope.planner.capacity import find_shortages, fits, list_places
+from shardscope.planner.memory_needs import find_shortages, fits, list_memory_needs
 from shardscope.planner.repairs.repairs import in_words
 
 GIB = 2**30
@@ -87,7 +87,7 @@ def test_a_quantised_base_is_packed_as_it_is_read(layout: ss.Layout) -> None:
 
 def test_cpu_ranks_train_it_where_they_made_it() -> None:
     plan = ss.Plan(ss.models["gpt2"], ss.Cluster.parse("2xcpu"), ss.Recipe(seq_len=128), ss.Layout.ddp())
-    assert MAKING not in {place.name for place in list_places(plan, plan.memory())}
+    assert MAKING not in {place.name for place in list_memory_needs(plan, plan.memory())}
 
 
 @thorough()

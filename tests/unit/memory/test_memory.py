@@ -361,7 +361,7 @@ def test_lora_on_8b_holds_15_gib() -> None:
 def test_adapters_are_counted_as_peft_counts_them(family: str) -> None:
     needs("peft")
     torch = needs("torch")
-    from shardscope.planner.cpu_plan import rehearsal_of
+    from shardscope.planner.cpu_trial import build_cpu_trial
     from shardscope.training.model.lora import add_adapters
     from shardscope.training.model.model import build_model
 
@@ -372,7 +372,7 @@ def test_adapters_are_counted_as_peft_counts_them(family: str) -> None:
         "phi3": "phi-3-mini",
     }
     big = plan(ss.models[named.get(family, family)], ss.Layout.ddp(), seq_len=512, method="lora", lora_rank=4)
-    small = rehearsal_of(big).plan
+    small = build_cpu_trial(big).plan
     with torch.device("meta"):
         model = add_adapters(build_model(small.architecture), small.architecture, small.recipe)
     counted = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -14,9 +14,9 @@ from tests.needs import examples, thorough
 import shardscope as ss
 from shardscope.catalog import links
 from shardscope.planner.advice.advice import Advice, recommend
-from shardscope.planner.advice.trials import LARGEST_MICRO_BATCH, PAYS
-from shardscope.planner.capacity import fits
-from shardscope.planner.repairs.changes import OFFLOADS
+from shardscope.planner.advice.plan_evaluator import LARGEST_MICRO_BATCH, PAYS
+from shardscope.planner.memory_needs import fits
+from shardscope.planner.repairs.single_changes import OFFLOADS
 
 H100 = "h100-sxm-80gb"
 

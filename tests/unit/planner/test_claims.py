@@ -8,7 +8,15 @@ from typing import Any, get_args
 import pytest
 
 import shardscope as ss
-from shardscope.planner.claims import CHECKED, Claim, Claims, Verdict, claims, memory, speed
+from shardscope.planner.claims import (
+    CHECKED,
+    Claim,
+    Claims,
+    Verdict,
+    claims,
+    memory_claims,
+    speed_claims,
+)
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +25,7 @@ def checked() -> Claims:
 
 
 def ours(claim: Claim, what: str) -> float:
-    return claim.number(what).ours
+    return claim.get_number(what).computed
 
 
 def test_every_claim_has_numbers_a_verdict_and_a_reason(checked: Claims) -> None:
@@ -25,9 +33,9 @@ def test_every_claim_has_numbers_a_verdict_and_a_reason(checked: Claims) -> None
     assert len({claim.name for claim in checked}) == 10
     for claim in checked:
         assert claim.verdict in get_args(Verdict)
-        assert claim.numbers and claim.said and claim.why.endswith(".")
-        assert "*" not in claim.said + claim.why, "plain text, which nobody renders"
-        assert len({number.what for number in claim.numbers}) == len(claim.numbers)
+        assert claim.numbers and claim.statement and claim.why.endswith(".")
+        assert "*" not in claim.statement + claim.why, "plain text, which nobody renders"
+        assert len({number.name for number in claim.numbers}) == len(claim.numbers)
 
 
 def test_840_gb_are_1120(checked: Claims) -> None:
@@ -95,7 +103,7 @@ def test_fsdp2_is_not_5x_zero_3(checked: Claims) -> None:
     claim = checked.named("fsdp2-5x-zero-3")
     assert claim.verdict == "wrong"
     for number in claim.numbers:
-        assert 0.5 < number.ours < 1.5, number
+        assert 0.5 < number.computed < 1.5, number
 
 
 def test_fsdp2_does_not_top_out_at_200(checked: Claims) -> None:
@@ -111,30 +119,38 @@ def test_fsdp2_does_not_top_out_at_200(checked: Claims) -> None:
 def test_400_is_40_percent_of_the_peak(checked: Claims) -> None:
     claim = checked.named("400-is-near-the-peak")
     assert claim.verdict == "wrong"
-    assert claim.numbers[0].ours == pytest.approx(40.4, abs=0.1)
+    assert claim.numbers[0].computed == pytest.approx(40.4, abs=0.1)
 
 
 def test_verdicts_follow_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """With another tolerance, or another card, they are others."""
     monkeypatch.setattr("shardscope.planner.claims.claim.TOLERANCE", 20.0)
-    for check in (memory.seventy_billion, memory.stages_of_zero, speed.offload_halves, speed.near_the_peak):
+    for check in (
+        memory_claims.check_70b_training_state,
+        memory_claims.check_zero_savings,
+        speed_claims.check_offload_slowdown,
+        speed_claims.check_share_of_peak,
+    ):
         assert check().verdict == "right", check
     roomy = replace(ss.gpus["h20-96gb"], memory_bytes=400 * 2**30, usable_bytes=390 * 2**30)
-    plan_of = memory.plan_of
+    build_plan = memory_claims.build_plan
 
     def on_roomy(*given: Any, **recipe: Any) -> ss.Plan:
-        plan = plan_of(*given, **recipe)
+        plan = build_plan(*given, **recipe)
         return replace(plan, cluster=replace(plan.cluster, gpu=roomy))
 
-    monkeypatch.setattr(memory, "plan_of", on_roomy)
-    assert memory.four_cards().verdict == "right"
+    monkeypatch.setattr(memory_claims, "build_plan", on_roomy)
+    assert memory_claims.check_70b_on_four_gpus().verdict == "right"
 
 
 def test_llama_405b(checked: Claims) -> None:
     """What the model has within a quarter of what was measured; beyond a tenth the claim says by how much."""
     claim = checked.named("llama-405b-at-400")
     assert ours(claim, "8 x 16 x 128") == 16_384
-    short, long = claim.number("8,192 tokens, 16 micro-batches"), claim.number("131,072 tokens, cp 16")
+    short, long = (
+        claim.get_number("8,192 tokens, 16 micro-batches"),
+        claim.get_number("131,072 tokens, cp 16"),
+    )
     for number in (short, long):
         assert number.ratio is not None
         assert 0.75 < number.ratio < 1.25, number

@@ -107,4 +107,4 @@ def test_what_it_returns_never_lacks_memory(plan: ss.Plan) -> None:
         assert fit is None
     elif fit is not None:
         assert assess_plan(fit.plan).runs and fit.plan != plan
-        assert fit.changes and fit.words == ", ".join(fit.changes)
+        assert fit.changes and fit.text == ", ".join(fit.changes)

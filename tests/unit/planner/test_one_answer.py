@@ -13,8 +13,8 @@ import shardscope as ss
 from shardscope.core.number_format import format_gib
 from shardscope.frameworks.registry import why_not_trained
 from shardscope.planner.advice.advice import Advice, recommend
+from shardscope.planner.advice.plan_evaluator import PAYS
 from shardscope.planner.advice.simplicity import compute_simplicity
-from shardscope.planner.advice.trials import PAYS
 from shardscope.planner.differences import does_the_same
 from shardscope.planner.repairs.savings import find_savings
 from shardscope.timing.report import format_seconds

@@ -14,9 +14,9 @@ import shardscope as ss
 from shardscope.core.number_format import format_gib
 from shardscope.core.precision import widths
 from shardscope.frameworks.registry import frameworks
-from shardscope.planner.capacity import fits, list_places
 from shardscope.planner.checks import CHECKS, SEVERITIES, Finding
 from shardscope.planner.checks.nearby_widths import align_width
+from shardscope.planner.memory_needs import fits, list_memory_needs
 
 
 def plan_of(
@@ -414,7 +414,7 @@ def test_host_memory_that_nobody_knows_and_a_model_that_is_made_there() -> None:
     # All ranks of a node load the model at the same time, before any of it is sharded.
     name = "out-of-host-memory-at-start"
     plan = plan_of("llama-3.2-1b", layout=ss.Layout.ddp())
-    (making,) = [place for place in list_places(plan, plan.memory()) if place.name.endswith("is made")]
+    (making,) = [place for place in list_memory_needs(plan, plan.memory()) if place.name.endswith("is made")]
     room = making.needed_bytes - 2**30
     small = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=room))
     assert one(small, name).number == 1.0

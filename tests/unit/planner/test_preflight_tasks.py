@@ -17,10 +17,10 @@ from shardscope.planner.checks import Finding
 from shardscope.planner.checks.learning_rate import WARM_UP_STEPS
 from shardscope.planner.checks.usual_rates import (
     REFERENCES,
-    reference_for,
+    find_reference,
+    find_small_reference,
+    find_usual_rate,
     scale_rate,
-    small_reference,
-    usual_rates,
 )
 from shardscope.runs.checks.text import SHIPPED_TOKENS
 from shardscope.training.tasks.finetune import ADAPTER_RATE, FULL_RATE
@@ -89,14 +89,14 @@ def test_a_rate_that_is_right_for_the_batch() -> None:
 
 
 def test_nothing_is_said_where_nobody_published_a_run_of_the_size() -> None:
-    assert reference_for(2e6) is None and reference_for(3e12) is None
-    assert small_reference(300.0) is None and small_reference(1e9) is None
+    assert find_reference(2e6) is None and find_reference(3e12) is None
+    assert find_small_reference(300.0) is None and find_small_reference(1e9) is None
     for optimizer in ("sgd", "adafactor"):
         plan = plan_of(global_batch_size=64, optimizer=optimizer, layout=ss.Layout.ddp())
-        assert usual_rates(plan, begins_from_weights=False) is None
-        assert usual_rates(plan, begins_from_weights=True) is None
+        assert find_usual_rate(plan, begins_from_weights=False) is None
+        assert find_usual_rate(plan, begins_from_weights=True) is None
     for run in REFERENCES:
-        assert reference_for(run.num_parameters) == run
+        assert find_reference(run.num_parameters) == run
 
 
 class Tuning:
@@ -132,7 +132,10 @@ def test_every_rule_tells_of_a_rate_that_is_far_too_high(
 
 
 def test_lions_rate_is_three_to_ten_times_smaller_than_adamws() -> None:
-    of = {name: usual_rates(plan_of(optimizer=name), begins_from_weights=False) for name in ("adamw", "lion")}
+    of = {
+        name: find_usual_rate(plan_of(optimizer=name), begins_from_weights=False)
+        for name in ("adamw", "lion")
+    }
     adamw, lion = of["adamw"], of["lion"]
     assert adamw is not None and lion is not None and lion.rules == adamw.rules
     assert lion.highest == pytest.approx(adamw.highest / 3) and lion.lowest == pytest.approx(
@@ -158,7 +161,7 @@ def test_what_finetune_does_by_itself_is_nothing_to_warn_of(size: str, batch: in
             ss.Recipe(seq_len=2048, global_batch_size=batch, method=method),
             ss.Layout.ddp(),
         )
-        usual = usual_rates(plan, begins_from_weights=True)
+        usual = find_usual_rate(plan, begins_from_weights=True)
         if usual is not None and usual.run.name == "InstructGPT 175B" and batch == 1:
             assert usual.highest < FULL_RATE, "its batch was small too, and its rate a quarter"
             return

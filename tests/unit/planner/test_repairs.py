@@ -11,10 +11,10 @@ from planning import plans
 from tests.needs import examples
 
 import shardscope as ss
-from shardscope.planner.capacity import fits
 from shardscope.planner.differences import find_differences
-from shardscope.planner.repairs.changes import list_ladders
-from shardscope.planner.repairs.repairs import find_steps, in_words
+from shardscope.planner.memory_needs import fits
+from shardscope.planner.repairs.repairs import describe_repairs, find_steps
+from shardscope.planner.repairs.single_changes import list_ladders
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 
@@ -157,7 +157,7 @@ def test_pages_beside_offloaded_activations_of_every_other_layer() -> None:
 
 def test_the_words_of_a_button() -> None:
     plan = plan_of(micro_batch_size=2)
-    words = in_words(plan, plan.repairs())
+    words = describe_repairs(plan, plan.repairs())
     selective = next(text for text in words if text.startswith("Recompute selectively: saves "))
     assert selective.endswith(("slower", "as fast")) and " GiB, about " in selective
 
@@ -167,9 +167,9 @@ def test_the_words_of_a_button() -> None:
 def test_every_change_is_a_plan_one_step_away(plan: ss.Plan) -> None:
     for ladder in list_ladders(plan):
         for change in ladder:
-            assert change.words
+            assert change.text
             fields = changed(plan, change.plan) - {"shard"}
-            assert len(fields) == 1, (change.words, fields)
+            assert len(fields) == 1, (change.text, fields)
             assert change.plan.world_size == plan.world_size
             assert change.plan.architecture == plan.architecture
 
@@ -185,7 +185,7 @@ def test_repairs_of_any_plan_are_all_enough_and_none_is_much_slower(plan: ss.Pla
     for repair in found:
         if not math.isnan(repair.seconds_lost):
             assert repair.plan.step().seconds <= 3 * plan.step().seconds * (1 + 1e-9)
-    assert all(": saves " in words for words in in_words(plan, found))
+    assert all(": saves " in words for words in describe_repairs(plan, found))
     enough = {fits(step.plan, step.plan.memory()) for step in find_steps(plan)}
     assert len(enough) <= 1
 
@@ -197,7 +197,7 @@ def test_a_change_that_is_enough_and_sixty_times_as_slow_is_not_offered() -> Non
     slow = [step for step in find_steps(plan) if step.plan.step().seconds > 3 * plan.step().seconds]
     assert slow and all(fits(step.plan, step.plan.memory()) for step in slow)
     assert not {step.change for step in slow} & {repair.change for repair in plan.repairs()}
-    (words,) = in_words(plan, slow[-1:])
+    (words,) = describe_repairs(plan, slow[-1:])
     ratio = slow[-1].plan.step().seconds / plan.step().seconds
     assert f"about {ratio:.{0 if ratio > 10 else 1}f}x slower" in words
 
@@ -209,4 +209,4 @@ def test_what_is_not_known_is_no_number() -> None:
     plan = plan_of("llama-3.1-8b", "2xcpu")
     steps = find_steps(plan)
     assert steps and all(math.isnan(step.seconds_lost) for step in steps)
-    assert "time unknown" in in_words(plan, steps)[0]
+    assert "time unknown" in describe_repairs(plan, steps)[0]

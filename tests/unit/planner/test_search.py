@@ -17,7 +17,7 @@ from shardscope.core.fixes import without_fix_search
 from shardscope.core.layout import Layout, list_divisors
 from shardscope.core.plan import Plan
 from shardscope.frameworks.grid import list_micro_batch_sizes
-from shardscope.planner.capacity import fits, list_places
+from shardscope.planner.memory_needs import fits, list_memory_needs
 from shardscope.planner.search.candidates import list_candidates
 from shardscope.planner.search.ranking import AS_FAST, Ranking
 from shardscope.prediction.batch import table
@@ -168,7 +168,7 @@ def test_each_plan_says_the_same_by_itself(case: str) -> None:
         report = plan.memory()
         assert report.peak_bytes == found.peak_bytes[row], plan
         assert plan.step().seconds == pytest.approx(found.step_seconds[row], rel=1e-9), plan
-        needed = {place.name: place.needed_bytes for place in list_places(plan, report)}
+        needed = {place.name: place.needed_bytes for place in list_memory_needs(plan, report)}
         assert needed.get("host memory", 0) == found.host_bytes[row], plan
         assert needed.get("NVMe", 0) == found.nvme_bytes[row], plan
         assert needed.get("host memory while the model is made", 0) == found.making_bytes[row], plan

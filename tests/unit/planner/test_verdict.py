@@ -10,7 +10,7 @@ from tests.needs import examples
 
 import shardscope as ss
 from shardscope.core.number_format import format_gib
-from shardscope.planner.capacity import list_places
+from shardscope.planner.memory_needs import list_memory_needs
 from shardscope.planner.verdict import assess_plan
 
 
@@ -87,7 +87,7 @@ def test_cpu_ranks_are_called_so() -> None:
 def test_fits_only_where_every_need_has_known_room(plan: ss.Plan) -> None:
     report = plan.memory()
     verdict = assess_plan(plan)
-    needed = list_places(plan, report)
+    needed = list_memory_needs(plan, report)
     short = any(place.room_bytes is not None and place.needed_bytes > place.room_bytes for place in needed)
     unknown = any(place.room_bytes is None and place.needed_bytes for place in needed)
     assert (verdict.state == "does not fit") == short

@@ -20,7 +20,7 @@ from shardscope.core.architecture import Architecture
 from shardscope.core.plan import Plan
 from shardscope.frameworks.fsdp2.rehearsal.rehearse import rehearse
 from shardscope.memory.report import COMPONENTS
-from shardscope.planner.cpu_plan import rehearsal_of
+from shardscope.planner.cpu_trial import build_cpu_trial
 from shardscope.rehearsal import fake_world as world
 from shardscope.rehearsal import process
 from shardscope.rehearsal.result import TENSOR_COMPONENTS, RehearsedStage
@@ -211,7 +211,7 @@ def test_the_trace_of_issue_3(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_experts_in_fp32_are_rehearsed_on_cpu_ranks_too() -> None:
     """Of fake tensors torch's own product of routed experts takes bf16 only."""
     large = Plan(ss.models["mixtral-8x7b"], EIGHT, ss.Recipe(precision="fp32"), ss.Layout.ddp())
-    plan = rehearsal_of(large).plan
+    plan = build_cpu_trial(large).plan
     assert tensors_of(rehearsed_here(plan).components) == pytest.approx(
         tensors_of(plan.memory().components), rel=0.01
     )

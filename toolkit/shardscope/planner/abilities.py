@@ -51,7 +51,7 @@ class Column(NamedTuple):
 
     title: str
     """Head of the table's column."""
-    words: str
+    description: str
     """One-sentence explanation of the ability."""
     recipe: Mapping[str, str] = MappingProxyType({})
     """The recipe field that requests the ability; empty if the layout does."""
@@ -89,7 +89,7 @@ class Abilities:
         """Return the same table as plain HTML without scripts; each cell's title is the code that requests
         it."""
         head = "".join(
-            f"<th title='{escape(c.words, True)}'>{escape(c.title)}</th>" for c in COLUMNS.values()
+            f"<th title='{escape(c.description, True)}'>{escape(c.title)}</th>" for c in COLUMNS.values()
         )
         rows = "".join(
             f"<tr><th scope='row' style='text-align:left'>{escape(self.titles[name])}</th>"
@@ -115,12 +115,13 @@ def compute_abilities() -> Abilities:
         name: {ability: _build_cell(framework, ability) for ability in COLUMNS}
         for name, framework in frameworks.items()
     }
-    cells["accelerate"] = {ability: _cell_of_accelerate(ability, cells) for ability in COLUMNS}
+    # After the others: what Accelerate has follows from the frameworks that it starts.
+    cells["accelerate"] = {ability: _build_accelerate_cell(ability, cells) for ability in COLUMNS}
     return Abilities(
         cells=cells,
         titles=TITLES,
         ergonomics={name: _describe_ergonomics(framework) for name, framework in frameworks.items()}
-        | {"accelerate": _accelerate_ergonomics()},
+        | {"accelerate": _describe_accelerate_ergonomics()},
     )
 
 
@@ -163,38 +164,40 @@ COLUMNS: dict[str, Column] = {
 def _build_cell(framework: Framework, ability: str) -> Cell:
     """Return whether ``framework`` declares the ability, with a layout that has it."""
     column = COLUMNS[ability]
-    layout = _layout_with(framework, ability)
+    layout = _find_layout_with(framework, ability)
     if layout is None:
         return Cell(False, f"Shardscope plans none with {framework.title}")
-    return Cell(True, _as_code(layout, column), layout, column.recipe)
+    return Cell(True, _format_code(layout, column), layout, column.recipe)
 
 
-def _layout_with(framework: Framework, ability: str) -> Layout | None:
+def _find_layout_with(framework: Framework, ability: str) -> Layout | None:
     layout_class = framework.layout_class
+    # An ability that a recipe requests needs no layout option: the layout class declares what it supports.
     for field, value in COLUMNS[ability].recipe.items():
         return layout_class() if value in list_supported(layout_class, field) else None
     options = layout_class.abilities.get(ability)
     return None if options is None else layout_class(**options)
 
 
-def _as_code(layout: Layout, column: Column) -> str:
+def _format_code(layout: Layout, column: Column) -> str:
     fields = ", ".join(f"{field}={value!r}" for field, value in column.recipe.items())
     return f"{format_layout(layout)} with Recipe({fields})" if fields else format_layout(layout)
 
 
-def _cell_of_accelerate(ability: str, cells: Mapping[str, Mapping[str, Cell]]) -> Cell:
+def _build_accelerate_cell(ability: str, cells: Mapping[str, Mapping[str, Cell]]) -> Cell:
     """Return the framework through which Accelerate supports an ability, with Accelerate's own options."""
     for name, fields in PLUGIN_FIELDS.items():
-        layout = _layout_with(frameworks[name], ability)
+        layout = _find_layout_with(frameworks[name], ability)
         if layout is None:
             continue
         plain = type(layout)()
+        # Accelerate supports an ability if its plugin has a field for every option that the layout needs.
         used = [f for f in layout.__dataclass_fields__ if getattr(layout, f) != getattr(plain, f)]
         if fields.keys() >= set(used):
             options = ", ".join(fields[field] for field in used)
             column = COLUMNS[ability]
             through = f"through {frameworks[name].title}" + (f": {options}" if options else "")
-            return Cell(True, f"{through} ({_as_code(layout, column)})", layout, column.recipe)
+            return Cell(True, f"{through} ({_format_code(layout, column)})", layout, column.recipe)
     have = [frameworks[name].title for name, row in cells.items() if row[ability].supported]
     why = f"no option passes it to {', '.join(have)}" if have else "nothing that it starts has it"
     return Cell(False, f"{TITLE}: {why}")
@@ -211,6 +214,6 @@ def _describe_ergonomics(framework: Framework) -> str:
     ))  # fmt: skip
 
 
-def _accelerate_ergonomics() -> str:
+def _describe_accelerate_ergonomics() -> str:
     started = ", ".join(frameworks[name].title for name in PLUGIN_FIELDS)
     return f"one script for {started}; a configuration file chooses"

@@ -31,6 +31,7 @@ def find_differences(before: Plan, after: Plan) -> list[Difference]:
     open and that is derived from the rest is no difference.
     """
     changes = []
+    # Architecture and cluster are one difference each: their fields describe one thing that the user chose.
     if before.architecture != after.architecture:
         changes.append(Difference("model", before.architecture.name, after.architecture.name))
     if before.cluster != after.cluster:
@@ -45,6 +46,8 @@ def find_differences(before: Plan, after: Plan) -> list[Difference]:
 
 def does_the_same(one: Plan, other: Plan) -> bool:
     """Return whether two plans run the same training step, whether or not default values are written out."""
+    # Equal peaks stand for all other options: an option that is written out and one that is derived give the
+    # same bytes.
     return (
         (one.architecture, one.cluster) == (other.architecture, other.cluster)
         and one.layout.framework == other.layout.framework

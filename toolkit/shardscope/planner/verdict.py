@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shardscope.core.number_format import format_gib
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
-from shardscope.planner.capacity import Place, list_places
+from shardscope.planner.memory_needs import MemoryNeed, list_memory_needs
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -30,9 +30,9 @@ class Verdict:
     but the plan needs host memory or NVMe of unknown size."""
     reason: str
     """The reason in one sentence, with the numbers."""
-    shortages: tuple[Place, ...] = ()
+    shortages: tuple[MemoryNeed, ...] = ()
     """Kinds of memory that are too small, the GPU first."""
-    unknown: tuple[Place, ...] = ()
+    unknown: tuple[MemoryNeed, ...] = ()
     """Kinds of memory that the plan needs and whose size the cluster leaves unset."""
 
     @property
@@ -44,21 +44,23 @@ class Verdict:
 def assess_plan(plan: Plan, report: MemoryReport | None = None) -> Verdict:
     """Return the verdict on ``plan``, from ``report`` (None: the predicted report)."""
     report = report or plan.memory()
-    needed = list_places(plan, report)
-    short = tuple(place for place in needed if place.short_bytes)
-    unknown = tuple(place for place in needed if place.room_bytes is None and place.needed_bytes)
+    needed = list_memory_needs(plan, report)
+    short = tuple(need for need in needed if need.short_bytes)
+    unknown = tuple(need for need in needed if need.room_bytes is None and need.needed_bytes)
     unit = "CPU rank" if plan.cluster.gpu.vendor == "cpu" else "GPU"
+    # Too little of a known size decides, whatever is unknown beside it.
     if short:
         return Verdict(
             state="does not fit",
-            reason=f"Needs {_join_list(say_shortage(place, unit) for place in short)}.",
+            reason=f"Needs {_join_list(describe_shortage(need, unit) for need in short)}.",
             shortages=short,
             unknown=unknown,
         )
     is_tight = report.verdict == "tight"
     tight = _why_tight(report, unit) if is_tight else ""
+    # Memory of unknown size is reported before a tight fit: such a plan may not start at all.
     if unknown:
-        amounts = _join_list(_describe_amount(place, unit) for place in unknown)
+        amounts = _join_list(_describe_amount(need, unit) for need in unknown)
         reason = f"Needs {amounts}; how much a node has is not known."
         return Verdict(state="unknown", reason=f"{reason} {tight}".strip(), unknown=unknown)
     if is_tight:
@@ -67,31 +69,33 @@ def assess_plan(plan: Plan, report: MemoryReport | None = None) -> Verdict:
     return Verdict(state="fits", reason=f"Needs {peak} on each {unit}.")
 
 
-def say_shortage(place: Place, unit: str = "GPU") -> str:
+def describe_shortage(need: MemoryNeed, unit: str = "GPU") -> str:
     """Return the required and available amounts:
     ``1,240 GiB of host memory on each node, which has 1,000``."""
-    room = "" if place.room_bytes is None else format_gib(place.room_bytes)
-    needed = format_gib(place.needed_bytes)
+    room = "" if need.room_bytes is None else format_gib(need.room_bytes)
+    needed = format_gib(need.needed_bytes)
     if needed == room:  # The difference is smaller than the displayed precision.
         return (
-            f"{format_gib(place.short_bytes)} GiB more than the {room} GiB that "
-            f"{_describe_owner(place, unit)} has"
+            f"{format_gib(need.short_bytes)} GiB more than the {room} GiB that "
+            f"{_describe_owner(need, unit)} has"
         )
-    return f"{_describe_amount(place, unit)}, which has {room}"
+    return f"{_describe_amount(need, unit)}, which has {room}"
 
 
-def _describe_amount(place: Place, unit: str) -> str:
-    of = {"GPU memory": "", "NVMe": " on NVMe"}.get(place.name, " of host memory")
-    while_made = " while the model is made" if place.name == WHILE_MADE else ""
-    return f"{format_gib(place.needed_bytes)} GiB{of}{while_made} on {_describe_owner(place, unit)}"
+def _describe_amount(need: MemoryNeed, unit: str) -> str:
+    of = {"GPU memory": "", "NVMe": " on NVMe"}.get(need.name, " of host memory")
+    while_made = " while the model is made" if need.name == WHILE_MADE else ""
+    return f"{format_gib(need.needed_bytes)} GiB{of}{while_made} on {_describe_owner(need, unit)}"
 
 
-def _describe_owner(place: Place, unit: str) -> str:
-    return f"each {unit}" if place.name == "GPU memory" else "each node"
+def _describe_owner(need: MemoryNeed, unit: str) -> str:
+    return f"each {unit}" if need.name == "GPU memory" else "each node"
 
 
 def _why_tight(report: MemoryReport, unit: str) -> str:
     usable = format_gib(report.usable_bytes)
+    # Two reasons for "tight": the peak is over the share at which measured runs began to fail, or the upper
+    # end of the prediction's band is over the GPU's memory.
     if report.is_tight:
         share = f"{100 * report.peak_bytes / report.usable_bytes:.0f} %"
         return (

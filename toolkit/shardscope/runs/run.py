@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from shardscope.core.errors import check_flag, check_integer, check_number, refuse
 from shardscope.machine.os_errors import describe_os_error, is_absent
 from shardscope.machine.processes import identify_machine, is_alive
-from shardscope.records.damage import check_file_kinds, check_supervisor, check_transition, read_description
 from shardscope.records.files import (
     MAX_LINES_BYTES,
     LineTail,
@@ -27,6 +26,12 @@ from shardscope.records.files import (
     write_json,
 )
 from shardscope.records.folder import FINAL, STATUSES, RunFolder, checked_path, explain_write_error
+from shardscope.records.folder_checks import (
+    check_file_kinds,
+    check_supervisor,
+    check_transition,
+    read_description,
+)
 from shardscope.records.follow import Follow
 from shardscope.records.json_values import is_int, parse_object
 from shardscope.records.redaction import redact

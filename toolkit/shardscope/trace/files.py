@@ -25,7 +25,7 @@ def refuse_file(path: Path, what: str, fix: str) -> NoReturn:
     raise ValueError(f"Trace file {path} {what}. Fix: {fix}.")
 
 
-def trace_files(source: object) -> list[Path]:
+def list_trace_files(source: object) -> list[Path]:
     """Return the files of a path or run: one file, or all ``*.json`` and ``*.json.gz`` of a folder.
 
     Raises ``ValueError`` when ``source`` is neither, does not exist or holds no trace.

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shardscope.trace.files import refuse_file
-from shardscope.trace.load import Recording, read_recordings
 from shardscope.trace.nesting import compute_nesting_depth
+from shardscope.trace.recordings import Recording, read_recordings
 
 if TYPE_CHECKING:
-    from shardscope.trace.analysis.summary import TraceSummary
+    from shardscope.trace.summary import TraceSummary
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -165,7 +165,7 @@ class Trace:
 
         It is shown as HTML tables in notebooks and as text otherwise.
         """
-        from shardscope.trace.analysis.summary import summarize  # circular import
+        from shardscope.trace.summary import summarize  # circular import
 
         return summarize(self)
 

@@ -50,7 +50,7 @@ COMMUNICATION_NAMES = re.compile(
 COPY_CATEGORIES = frozenset({"gpu_memcpy", "gpu_memset", "Memcpy", "Memset"})
 
 
-Column = npt.NDArray[np.generic]
+Column = npt.NDArray[np.float64 | np.int64 | np.int32 | np.uint8 | np.bool_]
 
 
 class NameTotals(TypedDict):

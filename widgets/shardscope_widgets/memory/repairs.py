@@ -11,10 +11,10 @@ import ipywidgets as widgets
 import shardscope as ss
 from shardscope.core.number_format import format_gib
 from shardscope.memory.report import MemoryReport
-from shardscope.planner.capacity import find_shortages, fits
+from shardscope.planner.memory_needs import find_shortages, fits
 from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope.planner.repairs.repairs import Repair, predict_seconds
-from shardscope.planner.repairs.savings import changed_fields, find_savings
+from shardscope.planner.repairs.savings import find_savings, list_changed_fields
 from shardscope.planner.verdict import assess_plan
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.debounce import Debounced
@@ -97,7 +97,9 @@ class RepairsPanel(widgets.VBox):
         else:
             self._fit = None
             fitting = [repair for repair in plan.repairs() if fits(repair.plan, repair.plan.memory())]
-            fitting.sort(key=lambda one: not set(LAST_RESORTS).isdisjoint(changed_fields(plan, one.plan)))
+            fitting.sort(
+                key=lambda one: not set(LAST_RESORTS).isdisjoint(list_changed_fields(plan, one.plan))
+            )
             self._repairs = fitting[:MAX_CHIPS]
             self.fit_words.value = "Looking for the cheapest changes that make it fit …"
             self._show_chips("Or one change:" if self._repairs else "", is_short=True)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import shardscope as ss
 from shardscope.core.number_format import format_gib
 from shardscope.memory.report import MemoryReport, StageMemory
-from shardscope.planner.capacity import list_other_memory
+from shardscope.planner.memory_needs import list_host_and_nvme_needs
 from shardscope_widgets.kit.pins import PinName, name_pins
 
 Mode = Literal["peak", "step", "stages"]
@@ -149,7 +149,7 @@ def _build_bar(
 def _build_offload_bars(shown: ShownMemory) -> list[Bar]:
     """Return a rank's host memory and NVMe next to its share of the node's capacity."""
     rows = []
-    for place in list_other_memory(shown.plan, shown.report):
+    for place in list_host_and_nvme_needs(shown.plan, shown.report):
         label, component = ("NVMe", "nvme") if place.name == "NVMe" else ("host", "host")
         share = (place.room_bytes or 0) // shown.plan.cluster.gpus_per_node
         words = f"<b>{label}: {format_gib(place.rank_bytes)} GiB a rank</b><br>" + (

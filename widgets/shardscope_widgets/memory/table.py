@@ -7,7 +7,7 @@ from html import escape
 
 from shardscope.core.number_format import format_gib
 from shardscope.memory.report import COMPONENTS, MemoryReport
-from shardscope.planner.capacity import list_other_memory
+from shardscope.planner.memory_needs import list_host_and_nvme_needs
 from shardscope_widgets.kit.display_names import count_devices
 from shardscope_widgets.kit.part_table import NOT_REPORTED, Column, PartRow, add_sign, render_part_table
 from shardscope_widgets.kit.theme import (
@@ -71,7 +71,7 @@ def _round_gib(num_bytes: float) -> str:
 def _describe_outside_memory(shown: ShownMemory) -> list[str]:
     """Return the memory that the plan uses outside the GPU, and the node's capacity of it."""
     parts = []
-    for place in list_other_memory(shown.plan, shown.report):
+    for place in list_host_and_nvme_needs(shown.plan, shown.report):
         needed = format_gib(place.needed_bytes)
         amount = (
             f"{needed} GiB on each node (how much it has is not known)"
@@ -143,13 +143,13 @@ def _build_total_row(shown: ShownMemory) -> PartRow:
 def _list_outside_memory(shown: ShownMemory) -> list[str]:
     """Return the names of the memory outside the GPU that the plan or a pinned one needs."""
     plans = [(shown.plan, shown.report), *((pin.plan, pin.report) for pin in shown.pins)]
-    needed = {place.name for plan, report in plans for place in list_other_memory(plan, report)}
+    needed = {place.name for plan, report in plans for place in list_host_and_nvme_needs(plan, report)}
     return [name for name in OUTSIDE if name in needed]
 
 
 def _build_outside_row(shown: ShownMemory, place_name: str, num_columns: int) -> PartRow:
     def sum_rank_bytes(plan: object, report: MemoryReport) -> int:
-        memories = list_other_memory(plan, report)  # type: ignore[arg-type]
+        memories = list_host_and_nvme_needs(plan, report)  # type: ignore[arg-type]
         return sum(place.rank_bytes for place in memories if place.name == place_name)
 
     current = sum_rank_bytes(shown.plan, shown.report)

@@ -13,7 +13,7 @@ import traitlets
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
-from shardscope.planner.checks.usual_rates import rate_near
+from shardscope.planner.checks.usual_rates import limit_rate
 from shardscope.training.tasks.finetune import ADAPTER_RATE, FULL_RATE
 from shardscope_widgets.checks.user_code import list_notebook_functions
 from shardscope_widgets.kit import controls
@@ -167,7 +167,7 @@ class TaskPicker(Picker):
 
     def show_usual_rate(self, plan: ss.Plan, *, as_trial: bool = False) -> None:
         """Show the default learning rate of an empty input, which depends on the plan."""
-        usual = rate_near(ss.Pretrain.learning_rate, plan)
+        usual = limit_rate(ss.Pretrain.learning_rate, plan)
         if self.kind == "finetune" and not as_trial:
             usual = ADAPTER_RATE if plan.recipe.has_adapters else FULL_RATE
         self.options.rate.placeholder = f"{usual:g}"
@@ -212,7 +212,7 @@ class TaskPicker(Picker):
             # Without a folder, Finetune raises the error that names the field.
             return ss.Finetune(weights=cast("Path", self._weights), **fields)
         if fields["learning_rate"] is None:
-            fields["learning_rate"] = rate_near(ss.Pretrain.learning_rate, plan)
+            fields["learning_rate"] = limit_rate(ss.Pretrain.learning_rate, plan)
         return ss.Pretrain(**fields)
 
     @property

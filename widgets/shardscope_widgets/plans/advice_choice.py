@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import shardscope as ss
 from shardscope.core.number_format import format_gib
 from shardscope.planner.advice.advice import Advice
-from shardscope.planner.advice.words import name_plan
-from shardscope.planner.capacity import fits
+from shardscope.planner.advice.descriptions import name_plan
 from shardscope.planner.differences import does_the_same
+from shardscope.planner.memory_needs import fits
 from shardscope.timing.report import format_seconds
 from shardscope_widgets.kit.numbers import format_short
 

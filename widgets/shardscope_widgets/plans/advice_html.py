@@ -74,7 +74,7 @@ def render_matrix(table: Abilities) -> str:
     """Return the abilities of each framework as a collapsed table, whose tooltips name the options."""
     head = "".join(f"<th scope='col'>{escape_with_units(title)}</th>" for title in table.titles.values())
     rows = "".join(
-        f"<tr><th scope='row' title='{escape_with_units(column.words, quote=True)}'>"
+        f"<tr><th scope='row' title='{escape_with_units(column.description, quote=True)}'>"
         f"{escape_with_units(column.title)}</th>"
         + "".join(_render_cell(row[key].supported, row[key].how) for row in table.cells.values())
         + "</tr>"

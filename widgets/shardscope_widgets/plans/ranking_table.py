@@ -10,7 +10,7 @@ import numpy as np
 
 import shardscope as ss
 from shardscope.core.number_format import format_gib
-from shardscope.planner.search.misses import describe_other_recipe
+from shardscope.planner.search.nearest_misses import describe_other_recipe
 from shardscope_widgets.kit.numbers import Scale, format_dollars, format_short, keep_units
 from shardscope_widgets.pickers.layout import LABELS, VALUE_LABELS
 from shardscope_widgets.plans.feasibility import why_not_launched, why_unknown
@@ -142,8 +142,8 @@ def _render_pager(first: int, number: int) -> str:
 def render_misses(ranking: Ranking) -> str:
     """Return the nearest misses of a search in which nothing fits, with what each lacks."""
     rows = "".join(
-        f"<li><div>{escape(keep_units(miss.words))}</div><button type='button' class='ss-act'"
-        f" data-act='apply:{miss.index}' aria-label='{escape(f'Apply {miss.words}', quote=True)}'>"
+        f"<li><div>{escape(keep_units(miss.text))}</div><button type='button' class='ss-act'"
+        f" data-act='apply:{miss.index}' aria-label='{escape(f'Apply {miss.text}', quote=True)}'>"
         "Apply</button></li>"
         for miss in ranking.misses
     )

@@ -11,8 +11,8 @@ import shardscope as ss
 from shardscope.core.number_format import format_gib
 from shardscope.frameworks.registry import check_trained, why_not_trained
 from shardscope.memory.report import MemoryReport
-from shardscope.planner.capacity import find_shortages
-from shardscope.planner.cpu_plan import rehearsal_of
+from shardscope.planner.cpu_trial import build_cpu_trial
+from shardscope.planner.memory_needs import find_shortages
 from shardscope.planner.verdict import assess_plan
 from shardscope.runs.task_source import uses_engine
 from shardscope_widgets.kit.display_names import count_devices
@@ -92,7 +92,7 @@ def _offer_own_code(plan: ss.Plan, machine: ss.Cluster, task: TaskPicker, label:
         moved = _change_to_cpu(plan, layout)
         if moved is None or not _fits_free_memory(moved):
             try:
-                moved = rehearsal_of(replace(plan, layout=layout), TRIAL_RANKS).plan
+                moved = build_cpu_trial(replace(plan, layout=layout), TRIAL_RANKS).plan
             except ValueError:
                 continue
         offer = _check_code(label, code, moved, _describe_move(plan, moved))
@@ -182,7 +182,7 @@ def _describe_move(plan: ss.Plan, moved: ss.Plan) -> str:
 
 def _offer_trial(plan: ss.Plan, warning: str, task: TaskPicker) -> LaunchOffer:
     try:
-        trial = rehearsal_of(plan, TRIAL_RANKS)
+        trial = build_cpu_trial(plan, TRIAL_RANKS)
         check_trained(trial.plan)
     except ValueError as error:
         return LaunchOffer(label=TRIAL, note=str(error))

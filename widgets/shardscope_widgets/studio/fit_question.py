@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shardscope as ss
 from shardscope.core.number_format import format_gib
-from shardscope.planner.advice.words import name_plan
+from shardscope.planner.advice.descriptions import name_plan
 from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER
 
@@ -20,7 +20,7 @@ def write_fit_question(plan: ss.Plan, fit: Fit) -> tuple[str, str] | None:
     if not same_nouns or any(
         getattr(plan.recipe, name) != getattr(fitting_plan.recipe, name) for name in RESULT_FIELDS
     ):
-        return "No layout of any framework fits as it is.", f"Change {fit.words}: {room}"
+        return "No layout of any framework fits as it is.", f"Change {fit.text}: {room}"
     if plan.layout.framework == fitting_plan.layout.framework:
         return None
     title = plan.layout.title

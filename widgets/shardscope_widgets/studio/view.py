@@ -18,7 +18,7 @@ import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.checks import Finding
-from shardscope.planner.checks.usual_rates import rate_near
+from shardscope.planner.checks.usual_rates import limit_rate
 from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope.planner.verdict import Verdict, assess_plan
 from shardscope.records.folder import FINAL
@@ -360,7 +360,7 @@ class Studio(View):
     def _apply_fit(self, before: ss.Plan, fit: Fit) -> None:
         self.apply(fit.plan)
         self.notice.show_message(
-            f"Made it fit: {fit.words}.", {"Undo": lambda: self._undo_fit(fit.plan, before)}
+            f"Made it fit: {fit.text}.", {"Undo": lambda: self._undo_fit(fit.plan, before)}
         )
 
     def _undo_fit(self, undone: ss.Plan, before: ss.Plan) -> None:
@@ -481,7 +481,7 @@ class Studio(View):
 
     def _apply_task(self, task: object) -> None:
         if isinstance(task, ss.Pretrain | ss.Finetune):
-            self.options.take(task, rate_near(ss.Pretrain.learning_rate, self.plan))
+            self.options.take(task, limit_rate(ss.Pretrain.learning_rate, self.plan))
 
     def _on_pause(self) -> None:
         worst = sort_worst_first(self.findings)[0].severity if self.findings else ""

@@ -13,7 +13,7 @@ from tests.needs import few
 import shardscope as ss
 from shardscope.frameworks.deepspeed.files.config import deepspeed_config
 from shardscope.frameworks.registry import why_not_trained
-from shardscope.planner.cpu_plan import rehearsal_of
+from shardscope.planner.cpu_trial import build_cpu_trial
 from shardscope.runs.launch.free_memory import check_free_memory
 
 LLAMA = ss.models["llama-3.1-8b"]
@@ -117,7 +117,7 @@ def test_quantized_communication_is_not_predicted(name: str) -> None:
 
 
 def test_a_rehearsal_on_two_ranks_has_neither() -> None:
-    small = rehearsal_of(plan(zero_hpz_partition_size=8, zero_quantized_weights=True))
+    small = build_cpu_trial(plan(zero_hpz_partition_size=8, zero_quantized_weights=True))
     layout: Any = small.plan.layout
     assert layout.zero_hpz_partition_size == 1 and not layout.zero_quantized_weights
     assert "zero_hpz_partition_size 1 instead of 8" in small.differences

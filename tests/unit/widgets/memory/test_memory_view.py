@@ -16,8 +16,8 @@ import pytest
 
 import shardscope as ss
 from shardscope.core.number_format import format_gib
-from shardscope.planner.capacity import fits
 from shardscope.planner.differences import find_differences
+from shardscope.planner.memory_needs import fits
 from shardscope.planner.repairs.make_it_fit import make_it_fit
 from shardscope.rehearsal.extent import estimate_seconds
 from shardscope.runs.explain.measured import build_measured_memory

@@ -123,7 +123,7 @@ def test_a_toggle_pressed_while_advice_is_asked_is_asked_next(
     assert until(lambda: len(asked) == 2 and is_answered(page))
     assert asked == [(), ("ddp", "deepspeed")], "not once for each press"
     assert "ss-old" not in page.advice._dom_classes and not page.about.value
-    page.advice.words.press_button("plan")
+    page.advice.descriptions.press_button("plan")
     assert [plan.layout.framework for plan in applied] == ["deepspeed"]
 
 
@@ -236,10 +236,10 @@ def test_the_advice_is_asked_for_again_at_once_for_another_plan_on_screen(
     assert not page.about.value, "the next answer is on its way"
     assert until(lambda: is_answered(page) and len(asked) == 2)
     assert page.advice.answer is not None and page.advice.answer.plan is not None
-    assert "Keep the plan on screen" not in page.advice.words.value
-    assert page.advice.words.value.count("data-act='plan'") == 1
+    assert "Keep the plan on screen" not in page.advice.descriptions.value
+    assert page.advice.descriptions.value.count("data-act='plan'") == 1
     page.set_plan(page.advice.answer.plan)
-    assert page.advice.answer.plan is None and "Keep the plan on screen" in page.advice.words.value
+    assert page.advice.answer.plan is None and "Keep the plan on screen" in page.advice.descriptions.value
     assert len(asked) == 2 and not page.ask.is_busy, "the advice was for this plan: nothing is asked"
     assert "ss-old" not in page.advice._dom_classes and not page.about.value
 

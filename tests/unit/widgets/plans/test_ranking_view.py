@@ -382,7 +382,7 @@ def test_where_nothing_fits_the_nearest_misses_stand_there_with_what_they_lack()
     told = words(view.table.value)
     assert told.startswith("Nothing fits")
     for miss in found.misses:
-        assert " ".join(miss.words.split()) in told
+        assert " ".join(miss.text.split()) in told
     view.table.press_button(f"apply:{found.misses[0].index}")
     assert applied == [found.plan(found.misses[0].index)]
 

@@ -18,11 +18,17 @@ from shardscope.core.plan import Plan, check_type
 from shardscope.core.recipe import Recipe
 from shardscope.frameworks.registry import why_not_trained
 from shardscope.planner.abilities import TITLES
-from shardscope.planner.advice import fallbacks, last_questions, memory_questions, size_questions, words
-from shardscope.planner.advice.alternatives import MAX_ALTERNATIVES
-from shardscope.planner.advice.path import Draft, Path
+from shardscope.planner.advice import (
+    descriptions,
+    last_questions,
+    memory_questions,
+    size_questions,
+)
+from shardscope.planner.advice.alternatives import list_alternatives, list_near_plans
+from shardscope.planner.advice.plan_evaluator import EvaluatedPlan, PlanEvaluator, lacks_bf16
+from shardscope.planner.advice.plans_from_search import MAX_ALTERNATIVES
+from shardscope.planner.advice.question_path import Draft, QuestionPath
 from shardscope.planner.advice.size_questions import SPLIT
-from shardscope.planner.advice.trials import Bench, Tried, lacks_bf16
 from shardscope.planner.differences import does_the_same
 
 TOKENS_PER_PARAMETER = 20
@@ -116,7 +122,7 @@ def recommend(
     recipe's micro-batch, recomputation and loss computation may change to make a plan fit; the loss curve
     stays the same.
 
-    No tried plan, and no plan of a search over all layouts, is as simple as the recommended one and both
+    No evaluated plan, and no plan of a search over all layouts, is as simple as the recommended one and both
     faster and leaner. ``current`` is the plan that the user has on screen; if it fits with room and is as
     fast within the usual prediction error (10 %), the advice is to keep it. A ``current`` for another model,
     cluster or task is ignored.
@@ -125,6 +131,7 @@ def recommend(
     nothing fits, there is no error: :attr:`Advice.plan` is None, and :attr:`Advice.alternatives` has the
     nearest misses with the missing memory.
     """
+    # 1. Check the arguments here, so that the error names the argument and not a formula that fails later.
     for name, noun, kind in (
         ("architecture", architecture, Architecture),
         ("cluster", cluster, Cluster),
@@ -133,10 +140,12 @@ def recommend(
         check_type(name, noun, kind)
     if current is not None:
         check_type("current", current, Plan)
-    bench = Bench(architecture, cluster, recipe)
-    path = Path(bench, _check_names(familiar_with), _try_current(bench, current))
+    # 2. Ask the questions in order. Each one may replace path.current, the plan that they lead to.
+    evaluator = PlanEvaluator(architecture, cluster, recipe)
+    path = QuestionPath(evaluator, _check_names(familiar_with), _try_current(evaluator, current))
     for ask in _list_questions(cluster):
         ask(path)
+    # 3. Write the turns. Only now is it known which of them lead to the final plan.
     best = path.current
     turns = tuple(
         Turn(
@@ -145,18 +154,19 @@ def recommend(
             number=draft.number,
             why=draft.why,
             taken=draft.taken or bool(best and draft.key and _leads_to(best, draft, path)),
-            plan=None if draft.tried is None else draft.tried.plan,
+            plan=None if draft.evaluated is None else draft.evaluated.plan,
         )
         for draft in path.drafts
     )
+    # Nothing fits: the alternatives are plans with other settings, and the nearest misses.
     if best is None:
         return Advice(
             plan=None,
             path=turns,
-            alternatives=_exclude_current(current, fallbacks.list_near_plans(path)),
+            alternatives=_exclude_current(current, list_near_plans(path)),
             why=_explain_misfit(path),
         )
-    alternatives = _exclude_current(current, fallbacks.list_alternatives(path))
+    alternatives = _exclude_current(current, list_alternatives(path))
     return Advice(plan=best.plan, path=turns, alternatives=alternatives, why=_explain_advice(path, best))
 
 
@@ -166,26 +176,33 @@ def _exclude_current(current: Plan | None, alternatives: Sequence[Alternative]) 
     return tuple(different[:MAX_ALTERNATIVES])
 
 
-def _try_current(bench: Bench, current: Plan | None) -> Tried | None:
+def _try_current(evaluator: PlanEvaluator, current: Plan | None) -> EvaluatedPlan | None:
     """Return the plan on screen if it is for the same model, cluster and training, and fits."""
-    if current is None or (current.architecture, current.cluster) != (bench.architecture, bench.cluster):
+    # The Studio passes whatever is on screen, which may be for a model or cluster that the user has just
+    # changed.
+    if current is None or (current.architecture, current.cluster) != (
+        evaluator.architecture,
+        evaluator.cluster,
+    ):
         return None
-    if not bench.trains_the_same(current.recipe):
+    if not evaluator.trains_the_same(current.recipe):
         return None
-    trial = bench.try_plan(current.layout, current.recipe)
-    return trial if isinstance(trial, Tried) and trial.fits else None
+    trial = evaluator.evaluate_plan(current.layout, current.recipe)
+    return trial if isinstance(trial, EvaluatedPlan) and trial.fits else None
 
 
-def _leads_to(best: Tried, draft: Draft, path: Path) -> bool:
+def _leads_to(best: EvaluatedPlan, draft: Draft, path: QuestionPath) -> bool:
     """Return whether the recommended plan is the one from this question, or has its layout."""
-    same = draft.tried is not None and draft.tried.plan.layout == best.plan.layout
+    # The plan on screen and one of a search belong to no rung: they count for the rung with their layout.
+    same = draft.evaluated is not None and draft.evaluated.plan.layout == best.plan.layout
     return draft.key == path.rung or (
         path.rung in (last_questions.ON_SCREEN, last_questions.OUTDOES) and same
     )
 
 
-def _list_questions(cluster: Cluster) -> tuple[Callable[[Path], None], ...]:
+def _list_questions(cluster: Cluster) -> tuple[Callable[[QuestionPath], None], ...]:
     """Return the questions in their order; some apply to several GPUs only."""
+    # With one GPU there is nothing to shard or split, and no link between nodes.
     spread = (
         memory_questions.ask_sharded_optimizer,
         memory_questions.ask_full_sharding,
@@ -218,54 +235,65 @@ def _check_names(familiar_with: Iterable[str]) -> tuple[str, ...]:
     )
 
 
-def _explain_advice(path: Path, best: Tried) -> str:
+def _explain_advice(path: QuestionPath, best: EvaluatedPlan) -> str:
     plan, report = best.plan, best.report
-    sentences = [f"Start with {words.name_plan(plan)}: the simplest plan that fits here."]
+    # First the decision. "The simplest plan that fits" is said only where the questions about memory decided.
+    sentences = [f"Start with {descriptions.name_plan(plan)}: the simplest plan that fits here."]
     if path.keeps_on_screen:
-        sentences = [f"Keep the plan on screen: {words.name_plan(plan)}.", "It fits" + _describe_speed(best)]
+        sentences = [
+            f"Keep the plan on screen: {descriptions.name_plan(plan)}.",
+            "It fits" + _describe_speed(best),
+        ]
     elif path.rung in (SPLIT, last_questions.OUTDOES):
-        sentences = [f"Start with {words.name_plan(plan)}."]
-    sentences.append(f"It {words.describe_needs(best)}" + (", which is tight." if report.is_tight else "."))
+        sentences = [f"Start with {descriptions.name_plan(plan)}."]
+    sentences.append(
+        f"It {descriptions.describe_needs(best)}" + (", which is tight." if report.is_tight else ".")
+    )
+    # Then its speed, and the time of a compute-optimal pretraining: users know days better than tokens per
+    # second.
     if best.timed is not None:
         mfu = best.timed.mfu
         share = "" if mfu is None else f", {100 * mfu:.0f} % of the datasheet's peak"
-        sentences.append(f"Predicted: {words.describe_speed(best.timed)}{share}.")
+        sentences.append(f"Predicted: {descriptions.describe_speed(best.timed)}{share}.")
         if not plan.recipe.has_adapters:
             tokens = TOKENS_PER_PARAMETER * plan.architecture.num_parameters
             source = f"{TOKENS_PER_PARAMETER} a parameter, Hoffmann et al. 2022"
-            budget = f"{words.format_count(tokens)} tokens ({source})"
+            budget = f"{descriptions.format_count(tokens)} tokens ({source})"
             sentences.append(
-                f"Pretraining on {budget} would take {words.format_duration(best.timed.days(tokens))}."
+                f"Pretraining on {budget} would take {descriptions.format_duration(best.timed.days(tokens))}."
             )
     else:
-        sentences.append(f"No time is predicted: {words.explain_missing_time(plan)}")
+        sentences.append(f"No time is predicted: {descriptions.explain_missing_time(plan)}")
+    # Last what may prevent the run: number formats, memory of unknown size, and what this installation
+    # launches.
     if lacks_bf16(plan):
         sentences.append(
             f"{plan.cluster.gpu.name} has no bf16 in its matrix units: take precision='fp16-mixed'."
         )
-    if words.describe_unknown_memory(best):
-        sentences.append(words.describe_unknown_memory(best))
+    if descriptions.describe_unknown_memory(best):
+        sentences.append(descriptions.describe_unknown_memory(best))
     if (refusal := why_not_trained(plan)) is not None:
         sentences.append(f"Shardscope plans and exports it; it cannot be launched here: {refusal}")
     sentences.append("Escalate only when a measured run says so.")
     return " ".join(sentences)
 
 
-def _describe_speed(best: Tried) -> str:
+def _describe_speed(best: EvaluatedPlan) -> str:
     if best.timed is None:
         return "."
     return ", and no layout that the questions lead to is faster by more than our usual prediction error."
 
 
-def _explain_misfit(path: Path) -> str:
-    bench = path.bench
+def _explain_misfit(path: QuestionPath) -> str:
+    evaluator = path.evaluator
+    # Without a nearest miss no layout was valid at all, so the first refusal is the reason.
     near = [outcome.nearest for outcome in path.seen.values() if outcome.nearest]
-    model = f"{bench.architecture.name} on {bench.cluster}"
+    model = f"{evaluator.architecture.name} on {evaluator.cluster}"
     if not near:
         refusals = [outcome.refusal for outcome in path.seen.values() if outcome.refusal]
         return f"No plan of {model} can be made. {refusals[0] if refusals else ''}".strip()
-    nearest = min(near, key=lambda tried: tried.shortage)
+    nearest = min(near, key=lambda evaluated: evaluated.shortage)
     return (
-        f"Nothing fits {model} with this recipe. The nearest is {words.name_plan(nearest.plan)}: "
-        f"{words.describe_shortage(nearest)}."
+        f"Nothing fits {model} with this recipe. The nearest is {descriptions.name_plan(nearest.plan)}: "
+        f"{descriptions.describe_shortage(nearest)}."
     )

@@ -1,177 +1,286 @@
-"""Plans from a search besides the recommended one: one that replaces it, and two that are better in one
-respect."""
+"""Alternatives to the recommended plan, and plans that would fit with other settings if nothing fits."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from shardscope.core.number_format import format_gib
-from shardscope.frameworks.registry import is_trained, why_not_trained
-from shardscope.memory.overheads.libraries import TIGHT_PERCENT
-from shardscope.planner.advice import words
-from shardscope.planner.advice.simplicity import compute_simplicity, compute_simplicity_of_rows, is_dominating
-from shardscope.planner.advice.trials import PAYS, SAFE, WORTH_A_SETTING, Bench, Tried, is_faster
-from shardscope.planner.search.search import search
-from shardscope.timing.report import format_seconds
+from shardscope.planner.advice import descriptions, layout_ladder
+from shardscope.planner.advice.plan_evaluator import (
+    EvaluatedPlan,
+    PlanEvaluator,
+    compute_state_bytes,
+    find_fastest,
+    has_offload,
+    is_faster,
+    lacks_bf16,
+)
+from shardscope.planner.advice.plans_from_search import describe_gain, find_alternatives
+from shardscope.planner.advice.size_questions import SPLIT
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.layout import Layout
     from shardscope.core.plan import Plan
-    from shardscope.planner.search.ranking import Ranking
+    from shardscope.core.recipe import Method
+    from shardscope.planner.advice.question_path import QuestionPath
 
-MAX_ALTERNATIVES = 2
-NEAR = 1.05
-"""Largest ratio of step times that a prediction cannot distinguish: the simplest of such plans is offered."""
-MAX_CHECKED = 400
-"""Number of the search's fastest plans that are checked for whether they can be launched here."""
+MAX_NODES = 1024
 
 
-def search_all_layouts(bench: Bench) -> Ranking | None:
-    """Return the search's ranking for the same question; None if a required figure is not known.
+def list_alternatives(path: QuestionPath) -> list[tuple[Plan, str]]:
+    """Return other plans, the best first, each with its gain and cost compared with the recommended one."""
+    advised, evaluator = path.current, path.evaluator
+    if advised is None:
+        return []
+    # First what corrects the request itself: a format that the GPUs lack, a batch that does not divide.
+    alternatives = _describe_if_any(
+        _try_fp16(evaluator, advised), evaluator, "In fp16, which these GPUs have"
+    )
+    alternatives += try_even_batch(evaluator)
+    settings = try_single_settings(path, advised)
+    if path.keeps_on_screen:  # The Memory view offers them for this plan too.
+        alternatives += settings
+        settings = []
+    # Then what is better in one respect: faster or leaner plans of the search over all layouts.
+    from_search: list[tuple[Plan, str]] = []
+    if path.ranking is not None:
+        from_search = find_alternatives(evaluator, path.ranking, advised, path.familiar)
+    if has_offload(advised.plan.layout):
+        # A plan with offload is slow, so ways to do without it alternate with the search's plans: only the
+        # first two of this list are shown.
+        without = list_plans_without_offload(path)
+        alternatives += [*without[:1], *from_search[:1], *without[1:], *from_search[1:]]
+    else:
+        if advised.report.is_tight and advised.plan.recipe.has_adapters:
+            alternatives += _describe_if_any(
+                _try_adapters(evaluator), evaluator, "If a base in 4 bits is enough"
+            )
+        alternatives += from_search
+    return alternatives + settings
 
-    If none of its plans fits, return the ranking with the chunked loss, which has the same loss curve.
+
+def list_near_plans(path: QuestionPath) -> list[tuple[Plan, str]]:
+    """Return plans for the case that nothing fits, the best first.
+
+    First with another global batch, then plans of the search that may fit, then plans for another task or
+    more nodes, and last the nearest misses.
     """
+    # The nearest batch that divides may be all that is needed, so it comes first.
+    alternatives = try_even_batch(path.evaluator)
+    # The questions try few layouts for each kind of sharding. A search over all of them may still find one.
+    if path.ranking is not None and path.ranking.num_feasible:
+        best = path.ranking.best
+        evaluated = path.evaluator.evaluate_plan(best.layout, best.recipe)
+        if isinstance(evaluated, EvaluatedPlan):
+            may = f"Of {path.ranking.num_evaluated:,} plans of a search one that may fit"
+            alternatives += _describe_if_any(
+                evaluated, path.evaluator, may, descriptions.describe_unknown_memory(evaluated)
+            )
+    alternatives += list_plans_without_offload(path)
+    return [*alternatives, *list_nearest_misses(path)]
+
+
+def try_single_settings(path: QuestionPath, advised: EvaluatedPlan) -> list[tuple[Plan, str]]:
+    """Return the recommended plan with each setting that makes it faster and leaner, the fastest first."""
+    alternatives = []
+    for saving in sorted(path.settings, key=lambda saving: saving.seconds_lost):
+        evaluated = path.evaluator.evaluate_plan(saving.plan.layout, saving.plan.recipe)
+        if isinstance(evaluated, EvaluatedPlan):
+            gain = describe_gain(f"{saving.change}, all else as it is", evaluated, advised)
+            alternatives.append((evaluated.plan, gain))
+    return alternatives
+
+
+def list_nearest_misses(path: QuestionPath) -> list[tuple[Plan, str]]:
+    """Return the nearest miss of each rung with its missing memory, the nearest first."""
+    near = [outcome.nearest for outcome in path.seen.values() if outcome.nearest]
+    near.sort(key=lambda evaluated: evaluated.shortage)
+    return [
+        (
+            evaluated.plan,
+            f"Nearest miss: {descriptions.name_plan(evaluated.plan, path.evaluator.recipe)}: "
+            f"{descriptions.describe_shortage(evaluated)}.",
+        )
+        for evaluated in near[:3]
+    ]
+
+
+def list_plans_without_offload(path: QuestionPath) -> list[tuple[Plan, str]]:
+    """Return plans that fit without offload: 8-bit or bf16 optimizer state, adapters, more nodes.
+
+    More nodes come last for one GPU, first for several.
+    """
+    evaluator = path.evaluator
+    # Ordered by how little they change the training: number format of the state, then adapters.
+    alternatives = _describe_if_any(
+        _try_eight_bit(evaluator), evaluator, "If the optimizer's state may be in 8 bits"
+    )
+    alternatives += _describe_if_any(
+        _try_bf16_moments(path), evaluator, "If its moments may be in bf16, as DeepSeek-V3's were"
+    )
+    if not evaluator.recipe.has_adapters:
+        alternatives += _describe_if_any(_try_adapters(evaluator), evaluator, "If adapters are enough")
+    elif evaluator.recipe.method == "lora":
+        alternatives += _describe_if_any(_try_adapters(evaluator), evaluator, "If a base in 4 bits is enough")
+    # Owners of a single GPU seldom have nodes to add; a cluster usually can grow.
+    more = _try_more_nodes(evaluator, path.current)
+    nodes = 0 if more is None else more.plan.cluster.num_nodes
+    instead_of = f"With {nodes} nodes instead of {evaluator.cluster.num_nodes}, and state on the GPUs"
+    larger = _describe_if_any(more, evaluator, instead_of)
+    return alternatives + larger if evaluator.cluster.num_gpus == 1 else larger + alternatives
+
+
+def _describe_if_any(
+    trial: EvaluatedPlan | None, evaluator: PlanEvaluator, words_before: str, words_after: str = ""
+) -> list[tuple[Plan, str]]:
+    if trial is None:
+        return []
+    figures = f"{descriptions.describe_needs(trial)}, {descriptions.describe_speed(trial.timed)}"
+    sentence = (
+        f"{words_before}: {descriptions.name_plan(trial.plan, evaluator.recipe)}; {figures}. {words_after}"
+    )
+    return [(trial.plan, sentence.strip())]
+
+
+def _try_fp16(evaluator: PlanEvaluator, advised: EvaluatedPlan) -> EvaluatedPlan | None:
+    """Return the recommended plan in fp16, for GPUs without bf16; None if they have it, or the plan does not
+    fit."""
+    if not lacks_bf16(advised.plan):
+        return None
+    trial = evaluator.evaluate_plan(advised.plan.layout, replace(advised.plan.recipe, precision="fp16-mixed"))
+    return trial if isinstance(trial, EvaluatedPlan) and trial.fits else None
+
+
+def try_even_batch(evaluator: PlanEvaluator) -> list[tuple[Plan, str]]:
+    """Return a plan with the nearest global batch that divides evenly over the ranks; empty if the requested
+    one does."""
+    recipe = evaluator.recipe
+    # Every rank has the same number of whole micro-batches, so the batch must be a multiple of all of them
+    # together.
+    at_once = evaluator.cluster.num_gpus * recipe.micro_batch_size
+    if recipe.global_batch_size % at_once == 0:
+        return []
+    batch = max(1, round(recipe.global_batch_size / at_once)) * at_once
+    even = PlanEvaluator(evaluator.architecture, evaluator.cluster, replace(recipe, global_batch_size=batch))
+    trial = _find_first_that_fits(
+        even, [*layout_ladder.build_unsharded().layouts, *_list_sharded_layouts(evaluator.cluster)]
+    )
+    return _describe_if_any(
+        trial, evaluator, f"With a global batch of {batch:,}, the nearest that every GPU has an equal part of"
+    )
+
+
+def _try_eight_bit(evaluator: PlanEvaluator) -> EvaluatedPlan | None:
+    """Return a plan with AdamW's moments in 8-bit blocks (Dettmers et al. 2022), which has the same loss
+    curve."""
+    if evaluator.recipe.optimizer != "adamw" or evaluator.recipe.has_adapters:
+        return None
+    smaller = PlanEvaluator(
+        evaluator.architecture, evaluator.cluster, replace(evaluator.recipe, optimizer="adamw_8bit")
+    )
+    return _find_first_that_fits(
+        smaller, [*layout_ladder.build_unsharded().layouts, *_list_sharded_layouts(evaluator.cluster)]
+    )
+
+
+def _try_bf16_moments(path: QuestionPath) -> EvaluatedPlan | None:
+    """Return Megatron-core's nearest miss with both moments in bf16 (DeepSeek-AI 2024, arXiv:2412.19437,
+    3.3.2)."""
+    outcome = path.seen.get(SPLIT)
+    if outcome is None or outcome.nearest is None or outcome.best is not None:
+        return None
+    # Only Megatron-core's precision-aware optimizer can store its moments in bf16 (megatron-core 0.16,
+    # core/optimizer/optimizer_config.py, exp_avg_dtype).
+    options = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    missed = outcome.nearest.plan
     try:
-        ranking = search(bench.architecture, bench.cluster, bench.recipe)
+        layout = replace(missed.layout, **options)
     except ValueError:
         return None
-    other = ranking.instead
-    if ranking.num_feasible or other is None or not bench.trains_the_same(other.recipe):
-        return ranking
-    return other
+    trial = path.evaluator.evaluate_plan(layout, missed.recipe)
+    return trial if isinstance(trial, EvaluatedPlan) and trial.fits else None
 
 
-def find_better(bench: Bench, ranking: Ranking, advised: Tried, familiar: Collection[str]) -> Tried | None:
-    """Return a plan of the search that is as simple as ``advised``, leaner and faster, one of the two
-    clearly.
-
-    None if there is none that can be launched here.
-    """
-    if advised.seconds is None:
+def _try_more_nodes(evaluator: PlanEvaluator, advised: EvaluatedPlan | None) -> EvaluatedPlan | None:
+    """Return a plan without offload on the fewest nodes, by doubling, that is faster than the recommended one
+    as far as times are known, preferably not tight; the global batch grows if it must."""
+    state = compute_state_bytes(evaluator)
+    if evaluator.cluster.gpu.vendor == "cpu" or state is None:
         return None
-    rows = _list_rows_with_room(ranking, advised)
-    seconds, peak = ranking.step_seconds[rows], ranking.peak_bytes[rows]
-    limit = compute_simplicity(advised.plan, bench.recipe, familiar)
-    effort, settings = compute_simplicity_of_rows(ranking, rows, bench.recipe, familiar)
-    better = (seconds < advised.seconds) & (peak < advised.report.peak_bytes)
-    counts = (seconds * WORTH_A_SETTING < advised.seconds) | (peak * PAYS < advised.report.peak_bytes)
-    simple = (effort <= limit.effort) & (settings <= limit.settings)
-    return _find_first_launched(bench, ranking, rows[better & counts & simple])
+    tight = None
+    doubled = (evaluator.cluster.num_nodes << power for power in itertools.count(1))
+    for nodes in itertools.takewhile(MAX_NODES.__ge__, doubled):
+        cluster = replace(evaluator.cluster, num_nodes=nodes)
+        # The training state alone is too large for all GPUs together: skip the evaluation, which takes
+        # longer.
+        if state > cluster.num_gpus * cluster.usable_bytes_per_gpu:
+            continue
+        trial = _try_without_offload(evaluator, cluster)
+        # More nodes must pay: a plan on them that is slower than the offloaded one is no alternative.
+        if trial is not None and (
+            not _get_tokens_per_second(advised)
+            or not _get_tokens_per_second(trial)
+            or _get_tokens_per_second(trial) > _get_tokens_per_second(advised)
+        ):
+            if not trial.report.is_tight:
+                return trial
+            tight = tight or trial
+    return tight
 
 
-def find_alternatives(
-    bench: Bench, ranking: Ranking, advised: Tried, familiar: Collection[str]
-) -> list[tuple[Plan, str]]:
-    """Return a plan that is faster by more than the prediction error, and a leaner one that costs little
-    time."""
-    if advised.seconds is None:
-        return []
-    offered = [
-        _find_faster(bench, ranking, advised, familiar),
-        _find_leaner(bench, ranking, advised, familiar),
-    ]
-    if advised.report.is_tight:
-        offered.reverse()
-    better = [one for one in offered if one and not is_dominating(one, advised, bench.recipe, familiar)]
-    better = [one for one in better if one.plan != advised.plan]
-    return [(one.plan, describe_alternative(one, advised, bench)) for one in better]
-
-
-def describe_alternative(tried: Tried, advised: Tried, bench: Bench) -> str:
-    """Return one sentence with the gain and cost of a plan compared with the recommended one."""
-    sentence = describe_gain(words.name_plan(tried.plan, bench.recipe), tried, advised)
-    refusal = why_not_trained(tried.plan)
-    if refusal is not None and is_trained(advised.plan):
-        sentence += f" Cannot be launched here: {refusal}"
-    return f"{sentence} {words.describe_unknown_memory(tried)}".strip()
-
-
-def describe_gain(name: str, tried: Tried, advised: Tried) -> str:
-    """Return the text of a comparison:
-    ``FSDP2: 7 % faster, 12.2 GiB less on each GPU (3.86 s a step, 41.8 GiB).``"""
-    gain = words.compare_speed(tried, advised)
-    if is_faster(tried, advised):
-        gain += " (larger than our usual prediction error)"
-    more = tried.report.peak_bytes - advised.report.peak_bytes
-    unit = words.name_device(tried.plan.cluster)
-    memory = (
-        f"{format_gib(abs(more))} GiB {'more' if more > 0 else 'less'} on each {unit}"
-        if more
-        else "as much memory"
+def _try_without_offload(evaluator: PlanEvaluator, cluster: Cluster) -> EvaluatedPlan | None:
+    """Return the simplest layout without offload that is about as fast as the fastest one."""
+    # Round the batch up: with more ranks than sequences, some would have no work.
+    least = cluster.num_gpus * evaluator.recipe.micro_batch_size
+    batch = -(-evaluator.recipe.global_batch_size // least) * least
+    larger = PlanEvaluator(
+        evaluator.architecture, cluster, replace(evaluator.recipe, global_batch_size=batch)
     )
-    pace = f"{format_seconds(tried.seconds or 0.0)} a step, {format_gib(tried.report.peak_bytes)} GiB"
-    return f"{name}: {gain}, {memory} ({pace})."
-
-
-def _find_faster(bench: Bench, ranking: Ranking, advised: Tried, familiar: Collection[str]) -> Tried | None:
-    rows = _list_rows_with_room(ranking, advised)
-    rows = rows[ranking.step_seconds[rows] * PAYS < (advised.seconds or 0.0)]
-    if not len(rows):
+    layouts = [*_list_sharded_layouts(cluster), *layout_ladder.build_split_inside_a_node(cluster).layouts]
+    outcomes = [*map(larger.evaluate_layout, layouts), layout_ladder.try_megatron(larger)]
+    fitting = [outcome.best for outcome in outcomes if outcome.best]
+    best = find_fastest(fitting)
+    if best is None:
         return None
-    launched = _find_first_launched(bench, ranking, rows)
-    if launched is not None and launched.seconds is not None:
-        near = rows[ranking.step_seconds[rows] <= NEAR * launched.seconds]
-        return _find_first_launched(
-            bench, ranking, _sort_by_simplicity(bench, ranking, near, familiar), keep_order=True
+    # Do not prefer a simpler layout that is tight to a faster one that is not.
+    as_loose = (evaluated for evaluated in fitting if evaluated.report.is_tight == best.report.is_tight)
+    return next((evaluated for evaluated in as_loose if not is_faster(best, evaluated)), best)
+
+
+def _get_tokens_per_second(evaluated: EvaluatedPlan | None) -> float:
+    """Return the tokens per second of all GPUs; 0 if the time is not known."""
+    if evaluated is None or evaluated.timed is None:
+        return 0.0
+    return evaluated.timed.tokens_per_second_per_gpu * evaluated.plan.cluster.num_gpus
+
+
+def _try_adapters(evaluator: PlanEvaluator) -> EvaluatedPlan | None:
+    """Return LoRA, otherwise QLoRA, in the simplest layout that fits on these GPUs."""
+    order: tuple[Method, ...] = ("full", "lora", "qlora")
+    tight = None
+    for method in order[order.index(evaluator.recipe.method) + 1 :]:
+        smaller = PlanEvaluator(
+            evaluator.architecture,
+            evaluator.cluster,
+            replace(evaluator.recipe, method=method, quantization=None),
         )
-    return _try_row(bench, ranking, rows[np.argmin(ranking.step_seconds[rows])])
+        trial = _find_first_that_fits(
+            smaller, [*layout_ladder.build_unsharded().layouts, *_list_sharded_layouts(evaluator.cluster)]
+        )
+        # LoRA is preferred to QLoRA, whose base must be dequantized in each forward, but not if it is tight.
+        if trial is not None and not trial.report.is_tight:
+            return trial
+        tight = tight or trial
+    return tight
 
 
-def _find_leaner(bench: Bench, ranking: Ranking, advised: Tried, familiar: Collection[str]) -> Tried | None:
-    """Return the leanest of the plans near the fastest that need clearly less memory and at most one more
-    setting."""
-    rows = _list_rows_with_room(ranking, advised)
-    limit = compute_simplicity(advised.plan, bench.recipe, familiar)
-    effort, settings = compute_simplicity_of_rows(ranking, rows, bench.recipe, familiar)
-    rows = rows[
-        (ranking.peak_bytes[rows] * PAYS < advised.report.peak_bytes)
-        & (ranking.step_seconds[rows] < SAFE * (advised.seconds or 0.0))
-        & (effort <= limit.effort)
-        & (settings <= limit.settings + 1)
-    ]
-    first = _find_first_launched(bench, ranking, rows)
-    if first is None or first.seconds is None:
-        return None
-    near = rows[ranking.step_seconds[rows] <= NEAR * first.seconds]
-    by_memory = near[np.argsort(ranking.peak_bytes[near], kind="stable")]
-    return _find_first_launched(bench, ranking, by_memory, keep_order=True)
+def _list_sharded_layouts(cluster: Cluster) -> list[Layout]:
+    """Return the fully sharded layouts of the rung's first framework."""
+    layouts = layout_ladder.build_fully_sharded(cluster).layouts if cluster.num_gpus > 1 else ()
+    return [layout for layout in layouts if layout.framework == layouts[0].framework]
 
 
-def _list_rows_with_room(ranking: Ranking, advised: Tried) -> NDArray[np.int64]:
-    """Return the rows that fit into memory of known size; no tight ones, unless the recommended plan is
-    tight."""
-    wanted = ranking.feasible & ranking.is_room_known
-    if not advised.report.is_tight:
-        usable = ranking.cluster.usable_bytes_per_gpu
-        wanted = wanted & (100 * ranking.peak_bytes <= TIGHT_PERCENT * usable)
-    return np.flatnonzero(wanted)
-
-
-def _sort_by_simplicity(
-    bench: Bench, ranking: Ranking, rows: NDArray[np.int64], familiar: Collection[str]
-) -> NDArray[np.int64]:
-    effort, settings = compute_simplicity_of_rows(ranking, rows, bench.recipe, familiar)
-    return rows[np.lexsort((ranking.step_seconds[rows], settings, effort))]
-
-
-def _find_first_launched(
-    bench: Bench, ranking: Ranking, rows: NDArray[np.int64], *, keep_order: bool = False
-) -> Tried | None:
-    """Return the first of ``rows`` that can be launched here, by speed unless ``keep_order``; None if none
-    can."""
-    if not keep_order:
-        rows = rows[np.argsort(ranking.step_seconds[rows], kind="stable")]
-    for row in rows[:MAX_CHECKED]:
-        if is_trained(ranking.plan(int(row))):
-            return _try_row(bench, ranking, row)
-    return None
-
-
-def _try_row(bench: Bench, ranking: Ranking, row: np.int64) -> Tried | None:
-    plan = ranking.plan(int(row))
-    trial = bench.try_plan(plan.layout, plan.recipe)
-    return trial if isinstance(trial, Tried) and trial.fits else None
+def _find_first_that_fits(evaluator: PlanEvaluator, layouts: list[Layout]) -> EvaluatedPlan | None:
+    return next((best for layout in layouts if (best := evaluator.evaluate_layout(layout).best)), None)

@@ -9,31 +9,34 @@ from shardscope.core.number_format import format_gib
 from shardscope.frameworks.accelerate.limits import why_not_started
 from shardscope.frameworks.accelerate.plugin_fields import PLUGIN_FIELDS, TITLE
 from shardscope.frameworks.registry import frameworks, is_trained
-from shardscope.planner.advice import words
-from shardscope.planner.advice.alternatives import find_better
-from shardscope.planner.advice.path import describe_figures
+from shardscope.planner.advice import descriptions
+from shardscope.planner.advice.plan_evaluator import PAYS, WORTH_A_SETTING
+from shardscope.planner.advice.plans_from_search import find_better
+from shardscope.planner.advice.question_path import describe_figures
 from shardscope.planner.advice.simplicity import is_dominating
-from shardscope.planner.advice.trials import PAYS, WORTH_A_SETTING
 from shardscope.planner.repairs.savings import find_savings
 from shardscope.planner.verdict import assess_plan
 
 if TYPE_CHECKING:
-    from shardscope.planner.advice.path import Path
-    from shardscope.planner.advice.trials import Tried
+    from shardscope.planner.advice.plan_evaluator import EvaluatedPlan
+    from shardscope.planner.advice.question_path import QuestionPath
 
 
-def ask_room(path: Path) -> None:
+def ask_room(path: QuestionPath) -> None:
     """Ask whether a larger micro-batch, or other recomputation, uses the remaining GPU memory."""
     current = path.current
     if current is None:
         return
-    question = f"Is there room left on each {words.name_device(current.plan.cluster)}?"
+    question = f"Is there room left on each {descriptions.name_device(current.plan.cluster)}?"
     why = (
         "Larger micro-batches and less recomputation keep the arithmetic busier, and more recomputation can "
         "make room for a larger micro-batch that is worth it; the step's batch stays."
     )
+    # with_room() tries larger micro-batches with every kind of recomputation, and returns the plan itself if
+    # none pays.
     used = 100 * current.report.peak_bytes / current.report.usable_bytes
-    larger = path.bench.with_room(current)
+    larger = path.evaluator.with_room(current)
+    # Three cases have an answer without a change: tight, no predicted time, and nothing worth it.
     if current.report.is_tight and larger is current:
         answer = "No: it is tight, and of runs that need over 80 % of their GPU's memory some run out of it."
         path.record_turn("", question, answer, f"{used:.0f} % of it is used", why, current)
@@ -47,10 +50,11 @@ def ask_room(path: Path) -> None:
         answer = f"Yes, but no other micro-batch or recomputation is predicted to be {gain} faster."
         path.record_turn("", question, answer, f"{used:.0f} % of it is used", why, current)
         return
+    # The larger plan replaces the current one, and its rung stays: it is the same kind of sharding.
     then = 100 * larger.report.peak_bytes / larger.report.usable_bytes
-    gained = words.compare_speed(larger, current)
+    gained = descriptions.compare_speed(larger, current)
     yes = "Not as it is, but there can be" if current.report.is_tight else "Yes"
-    answer = f"{yes}: {words.describe_recipe_changes(larger, current.plan.recipe)}, {gained}."
+    answer = f"{yes}: {descriptions.describe_recipe_changes(larger, current.plan.recipe)}, {gained}."
     path.record_turn(
         "", question, answer, f"{used:.0f} % of it is used, {then:.0f} % then", why, larger, taken=True
     )
@@ -61,7 +65,7 @@ ON_SCREEN, OUTDOES = "on_screen", "outdoes"
 """Keys of the turns that replace the plan that the questions led to."""
 
 
-def ask_plan_on_screen(path: Path) -> None:
+def ask_plan_on_screen(path: QuestionPath) -> None:
     """Ask whether the plan on screen is as good: if so, there is no reason to change it."""
     mine, current = path.on_screen, path.current
     if mine is None:
@@ -71,13 +75,16 @@ def ask_plan_on_screen(path: Path) -> None:
         "A predicted difference that is no larger than our usual prediction error is no reason to change a "
         "plan that fits with room."
     )
+    # The same plan, or the only one that fits: keep it without a comparison.
     if current is None or mine.plan == current.plan:
         path.keeps_on_screen = True
         path.set_current(ON_SCREEN, mine)
         path.record_turn(ON_SCREEN, question, "Yes.", describe_figures(mine), why, mine, taken=True)
         return
     comparison = path.compare_plans(mine, current)
-    if is_dominating(mine, current, path.bench.recipe, path.familiar) or _is_as_good(path, mine, current):
+    # Dominance counts even within the prediction error: two differences of one sign are more than noise in
+    # one.
+    if is_dominating(mine, current, path.evaluator.recipe, path.familiar) or _is_as_good(path, mine, current):
         path.keeps_on_screen = True
         path.set_current(ON_SCREEN, mine)
         answer = f"Yes: {path.name_plan(mine)}, {comparison}."
@@ -88,20 +95,23 @@ def ask_plan_on_screen(path: Path) -> None:
         )
 
 
-def _is_as_good(path: Path, mine: Tried, current: Tried) -> bool:
+def _is_as_good(path: QuestionPath, mine: EvaluatedPlan, current: EvaluatedPlan) -> bool:
     """Return whether the plan on screen fits with room, is as fast within the prediction error, as familiar
     and can be launched."""
     if mine.seconds is None or current.seconds is None or assess_plan(mine.plan).state != "fits":
         return False
+    # Neither unfamiliarity nor a launch that is not possible here may come in through the plan on screen.
     knows = mine.plan.layout.framework in path.familiar or current.plan.layout.framework not in path.familiar
     runs = is_trained(mine.plan) or not is_trained(current.plan)
     return knows and runs and mine.seconds <= PAYS * current.seconds
 
 
-def ask_dominating_plan(path: Path) -> None:
-    """Ask whether an equally simple plan, tried here or found by a search, is faster and needs less
+def ask_dominating_plan(path: QuestionPath) -> None:
+    """Ask whether an equally simple plan, evaluated here or found by a search, is faster and needs less
     memory."""
     first = path.current
+    # Repeat, because the plan that dominates may itself be dominated. Each round needs less memory, so it
+    # ends.
     while path.current is not None:
         better = _find_dominating(path, path.current)
         if better is None:
@@ -124,22 +134,24 @@ def ask_dominating_plan(path: Path) -> None:
     )
 
 
-def _find_dominating(path: Path, current: Tried) -> Tried | None:
-    bench, familiar = path.bench, path.familiar
-    tried = [*bench.fitting.values(), *([path.on_screen] if path.on_screen else [])]
+def _find_dominating(path: QuestionPath, current: EvaluatedPlan) -> EvaluatedPlan | None:
+    evaluator, familiar = path.evaluator, path.familiar
+    # The plans that are evaluated already cost nothing. The search over all layouts takes seconds, and comes
+    # last.
+    evaluated = [*evaluator.fitting.values(), *([path.on_screen] if path.on_screen else [])]
     candidates = [
         one
-        for one in tried
-        if bench.trains_the_same(one.plan.recipe)
-        and is_dominating(one, current, bench.recipe, familiar)
+        for one in evaluated
+        if evaluator.trains_the_same(one.plan.recipe)
+        and is_dominating(one, current, evaluator.recipe, familiar)
         and (one is path.on_screen or is_trained(one.plan) or not is_trained(current.plan))
     ]
     if candidates:
         return min(candidates, key=lambda one: one.seconds or 0.0)
-    return None if path.ranking is None else find_better(bench, path.ranking, current, familiar)
+    return None if path.ranking is None else find_better(evaluator, path.ranking, current, familiar)
 
 
-def ask_one_script(path: Path) -> None:
+def ask_one_script(path: QuestionPath) -> None:
     """Ask whether one script must switch between frameworks, which Accelerate does."""
     question = "Must one script run under several frameworks?"
     why = f"{TITLE} wraps the others: one script, and a configuration file that says which of them runs."
@@ -148,6 +160,7 @@ def ask_one_script(path: Path) -> None:
         return
     layout = current.plan.layout
     number = f"{TITLE} starts {', '.join(frameworks[name].title for name in PLUGIN_FIELDS)}"
+    # Whether Accelerate starts a plan has one answer, for advice, scripts and exported files: its own limits.
     refusal = why_not_started(current.plan)
     knows = "accelerate" in path.familiar
     if refusal is not None:
@@ -159,40 +172,45 @@ def ask_one_script(path: Path) -> None:
     path.record_turn("", question, answer, number, why, current, taken=knows and refusal is None)
 
 
-def ask_team(path: Path) -> None:
+def ask_team(path: QuestionPath) -> None:
     """Ask whether the team already uses the plan's framework, and report the cost of keeping to a known
     one."""
+    # Accelerate is a launcher, not a framework with layouts: ask_one_script deals with it.
     known = [name for name in path.familiar if name in frameworks]
     current = path.current
     if current is None or not known:
         return
-    titles = words.join_list([frameworks[name].title for name in known])
+    titles = descriptions.join_list([frameworks[name].title for name in known])
     question = f"Is it what the team runs well ({titles})?"
     why = "A framework that a team knows saves weeks; between two that do the same it decides."
     if current.plan.layout.framework in known:
         path.record_turn("", question, "Yes.", describe_figures(current), why, current, taken=True)
         return
+    # Compare with what was evaluated on the way; a framework that the questions did not try has no figures.
     familiar_plans = [
         outcome.best
-        for outcome in path.bench.list_outcomes()
+        for outcome in path.evaluator.list_outcomes()
         if outcome.best and outcome.best.plan.layout.framework in known
     ]
-    timed = [tried for tried in familiar_plans if tried.seconds is not None]
+    # The fastest of these plans, so that the cost of staying with a familiar framework is not overstated.
+    timed = [evaluated for evaluated in familiar_plans if evaluated.seconds is not None]
     if not familiar_plans:
         path.record_turn("", question, "No: what the team knows does not fit here.", "", why)
         return
-    nearest = min(timed, key=lambda tried: tried.seconds or 0.0, default=familiar_plans[0])
-    name = words.name_plan(nearest.plan, path.bench.recipe)
+    nearest = min(timed, key=lambda evaluated: evaluated.seconds or 0.0, default=familiar_plans[0])
+    name = descriptions.name_plan(nearest.plan, path.evaluator.recipe)
     if nearest.seconds is None or current.seconds is None:
-        path.record_turn("", question, f"No; {name} would fit.", words.describe_needs(nearest), why, nearest)
+        path.record_turn(
+            "", question, f"No; {name} would fit.", descriptions.describe_needs(nearest), why, nearest
+        )
         return
-    comparison = words.compare_speed(nearest, current)
+    comparison = descriptions.compare_speed(nearest, current)
     answer = f"No; {name} would fit, {comparison}: weigh that against learning another framework."
     path.record_turn(
         "",
         question,
         answer,
-        f"{words.describe_needs(nearest)}; {words.describe_speed(nearest.timed)}",
+        f"{descriptions.describe_needs(nearest)}; {descriptions.describe_speed(nearest.timed)}",
         why,
         nearest,
     )
@@ -202,7 +220,7 @@ LEAST_GAIN = 1.005
 """Speedup from which the text calls a step faster."""
 
 
-def ask_one_setting(path: Path) -> None:
+def ask_one_setting(path: QuestionPath) -> None:
     """Ask whether one setting saves time and memory and leaves layout and training unchanged.
 
     The Memory view offers the same settings: without them, the advice would differ from it.
@@ -222,9 +240,9 @@ def ask_one_setting(path: Path) -> None:
         path.record_turn("", question, "No.", "", why)
         return
     changes = [
-        f"{saving.change}, {words.compare_seconds(seconds + saving.seconds_lost, seconds)}"
+        f"{saving.change}, {descriptions.compare_seconds(seconds + saving.seconds_lost, seconds)}"
         for saving in path.settings
     ]
     path.record_turn(
-        "", question, f"Yes: {words.join_list(changes)}.", describe_figures(current), why, current
+        "", question, f"Yes: {descriptions.join_list(changes)}.", describe_figures(current), why, current
     )

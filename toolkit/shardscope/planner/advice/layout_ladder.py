@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.layout import Layout, list_divisors
-from shardscope.planner.advice.trials import (
+from shardscope.planner.advice.plan_evaluator import (
     PAYS,
     WORTH_A_SETTING,
-    Bench,
+    EvaluatedPlan,
     Outcome,
-    Tried,
+    PlanEvaluator,
     find_fastest,
     is_faster,
 )
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from shardscope.core.cluster import Cluster
 
 MAX_STAGES, MAX_TENSOR_PARALLEL, MAX_EXPERT_PARALLEL = 32, 8, 64
-"""Largest degrees that are tried; larger ones are left to the search."""
+"""Largest degrees that are evaluated; larger ones are left to the search."""
 LONG_TOKENS = 8192
-"""Sequence length from which context parallelism is tried as well."""
+"""Sequence length from which context parallelism is evaluated as well."""
 
 
 class Rung(NamedTuple):
@@ -41,6 +41,8 @@ def build_unsharded() -> Rung:
 def build_sharded_optimizer(cluster: Cluster) -> Rung:
     """Return the rung with sharded gradients and optimizer; weights stay whole from forward to backward
     (ZeRO-2)."""
+    # One group of shards over all GPUs first, then a replica in each node (HSDP), where only gradients cross
+    # nodes.
     groups = [
         Layout.fsdp2(reshard_after_forward=False, replicate=copies) for copies in _list_replicas(cluster)
     ]
@@ -85,9 +87,10 @@ def build_on_drives() -> Rung:
     ))  # fmt: skip
 
 
-def choose_outcome(bench: Bench, rung: Rung, familiar: Collection[str]) -> Outcome:
+def choose_outcome(evaluator: PlanEvaluator, rung: Rung, familiar: Collection[str]) -> Outcome:
     """Return the outcome of the default framework, or of a familiar one that fits as well and is about as
     fast."""
+    # The first framework of a rung is the rule; others are exceptions that need a reason.
     by_framework: dict[str, list[Layout]] = {}
     for layout in rung.layouts:
         by_framework.setdefault(layout.framework, []).append(layout)
@@ -96,8 +99,12 @@ def choose_outcome(bench: Bench, rung: Rung, familiar: Collection[str]) -> Outco
     for name, layouts in by_framework.items():
         # Other frameworks are evaluated only where they could decide: some take longer to compute.
         if not outcomes or not outcomes[rule].best or name in familiar:
-            outcomes[name] = _choose_first_or_faster([bench.try_layout(layout) for layout in layouts])
+            outcomes[name] = _choose_first_or_faster(
+                [evaluator.evaluate_layout(layout) for layout in layouts]
+            )
             rule = next((one for one, outcome in outcomes.items() if outcome.best), rule)
+    # A familiar framework replaces the rule unless the rule's plan is faster by more than the prediction
+    # error.
     known = [name for name in outcomes if name in familiar]
     if rule not in known:
         for name in known:
@@ -111,8 +118,10 @@ def _choose_first_or_faster(outcomes: list[Outcome]) -> Outcome:
     """Return the first outcome that fits unless a later one is faster; if none fits, the nearest miss."""
     fitting = [outcome for outcome in outcomes if outcome.best]
     if not fitting:
+        # The smallest shortage is the most useful answer to "why not".
         near = [outcome for outcome in outcomes if outcome.nearest]
         return min(near, key=_get_shortage, default=outcomes[0])
+    # Layouts are ordered from simple to complex, so a later one must be worth its setting.
     first = fitting[0]
     for outcome in fitting[1:]:
         if outcome.best and first.best and is_faster(outcome.best, first.best, WORTH_A_SETTING):
@@ -127,36 +136,40 @@ def _get_shortage(outcome: Outcome) -> float:
 # ------------------------------------------------------------------------------------------------ Megatron
 
 
-def try_megatron(bench: Bench) -> Outcome:
+def try_megatron(evaluator: PlanEvaluator) -> Outcome:
     """Try Megatron-core with tensor parallelism inside a node and as few pipeline stages as fit.
 
     Narayanan et al. 2021 (arXiv:2104.04473), takeaways 1 and 2: tensor parallel up to the GPUs of a node,
     pipeline across nodes; both as small as the model's memory allows, because the remaining factor is data
     parallel. Experts are distributed over data-parallel ranks without tensor parallelism (``etp=1``).
     """
-    runs: list[Tried] = []
-    misses: list[Tried] = []
+    runs: list[EvaluatedPlan] = []
+    misses: list[EvaluatedPlan] = []
     refusal = None
-    for split in _list_degrees_inside_a_node(bench):
-        outcome = _try_fewest_stages(bench, split)
+    # Keep the first refusal: later ones repeat it for other degrees.
+    for split in _list_degrees_inside_a_node(evaluator):
+        outcome = _try_fewest_stages(evaluator, split)
         runs += [outcome.best] if outcome.best else []
         misses += [outcome.nearest] if outcome.nearest else []
         refusal = refusal or outcome.refusal
     best = find_fastest(runs)
     if best is None:
-        return Outcome(None, None, min(misses, key=lambda tried: tried.shortage, default=None), refusal)
-    return Outcome(None, _try_interleaved(bench, best), None, None)
+        return Outcome(
+            None, None, min(misses, key=lambda evaluated: evaluated.shortage, default=None), refusal
+        )
+    return Outcome(None, _try_interleaved(evaluator, best), None, None)
 
 
-def _list_degrees_inside_a_node(bench: Bench) -> Iterator[dict[str, int | None]]:
+def _list_degrees_inside_a_node(evaluator: PlanEvaluator) -> Iterator[dict[str, int | None]]:
     """Yield tensor-parallel degrees inside a node, each with the expert- or context-parallel degrees to
     try."""
-    experts, cluster = bench.architecture.mixture_of_experts, bench.cluster
+    experts, cluster = evaluator.architecture.mixture_of_experts, evaluator.cluster
     for tp in list_divisors(cluster.gpus_per_node):
         if tp > MAX_TENSOR_PARALLEL:
             return
-        if experts is None or not bench.architecture.num_moe_layers:
-            for cp in (1, 2, 4) if bench.recipe.seq_len >= LONG_TOKENS else (1,):
+        if experts is None or not evaluator.architecture.num_moe_layers:
+            # Context parallelism exchanges keys and values in every layer, which only long sequences repay.
+            for cp in (1, 2, 4) if evaluator.recipe.seq_len >= LONG_TOKENS else (1,):
                 yield {"tp": tp, "cp": cp}
             continue
         # At least the GPUs of a node: with fewer ranks, each holds so many experts that they seldom fit.
@@ -166,19 +179,21 @@ def _list_degrees_inside_a_node(bench: Bench) -> Iterator[dict[str, int | None]]
                 yield {"tp": tp, "ep": ep, "etp": 1 if ep > 1 and tp > 1 else None}
 
 
-def _try_fewest_stages(bench: Bench, split: Mapping[str, int | None]) -> Outcome:
+def _try_fewest_stages(evaluator: PlanEvaluator, split: Mapping[str, int | None]) -> Outcome:
     """Return the best of: the fewest stages that fit, the fewest that fit with the recipe unchanged and not
     tightly, and one stage per node, where only layer outputs cross nodes."""
-    fitting: list[Tried] = []
-    nearest: Tried | None = None
+    fitting: list[EvaluatedPlan] = []
+    nearest: EvaluatedPlan | None = None
     refusal = None
     is_enough = False
-    for pp in list_divisors(bench.cluster.num_gpus // (split["tp"] or 1)):
-        if pp > min(MAX_STAGES, bench.architecture.num_hidden_layers):
+    # Few stages first, since each adds to the bubble.
+    for pp in list_divisors(evaluator.cluster.num_gpus // (split["tp"] or 1)):
+        if pp > min(MAX_STAGES, evaluator.architecture.num_hidden_layers):
             break
-        if is_enough and pp != bench.cluster.num_nodes:
+        # Once a number of stages fits easily, more of them only matter where they keep state inside a node.
+        if is_enough and pp != evaluator.cluster.num_nodes:
             continue
-        outcome = bench.try_layout(Layout.megatron(pp=pp, **split))  # type: ignore[arg-type]
+        outcome = evaluator.evaluate_layout(Layout.megatron(pp=pp, **split))  # type: ignore[arg-type]
         refusal = refusal or outcome.refusal
         if outcome.best:
             fitting.append(outcome.best)
@@ -188,15 +203,17 @@ def _try_fewest_stages(bench: Bench, split: Mapping[str, int | None]) -> Outcome
     return Outcome(None, find_fastest(fitting), nearest, refusal)
 
 
-def _try_interleaved(bench: Bench, best: Tried) -> Tried:
+def _try_interleaved(evaluator: PlanEvaluator, best: EvaluatedPlan) -> EvaluatedPlan:
     """Return the same plan with interleaved chunks if that is faster (Narayanan et al. 2021, 2.2)."""
-    layers, pp = bench.architecture.num_hidden_layers, best.plan.degrees.pp
+    layers, pp = evaluator.architecture.num_hidden_layers, best.plan.degrees.pp
     if pp == 1:
         return best
     plans = [best]
+    # All numbers of chunks: invalid ones are refused when the plan is made, and the best one is not
+    # monotonic, since more chunks mean a shorter bubble and more transfers.
     for vpp in range(2, layers // pp + 1):
         fields = {name: getattr(best.plan.layout, name) for name in ("tp", "pp", "cp", "ep", "etp")}
-        run = bench.try_plan(Layout.megatron(**fields, vpp=vpp), best.plan.recipe)
-        if isinstance(run, Tried) and run.fits:
+        run = evaluator.evaluate_plan(Layout.megatron(**fields, vpp=vpp), best.plan.recipe)
+        if isinstance(run, EvaluatedPlan) and run.fits:
             plans.append(run)
     return find_fastest(plans) or best

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardscope.core.layout import Layout
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
-    from shardscope.planner.advice.trials import Tried
+    from shardscope.planner.advice.plan_evaluator import EvaluatedPlan
     from shardscope.planner.search.ranking import Ranking
 
 COUNTED = tuple(name for name in DEGREES if name != DATA_PARALLEL)
@@ -44,6 +44,7 @@ class Simplicity(NamedTuple):
 def compute_simplicity(plan: Plan, wanted: Recipe, familiar: Collection[str] = ()) -> Simplicity:
     """Return the simplicity of ``plan`` compared with the recipe ``wanted``, for users who know the
     ``familiar`` frameworks."""
+    # What counts is what a user has to choose and understand, not how large the numbers are.
     degrees = sum(getattr(plan.degrees, name) > 1 for name in COUNTED)
     settings = degrees + _num_options(plan.layout) + _num_eased(plan.recipe, wanted)
     return Simplicity(_get_effort(plan.layout.framework, familiar), settings)
@@ -63,15 +64,20 @@ def compute_simplicity_of_rows(
     return effort[owners], options[owners] + ranking.num_degrees_above_one(rows)
 
 
-def is_dominating(tried: Tried, other: Tried, wanted: Recipe, familiar: Collection[str] = ()) -> bool:
-    """Return whether ``tried`` is faster, needs less GPU memory and is as simple; False if a time is not
+def is_dominating(
+    evaluated: EvaluatedPlan, other: EvaluatedPlan, wanted: Recipe, familiar: Collection[str] = ()
+) -> bool:
+    """Return whether ``evaluated`` is faster, needs less GPU memory and is as simple; False if a time is not
     known."""
-    if tried.report.peak_bytes >= other.report.peak_bytes:
+    # Memory first: its report exists already, while the step time may have to be computed.
+    if evaluated.report.peak_bytes >= other.report.peak_bytes:
         return False
-    simplicity, other_simplicity = (compute_simplicity(one.plan, wanted, familiar) for one in (tried, other))
-    if not simplicity.is_as_simple_as(other_simplicity) or tried.seconds is None or other.seconds is None:
+    simplicity, other_simplicity = (
+        compute_simplicity(one.plan, wanted, familiar) for one in (evaluated, other)
+    )
+    if not simplicity.is_as_simple_as(other_simplicity) or evaluated.seconds is None or other.seconds is None:
         return False
-    return tried.seconds < other.seconds
+    return evaluated.seconds < other.seconds
 
 
 def _get_effort(framework: str, familiar: Collection[str]) -> int:

@@ -23,30 +23,30 @@ from shardscope.planner.checks import (
 )
 from shardscope.planner.checks.case import Case
 
-__all__ = ["CHECKS", "SEVERITIES", "Finding", "Findings", "Severity", "findings"]
+__all__ = ["CHECKS", "SEVERITIES", "Finding", "Findings", "Severity", "run_checks"]
 
 CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
-    memory.no_room,
-    memory.nearly_full,
-    recomputation.recomputation_off,
-    recomputation.recomputation_on,
-    pipeline.few_micro_batches,
-    tensor_parallel.slow_tensor_parallel,
-    sharding.gathered_twice,
-    sharding.too_fine,
-    options.overlap_off,
-    options.without_use,
-    precision.narrow_fp16,
-    precision.missing_bf16,
-    precision.rounded_reductions,
-    precision.lost_updates,
-    widths.misses_matrix_units,
-    widths.slower_off_cache_lines,
-    widths.padded_vocabulary,
-    checkpoints.tied_checkpoints,
-    checkpoints.check_resumed,
-    learning_rate.rate_against_batch,
-    learning_rate.short_warm_up,
+    memory.check_memory_sizes,
+    memory.check_tight_fit,
+    recomputation.check_missing_recomputation,
+    recomputation.check_unneeded_recomputation,
+    pipeline.check_pipeline_micro_batches,
+    tensor_parallel.check_tensor_parallel_link,
+    sharding.check_repeated_all_gathers,
+    sharding.check_shard_size,
+    options.check_overlap_options,
+    options.check_unused_options,
+    precision.check_fp16_range,
+    precision.check_bf16_support,
+    precision.check_reduction_precision,
+    precision.check_update_precision,
+    widths.check_matrix_unit_alignment,
+    widths.check_cache_line_alignment,
+    widths.check_vocabulary_padding,
+    checkpoints.check_checkpoint_format,
+    checkpoints.check_resumed_checkpoint,
+    learning_rate.check_learning_rate,
+    learning_rate.check_warm_up,
 )
 """All checks; each covers one topic."""
 
@@ -61,7 +61,7 @@ class Findings(list[Finding]):
         return html_table(("severity", "finding", "why", "suggested fix"), rows)
 
 
-def findings(case: Case) -> Findings:
+def run_checks(case: Case) -> Findings:
     """Return the findings for a plan and for the fields of its task, the most severe first."""
     results = [finding for check in CHECKS for finding in check(case)]
     return Findings(sorted(results, key=lambda one: SEVERITIES.index(one.severity)))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.planner.capacity import fits
+from shardscope.core.serialization import replace_fields
+from shardscope.planner.memory_needs import fits
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -52,11 +53,11 @@ class Case:
         except ValueError:
             return []
 
-    def share(self, part: Part) -> float:
+    def get_share(self, part: Part) -> float:
         """Return the share of the step spent in ``part``; 0 if the step is not known."""
         return 0.0 if self.step is None else self.step.parts[part] / self.step.seconds
 
-    def gain(self, variant: Variant) -> float:
+    def compute_gain(self, variant: Variant) -> float:
         """Return the share of the step by which ``variant`` is faster for the same tokens; negative if
         slower."""
         if self.step is None:
@@ -88,7 +89,7 @@ class Variant(NamedTuple):
     step: StepReport
 
 
-Change = tuple[Mapping[str, Any], Mapping[str, Any]]
+Change = tuple[Mapping[str, object], Mapping[str, object]]
 """New values of recipe fields and of layout fields."""
 
 
@@ -96,6 +97,7 @@ def evaluate_variants(plan: Plan, changes: Iterable[Change]) -> Iterator[Variant
     """Yield the variants for ``changes`` that can run, fit and have a predicted time."""
     for recipe, layout in changes:
         changed = replace_plan_fields(plan, recipe=recipe, layout=layout)
+        # A change is no fix if it cannot run, does not fit, or has no predicted time to compare.
         if changed is None:
             continue
         memory, step = predict_memory(changed), predict_step(changed)
@@ -108,28 +110,31 @@ def find_fastest(candidates: Iterable[Variant]) -> Variant | None:
     return max(candidates, key=lambda variant: variant.step.tokens_per_second, default=None)
 
 
-def replace_task_fields(task: object, **fields: Any) -> object:
+def replace_task_fields(task: object, **fields: object) -> object:
     """Return ``task`` with other fields; None if it has no such fields or rejects the values."""
+    # A function f(ctx) has no fields: its finding is shown without a fix.
     if not is_dataclass(task) or isinstance(task, type):
         return None
     try:
-        return replace(task, **fields)
+        return replace_fields(task, fields)
     except (TypeError, ValueError):
         return None
 
 
 def replace_plan_fields(
-    plan: Plan, *, recipe: Mapping[str, Any] | None = None, layout: Mapping[str, Any] | None = None
+    plan: Plan, *, recipe: Mapping[str, object] | None = None, layout: Mapping[str, object] | None = None
 ) -> Plan | None:
     """Return ``plan`` with other fields, deriving the number of shards again; None if the plan is invalid."""
-    fields: dict[str, Any] = dict(layout or {})
+    # A layout stores the number of shards that followed from its old degrees; None derives it from the new
+    # ones.
+    fields = dict(layout or {})
     if fields and "shard" in plan.layout.__dataclass_fields__:
         fields = {"shard": None, **fields}
     try:
         return replace(
             plan,
-            recipe=replace(plan.recipe, **(recipe or {})),
-            layout=replace(plan.layout, **fields) if fields else plan.layout,
+            recipe=replace_fields(plan.recipe, recipe or {}),
+            layout=replace_fields(plan.layout, fields) if fields else plan.layout,
         )
     except ValueError:
         return None

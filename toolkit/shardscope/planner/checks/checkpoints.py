@@ -15,21 +15,28 @@ from shardscope.frameworks.defaults import CheckpointFormat, Tie
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.state.lora import find_adapter_targets
 from shardscope.planner.checks.case import Case, replace_plan_fields, replace_task_fields
-from shardscope.planner.checks.other_frameworks import find_elsewhere, replace_parts, search_elsewhere
+from shardscope.planner.checks.other_frameworks import (
+    find_in_other_framework,
+    replace_parts,
+    search_other_frameworks,
+)
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 
-def tied_checkpoints(case: Case) -> Iterator[Finding]:
+def check_checkpoint_format(case: Case) -> Iterator[Finding]:
     """Report a checkpoint format whose optimizer state loads only with the number of ranks that saved it."""
     plan = case.plan
     saved = _format_of(plan)
+    # A tie to one rank excludes nothing: a format that a single process wrote loads anywhere.
     tied = [tie for tie in saved.ties.values() if tie.num_ranks > 1]
     if not tied:
         return
     tie_text = " and ".join(tie.text for tie in tied)
-    loose = find_elsewhere(plan, _is_loose)
+    # Offer a framework whose format has no ties. The full search for one takes seconds, so it waits for a
+    # click.
+    loose = find_in_other_framework(plan, _is_loose)
     yield Finding(
         name="checkpoint-tied-to-ranks",
         severity="hint",
@@ -40,7 +47,7 @@ def tied_checkpoints(case: Case) -> Iterator[Finding]:
         if loose is None
         else f"{_name_layout(loose, plan)}, which loads over any number of ranks{_format_alternative(saved)}",
         plan=loose,
-        search=None if loose else partial(search_elsewhere, plan, _is_loose),
+        search=None if loose else partial(search_other_frameworks, plan, _is_loose),
     )
 
 
@@ -55,13 +62,15 @@ def _is_loose(plan: Plan) -> bool:
     return all(tie.num_ranks == 1 for tie in _format_of(plan).ties.values())
 
 
-def check_resumed(case: Case) -> Iterator[Finding]:
+def check_resumed_checkpoint(case: Case) -> Iterator[Finding]:
     """Report the differences between a task and the checkpoint of another plan that it resumes from."""
     path = getattr(case.task, "resume_from", None)
     if path is None:
         return
     from shardscope.records.files import read_json  # Imported here: planning does not need run records.
 
+    # position.json is the task's own record, run.json the launcher's: a copied checkpoint may have only the
+    # first.
     position = read_json(Path(path) / "position.json")
     if position is not None:
         yield from _other_base(case, position)
@@ -79,6 +88,7 @@ def check_resumed(case: Case) -> Iterator[Finding]:
 
 def _other_format(before: Plan, now: Plan) -> Iterator[Finding]:
     saved, read = _format_of(before), _format_of(now)
+    # Another format cannot be read at all, so the comparison of its ties would mean nothing.
     if saved.name != read.name:
         yield Finding(
             name="checkpoint-of-another-format",
@@ -93,6 +103,8 @@ def _other_format(before: Plan, now: Plan) -> Iterator[Finding]:
     differing = _find_differing_ties(saved, read)
     if not differing:
         return
+    # The same format, but tied to something that differs, such as the number of data-parallel ranks of ZeRO's
+    # optimizer state.
     was, wanted = (" and ".join(tie.text for tie in side) for side in zip(*differing, strict=True))
     fixed, change = _as_before(before, now, [tie for tie, _ in differing])
     yield Finding(
@@ -126,6 +138,8 @@ def _as_before(before: Plan, now: Plan, ties: Sequence[Tie]) -> tuple[Plan | Non
     layout = {name: value for tie in ties for name, value in tie.layout.items()}
     recipe = {name: value for tie in ties for name, value in tie.recipe.items()}
     fields_text = ", ".join(f"{name}={value!r}" for name, value in {**layout, **recipe}.items())
+    # Restore the fields that the format depends on, and accept the result only if the formats really agree
+    # then: the number of ranks may differ too, which no field of the layout can change.
     has_them = bool(fields_text) and layout.keys() <= now.layout.__dataclass_fields__.keys()
     fixed = replace_plan_fields(now, layout=layout, recipe=recipe) if has_them else None
     if fixed is not None and not _find_differing_ties(_format_of(before), _format_of(fixed)):
@@ -158,6 +172,7 @@ def _state_of(optimizer: str) -> str:
 
 
 def _other_model(before: Plan, now: Plan) -> Iterator[Finding]:
+    # Names do not matter: a renamed model with the same parameters loads.
     if before.architecture.parameter_groups == now.architecture.parameter_groups:
         return
     yield Finding(
@@ -175,6 +190,7 @@ def _other_weights(before: Plan, now: Plan) -> Iterator[Finding]:
     """Report adapters that would be loaded over another base: a checkpoint of adapters does not contain
     it."""
     was, wanted = _describe_trained(before), _describe_trained(now)
+    # Another model is a finding of its own, and explains this one.
     if was == wanted or before.architecture.parameter_groups != now.architecture.parameter_groups:
         return
     fields = ("method", "quantization", "lora_rank", "lora_targets")
@@ -200,6 +216,8 @@ def _describe_trained(plan: Plan) -> str:
 
 def _other_base(case: Case, position: Mapping[str, object]) -> Iterator[Finding]:
     """Report a frozen base of the same shape with other weights: another seed, or another folder."""
+    # Adapters are differences to their base's weights. Over another base of the same shape they load without
+    # an error and compute nonsense, so the run that saved them recorded a sample of the base.
     was = position.get("frozen_base")
     if not case.plan.recipe.has_adapters or not isinstance(was, Mapping):
         return
@@ -235,6 +253,7 @@ def _base_before(was: Mapping[str, object], now: Mapping[str, object]) -> str:
     """Return the suggested fix: the task that resumes from a checkpoint over ``was``."""
     if "seed" in was:
         return f"{'' if 'seed' in now else 'Pretrain with '}seed={was['seed']}, as before"
+    # The same folder with other contents: no field of the task can restore them.
     folder = was.get("weights")
     if folder == now.get("weights"):
         return "Put back the weights that were there before, or start anew"
@@ -260,11 +279,15 @@ def _other_order(case: Case, position: Mapping[str, object]) -> Iterator[Finding
 def _other_batch(before: Plan, now: Plan, path: Path) -> Iterator[Finding]:
     """Report another global batch size: the position in the text follows from the step number alone."""
     steps = _steps_done(path)
+    # With another sequence length the windows of the text are different ones, and sequences cannot be
+    # compared.
     if steps is None or before.recipe.seq_len != now.recipe.seq_len:
         return
     was, wanted = before.recipe.global_batch_size, now.recipe.global_batch_size
     if was == wanted:
         return
+    # A step reads the sequences step * batch to (step + 1) * batch: a larger batch skips some, a smaller one
+    # repeats some.
     moved = steps * (wanted - was)
     what = "are never read" if moved > 0 else "are read again"
     yield Finding(
@@ -283,6 +306,7 @@ def _plan_of(path: Path) -> Plan | None:
     from shardscope.core.plan import Plan
     from shardscope.records.files import read_json  # Imported here: planning does not need run records.
 
+    # A checkpoint is runs/NAME/checkpoints/step-N: two folders below the run's description.
     record = read_json(path.parent.parent / "run.json")
     if record is None or not isinstance(record.get("plan"), dict):
         return None

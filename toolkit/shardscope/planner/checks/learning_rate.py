@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from shardscope.core.finding import Finding, Severity
 from shardscope.planner.checks.case import Case, replace_task_fields
-from shardscope.planner.checks.usual_rates import TOO_HIGH, Usual, usual_rates
+from shardscope.planner.checks.usual_rates import TOO_HIGH, Usual, find_usual_rate
 
 BETA_2 = 0.95
 """AdamW's beta_2 as ``Pretrain`` sets it (``training/optimizers/optimizers.py``)."""
@@ -17,13 +17,14 @@ WARM_UP_STEPS = round(2 / (1 - BETA_2))
 NAME = "learning-rate-against-batch"
 
 
-def rate_against_batch(case: Case) -> Iterator[Finding]:
+def check_learning_rate(case: Case) -> Iterator[Finding]:
     """Report a learning rate far from those of published runs of this size, scaled to the batch."""
     rate = getattr(case.task, "learning_rate", None)
     if not rate:
         return
     begins_from_weights = getattr(case.task, "weights", None) is not None
-    usual = usual_rates(case.plan, begins_from_weights=begins_from_weights)
+    # Fine-tuning takes smaller rates than training from random weights, so weights= selects other references.
+    usual = find_usual_rate(case.plan, begins_from_weights=begins_from_weights)
     if usual is None or usual.allows(rate):
         return
     yield Finding(
@@ -55,13 +56,14 @@ def _explain_rate(rate: float, usual: Usual) -> str:
     return f"{rate:g} is {rate / usual.rate:.2g} times what {had}, {carried}{rules}."
 
 
-def short_warm_up(case: Case) -> Iterator[Finding]:
+def check_warm_up(case: Case) -> Iterator[Finding]:
     """Report a warm-up that ends before AdamW's second moment has settled."""
     task, plan = case.task, case.plan
     steps = getattr(task, "num_steps", None)
     if steps is None or not hasattr(task, "warmup_steps") or "adamw" not in plan.recipe.optimizer:
         return
     warm_up = task.warmup_steps
+    # A short run cannot spend that many steps on it: a tenth of its steps is enough.
     if warm_up is None or warm_up >= min(WARM_UP_STEPS, steps // 10):
         return
     better = min(WARM_UP_STEPS, steps // 10)

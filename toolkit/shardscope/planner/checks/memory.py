@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.finding import Finding, PlanChange, Question
 from shardscope.core.layout import list_divisors
 from shardscope.core.number_format import format_gib
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
-from shardscope.planner.capacity import Place, fits, list_places
 from shardscope.planner.checks.case import Case, Variant, evaluate_variants, find_fastest
+from shardscope.planner.checks.number_format import format_percent
 from shardscope.planner.checks.recomputation import find_recomputation
-from shardscope.planner.checks.words import format_percent
-from shardscope.planner.repairs.changes import RECIPE_WORDS
-from shardscope.planner.repairs.make_it_fit import make_it_fit
-from shardscope.planner.repairs.several import (
+from shardscope.planner.memory_needs import MemoryNeed, fits, list_memory_needs
+from shardscope.planner.repairs.combined_changes import (
     describe_change,
+    find_on_more_nodes,
+    find_smaller_model,
     list_other_frameworks,
-    on_more_nodes,
     search_change,
-    with_a_smaller_model,
 )
+from shardscope.planner.repairs.make_it_fit import make_it_fit
+from shardscope.planner.repairs.single_changes import RECIPE_TEXTS
 from shardscope.prediction.support import list_supported
 
 if TYPE_CHECKING:
@@ -39,18 +39,19 @@ NAMES = {
 }
 
 
-def no_room(case: Case) -> Iterator[Finding]:
+def check_memory_sizes(case: Case) -> Iterator[Finding]:
     """Report every kind of memory that is too small, with the cheapest suggested fix, or of unknown size."""
     if case.memory is None:
         return
-    for place in list_places(case.plan, case.memory):
-        if place.short_bytes and not (place.name == "GPU memory" and find_recomputation(case)):
-            yield _report_shortage(case, place)
-        elif place.room_bytes is None:
-            yield _report_unknown(case.plan, place)
+    for need in list_memory_needs(case.plan, case.memory):
+        # Where recomputation alone is enough, the check of recomputation has the more specific finding.
+        if need.short_bytes and not (need.name == "GPU memory" and find_recomputation(case)):
+            yield _report_shortage(case, need)
+        elif need.room_bytes is None:
+            yield _report_unknown(case.plan, need)
 
 
-def nearly_full(case: Case) -> Iterator[Finding]:
+def check_tight_fit(case: Case) -> Iterator[Finding]:
     """Report a plan that fits, but so tightly that some of such runs run out of GPU memory.
 
     The fix is the fastest of a smaller micro-batch, more recomputation and a chunked loss that is not tight.
@@ -58,7 +59,9 @@ def nearly_full(case: Case) -> Iterator[Finding]:
     memory, recipe, layout = case.memory, case.plan.recipe, case.plan.layout
     if memory is None or not memory.is_tight or not case.has_room:
         return
-    changes: list[dict[str, Any]] = []
+    # Only changes that keep the loss curve: more recomputation, a smaller micro-batch, the loss in chunks.
+    # The fastest of those that are not tight is the fix.
+    changes: list[dict[str, object]] = []
     if recipe.recompute in RECOMPUTED:
         more = RECOMPUTED[RECOMPUTED.index(recipe.recompute) + 1 :]
         changes += [{"recompute": value} for value in more if value in list_supported(layout, "recompute")]
@@ -67,6 +70,8 @@ def nearly_full(case: Case) -> Iterator[Finding]:
         changes.append({"loss": "chunked"})
     candidates = evaluate_variants(case.plan, [(change, {}) for change in changes])
     best = find_fastest(variant for variant in candidates if not variant.memory.is_tight)
+    # Without a single fix, a click searches all layouts, then more nodes and smaller models, which takes
+    # seconds.
     share = memory.peak_bytes / memory.usable_bytes
     yield Finding(
         name="card-nearly-full",
@@ -85,12 +90,13 @@ def nearly_full(case: Case) -> Iterator[Finding]:
 
 def _find_roomier(plan: Plan) -> PlanChange | None:
     """Return the best plan on these GPUs that is not tight; otherwise more nodes, or a smaller model."""
+    # The search counts free bytes, the verdict a share: keep as much free as the verdict's limit leaves.
     usable = plan.cluster.usable_bytes_per_gpu
     kept_free = usable - usable * TIGHT_PERCENT // 100
     change = search_change(plan, headroom_bytes=kept_free)
     if change is None:
         starts = [PlanChange((), plan), *list_other_frameworks(plan)]
-        change = on_more_nodes(starts, _has_ease) or with_a_smaller_model(starts, _has_ease)
+        change = find_on_more_nodes(starts, _has_ease) or find_smaller_model(starts, _has_ease)
     return None if change is None else describe_change(plan, change.plan)
 
 
@@ -102,22 +108,22 @@ def _has_ease(plan: Plan) -> bool:
 def _describe_variant(case: Case, variant: Variant) -> str:
     was, now = case.plan.recipe, variant.plan.recipe
     if now.recompute != was.recompute:
-        return RECIPE_WORDS["recompute", now.recompute]
+        return RECIPE_TEXTS["recompute", now.recompute]
     if now.loss != was.loss:
-        return RECIPE_WORDS["loss", now.loss]
+        return RECIPE_TEXTS["loss", now.loss]
     return f"Micro-batch {now.micro_batch_size} instead of {was.micro_batch_size}"
 
 
-def _report_shortage(case: Case, place: Place) -> Finding:
-    assert place.room_bytes is not None
-    whose = "The worst rank" if place.name == "GPU memory" else "A node"
+def _report_shortage(case: Case, need: MemoryNeed) -> Finding:
+    assert need.room_bytes is not None
+    whose = "The worst rank" if need.name == "GPU memory" else "A node"
     best = _find_sufficient(case)
     return Finding(
-        name=f"out-of-{NAMES[place.name]}",
+        name=f"out-of-{NAMES[need.name]}",
         severity="danger",
-        why=f"{whose} needs {format_gib(place.needed_bytes)} GiB of {place.name}, and has "
-        f"{format_gib(place.room_bytes)}: {format_gib(place.short_bytes)} GiB too little.",
-        number=place.short_bytes / 2**30,
+        why=f"{whose} needs {format_gib(need.needed_bytes)} GiB of {need.name}, and has "
+        f"{format_gib(need.room_bytes)}: {format_gib(need.short_bytes)} GiB too little.",
+        number=need.short_bytes / 2**30,
         change=best.change if best else "No single change is enough; several may be",
         plan=best.plan if best else None,
         search=None if best else partial(_several_changes, case.plan),
@@ -135,18 +141,19 @@ def _find_sufficient(case: Case) -> Repair | None:
     last, because other checks warn about it."""
     method, precision = case.plan.recipe.method, case.plan.recipe.precision
     same_task = [repair for repair in case.repairs if repair.plan.recipe.method == method]
+    # Repairs are sorted by time, so the first one of the plan's own precision is the cheapest.
     enough = [repair for repair in same_task if fits(repair.plan, repair.plan.memory())]
     return min(enough, key=lambda repair: repair.plan.recipe.precision != precision, default=None)
 
 
-def _report_unknown(plan: Plan, place: Place) -> Finding:
-    field = "nvme_bytes" if place.name == "NVMe" else "host_memory_bytes"
+def _report_unknown(plan: Plan, need: MemoryNeed) -> Finding:
+    field = "nvme_bytes" if need.name == "NVMe" else "host_memory_bytes"
     return Finding(
-        name=f"{NAMES[place.name]}-not-known",
-        severity="hint" if place.name.endswith("is made") else "warning",
-        why=f"A node needs {format_gib(place.needed_bytes)} GiB of {place.name}, and how much it has is "
+        name=f"{NAMES[need.name]}-not-known",
+        severity="hint" if need.name.endswith("is made") else "warning",
+        why=f"A node needs {format_gib(need.needed_bytes)} GiB of {need.name}, and how much it has is "
         "not known.",
-        number=place.needed_bytes / 2**30,
+        number=need.needed_bytes / 2**30,
         change=f"Say how much: Cluster.{field}",
         question=Question(plan=plan, field=field),
     )

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from shardscope.core.finding import Finding
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.checks.case import Case, evaluate_variants, find_fastest, replace_plan_fields
-from shardscope.planner.checks.words import format_percent
+from shardscope.planner.checks.number_format import format_percent
 
 
-def without_use(case: Case) -> Iterator[Finding]:
+def check_unused_options(case: Case) -> Iterator[Finding]:
     """Report layout fields that differ from their defaults and have no effect."""
     plan = case.plan
+    # Each framework knows which of its options depend on which others
+    # (FrameworkDefaults.find_unused_options).
     unused = frameworks[plan.layout.framework].defaults().find_unused_options(plan)
     if not unused:
         return
@@ -38,15 +40,16 @@ WORTH = 0.005
 """Share of the step from which an option without cost is worth reporting."""
 
 
-def overlap_off(case: Case) -> Iterator[Finding]:
+def check_overlap_options(case: Case) -> Iterator[Finding]:
     """Report options that overlap collectives and are off. A search keeps the framework's defaults for them,
     so that plans that it ranks may gain from this."""
     plan = case.plan
     options = frameworks[plan.layout.framework].defaults().find_overlap_options(plan)
+    # The plan with the options on must still fit, and must gain measurably.
     fixed = find_fastest(evaluate_variants(plan, [({}, options)])) if options else None
-    if fixed is None or case.gain(fixed) < WORTH:
+    if fixed is None or case.compute_gain(fixed) < WORTH:
         return
-    gain = case.gain(fixed)
+    gain = case.compute_gain(fixed)
     option_text = ", ".join(f"{name}={value!r}" for name, value in options.items())
     yield Finding(
         name="collectives-not-overlapped",

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardscope.frameworks.registry import frameworks
-from shardscope.planner.capacity import fits
 from shardscope.planner.checks.case import predict_memory
-from shardscope.planner.repairs.changes import OFFLOADS
+from shardscope.planner.memory_needs import fits
+from shardscope.planner.repairs.single_changes import OFFLOADS
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -22,15 +22,17 @@ CUTS = ("tp", "pp", "vpp", "cp", "ep")
 """Degrees that shard the model or its work, not only its training state."""
 
 
-def find_elsewhere(plan: Plan, is_wanted: Callable[[Plan], bool]) -> Plan | None:
+def find_in_other_framework(plan: Plan, is_wanted: Callable[[Plan], bool]) -> Plan | None:
     """Return the first plan of another framework that ``is_wanted``, with the same sharding of model and
     state; it fits if ``plan`` does. None if there is none."""
     return next((other for other in _list_same_sharding(plan) if is_wanted(other)), None)
 
 
-def search_elsewhere(plan: Plan, is_wanted: Callable[[Plan], bool]) -> PlanChange | None:
+def search_other_frameworks(plan: Plan, is_wanted: Callable[[Plan], bool]) -> PlanChange | None:
     """Return the search's best plan of the first other framework whose best plan ``is_wanted``."""
-    from shardscope.planner.repairs.several import search_change  # Not above: resuming a run needs no search.
+    from shardscope.planner.repairs.combined_changes import (
+        search_change,  # Not above: resuming a run needs no search.
+    )
 
     changes = (
         search_change(plan, frameworks=(name,)) for name in frameworks if name != plan.layout.framework
@@ -55,6 +57,7 @@ def replace_parts(
         )
     except ValueError:
         return None
+    # A fix must not take away a fit, but a plan that does not fit anyway may still be fixed in other ways.
     before, after = predict_memory(plan), predict_memory(changed)
     had_room = before is not None and fits(plan, before)
     return None if had_room and (after is None or not fits(changed, after)) else changed
@@ -63,6 +66,8 @@ def replace_parts(
 def _keep_master_weights(plan: Plan, other: Plan | None) -> Plan | None:
     """Return ``found`` with fp32 master weights if ``plan`` has them: not every framework keeps them in
     "bf16"."""
+    # In "bf16", DeepSpeed and Megatron-core keep fp32 master weights, DDP and FSDP2 do not: moving a plan to
+    # another framework must not drop them.
     if other is None or other.recipe.precision != "bf16" or not _keeps_fp32(plan) or _keeps_fp32(other):
         return other
     return replace_parts(other, recipe=replace(other.recipe, precision="bf16-mixed"))
@@ -76,11 +81,13 @@ def _list_same_sharding(plan: Plan) -> Iterator[Plan]:
     wanted = {name: getattr(plan.degrees, name) for name in CUTS}
     for framework in frameworks.values():
         known = framework.layout_class.__dataclass_fields__
+        # A framework without, say, pipeline stages cannot have the same sharding.
         if isinstance(plan.layout, framework.layout_class) or any(
             number > 1 and name not in known for name, number in wanted.items()
         ):
             continue
         same = {name: number for name, number in wanted.items() if name in known}
+        # On the GPU first. Offload only if that does not fit, because it makes each step slower.
         for moved in ({}, {name: "cpu" for name in OFFLOADS if name in known}):
             other = _keep_master_weights(
                 plan, replace_parts(plan, layout=framework.layout_class(**same, **moved))

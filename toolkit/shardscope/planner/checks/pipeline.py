@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from shardscope.core.finding import Finding, PlanChange
 from shardscope.core.layout import list_divisors
 from shardscope.planner.checks.case import Case, Change, evaluate_variants, find_fastest
-from shardscope.planner.checks.words import format_percent
-from shardscope.planner.repairs.several import search_change
+from shardscope.planner.checks.number_format import format_percent
+from shardscope.planner.repairs.combined_changes import search_change
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 
-def few_micro_batches(case: Case) -> Iterator[Finding]:
+def check_pipeline_micro_batches(case: Case) -> Iterator[Finding]:
     """Report fewer micro-batches than stages.
 
     Stages idle (pp - 1) / (vpp x micro-batches) of the busy time (Narayanan et al. 2021, section 2.2).
@@ -25,14 +25,18 @@ def few_micro_batches(case: Case) -> Iterator[Finding]:
     number, stages = plan.num_micro_batches, plan.degrees.pp
     if stages == 1 or number >= stages:
         return
-    share = case.share("bubble")
+    # Without a predicted step, the schedule's own formula gives the bubble's ratio to busy time, which is
+    # converted to a share of the whole step.
+    share = case.get_share("bubble")
     if case.step is None:
         ratio = (stages - 1) / (plan.degrees.vpp * number)
         share = ratio / (1 + ratio)
+    # A smaller micro-batch also makes matrix products less efficient, so it counts only if the whole step
+    # gets faster.
     sufficient = (
         variant for variant in evaluate_variants(plan, _list_changes(case)) if _has_enough(variant.plan)
     )
-    fixed = find_fastest(variant for variant in sufficient if case.gain(variant) > 0)
+    fixed = find_fastest(variant for variant in sufficient if case.compute_gain(variant) > 0)
     yield Finding(
         name="fewer-micro-batches-than-stages",
         severity="danger" if share > 0.5 else "warning",
@@ -58,6 +62,8 @@ def _list_changes(case: Case) -> Iterator[Change]:
     plan, recipe = case.plan, case.plan.recipe
     for size in list_divisors(recipe.micro_batch_size):
         yield {"micro_batch_size": size}, {}
+    # A larger global batch changes the training, so it is offered only if no smaller micro-batch can fill the
+    # stages.
     if recipe.micro_batch_size == 1 or plan.num_micro_batches * recipe.micro_batch_size < plan.degrees.pp:
         times = -(-plan.degrees.pp // plan.num_micro_batches)
         yield {"global_batch_size": recipe.global_batch_size * times}, {}

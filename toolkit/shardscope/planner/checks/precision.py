@@ -12,10 +12,10 @@ from shardscope.core.cluster import BEFORE_AMPERE
 from shardscope.core.finding import Finding
 from shardscope.core.number_format import format_gib
 from shardscope.frameworks.registry import frameworks
-from shardscope.planner.capacity import find_shortages
 from shardscope.planner.checks.case import Case, predict_memory, replace_plan_fields
-from shardscope.planner.checks.other_frameworks import find_elsewhere, search_elsewhere
-from shardscope.planner.checks.words import format_percent
+from shardscope.planner.checks.number_format import format_percent
+from shardscope.planner.checks.other_frameworks import find_in_other_framework, search_other_frameworks
+from shardscope.planner.memory_needs import find_shortages
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -28,7 +28,7 @@ FP16_MAX = 65_504
 """Largest fp16 number (IEEE 754-2019, table 3.5)."""
 
 
-def narrow_fp16(case: Case) -> Iterator[Finding]:
+def check_fp16_range(case: Case) -> Iterator[Finding]:
     """Report fp16 on a GPU that supports bf16: gradients need a loss scale, and overflowing steps are
     skipped."""
     plan = case.plan
@@ -46,9 +46,10 @@ def narrow_fp16(case: Case) -> Iterator[Finding]:
     )
 
 
-def missing_bf16(case: Case) -> Iterator[Finding]:
+def check_bf16_support(case: Case) -> Iterator[Finding]:
     """Report bf16 on a GPU whose matrix units lack it: it runs with fp32 arithmetic or in software."""
     gpu = case.plan.cluster.gpu
+    # fp8 needs Hopper or Ada anyway, so only bf16 can be missing.
     if not case.plan.recipe.precision.startswith("bf16") or gpu.architecture not in BEFORE_AMPERE:
         return
     peak = gpu.peak_flops.get("fp16")
@@ -65,7 +66,7 @@ def missing_bf16(case: Case) -> Iterator[Finding]:
     )
 
 
-def rounded_reductions(case: Case) -> Iterator[Finding]:
+def check_reduction_precision(case: Case) -> Iterator[Finding]:
     """Report gradients that are summed over ranks in half precision, which rounds at every rank.
 
     The error of n additions is about sqrt(n) roundoffs, at most n (Higham & Mary 2019); a ring over n + 1
@@ -73,12 +74,15 @@ def rounded_reductions(case: Case) -> Iterator[Finding]:
     """
     plan = case.plan
     defaults = frameworks[plan.layout.framework].defaults()
+    # Context-parallel ranks hold parts of a sequence: their gradients are summed too.
     kind, ranks = defaults.get_reduce_type(plan), plan.degrees.data_parallel * plan.degrees.cp
     if kind == "fp32" or ranks == 1 or plan.recipe.has_adapters:
         return
+    # The random-walk estimate, not the worst case: rounding errors of independent gradients partly cancel.
     error = math.sqrt(ranks - 1) * ROUNDOFF[kind]
+    # Where the plan's own framework cannot reduce in fp32 with these options, another one may.
     suggestion, fixed = defaults.suggest_fp32_reduction(plan)
-    other = find_elsewhere(plan, _reduces_in_fp32) if fixed is None else None
+    other = find_in_other_framework(plan, _reduces_in_fp32) if fixed is None else None
     yield Finding(
         name="reductions-in-half-precision",
         severity="warning" if error >= MUCH_ROUNDED else "hint",
@@ -93,19 +97,18 @@ def rounded_reductions(case: Case) -> Iterator[Finding]:
         )
         + _describe_shortage(case, fixed or other),
         plan=fixed or other,
-        search=None if fixed or other else partial(search_elsewhere, plan, _reduces_in_fp32),
+        search=None if fixed or other else partial(search_other_frameworks, plan, _reduces_in_fp32),
     )
 
 
 def _describe_shortage(case: Case, fixed: Plan | None) -> str:
     """Return the memory that the wider format lacks, as text; empty if it fits or the plan does not fit
     either."""
+    # Say what the fix lacks, but not for a plan that does not fit as it is: that is a finding of its own.
     memory = None if fixed is None else predict_memory(fixed)
     if fixed is None or memory is None or not case.has_room:
         return ""
-    lacks = [
-        f"{format_gib(place.short_bytes)} GiB of {place.name}" for place in find_shortages(fixed, memory)
-    ]
+    lacks = [f"{format_gib(need.short_bytes)} GiB of {need.name}" for need in find_shortages(fixed, memory)]
     return f", which lacks {' and '.join(lacks)}" if lacks else ""
 
 
@@ -113,7 +116,7 @@ def _reduces_in_fp32(plan: Plan) -> bool:
     return frameworks[plan.layout.framework].defaults().get_reduce_type(plan) == "fp32"
 
 
-def lost_updates(case: Case) -> Iterator[Finding]:
+def check_update_precision(case: Case) -> Iterator[Finding]:
     """Report weights in bf16 only (8 significant bits): an update that is small relative to its weight is
     lost.
 
@@ -121,6 +124,7 @@ def lost_updates(case: Case) -> Iterator[Finding]:
     """
     plan = case.plan
     defaults = frameworks[plan.layout.framework].defaults()
+    # Mixed precision updates fp32 master weights, and so do DeepSpeed and Megatron-core in "bf16".
     if plan.recipe.precision != "bf16" or plan.recipe.has_adapters or defaults.keeps_fp32_weights(plan):
         return
     smallest = ROUNDOFF["bf16"]

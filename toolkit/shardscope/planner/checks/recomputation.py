@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shardscope.core.finding import Finding
 from shardscope.core.number_format import format_gib
 from shardscope.planner.checks.case import NOTICEABLE, Case, Variant, evaluate_variants, find_fastest
-from shardscope.planner.checks.words import format_percent
+from shardscope.planner.checks.number_format import format_percent
 from shardscope.prediction.support import list_supported
 from shardscope.timing.report import format_seconds
 
@@ -25,7 +25,7 @@ def find_recomputation(case: Case) -> Variant | None:
     return find_fastest(evaluate_variants(case.plan, [({"recompute": value}, {}) for value in values]))
 
 
-def recomputation_off(case: Case) -> Iterator[Finding]:
+def check_missing_recomputation(case: Case) -> Iterator[Finding]:
     """Report a plan that is out of memory without recomputation and fits with it."""
     fixed = find_recomputation(case)
     if fixed is None or case.memory is None:
@@ -46,7 +46,7 @@ def recomputation_off(case: Case) -> Iterator[Finding]:
 
 def _describe_cost(case: Case, fixed: Variant) -> str:
     """Return the cost in time as text; empty if it is not known."""
-    lost = -case.gain(fixed)
+    lost = -case.compute_gain(fixed)
     return (
         ""
         if case.step is None
@@ -56,7 +56,7 @@ def _describe_cost(case: Case, fixed: Variant) -> str:
     )
 
 
-def recomputation_on(case: Case) -> Iterator[Finding]:
+def check_unneeded_recomputation(case: Case) -> Iterator[Finding]:
     """Report recomputation although the activations would fit.
 
     A tight fit does not count: some of such runs run out of memory (``MemoryReport.is_tight``).
@@ -66,11 +66,12 @@ def recomputation_on(case: Case) -> Iterator[Finding]:
         return
     less = [value for value in ("none", "selective") if value != recipe.recompute]
     less = [value for value in less if value in list_supported(case.plan.layout, "recompute")]
+    # recompute_interval is reset, because it must be 1 without recomputation.
     candidates = evaluate_variants(
         case.plan, [({"recompute": value, "recompute_interval": 1}, {}) for value in less]
     )
     fixed = find_fastest(variant for variant in candidates if not variant.memory.is_tight)
-    if fixed is None or case.gain(fixed) < NOTICEABLE:
+    if fixed is None or case.compute_gain(fixed) < NOTICEABLE:
         return
     won = case.step.seconds - fixed.step.seconds
     kind = WORDS[fixed.plan.recipe.recompute]
@@ -79,7 +80,7 @@ def recomputation_on(case: Case) -> Iterator[Finding]:
         severity="warning",
         why=f"With {kind}, the peak is {format_gib(fixed.memory.peak_bytes)} of "
         f"{format_gib(fixed.memory.usable_bytes)} GiB and a step is {format_seconds(won)} shorter "
-        f"({format_percent(case.gain(fixed))}).",
+        f"({format_percent(case.compute_gain(fixed))}).",
         number=won,
         change=kind.capitalize(),
         plan=fixed.plan,

@@ -9,20 +9,21 @@ from shardscope.core.finding import Finding
 from shardscope.core.layout import list_divisors
 from shardscope.core.number_format import format_gib
 from shardscope.planner.checks.case import NOTICEABLE, Case, evaluate_variants, find_fastest
-from shardscope.planner.checks.words import format_bandwidth, format_percent
+from shardscope.planner.checks.number_format import format_bandwidth, format_percent
 from shardscope.timing.report import format_seconds
 
 FIELD = "reshard_after_forward"
 
 
-def gathered_twice(case: Case) -> Iterator[Finding]:
+def check_repeated_all_gathers(case: Case) -> Iterator[Finding]:
     """Report parameters that are freed after forward and all-gathered again, although they could be kept
     (ZeRO-2)."""
     layout = case.plan.layout
+    # DeepSpeed has no such option: it frees parameters by reuse distance (stage3_max_reuse_distance).
     if not getattr(layout, FIELD, False) or case.step is None or not case.has_room:
         return
     fixed = find_fastest(evaluate_variants(case.plan, [({}, {FIELD: False})]))
-    if fixed is None or fixed.memory.is_tight or case.gain(fixed) < NOTICEABLE:
+    if fixed is None or fixed.memory.is_tight or case.compute_gain(fixed) < NOTICEABLE:
         return
     won = case.step.seconds - fixed.step.seconds
     yield Finding(
@@ -30,14 +31,14 @@ def gathered_twice(case: Case) -> Iterator[Finding]:
         severity="hint",
         why="Keeping gathered parameters from forward to backward would take "
         f"{format_gib(fixed.memory.peak_bytes)} of {format_gib(fixed.memory.usable_bytes)} GiB, and a step "
-        f"{format_seconds(won)} less ({format_percent(case.gain(fixed))}).",
+        f"{format_seconds(won)} less ({format_percent(case.compute_gain(fixed))}).",
         number=won,
         change="reshard_after_forward=False (what FSDP1 and ZeRO call SHARD_GRAD_OP and stage 2)",
         plan=fixed.plan,
     )
 
 
-def too_fine(case: Case) -> Iterator[Finding]:
+def check_shard_size(case: Case) -> Iterator[Finding]:
     """Report all-gathers of one layer so small on each rank that the link's latency exceeds the transfer
     time.
 
@@ -46,20 +47,26 @@ def too_fine(case: Case) -> Iterator[Finding]:
     """
     plan = case.plan
     shards = plan.degrees.shard * plan.degrees.cp
+    # Only layouts with replicas can shard over fewer ranks without leaving GPUs idle.
     if "replicate" not in plan.layout.choices or shards < 2 or case.step is None:
         return
     cluster = plan.cluster
+    # Sharding ranks of one tensor-parallel group are tp apart, so a group spans shards x tp consecutive
+    # ranks.
     crosses = shards * plan.degrees.tp > cluster.gpus_per_node
     link = cluster.inter_node_link if crosses else cluster.intra_node_link
     part = _gathered_bytes(case) / shards
+    # The bytes that the link transfers during one latency: below that, a message costs more in latency than
+    # in transfer.
     latency = link.latency_seconds * link.bandwidth_bytes_per_second
     if part >= latency:
         return
+    # More replicas mean larger shards and fewer messages, but more memory, so the variants must fit.
     copies = list_divisors(plan.degrees.shard)[1:]
     candidates = evaluate_variants(
         plan, [({}, {"replicate": plan.degrees.replicate * more}) for more in copies]
     )
-    fixed = find_fastest(variant for variant in candidates if case.gain(variant) > NOTICEABLE)
+    fixed = find_fastest(variant for variant in candidates if case.compute_gain(variant) > NOTICEABLE)
     if fixed is None:
         return
     few = fixed.plan.degrees.shard * fixed.plan.degrees.cp
@@ -68,7 +75,8 @@ def too_fine(case: Case) -> Iterator[Finding]:
         severity="warning",
         why=f"A layer's gather moves {part / 1e3:,.0f} kB from each of {shards} ranks; over {link.name} "
         f"({format_bandwidth(link.bandwidth_bytes_per_second)}) the latency of a message is worth "
-        f"{latency / 1e3:,.0f} kB. Sharding over {few} ranks is {format_percent(case.gain(fixed))} faster.",
+        f"{latency / 1e3:,.0f} kB. Sharding over {few} ranks is "
+        f"{format_percent(case.compute_gain(fixed))} faster.",
         number=part,
         change=f"replicate={fixed.plan.degrees.replicate}: shard over {few} ranks",
         plan=fixed.plan,
@@ -79,6 +87,7 @@ def _gathered_bytes(case: Case) -> float:
     """Return the bytes of one all-gather: a decoder layer's weights in the compute data type."""
     from shardscope.core.precision import widths
 
+    # The last layer, because in a mixture of experts the first layers may be dense.
     arch, degrees = case.plan.architecture, case.plan.degrees
     layer = sum(arch.layer_parameters(arch.num_hidden_layers - 1).values())
     return layer / degrees.tp * widths[case.plan.recipe.precision].compute

@@ -16,8 +16,8 @@ from shardscope.planner.checks.case import (
     find_fastest,
     replace_plan_fields,
 )
-from shardscope.planner.checks.words import format_bandwidth, format_percent
-from shardscope.planner.repairs.several import search_change
+from shardscope.planner.checks.number_format import format_bandwidth, format_percent
+from shardscope.planner.repairs.combined_changes import search_change
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -27,18 +27,23 @@ WAITS = 0.2
 layout waits for some time."""
 
 
-def slow_tensor_parallel(case: Case) -> Iterator[Finding]:
+def check_tensor_parallel_link(case: Case) -> Iterator[Finding]:
     """Report activation all-reduces that wait for a link between nodes, or inside a node without NVLink."""
     plan = case.plan
     tp, cluster = plan.degrees.tp, plan.cluster
-    share = case.share("tensor_parallel")
+    share = case.get_share("tensor_parallel")
     crosses = tp > cluster.gpus_per_node
+    # Inside a node some waiting is the price of tensor parallelism; across nodes it is reported in any case.
     if tp == 1 or case.step is None or (share < WAITS and not crosses):
         return
     faster = (
-        variant for variant in evaluate_variants(plan, _list_changes(case)) if case.gain(variant) > NOTICEABLE
+        variant
+        for variant in evaluate_variants(plan, _list_changes(case))
+        if case.compute_gain(variant) > NOTICEABLE
     )
     fixed = find_fastest(faster)
+    # Inside a node the plan may still be the fastest one that fits, so without a faster variant there is no
+    # finding.
     if fixed is None and not crosses:
         return
     link = cluster.inter_node_link if crosses else cluster.intra_node_link
@@ -46,7 +51,7 @@ def slow_tensor_parallel(case: Case) -> Iterator[Finding]:
     gain = (
         ""
         if fixed is None
-        else f", and {_format_degrees(fixed.plan)} is {format_percent(case.gain(fixed))} faster"
+        else f", and {_format_degrees(fixed.plan)} is {format_percent(case.compute_gain(fixed))} faster"
     )
     yield Finding(
         name="tensor-parallel-over-slow-link",
@@ -67,6 +72,7 @@ def _inside_nodes(plan: Plan) -> PlanChange | None:
     """Return the best of all plans if its tensor-parallel ranks are in one node; otherwise ``plan`` with tp
     limited to a node's GPUs, whether or not it fits."""
     most = plan.cluster.gpus_per_node
+    # The whole search first, because its plan fits. tp limited to a node may not, but is the right direction.
     change = search_change(plan)
     if change and change.plan.degrees.tp <= most:
         return change
@@ -78,14 +84,17 @@ def _list_changes(case: Case) -> Iterator[Change]:
     """Yield smaller tp degrees, with the remaining factor moved to data parallelism or to pipeline stages."""
     layout, tp, pp = case.plan.layout, case.plan.degrees.tp, case.plan.degrees.pp
     for smaller in list_divisors(tp)[:-1]:
-        changed = {"tp": smaller}
+        changed: dict[str, object] = {"tp": smaller}
+        # Megatron-core rejects sequence parallelism without tensor parallelism; None lets it follow tp.
         if getattr(layout, "sequence_parallel", None) and smaller == 1:
-            changed = {**changed, "sequence_parallel": None}  # type: ignore[dict-item]
+            changed["sequence_parallel"] = None
         yield {}, changed
+        # The freed factor of ranks goes to data parallelism above, which needs more memory, or to pipeline
+        # stages here.
         if "pp" in layout.choices:
             yield {}, {**changed, "pp": pp * tp // smaller}
 
 
-def _format_degrees(plan: object) -> str:
-    degrees = plan.degrees  # type: ignore[attr-defined]
+def _format_degrees(plan: Plan) -> str:
+    degrees = plan.degrees
     return f"tp={degrees.tp}" + (f", pp={degrees.pp}" if degrees.pp > 1 else "")

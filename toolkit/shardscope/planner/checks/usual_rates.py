@@ -113,14 +113,14 @@ def scale_rate(learning_rate: float, from_batch: float, to_batch: float) -> Scal
     return Scaled(learning_rate * ratio, learning_rate * math.sqrt(ratio))
 
 
-def reference_for(num_parameters: float, references: tuple[Reference, ...] = REFERENCES) -> Reference | None:
+def find_reference(num_parameters: float, references: tuple[Reference, ...] = REFERENCES) -> Reference | None:
     """Return the published run of the nearest size; None if none is within a factor of :data:`NEAR`."""
     best = min(references, key=lambda run: abs(math.log(run.num_parameters / num_parameters)))
     ratio = best.num_parameters / num_parameters
     return best if 1 / NEAR <= ratio <= NEAR else None
 
 
-def small_reference(num_weights: float) -> Reference | None:
+def find_small_reference(num_weights: float) -> Reference | None:
     """Return the rule of Kaplan et al. 2020 (arXiv:2001.08361, equation D.1) for ``num_weights``
     non-embedding parameters.
 
@@ -136,7 +136,7 @@ def small_reference(num_weights: float) -> Reference | None:
     )
 
 
-def usual_rates(plan: Plan, *, begins_from_weights: bool, optimizer: str | None = None) -> Usual | None:
+def find_usual_rate(plan: Plan, *, begins_from_weights: bool, optimizer: str | None = None) -> Usual | None:
     """Return the usual learning rate of published runs of ``plan``'s size; None if there is no reference.
 
     ``begins_from_weights``: training starts from trained weights, which takes smaller rates. ``optimizer``:
@@ -146,15 +146,21 @@ def usual_rates(plan: Plan, *, begins_from_weights: bool, optimizer: str | None 
     """
     recipe = plan.recipe
     optimizer = optimizer or recipe.optimizer
+    # paged and 8-bit forms of AdamW have its updates, so they share its rates.
     if not optimizer.startswith(("adamw", "paged_adamw", "muon", "lion")):
         return None
+    # 1. The reference: the published run of the nearest size and of the same kind of training.
     is_tuned = begins_from_weights or recipe.has_adapters
     run, keeps_rate = _choose_reference(plan, is_tuned)
     if run is None:
         return None
+    # 2. Scale its rate to this batch. Linear and square-root scaling bound the range; the square root is
+    # Adam's rule.
     tokens = float(recipe.global_batch_size * recipe.seq_len)
     rules = scale_rate(run.learning_rate, run.batch_tokens, tokens)
     least, advised, most = min(rules), rules.square_root, max(rules)
+    # A smaller batch does not lower the rate here: widen the range to the reference's own rate
+    # (_choose_reference).
     if keeps_rate:
         reference_rate = run.learning_rate
         least, advised, most = (
@@ -163,10 +169,13 @@ def usual_rates(plan: Plan, *, begins_from_weights: bool, optimizer: str | None 
             max(most, reference_rate),
         )
     rules_text: list[str] = []
+    # 3. Corrections for the method and the optimizer, with the source of each in the finding's text.
     if recipe.has_adapters:
         least, advised, most = ADAPTERS_TIMES * least, ADAPTERS_TIMES * advised, ADAPTERS_TIMES_SHORT * most
         rules_text.append(ADAPTERS_TOLD)
     if optimizer == "lion":
+        # The paper gives a range, so the range widens to both ends, and the recommendation is its geometric
+        # mean.
         far, near = LION_LESS
         least, advised, most = least / far, advised / math.sqrt(far * near), most / near
         rules_text.append(LION_TOLD)
@@ -181,10 +190,12 @@ def usual_rates(plan: Plan, *, begins_from_weights: bool, optimizer: str | None 
     )
 
 
-def rate_near(rate: float, plan: Plan) -> float:
+def limit_rate(rate: float, plan: Plan) -> float:
     """Return ``rate`` for new weights of ``plan``: for a large model capped at the usual rate, for a small
     one replaced by it if ``rate`` is outside the range."""
-    usual = usual_rates(plan, begins_from_weights=False)
+    usual = find_usual_rate(plan, begins_from_weights=False)
+    # A large run that diverges is expensive, so its default rate is never above the usual one. Small models
+    # train well at the default.
     if usual is not None and plan.architecture.num_parameters >= LARGE:
         return min(rate, usual.advised)
     return rate if usual is None or usual.allows(rate) else usual.advised
@@ -198,9 +209,9 @@ def _choose_reference(plan: Plan, is_tuned: bool) -> tuple[Reference | None, boo
     """
     num_parameters = plan.architecture.num_parameters
     if is_tuned:
-        return reference_for(num_parameters, FINE_TUNES), True
-    run = reference_for(num_parameters)
+        return find_reference(num_parameters, FINE_TUNES), True
+    run = find_reference(num_parameters)
     if run is not None:
         return run, False
     embedding = plan.architecture.parameter_groups.get("embedding", 0)
-    return small_reference(float(num_parameters - embedding)), True
+    return find_small_reference(float(num_parameters - embedding)), True

@@ -11,7 +11,7 @@ from shardscope.core.precision import FP32, HALF
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.checks.case import Case, evaluate_variants, find_fastest, replace_plan_fields
 from shardscope.planner.checks.nearby_widths import align_width, widen_model
-from shardscope.planner.checks.words import format_percent
+from shardscope.planner.checks.number_format import format_percent
 from shardscope.timing.calibration.curves import select_rates
 from shardscope.timing.layers import PEAKS
 from shardscope.timing.matmul import ALIGNED
@@ -31,18 +31,19 @@ BYTES = {"fp32": FP32, "fp8-mixed": 1}
 """Bytes of a matmul operand; half precision for precisions that are not listed."""
 
 
-def misses_matrix_units(case: Case) -> Iterator[Finding]:
+def check_matrix_unit_alignment(case: Case) -> Iterator[Finding]:
     """Report the first width on one rank that is not a multiple of 16 bytes: its fix determines the others
     too."""
     plan = case.plan
     if not plan.on_gpu:
         return
     multiple = ALIGNED_BYTES // BYTES.get(plan.recipe.precision, HALF)
-    missed = [name for name, width in widths_on_a_rank(plan).items() if width % multiple]
+    # Report only the first of the widths: a fix of the hidden size or of tp often aligns the others as well.
+    missed = [name for name, width in list_widths_on_rank(plan).items() if width % multiple]
     if not missed:
         return
     name = missed[0]
-    width = widths_on_a_rank(plan)[name]
+    width = list_widths_on_rank(plan)[name]
     also = f" ({', '.join(missed[1:])} too)" if len(missed) > 1 else ""
     suggestion, fixed = _align(plan, name, multiple)
     yield Finding(
@@ -56,7 +57,7 @@ def misses_matrix_units(case: Case) -> Iterator[Finding]:
     )
 
 
-def slower_off_cache_lines(case: Case) -> Iterator[Finding]:
+def check_cache_line_alignment(case: Case) -> Iterator[Finding]:
     """Report aligned widths that are slower on this GPU because they are not multiples of 128 bytes."""
     plan = case.plan
     slower = _slower_unaligned(case)
@@ -67,7 +68,7 @@ def slower_off_cache_lines(case: Case) -> Iterator[Finding]:
     also = f" ({', '.join(missed[1:])} too)" if len(missed) > 1 else ""
     smaller = evaluate_variants(plan, [({}, {"tp": tp}) for tp in list_divisors(plan.degrees.tp)[:-1]])
     even = (variant for variant in smaller if not _weight_widths(variant.plan)[name] % ALIGNED)
-    fixed = find_fastest(variant for variant in even if case.gain(variant) > 0)
+    fixed = find_fastest(variant for variant in even if case.compute_gain(variant) > 0)
     suggestion, other_model = align_width(plan, name, ALIGNED)
     yield Finding(
         name="width-off-128-bytes",
@@ -91,7 +92,7 @@ def _slower_unaligned(case: Case) -> float:
 def _weight_widths(plan: Plan) -> dict[str, int]:
     """Return the weight dimensions that are aligned for matrix units, except the vocabulary: it is one matmul
     of many."""
-    widths = widths_on_a_rank(plan)
+    widths = list_widths_on_rank(plan)
     multiple = ALIGNED_BYTES // BYTES.get(plan.recipe.precision, HALF)
     return {
         name: width
@@ -103,7 +104,7 @@ def _weight_widths(plan: Plan) -> dict[str, int]:
 TOKENS = "number of tokens in a micro-batch"
 
 
-def widths_on_a_rank(plan: Plan) -> dict[str, int]:
+def list_widths_on_rank(plan: Plan) -> dict[str, int]:
     """Return the matrix dimensions of one rank's matmuls."""
     arch, degrees, recipe = plan.architecture, plan.degrees, plan.recipe
     tp, moe = degrees.tp, arch.mixture_of_experts
@@ -122,7 +123,7 @@ def widths_on_a_rank(plan: Plan) -> dict[str, int]:
     return widths
 
 
-def padded_vocabulary(case: Case) -> Iterator[Finding]:
+def check_vocabulary_padding(case: Case) -> Iterator[Finding]:
     """Report rows of embedding and head that are padding, because tp must divide the vocabulary evenly."""
     plan = case.plan
     rows, real = _pad_vocabulary(plan), plan.architecture.vocab_size
@@ -132,7 +133,7 @@ def padded_vocabulary(case: Case) -> Iterator[Finding]:
     smaller = evaluate_variants(plan, [({}, {"tp": tp}) for tp in list_divisors(plan.degrees.tp)[:-1]])
     better = (variant for variant in smaller if 1 - real / _pad_vocabulary(variant.plan) < PADDED_MUCH)
     fixed = find_fastest(better)
-    lost = -case.gain(fixed) if fixed else 0.0
+    lost = -case.compute_gain(fixed) if fixed else 0.0
     slower = f", {format_percent(lost)} slower" if lost >= WORTH_A_WORD else ""
     yield Finding(
         name="vocabulary-padded-much",
@@ -166,6 +167,6 @@ def _align(plan: Plan, name: str, multiple: int) -> tuple[str, Plan | None]:
         return f"Pad the vocabulary to {rows:,} tokens", widen_model(plan, vocab_size=rows)
     for tp in reversed(list_divisors(plan.degrees.tp)[:-1]):
         smaller = replace_plan_fields(plan, layout={"tp": tp})
-        if smaller is not None and not widths_on_a_rank(smaller)[name] % multiple:
+        if smaller is not None and not list_widths_on_rank(smaller)[name] % multiple:
             return f"tp={tp} instead of {plan.degrees.tp}", smaller
     return align_width(plan, name, multiple)

@@ -23,16 +23,16 @@ TOLERANCE = 0.1
 class Number(NamedTuple):
     """One number of a claim, with the computed one."""
 
-    what: str
+    name: str
     claimed: float | None
     """The claim's number; None if it has none."""
-    ours: float
+    computed: float
     unit: str
 
     @property
     def ratio(self) -> float | None:
         """Return the computed number divided by the claimed one; None if there is no claimed one."""
-        return None if self.claimed is None else self.ours / self.claimed
+        return None if self.claimed is None else self.computed / self.claimed
 
     @property
     def holds(self) -> bool:
@@ -40,8 +40,8 @@ class Number(NamedTuple):
         return self.ratio is not None and abs(self.ratio - 1) <= TOLERANCE
 
     def __str__(self) -> str:
-        claimed_text = "" if self.claimed is None else f", said {_format_value(self.claimed)}"
-        return f"{self.what}: {_format_value(self.ours)} {self.unit}{claimed_text}"
+        claimed_text = "" if self.claimed is None else f", claimed {_format_value(self.claimed)}"
+        return f"{self.name}: {_format_value(self.computed)} {self.unit}{claimed_text}"
 
 
 class Numbers(tuple[Number, ...]):
@@ -50,7 +50,7 @@ class Numbers(tuple[Number, ...]):
     __slots__ = ()
 
     def _repr_html_(self) -> str:
-        rows = [(one.what, _format_value(one.ours), _format_claimed(one), one.unit) for one in self]
+        rows = [(one.name, _format_value(one.computed), _format_claimed(one), one.unit) for one in self]
         return html_table(("number", "computed", "claimed", "unit"), rows)
 
 
@@ -60,7 +60,7 @@ class Claim:
 
     name: str
     """Name in kebab-case."""
-    said: str
+    statement: str
     """The claim, in its usual wording."""
     numbers: tuple[Number, ...]
     """Claimed and computed numbers."""
@@ -70,17 +70,18 @@ class Claim:
     """The reason, in one or two sentences."""
 
     def __post_init__(self) -> None:
+        # Frozen, and constructed with a plain tuple; Numbers is shown as a table.
         object.__setattr__(self, "numbers", Numbers(self.numbers))
 
     def _repr_html_(self) -> str:
         return to_html([self])
 
-    def number(self, what: str) -> Number:
+    def get_number(self, name: str) -> Number:
         """Return one of :attr:`numbers`. Raises ``LookupError`` for another name."""
         for number in self.numbers:
-            if number.what == what:
+            if number.name == name:
                 return number
-        raise LookupError(f"{self.name} has no number {what!r}")
+        raise LookupError(f"{self.name} has no number {name!r}")
 
 
 class Claims(tuple[Claim, ...]):
@@ -103,15 +104,15 @@ class Claims(tuple[Claim, ...]):
             {
                 "claim": claim.name,
                 "verdict": claim.verdict,
-                "what": number.what,
+                "number": number.name,
                 "claimed": number.claimed,
-                "ours": number.ours,
+                "computed": number.computed,
                 "unit": number.unit,
             }
             for claim in self
             for number in claim.numbers
         ]
-        return pd.DataFrame(rows).set_index(["claim", "what"])
+        return pd.DataFrame(rows).set_index(["claim", "number"])
 
     def to_html(self) -> str:
         """Return claims, computed numbers, verdicts and reasons as a plain HTML table without scripts."""
@@ -125,7 +126,8 @@ def to_html(claims: Sequence[Claim]) -> str:
     """Return claims as an HTML table; see :meth:`Claims.to_html`."""
     cell = "<td style='text-align:left;vertical-align:top'>"
     rows = "".join(
-        f"<tr>{cell}{escape(claim.said)}</td>{cell}{'<br>'.join(escape(str(n)) for n in claim.numbers)}</td>"
+        f"<tr>{cell}{escape(claim.statement)}</td>"
+        f"{cell}{'<br>'.join(escape(str(number)) for number in claim.numbers)}</td>"
         f"{cell}<b>{claim.verdict}</b></td>{cell}{escape(claim.why)}</td></tr>"
         for claim in claims
     )

@@ -11,7 +11,7 @@ from shardscope.core.plan import Plan
 from shardscope.frameworks.grid import MICRO_BATCH_SIZE
 from shardscope.frameworks.registry import frameworks, is_trained
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
-from shardscope.planner.advice.trials import has_offload
+from shardscope.planner.advice.plan_evaluator import has_offload
 from shardscope.planner.search.candidates import Candidates, list_candidates
 from shardscope.planner.search.search import rank_candidates
 from shardscope.planner.verdict import State, assess_plan
@@ -53,10 +53,12 @@ def choose_first_layout(framework: str, arch: Architecture, cluster: Cluster, re
 
 
 def _choose_layout(default: Layout, arch: Architecture, cluster: Cluster, recipe: Recipe) -> Layout:
+    # Without these figures no step can be predicted: raise here, before the grid is built.
     rates = select_rates(cluster)
     rates.get_matmul_rate(PEAKS[recipe.precision])
     rates.get_memory_bandwidth()
     check_links(cluster, rates)
+    # Offer the recipe as it is, and with full recomputation and micro-batch 1, which need the least memory.
     offered = list(
         list_candidates(
             default.framework,
@@ -67,6 +69,8 @@ def _choose_layout(default: Layout, arch: Architecture, cluster: Cluster, recipe
             micro_batch_sizes=(recipe.micro_batch_size, 1),
         )
     )
+    # Preferences in order: no offload before offload, and within each the recipe as it is before an eased
+    # one.
     as_it_is = [one for one in offered if one.recipe.recompute == recipe.recompute]
     eased = [one for one in offered if one.recipe.recompute == "full"]
     groups = [
@@ -74,6 +78,7 @@ def _choose_layout(default: Layout, arch: Architecture, cluster: Cluster, recipe
         for offload in (False, True)
         for candidates, size in ((as_it_is, recipe.micro_batch_size), (eased, None))
     ]
+    # Plans that can be launched here come first in all groups; only then those that can only be exported.
     rankings: dict[int, Ranking] = {}
     for launched in (True, False):
         for number, (candidates, size) in enumerate(groups):
@@ -82,18 +87,19 @@ def _choose_layout(default: Layout, arch: Architecture, cluster: Cluster, recipe
             if number not in rankings:  # Evaluate a group only if the previous ones have no plan.
                 rankings[number] = rank_candidates(arch, cluster, recipe, candidates)
             ranking = rankings[number]
-            plan = _find_simplest(ranking, _rows_that_fit(ranking, size), default, launched=launched)
+            plan = _find_simplest(ranking, _find_fitting_rows(ranking, size), default, launched=launched)
             if plan is not None:
                 return default if _is_as_good(default, plan, arch, cluster, recipe) else plan.layout
     return _find_leanest(rankings[min(rankings)], default) if rankings else default
 
 
-def _rows_that_fit(ranking: Ranking, micro_batch_size: int | None) -> NDArray[np.int64]:
+def _find_fitting_rows(ranking: Ranking, micro_batch_size: int | None) -> NDArray[np.int64]:
     """Return the rows that fit not tightly into memory of known size; without any, the tight ones, then those
     of unknown size."""
-    fitting = ranking.feasible & _stays_inside_a_node(ranking)
+    fitting = ranking.feasible & _find_rows_inside_a_node(ranking)
     if micro_batch_size is not None:
         fitting = fitting & (ranking.column(MICRO_BATCH_SIZE) == micro_batch_size)
+    # Over this share of the memory some measured runs ran out of it (TIGHT_PERCENT).
     easy = fitting & (100 * ranking.peak_bytes <= TIGHT_PERCENT * ranking.cluster.usable_bytes_per_gpu)
     for wanted in (easy & ranking.is_room_known, fitting & ranking.is_room_known):
         if wanted.any():
@@ -101,7 +107,7 @@ def _rows_that_fit(ranking: Ranking, micro_batch_size: int | None) -> NDArray[np
     return np.flatnonzero(fitting)
 
 
-def _stays_inside_a_node(ranking: Ranking) -> NDArray[np.bool_]:
+def _find_rows_inside_a_node(ranking: Ranking) -> NDArray[np.bool_]:
     """Return whether tensor and context parallelism, which communicate in every layer, stay inside a node."""
     inside: NDArray[np.bool_] = ranking.column("tp") * ranking.column("cp") <= ranking.cluster.gpus_per_node
     return inside
@@ -115,13 +121,14 @@ def _find_simplest(
     ``launched``: only plans that can be launched here count.
     """
     rows = rows[np.argsort(ranking.step_seconds[rows], kind="stable")]
+    # Whether a plan can be launched is asked plan by plan, so only until the fastest such plan is found.
     if launched:
         first = next((n for n, row in enumerate(rows[:MAX_CHECKED]) if _can_be_launched(ranking, row)), None)
         rows = rows[:0] if first is None else rows[first:]
     if not len(rows):
         return None
     rows = rows[ranking.step_seconds[rows] <= NEAR * ranking.step_seconds[rows[0]]]
-    rows = _fewest_settings_first(ranking, rows, default)
+    rows = _sort_by_settings(ranking, rows, default)
     candidates = (row for row in rows if not launched or _can_be_launched(ranking, row))
     return ranking.plan(int(next(candidates)))
 
@@ -130,13 +137,13 @@ def _can_be_launched(ranking: Ranking, row: np.int64) -> bool:
     return is_trained(ranking.plan(int(row)))
 
 
-def _fewest_settings_first(ranking: Ranking, rows: NDArray[np.int64], default: Layout) -> NDArray[np.int64]:
-    changed = np.array([_num_changed(one, default) for one in ranking.candidates])
+def _sort_by_settings(ranking: Ranking, rows: NDArray[np.int64], default: Layout) -> NDArray[np.int64]:
+    changed = np.array([_count_changed_options(one, default) for one in ranking.candidates])
     settings = ranking.num_degrees_above_one(rows) + changed[ranking.owners(rows)]
     return rows[np.argsort(settings, kind="stable")]
 
 
-def _num_changed(candidates: Candidates, default: Layout) -> int:
+def _count_changed_options(candidates: Candidates, default: Layout) -> int:
     names = [name for name in default.__dataclass_fields__ if name not in candidates.table.columns]
     return sum(getattr(candidates.layout, name) != getattr(default, name) for name in names)
 
@@ -144,6 +151,8 @@ def _num_changed(candidates: Candidates, default: Layout) -> int:
 def _is_as_good(default: Layout, plan: Plan, arch: Architecture, cluster: Cluster, recipe: Recipe) -> bool:
     """Return whether the framework's defaults fit this recipe and are about as fast as ``plan``."""
     try:
+        # Defaults are the simplest layout, so a small loss of speed is accepted, but not a worse verdict.
+        # "Unknown" is no better than the plan's own: it may turn out not to fit.
         plain = Plan(arch, cluster, recipe, default)
         order: dict[State, int] = {"fits": 0, "tight": 1, "unknown": 2, "does not fit": 3}
         if order[assess_plan(plain).state] > min(2, order[assess_plan(plan).state]):
@@ -155,7 +164,8 @@ def _is_as_good(default: Layout, plan: Plan, arch: Architecture, cluster: Cluste
 
 def _find_leanest(ranking: Ranking, default: Layout) -> Layout:
     """Return the simplest of the layouts that need about the least GPU memory, then the fastest."""
-    inside = np.flatnonzero(_stays_inside_a_node(ranking))
+    # Nothing fits, so start from what is least short: of nearly equal needs the simplest, then the fastest.
+    inside = np.flatnonzero(_find_rows_inside_a_node(ranking))
     rows = inside[ranking.peak_bytes[inside] <= NEAR * ranking.peak_bytes[inside].min()]
     rows = rows[np.argsort(ranking.step_seconds[rows], kind="stable")]
-    return ranking.plan(int(_fewest_settings_first(ranking, rows, default)[0])).layout
+    return ranking.plan(int(_sort_by_settings(ranking, rows, default)[0])).layout

@@ -11,11 +11,11 @@ import numpy as np
 
 from shardscope.frameworks.registry import frameworks, is_trained
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
-from shardscope.planner.advice.trials import PAYS
-from shardscope.planner.capacity import list_places
+from shardscope.planner.advice.plan_evaluator import PAYS
 from shardscope.planner.differences import find_differences
+from shardscope.planner.memory_needs import list_memory_needs
+from shardscope.planner.repairs.combined_changes import combine_changes, describe_change, keep_options
 from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER, find_steps, predict_seconds
-from shardscope.planner.repairs.several import combine_changes, describe_change, keep_options
 from shardscope.planner.search.search import search
 from shardscope.planner.verdict import State, assess_plan
 
@@ -48,7 +48,7 @@ class Fit:
     """Whether a plan of the same framework would fit too, but much slower."""
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """Return all changes in one line."""
         return ", ".join(self.changes)
 
@@ -68,24 +68,33 @@ def make_it_fit(plan: Plan) -> Fit | None:
             return None
     except ValueError:  # There are no formulas for it.
         return None
+    # Plans of known fit first. One that needs host memory of unknown size is better than changing the
+    # training.
     fit = _search_on_these_gpus(plan, ("fits", "tight")) or _search_on_these_gpus(plan, ("unknown",))
+    # Only now change what is trained, the number of nodes, or the model.
     if fit is None:
         way = combine_changes(plan)
-        fit = None if way is None else _Found(way.plan, way.plan.layout.framework == plan.layout.framework)
+        fit = (
+            None
+            if way is None
+            else _FittingPlan(way.plan, way.plan.layout.framework == plan.layout.framework)
+        )
     return None if fit is None else _build_fit(plan, fit.plan, fit.own_framework_fits)
 
 
-class _Found(NamedTuple):
+class _FittingPlan(NamedTuple):
     plan: Plan
     own_framework_fits: bool
 
 
-def _search_on_these_gpus(plan: Plan, states: Sequence[State]) -> _Found | None:
+def _search_on_these_gpus(plan: Plan, states: Sequence[State]) -> _FittingPlan | None:
     """Return the cheapest plan of this framework, or of another one if that is much faster."""
+    # The user chose the framework: leave it only for a plan that is faster by more than the prediction error,
+    # and only if its own plans are several times as slow as the plan that does not fit.
     enough = MAX_TIMES_SLOWER * predict_seconds(plan)
     best: Plan | None = None
     own_fits = False
-    for names in _frameworks_by_nearness(plan):
+    for names in _list_frameworks_by_nearness(plan):
         cheapest = _find_cheapest(plan, _list_offered(plan, names), states)
         if cheapest is None:
             continue
@@ -94,14 +103,15 @@ def _search_on_these_gpus(plan: Plan, states: Sequence[State]) -> _Found | None:
             best = cheapest
         if predict_seconds(best) <= enough:
             break
-    return None if best is None else _Found(best, own_fits)
+    return None if best is None else _FittingPlan(best, own_fits)
 
 
-def _frameworks_by_nearness(plan: Plan) -> Iterator[list[str]]:
+def _list_frameworks_by_nearness(plan: Plan) -> Iterator[list[str]]:
     """Yield this framework, then those with the same modules, then those with their own modules."""
     framework = plan.layout.framework
     other_names = [name for name in frameworks if name != framework]
     yield [framework]
+    # Frameworks that train the same modules (transformers') before those that rebuild the model.
     for is_same in (True, False):
         kernels = plan.layout.default_kernels
         names = [
@@ -112,8 +122,9 @@ def _frameworks_by_nearness(plan: Plan) -> Iterator[list[str]]:
 
 
 def _build_fit(plan: Plan, fitting: Plan, own_framework_fits: bool) -> Fit:
+    # bytes_won counts the memory that was short first: the GPU's, unless that sufficed.
     short = assess_plan(plan).shortages[0]
-    needed = {place.name: place.needed_bytes for place in list_places(fitting, fitting.memory())}
+    needed = {need.name: need.needed_bytes for need in list_memory_needs(fitting, fitting.memory())}
     return Fit(
         plan=fitting,
         changes=describe_change(plan, fitting).changes,
@@ -125,11 +136,12 @@ def _build_fit(plan: Plan, fitting: Plan, own_framework_fits: bool) -> Fit:
 
 def _list_offered(plan: Plan, names: Sequence[str]) -> list[Plan]:
     """Return plans of these frameworks on the same GPUs: single changes, then plans of a search."""
+    # Single changes keep options that the search's grid does not have, so they are compared as well.
     steps = [step.plan for step in find_steps(plan) if step.plan.layout.framework in names]
-    return [*steps, *_from_search(plan, names)]
+    return [*steps, *_list_searched_plans(plan, names)]
 
 
-def _from_search(plan: Plan, names: Sequence[str]) -> list[Plan]:
+def _list_searched_plans(plan: Plan, names: Sequence[str]) -> list[Plan]:
     """Return the fastest plans of a search on the same GPUs: not tight, tight, and with memory of unknown
     size."""
     try:
@@ -138,6 +150,7 @@ def _from_search(plan: Plan, names: Sequence[str]) -> list[Plan]:
         return []
     if not ranking.num_feasible and ranking.instead is not None:
         ranking = ranking.instead  # The chunked loss has the same loss curve.
+    # Take plans of each verdict: the fastest ones alone might all be tight, or all need unknown memory.
     feasible, known = ranking.feasible, ranking.is_room_known
     easy = 100 * ranking.peak_bytes <= TIGHT_PERCENT * plan.cluster.usable_bytes_per_gpu
     plans: list[Plan] = []
@@ -154,6 +167,8 @@ def _list_fastest(ranking: Ranking, rows: NDArray[np.int64], launched: bool) -> 
     fallback: list[Plan] = []
     for row in rows[: 10 * MAX_PLANS]:
         one = ranking.plan(int(row))
+        # Only plans near the fastest can win in _find_cheapest; of equally fast ones the fewest changes
+        # decide.
         limit = NEAR * (launchable or fallback or [one])[0].step().seconds
         if len(launchable) >= MAX_PLANS or (launchable and ranking.step_seconds[row] > limit):
             break
@@ -167,6 +182,7 @@ def _list_fastest(ranking: Ranking, rows: NDArray[np.int64], launched: bool) -> 
 def _find_cheapest(plan: Plan, offered: Iterable[Plan], states: Sequence[State]) -> Plan | None:
     """Return the cheapest plan with the same training and the first of ``states`` that any plan has."""
     same = [one for one in offered if _trains_the_same(plan, one)]
+    # A plan that can be launched must not become one that cannot, unless nothing else fits.
     if is_trained(plan):
         same = [one for one in same if is_trained(one)] or same
     states_of = [(one, assess_plan(one).state) for one in same]

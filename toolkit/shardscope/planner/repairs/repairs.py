@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.html_table import html_table
 from shardscope.core.number_format import format_gib
-from shardscope.planner.capacity import Place, find_shortages, fits, list_places
-from shardscope.planner.repairs.changes import Change, Ladder, list_ladders
+from shardscope.planner.memory_needs import MemoryNeed, find_shortages, fits, list_memory_needs
+from shardscope.planner.repairs.single_changes import Change, Ladder, list_ladders
 from shardscope.timing.paging import count_travelling_bytes
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Repairs(list[Repair]):
         return html_table(("change", "GiB saved", "seconds more per step"), rows)
 
 
-class _Tried(NamedTuple):
+class _ChangeResult(NamedTuple):
     change: Change
     won: int
     is_enough: bool
@@ -84,36 +84,38 @@ def find_steps(plan: Plan) -> list[Repair]:
     short = find_shortages(plan, report)
     if not short:
         return Repairs()
-    enough: list[_Tried] = []
-    half_way: list[_Tried] = []
+    enough: list[_ChangeResult] = []
+    half_way: list[_ChangeResult] = []
     for ladder in list_ladders(plan):
         best = _find_best(ladder, short[0])
         if best is not None:
             (enough if best.is_enough else half_way).append(best)
     seconds = predict_seconds(plan)
+    # Nothing is sufficient alone: return the changes that save most, as steps of a combination.
     if not enough:
         half_way.sort(key=lambda tried: -tried.won)
         return [_build_repair(tried, seconds) for tried in half_way[:MAX_HALF_WAY]]
     return sorted((_build_repair(tried, seconds) for tried in enough), key=_cheapest_first)
 
 
-def _find_best(ladder: Ladder, short: Place) -> _Tried | None:
+def _find_best(ladder: Ladder, short: MemoryNeed) -> _ChangeResult | None:
     """Return the first sufficient change, otherwise the one that saves most of the ``short`` memory; None if
     none saves any."""
-    best: _Tried | None = None
+    best: _ChangeResult | None = None
     for change in ladder:
         try:
             report = change.plan.memory()
         except ValueError:  # The plan can run, but there are no formulas for it.
             continue
-        needed = {place.name: place.needed_bytes for place in list_places(change.plan, report)}
+        needed = {need.name: need.needed_bytes for need in list_memory_needs(change.plan, report)}
         won = short.needed_bytes - needed.get(short.name, 0)
         if won <= 0:
             continue
+        # Ladders are sorted from small to large changes, so the first that fits is the smallest.
         if fits(change.plan, report):
-            return _Tried(change, won, True)
+            return _ChangeResult(change, won, True)
         if best is None or won > best.won:
-            best = _Tried(change, won, False)
+            best = _ChangeResult(change, won, False)
     return best
 
 
@@ -122,7 +124,7 @@ def _cheapest_first(repair: Repair) -> tuple[bool, float, int]:
     return unknown, 0.0 if unknown else repair.seconds_lost, -repair.bytes_won
 
 
-def in_words(plan: Plan, repairs: Sequence[Repair]) -> list[str]:
+def describe_repairs(plan: Plan, repairs: Sequence[Repair]) -> list[str]:
     """Return a button's text for each change: ``Recompute selectively: saves 12.3 GiB, about 4 % slower``."""
     report = plan.memory()
     short = find_shortages(plan, report)
@@ -130,30 +132,32 @@ def in_words(plan: Plan, repairs: Sequence[Repair]) -> list[str]:
     seconds = predict_seconds(plan)
     return [
         f"{repair.change}: saves {format_gib(repair.bytes_won)} GiB{of}, "
-        f"{_cost_words(repair, seconds)}{_paging_words(repair)}"
+        f"{_describe_cost(repair, seconds)}{_describe_paging(repair)}"
         for repair in repairs
     ]
 
 
-def _cost_words(repair: Repair, seconds: float) -> str:
+def _describe_cost(repair: Repair, seconds: float) -> str:
     if math.isnan(repair.seconds_lost) or math.isnan(seconds):
         return "time unknown"
     share = repair.seconds_lost / seconds
+    # Rounded to whole per cent, it would read "0 % slower".
     if abs(share) < 0.005:
         return "about as fast"
+    # Over twice as slow, a factor is easier to read than a percentage.
     if share > 1:
         return f"about {1 + share:.{0 if share > 9 else 1}f}x slower"
     return f"about {abs(share):.0%} {'slower' if share > 0 else 'faster'}".replace("%", " %")
 
 
-def _paging_words(repair: Repair) -> str:
+def _describe_paging(repair: Repair) -> str:
     return ", while it pages" if count_travelling_bytes(repair.plan, repair.plan.memory()) else ""
 
 
-def _build_repair(tried: _Tried, seconds: float) -> Repair:
+def _build_repair(tried: _ChangeResult, seconds: float) -> Repair:
     """Return the repair with its time compared with the original plan's ``seconds``."""
     changed = predict_seconds(tried.change.plan)
-    return Repair(tried.change.words, tried.change.plan, tried.won, changed - seconds)
+    return Repair(tried.change.text, tried.change.plan, tried.won, changed - seconds)
 
 
 def predict_seconds(plan: Plan) -> float:

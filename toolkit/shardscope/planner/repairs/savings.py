@@ -6,9 +6,9 @@ import math
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from shardscope.planner.capacity import fits
-from shardscope.planner.repairs.changes import list_ladders
+from shardscope.planner.memory_needs import fits
 from shardscope.planner.repairs.repairs import Repair, predict_seconds
+from shardscope.planner.repairs.single_changes import list_ladders
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -32,7 +32,9 @@ def find_savings(plan: Plan, report: MemoryReport) -> list[Repair]:
     best: dict[str, Repair] = {}
     for ladder in list_ladders(plan):
         for change in ladder:
-            changed = changed_fields(plan, change.plan)
+            # One recipe field at a time: two changes would hide which of them saves, and layouts are the
+            # search's topic.
+            changed = list_changed_fields(plan, change.plan)
             if len(changed) != 1 or changed[0] in SAME_TRAINING or change.plan.layout != plan.layout:
                 continue
             try:
@@ -45,14 +47,15 @@ def find_savings(plan: Plan, report: MemoryReport) -> list[Repair]:
             lost = predict_seconds(change.plan) - seconds
             if lost > MOST_SHARE_LOST * seconds:
                 continue
-            saving = Repair(change.words, change.plan, saved, lost)
+            saving = Repair(change.text, change.plan, saved, lost)
+            # Of each field the value that costs least time, and among equal ones the one that saves most.
             known = best.get(changed[0])
             if known is None or _rank_cost(saving, seconds) < _rank_cost(known, seconds):
                 best[changed[0]] = saving
     return sorted(best.values(), key=lambda saving: -saving.bytes_won)[:MAX_SAVINGS]
 
 
-def changed_fields(before: Plan, after: Plan) -> list[str]:
+def list_changed_fields(before: Plan, after: Plan) -> list[str]:
     """Return the names of the recipe's fields in which two plans differ."""
     recipes = before.recipe, after.recipe
     names = [field.name for field in fields(before.recipe)]
@@ -61,5 +64,6 @@ def changed_fields(before: Plan, after: Plan) -> list[str]:
 
 def _rank_cost(saving: Repair, seconds: float) -> tuple[float, int]:
     """Return the sort key of a change: time lost in whole per cent, then bytes saved."""
+    # Whole per cent, because smaller differences of predicted times mean nothing.
     share = saving.seconds_lost / seconds
     return (math.inf if math.isnan(share) else max(0, round(100 * share)), -saving.bytes_won)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from shardscope.core.fixes import without_fix_search
 from shardscope.core.layout import Degrees
 from shardscope.core.plan import Plan
+from shardscope.core.serialization import replace_fields
 from shardscope.frameworks.grid import MICRO_BATCH_SIZE, Columns, Grid, select_rows
 from shardscope.frameworks.registry import frameworks
 from shardscope.prediction.batch.deduplicate import find_distinct
@@ -44,6 +45,7 @@ class Candidates:
 
     def build_plan(self, cluster: Cluster, row: int) -> Plan:
         """Return the plan of a row, created and checked like any other plan."""
+        # Columns that are not layout fields (data_parallel, sequences_at_once) follow from the others.
         numbers = {name: int(column[row]) for name, column in self.table.columns.items()}
         layout_fields = self.layout.__dataclass_fields__
         layout = replace(
@@ -66,12 +68,15 @@ def list_candidates(
 
     Raises ``ValueError`` for an architecture that the framework does not support.
     """
+    # 1. The grid of layouts. Its columns are shared between grids, so results are cached by the columns'
+    # identity.
     framework = frameworks[name]
     grids = framework.build_grids(arch, cluster, recipe)
     tables: dict[tuple[int, ...], list[Table]] = {}
     if micro_batch_sizes is not None:
         grids = _with_micro_batches(grids, micro_batch_sizes)
     runnable = _Supported(arch, cluster)
+    # 2. Combine each grid with every recomputation that the framework supports.
     for value in list_supported(framework.layout_class, "recompute"):
         if recompute is not None and value not in recompute:
             continue
@@ -83,6 +88,8 @@ def list_candidates(
             if not len(grid.columns[MICRO_BATCH_SIZE]):
                 continue
             try:
+                # Derive the options that are left open, then drop whole grids, then rows, that cannot run
+                # this recipe.
                 layout = grid.layout.resolve_options(arch, cluster, again)
                 grid.check(layout, again)
             except ValueError:
@@ -90,6 +97,8 @@ def list_candidates(
             columns = runnable.select_supported(grid.columns, again, layout)
             if not len(columns[MICRO_BATCH_SIZE]):
                 continue
+            # 3. One table for all recipes and layouts of the same rows: stages and weights are computed once
+            # for all.
             if (id(columns),) not in tables:
                 model = framework.memory_model()
                 tables[id(columns),] = [
@@ -109,9 +118,11 @@ def _with_micro_batches(grids: list[Grid], sizes: Sequence[int]) -> list[Grid]:
     return [replace(grid, columns=columns[id(grid.columns)]) for grid in grids]
 
 
-def _with_recompute(recipe: Recipe, recompute: Any) -> Recipe:
+def _with_recompute(recipe: Recipe, recompute: object) -> Recipe:
+    # The micro-batch is a column, so the common recipe has a neutral one.
     interval = 1 if recompute == "none" else recipe.recompute_interval
-    return replace(recipe, recompute=recompute, recompute_interval=interval, micro_batch_size=1)
+    changes = {"recompute": recompute, "recompute_interval": interval, "micro_batch_size": 1}
+    return replace_fields(recipe, changes)
 
 
 class _Supported:
@@ -129,6 +140,8 @@ class _Supported:
         """Return the rows of ``columns`` that are valid plans; the same object if all are."""
         if id(columns) not in self._above:
             self._above[id(columns)] = _find_degrees_above_one(columns)
+        # Whether a plan is supported depends on which degrees are above 1, not on their size: check each
+        # combination once instead of each row.
         kinds, kind_of = self._above[id(columns)]
         with without_fix_search():  # the fixes are not used
             can_run = np.array([self._can_run(recipe, layout, degrees) for degrees in kinds])
@@ -140,7 +153,7 @@ class _Supported:
         return self._parts[key]
 
     def _can_run(self, recipe: Recipe, layout: Layout, degrees: dict[str, int]) -> bool:
-        plan: Any = ObjectBatch(
+        batch = ObjectBatch(
             Plan,
             None,
             architecture=self._arch,
@@ -150,7 +163,7 @@ class _Supported:
             degrees=Degrees(data_parallel=1, **degrees),
         )
         try:
-            check_supported(plan)
+            check_supported(cast("Plan", batch))
         except ValueError:
             return False
         return True
@@ -158,6 +171,7 @@ class _Supported:
 
 def _find_degrees_above_one(columns: Columns) -> tuple[list[dict[str, int]], NDArray[np.int64]]:
     """Return all combinations of degrees above 1 (written as 1 and 2), and the combination of each row."""
+    # Other degrees have no such rules across recipe and layout (prediction/support.py).
     names: list[str] = [name for name in ("tp", "cp", "ep") if name in columns]
     kind_of = np.zeros(len(columns[MICRO_BATCH_SIZE]), np.int64)
     for name in names:

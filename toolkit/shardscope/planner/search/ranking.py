@@ -14,7 +14,7 @@ from shardscope.core.html_table import html_table
 from shardscope.core.number_format import format_gib
 from shardscope.frameworks.grid import DEGREES, MICRO_BATCH_SIZE
 from shardscope.frameworks.registry import why_not_trained
-from shardscope.planner.search.misses import Miss, explain_no_plan, find_nearest_misses
+from shardscope.planner.search.nearest_misses import Miss, explain_no_plan, find_nearest_misses
 from shardscope.timing.report import HOUR_SECONDS
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
     from shardscope.planner.search.candidates import Candidates
-    from shardscope.planner.search.capacity import Needs
+    from shardscope.planner.search.memory_needs import Needs
 
 SHOWN_ROWS = 10
 """Rows of the table at the end of a notebook cell."""
@@ -124,12 +124,15 @@ class Ranking:
         rows = self._by_speed
         if not len(rows):
             return rows
+        # 1. Plans that need memory of unknown size go to the end, however fast they are.
         is_known = self.is_room_known[rows]
         rows = np.concatenate([rows[is_known], rows[~is_known]])
         # A plan that needs memory of unknown size never comes before one that does not.
         leading = rows[: int(is_known.sum()) or len(rows)]
+        # 2. The plans within 1 % of the fastest, which a prediction cannot distinguish.
         num = int(np.searchsorted(self.step_seconds[leading], AS_FAST * self.step_seconds[rows[0]], "right"))
         equally_fast = leading[:num]
+        # 3. Simplest first: lexsort's last key is the primary one.
         keys = (
             -self.headroom_bytes[equally_fast],
             self.column("vpp")[equally_fast],
@@ -157,6 +160,7 @@ class Ranking:
         num = int((feasible & ~self.is_room_known).sum())
         if not num:
             return ""
+        # The smallest need of the feasible plans: below it, none of them can run.
         amounts = [
             f"{name} ({format_gib(int(needed[feasible & (needed > 0)].min()))} GiB a node at least)"
             for name, needed in self._open.items()
@@ -230,6 +234,7 @@ class Ranking:
         """Return the rows of the Pareto front of speed and memory among feasible plans, the fastest first."""
         rows = self._by_speed
         peaks = self.peak_bytes[rows]
+        # By ascending time, a plan is on the front if it needs less memory than every faster one.
         least = np.minimum.accumulate(peaks)
         better = np.ones(len(rows), bool)
         better[1:] = peaks[1:] < least[:-1]
@@ -256,6 +261,8 @@ class Ranking:
 
         rows = self.order[:limit]
         if limit is None or len(rows) < limit:
+            # Fill the table with the nearest misses, so that a cluster that is too small has more than an
+            # empty frame.
             misses = np.flatnonzero(~self.feasible)
             misses = misses[np.lexsort((self.step_seconds[misses], self.missing_share[misses]))]
             rows = np.concatenate([rows, misses])[:limit]
@@ -309,6 +316,7 @@ class Ranking:
         if not len(rows):
             return rows
         seconds = self.step_seconds[rows]
+        # Equal up to rounding errors of the arrays' order of summation counts as equally fast.
         relative_seconds = np.round(seconds / seconds.min(), 9)
         return rows[np.lexsort((self.peak_bytes[rows], self.num_degrees_above_one(rows), relative_seconds))]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from shardscope.core.recipe import Recipe
 from shardscope.frameworks.registry import frameworks as known
 from shardscope.memory.activations.forward import find_modules
 from shardscope.planner.search.candidates import Candidates, list_candidates
-from shardscope.planner.search.capacity import Needs, compute_making_bytes, compute_needs
+from shardscope.planner.search.memory_needs import Needs, compute_making_bytes, compute_needs
 from shardscope.planner.search.ranking import Ranking, concatenate_needs
 from shardscope.prediction.batch.memory import compute_stage_bytes
 from shardscope.prediction.batch.step import compute_step_seconds
@@ -68,6 +68,7 @@ def search(
     run.
     """
     start = time.perf_counter()
+    # 1. Check arguments and figures before the grid is built, which takes seconds for thousands of GPUs.
     for field, noun, kind in (
         ("arch", arch, Architecture),
         ("cluster", cluster, Cluster),
@@ -82,6 +83,7 @@ def search(
     rates.get_matmul_rate(PEAKS[recipe.precision])
     rates.get_memory_bandwidth()
     check_links(cluster, rates)
+    # 2. List the candidates of every framework; remember why a framework has none.
     refused: dict[str, str] = {}
     candidates: list[Candidates] = []
     for name in names:
@@ -94,6 +96,7 @@ def search(
         if not offered:
             refused[name] = _explain_no_candidates(name, arch, cluster, recipe)
         candidates += offered
+    # 3. Evaluate and rank them.
     ranking = rank_candidates(
         arch,
         cluster,
@@ -104,6 +107,7 @@ def search(
         progress=progress,
         start=start,
     )
+    # 4. If nothing fits, search once more with the nearest recipe that may.
     other = None if ranking.num_feasible else _find_other_recipe(recipe, cluster, is_uneven=not candidates)
     if other is None:
         return ranking
@@ -140,6 +144,7 @@ def rank_candidates(
             refused[name] = str(refusal)
             continue
         _report_progress(progress, f"{done:,} of {total:,} plans, {known[name].title}", done / total)
+    # Back in the order of the candidates, so that the ranking does not depend on the grouping.
     evaluated = [candidates[index] for index in sorted(results)]
     memory = [results[index][0] for index in sorted(results)]
     seconds = [results[index][1] for index in sorted(results)]
@@ -166,6 +171,7 @@ def _find_other_recipe(recipe: Recipe, cluster: Cluster, is_uneven: bool) -> Rec
         # The grid has the recipe's loss. The chunked loss has the same loss curve, without whole logits.
         may_be_cut = recipe.loss is None and recipe.kernels is None
         return replace(recipe, loss="chunked") if may_be_cut else None
+    # Without candidates the batch does not divide: take the nearest multiple of one micro-batch on every GPU.
     at_once = cluster.num_gpus * recipe.micro_batch_size
     if recipe.global_batch_size % at_once == 0:
         return None
@@ -178,6 +184,7 @@ def _group_by_table(candidates: list[Candidates]) -> Iterator[tuple[int, Candida
 
     Cached values of a table are dropped after its last candidate.
     """
+    # By identity, because Table defines no equality.
     tables: dict[int, list[int]] = {}
     for index, one in enumerate(candidates):
         tables.setdefault(id(one.table), []).append(index)
@@ -195,7 +202,7 @@ def evaluate_candidates(candidates: Candidates, cluster: Cluster) -> tuple[Needs
     Raises ``ValueError`` if there are no formulas for them.
     """
     table, recipe, layout = candidates.table, candidates.recipe, candidates.layout
-    plans: Any = table.plans(cluster, recipe, layout)
+    plans = table.plans(cluster, recipe, layout)
     modules = find_modules(plans)
     stage = table.stage(plans, layout)
     making = compute_making_bytes(table, cluster, recipe, layout)

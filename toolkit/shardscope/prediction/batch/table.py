@@ -52,7 +52,7 @@ class Table:
         """Constructor of a table of the same plans with one row per pipeline stage."""
         self.num_plans = len(columns[MICRO_BATCH_SIZE])
         self.host_memory: dict[Layout, NDArray[np.int64]] = {}
-        """Host memory while models are built, independent of recomputation (``search/capacity.py``)."""
+        """Host memory while models are built, independent of recomputation (``search/memory_needs.py``)."""
         self._stages_of: dict[Layout, Any] = {}
         layout_fields = layout.__dataclass_fields__
         self._fields = [name for name in columns if name in layout_fields]

@@ -38,7 +38,7 @@ def collect_findings(plan: Plan, task: object = None, runs: Iterable[Run] | None
     """Return the findings of a plan, its task and earlier runs, as ``Plan.findings`` does."""
     earlier = _check_runs(runs)
     case = Case(plan=plan, task=task)
-    findings = [*preflight.findings(case), *text.check_text_length(case), *loading.check_data_loading(case)]
+    findings = [*preflight.run_checks(case), *text.check_text_length(case), *loading.check_data_loading(case)]
     findings += check_profiled(plan, task, earlier)
     source = read_source(task)
     if source is not None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, check_choice, refuse
-from shardscope.records.damage import shorten_message
 from shardscope.records.folder import FINAL, RunFolder
+from shardscope.records.folder_checks import shorten_message
 from shardscope.records.json_values import is_number
 from shardscope.records.metrics_table import FIRST, compute_curve, compute_curves
 from shardscope.runs.task_fields import compare_tasks, has_task_fields

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardscope.core.number_format import format_gib
-from shardscope.planner.capacity import find_shortages
+from shardscope.planner.memory_needs import find_shortages
 from shardscope.planner.repairs.make_it_fit import make_it_fit
-from shardscope.planner.repairs.repairs import find_repairs, in_words
+from shardscope.planner.repairs.repairs import describe_repairs, find_repairs
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -51,9 +51,9 @@ def suggest_fix(shortage: Shortage, plan: Plan, *, trains_the_plan: bool) -> str
     # First case: the plan was predicted not to fit, so the planner's own repairs apply.
     short = [place for place in find_shortages(plan, report) if on_gpu or place.name != "GPU memory"]
     if short:
-        fixes = in_words(plan, find_repairs(plan)[:MAX_REPAIRS])
+        fixes = describe_repairs(plan, find_repairs(plan)[:MAX_REPAIRS])
         if not fixes and (fit := make_it_fit(plan)) is not None:
-            fixes = [fit.words]
+            fixes = [fit.text]
         needed, room = format_gib(short[0].needed_bytes), format_gib(short[0].room_bytes or 0)
         capacity = f"{room} usable GiB" if short[0].name == "GPU memory" else f"{room} GiB of {short[0].name}"
         cause = f"the plan was predicted not to fit ({needed} of {capacity}). "
@@ -90,4 +90,4 @@ def _find_repairs(plan: Plan, num_bytes: int) -> list[str]:
     smaller_gpu = replace(plan.cluster.gpu, usable_bytes=peak - num_bytes)
     smaller = replace(plan, cluster=replace(plan.cluster, gpu=smaller_gpu))
     enough = [repair for repair in find_repairs(smaller) if repair.bytes_won >= num_bytes]
-    return in_words(smaller, enough[:MAX_REPAIRS])
+    return describe_repairs(smaller, enough[:MAX_REPAIRS])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shardscope.core.errors import Value, check_flag, check_integer, check_number, refuse
 from shardscope.frameworks.registry import check_trained
 from shardscope.planner.checks.case import Case
-from shardscope.planner.checks.checkpoints import check_resumed
+from shardscope.planner.checks.checkpoints import check_resumed_checkpoint
 from shardscope.training.checkpoints.choice import (
     Choice,
     check_any_usable,
@@ -306,7 +306,7 @@ def check_loads(
     warnings as text. ``seed`` and ``frozen_base`` are those of the resuming task.
     """
     task = _ResumingTask(resume_from=checkpoint, seed=seed, frozen_base=frozen_base)
-    findings = list(check_resumed(Case(plan=plan, task=task)))
+    findings = list(check_resumed_checkpoint(Case(plan=plan, task=task)))
     for finding in findings:
         if finding.severity == "danger":
             allowed = f"a checkpoint that this plan loads. {finding.why.rstrip('.')}"

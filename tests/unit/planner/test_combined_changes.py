@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.planner.capacity import fits
 from shardscope.planner.differences import find_differences
-from shardscope.planner.repairs.repairs import find_repairs
-from shardscope.planner.repairs.several import (
+from shardscope.planner.memory_needs import fits
+from shardscope.planner.repairs.combined_changes import (
     MOST_CHANGES,
     PlanChange,
     combine_changes,
-    on_more_nodes,
+    find_on_more_nodes,
     search_change,
 )
+from shardscope.planner.repairs.repairs import find_repairs
 
 
 def plan_of(model: str, cluster: str, layout: ss.Layout, **recipe: Any) -> ss.Plan:
@@ -103,15 +103,15 @@ def test_where_nothing_fits_the_fewest_nodes_do() -> None:
     plan = plan_of("llama-3.1-405b", "8xh100-sxm-80gb", ss.Layout.fsdp2(), micro_batch_size=8)
     cpu = replace(plan.cluster, host_memory_bytes=2**38)
     plan = replace(plan, cluster=cpu)
-    way = on_more_nodes([PlanChange((), plan)], has_room)
+    way = find_on_more_nodes([PlanChange((), plan)], has_room)
     assert way is not None and has_room(way.plan)
     nodes = way.plan.cluster.num_nodes
     assert nodes > 1 and way.changes[0] == f"{nodes} nodes of 8 GPUs"
     half = replace(way.plan.cluster, num_nodes=nodes // 2)
     layout = replace(way.plan.layout, shard=None)  # type: ignore[call-arg]
     assert not has_room(replace(way.plan, cluster=half, layout=layout))
-    assert on_more_nodes([PlanChange((), plan)], lambda plan: False) is None
+    assert find_on_more_nodes([PlanChange((), plan)], lambda plan: False) is None
     ranks = plan_of("llama-3.1-70b", "2xcpu", ss.Layout.ddp(), precision="fp32")
-    assert on_more_nodes([PlanChange((), ranks)], has_room) is None, "there is one machine"
+    assert find_on_more_nodes([PlanChange((), ranks)], has_room) is None, "there is one machine"
     smaller = combine_changes(ranks)
     assert smaller is not None and has_room(smaller.plan) and smaller.plan.cluster == ranks.cluster

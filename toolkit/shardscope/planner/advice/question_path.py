@@ -7,10 +7,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from shardscope.planner.advice import layout_ladder, words
-from shardscope.planner.advice.alternatives import search_all_layouts
+from shardscope.planner.advice import descriptions, layout_ladder
+from shardscope.planner.advice.plan_evaluator import (
+    PAYS,
+    SAFE,
+    EvaluatedPlan,
+    Outcome,
+    PlanEvaluator,
+    is_faster,
+)
+from shardscope.planner.advice.plans_from_search import search_all_layouts
 from shardscope.planner.advice.simplicity import is_dominating
-from shardscope.planner.advice.trials import PAYS, SAFE, Bench, Outcome, Tried, is_faster
 
 if TYPE_CHECKING:
     from shardscope.planner.advice.layout_ladder import Rung
@@ -28,20 +35,22 @@ class Draft:
     answer: str
     number: str
     why: str
-    tried: Tried | None = None
+    evaluated: EvaluatedPlan | None = None
     taken: bool = False
 
 
-class Path:
+class QuestionPath:
     """The turns so far, and :attr:`current`, the plan that they led to."""
 
-    def __init__(self, bench: Bench, familiar: Iterable[str], on_screen: Tried | None = None) -> None:
-        self.bench, self.familiar = bench, tuple(familiar)
+    def __init__(
+        self, evaluator: PlanEvaluator, familiar: Iterable[str], on_screen: EvaluatedPlan | None = None
+    ) -> None:
+        self.evaluator, self.familiar = evaluator, tuple(familiar)
         self.on_screen = on_screen
         """The plan on screen, if it is for this question and fits."""
         self.keeps_on_screen = False
         self.drafts: list[Draft] = []
-        self.current: Tried | None = None
+        self.current: EvaluatedPlan | None = None
         self.rung = ""
         """Key of the question that :attr:`current` answers."""
         self.settings: list[Repair] = []
@@ -52,19 +61,22 @@ class Path:
     @cached_property
     def ranking(self) -> Ranking | None:
         """Return the search's ranking for the same question; None if a required figure is not known."""
-        return search_all_layouts(self.bench)
+        return search_all_layouts(self.evaluator)
 
     @property
     def is_settled(self) -> bool:
         """Return whether the current plan fits with the recipe unchanged and not tightly, so that more
-        complex ones are not tried."""
+        complex ones are not evaluated."""
         current = self.current
         return (
-            current is not None and current.plan.recipe == self.bench.recipe and not current.report.is_tight
+            current is not None
+            and current.plan.recipe == self.evaluator.recipe
+            and not current.report.is_tight
         )
 
     def try_rung(self, key: str, rung: Rung, question: str, why: str) -> None:
         """Try a rung and record the turn; its plan is taken if nothing fits so far, or if it is better."""
+        # 1. The rung's best plan; without one, the turn says what is missing.
         outcome = self.choose_rung(key, rung)
         best = outcome.best
         if best is None:
@@ -72,6 +84,7 @@ class Path:
                 "", question, self.explain_misfit(outcome), self.describe_needs(outcome), why, outcome.nearest
             )
             return
+        # 2. The first plan that fits is taken without a comparison.
         why_not = self._why_not_the_first(rung, best)
         if self.current is None:
             self.set_current(key, best)
@@ -79,11 +92,15 @@ class Path:
                 key, question, f"Yes: {self.name_plan(best)}{why_not}.", describe_figures(best), why, best
             )
             return
-        best, current = self.bench.with_room(best), self.bench.with_room(self.current)
+        # 3. Later ones are compared with the current plan, both with their remaining memory used: otherwise
+        # the plan with more room would lose to one that merely has the larger micro-batch.
+        best, current = self.evaluator.with_room(best), self.evaluator.with_room(self.current)
         how, comparison = f"{self.name_plan(best)}{why_not}", self.compare_plans(best, current)
         looser = current.report.is_tight and not best.report.is_tight
         stays = current.moves_activations and not best.moves_activations
         answer = f"Yes: {how}, {comparison}."
+        # 4. Reasons to take it, the strongest first: it is not tight, keeps activations on the GPU, is
+        # clearly faster, dominates, or needs clearly less memory at no cost.
         if looser and not is_faster(current, best, SAFE):
             answer = f"Yes: {how}, which is not tight, and {comparison}."
             self.set_current(key, best)
@@ -92,7 +109,7 @@ class Path:
             self.set_current(key, best)
         elif is_faster(best, current):
             self.set_current(key, best)
-        elif is_dominating(best, current, self.bench.recipe, self.familiar):
+        elif is_dominating(best, current, self.evaluator.recipe, self.familiar):
             answer = f"Yes: {how}, {comparison}, with less memory and no more to set."
             self.set_current(key, best)
         elif _is_roomier(best, current):
@@ -103,27 +120,30 @@ class Path:
             answer = f"Yes, {how}, but {only}{comparison}: not worth it."
         self.record_turn(key, question, answer, describe_figures(best), why, best)
 
-    def name_plan(self, tried: Tried) -> str:
+    def name_plan(self, evaluated: EvaluatedPlan) -> str:
         """Return the plan's name, with its changes to the requested recipe."""
-        return words.name_plan(tried.plan, self.bench.recipe)
+        return descriptions.name_plan(evaluated.plan, self.evaluator.recipe)
 
-    def _why_not_the_first(self, rung: Rung, best: Tried) -> str:
+    def _why_not_the_first(self, rung: Rung, best: EvaluatedPlan) -> str:
         """Return why the rung's default framework is not used, if it lacks memory; otherwise an empty
         string."""
+        # The question names one framework, so an answer with another one says why the first was not possible.
         first = rung.layouts[0]
         if first.framework == best.plan.layout.framework:
             return ""
-        nearest = self.bench.try_layout(first).nearest
-        return "" if nearest is None else f" (for {first.title} it is {words.describe_shortage(nearest)})"
+        nearest = self.evaluator.evaluate_layout(first).nearest
+        return (
+            "" if nearest is None else f" (for {first.title} it is {descriptions.describe_shortage(nearest)})"
+        )
 
     def choose_rung(self, key: str, rung: Rung) -> Outcome:
         """Return and record the outcome of a rung, with a familiar framework if it is as good."""
-        outcome = self.seen[key] = layout_ladder.choose_outcome(self.bench, rung, self.familiar)
+        outcome = self.seen[key] = layout_ladder.choose_outcome(self.evaluator, rung, self.familiar)
         return outcome
 
-    def set_current(self, key: str, tried: Tried) -> None:
-        """Make ``tried`` the current plan."""
-        self.rung, self.current = key, tried
+    def set_current(self, key: str, evaluated: EvaluatedPlan) -> None:
+        """Make ``evaluated`` the current plan."""
+        self.rung, self.current = key, evaluated
 
     def record_turn(
         self,
@@ -132,34 +152,43 @@ class Path:
         answer: str,
         number: str,
         why: str,
-        tried: Tried | None = None,
+        evaluated: EvaluatedPlan | None = None,
         *,
         taken: bool = False,
     ) -> None:
         """Record a turn; it counts as taken if ``key`` is the rung of the final plan."""
         self.drafts.append(
-            Draft(key=key, question=question, answer=answer, number=number, why=why, tried=tried, taken=taken)
+            Draft(
+                key=key,
+                question=question,
+                answer=answer,
+                number=number,
+                why=why,
+                evaluated=evaluated,
+                taken=taken,
+            )
         )
 
     def explain_misfit(self, outcome: Outcome) -> str:
         """Return the text why no plan of a rung fits."""
         if outcome.nearest is None:
+            # A recipe that no layout runs is refused on every rung with the same text: print it once.
             again = any(str(outcome.refusal) in draft.answer for draft in self.drafts)
             return "It cannot run, for the same reason." if again else f"It cannot run: {outcome.refusal}"
-        return f"No: {words.describe_shortage(outcome.nearest)}."
+        return f"No: {descriptions.describe_shortage(outcome.nearest)}."
 
     def describe_needs(self, outcome: Outcome) -> str:
         """Return the needed memory of a rung's nearest miss; empty if there is none."""
-        return "" if outcome.nearest is None else words.describe_needs(outcome.nearest)
+        return "" if outcome.nearest is None else descriptions.describe_needs(outcome.nearest)
 
-    def compare_plans(self, best: Tried, current: Tried) -> str:
+    def compare_plans(self, best: EvaluatedPlan, current: EvaluatedPlan) -> str:
         """Return the comparison of two plans, such as ``18 % faster than FSDP2``."""
         if best.seconds is None or current.seconds is None:
             return f"no time is known to set it above {self.name_plan(current)}"
-        return f"{words.compare_speed(best, current)} than {self.name_plan(current)}"
+        return f"{descriptions.compare_speed(best, current)} than {self.name_plan(current)}"
 
 
-def _is_roomier(best: Tried, current: Tried) -> bool:
+def _is_roomier(best: EvaluatedPlan, current: EvaluatedPlan) -> bool:
     """Return whether a plan needs clearly less memory and is no slower."""
     if best.seconds is None or current.seconds is None:
         return False
@@ -167,6 +196,6 @@ def _is_roomier(best: Tried, current: Tried) -> bool:
     return best.seconds <= current.seconds and needed < current.report.peak_bytes
 
 
-def describe_figures(tried: Tried) -> str:
+def describe_figures(evaluated: EvaluatedPlan) -> str:
     """Return the text of a plan's memory and speed."""
-    return f"{words.describe_needs(tried)}; {words.describe_speed(tried.timed)}"
+    return f"{descriptions.describe_needs(evaluated)}; {descriptions.describe_speed(evaluated.timed)}"

@@ -10,8 +10,8 @@ import pytest
 from tests.offers import offer_for, verdict
 
 import shardscope as ss
-from shardscope.planner.capacity import find_shortages, fits, list_other_memory, list_places
-from shardscope.planner.repairs.repairs import find_steps, in_words
+from shardscope.planner.memory_needs import find_shortages, fits, list_host_and_nvme_needs, list_memory_needs
+from shardscope.planner.repairs.repairs import describe_repairs, find_steps
 from shardscope.timing.paging import count_evicted_bytes, count_paged_bytes, count_travelling_bytes
 from shardscope_widgets import Studio
 
@@ -78,7 +78,7 @@ def test_nvme_is_a_place_as_well() -> None:
     layout = ss.Layout.zero(3, offload_optimizer="nvme")
     plan = plan_of("llama-2-13b", "8xh100-sxm-80gb", layout)
     report = plan.memory()
-    drives = next(place for place in list_other_memory(plan, report) if place.name == "NVMe")
+    drives = next(place for place in list_host_and_nvme_needs(plan, report) if place.name == "NVMe")
     assert drives.needed_bytes == 8 * report.nvme_bytes and drives.room_bytes is None
     assert re.fullmatch(r"Fits if the node has [\d,]+ GiB of NVMe", verdict(plan, report))
     small = replace(plan, cluster=replace(plan.cluster, nvme_bytes=2**30))
@@ -91,13 +91,13 @@ def test_pipeline_stages_of_one_node_are_added_up() -> None:
     report = plan.memory()
     by_stage = [stage.host_bytes for stage in report.by_stage]
     assert len(set(by_stage)) > 1, "else this tests nothing"
-    (host,) = list_other_memory(plan, report)
+    (host,) = list_host_and_nvme_needs(plan, report)
     assert host.needed_bytes == 2 * sum(by_stage) < 8 * max(by_stage)
     many = replace(
         plan, cluster=ss.Cluster.parse("4x8xh100-sxm-80gb"), recipe=ss.Recipe(global_batch_size=32)
     )
     each = [stage.host_bytes for stage in many.memory().by_stage]
-    (host,) = list_other_memory(many, many.memory())
+    (host,) = list_host_and_nvme_needs(many, many.memory())
     assert host.needed_bytes == 8 * max(each)
 
 
@@ -105,7 +105,7 @@ def test_cpu_ranks_are_themselves_in_the_hosts_memory() -> None:
     layout = ss.Layout.zero(3, offload_optimizer="nvme")
     plan = plan_of("llama-3.2-1b", "2xcpu", layout, global_batch_size=2, seq_len=512)
     report = plan.memory()
-    (host,) = (place for place in list_places(plan, report) if place.name == "host memory")
+    (host,) = (place for place in list_memory_needs(plan, report) if place.name == "host memory")
     assert host.needed_bytes == 2 * (report.host_bytes + report.peak_bytes)
 
 
@@ -118,9 +118,9 @@ def test_repairs_mend_what_is_short(too_much_for_the_host: ss.Plan) -> None:
     assert repairs
     report = plan.memory()
     for repair in repairs:
-        (host,) = (p for p in list_places(repair.plan, repair.plan.memory()) if p.name == "host memory")
+        (host,) = (p for p in list_memory_needs(repair.plan, repair.plan.memory()) if p.name == "host memory")
         assert repair.bytes_won == 8 * report.host_bytes - host.needed_bytes > 0
-        assert " GiB a node of host memory, " in in_words(plan, [repair])[0]
+        assert " GiB a node of host memory, " in describe_repairs(plan, [repair])[0]
     # With a third of the model, state that need not be on the host may come back.
     smaller = with_host(plan_of("llama-3.1-8b", "8xh100-sxm-80gb", BOTH_OFFLOADS), 100 * GIB)
     changes = {repair.change for repair in smaller.repairs()}
@@ -163,7 +163,7 @@ def test_pages_that_the_gpu_has_room_for_cost_nothing() -> None:
     report = plan.memory()
     assert count_paged_bytes(plan, report) > 50 * GIB
     assert count_evicted_bytes(plan, report) == count_travelling_bytes(plan, report) == 0
-    assert list_other_memory(plan, report) == ()
+    assert list_host_and_nvme_needs(plan, report) == ()
     assert "host" not in verdict(plan, report)
     plain = paged("h200-sxm-141gb", optimizer="adamw")
     assert plan.step().seconds == pytest.approx(plain.step().seconds, rel=0.01)
@@ -175,7 +175,7 @@ def test_pages_that_it_has_no_room_for_travel() -> None:
     moments = count_paged_bytes(plan, report)
     away = count_evicted_bytes(plan, report)
     assert 0 < away == report.peak_bytes + moments - report.usable_bytes < moments
-    (host,) = list_other_memory(plan, report)
+    (host,) = list_host_and_nvme_needs(plan, report)
     assert host.needed_bytes == away, "what stays on the GPU needs no host memory"
     # Weights, gradients and moments of 7B are 108 GB: not even the update has room for all.
     assert count_travelling_bytes(plan, report) == moments
@@ -212,5 +212,5 @@ def test_paging_is_never_sold_as_faster() -> None:
     steps = {step.plan.recipe.optimizer: step for step in find_steps(plan)}
     mend = steps["paged_adamw"]
     assert mend.seconds_lost > 0
-    [said] = in_words(plan, [mend])
+    [said] = describe_repairs(plan, [mend])
     assert said.endswith(", while it pages") and "faster" not in said

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from shardscope.core.cluster import Cluster
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
-    from shardscope.planner.advice.trials import Tried
+    from shardscope.planner.advice.plan_evaluator import EvaluatedPlan
     from shardscope.timing.report import StepReport
 
 AGAIN = {
@@ -26,6 +26,7 @@ def name_plan(plan: Plan, wanted: Recipe | None = None) -> str:
     ``FSDP2 (tp 8), micro-batch 1, full recomputation``."""
     layout, degrees, recipe = plan.layout, plan.degrees, plan.recipe
     name_text = layout.description
+    # description already names some degrees ("Megatron-core (tp 8, pp 2)"): add only the others.
     more = [
         f"{name} {getattr(degrees, name)}"
         for name in ("tp", "pp", "vpp", "cp", "ep")
@@ -33,11 +34,13 @@ def name_plan(plan: Plan, wanted: Recipe | None = None) -> str:
     ]
     if getattr(layout, "reshard_after_forward", True) is False:
         more.append("weights kept between forward and backward")
+    # Add to existing parentheses instead of opening a second pair.
     if more and name_text.endswith(")"):
         name_text = f"{name_text[:-1]}, {', '.join(more)})"
     elif more:
         name_text += f" ({', '.join(more)})"
     parts = [name_text]
+    # Then the changes to the recipe; without a requested recipe, what the reader needs to tell plans apart.
     if wanted is None or recipe.micro_batch_size != wanted.micro_batch_size:
         parts.append(f"micro-batch {recipe.micro_batch_size}")
     if wanted is None or recipe.recompute != wanted.recompute:
@@ -56,32 +59,34 @@ def name_device(cluster: Cluster) -> str:
     return "CPU rank" if cluster.gpu.vendor == "cpu" else "GPU"
 
 
-def describe_needs(tried: Tried) -> str:
+def describe_needs(evaluated: EvaluatedPlan) -> str:
     """Return ``needs 54.0 of 79.1 GiB a GPU``, with host memory and NVMe if the step needs them."""
-    from shardscope.planner.capacity import list_places
+    from shardscope.planner.memory_needs import list_memory_needs
 
     amounts = []
-    for place in list_places(tried.plan, tried.report):
-        if place.name == WHILE_MADE and tuple(tried.short) != (place,):
+    for need in list_memory_needs(evaluated.plan, evaluated.report):
+        # Building the model needs memory once, and seldom the most: mention it only if it is the reason for
+        # the misfit.
+        if need.name == WHILE_MADE and tuple(evaluated.short) != (need,):
             continue
         where = (
-            f"a {name_device(tried.plan.cluster)}"
-            if place.name == "GPU memory"
-            else f"of {place.name} a node"
+            f"a {name_device(evaluated.plan.cluster)}"
+            if need.name == "GPU memory"
+            else f"of {need.name} a node"
         )
-        room = "" if place.room_bytes is None else f" of {format_gib(place.room_bytes)}"
-        amounts.append(f"{format_gib(place.needed_bytes)}{room} GiB {where}")
+        room = "" if need.room_bytes is None else f" of {format_gib(need.room_bytes)}"
+        amounts.append(f"{format_gib(need.needed_bytes)}{room} GiB {where}")
     return f"needs {join_list(amounts)}"
 
 
-def describe_unknown_memory(tried: Tried) -> str:
+def describe_unknown_memory(evaluated: EvaluatedPlan) -> str:
     """Return the text on needed memory whose size the cluster leaves unset; empty if there is none."""
-    from shardscope.planner.capacity import list_places
+    from shardscope.planner.memory_needs import list_memory_needs
 
     amounts = [
-        f"{format_gib(place.needed_bytes)} GiB of {place.name}"
-        for place in list_places(tried.plan, tried.report)
-        if place.room_bytes is None and place.name != WHILE_MADE
+        f"{format_gib(need.needed_bytes)} GiB of {need.name}"
+        for need in list_memory_needs(evaluated.plan, evaluated.report)
+        if need.room_bytes is None and need.name != WHILE_MADE
     ]
     if not amounts:
         return ""
@@ -91,17 +96,17 @@ def describe_unknown_memory(tried: Tried) -> str:
 WHILE_MADE = "host memory while the model is made"
 
 
-def describe_shortage(tried: Tried) -> str:
+def describe_shortage(evaluated: EvaluatedPlan) -> str:
     """Return every shortage: ``12.3 GiB too little on each GPU``."""
     amounts = []
-    for place in tried.short:
-        if place.name == WHILE_MADE and len(tried.short) > 1:
+    for need in evaluated.short:
+        if need.name == WHILE_MADE and len(evaluated.short) > 1:
             continue  # Shortages in the step itself come first.
-        missing = format_gib(place.short_bytes)
-        if place.name == "GPU memory":
-            amounts.append(f"{missing} GiB too little on each {name_device(tried.plan.cluster)}")
+        missing = format_gib(need.short_bytes)
+        if need.name == "GPU memory":
+            amounts.append(f"{missing} GiB too little on each {name_device(evaluated.plan.cluster)}")
         else:
-            what = place.name.replace(WHILE_MADE, "host memory to make the model in")
+            what = need.name.replace(WHILE_MADE, "host memory to make the model in")
             amounts.append(f"{missing} GiB too little of {what} on each node")
     return join_list(amounts)
 
@@ -118,17 +123,18 @@ def describe_speed(report: StepReport | None) -> str:
     return f"{format_seconds(report.seconds)} a step, {report.tokens_per_second_per_gpu:,.0f} tokens/s a GPU"
 
 
-def compare_speed(tried: Tried, other: Tried) -> str:
+def compare_speed(evaluated: EvaluatedPlan, other: EvaluatedPlan) -> str:
     """Compare two step times: ``18 % faster``, ``2.3x slower`` or ``no faster``."""
-    if not tried.seconds or not other.seconds:
+    if not evaluated.seconds or not other.seconds:
         return "no time known"
-    return compare_seconds(tried.seconds, other.seconds)
+    return compare_seconds(evaluated.seconds, other.seconds)
 
 
 def compare_seconds(seconds: float, other_seconds: float) -> str:
     """Compare two numbers of seconds in the same way."""
     fast = seconds < other_seconds
     ratio = other_seconds / seconds if fast else seconds / other_seconds
+    # Rounded to whole per cent, it would read "0 % faster".
     if ratio < 1.005:
         return "no faster"
     word = "faster" if fast else "slower"
@@ -137,10 +143,10 @@ def compare_seconds(seconds: float, other_seconds: float) -> str:
     return f"{ratio:.{0 if ratio > 10 else 1}f}x {word}"
 
 
-def describe_recipe_changes(tried: Tried, wanted: Recipe) -> str:
+def describe_recipe_changes(evaluated: EvaluatedPlan, wanted: Recipe) -> str:
     """Return the changes to the requested recipe: ``micro-batch 1 and full recomputation``; empty if there
     are none."""
-    recipe = tried.plan.recipe
+    recipe = evaluated.plan.recipe
     changes = []
     if recipe.micro_batch_size != wanted.micro_batch_size:
         changes.append(f"micro-batch {recipe.micro_batch_size} instead of {wanted.micro_batch_size}")

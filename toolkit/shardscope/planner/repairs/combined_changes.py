@@ -13,9 +13,9 @@ from shardscope.core.cluster import MAX_NODES
 from shardscope.core.finding import PlanChange
 from shardscope.core.recipe import Method
 from shardscope.frameworks.registry import frameworks as known
-from shardscope.planner.advice.words import name_plan
-from shardscope.planner.capacity import fits
+from shardscope.planner.advice.descriptions import name_plan
 from shardscope.planner.differences import find_differences
+from shardscope.planner.memory_needs import fits
 from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER, find_steps, predict_seconds
 from shardscope.planner.search.search import search
 
@@ -39,11 +39,15 @@ def combine_changes(plan: Plan) -> PlanChange | None:
     over all frameworks. Only then adapters instead of full training, more nodes, and last a smaller model of
     the catalogue.
     """
-    change, stuck = _step_by_step(plan, [plan.recipe.method])
-    change = change or search_change(plan) or _step_by_step(plan, METHODS)[0]
+    # In order of how much of the user's choice stays: the same method by steps, another layout by search,
+    # adapters.
+    change, stuck = _combine_step_by_step(plan, [plan.recipe.method])
+    change = change or search_change(plan) or _combine_step_by_step(plan, METHODS)[0]
     if change is None:
+        # Start from the plans that need least so far, and from other frameworks' defaults: what no number of
+        # nodes shrinks, such as one layer's activations, another framework may shard.
         ways = [*stuck, *list_other_frameworks(plan)]
-        change = on_more_nodes(ways, _has_room) or with_a_smaller_model(ways, _has_room)
+        change = find_on_more_nodes(ways, _has_room) or find_smaller_model(ways, _has_room)
     return None if change is None else describe_change(plan, change.plan)
 
 
@@ -58,9 +62,10 @@ def describe_change(before: Plan, after: Plan) -> PlanChange:
     return PlanChange(tuple(changes), after)
 
 
-def _step_by_step(plan: Plan, methods: Sequence[str]) -> tuple[PlanChange | None, list[PlanChange]]:
+def _combine_step_by_step(plan: Plan, methods: Sequence[str]) -> tuple[PlanChange | None, list[PlanChange]]:
     """Return the best way of the first round with a sufficient one (None if there is none), and the last
     round's ways."""
+    # A beam search: each round extends the leanest plans by one more change.
     ways = [PlanChange((), plan)]
     most = (MAX_TIMES_SLOWER - 1) * predict_seconds(plan)
     for _ in range(MOST_CHANGES):
@@ -76,6 +81,7 @@ def _step_by_step(plan: Plan, methods: Sequence[str]) -> tuple[PlanChange | None
             return min(enough, key=partial(_cheapest_first, plan)), ways
         if not further:
             break
+        # A plan that fits but is too slow leads nowhere: extend those that do not fit yet.
         further = [way for way in further if not _has_room(way.plan)] or further
         ways = sorted(_drop_duplicates(further), key=lambda way: way.plan.memory().peak_bytes)[:KEPT]
     return None, ways
@@ -110,6 +116,7 @@ def search_change(
 ) -> PlanChange | None:
     """Return the best plan of a search over the same GPUs with ``headroom_bytes`` free on each GPU; None if
     nothing fits, or a required figure is not known."""
+    # The search uses the framework's defaults for options outside its grid, the user's plan may not.
     nouns = plan.architecture, plan.cluster, plan.recipe
     try:
         best = search(*nouns, frameworks, headroom_bytes=headroom_bytes).best
@@ -122,6 +129,7 @@ def search_change(
 
 def keep_options(plan: Plan, found: Plan) -> Plan:
     """Return ``found`` with the options of ``plan`` that a search leaves at the framework's defaults."""
+    # Another framework has no such fields.
     if type(found.layout) is not type(plan.layout):
         return found
     options = {
@@ -141,11 +149,12 @@ def _reset_derived(layout: Layout) -> dict[str, None]:
     return {"shard": None} if "shard" in layout.__dataclass_fields__ else {}
 
 
-def on_more_nodes(ways: Sequence[PlanChange], is_enough: Callable[[Plan], bool]) -> PlanChange | None:
+def find_on_more_nodes(ways: Sequence[PlanChange], is_enough: Callable[[Plan], bool]) -> PlanChange | None:
     """Return a way on the fewest nodes, doubled each time, with at most one more change. None if nothing is
     sufficient on up to :data:`MOST_TIMES_THE_NODES` times as many, or for CPU ranks."""
     if ways[0].plan.cluster.gpu.memory_is_shared:  # CPU ranks run on this one machine.
         return None
+    # Doubling keeps every degree a divisor, and finds the fewest nodes within a factor of two.
     for power in range(1, MOST_TIMES_THE_NODES.bit_length()):
         larger = [grown for way in ways if (grown := _with_nodes(way, 2**power))]
         for one in [*larger, *(next_way for way in larger for next_way in _list_next_changes(way))]:
@@ -154,13 +163,14 @@ def on_more_nodes(ways: Sequence[PlanChange], is_enough: Callable[[Plan], bool])
     return None
 
 
-def with_a_smaller_model(ways: Sequence[PlanChange], is_enough: Callable[[Plan], bool]) -> PlanChange | None:
+def find_smaller_model(ways: Sequence[PlanChange], is_enough: Callable[[Plan], bool]) -> PlanChange | None:
     """Return a way with the largest smaller model of the catalogue that is sufficient, the same family first;
     None if there is none."""
     original = ways[0].plan.architecture
     smaller = [
         model for model in map(models.__getitem__, models) if model.num_parameters < original.num_parameters
     ]
+    # The same family first: its models are the most similar ones.
     for model in sorted(
         smaller, key=lambda one: (one.model_type != original.model_type, -one.num_parameters)
     ):
@@ -195,7 +205,9 @@ def _with_nodes(way: PlanChange, times: int) -> PlanChange | None:
     if num_nodes > MAX_NODES:
         return None
     cluster = replace(plan.cluster, num_nodes=num_nodes)
+    # More ranks mean more shards; the number that the layout has was derived from the old ones.
     layout = replace(plan.layout, **_reset_derived(plan.layout))
+    # Keep the batch where it still gives every rank a micro-batch; otherwise let it grow with the nodes.
     for batch in (plan.recipe.global_batch_size, plan.recipe.global_batch_size * times):
         recipe = replace(plan.recipe, global_batch_size=batch)
         try:

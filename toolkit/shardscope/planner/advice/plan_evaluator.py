@@ -1,6 +1,6 @@
 """Trial plans of advice: each is evaluated once for its memory and its step time.
 
-If the requested recipe does not fit, the same layout is tried with a smaller micro-batch and more
+If the requested recipe does not fit, the same layout is evaluated with a smaller micro-batch and more
 accumulation, with recomputation, and with the chunked loss. None of these changes the loss curve.
 """
 
@@ -15,8 +15,8 @@ from shardscope.core.cluster import BEFORE_AMPERE
 from shardscope.core.fixes import without_fix_search
 from shardscope.core.layout import Layout, list_divisors
 from shardscope.core.plan import Plan
-from shardscope.planner.capacity import Place, find_shortages
-from shardscope.planner.repairs.changes import OFFLOADS
+from shardscope.planner.memory_needs import MemoryNeed, find_shortages
+from shardscope.planner.repairs.single_changes import OFFLOADS
 from shardscope.prediction.support import list_supported
 
 if TYPE_CHECKING:
@@ -41,12 +41,12 @@ LARGEST_MICRO_BATCH = 64
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Tried:
+class EvaluatedPlan:
     """A plan that can run, with its memory report and shortages."""
 
     plan: Plan
     report: MemoryReport
-    short: tuple[Place, ...]
+    short: tuple[MemoryNeed, ...]
     """Kinds of memory that are too small, the GPU first; empty if the plan fits."""
 
     @property
@@ -63,7 +63,7 @@ class Tried:
     def shortage(self) -> float:
         """Return the largest missing share of any kind of memory, relative to its size; 0 if the plan
         fits."""
-        return max((place.short_bytes / max(1, place.room_bytes or 0) for place in self.short), default=0.0)
+        return max((need.short_bytes / max(1, need.room_bytes or 0) for need in self.short), default=0.0)
 
     @cached_property
     def timed(self) -> StepReport | None:
@@ -82,11 +82,11 @@ class Tried:
 class Outcome(NamedTuple):
     """The trials of one layout."""
 
-    wanted: Tried | None
+    wanted: EvaluatedPlan | None
     """The plan with the requested recipe; None if it cannot run."""
-    best: Tried | None
+    best: EvaluatedPlan | None
     """The fastest plan that fits, as far as times are known; None if none fits."""
-    nearest: Tried | None
+    nearest: EvaluatedPlan | None
     """The plan with the smallest shortage, if none fits."""
     refusal: str | None
     """Why no plan could be created or predicted."""
@@ -97,23 +97,23 @@ class Outcome(NamedTuple):
         return self.best is not None and self.best is not self.wanted
 
 
-class Bench:
+class PlanEvaluator:
     """Trials of layouts for one model, one cluster and one recipe."""
 
     def __init__(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> None:
         self.architecture, self.cluster, self.recipe = architecture, cluster, recipe
         self._outcomes: dict[Layout, Outcome] = {}
-        self._with_room: dict[tuple[Layout, Recipe], Tried] = {}
-        self.fitting: dict[tuple[Layout, Recipe], Tried] = {}
+        self._with_room: dict[tuple[Layout, Recipe], EvaluatedPlan] = {}
+        self.fitting: dict[tuple[Layout, Recipe], EvaluatedPlan] = {}
         """All plans so far that fit."""
 
-    def try_plan(self, layout: Layout, recipe: Recipe) -> Tried | str:
+    def evaluate_plan(self, layout: Layout, recipe: Recipe) -> EvaluatedPlan | str:
         """Return the plan of a layout, or the error message if it is invalid."""
         try:
             with without_fix_search():
                 plan = Plan(self.architecture, self.cluster, recipe, layout)
                 report = plan.memory()
-                trial = Tried(plan=plan, report=report, short=tuple(find_shortages(plan, report)))
+                trial = EvaluatedPlan(plan=plan, report=report, short=tuple(find_shortages(plan, report)))
         except ValueError as refusal:
             return str(refusal)
         if trial.fits:
@@ -123,11 +123,12 @@ class Bench:
     def trains_the_same(self, recipe: Recipe) -> bool:
         """Return whether ``recipe`` differs from the requested one only in fields that keep the loss
         curve."""
+        # These fields change memory and time but not the gradients of a step, except for rounding.
         eased = ("micro_batch_size", "recompute", "recompute_interval", "loss")
         values = {name: getattr(recipe, name) for name in eased}
         return replace(self.recipe, **values) == recipe
 
-    def try_layout(self, layout: Layout) -> Outcome:
+    def evaluate_layout(self, layout: Layout) -> Outcome:
         """Return the outcome of a layout with the requested recipe, otherwise with changes that save
         memory."""
         if layout not in self._outcomes:
@@ -135,22 +136,25 @@ class Bench:
         return self._outcomes[layout]
 
     def list_outcomes(self) -> list[Outcome]:
-        """Return the outcomes of all layouts tried so far."""
+        """Return the outcomes of all layouts evaluated so far."""
         return list(self._outcomes.values())
 
     def _compute_outcome(self, layout: Layout) -> Outcome:
-        wanted = self.try_plan(layout, self.recipe)
-        if isinstance(wanted, Tried) and wanted.fits and not wanted.report.is_tight:
+        # 1. The recipe as requested. If it fits easily, nothing else is tried.
+        wanted = self.evaluate_plan(layout, self.recipe)
+        if isinstance(wanted, EvaluatedPlan) and wanted.fits and not wanted.report.is_tight:
             return Outcome(wanted, wanted, None, None)
-        runs = [wanted] if isinstance(wanted, Tried) else []
+        # 2. Easier recipes, one list for each combination of recomputation and loss, from large to small
+        # micro-batches.
+        runs = [wanted] if isinstance(wanted, EvaluatedPlan) else []
         ladders = list(self._list_easier_recipes(layout))
-        if isinstance(wanted, Tried) and is_state_too_large(wanted):
-            # No change helps: only the one that saves most is tried, for the smallest shortage.
+        if isinstance(wanted, EvaluatedPlan) and is_state_too_large(wanted):
+            # No change helps: only the one that saves most is evaluated, for the smallest shortage.
             on_gpu = [ladder for ladder in ladders if ladder and ladder[0].recompute != "offload"]
             ladders = [ladder[-1:] for ladder in on_gpu[-1:]]
         for ladder in ladders:
             for recipe in ladder:
-                trial = self.try_plan(layout, recipe)
+                trial = self.evaluate_plan(layout, recipe)
                 if isinstance(trial, str):
                     continue
                 runs.append(trial)
@@ -158,18 +162,20 @@ class Bench:
                     break  # A smaller micro-batch fits as well, and is no faster.
             if has_offload(layout) and runs and runs[-1].fits and not runs[-1].report.is_tight:
                 break  # The host link decides the time, whatever else changes.
+        # 3. The fastest of all that fit; otherwise the one with the smallest shortage.
         refusal = wanted if isinstance(wanted, str) else None
-        as_wanted = wanted if isinstance(wanted, Tried) else None
+        as_wanted = wanted if isinstance(wanted, EvaluatedPlan) else None
         if not runs:
             return Outcome(None, None, None, refusal)
         best = _choose_fastest(runs)
-        nearest = None if best else min(runs, key=lambda tried: tried.shortage)
+        nearest = None if best else min(runs, key=lambda evaluated: evaluated.shortage)
         return Outcome(as_wanted, best, nearest, refusal)
 
     def _list_easier_recipes(self, layout: Layout) -> Iterator[list[Recipe]]:
         """Yield lists of recipes with smaller micro-batches: for each recomputation, the default and the
         chunked loss."""
         recipe = self.recipe
+        # Divisors keep the number of sequences of a step; gradients of more micro-batches are accumulated.
         sizes = list(reversed(list_divisors(recipe.micro_batch_size)))
         moves = self.cluster.host_memory_bytes is not None  # Do not rely on memory of unknown size.
         for again in _list_more_recomputation(recipe, layout, moves):
@@ -178,17 +184,17 @@ class Bench:
                 recipes = [replace(changed, micro_batch_size=size) for size in sizes]
                 yield [one for one in recipes if one != recipe]
 
-    def with_room(self, tried: Tried) -> Tried:
+    def with_room(self, evaluated: EvaluatedPlan) -> EvaluatedPlan:
         """Return the same layout with the remaining memory used: the fastest of larger micro-batches, with
-        other recomputation too, that is not tight; ``tried`` itself if the gain is negligible."""
-        key = (tried.plan.layout, tried.plan.recipe)
+        other recomputation too, that is not tight; ``evaluated`` itself if the gain is negligible."""
+        key = (evaluated.plan.layout, evaluated.plan.recipe)
         if key not in self._with_room:
-            self._with_room[key] = self._find_larger(tried)
+            self._with_room[key] = self._find_larger(evaluated)
         return self._with_room[key]
 
-    def _find_larger(self, tried: Tried) -> Tried:
-        recipe, layout = tried.plan.recipe, tried.plan.layout
-        fitting = [tried]
+    def _find_larger(self, evaluated: EvaluatedPlan) -> EvaluatedPlan:
+        recipe, layout = evaluated.plan.recipe, evaluated.plan.layout
+        fitting = [evaluated]
         for again in _list_other_recomputation(recipe, layout):
             other = (
                 recipe
@@ -197,14 +203,17 @@ class Bench:
             )
             for size in _powers_of_two(recipe.micro_batch_size, recipe.global_batch_size):
                 changed = replace(other, micro_batch_size=size)
+                # The same size pays only with less recomputation; more of it needs the larger micro-batch
+                # that it makes room for.
                 if size == recipe.micro_batch_size and not _is_less(again, recipe.recompute):
                     continue  # Unchanged, or more recomputation without a larger micro-batch.
-                larger = self.try_plan(layout, changed)
+                larger = self.evaluate_plan(layout, changed)
+                # Memory grows with the micro-batch, so larger ones do not fit either.
                 if isinstance(larger, str) or not larger.fits or larger.report.is_tight:
                     break
                 fitting.append(larger)
         best = find_fastest(fitting)
-        return best if best and is_faster(best, tried, WORTH_A_SETTING) else tried
+        return best if best and is_faster(best, evaluated, WORTH_A_SETTING) else evaluated
 
 
 def has_offload(layout: Layout) -> bool:
@@ -217,17 +226,18 @@ def lacks_bf16(plan: Plan) -> bool:
     return plan.recipe.precision.startswith("bf16") and plan.cluster.gpu.architecture in BEFORE_AMPERE
 
 
-def is_state_too_large(tried: Tried) -> bool:
+def is_state_too_large(evaluated: EvaluatedPlan) -> bool:
     """Return whether the state that stays on the GPU between steps does not fit, whatever the batch."""
-    return sum(tried.report.at("rest").values()) > tried.report.usable_bytes
+    return sum(evaluated.report.at("rest").values()) > evaluated.report.usable_bytes
 
 
-def compute_state_bytes(bench: Bench) -> int | None:
+def compute_state_bytes(evaluator: PlanEvaluator) -> int | None:
     """Return the bytes of weights, gradients and optimizer on a rank without sharding; None if there is no
     formula."""
-    cluster = replace(bench.cluster, gpus_per_node=1, num_nodes=1)
-    recipe = replace(bench.recipe, global_batch_size=bench.recipe.micro_batch_size)
-    alone = Bench(bench.architecture, cluster, recipe).try_plan(Layout.ddp(), recipe)
+    # DDP on one GPU shards nothing, so that its report has the whole training state.
+    cluster = replace(evaluator.cluster, gpus_per_node=1, num_nodes=1)
+    recipe = replace(evaluator.recipe, global_batch_size=evaluator.recipe.micro_batch_size)
+    alone = PlanEvaluator(evaluator.architecture, cluster, recipe).evaluate_plan(Layout.ddp(), recipe)
     if isinstance(alone, str):
         return None
     snapshots = [components for _, _, components in alone.report.timeline]
@@ -243,9 +253,10 @@ def _powers_of_two(size: int, global_batch_size: int) -> Iterator[int]:
         size *= 2
 
 
-def _choose_fastest(runs: list[Tried]) -> Tried | None:
+def _choose_fastest(runs: list[EvaluatedPlan]) -> EvaluatedPlan | None:
     """Return the fastest run; one that offloads activations only if it is clearly faster, or the others are
     tight."""
+    # Offloaded activations need host memory and a fast host link, so they need a clear gain.
     moved = find_fastest(run for run in runs if run.moves_activations)
     resident = find_fastest(run for run in runs if not run.moves_activations)
     if moved is None or resident is None:
@@ -288,15 +299,16 @@ def _list_losses(recipe: Recipe, layout: Layout) -> Iterator[Loss | None]:
         yield "chunked"
 
 
-def find_fastest(runs: Iterable[Tried]) -> Tried | None:
+def find_fastest(runs: Iterable[EvaluatedPlan]) -> EvaluatedPlan | None:
     """Return the fastest run that fits; a plan that is not tight comes first unless it is much slower.
 
     If times are not known, the first one; None if none fits.
     """
-    fitting = [tried for tried in runs if tried.fits]
+    fitting = [evaluated for evaluated in runs if evaluated.fits]
     if not fitting:
         return None
-    easy = [tried for tried in fitting if not tried.report.is_tight]
+    # A tight plan may run out of memory, so it must be faster by more than recomputation could cost (SAFE).
+    easy = [evaluated for evaluated in fitting if not evaluated.report.is_tight]
     first = min(fitting, key=_known_seconds)
     if not easy:
         return first
@@ -304,13 +316,13 @@ def find_fastest(runs: Iterable[Tried]) -> Tried | None:
     return first if is_faster(first, first_easy, SAFE) else first_easy
 
 
-def _known_seconds(tried: Tried) -> float:
-    return float("inf") if tried.seconds is None else tried.seconds
+def _known_seconds(evaluated: EvaluatedPlan) -> float:
+    return float("inf") if evaluated.seconds is None else evaluated.seconds
 
 
-def is_faster(tried: Tried, other: Tried, times: float = PAYS) -> bool:
-    """Return whether ``tried`` is predicted to be over ``times`` times faster; False if a time is not
+def is_faster(evaluated: EvaluatedPlan, other: EvaluatedPlan, times: float = PAYS) -> bool:
+    """Return whether ``evaluated`` is predicted to be over ``times`` times faster; False if a time is not
     known."""
-    if tried.seconds is None or other.seconds is None:
+    if evaluated.seconds is None or other.seconds is None:
         return False
-    return tried.seconds * times < other.seconds
+    return evaluated.seconds * times < other.seconds

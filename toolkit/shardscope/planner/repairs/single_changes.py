@@ -7,12 +7,13 @@ skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.layout import list_divisors
+from shardscope.core.serialization import replace_fields
 from shardscope.prediction.support import list_supported
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 class Change(NamedTuple):
     """One change of a plan."""
 
-    words: str
+    text: str
     plan: Plan
 
 
@@ -38,7 +39,7 @@ OFFLOADS = {
 Ladder = list[Change]
 """Changes of one kind, the smallest first: the first one that fits is sufficient."""
 
-RECIPE_WORDS: dict[tuple[str, object], str] = {
+RECIPE_TEXTS: dict[tuple[str, object], str] = {
     ("recompute", "selective"): "Recompute selectively",
     ("recompute", "full"): "Recompute whole layers",
     ("recompute", "offload"): "Offload activations to the host",
@@ -66,7 +67,7 @@ SAME_ALGORITHM = {
 
 LESS_PRECISE = {"fp32": ("bf16-mixed", "bf16"), "bf16-mixed": ("bf16",)}
 
-DEGREE_WORDS = {
+DEGREE_TEXTS = {
     "tp": "Tensor parallel",
     "pp": "Pipeline stages",
     "cp": "Context parallel",
@@ -76,7 +77,7 @@ DEGREE_WORDS = {
     "replicate": "Shard over more ranks",
 }
 
-LAYOUT_WORDS: dict[tuple[str, object], str] = {
+LAYOUT_TEXTS: dict[tuple[str, object], str] = {
     ("reshard_after_forward", True): "Reshard after forward",
     ("pipeline_schedule", "1F1B"): "Go backward as soon as a micro-batch can (1F1B), not after all forwards",
     ("offload", "cpu"): "Offload training state to the host",
@@ -95,29 +96,31 @@ LAYOUT_WORDS: dict[tuple[str, object], str] = {
 
 def list_ladders(plan: Plan) -> Iterator[Ladder]:
     """Yield the ladders of all kinds of changes."""
-    yield from _recipe_ladders(plan)
-    yield _micro_batches(plan)
-    yield from _layout_ladders(plan)
-    yield from _sharding_ladders(plan)
+    yield from _list_recipe_ladders(plan)
+    yield _build_micro_batch_ladder(plan)
+    yield from _list_layout_ladders(plan)
+    yield from _list_sharding_ladders(plan)
 
 
-def _recipe_ladders(plan: Plan) -> Iterator[Ladder]:
+def _list_recipe_ladders(plan: Plan) -> Iterator[Ladder]:
     recipe, layout = plan.recipe, plan.layout
-    for (field, value), text in RECIPE_WORDS.items():
+    for (field, value), text in RECIPE_TEXTS.items():
         current = getattr(recipe, field)
+        # Skip values that would not save memory or that the framework does not support.
         if (
             value == current
             or value not in list_supported(layout, field)
             or not _saves_memory(recipe, field, value)
         ):
             continue
-        yield _build_ladder([(text, partial(_with_recipe, plan, {field: value}))])
+        yield _build_ladder([(text, partial(_replace_recipe_fields, plan, {field: value}))])
+    # A smaller interval recomputes more layers, so it is a ladder of its own.
     if recipe.recompute != "none" and recipe.recompute_interval > 1:
         lower = range(recipe.recompute_interval - 1, 0, -1)
         yield _build_ladder(
             (
                 f"Recompute every {step} layers" if step > 1 else "Recompute every layer",
-                partial(_with_recipe, plan, {"recompute_interval": step}),
+                partial(_replace_recipe_fields, plan, {"recompute_interval": step}),
             )
             for step in lower
         )
@@ -126,61 +129,72 @@ def _recipe_ladders(plan: Plan) -> Iterator[Ladder]:
 def _saves_memory(recipe: Recipe, field: str, value: object) -> bool:
     """Return whether a value saves memory compared with the current one."""
     current = getattr(recipe, field)
+    # The dictionaries above list replacements that keep the algorithm, or narrow the number format.
     if field == "optimizer":
         return value in SAME_ALGORITHM.get(current, ())
     if field == "precision":
         return value in LESS_PRECISE.get(current, ())
     if field == "method":
         return (current, value) in (("full", "lora"), ("full", "qlora"), ("lora", "qlora"))
+    # "selective" saves more activations than "full", so it is no saving for a plan with full recomputation.
     if field == "recompute":
         return (current, value) != ("full", "selective")
     return True
 
 
-def _micro_batches(plan: Plan) -> Ladder:
+def _build_micro_batch_ladder(plan: Plan) -> Ladder:
     micro = plan.recipe.micro_batch_size
     smaller = [size for size in reversed(list_divisors(micro)) if size < micro]
     return _build_ladder(
-        (f"Micro-batch {size} instead of {micro}", partial(_with_recipe, plan, {"micro_batch_size": size}))
+        (
+            f"Micro-batch {size} instead of {micro}",
+            partial(_replace_recipe_fields, plan, {"micro_batch_size": size}),
+        )
         for size in smaller
     )
 
 
-def _layout_ladders(plan: Plan) -> Iterator[Ladder]:
+def _list_layout_ladders(plan: Plan) -> Iterator[Ladder]:
     """Yield a ladder for each layout field: degrees in steps, options one by one."""
     layout = plan.layout
     for field, values in type(layout).choices.items():
         current = getattr(layout, field)
-        if field in DEGREE_WORDS:
-            ladder = _degree_steps(plan, field, current, values)
+        # Degrees are numbers with an order: a ladder from the smallest step on. Options are alternatives: one
+        # ladder each.
+        if field in DEGREE_TEXTS:
+            ladder = _list_degree_steps(plan, field, current, values)
             yield _build_ladder(
-                (_degree_words(plan, field, value, current), partial(_with_layout, plan, {field: value}))
+                (
+                    _describe_degree(plan, field, value, current),
+                    partial(_replace_layout_fields, plan, {field: value}),
+                )
                 for value in ladder
             )
             continue
         for value in values or ():
-            text = LAYOUT_WORDS.get((field, value))
+            text = LAYOUT_TEXTS.get((field, value))
             if text and value != current:
-                yield _build_ladder([(text, partial(_with_layout, plan, {field: value}))])
+                yield _build_ladder([(text, partial(_replace_layout_fields, plan, {field: value}))])
 
 
-def _degree_steps(plan: Plan, field: str, current: int, values: tuple[Any, ...] | None) -> list[int]:
+def _list_degree_steps(plan: Plan, field: str, current: int, values: tuple[object, ...] | None) -> list[int]:
     """Return the values in the direction that saves memory: fewer replicas, higher values of other
     degrees."""
-    choices = list(values) if values else list_divisors(plan.world_size)
+    choices = [value for value in values or list_divisors(plan.world_size) if isinstance(value, int)]
+    # Fewer replicas mean that each one is sharded over more ranks.
     if field == "replicate":
         return [value for value in reversed(choices) if value < current]
     return [value for value in choices if value > current]
 
 
-def _degree_words(plan: Plan, field: str, value: int, current: int) -> str:
+def _describe_degree(plan: Plan, field: str, value: int, current: int) -> str:
     if field != "replicate":
-        return f"{DEGREE_WORDS[field]} {value} instead of {current}"
+        return f"{DEGREE_TEXTS[field]} {value} instead of {current}"
     ranks = plan.degrees.shard * plan.degrees.cp
     return f"Shard over {ranks * current // value} ranks instead of {ranks}"
 
 
-def _sharding_ladders(plan: Plan) -> Iterator[Ladder]:
+def _list_sharding_ladders(plan: Plan) -> Iterator[Ladder]:
     """Yield other frameworks that shard or offload the training state, if every rank holds all of it.
 
     Each framework comes with its defaults first, then with its offloads, one after another.
@@ -188,6 +202,8 @@ def _sharding_ladders(plan: Plan) -> Iterator[Ladder]:
     from shardscope.frameworks.registry import frameworks
 
     degrees = plan.degrees
+    # Every rank of a plan without shards holds all training state: only then another framework is a single
+    # change.
     if degrees.shard > 1 or (degrees.data_parallel == 1 and plan.world_size > 1):
         return
     for framework in frameworks.values():
@@ -199,6 +215,8 @@ def _sharding_ladders(plan: Plan) -> Iterator[Ladder]:
         # Only frameworks with the same modules: another implementation of the model is not a fix.
         if other.default_kernels != plan.layout.default_kernels:
             continue
+        # Each step adds one offload to the previous ones: the optimizer first, because it is the largest
+        # state and is used once a step.
         title = other.description
         steps: list[tuple[str, Callable[[], Plan]]] = []
         moved: list[str] = []
@@ -211,16 +229,16 @@ def _sharding_ladders(plan: Plan) -> Iterator[Ladder]:
         yield _build_ladder(steps)
 
 
-def _with_recipe(plan: Plan, changed: dict[str, Any]) -> Plan:
-    return replace(plan, recipe=replace(plan.recipe, **changed))
+def _replace_recipe_fields(plan: Plan, changed: Mapping[str, object]) -> Plan:
+    return replace(plan, recipe=replace_fields(plan.recipe, changed))
 
 
-def _with_layout(plan: Plan, changed: dict[str, Any]) -> Plan:
+def _replace_layout_fields(plan: Plan, changed: Mapping[str, object]) -> Plan:
     """Return the plan with changed layout fields; the number of shards is derived again."""
     layout: Layout = plan.layout
     if "shard" in layout.__dataclass_fields__:
         changed = {"shard": None, **changed}
-    return replace(plan, layout=replace(layout, **changed))
+    return replace(plan, layout=replace_fields(layout, changed))
 
 
 def _build_ladder(steps: Iterable[tuple[str, Callable[[], Plan]]]) -> Ladder:

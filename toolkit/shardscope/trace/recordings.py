@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shardscope.trace.files import read_bytes, refuse_file, trace_files
+from shardscope.trace.files import list_trace_files, read_bytes, refuse_file
 
 _NO_ARGS = msgspec.Raw(b"")
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -80,7 +80,7 @@ class Recording:
 
 def read_recordings(source: object) -> list[Recording]:
     """Read all files of ``source``: a file, a folder of ranks or a Run. Raises ``ValueError``."""
-    return [read_recording(path) for path in trace_files(source)]
+    return [read_recording(path) for path in list_trace_files(source)]
 
 
 def read_recording(path: Path) -> Recording:

@@ -1,8 +1,8 @@
-"""Required memory of many plans: the computation of ``planner/capacity.py``, over arrays."""
+"""Required memory of many plans: the computation of ``planner/memory_needs.py``, over arrays."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
@@ -43,6 +43,7 @@ def compute_needs(
     making: NDArray[np.int64],
 ) -> Needs:
     """Return the needs of the plans of ``table``, from the bytes of the ranks of its stages."""
+    # 1. GPU memory: the worst stage of each plan.
     peak = table.most(table.rows.spread(stage_bytes.peak))
     if recipe.recompute == "offload" and _shares_nodes(table, cluster):
         # The number of micro-batches in flight depends on the stage, and a node has several stages.
@@ -63,6 +64,7 @@ def compute_needs(
         paged = table.most(table.rows.spread(stage_bytes.host_state))
         evicted = np.maximum(0, np.minimum(paged, peak + paged - cluster.usable_bytes_per_gpu))
         host = np.maximum(0, host - (paged - evicted)[table.owners])
+    # CPU ranks: what the reports call GPU memory is host memory too, if the plan needs any beside it.
     if cluster.gpu.memory_is_shared:
         uses = table.most(host) > 0
         host = host + (uses * peak)[table.owners]
@@ -83,6 +85,7 @@ def _sum_over_node(table: Table, cluster: Cluster, by_row: NDArray[np.int64]) ->
     """Return the bytes on the fullest node. Pipeline stages are the outermost degree, so that consecutive
     ranks share a node."""
     per_node = cluster.gpus_per_node
+    # Start with the case that all ranks of a node are of the largest stage; correct pipelines below.
     node_bytes: NDArray[np.int64] = table.most(by_row) * per_node
     if not node_bytes.any():
         return node_bytes
@@ -91,6 +94,7 @@ def _sum_over_node(table: Table, cluster: Cluster, by_row: NDArray[np.int64]) ->
         if per_stage % per_node == 0:
             continue
         plans = np.flatnonzero(table.pipeline_of == number)
+        # Sums over consecutive ranks are differences of the cumulative sum, for all nodes and plans at once.
         stages = by_row[table.stages_of(plans, shapes.kind_of)]
         sums = np.cumsum(np.repeat(stages, per_stage, axis=1), axis=1)
         firsts = np.arange(0, cluster.num_gpus, per_node)
@@ -113,12 +117,13 @@ def _compute_making_bytes(
     table: Table, cluster: Cluster, recipe: Recipe, layout: Layout
 ) -> NDArray[np.int64]:
     model = frameworks[layout.framework].building_model()
+    # Building depends only on the degrees that split the model, so evaluate distinct combinations once.
     names = [name for name in ("tp", "pp", "ep") if name in table.columns]
 
     def compute_host_bytes(*numbers: int) -> int:
         degrees = dict(zip(names, numbers, strict=False))
         spread = Degrees(data_parallel=1, **degrees)
-        plan: Any = ObjectBatch(
+        batch = ObjectBatch(
             Plan,
             None,
             architecture=table.architecture,
@@ -128,7 +133,7 @@ def _compute_making_bytes(
             degrees=spread,
             stage_layers=tuple(layout.stage_layers(table.architecture, spread)),
         )
-        return model.compute_host_memory(plan).num_bytes
+        return model.compute_host_memory(cast("Plan", batch)).num_bytes
 
     on_a_rank = (
         map_distinct(compute_host_bytes, *(table.number(name) for name in names))

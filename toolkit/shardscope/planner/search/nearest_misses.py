@@ -28,7 +28,7 @@ class Miss:
     lacks: Mapping[str, int]
     """Missing bytes: "GPU memory" of the worst rank, "host memory", "NVMe" and "host memory while the model
     is made" of the node that needs most."""
-    words: str
+    text: str
     """Description of the plan and of its missing memory."""
 
 
@@ -38,6 +38,8 @@ def find_nearest_misses(ranking: Ranking) -> tuple[Miss, ...]:
     rows = np.flatnonzero(~ranking.feasible)
     if not len(rows):
         return ()
+    # Rank by the missing share, not by bytes: 10 GiB of a node's memory is a smaller miss than 10 GiB of a
+    # GPU's.
     short, seconds, owners = (
         ranking.missing_share[rows],
         ranking.step_seconds[rows],
@@ -52,6 +54,7 @@ def find_nearest_misses(ranking: Ranking) -> tuple[Miss, ...]:
             positions = positions[short[positions] == short[positions].min()]
             firsts.append(int(positions[np.argmin(seconds[positions])]))
     firsts.sort(key=lambda position: float(short[position]))
+    # Partition instead of sorting: there may be half a million rows, of which five are reported.
     last = min(MISSES, len(rows)) - 1
     near = np.flatnonzero(short <= np.partition(short, last)[last])
     near = near[np.lexsort((seconds[near], short[near]))]
@@ -61,10 +64,11 @@ def find_nearest_misses(ranking: Ranking) -> tuple[Miss, ...]:
 
 def explain_no_plan(ranking: Ranking) -> str:
     """Return the error message if nothing fits: the nearest misses, and why frameworks have no plan."""
+    # Several frameworks often refuse a recipe for the same reason: print it once.
     refused: dict[str, list[str]] = {}
     for name, why in ranking.refused.items():
         refused.setdefault(why, []).append(name)
-    reasons = [miss.words for miss in ranking.misses]
+    reasons = [miss.text for miss in ranking.misses]
     reasons += [f"{', '.join(names)}: {why}" for why, names in refused.items()]
     other = f" {describe_other_recipe(ranking.instead)}" if ranking.instead is not None else ""
     return (
@@ -82,7 +86,7 @@ def describe_other_recipe(instead: Ranking) -> str:
     if recipe.loss == "chunked":
         changed = "the loss in chunks (Recipe.loss='chunked'), which learns the same"
     if not instead.num_feasible:
-        misses = "; ".join(miss.words for miss in instead.misses)
+        misses = "; ".join(miss.text for miss in instead.misses)
         return f"With {changed}, nothing fits either: {misses or 'no framework here has it'}."
     row = int(instead.order[0])
     rate = instead.tokens_per_second_per_gpu[row]
@@ -93,7 +97,7 @@ def _build_miss(ranking: Ranking, row: int) -> Miss:
     lacks = {name: int(short[row]) for name, short in ranking.lacks.items() if short[row] > 0}
     missing = " and ".join(f"{format_gib(short)} GiB of {name}" for name, short in lacks.items())
     text = f"{_describe_plan(ranking, row)}: lacks {missing}"
-    return Miss(index=int(row), framework=str(ranking.framework[row]), lacks=lacks, words=text)
+    return Miss(index=int(row), framework=str(ranking.framework[row]), lacks=lacks, text=text)
 
 
 def _describe_plan(ranking: Ranking, row: int) -> str:

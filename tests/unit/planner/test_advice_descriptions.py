@@ -10,19 +10,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardscope as ss
-from shardscope.planner.advice import words
+from shardscope.planner.advice import descriptions
 from shardscope.planner.advice.layout_ladder import (
     build_fully_sharded,
     build_sharded_optimizer,
     choose_outcome,
     try_megatron,
 )
-from shardscope.planner.advice.trials import PAYS, SAFE, Bench, Tried, find_fastest, has_offload, is_faster
+from shardscope.planner.advice.plan_evaluator import (
+    PAYS,
+    SAFE,
+    EvaluatedPlan,
+    PlanEvaluator,
+    find_fastest,
+    has_offload,
+    is_faster,
+)
 
 PLAN = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2())
 
 
-def run(seconds: float | None, *, fits: bool = True, tight: bool = False, recompute: Any = "none") -> Tried:
+def run(
+    seconds: float | None, *, fits: bool = True, tight: bool = False, recompute: Any = "none"
+) -> EvaluatedPlan:
     """A plan of which only its time and its fit matter."""
     recipe = SimpleNamespace(recompute=recompute)
     made: Any = SimpleNamespace(
@@ -32,13 +42,13 @@ def run(seconds: float | None, *, fits: bool = True, tight: bool = False, recomp
         moves_activations=recompute == "offload",
         plan=SimpleNamespace(recipe=recipe),
     )
-    found: Tried = made
+    found: EvaluatedPlan = made
     return found
 
 
 @given(st.floats(1e-3, 1e6), st.floats(1e-3, 1e6))
 def test_comparisons_are_the_same_from_both_sides(seconds: float, others: float) -> None:
-    one, other = words.compare_seconds(seconds, others), words.compare_seconds(others, seconds)
+    one, other = descriptions.compare_seconds(seconds, others), descriptions.compare_seconds(others, seconds)
     assert one.replace("faster", "slower") == other.replace("faster", "slower")
     if one != "no faster":
         assert ("faster" in one) == (seconds < others)
@@ -56,7 +66,7 @@ def test_comparisons_are_the_same_from_both_sides(seconds: float, others: float)
     ],
 )
 def test_shares(seconds: float, others: float, told: str) -> None:
-    assert words.compare_seconds(seconds, others) == told
+    assert descriptions.compare_seconds(seconds, others) == told
 
 
 @pytest.mark.parametrize(
@@ -71,7 +81,7 @@ def test_shares(seconds: float, others: float, told: str) -> None:
     ],
 )
 def test_durations(days: float, told: str) -> None:
-    assert words.format_duration(days) == told
+    assert descriptions.format_duration(days) == told
 
 
 @pytest.mark.parametrize(
@@ -85,7 +95,7 @@ def test_durations(days: float, told: str) -> None:
     ],
 )
 def test_numbers_of_parameters(number: float, told: str) -> None:
-    assert words.format_count(number) == told
+    assert descriptions.format_count(number) == told
 
 
 def test_a_plan_is_named_by_what_sets_it_apart() -> None:
@@ -93,15 +103,15 @@ def test_a_plan_is_named_by_what_sets_it_apart() -> None:
     changed = ss.Recipe(micro_batch_size=2, recompute="full", loss="chunked")
     layout = ss.Layout.fsdp2(tp=2, reshard_after_forward=False)
     plan = ss.Plan(PLAN.architecture, PLAN.cluster, ss.Recipe(micro_batch_size=2, recompute="full"), layout)
-    assert words.name_plan(PLAN, PLAN.recipe) == "FSDP2"
-    told = words.name_plan(plan, wanted)
+    assert descriptions.name_plan(PLAN, PLAN.recipe) == "FSDP2"
+    told = descriptions.name_plan(plan, wanted)
     assert all(fact in told for fact in ("FSDP2", "tp 2", "weights kept", "micro-batch 2", "full recomp"))
-    tried = Bench(PLAN.architecture, PLAN.cluster, wanted).try_plan(ss.Layout.fsdp2(), changed)
-    assert isinstance(tried, Tried)
-    eased = words.describe_recipe_changes(tried, wanted)
+    tried = PlanEvaluator(PLAN.architecture, PLAN.cluster, wanted).evaluate_plan(ss.Layout.fsdp2(), changed)
+    assert isinstance(tried, EvaluatedPlan)
+    eased = descriptions.describe_recipe_changes(tried, wanted)
     assert all(fact in eased for fact in ("micro-batch 2 instead of 4", "full recomputation", "chunks"))
     split = ss.Plan(PLAN.architecture, PLAN.cluster, ss.Recipe(), ss.Layout.megatron(tp=2, pp=2, vpp=4))
-    assert words.name_plan(split, split.recipe) == "Megatron-core (tp 2, pp 2, vpp 4)"
+    assert descriptions.name_plan(split, split.recipe) == "Megatron-core (tp 2, pp 2, vpp 4)"
 
 
 # ------------------------------------------------------------------------------------- what is chosen
@@ -138,34 +148,34 @@ def test_it_pays_from_ten_percent_on(seconds: float) -> None:
 
 def test_easing_goes_from_the_wanted_micro_batch_down() -> None:
     recipe = ss.Recipe(seq_len=8192, micro_batch_size=4)
-    bench = Bench(ss.models["llama-3.2-1b"], ss.Cluster.parse("8xa100-sxm-80gb"), recipe)
-    outcome = bench.try_layout(ss.Layout.fsdp2())
+    evaluator = PlanEvaluator(ss.models["llama-3.2-1b"], ss.Cluster.parse("8xa100-sxm-80gb"), recipe)
+    outcome = evaluator.evaluate_layout(ss.Layout.fsdp2())
     assert outcome.best is not None
     assert outcome.best.fits
     assert outcome.is_eased
     assert 4 % outcome.best.plan.recipe.micro_batch_size == 0
-    assert bench.try_layout(ss.Layout.fsdp2()) is outcome, "each layout is tried once"
+    assert evaluator.evaluate_layout(ss.Layout.fsdp2()) is outcome, "each layout is tried once"
 
 
 def test_room_is_used_by_what_is_faster_and_not_tight() -> None:
-    bench = Bench(
+    evaluator = PlanEvaluator(
         ss.models["gpt2"], ss.Cluster.parse("h100-sxm-80gb"), ss.Recipe(seq_len=1024, recompute="full")
     )
-    tried = bench.try_plan(ss.Layout.ddp(), bench.recipe)
-    assert isinstance(tried, Tried)
-    larger = bench.with_room(tried)
+    tried = evaluator.evaluate_plan(ss.Layout.ddp(), evaluator.recipe)
+    assert isinstance(tried, EvaluatedPlan)
+    larger = evaluator.with_room(tried)
     assert larger.plan.recipe.recompute != "full", "there is room for activations"
     assert not larger.report.is_tight
     assert is_faster(larger, tried, 1.0)
-    assert bench.with_room(larger) is larger
+    assert evaluator.with_room(larger) is larger
 
 
 def test_another_framework_is_tried_only_where_it_could_decide() -> None:
-    bench = Bench(PLAN.architecture, PLAN.cluster, PLAN.recipe)
-    assert choose_outcome(bench, build_sharded_optimizer(PLAN.cluster), ()).best is not None
-    assert {o.wanted.plan.layout.framework for o in bench.list_outcomes() if o.wanted} == {"fsdp2"}
-    choose_outcome(bench, build_fully_sharded(PLAN.cluster), ("deepspeed",))
-    assert {o.wanted.plan.layout.framework for o in bench.list_outcomes() if o.wanted} == {
+    evaluator = PlanEvaluator(PLAN.architecture, PLAN.cluster, PLAN.recipe)
+    assert choose_outcome(evaluator, build_sharded_optimizer(PLAN.cluster), ()).best is not None
+    assert {o.wanted.plan.layout.framework for o in evaluator.list_outcomes() if o.wanted} == {"fsdp2"}
+    choose_outcome(evaluator, build_fully_sharded(PLAN.cluster), ("deepspeed",))
+    assert {o.wanted.plan.layout.framework for o in evaluator.list_outcomes() if o.wanted} == {
         "fsdp2",
         "deepspeed",
     }
@@ -173,8 +183,8 @@ def test_another_framework_is_tried_only_where_it_could_decide() -> None:
 
 def test_megatron_splits_inside_nodes_with_the_fewest_stages() -> None:
     cluster = ss.Cluster.parse("8x8xh100-sxm-80gb")
-    bench = Bench(ss.models["llama-3.1-70b"], cluster, ss.Recipe(global_batch_size=256))
-    best = try_megatron(bench).best
+    evaluator = PlanEvaluator(ss.models["llama-3.1-70b"], cluster, ss.Recipe(global_batch_size=256))
+    best = try_megatron(evaluator).best
     assert best is not None
     assert best.fits
     degrees = best.plan.degrees

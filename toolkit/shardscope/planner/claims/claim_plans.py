@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from shardscope.catalog import models
 from shardscope.core.cluster import Cluster
 from shardscope.core.layout import Layout
 from shardscope.core.plan import Plan
 from shardscope.core.recipe import Recipe
+from shardscope.core.serialization import replace_fields
 
 GB = 1e9
 """Bytes of a GB in claims such as "840 GB"."""
@@ -18,12 +18,12 @@ NVME_BYTES_PER_SECOND = 25e9
 """NVMe of a DGX-2, the machine of the paper on NVMe offload (Rajbhandari et al. 2021, figure 2b)."""
 
 
-def plan_of(model: str, cluster: str, layout: Layout, **recipe: Any) -> Plan:
+def build_plan(model: str, cluster: str, layout: Layout, **recipe: object) -> Plan:
     """Return a plan from catalogue names."""
-    return Plan(models[model], Cluster.parse(cluster), Recipe(**recipe), layout)
+    return Plan(models[model], Cluster.parse(cluster), replace_fields(Recipe(), recipe), layout)
 
 
-def with_nvme(plan: Plan) -> Plan:
+def add_nvme(plan: Plan) -> Plan:
     """Return the plan with a DGX-2's NVMe in each node: its datasheet has more NVMe figures than others."""
     cluster = replace(
         plan.cluster, nvme_bytes=NVME_BYTES, nvme_bandwidth_bytes_per_second=NVME_BYTES_PER_SECOND
@@ -31,7 +31,7 @@ def with_nvme(plan: Plan) -> Plan:
     return replace(plan, cluster=cluster)
 
 
-def training_state(plan: Plan) -> dict[str, float]:
+def compute_training_state_gb(plan: Plan) -> dict[str, float]:
     """Return GB of parameters, gradients and optimizer on one rank, each at its maximum from forward to
     backward: temporary copies for building the model or the update are not training state."""
     names = ("parameters", "gradients", "optimizer")

@@ -1,0 +1,199 @@
+"""Plans from a search besides the recommended one: one that replaces it, and two that are better in one
+respect."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardscope.core.number_format import format_gib
+from shardscope.frameworks.registry import is_trained, why_not_trained
+from shardscope.memory.overheads.libraries import TIGHT_PERCENT
+from shardscope.planner.advice import descriptions
+from shardscope.planner.advice.plan_evaluator import (
+    PAYS,
+    SAFE,
+    WORTH_A_SETTING,
+    EvaluatedPlan,
+    PlanEvaluator,
+    is_faster,
+)
+from shardscope.planner.advice.simplicity import compute_simplicity, compute_simplicity_of_rows, is_dominating
+from shardscope.planner.search.search import search
+from shardscope.timing.report import format_seconds
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from shardscope.core.plan import Plan
+    from shardscope.planner.search.ranking import Ranking
+
+MAX_ALTERNATIVES = 2
+NEAR = 1.05
+"""Largest ratio of step times that a prediction cannot distinguish: the simplest of such plans is offered."""
+MAX_CHECKED = 400
+"""Number of the search's fastest plans that are checked for whether they can be launched here."""
+
+
+def search_all_layouts(evaluator: PlanEvaluator) -> Ranking | None:
+    """Return the search's ranking for the same question; None if a required figure is not known.
+
+    If none of its plans fits, return the ranking with the chunked loss, which has the same loss curve.
+    """
+    try:
+        ranking = search(evaluator.architecture, evaluator.cluster, evaluator.recipe)
+    except ValueError:
+        return None
+    # Ranking.instead may also have another global batch, which is another training: that one is no answer
+    # here.
+    other = ranking.instead
+    if ranking.num_feasible or other is None or not evaluator.trains_the_same(other.recipe):
+        return ranking
+    return other
+
+
+def find_better(
+    evaluator: PlanEvaluator, ranking: Ranking, advised: EvaluatedPlan, familiar: Collection[str]
+) -> EvaluatedPlan | None:
+    """Return a plan of the search that is as simple as ``advised``, leaner and faster, one of the two
+    clearly.
+
+    None if there is none that can be launched here.
+    """
+    if advised.seconds is None:
+        return None
+    rows = _list_rows_with_room(ranking, advised)
+    seconds, peak = ranking.step_seconds[rows], ranking.peak_bytes[rows]
+    limit = compute_simplicity(advised.plan, evaluator.recipe, familiar)
+    effort, settings = compute_simplicity_of_rows(ranking, rows, evaluator.recipe, familiar)
+    # Better in both, and clearly in at least one: differences in both that are within the error are no reason
+    # to advise another plan.
+    better = (seconds < advised.seconds) & (peak < advised.report.peak_bytes)
+    counts = (seconds * WORTH_A_SETTING < advised.seconds) | (peak * PAYS < advised.report.peak_bytes)
+    simple = (effort <= limit.effort) & (settings <= limit.settings)
+    return _find_first_launched(evaluator, ranking, rows[better & counts & simple])
+
+
+def find_alternatives(
+    evaluator: PlanEvaluator, ranking: Ranking, advised: EvaluatedPlan, familiar: Collection[str]
+) -> list[tuple[Plan, str]]:
+    """Return a plan that is faster by more than the prediction error, and a leaner one that costs little
+    time."""
+    if advised.seconds is None:
+        return []
+    offered = [
+        _find_faster(evaluator, ranking, advised, familiar),
+        _find_leaner(evaluator, ranking, advised, familiar),
+    ]
+    # Next to a tight plan the leaner one matters more than the faster one.
+    if advised.report.is_tight:
+        offered.reverse()
+    better = [one for one in offered if one and not is_dominating(one, advised, evaluator.recipe, familiar)]
+    better = [one for one in better if one.plan != advised.plan]
+    return [(one.plan, describe_alternative(one, advised, evaluator)) for one in better]
+
+
+def describe_alternative(evaluated: EvaluatedPlan, advised: EvaluatedPlan, evaluator: PlanEvaluator) -> str:
+    """Return one sentence with the gain and cost of a plan compared with the recommended one."""
+    sentence = describe_gain(descriptions.name_plan(evaluated.plan, evaluator.recipe), evaluated, advised)
+    refusal = why_not_trained(evaluated.plan)
+    if refusal is not None and is_trained(advised.plan):
+        sentence += f" Cannot be launched here: {refusal}"
+    return f"{sentence} {descriptions.describe_unknown_memory(evaluated)}".strip()
+
+
+def describe_gain(name: str, evaluated: EvaluatedPlan, advised: EvaluatedPlan) -> str:
+    """Return the text of a comparison:
+    ``FSDP2: 7 % faster, 12.2 GiB less on each GPU (3.86 s a step, 41.8 GiB).``"""
+    gain = descriptions.compare_speed(evaluated, advised)
+    if is_faster(evaluated, advised):
+        gain += " (larger than our usual prediction error)"
+    more = evaluated.report.peak_bytes - advised.report.peak_bytes
+    unit = descriptions.name_device(evaluated.plan.cluster)
+    memory = (
+        f"{format_gib(abs(more))} GiB {'more' if more > 0 else 'less'} on each {unit}"
+        if more
+        else "as much memory"
+    )
+    pace = f"{format_seconds(evaluated.seconds or 0.0)} a step, {format_gib(evaluated.report.peak_bytes)} GiB"
+    return f"{name}: {gain}, {memory} ({pace})."
+
+
+def _find_faster(
+    evaluator: PlanEvaluator, ranking: Ranking, advised: EvaluatedPlan, familiar: Collection[str]
+) -> EvaluatedPlan | None:
+    rows = _list_rows_with_room(ranking, advised)
+    # Only a gain beyond the prediction error is worth the user's attention.
+    rows = rows[ranking.step_seconds[rows] * PAYS < (advised.seconds or 0.0)]
+    if not len(rows):
+        return None
+    launched = _find_first_launched(evaluator, ranking, rows)
+    if launched is not None and launched.seconds is not None:
+        # Predictions cannot distinguish the plans near the fastest: offer the simplest of them.
+        near = rows[ranking.step_seconds[rows] <= NEAR * launched.seconds]
+        return _find_first_launched(
+            evaluator, ranking, _sort_by_simplicity(evaluator, ranking, near, familiar), keep_order=True
+        )
+    return _try_row(evaluator, ranking, rows[np.argmin(ranking.step_seconds[rows])])
+
+
+def _find_leaner(
+    evaluator: PlanEvaluator, ranking: Ranking, advised: EvaluatedPlan, familiar: Collection[str]
+) -> EvaluatedPlan | None:
+    """Return the leanest of the plans near the fastest that need clearly less memory and at most one more
+    setting."""
+    rows = _list_rows_with_room(ranking, advised)
+    limit = compute_simplicity(advised.plan, evaluator.recipe, familiar)
+    effort, settings = compute_simplicity_of_rows(ranking, rows, evaluator.recipe, familiar)
+    rows = rows[
+        (ranking.peak_bytes[rows] * PAYS < advised.report.peak_bytes)
+        & (ranking.step_seconds[rows] < SAFE * (advised.seconds or 0.0))
+        & (effort <= limit.effort)
+        & (settings <= limit.settings + 1)
+    ]
+    first = _find_first_launched(evaluator, ranking, rows)
+    if first is None or first.seconds is None:
+        return None
+    near = rows[ranking.step_seconds[rows] <= NEAR * first.seconds]
+    by_memory = near[np.argsort(ranking.peak_bytes[near], kind="stable")]
+    return _find_first_launched(evaluator, ranking, by_memory, keep_order=True)
+
+
+def _list_rows_with_room(ranking: Ranking, advised: EvaluatedPlan) -> NDArray[np.int64]:
+    """Return the rows that fit into memory of known size; no tight ones, unless the recommended plan is
+    tight."""
+    # Never recommend a plan on the assumption that a node has memory of which nobody gave the size.
+    wanted = ranking.feasible & ranking.is_room_known
+    if not advised.report.is_tight:
+        usable = ranking.cluster.usable_bytes_per_gpu
+        wanted = wanted & (100 * ranking.peak_bytes <= TIGHT_PERCENT * usable)
+    return np.flatnonzero(wanted)
+
+
+def _sort_by_simplicity(
+    evaluator: PlanEvaluator, ranking: Ranking, rows: NDArray[np.int64], familiar: Collection[str]
+) -> NDArray[np.int64]:
+    effort, settings = compute_simplicity_of_rows(ranking, rows, evaluator.recipe, familiar)
+    return rows[np.lexsort((ranking.step_seconds[rows], settings, effort))]
+
+
+def _find_first_launched(
+    evaluator: PlanEvaluator, ranking: Ranking, rows: NDArray[np.int64], *, keep_order: bool = False
+) -> EvaluatedPlan | None:
+    """Return the first of ``rows`` that can be launched here, by speed unless ``keep_order``; None if none
+    can."""
+    if not keep_order:
+        rows = rows[np.argsort(ranking.step_seconds[rows], kind="stable")]
+    # Whether a plan can be launched is asked plan by plan, in Python, so the number of questions is bounded.
+    for row in rows[:MAX_CHECKED]:
+        if is_trained(ranking.plan(int(row))):
+            return _try_row(evaluator, ranking, row)
+    return None
+
+
+def _try_row(evaluator: PlanEvaluator, ranking: Ranking, row: np.int64) -> EvaluatedPlan | None:
+    plan = ranking.plan(int(row))
+    trial = evaluator.evaluate_plan(plan.layout, plan.recipe)
+    return trial if isinstance(trial, EvaluatedPlan) and trial.fits else None

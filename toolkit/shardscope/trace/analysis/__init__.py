@@ -1,1 +1,0 @@
-"""Summaries of a trace, computed from its columns."""
