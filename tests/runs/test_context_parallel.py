@@ -73,8 +73,8 @@ def test_sequences_in_parts_train_as_whole_ones_do(name: str, four: Any, expecte
 def test_each_says_what_it_is(four: Any) -> None:
     record = four[3]["shard2 x cp2, recomputed"]["engine"]
     assert record["sentence"] == (
-        "FSDP2: all 39 parameter tensors are DTensors, sharded over 4 ranks (gloo, cpu); each sequence in "
-        "parts on 2 ranks, attention in torch's ring, fp32 compute"
+        "FSDP2: all 39 parameter tensors are DTensors, sharded over 4 ranks (gloo, cpu); each sequence "
+        "sharded over 2 ranks, with torch's ring attention, fp32 compute"
     )
     assert (record["cp"], record["cp_ranks"], record["mesh_shape"]) == (2, [2, 3], [4])
     assert 0 < record["ring_attention_off_by"] < 1e-5
@@ -101,9 +101,9 @@ def compare(family: str, mesh: Any) -> dict[str, float]:
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     ring = Ring(mesh, torch.device("cpu"), repeats_keys=False)
-    ring.take_over(model)
+    ring.replace_attention(model)
     following = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
-    with ring.split(32) as here:
+    with ring.shard_positions(32) as here:
         loss = model(
             input_ids=ids[:, here],
             position_ids=here[None],
@@ -176,12 +176,12 @@ def broken(ctx: StandInContext, kind: str) -> str:
         finally:
             _attention._templated_ring_attention = kept
     if kind == "attention is not asked":
-        taken = ring.Ring.take_over
-        ring.Ring.take_over = attend_at_home  # type: ignore[method-assign]
+        taken = ring.Ring.replace_attention
+        ring.Ring.replace_attention = attend_at_home  # type: ignore[method-assign]
         try:
             return refused(ctx, plan)
         finally:
-            ring.Ring.take_over = taken  # type: ignore[method-assign]
+            ring.Ring.replace_attention = taken  # type: ignore[method-assign]
 
     def eager() -> Any:
         return build_model(plan.architecture, attention="eager")
@@ -191,8 +191,8 @@ def broken(ctx: StandInContext, kind: str) -> str:
 
 BROKEN = {
     "not the plan's group": "the plan splits sequences over cp=2 ranks, and rank ",
-    "keys stay at home": "% off what it is over the whole sequence",
-    "attention is not asked": "of 16 attentions of the first step 0 went through the ring",
+    "keys stay at home": "% from attention over the whole sequence",
+    "attention is not asked": "0 of 16 attention calls of the first step went through the ring",
     "eager": "allowed with cp > 1: a causal language model of transformers with attn_implementation='sdpa'",
 }
 
@@ -328,7 +328,7 @@ def test_a_ring_that_is_none_ends_the_run(kind: str, two: Any) -> None:
 
 @thorough()
 def test_batches_that_cannot_be_split_are_refused(two: Any) -> None:
-    assert "allowed with cp > 1: input_ids and labels, for a ring takes no mask" in two[0]["masked"]
+    assert "allowed with cp > 1: input_ids and labels: ring attention supports no mask" in two[0]["masked"]
     assert "allowed with cp > 1: rows of the plan's seq_len=32 tokens" in two[0]["short"]
 
 

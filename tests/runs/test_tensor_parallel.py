@@ -52,7 +52,7 @@ def compare(family: str) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import loss_parallel
 
-    from shardscope.frameworks.fsdp2.engine.tensor_parallel import parallelize
+    from shardscope.frameworks.fsdp2.engine.tensor_parallel import apply_tensor_parallel
     from shardscope.training.model.model import build_model
 
     sizes: dict[str, Any] = {
@@ -75,7 +75,7 @@ def compare(family: str) -> dict[str, Any]:
     whole.backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
-    parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    apply_tensor_parallel(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     cut = sum(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in model.parameters())
     with loss_parallel():
         loss = model(input_ids=ids, labels=ids).loss

@@ -26,26 +26,30 @@ import time
 import zlib
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from torch.utils.checkpoint import checkpoint as recompute
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 HERE = Path(__file__).parent
-MAX_GRAD_NORM = 1.0
 MIXED = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 """Types of matmuls in mixed precision; otherwise they have the type of the parameters."""
 
 
-def read_json(name: str) -> dict[str, Any]:
-    """Read a JSON file in the folder of this script."""
-    values: dict[str, Any] = json.loads((HERE / name).read_text(encoding="utf-8"))
-    return values
+def read_plan() -> SimpleNamespace:
+    """Read ``plan.json``; its keys are attributes, ``plan.recipe.seq_len``."""
+    text = (HERE / "plan.json").read_text(encoding="utf-8")
+    plan: SimpleNamespace = json.loads(text, object_hook=lambda values: SimpleNamespace(**values))
+    return plan
 
 
 def read_options() -> argparse.Namespace:
@@ -61,16 +65,16 @@ def read_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def read_config(source: str | None) -> Any:
-    """Return the plan's transformers config, or that of the checkpoint ``source`` of the same sizes."""
-    values = read_json("config.json")
-    planned = AutoConfig.for_model(**values)
-    if source is None:
+def read_config(checkpoint: str | None) -> PretrainedConfig:
+    """Return the plan's transformers config, or that of ``checkpoint``, which must have the same sizes."""
+    values = json.loads((HERE / "config.json").read_text(encoding="utf-8"))
+    planned: PretrainedConfig = AutoConfig.for_model(**values)
+    if checkpoint is None:
         return planned
-    # These options are the plan's; a checkpoint keeps its own epsilons, activation and rotary base.
-    planned_options = ("drop", "router", "attn_implementation")
-    changes = {name: value for name, value in values.items() if any(part in name for part in planned_options)}
-    config = AutoConfig.from_pretrained(source, **changes)
+    # A checkpoint keeps its own epsilons, activation and rotary base; these are the plan's.
+    forced = ("drop", "router", "attn_implementation")
+    overrides = {name: value for name, value in values.items() if any(word in name for word in forced)}
+    config: PretrainedConfig = AutoConfig.from_pretrained(checkpoint, **overrides)
     sizes, planned_sizes = list_sizes(config), list_sizes(planned)
     for name in {**planned_sizes, **sizes}:
         if sizes.get(name) != planned_sizes.get(name):
@@ -79,7 +83,7 @@ def read_config(source: str | None) -> Any:
     return config
 
 
-def list_sizes(config: Any) -> dict[str, Any]:
+def list_sizes(config: PretrainedConfig) -> dict[str, object]:
     """Return the shapes of a config's parameters by name, and the number of experts per token."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -87,53 +91,52 @@ def list_sizes(config: Any) -> dict[str, Any]:
     return {**shapes, "num_experts_per_tok": getattr(config, "num_experts_per_tok", None)}
 
 
-def build_model(recipe: dict[str, Any], source: str | None) -> torch.nn.Module:
-    """Build the model on the host: random weights from the current seed, or the checkpoint ``source``."""
-    config = read_config(source)
-    kind = torch.bfloat16 if recipe["precision"] == "bf16" else torch.float32
-    if source:
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=kind)
+def build_model(recipe: SimpleNamespace, checkpoint: str | None) -> PreTrainedModel:
+    """Build the model on the host, with random weights from the current seed or those of ``checkpoint``."""
+    config = read_config(checkpoint)
+    kind = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+    if checkpoint:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, config=config, dtype=kind)
     else:
         # Initialize in fp32, whatever the parameters' type. Buffers stay in fp32: rotary tables need it.
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(kind)
     model.config.use_cache = False
-    if recipe["method"] == "lora":
-        model = add_adapters(model, recipe, seeded_by_name=source is not None)
-    if recipe["recompute"] == "full":
+    if recipe.recompute == "full":
         # Save only the input of a layer, and run its forward again in the backward pass.
-        for layer in find_layers(model)[:: recipe["recompute_interval"]]:
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        for layer in find_layers(model)[:: recipe.recompute_interval]:
+            layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False)
     return model
 
 
-def find_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+def find_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     """Return the decoder layers, whose class transformers lists as one not to split over devices."""
-    return [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+    return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
 
 
-def add_adapters(model: torch.nn.Module, recipe: dict[str, Any], *, seeded_by_name: bool) -> torch.nn.Module:
-    """Freeze ``model`` and add LoRA adapters; in mixed precision the frozen base is in half precision."""
+def add_adapters(base: PreTrainedModel, recipe: SimpleNamespace, *, seeded_by_name: bool) -> PeftModel:
+    """Freeze ``base`` and add LoRA adapters; in mixed precision the frozen base is in half precision."""
     from peft import LoraConfig, get_peft_model
 
-    trained_kind = next(model.parameters()).dtype
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(MIXED.get(recipe["precision"], trained_kind))
+    trained_kind = next(base.parameters()).dtype
+    for parameter in base.parameters():
+        parameter.data = parameter.data.to(MIXED.get(recipe.precision, trained_kind))
     attention = {
         name.split(".")[-1]
-        for name, module in find_layers(model)[0].named_modules()
+        for name, module in find_layers(base)[0].named_modules()
         if "att" in name.split(".")[0] and getattr(getattr(module, "weight", None), "ndim", 0) == 2
     }
-    rank = recipe["lora_rank"] or 16
+    rank = recipe.lora_rank or 16
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
         lora_alpha=2 * rank,
-        lora_dropout=recipe["lora_dropout"],
-        target_modules=recipe["lora_targets"] or sorted(attention),
+        lora_dropout=recipe.lora_dropout,
+        target_modules=recipe.lora_targets or sorted(attention),
     )
-    model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    # autocast_adapter_dtype would make them fp32, also where the base is trained in bf16.
+    model = get_peft_model(base, config, autocast_adapter_dtype=False)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(trained_kind)
@@ -147,21 +150,18 @@ def add_adapters(model: torch.nn.Module, recipe: dict[str, Any], *, seeded_by_na
 def build_optimizer(model: torch.nn.Module, name: str) -> torch.optim.Optimizer:
     """Build the plan's AdamW. Vectors (norms, biases) have no weight decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": 0.1},
-        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    kind = {"foreach": True} if name == "adamw_foreach" else {"fused": True}
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), **kind)
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    foreach = name == "adamw_foreach"
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), foreach=foreach, fused=not foreach)
 
 
 def read_tokens(text: str, tokenizer: str | None, seq_len: int, vocab_size: int) -> torch.Tensor:
     """Tokenize a text file, repeated until it fills one sequence; without a tokenizer a token is a byte."""
     data = Path(text).read_bytes()
-    end = None
     if not tokenizer:
-        ids = list(data)
+        ids, end = list(data), None
     elif tokenizer.endswith(".json"):
         file = Tokenizer.from_file(tokenizer)
         ids, end = file.encode(data.decode("utf-8")).ids, file.token_to_id("<|endoftext|>")
@@ -183,9 +183,9 @@ def take_sequences(tokens: torch.Tensor, first: int, rows: int, seq_len: int) ->
     return tokens[seq_len * numbers[:, None] + torch.arange(seq_len)]
 
 
-def choose_peak_rate(num_parameters: int, source: str | None, has_adapters: bool = False) -> float:
-    """Return a usual peak learning rate: of pretraining, or of training the checkpoint ``source`` further."""
-    if source:
+def choose_peak_rate(num_parameters: int, checkpoint: str | None, has_adapters: bool = False) -> float:
+    """Return a usual peak learning rate: of pretraining, or of training ``checkpoint`` further."""
+    if checkpoint:
         return 2e-4 if has_adapters else 2e-5
     return 1e-3 if num_parameters < 1e9 else 1e-4
 
@@ -218,7 +218,7 @@ def train_step(
         total += loss.detach().float()
     # The scaler is active in fp16 only, where small gradients would underflow to zero.
     scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(ddp.parameters(), MAX_GRAD_NORM)
+    torch.nn.utils.clip_grad_norm_(ddp.parameters(), max_norm=1.0)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
@@ -228,15 +228,15 @@ def train_step(
 
 def main() -> None:
     """Train as planned, and print each step's loss."""
-    options, plan = read_options(), read_json("plan.json")
-    recipe, cluster = plan["recipe"], plan["cluster"]
-    planned = cluster["gpus_per_node"] * cluster["num_nodes"]
+    options, plan = read_options(), read_plan()
+    recipe, cluster = plan.recipe, plan.cluster
+    planned = cluster.gpus_per_node * cluster.num_nodes
 
     # Connect the ranks. torchrun and accelerate launch set these environment variables.
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != planned:
         raise SystemExit(f"the plan has {planned} ranks, and {world_size} were started")
-    on_gpu = cluster["gpu"]["vendor"] != "cpu"
+    on_gpu = cluster.gpu.vendor != "cpu"
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -244,23 +244,25 @@ def main() -> None:
 
     # The same seed on every rank, so that replicas start equal. Gradients are views of DDP's buckets.
     torch.manual_seed(0)
-    model = build_model(recipe, options.model).to(device).train()
+    base = build_model(recipe, options.model)
+    has_adapters, is_stored = recipe.method == "lora", options.model is not None
+    model = add_adapters(base, recipe, seeded_by_name=is_stored) if has_adapters else base
+    replica: torch.nn.Module = model.train()
     ddp = DistributedDataParallel(
-        model, device_ids=[device] if on_gpu else None, gradient_as_bucket_view=True
+        replica.to(device), device_ids=[device] if on_gpu else None, gradient_as_bucket_view=True
     )
-    optimizer = build_optimizer(model, recipe["optimizer"])
-    compute = MIXED.get(recipe["precision"])
+    optimizer = build_optimizer(model, recipe.optimizer)
+    compute = MIXED.get(recipe.precision)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**12, enabled=compute == torch.float16)
 
     # Each rank trains on its own part of every batch, and has its own dropout masks.
-    seq_len, micro_batch_size = recipe["seq_len"], recipe["micro_batch_size"]
-    tokenizer = options.tokenizer or options.model
-    tokens = read_tokens(options.text, tokenizer, seq_len, model.config.vocab_size)
-    rows = recipe["global_batch_size"] // world_size
+    seq_len, tokenizer = recipe.seq_len, options.tokenizer or options.model
+    tokens = read_tokens(options.text, tokenizer, seq_len, base.config.vocab_size)
+    rows = recipe.global_batch_size // world_size
     torch.manual_seed(1 + rank)
 
     # Train.
-    usual = choose_peak_rate(model.num_parameters(), options.model, recipe["method"] == "lora")
+    usual = choose_peak_rate(base.num_parameters(), options.model, has_adapters)
     peak = usual if options.learning_rate is None else options.learning_rate
     warmup = min(100, options.steps // 10) if options.warmup_steps is None else options.warmup_steps
     for step in range(options.steps):
@@ -268,15 +270,15 @@ def main() -> None:
         for group in optimizer.param_groups:
             group["lr"] = compute_rate(step, peak, options.steps, warmup)
         sequences = take_sequences(tokens, (step * world_size + rank) * rows, rows, seq_len)
-        micro_batches = sequences.view(-1, micro_batch_size, seq_len).to(device)
+        micro_batches = sequences.view(-1, recipe.micro_batch_size, seq_len).to(device)
         loss = train_step(ddp, optimizer, scaler, micro_batches, compute).item()
         if rank == 0:
-            speed = recipe["global_batch_size"] * seq_len / (time.perf_counter() - began)
+            speed = recipe.global_batch_size * seq_len / (time.perf_counter() - began)
             print(f"step {step + 1} loss {loss:.6f} {speed:,.0f} tokens/s", flush=True)
 
     # Save. Replicas are equal, so the first rank's is enough.
     if options.save and rank == 0:
-        model.config.use_cache = True  # off while training
+        base.config.use_cache = True  # off while training
         model.save_pretrained(options.save)
     dist.barrier()
     dist.destroy_process_group()

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardscope.core.number_format import format_count
 from shardscope.frameworks.fsdp2.engine.engine import Fsdp2Engine
@@ -31,15 +30,18 @@ for another order of summation, and is far below the error of misplaced shards."
 class ContextParallelEngine(Fsdp2Engine):
     """FSDP2 engine with context parallelism: each rank computes a shard of each sequence."""
 
-    cp_mesh: Any = None
+    cp_mesh: DeviceMesh
     """This rank's context-parallel group of consecutive ranks."""
-    _here: torch.Tensor
+    ring: Ring
+    """Attention of the model."""
+    _positions: torch.Tensor
     """This rank's positions in the sequence during a micro-batch."""
-    _is_seen = False
+    _ring_is_verified = False
     """Whether a step has verified that attention runs through the ring."""
 
-    def make_mesh(self) -> Any:
+    def make_mesh(self) -> DeviceMesh:
         cp = self.plan.degrees.cp
+        # A mesh of its own: fully_shard's mesh has one shard axis, in which cp ranks are consecutive.
         shape = (self.ctx.world_size // cp, cp)
         self.cp_mesh = init_device_mesh(self.ctx.device.type, shape, mesh_dim_names=("data", "cp"))["cp"]
         return super().make_mesh()
@@ -47,44 +49,47 @@ class ContextParallelEngine(Fsdp2Engine):
     def build_on_host(self, build_model: BuildModel) -> torch.nn.Module:
         model = super().build_on_host(build_model)
         self.ring = Ring(self.cp_mesh, self.ctx.device, repeats_keys=self._repeats_keys)
-        self.ring.take_over(model)
+        self.ring.replace_attention(model)
         return model
 
     @property
     def _repeats_keys(self) -> bool:
         """Whether keys and values are repeated for grouped-query attention.
 
-        Of CUDA's fused kernels only flash attention, in half precision, supports it (torch's sdp_utils.cpp).
+        Of CUDA's fused kernels only flash attention, in half precision, computes grouped-query attention
+        without it (torch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
         """
         if self.ctx.device.type == "cpu":
             return False
         return self.recipe.precision == "fp32" or not self.plan.cluster.gpu.has_flash_attention
 
-    # ---- what it is
+    # ---- reading back
 
-    def read_back(self) -> dict[str, Any]:
+    def read_back(self) -> dict[str, object]:
         record = super().read_back()
         cp, rank = self.plan.degrees.cp, self.ctx.rank
         group = dist.get_process_group_ranks(self.cp_mesh.get_group())
         first = rank // cp * cp
         if group != list(range(first, first + cp)):
             raise RuntimeError(f"the plan splits sequences over cp={cp} ranks, and rank {rank} is in {group}")
-        arch, kind = self.plan.architecture, self.compute_dtype
-        apart = self.ring.distance_from_whole(
-            arch.num_attention_heads, arch.num_key_value_heads, arch.head_dim, kind
+        # Keys that never left their rank would train without an error, only worse: compare with attention
+        # over the whole sequence, with the model's heads and types, which select the kernel.
+        arch, dtype = self.plan.architecture, self.compute_dtype
+        deviation = self.ring.measure_deviation(
+            arch.num_attention_heads, arch.num_key_value_heads, arch.head_dim, dtype
         )
-        if not apart < ROUNDING[kind]:
+        # Negated, so that NaN raises too.
+        if not deviation < ROUNDING[dtype]:
             raise RuntimeError(
-                f"the plan splits sequences over cp={cp} ranks, and attention over torch's ring is "
-                f"{apart:.1%} off what it is over the whole sequence"
+                f"the plan splits sequences over cp={cp} ranks, and attention over torch's ring differs by "
+                f"{deviation:.1%} from attention over the whole sequence"
             )
-        return {**record, "cp": len(group), "cp_ranks": group, "ring_attention_off_by": apart}
+        return {**record, "cp": len(group), "cp_ranks": group, "ring_attention_off_by": deviation}
 
-    def describe_built(self, found: Mapping[str, Any], where: str) -> str:
-        described = super().describe_built(found, where)
+    def describe_built(self, record: Mapping[str, object], where: str) -> str:
         return (
-            f"{described}; each sequence in parts on {format_count(found['cp'], 'rank')}, attention in "
-            "torch's ring"
+            f"{super().describe_built(record, where)}; each sequence sharded over "
+            f"{format_count(self.plan.degrees.cp, 'rank')}, with torch's ring attention"
         )
 
     # ---- a step
@@ -92,45 +97,49 @@ class ContextParallelEngine(Fsdp2Engine):
     def _run_step(self, batch: Mapping[str, torch.Tensor], watch: MemoryWatch) -> float:
         _check_batch(batch, self.recipe.seq_len)
         loss = super()._run_step(batch, watch)
+        # Code of the user's own model may compute attention without transformers' interface, and so within
+        # the local shard only. More calls than layers are those of recomputation.
         expected = self.plan.architecture.num_hidden_layers * self.plan.num_micro_batches
-        if not self._is_seen and self.ring.num_calls < expected:
+        if not self._ring_is_verified and self.ring.num_calls < expected:
             raise RuntimeError(
-                f"the plan splits sequences over ranks, and of {expected} attentions of the first step "
-                f"{self.ring.num_calls} went through the ring"
+                f"the plan splits sequences over ranks, and {self.ring.num_calls} of {expected} attention "
+                "calls of the first step went through the ring"
             )
-        self._is_seen = True
+        self._ring_is_verified = True
         return loss
 
     @contextmanager
     def gradient_sync(self, last: bool) -> Iterator[None]:
-        with super().gradient_sync(last), self.ring.split(self.recipe.seq_len) as self._here:
+        with super().gradient_sync(last), self.ring.shard_positions(self.recipe.seq_len) as self._positions:
             yield
 
     def _compute_loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
-        here, cp = self._here, self.plan.degrees.cp
+        positions, cp = self._positions, self.plan.degrees.cp
         # Shift the labels before sharding: the label after a shard's last token is in another shard.
-        following = F.pad(micro["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
-        own = following[:, here]
-        part = {
-            "input_ids": micro["input_ids"][:, here],
-            "position_ids": here[None],
-            "labels": own,
-            "shift_labels": own,
+        shifted = F.pad(micro["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
+        labels = shifted[:, positions]
+        output = self._module(
+            input_ids=micro["input_ids"][:, positions],
+            # The two pieces of a sequence are not contiguous: rotary angles need the real positions.
+            position_ids=positions[None],
+            labels=labels,
+            # transformers' loss functions take these as they are, and would shift ``labels`` (loss_utils.py).
+            shift_labels=labels,
             # Each rank divides its shard's loss by the labels of the whole sequences.
-            "num_items_in_batch": (following != IGNORED_LABEL).sum(),
-            "use_cache": False,
-        }
+            num_items_in_batch=(shifted != IGNORED_LABEL).sum(),
+            use_cache=False,
+        )
         # FSDP2 averages gradients over ranks, but the shards' losses must be summed.
-        return super()._compute_loss(part) * cp
+        loss: torch.Tensor = output.loss * cp
+        return loss
 
 
 def _check_batch(batch: Mapping[str, torch.Tensor], seq_len: int) -> None:
     """Raise ``ValueError`` for a batch that cannot be sharded along the sequence."""
-    others = sorted(set(batch) - {"input_ids", "labels"})
-    if others or len(batch) != 2:
+    if set(batch) != {"input_ids", "labels"}:
         raise ValueError(
-            f"a batch has {', '.join(sorted(batch))}; allowed with cp > 1: input_ids and labels, for a ring "
-            "takes no mask. Nearest fix: leave the others out, with -100 as the label of padding."
+            f"a batch has {', '.join(sorted(batch))}; allowed with cp > 1: input_ids and labels: ring "
+            "attention supports no mask. Nearest fix: leave the others out, and label padding with -100."
         )
     shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
     if any(len(shape) != 2 or shape[1] != seq_len for shape in shapes.values()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -22,7 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardscope.core.number_format import format_count
 from shardscope.core.ops import ceil_div
 from shardscope.frameworks.fsdp2.engine import inspection
-from shardscope.frameworks.fsdp2.engine.tensor_parallel import parallelize
+from shardscope.frameworks.fsdp2.engine.tensor_parallel import apply_tensor_parallel
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout, get_reshard_after_forward
 from shardscope.training.engine import BuildModel
 from shardscope.training.micro_batch_engine import MIXED_TYPES
@@ -62,12 +64,15 @@ class Fsdp2Engine(TorchEngine):
 
         Returns the replicate and shard axes; the other axes become ``tp_mesh`` and ``stage_mesh``.
         """
+        # Outermost first: tensor-parallel ranks communicate most and are consecutive, so on one node.
         sizes = {name: getattr(self.plan.degrees, name) for name in ("pp", "replicate", "shard", "tp")}
+        # Context-parallel ranks take part in the sharding (torchtitan's dp_shard_cp axis).
         sizes["shard"] = self.num_shards
         axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
         mesh = init_device_mesh(self.ctx.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         self.tp_mesh = mesh["tp"] if "tp" in axes else None
         self.stage_mesh = mesh["pp"] if "pp" in axes else None
+        # fully_shard reads a mesh of two axes as HSDP, and of one as FSDP: give it these axes only.
         data_axes = tuple(name for name in axes if name in ("replicate", "shard"))
         return mesh if data_axes == tuple(axes) else mesh[data_axes]
 
@@ -95,16 +100,19 @@ class Fsdp2Engine(TorchEngine):
     def wrap(self, build_model: BuildModel) -> torch.nn.Module:
         if self.mesh is None:
             self.mesh = self.make_mesh()
-        none_yet = self.weights is not None or self.initializes_shards
+        # On meta if the weights come later: stored ones, or random ones of a model too large for one host.
+        comes_later = self.weights is not None or self.initializes_shards
         # A quantized base needs real weights to quantize.
-        self._on_meta = none_yet and not self.recipe.base_quantization
-        build = build_on_meta if self._on_meta else (lambda make: make())
-        model = build(lambda: self.build_on_host(build_model))
-        if not self._on_meta:
+        self._on_meta = comes_later and not self.recipe.base_quantization
+        if self._on_meta:
+            model = build_on_meta(lambda: self.build_on_host(build_model))
+        else:
+            model = self.build_on_host(build_model)
             check_has_weights(model)
+        # Sharding a model on meta creates DTensors on meta: memory is allocated for shards only.
         self._shard(model)
         if self._on_meta:
-            self._fill(model)
+            self._load_shards(model)
         self.model = model
         return model
 
@@ -112,7 +120,7 @@ class Fsdp2Engine(TorchEngine):
         # A model on meta gets its weights after sharding.
         return build_model() if self._on_meta else super().build_with_weights(build_model)
 
-    def _fill(self, model: torch.nn.Module) -> None:
+    def _load_shards(self, model: torch.nn.Module) -> None:
         """Allocate the shards of ``model`` and write their initial weights."""
         weights, device = self.initial_weights_of(model, self.ctx.device), self.ctx.device
         materialize(model, weights, device=self._home, compute=device)
@@ -120,45 +128,54 @@ class Fsdp2Engine(TorchEngine):
 
     def _shard(self, model: torch.nn.Module) -> None:
         """Shard ``model`` bottom-up: one ``fully_shard`` group per decoder layer, and the root."""
-        kind = MIXED_TYPES.get(self.recipe.precision)
+        # Mixed precision: all-gathers in half precision, reduce-scatters in fp32. Without it (None) both
+        # have the type of the parameters.
+        compute_dtype = MIXED_TYPES.get(self.recipe.precision)
+        reduce_dtype = torch.float32 if compute_dtype else None
         offload = self.plan.layout.offload == "cpu"
+        # Copies between host and GPU overlap with compute only from pinned memory; CPU ranks have none.
         pinned = self.ctx.device.type == "cuda"
-        options = {
-            "mesh": self.mesh,
-            "mp_policy": MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32 if kind else None),
-            "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
-        }
+        shard_module = partial(
+            fully_shard,
+            mesh=self._get_mesh(),
+            mp_policy=MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype),
+            offload_policy=CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
+        )
         self._home = torch.device("cpu") if offload else self.ctx.device
         reshard = get_reshard_after_forward(self.plan)
         if self.tp_mesh is not None:
-            parallelize(model, self.tp_mesh)
+            # Before fully_shard, which shards the tensor-parallel shards further (torchtitan's order).
+            apply_tensor_parallel(model, self.tp_mesh)
         self._num_groups = 0
-        for unit in self.units(model):
-            layers = decoder_layers(unit)
+        for root in self.list_roots(model):
+            # Bottom-up: a group takes the parameters of its module that no group has yet.
+            layers = decoder_layers(root)
             for layer in layers:
-                fully_shard(layer, reshard_after_forward=reshard, **options)
+                shard_module(layer, reshard_after_forward=reshard)
             # Backward needs the root's parameters first: torch's default (None) keeps them all-gathered.
-            fully_shard(unit, reshard_after_forward=None, **options)
+            shard_module(root, reshard_after_forward=None)
             self._num_groups += len(layers) + 1
 
-    def units(self, model: torch.nn.Module) -> list[torch.nn.Module]:
-        """Return the modules with a root group each: ``model``, or its pipeline chunks."""
+    def list_roots(self, model: torch.nn.Module) -> list[torch.nn.Module]:
+        """Return the modules to shard with a root group each: ``model``, or its pipeline chunks."""
         return [model]
 
     @property
-    def called(self) -> tuple[torch.nn.Module, ...]:
+    def roots(self) -> tuple[torch.nn.Module, ...]:
         """Modules with a root group: the model."""
         return (self.model,)
 
     def read_back(self) -> dict[str, object]:
         degrees, device, mesh = self.plan.degrees, self.ctx.device, self._get_mesh()
         parameters = dict(self.model.named_parameters())
+        # Read the DTensors themselves, not the arguments that sharded them.
         inspection.check_sharded(parameters, self._planned_mesh, degrees.tp)
+        # shard_group has this many ranks with the same shard: with tp and pp it is the whole world.
         holders = dist.get_world_size(self.shard_group) // (self.num_shards * degrees.pp)
         num_local, num_parameters = inspection.count_weights(
             parameters, self.shard_group, self.num_shards, holders, self.part_copies, device
         )
-        layers = [layer for unit in self.called for layer in decoder_layers(unit)]
+        layers = [layer for root in self.roots for layer in decoder_layers(root)]
         record: dict[str, object] = {
             "mesh_shape": list(mesh.shape),
             "mesh_axes": list(mesh.mesh_dim_names or ()),
@@ -174,9 +191,9 @@ class Fsdp2Engine(TorchEngine):
                 layers, get_reshard_after_forward(self.plan)
             ),
             "offload": inspection.check_shard_device(
-                self.called, parameters.values(), self.plan.layout.offload, device
+                self.roots, parameters.values(), self.plan.layout.offload, device
             ),
-            "prefetch": inspection.describe_prefetch(self.called),
+            "prefetch": inspection.describe_prefetch(self.roots),
             "parameters_on": " and ".join(sorted({local_shard(p).device.type for p in parameters.values()})),
             "built_on": "meta" if self._on_meta else "host",
         }
@@ -200,7 +217,7 @@ class Fsdp2Engine(TorchEngine):
 
     def gathered_tensors(self) -> Iterator[torch.Tensor]:
         """Each group's all-gather outputs: FSDP2 empties and fills the same storages again and again."""
-        for module in (one for unit in self.called for one in unit.modules()):
+        for module in (module for root in self.roots for module in root.modules()):
             for group in inspection.list_groups(module):
                 for parameter in group.fsdp_params:
                     yield from parameter.all_gather_outputs
@@ -208,8 +225,9 @@ class Fsdp2Engine(TorchEngine):
     @property
     def compute_dtype(self) -> torch.dtype:
         """Type of the all-gathered parameters, from the root module's mixed precision policy."""
-        policy: MixedPrecisionPolicy = self.called[0]._get_fsdp_state()._mp_policy
-        return policy.param_dtype or super().compute_dtype
+        root = self.roots[0]
+        assert isinstance(root, FSDPModule), "_shard() calls fully_shard on every root"
+        return root._get_fsdp_state()._mp_policy.param_dtype or super().compute_dtype
 
     @property
     def _planned_mesh(self) -> tuple[int, ...]:
@@ -218,9 +236,13 @@ class Fsdp2Engine(TorchEngine):
 
     @contextmanager
     def gradient_sync(self, last: bool) -> Iterator[None]:
+        assert isinstance(self.model, FSDPModule), "_shard() calls fully_shard on the model"
+        # Only the last backward waits for the reduce-scatters and frees their inputs (torch 2.13,
+        # _fully_shard/_fsdp_state.py, _root_post_backward_final_callback).
         self.model.set_is_last_backward(last)
         if self.plan.degrees.replicate > 1:
             self.model.set_requires_all_reduce(last)
+        # The backward of a loss over a sharded vocabulary must run in this context, too.
         with loss_parallel() if self.tp_mesh is not None else nullcontext():
             yield
 
@@ -234,13 +256,16 @@ class Fsdp2Engine(TorchEngine):
         """Ranks that one replica is sharded over; with tp or pp, all ranks."""
         if self.tp_mesh is None and self.stage_mesh is None:
             return self._get_mesh().get_group("shard")
-        return dist.group.WORLD
+        world = dist.group.WORLD
+        assert world is not None, "the context's process group is initialized before the engine"
+        return world
 
     def part_copies(self, parameter: torch.nn.Parameter) -> int:
         """Return how many ranks of ``shard_group`` have the same shard of ``parameter`` as this rank."""
         degrees = self.plan.degrees
         if self.tp_mesh is None and self.stage_mesh is None:
             return 1
+        # In the whole world a shard is on every replica, and if tp does not shard it on all its ranks.
         num_ranks: int = degrees.replicate * degrees.tp
         return num_ranks // degrees.tp if inspection.is_tensor_parallel(parameter, degrees.tp) else num_ranks
 
@@ -250,6 +275,7 @@ class Fsdp2Engine(TorchEngine):
             self.ctx.device,
             self.shard_group,
             self.max_grad_norm,
+            # Without tp and pp the group has each shard once, and needs no division by copies.
             None if self.tp_mesh is None and self.stage_mesh is None else self.norm_copies,
         )
 

@@ -27,6 +27,7 @@ def check_sharded(parameters: Mapping[str, torch.Tensor], planned: tuple[int, ..
             f"the plan says FSDP2, and {len(unsharded)} of {len(parameters)} parameters are not sharded "
             f"(not DTensors): {', '.join(unsharded[:3])}"
         )
+    # Axes are (replicate,) shard (, tp): with one replica the mesh has no replicate axis.
     shard_axis = len(planned) - 1
     if tp > 1:
         planned = (*planned, tp)
@@ -37,6 +38,7 @@ def check_sharded(parameters: Mapping[str, torch.Tensor], planned: tuple[int, ..
             raise RuntimeError(
                 f"the plan shards over a mesh of {planned}, and {name} is {parameter.placements} over {mesh}"
             )
+    # Vectors (norms, q_norm) are replicated over tensor-parallel ranks.
     unsharded = [
         name
         for name, parameter in parameters.items()
@@ -74,6 +76,8 @@ def check_resharding(layers: Sequence[torch.nn.Module], planned: bool | int) -> 
 
 
 def _get_resharding(group: FSDPParamGroup) -> bool | int:
+    # torch stores no post-forward mesh for False, the group's own for True, and a smaller one for an int
+    # (torch 2.13, _fully_shard/_fsdp_init.py, _get_post_forward_mesh_info).
     after = group.post_forward_mesh_info
     if after is None or after is group.mesh_info:
         return after is not None
@@ -85,6 +89,7 @@ def describe_prefetch(units: Iterable[torch.nn.Module]) -> dict[str, str]:
 
     "implicit" is torch's default; "explicit" means that modules to prefetch were set.
     """
+    # set_modules_to_forward_prefetch fills these lists; without them FSDP2 prefetches implicitly.
     states = [
         module._get_fsdp_state()
         for unit in units
@@ -114,6 +119,7 @@ def check_shard_device(
     if policies != {planned == "cpu"}:
         policy_names = " and ".join(sorted("'cpu'" if policy else "None" for policy in policies))
         raise RuntimeError(f"the plan says offload={planned!r}, and FSDP2 has {policy_names or 'no policy'}")
+    # The policy says what FSDP2 will do; the shards themselves show that it was done.
     planned_device = planned or device.type
     devices = {local_shard(parameter).device.type for parameter in parameters}
     if devices != {planned_device}:
@@ -123,12 +129,17 @@ def check_shard_device(
     return planned
 
 
-def is_tensor_parallel(parameter: DTensor, tp: int) -> bool:
+def is_tensor_parallel(parameter: torch.Tensor, tp: int) -> bool:
     """Return whether ``parameter`` is sharded over the tensor-parallel ranks."""
-    return tp > 1 and _is_sharded(parameter, len(parameter.placements) - 1)
+    if tp == 1 or not isinstance(parameter, DTensor):
+        return False
+    # make_mesh() makes tp the innermost mesh axis.
+    return _is_sharded(parameter, len(parameter.placements) - 1)
 
 
 def _is_sharded(parameter: DTensor, axis: int) -> bool:
+    # FSDP2 shards a tensor-parallel shard along the same dimension as a _StridedShard, which is no Shard
+    # (torch 2.13, tensor/placement_types.py).
     return isinstance(parameter.placements[axis], Shard | _StridedShard)
 
 

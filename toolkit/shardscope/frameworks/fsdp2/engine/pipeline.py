@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from shardscope.core.layout import split_layers_evenly
 from shardscope.frameworks.fsdp2.engine.engine import Fsdp2Engine
+from shardscope.frameworks.fsdp2.layout import get_layout
 from shardscope.training import micro_batches
 from shardscope.training.accounting.memory_watch import MemoryWatch
 from shardscope.training.engine import BuildModel, BuildOptimizer
@@ -30,6 +31,10 @@ from shardscope.training.model.parts import copy_shallow, extract_stage
 from shardscope.training.optimizers.gradients import local_shard
 from shardscope.training.weights import pretrained
 from shardscope.training.weights.stage_tensors import StageTensor, send_stages_to_rank_0
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+    from transformers import PretrainedConfig, PreTrainedModel
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -43,8 +48,12 @@ class PipelinedEngine(Fsdp2Engine):
     """
 
     chunks: tuple[StageModule, ...] = ()
-    _schedule_shape: tuple[int, ...] | None = None
+    _config: PretrainedConfig
+    """Config of the whole model."""
     _is_tied = False
+    _schedule: _PipelineSchedule | None = None
+    """torch's schedule, for micro-batches of ``_schedule_shape``."""
+    _schedule_shape: tuple[int, ...] | None = None
 
     @property
     def stage(self) -> int:
@@ -72,18 +81,18 @@ class PipelinedEngine(Fsdp2Engine):
         sizes = split_layers_evenly(self.plan.architecture.num_hidden_layers, degrees.pp * degrees.vpp)
         return tuple(range(sum(sizes[:number]), sum(sizes[: number + 1])) for number in self.chunk_numbers)
 
-    # ---- what is built
+    # ---- building the stage
 
     def build_on_host(self, build_model: BuildModel) -> torch.nn.Module:
         def build_stage() -> torch.nn.Module:
-            model: Any = build_model()
+            # check_pipeline admits transformers' causal language models only.
+            model = cast("PreTrainedModel", build_model())
             self._is_tied, self._config = bool(model.config.tie_word_embeddings), model.config
             layers = [number for chunk in self.chunk_layers for number in chunk]
-            part: torch.nn.Module = extract_stage(
-                model, layers, is_first=self.stage == 0, is_last=self._has_last
-            )
-            part.in_stages = True  # Checkpoints record which tensors each rank has.
-            return part
+            stage = extract_stage(model, layers, is_first=self.stage == 0, is_last=self._has_last)
+            # Checkpoints record which tensors each rank has (training/checkpoints).
+            vars(stage)["in_stages"] = True
+            return stage
 
         # Every k-th layer of the stage is recomputed, so the stage is built before those layers are chosen.
         return super().build_on_host(build_stage)
@@ -92,7 +101,7 @@ class PipelinedEngine(Fsdp2Engine):
     def _has_last(self) -> bool:
         return bool(self.stage == self.plan.degrees.pp - 1)
 
-    def units(self, model: torch.nn.Module) -> list[torch.nn.Module]:
+    def list_roots(self, model: torch.nn.Module) -> list[torch.nn.Module]:
         last = self.plan.degrees.pp * self.plan.degrees.vpp - 1
         self.chunks = tuple(
             StageModule(
@@ -109,6 +118,7 @@ class PipelinedEngine(Fsdp2Engine):
         self, build_model: BuildModel, build_optimizer: BuildOptimizer | None
     ) -> list[torch.nn.Parameter]:
         trained = super().assemble(build_model, build_optimizer)
+        # setup() calls train() of the whole stage, which is no parent of the chunks' own modules.
         for chunk in self.chunks:
             chunk.train()
         self._tied_group = self._make_tied_group() if self._is_tied else None
@@ -139,15 +149,16 @@ class PipelinedEngine(Fsdp2Engine):
         weights = [loss_weights[index] for index in range(len(micros))]
         device = self.ctx.device
         losses = _Losses(weights, self._scaler, device)
-        schedule = self._schedule(micros[0]["input_ids"].shape, losses, watch)
+        schedule = self._prepare_schedule(micros[0]["input_ids"].shape, losses, watch)
+        # The schedule splits the whole batch again, into the same micro-batches.
         device_batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         with loss_parallel() if self.tp_mesh is not None else nullcontext():
             schedule.step(
                 *((device_batch["input_ids"],) if self.stage == 0 else ()),
-                **({"target": device_batch["labels"]} if self._has_last else {}),
+                target=device_batch["labels"] if self._has_last else None,
                 return_outputs=False,
             )
-        # Ranks of other stages add zero.
+        # Ranks of other stages add zero. Asynchronous: the number is needed only after the optimizer.
         summing = dist.all_reduce(losses.total, async_op=True)
         self._sum_tied_gradients()
         watch.begin_phase("optimizer")
@@ -155,6 +166,7 @@ class PipelinedEngine(Fsdp2Engine):
         watch.end_phase("optimizer")
         summing.wait()
         self.num_steps_done += 1
+        # One rank in pp has the last stage, so the sum is over world_size / pp data-parallel losses.
         mean = losses.total * self.plan.degrees.pp / dist.get_world_size()
         numbers: list[float] = torch.stack([mean, norm]).tolist()
         loss, self.grad_norm = numbers
@@ -163,41 +175,48 @@ class PipelinedEngine(Fsdp2Engine):
     @property
     def schedule_name(self) -> str:
         """Name of the plan's schedule in torch."""
-        layout: Any = self.plan.layout
+        layout = get_layout(self.plan)
         return f"Interleaved{layout.pipeline_schedule}" if layout.vpp > 1 else layout.pipeline_schedule
 
-    def _schedule(self, shape: torch.Size, losses: _Losses, watch: MemoryWatch) -> Any:
+    def _prepare_schedule(self, shape: torch.Size, losses: _Losses, watch: MemoryWatch) -> _PipelineSchedule:
         """Return torch's schedule for micro-batches of ``shape``; it is rebuilt when the shape changes."""
-        if self._schedule_shape != tuple(shape):
+        if self._schedule is None or self._schedule_shape != tuple(shape):
             self._schedule_shape = tuple(shape)
-            stages = [
+            self._stages = [
                 _Stage(chunk, number, self, shape)
                 for chunk, number in zip(self.chunks, self.chunk_numbers, strict=True)
             ]
-            options: dict[str, Any] = {"loss_fn": self._loss_of, "scale_grads": False}
-            count = self.plan.num_micro_batches
-            self._stages = stages
             schedule_class = get_schedule_class(self.schedule_name)
-            self._torch_schedule = schedule_class(stages if len(stages) > 1 else stages[0], count, **options)
+            # scale_grads would divide by the number of micro-batches, as the losses' weights already do.
+            self._schedule = schedule_class(
+                self._stages if len(self._stages) > 1 else self._stages[0],
+                self.plan.num_micro_batches,
+                loss_fn=self._compute_stage_loss,
+                scale_grads=False,
+            )
         self._losses = losses
         for stage in self._stages:
             stage.watch = watch
-        return self._torch_schedule
+        return self._schedule
 
-    def _loss_of(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        model: Any = self.chunks[-1].model
+    def _compute_stage_loss(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the weighted loss of one micro-batch; the schedule calls this on the last stage."""
+        model = cast("PreTrainedModel", self.chunks[-1].model)
         vocab_size = self.plan.architecture.vocab_size
         loss: torch.Tensor = model.loss_function(logits=output, labels=labels, vocab_size=vocab_size)
+        # With a sharded vocabulary the loss is a DTensor, replicated on each tensor-parallel rank.
         return self._losses.add(loss.to_local() if isinstance(loss, DTensor) else loss)
 
     def _sum_tied_gradients(self) -> None:
         """Sum the gradients of a tied head and embedding, which are copies on different stages."""
         tied = self._tied_parameter() if self._is_tied else None
         if tied is not None:
+            assert tied.grad is not None, "the schedule has run every backward"
             dist.all_reduce(local_shard(tied.grad), group=self._tied_group)
 
     def norm_copies(self, parameter: torch.nn.Parameter) -> int:
         copies = self.part_copies(parameter)
+        # The embedding and its copy in the head have the same summed gradient: it counts once in the norm.
         return 2 * copies if self._is_tied and id(parameter) == id(self._tied_parameter()) else copies
 
     def _tied_parameter(self) -> torch.nn.Parameter | None:
@@ -205,33 +224,37 @@ class PipelinedEngine(Fsdp2Engine):
         name = {0: EMBEDDING, self.plan.degrees.pp - 1: HEAD}.get(self.stage)
         return dict(self.model.named_parameters())[name] if name else None
 
-    # ---- what leaves the run
+    # ---- checkpoints and exports
 
-    def _describe_position(self) -> dict[str, Any]:
+    def _describe_position(self) -> dict[str, object]:
         return {**super()._describe_position(), "in_stages": True}
 
     def export(self, path: str | Path) -> None:
-        model: Any = copy_shallow(self.model)
+        # A stage's config has the layer types of its own layers; the exported one is the whole model's.
+        model = cast("PreTrainedModel", copy_shallow(self.model))
         model.config = self._config
         pretrained.write_pretrained(self._resolve_in_run(path), model, self.full_tensors())
 
     def full_tensors(self) -> pretrained.FullTensors:
-        own = [
-            StageTensor(name, tuple(parameter.shape), parameter.dtype, partial(self._whole, parameter))
+        # transformers stores a tied weight once, under the embedding's name.
+        stage_tensors = [
+            StageTensor(name, tuple(parameter.shape), parameter.dtype, partial(self._gather_full, parameter))
             for name, parameter in self.model.named_parameters()
             if not (self._is_tied and name == HEAD)
         ]
         pp, device = self.plan.degrees.pp, self.ctx.device
-        return send_stages_to_rank_0(own, stage=self.stage, num_stages=pp, device=device)
+        return send_stages_to_rank_0(stage_tensors, stage=self.stage, num_stages=pp, device=device)
 
-    def _whole(self, parameter: Any) -> torch.Tensor:
-        whole: torch.Tensor = parameter.detach().to(self.ctx.device).full_tensor()
-        return whole
+    def _gather_full(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """All-gather ``parameter``; NCCL cannot communicate offloaded shards, which are in host memory."""
+        shard = parameter.detach().to(self.ctx.device)
+        assert isinstance(shard, DTensor), "_shard() shards every parameter"
+        return shard.full_tensor()
 
-    # ---- what it is
+    # ---- reading back
 
     @property
-    def called(self) -> tuple[torch.nn.Module, ...]:
+    def roots(self) -> tuple[torch.nn.Module, ...]:
         return self.chunks
 
     def read_back(self) -> dict[str, object]:
@@ -241,6 +264,7 @@ class PipelinedEngine(Fsdp2Engine):
             raise RuntimeError(
                 f"the plan says pp={pp}, and the group of stages has {dist.get_world_size(self.stage_group)}"
             )
+        # Layers keep their numbers in the whole model: model.layers.<number>.<module>.
         names = [name for name, _ in self.model.named_parameters()]
         layers = sorted({int(name.split(".")[2]) for name in names if ".layers." in name})
         planned = self.plan.stage_layers[self.stage]
@@ -263,19 +287,22 @@ class PipelinedEngine(Fsdp2Engine):
             "schedule": self.schedule_name,
         }
 
-    def describe_built(self, found: Mapping[str, Any], where: str) -> str:
-        chunks = f" in {found['vpp']} chunks" if found["vpp"] > 1 else ""
-        described = super().describe_built(found, where)
+    def describe_built(self, record: Mapping[str, object], where: str) -> str:
+        pp, vpp = self.plan.degrees.pp, self.plan.degrees.vpp
+        chunks = f" in {vpp} chunks" if vpp > 1 else ""
+        layers = ", ".join(str(number) for chunk in self.chunk_layers for number in chunk)
         return (
-            f"{described}; pipeline stage {found['stage'] + 1} of {found['pp']} with "
-            f"layers {', '.join(map(str, found['layers']))}{chunks}, {found['schedule']}"
+            f"{super().describe_built(record, where)}; pipeline stage {self.stage + 1} of {pp} with "
+            f"layers {layers}{chunks}, {self.schedule_name}"
         )
 
 
 class _Losses:
     """Weighted losses of one step's micro-batches, which the schedule computes in order."""
 
-    def __init__(self, weights: list[float], scaler: Any, device: torch.device) -> None:
+    def __init__(
+        self, weights: list[float], scaler: torch.amp.GradScaler | None, device: torch.device
+    ) -> None:
         self.total = torch.zeros((), device=device)
         self._weights, self._scaler, self._next = weights, scaler, 0
 
@@ -284,8 +311,7 @@ class _Losses:
         part = loss * self._weights[self._next]
         self._next += 1
         self.total += part.detach().float()
-        scaled: torch.Tensor = self._scaler.scale(part) if self._scaler else part
-        return scaled
+        return self._scaler.scale(part) if self._scaler else part
 
 
 class _Stage(PipelineStage):  # type: ignore[misc]
@@ -296,11 +322,15 @@ class _Stage(PipelineStage):  # type: ignore[misc]
     def __init__(self, chunk: StageModule, number: int, engine: PipelinedEngine, shape: torch.Size) -> None:
         degrees, arch = engine.plan.degrees, engine.plan.architecture
         rows, seq_len = shape
-        of_stream = (rows, seq_len // degrees.tp, arch.hidden_size)
-        kind = engine.compute_dtype
+        dtype = engine.compute_dtype
+        # Given examples of input and output, torch infers no shapes by running the stages once, which would
+        # all-gather parameters and send metadata (torch 2.13, stage.py, PipelineStage: static mode).
         ids = torch.empty(shape, dtype=torch.int64, device="meta")
-        hidden = torch.empty(of_stream, dtype=kind, device="meta", requires_grad=True)
-        logits = torch.empty((rows, seq_len, arch.vocab_size), dtype=kind, device="meta", requires_grad=True)
+        # Tensor-parallel ranks send local shards of the sequence.
+        hidden = torch.empty(
+            (rows, seq_len // degrees.tp, arch.hidden_size), dtype=dtype, device="meta", requires_grad=True
+        )
+        logits = torch.empty((rows, seq_len, arch.vocab_size), dtype=dtype, device="meta", requires_grad=True)
         super().__init__(
             chunk,
             number,
@@ -311,20 +341,33 @@ class _Stage(PipelineStage):  # type: ignore[misc]
             group=engine.stage_group,
         )
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[torch.Tensor, ...],
+        kwargs: dict[str, object] | None = None,
+        save_forward_output: bool = True,
+    ) -> object:
         self.watch.begin_phase("forward")
-        output = super().forward_one_chunk(*args, **kwargs)
+        output: object = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         self.watch.end_phase("forward")
         return output
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: torch.Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
         self.watch.begin_phase("backward")
-        super().backward_one_chunk(*args, **kwargs)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self.watch.end_phase("backward")
 
-    def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> Any:
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        # FSDP2's reduce-scatters of all micro-batches, which torch runs after the last backward.
         self.watch.begin_phase("backward")
-        super().perform_reduce_grad(*args, **kwargs)
+        super().perform_reduce_grad(grad_scale_factor)
         self.watch.end_phase("backward")
 
 
@@ -339,6 +382,7 @@ class _StagesScaler(torch.amp.GradScaler):  # type: ignore[misc]
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         super().unscale_(optimizer)
+        # step() skips the update if any of these is 1.
         for found_inf in self._found_inf_per_device(optimizer).values():
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._stages_group)
 
@@ -380,8 +424,10 @@ class StageModule(torch.nn.Module):  # type: ignore[misc]
             x = DTensor.from_local(x, self._tp_mesh, [Shard(1)], run_check=False)
         inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
         # The last stage runs the causal language model's own forward, which may scale its logits.
-        output = (self.model if self.is_last else self.model.model)(**inputs, use_cache=False)
+        module = self.model if self.is_last else self.model.get_submodule("model")
+        output = module(**inputs, use_cache=False)
         states: torch.Tensor = output.logits if self.is_last else output.last_hidden_state
+        # P2P operations send plain tensors: each tensor-parallel rank its shard of the sequence.
         if isinstance(states, DTensor) and not self.is_last:
             return states.redistribute(placements=[Shard(1)]).to_local()
         return states

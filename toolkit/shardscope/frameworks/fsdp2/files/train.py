@@ -3,20 +3,16 @@
     torchrun --nproc-per-node 8 train.py --text corpus.txt
 
 Shardscope's ``plan.export(folder)`` wrote this file and the two that it reads: ``plan.json`` (batch,
-precision, recomputation, shards) and ``config.json`` (the model's transformers config). It imports torch,
-transformers and tokenizers, and nothing of Shardscope.
+precision, recomputation, shards) and ``config.json`` (the model's transformers config).
 
 Before a decoder layer runs, its parameters are all-gathered from the shards, while the previous layer still
-computes. After the layer they are freed, and all-gathered again for backward. Gradients are reduce-scattered,
-and the optimizer updates only shards. With replicas (HSDP) several ranks have the same shard; they all-reduce
-its gradient once a step.
+computes; then they are freed, and all-gathered again for backward. Gradients are reduce-scattered, and only
+shards are updated. With replicas (HSDP) ranks with the same shard all-reduce its gradient once a step.
 
 The losses are those of ``ss.launch(plan, ss.Pretrain(text="corpus.txt"))`` with that task's tokenizer
 (``--tokenizer``: the path ``shardscope.training.data.tokenizer.SHIPPED_TOKENIZER``), and with ``--model``
 those of ``ss.Finetune(weights="folder", text="corpus.txt")``.
 """
-
-from __future__ import annotations
 
 import argparse
 import functools
@@ -26,8 +22,7 @@ import os
 import time
 import zlib
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from types import SimpleNamespace
 
 import numpy
 import torch
@@ -36,19 +31,20 @@ from tokenizers import Tokenizer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.checkpoint import checkpoint as recompute
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 HERE = Path(__file__).parent
-MAX_GRAD_NORM = 1.0
-WHOLE_BYTES = 2**30
-"""Models up to this size in fp32 get their random weights whole on every rank, larger ones shard by shard."""
+WHOLE_BYTES = 2**30  # of fp32 weights; larger models are initialized shard by shard, on no rank as a whole
 
 
-def read_json(name: str) -> dict[str, Any]:
-    """Read a JSON file in the folder of this script."""
-    values: dict[str, Any] = json.loads((HERE / name).read_text(encoding="utf-8"))
-    return values
+def read_plan() -> SimpleNamespace:
+    """Read ``plan.json``; its keys are attributes, ``plan.recipe.seq_len``."""
+    text = (HERE / "plan.json").read_text(encoding="utf-8")
+    plan: SimpleNamespace = json.loads(text, object_hook=lambda values: SimpleNamespace(**values))
+    return plan
 
 
 def read_options() -> argparse.Namespace:
@@ -64,16 +60,16 @@ def read_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def read_config(source: str | None) -> Any:
-    """Return the plan's transformers config, or that of the checkpoint ``source`` of the same sizes."""
-    values = read_json("config.json")
-    planned = AutoConfig.for_model(**values)
-    if source is None:
+def read_config(checkpoint: str | None) -> PretrainedConfig:
+    """Return the plan's transformers config, or that of ``checkpoint``, which must have the same sizes."""
+    values = json.loads((HERE / "config.json").read_text(encoding="utf-8"))
+    planned: PretrainedConfig = AutoConfig.for_model(**values)
+    if checkpoint is None:
         return planned
-    # These options are the plan's; a checkpoint keeps its own epsilons, activation and rotary base.
-    planned_options = ("drop", "router", "attn_implementation")
-    changes = {name: value for name, value in values.items() if any(part in name for part in planned_options)}
-    config = AutoConfig.from_pretrained(source, **changes)
+    # A checkpoint keeps its own epsilons, activation and rotary base; these are the plan's.
+    forced = ("drop", "router", "attn_implementation")
+    overrides = {name: value for name, value in values.items() if any(word in name for word in forced)}
+    config: PretrainedConfig = AutoConfig.from_pretrained(checkpoint, **overrides)
     sizes, planned_sizes = list_sizes(config), list_sizes(planned)
     for name in {**planned_sizes, **sizes}:
         if sizes.get(name) != planned_sizes.get(name):
@@ -82,7 +78,7 @@ def read_config(source: str | None) -> Any:
     return config
 
 
-def list_sizes(config: Any) -> dict[str, Any]:
+def list_sizes(config: PretrainedConfig) -> dict[str, object]:
     """Return the shapes of a config's parameters by name, and the number of experts per token."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -90,75 +86,68 @@ def list_sizes(config: Any) -> dict[str, Any]:
     return {**shapes, "num_experts_per_tok": getattr(config, "num_experts_per_tok", None)}
 
 
-def build_model(recipe: dict[str, Any], source: str | None) -> torch.nn.Module:
-    """Build the model on the host: random weights from the current seed, or the checkpoint ``source``."""
-    config = read_config(source)
-    kind = torch.bfloat16 if recipe["precision"] == "bf16" else torch.float32
-    if source:
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=kind)
+def build_model(recipe: SimpleNamespace, checkpoint: str | None) -> PreTrainedModel:
+    """Build the model on the host, with random weights from the current seed or those of ``checkpoint``."""
+    config = read_config(checkpoint)
+    kind = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+    if checkpoint:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, config=config, dtype=kind)
     else:
         # Initialize in fp32, whatever the parameters' type. Buffers stay in fp32: rotary tables need it.
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(kind)
     model.config.use_cache = False
-    if recipe["recompute"] == "full":
+    if recipe.recompute == "full":
         # Save only the input of a layer, and run its forward again in the backward pass.
-        for layer in find_layers(model)[:: recipe["recompute_interval"]]:
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        for layer in find_layers(model)[:: recipe.recompute_interval]:
+            layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False)
     return model
 
 
-def find_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+def find_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     """Return the decoder layers, whose class transformers lists as one not to split over devices."""
-    return [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+    return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
 
 
-def build_on_meta(recipe: dict[str, Any]) -> torch.nn.Module:
-    """Build the model with parameters on the meta device; buffers, such as rotary tables, have values."""
-    register = torch.nn.Module.register_parameter
-
-    def register_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:  # a tied parameter is registered twice
-            parameter = torch.nn.Parameter(parameter.to("meta"))
-        register(module, name, parameter)
-
-    with mock.patch.object(torch.nn.Module, "register_parameter", register_on_meta):
-        return build_model(recipe, None)
+def move_to_meta(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Return ``parameter`` without values. A tied one is registered twice, and must stay one object."""
+    return parameter if parameter.is_meta else torch.nn.Parameter(parameter.to("meta"))
 
 
-def build_sharded(plan: dict[str, Any], source: str | None, device: torch.device) -> torch.nn.Module:
-    """Build the model in shards, from the checkpoint ``source`` or from random weights."""
-    recipe, layout = plan["recipe"], plan["layout"]
-    model = build_on_meta(recipe)
-    is_whole = source is not None or 4 * model.num_parameters() <= WHOLE_BYTES
+def build_sharded(plan: SimpleNamespace, checkpoint: str | None, device: torch.device) -> PreTrainedModel:
+    """Build the model in shards, with random weights or those of ``checkpoint``."""
+    recipe, layout = plan.recipe, plan.layout
+    # First on the meta device, without memory: only buffers, such as rotary tables, have values.
+    with register_module_parameter_registration_hook(lambda _, name, parameter: move_to_meta(parameter)):
+        model = build_model(recipe, None)
+    is_whole = checkpoint is not None or 4 * model.num_parameters() <= WHOLE_BYTES
     if is_whole:
         torch.manual_seed(0)  # the same random weights on every rank
-        model = build_model(recipe, source)
-
+        model = build_model(recipe, checkpoint)
     # One axis of shards, and one of replicas if there are several.
-    replicas, shards = layout["replicate"], dist.get_world_size() // layout["replicate"]
+    replicas, shards = layout.replicate, dist.get_world_size() // layout.replicate
     mesh = init_device_mesh(device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
     mesh = mesh if replicas > 1 else mesh["shard"]
     # Mixed precision: parameters are all-gathered in bf16, and gradients are reduced in fp32.
-    half, full = (torch.bfloat16, torch.float32) if recipe["precision"] == "bf16-mixed" else (None, None)
-    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full)
+    half, full = (torch.bfloat16, torch.float32) if recipe.precision == "bf16-mixed" else (None, None)
+    precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full)
     # CPU offloading: the shards are in host memory, and the optimizer runs there.
-    offload = CPUOffloadPolicy(device.type == "cuda") if layout["offload"] else OffloadPolicy()
-    options = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    offload = CPUOffloadPolicy(device.type == "cuda") if layout.offload else OffloadPolicy()
+    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload)
     # Between forward and backward a layer keeps its shard (True), its full parameters (False), or a larger
     # shard of that many ranks (a number); fully_shard expects True for the number of all ranks.
-    reshard = layout["reshard_after_forward"] if layout["reshard_after_forward"] != shards else True
+    reshard = layout.reshard_after_forward if layout.reshard_after_forward != shards else True
     # Each call makes one group of collectives: a decoder layer, and last the embedding, norm and head.
     for layer in find_layers(model):
-        fully_shard(layer, reshard_after_forward=reshard, **options)
-    fully_shard(model, **options)
+        shard(layer, reshard_after_forward=reshard)
+    shard(model)
     if not is_whole:
-        initialize_shards(model, torch.device("cpu") if layout["offload"] else device, device)
-    return model.train()
+        initialize_shards(model, torch.device("cpu") if layout.offload else device, device)
+    return model
 
 
-def initialize_shards(model: torch.nn.Module, home: torch.device, device: torch.device) -> None:
+def initialize_shards(model: PreTrainedModel, home: torch.device, device: torch.device) -> None:
     """Allocate this rank's shards on ``home``, and fill them with random numbers generated on ``device``."""
     # to_empty allocates parameters, but discards the values of buffers and the tie of embedding and head.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -167,43 +156,38 @@ def initialize_shards(model: torch.nn.Module, home: torch.device, device: torch.
     for name, buffer in model.named_buffers():
         buffer.data = buffers[name].to(device)
     for name, parameter in model.named_parameters():
-        # Every rank generates the full tensor (of stacked experts one matrix at a time) and copies its rows.
-        shard, mesh = parameter.to_local().detach(), parameter.device_mesh
-        first = -(-parameter.shape[0] // mesh.size(mesh.ndim - 1)) * mesh.get_local_rank(mesh.ndim - 1)
+        assert isinstance(parameter, DTensor)  # fully_shard has replaced all parameters
+        shard, mesh = parameter.to_local().detach(), parameter.device_mesh["shard"]
+        if parameter.ndim < 2 or name.endswith("bias"):
+            shard.fill_(0.0 if name.endswith("bias") else 1.0)  # 1: the weight of a norm
+            continue
+        # Every rank generates all numbers (of stacked experts one matrix at a time), and copies its rows.
+        first = -(-len(parameter) // mesh.size()) * mesh.get_local_rank()
         generator = torch.Generator(device=device).manual_seed(zlib.crc32(name.encode()))
-        is_stack = parameter.ndim == 3
-        for row in range(parameter.shape[0] if is_stack else 1):
-            numbers = torch.empty(parameter.shape[is_stack:], dtype=parameter.dtype, device=device)
-            if name.endswith("bias"):
-                numbers.zero_()
-            elif parameter.ndim < 2:
-                numbers.fill_(1.0)  # a norm's weight
-            else:
-                numbers.normal_(0.0, getattr(model.config, "initializer_range", 0.02), generator=generator)
-            if not is_stack:
-                shard.copy_(numbers[first : first + len(shard)])
-            elif first <= row < first + len(shard):
-                shard[row - first].copy_(numbers)
+        rows = 1 if parameter.ndim == 3 else len(parameter)
+        for start in range(0, len(parameter), rows):
+            numbers = torch.empty((rows, *parameter.shape[1:]), dtype=parameter.dtype, device=device)
+            numbers.normal_(0.0, getattr(model.config, "initializer_range", 0.02), generator=generator)
+            low, high = max(first, start), min(first + len(shard), start + rows)
+            if low < high:
+                shard[low - first : high - first] = numbers[low - start : high - start]
 
 
 def build_optimizer(model: torch.nn.Module, name: str) -> torch.optim.Optimizer:
     """Build the plan's AdamW. Vectors (norms, biases) have no weight decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": 0.1},
-        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    kind = {"foreach": True} if name == "adamw_foreach" else {"fused": True}
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), **kind)
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    foreach = name == "adamw_foreach"
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), foreach=foreach, fused=not foreach)
 
 
 def read_tokens(text: str, tokenizer: str | None, seq_len: int, vocab_size: int) -> torch.Tensor:
     """Tokenize a text file, repeated until it fills one sequence; without a tokenizer a token is a byte."""
     data = Path(text).read_bytes()
-    end = None
     if not tokenizer:
-        ids = list(data)
+        ids, end = list(data), None
     elif tokenizer.endswith(".json"):
         file = Tokenizer.from_file(tokenizer)
         ids, end = file.encode(data.decode("utf-8")).ids, file.token_to_id("<|endoftext|>")
@@ -225,9 +209,9 @@ def take_sequences(tokens: torch.Tensor, first: int, rows: int, seq_len: int) ->
     return tokens[seq_len * numbers[:, None] + torch.arange(seq_len)]
 
 
-def choose_peak_rate(num_parameters: int, source: str | None) -> float:
-    """Return a usual peak learning rate: of pretraining, or of training the checkpoint ``source`` further."""
-    return 2e-5 if source else 1e-3 if num_parameters < 1e9 else 1e-4
+def choose_peak_rate(num_parameters: int, checkpoint: str | None) -> float:
+    """Return a usual peak learning rate: of pretraining, or of training ``checkpoint`` further."""
+    return 2e-5 if checkpoint else 1e-3 if num_parameters < 1e9 else 1e-4
 
 
 def compute_rate(step: int, peak: float, steps: int, warmup: int) -> float:
@@ -240,6 +224,7 @@ def compute_rate(step: int, peak: float, steps: int, warmup: int) -> float:
 
 def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
     """Train on [micro-batch, sequence, token]. Return the mean loss over all ranks."""
+    assert isinstance(model, dist.fsdp.FSDPModule)  # fully_shard has added this class
     total = torch.zeros((), device=batch.device)
     for index, micro in enumerate(batch):
         # Every backward reduce-scatters gradients; replicas all-reduce them in the last one only.
@@ -248,53 +233,41 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: 
         loss = model(input_ids=micro, labels=micro).loss / len(batch)
         loss.backward()
         total += loss.detach().float()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     dist.all_reduce(total)
     return total / dist.get_world_size()
 
 
-def save(model: torch.nn.Module, folder: str) -> None:
-    """All-gather the weights tensor by tensor into the first rank's host memory, and write them."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=options)
-    if model.config.tie_word_embeddings:
-        weights.pop("lm_head.weight", None)  # it is the embedding
-    if dist.get_rank() == 0:
-        model.config.use_cache = True  # off while training
-        model.save_pretrained(folder, state_dict=weights)
-
-
 def main() -> None:
     """Train as planned, and print each step's loss."""
-    options, plan = read_options(), read_json("plan.json")
-    recipe, cluster = plan["recipe"], plan["cluster"]
-    planned = cluster["gpus_per_node"] * cluster["num_nodes"]
+    options, plan = read_options(), read_plan()
+    recipe, cluster = plan.recipe, plan.cluster
+    planned = cluster.gpus_per_node * cluster.num_nodes
 
     # Connect the ranks. torchrun and accelerate launch set these environment variables.
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != planned:
         raise SystemExit(f"the plan has {planned} ranks, and {world_size} were started")
-    on_gpu = cluster["gpu"]["vendor"] != "cpu"
+    on_gpu = cluster.gpu.vendor != "cpu"
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     # gloo communicates tensors in host memory (offloaded shards), NCCL those on GPUs.
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
 
-    # Build the model, shard it, and create the optimizer, whose state is sharded like the parameters.
+    # The optimizer's state is sharded as the parameters are.
     model = build_sharded(plan, options.model, device)
-    optimizer = build_optimizer(model, recipe["optimizer"])
+    model.train()
+    optimizer = build_optimizer(model, recipe.optimizer)
 
     # Each rank trains on its own part of every batch, and has its own dropout masks.
-    seq_len, micro_batch_size = recipe["seq_len"], recipe["micro_batch_size"]
-    tokenizer = options.tokenizer or options.model
+    seq_len, tokenizer = recipe.seq_len, options.tokenizer or options.model
     tokens = read_tokens(options.text, tokenizer, seq_len, model.config.vocab_size)
-    rows = recipe["global_batch_size"] // world_size
+    rows = recipe.global_batch_size // world_size
     torch.manual_seed(1 + rank)
 
-    # Train.
     usual = choose_peak_rate(model.num_parameters(), options.model)
     peak = usual if options.learning_rate is None else options.learning_rate
     warmup = min(100, options.steps // 10) if options.warmup_steps is None else options.warmup_steps
@@ -303,15 +276,22 @@ def main() -> None:
         for group in optimizer.param_groups:
             group["lr"] = compute_rate(step, peak, options.steps, warmup)
         sequences = take_sequences(tokens, (step * world_size + rank) * rows, rows, seq_len)
-        batch = sequences.view(-1, micro_batch_size, seq_len).to(device)
+        batch = sequences.view(-1, recipe.micro_batch_size, seq_len).to(device)
         loss = train_step(model, optimizer, batch).item()
         if rank == 0:
-            speed = recipe["global_batch_size"] * seq_len / (time.perf_counter() - began)
+            speed = recipe.global_batch_size * seq_len / (time.perf_counter() - began)
             print(f"step {step + 1} loss {loss:.6f} {speed:,.0f} tokens/s", flush=True)
 
-    # Save: all ranks take part in the all-gather.
+    # Save: all ranks all-gather the weights, tensor by tensor, into the first rank's host memory.
     if options.save:
-        save(model, options.save)
+        weights = get_model_state_dict(
+            model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
+        if model.config.tie_word_embeddings:
+            weights.pop("lm_head.weight", None)  # it is the embedding
+        if rank == 0:
+            model.config.use_cache = True  # off while training
+            model.save_pretrained(options.save, state_dict=weights)
     dist.barrier()
     dist.destroy_process_group()
 
