@@ -76,7 +76,7 @@ def test_what_is_received_is_allocated_for_every_micro_batch(stages: list[Rehear
     for less, many in zip(stages, more, strict=True):
         added = most(many, "gather_buffers", "rest") - most(less, "gather_buffers", "rest")
         assert added == 8 * 512 * arch.hidden_size * 2
-        assert "micro-batches played" in many.note
+        assert "micro-batches run" in many.note
 
 
 def test_of_interleaved_chunks_one_alone_ends_in_a_head() -> None:

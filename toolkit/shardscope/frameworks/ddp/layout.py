@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from shardscope.core.errors import refuse
 from shardscope.core.fixes import suggest_complete_fixes
@@ -37,7 +37,7 @@ class DdpLayout(Layout):
         """Return the degrees: all ranks are data parallel, with a replica each."""
         return self.fill_degrees(cluster.num_gpus)
 
-    def fill_degrees(self, left: Any) -> Degrees:
+    def fill_degrees(self, left: int) -> Degrees:
         """Return the degrees with a replica on each of the ``left`` ranks."""
         return Degrees(data_parallel=left, replicate=left)
 
@@ -54,7 +54,7 @@ class DdpLayout(Layout):
             refuse(
                 "Recipe.quantization",
                 "int8",
-                f"None or 'nf4' in {recipe.precision}, for what autocast makes of int8 was never counted; "
+                f"None or 'nf4' in {recipe.precision}: the memory of int8 under autocast was never measured; "
                 "'int8' in 'bf16' or 'fp32'",
                 {"precision": "bf16"},
             )

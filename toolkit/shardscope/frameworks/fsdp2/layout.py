@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from shardscope.core.errors import FieldError, check_choice, refuse
 from shardscope.core.fixes import suggest_complete_fixes
 from shardscope.core.layout import (
     Degrees,
     Layout,
+    OptionValue,
     check_context,
     check_degrees,
     check_heads,
@@ -56,7 +57,7 @@ class Fsdp2Layout(Layout):
     ``torch.cat`` on all ranks but the last, where all queries attend to each shard of keys
     (``_partial_update``, torch 2.13)."""
     # With reshard_after_forward=False parameters are still sharded between steps, as in ZeRO-3.
-    abilities: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({
+    abilities: ClassVar[Mapping[str, Mapping[str, OptionValue]]] = MappingProxyType({
         "data": {},
         "zero_1": {},
         "zero_2": {},
@@ -69,7 +70,7 @@ class Fsdp2Layout(Layout):
         "context": {"cp": 2},
         "cpu_offload": {"offload": "cpu"},
     })  # fmt: skip
-    choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({
+    choices: ClassVar[Mapping[str, tuple[OptionValue, ...] | None]] = MappingProxyType({
         "replicate": None,
         "tp": None,
         "pp": None,
@@ -162,7 +163,7 @@ class Fsdp2Layout(Layout):
             )
         return self.fill_degrees(shard)
 
-    def fill_degrees(self, left: Any) -> Degrees:
+    def fill_degrees(self, left: int) -> Degrees:
         """Return the degrees with sharding over the ``left`` ranks that the other degrees do not use."""
         return Degrees(
             data_parallel=left * self.replicate,

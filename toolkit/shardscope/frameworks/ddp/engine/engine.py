@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +46,8 @@ class DdpEngine(TorchEngine):
             gradient_as_bucket_view=True,
         )
 
-    def read_back(self) -> dict[str, Any]:
+    def read_back(self) -> dict[str, object]:
+        # Read DDP's own attributes, not the arguments that it got.
         module = self._module
         if not isinstance(module, DistributedDataParallel):
             raise RuntimeError(f"the plan says DDP, and the module is {type(module).__name__}")
@@ -56,7 +56,7 @@ class DdpEngine(TorchEngine):
             raise RuntimeError(
                 f"the plan says {self.plan.world_size} DDP ranks, and the module has {num_ranks}"
             )
-        buckets = _initial_bucket_bytes(module)
+        buckets = _read_bucket_bytes(module)
         return {
             "module": type(module).__name__,
             "data_parallel": num_ranks,
@@ -69,20 +69,21 @@ class DdpEngine(TorchEngine):
             "autocast": str(self.autocast_dtype).removeprefix("torch.") if self.autocast_dtype else None,
         }
 
-    def describe_built(self, found: Mapping[str, Any], where: str) -> str:
-        size = sum(found["bucket_bytes"]) / 2**20
+    def describe_built(self, record: Mapping[str, object], where: str) -> str:
+        buckets = record["bucket_bytes"]
+        assert isinstance(buckets, list), "read_back() lists them"
+        size = f"{sum(buckets) / 2**20:.1f} MiB" + (" in all" if len(buckets) > 1 else "")
         return (
-            f"{DdpLayout.title}: {found['module']} over {format_count(found['data_parallel'], 'rank')} "
-            f"{where}, {format_count(found['num_buckets'], 'gradient bucket')} of {size:.1f} MiB"
-            + (" in all" if found["num_buckets"] > 1 else "")
+            f"{DdpLayout.title}: {record['module']} over {format_count(self.plan.world_size, 'rank')} "
+            f"{where}, {format_count(len(buckets), 'gradient bucket')} of {size}"
         )
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[None]:
         module = self._module
         if last or not isinstance(module, DistributedDataParallel):
             return nullcontext()
-        quiet: AbstractContextManager[None] = module.no_sync()
-        return quiet
+        no_sync: AbstractContextManager[None] = module.no_sync()
+        return no_sync
 
     @property
     def shard_group(self) -> None:
@@ -102,7 +103,8 @@ class DdpEngine(TorchEngine):
         return self._bucket_bytes
 
 
-def _initial_bucket_bytes(module: DistributedDataParallel) -> list[int]:
+def _read_bucket_bytes(module: DistributedDataParallel) -> list[int]:
     """Return the bytes of each bucket; after the first step DDP rebuilds them in the order of gradients."""
+    # DDP's only record of its buckets: a text with their sizes, separated by ", " (torch 2.13, logger.cpp).
     text = str(module._get_ddp_logging_data().get("bucket_sizes", ""))
     return [int(size) for size in text.replace(" ", "").split(",") if size]

@@ -4,7 +4,7 @@ train.py."""
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.frameworks.accelerate.limits import why_not_accelerate_fsdp
 from shardscope.frameworks.formats.accelerate_config import list_absent_files, render_accelerate_files
@@ -14,7 +14,7 @@ from shardscope.frameworks.formats.exported import Absent, Exported, describe_pl
 from shardscope.frameworks.formats.train_file import render_train_files
 from shardscope.frameworks.formats.training_arguments import ARGUMENTS_FILE, render_training_arguments
 from shardscope.frameworks.fsdp2.files import TRAINED_VALUES
-from shardscope.frameworks.fsdp2.layout import get_reshard_after_forward
+from shardscope.frameworks.fsdp2.layout import get_layout, get_reshard_after_forward
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -27,17 +27,19 @@ LAYOUT_FIELDS = ("shard", "replicate", "reshard_after_forward", "tp", "cp", "off
 def render_files(plan: Plan) -> list[Exported | Absent]:
     """Return the files that an export of an FSDP2 plan writes in addition to its JSON."""
     return [
-        _arguments(plan),
-        *_accelerate(plan),
+        _render_arguments(plan),
+        *_render_accelerate(plan),
         *add_commands(plan, *render_train_files(plan, TRAINED_VALUES)),
     ]
 
 
-def _arguments(plan: Plan) -> Exported:
+def _render_arguments(plan: Plan) -> Exported:
     """Return the arguments of ``init_device_mesh``, ``fully_shard`` and its policies as a JSON file."""
-    layout: Any = plan.layout
+    layout = get_layout(plan)
     degrees = plan.degrees
     kind = MIXED.get(plan.recipe.precision)
+    # Outermost first, as Fsdp2Engine.make_mesh does; cp is an axis of its own, which the engine
+    # merges into the shards.
     axes = {name: getattr(degrees, name) for name in ("pp", "replicate", "shard", "cp", "tp")}
     mesh = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
     offload = layout.offload == "cpu"
@@ -64,14 +66,17 @@ def _arguments(plan: Plan) -> Exported:
     )
 
 
-def _accelerate(plan: Plan) -> list[Exported | Absent]:
+def _render_accelerate(plan: Plan) -> list[Exported | Absent]:
+    """Return Accelerate's YAML and the Trainer's arguments, or why a plan has none."""
     why = why_not_accelerate_fsdp(plan)
     if why is not None:
         return [*list_absent_files(why), Absent(name=ARGUMENTS_FILE, why=why)]
-    layout: Any = plan.layout
+    layout = get_layout(plan)
     degrees, recipe = plan.degrees, plan.recipe
+    # Accelerate wraps every decoder layer: it has no interval and no selective recomputation.
     checkpointing = recipe.recompute == "full" and recipe.recompute_interval == 1
     recipe_fields = {"recompute"} if checkpointing or recipe.recompute == "none" else set()
+    # Accelerate and the Trainer take a boolean: resharding to fewer ranks becomes True.
     reshard, offload = bool(get_reshard_after_forward(plan)), layout.offload == "cpu"
     fsdp = {
         "fsdp_version": 2,
@@ -82,7 +87,7 @@ def _accelerate(plan: Plan) -> list[Exported | Absent]:
         "fsdp_cpu_ram_efficient_loading": True,
         "fsdp_activation_checkpointing": checkpointing,
     }
-    sections: dict[str, Any] = {"fsdp_config": fsdp}
+    sections: dict[str, object] = {"fsdp_config": fsdp}
     notes = []
     if degrees.replicate > 1 or degrees.tp > 1 or degrees.cp > 1:
         sections["parallelism_config"] = {
@@ -91,12 +96,14 @@ def _accelerate(plan: Plan) -> list[Exported | Absent]:
             "parallelism_config_tp_size": degrees.tp,
             "parallelism_config_cp_size": degrees.cp,
         }
+    # Accelerate's default mixed precision policy has one type for both.
     if recipe.precision.endswith("-mixed"):
         half = "fp16" if recipe.precision == "fp16-mixed" else "bf16"
         notes.append(
             f"Accelerate reduces gradients in {half}, the plan in fp32: "
             "FullyShardedDataParallelPlugin(mixed_precision_policy=...) in the script changes that."
         )
+    # The Trainer's own names of the same options (transformers, TrainingArguments.fsdp_config).
     trainer = {
         "fsdp": True,
         "fsdp_config": {

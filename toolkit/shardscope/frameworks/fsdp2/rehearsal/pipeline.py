@@ -7,7 +7,8 @@ are run as affect the peak.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.distributed.pipelining import PipelineStage
@@ -19,6 +20,9 @@ from shardscope.rehearsal.extent import NUM_STEPS
 from shardscope.rehearsal.torch_step import finish_step, set_up_engine
 
 if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+    from transformers import PreTrainedModel
+
     from shardscope.core.plan import Plan
     from shardscope.frameworks.fsdp2.engine.pipeline import PipelinedEngine
     from shardscope.rehearsal.result import RehearsedStage
@@ -39,10 +43,9 @@ def check_staged(plan: Plan) -> None:
 class _Stage(PipelineStage):  # type: ignore[misc]
     """torch's stage with receive buffers for all micro-batches of the plan, however many are run."""
 
-    def __init__(self, *args: Any, tracker: Tracker, num_planned: int, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.tracker = tracker
-        self.num_planned = num_planned
+    tracker: Tracker
+    num_planned: int
+    """Number of micro-batches of the plan."""
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         with self.tracker.labelling("gather_buffers"):
@@ -51,61 +54,77 @@ class _Stage(PipelineStage):  # type: ignore[misc]
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
         with self.tracker.labelling("gather_buffers"):
             super()._setup_backward_recv_info(self.num_planned)
+        # torch stores the number of micro-batches that it got, and checks their indices against it.
         self.chunks = num_microbatches
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[torch.Tensor, ...],
+        kwargs: dict[str, object] | None = None,
+        save_forward_output: bool = True,
+    ) -> object:
         with self.tracker.phase("forward"):
-            return super().forward_one_chunk(*args, **kwargs)
+            output: object = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        return output
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: torch.Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
         with self.tracker.phase("backward"):
-            return super().backward_one_chunk(*args, **kwargs)
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
-    def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> Any:
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         with self.tracker.phase("backward"):
-            return super().perform_reduce_grad(*args, **kwargs)
+            super().perform_reduce_grad(grad_scale_factor)
 
 
-def play_stage(
+def rehearse_pipeline_stage(
     engine: PipelinedEngine, tracker: Tracker, note_progress: NoteProgress, *, built_on_host: bool
 ) -> RehearsedStage:
     """Run two optimizer steps of one stage and return the memory of the second."""
     plan, number = engine.plan, engine.stage
     trained = set_up_engine(engine, tracker, built_on_host=built_on_host)
-    # The most that are ever in flight, and one more to reach the steady state.
+    # 1F1B has at most pp micro-batches in flight; one more reaches the steady state. GPipe has all.
     num_micro_batches = min(plan.num_micro_batches, plan.degrees.pp + 1)
     if plan.layout.runs_all_forwards_first:
         num_micro_batches = plan.num_micro_batches
-    schedule, stage = _schedule(engine, tracker, num_micro_batches)
+    schedule, stage = _create_schedule(engine, tracker, num_micro_batches)
     rows = num_micro_batches * plan.recipe.micro_batch_size
     for step in range(NUM_STEPS):
+        # The first step also creates the optimizer's state and the receive buffers.
         if step == NUM_STEPS - 1:
             tracker.restart()
         ids = torch.zeros((rows, plan.recipe.seq_len), dtype=torch.int64, device=engine.ctx.device)
         schedule.step(
             *((ids,) if stage.is_first else ()),
-            **({"target": ids, "losses": []} if stage.is_last else {}),
+            target=ids if stage.is_last else None,
+            losses=[] if stage.is_last else None,
             return_outputs=False,
         )
         finish_step(engine, tracker, trained)
     note = f"torch's {type(schedule).__name__}, one stage at a time"
     if num_micro_batches < plan.num_micro_batches:
-        note += f"; {num_micro_batches} of {plan.num_micro_batches} micro-batches played"
+        note += f"; {num_micro_batches} of {plan.num_micro_batches} micro-batches run"
     return tracker.build_stage(number, plan.stage_layers[number], note=note)
 
 
-def _schedule(engine: PipelinedEngine, tracker: Tracker, num_micro_batches: int) -> tuple[Any, _Stage]:
+def _create_schedule(
+    engine: PipelinedEngine, tracker: Tracker, num_micro_batches: int
+) -> tuple[_PipelineSchedule, _Stage]:
+    """Return torch's schedule of the plan and this rank's stage in it."""
     plan, module = engine.plan, engine.chunks[0]
     shape = (plan.recipe.micro_batch_size, plan.recipe.seq_len)
+    dtype = engine.compute_dtype
     with tracker.paused(), torch.device(engine.ctx.device):
         # Used for their shapes only: real stages exchange these once, before the first step.
         ids = torch.zeros(shape, dtype=torch.int64)
-        hidden = torch.empty(
-            (*shape, plan.architecture.hidden_size), dtype=engine.compute_dtype, requires_grad=True
-        )
-        logits = torch.empty(
-            (*shape, plan.architecture.vocab_size), dtype=engine.compute_dtype, requires_grad=True
-        )
+        hidden = torch.empty((*shape, plan.architecture.hidden_size), dtype=dtype, requires_grad=True)
+        logits = torch.empty((*shape, plan.architecture.vocab_size), dtype=dtype, requires_grad=True)
     stage = _Stage(
         module,
         engine.stage,
@@ -114,25 +133,26 @@ def _schedule(engine: PipelinedEngine, tracker: Tracker, num_micro_batches: int)
         input_args=ids if engine.stage == 0 else hidden,
         output_args=logits if engine.stage == plan.degrees.pp - 1 else hidden,
         group=engine.stage_group,
-        tracker=tracker,
-        num_planned=plan.num_micro_batches,
     )
-    model: Any = module.model
+    stage.tracker, stage.num_planned = tracker, plan.num_micro_batches
+    model = cast("PreTrainedModel", module.model)
 
-    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    # The schedule calls it after the stage's forward, so outside of that phase.
+    def compute_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         with tracker.phase("forward"):
-            mean_loss: torch.Tensor = model.loss_function(
+            loss: torch.Tensor = model.loss_function(
                 logits=output, labels=target, vocab_size=plan.architecture.vocab_size
             )
-        return mean_loss
+        return loss
 
     schedule_class = get_schedule_class(engine.schedule_name)
-    schedule = schedule_class(stage, num_micro_batches, loss_fn=loss)
-    schedule._warmup_p2p = _shapes_are_known
+    schedule: _PipelineSchedule = schedule_class(stage, num_micro_batches, loss_fn=compute_loss)
+    # Set on the schedule, which would receive the other stages' votes from ranks that are not there.
+    vars(schedule)["_warmup_p2p"] = _use_static_shapes
     return schedule, stage
 
 
-def _shapes_are_known(stages: Any, *_: Any) -> None:
-    """Replace torch's agreement between stages on static shapes: they are known here."""
+def _use_static_shapes(stages: Iterable[PipelineStage], has_backward: bool, p2p_done: bool) -> None:
+    """Replace ``_PipelineSchedule._warmup_p2p``, in which stages agree on static shapes: they are given."""
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,80 +15,99 @@ from shardscope.core.errors import refuse
 from shardscope.core.ops import ceil_div
 from shardscope.frameworks.fsdp2.engine.choice import create_engine
 from shardscope.frameworks.fsdp2.engine.pipeline import PipelinedEngine
+from shardscope.frameworks.fsdp2.layout import get_layout
 from shardscope.frameworks.fsdp2.limits import SPLIT_TRAINED, check_pipeline, check_tensor_parallel
-from shardscope.frameworks.fsdp2.rehearsal.pipeline import check_staged, play_stage
+from shardscope.frameworks.fsdp2.rehearsal.pipeline import check_staged, rehearse_pipeline_stage
 from shardscope.frameworks.limits import check_recipe
 from shardscope.frameworks.limits import check_rehearsed as check_rehearsed_recipe
 from shardscope.memory.overheads.building import is_initialized_sharded
 from shardscope.rehearsal.fake_world import fake_ranks, fake_tensors, real_tensors
+from shardscope.rehearsal.patching import patch_attributes
 from shardscope.rehearsal.torch_step import FakeContext, labelled_methods, rehearse_engine
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
+    from shardscope.frameworks.fsdp2.engine.engine import Fsdp2Engine
     from shardscope.rehearsal.result import RehearsedStage
     from shardscope.rehearsal.torch_step import NoteProgress
     from shardscope.rehearsal.tracker import Tracker
     from shardscope.training.engine import BuildModel
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _COLLECTIVES = ("unshard", "wait_for_unshard", "reshard", "post_backward", "finalize_backward")
+"""Methods of ``FSDPParamGroup`` that allocate all-gathered parameters and reduce-scatter buffers."""
 
 
 def rehearse(plan: Plan, note_progress: NoteProgress) -> list[RehearsedStage]:
     """Rehearse every pipeline stage of ``plan``. Raises ``ValueError`` for plans that cannot be rehearsed."""
     check_rehearsed(plan)
-    pp, found = plan.degrees.pp, []
+    pp, stages = plan.degrees.pp, []
     for number in range(pp):
 
-        def note(words: str, done: float, number: int = number) -> None:
-            note_progress(words if pp == 1 else f"stage {number}: {words}", (number + done) / pp)
+        def note_stage_progress(activity: str, done: float, number: int = number) -> None:
+            note_progress(activity if pp == 1 else f"stage {number}: {activity}", (number + done) / pp)
 
-        found.append(_stage(plan, number, note))
-    return found
+        stages.append(_rehearse_stage(plan, number, note_stage_progress))
+    return stages
 
 
-def _stage(plan: Plan, number: int, note_progress: NoteProgress) -> RehearsedStage:
+def _rehearse_stage(plan: Plan, number: int, note_progress: NoteProgress) -> RehearsedStage:
     """Rehearse one stage, on its rank that is first in all other groups."""
     degrees = plan.degrees
     # With offloading on a GPU the fake tensors have two devices; CPU ranks have only one.
-    away = getattr(plan.layout, "offload", None) == "cpu" or plan.recipe.recompute == "offload"
-    apart = plan.on_gpu and away
+    is_offloaded = get_layout(plan).offload == "cpu" or plan.recipe.recompute == "offload"
+    separate_host = plan.on_gpu and is_offloaded
+    # Stages are consecutive ranks: pp is the outermost axis of the engine's mesh.
     with fake_ranks(plan.world_size, number * (plan.world_size // degrees.pp)):
-        engine = create_engine(FakeContext(plan, "cpu:0" if apart else "cpu"))
+        engine = create_engine(FakeContext(plan, "cpu:0" if separate_host else "cpu"))
         # The mesh needs real tensors, so it is created before fake tensor mode starts.
         engine.mesh = engine.make_mesh()
-        logits = ceil_div(plan.architecture.vocab_size, degrees.tp)
+        # The tracker recognizes logits by their last dimension.
+        logit_width = ceil_div(plan.architecture.vocab_size, degrees.tp)
         has_flash = plan.cluster.gpu.has_flash_attention
-        fake = fake_tensors(plan.on_gpu, {logits}, separate_host=apart, has_flash=has_flash)
-        with fake as tracker:
+        with (
+            fake_tensors(
+                plan.on_gpu, {logit_width}, separate_host=separate_host, has_flash=has_flash
+            ) as tracker,
+            labelled_methods(
+                tracker, FSDPParamGroup, _COLLECTIVES, before=lambda group: _label_gradients(tracker, group)
+            ),
+            _meshes_with_values(tracker),
+            _all_gathers_to(engine.ctx.device),
+            _untracked_build(engine, tracker),
+        ):
+            on_host = not is_initialized_sharded(plan) or plan.recipe.base_quantization is not None
+            if isinstance(engine, PipelinedEngine):
+                return rehearse_pipeline_stage(engine, tracker, note_progress, built_on_host=on_host)
+            return rehearse_engine(engine, tracker, note_progress, built_on_host=on_host)
 
-            def gradients_here(group: Any) -> None:
-                """Label unsharded gradients as buffers, and HSDP's partial reduce output as gradients."""
-                for parameter in group.fsdp_params:
-                    whole = getattr(parameter, "_unsharded_param", None)
-                    if whole is not None and whole.grad is not None:
-                        tracker.label([whole.grad], "gather_buffers")
-                    if parameter.unsharded_accumulated_grad is not None:
-                        tracker.label([parameter.unsharded_accumulated_grad], "gather_buffers")
-                if group._partial_reduce_output is not None:
-                    tracker.label([group._partial_reduce_output], "gradients")
 
-            with (
-                labelled_methods(tracker, FSDPParamGroup, _COLLECTIVES, before=gradients_here),
-                _meshes_of_real_numbers(tracker),
-                _gathers_to(engine.ctx.device),
-            ):
-                on_host = not is_initialized_sharded(plan) or plan.recipe.base_quantization is not None
-                _build_on_host(engine, tracker)
-                if isinstance(engine, PipelinedEngine):
-                    return play_stage(engine, tracker, note_progress, built_on_host=on_host)
-                return rehearse_engine(engine, tracker, note_progress, built_on_host=on_host)
+def _label_gradients(tracker: Tracker, group: FSDPParamGroup) -> None:
+    """Label unsharded gradients as buffers, and HSDP's partial reduce output as gradients.
+
+    autograd and FSDP2's backward hooks create them outside of the labelled methods.
+    """
+    for parameter in group.fsdp_params:
+        # The attribute exists from the first all-gather on.
+        unsharded = getattr(parameter, "_unsharded_param", None)
+        if unsharded is not None and unsharded.grad is not None:
+            tracker.label([unsharded.grad], "gather_buffers")
+        # Gradients that are not reduced yet, in reduce_dtype (torch 2.13, _fsdp_param.py,
+        # to_accumulated_grad_if_needed).
+        if parameter.unsharded_accumulated_grad is not None:
+            tracker.label([parameter.unsharded_accumulated_grad], "gather_buffers")
+    # Reduce-scattered sums that wait for the last micro-batch's all-reduce between replicas.
+    if group._partial_reduce_output is not None:
+        tracker.label([group._partial_reduce_output], "gradients")
 
 
 def check_rehearsed(plan: Plan) -> None:
     """Raise ``ValueError`` for plans that cannot be rehearsed, naming the field."""
-    layout: Any = plan.layout
+    layout = get_layout(plan)
     if layout.cp > 1:
-        why = "1 in a rehearsal: context parallelism sends keys while attention runs, which is a GPU kernel's"
+        why = "1 in a rehearsal: context parallelism communicates between attention kernels, which do not run"
         refuse("Layout.cp", layout.cp, why, {"cp": 1})
     if layout.pp > 1:
         check_pipeline(plan)
@@ -102,50 +121,44 @@ def check_rehearsed(plan: Plan) -> None:
         check_recipe(plan.recipe, SPLIT_TRAINED)
 
 
-def _build_on_host(engine: Any, tracker: Tracker) -> None:
+@contextmanager
+def _untracked_build(engine: Fsdp2Engine, tracker: Tracker) -> Iterator[None]:
     """Exclude the build from tracking: modules are built in host memory, then moved to meta."""
-    build = engine.build_on_host
+    build_on_host = engine.build_on_host
 
-    def build_unseen(build_model: BuildModel) -> torch.nn.Module:
+    def build_untracked(build_model: BuildModel) -> torch.nn.Module:
         with tracker.paused():
-            model: torch.nn.Module = build(build_model)
-            return model
+            return build_on_host(build_model)
 
-    engine.build_on_host = build_unseen
+    with patch_attributes([(engine, "build_on_host", build_untracked)]):
+        yield
 
 
-@contextlib.contextmanager
-def _meshes_of_real_numbers(tracker: Tracker) -> Iterator[None]:
-    """Let ``fully_shard`` create its meshes (to reshard to, and with tp's axis) with real tensors."""
-    places: tuple[tuple[Any, str], ...] = (
-        (_fully_shard, "_get_post_forward_mesh_info"),
-        (DeviceMesh, "_concatenate"),
-    )
-    before = [vars(owner)[name] for owner, name in places]
+@contextmanager
+def _meshes_with_values(tracker: Tracker) -> Iterator[None]:
+    """Let ``fully_shard`` create its meshes (to reshard to, and with tp's axis) with real tensors.
 
-    def on_real_numbers(make: Any) -> Any:
-        def made(*args: Any, **kwargs: Any) -> Any:
+    A mesh is a tensor of ranks, whose values are read to create process groups.
+    """
+
+    def use_real_tensors(create_mesh: Callable[P, R]) -> Callable[P, R]:
+        def create_with_values(*args: P.args, **kwargs: P.kwargs) -> R:
             with real_tensors(tracker):
-                return make(*args, **kwargs)
+                return create_mesh(*args, **kwargs)
 
-        return made
+        return create_with_values
 
-    for owner, name in places:
-        wrapped = on_real_numbers(getattr(owner, name))
-        setattr(owner, name, staticmethod(wrapped) if isinstance(owner, type) else wrapped)
-    try:
+    get_post_forward = use_real_tensors(_fully_shard._get_post_forward_mesh_info)
+    concatenate = use_real_tensors(DeviceMesh._concatenate)
+    with patch_attributes([
+        (_fully_shard, "_get_post_forward_mesh_info", get_post_forward),
+        (DeviceMesh, "_concatenate", staticmethod(concatenate)),
+    ]):  # fmt: skip
         yield
-    finally:
-        for (owner, name), was in zip(places, before, strict=True):
-            setattr(owner, name, was)
 
 
-@contextlib.contextmanager
-def _gathers_to(device: torch.device) -> Iterator[None]:
+@contextmanager
+def _all_gathers_to(device: torch.device) -> Iterator[None]:
     """Set the device of all-gathers: a mesh of CPU ranks has no device but the host's."""
-    before = _fully_shard._get_device_from_mesh
-    _fully_shard._get_device_from_mesh = lambda mesh: device
-    try:
+    with patch_attributes([(_fully_shard, "_get_device_from_mesh", lambda mesh: device)]):
         yield
-    finally:
-        _fully_shard._get_device_from_mesh = before
