@@ -19,7 +19,6 @@ from shardscope.core.errors import FieldError
 from shardscope.core.plan import Plan
 from shardscope.frameworks.deepspeed.files.config import deepspeed_config
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
-from shardscope.frameworks.deepspeed.memory.element_counts import find_swap_failure
 from shardscope.frameworks.deepspeed.memory.fp16_optimizer import count_all_reduce_copy
 from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
     FlatGradient,
@@ -36,6 +35,7 @@ from shardscope.frameworks.deepspeed.memory.partition_parameters import (
     sum_partitions,
 )
 from shardscope.frameworks.deepspeed.memory.partitioned_param_coordinator import Stage3Options
+from shardscope.frameworks.deepspeed.memory.training_state import find_swap_failure
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage3 import simulate_step
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import (
     count_late_reduction,

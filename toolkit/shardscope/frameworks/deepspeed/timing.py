@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardscope.core.ops import ceil_div, maximum, where
 from shardscope.core.precision import FP32, num_moments, widths
 from shardscope.frameworks.deepspeed.layout import check_not_quantized, get_layout, get_reduction_width
-from shardscope.frameworks.deepspeed.memory.element_counts import count_expert_replicas
+from shardscope.frameworks.deepspeed.memory.training_state import count_expert_replicas
 from shardscope.timing.traffic import Collective, Overlap, OverlappedWith, StateTraffic, Transfer
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.families.registry import family_of
 from shardscope.frameworks.deepspeed.memory.partition_parameters import split_norms
 from shardscope.memory.state.lora import find_adapter_targets
-from shardscope.memory.state.stages import list_rank_shapes
+from shardscope.memory.state.stages import EMBEDDING_GROUPS, list_outer_tensors, list_rank_shapes
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -242,6 +242,18 @@ class TracedModel(NamedTuple):
     final_norm: tuple[int, ...]
     head: tuple[int, ...]
     """Head tensors; empty if the head is tied to the embedding."""
+
+
+def build_traced_model(
+    arch: Architecture, adapters: Recipe | None, dense_layers: int, moe_layers: int
+) -> TracedModel:
+    """Return the model with its tensors outside of decoder layers, none of them sharded by AutoTP."""
+    outer = list_outer_tensors(arch, 1, True, True)
+    embeddings, final_norm, head = (
+        tuple(rows * columns for group, rows, columns in outer if group in groups)
+        for groups in (EMBEDDING_GROUPS, ("norm",), ("lm_head",))
+    )
+    return TracedModel(arch, adapters, dense_layers, moe_layers, embeddings, final_norm, head)
 
 
 class ModuleTrace:

@@ -37,9 +37,9 @@ from shardscope.memory.state.training_state import TrainingState
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.frameworks.deepspeed.memory.element_counts import RankCounts
     from shardscope.frameworks.deepspeed.memory.parameter_offload import HookEvent, TracedModule
     from shardscope.frameworks.deepspeed.memory.partitioned_param_swapper import SwapFailure
+    from shardscope.frameworks.deepspeed.memory.training_state import RankCounts
     from shardscope.memory.state.stages import Stage
 
 

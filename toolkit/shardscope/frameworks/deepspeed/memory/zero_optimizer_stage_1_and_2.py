@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardscope.core.plan import Plan
-    from shardscope.frameworks.deepspeed.memory.element_counts import ElementCounts, RankCounts
+    from shardscope.frameworks.deepspeed.memory.training_state import ElementCounts, RankCounts
     from shardscope.memory.state.stages import Stage
 
 _TWO_GROUPS = ("adamw_8bit", "adafactor")
