@@ -15,7 +15,7 @@ def held_by_stage(ctx: Any) -> dict[str, Any]:
 
     import shardscope as ss
     from shardscope.frameworks.deepspeed.engine.launching import connect_deepspeed
-    from shardscope.frameworks.deepspeed.files.config import deepspeed_config
+    from shardscope.frameworks.deepspeed.files.config import build_deepspeed_config
     from shardscope.training.model.model import build_model
 
     # Nothing is compiled: gloo does without DeepSpeed's shared-memory collectives.
@@ -24,7 +24,7 @@ def held_by_stage(ctx: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     plan = ctx.plan
     for stage in (1, 2, 3):
-        config = deepspeed_config(
+        config = build_deepspeed_config(
             ss.Plan(plan.architecture, plan.cluster, plan.recipe, ss.Layout.zero(stage))
         )
         config["zero_optimization"]["reduce_bucket_size"] = plan.layout.reduce_bucket_size

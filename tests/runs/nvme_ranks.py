@@ -18,14 +18,14 @@ def main(plan_json: str, folder: str, prefetch: str, buffers: str) -> None:
 
     import shardscope as ss
     from shardscope.frameworks.deepspeed.extensions import load
-    from shardscope.frameworks.deepspeed.files.config import deepspeed_config
+    from shardscope.frameworks.deepspeed.files.config import build_deepspeed_config
     from shardscope.training.model.model import config_values
 
     # Built once for all: one that was killed while DeepSpeed built it leaves a lock, which others wait for.
     load("async_io")
     deepspeed.init_distributed("gloo")
     plan = ss.Plan.from_json(plan_json)
-    config = deepspeed_config(plan, nvme_folder=folder)
+    config = build_deepspeed_config(plan, nvme_folder=folder)
     # What a plan would refuse can be seen to fail.
     config["zero_optimization"]["stage3_prefetch_bucket_size"] = int(prefetch)
     if "offload_param" in config["zero_optimization"]:

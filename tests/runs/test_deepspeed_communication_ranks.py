@@ -54,18 +54,18 @@ def _contradiction(ctx: StandInContext) -> str:
     """DeepSpeed told of another type than the plan's."""
     from shardscope.frameworks.deepspeed.engine import engine
 
-    truth = engine.deepspeed_config
+    truth = engine.build_deepspeed_config
 
     def without(plan: Any, **options: Any) -> dict[str, Any]:
         return {**truth(plan, **options), "communication_data_type": None}
 
-    engine.deepspeed_config = without
+    engine.build_deepspeed_config = without
     try:
         _trained(ctx, plan_of("zero-2 in fp32"))
     except RuntimeError as error:
         return str(error)
     finally:
-        engine.deepspeed_config = truth
+        engine.build_deepspeed_config = truth
     return "it went on"
 
 

@@ -177,20 +177,20 @@ def contradiction(ctx: StandInContext) -> str:
     """DeepSpeed told of another stage than the plan's."""
     from shardscope.frameworks.deepspeed.engine import engine
 
-    truth = engine.deepspeed_config
+    truth = engine.build_deepspeed_config
 
     def other(plan: Any, **options: Any) -> dict[str, Any]:
         config = truth(plan, **options)
         config["zero_optimization"]["stage"] = 1
         return config
 
-    engine.deepspeed_config = other
+    engine.build_deepspeed_config = other
     try:
         fresh(ctx, plan_of("zero-2, two micro-batches"))
     except RuntimeError as error:
         return str(error)
     finally:
-        engine.deepspeed_config = truth
+        engine.build_deepspeed_config = truth
     return "it went on"
 
 
@@ -387,14 +387,14 @@ def test_nvme_is_refused_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv(NVME_VARIABLE, str(tmp_path))
     limits._check_nvme()
     assert list(tmp_path.iterdir()) == [], "it was tried, and nothing is left of that"
-    assert limits.nvme_folder(Path("runs/one")) == tmp_path / "one"
+    assert limits.find_nvme_folder(Path("runs/one")) == tmp_path / "one"
     if Path("/proc/self").exists():
         # Where nobody makes a folder, and root is told that it may.
         monkeypatch.setenv(NVME_VARIABLE, "/proc")
         with pytest.raises(FieldError, match="cannot be written"):
             limits._check_nvme()
     monkeypatch.delenv(NVME_VARIABLE)
-    assert limits.nvme_folder(Path("runs/one")) == Path("runs/one/nvme")
+    assert limits.find_nvme_folder(Path("runs/one")) == Path("runs/one/nvme")
 
 
 def test_what_compiles_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,8 +217,8 @@ QWEN = {
     [
         ({"architecture": Architecture.from_hf(QWEN)}, {"stage": 2}, "routes as Mixtral's does"),
         ({"architecture": mixtral(1)}, {"stage": 2}, "top1gating"),
-        ({"method": "lora"}, {"stage": 2}, "peft knows no DeepSpeed experts"),
-        ({"precision": "bf16-mixed"}, {"stage": 0}, "leaves experts out (FP16"),
+        ({"method": "lora"}, {"stage": 2}, "peft does not support DeepSpeed's experts"),
+        ({"precision": "bf16-mixed"}, {"stage": 0}, "norm without the experts (FP16"),
     ],
 )
 def test_what_it_does_not_run_is_refused_before_any_rank(
@@ -231,4 +231,4 @@ def test_what_it_does_not_run_is_refused_before_any_rank(
 
 def test_experts_in_stages_are_refused() -> None:
     plan = tiny_plan("zero", 4, architecture=mixtral(), layout={"ep": 2, "pp": 2, "stage": 1})
-    assert "stages have no experts here" in str(why_not_trained(plan))
+    assert "experts inside DeepSpeed's pipeline stages are not supported" in str(why_not_trained(plan))

@@ -198,7 +198,9 @@ def test_deepspeed_s_older_flags_offload(tmp_path: Path) -> None:
     plan = from_zero(tmp_path, params)
     assert plan.layout.offload_params == "cpu"  # type: ignore[attr-defined]
     assert plan.layout.offload_optimizer is None  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"zero_optimization.cpu_offload is True; allowed: nothing beside"):
+    with pytest.raises(
+        ValueError, match=r"zero_optimization.cpu_offload is True; allowed: only one of the two"
+    ):
         from_zero(tmp_path, {"zero_optimization": {**named, "cpu_offload": True}})
 
 

@@ -15,7 +15,7 @@ from tests.needs import needs
 import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.core.plan import Plan
-from shardscope.frameworks.deepspeed.files.config import deepspeed_config
+from shardscope.frameworks.deepspeed.files.config import build_deepspeed_config
 from shardscope.frameworks.megatron.core_config import build_transformer_config
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
@@ -167,7 +167,7 @@ def test_a_buffer_to_nvme_holds_a_part_of_any_tensor() -> None:
     assert error.fix == f"offload_params_buffer_size={whole}"
     for cluster, size in ((one, whole), (EIGHT, 10**8)):
         found = Plan(arch, cluster, ss.Recipe(), ss.Layout.zero(offload_params="nvme"))
-        config = deepspeed_config(found)["zero_optimization"]["offload_param"]
+        config = build_deepspeed_config(found)["zero_optimization"]["offload_param"]
         assert config["buffer_size"] == size
         exact = replace(found.layout, offload_params_buffer_size=size)  # type: ignore[call-arg]
         assert replace(found, layout=exact).memory().host_bytes == found.memory().host_bytes
@@ -176,7 +176,7 @@ def test_a_buffer_to_nvme_holds_a_part_of_any_tensor() -> None:
 def test_an_optimizer_that_is_not_adam_may_go_to_the_host() -> None:
     for optimizer, forced in (("adamw", True), ("sgd", False)):
         plan = Plan(LLAMA, EIGHT, ss.Recipe(optimizer=optimizer), ss.Layout.zero(offload_optimizer="cpu"))  # type: ignore[arg-type]
-        assert deepspeed_config(plan)["zero_force_ds_cpu_optimizer"] is forced
+        assert build_deepspeed_config(plan)["zero_force_ds_cpu_optimizer"] is forced
 
 
 def test_deepspeed_itself_wants_contiguous_gradients(deepspeed_says: OwnChecks) -> None:

@@ -14,7 +14,7 @@ from tests.unit.planning import plans
 
 from shardscope.core.plan import Plan
 from shardscope.core.precision import FP32
-from shardscope.frameworks.deepspeed.layout import largest_tensor
+from shardscope.frameworks.deepspeed.layout import find_largest_tensor
 from shardscope.memory.report import PHASES
 from shardscope.rehearsal.result import TENSOR_COMPONENTS
 
@@ -106,7 +106,7 @@ def copied_bucket(a_plan: Plan) -> int:
     layout: Any = a_plan.layout
     if layout.framework != "deepspeed" or layout.stage not in (1, 2):
         return 0
-    return FP32 * int(layout.reduce_bucket_size + largest_tensor(a_plan.architecture))
+    return FP32 * int(layout.reduce_bucket_size + find_largest_tensor(a_plan.architecture))
 
 
 def padding(a_plan: Plan) -> int:

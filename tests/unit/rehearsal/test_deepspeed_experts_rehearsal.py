@@ -59,7 +59,7 @@ def test_experts_hold_what_was_predicted(name: str) -> None:
     ("layout", "recipe", "words"),
     [
         ({"stage": 1, "ep": 2, "pp": 2}, {}, "DeepSpeed's stages have no experts"),
-        ({"stage": 1, "ep": 2}, {"method": "lora"}, "peft knows no DeepSpeed experts"),
+        ({"stage": 1, "ep": 2}, {"method": "lora"}, "peft does not support DeepSpeed's experts"),
     ],
 )
 def test_what_has_no_experts_is_refused(layout: dict[str, Any], recipe: dict[str, Any], words: str) -> None:

@@ -100,7 +100,7 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused() -> None:
     [
         (
             ss.Layout.zero(stage=1, tp=2, offload_optimizer="cpu"),
-            "Layout.offload_optimizer is 'cpu'; allowed: None with tp > 1: the two were never run together",
+            "Layout.offload_optimizer is 'cpu'; allowed: None with tp > 1: AutoTP with offloading",
         ),
         (ss.Layout.megatron(cp=2), "Layout.cp is 2; allowed: 1 to train with Megatron-core on CPU ranks: "),
         (

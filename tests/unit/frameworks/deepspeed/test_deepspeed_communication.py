@@ -15,7 +15,7 @@ from tests.unit.planning import LLAMA, MOE
 import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.frameworks.deepspeed.defaults import get_reduce_type, suggest_fp32_reduction
-from shardscope.frameworks.deepspeed.files.config import deepspeed_config
+from shardscope.frameworks.deepspeed.files.config import build_deepspeed_config
 from shardscope.frameworks.deepspeed.memory.fp16_optimizer import count_all_reduce_copy
 from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
     FlatGradient,
@@ -64,9 +64,9 @@ def test_stage_0_supports_it_with_any_degree(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_it_is_in_the_configuration_of_half_precision(stage: int) -> None:
-    assert deepspeed_config(plan(stage, **FP32))[KEY] == "fp32"
-    assert KEY not in deepspeed_config(plan(stage))
-    assert KEY not in deepspeed_config(plan(stage, recipe={"precision": "fp32"}, **FP32))
+    assert build_deepspeed_config(plan(stage, **FP32))[KEY] == "fp32"
+    assert KEY not in build_deepspeed_config(plan(stage))
+    assert KEY not in build_deepspeed_config(plan(stage, recipe={"precision": "fp32"}, **FP32))
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed", "fp32"])
@@ -106,7 +106,7 @@ def test_the_type_in_a_file_is_read(
 @pytest.mark.parametrize(
     ("said", "section", "words"),
     [
-        ("fp16", "bf16", "communication_data_type is 'fp16'; allowed: 'fp32', or 'bf16' as products are"),
+        ("fp16", "bf16", "communication_data_type is 'fp16'; allowed: 'fp32', or the compute type, 'bf16'"),
         ("bf16", None, "allowed: 'fp32'"),
         (32, "bf16", "communication_data_type is 32"),
     ],

@@ -17,7 +17,7 @@ from tests.rehearsed import rehearsed_here, stages_of
 import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.core.plan import Plan
-from shardscope.frameworks.deepspeed.files.config import deepspeed_config
+from shardscope.frameworks.deepspeed.files.config import build_deepspeed_config
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
 from shardscope.frameworks.deepspeed.memory.fp16_optimizer import count_all_reduce_copy
 from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
@@ -320,7 +320,7 @@ def test_options_survive_json_and_reach_deepspeed() -> None:
     plan = zero(3, **layout, offload_params_buffer_count=80)
     again = Plan.from_json(plan.to_json())
     assert again == plan
-    config = deepspeed_config(again)["zero_optimization"]
+    config = build_deepspeed_config(again)["zero_optimization"]
     assert config["stage3_prefetch_bucket_size"] == 7
     assert config["offload_param"]["max_in_cpu"] == 9
 
@@ -425,7 +425,7 @@ def test_defaults_of_nvme_swapping_are_chosen_so_that_it_runs(name: str) -> None
     assert settled.offload_params_buffer_count is not None
     assert find_swap_failure(open_plan.architecture, open_plan.recipe, settled, 8) is None
     assert Plan.from_json(open_plan.to_json()) == open_plan
-    config = deepspeed_config(open_plan)["zero_optimization"]
+    config = build_deepspeed_config(open_plan)["zero_optimization"]
     assert config["offload_param"]["buffer_count"] == settled.offload_params_buffer_count
     assert config["stage3_prefetch_bucket_size"] == settled.stage3_prefetch_bucket_size
     if name == "llama-3.1-8b":

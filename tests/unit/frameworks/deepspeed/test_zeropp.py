@@ -11,7 +11,7 @@ import pytest
 from tests.needs import few
 
 import shardscope as ss
-from shardscope.frameworks.deepspeed.files.config import deepspeed_config
+from shardscope.frameworks.deepspeed.files.config import build_deepspeed_config
 from shardscope.frameworks.registry import why_not_trained
 from shardscope.planner.cpu_trial import build_cpu_trial
 from shardscope.runs.launch.free_memory import check_free_memory
@@ -50,9 +50,9 @@ def test_the_group_of_secondary_partitions_divides_the_ranks() -> None:
 
 def test_options_are_written_and_read_back(tmp_path: Path) -> None:
     made = plan(zero_hpz_partition_size=8, **dict.fromkeys(QUANTIZED, True))
-    zero = deepspeed_config(made)["zero_optimization"]
+    zero = build_deepspeed_config(made)["zero_optimization"]
     assert zero["zero_hpz_partition_size"] == 8 and all(zero[name] is True for name in QUANTIZED)
-    assert not set(QUANTIZED) & set(deepspeed_config(plan())["zero_optimization"])
+    assert not set(QUANTIZED) & set(build_deepspeed_config(plan())["zero_optimization"])
     assert ss.Plan.from_json(made.to_json()) == made
     for path in made.export(tmp_path):
         assert path.is_file()

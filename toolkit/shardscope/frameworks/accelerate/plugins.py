@@ -19,7 +19,7 @@ from shardscope.core.errors import refuse
 from shardscope.core.number_format import format_count
 from shardscope.frameworks.accelerate import limits
 from shardscope.frameworks.accelerate.plugin_fields import TITLE
-from shardscope.frameworks.deepspeed.files.config import deepspeed_config
+from shardscope.frameworks.deepspeed.files.config import build_deepspeed_config
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
 from shardscope.frameworks.formats.accelerate_config import MIXED
 from shardscope.frameworks.fsdp2.layout import get_layout, get_reshard_after_forward
@@ -232,7 +232,7 @@ class DeepSpeedPlugin(Plugin):
         """Write the configuration file, and return the variables for ``DeepSpeedPlugin`` that name it
         (accelerate/utils/dataclasses.py)."""
         assert isinstance(plan.layout, ZeroLayout)
-        config = deepspeed_config(plan, nvme_folder=str(folder / "nvme"))
+        config = build_deepspeed_config(plan, nvme_folder=str(folder / "nvme"))
         # Accelerate replaces "auto" by 1.0: under DeepSpeed a script's own clip_grad_norm_ does nothing.
         config["gradient_clipping"] = "auto"
         file = folder / f"ds_config-{os.environ.get('RANK', '0')}.json"

@@ -139,7 +139,7 @@ def read(
     if kind == "DEEPSPEED":
         path = _find_deepspeed_file(document, Path(file).expanduser())
         if path is not None:
-            return deepspeed.read(path, architecture, cluster, recipe)
+            return deepspeed.read_plan(path, architecture, cluster, recipe)
         return _read_inline_deepspeed(document, parts)
 
     # An export lists the fields that the format lacks in a comment. A recipe of the caller or of plan.json

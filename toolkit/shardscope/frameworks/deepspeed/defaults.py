@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shardscope.frameworks.deepspeed.config_fields import NOT_IN_CONFIG, written
+from shardscope.frameworks.deepspeed.config_fields import NOT_IN_CONFIG, list_config_fields
 from shardscope.frameworks.deepspeed.layout import casts_gradients, get_layout
 from shardscope.frameworks.defaults import CheckpointFormat, ReduceType, Tie, tie_degrees
 
@@ -28,12 +28,12 @@ def keeps_fp32_weights(plan: Plan) -> bool:
 
 def suggest_fp32_reduction(plan: Plan) -> tuple[str, Plan | None]:
     """Return the suggested fix, ``communication_data_type``, and the plan with it; None if it is invalid."""
-    layout: Any = plan.layout
+    layout = get_layout(plan)
     try:
-        mended = replace(plan, layout=replace(layout, communication_data_type="fp32"))
+        fixed_plan = replace(plan, layout=replace(layout, communication_data_type="fp32"))
     except ValueError:
         return '"communication_data_type": "fp32" in the DeepSpeed configuration', None
-    return "communication_data_type='fp32'", mended
+    return "communication_data_type='fp32'", fixed_plan
 
 
 def pad_vocab_size(plan: Plan) -> int:
@@ -47,7 +47,7 @@ def get_checkpoint_format(plan: Plan) -> CheckpointFormat:
     It loads only with the same degrees, ZeRO stage and type of weights (``engine/checkpointing.py``; "The
     checkpoint being loaded used a DP world size of ...", engine.py, 0.19).
     """
-    layout: Any = plan.layout
+    layout = get_layout(plan)
     stage = Tie(value=layout.stage, text=f"ZeRO stage {layout.stage}", layout={"stage": layout.stage})
     precision = plan.recipe.precision
     kind = {"fp32": "fp32", "fp16-mixed": "fp16"}.get(precision, "bf16")
@@ -62,18 +62,16 @@ def get_checkpoint_format(plan: Plan) -> CheckpointFormat:
 
 
 def find_unused_options(plan: Plan) -> Mapping[str, str]:
-    """Return set fields that :func:`deepspeed_config` leaves out: they are for another stage or device."""
-    read = written(plan)
-    found = {}
-    for field in fields(plan.layout):
-        if field.name in read or field.name in NOT_IN_CONFIG:
-            continue
-        if getattr(plan.layout, field.name) != field.default:
-            found[field.name] = _where(field.name)
-    return found
+    """Return set fields that ``build_deepspeed_config`` leaves out: they are for another stage or device."""
+    used = {*list_config_fields(plan), *NOT_IN_CONFIG}
+    return {
+        field.name: _describe_use(field.name)
+        for field in fields(plan.layout)
+        if field.name not in used and getattr(plan.layout, field.name) != field.default
+    }
 
 
-def _where(name: str) -> str:
+def _describe_use(name: str) -> str:
     if name == "communication_data_type":
         return "in half precision"
     if name.startswith(("offload_optimizer_", "offload_params_")):
@@ -83,6 +81,6 @@ def _where(name: str) -> str:
 
 def find_overlap_options(plan: Plan) -> Mapping[str, object]:
     """Return ``overlap_comm`` if it is off in stages 1 and 2; only stage 3 enables it by default."""
-    layout: Any = plan.layout
+    layout = get_layout(plan)
     is_off = layout.stage in (1, 2) and layout.pp == 1 and not layout.overlap_comm
     return {"overlap_comm": True} if is_off else {}

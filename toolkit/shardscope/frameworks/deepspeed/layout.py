@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from shardscope.core.errors import check_choice, check_flag, refuse
 from shardscope.core.fixes import suggest_complete_fixes
 from shardscope.core.layout import (
     Degrees,
     Layout,
+    OptionValue,
     check_degrees,
     check_experts,
     check_heads,
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
     from shardscope.core.recipe import Recipe
 
 MAX_ELEMENTS = 2**53
-MANY = 2**14
-"""Buffers that nobody needs."""
+"""Largest size of a bucket or buffer: integers up to here are exact in the doubles of JSON."""
+MAX_PARAMS_BUFFERS = 2**14
+"""Number of buffers at which the search for enough of them stops; more than any model's parameters need."""
 _SIZES = {
     "reduce_bucket_size": 1,
     "allgather_bucket_size": 0,
@@ -50,14 +52,15 @@ _SIZES = {
 }
 """Minimum of each option in elements or buffers: Adam's parameter, gradient and two moments need 4 buffers,
 and a bucket of 0 elements would never be reduced."""
-PREFETCHED = 50_000_000
-PARAMS_BUFFERS = 5
-"""DeepSpeed's defaults of ``stage3_prefetch_bucket_size`` and of ``buffer_count`` in ``offload_param``."""
-_LEFT_OPEN = ("stage3_prefetch_bucket_size", "offload_params_buffer_count", "offload_params_buffer_size")
+PREFETCH_BUCKET_SIZE = 50_000_000
+"""DeepSpeed's default of ``stage3_prefetch_bucket_size`` (deepspeed/runtime/zero/config.py)."""
+NUM_PARAMS_BUFFERS = 5
+"""DeepSpeed's default of ``buffer_count`` in ``offload_param`` (deepspeed/runtime/zero/offload_config.py)."""
+_OPTIONAL_SIZES = ("stage3_prefetch_bucket_size", "offload_params_buffer_count", "offload_params_buffer_size")
 
 
 @lru_cache(maxsize=64)
-def largest_tensor(architecture: Architecture) -> int:
+def find_largest_tensor(architecture: Architecture) -> int:
     """Return the elements of the largest tensor of a model."""
     layers = map(architecture.layer_shapes, range(architecture.num_hidden_layers))
     return max(prod(shape) for shapes in (architecture.outer_shapes, *layers) for _, _, shape in shapes)
@@ -77,9 +80,9 @@ REMOVED: Mapping[str, str] = MappingProxyType({
     "zeropp_loco_param": "none: DeepSpeed 0.19 has removed LoCo-Zero++ (runtime/config.py)",
 })  # fmt: skip
 """Options of older DeepSpeed releases, with their replacements."""
-_OF_A_MACHINE: Mapping[str, str] = MappingProxyType({
-    "nvme_path": "none: a folder is a machine's, and no plan's. Ranks swap in the run's folder or the one "
-    f"that the environment's {NVME_VARIABLE} names",
+_NOT_IN_LAYOUT: Mapping[str, str] = MappingProxyType({
+    "nvme_path": "none: a folder belongs to a machine, not to a plan. Ranks swap in the run's folder, or in "
+    f"the one that the environment variable {NVME_VARIABLE} names",
 })  # fmt: skip
 
 
@@ -95,7 +98,7 @@ class ZeroLayout(Layout):
     # whose state DeepSpeed partitions differently in each stage, has no formula.
     supported_optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adamw_8bit", "adafactor", "lion")
     # AutoTP and experts end at stage 2, pipelines at stage 1.
-    abilities: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({
+    abilities: ClassVar[Mapping[str, Mapping[str, OptionValue]]] = MappingProxyType({
         "data": {},
         "zero_1": {"stage": 1},
         "zero_2": {"stage": 2},
@@ -106,7 +109,7 @@ class ZeroLayout(Layout):
         "cpu_offload": {"offload_optimizer": "cpu"},
         "nvme_offload": {"offload_optimizer": "nvme"},
     })  # fmt: skip
-    choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({
+    choices: ClassVar[Mapping[str, tuple[OptionValue, ...] | None]] = MappingProxyType({
         "stage": (0, 1, 2, 3),
         "tp": None,
         "pp": None,
@@ -116,7 +119,7 @@ class ZeroLayout(Layout):
     })  # fmt: skip
 
     # Two ranks cannot form smaller groups (hpZ), and the quantization kernels are CUDA only.
-    on_cpu_ranks: ClassVar[Mapping[str, Any]] = MappingProxyType({
+    on_cpu_ranks: ClassVar[Mapping[str, OptionValue]] = MappingProxyType({
         "zero_hpz_partition_size": 1, **dict.fromkeys(QUANTIZED, False),
     })  # fmt: skip
 
@@ -178,9 +181,9 @@ class ZeroLayout(Layout):
     zero_quantized_gradients: bool = False
     """Whether gradients are sent in 4 bits (qgZ); CUDA only, and not predicted."""
 
-    def __new__(cls, **options: Any) -> ZeroLayout:
+    def __new__(cls, **options: object) -> ZeroLayout:
         """Create a layout. Raises ``ValueError`` for removed DeepSpeed options and those of a machine."""
-        for name, why in {**REMOVED, **_OF_A_MACHINE}.items():
+        for name, why in {**REMOVED, **_NOT_IN_LAYOUT}.items():
             if name in options:
                 refuse(f"Layout.{name}", options[name], why, f"Layout.zero() without {name}")
         return super().__new__(cls)
@@ -196,13 +199,15 @@ class ZeroLayout(Layout):
                 "Layout.stage", self.stage, "0 or 1 with pp > 1 (DeepSpeed's pipeline engine)", {"stage": 1}
             )
         if self.pp > 1 and self.overlap_comm:
-            why = "None or False with pp > 1: DeepSpeed reduces when backward has ended, and turns it off"
+            why = "None or False with pp > 1: DeepSpeed reduces after backward, and turns it off"
             refuse("Layout.overlap_comm", True, why, {"overlap_comm": None})
         self._check_stage_3()
         check_zeropp(self)
         check_communication(self)
         if self.tp > 1 and self.ep > 1:
-            refuse("Layout.ep", self.ep, "1 with tp > 1 (DeepSpeed's AutoTP does not cut experts)", {"ep": 1})
+            refuse(
+                "Layout.ep", self.ep, "1 with tp > 1 (DeepSpeed's AutoTP does not shard experts)", {"ep": 1}
+            )
         if self.offload_optimizer and self.stage == 0:
             refuse("Layout.stage", self.stage, "1 to 3 with offload_optimizer", {"stage": 1})
         if self.offload_optimizer == "nvme" and self.stage < 3:
@@ -213,7 +218,7 @@ class ZeroLayout(Layout):
     def _check_options(self) -> None:
         """Raise ``ValueError`` outside of DeepSpeed's ranges (deepspeed/runtime/zero/config.py)."""
         for field, low in _SIZES.items():
-            if field in _LEFT_OPEN and getattr(self, field) is None:
+            if field in _OPTIONAL_SIZES and getattr(self, field) is None:
                 continue
             check_degrees(self, field, low=low, high=MAX_ELEMENTS)
         if self.allgather_bucket_size % 2:
@@ -221,7 +226,7 @@ class ZeroLayout(Layout):
             refuse(
                 "Layout.allgather_bucket_size",
                 self.allgather_bucket_size,
-                "an even number (DeepSpeed aligns what it gathers to 4 bytes)",
+                "an even number (DeepSpeed aligns all-gathers to 4 bytes)",
                 {"allgather_bucket_size": even},
             )
         check_flag("Layout.contiguous_gradients", self.contiguous_gradients)
@@ -249,14 +254,14 @@ class ZeroLayout(Layout):
             refuse(
                 "Layout.zero_hpz_partition_size",
                 self.zero_hpz_partition_size,
-                f"a divisor of the {data_parallel} ranks over which stage 3 cuts",
+                f"a divisor of the {data_parallel} ranks over which stage 3 partitions parameters",
                 {"zero_hpz_partition_size": near},
             )
         if self.offload_params == "nvme" and not isinstance(architecture, UnknownFamily):
-            self._check_buffers(architecture, recipe, data_parallel)
+            self._check_params_buffers(architecture, recipe, data_parallel)
         return self.fill_degrees(data_parallel)
 
-    def fill_degrees(self, left: Any) -> Degrees:
+    def fill_degrees(self, left: int) -> Degrees:
         """Return the degrees with ``left`` data-parallel ranks, over which the stage partitions its state."""
         sharded = self.stage > 0
         return Degrees(
@@ -272,13 +277,13 @@ class ZeroLayout(Layout):
     def prefetched_elements(self) -> int:
         """:attr:`stage3_prefetch_bucket_size`, or its default."""
         size = self.stage3_prefetch_bucket_size
-        return PREFETCHED if size is None else size
+        return PREFETCH_BUCKET_SIZE if size is None else size
 
     @property
     def num_params_buffers(self) -> int:
         """:attr:`offload_params_buffer_count`, or its default."""
         count = self.offload_params_buffer_count
-        return PARAMS_BUFFERS if count is None else count
+        return NUM_PARAMS_BUFFERS if count is None else count
 
     def resolve_options(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> ZeroLayout:
         """Return the layout with its NVMe defaults set: enough buffers, and prefetching only if it works."""
@@ -288,23 +293,25 @@ class ZeroLayout(Layout):
         from shardscope.frameworks.deepspeed.memory.training_state import find_swap_failure
 
         ranks = compute_remaining_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp)
-        found = replace(
+        # Start with DeepSpeed's defaults; options that the user has set stay as they are.
+        is_prefetch_open = self.stage3_prefetch_bucket_size is None
+        is_count_open = self.offload_params_buffer_count is None
+        layout = replace(
             self,
             stage3_prefetch_bucket_size=self.prefetched_elements,
             offload_params_buffer_count=self.num_params_buffers,
         )
-        failure = find_swap_failure(architecture, recipe, found, ranks)
-        if failure == "read twice" and self.stage3_prefetch_bucket_size is None:
-            found = replace(found, stage3_prefetch_bucket_size=0)
-            failure = find_swap_failure(architecture, recipe, found, ranks)
-        if failure is not None and self.offload_params_buffer_count is None:
-            found = found._with_buffers(architecture, recipe, ranks, prefetch=found.prefetched_elements)
-            if (
-                find_swap_failure(architecture, recipe, found, ranks)
-                and self.stage3_prefetch_bucket_size is None
-            ):
-                found = self._with_buffers(architecture, recipe, ranks, prefetch=0)
-        return found
+        failure = find_swap_failure(architecture, recipe, layout, ranks)
+        # No number of buffers avoids a second read of the same partition: only prefetching reads ahead.
+        if failure == "read twice" and is_prefetch_open:
+            layout = replace(layout, stage3_prefetch_bucket_size=0)
+            failure = find_swap_failure(architecture, recipe, layout, ranks)
+        # More buffers; without prefetching only if no number of buffers is enough with it.
+        if failure is not None and is_count_open:
+            layout = layout._with_buffers(architecture, recipe, ranks, prefetch=layout.prefetched_elements)
+            if is_prefetch_open and find_swap_failure(architecture, recipe, layout, ranks):
+                layout = self._with_buffers(architecture, recipe, ranks, prefetch=0)
+        return layout
 
     def _with_buffers(
         self, architecture: Architecture, recipe: Recipe, ranks: int, *, prefetch: int
@@ -313,11 +320,11 @@ class ZeroLayout(Layout):
         from shardscope.frameworks.deepspeed.memory.training_state import find_swap_failure
 
         count = self.num_params_buffers
-        found = replace(self, stage3_prefetch_bucket_size=prefetch, offload_params_buffer_count=count)
-        while find_swap_failure(architecture, recipe, found, ranks) and count < MANY:
+        layout = replace(self, stage3_prefetch_bucket_size=prefetch, offload_params_buffer_count=count)
+        while find_swap_failure(architecture, recipe, layout, ranks) and count < MAX_PARAMS_BUFFERS:
             count *= 2
-            found = replace(found, offload_params_buffer_count=count)
-        return found
+            layout = replace(layout, offload_params_buffer_count=count)
+        return layout
 
     def check_auto_tp(self, architecture: Architecture, recipe: Recipe) -> None:
         """Raise ``ValueError`` where AutoTP fails (deepspeed/module_inject/auto_tp.py,
@@ -326,7 +333,7 @@ class ZeroLayout(Layout):
             return
         why = None
         if architecture.num_moe_layers:
-            why = "it cuts no experts"
+            why = "it does not shard experts"
         elif family_of(architecture).projections == "conv1d":
             why = "it has no plan for GPT-2"
         elif recipe.method != "full":
@@ -335,9 +342,10 @@ class ZeroLayout(Layout):
             refuse("Layout.tp", self.tp, f"1 here (DeepSpeed's AutoTP: {why})", {"tp": 1})
 
     def check_together(self, architecture: Architecture, recipe: Recipe, degrees: Degrees) -> None:
-        """What DeepSpeed 0.19 asserts: contiguous gradients with experts, room for a part of each tensor.
+        """Raise ``ValueError`` for combinations that DeepSpeed 0.19 rejects, or that no formula covers.
 
-        And other optimizers: stage 0 has no flat buffers for them, the host no formula.
+        DeepSpeed asserts contiguous gradients with experts in stage 2, and NVMe buffers that have room for a
+        rank's partition of the largest tensor.
         """
         if recipe.optimizer not in ("adamw", "sgd"):
             self._check_optimizer(recipe)
@@ -350,33 +358,34 @@ class ZeroLayout(Layout):
             )
         size = self.offload_params_buffer_size
         if self.offload_params == "nvme" and size is not None:
-            needed = ceil_div(largest_tensor(architecture), degrees.data_parallel)
+            needed = ceil_div(find_largest_tensor(architecture), degrees.data_parallel)
             if size < needed:
                 refuse(
                     "Layout.offload_params_buffer_size",
                     size,
-                    f"None or at least {needed:,}, a rank's part of {architecture.name}'s largest tensor",
+                    f"None or at least {needed:,}, the partition of {architecture.name}'s largest tensor",
                     {"offload_params_buffer_size": needed},
                 )
 
-    def _check_buffers(self, architecture: Architecture, recipe: Recipe, ranks: int) -> None:
+    def _check_params_buffers(self, architecture: Architecture, recipe: Recipe, ranks: int) -> None:
         """Raise ``ValueError`` if DeepSpeed's parameter swapper fails in the first step that prefetches."""
         from shardscope.frameworks.deepspeed.memory.training_state import find_swap_failure
 
         failure = find_swap_failure(architecture, recipe, self, ranks)
         if failure is None:
             return
-        plain = self._with_buffers(architecture, recipe, ranks, prefetch=0)
+        # The suggested fix turns prefetching off, since then the fewest buffers are enough.
+        without_prefetch = self._with_buffers(architecture, recipe, ranks, prefetch=0)
         fix = {"stage3_prefetch_bucket_size": 0}
-        if plain.num_params_buffers > self.num_params_buffers:
-            fix["offload_params_buffer_count"] = plain.num_params_buffers
+        if without_prefetch.num_params_buffers > self.num_params_buffers:
+            fix["offload_params_buffer_count"] = without_prefetch.num_params_buffers
         if failure == "read twice":
-            why = "0 here: DeepSpeed would read a tensor ahead twice, and asserts that it does not"
+            why = "0 here: DeepSpeed would prefetch a tensor from NVMe twice, and asserts that it does not"
             refuse("Layout.stage3_prefetch_bucket_size", self.stage3_prefetch_bucket_size, why, fix)
         why = (
-            "more here: each parameter that stays gathered, for it is used again within "
+            "more here: each parameter that stays all-gathered, because it is used again within "
             f"stage3_max_reuse_distance={self.stage3_max_reuse_distance:,}, holds a buffer, and DeepSpeed "
-            "asserts that there is one"
+            "asserts that there is a free one"
         )
         refuse("Layout.offload_params_buffer_count", self.offload_params_buffer_count, why, fix)
 
@@ -384,7 +393,7 @@ class ZeroLayout(Layout):
         if self.offload_optimizer:
             why = f"'adamw', 'sgd' with offload_optimizer={self.offload_optimizer!r}"
         elif self.stage == 0 and recipe.optimizer != "lion":
-            why = "'adamw', 'sgd', 'lion' in stage 0, which updates tensor by tensor"
+            why = "'adamw', 'sgd', 'lion' in stage 0, which has no flat buffers for other optimizers"
         else:
             return
         refuse("Recipe.optimizer", recipe.optimizer, why, {"optimizer": "adamw"})
@@ -407,15 +416,13 @@ class ZeroLayout(Layout):
     @property
     def description(self) -> str:
         """Display name: the stage and the offload targets."""
-        moved = [f"{what} on {where}" for what, where in self._offloads() if where]
-        return f"DeepSpeed ZeRO-{self.stage}" + (f" ({', '.join(moved)})" if moved else "")
-
-    def _offloads(self) -> list[tuple[str, str | None]]:
-        words = {"cpu": "CPU", "nvme": "NVMe", None: None}
-        return [
-            ("parameters", words[self.offload_params]),
-            ("optimizer", words[self.offload_optimizer]),
+        devices = {"cpu": "CPU", "nvme": "NVMe"}
+        offloaded = [
+            f"{noun} on {devices[target]}"
+            for noun, target in (("parameters", self.offload_params), ("optimizer", self.offload_optimizer))
+            if target is not None
         ]
+        return f"DeepSpeed ZeRO-{self.stage}" + (f" ({', '.join(offloaded)})" if offloaded else "")
 
 
 def get_layout(plan: Plan) -> ZeroLayout:
@@ -468,7 +475,7 @@ def get_cast_width(layout: ZeroLayout, recipe: Recipe) -> int:
 
 # ---- ZeRO++ (Wang et al. 2023): secondary partitions within a node, and quantized communication
 
-_NOT_COUNTED = "to be predicted: no formula counts the buffers into which DeepSpeed's kernels quantize"
+_NOT_COUNTED = "to be predicted: no formula counts the buffers of DeepSpeed's quantization kernels"
 
 
 def check_not_quantized(layout: ZeroLayout, why: str = _NOT_COUNTED) -> None:
@@ -485,7 +492,7 @@ def check_zeropp(layout: ZeroLayout) -> None:
         for field, off in (("zero_hpz_partition_size", 1), *((field, False) for field in QUANTIZED)):
             value = getattr(layout, field)
             if value != off:
-                refuse(f"Layout.{field}", value, f"{off} below stage 3, which ZeRO++ is for", {field: off})
+                refuse(f"Layout.{field}", value, f"{off} below stage 3: ZeRO++ needs stage 3", {field: off})
     if size > 1 and layout.offload_params:
         why = "1 with offload_params: no formula counts secondary partitions in host memory"
         refuse("Layout.zero_hpz_partition_size", size, why, {"zero_hpz_partition_size": 1})

@@ -9,11 +9,11 @@ import tempfile
 from collections.abc import Mapping
 from ctypes.util import find_library
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
 from shardscope.families.registry import families_with
-from shardscope.frameworks.deepspeed.layout import NVME_VARIABLE, check_not_quantized
+from shardscope.frameworks.deepspeed.layout import NVME_VARIABLE, ZeroLayout, check_not_quantized, get_layout
 from shardscope.frameworks.limits import TRAINED, check_recipe, check_staged
 from shardscope.machine.host import multiplies_in_fp16
 from shardscope.memory.activations.head import resolve_loss
@@ -22,26 +22,25 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 OPTIMIZERS = ("adamw", "sgd", "adafactor")
-"""DeepSpeed runs them over its flat buffers; Adam on the host is its own."""
-
-
+"""DeepSpeed runs them over its flat buffers; offloaded AdamW is its own ``DeepSpeedCPUAdam``."""
 AUTOTP_TRAINED = families_with("autotp_training")
-"""Families that AutoTP shards by transformers' own plan, and that were compared with a single process."""
-
+"""Families that AutoTP shards by transformers' own plan, compared with a single process in
+``tests/runs/test_deepspeed_tensors.py``."""
 AUTOTP_RECIPES: Mapping[str, tuple[object, ...]] = {**TRAINED, "optimizer": ("adamw", "sgd")}
 """Supported recipe values with tp > 1: these optimizers are elementwise, so they work on sharded matrices."""
 
 
 def check_plan(plan: Plan) -> None:
     """Raise ``ValueError`` for plans that the engine cannot run."""
-    layout: Any = plan.layout
+    layout = get_layout(plan)
     if importlib.util.find_spec("deepspeed") is None:
         refuse("Layout.framework", "deepspeed", "one that is installed here", "pip install deepspeed")
-    check_degrees(plan)
+    _check_degrees(plan)
     if layout.stage == 0:
-        check_whole(plan)
+        _check_stage_0(plan)
     check_recipe(plan.recipe, {**TRAINED, "optimizer": OPTIMIZERS})
-    check_loss(plan)
+    _check_loss(plan)
+    # What this machine lacks comes last: errors of the plan itself are the same on every machine.
     if not plan.on_gpu:
         check_not_quantized(layout, "on CPU ranks: DeepSpeed quantizes in CUDA kernels (QuantizerBuilder)")
         _check_processor(plan.recipe.precision)
@@ -63,54 +62,56 @@ def _check_processor(precision: str) -> None:
         )
 
 
-def check_loss(plan: Plan) -> None:
+def _check_loss(plan: Plan) -> None:
     """Raise ``ValueError`` for a loss that the ZeRO stage does not support."""
-    layout: Any = plan.layout
+    layout = get_layout(plan)
     if resolve_loss(plan) == "chunked" and layout.stage == 3:
         refuse(
             "Recipe.loss",
             "chunked",
-            "'full' in stage 3, which gathers a weight when its own module runs: in a chunked loss the "
-            "head's does not. fsdp2 runs it",
+            "'full' in stage 3, which all-gathers a weight when its own module runs: a chunked loss does "
+            "not run the head's. fsdp2 runs it",
             {"loss": "full"},
         )
 
 
-def check_degrees(plan: Plan) -> None:
+def _check_degrees(plan: Plan) -> None:
     """Raise ``ValueError`` for degrees that cannot be trained, or not with this model."""
-    layout: Any = plan.layout
+    layout = get_layout(plan)
     if layout.tp > 1:
-        _check_tensors(plan, layout)
+        _check_auto_tp(plan, layout)
     if layout.ep > 1:
         check_experts(plan)
     if layout.pp > 1:
         check_pipeline(plan)
 
 
-def _check_tensors(plan: Plan, layout: Any) -> None:
+def _check_auto_tp(plan: Plan, layout: ZeroLayout) -> None:
     """Raise ``ValueError`` for plans that DeepSpeed's AutoTP, with transformers' plans, cannot run."""
     arch, recipe = plan.architecture, plan.recipe
     if layout.pp > 1:
-        refuse("Layout.tp", layout.tp, "1 with pp > 1: DeepSpeed's stages were never cut here", {"tp": 1})
+        refuse(
+            "Layout.tp", layout.tp, "1 with pp > 1: AutoTP inside pipeline stages is not tested", {"tp": 1}
+        )
     if layout.offload_optimizer:
-        why = "None with tp > 1: the two were never run together here"
+        why = "None with tp > 1: AutoTP with offloading is not tested"
         refuse("Layout.offload_optimizer", layout.offload_optimizer, why, {"offload_optimizer": None})
     if arch.model_type not in AUTOTP_TRAINED:
         refuse(
             "Architecture.model_type",
             arch.model_type,
-            f"{', '.join(AUTOTP_TRAINED)} with tp > 1: AutoTP was seen to train no others here",
+            f"{', '.join(AUTOTP_TRAINED)} with tp > 1: AutoTP is tested with no others",
             {"tp": 1},
         )
     if layout.stage == 0 and recipe.precision != "fp32":
-        why = "1 or 2 in half precision with tp > 1: in stage 0 DeepSpeed's norm was seen to be 20 % off"
+        why = "1 or 2 in half precision with tp > 1: in stage 0 DeepSpeed's gradient norm is up to 20 % off"
         refuse("Layout.stage", 0, why, {"stage": 1})
     if recipe.recompute == "selective":
         refuse(
             "Recipe.recompute",
             "selective",
-            "'none', 'full', 'offload' with tp > 1: AutoTP adds parts up in the memory of the product, which "
-            "is kept (RowParallel.forward), and computed again it would be added twice",
+            "'none', 'full', 'offload' with tp > 1: AutoTP all-reduces in place the matmul output that "
+            "selective recomputation saves (RowParallel.forward), so that it would be reduced twice",
             {"recompute": "full"},
         )
     for field in ("intermediate_size", "vocab_size"):
@@ -118,7 +119,7 @@ def _check_tensors(plan: Plan, layout: Any) -> None:
             refuse(
                 "Layout.tp",
                 layout.tp,
-                f"a divisor of {arch.name}'s {field}={getattr(arch, field)}: parts are joined as equal ones",
+                f"a divisor of {arch.name}'s {field}={getattr(arch, field)}: all shards must be equal",
                 {"tp": 1},
             )
     check_recipe(recipe, AUTOTP_RECIPES)
@@ -128,10 +129,10 @@ def check_experts(plan: Plan) -> None:
     """Raise ``ValueError`` for plans that DeepSpeed's MoE layers, which replace transformers', cannot run."""
     arch, recipe = plan.architecture, plan.recipe
     experts = arch.mixture_of_experts
-    routed_alike = families_with("deepspeed_moe")
-    if arch.model_type not in routed_alike:
+    supported = families_with("deepspeed_moe")
+    if arch.model_type not in supported:
         why = (
-            f"{', '.join(routed_alike)} with ep > 1: DeepSpeed's MoE layer routes as Mixtral's does; "
+            f"{', '.join(supported)} with ep > 1: DeepSpeed's MoE layer routes as Mixtral's does; "
             "megatron runs others"
         )
         refuse("Architecture.model_type", arch.model_type, why, {"ep": 1})
@@ -139,37 +140,35 @@ def check_experts(plan: Plan) -> None:
         refuse(
             "Architecture.mixture_of_experts.num_experts_per_tok",
             experts.num_experts_per_tok,
-            "2 or more with ep > 1: DeepSpeed multiplies one expert alone with its probability (top1gating), "
-            "Mixtral with 1",
+            "2 or more with ep > 1: DeepSpeed multiplies a single expert's output by its probability "
+            "(top1gating), Mixtral by 1",
             {"ep": 1},
         )
     if plan.degrees.pp > 1:
-        refuse(
-            "Layout.ep", plan.degrees.ep, "1 with pp > 1: DeepSpeed's stages have no experts here", {"ep": 1}
-        )
+        why = "1 with pp > 1: experts inside DeepSpeed's pipeline stages are not supported"
+        refuse("Layout.ep", plan.degrees.ep, why, {"ep": 1})
     if recipe.method != "full":
-        refuse(
-            "Recipe.method", recipe.method, "'full' with ep > 1: peft knows no DeepSpeed experts", {"ep": 1}
-        )
+        why = "'full' with ep > 1: peft does not support DeepSpeed's experts"
+        refuse("Recipe.method", recipe.method, why, {"ep": 1})
 
 
-def check_whole(plan: Plan) -> None:
+def _check_stage_0(plan: Plan) -> None:
     """Raise ``ValueError`` for plans that DeepSpeed 0.19 trains incorrectly with stage 0."""
     precision, why = plan.recipe.precision, ""
     if precision == "fp16-mixed":
         why = (
-            "1 to 3 to train in fp16: in stage 0 DeepSpeed scales no loss, and divides gradients by the "
-            "scale all the same (deepspeedai/DeepSpeed#8393)"
+            "1 to 3 to train in fp16: in stage 0 DeepSpeed does not scale the loss, but divides gradients by "
+            "the scale (deepspeedai/DeepSpeed#8393)"
         )
     elif precision != "fp32" and plan.degrees.pp > 1:
         why = (
-            "1 to train in bf16 with pp > 1: there DeepSpeed cuts the optimizer's state in stage 0 too "
-            "(BF16_Optimizer), and its checkpoints have one rank's part alone"
+            "1 to train in bf16 with pp > 1: there DeepSpeed partitions the optimizer state in stage 0 too "
+            "(BF16_Optimizer), and its checkpoints contain only one rank's partition"
         )
     elif precision != "fp32" and plan.degrees.ep > 1:
         why = (
-            "1 or 2 to train in bf16 with ep > 1: in stage 0 DeepSpeed's norm, by which it clips, leaves "
-            "experts out (FP16_UnfusedOptimizer.step)"
+            "1 or 2 to train in bf16 with ep > 1: in stage 0 DeepSpeed clips by a gradient norm without the "
+            "experts (FP16_UnfusedOptimizer.step)"
         )
     if why:
         refuse("Layout.stage", 0, why, {"stage": 1})
@@ -182,7 +181,7 @@ def check_pipeline(plan: Plan) -> None:
         refuse(
             "Recipe.loss",
             plan.recipe.loss,
-            "'full' with pp > 1, where the loss is the schedule's and not the model's own",
+            "'full' with pp > 1, where DeepSpeed's schedule computes the loss from all logits",
             {"loss": "full"},
         )
 
@@ -193,26 +192,29 @@ def _check_nvme() -> None:
         refuse(
             "Layout.offload_optimizer or offload_params",
             "nvme",
-            "'cpu' or None here: DeepSpeed swaps through libaio, which is not on this machine",
+            "'cpu' or None on this machine: DeepSpeed swaps through libaio, which is not installed",
             "apt install libaio-dev",
         )
     _check_compiler("async_io", "Layout.offload_optimizer or offload_params", "nvme")
-    named = os.environ.get(NVME_VARIABLE)
-    if named is None:
+    configured = os.environ.get(NVME_VARIABLE)
+    if configured is None:
         return
-    folder = Path(named).expanduser()
-    if not folder.is_dir() or not _can_be_written(folder):
-        what = "cannot be written" if folder.is_dir() else "is no folder"
+    folder = Path(configured).expanduser()
+    if not folder.is_dir() or not _is_writable(folder):
+        problem = "cannot be written" if folder.is_dir() else "is no folder"
         refuse(
-            f"the environment's {NVME_VARIABLE}",
-            named,
-            f"a folder that this user can write, on the disk to swap to: this one {what}",
-            f"unset {NVME_VARIABLE}, and ranks swap in the run's folder",
+            f"the environment variable {NVME_VARIABLE}",
+            configured,
+            f"a folder on the disk to swap to, in which this user can create files: this one {problem}",
+            f"unset {NVME_VARIABLE}, so that ranks swap in the run's folder",
         )
 
 
-def _can_be_written(folder: Path) -> bool:
-    """Return whether a file can be created in ``folder``: for root access(2) succeeds on every folder."""
+def _is_writable(folder: Path) -> bool:
+    """Return whether a file can be created in ``folder``.
+
+    Creates one, because ``os.access`` returns True for root even on a read-only file system.
+    """
     try:
         with tempfile.TemporaryDirectory(prefix=".shardscope-", dir=folder):
             return True
@@ -233,12 +235,13 @@ def _check_compiler(extension: str, field: str, value: object) -> None:
         refuse(
             field,
             value,
-            f"None here: DeepSpeed compiles {extension}, and this machine has no {', no '.join(missing)}",
+            f"None on this machine: DeepSpeed compiles {extension}, and this machine has no "
+            f"{', no '.join(missing)}",
             "apt install ninja-build g++ libaio-dev",
         )
 
 
-def nvme_folder(run_folder: Path) -> Path:
+def find_nvme_folder(run_folder: Path) -> Path:
     """Return the folder that the ranks of a run swap to."""
-    named = os.environ.get(NVME_VARIABLE)
-    return Path(named).expanduser() / run_folder.name if named else run_folder / "nvme"
+    configured = os.environ.get(NVME_VARIABLE)
+    return Path(configured).expanduser() / run_folder.name if configured else run_folder / "nvme"

@@ -14,9 +14,9 @@ from torch.nn import Parameter
 
 from shardscope.frameworks.deepspeed.engine import checkpointing, inspection
 from shardscope.frameworks.deepspeed.engine.launching import connect_deepspeed, import_deepspeed
-from shardscope.frameworks.deepspeed.files.config import deepspeed_config
+from shardscope.frameworks.deepspeed.files.config import build_deepspeed_config
 from shardscope.frameworks.deepspeed.layout import ZeroLayout, get_layout
-from shardscope.frameworks.deepspeed.limits import nvme_folder
+from shardscope.frameworks.deepspeed.limits import find_nvme_folder
 from shardscope.training.accounting import tensors
 from shardscope.training.accounting.precision import check_precision_of_copies
 from shardscope.training.engine import BuildModel, BuildOptimizer, Context, LiveTensors
@@ -124,12 +124,12 @@ class DeepSpeedEngine(MicroBatchEngine):
 
     def _build_config(self) -> dict[str, object]:
         layout = self.layout
-        folder = nvme_folder(Path(self.ctx.folder))
+        folder = find_nvme_folder(Path(self.ctx.folder))
         if "nvme" in (layout.offload_optimizer, layout.offload_params):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             # Swapped tensors are useless once their rank has ended.
             Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)
-        config = deepspeed_config(self.plan, nvme_folder=str(folder))
+        config = build_deepspeed_config(self.plan, nvme_folder=str(folder))
         config["gradient_clipping"] = self.max_grad_norm or 0.0
         # AdamW is already replaced by DeepSpeed's CPU Adam; other optimizers run on the host unchanged.
         config["zero_force_ds_cpu_optimizer"] = False

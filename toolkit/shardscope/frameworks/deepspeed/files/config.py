@@ -1,49 +1,51 @@
-"""DeepSpeed configuration of a plan, as a dictionary for ``deepspeed.initialize``."""
+"""DeepSpeed's configuration of a plan, as a dictionary for ``deepspeed.initialize``."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shardscope.frameworks.deepspeed.layout import QUANTIZED, casts_gradients
+from shardscope.frameworks.deepspeed.layout import QUANTIZED, casts_gradients, get_layout
 from shardscope.frameworks.deepspeed.memory.offload_config import count_params_buffer_elements
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 NVME_FOLDER = "/local_nvme"
-"""Where DeepSpeed's own examples put swapped tensors; an engine replaces it with a folder that exists."""
+"""Folder for swapped tensors in DeepSpeed's own examples; an engine replaces it with one that exists."""
 
 
-def deepspeed_config(plan: Plan, *, nvme_folder: str = NVME_FOLDER) -> dict[str, Any]:
-    """``plan`` in DeepSpeed's own words (deepspeed/runtime/config.py); options that are its defaults too."""
-    layout: Any = plan.layout
-    recipe = plan.recipe
-    found: dict[str, Any] = {
+def build_deepspeed_config(plan: Plan, *, nvme_folder: str = NVME_FOLDER) -> dict[str, object]:
+    """Return DeepSpeed's configuration of ``plan`` (deepspeed/runtime/config.py), defaults included."""
+    layout, recipe = get_layout(plan), plan.recipe
+    config: dict[str, object] = {
         "train_micro_batch_size_per_gpu": recipe.micro_batch_size,
         "gradient_accumulation_steps": plan.num_micro_batches,
         "train_batch_size": recipe.global_batch_size,
-        "zero_optimization": _zero(plan, layout, nvme_folder),
+        "zero_optimization": _build_zero_section(plan, nvme_folder),
         "zero_allow_untested_optimizer": True,
-        # DeepSpeed refuses to offload any optimizer but its own Adam unless told that this is meant.
+        # If true, DeepSpeed refuses to offload any optimizer but its own Adam and Lion (runtime/engine.py,
+        # _configure_optimizer).
         "zero_force_ds_cpu_optimizer": recipe.optimizer == "adamw",
     }
     if layout.tp > 1:
-        # Without a mesh of the caller's DeepSpeed counts all ranks as data-parallel ones when it checks this
-        # (``DeepSpeedConfig._batch_assertion``), and AutoTP's are made later: it follows from the others.
-        del found["train_batch_size"]
-        found["tensor_parallel"] = {"autotp_size": layout.tp}
+        # DeepSpeed checks the product of the batch sizes as if all ranks were data-parallel, because AutoTP's
+        # groups are created later (``DeepSpeedConfig._batch_assertion``); without the key it is derived.
+        del config["train_batch_size"]
+        config["tensor_parallel"] = {"autotp_size": layout.tp}
     if casts_gradients(layout, recipe):
-        found["communication_data_type"] = layout.communication_data_type
+        config["communication_data_type"] = layout.communication_data_type
     if recipe.precision == "fp16-mixed":
-        found["fp16"] = {"enabled": True}
+        config["fp16"] = {"enabled": True}
     elif recipe.precision != "fp32":
-        # "bf16" and "bf16-mixed" are one for DeepSpeed: it always keeps fp32 main copies beside bf16 weights.
-        found["bf16"] = {"enabled": True}
-    return found
+        # "bf16" and "bf16-mixed" have the same configuration: DeepSpeed always keeps fp32 main copies.
+        config["bf16"] = {"enabled": True}
+    return config
 
 
-def _zero(plan: Plan, layout: Any, nvme_folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {
+def _build_zero_section(plan: Plan, nvme_folder: str) -> dict[str, object]:
+    """Return ``zero_optimization`` (deepspeed/runtime/zero/config.py)."""
+    layout = get_layout(plan)
+    section: dict[str, object] = {
         "stage": layout.stage,
         "contiguous_gradients": layout.contiguous_gradients,
         "overlap_comm": layout.overlap_comm,
@@ -51,7 +53,7 @@ def _zero(plan: Plan, layout: Any, nvme_folder: str) -> dict[str, Any]:
         "allgather_bucket_size": layout.allgather_bucket_size,
     }
     if layout.stage == 3:
-        found |= {
+        section |= {
             "sub_group_size": layout.sub_group_size,
             "stage3_prefetch_bucket_size": layout.prefetched_elements,
             "stage3_param_persistence_threshold": layout.stage3_param_persistence_threshold,
@@ -59,21 +61,21 @@ def _zero(plan: Plan, layout: Any, nvme_folder: str) -> dict[str, Any]:
             "stage3_max_reuse_distance": layout.stage3_max_reuse_distance,
             "zero_hpz_partition_size": layout.zero_hpz_partition_size,
         }
-        found |= {field: True for field in QUANTIZED if getattr(layout, field)}
+        section |= {field: True for field in QUANTIZED if getattr(layout, field)}
     if layout.offload_optimizer:
-        found["offload_optimizer"] = {"device": layout.offload_optimizer, "pin_memory": layout.pin_memory}
+        optimizer: dict[str, object] = {"device": layout.offload_optimizer, "pin_memory": layout.pin_memory}
         if layout.offload_optimizer == "nvme":
-            found["offload_optimizer"] |= {
-                "nvme_path": nvme_folder,
-                "buffer_count": layout.offload_optimizer_buffer_count,
-            }
+            optimizer |= {"nvme_path": nvme_folder, "buffer_count": layout.offload_optimizer_buffer_count}
+        section["offload_optimizer"] = optimizer
     if layout.offload_params:
-        found["offload_param"] = {"device": layout.offload_params, "pin_memory": layout.pin_memory}
+        params: dict[str, object] = {"device": layout.offload_params, "pin_memory": layout.pin_memory}
         if layout.offload_params == "nvme":
-            found["offload_param"] |= {
+            params |= {
                 "nvme_path": nvme_folder,
                 "buffer_count": layout.num_params_buffers,
+                # A buffer has to hold the largest partition of a tensor (partitioned_param_swapper.py).
                 "buffer_size": count_params_buffer_elements(plan),
                 "max_in_cpu": layout.offload_params_max_in_cpu,
             }
-    return found
+        section["offload_param"] = params
+    return section

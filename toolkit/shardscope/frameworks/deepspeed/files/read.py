@@ -1,19 +1,22 @@
-"""A DeepSpeed JSON as a plan: what ``deepspeed_config`` writes, and what people write by hand."""
+"""Reader of DeepSpeed's JSON configuration, exported by Shardscope or written by hand, as a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from shardscope.core.layout import OptionValue
 from shardscope.core.recipe import Recipe
+from shardscope.core.serialization import replace_fields
 from shardscope.core.text_positions import KeyPath
-from shardscope.frameworks.deepspeed.files.config import deepspeed_config
+from shardscope.frameworks.deepspeed.files.config import build_deepspeed_config
 from shardscope.frameworks.deepspeed.files.export import CLIPPED_TO, OWN_KEY
 from shardscope.frameworks.deepspeed.layout import MAX_ELEMENTS, QUANTIZED, REMOVED, ZeroLayout
 from shardscope.frameworks.formats.documents import Document, read_json
 from shardscope.frameworks.formats.sidecar_files import (
+    FileFields,
     PlanParts,
     apply_to_recipe,
     build_plan,
@@ -27,7 +30,10 @@ if TYPE_CHECKING:
 
 ZERO = "zero_optimization"
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "lion": "lion"}
-"""``optimizer.type`` in lower case as a recipe's."""
+"""``optimizer.type`` in lower case -> ``Recipe.optimizer``. "Adam" is AdamW too, unless its parameters
+turn ``adam_w_mode`` off (runtime/engine.py, ``effective_adam_w_mode``)."""
+
+# ---- Layout fields -> their keys in the file
 
 NUMBERS: dict[str, KeyPath] = {
     "stage": (ZERO, "stage"),
@@ -45,29 +51,31 @@ NUMBERS: dict[str, KeyPath] = {
     "zero_hpz_partition_size": (ZERO, "zero_hpz_partition_size"),
     "tp": ("tensor_parallel", "autotp_size"),
 }
-"""Fields of the layout, and where DeepSpeed has them."""
 FLAGS: dict[str, KeyPath] = {
     "overlap_comm": (ZERO, "overlap_comm"),
     "contiguous_gradients": (ZERO, "contiguous_gradients"),
     **{field: (ZERO, field) for field in QUANTIZED},
 }
-SUMMED: dict[str, KeyPath] = {"communication_data_type": ("communication_data_type",)}
+REDUCE_TYPE: dict[str, KeyPath] = {"communication_data_type": ("communication_data_type",)}
 DEVICES: dict[str, KeyPath] = {
     "offload_optimizer": (ZERO, "offload_optimizer", "device"),
     "offload_params": (ZERO, "offload_param", "device"),
 }
-LEGACY: dict[KeyPath, KeyPath] = {
+LEGACY_FLAGS: dict[KeyPath, KeyPath] = {
     (ZERO, "offload_optimizer"): (ZERO, "cpu_offload"),
     (ZERO, "offload_param"): (ZERO, "cpu_offload_param"),
 }
-"""Sections, and the flags of older files that stand for one with the CPU (runtime/zero/config.py)."""
+"""Offload sections -> the older flags that mean such a section with ``"device": "cpu"``
+(runtime/zero/config.py)."""
 
-BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+# ---- All keys of the file: those that become part of a plan, and DeepSpeed's others
+
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 TOP_LEVEL = (
-    *(*BATCH, ZERO, "tensor_parallel", "bf16", "fp16", "optimizer", OWN_KEY),
+    *(*BATCH_KEYS, ZERO, "tensor_parallel", "bf16", "fp16", "optimizer", OWN_KEY),
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "communication_data_type"),
 )
-OTHER_TOP_LEVEL = (
+TOP_LEVEL_NOT_IN_PLAN = (
     "gradient_clipping",
     "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "scheduler",
     "prescale_gradients", "gradient_predivide_factor", "disable_allgather",
@@ -80,8 +88,8 @@ OTHER_TOP_LEVEL = (
     "managed_gradient_accumulation", "vocabulary_size", "datastates_ckpt", "compression_training",
     "sparse_attention", "nebula", "amp", "monitor_config", "progressive_layer_drop", "eigenvalue",
 )  # fmt: skip
-"""Keys of DeepSpeed 0.19 (runtime/constants.py and the sections' own) that no plan holds."""
-OTHER_ZERO = (
+"""Keys of DeepSpeed 0.19 (runtime/constants.py and the modules of the sections) that are in no plan."""
+ZERO_NOT_IN_PLAN = (
     "reduce_scatter", "use_multi_rank_bucket_allreduce", "allgather_partitions", "compute_grad_norm",
     "load_from_fp32_weights", "elastic_checkpoint", "zenflow",
     "cpu_offload_use_pin_memory", "stage3_model_persistence_threshold", "round_robin_gradients",
@@ -92,28 +100,27 @@ OTHER_ZERO = (
     "log_trace_cache_warnings", "enable_sanity_checks", "save_muon_momentum_buffer_in_memory",
     "leaf_module",
 )  # fmt: skip
-"""The same of ``zero_optimization`` (runtime/zero/config.py)."""
-OTHER_FP16 = (
+"""Keys of ``zero_optimization`` (runtime/zero/config.py) that are in no plan."""
+FP16_NOT_IN_PLAN = (
     "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
     "consecutive_hysteresis", "min_loss_scale", "fp16_master_weights_and_grads",
 )  # fmt: skip
-OTHER_BF16 = (
+BF16_NOT_IN_PLAN = (
     "check_grad_overflow", "immediate_grad_update", "bf16_master_weights_and_grads",
     "bf16_optimizer_states",
 )  # fmt: skip
-"""The same of both half precisions (runtime/precision_config.py)."""
-TAKEN_FOR_GRANTED = {"gradient_clipping": CLIPPED_TO}
-"""What every run of a plan does."""
-SECTIONS: tuple[tuple[KeyPath, tuple[str, ...], Mapping[str, Any] | tuple[str, ...]], ...] = (
-    ((), TOP_LEVEL, {**dict.fromkeys(OTHER_TOP_LEVEL), **TAKEN_FOR_GRANTED}),
+"""Keys of ``fp16`` and ``bf16`` (runtime/precision_config.py) that are in no plan."""
+SECTIONS: tuple[tuple[KeyPath, tuple[str, ...], Mapping[str, object] | tuple[str, ...]], ...] = (
+    # Every run of a plan clips to this norm, so a file with it loses nothing.
+    ((), TOP_LEVEL, {**dict.fromkeys(TOP_LEVEL_NOT_IN_PLAN), "gradient_clipping": CLIPPED_TO}),
     (
         (ZERO,),
         tuple(
             keys[1]
-            for keys in (*NUMBERS.values(), *FLAGS.values(), *DEVICES.values(), *LEGACY.values())
+            for keys in (*NUMBERS.values(), *FLAGS.values(), *DEVICES.values(), *LEGACY_FLAGS.values())
             if keys[0] == ZERO
         ),
-        OTHER_ZERO,
+        ZERO_NOT_IN_PLAN,
     ),
     (
         (ZERO, "offload_optimizer"),
@@ -129,217 +136,279 @@ SECTIONS: tuple[tuple[KeyPath, tuple[str, ...], Mapping[str, Any] | tuple[str, .
     (("optimizer",), ("type",), ("params", "legacy_fusion")),
     ((OWN_KEY, "layout"), tuple(field.name for field in fields(ZeroLayout)), ()),
     ((OWN_KEY, "not_said_here"), tuple(field.name for field in fields(Recipe)), ()),
-    (("fp16",), ("enabled",), OTHER_FP16),
-    (("bf16",), ("enabled",), OTHER_BF16),
+    (("fp16",), ("enabled",), FP16_NOT_IN_PLAN),
+    (("bf16",), ("enabled",), BF16_NOT_IN_PLAN),
 )
+"""(keys of a section, its keys that become part of a plan, its other keys); the latter with their value, if a
+file with this value loses nothing."""
 
 
-def read(
+def read_plan(
     file: str | Path,
     architecture: Architecture | None = None,
     cluster: Cluster | None = None,
     recipe: Recipe | None = None,
 ) -> Plan:
-    """See :meth:`shardscope.core.plan.Plan.from_deepspeed`."""
+    """Return the plan of a file: see :meth:`shardscope.core.plan.Plan.from_deepspeed`."""
     document = read_json(file)
-    for keys, known, others in SECTIONS:
-        document.check_keys(keys, known, others)
+    # Unknown and removed keys first: a misspelt key would otherwise be a default without notice.
+    for keys, planned, not_in_plan in SECTIONS:
+        document.check_keys(keys, planned, not_in_plan)
     for name, why in REMOVED.items():
         if document.get(ZERO, name) is not None:
             document.refuse((ZERO, name), why, "leave it out")
-    rest = load_plan_parts(file, architecture, cluster, recipe)
-    if rest.is_recipe_open:
-        rest = replace(rest, recipe=apply_to_recipe(rest.recipe, document, _own_recipe(document)))
-    layout_says = _layout(document, rest)
-    start = rest.layout if isinstance(rest.layout, ZeroLayout) else ZeroLayout()
-    values = {field: value for field, (_, value) in layout_says.items()}
-    recipe_says = _recipe(document, rest, values.get("tp", start.tp) * values.get("pp", start.pp))
+    # The parts that DeepSpeed's configuration lacks come from the caller's arguments, plan.json in the same
+    # folder, or the recipe fields that an export adds under its own key.
+    parts = load_plan_parts(file, architecture, cluster, recipe)
+    if parts.is_recipe_open:
+        parts = replace(
+            parts, recipe=apply_to_recipe(parts.recipe, document, _read_exported_recipe(document))
+        )
+    # The layout before the recipe: the number of data-parallel ranks, and so the batch sizes, depend on it.
+    layout_fields = _read_layout(document, parts)
+    start = parts.layout if isinstance(parts.layout, ZeroLayout) else ZeroLayout()
+    layout_values = {field: value for field, (_, value) in layout_fields.items()}
+    recipe_fields = _read_recipe(document, parts, _count_model_parallel(start, layout_values))
     return build_plan(
-        rest,
+        parts,
         document,
-        apply_to_recipe(rest.recipe, document, recipe_says),
-        {**recipe_says, **layout_says},
-        lambda: replace(start, **values),
+        apply_to_recipe(parts.recipe, document, recipe_fields),
+        {**recipe_fields, **layout_fields},
+        lambda: replace_fields(start, layout_values),
     )
 
 
-def _own_recipe(document: Document) -> dict[str, tuple[KeyPath, Any]]:
-    """Field -> (key, value) of what an export wrote of the recipe, for which DeepSpeed has no words."""
-    part: KeyPath = (OWN_KEY, "not_said_here")
-    return {field: ((*part, field), value) for field, value in document.read_section(*part).items()}
+def _count_model_parallel(layout: ZeroLayout, values: Mapping[str, object]) -> int:
+    """Return the ranks of one replica: ``layout``'s tp and pp, or those in ``values``."""
+    tp, pp = values.get("tp", layout.tp), values.get("pp", layout.pp)
+    # Invalid degrees are reported when the layout is built.
+    return max(1, tp * pp) if isinstance(tp, int) and isinstance(pp, int) else 1
 
 
-def _layout(document: Document, rest: PlanParts) -> dict[str, tuple[KeyPath, Any]]:
-    """Field -> (key, value) of what the file says otherwise than the plan beside it would be written."""
-    before = _as_written(rest)
-    plain = ZeroLayout()
-    found: dict[str, tuple[KeyPath, Any]] = {}
-    for field, keys in {**NUMBERS, **FLAGS, **DEVICES, **SUMMED}.items():
-        value = _value(document, rest, field, keys)
-        if before is not None and value == _at(before, keys):
-            continue  # in the plan's own words then, which may leave a number open
-        # Left out it is DeepSpeed's default, which is the layout's but for the stage.
-        missing = 0 if field == "stage" else getattr(plain, field)
-        legacy = LEGACY.get(keys[:-1], ()) if field in DEVICES else ()
-        said = legacy if legacy and document.get(*legacy) is not None else keys
-        found[field] = (said, missing if value is None else value)
-    pinned = _pinned(document, before)
-    if pinned is not None:
-        found["pin_memory"] = pinned
-    if before is None:
-        for field in document.read_section(OWN_KEY, "layout"):
-            found[field] = ((OWN_KEY, "layout", field), document.get(OWN_KEY, "layout", field))
-    return found
+def _read_exported_recipe(document: Document) -> FileFields:
+    """Return the recipe fields that an export writes under its own key, as DeepSpeed has none for them."""
+    section: KeyPath = (OWN_KEY, "not_said_here")
+    return {field: ((*section, field), value) for field, value in document.read_section(*section).items()}
 
 
-def _value(document: Document, rest: PlanParts, field: str, keys: KeyPath) -> Any:
-    """What the file has for ``field``, as the layout spells it; None where it says nothing."""
+# ---- Layout
+
+
+def _read_layout(document: Document, parts: PlanParts) -> FileFields:
+    """Return the layout fields whose value in the file differs from what the plan in its folder exports."""
+    exported = _export_stored_plan(parts)
+    defaults = ZeroLayout()
+    file_fields: FileFields = {}
+    for field, keys in {**NUMBERS, **FLAGS, **DEVICES, **REDUCE_TYPE}.items():
+        value = _read_layout_value(document, parts, field, keys)
+        if exported is not None and value == _get_value(exported, keys):
+            # Unchanged since the export: keep the stored layout's value, which may be None (derived).
+            continue
+        # A missing key means DeepSpeed's default, which is the layout's except for the stage
+        # (runtime/zero/config.py: 0).
+        default = 0 if field == "stage" else getattr(defaults, field)
+        legacy_flag = LEGACY_FLAGS.get(keys[:-1], ()) if field in DEVICES else ()
+        is_legacy = bool(legacy_flag) and document.get(*legacy_flag) is not None
+        file_fields[field] = (legacy_flag if is_legacy else keys, default if value is None else value)
+    pin_memory = _read_pin_memory(document, exported)
+    if pin_memory is not None:
+        file_fields["pin_memory"] = pin_memory
+    if exported is None:
+        # Without a plan.json the exporter's section has the degrees that DeepSpeed's configuration lacks.
+        for field, exported_value in document.read_section(OWN_KEY, "layout").items():
+            file_fields[field] = ((OWN_KEY, "layout", field), exported_value)
+    return file_fields
+
+
+def _read_layout_value(document: Document, parts: PlanParts, field: str, keys: KeyPath) -> OptionValue:
+    """Return the file's value for a layout field; None if it is missing."""
     if field in FLAGS:
         return document.read_flag(*keys)
-    if field in SUMMED:
-        return _summed(document, rest)
+    if field in REDUCE_TYPE:
+        return _read_reduce_type(document, parts)
     if field in DEVICES:
-        device = document.read_choice(*keys, among=("none", "cpu", "nvme"))
-        if _legacy(document, keys[:-1]) or (device is None and document.read_section(*keys[:-1])):
-            return "cpu"  # what DeepSpeed takes where a section names none (offload_config.py)
-        return None if device == "none" else device
+        return _read_offload_device(document, keys)
     if document.get(*keys) == "auto":
-        width = rest.architecture.hidden_size if rest.architecture is not None else 0
-        # transformers/integrations/deepspeed.py, trainer_config_finalize
-        sizes = {
-            "reduce_bucket_size": width * width,
-            "stage3_prefetch_bucket_size": int(0.9 * width * width),
-            "stage3_param_persistence_threshold": 10 * width,
-        }
-        if field not in sizes:
-            document.refuse(keys, "a number: only the Trainer's own three keys can be 'auto'", "leave it out")
-        return sizes[field] or None  # without an architecture, which is refused at the end
+        return _resolve_auto_size(document, parts, field, keys)
     return document.read_number(*keys, low=0, high=MAX_ELEMENTS)
 
 
-def _summed(document: Document, rest: PlanParts) -> str | None:
-    """The type in which gradients are summed, where it is not that of products (runtime/config.py,
-    ``get_communication_data_type``, which takes capitals too)."""
-    keys = SUMMED["communication_data_type"]
-    said = document.get(*keys)
-    name = said.lower() if isinstance(said, str) else said
-    precision = _precision(document, rest.recipe)[1] or rest.recipe.precision
-    products = precision.removesuffix("-mixed")
-    if name not in (None, products, "fp32"):
-        document.refuse(keys, f"'fp32', or {products!r} as products are", "'fp32'")
-    return None if name == products else name
+def _read_offload_device(document: Document, keys: KeyPath) -> str | None:
+    """Return the device of an offload section; None if nothing is offloaded."""
+    section = keys[:-1]
+    device = document.read_choice(*keys, among=("none", "cpu", "nvme"))
+    if _has_legacy_flag(document, section) or (device is None and document.read_section(*section)):
+        # A section that sets other keys but no device means the CPU.
+        return "cpu"
+    return None if device == "none" else device
 
 
-def _legacy(document: Document, section: KeyPath) -> bool:
-    """Whether the file has the section's older flag; DeepSpeed refuses it beside the section itself."""
-    is_on = bool(document.read_flag(*LEGACY[section]))
+def _resolve_auto_size(document: Document, parts: PlanParts, field: str, keys: KeyPath) -> int | None:
+    """Return the number that transformers' Trainer replaces "auto" by.
+
+    Source: transformers/integrations/deepspeed.py, ``trainer_config_finalize``.
+    """
+    width = parts.architecture.hidden_size if parts.architecture is not None else 0
+    sizes = {
+        "reduce_bucket_size": width * width,
+        "stage3_prefetch_bucket_size": int(0.9 * width * width),
+        "stage3_param_persistence_threshold": 10 * width,
+    }
+    if field not in sizes:
+        document.refuse(keys, "a number: the Trainer sets only three other keys from 'auto'", "leave it out")
+    # Without an architecture the default is kept: build_plan reports the missing architecture.
+    return sizes[field] or None
+
+
+def _read_reduce_type(document: Document, parts: PlanParts) -> str | None:
+    """Return the gradient reduction type; None if it is the compute type.
+
+    DeepSpeed accepts upper case too (runtime/config.py, ``get_communication_data_type``).
+    """
+    keys = REDUCE_TYPE["communication_data_type"]
+    value = document.get(*keys)
+    if value is None:
+        return None
+    precision = _read_precision(document, parts.recipe)[1] or parts.recipe.precision
+    compute_type = precision.removesuffix("-mixed")
+    name = value.lower() if isinstance(value, str) else None
+    if name not in (compute_type, "fp32"):
+        document.refuse(keys, f"'fp32', or the compute type, {compute_type!r}", "'fp32'")
+    return None if name == compute_type else name
+
+
+def _has_legacy_flag(document: Document, section: KeyPath) -> bool:
+    """Return whether the older flag of an offload section is on. DeepSpeed rejects it with the section."""
+    is_on = bool(document.read_flag(*LEGACY_FLAGS[section]))
     if is_on and document.get(*section) is not None:
-        document.refuse(LEGACY[section], f"nothing beside {'.'.join(section)}", "leave it out")
+        allowed = f"only one of the two: {'.'.join(section)} is set as well"
+        document.refuse(LEGACY_FLAGS[section], allowed, "leave it out")
     return is_on
 
 
-def _pinned(document: Document, before: Mapping[str, Any] | None) -> tuple[KeyPath, Any] | None:
-    """DeepSpeed has ``pin_memory`` twice, a layout once; left out it is false."""
-    found: dict[KeyPath, bool] = {}
-    for part in ("offload_optimizer", "offload_param"):
-        place: KeyPath = (ZERO, part, "pin_memory")
-        used = _legacy(document, (ZERO, part)) or document.read_section(ZERO, part)
-        if used and document.get(ZERO, part, "device") != "none":
-            found[place] = bool(document.read_flag(*place))
-    if not found or (
-        before is not None and all(_at(before, place) == value for place, value in found.items())
-    ):
+def _read_pin_memory(
+    document: Document, exported: Mapping[str, object] | None
+) -> tuple[KeyPath, bool] | None:
+    """Return the key and value of ``pin_memory``; None without offloading, or if it is as exported.
+
+    Each of DeepSpeed's two offload sections has one (a missing one is read as false), a layout one for both.
+    """
+    flags: dict[KeyPath, bool] = {}
+    for name in ("offload_optimizer", "offload_param"):
+        keys: KeyPath = (ZERO, name, "pin_memory")
+        is_used = _has_legacy_flag(document, (ZERO, name)) or document.read_section(ZERO, name)
+        if is_used and document.get(ZERO, name, "device") != "none":
+            flags[keys] = bool(document.read_flag(*keys))
+    if not flags:
         return None
-    first, *others = found.items()
-    keys, value = first
-    for other, differs in others:
-        if differs != value:
-            allowed = f"{str(value).lower()}, as in {'.'.join(keys)}: a layout has one pin_memory"
-            document.refuse(other, allowed, str(value).lower())
-    return keys, value
+    if exported is not None and all(_get_value(exported, keys) == flag for keys, flag in flags.items()):
+        return None
+    (first_keys, first_flag), *other_flags = flags.items()
+    for keys, flag in other_flags:
+        if flag != first_flag:
+            allowed = f"{str(first_flag).lower()}, as in {'.'.join(first_keys)}: a layout has one pin_memory"
+            document.refuse(keys, allowed, str(first_flag).lower())
+    return first_keys, first_flag
 
 
-def _recipe(document: Document, rest: PlanParts, model_parallel: int) -> dict[str, tuple[KeyPath, Any]]:
-    """Field -> (key, value) of the recipe that the file says: batches, precision, optimizer."""
-    micro, total = _batches(document, rest, model_parallel)
-    kind = document.get("optimizer", "type")
-    optimizer = None
-    if kind is not None:
-        name = kind.lower() if isinstance(kind, str) else kind
-        optimizer = OPTIMIZERS.get(name) if isinstance(name, str) else None
-        if optimizer is None:
-            allowed = "Adam, AdamW, SGD or Lion: for others there is no formula"
-            document.refuse(("optimizer", "type"), allowed, "'AdamW'")
+def _export_stored_plan(parts: PlanParts) -> Mapping[str, object] | None:
+    """Return DeepSpeed's configuration of the ``plan.json`` in the file's folder; None if there is none."""
+    from shardscope.core.plan import Plan
+
+    if not isinstance(parts.layout, ZeroLayout) or parts.architecture is None or parts.cluster is None:
+        return None
+    try:
+        return build_deepspeed_config(Plan(parts.architecture, parts.cluster, parts.recipe, parts.layout))
+    except ValueError:
+        # The caller passed another cluster or recipe, for which the stored layout is invalid.
+        return None
+
+
+def _get_value(config: Mapping[str, object], keys: KeyPath) -> object:
+    """Return the value at ``keys`` of a nested configuration; None if it is missing."""
+    value: object = config
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+# ---- Recipe
+
+
+def _read_recipe(document: Document, parts: PlanParts, model_parallel: int) -> FileFields:
+    """Return the recipe fields of the file: batch sizes, precision and optimizer."""
+    micro_batch, global_batch = _read_batch_sizes(document, parts, model_parallel)
     return {
-        "micro_batch_size": (("train_micro_batch_size_per_gpu",), micro),
-        "global_batch_size": (("train_batch_size",), total),
-        "precision": _precision(document, rest.recipe),
-        "optimizer": (("optimizer", "type"), optimizer),
+        "micro_batch_size": (("train_micro_batch_size_per_gpu",), micro_batch),
+        "global_batch_size": (("train_batch_size",), global_batch),
+        "precision": _read_precision(document, parts.recipe),
+        "optimizer": (("optimizer", "type"), _read_optimizer(document)),
     }
 
 
-def _precision(document: Document, recipe: Recipe) -> tuple[KeyPath, str | None]:
-    on: dict[str, bool] = {}
+def _read_optimizer(document: Document) -> str | None:
+    """Return ``Recipe.optimizer``; None if the file has no optimizer, which the training script creates."""
+    keys: KeyPath = ("optimizer", "type")
+    name = document.get(*keys)
+    if name is None:
+        return None
+    optimizer = OPTIMIZERS.get(name.lower()) if isinstance(name, str) else None
+    if optimizer is None:
+        document.refuse(keys, "Adam, AdamW, SGD or Lion: others have no formula", "'AdamW'")
+    return optimizer
+
+
+def _read_precision(document: Document, recipe: Recipe) -> tuple[KeyPath, str | None]:
+    """Return the key and value of the precision; None to keep the recipe's."""
+    is_enabled: dict[str, bool] = {}
     for section in ("fp16", "bf16"):
         if document.get(section, "enabled") == "auto":
+            # The Trainer takes it from its own arguments.
             return (section, "enabled"), None
-        on[section] = bool(document.read_flag(section, "enabled"))
-    if on["fp16"] and on["bf16"]:
+        is_enabled[section] = bool(document.read_flag(section, "enabled"))
+    if is_enabled["fp16"] and is_enabled["bf16"]:
         document.refuse(("bf16", "enabled"), "false while fp16.enabled is true", "false")
-    if on["fp16"]:
+    if is_enabled["fp16"]:
         return ("fp16", "enabled"), "fp16-mixed"
-    if not on["bf16"]:
+    if not is_enabled["bf16"]:
         return ("bf16", "enabled"), "fp32"
-    # DeepSpeed keeps fp32 main copies either way: the two are one in its words.
+    # "bf16" and "bf16-mixed" have the same configuration: DeepSpeed always keeps fp32 main copies.
     return ("bf16", "enabled"), None if recipe.precision in ("bf16", "bf16-mixed") else "bf16-mixed"
 
 
-def _batches(document: Document, rest: PlanParts, model_parallel: int) -> tuple[int | None, int | None]:
-    """Micro-batch and global batch by DeepSpeed's rules (config.py, _set_batch_related_parameters)."""
-    said = {
-        key: None if document.get(key) == "auto" else document.read_number(key, low=1, high=2**24)
-        for key in BATCH
-    }
-    total, micro, steps = (said[key] for key in BATCH)
-    if rest.cluster is None or rest.cluster.num_gpus % model_parallel:
-        return micro, total  # what is missing is refused at the end; the layout says the other better
-    data_parallel = rest.cluster.num_gpus // model_parallel
-    is_open = {key for key in BATCH if document.get(key) == "auto"}
-    if total is None:
-        if steps is None and (micro is None or is_open):
-            return micro, None
-        per_rank = rest.recipe.micro_batch_size if micro is None else micro
-        return micro, per_rank * (steps or 1) * data_parallel
-    if micro is None and steps is None and is_open:
-        return None, total
-    if micro is None:
-        micro = max(1, total // ((steps or 1) * data_parallel))
-    if steps is None:
-        steps = max(1, total // (micro * data_parallel))
-    product = micro * steps * data_parallel
-    if product != total:
+def _read_batch_sizes(
+    document: Document, parts: PlanParts, model_parallel: int
+) -> tuple[int | None, int | None]:
+    """Return micro-batch and global batch size by DeepSpeed's rules; None keeps the recipe's.
+
+    Source: ``_set_batch_related_parameters`` and ``_batch_assertion``, deepspeed/runtime/config.py.
+    """
+    is_auto = {key: document.get(key) == "auto" for key in BATCH_KEYS}
+    global_batch, micro_batch, num_steps = (
+        None if is_auto[key] else document.read_number(key, low=1, high=2**24) for key in BATCH_KEYS
+    )
+    if parts.cluster is None or parts.cluster.num_gpus % model_parallel:
+        # The number of replicas is unknown: build_plan reports the missing cluster or the invalid degrees.
+        return micro_batch, global_batch
+    data_parallel = parts.cluster.num_gpus // model_parallel
+    if global_batch is None:
+        # With "auto" the Trainer's arguments decide, so the recipe's global batch is kept.
+        if num_steps is None and (micro_batch is None or any(is_auto.values())):
+            return micro_batch, None
+        per_rank = parts.recipe.micro_batch_size if micro_batch is None else micro_batch
+        return micro_batch, per_rank * (num_steps or 1) * data_parallel
+    if micro_batch is None and num_steps is None and any(is_auto.values()):
+        return None, global_batch
+    # Of three sizes DeepSpeed derives the missing ones, then requires that their product is the global batch.
+    if micro_batch is None:
+        micro_batch = max(1, global_batch // ((num_steps or 1) * data_parallel))
+    if num_steps is None:
+        num_steps = max(1, global_batch // (micro_batch * data_parallel))
+    product = micro_batch * num_steps * data_parallel
+    if product != global_batch:
         allowed = (
             "train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel ranks = "
-            f"{micro} x {steps} x {data_parallel} = {product}"
+            f"{micro_batch} x {num_steps} x {data_parallel} = {product}"
         )
         document.refuse(("train_batch_size",), allowed, str(product))
-    return micro, total
-
-
-def _as_written(rest: PlanParts) -> Mapping[str, Any] | None:
-    """How the plan beside the file would be written."""
-    from shardscope.core.plan import Plan
-
-    if not isinstance(rest.layout, ZeroLayout) or rest.architecture is None or rest.cluster is None:
-        return None
-    try:
-        return deepspeed_config(Plan(rest.architecture, rest.cluster, rest.recipe, rest.layout))
-    except ValueError:
-        return None  # the caller gave another cluster or recipe, with which that layout does not run
-
-
-def _at(values: Mapping[str, Any], keys: KeyPath) -> Any:
-    found: Any = values
-    for key in keys:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
+    return micro_batch, global_batch

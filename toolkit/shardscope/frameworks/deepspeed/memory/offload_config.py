@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardscope.core.number_format import format_gib
 from shardscope.core.ops import ceil_div, map_distinct, maximum, where
 from shardscope.core.precision import FP32
-from shardscope.frameworks.deepspeed.layout import get_layout, largest_tensor
+from shardscope.frameworks.deepspeed.layout import find_largest_tensor, get_layout
 from shardscope.frameworks.deepspeed.memory.partition_parameters import get_adapters, list_tensors
 from shardscope.frameworks.deepspeed.memory.partitioned_optimizer_swapper import count_optimizer_bytes
 from shardscope.frameworks.deepspeed.memory.partitioned_param_swapper import (
@@ -214,7 +214,7 @@ def count_params_buffer_elements(plan: Plan) -> int:
     layout = get_layout(plan)
     if layout.offload_params_buffer_size is not None:
         return layout.offload_params_buffer_size
-    largest_partition = ceil_div(largest_tensor(plan.architecture), plan.degrees.data_parallel)
+    largest_partition = ceil_div(find_largest_tensor(plan.architecture), plan.degrees.data_parallel)
     return maximum(PARAMS_BUFFER_ELEMENTS, largest_partition)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from shardscope.core.ops import ceil_div
 from shardscope.families.registry import family_of
-from shardscope.frameworks.deepspeed.files.config import NVME_FOLDER, deepspeed_config
+from shardscope.frameworks.deepspeed.files.config import NVME_FOLDER, build_deepspeed_config
 from shardscope.frameworks.deepspeed.layout import get_layout
 from shardscope.frameworks.deepspeed.rehearsal.experts import (
     replace_moe_layers,
@@ -75,7 +75,7 @@ def _moves_to_host(plan: Plan) -> bool:
 
 def build_config(plan: Plan, num_micro_batches: int, nvme_folder: str = NVME_FOLDER) -> dict[str, object]:
     """Return DeepSpeed's configuration with the number of rehearsed micro-batches."""
-    config = deepspeed_config(plan, nvme_folder=nvme_folder)
+    config = build_deepspeed_config(plan, nvme_folder=nvme_folder)
     config["gradient_accumulation_steps"] = num_micro_batches
     config.pop("train_batch_size", None)
     return config

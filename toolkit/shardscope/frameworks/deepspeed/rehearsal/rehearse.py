@@ -66,7 +66,7 @@ def check_plan(plan: Plan) -> None:
         check_pipeline(plan)
     if layout.tp > 1 and (layout.pp > 1 or layout.ep > 1):
         field, what = ("pp", "pipeline stages") if layout.pp > 1 else ("ep", "DeepSpeed's experts")
-        why = f"1 with {field} > 1 in a rehearsal: AutoTP shards complete transformers models, no {what}"
+        why = f"1 with {field} > 1 in a rehearsal: AutoTP shards complete transformers models, not {what}"
         refuse("Layout.tp", layout.tp, why, {"tp": 1})
     check_not_quantized(layout, "to be rehearsed: DeepSpeed quantizes in CUDA kernels")
     if layout.tp > 1 and plan.architecture.model_type not in AUTOTP_FAMILIES:
