@@ -78,7 +78,7 @@ class StandInContext:
     def log(self, step: int | None = None, **metrics: Any) -> None:
         self.lines.append({"step": step, **metrics})
 
-    def look(self) -> tuple[bool, list[dict[str, Any]]]:
+    def poll(self) -> tuple[bool, list[dict[str, Any]]]:
         self.num_looks += 1
         return self.num_looks == self.stop_at_look, []
 

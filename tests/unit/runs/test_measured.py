@@ -153,7 +153,7 @@ def test_pipeline_stages_are_told_apart() -> None:
 
 def test_a_snapshot_can_be_asked_of_a_run_under_way() -> None:
     class Context:
-        def look(self) -> tuple[bool, list[dict[str, Any]]]:
+        def poll(self) -> tuple[bool, list[dict[str, Any]]]:
             return False, [{"command": "memory_snapshot"}]
 
     from shardscope.training.loop import poll_commands

@@ -86,6 +86,7 @@ def _build_resuming_task(run: Run, description: Mapping[str, object]) -> tuple[T
         raise _CannotResumeError("the run has finished", "launch a task with resume= and a larger num_steps")
     # Check the task first: the user's own function cannot be resumed, with or without a checkpoint.
     kind = _find_task_class(description)
+    # A checkpoint that another user saved may run code when it is loaded, so it is only named.
     choice = choose_for_resume(run.folder, description)
     checkpoint = choice.checkpoint
     if checkpoint is None and choice.skipped:

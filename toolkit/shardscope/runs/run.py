@@ -92,6 +92,7 @@ class Run:
         """
         from shardscope.runs.summaries import is_run, list_runs
 
+        # Check every file's kind before any is opened: opening a pipe in a run folder would block forever.
         candidate = RunFolder(checked_path("Run.attach folder", folder))
         if is_run(candidate.path):
             check_file_kinds(candidate, inside=True)
@@ -170,6 +171,8 @@ class Run:
     @property
     def error(self) -> str | None:
         """The traceback of the rank that failed first, or the end of its log if it left none."""
+        # The supervisor stores the error with the final status. A lost run has none, but its ranks may have
+        # written theirs.
         state = self._read_state()
         if "error" in state:
             return plain_text(str(state["error"]))
@@ -280,6 +283,7 @@ class Run:
         each rank's records are in the order of logging. A call reads only new lines from disk. Raises
         ``ValueError`` if an event file is not a regular file.
         """
+        # A pipe or device in a file's place would block or never end.
         for rank in range(self._world_size):
             check_regular(self._folder.events(rank))
         with self._lock:
@@ -408,6 +412,7 @@ class Run:
         """Return the last transition, or "lost" if no supervisor is left to write the next one."""
         with self._lock:
             self._read_status()
+            # A final status stays, whatever happened to the supervisor since.
             if self._last_transition["status"] in FINAL:
                 return self._last_transition
             try:

@@ -81,6 +81,7 @@ class RunSummary:
         """Seconds from the launch to the end, or until now."""
         if self.run is None:
             return None
+        # Clocks may be set while a run is active, so the difference is at least zero.
         times = [when for line in self.run.history if (when := _to_float(line["time"])) is not None]
         if not times:
             return None

@@ -63,11 +63,12 @@ def compare_tasks(first: Run, second: Run) -> list[Difference]:
     """
     from shardscope.planner.differences import Difference
 
+    # Built-in tasks by class name, because their modules have moved; others by their qualified name.
     before, after = _read_description(first), _read_description(second)
-    task_names = [find_builtin_task(one) or one.get("task") for one in (before, after)]
+    task_names = [find_builtin_task(record) or record.get("task") for record in (before, after)]
     old, new = _read_task_fields(first, before), _read_task_fields(second, after)
     pairs = {name: (old[name], new[name]) for name in old if name in new}
-    if all(isinstance(kind, str) for kind in task_names):
+    if all(isinstance(name, str) for name in task_names):
         pairs = {"task": _shorten_names(*task_names), **pairs}
     return [Difference(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
 

@@ -14,10 +14,12 @@ def read_source(task: object) -> str | None:
     if callable(read := getattr(task, "source_text", None)):
         text: str | None = read()
         return text
+    # inspect.getsource raises TypeError for a partial object.
     while isinstance(task, functools.partial):
         task = task.func
     if not inspect.isfunction(task) and not inspect.ismethod(task):
         return None
+    # OSError: a function that was compiled from text, or whose file is gone.
     try:
         return inspect.getsource(task)
     except (OSError, TypeError):

@@ -59,6 +59,7 @@ def make_scalar_event(record: Mapping[str, object]) -> Event | None:
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
     values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers]
+    # TensorBoard's horizontal axis may be wall time; a damaged record without one goes to the epoch.
     wall_time = float(when) if isinstance(when, int | float) else 0.0
     return Event(wall_time=wall_time, step=step, summary=Summary(value=values))
 

@@ -117,6 +117,7 @@ def _compute_from_files(run: Run, folder: RunFolder) -> RunTotals:
 def _count_steps(files: list[Path]) -> int | None:
     if sum(map(size_of, files)) > MAX_STEPS_BYTES:
         return None
+    # Digits as bytes: parsing gigabytes of lines as JSON would take minutes.
     steps: set[bytes] = set()
     for file in files:
         for lines in LineTail(file).read_pieces():
@@ -143,6 +144,7 @@ def _hash_sources(folder: RunFolder) -> str:
     """Return a hash of the source files' sizes and modification times and of this package's version."""
     from shardscope.core.version import __version__
 
+    # A new version may compute the totals in another way.
     parts = [__version__, _stamp_file(folder.run_json)]
     for path in (folder.events(0).parent, folder.engine_report(0).parent):
         try:
@@ -162,6 +164,7 @@ def _read_cache(folder: RunFolder, source: str) -> RunTotals | None:
     record = read_json(folder.summary)
     if record is None or record.pop("source", None) != source or not isinstance(record.get("plan"), str):
         return None
+    # The file may have been edited: every value must have the type that it would be computed with.
     integers = ("num_steps", "tensor_bytes", "predicted_tensor_bytes")
     for name, value in record.items():
         if name == "plan" or value is None:

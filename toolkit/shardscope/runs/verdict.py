@@ -45,11 +45,13 @@ class Verdict(NamedTuple):
 
 def decide_status(evidence: Evidence) -> Verdict:
     """Return the final status of a run and why."""
+    # A stop whose signals ended the ranks explains all of their exit codes and exceptions.
     if evidence.stop_reason is not None:
         if evidence.was_ended:
             return Verdict("stopped", evidence.stop_reason)
         if evidence.launcher_code is None:
             return Verdict("stopped", f"{evidence.stop_reason} before any rank started")
+    # A task that returned everywhere has done its work, however its processes ended afterwards.
     if is_finished_everywhere(evidence.markers):
         if evidence.stop_reason is not None:
             return Verdict("stopped", f"{evidence.stop_reason}: every rank returned from the task")

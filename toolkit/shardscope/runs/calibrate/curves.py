@@ -48,10 +48,10 @@ class Curves:
 
     def __init__(self, device: torch.device, seconds: float, max_bytes: int, progress: Progress) -> None:
         self.device, self.seconds, self.max_bytes, self.progress = device, seconds, max_bytes, progress
-        self.watch = Stopwatch(device)
+        self.stopwatch = Stopwatch(device)
         self.on_gpu = device.type == "cuda"
         self.num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self.done = 0.0
+        self.completed = 0.0
 
     def measure(self) -> dict[str, object]:
         """Measure all curves. Return them as fields of a ``Calibration``."""
@@ -65,9 +65,9 @@ class Curves:
             ("host_copies", "host_copies", "copies to the host", self._measure_host_copies),
             ("collectives", "collectives", "collectives", self._measure_collectives),
         ):
-            self.progress(f"measuring {title}", self.done)
+            self.progress(f"measuring {title}", self.completed)
             curves[field] = measure(SHARES[share] * self.seconds)
-            self.done += SHARES[share]
+            self.completed += SHARES[share]
         return curves
 
     # ---- arithmetic
@@ -84,6 +84,7 @@ class Curves:
         precisions = self.list_precisions()
         records: list[Record] = []
         for precision in precisions:
+            # torch's names: "high" allows TF32, "highest" is full fp32 (torch/__init__.py).
             torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
             make_call = partial(self._make_matmul, TYPES[precision])
             cases = self._list_shapes()
@@ -107,6 +108,7 @@ class Curves:
         return sorted(set(shapes), key=lambda shape: shape[0] * shape[1] * shape[2])
 
     def _make_matmul(self, dtype: torch.dtype, case: Case) -> Call | None:
+        # In fp32, the largest type, whatever the precision: so all precisions have the same shapes.
         rows, inner, columns = case
         if 4 * (rows * inner + inner * columns + rows * columns) > self.max_bytes:
             return None
@@ -136,6 +138,7 @@ class Curves:
                     records.append({
                         "precision": precision, "seq_len": length, "num_heads": heads, "head_dim": dim,
                         "forward_seconds": forward[length],
+                        # Noise must not make the difference zero or negative.
                         "backward_seconds": max(backward[length] - forward[length], 1e-8),
                     })  # fmt: skip
         return records
@@ -171,6 +174,7 @@ class Curves:
 
         def make_call(case: Case) -> Call:
             a, b = (self._make_random(torch.float32, case[0] // 4) for _ in range(2))
+            # Two reads and one write: three times the bytes of one tensor.
             total = torch.empty_like(a)
             return lambda: torch.add(a, b, out=total)
 
@@ -187,8 +191,8 @@ class Curves:
         operators per layer that the formulas count.
         """
         shallow, deep = 2, 6
-        shallow_seconds = self.watch.measure_work(self._make_small_model_step(shallow), seconds / 2)
-        deep_seconds = self.watch.measure_work(self._make_small_model_step(deep), seconds / 2)
+        shallow_seconds = self.stopwatch.measure_work(self._make_small_model_step(shallow), seconds / 2)
+        deep_seconds = self.stopwatch.measure_work(self._make_small_model_step(deep), seconds / 2)
         passes = load_efficiency()["passes"]["transformers"]
         operators = float(passes["kernels_forward"] + passes["kernels_backward"])
         # A lower bound of 0.1 us: noise must not make the result negative.
@@ -205,7 +209,8 @@ class Curves:
             vocab_size=128,
             use_cache=False,
         )
-        model = LlamaForCausalLM(config).to(self.device)
+        model: torch.nn.Module = LlamaForCausalLM(config)
+        model.to(self.device)
         tokens = torch.zeros((1, 8), dtype=torch.long, device=self.device)
 
         def call() -> None:
@@ -221,7 +226,7 @@ class Curves:
         parameter.grad = torch.ones_like(parameter)
         optimizer = torch.optim.AdamW([parameter], fused=True)
         update_seconds = Stopwatch(torch.device("cpu")).measure_work(optimizer.step, seconds)
-        return self.watch.sum_over_ranks(parameter.numel() / update_seconds)
+        return self.stopwatch.sum_over_ranks(parameter.numel() / update_seconds)
 
     def _measure_host_copies(self, seconds: float) -> list[Record]:
         if not self.on_gpu:
@@ -236,6 +241,7 @@ class Curves:
         return records
 
     def _make_host_copy(self, direction: str, case: Case) -> Call:
+        # Pinned memory, as the frameworks' offloading uses it; copies from pageable memory are much slower.
         on_host = torch.empty(case[0], dtype=torch.uint8, pin_memory=True)
         on_device = torch.empty(case[0], dtype=torch.uint8, device=self.device)
         target, source = (on_device, on_host) if direction == "to_gpu" else (on_host, on_device)
@@ -257,7 +263,7 @@ class Curves:
             ("send", self._make_send),
         ):
             for case, call_seconds in self._time_cases(
-                sizes, make_call, seconds / 5, self.watch.measure_waiting
+                sizes, make_call, seconds / 5, self.stopwatch.measure_waiting
             ):
                 # `_make_send` sends to the peer and back: two transfers a call.
                 transfer_seconds = call_seconds / 2 if name == "send" else call_seconds
@@ -317,18 +323,18 @@ class Curves:
         ``measure`` defaults to :meth:`Stopwatch.measure_work`. A case that does not fit into memory, whose
         ``make_call`` returns None, ends the curve.
         """
-        measure = measure or self.watch.measure_work
+        measure = measure or self.stopwatch.measure_work
         end, last = time.monotonic() + seconds, 0.0
         for number, case in enumerate(cases):
             # All ranks must decide the same, so they use the largest remaining time of any rank.
-            left = self.watch.max_over_ranks(end - time.monotonic())
+            left = self.stopwatch.max_over_ranks(end - time.monotonic())
             if number and GROWTH * MIN_CALLS * last > left:
                 return
             call = make_call(case)
             if call is None:
                 return
             call_seconds = measure(call, max(left, 0.0) / (len(cases) - number))
-            last = self.watch.once
+            last = self.stopwatch.seconds_per_call
             yield case, call_seconds
 
     def _make_random(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:

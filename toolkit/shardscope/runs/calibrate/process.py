@@ -72,12 +72,14 @@ def calibrate(
     ``RuntimeError`` while another calibration of it is running, ``OSError`` if the folder cannot be written,
     ``TimeoutError``, and ``CalibrationError`` with the error output of the failed rank.
     """
+    # Check arguments, extra and folder first: a mistake must not cost a minute of measuring.
     check_number("calibrate.seconds", seconds, low=5.0, high=3_600.0)
     data = data_folder(folder)
     _check_extra()
     cluster = _check_cluster(cluster)
     check_writable(data)
     with _lock_calibration(file_for(cluster.gpu.name, data)):
+        # The load before the ranks start is that of other programs.
         began, load = time.monotonic(), _measure_load()
         measured_at = datetime.now(UTC).isoformat(timespec="seconds")
         measured = _run_ranks(cluster, float(seconds), progress)
@@ -153,6 +155,7 @@ def _lock_calibration(path: Path) -> Iterator[None]:
 
 def _run_ranks(cluster: Cluster, seconds: float, progress: Progress | None) -> dict[str, object]:
     """Run the ranks and return the first one's result. No process is left behind, even after an error."""
+    # The time limits of the curves are approximate: a case that has begun is finished.
     limit = 1.5 * seconds + START_SECONDS
     ranks: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as stack:
@@ -221,6 +224,7 @@ def _read_result(
     deadline, repeat = time.monotonic() + limit, 0.0
     latest, pending = ("starting", 0.0), b""
     while True:
+        # Check whether it ended before reading: otherwise its last lines could come between the two.
         ended = ranks[0].poll() is not None
         pending += first.read() or b""
         *lines, pending = pending.split(b"\n")
@@ -230,6 +234,7 @@ def _read_result(
                 return dict(message["measured"])
             if "error" in message:
                 raise CalibrationError(_describe_error(message, ranks, error_files))
+            # A new description is shown at once.
             latest, repeat = (str(message["progress"][0]), float(message["progress"][1])), 0.0
         if progress is not None and time.monotonic() >= repeat:
             repeat = time.monotonic() + REPEAT_SECONDS

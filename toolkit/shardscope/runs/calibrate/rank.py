@@ -76,6 +76,7 @@ def _measure(settings: Settings, progress: Callable[[str, float], None]) -> dict
         # gloo as well: ranks exchange their times as small CPU tensors.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=patience)
+    # Different inputs on each rank, as in training; the same in each calibration.
     torch.manual_seed(rank)
     curves = Curves(device, settings["seconds"], settings["max_bytes"], progress)
     measured = curves.measure()

@@ -29,7 +29,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.once = 0.0
+        self.seconds_per_call = 0.0
         """Wall-clock seconds of one call of the last case, on the slowest rank."""
 
     def measure_work(self, call: Callable[[], object], budget_seconds: float) -> float:
@@ -61,14 +61,17 @@ class Stopwatch:
         return float(tensor.item())
 
     def _take_samples(self, call: Callable[[], object], budget_seconds: float) -> list[Sample]:
-        call()
-        self.once = self.max_over_ranks(self._take_sample(call, 1).wall)
-        calls = max(1, min(1000, round(SAMPLE_SECONDS / self.once)))
-        number = max(MIN_SAMPLES, min(MAX_SAMPLES, int(budget_seconds / (self.once * calls))))
+        call()  # Warmup: the first call allocates memory, selects kernels and connects ranks.
+        # All ranks make the same number of calls, which they derive from the slowest rank's time.
+        self.seconds_per_call = self.max_over_ranks(self._take_sample(call, 1).wall)
+        calls = max(1, min(1000, round(SAMPLE_SECONDS / self.seconds_per_call)))
+        sample_seconds = self.seconds_per_call * calls
+        number = max(MIN_SAMPLES, min(MAX_SAMPLES, int(budget_seconds / sample_seconds)))
         self.max_over_ranks(0.0)  # A barrier: all ranks start together.
         return [self._take_sample(call, calls) for _ in range(number)]
 
     def _take_sample(self, call: Callable[[], object], calls: int) -> Sample:
+        # GPU calls return before they are done: wait for earlier ones, then for these.
         self._synchronize()
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(calls):

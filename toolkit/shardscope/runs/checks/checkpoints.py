@@ -25,10 +25,14 @@ MAX_DEPTH = 5
 
 def check_gathered_state(script: Script) -> Iterator[Finding]:
     """Find a full (unsharded) state dict, gathered on every rank or on rank 0 while the others wait."""
+    # FSDP1: FULL_STATE_DICT gathers on every rank unless the configuration says rank0_only (default False,
+    # torch/distributed/fsdp/api.py, FullStateDictConfig).
     configs = script.find_calls("FullStateDictConfig")
     on_one = bool(configs) and all(is_constant(read_keywords(one).get("rank0_only"), True) for one in configs)
     for line in script.uses.get("FULL_STATE_DICT", ()):
         yield _describe_full_state(script, line, "FULL_STATE_DICT", "rank0_only=True", on_one)
+    # FSDP2: with cpu_offload only rank 0 keeps the full state dict (StateDictOptions in
+    # torch/distributed/checkpoint/state_dict.py).
     for call in script.find_calls("StateDictOptions"):
         arguments = read_keywords(call)
         # broadcast_from_rank0 is for loading: rank 0 reads a full state dict and broadcasts it.
@@ -51,12 +55,14 @@ def _describe_full_state(script: Script, line: int, option: str, on_rank_0: str,
             script.plan.cluster.host_memory_bytes,
         )
         size = f"{format_gib(num_bytes)} GiB"
+    # On every rank: as many copies in host memory as there are ranks on a node.
     number = None if num_bytes is None else num_bytes / 2**30
     if not on_one:
         why = f"{option} without {on_rank_0} all-gathers {size} on every rank."
         return flag_line(
             line, "checkpoint-gathered-on-every-rank", "danger", why, f"{on_rank_0}, or {SHARDED}", number
         )
+    # On rank 0 only: a matter of time, unless the host's memory is too small.
     is_short = num_bytes is not None and room is not None and num_bytes > room
     why = f"{option} gathers {size} in the host memory of rank 0 while all others wait."
     severity = "danger" if is_short else "hint"
@@ -89,6 +95,7 @@ def _is_on_one_rank(script: Script, node: ast.AST, depth: int = 0) -> bool:
             return True
         if not isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
+        # An early exit such as ``if rank != 0: return`` before the save.
         guards = [
             inner for inner in ast.walk(one) if isinstance(inner, ast.If) and script.reads_rank(inner.test)
         ]

@@ -40,7 +40,10 @@ def check_sampler(script: Script) -> Iterator[Finding]:
     if plan is not None and plan.degrees.data_parallel == 1:
         return
     # One loader with a sampler is enough: evaluation loaders often have none on purpose.
-    if any(_has_sampler(script, call) for call in loaders) or _shards_data(script):
+    if any(_has_sampler(script, call) for call in loaders):
+        return
+    # Anything that may give ranks different data counts: a false alarm is worse than a miss.
+    if _uses_sharding_library(script) or _selects_data_by_rank(script):
         return
     ranks = None if plan is None else plan.world_size
     readers = "all ranks" if ranks is None else f"all {ranks} ranks"
@@ -55,34 +58,55 @@ def _has_sampler(script: Script, loader: ast.Call) -> bool:
     samplers = [value for name, value in read_keywords(loader).items() if name in SAMPLER_ARGUMENTS]
     samplers += [loader.args[position] for position in SAMPLER_POSITIONS if len(loader.args) > position]
     assigned = {name: node.value for node, name in _find_assignments(script)}
-    values = [assigned.get(script.resolve_name(one), one) for one in samplers]
-    blind = [is_constant(one, None) or one in script.find_calls(*BLIND_SAMPLERS) for one in values]
-    return any(keyword.arg is None for keyword in loader.keywords) or not all(blind)
+    values = [assigned.get(script.resolve_name(sampler), sampler) for sampler in samplers]
+    # A sampler from anywhere else, such as the user's own class, may know the rank.
+    blind_calls = script.find_calls(*BLIND_SAMPLERS)
+    ignores_rank = [is_constant(value, None) or value in blind_calls for value in values]
+    return any(keyword.arg is None for keyword in loader.keywords) or not all(ignores_rank)
 
 
-def _shards_data(script: Script) -> bool:
-    """Return whether ranks get different data in another way: a wrapped loader, or a selection by rank."""
+def _uses_sharding_library(script: Script) -> bool:
+    """Return whether a library's function or class gives each rank its share of the data."""
+    # A function of that name in the script itself proves nothing.
     arguments = {node.arg for node in script.nodes if isinstance(node, ast.keyword) and node.arg}
     if any(SHARDING.fullmatch(name) for name in (arguments | set(script.uses)) - script.defined):
         return True
-    prepared = [ast.unparse(one) for call in script.find_calls("prepare") for one in call.args]
-    if script.find_calls("shard") or not all(map(NOT_DATA.fullmatch, prepared)):
-        return True
+    # Accelerator.prepare wraps the loaders among its arguments; datasets' ``shard`` selects rows by rank.
+    prepared = [ast.unparse(argument) for call in script.find_calls("prepare") for argument in call.args]
+    return bool(script.find_calls("shard")) or not all(map(NOT_DATA.fullmatch, prepared))
+
+
+def _selects_data_by_rank(script: Script) -> bool:
+    """Return whether the script itself reads its rank in a place where it may select data."""
+    names = _find_rank_variables(script)
+    functions = [node for node in script.nodes if isinstance(node, ast.FunctionDef)]
+    returning = {
+        function.name
+        for function in functions
+        if any(isinstance(node, ast.Return) for node in ast.walk(function))
+    }
+    without_result = script.defined - returning
+    for node in script.nodes:
+        is_read = not isinstance(getattr(node, "ctx", None), ast.Store)
+        is_rank = script.is_rank(node) or script.resolve_name(node) in names
+        if is_rank and is_read and not _is_harmless(script, node, without_result):
+            return True
+    return False
+
+
+def _find_rank_variables(script: Script) -> set[str]:
+    """Return the names of variables that are computed from a rank, and of arguments that are one."""
     assigned = [(node, name) for node, name in _find_assignments(script) if not HARMLESS.fullmatch(name)]
     names = {name for node, name in assigned if script.reads_rank(node.value)}
-    # Follow variables computed from a rank: rank = dist.get_rank(); start = rank * share
+    # Follow one more step: rank = dist.get_rank(); start = rank * share
     names |= {name for node, name in assigned if names & set(map(script.resolve_name, ast.walk(node.value)))}
-    # torch.multiprocessing.spawn passes the rank as the first argument.
-    started = {script.resolve_name(call.args[0]) for call in script.find_calls("spawn") if call.args}
-    functions = [node for node in script.nodes if isinstance(node, ast.FunctionDef)]
-    names |= {one.args.args[0].arg for one in functions if one.name in started and one.args.args}
-    returning = {one.name for one in functions if any(isinstance(node, ast.Return) for node in ast.walk(one))}
-    return any(
-        (script.is_rank(node) or script.resolve_name(node) in names - {"self"})
-        and not isinstance(getattr(node, "ctx", None), ast.Store)
-        and not _is_harmless(script, node, script.defined - returning)
-        for node in script.nodes
-    )
+    # torch.multiprocessing.spawn passes the rank first (torch/multiprocessing/spawn.py, _wrap).
+    spawned = {script.resolve_name(call.args[0]) for call in script.find_calls("spawn") if call.args}
+    for node in script.nodes:
+        if isinstance(node, ast.FunctionDef) and node.name in spawned and node.args.args:
+            names.add(node.args.args[0].arg)
+    # ``self.rank = rank`` would make every use of ``self`` one of a rank.
+    return names - {"self"}
 
 
 def _find_assignments(script: Script) -> Iterator[tuple[ast.Assign, str]]:
@@ -99,23 +123,26 @@ def _is_harmless(script: Script, node: ast.AST, without_result: set[str]) -> boo
     ``without_result`` are the script's functions and classes without a return value: they return no rank's
     data.
     """
-    around, inside = list(script.walk_up(node)), node
-    if any(getattr(one, "arg", None) in ABOUT_SPEED for one in around):
+    ancestors, child = list(script.walk_up(node)), node
+    if any(getattr(ancestor, "arg", None) in ABOUT_SPEED for ancestor in ancestors):
         return True
-    for one in around:
-        if isinstance(one, ast.Call) and inside is not one.func:
-            name = script.resolve_name(one.func)
+    # The innermost call, index, comparison or statement around the rank decides.
+    for ancestor in ancestors:
+        if isinstance(ancestor, ast.Call) and child is not ancestor.func:
+            name = script.resolve_name(ancestor.func)
             if name not in READING:
                 return HARMLESS.fullmatch(name) is not None or name in without_result
-        elif isinstance(one, ast.Subscript) and inside is one.slice and not isinstance(inside, ast.Constant):
-            return False
-        elif isinstance(one, ast.Compare):
+        elif isinstance(ancestor, ast.Subscript) and child is ancestor.slice:
+            # ``data[rank]`` selects; ``os.environ["RANK"]`` only reads the rank.
+            if not isinstance(child, ast.Constant):
+                return False
+        elif isinstance(ancestor, ast.Compare):
             # ``rank == 0`` is harmless; ``index % 8 == rank`` and a choice between two values are not.
-            computes = any(isinstance(part, ast.BinOp) for part in ast.walk(one))
-            return not computes and not any(isinstance(outer, ast.IfExp) for outer in around)
-        elif isinstance(one, ast.stmt):
+            computes = any(isinstance(part, ast.BinOp) for part in ast.walk(ancestor))
+            return not computes and not any(isinstance(outer, ast.IfExp) for outer in ancestors)
+        elif isinstance(ancestor, ast.stmt):
             return True
-        inside = one
+        child = ancestor
     return True
 
 
@@ -124,6 +151,7 @@ def check_sampler_over_all_ranks(script: Script) -> Iterator[Finding]:
     plan = script.plan
     if plan is None or plan.degrees.data_parallel == plan.world_size:
         return
+    # Ranks of one replica (tensor, context, pipeline parallel) must read the same samples.
     wanted = plan.degrees.data_parallel
     for call in script.find_calls(SAMPLER):
         by_position = call.args[1] if len(call.args) > 1 else None

@@ -26,6 +26,7 @@ def check_fixed_device(script: Script) -> Iterator[Finding]:
     """Find a hard-coded GPU index, with which all ranks of a node share one GPU."""
     lines: dict[int, str] = {}
     for node in script.nodes if script.is_distributed else ():
+        # Three ways to write the index: cuda(0) and set_device(0), device_ids=[0], or the text "cuda:0".
         numbers: list[ast.expr] = []
         if isinstance(node, ast.Call) and script.resolve_name(node.func) in ("cuda", "set_device"):
             numbers = node.args
@@ -46,6 +47,7 @@ def check_fixed_rank(script: Script) -> Iterator[Finding]:
     """Find a hard-coded rank or world size, which ignores the launcher's values."""
     lines: dict[int, str] = {}
     for node in script.nodes:
+        # As an argument, or as a launcher's variable: os.environ["RANK"] = "0".
         if isinstance(node, ast.Call):
             for name in RANK_ARGUMENTS.get(script.resolve_name(node.func), ()):
                 value = read_keywords(node).get(name)
@@ -67,6 +69,7 @@ def check_set_device(script: Script) -> Iterator[Finding]:
     """Find CUDA ranks that never select a GPU, so that all ranks of a node use GPU 0."""
     for call in script.find_calls("init_process_group")[:1]:
         backend = read_keywords(call).get("backend", call.args[0] if call.args else None)
+        # Silent if the ranks are CPU ranks, or if anything at all may select the GPU.
         named = "cuda" in script.uses or any(is_constant(node, "cuda") for node in script.nodes)
         placed = script.find_calls("cuda", "to", "device")
         if (

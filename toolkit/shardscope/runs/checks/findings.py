@@ -40,6 +40,7 @@ def collect_findings(plan: Plan, task: object = None, runs: Iterable[Run] | None
     case = Case(plan=plan, task=task)
     findings = [*preflight.run_checks(case), *text.check_text_length(case), *loading.check_data_loading(case)]
     findings += check_profiled(plan, task, earlier)
+    # The user's own function or script; built-in tasks have no source to check.
     source = read_source(task)
     if source is not None:
         findings += _run_checks(Script(source=source, plan=plan))
@@ -86,6 +87,7 @@ def check_profiled(plan: Plan, task: object, runs: Sequence[Run]) -> Iterator[Fi
     """Find a plan without a trace of any earlier run, if the task records none either."""
     if _records_profile(task):
         return
+    # Without a task, the plan may be one of many that the user looks at: wait until one was launched.
     runs_of_plan = [run for run in runs if _read_plan(run) == plan]
     if any(_has_trace(run) for run in runs_of_plan) or (task is None and not runs_of_plan):
         return

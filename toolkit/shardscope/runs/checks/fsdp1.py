@@ -52,6 +52,7 @@ STATE_CHANGE = (
 
 def check_fsdp1(script: Script) -> Iterator[Finding]:
     """Find every use of FSDP1, each with its replacement."""
+    # The text is either accelerate's YAML or Python.
     matches = [(number, LINE.match(text)) for number, text in enumerate(script.source.splitlines(), 1)]
     lines = [(number, match["key"], match["value"]) for number, match in matches if match]
     # ``key: value`` also parses as Python, as an annotation.
@@ -63,6 +64,7 @@ def check_fsdp1(script: Script) -> Iterator[Finding]:
         return
     yield from _check_calls(script)
     yield from _check_strategies(script)
+    # Some of the names, such as ``no_sync``, are also DDP's: they count only beside the FSDP1 class.
     if OLD_CLASS in script.uses:
         yield from _check_names(script)
         yield from _check_optimizer_state(script)

@@ -34,6 +34,7 @@ def check_data_loading(case: Case) -> Iterator[Finding]:
     if case.step is None or hasattr(case.task, "text"):
         return
     plan, recipe = case.plan, case.plan.recipe
+    # The predicted step time, not a measured one: the check runs before the launch.
     rows_per_second = plan.num_micro_batches * recipe.micro_batch_size / case.step.seconds
     ranks = plan.cluster.gpus_per_node
     # Ranks that share a sequence (tensor, context and pipeline parallel) each read it.

@@ -37,6 +37,7 @@ class Script:
     @cached_property
     def tree(self) -> ast.Module | None:
         """Syntax tree; None if the text is not Python. The source of a nested function is dedented."""
+        # ast.parse raises more than SyntaxError: ValueError for null bytes, the others for deep nesting.
         for text in (self.source, textwrap.dedent(self.source)):
             try:
                 return ast.parse(text)

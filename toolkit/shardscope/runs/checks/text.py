@@ -27,6 +27,7 @@ def check_text_length(case: Case) -> Iterator[Finding]:
         return
     recipe = case.plan.recipe
     windows, batch = tokens // recipe.seq_len, recipe.global_batch_size
+    # First case: a step needs more windows than there are. Suggest the largest batch that the plan can split.
     if batch > windows:
         at_once = recipe.micro_batch_size * case.plan.degrees.data_parallel
         largest, shorter = windows - windows % at_once, tokens // batch
@@ -45,6 +46,7 @@ def check_text_length(case: Case) -> Iterator[Finding]:
             ),
         )
         return
+    # Second case: the whole run reads the text several times.
     epochs = getattr(case.task, "num_steps", 0) * batch / windows
     if epochs > MAX_EPOCHS:
         fewer = max(1, MAX_EPOCHS * windows // batch)

@@ -83,6 +83,7 @@ def _scales_loss(script: Script) -> bool:
     names = {node.arg for node in script.nodes if isinstance(node, ast.arg | ast.keyword) and node.arg}
     if any(SCALERS.fullmatch(name) for name in (set(script.uses) | names) - script.defined):
         return True
+    # Accelerator.backward scales by itself, with a GradScaler that it creates for fp16.
     accelerators = script.find_calls("Accelerator")
     # An Accelerator created in another file has an unknown precision.
     is_hidden = not accelerators and "Accelerator" in script.uses
@@ -114,6 +115,7 @@ def check_zero_grad(script: Script) -> Iterator[Finding]:
     # ``parameter.grad = None`` zeroes as well.
     if {"zero_grad", "set_to_none"} & set(script.uses) or any(one.attr == "grad" for one in stored):
         return
+    # Without a backward in this text the loop may be elsewhere, and with it the call that zeroes.
     for call in script.find_calls("step") if "backward" in script.uses else ():
         owner = call.func.value if isinstance(call.func, ast.Attribute) else call.func
         is_repeated = any(isinstance(one, (*LOOPS, *DEFINITIONS)) for one in script.walk_up(call))

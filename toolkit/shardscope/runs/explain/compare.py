@@ -228,17 +228,19 @@ def _make_rows(runs: Iterable[Run], damaged: Iterable[RunSummary]) -> list[dict[
     from shardscope.runs.summaries import summarize
 
     rows = [_make_row(summarize(run.folder, run)) for run in runs]
-    return rows + [_make_damaged_row(one.name, one.damage) for one in damaged]
+    return rows + [_make_damaged_row(summary.name, summary.damage) for summary in damaged]
 
 
 def _make_row(summary: RunSummary) -> dict[str, object]:
     run = summary.run
     if run is None:
         return _make_damaged_row(summary.name, summary.damage)
+    # A file of the run may be damaged although its status can be read.
     try:
         totals = compute_totals(run)
     except (ValueError, OSError) as error:
         return _make_damaged_row(run.name, shorten_message(RunFolder(run.folder), error))
+    # The time of a lost run's last status is unknown if there was no heartbeat.
     times = [record["time"] for record in run.history if is_number(record["time"])]
     until = times[-1] if times and summary.status in FINAL else time.time()
     row: dict[str, object] = {
@@ -256,6 +258,7 @@ def _make_row(summary: RunSummary) -> dict[str, object]:
         "tensors_gib": _to_gib(totals.tensor_bytes),
         "predicted_tensors_gib": _to_gib(totals.predicted_tensor_bytes),
     }
+    # The convention of all errors in this project: positive if the prediction was too high.
     if totals.step_seconds and run.predicted_step_seconds:
         row["step_error"] = run.predicted_step_seconds / totals.step_seconds - 1
     return row
@@ -319,7 +322,7 @@ def _format_heading(name: str) -> str:
 
 
 def _format_value(name: str, value: object) -> str:
-    if value is None or value != value:
+    if value is None or value != value:  # NaN, pandas' missing number, differs from itself.
         return "–"
     if isinstance(value, datetime):
         # Local time, as in the default run names, with its offset: the page may be read in another zone.

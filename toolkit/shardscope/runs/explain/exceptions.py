@@ -32,8 +32,10 @@ def make_exception_record(error: BaseException) -> ExceptionRecord:
 
     The time is recorded twice: in epoch seconds for display, and by the monotonic clock for ordering.
     """
+    # The times first: formatting a long traceback takes time, and failures are ordered by them.
     now, monotonic = time.time(), time.monotonic()
     name = type(error).__name__
+    # The user's exception classes run here: their ``__str__`` may raise anything.
     try:
         text = shorten("".join(traceback.format_exception(error)))
     except BaseException as second:
@@ -43,6 +45,7 @@ def make_exception_record(error: BaseException) -> ExceptionRecord:
     except BaseException as second:
         message = f"(its text could not be read: {type(second).__name__})"
     first_line = message.splitlines()[0] if message else ""
+    # One line, with the position in the user's script rather than the end of a long message.
     summary = f"raised {name}: {first_line}" if first_line else f"raised {name}"
     if notes := getattr(error, "__notes__", ()):  # The position in the user's script.
         summary = f"{summary[: MAX_SUMMARY // 2]} ({notes[0]})"

@@ -75,6 +75,7 @@ def find_failures(folder: RunFolder, world_size: int) -> list[Failure]:
     # A rank's own exception says more than its exit code, which is the fallback.
     failures = [_read_exception(folder, rank) for rank in range(world_size)]
     raised = {failure.rank for failure in failures if failure is not None}
+    # A rank that was killed, or crashed in a native library, wrote no exception.
     for record in _read_exits(folder):
         if record.rank not in raised:
             failures.append(_read_death(folder, record))
@@ -121,10 +122,13 @@ def looks_like_peer_lost(name: str, text: str) -> bool:
     lower = text[-8192:].lower()
     # If the task itself waits for an async operation, no torch frame is in the traceback, but gloo's message
     # names its own source file.
-    distributed = name in ("DistBackendError", "DistNetworkError", "DistStoreError") or any(
-        place in lower for place in ("torch/distributed", "gloo/transport")
+    is_distributed = (
+        name in ("DistBackendError", "DistNetworkError", "DistStoreError")
+        or "torch/distributed" in lower
+        or "gloo/transport" in lower
     )
-    return (distributed or "Connection" in name) and any(part in lower for part in PEER_LOST_TEXTS)
+    # The same texts occur in errors of other origins, such as a broken pipe to a child process.
+    return (is_distributed or "Connection" in name) and any(part in lower for part in PEER_LOST_TEXTS)
 
 
 def find_last_raised(log: str, code: int | None) -> str:
@@ -135,8 +139,10 @@ def find_last_raised(log: str, code: int | None) -> str:
     if code == -signal.SIGABRT:  # std::terminate prints the exception's type and message in two lines.
         _, marker, message = log.rpartition("terminate called after throwing an instance of ")
         return " ".join(line.strip() for line in message.splitlines()[:2]) if marker else ""
+    # Another signal: whatever exception the log contains, it was handled.
     if code is not None and code < 0:
         return ""
+    # The first line after the last frame that is not indented, as in "ValueError: ...".
     _, *after = TRACEBACK_FRAME.split(RANK_PREFIX.sub("", log))
     lines = after[-1].splitlines() if after else []
     return next((line for line in lines if line and not line.startswith(" ")), "")
@@ -184,6 +190,7 @@ def _read_exits(folder: RunFolder) -> list[_RankExit]:
 
 def _read_death(folder: RunFolder, record: _RankExit) -> Failure | None:
     rank, code = record.rank, record.code
+    # No failure: the task returned and the process ended normally, or torch elastic reaped it unseen.
     marker = read_json(folder.rank(rank)) or {}
     if code in (0, None) and marker.get("exit") == "finished":
         return None

@@ -35,6 +35,7 @@ def explain_failures(
     ``failures`` start with the root cause, ``description`` is the content of ``run.json``, ``host`` has the
     memory samples of ranks that were killed.
     """
+    # SIGKILL leaves no message. It is often the kernel's out-of-memory killer, so host memory is the suspect.
     first = failures[0]
     reason, paragraphs = first.reason, []
     was_killed = KILLED in first.reason
@@ -82,6 +83,7 @@ def _describe_memory(shortage: Shortage, plan: Plan | None, *, trains_the_plan: 
     """
     from shardscope.runs.explain.out_of_memory_fixes import format_memory_numbers, suggest_fix
 
+    # The plan's numbers are of no use for a function that may train another model.
     try:
         numbers = format_memory_numbers(shortage, plan if trains_the_plan else None)
         return numbers, suggest_fix(shortage, plan, trains_the_plan=trains_the_plan) if plan else ""

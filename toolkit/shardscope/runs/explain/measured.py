@@ -92,7 +92,7 @@ class MeasuredMemory(MemoryReport):
     def at(self, phase: Phase) -> Mapping[str, int]:
         """Return bytes by component on the worst rank. Raises ``ValueError`` for an unmeasured ``phase``."""
         check_choice("phase", phase, PHASES)
-        measured = [moment.phase for moment in self.worst_stage.phases]
+        measured = [phase_memory.phase for phase_memory in self.worst_stage.phases]
         if phase not in measured:
             refuse("phase", phase, f"what was measured: {', '.join(measured) or 'nothing'}", Value("rest"))
         return self.worst_stage.at(phase).components
@@ -120,7 +120,7 @@ class MeasuredMemory(MemoryReport):
     @property
     def tensor_bytes(self) -> int:
         """Peak bytes of tensors only, the part that a prediction is compared with."""
-        return max((sum_tensor_bytes(m.components) for m in self.worst_stage.phases), default=0)
+        return max((sum_tensor_bytes(phase.components) for phase in self.worst_stage.phases), default=0)
 
     @property
     def error(self) -> float | None:
@@ -145,7 +145,7 @@ class MeasuredMemory(MemoryReport):
 
     @property
     def _tensor_phase(self) -> str:
-        fullest = max(self.worst_stage.phases, key=lambda moment: sum_tensor_bytes(moment.components))
+        fullest = max(self.worst_stage.phases, key=lambda phase: sum_tensor_bytes(phase.components))
         return fullest.phase
 
     def explain(self, name: str) -> str:
@@ -164,8 +164,8 @@ def sum_tensor_bytes(components: Mapping[str, int]) -> int:
 
 def sum_predicted_tensors(report: MemoryReport) -> int:
     """Return the predicted peak of tensor bytes within a step, initialization excluded."""
-    moments = (m for stage in report.by_stage for m in stage.phases if m.phase != "initialisation")
-    return max(sum_tensor_bytes(moment.components) for moment in moments)
+    phases = (phase for stage in report.by_stage for phase in stage.phases if phase.phase != "initialisation")
+    return max(sum_tensor_bytes(phase.components) for phase in phases)
 
 
 def build_measured_memory(
@@ -176,17 +176,18 @@ def build_measured_memory(
 ) -> MeasuredMemory:
     """Build the report from the ranks' records (``run.engine_reports()``) and logged peaks."""
     # Ranks of a pipeline stage are adjacent. Each stage is represented by its rank with the highest peak.
-    shares: dict[int, list[StageMemory]] = {}
+    by_number: dict[int, list[StageMemory]] = {}
     num_stages = plan.degrees.pp if plan else 1
     per_stage = max(1, plan.world_size // num_stages) if plan else 1
     logged = {rank["rank"]: rank for rank in ranks}
     for rank in sorted({*records, *logged}):
         stage = min(num_stages - 1, rank // per_stage) if plan else 0
-        moments = _read_phases(records.get(rank, {}).get("memory"), logged.get(rank))
-        if moments:
+        phases = _read_phases(records.get(rank, {}).get("memory"), logged.get(rank))
+        if phases:
             layers = plan.stage_layers[stage] if plan else 0
-            shares.setdefault(stage, []).append(_make_stage(stage, layers, moments))
-    fullest = [max(shares[stage], key=lambda rank: rank.peak_bytes) for stage in sorted(shares)]
+            by_number.setdefault(stage, []).append(_make_stage(stage, layers, phases))
+    fullest = [max(by_number[stage], key=lambda rank: rank.peak_bytes) for stage in sorted(by_number)]
+    # A report has at least one stage: an empty one, if no rank has recorded anything yet.
     by_stage = tuple(fullest) or (_make_stage(0, 0, (MeasuredPhase.from_terms("rest", 0.0, {}),)),)
     worst = max(by_stage, key=lambda stage: stage.peak_bytes)
     return MeasuredMemory(
@@ -201,8 +202,8 @@ def build_measured_memory(
     )
 
 
-def _make_stage(number: int, num_layers: int, moments: tuple[PhaseMemory, ...]) -> StageMemory:
-    return StageMemory(stage=number, num_layers=num_layers, find_phases=lambda: moments)
+def _make_stage(number: int, num_layers: int, phases: tuple[PhaseMemory, ...]) -> StageMemory:
+    return StageMemory(stage=number, num_layers=num_layers, find_phases=lambda: phases)
 
 
 def _predict(plan: Plan) -> MemoryReport | None:
@@ -214,7 +215,7 @@ def _predict(plan: Plan) -> MemoryReport | None:
 
 
 def _explain_missing(stage: StageMemory) -> str:
-    named = {name for moment in stage.phases for name in moment.terms}
+    named = {name for phase in stage.phases for name in phase.terms}
     if named <= {OTHER}:
         return "the task does not use ctx.engine, so only a total is known"
     if "communication" not in named and "runtime" in named:
@@ -230,24 +231,27 @@ def _read_phases(record: object, logged: LoggedPeak | None) -> tuple[PhaseMemory
             return ()
         total = Term(num_bytes, lambda: "the highest peak_memory_bytes that this rank logged")
         return (MeasuredPhase.from_terms("rest", 0.0, {OTHER: total}),)  # type: ignore[dict-item]
+    # ``phases`` are tensors by component (census.py), ``allocated_peaks`` the CUDA allocator's peaks.
     phases = record.get("phases")
     phases = phases if isinstance(phases, Mapping) else {}
     peaks = record.get("allocated_peaks")
     peaks = peaks if isinstance(peaks, Mapping) else {}
-    moments = []
+    # Only what was measured: a phase without any number is left out.
+    measured = []
     for phase, start in _PHASE_STARTS.items():
         sizes, peak = _read_numbers(phases.get(phase)), peaks.get(phase)
         if not sizes and not isinstance(peak, int):
             continue
         terms = {name: Term(value, _make_explanation(name, record)) for name, value in sizes.items()}
         terms |= _read_other_terms(record, sum(sizes.values()), peak if isinstance(peak, int) else None)
-        moments.append(MeasuredPhase.from_terms(phase, start, terms))  # type: ignore[arg-type]
-    return tuple(moments)
+        measured.append(MeasuredPhase.from_terms(phase, start, terms))  # type: ignore[arg-type]
+    return tuple(measured)
 
 
 def _read_other_terms(record: Mapping[str, object], counted: int, peak: int | None) -> dict[str, Term]:
     """Return the terms outside the counted tensors, from the allocator's and the driver's numbers."""
     terms: dict[str, Term] = {}
+    # On a GPU: what the census did not see of the allocator's peak, such as temporaries inside an operator.
     if peak is not None:
         rest = max(0, peak - counted)
         terms[OTHER] = Term(
@@ -257,6 +261,7 @@ def _read_other_terms(record: Mapping[str, object], counted: int, peak: int | No
                 "tensors"
             ),
         )
+        # Fragmentation: reserved memory at its peak less allocated memory at its (torch.cuda.memory_stats).
         highest = max(_read_numbers(record.get("allocated_peaks")).values(), default=peak)
         if isinstance(reserved := record.get("reserved"), int):
             gaps = max(0, reserved - highest)
@@ -274,6 +279,7 @@ def _read_other_terms(record: Mapping[str, object], counted: int, peak: int | No
                     "libraries, communicators, and any other process there"
                 ),
             )
+    # On a CPU: the process before its first step, mostly libraries. There is no allocator to ask.
     elif isinstance(resident := record.get("rss_before_steps"), int):
         phases = record.get("phases")
         at_rest = phases.get("rest") if isinstance(phases, Mapping) else None

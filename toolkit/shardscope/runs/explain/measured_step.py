@@ -48,8 +48,10 @@ def store_measured_step(folder: RunFolder, description: Mapping[str, object]) ->
     if measured is None:
         return False
     num_steps, seconds = measured
+    # The profiler slows its steps down. In a long run they do not change the median.
     if num_steps < MIN_PROFILED_STEPS and any(folder.traces.glob("*.json.gz")):
         return False
+    # run.json may have been edited, or be of an older version.
     plan, predicted = description.get("plan"), description.get("predicted")
     if not isinstance(plan, dict):
         raise ValueError("run.json has no plan")

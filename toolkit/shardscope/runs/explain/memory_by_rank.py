@@ -28,8 +28,8 @@ class RankMemory(NamedTuple):
 
 def predict_rank_memory(report: MemoryReport) -> RankMemory:
     """Return the predicted tensor bytes in the peak phase of a step, initialization excluded."""
-    moments = (m for stage in report.by_stage for m in stage.phases if m.phase != "initialisation")
-    return _sum_phase(max(moments, key=lambda moment: sum_tensor_bytes(moment.components)))
+    phases = (phase for stage in report.by_stage for phase in stage.phases if phase.phase != "initialisation")
+    return _sum_phase(max(phases, key=lambda phase: sum_tensor_bytes(phase.components)))
 
 
 def read_rank_memory(
@@ -42,16 +42,17 @@ def read_rank_memory(
     peaks = {line["rank"]: line for line in logged}
     memory = {}
     for rank in sorted({*records, *peaks}):
+        # Without a plan there is one stage, so this rank alone is the worst one.
         logged_peaks = [peaks[rank]] if rank in peaks else []
         measured = build_measured_memory(None, {rank: records.get(rank, {})}, logged_peaks)
         if not measured.tensor_bytes:
             continue
         memory[rank] = _sum_phase(
-            max(measured.worst_stage.phases, key=lambda moment: sum_tensor_bytes(moment.components))
+            max(measured.worst_stage.phases, key=lambda phase: sum_tensor_bytes(phase.components))
         )
     return memory
 
 
-def _sum_phase(moment: PhaseMemory) -> RankMemory:
-    sizes = moment.components.items()
-    return RankMemory({name: size for name, size in sizes if name not in NOT_TENSORS and size}, moment.phase)
+def _sum_phase(phase: PhaseMemory) -> RankMemory:
+    sizes = phase.components.items()
+    return RankMemory({name: size for name, size in sizes if name not in NOT_TENSORS and size}, phase.phase)

@@ -49,6 +49,8 @@ def describe_kill_sender(kills: OomKills, *, is_full: bool) -> str:
     ``kills`` is the change of the counters since the start of the run; ``is_full`` whether little memory was
     free just before the signal.
     """
+    # First the kernel's own counters, then how full memory was: a daemon such as systemd-oomd sends SIGKILL
+    # before the kernel must, and is not counted.
     if kills.any_kill:
         number, where = kills.group, "in this memory group"
         if number is None:

@@ -52,6 +52,7 @@ def parse_shortage(text: str) -> Shortage | None:
     text = "\n".join(line for line in text.splitlines() if not line.startswith("  "))
     matches = list(_GPU.finditer(text))
     if matches:
+        # Errors before the last one were handled.
         message = text[matches[-1].start() :][:4096]
         which = _WHICH.search(message)
         return Shortage(

@@ -51,6 +51,7 @@ def suggest_fix(shortage: Shortage, plan: Plan, *, trains_the_plan: bool) -> str
     # First case: the plan was predicted not to fit, so the planner's own repairs apply.
     short = [place for place in find_shortages(plan, report) if on_gpu or place.name != "GPU memory"]
     if short:
+        # No single change may be enough: then suggest the combination that fits.
         fixes = describe_repairs(plan, find_repairs(plan)[:MAX_REPAIRS])
         if not fixes and (fit := make_it_fit(plan)) is not None:
             fixes = [fit.text]
@@ -62,10 +63,10 @@ def suggest_fix(shortage: Shortage, plan: Plan, *, trains_the_plan: bool) -> str
         return ""
     # Second case: other processes held GPU memory that the plan needs.
     if shortage.memory_kind == "GPU memory" and shortage.other_process_bytes:
-        others = format_gib(shortage.other_process_bytes)
+        other_gib = format_gib(shortage.other_process_bytes)
         if shortage.other_process_bytes + report.peak_bytes > report.usable_bytes:
             return (
-                f"{NEXT_TIME}other processes held {others} GiB of the GPU, and with the predicted "
+                f"{NEXT_TIME}other processes held {other_gib} GiB of the GPU, and with the predicted "
                 f"{format_gib(report.peak_bytes)} that is more than its {format_gib(report.usable_bytes)} "
                 "usable GiB. End them (nvidia-smi names them), or choose another GPU with "
                 "CUDA_VISIBLE_DEVICES."
@@ -87,6 +88,7 @@ def _find_repairs(plan: Plan, num_bytes: int) -> list[str]:
     peak = plan.memory().peak_bytes
     if num_bytes >= peak:
         return []
+    # The planner repairs only plans that do not fit: let it repair this one for a GPU that is smaller.
     smaller_gpu = replace(plan.cluster.gpu, usable_bytes=peak - num_bytes)
     smaller = replace(plan, cluster=replace(plan.cluster, gpu=smaller_gpu))
     enough = [repair for repair in find_repairs(smaller) if repair.bytes_won >= num_bytes]

@@ -50,6 +50,7 @@ def predict_metrics(plan: Plan, description: Mapping[str, object], engine: objec
         report = plan.memory()
     except ValueError:
         return None
+    # A CPU rank logs its resident memory, whose peak within a step is not tensors alone: compare what stays.
     if plan.cluster.gpu.name == "cpu":
         parts = report.at("optimizer")
         tensor_bytes = parts["parameters"] + parts["gradients"] + parts["optimizer"]

@@ -46,8 +46,9 @@ class PollTable:
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         try:
             last, decided = SLOT.unpack_from(self._slots, offset)
-            if last == poll:
+            if last == poll:  # Another rank was first.
                 return int(decided)
+            # The slot holds an older poll, or (for a rank NUM_SLOTS behind) a newer one, which stays.
             if last < poll:
                 SLOT.pack_into(self._slots, offset, poll, size)
             return size

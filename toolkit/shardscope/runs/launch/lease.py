@@ -76,13 +76,16 @@ def hold_lease(supervisor: subprocess.Popen[bytes], write_end: int | None, folde
     def wait() -> None:
         ended_normally = wait_for_success(supervisor.pid)
         _wait_for_descriptor()
+        # If another thread has reaped the supervisor, its exit code is lost: the status decides.
         if ended_normally is None:
             ended_normally = _has_final_status(folder)
+        # Before the supervisor is reaped, its process id cannot be reused, and so neither can its session's.
         if not ended_normally:
             _end_session_of_ended(supervisor.pid)
         supervisor.wait()
         if write_end is not None:
             release_lease(write_end)
+        # Last, because it may take TIDY_SECONDS: the ranks still end meanwhile.
         if not ended_normally:
             clean_up_killed_run(folder)
 
@@ -134,6 +137,7 @@ def _has_final_status(folder: RunFolder) -> bool:
 
 def clean_up_killed_run(folder: RunFolder) -> None:
     """Clean up in place of a killed supervisor: delete task and temporary files, redact secrets in logs."""
+    # Ranks that are just being killed may write a file between the listing and the deletion of the folder.
     deadline = time.monotonic() + TIDY_SECONDS
     while folder.temporary.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder.temporary, ignore_errors=True)
@@ -148,6 +152,7 @@ def clean_up_killed_run(folder: RunFolder) -> None:
 
 
 def _before_fork() -> None:
+    # Without the lock, another thread might open a lease between the fork and the child's list of leases.
     _leases.lock.acquire()
 
 

@@ -25,7 +25,7 @@ MAX_NAMED = 4
 
 
 class LeftoverDetector:
-    """Detector of leftover threads and processes of one run. Call ``look`` about once a second."""
+    """Detector of leftover threads and processes of one run. Call ``check`` about once a second."""
 
     def __init__(self, folder: RunFolder, world_size: int) -> None:
         self.folder = folder
@@ -57,6 +57,7 @@ class LeftoverDetector:
             return None
         assert self.returned_at is not None
         now = time.monotonic()
+        # The stacks were requested in an earlier call; the ranks need time to write them.
         if self._requested_at is not None:
             return self._describe(launcher) if now - self._requested_at >= REPLY_SECONDS else None
         # The time limit starts over while they write, up to `MAX_SECONDS`.
@@ -76,10 +77,12 @@ class LeftoverDetector:
             for rank in range(self.world_size)
             if (pid := self._stacks.find_live_pid(rank)) is not None
         }
+        # A rank's own log gets its stack, which shows the thread that is still running.
         replies = self._stacks.read_replies()
         waited = time.monotonic() - (self.returned_at or 0.0)
         message = f"the task returned {waited:.0f} s ago, and a thread is still running"
         self._stacks.write_into_logs(message, {rank: replies[rank] for rank in pids})
+        # Everything else that the run started: processes that a task forked and did not wait for.
         other_processes = describe_processes(exclude={launcher, *pids.values()})
         ranks = [f"rank {rank}, which a thread kept alive" for rank in pids]
         more = [f"{len(ranks) - MAX_NAMED} more ranks"] if len(ranks) > MAX_NAMED else []

@@ -67,10 +67,12 @@ def use_for_env_rendezvous(files: RendezvousFiles) -> None:
     # importlib, because the package has a function of the same name that "import ... as" would return.
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     torch_handler = handlers["env"]
+    # The values at the start of the rank, which stand for the group of all ranks.
     variables = _read_group_variables()
     number = itertools.count()
 
     def rendezvous_locally(url: str, **options: object) -> Iterator[tuple[Store, int, int]]:
+        # torch puts rank and world size into the query (rendezvous.py, _rendezvous_helper), unless unknown.
         query = {name: int(values[0]) for name, values in parse_qs(urlparse(url).query).items()}
         world_size = query.get("world_size", int(os.environ["WORLD_SIZE"]))
         if _read_group_variables() != variables or world_size != int(os.environ["WORLD_SIZE"]):

@@ -49,6 +49,7 @@ def _pickle(value: object) -> bytes:
         def reducer_override(self, obj: object) -> object:
             if type(obj) is not types.CodeType:
                 return super().reducer_override(obj)
+            # cloudpickle's own reduction, wrapped in a function that restores the file name.
             make, arguments = self.dispatch_table[types.CodeType](obj)
             return _make_code, (make, arguments, obj.co_filename)
 
@@ -79,6 +80,7 @@ def collect_cell_sources() -> dict[str, list[str]]:
     name, so without the source a rank's traceback would show line numbers and no lines. If there is too much
     source, the newest is kept.
     """
+    # The newest entries are last in the cache: they are the cells that the user is working on.
     sources: dict[str, list[str]] = {}
     left = MAX_SOURCE_CHARACTERS
     for name, entry in reversed(list(linecache.cache.items())):
@@ -101,6 +103,7 @@ def write_task(folder: RunFolder, payload: bytes) -> None:
 
 def take_task(folder: RunFolder) -> bytes:
     """Read the task and unlink it. Raises ``PermissionError`` if another user owns it or its folder."""
+    # lstat: a symbolic link that another user planted counts as that user's.
     for path in (folder.path, folder.task):
         owner = Path(path).lstat().st_uid
         if owner != os.getuid():

@@ -92,6 +92,7 @@ class Profile:
 
     def _write(self, profiler: profile) -> None:
         self._partial.parent.mkdir(mode=0o700, exist_ok=True)
+        # Write beside the final name and rename: a reader never sees half a trace.
         profiler.export_chrome_trace(str(self._partial))
         self._partial.chmod(0o600)  # torch creates it with the user's umask.
         self._partial.replace(self._path)

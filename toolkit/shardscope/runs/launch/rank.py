@@ -47,7 +47,7 @@ def run_rank(
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder = RunFolder(path)
-    tempfile.tempdir = None
+    tempfile.tempdir = None  # The launcher's setting; a task uses the system's folder.
     rank = _complete_environment(port)
     _write_marker(folder, rank)
     log = _redirect_output(folder, rank)
@@ -58,6 +58,7 @@ def run_rank(
         check_was_run(task(context))
         restore_output(log)
         context.close()
+        # Leave the group before the marker: an error in its shutdown is a failure of this rank.
         _leave_process_group()
         _write_marker(folder, rank, exit="finished", ended=time.time())
     except BaseException as error:
@@ -104,6 +105,7 @@ def _make_context(folder: RunFolder, plan: Plan, device_type: str, files: Rendez
     from shardscope.runs.launch.gloo import use_one_thread
     from shardscope.runs.launch.local_store import TIMEOUT_SECONDS, use_for_env_rendezvous
 
+    # Before the group exists: it changes the class of gloo groups that torch creates.
     use_one_thread()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if device_type == "cuda":
@@ -138,6 +140,7 @@ def _leave_process_group() -> None:
 
 
 def _write_marker(folder: RunFolder, rank: int, **more: object) -> None:
+    # The first call writes the process id; later ones add to it.
     marker = read_json(folder.rank(rank)) if more else None
     pid = os.getpid()
     try:

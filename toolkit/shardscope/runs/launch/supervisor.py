@@ -70,15 +70,17 @@ class Supervisor:
         world_size = self.description.get("world_size")
         self.world_size = world_size if is_int(world_size) else 1
         self.ranks_are_up = False
+        # In this order, "checkpoint" optional; "leave" while leftovers of a finished task are killed.
         self.phase: Literal["run", "checkpoint", "leave", "terminate", "kill"] = "run"
         self.deadline = float("inf")
+        """Monotonic time at which the phase escalates to the next one."""
         self.stop_reason: str | None = None
         self.stop_time = 0.0
         self.returned_first = False
         """Whether the task had returned on every rank before the stop, which then had no effect."""
         self.save_requested_at = 0.0
         self.a_rank_died = False
-        self.signalled: int | None = None
+        self.received_signal: int | None = None
         self.next_heartbeat = 0.0
         self.secrets = SecretReceiver()
         self.checks = PeriodicChecks(folder, self.world_size, self._log, self.secrets.secrets)
@@ -89,9 +91,11 @@ class Supervisor:
 
     def run(self) -> None:
         """Start the launcher, watch it until it exits, clean up and write the final status."""
+        # The handler only stores the number: the main loop then stops the run in an orderly way.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         processes.keep_exit_codes()
+        # Orphans of the launcher and the ranks become children of this process, which ends them with the run.
         processes.adopt_orphans()
         pid = os.getpid()
         record = {
@@ -146,8 +150,8 @@ class Supervisor:
 
     def _advance(self) -> None:
         now = time.monotonic()
-        if self.signalled is not None:
-            self._terminate(f"the supervisor got {signal.Signals(self.signalled).name}")
+        if self.received_signal is not None:
+            self._terminate(f"the supervisor got {signal.Signals(self.received_signal).name}")
         if now >= self.next_heartbeat:
             self.next_heartbeat = now + HEARTBEAT_SECONDS
             self._send_heartbeat()
@@ -187,6 +191,7 @@ class Supervisor:
         self._signal_all(signal.SIGKILL)
 
     def _notice_dead_rank(self) -> bool:
+        # exits.jsonl is written by the launcher; without a new line no rank has ended since the last look.
         if self.a_rank_died or self.phase not in ("run", "checkpoint") or not self.exits.read():
             return False
         self.a_rank_died = has_rank_died(self.folder)
@@ -302,13 +307,14 @@ class Supervisor:
         failure = failures[0] if failures else None
         status, reason = self._decide_status(failures)
         # After a stop every rank dies by our signals; only a failure before it is worth reporting.
-        shown = failure if status == "failed" or (failure and failure.time < self.stop_time) else None
-        more: dict[str, object] = {}
-        if shown is not None:
-            story = self._explain_failure(failures)
-            more = {"error": story.text, "rank": shown.rank}
-            reason = story.reason if reason == shown.reason else reason
-        self._set_status(status, reason, **more)
+        is_reported = failure is not None and (status == "failed" or failure.time < self.stop_time)
+        details: dict[str, object] = {}
+        if failure is not None and is_reported:
+            report = self._explain_failure(failures)
+            details = {"error": report.text, "rank": failure.rank}
+            # The report's reason is the failure's, with numbers. A stop's reason stays.
+            reason = report.reason if reason == failure.reason else reason
+        self._set_status(status, reason, **details)
         for _ in pending:
             pass
         if status == "finished":
@@ -358,6 +364,7 @@ class Supervisor:
         Retry for ``MARKER_PATIENCE_SECONDS`` while a file cannot be read: without it a finished run would
         count as failed.
         """
+        # One deadline for all ranks: a file system that is gone must not cost ten seconds for each.
         markers: list[dict[str, object]] = []
         deadline = time.monotonic() + MARKER_PATIENCE_SECONDS
         while len(markers) < self.world_size:
@@ -383,7 +390,7 @@ class Supervisor:
             self._log(f"could not write status {status!r} ({reason}): {error}")
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self.signalled = number
+        self.received_signal = number
 
     @staticmethod
     def _log(text: str) -> None:
@@ -409,9 +416,10 @@ def lock_run(folder: RunFolder) -> int | None:
         raise ValueError(f"{folder.path} already has a running supervisor.") from None
     except OSError:
         return None
-    known = {str(record.get("status")) for record in read_lines(folder.status)} - {"starting"}
-    if known:
-        raise ValueError(f"the run in {folder.path} was started before; its statuses: {', '.join(known)}.")
+    # The lock of a supervisor that has ended is gone, but its statuses are not.
+    statuses = {str(record.get("status")) for record in read_lines(folder.status)} - {"starting"}
+    if statuses:
+        raise ValueError(f"the run in {folder.path} was started before; its statuses: {', '.join(statuses)}.")
     return descriptor
 
 

@@ -36,7 +36,7 @@ def _find_pickled_values(task: object) -> Iterator[tuple[str, object]]:
         for argument, value in itertools.chain(enumerate(task.args), task.keywords.items()):
             yield f"the argument {argument!r} of the partial of {function}", value
         yield from _find_pickled_values(task.func)
-    elif inspect.ismethod(task):
+    elif inspect.ismethod(task):  # A bound method is pickled as its object and its name.
         yield from _find_pickled_values(task.__self__)
     elif inspect.isfunction(task):
         used = inspect.getclosurevars(task)

@@ -41,6 +41,7 @@ def read_free_memory(folder: str | Path = "runs") -> list[FreeMemory]:
     ``folder`` are described by the run's name.
     """
     alive = [run for run in runs(folder) if run.is_on_this_machine and run.status not in FINAL]
+    # The host's memory is what counts for CPU ranks, so it is shown only on a machine without GPUs.
     gpus = read_gpu_states()
     if gpus:
         ranks = dict(_find_ranks(alive))

@@ -39,7 +39,7 @@ def _read_temperature(pynvml: ModuleType, handle: object) -> int | None:
 
 def _read_power(pynvml: ModuleType, handle: object) -> float | None:
     milliwatts = query_nvml(pynvml, lambda: pynvml.nvmlDeviceGetPowerUsage(handle))
-    return None if milliwatts is None else milliwatts / 1000
+    return None if milliwatts is None else milliwatts / 1000  # nvml.h: milliwatts.
 
 
 def _read_used_bytes(pynvml: ModuleType, handle: object) -> int | None:
@@ -109,6 +109,7 @@ class GpuSampler:
             print(f"GPU monitoring stopped: {error}", file=sys.stderr, flush=True)
             return
         try:
+            # A slow driver call delays only later samples: requests that come meanwhile are one.
             handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in self.gpus]
             while self._requested.wait() and not self._ended:
                 self._requested.clear()
@@ -126,6 +127,7 @@ class GpuSampler:
         if len(self._samples) <= MAX_SAMPLES:
             append_line(self.folder.gpu_samples, sample.to_record())
             return
+        # Halve the older part and write the file anew, under another name: readers see either version.
         older, dense = self._samples[:-DENSE_SAMPLES], self._samples[-DENSE_SAMPLES:]
         self._samples = _thin_out(older, len(older) // 2) + dense
         partial = self.folder.gpu_samples.with_name(f".{self.folder.gpu_samples.name}.{os.getpid()}")
@@ -142,6 +144,7 @@ def _thin_out(samples: list[GpuSample], max_samples: int) -> list[GpuSample]:
         # abs(): the system clock may have been set back.
         if abs(sample.time - thinned[-1].time) >= interval:
             thinned.append(sample)
+    # A clock that jumps back and forth makes every interval long: then thin out by number.
     if len(thinned) <= max_samples + 1:
         return thinned
     every = -(-len(samples) // max_samples)

@@ -51,6 +51,7 @@ class Progress:
         """Process new records of the rank. Return whether there were any, also of the same step."""
         for record in records:
             step, time = record.get("step"), record.get("time")
+            # Several records of one step (training and evaluation, say) are one step.
             if not isinstance(step, int) or not isinstance(time, int | float) or step == self.step:
                 continue
             # A smaller step is also progress: a task may restart its count in each epoch.
@@ -68,7 +69,7 @@ class Progress:
 
 
 class HangDetector:
-    """Hang detector of one run. Call ``look`` once a second with the new records of all ranks."""
+    """Hang detector of one run. Call ``check`` once a second with the new records of all ranks."""
 
     def __init__(self, folder: RunFolder, world_size: int, *, least_seconds: float | None = None) -> None:
         self.folder = folder
@@ -117,6 +118,7 @@ class HangDetector:
         median = progress.median_seconds
         if median is None or progress.still_seconds <= max(self.least_seconds, MAX_MEDIANS * median):
             return False
+        # A rank whose task has returned or failed logs no more steps.
         return "exit" not in (read_json(self.folder.rank(rank)) or {})
 
     def _recover(self) -> str | None:
@@ -127,10 +129,12 @@ class HangDetector:
         return "steps are logged again"
 
     def _judge(self, still: Mapping[int, Progress], waited: float) -> str | None:
+        # One busy rank explains the others: they wait for it in a collective.
         replies = self._stacks.read_replies()
         busy = {rank: reason for rank, reply in replies.items() if (reason := find_delay_reason(reply))}
         slowest_median = max(progress.median_seconds or 0.0 for progress in still.values())
         limit = max(self.least_seconds, MAX_MEDIANS * slowest_median)
+        # Look again after twice the time: each request interrupts the ranks for a moment.
         if busy and waited < BUSY_FACTOR * limit:
             self._next_request_after = min(2 * waited, BUSY_FACTOR * limit)
             return None
@@ -146,6 +150,7 @@ class HangDetector:
         busy: Mapping[int, str],
     ) -> str:
         median = statistics.median(progress.median_seconds or 0.0 for progress in still.values())
+        # The ranks with the fewest steps come first: they are most likely the cause.
         steps = {rank: progress.step for rank, progress in self.ranks.items() if progress.step >= 0}
         first = min(steps.values())
         behind = [rank for rank, step in steps.items() if step == first]

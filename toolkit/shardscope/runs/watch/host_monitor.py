@@ -39,6 +39,7 @@ class HostMemoryMonitor:
 
     def sample(self) -> None:
         """Sample the resident memory of each live rank and the host's free memory. Raises ``OSError``."""
+        # A killed rank leaves nothing to read, so keep its last sample.
         free, total = read_free_host_memory()
         for rank in self.pids:
             if self.pids[rank] is None:
@@ -84,6 +85,7 @@ def read_used_bytes(folder: Path) -> int:
 
     Page cache can be reclaimed; the kernel's MemAvailable makes the same distinction for a whole machine.
     """
+    # File and key names of cgroup version 2, then version 1, whose total_ counters include child groups.
     for used, prefix in (("memory.current", ""), ("memory.usage_in_bytes", "total_")):
         try:
             num_bytes = int((folder / used).read_text())
@@ -98,6 +100,7 @@ def read_used_bytes(folder: Path) -> int:
 def read_resident_bytes(pid: int) -> int:
     """Return the resident bytes of one process; 0 if it is gone or the system has no /proc."""
     try:
+        # proc(5): the second number is the resident set, in pages.
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
         return 0

@@ -78,6 +78,7 @@ class _RankLines:
             self.highest = max(self.highest, number)
             if last[1] is None:
                 self.now = number
+        # Parse only the line around the last match, for its step and time.
         if last is not None:
             start, end = lines.rfind(b"\n", 0, last.start()) + 1, lines.find(b"\n", last.end())
             records = parse_lines(lines[start : end if end >= 0 else None]).records

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeGuard
 
 RECENT_STEPS = 20
 """Number of latest steps per rank that are used: the speed of a run may change."""
-EVEN = 0.02
+EVEN_EXCESS = 0.02
 """Relative difference of step times below which ranks count as equally fast."""
 BEHIND_STEPS = 3
 """Number of step times without a new step after which a rank counts as behind the others."""
@@ -32,8 +32,8 @@ class SlowestRank(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks are equally fast, within ``EVEN``."""
-        return self.excess < EVEN and not self.steps_behind
+        """Whether all ranks are equally fast, within ``EVEN_EXCESS``."""
+        return self.excess < EVEN_EXCESS and not self.steps_behind
 
 
 class Pace:
@@ -66,6 +66,7 @@ class Pace:
         """Median wall-clock seconds from one step to the next, including data loading and checkpoints."""
         if not self._logged:
             return None
+        # Any rank will do, because steps are synchronous; the longest history is the most precise.
         logged = max(self._logged.values(), key=len)
         pairs = pairwise(logged)
         between = [(after - before) / (later - earlier) for (earlier, before), (later, after) in pairs]
@@ -84,18 +85,19 @@ class Pace:
     @property
     def slowest(self) -> SlowestRank | None:
         """The slowest rank; None until two ranks have logged step times."""
-        typical = {rank: median(seconds) for rank, seconds in self._seconds.items()}
-        if len(typical) < 2:
+        medians = {rank: median(seconds) for rank, seconds in self._seconds.items()}
+        if len(medians) < 2:
             return None
+        # A rank that has stopped logging is slower than any other, whatever its earlier steps took.
         behind = self._furthest_behind()
-        rank = behind[0] if behind else max(typical, key=lambda other: typical[other])
-        others = median(seconds for other, seconds in typical.items() if other != rank)
-        seconds = typical.get(rank, others)
+        rank = behind[0] if behind else max(medians, key=lambda number: medians[number])
+        median_of_others = median(seconds for number, seconds in medians.items() if number != rank)
+        seconds = medians.get(rank, median_of_others)
         return SlowestRank(
             rank=rank,
             seconds=seconds,
-            excess=max(0.0, seconds / others - 1),
-            num_ranks=len(typical),
+            excess=max(0.0, seconds / median_of_others - 1),
+            num_ranks=len(medians),
             steps_behind=behind[1] if behind else 0,
         )
 
@@ -105,14 +107,15 @@ class Pace:
             return None
         last = {rank: logged[-1] for rank, logged in self._logged.items()}
         newest_step, newest = max(last.values())
-        rank = min(last, key=lambda other: last[other])
+        rank = min(last, key=lambda number: last[number])
         step, when = last[rank]
         # A task may log only every tenth step: measure lateness in logging intervals.
         steps = [number for number, _ in self._logged[rank]]
-        usual = median(after - before for before, after in pairwise(steps)) if len(steps) > 1 else 1
-        late = BEHIND_STEPS * usual
-        missing = newest - when > max(MIN_BEHIND_SECONDS, late * pace)
-        return (rank, newest_step - step) if missing and newest_step - step >= late else None
+        interval = median(after - before for before, after in pairwise(steps)) if len(steps) > 1 else 1
+        max_steps = BEHIND_STEPS * interval
+        # In time as well as in steps: of steps that take milliseconds, some rank always lacks a few.
+        is_late = newest - when > max(MIN_BEHIND_SECONDS, max_steps * pace)
+        return (rank, newest_step - step) if is_late and newest_step - step >= max_steps else None
 
 
 def _is_int(value: object) -> TypeGuard[int]:

@@ -33,21 +33,21 @@ MAX_BEHIND_BYTES = 2**24
 class PeriodicChecks:
     """The periodic checks of one run.
 
-    ``say`` writes a line to the supervisor's log; ``secrets`` returns the secrets known at the time.
+    ``log`` writes a line to the supervisor's log; ``secrets`` returns the secrets known at the time.
     """
 
     def __init__(
         self,
         folder: RunFolder,
         world_size: int,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         secrets: Callable[[], list[str]] = known_secrets,
     ) -> None:
         self.folder = folder
         self.world_size = world_size
         self.host = HostMemoryMonitor(folder, world_size)
         self._gpus = GpuSampler(folder)
-        self._log = say
+        self._log = log
         self._disabled: set[str] = set()
         self._hang = HangDetector(folder, world_size)
         self._standstill = StandstillDetector(folder, world_size)
@@ -74,6 +74,7 @@ class PeriodicChecks:
 
         ``seconds`` have passed since the last call. Hangs are only checked while ``is_running``.
         """
+        # The metrics are read once, for TensorBoard and for both hang detections.
         new = {rank: lines.read() for rank, lines in enumerate(self._events)}
         self._try_check("TensorBoard events", lambda: self._write_scalars(new))
         self._try_check("secrets in logs", lambda: self._redact_logs(BYTES_PER_CHECK // len(self._logs)))
@@ -108,6 +109,7 @@ class PeriodicChecks:
         # Smallest first: a log of gigabytes must not delay the redaction of the others.
         for log in sorted(self._logs, key=LogCleaner.num_left):
             yield from self._try_each("secrets in logs", log.finish())
+        # The metrics that were logged since the last check, a piece at a time.
         while True:
             new = {rank: lines.read() for rank, lines in enumerate(self._events)}
             self._try_check("TensorBoard events", functools.partial(self._write_scalars, new))
@@ -130,6 +132,7 @@ class PeriodicChecks:
             yield
 
     def _try_check(self, name: str, check: Callable[[], Result]) -> Result | None:
+        # Without its folder the run ends (supervisor.py), and every check would fail.
         if name in self._disabled or not self.folder.path.is_dir():
             return None
         try:

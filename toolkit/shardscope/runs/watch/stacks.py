@@ -16,6 +16,7 @@ STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
 """SIGRTMIN where it exists, because Slurm and users' scripts use SIGUSR1 and SIGUSR2."""
 MAX_BYTES = 256 * 1024
 
+# The formats of faulthandler (Python/traceback.c, _Py_DumpTracebackThreads).
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)$')
 

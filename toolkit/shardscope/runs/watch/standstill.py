@@ -44,7 +44,7 @@ class Activity(NamedTuple):
 
 
 class StandstillDetector:
-    """Standstill detector of one run. Call ``look`` once a second."""
+    """Standstill detector of one run. Call ``check`` once a second."""
 
     def __init__(self, folder: RunFolder, world_size: int, *, quiet_seconds: float | None = None) -> None:
         self.folder = folder
@@ -95,6 +95,7 @@ class StandstillDetector:
         return None
 
     def _is_still(self, before: Mapping[int, Activity], seconds: float) -> bool:
+        # A rank has come or gone.
         if not self._before or self._before.keys() != before.keys():
             return False
         return all(
@@ -113,6 +114,7 @@ class StandstillDetector:
         return "activity is seen again"
 
     def _judge(self, replies: Mapping[int, str]) -> str | None:
+        # The first of two requests, at half of the limit: only remember the stacks.
         earlier, self._stacks_at_half = self._stacks_at_half, replies
         if earlier is None:
             return None
@@ -121,6 +123,7 @@ class StandstillDetector:
             for rank, reply in replies.items()
         ):
             return self._reset()
+        # A checkpoint to a slow file system may look still, too: extend the limit, once.
         if any(map(find_delay_reason, replies.values())) and self._limit == self.quiet_seconds:
             self._limit = BUSY_FACTOR * self.quiet_seconds
             return None
