@@ -148,29 +148,35 @@ class Fsdp2Plugin(Plugin):
         self, plan: Plan, accelerator: Accelerator, model: torch.nn.Module
     ) -> tuple[str, Record]:
         """Check and describe the DTensors' mesh, the shards' device, and resharding after forward."""
+        from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor, Shard
 
         from shardscope.training.optimizers.gradients import local_shard
 
         # All parameters are DTensors, sharded over the planned mesh.
-        parameters = dict(model.named_parameters())
-        unsharded = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
+        parameters: dict[str, DTensor] = {}
+        unsharded: list[str] = []
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, DTensor):
+                parameters[name] = parameter
+            else:
+                unsharded.append(name)
         if unsharded:
             num_unsharded = format_count(len(unsharded), "parameter")
             raise make_contradiction(
                 "FSDP2", f"a model with {num_unsharded} that are not sharded ({', '.join(unsharded[:3])})"
             )
         planned_mesh = self._get_mesh_shape(plan)
-        for name, parameter in parameters.items():
-            mesh = tuple(parameter.device_mesh.shape)
-            is_sharded = any(isinstance(placement, Shard) for placement in parameter.placements)
+        for name, tensor in parameters.items():
+            mesh = tuple(tensor.device_mesh.shape)
+            is_sharded = any(isinstance(placement, Shard) for placement in tensor.placements)
             if mesh != planned_mesh or not is_sharded:
                 raise make_contradiction(
-                    f"shards over a mesh of {planned_mesh}", f"{name} {parameter.placements} over {mesh}"
+                    f"shards over a mesh of {planned_mesh}", f"{name} {tensor.placements} over {mesh}"
                 )
 
         # With CPU offloading the shards are in host memory.
-        devices = {local_shard(parameter).device.type for parameter in parameters.values()}
+        devices = {local_shard(tensor).device.type for tensor in parameters.values()}
         planned_device = "cpu" if get_layout(plan).offload == "cpu" else accelerator.device.type
         if devices != {planned_device}:
             raise make_contradiction(
@@ -186,6 +192,8 @@ class Fsdp2Plugin(Plugin):
                 f"reshard_after_forward={is_planned}", f"reshard_after_forward={is_resharded}"
             )
 
+        # Axes of the mesh: replicas, shards (cp included), tp.
+        assert isinstance(model, FSDPModule)
         policy = model._get_fsdp_state()._mp_policy
         num_shards = planned_mesh[-2] if plan.degrees.tp > 1 else planned_mesh[-1]
         first = next(iter(parameters.values()))
@@ -198,8 +206,8 @@ class Fsdp2Plugin(Plugin):
             "mesh_shape": list(planned_mesh),
             "mesh_axes": list(first.device_mesh.mesh_dim_names or ()),
             "num_sharded_tensors": len(parameters),
-            "num_weights_here": sum(local_shard(parameter).numel() for parameter in parameters.values()),
-            "placements": dict(Counter(str(tuple(p.placements)) for p in parameters.values())),
+            "num_weights_here": sum(local_shard(tensor).numel() for tensor in parameters.values()),
+            "placements": dict(Counter(str(tuple(tensor.placements)) for tensor in parameters.values())),
             "reshard_after_forward": {str(value): number for value, number in reshards.items()},
             "parameters_on": planned_device,
             "param_dtype": str(policy.param_dtype).removeprefix("torch."),

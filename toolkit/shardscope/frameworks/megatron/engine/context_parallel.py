@@ -7,7 +7,7 @@ from the back, which balances the causal attention work.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,10 +68,12 @@ def check_attention(plan: Plan, chunks: list[DistributedDataParallel]) -> dict[s
         return {}
     layers = [layer for chunk in chunks for layer in chunk.module.decoder.layers]
     error = torch.zeros((), device=next(chunks[0].parameters()).device)
-    if layers:  # The first and the last of many stages may have none.
+    if layers:  # The first and the last stage may have none (count_pipeline_ends).
         error = _measure_error(layers[0].self_attention, error.device)
+    # All ranks, those without layers too, must agree whether to raise: others would wait forever.
     dist.all_reduce(error, op=dist.ReduceOp.MAX)
     dtype = chunks[0].module.config.params_dtype
+    # Not ``>=``: NaN must raise as well.
     if not error < ROUNDING[dtype]:
         raise RuntimeError(
             f"the plan splits sequences over cp={cp} ranks, and attention over them is {error:.1%} off what "
@@ -91,6 +93,7 @@ def _measure_error(attention: SelfAttention, device: torch.device) -> torch.Tens
     heads = attention.config.num_attention_heads // parallel_state.get_tensor_model_parallel_world_size()
     groups, width = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
     num_tokens = 2 * parallel_state.get_context_parallel_world_size() * PROBE_TOKENS
+    # Every rank draws the whole sequence with the same seed, so no collective is needed.
     generator = torch.Generator().manual_seed(0)
     sizes = (heads, groups, groups, heads)
     query, key, value, gradient = (
@@ -108,10 +111,16 @@ def _measure_error(attention: SelfAttention, device: torch.device) -> torch.Tens
     parts = [shard[name].transpose(0, 1).contiguous().requires_grad_() for name in names[:3]]
     out = core(*parts, None, attn_mask_type=attention.attn_mask_type)
     out.backward(shard["gradient"].transpose(0, 1).reshape(out.shape))
-    results = [out.detach().view(parts[0].shape), *(part.grad for part in parts)]
-    expected = [attended.detach(), *(tensor.grad for tensor in full)]
+    # Compare outputs and gradients: queries, keys and values each get theirs from other ranks, too.
+    results = [out.detach().view(parts[0].shape), *_list_gradients(parts)]
+    expected = [attended.detach(), *_list_gradients(full)]
     worst = torch.zeros((), device=device)
     for result, full_result in zip(results, expected, strict=True):
+        # The expected result has the whole sequence: take this rank's chunks of it.
         right = shard_sequences({"full": full_result})["full"].transpose(0, 1)
         worst = torch.maximum(worst, ((result - right).abs().max() / full_result.abs().max()).float())
     return worst
+
+
+def _list_gradients(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.grad for tensor in tensors if tensor.grad is not None]

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
+from typing import ClassVar, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardscope.frameworks.megatron.engine.cuda_as_cpu import CudaMeansCpu, Replacement, cuda_as_cpu
-
-if TYPE_CHECKING:
-    from torch.autograd.function import FunctionCtx
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
@@ -44,9 +41,11 @@ def _list_cpu_replacements() -> list[Replacement]:
     from megatron.core.transformer.moe import token_dispatcher
 
     return [
+        # The random tracker keeps one state for each purpose, and switches between them.
         (torch.cuda, "manual_seed", torch.manual_seed),
         (random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state)),
+        # Kernels that would save or compute more on a CPU than CUDA's do.
         (fused_bias_swiglu, "swiglu_back", swiglu_back),
         (torch.nn.functional, "rms_norm", rms_norm),
         (token_dispatcher, "maybe_move_tensor_to_cpu", _keep_on_cpu),
@@ -102,12 +101,13 @@ def _run_one_by_one(
 ) -> Iterator[_Handles]:
     """Replace torch's ``_coalescing_manager``; the yielded handle waits for all asynchronous collectives."""
     handles = _Handles()
+    # Synchronous collectives have completed when they return: nothing to wait for.
     if not async_ops:
         yield handles
         return
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
-    def record(collective: Callable[P, dist.Work | None]) -> Callable[P, dist.Work | None]:
+    def record_work(collective: Callable[P, dist.Work | None]) -> Callable[P, dist.Work | None]:
         def call(*args: P.args, **kwargs: P.kwargs) -> dist.Work | None:
             work = collective(*args, **kwargs)
             if work is not None:
@@ -116,11 +116,12 @@ def _run_one_by_one(
 
         return call
 
+    # The collectives that megatron-core's buffers run in this context (param_and_grad_buffer.py).
     names = ("dist_reduce_scatter_func", "dist_all_gather_func")
     with contextlib.ExitStack() as stack:
         for owner, name in (*((buffers, name) for name in names), (torch.distributed, "all_reduce")):
             before = getattr(owner, name)
-            setattr(owner, name, record(before))
+            setattr(owner, name, record_work(before))
             stack.callback(setattr, owner, name, before)
         yield handles
 
@@ -146,26 +147,38 @@ def rms_norm(
     """Compute ``rms_norm`` over the last dimension; torch's own saves its output twice on a CPU."""
     if weight is None or eps is None or len(normalized_shape) != 1:
         raise ValueError(f"Megatron-core has no norm over {tuple(normalized_shape)} without weight or eps")
-    normed: torch.Tensor = _RmsNorm.apply(hidden, weight, eps)
-    return normed
+    return _RmsNorm.apply(hidden, weight, eps)
+
+
+class _Context(Protocol):
+    """The part of autograd's context that :class:`_RmsNorm` uses."""
+
+    saved_tensors: tuple[torch.Tensor, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
 
 
 class _RmsNorm(torch.autograd.Function):  # type: ignore[misc]
     """RMSNorm that saves its input and one element per row (Zhang & Sennrich 2019, section 3)."""
 
+    apply: ClassVar[Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]]
+    """Type of torch's own classmethod, which has none."""
+
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: _Context, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        # In fp32 and in place where possible: each pass over memory counts on a CPU.
         wide = hidden.float()
         scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(hidden, weight, scale)
         return (wide * scale).mul_(weight).to(hidden.dtype)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         hidden, weight, scale = ctx.saved_tensors
         normed = hidden.float() * scale
         weighted = gradient * weight
         weight_gradient = (gradient * normed).flatten(0, -2).sum(0)
+        # d(x·s)/dx with s = rsqrt(mean(x²)): the part of the gradient along the normed input drops out.
         along = (weighted * normed).mean(-1, keepdim=True)
         hidden_gradient = (weighted - normed * along).mul_(scale)
         return hidden_gradient.to(hidden.dtype), weight_gradient.to(weight.dtype), None

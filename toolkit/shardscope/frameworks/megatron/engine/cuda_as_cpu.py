@@ -46,8 +46,11 @@ class CudaMeansCpu(TorchFunctionMode):  # type: ignore[misc]
         if function is torch.Tensor.cuda:
             return args[0]
         if function is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Megatron-core's optimizers accept only torch.cuda.FloatTensor and the like, by name.
-            return str(function(*args)).replace("torch.", "torch.cuda.")
+            # megatron-core's optimizers accept only torch.cuda.FloatTensor and the like, by name
+            # (distrib_optimizer.py, _build_model_and_main_param_groups).
+            tensor = args[0]
+            assert isinstance(tensor, torch.Tensor)
+            return tensor.type().replace("torch.", "torch.cuda.")
         # Factory functions take the device by keyword, ``to`` also as a positional argument.
         if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs = {**kwargs, "device": CPU}

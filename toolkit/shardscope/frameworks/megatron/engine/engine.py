@@ -34,6 +34,9 @@ from shardscope.training.weights.stored_weights import TensorsByName
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+    from transformers import PretrainedConfig
+
+    from shardscope.frameworks.megatron.weights.conversion import TensorSource
 
 SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -76,9 +79,11 @@ class MegatronEngine(Engine):
             )
         check_trained(plan)
         source = self._build_source(build_model)
+        # Groups first: layers take their tensor-parallel sizes from them.
         with self._on_device():
             engine_model.init_model_parallel(plan)
             weights = self._build_chunks(source)
+            # Buffers and optimizer are megatron-core's own; a torch optimizer gives only its numbers.
             numbers = read_optimizer_numbers(
                 recipe.optimizer,
                 list(self.model.parameters()),
@@ -86,19 +91,21 @@ class MegatronEngine(Engine):
                 self.learning_rate,
                 self.weight_decay,
             )
-            self._chunks = engine_model.wrap_chunks(plan, self._config, list(self.model))
+            self._chunks = engine_model.wrap_chunks(plan, self._config, list(self.model.children()))
             self.optimizer = engine_model.build_optimizer(
                 plan, self._config, self._chunks, numbers, self.max_grad_norm
             )
             # With the optimizer, so that its fp32 main weights are not rounded to 16 bits.
             load_hf(self._chunks, weights, plan.architecture, self.optimizer)
             mute_padding(self._chunks, plan.architecture)
+            # Free the whole model in host memory before training.
             del source, weights
             if self.weights is not None:
                 self.weights.close()
             inspection = read_back(plan, self._chunks, self.optimizer, self.data_rank)
-        device = self.ctx.device
-        backend = dist.group.WORLD._get_backend(device).name()
+        device, world = self.ctx.device, dist.group.WORLD
+        assert world is not None, "the launcher initialized it"
+        backend = world._get_backend(device).name()
         where, trained = f"({backend}, {device.type})", list(self.model.parameters())
         record = {
             "sentence": f"{describe_built(inspection, where)}, {SHORT_NAMES[trained[0].dtype]} compute",
@@ -128,6 +135,7 @@ class MegatronEngine(Engine):
             _, norm, _ = self.optimizer.step()
             watch.end_phase("optimizer")
             self.num_steps_done += 1
+            # All ranks poll at the same step: renaming the finished checkpoint is collective.
             if self._saving is not None and not self._saving.is_done:
                 self._saving.poll()
             # A step that overflowed fp16 is skipped, and has no norm.
@@ -186,7 +194,7 @@ class MegatronEngine(Engine):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
 
-    # ---- its parts
+    # ---- Parts of the engine
 
     def _build_source(self, build_model: BuildModel) -> torch.nn.Module:
         """Build the transformers model under ``seed``. Raises ``ValueError`` for another family."""
@@ -194,8 +202,8 @@ class MegatronEngine(Engine):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             source = build_model() if self.weights is None else build_on_meta(build_model)
-        hf_config = getattr(source, "config", None)
-        if getattr(hf_config, "model_type", None) != arch.model_type:
+        hf_config: PretrainedConfig | None = getattr(source, "config", None)
+        if hf_config is None or getattr(hf_config, "model_type", None) != arch.model_type:
             refuse(
                 "build_model",
                 type(source).__name__,
@@ -206,18 +214,18 @@ class MegatronEngine(Engine):
         self._hf_config = hf_config
         return source
 
-    def _build_chunks(self, source: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+    def _build_chunks(self, source: torch.nn.Module) -> Mapping[str, TensorSource]:
         """Build the model chunks with weights not yet set, and return the weights to load into them."""
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
         plan, hf_config = self.plan, self._hf_config
+        # Layers fork the tracker's states when they are built (tensor_parallel/layers.py).
         with torch.random.fork_rng(devices=[]):
             model_parallel_cuda_manual_seed(self.seed)
         self._config = engine_model.build_config(plan, hf_config)
         chunks = engine_model.build_chunks(plan, self._config, hf_config)
         self.model = torch.nn.ModuleList(chunks).to(self.ctx.device).train()
-        weights: Mapping[str, torch.Tensor] = source.state_dict()
-        return weights if self.weights is None else TensorsByName(self.weights)
+        return source.state_dict() if self.weights is None else TensorsByName(self.weights)
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -235,8 +243,9 @@ class MegatronEngine(Engine):
 
     def _optimizer_tensors(self) -> list[torch.Tensor]:
         """Return the moments, the fp32 main weights, and the fp32 copies of 16-bit gradients."""
-        others = (*self.model.parameters(), *(buffer.grad_data for buffer in self._grad_buffers()))
-        known = {tensor.untyped_storage().data_ptr() for tensor in others}
+        # The inner optimizer updates main weights, or in fp32 views of the model's own: skip those.
+        model_tensors = (*self.model.parameters(), *(buffer.grad_data for buffer in self._grad_buffers()))
+        known = {tensor.untyped_storage().data_ptr() for tensor in model_tensors}
         state: list[torch.Tensor] = []
         for single in engine_model.flatten_optimizers(self.optimizer):
             if single.optimizer is None:

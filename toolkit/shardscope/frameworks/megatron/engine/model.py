@@ -49,6 +49,7 @@ def init_model_parallel(plan: Plan) -> None:
 
     degrees, layout = plan.degrees, get_layout(plan)
     leave_model_parallel()
+    # megatron-core has no list of its groups: those that exist afterwards and not before are its own.
     before = set(_list_groups())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=degrees.tp,
@@ -106,7 +107,9 @@ def build_config(plan: Plan, hf_config: PretrainedConfig) -> TransformerConfig:
         "pipeline_dtype": dtype,
         # Every weight is loaded from a transformers model, so these initialize nothing. Initialization stays
         # on because it sets tensor-parallel attributes, without which the gradient norm counts weights twice.
-        **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _keep),
+        **dict.fromkeys(
+            ("init_method", "output_layer_init_method", "embedding_init_method"), _leave_uninitialized
+        ),
         # Two interleaved stages send each other an output and a gradient at once. Batched messages would mix
         # them up, so megatron/training/arguments.py rejects that combination.
         "overlap_p2p_comm": vpp > 1,
@@ -115,7 +118,7 @@ def build_config(plan: Plan, hf_config: PretrainedConfig) -> TransformerConfig:
     return TransformerConfig(**values | convert_config(hf_config, fused_activation=fused))
 
 
-def _keep(tensor: torch.Tensor) -> torch.Tensor:
+def _leave_uninitialized(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
@@ -133,9 +136,10 @@ def _build_chunk(
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     arch, degrees = plan.architecture, plan.degrees
-    interleaved = number if degrees.vpp > 1 else None
+    virtual_stage = number if degrees.vpp > 1 else None
+    # Local modules, which need neither Transformer Engine nor Apex; norms and attention are replaced.
     block = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=interleaved
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=virtual_stage
     )
     attention = choose_attention(plan)
     for layer in block.layer_specs:
@@ -152,7 +156,7 @@ def _build_chunk(
         post_process=stage == degrees.pp - 1 and number == degrees.vpp - 1,
         position_embedding_type="learned_absolute" if learned else "rope",
         share_embeddings_and_output_weights=arch.tie_word_embeddings,
-        vp_stage=interleaved,
+        vp_stage=virtual_stage,
         **convert_rope(hf_config),
     )
     for parameter in model.parameters():
@@ -171,6 +175,7 @@ def choose_attention(plan: Plan) -> type[torch.nn.Module]:
 
 
 def _use_marked_norms(layer: ModuleSpec) -> None:
+    """Replace the norms of a layer's spec, except the IdentityOp where a model has none."""
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = MarkedNorm
     attention = parts.self_attention.submodules
@@ -185,6 +190,8 @@ def wrap_chunks(
     """Wrap each chunk in megatron-core's ``DistributedDataParallel``, whose buffers hold the gradients."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
+    # Buckets in the first chunk only, as in Megatron-LM (megatron/training/training.py, get_model): those of
+    # the other chunks are overlapped with compute anyway.
     layout = get_layout(plan)
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=reduces_in_fp32(layout, plan.recipe),
@@ -196,9 +203,10 @@ def wrap_chunks(
         DistributedDataParallel(config, options, model, disable_bucketing=chunk > 0)
         for chunk, model in enumerate(models)
     ]
+    # As Megatron-LM's train() does: reduce gradients in the last micro-batch only, and let the interleaved
+    # schedule start the collectives of each chunk.
     if layout.overlap_grad_reduce:
-        # As Megatron-LM's train() does.
-        config.no_sync_func = _one_or_list([chunk.no_sync for chunk in chunks])
+        config.no_sync_func = _unpack_single([chunk.no_sync for chunk in chunks])
         if len(chunks) > 1:
             config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
     if layout.overlap_param_gather and len(chunks) > 1:
@@ -206,7 +214,7 @@ def wrap_chunks(
     return chunks
 
 
-def _one_or_list(methods: list[T]) -> T | list[T]:
+def _unpack_single(methods: list[T]) -> T | list[T]:
     """Return a single method itself: megatron-core's schedules expect a list only with several chunks."""
     return methods[0] if len(methods) == 1 else methods
 
@@ -249,8 +257,11 @@ def build_optimizer(
         use_gloo_process_groups=False,
     )
     for group in optimizer.param_groups:
-        # Megatron-LM's scheduler does this at every step: only matrices are decayed.
+        # As Megatron-LM's scheduler at every step (core/optimizer_param_scheduler.py): ``wd_mult`` of vectors
+        # is 0.
         group["weight_decay"] = numbers.weight_decay * group["wd_mult"]
+    # The schedule scales the loss for fp16, and reduces the gradients that the buffers do not: of norms over
+    # sequence shards, of tied embeddings over stages.
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     return optimizer
@@ -298,12 +309,14 @@ class MarkedNorm:
     (megatron/core/distributed/finalize_model_grads.py).
     """
 
-    def __new__(
+    # A class and not a function: megatron-core's build_module (transformer/spec_utils.py) does not call
+    # functions.
+    def __new__(  # type: ignore[misc,unused-ignore]
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
     ) -> torch.nn.Module:
         """Return a ``LayerNorm`` or ``RMSNorm`` of ``hidden_size``."""
         norm_class = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined,unused-ignore]
         return norm

@@ -53,12 +53,16 @@ def forward_backward(
     loss_weights = micro_batches.LossWeights(micros)
     # Computed before the first message between stages, so that all ranks raise together or none does.
     weights = [loss_weights[index] for index in range(num_micro_batches)]
+
+    # What each micro-batch runs: megatron-core's schedule calls ``forward_step``, then the loss function that
+    # it returns, on the last stage.
     total = torch.zeros((), device=device)
 
     def forward_step(indices: Iterator[int], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
         index = next(indices)
         tokens = micros[index]["input_ids"].to(device, non_blocking=True)
         labels, is_labelled = _shift_labels(micros[index]["labels"].to(device, non_blocking=True))
+        # Positions of the whole sequence, sharded with it: a rank has chunks from its front and its back.
         positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
         shard = shard_sequences(
             {"tokens": tokens, "positions": positions, "labels": labels, "is_labelled": is_labelled}
@@ -66,15 +70,17 @@ def forward_backward(
         output = model(shard["tokens"], shard["positions"], None, labels=shard["labels"])
 
         def compute_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, object]]:
-            # This rank's share of the mean: the schedule multiplies by the context-parallel ranks.
+            # This rank's share of the mean: the schedule multiplies by the context-parallel ranks
+            # (schedules.py, forward_step_calc_loss).
             mean = (losses.float() * shard["is_labelled"]).sum() / is_labelled.sum()
             weighted = mean * weights[index]
             total.add_(weighted.detach())
-            # schedules.py divides by the number of micro-batches, which the weights already include.
+            # It also divides by the number of micro-batches, which the weights already include.
             return weighted * num_micro_batches, {}
 
         return output, compute_loss
 
+    # The interleaved schedule expects lists of chunks and iterators, the others single ones.
     rows, length = micros[0]["input_ids"].shape
     interleaved = len(chunks) > 1
     get_forward_backward_func()(
@@ -92,20 +98,25 @@ def forward_backward(
     # Only the last stage has a loss: the same on tensor-parallel ranks, a share on context-parallel ranks.
     summing = dist.all_reduce(total, async_op=True)
     stages = parallel_state.get_pipeline_model_parallel_world_size()
-    copies = dist.get_world_size() / (stages * parallel_state.get_context_parallel_world_size())
+    # Ranks of the last stage whose shares add up to the same loss: all but the context-parallel ones.
+    num_copies: float = dist.get_world_size() / (stages * parallel_state.get_context_parallel_world_size())
 
     def wait_for_loss() -> torch.Tensor:
         summing.wait()
-        return total / copies
+        return total / num_copies
 
     return wait_for_loss
 
 
 def _shift_labels(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each position's target token, and whether it counts in the loss; both shaped like ``labels``."""
+    """Return each position's target token, and whether it counts in the loss; both shaped like ``labels``.
+
+    transformers shifts labels inside the loss, a ``GPTModel`` expects them shifted.
+    """
     shifted = torch.full_like(labels, IGNORED_LABEL)
     shifted[:, :-1] = labels[:, 1:]
     is_labelled = shifted != IGNORED_LABEL
+    # A valid token in the place of -100, which vocab-parallel cross entropy would use as an index.
     return shifted.masked_fill(~is_labelled, 0), is_labelled
 
 
@@ -114,18 +125,19 @@ def watch_phases(watch: MemoryWatch) -> Iterator[None]:
     """Record forward and backward of each micro-batch as phases of ``watch``, in any schedule."""
     from megatron.core.pipeline_parallel import schedules
 
-    def in_phase(phase: str, function: Callable[P, T]) -> Callable[P, T]:
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+    def run_in_phase(phase: str, function: Callable[P, T]) -> Callable[P, T]:
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
             watch.begin_phase(phase)
             result = function(*args, **kwargs)
             watch.end_phase(phase)
             return result
 
-        return call
+        return run
 
+    # Every schedule calls these two module-level functions, once per micro-batch and chunk.
     before = schedules.forward_step, schedules.backward_step
-    schedules.forward_step = in_phase("forward", before[0])
-    schedules.backward_step = in_phase("backward", before[1])
+    schedules.forward_step = run_in_phase("forward", before[0])
+    schedules.backward_step = run_in_phase("backward", before[1])
     try:
         yield
     finally:

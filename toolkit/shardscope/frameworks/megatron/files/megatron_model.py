@@ -1,7 +1,8 @@
 """A Llama-like transformers model as Megatron-core's ``GPTModel``: its config, its modules and its weights.
 
-``train.py`` beside this file imports it. Megatron-core spells the config in other words, stacks matrices that
-read the same input (queries, keys and values; gate and up), and shards each over the tensor-parallel ranks.
+``train.py`` in this folder imports it. Megatron-core has other names for the config's options, stacks
+matrices that read the same input (queries, keys and values; gate and up), and shards each over the
+tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Norm(torch.nn.RMSNorm):  # type: ignore[misc]
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined,unused-ignore]
 
 
 class FusedAttention(DotProductAttention):  # type: ignore[misc]
@@ -117,7 +118,7 @@ def build_model(source: PretrainedConfig, config: TransformerConfig, seq_len: in
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = Norm
     rope = source.rope_parameters
-    model = GPTModel(
+    model: torch.nn.Module = GPTModel(
         config,
         TransformerBlockSubmodules(layer_specs=block.layer_specs, layer_norm=Norm),
         vocab_size=source.vocab_size,
@@ -166,7 +167,8 @@ def load_weights(model: torch.nn.Module, source: PretrainedConfig, checkpoint: s
             tensors = [torch.cat(by_head, dim=1).flatten(0, 1)]
         if getattr(parameter, "tensor_model_parallel", False):
             # Gate and up are sharded one by one: each rank has a shard of both.
-            tensors = [one.chunk(group.size(), parameter.partition_dim)[group.rank()] for one in tensors]
+            axis = getattr(parameter, "partition_dim", 0)
+            tensors = [one.chunk(group.size(), axis)[group.rank()] for one in tensors]
         parameter.data.copy_(torch.cat(tensors))
 
 
@@ -182,7 +184,7 @@ def save_weights(model: torch.nn.Module, source: PretrainedConfig, folder: str) 
         if getattr(parameters[name], "tensor_model_parallel", False):
             shards = [torch.empty_like(parameter) for _ in range(group.size())]
             dist.all_gather(shards, parameter, group=group)
-            axis = parameters[name].partition_dim
+            axis = getattr(parameters[name], "partition_dim", 0)
         # The opposite of load_weights: first what was sharded one by one, then the heads.
         count = 2 if "linear_fc1" in name else 1
         strips = zip(*(shard.chunk(count, axis) for shard in shards), strict=True)

@@ -76,7 +76,7 @@ def read_config(checkpoint: str | None) -> PretrainedConfig:
     # A checkpoint keeps its own epsilons, activation and rotary base; these are the plan's.
     forced = ("drop", "router", "attn_implementation")
     overrides = {name: value for name, value in values.items() if any(word in name for word in forced)}
-    config = AutoConfig.from_pretrained(checkpoint, **overrides)
+    config: PretrainedConfig = AutoConfig.from_pretrained(checkpoint, **overrides)
     shapes, planned_shapes = list_shapes(config), list_shapes(planned)
     for name in {**planned_shapes, **shapes}:
         if shapes.get(name) != planned_shapes.get(name):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -23,6 +23,14 @@ from shardscope.frameworks.megatron.hf_names import (
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
+
+
+class TensorSource(Protocol):
+    """A transformers tensor, or an object that reads the tensor or one of its rows when it is needed."""
+
+    def detach(self) -> torch.Tensor: ...
+
+    def __getitem__(self, index: int, /) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +74,7 @@ def list_parameters(arch: Architecture, part: ChunkSlice) -> Iterator[ChunkParam
             yield ChunkParameter(local_prefix + pair.megatron, pair, prefix, None)
         if not arch.is_moe_layer(layer) or arch.mixture_of_experts is None:
             continue
+        # Consecutive experts are on one rank (moe_layer.py, local_expert_indices).
         num_local = arch.mixture_of_experts.num_experts // part.ep_size
         for index in range(num_local):
             expert = part.ep_rank * num_local + index
@@ -75,10 +84,11 @@ def list_parameters(arch: Architecture, part: ChunkSlice) -> Iterator[ChunkParam
 
 
 def build_shard(
-    state: Mapping[str, torch.Tensor], arch: Architecture, parameter: ChunkParameter, part: ChunkSlice
+    state: Mapping[str, TensorSource], arch: Architecture, parameter: ChunkParameter, part: ChunkSlice
 ) -> torch.Tensor:
-    """Return one parameter of one rank. ``state`` has tensors, or objects that read slices of one lazily."""
+    """Return one parameter of one rank, from the tensors of the whole model by transformers name."""
     tensors = [state[parameter.prefix + name] for name in parameter.pair.hf]
+    # transformers stacks the experts of a layer in one tensor; only this expert's matrix is read.
     if parameter.expert is not None:
         sources = [stack[parameter.expert].detach() for stack in tensors]
         rank, size = part.expert_tp_rank, part.expert_tp_size
@@ -92,6 +102,8 @@ def fuse_tensors(sources: Sequence[torch.Tensor], arch: Architecture, pair: Pair
     """Fuse transformers tensors, in the order of ``pair.hf``, into the unsharded Megatron parameter."""
     tensors = [source.t() if pair.transposed else source for source in sources]
     if pair.cut == "qkv":
+        # The queries of a key-value head, its key and its value are adjacent rows (attention.py,
+        # get_query_key_value_tensors), so an even cut by rows gives every rank whole heads.
         heads = _count_head_rows(arch)
         query, key, value = tensors if len(tensors) == 3 else tensors[0].split(heads)
         groups, rest = arch.num_key_value_heads, query.shape[1:]
@@ -110,6 +122,7 @@ def split_tensor(full: torch.Tensor, arch: Architecture, pair: Pair) -> tuple[to
         rows = [count // groups for count in _count_head_rows(arch)]
         parts = full.reshape(groups, -1, *rest).split(rows, dim=1)
         tensors = tuple(part.reshape(-1, *rest) for part in parts)
+        # GPT-2 has one fused matrix too, in another order: all queries, all keys, all values.
         if len(pair.hf) == 1:
             tensors = (torch.cat(tensors),)
     elif pair.cut == "gated" and len(pair.hf) == 2:
@@ -122,10 +135,12 @@ def shard_tensor(full: torch.Tensor, pair: Pair, rank: int, size: int) -> torch.
     if pair.cut == "whole":
         return full
     if pair.cut == "vocabulary":
+        # On each rank the same padding as Megatron-LM's (megatron/training/tokenizer): the rows must divide.
         padding = compute_padded_vocab_size(full.shape[0], size) - full.shape[0]
         full = torch.cat([full, full.new_zeros(padding, *full.shape[1:])]) if padding else full
     if size == 1:
         return full
+    # Each rank computes the activation on its own shard, so it needs matching rows of gate and up.
     if pair.cut == "gated":
         return torch.cat([half.chunk(size)[rank] for half in full.chunk(2)])
     return full.chunk(size, dim=1 if pair.cut == "columns" else 0)[rank]

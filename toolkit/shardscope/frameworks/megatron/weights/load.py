@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardscope.frameworks.megatron.weights.conversion import ChunkSlice, build_shard, list_parameters
+from shardscope.frameworks.megatron.weights.conversion import (
+    ChunkSlice,
+    TensorSource,
+    build_shard,
+    list_parameters,
+)
 from shardscope.frameworks.megatron.weights.main_weights import MainWeights
 
 if TYPE_CHECKING:
@@ -32,7 +37,7 @@ _TRANSFORMER_ENGINE = (
 
 def load_hf(
     chunks: Sequence[DistributedDataParallel],
-    state: Mapping[str, torch.Tensor],
+    state: Mapping[str, TensorSource],
     arch: Architecture,
     optimizer: MegatronOptimizer | None = None,
 ) -> None:
@@ -51,6 +56,7 @@ def load_hf(
         part = read_slice(model)
         parameters = get_local_parameters(model)
         mapped = {mapping.name: mapping for mapping in list_parameters(arch, part)}
+        # Compare names before copying anything: an incomplete mapping would train uninitialized weights.
         if mapped.keys() != parameters.keys():
             raise RuntimeError(
                 f"the model chunk and the mapping of {arch.model_type} differ: only the chunk has "
@@ -95,9 +101,10 @@ def get_local_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
 
 def unwrap(chunk: torch.nn.Module) -> GPTModel:
     """Return the ``GPTModel`` inside its wrappers."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
+    inner: GPTModel = chunk
+    while hasattr(inner, "module"):
+        inner = inner.module
+    return inner
 
 
 def mute_padding(chunks: Sequence[DistributedDataParallel], arch: Architecture) -> None:
@@ -110,9 +117,10 @@ def mute_padding(chunks: Sequence[DistributedDataParallel], arch: Architecture) 
         model = unwrap(chunk)
         if model.post_process:
             width = model.output_layer.output_size_per_partition
-            real = max(arch.vocab_size - read_slice(model).tp_rank * width, 0)
-            if real < width:
-                model.output_layer.register_forward_hook(partial(_mute_logits, real))
+            # This rank's rows of the real vocabulary: all, some, or none of them.
+            num_real = max(arch.vocab_size - read_slice(model).tp_rank * width, 0)
+            if num_real < width:
+                model.output_layer.register_forward_hook(partial(_mute_logits, num_real))
 
 
 def _mute_logits(

@@ -46,8 +46,10 @@ class MainWeights:
             return parameter.detach()
         main = getattr(parameter, "main_param", None)
         if not self._sharded:
-            assert main is not None
+            assert isinstance(main, torch.Tensor)
             return main.detach()
+        # Each rank writes its shard into zeros, and the sum is the whole tensor. The optimizer shards buffers
+        # and not tensors, so shards may be empty or uneven, which all-gather does not support.
         full = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
         if main is not None:
             self._view_shard(parameter, full).copy_(main.detach().view(-1))
@@ -74,6 +76,10 @@ def get_data_group(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
     """Return the process group of the parameter's replicas, which is smaller for experts."""
     from megatron.core import parallel_state
 
-    if not getattr(parameter, "allreduce", True):
-        return parallel_state.get_expert_data_parallel_group()
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    # megatron-core sets ``allreduce`` to False on the weights of experts with ep > 1.
+    group: dist.ProcessGroup = (
+        parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if getattr(parameter, "allreduce", True)
+        else parallel_state.get_expert_data_parallel_group()
+    )
+    return group
