@@ -73,8 +73,8 @@ def it_is_the_same_view(page: Any) -> None:
     """The goal, the note, the plan's predictions: all of it from the folder."""
     bar = page.locator(".ss-run [role=progressbar]")
     assert bar.get_attribute("aria-valuemax") == "4000" and int(bar.get_attribute("aria-valuenow")) >= 3
-    expect(page.locator(".ss-run .ss-note")).to_contain_text("A trial", use_inner_text=True)
-    expect(page.locator(".ss-facts")).to_contain_text("to go", use_inner_text=True)
+    expect(page.locator(".ss-run .ss-note")).to_contain_text("Trial run", use_inner_text=True)
+    expect(page.locator(".ss-facts")).to_contain_text("remaining", use_inner_text=True)
     page.locator(".ss-latest tfoot", has_text="predicted").wait_for()
     page.locator(".ss-parts tbody tr").nth(2).wait_for()
     expect(page.locator(".ss-run .js-plotly-plot")).to_have_count(1)

@@ -179,7 +179,7 @@ def start_a_run(page: Any, steps: int) -> None:
     page.wait_for_function("() => !document.querySelector('.ss-head .ss-main-button').disabled")
     button.click()
     page.wait_for_selector(".ss-status[data-status=starting], .ss-status[data-status=running]")
-    expect(page.locator(".ss-run .ss-note")).to_contain_text("A trial", use_inner_text=True)
+    expect(page.locator(".ss-run .ss-note")).to_contain_text("Trial run", use_inner_text=True)
 
 
 def wait_for_step(page: Any) -> None:

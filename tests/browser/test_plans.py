@@ -108,7 +108,7 @@ def test_the_advice_and_its_alternatives_are_seen_without_scrolling(page: Any) -
     expect(page.locator(".ss-path")).not_to_be_visible()
     page.locator("summary", has_text=re.compile(r"Why\? \d+ questions")).click()
     page.locator(".ss-path li.ss-taken").first.wait_for()
-    page.locator("summary", has_text="Why?").click()
+    page.locator("summary", has_text="Why:").click()
 
 
 def test_views_beside_each_other_keep_their_styles(page: Any) -> None:

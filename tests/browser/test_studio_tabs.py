@@ -148,7 +148,7 @@ def checks_are_counted_and_one_is_fixed(page: Any) -> None:
 def advice_is_applied(page: Any) -> None:
     show(page, "Plans")
     page.locator(".ss-advised").wait_for(timeout=ASKED)
-    folded = {"Why?": ".ss-path li.ss-taken", "What each framework supports": ".ss-matrix tbody tr"}
+    folded = {"Why:": ".ss-path li.ss-taken", "What each framework supports": ".ss-matrix tbody tr"}
     for title, rows in folded.items():
         # While the view is being replaced, the old one is still in the page for a moment.
         page.wait_for_function(
@@ -163,13 +163,13 @@ def advice_is_applied(page: Any) -> None:
     button = page.locator(".ss-advised button")
     if button.count():
         button.click()
-    page.locator(".ss-advised", has_text="Keep the plan on screen").wait_for()
+    page.locator(".ss-advised", has_text="Keep the current plan").wait_for()
     page.wait_for_function("() => document.querySelector('.ss-head').innerText.includes('FSDP2')")
 
 
 def an_answer_to_another_question_cannot_be_pressed(page: Any) -> None:
     """It looks so, and is so, until the question is the old one again."""
-    again = page.get_by_role("button", name="Update the advice")
+    again = page.get_by_role("button", name="Update advice")
     fill(page, "Sequence", "2048")
     page.locator(".ss-advice.ss-old .ss-frozen").wait_for()
     expect(page.locator(".ss-plans")).to_contain_text("before an input changed", use_inner_text=True)
@@ -196,7 +196,7 @@ def what_the_team_knows_is_asked_about_at_once(page: Any) -> None:
 def files_are_listed_and_a_command_is_copied(page: Any) -> None:
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     open_fold(page, "Run")
-    page.get_by_role("button", name="Write files to train it elsewhere").click()
+    page.get_by_role("button", name="Export configs and scripts").click()
     page.locator(".ss-files li", has_text="train.py").first.wait_for(timeout=ASKED)
     button = page.get_by_role("button", name="Copy the command that starts").first
     button.click()
@@ -225,7 +225,7 @@ def a_row_of_the_search_is_applied(page: Any) -> None:
     page.wait_for_function("before => document.querySelector('.ss-head').innerText !== before", arg=head)
     expect(page.locator(".ss-verdict")).to_contain_text(f"Fits: {peak} of", use_inner_text=True)
     page.locator(".ss-ranked tr.ss-current", has_text="this plan").wait_for()
-    page.locator(".ss-pager button", has_text="More").press("Enter")
+    page.locator(".ss-pager button", has_text="Next").press("Enter")
     page.locator(".ss-pager", has_text="13 to 24").wait_for()
     assert page.evaluate("() => document.activeElement.dataset.act") == "page:1", "the keyboard stays there"
 

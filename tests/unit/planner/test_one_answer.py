@@ -102,7 +102,7 @@ def test_the_plan_on_screen_is_kept_where_it_is_as_good() -> None:
     current = ss.Plan(LLAMA, EIGHT, ss.Recipe(), ss.Layout.fsdp2())
     found = recommend(LLAMA, EIGHT, ss.Recipe(), current=current)
     assert found.plan == current
-    assert "Keep the plan on screen" in found.why
+    assert "Keep the current plan" in found.why
     turn = next(turn for turn in found.path if "on screen" in turn.question)
     assert turn.taken
     assert recommend(LLAMA, EIGHT, ss.Recipe()).plan == current

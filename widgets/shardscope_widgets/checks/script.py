@@ -16,7 +16,7 @@ from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
 
 NOTHING = "No findings: every check of this file passed."
-NOT_READ = "This is no Python, nor a configuration: a syntax error, or a notebook. Nothing was checked."
+NOT_READ = "Nothing was checked: this is neither valid Python nor a YAML configuration."
 CONFIGURATIONS = (".yaml", ".yml")
 
 
@@ -32,14 +32,13 @@ class ScriptChecks(View):
         self.findings: list[Finding] = []
         self.path = controls.create_text_box(
             "",
-            "A training script or an accelerate configuration by its path, or a function of this notebook by "
-            "its name",
+            "Path of a training script or accelerate configuration, or name of a function of this notebook",
             placeholder="train.py, accelerate.yaml, or a function's name",
         )
         self.path.observe(self._read_code, "value")
         self.error, self.list = controls.create_html(), controls.create_html()
         head = controls.create_html(
-            "<h2>Your script <span class='ss-hint'>read, never run or changed</span></h2>"
+            "<h2>Your script <span class='ss-hint'>read only: never executed or changed</span></h2>"
         )
         super().__init__(
             [Sheet("checks"), head, self.path, self.error, self.list], layout=controls.share_layout()

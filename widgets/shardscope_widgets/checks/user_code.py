@@ -59,7 +59,7 @@ def _read_function_source(name: str, function: Any) -> str:
     try:
         return textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
-        raise ValueError(f"{name} is a function without source text: define it in a cell.") from None
+        raise ValueError(f"{name} has no source text: define the function in a cell.") from None
 
 
 def write_imports_of(function: Any) -> str:
@@ -110,11 +110,11 @@ def _read_text(file: Path, functions: Mapping[str, Any]) -> str:
         raise ValueError(f"{file} is not a text file: byte {error.start} is not UTF-8.") from None
     except (OSError, ValueError) as error:
         near = _find_nearest_name(file, functions)
-        hint = f" Nearest: {near}." if near else ""
+        hint = f" Closest name: {near}." if near else ""
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{file} cannot be read: {reason}.{hint}") from None
     if len(data) > MAX_BYTES:
-        raise ValueError(f"{file} has more than 1 MiB, which no training script has.")
+        raise ValueError(f"{file} has more than 1 MiB: too large for a training script.")
     return text
 
 

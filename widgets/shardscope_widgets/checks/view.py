@@ -22,7 +22,7 @@ from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.pickers.base import parse_bytes
 
-LOOKING = "looking for one …"
+SEARCHING = "searching …"
 NOTHING = "No findings: every check of this plan passed."
 
 
@@ -97,7 +97,7 @@ class ChecksView(View):
 
     def _search_fix(self, finding: Finding) -> None:
         """Replace the finding by one with a fix, which the user reads before applying it."""
-        waiting = replace(finding, change=LOOKING, search=None)
+        waiting = replace(finding, change=SEARCHING, search=None)
         # The page shows this before the search starts.
         self._replace_finding(finding, waiting)
         self._replace_finding(waiting, finding.run_search())

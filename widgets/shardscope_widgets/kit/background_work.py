@@ -138,7 +138,7 @@ class WorkPanel(widgets.HBox):
             if message is not None:
                 self.show_message(message)
         except CancelledError:
-            self.show_message("cancelled")
+            self.show_message("Cancelled.")
         except Exception as error:  # an exception in a thread is not shown in a notebook
             self.show_message(str(error) or type(error).__name__, is_error=True)
         finally:

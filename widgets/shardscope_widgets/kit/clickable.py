@@ -19,7 +19,9 @@ class IgnoredError(ValueError):
     def __init__(self, act: object) -> None:
         shown = repr(act)
         cut = "..." * (len(shown) > SHOWN_CHARACTERS)
-        super().__init__(f"Ignored: {shown[:SHOWN_CHARACTERS]}{cut} means nothing here, or not any more.")
+        super().__init__(
+            f"Ignored: {shown[:SHOWN_CHARACTERS]}{cut} is not an action of this view, or not any more."
+        )
 
 
 def _ignore_answer(act: str, typed: str) -> None:

@@ -63,7 +63,7 @@ def parse_tokens(text: str) -> float:
     except ValueError:  # "1.2.3"
         number = None
     if match is None or number is None:
-        refuse("num_tokens", text, "a number of tokens, as 15T, 300B or 1.5e12", Value("15T"))
+        refuse("num_tokens", text, "a number of tokens, such as 15T, 300B or 1.5e12", Value("15T"))
     factor = dict(LARGE).get("k" if match[2] in "kK" else match[2].upper(), 1.0) if match[2] else 1.0
     return check_number("num_tokens", number * factor, low=1, high=MAX_TOKENS)
 

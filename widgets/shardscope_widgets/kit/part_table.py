@@ -25,7 +25,7 @@ class Column(NamedTuple):
     @classmethod
     def for_pin(cls, index: int, name: PinName) -> tuple[Column, Column]:
         """Return the two columns of a pinned plan: its numbers, and the difference from the current plan."""
-        hint = f"the plan on screen minus the pinned one ({name.full})"
+        hint = f"current plan minus pinned plan ({name.full})"
         return cls(name.short, f"pinned: {name.full}", unpin=index), cls("difference", hint)
 
 

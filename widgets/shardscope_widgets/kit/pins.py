@@ -49,7 +49,7 @@ def name_pins(pins: Sequence[ss.Plan], plan: ss.Plan) -> tuple[PinName, ...]:
 
 def _name_pin(changes: Sequence[Difference], pin: ss.Plan) -> PinName:
     if not changes:
-        return PinName(SAME, "the same as the plan on screen")
+        return PinName(SAME, "same as the current plan")
     values = [_describe_value(difference, pin) for difference in changes]
     more = f", +{len(values) - 1}" if len(values) > 1 else ""
     return PinName(values[0] + more, ", ".join(values))
@@ -135,7 +135,7 @@ class Pins:
         is_pinned = self._plan in self._plans
         self.button.description = UNPIN if is_pinned else PIN
         self.button.tooltip = (
-            "Take this plan out of the comparison"
+            "Remove this plan from the comparison"
             if is_pinned
-            else "Keep this plan as a row and a column to compare others with"
+            else "Keep this plan as a row and a column, to compare other plans with it"
         )

@@ -19,8 +19,8 @@ class Tabs(anywidget.AnyWidget):
     _esm = front_end_text("kit/front_end", "keys.js", "tabs.js")
     names = traitlets.List(traitlets.Unicode()).tag(sync=True)
     value = traitlets.Unicode().tag(sync=True)
-    error = traitlets.Unicode(help="What the page asked for last, if it may not.").tag(sync=True)
-    badges = traitlets.Dict(help="Name -> number beside it, what it counts, how bad.").tag(sync=True)
+    error = traitlets.Unicode(help="Error of the latest request; empty if it succeeded.").tag(sync=True)
+    badges = traitlets.Dict(help="Tab -> its count, what it counts, the worst severity.").tag(sync=True)
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(names=list(names), value=names[0], layout=controls.share_layout())
@@ -38,7 +38,9 @@ class Tabs(anywidget.AnyWidget):
     @traitlets.validate("value")
     def _check_tab(self, proposal: dict[str, str]) -> str:
         if proposal["value"] not in self.names:
-            raise traitlets.TraitError(f"{proposal['value']!r} is no tab; there are {', '.join(self.names)}")
+            raise traitlets.TraitError(
+                f"{proposal['value']!r} is not a tab; allowed: {', '.join(self.names)}"
+            )
         return proposal["value"]
 
     def set_badge(self, name: str, count: int, meaning: str, severity: str) -> None:

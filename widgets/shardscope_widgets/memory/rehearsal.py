@@ -38,7 +38,7 @@ class RehearsePanel(WorkPanel):
         """Set the plan to check, and show the expected duration in the tooltip."""
         changed, self._plan = plan != self._plan, plan
         self.button.tooltip = (
-            "Run the framework's own code at true sizes, without a GPU and without the memory: "
+            "Run the framework's own code on fake tensors, without GPUs and without the memory: "
             f"{describe_duration(self._estimate_seconds(plan))} on an idle machine"
         )
         if changed and not self.is_busy:

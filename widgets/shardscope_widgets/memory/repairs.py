@@ -93,7 +93,7 @@ class RepairsPanel(widgets.VBox):
         self._shown_plan = plan
         if fits(plan, report):
             self._fit, self._repairs = None, find_savings(plan, report)
-            self._show_chips("Make room:" if self._repairs else "")
+            self._show_chips("To free memory:" if self._repairs else "")
         else:
             self._fit = None
             fitting = [repair for repair in plan.repairs() if fits(repair.plan, repair.plan.memory())]
@@ -101,9 +101,9 @@ class RepairsPanel(widgets.VBox):
                 key=lambda one: not set(LAST_RESORTS).isdisjoint(list_changed_fields(plan, one.plan))
             )
             self._repairs = fitting[:MAX_CHIPS]
-            self.fit_words.value = "Looking for the cheapest changes that make it fit …"
-            self._show_chips("Or one change:" if self._repairs else "", is_short=True)
-            self.fit_search.request(plan, lambda found: self._show_fit(plan, found))
+            self.fit_words.value = "Searching for the fastest plan that fits …"
+            self._show_chips("Or a single change:" if self._repairs else "", is_short=True)
+            self.fit_search.request(plan, lambda result: self._show_fit(plan, result))
         for chip, repair in zip(self._chips, self._repairs, strict=False):
             chip.description = chip.tooltip = describe_repair(plan, repair)
         self._disable_buttons(False)
@@ -121,7 +121,7 @@ class RepairsPanel(widgets.VBox):
         self._fit = fit
         self.make_it_fit.layout.display = "" if fit is not None else "none"
         self.fit_words.value = (
-            "Nothing that can be changed makes it fit: use more GPUs or a smaller model."
+            "No combination of changes fits: use more GPUs or a smaller model."
             if fit is None
             else escape(describe_fit(plan, fit))
         )
@@ -166,16 +166,16 @@ def describe_repair(plan: ss.Plan, repair: Repair) -> str:
 
 
 def describe_cost(seconds_lost: float, seconds: float) -> str:
-    """Return ``3 % slower``, ``1.4x slower``, ``as fast``, ``2 % faster`` or ``time not known``."""
+    """Return ``3 % slower``, ``1.4x slower``, ``same speed``, ``2 % faster`` or ``time unknown``."""
     if math.isnan(seconds_lost) or math.isnan(seconds):
-        return "time not known"
+        return "time unknown"
     ratio = (seconds + seconds_lost) / seconds
     if ratio >= 1.395:
         return f"{ratio:.1f}x slower"
     # As in the advice: the ratio of steps in the same time.
     share = max(ratio, 1 / ratio) - 1
     if share < 0.005:
-        return "as fast"
+        return "same speed"
     return f"{share:.0%} {'slower' if ratio > 1 else 'faster'}".replace("%", " %")
 
 
@@ -184,8 +184,8 @@ def describe_fit(plan: ss.Plan, fit: Fit) -> str:
     report = fit.plan.memory()
     room = f"{format_gib(report.peak_bytes)} of {format_gib(report.usable_bytes)} GiB"
     cost = describe_cost(fit.seconds_lost, predict_seconds(plan))
-    about = "" if cost in ("as fast", "time not known") else "about "
+    about = "" if cost in ("same speed", "time unknown") else "about "
     changes = ", ".join(fit.changes)
     state = assess_plan(fit.plan, report).state
-    verdict = {"unknown": "fits the GPU, the node's memory is not known"}.get(state, state)
+    verdict = {"unknown": "fits the GPU (host memory unknown)"}.get(state, state)
     return f"{changes[:1].upper()}{changes[1:]}: {verdict}, {room}, {about}{cost}"

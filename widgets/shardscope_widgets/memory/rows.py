@@ -16,7 +16,10 @@ from shardscope_widgets.kit.pins import PinName, name_pins
 Mode = Literal["peak", "step", "stages"]
 MAX_STAGES = 16
 TIERS = ("predicted", "rehearsed", "measured")
-EMPTY_NOTES = {"rehearsed": "not checked yet", "measured": "no run of this plan yet"}
+EMPTY_NOTES = {
+    "rehearsed": "not run yet: press Check memory without GPUs",
+    "measured": "no run of this plan yet",
+}
 TOOLTIP_CHARACTERS = 72
 
 
@@ -152,10 +155,12 @@ def _build_offload_bars(shown: ShownMemory) -> list[Bar]:
     for place in list_host_and_nvme_needs(shown.plan, shown.report):
         label, component = ("NVMe", "nvme") if place.name == "NVMe" else ("host", "host")
         share = (place.room_bytes or 0) // shown.plan.cluster.gpus_per_node
-        words = f"<b>{label}: {format_gib(place.rank_bytes)} GiB a rank</b><br>" + (
-            f"of its {format_gib(share)} GiB share of the node's" if share else "the node's size is not known"
+        text = f"<b>{label}: {format_gib(place.rank_bytes)} GiB per rank</b><br>" + (
+            f"of its {format_gib(share)} GiB share of the node's"
+            if share
+            else "the node's capacity is unknown"
         )
-        explain: Callable[[str], str] = lambda name, words=words: words  # type: ignore[misc] # noqa: E731
+        explain: Callable[[str], str] = lambda name, text=text: text  # type: ignore[misc] # noqa: E731
         sizes = {component: place.rank_bytes}
         rows.append(Bar(label, label, sizes, share, explain, is_on_gpu=False))
     return rows

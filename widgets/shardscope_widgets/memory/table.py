@@ -43,7 +43,7 @@ def _describe_ranks(shown: ShownMemory, mode: Mode) -> str:
     num_stages = len(report.by_stage)
     if num_stages == 1:
         devices = count_devices(plan.cluster)
-        return f"the same on all {devices}" if plan.world_size > 1 else f"on one {devices.partition(' ')[2]}"
+        return f"same on all {devices}" if plan.world_size > 1 else f"on one {devices.partition(' ')[2]}"
     ranks = f"{plan.world_size // plan.degrees.pp:,} ranks each"
     num_shown = len(choose_stages(report))
     if mode == "stages" and num_shown < num_stages:
@@ -74,12 +74,12 @@ def _describe_outside_memory(shown: ShownMemory) -> list[str]:
     for place in list_host_and_nvme_needs(shown.plan, shown.report):
         needed = format_gib(place.needed_bytes)
         amount = (
-            f"{needed} GiB on each node (how much it has is not known)"
+            f"{needed} GiB on each node (capacity unknown)"
             if place.room_bytes is None
             else f"{needed} of {format_gib(place.room_bytes)} GiB on each node"
         )
         per_rank = (
-            f", {format_gib(place.rank_bytes)} GiB a rank" if shown.plan.cluster.gpus_per_node > 1 else ""
+            f", {format_gib(place.rank_bytes)} GiB per rank" if shown.plan.cluster.gpus_per_node > 1 else ""
         )
         parts.append(f"{place.name}: {amount}{per_rank}")
     return parts
@@ -106,8 +106,8 @@ def render_component_table(shown: ShownMemory) -> str:
 def _build_tier_column(shown: ShownMemory, tier: str) -> Column:
     report = shown.reports.get(tier)
     hint = {
-        "predicted": "from formulas",
-        "rehearsed": "by the framework's own code on tensors without memory",
+        "predicted": "computed with formulas",
+        "rehearsed": "the framework's own code, run on fake tensors",
         "measured": getattr(report, "sentence", ""),
     }[tier]
     return Column(tier, hint if report else "", is_empty=report is None)

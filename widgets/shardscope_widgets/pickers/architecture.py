@@ -36,8 +36,8 @@ class ArchitecturePicker(Picker):
             options=list(ss.models),
             continuous_update=False,
             placeholder="name, size (7b) or folder",
-            tooltip="Model: its name here or on the Hub, a size such as 7b, or the path of a folder or "
-            "config.json",
+            tooltip="A model's name in the catalogue or on the Hugging Face Hub, a size such as 7b, or the "
+            "path of a folder or config.json",
         )
         self.hint = controls.create_html("", "ss-hint")
         self._weights: Path | None = None
@@ -81,10 +81,10 @@ class ArchitecturePicker(Picker):
         raise FieldError(
             "model",
             text,
-            "a name of the catalogue or the Hub's name for one of its models, a size such as 7b, or the path "
-            "of a config.json that exists",
+            "a model of the catalogue by its name or its Hugging Face name, a size such as 7b, or the "
+            "path of an existing config.json",
             near or "a size such as 7b, or the path of the model's folder",
-            f"{text[:60]!r} is not in the catalogue, and no file or folder here" if text else "No model yet",
+            f"{text[:60]!r} is not in the catalogue and is not a path" if text else "No model entered",
         )
 
     def changes_of(self, error: FieldError) -> dict[str, object]:
@@ -115,14 +115,16 @@ class ArchitecturePicker(Picker):
         if arch is not None:
             experts = arch.mixture_of_experts
             mixture = (
-                f" · {experts.num_experts} experts, {experts.num_experts_per_tok} a token" if experts else ""
+                f" · {experts.num_experts} experts, {experts.num_experts_per_tok} per token"
+                if experts
+                else ""
             )
             self.answer = f"{format_short(arch.num_parameters)}, {arch.num_hidden_layers} layers"
-            weights = " · weights to fine-tune" if self.weights_folder else ""
+            weights = " · weights found" if self.weights_folder else ""
             self.hint.value = (
                 f"{arch.num_parameters:,} parameters · {arch.num_hidden_layers} layers · "
-                f"{arch.hidden_size:,} wide · "
-                f"{arch.num_attention_heads}/{arch.num_key_value_heads} heads{mixture}{weights}"
+                f"hidden size {arch.hidden_size:,} · {arch.num_attention_heads} heads, "
+                f"{arch.num_key_value_heads} KV heads{mixture}{weights}"
             )
 
 

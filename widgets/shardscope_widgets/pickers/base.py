@@ -92,7 +92,7 @@ class Picker(widgets.VBox):
 
     def make(self) -> Any:
         """Return the object given by the inputs. Raises ``ValueError``."""
-        raise TypeError(f"{type(self).__name__} does not say what it makes")
+        raise TypeError(f"{type(self).__name__} must define make()")
 
     @property
     def boxes(self) -> Mapping[str, widgets.ValueWidget]:

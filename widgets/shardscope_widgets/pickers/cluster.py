@@ -14,9 +14,7 @@ from shardscope_widgets.kit.display_names import count_devices, format_name
 from shardscope_widgets.pickers.base import NO_CHANGES, Picker, Row, parse_bytes, parse_number, parse_size
 
 GIB = 2**30
-HOST_NOT_KNOWN = (
-    "The host memory of such a node is not known. Plans that offload cannot be judged without it."
-)
+UNKNOWN_HOST_MEMORY = "The host memory of this node type is unknown. Enter it to check plans that offload."
 UNITS = {"host_memory_bytes": GIB, "nvme_bytes": GIB, "nvme_bandwidth_bytes_per_second": 10**9}
 """Factors of the typed units: bytes per GiB, bytes per second per GB/s."""
 
@@ -37,24 +35,24 @@ class ClusterPicker(Picker):
             options=list(self._known), value=cluster.gpu.name, tooltip="GPU type"
         )
         self.count = controls.create_text_box(cluster.gpus_per_node, "GPUs in each node", "34px")
-        self.nodes = controls.create_text_box(cluster.num_nodes, "Nodes", "36px")
-        self.host = controls.create_text_box("", "Host memory of each node, in GiB; empty: not known", "64px")
-        self.nvme = controls.create_text_box("", "NVMe space of each node, in GiB; empty: not known", "64px")
+        self.nodes = controls.create_text_box(cluster.num_nodes, "Number of nodes", "36px")
+        self.host = controls.create_text_box("", "Host memory of each node in GiB; empty: unknown", "64px")
+        self.nvme = controls.create_text_box("", "NVMe capacity of each node in GiB; empty: unknown", "64px")
         self.speed = controls.create_text_box(
-            "", "What a node reads from its NVMe, in GB/s; empty: not known", "48px"
+            "", "NVMe read bandwidth of each node in GB/s; empty: unknown", "48px"
         )
         self.hint = controls.create_html("", "ss-hint")
-        self.host_hint = controls.create_html(HOST_NOT_KNOWN, "ss-hint", "ss-warning")
+        self.host_hint = controls.create_html(UNKNOWN_HOST_MEMORY, "ss-hint", "ss-warning")
         self.more = controls.create_button("More options", "ss-link", icon="chevron-right")
         self.more.on_click(self._show_more)
         self._is_open = False
         self.use_machine = controls.create_button(
-            "Use this machine", "ss-link", tooltip=f"Here: {self.machine}"
+            "Use this machine", "ss-link", tooltip=f"This machine: {self.machine}"
         )
         counts = Row(
             "Count", self.count, controls.create_label("GPUs ×"), self.nodes, controls.create_label("nodes")
         )
-        self._host_row = host = Row("Host memory", self.host, controls.create_label("GiB a node"))
+        self._host_row = host = Row("Host memory", self.host, controls.create_label("GiB per node"))
         self._nvme_row = nvme = Row(
             "NVMe", self.nvme, controls.create_label("GiB at"), self.speed, controls.create_label("GB/s")
         )
@@ -77,7 +75,7 @@ class ClusterPicker(Picker):
         """Source of the values without an input; its sizes are exact, those of the inputs rounded."""
         self._show_node()
         self.use_machine.on_click(lambda _: self.fill(self.machine))
-        self.type.observe(self._of_another_type, "value")
+        self.type.observe(self._reset_node, "value")
         for control in (self.count, self.nodes, self.host, self.nvme, self.speed):
             control.observe(self.read, "value")
         self.read()
@@ -89,12 +87,12 @@ class ClusterPicker(Picker):
     def _fit(self) -> None:
         """Show the memory inputs when requested, when a size is unknown, or when they have a message."""
         cluster = self.value
-        is_asked = cluster is not None and cluster.host_memory_bytes is None and cluster.gpu.name != "cpu"
+        is_unknown = cluster is not None and cluster.host_memory_bytes is None and cluster.gpu.name != "cpu"
         self.more.icon = "chevron-down" if self._is_open else "chevron-right"
-        for row, wanted in ((self._host_row, is_asked), (self._nvme_row, False)):
+        for row, wanted in ((self._host_row, is_unknown), (self._nvme_row, False)):
             is_shown = self._is_open or wanted or bool(row.message)
             (row.remove_class if is_shown else row.add_class)("ss-off")
-        (self.host_hint.remove_class if is_asked else self.host_hint.add_class)("ss-off")
+        (self.host_hint.remove_class if is_unknown else self.host_hint.add_class)("ss-off")
 
     def _show(self, error: Exception) -> None:
         super()._show(error)
@@ -149,7 +147,7 @@ class ClusterPicker(Picker):
         for name, box in self._node.items():
             box.value = _format_input(name, getattr(self._base, name))
 
-    def _of_another_type(self, change: object) -> None:
+    def _reset_node(self, change: object) -> None:
         """Reset the node's resources to those of the new GPU type, whose hosts and links differ."""
         if self._filling:
             return
@@ -177,7 +175,9 @@ class ClusterPicker(Picker):
             )
             return
         inside = cluster.intra_node_link
-        hint = f"{format_name(inside.name)}: {inside.bandwidth_bytes_per_second / 1e9:,.0f} GB/s each way"
+        hint = (
+            f"{format_name(inside.name)}: {inside.bandwidth_bytes_per_second / 1e9:,.0f} GB/s per direction"
+        )
         if cluster.num_nodes > 1:
             across = cluster.inter_node_link
             speed = f"{across.bandwidth_bytes_per_second / 1e9:,.3g} GB/s between nodes"

@@ -25,21 +25,34 @@ LABELS = {
     "cp": "Context",
     "ep": "Experts",
     "etp": "Expert tensor",
-    "reshard_after_forward": "Reshard",
+    "reshard_after_forward": "Reshard after",
     "offload": "Offload",
-    "offload_optimizer": "Optimizer",
-    "offload_params": "Parameters",
-    "sequence_parallel": "Sequence",
-    "distributed_optimizer": "Optimizer",
+    "offload_optimizer": "Offload optimizer",
+    "offload_params": "Offload parameters",
+    "sequence_parallel": "Sequence parallel",
+    "distributed_optimizer": "Distributed optimizer",
+}
+MAX_LABEL_CHARACTERS = 12
+"""Longer labels take two lines, which the stylesheet sets in a smaller font."""
+TOOLTIPS = {
+    "stage": "ZeRO stage: 1 shards the optimizer state, 2 gradients too, 3 parameters too",
+    "replicate": "Replicas of the sharded model (HSDP)",
+    "tp": "Tensor-parallel degree",
+    "pp": "Pipeline-parallel degree: number of stages",
+    "vpp": "Virtual pipeline stages per rank (interleaved schedule)",
+    "pipeline_schedule": "Pipeline schedule",
+    "cp": "Context-parallel degree",
+    "ep": "Expert-parallel degree",
+    "etp": "Tensor-parallel degree of the experts",
 }
 VALUE_LABELS: dict[str, dict[Any, str]] = {
-    "reshard_after_forward": {True: "after forward", False: "no"},
-    "etp": {None: "as tensor"},
+    "reshard_after_forward": {True: "forward", False: "backward"},
+    "etp": {None: "as tensor parallel"},
     "offload": {None: "none", "cpu": "CPU"},
-    "offload_optimizer": {None: "on GPU", "cpu": "CPU", "nvme": "NVMe"},
-    "offload_params": {None: "on GPU", "cpu": "CPU", "nvme": "NVMe"},
-    "sequence_parallel": {True: "split", False: "whole"},
-    "distributed_optimizer": {True: "split", False: "whole"},
+    "offload_optimizer": {None: "none", "cpu": "CPU", "nvme": "NVMe"},
+    "offload_params": {None: "none", "cpu": "CPU", "nvme": "NVMe"},
+    "sequence_parallel": {True: "on", False: "off"},
+    "distributed_optimizer": {True: "on", False: "off"},
 }
 
 
@@ -237,7 +250,7 @@ class LayoutPicker(Picker):
         label = LABELS.get(field, field.replace("_", " ").capitalize())
         options = _list_options(field, values or (1,))
         control = (
-            controls.create_dropdown(options=options, tooltip=f"{label} parallel ranks")
+            controls.create_dropdown(options=options, tooltip=TOOLTIPS.get(field, label))
             if values is None
             else controls.create_segments(options, label)
         )
@@ -246,7 +259,10 @@ class LayoutPicker(Picker):
         control.value = default if default in offered else offered[0]
         control.observe(self.read, "value")
         self._controls[name][field] = control
-        self._rows[name][field] = Row(label, control)
+        row = Row(label, control)
+        if len(label) > MAX_LABEL_CHARACTERS:
+            row.add_class("ss-two-lines")
+        self._rows[name][field] = row
 
 
 def _change_layout(
@@ -293,7 +309,7 @@ def _describe_ranks(
     ]
     words = " × ".join(parts) + f" = {cluster.num_gpus:,} ranks" if parts else "one rank"
     also = [f"{name.replace('_', ' ')} {getattr(layout, name)}" for name in _list_hidden_fields(layout)]
-    return f"{words}<br>Also: {escape(', '.join(also))}" if also else words
+    return f"{words}<br>Also set: {escape(', '.join(also))}" if also else words
 
 
 def _summarize_layout(

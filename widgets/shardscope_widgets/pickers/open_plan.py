@@ -60,7 +60,7 @@ def read_plan(path: Path, current: ss.Plan) -> ss.Plan:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        refuse("OpenPlan.path", str(path), ALLOWED, "another file", "The file is no text")
+        refuse("OpenPlan.path", str(path), ALLOWED, "another file", "The file is not UTF-8 text")
     defaults: Defaults = {
         "architecture": current.architecture,
         "cluster": current.cluster,
@@ -105,12 +105,16 @@ def read_script_arguments(text: str) -> list[str]:
     if not command or "--" not in arguments:
         allowed = "a script that calls pretrain_gpt.py, or another .py file, with Megatron-LM's arguments"
         refuse(
-            "OpenPlan.path", "a shell script", allowed, "a file of the arguments alone", "No arguments in it"
+            "OpenPlan.path",
+            "a shell script",
+            allowed,
+            "a file that has only the arguments",
+            "The script has no such arguments",
         )
     try:
         return shlex.split(arguments)
     except ValueError as error:
-        refuse("OpenPlan.path", arguments[:60], "words of a shell", f"balanced quotes ({error})")
+        refuse("OpenPlan.path", arguments[:60], "arguments in shell syntax", f"balanced quotes ({error})")
 
 
 def _read_json(path: Path, text: str, defaults: Defaults) -> ss.Plan:
@@ -148,7 +152,9 @@ class OpenPlan(widgets.VBox):
         )
         self.row = Row("Open plan", self.path, self.upload)
         self.save = controls.create_button(
-            "Save plan as JSON", "ss-link", tooltip="Into a file beside this notebook, which Open reads"
+            "Save plan as JSON",
+            "ss-link",
+            tooltip="Write the plan to a JSON file next to this notebook; Open plan reads it",
         )
         self.words = controls.create_html("", "ss-hint")
         super().__init__([self.row, self.save, self.words], layout=controls.share_layout())
@@ -170,7 +176,9 @@ class OpenPlan(widgets.VBox):
         for uploaded in self.upload.value:
             content = uploaded["content"]
             if len(content) > MAX_BYTES:
-                self.row.show_error(f"{uploaded['name']} has more than {MAX_BYTES >> 20} MiB: it is no plan.")
+                self.row.show_error(
+                    f"{uploaded['name']} has more than {MAX_BYTES >> 20} MiB: too large for a plan."
+                )
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "uploaded" / (Path(uploaded["name"]).name or "plan")

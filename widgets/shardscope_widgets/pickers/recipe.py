@@ -28,32 +28,27 @@ class RecipePicker(Picker):
         self.precision = controls.create_dropdown(
             options=list_options("precision", None, None), value=recipe.precision, tooltip="Precision"
         )
-        self.seq_len = controls.create_text_box(recipe.seq_len, "Tokens in one sequence")
+        self.seq_len = controls.create_text_box(recipe.seq_len, "Sequence length in tokens")
         self.micro = controls.create_text_box(
-            recipe.micro_batch_size, "Sequences that a GPU takes at once", "36px"
+            recipe.micro_batch_size, "Micro-batch size: sequences per GPU in one forward pass", "64px"
         )
         self.global_batch = controls.create_text_box(
-            recipe.global_batch_size, "Sequences in one optimizer step", "52px"
+            recipe.global_batch_size, "Global batch size: sequences per optimizer step, over all GPUs", "72px"
         )
         self.recompute = controls.create_dropdown(
             options=list_options("recompute", None, None),
             value=recipe.recompute,
-            tooltip="Recompute activations",
+            tooltip="Activation checkpointing: which activations backward recomputes",
         )
-        batch = Row(
-            "Batch",
-            self.micro,
-            controls.create_label("a GPU,"),
-            self.global_batch,
-            controls.create_label("in all"),
-        )
+        batch = Row("Micro-batch, global batch", self.micro, self.global_batch)
+        batch.add_class("ss-two-lines")
         self._rank_row = Row("LoRA rank", self.lora_rank)
         self.advanced = Advanced(recipe)
         self.also = controls.create_html("", "ss-hint")
         self.reset = controls.create_button(
-            "Back to defaults", "ss-link", layout=widgets.Layout(display="none")
+            "Reset to defaults", "ss-link", layout=widgets.Layout(display="none")
         )
-        self.reset.on_click(self._forget_unshown)
+        self.reset.on_click(self._reset_hidden_fields)
         super().__init__(
             {
                 "method": Row("Method", self.method),
@@ -155,18 +150,18 @@ class RecipePicker(Picker):
         """Show the advanced rows that are requested and applicable, or that have a message."""
         self.advanced.fit_rows(self.method.value != "full", self.recompute.value != "none")
 
-    def _forget_unshown(self, _: object) -> None:
+    def _reset_hidden_fields(self, _: object) -> None:
         """Reset fields without an input to their defaults."""
         self._base = ss.Recipe()
         self.read()
 
-    def _say_unshown(self) -> None:
+    def _list_hidden_changes(self) -> None:
         """List the fields without an input that a fix or a script has set, so that none is hidden."""
         recipe, default = self.value, ss.Recipe()
         names = [field.name for field in fields(recipe) if field.name not in self.rows]
         changed = [name for name in names if getattr(recipe, name) != getattr(default, name)]
         parts = ", ".join(f"{name.replace('_', ' ')} {getattr(recipe, name)}" for name in changed)
-        self.also.value = f"Also: {escape(parts)}" if parts else ""
+        self.also.value = f"Also set: {escape(parts)}" if parts else ""
         (self.also.remove_class if parts else self.also.add_class)("ss-off")
         self.reset.layout.display = "" if parts else "none"
 
@@ -197,11 +192,11 @@ class RecipePicker(Picker):
         self._rank_row.show(self.method.value != "full")
         super().read(change)
         if self.value is not None:
-            self._say_unshown()
+            self._list_hidden_changes()
             self.answer = _summarize_recipe(self.value)
 
 
 def _summarize_recipe(recipe: ss.Recipe) -> str:
-    """Return ``full, bf16-mixed, 4,096 tokens``."""
-    method = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}[recipe.method]
-    return f"{method}, {recipe.precision}, {recipe.seq_len:,} tokens"
+    """Return ``bf16-mixed, 4,096 tokens``, after the method if that is not full training."""
+    method = {"full": "", "lora": "LoRA, ", "qlora": "QLoRA, "}[recipe.method]
+    return f"{method}{recipe.precision}, {recipe.seq_len:,} tokens"

@@ -17,31 +17,31 @@ CHOICE_LABELS: dict[str, str] = {
     "lora": "LoRA",
     "qlora": "QLoRA",
     "adamw": "AdamW",
-    "adamw_foreach": "AdamW, not fused",
-    "adamw_8bit": "AdamW in 8 bits",
-    "paged_adamw": "AdamW, paged to the host",
-    "paged_adamw_8bit": "AdamW in 8 bits, paged to the host",
+    "adamw_foreach": "AdamW (foreach)",
+    "adamw_8bit": "8-bit AdamW",
+    "paged_adamw": "Paged AdamW",
+    "paged_adamw_8bit": "Paged 8-bit AdamW",
     "adafactor": "Adafactor",
     "sgd": "SGD with momentum",
     "lion": "Lion",
     "muon": "Muon",
-    "int8": "8 bits (LLM.int8)",
-    "nf4": "4 bits (NF4)",
+    "int8": "8-bit (LLM.int8)",
+    "nf4": "4-bit (NF4)",
     "transformers": "transformers",
     "liger": "Liger",
-    "compiled": "compiled",
-    "eager": "plain operations",
-    "sdpa": "PyTorch's fused",
+    "compiled": "torch.compile",
+    "eager": "eager (unfused)",
+    "sdpa": "PyTorch SDPA",
     "flash": "FlashAttention",
 }
-LOSS_LABELS = {"full": "all logits at once", "chunked": "in chunks", "fused": "fused with the head"}
+LOSS_LABELS = {"full": "full logits", "chunked": "chunked logits", "fused": "fused with the output layer"}
 OPEN_LABELS = {
-    "quantization": "not quantised",
-    "kernels": "the framework's own",
-    "attention": "the modules' own",
-    "loss": "the kernels' own",
+    "quantization": "not quantized",
+    "kernels": "framework default",
+    "attention": "model default",
+    "loss": "default of the kernels",
 }
-"""The meaning of a field that is left open."""
+"""Labels of the choice that leaves a field unset."""
 ADVANCED_LABELS = {
     "optimizer": "Optimizer",
     "quantization": "Base weights",
@@ -87,13 +87,15 @@ class Advanced:
             field: controls.create_dropdown(options=list_options(field, None, None), tooltip=label)
             for field, label in ADVANCED_LABELS.items()
         }
-        self.interval = controls.create_text_box(recipe.recompute_interval, "Every how many layers", "44px")
-        self.dropout = controls.create_text_box(recipe.dropout, "Probability of dropout", "64px")
+        self.interval = controls.create_text_box(
+            recipe.recompute_interval, "Recompute every n-th layer", "44px"
+        )
+        self.dropout = controls.create_text_box(recipe.dropout, "Dropout probability", "64px")
         self.rows: dict[str, Row] = {
             field: Row(label, self.dropdowns[field]) for field, label in ADVANCED_LABELS.items()
         }
         self.rows["recompute_interval"] = Row(
-            "Every", self.interval, controls.create_label("layers, 1: all of them")
+            "Every", self.interval, controls.create_label("layers (1: all)")
         )
         self.rows["dropout"] = Row("Dropout", self.dropout)
         self.button = controls.create_button("More options", "ss-link", icon="chevron-right")

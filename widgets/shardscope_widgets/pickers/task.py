@@ -31,11 +31,12 @@ KIND_LABELS: dict[Kind, str] = {
 KIND_SUMMARIES: dict[Kind, str] = {"pretrain": "Pretrain", "finetune": "Fine-tune", "own": "My code"}
 CODE, A_SCRIPT = "Task.code", "the path of a .py file"
 NO_WEIGHTS = (
-    "Adapters on random weights teach nothing: enter a folder with weights as the model, and fine-tune it."
+    "Adapters on random weights learn nothing useful: choose a folder with weights as the model, and "
+    "fine-tune it."
 )
-UNUSED_WEIGHTS = "Training begins from random weights. The folder's weights are not used."
+UNUSED_WEIGHTS = "Training starts from random weights; the folder's weights are not used."
 SHIPPED_TEXT = "Moby-Dick"
-WITHOUT_TEXT = "Without a text file: Moby-Dick, which ships with Shardscope."
+WITHOUT_TEXT = "If empty, trains on Moby-Dick, which ships with Shardscope."
 
 
 class RunOptions(Picker):
@@ -44,14 +45,14 @@ class RunOptions(Picker):
     def __init__(self) -> None:
         self.steps = controls.create_text_box(40, "Optimizer steps", "64px")
         self.rate = controls.create_text_box(
-            "", "Peak learning rate; empty: the usual one for this model", "72px"
+            "", "Peak learning rate; empty: the default for this model", "72px"
         )
         self.profile = _create_checkbox(
-            "Record a trace", "Profile a few steady steps on every rank", value=True
+            "Record a trace", "Profile a few steps after warm-up on every rank, for the Trace tab", value=True
         )
         self.outlive = _create_checkbox(
             "Keep running if the kernel stops",
-            "Otherwise the run ends with this notebook's kernel. The Runs tab finds a run that goes on.",
+            "If unchecked, the run stops with the kernel. A run that continues is in the Runs tab.",
         )
         row = Row("Steps, learning rate", self.steps, self.rate)
         row.add_class("ss-two-lines")
@@ -80,9 +81,9 @@ class RunOptions(Picker):
         for part in self._training:
             (part.remove_class if self.has_steps else part.add_class)("ss-off")
         parts = [
-            f"{self.steps.value} steps" if self.has_steps else "as the code says",
-            "traced" if self.profile.value and self.has_steps else "",
-            "outlives the kernel" if self.outlive.value else "",
+            f"{self.steps.value} steps" if self.has_steps else "set by the code",
+            "with trace" if self.profile.value and self.has_steps else "",
+            "survives the kernel" if self.outlive.value else "",
         ]
         self.answer = ", ".join(filter(None, parts))
 
@@ -120,12 +121,10 @@ class TaskPicker(Picker):
         self._chosen: Kind | None = None
         """The kind that the user chose while fine-tuning was available, or "own" at any time."""
         self._offering = False
-        self.menu = controls.create_dropdown(
-            options=[(KIND_LABELS["pretrain"], "pretrain")], tooltip="What to do"
-        )
+        self.menu = controls.create_dropdown(options=[(KIND_LABELS["pretrain"], "pretrain")], tooltip="Task")
         self.text = controls.create_text_box("", "A UTF-8 text file to train on", placeholder=SHIPPED_TEXT)
         self.code = controls.create_text_box(
-            "", "The path of a script, or the name of a function f(ctx) in this notebook"
+            "", "Path of a script, or name of a function f(ctx) in this notebook"
         )
         self.code.placeholder = "train.py, or a function's name"
         self._text_row, self._code_row = Row("Text", self.text), Row("Code", self.code)
@@ -153,7 +152,7 @@ class TaskPicker(Picker):
     def _say_what_trains(self) -> None:
         """Show which weights and which text a run would train on."""
         if self.kind == "own":
-            note = "Model, data, steps and learning rate are the code's own."
+            note = "The code sets its own model, data, steps and learning rate."
         elif self._plan is not None and self.adapts_random_weights(self._plan):
             note = NO_WEIGHTS
         else:
@@ -176,7 +175,7 @@ class TaskPicker(Picker):
     def missing(self) -> str:
         """The input that the user still has to fill in; empty if none."""
         needs_code = self.kind == "own" and not self.code.value.strip()
-        return "Enter a script or a function first." if needs_code else ""
+        return "Enter a script or a function as Code first." if needs_code else ""
 
     @property
     def verb(self) -> str:
@@ -279,9 +278,9 @@ class TaskPicker(Picker):
         except (OSError, RuntimeError):
             scripts = {}
         near = get_close_matches(name, [*known, *scripts], n=1)
-        allowed = "the path of a script, or the name of a function f(ctx) of this notebook"
+        allowed = "the path of a script, or the name of a function f(ctx) in this notebook"
         fix = near[0] if near else A_SCRIPT
-        problem = f"No script {name[:60]!r} is here, and no function of that name"
+        problem = f"There is neither a script nor a function {name[:60]!r}"
         raise FieldError(CODE, name, allowed, fix, problem)
 
 

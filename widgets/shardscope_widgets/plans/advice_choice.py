@@ -57,7 +57,7 @@ def build_answer(advice: Advice, on_screen: ss.Plan | None) -> Answer:
         return Answer(sentence, why, "", "", None, alternatives)
     if on_screen is not None and does_the_same(advice.plan, on_screen):
         return Answer(
-            f"Keep the plan on screen: {name_plan(on_screen)}.",
+            f"Keep the current plan: {name_plan(on_screen)}.",
             describe_figures(on_screen),
             "",
             why,
@@ -69,20 +69,20 @@ def build_answer(advice: Advice, on_screen: ss.Plan | None) -> Answer:
 
 
 def describe_figures(plan: ss.Plan) -> str:
-    """Return ``54.0 of 79.1 GiB, 4.13 s a step, 7.93k tokens/s per GPU``."""
+    """Return ``54.0 of 79.1 GiB, 4.13 s per step, 7.93k tokens/s per GPU``."""
     report = plan.memory()
     memory = f"{format_gib(report.peak_bytes)} of {format_gib(report.usable_bytes)} GiB"
     if _predict_seconds(plan) is None:
         return memory
     step = plan.step()
     rate = format_short(step.tokens_per_second_per_gpu)
-    return f"{memory}, {format_seconds(step.seconds)} a step, {rate} tokens/s per GPU"
+    return f"{memory}, {format_seconds(step.seconds)} per step, {rate} tokens/s per GPU"
 
 
 def describe_difference(plan: ss.Plan, current: ss.Plan) -> str:
-    """Return ``Compared with the plan on screen: 5.6 GiB less, 13 % slower.``."""
+    """Return ``Compared with the current plan: 5.6 GiB less, 13 % slower.``."""
     if not fits(current, current.memory()):
-        return "The plan on screen does not fit."
+        return "The current plan does not fit."
     more = plan.memory().peak_bytes - current.memory().peak_bytes
     sentence = (
         "the same memory" if more == 0 else f"{format_gib(abs(more))} GiB {'more' if more > 0 else 'less'}"
@@ -90,12 +90,12 @@ def describe_difference(plan: ss.Plan, current: ss.Plan) -> str:
     mine, its = _predict_seconds(plan), _predict_seconds(current)
     if mine is not None and its is not None:
         sentence += f", {_describe_speedup(its / mine)}"
-    return f"Compared with the plan on screen: {sentence}."
+    return f"Compared with the current plan: {sentence}."
 
 
 def _describe_speedup(speedup: float) -> str:
     if abs(speedup - 1) < 0.005:
-        return "about as fast"
+        return "about the same speed"
     if speedup > 2 or speedup < 0.5:
         factor = max(speedup, 1 / speedup)
         return f"about {factor:.2g}x {'faster' if speedup > 1 else 'slower'}"

@@ -54,7 +54,7 @@ def render_path(advice: Advice, answer: Answer) -> str:
     why = f"<p>{escape_with_units(answer.why)}</p>" if answer.why else ""
     return (
         "<details class='ss-fold' data-key='why'>"
-        f"<summary>Why? {number} question{'s' * (number != 1)}</summary>"
+        f"<summary>Why: {number} decision{'s' * (number != 1)}</summary>"
         f"{why}<ol class='ss-path'>{steps}</ol></details>"
     )
 
@@ -85,7 +85,7 @@ def render_matrix(table: Abilities) -> str:
         "<details class='ss-fold' data-key='support'><summary>What each framework supports</summary>"
         "<div class='ss-scroll' tabindex='0' role='region' aria-label='What each framework supports'>"
         f"<table class='ss-table ss-matrix'><thead><tr><td></td>{head}</tr></thead><tbody>{rows}"
-        f"<tr class='ss-ways'><th scope='row'>in use</th>{ways}</tr></tbody></table></div></details>"
+        f"<tr class='ss-ways'><th scope='row'>how it is used</th>{ways}</tr></tbody></table></div></details>"
     )
 
 

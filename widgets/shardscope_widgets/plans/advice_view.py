@@ -45,7 +45,7 @@ class AdviceView(View):
         self._on_screen: ss.Plan | None = None
         self._on_apply = on_apply
         self._ask_again: Callable[[], None] | None = None
-        self.work = work or WorkPanel("Ask again", "Ask the same question again", self._press_again)
+        self.work = work or WorkPanel("Update advice", "Compute the recommendation again", self._press_again)
         own_panel = [] if work else [self.work, self.work.words]
         if own_panel:
             self.work.show_button(False)  # Hidden until advice is requested.
@@ -73,7 +73,7 @@ class AdviceView(View):
         """
 
         def recommend(progress: Progress) -> Advice:
-            progress("asking", 0.0)
+            progress("computing", 0.0)
             advice = ss.recommend(arch, cluster, recipe, familiar_with, current=current)
             progress("drawing", 1.0)  # Raises if the user pressed Cancel meanwhile.
             return advice

@@ -47,7 +47,7 @@ def _render_toggle(name: str, title: str, is_on: bool) -> str:
     tooltip = (
         f"Prefer {title} where another framework would be about as fast"
         if name in frameworks
-        else f"Say whether {title} can start the recommended plan"
+        else f"Show whether {title} can launch the recommended plan"
     )
     return (
         f"<button type='button' class='ss-act' data-act='{name}' aria-pressed='{str(is_on).lower()}'"

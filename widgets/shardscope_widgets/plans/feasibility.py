@@ -47,4 +47,4 @@ def why_unknown(ranking: Ranking, index: int) -> str:
     ]
     if not needs:
         return ""
-    return f"May not fit: needs {' and '.join(needs)} on each node; how much a node has is not known."
+    return f"May not fit: needs {' and '.join(needs)} on each node, whose capacity is not known."

@@ -54,7 +54,7 @@ class Question(NamedTuple):
     def outdated_by(self, other: Question) -> str:
         """Return a phrase for what a result was computed for, if the current question is ``other``."""
         if self == other:
-            return "for another plan on screen"
+            return "for another current plan"
         if self._replace(familiar_with=other.familiar_with) == other:
             return "for other frameworks that your team knows"
         return f"for {self}, before an input changed"
@@ -81,8 +81,8 @@ class PlansPage(View):
         self.mode = controls.create_segments([("Advice", "advice"), ("All layouts", "search")], "Plans")
         self.mode.observe(self._show_mode, "value")
         self.ask = WorkPanel(
-            "Update the advice",
-            "Ask for advice on the model, GPUs and training on screen",
+            "Update advice",
+            "Recommend a plan for the current model, GPUs and training",
             self._start_advice,
         )
         self.search = WorkPanel(
@@ -149,7 +149,7 @@ class PlansPage(View):
         panel.show_button(current is not None and not is_fresh and not panel.button.disabled)
         self.about.value = ""
         if current is not None and answered_question is not None and not is_fresh and not is_on_its_way:
-            self.about.value = f"This was found {answered_question.outdated_by(current)}."
+            self.about.value = f"Outdated: computed {answered_question.outdated_by(current)}."
 
     def _is_fresh(self, mode: str) -> bool:
         """Return whether the result is for the current inputs."""

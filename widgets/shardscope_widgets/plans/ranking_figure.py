@@ -220,7 +220,7 @@ def render_legend(ranking: Ranking) -> str:
     parts += [
         "<span><b>○</b> does not fit</span>",
         "<span><b>⊗</b> cannot be launched here</span>",
-        "<span><b>—</b> fastest with this much memory</span>",
+        "<span><b>—</b> fastest plan up to this memory</span>",
     ]
     return f"<div class='ss-key'>{''.join(parts)}</div>"
 

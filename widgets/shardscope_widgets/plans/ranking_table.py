@@ -24,7 +24,7 @@ HEADINGS = {
     "tokens_per_second_per_gpu": "tokens/s per GPU",
     "step_seconds": "step, {unit}",
     "peak_bytes": "peak, GiB",
-    "headroom_bytes": "room left, GiB",
+    "headroom_bytes": "free, GiB",
 }
 
 
@@ -102,7 +102,7 @@ def _render_row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | Non
 
 
 def describe_layout(layout: ss.Layout) -> str:
-    """Return ``Megatron-core tp 4 pp 4, sequence whole``: the framework and its non-default options."""
+    """Return ``Megatron-core tp 4 pp 4, sequence parallel off``: framework and non-default options."""
     plain = type(layout)()
     numbers, switches = [], []
     for name, values in layout.choices.items():
@@ -130,13 +130,11 @@ def _render_pager(first: int, number: int) -> str:
     if number <= ROWS_ON_A_PAGE:
         return ""
     last = min(first + ROWS_ON_A_PAGE, number)
-    back = " disabled" if first == 0 else ""
-    on = " disabled" if last == number else ""
-    return (
-        f"<div class='ss-pager'><button type='button' class='ss-act' data-act='page:-1'{back}>Back</button>"
-        f"<button type='button' class='ss-act' data-act='page:1'{on}>More</button>"
-        f"<span>{first + 1:,} to {last:,} of {number:,} plans</span></div>"
+    buttons = "".join(
+        f"<button type='button' class='ss-act' data-act='page:{move}'{' disabled' * is_off}>{label}</button>"
+        for move, label, is_off in ((-1, "Previous", first == 0), (1, "Next", last == number))
     )
+    return f"<div class='ss-pager'>{buttons}<span>{first + 1:,} to {last:,} of {number:,} plans</span></div>"
 
 
 def render_misses(ranking: Ranking) -> str:

@@ -61,14 +61,14 @@ class RankingView(View):
         self._order: Indices | None = None
         self._ask_again: Callable[[], None] | None = None
         self.figure: Chart | None = None
-        self.work = work or WorkPanel("Search again", "Ask the same once more", self._press_again)
+        self.work = work or WorkPanel("Search again", "Repeat the same search", self._press_again)
         own_panel = [] if work else [self.work, self.work.words]
         if own_panel:
             self.work.show_button(False)  # Hidden until a search is requested.
         self._place = widgets.VBox(layout=controls.share_layout())
         self.key, self.caption = controls.create_html(), controls.create_html("", "ss-hint")
         spare = 100 - TIGHT_PERCENT
-        self.room = controls.create_segments([(f"{spare} % to spare", spare), ("All that fit", 0)], "Memory")
+        self.room = controls.create_segments([(f"{spare} % free", spare), ("All that fit", 0)], "Memory")
         self.room.observe(self._sort_rows, "value")
         # Hidden until a search has ended.
         self._bar = widgets.HBox([self.room, self.caption], layout=widgets.Layout(display="none"))

@@ -16,7 +16,7 @@ from shardscope_widgets.run.export_files import render_file_list
 FOLDER = "exports"
 """Parent folder of all exports, next to the notebook like ``runs``."""
 TOOLTIP = (
-    f"Write to {FOLDER}/ beside this notebook: files for Accelerate, DeepSpeed, transformers, Megatron-LM, "
+    f"Write to {FOLDER}/ next to this notebook: files for Accelerate, DeepSpeed, transformers, Megatron-LM, "
     "torchrun and Slurm, and a script that trains without Shardscope"
 )
 
@@ -28,9 +28,7 @@ class ExportPanel(WorkPanel):
         self._plan: ss.Plan | None = None
         self.is_blocked = False
         """Whether an input is invalid: the files would be those of an earlier plan."""
-        super().__init__(
-            "Write files to train it elsewhere", TOOLTIP, self._start_export, Clickable(_ignore_press)
-        )
+        super().__init__("Export configs and scripts", TOOLTIP, self._start_export, Clickable(_ignore_press))
 
     def set_plan(self, plan: ss.Plan) -> None:
         """Set the plan to export; remove the file list of an earlier plan."""
@@ -41,7 +39,7 @@ class ExportPanel(WorkPanel):
     def _start_export(self) -> None:
         plan = self._plan
         if plan is None or self.is_blocked:
-            self.show_message("Fix the input marked in red first.")
+            self.show_message("Correct the input marked in red first.")
             return
         folder = Path(FOLDER) / name_folder(plan)
 

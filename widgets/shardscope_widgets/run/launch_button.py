@@ -19,7 +19,7 @@ from shardscope_widgets.run.launch_offer import LaunchOffer, build_offer
 if TYPE_CHECKING:
     from shardscope.runs.launch.context import Context
 
-IS_BUSY = "A run is under way: see the Runs tab."
+IS_BUSY = "A run is active: see the Runs tab."
 
 
 class LaunchButton:

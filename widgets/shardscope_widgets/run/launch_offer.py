@@ -174,10 +174,11 @@ def _describe_move(plan: ss.Plan, moved: ss.Plan) -> str:
     before, now = plan.recipe, moved.recipe
     parts = [f"{moved.architecture.num_parameters:,} parameters"] * (moved.architecture != plan.architecture)
     parts.append(moved.layout.description)
-    for name, unit in (("seq_len", "tokens a sequence"), ("global_batch_size", "sequences a step")):
+    for name, unit in (("seq_len", "tokens per sequence"), ("global_batch_size", "sequences per step")):
         if getattr(now, name) != getattr(before, name):
             parts.append(f"{getattr(now, name):,} instead of {getattr(before, name):,} {unit}")
-    return f"{count_devices(plan.cluster)} are not here. On {TRIAL_RANKS} CPU ranks: {', '.join(parts)}."
+    missing = f"{count_devices(plan.cluster)} are not on this machine."
+    return f"{missing} On {TRIAL_RANKS} CPU ranks: {', '.join(parts)}."
 
 
 def _offer_trial(plan: ss.Plan, warning: str, task: TaskPicker) -> LaunchOffer:
@@ -188,7 +189,7 @@ def _offer_trial(plan: ss.Plan, warning: str, task: TaskPicker) -> LaunchOffer:
         return LaunchOffer(label=TRIAL, note=str(error))
     weights = "random weights in place of the folder's, " if task.kind == "finetune" else ""
     differences = ", ".join(trial.differences)
-    note = f"A trial: the same framework on this machine, with {weights}{differences}."
+    note = f"Trial run: the same framework on this machine, with {weights}{differences}."
     return LaunchOffer(label=TRIAL, plan=trial.plan, is_trial=True, note=_join_sentences(warning, note))
 
 
@@ -196,11 +197,12 @@ def _describe_shortage(plan: ss.Plan, report: MemoryReport) -> str:
     """Return which memory is too small in any case; for the GPU, the low end of the band counts."""
     if report.low_bytes > report.usable_bytes:
         have, least = format_gib(report.usable_bytes), format_gib(report.low_bytes)
-        return f"This machine has {have} GiB, and at least {least} are needed."
+        unit = "CPU rank" if plan.cluster.gpu.name == "cpu" else "GPU"
+        return f"The plan needs at least {least} GiB on each {unit}, which has {have} on this machine."
     for shortage in find_shortages(plan, report):
         if shortage.name != "GPU memory":
             return (
-                f"A node has {format_gib(shortage.room_bytes or 0)} GiB of {shortage.name}, and "
-                f"{format_gib(shortage.needed_bytes)} are needed."
+                f"The plan needs {format_gib(shortage.needed_bytes)} GiB of {shortage.name} on each node, "
+                f"which has {format_gib(shortage.room_bytes or 0)}."
             )
     return ""

@@ -37,7 +37,9 @@ class RunLog(widgets.VBox):
         """Whether the user has selected a log of this run."""
         self._is_setting = False
         self.whose = controls.create_dropdown(
-            options=[("rank 0", 0)], tooltip="Whose log", layout=controls.share_fixed_layout("116px")
+            options=[("rank 0", 0)],
+            tooltip="Log of this rank or process",
+            layout=controls.share_fixed_layout("116px"),
         )
         self.words = controls.create_text_box(
             "", "Search this log", "200px", continuous_update=True, placeholder="Search this log"
@@ -117,7 +119,7 @@ class RunLog(widgets.VBox):
         if size > LOG_BYTES:  # The first line is most likely truncated.
             text = text.partition("\n")[2] or text
         lines = ansi.to_html(PROFILER_TALK.sub("", text))
-        nothing = "nothing printed" if has_ended else "nothing printed yet"
+        nothing = "no output" if has_ended else "no output yet"
         self._show_lines(path, "", lines or f"<span class='ss-hint'>{nothing}</span>")
         shown = f"the last {LOG_BYTES // 1024} KiB of {size / 2**20:,.1f} MiB" if size > LOG_BYTES else ""
         self._show_count(shown)
@@ -132,10 +134,10 @@ class RunLog(widgets.VBox):
             f"<span class='ss-line-number'>{number:>{width},}</span> {mark_matches(line, search.text)}"
             for number, line in search.matches
         )
-        self._show_lines(search.path, search.text, lines or "<span class='ss-hint'>no such line</span>")
+        self._show_lines(search.path, search.text, lines or "<span class='ss-hint'>no matching line</span>")
         count = f"{search.num_matches:,} of {search.num_lines:,} lines"
         last = f", the last {MAX_MATCHES} shown" if search.num_matches > MAX_MATCHES else ""
-        self._show_count(f"{count}{last}{' · reading on' if more else ''}")
+        self._show_count(f"{count}{last}{' · still searching' if more else ''}")
 
     def _show_lines(self, path: Path, query: str, lines: str) -> None:
         with self.pane.hold_sync():

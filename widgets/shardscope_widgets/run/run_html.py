@@ -124,7 +124,7 @@ def describe_slowest_rank(slowest: SlowestRank) -> tuple[str, str, str]:
             "The medians of the last steps differ by less than 2 %. Ranks that exchange gradients wait for "
             "each other in every step; a trace shows which rank the others wait for."
         )
-        return "even", f"{ranks}' pace, within 2\u00a0%", why
+        return "balanced", f"{ranks}, within 2\u00a0%", why
     typical = Scale.for_seconds(slowest.seconds)
     step = f"Its median step takes {typical.format(slowest.seconds)} {typical.unit}"
     if slowest.steps_behind:
@@ -183,12 +183,12 @@ def render_latest_table(
     )
     more = len(ranks) - len(shown)
     left_out = (
-        f"<div class='ss-hint'>and {more:,} more ranks; the slowest rank is chosen from all of them</div>"
+        f"<div class='ss-hint'>and {more:,} more ranks, also considered for the slowest rank</div>"
         if more
         else ""
     )
     return (
-        "<div class='ss-scroll' tabindex='0' role='group' aria-label='last numbers of each rank'>"
+        "<div class='ss-scroll' tabindex='0' role='group' aria-label='latest values of each rank'>"
         f"<table class='ss-table ss-latest'><thead><tr><th>latest</th><th>step</th>{head}</tr></thead>"
         f"<tbody>{rows}</tbody>{_render_predicted_row(panels, units, expected)}</table></div>"
         f"{left_out if more else ''}{_render_predicted_note(expected)}"
@@ -219,7 +219,7 @@ def _render_predicted_note(expected: PredictedMetrics | None) -> str:
         if expected.step_seconds and expected.step_source
         else ""
     )
-    text = f"Predicted when it was launched. Memory: {expected.memory_content}. {step}"
+    text = f"Predicted at launch. Memory: {expected.memory_content}. {step}"
     return f"<div class='ss-hint'>{escape(text.strip())}</div>"
 
 
@@ -255,11 +255,11 @@ def render_memory_table(
         for row_name, components in rows
     )
     more = len(by_rank) - len(shown)
-    left_out = f" {more:,} more ranks have less than the fullest." if more > 0 else ""
+    left_out = f" {more:,} more ranks used less than the highest one shown." if more > 0 else ""
     return (
         f"<h2>Memory by component <span class='ss-hint'>tensors at the peak, {unit.name}</span></h2>"
         "<div class='ss-scroll' tabindex='0' role='group' aria-label='memory of each rank by component'>"
-        f"<table class='ss-table ss-parts'><thead><tr><th></th><th></th><th>all</th>{head}</tr></thead>"
+        f"<table class='ss-table ss-parts'><thead><tr><th></th><th></th><th>total</th>{head}</tr></thead>"
         f"<tbody>{body}</tbody></table></div><div class='ss-hint'>{escape(caption)}{left_out}</div>"
     )
 

@@ -14,8 +14,8 @@ from shardscope_widgets.kit.display_names import describe_devices, format_name
 from shardscope_widgets.run.run_html import format_seconds, render_status_sign
 
 EMPTY = (
-    "No run in <code>runs/</code> beside this notebook yet. A run that is launched here or in another "
-    "notebook of this folder appears in this list."
+    "No runs yet. Runs launched from the notebooks of this folder are stored in <code>runs/</code> and "
+    "listed here."
 )
 HEAD = (
     "<thead><tr><th class='ss-pick-cell'><span class='ss-off-screen'>compare</span></th>"
@@ -56,7 +56,7 @@ def describe_plan(summary: RunSummary) -> str:
     """Return ``Llama 3.1 8B on 8 × H100 SXM 80 GB, FSDP2 shard 8`` as plain text."""
     plan = summary.plan
     if plan is None:
-        return "its plan cannot be read"
+        return "plan cannot be read"
     method = "" if plan.recipe.method == "full" else f", {plan.recipe.method}"
     model, gpus = format_name(plan.architecture.name), describe_devices(plan.cluster)
     return f"{model} on {gpus}, {plan.layout.description}{method}"
@@ -85,9 +85,9 @@ def format_loss(loss: float | None) -> str:
 
 
 def format_steps(done: int | None, total: int | None) -> str:
-    """Return ``40 of 300 steps``, ``40 steps`` without a known total, ``no step`` before the first one."""
+    """Return ``40 of 300 steps``, ``40 steps`` without a known total, ``no steps`` before the first one."""
     if done is None and total is None:
-        return "no step"
+        return "no steps"
     if total is None:
         return format_count(done or 0, "step")
     return f"{done or 0:,} of {format_count(total, 'step')}"
@@ -121,7 +121,7 @@ def _render_row(
         f"<tr data-act='open:{key}'{' class=ss-picked' if is_selected else ''}>"
         f"<td class='ss-pick-cell'><button type='button' class='ss-pick' role='checkbox' "
         f"aria-checked='{ticked}' data-act='select:{key}' aria-label='Select {name} to compare it' "
-        f"title='Select it to compare it'></button></td>"
+        f"title='Select to compare'></button></td>"
         f"<th scope='row'><button type='button' class='ss-open' data-act='open:{key}' "
         f"title='{name}: open'>{name}</button>"
         f"<div class='ss-hint ss-clipped' title='{plan}{history}'>{plan}{history}</div></th>"

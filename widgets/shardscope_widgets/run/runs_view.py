@@ -32,7 +32,7 @@ PAGE_ROWS = 20
 READ_SECONDS = 2.0
 """Seconds between reads of the folder while one of its runs is active."""
 TRACE_PIXELS = 440
-IS_BUSY = "A run is under way: wait until it ends, or stop it."
+IS_BUSY = "Another run is active: wait until it ends, or stop it."
 HINT = "Select two runs to compare them."
 
 
@@ -304,7 +304,7 @@ class RunsView(View):
             return IS_BUSY
         living = (one for one in self._rows.values() if one.is_live and one.resumed_from == summary.name)
         later = next(living, None)
-        return None if later is None else f"{make_printable(later.name)} continues it at this moment."
+        return None if later is None else f"{make_printable(later.name)} is already continuing this run."
 
     def _open_trace(self, run: ss.Run) -> None:
         if self._on_open_trace is not None:

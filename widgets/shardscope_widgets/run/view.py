@@ -37,9 +37,9 @@ SHARE_OF_KERNEL = 0.1
 """Fraction of a CPU core that a view may use for drawing: charts of many ranks are drawn less often."""
 MAX_PAUSE_SECONDS = 2.0
 """Maximum seconds between two drawings, however long one takes."""
-SAVES = "Finish the step, save a checkpoint, end this run"
-LOOKS = "Ask the task, which checks ctx.should_stop, to end by itself; what it saves is up to its own code"
-NO_RUN = "No run is shown. A run that is launched or opened appears here."
+SAVE_TOOLTIP = "Finish the current step, save a checkpoint and end this run"
+SHOULD_STOP_TOOLTIP = "Set ctx.should_stop: the task ends by itself, and its own code decides what it saves"
+NO_RUN = "No run yet. A run that you launch or open appears here."
 PLACEHOLDER = "–"
 
 
@@ -72,7 +72,7 @@ class RunView(View):
         self.save_button = controls.create_button(
             "Save and stop",
             "ss-ghost",
-            tooltip=SAVES,
+            tooltip=SAVE_TOOLTIP,
             layout=widgets.Layout(display="none"),
         )
         self.save_button.on_click(lambda _: self._press_run_button("Save and stop"))
@@ -171,7 +171,7 @@ class RunView(View):
 
     def _offer_saving(self, run: ss.Run) -> None:
         """Show "Save and stop" if the task supports it; for a user's function, once it has checked for it."""
-        self.save_button.tooltip = SAVES if run.trains_the_plan else LOOKS
+        self.save_button.tooltip = SAVE_TOOLTIP if run.trains_the_plan else SHOULD_STOP_TOOLTIP
         self.save_button.layout.display = "" if run.reads_stop_requests else "none"
 
     def _add_records(self, new: list[dict[str, Any]]) -> None:
@@ -225,7 +225,7 @@ class RunView(View):
                     more = self.refresh()
                 except Exception as error:  # The folder may vanish: the view reports that and continues.
                     more = False
-                    self.error.value = _render_alert(f"This view cannot show the run: {error}")
+                    self.error.value = _render_alert(f"The run cannot be shown: {error}")
                 if not ended:
                     pause = min((time.thread_time() - busy) / SHARE_OF_KERNEL, MAX_PAUSE_SECONDS)
                     time.sleep(max(0.02, max(POLL_SECONDS, pause) - (time.monotonic() - started)))
@@ -257,7 +257,7 @@ class RunView(View):
                 try:
                     more = self.run is not None and self.refresh()
                 except Exception as error:  # The folder may be gone by now.
-                    self.error.value = _render_alert(f"This view cannot show the run: {error}")
+                    self.error.value = _render_alert(f"The run cannot be shown: {error}")
                 finally:
                     self._is_watching = more
             if more:
@@ -321,8 +321,8 @@ class RunView(View):
             loss = (
                 f"{latest_of_rank_0['loss']:.3f}" if is_number(latest_of_rank_0.get("loss")) else PLACEHOLDER
             )
-            entries.append((loss, "loss", "Of rank 0, in the last step"))
-        names = (("tokens_per_second_all_ranks", "all ranks"), ("tokens_per_second", "of rank 0"))
+            entries.append((loss, "loss", "Rank 0, last step"))
+        names = (("tokens_per_second_all_ranks", "all ranks"), ("tokens_per_second", "rank 0"))
         pace = next(
             (
                 (latest_of_rank_0[name], label)
@@ -332,17 +332,17 @@ class RunView(View):
             None,
         )
         if pace is not None:
-            entries.append((format_short(pace[0]), f"tokens/s, {pace[1]}", "In the last step"))
+            entries.append((format_short(pace[0]), f"tokens/s, {pace[1]}", "Last step"))
         elif is_known:
-            entries.append((PLACEHOLDER, "tokens/s, all ranks", "In the last step"))
+            entries.append((PLACEHOLDER, "tokens/s, all ranks", "Last step"))
         left = self._pace.seconds_left(total, time.time()) if total and not has_ended else None
         if left is not None:
-            why = "The steps that are left, at the pace of the last ones"
-            entries.append((f"about {run_html.format_seconds(left)}", "to go", why))
+            why = "The remaining steps at the speed of the last ones"
+            entries.append((f"about {run_html.format_seconds(left)}", "remaining", why))
         elif has_ended and (took := _find_duration(run)) is not None:
-            entries.append((run_html.format_seconds(took), "in all", "From its launch to its end"))
+            entries.append((run_html.format_seconds(took), "total time", "From launch to end"))
         elif is_known and not has_ended:
-            entries.append((PLACEHOLDER, "to go", "Known after some steps"))
+            entries.append((PLACEHOLDER, "remaining", "Known after some steps"))
         if self._follow is not None and self._follow.num_skipped_bytes:
             entries.append(run_html.describe_sample(self._follow))
         if slowest is not None:
@@ -386,7 +386,7 @@ def _find_duration(run: ss.Run) -> float | None:
 def _render_engine(engine: object) -> str:
     """Return one sentence about what the engine of rank 0 built."""
     sentence = engine.get("sentence") if isinstance(engine, dict) else None
-    return f"<div class='ss-hint'>As built: {escape(str(sentence))}</div>" if sentence else ""
+    return f"<div class='ss-hint'>As built on rank 0: {escape(str(sentence))}</div>" if sentence else ""
 
 
 def _render_alert(message: str) -> str:

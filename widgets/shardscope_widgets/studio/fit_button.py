@@ -1,4 +1,4 @@
-"""The "Make it fit" button: a background search for the cheapest combination of changes that fits."""
+"""The "Make it fit" button: a background search for the fastest plan that fits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shardscope_widgets.kit import controls
 from shardscope_widgets.memory.fit_search import FitSearch, Result
 
 LABEL = "Make it fit"
-LOOKING = "Looking for a way …"
-TOOLTIP = "Find the cheapest combination of changes that fits"
+SEARCHING = "Searching …"
+TOOLTIP = "Search for the fastest plan that fits, with as few changes as possible"
 
 
 class FitButton:
@@ -30,22 +30,22 @@ class FitButton:
     def show_for_plan(self, plan: ss.Plan, verdict: Verdict) -> None:
         """Show the button if ``plan`` does not fit."""
         self._plan = plan
-        self._show_looking(False)
+        self._show_searching(False)
         self.button.layout.display = "" if verdict.state == "does not fit" else "none"
 
     def start_search(self) -> None:
         """Start the search for changes."""
         plan = self._plan
         if plan is not None:
-            self._show_looking(True)
-            self._search.request(plan, lambda found: self._report_result(plan, found))
+            self._show_searching(True)
+            self._search.request(plan, lambda result: self._report_result(plan, result))
 
     def _report_result(self, plan: ss.Plan, result: Result) -> None:
         # The inputs changed during the search: this result is for an outdated plan.
         if self._plan == plan:
-            self._show_looking(False)
+            self._show_searching(False)
             self._on_fit(plan, result)
 
-    def _show_looking(self, is_looking: bool) -> None:
-        self.button.description = LOOKING if is_looking else LABEL
-        self.button.disabled = is_looking
+    def _show_searching(self, is_searching: bool) -> None:
+        self.button.description = SEARCHING if is_searching else LABEL
+        self.button.disabled = is_searching

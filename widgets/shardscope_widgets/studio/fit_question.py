@@ -15,16 +15,19 @@ RESULT_FIELDS = ("method", "precision", "optimizer", "quantization", "seq_len", 
 def write_fit_question(plan: ss.Plan, fit: Fit) -> tuple[str, str] | None:
     """Return the notice and its button label, or None if ``fit`` needs no confirmation."""
     fitting_plan = fit.plan
-    room = f"{format_gib(fitting_plan.memory().peak_bytes)} GiB"
+    memory = f"{format_gib(fitting_plan.memory().peak_bytes)} GiB"
     same_nouns = (plan.architecture, plan.cluster) == (fitting_plan.architecture, fitting_plan.cluster)
     if not same_nouns or any(
         getattr(plan.recipe, name) != getattr(fitting_plan.recipe, name) for name in RESULT_FIELDS
     ):
-        return "No layout of any framework fits as it is.", f"Change {fit.text}: {room}"
+        return (
+            "No layout of any framework fits this model, training and GPUs.",
+            f"Change {fit.text}: {memory}",
+        )
     if plan.layout.framework == fitting_plan.layout.framework:
         return None
     title = plan.layout.title
     notice = f"No {title} layout fits."
     if fit.own_framework_fits:
-        notice = f"With {title}, a step that fits takes over {MAX_TIMES_SLOWER:.0f} times as long."
-    return notice, f"Use {name_plan(fitting_plan, plan.recipe)}, {room}"
+        notice = f"Every {title} layout that fits is over {MAX_TIMES_SLOWER:.0f} times slower."
+    return notice, f"Use {name_plan(fitting_plan, plan.recipe)}, {memory}"

@@ -23,7 +23,8 @@ NODES = re.compile(r"^[\d,]+ nodes of \d+")
 def render_headline(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
     """Return the two lines as HTML. Long lines are truncated and show the full text on hover."""
     rank = plan.recipe.adapter_rank
-    method = {"full": "full", "lora": f"LoRA rank {rank}", "qlora": f"QLoRA rank {rank}"}[plan.recipe.method]
+    methods = {"full": "full training", "lora": f"LoRA rank {rank}", "qlora": f"QLoRA rank {rank}"}
+    method = methods[plan.recipe.method]
     model, gpus = format_name(plan.architecture.name), describe_devices(plan.cluster)
     layout = plan.layout.description
     plain = f"{model} on {gpus} with {layout}, {method}, {plan.recipe.precision}"
@@ -48,14 +49,14 @@ def write_verdict(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
     where = f"on each {unit}" if plan.world_size > 1 else f"on the {unit}"
     if plan.degrees.pp > 1:
         where = f"on the fullest {unit}, stage {report.worst_stage.stage}"
-    room = f"{format_gib(report.peak_bytes)} of {format_gib(report.usable_bytes)} GiB {where}"
+    memory = f"{format_gib(report.peak_bytes)} of {format_gib(report.usable_bytes)} GiB {where}"
     if verdict.state == "does not fit":
         return f"Does not fit: {verdict.reason[:1].lower()}{verdict.reason[1:].rstrip('.')}"
     if verdict.state == "tight":
-        return f"Tight: {room}; may run out of memory"
+        return f"Tight: {memory}; may run out of memory"
     if verdict.state == "unknown":
         needs = " and ".join(
             f"{format_gib(place.needed_bytes)} GiB of {place.name}" for place in verdict.unknown
         )
         return f"Fits if {'each' if plan.cluster.num_nodes > 1 else 'the'} node has {needs}"
-    return f"Fits: {room}"
+    return f"Fits: {memory}"

@@ -16,6 +16,7 @@ import traitlets
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
+from shardscope.core.number_format import format_count
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.checks import Finding
 from shardscope.planner.checks.usual_rates import limit_rate
@@ -64,7 +65,7 @@ PAUSE_SECONDS = 0.25
 MAX_FIXES = 4
 """Maximum number of fixes applied in sequence."""
 TRACE_PIXELS = 480
-NO_TRACE = "No trace yet: a run that records one shows it here."
+NO_TRACE = 'No trace yet. Launch a run with "Record a trace" checked, or open a trace in the Runs tab.'
 Page = TypeVar("Page", bound=widgets.Widget)
 
 
@@ -120,7 +121,7 @@ class Studio(View):
         self.open_plan = OpenPlan(on_open=self._open_plan, current=lambda: self.plan)
         export = (self.export_panel, self.export_panel.words)
         self.folds = {
-            "What to do": Fold("What to do", self.task, self.open_plan),
+            "Task": Fold("Task", self.task, self.open_plan),
             "Model": Fold("Model", self.architecture, is_open=True),
             "GPUs": Fold("GPUs", self.cluster),
             "Training": Fold("Training", self.recipe, is_open=True),
@@ -252,7 +253,7 @@ class Studio(View):
             self._show_error(error)
             return
         except Exception as error:  # An exception raised in a handler would not be shown.
-            self._show_error(ValueError(f"Shardscope failed at this: {type(error).__name__}: {error}"))
+            self._show_error(ValueError(f"Internal error of Shardscope: {type(error).__name__}: {error}"))
             raise
         finally:
             self._planning = False
@@ -333,16 +334,16 @@ class Studio(View):
         before = self.plan
         self.apply(plan)
         if self.is_wrong:
-            self.notice.show_message(
-                "The plan was opened in part: correct the input marked in red.", is_error=True
-            )
+            message = "Plan opened, but one of its values is invalid: correct the input marked in red."
+            self.notice.show_message(message, is_error=True)
         else:
-            self.notice.show_message("The plan was opened.", {"Undo": lambda: self.apply(before)})
+            self.notice.show_message("Plan opened.", {"Undo": lambda: self.apply(before)})
 
     def _offer_fit(self, before: ss.Plan, fit: Result) -> None:
         """Apply the fit for ``before``; ask first if it changes more than degrees and recomputation."""
         if isinstance(fit, Exception):
-            self.notice.show_message(f"Looking for a way failed: {type(fit).__name__}: {fit}", is_error=True)
+            message = f"The search for a plan that fits failed: {type(fit).__name__}: {fit}"
+            self.notice.show_message(message, is_error=True)
             return
         if fit is None:
             message = "No combination of changes fits on these GPUs: choose more GPUs or a smaller model."
@@ -487,7 +488,7 @@ class Studio(View):
         worst = sort_worst_first(self.findings)[0].severity if self.findings else ""
         self.tabs.set_badge("Checks", len(self.findings), summarize_findings(self.findings), worst)
         num_runs = self.runs.num_runs if "runs" in vars(self) else count_runs()
-        self.tabs.set_badge("Runs", num_runs, f"{num_runs} runs in this folder", "")
+        self.tabs.set_badge("Runs", num_runs, f"{format_count(num_runs, 'run')} in this folder", "")
 
     # ---- runs
 
@@ -508,7 +509,7 @@ class Studio(View):
         self._show_trace(_create_hint("The trace appears here when the run has ended."))
 
     def _show_launch_error(self, message: str, retry: Callable[[], None] | None) -> None:
-        self.notice.show_message(message, {"Launch all the same": retry} if retry else {}, is_error=True)
+        self.notice.show_message(message, {"Launch anyway": retry} if retry else {}, is_error=True)
 
     def _run_ended(self, run: ss.Run) -> None:
         if self.run is None or self.run.folder == run.folder:

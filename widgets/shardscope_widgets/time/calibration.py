@@ -18,7 +18,7 @@ class CalibratePanel(WorkPanel):
         self._cluster: ss.Cluster | None = None
         super().__init__(
             "Measure this machine",
-            "About a minute: matrix products, memory, links and collectives, kept for predictions",
+            "Benchmark matmuls, memory, links and collectives (about a minute) for more accurate predictions",
             self._start_calibration,
         )
         self.layout.display = "none"
@@ -42,4 +42,4 @@ class CalibratePanel(WorkPanel):
         def calibrate(progress: Progress) -> Any:
             return ss.calibrate(cluster, progress=progress)
 
-        self.start(calibrate, lambda _: self._on_done(), lambda _, seconds: f"measured in {seconds:.0f} s")
+        self.start(calibrate, lambda _: self._on_done(), lambda _, seconds: f"Measured in {seconds:.0f} s.")

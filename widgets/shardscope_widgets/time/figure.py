@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 
 from shardscope.timing.report import PARTS, StepReport, format_seconds
 from shardscope_widgets.kit.chart import Chart
+from shardscope_widgets.kit.display_names import format_part
 from shardscope_widgets.kit.numbers import Scale
 from shardscope_widgets.kit.pins import wrap_label
 from shardscope_widgets.kit.theme import FONT, MEASURED_COLOUR, PART_COLOURS, PART_PATTERNS
@@ -147,7 +148,7 @@ def _build_part_bars(shown: ShownStep, name: Any) -> dict[str, Any]:
 
 
 def _write_part_tooltip(report: StepReport, name: Any) -> str:
-    text = name.replace("_", " ") + report.explain(name).removeprefix(name)
+    text = format_part(name) + report.explain(name).removeprefix(name)
     return "<br>".join(wrap(escape(text), 72, break_on_hyphens=False))
 
 
@@ -156,13 +157,13 @@ def _build_notes(shown: ShownStep) -> list[dict[str, Any]]:
     report, measured = shown.report, shown.measured
     overlapped = sum(report.hidden.values()) if report else 0.0
     rows = [
-        ("predicted", report.seconds if report else 0.0, "not known: the line below says why"),
-        ("overlapped", overlapped, "no communication is overlapped with arithmetic" if report else ""),
+        ("predicted", report.seconds if report else 0.0, "no prediction: see below"),
+        ("overlapped", overlapped, "no communication overlaps with compute" if report else ""),
         ("measured", measured.seconds if measured else 0.0, "no run of this plan yet"),
     ]
     for index, pin in enumerate(shown.pins):
         seconds = pin.step.report.seconds if pin.step.report else 0.0
-        rows.append((f"pin {index}", seconds, "not known"))
+        rows.append((f"pin {index}", seconds, "no prediction"))
     notes = []
     for key, seconds, why in rows:
         place = {"y": key, "yref": "y", "showarrow": False}

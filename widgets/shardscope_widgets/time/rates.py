@@ -20,7 +20,7 @@ def render_rates(shown: ShownStep) -> str:
     else:
         cost, mfu = report.cost_per_token, report.mfu
         share = DASH if mfu is None else _format_percent(mfu)
-        why_mfu = "the GPU's peak in this precision is not known" if mfu is None else MODEL_FLOPS
+        why_mfu = "the GPU's peak in this precision is unknown" if mfu is None else MODEL_FLOPS
         numbers = [
             (format_short(report.tokens_per_second_per_gpu), UNITS[0], "predicted"),
             (share, UNITS[1], why_mfu),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shardscope.core.number_format import format_gib
 from shardscope.timing.report import PARTS, StepReport
-from shardscope_widgets.kit.display_names import count_devices, format_name
+from shardscope_widgets.kit.display_names import count_devices, format_name, format_part
 from shardscope_widgets.kit.numbers import Scale, format_dollars, format_short, format_three_digits
 from shardscope_widgets.kit.part_table import NOT_REPORTED, Column, PartRow, add_sign, render_part_table
 from shardscope_widgets.kit.theme import PART_COLOURS, PART_PATTERNS, PATTERN_CLASSES
@@ -30,7 +30,7 @@ def write_caption(shown: ShownStep) -> str:
     stages = f", the slowest of {plan.degrees.pp} pipeline stages" if plan.degrees.pp > 1 else ""
     batches = plan.num_micro_batches
     summary = f"one optimizer step of {report.num_tokens:,} tokens on {count_devices(plan.cluster)}{stages}"
-    summary += f", {batches:,} micro-batch{'es' if batches > 1 else ''} a rank"
+    summary += f", {batches:,} micro-batch{'es' if batches > 1 else ''} per rank"
     return " · ".join(escape(part) for part in (summary, report.calibration, describe_residual(plan)) if part)
 
 
@@ -60,14 +60,14 @@ def _list_rates(shown: ShownStep) -> list[Rate]:
             f" TFLOP/s, hardware: {hardware}, {HARDWARE}."
         )
     return [
-        Rate("tokens/s", format_short, lambda r: r.tokens_per_second, "All GPUs together."),
-        Rate("tokens/s per GPU", format_short, lambda r: r.tokens_per_second_per_gpu, "Of one GPU."),
+        Rate("tokens/s", format_short, lambda r: r.tokens_per_second, "Of all GPUs together."),
+        Rate("tokens/s per GPU", format_short, lambda r: r.tokens_per_second_per_gpu, "Of each GPU."),
         Rate(
             "MFU, %",
             format_three_digits,
             lambda r: None if r.mfu is None else 100 * r.mfu,
             convention,
-            "The GPU's peak in this precision is not known.",
+            "The GPU's peak in this precision is unknown.",
         ),
         Rate(
             "TFLOP/s per GPU", format_three_digits, lambda r: r.tflops_per_gpu, convention + other_conventions
@@ -77,14 +77,14 @@ def _list_rates(shown: ShownStep) -> list[Rate]:
             format_dollars,
             lambda r: None if r.cost_per_token is None else 1e6 * r.cost_per_token,
             describe_price(shown) + ".",
-            f"The price of {gpu} is not known.",
+            f"The price of {gpu} is unknown.",
         ),
         Rate(
             "kWh per M tokens",
             format_three_digits,
             lambda r: None if r.joules_per_token is None else 1e6 * r.joules_per_token / KWH_JOULES,
-            "The GPUs at their power limit.",
-            f"The power limit of {gpu} is not known.",
+            "If each GPU draws its power limit.",
+            f"The power limit of {gpu} is unknown.",
         ),
     ]
 
@@ -93,8 +93,8 @@ def describe_price(shown: ShownStep) -> str:
     """Return the price on which dollar amounts are based, or that it is unknown."""
     gpu = shown.plan.cluster.gpu
     if gpu.price_per_hour_usd is None:
-        return f"the price of {format_name(gpu.name)} is not known"
-    return f"${gpu.price_per_hour_usd:,.2f} an hour for each GPU, read on {gpu.price_date}"
+        return f"the price of {format_name(gpu.name)} is unknown"
+    return f"${gpu.price_per_hour_usd:,.2f} per GPU-hour (list price of {gpu.price_date})"
 
 
 def render_rate_table(shown: ShownStep) -> str:
@@ -180,11 +180,11 @@ def render_part_rows(shown: ShownStep) -> str:
     reports = [report, *(pin.step.report for pin in pinned if pin.step.report is not None)]
     busy = [name for name in PARTS if any(other.parts[name] or other.hidden[name] for other in reports)]
     busy.sort(key=lambda name: -report.parts[name])
-    idle = [name.replace("_", " ") for name in PARTS if name not in busy]
+    idle = [format_part(name) for name in PARTS if name not in busy]
     columns = [
         Column("exposed", "the step waits for it"),
         Column("share", "of the step"),
-        Column("overlapped", "with arithmetic: the step does not wait for it"),
+        Column("overlapped", "runs during compute: the step does not wait for it"),
     ]
     for pin in pinned:
         number, difference = Column.for_pin(shown.pins.index(pin), pin.name)
@@ -204,10 +204,8 @@ def render_part_rows(shown: ShownStep) -> str:
                 add_sign(current - seconds, scale.format(abs(current - seconds))),
             ]
         why = report.explain(name).partition(" = ")[2] or "no time in this plan"
-        rows.append(
-            PartRow(name, name.replace("_", " "), cells, f"<p>{escape(why)}</p>", render_swatch(name))
-        )
-    nothing = f"<div class='ss-hint'>No time goes to {', '.join(idle)}.</div>" if idle else ""
+        rows.append(PartRow(name, format_part(name), cells, f"<p>{escape(why)}</p>", render_swatch(name)))
+    nothing = f"<div class='ss-hint'>No time in this plan: {', '.join(idle)}.</div>" if idle else ""
     table = render_part_table(f"{scale.unit}, of one step", columns, rows)
     return f"{table}{nothing}{_render_collectives(report, scale)}"
 
@@ -233,16 +231,16 @@ def _render_collectives(report: StepReport, scale: Scale) -> str:
     ]
     for part, seconds in report.staged.items():
         copied = _render_collective(
-            part, "copies", ("–", "its own memory", "–"), 2 * (scale.format(seconds),)
+            part, "staging copies", ("–", "device memory", "–"), 2 * (scale.format(seconds),)
         )
         last = max(index for index, call in enumerate(report.sent) if call.part == part)
         rows[last] += copied
     return (
-        "<h2>Communication <span class='ss-hint'>of one rank in one step, with its staging copies; "
-        "exposed times add up to the parts above</span></h2>"
-        "<div class='ss-scroll' tabindex='0'><table class='ss-table'><thead><tr><th>for</th>"
-        "<th class='ss-text'>collective</th><th>ranks</th><th class='ss-text'>over</th><th>GiB</th>"
-        f"<th>takes, {scale.unit}</th><th>exposed, {scale.unit}</th></tr></thead>"
+        "<h2>Communication <span class='ss-hint'>per rank and step; the exposed times "
+        "add up to the parts above</span></h2>"
+        "<div class='ss-scroll' tabindex='0'><table class='ss-table'><thead><tr><th>part</th>"
+        "<th class='ss-text'>collective</th><th>ranks</th><th class='ss-text'>link</th><th>GiB</th>"
+        f"<th>time, {scale.unit}</th><th>exposed, {scale.unit}</th></tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
 
@@ -250,7 +248,7 @@ def _render_collectives(report: StepReport, scale: Scale) -> str:
 def _render_collective(part: str, what: str, how: tuple[str, str, str], times: tuple[str, ...]) -> str:
     ranks, over, moved = how
     return (
-        f"<tr><td>{escape(part.replace('_', ' '))}</td><td class='ss-text'>{escape(what)}</td>"
+        f"<tr><td>{escape(format_part(part))}</td><td class='ss-text'>{escape(what)}</td>"
         f"<td>{ranks}</td>"
         f"<td class='ss-text'>{escape(over)}</td><td>{moved}</td>"
         + "".join(f"<td>{time}</td>" for time in times)

@@ -58,10 +58,12 @@ class StepView(View):
         self.figure = create_step_figure(self.table.open_row)
         self.caption = controls.create_html("", "ss-hint", "ss-caption")
         self.figures = Clickable(self._pins.press_button)
-        self.budget = controls.create_text_box("15B", "Tokens to train on, as 15T, 300B or 1.5e12", "72px")
+        self.budget = controls.create_text_box(
+            "15B", "Number of training tokens, such as 15T, 300B or 1.5e12", "72px"
+        )
         self.budget.observe(self._show_budget, "value")
         self.budget_words = controls.create_html("", "ss-budget")
-        self.budget_row = Row("For tokens", self.budget, self.budget_words)
+        self.budget_row = Row("Tokens", self.budget, self.budget_words)
         parts = [bar, self.figure, self.caption, self.figures, self.budget_row, self.table]
         super().__init__([Sheet("pickers", "memory", "time"), *parts])
         for name in ("ss-root", "ss-view", "ss-step"):
@@ -135,7 +137,7 @@ class StepView(View):
             self.budget_words.value = ""
             return
         steps = num_tokens / report.num_tokens
-        parts = [f"<b>{escape(format_duration(report.days(num_tokens)))}</b> if nothing fails"]
+        parts = [f"<b>{escape(format_duration(report.days(num_tokens)))}</b> without failures"]
         cost = report.cost(num_tokens)
         if cost is not None:
             parts.append(f"<b>{format_dollars(cost)}</b>")

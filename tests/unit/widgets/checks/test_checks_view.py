@@ -13,7 +13,7 @@ import shardscope as ss
 from shardscope.core.finding import PlanChange, Question
 from shardscope.planner.checks import Finding
 from shardscope_widgets.checks.findings import SIGNS, sort_worst_first, summarize_findings
-from shardscope_widgets.checks.view import LOOKING, NOTHING, ChecksView
+from shardscope_widgets.checks.view import NOTHING, SEARCHING, ChecksView
 
 PLAN = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2())
 
@@ -111,16 +111,16 @@ def test_what_takes_long_is_looked_for_by_a_click_and_applied_by_the_next() -> N
     )
     assert "Find a fix" in words(view.list.value) and not asked
     view.list.press_button("a-danger")
-    assert len(asked) == 1 and LOOKING in asked[0], "the page says so meanwhile"
+    assert len(asked) == 1 and SEARCHING in asked[0], "the page says so meanwhile"
     assert "Recompute selectively Apply" in words(view.list.value)
-    assert not applied and LOOKING not in view.list.value
+    assert not applied and SEARCHING not in view.list.value
     view.list.press_button("a-danger")
     assert applied == [PLAN]
     view.show([replace(finding("a-danger", "danger"), search=way)])
     view.list.press_button("a-danger")
     assert "none was found" in words(view.list.value) and "<button" not in view.list.value
     view.list.press_button("a-danger")
-    assert "means nothing here" in view.list.error and applied == [PLAN]
+    assert "is not an action of this view" in view.list.error and applied == [PLAN]
 
 
 def test_what_only_the_user_knows_is_asked_for_in_place() -> None:
@@ -139,10 +139,10 @@ def test_what_only_the_user_knows_is_asked_for_in_place() -> None:
         assert "Cluster.host_memory_bytes is" in view.list.error and len(applied) == 1
     for content in ({"act": "host-memory-not-known"}, {"act": "else", "answer": "1"}, {"answer": "1"}, 3):
         view.list._handle_custom_msg(content, [])
-        assert "means nothing here" in view.list.error and len(applied) == 1
+        assert "is not an action of this view" in view.list.error and len(applied) == 1
     unasked = shown(finding("a-hint", "hint", PLAN))
     unasked.list.submit_text("a-hint", "1")
-    assert "means nothing here" in unasked.list.error
+    assert "is not an action of this view" in unasked.list.error
 
 
 def test_a_plan_and_a_task_may_have_a_finding_of_the_same_name() -> None:

@@ -44,7 +44,7 @@ def test_an_option_without_an_input_is_told_beside_them() -> None:
     layout = ss.Layout.zero(2, communication_data_type="fp32")
     studio.apply(ss.Plan(ss.models["llama-3.1-8b"], cluster, ss.Recipe(), layout))
     assert studio.plan.layout == layout
-    assert "Also: communication data type fp32" in studio.layout_picker.hint.value
+    assert "Also set: communication data type fp32" in studio.layout_picker.hint.value
 
 
 def told(plan: ss.Plan) -> tuple[Any, ...]:

@@ -83,7 +83,7 @@ def test_findings_are_for_the_plan_on_screen(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_reported_with_the_nearest_name(config: Path) -> None:
     view = ScriptChecks()
     for name, words in {
-        str(config.with_name("acelerate.yaml")): f"No such file or directory. Nearest: {config}.",
+        str(config.with_name("acelerate.yaml")): f"No such file or directory. Closest name: {config}.",
         str(config.parent): "Is a directory",
         "no\0path": "null byte",
         "~nobody-of-this-name/train.py": "cannot be read",
@@ -174,10 +174,10 @@ def test_a_file_goes_before_a_function_of_its_name(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     functions = defined(OLD_STEP, "train", tmp_path)
     view = reading("trian", functions=functions)
-    assert "trian cannot be read" in view.error.value and "Nearest: train." in view.error.value
+    assert "trian cannot be read" in view.error.value and "Closest name: train." in view.error.value
     functions["lost"] = eval("lambda ctx: ctx")
     view.path.value = "lost"
-    assert "without source text" in view.error.value
+    assert "has no source text" in view.error.value
     view.path.value = "x" * 300
     assert "cannot be read" in view.error.value
     (tmp_path / "train").mkdir()

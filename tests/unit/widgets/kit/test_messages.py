@@ -108,7 +108,7 @@ def test_too_little_free_memory_can_be_overruled(monkeypatch: pytest.MonkeyPatch
     studio.launch.button.click()
     studio.launch.button.click()
     assert "Nearest fix: wait" in studio.notice.value
-    studio.notice.press_button("Launch all the same")
+    studio.notice.press_button("Launch anyway")
     assert asked == [False, False, True]
     assert "what comes after" in studio.notice.value
-    assert "Launch all the same" not in studio.notice.value
+    assert "Launch anyway" not in studio.notice.value

@@ -45,7 +45,9 @@ def test_fault_47_the_studio_keeps_its_sentence_and_its_table() -> None:
     studio.architecture.name.value = "llama-3.1-70b"
     words = picture(studio)
     assert "Llama 3.1 70B on" in words and "Does not fit" in words
-    assert "Looking for" not in words and "Or one change" not in words, "what only a living view can do"
+    assert "Searching for" not in words and "Or a single change" not in words, (
+        "what only a living view can do"
+    )
     assert "saved by the layers" not in words, "rows that are closed"
 
 

@@ -70,7 +70,7 @@ def test_every_tier_has_its_place_before_it_is_there() -> None:
     assert list(view.figure.layout.yaxis.categoryarray) == ["predicted", "rehearsed", "measured"]
     assert list(drawn(view)) == ["predicted"]
     assert {a.text for a in view.figure.layout.annotations} >= {
-        "not checked yet",
+        "not run yet: press Check memory without GPUs",
         "no run of this plan yet",
     }
 
@@ -138,7 +138,7 @@ def test_offloaded_bytes_are_bars_of_their_own() -> None:
     view = MemoryView(plan)
     assert drawn(view)["host"]["host"] == plan.memory().host_bytes / GIB
     assert drawn(view)["predicted"]["host"] == 0
-    said = r"host memory: ([\d.]+) of 2,048 GiB on each node, ([\d.]+) GiB a rank"
+    said = r"host memory: ([\d.]+) of 2,048 GiB on each node, ([\d.]+) GiB per rank"
     found = re.search(said, words(view.caption.value))
     assert found and float(found[1]) == pytest.approx(8 * float(found[2]), rel=0.01)
     assert column(view, "predicted")["host"] == found[2]
@@ -344,7 +344,7 @@ def test_a_plan_that_fits_is_offered_room_at_little_cost() -> None:
     assert 1 <= len(offered(view)) <= 3 and view.repairs.make_it_fit.layout.display == "none"
     for chip, changed in zip(offered(view), changes_of(view), strict=True):
         assert f"−{format_gib(plan.memory().peak_bytes - changed.memory().peak_bytes)} GiB" in chip
-        assert re.search(r"\d %|as fast", chip)
+        assert re.search(r"\d %|same speed", chip)
         assert changed.layout == plan.layout
         for field in ("method", "precision", "optimizer", "seq_len", "global_batch_size"):
             assert getattr(changed.recipe, field) == getattr(plan.recipe, field)
@@ -424,8 +424,8 @@ def test_changes_of_another_plan_cannot_be_pressed() -> None:
         (0.03, "3 % slower"),
         (0.4, "1.4x slower"),
         (-0.07, "8 % faster"),
-        (0.001, "as fast"),
-        (nan, "not known"),
+        (0.001, "same speed"),
+        (nan, "time unknown"),
     ],
 )
 def test_what_a_change_costs_in_time(lost: float, said: str) -> None:
@@ -562,7 +562,7 @@ def test_a_rehearsal_can_be_cancelled_and_may_fail_in_words(monkeypatch: pytest.
     view.rehearse.button.click()
     assert started.wait(10)
     view.rehearse.cancel.click()
-    assert until(lambda: "cancelled" in view.rehearse.words.value)
+    assert until(lambda: "Cancelled" in view.rehearse.words.value)
     assert until(lambda: not view.rehearse.button.disabled)
 
     def refused(self: ss.Plan, progress: Any = None, timeout: float = 0) -> Any:

@@ -1,4 +1,4 @@
-"""What to do with a plan: the picker's task, and what the main button offers for it on this machine."""
+"""The task to run with a plan: the picker's task, and what the main button offers for it on this machine."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ def test_adapters_on_random_weights_are_warned_of(picker: TaskPicker, folder: Pa
     lora = replace(SMALL, recipe=replace(SMALL.recipe, method="lora", lora_rank=4))
     picker.offer(lora, None)
     for words in (picker.note.value, offered(picker, lora).note):
-        assert "teach nothing" in words and "folder" in words
+        assert "learn nothing" in words and "folder" in words
     picker.offer(plan_of(folder, method="lora", lora_rank=4), folder)
-    assert "teach nothing" not in picker.note.value and isinstance(picker.build_task(lora), ss.Finetune)
+    assert "learn nothing" not in picker.note.value and isinstance(picker.build_task(lora), ss.Finetune)
 
 
 def test_a_trial_of_a_fine_tune_trains_what_it_says(
@@ -166,7 +166,7 @@ def test_the_users_own_code(picker: TaskPicker, tmp_path: Path) -> None:
     offer = offered(picker, LARGE)
     assert offer.label == "Run train.py on 2 CPU ranks" and offer.plan is not None
     task.check(offer.plan)
-    assert picker.options.answer == "as the code says" and picker.answer == "My code train.py"
+    assert picker.options.answer == "set by the code" and picker.answer == "My code train.py"
     picker.code.value = "trains"
     assert picker.build_task(LARGE) is trains and offered(picker, LARGE).plan is not None
     picker.code.value = "main"

@@ -96,16 +96,16 @@ def test_there_is_one_recommendation_and_at_most_two_alternatives() -> None:
     assert view.words.value.count("data-act='plan'") == 1 and "search" not in words(view.words.value)
     assert re.findall(r"data-act='(\d)'", view.words.value) == ["0", "1"]
     view.words.press_button("2")
-    assert view.plan is None and "means nothing here" in view.words.error
+    assert view.plan is None and "is not an action of this view" in view.words.error
 
 
 def test_the_plan_on_screen_is_kept_where_it_is_the_recommended_one() -> None:
     view = AdviceView(advice_of())
     view.mark(plan_of(recompute="selective"))
-    assert "Keep the plan on screen: FSDP2" in words(view.words.value)
+    assert "Keep the current plan: FSDP2" in words(view.words.value)
     assert "data-act='plan'" not in view.words.value
     view.words.press_button("plan")
-    assert view.plan is None and "means nothing here" in view.words.error
+    assert view.plan is None and "is not an action of this view" in view.words.error
     view.mark(plan_of(ss.Layout.ddp()))
     assert "Start with FSDP2." in words(view.words.value) and "data-act='plan'" in view.words.value
     assert "does not fit" in words(view.words.value)
@@ -125,7 +125,7 @@ def test_gains_and_costs_are_compared_with_the_plan_on_screen() -> None:
 def test_the_questions_and_the_table_are_folded_and_stay_as_they_are_when_it_is_drawn_again() -> None:
     html = AdviceView(advice_of()).words.value
     assert re.findall(r"<details class='ss-fold' data-key='(\w+)'>", html) == ["why", "support"]
-    assert "<summary>Why? 2 questions</summary>" in html and "<details open" not in html
+    assert "<summary>Why: 2 decisions</summary>" in html and "<details open" not in html
 
 
 def test_a_view_asks_by_itself_and_again(monkeypatch: pytest.MonkeyPatch) -> None:

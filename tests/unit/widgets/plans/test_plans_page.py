@@ -105,7 +105,7 @@ def test_any_number_may_be_on_and_the_order_of_presses_is_no_other_question(
 
 def test_a_name_that_nobody_knows_is_ignored_and_said(asked: list[tuple[str, ...]], page: PlansPage) -> None:
     page.familiar.press_button("horovod")
-    assert "'horovod' means nothing here" in page.familiar.error
+    assert "'horovod' is not an action of this view" in page.familiar.error
     assert page.familiar.names == () and asked == [()]
 
 
@@ -123,7 +123,7 @@ def test_a_toggle_pressed_while_advice_is_asked_is_asked_next(
     assert until(lambda: len(asked) == 2 and is_answered(page))
     assert asked == [(), ("ddp", "deepspeed")], "not once for each press"
     assert "ss-old" not in page.advice._dom_classes and not page.about.value
-    page.advice.descriptions.press_button("plan")
+    page.advice.words.press_button("plan")
     assert [plan.layout.framework for plan in applied] == ["deepspeed"]
 
 
@@ -154,7 +154,7 @@ def test_cancel_ends_what_a_toggle_would_ask_next_too(
     page.ask.cancel.click()
     held()
     assert until(lambda: not page.ask.is_busy)
-    assert asked == [()] and "cancelled" in page.ask.words.value
+    assert asked == [()] and "Cancelled" in page.ask.words.value
     page.ask.button.click()
     assert until(lambda: is_answered(page) and not page.about.value)
     assert asked == [(), ("deepspeed",)]
@@ -236,10 +236,10 @@ def test_the_advice_is_asked_for_again_at_once_for_another_plan_on_screen(
     assert not page.about.value, "the next answer is on its way"
     assert until(lambda: is_answered(page) and len(asked) == 2)
     assert page.advice.answer is not None and page.advice.answer.plan is not None
-    assert "Keep the plan on screen" not in page.advice.descriptions.value
-    assert page.advice.descriptions.value.count("data-act='plan'") == 1
+    assert "Keep the current plan" not in page.advice.words.value
+    assert page.advice.words.value.count("data-act='plan'") == 1
     page.set_plan(page.advice.answer.plan)
-    assert page.advice.answer.plan is None and "Keep the plan on screen" in page.advice.descriptions.value
+    assert page.advice.answer.plan is None and "Keep the current plan" in page.advice.words.value
     assert len(asked) == 2 and not page.ask.is_busy, "the advice was for this plan: nothing is asked"
     assert "ss-old" not in page.advice._dom_classes and not page.about.value
 
@@ -267,5 +267,5 @@ def test_an_error_about_another_plan_on_screen_is_not_asked_for_ever(
     monkeypatch.setattr(ss, "recommend", refused)
     page.set_plan(ss.Plan(MODEL, GPUS, ss.Recipe(), ss.Layout.ddp()))
     assert until(lambda: not page.ask.is_busy and bool(tries))
-    assert len(tries) == 1 and "for another plan on screen" in page.about.value
+    assert len(tries) == 1 and "for another current plan" in page.about.value
     assert "ss-old" in page.advice._dom_classes and page.ask.button.layout.display == ""

@@ -465,7 +465,7 @@ def test_a_search_leaves_the_kernel_free_says_how_far_it_is_and_can_be_cancelled
     assert threads[0] is not threading.main_thread()
     assert "1,234 of 9,999 plans" in page.search.words.value and page.search.button.disabled
     page.search.cancel.click()
-    assert until(lambda: "cancelled" in page.search.words.value)
+    assert until(lambda: "Cancelled" in page.search.words.value)
     assert until(lambda: not page.search.button.disabled) and page.ranking.ranking is None
 
 
@@ -482,7 +482,7 @@ def test_a_view_without_a_page_searches_tells_how_far_it_is_and_cancels() -> Non
     assert applied[1].num_evaluated == first.num_evaluated and applied[1] is not first
     view.work.button.click()
     view.work.cancel.click()
-    assert until(lambda: "cancelled" in view.work.words.value) and view.ranking is applied[1]
+    assert until(lambda: "Cancelled" in view.work.words.value) and view.ranking is applied[1]
 
 
 def test_a_closed_view_ends_its_search(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_fault_23_a_disk_that_is_full_right_after_the_launch_hides_no_run(
     monkeypatch.setattr(ss.Run, "note", property(lambda _: "", full))
     studio.launch.button.click()
     assert studio.run is not None and studio.run_view.run is studio.run
-    assert "A run is under way" in said(studio)
+    assert "A run is active" in said(studio)
 
 
 def test_fault_24_the_folder_goes_while_the_studio_watches(studio: Studio) -> None:
@@ -160,7 +160,7 @@ def test_a_second_launch_while_one_holds_the_gpus_is_told_whose_they_are(
     third = on_gpus(monkeypatch, [2 * GIB, 2 * GIB], [(42, 77 * GIB)])
     third.launch.button.click()
     assert third.run is None and holds in said(third) and "2.00 of 79.6 GiB free" in said(third)
-    third.notice.press_button("Launch all the same")
+    third.notice.press_button("Launch anyway")
     assert third.run is not None and "GPU 0 has 2.00 of 79.6 GiB free" in third.run.note
     for each in (first, second, third):
         assert each.run is not None
@@ -176,7 +176,7 @@ def test_fault_07_a_run_that_goes_on_is_a_click_away_from_a_new_studio(studio: S
     other.tabs.value = "Runs"
     assert run.name in other.runs.table.value and "data-status='starting'" in other.runs.table.value
     other.runs.table.press_button("open:../somewhere")
-    assert other.run_view.run is None and "means nothing here" in other.runs.table.error
+    assert other.run_view.run is None and "is not an action of this view" in other.runs.table.error
     other.runs.table.press_button(re.search("open:[0-9a-f]+", other.runs.table.value)[0])  # type: ignore[index]
     assert other.run_view.run is not None and other.run_view.run.folder == run.folder
     end(run)

@@ -165,12 +165,12 @@ def test_progress_is_a_bar_that_screen_readers_read_and_what_is_left_is_said() -
     view = RunView(run)
     assert until(lambda: "aria-valuenow='10'" in view.progress.value)
     assert "role='progressbar'" in view.progress.value and "aria-valuemax='40'" in view.progress.value
-    left = re.search(r"about (\d+) s to go", words(view.facts.value))
+    left = re.search(r"about (\d+) s remaining", words(view.facts.value))
     assert left is not None and 28 <= int(left[1]) <= 30
     run.history = tuple({"time": when, "status": "", "reason": ""} for when in (5.0, 305.0))
     run.status = "finished"
-    assert until(lambda: "5 minutes in all" in words(view.facts.value))
-    assert "to go" not in view.facts.value
+    assert until(lambda: "5 minutes total time" in words(view.facts.value))
+    assert "remaining" not in view.facts.value
 
 
 def test_memory_stands_by_component_beside_the_prediction() -> None:
@@ -225,11 +225,11 @@ def test_logs_are_searched_while_the_run_goes_on_and_afterwards() -> None:
     view.logs.words.value = "oops"
     assert until(lambda: view.logs.found.value == "1 of 3,001 lines")
     view.logs.words.value = "nowhere"
-    assert until(lambda: "no such line" in view.logs.pane.value)
+    assert until(lambda: "no matching line" in view.logs.pane.value)
     view.logs.words.value = ""
     assert until(lambda: "ss-t-red" in view.logs.pane.value)
     view.logs.whose.value = "supervisor"
-    assert until(lambda: "nothing printed" in view.logs.pane.value)
+    assert until(lambda: "no output" in view.logs.pane.value)
 
 
 def test_fault_22_whatever_a_rank_prints_the_page_gets_little() -> None:

@@ -142,7 +142,7 @@ def test_pressing_what_is_not_there_is_refused() -> None:
     view = RunsView()
     for odd in ("open:one", "open:../runs", "resume:", "stop:zzz", "nothing", "trace:<b>"):
         view.table.press_button(odd)
-        assert "means nothing here" in view.table.error and view.is_list_shown
+        assert "is not an action of this view" in view.table.error and view.is_list_shown
 
 
 def test_a_row_opens_the_run_in_place_and_a_button_leads_back(views: list[Any]) -> None:
@@ -328,10 +328,10 @@ def test_resume_is_off_while_a_run_that_was_resumed_is_living(
     twice = act(view, "resume", "saved")
     view.table.press_button(twice)
     view.table.press_button(twice)
-    assert len(launched) == 1 and "under way" in view.bar.value
+    assert len(launched) == 1 and "run is active" in view.bar.value
     view.show_list()
     for name in ("saved", "other"):
-        assert "aria-disabled" in resume_button(view, name) and "under way" in resume_button(view, name)
+        assert "aria-disabled" in resume_button(view, name) and "run is active" in resume_button(view, name)
         press(view, "resume", name)
     assert len(launched) == 1
     end = {"time": CREATED + 590, "status": "finished", "reason": "done"}
@@ -345,9 +345,8 @@ def test_resume_is_off_where_another_run_continues_the_same_one(views: list[Any]
     write_run("later", "running", number=5, task=ss.Pretrain(num_steps=40, resume=checkpoint))
     view = RunsView()
     views.append(view)
-    assert "later continues it" in resume_button(view, "saved") and "aria-disabled" in resume_button(
-        view, "saved"
-    )
+    button = resume_button(view, "saved")
+    assert "later is already continuing this run" in button and "aria-disabled" in button
 
 
 def test_the_studio_resumes_no_run_while_one_that_it_launched_is_living() -> None:
@@ -357,7 +356,7 @@ def test_the_studio_resumes_no_run_while_one_that_it_launched_is_living() -> Non
     assert "aria-disabled" not in resume_button(studio.runs, "saved")
     studio.launch.busy = True
     studio.runs.read_folder()
-    assert "under way" in resume_button(studio.runs, "saved")
+    assert "run is active" in resume_button(studio.runs, "saved")
     studio.launch.busy = False
     studio.runs.read_folder()
     assert "aria-disabled" not in resume_button(studio.runs, "saved")

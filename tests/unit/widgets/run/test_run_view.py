@@ -45,7 +45,7 @@ def test_fault_45_the_end_is_told_once_even_if_the_last_look_fails(monkeypatch: 
     run.records.append(record(step=1, loss=1.0))
     run.status = "finished"
     assert until(lambda: ended == [run])
-    assert "cannot show the run" in view.error.value
+    assert "run cannot be shown" in view.error.value
 
 
 def test_what_a_rank_prints_is_shown_though_it_logs_nothing() -> None:

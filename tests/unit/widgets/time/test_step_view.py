@@ -15,6 +15,7 @@ import shardscope as ss
 from shardscope.timing.report import PARTS
 from shardscope_widgets import StepView
 from shardscope_widgets.kit import numbers
+from shardscope_widgets.kit.display_names import format_part
 from shardscope_widgets.kit.theme import PART_COLOURS, PART_PATTERNS, PATTERN_CLASSES
 from shardscope_widgets.time import rows as step_rows
 from shardscope_widgets.time.rates import render_rates
@@ -90,13 +91,13 @@ def test_hover_and_table_explain_every_part() -> None:
     report, view = plan.step(), StepView(plan)
     for trace, name in zip(view.figure.data, PARTS, strict=False):
         spoken = unescape(trace.customdata[0].replace("<br>", " ")).split()
-        assert spoken == (name.replace("_", " ") + report.explain(name).removeprefix(name)).split()
+        assert spoken == (format_part(name) + report.explain(name).removeprefix(name)).split()
     told = words(view.table.value)
     for name in PARTS:
         if report.parts[name] or report.hidden[name]:
             assert report.explain(name).partition(" = ")[2] in told
         else:
-            assert name.replace("_", " ") in told.partition("No time goes to")[2]
+            assert format_part(name) in told.partition("No time in this plan")[2]
 
 
 def test_parts_are_told_apart_by_colour_and_pattern_together() -> None:
@@ -140,13 +141,15 @@ def test_what_a_part_waits_for_is_one_number_wherever_it_is_told(layout: ss.Layo
     report, scale = plan.step(), shown.scale
     parts, _, sent = render_part_rows(shown).partition("Communication")
     told = {}
+    names = {format_part(name): name for name in PARTS}
     for row in re.findall(r"<tr>(<td>.*?)</tr>", sent):
-        part, _, _, _, moved, _, waited = re.findall(r"<td[^>]*>(.*?)</td>", row)
+        label, _, _, _, moved, _, waited = re.findall(r"<td[^>]*>(.*?)</td>", row)
+        part = names[label]
         told.setdefault(part, []).append(float(waited))
         assert moved == "–" or f"of {moved} GiB" in report.explain(part)
     assert told.keys() >= {"gradients"}
     for part, exposed in told.items():
-        row = re.search(rf"{part}</button></th><td>([\d.]+)</td>", parts)
+        row = re.search(rf"{format_part(part)}</button></th><td>([\d.]+)</td>", parts)
         assert row and float(row[1]) == pytest.approx(sum(exposed), rel=0.02)
         assert report.parts[part] == pytest.approx(
             report.staged.get(part, 0)
@@ -249,7 +252,7 @@ def test_the_budget_is_the_reports_own_days(text: str) -> None:
     tokens = {"15T": 15e12, "300B": 300e9, "1e9": 1e9}[text]
     hours = report.days(tokens) * 24
     unit, size = {"15T": ("years", 24 * 365), "300B": ("days", 24), "1e9": ("hours", 1)}[text]
-    match = re.match(r"([\d.,]+) (\w+) if nothing fails · \$([\d.,]+[kMBT]?)", words(view.budget_words.value))
+    match = re.match(r"([\d.,]+) (\w+) without failures · \$([\d.,]+[kMBT]?)", words(view.budget_words.value))
     assert match and match[2] == unit
     assert float(match[1].replace(",", "")) == pytest.approx(hours / size, rel=0.006)
 
@@ -271,7 +274,7 @@ def test_a_refusal_is_told_and_no_old_number_stays(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ss.Plan, "step", refused)
     view.show(plan_of(seq_len=2048))
     assert "ss.calibrate()" in words(view.caption.value) and "&lt;peak&gt;" in view.caption.value
-    assert drawn(view) == {} and notes(view)["predicted"].startswith("not known")
+    assert drawn(view) == {} and notes(view)["predicted"].startswith("no prediction")
     assert not view.figures.value and not view.table.value and not view.budget_row.is_shown
     monkeypatch.undo()
     view.show(plan_of())

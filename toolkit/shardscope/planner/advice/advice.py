@@ -241,7 +241,7 @@ def _explain_advice(path: QuestionPath, best: EvaluatedPlan) -> str:
     sentences = [f"Start with {descriptions.name_plan(plan)}: the simplest plan that fits here."]
     if path.keeps_on_screen:
         sentences = [
-            f"Keep the plan on screen: {descriptions.name_plan(plan)}.",
+            f"Keep the current plan: {descriptions.name_plan(plan)}.",
             "It fits" + _describe_speed(best),
         ]
     elif path.rung in (SPLIT, last_questions.OUTDOES):

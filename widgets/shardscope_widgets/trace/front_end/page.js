@@ -9,12 +9,12 @@ function element(tag, className, text = "") {
 }
 
 const HINT =
-  "Click a slice for its details, a rank to fold or unfold it. The wheel zooms, dragging pans, a double click zooms to a slice.";
+  "Click a slice for its details, or a rank to fold or unfold it. Wheel: zoom. Drag: pan. Double click: zoom to a slice.";
 const HINT_OF_KEYS =
   "W and S zoom, A and D pan, arrows pan and scroll, 0 shows all, F zooms to the selected slice, / searches.";
 
 const TOTALS =
-  "Self is without the calls inside, total with them: only self adds up. Over all ranks, threads and streams, without Python stacks.";
+  "Self time excludes nested calls, total time includes them; only self times add up. All ranks, threads and streams, without Python stacks.";
 
 /** The static parts, in reading order. @param {HTMLElement} root @param {Scene} scene */
 function buildPage(root, scene) {
@@ -42,7 +42,7 @@ function buildPage(root, scene) {
   const tip = element("div", "ss-trace-tip");
   tip.hidden = true;
   stage.append(canvas, gutter, tip);
-  if (!scene.num_slices) stage.append(element("div", "ss-trace-empty", "No slices: the profiler recorded nothing."));
+  if (!scene.num_slices) stage.append(element("div", "ss-trace-empty", "Empty trace: the profiler recorded no slices."));
 
   const details = element("div", "ss-trace-details", HINT);
   details.setAttribute("aria-live", "polite");
