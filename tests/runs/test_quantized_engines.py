@@ -195,9 +195,12 @@ def test_adapters_train_over_a_base_that_stays(name: str, found: tuple[list[dict
     engine = case["engine"]
     assert engine["num_trained_parameters"] == count_adapter_parameters(plan.architecture, plan.recipe)
     kind = {"nf4": "NF4", "int8": "int8"}[plan.recipe.base_quantization or ""]
-    double = " with double quantisation" if plan.recipe.method == "qlora" else ""
+    double = " with double quantization" if plan.recipe.method == "qlora" else ""
     number = f"{engine['num_trained_parameters']:,}"
-    assert f"{number} adapter weights over a base in {kind}{double} (14 Linears)" in engine["sentence"]
+    assert (
+        f"{number} adapter weights over a frozen base quantized to {kind}{double} (14 Linears)"
+        in engine["sentence"]
+    )
 
 
 @thorough()
@@ -257,17 +260,23 @@ def test_a_base_that_a_task_quantised_itself(
     assert theirs == pytest.approx(ours, abs=1e-3)
     planned = plan_of(f"{framework} qlora bf16-mixed").memory().at("optimizer")
     assert case["held"]["parameters"] == planned["parameters"]
-    assert "over a base in NF4 with double quantisation (14 Linears)" in case["engine"]["sentence"]
+    assert (
+        "over a frozen base quantized to NF4 with double quantization (14 Linears)"
+        in case["engine"]["sentence"]
+    )
 
 
 @thorough()
 def test_another_base_than_the_plan_s_is_refused(found: tuple[list[dict[str, Any]], Path]) -> None:
     assert found[0][0]["refusals"] == {
-        "double": "the plan's base is in nf4, and build_model gives one in nf4 with double quantisation",
-        "single": "the plan's base is in nf4 with double quantisation, and build_model gives one in nf4",
-        "none": "the plan's base is not quantised, and build_model gives one in nf4 with double quantisation",
-        "storage": "the packed weights are stored as torch.uint8, which a gather in torch.bfloat16 would "
-        "cast: build them with bnb_4bit_quant_storage=torch.bfloat16",
+        "double": "the plan's base is quantized to nf4, and that of build_model is quantized to nf4 with "
+        "double quantization",
+        "single": "the plan's base is quantized to nf4 with double quantization, and that of build_model is "
+        "quantized to nf4",
+        "none": "the plan's base is not quantized, and that of build_model is quantized to nf4 with double "
+        "quantization",
+        "storage": "the quantized weights are stored as torch.uint8, which an all-gather in torch.bfloat16 "
+        "would cast: build them with bnb_4bit_quant_storage=torch.bfloat16",
     }
 
 
@@ -281,7 +290,7 @@ def test_qlora_as_a_launched_run(framework: str, tmp_path: Path) -> None:
     assert run.wait() == "finished", run.error
     said = run.engine_reports()[0]["engine"]
     assert said["base_quantization"] == "nf4" and said["base_double_quantization"]
-    assert "adapter weights over a base in NF4 with double quantisation (14 Linears)" in said["sentence"]
+    assert "over a frozen base quantized to NF4 with double quantization (14 Linears)" in said["sentence"]
     exported = {path.name for path in (run.folder / "export").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= exported
     longer = replace(task, num_steps=5, export=False, warmup_steps=0, resume=run.folder)

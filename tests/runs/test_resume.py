@@ -90,14 +90,14 @@ def test_fault_30_a_killed_run_goes_on_exactly(run: str, tmp_path: Path) -> None
     plan = tiny_plan(framework, 2, num_micro_batches=count, architecture=architecture, layout=layout)
     first = launch(plan, killed_in_step_12, name="again", folder=tmp_path)
     assert first.wait() == "failed"
-    assert "nothing to go on from yet" in first.logs(0)
+    assert "no checkpoint to resume from" in first.logs(0)
     kept = list_checkpoints(first.folder)
     left = checkpoint_path(first.folder, 10)
     # It died before it could forget the older one.
     assert kept == [checkpoint_path(first.folder, 5), left]
     second = launch(plan, resumed_then_straight, name="again", folder=tmp_path)
     assert second.wait() == "finished", second.error
-    assert f"going on from {left}: 10 steps are done" in second.logs(0)
+    assert f"resumed from {left}: 10 steps are done" in second.logs(0)
     lines = [rows([line for line in second.metrics() if line["rank"] == rank]) for rank in (0, 1)]
     assert lines[0] == lines[1]
     resumed, straight = lines[0][:10], lines[0][10:]
@@ -317,7 +317,7 @@ def test_random_numbers_go_on_on_each_rank(results: tuple[list[Any], Path]) -> N
 
 @thorough()
 def test_fault_30_half_a_checkpoint_is_refused(results: tuple[list[Any], Path]) -> None:
-    assert "is not a whole checkpoint: it has no position.json" in results[0][0]["half"]
+    assert "is not a complete checkpoint: it has no position.json" in results[0][0]["half"]
 
 
 @thorough()

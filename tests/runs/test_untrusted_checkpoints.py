@@ -62,7 +62,7 @@ def test_fault_50_a_copied_run_with_an_evil_metadata_is_not_taken(tmp_path: Path
         second = launch(plan, task, name="exp", folder=runs)
     assert second.wait() == "finished", second.error
     log = second.logs(0)
-    assert f"going on from {checkpoint_path(first.folder, 2)}: 2 steps are done" in log
+    assert f"resumed from {checkpoint_path(first.folder, 2)}: 2 steps are done" in log
     assert f"not taken: {evil}" in log
 
     # Without a checkpoint of the user's own none is taken, and no run starts anew without a word.

@@ -9,11 +9,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
 
+    from shardscope.core.plan import Plan
     from shardscope.training.weights.stored_weights import StoredWeights
 
 BuildModel = Callable[[], "torch.nn.Module"]
@@ -35,15 +37,40 @@ class Context(Protocol):
     @property
     def device(self) -> torch.device: ...
     @property
-    def plan(self) -> Any: ...
+    def plan(self) -> Plan: ...
     @property
     def folder(self) -> Path: ...
     def log(self, step: int | None = None, **metrics: object) -> None: ...
     def record(self, name: str, mapping: Mapping[str, object]) -> None: ...
 
 
-def _nothing() -> None:
-    """Wait for a checkpoint that is already complete: do nothing."""
+class StepProfile(Protocol):
+    """A profile of some training steps: a context manager that counts them."""
+
+    def __enter__(self) -> StepProfile: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None: ...
+    def step(self) -> None: ...
+
+
+class TrainingContext(Context, Protocol):
+    """The part of a rank's context that a task and the training loop need."""
+
+    @property
+    def engine(self) -> Engine: ...
+    def look(self) -> tuple[bool, list[dict[str, object]]]:
+        """Return whether a stop was requested, and the other new commands."""
+
+    def profile(self, steps: int | None = None, *, warmup: int = 1, skip: int = 0) -> StepProfile:
+        """Return a profile that skips ``skip`` steps, warms up for ``warmup`` and records ``steps``."""
+
+
+def _wait_for_nothing() -> None:
+    """Return at once: the checkpoint was complete before :meth:`Engine.begin_save` returned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +182,7 @@ class Engine(ABC):
         save here, and the returned function does nothing.
         """
         self.save(path)
-        return _nothing
+        return _wait_for_nothing
 
     @abstractmethod
     def load(self, path: str | Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,11 @@ from shardscope.training.accounting.memory_watch import Snapshot
 from shardscope.training.accounting.tensors import device_bytes
 from shardscope.training.checkpoints.folders import checkpoint_path, delete_older
 from shardscope.training.data.windows import Windows
-from shardscope.training.engine import Engine
 from shardscope.training.optimizers.schedule import Schedule
 from shardscope.training.recording import Recorder
 
 if TYPE_CHECKING:
-    from shardscope.training.engine import Engine
+    from shardscope.training.engine import Context, Engine, TrainingContext
 
 PROFILED_STEPS = 3
 SKIPPED_STEPS = 2
@@ -28,10 +28,11 @@ SKIPPED_STEPS = 2
 SNAPSHOT_STEPS = 3
 """Number of steps in a memory snapshot: the first two differ from all others."""
 MAX_RECORDED_WINDOWS = 4096
+"""Maximum number of window indices in a run's record: enough to check the order, small for a long run."""
 
 
 def train(
-    ctx: Any,
+    ctx: TrainingContext,
     engine: Engine,
     windows: Windows,
     schedule: Schedule,
@@ -58,7 +59,7 @@ def train(
     checkpoints = Checkpoints(ctx, engine, keep_last)
     # A resumed run may already have all of its steps.
     if first >= schedule.num_steps:
-        print(f"nothing is left to train: num_steps is {schedule.num_steps:,}", flush=True)
+        print(f"no steps are left to train: num_steps is {schedule.num_steps:,}", flush=True)
     with Recorder(ctx) as recorder, Snapshot(ctx) as snapshot:
         if memory_snapshot:
             snapshot.start(SNAPSHOT_STEPS)
@@ -88,25 +89,27 @@ def train(
             loss = engine.step(batch)
             seconds = time.perf_counter() - began
             seen += windows.list_indices(step)
-            tokens = int(batch["input_ids"].numel())
+            num_tokens = int(batch["input_ids"].numel())
             if step % log_every == 0 or step == schedule.num_steps - 1:
-                metrics = step_metrics(
-                    engine, loss=loss, learning_rate=rate, num_tokens=tokens, seconds=seconds
+                metrics = collect_step_metrics(
+                    engine, loss=loss, learning_rate=rate, num_tokens=num_tokens, seconds=seconds
                 )
                 ctx.log(step=step, **metrics)
             if step in printed_steps:
                 print(
                     f"step {step + 1:,} of {schedule.num_steps:,}: loss {loss:.4g}, "
-                    f"{tokens / seconds:,.0f} tokens/s",
+                    f"{num_tokens / seconds:,.0f} tokens/s",
                     flush=True,
                 )
-            if loss != loss:
+            # Raise after the step is logged, so that the run's curves end with the NaN.
+            if math.isnan(loss):
                 raise RuntimeError(
                     f"the loss of step {step} is not a number; a lower learning_rate usually helps"
                 )
             recorder.count_step()
             snapshot.count_step()
     ctx.record("data", _describe_data(windows, first, engine.num_steps_done, seen))
+    # save_every includes the last step, but not that of a resumed run without steps: it is saved already.
     if save_checkpoint or checkpoint_requested or (save_every is not None and engine.num_steps_done > first):
         checkpoints.begin_save()
     checkpoints.wait_and_prune()
@@ -115,13 +118,14 @@ def train(
 class Checkpoints:
     """Checkpoints of one run: at most one in progress, and the latest ``keep_last`` kept (None: all)."""
 
-    def __init__(self, ctx: Any, engine: Engine, keep_last: int | None) -> None:
+    def __init__(self, ctx: Context, engine: Engine, keep_last: int | None) -> None:
         self._ctx, self._engine, self._keep_last = ctx, engine, keep_last
         self._wait: Callable[[], None] | None = None
         self._name = ""
 
     def begin_save(self) -> None:
         """Start to save the engine's state, asynchronously if the engine supports it."""
+        # Engines allow one save at a time (Engine.begin_save); older ones are deleted when it is complete.
         self.wait_and_prune()
         path = checkpoint_path(self._ctx.folder, self._engine.num_steps_done)
         self._wait = self._engine.begin_save(path)
@@ -140,7 +144,7 @@ class Checkpoints:
 
 def _start_recording(recorder: Recorder, num_steps: int, *, num_left: int) -> None:
     if recorder.is_recording:
-        print("ignored a command: profile, while a recording is under way", flush=True)
+        print("ignored a command: profile, while a recording is in progress", flush=True)
         return
     print(f"recording {min(num_steps, max(1, num_left - 1)):,} steps", flush=True)
     recorder.start(num_steps, num_left=num_left)
@@ -157,6 +161,8 @@ def check_ranks_read_different_text(windows: Windows, step: int, device: torch.d
 
     A text shorter than one global batch has to repeat, and is allowed.
     """
+    # Gather (rank of the shares, window indices of this step) of all ranks. Ranks that share their data, such
+    # as tensor-parallel ones, have equal rows, which the dict by rank counts once.
     own_indices = torch.tensor([windows.rank, *windows.list_indices(step)], device=device)
     gathered = [torch.empty_like(own_indices) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own_indices)
@@ -168,11 +174,12 @@ def check_ranks_read_different_text(windows: Windows, step: int, device: torch.d
         and not _spans_two_epochs(windows, step)
     ):
         raise RuntimeError(
-            f"{len(all_indices) - len(set(all_indices))} text windows were dealt to more than one rank"
+            f"{len(all_indices) - len(set(all_indices))} text windows were assigned to more than one rank"
         )
     if len(indices_by_rank) != windows.num_ranks:
         raise RuntimeError(
-            f"{windows.num_ranks} ranks should read text of their own, and {len(indices_by_rank)} do"
+            f"{windows.num_ranks} data-parallel ranks should each read their own text, and "
+            f"{len(indices_by_rank)} do"
         )
 
 
@@ -182,7 +189,7 @@ def _spans_two_epochs(windows: Windows, step: int) -> bool:
     return step * batch // windows.num_windows != ((step + 1) * batch - 1) // windows.num_windows
 
 
-def _describe_data(windows: Windows, first: int, end: int, seen: list[int]) -> dict[str, Any]:
+def _describe_data(windows: Windows, first: int, end: int, seen: list[int]) -> dict[str, object]:
     return {
         "num_tokens": len(windows.tokens),
         "num_windows": windows.num_windows,
@@ -215,7 +222,7 @@ class Commands:
     """Whether to record torch's allocation history over the next steps into the run folder."""
 
 
-def poll_commands(ctx: Any, profile_steps: int) -> Commands:
+def poll_commands(ctx: TrainingContext, profile_steps: int) -> Commands:
     """Read the new commands since the last call. Call it once per step on every rank.
 
     Commands are ``{"command": "checkpoint"}``, ``{"command": "memory_snapshot"}`` and ``{"command":
@@ -243,16 +250,16 @@ def poll_commands(ctx: Any, profile_steps: int) -> Commands:
     )
 
 
-def _read_profile_steps(command: Mapping[str, Any], default: int) -> int:
+def _read_profile_steps(command: Mapping[str, object], default: int) -> int:
     return check_integer("profile steps", command.get("steps", default), low=1, high=MAX_PROFILED_STEPS)
 
 
 # ---- Metrics of a training step, per rank
 
 
-def step_metrics(
+def collect_step_metrics(
     engine: Engine, *, loss: float, learning_rate: float, num_tokens: int, seconds: float
-) -> dict[str, Any]:
+) -> dict[str, float]:
     """Return names and values for ``ctx.log``.
 
     ``tokens_per_second`` is this rank's; steps are synchronous, so all ranks together process
@@ -260,7 +267,7 @@ def step_metrics(
     allocator. On CPU ranks, which have no such allocator, they are the bytes of parameters, gradients and
     optimizer, and ``rss_bytes`` is added.
     """
-    metrics: dict[str, Any] = {
+    metrics: dict[str, float] = {
         "loss": loss,
         "learning_rate": learning_rate,
         "grad_norm": engine.grad_norm,

@@ -9,7 +9,6 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,11 +69,11 @@ class MicroBatchEngine(Engine):
         """Build the model, its callable wrapper and the optimizer. Return the trainable parameters."""
 
     @abstractmethod
-    def read_back(self) -> dict[str, Any]:
+    def read_back(self) -> dict[str, object]:
         """Read back what was built. Raises ``RuntimeError`` if it differs from the plan."""
 
     @abstractmethod
-    def describe_built(self, record: Mapping[str, Any], where: str) -> str:
+    def describe_built(self, record: Mapping[str, object], where: str) -> str:
         """Describe the result of :meth:`read_back` in a sentence; ``where`` is like "(gloo, cpu)"."""
 
     @abstractmethod
@@ -105,7 +104,7 @@ class MicroBatchEngine(Engine):
     def built_precision(self, trained: list[Parameter]) -> str:
         """Return the precision that was built. Raises ``RuntimeError`` if it differs from the recipe's."""
         if self.recipe.base_quantization:
-            # Adapters over a quantized base are fp32 in either precision.
+            # Adapters over a quantized base are fp32 in either precision, so they do not tell which it is.
             return check_precision_of_copies(self.recipe.precision, self.compute_dtype)
         return check_precision(self.recipe.precision, (p.dtype for p in trained), self.compute_dtype)
 
@@ -121,15 +120,23 @@ class MicroBatchEngine(Engine):
         if self.weights is not None:
             self.weights.close()
         self._module.train()
+        base = quantized.check_base(self.model, self.recipe, sharded=self.shards_parameters)
         # read_back() comes last: a framework that shards counts the full trainable parameters itself.
-        record = {**self._check_adapters(trained), **self.read_back()}
+        built: dict[str, object] = {
+            "num_trained_parameters": sum(parameter.numel() for parameter in trained),
+            **(base or {}),
+            **self.read_back(),
+        }
         # dist.get_backend() returns the requested name; this is the backend actually used for this device.
         backend = dist.group.WORLD._get_backend(self.ctx.device).name()
         compute = SHORT_NAMES.get(self.compute_dtype, _short_name(self.compute_dtype))
-        sentence = self.describe_built(record, f"({backend}, {self.ctx.device.type})")
+        sentence = self.describe_built(built, f"({backend}, {self.ctx.device.type})")
         if self.recipe.has_adapters:
-            sentence = f"{sentence}, {lora.describe_adapters(record)}"
-        record = {
+            num_trained = built["num_trained_parameters"]
+            assert isinstance(num_trained, int)
+            sentence = f"{sentence}, {lora.describe_adapters(num_trained, base)}"
+        # The checks below raise for a model that is not the planned one, before the first step.
+        record: dict[str, object] = {
             "sentence": f"{sentence}, {compute} compute",
             "framework": self.framework,
             "device": str(self.ctx.device),
@@ -141,8 +148,8 @@ class MicroBatchEngine(Engine):
             "optimizer": type(self.optimizer).__name__,
             "num_trained_tensors": len(trained),
             "parameter_dtypes": sorted({_short_name(p.dtype) for p in self.model.parameters()}),
-            "parameter_bytes": tensors.module_bytes(self.model) + record.get("base_scale_bytes", 0),
-            **record,
+            "parameter_bytes": tensors.module_bytes(self.model) + (base["base_scale_bytes"] if base else 0),
+            **built,
         }
         self.ctx.record("engine", record)
 
@@ -163,6 +170,7 @@ class MicroBatchEngine(Engine):
         device = self.ctx.device
         micros = micro_batches.split_batch(batch, self.plan.num_micro_batches)
         weights = micro_batches.LossWeights(micros)
+        # Summed on the device: reading each micro-batch's loss would synchronize host and device.
         total = torch.zeros((), device=device)
         for index, micro in enumerate(micros):
             with self.gradient_sync(last=index == len(micros) - 1):
@@ -192,22 +200,28 @@ class MicroBatchEngine(Engine):
         """Build the task's own optimizer, or the recipe's."""
         if build_optimizer is not None:
             return build_optimizer(trained)
-        name, rate, decay = self.recipe.optimizer, self.learning_rate, self.weight_decay
-        return optimizers.build_optimizer(name, trained, rate, decay, model)
+        return optimizers.build_optimizer(
+            self.recipe.optimizer, trained, self.learning_rate, self.weight_decay, model
+        )
 
     def build_on_host(self, build_model: BuildModel) -> torch.nn.Module:
         """Build the model with adapters in host memory, identical on all ranks, in the recipe's precision."""
+        # Identical weights on all ranks, without changing the generator from which the task's own random
+        # numbers come.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = self.build_with_weights(build_model)
+            # Before adapters are added: peft's wrapper calls the base model's forward.
             if resolve_loss(self.plan) == "chunked":
                 apply_chunked_loss(model)
             if self.recipe.has_adapters:
                 model = self._add_adapters(model)
                 if self.weights is not None:
+                    # With the values that WithAdapters gives to engines that initialize shard by shard.
                     initialize_adapters(model, self.seed)
             elif self.recipe.precision == "bf16":
                 cast_parameters(model, torch.bfloat16)
+        # compile_layers compiles the forward that recomputes, so it comes last.
         apply_recompute(model, self.recipe.recompute, self.recipe.recompute_interval)
         if self.plan.kernels == "compiled":
             compile_layers(model, self.ctx.device.type)
@@ -224,8 +238,8 @@ class MicroBatchEngine(Engine):
     @property
     def _quantizes_on_meta(self) -> bool:
         """Whether a quantized base is built on the meta device and its weights are quantized one by one."""
-        none_yet = self.weights is not None or self.initializes_shards
-        return none_yet and self.recipe.base_quantization is not None
+        initialized_later = self.weights is not None or self.initializes_shards
+        return initialized_later and self.recipe.base_quantization is not None
 
     @property
     def initializes_shards(self) -> bool:
@@ -237,15 +251,6 @@ class MicroBatchEngine(Engine):
         if self.weights is None:
             return FreshWeights(model, seed=self.seed, device=device)
         return WithAdapters(self.weights, model, self.seed)
-
-    def _check_adapters(self, trained: list[Parameter]) -> dict[str, Any]:
-        """Return the number of trainable parameters and the base's quantization.
-
-        Raises ``RuntimeError`` if the base differs from the recipe.
-        """
-        base = quantized.check_base(self.model, self.recipe, sharded=self.shards_parameters)
-        number = sum(parameter.numel() for parameter in trained)
-        return {"num_trained_parameters": number, **base}
 
     def _add_adapters(self, model: torch.nn.Module) -> torch.nn.Module:
         """Add adapters to ``model``, which is frozen in the compute dtype, without fp32 master weights."""
@@ -266,7 +271,7 @@ class MicroBatchEngine(Engine):
         """Return ``path``, resolved against the run folder, not the ranks' working folder."""
         return Path(self.ctx.folder) / Path(path).expanduser()
 
-    def _describe_position(self) -> dict[str, Any]:
+    def _describe_position(self) -> dict[str, object]:
         """Return the position of the training for a checkpoint."""
         return {**describe_position(self), "world_size": dist.get_world_size()}
 
@@ -277,15 +282,15 @@ class MicroBatchEngine(Engine):
 
 
 def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast the parameters of ``model`` to ``kind`` in place, but not its buffers or quantized weights.
+    """Cast the parameters of ``model`` to ``dtype`` in place, but not its buffers or quantized weights.
 
     Rotary angles in bf16 are wrong by whole turns after a few hundred tokens; from_pretrained keeps those
     buffers in fp32 as well. The bytes of quantized weights are packed codes, which a cast would destroy.
     """
 
     def cast_tensor(tensor: torch.Tensor) -> torch.Tensor:
-        is_number = isinstance(tensor, Parameter) and tensor.is_floating_point()
-        return tensor.to(dtype) if is_number and not quantized.is_quantized(tensor) else tensor
+        is_weight = isinstance(tensor, Parameter) and tensor.is_floating_point()
+        return tensor.to(dtype) if is_weight and not quantized.is_quantized(tensor) else tensor
 
     model._apply(cast_tensor)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from shardscope.training.engine import StepProfile, TrainingContext
 
 
 def plan_recording(num_left: int, num_steps: int, skip: int) -> tuple[int, int, int]:
@@ -20,10 +23,9 @@ def plan_recording(num_left: int, num_steps: int, skip: int) -> tuple[int, int, 
 class Recorder:
     """Recorder of at most one profile at a time; as a context manager it ends the current one."""
 
-    def __init__(self, ctx: Any) -> None:
+    def __init__(self, ctx: TrainingContext) -> None:
         self._ctx = ctx
-        self._profile: Any = None
-        self._profiler: Any = None
+        self._profile: StepProfile | None = None
         self._num_left = 0
 
     @property
@@ -37,15 +39,15 @@ class Recorder:
             return
         skip, warmup, recorded = plan_recording(num_left, num_steps, skip)
         self._profile = self._ctx.profile(steps=recorded, warmup=warmup, skip=skip)
-        self._profiler = self._profile.__enter__()
+        # Entered by hand: a recording begins and ends between two steps, not with a block of the loop.
+        self._profile.__enter__()
         self._num_left = skip + warmup + recorded
 
     def count_step(self) -> None:
         """Mark the end of a training step."""
-        if not self.is_recording:
+        if self._profile is None:
             return
-        if self._profiler is not None:
-            self._profiler.step()
+        self._profile.step()
         self._num_left -= 1
         if self._num_left == 0:
             self._stop(None, None, None)
@@ -56,12 +58,18 @@ class Recorder:
     def __exit__(
         self,
         kind: type[BaseException] | None,
-        exception_info: BaseException | None,
+        error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        if self.is_recording:
-            self._stop(kind, exception_info, where)
+        self._stop(kind, error, where)
 
-    def _stop(self, *exception_info: Any) -> None:
-        profile, self._profile, self._profiler = self._profile, None, None
-        profile.__exit__(*exception_info)
+    def _stop(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        # Forget the profile first: if writing its trace fails, __exit__ must not write it a second time.
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            profile.__exit__(kind, error, where)

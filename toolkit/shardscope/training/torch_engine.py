@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,6 +70,8 @@ class TorchEngine(MicroBatchEngine):
         )
 
     def begin_save(self, path: str | Path) -> Callable[[], None]:
+        # The thread that saves needs a group of its own: collectives of two threads in one group could be
+        # matched with each other.
         if self._saving_group is None:
             self._saving_group = dist.new_group(backend="gloo")
         adapted, position = self.recipe.has_adapters, self._describe_position()
@@ -82,8 +83,9 @@ class TorchEngine(MicroBatchEngine):
     def load(self, path: str | Path) -> None:
         position = checkpoint.load(self._resolve_in_run(path), self.plan, self.model, self.optimizer)
         self.num_steps_done = int(position["num_steps_done"])
-        if self._scaler and position["scaler"]:
-            self._scaler.load_state_dict(position["scaler"])
+        scaler_state = position.get("scaler")
+        if self._scaler and scaler_state:
+            self._scaler.load_state_dict(scaler_state)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -104,7 +106,7 @@ class TorchEngine(MicroBatchEngine):
             self._scaler = torch.amp.GradScaler(self.ctx.device.type, init_scale=2.0**12)
         return trained
 
-    def _describe_position(self) -> dict[str, Any]:
+    def _describe_position(self) -> dict[str, object]:
         return {
             **super()._describe_position(),
             "scaler": self._scaler.state_dict() if self._scaler else None,
@@ -127,6 +129,7 @@ class TorchEngine(MicroBatchEngine):
         (self._scaler.scale(loss) if self._scaler else loss).backward()
 
     def _update_weights(self) -> torch.Tensor:
+        # Norm and clipping are those of the unscaled gradients.
         if self._scaler:
             self._scaler.unscale_(self.optimizer)
         norm = self.clip_gradients()
@@ -135,6 +138,7 @@ class TorchEngine(MicroBatchEngine):
             self._scaler.update()
         else:
             self.optimizer.step()
+        # Count while gradients and optimizer state both exist.
         tensor_bytes = self._count_tensor_bytes()
         self.peak_tensor_bytes = max(self.peak_tensor_bytes, sum(tensor_bytes.values()))
         # Free gradients here, not before the next backward: the plan counts none during forward.

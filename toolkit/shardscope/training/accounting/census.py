@@ -9,8 +9,8 @@ saved for backward and operators' temporaries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -65,13 +65,21 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
             self._register(local_shard(buffer), "activations")
         self.update_peak("rest")
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        function: torch._ops.OpOverload[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Run the operator and remember weak references to the storages that it created."""
         out = function(*args, **(kwargs or {}))
         kind = self._kind_of_unknown(function)
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self._register(local_shard(leaf), kind)
+        # Storages that pass through these collectives are gather buffers, also those that were registered
+        # with another kind when they were allocated.
         if any(part in str(function) for part in _STAGING):
             for leaf in tree_leaves((args, kwargs, out)):
                 if isinstance(leaf, torch.Tensor):
@@ -81,7 +89,7 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
             self.update_peak(self._phase)
         return out
 
-    def _kind_of_unknown(self, function: Any) -> str | None:
+    def _kind_of_unknown(self, function: torch._ops.OpOverload[..., object]) -> str | None:
         """Return the kind of unknown storages that ``function`` returns; None if it allocates its outputs."""
         returned_values = getattr(getattr(function, "_schema", None), "returns", ())
         aliases = [value.alias_info for value in returned_values if value.alias_info is not None]

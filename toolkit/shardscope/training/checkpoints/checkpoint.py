@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,10 @@ from shardscope.training.checkpoints.temporary_folder import (
 )
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE
+
     from shardscope.core.plan import Plan
+    from shardscope.training.checkpoints.position import Position
 
 
 def save(
@@ -71,7 +74,9 @@ def begin_save(
     temporary = create_temporary(path)
     random_state.write_states(temporary)
     state = _collect_state(model, optimizer, only_trained)
-    future: Any = dcp.async_save(state, checkpoint_id=str(temporary), process_group=group)
+    # Returns once the state is copied to host memory; the write continues in a thread.
+    future = dcp.async_save(state, checkpoint_id=str(temporary), process_group=group)
+    assert isinstance(future, Future)
     completed: Future[None] = Future()
 
     def finish(_: object) -> None:
@@ -93,7 +98,7 @@ def begin_save(
     return wait
 
 
-def load(path: Path, plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def load(path: Path, plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Position:
     """Load ``path`` into ``model`` and ``optimizer`` of ``plan``. Return its position.
 
     Random states are restored if the number of ranks is the same. Raises as :func:`read_position` does, and
@@ -106,8 +111,8 @@ def load(path: Path, plan: Plan, model: torch.nn.Module, optimizer: torch.optim.
         refuse(
             "checkpoint",
             str(path),
-            f"one that was saved {'with' if _is_stage(model) else 'without'} pipeline stages: with them "
-            "optimizer state is written otherwise",
+            f"one that was saved {'with' if _is_stage(model) else 'without'} pipeline stages: with them the "
+            "optimizer state is stored under other names",
             "the pp of the run that saved it, or its export as the model to begin from",
         )
     saved_optimizer = position.get("optimizer", optimizer_class_name(optimizer))
@@ -119,6 +124,7 @@ def load(path: Path, plan: Plan, model: torch.nn.Module, optimizer: torch.optim.
             f"{saved_optimizer!r}: {path} holds its state",
             "the same build_optimizer or Recipe.optimizer, or the export as the model to begin from",
         )
+    # dcp.load writes into the tensors of this state and replaces its other values.
     state = _collect_state(model, optimizer, only_trained)
     trusted = is_trusted(path)
     reader = CheckedReader(path, trusted=trusted)
@@ -129,6 +135,7 @@ def load(path: Path, plan: Plan, model: torch.nn.Module, optimizer: torch.optim.
         ignore_frozen_params=only_trained,
         flatten_optimizer_state_dict=_is_stage(model),
     )
+    # With adapters the model's own tensors are in the state (_list_trained), so they are loaded by now.
     if not only_trained:
         set_model_state_dict(model, state["model"], options=options)
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
@@ -143,7 +150,9 @@ def optimizer_class_name(optimizer: torch.optim.Optimizer) -> str:
 
 def _collect_state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, only_trained: bool
-) -> dict[str, Any]:
+) -> STATE_DICT_TYPE:
+    # Stages have different parameters in the same list of parameter groups. Flattened, also the groups are
+    # stored by parameter name (torch 2.13, checkpoint/state_dict.py, _flatten_optim_state_dict).
     options = StateDictOptions(
         ignore_frozen_params=only_trained, flatten_optimizer_state_dict=_is_stage(model)
     )

@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from shardscope.records.files import read_json
 from shardscope.records.folder import RunFolder
@@ -120,6 +120,7 @@ def read_or_create_key() -> bytes:
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(key)
+    # A key of fewer bytes, such as after a full disk, would make every later launch fail.
     except OSError as error:
         path.unlink(missing_ok=True)
         raise UnsignedError(f"the key {path} cannot be written: {error.strerror or error}") from error
@@ -132,12 +133,13 @@ def read_or_create_key() -> bytes:
 def sign_checkpoint(
     folder: Path, run: SignedRun, pickled: Mapping[str, Ranges], added_files: Mapping[str, bytes]
 ) -> None:
-    """Write the manifest of the checkpoint in ``folder``, including files ``added`` after it (name: content).
+    """Write the manifest of the checkpoint in ``folder``, including ``added_files`` (name: content).
 
-    ``pickled`` are the ranges of pickles in tensor files, by path in the checkpoint. Raises
-    :class:`UnsignedError` if this user's key can be neither read nor created, ``OSError`` if a file cannot be
-    read.
+    The added files are written after the manifest. ``pickled`` are the ranges of pickles in tensor files, by
+    path in the checkpoint. Raises :class:`UnsignedError` if this user's key can be neither read nor created,
+    ``OSError`` if a file cannot be read.
     """
+    # First, so that a checkpoint that cannot be signed is not read.
     key = read_or_create_key()
     files: dict[str, object] = {
         name: {"bytes": len(content), "ranges": [[0, len(content)]], "sha256": _compute_sha256(content)}
@@ -166,7 +168,7 @@ def check_signed(checkpoint: Path) -> SignedRun:
     try:
         with open_to_read(checkpoint / MANIFEST_FILE) as file:
             content = file.read(MAX_MANIFEST_BYTES)
-        record: dict[str, Any] = dict(json.loads(content))
+        record: dict[str, object] = dict(json.loads(content))
         stored_hmac = str(record.pop("hmac"))
         expected_hmac = _compute_hmac(read_key(), record)
     except FileNotFoundError:
@@ -176,11 +178,14 @@ def check_signed(checkpoint: Path) -> SignedRun:
     # Use no other field of the manifest before this check; after it the content is trusted.
     if not hmac.compare_digest(stored_hmac.encode(errors="replace"), expected_hmac.encode()):
         raise UnsignedError(f"its {MANIFEST_FILE} was not signed by this user's key ({key_path()})")
+    files, run = record["files"], record["run"]
+    assert isinstance(files, dict) and isinstance(run, dict)
     # Reject added files: a framework might prefer one, or find it by a pattern.
     for name in _list_files(checkpoint):
-        if name not in record["files"] and name != MANIFEST_FILE:
+        if name not in files and name != MANIFEST_FILE:
             raise UnsignedError(f"{name} was added after it was saved")
-    for name, entry in record["files"].items():
+    # Reject missing and changed files.
+    for name, entry in files.items():
         try:
             with open_to_read(checkpoint / name) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -188,7 +193,7 @@ def check_signed(checkpoint: Path) -> SignedRun:
                     raise UnsignedError(f"{name} was changed after it was saved")
         except OSError as error:
             raise UnsignedError(f"{name} cannot be read: {error.strerror or error}") from error
-    return SignedRun(name=record["run"]["name"], created=record["run"]["created"])
+    return SignedRun(name=run["name"], created=run["created"])
 
 
 def _list_files(folder: Path) -> list[str]:

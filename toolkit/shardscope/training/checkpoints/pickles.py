@@ -14,7 +14,7 @@ import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata, planner
@@ -22,6 +22,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from shardscope.core.errors import refuse
 from shardscope.training.checkpoints.manifest import Ranges, UnsignedError, check_signed, key_path
+
+if TYPE_CHECKING:
+    from torch.serialization import MAP_LOCATION
 
 METADATA_FILE = ".metadata"
 FORCE_VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
@@ -39,10 +42,10 @@ def _convert_path(*parts: str) -> str:
     return str(PurePosixPath(*parts))
 
 
-_METADATA_CLASSES: dict[tuple[str, str], Any] = {
+_METADATA_CLASSES: dict[tuple[str, str], object] = {
     **{
-        (found.__module__, found.__qualname__): found
-        for found in (
+        (allowed_class.__module__, allowed_class.__qualname__): allowed_class
+        for allowed_class in (
             metadata.BytesStorageMetadata,
             metadata.ChunkStorageMetadata,
             metadata.Metadata,
@@ -76,17 +79,17 @@ class _MetadataUnpickler(pickle.Unpickler):
     refused = ""
     """The class or function in the pickle that is not allowed."""
 
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        allowed = _METADATA_CLASSES.get((module_name, global_name))
-        if allowed is None and module_name == "torch":
-            allowed = getattr(torch, global_name, None)
-            allowed = allowed if isinstance(allowed, torch.dtype) else None
-        if allowed is None:
-            self.refused = f"{module_name}.{global_name}"
-            raise pickle.UnpicklingError(f"asks for {self.refused}")
-        return allowed
+    def find_class(self, module_name: str, global_name: str, /) -> object:
+        if (module_name, global_name) in _METADATA_CLASSES:
+            return _METADATA_CLASSES[module_name, global_name]
+        # Dtypes are pickled by their name in torch, where the rest of the module must not be reached.
+        dtype = getattr(torch, global_name, None) if module_name == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        self.refused = f"{module_name}.{global_name}"
+        raise pickle.UnpicklingError(f"asks for {self.refused}")
 
-    def persistent_load(self, pid: Any) -> NoReturn:
+    def persistent_load(self, pid: object) -> NoReturn:
         raise pickle.UnpicklingError("refers to an object outside of it")
 
 
@@ -97,6 +100,7 @@ def read_metadata(path: Path) -> Metadata:
     checkpoint, ``OSError`` if it cannot be read.
     """
     unpickler = _MetadataUnpickler(io.BytesIO(path.read_bytes()))
+    # Allowed classes may still be filled with anything: access the fields here, where errors are damage.
     try:
         loaded = unpickler.load()
         storage = loaded.storage_meta
@@ -112,6 +116,7 @@ def read_metadata(path: Path) -> Metadata:
         _refuse_damage(path, error)
     if not is_metadata:
         _refuse_damage(path, TypeError("it is no metadata"))
+    # torch joins these paths to the checkpoint's folder: "../x" or an absolute path would leave it.
     for path_in_checkpoint in paths:
         if (
             not isinstance(path_in_checkpoint, str)
@@ -121,8 +126,8 @@ def read_metadata(path: Path) -> Metadata:
             refuse(
                 "checkpoint",
                 path.name,
-                f"items in files beside {path}, not in {path_in_checkpoint!r}",
-                "another one",
+                f"items in files of the folder {path.parent}, not in {path_in_checkpoint!r}",
+                "another checkpoint",
             )
     return loaded
 
@@ -133,10 +138,11 @@ class CheckedReader(FileSystemReader):  # type: ignore[misc]
     def __init__(self, folder: Path, *, trusted: bool) -> None:
         """Check the checkpoint. Raises ``ValueError`` if a pickle contains a class that is not allowed.
 
-        The items of the user's ``own`` checkpoint are not checked.
+        The items of a ``trusted`` checkpoint (see :func:`is_trusted`) are not checked.
         """
         super().__init__(folder)
         self._metadata = read_metadata(folder / METADATA_FILE)
+        # torch's own read_metadata fills it in, too (torch 2.13, checkpoint/filesystem.py).
         if self._metadata.storage_meta is None:
             self._metadata.storage_meta = StorageMeta()
         if not trusted:
@@ -169,15 +175,18 @@ def _check_items(path: Path, ranges: Ranges) -> None:
             _load_checked(io.BytesIO(file.read(length)), path, (), map_location="cpu")
 
 
-def load_file(path: Path, classes: Sequence[Any], map_location: Any = None) -> Any:
+def load_file(path: Path, classes: Sequence[type], map_location: MAP_LOCATION = None) -> object:
     """Load a ``torch.save`` file of tensors, plain values and ``classes``, else raise ``ValueError``."""
     return _load_checked(path, path, classes, map_location)
 
 
-def _load_checked(source: Path | io.BytesIO, path: Path, classes: Sequence[Any], map_location: Any) -> Any:
+def _load_checked(
+    source: Path | io.BytesIO, path: Path, classes: Sequence[type], map_location: MAP_LOCATION
+) -> object:
     with torch.serialization.safe_globals(list(classes)):
         try:
-            return torch.load(source, map_location=map_location, weights_only=True)
+            loaded: object = torch.load(source, map_location=map_location, weights_only=True)
+            return loaded
         except pickle.UnpicklingError as error:
             names = _find_refused_classes(source)
             if names:
@@ -204,14 +213,15 @@ def is_trusted(checkpoint: Path) -> bool:
 
 
 @contextmanager
-def checked_loading(classes: Sequence[Any] = (), *, trusted: bool) -> Iterator[None]:
+def checked_loading(classes: Sequence[type] = (), *, trusted: bool) -> Iterator[None]:
     """Limit each ``torch.load`` inside to tensors, plain values and ``classes``, whatever its arguments.
 
-    The user's ``own`` checkpoint (see :func:`is_trusted`) is loaded without limits.
+    A ``trusted`` checkpoint (see :func:`is_trusted`) is loaded without limits.
     """
     if trusted:
         yield
         return
+    # The variable also overrides weights_only=False, which frameworks pass.
     previous = os.environ.get(FORCE_VARIABLE)
     os.environ[FORCE_VARIABLE] = "1"
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from shardscope.core.errors import refuse
 from shardscope.frameworks.registry import frameworks
@@ -18,9 +18,28 @@ if TYPE_CHECKING:
     from shardscope.training.engine import Engine
 
 
-def describe_position(engine: Engine) -> dict[str, Any]:
+class Position(TypedDict):
+    """Fields of ``position.json``; those of one framework only, or newer than the format, may be missing."""
+
+    num_steps_done: int
+    framework: NotRequired[str]
+    format: NotRequired[str]
+    """Name of the checkpoint's format (``CheckpointFormat.name``), which several frameworks may read."""
+    seed: NotRequired[int]
+    world_size: NotRequired[int]
+    frozen_base: NotRequired[dict[str, object]]
+    """Identification of the base of adapters, see ``Engine.frozen_base``."""
+    optimizer: NotRequired[str]
+    """Class of the optimizer (DDP and FSDP2)."""
+    scaler: NotRequired[dict[str, object] | None]
+    """State of the gradient scaler (DDP and FSDP2); None without one."""
+    in_stages: NotRequired[bool]
+    """Whether the ranks are pipeline stages (FSDP2)."""
+
+
+def describe_position(engine: Engine) -> dict[str, object]:
     """Return the position fields that all frameworks' checkpoints have."""
-    position: dict[str, Any] = {
+    position: dict[str, object] = {
         "framework": engine.framework,
         "format": _checkpoint_format(engine.plan),
         "num_steps_done": engine.num_steps_done,
@@ -50,16 +69,16 @@ def write_position(
     (folder / POSITION_FILE).write_bytes(content)
 
 
-def read_position(path: Path, plan: Plan) -> dict[str, Any]:
+def read_position(path: Path, plan: Plan) -> Position:
     """Return the position of the checkpoint at ``path``, which the engine of ``plan`` is about to load.
 
     Raises ``FileNotFoundError`` if the checkpoint is not complete, ``PermissionError`` if another user owns
     it, ``ValueError`` if it has another framework's format.
     """
     if not (path / POSITION_FILE).is_file():
-        raise FileNotFoundError(f"{path} is not a whole checkpoint: it has no {POSITION_FILE}")
+        raise FileNotFoundError(f"{path} is not a complete checkpoint: it has no {POSITION_FILE}")
     check_own(path)
-    position: dict[str, Any] = json.loads((path / POSITION_FILE).read_text(encoding="utf-8"))
+    position: Position = json.loads((path / POSITION_FILE).read_text(encoding="utf-8"))
     own_format = _checkpoint_format(plan)
     # Checkpoints of older versions have no "format": a wrong one fails when it is loaded.
     saved_format = position.get("format", own_format)

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy
 
+    TokenIds = numpy.ndarray[tuple[int], numpy.dtype[numpy.int32]]
+    """Token ids, int32, shape ``[num_tokens]``."""
+
 CORPUS_FOLDER = Path(__file__).parent / "corpus"
 SHIPPED_TEXT = CORPUS_FOLDER / "moby_dick.txt"
 SHIPPED_TOKENIZER = CORPUS_FOLDER / "tokenizer.json"
@@ -21,9 +24,10 @@ END_OF_TEXT_ID = 0
 """Id of the end-of-text token: the BPE trainer numbers special tokens first."""
 
 _ENCODE_CHARACTERS = 1 << 20
+"""Maximum number of characters that are encoded at once."""
 
 
-def encode_text(text: str) -> numpy.ndarray:
+def encode_text(text: str) -> TokenIds:
     """Return the token ids of ``text``, int32, shape ``[num_tokens]``, terminated by ``<|endoftext|>``."""
     import numpy
     from tokenizers import Tokenizer

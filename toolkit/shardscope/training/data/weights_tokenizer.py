@@ -6,14 +6,15 @@ import json
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
 from shardscope.training.data.tokenizer import split_text
 
 if TYPE_CHECKING:
-    import numpy
+    from transformers import PreTrainedTokenizerBase
 
+    from shardscope.training.data.tokenizer import TokenIds
     from shardscope.training.weights.weights_folder import WeightsFolder
 
 FAST_FILE = "tokenizer.json"
@@ -49,6 +50,7 @@ class WeightsTokenizer:
             names = ", ".join((FAST_FILE, *VOCABULARY_FILES))
             allowed = f"a folder with the model's tokenizer: it has none of {names}"
             refuse(self._field, str(self._folder.path), allowed, "copy the tokenizer's files into it")
+        # Check paths and sizes before any library opens a file.
         self._check_links()
         for name in (
             *vocabulary_files,
@@ -92,7 +94,7 @@ class WeightsTokenizer:
                 allowed = f"a file in {self._folder.path}: nothing else is read"
                 refuse(f"{field} {key}", value, allowed, fix)
 
-    def _read_config(self, field: str) -> dict[str, Any]:
+    def _read_config(self, field: str) -> dict[str, object]:
         try:
             config = json.loads(self._folder.resolve_file(CONFIG).read_bytes().decode("utf-8"))
         except (ValueError, RecursionError) as error:
@@ -104,16 +106,18 @@ class WeightsTokenizer:
     def _is_outside(self, name: str) -> bool:
         """Return whether ``name``, relative to here or to the folder, is a file outside of the folder."""
         try:
-            seen = [path for path in (Path(name), self._folder.path / name) if path.is_file()]
+            files = [path for path in (Path(name), self._folder.path / name) if path.is_file()]
         except (OSError, ValueError):  # Not a valid file name.
             return False
-        return not all(self._folder.contains(path.resolve()) for path in seen)
+        return not all(self._folder.contains(file.resolve()) for file in files)
 
-    def encode(self, text: str) -> numpy.ndarray:
+    def encode(self, text: str) -> TokenIds:
         """Return token ids of ``text``, int32, shape ``[num_tokens]``, ending with EOS if there is one."""
         import numpy
 
         tokenizer = self._load_tokenizer()
+        # Without special tokens, which would mark a begin or an end at every piece. ``verbose`` would warn that
+        # a text is longer than the model's context, which no window is.
         encoded = [
             tokenizer(piece, add_special_tokens=False, return_attention_mask=False, verbose=False)[
                 "input_ids"
@@ -128,12 +132,14 @@ class WeightsTokenizer:
         """Write the tokenizer to ``folder`` in the format of ``AutoTokenizer``."""
         self._load_tokenizer().save_pretrained(folder)
 
-    def _load_tokenizer(self) -> Any:
+    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer
 
         path = self._folder.path
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # A missing library, custom code, a damaged file.
             lines = str(error).strip().splitlines() or [type(error).__name__]
             allowed = f"a folder whose tokenizer transformers opens as it is: {lines[0]}"

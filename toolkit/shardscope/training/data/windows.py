@@ -18,18 +18,20 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
+    from shardscope.training.data.tokenizer import TokenIds
+
 MAX_TEXT_BYTES = 2**30
 """Maximum size of a text: every rank tokenizes all of it at the start of a run."""
 
 
-def read_tokens(text: Path | None, encode: Callable[[str], numpy.ndarray] | None = None) -> numpy.ndarray:
+def read_tokens(text: Path | None, encode: Callable[[str], TokenIds] | None = None) -> TokenIds:
     """Return the int32 token ids of a UTF-8 text file (None: the shipped corpus).
 
     ``encode`` defaults to the shipped tokenizer. Raises ``ValueError`` for a file that is missing, empty,
     over 1 GiB or not UTF-8.
     """
     if text is None and encode is None:
-        return shipped_tokens()
+        return read_shipped_tokens()
     path = text or SHIPPED_TEXT
     if not path.is_file():
         refuse("text", str(path), "a text file, or None for the shipped corpus", Value(None))
@@ -53,7 +55,7 @@ class Windows:
     its step.
     """
 
-    tokens: numpy.ndarray
+    tokens: TokenIds
     """Token ids, int32, shape ``[num_tokens]``."""
     seq_len: int
     """Tokens in one window."""
@@ -98,16 +100,19 @@ class Windows:
 
 
 @lru_cache(maxsize=4)
-def _shuffle_windows(num_windows: int, seed: int, epoch: int) -> numpy.ndarray:
+def _shuffle_windows(
+    num_windows: int, seed: int, epoch: int
+) -> numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]:
     import numpy
 
+    # Seeded by a sequence: seed + epoch would give the epochs of neighbouring seeds the same order.
     return numpy.random.default_rng([seed, epoch]).permutation(num_windows)
 
 
 # ---- Token ids of the shipped corpus, cached per user: tokenizing takes every rank a second
 
 
-def shipped_tokens() -> numpy.ndarray:
+def read_shipped_tokens() -> TokenIds:
     """Return int32 ids, shape ``[num_tokens]``, cached in ``~/.cache/shardscope/tokens`` (XDG_CACHE_HOME).
 
     The file's name is a hash of text and tokenizer. A damaged or unwritable cache is ignored.
@@ -120,10 +125,11 @@ def shipped_tokens() -> numpy.ndarray:
         Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardscope" / "tokens" / version
     )
     with suppress(OSError, ValueError, EOFError):
-        cached: numpy.ndarray = numpy.load(path.with_suffix(".npy"), allow_pickle=False)
+        cached: TokenIds = numpy.load(path.with_suffix(".npy"), allow_pickle=False)
         if cached.dtype == numpy.int32 and cached.ndim == 1:
             return cached
     tokens = encode_text(text.decode("utf-8"))
+    # Renamed when it is complete: all ranks of a run may write it at the same time.
     partial = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +12,7 @@ from shardscope.memory.state.lora import find_adapter_targets
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.recipe import Recipe
+    from shardscope.training.model.quantized import BaseRecord
 
 
 def add_adapters(
@@ -28,6 +28,7 @@ def add_adapters(
     rank = recipe.adapter_rank
     config = LoraConfig(
         r=rank,
+        # Updates are scaled by alpha / r, so by 2 for every rank.
         lora_alpha=2 * rank,
         lora_dropout=recipe.lora_dropout,
         bias="none",
@@ -38,13 +39,12 @@ def add_adapters(
     return adapted
 
 
-def describe_adapters(built: Mapping[str, Any]) -> str:
-    """Describe the adapters and the result of :func:`shardscope.training.model.quantized.check_base`."""
-    number = format_count(built["num_trained_parameters"], "adapter weight")
-    if "base_quantization" not in built:
-        return f"{number} over a frozen base"
-    kind = {"nf4": "NF4", "int8": "int8"}[built["base_quantization"]]
-    double = " with double quantisation" if built["base_double_quantization"] else ""
-    return (
-        f"{number} over a base in {kind}{double} ({format_count(built['num_quantized_linears'], 'Linear')})"
-    )
+def describe_adapters(num_weights: int, base: BaseRecord | None) -> str:
+    """Describe adapters of ``num_weights`` in all, and their base (None: not quantized)."""
+    adapters = format_count(num_weights, "adapter weight")
+    if base is None:
+        return f"{adapters} over a frozen base"
+    kind = {"nf4": "NF4", "int8": "int8"}[base["base_quantization"]]
+    double = " with double quantization" if base["base_double_quantization"] else ""
+    linears = format_count(base["num_quantized_linears"], "Linear")
+    return f"{adapters} over a frozen base quantized to {kind}{double} ({linears})"

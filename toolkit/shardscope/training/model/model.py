@@ -5,12 +5,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from shardscope.families.registry import family_named, family_of
 from shardscope.memory.activations.modules.attention import find_window_layers
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+    from transformers import PreTrainedConfig
+
+    from shardscope.core.architecture import Architecture
 
 OTHER_SPELLINGS = {
     "num_experts": ("num_local_experts", "n_routed_experts"),
@@ -34,7 +40,9 @@ NOISES = ("router_jitter_noise",)
 there is none."""
 
 
-def build_model(architecture: Any, dropout: float = 0.0, attention: str | None = None) -> torch.nn.Module:
+def build_model(
+    architecture: Architecture, dropout: float = 0.0, attention: str | None = None
+) -> torch.nn.Module:
     """Build a causal language model with the sizes of ``architecture``: fp32, SDPA if supported, no KV cache.
 
     ``dropout`` is the probability of all dropouts of the family (``Recipe.dropout``); ``attention`` is the
@@ -51,9 +59,9 @@ def build_model(architecture: Any, dropout: float = 0.0, attention: str | None =
 
 
 def build_from_config(
-    config_json: Mapping[str, Any], architecture: Any, dropout: float = 0.0
+    config_json: Mapping[str, object], architecture: Architecture, dropout: float = 0.0
 ) -> torch.nn.Module:
-    """Build the fp32 model of ``said``, the content of a config.json, with the sizes of ``architecture``.
+    """Build the fp32 model of ``config_json``, a config.json's content, with the sizes of ``architecture``.
 
     Unlike :func:`build_model` it keeps the config's other settings (rotary angles, epsilons, the activation).
     No file is read: neither weights, nor a config that it refers to, nor code in its folder.
@@ -70,19 +78,21 @@ def build_from_config(
     return _build_checked(config, architecture, None)
 
 
-def _parse_config(config_json: Mapping[str, Any]) -> Any:
+def _parse_config(config_json: Mapping[str, object]) -> PreTrainedConfig:
     """Return the config that ``AutoConfig.from_pretrained`` would read from this config.json content."""
     from transformers import CONFIG_MAPPING
 
-    family = config_json["model_type"]
+    family = str(config_json["model_type"])
     if "layer_types" in config_json:
         # transformers' own exception: a Mistral with windows on only some layers is another class there.
         family = family_named(family).model_type_with_layer_types or family
-    kind = CONFIG_MAPPING[family]
-    return kind.from_dict(copy.deepcopy(dict(config_json)))
+    config: PreTrainedConfig = CONFIG_MAPPING[family].from_dict(copy.deepcopy(dict(config_json)))
+    return config
 
 
-def _build_checked(config: Any, architecture: Any, attention: str | None) -> torch.nn.Module:
+def _build_checked(
+    config: PreTrainedConfig, architecture: Architecture, attention: str | None
+) -> torch.nn.Module:
     """Build the model of a config. Raises ``RuntimeError`` if its size differs from ``architecture``'s."""
     from transformers import AutoModelForCausalLM
 
@@ -94,16 +104,18 @@ def _build_checked(config: Any, architecture: Any, attention: str | None) -> tor
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if num_parameters != architecture.num_parameters:
         raise RuntimeError(
-            f"the plan's {architecture.model_type} has {architecture.num_parameters:,} parameters, and "
-            f"transformers made {num_parameters:,}: what was planned is not what would train"
+            f"the plan's {architecture.model_type} has {architecture.num_parameters:,} parameters, and the "
+            f"one that transformers built has {num_parameters:,}: the plan's memory and time would be wrong"
         )
     return model
 
 
-def config_values(architecture: Any) -> dict[str, Any]:
+def config_values(architecture: Architecture) -> dict[str, object]:
     """Return the keyword arguments of the family's transformers config, with that family's field names."""
     from transformers import AutoConfig
 
+    # Fields of the architecture that the family's config has, under its own or another family's names. Others
+    # are left out: a config class accepts any keyword and silently stores it.
     family = AutoConfig.for_model(architecture.model_type)
     known = {*family.to_dict(), *getattr(family, "attribute_map", {})} - {"model_type"}
     values = {name: value for name, value in _flatten_fields(architecture).items() if value is not None}
@@ -116,26 +128,29 @@ def config_values(architecture: Any) -> dict[str, Any]:
         # The attention module reads it from the config, although the config class does not declare it.
         known_values["head_dim"] = architecture.head_dim
     values = known_values | _family_values(architecture, family)
-    has_layer_types = hasattr(family, "layer_types")  # which then say that no layer has a window
-    if "sliding_window" in known and not has_layer_types and not architecture_has_windows(architecture):
+    # Where a config has layer_types, those say that no layer has a window.
+    has_layer_types = hasattr(family, "layer_types")
+    if "sliding_window" in known and not has_layer_types and not architecture.sliding_window_layers:
         # Some families default to a window (Mistral's 4,096), which the plan did not count.
         values["sliding_window"] = None
-    if getattr(family, "n_group", None) and values.get("n_routed_experts", 0) % family.n_group:
+    num_groups = getattr(family, "n_group", None)
+    num_experts = values.get("n_routed_experts", 0)
+    if num_groups and isinstance(num_experts, int) and num_experts % num_groups:
         # DeepSeek routes by groups of experts; how many groups changes no size.
         values |= {"n_group": 1, "topk_group": 1}
     # A family's default token ids may exceed a small vocabulary; our tokenizer's only special token is 0.
     return {**values, "use_cache": False, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
 
 
-def _family_values(architecture: Any, family: Any) -> dict[str, Any]:
+def _family_values(architecture: Architecture, family: PreTrainedConfig) -> dict[str, object]:
     """Return the config values that only some families have."""
     extra_values = family_of(architecture).config_values
-    values: dict[str, Any] = dict(extra_values(architecture)) if extra_values else {}
+    values: dict[str, object] = dict(extra_values(architecture)) if extra_values else {}
     if architecture.latent_attention is not None:
         # Set it explicitly: None means no compression, but the family's default is a number.
         values["q_lora_rank"] = architecture.latent_attention.q_lora_rank
     if hasattr(family, "use_sliding_window"):
-        values["use_sliding_window"] = architecture_has_windows(architecture)
+        values["use_sliding_window"] = bool(architecture.sliding_window_layers)
     if hasattr(family, "layer_types"):
         values["layer_types"] = _layer_types(
             architecture.num_hidden_layers, architecture.sliding_window_layers
@@ -149,22 +164,18 @@ def _layer_types(num_layers: int, num_sliding: int) -> list[str]:
     return ["sliding_attention" if window else "full_attention" for window in windows]
 
 
-def architecture_has_windows(architecture: Any) -> bool:
-    """Return whether any layer has sliding-window attention."""
-    return bool(getattr(architecture, "sliding_window_layers", 0))
-
-
-def _flatten_fields(architecture: Any) -> dict[str, Any]:
+def _flatten_fields(architecture: DataclassInstance) -> dict[str, object]:
     """Return the fields of an architecture and its nested parts (experts, latent attention) in one dict."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for field in dataclasses.fields(architecture):
         value = getattr(architecture, field.name)
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
             values |= _flatten_fields(value)
         else:
             # transformers configs expect lists, as in JSON.
             values[field.name] = list(value) if isinstance(value, tuple) else value
     shared, expert = values.get("shared_expert_intermediate_size"), values.get("moe_intermediate_size")
-    if shared and expert:
+    if isinstance(shared, int) and isinstance(expert, int) and shared and expert:
+        # DeepSeek's config has a number of shared experts, each as wide as a routed one.
         values["n_shared_experts"] = shared // expert
     return values

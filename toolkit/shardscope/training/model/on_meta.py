@@ -8,7 +8,7 @@ import torch
 
 
 def build_on_meta(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-    """Return ``make()`` with parameters on the meta device and real buffers: rotary tables are computed.
+    """Return ``build()`` with parameters on the meta device and real buffers: rotary tables are computed.
 
     Similar to ``accelerate.init_empty_weights``, but keeps tied weights tied: accelerate's copies a
     parameter that is already on the meta device.

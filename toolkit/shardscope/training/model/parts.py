@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Self, TypeVar, overload
 
 import torch
 
 from shardscope.training.model.recompute import decoder_layers
+
+if TYPE_CHECKING:
+    PositionSlice = slice[int | None, int | None, int | None]
+
+Module = TypeVar("Module", bound=torch.nn.Module)
+GRANITE_MULTIPLIER = "embedding_multiplier"
+"""Attribute of Granite's body: a factor of the embedding's output, which only the first stage applies."""
 
 
 class NumberedLayers(torch.nn.ModuleList):  # type: ignore[misc]
@@ -19,9 +26,14 @@ class NumberedLayers(torch.nn.ModuleList):  # type: ignore[misc]
         for number, layer in layers.items():
             self._modules[str(number)] = layer
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: PositionSlice) -> Self: ...
+    @overload
+    def __getitem__(self, index: int) -> torch.nn.Module: ...
+    def __getitem__(self, index: int | PositionSlice) -> torch.nn.Module:
         """Index by position, not by number: transformers' models slice the list of layers."""
-        return list(self._modules.values())[index]
+        numbered = [(int(number), layer) for number, layer in self.named_children()]
+        return type(self)(dict(numbered[index])) if isinstance(index, slice) else numbered[index][1]
 
 
 def extract_stage(
@@ -32,30 +44,38 @@ def extract_stage(
     The embedding is kept if ``is_first``, the final norm and the head if ``is_last``. Modules and parameters
     are the same objects as the whole model's and have the same names; ``model`` is not changed.
     """
-    stage: Any = copy_shallow(model)
-    body: Any = copy_shallow(stage.model)
+    from transformers import PreTrainedModel
+
+    assert isinstance(model, PreTrainedModel)
+    stage = copy_shallow(model)
+    body = copy_shallow(stage.get_submodule("model"))
+    assert isinstance(body, PreTrainedModel)
+    # If ``model`` is a stage itself, its layers keep the numbers that they have in the whole model.
+    layers = body.get_submodule("layers")
     layers_by_number = dict(enumerate(decoder_layers(model)))
-    if isinstance(body.layers, NumberedLayers):
-        layers_by_number = {int(name): layer for name, layer in body.layers.named_children()}
+    if isinstance(layers, NumberedLayers):
+        layers_by_number = {int(name): layer for name, layer in layers.named_children()}
+    # transformers' forward indexes config.layer_types by the position in this stage.
     config = copy.deepcopy(model.config)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None:
         by_number = dict(zip(layers_by_number, layer_types, strict=True))
         config.layer_types = [by_number[number] for number in numbers]
-    body.layers = NumberedLayers({number: layers_by_number[number] for number in numbers})
+    # Children are replaced in ``_modules``, as Module.__setattr__ does; None keeps the name without a module.
+    body._modules["layers"] = NumberedLayers({number: layers_by_number[number] for number in numbers})
     if not is_first:
-        body.embed_tokens = None
-        if hasattr(body, "embedding_multiplier"):  # Granite's, which the first stage applies.
-            body.embedding_multiplier = 1.0
+        body._modules["embed_tokens"] = None
+        if hasattr(body, GRANITE_MULTIPLIER):
+            setattr(body, GRANITE_MULTIPLIER, 1.0)
     if not is_last:
-        body.norm = torch.nn.Identity()
-        stage.lm_head = None
-    stage.model = body
+        body._modules["norm"] = torch.nn.Identity()
+        stage._modules["lm_head"] = None
+    stage._modules["model"] = body
     stage.config = body.config = config
     return stage
 
 
-def copy_shallow(module: torch.nn.Module) -> torch.nn.Module:
+def copy_shallow(module: Module) -> Module:
     """Return a shallow copy of ``module`` whose children can be replaced without changing ``module``."""
     shell = copy.copy(module)
     shell._modules = dict(module._modules)

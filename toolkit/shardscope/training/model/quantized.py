@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
@@ -18,10 +18,29 @@ from shardscope.training.model.recompute import decoder_layers
 from shardscope.training.optimizers.gradients import local_shard
 from shardscope.training.weights.initial_weights import InitialWeights, fill_buffers, full_region
 
+if TYPE_CHECKING:
+    from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
+    from transformers.pytorch_utils import Conv1D
+
+    from shardscope.core.recipe import Recipe
+
+
+class BaseRecord(TypedDict):
+    """How a frozen base is quantized, for the run's record."""
+
+    base_quantization: str
+    """"nf4" or "int8"."""
+    base_double_quantization: bool
+    """Whether NF4's scales are quantized too (Dettmers et al. 2023, arXiv:2305.14314, section 3)."""
+    base_stored_as: str
+    """Dtype of the parameters that hold the packed weights."""
+    base_scale_bytes: int
+    num_quantized_linears: int
+
 
 def quantize_base(
     model: torch.nn.Module,
-    recipe: Any,
+    recipe: Recipe,
     *,
     sharded: bool,
     compute: torch.dtype,
@@ -34,7 +53,7 @@ def quantize_base(
     ``utils/fsdp_utils.py``). ``weights`` initializes a model on the meta device, one Linear at a time: only
     quantized weights and the unquantized rest are in memory together.
     """
-    bnb: Any = import_module("bitsandbytes")
+    from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
     from transformers.pytorch_utils import Conv1D
 
     quantization = recipe.base_quantization
@@ -42,7 +61,8 @@ def quantize_base(
     for layer in decoder_layers(model):
         for parent in list(layer.modules()):
             for name, child in list(parent.named_children()):
-                if isinstance(child, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
+                # Both are subclasses of Linear, and quantized already.
+                if isinstance(child, Linear4bit | Linear8bitLt):
                     continue
                 if isinstance(child, torch.nn.Linear | Conv1D):
                     if initializer is not None:
@@ -93,7 +113,7 @@ class _MetaInitializer:
             self._weights.write(name, into.shape, full_region(into.shape), into)
 
 
-def _convert_to_linear(module: Any) -> Any:
+def _convert_to_linear(module: torch.nn.Linear | Conv1D) -> torch.nn.Linear:
     """Return ``module`` as a Linear; GPT-2's Conv1D stores the transposed weight."""
     if isinstance(module, torch.nn.Linear):
         return module
@@ -104,9 +124,11 @@ def _convert_to_linear(module: Any) -> Any:
     return linear
 
 
-def _quantize_nf4(plain: Any, recipe: Any, sharded: bool, compute: torch.dtype) -> torch.nn.Module:
-    bnb: Any = import_module("bitsandbytes")
-
+def _quantize_nf4(
+    plain: torch.nn.Linear, recipe: Recipe, sharded: bool, compute: torch.dtype
+) -> torch.nn.Module:
+    # bitsandbytes does not annotate its constructors; imported by name, its module is untyped as a whole.
+    bnb = import_module("bitsandbytes")
     storage = compute if sharded else torch.uint8
     double = recipe.method == "qlora"
     module = bnb.nn.Linear4bit(
@@ -128,13 +150,13 @@ def _quantize_nf4(plain: Any, recipe: Any, sharded: bool, compute: torch.dtype) 
         module=module,
     )
     module.bias = plain.bias
+    # Linear4bit quantizes its weight when it is moved, to the same device too.
     quantized: torch.nn.Module = module.to(plain.weight.device)
     return quantized
 
 
-def _quantize_int8(plain: Any) -> torch.nn.Module:
-    bnb: Any = import_module("bitsandbytes")
-
+def _quantize_int8(plain: torch.nn.Linear) -> torch.nn.Module:
+    bnb = import_module("bitsandbytes")
     packed = bnb.nn.Linear8bitLt(
         plain.in_features, plain.out_features, bias=False, has_fp16_weights=False, device="meta"
     )
@@ -149,43 +171,45 @@ def is_quantized(tensor: torch.Tensor) -> bool:
     return any(getattr(tensor, name, None) is not None for name in ("quant_state", "SCB"))
 
 
-def check_base(model: torch.nn.Module, recipe: Any, *, sharded: bool) -> dict[str, Any]:
-    """Read back how the base is quantized; empty if it is not. Raises ``RuntimeError`` if not as planned.
+def check_base(model: torch.nn.Module, recipe: Recipe, *, sharded: bool) -> BaseRecord | None:
+    """Read back how the base is quantized; None if it is not. Raises ``RuntimeError`` if not as planned.
 
     A task's own ``build_model`` may quantize (``from_pretrained`` with a ``BitsAndBytesConfig``), but it must
     match the recipe.
     """
-    linears = _quantized_linears(model)
+    linears = _find_quantized_linears(model)
     planned = recipe.base_quantization
     if not linears:
         if planned:
-            raise RuntimeError(f"the plan's base is in {planned}, and no Linear of the model is quantised")
-        return {}
-    (quantization, double, storage), *other_kinds = sorted(
-        {_read_kind(linear) for linear in linears.values()}
-    )
+            raise RuntimeError(
+                f"the plan's base is quantized to {planned}, and no Linear of the model is quantized"
+            )
+        return None
+    (quantization, double, storage), *other_kinds = sorted({_read_kind(linear) for linear in linears})
     if other_kinds:
         raise RuntimeError(
-            f"the base is quantised in {1 + len(other_kinds)} ways: {quantization}, {other_kinds[0][0]}"
+            f"the base is quantized in {1 + len(other_kinds)} ways: {quantization}, {other_kinds[0][0]}"
         )
     planned_kind = (planned, recipe.method == "qlora")
     if (quantization, double) != planned_kind:
         raise RuntimeError(
-            f"the plan's base is {_describe_kind(*planned_kind)}, and build_model gives one "
+            f"the plan's base is {_describe_kind(*planned_kind)}, and that of build_model is "
             f"{_describe_kind(quantization, double)}"
         )
-    unquantized = _unquantized_linears(model)
+    unquantized = _list_unquantized_linears(model)
     if unquantized:
         raise RuntimeError(
-            f"the plan's base is in {planned}, and {len(unquantized)} Linears of its layers are not: "
-            f"{', '.join(unquantized[:3])}"
+            f"the plan's base is quantized to {planned}, and {len(unquantized)} Linears of its layers are "
+            f"not: {', '.join(unquantized[:3])}"
         )
+    # Packed codes must not be cast: they have to be stored in the dtype of the frozen norms, in which
+    # fully_shard all-gathers the group.
     frozen = (p.dtype for p in model.parameters() if not p.requires_grad and p.ndim == 1)
-    other = next(frozen, None)
-    if sharded and other is not None and storage != str(other):
+    gathered = next(frozen, None)
+    if sharded and gathered is not None and storage != str(gathered):
         raise RuntimeError(
-            f"the packed weights are stored as {storage}, which a gather in {other} would cast: build them "
-            f"with bnb_4bit_quant_storage={other}"
+            f"the quantized weights are stored as {storage}, which an all-gather in {gathered} would cast: "
+            f"build them with bnb_4bit_quant_storage={gathered}"
         )
     return {
         "base_quantization": quantization,
@@ -197,34 +221,32 @@ def check_base(model: torch.nn.Module, recipe: Any, *, sharded: bool) -> dict[st
 
 
 def _describe_kind(quantization: str | None, double: bool) -> str:
-    return (
-        f"in {quantization}{' with double quantisation' if double else ''}"
-        if quantization
-        else "not quantised"
-    )
+    if quantization is None:
+        return "not quantized"
+    return f"quantized to {quantization}{' with double quantization' if double else ''}"
 
 
-def _quantized_linears(model: torch.nn.Module) -> dict[str, Any]:
-    # If bitsandbytes was never imported, there are no such modules.
-    bnb: Any = sys.modules.get("bitsandbytes")
-    if bnb is None:
-        return {}
-    kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
+def _find_quantized_linears(model: torch.nn.Module) -> list[Linear4bit | Linear8bitLt]:
+    # If bitsandbytes was never imported, there are no such modules; the import would take seconds.
+    if "bitsandbytes" not in sys.modules:
+        return []
+    from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
+
     # peft has LoRA layers with the same class names, so compare the classes themselves.
-    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    return [module for module in model.modules() if isinstance(module, Linear4bit | Linear8bitLt)]
 
 
-def _unquantized_linears(model: torch.nn.Module) -> list[str]:
-    quantised = set(_quantized_linears(model).values())
+def _list_unquantized_linears(model: torch.nn.Module) -> list[str]:
+    quantized = set(_find_quantized_linears(model))
     return [
         name
         for layer in decoder_layers(model)
         for name, module in layer.named_modules()
-        if isinstance(module, torch.nn.Linear) and module not in quantised and "lora_" not in name
+        if isinstance(module, torch.nn.Linear) and module not in quantized and "lora_" not in name
     ]
 
 
-def _read_kind(linear: Any) -> tuple[str, bool, str]:
+def _read_kind(linear: Linear4bit | Linear8bitLt) -> tuple[str, bool, str]:
     """Return (quantization type, whether the scales are quantized too, storage dtype)."""
     state = getattr(linear, "quant_state", None)
     if state is None:
@@ -234,12 +256,12 @@ def _read_kind(linear: Any) -> tuple[str, bool, str]:
 
 def list_scales(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return the non-parameter tensors of quantized Linears: scales, codes and offsets."""
-    state_tensors: list[torch.Tensor] = []
+    attributes: list[object] = []
     for module in model.modules():
         # NF4 keeps them in the module; int8 in the weight, until the first forward moves them to the module.
-        state: Any = getattr(module, "quant_state", None)
+        state = getattr(module, "quant_state", None)
         for owner in (state, getattr(state, "state2", None)):
-            state_tensors += [getattr(owner, name, None) for name in ("absmax", "code", "offset")]
+            attributes += [getattr(owner, name, None) for name in ("absmax", "code", "offset")]
         for owner in (getattr(module, "weight", None), getattr(module, "state", None)):
-            state_tensors.append(getattr(owner, "SCB", None))
-    return [tensor for tensor in state_tensors if isinstance(tensor, torch.Tensor)]
+            attributes.append(getattr(owner, "SCB", None))
+    return [tensor for tensor in attributes if isinstance(tensor, torch.Tensor)]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _KEPT_BY_SELECTIVE = frozenset(
     getattr(torch.ops.aten, name).default
@@ -62,18 +66,22 @@ def apply_recompute(model: torch.nn.Module, recompute: str, interval: int = 1) -
             f"Recipe.recompute is {recompute!r}, but {type(model).__name__} has no ModuleList of layers; "
             "allowed: a model with one, or recompute='none'. Nearest fix: 'none'."
         )
-    context: dict[str, Any] = {}
-    if recompute == "selective":
-        context["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _choose_policy)
     for layer in layers:
-        if recompute == "offload":
-            layer.forward = functools.partial(_run_offloaded, layer, layer.forward)
-            continue
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, **context)
+        layer.forward = _wrap_forward(layer, recompute)
     return len(layers)
 
 
-def check_recompute(model: torch.nn.Module, recompute: str, interval: int = 1) -> dict[str, Any]:
+def _wrap_forward(layer: torch.nn.Module, recompute: str) -> functools.partial[object]:
+    """Return the ``forward`` of a layer that recomputes; :func:`_read_recompute` recognizes it."""
+    if recompute == "offload":
+        return functools.partial(_run_offloaded, layer, layer.forward)
+    if recompute == "selective":
+        context_fn = functools.partial(create_selective_checkpoint_contexts, _choose_policy)
+        return functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=context_fn)
+    return functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def check_recompute(model: torch.nn.Module, recompute: str, interval: int = 1) -> dict[str, object]:
     """Read back the recomputation of the decoder layers of ``model``, for a run's record.
 
     Raises ``RuntimeError`` if it differs from :func:`apply_recompute` with the same arguments.
@@ -92,23 +100,35 @@ def check_recompute(model: torch.nn.Module, recompute: str, interval: int = 1) -
 def _read_recompute(layer: torch.nn.Module) -> str:
     """Return the ``recompute`` choice that a layer's ``forward`` implements."""
     forward = vars(layer).get("forward")
+    # torch.compile stores the function that it replaces (torch 2.13, _dynamo/eval_frame.py).
     forward = getattr(forward, "_torchdynamo_orig_callable", forward)
     if getattr(forward, "__func__", None) is run_recomputed:
         return "full"
-    call = getattr(forward, "func", None)
-    if call is _run_offloaded:
+    if not isinstance(forward, functools.partial):
+        return "none"
+    if forward.func is _run_offloaded:
         return "offload"
-    if call is not checkpoint:
+    if forward.func is not checkpoint:
         return "none"
     return "selective" if "context_fn" in forward.keywords else "full"
 
 
-def run_recomputed(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+def run_recomputed(layer: torch.nn.Module, *args: object, **kwargs: object) -> object:
     """Run the layer's forward under full checkpointing, for compiled layers."""
     return checkpoint(type(layer).forward, layer, *args, use_reentrant=False, **kwargs)
 
 
-def _run_offloaded(layer: torch.nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+class _OffloadedTensor(NamedTuple):
+    """A saved tensor in host memory: the copy of its storage, and its view of that storage."""
+
+    copy: _HostCopy
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _run_offloaded(layer: torch.nn.Module, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Run ``forward`` with its saved tensors in host memory, each storage copied once.
 
     Weights are not offloaded: they are resident anyway, and FSDP2 all-gathers them again. Weight storages are
@@ -117,21 +137,22 @@ def _run_offloaded(layer: torch.nn.Module, forward: Any, *args: Any, **kwargs: A
     parameters = list(layer.parameters())
     copies: dict[int, _HostCopy] = {}
 
-    def offload(tensor: torch.Tensor) -> Any:
+    def offload(tensor: torch.Tensor) -> torch.Tensor | _OffloadedTensor:
+        # Storages are compared by the address of the C++ object: Python objects of one storage differ.
         storage = tensor.untyped_storage()
         if any(parameter.untyped_storage()._cdata == storage._cdata for parameter in parameters):
             return tensor
         if storage._cdata not in copies or not copies[storage._cdata].is_current:
             copies[storage._cdata] = _HostCopy(storage, tensor.device)
-        return copies[storage._cdata], tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
-
-    def fetch_back(packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        copy, dtype, *layout = packed
-        return torch.empty(0, dtype=dtype, device=copy.device).set_(
-            copy.fetch(), layout[2], layout[0], layout[1]
+        return _OffloadedTensor(
+            copies[storage._cdata], tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
         )
+
+    def fetch_back(saved: torch.Tensor | _OffloadedTensor) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        empty = torch.empty(0, dtype=saved.dtype, device=saved.copy.device)
+        return empty.set_(saved.copy.fetch(), saved.offset, saved.size, saved.stride)
 
     with torch.autograd.graph.saved_tensors_hooks(offload, fetch_back):
         out = forward(*args, **kwargs)
@@ -167,6 +188,8 @@ class _HostCopy:
         return fetched
 
 
-def _choose_policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+def _choose_policy(
+    _context: object, operation: object, *_args: object, **_kwargs: object
+) -> CheckpointPolicy:
     is_saved = operation in _KEPT_BY_SELECTIVE
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, overload
 
 import torch
 
 from shardscope.training.model.recompute import decoder_layers
 
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
 
-def hidden_matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+
+def list_hidden_matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Return Muon's parameters: trainable matrices inside the layers, without fused (3-D) experts."""
     parameters = {p: None for layer in decoder_layers(model) for p in layer.parameters()}
     return [p for p in parameters if p.ndim == 2 and p.requires_grad]
@@ -25,11 +28,12 @@ class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]
     def __init__(
         self,
         hidden: list[torch.nn.Parameter],
-        rest: list[dict[str, Any]],
+        rest: list[dict[str, object]],
         lr: float,
         weight_decay: float,
         betas: tuple[float, float],
     ) -> None:
+        # torch's optimizers reject an empty list of parameters, which a pipeline stage may have.
         self._parts: list[torch.optim.Optimizer] = []
         if hidden:
             self._parts.append(
@@ -41,6 +45,7 @@ class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         self._share_state()
 
     def _share_state(self) -> None:
+        """Let both optimizers use this one's groups and state, so that a scheduler's rate reaches them."""
         start = 0
         for part in self._parts:
             end = start + len(part.param_groups)
@@ -48,11 +53,15 @@ class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             part.state = self.state
             start = end
 
-    def load_state_dict(self, state_dict: Any) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load the state, and share it with both optimizers again."""
         super().load_state_dict(state_dict)
         self._share_state()
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Run a step of both optimizers."""
         loss = None
@@ -62,21 +71,3 @@ class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         for part in self._parts:
             part.step()
         return loss
-
-
-def build_muon(
-    model: torch.nn.Module,
-    parameters: Iterable[torch.nn.Parameter],
-    lr: float,
-    weight_decay: float,
-    betas: tuple[float, float],
-) -> MuonWithAdamW:
-    """Build it for the trainable ``parameters`` of ``model``, without weight decay on vectors."""
-    hidden = hidden_matrices(model)
-    hidden_set = set(hidden)
-    rest = [parameter for parameter in parameters if parameter not in hidden_set]
-    groups = [
-        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return MuonWithAdamW(hidden, [group for group in groups if group["params"]], lr, weight_decay, betas)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from importlib import import_module
-from typing import Any
+from typing import overload
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from shardscope.core.errors import Value, refuse
-from shardscope.training.optimizers.muon import build_muon
+from shardscope.training.optimizers.muon import MuonWithAdamW, list_hidden_matrices
 
 DEFAULT_LEARNING_RATE = 3e-4
 DEFAULT_WEIGHT_DECAY = 0.1
@@ -41,12 +41,13 @@ def build_optimizer(
             refuse(
                 "Recipe.optimizer", name, "another without the model whose layers it is for", Value("adamw")
             )
-        return build_muon(model, parameters, learning_rate, weight_decay, ADAM_BETAS)
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+        hidden = list_hidden_matrices(model)
+        hidden_set = set(hidden)
+        rest = [parameter for parameter in parameters if parameter not in hidden_set]
+        return MuonWithAdamW(
+            hidden, _group_parameters(rest, weight_decay), learning_rate, weight_decay, ADAM_BETAS
+        )
+    groups = _group_parameters(parameters, weight_decay)
     if name == "adamw":
         # One kernel for all weights where torch has it; its default on a CPU makes ten passes over memory.
         fused = all(parameter.device.type in FUSED_DEVICES for parameter in parameters)
@@ -60,22 +61,41 @@ def build_optimizer(
     if name == "adafactor":
         return torch.optim.Adafactor(groups, lr=learning_rate)
     if name in BITSANDBYTES:
-        return _build_quantized(name, groups, learning_rate, model)
+        is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+        return _build_quantized(name, groups, learning_rate, model, is_sharded=is_sharded)
     raise ValueError(
         f"Recipe.optimizer is {name!r}; allowed on this engine: 'adamw', 'adamw_foreach', 'sgd', 'lion', "
         "'adafactor', 'muon'. Nearest fix: 'adamw', or give engine.setup a build_optimizer of your own."
     )
 
 
+def _group_parameters(
+    parameters: Iterable[torch.nn.Parameter], weight_decay: float
+) -> list[dict[str, object]]:
+    """Return ``torch.optim``'s groups: matrices with ``weight_decay``, vectors without; none is empty."""
+    parameters = list(parameters)
+    groups: list[dict[str, object]] = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
 def _build_quantized(
-    name: str, groups: list[dict[str, Any]], learning_rate: float, model: torch.nn.Module | None
+    name: str,
+    groups: list[dict[str, object]],
+    learning_rate: float,
+    model: torch.nn.Module | None,
+    *,
+    is_sharded: bool,
 ) -> torch.optim.Optimizer:
     """Build AdamW of torchao (for DTensors) or bitsandbytes."""
-    if any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"]):
-        optimizer_class: Any = import_module("torchao.optim").AdamW8bit
-        sharded: torch.optim.Optimizer = optimizer_class(groups, lr=learning_rate, betas=ADAM_BETAS)
+    # Imported by name: neither library annotates its constructors.
+    if is_sharded:
+        torchao_optim = import_module("torchao.optim")
+        sharded: torch.optim.Optimizer = torchao_optim.AdamW8bit(groups, lr=learning_rate, betas=ADAM_BETAS)
         return sharded
-    bitsandbytes: Any = import_module("bitsandbytes")
+    bitsandbytes = import_module("bitsandbytes")
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
     # Reset it: it stores overrides by id(tensor), and ids are reused.
     manager.initialize()
@@ -104,16 +124,20 @@ class Lion(torch.optim.Optimizer):  # type: ignore[misc]
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Iterable[torch.nn.Parameter] | Iterable[dict[str, object]],
         lr: float = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update of every weight that has a gradient."""
+        """Update every weight that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -121,16 +145,19 @@ class Lion(torch.optim.Optimizer):  # type: ignore[misc]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update_parameter(parameter, group)
+                    self._update_parameter(parameter, group["lr"], group["betas"], group["weight_decay"])
         return loss
 
-    def _update_parameter(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        beta1, beta2 = group["betas"]
+    def _update_parameter(
+        self, parameter: torch.Tensor, lr: float, betas: tuple[float, float], weight_decay: float
+    ) -> None:
+        beta1, beta2 = betas
         state = self.state[parameter]
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)
-        if group["weight_decay"]:
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        # Decoupled, as in AdamW: the decay is not part of the gradient, whose sign is taken.
+        if weight_decay:
+            parameter.mul_(1 - lr * weight_decay)
         update = state["exp_avg"].lerp(parameter.grad, 1 - beta1).sign_()
-        parameter.add_(update, alpha=-group["lr"])
+        parameter.add_(update, alpha=-lr)
         state["exp_avg"].lerp_(parameter.grad, 1 - beta2)

@@ -14,10 +14,10 @@ from shardscope.training.weights.base_sample import hash_base
 from shardscope.training.weights.weights_folder import WeightsFolder
 
 if TYPE_CHECKING:
-    import numpy
     import torch
 
     from shardscope.core.plan import Plan
+    from shardscope.training.data.tokenizer import TokenIds
     from shardscope.training.engine import Engine
 
 FULL_RATE = 2e-5
@@ -83,7 +83,7 @@ class Finetune(TextTask):
             return self.learning_rate
         return ADAPTER_RATE if plan.recipe.has_adapters else FULL_RATE
 
-    def encode(self) -> Callable[[str], numpy.ndarray]:
+    def encode(self) -> Callable[[str], TokenIds]:
         """Return the encode function of the folder's tokenizer."""
         return WeightsTokenizer(self.folder).encode
 

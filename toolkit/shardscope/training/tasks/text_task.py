@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from shardscope.core.errors import Value, check_flag, check_integer, check_number, refuse
 from shardscope.frameworks.registry import check_trained
@@ -28,12 +28,11 @@ from shardscope.training.data.plain_text import check_is_plain_text
 from shardscope.training.data.tokenizer import SHIPPED_TEXT
 
 if TYPE_CHECKING:
-    import numpy
     import torch
 
     from shardscope.core.plan import Plan
-    from shardscope.training.engine import Engine
-
+    from shardscope.training.data.tokenizer import TokenIds
+    from shardscope.training.engine import Engine, TrainingContext
 
 EXPORT = "export"
 """Subfolder of a run with the exported Hugging Face checkpoint."""
@@ -127,7 +126,7 @@ class TextTask(ABC):
         """Return ``learning_rate``, or the task's default for it."""
 
     @abstractmethod
-    def encode(self) -> Callable[[str], numpy.ndarray] | None:
+    def encode(self) -> Callable[[str], TokenIds] | None:
         """Return the function from text to int32 token ids; None: the shipped tokenizer."""
 
     @abstractmethod
@@ -149,8 +148,9 @@ class TextTask(ABC):
         """The checkpoint to which a ``resume`` path currently resolves; None if ``resume`` is no path."""
         return None if isinstance(self.resume, bool) else named_checkpoint(self.resume)
 
-    def __call__(self, ctx: Any) -> None:
+    def __call__(self, ctx: TrainingContext) -> None:
         """Train on this rank. Called by ``run_rank`` after the process group is initialized."""
+        # The files may have changed since the launch checked them.
         self.check(ctx.plan)
         # The tokenizer's threads would compete with other ranks for cores, and it warns after a fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -160,6 +160,7 @@ class TextTask(ABC):
         from shardscope.training.loop import train
         from shardscope.training.optimizers.schedule import Schedule
 
+        # Settings that engines read in setup().
         plan, engine = ctx.plan, ctx.engine
         engine.seed, engine.weight_decay = self.seed, self.weight_decay
         engine.learning_rate = self.peak_rate(plan)
@@ -167,8 +168,9 @@ class TextTask(ABC):
             engine.frozen_base = self.frozen_base()
         engine.setup(self.begin(engine, plan))
         # Tensor-parallel ranks share their data and need the same dropout masks, so seed by data rank.
+        # Before load(), which restores the states of a checkpoint.
         torch.manual_seed(self.seed + 1 + engine.data_rank)
-        # Load the checkpoint to resume from, which also sets the number of finished steps.
+        # This also sets the number of finished steps, from which train() continues.
         self._load_resumed(ctx)
         windows = Windows(
             tokens=read_tokens(self.text, self.encode()),
@@ -198,36 +200,39 @@ class TextTask(ABC):
             keep_last=self.keep_last if self.save_every else None,
             memory_snapshot=self.memory_snapshot,
         )
+        # A stopped run is not exported: it is resumed from its checkpoint, and exported at its end.
         if self.export and engine.num_steps_done >= self.num_steps:
             engine.export(EXPORT)
             if ctx.rank == 0:
                 self.complete_export(ctx.folder / EXPORT, plan)
             print(f"exported {EXPORT}", flush=True)
 
-    def _load_resumed(self, ctx: Any) -> None:
+    def _load_resumed(self, ctx: TrainingContext) -> None:
         """Load the checkpoint to resume from, if any, the same one on every rank."""
         if self.resume is False:
             return
         import torch
         import torch.distributed as dist
 
-        chosen: list[Any] = [None]
-        if ctx.rank == 0:
-            choice = choose_for_rank(ctx.folder) if self.resume is True else None
-            chosen = [self.resume_from if choice is None else choice]
         # Rank 0 chooses for all: another run may be writing or deleting checkpoints at the same time.
-        dist.broadcast_object_list(chosen, src=0, device=torch.device("cpu"))
-        if isinstance(chosen[0], Choice):
-            if chosen[0].notice:
-                print(chosen[0].notice, flush=True)
-            check_any_usable(chosen[0], self._field("resume"))
-            chosen = [chosen[0].checkpoint]
-        if chosen[0] is None:
-            print("nothing to go on from yet: this is the start", flush=True)
+        broadcast: list[Choice | Path | None] = [None]
+        if ctx.rank == 0:
+            broadcast = [choose_for_rank(ctx.folder) if self.resume is True else self.resume_from]
+        # On the CPU, because every run has gloo: with NCCL the default device would be the GPU.
+        dist.broadcast_object_list(broadcast, src=0, device=torch.device("cpu"))
+        checkpoint = broadcast[0]
+        if isinstance(checkpoint, Choice):
+            if checkpoint.notice:
+                print(checkpoint.notice, flush=True)
+            check_any_usable(checkpoint, self._field("resume"))
+            checkpoint = checkpoint.checkpoint
+        if checkpoint is None:
+            print("no checkpoint to resume from: starting at step 0", flush=True)
             return
-        notices = self._check_loads(chosen[0], ctx.plan)
-        ctx.engine.load(chosen[0])
-        print(f"going on from {chosen[0]}: {ctx.engine.num_steps_done:,} steps are done", flush=True)
+        # The launch checked it too, but with resume=True another checkpoint may be the newest by now.
+        notices = self._check_loads(checkpoint, ctx.plan)
+        ctx.engine.load(checkpoint)
+        print(f"resumed from {checkpoint}: {ctx.engine.num_steps_done:,} steps are done", flush=True)
         for notice in notices:
             print(notice, flush=True)
 

@@ -48,6 +48,7 @@ class FreshWeights:
         return False
 
     def write(self, name: str, shape: torch.Size, region: Region, into: torch.Tensor) -> None:
+        # zlib's hash, because Python's hash of a string differs between processes.
         generator = torch.Generator(device=self._device)
         generator.manual_seed(self._seed * 2**32 + zlib.crc32(name.encode()))
         if len(shape) < 3:
@@ -64,11 +65,12 @@ class FreshWeights:
     def _write_matrix(
         self, name: str, shape: torch.Size, region: Region, into: torch.Tensor, generator: torch.Generator
     ) -> None:
+        # The whole matrix is requested: fill it in place, without temporary memory.
         if into.shape == shape and into.device == self._device and into.is_contiguous():
             self._fill(name, into, generator)
             return
         full = torch.empty(shape, dtype=into.dtype, device=self._device)
-        into.copy_(slice_region(self._fill(name, full, generator), region))
+        into.copy_(self._fill(name, full, generator)[slice_indices(region)])
 
     def _fill(self, name: str, full: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         if name.endswith("bias") or "lora_B" in name:
@@ -83,7 +85,7 @@ class FreshWeights:
 def build_initialized(
     build: Callable[[], torch.nn.Module], weights_for: Callable[[torch.nn.Module], InitialWeights]
 ) -> torch.nn.Module:
-    """Build a transformers model, or a part of one, with ``make``, and return it initialized in host memory.
+    """Build a transformers model, or a part of one, with ``build``, and return it initialized in host memory.
 
     Only the weights of existing modules are read or generated: a pipeline stage reads its own layers' only.
     """
@@ -113,9 +115,9 @@ def initialize_adapters(model: torch.nn.Module, seed: int) -> None:
                 fresh.write(name, parameter.shape, full_region(parameter.shape), parameter)
 
 
-def slice_region(full: torch.Tensor, region: Region) -> torch.Tensor:
-    """Return ``region`` of ``whole`` as a view."""
-    return full[tuple(slice(indices.start, indices.stop) for indices in region)]
+def slice_indices(region: Region) -> tuple[slice[int, int, None], ...]:
+    """Return the index of ``region`` in a whole tensor."""
+    return tuple(slice(indices.start, indices.stop, None) for indices in region)
 
 
 def full_region(shape: torch.Size) -> Region:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from shardscope.core.errors import refuse
 from shardscope.training.checkpoints.temporary_folder import replace_when_complete
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import PreTrainedConfig
 
 MAX_FILE_BYTES = 5 * 10**9
 """Size limit of one safetensors file, usual on the Hub; rank 0 holds about as many bytes at once."""
@@ -72,11 +76,13 @@ def write_pretrained(
             "engine.save, and torch.save of its state_dict in your own format",
         )
     with replace_when_complete(path) as temporary:
-        if hasattr(model, "peft_config"):
-            _write_adapters(temporary, model, dict(tensors))
+        peft_configs = getattr(model, "peft_config", None)
+        if peft_configs is not None:
+            _write_adapters(temporary, model, peft_configs["default"], dict(tensors))
             return
         groups = _group_by_layer(tensors)
         if dist.get_rank() != 0:
+            # The other ranks take part in the collectives that gather each tensor, and write nothing.
             for _ in groups:
                 pass
             return
@@ -84,7 +90,7 @@ def write_pretrained(
         for group in groups:
             files.add_tensors(group if hub_names else _convert_to_hub_names(model, group))
         files.write_index()
-        _make_exported_config(model, files.dtype).save_pretrained(temporary)
+        _make_exported_config(model, config, files.dtype).save_pretrained(temporary)
 
 
 def _group_by_layer(tensors: FullTensors) -> Iterator[dict[str, torch.Tensor]]:
@@ -107,34 +113,38 @@ def _convert_to_hub_names(model: torch.nn.Module, group: dict[str, torch.Tensor]
     return converted
 
 
-def _make_exported_config(model: torch.nn.Module, dtype: torch.dtype) -> Any:
-    config = copy.deepcopy(model.config)
+def _make_exported_config(
+    model: torch.nn.Module, config: PreTrainedConfig, dtype: torch.dtype
+) -> PreTrainedConfig:
+    exported = copy.deepcopy(config)
     # FSDP2's fully_shard inserts a class of its own before the model's in the MRO.
-    config.architectures = [
-        next(k.__name__ for k in type(model).__mro__ if not k.__name__.startswith("FSDP"))
+    exported.architectures = [
+        next(kind.__name__ for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
     ]
-    config.dtype = dtype
+    exported.dtype = dtype
     # Off during training; needed for generation.
-    config.use_cache = True
-    return config
+    exported.use_cache = True
+    return exported
 
 
-def _write_adapters(folder: Path, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> None:
+def _write_adapters(
+    folder: Path, model: torch.nn.Module, config: PeftConfig, tensors: Mapping[str, torch.Tensor | None]
+) -> None:
     """Write peft's own format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
     if dist.get_rank() != 0:
         return
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    adapters: Any = model
-    adapter_tensors = get_peft_model_state_dict(adapters, state_dict=dict(tensors))
+    adapter_tensors = get_peft_model_state_dict(model, state_dict=dict(tensors))
     save_file(
         {name: tensor.contiguous() for name, tensor in adapter_tensors.items()},
         folder / "adapter_model.safetensors",
     )
-    config = copy.deepcopy(adapters.peft_config["default"])
-    config.inference_mode = True
-    config.save_pretrained(folder)
+    # As peft's own save_pretrained: the adapters are loaded frozen unless the caller asks to train them.
+    exported = copy.deepcopy(config)
+    exported.inference_mode = True
+    exported.save_pretrained(folder)
 
 
 class _FileWriter:

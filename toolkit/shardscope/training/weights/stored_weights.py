@@ -7,16 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from shardscope.training.weights.initial_weights import CPU, FreshWeights, Region, slice_region
+from shardscope.training.weights.initial_weights import CPU, FreshWeights, Region, slice_indices
 from shardscope.training.weights.stored_names import find_sources
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.training.weights.weights_folder import WeightsFolder
+
+
+class _TensorSlice(Protocol):
+    """The library's view of one stored tensor (``PySafeSlice``); indexing it reads the file."""
+
+    def get_shape(self) -> list[int]: ...
+    def __getitem__(self, index: int | tuple[slice[int, int, None], ...]) -> torch.Tensor: ...
+
+
+class _OpenFile(Protocol):
+    """A memory-mapped file (``safe_open``)."""
+
+    def get_slice(self, name: str) -> _TensorSlice: ...
 
 
 class StoredWeights:
@@ -26,7 +39,7 @@ class StoredWeights:
         self.folder = folder
         self._files: Mapping[str, Path] = {name: file for name, (file, _) in folder.tensors.items()}
         self._sources = find_sources(architecture, self._files)
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, _OpenFile] = {}
 
     def __contains__(self, name: str) -> bool:
         return model_name(name) in self._sources
@@ -73,24 +86,26 @@ class StoredWeights:
     def _write_joined(self, names: tuple[str, ...], region: Region, into: torch.Tensor) -> None:
         """Copy ``region`` of several stored tensors, concatenated along their rows, into ``into``."""
         rows, *rest = region
-        written, before = 0, 0
+        # ``begin`` is a stored tensor's first row in the concatenation of all; ``num_written`` counts the filled
+        # rows of ``into``.
+        num_written, begin = 0, 0
         for name in names:
             stored = self._open_slice(name)
-            size = stored.get_shape()[0]
-            first, last = max(rows.start, before), min(rows.stop, before + size)
-            before += size
-            if first >= last:
-                continue
-            local_region = [range(first - before + size, last - before + size), *rest]
-            into[written : written + last - first].copy_(slice_region(stored, local_region))
-            written += last - first
+            end = begin + stored.get_shape()[0]
+            first, last = max(rows.start, begin), min(rows.stop, end)
+            if first < last:
+                local_region = [range(first - begin, last - begin), *rest]
+                values = stored[slice_indices(local_region)]
+                into[num_written : num_written + last - first].copy_(values)
+                num_written += last - first
+            begin = end
 
     def _read_joined(self, names: tuple[str, ...]) -> torch.Tensor:
         slices = [self._open_slice(name)[:] for name in names]
         return slices[0] if len(slices) == 1 else torch.cat(slices)
 
-    def _open_slice(self, name: str) -> Any:
-        """Return the library's lazy slice of one stored tensor; indexing it reads the file."""
+    def _open_slice(self, name: str) -> _TensorSlice:
+        """Return the lazy slice of one stored tensor."""
         from safetensors import safe_open
 
         path = self._files[name]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.architecture import Architecture
 from shardscope.core.errors import refuse
@@ -77,7 +77,7 @@ class WeightsFolder:
     # ---- Contents
 
     @cached_property
-    def config(self) -> Mapping[str, Any]:
+    def config(self) -> Mapping[str, object]:
         """Content of config.json, the only config file that is read. Raises ``ValueError``."""
         config = hf_config.read_config_file(self.resolve_file(CONFIG))
         if "configuration_files" in config:
@@ -148,7 +148,7 @@ class WeightsFolder:
             index = parse_json("index", file.read_bytes().decode("utf-8"))
         except (ValueError, RecursionError) as error:
             refuse(field, f"no JSON: {error}", "a JSON object with weight_map", "the model's own index")
-        weight_map: Any = index.get("weight_map") if isinstance(index, dict) else None
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
         if (
             not isinstance(weight_map, dict)
             or not weight_map

@@ -25,7 +25,7 @@ from shardscope.core.number_format import format_count
 from shardscope.core.ops import ceil_div
 from shardscope.frameworks.fsdp2.engine import inspection
 from shardscope.frameworks.fsdp2.engine.tensor_parallel import apply_tensor_parallel
-from shardscope.frameworks.fsdp2.layout import Fsdp2Layout, get_reshard_after_forward
+from shardscope.frameworks.fsdp2.layout import Fsdp2Layout, get_layout, get_reshard_after_forward
 from shardscope.training.engine import BuildModel
 from shardscope.training.micro_batch_engine import MIXED_TYPES
 from shardscope.training.model.on_meta import allocate_parameters, build_on_meta
@@ -132,7 +132,7 @@ class Fsdp2Engine(TorchEngine):
         # have the type of the parameters.
         compute_dtype = MIXED_TYPES.get(self.recipe.precision)
         reduce_dtype = torch.float32 if compute_dtype else None
-        offload = self.plan.layout.offload == "cpu"
+        offload = get_layout(self.plan).offload == "cpu"
         # Copies between host and GPU overlap with compute only from pinned memory; CPU ranks have none.
         pinned = self.ctx.device.type == "cuda"
         shard_module = partial(
@@ -191,7 +191,7 @@ class Fsdp2Engine(TorchEngine):
                 layers, get_reshard_after_forward(self.plan)
             ),
             "offload": inspection.check_shard_device(
-                self.roots, parameters.values(), self.plan.layout.offload, device
+                self.roots, parameters.values(), get_layout(self.plan).offload, device
             ),
             "prefetch": inspection.describe_prefetch(self.roots),
             "parameters_on": " and ".join(sorted({local_shard(p).device.type for p in parameters.values()})),
