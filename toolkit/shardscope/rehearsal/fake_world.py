@@ -141,7 +141,7 @@ def replace_converted_parameters() -> Iterator[None]:
     ``swap_tensors`` raises for a tensor with weak references, which every tensor that a dispatch mode has
     seen has.
     """
-    original = torch.nn.Module._apply
+    original: Callable[[torch.nn.Module, Convert, bool], torch.nn.Module] = torch.nn.Module._apply
     replaced: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
     depth = 0
 
@@ -151,8 +151,7 @@ def replace_converted_parameters() -> Iterator[None]:
         try:
             parameters = [parameter for parameter in self._parameters.values() if parameter is not None]
             if any(isinstance(parameter, DTensor) for parameter in parameters):
-                module: torch.nn.Module = original(self, function, recurse)
-                return module
+                return original(self, function, recurse)
             if recurse:
                 for child in self.children():
                     child._apply(function)

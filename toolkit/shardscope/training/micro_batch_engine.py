@@ -128,7 +128,9 @@ class MicroBatchEngine(Engine):
             **self.read_back(),
         }
         # dist.get_backend() returns the requested name; this is the backend actually used for this device.
-        backend = dist.group.WORLD._get_backend(self.ctx.device).name()
+        world = dist.group.WORLD
+        assert world is not None
+        backend = world._get_backend(self.ctx.device).name()
         compute = SHORT_NAMES.get(self.compute_dtype, _short_name(self.compute_dtype))
         sentence = self.describe_built(built, f"({backend}, {self.ctx.device.type})")
         if self.recipe.has_adapters:

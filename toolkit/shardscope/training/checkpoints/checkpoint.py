@@ -33,7 +33,7 @@ from shardscope.training.checkpoints.temporary_folder import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE
+    from torch.distributed.checkpoint.state_dict import OptimizerStateType, ValueType
 
     from shardscope.core.plan import Plan
     from shardscope.training.checkpoints.position import Position
@@ -52,7 +52,9 @@ def save(
     """
     with replace_when_complete(path) as temporary:
         random_state.write_states(temporary)
-        dcp.save(_collect_state(model, optimizer, only_trained), checkpoint_id=str(temporary))
+        model_state = _collect_model_state(model, only_trained)
+        optimizer_state = _collect_optimizer_state(model, optimizer, only_trained)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=str(temporary))
         if dist.get_rank() == 0:
             write_position(temporary, position, pickled_items(temporary))
 
@@ -73,7 +75,10 @@ def begin_save(
     """
     temporary = create_temporary(path)
     random_state.write_states(temporary)
-    state = _collect_state(model, optimizer, only_trained)
+    state = {
+        "model": _collect_model_state(model, only_trained),
+        "optimizer": _collect_optimizer_state(model, optimizer, only_trained),
+    }
     # Returns once the state is copied to host memory; the write continues in a thread.
     future = dcp.async_save(state, checkpoint_id=str(temporary), process_group=group)
     assert isinstance(future, Future)
@@ -124,21 +129,22 @@ def load(path: Path, plan: Plan, model: torch.nn.Module, optimizer: torch.optim.
             f"{saved_optimizer!r}: {path} holds its state",
             "the same build_optimizer or Recipe.optimizer, or the export as the model to begin from",
         )
-    # dcp.load writes into the tensors of this state and replaces its other values.
-    state = _collect_state(model, optimizer, only_trained)
+    # dcp.load writes into the tensors of these dicts and replaces their other values.
+    model_state = _collect_model_state(model, only_trained)
+    optimizer_state = _collect_optimizer_state(model, optimizer, only_trained)
     trusted = is_trusted(path)
     reader = CheckedReader(path, trusted=trusted)
     with checked_loading(trusted=trusted):
-        dcp.load(state, storage_reader=reader)
+        dcp.load({"model": model_state, "optimizer": optimizer_state}, storage_reader=reader)
     options = StateDictOptions(
         strict=not only_trained,
         ignore_frozen_params=only_trained,
         flatten_optimizer_state_dict=_is_stage(model),
     )
-    # With adapters the model's own tensors are in the state (_list_trained), so they are loaded by now.
+    # Adapters' own tensors are in the state (_collect_model_state), so they are loaded by now.
     if not only_trained:
-        set_model_state_dict(model, state["model"], options=options)
-    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+        set_model_state_dict(model, model_state, options=options)
+    set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
     random_state.restore_states(path)
     return position
 
@@ -148,27 +154,25 @@ def optimizer_class_name(optimizer: torch.optim.Optimizer) -> str:
     return type(optimizer).__name__
 
 
-def _collect_state(
+def _collect_model_state(model: torch.nn.Module, only_trained: bool) -> dict[str, ValueType]:
+    if only_trained:
+        # get_model_state_dict fails on bitsandbytes' Linears: their state dict has scales that are not
+        # attributes of the module.
+        return {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
+    model_state: dict[str, ValueType] = get_model_state_dict(model)
+    return model_state
+
+
+def _collect_optimizer_state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, only_trained: bool
-) -> STATE_DICT_TYPE:
+) -> OptimizerStateType:
     # Stages have different parameters in the same list of parameter groups. Flattened, also the groups are
     # stored by parameter name (torch 2.13, checkpoint/state_dict.py, _flatten_optim_state_dict).
     options = StateDictOptions(
         ignore_frozen_params=only_trained, flatten_optimizer_state_dict=_is_stage(model)
     )
-    return {
-        "model": _list_trained(model) if only_trained else get_model_state_dict(model, options=options),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
-    }
-
-
-def _list_trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the trainable tensors by name.
-
-    ``get_model_state_dict`` fails on bitsandbytes' Linears: their state dict has scales that are not
-    attributes of the module.
-    """
-    return {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
+    optimizer_state: OptimizerStateType = get_optimizer_state_dict(model, optimizer, options=options)
+    return optimizer_state
 
 
 def _is_stage(model: torch.nn.Module) -> bool:

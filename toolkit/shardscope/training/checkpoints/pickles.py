@@ -102,7 +102,7 @@ def read_metadata(path: Path) -> Metadata:
     unpickler = _MetadataUnpickler(io.BytesIO(path.read_bytes()))
     # Allowed classes may still be filled with anything: access the fields here, where errors are damage.
     try:
-        loaded = unpickler.load()
+        loaded: Metadata = unpickler.load()
         storage = loaded.storage_meta
         is_metadata = (
             isinstance(loaded, Metadata)
@@ -143,15 +143,15 @@ class CheckedReader(FileSystemReader):  # type: ignore[misc]
         super().__init__(folder)
         self._metadata = read_metadata(folder / METADATA_FILE)
         # torch's own read_metadata fills it in, too (torch 2.13, checkpoint/filesystem.py).
-        if self._metadata.storage_meta is None:
-            self._metadata.storage_meta = StorageMeta()
+        self._checked_meta = self._metadata.storage_meta or StorageMeta()
+        self._metadata.storage_meta = self._checked_meta
         if not trusted:
             for name, ranges in _find_pickled_items(self._metadata).items():
                 _check_items(folder / name, ranges)
 
     # Without keyword arguments: torch then does not look for metadata of single ranks.
     def read_metadata(self) -> Metadata:
-        self._metadata.storage_meta.load_id = self.load_id
+        self._checked_meta.load_id = self.load_id
         return self._metadata
 
 

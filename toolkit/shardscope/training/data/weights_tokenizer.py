@@ -116,8 +116,8 @@ class WeightsTokenizer:
         import numpy
 
         tokenizer = self._load_tokenizer()
-        # Without special tokens, which would mark a begin or an end at every piece. ``verbose`` would warn that
-        # a text is longer than the model's context, which no window is.
+        # Without special tokens, which would mark a begin or an end at every piece. ``verbose`` would warn
+        # that the text is longer than the context of the model; no window is.
         encoded = [
             tokenizer(piece, add_special_tokens=False, return_attention_mask=False, verbose=False)[
                 "input_ids"

@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+REGISTER_METHOD = "register_parameter"
+"""Method of ``torch.nn.Module`` that is replaced while a model is built."""
+
 
 def build_on_meta(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     """Return ``build()`` with parameters on the meta device and real buffers: rotary tables are computed.
@@ -13,6 +16,7 @@ def build_on_meta(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     Similar to ``accelerate.init_empty_weights``, but keeps tied weights tied: accelerate's copies a
     parameter that is already on the meta device.
     """
+    # Modules create parameters in __init__ and register them at once: each is freed before the next one.
     register = torch.nn.Module.register_parameter
 
     def register_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
@@ -20,11 +24,11 @@ def build_on_meta(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
             parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    torch.nn.Module.register_parameter = register_on_meta
+    setattr(torch.nn.Module, REGISTER_METHOD, register_on_meta)
     try:
         return build()
     finally:
-        torch.nn.Module.register_parameter = register
+        setattr(torch.nn.Module, REGISTER_METHOD, register)
 
 
 def allocate_parameters(model: torch.nn.Module, device: torch.device, *, buffers_on: torch.device) -> None:

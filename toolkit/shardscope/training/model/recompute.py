@@ -125,7 +125,7 @@ class _OffloadedTensor(NamedTuple):
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
 
 def _run_offloaded(layer: torch.nn.Module, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -48,9 +48,12 @@ def full_parameters(model: torch.nn.Module, device: torch.device, only_trained: 
 
 
 def _gather_full(tensor: torch.Tensor, device: torch.device) -> torch.Tensor | None:
-    # Offloaded shards are copied to the device first: NCCL cannot send host memory.
-    full = tensor.to(device).full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.cpu() if dist.get_rank() == 0 else None
+    if isinstance(tensor, DTensor):
+        # Offloaded shards are copied to the device first: NCCL cannot send host memory.
+        shards = tensor.to(device)
+        assert isinstance(shards, DTensor)
+        tensor = shards.full_tensor()
+    return tensor.cpu() if dist.get_rank() == 0 else None
 
 
 def write_pretrained(
@@ -144,7 +147,7 @@ def _write_adapters(
     # As peft's own save_pretrained: the adapters are loaded frozen unless the caller asks to train them.
     exported = copy.deepcopy(config)
     exported.inference_mode = True
-    exported.save_pretrained(folder)
+    exported.save_pretrained(str(folder))
 
 
 class _FileWriter:

@@ -32,6 +32,7 @@ def send_stages_to_rank_0(
     Collective: every rank must iterate over it. Each stage is a range of consecutive ranks, whose first rank
     sends to rank 0.
     """
+    # All ranks exchange the names, shapes and types first: rank 0 cannot know those of the other stages.
     own_tensors = list(tensors)
     rank, ranks_per_stage = dist.get_rank(), dist.get_world_size() // num_stages
     specs: list[list[Spec]] = [[]] * dist.get_world_size()
@@ -39,10 +40,12 @@ def send_stages_to_rank_0(
     for number in range(num_stages):
         first = number * ranks_per_stage
         for index, (name, shape, dtype) in enumerate(specs[first]):
-            tensor = own_tensors[index].gather() if number == stage else None
-            if number > 0 and rank == first:
-                dist.send(tensor, 0)
-            elif number > 0 and rank == 0:
+            tensor = None
+            if number == stage:
+                tensor = own_tensors[index].gather()
+                if number > 0 and rank == first:
+                    dist.send(tensor, 0)
+            elif rank == 0:
                 tensor = torch.empty(shape, dtype=dtype, device=device)
                 dist.recv(tensor, first)
             yield name, tensor.cpu() if tensor is not None and rank == 0 else None

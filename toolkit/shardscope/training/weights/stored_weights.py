@@ -23,7 +23,9 @@ class _TensorSlice(Protocol):
     """The library's view of one stored tensor (``PySafeSlice``); indexing it reads the file."""
 
     def get_shape(self) -> list[int]: ...
-    def __getitem__(self, index: int | tuple[slice[int, int, None], ...]) -> torch.Tensor: ...
+    def __getitem__(
+        self, index: int | slice[None, None, None] | tuple[slice[int, int, None], ...]
+    ) -> torch.Tensor: ...
 
 
 class _OpenFile(Protocol):
@@ -86,8 +88,8 @@ class StoredWeights:
     def _write_joined(self, names: tuple[str, ...], region: Region, into: torch.Tensor) -> None:
         """Copy ``region`` of several stored tensors, concatenated along their rows, into ``into``."""
         rows, *rest = region
-        # ``begin`` is a stored tensor's first row in the concatenation of all; ``num_written`` counts the filled
-        # rows of ``into``.
+        # ``begin`` is a stored tensor's first row in the concatenation of all; ``num_written`` counts
+        # the rows of ``into`` that are filled.
         num_written, begin = 0, 0
         for name in names:
             stored = self._open_slice(name)
