@@ -45,6 +45,7 @@ def _clear_mesh_caches() -> None:
     _redistribute.clear_redistribute_planner_cache()
 
 
+# DeepSpeed's MoE copies experts (deepspeed 0.19.8, moe/experts.py), and with their tensors the tensors' mode.
 class _SharedFakeMode(FakeTensorMode):  # type: ignore[misc]
     """Fake tensor mode that ``copy.deepcopy`` does not copy: views share no storage across two modes."""
 
@@ -67,6 +68,7 @@ def fake_tensors(
     see :attr:`Gpu.has_flash_attention`.
     """
     tracker = Tracker(logit_widths, separate_host=separate_host)
+    # The tracker is entered last, and so sees an operator first, with the tensors that the module passed.
     with (
         _SharedFakeMode(allow_non_fake_inputs=True),
         replace_converted_parameters(),

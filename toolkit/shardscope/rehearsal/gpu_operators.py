@@ -19,6 +19,7 @@ from shardscope.rehearsal.patching import Patch, patch_attributes
 P = ParamSpec("P")
 _HALF = (torch.bfloat16, torch.float16)
 _MAX_FLASH_HEAD_DIM = 256
+"""Widest head of the flash kernel (torch 2.13, sdp_utils.cpp, check_head_dim_size_flash)."""
 
 
 class LayerNorm(Protocol):
@@ -121,6 +122,7 @@ def _wrap_layer_norm(layer_norm: LayerNorm) -> LayerNorm:
         bias: torch.Tensor | None = None,
         eps: float = 1e-5,
     ) -> torch.Tensor:
+        # On a GPU the fp32 copies are saved for backward, not the half-precision input.
         if torch.is_autocast_enabled("cpu"):
             input = input.float()
             weight = None if weight is None else weight.float()
@@ -139,6 +141,7 @@ def _wrap_grouped_mm(grouped_mm: GroupedMm) -> GroupedMm:
         bias: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
+        # Torch's own operator has the right shapes and saved tensors; it is replaced only where it raises.
         if mat_a.dtype == torch.bfloat16:
             return grouped_mm(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
         product: torch.Tensor = _GroupedMatmul.apply(mat_a, mat_b, offs)
@@ -163,10 +166,12 @@ class _GroupedMatmul(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         ctx: _GroupedContext, rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor | None
     ) -> torch.Tensor:
+        # The gradient of each operand needs the other one: with frozen weights the rows are not saved.
         trains_rows, trains_weights = ctx.needs_input_grad[:2]
         ctx.save_for_backward(rows if trains_weights else None, weights if trains_rows else None)
         ctx.shapes = rows.shape, weights.shape, weights.stride()
-        # transformers' own operator computes the right shapes on fake tensors.
+        # transformers' own operator computes the right shapes on fake tensors (transformers 5.24,
+        # integrations/moe.py, _grouped_mm_fallback_fake).
         product: torch.Tensor = torch.ops.transformers.grouped_mm_fallback(rows, weights, offs)
         return product
 
@@ -206,14 +211,17 @@ def _dispatch_attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Run flash, memory-efficient or math attention, by the rules of ``sdp_utils.cpp`` (torch 2.13)."""
+    # Autocast runs it in the lower precision (ATen/autocast_mode.h, AT_FORALL_LOWER_PRECISION_FP).
     if torch.is_autocast_enabled("cpu"):
         kind = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(kind), key.to(kind), value.to(kind)
+    # The flash kernel takes half precision, equal widths up to a limit, and no mask.
     aten = torch.ops.aten
     same_widths = query.shape[-1] == key.shape[-1] == value.shape[-1]
     has_grouped_queries = key.shape[1] != query.shape[1]
     fits_flash = has_flash and query.dtype in _HALF and same_widths and query.shape[-1] <= _MAX_FLASH_HEAD_DIM
     if attn_mask is None and fits_flash:
+        # The scale is that of the real width: the kernel sees only the padded one.
         padded, width = _pad_heads(query, key, value)
         out: torch.Tensor = aten._scaled_dot_product_flash_attention(
             *padded, dropout_p, is_causal, scale=scale or query.shape[-1] ** -0.5
@@ -223,6 +231,7 @@ def _dispatch_attention(
         # The memory-efficient kernel supports no grouped queries, and before Ampere no bf16. No other fused
         # kernel supports fp32 or a mask.
         return _attend_unfused(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    # With gradients enabled the kernel also returns the log-sum-exp that backward needs.
     bias = None if attn_mask is None else _convert_mask(attn_mask, query)
     attended: torch.Tensor = aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale

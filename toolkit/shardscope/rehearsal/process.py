@@ -25,7 +25,8 @@ Progress = Callable[[str, float], object]
 
 MAX_BYTES = 4 * 2**30
 """Memory limit of the process: fake tensors need no memory, only torch and the framework's code do."""
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
+"""Seconds without a line after which memory is checked and the caller's progress is called again."""
 
 
 class RehearsalError(RuntimeError):
@@ -49,6 +50,8 @@ def rehearse_stages(
     """Return the tensors' bytes only, without the overheads of a report. Raises as :func:`rehearse` does."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 86_400:
         refuse("timeout", timeout, "seconds, more than 0 and at most 86,400", {"timeout": 600.0})
+    # One core, no GPU and no download: a rehearsal must not disturb a run on the same machine. The caller's
+    # sys.path, because a notebook may have extended it.
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -66,6 +69,7 @@ def rehearse_stages(
         text=True,
         encoding="utf-8",
     )
+    # Whatever ends the wait, KeyboardInterrupt included, leaves no process behind.
     try:
         return _wait_for_stages(child, plan, progress, timeout)
     finally:
@@ -87,6 +91,7 @@ def _wait_for_stages(
     # Read both pipes on threads: a child that fills one of them would wait for this process otherwise.
     threading.Thread(target=_read_lines, args=(child.stdout, lines), daemon=True).start()
     threading.Thread(target=_keep_tail, args=(child.stderr, error_lines), daemon=True).start()
+    # A child that died at once breaks the pipe; its standard error, reported below, says why.
     with contextlib.suppress(BrokenPipeError):
         child.stdin.write(plan.to_json())
         child.stdin.close()
@@ -95,6 +100,7 @@ def _wait_for_stages(
         if not line and progress is not None:
             # Repeat the latest progress: the callback may end the rehearsal by an exception at any time.
             progress(*latest)
+        # Libraries may print to standard output, too.
         if not line.startswith("{"):
             continue
         message = json.loads(line)
@@ -109,6 +115,7 @@ def _wait_for_stages(
             if message["refused"]:
                 raise ValueError(message["error"])
             raise RehearsalError(f"{plan.layout.title}: {message['error']}\n{message.get('traceback', '')}")
+    # The output ended without a result: the process was killed or failed before it could report an error.
     tail = "".join(error_lines[-20:])
     raise RehearsalError(
         f"the rehearsal process exited with code {child.wait()} and without a result\n{tail}"
@@ -126,9 +133,9 @@ def _lines_until(
         if time.monotonic() > deadline:
             raise TimeoutError(f"the rehearsal took longer than {timeout:g} seconds")
         try:
-            line = lines.get(timeout=LOOK_SECONDS)
+            line = lines.get(timeout=POLL_SECONDS)
         except queue.Empty:
-            resident_bytes = _resident_bytes(child.pid)
+            resident_bytes = _read_resident_bytes(child.pid)
             if resident_bytes > MAX_BYTES:
                 raise MemoryError(
                     f"the rehearsal held {resident_bytes / 2**30:.1f} GiB, more than 4"
@@ -140,7 +147,7 @@ def _lines_until(
         yield line
 
 
-def _resident_bytes(pid: int) -> int:
+def _read_resident_bytes(pid: int) -> int:
     import psutil
 
     try:
@@ -160,4 +167,5 @@ def _keep_tail(pipe: IO[str], tail: list[str]) -> None:
     with contextlib.suppress(ValueError, OSError):
         for line in pipe:
             tail.append(line)
+            # A child that prints without end must not fill this process's memory.
             del tail[:-200]

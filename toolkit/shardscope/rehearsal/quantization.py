@@ -37,7 +37,7 @@ def quantized_weights() -> Iterator[None]:
     import bitsandbytes as bnb
 
     stand_ins: list[Patch] = [
-        # A process-wide cache of tables, in which no fake tensor may remain.
+        # A process-wide cache of tables (bitsandbytes 0.50, functional.py): no fake tensor may remain in it.
         (bnb.functional, "name2qmap", {}),
         *((owner, "Params4bit", _make_params4bit) for owner in (bnb.nn, bnb.nn.modules)),
         *((owner, "Int8Params", _make_int8_params) for owner in (bnb.nn, bnb.nn.modules)),
@@ -134,6 +134,7 @@ def _make_int8_params(
         return torch.nn.Parameter(data, requires_grad=requires_grad)
     import bitsandbytes as bnb
 
+    # In fp16, as Int8Params does (bitsandbytes 0.50, nn/modules.py, Int8Params._quantize).
     codes, scales, _ = bnb.functional.int8_vectorwise_quant(data.to(torch.float16))
     parameter = torch.nn.Parameter(codes, requires_grad=requires_grad)
     return _with_attributes(parameter, CB=codes, SCB=scales, has_fp16_weights=False)
@@ -180,6 +181,7 @@ def _matmul_int8(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply as bitsandbytes does on a GPU; on CPU tensors it takes another path."""
+    # bitsandbytes 0.50, autograd/_functions.py, matmul: MatMul8bitFp on CPUs, which saves other tensors.
     from bitsandbytes.autograd import _functions
 
     product: torch.Tensor = _functions.MatMul8bitLt.apply(a, b, out, bias, state)

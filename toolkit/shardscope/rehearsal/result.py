@@ -140,6 +140,7 @@ def _predict_overheads(plan: Plan, stages: list[int]) -> dict[int, _Overheads]:
     # Imported here because frameworks import this package.
     from shardscope.frameworks.registry import frameworks
 
+    # Communicators do not depend on the layers' structure.
     if isinstance(plan.architecture, UnknownFamily):
         plan = replace(plan, architecture=plan.architecture.llama_of_same_sizes)
     model, gpu = frameworks[plan.layout.framework].memory_model(), plan.cluster.gpu

@@ -65,6 +65,7 @@ def rehearse_engine(
     trained = set_up_engine(engine, tracker, built_on_host=built_on_host)
     with quantized_operators(on_gpu=plan.on_gpu) if plan.recipe.base_quantization else nullcontext():
         for step in range(NUM_STEPS):
+            # Measure the last step: the first one also creates the optimizer state.
             if step == NUM_STEPS - 1:
                 tracker.restart()
             _run_step(engine, tracker, note_progress, trained, step)
@@ -90,12 +91,14 @@ def _run_step(
         note_progress(f"step {step + 1} of {NUM_STEPS}", done)
         is_last = index == num_micro_batches - 1
         _run_micro_batch(engine, tracker, plan, is_last=is_last, weight=1 / num_micro_batches)
+        # After every micro-batch, because a framework may replace gradients when it accumulates.
         tracker.label((p.grad for p in trained if p.grad is not None), "gradients")
     finish_step(engine, tracker, trained)
 
 
 def set_up_engine(engine: TorchEngine, tracker: Tracker, *, built_on_host: bool) -> list[torch.nn.Parameter]:
     """Wrap the plan's model, build its optimizer and return the trainable parameters."""
+    # Random weights, as Pretrain sets it: a large model is then initialized shard by shard.
     plan = engine.plan
     engine.fresh_weights = True
     weights_context = quantized_weights() if plan.recipe.base_quantization else nullcontext()
@@ -110,6 +113,7 @@ def set_up_engine(engine: TorchEngine, tracker: Tracker, *, built_on_host: bool)
     if plan.recipe.base_quantization:
         tracker.label(list_scales(engine.model), "parameters")
     trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
+    # bitsandbytes has 8-bit state for plain tensors; DTensors take torchao's (training/optimizers).
     are_plain = not any(isinstance(parameter, DTensor) for parameter in trained)
     is_quantized_state = plan.recipe.optimizer == "adamw_8bit" and are_plain
     with fake_quantile_maps() if is_quantized_state else nullcontext():
@@ -118,7 +122,8 @@ def set_up_engine(engine: TorchEngine, tracker: Tracker, *, built_on_host: bool)
         )
     if plan.on_gpu and plan.recipe.optimizer == "sgd" and are_plain and not tracker.separate_host:
         for group in optimizer.param_groups:
-            # torch's own default on CUDA.
+            # torch's own default for plain tensors on CUDA (torch 2.13, optim/optimizer.py,
+            # _default_to_fused_or_foreach): its temporaries are as large as all gradients together.
             group["foreach"] = True
     return trained
 
@@ -127,6 +132,7 @@ def finish_step(engine: TorchEngine, tracker: Tracker, trained: list[torch.nn.Pa
     """Finish the step after the last backward: clip gradients, run the optimizer, free the gradients."""
     optimizer = engine.optimizer
     tracker.label((p.grad for p in trained if p.grad is not None), "gradients")
+    # The norm is computed and nothing is clipped: clipping works in place and allocates nothing more.
     with tracker.phase("optimizer"):
         gradients.clip_gradients(engine.model.parameters(), engine.ctx.device, engine.shard_group, None)
         with fake_optimizer_updates():
@@ -142,6 +148,7 @@ def _run_micro_batch(
     shape = (plan.recipe.micro_batch_size, plan.recipe.seq_len)
     with engine.gradient_sync(last=is_last):
         with tracker.phase("forward"):
+            # Values do not matter: no operator's shape or memory depends on them.
             ids = torch.zeros(shape, dtype=torch.int64, device=engine.ctx.device)
             batch = {"input_ids": ids, "labels": torch.zeros_like(ids)}
             loss = engine._compute_loss(batch) * weight

@@ -55,6 +55,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         """Whether "cpu" means the host and "cpu:0" the device; otherwise all tensors are the device's."""
         self.host_peak_bytes = 0
         """Peak bytes of host tensors since the last :meth:`restart`."""
+        # Storages have numbers of their own: the id or address of one that is freed is used again.
         self._on_host: set[int] = set()
         self._host_bytes = 0
         self._numbers: MutableMapping[torch.UntypedStorage, int] = WeakIdKeyDictionary()
@@ -108,8 +109,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         """Drop the events of earlier steps: the measured step begins with the storages held now."""
         # Otherwise storages in reference cycles would be held or not depending on the collector's last run.
         gc.collect()
+        # Initialization is not repeated in the measured step: its events stay, for the peak of that phase.
         first = next((i for i, phase in enumerate(self._phases) if i and phase != "initialisation"), 1)
         initialisation_events = [event for event in self._events if event[2] < first]
+        # The storages that are held now are allocated again, all at once, between the two steps. The event of
+        # index -1 separates them from those of initialization (_compute_phase_peaks).
         self._phases.append(None)
         boundary = len(self._phases) - 1
         held_events = [
@@ -119,6 +123,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         ]
         self.host_peak_bytes = self._host_bytes
         self._events = [*initialisation_events, (-1, 0, -1), *held_events]
+        # "rest" has one event, so that what is held between steps is one of the peaks.
         self._phases.append("rest")
         self._record_mark()
 
@@ -153,10 +158,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
 
     def _compute_phase_peaks(self, phase: Phase, parts: int) -> list[dict[str, int]]:
         """Return bytes by component at the peak of each of ``parts`` equal parts of a phase's events."""
+        # Parts are equal in events, not in time, which fake tensors do not have.
         num_events = sum(index >= 0 and self._phases[index] == phase for _, _, index in self._events)
         if not num_events:
             return []
         parts = min(parts, num_events)
+        # Run through all events in order, those of the other phases too: a phase begins with what is alive.
         current: dict[str, int] = {}
         peaks: list[tuple[int, dict[str, int]]] = [(-1, {})] * parts
         total = seen = 0
@@ -178,6 +185,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
     # ---- Interception of operators and of ``resize_``
 
     def __enter__(self) -> Tracker:
+        # Frameworks empty and refill storages by resize_, which is a method and no operator: FSDP2 frees its
+        # all-gathered parameters so (torch 2.13, fully_shard/_fsdp_param.py, free_storage).
         original = torch.UntypedStorage.resize_
 
         def resize_tracked(storage: torch.UntypedStorage, size: int) -> object:
@@ -235,6 +244,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
     def _guess_label(self, tensor: torch.Tensor) -> Component:
         if self._labelling:
             return self._labelling[-1]
+        # Weights of the head have the vocabulary as their first dimension, logits as their last one.
         phase = self._now
         if phase in ("forward", "backward") and tensor.ndim > 1 and tensor.shape[-1] in self.logit_widths:
             return "logits"
@@ -254,6 +264,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
                 self._on_host.add(number)
             self._labels[number] = DEFAULTS[self._now]
             self._sizes_by_number[number] = 0
+            # torch keeps a storage's Python object alive as long as any tensor uses it, so that the callback
+            # runs when the memory is freed.
             self._watchers[number] = weakref.ref(storage, partial(self._record_free, number))
             self._record_change(number, storage.size())
         return number
