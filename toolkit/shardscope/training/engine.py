@@ -62,7 +62,7 @@ class TrainingContext(Context, Protocol):
 
     @property
     def engine(self) -> Engine: ...
-    def look(self) -> tuple[bool, list[dict[str, object]]]:
+    def poll(self) -> tuple[bool, list[dict[str, object]]]:
         """Return whether a stop was requested, and the other new commands."""
 
     def profile(self, steps: int | None = None, *, warmup: int = 1, skip: int = 0) -> StepProfile:
