@@ -100,7 +100,7 @@ def test_gpipe_holds_all_micro_batches_of_a_step(recompute: str) -> None:
     ]
     few, all_of_them = (plan.memory().by_stage for plan in plans)
     for one, other, rehearsed in zip(few, all_of_them, played(plans[1]), strict=True):
-        assert "ScheduleGPipe" in rehearsed.note and "micro-batches played" not in rehearsed.note
+        assert "ScheduleGPipe" in rehearsed.note and "micro-batches run" not in rehearsed.note
         most_of = [max(map(tensor_bytes, stage.phases)) for stage in (one, other)]
         assert most_of[1] > most_of[0]
         assert most_of[1] == pytest.approx(rehearsed.peak.num_bytes, rel=0.02)

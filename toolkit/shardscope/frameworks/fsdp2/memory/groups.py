@@ -82,6 +82,7 @@ class StageGroups(NamedTuple):
             if position < 0:
                 return _NO_GROUP
             return self.experts if position >= self.first_with_experts else self.dense
+        # Arrays of plans or positions: every entry is computed, and zeroed where there is no such layer.
         if self.experts is _NO_GROUP:
             exists, group = (position >= 0) & (position < self.first_with_experts), self.dense
         else:
@@ -91,6 +92,7 @@ class StageGroups(NamedTuple):
 
     def sum_before(self, position: int, get_bytes: Callable[[GroupBuffers], int]) -> int:
         """Return the sum of ``get_bytes`` over the groups of all layers before ``position``."""
+        # Layers without routed experts come first in every supported family.
         dense = minimum(position, self.first_with_experts)
         return dense * get_bytes(self.dense) + (position - dense) * get_bytes(self.experts)
 
@@ -100,15 +102,20 @@ def compute_groups(plan: Plan, stage: Stage) -> StageGroups:
     width = widths[plan.recipe.precision]
     ranks = group_equal(plan.degrees.shard * plan.degrees.cp)
     trains_root = not plan.recipe.has_adapters
+    # Shards are padded, so the whole is the ranks' number of shards, a little more than the weights.
     root = width.compute * ranks * stage.edge_shard
+    # Gradients are cast to the reduction type when they are copied into this.
     root_reduce_scatter_input = trains_root * width.reduce * ranks * stage.edge_shard
     dense, experts = _compute_group(plan, False, ranks), _compute_group(plan, True, ranks)
     first_with_experts = stage.num_layers - stage.num_moe_layers
+    # Groups without trained parameters have no reduce-scatter: under adapters the root has none, and the last
+    # one of a backward is the first layer's.
     last_reduce_scatter_input = root_reduce_scatter_input
     if not trains_root:
         last_reduce_scatter_input = where(
             first_with_experts > 0, dense.reduce_scatter_input, experts.reduce_scatter_input
         )
+    # Unsharded over tp, which is why it is not computed from the stage's weights on one rank.
     embedding_numel = plan.architecture.vocab_size * plan.architecture.hidden_size
     return StageGroups(
         dense=dense,
@@ -121,6 +128,7 @@ def compute_groups(plan: Plan, stage: Stage) -> StageGroups:
         root_reduce_scatter_input=root_reduce_scatter_input,
         root_gradient_shard=trains_root * width.original * stage.edge_shard,
         embedding_gradient=(plan.degrees.tp > 1) * stage.is_first * (width.compute * embedding_numel),
+        # A pipeline reduces once, after all micro-batches.
         previous_reduce_scatter_input=where(
             (plan.num_micro_batches > 1) & (plan.degrees.pp == 1), last_reduce_scatter_input, 0
         ),
@@ -139,6 +147,7 @@ def _compute_group(plan: Plan, moe: bool, ranks: int) -> GroupBuffers:
     base = shard.dense_padded + shard.experts_padded
     trained_unsharded = shard.dense + shard.experts
     if recipe.base_quantization is not None:
+        # Elements of the storage type, each of which packs several 4-bit weights.
         base = base - map_distinct(partial(count_saved_elements, arch, moe, width.compute), ranks)
     adapters = 0
     if recipe.has_adapters:
@@ -153,6 +162,7 @@ def _compute_group(plan: Plan, moe: bool, ranks: int) -> GroupBuffers:
     all_gather_input = is_cast * width.compute * trained
     if layout.offload == "cpu":
         all_gather_input = width.compute * (base + adapters)
+    # A group of one rank has no all-gather: wait_for_unshard casts and copies tensor by tensor.
     casts_on_one_rank = 0
     if is_cast:
         adapter_recipe = recipe if recipe.has_adapters else None
@@ -186,6 +196,8 @@ def _count_cast_elements(
     Each cast is copied into a new parameter tensor, and freed once the next cast exists
     (``FSDPParamGroup.wait_for_unshard``). With adapters only the adapters are cast.
     """
+    # Two maxima a tensor: its cast with the previous one, which the loop variable still references; and its
+    # cast with the copy of it. The copies are the parameters themselves, which are counted elsewhere.
     copied = largest = previous_cast = 0
     for numel, is_trained in _list_tensors(arch, adapter_recipe, moe, tp, ep):
         cast_numel = is_trained * numel
@@ -205,6 +217,7 @@ def _list_tensors(
     targets = find_adapter_targets(arch, adapter_recipe) if adapter_recipe else ()
     for shape in list_rank_shapes(arch, moe, tp, ep):
         tensors.append((shape.copies * shape.rows * shape.columns, adapter_recipe is None))
+        # peft adds lora_A and lora_B to the Linear, so they follow its weight in named_parameters().
         module, _, kind = shape.name.rpartition(".")
         target = module.rpartition(".")[2]
         if adapter_recipe and kind == "weight" and target in targets and target in linears:

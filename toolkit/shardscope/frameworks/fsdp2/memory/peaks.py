@@ -1,8 +1,17 @@
 """Peak candidates of an FSDP2 step: all-gathered groups and unreduced gradients, layer by layer.
 
-Source: ``FSDPParamGroup`` (torch 2.13). Forward frees an all-gather's output only after the next one is
-copied out. Backward prefetches the previous layer while it computes one. A reduce-scatter's input is alive
-until the next reduce-scatter, and unsharded gradients until they are copied into that input.
+Source: ``FSDPParamGroup`` (torch 2.13, _fully_shard/_fsdp_param_group.py and _fsdp_collectives.py), method by
+method:
+
+- ``wait_for_unshard``: copies the parameters out of the all-gather's flat output. In forward it frees the
+  previous group's output, not its own, whose copy-out may overlap with the next all-gather; in backward its
+  own.
+- ``reshard``: frees a layer's parameters after its forward, as ``reshard_after_forward`` says.
+- ``pre_backward``: waits for this layer's all-gather, then starts that of the layer before it in the model.
+- ``post_backward``: frees the parameters, copies unsharded gradients into the reduce-scatter's input and then
+  frees them. The input stays alive until the next layer's ``post_backward``.
+
+The root group (embedding, final norm, head) is all-gathered from the start of forward to the end of backward.
 """
 
 from __future__ import annotations
@@ -29,15 +38,19 @@ if TYPE_CHECKING:
 def compute_gathered_at_loss(
     plan: Plan, stage: Stage, groups: StageGroups, pipeline: PipelineBuffers | None
 ) -> Term:
-    """Return the all-gather buffers at the loss.
+    """Return all buffers of FSDP2's collectives between the last layer's forward and the loss's backward.
 
-    They are the root group, the layers that stay all-gathered after forward and the last all-gather's output.
-    ``pipeline``: the stage's buffers with pp > 1.
+    ``pipeline``: the stage's buffers with pp > 1, which are allocated then, too; None without stages.
     """
-    # A pipeline computes the loss outside the root module, which has freed its all-gather's output by then.
-    is_in_root = plan.degrees.pp == 1
-    last_output = is_in_root * groups.get_group(stage.num_layers - 1).all_gather_output
-    kept = groups.sum_before(stage.num_layers, lambda group: group.kept_after_forward)
+    # The last layer's all-gather has no next one in forward that would free its flat output. Only the root's
+    # post-forward does (torch 2.13, _fsdp_state.py, _post_forward). The model computes its loss inside of the
+    # root, before that; a pipeline schedule computes it outside, after that.
+    loss_is_in_root = plan.degrees.pp == 1
+    last_layer = groups.get_group(stage.num_layers - 1)
+    last_output = loss_is_in_root * last_layer.all_gather_output
+    # Parameters that reshard_after_forward leaves all-gathered: of all layers, for all had their forward.
+    kept_parameters = groups.sum_before(stage.num_layers, lambda group: group.kept_after_forward)
+    # No layer of this micro-batch has reduced yet: the last reduce-scatter is the previous micro-batch's.
     previous_input = groups.previous_reduce_scatter_input
 
     def explain() -> str:
@@ -45,17 +58,18 @@ def compute_gathered_at_loss(
             f"{format_gib(groups.root)} GiB root group (embedding, final norm, head)",
             f"{format_gib(last_output)} GiB last all-gather",
         ]
-        if kept:
+        if kept_parameters:
             reshard = get_layout(plan).reshard_after_forward
             parts.append(
-                f"{format_gib(kept)} GiB layers kept after forward (reshard_after_forward={reshard})"
+                f"{format_gib(kept_parameters)} GiB layers kept after forward "
+                f"(reshard_after_forward={reshard})"
             )
         if previous_input:
             parts.append(f"{format_gib(previous_input)} GiB reduce-scatter input of the previous micro-batch")
         return " + ".join(parts) + ("" if pipeline is None else pipeline.explain())
 
     in_pipeline = 0 if pipeline is None else pipeline.allocated
-    return Term(groups.root + last_output + kept + previous_input + in_pipeline, explain)
+    return Term(groups.root + last_output + kept_parameters + previous_input + in_pipeline, explain)
 
 
 class StepPeaks:
@@ -80,8 +94,9 @@ class StepPeaks:
         self.head_gradient = 0 if is_tied else groups.head_gradient
         self.received, self.sent, self.unreduced = 0, 0, 0
         """Receive buffers, sent hidden states and unreduced gradients of a pipeline; 0 without stages."""
+        # Sums over all layers of the stage, the root group excluded.
         self.all_shards = groups.sum_before(stage.num_layers, lambda group: group.gradient_shard)
-        self.all_kept = groups.sum_before(stage.num_layers, lambda group: group.kept_after_forward)
+        self.all_kept_parameters = groups.sum_before(stage.num_layers, lambda group: group.kept_after_forward)
         self.no_gradients = self._sum_reduced(self.all_shards)
 
     def list_candidates(self) -> list[PeakCandidate]:
@@ -92,8 +107,10 @@ class StepPeaks:
         """
         order = self.backward.find_layer_order()
         candidates: list[PeakCandidate] = []
+        # Saved tensors only grow in forward, so the last layer of each kind has that kind's maximum.
         for layer in order.find_last_layers(self.backward.saved_by_layers):
             candidates += self._list_in_forward(layer)
+        # The maximum inside of a layer is the same for all layers of a kind: compute it once.
         peaks: dict[int, tuple[int, int]] = {}
         for layer in order.find_peak_layers(self.backward.saved_by_layers, self._compute_growth):
             kind = id(layer.kind)
@@ -107,6 +124,7 @@ class StepPeaks:
     def _compute_growth(self, moe: bool) -> int:
         """Return the bytes allocated minus the bytes freed by each layer whose backward is done."""
         group = self.groups.experts if moe else self.groups.dense
+        # With accumulation the reduce-scatter's output is added to the shard of earlier micro-batches.
         return where(self.accumulates, 0, group.gradient_shard) - group.kept_after_forward
 
     def _sum_reduced(self, unreduced_shards: int) -> int:
@@ -114,7 +132,9 @@ class StepPeaks:
 
         ``unreduced_shards`` is the size of the gradient shards of the layers that are not reduced yet.
         """
+        # Offloaded gradients (trained == 0) are on the host as soon as they are reduced.
         reduced = (self.trained > 0) * (self.all_shards - unreduced_shards)
+        # In the last of several micro-batches all gradients exist since the first one.
         return where(self.accumulates, self.trained, reduced)
 
     # ---- Forward and loss ----
@@ -122,6 +142,7 @@ class StepPeaks:
     def _build_first(self) -> PeakCandidate:
         """Return the candidate at the first layer's all-gather, where the root's output is not freed yet."""
         groups, first = self.groups, self.groups.get_group(0)
+        # In the order of explanations.FIRST_ALL_GATHER.gathered, as in all candidates below.
         gathered = (
             groups.root,
             groups.root_all_gather_output,
@@ -130,8 +151,9 @@ class StepPeaks:
             first.parameters,
             first.all_gather_output,
         )
+        # The embedding's output has the size of the residual stream's gradient.
         activations = (self.backward.stream_gradient,)
-        return self._build(
+        return self._build_candidate(
             0.02, activations, gathered, self.no_gradients, explanations.FIRST_ALL_GATHER, phase="forward"
         )
 
@@ -149,12 +171,14 @@ class StepPeaks:
             group.parameters,
             group.all_gather_output,
         )
+        # The previous group's flat output is alive until this group's wait_for_unshard.
         previous_output = where(position > 0, previous.all_gather_output, groups.root_all_gather_output)
         # One rank has no all-gather output: it casts the parameters one by one.
         casts = (group.all_gather_output == 0) * group.all_gather_temporaries
         saved = (layer.saved_before, self.sent)
         return [
-            self._build(
+            # At the copy-out of this layer's parameters, then inside of its forward.
+            self._build_candidate(
                 fraction - 0.01,
                 saved,
                 (*gathered, previous_output, casts),
@@ -162,7 +186,7 @@ class StepPeaks:
                 explanations.BEFORE_FORWARD,
                 phase="forward",
             ),
-            self._build(
+            self._build_candidate(
                 fraction,
                 (*saved, layer.kind.forward),
                 gathered,
@@ -176,11 +200,12 @@ class StepPeaks:
         """Return the candidates in the backward of the loss and of the final norm."""
         backward, groups = self.backward, self.groups
         saved = (backward.saved_by_layers, backward.saved_by_head, backward.weight_casts, 0)
-        gathered = (groups.root, 0, 0, self.all_kept, groups.previous_reduce_scatter_input)
+        gathered = (groups.root, 0, 0, self.all_kept_parameters, groups.previous_reduce_scatter_input)
+        # The root's pre_backward, before the loss's backward, has started the last layer's all-gather.
         prefetched = self._get_last_output()
         in_norm = (*saved, backward.in_final_norm, self.tied_head_gradient)
         return [
-            self._build(
+            self._build_candidate(
                 0.34,
                 saved,
                 (*gathered, prefetched),
@@ -188,7 +213,7 @@ class StepPeaks:
                 explanations.AT_LOSS,
                 backward.logits,
             ),
-            self._build(
+            self._build_candidate(
                 0.35,
                 in_norm,
                 (*gathered, self.head_gradient, prefetched),
@@ -218,8 +243,10 @@ class StepPeaks:
         group, next_group = groups.get_group(position), groups.get_group(position - 1)
         fraction = 0.36 + 0.6 * (num_layers - 1 - position) / num_layers
         saved = (layer.saved_before, self.tied_head_gradient, 0)
-        kept = groups.sum_before(position, lambda group: group.kept_after_forward)
-        around_layer = (groups.root, 0, 0, self.head_gradient, kept, 0)
+        kept_parameters = groups.sum_before(position, lambda group: group.kept_after_forward)
+        around_layer = (groups.root, 0, 0, self.head_gradient, kept_parameters, 0)
+        # The reduce-scatter before this layer's is that of the layer after it; before the last layer's it is
+        # the previous micro-batch's.
         previous_input = where(
             position + 1 < num_layers,
             groups.get_group(position + 1).reduce_scatter_input,
@@ -228,27 +255,30 @@ class StepPeaks:
         with_layer = (*around_layer, group.parameters, previous_input)
         prefetched, pending = self._compute_all_gathers(group, next_group)
         unsharded = self.compute * layer.kind.weights
-        # Either the unsharded gradients and the reduce-scatter's input are alive, or its input and output.
+        # foreach_reduce has two maxima: the unsharded gradients with the reduce-scatter's input, into which
+        # they are copied; then, when they are freed, its input with its output. Take the larger one.
         is_reduced = where(group.gradient_shard > unsharded, 1, 0)
         output = self.allocates_output * group.gradient_shard
         unreduced = groups.sum_before(position, lambda group: group.gradient_shard)
         before_reduction = self._sum_reduced(unreduced + group.gradient_shard)
         return [
-            self._build(
+            # At pre_backward's all-gathers.
+            self._build_candidate(
                 fraction - 0.005,
                 (*saved, layer.kind.saved, backward.stream_gradient),
                 (*with_layer, pending),
                 before_reduction,
                 explanations.BEFORE_LAYER,
             ),
-            self._build(
+            self._build_candidate(
                 fraction,
                 (*saved, peak_activations),
                 (*with_layer, prefetched, self.compute * weights_with_gradient),
                 before_reduction,
                 explanations.IN_LAYER,
             ),
-            self._build(
+            # post_backward has freed this layer's parameters and the previous input.
+            self._build_candidate(
                 fraction + 0.01,
                 (*saved, 2 * backward.stream_gradient),
                 (
@@ -270,7 +300,9 @@ class StepPeaks:
         if self.keeps_all_gathered:
             return 0, 0
         prefetched = next_group.all_gather_output
-        # The all-gather's input is allocated before its output; the parameters are copied out of the output.
+        # The larger of two all-gathers that pre_backward waits for or starts: this layer's output next to the
+        # parameters copied out of it (those that were kept are freed after that), or the next one's input
+        # and output (foreach_all_gather).
         casts = (group.all_gather_output == 0) * group.all_gather_temporaries
         pending = maximum(
             group.kept_after_forward + group.all_gather_output + casts,
@@ -284,6 +316,7 @@ class StepPeaks:
         Without ``adds_gradients`` only gradients being computed count: finished ones were added to the
         gradients of earlier micro-batches.
         """
+        # Compare activations and gradients together: where activations are largest, few gradients may exist.
         rows = []
         for peak in layer.kind.backward:
             weights = peak.weights_with_gradient
@@ -299,32 +332,35 @@ class StepPeaks:
         """Return the candidates at the embedding's gradient and at the root group's reduce-scatter."""
         backward, groups = self.backward, self.groups
         all_reduced = self._sum_reduced(0)
+        # Autograd sums the gradients of a tied weight's two uses, head and embedding, into a new tensor.
         activations = (backward.stream_gradient, 2 * self.tied_head_gradient, groups.embedding_gradient, 0)
         first_input = groups.get_group(0).reduce_scatter_input
         output = groups.root_reduce_scatter_input + self.allocates_output * groups.root_gradient_shard
         # The loop variable in foreach_reduce still references the last gradient of its list.
         last_gradient = (groups.root_all_gather_output > 0) * self.head_gradient
         return [
-            self._build(
+            self._build_candidate(
                 0.97,
                 activations,
                 (groups.root, groups.root_gradient, first_input, 0),
                 all_reduced,
                 explanations.IN_EMBEDDING,
             ),
-            self._build(
+            self._build_candidate(
                 0.975,
                 (0,),
                 (groups.root_gradient + groups.root_reduce_scatter_input,),
                 all_reduced,
                 explanations.IN_ROOT,
             ),
-            self._build(0.978, (0,), (output, last_gradient), self.trained, explanations.AFTER_ROOT),
+            self._build_candidate(
+                0.978, (0,), (output, last_gradient), self.trained, explanations.AFTER_ROOT
+            ),
         ]
 
     # ---- One candidate ----
 
-    def _build(
+    def _build_candidate(
         self,
         fraction: float,
         activations: tuple[int, ...],
@@ -340,12 +376,12 @@ class StepPeaks:
             sum(activations),
             sum(gathered),
             gradients,
-            lambda: self._explain(activations, gathered, gradients, texts),
+            lambda: self._explain_candidate(activations, gathered, gradients, texts),
             logits,
             phase,
         )
 
-    def _explain(
+    def _explain_candidate(
         self,
         activations: tuple[int, ...],
         gathered: tuple[int, ...],

@@ -1,8 +1,12 @@
 """FSDP2 in a pipeline stage: receive buffers, gradients that are reduced last, and peak candidates.
 
-Source: ``torch.distributed.pipelining`` (torch 2.13). ``backward_maybe_with_nosync`` neither reduces
-gradients nor reshards a layer, the following forward reshards the layers one by one, and
+Source: ``torch.distributed.pipelining`` (torch 2.13, stage.py). ``backward_maybe_with_nosync`` neither
+reduces gradients nor reshards a layer (``set_requires_gradient_sync(False)`` and
+``set_reshard_after_backward(False)``), the following forward reshards the layers one by one, and
 ``perform_reduce_grad`` reduces every group when the schedule has ended, the root first.
+
+So a stage has its gradients unsharded from the first backward to the end of the schedule, and after a
+backward all of its parameters.
 """
 
 from __future__ import annotations
@@ -94,7 +98,9 @@ def compute_pipeline_buffers(plan: Plan, stage: Stage) -> PipelineBuffers:
     degrees, recipe, width = plan.degrees, plan.recipe, widths[plan.recipe.precision]
     is_pipelined = degrees.pp > 1
     tokens = group_equal(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
+    # One tensor between stages: in the compute type, whatever the type of the stage's residual stream.
     hidden = is_pipelined * tokens * plan.architecture.hidden_size * width.compute
+    # Hidden states are received from the stage before, their gradients from the stage after it.
     num_neighbours = 2 - stage.is_first - stage.is_last
     num_chunks, chunks_in_flight = count_in_flight(plan, stage.number)
     vocab = ceil_div(plan.architecture.vocab_size, degrees.tp)
@@ -110,6 +116,7 @@ def compute_pipeline_buffers(plan: Plan, stage: Stage) -> PipelineBuffers:
     return PipelineBuffers(
         received=plan.num_micro_batches * hidden * num_neighbours,
         all_gradients=is_pipelined * width.reduce * stage.trainable,
+        # With all chunks of a step in flight at once, every forward comes before the first backward.
         repeats=is_pipelined & (plan.num_micro_batches * num_chunks > chunks_in_flight),
         hidden=(1 - stage.is_last) * hidden,
         saved_by_head=saved_by_head,
@@ -174,11 +181,13 @@ class PipelinePeaks(StepPeaks):
             *self._list_root(),
             *self._list_reductions(),
         ]
+        # Forwards, and the backwards that follow a backward.
         for layer in order.find_last_layers(self.backward.saved_by_layers):
             candidates += self._list_in_forward(layer)
             candidates += _build_where(buffers.repeats, self._build_later_forward, layer)
             # At the last layers the saved tensors are largest, and all layers are all-gathered anyway.
             candidates += _build_where(buffers.chunks_in_flight > 1, self._build_later_backward, layer)
+        # Backwards that follow a forward. The maximum inside of a layer is computed once for each kind.
         peaks: dict[int, tuple[int, int]] = {}
         for layer in order.find_peak_layers(self.backward.saved_by_layers, self._compute_growth):
             kind = id(layer.kind)
@@ -194,6 +203,8 @@ class PipelinePeaks(StepPeaks):
 
     def _compute_growth(self, moe: bool) -> int:
         group = self.groups.experts if moe else self.groups.dense
+        # A layer's parameters and gradients stay after its backward; from the second micro-batch on the
+        # gradients exist already.
         unsharded = where(self.buffers.repeats, 0, group.unsharded_gradient)
         return group.parameters + unsharded - group.kept_after_forward
 
@@ -209,17 +220,19 @@ class PipelinePeaks(StepPeaks):
     def _build_later_forward(self, layer: StageLayer) -> PeakCandidate:
         """Return the candidate of a forward after a backward: this and all later layers are all-gathered."""
         groups, position = self.groups, layer.position
-        kept = groups.sum_before(position, lambda group: group.kept_after_forward)
+        # The layers before have had this forward and are resharded as planned; those after it still have the
+        # parameters of the last backward.
+        kept_parameters = groups.sum_before(position, lambda group: group.kept_after_forward)
         gathered = (
             groups.root,
             self.unreduced,
             self.received,
-            kept + self._sum_later_parameters(position),
+            kept_parameters + self._sum_later_parameters(position),
             0,
             groups.get_group(position).parameters,
             0,
         )
-        return self._build(
+        return self._build_candidate(
             0.02 + 0.3 * (position + 1) / self.stage.num_layers,
             (layer.saved_before, self.sent + self.sent_gradient, layer.kind.forward),
             gathered,
@@ -231,14 +244,15 @@ class PipelinePeaks(StepPeaks):
 
     def _list_loss_and_norm(self) -> list[PeakCandidate]:
         backward, buffers = self.backward, self.buffers
+        # This micro-batch's hidden states, too: the schedule keeps them until its backward.
         sent = self.sent + buffers.hidden + self.sent_gradient
         saved = (backward.saved_by_layers, backward.saved_by_head, backward.weight_casts, sent)
-        gathered = (self.groups.root, self.unreduced, self.received, self.all_kept, 0)
+        gathered = (self.groups.root, self.unreduced, self.received, self.all_kept_parameters, 0)
         logits = buffers.add_output(backward.logits)
         # A pipeline computes the loss outside the root module, so nothing is all-gathered for it.
         return [
-            self._build(0.34, saved, (*gathered, 0), 0, explanations.AT_LOSS, logits),
-            self._build(
+            self._build_candidate(0.34, saved, (*gathered, 0), 0, explanations.AT_LOSS, logits),
+            self._build_candidate(
                 0.35,
                 (*saved, backward.in_final_norm, 0),
                 (*gathered, self.head_gradient, self._get_last_output()),
@@ -258,6 +272,7 @@ class PipelinePeaks(StepPeaks):
         groups, backward, buffers, position = self.groups, self.backward, self.buffers, layer.position
         group, num_layers = groups.get_group(position), self.stage.num_layers
         fraction = 0.36 + 0.6 * (num_layers - 1 - position) / num_layers
+        # In the first backward, gradients of the layers whose backward is done; later, all of them.
         unsharded_before = groups.sum_before(position, lambda group: group.unsharded_gradient)
         new_gradients = self.all_unsharded - unsharded_before - group.unsharded_gradient
         around_layer = (
@@ -277,7 +292,7 @@ class PipelinePeaks(StepPeaks):
             group.unsharded_gradient,
         )
         return [
-            self._build(
+            self._build_candidate(
                 fraction - 0.005,
                 (*saved, layer.kind.saved, backward.stream_gradient),
                 (*with_layer, pending),
@@ -285,7 +300,7 @@ class PipelinePeaks(StepPeaks):
                 explanations.BEFORE_LAYER,
                 self.output,
             ),
-            self._build(
+            self._build_candidate(
                 fraction,
                 (*saved, peak_activations),
                 (*with_layer, prefetched, self.compute * weights_with_gradient),
@@ -293,7 +308,7 @@ class PipelinePeaks(StepPeaks):
                 explanations.IN_LAYER,
                 self.output,
             ),
-            self._build(
+            self._build_candidate(
                 fraction + 0.01,
                 (*saved, 2 * backward.stream_gradient),
                 (*around_layer, prefetched, group.parameters, layer_gradients),
@@ -319,9 +334,10 @@ class PipelinePeaks(StepPeaks):
             *(0, 0, 0, 0),
             self.compute * weights,
         )
+        # The micro-batch whose backward came before is no longer in flight.
         saved_before = maximum(0, layer.saved_before - self.saved_by_chunk)
         sent = self.sent - buffers.saved_by_head + buffers.hidden_gradient
-        return self._build(
+        return self._build_candidate(
             0.361 + 0.6 * (num_layers - 1 - layer.position) / num_layers,
             (saved_before, 0, sent, activations),
             gathered,
@@ -341,7 +357,7 @@ class PipelinePeaks(StepPeaks):
         sent = self.sent + buffers.hidden
         in_flight = other_chunks + sent + self.sent_gradient
         candidates = [
-            self._build(
+            self._build_candidate(
                 0.97,
                 (backward.stream_gradient, 0, groups.embedding_gradient, in_flight),
                 (groups.root, root_gradient, 0, until_end),
@@ -351,8 +367,10 @@ class PipelinePeaks(StepPeaks):
             )
         ]
         if buffers.repeats is not True:
+            # In the first backward the root's gradients are cast one after another to the reduction type
+            # (to_accumulated_grad_if_needed), while all of them exist in the compute type.
             casts = buffers.adds_gradients * (buffers.all_gradients - self.all_unsharded)
-            first_casts = self._build(
+            first_casts = self._build_candidate(
                 0.972,
                 (other_chunks, sent + buffers.hidden_gradient),
                 (groups.root, groups.root_gradient + casts, until_end),
@@ -382,7 +400,7 @@ class PipelinePeaks(StepPeaks):
         # list when the output is allocated: the only one, unless learned positions follow.
         references_last = (groups.root_all_gather_output > 0) * (not self.learns_positions)
         output = has_shards * references_last * groups.root_gradient_shard
-        candidates = [self._build(0.975, sent, root, output, explanations.REDUCING, self.output)]
+        candidates = [self._build_candidate(0.975, sent, root, output, explanations.REDUCING, self.output)]
         first_with_experts, last = groups.first_with_experts, self.stage.num_layers - 1
         firsts: tuple[int, ...] = (0, where(first_with_experts < last, first_with_experts, last))
         if not is_array(first_with_experts) and not 0 < first_with_experts <= last:
@@ -397,7 +415,7 @@ class PipelinePeaks(StepPeaks):
             )
             gradients = has_shards * (groups.root_gradient_shard + reduced)
             candidates.append(
-                self._build(0.976, sent, gathered, gradients, explanations.REDUCING, self.output)
+                self._build_candidate(0.976, sent, gathered, gradients, explanations.REDUCING, self.output)
             )
         return candidates
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 @lru_cache(maxsize=1024)
 def _list_linears(arch: Architecture, moe: bool) -> tuple[tuple[int, int], ...]:
     """Return (rows, columns) of every quantized matrix of one layer."""
+    # bitsandbytes replaces Linears: norms, routed experts (stacked parameters) and routers stay as they are.
     targets = {target for target, _ in arch.layer_linears(find_first_layer(arch, moe))}
     return tuple(
         (shape.rows, shape.columns)
@@ -46,6 +47,7 @@ def count_saved_elements(arch: Architecture, moe: bool, width: int, ranks: int) 
 
     ``width`` is the size of a stored element in bytes; each byte packs two weights.
     """
+    # Unquantized, a matrix is sharded by rows; quantized, it is one column of packed elements.
     return sum(
         ceil_div(rows, ranks) * columns - ceil_div((rows * columns + 1) // (2 * width), ranks)
         for rows, columns in _list_linears(arch, moe)
@@ -66,6 +68,7 @@ def compute_scales(plan: Plan, stage: Stage) -> int:
     is_double, scales = plan.recipe.method == "qlora", 0
     for moe, num_layers in count_layers_by_kind(plan.architecture, stage):
         numels = [rows * columns for rows, columns in _list_linears(plan.architecture, moe)]
+        # All of a quantized tensor's bytes but the packed weights, two in a byte.
         in_layer = sum(compute_nf4_bytes(numel, is_double) - ceil_div(numel, 2) for numel in numels)
         scales = scales + num_layers * in_layer
     return scales

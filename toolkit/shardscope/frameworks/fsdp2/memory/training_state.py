@@ -73,6 +73,7 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
     # Sharded originals, gradients and optimizer state of one rank.
     optimizer = compute_optimizer_bytes(plan, stage, width.original, ranks, library="torchao")
     trained = width.original * stage.trainable_shard
+    # A quantized base has fewer stored elements, and scales that are no parameters and so not sharded.
     base_numel, scales = stage.shard, 0
     if recipe.base_quantization is not None:
         base_numel = base_numel - count_saved_in_stage(plan, stage, ranks)
@@ -128,6 +129,7 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
     )
     if not offloads:
         return state._replace(initialisation={"parameters": _compute_initialisation(plan, stage, parameters)})
+    # The optimizer runs on the host, where its state and temporary memory are, too.
     on_host = zero_term("in host memory (CPUOffloadPolicy)")
     return state._replace(
         parameters=on_host,
@@ -155,6 +157,8 @@ def _compute_initialisation(plan: Plan, stage: Stage, shards: int) -> Term:
                 "built on meta"
             ),
         )
+    # fully_shard moves a group's parameters to the GPU before it shards them (_fsdp_init.py,
+    # _move_states_to_device), and is called group by group.
     group = width * maximum(stage.largest_layer, stage.edges)
     return Term(
         shards + group,
@@ -166,6 +170,7 @@ def _compute_initialisation(plan: Plan, stage: Stage, shards: int) -> Term:
 
 def _find_largest_matrix(arch: Architecture, stage: Stage) -> int:
     """Return the elements of a stage's largest unsharded matrix: each is initialized before it is sharded."""
+    # Unsharded: tp = ep = ranks = 1.
     outer = list_outer_tensors(arch, 1, stage.is_first, stage.is_last)
     layers = [
         (num_layers > 0) * _find_largest_in_layer(arch, moe)
