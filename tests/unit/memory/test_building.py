@@ -15,7 +15,7 @@ import shardscope as ss
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.report import Term
 from shardscope.planner.memory_needs import find_shortages, fits, list_memory_needs
-from shardscope.planner.repairs.repairs import in_words
+from shardscope.planner.repairs.repairs import describe_repairs
 
 GIB = 2**30
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
@@ -131,7 +131,7 @@ def test_stage_3_mends_it(crowded: ss.Plan) -> None:
     (repair,) = crowded.repairs()
     assert repair.plan.layout.stage == 3  # type: ignore[attr-defined]
     assert repair.bytes_won == 8 * 4 * LLAMA.num_parameters
-    assert "saves 239 GiB a node" in in_words(crowded, [repair])[0]
+    assert "saves 239 GiB a node" in describe_repairs(crowded, [repair])[0]
     assert fits(repair.plan, repair.plan.memory())
 
 
