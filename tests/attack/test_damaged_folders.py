@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="run it on Linux: it watches /proc and makes special files"
 )
 
-NUM_FOLDERS = 20
+NUM_FOLDERS = 10
 
 
 def test_fault_55_damaged_run_folders_are_survived(tmp_path: Path) -> None:

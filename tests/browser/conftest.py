@@ -13,8 +13,11 @@ from studio_page import SHOWN
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Browser tests come last: playwright keeps an event loop running, in which asyncio.run() is refused."""
-    items.sort(key=lambda item: "browser" in item.path.parts)
+    """Browser tests come last: playwright keeps an event loop running, in which asyncio.run() is refused.
+
+    The longest file is the first of them: no worker is still busy with it when the others have finished.
+    """
+    items.sort(key=lambda item: ("browser" in item.path.parts, item.path.name != "test_main_job.py"))
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from typing import Any
 
 from served import Lab
 from test_runs_tab import back, run_cell
+from tests.needs import thorough
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from hostile_runs import plant_text_everywhere, write_full_run
@@ -15,6 +16,7 @@ from written_runs import write_run
 
 EVIL = "<img src=x onerror='window.wasRun = 1'>\"><svg onload=window.wasRun=2>"
 CELL = """
+from tests.needs import thorough
 import shardscope as ss
 from IPython.display import display
 from shardscope_widgets.run.runs_view import RunsView
@@ -25,6 +27,7 @@ view
 """
 
 
+@thorough()
 def test_fault_49_no_handler_in_the_text_of_a_run_folder_runs(lab: Lab, browser: Any, offline: Any) -> None:
     runs = lab.folder / "runs"
     odd = write_full_run("<img src=x onerror='window.wasRun = 4'>", "failed", parent=runs)

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from run_helpers import make_plan, seconds_until
+from tests.needs import thorough
 
 import shardscope as ss
 from shardscope.machine.host import count_cores
@@ -162,6 +163,7 @@ def test_two_at_once_are_refused(folder: Path) -> None:
         ss.calibrate(TWO_RANKS, seconds=5)
 
 
+@thorough()
 def test_a_finished_run_adds_its_step(tmp_path: Path, plan: Any) -> None:
     run = ss.launch(plan, ss.Pretrain(num_steps=10), folder=tmp_path / "runs")
     assert run.wait(timeout=80) == "finished", run.error

@@ -109,6 +109,7 @@ def expected(models: dict[str, Path]) -> dict[str, list[float]]:
     return {name: alone(folder) for name, folder in models.items()}
 
 
+@thorough()
 @pytest.mark.parametrize("start", few(STARTS, ["torch"]))
 def test_every_engine_begins_with_the_stored_models_losses(
     start: str, models: dict[str, Path], expected: dict[str, list[float]], tmp_path: Path

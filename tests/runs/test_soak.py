@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from run_helpers import seconds_until
+from tests.needs import thorough
 from tests.soak import residue
 from tests.soak.choices import Choice, choices
 from tests.soak.faults import FAULTS
@@ -36,6 +37,7 @@ FEW = (
 """Of kinds of faults that other tests here have in other forms."""
 
 
+@thorough()
 @pytest.mark.alone
 def test_a_short_soak_leaves_nothing(tmp_path: Path) -> None:
     """In a process of its own: it adopts orphans."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import few, needs, skip_without
+from tests.needs import few, needs, skip_without, thorough
 
 torch = needs("torch")
 needs("transformers")
@@ -48,6 +48,7 @@ def copy_as_newer(run: Path, name: str) -> Path:
     return copied
 
 
+@thorough()
 def test_fault_50_a_copied_run_with_an_evil_metadata_is_not_taken(tmp_path: Path) -> None:
     plan, proof = tiny_plan("fsdp2", 1), tmp_path / "proof"
     runs = tmp_path / "runs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.needs import needs
+from tests.needs import few, needs
 from tests.rehearsed import rehearsed_here
 
 import shardscope as ss
@@ -78,8 +78,13 @@ def test_what_is_beside_the_tensors_is_that_of_the_prediction() -> None:
             assert told.components[name] == expected.components[name] > 0
 
 
-@pytest.mark.parametrize("layout", [ss.Layout.ddp(), ss.Layout.fsdp2()], ids=lambda layout: layout.framework)
-def test_the_rehearsal_that_a_refusal_names_is_played(layout: ss.Layout) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    few([ss.Layout.ddp(), ss.Layout.fsdp2()], [ss.Layout.ddp()]),
+    ids=lambda layout: layout.framework,
+)
+def test_the_rehearsal_that_a_refusal_names_is_played(framework: str) -> None:
+    layout = ss.Layout.ddp() if framework == "ddp" else ss.Layout.fsdp2()
     for module in ("torch", "transformers"):
         needs(module)
     plan = plan_of(ALIBI, layout, layers=2)

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 from own_checks import OwnChecks, own_checks
 from planning import LLAMA, MOE
-from tests.needs import needs
+from tests.needs import needs, thorough
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
@@ -52,6 +52,7 @@ def test_megatron_s_distributed_optimizer_is_adam_s() -> None:
     assert alone.memory().peak_bytes > 0
 
 
+@thorough()
 def test_megatron_itself_takes_no_sgd(megatron_says: OwnChecks) -> None:
     said = megatron_says(
         """
@@ -93,6 +94,7 @@ TransformerConfig(**{config | changes!r})
     )
 
 
+@thorough()
 def test_megatron_itself_has_no_biases_in_split_experts(megatron_says: OwnChecks) -> None:
     plan = Plan(BIASED, EIGHT, ss.Recipe(), ss.Layout.megatron(tp=2, etp=1))
     assert transformer_says(megatron_says, plan) == "ok"
@@ -179,6 +181,7 @@ def test_an_optimizer_that_is_not_adam_may_go_to_the_host() -> None:
         assert build_deepspeed_config(plan)["zero_force_ds_cpu_optimizer"] is forced
 
 
+@thorough()
 def test_deepspeed_itself_wants_contiguous_gradients(deepspeed_says: OwnChecks) -> None:
     said = deepspeed_says(
         """
@@ -192,6 +195,7 @@ DeepSpeedZeroOptimizer._configure_moe_settings(
     assert said.startswith("AssertionError: Contiguous Gradients in ZeRO Stage 2 must be set to True for MoE")
 
 
+@thorough()
 def test_deepspeed_itself_wants_room_in_its_buffers(deepspeed_says: OwnChecks) -> None:
     said = deepspeed_says(
         """

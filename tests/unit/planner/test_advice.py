@@ -79,6 +79,7 @@ def test_adapters_on_one_card(card: str) -> None:
     assert "fine-tuning" in found.path[0].answer
 
 
+@thorough()
 def test_a_plan_that_is_two_per_cent_faster_is_no_reason_for_another_framework() -> None:
     found = advice("llama-3.1-8b", "2xrtx-4090-24gb", seq_len=2048, global_batch_size=16, method="lora")
     assert framework(found) == "ddp"
@@ -116,6 +117,7 @@ def test_eight_billion_in_full_on_four_gaming_cards_offloads() -> None:
     assert any(plan.cluster.num_nodes > 1 for plan, _ in found.alternatives)
 
 
+@thorough()
 def test_seventy_billion_on_one_node_offloads_and_on_four_does_not() -> None:
     alone = advice("llama-3.1-70b", f"8x{H100}")
     assert framework(alone) == "deepspeed"
@@ -191,6 +193,7 @@ def test_slow_links_keep_tensor_parallelism_inside() -> None:
     assert turn.answer.startswith("Yes, 10 times")
 
 
+@thorough()
 @pytest.mark.parametrize(("model", "nodes"), [("llama-3.1-8b", 4), ("llama-3.1-70b", 8)])
 def test_where_sharding_waits_for_ethernet_a_pipeline_crosses_nodes(model: str, nodes: int) -> None:
     cluster = replace(ss.Cluster.parse(f"{nodes}x8x{H100}"), inter_node_link=links["ethernet-25g"])

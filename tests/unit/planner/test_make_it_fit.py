@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from planning import plans
-from tests.needs import examples
+from tests.needs import examples, thorough
 
 import shardscope as ss
 from shardscope.frameworks.registry import is_trained
@@ -25,6 +25,7 @@ def plan_of(model: str, cluster: str, layout: ss.Layout, **recipe: Any) -> ss.Pl
     return ss.Plan(ss.models[model], ss.Cluster.parse(cluster), ss.Recipe(**recipe), layout)
 
 
+@thorough()
 def test_405b_on_eight_nodes_with_megatron_fits_with_another_framework() -> None:
     """No layout of Megatron-core does there, and no single change is enough."""
     for layout in (ss.Layout.megatron(), ss.Layout.megatron(tp=8, pp=8)):
@@ -80,6 +81,7 @@ def test_it_starts_from_a_frameworks_first_layout_as_well() -> None:
     assert fit.plan.layout.framework == "megatron"
 
 
+@thorough()
 def test_more_gpus_or_adapters_come_last_and_are_named() -> None:
     fit = make_it_fit(plan_of("llama-3.1-405b", f"8x{H100}", ss.Layout.fsdp2()))
     assert fit is not None and assess_plan(fit.plan).runs

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.needs import thorough
 
 import shardscope as ss
 from shardscope.core.number_format import format_gib
@@ -94,6 +95,7 @@ def test_how_many_they_are_and_why_is_said(unsized: Ranking) -> None:
     assert unsized.unsaid in repr(unsized)
 
 
+@thorough()
 def test_where_every_plan_needs_such_room_the_best_is_one_of_them_and_it_is_said() -> None:
     found = ss.search(ss.models["llama-3.1-405b"], ss.Cluster.parse("1xa10-24gb"), ss.Recipe())
     assert found.num_feasible

@@ -82,7 +82,7 @@ def test_weights_gradients_and_optimizer_are_exact() -> None:
             assert row.predicted[name] == pytest.approx(row.stored[name], rel=2e-3), in_words(row)
 
 
-@pytest.mark.parametrize("place", few([0, 9, 18, 27], [9, 27]))
+@pytest.mark.parametrize("place", few([0, 9, 18, 27], [9]))
 def test_a_rehearsal_played_again_tells_the_same(place: int) -> None:
     row = rows()[place]
     stages = played(row.plan)
@@ -103,6 +103,7 @@ def test_1f1b_holds_fewer_micro_batches_on_later_stages() -> None:
     assert kept[0] == pytest.approx(2 * kept[1], rel=0.1)
 
 
+@thorough()
 @pytest.mark.parametrize(("heads", "bytes_a_score"), few([(4, 2), (3, 6)], [(4, 2)]))
 def test_eager_attention_takes_the_fused_softmax_where_megatron_does(heads: int, bytes_a_score: int) -> None:
     """It keeps half-precision probabilities; torch's, for other shapes, fp32 ones beside them.

@@ -114,6 +114,7 @@ def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
         small(ss.Layout.fsdp2()).rehearse(timeout=timeout)
 
 
+@thorough()
 def test_what_the_engine_does_not_run_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"Layout\.cp is 2.*context"):
         small(ss.Layout.fsdp2(cp=2)).rehearse()

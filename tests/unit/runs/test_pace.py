@@ -6,6 +6,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
+from tests.needs import thorough
 
 from shardscope.runs.watch import pace as pace_module
 from shardscope.runs.watch.pace import Pace
@@ -84,6 +85,7 @@ def test_odd_records_are_left_out(odd: Any) -> None:
     assert pace.slowest is None and pace.seconds_left(10, 2.0) is None
 
 
+@thorough()
 def test_it_remembers_no_more_than_the_last_steps() -> None:
     pace = Pace()
     tracemalloc.start()

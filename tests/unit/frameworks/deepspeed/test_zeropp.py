@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.needs import few
+from tests.needs import few, thorough
 
 import shardscope as ss
 from shardscope.frameworks.deepspeed.files.config import build_deepspeed_config
@@ -96,6 +96,7 @@ def test_all_gathers_within_nodes_are_faster_on_a_slow_network() -> None:
     assert near.seconds < far.seconds
 
 
+@thorough()
 @pytest.mark.parametrize("name", few(QUANTIZED, QUANTIZED[:1]))
 def test_quantized_communication_is_not_predicted(name: str) -> None:
     made = plan(**{name: True})

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from planning import LLAMA, MOE
+from tests.needs import few, thorough
 
 import shardscope as ss
 from shardscope.core.plan import Plan
@@ -120,7 +121,7 @@ def test_a_plan_and_its_json_are_the_same() -> None:
     assert Plan.from_dict(older).layout == ss.Layout.megatron()
 
 
-@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("split", few([True, False], [False]))
 def test_megatrons_own_code_with_gradients_in_bf16(split: bool) -> None:
     a_plan = plan(
         replace(ss.Architecture.of_size("60m"), num_hidden_layers=2),
@@ -153,6 +154,7 @@ def test_what_megatron_asserts_is_refused(
         plan(recipe=recipe, **options)
 
 
+@thorough()
 @pytest.mark.parametrize(
     ("recipe", "options", "field"),
     [

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fake_runs import until
+from tests.needs import thorough
 
 import shardscope as ss
 from shardscope.planner.abilities import TITLES
@@ -89,6 +90,7 @@ def test_a_press_asks_at_once_and_decides_between_what_is_about_as_fast(
     assert not page.about.value and "ss-old" not in page.advice._dom_classes
 
 
+@thorough()
 def test_any_number_may_be_on_and_the_order_of_presses_is_no_other_question(
     asked: list[tuple[str, ...]], page: PlansPage
 ) -> None:
@@ -109,6 +111,7 @@ def test_a_name_that_nobody_knows_is_ignored_and_said(asked: list[tuple[str, ...
     assert page.familiar.names == () and asked == [()]
 
 
+@thorough()
 def test_a_toggle_pressed_while_advice_is_asked_is_asked_next(
     asked: list[tuple[str, ...]], held: Callable[[], None]
 ) -> None:
@@ -192,6 +195,7 @@ def test_where_nothing_is_answered_the_old_answer_stays_one_and_can_be_asked_aga
     assert until(lambda: is_answered(page) and not page.about.value)
 
 
+@thorough()
 def test_a_toggle_is_the_advices_alone(page: PlansPage, monkeypatch: pytest.MonkeyPatch) -> None:
     found = ss.search(MODEL, GPUS, ss.Recipe(), frameworks=["ddp", "fsdp2"])
     searched: list[Any] = []
@@ -209,6 +213,7 @@ def test_a_toggle_is_the_advices_alone(page: PlansPage, monkeypatch: pytest.Monk
     assert not page.about.value
 
 
+@thorough()
 def test_what_the_team_runs_well_outlasts_another_model(asked: list[tuple[str, ...]]) -> None:
     """It is about people, not about the plan: the pickers leave it, and the plan does not have it."""
     studio = Studio()

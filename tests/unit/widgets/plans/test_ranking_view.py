@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.needs import thorough
 
 import shardscope as ss
 from shardscope.core.number_format import format_gib
@@ -333,6 +334,7 @@ def test_equals_stay_in_the_rankings_order(values: list[int], ascending: bool) -
     assert keys == sorted(keys)
 
 
+@thorough()
 def test_pages_follow_each_other_and_end(found: Any) -> None:
     view = showing_all(found)
     view.table.press_button("page:-1")

@@ -15,7 +15,7 @@ import pytest
 from fake_runs import until
 from ipywidgets import Button, ToggleButtons, Widget
 from ipywidgets.widgets.widget import _remove_buffers
-from tests.needs import few, skip_without
+from tests.needs import few, skip_without, thorough
 from tests.offers import offer_for, verdict
 from traitlets import TraitError
 
@@ -407,6 +407,7 @@ def test_fault_26_a_page_that_is_loaded_anew_has_little_to_get(studio: Studio) -
     assert sum(map(len, buffers)) < 2_000_000
 
 
+@thorough()
 def test_a_studio_is_whole_after_all_widgets_were_closed() -> None:
     Studio()
     Widget.close_all()
