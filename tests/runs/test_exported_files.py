@@ -16,7 +16,7 @@ import shardscope as ss
 from needs import needs
 from shardscope.export.files import list_files
 from shardscope.frameworks.deepspeed.files import read as deepspeed_read
-from shardscope.frameworks.megatron.files.arguments import megatron_arguments
+from shardscope.frameworks.megatron.files.arguments import build_arguments
 from shardscope.frameworks.megatron.files.read import READ
 
 needs("accelerate")
@@ -334,7 +334,7 @@ def test_megatron_core_takes_the_numbers(name: str) -> None:
 
     plan = PLANS[name]
     flags = parsed(plan)
-    assert set(flags) == {flag.replace("-", "_") for flag in megatron_arguments(plan)}
+    assert set(flags) == {flag.replace("-", "_") for flag in build_arguments(plan)}
     kind = MLATransformerConfig if "multi_latent_attention" in flags else TransformerConfig
     names = {field.name for field in dataclasses.fields(kind)}
     given = {flag: value for flag, value in flags.items() if flag in names}

@@ -189,11 +189,11 @@ def resumed(path: Path, rank: int, before: Plan, after: Plan, beside: bool) -> d
     ``beside``: the checkpoint is written while the third step is taken.
     """
     from shardscope.frameworks.megatron.engine import checkpointing
-    from shardscope.frameworks.megatron.weights.export import to_hf
+    from shardscope.frameworks.megatron.weights.export import gather_state_dict
 
     arch, found = before.architecture, {}
     with training(before) as (chunks, optimizer, source):
-        weights = to_hf(chunks, arch, optimizer)
+        weights = gather_state_dict(chunks, arch, optimizer)
         found["loaded"] = farthest(source, weights) if rank == 0 else 0.0
         for _ in range(2):
             stepped(chunks, optimizer)
@@ -206,12 +206,12 @@ def resumed(path: Path, rank: int, before: Plan, after: Plan, beside: bool) -> d
         else:
             checkpointing.save_checkpoint(path, chunks, optimizer, position)
             stepped(chunks, optimizer)
-        straight = to_hf(chunks, arch, optimizer)
+        straight = gather_state_dict(chunks, arch, optimizer)
         found["moved"] = farthest(source, straight) if rank == 0 else 1.0
     with training(after) as (chunks, optimizer, _):
         found["num_steps"] = checkpointing.load_checkpoint(path, after, chunks, optimizer)
         stepped(chunks, optimizer)
-        again = to_hf(chunks, arch, optimizer)
+        again = gather_state_dict(chunks, arch, optimizer)
     found["apart"] = max((float((straight[name] - again[name]).abs().max()) for name in straight), default=0)
     return found
 
@@ -237,14 +237,14 @@ def exported(path: Path, rank: int, family: str, layout: dict[str, Any], limit: 
 def found_on_a_rank(folder: Path, ctx: StandInContext) -> dict[str, Any]:
     import torch
 
-    from shardscope.frameworks.megatron.weights.export import to_hf
+    from shardscope.frameworks.megatron.weights.export import gather_state_dict
 
     found: dict[str, Any] = {}
     torch.manual_seed(3)
     ids = torch.randint(0, SHAPE["vocab_size"], (2, 32))
     for name, (family, layout) in ({family: (family, {}) for family in FAMILIES} | CUTS).items():
         with model_of(plan(family, **layout)) as (source, chunks, _):
-            back = to_hf(chunks, architecture(family))
+            back = gather_state_dict(chunks, architecture(family))
             case: dict[str, Any] = {"back": farthest(source, back) if ctx.rank == 0 else len(back)}
             if name in WITH_LOGITS:
                 with torch.no_grad():

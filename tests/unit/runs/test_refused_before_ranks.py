@@ -104,10 +104,10 @@ REFUSED = {
         "pp=2, as before",
         {"pp": 2},
     ),
-    "megatron's optimizer whole on every rank": (
+    "megatron's optimizer replicated on every rank": (
         plan_of(2, L.megatron(tp=2)),
         plan_of(2, L.megatron(distributed_optimizer=False)),
-        "saved with the distributed optimizer, and this plan has an optimizer whole on every rank",
+        "saved with the distributed optimizer, and this plan has an optimizer replicated on every rank",
         "distributed_optimizer=True, as before",
         {"distributed_optimizer": True},
     ),

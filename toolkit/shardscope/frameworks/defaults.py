@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ReduceType = Literal["fp32", "bf16", "fp16"]
 
 
-DEGREE_NAMES = {
+DEGREE_NAMES: Mapping[str, str] = {
     "data_parallel": "data-parallel rank",
     "tp": "tensor-parallel rank",
     "pp": "pipeline stage",
@@ -26,7 +26,7 @@ DEGREE_NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tie:
+class CheckpointRequirement:
     """Property of a plan that must be the same when its checkpoint is loaded with optimizer state."""
 
     value: object
@@ -47,7 +47,7 @@ class CheckpointFormat:
 
     name: str
     """Display name."""
-    ties: Mapping[str, Tie] = field(default_factory=dict)
+    requirements: Mapping[str, CheckpointRequirement] = field(default_factory=dict)
     """Properties that must match on loading; empty if it loads over any ranks. Plans with the same format
     have the same keys, whichever their framework."""
     remedy: str = ""
@@ -56,13 +56,14 @@ class CheckpointFormat:
     """Source of the rules: upstream file and version."""
 
 
-def tie_degrees(plan: Plan, names: Iterable[str]) -> dict[str, Tie]:
-    """Return a tie for each of the degrees ``names``, 1 included: one rank's file does not fit two ranks."""
+def require_degrees(plan: Plan, names: Iterable[str]) -> dict[str, CheckpointRequirement]:
+    """Return a requirement for each of the degrees ``names``, 1 included: a file of one rank fits one."""
     degrees = {name: int(getattr(plan.degrees, name)) for name in names}
     return {
-        name: Tie(
+        name: CheckpointRequirement(
             value=number,
             text=format_count(number, DEGREE_NAMES[name]),
+            # Data parallelism is what the other degrees leave of the cluster: no layout field sets it.
             layout={} if name == "data_parallel" else {name: number},
             num_ranks=number,
         )
@@ -142,10 +143,10 @@ def describe_torch_checkpoint(plan: Plan) -> CheckpointFormat:
     """
     has_stages = plan.degrees.pp > 1
     text = "pipeline stages" if has_stages else "no pipeline stages"
-    tie = Tie(value=has_stages, text=text, layout={"pp": plan.degrees.pp})
+    stages = CheckpointRequirement(value=has_stages, text=text, layout={"pp": plan.degrees.pp})
     return CheckpointFormat(
         name="torch.distributed.checkpoint",
-        ties={"stages": tie},
+        requirements={"stages": stages},
         source="torch.distributed.checkpoint: loads over any number of ranks; with pipeline "
         "stages optimizer state has other names",
     )

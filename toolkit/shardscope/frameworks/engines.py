@@ -38,6 +38,7 @@ def get_engine_class(plan: Plan) -> Callable[[Context], Engine]:
 
 def before_fork(plan: Plan, device_type: str) -> None:
     """Run the framework's setup in the process that ranks are forked from, if it has any."""
+    # Plain PyTorch needs no setup.
     if plan.layout.framework in BEFORE_FORK:
         module, name = _import_part(BEFORE_FORK[plan.layout.framework])
         getattr(module, name)(plan, device_type)

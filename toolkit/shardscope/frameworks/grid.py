@@ -90,18 +90,21 @@ def combine_degrees(
         # Drop rows before the next degree: the full product of all degrees would not fit in memory.
         divides = cluster.num_gpus % num_ranks == 0
         columns, num_ranks = select_rows(columns, divides), num_ranks[divides]
-    # What the degrees leave is data parallel; "replicate" is a part of it that is a field of its own.
+    # The remaining ranks are data-parallel. HSDP's "replicate" is a field, but part of data parallelism.
     columns[DATA_PARALLEL] = cluster.num_gpus // num_ranks * columns.get("replicate", 1)
+    # Pair each combination of degrees with each micro-batch size.
     sizes = np.array(list_micro_batch_sizes(recipe), np.int64)
     rows, size_rows = _pair_rows(len(num_ranks), len(sizes))
     columns = {name: column[rows] for name, column in columns.items()}
     columns[MICRO_BATCH_SIZE] = sizes[size_rows]
     columns[SEQUENCES_AT_ONCE] = columns[MICRO_BATCH_SIZE] * columns[DATA_PARALLEL]
+    # Every rank runs the same number of micro-batches.
     return select_rows(columns, recipe.global_batch_size % columns[SEQUENCES_AT_ONCE] == 0)
 
 
 def list_micro_batch_sizes(recipe: Recipe) -> list[int]:
     """Return the powers of two up to the global batch size, and the recipe's own size."""
+    # Larger micro-batches than 65,536 sequences only make the table longer: none fits on a GPU.
     largest = min(recipe.global_batch_size, 2**16)
     return sorted({*(1 << power for power in range(largest.bit_length())), recipe.micro_batch_size})
 
@@ -113,7 +116,8 @@ def filter_rows(columns: Columns, names: Sequence[str], check: Callable[[Row], o
     """
     if not len(columns[names[0]]):
         return columns
-    # Number the distinct rows, and check each of them once: a check constructs a layout.
+    # Number the distinct rows, and check each of them once: a check constructs a layout. The number of a row
+    # is its values' indices as digits, each column being a digit of its own base.
     codes = np.zeros(len(columns[names[0]]), np.int64)
     for name in names:
         values, indices = np.unique(columns[name], return_inverse=True)

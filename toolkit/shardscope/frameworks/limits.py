@@ -25,6 +25,7 @@ def check_adapters(recipe: Recipe) -> None:
             "'full', or 'lora' with peft installed, which implements adapters",
             'pip install "shardscope[train]"',
         )
+    # QLoRA sets the quantization by its method, "lora" by a field of its own: name the one that is set.
     if recipe.base_quantization and importlib.util.find_spec("bitsandbytes") is None:
         field = "method" if recipe.method == "qlora" else "quantization"
         refuse(
@@ -102,6 +103,7 @@ def check_rehearsed(recipe: Recipe, eight_bit_library: str = "bitsandbytes") -> 
 
     Also raised if a required library is not installed; ``eight_bit_library`` implements the 8-bit AdamW.
     """
+    # Fields first, then libraries: an install does not help if a value cannot be rehearsed.
     for field, values in REHEARSED.items():
         value = getattr(recipe, field)
         if value not in values:

@@ -152,6 +152,7 @@ def check_trained(plan: Plan) -> None:
     try:
         frameworks[plan.layout.framework].limits().check_plan(plan)
     except FieldError as refusal:
+        # ``from None``: the same error with a longer fix, so one traceback is enough.
         raise refusal.with_fix(_add_other_frameworks(refusal.fix, plan)) from None
 
 
@@ -185,6 +186,7 @@ def is_trained(plan: Plan) -> bool:
 
 def _add_other_frameworks(fix: str, plan: Plan) -> str:
     """Return ``fix``, followed by the frameworks not named in it that train ``plan`` unchanged."""
+    # A fix may be code (``Layout.fsdp2()``) or a sentence: both contain the framework's name.
     text = fix.lower()
     titles = [layout.title for layout in find_other_layouts(plan) if layout.framework not in text]
     if not titles:
@@ -201,9 +203,11 @@ def find_other_layouts(plan: Plan) -> list[Layout]:
     degrees = {name: getattr(plan.layout, name) for name in _DEGREES if getattr(plan.layout, name, 1) > 1}
     layouts = []
     for name, framework in frameworks.items():
+        # Degrees are all that frameworks have in common: one that lacks a degree in use cannot replace it.
         options = {field.name for field in fields(framework.layout_class)}
         if name == plan.layout.framework or not degrees.keys() <= options:
             continue
+        # Other options have their defaults, with which the plan may be invalid or not trainable.
         try:
             other = replace(plan, layout=framework.layout_class(**degrees))
             framework.limits().check_plan(other)

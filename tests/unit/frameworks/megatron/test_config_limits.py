@@ -103,11 +103,11 @@ def test_the_ring_takes_no_model_with_such_angles() -> None:
         config = AutoConfig.for_model(family, **sizes, **outside, rope_scaling=rope)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         if is_taken:
-            ring.take_over(model)
+            ring.replace_attention(model)
             assert model.config._attn_implementation == ring.name
             continue
         with pytest.raises(ValueError, match="largest position on a rank"):
-            ring.take_over(model)
+            ring.replace_attention(model)
         assert model.config._attn_implementation == "sdpa"
 
 

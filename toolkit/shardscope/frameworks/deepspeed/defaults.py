@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 
 from shardscope.frameworks.deepspeed.config_fields import NOT_IN_CONFIG, list_config_fields
 from shardscope.frameworks.deepspeed.layout import casts_gradients, get_layout
-from shardscope.frameworks.defaults import CheckpointFormat, ReduceType, Tie, tie_degrees
+from shardscope.frameworks.defaults import (
+    CheckpointFormat,
+    CheckpointRequirement,
+    ReduceType,
+    require_degrees,
+)
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -48,13 +53,19 @@ def get_checkpoint_format(plan: Plan) -> CheckpointFormat:
     checkpoint being loaded used a DP world size of ...", engine.py, 0.19).
     """
     layout = get_layout(plan)
-    stage = Tie(value=layout.stage, text=f"ZeRO stage {layout.stage}", layout={"stage": layout.stage})
+    stage = CheckpointRequirement(
+        value=layout.stage, text=f"ZeRO stage {layout.stage}", layout={"stage": layout.stage}
+    )
     precision = plan.recipe.precision
     kind = {"fp32": "fp32", "fp16-mixed": "fp16"}.get(precision, "bf16")
-    weights = Tie(value=kind, text=f"weights of {kind}", recipe={"precision": precision})
+    weights = CheckpointRequirement(value=kind, text=f"weights of {kind}", recipe={"precision": precision})
     return CheckpointFormat(
         name="DeepSpeed's ZeRO checkpoint",
-        ties={**tie_degrees(plan, ("data_parallel", "tp", "pp", "ep")), "stage": stage, "weights": weights},
+        requirements={
+            **require_degrees(plan, ("data_parallel", "tp", "pp", "ep")),
+            "stage": stage,
+            "weights": weights,
+        },
         remedy="Convert it with DeepSpeed's ds_to_universal.py, which a script of one's own loads with "
         "load_universal",
         source="deepspeed/runtime/engine.py, 0.19: ZeRORuntimeException",

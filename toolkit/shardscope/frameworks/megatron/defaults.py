@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardscope.frameworks.defaults import CheckpointFormat, ReduceType, Tie
+from shardscope.frameworks.defaults import CheckpointFormat, CheckpointRequirement, ReduceType
 from shardscope.frameworks.megatron import core_config
 from shardscope.frameworks.megatron.layout import MegatronLayout, get_layout
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
@@ -48,15 +48,15 @@ def get_checkpoint_format(plan: Plan) -> CheckpointFormat:
     so a checkpoint is tied to ``distributed_optimizer``.
     """
     assert isinstance(plan.layout, MegatronLayout)
-    is_shared_out = plan.layout.distributed_optimizer
-    optimizer = Tie(
-        value=is_shared_out,
-        text="the distributed optimizer" if is_shared_out else "an optimizer whole on every rank",
-        layout={"distributed_optimizer": is_shared_out},
+    is_distributed = plan.layout.distributed_optimizer
+    optimizer = CheckpointRequirement(
+        value=is_distributed,
+        text="the distributed optimizer" if is_distributed else "an optimizer replicated on every rank",
+        layout={"distributed_optimizer": is_distributed},
     )
     return CheckpointFormat(
         name="Megatron's torch_dist checkpoint",
-        ties={"distributed_optimizer": optimizer},
+        requirements={"distributed_optimizer": optimizer},
         source="megatron/core/optimizer/distrib_optimizer.py, core 0.16: sharded_state_dict",
     )
 
@@ -71,6 +71,7 @@ def find_unused_options(plan: Plan) -> Mapping[str, str]:
 
 def find_overlap_options(plan: Plan) -> Mapping[str, object]:
     """Return the overlap options that are off, for gradient reduction and the parameter all-gather."""
+    # Megatron-LM's own default is off, too; parameters are all-gathered by the distributed optimizer only.
     layout = get_layout(plan)
     names = ["overlap_grad_reduce", *(["overlap_param_gather"] if layout.distributed_optimizer else [])]
     return {name: True for name in names if not getattr(layout, name)}

@@ -34,24 +34,26 @@ def build_grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Gr
     by tp or not. Dtypes of gradients and moments keep their defaults.
     """
     check_family(arch)
-    every = _columns(arch, cluster, recipe)
-    found = []
+    # The columns of degrees are the same for all grids; each filters them by its own options.
+    every = _combine_degrees(arch, cluster, recipe)
+    grids = []
     for sequence, expert_tp in product((None, False), (None, 1)):
         if expert_tp is not None and not arch.num_moe_layers:
             continue
         layout = MegatronLayout(sequence_parallel=sequence, etp=expert_tp)
         # With tp 1 these options equal their default, None.
-        is_plain = sequence is None and expert_tp is None
-        columns = _cut(
-            arch, cluster, recipe, layout, every if is_plain else select_rows(every, every["tp"] > 1)
+        is_default = sequence is None and expert_tp is None
+        columns = _filter_for_layout(
+            arch, cluster, recipe, layout, every if is_default else select_rows(every, every["tp"] > 1)
         )
         for distributed in (True, False):
-            found.append(Grid(layout=replace(layout, distributed_optimizer=distributed), columns=columns))
-    return found
+            grids.append(Grid(layout=replace(layout, distributed_optimizer=distributed), columns=columns))
+    return grids
 
 
-def _columns(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
+def _combine_degrees(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
     """Return the columns that do not depend on how sequences and experts are sharded."""
+    # Embedding and loss may count as a layer each, so a chunk has at least one of ``layers + 2``.
     ranks, layers = list_divisors(cluster.num_gpus), arch.num_hidden_layers
     pipelines = [
         (pp, vpp)
@@ -59,7 +61,7 @@ def _columns(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
         for vpp in range(1, (layers + 2) // pp + 1 if pp > 1 else 2)
         if pp == 1 or splits_evenly(layers, pp, vpp)
     ]
-    found = combine_degrees(
+    columns = combine_degrees(
         cluster,
         recipe,
         {
@@ -70,9 +72,11 @@ def _columns(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
         },
         within_data_parallel=("ep",),
     )
+    # The interleaved schedule needs a multiple of pp micro-batches. Their number depends on the sequences per
+    # micro-batch over all ranks only, so one check serves all rows that have the same.
     plain, single = MegatronLayout(), replace(recipe, micro_batch_size=1)
     return filter_rows(
-        found,
+        columns,
         ("pp", "vpp", SEQUENCES_AT_ONCE),
         lambda row: plain.check_micro_batches(
             single, Degrees(data_parallel=row[SEQUENCES_AT_ONCE], pp=row["pp"], vpp=row["vpp"])
@@ -80,24 +84,26 @@ def _columns(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
     )
 
 
-def _cut(
+def _filter_for_layout(
     arch: Architecture, cluster: Cluster, recipe: Recipe, layout: MegatronLayout, columns: Columns
 ) -> Columns:
-    found = filter_rows(
+    """Return the rows that are valid with the options of ``layout``: sequence, fp8 shapes, experts."""
+    columns = filter_rows(
         columns,
         ("tp", "cp"),
         lambda row: replace(layout, tp=row["tp"], cp=row["cp"]).check_sequence(arch, recipe),
     )
     if recipe.precision == "fp8-mixed":
-        found = filter_rows(
-            found,
+        columns = filter_rows(
+            columns,
             ("tp", "cp", MICRO_BATCH_SIZE),
             lambda row: replace(layout, tp=row["tp"], cp=row["cp"]).check_fp8(
                 arch, cluster, replace(recipe, micro_batch_size=row[MICRO_BATCH_SIZE])
             ),
         )
+    # Experts are sharded over the data-, context- and tensor-parallel ranks that etp leaves.
     return filter_rows(
-        found,
+        columns,
         ("ep", DATA_PARALLEL, "cp", "tp"),
         lambda row: check_experts(
             arch,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MAPPED_FAMILIES = families_with("megatron_weights")
 """Families whose weights can be loaded into a ``GPTModel`` and exported again."""
 
-Cut = Literal["whole", "rows", "columns", "vocabulary", "qkv", "gated"]
+Sharding = Literal["whole", "rows", "columns", "vocabulary", "qkv", "gated"]
 """How tensor parallelism shards a Megatron parameter, and how transformers parameters are fused into it.
 
 ``whole``: replicated on every rank. ``rows``, ``columns``: sharded evenly in the first or second dimension.
@@ -30,14 +30,14 @@ rows, and a rank holds its gate shard stacked on its up shard.
 """
 
 
-class Pair(NamedTuple):
+class ParameterMapping(NamedTuple):
     """One Megatron parameter and the transformers parameters that it is built from."""
 
     megatron: str
     """Megatron's name, relative to the layer or to the expert."""
     hf: tuple[str, ...]
     """Transformers names in order, relative to the layer. A single ``qkv`` or ``gated`` name is fused too."""
-    cut: Cut
+    sharding: Sharding
     transposed: bool = False
     """Whether transformers stores it (in, out), as GPT-2's Conv1D does."""
 
@@ -63,98 +63,108 @@ def check_mapped(arch: Architecture) -> None:
         )
 
 
-def layer_prefix(arch: Architecture, layer: int) -> str:
+def get_layer_prefix(arch: Architecture, layer: int) -> str:
     """Return the prefix of a layer's parameter names in transformers, such as ``model.layers.3.``."""
     return f"{names_of(arch).layers}.{layer}."
 
 
-def outer_pairs(arch: Architecture, *, embedding: bool, head: bool) -> list[Pair]:
+def list_outer_mappings(arch: Architecture, *, embedding: bool, head: bool) -> list[ParameterMapping]:
     """Return the parameters outside the decoder layers of a model chunk.
 
     ``embedding``: whether the chunk has the embedding. ``head``: whether it has the final norm and the head.
     A tied head is listed only without the embedding: Megatron keeps a copy of it on the last stage.
     """
     names = names_of(arch)
-    found: list[Pair] = []
+    mappings: list[ParameterMapping] = []
     if embedding:
-        found.append(Pair("embedding.word_embeddings.weight", (f"{names.embedding}.weight",), "vocabulary"))
+        mappings.append(
+            ParameterMapping("embedding.word_embeddings.weight", (f"{names.embedding}.weight",), "vocabulary")
+        )
         if arch.position_embedding == "learned":
-            found.append(Pair("embedding.position_embeddings.weight", ("transformer.wpe.weight",), "whole"))
+            mappings.append(
+                ParameterMapping("embedding.position_embeddings.weight", ("transformer.wpe.weight",), "whole")
+            )
     if head:
-        found += _norm(arch, "decoder.final_layernorm", names.final_norm)
+        mappings += _list_norm_mappings(arch, "decoder.final_layernorm", names.final_norm)
         source = f"{names.embedding}.weight" if arch.tie_word_embeddings else "lm_head.weight"
         if not (arch.tie_word_embeddings and embedding):
-            found.append(Pair("output_layer.weight", (source,), "vocabulary"))
-    return found
+            mappings.append(ParameterMapping("output_layer.weight", (source,), "vocabulary"))
+    return mappings
 
 
-def layer_pairs(arch: Architecture, layer: int) -> list[Pair]:
+def list_layer_mappings(arch: Architecture, layer: int) -> list[ParameterMapping]:
     """Return the parameters of one decoder layer (counted from 0), without its experts."""
     is_conv1d = family_of(arch).projections == "conv1d"
-    attention = _gpt2_attention() if is_conv1d else _attention(arch)
+    attention = _list_gpt2_attention_mappings() if is_conv1d else _list_attention_mappings(arch)
     if arch.is_moe_layer(layer):
-        mlp = [Pair("mlp.router.weight", (f"{names_of(arch).router}.weight",), "whole")]
+        mlp = [ParameterMapping("mlp.router.weight", (f"{names_of(arch).router}.weight",), "whole")]
     else:
-        mlp = _gpt2_mlp() if is_conv1d else _mlp(arch)
+        mlp = _list_gpt2_mlp_mappings() if is_conv1d else _list_mlp_mappings(arch)
     first, second = norm_names(arch)
-    norms = _norm(arch, "input_layernorm", first) + _norm(arch, "pre_mlp_layernorm", second)
+    norms = _list_norm_mappings(arch, "input_layernorm", first) + _list_norm_mappings(
+        arch, "pre_mlp_layernorm", second
+    )
     return [*norms, *attention, *mlp]
 
 
-def expert_pairs() -> list[Pair]:
+def list_expert_mappings() -> list[ParameterMapping]:
     """Return the parameters of one routed expert; transformers stacks all experts of a layer."""
     return [
-        Pair("linear_fc1.weight", ("mlp.experts.gate_up_proj",), "gated"),
-        Pair("linear_fc2.weight", ("mlp.experts.down_proj",), "columns"),
+        ParameterMapping("linear_fc1.weight", ("mlp.experts.gate_up_proj",), "gated"),
+        ParameterMapping("linear_fc2.weight", ("mlp.experts.down_proj",), "columns"),
     ]
 
 
-def _norm(arch: Architecture, megatron: str, hf: str) -> list[Pair]:
+def _list_norm_mappings(arch: Architecture, megatron: str, hf: str) -> list[ParameterMapping]:
     kinds = ("weight", "bias") if arch.norm == "layernorm" else ("weight",)
-    return [Pair(f"{megatron}.{kind}", (f"{hf}.{kind}",), "whole") for kind in kinds]
+    return [ParameterMapping(f"{megatron}.{kind}", (f"{hf}.{kind}",), "whole") for kind in kinds]
 
 
-def _attention(arch: Architecture) -> list[Pair]:
+def _list_attention_mappings(arch: Architecture) -> list[ParameterMapping]:
     product, output = "self_attention.linear_qkv", "self_attention.linear_proj"
     kinds = ("weight", "bias") if arch.attention_bias else ("weight",)
-    found = [
-        Pair(f"{product}.{kind}", tuple(f"self_attn.{name}_proj.{kind}" for name in "qkv"), "qkv")
+    mappings = [
+        ParameterMapping(f"{product}.{kind}", tuple(f"self_attn.{name}_proj.{kind}" for name in "qkv"), "qkv")
         for kind in kinds
     ]
-    found.append(Pair(f"{output}.weight", ("self_attn.o_proj.weight",), "columns"))
+    mappings.append(ParameterMapping(f"{output}.weight", ("self_attn.o_proj.weight",), "columns"))
     if arch.attention_output_bias:
-        found.append(Pair(f"{output}.bias", ("self_attn.o_proj.bias",), "whole"))
+        mappings.append(ParameterMapping(f"{output}.bias", ("self_attn.o_proj.bias",), "whole"))
     if arch.qk_norm:
         for name in "qk":
-            found += _norm(arch, f"self_attention.{name}_layernorm", f"self_attn.{name}_norm")
-    return found
+            mappings += _list_norm_mappings(
+                arch, f"self_attention.{name}_layernorm", f"self_attn.{name}_norm"
+            )
+    return mappings
 
 
-def _mlp(arch: Architecture) -> list[Pair]:
-    found = []
+def _list_mlp_mappings(arch: Architecture) -> list[ParameterMapping]:
+    mappings = []
     for kind in ("weight", "bias") if arch.mlp_bias else ("weight",):
-        found.append(
-            Pair(f"mlp.linear_fc1.{kind}", (f"mlp.gate_proj.{kind}", f"mlp.up_proj.{kind}"), "gated")
+        mappings.append(
+            ParameterMapping(
+                f"mlp.linear_fc1.{kind}", (f"mlp.gate_proj.{kind}", f"mlp.up_proj.{kind}"), "gated"
+            )
         )
-        down: Cut = "columns" if kind == "weight" else "whole"
-        found.append(Pair(f"mlp.linear_fc2.{kind}", (f"mlp.down_proj.{kind}",), down))
-    return found
+        down: Sharding = "columns" if kind == "weight" else "whole"
+        mappings.append(ParameterMapping(f"mlp.linear_fc2.{kind}", (f"mlp.down_proj.{kind}",), down))
+    return mappings
 
 
-def _gpt2_attention() -> list[Pair]:
+def _list_gpt2_attention_mappings() -> list[ParameterMapping]:
     product, output = "self_attention.linear_qkv", "self_attention.linear_proj"
     return [
-        Pair(f"{product}.weight", ("attn.c_attn.weight",), "qkv", transposed=True),
-        Pair(f"{product}.bias", ("attn.c_attn.bias",), "qkv"),
-        Pair(f"{output}.weight", ("attn.c_proj.weight",), "columns", transposed=True),
-        Pair(f"{output}.bias", ("attn.c_proj.bias",), "whole"),
+        ParameterMapping(f"{product}.weight", ("attn.c_attn.weight",), "qkv", transposed=True),
+        ParameterMapping(f"{product}.bias", ("attn.c_attn.bias",), "qkv"),
+        ParameterMapping(f"{output}.weight", ("attn.c_proj.weight",), "columns", transposed=True),
+        ParameterMapping(f"{output}.bias", ("attn.c_proj.bias",), "whole"),
     ]
 
 
-def _gpt2_mlp() -> list[Pair]:
+def _list_gpt2_mlp_mappings() -> list[ParameterMapping]:
     return [
-        Pair("mlp.linear_fc1.weight", ("mlp.c_fc.weight",), "rows", transposed=True),
-        Pair("mlp.linear_fc1.bias", ("mlp.c_fc.bias",), "rows"),
-        Pair("mlp.linear_fc2.weight", ("mlp.c_proj.weight",), "columns", transposed=True),
-        Pair("mlp.linear_fc2.bias", ("mlp.c_proj.bias",), "whole"),
+        ParameterMapping("mlp.linear_fc1.weight", ("mlp.c_fc.weight",), "rows", transposed=True),
+        ParameterMapping("mlp.linear_fc1.bias", ("mlp.c_fc.bias",), "rows"),
+        ParameterMapping("mlp.linear_fc2.weight", ("mlp.c_proj.weight",), "columns", transposed=True),
+        ParameterMapping("mlp.linear_fc2.bias", ("mlp.c_proj.bias",), "whole"),
     ]

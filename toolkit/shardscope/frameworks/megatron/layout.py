@@ -107,21 +107,21 @@ class MegatronLayout(Layout):
     distributed_optimizer: bool = True
     """Split the optimizer's state over the data-parallel ranks."""
     grad_reduce_in_fp32: bool | None = None
-    """Accumulate and reduce gradients in fp32; ``None``: in fp32 but for fp16 weights, as Megatron-LM does.
-    ``False`` is its ``--grad-reduce-in-bf16``, and what Megatron-Bridge's fast recipes choose."""
+    """Accumulate and reduce gradients in fp32; ``None``: unless weights are fp16, as Megatron-LM does.
+    ``False`` is its ``--grad-reduce-in-bf16``, which Megatron-Bridge's fast recipes choose."""
     use_precision_aware_optimizer: bool = False
-    """Transformer Engine's Adam keeps the main weights and reads gradients as they are: of bf16 weights it
-    keeps the lower 16 bits only (``store_param_remainders``)."""
+    """Transformer Engine's Adam has the main weights and reads gradients in their own dtype. For bf16 weights
+    it stores only the lower 16 bits of main weights (``store_param_remainders``)."""
     exp_avg_dtype: MomentType = "fp32"
     """Dtype of the first moment; a dtype other than fp32 needs ``use_precision_aware_optimizer``."""
     exp_avg_sq_dtype: MomentType = "fp32"
     """Dtype of the second moment."""
     cross_entropy_fusion_impl: Literal["native", "te"] = "native"
-    """Whose kernel a fused loss is: Transformer Engine's writes the gradient over the logits."""
+    """Kernel of a fused loss: Transformer Engine's writes the gradient over the logits."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients bucket by bucket while the last backward goes on."""
+    """Reduce gradients bucket by bucket during the last backward."""
     overlap_param_gather: bool = False
-    """Gather updated weights while the next forward goes on; needs ``overlap_grad_reduce``."""
+    """All-gather updated weights during the next forward; needs ``overlap_grad_reduce``."""
     tp_comm_overlap: bool = False
     """Transformer Engine's user buffers: tensor-parallel collectives in chunks, overlapped with the
     matmuls next to them; needs sequence parallelism."""
@@ -213,6 +213,7 @@ class MegatronLayout(Layout):
         check_experts(architecture, self.ep, data_parallel * self.cp * self.tp // self.expert_tp)
         self.check_sequence(architecture, recipe)
         degrees = self.fill_degrees(data_parallel)
+        # Called for the error that it raises if the layers do not split evenly.
         self.stage_layers(architecture, degrees)
         self.check_micro_batches(recipe, degrees)
         if recipe.precision == "fp8-mixed":
@@ -293,13 +294,13 @@ class MegatronLayout(Layout):
         try:
             embedding, loss = count_pipeline_ends(layers, degrees.pp, degrees.vpp)
         except LookupError:
-            raise self._no_split(layers, degrees) from None
+            raise self._make_split_error(layers, degrees) from None
         stages = [(layers + embedding + loss) // degrees.pp] * degrees.pp
         stages[0] -= embedding
         stages[-1] -= loss
         return stages
 
-    def _no_split(self, layers: int, degrees: Degrees) -> FieldError:
+    def _make_split_error(self, layers: int, degrees: Degrees) -> FieldError:
         # Suggest the nearest pp and vpp that split evenly, with one of the two unchanged if possible. pp must
         # divide the ranks.
         pp, vpp = min(
@@ -315,9 +316,8 @@ class MegatronLayout(Layout):
                 abs(degree_pair[1] - degrees.vpp),
             ),
         )
-        changed = {
-            name: to for name, to, was in (("pp", pp, degrees.pp), ("vpp", vpp, degrees.vpp)) if to != was
-        }
+        suggested = {"pp": pp, "vpp": vpp}
+        changed = {name: size for name, size in suggested.items() if size != getattr(degrees, name)}
         return FieldError(
             "Layout.pp",
             degrees.pp if degrees.vpp == 1 else f"{degrees.pp} with vpp={degrees.vpp}",
@@ -330,7 +330,7 @@ class MegatronLayout(Layout):
         if self.etp is None:
             return
         if architecture.mixture_of_experts is None:
-            refuse("Layout.etp", self.etp, f"None, for {architecture.name} has no experts", {"etp": None})
+            refuse("Layout.etp", self.etp, f"None: {architecture.name} has no experts", {"etp": None})
         if self.tp % self.etp:
             refuse("Layout.etp", self.etp, f"a divisor of tp={self.tp}", {"etp": gcd(self.etp, self.tp)})
 
@@ -340,12 +340,13 @@ class MegatronLayout(Layout):
             refuse(
                 "Layout.sequence_parallel",
                 False,
-                "True or None with experts and tp > 1 (megatron-core's MoELayer refuses to train otherwise)",
+                "True or None with experts and tp > 1 (without it megatron-core's MoELayer does not train)",
                 {"sequence_parallel": True},
             )
         tokens = recipe.seq_len // self.cp
         if self.splits_sequence and tokens % self.tp:
             divisor = gcd(tokens, self.tp)
+            # The nearest fix: fewer ranks if they have a common divisor, else the next longer sequence.
             longer = -(-recipe.seq_len // (self.tp * self.cp)) * self.tp * self.cp
             refuse(
                 "Layout.tp",
@@ -356,6 +357,7 @@ class MegatronLayout(Layout):
 
     def check_micro_batches(self, recipe: Recipe, degrees: Degrees) -> None:
         """Raise ``ValueError`` unless the interleaved schedule gets a multiple of pp micro-batches."""
+        # 0 micro-batches: the global batch is too small, which the plan itself reports.
         per_step = recipe.micro_batch_size * degrees.data_parallel
         micro_batches = recipe.global_batch_size // per_step
         if degrees.vpp > 1 and micro_batches and micro_batches % degrees.pp:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.finding import Finding
 from shardscope.core.number_format import format_count
-from shardscope.frameworks.defaults import CheckpointFormat, Tie
+from shardscope.frameworks.defaults import CheckpointFormat, CheckpointRequirement
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.state.lora import find_adapter_targets
 from shardscope.planner.checks.case import Case, replace_plan_fields, replace_task_fields
@@ -30,7 +30,7 @@ def check_checkpoint_format(case: Case) -> Iterator[Finding]:
     plan = case.plan
     saved = _format_of(plan)
     # A tie to one rank excludes nothing: a format that a single process wrote loads anywhere.
-    tied = [tie for tie in saved.ties.values() if tie.num_ranks > 1]
+    tied = [tie for tie in saved.requirements.values() if tie.num_ranks > 1]
     if not tied:
         return
     tie_text = " and ".join(tie.text for tie in tied)
@@ -59,7 +59,7 @@ def _name_layout(other: Plan, plan: Plan) -> str:
 
 def _is_loose(plan: Plan) -> bool:
     """Return whether the plan's checkpoints load with any number of ranks."""
-    return all(tie.num_ranks == 1 for tie in _format_of(plan).ties.values())
+    return all(tie.num_ranks == 1 for tie in _format_of(plan).requirements.values())
 
 
 def check_resumed_checkpoint(case: Case) -> Iterator[Finding]:
@@ -127,12 +127,18 @@ def _format_of(plan: Plan) -> CheckpointFormat:
     return frameworks[plan.layout.framework].defaults().get_checkpoint_format(plan)
 
 
-def _find_differing_ties(saved: CheckpointFormat, read: CheckpointFormat) -> list[tuple[Tie, Tie]]:
+def _find_differing_ties(
+    saved: CheckpointFormat, read: CheckpointFormat
+) -> list[tuple[CheckpointRequirement, CheckpointRequirement]]:
     """Return the pairs of ties (as saved, as loaded) that must be equal and differ."""
-    return [(tie, read.ties[name]) for name, tie in saved.ties.items() if read.ties[name].value != tie.value]
+    return [
+        (tie, read.requirements[name])
+        for name, tie in saved.requirements.items()
+        if read.requirements[name].value != tie.value
+    ]
 
 
-def _as_before(before: Plan, now: Plan, ties: Sequence[Tie]) -> tuple[Plan | None, str]:
+def _as_before(before: Plan, now: Plan, ties: Sequence[CheckpointRequirement]) -> tuple[Plan | None, str]:
     """Return ``now`` with ``ties`` as they were, None if its fields cannot express that, and the fix's
     text."""
     layout = {name: value for tie in ties for name, value in tie.layout.items()}

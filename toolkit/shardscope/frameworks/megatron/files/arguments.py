@@ -34,12 +34,16 @@ BACKENDS = {"flash": "flash", "eager": "unfused"}
 OPTIMIZERS = {"adamw": "adam", "sgd": "sgd"}
 
 
-def megatron_arguments(plan: Plan) -> Flags:
+def build_arguments(plan: Plan) -> Flags:
     """Return every flag that the plan determines."""
-    return {**architecture_flags(plan.architecture), **_build_layout_flags(plan), **_build_recipe_flags(plan)}
+    return {
+        **build_architecture_flags(plan.architecture),
+        **_build_layout_flags(plan),
+        **_build_recipe_flags(plan),
+    }
 
 
-def architecture_flags(arch: Architecture) -> Flags:
+def build_architecture_flags(arch: Architecture) -> Flags:
     """Return the flags of the architecture, including those whose Megatron-LM default differs from it."""
     flags: Flags = {
         "num-layers": arch.num_hidden_layers,
@@ -97,7 +101,7 @@ def _build_expert_flags(arch: Architecture) -> Flags:
         "num-experts": experts.num_experts,
         "moe-router-topk": experts.num_experts_per_tok,
         "moe-ffn-hidden-size": experts.moe_intermediate_size,
-        "moe-layer-freq": _layer_pattern(arch),
+        "moe-layer-freq": _render_layer_pattern(arch),
         "moe-token-dispatcher-type": "alltoall",
     }
     if experts.shared_expert_intermediate_size:
@@ -108,7 +112,7 @@ def _build_expert_flags(arch: Architecture) -> Flags:
     return flags
 
 
-def _layer_pattern(arch: Architecture) -> str:
+def _render_layer_pattern(arch: Architecture) -> str:
     """Return the runs of dense layers (0) and layers with experts (1), such as ``([0]*3+[1]*58)``."""
     kinds = [int(arch.is_moe_layer(index)) for index in range(arch.num_hidden_layers)]
     runs = [f"[{kind}]*{len(list(run))}" for kind, run in groupby(kinds)]

@@ -17,7 +17,7 @@ from shardscope.frameworks.formats.training_arguments import ARGUMENTS_FILE
 from shardscope.frameworks.megatron.engine.launching import ONE_CONNECTION, wants_one_connection
 from shardscope.frameworks.megatron.families import check_family
 from shardscope.frameworks.megatron.files import TRAINED_VALUES
-from shardscope.frameworks.megatron.files.arguments import LAYOUT, RECIPE, megatron_arguments
+from shardscope.frameworks.megatron.files.arguments import LAYOUT, RECIPE, build_arguments
 from shardscope.frameworks.megatron.limits import check_trainable
 
 if TYPE_CHECKING:
@@ -153,8 +153,7 @@ def _render_arguments(plan: Plan) -> str:
             f"{plan.architecture.sliding_window} tokens; with these flags all attend to everything."
         )
     lines = [
-        f"--{name}" if value is None else f"--{name} {value}"
-        for name, value in megatron_arguments(plan).items()
+        f"--{name}" if value is None else f"--{name} {value}" for name, value in build_arguments(plan).items()
     ]
     comment = render_header(plan, *notes) + render_comment_fields(missing, "the user")
     return comment + "\n".join(lines) + "\n"

@@ -22,7 +22,7 @@ from shardscope.frameworks.formats.sidecar_files import (
     build_plan,
     load_plan_parts,
 )
-from shardscope.frameworks.megatron.files.arguments import BACKENDS, OPTIMIZERS, megatron_arguments
+from shardscope.frameworks.megatron.files.arguments import BACKENDS, OPTIMIZERS, build_arguments
 from shardscope.frameworks.megatron.files.read_architecture import (
     SHAPE,
     check_positions,
@@ -366,7 +366,7 @@ def _read_gradient_dtype(
 
 def _check_split(document: Document, plan: Plan) -> None:
     """Raise ``ValueError`` for a file whose pipeline split differs from the plan's."""
-    wanted = megatron_arguments(plan)
+    wanted = build_arguments(plan)
     for flag in ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"):
         if bool(document.get(flag)) != (flag in wanted) and plan.degrees.pp > 1:
             presence = "set" if flag in wanted else "left out"

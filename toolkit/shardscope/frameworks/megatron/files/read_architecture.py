@@ -7,7 +7,7 @@ from shardscope.core.errors import refuse
 from shardscope.core.recipe import Recipe
 from shardscope.frameworks.formats.documents import Document
 from shardscope.frameworks.formats.sidecar_files import FileFields, PlanParts, locate_errors
-from shardscope.frameworks.megatron.files.arguments import architecture_flags
+from shardscope.frameworks.megatron.files.arguments import build_architecture_flags
 
 SHAPE = (
     *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "kv-channels", "vocab-size"),
@@ -59,7 +59,7 @@ def read_architecture(document: Document, parts: PlanParts, flag_values: FileFie
     if parts.architecture is None:
         return _build_llama(document, flag_values)
     # Compare each flag of the shape with the one that an export of the architecture would write.
-    shape = architecture_flags(parts.architecture)
+    shape = build_architecture_flags(parts.architecture)
     for flag in SHAPE:
         value, planned_value = document.get(flag), shape.get(flag, _MISSING)
         if value is None and (planned_value is _MISSING or flag in _OPTIONAL_FLAGS):

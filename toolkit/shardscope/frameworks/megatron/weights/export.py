@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
-from shardscope.frameworks.megatron.hf_names import layer_prefix
+from shardscope.frameworks.megatron.hf_names import get_layer_prefix
 from shardscope.frameworks.megatron.weights.conversion import (
     ChunkParameter,
     ChunkSlice,
@@ -51,7 +51,7 @@ def export_hf(
     write_pretrained(path, skeleton, gather_tensors(chunks, arch, optimizer), max_file_bytes=max_file_bytes)
 
 
-def to_hf(
+def gather_state_dict(
     chunks: Sequence[DistributedDataParallel], arch: Architecture, optimizer: MegatronOptimizer | None = None
 ) -> dict[str, torch.Tensor]:
     """Return the whole model's transformers state dict, on the CPU of rank 0; empty on other ranks.
@@ -78,7 +78,7 @@ def gather_tensors(
             local = get_local_parameters(models[number]) if stage.is_local else None
             for parameter in _list_distinct(arch, part):
                 tensors = _gather_parameter(local, parameter, arch, main) if local is not None else None
-                for index, leaf in enumerate(parameter.pair.hf):
+                for index, leaf in enumerate(parameter.mapping.hf):
                     name = parameter.prefix + leaf
                     tensor = tensors[index] if tensors is not None else None
                     yield name, _send_to_rank_zero(tensor, stage, shapes[name], device)
@@ -102,7 +102,7 @@ def _list_stages(models: Sequence[GPTModel], main: MainWeights) -> list[_Stage]:
     stage = parallel_state.get_pipeline_model_parallel_rank()
     data = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     first = parallel_state.get_tensor_model_parallel_rank() == data == 0
-    dtype = main.dtype_of(next(models[0].parameters()))
+    dtype = main.get_read_dtype(next(models[0].parameters()))
     # Only the first rank of each stage describes it.
     description = (stage, tuple(read_slice(model) for model in models), dtype) if first else None
     descriptions: list[tuple[int, tuple[ChunkSlice, ...], torch.dtype] | None] = [
@@ -120,7 +120,7 @@ def _list_stages(models: Sequence[GPTModel], main: MainWeights) -> list[_Stage]:
 def _list_distinct(arch: Architecture, part: ChunkSlice) -> Iterator[ChunkParameter]:
     """Yield the parameters of a chunk, with only the first expert of a layer and without a tied head."""
     for parameter in list_parameters(arch, part):
-        tied = parameter.pair.megatron == "output_layer.weight" and arch.tie_word_embeddings
+        tied = parameter.mapping.megatron == "output_layer.weight" and arch.tie_word_embeddings
         if parameter.expert in (None, 0) and not tied:
             yield parameter
 
@@ -139,7 +139,7 @@ def _gather_parameter(
         if dist.get_rank(get_data_group(local[parameter.name])):
             return None
         parts = _gather_shards(value, parallel_state.get_tensor_model_parallel_group())
-        return split_tensor(join_shards(parts, parameter.pair), arch, parameter.pair) if parts else None
+        return split_tensor(join_shards(parts, parameter.mapping), arch, parameter.mapping) if parts else None
     experts = []
     names = [
         parameter.name.replace("local_experts.0.", f"local_experts.{i}.")
@@ -151,7 +151,7 @@ def _gather_parameter(
             continue
         parts = _gather_shards(value, parallel_state.get_expert_tensor_parallel_group())
         if parts:
-            experts.append(join_shards(parts, parameter.pair))
+            experts.append(join_shards(parts, parameter.mapping))
     if not experts:
         return None
     stacks = _gather_shards(torch.stack(experts), parallel_state.get_expert_model_parallel_group())
@@ -195,7 +195,7 @@ def _list_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of the whole model, by transformers name."""
     shapes = {parameter.name: parameter.shape for parameter in arch.outer_shapes}
     for layer in range(arch.num_hidden_layers):
-        prefix = layer_prefix(arch, layer)
+        prefix = get_layer_prefix(arch, layer)
         shapes |= {prefix + parameter.name: parameter.shape for parameter in arch.layer_shapes(layer)}
     return shapes
 

@@ -55,7 +55,7 @@ def load_hf(
         model = unwrap(chunk)
         part = read_slice(model)
         parameters = get_local_parameters(model)
-        mapped = {mapping.name: mapping for mapping in list_parameters(arch, part)}
+        mapped = {parameter.name: parameter for parameter in list_parameters(arch, part)}
         # Compare names before copying anything: an incomplete mapping would train uninitialized weights.
         if mapped.keys() != parameters.keys():
             raise RuntimeError(

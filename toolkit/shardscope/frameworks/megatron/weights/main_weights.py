@@ -56,7 +56,7 @@ class MainWeights:
         dist.all_reduce(full, group=get_data_group(parameter))
         return full
 
-    def dtype_of(self, parameter: torch.nn.Parameter) -> torch.dtype:
+    def get_read_dtype(self, parameter: torch.nn.Parameter) -> torch.dtype:
         """Return the dtype that :meth:`read` returns."""
         return torch.float32 if self._has_main else parameter.dtype
 
