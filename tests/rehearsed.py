@@ -10,7 +10,7 @@ from typing import Any
 
 from shardscope.core.plan import Plan
 from shardscope.memory.report import MemoryReport
-from shardscope.rehearsal.result import RehearsedStage, report_of
+from shardscope.rehearsal.result import RehearsedStage, build_report
 
 
 def stages_of(plan: Plan) -> list[RehearsedStage]:
@@ -22,4 +22,4 @@ def stages_of(plan: Plan) -> list[RehearsedStage]:
 
 def rehearsed_here(plan: Plan) -> MemoryReport:
     """What ``plan.rehearse()`` reports."""
-    return report_of(plan, stages_of(plan))
+    return build_report(plan, stages_of(plan))

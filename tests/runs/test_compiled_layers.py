@@ -30,7 +30,7 @@ from shardscope.rehearsal.fake_world import replace_converted_parameters, transf
 from shardscope.rehearsal.gpu_operators import gpu_operators
 from shardscope.training.model.lora import add_adapters
 from shardscope.training.model.model import build_model
-from shardscope.training.model.recompute import apply_recompute, decoder_layers
+from shardscope.training.model.recompute import apply_recompute, list_decoder_layers
 
 pytestmark = thorough()
 
@@ -101,7 +101,7 @@ def forward_graphs(arch: Architecture, mode: str, recipe: Recipe, on_gpu: bool) 
             model = add_adapters(model, arch, recipe, in_fp32=mode == "autocast")
         model.train()
         apply_recompute(model, recipe.recompute)
-        for layer in decoder_layers(model):
+        for layer in list_decoder_layers(model):
             layer.forward = in_a_frame(layer.forward)
             layer.compile(
                 backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=keep),

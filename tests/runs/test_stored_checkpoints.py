@@ -12,7 +12,7 @@ from tests.needs import needs, skip_without
 
 import shardscope as ss
 from shardscope.records.files import read_json
-from shardscope.training.checkpoints.choice import newest_checkpoint
+from shardscope.training.checkpoints.choice import find_newest_checkpoint
 from shardscope.training.checkpoints.folders import POSITION_FILE
 
 needs("torch")
@@ -32,7 +32,7 @@ def test_a_stored_checkpoint_is_trained_on(name: str, tmp_path: Path) -> None:
     stored = tmp_path / "stored"
     shutil.copytree(STORED / name, stored)
     (stored / "ranks").rename(tmp_path / "ranks of another day")
-    checkpoint = newest_checkpoint(stored)
+    checkpoint = find_newest_checkpoint(stored)
     assert checkpoint is not None
     done = (read_json(checkpoint / POSITION_FILE) or {})["num_steps_done"]
     before = [line for line in ss.Run.attach(stored).metrics() if line["rank"] == 0]

@@ -11,7 +11,7 @@ from tests.rehearsed import rehearsed_here
 import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.families.registry import FAMILIES
-from shardscope.rehearsal.result import RehearsedMoment, RehearsedStage, report_of
+from shardscope.rehearsal.result import RehearsedPeak, RehearsedStage, build_report
 
 TWO = ss.Cluster.parse("2xh100-sxm-80gb")
 ALIBI = "falcon-rw-1b"
@@ -58,8 +58,8 @@ def test_a_rehearsal_needs_no_formula_for_what_modules_keep(layout: ss.Layout) -
     plan = plan_of(ALIBI, layout)
     error = refusal(plan)
     assert error is not None and "plan.rehearse()" in str(error)
-    moments = (RehearsedMoment(phase="forward", fraction=0.3, components={"activations": 10**9}),)
-    report = report_of(plan, [RehearsedStage(stage=0, num_layers=24, moments=moments)])
+    moments = (RehearsedPeak(phase="forward", fraction=0.3, components={"activations": 10**9}),)
+    report = build_report(plan, [RehearsedStage(stage=0, num_layers=24, moments=moments)])
     known = plan_of("llama-3.2-1b", layout).memory().components
     gaps = 30_000_000  # 3 % of what is allocated and freed
     assert report.peak_bytes == 10**9 + known["communication"] + known["runtime"] + gaps
@@ -71,9 +71,9 @@ def test_what_is_beside_the_tensors_is_that_of_the_prediction() -> None:
     recipe = ss.Recipe(seq_len=512, global_batch_size=8)
     plan = ss.Plan(ss.models["llama-3.2-1b"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, layout)
     predicted = plan.memory()
-    moment = RehearsedMoment(phase="rest", fraction=0.0, components={"parameters": 1})
+    moment = RehearsedPeak(phase="rest", fraction=0.0, components={"parameters": 1})
     stages = [RehearsedStage(stage=number, num_layers=8, moments=(moment,)) for number in (0, 1)]
-    for told, expected in zip(report_of(plan, stages).by_stage, predicted.by_stage, strict=True):
+    for told, expected in zip(build_report(plan, stages).by_stage, predicted.by_stage, strict=True):
         for name in ("communication", "runtime"):
             assert told.components[name] == expected.components[name] > 0
 

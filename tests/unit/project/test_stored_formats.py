@@ -17,7 +17,7 @@ from tests.unit import public_signatures
 import shardscope as ss
 from shardscope.runs.resume import why_not_resumable
 from shardscope.timing.calibration.store import FOLDER_VARIABLE, MachineRecord
-from shardscope.training.checkpoints.choice import newest_checkpoint
+from shardscope.training.checkpoints.choice import find_newest_checkpoint
 
 FORMATS = Path(__file__).parents[2] / "fixtures" / "formats"
 PLANS = sorted((FORMATS / "plans").glob("*.json"), key=str)
@@ -63,14 +63,17 @@ def test_a_stored_run_is_attached_with_all_that_it_recorded(stored_run: Path) ->
     assert run.memory().peak_bytes > 0
     assert "step 1 of" in run.logs(0)
     assert set(run.engine_reports()) == {0, 1}
-    assert newest_checkpoint(stored_run) is not None
+    assert find_newest_checkpoint(stored_run) is not None
 
 
 def test_a_stored_run_says_how_it_is_resumed(stored_run: Path) -> None:
     """Its checkpoint is older than manifests: the button does not take it, and names the path that does."""
     refusal = str(why_not_resumable(ss.Run.attach(stored_run)))
     if RUNS[stored_run.name][0] == "stopped":
-        assert "it has no manifest.json" in refusal and f"resume='{newest_checkpoint(stored_run)}'" in refusal
+        assert (
+            "it has no manifest.json" in refusal
+            and f"resume='{find_newest_checkpoint(stored_run)}'" in refusal
+        )
     else:
         assert "finished" in refusal
 

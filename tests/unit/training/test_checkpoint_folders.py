@@ -9,7 +9,7 @@ import pytest
 from tests.saved_checkpoints import write_checkpoint
 
 from shardscope import Cluster, Layout, Plan, Pretrain, Recipe, models
-from shardscope.training.checkpoints.choice import choose_for_rank, newest_checkpoint
+from shardscope.training.checkpoints.choice import choose_for_rank, find_newest_checkpoint
 from shardscope.training.checkpoints.folders import checkpoint_path, delete_older, list_checkpoints
 
 
@@ -30,7 +30,7 @@ def run_folder(parent: Path, name: str, asked: str | None, created: float, plan:
 
 
 def test_fault_30_only_whole_checkpoints_count(tmp_path: Path) -> None:
-    assert newest_checkpoint(tmp_path) is None
+    assert find_newest_checkpoint(tmp_path) is None
     for steps in (900, 1_000_000, 10):
         checkpoint(tmp_path, steps)
     checkpoint(tmp_path, 2_000_000, whole=False)
@@ -39,7 +39,7 @@ def test_fault_30_only_whole_checkpoints_count(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / other / "position.json").write_text("{}")
     names = [path.name for path in list_checkpoints(tmp_path)]
     assert names == ["step-000010", "step-000900", "step-1000000"]
-    assert newest_checkpoint(tmp_path) == checkpoint_path(tmp_path, 1_000_000)
+    assert find_newest_checkpoint(tmp_path) == checkpoint_path(tmp_path, 1_000_000)
 
 
 def test_the_last_ones_are_kept(tmp_path: Path) -> None:

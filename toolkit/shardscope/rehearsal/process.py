@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, TYPE_CHECKING
 
 from shardscope.core.errors import refuse
-from shardscope.rehearsal.result import RehearsedStage, report_of
+from shardscope.rehearsal.result import RehearsedStage, build_report
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -41,7 +41,7 @@ def rehearse(plan: Plan, progress: Progress | None = None, timeout: float = 600.
     4 GiB, ``RehearsalError`` with the framework's own error, and ``ValueError`` for plans that cannot be
     rehearsed.
     """
-    return report_of(plan, rehearse_stages(plan, progress, timeout))
+    return build_report(plan, rehearse_stages(plan, progress, timeout))
 
 
 def rehearse_stages(
@@ -96,7 +96,7 @@ def _wait_for_stages(
         child.stdin.write(plan.to_json())
         child.stdin.close()
     latest = ("starting", 0.0)
-    for line in _lines_until(child, lines, time.monotonic() + timeout, timeout):
+    for line in _yield_lines(child, lines, time.monotonic() + timeout, timeout):
         if not line and progress is not None:
             # Repeat the latest progress: the callback may end the rehearsal by an exception at any time.
             progress(*latest)
@@ -122,7 +122,7 @@ def _wait_for_stages(
     )
 
 
-def _lines_until(
+def _yield_lines(
     child: subprocess.Popen[str], lines: queue.Queue[str | None], deadline: float, timeout: float
 ) -> Iterator[str]:
     """Yield the child's lines, and an empty one while there is none.

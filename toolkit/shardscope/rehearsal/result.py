@@ -23,7 +23,7 @@ _RUNTIME_TEXT = "predicted: memory that a rank uses before its first tensor"
 
 
 class PeakJson(TypedDict):
-    """A :class:`RehearsedMoment` as JSON."""
+    """A :class:`RehearsedPeak` as JSON."""
 
     phase: Phase
     fraction: float
@@ -42,7 +42,7 @@ class StageJson(TypedDict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RehearsedMoment:
+class RehearsedPeak:
     """Peak of one part of the rehearsed step."""
 
     phase: Phase
@@ -63,7 +63,7 @@ class RehearsedStage:
 
     stage: int
     num_layers: int
-    moments: tuple[RehearsedMoment, ...]
+    moments: tuple[RehearsedPeak, ...]
     """Peaks of all parts of the step, in the step's order."""
     note: str = ""
     """Description of differences from the plan; empty if there are none."""
@@ -73,7 +73,7 @@ class RehearsedStage:
     """Bytes of the rank's files with NVMe offloading."""
 
     @property
-    def peak(self) -> RehearsedMoment:
+    def peak(self) -> RehearsedPeak:
         """Peak with the most bytes."""
         return max(self.moments, key=lambda moment: moment.num_bytes)
 
@@ -86,7 +86,7 @@ class RehearsedStage:
         """Return the stage that :meth:`to_dict` wrote. Raises ``ValueError`` for other data."""
         try:
             moments = tuple(
-                RehearsedMoment(
+                RehearsedPeak(
                     phase=moment["phase"],
                     fraction=float(moment["fraction"]),
                     components={str(name): int(value) for name, value in moment["components"].items()},
@@ -105,7 +105,7 @@ class RehearsedStage:
             raise ValueError(f"this is no rehearsed stage: {problem!r}") from problem
 
 
-def report_of(plan: Plan, rehearsed: list[RehearsedStage]) -> MemoryReport:
+def build_report(plan: Plan, rehearsed: list[RehearsedStage]) -> MemoryReport:
     """Return the rehearsal as a memory report, with the predicted overheads that are not tensors.
 
     Raises ``ValueError`` for an empty list.
@@ -157,7 +157,7 @@ def _build_stage_memory(plan: Plan, rehearsed: RehearsedStage, stage_overheads: 
     note = f" · {rehearsed.note}" if rehearsed.note else ""
     counted = f"counted storage by storage while {plan.layout.title}'s own code ran on fake tensors{note}"
 
-    def build_moment(peak: RehearsedMoment) -> PhaseMemory:
+    def build_moment(peak: RehearsedPeak) -> PhaseMemory:
         terms: dict[Component, Term] = {
             "communication": Term(stage_overheads.communication.point, lambda: _COMMUNICATION_TEXT),
             "runtime": Term(stage_overheads.runtime.point, lambda: _RUNTIME_TEXT),
@@ -182,5 +182,5 @@ def _build_stage_memory(plan: Plan, rehearsed: RehearsedStage, stage_overheads: 
     )
 
 
-def _sum_temporary(moment: RehearsedMoment) -> int:
+def _sum_temporary(moment: RehearsedPeak) -> int:
     return sum(moment.components.get(name, 0) for name in _TEMPORARY)

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardscope.memory.report import Component, Phase
 from shardscope.rehearsal.patching import patch_attributes
-from shardscope.rehearsal.result import RehearsedMoment, RehearsedStage
+from shardscope.rehearsal.result import RehearsedPeak, RehearsedStage
 
 _PHASE_SPANS: dict[Phase, tuple[float, float, int]] = {
     "initialisation": (0.0, 0.0, 1),
@@ -103,7 +103,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         """Label the tensors' storages for the whole step; storages not seen before are added now."""
         for tensor in tensors:
             for storage in _list_storages(tensor):
-                self._labels[self._number_of(storage, self._is_host(tensor))] = component
+                self._labels[self._get_number(storage, self._is_host(tensor))] = component
 
     def restart(self) -> None:
         """Drop the events of earlier steps: the measured step begins with the storages held now."""
@@ -134,16 +134,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
 
     # ---- Results
 
-    def compute_peaks(self) -> tuple[RehearsedMoment, ...]:
+    def compute_peaks(self) -> tuple[RehearsedPeak, ...]:
         """Return the peak of each part of each phase, in the step's order."""
-        moments: list[RehearsedMoment] = []
+        moments: list[RehearsedPeak] = []
         for phase, (start, stop, parts) in _PHASE_SPANS.items():
             phase_peaks = self._compute_phase_peaks(phase, parts)
             for index, components in enumerate(phase_peaks):
                 fraction = start + (stop - start) * (index + 1) / len(phase_peaks)
-                moments.append(
-                    RehearsedMoment(phase=phase, fraction=round(fraction, 4), components=components)
-                )
+                moments.append(RehearsedPeak(phase=phase, fraction=round(fraction, 4), components=components))
         return tuple(moments)
 
     def build_stage(self, number: int, num_layers: int, note: str = "") -> RehearsedStage:
@@ -236,7 +234,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
             return
         for storage in _list_storages(tensor):
             if self._numbers.get(storage) is None:
-                self._labels[self._number_of(storage, self._is_host(tensor))] = self._guess_label(tensor)
+                self._labels[self._get_number(storage, self._is_host(tensor))] = self._guess_label(tensor)
 
     def _is_host(self, tensor: torch.Tensor) -> bool:
         return self.separate_host and tensor.device.index is None
@@ -254,7 +252,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
     def _now(self) -> Phase:
         return self._phases[-1] or "rest"
 
-    def _number_of(self, storage: torch.UntypedStorage, on_host: bool) -> int:
+    def _get_number(self, storage: torch.UntypedStorage, on_host: bool) -> int:
         """Return the number of a storage; register it if it is new."""
         number = self._numbers.get(storage)
         if number is None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardscope.core.errors import check_integer
 from shardscope.training.accounting.memory_watch import Snapshot
-from shardscope.training.accounting.tensors import device_bytes
+from shardscope.training.accounting.tensors import read_device_bytes
 from shardscope.training.checkpoints.folders import checkpoint_path, delete_older
 from shardscope.training.data.windows import Windows
 from shardscope.training.optimizers.schedule import Schedule
@@ -275,7 +275,7 @@ def collect_step_metrics(
         "tokens_per_second": num_tokens / seconds,
         "tokens_per_second_all_ranks": num_tokens * engine.num_data_ranks / seconds,
     }
-    device = device_bytes(engine.ctx.device)
+    device = read_device_bytes(engine.ctx.device)
     if "allocated" in device:
         metrics["memory_bytes"] = device["allocated"]
         metrics["peak_memory_bytes"] = device["max_allocated"]

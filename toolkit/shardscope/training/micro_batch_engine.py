@@ -101,7 +101,7 @@ class MicroBatchEngine(Engine):
         """Dtype of matmuls."""
         return next(self.model.parameters()).dtype
 
-    def built_precision(self, trained: list[Parameter]) -> str:
+    def check_built_precision(self, trained: list[Parameter]) -> str:
         """Return the precision that was built. Raises ``RuntimeError`` if it differs from the recipe's."""
         if self.recipe.base_quantization:
             # Adapters over a quantized base are fp32 in either precision, so they do not tell which it is.
@@ -144,13 +144,14 @@ class MicroBatchEngine(Engine):
             "device": str(self.ctx.device),
             "backend": backend,
             "world_size": dist.get_world_size(),
-            "precision": self.built_precision(trained),
+            "precision": self.check_built_precision(trained),
             **check_recompute(self.model, self.recipe.recompute, self.recipe.recompute_interval),
             **check_compiled(self.model, planned=self.plan.kernels == "compiled"),
             "optimizer": type(self.optimizer).__name__,
             "num_trained_tensors": len(trained),
             "parameter_dtypes": sorted({_short_name(p.dtype) for p in self.model.parameters()}),
-            "parameter_bytes": tensors.module_bytes(self.model) + (base["base_scale_bytes"] if base else 0),
+            "parameter_bytes": tensors.count_parameter_bytes(self.model)
+            + (base["base_scale_bytes"] if base else 0),
             **built,
         }
         self.ctx.record("engine", record)
@@ -164,7 +165,7 @@ class MicroBatchEngine(Engine):
         pretrained.write_pretrained(self._resolve_in_run(path), self.model, self.full_tensors())
 
     def memory(self) -> dict[str, int]:
-        return {**self._count_tensor_bytes(), **tensors.device_bytes(self.ctx.device)}
+        return {**self._count_tensor_bytes(), **tensors.read_device_bytes(self.ctx.device)}
 
     # ---- shared by the subclasses
 

@@ -54,7 +54,7 @@ class TorchEngine(MicroBatchEngine):
         return LiveTensors(
             parameters=[*self._parameters, *self._scales],
             gradients=[p.grad for p in self._parameters if p.grad is not None],
-            optimizer=tensors.optimizer_tensors(self.optimizer),
+            optimizer=tensors.list_optimizer_tensors(self.optimizer),
             gathered=self.gathered_tensors(),
             buffers=self.model.buffers(),
         )
@@ -110,15 +110,15 @@ class TorchEngine(MicroBatchEngine):
         return {
             **super()._describe_position(),
             "scaler": self._scaler.state_dict() if self._scaler else None,
-            "optimizer": checkpoint.optimizer_class_name(self.optimizer),
+            "optimizer": checkpoint.get_optimizer_class_name(self.optimizer),
         }
 
     def full_tensors(self) -> pretrained.FullTensors:
-        return pretrained.full_parameters(self.model, self.ctx.device, self.recipe.has_adapters)
+        return pretrained.gather_parameters(self.model, self.ctx.device, self.recipe.has_adapters)
 
     def gradient_bytes(self) -> int:
         """Return the current bytes of gradients."""
-        return tensors.tensor_bytes(p.grad for p in self._parameters if p.grad is not None)
+        return tensors.count_tensor_bytes(p.grad for p in self._parameters if p.grad is not None)
 
     def _compute_loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
         dtype = self.autocast_dtype
@@ -154,7 +154,7 @@ class TorchEngine(MicroBatchEngine):
 
     def _count_tensor_bytes(self) -> dict[str, int]:
         return {
-            "parameters": tensors.tensor_bytes([*self._parameters, *self._scales]),
+            "parameters": tensors.count_tensor_bytes([*self._parameters, *self._scales]),
             "gradients": self.gradient_bytes(),
-            "optimizer": tensors.optimizer_bytes(self.optimizer),
+            "optimizer": tensors.count_optimizer_bytes(self.optimizer),
         }

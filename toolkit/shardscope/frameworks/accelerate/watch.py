@@ -152,7 +152,7 @@ class Watch:
     ) -> object:
         is_last_micro_batch = bool(optimizer.gradient_state.sync_gradients)
         if is_last_micro_batch and self.num_steps == 0 and self._models:
-            gradient_bytes = sum(tensors.gradient_bytes(model) for model in self._models)
+            gradient_bytes = sum(tensors.count_gradient_bytes(model) for model in self._models)
             # DeepSpeed has none left: its engine takes the optimizer step in backward.
             if gradient_bytes:
                 self._add_to_record(gradient_bytes=gradient_bytes)
@@ -230,7 +230,7 @@ class Watch:
                 "num_trained_tensors": len(trained),
                 "num_trained_parameters": _count_parameters(trained),
                 "parameter_dtypes": sorted({_shorten_dtype(tensor.dtype) for tensor in model.parameters()}),
-                "parameter_bytes": tensors.module_bytes(model),
+                "parameter_bytes": tensors.count_parameter_bytes(model),
                 "differs": self.differences,
                 **record,
             },
@@ -315,7 +315,7 @@ class Watch:
         wrapped = getattr(optimizer, "optimizer", optimizer)
         self._add_to_record(optimizer=type(wrapped).__name__, recomputes=self._recomputes)
         if isinstance(wrapped, torch.optim.Optimizer):
-            self._add_to_record(optimizer_bytes=tensors.optimizer_bytes(wrapped))
+            self._add_to_record(optimizer_bytes=tensors.count_optimizer_bytes(wrapped))
         # ZeRO's optimizer wraps the one that the script created.
         created = getattr(wrapped, "optimizer", wrapped)
         if isinstance(created, torch.optim.Optimizer):

@@ -97,11 +97,11 @@ class Context:
         if self.device.type == "cuda":
             import torch
 
-            from shardscope.training.accounting.tensors import peak_allocated
+            from shardscope.training.accounting.tensors import read_peak_allocated
 
             return {
                 "memory_bytes": int(torch.cuda.memory_allocated(self.device)),
-                "peak_memory_bytes": peak_allocated(self.device),
+                "peak_memory_bytes": read_peak_allocated(self.device),
             }
         import resource
 

@@ -74,7 +74,7 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
     ) -> object:
         """Run the operator and remember weak references to the storages that it created."""
         out = function(*args, **(kwargs or {}))
-        kind = self._kind_of_unknown(function)
+        kind = self._classify_unknown(function)
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self._register(local_shard(leaf), kind)
@@ -89,7 +89,7 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
             self.update_peak(self._phase)
         return out
 
-    def _kind_of_unknown(self, function: torch._ops.OpOverload[..., object]) -> str | None:
+    def _classify_unknown(self, function: torch._ops.OpOverload[..., object]) -> str | None:
         """Return the kind of unknown storages that ``function`` returns; None if it allocates its outputs."""
         returned_values = getattr(getattr(function, "_schema", None), "returns", ())
         aliases = [value.alias_info for value in returned_values if value.alias_info is not None]
@@ -146,7 +146,7 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
                     seen.add(storage._cdata)
                     num_bytes += storage.nbytes()
             by_component[component] = num_bytes
-        by_component["gradients"] += self._unseen_buckets(gradients)
+        by_component["gradients"] += self._count_unseen_bucket_bytes(gradients)
         by_component["activations"] = by_component["logits"] = by_component[_LIBRARY] = 0
         for key, (reference, kind) in list(self._created.items()):
             num_live_bytes = _read_live_bytes(reference)
@@ -159,7 +159,7 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
                 by_component[kind] += num_live_bytes
         return by_component
 
-    def _unseen_buckets(self, gradients: Iterable[torch.Tensor]) -> int:
+    def _count_unseen_bucket_bytes(self, gradients: Iterable[torch.Tensor]) -> int:
         """Return the bytes of the framework's gradient buckets in which no gradient is stored at present.
 
         A gradient that accumulates outside of its bucket occupies memory in addition to it: both count.

@@ -30,8 +30,8 @@ class MemoryWatch:
         self._is_measured = False
         self._census: Census | None = None
         self._peaks: dict[str, int] = {}
-        self._initialisation_peak = tensors.peak_allocated(self._device)
-        self._baseline = tensors.device_bytes(self._device).get("rss")
+        self._initialisation_peak = tensors.read_peak_allocated(self._device)
+        self._baseline = tensors.read_device_bytes(self._device).get("rss")
 
     @contextmanager
     def measure_step(self) -> Iterator[None]:
@@ -48,7 +48,7 @@ class MemoryWatch:
         if engine.plan.kernels != "compiled" and engine.live_tensors() is not None:
             self._census = Census(
                 lambda: _list_live_tensors(engine),
-                vocab_sizes=_vocab_sizes(engine),
+                vocab_sizes=_list_vocab_sizes(engine),
                 bucket_bytes=engine.bucket_bytes,
             )
         try:
@@ -100,7 +100,7 @@ def _list_live_tensors(engine: Engine) -> LiveTensors:
     return live_tensors
 
 
-def _vocab_sizes(engine: Engine) -> set[int]:
+def _list_vocab_sizes(engine: Engine) -> set[int]:
     vocab = engine.plan.architecture.vocab_size
     return {vocab, -(-vocab // engine.plan.degrees.tp)}
 

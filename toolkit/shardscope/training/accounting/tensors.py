@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import psutil
 
 
-def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def count_tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of this rank's storages of ``tensors``, each storage once (tied weights share one)."""
     storages = {}
     for tensor in tensors:
@@ -24,33 +24,33 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
-def module_bytes(model: torch.nn.Module) -> int:
+def count_parameter_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of parameters held between steps (buffers excluded)."""
-    return tensor_bytes(model.parameters())
+    return count_tensor_bytes(model.parameters())
 
 
-def gradient_bytes(model: torch.nn.Module) -> int:
+def count_gradient_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of all ``.grad`` held at present."""
-    return tensor_bytes(p.grad for p in model.parameters() if p.grad is not None)
+    return count_tensor_bytes(p.grad for p in model.parameters() if p.grad is not None)
 
 
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+def count_optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of the optimizer state per weight: moments and main weights.
 
     Step counters, one scalar per tensor, are excluded: no formula covers them, and whether they are on the
     host or on the device depends on the kernel.
     """
     states = (value for state in optimizer.state.values() for name, value in state.items() if name != "step")
-    return tensor_bytes(value for value in states if isinstance(value, torch.Tensor))
+    return count_tensor_bytes(value for value in states if isinstance(value, torch.Tensor))
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def list_optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the tensors of the optimizer state, step counters included."""
     values = (value for state in optimizer.state.values() for value in state.values())
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-def device_bytes(device: torch.device) -> dict[str, int]:
+def read_device_bytes(device: torch.device) -> dict[str, int]:
     """Return the caching allocator's bytes on CUDA, or this process's resident memory on CPU."""
     if device.type == "cuda":
         # One call: memory_allocated() and similar functions each flatten all of the allocator's counters.
@@ -67,7 +67,7 @@ def device_bytes(device: torch.device) -> dict[str, int]:
 _before_reset: dict[torch.device, int] = {}
 
 
-def peak_allocated(device: torch.device) -> int:
+def read_peak_allocated(device: torch.device) -> int:
     """Return the caching allocator's peak bytes since the start, resets included; 0 on CPU."""
     if device.type != "cuda":
         return 0
@@ -75,9 +75,9 @@ def peak_allocated(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset the allocator's peak, keeping the previous one for :func:`peak_allocated`."""
+    """Reset the allocator's peak, keeping the previous one for :func:`read_peak_allocated`."""
     if device.type == "cuda":
-        _before_reset[device] = peak_allocated(device)
+        _before_reset[device] = read_peak_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
 
 

@@ -24,7 +24,12 @@ from torch.distributed.checkpoint.state_dict import (
 
 from shardscope.core.errors import refuse
 from shardscope.training.checkpoints import random_state
-from shardscope.training.checkpoints.pickles import CheckedReader, checked_loading, is_trusted, pickled_items
+from shardscope.training.checkpoints.pickles import (
+    CheckedReader,
+    checked_loading,
+    is_trusted,
+    list_pickled_ranges,
+)
 from shardscope.training.checkpoints.position import read_position, write_position
 from shardscope.training.checkpoints.temporary_folder import (
     create_temporary,
@@ -56,7 +61,7 @@ def save(
         optimizer_state = _collect_optimizer_state(model, optimizer, only_trained)
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=str(temporary))
         if dist.get_rank() == 0:
-            write_position(temporary, position, pickled_items(temporary))
+            write_position(temporary, position, list_pickled_ranges(temporary))
 
 
 def begin_save(
@@ -89,7 +94,7 @@ def begin_save(
         try:
             future.result()
             if dist.get_rank() == 0:
-                write_position(temporary, position, pickled_items(temporary))
+                write_position(temporary, position, list_pickled_ranges(temporary))
                 replace_folder(temporary, path)
             completed.set_result(None)
         except BaseException as error:
@@ -120,12 +125,12 @@ def load(path: Path, plan: Plan, model: torch.nn.Module, optimizer: torch.optim.
             "optimizer state is stored under other names",
             "the pp of the run that saved it, or its export as the model to begin from",
         )
-    saved_optimizer = position.get("optimizer", optimizer_class_name(optimizer))
-    if saved_optimizer != optimizer_class_name(optimizer):
+    saved_optimizer = position.get("optimizer", get_optimizer_class_name(optimizer))
+    if saved_optimizer != get_optimizer_class_name(optimizer):
         # Some optimizers have state of the same name and another meaning, which would load silently.
         refuse(
             "optimizer of the engine that loads",
-            optimizer_class_name(optimizer),
+            get_optimizer_class_name(optimizer),
             f"{saved_optimizer!r}: {path} holds its state",
             "the same build_optimizer or Recipe.optimizer, or the export as the model to begin from",
         )
@@ -149,7 +154,7 @@ def load(path: Path, plan: Plan, model: torch.nn.Module, optimizer: torch.optim.
     return position
 
 
-def optimizer_class_name(optimizer: torch.optim.Optimizer) -> str:
+def get_optimizer_class_name(optimizer: torch.optim.Optimizer) -> str:
     """Return the optimizer's class name: fused and foreach implementations have the same class and state."""
     return type(optimizer).__name__
 

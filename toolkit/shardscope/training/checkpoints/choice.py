@@ -58,12 +58,12 @@ class Choice:
         )
 
 
-def named_checkpoint(path: Path) -> Path | None:
+def find_checkpoint(path: Path) -> Path | None:
     """Return ``path`` if it is a complete checkpoint, else the newest one of the run folder ``path``."""
-    return path if is_complete(path) else newest_checkpoint(path)
+    return path if is_complete(path) else find_newest_checkpoint(path)
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
+def find_newest_checkpoint(folder: Path) -> Path | None:
     """Return the complete checkpoint with the most steps in a run folder, whoever saved it."""
     return next(reversed(list_checkpoints(folder)), None)
 
@@ -75,13 +75,13 @@ def choose_for_rank(folder: Path) -> Choice:
     """
     candidates = [folder]
     if (name := read_run(folder).name) is not None:
-        candidates += (path for path in runs_by_name(folder.parent, name) if path != folder)
+        candidates += (path for path in list_runs_by_name(folder.parent, name) if path != folder)
     return _choose_newest(candidates)
 
 
 def choose_by_name(parent: Path, name: str) -> Choice:
     """Choose the checkpoint for ``resume=True`` of a run that is launched with ``name`` in ``parent``."""
-    return _choose_newest(runs_by_name(parent, name))
+    return _choose_newest(list_runs_by_name(parent, name))
 
 
 def choose_for_resume(folder: Path, description: Mapping[str, object]) -> Choice:
@@ -93,7 +93,7 @@ def choose_for_resume(folder: Path, description: Mapping[str, object]) -> Choice
     resumed_from = requested.get("resume") if isinstance(requested, Mapping) else None
     if resumed_from is True:
         return choose_for_rank(folder)
-    path = named_checkpoint(Path(resumed_from)) if isinstance(resumed_from, str) else None
+    path = find_checkpoint(Path(resumed_from)) if isinstance(resumed_from, str) else None
     if path is None:
         return own_choice
     # run.json names that path, but is not protected against changes by others: check the signature.
@@ -119,7 +119,7 @@ def check_any_usable(choice: Choice, field: str) -> None:
         )
 
 
-def runs_by_name(parent: Path, name: str) -> list[Path]:
+def list_runs_by_name(parent: Path, name: str) -> list[Path]:
     """Return the folders of runs in ``parent`` launched with ``name``, by their ``run.json``, latest first.
 
     ``launch(..., name="a")`` creates the folder ``a``, or ``a-2`` if that exists: both were launched with the

@@ -146,7 +146,7 @@ class CheckedReader(FileSystemReader):  # type: ignore[misc]
         self._checked_meta = self._metadata.storage_meta or StorageMeta()
         self._metadata.storage_meta = self._checked_meta
         if not trusted:
-            for name, ranges in _find_pickled_items(self._metadata).items():
+            for name, ranges in _list_pickled_ranges(self._metadata).items():
                 _check_items(folder / name, ranges)
 
     # Without keyword arguments: torch then does not look for metadata of single ranks.
@@ -155,12 +155,12 @@ class CheckedReader(FileSystemReader):  # type: ignore[misc]
         return self._metadata
 
 
-def pickled_items(folder: Path) -> dict[str, Ranges]:
+def list_pickled_ranges(folder: Path) -> dict[str, Ranges]:
     """Return the ranges of non-tensor items in a checkpoint, by file."""
-    return _find_pickled_items(read_metadata(folder / METADATA_FILE))
+    return _list_pickled_ranges(read_metadata(folder / METADATA_FILE))
 
 
-def _find_pickled_items(loaded: Metadata) -> dict[str, Ranges]:
+def _list_pickled_ranges(loaded: Metadata) -> dict[str, Ranges]:
     ranges: dict[str, list[tuple[int, int]]] = {}
     for index, info in loaded.storage_data.items():
         if isinstance(loaded.state_dict_metadata.get(index.fqn), BytesStorageMetadata):

@@ -41,7 +41,7 @@ def describe_position(engine: Engine) -> dict[str, object]:
     """Return the position fields that all frameworks' checkpoints have."""
     position: dict[str, object] = {
         "framework": engine.framework,
-        "format": _checkpoint_format(engine.plan),
+        "format": _get_format_name(engine.plan),
         "num_steps_done": engine.num_steps_done,
         "seed": engine.seed,
     }
@@ -79,7 +79,7 @@ def read_position(path: Path, plan: Plan) -> Position:
         raise FileNotFoundError(f"{path} is not a complete checkpoint: it has no {POSITION_FILE}")
     check_own(path)
     position: Position = json.loads((path / POSITION_FILE).read_text(encoding="utf-8"))
-    own_format = _checkpoint_format(plan)
+    own_format = _get_format_name(plan)
     # Checkpoints of older versions have no "format": a wrong one fails when it is loaded.
     saved_format = position.get("format", own_format)
     if saved_format != own_format:
@@ -95,5 +95,5 @@ def read_position(path: Path, plan: Plan) -> Position:
     return position
 
 
-def _checkpoint_format(plan: Plan) -> str:
+def _get_format_name(plan: Plan) -> str:
     return frameworks[plan.layout.framework].defaults().get_checkpoint_format(plan).name

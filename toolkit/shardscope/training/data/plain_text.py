@@ -47,12 +47,12 @@ FIX = "write the text of its rows into a .txt file, or None for Moby-Dick"
 
 def check_is_plain_text(field: str, path: Path) -> None:
     """Raise ``ValueError``, naming ``field``, if ``path`` holds structured data or a binary format."""
-    kind = STRUCTURED_SUFFIXES.get(path.suffix.lower()) or _kind_by_content(path)
+    kind = STRUCTURED_SUFFIXES.get(path.suffix.lower()) or _detect_format(path)
     if kind is not None:
         refuse(field, str(path), ALLOWED, FIX, f"{path.name} is {kind}, not plain text")
 
 
-def _kind_by_content(path: Path) -> str | None:
+def _detect_format(path: Path) -> str | None:
     try:
         with path.open("rb") as file:
             data = file.read(READ_BYTES)

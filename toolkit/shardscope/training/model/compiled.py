@@ -6,7 +6,7 @@ import types
 
 import torch
 
-from shardscope.training.model.recompute import decoder_layers, run_recomputed
+from shardscope.training.model.recompute import list_decoder_layers, run_recomputed
 
 
 def compile_layers(model: torch.nn.Module, device_type: str) -> None:
@@ -19,7 +19,7 @@ def compile_layers(model: torch.nn.Module, device_type: str) -> None:
     if device_type == "cpu":
         # Compile in the rank's own process: Inductor's worker processes would outlive it for a while.
         torch._inductor.config.compile_threads = 1
-    for layer in decoder_layers(model):
+    for layer in list_decoder_layers(model):
         # Identical layers share one graph as long as the compiled function is the same code object.
         is_recomputed = "forward" in vars(layer)
         forward = types.MethodType(run_recomputed, layer) if is_recomputed else layer.forward
@@ -32,7 +32,7 @@ def check_compiled(model: torch.nn.Module, *, planned: bool) -> dict[str, object
     Raises ``RuntimeError`` if ``planned`` and some layers are not compiled: with TORCHDYNAMO_DISABLE set,
     ``torch.compile`` returns the function unchanged.
     """
-    layers = decoder_layers(model)
+    layers = list_decoder_layers(model)
     num_compiled = sum(hasattr(vars(layer).get("forward"), "_torchdynamo_orig_callable") for layer in layers)
     if planned and num_compiled < len(layers):
         raise RuntimeError(

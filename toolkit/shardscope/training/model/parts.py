@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self, TypeVar, overload
 
 import torch
 
-from shardscope.training.model.recompute import decoder_layers
+from shardscope.training.model.recompute import list_decoder_layers
 
 if TYPE_CHECKING:
     PositionSlice = slice[int | None, int | None, int | None]
@@ -52,7 +52,7 @@ def extract_stage(
     assert isinstance(body, PreTrainedModel)
     # If ``model`` is a stage itself, its layers keep the numbers that they have in the whole model.
     layers = body.get_submodule("layers")
-    layers_by_number = dict(enumerate(decoder_layers(model)))
+    layers_by_number = dict(enumerate(list_decoder_layers(model)))
     if isinstance(layers, NumberedLayers):
         layers_by_number = {int(name): layer for name, layer in layers.named_children()}
     # transformers' forward indexes config.layer_types by the position in this stage.

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
-from shardscope.training.accounting.tensors import tensor_bytes
-from shardscope.training.model.recompute import decoder_layers
+from shardscope.training.accounting.tensors import count_tensor_bytes
+from shardscope.training.model.recompute import list_decoder_layers
 from shardscope.training.optimizers.gradients import local_shard
 from shardscope.training.weights.initial_weights import InitialWeights, fill_buffers, full_region
 
@@ -58,7 +58,7 @@ def quantize_base(
 
     quantization = recipe.base_quantization
     initializer = None if weights is None else _MetaInitializer(model, weights)
-    for layer in decoder_layers(model):
+    for layer in list_decoder_layers(model):
         for parent in list(layer.modules()):
             for name, child in list(parent.named_children()):
                 # Both are subclasses of Linear, and quantized already.
@@ -215,7 +215,7 @@ def check_base(model: torch.nn.Module, recipe: Recipe, *, sharded: bool) -> Base
         "base_quantization": quantization,
         "base_double_quantization": double,
         "base_stored_as": storage.removeprefix("torch."),
-        "base_scale_bytes": tensor_bytes(list_scales(model)),
+        "base_scale_bytes": count_tensor_bytes(list_scales(model)),
         "num_quantized_linears": len(linears),
     }
 
@@ -240,7 +240,7 @@ def _list_unquantized_linears(model: torch.nn.Module) -> list[str]:
     quantized = set(_find_quantized_linears(model))
     return [
         name
-        for layer in decoder_layers(model)
+        for layer in list_decoder_layers(model)
         for name, module in layer.named_modules()
         if isinstance(module, torch.nn.Linear) and module not in quantized and "lora_" not in name
     ]

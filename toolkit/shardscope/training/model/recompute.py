@@ -30,7 +30,7 @@ _KEPT_BY_SELECTIVE = frozenset(
 residuals are cheap to recompute. The same list as torchtitan's, without collectives (layers have none)."""
 
 
-def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+def list_decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the repeated layers of ``model``: its longest outermost ``ModuleList``; empty if it has none."""
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     # Consider only outermost lists: a list of experts inside a layer may be longer than the list of layers.
@@ -60,7 +60,7 @@ def apply_recompute(model: torch.nn.Module, recompute: str, interval: int = 1) -
             f"Recipe.recompute is {recompute!r}; allowed: 'none', 'selective', 'full', 'offload'. "
             "Nearest fix: 'full'."
         )
-    layers = decoder_layers(model)[::interval]
+    layers = list_decoder_layers(model)[::interval]
     if not layers:
         raise ValueError(
             f"Recipe.recompute is {recompute!r}, but {type(model).__name__} has no ModuleList of layers; "
@@ -86,7 +86,7 @@ def check_recompute(model: torch.nn.Module, recompute: str, interval: int = 1) -
 
     Raises ``RuntimeError`` if it differs from :func:`apply_recompute` with the same arguments.
     """
-    actual = [_read_recompute(layer) for layer in decoder_layers(model)]
+    actual = [_read_recompute(layer) for layer in list_decoder_layers(model)]
     planned = ["none" if number % interval else recompute for number in range(len(actual))]
     if actual != planned:
         frequency = "every layer" if interval == 1 else f"one of {interval} layers"

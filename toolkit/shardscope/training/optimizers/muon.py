@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, overload
 
 import torch
 
-from shardscope.training.model.recompute import decoder_layers
+from shardscope.training.model.recompute import list_decoder_layers
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def list_hidden_matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Return Muon's parameters: trainable matrices inside the layers, without fused (3-D) experts."""
-    parameters = {p: None for layer in decoder_layers(model) for p in layer.parameters()}
+    parameters = {p: None for layer in list_decoder_layers(model) for p in layer.parameters()}
     return [p for p in parameters if p.ndim == 2 and p.requires_grad]
 
 

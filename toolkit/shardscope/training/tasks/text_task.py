@@ -22,7 +22,7 @@ from shardscope.training.checkpoints.choice import (
     check_any_usable,
     choose_by_name,
     choose_for_rank,
-    named_checkpoint,
+    find_checkpoint,
 )
 from shardscope.training.data.plain_text import check_is_plain_text
 from shardscope.training.data.tokenizer import SHIPPED_TEXT
@@ -146,7 +146,7 @@ class TextTask(ABC):
     @property
     def resume_from(self) -> Path | None:
         """The checkpoint to which a ``resume`` path currently resolves; None if ``resume`` is no path."""
-        return None if isinstance(self.resume, bool) else named_checkpoint(self.resume)
+        return None if isinstance(self.resume, bool) else find_checkpoint(self.resume)
 
     def __call__(self, ctx: TrainingContext) -> None:
         """Train on this rank. Called by ``run_rank`` after the process group is initialized."""
@@ -283,7 +283,7 @@ class TextTask(ABC):
             refuse(field, value, "True, False, or the path of a run or of a checkpoint", Value(True))
         path = Path(named).expanduser().absolute()
         candidates = (path, Path(DEFAULT_FOLDER, named).absolute())
-        folder = next((folder for folder in candidates if named_checkpoint(folder) is not None), None)
+        folder = next((folder for folder in candidates if find_checkpoint(folder) is not None), None)
         if folder is None:
             what = "this folder has none" if path.is_dir() else "there is no such folder"
             allowed = f"True, False, a whole checkpoint, or a run folder with one: {what}"

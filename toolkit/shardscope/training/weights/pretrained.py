@@ -32,7 +32,7 @@ FullTensors = Iterable[tuple[str, torch.Tensor | None]]
 """Names and unsharded tensors; the tensor is None on the ranks that do not write."""
 
 
-def full_parameters(model: torch.nn.Module, device: torch.device, only_trained: bool) -> FullTensors:
+def gather_parameters(model: torch.nn.Module, device: torch.device, only_trained: bool) -> FullTensors:
     """Yield the parameters of ``model``, all-gathered one by one on ``device``; rank 0 gets them on the host.
 
     A tied weight is yielded once, under its first name. Persistent buffers follow, unless ``only_trained``.

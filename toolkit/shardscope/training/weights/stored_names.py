@@ -54,7 +54,7 @@ def find_sources(arch: Architecture, stored: Collection[str]) -> dict[str, Sourc
         by_name = {name: _remove_prefix(prefix, source) for name, source in by_name.items()}
     if arch.tie_word_embeddings:
         embedding = f"{names_of(arch).embedding}.weight"
-        embedding_name, head = by_name[embedding].names[0][0], _file_name(arch, HEAD)
+        embedding_name, head = by_name[embedding].names[0][0], _get_file_name(arch, HEAD)
         if embedding_name not in stored and head in stored:
             by_name[embedding] = by_name[embedding]._replace(names=((head,),))
         by_name[HEAD] = by_name[embedding]
@@ -63,7 +63,7 @@ def find_sources(arch: Architecture, stored: Collection[str]) -> dict[str, Sourc
 
 def is_unused(arch: Architecture, name: str) -> bool:
     """Return whether a stored tensor is allowed although nothing reads it."""
-    if arch.tie_word_embeddings and name == _file_name(arch, HEAD):
+    if arch.tie_word_embeddings and name == _get_file_name(arch, HEAD):
         return True
     is_multi_token = (
         family_of(arch).has_multi_token_prediction and f"model.layers.{arch.num_hidden_layers}." in name
@@ -88,14 +88,14 @@ def _find_source(arch: Architecture, name: str, shape: tuple[int, ...]) -> Sourc
     files = family_of(arch).file_names
     stacked = module.endswith(".mlp.experts") and not files.experts_are_stacked
     if not stacked:
-        return Source(shape, ((_file_name(arch, name),),))
+        return Source(shape, ((_get_file_name(arch, name),),))
     modules = (files.gate, files.up) if leaf == "gate_up_proj" else (files.down,)
-    experts = _file_name(arch, module)
+    experts = _get_file_name(arch, module)
     names = (tuple(f"{experts}.{row}.{module}.weight" for module in modules) for row in range(shape[0]))
     return Source(shape, tuple(names), is_stack=True)
 
 
-def _file_name(arch: Architecture, name: str) -> str:
+def _get_file_name(arch: Architecture, name: str) -> str:
     """Return the name in files of a tensor or module that is stored unsplit."""
     renamed = family_of(arch).file_names.renamed
     return name.replace(*renamed) if renamed else name

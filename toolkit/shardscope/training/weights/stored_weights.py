@@ -44,11 +44,11 @@ class StoredWeights:
         self._open: dict[Path, _OpenFile] = {}
 
     def __contains__(self, name: str) -> bool:
-        return model_name(name) in self._sources
+        return strip_adapter_prefixes(name) in self._sources
 
     def write(self, name: str, shape: torch.Size, region: Region, into: torch.Tensor) -> None:
         """See :class:`InitialWeights`. Raises ``RuntimeError`` for a missing tensor or another shape."""
-        source = self._sources.get(model_name(name))
+        source = self._sources.get(strip_adapter_prefixes(name))
         if source is None or source.shape != tuple(shape):
             raise RuntimeError(
                 f"the model has {name} of shape {tuple(shape)}, and {self.folder.path} "
@@ -116,7 +116,7 @@ class StoredWeights:
         return self._open[path].get_slice(name)
 
 
-def model_name(name: str) -> str:
+def strip_adapter_prefixes(name: str) -> str:
     """Return the name without peft's prefixes, as in the model without adapters."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 

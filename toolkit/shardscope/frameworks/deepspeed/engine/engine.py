@@ -108,7 +108,7 @@ class DeepSpeedEngine(MicroBatchEngine):
             parameter.data = parameter.data.to(dtype)
         partition_parameters(model, config)
 
-    def built_precision(self, trained: list[Parameter]) -> str:
+    def check_built_precision(self, trained: list[Parameter]) -> str:
         return check_precision_of_copies(self.recipe.precision, self.compute_dtype)
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -163,7 +163,7 @@ class DeepSpeedEngine(MicroBatchEngine):
     @contextmanager
     def accounted_update(self) -> Iterator[None]:
         """Measure DeepSpeed's update, which runs inside: gradient norm, and bytes before and after."""
-        gradient_bytes = tensors.tensor_bytes(self.live_tensors().gradients)
+        gradient_bytes = tensors.count_tensor_bytes(self.live_tensors().gradients)
         # In stage 0 with fp32 weights DeepSpeed returns no norm: clip the reduced gradients here, as torch
         # does.
         norm = self.clip_gradients() if self.zero is self.optimizer else None
@@ -237,9 +237,9 @@ class DeepSpeedEngine(MicroBatchEngine):
     def _count_tensor_bytes(self) -> dict[str, int]:
         current = self.live_tensors()
         return {
-            "parameters": tensors.tensor_bytes(current.parameters),
-            "gradients": tensors.tensor_bytes(current.gradients),
-            "optimizer": tensors.tensor_bytes(current.optimizer),
+            "parameters": tensors.count_tensor_bytes(current.parameters),
+            "gradients": tensors.count_tensor_bytes(current.gradients),
+            "optimizer": tensors.count_tensor_bytes(current.optimizer),
         }
 
 

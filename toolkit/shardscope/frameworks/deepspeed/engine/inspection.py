@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardscope.core.number_format import format_count
 from shardscope.core.ops import ceil_div
 from shardscope.frameworks.deepspeed.layout import QUANTIZED, casts_gradients, get_layout, get_reduction_width
-from shardscope.training.accounting.tensors import tensor_bytes
+from shardscope.training.accounting.tensors import count_tensor_bytes
 from shardscope.training.engine import LiveTensors
 
 if TYPE_CHECKING:
@@ -168,8 +168,8 @@ def read_back(plan: Plan, engine: DeepSpeedEngine) -> dict[str, object]:
         "num_parameter_tensors": len(sizes),
         "num_trained_parameters": sum(sizes[name] for name in trained),
         "num_weights_updated_here": updated,
-        "parameter_bytes": tensor_bytes(current.parameters),
-        "optimizer_bytes": tensor_bytes(current.optimizer),
+        "parameter_bytes": count_tensor_bytes(current.parameters),
+        "optimizer_bytes": count_tensor_bytes(current.optimizer),
         "zero_hpz_partition_size": layout.zero_hpz_partition_size,
         **{field: getattr(layout, field) for field in QUANTIZED if getattr(layout, field)},
         "sums_in_fp32": casts_gradients(layout, plan.recipe),

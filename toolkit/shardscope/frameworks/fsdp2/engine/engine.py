@@ -29,7 +29,7 @@ from shardscope.frameworks.fsdp2.layout import Fsdp2Layout, get_layout, get_resh
 from shardscope.training.engine import BuildModel
 from shardscope.training.micro_batch_engine import MIXED_TYPES
 from shardscope.training.model.on_meta import allocate_parameters, build_on_meta
-from shardscope.training.model.recompute import decoder_layers
+from shardscope.training.model.recompute import list_decoder_layers
 from shardscope.training.optimizers import gradients
 from shardscope.training.optimizers.gradients import local_shard
 from shardscope.training.torch_engine import TorchEngine
@@ -149,7 +149,7 @@ class Fsdp2Engine(TorchEngine):
         self._num_groups = 0
         for root in self.list_roots(model):
             # Bottom-up: a group takes the parameters of its module that no group has yet.
-            layers = decoder_layers(root)
+            layers = list_decoder_layers(root)
             for layer in layers:
                 shard_module(layer, reshard_after_forward=reshard)
             # Backward needs the root's parameters first: torch's default (None) keeps them all-gathered.
@@ -175,7 +175,7 @@ class Fsdp2Engine(TorchEngine):
         num_local, num_parameters = inspection.count_weights(
             parameters, self.shard_group, self.num_shards, holders, self.part_copies, device
         )
-        layers = [layer for root in self.roots for layer in decoder_layers(root)]
+        layers = [layer for root in self.roots for layer in list_decoder_layers(root)]
         record: dict[str, object] = {
             "mesh_shape": list(mesh.shape),
             "mesh_axes": list(mesh.mesh_dim_names or ()),

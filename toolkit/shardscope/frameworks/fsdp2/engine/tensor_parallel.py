@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from shardscope.training.model.on_meta import find_tied_names, tie_parameters
-from shardscope.training.model.recompute import decoder_layers
+from shardscope.training.model.recompute import list_decoder_layers
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_fc")
 """Column-parallel projections, which read the residual stream: each rank has some of their outputs."""
@@ -49,7 +49,7 @@ def apply_tensor_parallel(model: torch.nn.Module, mesh: DeviceMesh) -> None:
     }
     # src_data_rank=None: every rank shards its own copy, where the default would scatter rank 0's.
     parallelize_module(model, mesh, outer_styles, src_data_rank=None)
-    for layer in decoder_layers(model):
+    for layer in list_decoder_layers(model):
         parallelize_module(layer, mesh, _build_layer_styles(layer), src_data_rank=None)
     tie_parameters(model, tied)
 

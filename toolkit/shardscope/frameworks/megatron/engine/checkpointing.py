@@ -26,8 +26,8 @@ from shardscope.training.checkpoints.pickles import (
     CheckedReader,
     checked_loading,
     is_trusted,
+    list_pickled_ranges,
     load_file,
-    pickled_items,
 )
 from shardscope.training.checkpoints.position import read_position, write_position
 from shardscope.training.checkpoints.temporary_folder import (
@@ -69,7 +69,7 @@ def save_checkpoint(
     with replace_when_complete(path) as folder:
         _write_state(folder, chunks, optimizer, asynchronous=False)
         if dist.get_rank() == 0:
-            write_position(folder, position, pickled_items(folder))
+            write_position(folder, position, list_pickled_ranges(folder))
 
 
 class AsyncSave:
@@ -106,7 +106,7 @@ class AsyncSave:
         if self.is_done or not self._calls.maybe_finalize_async_calls(blocking=blocking):
             return
         if dist.get_rank() == 0:
-            write_position(self._temporary, self._position, pickled_items(self._temporary))
+            write_position(self._temporary, self._position, list_pickled_ranges(self._temporary))
             replace_folder(self._temporary, self._path)
         dist.barrier()
         self.is_done = True

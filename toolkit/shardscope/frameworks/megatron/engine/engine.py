@@ -177,7 +177,7 @@ class MegatronEngine(Engine):
             export_hf(self._chunks, self.plan.architecture, self._hf_config, self._resolve_in_run(path), main)
 
     def memory(self) -> dict[str, int]:
-        return {**self._count_tensor_bytes(), **tensors.device_bytes(self.ctx.device)}
+        return {**self._count_tensor_bytes(), **tensors.read_device_bytes(self.ctx.device)}
 
     def live_tensors(self) -> LiveTensors:
         from megatron.core import parallel_state
@@ -254,16 +254,16 @@ class MegatronEngine(Engine):
             copies = [*updated, *(p.grad for p in updated if p.grad is not None)]
             state += [tensor for tensor in copies if tensor.untyped_storage().data_ptr() not in known]
             # Step counters, one element for a tensor of any size, are in no formula.
-            state += [t for t in tensors.optimizer_tensors(single.optimizer) if t.dim() > 0]
+            state += [t for t in tensors.list_optimizer_tensors(single.optimizer) if t.dim() > 0]
         return state
 
     def _count_tensor_bytes(self) -> dict[str, int]:
         """Return the bytes of this rank's tensors by kind, summed over the tensors."""
         current = self.live_tensors()
         return {
-            "parameters": tensors.tensor_bytes(current.parameters),
-            "gradients": tensors.tensor_bytes(current.gradients),
-            "optimizer": tensors.tensor_bytes(current.optimizer),
+            "parameters": tensors.count_tensor_bytes(current.parameters),
+            "gradients": tensors.count_tensor_bytes(current.gradients),
+            "optimizer": tensors.count_tensor_bytes(current.optimizer),
         }
 
 
