@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 NUM_FOLDERS = 10
 
 
-def test_fault_55_damaged_run_folders_are_survived(tmp_path: Path) -> None:
+def test_fault_55_damaged_run_folders_raise_only_documented_errors(tmp_path: Path) -> None:
     """Every public call answers or raises ``ValueError``, executes nothing and hides no other run."""
     record_runs(tmp_path / "recorded")
     outcomes = list(attack(list(range(NUM_FOLDERS)), 1, tmp_path / "recorded"))

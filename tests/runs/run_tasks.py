@@ -242,12 +242,12 @@ def accelerator(ctx: Any) -> None:
 class LateToJoin:
     """Tells when each rank was through ``init_process_group`` and when it began; rank 1 is late."""
 
-    preload: ClassVar[tuple[str, ...]] = ("joins_late",)
+    preload: ClassVar[tuple[str, ...]] = ("late_join",)
 
     def __call__(self, ctx: Any) -> None:
-        import joins_late
+        import late_join
 
-        ctx.log(joined=joins_late.JOINED, begun=time.monotonic())
+        ctx.log(joined=late_join.JOINED, begun=time.monotonic())
 
 
 def deletes_its_folder(ctx: Any) -> None:

@@ -73,7 +73,7 @@ def start_kernel(seconds: float) -> subprocess.Popen[str]:
     )
 
 
-def test_two_cpu_ranks_are_measured_kept_and_used(folder: Path) -> None:
+def test_two_cpu_ranks_are_measured_stored_and_used(folder: Path) -> None:
     kernel = start_kernel(8.0)
     try:
         out, complaint = kernel.communicate(timeout=60)
@@ -109,7 +109,7 @@ def test_two_cpu_ranks_are_measured_kept_and_used(folder: Path) -> None:
     ]
 
 
-def test_an_exception_in_progress_ends_it(folder: Path) -> None:
+def test_an_exception_in_the_progress_callback_ends_the_calibration(folder: Path) -> None:
     class CancelledError(Exception):
         """Somebody pressed cancel."""
 
@@ -138,7 +138,9 @@ def test_a_killed_kernel_leaves_no_rank() -> None:
     seconds_until(lambda: not ranks_of(kernel.pid), timeout=10)
 
 
-def test_a_rank_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_output_of_a_failed_rank_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "torch.py").write_text("raise ImportError('this torch is broken')")
     monkeypatch.syspath_prepend(str(tmp_path / "broken"))
@@ -147,14 +149,14 @@ def test_a_rank_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not ranks_of(os.getpid())
 
 
-def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_calibration_that_takes_too_long_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "START_SECONDS", -7.0)
     with pytest.raises(TimeoutError, match="longer than"):
         ss.calibrate(TWO_RANKS, seconds=5)
     assert not ranks_of(os.getpid())
 
 
-def test_two_at_once_are_refused(folder: Path) -> None:
+def test_a_second_calibration_at_the_same_time_raises(folder: Path) -> None:
     path = file_for("cpu", folder)
     with (
         locked(path.with_name(f"measuring-{path.name}")),
@@ -164,7 +166,7 @@ def test_two_at_once_are_refused(folder: Path) -> None:
 
 
 @thorough()
-def test_a_finished_run_adds_its_step(tmp_path: Path, plan: Any) -> None:
+def test_a_finished_run_stores_its_step_time(tmp_path: Path, plan: Any) -> None:
     run = ss.launch(plan, ss.Pretrain(num_steps=10), folder=tmp_path / "runs")
     assert run.wait(timeout=80) == "finished", run.error
     path = file_for("cpu", data_folder())

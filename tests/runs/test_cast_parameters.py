@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from shardscope.training.micro_batch_engine import cast_parameters  # noqa: E402
 
 
-def test_tables_of_angles_stay_in_fp32() -> None:
+def test_rotary_tables_stay_in_fp32() -> None:
     """In bf16 a frequency is off by up to 1 in 512, and an angle of long texts by more than half a turn."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=128, tie_word_embeddings=True, **sizes))

@@ -17,7 +17,7 @@ from shardscope.frameworks.registry import why_not_trained  # noqa: E402
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_layers_share_one_graph(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_share_one_graph(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without inductor, which would make kernels of it."""
     from torch._dynamo.utils import counters
 
@@ -45,7 +45,7 @@ def test_layers_share_one_graph(recompute: str, monkeypatch: pytest.MonkeyPatch)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
-def test_a_compiler_that_is_switched_off_contradicts_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disabled_compiler_contradicts_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile gives back what it was given, and the run would be an eager one."""
     from shardscope.training.model.compiled import check_compiled, compile_layers
     from shardscope.training.model.model import build_model
@@ -59,7 +59,7 @@ def test_a_compiler_that_is_switched_off_contradicts_the_plan(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
-def test_without_a_compiler_it_is_refused(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_without_a_compiler_raises(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = tiny_plan(framework, 2, kernels="compiled")
     monkeypatch.setattr(limits.shutil, "which", lambda name: "/usr/bin/g++")
     assert why_not_trained(plan) is None

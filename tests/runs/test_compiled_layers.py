@@ -154,7 +154,7 @@ def listed(arch: Architecture, here: Modules) -> int:
         [("qwen3", "bf16"), ("gemma3_text in windows", "bf16"), ("glm4", "bf16"), ("olmo2", "autocast")],
     ),
 )
-def test_a_compiled_layer_keeps_what_the_list_says(family: str, mode: str) -> None:
+def test_a_compiled_layer_saves_the_listed_tensors(family: str, mode: str) -> None:
     arch = model_of(family)
     assert kept_bytes(forward_graphs(arch, mode, FULL, True)[-1]) == listed(arch, modules(arch, mode, FULL))
 
@@ -175,7 +175,7 @@ def test_a_compiled_layer_keeps_what_the_list_says(family: str, mode: str) -> No
         [("qwen3", None, "bf16"), ("qwen3", ("gate_proj", "up_proj"), "autocast")],
     ),
 )
-def test_with_adapters_frozen_projections_keep_no_inputs(
+def test_frozen_projections_with_adapters_save_no_inputs(
     family: str, targets: tuple[str, ...] | None, mode: str
 ) -> None:
     arch = model_of(family)
@@ -190,20 +190,20 @@ def test_with_adapters_frozen_projections_keep_no_inputs(
 
 
 @pytest.mark.parametrize("family", few(["llama", "gemma3_text"], ["llama"]))
-def test_a_layer_computed_again_keeps_its_input_alone(family: str) -> None:
+def test_a_recomputed_layer_saves_only_its_input(family: str) -> None:
     arch = model_of(family)
     found = forward_graphs(arch, "bf16", replace(FULL, recompute="full"), True)[-1]
     assert kept_bytes(found) == TOKENS * 2 * arch.hidden_size
 
 
 @pytest.mark.parametrize("on_gpu", few([True, False], [True]))
-def test_whole_heads_in_fp32(on_gpu: bool) -> None:
+def test_a_compiled_fp32_layer_with_multi_head_attention_saves_the_listed_tensors(on_gpu: bool) -> None:
     arch = replace(model_of("llama"), num_key_value_heads=6)
     found = kept_bytes(forward_graphs(arch, "fp32", FULL, on_gpu)[-1])
     assert found == listed(arch, modules(arch, "fp32", FULL, on_gpu))
 
 
-def test_a_compiled_llama_by_hand() -> None:
+def test_saved_tensors_of_a_compiled_llama_equal_a_hand_count() -> None:
     arch = model_of("llama")
     h, ffn, heads, kv = arch.hidden_size, arch.intermediate_size, 6 * 32, 2 * 32
     products_and_attention = 2 * (h + ffn + ffn) + 2 * (2 * heads + 2 * kv) + 4 * 6

@@ -62,7 +62,7 @@ def test_fault_23_a_full_disk_costs_metrics_only(
     context.close()
 
 
-def test_ranks_agree_although_one_runs_ahead(folder: RunFolder) -> None:
+def test_ranks_agree_on_commands_although_one_runs_ahead(folder: RunFolder) -> None:
     descriptor, path = open_private_file(folder.path)
     PollTable.allocate(descriptor)
     ahead, behind = (CommandFeed(folder, PollTable(path)) for _ in range(2))
@@ -90,7 +90,7 @@ def test_should_stop_keeps_other_commands(folder: RunFolder) -> None:
     assert context.commands() == []
 
 
-def test_commands_that_nobody_reads_do_not_pile_up(folder: RunFolder) -> None:
+def test_unread_commands_are_bounded(folder: RunFolder) -> None:
     context = make_context(folder)
     for batch in range(3):
         for number in range(700):
@@ -101,7 +101,7 @@ def test_commands_that_nobody_reads_do_not_pile_up(folder: RunFolder) -> None:
     assert [command["number"] for command in context.commands()] == [5000]
 
 
-def test_records_are_kept_side_by_side(folder: RunFolder) -> None:
+def test_engine_records_of_several_names_are_kept(folder: RunFolder) -> None:
     context = make_context(folder)
     context.record("engine", {"shards": 2})
     context.record("kernels", {"attention": "sdpa"})

@@ -13,7 +13,7 @@ from tests.needs import few, needs, thorough
 torch = needs("torch")
 needs("transformers")
 
-from test_fsdp2_parts import LLAMA, STATE, TIED, batch_of, plan_of, set_up, trained  # noqa: E402
+from test_fsdp2_parallelism import LLAMA, STATE, TIED, batch_of, plan_of, set_up, trained  # noqa: E402
 from two_ranks import StandInContext, on_ranks  # noqa: E402
 
 from shardscope import Cluster, Plan  # noqa: E402
@@ -56,7 +56,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @thorough()
 @pytest.mark.parametrize("name", CASES)
-def test_sequences_in_parts_train_as_whole_ones_do(name: str, four: Any, expected: Any) -> None:
+def test_context_parallel_training_equals_whole_sequences(name: str, four: Any, expected: Any) -> None:
     whole = expected[CASES[name].architecture.tie_word_embeddings]
     planned = CASES[name].memory().at("optimizer")
     for rank in range(4):
@@ -70,7 +70,7 @@ def test_sequences_in_parts_train_as_whole_ones_do(name: str, four: Any, expecte
 
 
 @thorough()
-def test_each_says_what_it_is(four: Any) -> None:
+def test_the_engine_record_describes_each_layout(four: Any) -> None:
     record = four[3]["shard2 x cp2, recomputed"]["engine"]
     assert record["sentence"] == (
         "FSDP2: all 39 parameter tensors are DTensors, sharded over 4 ranks (gloo, cpu); each sequence "
@@ -261,7 +261,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @thorough()
 @pytest.mark.parametrize("family", few(CONTEXT_PARALLEL_FAMILIES, KEPT_FAMILIES))
-def test_parts_of_a_family_compute_what_the_whole_does(
+def test_split_models_of_each_family_compute_the_same(
     family: str, two: Any, request: pytest.FixtureRequest
 ) -> None:
     kept = family in KEPT_FAMILIES
@@ -272,7 +272,7 @@ def test_parts_of_a_family_compute_what_the_whole_does(
 
 
 @thorough()
-def test_half_precision_and_offloading(two: Any, expected: Any) -> None:
+def test_context_parallelism_trains_in_half_precision_and_with_offloading(two: Any, expected: Any) -> None:
     """In bf16 as near as two orders of the same sums."""
     half = two[0]["half"]
     assert half["losses"] == pytest.approx(expected[2]["losses"], abs=0.02)
@@ -287,7 +287,7 @@ def adapters(ctx: StandInContext) -> list[dict[str, Any]]:
 
 
 @thorough()
-def test_adapters_train_the_same(tmp_path: Path) -> None:
+def test_adapters_train_the_same_with_context_parallelism(tmp_path: Path) -> None:
     needs("peft")
     parts, whole = on_ranks(2, HALF, adapters, tmp_path)[0]
     assert parts["losses"] == pytest.approx(whole["losses"], abs=1e-5)
@@ -296,7 +296,7 @@ def test_adapters_train_the_same(tmp_path: Path) -> None:
 
 
 @thorough()
-def test_the_ring_leaves_what_is_planned(two: Any) -> None:
+def test_ring_attention_saves_the_planned_tensors(two: Any) -> None:
     """Where parts are joined attention's output stays twice: by heads, and by tokens for its product."""
     planned = LONG.memory().at("forward")["activations"]
     copy = LONG.recipe.seq_len // 2 * LLAMA.num_hidden_layers * LLAMA.hidden_size * 4
@@ -306,7 +306,7 @@ def test_the_ring_leaves_what_is_planned(two: Any) -> None:
 
 
 @thorough()
-def test_a_checkpoint_goes_on_over_whole_sequences_and_over_parts(two: Any, folder: Any) -> None:
+def test_a_checkpoint_resumes_with_and_without_context_parallelism(two: Any, folder: Any) -> None:
     from transformers import AutoModelForCausalLM
 
     saved = two[0]["saved"]
@@ -321,13 +321,13 @@ def test_a_checkpoint_goes_on_over_whole_sequences_and_over_parts(two: Any, fold
 
 @thorough()
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_ring_that_is_none_ends_the_run(kind: str, two: Any) -> None:
+def test_missing_ring_attention_fails_the_run(kind: str, two: Any) -> None:
     for rank in (0, 1):
         assert BROKEN[kind] in two[rank]["broken"][kind]
 
 
 @thorough()
-def test_batches_that_cannot_be_split_are_refused(two: Any) -> None:
+def test_batches_that_cannot_be_split_raise(two: Any) -> None:
     assert "allowed with cp > 1: input_ids and labels: ring attention supports no mask" in two[0]["masked"]
     assert "allowed with cp > 1: rows of the plan's seq_len=32 tokens" in two[0]["short"]
 
@@ -353,5 +353,5 @@ def on_old_gpus(plan: Plan) -> Plan:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_was_never_tried_is_refused(plan: Plan, words: str) -> None:
+def test_untested_combinations_raise(plan: Plan, words: str) -> None:
     assert words in str(why_not_trained(plan))

@@ -113,30 +113,32 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_gradients_travel_in_the_type_that_the_layout_names(name: str, found: list[dict[str, Any]]) -> None:
+def test_gradients_are_reduced_in_the_layouts_communication_dtype(
+    name: str, found: list[dict[str, Any]]
+) -> None:
     expected = "torch.float32" if "fp32" in name else "torch.bfloat16"
     assert [rank[name]["types"] for rank in found] == [[expected]] * 2
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_run_says_so(name: str, found: list[dict[str, Any]]) -> None:
+def test_the_engine_record_names_the_option(name: str, found: list[dict[str, Any]]) -> None:
     assert ("gradients summed in fp32" in found[0][name]["sentence"]) == ("fp32" in name)
 
 
-def test_a_type_that_is_not_the_plan_s_fails_the_run(found: list[dict[str, Any]]) -> None:
+def test_another_communication_dtype_than_the_plans_fails_the_run(found: list[dict[str, Any]]) -> None:
     words = "the plan's bytes of a reduced gradient: 4; DeepSpeed built: 2"
     assert [rank["contradiction"] for rank in found] == [words] * 2
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_losses_are_those_of_plain_torch(name: str, found: list[dict[str, Any]]) -> None:
+def test_losses_equal_those_of_plain_torch(name: str, found: list[dict[str, Any]]) -> None:
     expected = plain_torch(LLAMA)["losses"]
     for rank in found:
         assert rank[name]["losses"] == pytest.approx(expected, abs=0.02)
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_state_is_as_large_as_without(name: str, found: list[dict[str, Any]]) -> None:
+def test_state_bytes_do_not_depend_on_the_communication_dtype(name: str, found: list[dict[str, Any]]) -> None:
     """To the byte: sums come back in half precision."""
     report = plan_of(name).memory()
     held = [rank[name]["held"] for rank in found]
@@ -146,7 +148,7 @@ def test_state_is_as_large_as_without(name: str, found: list[dict[str, Any]]) ->
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_backward_holds_what_is_predicted(name: str, found: list[dict[str, Any]]) -> None:
+def test_backward_memory_is_as_predicted(name: str, found: list[dict[str, Any]]) -> None:
     """All tensors of the first rank, whose part is predicted; the second one's comes first in backward."""
     measured = found[0][name]["backward"]
     predicted = plan_of(name).memory().at("backward")

@@ -238,7 +238,7 @@ def result(found: list[dict[str, Any]], name: str, rank: int = 0) -> dict[str, A
 
 
 @pytest.mark.parametrize("name", with_fp16_where_it_can_be([*PLANS, *ON_HOST]))
-def test_losses_are_those_of_plain_torch(name: str, found: list[dict[str, Any]]) -> None:
+def test_losses_equal_those_of_plain_torch(name: str, found: list[dict[str, Any]]) -> None:
     expected = found[0]["reference"]
     of_plan = result(found, name)
     assert of_plan["losses"] == result(found, name, 1)["losses"]
@@ -247,13 +247,13 @@ def test_losses_are_those_of_plain_torch(name: str, found: list[dict[str, Any]])
     assert of_plan["norms"] == pytest.approx(expected["norms"], rel=0.1 if half else 1e-3)
 
 
-def test_stage_3_begins_from_a_models_files(found: list[dict[str, Any]]) -> None:
+def test_stage_3_loads_pretrained_weights(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["from files"]["losses"] == pytest.approx(rank["from files"]["alone"], abs=1e-4)
 
 
 @pytest.mark.parametrize("name", with_fp16_where_it_can_be([*PLANS, *ON_HOST]))
-def test_bytes_are_those_that_were_predicted(name: str, found: list[dict[str, Any]]) -> None:
+def test_measured_bytes_equal_the_prediction(name: str, found: list[dict[str, Any]]) -> None:
     """To the byte, of the rank that holds most; what an update works with is no state."""
     report = plan_of(name).memory()
     ranks = [result(found, name, rank)["held"] for rank in range(2)]
@@ -262,7 +262,7 @@ def test_bytes_are_those_that_were_predicted(name: str, found: list[dict[str, An
     assert max(rank["optimizer"] for rank in ranks) == report.at("rest")["optimizer"]
 
 
-def test_an_update_works_with_what_was_predicted(found: list[dict[str, Any]]) -> None:
+def test_optimizer_step_memory_is_as_predicted(found: list[dict[str, Any]]) -> None:
     """The engine's AdamW is fused: a plain one would need twice its part beside its moments."""
     predicted = plan_of("zero-1").memory().at("optimizer")["optimizer"]
     assert 0 <= max(rank["at update"] for rank in found) - predicted < 4096
@@ -289,7 +289,7 @@ def test_an_update_works_with_what_was_predicted(found: list[dict[str, Any]]) ->
         ),
     ],
 )
-def test_a_run_says_what_it_is(name: str, sentence: str, found: list[dict[str, Any]]) -> None:
+def test_the_engine_record_describes_the_run(name: str, sentence: str, found: list[dict[str, Any]]) -> None:
     record = result(found, name)["engine"]
     assert record["sentence"] == sentence
     assert record["num_parameters"] == record["num_trained_parameters"] == tiny_llama().num_parameters
@@ -299,7 +299,7 @@ def test_a_run_says_what_it_is(name: str, sentence: str, found: list[dict[str, A
 
 
 @pytest.mark.parametrize("name", ["zero-1", "zero-3 bf16"])
-def test_a_new_engine_goes_on_where_the_checkpoint_was(name: str, found: list[dict[str, Any]]) -> None:
+def test_a_new_engine_resumes_from_the_checkpoint(name: str, found: list[dict[str, Any]]) -> None:
     straight, of_kept = result(found, name)["losses"], found[0]["kept"][name]
     assert of_kept["done"] == SAVED_AFTER
     assert of_kept["again"] == pytest.approx(straight[SAVED_AFTER:], abs=1e-6)
@@ -308,17 +308,17 @@ def test_a_new_engine_goes_on_where_the_checkpoint_was(name: str, found: list[di
     assert of_kept["exported"] == pytest.approx(straight[SAVED_AFTER], abs=1e-5 if name == "zero-1" else 0.03)
 
 
-def test_an_optimizer_moves_to_the_host_between_two_runs(found: list[dict[str, Any]]) -> None:
+def test_a_checkpoint_resumes_with_a_newly_offloaded_optimizer(found: list[dict[str, Any]]) -> None:
     straight = result(found, "zero-2 on the host")["losses"]
     assert found[0]["kept"]["to the host"] == pytest.approx(straight[SAVED_AFTER:], abs=1e-5)
 
 
-def test_a_checkpoint_of_another_stage_is_refused(found: list[dict[str, Any]]) -> None:
+def test_a_checkpoint_of_another_zero_stage_raises(found: list[dict[str, Any]]) -> None:
     words = found[0]["kept"]["refusal"]
     assert "the ZeRO stage that saved zero-1" in words and "fsdp2 and ddp resume" in words
 
 
-def test_adapters_train_and_travel_alone(found: list[dict[str, Any]]) -> None:
+def test_only_adapters_are_trained_and_saved(found: list[dict[str, Any]]) -> None:
     of_adapters = found[0]["adapters"]
     assert of_adapters["losses"][-1] < of_adapters["losses"][0]
     assert of_adapters["files"] == ["adapter_config.json", "adapter_model.safetensors"]
@@ -326,7 +326,7 @@ def test_adapters_train_and_travel_alone(found: list[dict[str, Any]]) -> None:
     assert of_adapters["engine"]["num_trained_parameters"] < tiny_llama().num_parameters / 2
 
 
-def test_parts_are_of_the_plans_type_whatever_the_processor_has(found: list[dict[str, Any]]) -> None:
+def test_dtypes_are_the_plans_whatever_the_processor_supports(found: list[dict[str, Any]]) -> None:
     """Given it as ``dtype``, zero.Init took bf16 where the device has no fp16."""
     assert found[0]["types of parts"] == ["torch.float32", "torch.bfloat16"] * 2
 
@@ -342,12 +342,12 @@ def test_a_contradiction_fails_the_run(found: list[dict[str, Any]]) -> None:
         ({"layout": {"stage": 2}, "optimizer": "adamw_8bit"}, "'adamw', 'sgd', 'adafactor' for this engine"),
     ],
 )
-def test_what_it_does_not_run_is_refused_before_any_rank(fields: dict[str, Any], words: str) -> None:
+def test_unsupported_plans_raise_before_any_rank_starts(fields: dict[str, Any], words: str) -> None:
     refusal = why_not_trained(tiny_plan("zero", 2, **fields))
     assert refusal is not None and words in refusal and "Nearest fix" in refusal
 
 
-def test_fp16_is_refused_where_the_processor_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp16_raises_without_processor_support(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before any rank starts, and not by DeepSpeed in the midst of its setup."""
     plan = tiny_plan("zero", 2, layout={"stage": 1}, precision="fp16-mixed")
     monkeypatch.setattr(limits, "multiplies_in_fp16", lambda: False)
@@ -360,7 +360,7 @@ def test_fp16_is_refused_where_the_processor_has_none(monkeypatch: pytest.Monkey
     assert why_not_trained(plan) is None
 
 
-def test_what_is_read_of_the_processor_is_what_torch_knows(tmp_path: Path) -> None:
+def test_processor_features_equal_torchs(tmp_path: Path) -> None:
     found = multiplies_in_fp16()
     assert found is None or found is bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     assert multiplies_in_fp16(tmp_path / "nowhere") is None
@@ -375,7 +375,7 @@ def test_what_is_read_of_the_processor_is_what_torch_knows(tmp_path: Path) -> No
     assert multiplies_in_fp16(tmp_path / "cpuinfo") is None
 
 
-def test_nvme_is_refused_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvme_offloading_raises_where_it_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "find_library", lambda name: None)
     with pytest.raises(FieldError, match="apt install libaio-dev"):
         limits._check_nvme()
@@ -397,7 +397,7 @@ def test_nvme_is_refused_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.
     assert limits.find_nvme_folder(Path("runs/one")) == Path("runs/one/nvme")
 
 
-def test_what_compiles_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_build_tools_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extensions, "is_built", lambda name: False)
     monkeypatch.setattr(limits.shutil, "which", lambda tool: None if tool == "ninja" else f"/usr/bin/{tool}")
     plan = tiny_plan("zero", 2, layout={"stage": 2, "offload_optimizer": "cpu"})
@@ -405,7 +405,7 @@ def test_what_compiles_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal is not None and "this machine has no ninja" in refusal
 
 
-def test_extensions_have_a_folder_for_each_version_and_processor(
+def test_compiled_extensions_have_a_folder_per_version_and_processor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

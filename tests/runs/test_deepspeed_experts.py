@@ -144,7 +144,7 @@ def result(found: dict[str, list[dict[str, Any]]], name: str) -> list[dict[str, 
 
 @thorough()
 @pytest.mark.parametrize("name", [*PLANS, *ON_HOST, *OVER_FOUR])
-def test_losses_are_those_of_plain_torch(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
+def test_losses_equal_those_of_plain_torch(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     ranks = result(found, name)
     plan = plan_of(name, len(ranks))
     expected, half = plain_torch(plan.architecture), plan.recipe.precision != "fp32"
@@ -155,7 +155,7 @@ def test_losses_are_those_of_plain_torch(name: str, found: dict[str, list[dict[s
 
 @thorough()
 @pytest.mark.parametrize("name", [*PLANS, *ON_HOST])
-def test_bytes_are_those_that_were_predicted(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
+def test_measured_bytes_equal_the_prediction(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     report, ranks = plan_of(name).memory(), [rank["held"] for rank in result(found, name)]
     assert max(held["parameters"] for held in ranks) == report.at("rest")["parameters"]
     assert max(held["gradients"] for held in ranks) == report.at("optimizer")["gradients"]
@@ -164,7 +164,7 @@ def test_bytes_are_those_that_were_predicted(name: str, found: dict[str, list[di
 
 @thorough()
 @pytest.mark.parametrize("name", list(OVER_FOUR))
-def test_experts_that_others_have_too_are_shared_out_among_these(
+def test_experts_replicated_over_ranks_have_the_predicted_bytes(
     name: str, found: dict[str, list[dict[str, Any]]]
 ) -> None:
     """With ZeRO: gradients are of whole tensors, of which the planned rank is the one that holds most."""
@@ -178,7 +178,7 @@ def test_experts_that_others_have_too_are_shared_out_among_these(
 
 
 @thorough()
-def test_a_run_says_where_its_experts_are(found: dict[str, list[dict[str, Any]]]) -> None:
+def test_the_engine_record_names_expert_placement(found: dict[str, list[dict[str, Any]]]) -> None:
     first, second = (rank["engine"] for rank in found["zero-1"])
     assert (first["experts"], second["experts"]) == ([0, 1], [2, 3])
     assert first["sentence"] == (
@@ -193,9 +193,7 @@ def test_a_run_says_where_its_experts_are(found: dict[str, list[dict[str, Any]]]
 
 @thorough()
 @pytest.mark.parametrize("name", ["zero-0", "zero-1 bf16"])
-def test_a_new_engine_goes_on_where_the_checkpoint_was(
-    name: str, found: dict[str, list[dict[str, Any]]]
-) -> None:
+def test_a_new_engine_resumes_from_the_checkpoint(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     straight, of_kept = found[name][0]["losses"], found["kept"][0][name]
     # Steps taken while it was written are not in it.
     assert of_kept["went_on"] == pytest.approx(straight[SAVED_AFTER], abs=1e-6)
@@ -221,7 +219,7 @@ QWEN = {
         ({"precision": "bf16-mixed"}, {"stage": 0}, "norm without the experts (FP16"),
     ],
 )
-def test_what_it_does_not_run_is_refused_before_any_rank(
+def test_unsupported_plans_raise_before_any_rank_starts(
     fields: dict[str, Any], layout: dict[str, Any], words: str
 ) -> None:
     plan = tiny_plan("zero", 2, **{"architecture": mixtral(), **fields}, layout={"ep": 2, **layout})
@@ -229,6 +227,6 @@ def test_what_it_does_not_run_is_refused_before_any_rank(
     assert refusal is not None and words in refusal and "Nearest fix" in refusal
 
 
-def test_experts_in_stages_are_refused() -> None:
+def test_experts_with_pipeline_stages_raise() -> None:
     plan = tiny_plan("zero", 4, architecture=mixtral(), layout={"ep": 2, "pp": 2, "stage": 1})
     assert "experts inside DeepSpeed's pipeline stages are not supported" in str(why_not_trained(plan))

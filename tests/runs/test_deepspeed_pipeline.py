@@ -175,7 +175,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 
 @thorough()
 @pytest.mark.parametrize("name", with_fp16_where_it_can_be([*PLANS, *OVER_FOUR]))
-def test_losses_are_those_of_plain_torch(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
+def test_losses_equal_those_of_plain_torch(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     fields = {**PLANS, **OVER_FOUR}[name]
     expected, half = plain_torch(llama(tied=fields.get("tied", False))), "precision" in fields
     for rank in found[name]:
@@ -185,7 +185,7 @@ def test_losses_are_those_of_plain_torch(name: str, found: dict[str, list[dict[s
 
 @thorough()
 @pytest.mark.parametrize("name", with_fp16_where_it_can_be([*PLANS, *OVER_FOUR]))
-def test_bytes_of_each_stage_are_those_that_were_predicted(
+def test_measured_bytes_of_each_stage_equal_the_prediction(
     name: str, found: dict[str, list[dict[str, Any]]]
 ) -> None:
     """To the byte, of the rank that holds most; what an update works with is no state."""
@@ -201,7 +201,7 @@ def test_bytes_of_each_stage_are_those_that_were_predicted(
 
 
 @thorough()
-def test_a_run_says_which_stage_it_is(found: dict[str, list[dict[str, Any]]]) -> None:
+def test_the_engine_record_names_the_pipeline_stage(found: dict[str, list[dict[str, Any]]]) -> None:
     first, second = (rank["engine"] for rank in found["zero-1"])
     assert first["sentence"].endswith(
         "over 1 rank (gloo, cpu); pipeline stage 1 of 2 with layers 0, 1, 1F1B, fp32 compute"
@@ -216,16 +216,14 @@ def test_a_run_says_which_stage_it_is(found: dict[str, list[dict[str, Any]]]) ->
 
 
 @thorough()
-def test_phases_of_the_schedule_are_watched(found: dict[str, list[dict[str, Any]]]) -> None:
+def test_memory_is_recorded_in_each_phase_of_the_schedule(found: dict[str, list[dict[str, Any]]]) -> None:
     for rank in found["zero-1"]:
         assert {"forward", "backward", "optimizer"} <= set(rank["phases"])
 
 
 @thorough()
 @pytest.mark.parametrize("name", ["zero-0, tied", "zero-1 bf16"])
-def test_a_new_engine_goes_on_where_the_checkpoint_was(
-    name: str, found: dict[str, list[dict[str, Any]]]
-) -> None:
+def test_a_new_engine_resumes_from_the_checkpoint(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     straight, of_kept = found[name][0]["losses"], found["kept"][0][name]
     # Steps taken while it was written are not in it.
     assert of_kept["went_on"] == pytest.approx(straight[SAVED_AFTER], abs=1e-6)
@@ -236,7 +234,7 @@ def test_a_new_engine_goes_on_where_the_checkpoint_was(
 
 
 @thorough()
-def test_a_checkpoint_is_listed_once_every_rank_has_written_its_part(
+def test_a_checkpoint_is_listed_once_every_rank_has_written_its_shard(
     found: dict[str, list[dict[str, Any]]],
 ) -> None:
     for rank in found["held up"]:
@@ -250,7 +248,7 @@ def test_a_checkpoint_is_listed_once_every_rank_has_written_its_part(
 
 
 @thorough()
-def test_a_batch_of_other_tensors_is_refused(found: dict[str, list[dict[str, Any]]]) -> None:
+def test_a_batch_with_other_tensors_raises(found: dict[str, list[dict[str, Any]]]) -> None:
     assert "batch has attention_mask, input_ids, labels" in str(found["other batch"][0])
 
 
@@ -262,7 +260,9 @@ def test_a_batch_of_other_tensors_is_refused(found: dict[str, list[dict[str, Any
         ({"architecture": "gpt2"}, "cannot be split into stages"),
     ],
 )
-def test_what_has_no_stages_is_refused_before_any_rank(fields: dict[str, Any], words: str) -> None:
+def test_models_without_pipeline_stages_raise_before_any_rank_starts(
+    fields: dict[str, Any], words: str
+) -> None:
     if "architecture" in fields:
         gpt2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512}
         fields = {"architecture": Architecture.from_hf(gpt2)}
@@ -270,7 +270,7 @@ def test_what_has_no_stages_is_refused_before_any_rank(fields: dict[str, Any], w
     assert refusal is not None and words in refusal and "Nearest fix" in refusal
 
 
-def test_stages_do_not_reduce_beneath_backward() -> None:
+def test_overlapped_reduction_with_pipeline_stages_raises() -> None:
     with pytest.raises(ValueError, match="reduces when backward has ended"):
         Layout.zero(1, pp=2, overlap_comm=True)
 
@@ -278,12 +278,12 @@ def test_stages_do_not_reduce_beneath_backward() -> None:
 @pytest.mark.parametrize(
     ("pp", "precision", "words"), [(1, "fp16-mixed", "#8393"), (2, "bf16-mixed", "one rank's part alone")]
 )
-def test_what_deepspeed_does_wrong_without_zero_is_refused(pp: int, precision: str, words: str) -> None:
+def test_combinations_that_deepspeed_breaks_without_zero_raise(pp: int, precision: str, words: str) -> None:
     refusal = why_not_trained(tiny_plan("zero", 2, layout={"stage": 0, "pp": pp}, precision=precision))
     assert refusal is not None and words in refusal and "stage=1" in refusal
 
 
-def test_stages_of_another_pipeline_are_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_number_of_stages_raises(tmp_path: Path) -> None:
     from shardscope.frameworks.deepspeed.engine.checkpointing import _check_fits
 
     own = {"framework": "deepspeed", "stage": 1, "world_size": 4, "tp": 1, "pp": 2, "ep": 1}

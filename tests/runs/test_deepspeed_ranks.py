@@ -38,7 +38,7 @@ def found(plan: ss.Plan, tmp_path_factory: pytest.TempPathFactory) -> list[dict[
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_tensors_of_real_ranks_are_what_the_formulas_say(
+def test_tensor_bytes_of_real_ranks_equal_the_formulas(
     plan: ss.Plan, found: list[dict[str, Any]], stage: int
 ) -> None:
     layout = ss.Layout.zero(stage, reduce_bucket_size=BUCKET)

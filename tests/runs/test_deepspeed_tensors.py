@@ -159,7 +159,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @thorough()
 @pytest.mark.parametrize("name", [*PLANS, *OVER_FOUR])
-def test_losses_are_those_of_plain_torch(name: str, found: dict[str, Any]) -> None:
+def test_losses_equal_those_of_plain_torch(name: str, found: dict[str, Any]) -> None:
     plan = plan_of(name, len(found[name]))
     expected, half = plain_torch(plan.architecture), plan.recipe.precision != "fp32"
     for rank, one in enumerate(found[name]):
@@ -170,7 +170,7 @@ def test_losses_are_those_of_plain_torch(name: str, found: dict[str, Any]) -> No
 
 @thorough()
 @pytest.mark.parametrize("name", [*PLANS, *OVER_FOUR])
-def test_bytes_are_those_that_were_predicted(name: str, found: dict[str, Any]) -> None:
+def test_measured_bytes_equal_the_prediction(name: str, found: dict[str, Any]) -> None:
     report = plan_of(name, len(found[name])).memory()
     held = [rank["held"] for rank in found[name]]
     assert {one["parameters"] for one in held} == {report.at("rest")["parameters"]}
@@ -192,7 +192,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @thorough()
 @pytest.mark.parametrize("family", few(AUTOTP_TRAINED, KEPT_FAMILIES))
-def test_a_family_trains_as_one_process_does(family: str, request: pytest.FixtureRequest) -> None:
+def test_each_family_trains_like_one_process(family: str, request: pytest.FixtureRequest) -> None:
     ranks = request.getfixturevalue("found" if family in KEPT_FAMILIES else "families")[family]
     expected = plain_torch(of_family(family))
     for rank in ranks:
@@ -201,7 +201,7 @@ def test_a_family_trains_as_one_process_does(family: str, request: pytest.Fixtur
 
 
 @thorough()
-def test_a_run_says_what_was_cut(found: dict[str, Any]) -> None:
+def test_the_engine_record_names_the_sharded_modules(found: dict[str, Any]) -> None:
     record = found["zero-1 over four"][3]["engine"]
     assert record["sentence"] == (
         "DeepSpeed ZeRO-1: optimizer state is partitioned over 2 ranks (gloo, cpu); AutoTP shards 15 of 21 "
@@ -213,7 +213,7 @@ def test_a_run_says_what_was_cut(found: dict[str, Any]) -> None:
 
 
 @thorough()
-def test_an_engine_without_parts_comes_after_one_with_them(found: dict[str, Any]) -> None:
+def test_an_engine_without_tensor_parallelism_follows_one_with_it(found: dict[str, Any]) -> None:
     one = found["without"][0]
     assert one["losses"] == pytest.approx(plain_torch(LLAMA)["losses"], abs=1e-5)
     assert "AutoTP" not in one["engine"]["sentence"]
@@ -221,7 +221,7 @@ def test_an_engine_without_parts_comes_after_one_with_them(found: dict[str, Any]
 
 @thorough()
 @pytest.mark.parametrize("name", ["zero-1 tied", "zero-2 bf16"])
-def test_a_new_engine_goes_on_where_the_checkpoint_was(name: str, found: dict[str, Any]) -> None:
+def test_a_new_engine_resumes_from_the_checkpoint(name: str, found: dict[str, Any]) -> None:
     straight, of_kept = found[name][0]["losses"], found["kept"][0][name]
     assert of_kept["went_on"] == pytest.approx(straight[SAVED_AFTER], abs=1e-6)
     assert of_kept["again"] == pytest.approx(straight[SAVED_AFTER:], abs=1e-6)
@@ -242,7 +242,7 @@ def test_a_new_engine_goes_on_where_the_checkpoint_was(name: str, found: dict[st
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_it_does_not_run_is_refused_before_any_rank(fields: dict[str, Any], words: str) -> None:
+def test_unsupported_plans_raise_before_any_rank_starts(fields: dict[str, Any], words: str) -> None:
     plan = made(**{"architecture": LLAMA, **fields})
     refusal = why_not_trained(plan)
     assert refusal is not None and words in refusal and "Nearest fix" in refusal

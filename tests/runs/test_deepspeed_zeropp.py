@@ -74,7 +74,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return on_ranks(4, plan, trained, folder)
 
 
-def test_losses_are_those_of_plain_torch(found: list[dict[str, Any]]) -> None:
+def test_losses_equal_those_of_plain_torch(found: list[dict[str, Any]]) -> None:
     from shardscope.training.model.model import build_model
     from shardscope.training.optimizers.optimizers import build_optimizer
 
@@ -93,7 +93,7 @@ def test_losses_are_those_of_plain_torch(found: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_second_partitions_are_as_large_as_predicted(method: str, found: list[dict[str, Any]]) -> None:
+def test_secondary_partitions_have_the_predicted_size(method: str, found: list[dict[str, Any]]) -> None:
     """Before the update those of all that forward released, after it those of what is frozen."""
     report, none = plan_of(method).memory(), tiny_report(method)
     for phase, seen in zip(("optimizer", "rest"), found[0][method]["second"], strict=True):
@@ -109,7 +109,7 @@ def tiny_report(method: str) -> Any:
     return replace(plan, layout=replace(plan.layout, zero_hpz_partition_size=1)).memory()
 
 
-def test_a_run_says_so(found: list[dict[str, Any]]) -> None:
+def test_the_engine_record_names_the_option(found: list[dict[str, Any]]) -> None:
     record = found[0]["full"]["engine"]
     assert record["zero_hpz_partition_size"] == 2
     assert record["sentence"].endswith(

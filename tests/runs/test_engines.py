@@ -64,7 +64,7 @@ def close(losses: list[float], expected: list[float], tolerance: float = 1e-4) -
     return max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < tolerance
 
 
-def test_the_reference_is_plain_torch(reference: dict[str, Any]) -> None:
+def test_the_reference_losses_are_plain_torchs(reference: dict[str, Any]) -> None:
     """No engine at all gives the reference's losses."""
     from shardscope.training.model.model import build_model
     from shardscope.training.optimizers.optimizers import build_optimizer
@@ -118,7 +118,9 @@ def test_fsdp2_on_two_ranks(reference: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
-def test_accumulation_equals_the_big_batch(framework: str, reference: dict[str, Any], tmp_path: Path) -> None:
+def test_gradient_accumulation_equals_the_large_batch(
+    framework: str, reference: dict[str, Any], tmp_path: Path
+) -> None:
     plan = tiny_plan(framework, 2, num_micro_batches=2, micro_batch_size=1)
     assert close(on_ranks(2, plan, five_losses, tmp_path)[0]["losses"], reference["losses"])
 
@@ -155,7 +157,7 @@ def uneven_labels(ctx: StandInContext) -> float:
     return float(ctx.engine.step(batch))
 
 
-def test_every_labelled_token_counts_once(tmp_path: Path) -> None:
+def test_every_labelled_token_is_weighted_once(tmp_path: Path) -> None:
     expected = on_ranks(1, tiny_plan("ddp", 1, micro_batch_size=4), uneven_labels, tmp_path / "one")[0]
     plan = tiny_plan("fsdp2", 2, num_micro_batches=2, micro_batch_size=1)
     assert abs(on_ranks(2, plan, uneven_labels, tmp_path / "two")[0] - expected) < 1e-5
@@ -174,7 +176,7 @@ def test_every_labelled_token_counts_once(tmp_path: Path) -> None:
         ("fsdp2", {"layout": {"reshard_after_forward": 2}}),
     ],
 )
-def test_other_ways_train_too(
+def test_other_methods_and_precisions_train(
     framework: str, fields: dict[str, Any], reference: dict[str, Any], tmp_path: Path
 ) -> None:
     result = on_ranks(2, tiny_plan(framework, 2, **fields), five_losses, tmp_path)[0]
@@ -287,7 +289,7 @@ def refusal(ctx: StandInContext) -> str:
     return "no refusal"
 
 
-def test_fsdp2_refuses_what_it_does_not_run(tmp_path: Path) -> None:
+def test_unsupported_fsdp2_plans_raise(tmp_path: Path) -> None:
     """In the words that were there before any rank."""
     plan = tiny_plan("fsdp2", 2, layout={"cp": 2}, recompute="offload")
     words = why_not_trained(plan)
@@ -347,7 +349,7 @@ def built_on_meta(ctx: StandInContext) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_from_meta_do_not_depend_on_the_world_size(tied: bool, tmp_path: Path) -> None:
+def test_weights_initialized_from_meta_do_not_depend_on_world_size(tied: bool, tmp_path: Path) -> None:
     llama = tiny_llama(tie_word_embeddings=tied)
     single = tiny_plan("fsdp2", 1, micro_batch_size=4, architecture=llama)
     alone = on_ranks(1, single, built_on_meta, tmp_path)[0]
@@ -384,7 +386,7 @@ def own_weights(ctx: StandInContext) -> dict[str, Any]:
     }
 
 
-def test_own_weights_are_kept_under_a_large_plan(tmp_path: Path) -> None:
+def test_a_models_own_weights_are_kept_under_a_large_plan(tmp_path: Path) -> None:
     """How a model is built hangs on what the task says of its weights, not on the plan's size alone."""
     plan = tiny_plan("fsdp2", 2, architecture=models["llama-3.2-1b"])
     for result in on_ranks(2, plan, own_weights, tmp_path):
@@ -401,7 +403,7 @@ def pretrained_from_meta(ctx: StandInContext) -> str:
     return str(ctx.records["engine"]["built_on"])
 
 
-def test_pretraining_a_large_plan_never_builds_it_whole(tmp_path: Path) -> None:
+def test_pretraining_a_large_plan_never_builds_the_whole_model(tmp_path: Path) -> None:
     assert on_ranks(2, tiny_plan("fsdp2", 2), pretrained_from_meta, tmp_path) == ["meta"] * 2
 
 
@@ -417,7 +419,7 @@ def no_labels(ctx: StandInContext) -> str:
     return ""
 
 
-def test_a_micro_batch_without_labels_is_refused_on_every_rank(tmp_path: Path) -> None:
+def test_a_micro_batch_without_labels_raises_on_every_rank(tmp_path: Path) -> None:
     for message in on_ranks(2, tiny_plan("ddp", 2), no_labels, tmp_path):
         assert "no labelled token" in message
 
@@ -503,7 +505,9 @@ def classified(ctx: StandInContext) -> list[float]:
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
-def test_a_classifier_weighs_every_label_once(framework: str, num_micro_batches: int, tmp_path: Path) -> None:
+def test_a_classification_loss_weights_every_label_once(
+    framework: str, num_micro_batches: int, tmp_path: Path
+) -> None:
     whole = tiny_plan("ddp", 1, micro_batch_size=8)
     expected = on_ranks(1, whole, classified, tmp_path / "one")[0]
     plan = tiny_plan(
@@ -520,7 +524,7 @@ def labelled_singly(ctx: StandInContext) -> list[float]:
     return [LossWeights([{"features": torch.zeros(1, 8), "labels": labels}])[0]]
 
 
-def test_a_single_label_is_a_label(tmp_path: Path) -> None:
+def test_a_batch_with_a_single_label_trains(tmp_path: Path) -> None:
     assert on_ranks(2, tiny_plan("ddp", 2), labelled_singly, tmp_path) == [[1.0], [1.0]]
 
 
@@ -578,7 +582,7 @@ def stopped_then_resumed(ctx: StandInContext) -> dict[str, Any]:
     }
 
 
-def test_a_stopped_run_resumes_where_it_was(tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_at_its_last_step(tmp_path: Path) -> None:
     result = on_ranks(2, tiny_plan("fsdp2", 2), stopped_then_resumed, tmp_path)[0]
     assert result["parts"] == result["whole"]
 
@@ -598,7 +602,7 @@ def recorded_steps(run: Any, rank: int) -> int:
 
 
 @pytest.mark.usefixtures("bounded_time", "nothing_left")
-def test_a_run_obeys_commands(tmp_path: Path) -> None:
+def test_a_run_obeys_commands_at_the_same_step(tmp_path: Path) -> None:
     run = launch(tiny_plan("fsdp2", 2), steered, folder=tmp_path)
     seconds_until(lambda: len(run.metrics()) > 10 or run.status == "failed")
     for steps in ("many", 2):
@@ -626,7 +630,9 @@ def test_a_run_obeys_commands(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("bounded_time", "nothing_left")
 @pytest.mark.parametrize(("num_steps", "expected"), few([(1, 1), (2, 1), (3, 2)], [(3, 2)]))
-def test_few_steps_are_recorded(num_steps: int, expected: int, tmp_path: Path) -> None:
+def test_short_runs_record_the_expected_number_of_steps(
+    num_steps: int, expected: int, tmp_path: Path
+) -> None:
     from shardscope.training.tasks.pretrain import Pretrain
 
     run = launch(tiny_plan("ddp", 2), Pretrain(num_steps=num_steps, profile=True), folder=tmp_path)

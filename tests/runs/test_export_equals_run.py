@@ -201,7 +201,7 @@ EVERY = few([*TWO, *FOUR], {*TWO, *FOUR} - MORE)
 
 @thorough()
 @pytest.mark.parametrize("name", EVERY)
-def test_the_exported_script_has_the_losses_of_the_run(
+def test_the_exported_script_has_the_same_losses_as_the_run(
     name: str, found: dict[str, list[dict[str, Any]]]
 ) -> None:
     run, script = (found[name][0][which]["losses"] for which in ("run", "script"))
@@ -214,7 +214,7 @@ def test_the_exported_script_has_the_losses_of_the_run(
 
 @thorough()
 @pytest.mark.parametrize("name", EVERY)
-def test_the_exported_script_makes_what_the_plan_says(
+def test_the_exported_script_builds_what_the_plan_says(
     name: str, found: dict[str, list[dict[str, Any]]]
 ) -> None:
     plan, ranks = plan_of(name), [rank["script"] for rank in found[name]]
@@ -242,7 +242,9 @@ def test_the_exported_script_makes_what_the_plan_says(
 
 @thorough()
 @pytest.mark.parametrize("name", EVERY)
-def test_what_the_exported_script_saves_opens(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
+def test_transformers_opens_the_exported_scripts_checkpoint(
+    name: str, found: dict[str, list[dict[str, Any]]]
+) -> None:
     plan, saved = plan_of(name), Path(found[name][0]["script"]["saved"])
     if plan.recipe.has_adapters:
         assert (saved / "adapter_model.safetensors").is_file()
@@ -263,7 +265,7 @@ def tensors_in(folder: Path) -> dict[str, Any]:
 
 @thorough()
 @pytest.mark.parametrize("name", EVERY)
-def test_the_exported_script_saves_what_the_run_exports(
+def test_the_exported_script_saves_the_same_weights_as_the_run(
     name: str, found: dict[str, list[dict[str, Any]]]
 ) -> None:
     saved = tensors_in(Path(found[name][0]["script"]["saved"]))
@@ -276,7 +278,7 @@ def test_the_exported_script_saves_what_the_run_exports(
         assert (one.float() - wanted).abs().mean() < close * (wanted.abs().mean() + 0.01), key
 
 
-def test_the_shipped_text_has_the_same_tokens_in_a_script() -> None:
+def test_the_shipped_text_has_the_same_tokens_in_the_exported_script() -> None:
     from tokenizers import Tokenizer
 
     from shardscope.training.data.windows import read_tokens

@@ -85,7 +85,9 @@ def test_accelerate_loads_its_yaml(exported: Any) -> None:
     assert found.num_machines == plan.cluster.num_nodes
 
 
-def test_accelerate_launch_makes_the_plan_of_it(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerate_launch_builds_the_plan_from_its_yaml(
+    exported: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The environment that its launcher gives to ranks, and the plugins that they make of that."""
     plan, folder = exported
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -134,7 +136,7 @@ def test_accelerate_launch_makes_the_plan_of_it(exported: Any, monkeypatch: pyte
         assert plan.degrees.shard == plan.world_size
 
 
-def test_deepspeed_takes_its_json(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_accepts_its_json(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, folder = exported
     needs("deepspeed")
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -162,7 +164,7 @@ def test_deepspeed_takes_its_json(exported: Any, monkeypatch: pytest.MonkeyPatch
         assert zero.param_persistence_threshold == layout.stage3_param_persistence_threshold
 
 
-def test_deepspeed_s_keys_are_all_known() -> None:
+def test_every_exported_deepspeed_key_is_known_to_deepspeed() -> None:
     """Every key of DeepSpeed's own classes is one that a plan holds, or one that is listed as left out."""
     needs("deepspeed")
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
@@ -189,7 +191,7 @@ def test_deepspeed_s_keys_are_all_known() -> None:
         assert not invented, invented
 
 
-def test_transformers_takes_its_arguments(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_accepts_the_exported_arguments(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, folder = exported
     from transformers import HfArgumentParser, TrainingArguments
 
@@ -217,7 +219,7 @@ def test_transformers_takes_its_arguments(exported: Any, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "hsdp"])
-def test_torch_takes_fully_shard_s_arguments(name: str) -> None:
+def test_torch_accepts_the_exported_fully_shard_arguments(name: str) -> None:
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -304,11 +306,11 @@ def parsed(plan: ss.Plan) -> dict[str, Any]:
     return vars(parser.parse_args(words))
 
 
-def test_megatron_s_flags_are_those_of_its_source() -> None:
+def test_exported_megatron_flags_exist_in_its_source() -> None:
     assert set(READ) == set(FLAGS)
 
 
-def test_megatron_core_has_the_fields_behind_the_flags() -> None:
+def test_megatron_core_has_a_field_for_each_flag() -> None:
     """Each flag is a field's name, ``no-`` or ``disable-`` one that is true, or what its metadata says."""
     needs("megatron")
     from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -326,7 +328,7 @@ def test_megatron_core_has_the_fields_behind_the_flags() -> None:
 
 
 @pytest.mark.parametrize("name", ["megatron", "experts"])
-def test_megatron_core_takes_the_numbers(name: str) -> None:
+def test_megatron_core_accepts_the_exported_values(name: str) -> None:
     """As Megatron-LM hands them on (core_transformer_config_from_args): a flag is the field of that name."""
     needs("megatron")
     from megatron.core.model_parallel_config import ModelParallelConfig
@@ -360,7 +362,7 @@ def test_megatron_core_takes_the_numbers(name: str) -> None:
         assert config.moe_layer_freq == [int(arch.is_moe_layer(i)) for i in range(arch.num_hidden_layers)]
 
 
-def test_every_family_that_megatron_builds_has_known_flags() -> None:
+def test_every_family_that_megatron_supports_exports_known_flags() -> None:
     for arch in ss.models.values():
         plan = ss.Plan(arch, EIGHT, ss.Recipe(seq_len=512), ss.Layout.megatron())
         if any(file.name == "megatron_arguments.txt" for file in list_files(plan)):

@@ -50,7 +50,7 @@ ON_CPU = Path(__file__).with_name("megatron_on_cpu.py")
 
 
 @pytest.mark.parametrize(("framework", "start"), few(product(LAYOUTS, STARTS), KEPT))
-def test_train_py_trains(framework: str, start: str, tmp_path: Path) -> None:
+def test_exported_train_py_trains(framework: str, start: str, tmp_path: Path) -> None:
     """Copied to a folder and started there on two ranks, it trains and saves a model that opens."""
     if framework in ("deepspeed", "megatron"):
         skip_without(framework)
@@ -82,13 +82,13 @@ def ran(command: list[str], folder: Path) -> str:
 
 
 @thorough()
-def test_torchrun_sh_starts_it(tmp_path: Path) -> None:
+def test_exported_torchrun_sh_starts_train_py(tmp_path: Path) -> None:
     plan = ss.Plan(MODEL, ss.Cluster.parse("2xcpu"), ss.Recipe(**RECIPE), ss.Layout.ddp())
     plan.export(tmp_path)
     assert "step 2 loss" in ran(["./torchrun.sh", "--steps", "2"], tmp_path)
 
 
-def test_ranks_other_than_the_plan_s_are_refused(tmp_path: Path) -> None:
+def test_another_number_of_ranks_than_the_plans_raises(tmp_path: Path) -> None:
     plan = ss.Plan(MODEL, ss.Cluster.parse("2xcpu"), ss.Recipe(**RECIPE), ss.Layout.ddp())
     plan.export(tmp_path)
     done = subprocess.run(

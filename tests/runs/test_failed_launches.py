@@ -123,7 +123,7 @@ def test_fault_61_a_supervisor_that_cannot_be_started(
 
 
 @pytest.mark.parametrize("executable", ["/nowhere/bin/python", ""])
-def test_fault_61_an_interpreter_that_is_gone(
+def test_fault_61_a_deleted_interpreter(
     executable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leases: set[int]
 ) -> None:
     monkeypatch.setattr(sys, "executable", executable)
@@ -175,7 +175,7 @@ def break_handle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("harm", [break_threads, break_supervisor_record, break_handle])
-def test_fault_61_a_launch_that_raises_trains_nothing(
+def test_fault_61_a_launch_that_raises_leaves_nothing(
     harm: Callable[[pytest.MonkeyPatch], None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -44,7 +44,7 @@ CASES = [
     ),
 ]
 IN_EVERY_TEST = ("raises", "unspeakable", "long", "exits_at_once", "segfaults")
-"""The story of a run (test_story.py) has one that is killed."""
+"""The story of a run (test_hanging_run.py) has one that is killed."""
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_fault_10_a_rank_killed_from_outside(plan: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.alone
-def test_fault_04_a_failure_beside_a_rank_that_ignores_sigterm(plan: Any, tmp_path: Path) -> None:
+def test_fault_04_a_rank_fails_while_another_ignores_sigterm(plan: Any, tmp_path: Path) -> None:
     """Left to torch elastic, this takes 30 seconds."""
     run = launch(plan, tasks.raises_beside_deaf, folder=tmp_path)
     seconds_until(run.metrics)
@@ -99,7 +99,7 @@ def test_fault_04_a_failure_beside_a_rank_that_ignores_sigterm(plan: Any, tmp_pa
     assert run.reason == "rank 1 raised LookupError: rank 1 first"
 
 
-def test_a_task_that_cannot_be_loaded(plan: Any, tmp_path: Path) -> None:
+def test_a_task_that_cannot_be_imported_fails_the_run(plan: Any, tmp_path: Path) -> None:
     task = tasks.Log()
     task.preload = ("no_such_module_anywhere",)  # type: ignore[attr-defined]
     run = launch(plan, task, folder=tmp_path)
@@ -150,7 +150,7 @@ def test_fault_14_a_port_taken_between_choosing_and_binding(ranks: int) -> None:
     assert words[:-1] == ranks * [f"up {words[-1].split()[-1]}"]
 
 
-def test_fault_11_consequences_come_last(tmp_path: Path) -> None:
+def test_fault_11_consequences_are_listed_after_the_cause(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.create()
     write_json(folder.error(0), {"time": 1.0, "summary": "raised A", "traceback": "a", "peer_lost": True})
@@ -163,7 +163,7 @@ def test_fault_11_consequences_come_last(tmp_path: Path) -> None:
     assert failure is not None and failure.rank == 1 and "SIGKILL" in failure.reason
 
 
-def test_fault_25_the_clock_is_set_under_way(
+def test_fault_25_the_clock_is_set_during_a_run(
     plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That of every process of the run, forth and back by months: it goes on, and the order is kept."""
@@ -211,7 +211,7 @@ def test_fault_11_a_rank_that_torch_reaped_first_still_ended_first(
     assert not has_rank_died(folder)
 
 
-def test_fault_11_what_torch_reaped_first_tells_its_code_at_once(tmp_path: Path) -> None:
+def test_fault_11_the_exit_code_of_a_rank_that_torch_reaped_is_written_at_once(tmp_path: Path) -> None:
     """Not only once the other ranks are gone: a launcher that is ended meanwhile could not any more."""
     code = """
     import multiprocessing, os, sys
@@ -239,7 +239,7 @@ def test_fault_11_what_torch_reaped_first_tells_its_code_at_once(tmp_path: Path)
     assert '"rank": 1, "code": 7' in done.stdout
 
 
-def test_fault_11_the_launcher_waits_for_those_who_watch_its_ranks(tmp_path: Path) -> None:
+def test_fault_11_the_launcher_waits_for_the_threads_that_watch_its_ranks(tmp_path: Path) -> None:
     """torch elastic may say that a rank failed before how the others ended is written."""
     folder = RunFolder(tmp_path / "run")
     folder.create()
@@ -273,7 +273,7 @@ def test_a_failure_is_logged_without_torchs_compiler() -> None:
     assert "Traceback (most recent call last)" in done.stderr and "LookupError: why" in done.stderr
 
 
-def test_fault_11_what_a_lost_peer_looks_like() -> None:
+def test_fault_11_errors_of_a_lost_peer_are_recognized() -> None:
     gloo = 'File "torch/distributed/x.py"\nRuntimeError: [gloo/transport/tcp] Connection closed by peer'
     assert looks_like_peer_lost("RuntimeError", gloo)
     waited = (
@@ -287,7 +287,7 @@ def test_fault_11_what_a_lost_peer_looks_like() -> None:
     assert not looks_like_peer_lost("ValueError", "broken pipe in my head")
 
 
-def test_fault_13_exceptions_beyond_words() -> None:
+def test_fault_13_exceptions_without_readable_text() -> None:
     class Worst(BaseException):
         def __str__(self) -> str:
             raise KeyboardInterrupt

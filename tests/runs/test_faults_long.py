@@ -86,7 +86,7 @@ asks_unshare = pytest.mark.skipif(shutil.which("unshare") is None, reason="needs
 
 @long_one
 @asks_unshare
-def test_fault_23_a_disk_that_fills_up_under_way(tmp_path: Path) -> None:
+def test_fault_23_a_disk_that_fills_up_during_a_run(tmp_path: Path) -> None:
     said = on_a_small_disk(SMALL_DISK, tmp_path)
     assert "was finished | the task returned on every rank" in said, said
     assert "said True" in said
@@ -95,7 +95,7 @@ def test_fault_23_a_disk_that_fills_up_under_way(tmp_path: Path) -> None:
 
 @long_one
 @asks_unshare
-def test_fault_23_a_disk_that_stays_full_is_no_failure_and_hides_none(tmp_path: Path) -> None:
+def test_fault_23_a_full_disk_neither_causes_nor_hides_a_failure(tmp_path: Path) -> None:
     told = on_a_small_disk(NO_ROOM, tmp_path).splitlines()
     ends = {(line.split()[0], line.split()[1]): line.split(maxsplit=2)[2] for line in told}
     for ranks in ("1", "2"):

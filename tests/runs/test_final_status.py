@@ -67,7 +67,7 @@ for run in runs:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs env --ignore-signal, of GNU: run it on Linux")
-def test_fault_51_ends_are_true_where_sigchld_is_ignored(tmp_path: Path) -> None:
+def test_fault_51_the_status_is_right_with_sigchld_ignored(tmp_path: Path) -> None:
     """The kernel inherited that from whoever started it, and the supervisor from the kernel."""
     one, returns, dies = run_kernel(ENDS, tmp_path, "env", "--ignore-signal=CHLD")
     assert one.startswith("one | failed | rank 0 raised LookupError"), one
@@ -87,7 +87,7 @@ time.sleep(10)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs env --ignore-signal, of GNU: run it on Linux")
-def test_fault_51_a_killed_supervisor_is_tidied_up_after_where_sigchld_is_ignored(tmp_path: Path) -> None:
+def test_fault_51_a_killed_supervisor_is_cleaned_up_after_with_sigchld_ignored(tmp_path: Path) -> None:
     kernel = start_kernel(
         LOSES_ITS_SUPERVISOR, tmp_path, "env", "--ignore-signal=CHLD", stdout=subprocess.PIPE
     )
@@ -139,7 +139,7 @@ def test_fault_54_a_kernel_without_standard_streams(closed: str, tmp_path: Path)
     assert endless.wait(10) == "stopped" and endless.reason == "the kernel that launched it ended"
 
 
-def test_fault_56_what_a_task_leaves_behind_does_not_keep_its_run(
+def test_fault_56_leftover_threads_and_processes_do_not_keep_a_run_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHARDSCOPE_GRACE_SECONDS", "1")
@@ -156,7 +156,7 @@ def test_fault_56_what_a_task_leaves_behind_does_not_keep_its_run(
     seconds_until(lambda: not processes_of(tmp_path), 5)
 
 
-def test_fault_56_a_daemon_alone_does_not_keep_its_run(
+def test_fault_56_a_leftover_daemon_does_not_keep_a_run_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHARDSCOPE_GRACE_SECONDS", "0.5")
@@ -173,7 +173,7 @@ class Daemon:
             tasks.leaves_a_thread_and_a_daemon(ctx)
 
 
-def test_fault_56_a_stop_after_the_end_stops_nothing(tmp_path: Path) -> None:
+def test_fault_56_a_stop_after_the_end_changes_nothing(tmp_path: Path) -> None:
     run = launch(make_plan(1), tasks.leaves_a_thread_and_a_daemon, folder=tmp_path)
     marker = run.folder / "ranks" / "rank-0.json"
     seconds_until(lambda: marker.exists() and "finished" in marker.read_text(), 60)
@@ -203,7 +203,9 @@ def test_a_stop_counts_if_it_was_requested_before_the_tasks_returned(is_first: b
     assert run.wait(30) == ("stopped" if is_first else "finished")
 
 
-def test_fault_56_a_save_that_goes_on_is_not_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_56_an_asynchronous_save_is_not_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SHARDSCOPE_GRACE_SECONDS", "2")  # Less than the save takes.
     run = launch(make_plan(1), tasks.leaves_a_save, folder=tmp_path)
     assert run.wait(60) == "finished"
@@ -211,7 +213,7 @@ def test_fault_56_a_save_that_goes_on_is_not_cut_off(tmp_path: Path, monkeypatch
     assert (run.folder / "saved.bin").stat().st_size == 30 * 2**20
 
 
-def test_a_crash_after_the_task_returned_is_told_and_no_failure(tmp_path: Path) -> None:
+def test_a_crash_after_the_task_returned_is_in_the_reason_of_a_finished_run(tmp_path: Path) -> None:
     run = launch(make_plan(1), tasks.crashes_at_exit, folder=tmp_path)
     assert run.wait(60) == "finished"
     assert run.reason.startswith("the task returned on every rank; later, rank 0 crashed with SIGSEGV")
@@ -230,7 +232,7 @@ LAZY: list[tuple[Callable[..., Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("task", "named", "fix"), LAZY)
-def test_fault_57_a_function_whose_call_runs_nothing_is_refused(
+def test_fault_57_an_async_or_generator_function_raises_at_launch(
     task: Callable[..., Any], named: str, fix: str, tmp_path: Path
 ) -> None:
     with pytest.raises(FieldError) as caught:
@@ -239,12 +241,12 @@ def test_fault_57_a_function_whose_call_runs_nothing_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_fault_57_a_script_function_whose_call_runs_nothing_is_refused() -> None:
+def test_fault_57_an_async_or_generator_script_function_raises_at_launch() -> None:
     with pytest.raises(FieldError, match=r"Script\.source is 'async def asynchronous'"):
         Script(tasks.asynchronous, arguments=(1,))
 
 
-def test_fault_57_a_coroutine_that_comes_back_is_a_failure(tmp_path: Path) -> None:
+def test_fault_57_a_returned_coroutine_fails_the_run(tmp_path: Path) -> None:
     run = launch(make_plan(1), tasks.returns_a_coroutine, folder=tmp_path)
     assert run.wait(60) == "failed"
     assert "the task returned the coroutine asynchronous, which never ran" in run.reason
@@ -257,7 +259,7 @@ def test_fault_57_a_coroutine_that_comes_back_is_a_failure(tmp_path: Path) -> No
         (1, tasks.exits_with_nothing, "rank 0 called sys.exit() before its task returned"),
     ],
 )
-def test_fault_61_sys_exit_0_in_mid_task_is_no_return(
+def test_fault_61_sys_exit_0_inside_a_task_fails_the_run(
     ranks: int, task: Callable[..., Any], reason: str, tmp_path: Path
 ) -> None:
     run = launch(make_plan(ranks), task, folder=tmp_path)
@@ -274,7 +276,7 @@ print(100 < len(run.metrics()) < 4000, 50_000 < (run.folder / "logs" / "rank-0.l
 """
 
 
-def test_fault_61_a_limit_on_the_size_of_files_costs_output_only(tmp_path: Path) -> None:
+def test_fault_61_a_file_size_limit_costs_only_output(tmp_path: Path) -> None:
     """EFBIG, as ENOSPC: what is printed and logged beyond is lost, and the run goes on."""
     status, sizes = run_kernel(LIMITED, tmp_path)
     assert status == "finished | the task returned on every rank"

@@ -111,7 +111,7 @@ def expected(models: dict[str, Path]) -> dict[str, list[float]]:
 
 @thorough()
 @pytest.mark.parametrize("start", few(STARTS, ["torch"]))
-def test_every_engine_begins_with_the_stored_models_losses(
+def test_every_engine_starts_with_the_pretrained_models_loss(
     start: str, models: dict[str, Path], expected: dict[str, list[float]], tmp_path: Path
 ) -> None:
     framework, names = STARTS[start]
@@ -171,7 +171,7 @@ def most_held_by_stage_3(ctx: StandInContext, small: Path, wide: Path) -> float:
 
 @thorough()
 @asks_linux
-def test_no_rank_of_stage_3_holds_the_whole_model(models: dict[str, Path], tmp_path: Path) -> None:
+def test_no_zero_3_rank_holds_the_whole_model(models: dict[str, Path], tmp_path: Path) -> None:
     skip_without("deepspeed")
     wide = write_model(tmp_path / "wide", WIDE, torch.bfloat16, max_shard_size="16MB")
     plan, body = plan_of(wide, Layout.zero(stage=3)), partial(most_held_by_stage_3, wide=wide)
@@ -195,9 +195,7 @@ WIDER = {**WIDE, "hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 2
 @thorough()
 @asks_linux
 @pytest.mark.parametrize("layout", [Layout.ddp(), Layout.fsdp2()], ids=["ddp", "fsdp2"])
-def test_no_rank_holds_a_base_that_is_not_packed_yet(
-    layout: Any, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_no_rank_holds_an_unquantized_base(layout: Any, models: dict[str, Path], tmp_path: Path) -> None:
     skip_without("bitsandbytes")
     wide = write_model(tmp_path / "wide", WIDER, torch.bfloat16, max_shard_size="100MB")
     body = partial(most_held_packed, small=models["llama"], wide=wide, layout=layout)
@@ -208,7 +206,7 @@ def test_no_rank_holds_a_base_that_is_not_packed_yet(
 
 @thorough()
 @asks_linux
-def test_no_rank_of_fsdp2_holds_the_whole_model(models: dict[str, Path], tmp_path: Path) -> None:
+def test_no_fsdp2_rank_holds_the_whole_model(models: dict[str, Path], tmp_path: Path) -> None:
     wide = write_model(tmp_path / "wide", WIDE, torch.bfloat16, max_shard_size="16MB")
     plan = plan_of(wide, Layout.fsdp2())
     for held in on_ranks(2, plan, partial(most_held, small=models["llama"], wide=wide), tmp_path / "ranks"):
@@ -220,7 +218,7 @@ def test_no_rank_of_fsdp2_holds_the_whole_model(models: dict[str, Path], tmp_pat
 
 
 @pytest.mark.usefixtures("bounded_time", "nothing_left")
-def test_a_model_goes_in_trains_and_comes_out_as_one(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_pretrained_model_is_fine_tuned_and_exported(models: dict[str, Path], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     text = tmp_path / "text.txt"

@@ -20,7 +20,7 @@ pytestmark = thorough()
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_layer_keeps_what_it_keeps_in_bf16(
+def test_a_float8_layer_saves_the_same_tensors_as_in_bf16(
     monkeypatch: pytest.MonkeyPatch, family: str, recompute: str
 ) -> None:
     float8: Any = needs("torchao.float8")
@@ -61,7 +61,7 @@ def has_8_bit_product() -> bool:
 @pytest.mark.parametrize(
     ("tokens", "inner", "out"), [(256, 32, 32), (256, 32, 64), (256, 64, 32), (32, 64, 128)]
 )
-def test_what_casting_takes(tokens: int, inner: int, out: int) -> None:
+def test_casts_of_a_float8_backward_take_the_predicted_bytes(tokens: int, inner: int, out: int) -> None:
     float8: Any = needs("torchao.float8")
     module = torch.nn.Sequential(torch.nn.Linear(inner, out, bias=False, dtype=torch.bfloat16))
     float8.convert_to_float8_training(module, config=float8.Float8LinearConfig())
@@ -75,7 +75,7 @@ def test_what_casting_takes(tokens: int, inner: int, out: int) -> None:
     assert watch.most == pytest.approx(compute_linear_working(tokens, out, inner), rel=0.01)
 
 
-def test_arrays_give_the_same_bytes() -> None:
+def test_arrays_give_the_same_bytes_as_numbers() -> None:
     tokens = np.array([1, 100, 4096], dtype=np.int64)
     assert compute_linear_working(tokens, 512, 2048).tolist() == [
         compute_linear_working(n, 512, 2048) for n in tokens.tolist()

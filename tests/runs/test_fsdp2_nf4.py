@@ -100,7 +100,7 @@ def trained_on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
 @pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_packed_weights_are_cut_and_their_scales_are_not(
+def test_nf4_weights_are_sharded_and_their_scales_are_not(
     method: Any, precision: Any, trained_on_two_ranks: dict[str, Any]
 ) -> None:
     whole, cut, kept, gathered, trained = trained_on_two_ranks[f"{method} {precision}"]

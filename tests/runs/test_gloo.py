@@ -36,7 +36,7 @@ print("done")
 """
 
 
-def test_groups_have_one_thread_on_the_interfaces_that_are_named() -> None:
+def test_gloo_groups_have_one_thread_on_the_configured_interfaces() -> None:
     for interfaces in ("lo", "lo,lo", ""):
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT, interfaces],
@@ -75,7 +75,7 @@ print("done")
 
 
 @thorough()
-def test_a_group_is_handed_out_when_every_rank_has_connected(tmp_path: Path) -> None:
+def test_a_group_is_returned_once_every_rank_has_connected(tmp_path: Path) -> None:
     """A rank that left before would close connections that the others are still making."""
     ranks = [
         subprocess.Popen(

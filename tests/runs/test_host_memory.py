@@ -29,7 +29,7 @@ print(run.wait(100))
 
 
 @pytest.mark.usefixtures("bounded_time", "nothing_left")
-def test_fault_10_the_kernel_kills_a_rank_for_want_of_memory(tmp_path: Path) -> None:
+def test_fault_10_the_kernels_oom_killer_ends_a_rank(tmp_path: Path) -> None:
     """In a memory group of its own, so that nothing else on the machine is short of any."""
     with limited_memory(LIMIT_BYTES) as members:
         done = subprocess.run(

@@ -29,7 +29,7 @@ from shardscope.runs.run import Run, runs
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
 
 
-def test_finishes_with_metrics_of_both_ranks(plan: Any, tmp_path: Path) -> None:
+def test_a_run_finishes_with_metrics_of_both_ranks(plan: Any, tmp_path: Path) -> None:
     before = dict(os.environ)
     run = launch(plan, tasks.collective, folder=tmp_path)
     assert run.status in ("starting", "running")
@@ -65,7 +65,7 @@ def test_finishes_with_metrics_of_both_ranks(plan: Any, tmp_path: Path) -> None:
     assert run.status == "finished" and not (run.folder / "control.jsonl").exists()
 
 
-def test_one_rank_has_a_process_group_too(tmp_path: Path) -> None:
+def test_a_single_rank_has_a_process_group(tmp_path: Path) -> None:
     run = launch(make_plan(1), tasks.collective, name="alone", folder=tmp_path)
     assert run.wait(60) == "finished", run.error
     assert run.folder == tmp_path / "alone"
@@ -103,7 +103,7 @@ def test_fault_15_17_27_two_runs_at_once_from_threads(
     assert len(set(ports)) == 2 and len({run.folder for run in started}) == 2
 
 
-def test_fault_06_29_a_function_of_the_notebook_that_torch_never_enters(tmp_path: Path) -> None:
+def test_fault_06_29_a_notebook_function_without_torch(tmp_path: Path) -> None:
     """The kernel: __main__'s function crosses by value, torch stays out, the wait ends at an interrupt."""
     kernel = tmp_path / "kernel.py"
     kernel.write_text(
@@ -196,7 +196,7 @@ def test_fault_22_accelerate_and_a_noisy_rank(plan: Any, tmp_path: Path) -> None
     assert len(noisy.logs(0, max_bytes=10)) <= 10
 
 
-def test_no_rank_begins_before_all_have_joined(plan: Any, tmp_path: Path) -> None:
+def test_no_rank_starts_before_all_have_joined(plan: Any, tmp_path: Path) -> None:
     """One that left at once would close its connection before a slower one has noticed that it was made."""
     run = launch(plan, tasks.LateToJoin(), folder=tmp_path)
     assert run.wait(80) == "finished", run.error
@@ -205,7 +205,7 @@ def test_no_rank_begins_before_all_have_joined(plan: Any, tmp_path: Path) -> Non
     assert min(m["begun"] for m in told) >= max(m["joined"] for m in told)
 
 
-def test_fault_16_a_live_name_is_refused(plan: Any, tmp_path: Path) -> None:
+def test_fault_16_the_name_of_a_live_run_raises(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.Log(1000, 0.1), name="same", folder=tmp_path)
     with pytest.raises(ValueError, match=r"'same'.*run\.stop\(\)"):
         launch(plan, tasks.Log(), name="same", folder=tmp_path)
@@ -213,7 +213,7 @@ def test_fault_16_a_live_name_is_refused(plan: Any, tmp_path: Path) -> None:
     assert run.wait(30) == "stopped"
 
 
-def test_fault_19_unpicklable_things_are_named(plan: Any, tmp_path: Path) -> None:
+def test_fault_19_the_unpicklable_object_is_named(plan: Any, tmp_path: Path) -> None:
     lock = threading.Lock()
 
     def train(ctx: Any) -> object:
@@ -241,25 +241,25 @@ def test_fault_21_missing_extra(plan: Any, tmp_path: Path, monkeypatch: pytest.M
         launch(plan, tasks.Log(), folder=tmp_path)
 
 
-def test_fault_18_more_ranks_than_the_machine_bears(tmp_path: Path) -> None:
+def test_fault_18_more_ranks_than_the_machine_supports(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"plan\.world_size is 1024; allowed: 1 to"):
         launch(make_plan(1024), tasks.Log(), folder=tmp_path)
 
 
 @pytest.mark.parametrize("plan", [None, 7, "8xh100", Architecture.of_size("2m"), Plan])
-def test_what_is_no_plan(plan: Any, tmp_path: Path) -> None:
+def test_a_plan_of_another_type_raises(plan: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"launch\.plan is .*allowed: a Plan"):
         launch(plan, tasks.Log(), folder=tmp_path)
 
 
 @pytest.mark.parametrize("task", [None, 7, "train", tasks.Log])
-def test_what_is_no_task(task: Any, plan: Any, tmp_path: Path) -> None:
+def test_a_task_of_another_type_raises(task: Any, plan: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"launch\.task is .*allowed: a callable f\(ctx\)"):
         launch(plan, task, folder=tmp_path)
 
 
 @pytest.mark.parametrize("folder", [5, True, float("nan"), [], b"runs", "a\0b"])
-def test_what_is_no_folder(folder: Any, plan: Any) -> None:
+def test_an_invalid_folder_raises(folder: Any, plan: Any) -> None:
     with pytest.raises(ValueError, match=r"launch\.folder is .*allowed: text or a Path"):
         launch(plan, tasks.Log(), folder=folder)
 
@@ -307,7 +307,7 @@ def test_no_token_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert not file.is_file() or b"hf_secret" not in file.read_bytes(), file
 
 
-def test_a_collected_handle_ends_nothing(tmp_path: Path) -> None:
+def test_garbage_collection_of_a_handle_ends_no_run(tmp_path: Path) -> None:
     import gc
 
     folder = launch(make_plan(1), tasks.Log(20, 0.05), folder=tmp_path).folder
@@ -346,7 +346,7 @@ while not second.metrics():
             process.kill()
 
 
-def test_supervisor_is_light(plan: Any, tmp_path: Path) -> None:
+def test_the_supervisor_uses_little_memory(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.Log(1000, 0.1), folder=tmp_path)
     seconds_until(run.metrics)
     supervisor = next(p for p in processes_of(tmp_path) if "shardscope.runs.launch.supervisor" in p.cmdline())
@@ -355,7 +355,7 @@ def test_supervisor_is_light(plan: Any, tmp_path: Path) -> None:
     assert run.wait(10) == "stopped"
 
 
-def test_a_damaged_run_has_the_name(tmp_path: Path) -> None:
+def test_a_launch_with_the_name_of_a_damaged_run_gets_a_number(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     for file in ("run.json", "status.jsonl"):
         (tmp_path / "mine" / file).write_text("{")

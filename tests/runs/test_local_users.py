@@ -87,7 +87,7 @@ def _listening(processes: list[psutil.Process]) -> set[int]:
 
 
 @as_another_user
-def test_the_stranger_of_these_tests_reaches_a_store_that_is_open() -> None:
+def test_another_local_user_of_these_tests_reaches_an_open_store() -> None:
     """What the test above finds closed is found open where it is."""
     code = textwrap.dedent("""
         import json, os, subprocess, sys, torch.distributed as dist
@@ -102,7 +102,7 @@ def test_the_stranger_of_these_tests_reaches_a_store_that_is_open() -> None:
     assert '"was here"' in done.stdout
 
 
-def test_groups_that_a_task_makes_anew_meet_without_a_port(plan: Any, tmp_path: Path) -> None:
+def test_groups_created_by_a_task_need_no_port(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.makes_its_group_anew, folder=tmp_path)
     assert run.wait(60) == "finished", run.error
     assert [line["total"] for line in run.metrics()] == 2 * [1.0, 1.0]

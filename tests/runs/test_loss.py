@@ -19,7 +19,7 @@ from shardscope.training.model.loss import chunked_cross_entropy
 @pytest.mark.parametrize("mode", ["bf16", "fp32", "autocast"])
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize(("vocab", "hidden", "chunk"), [(1000, 64, 128), (1000, 512, 128), (600, 256, 256)])
-def test_memory(
+def test_loss_memory_is_as_predicted(
     monkeypatch: pytest.MonkeyPatch, mode: str, trained: bool, vocab: int, hidden: int, chunk: int
 ) -> None:
     tokens = 512
@@ -52,7 +52,7 @@ def test_memory(
     assert abs(watch.most - cast - predicted.backward) <= slack
 
 
-def test_numbers() -> None:
+def test_chunked_loss_equals_the_plain_loss() -> None:
     torch.manual_seed(0)
     states = torch.randn(300, 32, requires_grad=True)
     weight = torch.randn(80, 32, requires_grad=True)
@@ -70,7 +70,7 @@ def test_numbers() -> None:
 
 
 @pytest.mark.parametrize("formula", [head.compute_chunked_loss, head.compute_fused_loss])
-def test_arrays_give_the_same_bytes(formula: Any) -> None:
+def test_arrays_give_the_same_bytes_as_numbers(formula: Any) -> None:
     modules = Modules(kernels="liger", autocast=False, compute=2, seq_len=64)
     tokens = np.array([1, 7, 512, 4096, 40_000], dtype=np.int64)
     together = formula(tokens, 128_256, 4096, modules)
@@ -79,7 +79,7 @@ def test_arrays_give_the_same_bytes(formula: Any) -> None:
         assert (together.forward[index], together.backward[index]) == tuple(alone)
 
 
-def test_liger_by_hand() -> None:
+def test_liger_loss_memory_equals_a_hand_count() -> None:
     """Llama-3.1-8B at 4,096 tokens: inc_factor 32, so chunks of 128 tokens, as Liger's own lines compute."""
     modules = Modules(kernels="liger", autocast=False, compute=2, seq_len=4096)
     found = head.compute_fused_loss(4096, 128_256, 4096, modules)

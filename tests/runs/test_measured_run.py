@@ -23,7 +23,7 @@ def plan_of(layout: ss.Layout, **recipe: Any) -> ss.Plan:
     ("framework", "recompute"),
     few([("ddp", "none"), ("fsdp2", "none"), ("fsdp2", "full")], [("fsdp2", "full")]),
 )
-def test_components_of_a_run_are_the_predicted_ones(framework: str, recompute: str, tmp_path: Path) -> None:
+def test_measured_components_equal_the_predicted_ones(framework: str, recompute: str, tmp_path: Path) -> None:
     plan = plan_of(getattr(ss.Layout, framework)(), recompute=recompute)
     run = ss.launch(plan, ss.Pretrain(num_steps=3, memory_snapshot=True), folder=tmp_path)
     assert run.wait(120) == "finished", run.error

@@ -19,7 +19,7 @@ from shardscope.core.layer_parts import MixtureOfExperts
 torch = needs("torch")
 needs("transformers")
 
-from gathered_attention import (  # noqa: E402
+from all_gather_attention import (  # noqa: E402
     GatheredAttention,
     KeysStayAtHome,
     NothingComesBack,
@@ -228,7 +228,7 @@ def ranks(name: str, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_parts_of_sequences_train_what_one_process_trains(name: str, ranks: list[dict[str, Any]]) -> None:
+def test_context_parallel_megatron_trains_like_one_process(name: str, ranks: list[dict[str, Any]]) -> None:
     alone, loose = ranks[0]["single"], LOOSE.get(name, 1e-4)
     assert alone["losses"][0] - alone["losses"][-1] > 1
     for rank in ranks:
@@ -238,7 +238,7 @@ def test_parts_of_sequences_train_what_one_process_trains(name: str, ranks: list
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_ranks_hold_what_was_planned(name: str, ranks: list[dict[str, Any]]) -> None:
+def test_rank_memory_is_as_planned(name: str, ranks: list[dict[str, Any]]) -> None:
     for number, stage in enumerate(CASES[name].memory().by_stage):
         planned = stage.at("optimizer").components
         held = [rank["held"] for rank in ranks if rank["record"]["stage"] == number]
@@ -247,7 +247,7 @@ def test_ranks_hold_what_was_planned(name: str, ranks: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_it_says_what_it_made(name: str, ranks: list[dict[str, Any]]) -> None:
+def test_the_engine_record_describes_the_run(name: str, ranks: list[dict[str, Any]]) -> None:
     degrees = CASES[name].degrees
     for rank in ranks:
         record = rank["record"]
@@ -263,7 +263,7 @@ def test_it_says_what_it_made(name: str, ranks: list[dict[str, Any]]) -> None:
 
 
 @thorough()
-def test_a_checkpoint_goes_on_over_parts_and_over_whole_sequences(more: Any, folder: Path) -> None:
+def test_a_checkpoint_resumes_with_and_without_context_parallelism(more: Any, folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     for rank in more:
@@ -278,21 +278,21 @@ def test_a_checkpoint_goes_on_over_parts_and_over_whole_sequences(more: Any, fol
 
 
 @pytest.mark.parametrize("broken", ["keys", "gradients"])
-def test_attention_that_is_not_over_whole_sequences_ends_the_run(broken: str, two: Any) -> None:
+def test_attention_over_partial_sequences_fails_the_run(broken: str, two: Any) -> None:
     for rank in two:
         words = "the plan splits sequences over cp=2 ranks, and attention over them is "
         assert rank[broken].startswith(words) and "off what it is over the whole sequence" in rank[broken]
 
 
-def test_layers_with_another_attention_end_the_run(two: Any) -> None:
+def test_layers_with_another_attention_fail_the_run(two: Any) -> None:
     for rank in two:
         assert rank["another"].endswith("core attention ['GatheredAttention'], and Megatron-core has ['Own']")
 
 
-def test_rows_that_come_apart_in_no_equal_pieces_are_refused(two: Any) -> None:
+def test_sequences_that_cannot_be_split_equally_raise(two: Any) -> None:
     for rank in two:
         assert rank["short"].startswith("batch is 'rows of 30 tokens'; allowed: rows of a multiple of 4")
 
 
-def test_each_has_a_piece_from_the_front_and_one_from_the_back(two: Any) -> None:
+def test_each_rank_gets_a_chunk_from_the_front_and_one_from_the_back(two: Any) -> None:
     assert [rank["positions"] for rank in two] == [[0, 1, 6, 7], [2, 3, 4, 5]]

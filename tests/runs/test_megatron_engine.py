@@ -268,7 +268,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_trains_what_transformers_trains(name: str, ranks: list[dict[str, Any]]) -> None:
+def test_megatron_trains_like_transformers(name: str, ranks: list[dict[str, Any]]) -> None:
     expected = ranks[0][name]["single"]
     for rank in ranks:
         found = rank[name]
@@ -278,20 +278,20 @@ def test_it_trains_what_transformers_trains(name: str, ranks: list[dict[str, Any
     assert expected["losses"][0] > expected["losses"][-1]
 
 
-def test_fault_31_a_task_goes_on_at_other_degrees(ranks: list[dict[str, Any]]) -> None:
+def test_fault_31_a_task_resumes_at_other_degrees(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         found = rank["resumed"]
         assert len(found["straight"]) == 6
         assert found["chained"] == pytest.approx(found["straight"], abs=1e-4)
 
 
-def test_it_begins_from_a_models_files(ranks: list[dict[str, Any]]) -> None:
+def test_megatron_loads_pretrained_weights(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["from files"]["losses"] == pytest.approx(rank["from files"]["alone"], abs=1e-4)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_hold_what_was_planned(name: str, ranks: list[dict[str, Any]]) -> None:
+def test_rank_memory_is_as_planned(name: str, ranks: list[dict[str, Any]]) -> None:
     for number, stage in enumerate(CASES[name].memory().by_stage):
         planned = stage.at("optimizer").components
         held = [rank[name]["held"] for rank in ranks if rank[name]["record"]["stage"] == number]
@@ -299,7 +299,7 @@ def test_ranks_hold_what_was_planned(name: str, ranks: list[dict[str, Any]]) -> 
             assert max(each[component] for each in held) == planned[component], component
 
 
-def test_it_says_what_it_made(ranks: list[dict[str, Any]]) -> None:
+def test_the_engine_record_describes_the_run(ranks: list[dict[str, Any]]) -> None:
     records = {name: [rank[name]["record"] for rank in ranks] for name in CASES}
     split = records["tensor and sequence parallel"][0]
     assert split["sentence"] == (
@@ -324,7 +324,7 @@ def test_it_says_what_it_made(ranks: list[dict[str, Any]]) -> None:
 
 # Recomputed layers leave next to nothing; with fp16 a step is fullest before its forward has left anything.
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("fp16", NOTHING_LEFT)])
-def test_the_forward_leaves_what_was_planned(name: str, ranks: list[dict[str, Any]]) -> None:
+def test_the_forward_saves_the_planned_tensors(name: str, ranks: list[dict[str, Any]]) -> None:
     """And tables of angles, which weigh something in layers as narrow as these."""
     for number, stage in enumerate(CASES[name].memory().by_stage):
         left = [
@@ -342,7 +342,7 @@ def test_ranks_of_a_model_parallel_group_share_their_data(ranks: list[dict[str, 
         assert shares[name] == ([0, 0] if case.degrees.tp * case.degrees.pp == 2 else [0, 1])
 
 
-def test_a_step_is_watched(ranks: list[dict[str, Any]]) -> None:
+def test_memory_of_a_step_is_recorded(ranks: list[dict[str, Any]]) -> None:
     phases = ranks[0]["distributed optimizer"]["phases"]
     assert {"rest", "forward", "backward", "optimizer"} <= set(phases)
     held = ranks[0]["distributed optimizer"]["held"]
@@ -351,7 +351,7 @@ def test_a_step_is_watched(ranks: list[dict[str, Any]]) -> None:
     assert phases["backward"]["activations"] > 0
 
 
-def test_what_cannot_be_is_refused(ranks: list[dict[str, Any]]) -> None:
+def test_impossible_plans_raise(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         told = rank["refusals"]
         assert "a model of transformers of the plan's family, 'llama'" in told["module"]
@@ -368,7 +368,7 @@ def test_a_contradiction_fails_the_run(ranks: list[dict[str, Any]]) -> None:
         assert told["optimizer"] == "the plan says distributed optimizer True, and Megatron-core has False"
 
 
-def test_rate_and_clipping_are_obeyed(ranks: list[dict[str, Any]]) -> None:
+def test_learning_rate_and_clipping_are_applied(ranks: list[dict[str, Any]]) -> None:
     found = ranks[0]["freely"]
     assert found["moved"][0] == 0 and found["norm"] > 1.0
     assert found["moved"][1] > 0.1 * found["norm"] * 0.99

@@ -278,14 +278,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @thorough()
 @pytest.mark.parametrize("name", [*FAMILIES, *CUTS])
-def test_weights_come_back_bit_by_bit(found: list[dict[str, Any]], name: str) -> None:
+def test_weights_round_trip_bit_by_bit(found: list[dict[str, Any]], name: str) -> None:
     assert found[0][name]["back"] == 0.0
     assert all(rank[name]["back"] == 0 for rank in found[1:])  # rank 0 alone holds the model
 
 
 @thorough()
 @pytest.mark.parametrize("name", WITH_LOGITS)
-def test_logits_are_those_of_transformers(found: list[dict[str, Any]], name: str) -> None:
+def test_logits_equal_those_of_transformers(found: list[dict[str, Any]], name: str) -> None:
     for rank in found:
         assert rank[name]["logits"] < 1e-5 * max(rank[name]["size"], 1.0)
         # Rows that pad the vocabulary have no share in a softmax.
@@ -294,7 +294,7 @@ def test_logits_are_those_of_transformers(found: list[dict[str, Any]], name: str
 
 @thorough()
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_fault_31_other_degrees_go_on_from_a_checkpoint_exactly(
+def test_fault_31_a_checkpoint_resumes_exactly_at_other_degrees(
     found: list[dict[str, Any]], name: str
 ) -> None:
     case = found[0][name]
@@ -305,7 +305,7 @@ def test_fault_31_other_degrees_go_on_from_a_checkpoint_exactly(
 
 
 @thorough()
-def test_checkpoints_leave_no_process_behind(found: list[dict[str, Any]]) -> None:
+def test_saving_a_checkpoint_leaves_no_process_behind(found: list[dict[str, Any]]) -> None:
     """Ranks end here as killed ones do, past whatever Python would tidy up."""
     begun = [tuple(process) for rank in found for process in rank["processes"]]
     assert begun, "megatron-core has a process beside a rank that saved; without one this test is void"
@@ -326,13 +326,13 @@ def test_transformers_opens_an_export(found: list[dict[str, Any]], name: str) ->
     assert ("model.safetensors" in files) != several
 
 
-def test_a_family_without_a_mapping_is_refused_by_name() -> None:
+def test_a_family_without_a_weight_mapping_raises() -> None:
     gemma = Architecture(name="gemma", model_type="gemma", **{**SHAPE, "tie_word_embeddings": True})
     with pytest.raises(ValueError, match=r"Architecture\.model_type.*'gemma'.*mapping.*fsdp2"):
         check_mapped(gemma)
 
 
-def test_rotary_angles_are_taken_over_or_refused() -> None:
+def test_rotary_settings_are_converted_or_raise() -> None:
     needs("torch")
     needs("transformers")
     from transformers import LlamaConfig

@@ -117,7 +117,7 @@ def played(a_plan: ss.Plan, folder: Path, **other: int) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_files_of_real_ranks_are_what_is_rehearsed_and_predicted(name: str, tmp_path: Path) -> None:
+def test_nvme_files_of_real_ranks_equal_rehearsal_and_prediction(name: str, tmp_path: Path) -> None:
     from shardscope.frameworks.deepspeed.rehearsal.rehearse import rehearse
 
     a_plan = plan(2, LAYOUTS[name])
@@ -133,7 +133,7 @@ def test_files_of_real_ranks_are_what_is_rehearsed_and_predicted(name: str, tmp_
 
 
 @pytest.mark.parametrize("complaint", FAILING)
-def test_what_a_plan_refuses_is_what_deepspeed_asserts_over(complaint: str, tmp_path: Path) -> None:
+def test_plans_raise_where_deepspeed_asserts(complaint: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="DeepSpeed") as refused:
         plan(2, {**LAYOUTS["both"], **FAILING[complaint]})
     (changed,) = FAILING[complaint]

@@ -29,7 +29,7 @@ def stored(framework: str, method: str) -> list[Row]:
 @pytest.mark.parametrize(
     ("framework", "method"), few([("ddp", "lora"), ("fsdp2", "full")], [("fsdp2", "full")])
 )
-def test_a_stored_run_is_what_ranks_hold_today(framework: str, method: str, tmp_path: Path) -> None:
+def test_stored_measurements_equal_a_run_of_today(framework: str, method: str, tmp_path: Path) -> None:
     row = stored(framework, method)[0]
     plan = planned(row)
     assert plan is not None
@@ -38,7 +38,7 @@ def test_a_stored_run_is_what_ranks_hold_today(framework: str, method: str, tmp_
     assert sum_predicted_tensors(plan.memory()) / GIB == pytest.approx(again["peak_memory_gib"], rel=0.01)
 
 
-def test_a_seed_draws_plans_that_engines_train() -> None:
+def test_randomly_drawn_plans_are_supported_by_their_engines() -> None:
     plans = [drawn(random.Random(seed)) for seed in range(60)]
     made = [plan for plan in plans if plan is not None]
     assert made == [plan for plan in (drawn(random.Random(seed)) for seed in range(60)) if plan is not None]

@@ -79,7 +79,7 @@ def outcome_of(row: Row, alone: Any, folder: Path, body: Any = curve) -> Outcome
 
 
 @pytest.mark.parametrize("row", FAST, ids=lambda row: row.name)
-def test_the_loss_curve_is_the_single_process_s(
+def test_the_loss_curve_equals_the_single_processs(
     row: Row, alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses, gradient norms, and bytes held when the optimizer stepped."""
@@ -92,7 +92,7 @@ def test_the_loss_curve_is_the_single_process_s(
     assert row.framework_name in outcome.sentence.lower().replace("-", ""), outcome.sentence
 
 
-def test_a_rate_that_is_three_percent_off_is_seen(alone: Any, tmp_path: Path) -> None:
+def test_a_learning_rate_that_is_three_percent_off_is_detected(alone: Any, tmp_path: Path) -> None:
     """The tolerance is far below what a small mistake makes of the curve."""
     outcome = outcome_of(Row(name="", num_ranks=1, framework="ddp"), alone, tmp_path, wrong_curve)
     assert outcome.verdict == "differs" and not outcome.holds
@@ -100,7 +100,7 @@ def test_a_rate_that_is_three_percent_off_is_seen(alone: Any, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_every_row_is_trained_or_says_why_not(row: Row) -> None:
+def test_every_row_is_trained_or_has_a_reason(row: Row) -> None:
     """Before any rank starts: a row that is stopped on CPU ranks is refused in the words of the table."""
     refusal = why_not_trained(row.plan())
     if row.stopped_on_cpu:
@@ -113,7 +113,7 @@ def curves(*, losses: list[float], norms: list[float] | None = None, num_ranks: 
     return Curve(losses=[losses] * num_ranks, norms=[norms or [1.0] * len(losses)] * num_ranks)
 
 
-def test_what_fails_a_row() -> None:
+def test_deviations_fail_a_row() -> None:
     """Each of: a step off, a norm off, no number, bytes off, a rank that stopped, a flat single process."""
     row = ROWS[0]
     plan = row.plan()

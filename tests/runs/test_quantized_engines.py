@@ -185,7 +185,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
 
 @thorough()
 @pytest.mark.parametrize("name", few(CASES, KEPT))
-def test_adapters_train_over_a_base_that_stays(name: str, found: tuple[list[dict[str, Any]], Path]) -> None:
+def test_adapters_train_over_a_frozen_quantized_base(
+    name: str, found: tuple[list[dict[str, Any]], Path]
+) -> None:
     plan, case = plan_of(name), found[0][0][name]
     assert case["losses"][-1] < case["losses"][0]
     assert case["losses"] == found[0][1][name]["losses"]
@@ -205,7 +207,9 @@ def test_adapters_train_over_a_base_that_stays(name: str, found: tuple[list[dict
 
 @thorough()
 @pytest.mark.parametrize("name", few(CASES, KEPT))
-def test_a_rank_holds_what_is_planned(name: str, found: tuple[list[dict[str, Any]], Path]) -> None:
+def test_rank_memory_of_a_quantized_plan_is_as_planned(
+    name: str, found: tuple[list[dict[str, Any]], Path]
+) -> None:
     case, planned = found[0][0][name], plan_of(name).memory().at("optimizer")
     held = case["held"]
     gradients = case["peak"] - held["parameters"] - held["optimizer"]
@@ -218,9 +222,7 @@ def test_a_rank_holds_what_is_planned(name: str, found: tuple[list[dict[str, Any
 
 @thorough()
 @pytest.mark.parametrize("name", few(CASES, KEPT))
-def test_a_checkpoint_has_the_adapters_and_goes_on(
-    name: str, found: tuple[list[dict[str, Any]], Path]
-) -> None:
+def test_a_checkpoint_of_adapters_resumes(name: str, found: tuple[list[dict[str, Any]], Path]) -> None:
     went_on, same = found[0][0][name]["went_on"]
     assert same == went_on
     assert found[0][0][name]["saved_bytes"] < SMALL_BYTES
@@ -252,7 +254,7 @@ def test_adapters_open_in_peft(name: str, found: tuple[list[dict[str, Any]], Pat
 
 @thorough()
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
-def test_a_base_that_a_task_quantised_itself(
+def test_a_base_quantized_by_the_task_is_accepted(
     framework: str, found: tuple[list[dict[str, Any]], Path]
 ) -> None:
     case = found[0][0][f"own {framework}"]
@@ -267,7 +269,7 @@ def test_a_base_that_a_task_quantised_itself(
 
 
 @thorough()
-def test_another_base_than_the_plan_s_is_refused(found: tuple[list[dict[str, Any]], Path]) -> None:
+def test_another_base_than_the_plans_raises(found: tuple[list[dict[str, Any]], Path]) -> None:
     assert found[0][0]["refusals"] == {
         "double": "the plan's base is quantized to nf4, and that of build_model is quantized to nf4 with "
         "double quantization",

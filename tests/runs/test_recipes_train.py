@@ -54,7 +54,7 @@ def train(ctx: StandInContext) -> dict[str, Any]:
         ("fsdp2", "adamw_foreach", "AdamW"),
     ],
 )
-def test_an_optimizer_trains_and_goes_on(framework: str, optimizer: str, name: str, tmp_path: Path) -> None:
+def test_each_optimizer_trains_and_resumes(framework: str, optimizer: str, name: str, tmp_path: Path) -> None:
     plan = tiny_plan(framework, 2, optimizer=optimizer)
     first, second = on_ranks(2, plan, train, tmp_path)
     assert first["engine"]["optimizer"] == name
@@ -68,7 +68,7 @@ def test_an_optimizer_trains_and_goes_on(framework: str, optimizer: str, name: s
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
-def test_the_chunked_loss_is_the_same_loss(framework: str, precision: str, tmp_path: Path) -> None:
+def test_the_chunked_loss_equals_the_plain_loss(framework: str, precision: str, tmp_path: Path) -> None:
     whole, _ = on_ranks(2, tiny_plan(framework, 2, precision=precision), train, tmp_path / "whole")
     chunked, _ = on_ranks(
         2, tiny_plan(framework, 2, precision=precision, loss="chunked"), train, tmp_path / "chunked"
@@ -114,7 +114,7 @@ GPT2 = {
     ids=lambda arch: arch.name,
 )
 @pytest.mark.parametrize("tokens", [40, 1100])
-def test_each_familys_own_head(arch: Architecture, tokens: int) -> None:
+def test_the_chunked_loss_applies_each_familys_head(arch: Architecture, tokens: int) -> None:
     """Gemma's cap and Granite's scale come before the loss; a label of -100 does not count."""
     from shardscope.training.model.loss import apply_chunked_loss
     from shardscope.training.model.model import build_model
@@ -137,7 +137,7 @@ def test_each_familys_own_head(arch: Architecture, tokens: int) -> None:
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-3)
 
 
-def test_lion_by_hand() -> None:
+def test_lion_equals_a_hand_computation() -> None:
     from shardscope.training.optimizers.optimizers import Lion
 
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
@@ -153,7 +153,7 @@ def test_lion_by_hand() -> None:
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_a_base_in_few_bits_is_bitsandbytes_own(kind: Any) -> None:
+def test_a_quantized_base_equals_bitsandbytes(kind: Any) -> None:
     """On real tensors: the classes, the bytes that the plan counts, and gradients of adapters alone."""
     bnb = needs("bitsandbytes")
 

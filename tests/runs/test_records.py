@@ -30,7 +30,7 @@ from shardscope.runs.run import Run, runs
 from shardscope.runs.summaries import RunSummaries
 
 
-def test_a_tail_waits_for_the_rest_of_a_line(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_read_once_complete(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     tail = LineTail(path)
     assert tail.read() == []
@@ -67,7 +67,7 @@ def test_every_line_is_valid_json(tmp_path: Path) -> None:
     )
 
 
-def test_a_process_is_its_pid_and_its_start() -> None:
+def test_a_process_is_identified_by_pid_and_start_time() -> None:
     started = read_start_time(os.getpid())
     assert started is not None and is_alive(os.getpid(), started) and not is_alive(os.getpid(), started + 1)
     assert read_start_time(2**22 + 1) is None
@@ -97,7 +97,7 @@ def test_a_reused_pid_is_not_the_supervisor(tmp_path: Path) -> None:
     assert run.status == "finished"
 
 
-def test_fault_25_a_run_on_another_machine_is_judged_by_its_heartbeat(
+def test_fault_25_a_run_on_another_machine_is_lost_without_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = _run(tmp_path, {"pid": 1, "started": 1.0, "machine": "elsewhere"})
@@ -110,7 +110,7 @@ def test_fault_25_a_run_on_another_machine_is_judged_by_its_heartbeat(
 
 
 @pytest.mark.parametrize("jump_seconds", [-1e7, -60.0, 60.0, 1e7])
-def test_fault_25_a_clock_that_is_set_ends_no_run(
+def test_fault_25_setting_the_clock_ends_no_run(
     jump_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     me = {"pid": os.getpid(), "started": read_start_time(os.getpid()), "machine": identify_machine()}
@@ -133,7 +133,7 @@ OTHER_THAN_ABSENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, err
 
 @pytest.mark.parametrize("number", OTHER_THAN_ABSENT)
 @pytest.mark.parametrize("unreadable", ["supervisor.json", "stat", "run"])
-def test_fault_53_what_cannot_be_read_is_not_absent(
+def test_fault_53_unreadable_files_do_not_count_as_absent(
     unreadable: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its supervisor's record, its supervisor in /proc, its folder."""
@@ -148,7 +148,7 @@ def test_fault_53_what_cannot_be_read_is_not_absent(
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR])
-def test_fault_53_what_is_absent_is_lost(
+def test_fault_53_a_run_with_absent_files_is_lost(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     me = {"pid": os.getpid(), "started": read_start_time(os.getpid()), "machine": identify_machine()}
@@ -189,7 +189,7 @@ def test_fault_53_a_supervisor_waits_for_records_that_it_cannot_read(
 
 
 @pytest.mark.parametrize("number", OTHER_THAN_ABSENT)
-def test_fault_53_a_supervisor_that_cannot_reach_its_folder_goes_on(
+def test_fault_53_a_supervisor_that_cannot_reach_its_folder_continues(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = _run(tmp_path, None)
@@ -228,7 +228,7 @@ def test_fault_61_integers_beyond_float_range(digits: int, tmp_path: Path) -> No
         assert all(line["loss"] == math.inf for line in run.metrics())
 
 
-def test_fault_24_a_supervisor_that_never_came_up_and_a_folder_that_went(tmp_path: Path) -> None:
+def test_fault_24_a_supervisor_that_never_started_and_a_deleted_folder(tmp_path: Path) -> None:
     run = _run(tmp_path, None, "starting")
     assert run.status == "lost" and "never started" in run.reason
     shutil.rmtree(run.folder)
@@ -243,7 +243,7 @@ def test_fault_24_a_supervisor_that_never_came_up_and_a_folder_that_went(tmp_pat
             run.wait(timeout)  # type: ignore[arg-type]
 
 
-def test_attaching_to_what_is_no_run(tmp_path: Path) -> None:
+def test_attaching_to_other_folders_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no run at all"):
         Run.attach(tmp_path)
     assert runs(tmp_path / "none") == []
@@ -265,7 +265,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("text", DAMAGED)
-def test_a_damaged_run_beside_a_good_one(text: str, tmp_path: Path) -> None:
+def test_a_damaged_run_does_not_hide_an_undamaged_one(text: str, tmp_path: Path) -> None:
     good = _run(tmp_path, None, "finished")
     bad = tmp_path / "bad"
     bad.mkdir()
@@ -279,25 +279,25 @@ def test_a_damaged_run_beside_a_good_one(text: str, tmp_path: Path) -> None:
         Run.attach(tmp_path)
 
 
-def test_fault_41_a_pipe_in_the_place_of_run_json(tmp_path: Path) -> None:
+def test_fault_41_a_pipe_in_place_of_run_json(tmp_path: Path) -> None:
     (tmp_path / "bad").mkdir()
     os.mkfifo(tmp_path / "bad" / "run.json")
     assert runs(tmp_path) == []
 
 
 @pytest.mark.parametrize("record", [{"pid": "x", "started": 1.0}, {"started": 1.0}])
-def test_a_damaged_supervisor_record_is_no_supervisor(record: dict[str, object], tmp_path: Path) -> None:
+def test_a_damaged_supervisor_record_counts_as_none(record: dict[str, object], tmp_path: Path) -> None:
     assert _run(tmp_path, record).status == "lost"
 
 
-def test_a_run_without_a_trace_names_both_causes(tmp_path: Path) -> None:
+def test_the_error_without_a_trace_names_both_causes(tmp_path: Path) -> None:
     both = "recorded no trace: profile=True was not set, or it ended before the steps that are profiled"
     with pytest.raises(ValueError, match=both):
         _run(tmp_path, None, "stopped").trace()
 
 
 @pytest.mark.parametrize("folder", [None, 5, True, float("nan"), [], b"runs", "a\0b"])
-def test_folders_that_are_no_path(folder: Any, tmp_path: Path) -> None:
+def test_folders_that_are_not_a_path_raise(folder: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Run\.attach folder is .*allowed: text or a Path"):
         Run.attach(folder)
     if folder is not None:

@@ -80,7 +80,7 @@ IN_EVERY_TEST = "fsdp2"
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.usefixtures("bounded_time", "nothing_left")
-def test_fault_30_a_killed_run_goes_on_exactly(run: str, tmp_path: Path) -> None:
+def test_fault_30_a_killed_run_resumes_exactly(run: str, tmp_path: Path) -> None:
     if run != IN_EVERY_TEST and os.environ.get("SHARDSCOPE_RESUME") != "all":
         pytest.skip("two launches more; `make test-resume` runs all engines")
     framework, layout = RUNS[run]
@@ -294,7 +294,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
 
 @thorough()
 @pytest.mark.parametrize("number", range(len(EXACT)))
-def test_resumed_equals_straight(number: int, results: tuple[list[Any], Path]) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(number: int, results: tuple[list[Any], Path]) -> None:
     straight, stopped, resumed, kept = results[0][0]["exact"][number]
     assert kept == ["step-000002", "step-000003"], "of 1, 2 and 3 the last two"
     assert len(stopped) == 3 and len(straight) == 5
@@ -302,13 +302,13 @@ def test_resumed_equals_straight(number: int, results: tuple[list[Any], Path]) -
 
 
 @thorough()
-def test_steps_beside_a_save_are_not_in_it(results: tuple[list[Any], Path]) -> None:
+def test_steps_during_an_asynchronous_save_are_not_in_it(results: tuple[list[Any], Path]) -> None:
     went_on, again = results[0][0]["beside"]
     assert went_on == again
 
 
 @thorough()
-def test_random_numbers_go_on_on_each_rank(results: tuple[list[Any], Path]) -> None:
+def test_random_states_resume_on_each_rank(results: tuple[list[Any], Path]) -> None:
     for result in results[0]:
         restored, expected, found = result["random"]
         assert restored and expected == found
@@ -316,12 +316,12 @@ def test_random_numbers_go_on_on_each_rank(results: tuple[list[Any], Path]) -> N
 
 
 @thorough()
-def test_fault_30_half_a_checkpoint_is_refused(results: tuple[list[Any], Path]) -> None:
+def test_fault_30_an_incomplete_checkpoint_raises(results: tuple[list[Any], Path]) -> None:
     assert "is not a complete checkpoint: it has no position.json" in results[0][0]["half"]
 
 
 @thorough()
-def test_a_checkpoint_of_another_optimizer_is_refused(results: tuple[list[Any], Path]) -> None:
+def test_a_checkpoint_of_another_optimizer_raises(results: tuple[list[Any], Path]) -> None:
     for result in results[0]:
         for name, words in zip(("Lion", "SGD"), result["of another optimizer"], strict=True):
             assert f"is '{name}'; allowed: 'AdamW'" in words and "Nearest fix: the same" in words
@@ -349,7 +349,7 @@ def loaded_on_one(ctx: StandInContext) -> list[float]:
 
 @thorough()
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
-def test_fault_31_one_rank_goes_on_for_two(framework: str, results: tuple[list[Any], Path]) -> None:
+def test_fault_31_one_rank_resumes_a_run_of_two(framework: str, results: tuple[list[Any], Path]) -> None:
     ranks, folder = results
     plan = tiny_plan(framework, 1, micro_batch_size=4)
     (losses,) = on_ranks(1, plan, loaded_on_one, folder / "one-rank")
@@ -363,6 +363,6 @@ def own_module_refused(ctx: StandInContext) -> str:
     return str(refused.value)
 
 
-def test_a_module_of_ones_own_is_refused_by_name(tmp_path: Path) -> None:
+def test_exporting_a_users_own_module_raises(tmp_path: Path) -> None:
     (words,) = on_ranks(1, tiny_plan("ddp", 1), own_module_refused, tmp_path)
     assert "transformers model" in words and not (tmp_path / "out").exists()

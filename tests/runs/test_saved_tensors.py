@@ -138,7 +138,7 @@ def test_every_family_has_a_small_model() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_layer_keeps_what_the_list_says(family: str, mode: str) -> None:
+def test_a_layer_saves_the_listed_tensors(family: str, mode: str) -> None:
     arch = architecture(family, 2)
     predicted = modules(arch, mode, FULL)
     measured = one_layer(family, mode, FULL)
@@ -148,7 +148,7 @@ def test_a_layer_keeps_what_the_list_says(family: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "mode"), few(PAIRS, TURNS))
-def test_a_layer_with_adapters_keeps_what_the_list_says(family: str, mode: str) -> None:
+def test_a_layer_with_adapters_saves_the_listed_tensors(family: str, mode: str) -> None:
     arch = architecture(family, 2)
     predicted = modules(arch, mode, LORA)
     measured = one_layer(family, mode, LORA)
@@ -187,7 +187,7 @@ def test_the_first_layer_saves_nothing_before_its_first_adapter(
 
 @pytest.mark.parametrize("adapters", few([False, True], [False]))
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - NARROW_VALUES))
-def test_selective_recomputation_keeps_products_and_attention(family: str, adapters: bool) -> None:
+def test_selective_recomputation_saves_matmuls_and_attention(family: str, adapters: bool) -> None:
     arch = architecture(family, 2)
     recipe = replace(LORA if adapters else FULL, recompute="selective")
     # With DeepSeek's narrower values a CPU rank has no fused attention; a GPU has one all
@@ -200,7 +200,7 @@ def test_selective_recomputation_keeps_products_and_attention(family: str, adapt
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
-def test_full_recomputation_keeps_the_input_of_a_layer(family: str, mode: str) -> None:
+def test_full_recomputation_saves_the_input_of_a_layer(family: str, mode: str) -> None:
     arch = architecture(family, 2)
     recipe = replace(FULL, recompute="full")
     measured = one_layer(family, mode, recipe)
@@ -208,7 +208,7 @@ def test_full_recomputation_keeps_the_input_of_a_layer(family: str, mode: str) -
 
 
 @pytest.mark.parametrize("recipe", [FULL, LORA], ids=["full", "lora"])
-def test_layers_without_a_window_beside_others_with_one(recipe: Recipe) -> None:
+def test_layers_with_and_without_sliding_window_attention(recipe: Recipe) -> None:
     """Gemma 3's third layer of three attends to everything, and keeps no mask."""
     counted = []
     for layers in (2, 3):
@@ -232,14 +232,14 @@ def test_layers_without_a_window_beside_others_with_one(recipe: Recipe) -> None:
 @pytest.mark.parametrize("recipe", [FULL, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", few(PLAIN, ("llama", "qwen3_moe")))
-def test_attention_in_plain_operations(family: str, mode: str, recipe: Recipe) -> None:
+def test_eager_attention_saves_the_listed_tensors(family: str, mode: str, recipe: Recipe) -> None:
     arch, recipe = architecture(family, 2), replace(recipe, attention="eager")
     measured = one_layer(family, mode, recipe)
     assert measured.per_token == total(list_saved_tensors(arch, is_moe(family), modules(arch, mode, recipe)))
 
 
 @pytest.mark.parametrize("recipe", [FULL, LORA], ids=["full", "lora"])
-def test_plain_attention_with_selective_recomputation(recipe: Recipe) -> None:
+def test_eager_attention_with_selective_recomputation(recipe: Recipe) -> None:
     recipe = replace(recipe, recompute="selective", attention="eager")
     arch = architecture("llama", 2)
     measured = one_layer("llama", "bf16", recipe)
@@ -248,7 +248,7 @@ def test_plain_attention_with_selective_recomputation(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3", "gpt2"])
-def test_dropout_leaves_masks(family: str, mode: str) -> None:
+def test_dropout_saves_its_masks(family: str, mode: str) -> None:
     """A CPU rank then has no fused attention either: scores, their mask and the product of both."""
     arch, recipe = architecture(family, 2), replace(FULL, dropout=0.25)
     measured = one_layer(family, mode, recipe)
@@ -258,7 +258,7 @@ def test_dropout_leaves_masks(family: str, mode: str) -> None:
 @pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj"), ("v_proj", "gate_proj", "up_proj")])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", few(["llama", "qwen2"], ["qwen2"]))
-def test_dropout_before_adapters_gives_each_an_input_of_its_own(
+def test_adapters_with_dropout_save_an_input_each(
     family: str, mode: str, targets: tuple[str, ...] | None
 ) -> None:
     arch, recipe = architecture(family, 2), replace(LORA, lora_targets=targets, lora_dropout=0.25)
@@ -268,7 +268,7 @@ def test_dropout_before_adapters_gives_each_an_input_of_its_own(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
-def test_offloaded_activations_wait_on_the_host_once_each(family: str, mode: str) -> None:
+def test_offloaded_activations_are_copied_to_the_host_once(family: str, mode: str) -> None:
     """On a CPU the host's memory is the same: as much as without, and not a copy for each use."""
     arch = architecture(family, 2)
     measured = one_layer(family, mode, replace(FULL, recompute="offload"))
@@ -276,7 +276,7 @@ def test_offloaded_activations_wait_on_the_host_once_each(family: str, mode: str
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_every_second_layer_is_recomputed(recompute: str) -> None:
+def test_with_recompute_interval_2_every_second_layer_is_recomputed(recompute: str) -> None:
     recipe = replace(FULL, recompute=recompute, recompute_interval=2)
     two, four = (kept_bytes(architecture("llama", layers), "bf16", recipe) for layers in (2, 4))
     arch = architecture("llama", 2)
@@ -306,7 +306,7 @@ def test_offloading_changes_no_gradient() -> None:
 @pytest.mark.parametrize("targets", [None, *TARGETS])
 @pytest.mark.parametrize("mode", ["bf16", "autocast"])
 @pytest.mark.parametrize("family", few(["llama", "qwen3", "qwen2"], ["qwen2"]))
-def test_a_layer_over_a_base_in_nf4(
+def test_a_layer_with_an_nf4_base_saves_the_listed_tensors(
     monkeypatch: pytest.MonkeyPatch, family: str, mode: str, targets: tuple[str, ...] | None
 ) -> None:
     """bitsandbytes' own Linears on a CPU, with peft's adapters."""
@@ -339,7 +339,7 @@ def test_a_layer_over_a_base_in_nf4(
 @pytest.mark.parametrize(
     ("family", "dropout"), few([("llama", 0.0), ("qwen3", 0.0), ("qwen2", 0.25)], [("qwen2", 0.25)])
 )
-def test_a_layer_over_a_base_in_int8(
+def test_a_layer_with_an_int8_base_saves_the_listed_tensors(
     monkeypatch: pytest.MonkeyPatch, family: str, dropout: float, mode: str, targets: tuple[str, ...] | None
 ) -> None:
     """bitsandbytes' own Linears on a CPU, which keep the same tensors there, with peft's adapters."""
@@ -372,7 +372,7 @@ def test_a_layer_over_a_base_in_int8(
     assert measured.constant == sum(4 * out for _, (out, _) in arch.layer_linears(0))
 
 
-def test_llama_by_hand() -> None:
+def test_saved_tensors_of_llama_equal_a_hand_count() -> None:
     """Counted by autograd's own hooks this time, and written out once."""
     counted = []
     for layers in (2, 3):

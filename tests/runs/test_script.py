@@ -50,7 +50,7 @@ def nothing() -> None:
     ],
     ids=["fsdp2", "deepspeed", "megatron", "no engine either"],
 )
-def test_on_cpu_anything_but_ddp_is_refused_in_words(layout: Any, engine: str) -> None:
+def test_on_cpu_every_layout_but_ddp_raises(layout: Any, engine: str) -> None:
     plan = ss.Plan(
         ss.Architecture.of_size("2m"),
         ss.Cluster.parse("2xcpu"),
@@ -73,18 +73,18 @@ def test_on_cpu_anything_but_ddp_is_refused_in_words(layout: Any, engine: str) -
     ],
     ids=["fsdp2 pipeline", "groups", "zero pipeline", "megatron"],
 )
-def test_what_accelerate_cannot_say_is_refused(plan: Any, words: str) -> None:
+def test_plans_that_accelerate_cannot_express_raise(plan: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ss.Script(nothing).check(plan())
 
 
-def test_fp16_on_cpu_is_refused() -> None:
+def test_fp16_on_cpu_raises() -> None:
     plan = tiny_plan("ddp", 2, precision="fp16-mixed")
     with pytest.raises(ValueError, match="fp16 in fp32"):
         ss.Script(nothing).check(plan)
 
 
-def test_what_is_no_script_is_refused(tmp_path: Path) -> None:
+def test_sources_that_are_not_scripts_raise(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not exist"):
         ss.Script(tmp_path / "none.py")
     with pytest.raises(ValueError, match="a folder"):
@@ -122,7 +122,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return tell
 
 
-def test_ddp_is_told_nothing_but_precision_and_accumulation(told: Any) -> None:
+def test_accelerate_gets_only_precision_and_accumulation_for_ddp(told: Any) -> None:
     told(planned(ss.Layout.ddp()))
     found = {name: value for name, value in os.environ.items() if name.startswith(plugins.PREFIXES)}
     assert found == {
@@ -172,7 +172,7 @@ def test_accelerate_reads_a_megatron_plan(told: Any) -> None:
 
 
 @pytest.mark.usefixtures("bounded_time", "nothing_left")
-def test_a_script_of_ones_own_runs_untouched(tmp_path: Path) -> None:
+def test_a_users_script_runs_unchanged(tmp_path: Path) -> None:
     file = tmp_path / "mine" / "train.py"
     file.parent.mkdir()
     file.write_text(own_scripts.FILE)
@@ -302,7 +302,7 @@ def became(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return on_ranks(2, tiny_plan("ddp", 2), several_scripts, tmp_path_factory.mktemp("scripts"))
 
 
-def test_ddp_is_what_it_became(became: list[dict[str, Any]]) -> None:
+def test_the_record_of_a_ddp_script_describes_ddp(became: list[dict[str, Any]]) -> None:
     for rank in became:
         assert not rank["ddp"]["error"], rank["ddp"]["error"]
         engine = rank["ddp"]["engine"]
@@ -314,7 +314,7 @@ def test_ddp_is_what_it_became(became: list[dict[str, Any]]) -> None:
         assert (engine["batch_shape"], engine["recomputes"]) == ([2, 16], False)
 
 
-def test_what_of_the_recipe_a_script_does_otherwise_is_told(became: list[dict[str, Any]]) -> None:
+def test_differences_between_script_and_recipe_are_reported(became: list[dict[str, Any]]) -> None:
     for rank in became:
         told = {name: case["engine"].get("differs") for name, case in rank.items()}
         assert not any(rank[name]["error"] for name in ("recomputes", "another recipe", "no adapters"))
@@ -332,7 +332,7 @@ def test_what_of_the_recipe_a_script_does_otherwise_is_told(became: list[dict[st
         assert recomputes == "recomputation, the plan's is 'none'"
 
 
-def test_fsdp2_is_what_it_became(became: list[dict[str, Any]]) -> None:
+def test_the_record_of_an_fsdp2_script_describes_fsdp2(became: list[dict[str, Any]]) -> None:
     weights = 0
     for rank in became:
         assert not rank["fsdp2"]["error"], rank["fsdp2"]["error"]
@@ -348,7 +348,7 @@ def test_fsdp2_is_what_it_became(became: list[dict[str, Any]]) -> None:
     assert weights == tiny_llama().num_parameters
 
 
-def test_deepspeed_is_what_it_became(became: list[dict[str, Any]]) -> None:
+def test_the_record_of_a_deepspeed_script_describes_deepspeed(became: list[dict[str, Any]]) -> None:
     for rank in became:
         for stage in (1, 3):
             case = rank[f"zero-{stage}"]
@@ -360,7 +360,7 @@ def test_deepspeed_is_what_it_became(became: list[dict[str, Any]]) -> None:
             assert case["engine"]["data_parallel"] == 2
 
 
-def test_what_contradicts_the_plan_fails_at_its_line(became: list[dict[str, Any]]) -> None:
+def test_a_contradiction_of_the_plan_fails_at_its_line(became: list[dict[str, Any]]) -> None:
     for rank in became:
         wrong = rank["other precision"]["error"]["summary"]
         assert "mixed_precision='bf16'" in wrong
@@ -370,7 +370,7 @@ def test_what_contradicts_the_plan_fails_at_its_line(became: list[dict[str, Any]
         assert "the script has FSDP" in wrong
 
 
-def test_an_error_names_the_script_s_own_line(became: list[dict[str, Any]]) -> None:
+def test_an_error_names_the_scripts_own_line(became: list[dict[str, Any]]) -> None:
     lines = Path(own_scripts.__file__).read_text().splitlines()
     number = next(n for n, line in enumerate(lines, 1) if "torch.ones(5, 4)" in line)
     for rank in became:
@@ -380,7 +380,7 @@ def test_an_error_names_the_script_s_own_line(became: list[dict[str, Any]]) -> N
         assert json.dumps(error)
 
 
-def test_what_is_the_script_s_own_is_told_and_no_error(became: list[dict[str, Any]]) -> None:
+def test_settings_of_the_script_are_reported_without_error(became: list[dict[str, Any]]) -> None:
     for rank in became:
         case = rank["no accumulation"]
         assert not case["error"], case["error"]

@@ -76,7 +76,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_processes_are_found_by_mark_session_and_descent(
+def test_residual_processes_are_found_by_mark_session_and_parent(
     sleeper: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     before = begin(tmp_path)
@@ -91,7 +91,7 @@ def test_processes_are_found_by_mark_session_and_descent(
     assert left_processes("another", (), ()) == []
 
 
-def test_everything_else_that_is_left_is_told(tmp_path: Path) -> None:
+def test_every_other_residue_is_reported(tmp_path: Path) -> None:
     before = begin(tmp_path)
     assert left(before) == ""
     stop = threading.Event()
@@ -120,7 +120,7 @@ def test_everything_else_that_is_left_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not residue.SHARED_MEMORY.is_dir(), reason="needs /dev/shm: run it on Linux")
-def test_shared_memory_counts_once_nobody_holds_it(tmp_path: Path) -> None:
+def test_shared_memory_is_residue_once_no_process_uses_it(tmp_path: Path) -> None:
     before = begin(tmp_path)
     with tempfile.NamedTemporaryFile(dir=residue.SHARED_MEMORY, delete=False) as file:
         assert "shared memory" not in left(before)
@@ -128,7 +128,7 @@ def test_shared_memory_counts_once_nobody_holds_it(tmp_path: Path) -> None:
     Path(file.name).unlink()
 
 
-def test_what_a_run_folder_should_not_keep(tmp_path: Path) -> None:
+def test_task_temporary_files_and_secrets_in_a_run_folder_are_reported(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.create()
     folder.temporary.rmdir()
@@ -143,7 +143,7 @@ def test_what_a_run_folder_should_not_keep(tmp_path: Path) -> None:
     ]
 
 
-def test_fault_09_after_a_killed_supervisor_who_launched_ends_and_deletes_the_rest(tmp_path: Path) -> None:
+def test_fault_09_the_launching_process_cleans_up_after_a_killed_supervisor(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.create()
     folder.task.touch()
@@ -175,7 +175,7 @@ def test_fault_09_after_a_killed_supervisor_who_launched_ends_and_deletes_the_re
     supervisor.stdout.close()
 
 
-def test_a_seed_draws_the_same_soak_and_every_fault_in_turn() -> None:
+def test_a_seed_gives_the_same_soak_with_every_fault() -> None:
     first, again, other = ([c.fault.name for c in choices(seed, 60)] for seed in (0, 0, 1))
     assert first == again != other
     assert set(first[: len(FAULTS)]) == {fault.name for fault in FAULTS}
@@ -184,7 +184,7 @@ def test_a_seed_draws_the_same_soak_and_every_fault_in_turn() -> None:
     assert {words.split()[0] for words in drawn} >= {"Pretrain", "steps", "collective", "Fails"}
 
 
-def test_what_went_wrong_stands_in_the_report() -> None:
+def test_failures_are_in_the_soak_report() -> None:
     choice = Choice(seed=3, number=1, fault=FAULTS[0])
     outcome = Outcome(choice=choice, work="steps", ended="lost: its", seconds=1.25, wrong=("a process: 7",))
     said = report([outcome], seed=3, seconds=60)

@@ -79,7 +79,7 @@ def test_a_functions_traceback_shows_the_line_of_its_file(
     assert 'return settings["learning_rate"]  # the line of the file that failed' in run.error
 
 
-def test_the_source_that_is_sent_has_a_limit_and_the_newest_cell_is_in_it(
+def test_the_sent_source_is_bounded_and_contains_the_newest_cell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cache: dict[str, Any] = {

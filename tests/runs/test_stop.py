@@ -81,7 +81,7 @@ def test_fault_01_stop_during_start_up(delay: float, plan: Any, tmp_path: Path) 
     assert run.reason == "run.stop() was called"
 
 
-def test_stop_with_checkpoint_at_the_same_step_everywhere(plan: Any, tmp_path: Path) -> None:
+def test_stop_with_checkpoint_ends_at_the_same_step_on_every_rank(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.steps_until_stop, folder=tmp_path)
     seconds_until(lambda: len(run.metrics()) > 40)
     assert run.reads_stop_requests and not run.trains_the_plan
@@ -99,7 +99,7 @@ def test_stop_with_checkpoint_at_the_same_step_everywhere(plan: Any, tmp_path: P
     assert "malformed" in (run.folder / "supervisor.log").read_text()
 
 
-def test_a_script_cannot_be_asked_to_save(tmp_path: Path) -> None:
+def test_stop_with_checkpoint_raises_for_a_script(tmp_path: Path) -> None:
     """Refused at once, not after the ten minutes that a checkpoint may take; a plain stop works."""
     run = launch(make_plan(1), ss.Script(tasks.own_loop), folder=tmp_path)
     # The supervisor may see the rank at work some moments after the rank's first words.
@@ -179,7 +179,7 @@ def test_a_terminated_supervisor_stops_its_run(plan: Any, tmp_path: Path) -> Non
     assert run.wait(5) == "stopped" and "SIGTERM" in run.reason
 
 
-def test_fault_23_a_supervisor_whose_log_is_full_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_23_a_supervisor_whose_log_is_full_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError(28, "No space left on device")
@@ -189,7 +189,7 @@ def test_fault_23_a_supervisor_whose_log_is_full_goes_on(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("task", [tasks.deaf, tasks.frozen])
-def test_fault_04_05_ranks_that_do_not_listen(task: Any, plan: Any, tmp_path: Path) -> None:
+def test_fault_04_05_ranks_that_ignore_signals(task: Any, plan: Any, tmp_path: Path) -> None:
     run = launch(plan, task, folder=tmp_path)
     seconds_until(lambda: begun(run))
     run.stop()
@@ -198,7 +198,7 @@ def test_fault_04_05_ranks_that_do_not_listen(task: Any, plan: Any, tmp_path: Pa
     assert run.error is None
 
 
-def test_what_ranks_started_ends_as_well(tmp_path: Path) -> None:
+def test_processes_that_ranks_started_end_with_the_run(tmp_path: Path) -> None:
     run = launch(make_plan(1), tasks.with_children, folder=tmp_path)
     seconds_until(run.metrics)
     run.stop()
@@ -206,7 +206,7 @@ def test_what_ranks_started_ends_as_well(tmp_path: Path) -> None:
     assert seconds_until(lambda: not processes_of(tmp_path), 1) < 1
 
 
-def test_fault_24_the_folder_vanishes(plan: Any, tmp_path: Path) -> None:
+def test_fault_24_the_run_folder_is_deleted(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.deletes_its_folder, folder=tmp_path)
     assert run.wait(30) == "lost" and run.reason == "its folder is gone"
     assert run.metrics() is not None and run.logs(0) == ""

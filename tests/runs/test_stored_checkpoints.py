@@ -27,7 +27,7 @@ NEEDED = {"fsdp2": "torch", "zero": "deepspeed", "megatron": "megatron"}
 @pytest.mark.skipif(
     os.environ.get("SHARDSCOPE_RESUME") != "all", reason="a launch each; `make test-resume` runs them"
 )
-def test_a_stored_checkpoint_is_trained_on(name: str, tmp_path: Path) -> None:
+def test_training_resumes_from_a_stored_checkpoint(name: str, tmp_path: Path) -> None:
     skip_without(NEEDED[name])
     stored = tmp_path / "stored"
     shutil.copytree(STORED / name, stored)

@@ -49,7 +49,7 @@ def typical_loss(folder: Path, seq_len: int) -> float:
 
 
 @pytest.mark.parametrize("method", few(["full", "lora"], ["lora"]))
-def test_a_model_folder_is_fine_tuned_by_the_main_button(folder: Path, method: str) -> None:
+def test_the_studios_main_button_fine_tunes_a_model_folder(folder: Path, method: str) -> None:
     studio: Any = Studio()
     studio.recipe.method.value = method
     studio.architecture.name.value = str(folder)

@@ -100,7 +100,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 
 @pytest.mark.parametrize("family", TENSOR_PARALLEL_FAMILIES)
-def test_two_ranks_compute_what_the_whole_model_does(found: dict[str, dict[str, Any]], family: str) -> None:
+def test_two_tensor_parallel_ranks_compute_the_same_as_one(
+    found: dict[str, dict[str, Any]], family: str
+) -> None:
     one = found[family]
     assert one["parts"] == pytest.approx(one["whole"], rel=1e-6)
     assert one["worst_gradient"] < 1e-5

@@ -49,7 +49,7 @@ def copy_as_newer(run: Path, name: str) -> Path:
 
 
 @thorough()
-def test_fault_50_a_copied_run_with_an_evil_metadata_is_not_taken(tmp_path: Path) -> None:
+def test_fault_50_a_copied_run_with_malicious_metadata_is_not_resumed(tmp_path: Path) -> None:
     plan, proof = tiny_plan("fsdp2", 1), tmp_path / "proof"
     runs = tmp_path / "runs"
     first = launch(plan, Pretrain(num_steps=2, save_checkpoint=True), name="exp", folder=runs)
@@ -174,7 +174,7 @@ def loaded_as_a_stranger(ctx: StandInContext, framework: str, attacks: list[Any]
 
 
 @pytest.mark.parametrize("name", few(FORMATS, [name for name in FORMATS if name != "Megatron"]))
-def test_fault_50_no_pickle_of_a_strangers_checkpoint_runs(name: str, tmp_path: Path) -> None:
+def test_fault_50_no_pickle_of_an_untrusted_checkpoint_runs(name: str, tmp_path: Path) -> None:
     framework, layout, attacks = FORMATS[name]
     skip_without(NEEDED.get(framework, "torch"))
     plan = tiny_plan(framework, 2, layout=layout)
@@ -214,6 +214,6 @@ def with_a_note(ctx: StandInContext) -> str:
     return str(refused.value)
 
 
-def test_fault_50_classes_of_ones_own_load_where_this_user_saved_them(tmp_path: Path) -> None:
+def test_fault_50_custom_classes_load_from_this_users_checkpoints(tmp_path: Path) -> None:
     (words,) = on_ranks(1, tiny_plan("fsdp2", 1), with_a_note, tmp_path)
     assert f"asks for {Note.__module__}.Note" in words and "checkpoint.key" in words

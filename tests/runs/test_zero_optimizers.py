@@ -48,7 +48,7 @@ print("FOUND", json.dumps(found))
 """
 
 
-def test_zero_takes_them_and_they_keep_what_is_predicted() -> None:
+def test_zero_trains_with_each_optimizer_and_its_state_is_as_predicted() -> None:
     needs("deepspeed")
     needs("bitsandbytes")
     alone = {

@@ -73,7 +73,7 @@ def line_of(source: str, text: str) -> int:
 # ---- FSDP1
 
 
-def test_every_use_of_fsdp1_has_its_line_and_its_replacement() -> None:
+def test_every_use_of_fsdp1_is_reported_with_line_and_replacement() -> None:
     found = {(one.name, one.line): one for one in check_script(OLD)}
     for name, text, change in (
         ("fsdp1", "model = FSDP(", "fully_shard(layer)"),
@@ -96,7 +96,7 @@ def test_every_use_of_fsdp1_has_its_line_and_its_replacement() -> None:
     assert severities == sorted(severities)
 
 
-def test_the_two_places_where_migrations_go_wrong_are_warnings_by_name() -> None:
+def test_mixed_precision_and_optimizer_state_of_fsdp1_are_warnings() -> None:
     found = by_name(OLD)
     precision, state = found["fsdp1-mixed-precision"], found["fsdp1-optimizer-state"]
     assert {precision.severity, state.severity} == {"warning"}
@@ -108,7 +108,7 @@ def test_the_two_places_where_migrations_go_wrong_are_warnings_by_name() -> None
     assert own["fsdp1-optimizer-state"].line == 2
 
 
-def test_every_single_use_is_listed() -> None:
+def test_repeated_uses_are_listed_separately() -> None:
     source = OLD + "with model.no_sync():\n    pass\nwith model.no_sync():\n    pass\n"
     lines = [one.line for one in check_script(source) if one.name == "fsdp1-no-sync"]
     assert len(lines) == 3 and lines == sorted(set(lines))
@@ -118,12 +118,12 @@ def test_code_of_fsdp2_has_no_findings() -> None:
     assert by_name(NEW, PLAN) == {}
 
 
-def test_ddp_may_have_no_sync() -> None:
+def test_no_sync_of_ddp_is_not_reported() -> None:
     source = "from torch.nn.parallel import DistributedDataParallel\nwith model.no_sync():\n    pass\n"
     assert by_name(source) == {}
 
 
-def test_every_replacement_is_of_a_name_of_fsdp1_that_torch_has() -> None:
+def test_every_replaced_name_exists_in_torchs_fsdp1() -> None:
     needs("torch")
     import inspect
 
@@ -148,19 +148,19 @@ def test_every_replacement_is_of_a_name_of_fsdp1_that_torch_has() -> None:
         "strategy = ShardingStrategy.SHARD_GRAD_OP\n",
     ],
 )
-def test_strategies(source: str) -> None:
+def test_sharding_strategies_are_reported_with_their_replacement(source: str) -> None:
     found = by_name(source, PLAN)["fsdp1-shard-grad-op"]
     assert found.line == 1 and "reshard_after_forward=False" in found.change
     assert by_name("args = TrainingArguments(fsdp=True)\n", PLAN) == {}
 
 
-def test_accelerates_plugin() -> None:
+def test_accelerates_fsdp_plugin_is_checked() -> None:
     source = "plugin = FullyShardedDataParallelPlugin(use_orig_params=True, cpu_offload=True)\n"
     assert set(by_name(source)) == {"fsdp1", "fsdp1-use-orig-params"}
     assert by_name("plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True)\n") == {}
 
 
-def test_an_accelerate_configuration() -> None:
+def test_an_accelerate_configuration_is_checked() -> None:
     config = """
 distributed_type: FSDP
 fsdp_config:
@@ -187,7 +187,7 @@ fsdp_config:
 # ---- data
 
 
-def test_a_loader_that_gives_every_rank_the_same() -> None:
+def test_a_data_loader_without_a_sampler_is_reported() -> None:
     source = "from torch.utils.data import DataLoader\nloader = DataLoader(data, shuffle=True)\n"
     found = by_name(source, PLAN)["ranks-read-the-same-data"]
     assert (found.severity, found.line, found.number) == ("danger", 2, 16)
@@ -197,7 +197,7 @@ def test_a_loader_that_gives_every_rank_the_same() -> None:
     assert by_name(source + "loader = accelerator.prepare(loader)\n", PLAN) == {}
 
 
-def test_a_sampler_that_deals_to_ranks_that_work_together() -> None:
+def test_a_sampler_over_ranks_of_one_replica_is_reported() -> None:
     source = (
         "sampler = DistributedSampler(data, num_replicas=ctx.world_size, rank=ctx.rank)\n"
         "sampler.set_epoch(0)\nloader = DataLoader(data, sampler=sampler)\n"
@@ -209,7 +209,7 @@ def test_a_sampler_that_deals_to_ranks_that_work_together() -> None:
     assert by_name(source, PLAN) == {}
 
 
-def test_a_sampler_that_is_never_told_the_epoch() -> None:
+def test_a_sampler_without_set_epoch_is_reported() -> None:
     source = "sampler = DistributedSampler(data)\n"
     assert set(by_name(source)) == {"same-order-every-epoch"}
     assert by_name("sampler = DistributedSampler(data, shuffle=False)\n") == {}
@@ -466,17 +466,17 @@ loader = DataLoader(rows[place::8])
 
 
 @pytest.mark.parametrize("body", SAME.values(), ids=SAME)
-def test_a_rank_that_deals_no_data_is_no_excuse(body: str) -> None:
+def test_a_rank_that_selects_no_data_does_not_suppress_the_finding(body: str) -> None:
     assert NAME in by_name(HEAD + body, PLAN)
 
 
 @pytest.mark.parametrize("body", DEALT.values(), ids=DEALT)
-def test_whoever_deals_is_not_accused(body: str) -> None:
+def test_scripts_that_shard_their_data_are_not_reported(body: str) -> None:
     assert NAME not in by_name(HEAD + body, PLAN)
     assert NAME not in by_name(HEAD + body + SAME["a rank for the device alone"]), "of all loaders"
 
 
-def test_ranks_that_work_on_one_sequence_read_the_same() -> None:
+def test_model_parallel_ranks_may_read_the_same_data() -> None:
     eight = ss.Cluster.parse("8xh100-sxm-80gb")
     together = ss.Plan(PLAN.architecture, eight, ss.Recipe(), ss.Layout.fsdp2(tp=8))
     assert together.degrees.data_parallel == 1
@@ -493,14 +493,14 @@ def test_ranks_that_work_on_one_sequence_read_the_same() -> None:
         "class A:\n    DataLoader(x, *rows, **options)\n    async def f(self): pass\n",
     ],
 )
-def test_odd_code_is_read_to_its_end(source: str) -> None:
+def test_unusual_syntax_is_parsed_completely(source: str) -> None:
     check_script(source, PLAN)
 
 
 # ---- fp16
 
 
-def test_fp16_without_loss_scaling() -> None:
+def test_fp16_without_loss_scaling_is_reported() -> None:
     source = "model = model.to(torch.float16)\nloss = model(batch)\nloss.backward()\n"
     found = by_name(source)["fp16-without-loss-scaling"]
     assert (found.severity, found.line, found.number) == ("danger", 1, 2.0**-24)
@@ -525,7 +525,7 @@ HALVED = "model = model.to(torch.float16)\naccelerator.backward(loss)\n"
         "class Trainer:\n    def step(self):\n        loss.backward()\nTrainer(model.half()).step()\n",
     ],
 )
-def test_fp16_that_nothing_scales(source: str) -> None:
+def test_every_form_of_unscaled_fp16_is_reported(source: str) -> None:
     assert "fp16-without-loss-scaling" in by_name(source)
 
 
@@ -551,11 +551,11 @@ def test_fp16_that_nothing_scales(source: str) -> None:
         "kind = torch.bfloat16 if has_it() else torch.float16\nloss.backward()\n",
     ],
 )
-def test_fp16_that_is_scaled_or_is_none(source: str) -> None:
+def test_scaled_fp16_and_other_precisions_are_not_reported(source: str) -> None:
     assert "fp16-without-loss-scaling" not in by_name(source)
 
 
-def test_a_model_that_is_halved_after_training_is_fine() -> None:
+def test_converting_to_fp16_after_training_is_not_reported() -> None:
     assert by_name("def train():\n    loss.backward()\n    model.half()\n    evaluate(model)\n") == {}
 
 
@@ -565,7 +565,7 @@ def test_a_model_that_is_halved_after_training_is_fine() -> None:
 INIT = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
 
 
-def test_a_checkpoint_that_every_rank_gathers() -> None:
+def test_a_full_state_dict_on_every_rank_is_reported() -> None:
     source = "options = StateDictOptions(full_state_dict=True)\n"
     found = by_name(source, PLAN)["checkpoint-gathered-on-every-rank"]
     assert found.severity == "danger" and "cpu_offload=True" in found.change
@@ -576,7 +576,7 @@ def test_a_checkpoint_that_every_rank_gathers() -> None:
     assert by_name(old)["checkpoint-gathered-on-every-rank"].line == 2
 
 
-def test_a_checkpoint_that_rank_0_gathers() -> None:
+def test_a_full_state_dict_on_rank_0_is_a_hint() -> None:
     source = "options = StateDictOptions(full_state_dict=True, cpu_offload=True)\n"
     found = by_name(source, PLAN)["checkpoint-gathered-on-one-rank"]
     assert found.severity == "hint" and "torch.distributed.checkpoint.save" in found.change
@@ -600,7 +600,7 @@ def test_a_checkpoint_that_rank_0_gathers() -> None:
         "def save():\n    torch.save(x, path)\nif rank == 0:\n    save()\nsave()\n",
     ],
 )
-def test_a_file_that_every_rank_writes(save: str) -> None:
+def test_a_file_written_by_every_rank_is_reported(save: str) -> None:
     found = by_name(INIT + save)["every-rank-saves"]
     assert found.line == line_of(INIT + save, "torch.save(" if "torch" in save else "save_pretrained")
     assert "get_rank() == 0" in found.change
@@ -621,7 +621,7 @@ def test_a_file_that_every_rank_writes(save: str) -> None:
         "model.save_pretrained(path, is_main_process=main, save_function=accelerator.save)\n",
     ],
 )
-def test_a_file_that_one_rank_writes(save: str) -> None:
+def test_a_file_written_by_one_rank_is_not_reported(save: str) -> None:
     assert "every-rank-saves" not in by_name(INIT + save)
 
 
@@ -639,7 +639,7 @@ def test_a_file_that_one_rank_writes(save: str) -> None:
         "state = torch.load(path, map_location='cuda:0')\n",
     ],
 )
-def test_a_device_by_its_number(line: str) -> None:
+def test_a_hard_coded_device_is_reported(line: str) -> None:
     found = by_name(INIT + line)["device-hard-coded"]
     assert found.line == 3 and "LOCAL_RANK" in found.change
     assert by_name(line.replace("DistributedDataParallel", "wrap")) == {}, "one process may use GPU 0"
@@ -656,7 +656,7 @@ def test_a_device_by_its_number(line: str) -> None:
         "model = DistributedDataParallel(model, device_ids=[])\n",
     ],
 )
-def test_a_device_of_the_rank(line: str) -> None:
+def test_a_device_selected_by_rank_is_not_reported(line: str) -> None:
     assert not {"device-hard-coded", "device-never-set"} & set(by_name(INIT + line))
 
 
@@ -669,13 +669,13 @@ def test_a_device_of_the_rank(line: str) -> None:
         "os.environ['CUDA_VISIBLE_DEVICES'] = '0,1'\n",
     ],
 )
-def test_a_rank_by_its_number(line: str) -> None:
+def test_a_hard_coded_rank_is_reported(line: str) -> None:
     found = by_name(line)["rank-hard-coded"]
     assert found.severity == "danger" and "get_rank" in found.change
     assert "rank-hard-coded" not in by_name("dist.init_process_group('nccl', rank=rank, world_size=-1)\n")
 
 
-def test_a_gpu_that_no_rank_chooses() -> None:
+def test_a_missing_set_device_is_reported() -> None:
     source = "import torch\ndist.init_process_group()\nmodel.cuda()\n"
     assert by_name(source)["device-never-set"].line == 2
     assert "device-never-set" in by_name("dist.init_process_group('nccl')\n")
@@ -696,7 +696,7 @@ LOOP = "for batch in rows:\n    model(batch).backward()\n    optimizer.step()\n"
 
 
 @pytest.mark.parametrize("source", [LOOP, "def step(batch):\n    loss.backward()\n    self.opt.step()\n"])
-def test_gradients_that_are_never_zeroed(source: str) -> None:
+def test_a_missing_zero_grad_is_reported(source: str) -> None:
     found = by_name(source)["gradients-never-zeroed"]
     assert found.severity == "danger" and found.line == 3 and "zero_grad" in found.change
 
@@ -711,14 +711,14 @@ def test_gradients_that_are_never_zeroed(source: str) -> None:
         "loss.backward()\noptimizer.step()\n",
     ],
 )
-def test_gradients_that_are_zeroed_or_used_once(source: str) -> None:
+def test_zeroed_gradients_and_single_steps_are_not_reported(source: str) -> None:
     assert "gradients-never-zeroed" not in by_name(source)
 
 
 # ---- all
 
 
-def test_a_function_is_read_when_it_is_the_task() -> None:
+def test_the_source_of_a_task_function_is_checked() -> None:
     def task(ctx: Any) -> None:
         from torch.utils.data import DataLoader
 
@@ -735,7 +735,7 @@ def test_a_function_is_read_when_it_is_the_task() -> None:
     [ss.Layout.ddp(), ss.Layout.fsdp2(replicate=2), ss.Layout.zero(), ss.Layout.megatron(tp=2)],
     ids=lambda layout: layout.description,
 )
-def test_our_own_exported_scripts_are_not_accused(layout: ss.Layout, tmp_path: Path) -> None:
+def test_our_exported_scripts_have_no_findings(layout: ss.Layout, tmp_path: Path) -> None:
     needs("transformers")
     plan = ss.Plan(ss.models["llama-3.2-1b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), layout)
     scripts = [path for path in plan.export(tmp_path) if path.suffix == ".py"]
@@ -745,11 +745,11 @@ def test_our_own_exported_scripts_are_not_accused(layout: ss.Layout, tmp_path: P
 
 
 @pytest.mark.parametrize("source", ["", "def f(:\n", "%matplotlib inline\nFSDP(model)\n", "\x00", "é" * 100])
-def test_what_is_no_script_finds_nothing(source: str) -> None:
+def test_text_that_is_not_python_has_no_findings(source: str) -> None:
     assert check_script(source, PLAN) == []
 
 
-def test_what_is_no_text_is_refused() -> None:
+def test_a_source_that_is_not_text_raises_value_error() -> None:
     with pytest.raises(ValueError, match="source"):
         check_script(7)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="characters"):
@@ -774,5 +774,5 @@ DEEP_LINES = [
 
 @pytest.mark.parametrize("line", few(DEEP_LINES, DEEP_LINES[:2]))
 @pytest.mark.parametrize("plan", [PLAN])
-def test_text_that_nests_deeper_than_python_follows_raises_nothing(line: str, plan: ss.Plan | None) -> None:
+def test_text_nested_beyond_pythons_recursion_limit_raises_nothing(line: str, plan: ss.Plan | None) -> None:
     check_script(f"model.half()\nFullyShardedDataParallel(model)\n{line}\nloss.backward()\n", plan)

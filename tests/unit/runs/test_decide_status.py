@@ -37,7 +37,7 @@ def test_fault_52_no_exit_code_makes_a_run_failed(code: int) -> None:
     assert ("later, rank 0" in reason) == (code != 0)
 
 
-def test_what_happened_after_every_task_returned_is_told() -> None:
+def test_events_after_every_task_returned_are_in_the_reason() -> None:
     late = failure(1, "rank 1 exited with code 7 after its task had returned")
     status, reason = decide([RETURNED, RETURNED], 1, failures=[late])
     assert status == "finished" and reason.endswith(late.reason)
@@ -53,7 +53,7 @@ def test_a_run_without_ranks_is_not_finished() -> None:
     assert status == "stopped" and reason.startswith("Stop was pressed")
 
 
-def test_a_stop_is_no_failure_unless_a_rank_failed_before() -> None:
+def test_a_stop_is_a_failure_only_if_a_rank_failed_before() -> None:
     stop = {"stop_reason": "Stop was pressed"}
     assert decide([AT_WORK], -9, **stop, was_ended=True) == ("stopped", "Stop was pressed")
     status, reason = decide([RETURNED], 0, **stop)
@@ -62,7 +62,7 @@ def test_a_stop_is_no_failure_unless_a_rank_failed_before() -> None:
     assert decide([AT_WORK], 1, **stop, failures=died) == ("failed", "rank 0 raised ValueError: x")
 
 
-def test_a_killed_launcher_names_the_likely_killer() -> None:
+def test_the_reason_of_a_killed_launcher_names_the_likely_sender() -> None:
     status, reason = decide([AT_WORK, AT_WORK], -9, killer="memory ran out")
     assert status == "failed" and "launcher" in reason and reason.endswith("SIGKILL: memory ran out")
     assert decide([AT_WORK], -9, killer="memory ran out")[1].startswith("rank 0 was killed by SIGKILL")

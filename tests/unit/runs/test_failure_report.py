@@ -51,7 +51,7 @@ TORCH_2_5 = (
 
 
 @pytest.mark.parametrize("text", [TORCH_1, TORCH_2_0, TORCH_2_1, TORCH_2_5])
-def test_torchs_words_of_every_version_have_the_same_numbers(text: str) -> None:
+def test_out_of_memory_messages_of_every_torch_version_are_parsed_alike(text: str) -> None:
     found = parse_shortage(f"Traceback (most recent call last):\n  File ...\n{text}\n")
     assert found is not None
     others = round(12.5 * GIB) + 512 * MIB if text is TORCH_2_5 else 0
@@ -91,7 +91,9 @@ def test_torchs_words_of_every_version_have_the_same_numbers(text: str) -> None:
         ("OSError: [Errno 12] Cannot allocate memory", "host memory", None),
     ],
 )
-def test_other_libraries_words(text: str, place: str, asked: int | None) -> None:
+def test_out_of_memory_messages_of_other_libraries_are_parsed(
+    text: str, place: str, asked: int | None
+) -> None:
     found = parse_shortage(text)
     assert found is not None and (found.memory_kind, found.requested_bytes, found.free_bytes) == (
         place,
@@ -100,7 +102,7 @@ def test_other_libraries_words(text: str, place: str, asked: int | None) -> None
     )
 
 
-def test_what_is_no_shortage() -> None:
+def test_other_errors_are_not_parsed_as_out_of_memory() -> None:
     for text in (
         "",
         "ValueError: memory",
@@ -114,7 +116,7 @@ def plan_of(layout: ss.Layout, cluster: str = "8xh100-sxm-80gb") -> ss.Plan:
     return ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse(cluster), ss.Recipe(), layout)
 
 
-def test_a_plan_that_was_predicted_not_to_fit_has_its_own_repairs() -> None:
+def test_a_plan_predicted_not_to_fit_gets_the_planners_repairs() -> None:
     plan, shortage = plan_of(ss.Layout.ddp()), parse_shortage(TORCH_2_1)
     assert shortage is not None
     told = format_memory_numbers(shortage, plan)
@@ -124,7 +126,7 @@ def test_a_plan_that_was_predicted_not_to_fit_has_its_own_repairs() -> None:
     assert plan.repairs()[0][0] in words and "saves" in words
 
 
-def test_a_plan_that_was_predicted_to_fit_has_repairs_that_win_what_was_missing() -> None:
+def test_a_plan_predicted_to_fit_gets_repairs_that_save_the_missing_bytes() -> None:
     plan, shortage = plan_of(ss.Layout.fsdp2()), parse_shortage(TORCH_2_1)
     assert shortage is not None and plan.memory().fits and plan.repairs() == []
     assert "saves" in suggest_fix(shortage, plan, trains_the_plan=True)
@@ -146,7 +148,7 @@ def run_folder(tmp_path: Path, plan: ss.Plan, **more: Any) -> RunFolder:
     return folder
 
 
-def test_a_runs_error_has_the_numbers_the_repair_and_the_ranks_that_lost_their_peer(tmp_path: Path) -> None:
+def test_the_error_of_a_run_has_numbers_a_fix_and_the_ranks_that_lost_their_peer(tmp_path: Path) -> None:
     folder = run_folder(tmp_path, plan_of(ss.Layout.ddp()), trains_the_plan=True)
     lost = {
         "time": 1.0,
@@ -177,7 +179,7 @@ def test_a_runs_error_has_the_numbers_the_repair_and_the_ranks_that_lost_their_p
         )
 
 
-def test_fault_10_advice_after_a_kill_is_about_the_hosts_memory(
+def test_fault_10_the_fix_after_a_kill_is_for_host_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shortage = Shortage(memory_kind="host memory")
@@ -200,7 +202,7 @@ def test_fault_10_advice_after_a_kill_is_about_the_hosts_memory(
     assert unwatched.reason == "rank 0 was killed by SIGKILL" and "prevented" not in unwatched.text
 
 
-def test_fault_10_only_what_ended_a_rank_counts(tmp_path: Path) -> None:
+def test_fault_10_only_the_last_error_in_a_log_counts(tmp_path: Path) -> None:
     """A log tells of shortages that were handled; what follows the last traceback is the end."""
     folder = run_folder(tmp_path, plan_of(ss.Layout.ddp()))
     log = f'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    x()\n{TORCH_2_5}\nbye\n'
@@ -228,7 +230,7 @@ def test_fault_10_only_what_ended_a_rank_counts(tmp_path: Path) -> None:
     assert "GPU memory" in reason(-6)
 
 
-def test_what_a_cgroup_holds_is_read_where_its_limit_is(
+def test_used_memory_is_read_from_the_cgroup_with_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = tmp_path / "slurm" / "job"
@@ -248,7 +250,7 @@ def test_what_a_cgroup_holds_is_read_where_its_limit_is(
     assert watch.seen[0].total_bytes == 4 * GIB and watch.seen[0].free_bytes <= 2 * GIB
 
 
-def test_fault_10_a_killed_rank_has_the_hosts_numbers(
+def test_fault_10_the_reason_of_a_killed_rank_has_host_memory_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = [OomKills(3, 8)]
@@ -294,7 +296,7 @@ def test_fault_10_a_killed_rank_has_the_hosts_numbers(
         ),
     ],
 )
-def test_fault_10_who_killed_is_said_as_far_as_it_is_counted(
+def test_fault_10_the_sender_of_a_kill_follows_from_the_oom_counters(
     kills: tuple[int | None, int | None], struck: bool | None, words: str
 ) -> None:
     assert OomKills(*kills).any_kill is struck
@@ -303,7 +305,7 @@ def test_fault_10_who_killed_is_said_as_far_as_it_is_counted(
     assert ("little" in full) == (struck is not True)
 
 
-def test_fault_10_the_counter_of_this_processs_own_group_is_read(tmp_path: Path) -> None:
+def test_fault_10_the_oom_counter_of_this_processs_own_cgroup_is_read(tmp_path: Path) -> None:
     """Version 2, version 1, a container that sees only its own root, and no group at all."""
     job, membership, machine = tmp_path / "slurm" / "job", tmp_path / "cgroup", tmp_path / "vmstat"
     job.mkdir(parents=True)

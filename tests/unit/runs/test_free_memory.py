@@ -28,7 +28,7 @@ def plan_of(size: str = "1b") -> ss.Plan:
     )
 
 
-def test_what_is_free_now_and_who_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_and_processes_are_read_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cards(monkeypatch, [30 * GIB, 70 * GIB, 50 * GIB], [(42, 40 * GIB), (43, None)])
     first, *rest = read_gpu_states()
     assert first.processes == ((42, 40 * GIB), (43, None)) and first.total_bytes == TOTAL
@@ -39,7 +39,7 @@ def test_what_is_free_now_and_who_is_there(monkeypatch: pytest.MonkeyPatch) -> N
     assert read_gpu_states() == []
 
 
-def test_enough_is_free_on_the_cards_that_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_counts_only_on_the_gpus_that_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of()
     peak = plan.memory().peak_bytes
     pretend_cards(monkeypatch, [peak, peak, 0])
@@ -47,7 +47,7 @@ def test_enough_is_free_on_the_cards_that_are_used(monkeypatch: pytest.MonkeyPat
     assert check_free_memory(plan, [], needs_peak=True) == ""
 
 
-def test_under_the_peak_is_refused_or_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_less_free_memory_than_the_peak_raises_or_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of()
     pretend_cards(monkeypatch, [TOTAL, plan.memory().peak_bytes - 1])
     words = check_free_memory(plan, read_gpu_states(), needs_peak=False)
@@ -56,7 +56,7 @@ def test_under_the_peak_is_refused_or_warned_of(monkeypatch: pytest.MonkeyPatch)
         check_free_memory(plan, read_gpu_states(), needs_peak=True)
 
 
-def test_a_card_is_compared_with_its_own_ranks_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_gpu_is_compared_with_its_ranks_pipeline_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = ss.Cluster.parse("4xh100-sxm-80gb")
     plan = ss.Plan(ss.Architecture.of_size("1b"), cluster, ss.Recipe(), ss.Layout.fsdp2(pp=2))
     first, second = (stage.peak_bytes for stage in plan.memory().by_stage)
@@ -72,7 +72,7 @@ def test_a_card_is_compared_with_its_own_ranks_stage(monkeypatch: pytest.MonkeyP
             check_free_memory(plan, read_gpu_states(), needs_peak=True)
 
 
-def test_another_machines_runs_hold_no_card_of_this_one(
+def test_runs_of_another_machine_use_no_gpu_of_this_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for machine in (identify_machine(), "another"):
@@ -85,9 +85,7 @@ def test_another_machines_runs_hold_no_card_of_this_one(
 
 
 @needs_installed("torch")
-def test_a_launch_leaves_the_paths_of_modules_as_they_are(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_launch_stores_import_paths_unredacted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PASSWORD", "workshop")
     monkeypatch.syspath_prepend("/home/me/workshop")
     monkeypatch.setenv("PYTHONPATH", "/home/me/workshop")
@@ -102,9 +100,7 @@ def test_a_launch_leaves_the_paths_of_modules_as_they_are(
 
 
 @needs_installed("torch")
-def test_a_launch_is_refused_and_a_function_is_warned(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_built_in_task_raises_and_a_function_warns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend_cards(monkeypatch, [2 * GIB, TOTAL], [(42, 77 * GIB), (43, None)])
     who = r"end the processes on it \(process 42 with 77.0 GiB, process 43\), or .*CUDA_VISIBLE_DEVICES"
     with pytest.raises(
@@ -144,7 +140,7 @@ def test_a_launch_is_refused_and_a_function_is_warned(
         assert ss.launch(one, train, folder=tmp_path, name="fourth").reason == "the supervisor is starting"
 
 
-def test_a_card_that_is_free_and_too_small_wants_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_an_idle_gpu_that_is_too_small_the_fix_is_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of("30b")
     pretend_cards(monkeypatch, [TOTAL, TOTAL])
     with pytest.raises(ValueError, match=r"launch\.plan on GPU 0") as caught:
@@ -152,7 +148,9 @@ def test_a_card_that_is_free_and_too_small_wants_another_plan(monkeypatch: pytes
     assert plan.repairs()[0].change in str(caught.value)
 
 
-def test_cpu_ranks_that_their_host_has_no_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_cpu_ranks_for_the_hosts_memory_raise_or_warn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a machine that many share it would take everybody's memory."""
 
     def train(ctx: Any) -> None:

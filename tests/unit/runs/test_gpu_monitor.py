@@ -67,7 +67,7 @@ def look(watch: GpuSampler, times: int) -> None:
         assert until(lambda count=count: len(list(read_lines(watch.folder.gpu_samples))) > count)
 
 
-def test_each_rank_has_what_its_card_answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_rank_has_the_readings_of_its_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told = pretend(monkeypatch)
     folder = folder_with(tmp_path, [5, 3])
     watch = GpuSampler(folder)
@@ -82,7 +82,7 @@ def test_each_rank_has_what_its_card_answered(monkeypatch: pytest.MonkeyPatch, t
     assert folder.gpu_samples.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_card_that_answers_late_holds_nobody_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_slow_driver_call_delays_no_other_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     answers = threading.Event()
 
     def slow(handle: int) -> int:
@@ -99,7 +99,7 @@ def test_a_card_that_answers_late_holds_nobody_up(monkeypatch: pytest.MonkeyPatc
     list(beside.finish())
 
 
-def test_a_run_on_cpu_ranks_asks_no_driver(tmp_path: Path) -> None:
+def test_a_run_on_cpu_ranks_calls_no_driver(tmp_path: Path) -> None:
     """In a process of its own, for another test may have imported the library."""
     folder = folder_with(tmp_path, [])
     code = f"""
@@ -117,7 +117,7 @@ assert "pynvml" not in sys.modules and not folder.gpu_samples.exists()
 
 
 @pytest.mark.parametrize("gpus", [None, "0", {"0": 1}, [None, "x"], 7])
-def test_damaged_lists_of_cards_are_none(tmp_path: Path, gpus: object) -> None:
+def test_damaged_gpu_lists_count_as_no_gpus(tmp_path: Path, gpus: object) -> None:
     assert GpuSampler(folder_with(tmp_path, gpus)).gpus == []
 
 
@@ -135,7 +135,9 @@ def test_without_a_driver_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tm
     assert not folder.gpu_samples.exists()
 
 
-def test_the_file_stays_bounded_and_keeps_both_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_sample_file_is_bounded_and_keeps_first_and_latest_samples(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(card_watch, "MAX_SAMPLES", 40)
     monkeypatch.setattr(card_watch, "DENSE_SAMPLES", 10)
     pretend(monkeypatch)
@@ -158,7 +160,7 @@ def times_of(folder: RunFolder) -> list[float]:
     return [line["time"] for line in read_lines(folder.gpu_samples)]
 
 
-def test_odd_lines_are_left_out(tmp_path: Path) -> None:
+def test_malformed_lines_are_skipped(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, [0, 1])
     for line in (
         {"power_watts": [1]},

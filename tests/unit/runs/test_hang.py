@@ -91,7 +91,7 @@ def answered(watch: HangDetector) -> bool:
     )
 
 
-def test_fault_05_a_hang_is_said_once_and_taken_back(folder: RunFolder, ranks: list[Any]) -> None:
+def test_fault_05_a_hang_is_reported_once_and_cleared(folder: RunFolder, ranks: list[Any]) -> None:
     watch = HangDetector(folder, 2, least_seconds=10)
     assert watch.check({0: steps(0, 11), 1: steps(0, 10)}, 1.0) is None
     assert wait(watch, 10) == []
@@ -106,7 +106,7 @@ def test_fault_05_a_hang_is_said_once_and_taken_back(folder: RunFolder, ranks: l
     assert watch.check({0: steps(13, 1), 1: steps(13, 1)}, 1.0) is None
 
 
-def test_ranks_that_seem_to_hang_have_less_time_for_a_checkpoint_but_some(folder: RunFolder) -> None:
+def test_hanging_ranks_get_a_shorter_checkpoint_deadline(folder: RunFolder) -> None:
     supervisor, now = Supervisor(folder, None), time.monotonic()
     supervisor.checks._hang.hangs = True
     supervisor._stop("run.stop(checkpoint=True) was called", None, checkpoint=True)
@@ -129,7 +129,7 @@ def test_ranks_that_seem_to_hang_have_less_time_for_a_checkpoint_but_some(folder
     assert "did not save and stop" in read_lines(folder.status)[-1]["reason"]
 
 
-def test_fault_23_a_hang_is_said_and_taken_back_where_no_log_can_be_written(folder: RunFolder) -> None:
+def test_fault_23_a_hang_is_reported_and_cleared_without_writable_logs(folder: RunFolder) -> None:
     folder.log(0).mkdir()
     watch = HangDetector(folder, 1, least_seconds=2)
     watch.check({0: steps(0, 10)}, 1.0)
@@ -138,7 +138,7 @@ def test_fault_23_a_hang_is_said_and_taken_back_where_no_log_can_be_written(fold
     assert watch.check({0: steps(10, 1)}, 1.0) == "steps are logged again"
 
 
-def test_the_final_status_waits_little_for_what_is_written_beside_it(
+def test_the_final_status_does_not_wait_for_the_last_writes(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "kill_descendants", lambda: True)
@@ -161,7 +161,7 @@ def test_the_final_status_waits_little_for_what_is_written_beside_it(
     assert folder.supervisor.stat().st_mtime > 1, "a heartbeat between pieces"
 
 
-def test_steps_that_begin_anew_and_other_lines_are_signs_of_life(folder: RunFolder) -> None:
+def test_restarted_step_counts_and_other_records_are_progress(folder: RunFolder) -> None:
     watch = HangDetector(folder, 1, least_seconds=5)
     watch.check({0: steps(0, 10)}, 1.0)
     for _ in range(5):  # Each time four seconds after the last.
@@ -173,7 +173,7 @@ def test_steps_that_begin_anew_and_other_lines_are_signs_of_life(folder: RunFold
     assert watch.ranks[0].still_seconds == 0
 
 
-def test_slow_steps_get_many_times_their_median(folder: RunFolder, ranks: list[Any]) -> None:
+def test_slow_steps_have_a_limit_of_many_medians(folder: RunFolder, ranks: list[Any]) -> None:
     watch = HangDetector(folder, 2, least_seconds=10)
     watch.check({0: steps(0, 6, seconds=30.0)}, 1.0)
     assert wait(watch, 600) == []
@@ -181,7 +181,7 @@ def test_slow_steps_get_many_times_their_median(folder: RunFolder, ranks: list[A
 
 
 @pytest.mark.parametrize("ranks", [("save_checkpoint", "wait")], indirect=True)
-def test_a_checkpoint_gets_more_time_but_not_for_ever(folder: RunFolder, ranks: list[Any]) -> None:
+def test_a_checkpoint_extends_the_limit_but_not_forever(folder: RunFolder, ranks: list[Any]) -> None:
     watch = HangDetector(folder, 2, least_seconds=2)
     watch.check({0: steps(0, 10), 1: steps(0, 10)}, 1.0)
     assert wait(watch, 2 * BUSY_FACTOR - 1) == []
@@ -189,7 +189,7 @@ def test_a_checkpoint_gets_more_time_but_not_for_ever(folder: RunFolder, ranks: 
     assert "rank 0 is at a checkpoint" in words
 
 
-def test_nothing_is_said_of_start_up_of_ended_ranks_and_of_a_stopped_machine(folder: RunFolder) -> None:
+def test_start_up_ended_ranks_and_a_suspended_machine_are_not_hangs(folder: RunFolder) -> None:
     watch = HangDetector(folder, 2, least_seconds=2)
     assert wait(watch, 100) == []  # Nothing logged yet: loading, compiling, or a task that logs nothing.
     watch.check({0: steps(0, 5)}, 1.0)
@@ -200,7 +200,9 @@ def test_nothing_is_said_of_start_up_of_ended_ranks_and_of_a_stopped_machine(fol
     assert wait(watch, 100) == []
 
 
-def test_fault_05_a_rank_that_is_stopped_or_gone_is_told_as_such(folder: RunFolder, ranks: list[Any]) -> None:
+def test_fault_05_the_report_names_ranks_that_are_stopped_or_gone(
+    folder: RunFolder, ranks: list[Any]
+) -> None:
     ranks[0].send_signal(signal.SIGSTOP)
     ranks[1].kill()
     ranks[1].wait()
@@ -234,7 +236,7 @@ Current thread 0x00007f2 (most recent call first):
         ("profiler/profiler", "writing a trace"),
     ],
 )
-def test_only_the_main_thread_explains_a_pause(part: str, words: str | None) -> None:
+def test_only_the_main_threads_stack_explains_a_delay(part: str, words: str | None) -> None:
     stacks = STACKS.replace("{part}", part)
     assert [function for _, _, function in parse_main_thread(stacks)] == ["all_reduce", "inner", "<lambda>"]
     assert find_delay_reason(stacks) == words
@@ -248,7 +250,7 @@ def test_only_the_main_thread_explains_a_pause(part: str, words: str | None) -> 
     assert describe_position("") == "" and find_delay_reason("it did not answer") is None
 
 
-def test_files_of_ours_that_explain_a_pause_are_there() -> None:
+def test_our_files_listed_as_delay_reasons_exist() -> None:
     ours = [file.relative_to(TOOLKIT.parent).as_posix() for file in TOOLKIT.rglob("*.py")]
     parts = [part for part in (*BUSY_WITH, *ENGINE_FOLDERS) if part.startswith("shardscope/")]
     assert parts and not [part for part in parts if not any(file.startswith(part) for file in ours)]

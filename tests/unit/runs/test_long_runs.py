@@ -30,7 +30,9 @@ def line(step: int, rank: int, **metrics: Any) -> dict[str, Any]:
     return {"step": step, "rank": rank, "time": float(step), **metrics}
 
 
-def test_the_latest_and_the_highest_of_each_rank(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latest_and_highest_memory_of_each_rank_are_read(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(records, "PIECE_BYTES", 100)
     told = LoggedMemory(folder, 4)
     assert told.read() == []
@@ -92,7 +94,7 @@ def test_memory_of_a_long_run_parses_one_line(long_run: Run, monkeypatch: pytest
     assert peak < 6 * records.PIECE_BYTES
 
 
-def test_the_time_view_reads_no_more_of_it_than_it_shows(
+def test_the_time_view_reads_only_the_metrics_that_it_shows(
     long_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the end of a run, beside a kernel that has other things to do."""

@@ -75,7 +75,7 @@ def small(tmp_path: Path) -> Path:
 
 
 @thorough()
-def test_fault_58_a_list_of_many_runs_holds_a_few_kilobytes_of_each(tmp_path: Path, small: Path) -> None:
+def test_fault_58_a_list_of_many_runs_needs_a_few_kilobytes_each(tmp_path: Path, small: Path) -> None:
     write_copies(tmp_path / "runs", 300)
     num_runs, held, peak = run_alone(LISTED.format(then=""), tmp_path / "runs", small)
     # 100 MiB for 5,000 are 20 KiB for one.
@@ -109,7 +109,7 @@ def frame_of(parent: Path) -> pd.DataFrame:
     return ss.runs(parent).to_frame()
 
 
-def test_a_kept_summary_says_the_same_and_reads_no_metrics(
+def test_a_cached_summary_is_equal_and_reads_no_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_run("one", parent=tmp_path)
@@ -126,7 +126,7 @@ def test_a_kept_summary_says_the_same_and_reads_no_metrics(
     )
 
 
-def test_a_running_run_keeps_no_summary_and_a_changed_one_is_read_again(tmp_path: Path) -> None:
+def test_an_active_run_has_no_cached_summary_and_a_changed_run_is_read_again(tmp_path: Path) -> None:
     path = write_run("one", "running", parent=tmp_path)
     assert frame_of(tmp_path)["steps"][0] == 20 and not (path / "summary.json").exists()
     append_line(RunFolder(path).status, {"time": 2e9, "status": "finished", "reason": "done"})
@@ -149,7 +149,7 @@ def test_a_running_run_keeps_no_summary_and_a_changed_one_is_read_again(tmp_path
         {"loss": [1]},
     ],
 )
-def test_a_forged_summary_is_not_believed(tmp_path: Path, forged: dict[str, object]) -> None:
+def test_a_forged_summary_is_ignored(tmp_path: Path, forged: dict[str, object]) -> None:
     path = write_run("one", "failed", parent=tmp_path)
     first = frame_of(tmp_path)
     kept = json.loads((path / "summary.json").read_text())
@@ -158,7 +158,7 @@ def test_a_forged_summary_is_not_believed(tmp_path: Path, forged: dict[str, obje
     assert list(frame_of(tmp_path)["status"]) == ["failed"]
 
 
-def test_only_the_newest_runs_are_rows_of_the_table_and_all_are_in_the_frame(tmp_path: Path) -> None:
+def test_the_html_table_shows_the_newest_runs_and_to_frame_all(tmp_path: Path) -> None:
     write_copies(tmp_path, 205)
     found = ss.runs(tmp_path)
     html = found._repr_html_()

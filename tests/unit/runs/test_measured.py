@@ -51,7 +51,7 @@ def cuda_record() -> dict[str, Any]:
     }
 
 
-def test_a_cpu_rank_names_every_component_it_counted() -> None:
+def test_a_cpu_rank_reports_every_counted_component() -> None:
     report = build_measured_memory(plan_of(), {0: cpu_record(), 1: cpu_record(activations=6 * MIB)}, [])
     assert report.tier == "measured"
     assert report.peak_phase == "forward"
@@ -74,7 +74,7 @@ def test_a_cpu_rank_names_every_component_it_counted() -> None:
         report.explain("everything")
 
 
-def test_a_gpu_rank_keeps_what_the_allocator_says_and_invents_no_name_for_the_rest() -> None:
+def test_a_gpu_rank_reports_unattributed_bytes_as_other() -> None:
     plan = plan_of("h100-sxm-80gb")
     report = build_measured_memory(plan, {0: cuda_record()}, [])
     assert report.peak_phase == "backward"
@@ -88,7 +88,7 @@ def test_a_gpu_rank_keeps_what_the_allocator_says_and_invents_no_name_for_the_re
     assert report.fits and report.usable_bytes == plan.cluster.usable_bytes_per_gpu
 
 
-def test_the_error_is_of_tensors_and_in_one_sentence() -> None:
+def test_the_error_compares_tensors_only_in_one_sentence() -> None:
     plan = plan_of()
     predicted = sum_predicted_tensors(plan.memory())
     assert predicted == max(
@@ -107,7 +107,7 @@ def test_the_error_is_of_tensors_and_in_one_sentence() -> None:
     assert hit.error == 0 and hit.sentence.endswith(" MiB, the same to 0.1 %.")
 
 
-def test_a_task_of_ones_own_has_a_total_without_names() -> None:
+def test_a_users_function_has_only_a_total() -> None:
     ranks = [{"rank": 0, "memory_bytes": 5, "peak_memory_bytes": 7 * MIB, "step": 3, "time": 0.0}]
     report = build_measured_memory(plan_of(), {}, ranks)
     assert report.components == {"other": 7 * MIB}
@@ -119,7 +119,7 @@ def test_a_task_of_ones_own_has_a_total_without_names() -> None:
     "record",
     [{}, {"memory": None}, {"memory": []}, {"memory": {"phases": 3}}, {"memory": {"phases": {"rest": 7}}}],
 )
-def test_odd_records_are_survived_and_nothing_is_made_of_them(record: dict[str, Any]) -> None:
+def test_malformed_memory_records_are_ignored(record: dict[str, Any]) -> None:
     report = build_measured_memory(plan_of(), {0: record}, [])
     assert isinstance(report, MeasuredMemory)
     assert list(report) == [] and report.peak_bytes == 0 and report.error is None
@@ -127,7 +127,7 @@ def test_odd_records_are_survived_and_nothing_is_made_of_them(record: dict[str, 
     assert not any(value < 0 for value in report.components.values())
 
 
-def test_negative_and_foreign_numbers_are_left_out() -> None:
+def test_negative_and_unknown_numbers_are_left_out() -> None:
     phases = {"rest": {"parameters": -1, "gradients": True, "luck": 4, "optimizer": 5}}
     report = build_measured_memory(plan_of(), {0: {"memory": {"phases": phases}}}, [])
     assert report.components == {"optimizer": 5}
@@ -138,7 +138,7 @@ def test_without_a_readable_plan_there_is_no_error() -> None:
     assert report.error is None and "cannot be read" in report.sentence
 
 
-def test_pipeline_stages_are_told_apart() -> None:
+def test_memory_is_reported_by_pipeline_stage() -> None:
     plan = ss.Plan(
         ss.Architecture.of_size("1b"),
         ss.Cluster.parse("4xh100-sxm-80gb"),
@@ -151,7 +151,7 @@ def test_pipeline_stages_are_told_apart() -> None:
     assert report.worst_stage.stage == 1
 
 
-def test_a_snapshot_can_be_asked_of_a_run_under_way() -> None:
+def test_a_memory_snapshot_can_be_requested_from_an_active_run() -> None:
     class Context:
         def poll(self) -> tuple[bool, list[dict[str, Any]]]:
             return False, [{"command": "memory_snapshot"}]

@@ -20,7 +20,7 @@ def records(rank: int, steps: range, seconds: float, every: float | None = None)
     ]
 
 
-def test_the_slowest_rank_is_named_beyond_those_that_have_lines() -> None:
+def test_the_slowest_of_many_ranks_is_found() -> None:
     pace = Pace()
     for rank in range(12):
         pace.add(records(rank, range(30), 1.5 if rank == 10 else 1.0, every=1.5))
@@ -30,7 +30,7 @@ def test_the_slowest_rank_is_named_beyond_those_that_have_lines() -> None:
     assert slowest.excess == pytest.approx(0.5) and not slowest.is_even
 
 
-def test_ranks_that_wait_for_each_other_are_even() -> None:
+def test_equally_fast_ranks_are_even() -> None:
     pace = Pace()
     for rank in range(2):
         pace.add(records(rank, range(30), 1.0 + 0.001 * rank))
@@ -54,7 +54,7 @@ def test_a_rank_that_stopped_logging_is_behind() -> None:
     assert not pace.slowest.is_even
 
 
-def test_what_is_left_counts_the_clock_and_not_the_step_alone() -> None:
+def test_remaining_time_includes_time_between_steps() -> None:
     pace = Pace()
     # A step takes a second, and a checkpoint between steps another one.
     pace.add(records(0, range(10), 1.0, every=2.0))
@@ -66,14 +66,14 @@ def test_what_is_left_counts_the_clock_and_not_the_step_alone() -> None:
     assert pace.seconds_left(10, now) == 0.0
 
 
-def test_every_tenth_step_logged_is_ten_steps() -> None:
+def test_logging_every_tenth_step_gives_seconds_per_step() -> None:
     pace = Pace()
     pace.add({"step": step, "rank": 0, "time": float(step)} for step in range(0, 200, 10))
     assert pace.seconds_per_step == pytest.approx(1.0) and pace.last_step == 190
 
 
 @pytest.mark.parametrize("odd", [None, "x", float("nan"), float("inf"), -1.0, True, [1]])
-def test_odd_records_are_left_out(odd: Any) -> None:
+def test_malformed_records_are_skipped(odd: Any) -> None:
     pace = Pace()
     pace.add([
         {"step": odd, "rank": 0, "time": 1.0, "step_seconds": 1.0},
@@ -86,7 +86,7 @@ def test_odd_records_are_left_out(odd: Any) -> None:
 
 
 @thorough()
-def test_it_remembers_no_more_than_the_last_steps() -> None:
+def test_pace_keeps_only_the_latest_steps() -> None:
     pace = Pace()
     tracemalloc.start()
     pace.add(records(0, range(100_000), 1.0))

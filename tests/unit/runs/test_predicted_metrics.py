@@ -43,7 +43,7 @@ def attach(folder: Path, plan: ss.Plan, engine: Any = None, **description: Any) 
     return ss.Run.attach(run.path)
 
 
-def test_a_run_of_the_plan_has_its_predictions(tmp_path: Path) -> None:
+def test_a_run_that_trains_the_plan_has_predicted_metrics(tmp_path: Path) -> None:
     run = attach(tmp_path, ON_GPUS, trains_the_plan=True, predicted=STEP, num_steps=40)
     found = run.predicted_metrics()
     assert found is not None and run.num_steps == 40 and run.trains_the_plan
@@ -53,7 +53,7 @@ def test_a_run_of_the_plan_has_its_predictions(tmp_path: Path) -> None:
     assert found.get("loss") is None and found.get("step_seconds") == 0.5
 
 
-def test_cpu_ranks_report_what_outlives_a_step(tmp_path: Path) -> None:
+def test_cpu_ranks_are_compared_with_tensors_that_outlive_a_step(tmp_path: Path) -> None:
     found = attach(tmp_path, ON_CPUS, trains_the_plan=True).predicted_metrics()
     parts = ON_CPUS.memory().at("optimizer")
     assert found is not None and found.step_seconds is None and found.tokens_per_second is None
@@ -62,32 +62,32 @@ def test_cpu_ranks_report_what_outlives_a_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", [None, "x", {}, {"num_parameters": 12}, {"sentence": "FSDP2"}])
-def test_a_function_whose_model_is_another_has_none(tmp_path: Path, engine: Any) -> None:
+def test_a_function_that_trains_another_model_has_no_predictions(tmp_path: Path, engine: Any) -> None:
     run = attach(tmp_path, ON_GPUS, engine, trains_the_plan=False, predicted=STEP)
     assert run.predicted_metrics() is None and run.num_steps is None
 
 
-def test_a_function_that_trains_the_plans_model_has_them(tmp_path: Path) -> None:
+def test_a_function_that_trains_the_plans_model_has_predictions(tmp_path: Path) -> None:
     engine = {"num_parameters": ON_GPUS.architecture.num_parameters}
     found = attach(tmp_path, ON_GPUS, engine, trains_the_plan=False, predicted=STEP).predicted_metrics()
     assert found is not None and found.step_seconds == 0.5
 
 
 @pytest.mark.parametrize("seconds", ["x", -1, True, 0, "NaN"])
-def test_a_damaged_prediction_of_the_step_is_none(tmp_path: Path, seconds: Any) -> None:
+def test_a_damaged_step_prediction_is_none(tmp_path: Path, seconds: Any) -> None:
     predicted = {"step_seconds": seconds}
     found = attach(tmp_path, ON_GPUS, trains_the_plan=True, predicted=predicted).predicted_metrics()
     assert found is not None and found.step_seconds is None
 
 
-def test_a_plan_that_cannot_be_read_has_none(tmp_path: Path) -> None:
+def test_a_run_with_an_unreadable_plan_has_no_predictions(tmp_path: Path) -> None:
     run = attach(tmp_path, ON_GPUS, trains_the_plan=True)
     described = json.loads((run.folder / "run.json").read_text())
     write_json(run.folder / "run.json", {**described, "plan": {"version": -1}})
     assert ss.Run.attach(run.folder).predicted_metrics() is None
 
 
-def test_each_rank_has_its_tensors_by_component() -> None:
+def test_tensor_bytes_of_each_rank_are_split_by_component() -> None:
     def record(activations: int) -> dict[str, Any]:
         phases = {
             "rest": {"parameters": 10, "optimizer": 20},
@@ -103,7 +103,7 @@ def test_each_rank_has_its_tensors_by_component() -> None:
     assert predicted.num_bytes == sum_predicted_tensors(ON_GPUS.memory())
 
 
-def test_a_long_run_is_followed_in_pieces_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_long_run_is_read_in_pieces_without_losing_records(tmp_path: Path) -> None:
     run = attach(tmp_path, ON_CPUS)
     folder = RunFolder(run.folder)
     line = {"rank": 0, "time": 1.0, "text": "x" * 500, "loss": float("nan")}
@@ -127,7 +127,7 @@ def test_a_long_run_is_followed_in_pieces_and_nothing_is_lost(tmp_path: Path) ->
     assert [record["step"] for record in follow.read()] == [4001]
 
 
-def test_fault_60_a_reader_far_behind_takes_an_even_sample(
+def test_fault_60_a_reader_far_behind_reads_an_even_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = attach(tmp_path, ON_CPUS)
@@ -148,7 +148,7 @@ def test_fault_60_a_reader_far_behind_takes_an_even_sample(
     assert [record["step"] for record in follow.read()] == [200_000]
 
 
-def test_a_note_stays_with_the_run(tmp_path: Path) -> None:
+def test_a_note_is_stored_in_the_run_folder(tmp_path: Path) -> None:
     run = attach(tmp_path, ON_CPUS)
     assert run.note == ""
     run.note = "a rehearsal"

@@ -70,7 +70,7 @@ def _answered(watch: StandstillDetector) -> int:
     return path.read_bytes().count(b" in <module>\n") if path.exists() else 0
 
 
-def test_fault_05_a_task_that_logs_nothing_is_told_once_and_taken_back(
+def test_fault_05_a_standstill_is_reported_once_and_cleared(
     folder: RunFolder, rank: subprocess.Popen[str]
 ) -> None:
     watch = StandstillDetector(folder, 1, quiet_seconds=60)
@@ -85,13 +85,13 @@ def test_fault_05_a_task_that_logs_nothing_is_told_once_and_taken_back(
     assert wait(watch, 2) == ["activity is seen again"] and not watch.hangs
 
 
-def test_a_rank_that_has_ended_is_not_asked(folder: RunFolder, rank: subprocess.Popen[str]) -> None:
+def test_stacks_of_an_ended_rank_are_not_requested(folder: RunFolder, rank: subprocess.Popen[str]) -> None:
     write_json(folder.rank(1), {"pid": rank.pid, "started": 1.0, "exit": "finished"})
     (words,) = wait(StandstillDetector(folder, 2, quiet_seconds=60), 100)
     assert "rank 0: " in words and "rank 1" not in words
 
 
-def test_another_place_in_the_code_is_a_sign_of_life(folder: RunFolder, rank: subprocess.Popen[str]) -> None:
+def test_a_changed_stack_is_activity(folder: RunFolder, rank: subprocess.Popen[str]) -> None:
     watch = StandstillDetector(folder, 1, quiet_seconds=60)
     assert wait(watch, 50) == []
     assert rank.stdin is not None
@@ -104,7 +104,9 @@ def test_another_place_in_the_code_is_a_sign_of_life(folder: RunFolder, rank: su
 
 
 @pytest.mark.parametrize("rank", ["save_checkpoint"], indirect=True)
-def test_what_explains_itself_gets_more_time(folder: RunFolder, rank: subprocess.Popen[str]) -> None:
+def test_a_delay_reason_on_the_stack_extends_the_limit(
+    folder: RunFolder, rank: subprocess.Popen[str]
+) -> None:
     watch = StandstillDetector(folder, 1, quiet_seconds=30)
     assert wait(watch, int(30 * BUSY_FACTOR) - 1) == []
     assert len(wait(watch, 40)) == 1
@@ -113,7 +115,7 @@ def test_what_explains_itself_gets_more_time(folder: RunFolder, rank: subprocess
 @pytest.mark.parametrize(
     "sign", [Activity(0.5, 0, 0), Activity(0.0, 2**20, 0), Activity(0.0, 0, 1)], ids=["cpu", "files", "log"]
 )
-def test_whatever_moves_is_a_sign_of_life(
+def test_output_cpu_time_and_file_access_are_activity(
     sign: Activity, folder: RunFolder, rank: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = StandstillDetector(folder, 1, quiet_seconds=60)
@@ -129,14 +131,18 @@ def test_whatever_moves_is_a_sign_of_life(
     assert len(wait(watch, 100)) == 1
 
 
-def test_where_steps_are_logged_others_judge(folder: RunFolder, rank: subprocess.Popen[str]) -> None:
+def test_with_logged_steps_the_step_based_detector_is_responsible(
+    folder: RunFolder, rank: subprocess.Popen[str]
+) -> None:
     watch = StandstillDetector(folder, 1, quiet_seconds=60)
     assert wait(watch, 300, has_steps=True) == []
     assert wait(watch, 300, {0: [{"loss": 1.0}]}) == []
     assert len(wait(watch, 100)) == 1
 
 
-def test_what_a_rank_started_counts_as_its_own(folder: RunFolder, rank: subprocess.Popen[str]) -> None:
+def test_activity_of_child_processes_counts_as_the_ranks(
+    folder: RunFolder, rank: subprocess.Popen[str]
+) -> None:
     watch = StandstillDetector(folder, 1, quiet_seconds=60)
     idle = watch._read_activity()[0]
     assert idle.cpu_seconds > 0 and idle.file_bytes > 0 and idle.printed_bytes == 0

@@ -72,7 +72,7 @@ def test_a_global_of_a_function_in_a_notebook_is_named() -> None:
         pack(cell["task"], None)
 
 
-def test_the_name_of_a_task() -> None:
+def test_a_task_is_described_by_its_qualified_name() -> None:
     assert describe_task(functools.lru_cache(train)) == describe_task(train) == f"{__name__}.train"
     assert describe_task(Trainer) == describe_task(Trainer()) == f"{__name__}.Trainer"
     assert describe_task(Trainer().run) == f"{__name__}.Trainer.run"

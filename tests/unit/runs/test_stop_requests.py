@@ -28,7 +28,7 @@ from shardscope.runs.stop_request import (
         ({"notebook": "a\n\x1b" + 200 * "x"}, "run.stop() was called in a" + 99 * "x"),
     ],
 )
-def test_who_asked_is_told(command: dict[str, Any], words: str) -> None:
+def test_the_origin_of_a_stop_request_is_described(command: dict[str, Any], words: str) -> None:
     assert describe_stop_request(command) == words
 
 
@@ -41,7 +41,7 @@ def test_the_notebook_is_the_one_that_jupyter_started_the_kernel_for(monkeypatch
     assert find_notebook() is None
 
 
-def test_a_task_looks_once_it_has_looked_on_every_rank(tmp_path: Path) -> None:
+def test_stop_requests_count_as_read_once_every_rank_has_read_them(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.create()
     for rank in (0, 1):

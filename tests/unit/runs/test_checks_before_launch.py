@@ -156,7 +156,7 @@ def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", LOADS)
-def test_fault_31_what_the_engine_loads_is_not_refused(case: str, tmp_path: Path) -> None:
+def test_fault_31_a_checkpoint_that_the_engine_loads_is_accepted(case: str, tmp_path: Path) -> None:
     before, now = LOADS[case]
     task = Pretrain(resume=saved(tmp_path, before))
     task.check(now)
@@ -166,7 +166,7 @@ def test_fault_31_what_the_engine_loads_is_not_refused(case: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_fault_31_what_it_does_not_load_is_refused_in_words(case: str, tmp_path: Path) -> None:
+def test_fault_31_a_checkpoint_that_the_engine_cannot_load_raises(case: str, tmp_path: Path) -> None:
     before, now, why, fix, fields = REFUSED[case]
     path = saved(tmp_path, before)
     task = Pretrain(resume=path)
@@ -185,7 +185,7 @@ def test_fault_31_what_it_does_not_load_is_refused_in_words(case: str, tmp_path:
 
 @needs_installed("torch")
 @needs_installed("accelerate")
-def test_fault_31_resume_by_name_is_looked_at_before_ranks_start(tmp_path: Path) -> None:
+def test_fault_31_a_resume_path_is_checked_before_ranks_start(tmp_path: Path) -> None:
     saved(tmp_path / "a", plan_of(2, L.zero(stage=2)), asked_name="a")
     with pytest.raises(ValueError, match=r"Pretrain\.resume is .*ZeRO stage 2.*Nearest fix: stage=2"):
         launch(plan_of(2, L.zero(stage=3)), Pretrain(resume=True), name="a", folder=tmp_path)
@@ -197,7 +197,7 @@ def test_fault_31_resume_by_name_is_looked_at_before_ranks_start(tmp_path: Path)
     others.check_launch(plan_of(2, L.zero(stage=3)), tmp_path / "nowhere", "a")
 
 
-def test_fault_31_adapters_do_not_go_on_over_a_base_of_another_seed(tmp_path: Path) -> None:
+def test_fault_31_adapters_do_not_resume_over_a_base_of_another_seed(tmp_path: Path) -> None:
     """They would, without a word: a checkpoint of adapters has no base."""
     plan = plan_of(2, L.ddp(), method="lora")
     path = saved(tmp_path, plan, seed=3, frozen_base=Pretrain(seed=3).frozen_base())
@@ -221,7 +221,7 @@ def test_fault_31_adapters_do_not_go_on_over_a_base_of_another_seed(tmp_path: Pa
     assert check_loads(path, whole, "Pretrain.resume", seed=3, frozen_base=None) == []
 
 
-def test_fault_31_adapters_do_not_go_on_over_other_weights(tmp_path: Path) -> None:
+def test_fault_31_adapters_do_not_resume_over_other_weights(tmp_path: Path) -> None:
     plan = plan_of(2, L.ddp(), method="lora")
     first, copy = write_folder(tmp_path / "first"), tmp_path / "copy"
     path = saved(tmp_path / "run", plan, frozen_base=Finetune(weights=first).frozen_base())
@@ -248,7 +248,7 @@ def test_fault_31_adapters_do_not_go_on_over_other_weights(tmp_path: Path) -> No
         check_loads(path, plan, "x", seed=3, frozen_base=Finetune(weights=first).frozen_base())
 
 
-def test_fault_31_findings_do_not_read_a_base_that_no_adapters_are_over(tmp_path: Path) -> None:
+def test_fault_31_findings_read_no_base_without_adapters(tmp_path: Path) -> None:
     whole, adapted = plan_of(2, L.ddp()), plan_of(2, L.ddp(), method="lora")
     task = Finetune(weights=write_folder(tmp_path / "gone"), resume=saved(tmp_path / "run", whole))
     over = {"frozen_base": {"seed": 1}}
@@ -287,7 +287,7 @@ class Trainer:
         engine.setup(self.run)
 
 
-def test_who_names_the_engine_of_its_context() -> None:
+def test_a_function_that_uses_ctx_engine_is_recognized() -> None:
     for task in (own_loop, Trainer().train, functools.partial(own_loop)):
         assert uses_engine(task)
     for other in (own_names, engine_of_a_car, Trainer().run, print, Pretrain(), None):
@@ -297,7 +297,7 @@ def test_who_names_the_engine_of_its_context() -> None:
 @needs_installed("torch")
 @needs_installed("accelerate")
 @needs_installed("megatron")
-def test_a_function_on_an_engine_that_does_not_train_the_plan_is_refused(tmp_path: Path) -> None:
+def test_a_function_on_an_engine_that_does_not_train_the_plan_raises(tmp_path: Path) -> None:
     plan = plan_of(2, L.megatron(cp=2))
     with pytest.raises(
         ValueError, match=r"^Layout\.cp is 2; allowed: 1 to train .*Nearest fix: layout=Layout\.fsdp2\(cp=2\)"

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time", "nothin
 MAX_BYTES = 150 * 2**20
 
 
-def test_fault_60_metrics_that_come_faster_than_they_are_read(plan: Any, tmp_path: Path) -> None:
+def test_fault_60_metrics_logged_faster_than_they_are_read(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.floods, folder=tmp_path)
     events = [run.folder / "events" / f"rank-{rank}.jsonl" for rank in range(2)]
     seconds_until(lambda: all(path.exists() for path in events))
@@ -50,7 +50,7 @@ def _keep_peak(process: psutil.Process, peak: list[int]) -> None:
             return
 
 
-def test_fault_61_a_secret_that_a_rank_puts_into_its_environment(plan: Any, tmp_path: Path) -> None:
+def test_fault_61_a_secret_that_a_rank_sets_in_its_environment(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.sets_a_secret, folder=tmp_path)
     assert run.wait(60) == "failed"
     seconds_until(lambda: not processes_of(tmp_path), timeout=20)

@@ -88,7 +88,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return one
 
 
-def test_options_are_recorded_as_they_were_found(found: dict[str, Any]) -> None:
+def test_engine_records_contain_the_options_in_effect(found: dict[str, Any]) -> None:
     names = ("reshard_after_forward", "offload", "recompute", "num_recomputed_layers", "precision")
     told = {case: tuple(found[case][name] for name in names) for case in ASKED}
     assert told == {
@@ -99,12 +99,12 @@ def test_options_are_recorded_as_they_were_found(found: dict[str, Any]) -> None:
     }
 
 
-def test_the_record_says_who_looks_ahead_and_for_what(found: dict[str, Any]) -> None:
+def test_engine_records_contain_prefetching_and_ddp_options(found: dict[str, Any]) -> None:
     assert found["as it comes"]["prefetch"] == {"forward": "implicit", "backward": "implicit"}
     assert found["ddp"]["static_graph"] is False and found["ddp"]["find_unused_parameters"] is False
 
 
-def test_torch_still_cannot_accumulate_in_a_static_graph(found: dict[str, Any]) -> None:
+def test_torch_still_cannot_accumulate_with_static_graph(found: dict[str, Any]) -> None:
     """Where it can, DDP's engine may set ``static_graph`` for more than one micro-batch."""
     assert "expect_autograd_hooks_" in found["accumulated, static"]
 
@@ -122,7 +122,7 @@ def test_torch_still_cannot_accumulate_in_a_static_graph(found: dict[str, Any]) 
         ("not recomputed, fsdp2", "the plan says recompute='full' in every layer"),
     ],
 )
-def test_an_option_that_is_not_the_plans_fails_the_run(case: str, words: str, found: dict[str, Any]) -> None:
+def test_another_option_than_the_plans_fails_the_run(case: str, words: str, found: dict[str, Any]) -> None:
     assert isinstance(found[case], str), "it went on"
     assert words in found[case]
 
@@ -135,7 +135,7 @@ class Layers(torch.nn.Module):
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full", "offload"])
 @pytest.mark.parametrize("interval", [1, 2])
-def test_what_layers_do_is_read_off_them(recompute: str, interval: int) -> None:
+def test_behaviour_of_layers_is_read_from_the_modules(recompute: str, interval: int) -> None:
     model = Layers()
     apply_recompute(model, recompute, interval)
     number = 0 if recompute == "none" else {1: 3, 2: 2}[interval]
@@ -148,7 +148,7 @@ def test_what_layers_do_is_read_off_them(recompute: str, interval: int) -> None:
         check_recompute(model, other, interval)
 
 
-def test_types_tell_the_precision() -> None:
+def test_precision_is_read_from_dtypes() -> None:
     half, fp32 = torch.bfloat16, torch.float32
     assert check_precision("bf16-mixed", [fp32, fp32], half) == "bf16-mixed"
     assert check_precision("bf16", [half], half) == "bf16"

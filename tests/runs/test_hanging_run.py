@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import hanging_tasks as tasks
 import pytest
-import story_tasks as tasks
 from run_helpers import seconds_until
 from test_stop import rank_pid
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time", "nothin
 KEY = "story-0123456789-of-the-user"
 
 
-def test_fault_05_10_a_hang_is_said_with_stacks_and_a_killed_rank_with_numbers(
+def test_fault_05_10_a_hang_is_reported_with_stacks_and_a_killed_rank_with_memory(
     plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHARDSCOPE_HANG_SECONDS", "1")
@@ -29,10 +29,10 @@ def test_fault_05_10_a_hang_is_said_with_stacks_and_a_killed_rank_with_numbers(
     seconds_until(lambda: "rank 1: stuck_elsewhere" in run.reason or run.status == "failed")
     assert run.status == "running", run.error
     assert (
-        run.reason.startswith("no step for ") and "rank 1: stuck_elsewhere (story_tasks.py:" in run.reason
+        run.reason.startswith("no step for ") and "rank 1: stuck_elsewhere (hanging_tasks.py:" in run.reason
     ), run.reason
     assert "rank 0: all_reduce (distributed_c10d.py:" in run.reason, run.reason
-    assert ", called from hangs (story_tasks.py:" in run.reason, run.reason
+    assert ", called from hangs (hanging_tasks.py:" in run.reason, run.reason
     assert "in stuck_elsewhere" in run.logs(1) and "in all_reduce" in run.logs(0)
     seconds_until(lambda: any((run.folder / "tensorboard").glob("rank-1/events.out.tfevents.*")), 5)
 
@@ -56,7 +56,7 @@ def test_fault_05_10_a_hang_is_said_with_stacks_and_a_killed_rank_with_numbers(
     assert not [path for path in run.folder.rglob("*") if path.stat().st_mode & 0o77]
 
 
-def test_fault_05_a_hang_of_a_task_that_logs_nothing(
+def test_fault_05_a_standstill_of_a_task_that_logs_nothing(
     plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHARDSCOPE_HANG_SECONDS", "0.3")

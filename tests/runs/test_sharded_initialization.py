@@ -92,7 +92,9 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[floa
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_what_ranks_draw_in_parts_is_one_model(name: str, losses: list[dict[str, list[float]]]) -> None:
+def test_sharded_random_initialization_gives_one_model(
+    name: str, losses: list[dict[str, list[float]]]
+) -> None:
     expected = drawn_whole(plan_of(**LAYOUTS[name]))
     for rank in losses:
         assert rank[name] == pytest.approx(expected, abs=1e-4)
@@ -130,7 +132,7 @@ def most_held(ctx: StandInContext) -> dict[str, float]:
 
 
 @asks_linux
-def test_no_rank_makes_the_whole_model(tmp_path: Path) -> None:
+def test_no_rank_builds_the_whole_model(tmp_path: Path) -> None:
     first, last = on_ranks(2, plan_of(3), most_held, tmp_path)
     # Its half, and the largest matrix twice: as it is drawn, and where it is cut.
     assert max(first["zero-3"], last["zero-3"]) < 0.85

@@ -142,7 +142,7 @@ def found(folder: Any) -> list[dict[str, Any]]:
 
 @thorough()
 @pytest.mark.parametrize("name", CASES)
-def test_parts_train_as_the_whole_does(name: str, found: Any, expected: Any) -> None:
+def test_parallel_training_equals_one_process(name: str, found: Any, expected: Any) -> None:
     whole = expected[CASES[name].architecture.tie_word_embeddings]
     for rank in range(4):
         one = found[rank][name]
@@ -153,7 +153,7 @@ def test_parts_train_as_the_whole_does(name: str, found: Any, expected: Any) -> 
 
 @thorough()
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_hold_what_is_planned(name: str, found: Any) -> None:
+def test_rank_memory_is_as_planned(name: str, found: Any) -> None:
     """To the byte, on the ranks of every stage."""
     plan = CASES[name]
     stages = plan.memory().by_stage
@@ -169,7 +169,7 @@ def test_ranks_hold_what_is_planned(name: str, found: Any) -> None:
 
 
 @thorough()
-def test_each_says_what_it_is(found: Any) -> None:
+def test_the_engine_record_describes_each_layout(found: Any) -> None:
     assert found[0]["shard2 x tp2"]["engine"]["sentence"] == (
         "FSDP2: all 39 parameter tensors are DTensors, sharded over 2 ranks (gloo, cpu), 30 of them cut over "
         "2 tensor-parallel ranks, fp32 compute"
@@ -186,7 +186,7 @@ def test_each_says_what_it_is(found: Any) -> None:
 
 
 @thorough()
-def test_a_checkpoint_of_stages_goes_on_in_others(found: Any) -> None:
+def test_a_pipeline_checkpoint_resumes_with_other_stages(found: Any) -> None:
     saved = found[0]["saved"]
     assert saved["again"] == pytest.approx(saved["went_on"], abs=1e-5)
     assert saved["done"] == 2
@@ -194,7 +194,7 @@ def test_a_checkpoint_of_stages_goes_on_in_others(found: Any) -> None:
 
 
 @thorough()
-def test_stages_leave_one_model(found: Any, folder: Any) -> None:
+def test_pipeline_stages_export_one_model(found: Any, folder: Any) -> None:
     """transformers opens what two stages in chunks exported; its loss is theirs."""
     from transformers import AutoModelForCausalLM
 
@@ -218,7 +218,7 @@ def test_stages_leave_one_model(found: Any, folder: Any) -> None:
 
 @thorough()
 @pytest.mark.parametrize("family", STAGED_FAMILIES)
-def test_stages_of_a_family_compute_what_the_whole_does(family: str) -> None:
+def test_pipeline_stages_of_each_family_compute_the_same(family: str) -> None:
     from shardscope.frameworks.fsdp2.engine.pipeline import StageModule
     from shardscope.training.model.model import build_model
     from shardscope.training.model.parts import extract_stage
@@ -251,5 +251,5 @@ def test_stages_of_a_family_compute_what_the_whole_does(family: str) -> None:
         (plan_of(2, replace(LLAMA, intermediate_size=127), tp=2), "DTensor needs shards of equal size"),
     ],
 )
-def test_what_has_no_parts_is_refused(plan: Plan, words: str) -> None:
+def test_models_that_cannot_be_split_raise(plan: Plan, words: str) -> None:
     assert words in str(why_not_trained(plan))
