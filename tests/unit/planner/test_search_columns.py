@@ -33,7 +33,7 @@ from shardscope.frameworks.megatron.memory.pipeline import (
 )
 from shardscope.prediction.batch.column import Column, sum_columns
 from shardscope.prediction.batch.deduplicate import Distinct
-from shardscope.prediction.batch.object_batch import ObjectBatch
+from shardscope.prediction.batch.object_batch import build_batch
 from shardscope.prediction.batch.rows import Rows
 
 KEYS = ("a", "b", "c")
@@ -65,7 +65,7 @@ def tables(draw: Any) -> tuple[Rows, dict[str, Any], dict[str, Any]]:
     for bit, (name, codes) in enumerate(keys.items()):
         values = np.array(draw(st.lists(st.integers(-6, 9), min_size=5, max_size=5)), np.int64)
         plain[name] = values[np.array(codes)]
-        columns[name] = rows.column(1 << bit, plain[name])
+        columns[name] = rows.build_column(1 << bit, plain[name])
     return rows, columns, plain
 
 
@@ -81,7 +81,7 @@ def test_arithmetic_on_columns_is_that_on_rows(table: Any, steps: list[tuple[str
         both = zip(values[left], values[right], strict=True)
         one_by_one = [function(x, y) for x, y in both]
         many = function(found[left], found[right])
-        assert rows.spread(many).tolist() == pytest.approx(one_by_one)
+        assert rows.expand(many).tolist() == pytest.approx(one_by_one)
         if operation != "parts":  # divided numbers would not stay whole
             values.append(one_by_one)
             found.append(many)
@@ -93,9 +93,9 @@ def test_sums_and_largest_of_several_columns(table: Any) -> None:
     rows, columns, plain = table
     several = [columns["a"], columns["b"] * columns["c"], 4, columns["a"] + columns["b"], columns["c"]]
     arrays = [plain["a"], plain["b"] * plain["c"], 4, plain["a"] + plain["b"], plain["c"]]
-    assert rows.spread(sum_columns(several)).tolist() == sum(arrays[1:], arrays[0]).tolist()
+    assert rows.expand(sum_columns(several)).tolist() == sum(arrays[1:], arrays[0]).tolist()
     expected = np.max([np.broadcast_to(array, plain["a"].shape) for array in arrays], axis=0)
-    assert rows.spread(maximum(*several)).tolist() == expected.tolist()
+    assert rows.expand(maximum(*several)).tolist() == expected.tolist()
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -112,12 +112,12 @@ def test_columns_of_several_keys_meet_in_any_order(table: Any, order: list[int])
     first, second, third, *more = made(columns)
     x, y, z, *others = made(plain)
     assert (
-        rows.spread(where(first > second, third, more[0])).tolist() == np.where(x > y, z, others[0]).tolist()
+        rows.expand(where(first > second, third, more[0])).tolist() == np.where(x > y, z, others[0]).tolist()
     )
-    assert rows.spread(sum_columns([first, third, *more])).tolist() == sum([x, z, *others]).tolist()
+    assert rows.expand(sum_columns([first, third, *more])).tolist() == sum([x, z, *others]).tolist()
     expected = np.max([x, y, z, *others], axis=0).tolist()
-    assert rows.spread(maximum(first, second, third, *more)).tolist() == expected
-    found = rows.spread(map_distinct(lambda p, q, r: 3 * p + q * r, first, more[1], second))
+    assert rows.expand(maximum(first, second, third, *more)).tolist() == expected
+    found = rows.expand(map_distinct(lambda p, q, r: 3 * p + q * r, first, more[1], second))
     assert found.tolist() == (3 * x + others[1] * y).tolist()
 
 
@@ -125,34 +125,34 @@ def test_what_follows_from_a_key_is_known_to() -> None:
     """A key that was made of others adds no rows to them, and nobody looks which rows agree."""
     keys = np.arange(12)
     rows = Rows([keys % 3, keys // 3])
-    one, other = rows.column(1, keys % 3 + 1), rows.column(2, keys // 3)
+    one, other = rows.build_column(1, keys % 3 + 1), rows.build_column(2, keys // 3)
     both, coarse = one * 10 + other, group_equal((one > 1) * 5 + other // 2)
     assert len(coarse.values) < len(both.values)
     assert rows.join(both.keys, coarse.keys)[:2] == (both.keys, None)
     assert rows.join(coarse.keys, both.keys)[::2] == (both.keys, None)
-    assert rows.spread(both + coarse).tolist() == (rows.spread(both) + rows.spread(coarse)).tolist()
+    assert rows.expand(both + coarse).tolist() == (rows.expand(both) + rows.expand(coarse)).tolist()
 
 
 def test_a_column_has_as_many_numbers_as_decide_it() -> None:
     keys = np.arange(12)
     rows = Rows([keys % 3, keys // 3])
-    third, quarter = rows.column(1, keys % 3 + 1), rows.column(2, 2 ** (keys // 3))
+    third, quarter = rows.build_column(1, keys % 3 + 1), rows.build_column(2, 2 ** (keys // 3))
     assert len(third.values) == 3
     assert len((third * 5 + 1).values) == 3
     assert len((third * quarter).values) == 12
     assert len(group_equal((third > 1) * quarter).values) == 5
-    assert rows.column(1, np.full(12, 7)) == 7
+    assert rows.build_column(1, np.full(12, 7)) == 7
     assert map_distinct(lambda one, other: 4, third, quarter) == 4
     # A key that follows from others adds no rows.
     follows = Rows([keys % 3, keys // 3, keys])
-    whole, part = follows.column(4, keys), follows.column(1, keys % 3)
+    whole, part = follows.build_column(4, keys), follows.build_column(1, keys % 3)
     assert len((whole + part).values) == 12
-    assert follows.spread(whole + part).tolist() == (keys + keys % 3).tolist()
+    assert follows.expand(whole + part).tolist() == (keys + keys % 3).tolist()
 
 
 def test_a_column_is_no_condition() -> None:
     rows = Rows([np.arange(3)])
-    column = rows.column(1, np.arange(3))
+    column = rows.build_column(1, np.arange(3))
     with pytest.raises(TypeError, match="where"):
         bool(column > 1)
     assert all_true(column >= 0)
@@ -172,11 +172,11 @@ def test_answers_in_tuples_become_columns() -> None:
         asked.append(number)
         return Pair(number // 2, 9)
 
-    found = map_distinct(pair, rows.column(1, np.arange(6) % 3))
+    found = map_distinct(pair, rows.build_column(1, np.arange(6) % 3))
     assert sorted(asked) == [0, 1, 2]
     assert isinstance(found, Pair)
     assert isinstance(found.first, Column)
-    assert rows.spread(found.first).tolist() == [0, 0, 1, 0, 0, 1]
+    assert rows.expand(found.first).tolist() == [0, 0, 1, 0, 0, 1]
     assert found.second == 9
 
 
@@ -192,7 +192,7 @@ def test_properties_and_methods_of_a_noun_run_over_columns() -> None:
             return self.double * number
 
     rows = Rows([np.arange(3)])
-    several: Any = ObjectBatch(Noun, Noun(), size=rows.column(1, np.array([1, 5, 2])))
+    several = build_batch(Noun, Noun(), size=rows.build_column(1, np.array([1, 5, 2])))
     assert several.double.values.tolist() == [2, 10, 4]
     assert several.times(3).values.tolist() == [6, 30, 12]
 
@@ -265,7 +265,7 @@ def test_what_a_stage_holds_is_what_its_schedule_plays(data: st.DataObject) -> N
 
 def test_what_was_computed_once_is_the_same_column_again() -> None:
     rows = Rows([np.arange(4)])
-    column = rows.column(1, np.arange(4))
+    column = rows.build_column(1, np.arange(4))
     assert column + 1 is column + 1
     assert where(column > 1, column, 7) is where(column > 1, column, 7)
     # Functions are told apart by their answers, numbers by their types as well.
@@ -290,7 +290,7 @@ def test_a_partial_is_asked_once_and_a_default_tells_functions_apart() -> None:
         return by * number
 
     rows = Rows([np.arange(4)])
-    column = rows.column(1, np.array([1, 2, 3, 4]))
+    column = rows.build_column(1, np.array([1, 2, 3, 4]))
     first = map_distinct(partial(scaled, 2), column)
     assert map_distinct(partial(scaled, 2), column) is first and len(asked) == 4
     assert map_distinct(partial(scaled, 3), column).values.tolist() == [3, 6, 9, 12]
@@ -299,7 +299,7 @@ def test_a_partial_is_asked_once_and_a_default_tells_functions_apart() -> None:
 
 
 def test_tuples_inside_of_tuples_are_looked_up_whole() -> None:
-    column = Rows([np.arange(3)]).column(1, np.array([1, 2, 3]))
+    column = Rows([np.arange(3)]).build_column(1, np.array([1, 2, 3]))
     inner, flat = map_distinct(lambda number: ((number, 7), -number), column)
     assert inner[0].values.tolist() == [1, 2, 3] and inner[1] == 7 and flat.values.tolist() == [-1, -2, -3]
     inner, flat = map_distinct(lambda number: ((number, 7), -number), np.array([1, 2, 1]))
@@ -315,9 +315,9 @@ def test_what_is_remembered_is_of_the_very_same_columns() -> None:
         return number / 2
 
     rows = Rows([np.arange(2)])
-    column = rows.column(1, np.array([2, 4]))
+    column = rows.build_column(1, np.array([2, 4]))
     assert half(column) is half(column) and len(asked) == 1
-    assert half(rows.column(1, np.array([6, 8]))).values.tolist() == [3, 4]
+    assert half(rows.build_column(1, np.array([6, 8]))).values.tolist() == [3, 4]
     assert half(1) == half(1) == 0.5 and len(asked) == 3
     assert half(np.array([2, 4])).tolist() == half(np.array([2, 4])).tolist() == [1, 2]
     rows.clear_results()
@@ -332,9 +332,9 @@ def test_rows_in_groups_agree_as_rows_do() -> None:
     of_groups = np.array([5, 6, 5])
     groups = Rows([place], Distinct(3, owners, np.array([0, 2, 5])), [np.array([0, 1, 0])])
     plain = Rows([np.array([0, 0, 1, 1, 1, 0]), place])
-    grouped, alone = groups.column_of_groups(1, of_groups), plain.column(1, of_groups[owners])
+    grouped, alone = groups.build_column_of_groups(1, of_groups), plain.build_column(1, of_groups[owners])
     for rows, column in ((groups, grouped), (plain, alone)):
-        found = column * 10 + rows.column(2, place)
+        found = column * 10 + rows.build_column(2, place)
         assert len(found.values) == 5, "two stages of the same kind are one"
-        assert rows.spread(found).tolist() == [50, 51, 60, 61, 62, 50]
-        assert rows.spread(group_equal(found % 2)).tolist() == [0, 1, 0, 1, 0, 0]
+        assert rows.expand(found).tolist() == [50, 51, 60, 61, 62, 50]
+        assert rows.expand(group_equal(found % 2)).tolist() == [0, 1, 0, 1, 0, 0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import TypeVar, TypeVarTuple, cast
+from typing import Self, TypeAlias, TypeVar, TypeVarTuple, cast
 
 import numpy as np
 
@@ -31,12 +31,12 @@ class Array:
     __slots__ = ()
 
     @staticmethod
-    def minimum(*values: object) -> object:
-        """Return the smallest value, element by element."""
+    def minimum(first: Operand, second: Operand) -> Operand:
+        """Return the smaller value, element by element."""
         raise NotImplementedError
 
     @staticmethod
-    def maximum(*values: object) -> object:
+    def maximum(*values: Operand) -> Operand:
         """Return the largest value, element by element."""
         raise NotImplementedError
 
@@ -46,20 +46,20 @@ class Array:
         raise NotImplementedError
 
     @staticmethod
-    def map_distinct(function: Callable[..., object], *numbers: object) -> object:
+    def map_distinct(function: Callable[[*Ts], T], *numbers: *Ts) -> T:
         """Return ``function`` of each distinct row of ``numbers``."""
         raise NotImplementedError
 
     @staticmethod
-    def call_cached(function: Callable[..., object], *values: object) -> object:
+    def call_cached(function: Callable[[*Ts], T], *values: *Ts) -> T:
         """Return ``function(*values)``, computed once for the same arrays."""
         raise NotImplementedError
 
-    def group_equal(self) -> object:
+    def group_equal(self) -> Self:
         """Return this array, known to depend on nothing but its own values."""
         raise NotImplementedError
 
-    def max(self) -> np.generic:
+    def max(self) -> Scalar:
         """Return the largest element."""
         raise NotImplementedError
 
@@ -70,6 +70,12 @@ class Array:
     def all(self) -> bool:
         """Return whether all elements are true."""
         raise NotImplementedError
+
+
+Scalar: TypeAlias = np.int64 | np.float64 | np.bool_
+"""An element of an array: bytes and counts, seconds and FLOPs, conditions."""
+Operand: TypeAlias = Array | float
+"""An operand of the operations: an array, or a number that all plans share."""
 
 
 def is_array(value: object) -> bool:
@@ -160,7 +166,7 @@ def group_equal(number: N) -> N:
     return cast("N", number.group_equal()) if isinstance(number, Array) else number
 
 
-def map_distinct(function: Callable[..., T], *numbers: float) -> T:
+def map_distinct(function: Callable[[*Ts], T], *numbers: *Ts) -> T:
     """Return ``function(*numbers)``, calling the scalar function once for each distinct row of arrays.
 
     Use it for quantities that are counted tensor by tensor: thousands of plans have few distinct degrees.
@@ -168,13 +174,14 @@ def map_distinct(function: Callable[..., T], *numbers: float) -> T:
     with hashable arguments to have the results cached.
     """
     if array := _array_type(*numbers):
-        return cast("T", array.map_distinct(function, *numbers))
+        return array.map_distinct(function, *numbers)
     if not any(isinstance(number, np.ndarray) for number in numbers):
         return function(*numbers)
-    columns = np.stack(np.broadcast_arrays(*numbers))
+    columns = np.stack(np.broadcast_arrays(*cast("tuple[float, ...]", numbers)))
     distinct, indices = np.unique(columns, axis=1, return_inverse=True)
     indices = indices.reshape(-1)
-    results = [function(*(int(number) for number in row)) for row in distinct.T]
+    rows = (tuple(int(number) for number in row) for row in distinct.T)
+    results = [function(*cast("tuple[*Ts]", row)) for row in rows]
     return cast("T", stack_fields(results, lambda field: np.array(field)[indices]))
 
 
@@ -196,7 +203,7 @@ def cache_by_numbers(function: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
 
     def call(*values: *Ts) -> T:
         if array := _array_type(*values):
-            return cast("T", array.call_cached(function, *values))
+            return array.call_cached(function, *values)
         if any(isinstance(value, np.ndarray) for value in values):
             return function(*values)
         return of_numbers(*values)

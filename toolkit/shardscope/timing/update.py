@@ -5,7 +5,7 @@ Numbers may be arrays of plans.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.ops import map_distinct
@@ -72,8 +72,8 @@ def _compute_newton_schulz_seconds(plan: Plan, stage: Stage, rates: Rates) -> fl
     arch, degrees = plan.architecture, plan.degrees
     seconds: float = 0.0
     for moe, layers in count_layers_by_kind(arch, stage):
-        each = map_distinct(lambda tp, ep, moe=moe: _count_rounds(arch, moe, tp, ep), degrees.tp, degrees.ep)
-        seconds = seconds + layers * rates.get_matmul_rate("bf16").seconds(each.multiplied, each.moved)
+        rounds = map_distinct(partial(_count_rounds, arch, moe), degrees.tp, degrees.ep)
+        seconds = seconds + layers * rates.get_matmul_rate("bf16").seconds(rounds.multiplied, rounds.moved)
     return seconds
 
 

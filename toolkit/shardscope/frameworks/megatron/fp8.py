@@ -8,7 +8,7 @@ from Transformer Engine 2.20 and megatron-core 0.16.1, and never run here.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
@@ -56,10 +56,7 @@ def compute_weight_copies(plan: Plan, stage: Stage) -> int:
     numel = 0
     for moe, layers in count_layers_by_kind(arch, stage):
         layer_numel = map_distinct(
-            lambda tp, expert_tp, ep, moe=moe: _layer_matrices(arch, moe, tp, expert_tp, ep),
-            degrees.tp,
-            layout.expert_tp,
-            degrees.ep,
+            partial(_layer_matrices, arch, moe), degrees.tp, layout.expert_tp, degrees.ep
         )
         numel = numel + layers * layer_numel
     return count_operand_copies(plan.cluster.gpu) * numel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from shardscope.core.serialization import replace_fields
 from shardscope.frameworks.grid import MICRO_BATCH_SIZE, Columns, Grid, select_rows
 from shardscope.frameworks.registry import frameworks
 from shardscope.prediction.batch.deduplicate import find_distinct
-from shardscope.prediction.batch.object_batch import ObjectBatch
+from shardscope.prediction.batch.object_batch import build_batch
 from shardscope.prediction.batch.table import Table, split_columns
 from shardscope.prediction.support import check_supported, list_supported
 
@@ -153,17 +153,17 @@ class _Supported:
         return self._parts[key]
 
     def _can_run(self, recipe: Recipe, layout: Layout, degrees: dict[str, int]) -> bool:
-        batch = ObjectBatch(
+        plan = build_batch(
             Plan,
             None,
             architecture=self._arch,
             cluster=self._cluster,
             recipe=recipe,
-            layout=ObjectBatch(type(layout), layout, **degrees),
+            layout=build_batch(type(layout), layout, **degrees),
             degrees=Degrees(data_parallel=1, **degrees),
         )
         try:
-            check_supported(cast("Plan", batch))
+            check_supported(plan)
         except ValueError:
             return False
         return True

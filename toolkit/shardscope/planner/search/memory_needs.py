@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations.forward import find_modules
 from shardscope.prediction.batch.memory import StageBytes, compute_stage_bytes
-from shardscope.prediction.batch.object_batch import ObjectBatch
+from shardscope.prediction.batch.object_batch import build_batch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -44,29 +44,29 @@ def compute_needs(
 ) -> Needs:
     """Return the needs of the plans of ``table``, from the bytes of the ranks of its stages."""
     # 1. GPU memory: the worst stage of each plan.
-    peak = table.most(table.rows.spread(stage_bytes.peak))
+    peak = table.find_largest(table.rows.expand(stage_bytes.peak, np.int64))
     if recipe.recompute == "offload" and _shares_nodes(table, cluster):
         # The number of micro-batches in flight depends on the stage, and a node has several stages.
         table = table.with_every_stage()
-        plans = table.plans(cluster, recipe, layout)
-        stage_bytes = compute_stage_bytes(plans, find_modules(plans), table.stage(plans, layout))
+        plans = table.build_plans(cluster, recipe, layout)
+        stage_bytes = compute_stage_bytes(plans, find_modules(plans), table.count_weights(plans, layout))
     nvme = (
-        _sum_over_node(table, cluster, table.rows.spread(stage_bytes.nvme))
+        _sum_over_node(table, cluster, table.rows.expand(stage_bytes.nvme, np.int64))
         if _is_some(stage_bytes.nvme)
         else None
     )
     nothing = np.zeros(table.num_plans, np.int64)
     if not _is_some(stage_bytes.host):
         return Needs(peak, nothing, nothing if nvme is None else nvme, making)
-    host = table.rows.spread(stage_bytes.host)
+    host = table.rows.expand(stage_bytes.host, np.int64)
     if recipe.optimizer.startswith("paged"):
         # Only the pages of managed memory that do not fit on the GPU are in host memory.
-        paged = table.most(table.rows.spread(stage_bytes.host_state))
+        paged = table.find_largest(table.rows.expand(stage_bytes.host_state, np.int64))
         evicted = np.maximum(0, np.minimum(paged, peak + paged - cluster.usable_bytes_per_gpu))
         host = np.maximum(0, host - (paged - evicted)[table.owners])
     # CPU ranks: what the reports call GPU memory is host memory too, if the plan needs any beside it.
     if cluster.gpu.memory_is_shared:
-        uses = table.most(host) > 0
+        uses = table.find_largest(host) > 0
         host = host + (uses * peak)[table.owners]
     return Needs(peak, _sum_over_node(table, cluster, host), nothing if nvme is None else nvme, making)
 
@@ -86,7 +86,7 @@ def _sum_over_node(table: Table, cluster: Cluster, by_row: NDArray[np.int64]) ->
     ranks share a node."""
     per_node = cluster.gpus_per_node
     # Start with the case that all ranks of a node are of the largest stage; correct pipelines below.
-    node_bytes: NDArray[np.int64] = table.most(by_row) * per_node
+    node_bytes: NDArray[np.int64] = table.find_largest(by_row) * per_node
     if not node_bytes.any():
         return node_bytes
     for number, shapes in enumerate(table.pipelines):
@@ -95,7 +95,7 @@ def _sum_over_node(table: Table, cluster: Cluster, by_row: NDArray[np.int64]) ->
             continue
         plans = np.flatnonzero(table.pipeline_of == number)
         # Sums over consecutive ranks are differences of the cumulative sum, for all nodes and plans at once.
-        stages = by_row[table.stages_of(plans, shapes.kind_of)]
+        stages = by_row[table.find_stage_rows(plans, shapes.kind_of)]
         sums = np.cumsum(np.repeat(stages, per_stage, axis=1), axis=1)
         firsts = np.arange(0, cluster.num_gpus, per_node)
         lasts = np.minimum(firsts + per_node, cluster.num_gpus) - 1
@@ -123,22 +123,22 @@ def _compute_making_bytes(
     def compute_host_bytes(*numbers: int) -> int:
         degrees = dict(zip(names, numbers, strict=False))
         spread = Degrees(data_parallel=1, **degrees)
-        batch = ObjectBatch(
+        plan = build_batch(
             Plan,
             None,
             architecture=table.architecture,
             cluster=cluster,
             recipe=recipe,
-            layout=ObjectBatch(type(layout), layout, **degrees),
+            layout=build_batch(type(layout), layout, **degrees),
             degrees=spread,
             stage_layers=tuple(layout.stage_layers(table.architecture, spread)),
         )
-        return model.compute_host_memory(cast("Plan", batch)).num_bytes
+        return model.compute_host_memory(plan).num_bytes
 
     on_a_rank = (
-        map_distinct(compute_host_bytes, *(table.number(name) for name in names))
+        map_distinct(compute_host_bytes, *(table.get_number(name) for name in names))
         if names
         else compute_host_bytes()
     )
-    on_a_node: NDArray[np.int64] = table.rows.spread(on_a_rank) * cluster.gpus_per_node
-    return table.by_plan(table.by_place(on_a_node)[0])
+    on_a_node = table.rows.expand(on_a_rank, np.int64) * cluster.gpus_per_node
+    return table.order_by_plan(table.split_by_position(on_a_node)[0])

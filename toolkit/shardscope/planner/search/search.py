@@ -202,9 +202,9 @@ def evaluate_candidates(candidates: Candidates, cluster: Cluster) -> tuple[Needs
     Raises ``ValueError`` if there are no formulas for them.
     """
     table, recipe, layout = candidates.table, candidates.recipe, candidates.layout
-    plans = table.plans(cluster, recipe, layout)
+    plans = table.build_plans(cluster, recipe, layout)
     modules = find_modules(plans)
-    stage = table.stage(plans, layout)
+    stage = table.count_weights(plans, layout)
     making = compute_making_bytes(table, cluster, recipe, layout)
     needed = compute_needs(table, cluster, recipe, layout, compute_stage_bytes(plans, modules, stage), making)
     if recipe.optimizer.startswith("paged"):

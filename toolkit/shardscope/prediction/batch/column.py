@@ -14,18 +14,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar, TypeVarTuple, cast
 
 import numpy as np
 
-from shardscope.core.ops import Array
+from shardscope.core.ops import Array, Operand
 from shardscope.prediction.batch.deduplicate import encode_values
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from shardscope.core.ops import Scalar
     from shardscope.prediction.batch.rows import Rows
 
+Values: TypeAlias = "NDArray[Scalar]"
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+CacheKey: TypeAlias = tuple[object, ...]
+"""An operation and its operands: ids of columns, and types and values of numbers."""
 
 _numbers = count()
 
@@ -36,46 +43,49 @@ class Column(Array):
     ``keys`` is a bit mask of the keys of ``rows`` that the values depend on. ``number`` is a unique id.
     """
 
-    __slots__ = ("keys", "number", "rows", "spread", "values")
+    # Searches create some 100,000 columns: slots save a dict for each, and with it garbage collection.
+    __slots__ = ("expanded", "keys", "number", "rows", "values")
 
-    def __init__(self, rows: Rows, keys: int, values: NDArray[Any]) -> None:
+    def __init__(self, rows: Rows, keys: int, values: Values) -> None:
         self.rows, self.keys, self.values = rows, keys, values
         self.number = next(_numbers)
-        self.spread: dict[int, NDArray[Any]] | None = None
+        self.expanded: dict[int, Values] | None = None
+        """Values at the distinct rows of larger key sets, by key set (:func:`_expand_values`)."""
 
     @staticmethod
-    def minimum(*values: Any) -> Any:
+    def minimum(first: Operand, second: Operand) -> Column:
         """Return the smaller of two values, row by row."""
-        first, second = values
-        if first.__class__ is not Column:
+        if not isinstance(first, Column):
             first, second = second, first
+        assert isinstance(first, Column)
         return compute(np.minimum, first, second)
 
     @staticmethod
-    def maximum(*values: Any) -> Any:
+    def maximum(*values: Operand) -> Column:
         """Return the largest value, row by row."""
         return Column.call_cached(_compute_maximum, *values)
 
     @staticmethod
-    def where(condition: Any, then: Any, otherwise: Any) -> Any:
+    def where(condition: object, then: object, otherwise: object) -> Column:
         """Return ``then`` in the rows where the condition is true, else ``otherwise``."""
-        return compute_jointly(np.where, condition, then, otherwise)
+        return compute_jointly(_select, condition, then, otherwise)
 
     @staticmethod
-    def map_distinct(function: Callable[..., Any], *numbers: Any) -> Any:
+    def map_distinct(function: Callable[[*Ts], T], *numbers: *Ts) -> T:
         """Return ``function`` of each distinct row of ``numbers`` (``distinct_rows.py``)."""
+        # Imported late: ``distinct_rows`` imports this module.
         from shardscope.prediction.batch.distinct_rows import map_distinct
 
         return map_distinct(function, *numbers)
 
     @staticmethod
-    def call_cached(function: Callable[..., Any], *values: Any) -> Any:
+    def call_cached(function: Callable[[*Ts], T], *values: *Ts) -> T:
         """Return ``function(*values)``, from the cache if it was called with the same columns and numbers."""
-        rows, key = cache_key(function, values)
+        rows, key = build_cache_key(function, values)
         result = rows.results.get(key)
         if result is None:
             result = rows.results[key] = function(*values)
-        return result
+        return cast("T", result)
 
     def group_equal(self) -> Column:
         """Return the column re-keyed by its own distinct values.
@@ -83,15 +93,16 @@ class Column(Array):
         A product of two degrees, for example, has fewer distinct values than the degrees have combinations.
         """
         key = Column.group_equal, self.number
-        grouped: Column | None = self.rows.results.get(key)
+        grouped = self.rows.columns.get(key)
         if grouped is None:
             keys, first = self.rows.regroup(self.keys, encode_values(self.values)[0])
-            grouped = self.rows.results[key] = Column(self.rows, keys, self.values[first])
+            grouped = self.rows.columns[key] = Column(self.rows, keys, self.values[first])
         return grouped
 
-    def max(self) -> Any:
+    def max(self) -> Scalar:
         """Return the largest value."""
-        return self.values.max()
+        largest: Scalar = self.values.max()
+        return largest
 
     def any(self) -> bool:
         """Return whether the value is true in any row."""
@@ -101,13 +112,14 @@ class Column(Array):
         """Return whether the value is true in all rows."""
         return bool(self.values.all())
 
-    # Python sets __hash__ to None on classes that define __eq__ (set below with the other comparisons).
+    # Python sets __hash__ to None on classes that define __eq__. Columns are hashed by identity.
     __hash__ = object.__hash__
 
     def __bool__(self) -> bool:
         raise TypeError("a column of many plans is neither true nor false: use where() or any_true()")
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: object, **options: object) -> object:
+        # numpy calls this if the left operand is a numpy scalar, or if a formula calls a ufunc (np.ceil).
         if method != "__call__" or options:
             return NotImplemented
         return compute_jointly(ufunc, *inputs)
@@ -118,175 +130,224 @@ class Column(Array):
     def __invert__(self) -> Column:
         return _compute_unary(np.invert, self)
 
-    def __add__(self, other: Any) -> Any:
+    def __add__(self, other: Operand) -> Column:
         if other.__class__ in _INTEGERS and not other:
             return self
         return compute(np.add, self, other)
 
     __radd__ = __add__
 
-    def __mul__(self, other: Any) -> Any:
+    def __sub__(self, other: Operand) -> Column:
+        return compute(np.subtract, self, other)
+
+    def __rsub__(self, other: Operand) -> Column:
+        return compute_jointly(np.subtract, other, self)
+
+    def __mul__(self, other: Operand) -> Column | Literal[0]:
         if other.__class__ in _INTEGERS and not other:
             return 0
         return compute(np.multiply, self, other)
 
     __rmul__ = __mul__
 
+    def __truediv__(self, other: Operand) -> Column:
+        return compute(np.true_divide, self, other)
+
+    def __rtruediv__(self, other: Operand) -> Column:
+        return compute_jointly(np.true_divide, other, self)
+
+    def __floordiv__(self, other: Operand) -> Column:
+        return compute(np.floor_divide, self, other)
+
+    def __rfloordiv__(self, other: Operand) -> Column | Literal[0]:
+        if other.__class__ in _INTEGERS and not other:
+            return 0
+        return compute_jointly(np.floor_divide, other, self)
+
+    def __mod__(self, other: Operand) -> Column:
+        return compute(np.remainder, self, other)
+
+    def __rmod__(self, other: Operand) -> Column:
+        return compute_jointly(np.remainder, other, self)
+
+    def __pow__(self, other: Operand) -> Column:
+        return compute(np.power, self, other)
+
+    def __rpow__(self, other: Operand) -> Column:
+        return compute_jointly(np.power, other, self)
+
+    def __and__(self, other: Operand) -> Column:
+        return compute(np.bitwise_and, self, other)
+
+    def __rand__(self, other: Operand) -> Column:
+        return compute_jointly(np.bitwise_and, other, self)
+
+    def __or__(self, other: Operand) -> Column:
+        return compute(np.bitwise_or, self, other)
+
+    def __ror__(self, other: Operand) -> Column:
+        return compute_jointly(np.bitwise_or, other, self)
+
+    def __lt__(self, other: Operand) -> Column:
+        return compute(np.less, self, other)
+
+    def __le__(self, other: Operand) -> Column:
+        return compute(np.less_equal, self, other)
+
+    def __gt__(self, other: Operand) -> Column:
+        return compute(np.greater, self, other)
+
+    def __ge__(self, other: Operand) -> Column:
+        return compute(np.greater_equal, self, other)
+
+    # Element by element, as numpy's own arrays compare; ``object`` promises one bool.
+    def __eq__(self, other: Operand) -> Column:  # type: ignore[override]
+        return compute(np.equal, self, other)
+
+    def __ne__(self, other: Operand) -> Column:  # type: ignore[override]
+        return compute(np.not_equal, self, other)
+
 
 _INTEGERS = (int, bool)
 """Types whose 0 is neutral in a sum. The float 0.0 is not: adding it turns integers into floats."""
 
 
-def compute_jointly(ufunc: Callable[..., NDArray[Any]], *values: Any) -> Any:
-    """Return ``ufunc`` (or ``numpy.where``) of the values, over the distinct rows of all columns in them."""
-    rows, key = cache_key(ufunc, values)
-    result = rows.results.get(key)
+class ArrayFunction(Protocol):
+    """A numpy function of arrays and numbers that broadcasts, such as ``numpy.where``."""
+
+    def __call__(self, *values: object) -> Values: ...
+
+
+_select = cast("ArrayFunction", np.where)
+"""``numpy.where``, whose stubs take arrays only where :func:`expand_operand` returns ``object``."""
+
+
+def compute_jointly(function: np.ufunc | ArrayFunction, *values: object) -> Column:
+    """Return ``function`` of the values, computed over the distinct rows of all columns among them."""
+    rows, key = build_cache_key(function, values)
+    result = rows.columns.get(key)
     if result is None:
-        keys = joint_keys(values)
-        result = ufunc(*(expand(rows, keys, value) for value in values))
-        result = rows.results[key] = Column(rows, keys, result)
+        keys = join_keys(values)
+        array = function(*(expand_operand(rows, keys, value) for value in values))
+        result = rows.columns[key] = Column(rows, keys, array)
     return result
 
 
-def cache_key(operation: Any, values: Sequence[Any]) -> tuple[Rows, tuple[Any, ...]]:
+def build_cache_key(operation: object, values: Sequence[object]) -> tuple[Rows, CacheKey]:
     """Return the table of the columns among ``values``, and the cache key of ``operation`` on ``values``."""
-    rows: Any = None
+    rows: Rows | None = None
     key = [operation]
     for value in values:
-        if value.__class__ is Column:
+        if isinstance(value, Column):
             rows = value.rows
             key.append(value.number)
         else:
             # The class is part of the key: 1, 1.0 and True compare equal but give different dtypes.
             key.append((value.__class__, value))
+    assert rows is not None, "an operation on columns needs a column"
     return rows, tuple(key)
 
 
-def joint_keys(values: Sequence[Any]) -> int:
+def join_keys(values: Sequence[object]) -> int:
     """Return the bit mask of the keys that ``values`` depend on together."""
     keys = 0
     for value in values:
-        if type(value) is Column:
+        if isinstance(value, Column):
             keys = value.rows.join(keys, value.keys)[0] if keys else value.keys
     return keys
 
 
-def expand(rows: Rows, keys: int, value: Any) -> Any:
+def expand_operand(rows: Rows, keys: int, value: object) -> object:
     """Return ``value`` at the distinct rows of ``keys``: an array for a column, else the number itself."""
-    if type(value) is not Column or value.keys == keys:
-        return value.values if type(value) is Column else value
-    indices = rows.join(keys, value.keys)[2]
-    return value.values if indices is None else _take(value, keys, indices)
+    if not isinstance(value, Column):
+        return value
+    if value.keys == keys:
+        return value.values
+    return _expand_values(value, keys, rows.join(keys, value.keys)[2])
 
 
-def compute(ufunc: Any, left: Column, right: Any) -> Any:
+def compute(ufunc: np.ufunc, left: Column, right: Operand) -> Column:
     """Return ``ufunc`` of a column and a column or number, from the cache if it was computed before."""
     rows = left.rows
-    if right.__class__ is not Column:
+    if not isinstance(right, Column):
+        # The class is part of the key, as in :func:`build_cache_key`.
         key = ufunc, left.number, right.__class__, right
-        result = rows.results.get(key)
+        result = rows.columns.get(key)
         if result is None:
-            result = rows.results[key] = Column(rows, left.keys, ufunc(left.values, right))
+            result = rows.columns[key] = Column(rows, left.keys, ufunc(left.values, right))
         return result
     pair = ufunc, left.number, right.number
-    result = rows.results.get(pair)
+    result = rows.columns.get(pair)
     if result is None:
-        result = rows.results[pair] = _compute_binary(ufunc, left, right)
+        result = rows.columns[pair] = _compute_binary(ufunc, left, right)
     return result
 
 
-def _compute_binary(ufunc: Any, left: Column, right: Column) -> Column:
+def _compute_binary(ufunc: np.ufunc, left: Column, right: Column) -> Column:
     if left.keys == right.keys:
         return Column(left.rows, left.keys, ufunc(left.values, right.values))
     keys, left_indices, right_indices = left.rows.join(left.keys, right.keys)
-    first = left.values if left_indices is None else _take(left, keys, left_indices)
-    second = right.values if right_indices is None else _take(right, keys, right_indices)
+    first = _expand_values(left, keys, left_indices)
+    second = _expand_values(right, keys, right_indices)
     return Column(left.rows, keys, ufunc(first, second))
 
 
-def _take(column: Column, keys: int, indices: NDArray[np.int64]) -> NDArray[Any]:
+def _expand_values(column: Column, keys: int, indices: NDArray[np.int64] | None) -> Values:
     """Return the column's values at the distinct rows of ``keys``; ``indices`` are those of its own rows.
 
-    The result is cached, since half of the calls repeat: a layer's seconds enter several sums.
+    None for the identity. The result is cached, since half of the calls repeat: a layer's seconds enter
+    several sums.
     """
-    spread = column.spread
-    if spread is None:  # created on demand: most columns need none, and each dict costs garbage collection
-        spread = column.spread = {}
-    result = spread.get(keys)
+    if indices is None:
+        return column.values
+    expanded = column.expanded
+    if expanded is None:  # created on demand: most columns need none, and each dict costs garbage collection
+        expanded = column.expanded = {}
+    result = expanded.get(keys)
     if result is None:
         # The indices are always in range; mode="clip" only skips numpy's bounds check.
-        result = spread[keys] = column.values.take(indices, mode="clip")
+        result = expanded[keys] = column.values.take(indices, mode="clip")
     return result
 
 
-def _compute_unary(ufunc: Any, column: Column) -> Column:
+def _compute_unary(ufunc: np.ufunc, column: Column) -> Column:
     key = ufunc, column.number
-    result: Column | None = column.rows.results.get(key)
+    result = column.rows.columns.get(key)
     if result is None:
-        result = column.rows.results[key] = Column(column.rows, column.keys, ufunc(column.values))
+        result = column.rows.columns[key] = Column(column.rows, column.keys, ufunc(column.values))
     return result
 
 
-def sum_columns(values: Sequence[Any]) -> Any:
-    """Return the sum. Columns with equal keys are added first, because they have the fewest rows."""
-    by_keys: dict[int, Any] = {}
-    numbers: Any = 0
+def sum_columns(values: Sequence[Column | float]) -> Column | float:
+    """Return the sum of columns and numbers.
+
+    Columns with equal keys are added first, then those with the fewest rows, because a sum has as many rows
+    as the joint keys of its operands.
+    """
+    by_keys: dict[int, Column] = {}
+    total: Column | float = 0
     for value in values:
-        if type(value) is not Column:
-            numbers = numbers + value
-        else:
+        if isinstance(value, Column):
             partial_sum = by_keys.get(value.keys)
             by_keys[value.keys] = value if partial_sum is None else partial_sum + value
-    return sum(sorted(by_keys.values(), key=lambda value: len(value.values)), numbers)
-
-
-def _compute_maximum(*values: Any) -> Any:
-    """Return the maximum. Columns with equal keys are compared first, because they have the fewest rows."""
-    by_keys: dict[int, Any] = {}
-    numbers: list[Any] = []
-    for value in values:
-        if value.__class__ is not Column:
-            numbers.append(value)
         else:
+            total = total + value
+    for column in sorted(by_keys.values(), key=lambda column: len(column.values)):
+        total = total + column
+    return total
+
+
+def _compute_maximum(*values: Operand) -> Column:
+    """Return the maximum; columns are compared in the order in which :func:`sum_columns` adds them."""
+    by_keys: dict[int, Column] = {}
+    numbers: list[Operand] = []
+    for value in values:
+        if isinstance(value, Column):
             largest = by_keys.get(value.keys)
             by_keys[value.keys] = value if largest is None else compute(np.maximum, largest, value)
-    largest, *others = sorted(by_keys.values(), key=lambda value: len(value.values))
-    for other in (*others, *numbers):
-        largest = compute(np.maximum, largest, other)
-    return largest
-
-
-def _define_operator(ufunc: Any, name: str) -> None:
-    def compute_operator(self: Column, other: Any) -> Any:
-        return compute(ufunc, self, other)
-
-    def compute_reflected(self: Column, other: Any) -> Any:
-        if name == "floordiv" and other.__class__ in _INTEGERS and not other:
-            return 0
-        return compute_jointly(ufunc, other, self)
-
-    setattr(Column, f"__{name}__", compute_operator)
-    setattr(Column, f"__r{name}__", compute_reflected)
-
-
-_ARITHMETIC: dict[str, Any] = {
-    "sub": np.subtract,
-    "floordiv": np.floor_divide,
-    "truediv": np.true_divide,
-    "mod": np.remainder,
-    "pow": np.power,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-}
-_COMPARISONS: dict[str, Any] = {
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
-}
-for _name, _ufunc in _ARITHMETIC.items():
-    _define_operator(_ufunc, _name)
-for _name, _ufunc in _COMPARISONS.items():
-    setattr(Column, f"__{_name}__", lambda self, other, ufunc=_ufunc: compute(ufunc, self, other))
+        else:
+            numbers.append(value)
+    first, *remaining = sorted(by_keys.values(), key=lambda column: len(column.values))
+    for operand in (*remaining, *numbers):
+        first = compute(np.maximum, first, operand)
+    return first

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from shardscope.core.ops import Scalar
 
 _SPARSE = 64
 """Largest ratio of possible codes to rows for which :func:`find_distinct` uses a lookup table, not a sort."""
@@ -89,8 +91,8 @@ def find_distinct(codes: NDArray[np.int64], limit: int) -> Distinct:
 
 def find_distinct_rows(codes: Sequence[tuple[NDArray[np.int64], int]]) -> Distinct:
     """Return the distinct rows of several columns, each given as its codes and their count."""
-    (joint, limit), *others = codes
-    for codes_of_column, number in others:
+    (joint, limit), *remaining = codes
+    for codes_of_column, number in remaining:
         # Renumber before the product of the counts outgrows the lookup table (and, later, int64).
         if limit * number > _SPARSE * len(joint) + 1024:
             limit, joint, _ = find_distinct(joint, limit)
@@ -98,14 +100,16 @@ def find_distinct_rows(codes: Sequence[tuple[NDArray[np.int64], int]]) -> Distin
     return find_distinct(joint, limit)
 
 
-def encode_values(values: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
+def encode_values(values: NDArray[Scalar]) -> tuple[NDArray[np.int64], int]:
     """Return integer codes from 0 that are equal where ``values`` are, and an upper bound of their count."""
     if values.dtype == bool:
         return values.astype(np.int64), 2
     if values.dtype == np.int64:
-        low = values.min()
-        limit = int(values.max() - low) + 1
-        if limit <= 4 * len(values) + 64:
-            return values - low, limit
+        integers = values.astype(np.int64, copy=False)
+        low = integers.min()
+        limit = int(integers.max() - low) + 1
+        # Within a small range the values themselves are codes; np.unique would sort.
+        if limit <= 4 * len(integers) + 64:
+            return integers - low, limit
     distinct, codes = np.unique(values, return_inverse=True)
     return codes.reshape(-1), len(distinct)

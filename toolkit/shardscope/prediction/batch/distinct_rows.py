@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, TypeVarTuple, cast
 
 import numpy as np
 
 from shardscope.core.ops import stack_fields
-from shardscope.prediction.batch.column import Column, cache_key, expand, joint_keys
+from shardscope.prediction.batch.column import (
+    CacheKey,
+    Column,
+    build_cache_key,
+    expand_operand,
+    join_keys,
+)
 from shardscope.prediction.batch.deduplicate import encode_values, find_distinct
 
 if TYPE_CHECKING:
@@ -18,89 +24,95 @@ if TYPE_CHECKING:
 
     from shardscope.prediction.batch.rows import Rows
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
-class _ArgumentRows(NamedTuple):
+
+class ArgumentRows(NamedTuple):
     """The distinct argument rows of one function call on columns."""
 
     keys: int
     codes: NDArray[np.int64]
     """Index into :attr:`argument_rows` for each distinct row of ``keys``."""
-    argument_rows: list[tuple[Any, ...]]
+    argument_rows: list[tuple[object, ...]]
     """The plain numbers of each distinct argument row."""
 
 
-def map_distinct(function: Callable[..., Any], *numbers: Any) -> Any:
+def map_distinct(function: Callable[[*Ts], T], *numbers: *Ts) -> T:
     """Return ``function(*numbers)``, calling the scalar function once for each distinct row of the columns.
 
     A named tuple of numbers becomes a named tuple of columns, nested tuples included. The results of a
     ``partial`` are cached by its function and arguments, which must be hashable.
     """
-    rows, key = cache_key(_ArgumentRows, numbers)
-    name = _find_cache_name(function)
-    if name is not None:
-        result = rows.results.get((name, *key))
-        if result is not None:
-            return result
-    arguments = rows.results.get(key)
+    rows, key = build_cache_key(ArgumentRows, numbers)
+    function_key = _build_function_key(function)
+    if function_key is not None:
+        known = rows.results.get((function_key, *key))
+        if known is not None:
+            return cast("T", known)
+    arguments = rows.argument_rows.get(key)
     if arguments is None:
-        arguments = rows.results[key] = _find_argument_rows(rows, numbers)
-    results = [function(*row) for row in arguments.argument_rows]
-    if name is not None:
-        result = rows.results[name, *key] = _build_columns(rows, arguments, results)
-        return result
-    inside = chain.from_iterable(results) if isinstance(results[0], tuple) else results
-    # A closure is a new object on each call, so it cannot be a cache key: its results are the key.
-    key = (*key, *results, *map(type, inside))
+        arguments = rows.argument_rows[key] = _find_argument_rows(rows, numbers)
+    results = [function(*cast("tuple[*Ts]", row)) for row in arguments.argument_rows]
+    if function_key is not None:
+        key = (function_key, *key)
+    else:
+        # A closure is a new object on each call, so it cannot be a cache key: its results are the key. Their
+        # types are part of it, because 1, 1.0 and True compare equal.
+        fields = chain.from_iterable(result if isinstance(result, tuple) else (result,) for result in results)
+        key = (*key, *results, *map(type, fields))
     result = rows.results.get(key)
     if result is None:
         result = rows.results[key] = _build_columns(rows, arguments, results)
-    return result
+    return cast("T", result)
 
 
-def _find_cache_name(function: Any) -> Any:
+def _build_function_key(function: object) -> Hashable:
     """Return the cache key of a function; None for closures and functions with bound defaults."""
-    if type(function) is partial:
+    if isinstance(function, partial):
         return function.func, function.args, *function.keywords.items()
+    # The values that a closure or a default binds are not part of the code object.
     if getattr(function, "__closure__", None) or getattr(function, "__defaults__", None):
         return None
     return getattr(function, "__code__", function)
 
 
-def _find_argument_rows(rows: Rows, numbers: Sequence[Any]) -> _ArgumentRows:
-    keys = joint_keys(numbers)
+def _find_argument_rows(rows: Rows, numbers: Sequence[object]) -> ArgumentRows:
+    keys = join_keys(numbers)
     # Combine the value codes of all columns into one code per row, in mixed radix.
-    codes, limit, at = np.zeros(1, np.int64), 1, []
+    codes, limit = np.zeros(1, np.int64), 1
+    operands: list[object] = []
     for number in numbers:
-        values = expand(rows, keys, number)
-        at.append(values)
-        if type(number) is Column:
-            value_indices, different = encode_values(number.values)
-            codes = codes * different + expand(rows, keys, Column(rows, number.keys, value_indices))
-            limit *= different
+        operands.append(expand_operand(rows, keys, number))
+        if isinstance(number, Column):
+            value_codes, num_codes = encode_values(number.values)
+            expanded = expand_operand(rows, keys, Column(rows, number.keys, value_codes))
+            codes = codes * num_codes + cast("NDArray[np.int64]", expanded)
+            limit *= num_codes
     distinct = find_distinct(codes, limit)
-    argument_rows = [
+    arguments = [
         values[distinct.rows].tolist() if isinstance(values, np.ndarray) else [values] * distinct.number
-        for values in at
+        for values in operands
     ]
-    return _ArgumentRows(keys, distinct.codes, list(zip(*argument_rows, strict=True)))
+    return ArgumentRows(keys, distinct.codes, list(zip(*arguments, strict=True)))
 
 
-def _build_columns(rows: Rows, arguments: _ArgumentRows, results: list[Any]) -> Any:
+def _build_columns(rows: Rows, arguments: ArgumentRows, results: Sequence[object]) -> object:
     # Group argument rows with equal results, so that the result has as few distinct rows as possible.
-    kinds: dict[Any, int] = {}
+    kinds: dict[object, int] = {}
     kind_of = np.array([kinds.setdefault(result, len(kinds)) for result in results])[arguments.codes]
-    results = list(kinds)
-    if len(results) == 1:
-        return results[0]
+    distinct_results = list(kinds)
+    if len(distinct_results) == 1:
+        return distinct_results[0]
     keys, first = rows.regroup(arguments.keys, kind_of)
     kind_of = kind_of[first]
 
-    def column(values: Sequence[Any]) -> Any:
-        first = values[0]
-        if values.count(first) == len(values):
-            return first
+    def build_column(values: Sequence[object]) -> object:
+        if values.count(values[0]) == len(values):
+            return values[0]
         array = np.array(values)[kind_of]
-        key = Column, keys, array.dtype.char, array.tobytes()
-        return rows.results.setdefault(key, Column(rows, keys, array))
+        # Equal columns of different functions are one column, so that sums of them are computed once.
+        key: CacheKey = Column, keys, array.dtype.char, array.tobytes()
+        return rows.columns.setdefault(key, Column(rows, keys, array))
 
-    return stack_fields(results, column)
+    return stack_fields(distinct_results, build_column)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from shardscope.memory.activations.forward import find_modules
 from shardscope.memory.activations.modules.attention import broadcasts_views
 from shardscope.memory.activations.stage_activations import TransformersActivations
 from shardscope.memory.state.stages import StageShape
-from shardscope.prediction.batch.object_batch import ObjectBatch
+from shardscope.prediction.batch.object_batch import build_batch
 from shardscope.prediction.batch.rows import Rows
 from shardscope.prediction.memory import compute_peak_bytes
 
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from shardscope.memory.activations.modules.saved import Modules
     from shardscope.memory.state.stages import Stage
 
+T = TypeVar("T")
+
 _SIZES = ("micro_batch_size", "global_batch_size")
-"""Recipe fields that may differ between plans that are computed batch."""
+"""Recipe fields that may differ between plans that are computed in one batch."""
 _DEGREES = tuple(field.name for field in fields(Degrees))
-_SPREAD = (*_DEGREES, "sequence_parallel", "etp")
-"""Layout fields that may differ between plans that are computed batch."""
+_VARYING = (*_DEGREES, "sequence_parallel", "etp")
+"""Layout fields that may differ between plans that are computed in one batch."""
 _DERIVED = ("splits_sequence", "expert_tp")
 """Layout properties derived from these fields by more than arithmetic, evaluated plan by plan."""
 
@@ -36,15 +38,15 @@ _DERIVED = ("splits_sequence", "expert_tp")
 class StageBytes(NamedTuple):
     """Bytes that one rank of a stage needs; columns for many plans."""
 
-    peak: Any
-    host: Any
-    host_state: Any
+    peak: int
+    host: int
+    host_state: int
     """``host`` without activations."""
-    nvme: Any
+    nvme: int
 
 
-def compute_stage_bytes(plan: Any, modules: Modules, stage: Stage) -> StageBytes:
-    """Return the peak, host and NVMe bytes of one stage's ranks. ``plan`` may be :class:`ObjectBatch`."""
+def compute_stage_bytes(plan: Plan, modules: Modules, stage: Stage) -> StageBytes:
+    """Return the peak, host and NVMe bytes of one stage's ranks, of one plan or of :func:`build_batch`."""
     from shardscope.frameworks.registry import frameworks
 
     state = frameworks[plan.layout.framework].memory_model().compute_training_state(plan, stage)
@@ -57,10 +59,10 @@ def compute_stage_bytes(plan: Any, modules: Modules, stage: Stage) -> StageBytes
 def compute_peaks(plans: Sequence[Plan]) -> NDArray[np.int64]:
     """Return ``plan.memory().peak_bytes`` of each plan, shape ``(len(plans),)``, exact to the byte.
 
-    Plans that differ in degrees and batch sizes only are computed batch, which makes each of them cheaper.
-    Raises ``ValueError`` for a plan without formulas, as :meth:`Plan.memory`.
+    Plans that differ in degrees and batch sizes only are computed in one batch, which makes each of them
+    cheaper. Raises ``ValueError`` for a plan without formulas, as :meth:`Plan.memory`.
     """
-    groups: dict[tuple[Any, ...], list[int]] = {}
+    groups: dict[tuple[object, ...], list[int]] = {}
     for index, plan in enumerate(plans):
         groups.setdefault(_build_group_key(plan), []).append(index)
     peaks = np.zeros(len(plans), np.int64)
@@ -78,35 +80,35 @@ def _compute_group_peaks(plans: list[Plan]) -> NDArray[np.int64]:
     owners = np.repeat(np.arange(len(plans)), [len(kinds) for kinds in shapes])
     rows = Rows([np.arange(len(owners))])
 
-    def build_column(values: list[Any]) -> Any:
-        return rows.column(1, np.array(values, np.int64))
+    def build_column(values: list[int | None]) -> int:
+        return rows.build_column(1, np.array(values, np.int64))
 
-    def build_batch(objects: list[Any], names: Sequence[str]) -> ObjectBatch:
+    def merge_objects(objects: list[T], names: Sequence[str]) -> T:
+        """Return the objects as one, with a column for each of the attributes ``names`` that differs."""
         differing = {}
         for name in names:
-            values = [getattr(item, name, None) for item in objects]
+            values: list[int | None] = [getattr(item, name, None) for item in objects]
             if any(value != values[0] for value in values) and None not in values:
                 differing[name] = build_column([values[owner] for owner in owners])
-        return ObjectBatch(type(objects[0]), objects[0], **differing)
+        return build_batch(type(objects[0]), objects[0], **differing)
 
-    first = plans[0]
-    batch = ObjectBatch(
-        type(first),
-        first,
-        recipe=build_batch([plan.recipe for plan in plans], _SIZES),
-        layout=build_batch([plan.layout for plan in plans], (*_SPREAD, *_DERIVED)),
-        degrees=build_batch([plan.degrees for plan in plans], _DEGREES),
+    plan = build_batch(
+        type(plans[0]),
+        plans[0],
+        recipe=merge_objects([plan.recipe for plan in plans], _SIZES),
+        layout=merge_objects([plan.layout for plan in plans], (*_VARYING, *_DERIVED)),
+        degrees=merge_objects([plan.degrees for plan in plans], _DEGREES),
     )
     columns = zip(*(shape for kinds in shapes for shape in kinds), strict=True)
-    shape: Any = StageShape(*(build_column(list(values)) for values in columns))
-    plan: Any = batch
+    shape = StageShape._make(build_column(list(values)) for values in columns)
     peaks = compute_stage_bytes(plan, find_modules(plan), model.count_weights(plan, shape)).peak
-    starts = np.searchsorted(owners, np.arange(len(plans)))
-    return np.maximum.reduceat(rows.spread(peaks), starts)
+    # The worst stage of each plan: its rows are consecutive.
+    first_rows = np.searchsorted(owners, np.arange(len(plans)))
+    return np.maximum.reduceat(rows.expand(peaks, np.int64), first_rows)
 
 
-def _build_group_key(plan: Plan) -> tuple[Any, ...]:
-    """Return what plans must have in common to be computed batch.
+def _build_group_key(plan: Plan) -> tuple[object, ...]:
+    """Return what plans must have in common to be computed in one batch.
 
     It includes whether there are pipeline stages, and whether an expanded key head is a view, which math
     attention saves as such.
@@ -119,6 +121,6 @@ def _build_group_key(plan: Plan) -> tuple[Any, ...]:
         plan.degrees.pp > 1,
         broadcasts_views(plan.architecture, plan.recipe.micro_batch_size),
         type(plan.layout),
-        *(getattr(plan.layout, field.name) for field in fields(plan.layout) if field.name not in _SPREAD),
+        *(getattr(plan.layout, field.name) for field in fields(plan.layout) if field.name not in _VARYING),
         *(getattr(plan.recipe, field.name) for field in fields(plan.recipe) if field.name not in _SIZES),
     )

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias, cast, overload
 
 import numpy as np
 
-from shardscope.prediction.batch.column import Column
+from shardscope.prediction.batch.column import CacheKey, Column, Values
 from shardscope.prediction.batch.deduplicate import Distinct, Grouping, find_distinct, renumber_by_occurrence
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from shardscope.prediction.batch.distinct_rows import ArgumentRows
+
+Indices: TypeAlias = "NDArray[np.int64] | None"
+"""For each distinct row of one key set, the index of the distinct row of another; None for the identity."""
 
 
 class Rows:
@@ -41,10 +46,14 @@ class Rows:
         self._deciding: list[tuple[int, int]] = []
         """Pairs of a derived key and the keys that it was derived from."""
         for bit, (codes, base) in enumerate(zip((*keys_of_groups, *keys), bases, strict=True)):
-            self._keep(1 << bit, Grouping(find_distinct(codes, int(codes.max()) + 1), base))
-        self.results: dict[tuple[Any, ...], Any] = {}
-        """Cache of results by operation and operands (``column.cache_key``)."""
-        self._joined: dict[tuple[int, int], tuple[int, Any, Any]] = {}
+            self._add_grouping(1 << bit, Grouping(find_distinct(codes, int(codes.max()) + 1), base))
+        self.columns: dict[CacheKey, Column] = {}
+        """Cache of columns by operation and operands (``column.build_cache_key``)."""
+        self.results: dict[CacheKey, object] = {}
+        """Cache of function results (``Column.call_cached``, ``map_distinct``) by function and arguments."""
+        self.argument_rows: dict[CacheKey, ArgumentRows] = {}
+        """Cache of the distinct argument rows of function calls (``distinct_rows.py``), by arguments."""
+        self._joined: dict[tuple[int, int], tuple[int, Indices, Indices]] = {}
         self._regrouped: dict[tuple[int, bytes], int] = {}
         self._partitions: dict[bytes, int] = {}
 
@@ -55,21 +64,28 @@ class Rows:
         rows._all_differ = True
         return rows
 
-    def column(self, keys: int, values: NDArray[Any]) -> Any:
-        """Return a column of ``values``, shape ``(rows,)``, which depend on ``keys``; a number if equal."""
-        return self._column(keys, values[self._index(keys).rows])
+    def build_column(self, keys: int, values: NDArray[np.int64]) -> int:
+        """Return a column of ``values``, shape ``(rows,)``, which depend on ``keys``; or a number if equal.
 
-    def column_of_groups(self, keys: int, values: NDArray[Any]) -> Any:
-        """Return a column of ``values``, shape ``(groups,)``, as :meth:`column` does."""
+        It is typed as an ``int``, as formulas take it.
+        """
+        return self._build_column(keys, values[self._group_by(keys).rows])
+
+    def build_column_of_groups(self, keys: int, values: NDArray[np.int64]) -> int:
+        """Return a column of ``values``, shape ``(groups,)``, as :meth:`build_column` does."""
         assert self._groups is not None
-        return self._column(keys, values[self._groups.codes[self._index(keys).rows]])
+        return self._build_column(keys, values[self._groups.codes[self._group_by(keys).rows]])
 
-    def _column(self, keys: int, result: NDArray[Any]) -> Any:
-        return result[0].item() if len(result) and (result == result[0]).all() else Column(self, keys, result)
+    def _build_column(self, keys: int, values: NDArray[np.int64]) -> int:
+        # A plain number keeps what depends on it alone out of the columns.
+        is_constant = len(values) and (values == values[0]).all()
+        return values[0].item() if is_constant else cast("int", Column(self, keys, values))
 
     def clear_results(self) -> None:
-        """Clear the cache of results to free memory; later calls recompute them."""
+        """Clear the caches of results to free memory; later calls recompute them."""
+        self.columns.clear()
         self.results.clear()
+        self.argument_rows.clear()
 
     def regroup(self, keys: int, codes: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
         """Return a key with the grouping of ``codes``, and its representatives.
@@ -81,7 +97,7 @@ class Rows:
             return keys, np.arange(self.num_rows)
         key = keys, codes.tobytes()
         result = self._regrouped.get(key)
-        index = self._index(keys)
+        index = self._group_by(keys)
         if result is None:
             grouping = Grouping(find_distinct(codes, int(codes.max()) + 1), index)
             if grouping.number == index.number:
@@ -91,31 +107,38 @@ class Rows:
             fresh = 1 << max(self._indices).bit_length()
             result = self._partitions.setdefault(renumber_by_occurrence(grouping).tobytes(), fresh)
             if result == fresh:
-                self._keep(result, grouping)
+                self._add_grouping(result, grouping)
             self._regrouped[key] = result
             self._deciding.append((result, keys))
             for known_keys, decided in self._decided.items():
                 if decided & keys == keys:
                     self._decided[known_keys] |= result
-        return result, index.map_rows_of(self._index(result))
+        return result, index.map_rows_of(self._group_by(result))
 
-    def spread(self, value: Any) -> NDArray[Any]:
+    @overload
+    def expand(self, value: object) -> Values: ...
+    @overload
+    def expand(self, value: object, dtype: type[np.int64]) -> NDArray[np.int64]: ...
+    @overload
+    def expand(self, value: object, dtype: type[np.float64]) -> NDArray[np.float64]: ...
+    def expand(self, value: object, dtype: type[np.int64 | np.float64] | None = None) -> Values:
         """Return a column or number expanded to shape ``(rows,)``. Do not write to the result."""
-        if isinstance(value, Column):
-            index = self._index(value.keys)
-            return value.values if index is self._each else value.values.take(index.codes, mode="clip")
-        return np.full(self.num_rows, value)
+        if not isinstance(value, Column):
+            return np.full(self.num_rows, value, dtype)
+        index = self._group_by(value.keys)
+        values = value.values if index is self._each else value.values.take(index.codes, mode="clip")
+        return values if dtype is None else values.astype(dtype, copy=False)
 
-    def join(self, left: int, right: int) -> tuple[int, Any, Any]:
+    def join(self, left: int, right: int) -> tuple[int, Indices, Indices]:
         """Return the joint keys, and for their distinct rows the indices into both sides (None: identity)."""
         result = self._joined.get((left, right))
         if result is None:
             result = self._joined[left, right] = self._join(left, right)
         return result
 
-    def _join(self, left: int, right: int) -> tuple[int, Any, Any]:
+    def _join(self, left: int, right: int) -> tuple[int, Indices, Indices]:
         joint = left | right
-        first, second = self._index(left), self._index(right)
+        first, second = self._group_by(left), self._group_by(right)
         if first is second:
             return left, None, None
         # If one key set determines the other, its distinct rows are the joint ones.
@@ -123,26 +146,26 @@ class Rows:
             return left, None, second.map_rows_of(first)
         if self._decided[right] & left == left and first.number < second.number:
             return right, first.map_rows_of(second), None
-        both = self._indices.get(joint) or self._both(left, right)
+        both = self._indices.get(joint) or self._combine(left, right)
         if both.number == first.number:
             return left, None, second.map_rows_of(first)
         if both.number == second.number:
             return right, first.map_rows_of(second), None
         return joint, first.map_rows_of(both), second.map_rows_of(both)
 
-    def _index(self, keys: int) -> Grouping:
+    def _group_by(self, keys: int) -> Grouping:
         result = self._indices.get(keys)
         if result is None:
             low = keys & -keys
-            result = self._both(keys ^ low, low)
+            result = self._combine(keys ^ low, low)
         return result
 
-    def _both(self, left: int, right: int) -> Grouping:
+    def _combine(self, left: int, right: int) -> Grouping:
         """Group the rows by both key sets, starting from the coarsest known grouping that is fine enough."""
         joint = left | right
-        first, second = self._index(left), self._index(right & ~left)
+        first, second = self._group_by(left), self._group_by(right & ~left)
         if left & right:
-            smaller = self._index(left & ~right), self._index(right)
+            smaller = self._group_by(left & ~right), self._group_by(right)
             if smaller[0].number * smaller[1].number < first.number * second.number:
                 first, second = smaller
         base = self._groups if joint & self._of_groups == joint else None
@@ -152,7 +175,7 @@ class Rows:
         finest = base or self._each
         for index in (first, second):
             if index.number == finest.number:  # already as fine as possible: no need to combine
-                return self._keep(joint, index)
+                return self._add_grouping(joint, index)
         pairs = (
             first.codes * second.number + second.codes
             if base is None
@@ -162,9 +185,9 @@ class Rows:
         # A known grouping with as many groups is the same grouping. Reuse it with its order: with a second
         # order, every later join would have to convert between the two.
         same = (index for index in (finest, first, second) if index.number == distinct.number)
-        return self._keep(joint, next(same, None) or Grouping(distinct, base))
+        return self._add_grouping(joint, next(same, None) or Grouping(distinct, base))
 
-    def _keep(self, keys: int, index: Grouping) -> Grouping:
+    def _add_grouping(self, keys: int, index: Grouping) -> Grouping:
         self._indices[keys] = index
         decided = keys
         for derived, sources in self._deciding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 
@@ -13,9 +13,9 @@ from shardscope.core.plan import Plan
 from shardscope.core.recipe import Recipe
 from shardscope.frameworks.grid import DATA_PARALLEL, MICRO_BATCH_SIZE, Columns, select_rows
 from shardscope.memory.activations.modules.attention import broadcasts_views
-from shardscope.memory.state.stages import StageShape, StageShapes
+from shardscope.memory.state.stages import Stage, StageShape, StageShapes
 from shardscope.prediction.batch.deduplicate import Distinct, encode_values, find_distinct_rows
-from shardscope.prediction.batch.object_batch import ObjectBatch
+from shardscope.prediction.batch.object_batch import build_batch
 from shardscope.prediction.batch.rows import Rows
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from shardscope.core.cluster import Cluster
     from shardscope.core.layout import Layout
     from shardscope.frameworks.registry import MemoryModel
+
+N = TypeVar("N", np.int64, np.float64)
 
 CHUNK = 1 << 15
 """Maximum number of plans computed together; so that their columns stay in the CPU's cache."""
@@ -53,10 +55,10 @@ class Table:
         self.num_plans = len(columns[MICRO_BATCH_SIZE])
         self.host_memory: dict[Layout, NDArray[np.int64]] = {}
         """Host memory while models are built, independent of recomputation (``search/memory_needs.py``)."""
-        self._stages_of: dict[Layout, Any] = {}
+        self._stage_weights: dict[Layout, Stage] = {}
         layout_fields = layout.__dataclass_fields__
         self._fields = [name for name in columns if name in layout_fields]
-        self._stages(layout, model, every_stage=every_stage)
+        self._find_stages(layout, model, every_stage=every_stage)
         self.num_micro_batches = recipe.global_batch_size // (
             columns[MICRO_BATCH_SIZE] * columns[DATA_PARALLEL]
         )
@@ -67,20 +69,21 @@ class Table:
         }
         if len(self.owners) <= FEW_ROWS:
             self.rows = Rows.one_by_one(len(self.owners))
-            self._bits = dict.fromkeys((*numbers, "place"), 1)
+            self._bits = dict.fromkeys((*numbers, "position"), 1)
             self._numbers = {
-                name: self.rows.column(1, column[self.owners]) for name, column in numbers.items()
+                name: self.rows.build_column(1, column[self.owners]) for name, column in numbers.items()
             }
             return
         codes = [encode_values(column)[0] for column in numbers.values()]
         plans = Distinct(self.num_plans, self.owners, self._firsts)
-        self.rows = Rows([self.place], plans, codes)
-        self._bits = {name: 1 << bit for bit, name in enumerate((*numbers, "place"))}
+        self.rows = Rows([self.positions], plans, codes)
+        self._bits = {name: 1 << bit for bit, name in enumerate((*numbers, "position"))}
         self._numbers = {
-            name: self.rows.column_of_groups(self._bits[name], column) for name, column in numbers.items()
+            name: self.rows.build_column_of_groups(self._bits[name], column)
+            for name, column in numbers.items()
         }
 
-    def _stages(self, layout: Layout, model: MemoryModel, *, every_stage: bool) -> None:
+    def _find_stages(self, layout: Layout, model: MemoryModel, *, every_stage: bool) -> None:
         """Create a row for each kind of pipeline stage of each plan, or for every stage."""
         columns = self.columns
         pp = columns.get("pp", np.ones(self.num_plans, np.int64))
@@ -106,70 +109,71 @@ class Table:
         """Plan index of each row; plans with the most stages come first."""
         self._firsts = np.argsort(order)
         """Row of the first stage of each plan."""
-        self.place = np.repeat(np.arange(len(sizes)), sizes)
+        self.positions = np.repeat(np.arange(len(sizes)), sizes)
         kinds = np.array([kind for shapes in self.pipelines for kind in shapes.kinds], np.int64)
-        row_kinds = offsets[self.pipeline_of][self.owners] + self.place
-        self._shapes = kinds[row_kinds]
+        kinds_of_rows = offsets[self.pipeline_of][self.owners] + self.positions
+        self._shapes = kinds[kinds_of_rows]
         counts_by_kind = [np.bincount(shapes.kind_of) for shapes in self.pipelines]
-        self.num_alike = self.by_place(np.concatenate(counts_by_kind)[row_kinds])
+        self.num_equal_stages = self.split_by_position(np.concatenate(counts_by_kind)[kinds_of_rows])
         """Number of stages of each kind, by stage position."""
         self.num_stages = np.array([len(shapes.kind_of) for shapes in self.pipelines])[self.pipeline_of]
 
     @cached_property
     def shape(self) -> StageShape:
         """Shapes of the stages, as columns."""
-        keys = self._bits["place"] | self._bits.get("pp", 0) | self._bits.get("vpp", 0)
-        return StageShape(*(self.rows.column(keys, column) for column in self._shapes.T))
+        keys = self._bits["position"] | self._bits.get("pp", 0) | self._bits.get("vpp", 0)
+        return StageShape._make(self.rows.build_column(keys, column) for column in self._shapes.T)
 
-    def number(self, name: str) -> Any:
+    def get_number(self, name: str) -> int:
         """Return a field of the layouts as a column, or as a number if all plans have the same."""
         return self._numbers[name]
 
-    def plans(self, cluster: Cluster, recipe: Recipe, layout: Layout) -> Any:
+    def build_plans(self, cluster: Cluster, recipe: Recipe, layout: Layout) -> Plan:
         """Return all plans as one object with a plan's attributes, for the formulas of one plan."""
         numbers = self._numbers
-        varied = ObjectBatch(type(layout), layout, **{name: numbers[name] for name in self._fields})
-        degrees = ObjectBatch(
+        varied = build_batch(type(layout), layout, **{name: numbers[name] for name in self._fields})
+        degrees = build_batch(
             Degrees, varied.fill_degrees(numbers["left"]), data_parallel=numbers[DATA_PARALLEL]
         )
-        return ObjectBatch(
+        return build_batch(
             Plan,
             None,
             architecture=self.architecture,
             cluster=cluster,
-            recipe=ObjectBatch(Recipe, recipe, micro_batch_size=numbers[MICRO_BATCH_SIZE]),
+            recipe=build_batch(Recipe, recipe, micro_batch_size=numbers[MICRO_BATCH_SIZE]),
             layout=varied,
             degrees=degrees,
             num_micro_batches=numbers["num_micro_batches"],
         )
 
-    def stage(self, plans: Any, layout: Layout) -> Any:
+    def count_weights(self, plans: Plan, layout: Layout) -> Stage:
         """Return the weights of all plans' stages, which do not depend on recomputation."""
-        weights = self._stages_of.get(layout)
+        weights = self._stage_weights.get(layout)
         if weights is None:
-            weights = self._stages_of[layout] = self._model.count_weights(plans, self.shape)
+            weights = self._stage_weights[layout] = self._model.count_weights(plans, self.shape)
         return weights
 
-    def by_place(self, by_row: NDArray[Any]) -> list[NDArray[Any]]:
+    def split_by_position(self, by_row: NDArray[N]) -> list[NDArray[N]]:
         """Split row values into first stages, second stages, ...; each starts with the longest pipelines."""
         return [by_row[first:end] for first, end in zip(self._starts, self._ends, strict=True)]
 
-    def by_plan(self, of_first: NDArray[Any]) -> NDArray[Any]:
+    def order_by_plan(self, of_first: NDArray[N]) -> NDArray[N]:
         """Reorder values of the first stages by plan, shape ``(num_plans,)``."""
         return of_first.take(self._firsts, mode="clip")
 
-    def stages_of(self, plans: NDArray[np.int64], positions: Sequence[int]) -> NDArray[np.int64]:
+    def find_stage_rows(self, plans: NDArray[np.int64], positions: Sequence[int]) -> NDArray[np.int64]:
         """Return the rows of the stages at ``positions`` of ``plans``, shape ``(plans, positions)``."""
         rows: NDArray[np.int64] = self._firsts[plans][:, None] + self._starts[np.array(positions)]
         return rows
 
-    def most(self, by_row: NDArray[Any]) -> NDArray[Any]:
+    def find_largest(self, by_row: NDArray[N]) -> NDArray[N]:
         """Return the maximum over each plan's stages, shape ``(num_plans,)``."""
-        first, *others = self.by_place(by_row)
+        first, *later = self.split_by_position(by_row)
         largest = first.copy()
-        for other in others:
-            np.maximum(largest[: len(other)], other, out=largest[: len(other)])
-        return self.by_plan(largest)
+        for stage_values in later:
+            plans = largest[: len(stage_values)]
+            np.maximum(plans, stage_values, out=plans)
+        return self.order_by_plan(largest)
 
 
 def find_pipeline_shapes(
@@ -178,7 +182,7 @@ def find_pipeline_shapes(
     """Return the stages of a pipeline, which depend on no degree but ``pp`` and ``vpp``."""
     degrees = Degrees(data_parallel=1, pp=pp, vpp=vpp)
     layers = tuple(layout.stage_layers(arch, degrees))
-    return model.find_shapes(ObjectBatch(Plan, None, architecture=arch, degrees=degrees, stage_layers=layers))  # type: ignore[arg-type]
+    return model.find_shapes(build_batch(Plan, None, architecture=arch, degrees=degrees, stage_layers=layers))
 
 
 def list_every_stage(shapes: StageShapes) -> StageShapes:
