@@ -232,7 +232,7 @@ def test_a_pretrained_model_is_fine_tuned_and_exported(models: dict[str, Path], 
     assert run.wait(120) == "finished", run.error
     losses = [line["loss"] for line in run.metrics() if line["rank"] == 0]
     assert len(losses) == 4 and losses[-1] < losses[0]
-    assert f"beginning from {folder}: " in run.logs(0)
+    assert f"initial weights from {folder}: " in run.logs(0)
 
     out = Path(run.folder) / "export"
     before = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -59,7 +59,7 @@ def test_the_studios_main_button_fine_tunes_a_model_folder(folder: Path, method:
     run = studio.run
     assert run is not None and run.wait(300) == "finished", run and run.reason
     assert run.plan.architecture == ss.Architecture.from_hf(folder) and run.plan.recipe.method == method
-    assert f"beginning from {folder}" in run.logs(0)
+    assert f"initial weights from {folder}" in run.logs(0)
     losses = [line["loss"] for line in run.metrics() if line["rank"] == 0]
     expected = typical_loss(folder, run.plan.recipe.seq_len)
     assert expected > 10, "random weights have 7.6, the logarithm of the vocabulary's size"

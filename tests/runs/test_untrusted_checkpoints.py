@@ -59,12 +59,12 @@ def test_fault_50_a_copied_run_with_malicious_metadata_is_not_resumed(tmp_path: 
     (evil / ".metadata").write_bytes(pickle.dumps(Evil(proof)))
 
     task = Pretrain(num_steps=4, resume=True)
-    with pytest.warns(RuntimeWarning, match=r"not taken: .*exp-copied.*\.metadata was changed"):
+    with pytest.warns(RuntimeWarning, match=r"not used: .*exp-copied.*\.metadata was changed"):
         second = launch(plan, task, name="exp", folder=runs)
     assert second.wait() == "finished", second.error
     log = second.logs(0)
     assert f"resumed from {checkpoint_path(first.folder, 2)}: 2 steps are done" in log
-    assert f"not taken: {evil}" in log
+    assert f"not used: {evil}" in log
 
     # Without a checkpoint of the user's own none is taken, and no run starts anew without a word.
     shutil.rmtree(first.folder)
@@ -216,4 +216,4 @@ def with_a_note(ctx: StandInContext) -> str:
 
 def test_fault_50_custom_classes_load_from_this_users_checkpoints(tmp_path: Path) -> None:
     (words,) = on_ranks(1, tiny_plan("fsdp2", 1), with_a_note, tmp_path)
-    assert f"asks for {Note.__module__}.Note" in words and "checkpoint.key" in words
+    assert f"refers to {Note.__module__}.Note" in words and "checkpoint.key" in words

@@ -243,7 +243,7 @@ def test_fault_50_a_launch_warns_of_what_it_does_not_take(tmp_path: Path) -> Non
     plan = Plan(models["gpt2"], Cluster.parse("2xcpu"), Recipe(seq_len=64, global_batch_size=2), Layout.ddp())
     saved(tmp_path / "exp", created=1.0)
     saved(tmp_path / "exp-2", created=2.0, signed=False)
-    with pytest.warns(RuntimeWarning, match=r"Pretrain\.resume: not taken: .*exp-2"):
+    with pytest.warns(RuntimeWarning, match=r"Pretrain\.resume: not used: .*exp-2"):
         Pretrain(resume=True).check_launch(plan, tmp_path, "exp")
     shutil.rmtree(tmp_path / "exp")
     with pytest.raises(ValueError, match=r"Pretrain\.resume is True.*exp-2"):

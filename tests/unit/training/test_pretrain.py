@@ -50,7 +50,7 @@ def test_making_one_imports_no_torch() -> None:
         ("save_checkpoint", "yes", "True"),
         ("text", "/no/such/file", "None"),
         ("text", 7, "None"),
-        ("resume", "/no/such/folder", "resume=True, which starts anew if there is none"),
+        ("resume", "/no/such/folder", "resume=True, which starts at step 0 if there is none"),
     ],
 )
 def test_a_bad_value_is_refused_in_words(field: str, value: Any, fix: str) -> None:

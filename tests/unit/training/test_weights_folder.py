@@ -67,8 +67,8 @@ def test_looking_imports_no_torch(tmp_path: Path) -> None:
 HEADERS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "empty": (lambda data: b"", r"allowed: more bytes"),
     "cut off in its header": (lambda data: data[:100], r"allowed: at most the 92 bytes that the file has"),
-    "cut off in its tensors": (lambda data: data[:-1], r"the file is cut off"),
-    "with something behind it": (lambda data: data + b"\0", r"the file is followed by something else"),
+    "cut off in its tensors": (lambda data: data[:-1], r"the file is truncated"),
+    "with something behind it": (lambda data: data + b"\0", r"the file is longer than that"),
     "of a header of no length": (lambda data: bytes(8) + data[8:], r"a header of 2 to 100,000,000 bytes"),
     "of a header too long for the format": (
         lambda data: b"\xff" * 8 + data[8:],
@@ -76,7 +76,7 @@ HEADERS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     ),
     "of a header one byte longer than it is": (
         lambda data: (int.from_bytes(data[:8], "little") + 1).to_bytes(8, "little") + data[8:],
-        r"a header that is no JSON",
+        r"a header that is not JSON",
     ),
     "a pickle by another name": (
         lambda data: pickle.dumps({"weight": [0.0] * 99}, protocol=4),
@@ -102,8 +102,8 @@ def entry(dtype: Any = "F32", shape: Any = (2, 2), offsets: Any = (0, 16)) -> di
 
 ENTRIES: dict[str, tuple[Any, str]] = {
     "a list": ([], "tensors by their names"),
-    "nothing of JSON": (b"{not json", "no JSON"),
-    "nested too deeply": (b'{"a":' + b"[" * 200_000, "no JSON"),
+    "nothing of JSON": (b"{not json", "not JSON"),
+    "nested too deeply": (b'{"a":' + b"[" * 200_000, "not JSON"),
     "a name twice": (b'{"a":1,"a":2}', "duplicate key"),
     "a tensor that is a number": ({"a": 1}, "an object of dtype, shape and data_offsets"),
     "a dtype nobody knows": ({"a": entry(dtype="F33")}, "a dtype is 'F33'.*Nearest fix: save it as BF16"),
@@ -186,15 +186,15 @@ INDICES: dict[str, tuple[Callable[[Path, dict[str, str]], object], str]] = {
             (folder / FIRST).rename(folder.parent / FIRST)
             and (folder / FIRST).symlink_to(folder.parent / FIRST)
         ),
-        r"it is a link out of it",
+        r"it links out of it",
     ),
     "points to a link to nothing": (
         lambda folder, places: (folder / FIRST).unlink() or (folder / FIRST).symlink_to("nowhere"),
-        r"it is a link to nothing",
+        r"it is a broken link",
     ),
     "points to a link in a circle": (
         lambda folder, places: (folder / FIRST).unlink() or (folder / FIRST).symlink_to(FIRST),
-        r"it is a link to nothing",
+        r"it is a broken link",
     ),
     "points to a pickle": (
         lambda folder, places: (
@@ -208,7 +208,7 @@ INDICES: dict[str, tuple[Callable[[Path, dict[str, str]], object], str]] = {
             **places,
             NORM: FIRST if places[NORM] != FIRST else FIRST.replace("1-", "2-"),
         },
-        r"the tensors that model\.safetensors\.index\.json places in it",
+        r"the tensors that model\.safetensors\.index\.json lists for it",
     ),
     "names a tensor that no file has": (
         lambda folder, places: {**places, "model.layers.9.x": FIRST},
@@ -217,7 +217,7 @@ INDICES: dict[str, tuple[Callable[[Path, dict[str, str]], object], str]] = {
     "names no files": (lambda folder, places: {}, r"weight_map: files by tensors' names"),
     "is no JSON": (
         lambda folder, places: (folder / f"{FILE}.index.json").write_text("{"),
-        r"is 'no JSON",
+        r"is 'not JSON",
     ),
     "is a list": (lambda folder, places: (folder / f"{FILE}.index.json").write_text("[]"), r"weight_map"),
     "places tensors in numbers": (lambda folder, places: {**places, NORM: 7}, r"weight_map"),
@@ -239,7 +239,7 @@ def test_fault_32_launching_starts_nothing(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", shards=2)
     task, plan = ss.Finetune(weights=folder), plan_of(folder)
     (folder / FIRST).write_bytes((folder / FIRST).read_bytes()[:-7])
-    with pytest.raises(ValueError, match="the file is cut off"):
+    with pytest.raises(ValueError, match="the file is truncated"):
         ss.launch(plan, task, folder=tmp_path / "runs")
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
 
@@ -255,7 +255,7 @@ def test_the_hubs_own_cache_is_links_to_its_blobs(tmp_path: Path) -> None:
     (snapshot / FIRST).unlink()
     (snapshot / FIRST).symlink_to("../../../outside.safetensors")
     write_file(tmp_path / "outside.safetensors", {})
-    with pytest.raises(ValueError, match="it is a link out of it"):
+    with pytest.raises(ValueError, match="it links out of it"):
         ss.Finetune(weights=snapshot).check(plan_of(snapshot))
 
 
@@ -272,7 +272,7 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "one has no place": (
         lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": ("F32", (32, 16))}),
-        r"is 'model\.layers\.2\.mlp\.up_proj\.weight'; allowed: tensors of model: 1 have no place in it",
+        r"is 'model\.layers\.2\.mlp\.up_proj\.weight'; allowed: tensors of model: 1 are not part of it",
     ),
     "one has another shape": (
         lambda tensors: tensors.update({NORM: ("F32", (17,))}),

@@ -74,7 +74,7 @@ def both(*changes: Change) -> Change:
     return change
 
 
-OUT = "it is a link out of it"
+OUT = "it links out of it"
 LEADS_OUT: dict[str, tuple[Change, str]] = {
     "the tokenizer": (link("tokenizer.json"), OUT),
     "what it says of itself": (link("tokenizer_config.json"), OUT),
@@ -104,7 +104,7 @@ LEADS_OUT: dict[str, tuple[Change, str]] = {
     "packed weights": (say(gguf_file="../outside/x.json"), r"gguf_file is .*; allowed: none"),
     "no JSON": (
         lambda folder, outside: (folder / "tokenizer_config.json").write_text("{"),
-        "is 'no JSON: ",
+        "is 'not JSON: ",
     ),
     "a list": (lambda folder, outside: (folder / "tokenizer_config.json").write_text("[]"), "a JSON object"),
 }

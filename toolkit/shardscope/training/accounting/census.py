@@ -91,6 +91,8 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
 
     def _classify_unknown(self, function: torch._ops.OpOverload[..., object]) -> str | None:
         """Return the kind of unknown storages that ``function`` returns; None if it allocates its outputs."""
+        # By the operator's schema: outputs that alias an input are not allocated by it. An unknown storage
+        # among them came from outside of all operators, from the framework's C++ or from a library.
         returned_values = getattr(getattr(function, "_schema", None), "returns", ())
         aliases = [value.alias_info for value in returned_values if value.alias_info is not None]
         if not aliases:
@@ -128,6 +130,7 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
         return tensor.dim() > 1 and tensor.is_floating_point() and tensor.shape[-1] in self._vocab_sizes
 
     def _sum_by_component(self) -> BytesByComponent:
+        # What has an owner counts under its owner, each storage once.
         live_tensors = self._list_live_tensors()
         gradients = [local_shard(gradient) for gradient in live_tensors.gradients]
         owned: dict[str, Iterable[torch.Tensor]] = {
@@ -146,8 +149,11 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
                     seen.add(storage._cdata)
                     num_bytes += storage.nbytes()
             by_component[component] = num_bytes
+        # Buckets are memory of gradients from the start, also before the first backward fills them.
         by_component["gradients"] += self._count_unseen_bucket_bytes(gradients)
         by_component["activations"] = by_component["logits"] = by_component[_LIBRARY] = 0
+        # The rest of the live storages, by the kind with which they were registered. Forget the freed ones:
+        # other storages will have their addresses.
         for key, (reference, kind) in list(self._created.items()):
             num_live_bytes = _read_live_bytes(reference)
             if num_live_bytes is None:
@@ -166,6 +172,7 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
         """
         if not self._bucket_bytes:
             return 0
+        # A storage larger than its gradient is a bucket that several gradients are views of.
         seen: dict[int, int] = {}
         for gradient in gradients:
             storage = gradient.untyped_storage()

@@ -41,6 +41,7 @@ class MemoryWatch:
         if not self._is_measured:
             yield
             return
+        # Restart the allocator's peak, so that it is this step's and not that of building the model.
         engine = self._engine
         self._peaks = {}
         tensors.reset_peak(self._device)
@@ -69,6 +70,7 @@ class MemoryWatch:
             return
         if self._census is not None:
             self._census.update_peak(phase)
+        # The allocator has one peak for all phases: take it at the end of each, and start again.
         if self._device.type == "cuda":
             self._peaks[phase] = max(self._peaks.get(phase, 0), torch.cuda.max_memory_allocated(self._device))
             tensors.reset_peak(self._device)
@@ -101,6 +103,7 @@ def _list_live_tensors(engine: Engine) -> LiveTensors:
 
 
 def _list_vocab_sizes(engine: Engine) -> set[int]:
+    # The logits of a tensor-parallel rank are as wide as its shard of the vocabulary.
     vocab = engine.plan.architecture.vocab_size
     return {vocab, -(-vocab // engine.plan.degrees.tp)}
 
@@ -115,7 +118,7 @@ class Snapshot:
     def start(self, num_steps: int) -> None:
         """Record allocations for ``num_steps`` steps; on CPU ranks, only print a line to the log."""
         if self._ctx.device.type != "cuda":
-            print("no memory snapshot: CPU ranks have no caching allocator to ask", flush=True)
+            print("no memory snapshot: only GPU ranks have torch's caching allocator", flush=True)
             return
         if self._steps_left == 0:
             torch.cuda.memory._record_memory_history(max_entries=MAX_HISTORY)
@@ -133,6 +136,7 @@ class Snapshot:
         """Write the snapshot and stop recording."""
         path = RunFolder(self._ctx.folder).memory_snapshot(self._ctx.rank)
         path.parent.mkdir(mode=0o700, exist_ok=True)
+        # Renamed when it is complete: the notebook may look for it while it is written.
         part = path.with_suffix(".part")
         with part.open("wb") as file:
             # Only lists, dicts, numbers and strings: readable by an unpickler that rejects every global.

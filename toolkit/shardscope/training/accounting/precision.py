@@ -22,7 +22,7 @@ MAIN_COPIES = {
 
 
 def check_precision(planned: str, weight_types: Iterable[torch.dtype], compute: torch.dtype) -> str:
-    """Return the precision of weights stored in the types ``kept`` and multiplied in ``compute``.
+    """Return the precision of weights stored in ``weight_types`` and multiplied in ``compute``.
 
     Raises ``RuntimeError`` if it is not ``planned``.
     """

@@ -20,6 +20,7 @@ def count_tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     storages = {}
     for tensor in tensors:
         storage = local_shard(tensor).untyped_storage()
+        # An emptied storage has no address.
         storages[storage.data_ptr() or id(storage)] = storage.nbytes()
     return sum(storages.values())
 

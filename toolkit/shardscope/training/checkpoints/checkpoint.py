@@ -123,7 +123,7 @@ def load(path: Path, plan: Plan, model: torch.nn.Module, optimizer: torch.optim.
             str(path),
             f"one that was saved {'with' if _is_stage(model) else 'without'} pipeline stages: with them the "
             "optimizer state is stored under other names",
-            "the pp of the run that saved it, or its export as the model to begin from",
+            "the pp of the run that saved it, or a fine-tune of its export",
         )
     saved_optimizer = position.get("optimizer", get_optimizer_class_name(optimizer))
     if saved_optimizer != get_optimizer_class_name(optimizer):
@@ -132,7 +132,7 @@ def load(path: Path, plan: Plan, model: torch.nn.Module, optimizer: torch.optim.
             "optimizer of the engine that loads",
             get_optimizer_class_name(optimizer),
             f"{saved_optimizer!r}: {path} holds its state",
-            "the same build_optimizer or Recipe.optimizer, or the export as the model to begin from",
+            "the same build_optimizer or Recipe.optimizer, or a fine-tune of its export",
         )
     # dcp.load writes into the tensors of these dicts and replaces their other values.
     model_state = _collect_model_state(model, only_trained)

@@ -47,13 +47,13 @@ class Choice:
         listed = "; ".join(map(str, self.skipped[:MAX_NAMED]))
         more = len(self.skipped) - MAX_NAMED
         rest = f"; and {more:,} more" if more > 0 else ""
-        return f"not taken: {listed}{rest}. {self.how_to_use}."
+        return f"not used: {listed}{rest}. {self.how_to_use}."
 
     @property
     def how_to_use(self) -> str:
         """How to use the first skipped checkpoint anyway, as a clause."""
         return (
-            "If you trust it (it is yours, from another machine, say), name its path: "
+            "If you trust it (you saved it on another machine, say), name its path: "
             f"resume={str(self.skipped[0].path)!r} loads tensors, plain values and its format's classes"
         )
 
@@ -134,6 +134,7 @@ def list_runs_by_name(parent: Path, name: str) -> list[Path]:
 
 
 def _choose_newest(folders: list[Path]) -> Choice:
+    # Report the newest skipped checkpoint of each folder only: all older ones would have the same reason.
     skipped: list[Skipped] = []
     for folder in folders:
         newest_skipped: Skipped | None = None

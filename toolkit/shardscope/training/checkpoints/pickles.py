@@ -87,7 +87,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if isinstance(dtype, torch.dtype):
             return dtype
         self.refused = f"{module_name}.{global_name}"
-        raise pickle.UnpicklingError(f"asks for {self.refused}")
+        raise pickle.UnpicklingError(f"refers to {self.refused}")
 
     def persistent_load(self, pid: object) -> NoReturn:
         raise pickle.UnpicklingError("refers to an object outside of it")
@@ -115,7 +115,7 @@ def read_metadata(path: Path) -> Metadata:
             _refuse_class(path, unpickler.refused)
         _refuse_damage(path, error)
     if not is_metadata:
-        _refuse_damage(path, TypeError("it is no metadata"))
+        _refuse_damage(path, TypeError("it is not torch.distributed.checkpoint's Metadata"))
     # torch joins these paths to the checkpoint's folder: "../x" or an absolute path would leave it.
     for path_in_checkpoint in paths:
         if (
@@ -183,6 +183,7 @@ def load_file(path: Path, classes: Sequence[type], map_location: MAP_LOCATION = 
 def _load_checked(
     source: Path | io.BytesIO, path: Path, classes: Sequence[type], map_location: MAP_LOCATION
 ) -> object:
+    # weights_only rejects all other classes by itself; the names are only for the message.
     with torch.serialization.safe_globals(list(classes)):
         try:
             loaded: object = torch.load(source, map_location=map_location, weights_only=True)
@@ -238,8 +239,8 @@ def _refuse_class(path: Path, names: str) -> NoReturn:
     refuse(
         "checkpoint",
         path.name,
-        f"one that asks for tensors, plain values and the classes of its format: {path} asks for {names}, "
-        "and a pickle can run what it asks for",
+        f"one of tensors, plain values and the classes of its format: {path} refers to {names}, and loading "
+        "a pickle can execute what it refers to",
         f"another checkpoint or, if you saved it on another machine, that machine's key as {key_path()}",
     )
 

@@ -90,7 +90,7 @@ def read_position(path: Path, plan: Plan) -> Position:
             str(path),
             f"one of {own_format}, which {plan.layout.title} reads: this one was saved by {saved_by} as "
             f"{saved_format}",
-            "the plan of the run that saved it, or its export as the model to begin from",
+            "the plan of the run that saved it, or a fine-tune of its export",
         )
     return position
 

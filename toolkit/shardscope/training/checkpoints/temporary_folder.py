@@ -40,7 +40,7 @@ def create_temporary(path: Path) -> Path:
 
 
 def replace_folder(temporary: Path, path: Path) -> None:
-    """Rename ``aside`` to ``path``. An existing folder is moved first: rename(2) needs an empty target."""
+    """Rename ``temporary`` to ``path``; an existing folder, which rename(2) would not replace, is moved."""
     old = path.with_name(f".{path.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
@@ -53,4 +53,4 @@ def check_own(path: Path) -> None:
     """Raise ``PermissionError`` unless this user owns ``path`` and all files in it, as some are pickles."""
     for entry in (path, *path.rglob("*")):
         if entry.stat().st_uid != os.getuid():
-            raise PermissionError(f"{entry} is another user's; the format pickles, so it is not opened")
+            raise PermissionError(f"{entry} belongs to another user; it may be a pickle, so it is not opened")

@@ -39,10 +39,10 @@ BINARY_BEGINNINGS = {
 """Magic bytes of binary formats, by their specifications."""
 READ_BYTES = 64 * 2**10
 ALLOWED = (
-    "a plain UTF-8 text file. Structured data is not text: datasets are read by Finetune(data=...), which a "
-    "later version has"
+    "a plain UTF-8 text file. Structured data is not text: a later version will read datasets, by "
+    "Finetune(data=...)"
 )
-FIX = "write the text of its rows into a .txt file, or None for Moby-Dick"
+FIX = "write the text of its rows to a .txt file, or None for Moby-Dick"
 
 
 def check_is_plain_text(field: str, path: Path) -> None:
@@ -58,9 +58,11 @@ def _detect_format(path: Path) -> str | None:
             data = file.read(READ_BYTES)
     except OSError:  # The reader of the file reports the reason.
         return None
+    # The content decides where the suffix does not: data is often in files named .txt.
     for beginning, kind in BINARY_BEGINNINGS.items():
         if data.startswith(beginning):
             return kind
+    # Read only the beginning, whose last character may be cut: replace it rather than fail.
     lines = [line for line in data.decode("utf-8-sig", errors="replace").splitlines() if line.strip()]
     if lines and _is_record(lines[0]):
         return "JSON lines"

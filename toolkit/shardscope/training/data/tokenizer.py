@@ -33,6 +33,7 @@ def encode_text(text: str) -> TokenIds:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(SHIPPED_TOKENIZER))
+    # Documents are separated by the end-of-text token; a file counts as one document.
     encoded = [numpy.asarray(tokenizer.encode(piece).ids, dtype=numpy.int32) for piece in split_text(text)]
     return numpy.concatenate([*encoded, numpy.asarray([END_OF_TEXT_ID], dtype=numpy.int32)])
 
@@ -55,6 +56,7 @@ def split_text(text: str) -> list[str]:
     while start < len(text):
         end = start + _ENCODE_CHARACTERS
         if end < len(text):
+            # A line end is rarely inside of a token. A piece without any is split where it is full.
             line_end = text.rfind("\n", start, end)
             end = line_end + 1 if line_end > start else end
         pieces.append(text[start:end])

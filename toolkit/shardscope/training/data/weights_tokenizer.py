@@ -63,6 +63,7 @@ class WeightsTokenizer:
                 refuse(f"{self._field}/{name}", status.st_size, allowed, "the model's own tokenizer")
         if self._exists(CONFIG):
             self._check_config()
+        # tokenizers is a small library; other formats need transformers, which takes seconds to import.
         if FAST_FILE in vocabulary_files:
             from tokenizers import Tokenizer
 
@@ -98,7 +99,7 @@ class WeightsTokenizer:
         try:
             config = json.loads(self._folder.resolve_file(CONFIG).read_bytes().decode("utf-8"))
         except (ValueError, RecursionError) as error:
-            refuse(field, f"no JSON: {error}", "a JSON object", "the model's own tokenizer")
+            refuse(field, f"not JSON: {error}", "a JSON object", "the model's own tokenizer")
         if not isinstance(config, dict):
             refuse(field, type(config).__name__, "a JSON object", "the model's own tokenizer")
         return config

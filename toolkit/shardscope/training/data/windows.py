@@ -89,6 +89,7 @@ class Windows:
         import numpy
         import torch
 
+        # One index of [rows, seq_len] copies all windows at once.
         starts = numpy.asarray(self.list_indices(step)) * self.seq_len
         picked = self.tokens[starts[:, None] + numpy.arange(self.seq_len)]
         input_ids = torch.from_numpy(picked.astype(numpy.int64))
@@ -120,6 +121,7 @@ def read_shipped_tokens() -> TokenIds:
     import numpy
 
     text = SHIPPED_TEXT.read_bytes()
+    # Another version of Shardscope may ship another text or tokenizer, and shares the cache.
     version = hashlib.sha256(text + SHIPPED_TOKENIZER.read_bytes()).hexdigest()[:16]
     path = (
         Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardscope" / "tokens" / version

@@ -55,6 +55,7 @@ class Finetune(TextTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Resolved, because the kernel may change its working directory before the launch.
         object.__setattr__(self, "weights", WeightsFolder.open(self.weights, self._field("weights")).path)
 
     @property
@@ -72,7 +73,7 @@ class Finetune(TextTask):
         config = folder.config
         files = {file for file, _ in folder.tensors.values()}
         print(
-            f"beginning from {folder.path}: {len(folder.tensors):,} tensors in {len(files):,} files",
+            f"initial weights from {folder.path}: {len(folder.tensors):,} tensors in {len(files):,} files",
             flush=True,
         )
         return lambda: build_from_config(config, plan.architecture, plan.recipe.dropout)

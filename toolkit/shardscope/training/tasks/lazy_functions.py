@@ -52,6 +52,7 @@ def check_was_run(result: object) -> None:
 
 def _unwrap_callable(function: object) -> object:
     """Return the function whose body a call of ``function`` would run."""
+    # A partial may wrap an object with __call__, and that again a partial.
     while not (inspect.isroutine(function) or inspect.isclass(function)):
         if isinstance(function, functools.partial):
             function = function.func

@@ -254,6 +254,7 @@ class TextTask(ABC):
         ``resume=True`` would choose now."""
         if self.resume is not True or name is None:
             return
+        # The ranks choose again when they start; this warns in the notebook, before anything runs.
         choice = choose_by_name(folder, name)
         check_any_usable(choice, self._field("resume"))
         if choice.notice:
@@ -281,13 +282,14 @@ class TextTask(ABC):
         field, named = self._field("resume"), getattr(value, "folder", value)
         if not isinstance(named, str | Path):
             refuse(field, value, "True, False, or the path of a run or of a checkpoint", Value(True))
+        # A path first, then a name in the folder where launch() makes runs.
         path = Path(named).expanduser().absolute()
         candidates = (path, Path(DEFAULT_FOLDER, named).absolute())
         folder = next((folder for folder in candidates if find_checkpoint(folder) is not None), None)
         if folder is None:
-            what = "this folder has none" if path.is_dir() else "there is no such folder"
-            allowed = f"True, False, a whole checkpoint, or a run folder with one: {what}"
-            refuse(field, str(named), allowed, "resume=True, which starts anew if there is none")
+            problem = "this folder has none" if path.is_dir() else "there is no such folder"
+            allowed = f"True, False, a complete checkpoint, or a run folder with one: {problem}"
+            refuse(field, str(named), allowed, "resume=True, which starts at step 0 if there is none")
         return folder
 
 
@@ -310,6 +312,7 @@ def check_loads(
     it, or adapters of another base: the preflight findings of severity "danger" for a resumed run. Return its
     warnings as text. ``seed`` and ``frozen_base`` are those of the resuming task.
     """
+    # The checks of the preflight, on the three facts that they read of a task.
     task = _ResumingTask(resume_from=checkpoint, seed=seed, frozen_base=frozen_base)
     findings = list(check_resumed_checkpoint(Case(plan=plan, task=task)))
     for finding in findings:

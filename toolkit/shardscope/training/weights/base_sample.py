@@ -25,6 +25,7 @@ def hash_base(folder: WeightsFolder) -> str:
     for name in names:
         _, tensor = folder.tensors[name]
         digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
+    # Every n-th name, n rounded up. ``data`` is the offset at which the file's tensors begin.
     for name in names[:: -(-len(names) // MAX_SAMPLED_TENSORS)]:
         file, tensor = folder.tensors[name]
         with file.open("rb") as opened:

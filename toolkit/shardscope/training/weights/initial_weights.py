@@ -89,6 +89,7 @@ def build_initialized(
 
     Only the weights of existing modules are read or generated: a pipeline stage reads its own layers' only.
     """
+    # On meta, so that transformers initializes no weight that is overwritten at once.
     model = build_on_meta(build)
     weights = weights_for(model)
     allocate_parameters(model, CPU, buffers_on=CPU)

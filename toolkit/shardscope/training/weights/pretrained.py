@@ -177,6 +177,7 @@ class _FileWriter:
 
     def write_index(self) -> None:
         """Write the remaining tensors, rename the files to ``model-<i>-of-<n>`` and write the index."""
+        # The number of files, part of their names, is known only now.
         self._write_file()
         if len(self._names) == 1:
             self._part_path(0).rename(self._folder / "model.safetensors")

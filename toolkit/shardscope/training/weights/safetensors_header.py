@@ -62,6 +62,7 @@ def read_header(path: Path, field: str) -> dict[str, StoredTensor]:
 
 def _read_header_length(file: BinaryIO, size: int, field: str) -> int:
     """Return the header's length in bytes. Raises ``ValueError`` if it does not fit into the file."""
+    # A limit before the header is read: its length is up to the file, and would be allocated.
     length = int.from_bytes(file.read(LENGTH_BYTES), "little") if size >= LENGTH_BYTES else 0
     if size < LENGTH_BYTES + 2:
         refuse(field, size, f"more bytes: {LENGTH_BYTES} for the header's length, and a header", COPY_AGAIN)
@@ -80,7 +81,7 @@ def _parse_entries(header: bytes, field: str) -> dict[str, object]:
         entries = parse_json("header", header.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         why = str(error) or type(error).__name__
-        refuse(field, f"a header that is no JSON: {why}", "the JSON of a safetensors file", COPY_AGAIN)
+        refuse(field, f"a header that is not JSON: {why}", "the JSON of a safetensors file", COPY_AGAIN)
     if not isinstance(entries, dict):
         refuse(field, type(entries).__name__, "a header of tensors by their names", COPY_AGAIN)
     entries.pop("__metadata__", None)
@@ -89,6 +90,7 @@ def _parse_entries(header: bytes, field: str) -> dict[str, object]:
 
 def _check_tensors(entries: dict[str, object], data_bytes: int, field: str) -> dict[str, StoredTensor]:
     """Return the tensors. Raises ``ValueError`` unless they fill the data contiguously to the last byte."""
+    # In the order of their offsets each must begin where the last one ended (tensor.rs, Metadata::validate).
     sorted_entries = sorted(
         (_check_entry(name, entry, field) for name, entry in entries.items()), key=lambda entry: entry[2:]
     )
@@ -103,7 +105,7 @@ def _check_tensors(entries: dict[str, object], data_bytes: int, field: str) -> d
             refuse(f"{field}: {name}", [begin, end], allowed, COPY_AGAIN)
         end_of_last = end
     if end_of_last != data_bytes:
-        problem = "cut off" if end_of_last > data_bytes else "followed by something else"
+        problem = "truncated" if end_of_last > data_bytes else "longer than that"
         allowed = f"{end_of_last:,} bytes of tensors, as its header says: the file is {problem}"
         refuse(field, data_bytes, allowed, COPY_AGAIN)
     return {name: tensor for name, tensor, _, _ in sorted_entries}

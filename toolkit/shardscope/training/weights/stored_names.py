@@ -48,10 +48,12 @@ def find_sources(arch: Architecture, stored: Collection[str]) -> dict[str, Sourc
     ``stored`` are the names in the files: files of a base model lack the causal model's prefix (GPT-2 on the
     Hub). A tied head may be stored under the name of the embedding or of the head.
     """
+    # Names as in the files of a causal model; then adapt them to the files at hand.
     prefix = names_of(arch).embedding.partition(".")[0] + "."
     by_name = {name: _find_source(arch, name, shape) for name, shape in _list_tensors_in_memory(arch)}
     if stored and not any(name.startswith(prefix) for name in stored):
         by_name = {name: _remove_prefix(prefix, source) for name, source in by_name.items()}
+    # A tied weight is one tensor in memory, and may have either name in the files.
     if arch.tie_word_embeddings:
         embedding = f"{names_of(arch).embedding}.weight"
         embedding_name, head = by_name[embedding].names[0][0], _get_file_name(arch, HEAD)
@@ -65,6 +67,7 @@ def is_unused(arch: Architecture, name: str) -> bool:
     """Return whether a stored tensor is allowed although nothing reads it."""
     if arch.tie_word_embeddings and name == _get_file_name(arch, HEAD):
         return True
+    # Layers after the last one predict further tokens (DeepSeek-V3); transformers does not load them.
     is_multi_token = (
         family_of(arch).has_multi_token_prediction and f"model.layers.{arch.num_hidden_layers}." in name
     )
@@ -89,6 +92,7 @@ def _find_source(arch: Architecture, name: str, shape: tuple[int, ...]) -> Sourc
     stacked = module.endswith(".mlp.experts") and not files.experts_are_stacked
     if not stacked:
         return Source(shape, ((_get_file_name(arch, name),),))
+    # transformers fuses gate and up of an expert along the rows (gate_up_proj), and stacks all experts.
     modules = (files.gate, files.up) if leaf == "gate_up_proj" else (files.down,)
     experts = _get_file_name(arch, module)
     names = (tuple(f"{experts}.{row}.{module}.weight" for module in modules) for row in range(shape[0]))

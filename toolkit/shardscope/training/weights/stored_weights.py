@@ -110,6 +110,7 @@ class StoredWeights:
         """Return the lazy slice of one stored tensor."""
         from safetensors import safe_open
 
+        # Opened on first use: a pipeline stage needs few of the files.
         path = self._files[name]
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt", device="cpu")

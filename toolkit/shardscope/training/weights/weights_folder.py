@@ -53,6 +53,7 @@ class WeightsFolder:
             refuse(field, value, allowed, "the folder's path")
         path = Path(value).expanduser().absolute()
         if not path.is_dir():
+            # A name like "org/model" is the Hub's: nothing is downloaded, so name the function that does.
             fix = "the folder's path"
             if isinstance(value, str) and value.count("/") == 1 and not value.startswith((".", "/", "~")):
                 fix = f"the folder that huggingface_hub.snapshot_download({value!r}) gives"
@@ -62,10 +63,12 @@ class WeightsFolder:
         return folder
 
     def _check_listing(self, allowed: str) -> None:
+        # Adapters alone have no config.json of their model.
         if (self.path / "adapter_config.json").exists() and not (self.path / CONFIG).exists():
             refuse(self.field, str(self.path), f"{allowed}: these are adapters", "peft's merge_and_unload()")
         if not (self.path / CONFIG).exists():
             refuse(self.field, str(self.path), f"{allowed}: it has no {CONFIG}", "the model's own folder")
+        # A broken link counts as present: resolve_file then explains it.
         if (self.path / ONE_FILE).is_symlink() or any((self.path / n).exists() for n in (ONE_FILE, INDEX)):
             return
         if any((self.path / name).exists() for name in PICKLES):
@@ -85,7 +88,7 @@ class WeightsFolder:
             refuse(
                 f"{self.field}/{CONFIG} configuration_files",
                 config["configuration_files"],
-                f"none: {CONFIG} alone says what the model is",
+                f"none: {CONFIG} alone describes the model",
                 f"the config of this version as {CONFIG}, without that key",
             )
         return config
@@ -95,6 +98,7 @@ class WeightsFolder:
 
         ``dtype`` and ``architectures`` are kept from the exported config: they describe the exported files.
         """
+        # Replaced by a rename, so that the export never has half a config.
         config_file = exported / CONFIG
         exported_config = json.loads(config_file.read_text(encoding="utf-8"))
         original = {name: value for name, value in self.config.items() if name not in NOT_EXPORTED}
@@ -117,12 +121,15 @@ class WeightsFolder:
         """
         if (self.path / ONE_FILE).exists() or (self.path / ONE_FILE).is_symlink():
             return {name: (file, tensor) for _, file, name, tensor in self._read_shards([ONE_FILE])}
+        # Index and headers must agree in both directions: files of two versions of a model would otherwise be
+        # mixed without an error.
         weight_map = self._read_index()
         tensors = {}
         for shard, file, name, tensor in self._read_shards(dict.fromkeys(weight_map.values())):
             if weight_map.get(name) != shard:
                 allowed = (
-                    f"the tensors that {INDEX} places in it, {weight_map.get(name, 'nowhere')} for this one"
+                    f"the tensors that {INDEX} lists for it; this one's file is "
+                    f"{weight_map.get(name, 'not listed')}"
                 )
                 refuse(f"{self.field}/{shard}", name, allowed, "the files of one version of the model")
             tensors[name] = (file, tensor)
@@ -147,7 +154,7 @@ class WeightsFolder:
         try:
             index = parse_json("index", file.read_bytes().decode("utf-8"))
         except (ValueError, RecursionError) as error:
-            refuse(field, f"no JSON: {error}", "a JSON object with weight_map", "the model's own index")
+            refuse(field, f"not JSON: {error}", "a JSON object with weight_map", "the model's own index")
         weight_map = index.get("weight_map") if isinstance(index, dict) else None
         if (
             not isinstance(weight_map, dict)
@@ -168,6 +175,7 @@ class WeightsFolder:
         In the Hub's cache, snapshots link to files in the model's ``blobs`` folder, which are allowed too.
         Raises ``ValueError`` for a missing file and for a path or link that leaves the folder.
         """
+        # Names come from the index, which anyone may have written: check them before the file system does.
         field = f"{self.field}/{name}"
         parts = Path(name).parts
         if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name:
@@ -177,12 +185,15 @@ class WeightsFolder:
         try:
             resolved = (self.path / name).resolve(strict=True)
         except (OSError, RuntimeError) as error:
-            problem = "a link to nothing" if (self.path / name).is_symlink() else "not there"
+            problem = "a broken link" if (self.path / name).is_symlink() else "not there"
             allowed = f"a file in {self.path}: it is {problem} ({type(error).__name__})"
-            refuse(self.field, name, allowed, "download the model anew, all of its files")
+            refuse(self.field, name, allowed, "download all of the model's files again")
         if not self.contains(resolved):
             refuse(
-                field, str(resolved), f"a file in {self.path}: it is a link out of it", "a copy of the file"
+                field,
+                str(resolved),
+                f"a file in {self.path}: it links out of it",
+                "a copy of the file",
             )
         return resolved
 
@@ -208,6 +219,7 @@ class WeightsFolder:
         self._check_tensors(plan.architecture)
 
     def _check_architecture(self, planned: Architecture) -> None:
+        # Name the first field that differs; the display name may be the user's own.
         stored = self.architecture
         for field in fields(stored):
             planned_value, stored_value = getattr(planned, field.name, None), getattr(stored, field.name)
@@ -221,13 +233,14 @@ class WeightsFolder:
         expected = dict(
             piece for source in find_sources(arch, stored).values() for piece in source.list_stored()
         )
+        # Names first, then shapes and types: a missing tensor explains most of what else is wrong.
         missing = [name for name in expected if name not in stored]
         if missing:
             allowed = f"every tensor of {arch.name}; the files lack {len(missing):,}{_list_more(missing)}"
             refuse(self.field, f"without {missing[0]}", allowed, "the files of the whole model")
         extra = [name for name in stored if name not in expected and not is_unused(arch, name)]
         if extra:
-            allowed = f"tensors of {arch.name}: {len(extra):,} have no place in it{_list_more(extra)}"
+            allowed = f"tensors of {arch.name}: {len(extra):,} are not part of it{_list_more(extra)}"
             refuse(self.field, extra[0], allowed, f"the files of a {arch.model_type} and nothing else")
         for name, shape in expected.items():
             dtype, stored_shape, _ = stored[name]
