@@ -43,8 +43,8 @@ def plan_of(key: str, layout: ss.Layout, recipe: dict[str, Any]) -> ss.Plan:
 
 
 @pytest.mark.parametrize(("framework", "key"), EVERY)
-def test_a_plan_accepts_what_the_table_says(framework: str, key: str) -> None:
-    cell = compute_abilities().cell(framework, key)
+def test_plans_accept_the_abilities_of_the_table(framework: str, key: str) -> None:
+    cell = compute_abilities().get_cell(framework, key)
     if not cell.supported:
         assert cell.layout is None
         if framework in frameworks:
@@ -101,7 +101,7 @@ def has_tp(framework: str) -> bool:
     return "tp" in frameworks[framework].layout_class.__dataclass_fields__
 
 
-def test_what_everyone_knows() -> None:
+def test_well_known_abilities_of_each_framework() -> None:
     """The table by hand, once, for what nobody doubts."""
     table = compute_abilities()
     known: dict[str, set[str]] = {
@@ -111,37 +111,37 @@ def test_what_everyone_knows() -> None:
         "megatron": {"data", "zero_1", "tensor", "sequence", "pipeline", "interleaved", "context", "expert"},
     }
     for name, keys in known.items():
-        assert all(table.cell(name, key).supported for key in keys), name
+        assert all(table.get_cell(name, key).supported for key in keys), name
     for name, key in (
         ("ddp", "zero_1"),
         ("fsdp2", "expert"),
         ("megatron", "zero_3"),
         ("deepspeed", "context"),
     ):
-        assert not table.cell(name, key).supported
+        assert not table.get_cell(name, key).supported
 
 
-def test_zero_stages_are_their_own() -> None:
+def test_each_zero_stage_is_a_separate_ability() -> None:
     table = compute_abilities()
     for stage in (1, 2, 3):
-        layout: Any = table.cell("deepspeed", f"zero_{stage}").layout
+        layout: Any = table.get_cell("deepspeed", f"zero_{stage}").layout
         assert layout.stage == stage
 
 
-def test_accelerate_has_nothing_that_what_it_starts_has_not() -> None:
+def test_accelerate_has_no_ability_that_its_frameworks_lack() -> None:
     table = compute_abilities()
     for key in COLUMNS:
-        if table.cell("accelerate", key).supported:
-            assert any(table.cell(name, key).supported for name in PLUGIN_FIELDS), key
+        if table.get_cell("accelerate", key).supported:
+            assert any(table.get_cell(name, key).supported for name in PLUGIN_FIELDS), key
 
 
-def test_code_makes_the_layout() -> None:
+def test_the_code_of_a_cell_creates_its_layout() -> None:
     cells = [cell for row in compute_abilities().cells.values() for cell in row.values() if cell.layout]
     for cell in cells:
         assert eval(f"ss.{format_layout(cell.layout)}", {"ss": ss}) == cell.layout  # type: ignore[arg-type]
 
 
-def test_accelerate_has_the_fields_that_it_is_said_to_have() -> None:
+def test_accelerate_plugins_have_the_listed_fields() -> None:
     """Read from its source, for to import it is to import torch."""
     spec = importlib.util.find_spec("accelerate")
     if spec is None or spec.origin is None:
@@ -170,7 +170,7 @@ def test_the_table_as_a_frame_and_as_html() -> None:
 
 def test_wrong_names_are_refused_with_the_nearest() -> None:
     with pytest.raises(ValueError, match="'fsdp2'"):
-        compute_abilities().cell("fsdp", "tensor")
+        compute_abilities().get_cell("fsdp", "tensor")
     with pytest.raises(ValueError, match="'tensor'"):
-        compute_abilities().cell("fsdp2", "tensors")
-    assert isinstance(compute_abilities().cell("ddp", "data"), Cell)
+        compute_abilities().get_cell("fsdp2", "tensors")
+    assert isinstance(compute_abilities().get_cell("ddp", "data"), Cell)

@@ -65,7 +65,7 @@ def test_comparisons_are_the_same_from_both_sides(seconds: float, others: float)
         (1.0, 1.001, "no faster"),
     ],
 )
-def test_shares(seconds: float, others: float, told: str) -> None:
+def test_comparisons_of_two_times(seconds: float, others: float, told: str) -> None:
     assert descriptions.compare_seconds(seconds, others) == told
 
 
@@ -95,10 +95,10 @@ def test_durations(days: float, told: str) -> None:
     ],
 )
 def test_numbers_of_parameters(number: float, told: str) -> None:
-    assert descriptions.format_count(number) == told
+    assert descriptions.abbreviate_count(number) == told
 
 
-def test_a_plan_is_named_by_what_sets_it_apart() -> None:
+def test_plan_names_have_the_changes_to_the_recipe() -> None:
     wanted = ss.Recipe(micro_batch_size=4)
     changed = ss.Recipe(micro_batch_size=2, recompute="full", loss="chunked")
     layout = ss.Layout.fsdp2(tp=2, reshard_after_forward=False)
@@ -118,7 +118,7 @@ def test_a_plan_is_named_by_what_sets_it_apart() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(1, 100), st.booleans(), st.booleans()), max_size=8))
-def test_the_fastest_fits_and_is_seldom_tight(runs: list[tuple[float, bool, bool]]) -> None:
+def test_the_fastest_plan_fits_and_is_tight_only_if_much_faster(runs: list[tuple[float, bool, bool]]) -> None:
     tried = [run(seconds, fits=fits, tight=tight) for seconds, fits, tight in runs]
     best = find_fastest(tried)
     fitting = [one for one in tried if one.fits]
@@ -133,7 +133,7 @@ def test_the_fastest_fits_and_is_seldom_tight(runs: list[tuple[float, bool, bool
             assert not best.report.is_tight or best.seconds * SAFE < one.seconds
 
 
-def test_what_has_no_time_is_never_faster() -> None:
+def test_a_plan_without_predicted_time_is_never_faster() -> None:
     assert not is_faster(run(None), run(5.0))
     assert not is_faster(run(5.0), run(None))
     first = run(None)
@@ -141,12 +141,12 @@ def test_what_has_no_time_is_never_faster() -> None:
 
 
 @given(st.floats(1, 100))
-def test_it_pays_from_ten_percent_on(seconds: float) -> None:
+def test_a_plan_is_faster_from_ten_percent_on(seconds: float) -> None:
     assert is_faster(run(seconds), run(seconds * PAYS * 1.001))
     assert not is_faster(run(seconds), run(seconds * PAYS * 0.999))
 
 
-def test_easing_goes_from_the_wanted_micro_batch_down() -> None:
+def test_easier_recipes_start_from_the_requested_micro_batch() -> None:
     recipe = ss.Recipe(seq_len=8192, micro_batch_size=4)
     evaluator = PlanEvaluator(ss.models["llama-3.2-1b"], ss.Cluster.parse("8xa100-sxm-80gb"), recipe)
     outcome = evaluator.evaluate_layout(ss.Layout.fsdp2())
@@ -157,7 +157,7 @@ def test_easing_goes_from_the_wanted_micro_batch_down() -> None:
     assert evaluator.evaluate_layout(ss.Layout.fsdp2()) is outcome, "each layout is tried once"
 
 
-def test_room_is_used_by_what_is_faster_and_not_tight() -> None:
+def test_remaining_memory_is_used_by_a_faster_plan_that_is_not_tight() -> None:
     evaluator = PlanEvaluator(
         ss.models["gpt2"], ss.Cluster.parse("h100-sxm-80gb"), ss.Recipe(seq_len=1024, recompute="full")
     )
@@ -192,7 +192,7 @@ def test_megatron_splits_inside_nodes_with_the_fewest_stages() -> None:
     assert degrees.tp * degrees.pp > 1
 
 
-def test_what_offloads() -> None:
+def test_layouts_with_offload() -> None:
     assert has_offload(ss.Layout.fsdp2(offload="cpu"))
     assert has_offload(ss.Layout.zero(offload_optimizer="nvme"))
     assert not has_offload(ss.Layout.ddp())

@@ -49,7 +49,7 @@ def test_several_changes_fit_where_no_single_one_does(plan: ss.Plan) -> None:
     assert way.plan.recipe.global_batch_size == plan.recipe.global_batch_size
 
 
-def test_what_is_told_is_all_that_differs() -> None:
+def test_changes_are_all_differences_and_nothing_else() -> None:
     """And nothing that one step did and a later one undid."""
     plan = plan_of("gemma-3-12b", "2xa100-sxm-40gb", ss.Layout.ddp(), seq_len=32768)
     way = combine_changes(plan)
@@ -60,7 +60,7 @@ def test_what_is_told_is_all_that_differs() -> None:
     assert len(way.changes) == len(find_differences(plan, way.plan))
 
 
-def test_a_search_leaves_the_options_of_the_same_framework() -> None:
+def test_a_search_keeps_the_options_of_the_same_framework() -> None:
     layout = ss.Layout.megatron(
         pp=8, use_precision_aware_optimizer=True, exp_avg_dtype="bf16", overlap_grad_reduce=True
     )
@@ -74,7 +74,7 @@ def test_a_search_leaves_the_options_of_the_same_framework() -> None:
     assert f"pp 8 → {way.plan.degrees.pp}" in way.text
 
 
-def test_a_framework_without_such_changes_is_left_for_what_a_search_finds() -> None:
+def test_the_framework_changes_if_only_a_search_finds_a_plan() -> None:
     plan = plan_of("llama-3.1-70b", "8xh100-sxm-80gb", ss.Layout.megatron(tp=8), precision="fp16-mixed")
     way = combine_changes(plan)
     assert way is not None and has_room(way.plan) and way.plan.cluster == plan.cluster
@@ -82,7 +82,7 @@ def test_a_framework_without_such_changes_is_left_for_what_a_search_finds() -> N
     assert way.plan.layout.title in way.text
 
 
-def test_room_that_is_to_stay_free_does() -> None:
+def test_requested_headroom_stays_free() -> None:
     plan = plan_of("llama-3.1-8b", "8xh100-sxm-80gb", ss.Layout.fsdp2())
     free = 40 * 2**30
     way = search_change(plan, headroom_bytes=free)
@@ -92,14 +92,14 @@ def test_room_that_is_to_stay_free_does() -> None:
     assert search_change(plan, headroom_bytes=79 * 2**30) is None
 
 
-def test_adapters_come_in_before_more_nodes_do() -> None:
+def test_adapters_are_tried_before_more_nodes() -> None:
     plan = plan_of("llama-3.1-70b", "8xv100-sxm-32gb", ss.Layout.fsdp2(), precision="fp16-mixed")
     way = combine_changes(plan)
     assert way is not None and has_room(way.plan)
     assert way.plan.recipe.method != "full" and way.plan.cluster == plan.cluster
 
 
-def test_where_nothing_fits_the_fewest_nodes_do() -> None:
+def test_the_fewest_nodes_are_added_if_nothing_else_fits() -> None:
     plan = plan_of("llama-3.1-405b", "8xh100-sxm-80gb", ss.Layout.fsdp2(), micro_batch_size=8)
     cpu = replace(plan.cluster, host_memory_bytes=2**38)
     plan = replace(plan, cluster=cpu)

@@ -46,7 +46,7 @@ def without_a_click(found: list[Finding]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", few(LAYOUTS, ["fsdp2", "megatron-tp"]))
-def test_of_plans_that_people_make(name: str) -> None:
+def test_findings_of_common_plans_have_a_fix(name: str) -> None:
     layout = LAYOUTS[name]
     number = 0
     for cluster, recipe in itertools.product(CLUSTERS, RECIPES):
@@ -66,5 +66,5 @@ def test_of_plans_that_people_make(name: str) -> None:
 
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(plan=plans())
-def test_of_any_plan(plan: ss.Plan) -> None:
+def test_findings_of_any_plan_have_a_fix(plan: ss.Plan) -> None:
     assert set(without_a_click(plan.findings())) <= BEYOND_MENDING

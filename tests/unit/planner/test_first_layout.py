@@ -20,7 +20,7 @@ def first(framework: str, model: str, cluster: str, **recipe: Any) -> ss.Plan:
     return ss.Plan(*nouns, choose_first_layout(framework, *nouns))
 
 
-def test_405b_on_eight_nodes_with_megatron_is_split_in_nodes_and_over_them() -> None:
+def test_405b_with_megatron_has_tensor_parallelism_in_nodes_and_stages_across() -> None:
     """No layout of Megatron-core fits there; its default is short by 2,946 GiB on each GPU."""
     plan = first("megatron", "llama-3.1-405b", f"8x8x{H100}")
     default = replace(plan, layout=ss.Layout.megatron())
@@ -38,7 +38,7 @@ def test_405b_on_eight_nodes_with_megatron_is_split_in_nodes_and_over_them() -> 
         ("fsdp2", "qwen3-32b", f"4x8x{H100}"),
     ],
 )
-def test_the_first_layout_fits_with_the_recipe_as_it_is(framework: str, model: str, cluster: str) -> None:
+def test_the_first_layout_fits_with_the_unchanged_recipe(framework: str, model: str, cluster: str) -> None:
     plan = first(framework, model, cluster)
     assert assess_plan(plan).state == "fits"
     assert plan.degrees.tp <= plan.cluster.gpus_per_node
@@ -70,6 +70,6 @@ def test_there_is_always_a_layout_of_that_framework(framework: str, cluster: str
         choose_first_layout("megatorn", *nouns)
 
 
-def test_few_gpus_start_with_offload_where_nothing_else_does() -> None:
+def test_few_gpus_start_with_offload_if_nothing_else_fits() -> None:
     plan = first("fsdp2", "llama-3.1-8b", "rtx-4090-24gb", recompute="full", global_batch_size=4)
     assert plan.layout == ss.Layout.fsdp2(offload="cpu") and plan.memory().fits

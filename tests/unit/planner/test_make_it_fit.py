@@ -58,7 +58,7 @@ def test_the_framework_stays_where_it_has_a_plan_that_fits(plan: ss.Plan) -> Non
     assert is_trained(fit.plan) or not is_trained(plan)
 
 
-def test_it_is_about_as_fast_as_the_fastest_and_changes_no_more_than_it_must() -> None:
+def test_the_plan_is_near_the_fastest_with_the_fewest_changes() -> None:
     plan = plan_of("llama-3.1-8b", f"8x{H100}", ss.Layout.fsdp2(), micro_batch_size=2)
     fit = make_it_fit(plan)
     assert fit is not None and fit.changes == ("micro batch size 2 → 1",)
@@ -73,7 +73,7 @@ def test_it_is_about_as_fast_as_the_fastest_and_changes_no_more_than_it_must() -
     assert fit.plan.step().seconds <= NEAR * min(step.plan.step().seconds for step in same)
 
 
-def test_it_starts_from_a_frameworks_first_layout_as_well() -> None:
+def test_the_first_layout_of_a_framework_can_be_made_to_fit() -> None:
     nouns = ss.models["llama-3.1-405b"], ss.Cluster.parse(f"16x8x{H100}"), ss.Recipe(global_batch_size=512)
     plan = ss.Plan(*nouns, choose_first_layout("megatron", *nouns))
     fit = make_it_fit(plan)
@@ -92,7 +92,7 @@ def test_a_plan_that_fits_needs_nothing() -> None:
     assert make_it_fit(plan_of("llama-3.1-8b", f"8x{H100}", ss.Layout.fsdp2())) is None
 
 
-def test_where_host_memory_is_not_known_the_plan_is_not_said_to_fit() -> None:
+def test_a_plan_with_unknown_host_memory_is_not_reported_as_fitting() -> None:
     plan = plan_of("llama-3.1-8b", "rtx-4090-24gb", ss.Layout.ddp())
     fit = make_it_fit(plan)
     assert fit is not None and assess_plan(fit.plan).state == "unknown"
@@ -103,7 +103,7 @@ def test_where_host_memory_is_not_known_the_plan_is_not_said_to_fit() -> None:
 
 @settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans())
-def test_what_it_returns_never_lacks_memory(plan: ss.Plan) -> None:
+def test_returned_plans_have_enough_memory(plan: ss.Plan) -> None:
     fit = make_it_fit(plan)
     if assess_plan(plan).runs:
         assert fit is None

@@ -37,7 +37,7 @@ def too_much_for_the_host() -> ss.Plan:
     return plan_of("llama-3.1-405b", "8xh100-sxm-80gb", BOTH_OFFLOADS)
 
 
-def test_what_the_host_cannot_hold_does_not_fit(too_much_for_the_host: ss.Plan) -> None:
+def test_a_plan_that_needs_too_much_host_memory_does_not_fit(too_much_for_the_host: ss.Plan) -> None:
     plan = too_much_for_the_host
     report = plan.memory()
     assert report.fits, "the card has room: MemoryReport.fits is about nothing else"
@@ -52,7 +52,7 @@ def test_what_the_host_cannot_hold_does_not_fit(too_much_for_the_host: ss.Plan) 
     assert said and int(said[1].replace(",", "")) == pytest.approx(8 * report.host_bytes / GIB, abs=1)
 
 
-def test_what_is_short_twice_is_said_twice(too_much_for_the_host: ss.Plan) -> None:
+def test_two_shortages_are_both_named(too_much_for_the_host: ss.Plan) -> None:
     plan = replace(
         too_much_for_the_host, recipe=ss.Recipe(seq_len=65_536, global_batch_size=8, recompute="none")
     )
@@ -61,7 +61,7 @@ def test_what_is_short_twice_is_said_twice(too_much_for_the_host: ss.Plan) -> No
     assert re.match(pattern, said)
 
 
-def test_where_the_host_is_not_known_its_need_is_part_of_the_sentence() -> None:
+def test_a_need_of_unknown_host_memory_is_named() -> None:
     plan = plan_of("llama-2-13b", "rtx-4090-24gb", BOTH_OFFLOADS)
     report = plan.memory()
     assert plan.cluster.host_memory_bytes is None and fits(plan, report)
@@ -74,7 +74,7 @@ def test_where_the_host_is_not_known_its_need_is_part_of_the_sentence() -> None:
     assert lacks.startswith("Does not fit") and "of host memory" in lacks
 
 
-def test_nvme_is_a_place_as_well() -> None:
+def test_nvme_is_a_kind_of_memory() -> None:
     layout = ss.Layout.zero(3, offload_optimizer="nvme")
     plan = plan_of("llama-2-13b", "8xh100-sxm-80gb", layout)
     report = plan.memory()
@@ -101,7 +101,7 @@ def test_pipeline_stages_of_one_node_are_added_up() -> None:
     assert host.needed_bytes == 8 * max(each)
 
 
-def test_cpu_ranks_are_themselves_in_the_hosts_memory() -> None:
+def test_cpu_ranks_use_host_memory() -> None:
     layout = ss.Layout.zero(3, offload_optimizer="nvme")
     plan = plan_of("llama-3.2-1b", "2xcpu", layout, global_batch_size=2, seq_len=512)
     report = plan.memory()
@@ -112,7 +112,7 @@ def test_cpu_ranks_are_themselves_in_the_hosts_memory() -> None:
 # ------------------------------------------------------------------------- one answer for all that ask
 
 
-def test_repairs_mend_what_is_short(too_much_for_the_host: ss.Plan) -> None:
+def test_repairs_save_the_memory_that_is_short(too_much_for_the_host: ss.Plan) -> None:
     plan = too_much_for_the_host
     repairs = plan.repairs()
     assert repairs
@@ -128,7 +128,7 @@ def test_repairs_mend_what_is_short(too_much_for_the_host: ss.Plan) -> None:
     assert all(fits(repair.plan, repair.plan.memory()) for repair in smaller.repairs())
 
 
-def test_the_studio_says_so_everywhere_at_once(too_much_for_the_host: ss.Plan) -> None:
+def test_all_views_report_a_shortage_of_host_memory(too_much_for_the_host: ss.Plan) -> None:
     studio = Studio()
     studio.architecture.name.value = "llama-3.1-405b"
     studio.apply(replace(too_much_for_the_host, recipe=too_much_for_the_host.recipe))
@@ -139,7 +139,7 @@ def test_the_studio_says_so_everywhere_at_once(too_much_for_the_host: ss.Plan) -
     assert "of 2,048 GiB on each node" in words(studio.memory.caption.value)
 
 
-def test_the_launch_button_looks_at_the_host_too(too_much_for_the_host: ss.Plan) -> None:
+def test_the_launch_button_checks_host_memory(too_much_for_the_host: ss.Plan) -> None:
     layout = ss.Layout.fsdp2(offload="cpu")
     plan = with_host(plan_of("llama-3.1-70b", "8xh100-sxm-80gb", layout), 1000 * GIB)
     offer = offer_for(plan, plan.cluster, plan.memory())
@@ -158,7 +158,7 @@ def paged(
     return plan_of(model, cluster, ss.Layout.ddp(), optimizer=optimizer, global_batch_size=1)
 
 
-def test_pages_that_the_gpu_has_room_for_cost_nothing() -> None:
+def test_paged_state_that_fits_on_the_gpu_costs_no_time() -> None:
     plan = paged("h200-sxm-141gb")
     report = plan.memory()
     assert count_paged_bytes(plan, report) > 50 * GIB
@@ -169,7 +169,7 @@ def test_pages_that_the_gpu_has_room_for_cost_nothing() -> None:
     assert plan.step().seconds == pytest.approx(plain.step().seconds, rel=0.01)
 
 
-def test_pages_that_it_has_no_room_for_travel() -> None:
+def test_evicted_pages_are_transferred_in_each_step() -> None:
     plan = paged()
     report = plan.memory()
     moments = count_paged_bytes(plan, report)
@@ -183,7 +183,7 @@ def test_pages_that_it_has_no_room_for_travel() -> None:
     assert plan.step().parts["offload"] == pytest.approx(2 * moments / link)
 
 
-def test_what_only_the_peak_pushes_out_travels_once() -> None:
+def test_pages_evicted_only_at_the_peak_are_transferred_once() -> None:
     plan = paged("h100-sxm-80gb", "llama-3.2-1b")
     recipe = replace(plan.recipe, recompute="none", micro_batch_size=1, seq_len=4096)
     for seq_len in range(4096, 65_536, 1024):
@@ -199,14 +199,14 @@ def test_what_only_the_peak_pushes_out_travels_once() -> None:
     )
 
 
-def test_activations_on_the_host_are_no_pages() -> None:
+def test_offloaded_activations_are_not_pages() -> None:
     plan = paged()
     both = replace(plan, recipe=replace(plan.recipe, recompute="offload"))
     report = both.memory()
     assert count_paged_bytes(both, report) == count_paged_bytes(plan, plan.memory()) < report.host_bytes
 
 
-def test_paging_is_never_sold_as_faster() -> None:
+def test_paging_is_never_reported_as_faster() -> None:
     plan = paged(optimizer="adamw")
     assert not plan.memory().fits
     steps = {step.plan.recipe.optimizer: step for step in find_steps(plan)}

@@ -77,7 +77,9 @@ EVERY = list(product(MODELS, CLUSTERS, RECIPES))
 
 
 @pytest.mark.parametrize(("model", "cluster", "recipe"), few(EVERY[::2] + EVERY[1::4], EVERY[::12]), ids=str)
-def test_the_advised_plan_is_never_outdone(model: str, cluster: str, recipe: dict[str, Any]) -> None:
+def test_no_equally_simple_plan_is_faster_and_leaner_than_the_advised_one(
+    model: str, cluster: str, recipe: dict[str, Any]
+) -> None:
     nouns = ss.models[model], ss.Cluster.parse(cluster), ss.Recipe(**recipe)
     layout = SCREENS[EVERY.index((model, cluster, recipe)) * 5 // 3 % len(SCREENS)]
     try:
@@ -97,7 +99,7 @@ def test_the_advised_plan_is_never_outdone(model: str, cluster: str, recipe: dic
     check_numbers(found)
 
 
-def test_the_plan_on_screen_is_kept_where_it_is_as_good() -> None:
+def test_the_plan_on_screen_is_kept_if_it_is_as_good() -> None:
     """It was advised to take 54.6 GiB and 4.24 s in place of 54.0 GiB and 4.13 s."""
     current = ss.Plan(LLAMA, EIGHT, ss.Recipe(), ss.Layout.fsdp2())
     found = recommend(LLAMA, EIGHT, ss.Recipe(), current=current)
@@ -124,7 +126,7 @@ def test_a_plan_on_screen_that_is_not_as_good_is_not_kept(current: ss.Plan) -> N
     assert found.why.startswith("Start with")
 
 
-def test_what_is_much_faster_is_an_alternative_with_its_price() -> None:
+def test_a_much_faster_plan_is_an_alternative_with_its_cost() -> None:
     found = recommend(LLAMA, EIGHT, ss.Recipe())
     assert found.plan is not None
     plan, words = found.alternatives[0]
@@ -133,7 +135,7 @@ def test_what_is_much_faster_is_an_alternative_with_its_price() -> None:
     assert plan.layout.title in words
 
 
-def test_what_cannot_be_launched_says_so() -> None:
+def test_plans_that_cannot_be_launched_are_marked() -> None:
     found = recommend(LLAMA, ss.Cluster.parse("2xrtx-4090-24gb"), ss.Recipe(method="lora", seq_len=2048))
     for plan, words in found.alternatives:
         assert ("Cannot be launched here" in words) == (why_not_trained(plan) is not None)
@@ -173,6 +175,6 @@ def test_the_memory_view_offers_nothing_faster_than_the_advice_does(
         assert gain in words[one.plan] and format_gib(one.bytes_won) in words[one.plan]
 
 
-def test_a_current_that_is_no_plan_is_refused() -> None:
+def test_a_current_of_a_wrong_type_is_refused() -> None:
     with pytest.raises(ValueError, match="current"):
         recommend(LLAMA, EIGHT, ss.Recipe(), current="fsdp2")  # type: ignore[arg-type]

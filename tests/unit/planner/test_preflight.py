@@ -44,7 +44,7 @@ def one(plan: ss.Plan, name: str) -> Finding:
 
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(plan=plans())
-def test_every_plan_can_be_looked_at(plan: ss.Plan) -> None:
+def test_every_plan_can_be_checked(plan: ss.Plan) -> None:
     """Never an exception, never a name twice, the worst first; a mended plan no longer has its finding."""
     found = plan.findings()
     names = [finding.name for finding in found]
@@ -62,7 +62,7 @@ def test_every_plan_can_be_looked_at(plan: ss.Plan) -> None:
             assert after.number < finding.number, (finding, after)
 
 
-def test_a_check_is_named_once() -> None:
+def test_findings_have_distinct_names() -> None:
     assert len(set(CHECKS)) == len(CHECKS)
 
 
@@ -126,7 +126,7 @@ def test_a_smaller_micro_batch_comes_before_a_larger_batch() -> None:
         (ss.Layout.megatron(tp=8, pp=16, overlap_grad_reduce=True), "overlap_param_gather=True"),
     ],
 )
-def test_collectives_that_could_run_beneath_arithmetic(layout: ss.Layout, change: str) -> None:
+def test_collectives_that_could_overlap_with_computation(layout: ss.Layout, change: str) -> None:
     recipe: dict[str, Any] = {"seq_len": 8192, "global_batch_size": 2048, "recompute": "full"}
     plan = plan_of("llama-3.1-405b", "2048x8xh100-sxm-80gb", layout, **recipe)
     finding = one(plan, "collectives-not-overlapped")
@@ -252,14 +252,14 @@ def test_reductions_in_half_precision() -> None:
     assert found_in(plan_of(cluster="h100-sxm-80gb", layout=ss.Layout.zero(stage=0)), name) is None
 
 
-def test_a_precision_that_the_rest_of_a_recipe_refuses_has_words() -> None:
+def test_a_fix_that_the_recipe_refuses_is_text_only() -> None:
     recipe = {"precision": "bf16", "kernels": "compiled", "recompute": "full"}
     plan = plan_of("llama-3.2-1b", layout=ss.Layout.ddp(), **recipe)
     for name in ("updates-round-away", "reductions-in-half-precision"):
         assert "Mixed precision (bf16)" in one(plan, name).change
 
 
-def test_a_type_that_the_card_has_may_have_no_room() -> None:
+def test_a_supported_precision_that_does_not_fit_is_reported_as_such() -> None:
     plan = plan_of("gpt2-xl", "8xv100-sxm-32gb", ss.Layout.ddp(), seq_len=512, precision="bf16")
     finding = one(plan, "bf16-is-not-there")
     assert fits(plan, plan.memory()) and finding.plan is not None
@@ -302,7 +302,7 @@ def test_tokens_that_miss_the_matrix_units() -> None:
     assert finding.plan is not None and finding.plan.recipe.seq_len == 1008
 
 
-def test_a_width_that_tp_cuts_too_small() -> None:
+def test_a_width_that_tp_makes_too_small() -> None:
     arch = replace(ss.models["llama-3.1-8b"], intermediate_size=14_368)
     plan = ss.Plan(arch, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.megatron(tp=8))
     finding = one(plan, "width-misses-matrix-units")
@@ -361,7 +361,7 @@ def test_a_vocabulary_padded_much() -> None:
         ("width of the queries", {"num_attention_heads": 31, "num_key_value_heads": 31, "head_dim": 129}),
     ],
 )
-def test_a_width_that_tp_does_not_mend_is_mended_by_a_model(width: str, changed: dict[str, int]) -> None:
+def test_a_width_that_tp_cannot_align_gets_another_model(width: str, changed: dict[str, int]) -> None:
     arch = replace(ss.models["llama-2-7b"], name="mine", **changed)
     plan = ss.Plan(arch, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2())
     finding = one(plan, "width-misses-matrix-units")
@@ -404,7 +404,7 @@ def test_out_of_nvme_and_nvme_not_known() -> None:
     assert not {"out-of-nvme", "nvme-not-known"} & {finding.name for finding in large.findings()}
 
 
-def test_host_memory_that_nobody_knows_and_a_model_that_is_made_there() -> None:
+def test_unknown_host_memory_that_building_the_model_needs() -> None:
     layout = ss.Layout.fsdp2(offload="cpu")
     plan = plan_of("llama-3.1-8b", "8xh100-sxm-80gb", layout, recompute="full")
     unknown = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=None))
@@ -423,7 +423,7 @@ def test_host_memory_that_nobody_knows_and_a_model_that_is_made_there() -> None:
     assert one(unknown, "host-memory-at-start-not-known").number == making.needed_bytes / 2**30
 
 
-def test_a_card_that_is_nearly_full() -> None:
+def test_a_gpu_that_is_nearly_full() -> None:
     name = "card-nearly-full"
     # Already of one sequence and whole layers: another layout would have to do it.
     plan = plan_of("qwen3-30b-a3b", layout=ss.Layout.megatron(ep=8), recompute="full", micro_batch_size=1)
@@ -442,7 +442,7 @@ def test_a_card_that_is_nearly_full() -> None:
     assert not full.memory().fits and found_in(full, name) is None, "what does not fit is said as such"
 
 
-def test_out_of_gpu_memory_with_the_cheapest_repair() -> None:
+def test_a_shortage_of_gpu_memory_has_the_cheapest_repair() -> None:
     plan = plan_of("llama-3.1-8b", layout=ss.Layout.ddp(), recompute="full")
     finding = one(plan, "out-of-gpu-memory")
     report = plan.memory()
@@ -475,7 +475,7 @@ def test_out_of_gpu_memory_with_the_cheapest_repair() -> None:
     ],
     ids=lambda value: value.description if isinstance(value, ss.Layout) else str(value),
 )
-def test_checkpoints_tied_to_their_ranks(layout: ss.Layout, ranks: int | None) -> None:
+def test_checkpoint_formats_tied_to_the_number_of_ranks(layout: ss.Layout, ranks: int | None) -> None:
     plan = plan_of("llama-3.2-1b", "2x8xh100-sxm-80gb", layout)
     finding = found_in(plan, "checkpoint-tied-to-ranks")
     assert (None if finding is None else finding.number) == ranks
@@ -487,7 +487,7 @@ def test_checkpoints_tied_to_their_ranks(layout: ss.Layout, ranks: int | None) -
     assert finding.plan.layout.description in finding.change and "ds_to_universal" in finding.change
 
 
-def test_what_is_offloaded_stays_so_where_a_checkpoint_is_to_be_loose() -> None:
+def test_the_fix_of_a_tied_checkpoint_keeps_offload() -> None:
     layout = ss.Layout.zero(offload_optimizer="cpu", offload_params="cpu")
     plan = plan_of("llama-3.1-70b", layout=layout, recompute="full")
     assert fits(plan, plan.memory())
@@ -496,7 +496,7 @@ def test_what_is_offloaded_stays_so_where_a_checkpoint_is_to_be_loose() -> None:
     assert getattr(finding.plan.layout, "offload", None) == "cpu"
 
 
-def test_every_framework_tells_its_habits() -> None:
+def test_every_framework_has_defaults() -> None:
     for name, framework in frameworks.items():
         defaults = framework.defaults()
         plan = plan_of("llama-3.2-1b", layout=framework.layout_class())
@@ -519,7 +519,7 @@ def test_every_framework_tells_its_habits() -> None:
         (ss.Layout.megatron(cross_entropy_fusion_impl="te"), "cross_entropy_fusion_impl", "loss='fused'"),
     ],
 )
-def test_an_option_that_nobody_reads_is_found(layout: ss.Layout, named: str, where: str) -> None:
+def test_an_unused_option_is_reported(layout: ss.Layout, named: str, where: str) -> None:
     recipe = ss.Recipe(precision="fp32" if "half precision" in where else "bf16-mixed")
     plan = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, layout)
     (found,) = [finding for finding in plan.findings() if finding.name == "option-without-use"]
@@ -539,12 +539,12 @@ def test_an_option_that_nobody_reads_is_found(layout: ss.Layout, named: str, whe
         ss.Layout.megatron(overlap_grad_reduce=True),
     ],
 )
-def test_an_option_that_is_read_is_not(layout: ss.Layout) -> None:
+def test_a_used_option_is_not_reported(layout: ss.Layout) -> None:
     plan = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), layout)
     assert not any(finding.name == "option-without-use" for finding in plan.findings())
 
 
-def test_another_framework_keeps_main_copies_where_this_one_has_them() -> None:
+def test_a_fix_with_another_framework_keeps_fp32_master_weights() -> None:
     """DeepSpeed's "bf16" has them, FSDP2's has not."""
     plan = ss.Plan(
         ss.models["llama-3.1-8b"],
@@ -558,7 +558,7 @@ def test_another_framework_keeps_main_copies_where_this_one_has_them() -> None:
     assert "updates-round-away" not in {finding.name for finding in tied.plan.findings()}
 
 
-def test_a_width_is_made_even_by_a_narrower_model_where_a_wider_one_has_no_room() -> None:
+def test_a_narrower_model_aligns_a_width_if_a_wider_one_does_not_fit() -> None:
     model = replace(ss.models["llama-3.1-8b"], intermediate_size=14336 + 8)
     for recipe, better in ((ss.Recipe(seq_len=512), 14336 + 64), (ss.Recipe(seq_len=512), 14336)):
         plan = ss.Plan(model, ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.fsdp2())

@@ -55,7 +55,7 @@ def found_in(plan: ss.Plan, name: str, task: object = None, runs: Any = ()) -> F
     st.floats(1e3, 1e8),
     st.floats(1e3, 1e8),
 )
-def test_rules_carry_a_rate_over_any_batch_between(rate: float, one: float, two: float, three: float) -> None:
+def test_scaling_rules_compose_over_batch_sizes(rate: float, one: float, two: float, three: float) -> None:
     """From one batch to a third is the same with or without the second, and back is where it began."""
     there = scale_rate(rate, one, three)
     by_way = scale_rate(scale_rate(rate, one, two).linear, two, three).linear
@@ -88,7 +88,7 @@ def test_a_rate_that_is_right_for_the_batch() -> None:
     assert found_in(sgd, name, ss.Pretrain(learning_rate=1e-3)) is None
 
 
-def test_nothing_is_said_where_nobody_published_a_run_of_the_size() -> None:
+def test_no_finding_without_a_published_run_of_the_size() -> None:
     assert find_reference(2e6) is None and find_reference(3e12) is None
     assert find_small_reference(300.0) is None and find_small_reference(1e9) is None
     for optimizer in ("sgd", "adafactor"):
@@ -119,7 +119,7 @@ class Tuning:
         ({"optimizer": "adamw_8bit"}, ss.Pretrain(learning_rate=0.05), "LLaMA 7B", 8e-5),
     ],
 )
-def test_every_rule_tells_of_a_rate_that_is_far_too_high(
+def test_a_rate_that_is_far_too_high_is_reported_with_the_rule(
     recipe: dict[str, Any], task: Any, source: str, advised: float
 ) -> None:
     plan = plan_of(global_batch_size=64, seq_len=4096, layout=ss.Layout.ddp(), **recipe)
@@ -144,7 +144,7 @@ def test_lions_rate_is_three_to_ten_times_smaller_than_adamws() -> None:
     assert adamw.rate / 10 < lion.rate < adamw.rate / 3
 
 
-def test_a_small_models_rate_is_kaplans() -> None:
+def test_small_models_use_the_rule_of_kaplan_et_al() -> None:
     found = found_in(tiny(), "learning-rate-against-batch", ss.Pretrain(learning_rate=0.05))
     assert found is not None and found.severity == "danger" and "equation D.1" in found.why
     # 0.003239 - 0.0001395 ln(1.46e6) = 0.00126
@@ -153,7 +153,7 @@ def test_a_small_models_rate_is_kaplans() -> None:
 
 @pytest.mark.parametrize("size", ["2m", "30m", "125m", "350m", "1.3b", "7b", "13b", "70b", "175b", "405b"])
 @pytest.mark.parametrize("batch", [1, 64, 1024])
-def test_what_finetune_does_by_itself_is_nothing_to_warn_of(size: str, batch: int) -> None:
+def test_the_defaults_of_finetune_have_no_finding(size: str, batch: int) -> None:
     for method, rate in (("full", FULL_RATE), ("lora", ADAPTER_RATE)):
         plan = ss.Plan(
             ss.Architecture.of_size(size),
@@ -178,7 +178,7 @@ def test_a_short_warm_up() -> None:
         assert found_in(plan, "short-warm-up", task) is None
 
 
-def test_beta_2_is_what_pretrain_trains_with() -> None:
+def test_beta_2_is_that_of_pretrain() -> None:
     needs("torch")
     from shardscope.planner.checks.learning_rate import BETA_2
     from shardscope.training.optimizers.optimizers import ADAM_BETAS
@@ -189,7 +189,7 @@ def test_beta_2_is_what_pretrain_trains_with() -> None:
 # --------------------------------------------------------------------------------------------- data
 
 
-def test_the_shipped_text_has_as_many_tokens_as_is_said() -> None:
+def test_the_shipped_text_has_the_stated_number_of_tokens() -> None:
     needs("tokenizers")
     from shardscope.training.data.windows import read_tokens
 
@@ -207,7 +207,7 @@ def test_ranks_that_read_the_same_text() -> None:
     assert found_in(plan, "ranks-read-the-same-text") is None
 
 
-def test_a_text_of_ones_own_is_counted_by_its_bytes(tmp_path: Path) -> None:
+def test_tokens_of_the_users_text_are_estimated_from_its_bytes(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a" * 10_239)
     plan = tiny(seq_len=1024, global_batch_size=20)
@@ -239,7 +239,7 @@ def own_loader(ctx: Any) -> None:
     ctx.log(loss=1.0)
 
 
-def test_a_node_that_must_be_fed_faster_than_usual_storage_reads() -> None:
+def test_data_loading_that_is_faster_than_usual_storage() -> None:
     plan = fast(256)
     finding = found_in(plan, "data-loading", own_loader)
     assert finding is not None and finding.severity == "warning"
@@ -317,7 +317,7 @@ def names(plan: ss.Plan, path: Path) -> set[str]:
     return {finding.name for finding in found if finding.name.startswith("checkpoint-of")}
 
 
-def test_a_checkpoint_of_the_same_plan_goes_on(tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_same_plan_has_no_finding(tmp_path: Path) -> None:
     path = saved(tmp_path, plan_of())
     assert names(plan_of(), path) == set()
     assert names(plan_of(layout=ss.Layout.ddp()), path) == set(), "DDP and FSDP2 share a format"
@@ -424,7 +424,7 @@ def test_a_plan_that_was_never_profiled(tmp_path: Path) -> None:
     assert found_in(plan, name, ss.Pretrain(), [other]) is not None
 
 
-def test_runs_that_are_none_are_refused_in_words() -> None:
+def test_runs_of_a_wrong_type_are_refused() -> None:
     plan = tiny()
     assert plan.findings(runs=None) == plan.findings()
     wrong: tuple[Any, ...] = ([1], 3, "runs", [None], [plan])

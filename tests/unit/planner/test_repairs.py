@@ -40,7 +40,7 @@ def test_a_plan_that_fits_needs_no_repair() -> None:
     assert plan_of().repairs() == []
 
 
-def test_a_repair_unpacks_and_says_what_it_wins() -> None:
+def test_a_repair_unpacks_into_its_four_fields() -> None:
     plan = plan_of(micro_batch_size=4, seq_len=8192)
     found = plan.repairs()
     assert found
@@ -70,14 +70,14 @@ def test_a_repair_unpacks_and_says_what_it_wins() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_each_kind_of_change_is_found_where_it_mends(plan: ss.Plan, field: str) -> None:
+def test_each_kind_of_change_is_offered_if_it_is_sufficient(plan: ss.Plan, field: str) -> None:
     assert not plan.memory().fits
     mends = [repair for repair in plan.repairs() if changed(plan, repair.plan) == {field}]
     assert mends, [(repair.change, changed(plan, repair.plan)) for repair in plan.repairs()]
     assert all(repair.plan.memory().fits for repair in mends)
 
 
-def test_the_smallest_step_that_is_enough_is_told() -> None:
+def test_the_smallest_sufficient_step_is_offered() -> None:
     plan = plan_of(micro_batch_size=8, seq_len=2048)
     assert not plan.memory().fits
     (mend,) = [r for r in plan.repairs() if changed(plan, r.plan) == {"micro_batch_size"}]
@@ -87,7 +87,7 @@ def test_the_smallest_step_that_is_enough_is_told() -> None:
     assert not doubled.memory().fits
 
 
-def test_where_no_single_change_is_enough_none_is_offered() -> None:
+def test_no_change_is_offered_if_none_is_sufficient() -> None:
     """The ones on the way to a combination are for the combination."""
     plan = plan_of("llama-3.1-405b", micro_batch_size=8)
     assert plan.repairs() == []
@@ -98,7 +98,7 @@ def test_where_no_single_change_is_enough_none_is_offered() -> None:
     assert won == sorted(won, reverse=True)
 
 
-def test_what_does_not_fit_the_host_mends_nothing() -> None:
+def test_offload_to_a_host_that_is_too_small_is_not_offered() -> None:
     plan = plan_of("llama-3.1-8b", "h100-sxm-80gb", recompute="full")
     offloads = {r.change for r in plan.repairs() if "host" in r.change}
     assert offloads
@@ -106,7 +106,7 @@ def test_what_does_not_fit_the_host_mends_nothing() -> None:
     assert not offloads & {r.change for r in small.repairs()}
 
 
-def test_one_gpu_alone_may_use_its_host() -> None:
+def test_one_gpu_may_offload_to_its_host() -> None:
     """Nobody to shard with; a 4090 cannot hold 7B and its state, the host beside it can."""
     plan = plan_of("llama-2-7b", "rtx-4090-24gb", ss.Layout.ddp(), global_batch_size=1, recompute="full")
     found = {repair.change: repair.plan for repair in plan.repairs()}
@@ -123,7 +123,7 @@ def test_one_gpu_alone_may_use_its_host() -> None:
     )
 
 
-def test_a_framework_that_shards_is_told_with_as_little_offload_as_is_enough() -> None:
+def test_another_framework_has_the_least_sufficient_offload() -> None:
     plan = plan_of("llama-2-7b", "2xh100-sxm-80gb", ss.Layout.ddp(), global_batch_size=2)
     assert "Shard training state with FSDP2" in {repair.change for repair in plan.repairs()}
     plan = plan_of("llama-2-13b", "2xa100-sxm-40gb", ss.Layout.ddp(), global_batch_size=2, recompute="full")
@@ -132,7 +132,7 @@ def test_a_framework_that_shards_is_told_with_as_little_offload_as_is_enough() -
     assert "Shard training state with FSDP2" not in changes
 
 
-def test_a_change_without_formulas_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_without_formulas_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(micro_batch_size=2)
     memory = ss.Plan.memory
 
@@ -146,7 +146,7 @@ def test_a_change_without_formulas_is_passed_over(monkeypatch: pytest.MonkeyPatc
     assert repairs and all(repair.plan.recipe.recompute != "selective" for repair in repairs)
 
 
-def test_pages_beside_offloaded_activations_of_every_other_layer() -> None:
+def test_paged_state_with_offloaded_activations_of_every_other_layer() -> None:
     """To tell pages from activations on the host, the plan is asked again without the latter."""
     plan = plan_of(
         "llama-2-7b", "2xa100-sxm-40gb", ss.Layout.ddp(), optimizer="paged_adamw", recompute="offload",
@@ -155,7 +155,7 @@ def test_pages_beside_offloaded_activations_of_every_other_layer() -> None:
     assert plan.repairs()
 
 
-def test_the_words_of_a_button() -> None:
+def test_the_text_of_a_button() -> None:
     plan = plan_of(micro_batch_size=2)
     words = describe_repairs(plan, plan.repairs())
     selective = next(text for text in words if text.startswith("Recompute selectively: saves "))
@@ -190,7 +190,7 @@ def test_repairs_of_any_plan_are_all_enough_and_none_is_much_slower(plan: ss.Pla
     assert len(enough) <= 1
 
 
-def test_a_change_that_is_enough_and_sixty_times_as_slow_is_not_offered() -> None:
+def test_a_sufficient_change_that_is_sixty_times_as_slow_is_not_offered() -> None:
     plan = plan_of(
         "llama-3.1-405b", "8x8xh100-sxm-80gb", ss.Layout.fsdp2(offload="cpu"), global_batch_size=64
     )
@@ -205,7 +205,7 @@ def test_a_change_that_is_enough_and_sixty_times_as_slow_is_not_offered() -> Non
 # ------------------------------------------------------------------------------ what a change costs
 
 
-def test_what_is_not_known_is_no_number() -> None:
+def test_an_unknown_time_is_nan() -> None:
     plan = plan_of("llama-3.1-8b", "2xcpu")
     steps = find_steps(plan)
     assert steps and all(math.isnan(step.seconds_lost) for step in steps)

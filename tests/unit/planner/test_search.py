@@ -97,7 +97,7 @@ def every_layout(framework: str, arch: Any, cluster: Any, recipe: Any) -> list[L
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2", "deepspeed", "megatron"])
 @pytest.mark.parametrize("arch", [LLAMA, MOE, LATENT], ids=lambda arch: arch.name)
-def test_the_grid_is_what_a_plan_takes(framework: str, arch: Any) -> None:
+def test_the_grid_has_all_valid_plans(framework: str, arch: Any) -> None:
     arch = replace(arch, num_hidden_layers=6)
     cluster, recipe = SIX, ss.Recipe(seq_len=1024, global_batch_size=24)
     found = grid_of(framework, arch, cluster, recipe)
@@ -157,7 +157,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", few(CASES, list(CASES)[:2]))
-def test_each_plan_says_the_same_by_itself(case: str) -> None:
+def test_the_search_has_the_numbers_of_each_single_plan(case: str) -> None:
     arch, cluster, fields = CASES[case]
     found = ss.search(arch, cluster, ss.Recipe(**fields))
     draw = random.Random(case)
@@ -179,7 +179,7 @@ def test_each_plan_says_the_same_by_itself(case: str) -> None:
         assert plan.degrees.data_parallel == found.column("data_parallel")[row]
 
 
-def test_nvme_is_asked_where_its_speed_is_known() -> None:
+def test_nvme_offload_is_searched_if_its_speed_is_known() -> None:
     cluster = replace(NODE, nvme_bytes=2**42, nvme_bandwidth_bytes_per_second=6e9)
     found = ss.search(LLAMA, cluster, ss.Recipe(global_batch_size=8), ["deepspeed"])
     rows = np.flatnonzero(found.nvme_bytes > 0)
@@ -209,7 +209,7 @@ def test_the_best_is_as_fast_as_any_that_fits(ranking: Ranking) -> None:
     assert cost[ranking.order[0]] == pytest.approx(best.step().cost_per_token, rel=1e-9)
 
 
-def test_the_front_has_all_that_nothing_outdoes(ranking: Ranking) -> None:
+def test_the_pareto_front_has_all_plans_that_none_dominates(ranking: Ranking) -> None:
     front = ranking.pareto()
     seconds, peaks = ranking.step_seconds, ranking.peak_bytes
     assert (np.diff(peaks[front]) < 0).all()
@@ -238,7 +238,7 @@ def test_the_table_has_feasible_plans_first(ranking: Ranking) -> None:
     assert (row["tp"], row["micro_batch_size"]) == (best.degrees.tp, best.recipe.micro_batch_size)
 
 
-def test_nothing_fits_and_what_is_nearest_is_told() -> None:
+def test_nearest_misses_are_reported_if_nothing_fits() -> None:
     found = ss.search(ss.models["llama-3.1-405b"], NODE, ss.Recipe(global_batch_size=8))
     assert found.num_feasible == 0
     assert found.num_evaluated > 100
@@ -258,7 +258,7 @@ def test_nothing_fits_and_what_is_nearest_is_told() -> None:
     assert needed["peak_bytes"] == plan.memory().peak_bytes and (needed > 0).sum() >= 1
 
 
-def test_what_lacks_host_memory_is_not_the_nearest_for_its_small_peak() -> None:
+def test_a_plan_that_lacks_host_memory_is_not_the_nearest_miss() -> None:
     found = ss.search(ss.models["llama-3.1-405b"], NODE, ss.Recipe(global_batch_size=8), ("deepspeed",))
     table = found.to_frame(3)
     assert next(iter(table.index)) == found.misses[0].index
@@ -269,13 +269,13 @@ def test_what_lacks_host_memory_is_not_the_nearest_for_its_small_peak() -> None:
     assert host > card, "what is nearest lacks host memory, whatever its card has to spare"
 
 
-def test_a_link_that_nobody_named_is_refused_by_name() -> None:
+def test_an_unnamed_link_is_refused() -> None:
     gpu = replace(NODE.gpu, name="mine", link=None)
     with pytest.raises(ValueError, match=r"Gpu\.link is None.*Nearest fix: link='pcie-4-x16'"):
         ss.search(LLAMA, ss.Cluster.of(gpu, 8), ss.Recipe())
 
 
-def test_a_network_that_nobody_named_is_refused_by_name() -> None:
+def test_an_unnamed_network_is_refused() -> None:
     cluster = ss.Cluster.of(replace(NODE.gpu, name="mine"), 8, 4)
     assert ss.Plan(LLAMA, cluster, ss.Recipe(), ss.Layout.fsdp2()).memory().peak_bytes > 0
     for ask in (
@@ -290,7 +290,7 @@ def test_a_network_that_nobody_named_is_refused_by_name() -> None:
     assert ss.Plan(LLAMA, named, ss.Recipe(), ss.Layout.fsdp2()).step().seconds > 0
 
 
-def test_where_only_a_loss_in_chunks_fits_a_search_says_so() -> None:
+def test_the_chunked_loss_is_reported_if_only_it_fits() -> None:
     model = ss.models["llama-3.1-8b"]
     small = replace(ss.Cluster.parse("1xrtx-3090-24gb"), host_memory_bytes=512 * 2**30)
     asked = ss.Recipe(seq_len=16384, global_batch_size=8)
@@ -310,7 +310,7 @@ def test_where_only_a_loss_in_chunks_fits_a_search_says_so() -> None:
     assert all(plan.memory().fits for plan, _ in advised.alternatives)
 
 
-def test_a_batch_that_no_layout_divides_is_said() -> None:
+def test_a_batch_that_no_layout_divides_gets_the_nearest_one() -> None:
     found = ss.search(LLAMA, ss.Cluster.parse("7xh100-sxm-80gb"), ss.Recipe(global_batch_size=8), ["ddp"])
     assert found.num_evaluated == 0
     assert "Recipe.global_batch_size" in found.refused["ddp"]
@@ -326,7 +326,7 @@ def test_a_batch_that_no_layout_divides_is_said() -> None:
         _ = larger.best
 
 
-def test_a_framework_without_such_layers_is_said() -> None:
+def test_a_framework_that_lacks_the_layers_is_reported() -> None:
     arch = next(arch for arch in ss.models.values() if arch.model_type == "olmo2")
     found = ss.search(arch, NODE, ss.Recipe(global_batch_size=8))
     assert "olmo2" in found.refused["megatron"]
@@ -341,13 +341,13 @@ def test_a_framework_without_such_layers_is_said() -> None:
         ({"memory_bandwidth_bytes_per_second": None}, r"Gpu\.memory_b"),
     ],
 )
-def test_a_half_filled_gpu_is_refused_by_name(change: dict[str, Any], named: str) -> None:
+def test_a_gpu_with_missing_figures_is_refused(change: dict[str, Any], named: str) -> None:
     cluster = replace(NODE, gpu=replace(NODE.gpu, name="half-filled", **change))
     with pytest.raises(ValueError, match=named):
         ss.search(LLAMA, cluster, ss.Recipe(global_batch_size=8))
 
 
-def test_a_link_without_speed_is_refused_by_name() -> None:
+def test_a_link_without_bandwidth_is_refused() -> None:
     bad: Any = None
     with pytest.raises(ValueError, match=r"Link\.bandwidth_bytes_per_second"):
         replace(NODE, intra_node_link=replace(NODE.intra_node_link, bandwidth_bytes_per_second=bad))
@@ -367,19 +367,19 @@ def test_frameworks_are_checked(bad: Any) -> None:
         ("recipe", None, "ss.Recipe()"),
     ],
 )
-def test_what_is_no_noun_is_refused_by_name(field: str, given: Any, fix: str) -> None:
+def test_arguments_of_a_wrong_type_are_refused(field: str, given: Any, fix: str) -> None:
     nouns = {"arch": LLAMA, "cluster": NODE, "recipe": ss.Recipe(), field: given}
     with pytest.raises(ValueError, match=f"^{field} is ") as refusal:
         ss.search(**nouns)
     assert str(refusal.value).endswith(f"Nearest fix: {fix}.")
 
 
-def test_a_framework_alone_is_told_as_several() -> None:
+def test_a_single_framework_name_must_be_in_a_tuple() -> None:
     with pytest.raises(ValueError, match=r"Nearest fix: \('fsdp2',\)"):
         ss.search(LLAMA, NODE, ss.Recipe(), "fsdp2")  # type: ignore[arg-type]
 
 
-def test_a_recipe_that_no_plan_takes_is_refused() -> None:
+def test_a_recipe_without_valid_plans_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Recipe\.seq_len"):
         ss.search(ss.models["gpt2-xl"], NODE, ss.Recipe(seq_len=4096, global_batch_size=8))
     with pytest.raises(ValueError, match=r"Recipe\.lora_targets"):
@@ -413,7 +413,7 @@ def test_rows_beyond_the_plans_are_refused(ranking: Ranking) -> None:
 
 
 @pytest.mark.parametrize("arch", [LLAMA, MOE], ids=lambda arch: arch.name)
-def test_few_plans_are_computed_row_by_row_and_many_by_what_they_agree_in(
+def test_few_plans_row_by_row_and_many_deduplicated_give_the_same_numbers(
     arch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
@@ -435,9 +435,7 @@ def test_few_plans_are_computed_row_by_row_and_many_by_what_they_agree_in(
         ("8xa100-sxm-80gb", "fp8-mixed", "Recipe(precision='bf16-mixed')"),
     ],
 )
-def test_a_precision_that_a_card_has_not_is_told_by_one_that_it_has(
-    cluster: str, precision: Any, fix: str
-) -> None:
+def test_an_unsupported_precision_names_a_supported_one(cluster: str, precision: Any, fix: str) -> None:
     recipe = ss.Recipe(seq_len=1024, global_batch_size=8, precision=precision)
     with pytest.raises(ValueError, match=r"Gpu\.peak_flops") as refusal:
         ss.search(ss.models["qwen3-0.6b"], ss.Cluster.parse(cluster), recipe)

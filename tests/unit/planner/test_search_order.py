@@ -45,7 +45,7 @@ def plainness(plan: Plan) -> tuple[int, int, int]:
     return turned_on, getattr(layout, "vpp", 1), plan.memory().peak_bytes
 
 
-def test_of_plans_as_fast_as_the_fastest_the_plainest_is_first(ranking: Ranking) -> None:
+def test_the_simplest_of_the_fastest_plans_is_first(ranking: Ranking) -> None:
     fastest = ranking.step_seconds[ranking.feasible].min()
     alike = np.flatnonzero(ranking.feasible & (ranking.step_seconds <= AS_FAST * fastest))
     assert len(alike) > 1
@@ -64,7 +64,7 @@ def test_the_rest_is_ordered_by_speed(ranking: Ranking) -> None:
     assert (np.diff(ranking.step_seconds[ranking.pareto()]) >= -1e-8 * seconds.min()).all()
 
 
-def test_chunks_that_gain_less_than_a_prediction_can_tell_are_not_taken() -> None:
+def test_pipeline_chunks_that_gain_less_than_the_error_are_not_first() -> None:
     """The fastest has 17 chunks a stage, 0.7 % before 8, and 0.3 GiB left of a card."""
     found = ss.search(MODEL, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ["megatron"])
     by_chunks = {
@@ -76,7 +76,7 @@ def test_chunks_that_gain_less_than_a_prediction_can_tell_are_not_taken() -> Non
     assert found.headroom_bytes[found.order[0]] > 2**30
 
 
-def test_plans_whose_room_is_not_known_come_last(unsized: Ranking) -> None:
+def test_plans_that_need_memory_of_unknown_size_come_last(unsized: Ranking) -> None:
     known = unsized.is_room_known[unsized.order]
     assert 0 < known.sum() < len(known)
     assert known[: known.sum()].all()
@@ -87,7 +87,7 @@ def test_plans_whose_room_is_not_known_come_last(unsized: Ranking) -> None:
     assert (np.diff(seconds[known.sum() :]) >= -1e-8 * seconds.min()).all()
 
 
-def test_how_many_they_are_and_why_is_said(unsized: Ranking) -> None:
+def test_the_number_of_such_plans_and_the_reason_are_reported(unsized: Ranking) -> None:
     hosted = unsized.feasible & (unsized.host_bytes > 0)
     assert f"{hosted.sum():,} of the {unsized.num_feasible:,} plans" in unsized.unsaid
     assert f"{format_gib(int(unsized.host_bytes[hosted].min()))} GiB" in unsized.unsaid
@@ -96,7 +96,7 @@ def test_how_many_they_are_and_why_is_said(unsized: Ranking) -> None:
 
 
 @thorough()
-def test_where_every_plan_needs_such_room_the_best_is_one_of_them_and_it_is_said() -> None:
+def test_the_best_plan_may_need_memory_of_unknown_size_if_all_do() -> None:
     found = ss.search(ss.models["llama-3.1-405b"], ss.Cluster.parse("1xa10-24gb"), ss.Recipe())
     assert found.num_feasible
     assert not found.is_room_known[found.order].any()
@@ -105,7 +105,7 @@ def test_where_every_plan_needs_such_room_the_best_is_one_of_them_and_it_is_said
     assert "after the others" not in found.unsaid
 
 
-def test_a_host_of_known_size_leaves_nothing_to_say() -> None:
+def test_nothing_is_reported_if_the_host_memory_is_known() -> None:
     cluster = replace(ss.Cluster.parse("8xa10-24gb"), host_memory_bytes=2**40)
     found = ss.search(MODEL, cluster, ss.Recipe(seq_len=1024))
     assert found.num_feasible

@@ -24,7 +24,7 @@ def some(rows: np.ndarray) -> list[int]:
     return rows[:: max(1, len(rows) // 40)].tolist()
 
 
-def test_what_is_feasible_lacks_no_memory_and_what_is_not_says_which(ranking: Ranking) -> None:
+def test_infeasible_plans_name_the_memory_that_is_short(ranking: Ranking) -> None:
     for row in some(np.flatnonzero(ranking.is_feasible)):
         assert assess_plan(ranking.plan(row)).state != "does not fit"
         assert ranking.why_not(row).startswith("cannot be launched here: ") or ranking.why_not(row) == ""
@@ -36,7 +36,7 @@ def test_what_is_feasible_lacks_no_memory_and_what_is_not_says_which(ranking: Ra
                 assert f"{format_gib(place.short_bytes)} GiB over the GPU's memory" in ranking.why_not(row)
 
 
-def test_host_memory_that_is_short_is_said_with_both_numbers(ranking: Ranking) -> None:
+def test_a_shortage_of_host_memory_has_both_numbers(ranking: Ranking) -> None:
     on_the_gpu = ranking.peak_bytes <= ranking.cluster.usable_bytes_per_gpu
     rows = some(np.flatnonzero(on_the_gpu & ~ranking.is_feasible & (ranking.host_bytes > 410 * 2**30)))
     assert rows, "else this tests nothing"
@@ -46,7 +46,7 @@ def test_host_memory_that_is_short_is_said_with_both_numbers(ranking: Ranking) -
         assert "over the GPU's memory" not in ranking.why_not(row)
 
 
-def test_what_no_engine_here_runs_is_told_apart(ranking: Ranking) -> None:
+def test_plans_that_no_engine_runs_are_reported_as_such(ranking: Ranking) -> None:
     rows = some(np.flatnonzero(ranking.is_feasible))
     refused = [row for row in rows if ranking.why_not_launched(row)]
     for row in rows:
@@ -57,7 +57,7 @@ def test_what_no_engine_here_runs_is_told_apart(ranking: Ranking) -> None:
     assert all(ranking.why_not(row).startswith("cannot be launched here: ") for row in refused)
 
 
-def test_no_row_is_refused(ranking: Ranking) -> None:
+def test_an_invalid_row_is_refused(ranking: Ranking) -> None:
     for row in (-1, ranking.num_evaluated):
         with pytest.raises(IndexError):
             ranking.why_not(row)

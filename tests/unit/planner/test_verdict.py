@@ -25,7 +25,7 @@ def plan_of(
     )  # type: ignore[arg-type]
 
 
-def test_a_plan_with_room_fits_and_says_how_much_it_needs() -> None:
+def test_a_plan_that_fits_reports_how_much_it_needs() -> None:
     plan = plan_of()
     verdict = assess_plan(plan)
     assert verdict.state == "fits" == plan.memory().verdict
@@ -33,7 +33,7 @@ def test_a_plan_with_room_fits_and_says_how_much_it_needs() -> None:
     assert verdict.runs
 
 
-def test_a_plan_over_four_fifths_of_its_gpu_is_tight_and_says_why() -> None:
+def test_a_plan_over_80_percent_of_its_gpu_is_tight() -> None:
     plan = plan_of(seq_len=6144)
     report = plan.memory()
     assert report.fits and report.is_tight
@@ -64,7 +64,7 @@ def test_every_kind_of_memory_that_is_short_is_named() -> None:
     assert "host memory" in host.reason and "64.0" in host.reason
 
 
-def test_memory_of_unknown_size_is_never_enough() -> None:
+def test_a_need_of_unknown_memory_is_no_fit() -> None:
     plan = plan_of(ss.Layout.zero(3, offload_optimizer="cpu"), "8xl40s-48gb", recompute="full")
     assert plan.memory().fits and plan.cluster.host_memory_bytes is None
     verdict = assess_plan(plan)
@@ -76,7 +76,7 @@ def test_memory_of_unknown_size_is_never_enough() -> None:
     assert assess_plan(plan_of(ss.Layout.ddp(), "8xl40s-48gb", "llama-3.2-1b")).state == "unknown"
 
 
-def test_cpu_ranks_are_called_so() -> None:
+def test_cpu_ranks_are_not_called_gpus() -> None:
     assert (
         "CPU rank" in assess_plan(plan_of(ss.Layout.ddp(), "2xcpu", "llama-3.1-70b", precision="fp32")).reason
     )
@@ -84,7 +84,7 @@ def test_cpu_ranks_are_called_so() -> None:
 
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans())
-def test_fits_only_where_every_need_has_known_room(plan: ss.Plan) -> None:
+def test_a_plan_fits_only_if_all_its_memory_is_of_known_size(plan: ss.Plan) -> None:
     report = plan.memory()
     verdict = assess_plan(plan)
     needed = list_memory_needs(plan, report)

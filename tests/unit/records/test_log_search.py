@@ -31,7 +31,7 @@ def test_lines_are_found_with_their_numbers_as_the_log_grows(tmp_path: Path) -> 
     assert list(everything(search).matches) == [(1, "loss")], "a log that was replaced is read anew"
 
 
-def test_colours_and_progress_bars_are_no_part_of_the_words(tmp_path: Path) -> None:
+def test_color_codes_and_progress_bars_are_not_searched(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"\x1b[31mWAR\x1b[0mNING: x\n 10%|#  |\r 20%|## |\r100%|###|\n\xff\xfe ok\n")
     assert list(everything(LogSearch(log, "warning")).matches) == [(1, "WARNING: x")]
@@ -40,7 +40,7 @@ def test_colours_and_progress_bars_are_no_part_of_the_words(tmp_path: Path) -> N
     assert [line for line, _ in everything(LogSearch(log, "ok")).matches] == [3]
 
 
-def test_words_are_no_pattern_and_letters_of_any_script_are_folded(tmp_path: Path) -> None:
+def test_the_text_is_no_regular_expression_and_case_is_ignored(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("a.c\nabc\nSTRASSE und straße\nÜBER\n", encoding="utf-8")
     assert [n for n, _ in everything(LogSearch(log, "a.c")).matches] == [1]
@@ -63,7 +63,7 @@ def test_fault_22_a_hundred_megabytes_are_searched_in_pieces_and_little_is_kept(
     assert needle.num_matches == 1 and len(needle.matches[0][1]) < MAX_LINE + 10
 
 
-def test_a_line_without_end_is_cut_and_not_kept_whole(tmp_path: Path) -> None:
+def test_an_endless_line_is_split(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as file:
         for _ in range(20):
@@ -75,6 +75,6 @@ def test_a_line_without_end_is_cut_and_not_kept_whole(tmp_path: Path) -> None:
     assert peak < 2**26 and search.num_matches >= 2
 
 
-def test_a_log_that_is_not_there_has_no_lines(tmp_path: Path) -> None:
+def test_a_missing_log_has_no_lines(tmp_path: Path) -> None:
     search = LogSearch(tmp_path / "none", "x")
     assert not search.search_next() and search.num_lines == 0

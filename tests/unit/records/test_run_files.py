@@ -54,7 +54,7 @@ def test_secrets_become_asterisks_of_the_same_length(
     assert log.read_bytes() == f"before {'*' * len(secret.encode())} after\n".encode()
 
 
-def test_what_is_no_secret_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_without_secrets_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSH_KEY", "/home/me/.ssh/id_rsa")
     monkeypatch.setenv("SHORT_TOKEN", "yes")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "parallelism")
@@ -70,14 +70,14 @@ def test_what_is_no_secret_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert redact("Authorization: Bearer abc.def-ghi_jkl") == "Authorization: Bearer ***************"
 
 
-def test_what_processes_act_on_is_written_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_processes_use_are_not_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PASSWORD", "workshop")
     record = {"sys_path": ["/home/me/workshop", Path("/x")], "task": "workshop"}
     write_json(tmp_path / "run.json", record, as_is=("sys_path", "machine"))
     assert read_json(tmp_path / "run.json") == {"sys_path": ["/home/me/workshop", "/x"], "task": "*" * 8}
 
 
-def test_a_secret_that_is_cut_leaves_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_truncated_secret_is_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
     cleaner = LogCleaner(log)
     log.write_text(HF[:25])  # Long enough to be one.
@@ -102,7 +102,7 @@ def test_a_secret_that_is_cut_leaves_no_rest(tmp_path: Path, monkeypatch: pytest
     assert list(LogCleaner(log).finish())[-1] >= 3 and "3" not in log.read_text()
 
 
-def test_a_secret_that_comes_bit_by_bit_shows_no_tail(
+def test_a_secret_written_in_pieces_is_masked_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHORT_TOKEN", "abcdefgh12")  # The beginning of the next one.
@@ -122,7 +122,7 @@ def test_a_secret_that_comes_bit_by_bit_shows_no_tail(
     assert whole == expected
 
 
-def test_a_log_is_cleaned_while_it_grows_and_across_two_writes(tmp_path: Path) -> None:
+def test_a_growing_log_is_masked_across_two_writes(tmp_path: Path) -> None:
     log = tmp_path / "log"
     cleaner = LogCleaner(log)
     assert cleaner.clean() == 0
@@ -264,7 +264,7 @@ def test_fault_61_secrets_that_a_process_learns(tmp_path: Path, monkeypatch: pyt
     assert redact("of a worker") == "*" * 11
 
 
-def test_a_lost_run_has_that_in_its_history_since_the_last_sign_of_life(folder: RunFolder) -> None:
+def test_a_lost_run_is_lost_since_its_last_heartbeat(folder: RunFolder) -> None:
     write_json(folder.run_json, {"world_size": 1, "created": 1.0})
     append_line(folder.status, {"time": 1.0, "status": "running", "reason": "1 rank at work"})
     write_json(folder.supervisor, {"pid": 2**22 + 1, "started": 1.0, "machine": identify_machine()})
@@ -273,7 +273,7 @@ def test_a_lost_run_has_that_in_its_history_since_the_last_sign_of_life(folder: 
     assert told == [(1.0, "running"), (77.0, "lost")]
 
 
-def test_ranks_of_one_machine_talk_on_the_loopback_interface_unless_told_otherwise() -> None:
+def test_ranks_of_one_machine_use_the_loopback_interface_by_default() -> None:
     inherited = {"GLOO_SOCKET_IFNAME": "eth7", "MASTER_ADDR": "10.0.0.1"}
     environment = build_launcher_environment(inherited, 2, "cuda")
     assert "MASTER_ADDR" not in environment and environment["GLOO_SOCKET_IFNAME"] == "eth7"
@@ -282,7 +282,7 @@ def test_ranks_of_one_machine_talk_on_the_loopback_interface_unless_told_otherwi
     assert not [name for name in environment if name.startswith("MALLOC_")], "tensors are on the card"
 
 
-def test_cpu_ranks_keep_the_memory_that_a_step_frees_for_the_next_unless_told_otherwise() -> None:
+def test_cpu_ranks_keep_freed_memory_for_the_next_step_by_default() -> None:
     environment = build_launcher_environment({"MALLOC_TRIM_THRESHOLD_": "7"}, 2, "cpu")
     assert environment["MALLOC_TRIM_THRESHOLD_"] == "7"
     assert int(environment["MALLOC_MMAP_THRESHOLD_"]) == 32 << 20

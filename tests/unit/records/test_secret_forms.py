@@ -96,7 +96,7 @@ def test_known_forms_become_asterisks(before: str, secret: str, after: str, tmp_
         "~/.cache/huggingface/token ~0.5 s model-00001-of-00004.safetensors hvs.txt pypi-attestations ya29.x",
     ],
 )
-def test_what_resembles_a_secret_stays(plain: str) -> None:
+def test_text_that_resembles_a_secret_stays(plain: str) -> None:
     assert redact(plain) == plain
 
 
@@ -113,11 +113,11 @@ def test_what_resembles_a_secret_stays(plain: str) -> None:
         "ID_JWT",
     ],
 )
-def test_secrets_are_known_by_their_names(name: str) -> None:
+def test_variables_with_secrets_are_recognized_by_name(name: str) -> None:
     assert secret_values({name: "correct horse"}) == ["correct horse"]
 
 
-def test_a_secret_may_begin_as_a_path_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_that_starts_like_a_path_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     secret = f"/x{KEY}+{KEY}/abcd="
     for value in (secret, f"/{secret}", "~tilde-first"):
         assert secret_values({"AWS_SECRET_ACCESS_KEY": value}) == [value]
@@ -144,11 +144,11 @@ def test_a_secret_may_begin_as_a_path_does(monkeypatch: pytest.MonkeyPatch) -> N
         ("DB_PASS", "secret"),  # A word that a log may rightly have.
     ],
 )
-def test_harmless_variables_are_no_secrets(name: str, value: str) -> None:
+def test_other_variables_hold_no_secrets(name: str, value: str) -> None:
     assert secret_values({name: value}) == []
 
 
-def test_a_long_key_or_web_token_that_comes_bit_by_bit(tmp_path: Path) -> None:
+def test_a_long_key_or_web_token_written_in_pieces(tmp_path: Path) -> None:
     body = f"{KEY * 4}\n" * 100
     whole = f"-----BEGIN PRIVATE KEY-----\n{body}-----END PRIVATE KEY-----\ntoken {JWT}{KEY * 100} end\n"
     log = tmp_path / "log"
@@ -161,7 +161,7 @@ def test_a_long_key_or_web_token_that_comes_bit_by_bit(tmp_path: Path) -> None:
     assert KEY not in log.read_text() and log.read_text().endswith("* end\n")
 
 
-def test_many_secrets_in_one_text_take_no_copy_of_it_each() -> None:
+def test_many_secrets_do_not_copy_the_text_each() -> None:
     """Overlapping ones too; a text of many was once copied whole for each."""
     line = f"https://me:{JWT}@host Bearer {JWT}\n"
     expected = f"https://{'*' * (3 + len(JWT))}@host Bearer {'*' * len(JWT)}\n"

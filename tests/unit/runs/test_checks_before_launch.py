@@ -204,7 +204,8 @@ def test_fault_31_adapters_do_not_resume_over_a_base_of_another_seed(tmp_path: P
     Pretrain(resume=path, seed=3).check(plan)
     other = Pretrain(resume=path, seed=4)
     with pytest.raises(
-        ValueError, match=r"base drawn from seed 3.* is drawn from seed 4.*Nearest fix: seed=3, as before"
+        ValueError,
+        match=r"base initialized from seed 3.* is initialized from seed 4.*Nearest fix: seed=3, as before",
     ):
         other.check(plan)
     (danger,) = (found for found in plan.findings(other) if found.name == "checkpoint-over-another-base")
@@ -239,7 +240,7 @@ def test_fault_31_adapters_do_not_resume_over_other_weights(tmp_path: Path) -> N
     for task, words in (
         (Finetune(weights=copy), f"Nearest fix: weights='{first}', as before"),
         (Finetune(weights=first), "Nearest fix: Put back the weights that were there before"),
-        (Pretrain(), f"is drawn from seed 0.*Nearest fix: Finetune with weights='{first}', as before"),
+        (Pretrain(), f"is initialized from seed 0.*Nearest fix: Finetune with weights='{first}', as before"),
     ):
         with pytest.raises(ValueError, match=rf"over a base of the weights in {first}, .*{words}"):
             check_loads(path, plan, "x", seed=0, frozen_base=task.frozen_base())

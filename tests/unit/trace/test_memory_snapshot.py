@@ -86,7 +86,7 @@ def write_snapshot(folder: Path, content: Any) -> Path:
     return path
 
 
-def test_what_was_alive_at_the_peak(tmp_path: Path) -> None:
+def test_live_allocations_at_the_peak(tmp_path: Path) -> None:
     summary = load_memory_snapshot(write_snapshot(tmp_path, make_snapshot()))
     assert summary.peak_bytes == (8 + 4 + 5) * MIB
     assert [(live.frame, live.num_bytes, live.num_allocations) for live in summary.at_peak] == [
@@ -115,7 +115,7 @@ def test_the_peak_may_be_its_beginning_or_its_end(tmp_path: Path) -> None:
     assert load_memory_snapshot(write_snapshot(tmp_path, late)).peak_bytes == 11 * MIB
 
 
-def test_small_places_are_summed_up(tmp_path: Path) -> None:
+def test_the_smallest_places_are_one_sum(tmp_path: Path) -> None:
     many = make_snapshot()
     many["device_traces"] = [
         [
@@ -199,18 +199,18 @@ def test_fault_39_references_out_of_the_file_are_refused(tmp_path: Path) -> None
     ],
     ids=str,
 )
-def test_what_is_no_snapshot_is_refused(tmp_path: Path, content: Any, message: str) -> None:
+def test_other_files_are_refused(tmp_path: Path, content: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         load_memory_snapshot(write_snapshot(tmp_path, content))
     assert "Fix: " in str(caught.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not exist"):
         load_memory_snapshot(tmp_path / "rank-0.pickle")
 
 
-def test_a_run_s_memory_leads_to_its_snapshots(tmp_path: Path) -> None:
+def test_a_run_lists_its_memory_snapshots(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.memory_snapshots() == {}
     for rank in (3, 12):

@@ -154,7 +154,7 @@ def test_threads_have_the_names_that_the_operating_system_gave_them(tmp_path: Pa
     ]
 
 
-def test_processes_of_one_file_are_told_apart_by_their_names(tmp_path: Path) -> None:
+def test_processes_of_one_file_have_distinct_track_names(tmp_path: Path) -> None:
     events = [
         make_event(pid=1, tid=5),
         make_event(pid=2, tid=5),
@@ -174,7 +174,7 @@ def test_a_process_whose_number_is_that_of_a_gpu_stays_a_process(tmp_path: Path)
     assert [track.kind for track in Trace.load(write_trace(tmp_path / "a.json", events)).tracks] == ["cpu"]
 
 
-def test_python_stacks_are_tracks_of_their_own_after_gpu_and_operators() -> None:
+def test_python_stacks_are_separate_tracks_after_gpu_and_operators() -> None:
     tracks = Trace.load(STACKS).tracks
     assert [(track.name, track.kind) for track in tracks] == [
         ("stream 7", "gpu"),
@@ -425,13 +425,13 @@ def test_fault_41_links_pipes_and_folders_in_a_file_s_place_are_refused(tmp_path
 
 
 @pytest.mark.parametrize("source", ["missing.json", "empty_folder", 7, None])
-def test_what_is_not_there_is_refused(tmp_path: Path, source: Any) -> None:
+def test_missing_files_are_refused(tmp_path: Path, source: Any) -> None:
     (tmp_path / "empty_folder").mkdir()
     with pytest.raises(ValueError, match="Fix: "):
         Trace.load(tmp_path / source if isinstance(source, str) else source)
 
 
-def test_a_run_without_a_trace_says_how_to_get_one(tmp_path: Path) -> None:
+def test_the_error_of_a_run_without_a_trace_has_the_fix(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="profile=True"):
         Trace.load(SimpleNamespace(folder=tmp_path))
 

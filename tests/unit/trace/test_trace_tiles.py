@@ -45,7 +45,7 @@ def test_zoomed_in_every_slice_stands_alone_at_its_exact_time(tiler: Tiler) -> N
 
 
 @pytest.mark.parametrize("zoom", [1, 3, 20, 500])
-def test_a_tile_has_what_touches_its_stretch(tiler: Tiler, zoom: int) -> None:
+def test_a_tile_has_all_slices_that_overlap_its_range(tiler: Tiler, zoom: int) -> None:
     total = tiler.trace.duration_ns_total
     t0, t1 = total * 0.3, total * 0.3 + total / zoom
     tile = tiler.build_tile(t0, t1, 800)
@@ -62,7 +62,7 @@ def test_marks_of_a_row_ascend_and_do_not_overlap(tiler: Tiler) -> None:
         assert np.all(start[1:] >= (start + columns["duration"][first:last])[:-1])
 
 
-def test_a_run_is_named_after_its_longest_slice(tmp_path: Path) -> None:
+def test_a_merged_mark_is_named_after_its_longest_slice(tmp_path: Path) -> None:
     tiler = write_trace(tmp_path, [("short", 0, 1), ("long", 2, 3), ("short", 6, 1), ("far", 900, 100)])
     columns = tiler.build_tile(0, 1_000_000, 10).columns
     assert columns["count"].tolist() == [3, 1]
@@ -71,7 +71,7 @@ def test_a_run_is_named_after_its_longest_slice(tmp_path: Path) -> None:
     assert 0.6 < columns["density"][0] / 255 < 0.8
 
 
-def test_a_run_with_a_match_shows_it(tmp_path: Path) -> None:
+def test_a_merged_mark_with_a_match_shows_it(tmp_path: Path) -> None:
     tiler = write_trace(tmp_path, [("needle", 0, 1), ("hay", 2, 3), ("far", 900, 100)])
     columns = tiler.build_tile(0, 1_000_000, 10, tiler.find_matches("NEED")).columns
     assert columns["match"].tolist() == [True, False]
@@ -85,7 +85,7 @@ def test_marks_are_bounded_by_the_width(tmp_path: Path) -> None:
     assert int(tile.columns["count"].sum()) == 50_000
 
 
-def test_nanoseconds_survive_far_from_the_start(tmp_path: Path) -> None:
+def test_nanoseconds_are_exact_far_from_the_start(tmp_path: Path) -> None:
     tiler = write_trace(tmp_path, [("first", 0, 1), ("late", 3_600_000_000.001, 0.002)])
     column = tiler.build_tile(3.6e12 - 100, 3.6e12 + 100, 1000).columns
     assert (int(column["start"][0]), int(column["duration"][0])) == (3_600_000_000_001, 2)
@@ -106,7 +106,7 @@ def test_an_empty_trace_gives_empty_tiles(tmp_path: Path) -> None:
     assert tiler.sum_by_name(0, 1000) == []
 
 
-def test_totals_add_up_inside_the_stretch(tmp_path: Path) -> None:
+def test_totals_add_up_inside_the_range(tmp_path: Path) -> None:
     tiler = write_trace(tmp_path, [("a", 0, 10), ("b", 20, 30), ("a", 60, 10)])
     assert tiler.sum_by_name(0, 70_000) == [
         {"name": "b", "slices": 1, "self_seconds": 30e-6, "total_seconds": 30e-6},
@@ -124,7 +124,7 @@ def name_seconds(tiler: Tiler, t0_us: float = 0, t1_us: float = 200) -> dict[str
     }
 
 
-def test_a_callers_own_time_is_told_apart_from_what_it_called(tmp_path: Path) -> None:
+def test_self_time_excludes_callees(tmp_path: Path) -> None:
     tiler = write_trace(
         tmp_path, [("step", 0, 100), ("linear", 10, 60), ("addmm", 20, 40), ("linear", 80, 10)]
     )
@@ -132,17 +132,17 @@ def test_a_callers_own_time_is_told_apart_from_what_it_called(tmp_path: Path) ->
     assert name_seconds(tiler, 50, 100) == {"step": (20, 50), "linear": (20, 30), "addmm": (10, 10)}
 
 
-def test_a_call_inside_of_one_of_its_own_name_counts_once(tmp_path: Path) -> None:
+def test_recursive_calls_count_once(tmp_path: Path) -> None:
     tiler = write_trace(tmp_path, [("module", 0, 100), ("call", 5, 90), ("module", 10, 80), ("mm", 20, 50)])
     assert name_seconds(tiler) == {"mm": (50, 50), "module": (40, 100), "call": (10, 90)}
 
 
-def test_what_outlives_its_starter_takes_nothing_from_it(tmp_path: Path) -> None:
+def test_a_slice_that_outlives_its_parent_takes_no_self_time_from_it(tmp_path: Path) -> None:
     tiler = write_trace(tmp_path, [("starter", 0, 10), ("sent", 5, 100), ("inside", 6, 2)])
     assert name_seconds(tiler) == {"sent": (98, 100), "starter": (10, 10), "inside": (2, 2)}
 
 
-def test_times_of_their_own_add_up_to_the_busy_time(tiler: Tiler) -> None:
+def test_self_times_add_up_to_the_busy_time(tiler: Tiler) -> None:
     """Compare with the busy time of each track of a real recording, computed without rows or names."""
     trace = tiler.trace
     busy = sum(

@@ -35,7 +35,7 @@ them."""
 
 
 class Cell(NamedTuple):
-    """Whether a framework has an ability."""
+    """One ability of one framework."""
 
     supported: bool
     how: str
@@ -68,7 +68,7 @@ class Abilities:
     ergonomics: Mapping[str, str]
     """Framework name -> short description of working with it."""
 
-    def cell(self, framework: str, ability: str) -> Cell:
+    def get_cell(self, framework: str, ability: str) -> Cell:
         """Return one cell. Raises ``ValueError`` for names that are not in the table."""
         row = self.cells[check_choice("framework", framework, self.cells)]
         return row[check_choice("ability", ability, row)]
@@ -91,6 +91,8 @@ class Abilities:
         head = "".join(
             f"<th title='{escape(c.description, True)}'>{escape(c.title)}</th>" for c in COLUMNS.values()
         )
+        # Each cell has the code that requests the ability as its tooltip, so that the table is also a
+        # reference.
         rows = "".join(
             f"<tr><th scope='row' style='text-align:left'>{escape(self.titles[name])}</th>"
             + "".join(
@@ -127,6 +129,7 @@ def compute_abilities() -> Abilities:
 
 def format_layout(layout: Layout) -> str:
     """Return the code that creates this layout, without default values: ``Layout.zero(stage=2)``."""
+    # Compare types: a framework's default layout may have other fields than the one to be printed.
     name = next(name for name in FACTORIES if type(getattr(Layout, name)()) is type(layout))
     plain = type(layout)()
     changed = [
@@ -164,6 +167,7 @@ COLUMNS: dict[str, Column] = {
 def _build_cell(framework: Framework, ability: str) -> Cell:
     """Return whether ``framework`` declares the ability, with a layout that has it."""
     column = COLUMNS[ability]
+    # A layout that really has the ability, rather than a flag: its constructor checks the combination.
     layout = _find_layout_with(framework, ability)
     if layout is None:
         return Cell(False, f"Shardscope plans none with {framework.title}")
@@ -198,6 +202,7 @@ def _build_accelerate_cell(ability: str, cells: Mapping[str, Mapping[str, Cell]]
             column = COLUMNS[ability]
             through = f"through {frameworks[name].title}" + (f": {options}" if options else "")
             return Cell(True, f"{through} ({_format_code(layout, column)})", layout, column.recipe)
+    # Distinguish "none of its frameworks has it" from "its plugin cannot pass the option".
     have = [frameworks[name].title for name, row in cells.items() if row[ability].supported]
     why = f"no option passes it to {', '.join(have)}" if have else "nothing that it starts has it"
     return Cell(False, f"{TITLE}: {why}")
@@ -205,6 +210,8 @@ def _build_accelerate_cell(ability: str, cells: Mapping[str, Mapping[str, Cell]]
 
 def _describe_ergonomics(framework: Framework) -> str:
     layout_class = framework.layout_class
+    # Keeping the user's modules or rebuilding the model is what users notice first when they change
+    # frameworks.
     keeps_modules = layout_class.default_kernels == "transformers"
     number = len(layout_class.choices)
     return "; ".join((

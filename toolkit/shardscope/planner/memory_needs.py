@@ -6,7 +6,7 @@ only.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from shardscope.frameworks.registry import frameworks
 from shardscope.timing.paging import count_evicted_bytes, count_paged_bytes
@@ -14,6 +14,10 @@ from shardscope.timing.paging import count_evicted_bytes, count_paged_bytes
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.memory.report import MemoryReport
+
+
+WHILE_MADE: Final = "host memory while the model is made"
+"""Name of the host memory that ranks need before the first step."""
 
 
 class MemoryNeed(NamedTuple):
@@ -35,8 +39,8 @@ class MemoryNeed(NamedTuple):
 
 def list_memory_needs(plan: Plan, report: MemoryReport) -> tuple[MemoryNeed, ...]:
     """Return the GPU memory and every other kind of memory that the plan needs."""
-    card = MemoryNeed("GPU memory", report.peak_bytes, report.usable_bytes, report.peak_bytes)
-    return (card, *list_host_and_nvme_needs(plan, report), *_list_building_memory(plan))
+    gpu_memory = MemoryNeed("GPU memory", report.peak_bytes, report.usable_bytes, report.peak_bytes)
+    return (gpu_memory, *list_host_and_nvme_needs(plan, report), *_list_building_memory(plan))
 
 
 def _list_building_memory(plan: Plan) -> tuple[MemoryNeed, ...]:
@@ -48,7 +52,7 @@ def _list_building_memory(plan: Plan) -> tuple[MemoryNeed, ...]:
         return ()
     on_a_node = rank_bytes * plan.cluster.gpus_per_node
     room = plan.cluster.host_memory_bytes
-    return (MemoryNeed("host memory while the model is made", on_a_node, room, rank_bytes),)
+    return (MemoryNeed(WHILE_MADE, on_a_node, room, rank_bytes),)
 
 
 def list_host_and_nvme_needs(plan: Plan, report: MemoryReport) -> tuple[MemoryNeed, ...]:

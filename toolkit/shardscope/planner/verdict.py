@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING, Literal
 
 from shardscope.core.number_format import format_gib
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
-from shardscope.planner.memory_needs import MemoryNeed, list_memory_needs
+from shardscope.planner.memory_needs import WHILE_MADE, MemoryNeed, list_memory_needs
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.memory.report import MemoryReport
 
 State = Literal["fits", "tight", "does not fit", "unknown"]
-WHILE_MADE = "host memory while the model is made"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether a plan fits, and why."""
+    """State of a plan, from "fits" to "does not fit", with the reason."""
 
     state: State
     """``tight``: the plan fits, but such runs may run out of memory. ``unknown``: GPU memory is sufficient,

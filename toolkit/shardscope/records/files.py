@@ -42,6 +42,7 @@ RESERVED = ("step", "rank", "time")
 
 def encode(record: Mapping[str, object], as_is: Collection[str] = ()) -> bytes:
     """Return ``record`` as a JSON line with newline; secrets are masked except in values named ``as_is``."""
+    # One redactor for the whole record: it reads the environment once.
     redact = create_redactor()
     clean = {
         redact(str(name)): _to_json_value(item, str if name in as_is else redact)
@@ -64,6 +65,7 @@ def write_json(path: Path, record: Mapping[str, object], as_is: Collection[str] 
 
     ``as_is`` names values that a process uses later, such as paths, which are never masked.
     """
+    # In the same folder, because a rename is atomic only within one file system. The pid keeps writers apart.
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open_new(partial) as file:
@@ -92,6 +94,7 @@ def write_json_on_full_disk(path: Path, record: Mapping[str, object]) -> None:
 def delete_partial_files(folder: Path) -> None:
     """Delete partial files of :func:`write_json` in killed processes, in ``folder`` and its subfolders."""
     for path in (*folder.glob(".*"), *folder.glob("*/.*")):
+        # A partial file of a living process is still being written.
         pid = path.suffix[1:]
         if pid.isdecimal() and read_start_time(int(pid)) is None:
             path.unlink(missing_ok=True)
@@ -191,6 +194,8 @@ class LineTail:
 
     def _read_pieces(self, file: BinaryIO, end: int) -> Iterator[bytes]:
         rest = b""
+        # Only complete lines advance the offset: the rest of a piece is read again, or completed by the next
+        # piece.
         while (position := self.offset + len(rest)) < end:
             file.seek(position)
             piece = file.read(min(PIECE_BYTES, end - position))
@@ -205,6 +210,7 @@ class LineTail:
             self.offset += len(lines) + len(newline)
             if lines:
                 yield lines
+            # A line that never ends would fill the memory: count it as malformed and go on behind it.
             if len(rest) > MAX_RECORD_BYTES:
                 self.num_malformed += 1
                 self.offset, rest = self.offset + len(rest), b""
@@ -233,6 +239,7 @@ def read_tail_text(path: Path, max_bytes: int) -> str:
 
 def _to_json_value(value: object, redact: Callable[[str], str]) -> object:
     """Return ``value`` as JSON can store it: text masked, non-finite floats as strings, others as text."""
+    # JSON has no NaN and no infinity (RFC 8259, section 6), but a diverged loss is one.
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):

@@ -151,12 +151,14 @@ class RunFolder:
 
     def memory_snapshots(self) -> dict[int, Path]:
         """Return the existing memory snapshots by rank."""
+        # The folder may come from anybody: int() also accepts digits of other scripts, which no rank has.
         paths = self.memory_snapshot(0).parent.glob("rank-*.pickle")
         ranks = ((path.stem.removeprefix("rank-"), path) for path in paths)
         return {int(rank): path for rank, path in ranks if rank.isdecimal() and rank.isascii()}
 
     def create(self) -> None:
         """Create the folder with mode 0700, and its parents. Raises ``OSError``."""
+        # The parents with the user's umask, as any tool makes them; the run itself is private.
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.mkdir(mode=0o700)
         for name in self.SUBFOLDERS:
@@ -177,6 +179,7 @@ class RunFolder:
 
 def checked_path(field: str, value: object) -> Path:
     """Return ``value`` as a path. Raises ``ValueError`` unless it is text or a ``Path``, without nulls."""
+    # Path("a\0b") is accepted by pathlib and fails only when the file is opened.
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str) or "\0" in text:
         refuse(field, value, "text or a Path, without null bytes", Value("runs"))
@@ -185,6 +188,7 @@ def checked_path(field: str, value: object) -> Path:
 
 def explain_write_error(path: Path, error: OSError) -> OSError:
     """Return an ``OSError`` of the same type whose message names the folder or resource and a fix."""
+    # A full disk or quota is not a matter of permissions: another folder is no fix for it.
     shortage = describe_shortage(error)
     if shortage is not None:
         message = f"The run in {path} lacks a resource: {shortage}."

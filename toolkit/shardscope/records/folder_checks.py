@@ -35,6 +35,7 @@ def check_file_kinds(folder: RunFolder, *, inside: bool = False) -> None:
     ``inside=True`` also checks the files in these folders, which takes about ten times as long. Raises
     ``ValueError`` with the file's path, and ``OSError`` if ``folder`` cannot be listed.
     """
+    # scandir gives the type of most entries without another system call, which matters for thousands of runs.
     with os.scandir(folder.path) as entries:
         for entry in entries:
             if entry.name in FILES and not entry.is_file(follow_symlinks=False):
@@ -75,6 +76,7 @@ def read_description(folder: RunFolder) -> Description:
         _check_types(record, _DESCRIPTION)
         return Description(data, world_size, created)
     except (OSError, ValueError, RecursionError) as error:
+        # Too many open files, say, is a problem of this process and no damage of the folder.
         if isinstance(error, OSError) and describe_shortage(error):
             raise
         raise _create_error(folder, "run.json", error) from error
@@ -108,6 +110,7 @@ def shorten_message(folder: RunFolder, error: Exception) -> str:
 
 
 def _create_error(folder: RunFolder, name: str, error: Exception) -> ValueError:
+    # Errors from below may already say "is damaged": keep only their reason.
     reason = str(error).partition(" is damaged: ")[2] or str(error)
     if isinstance(error, OSError) and error.strerror:
         reason = f"it cannot be read: {error.strerror}"
@@ -118,6 +121,7 @@ def _create_error(folder: RunFolder, name: str, error: Exception) -> ValueError:
 
 
 def _format_value(value: object) -> str:
+    # Untrusted values go into messages escaped and shortened.
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 

@@ -41,6 +41,7 @@ class Follow:
         self.is_behind = False
         new: list[dict[str, object]] = []
         for rank, tail in enumerate(self._tails):
+            # Per rank, so that one rank that logs too fast does not cost the others their records.
             size = size_of(tail.path)
             if size - tail.offset > self._max_behind:
                 new += self._read_sample(tail, size)

@@ -18,6 +18,7 @@ def parse_object(data: bytes) -> dict[str, object]:
     Integers of more than 17 digits become floats. Raises ``ValueError`` for anything but an object, for
     numbers beyond float range and for nesting beyond :data:`shardscope.core.json_text.MAX_DEPTH`.
     """
+    # Count brackets first: it is fast, and only a text with very many of them can be nested too deeply.
     text = data.decode(errors="replace")
     if data.count(b"{") + data.count(b"[") > MAX_DEPTH:
         check_depth("JSON", text)

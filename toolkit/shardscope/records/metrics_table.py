@@ -28,6 +28,7 @@ def write_csv_in_pieces(folder: RunFolder, world_size: int, report: Callable[[st
     The metrics are read twice (column names, then rows), in pieces, so that memory does not grow with the
     run. It yields after each piece, so that the caller can do other work in between. Raises ``OSError``.
     """
+    # Every n-th line of each rank, so that the sample covers the whole run evenly.
     stride = _compute_stride(folder, world_size)
     if stride > 1:
         report(f"metrics.csv has one of {stride} lines of each rank: all are more than {stride - 1} GiB")
@@ -85,6 +86,7 @@ def _read_pieces(folder: RunFolder, world_size: int, stride: int) -> Iterator[li
     for rank in range(world_size):
         tail, size = LineTail(folder.events(rank)), size_of(folder.events(rank))
         first = 0
+        # The stride goes on over the borders of pieces.
         for end in (*range(PIECE_BYTES, size, PIECE_BYTES), size):
             records = tail.read(end)
             yield records[first::stride]

@@ -45,6 +45,7 @@ def open_descriptor(path: Path, flags: int) -> int:
         if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR):
             check_regular(path)
         raise
+    # Check the open descriptor, not the path: the path could be replaced between check and open.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         check_regular(path)

@@ -22,6 +22,7 @@ class SampledLines:
 
     def read(self) -> list[dict[str, object]]:
         """Return new complete records, oldest first, from at most ``piece_bytes``."""
+        # Keeping up with the run matters more than completeness: skip what was logged long ago.
         size = size_of(self._tail.path)
         if size - self._tail.offset > self._max_behind_bytes:
             self._skip_to(size - self._piece_bytes)

@@ -30,6 +30,7 @@ def list_trace_files(source: object) -> list[Path]:
 
     Raises ``ValueError`` when ``source`` is neither, does not exist or holds no trace.
     """
+    # A Run is recognized by its attribute: trace is a layer below runs and cannot import the class.
     folder = getattr(source, "folder", None)
     if folder is not None:
         source = Path(folder) / "traces"
@@ -43,6 +44,7 @@ def list_trace_files(source: object) -> list[Path]:
     path = Path(source)
     if not path.is_dir():
         return [path]
+    # A run's folder is accepted in place of its "traces".
     inside = path / "traces"
     if inside.is_dir():
         path = inside
@@ -59,6 +61,7 @@ def read_bytes(path: Path) -> bytes:
 
     Raises ``ValueError`` for anything but a regular file within the size limits.
     """
+    # O_NOFOLLOW below would fail with a message about too many links; this one names the target.
     if path.is_symlink():
         refuse_file(path, "is a symbolic link", f"load the file that it points to, {_resolve_link(path)}")
     try:
@@ -93,6 +96,7 @@ def _resolve_link(path: Path) -> Path:
 
 
 def _decompress(path: Path, file: BinaryIO, packed_bytes: int) -> bytes:
+    # In chunks, so that a decompression bomb is noticed long before it fills the memory.
     chunks: list[bytes] = []
     total = 0
     try:

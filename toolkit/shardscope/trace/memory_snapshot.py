@@ -122,6 +122,7 @@ def load_memory_snapshot(path: str | Path) -> MemorySnapshot:
 
     Raises ``ValueError`` for a file that is not a snapshot, is damaged, or references any global.
     """
+    # 1. Unpickle without running code, and check each part: the file may come from anybody.
     path = Path(path)
     snapshot = _unpickle(path)
     if not isinstance(snapshot, Mapping):
@@ -134,11 +135,13 @@ def load_memory_snapshot(path: str | Path) -> MemorySnapshot:
         device_bytes[device] = device_bytes.get(device, 0) + _read_number(path, segment, "total_size")
     device = max(device_bytes, key=lambda number: device_bytes[number], default=0)
     segments = [segment for segment in segments if _read_number(path, segment, "device", 0) == device]
+    # 2. The history of that device. Its list is empty if only the state was recorded, not the history.
     traces = snapshot.get("device_traces", [])
     if not isinstance(traces, list):
         _refuse_snapshot(path, "has no list of device_traces")
     events = _check_dicts(path, traces[device], "device_traces") if device < len(traces) else []
     peak, at_peak = _sum_at_peak(path, _list_allocations(path, segments, events), len(events))
+    # 3. The segments as they were when the snapshot was taken, which is usually after the peak.
     segment_sizes = [
         SegmentBytes(
             kind=str(segment.get("segment_type", "large")),
@@ -161,6 +164,7 @@ def _unpickle(path: Path) -> object:
     try:
         return _PlainUnpickler(io.BytesIO(read_bytes(path))).load()
     except _BROKEN as error:
+        # read_bytes' own error already names the file and a fix.
         if isinstance(error, ValueError) and str(path) in str(error):
             raise
         _refuse_snapshot(path, f"is no memory snapshot ({str(error) or type(error).__name__})")
@@ -210,6 +214,7 @@ def _sum_at_peak(
         now += change
         if now > peak:
             peak, when = now, index
+    # Then add up what was alive at that event, by the place in the code that allocated it.
     bytes_by_frame: dict[str, list[int]] = {}
     for allocation in allocations:
         if allocation.begins + 1 <= when < allocation.ends + 1:
@@ -233,6 +238,7 @@ def _format_frame(frames: object) -> str:
         return NO_STACK
     frames_with_data = [frame for frame in frames if isinstance(frame, Mapping)]
     python_frames = [frame for frame in frames_with_data if str(frame.get("filename", "")).endswith(".py")]
+    # The user's line says more than torch's: prefer the innermost frame outside of torch.
     user_frames = [
         frame for frame in python_frames if "torch" not in PurePosixPath(str(frame["filename"])).parts
     ]

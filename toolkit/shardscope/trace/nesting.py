@@ -15,6 +15,7 @@ def compute_nesting_depth(start_ns: Int64s, end_ns: Int64s) -> npt.NDArray[np.in
     asynchronous work: pytorch#174555) gets the first free row, so that both stay visible.
     """
     depth = np.zeros(len(start_ns), dtype=np.int32)
+    # Slices one after another, as on most GPU streams: one row, without the loop.
     if len(start_ns) < 2 or bool(np.all(start_ns[1:] >= end_ns[:-1])):
         return depth
     row_ends: list[int] = []  # end of the last slice of each row
@@ -46,6 +47,7 @@ def compute_union_ns(start_ns: Int64s, end_ns: Int64s) -> int:
     """Return the nanoseconds covered by at least one of the intervals."""
     if len(start_ns) == 0:
         return 0
+    # Each interval adds what lies beyond the furthest end so far.
     order = np.argsort(start_ns, kind="stable")
     start, end = start_ns[order], end_ns[order]
     reach = np.maximum.accumulate(end)
@@ -62,6 +64,7 @@ def find_parents(
     ``is_first_row[r]`` marks the first row of a track. A slice that outlives the one above it has no parent.
     """
     parents = np.full(len(start_ns), -1, dtype=np.int64)
+    # Slices of a row do not overlap, so the candidate is the last one above that starts no later.
     for row in np.flatnonzero(~is_first_row).tolist():
         above, first, end = row_bounds[row - 1 : row + 2].tolist()
         parent = above + np.searchsorted(start_ns[above:first], start_ns[first:end], side="right") - 1
@@ -75,6 +78,8 @@ def mark_recursive_calls(parents: Int64s, names: npt.NDArray[np.int32]) -> npt.N
     is_recursive = np.zeros(len(parents), dtype=bool)
     slices = np.flatnonzero(parents >= 0)
     ancestors = parents[slices]
+    # One level of ancestors per round, for all slices at once. Slices that are known to be recursive drop
+    # out.
     while len(slices):
         is_recursive[slices] |= names[ancestors] == names[slices]
         continues = (parents[ancestors] >= 0) & ~is_recursive[slices]

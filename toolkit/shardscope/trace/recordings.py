@@ -92,6 +92,8 @@ def read_recording(path: Path) -> Recording:
         refuse_file(
             path, "has no traceEvents: it is not a profiler trace", "give what torch.profiler exported"
         )
+    # 1. Sort the events by phase: complete slices are shown, metadata names their tracks, all others are
+    # counted.
     slices: list[Event] = []
     metadata: list[Event] = []
     for event in events:
@@ -135,6 +137,7 @@ def _find_gpu_processes(metadata: list[Event]) -> set[int | str]:
     Kineto labels the ids 0 to 15 as GPUs. In a container the training process may have one of these ids too;
     then it is also labeled "CPU".
     """
+    # Kineto writes several process_labels for one id: join them before looking for "CPU" and "GPU".
     labels: dict[int | str, bytes] = {}
     for event in metadata:
         if event.name == "process_labels":
@@ -175,6 +178,7 @@ _OTHER_PHASES = {
 
 def _decode_document(path: Path, text: bytes, oddities: Counter[str]) -> _Document:
     """Decode a file in one call; if that fails, decode event by event and count malformed ones."""
+    # Chrome's format is an object with traceEvents, or the list alone, which some exporters write.
     is_list = text[:64].lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
     try:
         if is_list:

@@ -87,6 +87,7 @@ class Trace:
 
     def __init__(self, recordings: list[Recording]) -> None:
         """Build the columns; use :meth:`load`."""
+        # Ranks first, since tracks are in their order; then one clock for all; then the columns.
         recordings = _assign_ranks(recordings)
         self.ranks: list[int] = [_require_rank(recording.rank) for recording in recordings]
         self.notes: list[str] = []
@@ -264,6 +265,7 @@ class _Builder:
         start, duration, name, category, track, depth = (
             np.concatenate(column) for column in zip(*self.columns, strict=True)
         )
+        # Sorted by row and start, the slices of any time range of a row are found by binary search.
         order = np.lexsort((start, depth, track))
         origin = start.min() if len(start) else 0
         trace.start_ns, trace.duration_ns = start[order] - origin, duration[order]
@@ -292,7 +294,7 @@ def _assign_ranks(recordings: list[Recording]) -> list[Recording]:
     for recording in recordings:
         if recording.rank is None:
             recording.rank = next(free)
-            recording.oddities["file that does not say its rank, numbered by order"] += 1
+            recording.oddities["file without a rank, numbered by order"] += 1
     return sorted(recordings, key=lambda recording: _require_rank(recording.rank))
 
 
@@ -307,6 +309,8 @@ def _align_clocks(recordings: list[Recording], notes: list[str]) -> list[Int64s]
     ]
     if len(spans) < 2:
         return starts
+    # Files of one run overlap in time. Without an overlap they are of different runs, or of hosts whose
+    # clocks differ, and a common axis would be mostly empty.
     on_wall_clock = all(first > _EPOCH_NS for first, _ in spans)
     together = max(first for first, _ in spans) <= min(last for _, last in spans)
     if on_wall_clock and together:
@@ -356,6 +360,7 @@ def _read_durations(recording: Recording, start_ns: Int64s) -> tuple[Int64s, npt
     """Return durations in ns (negative and missing ones 0, and counted), and a mask of slices to keep."""
     keep = start_ns != _ABSENT
     duration = recording.duration_us * 1000
+    # Slices without a usable duration are shown as points instead of being lost.
     absent, negative = np.isnan(duration), duration < 0
     huge = keep & (duration > _FAR_NS)
     _count_oddity(recording, "slices without dur shown with no length", int((absent & keep).sum()))
@@ -375,6 +380,7 @@ def _note_oddities(recordings: list[Recording], notes: list[str]) -> None:
 
 
 def _note_missing_ranks(recordings: list[Recording], notes: list[str]) -> None:
+    # range() is bounded because the world size comes from the file.
     world_size = max((recording.world_size or 0 for recording in recordings), default=0)
     present_ranks = {recording.rank for recording in recordings}
     missing = [rank for rank in range(min(world_size, 10**6)) if rank not in present_ranks]
@@ -387,6 +393,7 @@ def _note_missing_ranks(recordings: list[Recording], notes: list[str]) -> None:
 
 def _name_tracks(recording: Recording, keys: list[tuple[int | str, int | str]], gpu: list[bool]) -> list[str]:
     """Return a unique display name for each thread and stream of one rank."""
+    # A number of a device or process is added to names only if there are several.
     devices = {process for (process, _), is_gpu in zip(keys, gpu, strict=True) if is_gpu}
     processes = {process for (process, _), is_gpu in zip(keys, gpu, strict=True) if not is_gpu}
     names = []

@@ -109,6 +109,7 @@ class TraceSummary:
             "exposed communication": "exposed_communication_seconds",
             "GPU idle": "idle_seconds",
         }
+        # A trace of CPU ranks has no GPU times: leave those columns out.
         shown = {title: key for title, key in columns.items() if any(row[key] for row in self.ranks)}
         rows = [
             (row["rank"], row["slices"], *(_format_seconds(row, key) for key in shown.values()))
@@ -134,6 +135,7 @@ def _format_seconds(row: RankTimes, key: TimeColumn) -> str | None:
 def summarize(trace: Trace) -> TraceSummary:
     """Return the summary of ``trace``; see :meth:`Trace.summary`."""
     ranks = Table(_compute_rank_rows(trace))
+    # All names, because annotations are removed from the list only afterwards.
     totals = Tiler(trace).sum_by_name(0, max(trace.duration_ns_total, 1), limit=len(trace.names))
     annotations = _list_annotation_names(trace)
     operators = Table([row for row in totals if row["name"] not in annotations][:NUM_OPERATORS])
@@ -163,6 +165,7 @@ def _compute_rank_rows(trace: Trace) -> list[RankTimes]:
     def sum_busy_seconds(mask: Mask) -> float:
         return compute_union_ns(trace.start_ns[mask], end_ns[mask]) / 1e9
 
+    # One row per rank. Times are unions of intervals, because slices nest and streams run in parallel.
     rows: list[RankTimes] = []
     for rank_number in trace.ranks:
         of_rank = rank_of_slice == rank_number
@@ -189,6 +192,8 @@ def _compute_rank_rows(trace: Trace) -> list[RankTimes]:
         )
         if kernels.any():
             rows[-1] |= {
+                # Only ranks with GPU streams: on CPU threads an operator and the collective in it cannot be
+                # separated.
                 "compute_seconds": sum_busy_seconds(kernels & ~is_communication & ~is_copy),
                 "communication_seconds": sum_busy_seconds(kernels & is_communication),
                 "exposed_communication_seconds": busy - other_work,
@@ -212,6 +217,7 @@ _GPU_SHARES: tuple[tuple[str, TimeColumn], ...] = (
 def _write_sentences(trace: Trace, ranks: Table[RankTimes], operators: Table[NameTotals]) -> list[str]:
     num_ranks = "1 rank" if len(ranks) == 1 else f"{len(ranks):,} ranks"
     sentences = [f"{num_ranks}, {len(trace):,} slices in {format_seconds(trace.duration_seconds)}."]
+    # The range over ranks, not the mean: one slow rank delays all others.
     on_gpu = [row for row in ranks if row["idle_seconds"] is not None and row["span_seconds"]]
     if on_gpu:
         for title, key in _GPU_SHARES:

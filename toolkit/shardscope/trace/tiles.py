@@ -36,6 +36,7 @@ Times are nanoseconds from the trace's first slice in float64, exact up to 104 d
 sub-microseconds beyond 16 s.
 """
 
+# Indices of the colors in colours.js of the Trace view.
 NUM_HUES = 6
 MUTED, COMMUNICATION, FIRST_HUE = 0, 1, 2
 
@@ -117,6 +118,7 @@ class Tiler:
         self, t0_ns: float, t1_ns: float, width: int, matches: npt.NDArray[np.bool_] | None = None
     ) -> Tile:
         """Return the marks that overlap ``t0_ns..t1_ns`` when drawn ``width`` pixels wide."""
+        # 1. The slices that are visible at all.
         index = self._find_visible(t0_ns, t1_ns)
         start = self.trace.start_ns[index]
         duration = self.trace.duration_ns[index]
@@ -127,6 +129,7 @@ class Tiler:
         last = first + count - 1
         begin = start[first]
         extent = start[last] + duration[last] - begin
+        # Density: the share of a merged mark that is covered by slices, shown as its opacity.
         busy = np.add.reduceat(duration, first) if len(first) else duration
         # Each mark shows the name of one of its slices.
         shown = _choose_representatives(duration, match, first, count)
@@ -222,6 +225,7 @@ class Tiler:
         if not len(index):
             return index
         row = self.row[index]
+        # A slice joins its predecessor if both are narrower than a pixel and start in the same one.
         small = duration < pixel_ns
         pixel = np.floor((start - t0_ns) / pixel_ns)
         joins = small[1:] & small[:-1] & (row[1:] == row[:-1]) & (pixel[1:] == pixel[:-1])
@@ -237,6 +241,7 @@ def _choose_representatives(
     """Return the slice that names each mark: the longest, or the longest that matches the search."""
     if not len(first):
         return first
+    # An offset above any duration puts matches first; among them the longest decides.
     weight = duration + np.where(match, np.int64(2**60), np.int64(0))
     best = np.maximum.reduceat(weight, first)
     run = np.repeat(np.arange(len(first)), count)

@@ -258,7 +258,7 @@ def _explain_advice(path: QuestionPath, best: EvaluatedPlan) -> str:
         if not plan.recipe.has_adapters:
             tokens = TOKENS_PER_PARAMETER * plan.architecture.num_parameters
             source = f"{TOKENS_PER_PARAMETER} a parameter, Hoffmann et al. 2022"
-            budget = f"{descriptions.format_count(tokens)} tokens ({source})"
+            budget = f"{descriptions.abbreviate_count(tokens)} tokens ({source})"
             sentences.append(
                 f"Pretraining on {budget} would take {descriptions.format_duration(best.timed.days(tokens))}."
             )
@@ -274,7 +274,7 @@ def _explain_advice(path: QuestionPath, best: EvaluatedPlan) -> str:
         sentences.append(descriptions.describe_unknown_memory(best))
     if (refusal := why_not_trained(plan)) is not None:
         sentences.append(f"Shardscope plans and exports it; it cannot be launched here: {refusal}")
-    sentences.append("Escalate only when a measured run says so.")
+    sentences.append("Use a more complex plan only if a measured run shows the need.")
     return " ".join(sentences)
 
 

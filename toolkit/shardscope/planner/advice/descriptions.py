@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.number_format import format_gib
+from shardscope.planner.memory_needs import WHILE_MADE, list_memory_needs
 from shardscope.timing.report import format_seconds
 
 if TYPE_CHECKING:
@@ -61,8 +62,6 @@ def name_device(cluster: Cluster) -> str:
 
 def describe_needs(evaluated: EvaluatedPlan) -> str:
     """Return ``needs 54.0 of 79.1 GiB a GPU``, with host memory and NVMe if the step needs them."""
-    from shardscope.planner.memory_needs import list_memory_needs
-
     amounts = []
     for need in list_memory_needs(evaluated.plan, evaluated.report):
         # Building the model needs memory once, and seldom the most: mention it only if it is the reason for
@@ -81,8 +80,6 @@ def describe_needs(evaluated: EvaluatedPlan) -> str:
 
 def describe_unknown_memory(evaluated: EvaluatedPlan) -> str:
     """Return the text on needed memory whose size the cluster leaves unset; empty if there is none."""
-    from shardscope.planner.memory_needs import list_memory_needs
-
     amounts = [
         f"{format_gib(need.needed_bytes)} GiB of {need.name}"
         for need in list_memory_needs(evaluated.plan, evaluated.report)
@@ -90,10 +87,7 @@ def describe_unknown_memory(evaluated: EvaluatedPlan) -> str:
     ]
     if not amounts:
         return ""
-    return f"Whether a node has {join_list(amounts)} is for you to say: the cluster does not."
-
-
-WHILE_MADE = "host memory while the model is made"
+    return f"Check that each node has {join_list(amounts)}: the cluster does not state how much it has."
 
 
 def describe_shortage(evaluated: EvaluatedPlan) -> str:
@@ -176,7 +170,7 @@ def explain_missing_time(plan: Plan) -> str:
     return ""
 
 
-def format_count(number: float) -> str:
+def abbreviate_count(number: float) -> str:
     """Format a number of parameters or tokens: ``8.03B``, ``124M``."""
     if number >= 1e12:
         return f"{number / 1e12:.3g}T"

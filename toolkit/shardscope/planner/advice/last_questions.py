@@ -42,7 +42,7 @@ def ask_room(path: QuestionPath) -> None:
         path.record_turn("", question, answer, f"{used:.0f} % of it is used", why, current)
         return
     if current.seconds is None:
-        answer = "Yes; what a larger micro-batch gains, no known time says."
+        answer = "Yes; the gain of a larger micro-batch is not known, because no time is predicted."
         path.record_turn("", question, answer, f"{used:.0f} % of it is used", why, current)
         return
     if larger is current:

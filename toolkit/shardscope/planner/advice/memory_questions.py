@@ -26,11 +26,13 @@ def ask_what_trains(path: QuestionPath) -> None:
     if recipe.has_adapters:
         base = recipe.base_quantization or recipe.precision.removesuffix("-mixed")
         answer = f"Adapters of rank {recipe.adapter_rank} only: fine-tuning."
-        number = f"{descriptions.format_count(arch.num_parameters)} frozen parameters in {base}{state_text}"
+        number = (
+            f"{descriptions.abbreviate_count(arch.num_parameters)} frozen parameters in {base}{state_text}"
+        )
         why = "A frozen base needs no gradients and no optimizer state, so far fewer GPUs are enough."
     else:
         answer = "All weights: pretraining, or fine-tuning in full."
-        number = f"{descriptions.format_count(arch.num_parameters)} parameters{state_text}"
+        number = f"{descriptions.abbreviate_count(arch.num_parameters)} parameters{state_text}"
         why = (
             "Both hold the same: weights, gradients and the optimizer's state of every parameter. Adapters "
             "(LoRA) would keep gradients and state for a small share of them."
@@ -49,7 +51,7 @@ def ask_one_gpu(path: QuestionPath) -> None:
     outcome = path.choose_rung("whole", layout_ladder.build_unsharded())
     if path.evaluator.cluster.num_gpus == 1:
         how = "one process, and nothing to spread (DDP of one rank)"
-        why = f"With one {rank} there is nobody to share with, so this is the place to start."
+        why = f"With one {rank} there is nothing to shard over, so start here."
     else:
         how = f"DDP, a copy on every {rank}"
         why = "The simplest that there is: each rank holds everything, and only gradients travel."
@@ -132,7 +134,7 @@ def ask_split_inside_a_node(path: QuestionPath) -> None:
     # With one GPU, or a large prime number of them, there is no degree that divides evenly.
     if not rung.layouts or not (current is None or (is_middling and is_tight)):
         return
-    middling = f"{descriptions.format_count(size)} and tight: with" if is_middling else "With"
+    middling = f"{descriptions.abbreviate_count(size)} and tight: with" if is_middling else "With"
     path.try_rung(
         "split",
         rung,

@@ -55,6 +55,7 @@ def compute_simplicity_of_rows(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the simplicity of rows of a search: ``effort`` and ``settings``, each with the shape of
     ``rows``."""
+    # Per group of candidates in Python, per row in numpy: rows of one group differ in degrees only.
     candidates = ranking.candidates
     owners = ranking.owners(rows)
     effort = np.array([_get_effort(one.layout.framework, familiar) for one in candidates], np.int64)
@@ -72,6 +73,7 @@ def is_dominating(
     # Memory first: its report exists already, while the step time may have to be computed.
     if evaluated.report.peak_bytes >= other.report.peak_bytes:
         return False
+    # A plan that is better but harder to use is a choice for the user, not an improvement.
     simplicity, other_simplicity = (
         compute_simplicity(one.plan, wanted, familiar) for one in (evaluated, other)
     )

@@ -36,7 +36,7 @@ def ask_megatron(path: QuestionPath) -> None:
     is_large = arch.num_parameters > LARGE_FROM or cluster.num_gpus >= MANY_GPUS
     # 1. Is there a reason to try it? Size, or what the questions so far have shown.
     gpus = format_count(cluster.num_gpus, descriptions.name_device(cluster))
-    size = f"{descriptions.format_count(arch.num_parameters)} parameters, {gpus}"
+    size = f"{descriptions.abbreviate_count(arch.num_parameters)} parameters, {gpus}"
     question = "Clearly over 70B, or hundreds of GPUs?"
     why = (
         "Megatron-core splits every layer over the GPUs of a node (tp) and the layers over nodes (pp): less "

@@ -63,5 +63,6 @@ class Findings(list[Finding]):
 
 def run_checks(case: Case) -> Findings:
     """Return the findings for a plan and for the fields of its task, the most severe first."""
+    # Stable sorting keeps the order of CHECKS among findings of equal severity: memory first.
     results = [finding for check in CHECKS for finding in check(case)]
     return Findings(sorted(results, key=lambda one: SEVERITIES.index(one.severity)))

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 def check_checkpoint_format(case: Case) -> Iterator[Finding]:
     """Report a checkpoint format whose optimizer state loads only with the number of ranks that saved it."""
     plan = case.plan
-    saved = _format_of(plan)
-    # A tie to one rank excludes nothing: a format that a single process wrote loads anywhere.
-    tied = [tie for tie in saved.requirements.values() if tie.num_ranks > 1]
+    saved = _get_format(plan)
+    # A requirement of one rank excludes nothing: a format that a single process wrote loads anywhere.
+    tied = [requirement for requirement in saved.requirements.values() if requirement.num_ranks > 1]
     if not tied:
         return
-    tie_text = " and ".join(tie.text for tie in tied)
-    # Offer a framework whose format has no ties. The full search for one takes seconds, so it waits for a
-    # click.
+    tie_text = " and ".join(requirement.text for requirement in tied)
+    # Offer a framework whose format has no requirements. A full search for one takes seconds, so it waits
+    # for a click.
     loose = find_in_other_framework(plan, _is_loose)
     yield Finding(
         name="checkpoint-tied-to-ranks",
@@ -59,7 +59,7 @@ def _name_layout(other: Plan, plan: Plan) -> str:
 
 def _is_loose(plan: Plan) -> bool:
     """Return whether the plan's checkpoints load with any number of ranks."""
-    return all(tie.num_ranks == 1 for tie in _format_of(plan).requirements.values())
+    return all(requirement.num_ranks == 1 for requirement in _get_format(plan).requirements.values())
 
 
 def check_resumed_checkpoint(case: Case) -> Iterator[Finding]:
@@ -73,22 +73,22 @@ def check_resumed_checkpoint(case: Case) -> Iterator[Finding]:
     # first.
     position = read_json(Path(path) / "position.json")
     if position is not None:
-        yield from _other_base(case, position)
-        yield from _other_order(case, position)
-    before = _plan_of(Path(path))
+        yield from _check_base(case, position)
+        yield from _check_seed(case, position)
+    before = _read_plan(Path(path))
     if before is None:
         return
     now = case.plan
-    yield from _other_format(before, now)
-    yield from _other_model(before, now)
-    yield from _other_weights(before, now)
-    yield from _other_optimizer(before, now)
-    yield from _other_batch(before, now, Path(path))
+    yield from _check_format(before, now)
+    yield from _check_model(before, now)
+    yield from _check_weights(before, now)
+    yield from _check_optimizer(before, now)
+    yield from _check_batch(before, now, Path(path))
 
 
-def _other_format(before: Plan, now: Plan) -> Iterator[Finding]:
-    saved, read = _format_of(before), _format_of(now)
-    # Another format cannot be read at all, so the comparison of its ties would mean nothing.
+def _check_format(before: Plan, now: Plan) -> Iterator[Finding]:
+    saved, read = _get_format(before), _get_format(now)
+    # Another format cannot be read at all, so the comparison of its requirements would mean nothing.
     if saved.name != read.name:
         yield Finding(
             name="checkpoint-of-another-format",
@@ -100,13 +100,15 @@ def _other_format(before: Plan, now: Plan) -> Iterator[Finding]:
             plan=replace_parts(now, layout=before.layout),
         )
         return
-    differing = _find_differing_ties(saved, read)
+    differing = _find_differing_requirements(saved, read)
     if not differing:
         return
     # The same format, but tied to something that differs, such as the number of data-parallel ranks of ZeRO's
     # optimizer state.
-    was, wanted = (" and ".join(tie.text for tie in side) for side in zip(*differing, strict=True))
-    fixed, change = _as_before(before, now, [tie for tie, _ in differing])
+    was, wanted = (
+        " and ".join(requirement.text for requirement in side) for side in zip(*differing, strict=True)
+    )
+    fixed, change = _restore_requirements(before, now, [requirement for requirement, _ in differing])
     yield Finding(
         name="checkpoint-of-other-ranks",
         severity="danger",
@@ -123,32 +125,36 @@ def _format_alternative(saved: CheckpointFormat) -> str:
     return f"; or {saved.remedy[:1].lower()}{saved.remedy[1:]}" if saved.remedy else ""
 
 
-def _format_of(plan: Plan) -> CheckpointFormat:
+def _get_format(plan: Plan) -> CheckpointFormat:
     return frameworks[plan.layout.framework].defaults().get_checkpoint_format(plan)
 
 
-def _find_differing_ties(
+def _find_differing_requirements(
     saved: CheckpointFormat, read: CheckpointFormat
 ) -> list[tuple[CheckpointRequirement, CheckpointRequirement]]:
-    """Return the pairs of ties (as saved, as loaded) that must be equal and differ."""
+    """Return the pairs of requirements (as saved, as loaded) that must be equal and differ."""
     return [
-        (tie, read.requirements[name])
-        for name, tie in saved.requirements.items()
-        if read.requirements[name].value != tie.value
+        (requirement, read.requirements[name])
+        for name, requirement in saved.requirements.items()
+        if read.requirements[name].value != requirement.value
     ]
 
 
-def _as_before(before: Plan, now: Plan, ties: Sequence[CheckpointRequirement]) -> tuple[Plan | None, str]:
-    """Return ``now`` with ``ties`` as they were, None if its fields cannot express that, and the fix's
-    text."""
-    layout = {name: value for tie in ties for name, value in tie.layout.items()}
-    recipe = {name: value for tie in ties for name, value in tie.recipe.items()}
+def _restore_requirements(
+    before: Plan, now: Plan, requirements: Sequence[CheckpointRequirement]
+) -> tuple[Plan | None, str]:
+    """Return ``now`` with ``requirements`` as they were, and the text of the fix.
+
+    The plan is None if its fields cannot express that.
+    """
+    layout = {name: value for requirement in requirements for name, value in requirement.layout.items()}
+    recipe = {name: value for requirement in requirements for name, value in requirement.recipe.items()}
     fields_text = ", ".join(f"{name}={value!r}" for name, value in {**layout, **recipe}.items())
     # Restore the fields that the format depends on, and accept the result only if the formats really agree
     # then: the number of ranks may differ too, which no field of the layout can change.
     has_them = bool(fields_text) and layout.keys() <= now.layout.__dataclass_fields__.keys()
     fixed = replace_plan_fields(now, layout=layout, recipe=recipe) if has_them else None
-    if fixed is not None and not _find_differing_ties(_format_of(before), _format_of(fixed)):
+    if fixed is not None and not _find_differing_requirements(_get_format(before), _get_format(fixed)):
         return fixed, f"{fields_text}, as before"
     if type(before.layout) is not type(now.layout):
         return None, f"{before.layout.title} with {fields_text}, as before"
@@ -157,9 +163,9 @@ def _as_before(before: Plan, now: Plan, ties: Sequence[CheckpointRequirement]) -
     return None, f"{', '.join(filter(None, (ranks, fields_text)))}, as before"
 
 
-def _other_optimizer(before: Plan, now: Plan) -> Iterator[Finding]:
+def _check_optimizer(before: Plan, now: Plan) -> Iterator[Finding]:
     was, wanted = before.recipe.optimizer, now.recipe.optimizer
-    if _state_of(was) == _state_of(wanted):
+    if _name_optimizer_state(was) == _name_optimizer_state(wanted):
         return
     yield Finding(
         name="checkpoint-of-another-optimizer",
@@ -172,12 +178,12 @@ def _other_optimizer(before: Plan, now: Plan) -> Iterator[Finding]:
     )
 
 
-def _state_of(optimizer: str) -> str:
+def _name_optimizer_state(optimizer: str) -> str:
     """Return the optimizer state's name: AdamW keeps the same state with and without ``foreach``."""
     return optimizer.removesuffix("_foreach")
 
 
-def _other_model(before: Plan, now: Plan) -> Iterator[Finding]:
+def _check_model(before: Plan, now: Plan) -> Iterator[Finding]:
     # Names do not matter: a renamed model with the same parameters loads.
     if before.architecture.parameter_groups == now.architecture.parameter_groups:
         return
@@ -192,7 +198,7 @@ def _other_model(before: Plan, now: Plan) -> Iterator[Finding]:
     )
 
 
-def _other_weights(before: Plan, now: Plan) -> Iterator[Finding]:
+def _check_weights(before: Plan, now: Plan) -> Iterator[Finding]:
     """Report adapters that would be loaded over another base: a checkpoint of adapters does not contain
     it."""
     was, wanted = _describe_trained(before), _describe_trained(now)
@@ -220,28 +226,28 @@ def _describe_trained(plan: Plan) -> str:
     return f"adapters of rank {recipe.adapter_rank} on {targets}, over a base {kind}{double}"
 
 
-def _other_base(case: Case, position: Mapping[str, object]) -> Iterator[Finding]:
+def _check_base(case: Case, position: Mapping[str, object]) -> Iterator[Finding]:
     """Report a frozen base of the same shape with other weights: another seed, or another folder."""
     # Adapters are differences to their base's weights. Over another base of the same shape they load without
     # an error and compute nonsense, so the run that saved them recorded a sample of the base.
     was = position.get("frozen_base")
     if not case.plan.recipe.has_adapters or not isinstance(was, Mapping):
         return
-    now = _base_of(case.task)
+    now = _get_frozen_base(case.task)
     if now is None or (was.get("seed"), was.get("sample")) == (now.get("seed"), now.get("sample")):
         return
     yield Finding(
         name="checkpoint-over-another-base",
         severity="danger",
-        why=f"The checkpoint holds adapters over a base {_base_words(was)}, and this task's is "
-        f"{_base_words(now)}: numbers of the one, which say nothing of the other.",
+        why=f"The checkpoint holds adapters over a base {_describe_base(was)}, and this task's is "
+        f"{_describe_base(now)}: trained adapters are meaningless over another base.",
         number=None,
-        change=_base_before(was, now),
+        change=_suggest_base(was, now),
         task=replace_task_fields(case.task, seed=was["seed"]) if "seed" in was and "seed" in now else None,
     )
 
 
-def _base_of(task: object) -> Mapping[str, object] | None:
+def _get_frozen_base(task: object) -> Mapping[str, object] | None:
     """Return the frozen base of ``task``; None if it is not known, or its files cannot be read."""
     base = getattr(task, "frozen_base", None)
     try:
@@ -251,11 +257,15 @@ def _base_of(task: object) -> Mapping[str, object] | None:
     return base if isinstance(base, Mapping) else None
 
 
-def _base_words(base: Mapping[str, object]) -> str:
-    return f"drawn from seed {base['seed']}" if "seed" in base else f"of the weights in {base.get('weights')}"
+def _describe_base(base: Mapping[str, object]) -> str:
+    return (
+        f"initialized from seed {base['seed']}"
+        if "seed" in base
+        else f"of the weights in {base.get('weights')}"
+    )
 
 
-def _base_before(was: Mapping[str, object], now: Mapping[str, object]) -> str:
+def _suggest_base(was: Mapping[str, object], now: Mapping[str, object]) -> str:
     """Return the suggested fix: the task that resumes from a checkpoint over ``was``."""
     if "seed" in was:
         return f"{'' if 'seed' in now else 'Pretrain with '}seed={was['seed']}, as before"
@@ -266,7 +276,7 @@ def _base_before(was: Mapping[str, object], now: Mapping[str, object]) -> str:
     return f"{'Finetune with ' if 'seed' in now else ''}weights={folder!r}, as before"
 
 
-def _other_order(case: Case, position: Mapping[str, object]) -> Iterator[Finding]:
+def _check_seed(case: Case, position: Mapping[str, object]) -> Iterator[Finding]:
     """Report another seed: the task's seed determines the order of the text."""
     was, now = position.get("seed"), getattr(case.task, "seed", None)
     if not isinstance(was, int) or not isinstance(now, int) or was == now:
@@ -282,9 +292,9 @@ def _other_order(case: Case, position: Mapping[str, object]) -> Iterator[Finding
     )
 
 
-def _other_batch(before: Plan, now: Plan, path: Path) -> Iterator[Finding]:
+def _check_batch(before: Plan, now: Plan, path: Path) -> Iterator[Finding]:
     """Report another global batch size: the position in the text follows from the step number alone."""
-    steps = _steps_done(path)
+    steps = _read_num_steps(path)
     # With another sequence length the windows of the text are different ones, and sequences cannot be
     # compared.
     if steps is None or before.recipe.seq_len != now.recipe.seq_len:
@@ -307,7 +317,7 @@ def _other_batch(before: Plan, now: Plan, path: Path) -> Iterator[Finding]:
     )
 
 
-def _plan_of(path: Path) -> Plan | None:
+def _read_plan(path: Path) -> Plan | None:
     """Return the plan of the run that saved checkpoint ``path``; None if it is not known."""
     from shardscope.core.plan import Plan
     from shardscope.records.files import read_json  # Imported here: planning does not need run records.
@@ -322,7 +332,7 @@ def _plan_of(path: Path) -> Plan | None:
         return None
 
 
-def _steps_done(path: Path) -> int | None:
+def _read_num_steps(path: Path) -> int | None:
     from shardscope.records.files import read_json
 
     num_steps = (read_json(path / "position.json") or {}).get("num_steps_done")

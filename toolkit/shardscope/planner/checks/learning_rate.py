@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from shardscope.core.finding import Finding, Severity
 from shardscope.planner.checks.case import Case, replace_task_fields
-from shardscope.planner.checks.usual_rates import TOO_HIGH, Usual, find_usual_rate
+from shardscope.planner.checks.usual_rates import TOO_HIGH, UsualRate, find_usual_rate
 
 BETA_2 = 0.95
 """AdamW's beta_2 as ``Pretrain`` sets it (``training/optimizers/optimizers.py``)."""
@@ -32,18 +32,18 @@ def check_learning_rate(case: Case) -> Iterator[Finding]:
         severity=_choose_severity(rate, usual),
         why=_explain_rate(rate, usual),
         number=rate / usual.rate,
-        change=f"learning_rate={usual.advised:g}",
-        task=replace_task_fields(case.task, learning_rate=usual.advised),
+        change=f"learning_rate={usual.recommended:g}",
+        task=replace_task_fields(case.task, learning_rate=usual.recommended),
     )
 
 
-def _choose_severity(rate: float, usual: Usual) -> Severity:
+def _choose_severity(rate: float, usual: UsualRate) -> Severity:
     if rate > TOO_HIGH * usual.highest:
         return "danger"
     return "warning" if rate > usual.highest else "hint"
 
 
-def _explain_rate(rate: float, usual: Usual) -> str:
+def _explain_rate(rate: float, usual: UsualRate) -> str:
     run = usual.run
     had = (
         f"{run.name} had ({run.learning_rate:g} at {run.batch_tokens / 1e6:.2g}M tokens a step: {run.source})"
@@ -52,7 +52,7 @@ def _explain_rate(rate: float, usual: Usual) -> str:
         f"carried to {usual.batch_tokens / 1e6:.2g}M tokens: {usual.rules.square_root:.2g} by the "
         f"square-root rule, {usual.rules.linear:.2g} by the linear one"
     )
-    rules = "".join(f"; {rule}" for rule in usual.told)
+    rules = "".join(f"; {rule}" for rule in usual.corrections)
     return f"{rate:g} is {rate / usual.rate:.2g} times what {had}, {carried}{rules}."
 
 

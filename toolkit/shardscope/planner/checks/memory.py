@@ -13,7 +13,7 @@ from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.checks.case import Case, Variant, evaluate_variants, find_fastest
 from shardscope.planner.checks.number_format import format_percent
 from shardscope.planner.checks.recomputation import find_recomputation
-from shardscope.planner.memory_needs import MemoryNeed, fits, list_memory_needs
+from shardscope.planner.memory_needs import WHILE_MADE, MemoryNeed, fits, list_memory_needs
 from shardscope.planner.repairs.combined_changes import (
     describe_change,
     find_on_more_nodes,
@@ -35,7 +35,7 @@ NAMES = {
     "GPU memory": "gpu-memory",
     "host memory": "host-memory",
     "NVMe": "nvme",
-    "host memory while the model is made": "host-memory-at-start",
+    WHILE_MADE: "host-memory-at-start",
 }
 
 
@@ -150,10 +150,10 @@ def _report_unknown(plan: Plan, need: MemoryNeed) -> Finding:
     field = "nvme_bytes" if need.name == "NVMe" else "host_memory_bytes"
     return Finding(
         name=f"{NAMES[need.name]}-not-known",
-        severity="hint" if need.name.endswith("is made") else "warning",
+        severity="hint" if need.name == WHILE_MADE else "warning",
         why=f"A node needs {format_gib(need.needed_bytes)} GiB of {need.name}, and how much it has is "
         "not known.",
         number=need.needed_bytes / 2**30,
-        change=f"Say how much: Cluster.{field}",
+        change=f"Set Cluster.{field}",
         question=Question(plan=plan, field=field),
     )

@@ -17,6 +17,7 @@ WORDS = {"none": "no recomputation", "selective": "selective recomputation", "fu
 def find_recomputation(case: Case) -> Variant | None:
     """Return the fastest recomputation with which a plan fits that does not fit otherwise; None if there is
     none or no need."""
+    # Only for plans that are known not to fit: None means that there are no formulas.
     if case.plan.recipe.recompute != "none" or case.has_room is not False:
         return None
     values = [
@@ -61,6 +62,7 @@ def check_unneeded_recomputation(case: Case) -> Iterator[Finding]:
 
     A tight fit does not count: some of such runs run out of memory (``MemoryReport.is_tight``).
     """
+    # Less recomputation needs more memory, so it must fit, and not tightly.
     recipe = case.plan.recipe
     if case.step is None or case.memory is None or recipe.recompute == "none" or not case.has_room:
         return

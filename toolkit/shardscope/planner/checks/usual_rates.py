@@ -64,12 +64,12 @@ SMALL_BATCH_TOKENS = 512 * 1024
 ADAPTERS_TIMES, ADAPTERS_TIMES_SHORT = 10.0, 15.0
 """LoRA's best rate is about ten times that of full training, fifteen times in short runs (Schulman et al.
 2025, "LoRA Without Regret")."""
-ADAPTERS_TOLD = (
+ADAPTERS_RULE = (
     'adapters take about ten times that of all weights (Schulman et al. 2025, "LoRA Without Regret")'
 )
 LION_LESS = (10.0, 3.0)
 """Lion's rate is three to ten times smaller than AdamW's (Chen et al. 2023, arXiv:2302.06675, section 5)."""
-LION_TOLD = "Lion's is three to ten times smaller than AdamW's (Chen et al. 2023, section 5)"
+LION_RULE = "Lion's is three to ten times smaller than AdamW's (Chen et al. 2023, section 5)"
 
 
 class Scaled(NamedTuple):
@@ -82,23 +82,23 @@ class Scaled(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Usual:
+class UsualRate:
     """The usual learning rate for a plan, from a published run, and the range without a finding."""
 
     run: Reference
     batch_tokens: float
     rules: Scaled
-    """The reference's rate scaled to the plan's batch, before the rules of :attr:`told`."""
+    """The reference's rate scaled to the plan's batch, before the rules of :attr:`corrections`."""
     rate: float
     """Recommended rate: that of the square-root rule, at least the reference's own where smaller batches are
     known to work with it."""
     lowest: float
     highest: float
-    told: tuple[str, ...] = ()
+    corrections: tuple[str, ...] = ()
     """Additional rules besides batch scaling, each with its source."""
 
     @property
-    def advised(self) -> float:
+    def recommended(self) -> float:
         """Return :attr:`rate` rounded to one digit: the rules are not more precise."""
         return float(f"{self.rate:.1g}")
 
@@ -136,7 +136,9 @@ def find_small_reference(num_weights: float) -> Reference | None:
     )
 
 
-def find_usual_rate(plan: Plan, *, begins_from_weights: bool, optimizer: str | None = None) -> Usual | None:
+def find_usual_rate(
+    plan: Plan, *, begins_from_weights: bool, optimizer: str | None = None
+) -> UsualRate | None:
     """Return the usual learning rate of published runs of ``plan``'s size; None if there is no reference.
 
     ``begins_from_weights``: training starts from trained weights, which takes smaller rates. ``optimizer``:
@@ -172,21 +174,21 @@ def find_usual_rate(plan: Plan, *, begins_from_weights: bool, optimizer: str | N
     # 3. Corrections for the method and the optimizer, with the source of each in the finding's text.
     if recipe.has_adapters:
         least, advised, most = ADAPTERS_TIMES * least, ADAPTERS_TIMES * advised, ADAPTERS_TIMES_SHORT * most
-        rules_text.append(ADAPTERS_TOLD)
+        rules_text.append(ADAPTERS_RULE)
     if optimizer == "lion":
         # The paper gives a range, so the range widens to both ends, and the recommendation is its geometric
         # mean.
         far, near = LION_LESS
         least, advised, most = least / far, advised / math.sqrt(far * near), most / near
-        rules_text.append(LION_TOLD)
-    return Usual(
+        rules_text.append(LION_RULE)
+    return UsualRate(
         run=run,
         batch_tokens=tokens,
         rules=rules,
         rate=advised,
         lowest=TOO_LOW * least,
         highest=TOO_HIGH * most,
-        told=tuple(rules_text),
+        corrections=tuple(rules_text),
     )
 
 
@@ -197,8 +199,8 @@ def limit_rate(rate: float, plan: Plan) -> float:
     # A large run that diverges is expensive, so its default rate is never above the usual one. Small models
     # train well at the default.
     if usual is not None and plan.architecture.num_parameters >= LARGE:
-        return min(rate, usual.advised)
-    return rate if usual is None or usual.allows(rate) else usual.advised
+        return min(rate, usual.recommended)
+    return rate if usual is None or usual.allows(rate) else usual.recommended
 
 
 def _choose_reference(plan: Plan, is_tuned: bool) -> tuple[Reference | None, bool]:

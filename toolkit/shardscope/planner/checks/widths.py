@@ -37,6 +37,7 @@ def check_matrix_unit_alignment(case: Case) -> Iterator[Finding]:
     plan = case.plan
     if not plan.on_gpu:
         return
+    # The alignment is in bytes: 16 are 8 numbers in half precision, 4 in fp32 and 16 in fp8.
     multiple = ALIGNED_BYTES // BYTES.get(plan.recipe.precision, HALF)
     # Report only the first of the widths: a fix of the hidden size or of tp often aligns the others as well.
     missed = [name for name, width in list_widths_on_rank(plan).items() if width % multiple]
@@ -45,7 +46,7 @@ def check_matrix_unit_alignment(case: Case) -> Iterator[Finding]:
     name = missed[0]
     width = list_widths_on_rank(plan)[name]
     also = f" ({', '.join(missed[1:])} too)" if len(missed) > 1 else ""
-    suggestion, fixed = _align(plan, name, multiple)
+    suggestion, fixed = _align_matmul_width(plan, name, multiple)
     yield Finding(
         name="width-misses-matrix-units",
         severity="hint" if name == TOKENS else "warning",
@@ -60,6 +61,7 @@ def check_matrix_unit_alignment(case: Case) -> Iterator[Finding]:
 def check_cache_line_alignment(case: Case) -> Iterator[Finding]:
     """Report aligned widths that are slower on this GPU because they are not multiples of 128 bytes."""
     plan = case.plan
+    # Published runs show this slowdown on some GPU generations only (MatrixRate.unaligned_slowdown).
     slower = _slower_unaligned(case)
     missed = [name for name in _weight_widths(plan) if _weight_widths(plan)[name] % ALIGNED]
     if not slower or not missed:
@@ -115,6 +117,7 @@ def list_widths_on_rank(plan: Plan) -> dict[str, int]:
         widths["width of an expert"] = _divide_up(
             moe.moe_intermediate_size, getattr(plan.layout, "expert_tp", tp)
         )
+    # Latent attention has other projections, whose widths have no single name.
     if arch.latent_attention is None:
         widths["width of the queries"] = _divide_up(arch.num_attention_heads, tp) * arch.head_dim
         widths["width of the keys"] = _divide_up(arch.num_key_value_heads, tp) * arch.head_dim
@@ -126,6 +129,7 @@ def list_widths_on_rank(plan: Plan) -> dict[str, int]:
 def check_vocabulary_padding(case: Case) -> Iterator[Finding]:
     """Report rows of embedding and head that are padding, because tp must divide the vocabulary evenly."""
     plan = case.plan
+    # Frameworks pad to a multiple of tp so that every rank has an equal part of the embedding and the head.
     rows, real = _pad_vocabulary(plan), plan.architecture.vocab_size
     share = 1 - real / rows
     if share < PADDED_MUCH:
@@ -155,16 +159,19 @@ def _divide_up(width: int, ranks: int) -> int:
     return -(-width // ranks)
 
 
-def _align(plan: Plan, name: str, multiple: int) -> tuple[str, Plan | None]:
+def _align_matmul_width(plan: Plan, name: str, multiple: int) -> tuple[str, Plan | None]:
     """Return the fix that aligns one width, as text, and its plan; None if that cannot run."""
+    # The number of tokens is a recipe's, so it needs no other model.
     if name == TOKENS:
         length = -(-plan.recipe.seq_len // multiple) * multiple
         suggestion = f"seq_len={length} instead of {plan.recipe.seq_len}"
         return suggestion, replace_plan_fields(plan, recipe={"seq_len": length})
+    # More tokens than the tokenizer has are common practice: the extra rows are never looked up.
     if name == "vocabulary":
         step = ALIGNED * plan.degrees.tp
         rows = -(-plan.architecture.vocab_size // step) * step
         return f"Pad the vocabulary to {rows:,} tokens", widen_model(plan, vocab_size=rows)
+    # A smaller tp may align the width without changing the model. The largest such tp changes the plan least.
     for tp in reversed(list_divisors(plan.degrees.tp)[:-1]):
         smaller = replace_plan_fields(plan, layout={"tp": tp})
         if smaller is not None and not list_widths_on_rank(smaller)[name] % multiple:

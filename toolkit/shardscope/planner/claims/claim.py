@@ -124,6 +124,7 @@ class Claims(tuple[Claim, ...]):
 
 def to_html(claims: Sequence[Claim]) -> str:
     """Return claims as an HTML table; see :meth:`Claims.to_html`."""
+    # Plain HTML with inline styles: saved notebooks keep it, and no script may be needed to read it.
     cell = "<td style='text-align:left;vertical-align:top'>"
     rows = "".join(
         f"<tr>{cell}{escape(claim.statement)}</td>"

@@ -35,6 +35,7 @@ def compute_training_state_gb(plan: Plan) -> dict[str, float]:
     """Return GB of parameters, gradients and optimizer on one rank, each at its maximum from forward to
     backward: temporary copies for building the model or the update are not training state."""
     names = ("parameters", "gradients", "optimizer")
+    # Each part's own maximum, as the paper counts them: their peaks need not coincide.
     snapshots = [
         components for phase, _, components in plan.memory().timeline if phase in ("forward", "backward")
     ]

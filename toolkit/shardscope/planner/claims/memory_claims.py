@@ -48,7 +48,7 @@ def check_70b_on_four_gpus() -> Claim:
     state = compute_training_state_gb(plan)
     second = build_plan("llama-3.1-70b", "4xh20-96gb", Layout.zero(stage=2), recompute="full")
     weights = compute_training_state_gb(second)["parameters"]
-    card = plan.cluster.gpu.memory_bytes / GB
+    gpu_memory = plan.cluster.gpu.memory_bytes / GB
     usable = plan.cluster.gpu.usable_bytes / GB
     state_bytes = sum(state.values())
     return Claim(
@@ -61,7 +61,7 @@ def check_70b_on_four_gpus() -> Claim:
             Number("gradients a GPU with ZeRO-3", 35.0, state["gradients"], "GB"),
             Number("optimizer a GPU with ZeRO-3", 0.0, state["optimizer"], "GB"),
             Number("weights a GPU with ZeRO-2", 140.0, weights, "GB"),
-            Number("the GPU", 96.0, card, "GB"),
+            Number("the GPU", 96.0, gpu_memory, "GB"),
         ),
         verdict="right" if state_bytes <= usable else "wrong",
         why=f"35 + 35 GB are weights and gradients; the optimizer's {state['optimizer']:,.0f} GB make it "

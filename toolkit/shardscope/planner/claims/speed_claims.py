@@ -54,6 +54,7 @@ def check_offload_slowdown() -> Claim:
 def _over_batches(numbers: list[Number]) -> Verdict:
     """Return "right" if it holds for every batch, "depends" if some batches cost more and some less,
     otherwise "wrong"."""
+    # "depends" needs a batch on either side of the claimed factor.
     if all(number.holds for number in numbers):
         return "right"
     ratios = {
@@ -89,7 +90,7 @@ def compare_fsdp2_with_zero_3() -> Claim:
         numbers=tuple(numbers),
         verdict="right" if best >= 5 * (1 - TOLERANCE) else "wrong",
         why="Both gather every layer twice and scatter its gradients, and multiply the same matrices: "
-        f"{min(ours):.2f} to {max(ours):.2f} times by our model. Measured with settings alike, "
+        f"{min(ours):.2f} to {max(ours):.2f} times by our model. Measured with equal settings, "
         f"{MEASURED[0]:,.0f} against {MEASURED[1]:,.0f} tokens/s a GPU (Hugging Face, 'A Hugging Face "
         "Accelerate Story of Multiple Backends', 2024, table 3). A factor of 5 is two configurations, not "
         "two frameworks.",
@@ -110,7 +111,7 @@ def compare_fsdp2_with_megatron() -> Claim:
     # A published measurement beside the predictions, converted with the same FLOP formula.
     measured = build_plan("llama-3.1-8b", "8xh100-sxm-80gb", Layout.fsdp2(), seq_len=8192)
     # torchtitan's own benchmark: Llama 3.1 8B, FSDP2, eager, 8,192 tokens, on H100 limited to 500 W.
-    seen = 5_762 * measured.architecture.flops_per_token(8192) / 1e12
+    measured_tflops = 5_762 * measured.architecture.flops_per_token(8192) / 1e12
     tops = max(small.tflops_per_gpu, large.tflops_per_gpu)
     return Claim(
         name="fsdp2-tops-out-at-200",
@@ -120,12 +121,12 @@ def compare_fsdp2_with_megatron() -> Claim:
             Number("FSDP2, Llama 3.1 70B, 64 H100", 200.0, large.tflops_per_gpu, "TFLOP/s a GPU"),
             Number("Megatron, Llama 3.1 70B, 64 H100", 400.0, megatron.tflops_per_gpu, "TFLOP/s a GPU"),
             Number("FSDP2, Llama 3.1 8B, 8 A100", 200.0, old.tflops_per_gpu, "TFLOP/s a GPU"),
-            Number("FSDP2, Llama 3.1 8B, 8 H100 at 500 W, measured", 200.0, seen, "TFLOP/s a GPU"),
+            Number("FSDP2, Llama 3.1 8B, 8 H100 at 500 W, measured", 200.0, measured_tflops, "TFLOP/s a GPU"),
         ),
         verdict="wrong" if tops > 200 * (1 + TOLERANCE) else "right",
         why=f"On H100 FSDP2 has {large.tflops_per_gpu:.0f} to {small.tflops_per_gpu:.0f} by our model, and "
-        f"torchtitan measured {seen:.0f} on GPUs limited to 500 W. 150 to 200 is an A100, whose peak is "
-        f"{gpus['a100-sxm-80gb'].peak_flops['bf16'] / 1e12:.0f}.",
+        f"torchtitan measured {measured_tflops:.0f} on GPUs limited to 500 W. 150 to 200 is an A100, "
+        f"whose peak is {gpus['a100-sxm-80gb'].peak_flops['bf16'] / 1e12:.0f}.",
     )
 
 
@@ -166,10 +167,10 @@ def check_llama_405b() -> Claim:
     ratios = [few.tflops_per_gpu / 400, many.tflops_per_gpu / 380]
     # Right only if both rows are within the tolerance; each deviation is printed beside its number.
     is_right = all(abs(ratio - 1) <= TOLERANCE for ratio in ratios)
-    beside = ["" if abs(ratio - 1) <= TOLERANCE else f" ({100 * (ratio - 1):+.0f} %)" for ratio in ratios]
+    deviations = ["" if abs(ratio - 1) <= TOLERANCE else f" ({100 * (ratio - 1):+.0f} %)" for ratio in ratios]
     degrees, unit = short.degrees, "TFLOP/s a GPU"
-    # Whether published TFLOP/s count masked attention is not said, so report both.
-    whole = many.tflops_per_gpu_full_attention
+    # The paper does not state whether its TFLOP/s count masked attention, so report both.
+    full_attention = many.tflops_per_gpu_full_attention
     report = short.memory()
     peak, usable = report.peak_bytes / GB, report.usable_bytes / GB
     memory = (
@@ -186,13 +187,13 @@ def check_llama_405b() -> Claim:
             Number("8 x 16 x 128", 16_384.0, float(degrees.tp * degrees.pp * degrees.data_parallel), "GPUs"),
             Number("8,192 tokens, 16 micro-batches", 400.0, few.tflops_per_gpu, unit),
             Number("131,072 tokens, cp 16", 380.0, many.tflops_per_gpu, unit),
-            Number("131,072 tokens, cp 16, every key counted", 380.0, whole, unit),
+            Number("131,072 tokens, cp 16, every key counted", 380.0, full_attention, unit),
             Number("peak at 8,192 tokens with Megatron-core's schedule", None, peak, "GB"),
             Number("bubble at 8,192 tokens", None, 100 * few.parts["bubble"] / few.seconds, "%"),
         ),
         verdict="right" if is_right else "depends",
-        why=f"With causal attention counted our model has {few.tflops_per_gpu:.0f}{beside[0]} and "
-        f"{many.tflops_per_gpu:.0f}{beside[1]}; the paper does not print its formula, and with every key "
-        f"counted the long one has {whole:.0f}. Our constants were fitted on neither: Meta's own framework "
-        f"is none of ours.{memory}",
+        why=f"With causal attention counted our model has {few.tflops_per_gpu:.0f}{deviations[0]} and "
+        f"{many.tflops_per_gpu:.0f}{deviations[1]}; the paper does not print its formula, and with every key "
+        f"counted the long one has {full_attention:.0f}. Our constants were fitted on neither: Meta's own "
+        f"framework is none of ours.{memory}",
     )

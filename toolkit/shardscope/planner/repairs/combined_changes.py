@@ -127,21 +127,25 @@ def search_change(
     return describe_change(plan, changed if _has_room(changed) and free >= headroom_bytes else best)
 
 
-def keep_options(plan: Plan, found: Plan) -> Plan:
-    """Return ``found`` with the options of ``plan`` that a search leaves at the framework's defaults."""
+def keep_options(plan: Plan, search_plan: Plan) -> Plan:
+    """Return ``search_plan`` with ``plan``'s options, where a search leaves the framework's defaults."""
     # Another framework has no such fields.
-    if type(found.layout) is not type(plan.layout):
-        return found
+    if type(search_plan.layout) is not type(plan.layout):
+        return search_plan
     options = {
         field.name: getattr(plan.layout, field.name)
-        for field in fields(found.layout)
-        if field.name not in found.layout.choices and getattr(found.layout, field.name) == field.default
+        for field in fields(search_plan.layout)
+        if field.name not in search_plan.layout.choices
+        and getattr(search_plan.layout, field.name) == field.default
     }
     try:
-        changed = replace(found, layout=replace(found.layout, **{**options, **_reset_derived(found.layout)}))
+        changed = replace(
+            search_plan,
+            layout=replace(search_plan.layout, **{**options, **_reset_derived(search_plan.layout)}),
+        )
         changed.memory()
     except ValueError:
-        return found
+        return search_plan
     return changed
 
 

@@ -30,7 +30,7 @@ class Needs(NamedTuple):
     peak: NDArray[np.int64]
     host: NDArray[np.int64]
     nvme: NDArray[np.int64]
-    making: NDArray[np.int64]
+    building: NDArray[np.int64]
     """Host memory while the model is built."""
 
 
@@ -40,7 +40,7 @@ def compute_needs(
     recipe: Recipe,
     layout: Layout,
     stage_bytes: StageBytes,
-    making: NDArray[np.int64],
+    building: NDArray[np.int64],
 ) -> Needs:
     """Return the needs of the plans of ``table``, from the bytes of the ranks of its stages."""
     # 1. GPU memory: the worst stage of each plan.
@@ -57,7 +57,7 @@ def compute_needs(
     )
     nothing = np.zeros(table.num_plans, np.int64)
     if not _is_some(stage_bytes.host):
-        return Needs(peak, nothing, nothing if nvme is None else nvme, making)
+        return Needs(peak, nothing, nothing if nvme is None else nvme, building)
     host = table.rows.expand(stage_bytes.host, np.int64)
     if recipe.optimizer.startswith("paged"):
         # Only the pages of managed memory that do not fit on the GPU are in host memory.
@@ -68,7 +68,7 @@ def compute_needs(
     if cluster.gpu.memory_is_shared:
         uses = table.find_largest(host) > 0
         host = host + (uses * peak)[table.owners]
-    return Needs(peak, _sum_over_node(table, cluster, host), nothing if nvme is None else nvme, making)
+    return Needs(peak, _sum_over_node(table, cluster, host), nothing if nvme is None else nvme, building)
 
 
 def _is_some(num_bytes: NDArray[np.int64] | int) -> bool:
@@ -104,16 +104,18 @@ def _sum_over_node(table: Table, cluster: Cluster, by_row: NDArray[np.int64]) ->
     return node_bytes
 
 
-def compute_making_bytes(table: Table, cluster: Cluster, recipe: Recipe, layout: Layout) -> NDArray[np.int64]:
+def compute_building_bytes(
+    table: Table, cluster: Cluster, recipe: Recipe, layout: Layout
+) -> NDArray[np.int64]:
     """Return the host memory of a node while all its ranks build or load the model, shape
     ``(num_plans,)``."""
     host_bytes = table.host_memory.get(layout)
     if host_bytes is None:
-        host_bytes = table.host_memory[layout] = _compute_making_bytes(table, cluster, recipe, layout)
+        host_bytes = table.host_memory[layout] = _compute_building_bytes(table, cluster, recipe, layout)
     return host_bytes
 
 
-def _compute_making_bytes(
+def _compute_building_bytes(
     table: Table, cluster: Cluster, recipe: Recipe, layout: Layout
 ) -> NDArray[np.int64]:
     model = frameworks[layout.framework].building_model()

@@ -14,6 +14,7 @@ from shardscope.core.html_table import html_table
 from shardscope.core.number_format import format_gib
 from shardscope.frameworks.grid import DEGREES, MICRO_BATCH_SIZE
 from shardscope.frameworks.registry import why_not_trained
+from shardscope.planner.memory_needs import WHILE_MADE
 from shardscope.planner.search.nearest_misses import Miss, explain_no_plan, find_nearest_misses
 from shardscope.timing.report import HOUR_SECONDS
 
@@ -112,6 +113,7 @@ class Ranking:
     def feasible(self) -> NDArray[np.bool_]:
         """Return whether each plan fits: GPUs with the requested headroom, host memory and NVMe of its
         nodes."""
+        # Memory of unknown size cannot be short, so such plans count as feasible; order puts them last.
         fitting = np.ones(self.num_evaluated, bool)
         for short in self.lacks.values():
             fitting &= short <= 0
@@ -148,7 +150,7 @@ class Ranking:
         and would all come after those of a framework that does not.
         """
         is_known = np.ones(self.num_evaluated, bool)
-        for needed in self._open.values():
+        for needed in self._needs_of_unknown_size.values():
             is_known &= needed == 0
         return is_known
 
@@ -163,14 +165,14 @@ class Ranking:
         # The smallest need of the feasible plans: below it, none of them can run.
         amounts = [
             f"{name} ({format_gib(int(needed[feasible & (needed > 0)].min()))} GiB a node at least)"
-            for name, needed in self._open.items()
+            for name, needed in self._needs_of_unknown_size.items()
             if (feasible & (needed > 0)).any()
         ]
         verb = "needs" if num == 1 else "need"
         last = "" if num == self.num_feasible else " They come after the others."
         return (
             f"{num:,} of the {self.num_feasible:,} plans that fit {verb} {' or '.join(amounts)}, and the "
-            f"cluster does not say how much a node has: whether it is there is for you to say.{last}"
+            f"cluster does not state how much a node has: check that your nodes have it.{last}"
         )
 
     @property
@@ -179,6 +181,7 @@ class Ranking:
 
         Raises ``ValueError`` with the nearest misses if none fits.
         """
+        # The error message lists the nearest misses, because an empty result alone is of no help.
         if not len(self.order):
             raise ValueError(explain_no_plan(self))
         return self.plan(int(self.order[0]))
@@ -203,6 +206,7 @@ class Ranking:
         Raises ``IndexError`` for an invalid row.
         """
         self._check_row(index)
+        # Missing memory first: whether an engine runs the plan matters only once it fits.
         short = [
             _describe_lack(name, int(lack[index]), self.rooms[name])
             for name, lack in self.lacks.items()
@@ -218,6 +222,7 @@ class Ranking:
 
         Raises ``IndexError`` for an invalid row.
         """
+        # Cached, because it creates the plan and asks the engine's limits.
         if index not in self._launch_refusals:
             self._launch_refusals[index] = why_not_trained(self.plan(index)) or ""
         return self._launch_refusals[index]
@@ -249,6 +254,7 @@ class Ranking:
     def missing_share(self) -> NDArray[np.float64]:
         """Return the largest missing share of any kind of memory, relative to its size; 0 if the plan
         fits."""
+        # Relative to the size, because plans may lack different kinds of memory.
         share = np.zeros(self.num_evaluated)
         for name, short in self.lacks.items():
             share = np.maximum(share, short / max(1, self.rooms[name]))
@@ -290,6 +296,7 @@ class Ranking:
     def column(self, name: str) -> NDArray[np.int64]:
         """Return ``micro_batch_size`` or a degree (``tp``, ``pp``, ``vpp``, ``cp``, ``ep``, ``replicate``,
         ``data_parallel``) of each plan; 1 if the framework does not have it."""
+        # Cached by name, because the order and the tables read the same few columns again.
         values = self._columns.get(name)
         if values is None:
             parts = [one.table.columns.get(name, np.ones(one.num_plans, np.int64)) for one in self.candidates]
@@ -350,7 +357,7 @@ class Ranking:
             "GPU memory": cluster.usable_bytes_per_gpu - self.headroom_wanted_bytes,
             "host memory": cluster.host_memory_bytes,
             "NVMe": cluster.nvme_bytes,
-            "host memory while the model is made": cluster.host_memory_bytes,
+            WHILE_MADE: cluster.host_memory_bytes,
         }
         return {name: room for name, room in sizes.items() if room is not None}
 
@@ -361,12 +368,12 @@ class Ranking:
             "GPU memory": self.peak_bytes,
             "host memory": self.host_bytes,
             "NVMe": self.nvme_bytes,
-            "host memory while the model is made": self.making_bytes,
+            WHILE_MADE: self.making_bytes,
         }
         return {name: needed[name] - room for name, room in self.rooms.items()}
 
     @cached_property
-    def _open(self) -> dict[str, NDArray[np.int64]]:
+    def _needs_of_unknown_size(self) -> dict[str, NDArray[np.int64]]:
         """Return the bytes that plans need in a step of the kinds of memory of unknown size."""
         needed = {"host memory": self.host_bytes, "NVMe": self.nvme_bytes}
         return {name: num_bytes for name, num_bytes in needed.items() if name not in self.rooms}

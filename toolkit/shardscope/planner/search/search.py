@@ -17,7 +17,7 @@ from shardscope.core.recipe import Recipe
 from shardscope.frameworks.registry import frameworks as known
 from shardscope.memory.activations.forward import find_modules
 from shardscope.planner.search.candidates import Candidates, list_candidates
-from shardscope.planner.search.memory_needs import Needs, compute_making_bytes, compute_needs
+from shardscope.planner.search.memory_needs import Needs, compute_building_bytes, compute_needs
 from shardscope.planner.search.ranking import Ranking, concatenate_needs
 from shardscope.prediction.batch.memory import compute_stage_bytes
 from shardscope.prediction.batch.step import compute_step_seconds
@@ -156,7 +156,7 @@ def rank_candidates(
         peak_bytes=concatenate_needs(memory, "peak"),
         host_bytes=concatenate_needs(memory, "host"),
         nvme_bytes=concatenate_needs(memory, "nvme"),
-        making_bytes=concatenate_needs(memory, "making"),
+        making_bytes=concatenate_needs(memory, "building"),
         step_seconds=np.concatenate(seconds) if seconds else np.zeros(0),
         headroom_wanted_bytes=headroom_bytes,
         refused={name: why for name, why in refused.items() if name not in evaluated_names},
@@ -205,8 +205,10 @@ def evaluate_candidates(candidates: Candidates, cluster: Cluster) -> tuple[Needs
     plans = table.build_plans(cluster, recipe, layout)
     modules = find_modules(plans)
     stage = table.count_weights(plans, layout)
-    making = compute_making_bytes(table, cluster, recipe, layout)
-    needed = compute_needs(table, cluster, recipe, layout, compute_stage_bytes(plans, modules, stage), making)
+    building = compute_building_bytes(table, cluster, recipe, layout)
+    needed = compute_needs(
+        table, cluster, recipe, layout, compute_stage_bytes(plans, modules, stage), building
+    )
     if recipe.optimizer.startswith("paged"):
         # Page transfers depend on the whole report; only DDP supports paging, with a handful of plans.
         seconds = [candidates.build_plan(cluster, row).step().seconds for row in range(candidates.num_plans)]
