@@ -224,7 +224,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     plan = plan_of("zero-1")
     before_fork(plan, "cpu")
     if extensions.is_built("cpu_adam"):
-        extensions.load("cpu_adam")
+        extensions.load_extension("cpu_adam")
     return on_ranks(2, plan, trained, tmp_path_factory.mktemp("zero"))
 
 
@@ -409,7 +409,7 @@ def test_compiled_extensions_have_a_folder_per_version_and_processor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    library = extensions.library_of("cpu_adam")
+    library = extensions.find_library_file("cpu_adam")
     assert library.is_relative_to(tmp_path / "shardscope" / "extensions")
     assert "deepspeed-" in str(library) and "torch-" in str(library)
     assert not extensions.is_built("cpu_adam")

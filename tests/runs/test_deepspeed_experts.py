@@ -128,7 +128,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
         plan = plan_of(name, num_ranks)
         before_fork(plan, "cpu")
         if extensions.is_built("cpu_adam"):
-            extensions.load("cpu_adam")
+            extensions.load_extension("cpu_adam")
         ranks = on_ranks(num_ranks, plan, trained, tmp_path_factory.mktemp("experts"))
         by_plan |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
     return by_plan

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shardscope.core.layout import check_experts, check_heads, check_layers, list_divisors
+from shardscope.core.layout import OptionValue, check_experts, check_heads, check_layers, list_divisors
+from shardscope.core.serialization import replace_fields
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
 from shardscope.frameworks.grid import (
     DATA_PARALLEL,
@@ -20,7 +21,7 @@ from shardscope.frameworks.grid import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from shardscope.core.architecture import Architecture
     from shardscope.core.cluster import Cluster
@@ -32,43 +33,51 @@ def build_grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Gr
 
     Buckets and thresholds keep DeepSpeed's defaults; NVMe is included if the cluster has an NVMe bandwidth.
     """
-    columns = _columns(arch, cluster, recipe)
-    found = []
-    for layout in _options(cluster):
+    columns = _build_columns(arch, cluster, recipe)
+    grids = []
+    for layout in _list_layouts(cluster):
 
         def check_fields(row: Row, layout: ZeroLayout = layout) -> None:
             replace(layout, tp=row["tp"], pp=row["pp"], ep=row["ep"])
 
-        found.append(
+        grids.append(
             Grid(
                 layout=layout,
                 columns=filter_rows(columns, ("tp", "pp", "ep"), check_fields),
                 check=lambda layout, recipe: layout.compute_degrees(arch, cluster, recipe),
             )
         )
-    return found
+    return grids
 
 
-def _options(cluster: Cluster) -> Iterator[ZeroLayout]:
-    places: list[Any] = [None]
+def _list_layouts(cluster: Cluster) -> Iterator[ZeroLayout]:
+    """Yield the valid combinations of a ZeRO stage and offload targets."""
+    targets: list[OptionValue] = [None]
+    # CPU ranks share the host's memory, so offloading to it saves none.
     if cluster.gpu.vendor != "cpu":
-        places.append("cpu")
+        targets.append("cpu")
     if cluster.nvme_bandwidth_bytes_per_second is not None:
-        places.append("nvme")
-    for stage, optimizer, params in product(range(4), places, places):
+        targets.append("nvme")
+    for stage, optimizer, params in product(range(4), targets, targets):
         options = {"stage": stage, "offload_optimizer": optimizer, "offload_params": params}
-        if is_valid(lambda options: ZeroLayout(**options), options):
-            yield ZeroLayout(**options)
+        if is_valid(_create_layout, options):
+            yield _create_layout(options)
 
 
-def _columns(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
+def _create_layout(options: Mapping[str, OptionValue]) -> ZeroLayout:
+    return replace_fields(ZeroLayout(), options)
+
+
+def _build_columns(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
+    """Return the valid combinations of degrees and micro-batch sizes."""
     ranks = list_divisors(cluster.num_gpus)
 
     def check_tp(tp: int) -> None:
         check_heads(arch, tp)
+        # Stage 0, because the default, 3, has no tensor parallelism; AutoTP's own limits depend on no stage.
         ZeroLayout(stage=0, tp=tp).check_auto_tp(arch, recipe)
 
-    found = combine_degrees(
+    columns = combine_degrees(
         cluster,
         recipe,
         {
@@ -79,5 +88,5 @@ def _columns(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
         within_data_parallel=("ep",),
     )
     return filter_rows(
-        found, ("ep", DATA_PARALLEL), lambda row: check_experts(arch, row["ep"], row[DATA_PARALLEL])
+        columns, ("ep", DATA_PARALLEL), lambda row: check_experts(arch, row["ep"], row[DATA_PARALLEL])
     )

@@ -26,7 +26,7 @@ def before_fork(plan: Plan, device_type: str) -> None:
     """
     import_deepspeed(device_type)
     for name in list_needed_extensions(plan):
-        extensions.load(name)
+        extensions.load_extension(name)
 
 
 def import_deepspeed(device_type: str) -> ModuleType:

@@ -4,20 +4,18 @@
 
 Shardscope's ``plan.export(folder)`` wrote this file and the three that it reads: ``plan.json`` (batch,
 recomputation), ``ds_config.json`` (stage, offloading, precision, buckets) and ``config.json`` (the model's
-transformers config). It imports deepspeed, torch, transformers and tokenizers, and nothing of Shardscope.
+transformers config).
 
-Each rank updates its own part of the weights, and so keeps only that part of the optimizer's state (stage 1),
-of the gradients too (stage 2), and of the parameters (stage 3), which are then all-gathered module by module
-as they run. Stage 0 partitions nothing. What is offloaded waits in host memory or on NVMe.
-``deepspeed.initialize`` makes an engine of model and optimizer, which accumulates, clips and steps by itself.
+Each rank updates its partition of the weights, and so keeps only that partition of the optimizer state
+(stage 1), of the gradients too (stage 2), and of the parameters too (stage 3), which are then all-gathered
+module by module as they run. Stage 0 partitions nothing. Offloaded state is in host memory or on NVMe.
+``deepspeed.initialize`` wraps model and optimizer in an engine, which accumulates, clips and steps by itself.
 
 The losses are those of ``ss.launch(plan, ss.Pretrain(text="corpus.txt"))`` with that task's tokenizer
 (``--tokenizer``: the path ``shardscope.training.data.tokenizer.SHIPPED_TOKENIZER``), and with ``--model``
 those of ``ss.Finetune(weights="folder", text="corpus.txt")``; but not of random weights above 1 GiB in stage
 3, which DeepSpeed partitions while transformers initializes them.
 """
-
-from __future__ import annotations
 
 import argparse
 import functools
@@ -27,26 +25,26 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import deepspeed
 import numpy
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from torch.utils.checkpoint import checkpoint as recompute
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 HERE = Path(__file__).parent
-WHOLE_BYTES = 2**30
-"""Up to this size in fp32 every rank builds the model whole in stage 3 too, with the weights of stage 0."""
+WHOLE_BYTES = 2**30  # of fp32 weights; larger models are partitioned while they are initialized
 
 
-def read_json(name: str) -> dict[str, Any]:
-    """Read one of the files beside this one."""
-    values: dict[str, Any] = json.loads((HERE / name).read_text(encoding="utf-8"))
-    return values
+def read_plan() -> SimpleNamespace:
+    """Read ``plan.json``; its keys are attributes, ``plan.recipe.seq_len``."""
+    text = (HERE / "plan.json").read_text(encoding="utf-8")
+    plan: SimpleNamespace = json.loads(text, object_hook=lambda values: SimpleNamespace(**values))
+    return plan
 
 
 def read_options() -> argparse.Namespace:
@@ -62,107 +60,109 @@ def read_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def read_config(source: str | None) -> Any:
-    """Return the plan's transformers config, or that of the checkpoint ``source`` of the same sizes."""
-    values = read_json("config.json")
-    planned = AutoConfig.for_model(**values)
-    if source is None:
+def read_config(checkpoint: str | None) -> PretrainedConfig:
+    """Return the plan's transformers config, or that of ``checkpoint``, which must have the same sizes."""
+    values = json.loads((HERE / "config.json").read_text(encoding="utf-8"))
+    planned: PretrainedConfig = AutoConfig.for_model(**values)
+    if checkpoint is None:
         return planned
     # A checkpoint keeps its own epsilons, activation and rotary base; these are the plan's.
     forced = ("drop", "router", "attn_implementation")
-    kept = {name: value for name, value in values.items() if any(word in name for word in forced)}
-    config = AutoConfig.from_pretrained(source, **kept)
-    own, wanted = list_sizes(config), list_sizes(planned)
-    for name in {**wanted, **own}:
-        if own.get(name) != wanted.get(name):
-            why = f"its {name} is {own.get(name)}, and the plan's {wanted.get(name)}"
+    overrides = {name: value for name, value in values.items() if any(word in name for word in forced)}
+    config: PretrainedConfig = AutoConfig.from_pretrained(checkpoint, **overrides)
+    sizes, planned_sizes = list_sizes(config), list_sizes(planned)
+    for name in {**planned_sizes, **sizes}:
+        if sizes.get(name) != planned_sizes.get(name):
+            why = f"its {name} is {sizes.get(name)}, and the plan's {planned_sizes.get(name)}"
             raise SystemExit(f"--model: {why}: export a plan for this model (ss.Architecture.from_hf)")
     return config
 
 
-def list_sizes(config: Any) -> dict[str, Any]:
-    """Return the shapes of a config's parameters by name, and how many experts a token has."""
+def list_sizes(config: PretrainedConfig) -> dict[str, object]:
+    """Return the shapes of a config's parameters by name, and the number of experts per token."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     return {**shapes, "num_experts_per_tok": getattr(config, "num_experts_per_tok", None)}
 
 
-def build_model(config: Any, recipe: dict[str, Any], source: str | None) -> torch.nn.Module:
-    """Build the model on the host: random weights from the current seed, or the checkpoint ``source``."""
-    kind = torch.bfloat16 if recipe["precision"] == "bf16" else torch.float32
-    if source:
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=kind)
+def build_model(config: PretrainedConfig, recipe: SimpleNamespace, checkpoint: str | None) -> PreTrainedModel:
+    """Build the model on the host, with random weights from the current seed or those of ``checkpoint``."""
+    kind = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+    if checkpoint:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, config=config, dtype=kind)
     else:
         # Initialize in fp32, whatever the parameters' type. Buffers stay in fp32: rotary tables need it.
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(kind)
     model.config.use_cache = False
-    if recipe["recompute"] == "full":
-        # Keep only the input of a layer, and run its forward again in the backward pass.
-        for layer in find_layers(model)[:: recipe["recompute_interval"]]:
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    if recipe.recompute == "full":
+        # Save only the input of a layer, and run its forward again in the backward pass.
+        for layer in find_layers(model)[:: recipe.recompute_interval]:
+            layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False)
     return model
 
 
-def find_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the decoder layers: transformers names their class as one that devices do not share."""
-    return [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+def find_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Return the decoder layers, whose class transformers lists as one not to split over devices."""
+    return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
 
 
-def build_engine(plan: dict[str, Any], source: str | None) -> Any:
+def build_engine(plan: SimpleNamespace, checkpoint: str | None) -> deepspeed.DeepSpeedEngine:
     """Build the model and its optimizer, and DeepSpeed's engine around them."""
-    recipe, options, config = plan["recipe"], read_json("ds_config.json"), read_config(source)
-    zero = options["zero_optimization"]
-    num_parameters = sum(math.prod(shape) for name, shape in list_sizes(config).items() if "." in name)
-    is_whole = zero["stage"] < 3 or 4 * num_parameters <= WHOLE_BYTES
+    ds_config = json.loads((HERE / "ds_config.json").read_text(encoding="utf-8"))
+    zero, config = ds_config["zero_optimization"], read_config(checkpoint)
+    sizes = (math.prod(shape) for shape in list_sizes(config).values() if isinstance(shape, tuple))
+    is_whole = zero["stage"] < 3 or 4 * sum(sizes) <= WHOLE_BYTES
 
-    # transformers asks for this object while it lives, and partitions each tensor as it makes it.
-    in_parts = None if is_whole else HfDeepSpeedConfig(options)
-    torch.manual_seed(0)
-    model = build_model(config, recipe, source).train()
+    # While this object exists, transformers builds models inside zero.Init, which partitions each tensor as
+    # soon as it is created (transformers/integrations/deepspeed.py, is_deepspeed_zero3_enabled).
+    partitions_at_init = None if is_whole else HfDeepSpeedConfig(ds_config)
+    torch.manual_seed(0)  # the same random weights on every rank
+    model = build_model(config, plan.recipe, checkpoint).train()
     optimizer = build_optimizer(model, on_host="offload_optimizer" in zero)
     if zero["stage"] == 3 and is_whole:
-        # Converted before: zero.Init would choose a type by the device.
-        kind = torch.bfloat16 if "bf16" in options else torch.float32
+        # Cast before zero.Init, which would choose a dtype by the device.
+        kind = torch.bfloat16 if "bf16" in ds_config else torch.float32
         for parameter in model.parameters():
             parameter.data = parameter.data.to(kind)
-        deepspeed.zero.Init(module=model, config_dict_or_path=options)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=options)[0]
-    # In stage 0 DeepSpeed makes the moments of half precision by a step over zeros, which is not to count.
+        deepspeed.zero.Init(module=model, config_dict_or_path=ds_config)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)[0]
+    # In stage 0 with half precision DeepSpeed allocates the moments by a step with zero gradients
+    # (FP16_Optimizer.initialize_optimizer_states), which must not count for bias correction.
     for state in optimizer.state.values():
         state["step"] = 0 * state["step"]
-    del in_parts
+    del partitions_at_init
     return engine
 
 
 def build_optimizer(model: torch.nn.Module, on_host: bool) -> torch.optim.Optimizer:
-    """Build the plan's AdamW, DeepSpeed's own one for the host. Vectors (norms, biases) have no decay."""
-    # Stage 3 leaves one dimension of a parameter, and remembers the others.
+    """Build the plan's AdamW, on the host DeepSpeed's own. Vectors (norms, biases) have no weight decay."""
+    # In stage 3 a parameter's own shape is (0,); ds_shape is the shape before partitioning.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     axes = {parameter: len(getattr(parameter, "ds_shape", parameter.shape)) for parameter in trained}
     groups = [
         {"params": [parameter for parameter in axes if axes[parameter] >= 2], "weight_decay": 0.1},
         {"params": [parameter for parameter in axes if axes[parameter] < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    groups = [group for group in groups if group["params"]]  # DeepSpeed rejects empty groups
     if on_host:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        return DeepSpeedCPUAdam(groups, lr=0.0, betas=(0.9, 0.95))
+        cpu_adam: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, lr=0.0, betas=(0.9, 0.95))
+        return cpu_adam
     return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
 
 
 def read_tokens(text: str, tokenizer: str | None, seq_len: int, vocab_size: int) -> torch.Tensor:
     """Tokenize a text file, repeated until it fills one sequence; without a tokenizer a token is a byte."""
     data = Path(text).read_bytes()
-    end = None
     if not tokenizer:
-        ids = list(data)
+        ids, end = list(data), None
     elif tokenizer.endswith(".json"):
-        own = Tokenizer.from_file(tokenizer)
-        ids, end = own.encode(data.decode("utf-8")).ids, own.token_to_id("<|endoftext|>")
+        file = Tokenizer.from_file(tokenizer)
+        ids, end = file.encode(data.decode("utf-8")).ids, file.token_to_id("<|endoftext|>")
     else:
         hub = AutoTokenizer.from_pretrained(tokenizer)
         ids, end = hub(data.decode("utf-8"), add_special_tokens=False)["input_ids"], hub.eos_token_id
@@ -181,11 +181,9 @@ def take_sequences(tokens: torch.Tensor, first: int, rows: int, seq_len: int) ->
     return tokens[seq_len * numbers[:, None] + torch.arange(seq_len)]
 
 
-def choose_peak_rate(num_parameters: int, source: str | None) -> float:
-    """Return a usual peak learning rate: of pretraining, or of training the checkpoint ``source`` further."""
-    if source:
-        return 2e-5
-    return 1e-3 if num_parameters < 1e9 else 1e-4
+def choose_peak_rate(num_parameters: int, checkpoint: str | None) -> float:
+    """Return a usual peak learning rate: of pretraining, or of training ``checkpoint`` further."""
+    return 2e-5 if checkpoint else 1e-3 if num_parameters < 1e9 else 1e-4
 
 
 def compute_rate(step: int, peak: float, steps: int, warmup: int) -> float:
@@ -196,7 +194,7 @@ def compute_rate(step: int, peak: float, steps: int, warmup: int) -> float:
     return peak * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
 
 
-def train_step(engine: Any, batch: torch.Tensor) -> torch.Tensor:
+def train_step(engine: deepspeed.DeepSpeedEngine, batch: torch.Tensor) -> torch.Tensor:
     """Train on [micro-batch, sequence, token]. Return the mean loss over all ranks."""
     total = torch.zeros((), device=batch.device)
     for micro in batch:
@@ -209,8 +207,8 @@ def train_step(engine: Any, batch: torch.Tensor) -> torch.Tensor:
     return total / dist.get_world_size()
 
 
-def save(engine: Any, folder: str) -> None:
-    """Gather the weights tensor by tensor into the first rank's host memory, and write them."""
+def save_weights(engine: deepspeed.DeepSpeedEngine, folder: str) -> None:
+    """All-gather the weights tensor by tensor into the first rank's host memory, and write them."""
     weights = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
@@ -221,8 +219,8 @@ def save(engine: Any, folder: str) -> None:
         engine.module.save_pretrained(folder, state_dict=weights)
 
 
-def leave() -> None:
-    """End the process here: DeepSpeed's process groups have threads that can abort a closing interpreter."""
+def exit_process() -> None:
+    """End the process at once: threads of DeepSpeed's process groups can abort a closing interpreter."""
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)
@@ -230,35 +228,34 @@ def leave() -> None:
 
 def main() -> None:
     """Train as planned, and print each step's loss."""
-    options, plan = read_options(), read_json("plan.json")
-    recipe, cluster = plan["recipe"], plan["cluster"]
-    planned = cluster["gpus_per_node"] * cluster["num_nodes"]
+    options, plan = read_options(), read_plan()
+    recipe, cluster = plan.recipe, plan.cluster
+    planned = cluster.gpus_per_node * cluster.num_nodes
 
-    # Meet the other ranks. torchrun and accelerate launch tell each process its number by variables.
+    # Connect the ranks. torchrun and accelerate launch set these environment variables.
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != planned:
         raise SystemExit(f"the plan has {planned} ranks, and {world_size} were started")
-    on_gpu = cluster["gpu"]["vendor"] != "cpu"
+    on_gpu = cluster.gpu.vendor != "cpu"
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     else:
-        # DeepSpeed would first compile reductions in shared memory.
+        # Otherwise DeepSpeed first compiles its shared-memory all-reduce (deepspeed/comm/torch.py).
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.init_distributed("nccl" if on_gpu else "gloo")
 
-    # Build the engine.
     engine = build_engine(plan, options.model)
 
-    # Each rank takes its own share of every batch; dropout differs from rank to rank too.
-    seq_len, micro_batch_size = recipe["seq_len"], recipe["micro_batch_size"]
-    tokenizer = options.tokenizer or options.model
+    # Each rank trains on its own part of every batch, and has its own dropout masks.
+    seq_len, tokenizer = recipe.seq_len, options.tokenizer or options.model
     tokens = read_tokens(options.text, tokenizer, seq_len, engine.module.config.vocab_size)
-    rows = recipe["global_batch_size"] // world_size
+    rows = recipe.global_batch_size // world_size
     torch.manual_seed(1 + rank)
 
-    # Train.
-    num_parameters = sum(getattr(one, "ds_numel", one.numel()) for one in engine.module.parameters())
+    # In stage 3 numel() counts no elements of a partitioned parameter.
+    parameters = list(engine.module.parameters())
+    num_parameters = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
     usual = choose_peak_rate(num_parameters, options.model)
     peak = usual if options.learning_rate is None else options.learning_rate
     warmup = min(100, options.steps // 10) if options.warmup_steps is None else options.warmup_steps
@@ -267,17 +264,16 @@ def main() -> None:
         for group in engine.optimizer.param_groups:
             group["lr"] = compute_rate(step, peak, options.steps, warmup)
         sequences = take_sequences(tokens, (step * world_size + rank) * rows, rows, seq_len)
-        batch = sequences.view(-1, micro_batch_size, seq_len).to(device)
+        batch = sequences.view(-1, recipe.micro_batch_size, seq_len).to(device)
         loss = train_step(engine, batch).item()
         if rank == 0:
-            speed = recipe["global_batch_size"] * seq_len / (time.perf_counter() - began)
+            speed = recipe.global_batch_size * seq_len / (time.perf_counter() - began)
             print(f"step {step + 1} loss {loss:.6f} {speed:,.0f} tokens/s", flush=True)
 
-    # Save, all ranks together.
     if options.save:
-        save(engine, options.save)
+        save_weights(engine, options.save)
     dist.barrier()
-    leave()
+    exit_process()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Fake accelerator of DeepSpeed for rehearsals, which run in a process of their own.
 
 Fake tensors are on the CPU device (torch without CUDA has no autograd for fake CUDA tensors), which DeepSpeed
-takes for its accelerator. Replaced are: values read from tensors (losses and norms are 1, overflow flags 0),
-comparisons of integers between ranks, and compiled optimizer kernels, which update in place and allocate
+takes for its accelerator. It replaces values read from tensors (losses and norms are 1, overflow flags
+0), comparisons of integers between ranks, and compiled optimizer kernels, which update in place and allocate
 nothing.
 """
 
@@ -12,7 +12,7 @@ import contextlib
 import importlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType, SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -74,8 +74,10 @@ class FakeDevice:
         self._accelerator = get_accelerator()
         set_accelerator(_build_accelerator(CPU_Accelerator, self.name))
         self.deepspeed.init_distributed("fake", dist_init_required=False)
+        # ZeRO-3 compares its trace of modules with other ranks', which do not exist.
         coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
         self._patch(coordinator, "assert_ints_same_as_other_ranks", _do_nothing)
+        # Optimizers with compiled kernels.
         adam = importlib.import_module("deepspeed.ops.adam.fused_adam")
         self._patch(adam, "FusedAdamBuilder", _InPlaceBuilder)
         lion = importlib.import_module("deepspeed.ops.lion.fused_lion")
@@ -182,7 +184,7 @@ class _FakeValues(TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(
         self,
-        function: Callable[..., object],
+        function: torch._ops.OpOverload,
         types: Sequence[type],
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec
 
 import torch
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shardscope.rehearsal.result import RehearsedStage
     from shardscope.rehearsal.tracker import Tracker
 
+P = ParamSpec("P")
 _PHASES: dict[str, Phase] = {
     "ForwardPass": "forward",
     "BackwardPass": "backward",
@@ -104,11 +105,16 @@ class _StageRehearsal:
             for parameter in part.parameters():
                 parameter.data = torch.empty_like(parameter.data)
         del model
-        tied_modules = {0: part.model.embed_tokens, pp - 1: part.lm_head}
+        # Both ends of the pipeline have a copy of a tied embedding: as the embedding, and as the head.
+        tied: torch.nn.Module | None = None
+        if number in (0, pp - 1):
+            tied = part.get_submodule("model.embed_tokens" if number == 0 else "lm_head")
+        loss_function = part.loss_function
+        assert callable(loss_function)  # a method of transformers' causal language models
 
         def compute_loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             vocab_size = plan.architecture.vocab_size
-            loss: torch.Tensor = part.loss_function(logits=output, labels=labels, vocab_size=vocab_size)
+            loss: torch.Tensor = loss_function(logits=output, labels=labels, vocab_size=vocab_size)
             return loss
 
         return StagedModule(
@@ -117,7 +123,7 @@ class _StageRehearsal:
             stage=number,
             num_stages=pp,
             is_tied=plan.architecture.tie_word_embeddings,
-            tied=tied_modules.get(number),
+            tied=tied,
         )
 
     def _allocate_received(self, engine: PipelineEngine) -> Callable[[int], object]:
@@ -132,9 +138,11 @@ class _StageRehearsal:
 
         return allocate
 
-    def _with_phase(self, phase: Phase, run: Callable[..., None]) -> Callable[..., None]:
-        def run_in_phase(engine: PipelineEngine, **options: object) -> None:
+    def _with_phase(self, phase: Phase, run: Callable[P, None]) -> Callable[P, None]:
+        """Wrap the method of a schedule's instruction, whose memory belongs to ``phase``."""
+
+        def run_in_phase(*args: P.args, **kwargs: P.kwargs) -> None:
             with self.tracker.phase(phase):
-                run(engine, **options)
+                run(*args, **kwargs)
 
         return run_in_phase
