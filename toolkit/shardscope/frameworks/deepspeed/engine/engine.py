@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,9 @@ from shardscope.training.optimizers import gradients
 from shardscope.training.weights.initial_weights import CPU, InitialWeights, fill_buffers, full_region
 from shardscope.training.weights.pretrained import FullTensors
 
+if TYPE_CHECKING:
+    import deepspeed
+
 FIRST_LOSS_SCALE_POWER = 12
 """Exponent of the initial fp16 loss scale, 2^12 as in the other engines; an overflow halves the scale."""
 STEPS_TO_GROW = 2000
@@ -41,6 +45,9 @@ class DeepSpeedEngine(MicroBatchEngine):
 
     framework = "deepspeed"
     shards_parameters = True
+    _module: deepspeed.DeepSpeedEngine
+    zero: torch.optim.Optimizer
+    """DeepSpeed's optimizer around ``optimizer``; the same object in stage 0 with fp32 weights."""
 
     def __init__(self, ctx: Context) -> None:
         super().__init__(ctx)
@@ -269,7 +276,8 @@ def _build_cpu_adam(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
     known = ("params", "lr", "betas", "eps", "weight_decay", "amsgrad", "moe", "name")
     groups = [{name: group[name] for name in known if name in group} for group in optimizer.param_groups]
-    return DeepSpeedCPUAdam(groups, adamw_mode=True)
+    cpu_adam: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True)
+    return cpu_adam
 
 
 # ---- Initial weights in ZeRO-3: each tensor is partitioned when it is read or initialized
@@ -314,9 +322,10 @@ def partition_one_by_one(
             torch.utils.swap_tensors(parameter, Parameter(tensor, requires_grad=parameter.requires_grad))
             yield parameter
 
-    model.parameters = write_parameters
+    # An attribute of the object hides the method of its class.
+    vars(model)["parameters"] = write_parameters
     try:
         partition_parameters(model, config)
     finally:
-        del model.parameters
+        del vars(model)["parameters"]
     fill_buffers(model, weights)

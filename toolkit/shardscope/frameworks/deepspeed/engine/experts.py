@@ -86,7 +86,7 @@ class ExpertsEngine(DeepSpeedEngine):
         self, block: MoeBlock, gather: Callable[[Parameter], torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the router's weight and the stacked matrices of all experts, as transformers names them."""
-        yield "gate.weight", gather(block.router.weight)
+        yield "gate.weight", gather(block.router.get_parameter("weight"))
         group = block.moe.deepspeed_moe.ep_group
         for name in ("gate_up_proj", "down_proj"):
             stacked = torch.stack([gather(getattr(expert, name)) for expert in block.experts])

@@ -13,6 +13,9 @@ from collections.abc import Callable
 import torch
 from deepspeed.moe.layer import MoE
 from torch.nn import Parameter, functional
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+from shardscope.training.model.recompute import decoder_layers
 
 
 class GatedExpert(torch.nn.Module):  # type: ignore[misc]
@@ -34,7 +37,7 @@ class GatedExpert(torch.nn.Module):  # type: ignore[misc]
 class MoeBlock(torch.nn.Module):  # type: ignore[misc]
     """MoE block of a decoder layer: transformers' ``block`` with DeepSpeed's ``MoE`` inside."""
 
-    def __init__(self, block: torch.nn.Module, *, ep: int, ep_rank: int) -> None:
+    def __init__(self, block: MixtralSparseMoeBlock, *, ep: int, ep_rank: int) -> None:
         super().__init__()
         experts, router = block.experts, block.gate
         num_experts, hidden = router.weight.shape
@@ -66,7 +69,8 @@ class MoeBlock(torch.nn.Module):  # type: ignore[misc]
     @property
     def router(self) -> torch.nn.Linear:
         """Router: hidden states to one logit per expert of the full layer."""
-        return self.moe.deepspeed_moe.gate.wg
+        router: torch.nn.Linear = self.moe.deepspeed_moe.gate.wg
+        return router
 
     @property
     def experts(self) -> list[GatedExpert]:
@@ -86,8 +90,10 @@ class MoeBlock(torch.nn.Module):  # type: ignore[misc]
 
 def replace_experts(model: torch.nn.Module, *, ep: int, ep_rank: int) -> None:
     """Replace the MoE layers of ``model`` by DeepSpeed's, with its weights; drop other ranks' experts."""
-    for layer in model.model.layers:
-        layer.mlp = MoeBlock(layer.mlp, ep=ep, ep_rank=ep_rank)
+    for layer in decoder_layers(model):
+        block = layer.get_submodule("mlp")
+        assert isinstance(block, MixtralSparseMoeBlock)  # check_experts admits no other family
+        layer.mlp = MoeBlock(block, ep=ep, ep_rank=ep_rank)
 
 
 def separate_experts(optimizer: torch.optim.Optimizer) -> None:

@@ -16,6 +16,7 @@ from shardscope.training.engine import LiveTensors
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
     from shardscope.core.plan import Plan
 
@@ -102,7 +103,7 @@ def _list_moments(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
         yield from (tensor for tensor in _flatten(state) if tensor.numel() > 1)
 
 
-def _list_buckets(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+def _list_buckets(optimizer: DeepSpeedZeroOptimizer_Stage3) -> Iterable[torch.Tensor]:
     """Yield the buffers in which gradients are reduced."""
     for bucket in optimizer.ipg_buckets.values():
         yield from _flatten(bucket.buffer)
@@ -125,36 +126,38 @@ def read_back(plan: Plan, engine: DeepSpeedEngine) -> dict[str, object]:
     layout = get_layout(plan)
     # Data parallelism and the optimizer's class: DeepSpeed chooses it by the stage.
     stage = engine.zero_optimization_stage()
-    _agree("stage", stage, layout.stage)
+    _check_equal("stage", stage, layout.stage)
     ranks = dist.get_world_size(engine.seq_data_parallel_group)
-    _agree("data-parallel ranks", ranks, plan.degrees.data_parallel)
+    _check_equal("data-parallel ranks", ranks, plan.degrees.data_parallel)
     optimizer = engine.optimizer
     wrapper = type(optimizer).__name__
     if stage:
         expected = "DeepSpeedZeroOptimizer_Stage3" if stage == 3 else "DeepSpeedZeroOptimizer"
-        _agree("optimizer", wrapper, expected)
+        _check_equal("optimizer", wrapper, expected)
     if stage in (1, 2):
-        _agree("partitioned gradients", bool(optimizer.partition_gradients), stage == 2)
+        _check_equal("partitioned gradients", bool(optimizer.partition_gradients), stage == 2)
     # Offloading.
     devices = _find_offload_devices(engine)
-    _agree("offload_optimizer", devices["optimizer"], layout.offload_optimizer)
-    _agree("offload_params", devices["params"], layout.offload_params)
+    _check_equal("offload_optimizer", devices["optimizer"], layout.offload_optimizer)
+    _check_equal("offload_params", devices["params"], layout.offload_params)
     parameters = dict(engine.module.named_parameters())
     if devices["params"] == "nvme":
         # zero.Init may choose another type than the weights', which then come back rounded.
         dtypes = {p.nvme_swapper.dtype for p in parameters.values()}
-        _agree("type of the parameters on NVMe", dtypes, {p.dtype for p in parameters.values()})
+        _check_equal("type of the parameters on NVMe", dtypes, {p.dtype for p in parameters.values()})
     # ZeRO++.
     secondary = {getattr(p, "ds_secondary_tensor_group_size", ranks) for p in parameters.values()}
     if layout.zero_hpz_partition_size > 1:
-        _agree("zero_hpz_partition_size", secondary, {layout.zero_hpz_partition_size})
+        _check_equal("zero_hpz_partition_size", secondary, {layout.zero_hpz_partition_size})
     for field in QUANTIZED:
-        _agree(field, getattr(engine, field)(), getattr(layout, field))
+        _check_equal(field, getattr(engine, field)(), getattr(layout, field))
     # In stage 0 the engine itself reduces gradients.
     reduce_dtype = (optimizer if stage else engine).communication_data_type
-    _agree("bytes of a reduced gradient", reduce_dtype.itemsize, get_reduction_width(layout, plan.recipe))
+    _check_equal(
+        "bytes of a reduced gradient", reduce_dtype.itemsize, get_reduction_width(layout, plan.recipe)
+    )
     sizes = {name: getattr(p, "ds_numel", p.numel()) for name, p in parameters.items()}
-    updated = _count_updated_weights(stage, optimizer, parameters, ranks)
+    updated = _count_updated_weights(engine, ranks)
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     current = list_tensors(engine)
     return {
@@ -217,13 +220,13 @@ def _find_offload_devices(engine: DeepSpeedEngine) -> dict[str, str | None]:
     return {"optimizer": state, "params": params}
 
 
-def _count_updated_weights(
-    stage: int, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter], ranks: int
-) -> int:
+def _count_updated_weights(engine: DeepSpeedEngine, ranks: int) -> int:
     """Return the number of weights that this rank updates, padding included.
 
     Raises ``RuntimeError`` if they are not partitioned as the stage says.
     """
+    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
+    parameters = dict(engine.module.named_parameters())
     if stage == 0:
         return sum(parameter.numel() for parameter in parameters.values() if parameter.requires_grad)
     if stage in (1, 2):
@@ -232,7 +235,7 @@ def _count_updated_weights(
         for flat, partition, group in zip(
             optimizer.bit16_groups_flat, partitions, optimizer.real_dp_process_group, strict=True
         ):
-            _agree("weights of all partitions", partition * dist.get_world_size(group), flat.numel())
+            _check_equal("weights of all partitions", partition * dist.get_world_size(group), flat.numel())
         return sum(partitions)
     full = [name for name, parameter in parameters.items() if not hasattr(parameter, "ds_tensor")]
     if full:
@@ -243,10 +246,10 @@ def _count_updated_weights(
     for name, parameter in parameters.items():
         # ds_numel stays while the partition itself is in a file on NVMe.
         planned = ceil_div(parameter.ds_numel, ranks)
-        _agree(f"weights of {name} on a rank", parameter.ds_tensor.ds_numel, planned)
+        _check_equal(f"weights of {name} on a rank", parameter.ds_tensor.ds_numel, planned)
     return sum(int(p.ds_tensor.ds_numel) for p in parameters.values() if p.requires_grad)
 
 
-def _agree(what: str, built: object, planned: object) -> None:
+def _check_equal(what: str, built: object, planned: object) -> None:
     if built != planned:
         raise RuntimeError(f"the plan's {what}: {planned!r}; DeepSpeed built: {built!r}")

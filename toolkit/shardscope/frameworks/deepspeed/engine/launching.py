@@ -78,8 +78,8 @@ def connect_deepspeed(backend: str, rank: int) -> None:
     if not _initial_groups:
         names = (name for name in vars(groups) if name.isupper() or name in STATEFUL_NAMES)
         _initial_groups.update({name: _copy_dict(getattr(groups, name)) for name in names})
-    for name, value in _initial_groups.items():
-        setattr(groups, name, _copy_dict(value))
+    for name, initial in _initial_groups.items():
+        setattr(groups, name, _copy_dict(initial))
     comm.cdb = None
     # The shared-memory reductions must be compiled, and support one world per process.
     # By import_module: as an attribute, ``deepspeed.comm.torch`` is torch itself.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, ParamSpec, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,8 @@ from shardscope.training.weights.initial_weights import build_initialized
 from shardscope.training.weights.stage_tensors import StageTensor, send_stages_to_rank_0
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+    from transformers import PretrainedConfig, PreTrainedModel
 
 P = ParamSpec("P")
 HEAD = "lm_head.weight"
@@ -35,8 +36,10 @@ EMBEDDING = "model.embed_tokens.weight"
 class PipelinedEngine(DeepSpeedEngine):
     """DeepSpeed engine of one pipeline stage; ``model`` has its layers, under the whole model's names."""
 
+    _module: PipelineEngine
     _is_tied = False
-    _full_config: PretrainedConfig | None = None
+    _full_config: PretrainedConfig
+    """Config of the whole model."""
 
     @property
     def stage(self) -> int:
@@ -59,7 +62,8 @@ class PipelinedEngine(DeepSpeedEngine):
 
     def build_on_host(self, build_model: BuildModel) -> torch.nn.Module:
         def build_stage() -> torch.nn.Module:
-            model = build_model()
+            # check_pipeline admits transformers' causal language models only.
+            model = cast("PreTrainedModel", build_model())
             self._is_tied = bool(model.config.tie_word_embeddings)
             self._full_config = model.config
             first = sum(self.plan.stage_layers[: self.stage])
@@ -92,8 +96,8 @@ class PipelinedEngine(DeepSpeedEngine):
     def _find_tied_module(self, model: torch.nn.Module) -> torch.nn.Module | None:
         """Return the embedding on the first stage, its copy in the head on the last, None on others."""
         if self.stage == 0:
-            return model.model.embed_tokens
-        return model.lm_head if self._is_last else None
+            return model.get_submodule("model.embed_tokens")
+        return model.get_submodule("lm_head") if self._is_last else None
 
     def assemble(
         self, build_model: BuildModel, build_optimizer: BuildOptimizer | None
@@ -137,7 +141,9 @@ class PipelinedEngine(DeepSpeedEngine):
 
         The factor undoes DeepSpeed's division by the number of micro-batches.
         """
-        loss: torch.Tensor = self.model.loss_function(
+        loss_function = self.model.loss_function
+        assert callable(loss_function)  # a method of transformers' causal language models
+        loss: torch.Tensor = loss_function(
             logits=output, labels=labels, vocab_size=self.plan.architecture.vocab_size
         )
         return loss * (next(self._loss_weights) * self.plan.num_micro_batches)
@@ -179,7 +185,8 @@ class PipelinedEngine(DeepSpeedEngine):
     # ---- what leaves the run
 
     def export(self, path: str | Path) -> None:
-        model = copy_shallow(self.model)
+        # The stage's own config lists only its layers.
+        model = cast("PreTrainedModel", copy_shallow(self.model))
         model.config = self._full_config
         pretrained.write_pretrained(self._resolve_in_run(path), model, self.full_tensors())
 

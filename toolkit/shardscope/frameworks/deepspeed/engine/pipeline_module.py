@@ -30,8 +30,11 @@ class Stage(torch.nn.Module):  # type: ignore[misc]
         inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
         if self.is_last:
             # The causal language model's own forward, which may scale its logits.
-            return self.part(**inputs, use_cache=False).logits
-        return self.part.model(**inputs, use_cache=False).last_hidden_state
+            logits: torch.Tensor = self.part(**inputs, use_cache=False).logits
+            return logits
+        body = self.part.get_submodule("model")
+        hidden_states: torch.Tensor = body(**inputs, use_cache=False).last_hidden_state
+        return hidden_states
 
 
 class StagedModule(PipelineModule):  # type: ignore[misc]
@@ -80,7 +83,7 @@ class StagedModule(PipelineModule):  # type: ignore[misc]
                 assert tied is not None
                 comms[TIED] = {"ranks": ranks, "group": group, "weight_attr": ["weight"], "module": tied}
                 # The gradient norm counts the weight once, on the first stage.
-                tied.weight.ds_pipe_replicated = grid.global_rank != ranks[0]
+                vars(tied.weight)["ds_pipe_replicated"] = grid.global_rank != ranks[0]
         return comms
 
     def _synchronize_tied_weights(self) -> None:

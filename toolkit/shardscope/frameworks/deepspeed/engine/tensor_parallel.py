@@ -41,7 +41,8 @@ class TensorEngine(DeepSpeedEngine):
         """DeepSpeed's group of tensor-parallel ranks."""
         from deepspeed.utils import groups
 
-        return groups.get_tensor_model_parallel_group()
+        group: dist.ProcessGroup = groups.get_tensor_model_parallel_group()
+        return group
 
     def _find_sharded_dim(self, name: str, parameter: torch.Tensor) -> int | None:
         """Return the dimension in which the parameter is sharded; None if every rank has the full tensor."""

@@ -175,7 +175,8 @@ def build_model(
 
 def _unwrap_peft(model: torch.nn.Module) -> torch.nn.Module:
     """Return transformers' model, without peft's wrapper."""
-    base: torch.nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    get_base_model = getattr(model, "get_base_model", None)
+    base: torch.nn.Module = model if get_base_model is None else get_base_model()
     return base
 
 

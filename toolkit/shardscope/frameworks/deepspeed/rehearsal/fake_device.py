@@ -121,8 +121,7 @@ class FakeDevice:
 
     def fake_values(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which ``item()`` of a fake tensor returns 1.0, of integers and flags 0."""
-        mode: contextlib.AbstractContextManager[object] = _FakeValues()
-        return mode
+        return _FakeValues()
 
     def _count_vocabulary_rows(
         self, rows: int, start: int, end: int, tp_group: dist.ProcessGroup | None, device: torch.device
@@ -181,6 +180,9 @@ class _InPlaceBuilder:
 
 class _FakeValues(TorchDispatchMode):  # type: ignore[misc]
     """Mode in which reading a value from a fake tensor does not fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
 
     def __torch_dispatch__(
         self,
