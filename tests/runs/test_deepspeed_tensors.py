@@ -235,7 +235,7 @@ def test_a_new_engine_resumes_from_the_checkpoint(name: str, found: dict[str, An
         ({"architecture": of_family("gemma2")}, "AutoTP is tested with no others"),
         ({"architecture": replace(LLAMA, intermediate_size=127)}, "all shards must be equal"),
         ({"precision": "bf16-mixed", "layout": {"stage": 0}}, "gradient norm is up to 20 % off"),
-        ({"recompute": "selective"}, "computed again it would be added twice"),
+        ({"recompute": "selective"}, "so that it would be reduced twice"),
         ({"optimizer": "adafactor"}, "Recipe.optimizer is 'adafactor'; allowed: 'adamw', 'sgd'"),
         ({"layout": {"offload_optimizer": "cpu"}}, "AutoTP with offloading is not tested"),
         ({"num_ranks": 4, "layout": {"pp": 2}}, "AutoTP inside pipeline stages is not tested"),

@@ -68,7 +68,7 @@ def test_every_stage_allocates_the_predicted_bytes(name: str) -> None:
     [
         ({"stage": 1, "pp": 2, "tp": 2}, {}, "AutoTP shards complete transformers models"),
         ({"stage": 1, "pp": 2}, {"method": "lora"}, "peft wraps the whole model"),
-        ({"stage": 1, "pp": 2}, {"loss": "chunked"}, "the loss is the schedule's"),
+        ({"stage": 1, "pp": 2}, {"loss": "chunked"}, "DeepSpeed's schedule computes the loss"),
     ],
 )
 def test_unsupported_rehearsals_of_pipelines_raise(

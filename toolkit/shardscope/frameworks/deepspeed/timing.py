@@ -30,88 +30,26 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     """
     layout = get_layout(plan)
     check_not_quantized(layout)
-    half, degrees = widths[plan.recipe.precision].compute, plan.degrees
-    width = get_reduction_width(layout, plan.recipe)
-    ranks, stride = degrees.data_parallel, degrees.tp
-    micro_batches = plan.num_micro_batches
-    gathered, reduced = stage.base * half, stage.trainable * half
-    overlaps = layout.stage == 3 if layout.overlap_comm is None else layout.overlap_comm
-    # Below stage 2 gradients are reduced at the gradient accumulation boundary, else in every micro-batch.
-    times = micro_batches if layout.stage >= 2 else 1
-    overlaps_with: OverlappedWith = "nothing"
-    if overlaps and layout.stage > 0:
-        overlaps_with = "backward" if layout.stage >= 2 else "last_backward"
-    collective: Collective = "all_reduce" if layout.stage == 0 else "reduce_scatter"
-    groups = _groups(plan, stage)
-    transfers = [
-        Transfer(
-            "gradients",
-            collective,
-            weights * width,
-            replicas,
-            apart,
-            times,
-            maximum(1, ceil_div(weights, layout.reduce_bucket_size)),
-            overlaps_with,
-        )
-        for weights, replicas, apart in groups
-    ]
-    if layout.stage in (1, 2):
-        bucket = maximum(1, layout.allgather_bucket_size)
-        transfers += [
-            Transfer(
-                "gathers",
-                "all_gather",
-                weights * half,
-                replicas,
-                apart,
-                1,
-                maximum(1, ceil_div(weights, bucket)),
-            )
-            for weights, replicas, apart in groups
-        ]
-    elif layout.stage == 3:
-        gather = Transfer(
-            "gathers", "all_gather", gathered, ranks, stride, micro_batches, stage.num_layers + 1, "forward"
-        )
-        transfers += [gather, gather._replace(overlaps_with="backward")]
-        if layout.zero_hpz_partition_size > 1:
-            transfers[-2:] = _from_near(plan, gather)
+    half = widths[plan.recipe.precision].compute
+    groups = _list_parameter_groups(plan, stage)
     owned: float = stage.trainable
     if layout.stage > 0:
         owned = sum((weights / replicas for weights, replicas, _ in groups), 0.0)
-    cast: float = 0
-    if width > half:
-        # Stage 3 casts into the bucket and casts the reduced partition back; below it all is cast both ways.
-        back = owned if layout.stage == 3 else stage.trainable
-        cast = times * (half + width) * (stage.trainable + back)
-    found = StateTraffic(
-        tuple(transfers),
-        # Copies into the bucket and, after accumulation, to fp32 (runtime/zero/stage_1_and_2.py, stage3.py).
-        copied_for_gradients=micro_batches * (2 * reduced + owned * (half + 2 * FP32)) + cast,
+    # Copies into the bucket and, after accumulation, to fp32 (runtime/zero/stage_1_and_2.py, stage3.py).
+    copied = plan.num_micro_batches * (2 * stage.trainable * half + owned * (half + 2 * FP32))
+    traffic = StateTraffic(
+        (*_list_reductions(plan, groups), *_list_all_gathers(plan, stage, groups)),
+        copied_for_gradients=copied + _compute_cast_bytes(plan, stage, owned),
         updated=owned,
         main_copies=half < FP32,
     )
-    return _offloaded(plan, stage, found, owned, gathered / ranks) if plan.on_gpu else found
+    if not plan.on_gpu:
+        # On CPU ranks the host is the device, and offloading copies nothing.
+        return traffic
+    return _add_offload_traffic(plan, traffic, owned, stage.base * half / plan.degrees.data_parallel)
 
 
-def _from_near(plan: Plan, gather: Transfer) -> list[Transfer]:
-    """Return the all-gathers with second partitions (hpZ).
-
-    A step's first forward all-gathers over all ranks, later ones over the small group. With adapters all use
-    the small group: the base is frozen, and the adapters' size is negligible.
-    """
-    layout = get_layout(plan)
-    far = 0 if plan.recipe.has_adapters else 1
-    near = gather._replace(ranks=layout.zero_hpz_partition_size, stride=1)
-    return [
-        gather._replace(times=far),
-        near._replace(times=plan.num_micro_batches - far),
-        near._replace(overlaps_with="backward"),
-    ]
-
-
-def _groups(plan: Plan, stage: Stage) -> list[tuple[int, int, int]]:
+def _list_parameter_groups(plan: Plan, stage: Stage) -> list[tuple[int, int, int]]:
     """Return (trained weights of a rank, replicas, stride between their ranks) of each parameter group.
 
     With ep > 1 experts are a separate group (deepspeed/moe/utils.py), whose replicas are ep ranks apart
@@ -120,36 +58,135 @@ def _groups(plan: Plan, stage: Stage) -> list[tuple[int, int, int]]:
     ranks, ep, stride = plan.degrees.data_parallel, plan.degrees.ep, plan.degrees.tp
     if not plan.architecture.num_moe_layers or plan.recipe.has_adapters:
         return [(stage.trainable, ranks, stride)]
-    apart = (ep > 1) & (stage.experts > 0)
-    experts = where(apart, stage.experts, 0)
+    is_separate = (ep > 1) & (stage.experts > 0)
+    experts = where(is_separate, stage.experts, 0)
     return [
         (stage.trainable - experts, ranks, stride),
-        (experts, where(apart, count_expert_replicas(ranks, ep), 1), stride * ep),
+        (experts, where(is_separate, count_expert_replicas(ranks, ep), 1), stride * ep),
     ]
 
 
-def _offloaded(plan: Plan, stage: Stage, found: StateTraffic, owned: float, gathered: float) -> StateTraffic:
-    """Return ``found`` with offload traffic: gradients to the host, the update there, weights back."""
+def _count_reductions(plan: Plan) -> int:
+    """Return how often a step reduces gradients: below stage 2 at the accumulation boundary only."""
+    return plan.num_micro_batches if get_layout(plan).stage >= 2 else 1
+
+
+def _list_reductions(plan: Plan, groups: list[tuple[int, int, int]]) -> list[Transfer]:
+    """Return the reductions of gradients, bucket by bucket, of each parameter group."""
+    layout = get_layout(plan)
+    width = get_reduction_width(layout, plan.recipe)
+    overlaps = layout.stage == 3 if layout.overlap_comm is None else layout.overlap_comm
+    overlaps_with: OverlappedWith = "nothing"
+    if overlaps and layout.stage > 0:
+        overlaps_with = "backward" if layout.stage >= 2 else "last_backward"
+    collective: Collective = "all_reduce" if layout.stage == 0 else "reduce_scatter"
+    return [
+        Transfer(
+            "gradients",
+            collective,
+            weights * width,
+            replicas,
+            stride,
+            _count_reductions(plan),
+            maximum(1, ceil_div(weights, layout.reduce_bucket_size)),
+            overlaps_with,
+        )
+        for weights, replicas, stride in groups
+    ]
+
+
+def _list_all_gathers(plan: Plan, stage: Stage, groups: list[tuple[int, int, int]]) -> list[Transfer]:
+    """Return the all-gathers of parameters: updated ones in stages 1 and 2, at each use in stage 3."""
+    layout, half = get_layout(plan), widths[plan.recipe.precision].compute
+    if layout.stage == 0:
+        return []
+    if layout.stage < 3:
+        bucket = maximum(1, layout.allgather_bucket_size)
+        return [
+            Transfer(
+                "gathers",
+                "all_gather",
+                weights * half,
+                replicas,
+                stride,
+                1,
+                maximum(1, ceil_div(weights, bucket)),
+            )
+            for weights, replicas, stride in groups
+        ]
+    # One all-gather for each layer, and one for the tensors outside of layers.
+    forward = Transfer(
+        "gathers",
+        "all_gather",
+        stage.base * half,
+        plan.degrees.data_parallel,
+        plan.degrees.tp,
+        plan.num_micro_batches,
+        stage.num_layers + 1,
+        "forward",
+    )
+    if layout.zero_hpz_partition_size > 1:
+        return _split_by_secondary_partitions(plan, forward)
+    return [forward, forward._replace(overlaps_with="backward")]
+
+
+def _split_by_secondary_partitions(plan: Plan, gather: Transfer) -> list[Transfer]:
+    """Return the all-gathers with secondary partitions (hpZ).
+
+    A step's first forward all-gathers over all ranks, later ones over the small group. With adapters all use
+    the small group: the base is frozen, and the adapters' size is negligible.
+    """
+    layout = get_layout(plan)
+    num_over_all_ranks = 0 if plan.recipe.has_adapters else 1
+    in_group = gather._replace(ranks=layout.zero_hpz_partition_size, stride=1)
+    return [
+        gather._replace(times=num_over_all_ranks),
+        in_group._replace(times=plan.num_micro_batches - num_over_all_ranks),
+        in_group._replace(overlaps_with="backward"),
+    ]
+
+
+def _compute_cast_bytes(plan: Plan, stage: Stage, owned: float) -> float:
+    """Return the bytes read and written by casts to the reduction type and back; 0 if there are none."""
+    layout, half = get_layout(plan), widths[plan.recipe.precision].compute
+    width = get_reduction_width(layout, plan.recipe)
+    if width <= half:
+        return 0
+    # Stage 3 casts into the bucket, and casts only the reduced partition back (__avg_scatter_grads).
+    cast_back = owned if layout.stage == 3 else stage.trainable
+    return _count_reductions(plan) * (half + width) * (stage.trainable + cast_back)
+
+
+def _add_offload_traffic(
+    plan: Plan, traffic: StateTraffic, owned: float, partition_bytes: float
+) -> StateTraffic:
+    """Return ``traffic`` with gradients sent to the host, the update there, and weights sent back.
+
+    ``owned`` is the number of weights that a rank updates, ``partition_bytes`` its partitions of all weights.
+    """
     layout = get_layout(plan)
     half, micro_batches = widths[plan.recipe.precision].compute, plan.num_micro_batches
     if layout.offload_optimizer:
-        leaving = micro_batches if layout.stage >= 2 else 1
-        found = found._replace(
-            returned_backward=leaving * owned * half,
+        traffic = traffic._replace(
+            returned_backward=_count_reductions(plan) * owned * half,
+            # Offloaded parameters stay on the host after the update.
             returned_after=0.0 if layout.offload_params else owned * half,
             updated=0.0,
             updated_on_host=owned,
         )
         if layout.offload_optimizer == "nvme":
             # Main copy and moments are read and written back (Rajbhandari et al. 2021, section 5.2.2).
-            kept = FP32 * (1 + num_moments.get(plan.recipe.optimizer, 2))
-            found = found._replace(nvme_after=2 * kept * owned)
+            state_width = FP32 * (1 + num_moments.get(plan.recipe.optimizer, 2))
+            traffic = traffic._replace(nvme_after=2 * state_width * owned)
     if layout.offload_params:
-        each = micro_batches * gathered
-        found = found._replace(fetched_forward=each, fetched_backward=each)
+        # Each use copies the rank's partitions to the GPU, where they are all-gathered.
+        fetched = micro_batches * partition_bytes
+        traffic = traffic._replace(fetched_forward=fetched, fetched_backward=fetched)
         if layout.offload_params == "nvme":
-            found = found._replace(nvme_overlapped=2 * each, nvme_after=found.nvme_after + owned * half)
-    return found
+            traffic = traffic._replace(
+                nvme_overlapped=2 * fetched, nvme_after=traffic.nvme_after + owned * half
+            )
+    return traffic
 
 
 def overlap(plan: Plan) -> Overlap:
