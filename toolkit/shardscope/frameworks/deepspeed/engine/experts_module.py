@@ -15,7 +15,7 @@ from deepspeed.moe.layer import MoE
 from torch.nn import Parameter, functional
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from shardscope.training.model.recompute import decoder_layers
+from shardscope.training.model.recompute import list_decoder_layers
 
 
 class GatedExpert(torch.nn.Module):  # type: ignore[misc]
@@ -90,7 +90,7 @@ class MoeBlock(torch.nn.Module):  # type: ignore[misc]
 
 def replace_experts(model: torch.nn.Module, *, ep: int, ep_rank: int) -> None:
     """Replace the MoE layers of ``model`` by DeepSpeed's, with its weights; drop other ranks' experts."""
-    for layer in decoder_layers(model):
+    for layer in list_decoder_layers(model):
         block = layer.get_submodule("mlp")
         assert isinstance(block, MixtralSparseMoeBlock)  # check_experts admits no other family
         layer.mlp = MoeBlock(block, ep=ep, ep_rank=ep_rank)
