@@ -29,7 +29,7 @@ DRAW_SECONDS = 6.0
 """On a machine that has other things to do; how long the drawing took is judged apart."""
 RUN_PROPERTIES = (
     *("name", "folder", "world_size", "is_on_this_machine", "gpus", "predicted_step_seconds", "num_steps"),
-    *("trains_the_plan", "looks_for_stop", "note"),
+    *("trains_the_plan", "reads_stop_requests", "note"),
 )
 SUMMARY_PROPERTIES = (
     *("is_live", "plan", "last_metrics", "loss", "num_steps_done", "num_steps", "seconds", "has_trace"),

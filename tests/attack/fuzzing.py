@@ -134,25 +134,29 @@ class Worker:
         return answer
 
 
-def attack(numbers: list[int], seed: int, recorded: Path, kept: Path | None = None) -> Iterator[Outcome]:
-    """Make the tries of these numbers. ``kept``: where folders that were not survived are copied to."""
-    with tempfile.TemporaryDirectory(prefix="shardscope-attack-") as place:
-        worker = Worker(Path(place) / "home", Path(place) / "warm-up" / "runs" / "stopped")
+def attack(
+    numbers: list[int], seed: int, recorded: Path, failed_folder: Path | None = None
+) -> Iterator[Outcome]:
+    """Make the tries of these numbers. Failed ones are copied to ``failed_folder``."""
+    with tempfile.TemporaryDirectory(prefix="shardscope-attack-") as parent:
+        worker = Worker(Path(parent) / "home", Path(parent) / "warm-up" / "runs" / "stopped")
         worker.home.mkdir()
         for name in ("stopped", GOOD):
             shutil.copytree(recorded / "stopped", worker.warm_up.with_name(name))
         try:
             for number in numbers:
-                yield _try(number, seed, recorded, Path(place) / str(number), worker, kept)
-                shutil.rmtree(Path(place) / str(number))
+                yield _try(number, seed, recorded, Path(parent) / str(number), worker, failed_folder)
+                shutil.rmtree(Path(parent) / str(number))
         finally:
             worker.close()
 
 
-def _try(number: int, seed: int, recorded: Path, place: Path, worker: Worker, kept: Path | None) -> Outcome:
-    damaged, around, damage = _prepare(number, seed, recorded, place)
+def _try(
+    number: int, seed: int, recorded: Path, parent: Path, worker: Worker, failed_folder: Path | None
+) -> Outcome:
+    damaged, around, damage = _prepare(number, seed, recorded, parent)
     outcome = Outcome(number, damage)
-    before = _look_outside(place, damaged)
+    before = _read_outside(parent, damaged)
     late: list[tuple[str, str]] = []
     calls = worker.calls
     while calls:
@@ -165,53 +169,55 @@ def _try(number: int, seed: int, recorded: Path, place: Path, worker: Worker, ke
             elif wrong is not None:
                 outcome.wrong.append(f"{name}: {wrong}")
         calls = ["Run.attach", *left] if left and not any(name == "Run.attach" for name, _ in late) else left
-    changed = _changes(before, _look_outside(place, damaged))
+    changed = _list_changes(before, _read_outside(parent, damaged))
     outcome.wrong += [f"outside of the folder, {change}" for change in changed]
     if around.canary.exists():
         outcome.wrong.append("code of the folder was executed")
     # The machine may have been busy: what was late is tried once more, on the folder as it was.
     for name, wrong in late:
-        shutil.rmtree(place)
-        damaged, around, _ = _prepare(number, seed, recorded, place)
+        shutil.rmtree(parent)
+        damaged, around, _ = _prepare(number, seed, recorded, parent)
         again = dict(worker.open(damaged, list(dict.fromkeys(["Run.attach", name]))))
         if again.get(name, wrong) is not None:
             outcome.wrong.append(f"{name}: {again.get(name, wrong)}")
-    if outcome.wrong and kept is not None:
-        _keep(number, seed, recorded, kept)
+    if outcome.wrong and failed_folder is not None:
+        _copy_failed(number, seed, recorded, failed_folder)
     return outcome
 
 
-def _prepare(number: int, seed: int, recorded: Path, place: Path) -> tuple[Path, Surroundings, list[str]]:
-    """Copy two recorded runs to ``place``, damage one. Return it, what is around it, and the damage."""
+def _prepare(number: int, seed: int, recorded: Path, parent: Path) -> tuple[Path, Surroundings, list[str]]:
+    """Copy two recorded runs to ``parent``, damage one. Return it, what is around it, and the damage."""
     draw = random.Random(f"{seed} {number}")
     kind = draw.choice(NAMES)
     hostile = draw.choice(HOSTILE_TEXTS).replace("/", "")
-    damaged = place / "runs" / draw.choice(("victim", "victim", "victim", f"{GOOD}-2", "a b", "-rf", hostile))
-    shutil.copytree(recorded / "stopped", place / "runs" / GOOD)
+    damaged = (
+        parent / "runs" / draw.choice(("victim", "victim", "victim", f"{GOOD}-2", "a b", "-rf", hostile))
+    )
+    shutil.copytree(recorded / "stopped", parent / "runs" / GOOD)
     shutil.copytree(recorded / kind, damaged)
     if kind == "living":
         make_living(damaged)
-    around = Surroundings(place / "outside", place / "canary")
+    around = Surroundings(parent / "outside", parent / "canary")
     around.folder.mkdir()
     around.precious.write_text('{"world_size": 2, "status": "the user\'s own file"}\n')
     (around.folder / "rank-0.jsonl").write_text('{"step": 0, "rank": 0, "time": 1.0, "loss": 7.0}\n')
     return damaged, around, [f"a run that is {kind}", *mutate(draw, damaged, around)]
 
 
-def _look_outside(place: Path, damaged: Path) -> dict[str, tuple[Any, ...]]:
-    """Every file in ``place`` that is not the damaged run's, with its content."""
-    found: dict[str, tuple[Any, ...]] = {}
-    for folder, inside, names in os.walk(place):
+def _read_outside(parent: Path, damaged: Path) -> dict[str, tuple[Any, ...]]:
+    """Every file in ``parent`` that is not the damaged run's, with its content."""
+    contents: dict[str, tuple[Any, ...]] = {}
+    for folder, inside, names in os.walk(parent):
         inside[:] = [name for name in inside if Path(folder, name) != damaged]
         for name in (*inside, *names):
             path = Path(folder, name)
             status = path.lstat()
             data = path.read_bytes() if name in names and path.is_file() else b""
-            found[str(path)] = (status.st_mode, hashlib.sha256(data).hexdigest())
-    return found
+            contents[str(path)] = (status.st_mode, hashlib.sha256(data).hexdigest())
+    return contents
 
 
-def _changes(before: dict[str, tuple[Any, ...]], after: dict[str, tuple[Any, ...]]) -> list[str]:
+def _list_changes(before: dict[str, tuple[Any, ...]], after: dict[str, tuple[Any, ...]]) -> list[str]:
     changed = [path for path in before.keys() | after.keys() if before.get(path) != after.get(path)]
     return [
         f"{Path(path).name} {'changed' if path in before and path in after else 'came or went'}"
@@ -220,9 +226,9 @@ def _changes(before: dict[str, tuple[Any, ...]], after: dict[str, tuple[Any, ...
     ]
 
 
-def _keep(number: int, seed: int, recorded: Path, kept: Path) -> None:
+def _copy_failed(number: int, seed: int, recorded: Path, failed_folder: Path) -> None:
     """Make the damaged folder once more, where it stays."""
-    place = kept / f"{seed}-{number}"
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
-    _prepare(number, seed, recorded, place)
+    parent = failed_folder / f"{seed}-{number}"
+    shutil.rmtree(parent, ignore_errors=True)
+    parent.mkdir(parents=True)
+    _prepare(number, seed, recorded, parent)

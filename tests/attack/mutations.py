@@ -1,4 +1,4 @@
-"""Damage to a run folder, drawn by a seed: that of a broken disk, another version or an attacker."""
+"""Random damage to a run folder: that of a broken disk, another version or an attacker."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ STATUSES = ("starting", "running", "stopping", "finished", "stopped", "failed", 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What is beside the damaged folder, where no use of it may change anything."""
+    """Files beside the damaged folder, which no call on it may change."""
 
     folder: Path
-    """With ``precious.txt`` and other files of the user's."""
+    """Folder of ``precious.txt`` and other files of the user."""
     canary: Path
-    """File that exists as soon as anything of the folder was executed."""
+    """File that exists once any code of the folder was executed."""
 
     @property
     def precious(self) -> Path:
-        """A file of the user's, to which links lead."""
+        """A file of the user that planted links point to."""
         return self.folder / "precious.txt"
 
 
@@ -81,46 +81,46 @@ Mutation = Callable[[random.Random, Path, Surroundings], str | None]
 """Changes the folder and returns what it did; None if there was nothing to change."""
 
 
-def mutate(draw: random.Random, path: Path, around: Surroundings) -> list[str]:
-    """Damage the run in ``path`` in one to three ways. Return these in words."""
-    words: list[str] = []
-    wanted = draw.choice((1, 1, 1, 2, 3))
+def mutate(rng: random.Random, path: Path, around: Surroundings) -> list[str]:
+    """Damage the run in ``path`` in one to three ways. Return their descriptions."""
+    descriptions: list[str] = []
+    count = rng.choice((1, 1, 1, 2, 3))
     for _ in range(50):
-        done = draw.choice(MUTATIONS)(draw, path, around)
-        if done is not None:
-            words.append(done)
-        if len(words) == wanted:
+        description = rng.choice(MUTATIONS)(rng, path, around)
+        if description is not None:
+            descriptions.append(description)
+        if len(descriptions) == count:
             break
-    return words
+    return descriptions
 
 
 # ---- bytes
 
 
-def flip_bytes(draw: random.Random, path: Path, _: Surroundings) -> str | None:
-    file, data = _some_file(draw, path)
+def flip_bytes(rng: random.Random, path: Path, _: Surroundings) -> str | None:
+    file, data = _some_file(rng, path)
     if not data:
         return None
-    count = draw.choice((1, 3, 30, len(data) // 2 + 1))
+    count = rng.choice((1, 3, 30, len(data) // 2 + 1))
     changed = bytearray(data)
     for _ in range(count):
-        changed[draw.randrange(len(changed))] = draw.randrange(256)
+        changed[rng.randrange(len(changed))] = rng.randrange(256)
     file.write_bytes(changed)
     return f"{count} bytes of {_name(file, path)} are others"
 
 
-def truncate(draw: random.Random, path: Path, _: Surroundings) -> str | None:
-    file, data = _some_file(draw, path)
+def truncate(rng: random.Random, path: Path, _: Surroundings) -> str | None:
+    file, data = _some_file(rng, path)
     if not data:
         return None
-    length = draw.choice((0, 1, draw.randrange(len(data))))
+    length = rng.choice((0, 1, rng.randrange(len(data))))
     file.write_bytes(data[:length])
     return f"{_name(file, path)} ends after {length} bytes"
 
 
-def replace_encoding(draw: random.Random, path: Path, _: Surroundings) -> str | None:
-    file, data = _some_file(draw, path)
-    how, encoded = draw.choice((
+def replace_encoding(rng: random.Random, path: Path, _: Surroundings) -> str | None:
+    file, data = _some_file(rng, path)
+    how, encoded = rng.choice((
         ("is UTF-16", data.decode(errors="replace").encode("utf-16")),
         ("begins with a byte-order mark", b"\xef\xbb\xbf" + data),
         ("has bytes that are no UTF-8", data.replace(b'"', b'"\xff\xfe\xc0\x80', 3) + b"\xf0\x28\x8c\x28\n"),
@@ -131,28 +131,28 @@ def replace_encoding(draw: random.Random, path: Path, _: Surroundings) -> str | 
     return f"{_name(file, path)} {how}"
 
 
-def append_long_line(draw: random.Random, path: Path, _: Surroundings) -> str | None:
-    file, _data = _some_file(draw, path)
-    size = draw.choice((10**5, 3 * 10**6))
-    line = draw.choice((
+def append_long_line(rng: random.Random, path: Path, _: Surroundings) -> str | None:
+    file, _data = _some_file(rng, path)
+    size = rng.choice((10**5, 3 * 10**6))
+    line = rng.choice((
         b"x" * size,
         b'{"loss": "' + b"y" * size + b'"}',
         b'{"step": 1, "rank": 0, "loss": ' + b"9" * size + b"}",
         b"\x1b[" * (size // 2),
         b"a" * 50 + b"<b>" * (size // 3),
     ))  # fmt: skip
-    end = draw.choice((b"", b"\n"))
+    end = rng.choice((b"", b"\n"))
     with file.open("ab") as opened:
         opened.write(line + end)
     return f"{_name(file, path)} ends in a line of {len(line):,} bytes{'' if end else ' without its end'}"
 
 
-def append_many_lines(draw: random.Random, path: Path, _: Surroundings) -> str | None:
-    file = path / draw.choice(("events/rank-0.jsonl", "status.jsonl", "exits.jsonl", "cards.jsonl"))
+def append_many_lines(rng: random.Random, path: Path, _: Surroundings) -> str | None:
+    file = path / rng.choice(("events/rank-0.jsonl", "status.jsonl", "exits.jsonl", "cards.jsonl"))
     if file.is_symlink() or (file.exists() and not file.is_file()):
         return None  # an earlier mutation put a folder, a link or a pipe here
-    count = draw.choice((2_000, 20_000))
-    kind = draw.choice(("names", "equal", "numbers", "empty"))
+    count = rng.choice((2_000, 20_000))
+    kind = rng.choice(("names", "equal", "numbers", "empty"))
     with file.open("a") as opened:
         for n in range(count):
             record: Any = {"step": n, "rank": 0, "time": n, "status": "running", "reason": "", "loss": 1.0}
@@ -163,12 +163,12 @@ def append_many_lines(draw: random.Random, path: Path, _: Surroundings) -> str |
     return f"{_name(file, path)} has {count:,} more lines ({kind})"
 
 
-def nest_deeply(draw: random.Random, path: Path, _: Surroundings) -> str | None:
-    file, _data = _some_file(draw, path, (".json", ".jsonl"))
-    depth = draw.choice((200, 2_000, 100_000))
-    opening, closing = draw.choice((("[", "]"), ('{"a":', "}")))
+def nest_deeply(rng: random.Random, path: Path, _: Surroundings) -> str | None:
+    file, _data = _some_file(rng, path, (".json", ".jsonl"))
+    depth = rng.choice((200, 2_000, 100_000))
+    opening, closing = rng.choice((("[", "]"), ('{"a":', "}")))
     value = f"{opening * depth}1{closing * depth}"
-    whole = draw.choice((True, False))
+    whole = rng.choice((True, False))
     file.write_text((value if whole else f'{{"world_size": 2, "plan": {value}, "status": {value}}}') + "\n")
     return f"{_name(file, path)} nests {depth:,} deep"
 
@@ -176,111 +176,111 @@ def nest_deeply(draw: random.Random, path: Path, _: Surroundings) -> str | None:
 # ---- values
 
 
-def replace_value(draw: random.Random, path: Path, around: Surroundings) -> str | None:
-    return _change_record(draw, path, lambda record: _replace_somewhere(draw, record, _hostile(draw, around)))
+def replace_value(rng: random.Random, path: Path, around: Surroundings) -> str | None:
+    return _change_record(rng, path, lambda record: _replace_somewhere(rng, record, _hostile(rng, around)))
 
 
-def replace_run_json_value(draw: random.Random, path: Path, around: Surroundings) -> str | None:
+def replace_run_json_value(rng: random.Random, path: Path, around: Surroundings) -> str | None:
     def change(record: Any) -> str | None:
         if not isinstance(record, dict) or not record:
             return None
-        key = draw.choice(sorted(record))
-        record[key], words = _hostile(draw, around)
+        key = rng.choice(sorted(record))
+        record[key], words = _hostile(rng, around)
         return f"{key} is {words}"
 
-    return _change_record(draw, path, change, "run.json")
+    return _change_record(rng, path, change, "run.json")
 
 
-def replace_plan_value(draw: random.Random, path: Path, around: Surroundings) -> str | None:
+def replace_plan_value(rng: random.Random, path: Path, around: Surroundings) -> str | None:
     def change(record: Any) -> str | None:
         plan = record.get("plan") if isinstance(record, dict) else None
-        return _replace_somewhere(draw, plan, _hostile(draw, around)) if isinstance(plan, dict) else None
+        return _replace_somewhere(rng, plan, _hostile(rng, around)) if isinstance(plan, dict) else None
 
-    return _change_record(draw, path, change, "run.json")
+    return _change_record(rng, path, change, "run.json")
 
 
-def change_keys(draw: random.Random, path: Path, around: Surroundings) -> str | None:
+def change_keys(rng: random.Random, path: Path, around: Surroundings) -> str | None:
     def change(record: Any) -> str | None:
         spots = [spot for spot in _containers(record) if isinstance(spot, dict) and spot]
         if not spots:
             return None
-        spot = draw.choice(spots)
-        key = draw.choice(sorted(spot))
+        spot = rng.choice(spots)
+        key = rng.choice(sorted(spot))
         value = spot.pop(key)
-        kind = draw.choice(("removed", "renamed", "twice"))
+        kind = rng.choice(("removed", "renamed", "twice"))
         if kind == "renamed":
-            spot[draw.choice((key.upper(), f" {key}", *HOSTILE_TEXTS))] = value
+            spot[rng.choice((key.upper(), f" {key}", *HOSTILE_TEXTS))] = value
         elif kind == "twice":
-            other, _ = _hostile(draw, around)
+            other, _ = _hostile(rng, around)
             spot[RawJson(f"{json.dumps(key)}: {_encode(value)}, {json.dumps(key)}")] = other
         return f"{key} is {kind}"
 
-    return _change_record(draw, path, change)
+    return _change_record(rng, path, change)
 
 
-def add_status(draw: random.Random, path: Path, around: Surroundings) -> str | None:
-    value, words = draw.choice(((draw.choice(STATUSES), "known"), _hostile(draw, around)))
-    if draw.random() < 0.3:  # Then the last status is what is shown.
+def add_status(rng: random.Random, path: Path, around: Surroundings) -> str | None:
+    value, words = rng.choice(((rng.choice(STATUSES), "known"), _hostile(rng, around)))
+    if rng.random() < 0.3:  # Then the last status is what is shown.
         (path / "supervisor.json").unlink(missing_ok=True)
-    reason, _ = draw.choice((("as it was", ""), _hostile(draw, around)))
-    when = draw.choice((1.0, 4e9, 9e15, -1e12, "soon", None, RawJson("1e999")))
-    record = {"time": when, "status": value, "reason": reason, "error": draw.choice((None, HOSTILE_TEXTS[1]))}
+    reason, _ = rng.choice((("as it was", ""), _hostile(rng, around)))
+    when = rng.choice((1.0, 4e9, 9e15, -1e12, "soon", None, RawJson("1e999")))
+    record = {"time": when, "status": value, "reason": reason, "error": rng.choice((None, HOSTILE_TEXTS[1]))}
     return _append(path, "status.jsonl", record, f"a status that is {words}, at {when}")
 
 
-def add_metrics(draw: random.Random, path: Path, around: Surroundings) -> str | None:
-    value, words = _hostile(draw, around)
-    name = draw.choice(("loss", "step", "rank", "time", "step_seconds", "memory_bytes", *HOSTILE_TEXTS))
-    rank = draw.choice((0, 1))
+def add_metrics(rng: random.Random, path: Path, around: Surroundings) -> str | None:
+    value, words = _hostile(rng, around)
+    name = rng.choice(("loss", "step", "rank", "time", "step_seconds", "memory_bytes", *HOSTILE_TEXTS))
+    rank = rng.choice((0, 1))
     record = {"step": 9, "rank": rank, "time": 1.0, "loss": 1.0, name: value}
     return _append(path, f"events/rank-{rank}.jsonl", record, f"{name} that is {words}")
 
 
-def add_failure(draw: random.Random, path: Path, around: Surroundings) -> str | None:
-    file = draw.choice(
+def add_failure(rng: random.Random, path: Path, around: Surroundings) -> str | None:
+    file = rng.choice(
         ("errors/rank-0.json", "errors/launcher.json", "exits.jsonl", "note.json", "cards.jsonl")
     )
     record: dict[str, Any] = {
-        "rank": draw.choice((0, 7, -1, 10**9, True)),
+        "rank": rng.choice((0, 7, -1, 10**9, True)),
         "time": 1.0,
         "monotonic": 1.0,
-        "summary": draw.choice(HOSTILE_TEXTS),
-        "traceback": draw.choice(HOSTILE_TEXTS),
-        "code": draw.choice((-9, 1, 0, 10**9)),
-        "note": draw.choice(HOSTILE_TEXTS),
+        "summary": rng.choice(HOSTILE_TEXTS),
+        "traceback": rng.choice(HOSTILE_TEXTS),
+        "code": rng.choice((-9, 1, 0, 10**9)),
+        "note": rng.choice(HOSTILE_TEXTS),
         "gpu": 0,
     }
-    record[draw.choice(sorted(record))], words = _hostile(draw, around)
-    if draw.random() < 0.5:
+    record[rng.choice(sorted(record))], words = _hostile(rng, around)
+    if rng.random() < 0.5:
         (path / "status.jsonl").write_text('{"time": 1.0, "status": "failed", "reason": "r"}\n')
     return _append(path, file, record, f"a record with a value that is {words}")
 
 
-def add_output(draw: random.Random, path: Path, around: Surroundings) -> str | None:
-    file = path / draw.choice(("logs/rank-0.log", "logs/rank-1.log", "logs/launcher.log", "supervisor.log"))
-    text = draw.choice(
+def add_output(rng: random.Random, path: Path, around: Surroundings) -> str | None:
+    file = path / rng.choice(("logs/rank-0.log", "logs/rank-1.log", "logs/launcher.log", "supervisor.log"))
+    text = rng.choice(
         (*HOSTILE_TEXTS, "\x1b]0;x\x07\x1bc", "\x9b2J\x85", "\x1b[\x1b[31m1m", "\r\b\v\0", "\u202e")
     )
     if file.is_symlink() or not file.is_file():
         return None
     with file.open("a") as opened:
-        opened.write(f"{text}\n" * draw.choice((1, 100)))
+        opened.write(f"{text}\n" * rng.choice((1, 100)))
     return f"{_name(file, path)} ends in {text!a}"
 
 
-def change_ranks(draw: random.Random, path: Path, around: Surroundings) -> str | None:
+def change_ranks(rng: random.Random, path: Path, around: Surroundings) -> str | None:
     sizes: tuple[Any, ...] = (0, -1, 1, 3, 16_384, 16_385, 10**9, True, 2.5, "2", [2], RawJson("1e400"))
 
     def change(record: Any) -> str | None:
         if not isinstance(record, dict):
             return None
-        record["world_size"] = draw.choice(sizes)
+        record["world_size"] = rng.choice(sizes)
         return f"world_size is {str(record['world_size'])[:20]}"
 
-    if draw.random() < 0.5:
-        return _change_record(draw, path, change, "run.json")
-    name = draw.choice(("rank-99", "rank--1", "rank-٣", "rank-0x1", "rank-", f"rank-{10**30}", "rank-0 "))
-    folder, suffix = draw.choice(RANK_FILES)
+    if rng.random() < 0.5:
+        return _change_record(rng, path, change, "run.json")
+    name = rng.choice(("rank-99", "rank--1", "rank-٣", "rank-0x1", "rank-", f"rank-{10**30}", "rank-0 "))
+    folder, suffix = rng.choice(RANK_FILES)
     try:
         (path / folder).mkdir(exist_ok=True)
         (path / folder / f"{name}{suffix}").write_text('{"rank": 99, "pid": 1}\n')
@@ -289,8 +289,8 @@ def change_ranks(draw: random.Random, path: Path, around: Surroundings) -> str |
     return f"{folder} has {name}{suffix}"
 
 
-def change_times(draw: random.Random, path: Path, _: Surroundings) -> str | None:
-    when = draw.choice((0.0, 1.0, 4e9, 9e9))
+def change_times(rng: random.Random, path: Path, _: Surroundings) -> str | None:
+    when = rng.choice((0.0, 1.0, 4e9, 9e9))
     for file in _files(path):
         os.utime(file, (when, when))
     return f"every file is of {when:.0f} s after 1970"
@@ -299,17 +299,17 @@ def change_times(draw: random.Random, path: Path, _: Surroundings) -> str | None
 # ---- kinds of files
 
 
-def replace_by_special(draw: random.Random, path: Path, around: Surroundings) -> str | None:
-    if draw.random() < 0.2:
+def replace_by_special(rng: random.Random, path: Path, around: Surroundings) -> str | None:
+    if rng.random() < 0.2:
         names = [name for name in FOLDERS if os.path.lexists(path / name)]
         if not names:
             return None
-        target = path / draw.choice(names)
-    elif draw.random() < 0.6:
-        target = path / draw.choice(READ_FILES)
+        target = path / rng.choice(names)
+    elif rng.random() < 0.6:
+        target = path / rng.choice(READ_FILES)
     else:
-        target, _data = _some_file(draw, path)
-    kind = draw.choice(KINDS)
+        target, _data = _some_file(rng, path)
+    kind = rng.choice(KINDS)
     try:
         _remove(target)
         target.parent.mkdir(exist_ok=True)
@@ -357,17 +357,17 @@ READ_FILES = (
 """Files that a reader opens, whether this run has them or not."""
 
 
-def swap_files(draw: random.Random, path: Path, _: Surroundings) -> str | None:
-    first, data = _some_file(draw, path)
-    second, _data = _some_file(draw, path)
+def swap_files(rng: random.Random, path: Path, _: Surroundings) -> str | None:
+    first, data = _some_file(rng, path)
+    second, _data = _some_file(rng, path)
     second.write_bytes(data)
     return f"{_name(second, path)} is a copy of {_name(first, path)}"
 
 
-def delete_files(draw: random.Random, path: Path, _: Surroundings) -> str | None:
+def delete_files(rng: random.Random, path: Path, _: Surroundings) -> str | None:
     files = _files(path)
-    left = draw.choice((len(files) - 1, len(files) // 2, 1, 0))
-    for file in draw.sample(files, len(files) - max(0, left)):
+    left = rng.choice((len(files) - 1, len(files) // 2, 1, 0))
+    for file in rng.sample(files, len(files) - max(0, left)):
         file.unlink()
     return f"{max(0, left)} files are left"
 
@@ -375,10 +375,10 @@ def delete_files(draw: random.Random, path: Path, _: Surroundings) -> str | None
 # ---- what would run code
 
 
-def plant_pickles(draw: random.Random, path: Path, around: Surroundings) -> str | None:
-    payload = pickle.dumps(_Evil(around.canary), protocol=draw.choice((0, 2, 5)))
+def plant_pickles(rng: random.Random, path: Path, around: Surroundings) -> str | None:
+    payload = pickle.dumps(_Evil(around.canary), protocol=rng.choice((0, 2, 5)))
     metadata = [file for file in _files(path) if file.name in (".metadata", "metadata.pt")]
-    name = draw.choice(
+    name = rng.choice(
         ("task.pkl", "memory_snapshots/rank-0.pickle", ".metadata", "checkpoint", "traces/rank-0.json.gz")
     )
     if name == ".metadata" and metadata:
@@ -398,18 +398,18 @@ def plant_pickles(draw: random.Random, path: Path, around: Surroundings) -> str 
     return f"an evil pickle is planted: {name}"
 
 
-def plant_trace(draw: random.Random, path: Path, _: Surroundings) -> str | None:
-    text = draw.choice(HOSTILE_TEXTS)
+def plant_trace(rng: random.Random, path: Path, _: Surroundings) -> str | None:
+    text = rng.choice(HOSTILE_TEXTS)
     event = {"ph": "X", "cat": "cpu_op", "name": text, "pid": text, "tid": 1, "ts": 1.0, "dur": 5.0}
-    trace = {"traceEvents": [event] * 20, "distributedInfo": {"rank": draw.choice((0, 99, text))}}
-    data = draw.choice((
+    trace = {"traceEvents": [event] * 20, "distributedInfo": {"rank": rng.choice((0, 99, text))}}
+    data = rng.choice((
         gzip.compress(json.dumps(trace).encode()),
         gzip.compress(b" " * 2**26),
         gzip.compress(b'{"traceEvents": [' + b"[" * 10**5),
         json.dumps(trace).encode(),
-        b"\x1f\x8b" + bytes(draw.randrange(256) for _ in range(100)),
+        b"\x1f\x8b" + bytes(rng.randrange(256) for _ in range(100)),
     ))  # fmt: skip
-    target = path / "traces" / draw.choice(("rank-0.json.gz", "rank-1.json.gz", "more.json.gz"))
+    target = path / "traces" / rng.choice(("rank-0.json.gz", "rank-1.json.gz", "more.json.gz"))
     try:
         _remove(target)
         target.parent.mkdir(exist_ok=True)
@@ -419,19 +419,19 @@ def plant_trace(draw: random.Random, path: Path, _: Surroundings) -> str | None:
     return f"{_name(target, path)} is another trace"
 
 
-def plant_code(draw: random.Random, path: Path, around: Surroundings) -> str:
+def plant_code(rng: random.Random, path: Path, around: Surroundings) -> str:
     program = f"import pathlib; pathlib.Path({str(around.canary)!r}).touch()\n"
-    name = draw.choice(
+    name = rng.choice(
         ("sitecustomize.py", "shardscope.py", "torch.py", "plan.py", "__init__.py", "config.json")
     )
     (path / name).write_text(program)
     return f"{name} is planted"
 
 
-def name_files(draw: random.Random, path: Path, _: Surroundings) -> str | None:
-    folder = path / draw.choice(("logs", "events", "traces", "checkpoints", "."))
-    name = draw.choice(("<xss-canary>", "a\nb", "\x1b[2J", "\udcff", ".hidden", "x" * 250, "--help", "* ?"))
-    suffix = draw.choice(("", ".log", ".json.gz", ".jsonl"))
+def name_files(rng: random.Random, path: Path, _: Surroundings) -> str | None:
+    folder = path / rng.choice(("logs", "events", "traces", "checkpoints", "."))
+    name = rng.choice(("<xss-canary>", "a\nb", "\x1b[2J", "\udcff", ".hidden", "x" * 250, "--help", "* ?"))
+    suffix = rng.choice(("", ".log", ".json.gz", ".jsonl"))
     try:
         folder.mkdir(exist_ok=True)
         (folder / f"{name}{suffix}"[:250]).write_text("{}\n")
@@ -440,21 +440,21 @@ def name_files(draw: random.Random, path: Path, _: Surroundings) -> str | None:
     return f"a file is called {name[:20]!r}{suffix}"
 
 
-def claim_resume(draw: random.Random, path: Path, around: Surroundings) -> str | None:
+def claim_resume(rng: random.Random, path: Path, around: Surroundings) -> str | None:
     places = ("/dev/zero", str(around.folder), "../good", "..", str(path), "", "~", "a\0b", 7, True, ["x"])
 
     def change(record: Any) -> str | None:
         if not isinstance(record, dict):
             return None
-        record["asked_name"] = draw.choice(("good", record.get("asked_name")))
-        record["created"] = draw.choice((4e9, 1e12, record.get("created")))
+        record["asked_name"] = rng.choice(("good", record.get("asked_name")))
+        record["created"] = rng.choice((4e9, 1e12, record.get("created")))
         asked = record.get("asked")
-        place = draw.choice(places)
+        place = rng.choice(places)
         if isinstance(asked, dict):
             asked["resume"] = place
         return f"it was asked to resume {place!r}, and claims the name {record['asked_name']!r}"
 
-    return _change_record(draw, path, change, "run.json")
+    return _change_record(rng, path, change, "run.json")
 
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -469,20 +469,20 @@ MUTATIONS: tuple[Mutation, ...] = (
 # ---- helpers
 
 
-def _hostile(draw: random.Random, around: Surroundings) -> tuple[Any, str]:
+def _hostile(rng: random.Random, around: Surroundings) -> tuple[Any, str]:
     """A value of another type, size or meaning, and its words."""
-    text = draw.choice(HOSTILE_TEXTS)
-    if draw.random() < 0.25:
+    text = rng.choice(HOSTILE_TEXTS)
+    if rng.random() < 0.25:
         return text, "hostile HTML"
-    return draw.choice((
+    return rng.choice((
         (None, "null"),
         (True, "true"),
-        (draw.choice((-1, 0, 2**31, 2**63, 2**64, -(2**63) - 1)), "an odd integer"),
-        (RawJson("9" * draw.choice((400, 5000))), "an integer beyond float range"),
-        (draw.choice((float("nan"), float("inf"), float("-inf"))), "not finite"),
+        (rng.choice((-1, 0, 2**31, 2**63, 2**64, -(2**63) - 1)), "an odd integer"),
+        (RawJson("9" * rng.choice((400, 5000))), "an integer beyond float range"),
+        (rng.choice((float("nan"), float("inf"), float("-inf"))), "not finite"),
         (RawJson("1e999"), "1e999"),
-        (draw.choice((1e308, -1e300, 5e-324)), "at the end of float range"),
-        (draw.choice(("NaN", "Infinity", "-Infinity")), "a special float as text"),
+        (rng.choice((1e308, -1e300, 5e-324)), "at the end of float range"),
+        (rng.choice(("NaN", "Infinity", "-Infinity")), "a special float as text"),
         ("", "empty text"),
         ("x" * 10**6, "a megabyte of text"),
         ([text], "a list of hostile HTML"),
@@ -495,8 +495,8 @@ def _hostile(draw: random.Random, around: Surroundings) -> tuple[Any, str]:
         ("a\0b", "text with a null byte"),
         ("\x1b]0;x\x07\x1bc\x9b2J\x85", "control characters"),
         ("\u202e\u202d\u2066", "text that changes direction"),
-        (draw.choice(("/dev/zero", "../../..", str(around.precious), str(around.folder), "~root")), "a path"),
-        (draw.choice(STATUSES), "a status"),
+        (rng.choice(("/dev/zero", "../../..", str(around.precious), str(around.folder), "~root")), "a path"),
+        (rng.choice(STATUSES), "a status"),
         ("os.system", "a name of code"),
     ))  # fmt: skip
 
@@ -509,22 +509,22 @@ def _containers(value: Any) -> list[Any]:
     return found
 
 
-def _replace_somewhere(draw: random.Random, record: Any, hostile: tuple[Any, str]) -> str | None:
+def _replace_somewhere(rng: random.Random, record: Any, hostile: tuple[Any, str]) -> str | None:
     spots = [spot for spot in _containers(record) if spot]
     if not spots:
         return None
-    spot = draw.choice(spots)
-    key = draw.choice(sorted(spot)) if isinstance(spot, dict) else draw.randrange(len(spot))
+    spot = rng.choice(spots)
+    key = rng.choice(sorted(spot)) if isinstance(spot, dict) else rng.randrange(len(spot))
     spot[key], words = hostile
     return f"{key} is {words}"
 
 
 def _change_record(
-    draw: random.Random, path: Path, change: Callable[[Any], str | None], name: str | None = None
+    rng: random.Random, path: Path, change: Callable[[Any], str | None], name: str | None = None
 ) -> str | None:
     """Change one record, of a file of JSON or of one line in a file of JSON lines."""
     if name is None:
-        file, data = _some_file(draw, path, (".json", ".jsonl"))
+        file, data = _some_file(rng, path, (".json", ".jsonl"))
     else:
         file = path / name
         if file.is_symlink() or not file.is_file() or file.stat().st_size > 2**20:
@@ -533,7 +533,7 @@ def _change_record(
     lines = data.splitlines() if file.suffix == ".jsonl" else [data]
     if not lines or len(data) > 2**20:
         return None
-    number = draw.randrange(len(lines))
+    number = rng.randrange(len(lines))
     try:
         record = json.loads(lines[number])
         words = change(record)
@@ -588,11 +588,11 @@ def _files(path: Path) -> list[Path]:
     return [file for file in found if not file.is_symlink() and file.is_file()]
 
 
-def _some_file(draw: random.Random, path: Path, suffixes: tuple[str, ...] = ()) -> tuple[Path, bytes]:
+def _some_file(rng: random.Random, path: Path, suffixes: tuple[str, ...] = ()) -> tuple[Path, bytes]:
     """A file and what is in it; files at the top, which every use reads, as often as all others."""
     files = [file for file in _files(path) if not suffixes or file.suffix in suffixes]
     top = [file for file in files if file.parent == path]
-    chosen = draw.choice(top if top and draw.random() < 0.5 else files) if files else path / "run.json"
+    chosen = rng.choice(top if top and rng.random() < 0.5 else files) if files else path / "run.json"
     if not chosen.exists() or chosen.stat().st_size > 2**24:
         return chosen, b""
     return chosen, chosen.read_bytes()

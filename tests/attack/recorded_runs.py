@@ -14,16 +14,16 @@ from shardscope.records.folder import RunFolder
 
 SECONDS = 180.0
 MAX_EVENTS = 200
-"""Kept of each rank's trace."""
+"""Maximum number of events of each rank's trace."""
 MAX_WEIGHTS_BYTES = 4096
-"""Kept of each file with tensors: nothing that only lists runs reads them."""
+"""Maximum size of each file with tensors, which nothing that lists runs reads."""
 NAMES = ("stopped", "failed", "living")
 
 
 def record_runs(folder: Path) -> None:
     """Launch a run that saves, profiles and is stopped, and one that fails; derive a living one.
 
-    Runs that are there already are used again, so one try of a seed can be repeated.
+    Existing ones are reused, so that one try of a seed can be repeated.
     """
     if all((folder / name / "run.json").is_file() for name in NAMES):
         return
@@ -37,8 +37,8 @@ def record_runs(folder: Path) -> None:
     launched = folder.with_name(f"{folder.name}.new")
     shutil.rmtree(launched, ignore_errors=True)
     _record(plan, ss.Pretrain(num_steps=8, save_every=8, profile=True), launched, "stopped", "finished")
-    _record(plan, ss.Pretrain(num_steps=8, text=_text_that_goes(launched)), launched, "failed", "failed")
-    # As if it had been stopped after its last step: what was finished is not resumed.
+    _record(plan, ss.Pretrain(num_steps=8, text=_write_deleted_text(launched)), launched, "failed", "failed")
+    # Change the status to stopped after the last step: a finished run cannot be resumed.
     _replace_last_status(launched / "stopped", "stopped", "run.stop() was called")
     shutil.copytree(launched / "stopped", launched / "living")
     _replace_last_status(launched / "living", "running", "2 ranks at work")
@@ -47,8 +47,8 @@ def record_runs(folder: Path) -> None:
 
 def make_living(path: Path) -> None:
     """Make this process the supervisor of the run in ``path``."""
-    me = {"pid": os.getpid(), "started": read_start_time(os.getpid()), "machine": identify_machine()}
-    RunFolder(path).supervisor.write_text(json.dumps(me) + "\n")
+    record = {"pid": os.getpid(), "started": read_start_time(os.getpid()), "machine": identify_machine()}
+    RunFolder(path).supervisor.write_text(json.dumps(record) + "\n")
 
 
 def _record(plan: ss.Plan, task: ss.Pretrain, folder: Path, name: str, status: str) -> None:
@@ -61,8 +61,8 @@ def _record(plan: ss.Plan, task: ss.Pretrain, folder: Path, name: str, status: s
     _trim(run.folder)
 
 
-def _text_that_goes(folder: Path) -> Path:
-    """Return a text for a task whose ranks will not find it."""
+def _write_deleted_text(folder: Path) -> Path:
+    """Write a text for a task, which is deleted before its ranks open it."""
     folder.mkdir(parents=True, exist_ok=True)
     text = folder / "text.txt"
     text.write_text("Call me Ishmael. " * 2000)
@@ -74,7 +74,7 @@ def _trim(path: Path) -> None:
         record = json.loads(gzip.decompress(trace.read_bytes()))
         record["traceEvents"] = record["traceEvents"][:MAX_EVENTS]
         trace.write_bytes(gzip.compress(json.dumps(record).encode()))
-    # Nobody reads these to show a run: damage to them would be wasted.
+    # No call reads these files, so damage to them would test nothing.
     (path / "metrics.csv").unlink(missing_ok=True)
     shutil.rmtree(path / "tensorboard", ignore_errors=True)
     for file in path.rglob("*"):

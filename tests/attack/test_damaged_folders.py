@@ -1,4 +1,4 @@
-"""Damaged run folders, as `make attack` draws thousands of them: some of each test run."""
+"""Damaged run folders: ten of the thousands that `make attack` draws."""
 
 from __future__ import annotations
 

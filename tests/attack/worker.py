@@ -2,7 +2,7 @@
 
 Reads one JSON object per line, ``{"folder": ..., "calls": [...]}``, and makes these calls. Writes a line
 before and after each: ``{"begin": name}``, ``{"end": name, "wrong": words or null, "seconds": ...}``, and
-``{"folder": ...}`` when it is through with the folder.
+``{"folder": ...}`` after the last call of a folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_MORE_BYTES = 2**31
 
 def main() -> None:
     """Serve until stdin ends."""
-    # Nothing else may write there.
+    # Library output must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
@@ -34,8 +34,8 @@ def main() -> None:
 
     resource.setrlimit(resource.RLIMIT_AS, (_address_space() + MAX_MORE_BYTES,) * 2)
 
-    def tell(**what: Any) -> None:
-        answers.write(json.dumps(what) + "\n")
+    def write_line(**fields: Any) -> None:
+        answers.write(json.dumps(fields) + "\n")
         answers.flush()
 
     for line in sys.stdin:
@@ -44,19 +44,19 @@ def main() -> None:
         os.chdir(use.parent.parent)  # Views show ./runs.
         threading.excepthook = use.note_thread_error
         for name in request["calls"]:
-            tell(begin=name)
-            began, waited, worked = time.monotonic(), _waited(), time.process_time()
-            wrong = _wrong(CALLS[name], use)
+            write_line(begin=name)
+            started_at, core_wait, cpu_seconds = time.monotonic(), _measure_core_wait(), time.process_time()
+            wrong = _find_error(CALLS[name], use)
             if use.thread_errors:
                 wrong = wrong or use.thread_errors[0]
                 use.thread_errors.clear()
             # Without the time in which other processes had the core.
-            alone = time.monotonic() - began - (_waited() - waited)
-            tell(end=name, wrong=wrong, seconds=max(alone, time.process_time() - worked))
-        tell(folder=request["folder"])
+            own_seconds = time.monotonic() - started_at - (_measure_core_wait() - core_wait)
+            write_line(end=name, wrong=wrong, seconds=max(own_seconds, time.process_time() - cpu_seconds))
+        write_line(folder=request["folder"])
 
 
-def _wrong(call: Callable[[Any], None], use: Any) -> str | None:
+def _find_error(call: Callable[[Any], None], use: Any) -> str | None:
     """Return what is wrong with the call; None if it answers or raises ``ValueError``."""
     try:
         call(use)
@@ -64,15 +64,17 @@ def _wrong(call: Callable[[Any], None], use: Any) -> str | None:
         return None
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if f"{os.sep}tests{os.sep}" not in frame.filename] or list(frames)
+        own_frames = [frame for frame in frames if f"{os.sep}tests{os.sep}" not in frame.filename] or list(
+            frames
+        )
         with contextlib.suppress(IndexError):
-            where = f" at {Path(own[-1].filename).name}:{own[-1].lineno}"
+            where = f" at {Path(own_frames[-1].filename).name}:{own_frames[-1].lineno}"
             return f"{type(error).__name__}: {str(error)[:200]}{where}"
         return type(error).__name__
     return None
 
 
-def _waited() -> float:
+def _measure_core_wait() -> float:
     """Return the seconds in which a thread of this process could run and had no core (Linux; 0 elsewhere)."""
     total = 0
     for file in Path("/proc/self/task").glob("*/schedstat"):

@@ -17,11 +17,11 @@ import pytest
 from run_helpers import seconds_until
 from tests.needs import thorough
 from tests.soak import residue
-from tests.soak.choices import Choice, choices
+from tests.soak.choices import Choice, draw_choices
 from tests.soak.faults import FAULTS
-from tests.soak.report import report
-from tests.soak.residue import MARK, Before, left_in_folder, left_processes
-from tests.soak.soaking import Outcome
+from tests.soak.report import format_report
+from tests.soak.residue import MARK, Before, find_residual_processes, find_residue_in_folder
+from tests.soak.runner import Outcome
 
 from shardscope.machine.processes import read_start_time
 from shardscope.records.folder import RunFolder
@@ -63,8 +63,8 @@ def begin(tmp_path: Path) -> Before:
     return Before("test/1", scratch)
 
 
-def left(before: Before, *ports: int) -> str:
-    return "; ".join(before.left((), (), ports, patience=0.1))
+def describe_residue(before: Before, *ports: int) -> str:
+    return "; ".join(before.find_residue((), (), ports, patience=0.1))
 
 
 @pytest.fixture
@@ -81,19 +81,21 @@ def test_residual_processes_are_found_by_mark_session_and_parent(
 ) -> None:
     before = begin(tmp_path)
     seconds_until(lambda: psutil.Process(sleeper.pid).name() == "sleep", 5)
-    assert f"a process: {sleeper.pid} (sleeping" in left(before)
-    pids = {process.pid for process in left_processes("another", (sleeper.pid,), ())}
+    assert f"a process: {sleeper.pid} (sleeping" in describe_residue(before)
+    pids = {process.pid for process in find_residual_processes("another", (sleeper.pid,), ())}
     assert sleeper.pid in pids
     sleeper.kill()
     # What the product has to reap and did not is left as well; other dead orphans are buried.
     seconds_until(lambda: psutil.Process(sleeper.pid).status() == psutil.STATUS_ZOMBIE, 5)
-    assert [process.pid for process in left_processes("another", (), (sleeper.pid,))] == [sleeper.pid]
-    assert left_processes("another", (), ()) == []
+    assert [process.pid for process in find_residual_processes("another", (), (sleeper.pid,))] == [
+        sleeper.pid
+    ]
+    assert find_residual_processes("another", (), ()) == []
 
 
 def test_every_other_residue_is_reported(tmp_path: Path) -> None:
     before = begin(tmp_path)
-    assert left(before) == ""
+    assert describe_residue(before) == ""
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait, name="left-over")
     thread.start()
@@ -103,7 +105,7 @@ def test_every_other_residue_is_reported(tmp_path: Path) -> None:
         (before.scratch / "rest").touch()
         os.environ["LEFT"] = "1"
         port = listening.getsockname()[1]
-        told = left(before, port)
+        told = describe_residue(before, port)
     for words in (
         "a thread: left-over",
         f"port {port} is taken",
@@ -116,15 +118,15 @@ def test_every_other_residue_is_reported(tmp_path: Path) -> None:
     thread.join()
     del os.environ["LEFT"]
     (before.scratch / "rest").unlink()
-    assert left(before, port) == ""
+    assert describe_residue(before, port) == ""
 
 
 @pytest.mark.skipif(not residue.SHARED_MEMORY.is_dir(), reason="needs /dev/shm: run it on Linux")
 def test_shared_memory_is_residue_once_no_process_uses_it(tmp_path: Path) -> None:
     before = begin(tmp_path)
     with tempfile.NamedTemporaryFile(dir=residue.SHARED_MEMORY, delete=False) as file:
-        assert "shared memory" not in left(before)
-    assert f"shared memory: {file.name}" in left(before)
+        assert "shared memory" not in describe_residue(before)
+    assert f"shared memory: {file.name}" in describe_residue(before)
     Path(file.name).unlink()
 
 
@@ -132,11 +134,11 @@ def test_task_temporary_files_and_secrets_in_a_run_folder_are_reported(tmp_path:
     folder = RunFolder(tmp_path / "run")
     folder.create()
     folder.temporary.rmdir()
-    assert left_in_folder(folder.path) == []
+    assert find_residue_in_folder(folder.path) == []
     for path in (folder.task, folder.rank(0).with_name(".rank-0.json.7")):
         path.touch()
     folder.log(0).write_text("the key is s3cr3t")
-    assert left_in_folder(folder.path, secret=b"s3cr3t") == [
+    assert find_residue_in_folder(folder.path, secret=b"s3cr3t") == [
         "in the run folder: logs/rank-0.log",
         "in the run folder: ranks/.rank-0.json.7",
         "in the run folder: task.pkl",
@@ -167,7 +169,7 @@ def test_fault_09_the_launching_process_cleans_up_after_a_killed_supervisor(tmp_
     assert folder.task.exists() and read_start_time(child) is not None
     supervisor.kill()
     kept = [f"in the run folder: {being_written.name}"]
-    seconds_until(lambda: left_in_folder(folder.path) == kept and read_start_time(child) is None, 5)
+    seconds_until(lambda: find_residue_in_folder(folder.path) == kept and read_start_time(child) is None, 5)
     assert os.read(read_end, 1) == b""
     seconds_until(lambda: folder.log(0).read_text() == "my token is " + "*" * 35, 5)
     os.close(read_end)
@@ -176,17 +178,17 @@ def test_fault_09_the_launching_process_cleans_up_after_a_killed_supervisor(tmp_
 
 
 def test_a_seed_gives_the_same_soak_with_every_fault() -> None:
-    first, again, other = ([c.fault.name for c in choices(seed, 60)] for seed in (0, 0, 1))
+    first, again, other = ([c.fault.name for c in draw_choices(seed, 60)] for seed in (0, 0, 1))
     assert first == again != other
     assert set(first[: len(FAULTS)]) == {fault.name for fault in FAULTS}
-    drawn = [choice.work()[2] for choice in choices(0, 60)]
-    assert drawn == [choice.work()[2] for choice in choices(0, 60)]
+    drawn = [choice.build_task()[2] for choice in draw_choices(0, 60)]
+    assert drawn == [choice.build_task()[2] for choice in draw_choices(0, 60)]
     assert {words.split()[0] for words in drawn} >= {"Pretrain", "steps", "collective", "Fails"}
 
 
 def test_failures_are_in_the_soak_report() -> None:
     choice = Choice(seed=3, number=1, fault=FAULTS[0])
-    outcome = Outcome(choice=choice, work="steps", ended="lost: its", seconds=1.25, wrong=("a process: 7",))
-    said = report([outcome], seed=3, seconds=60)
-    assert "1 left something or said something wrong" in said
-    assert "| none | 1 | lost 1; **1 wrong** | 1.2+ | 1.2+ |" in said and "- 1 (none): a process: 7" in said
+    outcome = Outcome(choice=choice, task="steps", ended="lost: its", seconds=1.25, wrong=("a process: 7",))
+    text = format_report([outcome], seed=3, seconds=60)
+    assert "1 left something or said something wrong" in text
+    assert "| none | 1 | lost 1; **1 wrong** | 1.2+ | 1.2+ |" in text and "- 1 (none): a process: 7" in text

@@ -1,4 +1,4 @@
-"""Which fault befalls which task, on how many ranks: drawn from a seed, the same wherever it is asked."""
+"""Random choice of faults, tasks and numbers of ranks, reproducible from a seed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.soak.faults import FAULTS, Fault
 import shardscope as ss
 
 PRETRAIN_SHARE = 0.15
-"""Of the launches whose task may be any: real training takes seconds to come up."""
+"""Share of real training among the launches with any task; it takes seconds to start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,30 +25,41 @@ class Choice:
     """From 1."""
     fault: Fault
 
-    @property
-    def chance(self) -> random.Random:
-        """Its own, from the beginning each time."""
+    def make_rng(self) -> random.Random:
+        """Return this choice's random number generator, in its initial state."""
         return random.Random(f"{self.seed}/{self.number}")
 
-    def work(self) -> tuple[ss.Plan, Any, str]:
-        """The plan, the task, and both in words."""
-        chance = self.chance
-        ranks = chance.choice([1, 2, 2, 3])
-        if self.fault.work is not None:
-            task = self.fault.work(chance, ranks)
-            return _plan(ranks, ss.Layout.ddp()), task, f"{type(task).__name__} on {_ranks(ranks)}"
-        if chance.random() < PRETRAIN_SHARE:
-            name, layout = chance.choice([("ddp", ss.Layout.ddp()), ("fsdp2", ss.Layout.fsdp2())])
+    def build_task(self) -> tuple[ss.Plan, Any, str]:
+        """Return the plan, the task, and a description of both."""
+        rng = self.make_rng()
+        ranks = rng.choice([1, 2, 2, 3])
+        if self.fault.make_task is not None:
+            task = self.fault.make_task(rng, ranks)
+            return (
+                _make_plan(ranks, ss.Layout.ddp()),
+                task,
+                f"{type(task).__name__} on {_format_ranks(ranks)}",
+            )
+        if rng.random() < PRETRAIN_SHARE:
+            name, layout = rng.choice([("ddp", ss.Layout.ddp()), ("fsdp2", ss.Layout.fsdp2())])
             # One rank has nothing to shard.
-            plan = _plan(max(2, ranks), layout)
-            return plan, ss.Pretrain(num_steps=tasks.FOREVER), f"Pretrain {name} on {_ranks(plan.world_size)}"
-        together = chance.random() < 0.5
-        kind = "collective steps" if together else "steps"
-        return _plan(ranks, ss.Layout.ddp()), tasks.Steps(together=together), f"{kind} on {_ranks(ranks)}"
+            plan = _make_plan(max(2, ranks), layout)
+            return (
+                plan,
+                ss.Pretrain(num_steps=tasks.FOREVER),
+                f"Pretrain {name} on {_format_ranks(plan.world_size)}",
+            )
+        is_collective = rng.random() < 0.5
+        kind = "collective steps" if is_collective else "steps"
+        return (
+            _make_plan(ranks, ss.Layout.ddp()),
+            tasks.Steps(collective=is_collective),
+            f"{kind} on {_format_ranks(ranks)}",
+        )
 
 
-def choices(seed: int, launches: int, faults: Sequence[Fault] = FAULTS) -> Iterator[Choice]:
-    """Every fault once before any comes again, in an order of chance."""
+def draw_choices(seed: int, launches: int, faults: Sequence[Fault] = FAULTS) -> Iterator[Choice]:
+    """Yield choices in random order, each fault once before any is repeated."""
     deck: list[Fault] = []
     shuffle = random.Random(seed)
     for number in range(1, launches + 1):
@@ -57,10 +68,10 @@ def choices(seed: int, launches: int, faults: Sequence[Fault] = FAULTS) -> Itera
         yield Choice(seed=seed, number=number, fault=deck.pop())
 
 
-def _plan(ranks: int, layout: ss.Layout) -> ss.Plan:
+def _make_plan(ranks: int, layout: ss.Layout) -> ss.Plan:
     recipe = ss.Recipe(seq_len=64, global_batch_size=ranks)
     return ss.Plan(ss.Architecture.of_size("2m"), ss.Cluster.parse(f"{ranks}xcpu"), recipe, layout)
 
 
-def _ranks(number: int) -> str:
+def _format_ranks(number: int) -> str:
     return f"{number} rank{'s' * (number > 1)}"

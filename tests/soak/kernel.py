@@ -1,4 +1,4 @@
-"""A kernel of the soak's own, to be killed: launches one choice, tells where, and holds the lease."""
+"""Program of a launching process to be killed: launch one choice, print its folder, hold the lease."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from shardscope.runs.launch.launch import launch
 
 
 def main(seed: int, number: int, fault: str, folder: Path) -> None:
-    """Never returns."""
-    choice = Choice(seed=seed, number=number, fault=next(each for each in FAULTS if each.name == fault))
-    plan, task, _ = choice.work()
+    """Launch one choice. Never returns."""
+    choice = Choice(seed=seed, number=number, fault=next(one for one in FAULTS if one.name == fault))
+    plan, task, _ = choice.build_task()
     run = launch(plan, task, folder=folder, outlive_kernel=choice.fault.where == "outlived")
     print(run.folder, flush=True)
     while True:

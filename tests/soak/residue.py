@@ -1,4 +1,4 @@
-"""What a launch left behind: processes, ports, shared memory, temporary files, threads and open files."""
+"""Residue of a launch: processes, ports, shared memory, temporary files, threads and open files."""
 
 from __future__ import annotations
 
@@ -19,62 +19,66 @@ from shardscope.machine.processes import PR_SET_CHILD_SUBREAPER
 from shardscope.records.folder import RunFolder
 
 MARK = "SHARDSCOPE_SOAK"
-"""Environment variable by which processes of one launch are known, whoever is their parent."""
+"""Environment variable that identifies the processes of one launch, whatever their parent is."""
 PATIENCE_SECONDS = 5.0
-"""For what ends a moment after the run has: the kernel buries processes in its own time."""
+"""Time for what ends shortly after the run: the operating system reaps processes with a delay."""
 SHARED_MEMORY = Path("/dev/shm")
-HALF = re.compile(r"\..+\.\d+")
-"""A file that is still being written, by a process of that number: records/files.py makes them."""
+PARTIAL_FILE = re.compile(r"\..+\.\d+")
+"""Name of a file that a process with that id is still writing (records/files.py)."""
 SEGMENTS = Path("/proc/sysvipc/shm")
 
 
-def be_the_parent_of_orphans() -> None:
-    """From now on whatever a run's processes leave becomes a child of this one, and so is seen (Linux)."""
+def adopt_orphans() -> None:
+    """Make orphans of a run's processes children of this process, so that they are found (Linux)."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)
 
 
 @dataclass(frozen=True)
 class Before:
-    """What there was when a launch began; ``left`` says what came and did not go."""
+    """State at the start of a launch; ``find_residue`` compares it with the current one."""
 
     mark: str
-    """The value of :data:`MARK` that the launch's processes have."""
+    """Value of :data:`MARK` in the environment of the launch's processes."""
     scratch: Path
-    """Where all temporary files of these processes would be."""
-    threads: frozenset[int] = field(default_factory=lambda: frozenset(_threads()))
-    files: frozenset[str] = field(default_factory=lambda: frozenset(_open_files()))
-    num_files: int = field(default_factory=lambda: len(_open_files()))
-    shared: frozenset[str] = field(default_factory=lambda: frozenset(_shared_memory()))
+    """Folder of all temporary files of these processes."""
+    threads: frozenset[int] = field(default_factory=lambda: frozenset(_list_threads()))
+    files: frozenset[str] = field(default_factory=lambda: frozenset(_list_open_files()))
+    num_files: int = field(default_factory=lambda: len(_list_open_files()))
+    shared: frozenset[str] = field(default_factory=lambda: frozenset(_list_unused_shared_memory()))
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
-    def left(
+    def find_residue(
         self,
         sessions: Collection[int],
-        ours: Collection[int],
+        own_children: Collection[int],
         ports: Collection[int],
         patience: float = PATIENCE_SECONDS,
     ) -> list[str]:
-        """What is left, in words; empty as soon as nothing is. ``sessions`` and ``ours`` as below."""
+        """Return descriptions of the residue, after waiting ``patience`` seconds for it to disappear.
+
+        ``sessions`` and ``own_children`` are those of :func:`find_residual_processes`.
+        """
         deadline = time.monotonic() + patience
-        while found := list(self._found(sessions, ours, ports)):
+        while residue := list(self._iterate_residue(sessions, own_children, ports)):
             if time.monotonic() > deadline:
-                return found
+                return residue
             time.sleep(0.02)
         return []
 
-    def _found(
-        self, sessions: Collection[int], ours: Collection[int], ports: Collection[int]
+    def _iterate_residue(
+        self, sessions: Collection[int], own_children: Collection[int], ports: Collection[int]
     ) -> Iterator[str]:
-        for process in left_processes(self.mark, sessions, ours):
-            yield f"a process: {_in_words(process)}"
+        for process in find_residual_processes(self.mark, sessions, own_children):
+            yield f"a process: {_describe(process)}"
         for port in ports:
             if not is_free(port):
                 yield f"port {port} is taken"
-        for number in _threads().keys() - self.threads:
-            yield f"a thread: {_threads().get(number)}"
-        if len(_open_files()) > self.num_files:
-            yield f"open files: {', '.join(sorted(set(_open_files()) - self.files)) or 'more of the same'}"
-        for name in sorted(_shared_memory() - self.shared):
+        for number in _list_threads().keys() - self.threads:
+            yield f"a thread: {_list_threads().get(number)}"
+        if len(_list_open_files()) > self.num_files:
+            new_files = sorted(set(_list_open_files()) - self.files)
+            yield f"open files: {', '.join(new_files) or 'more of the same'}"
+        for name in sorted(_list_unused_shared_memory() - self.shared):
             yield f"shared memory: {name}"
         for path in sorted(self.scratch.iterdir()):
             yield f"a temporary file: {path.name}"
@@ -83,44 +87,50 @@ class Before:
             yield f"the environment: {', '.join(sorted(names))}"
 
 
-def left_processes(mark: str, sessions: Collection[int], ours: Collection[int]) -> list[psutil.Process]:
-    """Below this process, or of ``mark``, or of one of the ``sessions``, wherever they are now.
+def find_residual_processes(
+    mark: str, sessions: Collection[int], own_children: Collection[int]
+) -> list[psutil.Process]:
+    """Return the descendants of this process and all processes with ``mark`` or in one of ``sessions``.
 
-    ``ours``: children that the product has to reap. Dead orphans are buried here, as any init would.
+    ``own_children`` are those that the product itself must reap. Dead orphans are reaped here, as by init.
     """
     below = psutil.Process().children(recursive=True)
-    found = {process.pid: process for process in below if not _bury(process, ours)}
+    processes = {process.pid: process for process in below if not _reap_orphan(process, own_children)}
     for process in psutil.process_iter():
-        if process.pid != os.getpid() and (_has(process, mark) or _session(process) in sessions):
-            found.setdefault(process.pid, process)
-    return list(found.values())
+        if process.pid != os.getpid() and (_has_mark(process, mark) or _get_session(process) in sessions):
+            processes.setdefault(process.pid, process)
+    return list(processes.values())
 
 
-def end(processes: Collection[psutil.Process]) -> None:
-    """Kill what was left, once it has been told."""
+def kill_all(processes: Collection[psutil.Process]) -> None:
+    """Kill residual processes."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.kill()
 
 
-def left_in_folder(folder: Path, secret: bytes = b"") -> list[str]:
-    """What a run's own folder should not keep: the pickled task, temporary and half files, a secret."""
+def find_residue_in_folder(folder: Path, secret: bytes = b"") -> list[str]:
+    """Describe what a run folder must not keep: pickled task, temporary and partial files, ``secret``."""
     files = RunFolder(folder)
-    found = [path for path in (files.task, files.temporary) if path.exists()]
-    for place, _, names in os.walk(folder):  # Not rglob(), which raises where somebody deletes meanwhile.
-        paths = [Path(place, name) for name in sorted(names)]
-        found += [path for path in paths if HALF.fullmatch(path.name) or (secret and _holds(path, secret))]
-    return [f"in the run folder: {path.relative_to(folder)}" for path in sorted(found)]
+    residue = [path for path in (files.task, files.temporary) if path.exists()]
+    for parent, _, names in os.walk(folder):  # Not rglob(), which raises if a folder is deleted meanwhile.
+        paths = [Path(parent, name) for name in sorted(names)]
+        residue += [
+            path
+            for path in paths
+            if PARTIAL_FILE.fullmatch(path.name) or (secret and _contains(path, secret))
+        ]
+    return [f"in the run folder: {path.relative_to(folder)}" for path in sorted(residue)]
 
 
-def _holds(path: Path, secret: bytes) -> bool:
+def _contains(path: Path, secret: bytes) -> bool:
     return path.is_file() and secret in path.read_bytes()
 
 
-def _bury(process: psutil.Process, ours: Collection[int]) -> bool:
-    """Whether it is gone, or was a dead orphan and is gone now."""
+def _reap_orphan(process: psutil.Process, own_children: Collection[int]) -> bool:
+    """Reap ``process`` if it is a dead orphan. Return whether it is gone."""
     try:
-        is_orphan = process.ppid() == os.getpid() and process.pid not in ours
+        is_orphan = process.ppid() == os.getpid() and process.pid not in own_children
         if not is_orphan or process.status() != psutil.STATUS_ZOMBIE:
             return False
         os.waitpid(process.pid, os.WNOHANG)
@@ -129,7 +139,7 @@ def _bury(process: psutil.Process, ours: Collection[int]) -> bool:
     return True
 
 
-def _has(process: psutil.Process, mark: str) -> bool:
+def _has_mark(process: psutil.Process, mark: str) -> bool:
     try:  # Not psutil's environ(), which parses all of it, for every process of the machine.
         block = Path(f"/proc/{process.pid}/environ").read_bytes()
     except OSError:
@@ -137,14 +147,14 @@ def _has(process: psutil.Process, mark: str) -> bool:
     return f"{MARK}={mark}".encode() in block.split(b"\0")
 
 
-def _session(process: psutil.Process) -> int | None:
+def _get_session(process: psutil.Process) -> int | None:
     try:
         return os.getsid(process.pid)
     except OSError:
         return None
 
 
-def _in_words(process: psutil.Process) -> str:
+def _describe(process: psutil.Process) -> str:
     try:
         line = " ".join(process.cmdline())[-200:]
         return f"{process.pid} ({process.status()}, child of {process.ppid()}): {line}"
@@ -153,7 +163,7 @@ def _in_words(process: psutil.Process) -> str:
 
 
 def is_free(port: int) -> bool:
-    """Whether somebody could listen there now."""
+    """Return whether a process could listen on ``port`` now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -163,43 +173,43 @@ def is_free(port: int) -> bool:
     return True
 
 
-def _threads() -> dict[int, str]:
+def _list_threads() -> dict[int, str]:
     return {thread.ident or 0: thread.name for thread in threading.enumerate()}
 
 
-def _open_files() -> list[str]:
-    found = []
+def _list_open_files() -> list[str]:
+    paths = []
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # The one that lists them is gone when it is read.
-            found.append(str(entry.readlink()))
-    return found
+            paths.append(str(entry.readlink()))
+    return paths
 
 
-def _shared_memory() -> set[str]:
-    """POSIX files and System V segments that nobody alive holds, for others on this machine use such too."""
+def _list_unused_shared_memory() -> set[str]:
+    """Return POSIX files and System V segments that no live process uses: other programs have some too."""
     names = {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
-    held = _held() if names else set()
-    found = {str(SHARED_MEMORY / name) for name in names if str(SHARED_MEMORY / name) not in held}
+    used = _list_used_shared_memory() if names else set()
+    unused = {str(SHARED_MEMORY / name) for name in names if str(SHARED_MEMORY / name) not in used}
     with contextlib.suppress(OSError):
         for line in SEGMENTS.read_text().splitlines()[1:]:
             _, number, _, _, creator, _, num_attached = line.split()[:7]
             if num_attached == "0" and not psutil.pid_exists(int(creator)):
-                found.add(f"segment {number}")
-    return found
+                unused.add(f"segment {number}")
+    return unused
 
 
-def _held() -> set[str]:
-    """Files under /dev/shm that some process has mapped or open."""
-    found: set[str] = set()
+def _list_used_shared_memory() -> set[str]:
+    """Return the files under /dev/shm that some process has mapped or open."""
+    used: set[str] = set()
     for process in psutil.process_iter():
         with contextlib.suppress(OSError):
             maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
-            found.update(
+            used.update(
                 f"/dev/shm{line.partition('/dev/shm')[2]}"
                 for line in maps.splitlines()
                 if "/dev/shm/" in line
             )
             for entry in Path(f"/proc/{process.pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
-                    found.add(str(entry.readlink()))
-    return found
+                    used.add(str(entry.readlink()))
+    return used

@@ -1,4 +1,4 @@
-"""What the soak's ranks do, and what befalls them from within. Ranks import nothing else of the tests."""
+"""Tasks of the soak's ranks, and failures inside them. Ranks import no other module of the tests."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from typing import Any
 from shardscope.machine import processes
 
 KEY = "SOAK_API_KEY"
-"""Environment variable with what no file of a run may hold."""
+"""Environment variable with a secret that no file of a run may contain."""
 FOREVER = 1_000_000
-"""Steps: somebody has to end it."""
+"""Number of steps of a run that has to be ended."""
 
 
 class Steps:
-    """``count`` steps of about ``seconds``; ``together``: each waits for all ranks."""
+    """``count`` steps of about ``seconds``; with ``collective`` the ranks wait for each other in each."""
 
-    def __init__(self, count: int = FOREVER, seconds: float = 0.02, *, together: bool = False) -> None:
-        self.count, self.seconds, self.together = count, seconds, together
+    def __init__(self, count: int = FOREVER, seconds: float = 0.02, *, collective: bool = False) -> None:
+        self.count, self.seconds, self.collective = count, seconds, collective
 
     def __call__(self, ctx: Any) -> None:
         print("my key is", os.environ[KEY])
         for step in range(self.count):
             self.before_step(ctx, step)
-            if self.together:
+            if self.collective:
                 import torch
                 import torch.distributed as dist
 
@@ -39,11 +39,11 @@ class Steps:
             time.sleep(self.seconds)
 
     def before_step(self, ctx: Any, step: int) -> None:
-        """For those below."""
+        """Do nothing; subclasses override it."""
 
 
-class UntilAsked:
-    """Steps until a stop is asked, which all ranks see at the same step."""
+class StepsUntilStop:
+    """Steps until a stop is requested, which all ranks notice at the same step."""
 
     def __call__(self, ctx: Any) -> None:
         while not ctx.should_stop:
@@ -52,10 +52,10 @@ class UntilAsked:
 
 
 class Fails(Steps):
-    """Rank ``rank`` fails by ``how`` before step ``step``, while the others wait for it or go on."""
+    """Rank ``rank`` fails by ``how`` before step ``step``, while the others wait for it or continue."""
 
-    def __init__(self, how: str, rank: int, step: int, *, together: bool) -> None:
-        super().__init__(together=together)
+    def __init__(self, how: str, rank: int, step: int, *, collective: bool) -> None:
+        super().__init__(collective=collective)
         self.how, self.rank, self.step = how, rank, step
 
     def before_step(self, ctx: Any, step: int) -> None:
@@ -79,8 +79,8 @@ FAILURES: dict[str, Callable[[], object]] = {
 }
 
 
-class Deaf(Steps):
-    """Ranks that ignore every polite signal; with ``raising``, the last one fails beside them."""
+class IgnoresSignals(Steps):
+    """Ranks that ignore SIGTERM, SIGINT and SIGHUP; with ``raising`` the last one raises as well."""
 
     def __init__(self, raising: bool = False) -> None:
         super().__init__()
@@ -94,8 +94,8 @@ class Deaf(Steps):
                 signal.signal(number, signal.SIG_IGN)
 
 
-class Floods:
-    """Each rank prints ``num_bytes``, without a newline, in colours and in bytes that are no UTF-8."""
+class PrintsALot:
+    """Each rank prints ``num_bytes`` without a newline, with color codes and invalid UTF-8."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -108,7 +108,7 @@ class Floods:
 
 
 class LeavesChildren(Steps):
-    """Each rank starts a process that shares none of its environment; by default not its session either."""
+    """Each rank starts a process with an empty environment and, by default, in another session."""
 
     def __init__(self, *, own_session: bool = True) -> None:
         super().__init__()
@@ -121,13 +121,13 @@ class LeavesChildren(Steps):
 
 
 class PortTaken:
-    """``task``, whose launcher finds the port that it chose taken."""
+    """``task`` in a launcher whose chosen port is taken by another process."""
 
     def __init__(self, task: Any) -> None:
         self.task = task
 
     def __call__(self, ctx: Any) -> None:
-        """Never: what a launcher unpickles is the task itself."""
+        """Never called: the launcher unpickles the task itself."""
         raise AssertionError
 
     def __reduce__(self) -> Any:
@@ -135,16 +135,16 @@ class PortTaken:
 
 
 def _take_port(task: Any) -> Any:
-    """Runs in the launcher when it unpickles the task: whatever is chosen next, somebody else has it."""
-    held: list[socket.socket] = []
+    """Make every port that the launcher chooses taken, while it unpickles the task."""
+    sockets: list[socket.socket] = []
 
-    def choose() -> int:
+    def choose_taken_port() -> int:
         port = processes.find_free_port()
         thief = socket.socket()
         thief.bind(("127.0.0.1", port))
         thief.listen()
-        held.append(thief)
+        sockets.append(thief)
         return port
 
-    sys.modules["__main__"].find_free_port = choose  # type: ignore[attr-defined]
+    sys.modules["__main__"].find_free_port = choose_taken_port  # type: ignore[attr-defined]
     return task

@@ -1,4 +1,4 @@
-"""One launch of the soak while it goes on: whom to strike, and when."""
+"""One launched run of the soak: its processes, ports and steps."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from shardscope.records.folder import RunFolder
 from shardscope.runs.run import Run
 
 START_SECONDS = 120.0
-"""From a launch to the first step of every rank, on a machine that has other things to do."""
+"""Maximum time from a launch to the first step of every rank, on a busy machine."""
 
 
 class StuckError(Exception):
-    """What was waited for did not come."""
+    """Error of a wait that took too long."""
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = START_SECONDS) -> float:
-    """How long it took. Raises ``StuckError``."""
+    """Wait until ``condition`` is true. Return the seconds waited. Raises ``StuckError``."""
     start = time.monotonic()
     while not condition():
         if time.monotonic() - start > seconds:
@@ -35,42 +35,42 @@ def wait_until(condition: Callable[[], Any], seconds: float = START_SECONDS) -> 
 
 
 class Launched:
-    """``run`` and, where another process launched it, that ``kernel``."""
+    """A run and, if another process launched it, that process."""
 
     def __init__(self, run: Run, kernel: subprocess.Popen[str] | None = None) -> None:
         self.run, self.kernel = run, kernel
-        self.began = time.monotonic()
-        self.struck = self.began
+        self.started_at = time.monotonic()
+        self.clock_started = self.started_at
         self.ports: set[int] = set()
         self._files = RunFolder(run.folder)
-        # As launch left it: the folder may be gone when it is asked for.
+        # Read it at once: the folder may be deleted later.
         self.supervisor = int((read_json(self._files.supervisor) or {})["pid"])
 
-    def strikes(self) -> None:
-        """What is measured begins now."""
+    def start_clock(self) -> None:
+        """Start the measurement of the time until the run has ended."""
         self.note_ports()
-        self.struck = time.monotonic()
+        self.clock_started = time.monotonic()
 
     def note_ports(self) -> None:
-        """Keep the ports that ranks have told of so far."""
+        """Remember the ports that ranks have recorded so far."""
         for rank in range(self.run.world_size):
             port = (read_json(self._files.rank(rank)) or {}).get("port")
             if isinstance(port, str) and port.isdecimal():
                 self.ports.add(int(port))
 
-    def wait_for_steps(self, chance: random.Random, most_seconds: float = 0.3) -> None:
-        """Until every rank has logged a step, and up to ``most_seconds`` more. Raises ``StuckError``."""
+    def wait_for_steps(self, rng: random.Random, max_seconds: float = 0.3) -> None:
+        """Wait until every rank has logged a step, and up to ``max_seconds`` more. Raises ``StuckError``."""
         everyone = set(range(self.run.world_size))
         wait_until(lambda: {record["rank"] for record in self.run.metrics()} == everyone)
-        time.sleep(chance.uniform(0, most_seconds))
+        time.sleep(rng.uniform(0, max_seconds))
 
     def pid_of_rank(self, rank: int) -> int | None:
-        """None as long as it has not told."""
+        """Return the rank's process id; None until it is recorded."""
         pid = (read_json(self._files.rank(rank)) or {}).get("pid")
         return pid if isinstance(pid, int) else None
 
     def signal(self, who: str, number: int, rank: int) -> None:
-        """``who``: "rank", that one; "launcher" or "supervisor"."""
+        """Send signal ``number`` to ``who``: "rank" (number ``rank``), "launcher" or "supervisor"."""
         if who == "supervisor":
             os.kill(self.supervisor, number)
         elif who == "launcher":
@@ -80,13 +80,13 @@ class Launched:
             os.kill(pid, number)
 
     def kill_kernel(self) -> None:
-        """``kill -9`` of the process that launched it."""
+        """Kill the process that launched the run."""
         assert self.kernel is not None
         self.kernel.send_signal(signal.SIGKILL)
         self.kernel.wait()
 
     def close(self) -> None:
-        """Let go of the kernel, if there was one."""
+        """End the launching process, if there is one."""
         if self.kernel is not None:
             self.kernel.kill()
             self.kernel.wait()
