@@ -62,7 +62,9 @@ def test_experts_hold_what_was_predicted(name: str) -> None:
         ({"stage": 1, "ep": 2}, {"method": "lora"}, "peft does not support DeepSpeed's experts"),
     ],
 )
-def test_what_has_no_experts_is_refused(layout: dict[str, Any], recipe: dict[str, Any], words: str) -> None:
+def test_a_model_without_experts_is_refused(
+    layout: dict[str, Any], recipe: dict[str, Any], words: str
+) -> None:
     from shardscope.frameworks.deepspeed.rehearsal.rehearse import check_plan
 
     with pytest.raises(ValueError, match=words):

@@ -83,7 +83,7 @@ def test_weights_gradients_and_optimizer_are_exact() -> None:
 
 
 @pytest.mark.parametrize("place", few([0, 9, 18, 27], [9]))
-def test_a_rehearsal_played_again_tells_the_same(place: int) -> None:
+def test_repeating_a_stored_rehearsal_gives_the_same_bytes(place: int) -> None:
     row = rows()[place]
     stages = played(row.plan)
     assert max(stage.peak.num_bytes for stage in stages) == pytest.approx(sum(row.stored.values()), rel=1e-3)
@@ -149,7 +149,7 @@ FIELDS = ["precision", "optimizer", "loss", "attention", "recompute", "method"]
 
 
 @pytest.mark.parametrize("field", few(FIELDS, ["loss"]))
-def test_every_choice_of_a_recipe_is_played_or_refused_by_name(field: str) -> None:
+def test_every_choice_of_a_recipe_is_rehearsed_or_refused_by_name(field: str) -> None:
     layout = ss.Layout.megatron(tp=2, distributed_optimizer=False)
     arch = replace(ss.Architecture.of_size("60m"), num_hidden_layers=1)
     values = list_supported(layout, field)

@@ -100,7 +100,7 @@ def test_deepspeed_puts_on_the_host_what_is_predicted(layout: Any) -> None:
 
 
 @needs_deepspeed
-def test_when_python_collects_its_garbage_changes_nothing() -> None:
+def test_garbage_collection_changes_no_result() -> None:
     plan = small(ss.Layout.zero(3, offload_optimizer="cpu", offload_params="cpu"))
     collecting = played(plan)
     gc.disable()
@@ -139,7 +139,7 @@ def test_fsdp2_keeps_shards_gradients_and_moments_on_the_host(values: Any, recip
 
 
 @needs_deepspeed
-def test_the_report_has_the_host_beside_the_device() -> None:
+def test_the_report_has_host_and_device_bytes() -> None:
     report = rehearsed_here(small(ss.Layout.zero(3, offload_optimizer="cpu")))
     assert report.host_bytes > 0 and report.components["optimizer"] < 2**20
 
@@ -151,7 +151,7 @@ def test_on_cpu_ranks_offloading_moves_nothing() -> None:
 
 
 @needs_deepspeed
-def test_what_fake_tensors_cannot_do_is_refused_with_the_reason() -> None:
+def test_a_rehearsal_that_fake_tensors_do_not_support_is_refused() -> None:
     plan = replace(small(ss.Layout.zero(3)), recipe=ss.Recipe(global_batch_size=8, loss="chunked"))
     with pytest.raises(ValueError, match=r"Recipe\.loss is 'chunked'.*its own module"):
         played(plan)
@@ -159,7 +159,7 @@ def test_what_fake_tensors_cannot_do_is_refused_with_the_reason() -> None:
 
 @thorough()
 @needs_deepspeed
-def test_autotp_cuts_what_it_cuts_and_leaves_nothing_behind() -> None:
+def test_autotp_shards_projections_and_head_and_leaves_no_state_behind() -> None:
     """DeepSpeed's own AutoTP: projections and the head are cut, an untied embedding is not."""
     arch = replace(Architecture.of_size("60m"), tie_word_embeddings=False)
     embedding = arch.vocab_size * arch.hidden_size
@@ -175,7 +175,7 @@ def test_autotp_cuts_what_it_cuts_and_leaves_nothing_behind() -> None:
 
 
 @needs_deepspeed
-def test_what_autotp_does_not_cut_is_refused_by_name() -> None:
+def test_a_model_that_autotp_does_not_shard_is_refused() -> None:
     from shardscope.frameworks.deepspeed.rehearsal.rehearse import check_plan
 
     plan = Plan(ss.models["phi-3-mini"], EIGHT, ss.Recipe(seq_len=512), ss.Layout.zero(1, tp=2))

@@ -60,7 +60,7 @@ def test_1f1b_holds_one_micro_batch_less_on_the_next_stage(stages: list[Rehearse
     assert first == pytest.approx(2 * last, rel=0.15)
 
 
-def test_gradients_wait_whole_for_the_end_of_the_schedule(stages: list[RehearsedStage]) -> None:
+def test_gradients_stay_unsharded_until_the_end_of_the_schedule(stages: list[RehearsedStage]) -> None:
     """torch's pipeline stage reduces once a step: until then a rank has its stage's gradients whole, in fp32,
     and parameters stay gathered after a backward."""
     for stage in stages:
@@ -70,7 +70,7 @@ def test_gradients_wait_whole_for_the_end_of_the_schedule(stages: list[Rehearsed
         assert most(stage, "gather_buffers", "backward") > (4 + 2) * sharded
 
 
-def test_what_is_received_is_allocated_for_every_micro_batch(stages: list[RehearsedStage]) -> None:
+def test_receive_buffers_are_allocated_for_every_micro_batch(stages: list[RehearsedStage]) -> None:
     more = played(plan_of(16))
     arch = Architecture.of_size("60m")
     for less, many in zip(stages, more, strict=True):
@@ -79,7 +79,7 @@ def test_what_is_received_is_allocated_for_every_micro_batch(stages: list[Rehear
         assert "micro-batches run" in many.note
 
 
-def test_of_interleaved_chunks_one_alone_ends_in_a_head() -> None:
+def test_only_one_interleaved_chunk_ends_with_the_head() -> None:
     """So the last stage holds one micro-batch's loss, however many of its chunks are in flight."""
     recipe = ss.Recipe(seq_len=4096, global_batch_size=32)
     plans = [Plan(ss.models["llama-3.1-8b"], EIGHT, recipe, ss.Layout.fsdp2(pp=4, vpp=vpp)) for vpp in (2, 4)]
@@ -116,7 +116,7 @@ def test_gpipe_holds_all_micro_batches_of_a_step(recompute: str) -> None:
         ("gpt2", {"pp": 2}, {}, r"Architecture\.model_type is 'gpt2'"),
     ],
 )
-def test_what_does_not_come_apart_is_refused_by_name(
+def test_plans_that_cannot_be_split_into_stages_are_refused(
     model: str, layout: dict[str, Any], recipe: dict[str, Any], named: str
 ) -> None:
     arch = ss.models["gpt2"] if model == "gpt2" else Architecture.of_size(model)
@@ -135,7 +135,7 @@ def test_predictions_agree_with_stored_rehearsals() -> None:
     assert abs(worst.error) <= 0.03, in_words(worst)
 
 
-def test_the_stored_sample_played_again_tells_the_same() -> None:
+def test_repeating_the_stored_sample_gives_the_same_bytes() -> None:
     rows, _ = read_rehearsals([STORED / "fsdp2-pp.jsonl"])
     row = next(row for row in rows if row.name == "fsdp2-pp:3")
     assert max(stage.peak.num_bytes for stage in played(row.plan)) == sum(row.stored.values())

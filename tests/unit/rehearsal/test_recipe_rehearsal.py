@@ -54,7 +54,7 @@ def test_predictions_agree_with_both_samples(framework: str, sample: str) -> Non
 
 @pytest.mark.parametrize("sample", SEEDS)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_what_waits_on_the_host_is_predicted(framework: str, sample: str) -> None:
+def test_offloaded_tensors_in_host_memory_are_predicted(framework: str, sample: str) -> None:
     """Offloaded activations, and autocast's copies of weights among them."""
     compared = 0
     for line in stored_file(framework, sample).read_text(encoding="utf-8").splitlines():
@@ -78,7 +78,7 @@ def test_fsdp2_gathers_packed_weights_beside_adapters_in_fp32() -> None:
     assert abs(worst.error) <= 0.005, in_words(worst)
 
 
-def test_the_samples_have_all_that_is_new() -> None:
+def test_the_samples_contain_every_new_recipe_option() -> None:
     drawn = [
         row.plan.recipe
         for framework in FRAMEWORKS
@@ -144,7 +144,7 @@ def test_an_optimizers_own_code_keeps_what_is_predicted(framework: str, optimize
         [("ddp", {"method": "qlora"})],
     ),
 )
-def test_a_base_in_few_bits_is_packed_on_fake_tensors(framework: str, recipe: dict[str, Any]) -> None:
+def test_a_quantized_base_is_packed_on_fake_tensors(framework: str, recipe: dict[str, Any]) -> None:
     from bitsandbytes import functional
 
     plan = small(getattr(ss.Layout, framework)(), **recipe)
@@ -159,7 +159,7 @@ def test_a_base_in_few_bits_is_packed_on_fake_tensors(framework: str, recipe: di
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_offloaded_activations_are_on_the_host_and_go_again(framework: str) -> None:
+def test_offloaded_activations_are_in_host_memory_until_backward(framework: str) -> None:
     layout = getattr(ss.Layout, framework)()
     kept, away = (played(small(layout, precision="bf16", recompute=one)) for one in ("none", "offload"))
     assert kept.host_bytes == 0 < away.host_bytes
@@ -168,7 +168,7 @@ def test_offloaded_activations_are_on_the_host_and_go_again(framework: str) -> N
     assert at(away, "optimizer") == at(kept, "optimizer")
 
 
-def test_logits_are_never_whole_in_chunks() -> None:
+def test_chunked_loss_never_allocates_all_logits() -> None:
     whole, chunked = (played(small(ss.Layout.ddp(), seq_len=4096, loss=loss)) for loss in ("full", "chunked"))
     assert at(chunked, "forward")["logits"] < at(whole, "forward")["logits"] / 2.5
     assert sum(at(chunked, "backward").get(name, 0) for name in TENSOR_COMPONENTS) < sum(
@@ -186,12 +186,12 @@ def test_logits_are_never_whole_in_chunks() -> None:
         ({"loss": "fused"}, r"Recipe\.loss is 'fused'.*runs on a GPU only"),
     ],
 )
-def test_what_fake_tensors_cannot_carry_is_refused_with_the_reason(change: dict[str, Any], said: str) -> None:
+def test_recipes_that_fake_tensors_do_not_support_are_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         played(small(ss.Layout.ddp(), **change))
 
 
-def test_cut_models_have_losses_of_their_own() -> None:
+def test_pipeline_stages_do_not_support_chunked_loss() -> None:
     plan = small(ss.Layout.fsdp2(pp=2), global_batch_size=8, loss="chunked")
     with pytest.raises(ValueError, match=r"Recipe\.loss is 'chunked'"):
         fsdp2.rehearse(plan, lambda words, fraction: None)

@@ -46,7 +46,7 @@ def tensors_of(components: Any) -> int:
 
 
 @pytest.mark.parametrize("framework", few(["fsdp2", "ddp"], ["fsdp2"]))
-def test_a_rehearsal_answers_in_the_words_of_the_prediction(framework: str) -> None:
+def test_a_rehearsed_report_has_the_terms_of_a_prediction(framework: str) -> None:
     said: list[tuple[str, float]] = []
     before = children()
     plan = small(getattr(ss.Layout, framework)())
@@ -97,7 +97,7 @@ def test_an_exception_in_the_callback_ends_the_process() -> None:
     assert children() == before
 
 
-def test_late_and_large_processes_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_over_its_time_or_memory_limit_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     before, began = children(), time.monotonic()
     with pytest.raises(TimeoutError, match="longer than"):
         small(ss.Layout.fsdp2()).rehearse(timeout=0.5)
@@ -115,7 +115,7 @@ def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
 
 
 @thorough()
-def test_what_the_engine_does_not_run_is_refused_by_name() -> None:
+def test_plans_that_the_engine_does_not_run_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"Layout\.cp is 2.*context"):
         small(ss.Layout.fsdp2(cp=2)).rehearse()
 
@@ -163,7 +163,7 @@ def test_a_rehearsed_stage_goes_through_json() -> None:
         RehearsedStage.from_dict({"stage": 0})
 
 
-def test_patches_are_taken_back() -> None:
+def test_patches_are_undone() -> None:
     from transformers import masking_utils
 
     places = [

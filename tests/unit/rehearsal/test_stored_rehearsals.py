@@ -111,7 +111,7 @@ def test_what_is_held_between_steps_is_exact(framework: str) -> None:
 
 
 @pytest.mark.parametrize("framework", MODULES)
-def test_the_sample_is_what_the_seed_gives(framework: str) -> None:
+def test_the_seed_determines_the_sample(framework: str) -> None:
     sampled = plans(framework, SEED, 12)
     stored = {row.name.partition(":")[2]: row.plan for row in rows_of(framework)}
     found = [index for index in range(12) if str(index) in stored]
@@ -126,7 +126,7 @@ def test_the_sample_is_what_the_seed_gives(framework: str) -> None:
         [(framework, REPLAYED[framework][0]) for framework in MODULES],
     ),
 )
-def test_a_rehearsal_played_again_tells_the_same(framework: str, index: int) -> None:
+def test_repeating_a_stored_rehearsal_gives_the_same_bytes(framework: str, index: int) -> None:
     row = next(row for row in rows_of(framework) if row.name == f"{framework}:{index}")
     (stage,) = MODULES[framework].rehearse(row.plan, lambda words, fraction: None)
     assert stage.peak.num_bytes == pytest.approx(sum(row.stored.values()), rel=1e-3)
@@ -134,7 +134,7 @@ def test_a_rehearsal_played_again_tells_the_same(framework: str, index: int) -> 
 
 
 @pytest.mark.parametrize("framework", few(MODULES, ["ddp"]))
-def test_a_rehearsal_plays_the_attention_that_the_recipe_names(framework: str) -> None:
+def test_a_rehearsal_runs_the_recipes_attention(framework: str) -> None:
     """Scores of every query and key are there with "eager", and the prediction says how many."""
     cluster = plans(framework, SEED, 1)[0].cluster
     arch = replace(Architecture.of_size("60m"), num_hidden_layers=3)

@@ -46,7 +46,7 @@ def test_shards_of_shards_are_exact() -> None:
             assert row.predicted[name] == pytest.approx(row.stored[name], abs=2**20), in_words(row)
 
 
-def test_the_sample_is_what_the_seed_gives() -> None:
+def test_the_seed_determines_the_sample() -> None:
     sampled = plans("fsdp2-tp", SEED, 12)
     stored = {row.name.partition(":")[2]: row.plan for row in rows()}
     found = [index for index in range(12) if str(index) in stored]
@@ -55,14 +55,14 @@ def test_the_sample_is_what_the_seed_gives() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 12])
-def test_a_rehearsal_played_again_tells_the_same(place: int) -> None:
+def test_repeating_a_stored_rehearsal_gives_the_same_bytes(place: int) -> None:
     row = rows()[place]
     (stage,) = rehearse(row.plan, lambda words, fraction: None)
     assert stage.peak.num_bytes == pytest.approx(sum(row.stored.values()), rel=1e-3)
     assert {moment.phase for moment in stage.moments} == set(PHASES)
 
 
-def test_large_layers_with_tp_and_copies() -> None:
+def test_large_layers_with_tp_and_replicas() -> None:
     plan = Plan(
         replace(ss.models["llama-3.1-8b"], num_hidden_layers=8),
         ss.Cluster.parse("4x8xh100-sxm-80gb"),
@@ -84,7 +84,9 @@ def test_large_layers_with_tp_and_copies() -> None:
         ("llama-3.1-8b", {"method": "lora"}, r"Recipe\.method is 'lora'.*tp=1"),
     ],
 )
-def test_what_has_no_cut_is_refused_by_name(model: str, recipe: dict[str, Any], named: str) -> None:
+def test_models_without_a_tensor_parallel_plan_are_refused(
+    model: str, recipe: dict[str, Any], named: str
+) -> None:
     plan = Plan(ss.models[model], EIGHT, ss.Recipe(**recipe), ss.Layout.fsdp2(tp=2))
     with pytest.raises(ValueError, match=named):
         rehearse(plan, lambda words, fraction: None)

@@ -123,7 +123,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("shown", few(SHOWN, list(SHOWN)[-1:]))
-def test_what_they_showed_is_mended(shown: str) -> None:
+def test_errors_that_unseen_plans_showed_are_fixed(shown: str) -> None:
     """The framework's own code plays each plan now; before the mending each was more than 1 % off."""
     one = SHOWN[shown]
     play = import_module(f"shardscope.frameworks.{one.layout.framework}.rehearsal.rehearse").rehearse

@@ -70,7 +70,7 @@ def said(layout: ss.Layout, **recipe: Any) -> str | None:
 @needs_installed("deepspeed")
 @needs_installed("megatron")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_trained_or_refused_by_name(layout: str) -> None:
+def test_each_base_and_precision_is_trained_or_refused_by_name(layout: str) -> None:
     for base, precision in product(BASES, PRECISIONS):
         why = said(LAYOUTS[layout], precision=precision, **BASES[base])
         if precision in TRAINED.get(layout, {}).get(base, ()):
@@ -86,6 +86,6 @@ def test_trained_or_refused_by_name(layout: str) -> None:
 @needs_installed("deepspeed")
 @needs_installed("megatron")
 @pytest.mark.parametrize("layout", ["zero-0", "zero-1", "zero-2", "zero-3", "zero-1 pp", "megatron"])
-def test_a_base_in_4_bits_is_sent_to_an_engine_that_has_it(layout: str) -> None:
+def test_the_fix_for_a_4_bit_base_is_an_engine_that_trains_it(layout: str) -> None:
     why = said(LAYOUTS[layout], precision="bf16-mixed", method="qlora")
     assert why is not None and why.endswith("Nearest fix: layout=Layout.fsdp2().")

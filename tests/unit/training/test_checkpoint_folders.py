@@ -29,7 +29,7 @@ def run_folder(parent: Path, name: str, asked: str | None, created: float, plan:
     return folder
 
 
-def test_fault_30_only_whole_checkpoints_count(tmp_path: Path) -> None:
+def test_fault_30_only_complete_checkpoints_count(tmp_path: Path) -> None:
     assert find_newest_checkpoint(tmp_path) is None
     for steps in (900, 1_000_000, 10):
         checkpoint(tmp_path, steps)
@@ -42,7 +42,7 @@ def test_fault_30_only_whole_checkpoints_count(tmp_path: Path) -> None:
     assert find_newest_checkpoint(tmp_path) == checkpoint_path(tmp_path, 1_000_000)
 
 
-def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+def test_the_latest_checkpoints_are_kept(tmp_path: Path) -> None:
     for steps in (10, 20, 30):
         checkpoint(tmp_path, steps)
     half = checkpoint(tmp_path, 40, whole=False)
@@ -55,7 +55,7 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert len(list_checkpoints(tmp_path)) == 2
 
 
-def test_a_run_goes_on_from_the_latest_of_its_name(tmp_path: Path) -> None:
+def test_a_run_resumes_from_the_latest_run_of_its_name(tmp_path: Path) -> None:
     first = run_folder(tmp_path, "a", "a", 1.0)
     second = run_folder(tmp_path, "a-2", "a", 2.0)
     # Launched later, and under another name that only begins alike.

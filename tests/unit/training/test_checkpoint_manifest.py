@@ -55,7 +55,7 @@ def saved(
     return write_checkpoint(path, {"num_steps_done": steps}, signed=signed)
 
 
-def test_the_key_is_made_once_for_this_user_alone(tmp_path: Path, own_key: Path) -> None:
+def test_the_key_is_created_once_and_readable_by_its_user_only(tmp_path: Path, own_key: Path) -> None:
     saved(tmp_path / "runs" / "a")
     assert own_key == tmp_path / "state" / "shardscope" / "checkpoint.key"
     assert stat.S_IMODE(own_key.stat().st_mode) == 0o600
@@ -205,7 +205,7 @@ def test_fault_50_a_manifest_of_another_checkpoint_proves_nothing(tmp_path: Path
         check_signed(stranger)
 
 
-def test_fault_50_an_old_checkpoint_in_a_folder_that_says_it_is_newer_is_not_taken(tmp_path: Path) -> None:
+def test_fault_50_an_old_checkpoint_in_a_newer_folder_is_not_used(tmp_path: Path) -> None:
     """Its files are the user's own; its folder decides nothing."""
     runs = tmp_path / "runs"
     saved(runs / "other", name="other", created=1.0)
@@ -217,7 +217,7 @@ def test_fault_50_an_old_checkpoint_in_a_folder_that_says_it_is_newer_is_not_tak
     assert "exp-9" in choice.notice and "another run" in choice.notice
 
 
-def test_fault_50_what_this_user_did_not_save_is_named(tmp_path: Path) -> None:
+def test_fault_50_checkpoints_that_this_user_did_not_save_are_named(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     for number in range(5):
         saved(runs / f"exp-{number}", created=float(number), signed=False)
@@ -239,7 +239,7 @@ def test_fault_50_what_this_user_did_not_save_is_named(tmp_path: Path) -> None:
     assert (choice.checkpoint, [taken.path for taken in choice.skipped]) == (own, [newest])
 
 
-def test_fault_50_a_launch_warns_of_what_it_does_not_take(tmp_path: Path) -> None:
+def test_fault_50_a_launch_warns_of_checkpoints_that_it_skips(tmp_path: Path) -> None:
     plan = Plan(models["gpt2"], Cluster.parse("2xcpu"), Recipe(seq_len=64, global_batch_size=2), Layout.ddp())
     saved(tmp_path / "exp", created=1.0)
     saved(tmp_path / "exp-2", created=2.0, signed=False)
@@ -250,7 +250,7 @@ def test_fault_50_a_launch_warns_of_what_it_does_not_take(tmp_path: Path) -> Non
         Pretrain(resume=True).check_launch(plan, tmp_path, "exp")
 
 
-def test_fault_50_where_a_run_says_that_it_began_is_no_proof(tmp_path: Path) -> None:
+def test_fault_50_the_checkpoint_named_in_run_json_is_not_trusted(tmp_path: Path) -> None:
     stranger = saved(tmp_path / "elsewhere", signed=False)
     run = tmp_path / "runs" / "a"
     run.mkdir(parents=True)
@@ -263,7 +263,7 @@ def test_fault_50_where_a_run_says_that_it_began_is_no_proof(tmp_path: Path) -> 
     assert choose_for_rank(run) == Choice(checkpoint=None)
 
 
-def test_pickles_among_tensors_are_hashed_where_their_places_are_known(tmp_path: Path) -> None:
+def test_pickled_ranges_of_tensor_files_are_hashed(tmp_path: Path) -> None:
     path = saved(tmp_path / "runs" / "a", signed=False)
     sign_checkpoint(path, read_run(tmp_path / "runs" / "a"), {"__0_0.distcp": [(7, 7)]}, {})
     content = bytearray((path / "__0_0.distcp").read_bytes())

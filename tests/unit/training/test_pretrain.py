@@ -20,7 +20,7 @@ from shardscope.frameworks.registry import frameworks, why_not_trained
 from shardscope.training.tasks.pretrain import Pretrain
 
 
-def test_making_one_imports_no_torch() -> None:
+def test_creating_a_task_imports_no_torch() -> None:
     code = (
         "import sys; from shardscope.training.tasks.pretrain import Pretrain; "
         "import shardscope.frameworks.fsdp2; "
@@ -53,7 +53,7 @@ def test_making_one_imports_no_torch() -> None:
         ("resume", "/no/such/folder", "resume=True, which starts at step 0 if there is none"),
     ],
 )
-def test_a_bad_value_is_refused_in_words(field: str, value: Any, fix: str) -> None:
+def test_an_invalid_field_is_refused_with_a_fix(field: str, value: Any, fix: str) -> None:
     with pytest.raises(ValueError, match=rf"^Pretrain\.{field} is .*; allowed: .*Nearest fix: {fix}"):
         Pretrain(**{field: value})
 
@@ -64,7 +64,7 @@ def test_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert Pretrain(text="text.txt").text == tmp_path / "text.txt"  # type: ignore[arg-type]
 
 
-def test_it_crosses_to_the_ranks() -> None:
+def test_a_task_can_be_pickled() -> None:
     task = Pretrain(num_steps=7, learning_rate=1e-4)
     assert pickle.loads(pickle.dumps(task)) == task
 
@@ -110,7 +110,9 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused() -> None:
     ],
     ids=repr,
 )
-def test_what_no_engine_runs_is_refused_before_a_rank_starts(layout: Any, words: str, tmp_path: Path) -> None:
+def test_a_plan_that_no_engine_runs_is_refused_before_a_rank_starts(
+    layout: Any, words: str, tmp_path: Path
+) -> None:
     plan = plan_of(layout)
     why = why_not_trained(plan)
     assert why is not None and why.startswith(words)
@@ -119,7 +121,7 @@ def test_what_no_engine_runs_is_refused_before_a_rank_starts(layout: Any, words:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_engines_run_is_let_through() -> None:
+def test_plans_that_engines_run_are_accepted() -> None:
     for layout in (ss.Layout.ddp(), ss.Layout.fsdp2(), ss.Layout.fsdp2(replicate=2, offload="cpu")):
         assert why_not_trained(plan_of(layout)) is None
     for name in frameworks:
@@ -127,7 +129,7 @@ def test_what_engines_run_is_let_through() -> None:
         assert why is None or "installed" in why
 
 
-def test_adapters_ask_for_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_require_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
     for layout in (ss.Layout.ddp(), ss.Layout.fsdp2()):
         why = why_not_trained(plan_of(layout, method="lora"))
@@ -144,7 +146,7 @@ def test_adapters_ask_for_peft(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"method": "lora", "quantization": "int8", "precision": "bf16"}, "Recipe.quantization is 'int8'"),
     ],
 )
-def test_a_base_in_few_bits_asks_for_bitsandbytes(
+def test_a_quantized_base_requires_bitsandbytes(
     recipe: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """In words, before a rank starts, with the line that brings it."""

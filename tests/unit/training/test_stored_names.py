@@ -37,7 +37,7 @@ def weights_of(folder: Path) -> StoredWeights:
 
 
 @pytest.mark.parametrize("family", few(FAMILIES, FAMILY_OF_EACH_KIND))
-def test_what_transformers_wrote_is_read_back(family: str, tmp_path: Path) -> None:
+def test_files_that_transformers_wrote_are_read(family: str, tmp_path: Path) -> None:
     model = saved(family, tmp_path)
     folder = WeightsFolder.open(tmp_path, "weights")
     cluster, recipe = ss.Cluster.parse("1xcpu"), ss.Recipe(seq_len=32)
@@ -65,7 +65,7 @@ def test_a_routers_stored_bias_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_any_part_is_that_part_of_the_whole(family: str, tmp_path: Path) -> None:
+def test_a_region_equals_that_region_of_the_whole_tensor(family: str, tmp_path: Path) -> None:
     model = saved(family, tmp_path)
     stored = weights_of(tmp_path)
     by_name = TensorsByName(stored)
@@ -91,7 +91,7 @@ def test_any_part_is_that_part_of_the_whole(family: str, tmp_path: Path) -> None
         stored.write("model.norm.weight", torch.Size([3]), [range(3)], torch.zeros(3))
 
 
-def test_weights_of_16_bits_are_cast_to_what_they_go_into(tmp_path: Path) -> None:
+def test_16_bit_weights_are_cast_to_the_target_type(tmp_path: Path) -> None:
     model = saved("llama", tmp_path).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     read = build_initialized(lambda: build_model(architecture("llama", 2)), lambda _: weights_of(tmp_path))

@@ -39,7 +39,7 @@ def plan_of(folder: Path, **recipe: Any) -> ss.Plan:
     return ss.Plan(arch, ss.Cluster.parse("2xcpu"), ss.Recipe(**fields), ss.Layout.ddp())
 
 
-def test_a_whole_folder_is_taken(tmp_path: Path) -> None:
+def test_a_complete_folder_is_accepted(tmp_path: Path) -> None:
     one, two = write_folder(tmp_path / "one"), write_folder(tmp_path / "two", shards=2)
     for folder in (one, two):
         task = ss.Finetune(weights=folder)
@@ -50,7 +50,7 @@ def test_a_whole_folder_is_taken(tmp_path: Path) -> None:
     assert ss.Finetune(weights=tmp_path / "link").weights == two
 
 
-def test_looking_imports_no_torch(tmp_path: Path) -> None:
+def test_checking_a_folder_imports_no_torch(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     code = (
         "import sys; import shardscope as ss; "
@@ -86,7 +86,7 @@ HEADERS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 
 @pytest.mark.parametrize("what", HEADERS)
-def test_fault_32_a_damaged_file_is_refused_in_words(what: str, tmp_path: Path) -> None:
+def test_fault_32_a_damaged_file_is_refused(what: str, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     damage, words = HEADERS[what]
     (folder / FILE).write_bytes(damage((folder / FILE).read_bytes()))
@@ -119,7 +119,7 @@ ENTRIES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", ENTRIES)
-def test_fault_32_a_header_that_cannot_be_is_refused_in_words(what: str, tmp_path: Path) -> None:
+def test_fault_32_an_invalid_header_is_refused(what: str, tmp_path: Path) -> None:
     library = needs("safetensors")
     header, words = ENTRIES[what]
     path = tmp_path / "some.safetensors"
@@ -131,7 +131,7 @@ def test_fault_32_a_header_that_cannot_be_is_refused_in_words(what: str, tmp_pat
 
 
 @given(st.binary(max_size=60), st.integers(0, 200), st.integers(0, 60))
-def test_fault_32_whatever_bytes_there_are_a_file_is_refused_or_read_as_the_library_does(
+def test_fault_32_any_bytes_are_refused_or_read_as_the_library_reads_them(
     tmp_path_factory: pytest.TempPathFactory, noise: bytes, where: int, cut: int
 ) -> None:
     library = needs("safetensors")
@@ -150,7 +150,7 @@ def test_fault_32_whatever_bytes_there_are_a_file_is_refused_or_read_as_the_libr
             assert opened.get_slice(name).get_dtype() == tensor.dtype
 
 
-def test_fault_32_41_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+def test_fault_32_41_a_path_that_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     (folder / FILE).unlink()
     os.mkfifo(folder / FILE)
@@ -225,7 +225,7 @@ INDICES: dict[str, tuple[Callable[[Path, dict[str, str]], object], str]] = {
 
 
 @pytest.mark.parametrize("what", INDICES)
-def test_fault_32_an_index_that_leads_astray_is_refused_in_words(what: str, tmp_path: Path) -> None:
+def test_fault_32_an_index_with_wrong_files_is_refused(what: str, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", shards=2)
     change, words = INDICES[what]
     places = change(folder, read_index(folder))
@@ -244,7 +244,7 @@ def test_fault_32_launching_starts_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
 
 
-def test_the_hubs_own_cache_is_links_to_its_blobs(tmp_path: Path) -> None:
+def test_links_of_the_hubs_cache_to_its_blobs_are_followed(tmp_path: Path) -> None:
     model = tmp_path / "models--org--name"
     snapshot = write_folder(model / "snapshots" / "abc", shards=2)
     (model / "blobs").mkdir()
@@ -290,7 +290,7 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize("what", TENSORS)
-def test_fault_32_weights_of_another_model_are_refused_in_words(what: str, tmp_path: Path) -> None:
+def test_fault_32_weights_of_another_model_are_refused(what: str, tmp_path: Path) -> None:
     folder, tensors = write_folder(tmp_path / "model"), tensors_of(LLAMA)
     change, words = TENSORS[what]
     change(tensors)
@@ -299,7 +299,7 @@ def test_fault_32_weights_of_another_model_are_refused_in_words(what: str, tmp_p
         ss.Finetune(weights=folder).check(plan_of(folder))
 
 
-def test_what_older_versions_stored_is_let_through(tmp_path: Path) -> None:
+def test_buffers_that_older_versions_stored_are_ignored(tmp_path: Path) -> None:
     tied = {**LLAMA, "tie_word_embeddings": True}
     folder = write_folder(tmp_path / "model", tie_word_embeddings=True)
     old = {
@@ -315,7 +315,7 @@ def test_what_older_versions_stored_is_let_through(tmp_path: Path) -> None:
     ss.Finetune(weights=folder).check(plan_of(folder))
 
 
-def test_a_plan_of_another_model_is_refused_with_the_folders(tmp_path: Path) -> None:
+def test_a_plan_of_another_model_is_refused_with_the_folders_value(tmp_path: Path) -> None:
     folder, other = write_folder(tmp_path / "model"), write_folder(tmp_path / "wide", intermediate_size=48)
     with pytest.raises(
         ValueError, match=r"^Architecture\.intermediate_size is 48; allowed: 32, as model/conf.*"
@@ -347,7 +347,7 @@ def test_a_folder_that_is_no_model_is_refused_when_the_task_is_made(what: str, t
         ss.Finetune(weights=folder)
 
 
-def test_a_hub_id_is_refused_with_the_way_to_have_it() -> None:
+def test_a_hub_id_is_refused_with_the_function_that_downloads_it() -> None:
     with pytest.raises(ValueError, match=r"snapshot_download\('org/name'\) gives"):
         ss.Finetune(weights="org/name")  # type: ignore[arg-type]
     for value in (7, "", None):

@@ -111,9 +111,7 @@ LEADS_OUT: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("what", LEADS_OUT)
-def test_fault_32_a_tokenizer_that_leads_out_of_the_folder_is_refused_in_words(
-    what: str, tmp_path: Path
-) -> None:
+def test_fault_32_a_tokenizer_with_files_outside_of_the_folder_is_refused(what: str, tmp_path: Path) -> None:
     folder, outside = write_folder(tmp_path / "model"), tmp_path / "outside" / "x.json"
     outside.parent.mkdir()
     outside.write_bytes((folder / "tokenizer.json").read_bytes())
@@ -124,7 +122,7 @@ def test_fault_32_a_tokenizer_that_leads_out_of_the_folder_is_refused_in_words(
         ss.Finetune(weights=folder).check(plan_of(folder))
 
 
-def test_a_folder_with_all_that_folders_have_is_taken(tmp_path: Path) -> None:
+def test_a_tokenizer_folder_with_all_usual_files_is_accepted(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     said = say(
         special_tokens_map_file="/somebody/elses/special_tokens_map.json",
