@@ -157,6 +157,7 @@ class Rates:
                 "the GPU's dense FLOP/s in this precision, or a calibration of the machine"
                 + (f"; its matrix units have {' and '.join(halves)}" if halves else ""),
                 f"Recipe(precision='{halves[0]}-mixed')" if halves else "ss.calibrate()",
+                f"The {precision} FLOP/s of this device are unknown",
             )
         return rate
 

@@ -19,6 +19,8 @@ from shardscope_widgets.kit.theme import (
 from shardscope_widgets.memory.rows import TIERS, Mode, ShownMemory, choose_stages
 
 TOTAL = "total"
+MIN_SHOWN_BYTES = 0.0001 * 2**30
+"""Smallest amount shown as a number."""
 OUTSIDE = {"host memory": "host", "NVMe": "nvme"}
 """Rows of memory outside the GPU, by display name."""
 
@@ -177,6 +179,9 @@ def _format_total_cell(report: MemoryReport | None) -> str:
 
 
 def _format_amount(num_bytes: float) -> str:
+    # Kilobytes would be shown as 1.9e-06 in a column of GiB.
+    if 0 < num_bytes < MIN_SHOWN_BYTES:
+        return f"<{format_gib(MIN_SHOWN_BYTES)}"
     return format_gib(num_bytes) if num_bytes else "0"
 
 

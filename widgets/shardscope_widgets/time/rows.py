@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import shardscope as ss
+from shardscope.core.errors import FieldError
 from shardscope.planner.verdict import assess_plan
 from shardscope.records.folder import RunFolder
 from shardscope.runs.explain.measured_step import read_latest_records
@@ -46,6 +47,10 @@ class PlanStep(NamedTuple):
         lacks = f"Does not fit: {verdict.reason}" if verdict.state == "does not fit" else ""
         try:
             return cls(plan.step(), lacks=lacks)
+        except FieldError as error:
+            # The full message names fields of the Python API.
+            short = f"{error.problem}. Fix: {error.fix}." if error.problem else str(error)
+            return cls(None, short, lacks)
         except ValueError as error:
             return cls(None, str(error), lacks)
 

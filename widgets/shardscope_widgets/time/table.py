@@ -43,6 +43,9 @@ class Rate(NamedTuple):
     why: str
     unknown: str = ""
     """Why it may be unknown."""
+    is_step_time: bool = False
+    """Whether it is the step time itself: a plan that does not fit keeps it, because the chart shows its parts,
+    and a measured run has it even if there is no prediction."""
 
 
 def _list_rates(shown: ShownStep) -> list[Rate]:
@@ -110,12 +113,14 @@ def render_rate_table(shown: ShownStep) -> str:
     ]
     for index, pin in enumerate(shown.pins):
         columns += Column.for_pin(index, pin.name)
-    # A plan that does not fit keeps its seconds: the chart shows their parts.
-    seconds = Rate(
-        f"one step, {shown.scale.unit}", shown.scale.format, lambda r: r.seconds, _describe_step(shown)
+    step_time = Rate(
+        f"one step, {shown.scale.unit}",
+        shown.scale.format,
+        lambda r: r.seconds,
+        _describe_step(shown),
+        is_step_time=True,
     )
-    rows = [_build_rate_row(shown, seconds, even_if_it_lacks=True)]
-    rows += [_build_rate_row(shown, rate) for rate in _list_rates(shown)]
+    rows = [_build_rate_row(shown, rate) for rate in (step_time, *_list_rates(shown))]
     return render_part_table("rates and prices", columns, rows)
 
 
@@ -128,9 +133,9 @@ def _describe_step(shown: ShownStep) -> str:
     return sentences
 
 
-def _build_rate_row(shown: ShownStep, rate: Rate, even_if_it_lacks: bool = False) -> PartRow:
+def _build_rate_row(shown: ShownStep, rate: Rate) -> PartRow:
     def compute_value(step: PlanStep) -> float | None:
-        if step.report is None or (step.lacks and not even_if_it_lacks):
+        if step.report is None or (step.lacks and not rate.is_step_time):
             return None
         return rate.compute(step.report)
 
@@ -163,7 +168,7 @@ def _format_measured(shown: ShownStep, rate: Rate) -> str:
     if measured is None:
         return ""
     if report is None:
-        return rate.format(measured.seconds) if rate.format == shown.scale.format else NOT_REPORTED
+        return rate.format(measured.seconds) if rate.is_step_time else NOT_REPORTED
     # The parts contain all seconds of the report: scaled, they sum to the measured step.
     factor = measured.seconds / report.seconds
     scaled = replace(report, parts={name: seconds * factor for name, seconds in report.parts.items()})

@@ -23,7 +23,7 @@ from shardscope.rehearsal.extent import estimate_seconds
 from shardscope.runs.explain.measured import build_measured_memory
 from shardscope_widgets import MemoryView, Studio
 from shardscope_widgets.kit.background_work import DurationEstimate, describe_duration
-from shardscope_widgets.memory import fit_search
+from shardscope_widgets.memory import fit_search, table
 from shardscope_widgets.memory import view as memory_view
 from shardscope_widgets.memory.repairs import describe_cost
 
@@ -572,3 +572,9 @@ def test_a_rehearsal_can_be_cancelled_and_may_fail_in_words(monkeypatch: pytest.
     view.rehearse.button.click()
     assert until(lambda: "allowed: &lt;1&gt;" in view.rehearse.words.value)
     assert list(drawn(view)) == ["predicted"]
+
+
+def test_an_amount_that_rounds_to_zero_is_shown_as_smaller_than_the_smallest() -> None:
+    assert [table._format_amount(number) for number in (0, 2048, 2**20, 2**30)] == [
+        "0", "<0.0001", "0.00098", "1.00",
+    ]  # fmt: skip

@@ -310,6 +310,16 @@ def test_a_measurement_is_shown_where_nothing_can_be_predicted(monkeypatch: pyte
     view.show(plan)
     assert drawn(view) == {"measured": {"measured": 500.0}}
     assert notes(view)["measured"] == "500 ms"
+    cells = rate_cells(view.figures.value)
+    assert cells["one step, ms"] == ["–", "500"] and cells["tokens/s"] == ["–", "–"]
+
+
+def test_a_missing_rate_is_reported_without_names_of_the_python_api() -> None:
+    plan = ss.Plan(
+        ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), ss.Recipe(seq_len=64), ss.Layout.fsdp2()
+    )
+    caption = words(StepView(plan).caption.value)
+    assert caption == "The bf16 FLOP/s of this device are unknown. Fix: ss.calibrate()."
 
 
 def test_what_finished_runs_took_stands_under_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
