@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from types import CodeType
-from typing import Any, NamedTuple
+from types import CodeType, FunctionType
+from typing import NamedTuple
 
 MAX_BYTES = 2**20
 BYTE_ORDER_MARK = "\ufeff"
@@ -27,14 +27,14 @@ class UserCode(NamedTuple):
     """Notebook imports that a function uses, appended to its text for the check."""
 
 
-def read_user_code(name: str, functions: Mapping[str, Any]) -> UserCode:
+def read_user_code(name: str, functions: Mapping[str, object]) -> UserCode:
     """Return the file at the path ``name``, or the function of that name among ``functions``.
 
     Raise ``ValueError`` with a message for the user.
     """
     file = _expand_path(name)
-    if not _is_file(file) and inspect.isfunction(functions.get(name)):
-        function = functions[name]
+    function = functions.get(name)
+    if not _is_file(file) and inspect.isfunction(function):
         text, known = _read_function_source(name, function), write_imports_of(function)
         return UserCode(text, file.with_name(f"{name}.py"), name, known)
     return UserCode(_read_text(file, functions).removeprefix(BYTE_ORDER_MARK), file)
@@ -47,7 +47,7 @@ def _is_file(file: Path) -> bool:
         return False
 
 
-def list_notebook_functions() -> Mapping[str, Any]:
+def list_notebook_functions() -> Mapping[str, object]:
     """Return the names defined in the notebook's cells; none outside a notebook."""
     from IPython.core.getipython import get_ipython
 
@@ -55,22 +55,22 @@ def list_notebook_functions() -> Mapping[str, Any]:
     return {} if shell is None else shell.user_ns
 
 
-def _read_function_source(name: str, function: Any) -> str:
+def _read_function_source(name: str, function: FunctionType) -> str:
     try:
         return textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
         raise ValueError(f"{name} has no source text: define the function in a cell.") from None
 
 
-def write_imports_of(function: Any) -> str:
+def write_imports_of(function: FunctionType) -> str:
     """Return the imports behind the function's global names, one per line; "" if there are none."""
     lines = []
     for name in sorted(_find_names(function.__code__)):
         value = function.__globals__.get(name)
         if inspect.ismodule(value):
             lines.append(f"import {value.__name__} as {name}" if value.__name__ != name else f"import {name}")
-        elif (home := _find_package(value)) is not None:
-            original_name = value.__name__
+        elif (origin := _find_origin(value)) is not None:
+            home, original_name = origin
             lines.append(
                 f"from {home} import {original_name}" + ("" if original_name == name else f" as {name}")
             )
@@ -83,15 +83,20 @@ def _find_names(code: CodeType) -> set[str]:
     return {*code.co_names, *(name for one in inner for name in _find_names(one))}
 
 
-def _find_package(value: Any) -> str | None:
-    """Return the top-level package of a class or function; None for the notebook's own and other objects."""
+def _find_origin(value: object) -> tuple[str, str] | None:
+    """Return the shortest module path that has a class or function, and its name there.
+
+    None for objects that the notebook defines, and for anything but classes and functions.
+    """
     module = getattr(value, "__module__", None)
     if not (inspect.isclass(value) or inspect.isroutine(value)) or module in (None, "__main__", "builtins"):
         return None
     parts = str(module).split(".")
     homes = (".".join(parts[: number + 1]) for number in range(len(parts)))
     # Not getattr, which would trigger the imports of a lazily importing package.
-    return next((one for one in homes if vars(sys.modules.get(one, sys)).get(value.__name__) is value), None)
+    name = value.__name__
+    home = next((one for one in homes if vars(sys.modules.get(one, sys)).get(name) is value), None)
+    return None if home is None else (home, name)
 
 
 def _expand_path(name: str) -> Path:
@@ -101,7 +106,7 @@ def _expand_path(name: str) -> Path:
         raise ValueError(f"{name} cannot be read: {error}") from None
 
 
-def _read_text(file: Path, functions: Mapping[str, Any]) -> str:
+def _read_text(file: Path, functions: Mapping[str, object]) -> str:
     try:
         with file.open("rb") as opened:
             data = opened.read(MAX_BYTES + 1)
@@ -118,7 +123,7 @@ def _read_text(file: Path, functions: Mapping[str, Any]) -> str:
     return text
 
 
-def _find_nearest_name(file: Path, functions: Mapping[str, Any]) -> str | None:
+def _find_nearest_name(file: Path, functions: Mapping[str, object]) -> str | None:
     """Return the closest name among the folder's files and the notebook's functions."""
     try:
         files = {one.name: str(one) for one in file.parent.iterdir() if one.suffix in SUFFIXES}

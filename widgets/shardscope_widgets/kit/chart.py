@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
 
 import anywidget
 import plotly.graph_objects as go
@@ -18,7 +17,7 @@ from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.chart_svg import draw_svg
 from shardscope_widgets.kit.front_end import front_end_text
 
-ClickListener = Callable[[int, int, Any], None]
+ClickListener = Callable[[int, int, object], None]
 """Called with the trace index, the point index in that trace, and the point's ``customdata``."""
 
 PLOTLY_PROTOCOL = ("_py2js_", "_js2py_", "_widget_", "_last_")
@@ -53,7 +52,7 @@ def _shared_plotly() -> PlotlySource:
     return controls.mark_as_shared(PlotlySource())
 
 
-def _current_figure(_: object, chart: Chart) -> Any:
+def _current_figure(_: object, chart: Chart) -> object:
     """Return the current figure for serialization: on a change, for a new view, or after a page reload."""
     # Both attributes are missing while plotly's constructor runs.
     traces, layout = getattr(chart, "_data", []), getattr(chart, "_layout_obj", None)

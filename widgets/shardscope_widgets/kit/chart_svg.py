@@ -11,19 +11,20 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any
 
 import numpy as np
 
-Props = Mapping[str, Any]
+Props = Mapping[str, object]
+"""Properties of a trace, an axis or the layout in the form that plotly sends to its front end."""
 
 WIDTH = 760
 DEFAULT_HEIGHT = 450
-DEFAULT_MARGIN: Props = {"l": 80, "r": 80, "t": 100, "b": 80}
+DEFAULT_MARGIN: Mapping[str, int] = {"l": 80, "r": 80, "t": 100, "b": 80}
 MOST_POINTS = 300
 """Maximum points of a line or scatter trace: more would be indistinguishable and enlarge the notebook."""
 DASHES = {"dash": "6 4", "dot": "2 3", "dashdot": "6 3 2 3", "longdash": "10 5"}
 TICKS = 6
+DEFAULT_BAR_GAP = 0.2
 INK = "currentColor"
 
 
@@ -49,11 +50,11 @@ class Axis:
         """Whether the axis has no extent; its traces and annotations are then not drawn."""
         return abs(self.end - self.start) < 2
 
-    def to_pixel(self, value: Any) -> float:
-        """Return the pixel of ``value``, which is a number or a category name."""
-        if isinstance(value, str):
-            value = self.categories.index(value) if value in self.categories else math.nan
-        share = (float(value) - self.low) / ((self.high - self.low) or 1.0)
+    def to_pixel(self, value: object) -> float:
+        """Return the pixel of ``value``, which is a number or a category name; NaN for anything else."""
+        if isinstance(value, str) and value in self.categories:
+            value = self.categories.index(value)
+        share = (_read_number(value, math.nan) - self.low) / ((self.high - self.low) or 1.0)
         return self.start + share * (self.end - self.start)
 
     def share_to_pixel(self, share: float) -> float:
@@ -65,21 +66,22 @@ class Axis:
         if self.props.get("showticklabels") is False:
             return
         if self.props.get("tickvals") is not None:
-            labels = self.props.get("ticktext") or self.props["tickvals"]
+            values = _to_list(self.props["tickvals"])
+            labels = _to_list(self.props.get("ticktext")) or values
             yield from (
-                (self.to_pixel(value), str(text))
-                for value, text in zip(self.props["tickvals"], labels, strict=False)
+                (self.to_pixel(value), str(text)) for value, text in zip(values, labels, strict=False)
             )
             return
         if self.categories:
             yield from ((self.to_pixel(name), name) for name in self.categories)
             return
-        values = _choose_round_ticks(self.low, self.high, min(TICKS, self.props.get("nticks") or TICKS))
-        for number, value in enumerate(values):
-            is_last = number == len(values) - 1
+        most = int(_read_number(self.props.get("nticks"), TICKS)) or TICKS
+        ticks = _choose_round_ticks(self.low, self.high, min(TICKS, most))
+        for number, tick in enumerate(ticks):
+            is_last = number == len(ticks) - 1
             has_suffix = self.props.get("showticksuffix") != "last" or is_last
-            suffix = self.props.get("ticksuffix") or "" if has_suffix else ""
-            yield self.to_pixel(value), _format_tick(value) + suffix
+            suffix = _read_text(self.props.get("ticksuffix")) if has_suffix else ""
+            yield self.to_pixel(tick), _format_tick(tick) + suffix
 
 
 def draw_svg(traces: Sequence[Props], layout: Props, width: int = WIDTH) -> str:
@@ -93,14 +95,17 @@ class _Drawing:
     def __init__(self, traces: Sequence[Props], layout: Props, width: int) -> None:
         self.traces = [trace for trace in traces if trace.get("visible", True) is True]
         self.layout, self.width = layout, width
-        self.height = int(layout.get("height") or DEFAULT_HEIGHT)
-        margin = {**DEFAULT_MARGIN, **(layout.get("margin") or {})}
-        self.left, self.right = float(margin["l"]), width - float(margin["r"])
-        self.top, self.bottom = float(margin["t"]), self.height - float(margin["b"])
+        self.height = int(_read_number(layout.get("height"), 0)) or DEFAULT_HEIGHT
+        margins = _read_props(layout.get("margin"))
+        left, right, top, bottom = (
+            _read_number(margins.get(side), default) for side, default in DEFAULT_MARGIN.items()
+        )
+        self.left, self.right = left, width - right
+        self.top, self.bottom = top, self.height - bottom
         self.axes: dict[str, Axis] = {}
         for trace in self.traces:
             for letter in "xy":
-                self.find_axis(trace.get(f"{letter}axis") or letter)
+                self.find_axis(_name_axis(trace, letter))
 
     def find_axis(self, name: str) -> Axis:
         """Return the axis ``x``, ``y2`` or another, creating it on first use."""
@@ -110,29 +115,28 @@ class _Drawing:
 
     def _make_axis(self, name: str) -> Axis:
         letter = name[0]
-        props = self.layout.get(f"{letter}axis{name[1:]}") or {}
-        low, high = props.get("domain") or (0.0, 1.0)
+        props = _read_props(self.layout.get(f"{letter}axis{name[1:]}"))
+        low, high = _read_pair(props.get("domain")) or (0.0, 1.0)
         begin, end = (self.left, self.right) if letter == "x" else (self.bottom, self.top)
         axis = Axis(props, begin + low * (end - begin), begin + high * (end - begin))
-        axis_traces = [trace for trace in self.traces if (trace.get(f"{letter}axis") or letter) == name]
+        axis_traces = [trace for trace in self.traces if _name_axis(trace, letter) == name]
         values = [value for trace in axis_traces for value in _list_values(trace, letter)]
         names = [value for value in values if isinstance(value, str)]
         if names or props.get("type") == "category":
             wanted = [str(name_) for name_ in _to_list(props.get("categoryarray"))]
             axis.categories = list(dict.fromkeys([*wanted, *names]))
-            values = [float(number) for number in range(len(axis.categories))]
         axis.low, axis.high = self._find_range(props, axis, axis_traces, values)
         return axis
 
     def _find_range(
-        self, props: Props, axis: Axis, axis_traces: Sequence[Props], values: list[Any]
+        self, props: Props, axis: Axis, axis_traces: Sequence[Props], values: Sequence[object]
     ) -> tuple[float, float]:
-        explicit = props.get("range")
-        if explicit is not None and None not in explicit:
-            return float(explicit[0]), float(explicit[1])
-        numbers = [float(value) for value in values if not isinstance(value, str) and math.isfinite(value)]
+        explicit = _read_pair(props.get("range"))
+        if explicit is not None:
+            return explicit
         if axis.categories:
             return -0.5, len(axis.categories) - 0.5
+        numbers = [number for value in values if math.isfinite(number := _read_number(value, math.nan))]
         if not numbers:
             return 0.0, 1.0
         low, high = min(numbers), max(numbers)
@@ -162,7 +166,8 @@ class _Drawing:
         for name, axis in self.axes.items():
             if not axis.is_visible or axis.is_collapsed:
                 continue
-            other = self.find_axis(axis.props.get("anchor") or ("y" if name[0] == "x" else "x") + name[1:])
+            crossing = ("y" if name[0] == "x" else "x") + name[1:]
+            other = self.find_axis(_read_text(axis.props.get("anchor")) or crossing)
             has_grid = axis.props.get("showgrid") is not False and not axis.categories
             edges = sorted((other.start, other.end))
             for pixel, label in axis.list_ticks():
@@ -176,32 +181,30 @@ class _Drawing:
                     if has_grid:
                         yield _draw_line(edges[0], pixel, edges[1], pixel, INK, 1, opacity=0.15)
                     yield _draw_text(edges[0] - 8, pixel + 4, label, "end", opacity=0.75)
-            title = (axis.props.get("title") or {}).get("text")
+            title = _read_text(_read_props(axis.props.get("title")).get("text"))
             if title and name[0] == "x":
                 yield _draw_text((axis.start + axis.end) / 2, edges[1] + 32, title, "middle", opacity=0.75)
 
     # ------------------------------------------------------------------------------------------ traces
 
     def _draw_bars(self) -> Iterator[str]:
-        ends: dict[tuple[str, str, Any], float] = {}
-        gap = float(self.layout.get("bargap") or 0.2)
+        ends: dict[tuple[str, str, object], float] = {}
+        gap = _read_number(self.layout.get("bargap"), 0) or DEFAULT_BAR_GAP
         for trace in self.traces:
             if trace.get("type") != "bar":
                 continue
             is_horizontal = trace.get("orientation") == "h"
             length_letter, position_letter = ("x", "y") if is_horizontal else ("y", "x")
-            names = (
-                trace.get(f"{length_letter}axis") or length_letter,
-                trace.get(f"{position_letter}axis") or position_letter,
-            )
+            names = (_name_axis(trace, length_letter), _name_axis(trace, position_letter))
             length_axis, position_axis = self.find_axis(names[0]), self.find_axis(names[1])
             if length_axis.is_collapsed or position_axis.is_collapsed:
                 continue
             thick = (1 - gap) * abs(position_axis.to_pixel(1.0) - position_axis.to_pixel(0.0))
-            marker = trace.get("marker") or {}
-            for number, (position, size) in enumerate(
+            marker = _read_props(trace.get("marker"))
+            for number, (position, length) in enumerate(
                 zip(_to_list(trace.get(position_letter)), _to_list(trace.get(length_letter)), strict=False)
             ):
+                size = _read_number(length, 0)
                 if not size or not math.isfinite(size):
                     continue
                 key = (*names, position)
@@ -217,38 +220,37 @@ class _Drawing:
                     if is_horizontal
                     else (middle - thick / 2, min(first, last), thick, abs(last - first)),
                     _pick_for_point(marker.get("color"), number, INK),
-                    float(_pick_for_point(marker.get("opacity"), number, 1.0)),
-                    str(trace.get("name") or ""),
+                    _pick_number(marker.get("opacity"), number, 1.0),
+                    _read_text(trace.get("name")),
                 )
 
     def _draw_scatters(self) -> Iterator[str]:
-        heights: dict[tuple[str, str], Any] = {}
+        heights: dict[tuple[str, str], list[float]] = {}
         for trace in self.traces:
             if trace.get("type", "scatter") != "scatter":
                 continue
-            x, y = self.find_axis(trace.get("xaxis") or "x"), self.find_axis(trace.get("yaxis") or "y")
+            x, y = self.find_axis(_name_axis(trace, "x")), self.find_axis(_name_axis(trace, "y"))
             if x.is_collapsed or y.is_collapsed:
                 continue
             points = [
-                (each_x, float(each_y))
+                (each_x, _read_number(each_y, math.nan))
                 for each_x, each_y in zip(_to_list(trace.get("x")), _to_list(trace.get("y")), strict=False)
                 if each_y is not None
             ]
-            if trace.get("stackgroup"):
-                key = (trace.get("yaxis") or "y", trace["stackgroup"])
+            group = _read_text(trace.get("stackgroup"))
+            if group:
+                key = (_name_axis(trace, "y"), group)
                 below = heights.get(key, [0.0] * len(points))
                 above = [(each_x, low + each_y) for (each_x, each_y), low in zip(points, below, strict=False)]
                 heights[key] = [each_y for _, each_y in above]
-                yield _draw_area(
-                    x, y, above, below, trace.get("fillcolor") or INK, str(trace.get("name") or "")
-                )
+                yield _draw_area(x, y, above, below, trace.get("fillcolor"), _read_text(trace.get("name")))
                 continue
             yield from self._draw_line_and_markers(trace, x, y, _downsample(points))
 
     def _draw_line_and_markers(
-        self, trace: Props, x: Axis, y: Axis, points: Sequence[tuple[Any, float]]
+        self, trace: Props, x: Axis, y: Axis, points: Sequence[tuple[object, float]]
     ) -> Iterator[str]:
-        mode, line, marker = trace.get("mode") or "lines", trace.get("line") or {}, trace.get("marker") or {}
+        mode, line = _read_text(trace.get("mode")) or "lines", _read_props(trace.get("line"))
         pixels = [(x.to_pixel(each_x), y.to_pixel(each_y)) for each_x, each_y in points]
         if "lines" in mode and (line.get("width") is None or line["width"]):
             steps = "V" if line.get("shape") == "hv" else "L"
@@ -260,56 +262,60 @@ class _Drawing:
                 move = f"H{across:.1f}V{down:.1f}" if steps == "V" else f"L{across:.1f} {down:.1f}"
                 path.append(move if is_down else f"M{across:.1f} {down:.1f}")
                 is_down = True
-            dash = DASHES.get(line.get("dash") or "", "")
+            dash = DASHES.get(_read_text(line.get("dash")), "")
             yield (
                 f"<path d='{''.join(path)}' fill='none' stroke='{_escape_colour(line.get('color'))}' "
-                f"stroke-width='{line.get('width') or 2}' stroke-dasharray='{dash}'/>"
+                f"stroke-width='{_read_number(line.get('width'), 2):g}' stroke-dasharray='{dash}'/>"
             )
         if "markers" in mode:
-            yield from _draw_markers(marker, pixels)
+            yield from _draw_markers(_read_props(trace.get("marker")), pixels)
 
     # --------------------------------------------------------------------------- lines and text on top
 
-    def _find_pixel(self, value: Any, ref: str, letter: str) -> float:
+    def _find_pixel(self, value: object, ref: str, letter: str) -> float:
         """Return the pixel of a shape's or annotation's coordinate, or NaN if its axis is not visible."""
         if ref == "paper":
             begin, end = (self.left, self.right) if letter == "x" else (self.bottom, self.top)
-            return begin + float(value) * (end - begin)
+            return begin + _read_number(value, math.nan) * (end - begin)
         name, _, is_domain = ref.partition(" ")
         axis = self.find_axis(name)
         if not axis.is_visible:
             return math.nan
-        return axis.share_to_pixel(float(value)) if is_domain else axis.to_pixel(value)
+        return axis.share_to_pixel(_read_number(value, math.nan)) if is_domain else axis.to_pixel(value)
 
     def _draw_shapes(self) -> Iterator[str]:
-        for shape in self.layout.get("shapes") or ():
+        for shape in map(_read_props, _to_list(self.layout.get("shapes"))):
             ends = [
-                self._find_pixel(shape[f"{letter}{end}"], shape.get(f"{letter}ref") or letter, letter)
+                self._find_pixel(
+                    shape[f"{letter}{end}"], _read_text(shape.get(f"{letter}ref")) or letter, letter
+                )
                 for end in (0, 1)
                 for letter in "xy"
             ]
             if shape.get("type") == "line" and all(map(math.isfinite, ends)):
-                line = shape.get("line") or {}
-                dash = DASHES.get(line.get("dash") or "", "")
-                opacity = float(shape.get("opacity") or 1)
+                line = _read_props(shape.get("line"))
+                dash = DASHES.get(_read_text(line.get("dash")), "")
+                width, opacity = _read_number(line.get("width"), 1), _read_number(shape.get("opacity"), 1)
                 x0, y0, x1, y1 = ends
-                yield _draw_line(x0, y0, x1, y1, INK, float(line.get("width") or 1), dash, opacity)
+                yield _draw_line(x0, y0, x1, y1, INK, width, dash, opacity)
 
     def _draw_annotations(self) -> Iterator[str]:
         anchors = {"left": "start", "right": "end"}
-        for note in self.layout.get("annotations") or ():
-            x = self._find_pixel(note.get("x", 0), note.get("xref") or "x", "x")
-            y = self._find_pixel(note.get("y", 0), note.get("yref") or "y", "y")
-            if not (math.isfinite(x) and math.isfinite(y)) or not note.get("text"):
+        for note in map(_read_props, _to_list(self.layout.get("annotations"))):
+            x = self._find_pixel(note.get("x", 0), _read_text(note.get("xref")) or "x", "x")
+            y = self._find_pixel(note.get("y", 0), _read_text(note.get("yref")) or "y", "y")
+            text = _read_text(note.get("text"))
+            if not (math.isfinite(x) and math.isfinite(y)) or not text:
                 continue
-            lower = {"bottom": -3.0, "top": 12.0}.get(note.get("yanchor") or "", 4.0)
+            # In SVG y is the baseline: a text below or around its anchor moves down by a part of its height.
+            lower = {"bottom": -3.0, "top": 12.0}.get(_read_text(note.get("yanchor")), 4.0)
             yield _draw_text(
-                x + float(note.get("xshift") or 0),
-                y - float(note.get("yshift") or 0) + lower,
-                note["text"],
-                anchors.get(note.get("xanchor") or "", "middle"),
-                size=(note.get("font") or {}).get("size") or 12,
-                opacity=float(note.get("opacity") or 1),
+                x + _read_number(note.get("xshift"), 0),
+                y - _read_number(note.get("yshift"), 0) + lower,
+                text,
+                anchors.get(_read_text(note.get("xanchor")), "middle"),
+                size=_read_number(_read_props(note.get("font")).get("size"), 12),
+                opacity=_read_number(note.get("opacity"), 1),
             )
 
 
@@ -320,8 +326,8 @@ def _draw_markers(marker: Props, points: Sequence[tuple[float, float]]) -> Itera
         if not (math.isfinite(across) and math.isfinite(down)):
             continue
         colour = _escape_colour(_pick_for_point(marker.get("color"), number, INK))
-        size = float(_pick_for_point(marker.get("size"), number, 6))
-        opacity = float(_pick_for_point(marker.get("opacity"), number, 1))
+        size = _pick_number(marker.get("size"), number, 6)
+        opacity = _pick_number(marker.get("opacity"), number, 1)
         if str(_pick_for_point(marker.get("symbol"), number, "")).endswith("-open"):
             yield (
                 f"<circle cx='{across:.1f}' cy='{down:.1f}' r='{size / 2:.1f}' fill='none' stroke='{colour}' "
@@ -336,25 +342,58 @@ def _draw_markers(marker: Props, points: Sequence[tuple[float, float]]) -> Itera
         )
 
 
-def _list_values(trace: Props, letter: str) -> list[Any]:
+def _list_values(trace: Props, letter: str) -> list[object]:
     """Return the values of a trace on one axis, without missing ones."""
     return [value for value in _to_list(trace.get(letter)) if value is not None]
 
 
-def _to_list(values: Any) -> list[Any]:
-    if values is None:
-        return []
-    return values.tolist() if isinstance(values, np.ndarray) else list(values)
+def _to_list(values: object) -> list[object]:
+    if isinstance(values, np.ndarray):
+        return list(values.tolist())
+    return list(values) if isinstance(values, Iterable) and not isinstance(values, str) else []
 
 
-def _pick_for_point(values: Any, number: int, default: Any) -> Any:
+def _read_props(value: object) -> Props:
+    """Return ``value`` if it is a mapping, else an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def _read_text(value: object) -> str:
+    """Return ``value`` if it is text, else an empty one."""
+    return value if isinstance(value, str) else ""
+
+
+def _read_number(value: object, default: float) -> float:
+    """Return ``value`` if it is a number, else ``default``."""
+    return float(value) if isinstance(value, int | float | np.number) else default
+
+
+def _read_pair(value: object) -> tuple[float, float] | None:
+    """Return two numbers, such as a range; None if one of them is left to plotly."""
+    values = _to_list(value)
+    if len(values) != 2 or None in values:
+        return None
+    return _read_number(values[0], math.nan), _read_number(values[1], math.nan)
+
+
+def _name_axis(trace: Props, letter: str) -> str:
+    """Return the name of a trace's axis: ``x``, ``y2``."""
+    return _read_text(trace.get(f"{letter}axis")) or letter
+
+
+def _pick_number(values: object, number: int, default: float) -> float:
+    """Return the numeric property of one point."""
+    return _read_number(_pick_for_point(values, number, default), default)
+
+
+def _pick_for_point(values: object, number: int, default: object) -> object:
     """Return the property of one point, given a single value for all points or a list."""
     if isinstance(values, list | tuple | np.ndarray):
         return values[number] if number < len(values) else default
     return default if values is None else values
 
 
-def _downsample(points: Sequence[tuple[Any, float]]) -> Sequence[tuple[Any, float]]:
+def _downsample(points: Sequence[tuple[object, float]]) -> Sequence[tuple[object, float]]:
     if len(points) <= MOST_POINTS:
         return points
     return [points[round(index)] for index in np.linspace(0, len(points) - 1, MOST_POINTS)]
@@ -380,11 +419,11 @@ def _format_tick(value: float) -> str:
     return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
-def _escape_colour(value: Any) -> str:
+def _escape_colour(value: object) -> str:
     return escape(value, quote=True) if isinstance(value, str) else INK
 
 
-def _draw_rectangle(box: tuple[float, float, float, float], colour: Any, opacity: float, name: str) -> str:
+def _draw_rectangle(box: tuple[float, float, float, float], colour: object, opacity: float, name: str) -> str:
     x, y, width, height = box
     fill = _escape_colour(colour)
     return (
@@ -394,7 +433,7 @@ def _draw_rectangle(box: tuple[float, float, float, float], colour: Any, opacity
 
 
 def _draw_area(
-    x: Axis, y: Axis, above: Iterable[tuple[Any, float]], below: Sequence[float], colour: str, name: str
+    x: Axis, y: Axis, above: Iterable[tuple[object, float]], below: Sequence[float], colour: object, name: str
 ) -> str:
     top = [(x.to_pixel(across), y.to_pixel(height)) for across, height in above]
     under = [(place[0], y.to_pixel(height)) for place, height in zip(top, below, strict=False)]

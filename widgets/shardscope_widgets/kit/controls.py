@@ -6,7 +6,8 @@ reduces a Studio from 700 models to 200. Widgets whose layout changes later get 
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import ipywidgets as widgets
@@ -90,7 +91,7 @@ def create_text_box(value: object, tooltip: str, width: str | None = None, **tra
     return widgets.Text(str(value), **defaults)
 
 
-def create_segments(options: list[tuple[str, Any]], name: str) -> widgets.ToggleButtons:
+def create_segments(options: Sequence[tuple[str, object]], name: str) -> widgets.ToggleButtons:
     """Return a segmented control: a few choices in a row, one of them selected."""
     buttons = widgets.ToggleButtons(
         options=options,

@@ -12,7 +12,8 @@ import asyncio
 import contextlib
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypedDict
 
 import ipywidgets as widgets
 
@@ -22,6 +23,8 @@ from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.static_picture import TEXT_WIDGETS, draw_picture
 
 if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
     from shardscope_widgets.kit.view import View
 
 PAUSE_SECONDS = 1.0
@@ -37,6 +40,14 @@ body:has(.ss-live-{id}) .jp-OutputArea-child:has(.ss-static-{id}),
 </style>"""
 
 
+class TraitChange(TypedDict):
+    """The change of an observed trait, as traitlets reports it."""
+
+    name: str
+    new: Sequence[widgets.Widget]
+    """The new children, if ``name`` is ``children``."""
+
+
 class SavedOutput:
     """The two outputs of a view: its widget and its picture, which is updated when the view changes."""
 
@@ -47,7 +58,7 @@ class SavedOutput:
         self._changed_since: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._shell: Any = None
+        self._shell: InteractiveShell | None = None
         self._followed: dict[str, tuple[widgets.Widget, str]] = {}
         """Observed traits by model."""
 
@@ -114,7 +125,7 @@ class SavedOutput:
         self._followed[widget.model_id] = (widget, name)
         widget.observe(self._handle_change, name)
 
-    def _handle_change(self, change: Any) -> None:
+    def _handle_change(self, change: TraitChange) -> None:
         if change["name"] == "children":
             self._followed = {key: it for key, it in self._followed.items() if it[0].comm is not None}
             for child in change["new"]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import plotly.graph_objects as go
 
@@ -313,7 +313,7 @@ def _list_overlays(shown: ShownMemory) -> list[_Timeline]:
     return [*tiers, *pins]
 
 
-def _read_timeline(report: MemoryReport) -> tuple[list[float], list[Any]]:
+def _read_timeline(report: MemoryReport) -> tuple[list[float], list[Mapping[str, int]]]:
     """Return fractions of a step and the components at each; a step ends as it began."""
     phases = [m for m in report.worst_stage.phases if m.phase != "initialisation"]
     if not phases:

@@ -8,7 +8,6 @@ from contextlib import suppress
 from html import escape
 from math import nan
 from types import MappingProxyType
-from typing import Any
 
 import ipywidgets as widgets
 import traitlets
@@ -90,7 +89,7 @@ class Picker(widgets.VBox):
         super().__init__([*unique, *([hint] if hint else [])], layout=controls.share_layout())
         self.add_class("ss-group")
 
-    def make(self) -> Any:
+    def make(self) -> object:
         """Return the object given by the inputs. Raises ``ValueError``."""
         raise TypeError(f"{type(self).__name__} must define make()")
 
@@ -201,7 +200,7 @@ class Nothing:
 NOTHING = Nothing()
 
 
-def parse_number(text: str) -> Any:
+def parse_number(text: str) -> int | str:
     """Parse a whole number ("4,096"); return any other text unchanged, for the object to reject."""
     cleaned = text.strip().replace(",", "").replace("_", "").replace(" ", "")
     try:
@@ -228,7 +227,7 @@ def parse_bytes(field: str, text: str) -> int:
     return round(parse_size(field, text, "GiB", 0, MAX_BYTES / 2**30) * 2**30)
 
 
-def parse_rate(text: str) -> Any:
+def parse_rate(text: str) -> float | str:
     """Parse a number ("3e-4"); return any other text unchanged, for the object to reject."""
     try:
         return float(text)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
 
 import ipywidgets as widgets
 
 import shardscope as ss
+from shardscope.core.serialization import replace_fields
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.display_names import count_devices, format_name
 from shardscope_widgets.pickers.base import NO_CHANGES, Picker, Row, parse_bytes, parse_number, parse_size
@@ -100,7 +99,7 @@ class ClusterPicker(Picker):
 
     def make(self, changes: Mapping[str, object] = NO_CHANGES) -> ss.Cluster:
         """Return the cluster given by the inputs, except for ``changes`` by field."""
-        values: dict[str, Any] = {
+        values: dict[str, object] = {
             "gpus_per_node": parse_number(self.count.value),
             "num_nodes": parse_number(self.nodes.value),
             **changes,
@@ -112,7 +111,7 @@ class ClusterPicker(Picker):
             for name, box in self._node.items()
             if name not in changes and box.value != _format_input(name, getattr(self._base, name))
         }
-        return replace(self._base, **{**typed, **values})
+        return replace_fields(self._base, {**typed, **values})
 
     def fill(self, cluster: ss.Cluster) -> None:
         """Set the inputs to ``cluster``, as one change."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from html import escape
-from typing import Any
 
 import ipywidgets as widgets
 
 import shardscope as ss
+from shardscope.core.layout import OptionValue
+from shardscope.core.serialization import replace_fields
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.repairs.first_layout import choose_first_layout
 from shardscope_widgets.kit import controls
@@ -45,7 +46,7 @@ TOOLTIPS = {
     "ep": "Expert-parallel degree",
     "etp": "Tensor-parallel degree of the experts",
 }
-VALUE_LABELS: dict[str, dict[Any, str]] = {
+VALUE_LABELS: dict[str, dict[OptionValue, str]] = {
     "reshard_after_forward": {True: "forward", False: "backward"},
     "etp": {None: "as tensor parallel"},
     "offload": {None: "none", "cpu": "CPU"},
@@ -69,7 +70,9 @@ class LayoutPicker(Picker):
             tooltip="Framework",
         )
         self._framework_row = Row("Framework", self.framework)
-        self._controls: dict[str, dict[str, Any]] = {name: {} for name in frameworks}
+        self._controls: dict[str, dict[str, widgets.Dropdown | widgets.ToggleButtons]] = {
+            name: {} for name in frameworks
+        }
         self._rows: dict[str, dict[str, Row]] = {name: {} for name in frameworks}
         self._situation: tuple[ss.Architecture, ss.Cluster, ss.Recipe] | None = None
         self._offering = False
@@ -94,7 +97,7 @@ class LayoutPicker(Picker):
         known = {field.name for field in fields(self._layouts[self.framework.value])}
         wanted = {name: value for name, value in values.items() if name in known}
         if wanted:
-            self.take(replace(self._layouts[self.framework.value], **wanted))
+            self.take(replace_fields(self._layouts[self.framework.value], wanted))
 
     def offer(self, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe) -> None:
         """Restrict choices to what can run; a choice that no longer can is replaced by the nearest."""
@@ -246,7 +249,7 @@ class LayoutPicker(Picker):
             for field, values in frameworks[name].layout_class.choices.items():
                 self._add_row(name, field, values)
 
-    def _add_row(self, name: str, field: str, values: tuple[Any, ...] | None) -> None:
+    def _add_row(self, name: str, field: str, values: Sequence[OptionValue] | None) -> None:
         label = LABELS.get(field, field.replace("_", " ").capitalize())
         options = _list_options(field, values or (1,))
         control = (
@@ -266,18 +269,18 @@ class LayoutPicker(Picker):
 
 
 def _change_layout(
-    layout: ss.Layout, values: dict[str, Any], situation: tuple[ss.Architecture, ss.Cluster, ss.Recipe]
+    layout: ss.Layout, values: Mapping[str, object], situation: tuple[ss.Architecture, ss.Cluster, ss.Recipe]
 ) -> ss.Layout | None:
     """Return the layout with these values, or None if it cannot run."""
     try:
-        changed = replace(layout, **values)
+        changed = replace_fields(layout, values)
         changed.compute_degrees(*situation)
     except ValueError:
         return None
     return changed
 
 
-def _list_options(field: str, values: Sequence[Any]) -> list[tuple[str, Any]]:
+def _list_options(field: str, values: Sequence[OptionValue]) -> list[tuple[str, object]]:
     labels = VALUE_LABELS.get(field, {})
     return [(labels.get(value, str(value)), NOTHING if value is None else value) for value in values]
 

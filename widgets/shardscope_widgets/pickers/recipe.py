@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from html import escape
-from typing import Any
 
 import ipywidgets as widgets
 
 import shardscope as ss
+from shardscope.core.serialization import replace_fields
 from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.base import NO_CHANGES, Picker, Row, parse_number
 from shardscope_widgets.pickers.recipe_choices import Advanced, list_options
@@ -97,8 +97,8 @@ class RecipePicker(Picker):
         self._taking = True
         try:
             super().set_fields(values)
-            hidden: dict[str, Any] = {name: value for name, value in values.items() if name not in self.boxes}
-            self._base = replace(self._base, **hidden)
+            hidden = {name: value for name, value in values.items() if name not in self.boxes}
+            self._base = replace_fields(self._base, hidden)
         finally:
             self._taking = False
         self.read()
@@ -173,7 +173,7 @@ class RecipePicker(Picker):
             base = replace(
                 base, method="full", lora_rank=None, lora_targets=None, lora_dropout=0.0, quantization=None
             )
-        values: dict[str, Any] = {
+        values: dict[str, object] = {
             **self.advanced.read_fields(lora, self.recompute.value != "none"),
             "method": self.method.value,
             "precision": self.precision.value,
@@ -183,7 +183,7 @@ class RecipePicker(Picker):
             "recompute": self.recompute.value,
             "lora_rank": parse_number(self.lora_rank.value) if lora else None,
         }
-        return replace(base, **{**values, **changes})
+        return replace_fields(base, {**values, **changes})
 
     def read(self, change: object = None) -> None:
         """Read the inputs; the rank is shown only with LoRA."""

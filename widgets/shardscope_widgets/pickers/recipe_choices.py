@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.core.recipe import CHOICES, OPEN_CHOICES
 from shardscope.prediction.support import list_supported
 from shardscope_widgets.kit import controls
-from shardscope_widgets.pickers.base import NOTHING, Nothing, Row
+from shardscope_widgets.pickers.base import NOTHING, Nothing, Row, parse_number, parse_rate
 
 CHOICE_LABELS: dict[str, str] = {
     "full": "full",
@@ -52,7 +50,7 @@ ADVANCED_LABELS = {
 """Fields of the advanced part with their labels."""
 
 
-def list_options(field: str, layout: ss.Layout | None, current: object) -> list[tuple[str, Any]]:
+def list_options(field: str, layout: ss.Layout | None, current: object) -> list[tuple[str, object]]:
     """Return the options of a dropdown of ``field``: what ``layout`` can run, and the current choice.
 
     A choice that the framework does not support stays in the list, with an error message at the input.
@@ -62,21 +60,13 @@ def list_options(field: str, layout: ss.Layout | None, current: object) -> list[
         possible = list_supported(layout, field)
         values = tuple(value for value in values if value in possible or value == current)
     labels = LOSS_LABELS if field == "loss" else CHOICE_LABELS
-    choices: list[tuple[str, Any]] = [(labels.get(value, value), value) for value in values]
+    choices: list[tuple[str, object]] = [(labels.get(value, value), value) for value in values]
     return [(OPEN_LABELS[field], NOTHING), *choices] if field in OPEN_LABELS else choices
 
 
-def to_recipe_value(value: object) -> Any:
+def to_recipe_value(value: object) -> object:
     """Return a dropdown's value as a recipe value."""
     return None if isinstance(value, Nothing) else value
-
-
-def parse_real(text: str) -> Any:
-    """Parse a number; return any other text unchanged, for the recipe to reject."""
-    try:
-        return float(text.strip())
-    except ValueError:
-        return text
 
 
 class Advanced:
@@ -152,12 +142,8 @@ class Advanced:
     def read_fields(self, with_adapters: bool, recomputes: bool) -> dict[str, object]:
         """Return the recipe fields given by these inputs."""
         values = {field: to_recipe_value(dropdown.value) for field, dropdown in self.dropdowns.items()}
-        values["dropout"] = parse_real(self.dropout.value)
-        values["recompute_interval"] = _parse_whole_number(self.interval.value) if recomputes else 1
+        values["dropout"] = parse_rate(self.dropout.value)
+        values["recompute_interval"] = parse_number(self.interval.value) if recomputes else 1
         if not with_adapters:
             values["quantization"] = None
         return values
-
-
-def _parse_whole_number(text: str) -> Any:
-    return int(text) if text.strip().isdecimal() else text

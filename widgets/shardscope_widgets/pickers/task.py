@@ -6,13 +6,15 @@ import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from types import FunctionType
+from typing import TYPE_CHECKING, Literal, TypedDict, cast
 
 import ipywidgets as widgets
 import traitlets
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
+from shardscope.core.serialization import replace_fields
 from shardscope.planner.checks.usual_rates import limit_rate
 from shardscope.training.tasks.finetune import ADAPTER_RATE, FULL_RATE
 from shardscope_widgets.checks.user_code import list_notebook_functions
@@ -37,6 +39,12 @@ NO_WEIGHTS = (
 UNUSED_WEIGHTS = "Training starts from random weights; the folder's weights are not used."
 SHIPPED_TEXT = "Moby-Dick"
 WITHOUT_TEXT = "If empty, trains on Moby-Dick, which ships with Shardscope."
+
+
+class KindChange(TypedDict):
+    """The change of the menu's value, as traitlets reports it."""
+
+    new: Kind | None
 
 
 class RunOptions(Picker):
@@ -87,7 +95,7 @@ class RunOptions(Picker):
         ]
         self.answer = ", ".join(filter(None, parts))
 
-    def read_fields(self) -> dict[str, Any]:
+    def read_fields(self) -> dict[str, object]:
         """Return the fields of a training task."""
         typed = self.rate.value.strip()
         return {
@@ -112,7 +120,9 @@ class TaskPicker(Picker):
 
     kind = traitlets.Enum(list(KIND_LABELS), "pretrain", help="The kind of task.")
 
-    def __init__(self, options: RunOptions, functions: Callable[[], Mapping[str, Any]] | None = None) -> None:
+    def __init__(
+        self, options: RunOptions, functions: Callable[[], Mapping[str, object]] | None = None
+    ) -> None:
         """Create the picker. ``functions`` returns the functions defined in the notebook's cells."""
         self.options = options
         self._functions = functions or list_notebook_functions
@@ -209,10 +219,10 @@ class TaskPicker(Picker):
             fields["text"] = Path(text).expanduser()
         if self.kind == "finetune" and not as_trial:
             # Without a folder, Finetune raises the error that names the field.
-            return ss.Finetune(weights=cast("Path", self._weights), **fields)
+            return replace_fields(ss.Finetune(weights=cast("Path", self._weights)), fields)
         if fields["learning_rate"] is None:
             fields["learning_rate"] = limit_rate(ss.Pretrain.learning_rate, plan)
-        return ss.Pretrain(**fields)
+        return replace_fields(ss.Pretrain(), fields)
 
     @property
     def boxes(self) -> dict[str, widgets.ValueWidget]:
@@ -255,7 +265,7 @@ class TaskPicker(Picker):
             self.kind = wanted
             self.read()
 
-    def _choose_kind(self, change: dict[str, Any]) -> None:
+    def _choose_kind(self, change: KindChange) -> None:
         if self._offering or change["new"] is None:
             return
         self.kind = change["new"]
@@ -269,14 +279,14 @@ class TaskPicker(Picker):
         functions = {key: value for key, value in self._functions().items() if inspect.isfunction(value)}
         if name in functions:
             return functions[name] if _takes_context(functions[name]) else ss.Script(functions[name])
-        known = {key: "" for key in functions if not key.startswith("_")}
+        known = [key for key in functions if not key.startswith("_")]
         try:
             path = Path(name).expanduser()
             if name and path.is_file():
                 return ss.Script(path)
-            scripts = {str(path.with_name(one.name)): "" for one in path.parent.glob("*.py")}
+            scripts = [str(path.with_name(one.name)) for one in path.parent.glob("*.py")]
         except (OSError, RuntimeError):
-            scripts = {}
+            scripts = []
         near = get_close_matches(name, [*known, *scripts], n=1)
         allowed = "the path of a script, or the name of a function f(ctx) in this notebook"
         fix = near[0] if near else A_SCRIPT
@@ -284,7 +294,7 @@ class TaskPicker(Picker):
         raise FieldError(CODE, name, allowed, fix, problem)
 
 
-def _takes_context(function: Callable[..., Any]) -> bool:
+def _takes_context(function: FunctionType) -> bool:
     """Return whether ``function`` takes the run's context; a script's ``main()`` takes no argument."""
     try:
         inspect.signature(function).bind(None)

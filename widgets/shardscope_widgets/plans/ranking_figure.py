@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from html import escape
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import plotly.graph_objects as go
@@ -65,7 +65,7 @@ def create_ranking_figure() -> Chart:
     return figure
 
 
-def _create_marks(name: str, symbol: str, sign: Sign) -> Any:
+def _create_marks(name: str, symbol: str, sign: Sign) -> go.Scatter:
     return go.Scatter(
         name=name,
         mode="markers",

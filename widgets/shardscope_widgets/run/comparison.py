@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from math import isfinite, isnan
-from typing import Any
 
 import ipywidgets as widgets
 
@@ -45,8 +44,10 @@ class ComparisonView(View):
             for label, curves in charts
             for sentence in _describe_missing(label, curves)
         )
-        traces: list[dict[str, Any]] = []
-        layout: dict[str, Any] = {"annotations": [], "shapes": []}
+        traces: list[dict[str, object]] = []
+        annotations: list[dict[str, object]] = []
+        shapes: list[dict[str, object]] = []
+        layout: dict[str, object] = {"annotations": annotations, "shapes": shapes}
         for number, (label, curves) in enumerate(charts):
             is_log = _needs_log(curves)
             axis = f"yaxis{number + 1 if number else ''}"
@@ -57,14 +58,14 @@ class ComparisonView(View):
                 "type": "log" if is_log else "linear",
                 "rangemode": "normal" if is_log or number == 0 else "tozero",
             }
-            layout["annotations"].append(_build_title(label + (", logarithmic" if is_log else ""), number))
+            annotations.append(_build_title(label + (", logarithmic" if is_log else ""), number))
             predicted = dict.fromkeys(format_short(curve.predicted) for curve in curves if curve.predicted)
             if predicted:
-                layout["annotations"].append(_build_predicted_label(" and ".join(predicted), number))
+                annotations.append(_build_predicted_label(" and ".join(predicted), number))
             for index, curve in enumerate(curves):
                 traces.append(_build_trace(curve, index, number))
                 if curve.predicted:
-                    layout["shapes"].append(_build_predicted_line(curve.predicted, index, number))
+                    shapes.append(_build_predicted_line(curve.predicted, index, number))
         self.chart.redraw(traces, layout)
 
 
@@ -97,7 +98,7 @@ def _create_chart() -> Chart:
     return chart
 
 
-_AXIS: dict[str, Any] = {"zeroline": False, "nticks": 5, "gridcolor": "rgba(128,128,128,.2)"}
+_AXIS: dict[str, object] = {"zeroline": False, "nticks": 5, "gridcolor": "rgba(128,128,128,.2)"}
 
 
 def _name_axis(letter: str, number: int) -> str:
@@ -108,7 +109,7 @@ def _can_be_drawn(value: float) -> bool:
     return isfinite(value) and abs(value) < MAX_VALUE
 
 
-def _build_trace(curve: Curve, index: int, number: int) -> dict[str, Any]:
+def _build_trace(curve: Curve, index: int, number: int) -> dict[str, object]:
     """Return one run's line, with a colour, dash and marker that distinguish it from the other run's."""
     line = Line()
     for step, value in sorted(curve.points.items()):
@@ -132,7 +133,7 @@ def _needs_log(curves: Sequence[Curve]) -> bool:
     return bool(values) and min(values) > 0 and max(values) / min(values) > LOG_FROM_RATIO
 
 
-def _build_title(text: str, number: int) -> dict[str, Any]:
+def _build_title(text: str, number: int) -> dict[str, object]:
     return {
         "text": escape(text),
         "x": 0,
@@ -147,7 +148,7 @@ def _build_title(text: str, number: int) -> dict[str, Any]:
     }
 
 
-def _build_predicted_label(values: str, number: int) -> dict[str, Any]:
+def _build_predicted_label(values: str, number: int) -> dict[str, object]:
     return {
         **_build_title(f"predicted {values}", number),
         "x": 1,
@@ -156,7 +157,7 @@ def _build_predicted_label(values: str, number: int) -> dict[str, Any]:
     }
 
 
-def _build_predicted_line(height: float, index: int, number: int) -> dict[str, Any]:
+def _build_predicted_line(height: float, index: int, number: int) -> dict[str, object]:
     """Return the prediction as a dotted horizontal line; its number is part of the chart's title."""
     return {
         "type": "line",

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from math import isfinite, nan
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
+import plotly.graph_objects as go
 
 from shardscope.runs.explain.predicted_metrics import PredictedMetrics
 from shardscope_widgets.kit.chart import Chart
@@ -35,6 +36,14 @@ ROOM = 1.15
 """Upper end of an axis, as a multiple of its highest value."""
 CEILING = 0.98
 """Height at which outliers are drawn, as a fraction of the axis: inside the plot."""
+
+
+class Sample(NamedTuple):
+    """The values that one rank logged at one position of the horizontal axis."""
+
+    x: float
+    rank: int
+    metrics: Mapping[str, object]
 
 
 class RunFigure:
@@ -111,49 +120,51 @@ class RunFigure:
             with self.widget.batch_update():
                 self._place_charts()
 
-    def add_records(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def add_records(self, records: Sequence[Mapping[str, object]]) -> None:
         """Add new records and redraw the lines that they extend."""
-        drawn = [record for record in records if self._has_position(record)]
-        if not drawn:
+        samples = [sample for record in records if (sample := self._read_sample(record)) is not None]
+        if not samples:
             return
-        for record in drawn:
-            self._extend_step_axis(record["step"])
-        self._add_points(drawn, "step", find_first_numbers(drawn))
+        for sample in samples:
+            self._extend_step_axis(sample.x)
+        self._add_points(samples, "step", find_first_numbers(sample.metrics for sample in samples))
 
-    def show_gpu_samples(self, records: Sequence[Mapping[str, Any]], began: float) -> None:
-        """Redraw all GPU samples; ``began`` is the time of the first, in seconds since the epoch."""
-        drawn = [
-            {**record, "minute": max(0.0, record["time"] - began) / 60}
+    def show_gpu_samples(self, records: Sequence[Mapping[str, float]], start_time: float) -> None:
+        """Redraw all GPU samples; ``start_time`` is the time of the first, in seconds since the epoch."""
+        samples = [
+            Sample(max(0.0, record["time"] - start_time) / 60, int(record["rank"]), record)
             for record in records
             if record["rank"] < self._num_ranks
         ]
-        first_values = find_first_numbers(drawn)
+        first_values = find_first_numbers(sample.metrics for sample in samples)
         gpu_metrics = [panel.metric for panel in list_panels(first_values) if panel.by == "minute"]
         for metric in gpu_metrics:
             for rank in range(self._num_ranks):
                 self._lines.pop((self._slots.get(metric, -1), rank), None)
-        self._add_points(drawn, "minute", {metric: first_values[metric] for metric in gpu_metrics})
+        self._add_points(samples, "minute", {metric: first_values[metric] for metric in gpu_metrics})
 
-    def _has_position(self, record: Mapping[str, Any]) -> bool:
+    def _read_sample(self, record: Mapping[str, object]) -> Sample | None:
+        """Return a logged record as a sample; None if it is malformed or its rank has no line."""
         step, rank = record.get("step"), record.get("rank")
-        return is_number(step) and isfinite(step) and is_number(rank) and 0 <= rank < self._num_ranks
+        if not (is_number(step) and isfinite(step) and is_number(rank) and 0 <= rank < self._num_ranks):
+            return None
+        return Sample(step, int(rank), record)
 
-    def _add_points(
-        self, records: Iterable[Mapping[str, Any]], by: str, first_values: Mapping[str, float]
-    ) -> None:
+    def _add_points(self, samples: Iterable[Sample], by: str, first_values: Mapping[str, float]) -> None:
+        """Extend the lines of all charts whose horizontal axis is ``by``, and redraw these lines."""
         grown: dict[tuple[int, int], Line] = {}
         with self.widget.batch_update():
             new = {metric: value for metric, value in first_values.items() if self._is_new(metric)}
             if new:
                 self._show_panels(new, new)
             panels = [panel for panel in self.panels if panel.by == by and panel.metric in self._units]
-            for record in records:
+            for x, rank, metrics in samples:
                 for panel in panels:
-                    value = record.get(panel.metric)
+                    value = metrics.get(panel.metric)
                     if is_number(value):
-                        key = (self._slots[panel.metric], record["rank"])
+                        key = (self._slots[panel.metric], rank)
                         grown[key] = line = self._lines.setdefault(key, Line())
-                        line.add_point(record[by], value / self._units[panel.metric][1])
+                        line.add_point(x, value / self._units[panel.metric][1])
             self._draw_lines({**grown, **self._find_reclipped_lines()})
             self._fit_axes()
 
@@ -267,12 +278,12 @@ class RunFigure:
             self._end = self._most_steps if is_last else doubled
 
 
-def _find_axes(layout: Any, slot: int) -> tuple[Any, Any]:
+def _find_axes(layout: go.Layout, slot: int) -> tuple[go.layout.XAxis, go.layout.YAxis]:
     number = str(slot + 1) if slot else ""
     return layout[f"xaxis{number}"], layout[f"yaxis{number}"]
 
 
-def _build_trace(slot: int, rank: int) -> dict[str, Any]:
+def _build_trace(slot: int, rank: int) -> dict[str, object]:
     number = str(slot + 1) if slot else ""
     return {
         "type": "scatter",
@@ -293,7 +304,7 @@ def _build_trace(slot: int, rank: int) -> dict[str, Any]:
 
 
 def _create_figure() -> Chart:
-    axes: dict[str, Any] = {}
+    axes: dict[str, object] = {}
     for slot in range(SLOTS):
         number = str(slot + 1) if slot else ""
         axes[f"xaxis{number}"] = {
@@ -327,7 +338,7 @@ def _create_figure() -> Chart:
     return figure
 
 
-def _build_title(text: str, place: Position) -> dict[str, Any]:
+def _build_title(text: str, place: Position) -> dict[str, object]:
     return {
         "text": escape(text),
         "x": place.x[0],
@@ -342,7 +353,7 @@ def _build_title(text: str, place: Position) -> dict[str, Any]:
     }
 
 
-def _build_predicted_line(slot: int, height: float) -> dict[str, Any]:
+def _build_predicted_line(slot: int, height: float) -> dict[str, object]:
     number = str(slot + 1) if slot else ""
     return {
         "type": "line",
@@ -356,7 +367,7 @@ def _build_predicted_line(slot: int, height: float) -> dict[str, Any]:
     }
 
 
-def _build_predicted_label(height: float, place: Position) -> dict[str, Any]:
+def _build_predicted_label(height: float, place: Position) -> dict[str, object]:
     """Return the prediction's number for the title line; inside the plot, grid lines would cross it."""
     return {
         "text": f"predicted {format_short(height)}",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from html import escape
-from typing import Any
 
 import ipywidgets as widgets
 import traitlets
@@ -61,7 +60,7 @@ class RunView(View):
         self._follow: Follow | None = None
         self._pace = Pace()
         self._expected: PredictedMetrics | None = None
-        self._latest: dict[int, dict[str, Any]] = {}
+        self._latest: dict[int, dict[str, object]] = {}
         self._shown_status: tuple[str, str] = ("", "")
         self._stop_requested = False
         self._sampled = 0.0
@@ -174,7 +173,7 @@ class RunView(View):
         self.save_button.tooltip = SAVE_TOOLTIP if run.trains_the_plan else SHOULD_STOP_TOOLTIP
         self.save_button.layout.display = "" if run.reads_stop_requests else "none"
 
-    def _add_records(self, new: list[dict[str, Any]]) -> None:
+    def _add_records(self, new: list[dict[str, object]]) -> None:
         """Add new records to the numbers and the charts."""
         self._pace.add(new)
         for record in new:
@@ -309,40 +308,8 @@ class RunView(View):
         done = 0 if last is None else last + 1
         total = run.num_steps
         _update_html(self.progress, run_html.render_progress_bar(done, total) if total else "")
-        latest_of_rank_0 = self._latest.get(0, {})
-        # A training task's entries are known before its first step, so that the layout does not shift.
         is_known = run.trains_the_plan
-        entries = []
-        if last is not None or is_known:
-            goal = f" of {total:,}" if total else ""
-            noun = "step" if (total or done) == 1 else "steps"
-            entries.append((f"{done:,}{goal}", noun, "Steps up to the last one that any rank has logged"))
-        if is_number(latest_of_rank_0.get("loss")) or is_known:
-            loss = (
-                f"{latest_of_rank_0['loss']:.3f}" if is_number(latest_of_rank_0.get("loss")) else PLACEHOLDER
-            )
-            entries.append((loss, "loss", "Rank 0, last step"))
-        names = (("tokens_per_second_all_ranks", "all ranks"), ("tokens_per_second", "rank 0"))
-        pace = next(
-            (
-                (latest_of_rank_0[name], label)
-                for name, label in names
-                if is_number(latest_of_rank_0.get(name))
-            ),
-            None,
-        )
-        if pace is not None:
-            entries.append((format_short(pace[0]), f"tokens/s, {pace[1]}", "Last step"))
-        elif is_known:
-            entries.append((PLACEHOLDER, "tokens/s, all ranks", "Last step"))
-        left = self._pace.seconds_left(total, time.time()) if total and not has_ended else None
-        if left is not None:
-            why = "The remaining steps at the speed of the last ones"
-            entries.append((f"about {run_html.format_seconds(left)}", "remaining", why))
-        elif has_ended and (took := _find_duration(run)) is not None:
-            entries.append((run_html.format_seconds(took), "total time", "From launch to end"))
-        elif is_known and not has_ended:
-            entries.append((PLACEHOLDER, "remaining", "Known after some steps"))
+        entries = [*self._list_step_figures(run, done), *self._list_time_figures(run, has_ended)]
         if self._follow is not None and self._follow.num_skipped_bytes:
             entries.append(run_html.describe_sample(self._follow))
         if slowest is not None:
@@ -358,8 +325,46 @@ class RunView(View):
         is_empty = has_ended and self.figure is not None and not self.figure.has_lines
         self._figure_place.layout.display = "none" if is_empty else ""
 
+    def _list_step_figures(self, run: ss.Run, done: int) -> list[tuple[str, str, str]]:
+        """Return steps, loss and tokens/s as (figure, name, tooltip).
 
-def _read_new_records(follow: Follow) -> list[dict[str, Any]]:
+        A training task's figures are known before its first step: dashes keep the layout from shifting.
+        """
+        is_known, total, latest = run.trains_the_plan, run.num_steps, self._latest.get(0, {})
+        entries = []
+        if self._pace.last_step is not None or is_known:
+            goal = f" of {total:,}" if total else ""
+            noun = "step" if (total or done) == 1 else "steps"
+            entries.append((f"{done:,}{goal}", noun, "Steps up to the last one that any rank has logged"))
+        loss = latest.get("loss")
+        if is_number(loss) or is_known:
+            entries.append((f"{loss:.3f}" if is_number(loss) else PLACEHOLDER, "loss", "Rank 0, last step"))
+        for name, label in (("tokens_per_second_all_ranks", "all ranks"), ("tokens_per_second", "rank 0")):
+            rate = latest.get(name)
+            if is_number(rate):
+                entries.append((format_short(rate), f"tokens/s, {label}", "Last step"))
+                break
+        else:
+            if is_known:
+                entries.append((PLACEHOLDER, "tokens/s, all ranks", "Last step"))
+        return entries
+
+    def _list_time_figures(self, run: ss.Run, has_ended: bool) -> list[tuple[str, str, str]]:
+        """Return the remaining or the total time as (figure, name, tooltip)."""
+        total = run.num_steps
+        left = self._pace.seconds_left(total, time.time()) if total and not has_ended else None
+        if left is not None:
+            why = "The remaining steps at the speed of the last ones"
+            return [(f"about {run_html.format_seconds(left)}", "remaining", why)]
+        if has_ended:
+            seconds = _find_duration(run)
+            if seconds is None:
+                return []
+            return [(run_html.format_seconds(seconds), "total time", "From launch to end")]
+        return [(PLACEHOLDER, "remaining", "Known after some steps")] if run.trains_the_plan else []
+
+
+def _read_new_records(follow: Follow) -> list[dict[str, object]]:
     """Return new data; for a long run that is opened late, as much as a short time allows."""
     began = time.monotonic()
     new = follow.read()
@@ -374,7 +379,7 @@ def _update_html(widget: widgets.HTML, html: str) -> None:
         widget.value = html
 
 
-def _select_metrics(record: dict[str, Any]) -> dict[str, Any]:
+def _select_metrics(record: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in record.items() if name not in ("time", "rank", "gpu")}
 
 

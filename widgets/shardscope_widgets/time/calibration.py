@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import shardscope as ss
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
+
+if TYPE_CHECKING:
+    from shardscope.timing.calibration.curves import Calibration
 
 
 class CalibratePanel(WorkPanel):
@@ -39,7 +42,7 @@ class CalibratePanel(WorkPanel):
         if cluster is None:
             return
 
-        def calibrate(progress: Progress) -> Any:
+        def calibrate(progress: Progress) -> Calibration:
             return ss.calibrate(cluster, progress=progress)
 
         self.start(calibrate, lambda _: self._on_done(), lambda _, seconds: f"Measured in {seconds:.0f} s.")

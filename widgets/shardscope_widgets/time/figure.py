@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from html import escape
 from textwrap import wrap
-from typing import Any
 
 import plotly.graph_objects as go
 
-from shardscope.timing.report import PARTS, StepReport, format_seconds
+from shardscope.timing.report import PARTS, Part, StepReport, format_seconds
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.display_names import format_part
 from shardscope_widgets.kit.numbers import Scale
@@ -65,7 +64,7 @@ def create_step_figure(on_part: Callable[[str], None]) -> Chart:
     return figure
 
 
-def _build_layout() -> dict[str, Any]:
+def _build_layout() -> dict[str, object]:
     return {
         "barmode": "stack",
         "bargap": 0.2,
@@ -127,7 +126,7 @@ def draw_step(figure: Chart, shown: ShownStep) -> None:
     )
 
 
-def _build_part_bars(shown: ShownStep, name: Any) -> dict[str, Any]:
+def _build_part_bars(shown: ShownStep, name: Part) -> dict[str, object]:
     """Return one part of the predicted row, of the overlapped row, and of every pinned plan's row."""
     scale = shown.scale
     bars: list[tuple[str, float, str, float]] = []
@@ -147,12 +146,12 @@ def _build_part_bars(shown: ShownStep, name: Any) -> dict[str, Any]:
     }
 
 
-def _write_part_tooltip(report: StepReport, name: Any) -> str:
+def _write_part_tooltip(report: StepReport, name: Part) -> str:
     text = format_part(name) + report.explain(name).removeprefix(name)
     return "<br>".join(wrap(escape(text), 72, break_on_hyphens=False))
 
 
-def _build_notes(shown: ShownStep) -> list[dict[str, Any]]:
+def _build_notes(shown: ShownStep) -> list[dict[str, object]]:
     """Return each row's total for the right margin or, for an empty row, why it is empty."""
     report, measured = shown.report, shown.measured
     overlapped = sum(report.hidden.values()) if report else 0.0

@@ -44,8 +44,8 @@ class Rate(NamedTuple):
     unknown: str = ""
     """Why it may be unknown."""
     is_step_time: bool = False
-    """Whether it is the step time itself: a plan that does not fit keeps it, because the chart shows its parts,
-    and a measured run has it even if there is no prediction."""
+    """Whether it is the step time itself: a plan that does not fit keeps it, because the chart shows its
+    parts, and a measured run has it even if there is no prediction."""
 
 
 def _list_rates(shown: ShownStep) -> list[Rate]:

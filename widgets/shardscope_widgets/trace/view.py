@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import anywidget
 import numpy as np
@@ -22,6 +24,8 @@ MAX_ARGS = 40
 _FOREIGN_TRAITS = frozenset({"error", "height", "num_matches", "selected", "_scene"})
 
 
+MimeBundle = tuple[dict[str, object], dict[str, object]]
+"""Data and metadata of an output by MIME type."""
 _MODULE_PARTS = (
     "shapes.js", "colours.js", "words.js", "places.js", "page.js", "state.js", "requests.js", "viewport.js",
     "folding.js", "drawing.js", "slices.js", "pointer.js", "keyboard.js", "search.js",
@@ -33,17 +37,17 @@ class RefusedError(traitlets.TraitError, ValueError):
     """A ``ValueError`` that is also a traitlets error, so that traitlets restores the old value."""
 
 
-class Interval(traitlets.TraitType[tuple[float, float], Any]):
+class Interval(traitlets.TraitType[tuple[float, float], Sequence[float]]):
     """An interval of two times in seconds, the first earlier."""
 
     default_value = (0.0, 1.0)
 
-    def validate(self, obj: Any, value: Any) -> tuple[float, float]:
+    def validate(self, obj: object, value: object) -> tuple[float, float]:
         """Return ``value`` as two floats. Raises :class:`RefusedError`."""
-        try:
-            start, end = (float(bound) for bound in value)
-        except (TypeError, ValueError):
-            start = end = float("nan")
+        start = end = float("nan")
+        if isinstance(value, Iterable):
+            with suppress(TypeError, ValueError):
+                start, end = (float(bound) for bound in value)
         if not -1e9 < start < end < 1e9:
             raise RefusedError(
                 f"{type(obj).__name__}.{self.name} is {str(value)[:80]}; "
@@ -52,11 +56,19 @@ class Interval(traitlets.TraitType[tuple[float, float], Any]):
         return start, end
 
 
-def _load_trace(source: Any) -> Trace:
-    """Return the trace given by ``source``: itself, a run's trace (or why there is none), or a path's."""
+@runtime_checkable
+class HasTrace(Protocol):
+    """A run, which may have recorded a trace."""
+
+    def trace(self) -> Trace:
+        """Return the trace. Raises ``ValueError`` if there is none."""
+
+
+def _load_trace(source: object) -> Trace:
+    """Return the trace given by ``source``: itself, a run's trace, or a path's. Raises ``ValueError``."""
     if isinstance(source, Trace):
         return source
-    return source.trace() if hasattr(source, "trace") else Trace.load(source)
+    return source.trace() if isinstance(source, HasTrace) else Trace.load(source)
 
 
 class TraceView(anywidget.AnyWidget):
@@ -91,7 +103,7 @@ class TraceView(anywidget.AnyWidget):
     """Height of the drawing in pixels."""
     _scene = traitlets.Dict().tag(sync=True)
 
-    def __init__(self, trace: Any, *, height: int = 480) -> None:
+    def __init__(self, trace: object, *, height: int = 480) -> None:
         self.trace = _load_trace(trace)
         self._tiler = Tiler(self.trace)
         self._match = np.zeros(len(self.trace), dtype=bool)
@@ -107,7 +119,7 @@ class TraceView(anywidget.AnyWidget):
     def _picture(self) -> str:
         return draw_picture(self._tiler, self.trace.summary())
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+    def _repr_mimebundle_(self, **kwargs: dict[str, object]) -> MimeBundle | None:
         """Return the widget with a static picture, for viewers without a kernel or without widgets."""
         shown = super()._repr_mimebundle_(**kwargs)
         bundle = shown[0] if isinstance(shown, tuple) else shown
@@ -115,7 +127,7 @@ class TraceView(anywidget.AnyWidget):
             bundle["text/html"] = self._picture
         return shown
 
-    def _describe_trace(self) -> dict[str, Any]:
+    def _describe_trace(self) -> dict[str, object]:
         first_row = self._tiler.first_row_of_track
         return {
             "span_ns": self._span_ns,
@@ -138,7 +150,7 @@ class TraceView(anywidget.AnyWidget):
         }
 
     @traitlets.validate("search")
-    def _check_search(self, proposal: Any) -> str:
+    def _check_search(self, proposal: Mapping[str, object]) -> str:
         text = str(proposal["value"])
         if len(text) > MAX_SEARCH_CHARACTERS:
             raise RefusedError(
@@ -148,11 +160,11 @@ class TraceView(anywidget.AnyWidget):
         return text
 
     @traitlets.observe("search")
-    def _find_matches(self, change: Any) -> None:
+    def _find_matches(self, change: object) -> None:
         self._match = self._tiler.find_matches(self.search)
         self.num_matches = int(self._match.sum())
 
-    def set_state(self, sync_data: dict[str, Any]) -> None:
+    def set_state(self, sync_data: dict[str, object]) -> None:
         """Apply a state sent by the front end. Show an error for an invalid value instead of raising."""
         accepted = {key: value for key, value in sync_data.items() if key not in _FOREIGN_TRAITS}
         if len(accepted) < len(sync_data):
@@ -162,7 +174,7 @@ class TraceView(anywidget.AnyWidget):
         except (traitlets.TraitError, ValueError, TypeError) as refusal:
             self.error = str(refusal)[:400]
 
-    def _handle_message(self, widget: Any, content: Any, buffers: Any) -> None:
+    def _handle_message(self, _: object, content: object, __: object) -> None:
         try:
             request = read_request(content, self.trace, self._span_ns)
         except RequestError as refusal:
@@ -170,7 +182,14 @@ class TraceView(anywidget.AnyWidget):
             return
         if self.error:
             self.error = ""
-        getattr(self, f"_answer_{request.type}")(request)
+        answers = {
+            "tile": self._answer_tile,
+            "names": self._answer_names,
+            "totals": self._answer_totals,
+            "select": self._answer_select,
+            "find": self._answer_find,
+        }
+        answers[request.type](request)
 
     def _answer_tile(self, request: Request) -> None:
         tile = self._tiler.build_tile(request.t0_ns, request.t1_ns, request.width, self._match)
@@ -224,6 +243,6 @@ class TraceView(anywidget.AnyWidget):
         self.selected = {**slice_, "args": {key: _shorten(value) for key, value in args.items()}, "row": row}
 
 
-def _shorten(value: Any) -> Any:
+def _shorten(value: object) -> object:
     text = str(value)
     return value if len(text) <= 200 else text[:197] + "..."
