@@ -41,8 +41,8 @@ class ArchitecturePicker(Picker):
         )
         self.hint = controls.create_html("", "ss-hint")
         self._weights: Path | None = None
-        """The weights folder that :meth:`make` found last."""
-        self._taken: dict[str, ss.Architecture] = {}
+        """The weights folder that :meth:`build_value` found last."""
+        self._named_architectures: dict[str, ss.Architecture] = {}
         """Architectures set by other views, by the text that represents them."""
         self._folders: dict[str, ss.Architecture] = {}
         """Paths that were read, with their content."""
@@ -55,15 +55,15 @@ class ArchitecturePicker(Picker):
         """See :class:`Picker`."""
         return {"model": self.name, "name": self.name}
 
-    def make(self) -> ss.Architecture:
+    def build_value(self) -> ss.Architecture:
         """Return the architecture given by the text."""
         text = self.name.value.strip()
         self._weights = None
         # "meta-llama/Llama-3.1-8B" may also be a local folder, which takes precedence.
         if text in ss.models and not ("/" in text and _path_exists(text)):
             return ss.models[text]
-        if text in self._taken:
-            return self._taken[text]
+        if text in self._named_architectures:
+            return self._named_architectures[text]
         if SIZE.fullmatch(text):
             return ss.Architecture.of_size(text.replace(" ", ""))
         # Only local files: for any other Hub id the kernel would wait for the network.
@@ -92,7 +92,7 @@ class ArchitecturePicker(Picker):
         is_name = error.field == "model" and error.fix in ss.models
         return {"model": error.fix} if is_name else super().changes_of(error)
 
-    def take(self, architecture: ss.Architecture) -> None:
+    def set_value(self, architecture: ss.Architecture) -> None:
         """Set the input to an architecture of another view: its folder if it has one, else its name."""
         # Several folders may contain such a model: prefer the one in the input, then the one read last.
         texts = [self.name.value.strip(), *reversed(self._folders)]
@@ -101,7 +101,7 @@ class ArchitecturePicker(Picker):
             text = architecture.name
             if ss.models.get(text, architecture) != architecture:
                 text = f"{text} (changed)"
-            self._taken[text] = architecture
+            self._named_architectures[text] = architecture
         if self.name.value == text:
             self.read()  # The text may represent another model than before.
         self.name.value = text

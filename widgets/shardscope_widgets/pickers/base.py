@@ -79,7 +79,7 @@ class Picker(widgets.VBox):
 
     def __init__(self, rows: dict[str, Row], hint: widgets.Widget | None = None) -> None:
         self.rows = rows
-        self.on_fix: Callable[[Mapping[str, object]], None] = self._fix_own
+        self.on_fix: Callable[[Mapping[str, object]], None] = self._set_own_fields
         """Called with the changes of a fix, by object and field; by default only own fields are set."""
         self.complete: Callable[[Mapping[str, object]], dict[str, object]] = dict
         """Extends a fix with the changes that the rest of the plan then needs; by default with none."""
@@ -89,7 +89,7 @@ class Picker(widgets.VBox):
         super().__init__([*unique, *([hint] if hint else [])], layout=controls.share_layout())
         self.add_class("ss-group")
 
-    def make(self) -> object:
+    def build_value(self) -> object:
         """Return the object given by the inputs. Raises ``ValueError``."""
         raise TypeError(f"{type(self).__name__} must define make()")
 
@@ -110,33 +110,33 @@ class Picker(widgets.VBox):
     def read(self, change: object = None) -> None:
         """Read the inputs, or show their errors and keep the last valid value."""
         try:
-            value = self.make()
+            value = self.build_value()
         except (ValueError, KeyError) as error:
             self._own_error = True
-            self._show(error)
+            self._show_error_at_input(error)
             return
         self._own_error = False
-        self._clear()
+        self._clear_errors()
         self.value = value
 
     def show_plan_error(self, error: Exception) -> None:
         """Show an error of the whole plan at the input that it names."""
-        self._show(error)
+        self._show_error_at_input(error)
 
     def clear_plan_errors(self) -> None:
         """Remove errors of the plan; an error of an input stays until the input changes."""
         if not self._own_error:
-            self._clear()
+            self._clear_errors()
 
-    def _fix_own(self, changes: Mapping[str, object]) -> None:
+    def _set_own_fields(self, changes: Mapping[str, object]) -> None:
         self.set_fields({field.rpartition(".")[2]: value for field, value in changes.items()})
 
-    def _show(self, error: Exception) -> None:
+    def _show_error_at_input(self, error: Exception) -> None:
         # "Layout.tp x pp" names several fields: the first one with an input shows the message.
         fields = getattr(error, "field", "").rpartition(".")[2].split()
         rows = [self.rows[field] for field in fields if field in self.rows]
         row = rows[0] if rows else next(iter(self.rows.values()))
-        self._clear()
+        self._clear_errors()
         self.is_wrong = True
         message = str(error.args[0] if isinstance(error, KeyError) else error)
         if not isinstance(error, FieldError):
@@ -166,7 +166,7 @@ class Picker(widgets.VBox):
         )
         return changes if can_be_set else {}
 
-    def _clear(self) -> None:
+    def _clear_errors(self) -> None:
         self.is_wrong = False
         for row in dict.fromkeys(self.rows.values()):
             row.show_error("")

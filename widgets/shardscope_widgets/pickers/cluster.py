@@ -73,7 +73,7 @@ class ClusterPicker(Picker):
         self._base = cluster
         """Source of the values without an input; its sizes are exact, those of the inputs rounded."""
         self._show_node()
-        self.use_machine.on_click(lambda _: self.fill(self.machine))
+        self.use_machine.on_click(lambda _: self.set_value(self.machine))
         self.type.observe(self._reset_node, "value")
         for control in (self.count, self.nodes, self.host, self.nvme, self.speed):
             control.observe(self.read, "value")
@@ -81,9 +81,9 @@ class ClusterPicker(Picker):
 
     def _show_more(self, _: object) -> None:
         self._is_open = not self._is_open
-        self._fit()
+        self._fit_rows()
 
-    def _fit(self) -> None:
+    def _fit_rows(self) -> None:
         """Show the memory inputs when requested, when a size is unknown, or when they have a message."""
         cluster = self.value
         is_unknown = cluster is not None and cluster.host_memory_bytes is None and cluster.gpu.name != "cpu"
@@ -93,11 +93,11 @@ class ClusterPicker(Picker):
             (row.remove_class if is_shown else row.add_class)("ss-off")
         (self.host_hint.remove_class if is_unknown else self.host_hint.add_class)("ss-off")
 
-    def _show(self, error: Exception) -> None:
-        super()._show(error)
-        self._fit()
+    def _show_error_at_input(self, error: Exception) -> None:
+        super()._show_error_at_input(error)
+        self._fit_rows()
 
-    def make(self, changes: Mapping[str, object] = NO_CHANGES) -> ss.Cluster:
+    def build_value(self, changes: Mapping[str, object] = NO_CHANGES) -> ss.Cluster:
         """Return the cluster given by the inputs, except for ``changes`` by field."""
         values: dict[str, object] = {
             "gpus_per_node": parse_number(self.count.value),
@@ -113,7 +113,7 @@ class ClusterPicker(Picker):
         }
         return replace_fields(self._base, {**typed, **values})
 
-    def fill(self, cluster: ss.Cluster) -> None:
+    def set_value(self, cluster: ss.Cluster) -> None:
         """Set the inputs to ``cluster``, as one change."""
         self._filling = True
         try:
@@ -163,7 +163,7 @@ class ClusterPicker(Picker):
         if getattr(self, "_filling", False):
             return
         super().read(change)
-        self._fit()
+        self._fit_rows()
         cluster = self.value
         if cluster is None:
             return

@@ -58,7 +58,7 @@ VALUE_LABELS: dict[str, dict[OptionValue, str]] = {
 
 
 class LayoutPicker(Picker):
-    """A framework and its degrees. ``offer`` sets the model, GPUs and recipe; ``below`` is shown last."""
+    """A framework and its degrees. ``below`` is shown after the hint."""
 
     def __init__(self, layout: ss.Layout | None = None, below: widgets.Widget | None = None) -> None:
         self._layouts = {name: framework.layout_class() for name, framework in frameworks.items()}
@@ -76,7 +76,7 @@ class LayoutPicker(Picker):
         self._rows: dict[str, dict[str, Row]] = {name: {} for name in frameworks}
         self._situation: tuple[ss.Architecture, ss.Cluster, ss.Recipe] | None = None
         self._offering = False
-        self._taken: ss.Layout | None = None
+        self._new_layout: ss.Layout | None = None
         self._first: dict[str, tuple[ss.Architecture, ss.Cluster]] = {}
         """Framework -> the model and cluster for which its degrees were chosen, by default or by the user."""
         self._auto: dict[str, ss.Layout] = {}
@@ -97,32 +97,32 @@ class LayoutPicker(Picker):
         known = {field.name for field in fields(self._layouts[self.framework.value])}
         wanted = {name: value for name, value in values.items() if name in known}
         if wanted:
-            self.take(replace_fields(self._layouts[self.framework.value], wanted))
+            self.set_value(replace_fields(self._layouts[self.framework.value], wanted))
 
-    def offer(self, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe) -> None:
+    def offer_choices(self, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe) -> None:
         """Restrict choices to what can run; a choice that no longer can is replaced by the nearest."""
         self._situation = (architecture, cluster, recipe)
         name = self.framework.value
         # Default degrees follow the model and the cluster for which they were chosen.
         is_ours = name in self._auto and self._auto[name] == self._layouts[name]
         if is_ours and self._first.get(name) != self._situation[:2]:
-            self._take_first(name)
+            self._set_first_layout(name)
             return
         self.read()
 
     def layout_for(self, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe) -> ss.Layout:
-        """Return the layout that :meth:`offer` would choose, without changing anything."""
+        """Return the layout that :meth:`offer_choices` would choose, without changing anything."""
         name, before = self.framework.value, self._situation
         is_ours = name in self._auto and self._auto[name] == self._layouts[name]
         if is_ours and self._first.get(name) != (architecture, cluster):
             return choose_first_layout(name, architecture, cluster, recipe)
         self._situation = (architecture, cluster, recipe)
         try:
-            return self.make()
+            return self.build_value()
         finally:
             self._situation = before
 
-    def take(
+    def set_value(
         self,
         layout: ss.Layout,
         situation: tuple[ss.Architecture, ss.Cluster, ss.Recipe] | None = None,
@@ -146,13 +146,13 @@ class LayoutPicker(Picker):
         self._layouts[name] = layout
         if self._situation is not None:
             self._first[name] = self._situation[:2]
-        self._taken = layout
+        self._new_layout = layout
         try:
             self.read()
         finally:
-            self._taken = None
+            self._new_layout = None
 
-    def forget(self, framework: str) -> None:
+    def reset_framework(self, framework: str) -> None:
         """Reset the degrees and options of a framework that is not chosen."""
         if framework != self.framework.value:
             self._layouts[framework] = frameworks[framework].layout_class()
@@ -163,24 +163,24 @@ class LayoutPicker(Picker):
         """Set degrees that suit the model and the cluster, once for each pair of these."""
         name, situation = self.framework.value, self._situation
         if not self._offering and situation is not None and self._first.get(name) != situation[:2]:
-            self._take_first(name)
+            self._set_first_layout(name)
             return
         self.read()
 
-    def _take_first(self, name: str) -> None:
+    def _set_first_layout(self, name: str) -> None:
         """Set the degrees to those that suit the model and the cluster."""
         assert self._situation is not None
-        self.take(choose_first_layout(name, *self._situation))
+        self.set_value(choose_first_layout(name, *self._situation))
         self._auto[name] = self._layouts[name]
 
-    def make(self) -> ss.Layout:
+    def build_value(self) -> ss.Layout:
         """Return the layout given by the inputs, adjusted to what can run."""
         name = self.framework.value
         if self._situation is None:
             return self._layouts[name]
         situation = self._situation
-        if self._taken is not None and _change_layout(self._taken, {}, situation) is not None:
-            return self._taken
+        if self._new_layout is not None and _change_layout(self._new_layout, {}, situation) is not None:
+            return self._new_layout
         inputs = self._controls[name]
         shown = {field: None if c.value is NOTHING else c.value for field, c in inputs.items()}
         # A single choice was not made by the user: the field keeps its default, if that can run.

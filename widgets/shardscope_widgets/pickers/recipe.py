@@ -21,7 +21,7 @@ class RecipePicker(Picker):
     def __init__(self, recipe: ss.Recipe | None = None) -> None:
         recipe = recipe or ss.Recipe()
         self._base = recipe
-        self._taking = False
+        self._is_setting = False
         self.method = controls.create_segments(list_options("method", None, None), "Method")
         self.method.value = recipe.method
         self.lora_rank = controls.create_text_box(recipe.adapter_rank, "Rank of the LoRA adapters", "52px")
@@ -94,18 +94,18 @@ class RecipePicker(Picker):
 
     def set_fields(self, values: Mapping[str, object]) -> None:
         """Set inputs by field, and store fields without an input, as one change."""
-        self._taking = True
+        self._is_setting = True
         try:
             super().set_fields(values)
             hidden = {name: value for name, value in values.items() if name not in self.boxes}
             self._base = replace_fields(self._base, hidden)
         finally:
-            self._taking = False
+            self._is_setting = False
         self.read()
 
-    def take(self, recipe: ss.Recipe) -> None:
+    def set_value(self, recipe: ss.Recipe) -> None:
         """Set the inputs to ``recipe``; fields without an input are stored with them."""
-        self._taking = True
+        self._is_setting = True
         try:
             self._base = recipe
             self.method.value = recipe.method
@@ -115,14 +115,14 @@ class RecipePicker(Picker):
             self.micro.value = str(recipe.micro_batch_size)
             self.global_batch.value = str(recipe.global_batch_size)
             self.recompute.value = recipe.recompute
-            self.advanced.take(recipe)
+            self.advanced.set_value(recipe)
         finally:
-            self._taking = False
+            self._is_setting = False
         self.read()
 
-    def offer(self, layout: ss.Layout) -> None:
+    def offer_choices(self, layout: ss.Layout) -> None:
         """Restrict choices to what ``layout``'s framework can run; an unsupported choice shows an error."""
-        self._taking = True
+        self._is_setting = True
         try:
             for field, control in (
                 ("method", self.method),
@@ -134,19 +134,19 @@ class RecipePicker(Picker):
                 if list(control.options) != offered:
                     control.options = offered
                     control.value = value
-            self.advanced.offer(layout)
+            self.advanced.offer_choices(layout)
         finally:
-            self._taking = False
+            self._is_setting = False
 
-    def _show(self, error: Exception) -> None:
-        super()._show(error)
-        self._fit()
+    def _show_error_at_input(self, error: Exception) -> None:
+        super()._show_error_at_input(error)
+        self._fit_rows()
 
-    def _clear(self) -> None:
-        super()._clear()
-        self._fit()
+    def _clear_errors(self) -> None:
+        super()._clear_errors()
+        self._fit_rows()
 
-    def _fit(self) -> None:
+    def _fit_rows(self) -> None:
         """Show the advanced rows that are requested and applicable, or that have a message."""
         self.advanced.fit_rows(self.method.value != "full", self.recompute.value != "none")
 
@@ -165,7 +165,7 @@ class RecipePicker(Picker):
         (self.also.remove_class if parts else self.also.add_class)("ss-off")
         self.reset.layout.display = "" if parts else "none"
 
-    def make(self, changes: Mapping[str, object] = NO_CHANGES) -> ss.Recipe:
+    def build_value(self, changes: Mapping[str, object] = NO_CHANGES) -> ss.Recipe:
         """Return the recipe given by the inputs, except for ``changes`` by field."""
         lora = self.method.value != "full"
         base = self._base
@@ -187,7 +187,7 @@ class RecipePicker(Picker):
 
     def read(self, change: object = None) -> None:
         """Read the inputs; the rank is shown only with LoRA."""
-        if self._taking:
+        if self._is_setting:
             return
         self._rank_row.show(self.method.value != "full")
         super().read(change)

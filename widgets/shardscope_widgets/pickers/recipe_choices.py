@@ -92,7 +92,7 @@ class Advanced:
         self.is_open = False
         self._meaningless: set[str] = set()
         self.button.on_click(lambda _: self.show_rows(not self.is_open))
-        self.take(recipe)
+        self.set_value(recipe)
         self.show_rows(False)
 
     @property
@@ -122,7 +122,7 @@ class Advanced:
         }
         self.show_rows(self.is_open)
 
-    def take(self, recipe: ss.Recipe) -> None:
+    def set_value(self, recipe: ss.Recipe) -> None:
         """Set the inputs to ``recipe``."""
         for field, dropdown in self.dropdowns.items():
             value = getattr(recipe, field)
@@ -130,7 +130,7 @@ class Advanced:
         self.interval.value = str(recipe.recompute_interval)
         self.dropout.value = f"{recipe.dropout:g}"
 
-    def offer(self, layout: ss.Layout) -> None:
+    def offer_choices(self, layout: ss.Layout) -> None:
         """Offer the choices that ``layout`` can run, and the current one."""
         for field, dropdown in self.dropdowns.items():
             value = dropdown.value

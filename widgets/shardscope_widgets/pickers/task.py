@@ -79,7 +79,7 @@ class RunOptions(Picker):
         """See :class:`Picker`."""
         return {"num_steps": self.steps, "learning_rate": self.rate}
 
-    def make(self) -> tuple[object, ...]:
+    def build_value(self) -> tuple[object, ...]:
         """Return the inputs as typed; the task itself validates them."""
         return (self.steps.value, self.rate.value, self.profile.value, self.outlive.value)
 
@@ -104,7 +104,7 @@ class RunOptions(Picker):
             "learning_rate": parse_rate(typed) if typed else None,
         }
 
-    def take(self, task: ss.Pretrain | ss.Finetune, usual_rate: float) -> None:
+    def set_task(self, task: ss.Pretrain | ss.Finetune, usual_rate: float) -> None:
         """Set the inputs to those of ``task``; a default learning rate is left empty."""
         self.steps.value = str(task.num_steps)
         self.profile.value = task.profile
@@ -114,7 +114,7 @@ class RunOptions(Picker):
 class TaskPicker(Picker):
     """The kind of task and its inputs: a text, or the path or name of the user's code.
 
-    :meth:`offer` sets whether the model is a folder with weights: fine-tuning is then available, and the
+    :meth:`set_plan` sets whether the model is a folder with weights: fine-tuning is then available, and the
     default until the user chooses something else.
     """
 
@@ -150,16 +150,16 @@ class TaskPicker(Picker):
         self._offer_kinds()
         self.read()
 
-    def offer(self, plan: ss.Plan, weights: Path | None) -> None:
+    def set_plan(self, plan: ss.Plan, weights: Path | None) -> None:
         """Set the plan, and the weights folder from which the model was read, if any."""
         is_other, self._plan, self._weights = weights != self._weights, plan, weights
         self._offer_kinds()
         if is_other:
             self.read()  # The answer includes the folder's name.
-        self._say_what_trains()
+        self._show_data_note()
         self.show_usual_rate(plan)
 
-    def _say_what_trains(self) -> None:
+    def _show_data_note(self) -> None:
         """Show which weights and which text a run would train on."""
         if self.kind == "own":
             note = "The code sets its own model, data, steps and learning rate."
@@ -234,7 +234,7 @@ class TaskPicker(Picker):
         near = error.fix if error.field == CODE and error.fix != A_SCRIPT else ""
         return {CODE: near} if near else super().changes_of(error)
 
-    def make(self) -> tuple[str, str, str]:
+    def build_value(self) -> tuple[str, str, str]:
         """Return the inputs as typed; :meth:`build_task` validates them."""
         return (self.kind, self.text.value, self.code.value)
 
@@ -245,7 +245,7 @@ class TaskPicker(Picker):
         (self._text_row.add_class if is_own else self._text_row.remove_class)("ss-off")
         (self._code_row.remove_class if is_own else self._code_row.add_class)("ss-off")
         self.answer = f"{KIND_SUMMARIES[self.kind]} {self.subject}".strip()
-        self._say_what_trains()
+        self._show_data_note()
         self.options.has_steps = self.kind != "own"
         self.options.read()
 

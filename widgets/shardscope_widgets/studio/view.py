@@ -244,8 +244,8 @@ class Studio(View):
             for picker in self._pickers:
                 picker.clear_plan_errors()
             nouns = (self.architecture.value, self.cluster.value, self.recipe.value)
-            self.layout_picker.offer(*nouns)
-            self.recipe.offer(self.layout_picker.value)
+            self.layout_picker.offer_choices(*nouns)
+            self.recipe.offer_choices(self.layout_picker.value)
             plan = ss.Plan(*nouns, self.layout_picker.value)
             # A plan that can run may have no memory formulas: there is no prediction to show.
             plan.memory()
@@ -267,14 +267,14 @@ class Studio(View):
         self._planning = True
         try:
             if plan.cluster != self.cluster.value or self.cluster.is_wrong:
-                self.cluster.fill(plan.cluster)
+                self.cluster.set_value(plan.cluster)
             if plan.architecture != self.architecture.value or self.architecture.is_wrong:
-                self.architecture.take(plan.architecture)
+                self.architecture.set_value(plan.architecture)
             # Add the options of the new framework before choosing one that the previous framework lacks.
-            self.recipe.offer(plan.layout)
-            self.recipe.take(plan.recipe)
+            self.recipe.offer_choices(plan.layout)
+            self.recipe.set_value(plan.recipe)
             nouns = (self.architecture.value, self.cluster.value, self.recipe.value)
-            self.layout_picker.take(plan.layout, nouns)
+            self.layout_picker.set_value(plan.layout, nouns)
         finally:
             self._planning = False
         self._replan()
@@ -287,7 +287,7 @@ class Studio(View):
             for name, value in changes.items():
                 owner, _, field = name.rpartition(".")
                 if isinstance(value, ss.Layout):
-                    self.layout_picker.take(value)
+                    self.layout_picker.set_value(value)
                 else:
                     self._picker_of(owner, field, owners).set_fields({field: value})
         finally:
@@ -318,7 +318,7 @@ class Studio(View):
             fields.setdefault(owner, {})[field] = value
         model = changes.get("model")
         arch = ss.models[str(model)] if model else self.architecture.value
-        nouns = (arch, self.cluster.make(fields["Cluster"]), self.recipe.make(fields["Recipe"]))
+        nouns = (arch, self.cluster.build_value(fields["Cluster"]), self.recipe.build_value(fields["Recipe"]))
         layout = changes.get("Layout")
         if not isinstance(layout, ss.Layout):
             layout = self.layout_picker.layout_for(*nouns)
@@ -367,7 +367,7 @@ class Studio(View):
     def _undo_fit(self, undone: ss.Plan, before: ss.Plan) -> None:
         """Restore ``before``, and reset the framework of the plan that is undone."""
         self.apply(before)
-        self.layout_picker.forget(undone.layout.framework)
+        self.layout_picker.reset_framework(undone.layout.framework)
 
     @property
     def is_wrong(self) -> bool:
@@ -409,7 +409,7 @@ class Studio(View):
         self._pause.request()
 
     def _offer_launch(self) -> None:
-        self.task.offer(self.plan, self.architecture.weights_folder)
+        self.task.set_plan(self.plan, self.architecture.weights_folder)
         if self._report is not None:
             self.launch.set_plan(self.plan, self._report)
 
@@ -482,7 +482,7 @@ class Studio(View):
 
     def _apply_task(self, task: object) -> None:
         if isinstance(task, ss.Pretrain | ss.Finetune):
-            self.options.take(task, limit_rate(ss.Pretrain.learning_rate, self.plan))
+            self.options.set_task(task, limit_rate(ss.Pretrain.learning_rate, self.plan))
 
     def _on_pause(self) -> None:
         worst = sort_worst_first(self.findings)[0].severity if self.findings else ""

@@ -76,7 +76,7 @@ def test_findings_are_for_the_plan_on_screen(tmp_path: Path) -> None:
     studio.tabs.value = "Checks"
     studio.script.path.value = str(file)
     assert "all 8 ranks" in studio.script.list.value
-    studio.cluster.fill(ss.Cluster.parse("4xh100-sxm-80gb"))
+    studio.cluster.set_value(ss.Cluster.parse("4xh100-sxm-80gb"))
     assert "all 4 ranks" in studio.script.list.value
 
 

@@ -34,7 +34,7 @@ def test_it_begins_with_what_the_catalogue_says_of_a_node() -> None:
 )
 def test_what_is_filled_in_is_kept_to_the_byte(cluster: ss.Cluster) -> None:
     picker = ClusterPicker()
-    picker.fill(cluster)
+    picker.set_value(cluster)
     assert picker.value == cluster and not picker.is_wrong
     picker.count.value = "1"
     assert picker.value == replace(cluster, gpus_per_node=1), "another input leaves it as it is"

@@ -135,7 +135,7 @@ def test_a_folder_without_a_model(tmp_path: Any) -> None:
 def test_an_applied_model_is_never_mistaken_for_the_catalogues() -> None:
     picker = ArchitecturePicker()
     other = ss.Architecture.from_dict({**ss.models["gpt2"].to_dict(), "num_hidden_layers": 6})
-    picker.take(other)
+    picker.set_value(other)
     assert picker.value == other
     picker.name.value = "gpt2"
     assert picker.value == ss.models["gpt2"]
@@ -167,7 +167,7 @@ def test_host_memory_is_asked_for_where_it_is_not_known() -> None:
 
 
 def test_a_frameworks_first_degrees_suit_the_model_and_the_users_stay(studio: Any) -> None:
-    studio.cluster.fill(ss.Cluster.parse("8x8xh100-sxm-80gb"))
+    studio.cluster.set_value(ss.Cluster.parse("8x8xh100-sxm-80gb"))
     studio.architecture.name.value = "llama-3.1-70b"
     studio.layout_picker.framework.value = "megatron"
     assert studio.plan.layout.tp * studio.plan.layout.pp > 1 and studio.plan.memory().fits
@@ -198,13 +198,13 @@ def test_every_picker_answers_in_a_few_words(studio: Any) -> None:
 def test_degrees_that_nobody_set_follow_the_model_and_the_cluster() -> None:
     picker, recipe = LayoutPicker(), ss.Recipe()
     eight = ss.Cluster.parse("8xh100-sxm-80gb")
-    picker.offer(ss.models["llama-3.1-8b"], eight, recipe)
+    picker.offer_choices(ss.models["llama-3.1-8b"], eight, recipe)
     picker.framework.value = "megatron"
     nodes = ss.Cluster.parse("8x8xh100-sxm-80gb")
-    picker.offer(ss.models["llama-3.1-405b"], nodes, recipe)
+    picker.offer_choices(ss.models["llama-3.1-405b"], nodes, recipe)
     assert picker.value == choose_first_layout("megatron", ss.models["llama-3.1-405b"], nodes, recipe)
     picker.boxes["pp"].value = 2
-    picker.offer(ss.models["llama-3.1-70b"], nodes, recipe)
+    picker.offer_choices(ss.models["llama-3.1-70b"], nodes, recipe)
     assert picker.value.pp == 2, "what the user set stays"
 
 

@@ -77,7 +77,7 @@ def test_a_message_stands_at_a_hidden_input(box: str, text: str) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_only_what_the_framework_can_run_is_offered(name: str) -> None:
     picker = RecipePicker()
-    picker.offer(LAYOUTS[name])
+    picker.offer_choices(LAYOUTS[name])
     for field, control in {
         **picker.advanced.dropdowns,
         "method": picker.method,

@@ -58,27 +58,27 @@ def test_a_folder_with_weights_is_fine_tuned_unless_the_user_chooses(
     picker: TaskPicker, folder: Path
 ) -> None:
     plan = plan_of(folder)
-    picker.offer(plan, None)
+    picker.set_plan(plan, None)
     assert isinstance(picker.build_task(plan), ss.Pretrain) and picker.answer == "Pretrain"
-    picker.offer(plan, folder)
+    picker.set_plan(plan, folder)
     task = picker.build_task(plan)
     assert isinstance(task, ss.Finetune) and task.weights == folder and picker.answer == "Fine-tune smollm"
     assert offered(picker, plan).label == "Fine-tune smollm on 2 CPU ranks"
     picker.menu.value = "pretrain"
-    picker.offer(plan, folder)
+    picker.set_plan(plan, folder)
     assert isinstance(picker.build_task(plan), ss.Pretrain)
     assert "random weights" in picker.note.value, "it is said that the folder's are not used"
-    picker.offer(SMALL, None)
+    picker.set_plan(SMALL, None)
     picker.menu.value = "own"
-    picker.offer(plan, folder)
+    picker.set_plan(plan, folder)
     assert picker.kind == "own", "the user chose"
 
 
 def test_pretrain_where_nothing_else_was_on_offer_is_no_choice(picker: TaskPicker, folder: Path) -> None:
-    picker.offer(SMALL, None)
+    picker.set_plan(SMALL, None)
     picker.menu.value = "own"
     picker.menu.value = "pretrain"
-    picker.offer(plan_of(folder), folder)
+    picker.set_plan(plan_of(folder), folder)
     assert picker.kind == "finetune"
 
 
@@ -103,10 +103,10 @@ def test_the_studio_takes_the_folder_that_was_typed(folder: Path) -> None:
 
 def test_adapters_on_random_weights_are_warned_of(picker: TaskPicker, folder: Path) -> None:
     lora = replace(SMALL, recipe=replace(SMALL.recipe, method="lora", lora_rank=4))
-    picker.offer(lora, None)
+    picker.set_plan(lora, None)
     for words in (picker.note.value, offered(picker, lora).note):
         assert "learn nothing" in words and "folder" in words
-    picker.offer(plan_of(folder, method="lora", lora_rank=4), folder)
+    picker.set_plan(plan_of(folder, method="lora", lora_rank=4), folder)
     assert "learn nothing" not in picker.note.value and isinstance(picker.build_task(lora), ss.Finetune)
 
 
@@ -116,7 +116,7 @@ def test_a_trial_of_a_fine_tune_trains_what_it_says(
     """A model that is too large for this machine: no folder has the tiny model's weights."""
     monkeypatch.setattr("shardscope_widgets.run.launch_offer._fits_free_memory", lambda plan: False)
     plan = plan_of(folder, "8xh100-sxm-80gb")
-    picker.offer(plan, folder)
+    picker.set_plan(plan, folder)
     offer = offered(picker, plan)
     assert offer.label == "Try a tiny model on 2 CPU ranks" and offer.is_trial
     assert "random weights" in offer.note
@@ -134,7 +134,7 @@ def test_steps_rate_text_and_trace_reach_the_task(picker: TaskPicker, folder: Pa
     picker.text.value = str(text)
     assert "Moby-Dick" not in picker.note.value and options.answer == "1,000 steps"
     for weights in (None, folder):
-        picker.offer(plan_of(folder), weights)
+        picker.set_plan(plan_of(folder), weights)
         task = picker.build_task(plan_of(folder))
         assert (task.num_steps, task.learning_rate, task.profile, task.text) == (1000, 3e-5, False, text)
     options.rate.value = ""
@@ -157,7 +157,7 @@ def test_structured_text_is_an_error_at_the_input(folder: Path) -> None:
 def test_the_users_own_code(picker: TaskPicker, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print('trained')\n")
-    picker.offer(LARGE, None)
+    picker.set_plan(LARGE, None)
     picker.menu.value = "own"
     assert picker.missing, "nothing to run yet"
     picker.code.value = str(script)
