@@ -53,5 +53,6 @@ def render_finding(finding: Finding, *, place: str = "", controls: str = "") -> 
 
 def write_title(finding: Finding) -> str:
     """Return the name of a finding as a title: ``Gather bound by links``."""
+    # Names of findings are identifiers such as gather-bound-by-links.
     words = " ".join(_SPELLED.get(word, word) for word in finding.name.split("-"))
     return words[:1].upper() + words[1:]

@@ -82,6 +82,7 @@ class ScriptChecks(View):
 
 def _check_code(code: UserCode, plan: ss.Plan | None) -> list[Finding]:
     """Return the preflight findings in the text, except in the imports appended for a function."""
+    # Imports that a notebook function uses are appended so that names resolve; they are not the user's lines.
     last = len(code.text.splitlines())
     return [one for one in check_script(code.text + code.known, plan) if (one.line or 0) <= last]
 

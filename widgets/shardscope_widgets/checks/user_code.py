@@ -109,6 +109,7 @@ def _expand_path(name: str) -> Path:
 def _read_text(file: Path, functions: Mapping[str, object]) -> str:
     try:
         with file.open("rb") as opened:
+            # One byte more than allowed shows that the file is too large without reading all of it.
             data = opened.read(MAX_BYTES + 1)
         text = data.decode()
     except UnicodeDecodeError as error:

@@ -165,6 +165,7 @@ class WorkPanel(widgets.HBox):
 
     def show_message(self, message: str, is_error: bool = False) -> None:
         """Show ``message`` below the button."""
+        # An error of a worker process has its traceback below the message, which would fill the page.
         first_line = message.partition("\nTraceback")[0].partition("\n")[0]
         shown = (
             first_line

@@ -237,6 +237,7 @@ class _Drawing:
                 for each_x, each_y in zip(_to_list(trace.get("x")), _to_list(trace.get("y")), strict=False)
                 if each_y is not None
             ]
+            # Areas of a group are stacked in the order of the traces.
             group = _read_text(trace.get("stackgroup"))
             if group:
                 key = (_name_axis(trace, "y"), group)
@@ -404,6 +405,7 @@ def _choose_round_ticks(low: float, high: float, most: int) -> list[float]:
     span = abs(high - low)
     if not (span and math.isfinite(span)):
         return []
+    # Round the spacing up to 1, 2 or 5 times a power of ten, as plotly does.
     rough = span / max(1, most - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)

@@ -93,6 +93,7 @@ class Scale(NamedTuple):
     @classmethod
     def for_seconds(cls, seconds: float) -> Scale:
         """Return the unit that suits a step of ``seconds``."""
+        # Seconds from 10 s on and microseconds below 10 ms: three digits are then enough.
         for unit, factor, least in (("s", 1.0, 10.0), ("ms", 1e3, 0.01)):
             if seconds >= least:
                 return cls(unit, factor)

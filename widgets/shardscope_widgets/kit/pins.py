@@ -42,6 +42,7 @@ def name_pins(pins: Sequence[ss.Plan], plan: ss.Plan) -> tuple[PinName, ...]:
     names: list[PinName] = []
     for pin in pins:
         name = _name_pin(find_differences(plan, pin), pin)
+        # Two pins may differ from the current plan in the same first value.
         num_same = sum(other.short.partition(" (")[0] == name.short for other in names)
         names.append(name._replace(short=f"{name.short} ({num_same + 1})") if num_same else name)
     return tuple(names)

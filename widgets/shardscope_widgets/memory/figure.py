@@ -86,6 +86,7 @@ def create_memory_figure(on_component: Callable[[str], None]) -> Chart:
     ]
     figure = Chart([*bars, *areas, *lines], layout=_build_layout())
     figure._config = {"displayModeBar": False, "responsive": True}
+    # Trace indices of bars, then of areas; the lines after them have no row in the table.
     clickable = (*NAMES, *COMPONENTS)
 
     def report_click(trace: int, point: int, customdata: object) -> None:
@@ -201,6 +202,7 @@ def _build_bars(rows: list[Bar]) -> list[dict[str, object]]:
 
 def _build_bars_layout(rows: list[Bar], inner_pixels: int) -> dict[str, object]:
     widest = _find_axis_end(rows)
+    # Labels may repeat, and plotly would merge equal categories: the axis has keys, and labels as tick text.
     keys = [row.key for row in rows]
     # Rows keep their height and start at the top if they do not fill the chart.
     height = max(

@@ -65,6 +65,7 @@ class FitSearch:
             with self._lock:
                 self._known = (plan, result)
                 finished = [entry for entry in self._requests if entry.plan == plan]
+                # Requests for older plans are dropped: their views show another plan by now.
                 later = self._requests.index(finished[-1]) + 1
                 self._requests = [entry for entry in self._requests[later:] if entry.plan != plan]
             for request in finished:

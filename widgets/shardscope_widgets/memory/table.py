@@ -94,6 +94,7 @@ def render_component_table(shown: ShownMemory) -> str:
         columns += Column.for_pin(index, pin.name)
     reports = [*shown.reports.values(), *(pin.report for pin in shown.pins)]
     names = [name for name in (*COMPONENTS, "other") if any(name in report.components for report in reports)]
+    # Stable, so that components of equal size keep the order of COMPONENTS.
     names.sort(key=lambda name: -max(shown.report.components.get(name, 0), 0))
     rows = [_build_component_row(shown, name) for name in names]
     rows += [

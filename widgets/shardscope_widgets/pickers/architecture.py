@@ -64,6 +64,7 @@ class ArchitecturePicker(Picker):
             return ss.models[text]
         if text in self._named_architectures:
             return self._named_architectures[text]
+        # Sizes after names and set architectures, before paths: a file called "7b" has to be entered as ./7b.
         if SIZE.fullmatch(text):
             return ss.Architecture.of_size(text.replace(" ", ""))
         # Only local files: for any other Hub id the kernel would wait for the network.
@@ -73,6 +74,7 @@ class ArchitecturePicker(Picker):
             refuse("model", text, allowed, "the folder of a model", f"There is no config.json in {text[:60]}")
         if path is not None:
             architecture = ss.Architecture.from_hf(path)
+            # Reinserted, so that the dictionary ends with the path that was read last.
             self._folders.pop(text, None)
             self._folders[text] = architecture
             self._weights = path.resolve() if path.is_dir() and _has_weights(path) else None
@@ -99,6 +101,7 @@ class ArchitecturePicker(Picker):
         text = next((text for text in texts if self._folders.get(text) == architecture), None)
         if text is None:
             text = architecture.name
+            # The catalogue has another model of this name: the text must not stand for both.
             if ss.models.get(text, architecture) != architecture:
                 text = f"{text} (changed)"
             self._named_architectures[text] = architecture
@@ -138,6 +141,7 @@ def _find_nearest_model(text: str) -> str:
     near, name = load_model_names().find_nearest(text), text.lower().rpartition("/")[2]
     if not near:
         return ""
+    # A fine-tuned model is usually named after its base: llama-3.1-8b-instruct.
     if name.startswith(near):
         return near
     is_close = SequenceMatcher(None, name, near).ratio() >= MIN_SIMILARITY

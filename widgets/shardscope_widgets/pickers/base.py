@@ -102,6 +102,7 @@ class Picker(widgets.VBox):
         """Set inputs by field, ignoring fields without an input. The last one set triggers the reading."""
         for field, value in values.items():
             box = self.boxes.get(field)
+            # ipywidgets' Text accepts only str, and its selections treat None as "nothing selected".
             if box is not None:
                 box.value = (
                     str(value) if isinstance(box, widgets.Text) else NOTHING if value is None else value
@@ -111,6 +112,7 @@ class Picker(widgets.VBox):
         """Read the inputs, or show their errors and keep the last valid value."""
         try:
             value = self.build_value()
+        # KeyError: an unknown name of the catalogue.
         except (ValueError, KeyError) as error:
             self._own_error = True
             self._show_error_at_input(error)
@@ -138,11 +140,13 @@ class Picker(widgets.VBox):
         row = rows[0] if rows else next(iter(self.rows.values()))
         self._clear_errors()
         self.is_wrong = True
+        # str() of a KeyError is the repr of its message, in quotes.
         message = str(error.args[0] if isinstance(error, KeyError) else error)
         if not isinstance(error, FieldError):
             row.show_error(message)
             return
         changes = self.changes_of(error)
+        # A fix may make another field invalid: one press applies all changes that the plan then needs.
         if changes:
             changes = self.complete(changes)
         if not changes:
@@ -214,6 +218,7 @@ def parse_size(field: str, text: str, unit: str, least: float, most: float) -> f
     ``least`` to ``most``, and for a comma that is no thousands separator: it may mean a decimal point.
     """
     number = nan
+    # "1,5" may mean 1.5 or 15: neither is guessed.
     if "," not in text or THOUSANDS.fullmatch(text.strip()):
         with suppress(ValueError):
             number = float(text.replace(",", ""))

@@ -29,6 +29,7 @@ class ClusterPicker(Picker):
         cluster = ss.Cluster.parse(text)
         self.machine = ss.Cluster.detect()
         self._known = {name: ss.gpus[name] for name in ss.gpus}
+        # This machine may have a GPU type that the catalogue lacks.
         self._known.setdefault(self.machine.gpu.name, self.machine.gpu)
         self.type = controls.create_dropdown(
             options=list(self._known), value=cluster.gpu.name, tooltip="GPU type"
@@ -104,8 +105,10 @@ class ClusterPicker(Picker):
             "num_nodes": parse_number(self.nodes.value),
             **changes,
         }
+        # CPU ranks of several nodes have no catalogue entry with links: Cluster.parse builds or rejects them.
         if self._base.gpu.name == "cpu" and values["num_nodes"] != 1:
             return ss.Cluster.parse(f"{values['num_nodes']}x{values['gpus_per_node']}xcpu")
+        # A value that still reads as it was shown stays exact: the inputs show at most ten digits.
         typed = {
             name: _parse_input(name, box.value)
             for name, box in self._node.items()
@@ -152,6 +155,7 @@ class ClusterPicker(Picker):
             return
         self._filling = True
         try:
+            # Host memory, NVMe and links are those of the new type's usual node, not of the previous one.
             self._base = ss.Cluster.of(self._known[self.type.value], 1)
             self._show_node()
         finally:

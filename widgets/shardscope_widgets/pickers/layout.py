@@ -112,6 +112,7 @@ class LayoutPicker(Picker):
 
     def layout_for(self, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe) -> ss.Layout:
         """Return the layout that :meth:`offer_choices` would choose, without changing anything."""
+        # build_value reads the situation from the picker, which must not change here.
         name, before = self.framework.value, self._situation
         is_ours = name in self._auto and self._auto[name] == self._layouts[name]
         if is_ours and self._first.get(name) != (architecture, cluster):
@@ -143,6 +144,7 @@ class LayoutPicker(Picker):
                 control.value = value
         finally:
             self._offering = False
+        # From here on the degrees count as chosen for this model and cluster.
         self._layouts[name] = layout
         if self._situation is not None:
             self._first[name] = self._situation[:2]
@@ -187,6 +189,7 @@ class LayoutPicker(Picker):
         chosen = {field: value for field, value in shown.items() if len(inputs[field].options) > 1}
         last = self._layouts[name]
         unshown = {field: getattr(last, field) for field in _list_hidden_fields(last)}
+        # First the inputs with more than one choice, then all of them, then the nearest layout that can run.
         for values in (chosen, shown):
             wanted = _change_layout(type(last)(), {**unshown, **values}, situation)
             if wanted is not None:
@@ -223,6 +226,7 @@ class LayoutPicker(Picker):
             for field, values in layout.list_valid_values(*self._situation).items():
                 control = self._controls[layout.framework][field]
                 current = getattr(layout, field)
+                # None means "on with tensor parallelism": show which of the two that is.
                 if current is None and field == "sequence_parallel":
                     current = layout.splits_sequence
                 if current is not None and current not in values:

@@ -83,6 +83,7 @@ def read_script_arguments(text: str) -> list[str]:
 
     A variable has the last text that the script assigns to it. Nothing is executed.
     """
+    # Comments may contain "--flags"; a trailing backslash continues a command.
     lines = re.sub(r"(^|\s)#[^\n]*", "", text.replace("\\\n", " "))
     values = {name: " ".join(array.split()) for name, array in ARRAY.findall(lines)}
     values |= {
@@ -185,6 +186,7 @@ class OpenPlan(widgets.VBox):
                 path.parent.mkdir()
                 path.write_bytes(bytes(content))
                 self._open_file(partial(Path, path))
+        # Otherwise the same file could not be uploaded twice in a row: the value would not change.
         self.upload.value = ()
 
     def _save_plan(self, _: object) -> None:
@@ -201,6 +203,7 @@ class OpenPlan(widgets.VBox):
     def _open_file(self, find_path: Callable[[], Path]) -> None:
         self.words.value = ""
         try:
+            # Readers warn about settings that a plan cannot express. "always": Python shows a warning once.
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 plan = read_plan(find_path(), self._current())

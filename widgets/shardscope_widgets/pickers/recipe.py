@@ -131,6 +131,7 @@ class RecipePicker(Picker):
             ):
                 value = control.value
                 offered = list_options(field, layout, value)
+                # Assigning options resets the selection.
                 if list(control.options) != offered:
                     control.options = offered
                     control.value = value
@@ -169,6 +170,7 @@ class RecipePicker(Picker):
         """Return the recipe given by the inputs, except for ``changes`` by field."""
         lora = self.method.value != "full"
         base = self._base
+        # Adapter options of a plan that was opened would be rejected without adapters.
         if not lora:
             base = replace(
                 base, method="full", lora_rank=None, lora_targets=None, lora_dropout=0.0, quantization=None

@@ -144,6 +144,7 @@ class Advanced:
         values = {field: to_recipe_value(dropdown.value) for field, dropdown in self.dropdowns.items()}
         values["dropout"] = parse_rate(self.dropout.value)
         values["recompute_interval"] = parse_number(self.interval.value) if recomputes else 1
+        # Recipe accepts quantization only for a frozen base.
         if not with_adapters:
             values["quantization"] = None
         return values

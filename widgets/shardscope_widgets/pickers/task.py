@@ -217,6 +217,7 @@ class TaskPicker(Picker):
         text = self.text.value.strip()
         if text:
             fields["text"] = Path(text).expanduser()
+        # A trial trains a tiny model with random weights, because the folder's weights do not match it.
         if self.kind == "finetune" and not as_trial:
             # Without a folder, Finetune raises the error that names the field.
             return replace_fields(ss.Finetune(weights=cast("Path", self._weights)), fields)
@@ -253,6 +254,7 @@ class TaskPicker(Picker):
         kinds = [kind for kind in KIND_LABELS if kind != "finetune" or self._weights is not None]
         default: Kind = "finetune" if self._weights is not None else "pretrain"
         wanted = self._chosen if self._chosen is not None and self._chosen in kinds else default
+        # Setting the options selects the first one, which must not count as the user's choice.
         self._offering = True
         try:
             options = [(KIND_LABELS[kind], kind) for kind in kinds]

@@ -44,6 +44,7 @@ class Answer:
 
 def build_answer(advice: Advice, on_screen: ss.Plan | None) -> Answer:
     """Return the recommendation and the alternatives of ``advice``, relative to the current plan."""
+    # The first sentence names the plan; the reasons follow it.
     sentence, _, why = advice.why.partition(". ")
     sentence = sentence.rstrip(".") + "."
     candidates = [

@@ -144,6 +144,7 @@ class PlansPage(View):
         is_fresh = self._is_fresh(mode)
         self._views[mode].freeze(self._is_frozen or (answered_question is not None and not is_fresh))
         is_next = self._is_next and mode == "advice"
+        # A result that is being computed needs no note that the current one is outdated.
         is_on_its_way = panel.button.disabled and (is_next or self._requested_questions.get(mode) == current)
         # Also after an error or Cancel, when there is no result yet.
         panel.show_button(current is not None and not is_fresh and not panel.button.disabled)
@@ -183,6 +184,7 @@ class PlansPage(View):
         self._show_freshness()
 
     def _handle_busy_change(self, change: dict[str, bool]) -> None:
+        # The button's "disabled" is set last when work ends, so that the next request can start from here.
         if change["new"]:
             self._show_freshness()
         elif self._is_next and not self.ask.is_cancelled:

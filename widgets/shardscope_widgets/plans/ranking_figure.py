@@ -138,12 +138,14 @@ def draw_ranking(figure: Chart, ranking: Ranking) -> int:
     memory = ranking.peak_bytes.astype(float)
     speed = ranking.tokens_per_second_per_gpu
     capacity = float(ranking.cluster.usable_bytes_per_gpu)
+    # Plans far beyond the capacity would squeeze those that fit into a corner.
     near = np.flatnonzero((memory <= SHOWN_OVER_CAPACITY * capacity) & np.isfinite(speed))
     # Among the plans in one cell, prefer one that fits.
     fits = ranking.is_feasible & ranking.is_room_known
     near = near[np.argsort(~fits[near], kind="stable")]
     widest = max(capacity * 1.06, float(memory[near].max(initial=0.0)) * 1.02)
     highest = float(speed[near].max(initial=0.0)) * 1.08 or 1.0
+    # A browser draws some hundred marks quickly, but a search returns tens of thousands of plans.
     shown = choose_marks(ranking, near, (0.0, widest), (0.0, highest))
     feasibility_by_row = {int(index): judge_plan(ranking, int(index)) for index in shown}
     names = ranking.framework
@@ -167,6 +169,7 @@ def draw_ranking(figure: Chart, ranking: Ranking) -> int:
     crossed = (row for row, one in feasibility_by_row.items() if one.kind == "cannot be launched here")
     traces = [build_marks(name, fits=False) for name in build_signs()]
     traces += [build_points(crossed), *(build_marks(name, fits=True) for name in build_signs())]
+    # Ascending in memory, the order in which the line is drawn.
     front = ranking.pareto()[::-1]
     traces += [build_points(front), {"x": [], "y": [], "text": []}]
     end = capacity / GIB

@@ -73,6 +73,7 @@ def choose_marks(
     memory = np.asarray(ranking.peak_bytes, dtype=float)[rows]
     speed = np.asarray(ranking.tokens_per_second_per_gpu, dtype=float)[rows]
     _, codes = np.unique(np.asarray(ranking.framework)[rows], return_inverse=True)
+    # One number per framework and cell, so that np.unique keeps the first, best plan of each.
     across = _find_cells(memory, x_range, GRID[0])
     upwards = _find_cells(speed, y_range, GRID[1])
     _, first = np.unique((codes * GRID[1] + upwards) * GRID[0] + across, return_index=True)

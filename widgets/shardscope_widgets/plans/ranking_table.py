@@ -43,6 +43,7 @@ def render_page(
     """Return twelve rows from ``first`` on, with sortable headings and rows that apply their plan."""
     shown = order[first : first + ROWS_ON_A_PAGE]
     steps = np.asarray(ranking.step_seconds, dtype=float)
+    # One unit for the column, that of the first row, so that the numbers can be compared.
     scale = Scale.for_seconds(float(steps[order[0]]))
     head = _render_heading("framework", "plan", column, ascending) + "<th>micro-batch</th>"
     head += "<th class='ss-text'>recompute</th>"

@@ -130,6 +130,7 @@ class RankingView(View):
     def mark(self, plan: ss.Plan | None) -> None:
         """Mark the row and the chart position of the current plan. None removes the marks."""
         with self._lock:
+            # plan.memory() is computed once, not for every redraw of the table.
             before = self._current and self._current[0]
             if plan != before:
                 self._current = None if plan is None else (plan, plan.memory().peak_bytes)

@@ -79,6 +79,7 @@ def _create_chart() -> Chart:
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": "var(--jp-ui-font-family, system-ui, sans-serif)", "size": 11},
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        # Zooming one chart zooms the other, because both share the steps.
         "xaxis": {**axis_x, "anchor": "y", "matches": "x2", "showticklabels": False},
         "xaxis2": {**axis_x, "anchor": "y2", "title": {"text": "step", "standoff": 4}},
     }
@@ -116,6 +117,7 @@ def _build_trace(curve: Curve, index: int, number: int) -> dict[str, object]:
         line.add_point(step, value if _can_be_drawn(value) else float("nan"))
     return {
         "x": list(line.x),
+        # JSON has no NaN: None leaves a gap in the line.
         "y": [None if isnan(value) else value for value in line.y],
         "name": escape(curve.run),
         "mode": "lines+markers" if len(line.x) <= FEW_POINTS else "lines",

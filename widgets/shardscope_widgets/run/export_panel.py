@@ -61,5 +61,6 @@ def _ignore_press(act: str) -> None:
 def name_folder(plan: ss.Plan) -> str:
     """Return a folder name unique to this plan: ``llama-3.1-8b-fsdp2-8xh100-sxm-80gb-1f0c2a``."""
     full_name = f"{plan.architecture.name}-{plan.layout.framework}-{plan.cluster}"
+    # Limited because file systems allow 255 bytes; the hash keeps truncated names distinct.
     name = re.sub(r"[^a-z0-9.]+", "-", full_name.lower()).strip("-.")[:100]
     return f"{name}-{sha256(plan.to_json().encode()).hexdigest()[:6]}"

@@ -138,6 +138,7 @@ class RunFigure:
         ]
         first_values = find_first_numbers(sample.metrics for sample in samples)
         gpu_metrics = [panel.metric for panel in list_panels(first_values) if panel.by == "minute"]
+        # NVML samples are read again as a whole: their lines start anew instead of being extended.
         for metric in gpu_metrics:
             for rank in range(self._num_ranks):
                 self._lines.pop((self._slots.get(metric, -1), rank), None)
@@ -182,6 +183,7 @@ class RunFigure:
             if panel.metric not in self._slots:
                 used_slots = self._slots.values()
                 self._slots[panel.metric] = next(slot for slot in range(SLOTS) if slot not in used_slots)
+            # The unit is chosen once: a changing unit would rescale a line while the user reads it.
             typical = self._find_predicted(panel) or first_values.get(panel.metric, nan)
             if panel.metric not in self._units and isfinite(typical):
                 self._units[panel.metric] = panel.choose_unit(abs(typical))
@@ -192,6 +194,7 @@ class RunFigure:
         return self._expected.get(panel.metric) if self._expected else None
 
     def _draw_lines(self, grown: Mapping[tuple[int, int], Line]) -> None:
+        # Traces are never removed: plotly would renumber the others, and a removal redraws the figure.
         missing = [key for key in grown if key not in self._traces]
         if missing:
             first = len(self.widget.data)
@@ -238,6 +241,7 @@ class RunFigure:
             if (level := self._find_level(panel)) is not None:
                 levels.append(_build_predicted_line(slot, level))
                 notes.append(_build_predicted_label(level, place))
+        # Axes of unused slots are hidden: plotly draws empty axes too.
         for slot in range(SLOTS):
             for axis in _find_axes(layout, slot):
                 axis.visible = slot in self._slots.values()

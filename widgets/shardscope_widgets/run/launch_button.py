@@ -105,6 +105,7 @@ class LaunchButton:
             return
         self.busy = True
         try:
+            # ss.launch warns if memory is tight: in a handler the warning would not be shown.
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 run = ss.launch(plan, self.task, outlive_kernel=self._options.outlive.value, force=force)

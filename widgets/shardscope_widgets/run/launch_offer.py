@@ -70,6 +70,7 @@ def build_offer(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport, task: 
             verdict = assess_plan(plan, report)
             note = "" if verdict.state == "fits" else verdict.reason
             return LaunchOffer(label=label, plan=plan, note=_join_sentences(warning, note))
+    # Fine-tuning the real weights slowly is worth more than a trial with random ones.
     elif task.kind == "finetune":
         moved = _move_to_cpu(plan)
         if moved is not None:
@@ -90,6 +91,7 @@ def _offer_own_code(plan: ss.Plan, machine: ss.Cluster, task: TaskPicker, label:
     refused = LaunchOffer(label=label, note=f"{count_devices(plan.cluster)} are not on this machine.")
     for layout in _list_cpu_layouts(plan):
         moved = _change_to_cpu(plan, layout)
+        # The user's code may ignore the plan's model: a tiny one then only provides ranks.
         if moved is None or not _fits_free_memory(moved):
             try:
                 moved = build_cpu_trial(replace(plan, layout=layout), TRIAL_RANKS).plan

@@ -40,6 +40,7 @@ class Line:
 
     def find_usual_top(self) -> float:
         """Return the highest value without outliers, or 0 without points."""
+        # A short run keeps its first steps: without them there would be too few points.
         values = np.array(self.y[FIRST_STEPS:] if len(self.y) > 2 * FIRST_STEPS else self.y)
         values = values[np.isfinite(values)]
         return float(np.quantile(values, SHARE)) if values.size else 0.0

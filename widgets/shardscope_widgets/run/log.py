@@ -64,6 +64,7 @@ class RunLog(widgets.VBox):
         # Failures before the ranks start are logged in one of these two.
         # Set the value as well: equal options would keep the rank selected in the previous run.
         self._set_choice(options=[*ranks, ("launcher", "launcher"), ("supervisor", "supervisor")], value=0)
+        # The same key, rank 0's log, would keep the scroll position of the previous run.
         self.pane.num_runs += 1
         self._is_chosen = False
         self.words.value = ""
@@ -95,6 +96,7 @@ class RunLog(widgets.VBox):
             return False
         if self._search is None or (self._search.path, self._search.text) != (path, wanted):
             self._search = LogSearch(path, wanted)
+        # A part of a large log at a time, so that the view stays responsive.
         more = self._search.search_next()
         self._show_found(self._search, more)
         return more

@@ -30,6 +30,7 @@ class RunMemory:
     def refresh(self, run: ss.Run, latest: Mapping[int, Mapping[str, object]]) -> object:
         """Show what the ranks have recorded so far. Return the engine record of rank 0."""
         folder = RunFolder(run.folder)
+        # Files and logged peaks change rarely: comparing them is cheaper than reading the records.
         peaks = {rank: record.get("peak_memory_bytes") for rank, record in latest.items()}
         seen = ([_find_change_time(folder, rank) for rank in range(run.world_size)], peaks)
         if seen == self._seen:

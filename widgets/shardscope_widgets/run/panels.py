@@ -141,6 +141,7 @@ def arrange_grid(num_panels: int, width: int) -> Grid:
     """Arrange ``num_panels`` charts in a figure of ``width`` pixels, in one to three columns."""
     width = width or ASSUMED_WIDTH
     most = 1 if width < 480 else 2 if width < 720 else 3
+    # Four charts as two by two instead of three and one.
     columns = 2 if num_panels == 4 and most > 1 else min(most, max(1, num_panels))
     rows = max(1, -(-num_panels // columns))
     inner = max(100, width - MARGIN_PIXELS)

@@ -168,6 +168,7 @@ def render_latest_table(
         for panel, (unit, _) in zip(panels, units, strict=True)
     )
     ranks = sorted(latest)
+    # The same ranks as in the charts, and the slowest one, about which the facts above speak.
     shown = ranks[:MAX_LINES]
     if slowest is not None and not slowest.is_even and slowest.rank in ranks and slowest.rank not in shown:
         shown.append(slowest.rank)
@@ -231,6 +232,7 @@ def render_memory_table(
         return ""
     rows: list[tuple[str, Mapping[str, int]]] = [("predicted", predicted)] if predicted else []
     shown = sorted(by_rank)[:MAX_LINES]
+    # The rank closest to running out of memory is always shown.
     fullest = max(by_rank, key=lambda rank: by_rank[rank].num_bytes)
     shown += [] if fullest in shown else [fullest]
     rows += [(f"rank {rank}", by_rank[rank].components) for rank in shown]

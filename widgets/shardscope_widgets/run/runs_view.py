@@ -126,6 +126,7 @@ class RunsView(View):
             super().open()
             return
         with self._lock:
+            # on_end reports only runs that end while the user watches, not runs that had ended before.
             if run.status not in FINAL:
                 self._awaited[run.folder] = run
             self._show_page(self.run_view)

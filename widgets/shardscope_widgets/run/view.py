@@ -204,6 +204,7 @@ class RunView(View):
                 self._gpu_time = samples[-1]["time"]
                 self.figure.show_gpu_samples(samples, samples[0]["time"])
         self._offer_saving(run)
+        # The engine record and the measured memory are in the same file of each rank.
         self.engine.value = _render_engine(self.memory.refresh(run, self._latest))
 
     def _start_watching(self) -> None:
@@ -217,6 +218,7 @@ class RunView(View):
         ended, more = False, False
         try:
             while self.run is run and (more or not ended):
+                # CPU time, not wall time: waiting for the disk does not slow down the user's cells.
                 started, busy = time.monotonic(), time.thread_time()
                 # Read the status before the refresh, which then draws everything written up to the end.
                 ended = run.status in FINAL
@@ -271,6 +273,7 @@ class RunView(View):
         if self.run is None:
             return
         # "Stop" is still possible after "Save and stop": saving may take long.
+        # Disabled at once: the status changes only when the supervisor has read the request.
         self._stop_requested |= button == "Stop"
         self.save_button.disabled = True
         self.stop_button.disabled = self._stop_requested

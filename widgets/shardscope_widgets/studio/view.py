@@ -128,6 +128,7 @@ class Studio(View):
             "Framework": Fold("Framework", self.layout_picker),
             "Run": Fold("Run", self.options, self.launch.note, *export, self.launch.free),
         }
+        # An error opens its section, and its fix may set inputs of other sections.
         for fold, picker in zip(self.folds.values(), self._all_pickers, strict=True):
             fold.follow_picker(picker)
             picker.on_fix = self._apply_fix
@@ -243,6 +244,7 @@ class Studio(View):
         try:
             for picker in self._pickers:
                 picker.clear_plan_errors()
+            # The layout depends on model, GPUs and recipe; the recipe's choices in turn on the layout.
             nouns = (self.architecture.value, self.cluster.value, self.recipe.value)
             self.layout_picker.offer_choices(*nouns)
             self.recipe.offer_choices(self.layout_picker.value)
@@ -258,6 +260,7 @@ class Studio(View):
         finally:
             self._planning = False
             self._show_staleness()
+        # traitlets does not notify observers of an equal value.
         if plan == self.plan:
             self._offer_launch()  # The weights folder may have changed.
         self.plan = plan
@@ -281,6 +284,7 @@ class Studio(View):
 
     def _apply_fix(self, changes: Mapping[str, object]) -> None:
         """Apply a suggested fix: set each changed input in its picker, as one update."""
+        # One update for all changes: each single one may be invalid together with the old values.
         owners = {"Architecture": self.architecture, "Cluster": self.cluster, "Recipe": self.recipe}
         self._planning = True
         try:
@@ -301,6 +305,7 @@ class Studio(View):
             try:
                 self._plan_with(complete).memory()
             except FieldError as error:
+                # The same fix again would never end.
                 if not error.changes or error.changes.items() <= complete.items():
                     break
                 complete |= error.changes
@@ -420,6 +425,7 @@ class Studio(View):
             self._recheck()
 
     def _show_rates(self) -> None:
+        # A rate and a price for a plan that runs out of memory would be misleading.
         lacks = self._verdict is not None and self._verdict.state == "does not fit"
         self.rates.layout.display = "none" if lacks else ""
         self.rates.value = render_rates(build_shown_step(self.plan))
@@ -446,6 +452,7 @@ class Studio(View):
 
     @traitlets.observe("pins")
     def _show_pins(self, change: object) -> None:
+        # cached_property stores in vars: a view that was never shown is not created here.
         for view in ("memory", "time"):
             if view in vars(self):
                 getattr(self, view).pins = self.pins
@@ -459,6 +466,7 @@ class Studio(View):
     @property
     def findings(self) -> list[Finding]:
         """The findings about :attr:`plan`, its task and the earlier runs."""
+        # Findings take longer than a redraw, and both the tab and its badge need them.
         if self._findings is None or self._findings[0] is not self.plan:
             try:
                 task = self.task.build_task(self.plan)
@@ -552,6 +560,7 @@ class Studio(View):
     def _show_trace(self, view: widgets.Widget) -> None:
         """Show ``view`` in the Trace tab and close the previous one, which may hold a whole trace."""
         before = self.trace_holder.children
+        # Replace first: closing a widget that is still displayed would show an error.
         self.trace_holder.children = [view]
         for old in before:
             old.close()

@@ -104,6 +104,7 @@ def draw_step(figure: Chart, shown: ShownStep) -> None:
             "customdata": [_write_measured_tooltip(shown)] if measured else [],
         }
     )
+    # The axis covers the overlapped row too, although its seconds are not part of the step.
     lengths = [
         *([report.seconds, sum(report.hidden.values())] if report else []),
         *([measured.seconds] if measured else []),

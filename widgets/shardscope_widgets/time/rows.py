@@ -43,6 +43,7 @@ class PlanStep(NamedTuple):
     @classmethod
     def from_plan(cls, plan: ss.Plan) -> PlanStep:
         """Predict the step of ``plan``; store the message of an error."""
+        # Assessed first: the step of a plan that does not fit is still predicted, for its chart.
         verdict = assess_plan(plan)
         lacks = f"Does not fit: {verdict.reason}" if verdict.state == "does not fit" else ""
         try:

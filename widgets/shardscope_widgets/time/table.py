@@ -183,6 +183,7 @@ def render_part_rows(shown: ShownStep) -> str:
     scale = shown.scale
     pinned = [pin for pin in shown.pins if pin.step.report is not None]
     reports = [report, *(pin.step.report for pin in pinned if pin.step.report is not None)]
+    # A part that only a pinned plan has keeps its row, for the comparison.
     busy = [name for name in PARTS if any(other.parts[name] or other.hidden[name] for other in reports)]
     busy.sort(key=lambda name: -report.parts[name])
     idle = [format_part(name) for name in PARTS if name not in busy]
@@ -238,6 +239,7 @@ def _render_collectives(report: StepReport, scale: Scale) -> str:
         copied = _render_collective(
             part, "staging copies", ("–", "device memory", "–"), 2 * (scale.format(seconds),)
         )
+        # Copies stand below the last collective of their part: its exposed times add up to the part's.
         last = max(index for index, call in enumerate(report.sent) if call.part == part)
         rows[last] += copied
     return (

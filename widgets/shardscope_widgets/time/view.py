@@ -126,6 +126,7 @@ class StepView(View):
         self.budget_row.show_error("")
         if report is None or self.shown is None:
             return
+        # No duration and price for a plan that cannot run.
         if self.shown.step.lacks:
             hint = escape(self.shown.step.lacks, quote=True)
             self.budget_words.value = f"<span title='{hint}'>– <span class='ss-hint'>{hint}</span></span>"

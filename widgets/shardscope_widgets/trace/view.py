@@ -222,6 +222,7 @@ class TraceView(anywidget.AnyWidget):
         if not len(matches):
             return
         matches = matches[np.argsort(self.trace.start_ns[matches], kind="stable")]
+        # Continue from the selected match, or from the left edge of the view if none is selected.
         selected = (
             np.flatnonzero(matches == self.selected["index"]) if self.selected else np.zeros(0, dtype=int)
         )
@@ -238,6 +239,7 @@ class TraceView(anywidget.AnyWidget):
             self.selected = None
             return
         slice_ = self.trace.slice(index)
+        # A profiler may record shapes and stacks of any length as arguments.
         args = dict(list(slice_["args"].items())[:MAX_ARGS])
         row = int(self._tiler.row[index])
         self.selected = {**slice_, "args": {key: _shorten(value) for key, value in args.items()}, "row": row}
