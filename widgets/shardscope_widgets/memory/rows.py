@@ -122,7 +122,7 @@ def choose_stages(report: MemoryReport) -> list[StageMemory]:
     stages = list(report.by_stage)
     if len(stages) <= MAX_STAGES:
         return stages
-    # The first and the last stage have the embedding and the head; the worst one decides whether the plan fits.
+    # The first and the last stage have the embedding and the head; the worst one decides whether it fits.
     step = (len(stages) - 1) / (MAX_STAGES - 1)
     chosen = {round(index * step) for index in range(MAX_STAGES)} | {report.worst_stage.stage}
     return [stages[index] for index in sorted(chosen)]
