@@ -98,6 +98,7 @@ class StageMemory:
         """The phase with the most bytes."""
         if self.find_peak is not None:
             return self.find_peak()
+        # max returns the earliest phase on ties.
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
@@ -219,6 +220,7 @@ class MemoryReport:
         Raises ``ValueError`` for a name that is not in ``COMPONENTS``.
         """
         check_choice("component", name, COMPONENTS)
+        # A component without a term has no bytes in this phase; one with a term of 0 bytes has a reason.
         term = self.worst_stage.peak.terms.get(name)  # type: ignore[call-overload]
         if term is None or term.num_bytes == 0:
             reason = f": {term.explain()}" if term is not None else ""
@@ -269,6 +271,7 @@ def sum_parts(*parts: tuple[int, str], source: Callable[[], str] | None = None) 
     """
     num_bytes = sum([part[0] for part in parts])
 
+    # Formatting is slow compared to the sum, and a search never asks for it.
     def explain() -> str:
         explanation = format_sum(parts) or parts[0][1]
         return explanation if source is None or not num_bytes else f"{explanation} · {source()}"
@@ -283,6 +286,7 @@ def zero_term(reason: str) -> Term:
 
 def choose_term(condition: bool, then: Term, otherwise: Term) -> Term:
     """Return ``then`` if ``condition`` is true, else ``otherwise``; elementwise over arrays of plans."""
+    # Arrays of plans are for searches, which read bytes only: one of the two explanations is enough.
     if isinstance(condition, bool):
         return then if condition else otherwise
     return Term(where(condition, then.num_bytes, otherwise.num_bytes), otherwise.find_explanation)

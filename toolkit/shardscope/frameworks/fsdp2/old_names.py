@@ -14,7 +14,7 @@ from shardscope.core.errors import Fix
 class Strategy(NamedTuple):
     """FSDP2 equivalent of one ``torch.distributed.fsdp.ShardingStrategy``."""
 
-    words: str
+    replacement: str
     """The replacement, as text for an error message."""
     reshards: bool
     """Value of ``reshard_after_forward``."""

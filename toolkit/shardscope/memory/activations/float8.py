@@ -28,6 +28,7 @@ def compute_linear_working(tokens: int, out: int, inner: int) -> int:
     for the weight's gradient, with the input's gradient and the cast weight; and the cast of the input after
     that.
     """
+    # Elements, and so bytes once they are cast to 8 bits.
     gradient, weight, saved_input = tokens * out, out * inner, tokens * inner
     casts = maximum(CAST * gradient + gradient, CAST * saved_input + 2 * gradient)
     return maximum(gradient + CAST * weight, HALF * saved_input + weight + casts)

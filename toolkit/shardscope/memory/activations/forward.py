@@ -86,7 +86,7 @@ def find_modules(plan: Plan) -> Modules:
     recipe = plan.recipe
     lora = recipe.has_adapters
     autocast = plan.layout.mixes_by_autocast and recipe.precision.endswith("mixed")
-    # DeepSpeed replaces torch.nn.functional.linear, but not explicit matmuls.
+    # DeepSpeed's ZeRO-3 replaces torch.nn.functional.linear, but not explicit matmuls.
     uses_linear = family_of(plan.architecture).projections == "linear"
     return Modules(
         kernels=plan.kernels,
@@ -136,6 +136,7 @@ def compute_layer_activations(
             )
             for windowed in (True, False)
         )
+        # Callers multiply by the number of layers: the mean makes that product the sum over both kinds.
         layers, sliding = architecture.num_hidden_layers, architecture.sliding_window_layers
         mean = LayerActivations(*(
             ceil_div(sliding * one + (layers - sliding) * other, layers)
@@ -143,6 +144,7 @@ def compute_layer_activations(
         ))  # fmt: skip
         return mean._replace(recomputed=max(inside.recomputed, outside.recomputed))
     tensors = list_saved_tensors(architecture, moe, modules)
+    # A rank has at least one key/value head, so more ranks than such heads share them.
     num_shards = {
         "tp": tp,
         "key_value_heads": min(tp, architecture.num_key_value_heads),
@@ -158,25 +160,27 @@ def compute_layer_activations(
         )
 
     all_saved = sum_on_rank(tensors)
+    # torch.utils.checkpoint saves a layer's arguments: the residual stream.
     stream = ceil_div(architecture.hidden_size * modules.stream, num_stream_shards)
-    kept = all_saved
+    kept_bytes = all_saved
     if recompute == "full":
-        kept = stream
+        kept_bytes = stream
     elif recompute == "selective":
-        kept = sum_on_rank(list_kept_by_selective(architecture, moe, modules))
+        kept_bytes = sum_on_rank(list_kept_by_selective(architecture, moe, modules))
     elif recompute == "offload" and modules.on_gpu:
         # On a CPU rank nothing is freed: the offloaded tensors stay in the same memory.
-        kept = 0
+        kept_bytes = 0
     if modules.int8_base:
-        kept += compute_int8_inputs(architecture, moe, modules, recompute)
+        kept_bytes += compute_int8_inputs(architecture, moe, modules, recompute)
     kept_inputs = compute_kept_for_recomputation(architecture, moe, modules, recompute, stream)
     return LayerActivations(
         norms=sum_on_rank(tensors, "norms"),
         attention=sum_on_rank(tensors, "attention"),
         mlp=sum_on_rank(tensors, "mlp", "experts"),
-        saved=kept,
-        offloaded=all_saved if kept == 0 else 0,
-        recomputed=max(0, all_saved + kept_inputs - kept),
+        saved=kept_bytes,
+        offloaded=all_saved if kept_bytes == 0 else 0,
+        # Backward recreates all of a layer's saved tensors before it uses the first one.
+        recomputed=max(0, all_saved + kept_inputs - kept_bytes),
     )
 
 
@@ -194,19 +198,22 @@ def compute_kept_for_recomputation(
         return 0
     if modules.kernels == "compiled":
         return compute_compiled_recomputation(arch, modules)
+    # RMSNorm's ``hidden_states.to(float32)`` saves a copy of a half-precision input, not the input itself.
     casts = arch.norm == "rmsnorm" and modules.kernels == "transformers" and modules.stream < FP32
     casts = casts or modules.normed > modules.stream
     if family_of(arch).is_post_norm:  # projections read the input without a norm
         casts = modules.stream > modules.compute or modules.recasts
-    kept = stream if casts else 0
+    kept_bytes = stream if casts else 0
+    # "selective" saves the outputs of matmuls, so that of the last one, too: the down projection, unless the
+    # layer ends with routed experts or a norm.
     experts = arch.mixture_of_experts
     ends_dense = not moe or experts is None or experts.shared_expert_intermediate_size > 0
     only_before = arch.norms_per_layer <= 2 and not family_of(arch).is_post_norm
     if recompute == "selective" and ends_dense and only_before:
-        kept += arch.hidden_size * modules.compute
+        kept_bytes += arch.hidden_size * modules.compute
     if modules.int8_base:
-        kept += compute_int8_inputs(arch, moe, modules, recompute)
-    return kept
+        kept_bytes += compute_int8_inputs(arch, moe, modules, recompute)
+    return kept_bytes
 
 
 def _mixes_windows(architecture: Architecture, modules: Modules) -> bool:
@@ -261,10 +268,13 @@ def _list_rmsnorm_tensors(arch: Architecture, moe: bool, modules: Modules) -> li
 def _compute_norms(arch: Architecture, modules: Modules) -> int:
     """Return bytes saved by RMSNorms: fp32 input, 1/rms and, for the weight's gradient, normalized input."""
     hidden, count = arch.hidden_size, arch.norms_per_layer
+    # transformers' LlamaRMSNorm (5.23, modeling_llama.py): ``pow`` and the product with 1/rms save the fp32
+    # input, and ``self.weight * normed`` saves the normalized input if the weight is trained.
     saved = count * (hidden * FP32 + FP32)
     if not modules.trained:
         return saved
     if family_of(arch).scales_before_cast:
+        # Gemma multiplies by the weight in fp32, and casts the product.
         return saved + count * hidden * FP32
     # Norms after a projection (GLM-4) cast back to its output's dtype.
     behind = count - 2 if count > 2 else 0
@@ -346,6 +356,8 @@ def compute_kept_masks(
     """
     if recompute not in ("full", "selective") or modules.kernels == "megatron":
         return 0
+    # The mask is an argument of every layer, so checkpoint keeps it with the layer's input. The layers of a
+    # kind share one mask.
     windows = find_window_layers(architecture.num_hidden_layers, architecture.sliding_window_layers)
     recomputed = windows[::interval]
     if is_eager(architecture, modules):
@@ -402,6 +414,7 @@ def _compute_dropped_inputs(arch: Architecture, modules: Modules, adapted: list[
     if not modules.adapter_dropout:
         return 0
     c = modules.compute
+    # native_dropout saves a boolean mask on a GPU; on a CPU dropout multiplies by a mask of numbers.
     masks = sum(inner for _, inner in adapted) * (1 if modules.on_gpu else FP32 if modules.autocast else c)
     if modules.recasts or modules.normed > c:
         return masks

@@ -112,6 +112,7 @@ def find_largest_layer(stage: TransformersActivations) -> LargestLayer:
 
 def _find_most_activations(stage: TransformersActivations) -> LayerActivations:
     """Return the stage's layer with the most saved and recomputed activations."""
+    # Elementwise over arrays of plans, in which a stage may have no layer of a kind.
     largest = stage.kinds[0]
     for kind in stage.kinds[1:]:
         layer, other = kind.activations, largest.activations
@@ -196,12 +197,12 @@ def _compute_score_gradients(arch: Architecture, modules: Modules) -> int:
     """Return bytes per token of the gradients of attention scores alive at once; 0 for a fused kernel."""
     if not compute_saved_scores(arch, modules):
         return 0
-    each = arch.num_attention_heads * modules.seq_len
+    num_scores = arch.num_attention_heads * modules.seq_len
     if family_of(arch).has_attention_sinks:
         # The softmax's gradient, and its copy with the sink's column, to which the maximum's gradient is
         # added.
-        return 2 * each * modules.stream
-    return each * (modules.compute + FP32 if is_eager(arch, modules) else 2 * FP32)
+        return 2 * num_scores * modules.stream
+    return num_scores * (modules.compute + FP32 if is_eager(arch, modules) else 2 * FP32)
 
 
 def _compute_freed_after_attention(arch: Architecture, modules: Modules) -> int:

@@ -93,6 +93,7 @@ class TransformersActivations:
         """Number of shards of the residual stream: tp with sequence parallelism."""
         self.kinds = self._list_kinds()
         self.num_chunks, self.chunks_in_flight = count_in_flight(plan, stage.number)
+        # A micro-batch in flight keeps the saved tensors of one chunk of the stage's layers.
         saved = sum([kind.num_layers * kind.activations.saved for kind in self.kinds])
         self.saved_by_layers = ceil_div(self.tokens * saved, self.num_chunks) * self.chunks_in_flight
         """Bytes of all layers' activations, of all micro-batches in flight."""
@@ -168,11 +169,13 @@ class TransformersActivations:
         """Return the layers of each kind on the stage, recomputed or offloaded ones first."""
         recompute, interval = self.plan.recipe.recompute, self.plan.recipe.recompute_interval
         by_kind = count_layers_by_kind(self.plan.architecture, self.stage)
+        # Without an interval all layers of a kind are alike.
         if recompute == "none" or interval == 1:
             return [
                 LayersOfKind(num_layers, self.compute_layer(moe, recompute), recompute)
                 for moe, num_layers in by_kind
             ]
+        # The engine recomputes layers 0, interval, 2 x interval, ...: ceil(n / interval) of the first n.
         with_recompute, without = [], []
         layers_so_far = recomputed_so_far = 0
         for moe, num_layers in by_kind:
@@ -189,6 +192,7 @@ class TransformersActivations:
         Autocast's copies of weights, which autograd saves as well, are included.
         """
         arch, modules = self.plan.architecture, self.modules
+        # training/model/recompute.py offloads all saved tensors but weights, which autocast's copies are not.
         offloaded = sum(kind.num_layers * kind.activations.offloaded for kind in self.kinds)
         casts = 0
         if modules.autocast:
@@ -260,6 +264,7 @@ class TransformersActivations:
         if not modules.autocast:
             return 0, 0
         arch = self.plan.architecture
+        # The head is a trained matrix like those of the layers; a tied one is the embedding.
         head = modules.trained * arch.embedding_parameters
         after_forward = in_backward = self.stage.is_last * head * modules.compute
         by_kind = count_layers_by_kind(arch, self.stage)
@@ -293,6 +298,7 @@ def count_in_flight(plan: Plan, stage: int) -> tuple[int, int]:
     pp, vpp, micro_batches = plan.degrees.pp, plan.degrees.vpp, plan.num_micro_batches
     if plan.layout.runs_all_forwards_first:
         return vpp, where(pp > 1, micro_batches, 1)
+    # Megatron-LM, schedules.py: 2 x (pp - rank - 1) + (vpp - 1) x pp warm-up chunks, and the one that runs.
     plain = pp - stage
     interleaved = 2 * (plain - 1) + (vpp - 1) * pp + 1
     return vpp, minimum(where(vpp == 1, plain, interleaved), micro_batches * vpp)
@@ -307,8 +313,8 @@ def _explain_layer(kind: LayersOfKind) -> str:
         )
     if kind.recompute == "offload":
         return f"{format_kib(layer.offloaded)} KiB in host memory"
-    kept = "layer input" if kind.recompute == "full" else "matrix products and attention"
-    return f"{format_kib(layer.saved)} KiB kept with {kind.recompute} recomputation: {kept}"
+    contents = "layer input" if kind.recompute == "full" else "matrix products and attention"
+    return f"{format_kib(layer.saved)} KiB kept with {kind.recompute} recomputation: {contents}"
 
 
 # ---- The layers one by one, in forward order ----
@@ -365,6 +371,7 @@ class LayerOrder(NamedTuple):
         """Return the sum of ``get_value`` over all layers before ``index``."""
         if len(self.kinds) == 1:
             return index * get_value(self.kinds[0])
+        # Of the first ``index`` layers, dense ones come first, and every interval-th is recomputed.
         dense = minimum(index, self.num_dense)
         total = 0
         num_recomputed_kinds = len(self.kinds) if self.interval == 1 else len(self.kinds) // 2
@@ -387,10 +394,12 @@ class LayerOrder(NamedTuple):
         activations are freed and ``compute_growth(moe)`` bytes of gradients are added, so the peak is at one
         end. ``saved``: bytes saved by all layers and by other micro-batches in flight.
         """
-        others = saved - self.sum_before(self.num_layers, _get_saved)
+        # What is saved besides these layers: before the first one, and by other micro-batches.
+        other_saved = saved - self.sum_before(self.num_layers, _get_saved)
         layers: list[StageLayer] = []
         indices: set[int] = set()
         for kind in self.kinds:
+            # Neighbours of a kind are ``interval`` layers apart.
             second_to_last = maximum(kind.last_index - self.interval, kind.first_index)
             second = minimum(kind.first_index + self.interval, kind.last_index)
             between = where(compute_growth(kind.moe) > kind.saved, second, second_to_last)
@@ -402,19 +411,19 @@ class LayerOrder(NamedTuple):
                     continue
                 if not is_array(index):
                     indices.add(index)
-                layers.append(self._build_layer(kind, index, others))
+                layers.append(self._build_layer(kind, index, other_saved))
         return layers
 
     def find_last_layers(self, saved: int) -> list[StageLayer]:
         """Return the last layer of each kind, where the forward of that kind has its peak."""
-        others = saved - self.sum_before(self.num_layers, _get_saved)
+        other_saved = saved - self.sum_before(self.num_layers, _get_saved)
         return [
-            self._build_layer(kind, kind.last_index, others)
+            self._build_layer(kind, kind.last_index, other_saved)
             for kind in self.kinds
             if is_array(kind.num_layers) or kind.num_layers
         ]
 
-    def _build_layer(self, kind: LayerKind, index: int, others: int) -> StageLayer:
+    def _build_layer(self, kind: LayerKind, index: int, other_saved: int) -> StageLayer:
         """Return one layer with the bytes saved before it.
 
         They are at least 0: the tensors that the first layer does not save under adapters may make the sum
@@ -423,7 +432,7 @@ class LayerOrder(NamedTuple):
         """
         if is_array(kind.num_layers):
             exists = kind.num_layers > 0
-            index, others = where(exists, index, 0), where(exists, others, 0)
+            index, other_saved = where(exists, index, 0), where(exists, other_saved, 0)
             kind = kind._replace(
                 saved=exists * kind.saved,
                 forward=exists * kind.forward,
@@ -439,7 +448,7 @@ class LayerOrder(NamedTuple):
                 casts_in_backward=exists * kind.casts_in_backward,
                 weights=exists * kind.weights,
             )
-        return StageLayer(kind, index, maximum(0, others + self.sum_before(index, _get_saved)))
+        return StageLayer(kind, index, maximum(0, other_saved + self.sum_before(index, _get_saved)))
 
 
 def _get_saved(kind: LayerKind) -> int:
@@ -455,7 +464,9 @@ def build_layer_order(activations: TransformersActivations) -> LayerOrder:
     kinds: list[LayerKind] = []
     for recompute in [recipe.recompute] if interval == 1 else [recipe.recompute, "none"]:
         for moe, num_layers in count_layers_by_kind(plan.architecture, stage):
+            # 0 * num_dense is an array where num_dense is one.
             first, last = (num_dense, stage.num_layers - 1) if moe else (0 * num_dense, num_dense - 1)
+            # The nearest layers in this range that are recomputed, or that are not.
             if interval > 1:
                 if recompute == "none":
                     last = last - (last % interval == 0)
@@ -476,6 +487,7 @@ def _build_kind(
     peaks = map_distinct(
         partial(compute_layer_peaks, arch, moe, modules, recompute), plan.degrees.tp, num_stream_shards
     )
+    # A quantized base's matrix is dequantized in its matmul's backward, whose weight count each peak has.
     dequantized_width = modules.compute * modules.quantized
     backward = [
         peak._replace(
@@ -484,6 +496,7 @@ def _build_kind(
         )
         for peak in peaks.backward
     ]
+    # The casts to 8 bits inside of one Linear's backward are a candidate of their own.
     if plan.recipe.precision == "fp8-mixed":
         stream = ceil_div(arch.hidden_size * modules.stream, num_stream_shards)
         saved = tokens * (layer.saved + layer.recomputed + stream)

@@ -16,20 +16,20 @@ TENSORS: tuple[Component, ...] = tuple(name for name in COMPONENTS if name not i
 """Components made of tensors."""
 
 
-def compute_allocated_and_freed(moments: Sequence[PhaseMemory]) -> int:
+def compute_allocated_and_freed(phases: Sequence[PhaseMemory]) -> int:
     """Return the bytes that one step of a stage allocates and frees, summed over components.
 
     The allocator keeps the blocks of freed tensors, and reuses them only for matching sizes, so each
     component counts at its own maximum. Initialisation is not part of a step.
     """
-    step = [moment.components for moment in moments if moment.phase != "initialisation"]
+    step = [phase.components for phase in phases if phase.phase != "initialisation"]
     if not step:
         return 0
-    found = 0
+    num_bytes = 0
     for name in TENSORS:
         sizes = [components[name] for components in step]
-        found += max(sizes) - min(sizes)
-    return found
+        num_bytes += max(sizes) - min(sizes)
+    return num_bytes
 
 
 def compute_band(
@@ -37,20 +37,23 @@ def compute_band(
 ) -> tuple[int, int]:
     """Return the peak with the smallest and with the largest library buffers and allocator loss, in bytes.
 
-    ``stages`` are each stage's moments and its communicators' buffers. The minimum may be at another phase
+    ``stages`` are each stage's phases and its communicators' buffers. The minimum may be at another phase
     than the peak: in backward, the point estimate includes fragmentation; in the optimizer step, it does not.
     """
     low = high = peak = 0
     gpu = plan.cluster.gpu
     runtime = overheads.estimate_runtime(gpu.vendor, gpu.architecture)
-    for moments, communication in stages:
-        held = overheads.estimate_fragmentation(compute_allocated_and_freed(moments), plan.on_gpu).high
-        for moment in moments:
-            terms = moment.terms
-            lost = terms["fragmentation"].num_bytes if "fragmentation" in terms else 0
-            tensors = moment.total - communication.point - runtime.point - lost
-            gaps = 0 if moment.phase == "initialisation" else max(lost, held)
+    for phases, communication in stages:
+        unusable = overheads.estimate_fragmentation(compute_allocated_and_freed(phases), plan.on_gpu).high
+        for phase in phases:
+            # Take the point estimates out of the phase's total, then add the band's ends.
+            terms = phase.terms
+            fragmentation = terms["fragmentation"].num_bytes if "fragmentation" in terms else 0
+            tensors = phase.total - communication.point - runtime.point - fragmentation
+            # Before the first step nothing of a step was freed yet.
+            gaps = 0 if phase.phase == "initialisation" else max(fragmentation, unusable)
             low = max(low, tensors + communication.low + runtime.low)
             high = max(high, tensors + communication.high + runtime.high + gaps)
-            peak = max(peak, moment.total)
+            peak = max(peak, phase.total)
+    # The smallest end has no fragmentation at all.
     return low, overheads.limit_to_usable(high, peak, plan.cluster.usable_bytes_per_gpu, plan.on_gpu)

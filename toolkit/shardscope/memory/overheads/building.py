@@ -27,6 +27,7 @@ _PACKING_BYTES = 12
 
 def is_initialized_sharded(plan: Plan) -> bool:
     """Return whether random weights are too large to be initialized whole (see ``HOST_BUILD_BYTES``)."""
+    # In fp32 whatever the recipe's precision: models are built in fp32, then cast.
     return FP32 * plan.architecture.num_parameters > HOST_BUILD_BYTES
 
 
@@ -37,11 +38,11 @@ def compute_fp32_model(plan: Plan, num_parameters: int, where: str) -> Term:
     rank's memory. CPU ranks train the model in place, which adds nothing.
     """
     if not plan.on_gpu:
-        return zero_term("CPU ranks train the model where they made it")
-    made = num_parameters + _count_adapters(plan)
+        return zero_term("CPU ranks train the model in the memory in which it was built")
+    built = num_parameters + _count_adapters(plan)
     return Term(
-        FP32 * made,
-        lambda: f"{format_count(made, 'parameter')} × 4 bytes = {format_gib(FP32 * made)} GiB {where}",
+        FP32 * built,
+        lambda: f"{format_count(built, 'parameter')} × 4 bytes = {format_gib(FP32 * built)} GiB {where}",
     )
 
 
@@ -51,24 +52,27 @@ def compute_quantized_model(plan: Plan, where: str) -> Term:
     transformers' ``from_pretrained`` with a ``BitsAndBytesConfig`` works matrix by matrix too.
     """
     if not plan.on_gpu:
-        return zero_term("CPU ranks train the model where they made it")
-    (whole,) = find_stage_shapes(plan.architecture, (plan.architecture.num_hidden_layers,)).kinds
+        return zero_term("CPU ranks train the model in the memory in which it was built")
+    # The whole model as one stage, though the plan may shard it: every rank builds all of it.
+    (model,) = find_stage_shapes(plan.architecture, (plan.architecture.num_hidden_layers,)).kinds
     base = compute_frozen_base_bytes(
-        plan, count_stage_weights(plan, whole), widths[plan.recipe.precision].compute
+        plan, count_stage_weights(plan, model), widths[plan.recipe.precision].compute
     )
     adapters = FP32 * _count_adapters(plan)
-    one = (widths[plan.recipe.precision].compute + _PACKING_BYTES) * _find_largest_linear(plan)
+    # Its own weights, and the temporary tensors of its quantization.
+    largest = (widths[plan.recipe.precision].compute + _PACKING_BYTES) * _find_largest_linear(plan)
     return Term(
-        base + adapters + one,
+        base + adapters + largest,
         lambda: (
             f"{format_gib(base)} GiB of frozen weights as they are packed + {format_gib(adapters)} GiB "
-            f"adapters + {format_gib(one)} GiB while the largest matrix is packed, {where}"
+            f"adapters + {format_gib(largest)} GiB while the largest matrix is packed, {where}"
         ),
     )
 
 
 def _find_largest_linear(plan: Plan) -> int:
     arch = plan.architecture
+    # A model with both kinds of layers has a dense one first and one with routed experts last.
     layers = {0, arch.num_hidden_layers - 1}
     return max(out * inner for layer in layers for _, (out, inner) in arch.layer_linears(layer))
 

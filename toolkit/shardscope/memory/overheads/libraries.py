@@ -73,6 +73,8 @@ def estimate_communication(group_sizes: tuple[int, ...], vendor: str) -> Band:
     """
     if vendor == "cpu":
         return Band(0, 0, 0)
+    # A group of one rank never creates a communicator. Only the world's existence matters, not its size: any
+    # size above two counts the same.
     sizes = [size for size in group_sizes if size > 1]
     if has_world_group(group_sizes):
         sizes.append(max(sizes) + 1)
@@ -99,6 +101,7 @@ def estimate_runtime(vendor: str, generation: str | None) -> Band:
     """
     if vendor == "cpu":
         return Band(CPU_RANK * 3 // 4, CPU_RANK, CPU_RANK * 3 // 2)
+    # The workspace's size is set in the library's source, so it has no band.
     space = WORKSPACES.get(generation or "", WORKSPACE)
     return Band(CONTEXT_AT_LEAST + space, CONTEXT + space, CONTEXT_AT_MOST + space)
 

@@ -17,6 +17,7 @@ def find_adapter_targets(architecture: Architecture, recipe: Recipe) -> tuple[st
     """Return the adapted projections: the recipe's, or by default all of attention's."""
     if recipe.lora_targets:
         return recipe.lora_targets
+    # Of the first layer: attention's projections have the same names in all layers.
     attention = {
         name.split(".")[-2] for group, name, _ in architecture.layer_shapes(0) if group == "attention"
     }
@@ -39,9 +40,10 @@ def count_layer_adapters(
     A is (rank, in) and B is (out, rank); each is sharded by rows, rounded up.
     """
     targets, rank = find_adapter_targets(architecture, recipe), recipe.adapter_rank
-    whole = part = 0
+    numel = shard = 0
     for target, (out, inner) in architecture.layer_linears(find_first_layer(architecture, moe)):
         if target in targets:
-            whole += rank * (inner + out)
-            part += ceil_div(rank, num_shards) * inner + ceil_div(out, num_shards) * rank
-    return whole, part
+            numel += rank * (inner + out)
+            # With fewer rows than ranks, A's shard is one row on some ranks and empty on the others.
+            shard += ceil_div(rank, num_shards) * inner + ceil_div(out, num_shards) * rank
+    return numel, shard

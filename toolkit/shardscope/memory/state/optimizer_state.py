@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
 
-WORDS = {
+SOURCES = {
     "adamw": "two moments (Loshchilov & Hutter 2019)",
     "adamw_foreach": "two moments (Loshchilov & Hutter 2019)",
     "adamw_8bit": "two moments of 8 bits in blocks of 256 (Dettmers et al. 2022)",
@@ -86,36 +86,40 @@ def compute_optimizer_bytes(
         stage.num_layers,
         stage.num_moe_layers,
     )
+    # AdamW, SGD and Lion: state by the number of elements, whatever the shapes.
     if name in ELEMENTWISE:
         state = ELEMENTWISE[name] * width * trained
         return OptimizerBytes(
-            Term(state, lambda: f"{trained:,} × {ELEMENTWISE[name]} × {width} bytes · {WORDS[name]}"),
+            Term(state, lambda: f"{trained:,} × {ELEMENTWISE[name]} × {width} bytes · {SOURCES[name]}"),
             _compute_elementwise_working(plan, part, width, are_plain=library != "torchao"),
             0,
         )
+    # Others: block scales, factored moments and thresholds depend on each tensor's shape.
     kind = _OptimizerKind(name, width, library)
-    found = _sum_tensors(plan, part, kind)
-    paged = found.paged if plan.on_gpu else 0
-    state = found.state + found.paged - paged + compute_constant_state(name, library)
-    working = found.working
+    total = _sum_tensors(plan, part, kind)
+    # CPU ranks have no managed memory: moments that would be paged are in the one memory that they have.
+    paged = total.paged if plan.on_gpu else 0
+    state = total.state + total.paged - paged + compute_constant_state(name, library)
+    working = total.working
     if name == "adafactor":
         arch, adapted = plan.architecture, _get_adapter_recipe(plan)
         working = map_distinct(
             lambda *numbers: _compute_adafactor_working(arch, adapted, kind, _RankPart(*numbers)), *part
         )
     elif not plan.on_gpu and name != "muon":
+        # What remains are paged moments, fetched to the GPU for the update.
         working = 0
 
-    def words() -> str:
+    def explain() -> str:
         moved = (
             f"; {format_gib(paged)} GiB more in managed memory, on the host when the GPU is full"
             if paged
             else ""
         )
-        return f"{format_count(trained, 'trained number')} tensor by tensor · {WORDS[name]}{moved}"
+        return f"{format_count(trained, 'trained number')} tensor by tensor · {SOURCES[name]}{moved}"
 
     return OptimizerBytes(
-        Term(state, words),
+        Term(state, explain),
         Term(working, lambda: f"{format_gib(working)} GiB while the largest tensor is updated"),
         paged,
     )
@@ -141,12 +145,12 @@ def _compute_elementwise_working(plan: Plan, part: _RankPart, width: int, *, are
     if at_once:
         largest = _sum_tensors(plan, part, _OptimizerKind("matrices", width, "")).state
 
-    def words() -> str:
+    def explain() -> str:
         if at_once:
             return f"{format_gib(largest)} GiB gradients with weight decay, all at once"
         return f"{format_gib(largest)} GiB gradient of the largest tensor, decayed"
 
-    return Term(largest, words)
+    return Term(largest, explain)
 
 
 def _get_adapter_recipe(plan: Plan) -> Recipe | None:
@@ -156,16 +160,18 @@ def _get_adapter_recipe(plan: Plan) -> Recipe | None:
 def _sum_tensors(plan: Plan, part: _RankPart, kind: _OptimizerKind) -> TensorState:
     """Return the optimizer state of all tensors that train on a rank of the stage."""
     arch, adapted = plan.architecture, _get_adapter_recipe(plan)
-    found: TensorState = map_distinct(
+    # Of an array of plans, each distinct part is computed once.
+    total: TensorState = map_distinct(
         lambda *numbers: _compute_part_state(arch, adapted, kind, _RankPart(*numbers)), *part
     )
-    return found
+    return total
 
 
 @lru_cache(maxsize=4096)
 def _compute_part_state(
     arch: Architecture, adapted: Recipe | None, kind: _OptimizerKind, part: _RankPart
 ) -> TensorState:
+    # State adds up over tensors; temporaries exist for one tensor at a time.
     state = paged = working = 0
     for moe, layers in _count_layers_by_kind(part):
         layer = _compute_layer_state(arch, adapted, moe, kind, part.tp, part.ep, part.num_shards)
@@ -215,11 +221,12 @@ def _list_trained_shapes(
             for shape in list_rank_shapes(arch, moe, tp, ep)
         ]
     rank, targets = adapted.adapter_rank, find_adapter_targets(arch, adapted)
-    found = []
+    # peft's lora_A, then lora_B.
+    shapes = []
     for target, (out, inner) in arch.layer_linears(find_first_layer(arch, moe)):
         if target in targets:
-            found += [(1, rank, inner, "adapter"), (1, out, rank, "adapter")]
-    return found
+            shapes += [(1, rank, inner, "adapter"), (1, out, rank, "adapter")]
+    return shapes
 
 
 @lru_cache(maxsize=4096)
@@ -240,6 +247,8 @@ def _compute_adafactor_working(
             for shape in _list_trained_shapes(arch, adapted, moe, part.tp, part.ep)
             if shape[2] > 1
         ]
+        # The largest sum of two consecutive updates: inside of a layer, from one layer to the next, from the
+        # embeddings to the first layer, and from the last layer to the head.
         following = inner[1:] + (inner[:1] if layers > 1 else [0])
         most = max(most, *(one + after for one, after in zip(inner, following, strict=True)))
         before = [sizes[group] for group in EMBEDDING_GROUPS if group in sizes]

@@ -60,11 +60,13 @@ def compute_tensor_state(
         return _compute_adafactor_state(copies, rows, columns, width)
     if optimizer == "muon":
         return _compute_muon_state(rows, columns, width) if hidden else TensorState(2 * width * numel)
+    # torchao's AdamW8bit.
     is_eight_bit = optimizer.endswith("8bit")
     if library == "torchao":
         return TensorState(
             where(_is_quantized_by_torchao(numel), _compute_torchao_moments(numel), 2 * width * numel)
         )
+    # bitsandbytes' AdamW, which keeps moments in 8 bits or in fp32, whatever the weight's type.
     is_quantized = (numel >= MIN_EIGHT_BIT) & (is_eight_bit and not embedding)
     moments = where(is_quantized, 2 * numel, 2 * FP32 * numel)
     scales = where(is_quantized, 2 * FP32 * ceil_div(numel, EIGHT_BIT_BLOCK), 0)
@@ -107,6 +109,7 @@ def _compute_adafactor_state(copies: int, rows: int, columns: int, width: int) -
 
     Vectors keep a full second moment.
     """
+    # One row and one column vector of second moments for each expert.
     factors = copies * where(columns == 1, rows, rows + columns)
     return TensorState(width * factors, working=width * copies * rows * columns)
 

@@ -38,6 +38,7 @@ def compute_nf4_bytes(numel: int, double: bool) -> int:
     256 values of the 8-bit code.
     """
     blocks = ceil_div(numel, BLOCK)
+    # QuantState of nested scales: 8-bit codes, their fp32 scales, one fp32 offset and the fp32 code map.
     double_scales = blocks + FP32 * (ceil_div(blocks, SCALE_BLOCK) + 1 + 256)
     scales = double_scales if double else FP32 * blocks
     return ceil_div(numel, 2) + scales + CODES

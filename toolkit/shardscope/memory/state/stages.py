@@ -129,12 +129,14 @@ def find_stage_shapes(
     ``moe_layers`` is the number of layers with routed experts on each stage, if stages are not consecutive
     layers.
     """
+    # The MoE layers of a stage of consecutive layers: a difference of two running counts.
     if moe_layers is None:
         before = _moe_layers_before(architecture)
         ends = list(accumulate(stage_layers))
         moe_layers = tuple(
             before[end] - before[end - layers] for end, layers in zip(ends, stage_layers, strict=True)
         )
+    # setdefault keeps the first stage of a kind, which has the most micro-batches in flight.
     kinds: dict[tuple[bool, bool, int, int], StageShape] = {}
     keys: list[tuple[bool, bool, int, int]] = []
     for number, counts in enumerate(zip(stage_layers, moe_layers, strict=True)):
@@ -152,6 +154,7 @@ def count_stage_weights(plan: Plan, shape: StageShape, vocab_multiple: int = 1) 
     """
     degrees = plan.degrees
     num_shards = group_equal(degrees.shard * degrees.cp)
+    # Count all weights as trained first: that does not depend on the recipe, and so is cached for all plans.
     weights = _count_trained_stage(
         plan.architecture, degrees.tp, degrees.ep, num_shards, vocab_multiple, *shape
     )
@@ -176,6 +179,7 @@ def _count_trained_stage(
     moe_layers: int,
 ) -> Stage:
     """Return a fully trained stage; cached, because memory and timing of many plans need the same ones."""
+    # Decoder layers, then the tensors outside of them. ``count > 0`` excludes a kind that the stage lacks.
     layers = experts = edges = shard = edge_shard = largest_layer = largest_shard = 0
     for moe, count in _count_by_kind(arch, num_layers, moe_layers):
         layer = map_distinct(partial(count_layer_shard, arch, moe), tp, ep, num_shards)
@@ -226,6 +230,7 @@ def count_vocab_rows(plan: Plan, vocab_multiple: int = 1) -> int:
 
 
 def _count_vocab_rows(arch: Architecture, tp: int, vocab_multiple: int) -> int:
+    # Pad the vocabulary first, then shard it.
     return ceil_div(ceil_div(arch.vocab_size, vocab_multiple) * vocab_multiple, tp)
 
 
@@ -248,6 +253,7 @@ def list_outer_tensors(
         if positions:
             tensors.append(("positions", is_first * positions, hidden))
     if any_true(is_last):
+        # LayerNorm has a bias as well: two vectors.
         tensors += [("norm", is_last * hidden, 1)] * (arch.final_norm_parameters // hidden)
         # A tied head is the embedding itself, unless pipeline stages lie between them: then it is a copy.
         has_head = is_last * (1 - is_first) if arch.tie_word_embeddings else is_last
@@ -297,6 +303,7 @@ def list_rank_shapes(architecture: Architecture, moe: bool, tp: int, ep: int) ->
     """Return every tensor of one decoder layer on one rank."""
     tensors = []
     for group, name, shape in architecture.layer_shapes(find_first_layer(architecture, moe)):
+        # Rows of the first dimension, along which data parallelism shards a tensor, whatever its shape.
         numel = 1
         for size in shape:
             numel *= size
@@ -306,6 +313,7 @@ def list_rank_shapes(architecture: Architecture, moe: bool, tp: int, ep: int) ->
             columns = numel // shape[0] // rows
             if not name.endswith("down_proj_bias"):  # added once the ranks' parts are summed
                 columns = ceil_div(columns, tp)
+            # (experts, rows, columns): expert parallelism shards the first dimension.
             tensors.append(RankShape(group, name, ceil_div(shape[0], ep), rows, columns))
             continue
         rows, columns = shape[0], numel // shape[0]
@@ -362,6 +370,7 @@ def count_layer_weights(arch: Architecture, moe: bool, tp: int) -> LayerWeights:
         ]
         return max(numels, default=0)
 
+    # In backward order: down projection, up projections, output projection, query, key and value projections.
     feed_forward = count_groups("mlp", "experts", "shared_experts", "router")
     dense_group = "shared_experts" if moe else "mlp"
     inputs = [

@@ -120,7 +120,7 @@ def _check_strategies(script: Script) -> Iterator[Finding]:
             names = (strategy for text in texts for strategy in str(text).upper().split())
             matches += [(keyword.value.lineno, strategy) for strategy in names if strategy in STRATEGIES]
     for line, name in matches:
-        yield _flag_old_name(name, line, STRATEGIES[name].words)
+        yield _flag_old_name(name, line, STRATEGIES[name].replacement)
 
 
 def _check_optimizer_state(script: Script) -> Iterator[Finding]:
@@ -148,7 +148,7 @@ def _check_config(lines: list[tuple[int, str, str]]) -> Iterator[Finding]:
             and value.upper() in BY_CONFIG_VALUE
         ):
             name = BY_CONFIG_VALUE[value.upper()]
-            yield _flag_old_name(name, line, STRATEGIES[name].words)
+            yield _flag_old_name(name, line, STRATEGIES[name].replacement)
         elif key in CONFIG_REPLACEMENTS:
             yield _flag_old_name(key, line, CONFIG_REPLACEMENTS[key])
         elif key == "fsdp_state_dict_type" and value.upper() == "FULL_STATE_DICT":

@@ -116,9 +116,9 @@ class _StepPeaks:
         none_finished = self._compute_gradients(0)
         head_finished = self._compute_gradients(self.head_in_bucket)
         return [
-            self._build(0.34, saved, _SAVED, none_finished, backward.logits),
-            self._build(0.35, (*saved, self._compute_in_head()), _IN_HEAD, none_finished),
-            self._build(0.355, (*saved, self._compute_in_norm()), _IN_NORM, head_finished),
+            self._build_candidate(0.34, saved, _SAVED, none_finished, backward.logits),
+            self._build_candidate(0.35, (*saved, self._compute_in_head()), _IN_HEAD, none_finished),
+            self._build_candidate(0.355, (*saved, self._compute_in_norm()), _IN_NORM, head_finished),
         ]
 
     def _compute_in_head(self) -> int:
@@ -154,14 +154,16 @@ class _StepPeaks:
             embedding = maximum(untied, 3 * self.tied_gradient)
         in_layers = order.sum_before(order.num_layers, lambda kind: kind.weights)
         gradients = self._compute_gradients(in_layers + self.head_in_bucket)
-        return self._build(0.97, (self.backward.stream_gradient, embedding), _IN_EMBEDDING, gradients)
+        return self._build_candidate(
+            0.97, (self.backward.stream_gradient, embedding), _IN_EMBEDDING, gradients
+        )
 
     # ---- Layers ----
 
     def _build_in_forward(self, order: LayerOrder, layer: StageLayer) -> PeakCandidate:
         """Return the candidate inside one layer's forward, with autocast's copies of all weights so far."""
         casts = order.sum_before(layer.position + 1, lambda kind: kind.casts_after_forward)
-        return self._build(
+        return self._build_candidate(
             0.02 + 0.3 * (layer.position + 1) / order.num_layers,
             (layer.saved_before, layer.kind.forward, casts),
             _IN_FORWARD,
@@ -207,7 +209,7 @@ class _StepPeaks:
             gradients = self._compute_gradients(finished + weights)
             rows.append((in_layer + gradients, in_layer, gradients))
         _, in_layer, gradients = pick_largest_row(rows)
-        return self._build(
+        return self._build_candidate(
             0.36 + 0.6 * (num_layers - 1 - position) / num_layers,
             (layer.saved_before, in_layer, casts, self.tied_gradient),
             _IN_LAYER,
@@ -216,7 +218,7 @@ class _StepPeaks:
 
     # ---- One candidate ----
 
-    def _build(
+    def _build_candidate(
         self,
         fraction: float,
         activations: tuple[int, ...],

@@ -110,7 +110,7 @@ class Fsdp2Engine(TorchEngine):
             model = self.build_on_host(build_model)
             check_has_weights(model)
         # Sharding a model on meta creates DTensors on meta: memory is allocated for shards only.
-        self._shard(model)
+        self._shard_model(model)
         if self._on_meta:
             self._load_shards(model)
         self.model = model
@@ -126,7 +126,7 @@ class Fsdp2Engine(TorchEngine):
         materialize(model, weights, device=self._home, compute=device)
         fill_buffers(model, weights)
 
-    def _shard(self, model: torch.nn.Module) -> None:
+    def _shard_model(self, model: torch.nn.Module) -> None:
         """Shard ``model`` bottom-up: one ``fully_shard`` group per decoder layer, and the root."""
         # Mixed precision: all-gathers in half precision, reduce-scatters in fp32. Without it (None) both
         # have the type of the parameters.
@@ -226,7 +226,7 @@ class Fsdp2Engine(TorchEngine):
     def compute_dtype(self) -> torch.dtype:
         """Type of the all-gathered parameters, from the root module's mixed precision policy."""
         root = self.roots[0]
-        assert isinstance(root, FSDPModule), "_shard() calls fully_shard on every root"
+        assert isinstance(root, FSDPModule), "_shard_model() calls fully_shard on every root"
         return root._get_fsdp_state()._mp_policy.param_dtype or super().compute_dtype
 
     @property
@@ -236,7 +236,7 @@ class Fsdp2Engine(TorchEngine):
 
     @contextmanager
     def gradient_sync(self, last: bool) -> Iterator[None]:
-        assert isinstance(self.model, FSDPModule), "_shard() calls fully_shard on the model"
+        assert isinstance(self.model, FSDPModule), "_shard_model() calls fully_shard on the model"
         # Only the last backward waits for the reduce-scatters and frees their inputs (torch 2.13,
         # _fully_shard/_fsdp_state.py, _root_post_backward_final_callback).
         self.model.set_is_last_backward(last)

@@ -248,7 +248,7 @@ class PipelinedEngine(Fsdp2Engine):
     def _gather_full(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """All-gather ``parameter``; NCCL cannot communicate offloaded shards, which are in host memory."""
         shard = parameter.detach().to(self.ctx.device)
-        assert isinstance(shard, DTensor), "_shard() shards every parameter"
+        assert isinstance(shard, DTensor), "_shard_model() shards every parameter"
         return shard.full_tensor()
 
     # ---- reading back

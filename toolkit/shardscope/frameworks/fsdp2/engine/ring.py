@@ -159,21 +159,21 @@ class Ring:
             torch.randn(1, heads, num_tokens, head_dim, generator=generator).to(self._device, dtype)
             for heads in (num_heads, num_key_heads, num_key_heads, num_heads)
         )
-        expected = _attend(_attend_to_whole_sequence, module, (query, key, value), gradient)
+        expected = _attend_with_gradients(_attend_to_whole_sequence, module, (query, key, value), gradient)
         with torch.enable_grad(), self.shard_positions(num_tokens) as positions:
             shards = [tensor[:, :, positions] for tensor in (query, key, value, gradient)]
-            actual = _attend(self, module, (shards[0], shards[1], shards[2]), shards[3])
+            actual = _attend_with_gradients(self, module, (shards[0], shards[1], shards[2]), shards[3])
         # The engine counts the calls of the first step.
         self.num_calls = 0
         worst = torch.zeros((), device=self._device)
-        for shard, whole in zip(actual, expected, strict=True):
-            deviation = (shard - whole.index_select(SEQUENCE, positions)).abs().max() / whole.abs().max()
+        for shard, full in zip(actual, expected, strict=True):
+            deviation = (shard - full.index_select(SEQUENCE, positions)).abs().max() / full.abs().max()
             worst = torch.maximum(worst, deviation.float())
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         return float(worst)
 
 
-def _attend(
+def _attend_with_gradients(
     attention: Callable[..., tuple[torch.Tensor, None]],
     module: torch.nn.Module,
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],

@@ -47,7 +47,7 @@ def _compute_norms(arch: Architecture, modules: Modules) -> int:
     Norms after the MLP read its output. OLMo 2 has only such norms: its projections read the residual stream.
     """
     c, hidden = modules.compute, arch.hidden_size
-    attention, mlp = (any(map(modules.feeds, readers)) for readers in list_stream_readers(arch))
+    attention, mlp = (any(map(modules.saves_input, readers)) for readers in list_stream_readers(arch))
     normed = (attention + mlp) * hidden * c
     saved = arch.norms_per_layer * FP32 + normed
     if family_of(arch).is_post_norm:
@@ -82,4 +82,4 @@ def compute_compiled_recomputation(arch: Architecture, modules: Modules) -> int:
     One kernel then computes the product and both branches' gradients from the branches. Each branch is read
     twice, so none is overwritten: two intermediate-size tensors more than without recomputation.
     """
-    return 2 * arch.intermediate_size * modules.compute * modules.feeds("down_proj")
+    return 2 * arch.intermediate_size * modules.compute * modules.saves_input("down_proj")

@@ -49,20 +49,21 @@ def _compute_router(arch: Architecture, modules: Modules) -> int:
     experts = arch.mixture_of_experts
     assert experts is not None
     count, top_k, c = experts.num_experts, experts.num_experts_per_tok, modules.compute
-    places = 4 * INT64 * top_k
-    reads, router = modules.feeds("router"), family_of(arch).router
+    # int64 indices: of the top-k experts, and of the sort of tokens by expert.
+    indices = 4 * INT64 * top_k
+    reads, router = modules.saves_input("router"), family_of(arch).router
     if router == "softmax_of_top_k":
         # The sorted expert indices gather the biases, which get gradients.
-        return 2 * top_k * c + places + INT64 * top_k * modules.trained
+        return 2 * top_k * c + indices + INT64 * top_k * modules.trained
     if router == "softmax_upcast":
         upcast = arch.hidden_size * FP32 if reads and not modules.autocast and c < FP32 else 0
-        return count * FP32 * (2 if c == FP32 else 1) + top_k * FP32 + places + upcast
+        return count * FP32 * (2 if c == FP32 else 1) + top_k * FP32 + indices + upcast
     if router == "softmax_cast":
-        return count * FP32 + top_k * c + places
+        return count * FP32 + top_k * c + indices
     if router == "sigmoid":
         score = c if modules.autocast else FP32
         upcast = arch.hidden_size * FP32 if reads and not modules.autocast and c < FP32 else 0
         # Measured: with everything in fp32 one more tensor of scores stays.
         scores = count * score * (2 if c == FP32 else 1)
-        return scores + score + 2 * top_k * score + places + upcast
-    return count * FP32 + FP32 + 2 * top_k * FP32 + places
+        return scores + score + 2 * top_k * score + indices + upcast
+    return count * FP32 + FP32 + 2 * top_k * FP32 + indices

@@ -38,6 +38,7 @@ def list_unsaved_in_first_layer(arch: Architecture, modules: Modules) -> tuple[S
     other_modules = modules.kernels != "transformers"
     if modules.trained or other_modules or family_of(arch).is_post_norm:
         return ()
+    # Each of these options adds saved tensors to the list; some of them are unsaved here, too.
     if modules.keeps_frozen_inputs:
         plain = modules._replace(keeps_frozen_inputs=False)
         return (*list_unsaved_in_first_layer(arch, plain), *_list_frozen_inputs(arch, modules))
@@ -48,6 +49,7 @@ def list_unsaved_in_first_layer(arch: Architecture, modules: Modules) -> tuple[S
         plain = modules._replace(int8_base=False)
         return (*list_unsaved_in_first_layer(arch, plain), *_list_int8_inputs(arch, modules))
     hidden = arch.hidden_size
+    # The first norm's own saved tensors: nothing before it needs its input's gradient.
     if arch.norm == "rmsnorm":
         norm = SavedTensor("norms", hidden * FP32 + FP32, "sequence")
         return (norm, *_list_before_first_adapter(arch, modules, norm))
@@ -57,7 +59,7 @@ def list_unsaved_in_first_layer(arch: Architecture, modules: Modules) -> tuple[S
     unsaved = [
         SavedTensor("norms", inputs * hidden * number + norms * compute_norm_statistics(modules), "sequence")
     ]
-    adapted = any(map(modules.feeds, (*mlp_inputs(arch), names_of(arch).down)))
+    adapted = any(map(modules.saves_input, (*mlp_inputs(arch), names_of(arch).down)))
     if arch.parallel_residual and not adapted:
         inner = compute_inner_bytes(arch, modules)
         if modules.quantized and modules.autocast:
@@ -102,12 +104,12 @@ def _list_frozen_inputs(arch: Architecture, modules: Modules) -> list[SavedTenso
     unsaved = 0
     for readers, width in _list_inputs(arch):
         # Attention's output is already counted as the kernel's output.
-        own = 0 if readers == (names_of(arch).output,) else width * modules.compute
+        input_bytes = 0 if readers == (names_of(arch).output,) else width * modules.compute
         if targets.intersection(readers):
             # The adapter saves the same tensor, unless dropout has copied it.
-            unsaved += modules.adapter_dropout * own
+            unsaved += modules.adapter_dropout * input_bytes
             break
-        unsaved += own
+        unsaved += input_bytes
     return [SavedTensor("attention", unsaved, "sequence")]
 
 
@@ -128,20 +130,21 @@ def _list_before_first_adapter(arch: Architecture, modules: Modules, norm: Saved
     """Return attention's tensors, and the feed-forward's norm and branches, if nothing before is adapted."""
     c, width, output = modules.compute, get_attention_widths(arch), names_of(arch).output
     attention = {name.split(".")[-2] for group, name, _ in arch.layer_shapes(0) if group == "attention"}
-    if any(modules.feeds(name) for name in attention - {output}):
+    if any(modules.saves_input(name) for name in attention - {output}):
         return _list_with_adapted_values(arch, modules, attention - {output})
-    own = width.output * c * modules.feeds(output)
+    # The output projection's input stays if it is that adapter's.
+    output_input = width.output * c * modules.saves_input(output)
     kernel = sum(tensor.bytes_per_token for tensor in list_kernel_tensors(arch, modules))
     unsaved = [
-        SavedTensor("attention", kernel - own, "tp"),
+        SavedTensor("attention", kernel - output_input, "tp"),
         *list_query_key_norms(arch, modules),
         *list_latent_tensors(arch, modules),
     ]
-    if modules.feeds(output) or arch.is_moe_layer(0) or arch.norms_per_layer > 2:
+    if modules.saves_input(output) or arch.is_moe_layer(0) or arch.norms_per_layer > 2:
         return unsaved
     unsaved.append(norm)
     # The gate's gradient needs its own output and the up branch; the up branch's needs the activation.
-    gate, up = (modules.feeds(name) for name in (mlp_inputs(arch)[0], mlp_inputs(arch)[-1]))
+    gate, up = (modules.saves_input(name) for name in (mlp_inputs(arch)[0], mlp_inputs(arch)[-1]))
     branches = (0 if gate else 2) + (0 if up else 1)
     unsaved.append(SavedTensor("mlp", branches * arch.intermediate_size * c, "tp"))
     return unsaved
@@ -157,7 +160,7 @@ def _list_with_adapted_values(arch: Architecture, modules: Modules, inputs: set[
     if not is_eager(arch, modules):
         return list_query_key_norms(arch, modules)
     c, heads = modules.compute, arch.num_attention_heads
-    kept = heads * modules.seq_len * c
+    probabilities = heads * modules.seq_len * c
     operands = (get_attention_widths(arch).query + 2 * heads * arch.head_dim) * c
-    scores = SavedTensor("attention", compute_saved_scores(arch, modules) - kept + operands, "tp")
+    scores = SavedTensor("attention", compute_saved_scores(arch, modules) - probabilities + operands, "tp")
     return [scores, *list_query_key_norms(arch, modules)]

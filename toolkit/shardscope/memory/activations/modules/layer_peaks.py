@@ -89,6 +89,7 @@ def compute_layer_peaks(
     """
     shards = _NumShards(tp, min(tp, arch.num_key_value_heads), num_stream_shards)
     all_saved = shards.sum_on_rank(list_saved_tensors(arch, moe, modules))
+    # Bytes that the layer keeps until its backward, as in compute_layer_activations.
     stream = ceil_div(arch.hidden_size * modules.stream, num_stream_shards)
     kept_bytes = all_saved
     if recompute == "full":
@@ -103,6 +104,7 @@ def compute_layer_peaks(
     layer = _Layer(
         arch, moe, modules, shards, all_saved, is_offloaded=recompute == "offload" and modules.on_gpu
     )
+    # Inside of the layer, as if it saved everything: a recomputation does.
     forward = layer.compute_forward()
     backward = layer.list_peaks()
     if recompute in ("full", "selective"):
@@ -155,6 +157,7 @@ class _Layer:
         wider = modules.stream > c
         self.second_gradient = self.hidden_row if wider or arch.norms_per_layer == 4 or splits else 0
         self.norm_backward = ceil_div(compute_final_norm(arch, modules), shards.sequence)
+        # The first entry of each family's list is that of all norms.
         norms = shards.sum_on_rank([list_saved_tensors(arch, moe, modules)[0]])
         self.norm_saved = norms // max(2, arch.norms_per_layer)
         if arch.parallel_residual:
@@ -167,6 +170,7 @@ class _Layer:
             else self.modules.stream_copies(*readers)
         )
         self.feed_forward_saved = ceil_div(self._compute_mlp_saved(), shards.tp) + inputs * self.hidden_row
+        # A layer with routed experts has all of its feed-forward in that list, shared experts included.
         if moe:
             self.feed_forward_saved = shards.sum_on_rank(list_expert_tensors(arch, modules))
         self.trains_base = modules.trained
@@ -302,11 +306,14 @@ class _Layer:
     def list_peaks(self) -> list[LayerPeak]:
         """Return the peak candidates of the layer's backward, from its end to its start."""
         weights = self.weights
+        # The feed-forward, or the routed experts. Its norm after the block (Gemma 2) has had its backward.
         alive = self.all_saved - self.norm_after_saved
         peaks = self._list_experts(alive) if self.moe else self._list_feed_forward(alive)
+        # The feed-forward's norm.
         alive -= self.feed_forward_saved
         norm_input = self._get_alive(alive, self.norm_saved)
         peaks.append(self._build_peak(norm_input + self.stream + self.norm_backward, weights.feed_forward))
+        # Attention's output projection, after its norm after the block, if any.
         alive -= self.norm_saved
         if self.norm_after_saved:
             alive -= self.norm_saved
@@ -318,8 +325,10 @@ class _Layer:
             + self.attention_output
         )
         peaks.append(self._build_peak(num_bytes, before_attention, weights.output, weights.output))
+        # The attention kernel, or its operators one by one.
         num_bytes = self._get_alive(alive, alive - 2 * self.norm_saved) + self.stream
         peaks.append(self._build_peak(num_bytes + self._compute_attention(), before_attention))
+        # The projections of query, key and value, and last the layer's first norm.
         num_bytes = self._get_alive(self.norm_saved, self.hidden_row) + self.stream + self.attention_inputs
         peaks.append(self._build_peak(num_bytes, weights.everything, weights.query, weights.query))
         peaks.append(self._build_peak(self.norm_saved + self.stream + self.norm_backward, weights.everything))
@@ -342,6 +351,8 @@ class _Layer:
         )
         # With biases, one operator computes all three gradients and frees its input only afterwards.
         current_matrix = weights.down if arch.mlp_bias else 0
+        # The down projection's backward: first its input's gradient, then, with the saved product freed, its
+        # weight's.
         with_product = self._get_alive(alive, product) + self.stream + self.second_gradient + inner
         without_product = self._get_alive(alive - product, 0) + self.stream + self.second_gradient + inner
         # The product's gradient takes the place of the freed saved product.
@@ -357,6 +368,7 @@ class _Layer:
             self._build_peak(without_product, weights.down, weights.down),
             self._build_peak(at_branches, weights.down),
         ]
+        # The up projections' backward, one after the other.
         if arch.gated_mlp and modules.kernels != "liger":
             num_bytes = (
                 self._get_alive(alive - product - 2 * inner, self.hidden_row + inner)

@@ -35,7 +35,7 @@ def _list_norms(arch: Architecture, modules: Modules) -> list[SavedTensor]:
     attention, mlp = list_stream_readers(arch)
     if casts_norms(arch, modules):
         number = modules.compute
-        copies = min(1, sum(map(modules.feeds, attention))) + min(1, sum(map(modules.feeds, mlp)))
+        copies = min(1, sum(map(modules.saves_input, attention))) + min(1, sum(map(modules.saves_input, mlp)))
     elif arch.norms_per_layer == 1:
         copies = modules.stream_copies(*attention, *mlp)
     else:

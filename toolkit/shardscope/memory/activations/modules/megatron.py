@@ -69,12 +69,12 @@ def list_core_attention(arch: Architecture, modules: Modules, tp: int = 1) -> li
     """Return the tensors that the attention kernel saves besides its operands and output."""
     if modules.attention != "eager":
         return [SavedTensor("attention", FP32 * arch.num_attention_heads, "tp")]
-    found = [build_eager_scores(arch, modules)]
+    tensors = [build_eager_scores(arch, modules)]
     if repeats_heads(arch, tp):
         # Keys and values are repeated to all heads (dot_product_attention.py, repeat_interleave).
         more = arch.num_attention_heads - max(tp, arch.num_key_value_heads)
-        found.append(SavedTensor("attention", 2 * more * arch.head_dim * modules.compute, "tp"))
-    return found
+        tensors.append(SavedTensor("attention", 2 * more * arch.head_dim * modules.compute, "tp"))
+    return tensors
 
 
 def repeats_heads(arch: Architecture, tp: int) -> bool:
@@ -174,25 +174,25 @@ def _list_attention(arch: Architecture, modules: Modules, tp: int, *, selective:
     # A fused kernel copies its operands. A checkpoint, and a matmul with values that are not repeated, keep a
     # view, and so the whole projection output.
     views = selective or (modules.attention == "eager" and not repeats_heads(arch, tp))
-    found = [SavedTensor("attention", width.output * output, "tp")]
+    tensors = [SavedTensor("attention", width.output * output, "tp")]
     if rotates or not views:
-        found += [
+        tensors += [
             SavedTensor("attention", width.query * c, "tp"),
             SavedTensor("attention", width.key * c, shared),
         ]
     if not views:
-        found.append(SavedTensor("attention", width.value * c, shared))
+        tensors.append(SavedTensor("attention", width.value * c, shared))
     if views or arch.qk_norm:
         # The norms save their inputs, which are views too.
-        found += list_fused_projection(arch, modules, tp)
+        tensors += list_fused_projection(arch, modules, tp)
     if arch.qk_norm:
         heads = arch.num_attention_heads
         copied = copies_query(arch, tp) * width.query * c
-        found.append(SavedTensor("attention", copied + heads * compute_norm_statistics(arch), "tp"))
-        found.append(
+        tensors.append(SavedTensor("attention", copied + heads * compute_norm_statistics(arch), "tp"))
+        tensors.append(
             SavedTensor("attention", arch.num_key_value_heads * compute_norm_statistics(arch), shared)
         )
-    return found
+    return tensors
 
 
 def _list_latent_attention(arch: Architecture, modules: Modules, output: int) -> list[SavedTensor]:

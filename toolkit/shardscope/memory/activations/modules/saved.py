@@ -89,6 +89,7 @@ class Modules(NamedTuple):
         Matmuls of a quantized base return their input's dtype (bitsandbytes), so the output of upcasting
         norms stays fp32.
         """
+        # Autocast's matmuls return half precision, but the fp32 embedding and residual sums keep fp32.
         wide = self.trained or (self.quantized and self.upcasts_norms)
         return FP32 if self.autocast and wide else self.compute
 
@@ -106,7 +107,7 @@ class Modules(NamedTuple):
         """
         return self.autocast and not self.trained and not (self.quantized and self.on_gpu)
 
-    def feeds(self, projection: str) -> bool:
+    def saves_input(self, projection: str) -> bool:
         """Return whether a projection saves its input.
 
         It does if its own or its adapter's weight is trained, if frozen inputs are kept, or over an int8
@@ -114,6 +115,7 @@ class Modules(NamedTuple):
         """
         if self.targets is None or self.keeps_frozen_inputs or projection in self.targets:
             return True
+        # transformers' routers are parameters, not Linears, which bitsandbytes would replace.
         return self.int8_base and projection != "router"
 
     def stream_copies(self, *projections: str) -> int:
@@ -122,12 +124,13 @@ class Modules(NamedTuple):
         Autocast casts fp32 inputs again for each projection: the stream of a trained model, and inputs that
         peft casts for an adapter.
         """
-        feeding = sum(self.feeds(projection) for projection in projections)
-        return feeding if self.normed > self.compute or self.recasts else min(1, feeding)
+        # Without a cast autograd saves the same tensor for each projection: one storage.
+        num_readers = sum(self.saves_input(projection) for projection in projections)
+        return num_readers if self.normed > self.compute or self.recasts else min(1, num_readers)
 
     def inner_copies(self, projection: str, already_saved: bool = False) -> int:
         """Return the saved copies of an input in the compute dtype, besides what another operator saved."""
-        if not self.feeds(projection):
+        if not self.saves_input(projection):
             return 0
         return 1 if self.recasts or not already_saved else 0
 

@@ -33,9 +33,11 @@ def list_selective_tensors(arch: Architecture, moe: bool, modules: Modules) -> l
         SavedTensor("attention", plain * hidden * c, "whole"),
         *_list_adapters(arch, moe, modules),
     ]
+    # The router is a matmul; of the experts only the shared one has such matmuls.
     experts = arch.mixture_of_experts
     width = arch.intermediate_size
     if moe and experts is not None:
+        # DeepSeek's router computes its logits in fp32.
         score = FP32 if arch.latent_attention is not None and not modules.autocast else c
         tensors.append(SavedTensor("experts", experts.num_experts * score, "sequence"))
         width = experts.shared_expert_intermediate_size
@@ -53,6 +55,7 @@ def _count_projected(arch: Architecture) -> int:
     if latent is None:
         return get_attention_widths(arch).inputs
     heads = arch.num_attention_heads
+    # DeepSeek-V2, section 2.1: down projections to the latents, then up projections to all heads.
     compressed = (latent.q_lora_rank or 0) + latent.kv_lora_rank + latent.qk_rope_head_dim
     return compressed + heads * (latent.qk_head_dim + latent.qk_nope_head_dim + latent.v_head_dim)
 
@@ -60,6 +63,7 @@ def _count_projected(arch: Architecture) -> int:
 def _compute_attention(arch: Architecture, modules: Modules) -> int:
     """Return bytes of attention's output with flash statistics, or with the scores if not fused."""
     heads, output = arch.num_attention_heads, get_attention_widths(arch).output
+    # Eager attention is two batched matmuls: scores, and their product with the values.
     if is_eager(arch, modules):
         return (heads * modules.seq_len + output) * modules.compute
     if uses_math_backend(arch, modules):
@@ -85,6 +89,7 @@ def compute_int8_inputs(arch: Architecture, moe: bool, modules: Modules, recompu
     """
     if recompute not in ("full", "selective"):
         return 0
+    # The inputs of attention's projections, of its output projection, of the MLP's up and down projections.
     numbers = arch.hidden_size + (get_attention_widths(arch).output if recompute == "full" else 0)
     experts = arch.mixture_of_experts
     wide = arch.intermediate_size
