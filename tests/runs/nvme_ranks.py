@@ -17,12 +17,12 @@ def main(plan_json: str, folder: str, prefetch: str, buffers: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import shardscope as ss
-    from shardscope.frameworks.deepspeed.extensions import load
+    from shardscope.frameworks.deepspeed.extensions import load_extension
     from shardscope.frameworks.deepspeed.files.config import build_deepspeed_config
     from shardscope.training.model.model import config_values
 
     # Built once for all: one that was killed while DeepSpeed built it leaves a lock, which others wait for.
-    load("async_io")
+    load_extension("async_io")
     deepspeed.init_distributed("gloo")
     plan = ss.Plan.from_json(plan_json)
     config = build_deepspeed_config(plan, nvme_folder=folder)

@@ -80,7 +80,6 @@ def script_made(folder: Path, text: Path, model: Path | None) -> dict[str, Any]:
     script.train_step = seen
     # The process group is up, and stays.
     script.dist = StaysUp(script.dist)
-    script.leave = lambda: None
     if "drawn" in folder.name:
         script.WHOLE_BYTES = 0
     words = ["--steps", str(NUM_STEPS), "--text", str(text)]
