@@ -12,7 +12,7 @@ from shardscope.catalog import models
 from shardscope.core.cluster import MAX_NODES
 from shardscope.core.finding import PlanChange
 from shardscope.core.recipe import Method
-from shardscope.frameworks.registry import frameworks as known
+from shardscope.frameworks.registry import frameworks as known_frameworks
 from shardscope.planner.advice.descriptions import name_plan
 from shardscope.planner.differences import find_differences
 from shardscope.planner.memory_needs import fits
@@ -41,18 +41,18 @@ def combine_changes(plan: Plan) -> PlanChange | None:
     """
     # In order of how much of the user's choice stays: the same method by steps, another layout by search,
     # adapters.
-    change, stuck = _combine_step_by_step(plan, [plan.recipe.method])
+    change, last_candidates = _combine_step_by_step(plan, [plan.recipe.method])
     change = change or search_change(plan) or _combine_step_by_step(plan, METHODS)[0]
     if change is None:
         # Start from the plans that need least so far, and from other frameworks' defaults: what no number of
         # nodes shrinks, such as one layer's activations, another framework may shard.
-        ways = [*stuck, *list_other_frameworks(plan)]
-        change = find_on_more_nodes(ways, _has_room) or find_smaller_model(ways, _has_room)
+        candidates = [*last_candidates, *list_other_frameworks(plan)]
+        change = find_on_more_nodes(candidates, _has_room) or find_smaller_model(candidates, _has_room)
     return None if change is None else describe_change(plan, change.plan)
 
 
 def describe_change(before: Plan, after: Plan) -> PlanChange:
-    """Return the differences between two plans as one way, without steps that a later one undid."""
+    """Return the differences between two plans as one change, without steps that a later one undid."""
     changes = [
         f"{name_plan(after, after.recipe)} instead of {name_plan(before, before.recipe)}"
         if one.field == "framework"
@@ -63,48 +63,58 @@ def describe_change(before: Plan, after: Plan) -> PlanChange:
 
 
 def _combine_step_by_step(plan: Plan, methods: Sequence[str]) -> tuple[PlanChange | None, list[PlanChange]]:
-    """Return the best way of the first round with a sufficient one (None if there is none), and the last
-    round's ways."""
+    """Return the best candidate of the first round with a sufficient one, and the last round's candidates.
+
+    The first is None if no round has a sufficient candidate.
+    """
     # A beam search: each round extends the leanest plans by one more change.
-    ways = [PlanChange((), plan)]
+    candidates = [PlanChange((), plan)]
     most = (MAX_TIMES_SLOWER - 1) * predict_seconds(plan)
     for _ in range(MOST_CHANGES):
-        further = [
-            next_way
-            for way in ways
-            for next_way in _list_next_changes(way)
-            if next_way.plan.recipe.method in methods
+        extended = [
+            longer
+            for candidate in candidates
+            for longer in _list_next_changes(candidate)
+            if longer.plan.recipe.method in methods
         ]
         # "not ... >" keeps plans whose time is NaN (not known).
-        enough = [way for way in further if _has_room(way.plan) and not way.seconds_lost > most]
-        if enough:
-            return min(enough, key=partial(_cheapest_first, plan)), ways
-        if not further:
+        sufficient = [
+            candidate
+            for candidate in extended
+            if _has_room(candidate.plan) and not candidate.seconds_lost > most
+        ]
+        if sufficient:
+            return min(sufficient, key=partial(_cheapest_first, plan)), candidates
+        if not extended:
             break
         # A plan that fits but is too slow leads nowhere: extend those that do not fit yet.
-        further = [way for way in further if not _has_room(way.plan)] or further
-        ways = sorted(_drop_duplicates(further), key=lambda way: way.plan.memory().peak_bytes)[:KEPT]
-    return None, ways
+        extended = [one for one in extended if not _has_room(one.plan)] or extended
+        candidates = sorted(
+            _drop_duplicates(extended), key=lambda candidate: candidate.plan.memory().peak_bytes
+        )[:KEPT]
+    return None, candidates
 
 
-def _list_next_changes(way: PlanChange) -> Iterator[PlanChange]:
-    for repair in find_steps(way.plan):
-        yield PlanChange((*way.changes, repair.change), repair.plan, way.seconds_lost + repair.seconds_lost)
+def _list_next_changes(candidate: PlanChange) -> Iterator[PlanChange]:
+    for repair in find_steps(candidate.plan):
+        yield PlanChange(
+            (*candidate.changes, repair.change), repair.plan, candidate.seconds_lost + repair.seconds_lost
+        )
 
 
-def _drop_duplicates(ways: list[PlanChange]) -> list[PlanChange]:
-    """Return the ways without duplicates that lead to the same plan in another order."""
+def _drop_duplicates(candidates: list[PlanChange]) -> list[PlanChange]:
+    """Return the candidates without duplicates that lead to the same plan in another order."""
     distinct: list[PlanChange] = []
-    for way in ways:
-        if all(way.plan != other.plan for other in distinct):
-            distinct.append(way)
+    for candidate in candidates:
+        if all(candidate.plan != other.plan for other in distinct):
+            distinct.append(candidate)
     return distinct
 
 
-def _cheapest_first(plan: Plan, way: PlanChange) -> tuple[bool, bool, float]:
+def _cheapest_first(plan: Plan, candidate: PlanChange) -> tuple[bool, bool, float]:
     """Return a sort key by time; lower precision comes last, because the preflight warns about it too."""
-    is_narrower = way.plan.recipe.precision != plan.recipe.precision
-    return is_narrower, math.isnan(way.seconds_lost), way.seconds_lost
+    is_narrower = candidate.plan.recipe.precision != plan.recipe.precision
+    return is_narrower, math.isnan(candidate.seconds_lost), candidate.seconds_lost
 
 
 def _has_room(plan: Plan) -> bool:
@@ -153,24 +163,32 @@ def _reset_derived(layout: Layout) -> dict[str, None]:
     return {"shard": None} if "shard" in layout.__dataclass_fields__ else {}
 
 
-def find_on_more_nodes(ways: Sequence[PlanChange], is_enough: Callable[[Plan], bool]) -> PlanChange | None:
-    """Return a way on the fewest nodes, doubled each time, with at most one more change. None if nothing is
-    sufficient on up to :data:`MOST_TIMES_THE_NODES` times as many, or for CPU ranks."""
-    if ways[0].plan.cluster.gpu.memory_is_shared:  # CPU ranks run on this one machine.
+def find_on_more_nodes(
+    candidates: Sequence[PlanChange], is_enough: Callable[[Plan], bool]
+) -> PlanChange | None:
+    """Return a candidate on the fewest nodes, doubled each time, with at most one more change.
+
+    None if nothing is sufficient on up to :data:`MOST_TIMES_THE_NODES` times as many, or for CPU ranks.
+    """
+    if candidates[0].plan.cluster.gpu.memory_is_shared:  # CPU ranks run on this one machine.
         return None
     # Doubling keeps every degree a divisor, and finds the fewest nodes within a factor of two.
     for power in range(1, MOST_TIMES_THE_NODES.bit_length()):
-        larger = [grown for way in ways if (grown := _with_nodes(way, 2**power))]
-        for one in [*larger, *(next_way for way in larger for next_way in _list_next_changes(way))]:
-            if is_enough(one.plan):
-                return one
+        moved = [_move_to_more_nodes(candidate, 2**power) for candidate in candidates]
+        larger = [candidate for candidate in moved if candidate is not None]
+        extended = [longer for candidate in larger for longer in _list_next_changes(candidate)]
+        for candidate in (*larger, *extended):
+            if is_enough(candidate.plan):
+                return candidate
     return None
 
 
-def find_smaller_model(ways: Sequence[PlanChange], is_enough: Callable[[Plan], bool]) -> PlanChange | None:
-    """Return a way with the largest smaller model of the catalogue that is sufficient, the same family first;
-    None if there is none."""
-    original = ways[0].plan.architecture
+def find_smaller_model(
+    candidates: Sequence[PlanChange], is_enough: Callable[[Plan], bool]
+) -> PlanChange | None:
+    """Return a candidate with the largest smaller model of the catalogue that is sufficient, the same family
+    first; None if there is none."""
+    original = candidates[0].plan.architecture
     smaller = [
         model for model in map(models.__getitem__, models) if model.num_parameters < original.num_parameters
     ]
@@ -178,21 +196,21 @@ def find_smaller_model(ways: Sequence[PlanChange], is_enough: Callable[[Plan], b
     for model in sorted(
         smaller, key=lambda one: (one.model_type != original.model_type, -one.num_parameters)
     ):
-        for way in ways:
+        for candidate in candidates:
             try:
-                plan = replace(way.plan, architecture=model)
+                plan = replace(candidate.plan, architecture=model)
                 fits_here = is_enough(plan)
             except ValueError:
                 continue
             if fits_here:
-                return PlanChange((f"A smaller model: {model.name}", *way.changes), plan)
+                return PlanChange((f"A smaller model: {model.name}", *candidate.changes), plan)
     return None
 
 
 def list_other_frameworks(plan: Plan) -> Iterator[PlanChange]:
     """Yield the default layout of every framework that can run the plan: some need less memory that does not
     shrink."""
-    for framework in known.values():
+    for framework in known_frameworks.values():
         try:
             other = replace(plan, layout=framework.layout_class())
             other.memory()
@@ -201,10 +219,12 @@ def list_other_frameworks(plan: Plan) -> Iterator[PlanChange]:
         yield PlanChange((other.layout.description,), other)
 
 
-def _with_nodes(way: PlanChange, times: int) -> PlanChange | None:
-    """Return the way on ``times`` as many nodes; the global batch grows if it would be too small. None if it
-    is invalid."""
-    plan = way.plan
+def _move_to_more_nodes(candidate: PlanChange, times: int) -> PlanChange | None:
+    """Return the candidate on ``times`` as many nodes; the global batch grows if it would be too small.
+
+    None if that is invalid.
+    """
+    plan = candidate.plan
     num_nodes = plan.cluster.num_nodes * times
     if num_nodes > MAX_NODES:
         return None
@@ -221,5 +241,5 @@ def _with_nodes(way: PlanChange, times: int) -> PlanChange | None:
             continue
         changes = [f"{cluster.num_nodes} nodes of {cluster.gpus_per_node} GPUs"]
         changes += [f"Global batch {batch:,}"] * (batch != plan.recipe.global_batch_size)
-        return PlanChange((*changes, *way.changes), larger)
+        return PlanChange((*changes, *candidate.changes), larger)
     return None

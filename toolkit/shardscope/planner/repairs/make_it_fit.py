@@ -73,11 +73,11 @@ def make_it_fit(plan: Plan) -> Fit | None:
     fit = _search_on_these_gpus(plan, ("fits", "tight")) or _search_on_these_gpus(plan, ("unknown",))
     # Only now change what is trained, the number of nodes, or the model.
     if fit is None:
-        way = combine_changes(plan)
+        change = combine_changes(plan)
         fit = (
             None
-            if way is None
-            else _FittingPlan(way.plan, way.plan.layout.framework == plan.layout.framework)
+            if change is None
+            else _FittingPlan(change.plan, change.plan.layout.framework == plan.layout.framework)
         )
     return None if fit is None else _build_fit(plan, fit.plan, fit.own_framework_fits)
 
