@@ -45,6 +45,7 @@ def compute_stage_0_state(plan: Plan, stage: Stage, rank: RankCounts) -> Trainin
     if all_true(plan.degrees.pp > 1) and plan.recipe.precision.startswith("bf16"):
         return _compute_bf16_optimizer_state(plan, stage, rank)
     half, counts, name = rank.half, rank.counts, plan.recipe.optimizer
+    # Weights, gradients and moments are full on every rank.
     trained = counts.trained
     moments = compute_flat_state(name, trained)
     parameters, gradients = half * trained + rank.frozen_bytes, half * trained
@@ -95,6 +96,7 @@ def _compute_bf16_optimizer_state(plan: Plan, stage: Stage, rank: RankCounts) ->
     """
     half, counts, name = rank.half, rank.counts, plan.recipe.optimizer
     partition = counts.partition
+    # The flat buffer of sums is allocated once; each micro-batch's gradients are added to it.
     sums, micro_batch = half * counts.flat_buffers, half * counts.trained
     optimizer = FP32 * partition + compute_flat_state(name, partition)
     buffers = ZeroBuffers(

@@ -139,6 +139,8 @@ def _offload_optimizer(
 def _keep_optimizer_on_cpu_rank(plan: Plan, state: TrainingState, rank: RankCounts) -> TrainingState:
     """Return ``state`` of CPU ranks, with the offloading optimizer's buffers in the rank's own memory."""
     counts = rank.counts
+    # Stage 3 keeps its gradient buffer where it is, so only main copies, moments and the fp32 gradients that
+    # the optimizer reads are new.
     if get_layout(plan).stage == 3:
         optimizer_bytes = (
             compute_flat_state(plan.recipe.optimizer, counts.partition) + 2 * FP32 * counts.partition
@@ -146,6 +148,7 @@ def _keep_optimizer_on_cpu_rank(plan: Plan, state: TrainingState, rank: RankCoun
     else:
         state = _offload_optimizer(plan, state, rank, None)
         optimizer_bytes = state.host_bytes
+    # torch's AdamW has temporaries, the other optimizers have none.
     working = zero_term("this optimizer step updates in place")
     if plan.recipe.optimizer == "adamw":
         working = Term(

@@ -152,6 +152,7 @@ def _list_tensors(
     before, behind = (
         tuple(rows * columns for rows, columns in part) for part in (outer_before, outer_behind)
     )
+    # Before the layers: the embeddings, frozen under adapters.
     trained: list[int] = []
     experts: list[int] = []
     frozen: list[int] = []
@@ -177,6 +178,7 @@ def _list_tensors(
         frozen.extend(layer_frozen * count)
         used.extend(layer_used * count)
         trained_per_layer.extend([len(layer)] * count)
+    # After the layers: the final norm and the head.
     used.extend(behind)
     (frozen if adapters else trained).extend(behind)
     forward_order.extend(range(len(forward_order), len(trained)))
@@ -264,6 +266,7 @@ def _list_shapes_without_expert_group(arch: Architecture, moe: bool, tp: int, ep
 
 def _order_layer_in_forward(arch: Architecture, moe: bool, tp: int, ep: int) -> list[int]:
     """Return the indices of a decoder layer's tensors, all trained, in forward order; norms register last."""
+    # transformers registers the norms last; forward runs each before or after attention or the feed-forward.
     names = [shape.name for shape in _list_shapes_without_expert_group(arch, moe, tp, ep)]
     feed_forward = [index for index, name in enumerate(names) if name.startswith("mlp.")]
     before, between, behind = (
@@ -370,13 +373,16 @@ def count_secondary_partitions(plan: Plan) -> SecondaryPartitions:
     moe_layers = arch.num_moe_layers
     dense_layers = arch.num_hidden_layers - moe_layers
     tensors = list_tensors(arch, get_adapters(plan.recipe), 1, 1, dense_layers, moe_layers, 1, 1)
+    # Persistent parameters are never released, so nothing is all-gathered again from a secondary partition.
     threshold = layout.stage3_param_persistence_threshold
     not_persistent = tuple(size for size in tensors.trained if size > threshold)
 
-    def count(sizes: tuple[int, ...]) -> int:
+    def count_partitions(sizes: tuple[int, ...]) -> int:
         # Padded for all ranks first, then partitioned over the smaller group.
         return map_distinct(partial(sum_partitions, sizes), ranks) * ranks // group
 
     return SecondaryPartitions(
-        count(not_persistent), count(tensors.frozen), count((*tensors.trained, *tensors.frozen))
+        trained=count_partitions(not_persistent),
+        frozen=count_partitions(tensors.frozen),
+        at_init=count_partitions((*tensors.trained, *tensors.frozen)),
     )

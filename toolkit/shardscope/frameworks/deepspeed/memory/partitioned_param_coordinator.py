@@ -51,6 +51,7 @@ class PartitionedParameterCoordinator:
     """All-gathered parameters of one rank, sizes in elements."""
 
     def __init__(self, trace: ModuleTrace, ranks: int, options: Stage3Options) -> None:
+        # Sizes and options, then the trace.
         self.options, self.ranks = options, ranks
         self.sizes = trace.sizes
         self.gathers = ranks > 1 or options.offloads_partitions
@@ -65,6 +66,7 @@ class PartitionedParameterCoordinator:
                 partitions, trace.trained, self.persistent, options.nvme
             )
         self._construct_parameter_trace(trace.list_fetches())
+        # What is all-gathered or on its way.
         self.available = {index for index, persists in enumerate(self.persistent) if persists}
         self.most_recent_step_fetched_for = [-1] * len(self.sizes)
         self.step_id = self.num_available_params = 0
@@ -74,6 +76,7 @@ class PartitionedParameterCoordinator:
         """Maximum of ``live`` since a caller last reset it to ``live``."""
         self.inflight_params: dict[int, list[int]] = {}
         """Parameters with a pending all-gather, and all parameters of that coalesced all-gather."""
+        # What outlives its release: parameters of a recomputation, and views that autograd has saved.
         self.recompute_params: set[int] = set()
         """Frozen parameters that a recomputation has fetched: they are released only after the backward of
         the module in which the recomputation started, the owner (``update_recompute_parameters``)."""
@@ -136,7 +139,7 @@ class PartitionedParameterCoordinator:
         params, self.recompute_owner, self.recompute_params = self.recompute_params, None, set()
         for index in params:
             if index in self.available and not self.persistent[index]:
-                self._partition(index)
+                self._partition_param(index)
 
     def free_view(self, index: int) -> None:
         """Free autograd's view of a weight, after the backward of its matmul."""
@@ -152,16 +155,17 @@ class PartitionedParameterCoordinator:
             self._all_gather_params(missing)
         for index in params:
             if index in self.inflight_params:
-                self._wait(index)
+                self._wait_for_param(index)
         # Pop the module's parameters off the queue, unless earlier prefetches have popped them.
         not_fetched = sum(self.most_recent_step_fetched_for[index] < self.step_id for index in params)
         for _ in range(min(not_fetched, len(self.param_queue))):
             step, popped = self.param_queue.popleft()
             self.most_recent_step_fetched_for[popped] = step
-        self._prefetch()
+        self._prefetch_params()
         self.step_id += 1
 
-    def _prefetch(self) -> None:
+    def _prefetch_params(self) -> None:
+        """Start one all-gather of the next parameters in the queue, up to both limits."""
         max_elements = min(
             self.options.max_live_parameters - self.num_available_params, self.options.prefetch_bucket_size
         )
@@ -195,6 +199,8 @@ class PartitionedParameterCoordinator:
         swap_in_params: list[int] = []
         for _, index in self.param_queue:
             is_full = len(swap_in_params) >= self.swapper.available_swap_in_buffers
+            # DeepSpeed's own factor: reads stay ahead of all-gathers by as much as these take
+            # (__prefetch_nvme_param_partitions).
             if considered > 2 * elements_in_flight or is_full:
                 break
             if self._is_on_nvme(index):
@@ -212,7 +218,7 @@ class PartitionedParameterCoordinator:
             self.live += self.gathered_sizes[index]
         self.peak = max(self.peak, self.live)
 
-    def _wait(self, index: int) -> None:
+    def _wait_for_param(self, index: int) -> None:
         """Wait for a parameter's all-gather.
 
         A coalesced all-gather is copied out of its flat buffer, which is freed when its last parameter is
@@ -239,19 +245,22 @@ class PartitionedParameterCoordinator:
         """Release a parameter, unless it persists or is reused within ``max_reuse_distance``."""
         if self.persistent[index] or index not in self.available:
             return
+        # A prefetch has already counted on it for a later module.
         if self.most_recent_step_fetched_for[index] > self.step_id:
             return
         if index in self.recompute_params and self.recompute_owner is not None:
             return
+        # Keep it if its next use is near (__params_to_release, max_reuse_dist_in_numel).
         next_use = self.find_next_use(index, self.recursive_uses if is_leaf else self.uses)
         traversed = self.traversed_recursively if is_leaf else self.traversed
         if next_use is not None:
             distance = traversed[next_use] - traversed[self.step_id]
             if distance < self.options.max_reuse_distance:
                 return
-        self._partition(index)
+        self._partition_param(index)
 
-    def _partition(self, index: int) -> None:
+    def _partition_param(self, index: int) -> None:
+        """Free a parameter's all-gathered memory, unless a view of autograd keeps it allocated."""
         self.available.discard(index)
         if self.swapper is not None:
             self.swapper.remove_partition_and_release_buffers(index)

@@ -242,16 +242,21 @@ class _BackwardPeaks:
         for num_passed, layer in self._choose_layers():
             peaks += self._find_layer_peaks(num_passed, layer)
         peaks.append(
-            self._build(0.97, (self.backward.stream_gradient,), _IN_EMBEDDING, self.counts.embedding)
+            self._build_candidate(
+                0.97, (self.backward.stream_gradient,), _IN_EMBEDDING, self.counts.embedding
+            )
         )
-        peaks += [self._build(0.975, (0,), _NO_ACTIVATIONS, phase) for phase in self.counts.final_reduction]
+        peaks += [
+            self._build_candidate(0.975, (0,), _NO_ACTIVATIONS, phase)
+            for phase in self.counts.final_reduction
+        ]
         if self.sizes.has_scores:
             peaks += self._find_forward_score_peaks()
         if self.buffers.gathers_in_forward:
             peaks.append(self._find_forward_peak())
         return peaks
 
-    def _build(
+    def _build_candidate(
         self,
         fraction: float,
         activations: tuple[int, ...],
@@ -295,6 +300,7 @@ class _BackwardPeaks:
                 self._explain_elements(buffers.gradients_at_loss, "of earlier micro-batches"),
             )
 
+        # At the loss; at the head's gradients, with the logits' gradient and without; at the final norm.
         at_norm = (*self.saved, self.backward.in_final_norm)
         norm_bucket = buffers.bucket if buffers.trains_all else self.bucket_at_head
         return [
@@ -306,9 +312,11 @@ class _BackwardPeaks:
                 explain_loss,
                 self.backward.logits,
             ),
-            self._build(0.345, self.saved, _SAVED, counts.head.peak, self.permanent_bucket, head_logits),
-            self._build(0.347, self.saved, _SAVED, counts.head.peak, self.bucket_at_head),
-            self._build(0.35, at_norm, _IN_NORM, counts.head.first_gradient, norm_bucket),
+            self._build_candidate(
+                0.345, self.saved, _SAVED, counts.head.peak, self.permanent_bucket, head_logits
+            ),
+            self._build_candidate(0.347, self.saved, _SAVED, counts.head.peak, self.bucket_at_head),
+            self._build_candidate(0.35, at_norm, _IN_NORM, counts.head.first_gradient, norm_bucket),
         ]
 
     def _explain_elements(self, num_bytes: int, what: str) -> Term:
@@ -333,6 +341,7 @@ class _BackwardPeaks:
         """Return the candidates in the layer that follows ``num_passed`` layers in backward."""
         sizes, buffers, backward = self.sizes, self.buffers, self.backward
         num_layers, trains_all = sizes.num_layers, buffers.trains_all
+        # Layers take the timeline from 0.36 to 0.96; the offsets below order the candidates of one layer.
         fraction = 0.36 + 0.6 * num_passed / num_layers
         layer = backward.find_largest_layer()
         has_experts = layer.at_expert_weights != layer.at_product
@@ -348,14 +357,14 @@ class _BackwardPeaks:
             else where((num_passed > 0) | buffers.head_is_first, buffers.bucket, self.permanent_bucket)
         )
         remaining = maximum(0, saved - layer.saved)
-        after_layer = self._build(
+        after_layer = self._build_candidate(
             fraction + 0.01, (remaining, 2 * backward.stream_gradient), _AFTER_LAYER, phases.peak
         )
         if sizes.fetches_one_by_one:
             fetches = self._find_fetch_phases(phases, num_layers - 1 - num_passed)
             return [
                 *(
-                    self._build(fraction, activations, _IN_LAYER, elements, bucket)
+                    self._build_candidate(fraction, activations, _IN_LAYER, elements, bucket)
                     for activations, elements in fetches
                 ),
                 after_layer,
@@ -363,18 +372,18 @@ class _BackwardPeaks:
         # At the layer's own maximum: the product of the feed-forward, or attention's scores.
         inside = (saved, maximum(layer.at_product, layer.at_expert_rows) - is_last * sizes.unsaved)
         at_peak = phases.before_attention if sizes.peaks_in_scores else phases.first_gradient
-        peaks = [self._build(fraction, inside, _IN_LAYER, at_peak, bucket)]
+        peaks = [self._build_candidate(fraction, inside, _IN_LAYER, at_peak, bucket)]
         if trains_all:
             # At the gradient of the down projection, whose input, the product, is still alive.
             with_product = layer.at_product - sizes.freed[0] + sizes.product
             inside = (where(has_experts, 0, saved), where(has_experts, 0, with_product))
             with_down = phases.first_gradient.staging + sizes.down_projection
             at_down = phases.first_gradient._replace(staging=with_down)
-            peaks.append(self._build(fraction + 0.002, inside, _IN_LAYER, at_down, bucket))
+            peaks.append(self._build_candidate(fraction + 0.002, inside, _IN_LAYER, at_down, bucket))
         if sizes.adapter_inputs and not num_passed:
             # The bucket is allocated by then, at the first gradient.
             inside = (saved, where(has_experts, 0, sizes.adapter_inputs))
-            peaks.append(self._build(fraction + 0.003, inside, _IN_LAYER, phases.first_gradient))
+            peaks.append(self._build_candidate(fraction + 0.003, inside, _IN_LAYER, phases.first_gradient))
         # At the gradient of a feed-forward matrix, when some saved tensors have been freed.
         freed, in_feed_forward = self._find_feed_forward_peak(phases.feed_forward)
         in_dense = layer.at_product - freed
@@ -382,20 +391,23 @@ class _BackwardPeaks:
         # A layer without experts, after layers with experts, cannot free more than is left.
         inside = (saved, maximum(where(has_experts, in_experts, in_dense), -saved))
         elements = where(has_experts & trains_all, phases.last_feed_forward, in_feed_forward)
-        peaks.append(self._build(fraction + 0.004, inside, _IN_LAYER, elements, bucket))
+        peaks.append(self._build_candidate(fraction + 0.004, inside, _IN_LAYER, elements, bucket))
         if sizes.has_scores:
             inside = (saved, maximum(layer.at_scores, -saved))
-            peaks.append(self._build(fraction + 0.006, inside, _IN_LAYER, phases.before_attention))
+            peaks.append(self._build_candidate(fraction + 0.006, inside, _IN_LAYER, phases.before_attention))
         peaks.append(after_layer)
+        # Between the feed-forward and attention: the layer's feed-forward has freed all that it saved.
         if trains_all:
             at_attention = (remaining, sizes.attention, 2 * backward.stream_gradient)
             peaks.append(
-                self._build(fraction + 0.008, at_attention, _AFTER_FEED_FORWARD, phases.attention_output)
+                self._build_candidate(
+                    fraction + 0.008, at_attention, _AFTER_FEED_FORWARD, phases.attention_output
+                )
             )
         # With frozen embeddings no gradient reaches the first layer's first norm.
         is_reached = trains_all | (num_passed + 1 < num_layers)
         inside = (is_reached * remaining, is_reached * sizes.first_norm)
-        peaks.append(self._build(fraction + 0.012, inside, _IN_FIRST_NORM, phases.next_layer))
+        peaks.append(self._build_candidate(fraction + 0.012, inside, _IN_FIRST_NORM, phases.next_layer))
         return peaks
 
     def _find_layer_at(self, fullest: LargestLayer, index: int) -> tuple[LargestLayer, int]:
@@ -438,12 +450,14 @@ class _BackwardPeaks:
             phases.peak,
             phases.next_layer,
         )
-        offloaded, kept = order.kinds[0], order.kinds[-1]
+        offloaded, not_offloaded = order.kinds[0], order.kinds[-1]
         is_offloaded = index % order.interval == 0
         # A phase cannot free more than is left: with short sequences over many ranks its bytes are 0.
         return [
             ((before, maximum(where(is_offloaded, fetched.activations, saved.activations), -before)), phase)
-            for fetched, saved, phase in zip(offloaded.backward, kept.backward, elements, strict=True)
+            for fetched, saved, phase in zip(
+                offloaded.backward, not_offloaded.backward, elements, strict=True
+            )
         ]
 
     def _find_feed_forward_peak(self, matrices: Sequence[PhaseElements]) -> tuple[int, PhaseElements]:
@@ -461,7 +475,7 @@ class _BackwardPeaks:
         for num_passed, gathered in self.counts.gathered_in_forward:
             elements = where(num_passed >= num_layers - 1, gathered, elements)
         return [
-            self._build(
+            self._build_candidate(
                 0.02 + 0.3 * (layer.position + 1) / num_layers,
                 (layer.saved_before, layer.kind.forward),
                 _INSIDE_FORWARD,
@@ -483,7 +497,9 @@ class _BackwardPeaks:
             elements = where(is_larger, other, elements)
         saved = layers * num_passed // num_layers
         fraction = 0.02 + 0.3 * num_passed / num_layers
-        return self._build(fraction, (saved,), _IN_FORWARD, PhaseElements(elements, 0), phase="forward")
+        return self._build_candidate(
+            fraction, (saved,), _IN_FORWARD, PhaseElements(elements, 0), phase="forward"
+        )
 
 
 def _count_remaining(layers: int, saved: int, num_layers: int, num_passed: int) -> int:

@@ -137,7 +137,7 @@ def find_logits(step: TransformersActivations) -> tuple[Term, Term]:
     forward = width + shifted + fp32_copy + 2 * FP32
     backward = 2 * FP32 + gradient_cast + shifted
 
-    def sharded(bytes_per_logit: int) -> Term:
+    def compute_sharded(bytes_per_logit: int) -> Term:
         return Term(
             step.stage.is_last * step.tokens * vocab * bytes_per_logit,
             lambda: (
@@ -147,7 +147,9 @@ def find_logits(step: TransformersActivations) -> tuple[Term, Term]:
         )
 
     at_end, at_start = replicated
-    return choose_term(tp > 1, sharded(forward), at_end), choose_term(tp > 1, sharded(backward), at_start)
+    return choose_term(tp > 1, compute_sharded(forward), at_end), choose_term(
+        tp > 1, compute_sharded(backward), at_start
+    )
 
 
 # ---- Element counts of one rank
@@ -349,6 +351,7 @@ def _count_elements(
     arch, adapters = settings.arch, settings.adapters
     tensors = list_tensors(arch, adapters, tp, ep, dense_layers, moe_layers, is_first, is_last)
     has_tied_head = arch.tie_word_embeddings and is_first and is_last
+    # Under adapters the tied embedding is frozen, and has no gradient.
     tied_head = tensors.trained[0] if has_tied_head and not adapters else 0
     frozen = tensors.frozen.total
     flat_buffers = largest_slice = largest_expert_slice = persistent = after_forward = 0
@@ -375,6 +378,7 @@ def _count_elements(
         flat_buffers = dense.flat_buffers + experts.flat_buffers
         largest_slice, largest_expert_slice = dense.largest_slice, experts.largest_slice
         parts = _count_backward_parts(settings, tensors, dense, experts, tied_head, bool(accumulates))
+    # Array formulas need a fixed number of phases: keep the layers that can have the peak.
     head, *layers, embedding, reduction = parts
     next_layers = [*(layer.first_gradient for layer in layers[1:]), embedding.first_gradient]
     totals = [layer.peak.total for layer in layers]
@@ -414,6 +418,7 @@ def _count_backward_parts(
     """Return the parts of backward in stages 0 to 2; the last one is the final reduction."""
     options = settings.options
     if settings.stage == 0:
+        # All gradients stay, and are flattened group by group for the all-reduce after backward.
         flattened = max(
             count_all_reduce_copy(sizes, cast_width=options.cast_width)
             for sizes in (tensors.trained, tensors.experts)

@@ -51,18 +51,21 @@ def compute_stage_3_state(plan: Plan, stage: Stage, rank: RankCounts) -> Trainin
     layout = get_layout(plan)
     half, counts = rank.half, rank.counts
     partition = counts.partition
+    # fp32 main copies and moments of this rank's partitions (_create_fp32_partitions).
     optimizer = FP32 * partition + compute_flat_state(plan.recipe.optimizer, partition)
-    # The norm's fp64 copy; a sub-group's gradients, flat and in fp32; the update of a sub-group.
+    # The optimizer step's temporaries, one after the other: the norm's fp64 copy of the largest partition; a
+    # sub-group's gradients, flat and in fp32; the update of a sub-group.
     update = maximum(
         FP64 * ceil_div(counts.largest_trained, rank.ranks),
         (FP32 + (half if half < FP32 else 0)) * counts.update_group,
         FP32 * counts.update_group + compute_flat_working(plan.recipe.optimizer, counts.update_group),
     )
+    # The bucket is allocated once, in the reduction type, if gradients are contiguous.
     bucket_width = get_reduction_width(layout, plan.recipe)
     bucket = bucket_width * layout.reduce_bucket_size if layout.contiguous_gradients else 0
     secondary = count_secondary_partitions(plan)
 
-    def staging(elements: int, when: str, secondary_elements: int = secondary.in_step) -> Term:
+    def build_staging(elements: int, when: str, secondary_elements: int = secondary.in_step) -> Term:
         def explain() -> str:
             hpz = f" + at most {format_gib(half * secondary_elements)} GiB of secondary partitions (hpZ)"
             return (
@@ -75,6 +78,7 @@ def compute_stage_3_state(plan: Plan, stage: Stage, rank: RankCounts) -> Trainin
 
         return Term(bucket + half * (elements + secondary_elements), explain)
 
+    # In backward the peak candidates add the all-gathered parameters phase by phase; these stay throughout.
     buffers = ZeroBuffers(
         bucket=bucket + half * secondary.in_step,
         trains_all=rank.trains_all,
@@ -104,9 +108,9 @@ def compute_stage_3_state(plan: Plan, stage: Stage, rank: RankCounts) -> Trainin
                 f"{plan.recipe.optimizer} state, each tensor / ranks"
             ),
         ),
-        gather_rest=staging(counts.persistent, "and never released", secondary.frozen),
-        gather_update=staging(counts.persistent, "and never released"),
-        gather_forward=staging(counts.after_forward, "when forward ends"),
+        gather_rest=build_staging(counts.persistent, "and never released", secondary.frozen),
+        gather_update=build_staging(counts.persistent, "and never released"),
+        gather_forward=build_staging(counts.after_forward, "when forward ends"),
         find_backward_peaks=lambda backward: find_backward_peaks(
             counts, backward, half, compute_activation_sizes(plan, stage), buffers
         ),
@@ -185,6 +189,7 @@ class _StepSimulation:
 
     def run(self) -> Stage3Step:
         """Simulate the step and return its phases."""
+        # Forward: the maxima in each part, with the number of layers whose activations are saved by then.
         in_forward: list[tuple[int, int]] = []
         num_layers = self.trace.num_layers
         for number, events in enumerate(self.trace.forward):
@@ -192,11 +197,12 @@ class _StepSimulation:
             in_forward.append((max(0, min(number - 1, num_layers)), max(before, behind)))
             in_forward.append((min(number, num_layers), behind))
         after_forward = self.coordinator.live
+        # Backward. Gradients stay in the bucket from one part to the next.
         parts = [self._run_backward_part(events, number) for number, events in enumerate(self.trace.backward)]
         # The final reduction starts in the hook of the last gradient.
         gathered = self.gathered
         copies = self._reduce_ipg_bucket() if self.trains_all else self._move_partitions_to_host()
-        reduction = self._phase(gathered + copies)
+        reduction = self._build_phase(gathered + copies)
         swapper = self.coordinator.swapper
         return Stage3Step(
             self.coordinator.persistent_elements,
@@ -236,6 +242,7 @@ class _StepSimulation:
         # Whether the feed-forward is done; attention's first gradient ends this phase.
         is_after_feed_forward = False
         for kind, module in events:
+            # Hooks before and after a module: all-gathers and releases, without a new gradient.
             if kind != "gradients":
                 coordinator.peak = coordinator.live
                 if kind == "release":
@@ -248,9 +255,11 @@ class _StepSimulation:
                 peak = self._raise_peak(peak, coordinator.peak + self.outside_bucket + tied_gradient)
                 continue
             call = module.call
+            # The part's first gradient; in the head's part the norm's, which comes last.
             if first_gradient is None or not number:
                 head_gradient = tied_gradient if number else self._count_head_gradient(module)
-                first_gradient = self._phase(self.gathered + head_gradient)
+                first_gradient = self._build_phase(self.gathered + head_gradient)
+            # A leaf's gradients are reduced when all of them exist (leaf_module_config.py).
             if call.is_leaf:
                 leaf_peak, reduction_peak = self._run_leaf_backward(module, feed_forward)
                 peak = self._raise_peak(peak, tied_gradient + leaf_peak)
@@ -258,27 +267,28 @@ class _StepSimulation:
                 is_after_feed_forward = True
                 continue
             if call.in_attention and before_attention is None:
-                before_attention = self._phase(self.gathered + tied_gradient)
+                before_attention = self._build_phase(self.gathered + tied_gradient)
+            # Other modules: each gradient is reduced by its own hook.
             for index in module.params:
                 elements = self._run_gradient_hook(index, call.trained) + tied_gradient
                 peak = self._raise_peak(peak, elements)
                 if call.is_feed_forward:
-                    feed_forward.append(self._phase(elements))
+                    feed_forward.append(self._build_phase(elements))
                 elif is_after_feed_forward:
                     attention_output = self._raise_peak(attention_output, elements)
             is_after_feed_forward = call.is_feed_forward or (is_after_feed_forward and not call.in_attention)
         if first_gradient is None:
-            first_gradient = self._phase(self.gathered + tied_gradient)
+            first_gradient = self._build_phase(self.gathered + tied_gradient)
         return BackwardPart(first_gradient, peak, before_attention, tuple(feed_forward), attention_output)
 
-    def _phase(self, staging: int) -> PhaseElements:
+    def _build_phase(self, staging: int) -> PhaseElements:
         """Return a phase with ``staging`` elements and the gradients that cannot be swapped out."""
         swapper = self.optimizer_swapper
         return PhaseElements(staging, 0 if swapper is None else swapper.unswapped_gradients)
 
     def _raise_peak(self, peak: PhaseElements, staging: int) -> PhaseElements:
         """Return the larger one of ``peak`` and the current phase with ``staging`` elements."""
-        current = self._phase(staging)
+        current = self._build_phase(staging)
         return current if current.total > peak.total else peak
 
     def _count_head_gradient(self, module: TracedModule) -> int:
@@ -294,7 +304,7 @@ class _StepSimulation:
         shared = sum(self.sizes[index] for index in params[shared_experts:]) if trained else 0
         self.coordinator.free_view(params[shared_experts - 1])
         peak = self.gathered + unreduced - shared
-        feed_forward.append(self._phase(peak))
+        feed_forward.append(self._build_phase(peak))
         self.coordinator.free_view(params[shared_experts - 2])
         peak = max(peak, self.gathered + unreduced)
         reduction_peak = 0
@@ -326,6 +336,7 @@ class _StepSimulation:
         See ``reduce_independent_p_g_buckets_and_remove_grads`` and ``__add_grad_to_ipg_bucket``.
         """
         bucket_size, size, copies = self.options.reduce_bucket_size, self.sizes[index], 0
+        # A gradient that does not fit reduces the bucket first.
         if self.bucket_elements and self.bucket_elements + size > bucket_size:
             copies = self._reduce_ipg_bucket()
             self.bucket_elements = self.num_in_bucket = self.outside_bucket = 0
@@ -334,6 +345,7 @@ class _StepSimulation:
         if self.optimizer_swapper is not None:
             self.optimizer_swapper.add_gradient(index)
         self.largest_partition = max(self.largest_partition, -(-size // self.ranks))
+        # A gradient larger than the bucket, and any without a contiguous bucket, stays autograd's tensor.
         if size > bucket_size:
             self.outside_bucket = size
         elif not self.options.contiguous_gradients:

@@ -59,7 +59,9 @@ def compute_stage_1_or_2_state(plan: Plan, stage: Stage, rank: RankCounts) -> Tr
     """Return the state of stages 1 and 2: flat buffers of weights, each rank updating its partition."""
     layout, recipe = get_layout(plan), plan.recipe
     half, counts = rank.half, rank.counts
+    # fp32 main copies and moments of this rank's partition (single_partition_of_fp32_groups).
     optimizer = FP32 * counts.partition + compute_flat_state(recipe.optimizer, counts.partition)
+    # The bucket. A pipeline without contiguous gradients has none in backward: it reduces after the schedule.
     reduces_late = is_reduced_late(layout.stage, bool(layout.overlap_comm), rank.accumulates)
     in_backward = (plan.degrees.pp == 1) | layout.contiguous_gradients
     bucket = in_backward * half * count_bucket_elements(plan, counts)
@@ -84,6 +86,7 @@ def compute_stage_1_or_2_state(plan: Plan, stage: Stage, rank: RankCounts) -> Tr
         + compute_flat_working(recipe.optimizer, counts.update_group)
         - half * counts.own_gradients * has_one_group,
     )
+    # With late reduction all gradients exist until backward has ended; else only the own partition's.
     gradients = where(reduces_late, counts.trained, counts.own_gradients)
     always_has_bucket = rank.accumulates & reduces_late
 
@@ -309,6 +312,7 @@ def reduce_in_backward(
         )
         feed_forward: list[PhaseElements] = []
         attention_output = PhaseElements(0, 0)
+        # Gradients in the order of backward; ``remaining`` counts down to the part's last one.
         for remaining in range(count, 0, -1):
             if remaining == tensors.num_attention:
                 before_attention = PhaseElements(
@@ -323,6 +327,7 @@ def reduce_in_backward(
             if tied_head and not index:
                 # Both gradients of a tied embedding and their sum are alive; then only the sum is.
                 phase, tied_gradient = phase._replace(staging=phase.staging + size), 0
+            # A gradient that does not fit reduces the bucket first; the new gradient already exists.
             if bucket and bucket_elements + size > bucket_size:
                 staging = tied_gradient + size + outside_bucket
                 copies = count_reduction_copies(bucket, options)
@@ -339,6 +344,7 @@ def reduce_in_backward(
             if tensors.num_attention - 1 <= remaining <= tensors.num_attention:
                 # Attention's last two tensors in forward, with its output projection's matrix.
                 attention_output = max(attention_output, phase, key=_get_total)
+            # The gradient is copied into the bucket, and the earlier micro-batches' one is freed.
             bucket.append(gradients[index])
             bucket_elements += size
             earlier_gradients -= size * (earlier_gradients > 0)
@@ -353,6 +359,7 @@ def reduce_in_backward(
         if not number and tied_head:
             peak = max(peak, first, key=_get_total)
         parts.append(BackwardPart(first, peak, before_attention, tuple(feed_forward), attention_output))
+    # The final reduction takes what is left in the bucket (overlapping_partition_gradients_reduce_epilogue).
     copies = count_reduction_copies(bucket, options) if bucket else 0
     last = PhaseElements(outside_bucket + copies, accumulated)
     # A gradient larger than the bucket stays until it has been copied.
