@@ -226,7 +226,7 @@ def test_a_new_engine_resumes_from_the_checkpoint(name: str, found: dict[str, An
     assert of_kept["went_on"] == pytest.approx(straight[SAVED_AFTER], abs=1e-6)
     assert of_kept["again"] == pytest.approx(straight[SAVED_AFTER:], abs=1e-6)
     assert of_kept["exported"] == pytest.approx(straight[SAVED_AFTER], abs=0.03 if "bf16" in name else 1e-5)
-    assert "tp of this run is 1; allowed: 2, the number of parts of each matrix" in of_kept["words"]
+    assert "tp of this run is 1; allowed: 2, the tensor-parallel degree" in of_kept["words"]
 
 
 @pytest.mark.parametrize(

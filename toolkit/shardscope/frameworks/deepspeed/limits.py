@@ -89,6 +89,7 @@ def _check_degrees(plan: Plan) -> None:
 def _check_auto_tp(plan: Plan, layout: ZeroLayout) -> None:
     """Raise ``ValueError`` for plans that DeepSpeed's AutoTP, with transformers' plans, cannot run."""
     arch, recipe = plan.architecture, plan.recipe
+    # Combinations with other options that no test compares with a single process.
     if layout.pp > 1:
         refuse(
             "Layout.tp", layout.tp, "1 with pp > 1: AutoTP inside pipeline stages is not tested", {"tp": 1}
@@ -103,6 +104,7 @@ def _check_auto_tp(plan: Plan, layout: ZeroLayout) -> None:
             f"{', '.join(AUTOTP_TRAINED)} with tp > 1: AutoTP is tested with no others",
             {"tp": 1},
         )
+    # Combinations that DeepSpeed 0.19 trains incorrectly.
     if layout.stage == 0 and recipe.precision != "fp32":
         why = "1 or 2 in half precision with tp > 1: in stage 0 DeepSpeed's gradient norm is up to 20 % off"
         refuse("Layout.stage", 0, why, {"stage": 1})
@@ -114,6 +116,7 @@ def _check_auto_tp(plan: Plan, layout: ZeroLayout) -> None:
             "selective recomputation saves (RowParallel.forward), so that it would be reduced twice",
             {"recompute": "full"},
         )
+    # check_heads has checked the numbers of heads.
     for field in ("intermediate_size", "vocab_size"):
         if getattr(arch, field) % layout.tp:
             refuse(

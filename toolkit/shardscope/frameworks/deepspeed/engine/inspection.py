@@ -156,6 +156,7 @@ def read_back(plan: Plan, engine: DeepSpeedEngine) -> dict[str, object]:
     _check_equal(
         "bytes of a reduced gradient", reduce_dtype.itemsize, get_reduction_width(layout, plan.recipe)
     )
+    # Sizes before partitioning: a parameter of stage 3 itself has no elements.
     sizes = {name: getattr(p, "ds_numel", p.numel()) for name, p in parameters.items()}
     updated = _count_updated_weights(engine, ranks)
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]

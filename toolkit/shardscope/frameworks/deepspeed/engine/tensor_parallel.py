@@ -102,6 +102,7 @@ class TensorEngine(DeepSpeedEngine):
                 f"the plan shards matrices over tp={tp} ranks, and DeepSpeed did not shard {len(full)}: "
                 f"{', '.join(full[:3])}"
             )
+        # All shards together must be the model.
         number = sum(p.numel() * (tp if name in sharded else 1) for name, p in parameters.items())
         if number != arch.num_parameters:
             raise RuntimeError(

@@ -115,6 +115,7 @@ def _list_slices(bucket: list[FlatGradient]) -> list[tuple[int, int]]:
             runs.append((size + head, 1))
         else:
             runs.append((head, 1))
+        # After the rest of the first owner's partition: complete partitions, and a part of the last one.
         num_partitions, tail = divmod(gradient.size - head, gradient.partition)
         if num_partitions:
             runs.append((gradient.partition, num_partitions))
@@ -129,6 +130,7 @@ def find_largest_copy(slices: list[tuple[int, int]], max_elements: int, cast_wid
 
     ``slices`` are (size of a slice, number of consecutive slices of that size).
     """
+    # DeepSpeed collects slices until they exceed the maximum, then reduces these (allreduce_no_retain).
     largest = elements = number = 0
     for size, count in slices:
         remaining = count

@@ -26,6 +26,7 @@ def replace_moe_layers(plan: Plan, model: torch.nn.Module, tracker: Tracker) -> 
     from shardscope.frameworks.deepspeed.engine.experts_module import replace_experts
 
     ep = int(plan.degrees.ep)
+    # DeepSpeed's layers copy transformers' weights, on the host; only the result moves to the device.
     with tracker.paused():
         replace_experts(model, ep=ep, ep_rank=dist.get_rank() % ep)
     with tracker.labelling("parameters"):

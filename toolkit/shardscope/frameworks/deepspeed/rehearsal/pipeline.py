@@ -69,6 +69,7 @@ class _StageRehearsal:
         engine, optimizer = self._build_engine()
         label_state(tracker, engine, optimizer)
         for step in range(NUM_STEPS):
+            # Only the last step is reported: see NUM_STEPS.
             if step == NUM_STEPS - 1:
                 tracker.restart()
             ids = torch.zeros(
@@ -96,6 +97,7 @@ class _StageRehearsal:
         from shardscope.frameworks.deepspeed.engine.pipeline_module import StagedModule
 
         plan, pp, number = self.plan, self.plan.degrees.pp, self.number
+        # Every rank builds the full model on the host (memory/building.py), and moves its own stage.
         with self.tracker.paused(), torch.device(self.device):
             model = build_model(plan, self.deepspeed, config, self.tracker)
         first = sum(plan.stage_layers[:number])

@@ -60,6 +60,7 @@ AUTOTP_FAMILIES = families_with("autotp_rehearsal")
 def check_plan(plan: Plan) -> None:
     """Raise ``ValueError`` for plans that DeepSpeed's engine cannot run on fake tensors."""
     layout = get_layout(plan)
+    # Limits that the engine has too.
     if layout.ep > 1:
         check_experts(plan)
     if layout.pp > 1:
@@ -98,6 +99,7 @@ def _run_steps(
     device: str,
     files: FakeFiles,
 ) -> RehearsedStage:
+    # The second micro-batch adds to the gradients of the first; later ones have the same memory.
     num_micro_batches = min(plan.num_micro_batches, MAX_MICRO_BATCHES)
     config = build_config(plan, num_micro_batches, files.folder)
     note_progress("building the model", 0.1)
@@ -109,6 +111,7 @@ def _run_steps(
     label_state(tracker, engine, optimizer)
     shape = (plan.recipe.micro_batch_size, plan.recipe.seq_len)
     for step in range(NUM_STEPS):
+        # Only the last step is reported: see NUM_STEPS.
         if step == NUM_STEPS - 1:
             tracker.restart()
         for index in range(num_micro_batches):
@@ -120,6 +123,7 @@ def _run_steps(
             with tracker.phase("backward"):
                 engine.backward(loss)
             del loss
+            # Below stage 2 gradients are autograd's own tensors until the update.
             if get_layout(plan).stage < 2:
                 tracker.label((p.grad for p in trained if p.grad is not None), "gradients")
             # engine.step only counts micro-batches until the last one.
