@@ -1,4 +1,4 @@
-"""Whether Accelerate starts a plan: a Script, the advice and the exported files give one answer."""
+"""Whether Accelerate can run a plan: scripts, advice and exported files give the same answer."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ H100S = "2x8xh100-sxm-80gb"
 NVME = {"stage3_prefetch_bucket_size": 10**6, "offload_optimizer_buffer_count": 6}
 
 
-def script() -> None:
-    """Of somebody's own."""
+def run_script() -> None:
+    """A user's script that does nothing."""
 
 
-def planned(model: str, layout: ss.Layout) -> ss.Plan:
+def build_plan(model: str, layout: ss.Layout) -> ss.Plan:
     return ss.Plan(ss.models[model], ss.Cluster.parse(H100S), ss.Recipe(global_batch_size=64), layout)
 
 
-def exported(framework: str) -> Any:
-    """The framework's part of ``plan.export``."""
+def import_export(framework: str) -> Any:
+    """Return the framework's export module."""
     return import_module(f"shardscope.frameworks.{framework}.files.export")
 
 
-def advised(plan: ss.Plan) -> str:
-    """The advice's answer about ``plan``."""
-    told: list[str] = []
+def find_advice(plan: ss.Plan) -> str:
+    """Return the advice about ``plan``."""
+    answers: list[str] = []
     current = SimpleNamespace(plan=plan)
     path: Any = SimpleNamespace(
-        current=current, familiar=(), record_turn=lambda *turn, **_: told.append(turn[2])
+        current=current, familiar=(), record_turn=lambda *turn, **_: answers.append(turn[2])
     )
     ask_one_script(path)
-    return told[0]
+    return answers[0]
 
 
 @pytest.mark.parametrize(
@@ -58,34 +58,36 @@ def advised(plan: ss.Plan) -> str:
         ("gpt2", ss.Layout.ddp(), True),
     ],
 )
-def test_scripts_advice_and_files_agree(
+def test_script_advice_and_exported_files_agree(
     model: str, layout: ss.Layout, starts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if model == "gpt2":
         plan = ss.Plan(ss.models[model], ss.Cluster.parse(H100S), ss.Recipe(seq_len=1024), layout)
     else:
-        plan = planned(model, layout)
+        plan = build_plan(model, layout)
     monkeypatch.setattr(plugins, "has_megatron_lm", lambda: True)
     assert (why_not_started(plan) is None) == starts
     try:
-        ss.Script(script).check(plan)
+        ss.Script(run_script).check(plan)
     except ValueError as refusal:
         assert not starts and str(refusal) == why_not_started(plan)
     else:
         assert starts
-    assert (" starts this plan through " in advised(plan)) == starts
-    assert ("does not start this plan" in advised(plan)) != starts
-    (file,) = [f for f in exported(layout.framework).render_files(plan) if f.name == "accelerate_config.yaml"]
+    assert (" starts this plan through " in find_advice(plan)) == starts
+    assert ("does not start this plan" in find_advice(plan)) != starts
+    (file,) = [
+        f for f in import_export(layout.framework).render_files(plan) if f.name == "accelerate_config.yaml"
+    ]
     if layout.framework != "megatron":
         assert isinstance(file, Exported) == starts
     else:
         assert not isinstance(file, Exported)
-        assert ("ss.Script starts" in file.why) == starts, "of what starts, the files are Megatron-LM's own"
+        assert ("ss.Script starts" in file.why) == starts, "Megatron-LM has its own files"
 
 
-def test_what_is_not_installed_here_is_said_by_the_script_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_script_reports_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "has_megatron_lm", lambda: False)
-    plan = planned("llama-3.1-8b", ss.Layout.megatron(tp=8))
-    assert why_not_started(plan) is None and " starts this plan through " in advised(plan)
+    plan = build_plan("llama-3.1-8b", ss.Layout.megatron(tp=8))
+    assert why_not_started(plan) is None and " starts this plan through " in find_advice(plan)
     with pytest.raises(ValueError, match=r"megatron\.training"):
-        ss.Script(script).check(plan)
+        ss.Script(run_script).check(plan)

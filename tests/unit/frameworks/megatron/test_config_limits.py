@@ -1,4 +1,4 @@
-"""What a config.json says beside sizes, and a framework does not compute, is refused in the kernel."""
+"""Options of a config.json that FSDP2's context parallelism or Megatron-core does not support raise early."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def plan_of(arch: ss.Architecture, layout: Any, **recipe: Any) -> ss.Plan:
     return ss.Plan(arch, ss.Cluster.parse("2xcpu"), ss.Recipe(**fields), layout)
 
 
-def said_of(folder: Path, layout: Any, **config: Any) -> str:
-    """What ``Finetune.check`` says, in the kernel, of a small Llama whose config.json has that too."""
+def check_finetune(folder: Path, layout: Any, **config: Any) -> str:
+    """Return the error of ``Finetune.check`` for a small Llama with these config options; empty if none."""
     write_folder(folder, **config)
     plan = plan_of(ss.Architecture.from_hf(str(folder)), layout)
     try:
@@ -51,31 +51,31 @@ def said_of(folder: Path, layout: Any, **config: Any) -> str:
         {"rope_scaling": LONG},
         {"rope_parameters": {"full_attention": LONG, "sliding_attention": {"rope_type": "default"}}},
     ],
-    ids=["dynamic", "in version 5", "longrope", "of one type of layers"],
+    ids=["dynamic", "in version 5", "longrope", "for one layer type"],
 )
-def test_angles_that_follow_the_largest_position_are_refused_over_parts(
+def test_cp_raises_for_rotary_angles_that_depend_on_the_largest_position(
     config: dict[str, Any], tmp_path: Path
 ) -> None:
-    said = said_of(tmp_path / "parts", SPLIT, **config)
-    assert "rope_type is " in said and "any but 'dynamic', 'longrope' with cp > 1" in said
-    assert said.endswith("Nearest fix: cp=1.")
-    assert said_of(tmp_path / "whole", WHOLE, **config) == ""
+    message = check_finetune(tmp_path / "parts", SPLIT, **config)
+    assert "rope_type is " in message and "any but 'dynamic', 'longrope' with cp > 1" in message
+    assert message.endswith("Nearest fix: cp=1.")
+    assert check_finetune(tmp_path / "whole", WHOLE, **config) == ""
 
 
 @pytest.mark.parametrize("rope", [None, YARN, LLAMA3, {"type": "linear", "factor": 2.0}])
-def test_other_angles_are_the_same_on_every_part(rope: Any, tmp_path: Path) -> None:
-    assert said_of(tmp_path / "model", SPLIT, rope_scaling=rope) == ""
+def test_cp_supports_other_rotary_angles(rope: Any, tmp_path: Path) -> None:
+    assert check_finetune(tmp_path / "model", SPLIT, rope_scaling=rope) == ""
 
 
 @pytest.mark.parametrize("name", ["su", "yarn"])
-def test_phi_3_s_older_names_of_longrope(name: str) -> None:
+def test_older_names_of_longrope_raise_with_cp(name: str) -> None:
     plan, rope = plan_of(ss.Architecture.of_size("2m"), SPLIT), {**LONG, "type": name}
     with pytest.raises(ValueError, match="with cp > 1"):
         check_config(plan, {"model_type": "phi3", "rope_scaling": rope})
 
 
-def test_the_ring_takes_no_model_with_such_angles() -> None:
-    """The last to see it, on a rank: a module of somebody's own comes without a config.json."""
+def test_ring_attention_raises_for_such_a_model() -> None:
+    """The check on the rank: a user's own module has no config.json that could be checked before."""
     torch = needs("torch")
     needs("transformers")
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -94,7 +94,7 @@ def test_the_ring_takes_no_model_with_such_angles() -> None:
     }
     mesh: Any = None
     ring = Ring(mesh, torch.device("cpu"), repeats_keys=False)
-    for family, rope, is_taken in (
+    for family, rope, is_supported in (
         ("phi3", {**LONG, "rope_type": "longrope"}, False),
         ("llama", DYNAMIC, False),
         ("llama", {"rope_type": "linear", "factor": 2.0}, True),
@@ -102,7 +102,7 @@ def test_the_ring_takes_no_model_with_such_angles() -> None:
         outside = {"original_max_position_embeddings": 40} if family == "phi3" else {}
         config = AutoConfig.for_model(family, **sizes, **outside, rope_scaling=rope)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-        if is_taken:
+        if is_supported:
             ring.replace_attention(model)
             assert model.config._attn_implementation == ring.name
             continue
@@ -112,7 +112,7 @@ def test_the_ring_takes_no_model_with_such_angles() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "words"),
+    ("recipe", "expected"),
     [
         ({"method": "qlora"}, "Recipe.method is 'qlora'; allowed: 'full', 'lora' with cp > 1: "),
         (
@@ -123,31 +123,31 @@ def test_the_ring_takes_no_model_with_such_angles() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_trains_on_whole_sequences_alone_says_so(recipe: dict[str, Any], words: str) -> None:
-    said = str(why_not_trained(plan_of(ss.Architecture.of_size("2m"), SPLIT, **recipe)))
-    assert said.startswith(words) and said.endswith("Nearest fix: cp=1.")
+def test_recipes_that_cp_does_not_support_raise(recipe: dict[str, Any], expected: str) -> None:
+    message = str(why_not_trained(plan_of(ss.Architecture.of_size("2m"), SPLIT, **recipe)))
+    assert message.startswith(expected) and message.endswith("Nearest fix: cp=1.")
 
 
-OTHERWISE: dict[str, tuple[dict[str, Any], str]] = {
+UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "another activation": ({"hidden_act": "gelu"}, "config.hidden_act is 'gelu'; allowed: 'silu', "),
     "yarn": ({"rope_scaling": YARN}, "rope_type 'default', 'linear', or 'llama3' with "),
     "dynamic": ({"rope_parameters": DYNAMIC}, "rope_type 'default', 'linear', or 'llama3' with "),
     "another llama3": ({"rope_scaling": {**LLAMA3, "high_freq_factor": 2.0}}, "which megatron-core's Rotary"),
-    "a llama3 from elsewhere": (
+    "llama3 with another original length": (
         {"rope_scaling": LLAMA3, "original_max_position_embeddings": 4096},
         "which megatron-core's Rotary",
     ),
-    "a part of the head": ({"partial_rotary_factor": 0.5}, "config.partial_rotary_factor is 0.5"),
+    "part of the head": ({"partial_rotary_factor": 0.5}, "config.partial_rotary_factor is 0.5"),
 }
 
 
 @needs_installed("megatron")
-@pytest.mark.parametrize("what", OTHERWISE)
-def test_what_megatron_computes_otherwise_is_refused_in_the_kernel(what: str, tmp_path: Path) -> None:
-    config, words = OTHERWISE[what]
-    said = said_of(tmp_path / "megatron", MEGATRON, **config)
-    assert words in said and said.endswith("Nearest fix: layout=Layout.fsdp2().")
-    assert said_of(tmp_path / "fsdp2", WHOLE, **config) == ""
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_configs_that_megatron_computes_differently_raise_before_a_launch(name: str, tmp_path: Path) -> None:
+    config, expected = UNSUPPORTED[name]
+    message = check_finetune(tmp_path / "megatron", MEGATRON, **config)
+    assert expected in message and message.endswith("Nearest fix: layout=Layout.fsdp2().")
+    assert check_finetune(tmp_path / "fsdp2", WHOLE, **config) == ""
 
 
 @needs_installed("megatron")
@@ -162,25 +162,25 @@ def test_what_megatron_computes_otherwise_is_refused_in_the_kernel(what: str, tm
     ],
     ids=str,
 )
-def test_what_megatron_computes_is_let_through(config: dict[str, Any], tmp_path: Path) -> None:
-    assert said_of(tmp_path / "model", MEGATRON, **config) == ""
+def test_supported_configs_pass(config: dict[str, Any], tmp_path: Path) -> None:
+    assert check_finetune(tmp_path / "model", MEGATRON, **config) == ""
 
 
 @pytest.mark.parametrize(
-    ("family", "said", "words"),
+    ("family", "message", "expected"),
     [
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "True; allowed: False with Megatron"),
         ("gpt2", {"scale_attn_weights": False}, "False; allowed: True with Megatron"),
         ("mixtral", {"num_experts_per_tok": 1}, "1; allowed: 2 or more where the weights of the chosen"),
     ],
 )
-def test_scores_noise_and_routers_of_another_kind_are_refused_twice(
-    family: str, said: dict[str, Any], words: str
+def test_attention_scaling_and_routing_are_checked_in_the_notebook_and_on_ranks(
+    family: str, message: dict[str, Any], expected: str
 ) -> None:
-    """In the kernel, from config.json, and on a rank, from what transformers made of one."""
+    """In the notebook from config.json, on a rank from the transformers config."""
     plan = plan_of(ss.Architecture.of_size("2m"), MEGATRON)
-    with pytest.raises(ValueError, match=words):
-        check_config(plan, {"model_type": family, **said})
+    with pytest.raises(ValueError, match=expected):
+        check_config(plan, {"model_type": family, **message})
     check_config(plan, {"model_type": family})
     needs("torch")
     needs("transformers")
@@ -188,6 +188,6 @@ def test_scores_noise_and_routers_of_another_kind_are_refused_twice(
 
     from shardscope.frameworks.megatron.weights.config import convert_config
 
-    with pytest.raises(ValueError, match=words):
-        convert_config(AutoConfig.for_model(family, **said))
+    with pytest.raises(ValueError, match=expected):
+        convert_config(AutoConfig.for_model(family, **message))
     assert convert_config(AutoConfig.for_model(family))["layernorm_epsilon"] == 1e-5

@@ -1,4 +1,4 @@
-"""Megatron's attention written out: what it saves, and what it holds at its fullest, in scores a rank."""
+"""Eager attention of megatron-core by hand: saved bytes and peaks, in units of the score matrix of a rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardscope.memory.activations.modules.saved import Modules
 GPT = ss.models["gpt-3-175b"]
 SEQ = 2048
 SCORES = GPT.num_attention_heads * SEQ
-"""A token's."""
+"""Elements of the scores of one token."""
 OUTPUT = 2 * GPT.hidden_size
 
 
@@ -23,43 +23,43 @@ def modules(compute: int = 2, dropout: float = 0.0) -> Modules:
     return Modules("megatron", False, compute, SEQ, dropout=dropout, attention="eager")
 
 
-def test_the_fused_softmax_holds_the_product_and_the_probabilities() -> None:
-    one = compute_eager_attention(GPT, modules(), 1, 0)
-    assert one.saved == 2 * SCORES
-    assert one.forward == 4 * SCORES + 2 * OUTPUT
-    assert one.gradients == 2 * SCORES + 2 * OUTPUT
+def test_fused_softmax_holds_scores_and_probabilities() -> None:
+    attention = compute_eager_attention(GPT, modules(), 1, 0)
+    assert attention.saved == 2 * SCORES
+    assert attention.forward == 4 * SCORES + 2 * OUTPUT
+    assert attention.gradients == 2 * SCORES + 2 * OUTPUT
     dropped = compute_eager_attention(GPT, modules(dropout=0.1), 1, 0)
     # Korthikanti et al. 2022, eq. 1: 5 a s^2 b.
     assert dropped.saved == 5 * SCORES
 
 
 @pytest.mark.parametrize("rows", [3, 96])
-def test_torch_s_softmax_holds_fp32_and_a_mask_for_each_call(rows: int) -> None:
+def test_torch_softmax_holds_fp32_scores_and_one_mask_per_call(rows: int) -> None:
     mask = SCORES // rows
     half, full = (compute_eager_attention(GPT, modules(compute), 1, rows) for compute in (2, 4))
     assert half.saved == 6 * SCORES + mask
-    # The product, its fp32 copy, the softmax and its cast; and with few rows the mask in the making.
+    # The product, its fp32 copy, the softmax and its cast; and with few rows the mask while it is built.
     assert half.forward >= 12 * SCORES + mask
     assert half.gradients + half.saved == 12 * SCORES + mask + OUTPUT
     assert full.saved == 4 * SCORES + mask
     # Autograd's copies of a gradient that goes through a view.
     assert full.gradients + full.saved == 16 * SCORES + mask + 2 * OUTPUT
-    # The cast goes once dropout has made its own output of it.
+    # Dropout saves its own output instead of the cast.
     dropped = compute_eager_attention(GPT, modules(dropout=0.1), 1, rows)
     assert dropped.saved == 7 * SCORES + mask
 
 
-def test_which_softmax_runs() -> None:
+def test_torch_softmax_runs_where_the_fused_kernel_does_not() -> None:
     assert not takes_plain_softmax(modules(), 96)
     assert takes_plain_softmax(modules(), 3) and takes_plain_softmax(modules(4), 96)
     assert takes_plain_softmax(modules()._replace(seq_len=8192), 96)
     assert not takes_plain_softmax(modules()._replace(attention=None, seq_len=8192), 96)
 
 
-def test_heads_are_repeated_up_to_a_rank_s_queries() -> None:
-    """32 heads of 8 groups: with tp 8 a rank has one group of four, with tp 32 a head of each."""
+def test_key_value_heads_are_repeated_to_the_query_heads_of_a_rank() -> None:
+    """32 heads of 8 groups: with tp 8 a rank has one group of four heads, with tp 32 one head."""
     grouped = replace(LLAMA, num_attention_heads=32, num_key_value_heads=8)
     assert [repeats_heads(grouped, tp) for tp in (1, 8, 16, 32)] == [True, True, True, False]
     assert [copies_query(grouped, tp) for tp in (1, 8, 16, 32)] == [True, False, False, False]
-    # Past the groups, the product of all is gathered on every rank.
+    # With more ranks than groups, the fused projection is all-gathered on every rank.
     assert [list_fused_projection(grouped, modules(), tp)[0].cut_by for tp in (8, 16)] == ["tp", "whole"]

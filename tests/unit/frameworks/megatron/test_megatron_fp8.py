@@ -1,7 +1,6 @@
 """Megatron's fp8 by hand, tensor by tensor as Transformer Engine 2.20's ``save_for_backward`` lists them.
 
-Nothing of this was run: Transformer Engine needs CUDA. What is tested is that the formulas say what its
-source says.
+None of it was run: Transformer Engine needs CUDA. The tests compare the formulas with its source.
 """
 
 from __future__ import annotations
@@ -34,31 +33,31 @@ def saved(arch: Any, *, moe: bool = False, eight: bool = True, recompute: str = 
 def plan(cluster: str = "8xh100-sxm-80gb", **recipe: Any) -> Plan:
     layout = recipe.pop("layout", {})
     arch = recipe.pop("arch", LLAMA_8B)
-    what = ss.Recipe(**{"precision": "fp8-mixed", "global_batch_size": 64, **recipe})
-    return Plan(arch, ss.Cluster.parse(cluster), what, ss.Layout.megatron(**layout))
+    chosen_recipe = ss.Recipe(**{"precision": "fp8-mixed", "global_batch_size": 64, **recipe})
+    return Plan(arch, ss.Cluster.parse(cluster), chosen_recipe, ss.Layout.megatron(**layout))
 
 
 def test_a_llama_layer_by_hand() -> None:
     norms = 2 * (2 * HIDDEN + 4)  # each its input in bf16, and 1 / rms
     products = HIDDEN + HIDDEN + HIDDEN + INNER  # inputs of qkv, proj, fc1 and fc2 in 8 bits
-    attention = 2 * (HIDDEN + 2 * KEYS + HIDDEN) + 4 * HEADS  # operands, output, one number a head
-    activation = 2 * (2 * INNER)  # what SwiGLU was given
+    attention = 2 * (HIDDEN + 2 * KEYS + HIDDEN) + 4 * HEADS  # operands, output, one statistic per head
+    activation = 2 * (2 * INNER)  # SwiGLU's input
     assert saved(LLAMA_8B) == norms + products + attention + activation
     # In bf16 the two norms' outputs and fc2's input have two bytes, and proj's is attention's own.
     assert saved(LLAMA_8B, eight=False) - saved(LLAMA_8B) == 2 * HIDDEN + INNER - HIDDEN
 
 
-def test_plain_attention_leaves_its_output_to_the_projection() -> None:
-    of_eager = saved(LLAMA_8B, eight=False, attention="eager") - saved(LLAMA_8B, attention="eager")
-    assert of_eager == 2 * HIDDEN + INNER + HIDDEN
+def test_eager_attention_saves_no_output_of_its_own() -> None:
+    difference = saved(LLAMA_8B, eight=False, attention="eager") - saved(LLAMA_8B, attention="eager")
+    assert difference == 2 * HIDDEN + INNER + HIDDEN
 
 
-def test_recomputed_attention_leaves_its_output_to_the_projection() -> None:
-    of_core = saved(LLAMA_8B, eight=False, recompute="selective") - saved(LLAMA_8B, recompute="selective")
-    assert of_core == 2 * HIDDEN + INNER + HIDDEN
+def test_recomputed_attention_saves_no_output_of_its_own() -> None:
+    difference = saved(LLAMA_8B, eight=False, recompute="selective") - saved(LLAMA_8B, recompute="selective")
+    assert difference == 2 * HIDDEN + INNER + HIDDEN
 
 
-def test_a_recomputed_layer_keeps_its_input_as_it_came() -> None:
+def test_a_recomputed_layer_saves_its_input_in_bf16() -> None:
     assert saved(LLAMA_8B, recompute="full") == 2 * HIDDEN
 
 
@@ -83,7 +82,7 @@ def test_latent_attention_by_hand() -> None:
 @pytest.mark.parametrize(
     ("cluster", "number"), [("8xh100-sxm-80gb", 2), ("8xb200-sxm-180gb", 1), ("8xrtx-5090-32gb", 2)]
 )
-def test_weights_have_a_copy_and_before_blackwell_its_transpose(cluster: str, number: int) -> None:
+def test_weights_have_an_8_bit_copy_and_before_blackwell_its_transpose(cluster: str, number: int) -> None:
     assert count_operand_copies(ss.Cluster.parse(cluster).gpu) == number
     matrices = 32 * (HIDDEN * (HIDDEN + 2 * KEYS) + HIDDEN * HIDDEN + 3 * HIDDEN * INNER)
     parameters = [
@@ -93,41 +92,41 @@ def test_weights_have_a_copy_and_before_blackwell_its_transpose(cluster: str, nu
     assert parameters[1] - parameters[0] == number * matrices
 
 
-def test_experts_weights_are_cut_by_their_own_degrees() -> None:
-    whole, cut = (
+def test_8_bit_expert_weights_are_sharded_by_ep() -> None:
+    whole, sharded = (
         plan(arch=MOE, precision="fp8-mixed", layout=layout).memory().components["parameters"]
         - plan(arch=MOE, precision="bf16-mixed", layout=layout).memory().components["parameters"]
         for layout in ({}, {"ep": 2})
     )
     experts = MOE.mixture_of_experts
     assert experts is not None
-    each = 3 * MOE.hidden_size * experts.moe_intermediate_size
-    assert whole - cut == 2 * MOE.num_moe_layers * experts.num_experts // 2 * each
+    expert = 3 * MOE.hidden_size * experts.moe_intermediate_size
+    assert whole - sharded == 2 * MOE.num_moe_layers * experts.num_experts // 2 * expert
 
 
-def test_gradients_and_optimizer_are_those_of_bf16() -> None:
+def test_gradients_and_optimizer_equal_bf16() -> None:
     eight, half = plan().memory(), plan(precision="bf16-mixed").memory()
     for name in ("gradients", "optimizer", "logits"):
         assert eight.components[name] == half.components[name]
     assert eight.components["activations"] < half.components["activations"]
 
 
-def test_it_says_that_it_was_never_run() -> None:
+def test_explanations_state_that_fp8_was_never_run() -> None:
     report = plan().memory()
     for name in ("parameters", "activations"):
         assert "Transformer Engine 2.20's source and never run" in report.explain(name)
         assert "Transformer Engine 2.20" not in plan(precision="bf16-mixed").memory().explain(name)
 
 
-def test_arrays_have_the_same_bytes() -> None:
-    several = [
+def test_batches_of_plans_have_the_same_bytes() -> None:
+    plans = [
         plan(arch=arch, cluster=cluster, micro_batch_size=micro, layout=layout)
         for arch in (LLAMA, MOE, LLAMA_8B)
         for cluster in ("8xh100-sxm-80gb", "8xb200-sxm-180gb")
         for micro in (1, 2)
         for layout in ({}, {"tp": 2}, {"pp": 2})
     ]
-    assert compute_peaks(several).tolist() == [each.memory().peak_bytes for each in several]
+    assert compute_peaks(plans).tolist() == [one.memory().peak_bytes for one in plans]
 
 
 @pytest.mark.parametrize(
@@ -140,12 +139,12 @@ def test_arrays_have_the_same_bytes() -> None:
         ("8xh100-sxm-80gb", {"arch": replace(LLAMA_8B, intermediate_size=14_344)}, "Layout.tp"),
     ],
 )
-def test_what_transformer_engine_refuses(cluster: str, recipe: dict[str, Any], field: str) -> None:
+def test_unsupported_gpus_and_sizes_raise(cluster: str, recipe: dict[str, Any], field: str) -> None:
     with pytest.raises(FieldError) as caught:
         plan(cluster, **recipe)
     assert caught.value.field == field
 
 
-def test_parts_of_a_sequence_must_be_multiples_too() -> None:
+def test_sequence_shards_must_be_multiples_of_8_tokens() -> None:
     with pytest.raises(FieldError, match="multiple of 8 tokens"):
         plan(seq_len=4 * 8 * 3 + 4 * 4, layout={"tp": 4})

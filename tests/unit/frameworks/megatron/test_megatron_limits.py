@@ -1,4 +1,4 @@
-"""What the Megatron-core engine trains is refused or let through before any rank; CPU ranks stay on CPUs."""
+"""Checks of plans for the Megatron-core engine before a launch; CUDA calls redirected on CPU ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def plan(
         {"overlap_grad_reduce": True, "overlap_param_gather": True},
     ],
 )
-def test_its_layouts_train(layout: dict[str, Any]) -> None:
+def test_supported_layouts_train(layout: dict[str, Any]) -> None:
     assert why_not_trained(plan(layout=layout)) is None
 
 
@@ -57,34 +57,32 @@ def test_experts_train() -> None:
 
 @needs_installed("megatron")
 @pytest.mark.parametrize("biases", [(True, False), (False, True), (True, True), (False, False)])
-def test_biases_of_attention_alone_are_refused_before_any_rank(biases: tuple[bool, bool]) -> None:
-    """Megatron-core's one add_bias_linear is of attention's output and of the MLP."""
+def test_bias_of_attention_or_mlp_only_raises(biases: tuple[bool, bool]) -> None:
+    """megatron-core has one ``add_bias_linear`` for attention's output and the MLP."""
     attention, mlp = biases
-    given = plan()
-    arch = replace(
-        given.architecture, attention_bias=attention, attention_output_bias=attention, mlp_bias=mlp
-    )
-    refused = why_not_trained(replace(given, architecture=arch))
+    base = plan()
+    arch = replace(base.architecture, attention_bias=attention, attention_output_bias=attention, mlp_bias=mlp)
+    message = why_not_trained(replace(base, architecture=arch))
     if attention == mlp:
-        assert refused is None
+        assert message is None
     else:
-        assert refused is not None
-        assert f"mlp_bias is {mlp}; allowed: {attention}" in refused and "Layout.fsdp2()" in refused
+        assert message is not None
+        assert f"mlp_bias is {mlp}; allowed: {attention}" in message and "Layout.fsdp2()" in message
 
 
 @needs_installed("megatron")
-def test_one_expert_whose_weight_would_always_be_1_is_refused_before_any_rank() -> None:
-    given = plan("mixtral-8x7b", {"ep": 4})
-    experts = given.architecture.mixture_of_experts
+def test_normalized_top_1_routing_raises() -> None:
+    base = plan("mixtral-8x7b", {"ep": 4})
+    experts = base.architecture.mixture_of_experts
     assert experts is not None
-    one = replace(given.architecture, mixture_of_experts=replace(experts, num_experts_per_tok=1))
-    said = why_not_trained(replace(given, architecture=one))
-    assert said is not None and "num_experts_per_tok is 1" in said
+    one = replace(base.architecture, mixture_of_experts=replace(experts, num_experts_per_tok=1))
+    message = why_not_trained(replace(base, architecture=one))
+    assert message is not None and "num_experts_per_tok is 1" in message
 
 
 @needs_installed("megatron")
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("base", "expected"),
     [
         (
             plan(layout={"tp": 2, "tp_comm_overlap": True}),
@@ -95,13 +93,13 @@ def test_one_expert_whose_weight_would_always_be_1_is_refused_before_any_rank() 
         (plan("gemma-2-2b"), "Layout.fsdp2()"),
     ],
 )
-def test_what_it_does_not_train_is_refused_in_words(given: ss.Plan, words: str) -> None:
-    said = why_not_trained(given)
-    assert said is not None and words in said
+def test_unsupported_options_raise_with_the_allowed_values(base: ss.Plan, expected: str) -> None:
+    message = why_not_trained(base)
+    assert message is not None and expected in message
 
 
-def in_parts(cluster: str, **recipe: Any) -> ss.Plan:
-    """A plan whose sequences are in parts."""
+def build_cp_plan(cluster: str, **recipe: Any) -> ss.Plan:
+    """Return a plan with context parallelism."""
     fields = {"seq_len": 1024, "global_batch_size": 8, **recipe}
     return ss.Plan(
         ss.models["llama-3.2-1b"], ss.Cluster.parse(cluster), ss.Recipe(**fields), ss.Layout.megatron(cp=2)
@@ -110,28 +108,30 @@ def in_parts(cluster: str, **recipe: Any) -> ss.Plan:
 
 @pytest.fixture
 def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it is installed: its spec is found, and nothing imports it before there are ranks."""
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "transformer_engine" or found(name))
+    """Pretend that Transformer Engine is installed; nothing imports it in these tests."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: name == "transformer_engine" or find_spec(name)
+    )
 
 
 @needs_installed("megatron")
 @pytest.mark.usefixtures("transformer_engine")
-def test_transformer_engine_is_imported_by_gpu_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By way of megatron-core: importing it may use CUDA, after which no forked rank can."""
-    on_gpus, on_cpus, asked = in_parts("4xh100-sxm-80gb"), in_parts("4xcpu"), []
+def test_transformer_engine_is_not_imported_before_gpu_ranks_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core imports it, which may initialize CUDA, and then forked ranks could not use CUDA."""
+    on_gpus, on_cpus, imported = build_cp_plan("4xh100-sxm-80gb"), build_cp_plan("4xcpu"), []
     monkeypatch.setenv(launching.ONE_CONNECTION, "1")  # so that it is undone
-    monkeypatch.setattr(launching.importlib, "import_module", asked.append)
+    monkeypatch.setattr(launching.importlib, "import_module", imported.append)
     launching.before_fork(on_gpus, "cuda")
-    assert asked == []
+    assert imported == []
     launching.before_fork(on_cpus, "cpu")
-    assert "megatron.core.models.gpt" in asked
+    assert "megatron.core.models.gpt" in imported
 
 
 @needs_installed("megatron")
 @pytest.mark.usefixtures("transformer_engine")
 @pytest.mark.parametrize(
-    ("gpu", "layout", "inherited", "wanted"),
+    ("gpu", "layout", "inherited", "expected_value"),
     [
         ("h100-sxm-80gb", {"tp": 2}, None, "1"),
         ("h100-sxm-80gb", {"cp": 2}, None, "1"),
@@ -140,21 +140,21 @@ def test_transformer_engine_is_imported_by_gpu_ranks_alone(monkeypatch: pytest.M
         ("b200-sxm-180gb", {"tp": 2}, None, None),
     ],
 )
-def test_gpu_ranks_start_kernels_in_the_order_of_their_calls(
+def test_one_cuda_connection_is_set_before_blackwell_with_tp_or_cp(
     gpu: str,
     layout: dict[str, int],
     inherited: str | None,
-    wanted: str | None,
+    expected_value: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What megatron-core's overlap of tp and cp counts on, as in an export; what is set already stays."""
+    """megatron-core's overlap of tp and cp needs it; a value that the user has set is kept."""
     # Set first, so that it is undone whatever before_fork does.
     monkeypatch.setenv(launching.ONE_CONNECTION, inherited or "")
     if inherited is None:
         monkeypatch.delenv(launching.ONE_CONNECTION)
-    given = in_parts(f"4x{gpu}")
-    launching.before_fork(replace(given, layout=ss.Layout.megatron(**layout)), "cuda")
-    assert os.environ.get(launching.ONE_CONNECTION) == wanted
+    base = build_cp_plan(f"4x{gpu}")
+    launching.before_fork(replace(base, layout=ss.Layout.megatron(**layout)), "cuda")
+    assert os.environ.get(launching.ONE_CONNECTION) == expected_value
 
 
 INSTALL = 'pip install --no-build-isolation "transformer_engine[pytorch]"'
@@ -162,23 +162,23 @@ INSTALL = 'pip install --no-build-isolation "transformer_engine[pytorch]"'
 
 @needs_installed("megatron")
 @pytest.mark.usefixtures("transformer_engine")
-def test_parts_of_sequences_train_on_gpus_with_transformer_engine() -> None:
-    assert why_not_trained(in_parts("4xh100-sxm-80gb")) is None
-    assert why_not_trained(in_parts("4xa100-sxm-80gb", precision="fp16-mixed")) is None
+def test_cp_trains_on_gpus_with_transformer_engine() -> None:
+    assert why_not_trained(build_cp_plan("4xh100-sxm-80gb")) is None
+    assert why_not_trained(build_cp_plan("4xa100-sxm-80gb", precision="fp16-mixed")) is None
 
 
 @needs_installed("megatron")
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("base", "expected"),
     [
         (
-            in_parts("4xcpu"),
+            build_cp_plan("4xcpu"),
             "Layout.cp is 2; allowed: 1 to train with Megatron-core on CPU ranks: its context "
             f"parallelism is Transformer Engine's attention, whose kernels for it need a GPU "
             f"(there: {INSTALL}); fsdp2",
         ),
         (
-            in_parts("4xv100-sxm-32gb", precision="fp16-mixed"),
+            build_cp_plan("4xv100-sxm-32gb", precision="fp16-mixed"),
             "on v100-sxm-32gb: its context parallelism is "
             "Transformer Engine's attention, whose kernels for it need Ampere (sm80) or newer; fsdp2",
         ),
@@ -186,48 +186,46 @@ def test_parts_of_sequences_train_on_gpus_with_transformer_engine() -> None:
     ids=["on CPU ranks", "before Ampere"],
 )
 @pytest.mark.usefixtures("transformer_engine")
-def test_parts_of_sequences_are_refused_where_their_attention_has_no_kernels(
-    given: ss.Plan, words: str
-) -> None:
-    said = why_not_trained(given)
-    assert said is not None and words in said
-    assert said.endswith("Nearest fix: layout=Layout.fsdp2(cp=2).")
-    assert why_not_trained(replace(given, layout=ss.Layout.fsdp2(cp=2))) is None
+def test_cp_raises_on_devices_without_attention_kernels(base: ss.Plan, expected: str) -> None:
+    message = why_not_trained(base)
+    assert message is not None and expected in message
+    assert message.endswith("Nearest fix: layout=Layout.fsdp2(cp=2).")
+    assert why_not_trained(replace(base, layout=ss.Layout.fsdp2(cp=2))) is None
 
 
 @needs_installed("megatron")
 @pytest.mark.usefixtures("transformer_engine")
-def test_parts_of_sequences_are_refused_in_32_bits() -> None:
-    said = why_not_trained(in_parts("4xh100-sxm-80gb", precision="fp32"))
-    assert said is not None and said.startswith("Recipe.precision is 'fp32'; allowed: 'bf16-mixed', ")
-    assert "16 bits" in said
-    assert "precision='bf16-mixed', or FSDP2, which trains it" in said
+def test_cp_raises_in_fp32() -> None:
+    message = why_not_trained(build_cp_plan("4xh100-sxm-80gb", precision="fp32"))
+    assert message is not None and message.startswith("Recipe.precision is 'fp32'; allowed: 'bf16-mixed', ")
+    assert "16 bits" in message
+    assert "precision='bf16-mixed', or FSDP2, which trains it" in message
 
 
 @needs_installed("megatron")
-def test_parts_of_sequences_are_refused_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
+def test_cp_raises_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "transformer_engine" else found(name)
+        importlib.util, "find_spec", lambda name: None if name == "transformer_engine" else find_spec(name)
     )
-    said = why_not_trained(in_parts("4xh100-sxm-80gb"))
-    assert said is not None and said.startswith("Layout.cp is 2; allowed: 1 ")
-    assert INSTALL in said and said.endswith("Nearest fix: layout=Layout.fsdp2(cp=2).")
+    message = why_not_trained(build_cp_plan("4xh100-sxm-80gb"))
+    assert message is not None and message.startswith("Layout.cp is 2; allowed: 1 ")
+    assert INSTALL in message and message.endswith("Nearest fix: layout=Layout.fsdp2(cp=2).")
 
 
 @needs_installed("megatron")
-def test_windows_are_refused_where_a_sequence_is_longer() -> None:
+def test_sliding_window_raises_if_the_sequence_is_longer() -> None:
     arch = replace(
         ss.models["llama-3.2-1b"], model_type="mistral", sliding_window=512, sliding_window_layers=16
     )
-    given = plan()
-    said = why_not_trained(replace(given, architecture=arch))
-    assert said is not None and "window of 512 tokens" in said
-    short = replace(given, architecture=arch, recipe=replace(given.recipe, seq_len=512))
+    base = plan()
+    message = why_not_trained(replace(base, architecture=arch))
+    assert message is not None and "window of 512 tokens" in message
+    short = replace(base, architecture=arch, recipe=replace(base.recipe, seq_len=512))
     assert why_not_trained(short) is None
 
 
-def test_asking_imports_no_torch() -> None:
+def test_checking_a_plan_imports_no_torch() -> None:
     code = (
         "import sys, shardscope as ss\n"
         "from shardscope.frameworks.registry import why_not_trained\n"
@@ -239,8 +237,7 @@ def test_asking_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-def test_only_the_engine_calls_the_cpu_ranks() -> None:
-    """And on CPU ranks alone."""
+def test_only_the_engine_imports_cpu_ranks() -> None:
     importing = set()
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -251,9 +248,9 @@ def test_only_the_engine_calls_the_cpu_ranks() -> None:
 
 @needs_installed("megatron")
 class TestOnCpuRanks:
-    """Megatron-core's CUDA calls."""
+    """megatron-core's CUDA calls inside of ``cpu_ranks``."""
 
-    def test_a_process_that_uses_cuda_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_process_that_uses_cuda_raises(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import torch
 
         from shardscope.frameworks.megatron.engine.cpu_ranks import cpu_ranks
@@ -262,21 +259,21 @@ class TestOnCpuRanks:
         with pytest.raises(RuntimeError, match="uses CUDA"), cpu_ranks():
             pass
 
-    def test_an_engine_on_cuda_never_comes_here(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_engine_on_cuda_does_not_use_cpu_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from types import SimpleNamespace
 
         import torch
 
         from shardscope.frameworks.megatron.engine import engine
 
-        monkeypatch.setattr(engine, "cpu_ranks", lambda: pytest.fail("a CUDA engine asked for CPU ranks"))
-        made = engine.MegatronEngine(
+        monkeypatch.setattr(engine, "cpu_ranks", lambda: pytest.fail("a CUDA engine used cpu_ranks"))
+        cuda_engine = engine.MegatronEngine(
             SimpleNamespace(plan=plan(), rank=0, device=torch.device("cuda", 0))  # type: ignore[arg-type]
         )
-        with made._on_device():
+        with cuda_engine._on_device():
             assert torch.cuda.current_device.__module__ == "torch.cuda"
 
-    def test_nothing_is_left_behind(self) -> None:
+    def test_all_attributes_are_restored(self) -> None:
         import torch
         from megatron.core.distributed import param_and_grad_buffer
         from megatron.core.tensor_parallel import random
@@ -285,12 +282,12 @@ class TestOnCpuRanks:
 
         names = ("current_device", "Stream", "synchronize", "manual_seed", "get_rng_state")
         before = {name: getattr(torch.cuda, name) for name in names}
-        others = param_and_grad_buffer._coalescing_manager, random._get_cuda_rng_state
+        before_functions = param_and_grad_buffer._coalescing_manager, random._get_cuda_rng_state
         with cpu_ranks():
             assert torch.ones(2, device="cuda").cuda().sum().item() == 2
             assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
-            # As transformers' generation says it when it is imported, which may be inside.
+            # transformers' generation evaluates such annotations when it is imported, perhaps inside.
             assert torch.cuda.Stream | None and torch.cuda.Event | None
         assert torch.zeros(1).type() == "torch.FloatTensor"
-        assert all(getattr(torch.cuda, name) is was for name, was in before.items())
-        assert (param_and_grad_buffer._coalescing_manager, random._get_cuda_rng_state) == others
+        assert all(getattr(torch.cuda, name) is original for name, original in before.items())
+        assert (param_and_grad_buffer._coalescing_manager, random._get_cuda_rng_state) == before_functions

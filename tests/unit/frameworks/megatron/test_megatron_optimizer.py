@@ -1,4 +1,4 @@
-"""Megatron-core's options of gradients, optimizer and loss: bytes by hand, its own code, what it asserts."""
+"""megatron-core's options of gradients, optimizer and loss: bytes by hand, a rehearsal, invalid options."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ IN_BF16 = {**AWARE, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 
 
 def plan(arch: Any = LLAMA, recipe: dict[str, Any] | None = None, **layout: Any) -> Plan:
-    chosen = ss.Recipe(**{"seq_len": 512, "global_batch_size": 64, **(recipe or {})})
-    return Plan(arch, EIGHT, chosen, ss.Layout.megatron(**layout))
+    full_recipe = ss.Recipe(**{"seq_len": 512, "global_batch_size": 64, **(recipe or {})})
+    return Plan(arch, EIGHT, full_recipe, ss.Layout.megatron(**layout))
 
 
-def at(a_plan: Plan, phase: Any, name: str) -> int:
-    return a_plan.memory().at(phase)[name]
+def read_bytes(example: Plan, phase: Any, name: str) -> int:
+    return example.memory().at(phase)[name]
 
 
-def weights(a_plan: Plan) -> int:
-    return at(a_plan, "rest", "parameters") // 2
+def count_weights(example: Plan) -> int:
+    return read_bytes(example, "rest", "parameters") // 2
 
 
 @pytest.mark.parametrize(
-    ("precision", "chosen", "each"),
+    ("precision", "in_fp32", "width"),
     [
         ("bf16-mixed", None, 4),
         ("bf16-mixed", False, 2),
@@ -45,17 +45,17 @@ def weights(a_plan: Plan) -> int:
         ("fp8-mixed", None, 4),
     ],
 )
-def test_gradients_are_in_the_type_that_was_chosen(precision: str, chosen: bool | None, each: int) -> None:
-    a_plan = plan(recipe={"precision": precision}, grad_reduce_in_fp32=chosen)
-    numbers = weights(plan())
-    assert at(a_plan, "rest", "gradients") == each * numbers
+def test_gradients_have_the_configured_dtype(precision: str, in_fp32: bool | None, width: int) -> None:
+    example = plan(recipe={"precision": precision}, grad_reduce_in_fp32=in_fp32)
+    num_weights = count_weights(plan())
+    assert read_bytes(example, "rest", "gradients") == width * num_weights
     # Those in half precision are copied to fp32 for the update, of this rank's share.
-    more = at(a_plan, "optimizer", "optimizer") - at(a_plan, "rest", "optimizer")
-    assert more == (4 * numbers // 8 if each == 2 else 0)
+    working = read_bytes(example, "optimizer", "optimizer") - read_bytes(example, "rest", "optimizer")
+    assert working == (4 * num_weights // 8 if width == 2 else 0)
 
 
 @pytest.mark.parametrize(
-    ("options", "kept", "copied"),
+    ("options", "state_bytes", "copied"),
     [
         ({}, 12, 0),
         (AWARE, 2 + 8, 0),
@@ -64,75 +64,84 @@ def test_gradients_are_in_the_type_that_was_chosen(precision: str, chosen: bool 
         ({**AWARE, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}, 2 + 3, 8),
     ],
 )
-def test_what_the_precision_aware_optimizer_keeps_and_copies(
-    options: dict[str, Any], kept: int, copied: int
+def test_bytes_of_the_precision_aware_optimizer(
+    options: dict[str, Any], state_bytes: int, copied: int
 ) -> None:
-    a_plan = plan(grad_reduce_in_fp32=False if options else None, **options)
-    share = weights(a_plan) // 8
-    assert at(a_plan, "rest", "optimizer") == kept * share
-    assert at(a_plan, "optimizer", "optimizer") == (kept + copied) * share
-    words = a_plan.memory().worst_stage.at("optimizer").terms["optimizer"].explain()
-    assert ("lower 16 bits" in words) == bool(options)
-    assert ("fp32 copies of moments" in words) == bool(copied)
+    example = plan(grad_reduce_in_fp32=False if options else None, **options)
+    share = count_weights(example) // 8
+    assert read_bytes(example, "rest", "optimizer") == state_bytes * share
+    assert read_bytes(example, "optimizer", "optimizer") == (state_bytes + copied) * share
+    text = example.memory().worst_stage.at("optimizer").terms["optimizer"].explain()
+    assert ("lower 16 bits" in text) == bool(options)
+    assert ("fp32 copies of moments" in text) == bool(copied)
 
 
-def test_fp16_weights_have_whole_main_weights() -> None:
-    a_plan = plan(recipe={"precision": "fp16-mixed"}, **IN_BF16)
-    assert at(a_plan, "rest", "optimizer") == 8 * weights(a_plan) // 8
+def test_fp16_weights_have_fp32_main_weights() -> None:
+    example = plan(recipe={"precision": "fp16-mixed"}, **IN_BF16)
+    assert read_bytes(example, "rest", "optimizer") == 8 * count_weights(example) // 8
 
 
-def test_experts_have_an_optimizer_of_their_own_that_steps_after() -> None:
-    a_plan = plan(MOE, ep=2, **IN_BF16)
+def test_experts_have_their_own_optimizer_which_steps_afterwards() -> None:
+    example = plan(MOE, ep=2, **IN_BF16)
     plain = plan(MOE, ep=2)
-    states = at(plain, "rest", "optimizer") // 12
-    more = at(a_plan, "optimizer", "optimizer") - at(a_plan, "rest", "optimizer")
-    assert 8 * states // 2 <= more < 8 * states
+    states = read_bytes(plain, "rest", "optimizer") // 12
+    working = read_bytes(example, "optimizer", "optimizer") - read_bytes(example, "rest", "optimizer")
+    assert 8 * states // 2 <= working < 8 * states
     whole = plan(MOE, **IN_BF16)
-    assert at(whole, "optimizer", "optimizer") == 14 * (at(plan(MOE), "rest", "optimizer") // 12)
+    assert read_bytes(whole, "optimizer", "optimizer") == 14 * (
+        read_bytes(plan(MOE), "rest", "optimizer") // 12
+    )
 
 
-@pytest.mark.parametrize(("impl", "each"), [("native", 6), ("te", 2)])
-def test_transformer_engines_loss_writes_its_gradient_over_the_logits(impl: str, each: int) -> None:
-    a_plan = plan(recipe={"loss": "fused"}, tp=2, cross_entropy_fusion_impl=impl)
+@pytest.mark.parametrize(("impl", "width"), [("native", 6), ("te", 2)])
+def test_transformer_engine_loss_overwrites_the_logits(impl: str, width: int) -> None:
+    example = plan(recipe={"loss": "fused"}, tp=2, cross_entropy_fusion_impl=impl)
     rows = compute_padded_vocab_size(LLAMA.vocab_size, 2) // 2
-    peak = max(m.components["logits"] for m in a_plan.memory().worst_stage.phases)
-    assert peak >= each * 512 * rows
+    peak = max(m.components["logits"] for m in example.memory().worst_stage.phases)
+    assert peak >= width * 512 * rows
     assert (peak == 2 * 512 * rows) == (impl == "te")
     # Another loss has no such kernel.
-    same = [plan(cross_entropy_fusion_impl=name).memory().peak_bytes for name in ("native", "te")]
-    assert same[0] == same[1]
+    peaks = [plan(cross_entropy_fusion_impl=name).memory().peak_bytes for name in ("native", "te")]
+    assert peaks[0] == peaks[1]
 
 
-def test_arrays_of_plans_give_the_same_bytes() -> None:
+def test_batches_of_plans_have_the_same_bytes() -> None:
     options = [{"grad_reduce_in_fp32": False}, IN_BF16, {**IN_BF16, "grad_reduce_in_fp32": False}]
-    several = [
-        plan(MOE, tp=tp, ep=ep, **chosen) for chosen in options for tp, ep in ((1, 1), (2, 1), (1, 2), (2, 4))
+    plans = [
+        plan(MOE, tp=tp, ep=ep, **full_recipe)
+        for full_recipe in options
+        for tp, ep in ((1, 1), (2, 1), (1, 2), (2, 4))
     ]
-    assert compute_peaks(several).tolist() == [one.memory().peak_bytes for one in several]
+    assert compute_peaks(plans).tolist() == [one.memory().peak_bytes for one in plans]
 
 
-def test_a_plan_and_its_json_are_the_same() -> None:
+def test_options_round_trip_through_json() -> None:
     options = {"cross_entropy_fusion_impl": "te", "grad_reduce_in_fp32": False, **IN_BF16}
-    a_plan = plan(recipe={"loss": "fused"}, **options)
-    assert Plan.from_json(a_plan.to_json()) == a_plan
-    older = a_plan.to_dict()
+    example = plan(recipe={"loss": "fused"}, **options)
+    assert Plan.from_json(example.to_json()) == example
+    data = example.to_dict()
     for name in options:
-        del older["layout"][name]
-    assert Plan.from_dict(older).layout == ss.Layout.megatron()
+        del data["layout"][name]
+    assert Plan.from_dict(data).layout == ss.Layout.megatron()
 
 
 @pytest.mark.parametrize("split", few([True, False], [False]))
-def test_megatrons_own_code_with_gradients_in_bf16(split: bool) -> None:
-    a_plan = plan(
+def test_rehearsal_with_bf16_gradients_matches_the_prediction(split: bool) -> None:
+    example = plan(
         replace(ss.Architecture.of_size("60m"), num_hidden_layers=2),
         grad_reduce_in_fp32=False,
         distributed_optimizer=split,
     )
-    (stage,) = rehearse(a_plan, lambda words, fraction: None)
-    seen, found = stage.peak.components, a_plan.memory().worst_stage.at(stage.peak.phase).components
-    assert sum(seen.values()) == pytest.approx(sum(found[name] for name in TENSOR_COMPONENTS), rel=0.01)
-    assert seen["gradients"] == pytest.approx(found["gradients"], rel=1e-3)
-    assert seen["optimizer"] == pytest.approx(found["optimizer"], rel=0.02)
+    (stage,) = rehearse(example, lambda text, fraction: None)
+    rehearsed, predicted = (
+        stage.peak.components,
+        example.memory().worst_stage.at(stage.peak.phase).components,
+    )
+    assert sum(rehearsed.values()) == pytest.approx(
+        sum(predicted[name] for name in TENSOR_COMPONENTS), rel=0.01
+    )
+    assert rehearsed["gradients"] == pytest.approx(predicted["gradients"], rel=1e-3)
+    assert rehearsed["optimizer"] == pytest.approx(predicted["optimizer"], rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +156,7 @@ def test_megatrons_own_code_with_gradients_in_bf16(split: bool) -> None:
         ({"precision": "fp32"}, AWARE, "Recipe.precision"),
     ],
 )
-def test_what_megatron_asserts_is_refused(
+def test_options_that_megatron_asserts_against_raise(
     recipe: dict[str, Any], options: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(ValueError, match=field):
@@ -162,7 +171,7 @@ def test_what_megatron_asserts_is_refused(
         ({"loss": "fused"}, {"cross_entropy_fusion_impl": "te"}, "fusion_impl"),
     ],
 )
-def test_what_needs_transformer_engine_is_not_rehearsed(
+def test_options_of_transformer_engine_cannot_be_rehearsed(
     recipe: dict[str, Any], options: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(ValueError, match=field):
