@@ -1,4 +1,4 @@
-"""What frameworks refuse of fields together: refused in the plan, and by the framework's own code today."""
+"""Invalid combinations of fields: rejected in the plan, and by the installed framework's own code."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def refusal(
 
 
 @pytest.fixture(scope="module")
-def megatron_says() -> Iterator[OwnChecks]:
+def megatron_checks() -> Iterator[OwnChecks]:
     with own_checks("megatron.core.transformer.transformer_config", "megatron.core.optimizer") as says:
         yield says
 
 
 @pytest.fixture(scope="module")
-def deepspeed_says() -> Iterator[OwnChecks]:
+def deepspeed_checks() -> Iterator[OwnChecks]:
     with own_checks("deepspeed") as says:
         yield says
 
@@ -45,7 +45,7 @@ def deepspeed_says() -> Iterator[OwnChecks]:
 # ------------------------------------------------------------------------------------------------ Megatron
 
 
-def test_megatron_s_distributed_optimizer_is_adam_s() -> None:
+def test_megatron_distributed_optimizer_needs_adam() -> None:
     error = refusal(LLAMA, ss.Layout.megatron(), optimizer="sgd")
     assert (error.field, error.fix) == ("Recipe.optimizer", "optimizer='adamw'")
     alone = Plan(LLAMA, EIGHT, ss.Recipe(optimizer="sgd"), ss.Layout.megatron(distributed_optimizer=False))
@@ -53,8 +53,8 @@ def test_megatron_s_distributed_optimizer_is_adam_s() -> None:
 
 
 @thorough()
-def test_megatron_itself_takes_no_sgd(megatron_says: OwnChecks) -> None:
-    said = megatron_says(
+def test_megatron_itself_rejects_sgd(megatron_checks: OwnChecks) -> None:
+    said = megatron_checks(
         """
 import torch
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
@@ -72,20 +72,20 @@ distrib_optimizer.DistributedOptimizer(
     assert said.startswith("AssertionError: Only Adam and HybridDeviceOptimizer currently supported")
 
 
-def test_megatron_splits_no_experts_with_biases() -> None:
+def test_experts_with_biases_cannot_be_sharded_by_megatron() -> None:
     error = refusal(BIASED, ss.Layout.megatron(tp=2))
     assert (error.field, error.fix) == ("Layout.etp", "etp=1")
     for layout in (ss.Layout.megatron(tp=2, etp=1), ss.Layout.megatron(ep=2)):
         assert Plan(BIASED, EIGHT, ss.Recipe(), layout).memory().peak_bytes > 0
 
 
-def transformer_says(megatron_says: OwnChecks, plan: Plan, **changes: Any) -> str:
+def transformer_says(megatron_checks: OwnChecks, plan: Plan, **changes: Any) -> str:
     """What ``TransformerConfig`` raises, or "ok". Fused kernels are Transformer Engine's; none are needed."""
     config = build_transformer_config(plan) | {
         "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False,
     }
-    return megatron_says(
+    return megatron_checks(
         f"""
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -95,19 +95,19 @@ TransformerConfig(**{config | changes!r})
 
 
 @thorough()
-def test_megatron_itself_has_no_biases_in_split_experts(megatron_says: OwnChecks) -> None:
+def test_megatron_itself_rejects_biases_in_sharded_experts(megatron_checks: OwnChecks) -> None:
     plan = Plan(BIASED, EIGHT, ss.Recipe(), ss.Layout.megatron(tp=2, etp=1))
-    assert transformer_says(megatron_says, plan) == "ok"
-    said = transformer_says(megatron_says, plan, expert_tensor_parallel_size=2)
+    assert transformer_says(megatron_checks, plan) == "ok"
+    said = transformer_says(megatron_checks, plan, expert_tensor_parallel_size=2)
     assert said == "AssertionError: Bias in Moe is only supported when ETP==1"
 
 
-def test_one_expert_a_token_is_routed_before_it_is_chosen(megatron_says: OwnChecks) -> None:
+def test_top_1_routing_uses_softmax_before_top_k(megatron_checks: OwnChecks) -> None:
     assert MOE.mixture_of_experts is not None
     one = replace(MOE, mixture_of_experts=replace(MOE.mixture_of_experts, num_experts_per_tok=1))
     plan = Plan(one, EIGHT, ss.Recipe(), ss.Layout.megatron())
-    assert transformer_says(megatron_says, plan) == "ok"
-    assert "moe-router-pre-softmax" in transformer_says(megatron_says, plan, moe_router_pre_softmax=False)
+    assert transformer_says(megatron_checks, plan) == "ok"
+    assert "moe-router-pre-softmax" in transformer_says(megatron_checks, plan, moe_router_pre_softmax=False)
 
 
 # --------------------------------------------------------------------------------------------------- FSDP2
@@ -117,7 +117,7 @@ def test_one_expert_a_token_is_routed_before_it_is_chosen(megatron_says: OwnChec
     ("vpp", "batch", "fixed"),
     [(1, 4, 16), (1, 12, 16), (2, 44, 48), (2, 36, 48)],
 )
-def test_torch_s_schedules_want_enough_micro_batches(vpp: int, batch: int, fixed: int) -> None:
+def test_torch_schedules_need_enough_micro_batches(vpp: int, batch: int, fixed: int) -> None:
     """pp 4 leaves two data-parallel ranks of 8; two sequences each are one micro-batch of all."""
     layout = ss.Layout.fsdp2(pp=4, vpp=vpp)
     error = refusal(LLAMA, layout, micro_batch_size=2, global_batch_size=batch)
@@ -128,7 +128,7 @@ def test_torch_s_schedules_want_enough_micro_batches(vpp: int, batch: int, fixed
 
 
 @pytest.mark.parametrize("vpp", [1, 2])
-def test_torch_s_own_schedules_agree(vpp: int) -> None:
+def test_torch_itself_rejects_too_few_micro_batches(vpp: int) -> None:
     """Up to 24 micro-batches over 4 stages: refused here where torch raises, and only there."""
     schedules = needs("torch.distributed.pipelining.schedules")
     stage = MagicMock(num_stages=4 * vpp, group_size=4, group_rank=0, stage_index=0, has_backward=False)
@@ -161,7 +161,7 @@ def test_zero_2_with_experts_needs_contiguous_gradients() -> None:
     Plan(MOE, EIGHT, ss.Recipe(), ss.Layout.zero(2, contiguous_gradients=False))
 
 
-def test_a_buffer_to_nvme_holds_a_part_of_any_tensor() -> None:
+def test_an_nvme_buffer_must_fit_a_shard_of_every_tensor() -> None:
     arch, one = ss.models["llama-3.1-8b"], ss.Cluster.parse("h100-sxm-80gb")
     whole = arch.vocab_size * arch.hidden_size
     error = refusal(arch, ss.Layout.zero(offload_params="nvme", offload_params_buffer_size=10**8), one)
@@ -175,15 +175,15 @@ def test_a_buffer_to_nvme_holds_a_part_of_any_tensor() -> None:
         assert replace(found, layout=exact).memory().host_bytes == found.memory().host_bytes
 
 
-def test_an_optimizer_that_is_not_adam_may_go_to_the_host() -> None:
+def test_an_optimizer_other_than_adam_can_be_offloaded_to_the_host() -> None:
     for optimizer, forced in (("adamw", True), ("sgd", False)):
         plan = Plan(LLAMA, EIGHT, ss.Recipe(optimizer=optimizer), ss.Layout.zero(offload_optimizer="cpu"))  # type: ignore[arg-type]
         assert build_deepspeed_config(plan)["zero_force_ds_cpu_optimizer"] is forced
 
 
 @thorough()
-def test_deepspeed_itself_wants_contiguous_gradients(deepspeed_says: OwnChecks) -> None:
-    said = deepspeed_says(
+def test_deepspeed_itself_needs_contiguous_gradients(deepspeed_checks: OwnChecks) -> None:
+    said = deepspeed_checks(
         """
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -196,8 +196,8 @@ DeepSpeedZeroOptimizer._configure_moe_settings(
 
 
 @thorough()
-def test_deepspeed_itself_wants_room_in_its_buffers(deepspeed_says: OwnChecks) -> None:
-    said = deepspeed_says(
+def test_deepspeed_itself_rejects_too_small_buffers(deepspeed_checks: OwnChecks) -> None:
+    said = deepspeed_checks(
         """
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
 

@@ -1,4 +1,4 @@
-"""A refusal to train names the frameworks that do."""
+"""Errors of plans that cannot be trained name the frameworks that can."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ CLUSTER = ss.Cluster.parse("4xh100-sxm-80gb")
         (ss.Layout.ddp(), {"attention": "sdpa"}, "attention=None."),
     ],
 )
-def test_what_does_train_is_named(layout: Any, recipe: dict[str, Any], named: str) -> None:
+def test_the_error_names_the_frameworks_that_train_the_plan(
+    layout: Any, recipe: dict[str, Any], named: str
+) -> None:
     plan = ss.Plan(ss.models["llama-3.1-8b"], CLUSTER, ss.Recipe(**recipe), layout)
     told = why_not_trained(plan)
     assert told is not None and named in told

@@ -1,4 +1,4 @@
-"""What rehearsals of Megatron hold of this machine: no real tensors, and nothing once they have ended."""
+"""Host memory of Megatron rehearsals: no real tensors, and none left afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = replace(ss.Architecture.of_size("60m"), num_hidden_layers=2)
 EXPERTS = replace(MOE, num_hidden_layers=2)
 
 
-def played(arch: ss.Architecture, recipe: dict[str, Any], **layout: Any) -> None:
+def run_rehearsal(arch: ss.Architecture, recipe: dict[str, Any], **layout: Any) -> None:
     plan = Plan(arch, EIGHT, ss.Recipe(seq_len=256, **recipe), ss.Layout.megatron(**layout))
     rehearse(plan, lambda words, fraction: None)
 
@@ -39,7 +39,7 @@ def test_no_operator_runs_on_real_tensors(
         raise AssertionError(f"{operator} would run on real tensors")
 
     monkeypatch.setattr(fake_tensor, "run_fallback_kernel", fallback)
-    played(SMALL, {"precision": precision, "optimizer": optimizer}, distributed_optimizer=False)
+    run_rehearsal(SMALL, {"precision": precision, "optimizer": optimizer}, distributed_optimizer=False)
 
 
 def num_fake_parameters() -> int:
@@ -51,6 +51,6 @@ def num_fake_parameters() -> int:
 @pytest.mark.parametrize("arch", [SMALL, EXPERTS], ids=["dense", "experts"])
 def test_nothing_outlives_a_rehearsal(arch: ss.Architecture) -> None:
     before = num_fake_parameters()
-    played(arch, {}, pp=2)
+    run_rehearsal(arch, {}, pp=2)
     assert num_fake_parameters() <= before
     assert not fake_tensor.FakeTensorMode.cache
