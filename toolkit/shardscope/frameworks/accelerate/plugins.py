@@ -28,6 +28,7 @@ from shardscope.frameworks.megatron.layout import MegatronLayout
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
+    from torch.distributed.tensor import DTensor
 
     from shardscope.core.plan import Plan
 
@@ -149,11 +150,39 @@ class Fsdp2Plugin(Plugin):
     ) -> tuple[str, Record]:
         """Check and describe the DTensors' mesh, the shards' device, and resharding after forward."""
         from torch.distributed.fsdp import FSDPModule
-        from torch.distributed.tensor import DTensor, Shard
 
         from shardscope.training.optimizers.gradients import local_shard
 
-        # All parameters are DTensors, sharded over the planned mesh.
+        parameters = self._check_shards(plan, model)
+        device = self._check_device(plan, accelerator, parameters)
+        reshards = self._check_resharding(plan, model)
+        # The record has what Accelerate built, not what the plan asked for.
+        assert isinstance(model, FSDPModule)
+        policy = model._get_fsdp_state()._mp_policy
+        mesh = next(iter(parameters.values())).device_mesh
+        # Axes of the mesh: replicas, shards (cp included), tp.
+        num_shards = mesh.shape[-2] if plan.degrees.tp > 1 else mesh.shape[-1]
+        sentence = (
+            f"FSDP2: all {len(parameters)} parameter tensors are DTensors, sharded over "
+            f"{format_count(num_shards, 'rank')}"
+        )
+        return sentence, {
+            "module": type(model).__name__,
+            "mesh_shape": list(mesh.shape),
+            "mesh_axes": list(mesh.mesh_dim_names or ()),
+            "num_sharded_tensors": len(parameters),
+            "num_weights_here": sum(local_shard(tensor).numel() for tensor in parameters.values()),
+            "placements": dict(Counter(str(tuple(tensor.placements)) for tensor in parameters.values())),
+            "reshard_after_forward": {str(value): number for value, number in reshards.items()},
+            "parameters_on": device,
+            "param_dtype": str(policy.param_dtype).removeprefix("torch."),
+            "reduce_dtype": str(policy.reduce_dtype).removeprefix("torch."),
+        }
+
+    def _check_shards(self, plan: Plan, model: torch.nn.Module) -> dict[str, DTensor]:
+        """Return the parameters by name, all of them DTensors that are sharded over the planned mesh."""
+        from torch.distributed.tensor import DTensor, Shard
+
         parameters: dict[str, DTensor] = {}
         unsharded: list[str] = []
         for name, parameter in model.named_parameters():
@@ -174,45 +203,31 @@ class Fsdp2Plugin(Plugin):
                 raise make_contradiction(
                     f"shards over a mesh of {planned_mesh}", f"{name} {tensor.placements} over {mesh}"
                 )
+        return parameters
 
-        # With CPU offloading the shards are in host memory.
+    def _check_device(self, plan: Plan, accelerator: Accelerator, parameters: Mapping[str, DTensor]) -> str:
+        """Return the device type of all shards: with CPU offloading they are in host memory."""
+        from shardscope.training.optimizers.gradients import local_shard
+
         devices = {local_shard(tensor).device.type for tensor in parameters.values()}
-        planned_device = "cpu" if get_layout(plan).offload == "cpu" else accelerator.device.type
-        if devices != {planned_device}:
-            raise make_contradiction(
-                f"shards on {planned_device}", f"shards on {' and '.join(sorted(devices))}"
-            )
+        planned: str = "cpu" if get_layout(plan).offload == "cpu" else accelerator.device.type
+        if devices != {planned}:
+            raise make_contradiction(f"shards on {planned}", f"shards on {' and '.join(sorted(devices))}")
+        return planned
 
-        # The root, and the head with its norm, are used again at once and never resharded: one resharded
-        # group among several shows that the layers are.
+    def _check_resharding(self, plan: Plan, model: torch.nn.Module) -> Counter[bool]:
+        """Return the number of parameter groups that are resharded after forward, and of those that are not.
+
+        The root, and the head with its norm, are never resharded: backward needs them at once. One resharded
+        group among several therefore shows that the layers are.
+        """
         reshards = self._count_resharding(model)
         is_resharded, is_planned = reshards[True] > 0, bool(get_reshard_after_forward(plan))
         if is_resharded != is_planned and reshards.total() > 1:
             raise make_contradiction(
                 f"reshard_after_forward={is_planned}", f"reshard_after_forward={is_resharded}"
             )
-
-        # Axes of the mesh: replicas, shards (cp included), tp.
-        assert isinstance(model, FSDPModule)
-        policy = model._get_fsdp_state()._mp_policy
-        num_shards = planned_mesh[-2] if plan.degrees.tp > 1 else planned_mesh[-1]
-        first = next(iter(parameters.values()))
-        sentence = (
-            f"FSDP2: all {len(parameters)} parameter tensors are DTensors, sharded over "
-            f"{format_count(num_shards, 'rank')}"
-        )
-        return sentence, {
-            "module": type(model).__name__,
-            "mesh_shape": list(planned_mesh),
-            "mesh_axes": list(first.device_mesh.mesh_dim_names or ()),
-            "num_sharded_tensors": len(parameters),
-            "num_weights_here": sum(local_shard(tensor).numel() for tensor in parameters.values()),
-            "placements": dict(Counter(str(tuple(tensor.placements)) for tensor in parameters.values())),
-            "reshard_after_forward": {str(value): number for value, number in reshards.items()},
-            "parameters_on": planned_device,
-            "param_dtype": str(policy.param_dtype).removeprefix("torch."),
-            "reduce_dtype": str(policy.reduce_dtype).removeprefix("torch."),
-        }
+        return reshards
 
     def _get_mesh_shape(self, plan: Plan) -> tuple[int, ...]:
         """Return the shape of Accelerate's mesh: replicas, shards (including cp), tp; without axes of 1."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache, partial
 from math import lcm
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.number_format import format_gib
 from shardscope.core.ops import ceil_div, group_equal, map_distinct, maximum, minimum, pick_largest_row, where
@@ -79,7 +79,7 @@ def count_weights(plan: Plan, shape: StageShape) -> Stage:
 
 def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
     """Return the training state of one rank, with the model sharded by tp, pp and ep."""
-    layout, degrees, recipe = get_layout(plan), plan.degrees, plan.recipe
+    layout, recipe = get_layout(plan), plan.recipe
     # Bytes per parameter: the weight, its gradient, and the optimizer's main weight and moments.
     half = widths[recipe.precision].compute
     main = FP32 if half < FP32 else 0
@@ -87,41 +87,20 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
     if layout.use_precision_aware_optimizer:
         state_width = precision_aware.compute_state_width(layout, recipe)
     gradient = FP32 if precision_aware.reduces_in_fp32(layout, recipe) else half
-    # The distributed optimizer pads its buffers and shards its state over the replicas.
-    dense_ranks = expert_ranks = 1
-    unpadded_dense, unpadded_experts = dense, experts = stage.layers + stage.edges, stage.experts
-    if layout.distributed_optimizer:
-        dense_ranks, expert_ranks = count_replicas(plan)
-        dense, experts = _pad_buffer(dense, dense_ranks), _pad_buffer(experts, expert_ranks)
-    weights = dense + experts
-    # Padding has no moments: with one rank, the shard is the whole buffer, padding included.
-    dense_updated = minimum(ceil_div(dense, dense_ranks), unpadded_dense)
-    experts_updated = minimum(ceil_div(experts, expert_ranks), unpadded_experts)
-    updated = dense_updated + experts_updated
-    optimizer = state_width * updated
+    counts = _count_buffer_elements(plan, stage)
+    dense, experts, weights, updated = counts.dense, counts.experts, counts.weights, counts.updated
     # Staging buffers, 8-bit weights, and the gradient of the embedding at the end of backward.
     dummies, shared = _count_staging_elements(plan, stage)
     eight_bit = compute_weight_copies(plan, stage)
-    embedding = stage.is_first * half * _count_embedding_elements(plan)
-    if plan.architecture.tie_word_embeddings:
-        # Autograd adds it to the head's gradient out of place, into a third tensor.
-        embedding = embedding * (1 + stage.is_last)
-    if plan.architecture.position_embedding == "learned":
-        positions = plan.architecture.max_position_embeddings * plan.architecture.hidden_size
-        embedding = maximum(embedding, stage.is_first * half * positions)
-
-    # Dense weights move into their buffer first, then experts' weights into theirs
-    # (distributed_data_parallel.py, _allocate_buffers_for_parameters). Model chunks follow one another.
-    apart = (degrees.ep > 1) & (experts > 0)
-    moved, moving = where(apart, experts, weights), weights
-    if layout.distributed_optimizer:
-        dense_first = apart & (dense * half > experts * (half + gradient))
-        moved, moving = where(dense_first, dense, moved), where(dense_first, dense, moving)
-    moved = ceil_div(moved, degrees.vpp)
+    embedding = half * _count_embedding_gradient_elements(plan, stage)
 
     def explain_optimizer() -> str:
-        split = f" / {dense_ranks} data- and context-parallel ranks" if layout.distributed_optimizer else ""
-        of_experts = f" + {experts:,} of experts / {expert_ranks}" if experts else ""
+        split = (
+            f" / {counts.dense_ranks} data- and context-parallel ranks"
+            if layout.distributed_optimizer
+            else ""
+        )
+        of_experts = f" + {experts:,} of experts / {counts.expert_ranks}" if experts else ""
         count_text = f"({dense:,}{split}{of_experts}) × {state_width} bytes · "
         if layout.use_precision_aware_optimizer:
             return count_text + precision_aware.describe_state(layout, recipe)
@@ -160,6 +139,7 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
     def find_peaks(stage: Stage, modules: Modules) -> list[PeakCandidate]:
         activations = compute_stage_activations(plan, stage, modules)
         with_embedding = sum_parts((embedding, "half-precision gradient of an embedding"), *buffers)
+        # Fractions of a step: the order of the peaks in time.
         return [
             PeakCandidate.from_terms(
                 0.33, activations.forward, gathered, gradients, activations.logits_forward, phase="forward"
@@ -174,12 +154,11 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
     return TrainingState(
         parameters=Term(weights * half + eight_bit, explain_parameters),
         gradients=gradients,
-        optimizer=Term(optimizer, explain_optimizer),
-        initialisation=_compute_initialisation(
-            ((weights + (moved if layout.distributed_optimizer else 0)) * half, moving * gradient, 0),
-            (weights * half, weights * gradient, main_copies),
-        ),
-        optimizer_working=precision_aware.compute_working_memory(layout, dense_updated, experts_updated)
+        optimizer=Term(state_width * updated, explain_optimizer),
+        initialisation=_compute_initialisation(plan, counts, half, gradient, main_copies),
+        optimizer_working=precision_aware.compute_working_memory(
+            layout, counts.dense_updated, counts.experts_updated
+        )
         if layout.use_precision_aware_optimizer
         else Term(
             FP32 * updated if gradient < FP32 else 0,
@@ -192,15 +171,85 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
     )
 
 
+class _BufferElements(NamedTuple):
+    """Elements of the contiguous buffers of one rank, padding included, and of its shard of the optimizer."""
+
+    dense: int
+    experts: int
+    dense_ranks: int
+    """Ranks over which the optimizer state of dense weights is sharded; 1 without a distributed optimizer."""
+    expert_ranks: int
+    dense_updated: int
+    """Dense weights that this rank updates."""
+    experts_updated: int
+
+    @property
+    def weights(self) -> int:
+        """Elements of all buffers."""
+        return self.dense + self.experts
+
+    @property
+    def updated(self) -> int:
+        """Weights that this rank updates."""
+        return self.dense_updated + self.experts_updated
+
+
+def _count_buffer_elements(plan: Plan, stage: Stage) -> _BufferElements:
+    """Return the elements of one rank's buffers, which the distributed optimizer pads and shards."""
+    dense_ranks = expert_ranks = 1
+    unpadded_dense, unpadded_experts = dense, experts = stage.layers + stage.edges, stage.experts
+    if get_layout(plan).distributed_optimizer:
+        dense_ranks, expert_ranks = count_replicas(plan)
+        dense, experts = _pad_buffer(dense, dense_ranks), _pad_buffer(experts, expert_ranks)
+    return _BufferElements(
+        dense,
+        experts,
+        dense_ranks,
+        expert_ranks,
+        # Padding has no moments: with one rank, the shard is the whole buffer, padding included.
+        dense_updated=minimum(ceil_div(dense, dense_ranks), unpadded_dense),
+        experts_updated=minimum(ceil_div(experts, expert_ranks), unpadded_experts),
+    )
+
+
+def _count_embedding_gradient_elements(plan: Plan, stage: Stage) -> int:
+    """Return the elements of the embedding's gradient, which ``torch.nn.functional.embedding`` allocates.
+
+    All other matrices add to their main gradients in the matmul kernel.
+    """
+    arch = plan.architecture
+    elements = stage.is_first * _count_embedding_elements(plan)
+    if arch.tie_word_embeddings:
+        # Autograd adds it to the head's gradient out of place, into a third tensor.
+        elements = elements * (1 + stage.is_last)
+    if arch.position_embedding == "learned":
+        elements = maximum(elements, stage.is_first * arch.max_position_embeddings * arch.hidden_size)
+    return elements
+
+
 def _compute_initialisation(
-    wrapped: tuple[int, int, int], optimized: tuple[int, int, int]
+    plan: Plan, counts: _BufferElements, half: int, gradient: int, main_copies: int
 ) -> dict[Component, Term]:
     """Return the larger of two peak candidates, each (parameter bytes, gradient bytes, main weight bytes).
 
-    ``wrapped``: while ``DistributedDataParallel`` wraps the modules. ``optimized``: once the optimizer has
+    The first is while ``DistributedDataParallel`` wraps the modules. The second is once the optimizer has
     copied its weights to fp32 (``Float16OptimizerWithFloat16Params``, ``DistributedOptimizer``), before it
-    has any moments.
+    has any moments: ``main_copies`` bytes.
     """
+    layout, degrees = get_layout(plan), plan.degrees
+    dense, experts, weights = counts.dense, counts.experts, counts.weights
+    # Dense weights move into their buffer first, then experts' weights into theirs
+    # (distributed_data_parallel.py, _allocate_buffers_for_parameters). Model chunks follow one another.
+    apart = (degrees.ep > 1) & (experts > 0)
+    moved, moving = where(apart, experts, weights), weights
+    if layout.distributed_optimizer:
+        # The peak is at the dense weights if they exceed what the experts' weights and gradients add.
+        dense_first = apart & (dense * half > experts * (half + gradient))
+        moved, moving = where(dense_first, dense, moved), where(dense_first, dense, moving)
+    moved = ceil_div(moved, degrees.vpp)
+    # Only the distributed optimizer has a weight buffer: each weight exists twice until it has moved.
+    wrapped = ((weights + (moved if layout.distributed_optimizer else 0)) * half, moving * gradient, 0)
+    optimized = (weights * half, weights * gradient, main_copies)
     rows = [(sum(candidate), *candidate) for candidate in (wrapped, optimized)]
     _, parameters, gradients, copies = pick_largest_row(rows)
     return {
@@ -224,6 +273,7 @@ def _list_group_sizes(plan: Plan, stage: Stage) -> tuple[int, ...]:
     model_parallel = where((degrees.tp > 1) & (degrees.pp > 1), degrees.tp * degrees.pp, 1)
     shares = plan.architecture.tie_word_embeddings & (degrees.pp > 1) & (stage.is_first | stage.is_last)
     replicas = group_equal(degrees.data_parallel * degrees.cp)
+    # The embedding group of first and last stage has two ranks, or one where nothing is shared.
     groups = (replicas, degrees.tp, degrees.pp, degrees.ep, model_parallel, 1 + shares)
     return (*groups, replicas * degrees.tp) if plan.recipe.precision == "fp8-mixed" else groups
 
@@ -288,6 +338,7 @@ def _count_dummy_gradients(
 def _list_matrices(arch: Architecture, moe: bool, tp: int, expert_tp: int) -> set[tuple[int, int]]:
     """Return the distinct (rows, columns) of one layer's weights on one rank, fused as in megatron-core."""
     hidden, width, latent = arch.hidden_size, get_attention_widths(arch), arch.latent_attention
+    # The output projection, then the fused QKV or the down and up projections of latent attention.
     matrices = {(hidden, ceil_div(width.output, tp))}
     if latent is None:
         matrices.add((ceil_div(width.inputs, tp), hidden))
@@ -302,6 +353,7 @@ def _list_matrices(arch: Architecture, moe: bool, tp: int, expert_tp: int) -> se
         else:
             matrices |= {(latent.q_lora_rank, hidden), (ceil_div(width.query, tp), latent.q_lora_rank)}
     experts = arch.mixture_of_experts
+    # Shared experts are sharded by tp like dense MLPs, routed experts by their own etp.
     inners = [(arch.intermediate_size, tp)]
     if moe and experts is not None:
         inners = [
