@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.fault_words import FAULTS, ROOMS
+from tests.fault_words import FAULTS, HEADINGS
 
 TESTS = Path(__file__).parent
 DOCUMENT = TESTS.parent / "docs" / "reliability.md"
@@ -72,14 +72,14 @@ def document() -> str:
         f"- **{number} {fault.what}.** {fault.untested}" for number, fault in FAULTS.items() if fault.untested
     ]
     parts = [INTRODUCTION.format(num_tests=sum(1 for _ in fault_tests())), "\n".join(untested)]
-    for first, room in ROOMS.items():
-        last = min((number for number in ROOMS if number > first), default=max(FAULTS) + 1)
+    for first, heading in HEADINGS.items():
+        last = min((number for number in HEADINGS if number > first), default=max(FAULTS) + 1)
         rows = [
             f"| {number} | {fault.what} | {fault.seen} | {_tests(held[number])} |"
             for number, fault in FAULTS.items()
             if first <= number < last
         ]
-        parts.append("\n".join([f"## {room}", "", HEAD, *rows]))
+        parts.append("\n".join([f"## {heading}", "", HEAD, *rows]))
     return "\n\n".join(parts) + "\n"
 
 
