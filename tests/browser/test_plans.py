@@ -106,7 +106,7 @@ def test_the_advice_and_its_alternatives_are_seen_without_scrolling(page: Any) -
         assert page.evaluate(BOTTOM, ".ss-advised") < VISIBLE_PIXELS / 2
         assert page.evaluate(BOTTOM, ".ss-offers li") < VISIBLE_PIXELS
     expect(page.locator(".ss-path")).not_to_be_visible()
-    page.locator("summary", has_text=re.compile(r"Why\? \d+ questions")).click()
+    page.locator("summary", has_text=re.compile(r"Why: \d+ decisions")).click()
     page.locator(".ss-path li.ss-taken").first.wait_for()
     page.locator("summary", has_text="Why:").click()
 

@@ -48,7 +48,7 @@ class KindChange(TypedDict):
 
 
 class RunOptions(Picker):
-    """Options of a run: its steps, its learning rate, its records, and whether it outlives the kernel."""
+    """Options of a run: steps, learning rate, trace, and whether it continues without the kernel."""
 
     def __init__(self) -> None:
         self.steps = controls.create_text_box(40, "Optimizer steps", "64px")
