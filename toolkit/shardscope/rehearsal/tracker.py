@@ -136,13 +136,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
 
     def compute_peaks(self) -> tuple[RehearsedPeak, ...]:
         """Return the peak of each part of each phase, in the step's order."""
-        moments: list[RehearsedPeak] = []
+        peaks: list[RehearsedPeak] = []
         for phase, (start, stop, parts) in _PHASE_SPANS.items():
             phase_peaks = self._compute_phase_peaks(phase, parts)
             for index, components in enumerate(phase_peaks):
                 fraction = start + (stop - start) * (index + 1) / len(phase_peaks)
-                moments.append(RehearsedPeak(phase=phase, fraction=round(fraction, 4), components=components))
-        return tuple(moments)
+                peaks.append(RehearsedPeak(phase=phase, fraction=round(fraction, 4), components=components))
+        return tuple(peaks)
 
     def build_stage(self, number: int, num_layers: int, note: str = "") -> RehearsedStage:
         """Return the recorded peaks as the result of one pipeline stage."""
