@@ -298,7 +298,7 @@ def test_fault_20_nothing_visible_is_the_cpu(monkeypatch: pytest.MonkeyPatch, vi
     ],
 )
 def test_fault_20_visible_devices_as_cuda_reads_them(visible: str | None, indices: list[int]) -> None:
-    assert detection.visible_indices(visible, ["GPU-a1", "GPU-b2", "GPU-c3"]) == indices
+    assert detection.parse_visible_devices(visible, ["GPU-a1", "GPU-b2", "GPU-c3"]) == indices
 
 
 ENTRIES = ["0", "1", "2", "9", "-1", "+1", "x", "1x", "", " 2", "GPU-a1", "GPU-b", "GPU-", "GPU-x", " GPU-c3"]
@@ -314,7 +314,7 @@ def test_fault_20_as_many_are_visible_as_torch_itself_counts(visible: str) -> No
         patch.setenv("CUDA_VISIBLE_DEVICES", visible)
         patch.setattr(cuda, "_raw_device_count_nvml", lambda: len(uuids))
         patch.setattr(cuda, "_raw_device_uuid_nvml", lambda: uuids)
-        assert len(detection.visible_indices(visible, uuids)) == cuda._device_count_nvml()
+        assert len(detection.parse_visible_devices(visible, uuids)) == cuda._device_count_nvml()
 
 
 def test_without_a_driver_or_its_library_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

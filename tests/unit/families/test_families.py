@@ -12,7 +12,7 @@ from tests.needs import few
 import shardscope as ss
 from shardscope.catalog import models
 from shardscope.core.architecture import MODEL_TYPES, Architecture
-from shardscope.families.parameter_names import attention_inputs, mlp_inputs, names_of
+from shardscope.families.parameter_names import list_attention_inputs, list_mlp_inputs, list_parameter_names
 from shardscope.memory.activations.forward import FAMILIES_WITH_ACTIVATIONS
 from shardscope.memory.state import stages
 
@@ -127,8 +127,8 @@ def test_two_ranks_of_tp_hold_the_layer_between_them(family: str) -> None:
         for name in whole.keys() - kept:
             numbers = [shape.copies * shape.rows * shape.columns for shape in (whole[name], cut[name])]
             assert numbers[0] == 2 * numbers[1], name
-        names = names_of(arch)
-        inputs = {*attention_inputs(arch), *mlp_inputs(arch)} - {"q_a_proj", "kv_a_proj_with_mqa"}
+        names = list_parameter_names(arch)
+        inputs = {*list_attention_inputs(arch), *list_mlp_inputs(arch)} - {"q_a_proj", "kv_a_proj_with_mqa"}
         for module in {*inputs, names.output, names.down}:
             assert not any(name.endswith(f".{module}.weight") for name in kept), module
         for name in whole.keys() - kept:

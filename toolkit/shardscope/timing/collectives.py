@@ -123,7 +123,7 @@ def _compute_ring_or_tree(
     ring = _choose_protocol(moved, rounds * messages * steps)
     if collective != "all_reduce":
         return ring
-    depth = (placement.members - 1) * inside.latency_seconds + _log2(
+    depth = (placement.members - 1) * inside.latency_seconds + _compute_log2(
         placement.num_nodes
     ) * between.latency_seconds
     # Reduce up and broadcast down the tree; each rank passes on the whole vector.
@@ -156,5 +156,5 @@ def _compute_send(num_bytes: float, placement: Placement, inside: LinkRate, betw
     return where(placement.num_nodes == 1, near, across)
 
 
-def _log2(number: float) -> float:
+def _compute_log2(number: float) -> float:
     return map_distinct(log2, number)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.ops import ceil_div, map_distinct, minimum
 from shardscope.core.precision import FP32
-from shardscope.families.registry import family_of
+from shardscope.families.registry import find_family
 from shardscope.memory.activations.head import LOSS_CHUNK_TOKENS, compute_logits_per_token, resolve_loss
 from shardscope.memory.state.stages import count_vocab_rows
 from shardscope.timing.matmul import count_unaligned
@@ -62,7 +62,7 @@ def compute_end_seconds(work: LayerWork, stage: Stage) -> EndSeconds:
         rows,
         modules.kernels,
         modules.compute,
-        family_of(arch).has_softcapping,
+        find_family(arch).has_softcapping,
         parallel=plan.layout.splits_sequence,
     )
     # Each tensor is written and read once.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from shardscope.core.errors import Fix, Value, check_choice, check_integer, find_nearest, refuse
-from shardscope.core.json_text import check_depth, key_lines, parse_json
+from shardscope.core.json_text import check_depth, find_key_lines, parse_json
 from shardscope.core.text_positions import KeyPath, TextPositions
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def read_json(file: str | Path) -> Document:
     values = parse_json(name, text)
     if not isinstance(values, dict):
         refuse(name, values, "one JSON object", Value({...}))
-    return Document(name=name, values=values, lines=key_lines(text))
+    return Document(name=name, values=values, lines=find_key_lines(text))
 
 
 def read_yaml(file: str | Path) -> Document:

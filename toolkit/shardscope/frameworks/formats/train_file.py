@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from shardscope.families.registry import family_of
+from shardscope.families.registry import find_family
 from shardscope.frameworks.formats.exported import Absent, Exported
 from shardscope.memory.activations.head import resolve_loss
 
@@ -101,6 +101,6 @@ def build_config(plan: Plan) -> dict[str, object]:
         config = {"model_type": arch.model_type, **config_values(arch)}
         config |= {name: value for name, value in fixed.items() if hasattr(known, name)}
     attention = ATTENTION.get(recipe.attention or "")
-    if attention is None and not family_of(arch).has_sdpa:
+    if attention is None and not find_family(arch).has_sdpa:
         attention = "eager"
     return config if attention is None else {**config, "attn_implementation": attention}
