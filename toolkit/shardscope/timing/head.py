@@ -39,6 +39,7 @@ _NOTHING = EndSeconds(0.0, 0.0, 0.0, 0.0, 0.0)
 
 def compute_end_seconds(work: LayerWork, stage: Stage) -> EndSeconds:
     """Return the seconds that the first and the last stage spend outside their layers."""
+    # Identity checks: for arrays of plans, the fields are columns, and all of the formula is evaluated.
     if stage.is_first is False and stage.is_last is False:
         return _NOTHING
     if stage.is_last is False:
@@ -58,7 +59,7 @@ def compute_end_seconds(work: LayerWork, stage: Stage) -> EndSeconds:
     # The padded rows of the vocabulary are included.
     missed = tokens * map_distinct(partial(count_unaligned, hidden), stage.head // hidden)
     product = stage.is_last * work.half_rate.seconds(tokens * rows * hidden, moved, missed)
-    each = compute_logits_per_token(
+    logits = compute_logits_per_token(
         rows,
         modules.kernels,
         modules.compute,
@@ -66,7 +67,7 @@ def compute_end_seconds(work: LayerWork, stage: Stage) -> EndSeconds:
         parallel=plan.layout.splits_sequence,
     )
     # Each tensor is written and read once.
-    loss = stage.is_last * tokens * 2 * (each.forward + each.backward) / work.memory
+    loss = stage.is_last * tokens * 2 * (logits.forward + logits.backward) / work.memory
     return EndSeconds(
         forward=product,
         backward=(1 + modules.trained) * product,

@@ -112,6 +112,7 @@ def find_residual(plan: Plan) -> Residual | None:
     record = read_record(build_record_path(plan.cluster.gpu.name, find_data_folder()))
     if record is None or not record.steps:
         return None
+    # A comparable prediction has the same model, framework and constants; sizes and degrees may differ.
     shape = plan.architecture.to_dict()
     framework, source = plan.layout.framework, select_rates(plan.cluster).source
     counted = [

@@ -93,6 +93,7 @@ def fit_link(known: Rates, calls: list[CollectiveCall], ranks: int) -> LinkRate:
     """
     largest = max(calls, key=lambda call: call.num_bytes)
     smallest = min(calls, key=lambda call: call.num_bytes)
+    # Start from what the largest call says about bandwidth and the smallest about latency.
     link = LinkRate(known.inside.name, largest.num_bytes / largest.seconds, smallest.seconds / (2 * ranks))
     least, factor = _compute_error(known, link, calls, ranks), 4.0
     while factor > FINEST:
@@ -101,9 +102,9 @@ def fit_link(known: Rates, calls: list[CollectiveCall], ranks: int) -> LinkRate:
             for name in ("bytes_per_second", "latency_seconds")
             for by in (factor, 1 / factor)
         ]
-        found, best = min((_compute_error(known, one, calls, ranks), one) for one in moved)
-        if found < least:
-            least, link = found, best
+        error, best = min((_compute_error(known, one, calls, ranks), one) for one in moved)
+        if error < least:
+            least, link = error, best
         else:
             factor = factor**0.5
     return link
@@ -114,13 +115,14 @@ def build_measured_calls(calls: Iterable[CollectiveCall], ranks: int) -> dict[st
     by_name: dict[str, list[CollectiveCall]] = {}
     for call in calls:
         by_name.setdefault(call.collective, []).append(call)
-    found = {}
+    curves = {}
     for name, measured in by_name.items():
         measured.sort(key=lambda call: call.num_bytes)
+        # A larger call bounds a smaller one: outliers above it are noise.
         at_most = [min(later.seconds for later in measured[i:]) for i in range(len(measured))]
         sizes = tuple(log(call.num_bytes) for call in measured)
-        found[name] = MeasuredCalls(ranks, sizes, tuple(map(log, at_most)))
-    return found
+        curves[name] = MeasuredCalls(ranks, sizes, tuple(map(log, at_most)))
+    return curves
 
 
 FINEST = 1.001
@@ -138,6 +140,7 @@ def _compute_error(known: Rates, link: LinkRate, calls: list[CollectiveCall], ra
 
 def fit_two_terms(terms: Iterable[Term]) -> tuple[float, float]:
     """Return the non-negative ``first`` and ``second`` that minimize the squared relative errors."""
+    # Dividing by the time makes errors relative; then solve the 2 x 2 normal equations.
     scaled = [(x / t, y / t) for x, y, t in terms]
     xx = sum(x * x for x, _ in scaled)
     yy = sum(y * y for _, y in scaled)
@@ -187,10 +190,11 @@ def _fit_attention_with(passes: list[AttentionPass], half_keys: float) -> tuple[
     """Return the squared log errors, and the rates."""
     forward, backward = [], []
     for one in passes:
+        # The same slowdown as in ``LayerWork._compute_attention``.
         slower = 1 + half_keys / one.seq_len
         forward.append(log(one.flops_forward * slower / one.forward_seconds))
         backward.append(log(one.flops_backward * slower / one.backward_seconds))
-    spread = sum((each - fmean(rates)) ** 2 for rates in (forward, backward) for each in rates)
+    spread = sum((rate - fmean(rates)) ** 2 for rates in (forward, backward) for rate in rates)
     return spread, AttentionRate(exp(fmean(forward)), exp(fmean(backward)), half_keys)
 
 
