@@ -36,6 +36,7 @@ def predict_step(plan: Plan, rates: Rates) -> StepReport:
 
 def _build_report(plan: Plan, rates: Rates, parts: dict[Part, float], slowest: StageSeconds) -> StepReport:
     recipe, gpu = plan.recipe, plan.cluster.gpu
+    # All that takes more than arithmetic is a callable: suggested fixes and pickers read seconds only.
     tokens = recipe.global_batch_size * recipe.seq_len
     hidden: dict[Part, float] = dict.fromkeys(PARTS, 0.0) | slowest.sum_hidden_seconds()
     hidden["offload"] = slowest.hidden_offload

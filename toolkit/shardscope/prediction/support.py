@@ -81,6 +81,7 @@ def list_supported(layout: Layout | type[Layout], field: str) -> tuple[object, .
 
 def check_supported(plan: Plan) -> None:
     """Raise ``ValueError`` that names the first recipe field that the framework does not support."""
+    # Single values first, so that the error names a value that the framework lacks, not a combination.
     for field in SUPPORT:
         value = getattr(plan.recipe, field)
         if value is not None and value not in list_supported(plan.layout, field):
@@ -111,6 +112,7 @@ def _refuse_unsupported(plan: Plan, field: str, value: object) -> None:
 def _check_kernels(plan: Plan) -> None:
     """Check kernels: Liger's need a family with formulas, a GPU and an unsharded vocabulary."""
     recipe, arch = plan.recipe, plan.architecture
+    # Megatron has fused kernels of its own, with formulas of their own.
     if plan.kernels == "megatron":
         return
     uses_liger = recipe.kernels == "liger" or recipe.loss == "fused"
