@@ -87,7 +87,7 @@ def find_modules(plan: Plan) -> Modules:
     lora = recipe.has_adapters
     autocast = plan.layout.mixes_by_autocast and recipe.precision.endswith("mixed")
     # DeepSpeed's ZeRO-3 replaces torch.nn.functional.linear, but not explicit matmuls.
-    uses_linear = family_of(plan.architecture).projections == "linear"
+    uses_linear = find_family(plan.architecture).projections == "linear"
     return Modules(
         kernels=plan.kernels,
         autocast=autocast,
@@ -273,7 +273,7 @@ def _compute_norms(arch: Architecture, modules: Modules) -> int:
     saved = count * (hidden * FP32 + FP32)
     if not modules.trained:
         return saved
-    if family_of(arch).scales_before_cast:
+    if find_family(arch).scales_before_cast:
         # Gemma multiplies by the weight in fp32, and casts the product.
         return saved + count * hidden * FP32
     # Norms after a projection (GLM-4) cast back to its output's dtype.

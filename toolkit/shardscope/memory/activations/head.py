@@ -46,7 +46,7 @@ def compute_final_norm_saved(architecture: Architecture, modules: Modules) -> in
     if architecture.norm == "layernorm":
         number = modules.compute if casts_norms(architecture, modules) else modules.normed
         return hidden * number + 2 * FP32
-    normed = FP32 if family_of(architecture).scales_before_cast else modules.stream
+    normed = FP32 if find_family(architecture).scales_before_cast else modules.stream
     # RMSNorm: its fp32 input, 1/rms and, for the weight's gradient, the normalized input.
     return hidden * FP32 + FP32 + hidden * normed * modules.trained
 

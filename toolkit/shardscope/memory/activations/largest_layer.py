@@ -202,7 +202,7 @@ def _compute_score_gradients(arch: Architecture, modules: Modules) -> int:
     if not compute_saved_scores(arch, modules):
         return 0
     num_scores = arch.num_attention_heads * modules.seq_len
-    if family_of(arch).has_attention_sinks:
+    if find_family(arch).has_attention_sinks:
         # The softmax's gradient, and its copy with the sink's column, to which the maximum's gradient is
         # added.
         return 2 * num_scores * modules.stream

@@ -51,7 +51,7 @@ def _compute_router(arch: Architecture, modules: Modules) -> int:
     count, top_k, c = experts.num_experts, experts.num_experts_per_tok, modules.compute
     # int64 indices: of the top-k experts, and of the sort of tokens by expert.
     indices = 4 * INT64 * top_k
-    reads, router = modules.saves_input("router"), family_of(arch).router
+    reads, router = modules.saves_input("router"), find_family(arch).router
     if router == "softmax_of_top_k":
         # The sorted expert indices gather the biases, which get gradients.
         return 2 * top_k * c + indices + INT64 * top_k * modules.trained

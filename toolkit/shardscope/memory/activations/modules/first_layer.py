@@ -59,7 +59,7 @@ def list_unsaved_in_first_layer(arch: Architecture, modules: Modules) -> tuple[S
     unsaved = [
         SavedTensor("norms", inputs * hidden * number + norms * compute_norm_statistics(modules), "sequence")
     ]
-    adapted = any(map(modules.saves_input, (*mlp_inputs(arch), names_of(arch).down)))
+    adapted = any(map(modules.saves_input, (*list_mlp_inputs(arch), list_parameter_names(arch).down)))
     if arch.parallel_residual and not adapted:
         inner = compute_inner_bytes(arch, modules)
         if modules.quantized and modules.autocast:
@@ -104,7 +104,7 @@ def _list_frozen_inputs(arch: Architecture, modules: Modules) -> list[SavedTenso
     unsaved = 0
     for readers, width in _list_inputs(arch):
         # Attention's output is already counted as the kernel's output.
-        input_bytes = 0 if readers == (names_of(arch).output,) else width * modules.compute
+        input_bytes = 0 if readers == (list_parameter_names(arch).output,) else width * modules.compute
         if targets.intersection(readers):
             # The adapter saves the same tensor, unless dropout has copied it.
             unsaved += modules.adapter_dropout * input_bytes
@@ -146,7 +146,7 @@ def _list_before_first_adapter(arch: Architecture, modules: Modules, norm: Saved
         return unsaved
     unsaved.append(norm)
     # The gate's gradient needs its own output and the up branch; the up branch's needs the activation.
-    gate, up = (modules.saves_input(name) for name in (mlp_inputs(arch)[0], mlp_inputs(arch)[-1]))
+    gate, up = (modules.saves_input(name) for name in (list_mlp_inputs(arch)[0], list_mlp_inputs(arch)[-1]))
     branches = (0 if gate else 2) + (0 if up else 1)
     unsaved.append(SavedTensor("mlp", branches * arch.intermediate_size * c, "tp"))
     return unsaved
