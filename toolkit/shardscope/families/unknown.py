@@ -135,7 +135,8 @@ def _read_with_transformers(config: Mapping[str, object]) -> object:
             'pip install "shardscope[train]".'
         ) from error
     try:
-        return AutoConfig.for_model(**config).get_text_config()
+        # transformers itself rejects values of wrong types.
+        return AutoConfig.for_model(**config).get_text_config()  # type: ignore[arg-type]
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(

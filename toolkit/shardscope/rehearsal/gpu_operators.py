@@ -158,7 +158,7 @@ class _GroupedContext(Protocol):
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
 
 
-class _GroupedMatmul(torch.autograd.Function):  # type: ignore[misc]
+class _GroupedMatmul(torch.autograd.Function):
     """Grouped matmul that saves as torch's own: rows if weights need gradients, weights if rows do."""
 
     apply: ClassVar[Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]]

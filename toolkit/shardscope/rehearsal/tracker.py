@@ -45,7 +45,7 @@ DEFAULTS: dict[Phase, Component] = {
 """Default label of new storages in each phase."""
 
 
-class Tracker(TorchDispatchMode):  # type: ignore[misc]
+class Tracker(TorchDispatchMode):
     """Bytes of all storages by component, at the peak of every part of a step."""
 
     def __init__(self, logit_widths: Iterable[int] = (), *, separate_host: bool = False) -> None:
