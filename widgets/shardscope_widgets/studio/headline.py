@@ -1,4 +1,4 @@
-"""The Studio's headline (what is trained on what, whether it fits, how fast it is), and the notice below it."""
+"""The Studio's headline (what is trained on what, if it fits, how fast it is), and the notice below it."""
 
 from __future__ import annotations
 
