@@ -185,7 +185,9 @@ def test_what_deepspeed_takes_where_nothing_is_said(tmp_path: Path) -> None:
     assert plan.recipe.precision == "fp32"
     assert plan.layout.offload_params is None  # type: ignore[attr-defined]
     named = from_zero(tmp_path, {"zero_optimization": {"stage": 3, "offload_param": {"pin_memory": True}}})
-    assert named.layout.offload_params == "cpu"  # type: ignore[attr-defined]
+    assert named.layout.offload_params is None  # type: ignore[attr-defined]
+    pinned = from_zero(tmp_path, {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
+    assert pinned.layout.pin_memory  # type: ignore[attr-defined]
     assert from_zero(tmp_path, {}).layout.stage == 0  # type: ignore[attr-defined]
 
 
