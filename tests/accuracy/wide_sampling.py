@@ -36,35 +36,13 @@ USUAL = {
 }
 """The usual value of each choice, and how often it is taken without looking at the others."""
 CPU_SHARE = 0.08
-FAMILIES = tuple(
-    [
-        "deepseek_v2",
-        "deepseek_v3",
-        "falcon",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "glm",
-        "glm4",
-        "gpt2",
-        "gpt_neox",
-        "gpt_oss",
-        "granite",
-        "llama",
-        "mistral",
-        "mixtral",
-        "nemotron",
-        "olmo2",
-        "phi",
-        "phi3",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-        "starcoder2",
-    ]
+FAMILIES = (
+    *("deepseek_v2", "deepseek_v3", "falcon", "gemma", "gemma2", "gemma3_text"),
+    *("glm", "glm4", "gpt2", "gpt_neox", "gpt_oss", "granite"),
+    *("llama", "mistral", "mixtral", "nemotron", "olmo2", "phi"),
+    *("phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2"),
 )
-"""Those of the catalogue when the stored samples were drawn, sorted: one more would change every plan of a seed."""
+"""Those of the catalogue when the samples were stored: one more would change every plan of a seed."""
 
 
 def architecture(draw: Random) -> Architecture:
