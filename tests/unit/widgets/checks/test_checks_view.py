@@ -42,7 +42,7 @@ def shown(*found: Finding, **given: Any) -> ChecksView:
     return view
 
 
-def test_the_worst_come_first_and_equals_stay_as_found() -> None:
+def test_findings_are_sorted_worst_first_and_stable() -> None:
     assert [each.name for each in sort_worst_first([*FOUND, finding("b-danger", "danger")])] == [
         "a-danger",
         "b-danger",
@@ -51,7 +51,7 @@ def test_the_worst_come_first_and_equals_stay_as_found() -> None:
     ]
 
 
-def test_severity_is_said_in_words_and_shape() -> None:
+def test_severity_is_shown_as_text_and_symbol() -> None:
     view = shown(*FOUND)
     rows = re.findall(r"<li class='ss-is-(\w+)'>(.*?)</li>", view.list.value)
     assert [severity for severity, _ in rows] == ["danger", "warning", "hint"]
@@ -60,13 +60,13 @@ def test_severity_is_said_in_words_and_shape() -> None:
     assert len(set(SIGNS.values())) == 3
 
 
-def test_why_number_and_change_are_told_and_nothing_is_markup() -> None:
+def test_reason_and_suggested_fix_are_shown_html_escaped() -> None:
     told = words(shown(*FOUND).list.value)
     assert "A danger a-danger is <bad>: 12.3 %. Suggested fix: set it to 8" in told
     assert "<bad>" not in shown(*FOUND).list.value
 
 
-def test_only_a_finding_with_a_fix_has_a_button_which_says_what_it_does() -> None:
+def test_only_findings_with_a_fix_have_a_labelled_button() -> None:
     applied: list[ss.Plan] = []
     view = shown(*FOUND, on_apply=applied.append)
     assert re.findall(r"data-act='([^']+)' aria-label='([^']+)'", view.list.value) == [
@@ -82,19 +82,19 @@ def test_fault_44_a_click_on_a_finding_without_a_fix_does_nothing(act: str) -> N
     view.list.press_button(act)
 
 
-def test_nothing_found_is_said() -> None:
+def test_empty_findings_show_a_message() -> None:
     view = shown()
     assert words(view.list.value) == NOTHING
     view.show(FOUND)
     assert NOTHING not in view.list.value
 
 
-def test_the_summary_counts_each_kind() -> None:
+def test_summary_counts_findings_by_severity() -> None:
     assert summarize_findings([*FOUND, finding("b-danger", "danger")]) == "2 dangers, 1 warning, 1 hint"
     assert summarize_findings([]) == ""
 
 
-def test_what_takes_long_is_looked_for_by_a_click_and_applied_by_the_next() -> None:
+def test_slow_fix_is_searched_on_first_click_and_applied_on_second() -> None:
     asked: list[str] = []
     found: list[PlanChange | None] = [
         PlanChange(("Micro-batch 1 instead of 2", "Recompute selectively"), PLAN),
@@ -123,7 +123,7 @@ def test_what_takes_long_is_looked_for_by_a_click_and_applied_by_the_next() -> N
     assert "is not an action of this view" in view.list.error and applied == [PLAN]
 
 
-def test_what_only_the_user_knows_is_asked_for_in_place() -> None:
+def test_missing_host_memory_is_entered_in_the_finding() -> None:
     cluster = replace(PLAN.cluster, host_memory_bytes=None)
     plan = replace(PLAN, cluster=cluster)
     asked = replace(
@@ -145,7 +145,7 @@ def test_what_only_the_user_knows_is_asked_for_in_place() -> None:
     assert "is not an action of this view" in unasked.list.error
 
 
-def test_a_plan_and_a_task_may_have_a_finding_of_the_same_name() -> None:
+def test_plan_and_task_findings_may_share_a_name() -> None:
     task = object()
     applied: list[object] = []
     view = ChecksView(on_apply=applied.append, on_apply_task=applied.append)
@@ -158,7 +158,7 @@ def test_a_plan_and_a_task_may_have_a_finding_of_the_same_name() -> None:
 DIALECT = re.compile(r"\b(mend\w*|told|nobody|somebody|person|the card)\b", re.IGNORECASE)
 
 
-def test_the_words_around_findings_are_plain_english() -> None:
+def test_texts_around_findings_are_plain_english() -> None:
     asked = replace(FOUND[2], question=Question(plan=PLAN, field="host_memory_bytes"))
     slow = replace(finding("b-danger", "danger"), search=lambda: None)
     for view in (shown(), shown(*FOUND), shown(asked, slow)):

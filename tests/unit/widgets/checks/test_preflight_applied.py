@@ -24,7 +24,7 @@ from shardscope_widgets import Studio
         ("llama-3.1-8b", ss.Layout.megatron(tp=8), {"recompute": "full"}, "tensor-parallel-over-slow-link"),
     ],
 )
-def test_a_mended_plan_goes_through_the_inputs(
+def test_applying_a_fix_sets_the_inputs_and_removes_the_finding(
     model: str, layout: ss.Layout, recipe: dict[str, Any], name: str
 ) -> None:
     studio = Studio()
@@ -38,7 +38,7 @@ def test_a_mended_plan_goes_through_the_inputs(
     assert name not in [finding.name for finding in studio.plan.findings()]
 
 
-def test_an_option_without_an_input_is_told_beside_them() -> None:
+def test_option_without_an_input_is_shown_in_the_layout_hint() -> None:
     studio = Studio()
     cluster = ss.Cluster.parse("8xa100-sxm-80gb")
     layout = ss.Layout.zero(2, communication_data_type="fp32")

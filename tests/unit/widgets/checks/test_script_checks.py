@@ -37,7 +37,7 @@ def reading(name: object, **given: object) -> ScriptChecks:
     return view
 
 
-def test_each_finding_names_file_line_reason_and_what_to_write(config: Path) -> None:
+def test_each_finding_shows_file_line_and_suggested_fix(config: Path) -> None:
     view = reading(config)
     assert len(view.findings) > 3
     for one in view.findings:
@@ -45,7 +45,7 @@ def test_each_finding_names_file_line_reason_and_what_to_write(config: Path) -> 
     assert view.list.value.count("Suggested fix:") == len(view.findings)
 
 
-def test_nothing_can_be_pressed_and_nothing_is_written(config: Path) -> None:
+def test_script_checks_have_no_buttons_and_write_no_file(config: Path) -> None:
     view = reading(config)
     assert "<button" not in view.list.value and "data-act" not in view.list.value
     assert config.read_text() == CONFIG
@@ -64,12 +64,12 @@ def test_two_findings_of_one_line_are_both_listed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text"), [("a.py", "%matplotlib inline\n"), ("a.py", "x = (\n"), ("a.ipynb", "{}")]
 )
-def test_what_could_not_be_read_is_not_called_good(name: str, text: str, tmp_path: Path) -> None:
+def test_unparsable_file_is_reported_as_not_checked(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     assert "Nothing was checked" in reading(tmp_path / name).list.value
 
 
-def test_findings_are_for_the_plan_on_screen(tmp_path: Path) -> None:
+def test_findings_follow_the_current_plan(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(LOADER)
     studio = Studio()
@@ -80,7 +80,7 @@ def test_findings_are_for_the_plan_on_screen(tmp_path: Path) -> None:
     assert "all 4 ranks" in studio.script.list.value
 
 
-def test_a_file_that_cannot_be_read_is_reported_with_the_nearest_name(config: Path) -> None:
+def test_unreadable_path_is_reported_with_the_closest_name(config: Path) -> None:
     view = ScriptChecks()
     for name, words in {
         str(config.with_name("acelerate.yaml")): f"No such file or directory. Closest name: {config}.",
@@ -100,7 +100,7 @@ def test_a_file_that_cannot_be_read_is_reported_with_the_nearest_name(config: Pa
     assert "more than 1 MiB" in view.error.value
 
 
-def test_a_name_from_a_file_is_never_markup(tmp_path: Path) -> None:
+def test_file_names_are_html_escaped(tmp_path: Path) -> None:
     file = tmp_path / "<b>train.py"
     file.write_text(LOADER)
     view = reading(file)
@@ -128,7 +128,7 @@ def defined(source: str, name: str, tmp_path: Path) -> dict[str, object]:
     return namespace
 
 
-def test_a_function_of_the_notebook_is_checked_by_its_name(tmp_path: Path) -> None:
+def test_notebook_function_is_checked_by_name(tmp_path: Path) -> None:
     plan = ss.Plan(
         ss.models["gpt2"],
         ss.Cluster.parse("8xh100-sxm-80gb"),
@@ -160,7 +160,7 @@ WRAPPED = """def train(ctx):
 """
 
 
-def test_the_imports_of_the_notebook_that_a_function_uses_are_known(tmp_path: Path) -> None:
+def test_notebook_imports_used_by_a_function_are_included(tmp_path: Path) -> None:
     needs("torch")
     functions = defined(IMPORTED + WRAPPED, "train", tmp_path)
     known = write_imports_of(functions["train"])
@@ -170,7 +170,9 @@ def test_the_imports_of_the_notebook_that_a_function_uses_are_known(tmp_path: Pa
     assert max(one.line or 0 for one in view.findings) <= len(WRAPPED.splitlines())
 
 
-def test_a_file_goes_before_a_function_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_takes_precedence_over_a_function_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     functions = defined(OLD_STEP, "train", tmp_path)
     view = reading("trian", functions=functions)

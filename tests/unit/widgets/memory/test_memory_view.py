@@ -65,7 +65,7 @@ def as_tier(plan: ss.Plan, tier: str) -> Any:
     return replace(plan.memory(), tier=tier)  # type: ignore[arg-type]
 
 
-def test_every_tier_has_its_place_before_it_is_there() -> None:
+def test_chart_reserves_a_row_for_every_tier() -> None:
     view = MemoryView(plan_of())
     assert list(view.figure.layout.yaxis.categoryarray) == ["predicted", "rehearsed", "measured"]
     assert list(drawn(view)) == ["predicted"]
@@ -75,7 +75,7 @@ def test_every_tier_has_its_place_before_it_is_there() -> None:
     }
 
 
-def test_a_rehearsal_stands_beside_its_own_plan_and_no_other() -> None:
+def test_rehearsal_is_shown_only_with_its_own_plan() -> None:
     plan, other = plan_of(), plan_of(seq_len=2048)
     view = MemoryView(plan)
     height, num_rows = view.figure.layout.height, len(rows_of(view))
@@ -89,7 +89,7 @@ def test_a_rehearsal_stands_beside_its_own_plan_and_no_other() -> None:
     assert list(drawn(view)) == ["predicted", "rehearsed"]
 
 
-def test_a_measurement_brings_its_error_in_words() -> None:
+def test_measured_memory_shows_unmeasured_components_as_dashes() -> None:
     plan = ss.Plan(
         ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), ss.Recipe(seq_len=64), ss.Layout.fsdp2()
     )
@@ -101,7 +101,7 @@ def test_a_measurement_brings_its_error_in_words() -> None:
     assert column(view, "measured")["optimizer"] == "–", "not measured apart, and not 0"
 
 
-def test_the_toggle_shows_one_step_on_the_same_place() -> None:
+def test_step_mode_shows_the_timeline_at_the_same_height() -> None:
     plan = plan_of()
     view = MemoryView(plan)
     height = view.figure.layout.height
@@ -117,7 +117,7 @@ def test_the_toggle_shows_one_step_on_the_same_place() -> None:
     assert all(trace.type == "bar" for trace in view.figure.data if trace.visible)
 
 
-def test_stages_are_bars_and_the_worst_has_the_band() -> None:
+def test_stages_mode_shows_a_bar_per_stage_and_the_range_of_the_worst() -> None:
     plan = plan_of("llama-3.1-70b", "4x8xh100-sxm-80gb", ss.Layout.megatron(tp=8, pp=4))
     view = MemoryView(plan)
     report = plan.memory()
@@ -133,7 +133,7 @@ def test_stages_are_bars_and_the_worst_has_the_band() -> None:
     assert view.mode.value == "peak" and list(drawn(view)) == ["predicted"], "one stage has no such chart"
 
 
-def test_offloaded_bytes_are_bars_of_their_own() -> None:
+def test_offloaded_bytes_are_shown_as_host_memory() -> None:
     plan = plan_of(layout=ss.Layout.fsdp2(offload="cpu"))
     view = MemoryView(plan)
     assert drawn(view)["host"]["host"] == plan.memory().host_bytes / GIB
@@ -160,7 +160,7 @@ def column(view: Any, title: str, after: int = 0) -> dict[str, str]:
     return {key: cells[index] for key, cells in rows_of(view).items()}
 
 
-def test_components_stand_in_the_order_of_their_bytes() -> None:
+def test_components_are_sorted_by_bytes() -> None:
     for plan in (plan_of(), plan_of(recompute="full"), plan_of(micro_batch_size=8)):
         numbers = column(MemoryView(plan), "predicted")
         total = float(numbers.pop("total"))
@@ -169,7 +169,7 @@ def test_components_stand_in_the_order_of_their_bytes() -> None:
         assert sum(sizes) == pytest.approx(total, rel=0.01)
 
 
-def test_pinned_plans_are_rows_and_columns_with_differences() -> None:
+def test_pinned_plans_are_bars_and_table_columns_with_differences() -> None:
     before, after, third = plan_of(), plan_of(recompute="full", micro_batch_size=2), plan_of(seq_len=2048)
     assert [str(found) for found in find_differences(before, after)] == [
         "micro batch size 1 → 2",
@@ -199,7 +199,7 @@ def pin_button(view: MemoryView) -> Any:
     raise AssertionError("no button")
 
 
-def test_a_plan_is_pinned_and_each_pin_is_taken_away_by_a_button() -> None:
+def test_buttons_pin_and_unpin_plans() -> None:
     one, two = plan_of(), plan_of(seq_len=2048)
     view = MemoryView(one)
     button = pin_button(view)
@@ -218,7 +218,7 @@ def test_a_plan_is_pinned_and_each_pin_is_taken_away_by_a_button() -> None:
     assert view.pins == () and list(drawn(view)) == ["predicted"]
 
 
-def test_whoever_keeps_the_pins_for_several_views_is_asked() -> None:
+def test_pin_buttons_call_on_pin_and_pins_are_deduplicated() -> None:
     asked: list[ss.Plan] = []
     one, two = plan_of(), plan_of(seq_len=2048)
     view = MemoryView(one, on_pin=asked.append)
@@ -243,7 +243,7 @@ def test_a_click_on_a_component_opens_its_row(monkeypatch: pytest.MonkeyPatch) -
     assert "gather_buffers" in rows_of(view)
 
 
-def test_only_the_chart_in_sight_takes_clicks() -> None:
+def test_only_the_visible_subplot_takes_clicks() -> None:
     """Of two subplots in one place, plotly gives every hover and click to the upper one."""
     view = MemoryView(plan_of())
     for mode, shown, hidden in (("peak", "xaxis", "xaxis2"), ("step", "xaxis2", "xaxis")):
@@ -252,7 +252,7 @@ def test_only_the_chart_in_sight_takes_clicks() -> None:
         assert view.figure.layout[hidden].domain[1] < 0.01
 
 
-def test_no_text_stands_on_a_grid_line() -> None:
+def test_axes_have_no_grid_lines_and_capacity_label_is_in_the_margin() -> None:
     view = MemoryView(plan_of())
     for axis in (view.figure.layout[name] for name in ("xaxis", "yaxis", "xaxis2", "yaxis2")):
         assert axis.showgrid is False
@@ -261,7 +261,7 @@ def test_no_text_stands_on_a_grid_line() -> None:
     assert (capacity.xref, capacity.xanchor) == ("paper", "left"), "in the margin"
 
 
-def test_labels_of_one_step_do_not_touch() -> None:
+def test_step_mode_labels_do_not_overlap() -> None:
     view = MemoryView(plan_of(), pins=(plan_of(recompute="full"), plan_of(recompute="selective")))
     view.mode.value = "step"
     layout = view.figure.layout
@@ -273,7 +273,7 @@ def test_labels_of_one_step_do_not_touch() -> None:
     assert all(upper - lower > 13 for upper, lower in pairwise(heights))
 
 
-def test_numbers_have_no_room_to_wrap_apart_from_their_unit() -> None:
+def test_chart_labels_contain_no_line_breaks() -> None:
     tiny = ss.Plan(
         ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), ss.Recipe(seq_len=64), ss.Layout.fsdp2()
     )
@@ -282,7 +282,7 @@ def test_numbers_have_no_room_to_wrap_apart_from_their_unit() -> None:
         assert "<br>" not in note.text
 
 
-def test_another_framework_is_one_difference() -> None:
+def test_framework_change_is_reported_as_one_difference() -> None:
     found = find_differences(plan_of(), plan_of("llama-3.1-70b", layout=ss.Layout.zero(stage=2)))
     assert [str(one) for one in found] == [
         "model llama-3.1-8b → llama-3.1-70b",
@@ -290,7 +290,7 @@ def test_another_framework_is_one_difference() -> None:
     ]
 
 
-def test_what_follows_from_another_change_is_no_difference() -> None:
+def test_derived_options_are_not_reported_as_differences() -> None:
     before = plan_of(layout=ss.Layout.zero(3))
     after = plan_of(layout=ss.Layout.zero(3, offload_params="nvme"))
     assert after.layout.offload_params_buffer_count is not None  # type: ignore[attr-defined]
@@ -303,7 +303,7 @@ def test_what_follows_from_another_change_is_no_difference() -> None:
     }
 
 
-def test_the_course_of_a_pinned_plan_stays_on_the_axis_and_says_what_it_is() -> None:
+def test_timeline_of_a_pinned_plan_is_labelled_and_within_the_axis() -> None:
     small, large = plan_of(), plan_of(micro_batch_size=4)
     view = MemoryView(small, pins=(large,))
     view.mode.value = "step"
@@ -338,7 +338,7 @@ def changes_of(view: MemoryView) -> list[ss.Plan]:
     return changed
 
 
-def test_a_plan_that_fits_is_offered_room_at_little_cost() -> None:
+def test_fitting_plan_is_offered_cheap_memory_savings() -> None:
     plan = plan_of()
     view = MemoryView(plan)
     assert 1 <= len(offered(view)) <= 3 and view.repairs.make_it_fit.layout.display == "none"
@@ -351,7 +351,7 @@ def test_a_plan_that_fits_is_offered_room_at_little_cost() -> None:
         assert changed.step().seconds < 1.2 * plan.step().seconds
 
 
-def test_one_button_makes_a_plan_fit_and_names_its_changes() -> None:
+def test_make_it_fit_button_lists_and_applies_its_changes() -> None:
     plan = plan_of("llama-3.1-405b", "8x8xh100-sxm-80gb", ss.Layout.megatron(tp=1, pp=1))
     applied: list[ss.Plan] = []
     view = MemoryView(plan, on_apply=applied.append)
@@ -368,7 +368,7 @@ def test_one_button_makes_a_plan_fit_and_names_its_changes() -> None:
     assert panel.make_it_fit.layout.display == "none"
 
 
-def test_of_many_plans_in_a_row_only_the_last_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_search_skips_superseded_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[ss.Plan] = []
     goes_on = threading.Event()
 
@@ -386,14 +386,14 @@ def test_of_many_plans_in_a_row_only_the_last_is_searched(monkeypatch: pytest.Mo
     assert len(searched) <= 2 and searched[-1] == plans[-1]
 
 
-def test_a_view_that_stands_alone_shows_the_plan_that_fits() -> None:
+def test_standalone_view_shows_the_fitting_plan_after_make_it_fit() -> None:
     view = MemoryView(plan_of(micro_batch_size=2))
     assert until(lambda: view.repairs.make_it_fit.layout.display == "", 60)
     view.repairs.make_it_fit.click()
     assert view.plan is not None and fits(view.plan, view.plan.memory())
 
 
-def test_only_changes_that_are_enough_are_offered_to_a_plan_that_does_not_fit() -> None:
+def test_oversized_plan_is_offered_only_changes_that_make_it_fit() -> None:
     plan = plan_of(micro_batch_size=2)
     view = MemoryView(plan)
     assert offered(view)
@@ -402,7 +402,7 @@ def test_only_changes_that_are_enough_are_offered_to_a_plan_that_does_not_fit() 
         assert changed.step().seconds < 3 * plan.step().seconds
 
 
-def test_changes_of_another_plan_cannot_be_pressed() -> None:
+def test_suggested_changes_of_the_previous_plan_are_disabled() -> None:
     """Until the user pauses, the chips of the plan before stand there, and do nothing."""
     applied: list[ss.Plan] = []
     view = MemoryView(plan_of(), on_apply=applied.append)
@@ -428,7 +428,7 @@ def test_changes_of_another_plan_cannot_be_pressed() -> None:
         (nan, "time unknown"),
     ],
 )
-def test_what_a_change_costs_in_time(lost: float, said: str) -> None:
+def test_cost_of_a_change_is_described_as_relative_step_time(lost: float, said: str) -> None:
     assert said in describe_cost(lost * 4.0, 4.0)
 
 
@@ -441,7 +441,7 @@ SITUATIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("situation", SITUATIONS, ids=str)
-def test_a_change_goes_through_the_inputs_and_nothing_else_changes(
+def test_applying_a_suggested_change_gives_exactly_its_plan(
     studio: Studio, situation: dict[str, Any]
 ) -> None:
     studio.layout_picker.framework.value = situation.get("framework", "fsdp2")
@@ -464,7 +464,7 @@ def with_rank(recipe: ss.Recipe) -> ss.Recipe:
     return replace(recipe, lora_rank=recipe.adapter_rank) if recipe.has_adapters else recipe
 
 
-def test_what_has_no_input_is_kept_until_somebody_takes_it_back(studio: Studio) -> None:
+def test_optimizer_without_an_input_is_preserved(studio: Studio) -> None:
     kept = replace(studio.plan, recipe=replace(studio.plan.recipe, optimizer="sgd"))
     studio.apply(kept)
     studio.recipe.seq_len.value = "2048"
@@ -474,7 +474,7 @@ def test_what_has_no_input_is_kept_until_somebody_takes_it_back(studio: Studio) 
 # ---------------------------------------------------------------------------------------- rehearsing
 
 
-def test_rehearsing_shows_how_far_it_is_and_then_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rehearsal_shows_progress_and_then_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on = threading.Event()
 
     def rehearse(self: ss.Plan, progress: Any = None, timeout: float = 0) -> Any:
@@ -501,7 +501,7 @@ def test_rehearsing_shows_how_far_it_is_and_then_its_row(monkeypatch: pytest.Mon
     assert "about 5 s" in panel.button.tooltip, "as quick as the last one was here"
 
 
-def test_what_ends_while_an_input_moves_does_not_bring_the_old_picture_back(
+def test_rehearsal_that_ends_after_a_plan_change_keeps_the_new_chart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A rehearsal's thread draws the old plan; meanwhile a person asks for another: that one stays."""
@@ -529,7 +529,7 @@ def test_what_ends_while_an_input_moves_does_not_bring_the_old_picture_back(
     assert list(drawn(view)) == ["predicted"], "the rehearsal was the old plan's"
 
 
-def test_what_is_done_says_how_long_the_rest_takes() -> None:
+def test_duration_estimate_is_refined_from_progress() -> None:
     takes = DurationEstimate(40)
     assert takes.format(4, 0.1) == "4 s of about 40 s", "it was only starting"
     assert takes.format(30, 0.3) == "30 s of about 2 minutes"
@@ -539,7 +539,7 @@ def test_what_is_done_says_how_long_the_rest_takes() -> None:
     assert DurationEstimate(None).format(12, 0.9) == "12 s"
 
 
-def test_a_rehearsal_of_more_layers_and_micro_batches_is_expected_to_take_longer() -> None:
+def test_rehearsal_estimate_grows_with_layers_and_micro_batches() -> None:
     def seconds(**recipe: Any) -> float:
         return estimate_seconds(plan_of(**recipe))
 
@@ -548,7 +548,7 @@ def test_a_rehearsal_of_more_layers_and_micro_batches_is_expected_to_take_longer
     assert estimate_seconds(plan_of("llama-3.1-70b")) > seconds()
 
 
-def test_a_rehearsal_can_be_cancelled_and_may_fail_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rehearsal_can_be_cancelled_and_shows_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     started = threading.Event()
 
     def endless(self: ss.Plan, progress: Any = None, timeout: float = 0) -> Any:
@@ -574,7 +574,7 @@ def test_a_rehearsal_can_be_cancelled_and_may_fail_in_words(monkeypatch: pytest.
     assert list(drawn(view)) == ["predicted"]
 
 
-def test_an_amount_that_rounds_to_zero_is_shown_as_smaller_than_the_smallest() -> None:
+def test_amount_that_rounds_to_zero_is_shown_as_below_the_smallest() -> None:
     assert [table._format_amount(number) for number in (0, 2048, 2**20, 2**30)] == [
         "0", "<0.0001", "0.00098", "1.00",
     ]  # fmt: skip

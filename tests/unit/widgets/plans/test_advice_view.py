@@ -53,7 +53,7 @@ def items(view: AdviceView) -> list[tuple[str, str]]:
     ]
 
 
-def test_the_path_is_told_in_order_with_its_numbers() -> None:
+def test_decision_path_is_shown_in_order_with_numbers() -> None:
     first, second = items(AdviceView(advice_of()))
     assert first == (
         "ss-passed",
@@ -62,12 +62,12 @@ def test_the_path_is_told_in_order_with_its_numbers() -> None:
     assert second[0] == "ss-taken" and second[1].startswith("taken: With everything split? Yes: FSDP2.")
 
 
-def test_what_is_taken_is_not_told_by_colour_alone() -> None:
+def test_taken_decisions_are_marked_in_text_not_only_by_colour() -> None:
     turns = items(AdviceView(advice_of()))
     assert [told.partition(":")[0] for _, told in turns] == ["not taken", "taken"]
 
 
-def test_a_button_applies_the_plan_and_each_alternative() -> None:
+def test_buttons_apply_the_recommendation_and_each_alternative() -> None:
     applied: list[ss.Plan] = []
     view = AdviceView(advice_of(), on_apply=applied.append)
     for act in re.findall(r"data-act='([^']+)'", view.words.value):
@@ -77,13 +77,13 @@ def test_a_button_applies_the_plan_and_each_alternative() -> None:
 
 
 @pytest.mark.parametrize("act", ["1", "-1", "x", "", "99999999999999999999", "plan"])
-def test_a_click_on_what_is_no_longer_there_does_nothing(act: str) -> None:
+def test_click_on_a_removed_button_is_ignored(act: str) -> None:
     view = AdviceView(advice_of(plan=None), on_apply=lambda _: pytest.fail("applied"))
     view.words.press_button(act)
     assert view.plan is None
 
 
-def test_where_nothing_fits_the_nearest_stand_there() -> None:
+def test_nearest_plans_are_shown_when_nothing_fits() -> None:
     view = AdviceView(advice_of(plan=None, why="Nothing fits. 20 GiB are missing."))
     assert "data-act='plan'" not in view.words.value
     assert "Nothing fits. 20 GiB are missing." in words(view.words.value)
@@ -99,7 +99,7 @@ def test_there_is_one_recommendation_and_at_most_two_alternatives() -> None:
     assert view.plan is None and "is not an action of this view" in view.words.error
 
 
-def test_the_plan_on_screen_is_kept_where_it_is_the_recommended_one() -> None:
+def test_current_plan_is_kept_if_it_is_the_recommended_one() -> None:
     view = AdviceView(advice_of())
     view.mark(plan_of(recompute="selective"))
     assert "Keep the current plan: FSDP2" in words(view.words.value)
@@ -111,7 +111,7 @@ def test_the_plan_on_screen_is_kept_where_it_is_the_recommended_one() -> None:
     assert "does not fit" in words(view.words.value)
 
 
-def test_gains_and_costs_are_compared_with_the_plan_on_screen() -> None:
+def test_memory_and_speed_are_compared_with_the_current_plan() -> None:
     current, advised = plan_of(recompute="full"), plan_of()
     view = AdviceView(advice_of(plan=advised))
     view.mark(current)
@@ -122,13 +122,13 @@ def test_gains_and_costs_are_compared_with_the_plan_on_screen() -> None:
     assert f"{format_gib(more)} GiB more" in told and f"{100 * faster:.0f} % faster" in told
 
 
-def test_the_questions_and_the_table_are_folded_and_stay_as_they_are_when_it_is_drawn_again() -> None:
+def test_decisions_and_support_table_are_collapsed_and_keyed() -> None:
     html = AdviceView(advice_of()).words.value
     assert re.findall(r"<details class='ss-fold' data-key='(\w+)'>", html) == ["why", "support"]
     assert "<summary>Why: 2 decisions</summary>" in html and "<details open" not in html
 
 
-def test_a_view_asks_by_itself_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standalone_view_requests_advice_and_repeats_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
     def recommend(*question: Any, current: Any) -> Advice:
@@ -146,7 +146,7 @@ def test_a_view_asks_by_itself_and_again(monkeypatch: pytest.MonkeyPatch) -> Non
     assert asked == [(*question, ["fsdp2"])] * 2 and view.work.button.layout.display == ""
 
 
-def test_the_table_is_the_layouts_own() -> None:
+def test_support_table_equals_the_computed_abilities() -> None:
     table, html = compute_abilities(), AdviceView(advice_of()).words.value
     body = html.partition("<tbody>")[2]
     rows = re.findall(r"<tr><th scope='row' title='[^']*'>([^<]+)</th>(.*?)</tr>", body)
@@ -158,7 +158,7 @@ def test_the_table_is_the_layouts_own() -> None:
     assert words(html).count("trains here") == sum("trains here" in way for way in table.ergonomics.values())
 
 
-def test_real_advice_is_drawn_whole() -> None:
+def test_every_decision_of_real_advice_is_shown() -> None:
     advice = ss.recommend(PLAN.architecture, PLAN.cluster, ss.Recipe())
     view = AdviceView(advice)
     told = words(view.words.value)

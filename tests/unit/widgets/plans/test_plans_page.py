@@ -69,7 +69,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     goes_on.set()
 
 
-def test_each_name_that_advice_takes_is_a_toggle_and_none_is_on(page: PlansPage) -> None:
+def test_every_framework_has_a_toggle_that_is_off_by_default(page: PlansPage) -> None:
     assert pressed(page) == dict.fromkeys(TITLES, "false") and page.familiar.names == ()
     buttons = re.findall(r"<button [^>]*title='([^']+)'>([^<]+)</button>", page.familiar.value)
     assert [title for _, title in buttons] == list(TITLES.values())
@@ -77,7 +77,7 @@ def test_each_name_that_advice_takes_is_a_toggle_and_none_is_on(page: PlansPage)
     assert "role='group' aria-label='Frameworks your team knows' data-roving" in page.familiar.value
 
 
-def test_a_press_asks_at_once_and_decides_between_what_is_about_as_fast(
+def test_toggling_a_framework_requests_advice_that_prefers_it(
     asked: list[tuple[str, ...]], page: PlansPage
 ) -> None:
     before = page.advice.advice
@@ -91,9 +91,7 @@ def test_a_press_asks_at_once_and_decides_between_what_is_about_as_fast(
 
 
 @thorough()
-def test_any_number_may_be_on_and_the_order_of_presses_is_no_other_question(
-    asked: list[tuple[str, ...]], page: PlansPage
-) -> None:
+def test_several_toggles_are_passed_in_a_fixed_order(asked: list[tuple[str, ...]], page: PlansPage) -> None:
     for name in reversed(TITLES):
         page.familiar.press_button(name)
         assert until(lambda: is_answered(page))
@@ -105,14 +103,16 @@ def test_any_number_may_be_on_and_the_order_of_presses_is_no_other_question(
     assert not page.familiar.error
 
 
-def test_a_name_that_nobody_knows_is_ignored_and_said(asked: list[tuple[str, ...]], page: PlansPage) -> None:
+def test_unknown_framework_name_is_ignored_with_an_error(
+    asked: list[tuple[str, ...]], page: PlansPage
+) -> None:
     page.familiar.press_button("horovod")
     assert "'horovod' is not an action of this view" in page.familiar.error
     assert page.familiar.names == () and asked == [()]
 
 
 @thorough()
-def test_a_toggle_pressed_while_advice_is_asked_is_asked_next(
+def test_toggles_during_a_request_are_combined_into_the_next_request(
     asked: list[tuple[str, ...]], held: Callable[[], None]
 ) -> None:
     applied: list[ss.Plan] = []
@@ -130,9 +130,7 @@ def test_a_toggle_pressed_while_advice_is_asked_is_asked_next(
     assert [plan.layout.framework for plan in applied] == ["deepspeed"]
 
 
-def test_an_answer_to_another_question_says_so_beside_one_button(
-    page: PlansPage, held: Callable[[], None]
-) -> None:
+def test_outdated_advice_is_marked_and_can_be_refreshed(page: PlansPage, held: Callable[[], None]) -> None:
     assert page.ask.button.layout.display == "none", "there is nothing to ask again"
     page.familiar.press_button("deepspeed")
     assert not page.about.value, "it is on its way: there is nothing to press"
@@ -148,9 +146,7 @@ def test_an_answer_to_another_question_says_so_beside_one_button(
     assert page.ask.button.layout.display == "none" and "ss-old" not in page.advice._dom_classes
 
 
-def test_cancel_ends_what_a_toggle_would_ask_next_too(
-    asked: list[tuple[str, ...]], held: Callable[[], None]
-) -> None:
+def test_cancel_also_drops_the_queued_request(asked: list[tuple[str, ...]], held: Callable[[], None]) -> None:
     page = PlansPage(on_apply=lambda _: None)
     page.set_plan(plan_of())
     page.familiar.press_button("deepspeed")
@@ -163,7 +159,9 @@ def test_cancel_ends_what_a_toggle_would_ask_next_too(
     assert asked == [(), ("deepspeed",)]
 
 
-def test_a_closed_page_asks_nothing_more(asked: list[tuple[str, ...]], held: Callable[[], None]) -> None:
+def test_closing_the_page_drops_the_queued_request(
+    asked: list[tuple[str, ...]], held: Callable[[], None]
+) -> None:
     page = PlansPage(on_apply=lambda _: None)
     page.set_plan(plan_of())
     page.familiar.press_button("deepspeed")
@@ -174,7 +172,7 @@ def test_a_closed_page_asks_nothing_more(asked: list[tuple[str, ...]], held: Cal
     assert asked == [()]
 
 
-def test_where_nothing_is_answered_the_old_answer_stays_one_and_can_be_asked_again(
+def test_failed_request_keeps_old_advice_marked_and_can_be_retried(
     page: PlansPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = threading.Event()
@@ -196,7 +194,7 @@ def test_where_nothing_is_answered_the_old_answer_stays_one_and_can_be_asked_aga
 
 
 @thorough()
-def test_a_toggle_is_the_advices_alone(page: PlansPage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_toggles_do_not_affect_the_search(page: PlansPage, monkeypatch: pytest.MonkeyPatch) -> None:
     found = ss.search(MODEL, GPUS, ss.Recipe(), frameworks=["ddp", "fsdp2"])
     searched: list[Any] = []
     monkeypatch.setattr(ss, "search", lambda *question, **_: searched.append(question) or found)
@@ -214,7 +212,7 @@ def test_a_toggle_is_the_advices_alone(page: PlansPage, monkeypatch: pytest.Monk
 
 
 @thorough()
-def test_what_the_team_runs_well_outlasts_another_model(asked: list[tuple[str, ...]]) -> None:
+def test_toggles_are_kept_when_the_plan_changes(asked: list[tuple[str, ...]]) -> None:
     """It is about people, not about the plan: the pickers leave it, and the plan does not have it."""
     studio = Studio()
     studio.tabs.value = "Plans"
@@ -231,7 +229,7 @@ def test_what_the_team_runs_well_outlasts_another_model(asked: list[tuple[str, .
     studio.close()
 
 
-def test_the_advice_is_asked_for_again_at_once_for_another_plan_on_screen(
+def test_changing_the_plan_requests_advice_unless_it_is_the_advised_one(
     asked: list[tuple[str, ...]], page: PlansPage
 ) -> None:
     """The plan on screen is kept if it is the advised one; else a button applies that."""
@@ -249,7 +247,7 @@ def test_the_advice_is_asked_for_again_at_once_for_another_plan_on_screen(
     assert "ss-old" not in page.advice._dom_classes and not page.about.value
 
 
-def test_another_plan_on_screen_during_a_question_is_asked_about_when_that_has_ended(
+def test_plan_change_during_a_request_is_requested_afterwards(
     asked: list[tuple[str, ...]], held: Callable[[], None]
 ) -> None:
     page = PlansPage(on_apply=lambda _: None)
@@ -260,7 +258,7 @@ def test_another_plan_on_screen_during_a_question_is_asked_about_when_that_has_e
     assert "ss-old" not in page.advice._dom_classes and not page.about.value
 
 
-def test_an_error_about_another_plan_on_screen_is_not_asked_for_ever(
+def test_failed_request_for_a_changed_plan_is_not_repeated(
     page: PlansPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries: list[int] = []

@@ -70,13 +70,13 @@ def until(holds: Callable[[], bool], seconds: float = 60) -> bool:
 # ------------------------------------------------------------------------------------------- chart
 
 
-def test_every_framework_has_its_own_colour_and_its_own_shape() -> None:
+def test_every_framework_has_a_unique_colour_and_marker() -> None:
     found = list(build_signs().values())
     for field in ("title", "colour", "symbol", "text"):
         assert len({getattr(sign, field) for sign in found}) == len(found)
 
 
-def test_marks_stand_where_the_plans_are(found: Any) -> None:
+def test_marks_are_at_the_memory_and_speed_of_their_plans(found: Any) -> None:
     view = RankingView(found)
     assert view.figure is not None
     shown: dict[str, set[tuple[float, float]]] = defaultdict(set)
@@ -94,7 +94,7 @@ def test_marks_stand_where_the_plans_are(found: Any) -> None:
     assert capacity.x0 == capacity.x1 == usable / GIB
 
 
-def test_the_front_is_the_rankings_own_and_only_rises(found: Any) -> None:
+def test_front_line_is_the_pareto_front_and_monotonic(found: Any) -> None:
     view = RankingView(found)
     assert view.figure is not None
     front = next(trace for trace in view.figure.data if trace.name == "front")
@@ -102,7 +102,7 @@ def test_the_front_is_the_rankings_own_and_only_rises(found: Any) -> None:
     assert list(front.y) == sorted(front.y)
 
 
-def test_a_chart_of_many_plans_stays_small_and_keeps_their_outline() -> None:
+def test_marks_of_a_million_plans_are_thinned_and_include_the_fastest() -> None:
     """A million plans: no more marks than a chart can tell apart, and the fastest among them."""
     draw = np.random.default_rng(1)
     number = 1_000_000
@@ -149,7 +149,7 @@ def crosses_of(view: RankingView) -> set[tuple[float, float]]:
     return set(zip(trace.x, trace.y, strict=True))
 
 
-def test_plans_left_of_the_memory_line_that_lack_host_memory_are_hollow_and_say_so() -> None:
+def test_plans_short_of_host_memory_have_hollow_marks_and_a_reason() -> None:
     ranking = ss.search(MODEL, SHORT_OF_HOST, RECIPE)
     usable = ranking.cluster.usable_bytes_per_gpu / GIB
     found = marks_of(RankingView(ranking))
@@ -163,7 +163,7 @@ def test_plans_left_of_the_memory_line_that_lack_host_memory_are_hollow_and_say_
             assert "Does not fit" not in mark.tooltip
 
 
-def test_plans_that_cannot_be_launched_are_hollow_with_a_cross_and_say_why(found: Any) -> None:
+def test_plans_that_cannot_be_launched_have_crossed_marks_and_a_reason(found: Any) -> None:
     view = RankingView(found)
     kinds = set()
     for mark in marks_of(view):
@@ -176,7 +176,7 @@ def test_plans_that_cannot_be_launched_are_hollow_with_a_cross_and_say_why(found
     assert kinds >= {(True, True), (True, False), (False, True)}
 
 
-def test_plans_that_need_host_memory_of_unknown_size_are_not_shown_as_if_they_fit() -> None:
+def test_plans_with_unknown_host_memory_are_not_marked_as_fitting() -> None:
     ranking = ss.search(MODEL, ss.Cluster.parse("8xa10-24gb"), ss.Recipe(seq_len=1024))
     unknown = [mark for mark in marks_of(RankingView(ranking)) if not ranking.is_room_known[mark.row]]
     assert unknown
@@ -184,7 +184,7 @@ def test_plans_that_need_host_memory_of_unknown_size_are_not_shown_as_if_they_fi
     assert all("not known" in mark.tooltip for mark in unknown if ranking.feasible[mark.row])
 
 
-def test_a_tooltip_says_the_layout_its_memory_and_its_rate(found: Any) -> None:
+def test_tooltip_shows_layout_memory_and_throughput(found: Any) -> None:
     for mark in marks_of(RankingView(found))[::97]:
         plan, told = found.plan(mark.row), words(mark.tooltip)
         assert describe_layout(plan.layout) in told
@@ -194,7 +194,7 @@ def test_a_tooltip_says_the_layout_its_memory_and_its_rate(found: Any) -> None:
         assert max(map(len, mark.tooltip.split("<br>"))) < 60, "a chart of 390 pixels has room for it"
 
 
-def test_a_click_on_a_mark_applies_its_plan_and_marks_it_in_the_table(found: Any) -> None:
+def test_clicking_a_mark_applies_its_plan_unless_the_view_is_frozen(found: Any) -> None:
     applied: list[ss.Plan] = []
     view = showing_all(found, on_apply=applied.append)
     index, trace = next(
@@ -210,13 +210,13 @@ def test_a_click_on_a_mark_applies_its_plan_and_marks_it_in_the_table(found: Any
 
 
 @pytest.mark.parametrize("customdata", [None, "x", -1, 10**9, [1], {}])
-def test_fault_44_a_click_on_a_mark_that_has_gone_does_nothing(found: Any, customdata: object) -> None:
+def test_fault_44_click_on_a_removed_mark_is_ignored(found: Any, customdata: object) -> None:
     view = showing_all(found, on_apply=lambda _: pytest.fail("applied"))
     click(view, 0, 0, customdata)
 
 
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.65, 0.67, 0.7, 0.8, 0.9, 0.99])
-def test_no_line_crosses_the_label_of_the_plan_on_screen(found: Any, share: float) -> None:
+def test_no_line_crosses_the_label_of_the_current_plan(found: Any, share: float) -> None:
     figure = RankingView(found).figure
     assert figure is not None
     assert not figure.layout.xaxis.showgrid and not figure.layout.yaxis.showgrid
@@ -240,7 +240,7 @@ def click(view: RankingView, trace: int, point: int, customdata: object) -> None
     view.figure._handle_custom_msg(content, [])  # type: ignore[union-attr]
 
 
-def test_frameworks_have_colours_of_their_own_that_can_be_told_apart() -> None:
+def test_framework_colours_are_distinguishable_under_deuteranopia() -> None:
     """From each other and from the nine components, also under deuteranopia (Machado et al. 2009)."""
     own = [sign.colour for sign in build_signs().values()]
     assert not set(own) & {*COMPONENT_COLOURS.values(), *RANK_COLOURS, *PART_COLOURS.values()}
@@ -251,7 +251,7 @@ def test_frameworks_have_colours_of_their_own_that_can_be_told_apart() -> None:
         assert distance(one, other, lambda rgb: rgb) > 0.1, (one, other)
 
 
-def test_components_that_look_alike_under_deuteranopia_have_other_patterns() -> None:
+def test_components_alike_under_deuteranopia_have_different_patterns() -> None:
     """In the chart of memory and in that of time: the optimizer's green is communication's brown."""
     charts = (
         (COMPONENT_COLOURS, COMPONENT_PATTERNS),
@@ -287,7 +287,7 @@ def oklab(rgb: Any) -> Any:
 # ------------------------------------------------------------------------------------------- table
 
 
-def test_the_best_come_first_with_their_numbers(found: Any) -> None:
+def test_table_lists_best_plans_first_with_memory_and_throughput(found: Any) -> None:
     view = showing_all(found)
     assert rows_of(view) == found.order[:ROWS_ON_A_PAGE].tolist()
     best, first = found.best, words(view.table.value.partition("<tbody>")[2].partition("</tr>")[0])
@@ -300,7 +300,7 @@ def test_the_best_come_first_with_their_numbers(found: Any) -> None:
 @pytest.mark.parametrize(
     "column", ["peak_bytes", "step_seconds", "headroom_bytes", "framework", "cost_per_token"]
 )
-def test_a_heading_sorts_and_again_the_other_way(found: Any, column: str) -> None:
+def test_clicking_a_heading_sorts_and_a_second_click_reverses(found: Any, column: str) -> None:
     view = showing_all(found)
     values = getattr(found, column)
     for _ in range(2):
@@ -314,7 +314,7 @@ def test_a_heading_sorts_and_again_the_other_way(found: Any, column: str) -> Non
     assert "aria-sort='ascending'" in view.table.value or "aria-sort='descending'" in view.table.value
 
 
-def test_plans_that_barely_fit_are_left_out_until_they_are_asked_for(found: Any) -> None:
+def test_plans_that_barely_fit_are_hidden_by_default(found: Any) -> None:
     """Over this share of the card some runs run out of memory, as the Studio's sentence says."""
     view = RankingView(found)
     usable = found.cluster.usable_bytes_per_gpu
@@ -327,7 +327,7 @@ def test_plans_that_barely_fit_are_left_out_until_they_are_asked_for(found: Any)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.booleans())
-def test_equals_stay_in_the_rankings_order(values: list[int], ascending: bool) -> None:
+def test_sort_keeps_ranking_order_for_equal_values(values: list[int], ascending: bool) -> None:
     some: Any = SimpleNamespace(order=np.arange(len(values))[::-1], key=np.array(values))
     found = sort_rows(some, "key", ascending).tolist()
     keys = [(values[row] if ascending else -values[row], -row) for row in found]
@@ -335,7 +335,7 @@ def test_equals_stay_in_the_rankings_order(values: list[int], ascending: bool) -
 
 
 @thorough()
-def test_pages_follow_each_other_and_end(found: Any) -> None:
+def test_table_pages_are_consecutive_and_stop_at_both_ends(found: Any) -> None:
     view = showing_all(found)
     view.table.press_button("page:-1")
     assert rows_of(view) == found.order[:ROWS_ON_A_PAGE].tolist(), "nothing is before the first page"
@@ -350,7 +350,7 @@ def test_pages_follow_each_other_and_end(found: Any) -> None:
     assert rows_of(view) == last and last[-1] == found.order[-1]
 
 
-def test_a_press_on_a_row_applies_its_plan_and_marks_it(found: Any) -> None:
+def test_clicking_a_row_applies_and_highlights_its_plan(found: Any) -> None:
     applied: list[ss.Plan] = []
     view = showing_all(found, on_apply=applied.append)
     third = rows_of(view)[2]
@@ -367,14 +367,14 @@ def test_a_press_on_a_row_applies_its_plan_and_marks_it(found: Any) -> None:
 @pytest.mark.parametrize(
     "act", ["apply:999999999", "apply:-1", "apply:x", "sort:__class__", "page:7", "", ":"]
 )
-def test_fault_44_what_no_row_says_does_nothing(found: Any, act: str) -> None:
+def test_fault_44_unknown_table_action_is_ignored(found: Any, act: str) -> None:
     view = showing_all(found, on_apply=lambda _: pytest.fail("applied"))
     before = view.table.value
     view.table.press_button(act)
     assert view.table.value == before
 
 
-def test_where_nothing_fits_the_nearest_misses_stand_there_with_what_they_lack() -> None:
+def test_nearest_misses_are_listed_when_nothing_fits() -> None:
     found = ss.search(
         ss.models["llama-3.1-405b"], ss.Cluster.parse("rtx-4090-24gb"), RECIPE, ("ddp", "fsdp2")
     )
@@ -389,7 +389,7 @@ def test_where_nothing_fits_the_nearest_misses_stand_there_with_what_they_lack()
     assert applied == [found.plan(found.misses[0].index)]
 
 
-def test_where_the_batch_cannot_be_divided_the_nearest_one_that_can_is_offered() -> None:
+def test_indivisible_batch_size_offers_the_nearest_divisible_one() -> None:
     found = ss.search(ss.models["gpt2"], ss.Cluster.parse("13xh100-sxm-80gb"), ss.Recipe(seq_len=1024))
     assert not found.num_evaluated and found.instead is not None
     applied: list[ss.Plan] = []
@@ -399,14 +399,14 @@ def test_where_the_batch_cannot_be_divided_the_nearest_one_that_can_is_offered()
     assert applied == [found.instead.best]
 
 
-def test_a_framework_that_has_no_part_says_why() -> None:
+def test_excluded_framework_is_listed_with_its_reason() -> None:
     found = ss.search(ss.models["gpt2"], GPUS, ss.Recipe(seq_len=1024, optimizer="paged_adamw_8bit"))
     view = showing_all(found)
     for name, why in found.refused.items():
         assert f"{build_signs()[name].title} : {' '.join(why.split())}" in words(view.table.value)
 
 
-def test_a_row_says_that_launch_does_not_train_it_and_why() -> None:
+def test_rows_that_cannot_be_launched_show_the_reason() -> None:
     recipe = ss.Recipe(seq_len=2048, global_batch_size=16, method="lora")
     found = ss.search(ss.models["llama-3.1-8b"], ss.Cluster.parse("2xrtx-4090-24gb"), recipe)
     view = showing_all(found)
@@ -416,13 +416,13 @@ def test_a_row_says_that_launch_does_not_train_it_and_why() -> None:
     assert escape(next(filter(None, refused)), quote=True) in view.table.value
 
 
-def test_plans_that_need_a_host_of_unknown_size_are_counted_under_the_table() -> None:
+def test_plans_with_unknown_host_memory_are_noted_under_the_table() -> None:
     found = ss.search(MODEL, ss.Cluster.parse("8xa10-24gb"), ss.Recipe(seq_len=1024))
     assert found.unsaid
     assert found.unsaid in words(showing_all(found).table.value)
 
 
-def test_the_order_is_the_rankings_until_speed_is_asked_for(found: Any) -> None:
+def test_table_keeps_ranking_order_until_sorted_by_speed(found: Any) -> None:
     view = showing_all(found)
     assert "aria-sort" not in view.table.value
     view.table.press_button("sort:tokens_per_second_per_gpu")
@@ -433,7 +433,7 @@ def test_the_order_is_the_rankings_until_speed_is_asked_for(found: Any) -> None:
 # ---------------------------------------------------------------------------------- in the Studio
 
 
-def test_every_row_goes_through_the_inputs_as_it_is(found: Any) -> None:
+def test_applying_a_row_reproduces_its_plan_in_the_inputs(found: Any) -> None:
     """Experts, chunks, offload and all: what is applied is the plan of the row, to the byte."""
     studio = Studio()
     mixture = ss.search(ss.models["mixtral-8x7b"], ss.Cluster.parse("2x8xh100-sxm-80gb"), RECIPE)
@@ -447,7 +447,7 @@ def test_every_row_goes_through_the_inputs_as_it_is(found: Any) -> None:
             assert studio.plan.memory().peak_bytes == plan.memory().peak_bytes, describe_layout(plan.layout)
 
 
-def test_a_search_leaves_the_kernel_free_says_how_far_it_is_and_can_be_cancelled(
+def test_search_runs_in_a_thread_with_progress_and_can_be_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     goes_on = threading.Event()
@@ -471,7 +471,7 @@ def test_a_search_leaves_the_kernel_free_says_how_far_it_is_and_can_be_cancelled
     assert until(lambda: not page.search.button.disabled) and page.ranking.ranking is None
 
 
-def test_a_view_without_a_page_searches_tells_how_far_it_is_and_cancels() -> None:
+def test_standalone_view_shows_progress_searches_again_and_cancels() -> None:
     view, applied = RankingView(), []
     assert view.work.button.layout.display == "none", "nothing was asked that could be asked again"
     view.search(MODEL, GPUS, ss.Recipe(), ["fsdp2"], on_found=lambda: applied.append(view.ranking))
@@ -487,7 +487,7 @@ def test_a_view_without_a_page_searches_tells_how_far_it_is_and_cancels() -> Non
     assert until(lambda: "Cancelled" in view.work.words.value) and view.ranking is applied[1]
 
 
-def test_a_closed_view_ends_its_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_the_view_stops_its_search(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
 
     def endless(*_: Any, progress: Any, **__: Any) -> Any:
@@ -516,7 +516,9 @@ def plan_of(**recipe: Any) -> ss.Plan:
     return ss.Plan(MODEL, GPUS, ss.Recipe(**recipe), ss.Layout.fsdp2())
 
 
-def test_the_first_look_asks_and_an_input_does_not(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_starts_on_first_view_and_not_on_input_changes(
+    found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[ss.Recipe] = []
 
     def answered(arch: Any, cluster: Any, recipe: Any, **_: Any) -> Any:
@@ -550,7 +552,7 @@ def test_the_first_look_asks_and_an_input_does_not(found: Any, monkeypatch: pyte
     assert page.search.button.layout.display == "none", "there is nothing to ask again"
 
 
-def test_what_a_search_refuses_is_read_where_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_error_is_shown_escaped_on_the_plans_page(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any, **__: Any) -> Any:
         raise ValueError("Gpu.peak_flops is <none>. Nearest fix: ss.calibrate().")
 
@@ -562,7 +564,7 @@ def test_what_a_search_refuses_is_read_where_it_was_asked(monkeypatch: pytest.Mo
     assert "&lt;none&gt;" in page.search.words.value and "role='alert'" in page.search.words.value
 
 
-def test_advice_is_asked_in_the_background_too() -> None:
+def test_advice_is_computed_in_the_background() -> None:
     page = PlansPage(on_apply=lambda _: None)
     page.set_plan(plan_of())
     assert until(lambda: page.advice.advice is not None and not page.ask.is_busy)

@@ -44,7 +44,7 @@ def bars(view: MemoryView) -> dict[str, tuple[float, ...]]:
     return {trace.name: tuple(trace.x) for trace in view.figure.data if trace.type == "bar"}
 
 
-def test_a_change_of_the_model_changes_sentence_chart_and_table(studio: Studio) -> None:
+def test_changing_the_model_updates_headline_chart_and_table(studio: Studio) -> None:
     before = words(studio.headline.value), bars(studio.memory), studio.memory.table.value
     studio.architecture.name.value = "llama-3.1-70b"
     after = words(studio.headline.value), bars(studio.memory), studio.memory.table.value
@@ -53,14 +53,14 @@ def test_a_change_of_the_model_changes_sentence_chart_and_table(studio: Studio) 
     assert studio.plan.architecture.name == "llama-3.1-70b"
 
 
-def test_bars_are_the_report_to_the_byte(studio: Studio) -> None:
+def test_memory_bars_equal_the_memory_report(studio: Studio) -> None:
     report = studio.plan.memory()
     drawn = bars(studio.memory)
     for name in COMPONENTS:
         assert drawn[name.replace("_", " ")] == (report.components[name] / 2**30,)
 
 
-def test_the_figure_is_redrawn_and_never_rebuilt(studio: Studio) -> None:
+def test_figure_object_is_reused_when_inputs_change(studio: Studio) -> None:
     figure = studio.memory.figure
     studio.recipe.seq_len.value = "8192"
     studio.layout_picker.framework.value = "megatron"
@@ -71,7 +71,7 @@ def test_the_figure_is_redrawn_and_never_rebuilt(studio: Studio) -> None:
     "text", few(["nan", "inf", "-1", "0", "", "1e30", "four", "4096.5", "9" * 40], ["nan", "0"])
 )
 @pytest.mark.parametrize("box", ["seq_len", "micro", "global_batch"])
-def test_fault_33_bad_numbers_are_named_at_the_input_and_the_plan_stays(
+def test_fault_33_invalid_number_shows_error_at_its_input_and_keeps_plan(
     studio: Studio, box: str, text: str
 ) -> None:
     before = studio.plan, words(studio.headline.value)
@@ -82,14 +82,14 @@ def test_fault_33_bad_numbers_are_named_at_the_input_and_the_plan_stays(
     assert getattr(studio.recipe, box).value == text, "what was typed is not lost"
 
 
-def test_a_mended_input_takes_its_message_away(studio: Studio) -> None:
+def test_correcting_an_input_clears_its_error(studio: Studio) -> None:
     studio.recipe.seq_len.value = "nan"
     studio.recipe.seq_len.value = "2048"
     assert studio.plan.recipe.seq_len == 2048
     assert not any(row.message for row in studio.recipe.rows.values())
 
 
-def test_what_is_wrong_between_two_inputs_stands_at_the_one_that_is_named(studio: Studio) -> None:
+def test_conflict_between_inputs_is_shown_at_the_named_input_with_a_fix(studio: Studio) -> None:
     studio.cluster.count.value = "3"
     row = studio.recipe.rows["global_batch_size"]
     assert "global_batch_size=63" in row.message
@@ -102,20 +102,20 @@ def test_what_is_wrong_between_two_inputs_stands_at_the_one_that_is_named(studio
 
 
 @pytest.mark.parametrize("name", ["llama-9", "", "/nowhere/config.json", "7q"])
-def test_an_unknown_model_keeps_the_last_one(studio: Studio, name: str) -> None:
+def test_unknown_model_name_keeps_the_previous_model(studio: Studio, name: str) -> None:
     studio.architecture.name.value = name
     assert studio.architecture.rows["model"].message
     assert studio.plan.architecture.name == "llama-3.1-8b"
 
 
-def test_a_size_is_a_model(studio: Studio) -> None:
+def test_model_input_accepts_a_parameter_count(studio: Studio) -> None:
     studio.architecture.name.value = "1.3b"
     assert studio.plan.architecture.num_parameters == pytest.approx(1.3e9, rel=0.03)
 
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2", "deepspeed", "megatron"])
 @pytest.mark.parametrize("model", few(["gpt2", "llama-3.1-405b", "mixtral-8x7b"], ["gpt2"]))
-def test_every_choice_on_offer_can_run(studio: Studio, framework: str, model: str) -> None:
+def test_every_offered_layout_option_gives_a_valid_plan(studio: Studio, framework: str, model: str) -> None:
     if model == "gpt2":
         studio.recipe.seq_len.value = "1024"
     studio.architecture.name.value = model
@@ -131,7 +131,7 @@ def test_every_choice_on_offer_can_run(studio: Studio, framework: str, model: st
             assert plan.layout == picker.value.resolve_options(plan.architecture, plan.cluster, plan.recipe)
 
 
-def test_tensor_parallel_splits_the_sequence_unless_told_otherwise(studio: Studio) -> None:
+def test_tensor_parallel_enables_sequence_parallel_by_default(studio: Studio) -> None:
     studio.layout_picker.framework.value = "megatron"
     controls = studio.layout_picker.boxes
     controls["tp"].value = 8
@@ -140,21 +140,21 @@ def test_tensor_parallel_splits_the_sequence_unless_told_otherwise(studio: Studi
     assert not studio.plan.layout.splits_sequence
 
 
-def test_a_smaller_cluster_lowers_degrees_that_no_longer_fit(studio: Studio) -> None:
+def test_smaller_cluster_lowers_parallel_degrees_that_no_longer_fit(studio: Studio) -> None:
     studio.layout_picker.framework.value = "megatron"
     studio.layout_picker.boxes["tp"].value = 8
     studio.cluster.count.value = "4"
     assert studio.plan.degrees.tp == 4
 
 
-def test_this_machine_is_a_click_away(studio: Studio) -> None:
+def test_use_machine_button_selects_the_local_cluster(studio: Studio) -> None:
     studio.recipe.global_batch.value = "64"
     studio.cluster.use_machine.click()
     assert studio.plan.cluster.gpu.name == studio.cluster.machine.gpu.name
     assert studio.plan.cluster.num_gpus == studio.cluster.machine.num_gpus
 
 
-def test_the_button_says_what_it_will_do(studio: Studio) -> None:
+def test_launch_button_label_describes_the_run(studio: Studio) -> None:
     machine = ss.Cluster.parse("2xcpu")
     here = ss.Plan(
         ss.Architecture.of_size("2m"), machine, ss.Recipe(seq_len=64, global_batch_size=2), ss.Layout.fsdp2()
@@ -173,7 +173,7 @@ def test_the_button_says_what_it_will_do(studio: Studio) -> None:
 
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2", "deepspeed", "megatron"])
-def test_every_framework_can_be_rehearsed_here(studio: Studio, framework: str) -> None:
+def test_every_framework_offers_a_trial_run_on_this_machine(studio: Studio, framework: str) -> None:
     if framework in ("deepspeed", "megatron"):
         skip_without(framework)
     studio.layout_picker.framework.value = framework
@@ -181,7 +181,7 @@ def test_every_framework_can_be_rehearsed_here(studio: Studio, framework: str) -
     assert "Trial run" in studio.launch.note.value
 
 
-def test_no_choice_is_shown_as_none_chosen(studio: Studio) -> None:
+def test_every_toggle_button_group_has_a_selection(studio: Studio) -> None:
     for framework in FRAMEWORKS:
         studio.layout_picker.framework.value = framework
         for field, control in studio.layout_picker.boxes.items():
@@ -189,12 +189,12 @@ def test_no_choice_is_shown_as_none_chosen(studio: Studio) -> None:
                 assert control.index is not None, (framework, field)
 
 
-def test_pickers_stand_alone() -> None:
+def test_layout_picker_works_without_a_studio() -> None:
     picker = LayoutPicker(ss.Layout.zero(stage=2))
     assert picker.value == ss.Layout.zero(stage=2)
 
 
-def test_inputs_and_buttons_have_the_fields_words(studio: Studio) -> None:
+def test_input_and_button_labels_use_standard_terms(studio: Studio) -> None:
     assert studio.options.rows["num_steps"].name.value == "Steps, learning rate"
     assert studio.options.outlive.description == "Keep running if the kernel stops"
     buttons = [each.description for each in widgets_in(studio) if isinstance(each, Button)]
@@ -210,7 +210,7 @@ def widgets_in(widget: Widget) -> Iterator[Widget]:
         yield from widgets_in(child)
 
 
-def test_names_as_people_say_them() -> None:
+def test_gpu_and_model_ids_are_formatted_as_display_names() -> None:
     assert format_name("h100-sxm-80gb") == "H100 SXM 80 GB"
     assert format_name("llama-3.1-8b") == "Llama 3.1 8B"
     assert format_name("rtx-pro-6000-blackwell-96gb") == "RTX PRO 6000 Blackwell 96 GB"
@@ -218,7 +218,7 @@ def test_names_as_people_say_them() -> None:
     assert count_devices(ss.Cluster.parse("h200-sxm-141gb")) == "1 GPU"
 
 
-def test_the_verdict_says_by_how_much() -> None:
+def test_verdict_states_required_and_available_memory() -> None:
     recipe, cluster = ss.Recipe(), ss.Cluster.parse("8xh100-sxm-80gb")
     fits = ss.Plan(ss.models["llama-3.1-8b"], cluster, recipe, ss.Layout.fsdp2())
     assert re.fullmatch(r"Fits: [\d.]+ of 79\.1 GiB on each GPU", verdict(fits, fits.memory()))
@@ -238,7 +238,7 @@ def test_the_verdict_says_by_how_much() -> None:
         ),
     ],
 )
-def test_little_room_is_said(seq_len: int, said: str, note: str) -> None:
+def test_low_memory_headroom_is_reported_as_tight(seq_len: int, said: str, note: str) -> None:
     recipe, cluster = ss.Recipe(seq_len=seq_len), ss.Cluster.parse("8xh100-sxm-80gb")
     plan = ss.Plan(ss.models["llama-3.1-8b"], cluster, recipe, ss.Layout.fsdp2())
     report = plan.memory()
@@ -248,7 +248,7 @@ def test_little_room_is_said(seq_len: int, said: str, note: str) -> None:
     assert bool(offer_for(plan, cluster, report).note) == bool(note)
 
 
-def test_fault_16_no_second_launch_while_a_run_is_under_way(studio: Studio) -> None:
+def test_fault_16_no_second_launch_while_a_run_is_active(studio: Studio) -> None:
     studio.launch.busy = True
     studio.recipe.seq_len.value = "2048"
     assert studio.launch.button.disabled
@@ -258,7 +258,7 @@ def test_fault_16_no_second_launch_while_a_run_is_under_way(studio: Studio) -> N
     assert not studio.launch.button.disabled
 
 
-def test_one_is_said_as_one() -> None:
+def test_launch_note_uses_singular_for_one_gpu() -> None:
     one = ss.Plan(
         ss.models["gpt2"], ss.Cluster.parse("rtx-4090-24gb"), ss.Recipe(seq_len=512), ss.Layout.ddp()
     )
@@ -266,7 +266,7 @@ def test_one_is_said_as_one() -> None:
     assert "1 GPU," in note
 
 
-def test_a_hub_id_is_not_fetched_at_a_keystroke(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_typing_a_hub_id_does_not_access_the_network(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ss.models["mistral-7b"], "the fix, which the catalogue reads once with the same method"
     monkeypatch.setattr(ss.Architecture, "from_hf", lambda _: pytest.fail("the network was asked"))
     studio.architecture.name.value = "Mistralai/mistral-7b-instruct"
@@ -274,7 +274,7 @@ def test_a_hub_id_is_not_fetched_at_a_keystroke(studio: Studio, monkeypatch: pyt
     assert "path of an existing config.json" in said and "mistral-7b." in said
 
 
-def test_a_model_of_the_catalogue_has_the_hubs_name_as_well(
+def test_catalogue_model_is_found_by_hub_id_unless_a_local_path_exists(
     studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     studio.architecture.name.value = "Qwen/Qwen2.5-7B"
@@ -287,7 +287,7 @@ def test_a_model_of_the_catalogue_has_the_hubs_name_as_well(
     assert "qwen3-8b, line 1" in studio.architecture.rows["model"].message, "what lies here counts"
 
 
-def test_while_an_input_is_wrong_nothing_can_be_started(studio: Studio) -> None:
+def test_invalid_input_disables_launch_and_suggested_fixes(studio: Studio) -> None:
     studio.architecture.name.value = "nonsense"
     assert studio.launch.button.disabled and "red" in studio.launch.note.value
     assert "ss-stale" in studio._dom_classes
@@ -298,7 +298,7 @@ def test_while_an_input_is_wrong_nothing_can_be_started(studio: Studio) -> None:
     assert "ss-stale" not in studio._dom_classes
 
 
-def test_a_plan_that_is_applied_mends_every_wrong_input(studio: Studio) -> None:
+def test_applying_a_plan_clears_all_input_errors(studio: Studio) -> None:
     plan = studio.plan
     studio.architecture.name.value, studio.cluster.count.value = "nonsense", "many"
     studio.recipe.seq_len.value = "-1"
@@ -308,7 +308,7 @@ def test_a_plan_that_is_applied_mends_every_wrong_input(studio: Studio) -> None:
 
 
 @pytest.mark.parametrize("steps", ["abc", "0", "2.5", "-1", ""])
-def test_wrong_steps_are_named_at_once(studio: Studio, steps: str) -> None:
+def test_invalid_num_steps_shows_an_error_and_disables_launch(studio: Studio, steps: str) -> None:
     studio.options.steps.value = steps
     assert "Pretrain.num_steps" in studio.options.rows["num_steps"].message
     assert studio.launch.button.disabled
@@ -324,9 +324,7 @@ def errors(studio: Studio) -> list[str]:
 
 
 @pytest.mark.parametrize("framework", few(FRAMEWORKS, ["fsdp2"]))
-def test_the_sentence_is_about_the_model_that_is_chosen_or_an_error_is_shown(
-    studio: Studio, framework: str
-) -> None:
+def test_headline_describes_the_selected_model_or_an_error_is_shown(studio: Studio, framework: str) -> None:
     """Every model of the catalogue: never another one's verdict without a word."""
     studio.recipe.seq_len.value = "1024"  # what GPT-2 has positions for
     studio.layout_picker.framework.value = framework
@@ -349,7 +347,7 @@ def test_the_sentence_is_about_the_model_that_is_chosen_or_an_error_is_shown(
     assert told > 70
 
 
-def test_a_model_without_formulas_is_an_error_at_the_model(studio: Studio) -> None:
+def test_unsupported_architecture_shows_an_error_at_the_model_input(studio: Studio) -> None:
     """The Plan can be made, its memory not be told: falcon-rw-1b has biases in place of positions."""
     before = studio.plan, studio.headline.value, bars(studio.memory)
     studio.architecture.name.value = "falcon-rw-1b"
@@ -366,7 +364,9 @@ def test_a_model_without_formulas_is_an_error_at_the_model(studio: Studio) -> No
     assert not errors(studio) and studio.plan.layout.framework == "deepspeed"
 
 
-def test_fault_45_a_mistake_of_ours_is_seen_as_well(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_45_internal_error_in_a_handler_is_displayed(
+    studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A notebook shows nobody an exception in a handler: the old sentence would stand as if valid."""
 
     def broken(plan: ss.Plan) -> None:
@@ -383,7 +383,7 @@ def test_fault_45_a_mistake_of_ours_is_seen_as_well(studio: Studio, monkeypatch:
     assert not errors(studio) and "Llama 3.1 70B" in words(studio.headline.value)
 
 
-def test_fault_26_a_page_that_is_loaded_anew_has_little_to_get(studio: Studio) -> None:
+def test_fault_26_widget_state_for_a_page_reload_is_small(studio: Studio) -> None:
     """JupyterLab looks for a view's model during two seconds; what came later is "model not found".
 
     (``ManagerBase.get_model`` of jupyterlab_widgets 3.0: it does not look again after a wait that a busy page
@@ -408,7 +408,7 @@ def test_fault_26_a_page_that_is_loaded_anew_has_little_to_get(studio: Studio) -
 
 
 @thorough()
-def test_a_studio_is_whole_after_all_widgets_were_closed() -> None:
+def test_new_studio_works_after_widget_close_all() -> None:
     Studio()
     Widget.close_all()
     studio = Studio()
@@ -416,7 +416,7 @@ def test_a_studio_is_whole_after_all_widgets_were_closed() -> None:
     assert all(widget.comm is not None for widget in (*shared, studio.recipe.seq_len.layout))
 
 
-def test_a_page_that_is_loaded_anew_finds_the_chart_as_it_is(studio: Studio) -> None:
+def test_figure_state_for_a_page_reload_is_current(studio: Studio) -> None:
     studio.architecture.name.value = "llama-3.1-70b"
     state = studio.memory.figure.get_state()["_figure"]
     drawn = bars(studio.memory)["parameters"]
@@ -427,7 +427,7 @@ def test_a_page_that_is_loaded_anew_finds_the_chart_as_it_is(studio: Studio) -> 
 # ------------------------------------------------------------------------- time, plans and checks
 
 
-def test_the_head_says_how_fast_and_what_it_costs(studio: Studio) -> None:
+def test_rates_show_mfu_and_tokens_per_second(studio: Studio) -> None:
     report = studio.plan.step()
     said = words(studio.rates.value)
     assert f"{100 * report.mfu:.0f} % MFU" in said
@@ -436,7 +436,7 @@ def test_the_head_says_how_fast_and_what_it_costs(studio: Studio) -> None:
     assert words(studio.rates.value) != said
 
 
-def test_where_no_time_is_known_the_head_says_why_on_hover(
+def test_unavailable_rates_are_dashes_with_the_reason_as_tooltip(
     studio: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(plan: ss.Plan) -> None:
@@ -451,13 +451,13 @@ def test_where_no_time_is_known_the_head_says_why_on_hover(
     assert "ss.calibrate()" in studio.time.caption.value
 
 
-def test_what_is_behind_a_tab_is_made_when_it_is_shown(studio: Studio) -> None:
+def test_tab_content_is_created_when_first_shown(studio: Studio) -> None:
     assert not {"time", "plans", "checks"} & set(vars(studio))
     studio.tabs.value = "Time"
     assert "time" in vars(studio) and "plans" not in vars(studio)
 
 
-def test_only_the_page_in_sight_is_drawn(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_visible_tab_is_redrawn(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[str] = []
     for name in ("memory", "time", "checks"):
         view = getattr(studio, name)
@@ -472,7 +472,7 @@ def test_only_the_page_in_sight_is_drawn(studio: Studio, monkeypatch: pytest.Mon
     assert drawn == ["memory", "time", "time", "memory"], "what is up to date is not drawn again"
 
 
-def test_the_chart_is_drawn_before_anything_else_is_asked(
+def test_memory_chart_is_drawn_before_step_time_and_findings(
     studio: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
@@ -487,7 +487,7 @@ def test_the_chart_is_drawn_before_anything_else_is_asked(
     assert asked[0] == "chart" and {"step", "findings"} <= set(asked)
 
 
-def test_the_tab_counts_what_the_preflight_found(studio: Studio) -> None:
+def test_checks_tab_badge_counts_findings_and_shows_worst_severity(studio: Studio) -> None:
     # Forty steps of the first plan read the shipped text too often; of others' batches, fewer do.
     assert [finding.name for finding in studio.findings] == ["text-read-many-times"]
     studio.options.steps.value = "4"
@@ -504,7 +504,7 @@ def test_the_tab_counts_what_the_preflight_found(studio: Studio) -> None:
     assert "Checks" not in studio.tabs.badges and "No findings" in studio.checks.list.value
 
 
-def test_a_finding_is_mended_by_its_button(studio: Studio) -> None:
+def test_suggested_fix_button_removes_the_finding(studio: Studio) -> None:
     studio.recipe.micro.value = "4"
     studio.tabs.value = "Checks"
     mended = next(finding for finding in studio.plan.findings() if finding.plan is not None)
@@ -518,7 +518,7 @@ def names(studio: Studio) -> list[str]:
     return [finding.name for finding in studio.findings]
 
 
-def test_what_launch_would_train_is_checked_as_well_and_mended_by_a_click(studio: Studio) -> None:
+def test_run_options_are_checked_and_fixed_by_their_buttons(studio: Studio) -> None:
     panel = studio.options
     studio.tabs.value = "Checks"
     panel.rate.value = "0.05"
@@ -535,7 +535,7 @@ def test_what_launch_would_train_is_checked_as_well_and_mended_by_a_click(studio
     assert panel.profile.value and not names(studio)
 
 
-def test_while_the_steps_are_no_number_the_plan_alone_is_checked(studio: Studio) -> None:
+def test_invalid_num_steps_limits_checks_to_the_plan(studio: Studio) -> None:
     studio.options.rate.value = "0.05"
     assert "learning-rate-against-batch" in names(studio)
     studio.options.steps.value = "many"
@@ -545,7 +545,7 @@ def test_while_the_steps_are_no_number_the_plan_alone_is_checked(studio: Studio)
 
 
 @pytest.mark.parametrize("text", ["fast", "-1", "nan", "11"])
-def test_fault_33_a_rate_that_is_none_stands_at_its_input(studio: Studio, text: str) -> None:
+def test_fault_33_invalid_learning_rate_shows_error_at_its_input(studio: Studio, text: str) -> None:
     row = studio.options.rows["learning_rate"]
     studio.options.rate.value = text
     assert "Pretrain.learning_rate is" in words(row.message) and studio.launch.button.disabled
@@ -553,7 +553,7 @@ def test_fault_33_a_rate_that_is_none_stands_at_its_input(studio: Studio, text: 
     assert not row.message
 
 
-def test_without_a_rate_a_model_begins_with_one_of_its_size(studio: Studio) -> None:
+def test_default_learning_rate_depends_on_model_size(studio: Studio) -> None:
     """Pretrain's own 1e-3 is for a few million weights, which a rehearsal has."""
     offer = studio.launch.current
     assert studio.task.build_task(studio.plan).learning_rate == 8e-5
@@ -562,7 +562,7 @@ def test_without_a_rate_a_model_begins_with_one_of_its_size(studio: Studio) -> N
     assert studio.options.rate.placeholder == "0.001"
 
 
-def test_earlier_runs_of_the_plan_are_known_to_the_checks(
+def test_checks_use_earlier_runs_of_the_plan_and_list_runs_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "traces").mkdir()
@@ -578,14 +578,14 @@ def test_earlier_runs_of_the_plan_are_known_to_the_checks(
     assert not names(studio) and asked == [1], "the folder is not searched for every move"
 
 
-def test_another_clusters_plan_goes_through_the_inputs_as_well(studio: Studio) -> None:
+def test_applying_a_plan_for_another_cluster_updates_the_inputs(studio: Studio) -> None:
     layout = ss.Layout.megatron(tp=2, sequence_parallel=True)
     other = ss.Plan(studio.plan.architecture, ss.Cluster.parse("2x8xh100-sxm-80gb"), ss.Recipe(), layout)
     studio.apply(other)
     assert studio.plan == other and studio.cluster.nodes.value == "2"
 
 
-def test_a_page_that_is_hidden_hides_nothing_else(studio: Studio) -> None:
+def test_switching_tabs_does_not_hide_shared_widgets(studio: Studio) -> None:
     """Widgets share layouts: what is shown and hidden needs its own."""
     for name in studio.tabs.names:
         studio.tabs.value = name
@@ -593,12 +593,14 @@ def test_a_page_that_is_hidden_hides_nothing_else(studio: Studio) -> None:
         assert all(child.layout.display != "none" for child in (body, *body.children, *studio.children[1:]))
 
 
-def test_fault_44_an_unknown_tab_is_refused(studio: Studio) -> None:
+def test_fault_44_unknown_tab_raises_trait_error(studio: Studio) -> None:
     with pytest.raises(TraitError, match="allowed: Memory, Time"):
         studio.tabs.value = "Speed"
 
 
-def test_findings_are_counted_when_a_person_pauses(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_findings_are_computed_once_after_input_pauses(
+    studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a kernel, where an event loop runs: three quick moves are one count, of the last plan."""
     asked: list[str] = []
     findings = ss.Plan.findings
@@ -617,7 +619,7 @@ def test_findings_are_counted_when_a_person_pauses(studio: Studio, monkeypatch: 
     assert studio.tabs.badges["Checks"][0] == str(len(studio.findings))
 
 
-def test_what_the_framework_has_no_input_for_is_kept_and_said_while_it_runs(studio: Studio) -> None:
+def test_option_without_an_input_is_preserved_and_shown_in_the_hint(studio: Studio) -> None:
     parted = replace(studio.plan, layout=ss.Layout.zero(3, zero_hpz_partition_size=2))
     studio.apply(parted)
     assert studio.plan.layout == parted.layout
@@ -629,7 +631,7 @@ def test_what_the_framework_has_no_input_for_is_kept_and_said_while_it_runs(stud
     assert "Also" not in studio.layout_picker.hint.value and not errors(studio)
 
 
-def test_chunks_and_schedule_of_fsdp2s_stages_have_inputs(studio: Studio) -> None:
+def test_fsdp2_pipeline_chunks_and_schedule_have_inputs(studio: Studio) -> None:
     studio.apply(replace(studio.plan, layout=ss.Layout.fsdp2(pp=2, vpp=2)))
     picker = studio.layout_picker
     controls, rows = picker.boxes, picker.rows
@@ -645,7 +647,7 @@ def test_chunks_and_schedule_of_fsdp2s_stages_have_inputs(studio: Studio) -> Non
     assert not any(rows[name].is_shown for name in ("vpp", "pipeline_schedule"))
 
 
-def test_the_plans_files_are_a_click_away(
+def test_export_button_writes_plan_files_and_keeps_edited_files(
     studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nobody looks no file appears: they are in a folder of their own beside the notebook."""

@@ -66,7 +66,7 @@ def notes(view: StepView) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("plan", [plan_of(), plan_of(**PIPELINE)], ids=["fsdp2", "megatron"])
-def test_bars_are_the_report(plan: ss.Plan) -> None:
+def test_step_bars_equal_the_step_report(plan: ss.Plan) -> None:
     report, view = plan.step(), StepView(plan)
     shown = drawn(view)
     factor = view.shown.scale.factor if view.shown else 0
@@ -78,7 +78,7 @@ def test_bars_are_the_report(plan: ss.Plan) -> None:
     assert sum(report.hidden.values()) <= view.figure.layout.xaxis.range[1] / factor
 
 
-def test_the_figure_is_redrawn_in_place() -> None:
+def test_figure_object_and_height_are_kept_on_update() -> None:
     view = StepView(plan_of())
     figure, height = view.figure, view.figure.layout.height
     view.show(plan_of(**PIPELINE))
@@ -100,7 +100,7 @@ def test_hover_and_table_explain_every_part() -> None:
             assert format_part(name) in told.partition("No time in this plan")[2]
 
 
-def test_parts_are_told_apart_by_colour_and_pattern_together() -> None:
+def test_parts_have_unique_combinations_of_colour_and_pattern() -> None:
     looks = [(PART_COLOURS[name], PART_PATTERNS.get(name, "")) for name in PARTS]
     assert len(set(looks)) == len(PARTS)
     assert set(PART_PATTERNS.values()) <= set(PATTERN_CLASSES)
@@ -109,7 +109,7 @@ def test_parts_are_told_apart_by_colour_and_pattern_together() -> None:
         assert (trace.marker.color, trace.marker.pattern.shape) == (colour, pattern)
 
 
-def test_rates_name_their_convention() -> None:
+def test_rates_state_their_flop_counting_convention() -> None:
     plan = plan_of()
     report, told = plan.step(), words(render_rate_table(build_shown_step(plan)))
     assert report.mfu is not None
@@ -119,7 +119,7 @@ def test_rates_name_their_convention() -> None:
     assert "attention counts every key" in told and "recomputed ones included" in told
 
 
-def test_a_collective_of_forward_and_backward_is_one_row() -> None:
+def test_same_collective_in_forward_and_backward_is_one_row() -> None:
     plan = plan_of()
     report = plan.step()
     kinds = {(call.part, call.collective, call.ranks, call.link) for call in report.communication}
@@ -134,7 +134,7 @@ def test_a_collective_of_forward_and_backward_is_one_row() -> None:
     [ss.Layout.fsdp2(), ss.Layout.ddp(), ss.Layout.zero(stage=3)],
     ids=lambda layout: layout.framework,
 )
-def test_what_a_part_waits_for_is_one_number_wherever_it_is_told(layout: ss.Layout) -> None:
+def test_exposed_communication_agrees_in_table_and_report(layout: ss.Layout) -> None:
     """What is sent, copies included, adds up to the part's row; its words name the same numbers."""
     plan = plan_of(layout=layout)
     shown = build_shown_step(plan)
@@ -158,7 +158,7 @@ def test_what_a_part_waits_for_is_one_number_wherever_it_is_told(layout: ss.Layo
     assert report.staged and scale.unit in sent
 
 
-def test_what_is_not_known_is_a_dash_that_says_why() -> None:
+def test_unknown_rates_are_dashes_with_the_reason_as_tooltip() -> None:
     html = render_rate_table(build_shown_step(without_a_price(plan_of())))
     for rate, why in (("$ per M tokens", "The price of"), ("kWh per M tokens", "The power limit of")):
         cell = re.search(rf"{re.escape(rate)}</button></th><td title='([^']+)'>–", html)
@@ -192,7 +192,7 @@ def test_a_plan_that_does_not_fit_has_no_rates_and_no_price() -> None:
     assert not any("–" in row[0] for row in rate_cells(view.figures.value).values())
 
 
-def test_what_was_measured_of_such_a_plan_is_told_all_the_same() -> None:
+def test_measured_rates_are_shown_for_a_plan_predicted_not_to_fit() -> None:
     """It ran, whatever was predicted of it."""
     short = plan_of(micro_batch_size=2)
     view = StepView(short)
@@ -201,7 +201,7 @@ def test_what_was_measured_of_such_a_plan_is_told_all_the_same() -> None:
     assert predicted == "–" and measured == numbers.format_short(short.step().tokens_per_second / 2)
 
 
-def test_the_head_has_three_numbers_above_their_units() -> None:
+def test_headline_rates_are_three_numbers_with_units() -> None:
     report, html = plan_of().step(), render_rates(build_shown_step(plan_of()))
     assert report.mfu is not None and report.cost_per_token is not None
     assert re.findall(r"<b>(.*?)</b> <span>(.*?)</span>", html) == [
@@ -211,7 +211,7 @@ def test_the_head_has_three_numbers_above_their_units() -> None:
     ]
 
 
-def test_pinned_plans_compare_seconds_speed_and_price() -> None:
+def test_pinned_plans_are_compared_by_step_time_throughput_and_price() -> None:
     here, pin = plan_of(), plan_of(recompute="full")
     view = StepView(here, pins=(pin,))
     factor = view.shown.scale.factor if view.shown else 0
@@ -244,7 +244,7 @@ def test_every_bar_is_inside_the_plot() -> None:
 
 
 @pytest.mark.parametrize("text", ["15T", "300B", "1e9"])
-def test_the_budget_is_the_reports_own_days(text: str) -> None:
+def test_token_budget_shows_duration_and_price(text: str) -> None:
     plan = plan_of()
     view = StepView(plan)
     view.budget.value = text
@@ -257,7 +257,7 @@ def test_the_budget_is_the_reports_own_days(text: str) -> None:
     assert float(match[1].replace(",", "")) == pytest.approx(hours / size, rel=0.006)
 
 
-def test_a_budget_that_is_no_number_is_said_at_the_input() -> None:
+def test_invalid_token_budget_shows_an_error_at_its_input() -> None:
     view = StepView(plan_of())
     view.budget.value = "many"
     assert "num_tokens is 'many'" in words(view.budget_row.message)
@@ -266,7 +266,7 @@ def test_a_budget_that_is_no_number_is_said_at_the_input() -> None:
     assert not view.budget_row.message and view.budget_words.value
 
 
-def test_a_refusal_is_told_and_no_old_number_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prediction_error_is_shown_and_old_numbers_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(self: ss.Plan) -> Any:
         raise ValueError("Gpu.peak_flops['bf16'] is None; allowed: its <peak>. Nearest fix: ss.calibrate().")
 
@@ -284,7 +284,7 @@ def test_a_refusal_is_told_and_no_old_number_stays(monkeypatch: pytest.MonkeyPat
 # ----------------------------------------------------------------------------------------- measured
 
 
-def test_measured_steps_stand_beside_their_own_plan_and_no_other() -> None:
+def test_measured_steps_are_shown_only_with_their_own_plan() -> None:
     plan, other = plan_of(), plan_of(seq_len=2048)
     view = StepView(plan)
     seconds = plan.step().seconds * 1.25
@@ -298,7 +298,7 @@ def test_measured_steps_stand_beside_their_own_plan_and_no_other() -> None:
     assert "measured" in drawn(view)
 
 
-def test_a_measurement_is_shown_where_nothing_can_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_step_is_shown_without_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of()
 
     def refused(self: ss.Plan) -> Any:
@@ -322,7 +322,7 @@ def test_a_missing_rate_is_reported_without_names_of_the_python_api() -> None:
     assert caption == "The bf16 FLOP/s of this device are unknown. Fix: ss.calibrate()."
 
 
-def test_what_finished_runs_took_stands_under_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ratio_of_finished_runs_is_shown_under_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(words="3 runs took 1.12 times the predicted step")
     monkeypatch.setattr(step_rows, "residual", lambda plan: found)
     assert found.words in words(StepView(plan_of()).caption.value)
@@ -339,7 +339,7 @@ def test_what_finished_runs_took_stands_under_the_prediction(monkeypatch: pytest
 HERE = ss.Cluster.parse("2xcpu")
 
 
-def test_only_a_plan_for_this_machine_offers_to_measure_it() -> None:
+def test_calibration_is_offered_only_for_plans_on_this_machine() -> None:
     view = StepView(plan_of(), machine=HERE)
     assert view.calibrate.layout.display == "none"
     view.show(plan_of(cluster="2xcpu"))
@@ -350,7 +350,7 @@ def test_only_a_plan_for_this_machine_offers_to_measure_it() -> None:
     assert ours.calibrate.layout.display == "none"
 
 
-def test_measuring_says_how_far_it_is_and_the_prediction_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibration_shows_progress_and_updates_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, told = threading.Event(), threading.Event()
 
     def calibrate(cluster: ss.Cluster, progress: Any) -> None:
