@@ -29,12 +29,12 @@ def test_applying_a_fix_sets_the_inputs_and_removes_the_finding(
 ) -> None:
     studio = Studio()
     plan = ss.Plan(ss.models[model], ss.Cluster.parse("8xa100-sxm-80gb"), ss.Recipe(**recipe), layout)
-    (found,) = [finding for finding in plan.findings() if finding.name == name]
-    assert found.plan is not None
+    (fixable,) = [finding for finding in plan.findings() if finding.name == name]
+    assert fixable.plan is not None
     studio.apply(plan)
-    assert told(studio.plan) == told(plan)
-    studio.apply(found.plan)
-    assert told(studio.plan) == told(found.plan)
+    assert get_effective_settings(studio.plan) == get_effective_settings(plan)
+    studio.apply(fixable.plan)
+    assert get_effective_settings(studio.plan) == get_effective_settings(fixable.plan)
     assert name not in [finding.name for finding in studio.plan.findings()]
 
 
@@ -47,6 +47,6 @@ def test_option_without_an_input_is_shown_in_the_layout_hint() -> None:
     assert "Also set: communication data type fp32" in studio.layout_picker.hint.value
 
 
-def told(plan: ss.Plan) -> tuple[Any, ...]:
+def get_effective_settings(plan: ss.Plan) -> tuple[Any, ...]:
     """What a plan comes to: the inputs write options out that a layout may leave open."""
     return plan.architecture, plan.cluster, plan.recipe, plan.degrees, plan.memory().components

@@ -31,25 +31,25 @@ def config(tmp_path: Path) -> Path:
     return file
 
 
-def reading(name: object, **given: object) -> ScriptChecks:
-    view = ScriptChecks(**given)  # type: ignore[arg-type]
-    view.path.value = str(name)
+def check_file(path: object, **options: object) -> ScriptChecks:
+    view = ScriptChecks(**options)  # type: ignore[arg-type]
+    view.path.value = str(path)
     return view
 
 
 def test_each_finding_shows_file_line_and_suggested_fix(config: Path) -> None:
-    view = reading(config)
+    view = check_file(config)
     assert len(view.findings) > 3
-    for one in view.findings:
-        assert f"accelerate.yaml, line {one.line}" in view.list.value
+    for finding in view.findings:
+        assert f"accelerate.yaml, line {finding.line}" in view.list.value
     assert view.list.value.count("Suggested fix:") == len(view.findings)
 
 
 def test_script_checks_have_no_buttons_and_write_no_file(config: Path) -> None:
-    view = reading(config)
+    view = check_file(config)
     assert "<button" not in view.list.value and "data-act" not in view.list.value
     assert config.read_text() == CONFIG
-    assert [one.name for one in config.parent.iterdir()] == ["accelerate.yaml"]
+    assert [file.name for file in config.parent.iterdir()] == ["accelerate.yaml"]
 
 
 def test_two_findings_of_one_line_are_both_listed(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_two_findings_of_one_line_are_both_listed(tmp_path: Path) -> None:
         "import torch.distributed as dist\nfrom torch.utils.data import DataLoader\n"
         "dist.init_process_group()\na, b = DataLoader(x, shuffle=True), DataLoader(y, shuffle=on)\n"
     )
-    assert reading(file).list.value.count("train.py, line 4") == 2
+    assert check_file(file).list.value.count("train.py, line 4") == 2
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_two_findings_of_one_line_are_both_listed(tmp_path: Path) -> None:
 )
 def test_unparsable_file_is_reported_as_not_checked(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
-    assert "Nothing was checked" in reading(tmp_path / name).list.value
+    assert "Nothing was checked" in check_file(tmp_path / name).list.value
 
 
 def test_findings_follow_the_current_plan(tmp_path: Path) -> None:
@@ -82,14 +82,14 @@ def test_findings_follow_the_current_plan(tmp_path: Path) -> None:
 
 def test_unreadable_path_is_reported_with_the_closest_name(config: Path) -> None:
     view = ScriptChecks()
-    for name, words in {
+    for name, message in {
         str(config.with_name("acelerate.yaml")): f"No such file or directory. Closest name: {config}.",
         str(config.parent): "Is a directory",
         "no\0path": "null byte",
         "~nobody-of-this-name/train.py": "cannot be read",
     }.items():
         view.path.value = name
-        assert words in view.error.value and not view.list.value
+        assert message in view.error.value and not view.list.value
     config.write_bytes(b"\xff")
     view.path.value = str(config)
     assert "not a text file" in view.error.value
@@ -103,7 +103,7 @@ def test_unreadable_path_is_reported_with_the_closest_name(config: Path) -> None
 def test_file_names_are_html_escaped(tmp_path: Path) -> None:
     file = tmp_path / "<b>train.py"
     file.write_text(LOADER)
-    view = reading(file)
+    view = check_file(file)
     assert view.findings and "<b>train" not in view.list.value
     view.path.value = "<img>"
     assert "<img>" not in view.error.value
@@ -118,7 +118,7 @@ OLD_STEP = """def train(ctx):
 """
 
 
-def defined(source: str, name: str, tmp_path: Path) -> dict[str, object]:
+def run_cell(source: str, name: str, tmp_path: Path) -> dict[str, object]:
     """Return the namespace of a notebook whose cell has run."""
     file = tmp_path / "cell.py"
     file.write_text(source)
@@ -135,9 +135,9 @@ def test_notebook_function_is_checked_by_name(tmp_path: Path) -> None:
         ss.Recipe(seq_len=1024),
         ss.Layout.ddp(),
     )
-    view = reading("train", plan=plan, functions=defined(OLD_STEP, "train", tmp_path))
+    view = check_file("train", plan=plan, functions=run_cell(OLD_STEP, "train", tmp_path))
     assert not view.error.value
-    assert "gradients-never-zeroed" in [one.name for one in view.findings]
+    assert "gradients-never-zeroed" in [finding.name for finding in view.findings]
     assert "train, line 6" in view.list.value
 
 
@@ -162,20 +162,20 @@ WRAPPED = """def train(ctx):
 
 def test_notebook_imports_used_by_a_function_are_included(tmp_path: Path) -> None:
     needs("torch")
-    functions = defined(IMPORTED + WRAPPED, "train", tmp_path)
-    known = write_imports_of(functions["train"])
-    assert known == "\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nimport torch\n"
-    view = reading("train", functions=functions)
-    assert {"fsdp1", "fsdp1-clip-grad-norm"} <= {one.name for one in view.findings}
-    assert max(one.line or 0 for one in view.findings) <= len(WRAPPED.splitlines())
+    functions = run_cell(IMPORTED + WRAPPED, "train", tmp_path)
+    imports = write_imports_of(functions["train"])
+    assert imports == "\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nimport torch\n"
+    view = check_file("train", functions=functions)
+    assert {"fsdp1", "fsdp1-clip-grad-norm"} <= {finding.name for finding in view.findings}
+    assert max(finding.line or 0 for finding in view.findings) <= len(WRAPPED.splitlines())
 
 
 def test_file_takes_precedence_over_a_function_of_the_same_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    functions = defined(OLD_STEP, "train", tmp_path)
-    view = reading("trian", functions=functions)
+    functions = run_cell(OLD_STEP, "train", tmp_path)
+    view = check_file("trian", functions=functions)
     assert "trian cannot be read" in view.error.value and "Closest name: train." in view.error.value
     functions["lost"] = eval("lambda ctx: ctx")
     view.path.value = "lost"
