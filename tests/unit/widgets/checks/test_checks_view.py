@@ -1,4 +1,4 @@
-"""The list of checks without a browser: order, severity in words, numbers, and the button of a fix."""
+"""Tests of the list of findings without a browser: order, severity, numbers and fix buttons."""
 
 from __future__ import annotations
 
@@ -119,7 +119,9 @@ def test_slow_fix_is_searched_on_first_click_and_applied_on_second() -> None:
     )
     assert "Find a fix" in strip_tags(view.list.value) and not html_during_search
     view.list.press_button("a-danger")
-    assert len(html_during_search) == 1 and SEARCHING in html_during_search[0], "the page says so meanwhile"
+    assert len(html_during_search) == 1 and SEARCHING in html_during_search[0], (
+        "the view shows that it is searching"
+    )
     assert "Recompute selectively Apply" in strip_tags(view.list.value)
     assert not applied and SEARCHING not in view.list.value
     view.list.press_button("a-danger")

@@ -1,4 +1,4 @@
-"""A click on a finding's button puts its plan on the bench, whatever the change is of."""
+"""Tests of applying suggested fixes to the Studio's inputs."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ def test_option_without_an_input_is_shown_in_the_layout_hint() -> None:
 
 
 def get_effective_settings(plan: ss.Plan) -> tuple[Any, ...]:
-    """What a plan comes to: the inputs write options out that a layout may leave open."""
+    """Return the resolved settings of a plan: inputs set options explicitly that a layout may leave unset."""
     return plan.architecture, plan.cluster, plan.recipe, plan.degrees, plan.memory().components

@@ -1,4 +1,4 @@
-"""The user's own script in the Checks tab: findings with file, line, reason and what to write; no changes."""
+"""Tests of script checks in the Checks tab: findings with file, line and suggested fix; unchanged files."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ OLD_STEP = """def train(ctx):
 
 
 def run_cell(source: str, name: str, tmp_path: Path) -> dict[str, object]:
-    """Return the namespace of a notebook whose cell has run."""
+    """Run ``source`` as a notebook cell and return its namespace."""
     file = tmp_path / "cell.py"
     file.write_text(source)
     namespace: dict[str, object] = {"__name__": "__main__"}
@@ -184,7 +184,7 @@ def test_file_takes_precedence_over_a_function_of_the_same_name(
     assert "cannot be read" in view.error.value
     (tmp_path / "train").mkdir()
     view.path.value = "train"
-    assert not view.error.value, "a folder is no script"
+    assert not view.error.value, "a folder does not take precedence over the function"
     (tmp_path / "train").rmdir()
     view.path.value = ""
     (tmp_path / "train").write_text("x = 1\n")

@@ -1,4 +1,4 @@
-"""The memory view's rows, modes, pins and tiers, and the changes it offers: all without a browser."""
+"""Tests of the memory view without a browser: rows, modes, pins, tiers and suggested changes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def build_plan(
 
 
 def read_bars(view: MemoryView) -> dict[str, dict[str, float]]:
-    """Row -> component -> GiB, as the bars have it."""
+    """Return row -> component -> GiB of the bars."""
     bars: dict[str, dict[str, float]] = {}
     for trace in view.figure.data:
         if trace.type == "bar":
@@ -54,11 +54,11 @@ def strip_tags(html: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html)).strip()
 
 
-def until(is_true: Any, seconds: float = 10) -> bool:
+def until(condition: Any, seconds: float = 10) -> bool:
     deadline = time.monotonic() + seconds
-    while not is_true() and time.monotonic() < deadline:
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
-    return bool(is_true())
+    return bool(condition())
 
 
 def build_report_of_tier(plan: ss.Plan, tier: str) -> Any:
@@ -81,7 +81,7 @@ def test_rehearsal_is_shown_only_with_its_own_plan() -> None:
     height, num_rows = view.figure.layout.height, len(read_rows(view))
     view.add(plan, build_report_of_tier(plan, "rehearsed"))
     assert list(read_bars(view)) == ["predicted", "rehearsed"]
-    assert view.figure.layout.height == height, "nothing below the chart moves"
+    assert view.figure.layout.height == height, "the chart keeps its height"
     assert len(read_rows(view)) == num_rows and read_column(view, "rehearsed")["activations"]
     view.show(other)
     assert list(read_bars(view)) == ["predicted"]
@@ -98,7 +98,9 @@ def test_measured_memory_shows_unmeasured_components_as_dashes() -> None:
     view.add(plan, build_measured_memory(plan, {0: {"memory": {"phases": phases}}}, []))
     assert read_bars(view)["measured"]["activations"] == 2**20 / GIB
     assert "Measured 5 MiB of tensors" in strip_tags(view.table.value)
-    assert read_column(view, "measured")["optimizer"] == "–", "not measured apart, and not 0"
+    assert read_column(view, "measured")["optimizer"] == "–", (
+        "a component that is not measured separately is not 0"
+    )
 
 
 def test_step_mode_shows_the_timeline_at_the_same_height() -> None:
@@ -121,7 +123,7 @@ def test_stages_mode_shows_a_bar_per_stage_and_the_range_of_the_worst() -> None:
     plan = build_plan("llama-3.1-70b", "4x8xh100-sxm-80gb", ss.Layout.megatron(tp=8, pp=4))
     view = MemoryView(plan)
     report = plan.memory()
-    assert list(read_bars(view)) == ["predicted"], "the fullest stage"
+    assert list(read_bars(view)) == ["predicted"], "only the stage with the highest peak"
     view.mode.value = "stages"
     assert [sum(parts.values()) for parts in read_bars(view).values()] == pytest.approx(
         [stage.peak_bytes / GIB for stage in report.by_stage]
@@ -130,7 +132,9 @@ def test_stages_mode_shows_a_bar_per_stage_and_the_range_of_the_worst() -> None:
     ends = [(s.x0, s.x1) for s in view.figure.layout.shapes if s.y0 == s.y1 == row]
     assert ends == [(report.low_bytes / GIB, report.high_bytes / GIB)]
     view.show(build_plan())
-    assert view.mode.value == "peak" and list(read_bars(view)) == ["predicted"], "one stage has no such chart"
+    assert view.mode.value == "peak" and list(read_bars(view)) == ["predicted"], (
+        "a plan with one stage has no stages mode"
+    )
 
 
 def test_offloaded_bytes_are_shown_as_host_memory() -> None:
@@ -148,13 +152,13 @@ def test_offloaded_bytes_are_shown_as_host_memory() -> None:
 
 
 def read_rows(view: Any) -> dict[str, list[str]]:
-    """Row -> text of its cells."""
+    """Return row -> text of its cells."""
     rows = re.findall(r"data-opens='([^']+)'>(.*?)</tr>", view.table.value, re.DOTALL)
     return {key: [strip_tags(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)] for key, row in rows}
 
 
 def read_column(view: Any, title: str, after: int = 0) -> dict[str, str]:
-    """Row -> text of the first column with ``title``, or of one ``after`` it."""
+    """Return row -> text in the first column titled ``title``, or in a column ``after`` it."""
     titles = [strip_tags(head) for head in re.findall(r"<th scope='col'[^>]*>(.*?)</th>", view.table.value)]
     index = next(index for index, head in enumerate(titles[1:]) if head.startswith(title)) + after
     return {key: cells[index] for key, cells in read_rows(view).items()}
@@ -184,13 +188,15 @@ def test_pinned_plans_are_bars_and_table_columns_with_differences() -> None:
     assert list(bars) == ["predicted", "pin 0", "pin 1"]
     assert sum(bars["pin 0"].values()) == pytest.approx(before.memory().peak_bytes / GIB)
     assert "micro-batch 1" in view.figure.layout.yaxis.ticktext[-2].replace("<br>", " ")
-    assert "title='pinned: micro-batch 1, recompute none'" in view.table.value, "in full on hover"
+    assert "title='pinned: micro-batch 1, recompute none'" in view.table.value, (
+        "the tooltip has the full description"
+    )
     predicted, pinned = read_column(view, "predicted"), read_column(view, "micro-batch 1")
     for name, number in read_column(view, "micro-batch 1", after=1).items():
         difference = float(number.replace("−", "-"))
         assert difference == pytest.approx(float(predicted[name]) - float(pinned[name]), abs=0.11), name
     view.show(before)
-    assert "this plan" in view.figure.layout.yaxis.ticktext[-2], "names follow the plan on screen"
+    assert "this plan" in view.figure.layout.yaxis.ticktext[-2], "pin labels follow the current plan"
     assert set(read_column(view, "this plan", after=1).values()) == {"0"}
 
 
@@ -229,7 +235,7 @@ def test_pin_buttons_call_on_pin_and_pins_are_deduplicated() -> None:
     find_pin_button(view).click()
     assert pinned == [one] and view.pins == ()
     view.pins = (two, one, two)
-    assert view.pins == (two, one), "each once"
+    assert view.pins == (two, one), "pins are unique"
     view.table.press_button("unpin 0")
     assert pinned == [one, two]
 
@@ -248,7 +254,7 @@ def test_a_click_on_a_component_opens_its_row(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_only_the_visible_subplot_takes_clicks() -> None:
-    """Of two subplots in one place, plotly gives every hover and click to the upper one."""
+    """Where two subplots overlap, plotly sends every hover and click to the upper one."""
     view = MemoryView(build_plan())
     for mode, shown, hidden in (("peak", "xaxis", "xaxis2"), ("step", "xaxis2", "xaxis")):
         view.mode.value = mode
@@ -262,7 +268,7 @@ def test_axes_have_no_grid_lines_and_capacity_label_is_in_the_margin() -> None:
         assert axis.showgrid is False
     view.mode.value = "step"
     capacity = next(note for note in view.figure.layout.annotations if "usable" in note.text)
-    assert (capacity.xref, capacity.xanchor) == ("paper", "left"), "in the margin"
+    assert (capacity.xref, capacity.xanchor) == ("paper", "left"), "the label is in the margin"
 
 
 def test_step_mode_labels_do_not_overlap() -> None:
@@ -312,12 +318,14 @@ def test_timeline_of_a_pinned_plan_is_labelled_and_within_the_axis() -> None:
     view = MemoryView(small, pins=(large,))
     view.mode.value = "step"
     line = next(trace for trace in view.figure.data if trace.visible and trace.mode == "lines+markers")
-    assert max(line.y) > small.memory().usable_bytes / 2**30, "else this tests nothing"
+    assert max(line.y) > small.memory().usable_bytes / 2**30, (
+        "precondition: the pinned plan exceeds the capacity line"
+    )
     assert view.figure.layout.yaxis2.range[1] > max(line.y)
     assert any("micro-batch" in note.text for note in view.figure.layout.annotations)
 
 
-# ------------------------------------------------------------------------------------------ repairs
+# --------------------------------------------------------------------------------- suggested changes
 
 
 @pytest.fixture
@@ -330,7 +338,7 @@ def read_offers(view: Any) -> list[str]:
 
 
 def apply_each_offer(view: MemoryView) -> list[ss.Plan]:
-    """Return what a click on each chip makes of the plan on screen."""
+    """Return the plan that a click on each suggested change gives."""
     before, changed = view.plan, []
     assert before is not None
     for index in range(len(read_offers(view))):
@@ -407,7 +415,7 @@ def test_oversized_plan_is_offered_only_changes_that_make_it_fit() -> None:
 
 
 def test_suggested_changes_of_the_previous_plan_are_disabled() -> None:
-    """Until the user pauses, the chips of the plan before stand there, and do nothing."""
+    """Until the user pauses, the previous plan's suggestions are shown and disabled."""
     applied: list[ss.Plan] = []
     view = MemoryView(build_plan(), on_apply=applied.append)
 
@@ -464,7 +472,7 @@ def test_applying_a_suggested_change_gives_exactly_its_plan(
 
 
 def fill_default_rank(recipe: ss.Recipe) -> ss.Recipe:
-    """The recipe with the default rank written out, as the input shows it."""
+    """Return the recipe with an explicit LoRA rank, as the input shows it."""
     return replace(recipe, lora_rank=recipe.adapter_rank) if recipe.has_adapters else recipe
 
 
@@ -475,7 +483,7 @@ def test_optimizer_without_an_input_is_preserved(studio: Studio) -> None:
     assert studio.plan.recipe.optimizer == "sgd"
 
 
-# ---------------------------------------------------------------------------------------- rehearsing
+# ----------------------------------------------------------------------------------------- rehearsal
 
 
 def test_rehearsal_shows_progress_and_then_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,18 +505,18 @@ def test_rehearsal_shows_progress_and_then_its_row(monkeypatch: pytest.MonkeyPat
     assert until(lambda: panel.progress.value == 0.5)
     assert panel.button.disabled and panel.cancel.layout.display == ""
     assert "forward" in panel.words.value
-    assert view.caption.layout.display == "none", "progress stands in the caption's place"
+    assert view.caption.layout.display == "none", "progress replaces the caption"
     may_continue.set()
     assert until(lambda: not panel.button.disabled)
     assert "rehearsed" in read_bars(view) and view.caption.layout.display == ""
     view.show(build_plan(seq_len=2048))
-    assert "about 5 s" in panel.button.tooltip, "as quick as the last one was here"
+    assert "about 5 s" in panel.button.tooltip, "the estimate uses the duration of the last rehearsal"
 
 
 def test_rehearsal_that_ends_after_a_plan_change_keeps_the_new_chart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A rehearsal's thread draws the old plan; meanwhile a person asks for another: that one stays."""
+    """While a rehearsal's thread draws the old plan the user selects a new one, which stays on screen."""
     old, new = build_plan(), build_plan(seq_len=2048)
     view = MemoryView(old)
     is_drawing, may_continue, original = threading.Event(), threading.Event(), memory_view.draw_memory
@@ -527,23 +535,21 @@ def test_rehearsal_that_ends_after_a_plan_change_keeps_the_new_chart(
     assert is_drawing.wait(10)
     show_thread = threading.Thread(target=view.show, args=(new,))
     show_thread.start()
-    show_thread.join(0.3)  # Long enough, were it not made to wait.
+    show_thread.join(0.3)  # Long enough to finish if it did not wait for the lock.
     may_continue.set()
     for thread in (rehearsal_thread, show_thread):
         thread.join(10)
     assert sum(read_bars(view)["predicted"].values()) == pytest.approx(new.memory().peak_bytes / GIB)
-    assert list(read_bars(view)) == ["predicted"], "the rehearsal was the old plan's"
+    assert list(read_bars(view)) == ["predicted"], "the rehearsal belongs to the old plan"
 
 
 def test_duration_estimate_is_refined_from_progress() -> None:
     estimate = DurationEstimate(40)
-    assert estimate.format(4, 0.1) == "4 s of about 40 s", "it was only starting"
+    assert estimate.format(4, 0.1) == "4 s of about 40 s", "too early to refine the estimate"
     assert estimate.format(30, 0.3) == "30 s of about 2 minutes"
-    assert estimate.format(60, 0.3) == "60 s of about 2 minutes", (
-        "in the midst of a part nothing new is known"
-    )
+    assert estimate.format(60, 0.3) == "60 s of about 2 minutes", "no refinement without progress"
     assert estimate.format(70, 0.9) == "70 s of about 80 s"
-    assert estimate.format(90, 0.9) == "90 s", "it took longer, and nobody knows how much"
+    assert estimate.format(90, 0.9) == "90 s", "no estimate after it is exceeded"
     assert DurationEstimate(None).format(12, 0.9) == "12 s"
 
 
@@ -552,7 +558,9 @@ def test_rehearsal_estimate_grows_with_layers_and_micro_batches() -> None:
         return estimate_seconds(build_plan(**recipe))
 
     assert seconds(global_batch_size=8) < seconds(global_batch_size=16) < seconds(global_batch_size=24)
-    assert seconds(global_batch_size=24) == seconds(global_batch_size=64), "more of them are not played"
+    assert seconds(global_batch_size=24) == seconds(global_batch_size=64), (
+        "no more micro-batches than these are rehearsed"
+    )
     assert estimate_seconds(build_plan("llama-3.1-70b")) > seconds()
 
 

@@ -1,4 +1,4 @@
-"""The advice view without a browser: the path, the numbers, what is pressed, and the table of abilities."""
+"""Tests of the advice view without a browser: decision path, numbers, buttons and support table."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def build_advice(**changed: Any) -> Advice:
 
 
 def read_turns(view: AdviceView) -> list[tuple[str, str]]:
-    """Class and words of each turn, in order."""
+    """Return the CSS class and the text of each decision, in order."""
     return [
         (kind, strip_tags(html))
         for kind, html in re.findall(r"<li class='([^']+)'>(.*?)</li>", view.words.value)
@@ -138,7 +138,7 @@ def test_standalone_view_requests_advice_and_repeats_the_request(monkeypatch: py
 
     monkeypatch.setattr(ss, "recommend", recommend)
     view, answered = AdviceView(), threading.Event()
-    assert view.work.button.layout.display == "none", "nothing was asked that could be asked again"
+    assert view.work.button.layout.display == "none", "there is no earlier request to repeat"
     question = PLAN.architecture, PLAN.cluster, PLAN.recipe
     view.ask(*question, familiar_with=["fsdp2"], on_found=answered.set)
     assert until(lambda: view.advice is not None and not view.work.is_busy) and answered.is_set()

@@ -1,4 +1,4 @@
-"""The Plans tab: the frameworks that the team knows, its own input, and answers to another question."""
+"""Tests of the Plans tab: toggles of the frameworks that the team knows, and outdated advice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def build_plan(**recipe: Any) -> ss.Plan:
 
 
 def read_toggle_states(page: PlansPage) -> dict[str, str]:
-    """Name -> aria-pressed, as the page reads them."""
+    """Return framework name -> value of ``aria-pressed``."""
     return dict(re.findall(r"data-act='(\w+)' aria-pressed='(\w+)'", page.familiar.value))
 
 
@@ -34,7 +34,7 @@ def is_answered(page: PlansPage) -> bool:
 
 @pytest.fixture
 def page() -> Iterator[PlansPage]:
-    """A page whose first question is answered."""
+    """Yield a page whose first advice has arrived."""
     plans_page = PlansPage(on_apply=lambda _: None)
     plans_page.set_plan(build_plan())
     assert until(lambda: is_answered(plans_page))
@@ -44,7 +44,7 @@ def page() -> Iterator[PlansPage]:
 
 @pytest.fixture
 def advice_requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """Return the frameworks that the team knows, of each question."""
+    """Return the ``familiar_with`` argument of each request for advice."""
     original, requests = ss.recommend, []
 
     def recommend(arch: Any, cluster: Any, recipe: Any, familiar_with: Any = (), **more: Any) -> Any:
@@ -57,7 +57,7 @@ def advice_requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
 @pytest.fixture
 def release_advice(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """Advice comes once it is let go."""
+    """Block advice until the yielded function is called."""
     original, may_continue = ss.recommend, threading.Event()
 
     def recommend(*question: Any, **more: Any) -> Any:
@@ -97,7 +97,7 @@ def test_several_toggles_are_passed_in_a_fixed_order(
     for name in reversed(TITLES):
         page.familiar.press_button(name)
         assert until(lambda: is_answered(page))
-    assert advice_requests[-1] == tuple(TITLES), "and advice takes each of them"
+    assert advice_requests[-1] == tuple(TITLES), "every framework is a valid argument"
     assert set(read_toggle_states(page).values()) == {"true"}
     page.familiar.press_button("ddp")
     assert until(lambda: is_answered(page))
@@ -123,10 +123,10 @@ def test_toggles_during_a_request_are_combined_into_the_next_request(
     assert page.ask.is_busy
     page.familiar.press_button("deepspeed")
     page.familiar.press_button("ddp")
-    assert not page.about.value, "it is on its way: there is nothing to press"
+    assert not page.about.value, "advice is being computed: no button is shown"
     release_advice()
     assert until(lambda: len(advice_requests) == 2 and is_answered(page))
-    assert advice_requests == [(), ("ddp", "deepspeed")], "not once for each press"
+    assert advice_requests == [(), ("ddp", "deepspeed")], "one request for both toggles"
     assert "ss-old" not in page.advice._dom_classes and not page.about.value
     page.advice.words.press_button("plan")
     assert [plan.layout.framework for plan in applied] == ["deepspeed"]
@@ -135,11 +135,11 @@ def test_toggles_during_a_request_are_combined_into_the_next_request(
 def test_outdated_advice_is_marked_and_can_be_refreshed(
     page: PlansPage, release_advice: Callable[[], None]
 ) -> None:
-    assert page.ask.button.layout.display == "none", "there is nothing to ask again"
+    assert page.ask.button.layout.display == "none", "the advice is current: there is no request to repeat"
     page.familiar.press_button("deepspeed")
-    assert not page.about.value, "it is on its way: there is nothing to press"
+    assert not page.about.value, "advice is being computed: no button is shown"
     assert page.ask.button.layout.display == "none"
-    assert "ss-old" in page.advice._dom_classes, "and what is there answers another question"
+    assert "ss-old" in page.advice._dom_classes, "the displayed advice is outdated"
     page.set_plan(build_plan(seq_len=2048))
     assert "Llama 3.1 8B on 8 GPUs" in page.about.value
     release_advice()
@@ -207,7 +207,7 @@ def test_toggles_do_not_affect_the_search(page: PlansPage, monkeypatch: pytest.M
     assert page.familiar.layout.display == ""
     page.mode.value = "search"
     assert until(lambda: page.ranking.ranking is ranking and not page.search.is_busy)
-    assert page.familiar.layout.display == "none", "a search asks for every layout"
+    assert page.familiar.layout.display == "none", "the search always covers every framework"
     page.familiar.press_button("ddp")
     assert until(lambda: is_answered(page))
     assert "ss-old" not in page.ranking._dom_classes and not page.about.value
@@ -219,7 +219,7 @@ def test_toggles_do_not_affect_the_search(page: PlansPage, monkeypatch: pytest.M
 
 @thorough()
 def test_toggles_are_kept_when_the_plan_changes(advice_requests: list[tuple[str, ...]]) -> None:
-    """It is about people, not about the plan: the pickers leave it, and the plan does not have it."""
+    """The toggles describe the team, not the plan: changing the plan does not reset them."""
     studio = Studio()
     studio.tabs.value = "Plans"
     assert until(lambda: is_answered(studio.plans))
@@ -238,20 +238,18 @@ def test_toggles_are_kept_when_the_plan_changes(advice_requests: list[tuple[str,
 def test_changing_the_plan_requests_advice_unless_it_is_the_advised_one(
     advice_requests: list[tuple[str, ...]], page: PlansPage
 ) -> None:
-    """The plan on screen is kept if it is the advised one; else a button applies that."""
+    """The current plan is kept if it is the advised one; otherwise a button applies the advised plan."""
     advised = page.advice.advice.plan  # type: ignore[union-attr]
     assert advised is not None and advice_requests == [()]
     page.set_plan(ss.Plan(MODEL, GPUS, ss.Recipe(), ss.Layout.ddp()))
-    assert not page.about.value, "the next answer is on its way"
+    assert not page.about.value, "the next advice is being computed"
     assert until(lambda: is_answered(page) and len(advice_requests) == 2)
     assert page.advice.answer is not None and page.advice.answer.plan is not None
     assert "Keep the current plan" not in page.advice.words.value
     assert page.advice.words.value.count("data-act='plan'") == 1
     page.set_plan(page.advice.answer.plan)
     assert page.advice.answer.plan is None and "Keep the current plan" in page.advice.words.value
-    assert len(advice_requests) == 2 and not page.ask.is_busy, (
-        "the advice was for this plan: nothing is asked"
-    )
+    assert len(advice_requests) == 2 and not page.ask.is_busy, "the advised plan causes no new request"
     assert "ss-old" not in page.advice._dom_classes and not page.about.value
 
 

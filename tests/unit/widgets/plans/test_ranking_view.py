@@ -1,4 +1,4 @@
-"""The ranking view without a browser: marks, order, pages, presses, and the search in its thread."""
+"""Tests of the ranking view without a browser: marks, order, pages, clicks and the search thread."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ def show_all_plans(ranking: Any, **options: Any) -> RankingView:
 
 
 def read_row_indices(view: RankingView) -> list[int]:
-    """The plans of the table's rows, from top to bottom."""
+    """Return the plan index of each table row, from top to bottom."""
     return [int(index) for index in re.findall(r"<tr data-act='apply:(\d+)'", view.table.value)]
 
 
-def until(is_true: Callable[[], bool], seconds: float = 60) -> bool:
+def until(condition: Callable[[], bool], seconds: float = 60) -> bool:
     deadline = time.monotonic() + seconds
-    while not is_true() and time.monotonic() < deadline:
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
-    return bool(is_true())
+    return bool(condition())
 
 
-# ------------------------------------------------------------------------------------------- chart
+# --------------------------------------------------------------------------------------------- chart
 
 
 def test_every_framework_has_a_unique_colour_and_marker() -> None:
@@ -103,7 +103,7 @@ def test_front_line_is_the_pareto_front_and_monotonic(ranking: Any) -> None:
 
 
 def test_marks_of_a_million_plans_are_thinned_and_include_the_fastest() -> None:
-    """A million plans: no more marks than a chart can tell apart, and the fastest among them."""
+    """There are no more marks than the chart can resolve, and the fastest plan is among them."""
     generator = np.random.default_rng(1)
     number = 1_000_000
     plans: Any = SimpleNamespace(
@@ -119,7 +119,7 @@ def test_marks_of_a_million_plans_are_thinned_and_include_the_fastest() -> None:
     assert rows[0] in marks
 
 
-# ------------------------------------------------------------- plans that cannot be run, in the chart
+# ------------------------------------------------------------ marks of plans that cannot be launched
 
 SHORT_OF_HOST = replace(GPUS, host_memory_bytes=60 * GIB)
 
@@ -191,7 +191,7 @@ def test_tooltip_shows_layout_memory_and_throughput(ranking: Any) -> None:
         assert f"micro-batch {plan.recipe.micro_batch_size}, recompute {plan.recipe.recompute}" in text
         assert f"{format_gib(plan.memory().peak_bytes)} GiB" in text
         assert f"{format_short(plan.step().tokens_per_second_per_gpu)} tokens/s per GPU" in text
-        assert max(map(len, mark.tooltip.split("<br>"))) < 60, "a chart of 390 pixels has room for it"
+        assert max(map(len, mark.tooltip.split("<br>"))) < 60, "a tooltip line fits a chart 390 pixels wide"
 
 
 def test_clicking_a_mark_applies_its_plan_unless_the_view_is_frozen(ranking: Any) -> None:
@@ -206,7 +206,7 @@ def test_clicking_a_mark_applies_its_plan_unless_the_view_is_frozen(ranking: Any
     assert read_current_mark(view) == [ranking.peak_bytes[row] / GIB]
     view.freeze(True)
     click(view, index, 3, row)
-    assert len(applied) == 1, "what looks as if it cannot be pressed cannot"
+    assert len(applied) == 1, "a frozen view ignores clicks"
 
 
 @pytest.mark.parametrize("customdata", [None, "x", -1, 10**9, [1], {}])
@@ -235,13 +235,13 @@ def test_no_line_crosses_the_label_of_the_current_plan(ranking: Any, share: floa
 
 
 def click(view: RankingView, trace: int, point: int, customdata: object) -> None:
-    """As the browser reports it."""
+    """Send the message with which the browser reports a click."""
     content = {"click": {"trace": trace, "point": point, "customdata": customdata}}
     view.figure._handle_custom_msg(content, [])  # type: ignore[union-attr]
 
 
 def test_framework_colours_are_distinguishable_under_deuteranopia() -> None:
-    """From each other and from the nine components, also under deuteranopia (Machado et al. 2009)."""
+    """Also from the nine components. Deuteranopia is simulated as in Machado et al. 2009."""
     framework_colours = [sign.colour for sign in build_signs().values()]
     assert not set(framework_colours) & {*COMPONENT_COLOURS.values(), *RANK_COLOURS, *PART_COLOURS.values()}
     for vision in (lambda rgb: rgb, simulate_deuteranopia):
@@ -252,7 +252,7 @@ def test_framework_colours_are_distinguishable_under_deuteranopia() -> None:
 
 
 def test_components_alike_under_deuteranopia_have_different_patterns() -> None:
-    """In the chart of memory and in that of time: the optimizer's green is communication's brown."""
+    """In the memory and the time chart: green (optimizer) and brown (communication) look the same."""
     charts = (
         (COMPONENT_COLOURS, COMPONENT_PATTERNS),
         (PART_COLOURS, PART_PATTERNS),
@@ -269,7 +269,7 @@ def simulate_deuteranopia(rgb: Any) -> Any:
 
 
 def compute_colour_distance(one: str, other: str, vision: Callable[[Any], Any]) -> float:
-    """In OKLab, where 0.02 is just visible."""
+    """Return the distance in OKLab, where 0.02 is just visible."""
     return float(
         np.linalg.norm(
             convert_to_oklab(vision(convert_to_linear_rgb(one)))
@@ -289,7 +289,7 @@ def convert_to_oklab(rgb: Any) -> Any:
     return np.array(axes) @ np.cbrt(np.array(cones) @ rgb)
 
 
-# ------------------------------------------------------------------------------------------- table
+# --------------------------------------------------------------------------------------------- table
 
 
 def test_table_lists_best_plans_first_with_memory_and_throughput(ranking: Any) -> None:
@@ -320,7 +320,7 @@ def test_clicking_a_heading_sorts_and_a_second_click_reverses(ranking: Any, colu
 
 
 def test_plans_that_barely_fit_are_hidden_by_default(ranking: Any) -> None:
-    """Over this share of the card some runs run out of memory, as the Studio's sentence says."""
+    """Plans above this share of GPU memory may run out of memory, as the Studio's headline says."""
     view = RankingView(ranking)
     usable = ranking.cluster.usable_bytes_per_gpu
     roomy = [row for row in ranking.order.tolist() if ranking.headroom_bytes[row] >= 0.2 * usable]
@@ -344,7 +344,7 @@ def test_table_pages_are_consecutive_and_stop_at_both_ends(ranking: Any) -> None
     view = show_all_plans(ranking)
     view.table.press_button("page:-1")
     assert read_row_indices(view) == ranking.order[:ROWS_ON_A_PAGE].tolist(), (
-        "nothing is before the first page"
+        "there is no page before the first one"
     )
     view.table.press_button("page:1")
     assert read_row_indices(view) == ranking.order[ROWS_ON_A_PAGE : 2 * ROWS_ON_A_PAGE].tolist()
@@ -441,11 +441,11 @@ def test_table_keeps_ranking_order_until_sorted_by_speed(ranking: Any) -> None:
     )
 
 
-# ---------------------------------------------------------------------------------- in the Studio
+# ------------------------------------------------------------------------------------- in the Studio
 
 
 def test_applying_a_row_reproduces_its_plan_in_the_inputs(ranking: Any) -> None:
-    """Experts, chunks, offload and all: what is applied is the plan of the row, to the byte."""
+    """The applied plan equals the row's plan, with experts, virtual stages and offload, to the byte."""
     studio = Studio()
     mixtral_ranking = ss.search(ss.models["mixtral-8x7b"], ss.Cluster.parse("2x8xh100-sxm-80gb"), RECIPE)
     for each_ranking in (ranking, mixtral_ranking):
@@ -484,7 +484,7 @@ def test_search_runs_in_a_thread_with_progress_and_can_be_cancelled(
 
 def test_standalone_view_shows_progress_searches_again_and_cancels() -> None:
     view, rankings = RankingView(), []
-    assert view.work.button.layout.display == "none", "nothing was asked that could be asked again"
+    assert view.work.button.layout.display == "none", "there is no earlier search to repeat"
     view.search(MODEL, GPUS, ss.Recipe(), ["fsdp2"], on_found=lambda: rankings.append(view.ranking))
     assert view.work.progress.layout.display == view.work.cancel.layout.display == ""
     assert until(lambda: rankings and not view.work.is_busy), view.work.words.value
@@ -518,7 +518,7 @@ def test_closing_the_view_stops_its_search(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def read_current_mark(view: RankingView) -> list[float]:
-    """Where the ring around the applied plan is; empty: nowhere."""
+    """Return the x coordinate of the ring around the current plan; empty if there is no ring."""
     assert view.figure is not None
     return list(next(trace for trace in view.figure.data if trace.name == "this plan").x)
 
@@ -540,27 +540,27 @@ def test_search_starts_on_first_view_and_not_on_input_changes(
     applied: list[ss.Plan] = []
     page = PlansPage(on_apply=applied.append)
     page.mode.value = "search"
-    assert not requests, "nothing is known yet to ask about"
+    assert not requests, "there is no plan to search for yet"
     page.set_plan(build_plan())
     assert until(lambda: page.ranking.ranking is ranking and not page.search.is_busy)
     assert len(requests) == 1 and "ss-old" not in page.ranking._dom_classes
     assert read_current_mark(page.ranking)
     page.set_plan(build_plan(micro_batch_size=2, recompute="full"))
-    assert "ss-old" not in page.ranking._dom_classes, "what a search chooses is no other question"
+    assert "ss-old" not in page.ranking._dom_classes, "options that the search chooses do not outdate it"
     page.set_plan(build_plan(seq_len=2048))
     assert len(requests) == 1 and "ss-old" in page.ranking._dom_classes
-    assert not read_current_mark(page.ranking), "another question's plan has no place in this chart"
+    assert not read_current_mark(page.ranking), "a plan with other inputs is not marked in this chart"
     assert "Llama 3.1 8B on 8 GPUs" in page.about.value
-    assert page.search.button.layout.display == "", "and one button asks again"
+    assert page.search.button.layout.display == "", "the search button is shown"
     act = f"apply:{ranking.order[0]}"
     page.ranking.table.press_button(act)
-    assert not applied and page.ranking.room.disabled, "what looks as if it cannot be pressed cannot"
+    assert not applied and page.ranking.room.disabled, "a frozen view ignores clicks"
     page.search.button.click()
     assert until(lambda: len(requests) == 2 and not page.search.is_busy)
     assert requests[-1].seq_len == 2048 and "ss-old" not in page.ranking._dom_classes
     page.ranking.table.press_button(act)
     assert len(applied) == 1 and not page.ranking.room.disabled and not page.about.value
-    assert page.search.button.layout.display == "none", "there is nothing to ask again"
+    assert page.search.button.layout.display == "none", "the ranking is current: there is no search to repeat"
 
 
 def test_search_error_is_shown_escaped_on_the_plans_page(monkeypatch: pytest.MonkeyPatch) -> None:

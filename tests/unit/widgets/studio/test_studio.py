@@ -1,4 +1,4 @@
-"""The Studio without a browser: what a person would click, set on the widgets' own traits."""
+"""Tests of the Studio without a browser: user input is simulated by setting widget traits."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_fault_33_invalid_number_shows_error_at_its_input_and_keeps_plan(
     shown = " ".join(row.message for row in studio.recipe.rows.values())
     assert "allowed: a whole number from 1 to" in shown
     assert (studio.plan, strip_tags(studio.headline.value)) == before
-    assert getattr(studio.recipe, box).value == text, "what was typed is not lost"
+    assert getattr(studio.recipe, box).value == text, "the typed text is kept"
 
 
 def test_correcting_an_input_clears_its_error(studio: Studio) -> None:
@@ -94,7 +94,7 @@ def test_conflict_between_inputs_is_shown_at_the_named_input_with_a_fix(studio: 
     row = studio.recipe.rows["global_batch_size"]
     assert "global_batch_size=63" in row.message
     assert studio.plan.cluster.num_gpus == 8
-    # The fix is a button at the input.
+    # The suggested fix is a button at the input.
     row.children[-1].press_button("fix")
     assert studio.recipe.global_batch.value == "63"
     assert studio.plan.cluster.num_gpus == 3
@@ -201,7 +201,7 @@ def test_input_and_button_labels_use_standard_terms(studio: Studio) -> None:
     assert {"Check memory without GPUs", "Pin for comparison", "Try a tiny model on 2 CPU ranks"} <= set(
         buttons
     )
-    assert not [text for text in buttons if "ehearse" in text], "a word of ours alone"
+    assert not [text for text in buttons if "ehearse" in text], "project jargon in a label"
 
 
 def walk_widgets(widget: Widget) -> Iterator[Widget]:
@@ -267,8 +267,8 @@ def test_launch_note_uses_singular_for_one_gpu() -> None:
 
 
 def test_typing_a_hub_id_does_not_access_the_network(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ss.models["mistral-7b"], "the fix, which the catalogue reads once with the same method"
-    monkeypatch.setattr(ss.Architecture, "from_hf", lambda _: pytest.fail("the network was asked"))
+    assert ss.models["mistral-7b"], "fill the catalogue's cache, which uses from_hf as well"
+    monkeypatch.setattr(ss.Architecture, "from_hf", lambda _: pytest.fail("from_hf was called"))
     studio.architecture.name.value = "Mistralai/mistral-7b-instruct"
     message = studio.architecture.rows["model"].message
     assert "path of an existing config.json" in message and "mistral-7b." in message
@@ -284,7 +284,9 @@ def test_catalogue_model_is_found_by_hub_id_unless_a_local_path_exists(
     Path("qwen").mkdir()
     Path("qwen/qwen3-8b").write_text("no json")
     studio.architecture.name.value = "qwen/qwen3-8b"
-    assert "qwen3-8b, line 1" in studio.architecture.rows["model"].message, "what lies here counts"
+    assert "qwen3-8b, line 1" in studio.architecture.rows["model"].message, (
+        "a local path takes precedence over the catalogue"
+    )
 
 
 def test_invalid_input_disables_launch_and_suggested_fixes(studio: Studio) -> None:
@@ -292,7 +294,7 @@ def test_invalid_input_disables_launch_and_suggested_fixes(studio: Studio) -> No
     assert studio.launch.button.disabled and "red" in studio.launch.note.value
     assert "ss-stale" in studio._dom_classes
     studio.tabs.value = "Checks"
-    assert studio.checks.list.frozen, "what is pale cannot be pressed, on a page that is first shown now too"
+    assert studio.checks.list.frozen, "suggested fixes are disabled, also on a tab that is first shown now"
     studio.architecture.name.value = "llama-3.1-8b"
     assert not studio.launch.button.disabled and not studio.checks.list.frozen
     assert "ss-stale" not in studio._dom_classes
@@ -327,8 +329,8 @@ def read_errors(studio: Studio) -> list[str]:
 
 @pytest.mark.parametrize("framework", few(FRAMEWORKS, ["fsdp2"]))
 def test_headline_describes_the_selected_model_or_an_error_is_shown(studio: Studio, framework: str) -> None:
-    """Every model of the catalogue: never another one's verdict without a word."""
-    studio.recipe.seq_len.value = "1024"  # what GPT-2 has positions for
+    """For every catalogue model, the headline never shows the verdict of another model without an error."""
+    studio.recipe.seq_len.value = "1024"  # GPT-2's number of positions
     studio.layout_picker.framework.value = framework
     num_headlines = 0
     for name in ss.models:
@@ -350,7 +352,7 @@ def test_headline_describes_the_selected_model_or_an_error_is_shown(studio: Stud
 
 
 def test_unsupported_architecture_shows_an_error_at_the_model_input(studio: Studio) -> None:
-    """The Plan can be made, its memory not be told: falcon-rw-1b has biases in place of positions."""
+    """The plan can be built but its memory cannot be predicted: falcon-rw-1b uses ALiBi."""
     before = studio.plan, studio.headline.value, read_bars(studio.memory)
     studio.architecture.name.value = "falcon-rw-1b"
     (message,) = read_errors(studio)
@@ -369,7 +371,7 @@ def test_unsupported_architecture_shows_an_error_at_the_model_input(studio: Stud
 def test_fault_45_internal_error_in_a_handler_is_displayed(
     studio: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A notebook shows nobody an exception in a handler: the old sentence would stand as if valid."""
+    """Notebooks hide exceptions in widget handlers: without a message the old headline would look valid."""
 
     def raise_attribute_error(plan: ss.Plan) -> None:
         raise AttributeError("no such thing")
@@ -386,10 +388,10 @@ def test_fault_45_internal_error_in_a_handler_is_displayed(
 
 
 def test_fault_26_widget_state_for_a_page_reload_is_small(studio: Studio) -> None:
-    """JupyterLab looks for a view's model during two seconds; what came later is "model not found".
+    """JupyterLab waits two seconds for a view's model; a model that arrives later is "model not found".
 
-    (``ManagerBase.get_model`` of jupyterlab_widgets 3.0: it does not look again after a wait that a busy page
-    made longer.) Seven hundred models with 5 MB for each chart took that long on a busy machine.
+    (``ManagerBase.get_model`` of jupyterlab_widgets 3.0 does not check again after a wait that a busy page
+    prolonged.) Loading 700 models with 5 MB per chart took longer than that on a busy machine.
     """
     widgets: dict[str, Widget] = {}
 
@@ -426,7 +428,7 @@ def test_figure_state_for_a_page_reload_is_current(studio: Studio) -> None:
     assert state["layout"]["height"] == studio.memory.figure.layout.height
 
 
-# ------------------------------------------------------------------------- time, plans and checks
+# ---------------------------------------------------------------------------- time, plans and checks
 
 
 def test_rates_show_mfu_and_tokens_per_second(studio: Studio) -> None:
@@ -448,7 +450,7 @@ def test_unavailable_rates_are_dashes_with_the_reason_as_tooltip(
     studio.recipe.seq_len.value = "2048"
     assert re.findall(r"<b>(.*?)</b>", studio.rates.value) == ["–"] * 3
     assert studio.rates.value.count("title='Gpu.peak_flops is &lt;unknown&gt;. Nearest fix:") == 3
-    assert "Fits: " in strip_tags(studio.headline.value), "the rest of the Studio goes on"
+    assert "Fits: " in strip_tags(studio.headline.value), "the rest of the Studio still works"
     studio.tabs.value = "Time"
     assert "ss.calibrate()" in studio.time.caption.value
 
@@ -471,7 +473,7 @@ def test_only_the_visible_tab_is_redrawn(studio: Studio, monkeypatch: pytest.Mon
     assert drawn == ["memory", "time", "time"]
     studio.tabs.value = "Memory"
     studio.tabs.value = "Time"
-    assert drawn == ["memory", "time", "time", "memory"], "what is up to date is not drawn again"
+    assert drawn == ["memory", "time", "time", "memory"], "an up-to-date tab is not redrawn"
 
 
 def test_memory_chart_is_drawn_before_step_time_and_findings(
@@ -492,7 +494,7 @@ def test_memory_chart_is_drawn_before_step_time_and_findings(
 
 
 def test_checks_tab_badge_counts_findings_and_shows_worst_severity(studio: Studio) -> None:
-    # Forty steps of the first plan read the shipped text too often; of others' batches, fewer do.
+    # The default number of steps reads the shipped text several times; 4 steps do not.
     assert [finding.name for finding in studio.findings] == ["text-read-many-times"]
     studio.options.steps.value = "4"
     assert studio.plan.findings() == [] and "Checks" not in studio.tabs.badges
@@ -503,7 +505,7 @@ def test_checks_tab_badge_counts_findings_and_shows_worst_severity(studio: Studi
     assert studio.checks.list.value.count("<li ") == len(findings)
     studio.architecture.name.value = "llama-3.2-1b"
     assert {finding.severity for finding in studio.plan.findings()} == {"hint"}
-    assert studio.tabs.badges["Checks"][2] == "hint", "nothing red for what is a hint"
+    assert studio.tabs.badges["Checks"][2] == "hint", "a hint is not shown in red"
     studio.architecture.name.value = "llama-3.1-8b"
     assert "Checks" not in studio.tabs.badges and "No findings" in studio.checks.list.value
 
@@ -560,7 +562,7 @@ def test_fault_33_invalid_learning_rate_shows_error_at_its_input(studio: Studio,
 
 
 def test_default_learning_rate_depends_on_model_size(studio: Studio) -> None:
-    """Pretrain's own 1e-3 is for a few million weights, which a rehearsal has."""
+    """Pretrain's default of 1e-3 suits a few million weights, the size of a trial run's model."""
     offer = studio.launch.current
     assert studio.task.build_task(studio.plan).learning_rate == 8e-5
     assert offer.is_trial and offer.plan is not None
@@ -581,7 +583,9 @@ def test_checks_use_earlier_runs_of_the_plan_and_list_runs_once(
     assert "1 run of this plan and no trace" in studio.findings[0].why
     (tmp_path / "traces" / "rank-0.json.gz").touch()
     studio.options.steps.value = "3"
-    assert not list_finding_names(studio) and calls == [1], "the folder is not searched for every move"
+    assert not list_finding_names(studio) and calls == [1], (
+        "the runs are listed once, not on every input change"
+    )
 
 
 def test_applying_a_plan_for_another_cluster_updates_the_inputs(studio: Studio) -> None:
@@ -592,7 +596,7 @@ def test_applying_a_plan_for_another_cluster_updates_the_inputs(studio: Studio) 
 
 
 def test_switching_tabs_does_not_hide_shared_widgets(studio: Studio) -> None:
-    """Widgets share layouts: what is shown and hidden needs its own."""
+    """Widgets share layout objects, so a widget that is shown and hidden needs its own."""
     for name in studio.tabs.names:
         studio.tabs.value = name
         (body,) = [child for child in studio.children if "ss-body" in child._dom_classes]
@@ -607,7 +611,7 @@ def test_fault_44_unknown_tab_raises_trait_error(studio: Studio) -> None:
 def test_findings_are_computed_once_after_input_pauses(
     studio: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a kernel, where an event loop runs: three quick moves are one count, of the last plan."""
+    """With a running event loop, three quick changes cause one computation, for the last plan."""
     checked_models: list[str] = []
     findings = ss.Plan.findings
     monkeypatch.setattr(
@@ -644,7 +648,7 @@ def test_fsdp2_pipeline_chunks_and_schedule_have_inputs(studio: Studio) -> None:
     picker = studio.layout_picker
     controls, rows = picker.boxes, picker.rows
     assert controls["vpp"].value == 2 and "Also" not in picker.hint.value
-    # GPipe has no chunks, and so is not on offer beside them.
+    # GPipe has no virtual stages, so it is not offered with vpp > 1.
     assert not rows["pipeline_schedule"].is_shown
     controls["vpp"].value = 1
     assert rows["pipeline_schedule"].is_shown
@@ -658,7 +662,7 @@ def test_fsdp2_pipeline_chunks_and_schedule_have_inputs(studio: Studio) -> None:
 def test_export_button_writes_plan_files_and_keeps_edited_files(
     studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nobody looks no file appears: they are in a folder of their own beside the notebook."""
+    """Each plan is exported to its own folder under ``exports`` in the working directory."""
     monkeypatch.chdir(tmp_path)
     panel = studio.export_panel
 
@@ -678,13 +682,13 @@ def test_export_button_writes_plan_files_and_keeps_edited_files(
     assert "fsdp2" in folder.name and "h100" in folder.name
 
     studio.recipe.seq_len.value = "2048"
-    assert not strip_tags(panel.words.value), "no list of another plan's files"
+    assert not strip_tags(panel.words.value), "the previous plan's file list is cleared"
     press_export()
-    assert len(list((tmp_path / "exports").iterdir())) == 2, "another plan has a folder of its own"
+    assert len(list((tmp_path / "exports").iterdir())) == 2, "another plan is exported to its own folder"
     studio.recipe.seq_len.value = "4096"
 
     (folder / "plan.json").write_text("somebody's own")
-    assert "plan.json" in press_export(), "what an export did not leave so is not written over"
+    assert "plan.json" in press_export(), "a file edited after the export is not overwritten"
     assert (folder / "plan.json").read_text() == "somebody's own"
 
     studio.architecture.name.value = "nonsense"

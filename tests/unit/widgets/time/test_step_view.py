@@ -1,4 +1,4 @@
-"""The step view without a browser: bars, rates, the budget, refusals and measured steps."""
+"""Tests of the step view without a browser: bars, rates, token budget, errors and measured steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PIPELINE = {
 
 
 def remove_price(plan: ss.Plan) -> ss.Plan:
-    """The same plan on a GPU of which only what a step needs is known."""
+    """Return the plan on a GPU whose price and power limit are unknown."""
     fields = plan.to_dict()
     for name in ("price_per_hour_usd", "price_date", "tdp_watts"):
         fields["cluster"]["gpu"][name] = None
@@ -53,7 +53,7 @@ def strip_tags(html: str) -> str:
 
 
 def read_bars(view: StepView) -> dict[str, dict[str, float]]:
-    """Row -> part -> what the bar is long, in the chart's unit."""
+    """Return row -> part -> bar length in the chart's unit."""
     bars: dict[str, dict[str, float]] = {}
     for trace in view.figure.data:
         for label, value in zip(trace.y, trace.x, strict=True):
@@ -135,7 +135,7 @@ def test_same_collective_in_forward_and_backward_is_one_row() -> None:
     ids=lambda layout: layout.framework,
 )
 def test_exposed_communication_agrees_in_table_and_report(layout: ss.Layout) -> None:
-    """What is sent, copies included, adds up to the part's row; its words name the same numbers."""
+    """Exposed communication and copies add up to the part's row; its explanation has the same numbers."""
     plan = build_plan(layout=layout)
     shown = build_shown_step(plan)
     report, scale = plan.step(), shown.scale
@@ -165,18 +165,18 @@ def test_unknown_rates_are_dashes_with_the_reason_as_tooltip() -> None:
         assert cell and cell[1].startswith(why) and "H100 SXM 80 GB" in cell[1]
 
 
-# ------------------------------------------------------------------------- plans that do not fit, pins
+# ----------------------------------------------------------------------- plans that do not fit, pins
 
 
 def read_rate_cells(html: str) -> dict[str, list[str]]:
-    """Rate -> the text that is seen in its cells."""
+    """Return rate -> visible text of its cells."""
     visible_html = re.sub(r"<span class='ss-off-screen'>.*?</span>", "", html)
     rows = re.findall(r"data-opens='([^']+)'>(.*?)</tr>", visible_html)
     return {key: [strip_tags(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)] for key, row in rows}
 
 
 def test_a_plan_that_does_not_fit_has_no_rates_and_no_price() -> None:
-    """Nobody can train at a speed, or for a price, at which the plan runs out of memory."""
+    """A plan that runs out of memory has neither a speed nor a price."""
     plan = build_plan(micro_batch_size=2)
     view = StepView(plan)
     cells = read_rate_cells(view.figures.value)
@@ -193,7 +193,7 @@ def test_a_plan_that_does_not_fit_has_no_rates_and_no_price() -> None:
 
 
 def test_measured_rates_are_shown_for_a_plan_predicted_not_to_fit() -> None:
-    """It ran, whatever was predicted of it."""
+    """The measurement shows that the plan ran, against the prediction."""
     plan = build_plan(micro_batch_size=2)
     view = StepView(plan)
     view.add(plan, RunSteps(20, 2 * plan.step().seconds))
@@ -218,7 +218,7 @@ def test_pinned_plans_are_compared_by_step_time_throughput_and_price() -> None:
     assert sum(read_bars(view)["pin 0"].values()) == pytest.approx(pin.step().seconds * factor)
     cells = read_rate_cells(view.figures.value)
     seconds = next(cells[key] for key in cells if key.startswith("one step"))
-    assert seconds[3].startswith("−"), "the plan on screen is quicker"
+    assert seconds[3].startswith("−"), "the current plan is faster"
     assert cells["tokens/s"][2] == numbers.format_short(pin.step().tokens_per_second)
     assert cells["tokens/s"][3].startswith("+") and cells["$ per M tokens"][3].startswith("−$")
     assert "recompute full" in strip_tags(view.figures.value) and "recompute full" in strip_tags(
@@ -242,7 +242,7 @@ def test_every_bar_is_inside_the_plot() -> None:
         view = StepView(build_plan(), pins=pins)
         longest = max(sum(parts.values()) for parts in read_bars(view).values())
         assert longest <= view.figure.layout.xaxis.range[1]
-        assert view.figure.layout.xaxis.visible is False, "no axis under the words"
+        assert view.figure.layout.xaxis.visible is False, "there is no axis under the labels"
 
 
 @pytest.mark.parametrize("text", ["15T", "300B", "1e9"])
@@ -285,7 +285,7 @@ def test_prediction_error_is_shown_and_old_numbers_are_removed(monkeypatch: pyte
     assert read_bars(view)["predicted"] and view.budget_row.is_shown
 
 
-# ----------------------------------------------------------------------------------------- measured
+# ------------------------------------------------------------------------------------------ measured
 
 
 def test_measured_steps_are_shown_only_with_their_own_plan() -> None:
@@ -338,7 +338,7 @@ def test_ratio_of_finished_runs_is_shown_under_the_prediction(monkeypatch: pytes
     assert "line 3: <no number>" in strip_tags(StepView(build_plan()).caption.value)
 
 
-# ------------------------------------------------------------------------------- measuring this machine
+# ----------------------------------------------------------------------- calibration of this machine
 
 HERE = ss.Cluster.parse("2xcpu")
 
