@@ -1,4 +1,4 @@
-"""The list of checks without a browser: order, severity in words, numbers, and the button of a fix."""
+"""Tests of the list of findings without a browser: order, severity, numbers and fix buttons."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardscope_widgets.checks.view import NOTHING, SEARCHING, ChecksView
 PLAN = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2())
 
 
-def finding(name: str, severity: Any, plan: ss.Plan | None = None) -> Finding:
+def build_finding(name: str, severity: Any, plan: ss.Plan | None = None) -> Finding:
     return Finding(
         name=name,
         severity=severity,
@@ -29,21 +29,25 @@ def finding(name: str, severity: Any, plan: ss.Plan | None = None) -> Finding:
     )
 
 
-FOUND = [finding("a-hint", "hint"), finding("a-danger", "danger", PLAN), finding("a-warning", "warning")]
+FINDINGS = [
+    build_finding("a-hint", "hint"),
+    build_finding("a-danger", "danger", PLAN),
+    build_finding("a-warning", "warning"),
+]
 
 
-def words(html: str) -> str:
+def strip_tags(html: str) -> str:
     return unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))).strip()
 
 
-def shown(*found: Finding, **given: Any) -> ChecksView:
-    view = ChecksView(**given)
-    view.show(found)
+def show_findings(*findings: Finding, **options: Any) -> ChecksView:
+    view = ChecksView(**options)
+    view.show(findings)
     return view
 
 
-def test_the_worst_come_first_and_equals_stay_as_found() -> None:
-    assert [each.name for each in sort_worst_first([*FOUND, finding("b-danger", "danger")])] == [
+def test_findings_are_sorted_worst_first_and_stable() -> None:
+    assert [each.name for each in sort_worst_first([*FINDINGS, build_finding("b-danger", "danger")])] == [
         "a-danger",
         "b-danger",
         "a-warning",
@@ -51,24 +55,24 @@ def test_the_worst_come_first_and_equals_stay_as_found() -> None:
     ]
 
 
-def test_severity_is_said_in_words_and_shape() -> None:
-    view = shown(*FOUND)
+def test_severity_is_shown_as_text_and_symbol() -> None:
+    view = show_findings(*FINDINGS)
     rows = re.findall(r"<li class='ss-is-(\w+)'>(.*?)</li>", view.list.value)
     assert [severity for severity, _ in rows] == ["danger", "warning", "hint"]
     for severity, html in rows:
-        assert words(html).startswith(f"{SIGNS[severity]} {severity} ")
+        assert strip_tags(html).startswith(f"{SIGNS[severity]} {severity} ")
     assert len(set(SIGNS.values())) == 3
 
 
-def test_why_number_and_change_are_told_and_nothing_is_markup() -> None:
-    told = words(shown(*FOUND).list.value)
-    assert "A danger a-danger is <bad>: 12.3 %. Suggested fix: set it to 8" in told
-    assert "<bad>" not in shown(*FOUND).list.value
+def test_reason_and_suggested_fix_are_shown_html_escaped() -> None:
+    text = strip_tags(show_findings(*FINDINGS).list.value)
+    assert "A danger a-danger is <bad>: 12.3 %. Suggested fix: set it to 8" in text
+    assert "<bad>" not in show_findings(*FINDINGS).list.value
 
 
-def test_only_a_finding_with_a_fix_has_a_button_which_says_what_it_does() -> None:
+def test_only_findings_with_a_fix_have_a_labelled_button() -> None:
     applied: list[ss.Plan] = []
-    view = shown(*FOUND, on_apply=applied.append)
+    view = show_findings(*FINDINGS, on_apply=applied.append)
     assert re.findall(r"data-act='([^']+)' aria-label='([^']+)'", view.list.value) == [
         ("a-danger", "Apply the fix: set it to 8")
     ]
@@ -78,78 +82,85 @@ def test_only_a_finding_with_a_fix_has_a_button_which_says_what_it_does() -> Non
 
 @pytest.mark.parametrize("act", ["a-warning", "gone", ""])
 def test_fault_44_a_click_on_a_finding_without_a_fix_does_nothing(act: str) -> None:
-    view = shown(*FOUND, on_apply=lambda _: pytest.fail("applied"))
+    view = show_findings(*FINDINGS, on_apply=lambda _: pytest.fail("applied"))
     view.list.press_button(act)
 
 
-def test_nothing_found_is_said() -> None:
-    view = shown()
-    assert words(view.list.value) == NOTHING
-    view.show(FOUND)
+def test_empty_findings_show_a_message() -> None:
+    view = show_findings()
+    assert strip_tags(view.list.value) == NOTHING
+    view.show(FINDINGS)
     assert NOTHING not in view.list.value
 
 
-def test_the_summary_counts_each_kind() -> None:
-    assert summarize_findings([*FOUND, finding("b-danger", "danger")]) == "2 dangers, 1 warning, 1 hint"
+def test_summary_counts_findings_by_severity() -> None:
+    assert (
+        summarize_findings([*FINDINGS, build_finding("b-danger", "danger")]) == "2 dangers, 1 warning, 1 hint"
+    )
     assert summarize_findings([]) == ""
 
 
-def test_what_takes_long_is_looked_for_by_a_click_and_applied_by_the_next() -> None:
-    asked: list[str] = []
-    found: list[PlanChange | None] = [
+def test_slow_fix_is_searched_on_first_click_and_applied_on_second() -> None:
+    html_during_search: list[str] = []
+    results: list[PlanChange | None] = [
         PlanChange(("Micro-batch 1 instead of 2", "Recompute selectively"), PLAN),
         None,
     ]
 
-    def way() -> PlanChange | None:
-        asked.append(view.list.value)
-        return found.pop(0)
+    def search_for_fix() -> PlanChange | None:
+        html_during_search.append(view.list.value)
+        return results.pop(0)
 
     applied: list[ss.Plan] = []
-    view = shown(
-        replace(finding("a-danger", "danger"), search=way), finding("a-hint", "hint"), on_apply=applied.append
+    view = show_findings(
+        replace(build_finding("a-danger", "danger"), search=search_for_fix),
+        build_finding("a-hint", "hint"),
+        on_apply=applied.append,
     )
-    assert "Find a fix" in words(view.list.value) and not asked
+    assert "Find a fix" in strip_tags(view.list.value) and not html_during_search
     view.list.press_button("a-danger")
-    assert len(asked) == 1 and SEARCHING in asked[0], "the page says so meanwhile"
-    assert "Recompute selectively Apply" in words(view.list.value)
+    assert len(html_during_search) == 1 and SEARCHING in html_during_search[0], (
+        "the view shows that it is searching"
+    )
+    assert "Recompute selectively Apply" in strip_tags(view.list.value)
     assert not applied and SEARCHING not in view.list.value
     view.list.press_button("a-danger")
     assert applied == [PLAN]
-    view.show([replace(finding("a-danger", "danger"), search=way)])
+    view.show([replace(build_finding("a-danger", "danger"), search=search_for_fix)])
     view.list.press_button("a-danger")
-    assert "none was found" in words(view.list.value) and "<button" not in view.list.value
+    assert "none was found" in strip_tags(view.list.value) and "<button" not in view.list.value
     view.list.press_button("a-danger")
     assert "is not an action of this view" in view.list.error and applied == [PLAN]
 
 
-def test_what_only_the_user_knows_is_asked_for_in_place() -> None:
+def test_missing_host_memory_is_entered_in_the_finding() -> None:
     cluster = replace(PLAN.cluster, host_memory_bytes=None)
     plan = replace(PLAN, cluster=cluster)
-    asked = replace(
-        finding("host-memory-not-known", "warning"), question=Question(plan=plan, field="host_memory_bytes")
+    with_question = replace(
+        build_finding("host-memory-not-known", "warning"),
+        question=Question(plan=plan, field="host_memory_bytes"),
     )
     applied: list[ss.Plan] = []
-    view = shown(asked, on_apply=applied.append)
+    view = show_findings(with_question, on_apply=applied.append)
     assert "data-answer='host-memory-not-known'" in view.list.value
     view.list._handle_custom_msg({"act": "host-memory-not-known", "answer": "1,024"}, [])
-    assert [one.cluster.host_memory_bytes for one in applied] == [2**40] and view.plan == applied[0]
+    assert [changed.cluster.host_memory_bytes for changed in applied] == [2**40] and view.plan == applied[0]
     for typed in ("", "x", "-3", "nan", "1e99"):
         view.list._handle_custom_msg({"act": "host-memory-not-known", "answer": typed}, [])
         assert "Cluster.host_memory_bytes is" in view.list.error and len(applied) == 1
     for content in ({"act": "host-memory-not-known"}, {"act": "else", "answer": "1"}, {"answer": "1"}, 3):
         view.list._handle_custom_msg(content, [])
         assert "is not an action of this view" in view.list.error and len(applied) == 1
-    unasked = shown(finding("a-hint", "hint", PLAN))
-    unasked.list.submit_text("a-hint", "1")
-    assert "is not an action of this view" in unasked.list.error
+    view_without_question = show_findings(build_finding("a-hint", "hint", PLAN))
+    view_without_question.list.submit_text("a-hint", "1")
+    assert "is not an action of this view" in view_without_question.list.error
 
 
-def test_a_plan_and_a_task_may_have_a_finding_of_the_same_name() -> None:
+def test_plan_and_task_findings_may_share_a_name() -> None:
     task = object()
     applied: list[object] = []
     view = ChecksView(on_apply=applied.append, on_apply_task=applied.append)
-    view.show([finding("a", "danger", PLAN), replace(finding("a", "danger"), task=task)])
+    view.show([build_finding("a", "danger", PLAN), replace(build_finding("a", "danger"), task=task)])
     for act in re.findall(r"data-act='([^']+)'", view.list.value):
         view.list.press_button(act)
     assert applied == [PLAN, task]
@@ -158,15 +169,17 @@ def test_a_plan_and_a_task_may_have_a_finding_of_the_same_name() -> None:
 DIALECT = re.compile(r"\b(mend\w*|told|nobody|somebody|person|the card)\b", re.IGNORECASE)
 
 
-def test_the_words_around_findings_are_plain_english() -> None:
-    asked = replace(FOUND[2], question=Question(plan=PLAN, field="host_memory_bytes"))
-    slow = replace(finding("b-danger", "danger"), search=lambda: None)
-    for view in (shown(), shown(*FOUND), shown(asked, slow)):
+def test_texts_around_findings_are_plain_english() -> None:
+    with_question = replace(FINDINGS[2], question=Question(plan=PLAN, field="host_memory_bytes"))
+    with_search = replace(build_finding("b-danger", "danger"), search=lambda: None)
+    for view in (show_findings(), show_findings(*FINDINGS), show_findings(with_question, with_search)):
         assert not DIALECT.findall(view.list.value)
 
 
 def test_a_number_and_its_unit_stay_on_one_line() -> None:
-    tiny = replace(finding("a-hint", "hint"), why="0.0017 GiB too little, 12 % of 3 GPUs.", change="4 s less")
-    html = shown(tiny).list.value
+    tiny = replace(
+        build_finding("a-hint", "hint"), why="0.0017 GiB too little, 12 % of 3 GPUs.", change="4 s less"
+    )
+    html = show_findings(tiny).list.value
     assert "0.0017\N{NO-BREAK SPACE}GiB" in html and "12\N{NO-BREAK SPACE}%" in html
     assert "4\N{NO-BREAK SPACE}s less" in html and "3 GPUs" in html

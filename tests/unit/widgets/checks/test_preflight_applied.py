@@ -1,4 +1,4 @@
-"""A click on a finding's button puts its plan on the bench, whatever the change is of."""
+"""Tests of applying suggested fixes to the Studio's inputs."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from shardscope_widgets import Studio
         ("llama-3.1-8b", ss.Layout.megatron(tp=8), {"recompute": "full"}, "tensor-parallel-over-slow-link"),
     ],
 )
-def test_a_mended_plan_goes_through_the_inputs(
+def test_applying_a_fix_sets_the_inputs_and_removes_the_finding(
     model: str, layout: ss.Layout, recipe: dict[str, Any], name: str
 ) -> None:
     studio = Studio()
     plan = ss.Plan(ss.models[model], ss.Cluster.parse("8xa100-sxm-80gb"), ss.Recipe(**recipe), layout)
-    (found,) = [finding for finding in plan.findings() if finding.name == name]
-    assert found.plan is not None
+    (fixable,) = [finding for finding in plan.findings() if finding.name == name]
+    assert fixable.plan is not None
     studio.apply(plan)
-    assert told(studio.plan) == told(plan)
-    studio.apply(found.plan)
-    assert told(studio.plan) == told(found.plan)
+    assert get_effective_settings(studio.plan) == get_effective_settings(plan)
+    studio.apply(fixable.plan)
+    assert get_effective_settings(studio.plan) == get_effective_settings(fixable.plan)
     assert name not in [finding.name for finding in studio.plan.findings()]
 
 
-def test_an_option_without_an_input_is_told_beside_them() -> None:
+def test_option_without_an_input_is_shown_in_the_layout_hint() -> None:
     studio = Studio()
     cluster = ss.Cluster.parse("8xa100-sxm-80gb")
     layout = ss.Layout.zero(2, communication_data_type="fp32")
@@ -47,6 +47,6 @@ def test_an_option_without_an_input_is_told_beside_them() -> None:
     assert "Also set: communication data type fp32" in studio.layout_picker.hint.value
 
 
-def told(plan: ss.Plan) -> tuple[Any, ...]:
-    """What a plan comes to: the inputs write options out that a layout may leave open."""
+def get_effective_settings(plan: ss.Plan) -> tuple[Any, ...]:
+    """Return the resolved settings of a plan: inputs set options explicitly that a layout may leave unset."""
     return plan.architecture, plan.cluster, plan.recipe, plan.degrees, plan.memory().components

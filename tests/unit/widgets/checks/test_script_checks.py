@@ -1,4 +1,4 @@
-"""The user's own script in the Checks tab: findings with file, line, reason and what to write; no changes."""
+"""Tests of script checks in the Checks tab: findings with file, line and suggested fix; unchanged files."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ def config(tmp_path: Path) -> Path:
     return file
 
 
-def reading(name: object, **given: object) -> ScriptChecks:
-    view = ScriptChecks(**given)  # type: ignore[arg-type]
-    view.path.value = str(name)
+def check_file(path: object, **options: object) -> ScriptChecks:
+    view = ScriptChecks(**options)  # type: ignore[arg-type]
+    view.path.value = str(path)
     return view
 
 
-def test_each_finding_names_file_line_reason_and_what_to_write(config: Path) -> None:
-    view = reading(config)
+def test_each_finding_shows_file_line_and_suggested_fix(config: Path) -> None:
+    view = check_file(config)
     assert len(view.findings) > 3
-    for one in view.findings:
-        assert f"accelerate.yaml, line {one.line}" in view.list.value
+    for finding in view.findings:
+        assert f"accelerate.yaml, line {finding.line}" in view.list.value
     assert view.list.value.count("Suggested fix:") == len(view.findings)
 
 
-def test_nothing_can_be_pressed_and_nothing_is_written(config: Path) -> None:
-    view = reading(config)
+def test_script_checks_have_no_buttons_and_write_no_file(config: Path) -> None:
+    view = check_file(config)
     assert "<button" not in view.list.value and "data-act" not in view.list.value
     assert config.read_text() == CONFIG
-    assert [one.name for one in config.parent.iterdir()] == ["accelerate.yaml"]
+    assert [file.name for file in config.parent.iterdir()] == ["accelerate.yaml"]
 
 
 def test_two_findings_of_one_line_are_both_listed(tmp_path: Path) -> None:
@@ -58,18 +58,18 @@ def test_two_findings_of_one_line_are_both_listed(tmp_path: Path) -> None:
         "import torch.distributed as dist\nfrom torch.utils.data import DataLoader\n"
         "dist.init_process_group()\na, b = DataLoader(x, shuffle=True), DataLoader(y, shuffle=on)\n"
     )
-    assert reading(file).list.value.count("train.py, line 4") == 2
+    assert check_file(file).list.value.count("train.py, line 4") == 2
 
 
 @pytest.mark.parametrize(
     ("name", "text"), [("a.py", "%matplotlib inline\n"), ("a.py", "x = (\n"), ("a.ipynb", "{}")]
 )
-def test_what_could_not_be_read_is_not_called_good(name: str, text: str, tmp_path: Path) -> None:
+def test_unparsable_file_is_reported_as_not_checked(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
-    assert "Nothing was checked" in reading(tmp_path / name).list.value
+    assert "Nothing was checked" in check_file(tmp_path / name).list.value
 
 
-def test_findings_are_for_the_plan_on_screen(tmp_path: Path) -> None:
+def test_findings_follow_the_current_plan(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(LOADER)
     studio = Studio()
@@ -80,16 +80,16 @@ def test_findings_are_for_the_plan_on_screen(tmp_path: Path) -> None:
     assert "all 4 ranks" in studio.script.list.value
 
 
-def test_a_file_that_cannot_be_read_is_reported_with_the_nearest_name(config: Path) -> None:
+def test_unreadable_path_is_reported_with_the_closest_name(config: Path) -> None:
     view = ScriptChecks()
-    for name, words in {
+    for name, message in {
         str(config.with_name("acelerate.yaml")): f"No such file or directory. Closest name: {config}.",
         str(config.parent): "Is a directory",
         "no\0path": "null byte",
         "~nobody-of-this-name/train.py": "cannot be read",
     }.items():
         view.path.value = name
-        assert words in view.error.value and not view.list.value
+        assert message in view.error.value and not view.list.value
     config.write_bytes(b"\xff")
     view.path.value = str(config)
     assert "not a text file" in view.error.value
@@ -100,10 +100,10 @@ def test_a_file_that_cannot_be_read_is_reported_with_the_nearest_name(config: Pa
     assert "more than 1 MiB" in view.error.value
 
 
-def test_a_name_from_a_file_is_never_markup(tmp_path: Path) -> None:
+def test_file_names_are_html_escaped(tmp_path: Path) -> None:
     file = tmp_path / "<b>train.py"
     file.write_text(LOADER)
-    view = reading(file)
+    view = check_file(file)
     assert view.findings and "<b>train" not in view.list.value
     view.path.value = "<img>"
     assert "<img>" not in view.error.value
@@ -118,8 +118,8 @@ OLD_STEP = """def train(ctx):
 """
 
 
-def defined(source: str, name: str, tmp_path: Path) -> dict[str, object]:
-    """Return the namespace of a notebook whose cell has run."""
+def run_cell(source: str, name: str, tmp_path: Path) -> dict[str, object]:
+    """Run ``source`` as a notebook cell and return its namespace."""
     file = tmp_path / "cell.py"
     file.write_text(source)
     namespace: dict[str, object] = {"__name__": "__main__"}
@@ -128,16 +128,16 @@ def defined(source: str, name: str, tmp_path: Path) -> dict[str, object]:
     return namespace
 
 
-def test_a_function_of_the_notebook_is_checked_by_its_name(tmp_path: Path) -> None:
+def test_notebook_function_is_checked_by_name(tmp_path: Path) -> None:
     plan = ss.Plan(
         ss.models["gpt2"],
         ss.Cluster.parse("8xh100-sxm-80gb"),
         ss.Recipe(seq_len=1024),
         ss.Layout.ddp(),
     )
-    view = reading("train", plan=plan, functions=defined(OLD_STEP, "train", tmp_path))
+    view = check_file("train", plan=plan, functions=run_cell(OLD_STEP, "train", tmp_path))
     assert not view.error.value
-    assert "gradients-never-zeroed" in [one.name for one in view.findings]
+    assert "gradients-never-zeroed" in [finding.name for finding in view.findings]
     assert "train, line 6" in view.list.value
 
 
@@ -160,20 +160,22 @@ WRAPPED = """def train(ctx):
 """
 
 
-def test_the_imports_of_the_notebook_that_a_function_uses_are_known(tmp_path: Path) -> None:
+def test_notebook_imports_used_by_a_function_are_included(tmp_path: Path) -> None:
     needs("torch")
-    functions = defined(IMPORTED + WRAPPED, "train", tmp_path)
-    known = write_imports_of(functions["train"])
-    assert known == "\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nimport torch\n"
-    view = reading("train", functions=functions)
-    assert {"fsdp1", "fsdp1-clip-grad-norm"} <= {one.name for one in view.findings}
-    assert max(one.line or 0 for one in view.findings) <= len(WRAPPED.splitlines())
+    functions = run_cell(IMPORTED + WRAPPED, "train", tmp_path)
+    imports = write_imports_of(functions["train"])
+    assert imports == "\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nimport torch\n"
+    view = check_file("train", functions=functions)
+    assert {"fsdp1", "fsdp1-clip-grad-norm"} <= {finding.name for finding in view.findings}
+    assert max(finding.line or 0 for finding in view.findings) <= len(WRAPPED.splitlines())
 
 
-def test_a_file_goes_before_a_function_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_takes_precedence_over_a_function_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    functions = defined(OLD_STEP, "train", tmp_path)
-    view = reading("trian", functions=functions)
+    functions = run_cell(OLD_STEP, "train", tmp_path)
+    view = check_file("trian", functions=functions)
     assert "trian cannot be read" in view.error.value and "Closest name: train." in view.error.value
     functions["lost"] = eval("lambda ctx: ctx")
     view.path.value = "lost"
@@ -182,7 +184,7 @@ def test_a_file_goes_before_a_function_of_its_name(tmp_path: Path, monkeypatch: 
     assert "cannot be read" in view.error.value
     (tmp_path / "train").mkdir()
     view.path.value = "train"
-    assert not view.error.value, "a folder is no script"
+    assert not view.error.value, "a folder does not take precedence over the function"
     (tmp_path / "train").rmdir()
     view.path.value = ""
     (tmp_path / "train").write_text("x = 1\n")

@@ -1,4 +1,4 @@
-"""The memory view's rows, modes, pins and tiers, and the changes it offers: all without a browser."""
+"""Tests of the memory view without a browser: rows, modes, pins, tiers and suggested changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shardscope_widgets.memory.repairs import describe_cost
 GIB = 2**30
 
 
-def plan_of(
+def build_plan(
     model: str = "llama-3.1-8b",
     cluster: str = "8xh100-sxm-80gb",
     layout: ss.Layout | None = None,
@@ -40,69 +40,71 @@ def plan_of(
     return ss.Plan(ss.models[model], ss.Cluster.parse(cluster), ss.Recipe(**recipe), layout)
 
 
-def drawn(view: MemoryView) -> dict[str, dict[str, float]]:
-    """Row -> component -> GiB, as the bars have it."""
-    found: dict[str, dict[str, float]] = {}
+def read_bars(view: MemoryView) -> dict[str, dict[str, float]]:
+    """Return row -> component -> GiB of the bars."""
+    bars: dict[str, dict[str, float]] = {}
     for trace in view.figure.data:
         if trace.type == "bar":
             for label, value in zip(trace.y, trace.x, strict=True):
-                found.setdefault(label, {})[trace.name] = value
-    return found
+                bars.setdefault(label, {})[trace.name] = value
+    return bars
 
 
-def words(html: str) -> str:
+def strip_tags(html: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html)).strip()
 
 
-def until(holds: Any, seconds: float = 10) -> bool:
+def until(condition: Any, seconds: float = 10) -> bool:
     deadline = time.monotonic() + seconds
-    while not holds() and time.monotonic() < deadline:
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
-    return bool(holds())
+    return bool(condition())
 
 
-def as_tier(plan: ss.Plan, tier: str) -> Any:
+def build_report_of_tier(plan: ss.Plan, tier: str) -> Any:
     return replace(plan.memory(), tier=tier)  # type: ignore[arg-type]
 
 
-def test_every_tier_has_its_place_before_it_is_there() -> None:
-    view = MemoryView(plan_of())
+def test_chart_reserves_a_row_for_every_tier() -> None:
+    view = MemoryView(build_plan())
     assert list(view.figure.layout.yaxis.categoryarray) == ["predicted", "rehearsed", "measured"]
-    assert list(drawn(view)) == ["predicted"]
+    assert list(read_bars(view)) == ["predicted"]
     assert {a.text for a in view.figure.layout.annotations} >= {
         "not run yet: press Check memory without GPUs",
         "no run of this plan yet",
     }
 
 
-def test_a_rehearsal_stands_beside_its_own_plan_and_no_other() -> None:
-    plan, other = plan_of(), plan_of(seq_len=2048)
+def test_rehearsal_is_shown_only_with_its_own_plan() -> None:
+    plan, other = build_plan(), build_plan(seq_len=2048)
     view = MemoryView(plan)
-    height, num_rows = view.figure.layout.height, len(rows_of(view))
-    view.add(plan, as_tier(plan, "rehearsed"))
-    assert list(drawn(view)) == ["predicted", "rehearsed"]
-    assert view.figure.layout.height == height, "nothing below the chart moves"
-    assert len(rows_of(view)) == num_rows and column(view, "rehearsed")["activations"]
+    height, num_rows = view.figure.layout.height, len(read_rows(view))
+    view.add(plan, build_report_of_tier(plan, "rehearsed"))
+    assert list(read_bars(view)) == ["predicted", "rehearsed"]
+    assert view.figure.layout.height == height, "the chart keeps its height"
+    assert len(read_rows(view)) == num_rows and read_column(view, "rehearsed")["activations"]
     view.show(other)
-    assert list(drawn(view)) == ["predicted"]
+    assert list(read_bars(view)) == ["predicted"]
     view.show(plan)
-    assert list(drawn(view)) == ["predicted", "rehearsed"]
+    assert list(read_bars(view)) == ["predicted", "rehearsed"]
 
 
-def test_a_measurement_brings_its_error_in_words() -> None:
+def test_measured_memory_shows_unmeasured_components_as_dashes() -> None:
     plan = ss.Plan(
         ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), ss.Recipe(seq_len=64), ss.Layout.fsdp2()
     )
     phases = {"rest": {"parameters": 4 * 2**20}, "forward": {"parameters": 4 * 2**20, "activations": 2**20}}
     view = MemoryView(plan)
     view.add(plan, build_measured_memory(plan, {0: {"memory": {"phases": phases}}}, []))
-    assert drawn(view)["measured"]["activations"] == 2**20 / GIB
-    assert "Measured 5 MiB of tensors" in words(view.table.value)
-    assert column(view, "measured")["optimizer"] == "–", "not measured apart, and not 0"
+    assert read_bars(view)["measured"]["activations"] == 2**20 / GIB
+    assert "Measured 5 MiB of tensors" in strip_tags(view.table.value)
+    assert read_column(view, "measured")["optimizer"] == "–", (
+        "a component that is not measured separately is not 0"
+    )
 
 
-def test_the_toggle_shows_one_step_on_the_same_place() -> None:
-    plan = plan_of()
+def test_step_mode_shows_the_timeline_at_the_same_height() -> None:
+    plan = build_plan()
     view = MemoryView(plan)
     height = view.figure.layout.height
     view.mode.value = "step"
@@ -117,80 +119,88 @@ def test_the_toggle_shows_one_step_on_the_same_place() -> None:
     assert all(trace.type == "bar" for trace in view.figure.data if trace.visible)
 
 
-def test_stages_are_bars_and_the_worst_has_the_band() -> None:
-    plan = plan_of("llama-3.1-70b", "4x8xh100-sxm-80gb", ss.Layout.megatron(tp=8, pp=4))
+def test_stages_mode_shows_a_bar_per_stage_and_the_range_of_the_worst() -> None:
+    plan = build_plan("llama-3.1-70b", "4x8xh100-sxm-80gb", ss.Layout.megatron(tp=8, pp=4))
     view = MemoryView(plan)
     report = plan.memory()
-    assert list(drawn(view)) == ["predicted"], "the fullest stage"
+    assert list(read_bars(view)) == ["predicted"], "only the stage with the highest peak"
     view.mode.value = "stages"
-    assert [sum(parts.values()) for parts in drawn(view).values()] == pytest.approx(
+    assert [sum(parts.values()) for parts in read_bars(view).values()] == pytest.approx(
         [stage.peak_bytes / GIB for stage in report.by_stage]
     )
     row = report.worst_stage.stage
     ends = [(s.x0, s.x1) for s in view.figure.layout.shapes if s.y0 == s.y1 == row]
     assert ends == [(report.low_bytes / GIB, report.high_bytes / GIB)]
-    view.show(plan_of())
-    assert view.mode.value == "peak" and list(drawn(view)) == ["predicted"], "one stage has no such chart"
-
-
-def test_offloaded_bytes_are_bars_of_their_own() -> None:
-    plan = plan_of(layout=ss.Layout.fsdp2(offload="cpu"))
-    view = MemoryView(plan)
-    assert drawn(view)["host"]["host"] == plan.memory().host_bytes / GIB
-    assert drawn(view)["predicted"]["host"] == 0
-    said = r"host memory: ([\d.]+) of 2,048 GiB on each node, ([\d.]+) GiB per rank"
-    found = re.search(said, words(view.caption.value))
-    assert found and float(found[1]) == pytest.approx(8 * float(found[2]), rel=0.01)
-    assert column(view, "predicted")["host"] == found[2]
-    assert "host" not in drawn(MemoryView(plan_of())) and "host" not in column(
-        MemoryView(plan_of()), "predicted"
+    view.show(build_plan())
+    assert view.mode.value == "peak" and list(read_bars(view)) == ["predicted"], (
+        "a plan with one stage has no stages mode"
     )
 
 
-def rows_of(view: Any) -> dict[str, list[str]]:
-    """Row -> text of its cells."""
-    found = re.findall(r"data-opens='([^']+)'>(.*?)</tr>", view.table.value, re.DOTALL)
-    return {key: [words(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)] for key, row in found}
+def test_offloaded_bytes_are_shown_as_host_memory() -> None:
+    plan = build_plan(layout=ss.Layout.fsdp2(offload="cpu"))
+    view = MemoryView(plan)
+    assert read_bars(view)["host"]["host"] == plan.memory().host_bytes / GIB
+    assert read_bars(view)["predicted"]["host"] == 0
+    pattern = r"host memory: ([\d.]+) of 2,048 GiB on each node, ([\d.]+) GiB per rank"
+    match = re.search(pattern, strip_tags(view.caption.value))
+    assert match and float(match[1]) == pytest.approx(8 * float(match[2]), rel=0.01)
+    assert read_column(view, "predicted")["host"] == match[2]
+    assert "host" not in read_bars(MemoryView(build_plan())) and "host" not in read_column(
+        MemoryView(build_plan()), "predicted"
+    )
 
 
-def column(view: Any, title: str, after: int = 0) -> dict[str, str]:
-    """Row -> text of the first column with ``title``, or of one ``after`` it."""
-    titles = [words(head) for head in re.findall(r"<th scope='col'[^>]*>(.*?)</th>", view.table.value)]
+def read_rows(view: Any) -> dict[str, list[str]]:
+    """Return row -> text of its cells."""
+    rows = re.findall(r"data-opens='([^']+)'>(.*?)</tr>", view.table.value, re.DOTALL)
+    return {key: [strip_tags(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)] for key, row in rows}
+
+
+def read_column(view: Any, title: str, after: int = 0) -> dict[str, str]:
+    """Return row -> text in the first column titled ``title``, or in a column ``after`` it."""
+    titles = [strip_tags(head) for head in re.findall(r"<th scope='col'[^>]*>(.*?)</th>", view.table.value)]
     index = next(index for index, head in enumerate(titles[1:]) if head.startswith(title)) + after
-    return {key: cells[index] for key, cells in rows_of(view).items()}
+    return {key: cells[index] for key, cells in read_rows(view).items()}
 
 
-def test_components_stand_in_the_order_of_their_bytes() -> None:
-    for plan in (plan_of(), plan_of(recompute="full"), plan_of(micro_batch_size=8)):
-        numbers = column(MemoryView(plan), "predicted")
+def test_components_are_sorted_by_bytes() -> None:
+    for plan in (build_plan(), build_plan(recompute="full"), build_plan(micro_batch_size=8)):
+        numbers = read_column(MemoryView(plan), "predicted")
         total = float(numbers.pop("total"))
         sizes = [float(number.replace(",", "")) for number in numbers.values()]
         assert sizes == sorted(sizes, reverse=True) and len(sizes) == 9
         assert sum(sizes) == pytest.approx(total, rel=0.01)
 
 
-def test_pinned_plans_are_rows_and_columns_with_differences() -> None:
-    before, after, third = plan_of(), plan_of(recompute="full", micro_batch_size=2), plan_of(seq_len=2048)
-    assert [str(found) for found in find_differences(before, after)] == [
+def test_pinned_plans_are_bars_and_table_columns_with_differences() -> None:
+    before, after, third = (
+        build_plan(),
+        build_plan(recompute="full", micro_batch_size=2),
+        build_plan(seq_len=2048),
+    )
+    assert [str(change) for change in find_differences(before, after)] == [
         "micro batch size 1 → 2",
         "recompute none → full",
     ]
     view = MemoryView(after, pins=(before, third))
-    bars = drawn(view)
+    bars = read_bars(view)
     assert list(bars) == ["predicted", "pin 0", "pin 1"]
     assert sum(bars["pin 0"].values()) == pytest.approx(before.memory().peak_bytes / GIB)
     assert "micro-batch 1" in view.figure.layout.yaxis.ticktext[-2].replace("<br>", " ")
-    assert "title='pinned: micro-batch 1, recompute none'" in view.table.value, "in full on hover"
-    here, there = column(view, "predicted"), column(view, "micro-batch 1")
-    for name, number in column(view, "micro-batch 1", after=1).items():
+    assert "title='pinned: micro-batch 1, recompute none'" in view.table.value, (
+        "the tooltip has the full description"
+    )
+    predicted, pinned = read_column(view, "predicted"), read_column(view, "micro-batch 1")
+    for name, number in read_column(view, "micro-batch 1", after=1).items():
         difference = float(number.replace("−", "-"))
-        assert difference == pytest.approx(float(here[name]) - float(there[name]), abs=0.11), name
+        assert difference == pytest.approx(float(predicted[name]) - float(pinned[name]), abs=0.11), name
     view.show(before)
-    assert "this plan" in view.figure.layout.yaxis.ticktext[-2], "names follow the plan on screen"
-    assert set(column(view, "this plan", after=1).values()) == {"0"}
+    assert "this plan" in view.figure.layout.yaxis.ticktext[-2], "pin labels follow the current plan"
+    assert set(read_column(view, "this plan", after=1).values()) == {"0"}
 
 
-def pin_button(view: MemoryView) -> Any:
+def find_pin_button(view: MemoryView) -> Any:
     waiting: list[Any] = [view]
     for widget in waiting:
         if getattr(widget, "description", "") == "Pin for comparison":
@@ -199,10 +209,10 @@ def pin_button(view: MemoryView) -> Any:
     raise AssertionError("no button")
 
 
-def test_a_plan_is_pinned_and_each_pin_is_taken_away_by_a_button() -> None:
-    one, two = plan_of(), plan_of(seq_len=2048)
+def test_buttons_pin_and_unpin_plans() -> None:
+    one, two = build_plan(), build_plan(seq_len=2048)
     view = MemoryView(one)
-    button = pin_button(view)
+    button = find_pin_button(view)
     assert button.description == "Pin for comparison"
     button.click()
     assert view.pins == (one,) and button.description == "Unpin"
@@ -211,27 +221,27 @@ def test_a_plan_is_pinned_and_each_pin_is_taken_away_by_a_button() -> None:
     button.click()
     assert view.pins == (one, two)
     view.table.press_button("unpin 0")
-    assert view.pins == (two,) and list(drawn(view)) == ["predicted", "pin 0"]
+    assert view.pins == (two,) and list(read_bars(view)) == ["predicted", "pin 0"]
     view.table.press_button("unpin 7")
     assert view.table.error and view.pins == (two,)
     button.click()
-    assert view.pins == () and list(drawn(view)) == ["predicted"]
+    assert view.pins == () and list(read_bars(view)) == ["predicted"]
 
 
-def test_whoever_keeps_the_pins_for_several_views_is_asked() -> None:
-    asked: list[ss.Plan] = []
-    one, two = plan_of(), plan_of(seq_len=2048)
-    view = MemoryView(one, on_pin=asked.append)
-    pin_button(view).click()
-    assert asked == [one] and view.pins == ()
+def test_pin_buttons_call_on_pin_and_pins_are_deduplicated() -> None:
+    pinned: list[ss.Plan] = []
+    one, two = build_plan(), build_plan(seq_len=2048)
+    view = MemoryView(one, on_pin=pinned.append)
+    find_pin_button(view).click()
+    assert pinned == [one] and view.pins == ()
     view.pins = (two, one, two)
-    assert view.pins == (two, one), "each once"
+    assert view.pins == (two, one), "pins are unique"
     view.table.press_button("unpin 0")
-    assert asked == [one, two]
+    assert pinned == [one, two]
 
 
 def test_a_click_on_a_component_opens_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    view = MemoryView(plan_of())
+    view = MemoryView(build_plan())
     sent: list[Any] = []
     monkeypatch.setattr(view.table, "send", sent.append)
     for mode, kind in (("peak", "bar"), ("step", "scatter")):
@@ -240,29 +250,29 @@ def test_a_click_on_a_component_opens_its_row(monkeypatch: pytest.MonkeyPatch) -
         index = next(index for index, trace in traces if trace.name == "gather buffers")
         view.figure._handle_custom_msg({"click": {"trace": index, "point": 0, "customdata": ""}}, [])
     assert sent == [{"open": "gather_buffers"}] * 2
-    assert "gather_buffers" in rows_of(view)
+    assert "gather_buffers" in read_rows(view)
 
 
-def test_only_the_chart_in_sight_takes_clicks() -> None:
-    """Of two subplots in one place, plotly gives every hover and click to the upper one."""
-    view = MemoryView(plan_of())
+def test_only_the_visible_subplot_takes_clicks() -> None:
+    """Where two subplots overlap, plotly sends every hover and click to the upper one."""
+    view = MemoryView(build_plan())
     for mode, shown, hidden in (("peak", "xaxis", "xaxis2"), ("step", "xaxis2", "xaxis")):
         view.mode.value = mode
         assert view.figure.layout[shown].domain == (0, 1)
         assert view.figure.layout[hidden].domain[1] < 0.01
 
 
-def test_no_text_stands_on_a_grid_line() -> None:
-    view = MemoryView(plan_of())
+def test_axes_have_no_grid_lines_and_capacity_label_is_in_the_margin() -> None:
+    view = MemoryView(build_plan())
     for axis in (view.figure.layout[name] for name in ("xaxis", "yaxis", "xaxis2", "yaxis2")):
         assert axis.showgrid is False
     view.mode.value = "step"
     capacity = next(note for note in view.figure.layout.annotations if "usable" in note.text)
-    assert (capacity.xref, capacity.xanchor) == ("paper", "left"), "in the margin"
+    assert (capacity.xref, capacity.xanchor) == ("paper", "left"), "the label is in the margin"
 
 
-def test_labels_of_one_step_do_not_touch() -> None:
-    view = MemoryView(plan_of(), pins=(plan_of(recompute="full"), plan_of(recompute="selective")))
+def test_step_mode_labels_do_not_overlap() -> None:
+    view = MemoryView(build_plan(), pins=(build_plan(recompute="full"), build_plan(recompute="selective")))
     view.mode.value = "step"
     layout = view.figure.layout
     pixels = layout.height - layout.margin.t - layout.margin.b
@@ -273,7 +283,7 @@ def test_labels_of_one_step_do_not_touch() -> None:
     assert all(upper - lower > 13 for upper, lower in pairwise(heights))
 
 
-def test_numbers_have_no_room_to_wrap_apart_from_their_unit() -> None:
+def test_chart_labels_contain_no_line_breaks() -> None:
     tiny = ss.Plan(
         ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), ss.Recipe(seq_len=64), ss.Layout.fsdp2()
     )
@@ -282,38 +292,40 @@ def test_numbers_have_no_room_to_wrap_apart_from_their_unit() -> None:
         assert "<br>" not in note.text
 
 
-def test_another_framework_is_one_difference() -> None:
-    found = find_differences(plan_of(), plan_of("llama-3.1-70b", layout=ss.Layout.zero(stage=2)))
-    assert [str(one) for one in found] == [
+def test_framework_change_is_reported_as_one_difference() -> None:
+    differences = find_differences(build_plan(), build_plan("llama-3.1-70b", layout=ss.Layout.zero(stage=2)))
+    assert [str(difference) for difference in differences] == [
         "model llama-3.1-8b → llama-3.1-70b",
         "framework FSDP2 → DeepSpeed ZeRO-2",
     ]
 
 
-def test_what_follows_from_another_change_is_no_difference() -> None:
-    before = plan_of(layout=ss.Layout.zero(3))
-    after = plan_of(layout=ss.Layout.zero(3, offload_params="nvme"))
+def test_derived_options_are_not_reported_as_differences() -> None:
+    before = build_plan(layout=ss.Layout.zero(3))
+    after = build_plan(layout=ss.Layout.zero(3, offload_params="nvme"))
     assert after.layout.offload_params_buffer_count is not None  # type: ignore[attr-defined]
     for one, other in ((before, after), (after, before)):
         assert [difference.field for difference in find_differences(one, other)] == ["offload_params"]
-    chosen = plan_of(layout=ss.Layout.zero(3, offload_params="nvme", offload_params_buffer_count=99))
+    chosen = build_plan(layout=ss.Layout.zero(3, offload_params="nvme", offload_params_buffer_count=99))
     assert {difference.field for difference in find_differences(before, chosen)} == {
         "offload_params",
         "offload_params_buffer_count",
     }
 
 
-def test_the_course_of_a_pinned_plan_stays_on_the_axis_and_says_what_it_is() -> None:
-    small, large = plan_of(), plan_of(micro_batch_size=4)
+def test_timeline_of_a_pinned_plan_is_labelled_and_within_the_axis() -> None:
+    small, large = build_plan(), build_plan(micro_batch_size=4)
     view = MemoryView(small, pins=(large,))
     view.mode.value = "step"
     line = next(trace for trace in view.figure.data if trace.visible and trace.mode == "lines+markers")
-    assert max(line.y) > small.memory().usable_bytes / 2**30, "else this tests nothing"
+    assert max(line.y) > small.memory().usable_bytes / 2**30, (
+        "precondition: the pinned plan exceeds the capacity line"
+    )
     assert view.figure.layout.yaxis2.range[1] > max(line.y)
     assert any("micro-batch" in note.text for note in view.figure.layout.annotations)
 
 
-# ------------------------------------------------------------------------------------------ repairs
+# --------------------------------------------------------------------------------- suggested changes
 
 
 @pytest.fixture
@@ -321,15 +333,15 @@ def studio() -> Studio:
     return Studio()
 
 
-def offered(view: Any) -> list[str]:
+def read_offers(view: Any) -> list[str]:
     return [button.description for button in view.repairs.buttons.children]
 
 
-def changes_of(view: MemoryView) -> list[ss.Plan]:
-    """Return what a click on each chip makes of the plan on screen."""
+def apply_each_offer(view: MemoryView) -> list[ss.Plan]:
+    """Return the plan that a click on each suggested change gives."""
     before, changed = view.plan, []
     assert before is not None
-    for index in range(len(offered(view))):
+    for index in range(len(read_offers(view))):
         view.repairs.buttons.children[index].click()
         assert view.plan is not None and view.plan != before
         changed.append(view.plan)
@@ -338,11 +350,11 @@ def changes_of(view: MemoryView) -> list[ss.Plan]:
     return changed
 
 
-def test_a_plan_that_fits_is_offered_room_at_little_cost() -> None:
-    plan = plan_of()
+def test_fitting_plan_is_offered_cheap_memory_savings() -> None:
+    plan = build_plan()
     view = MemoryView(plan)
-    assert 1 <= len(offered(view)) <= 3 and view.repairs.make_it_fit.layout.display == "none"
-    for chip, changed in zip(offered(view), changes_of(view), strict=True):
+    assert 1 <= len(read_offers(view)) <= 3 and view.repairs.make_it_fit.layout.display == "none"
+    for chip, changed in zip(read_offers(view), apply_each_offer(view), strict=True):
         assert f"−{format_gib(plan.memory().peak_bytes - changed.memory().peak_bytes)} GiB" in chip
         assert re.search(r"\d %|same speed", chip)
         assert changed.layout == plan.layout
@@ -351,64 +363,64 @@ def test_a_plan_that_fits_is_offered_room_at_little_cost() -> None:
         assert changed.step().seconds < 1.2 * plan.step().seconds
 
 
-def test_one_button_makes_a_plan_fit_and_names_its_changes() -> None:
-    plan = plan_of("llama-3.1-405b", "8x8xh100-sxm-80gb", ss.Layout.megatron(tp=1, pp=1))
+def test_make_it_fit_button_lists_and_applies_its_changes() -> None:
+    plan = build_plan("llama-3.1-405b", "8x8xh100-sxm-80gb", ss.Layout.megatron(tp=1, pp=1))
     applied: list[ss.Plan] = []
     view = MemoryView(plan, on_apply=applied.append)
     panel = view.repairs
     assert until(lambda: panel.make_it_fit.layout.display == "", 60)
     assert panel.make_it_fit.description == "Make it fit"
-    told = words(panel.fit_words.value)
+    text = strip_tags(panel.fit_words.value)
     fit = make_it_fit(plan)
-    assert fit is not None and all(change.lower() in unescape(told).lower() for change in fit.changes)
-    assert re.search(r"fits, [\d.]+ of 79.1 GiB", told)
+    assert fit is not None and all(change.lower() in unescape(text).lower() for change in fit.changes)
+    assert re.search(r"fits, [\d.]+ of 79.1 GiB", text)
     panel.make_it_fit.click()
     assert applied == [fit.plan] and fits(applied[0], applied[0].memory())
     view.show(fit.plan)
     assert panel.make_it_fit.layout.display == "none"
 
 
-def test_of_many_plans_in_a_row_only_the_last_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_search_skips_superseded_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[ss.Plan] = []
-    goes_on = threading.Event()
+    may_continue = threading.Event()
 
     def search(plan: ss.Plan) -> None:
         searched.append(plan)
-        assert goes_on.wait(10)
+        assert may_continue.wait(10)
 
     monkeypatch.setattr(fit_search, "make_it_fit", search)
-    plans = [plan_of(micro_batch_size=size) for size in (2, 4, 8)]
+    plans = [build_plan(micro_batch_size=size) for size in (2, 4, 8)]
     view = MemoryView(plans[0])
     for plan in plans[1:]:
         view.show(plan)
-    goes_on.set()
+    may_continue.set()
     assert until(lambda: not view.repairs.fit_search.is_searching)
     assert len(searched) <= 2 and searched[-1] == plans[-1]
 
 
-def test_a_view_that_stands_alone_shows_the_plan_that_fits() -> None:
-    view = MemoryView(plan_of(micro_batch_size=2))
+def test_standalone_view_shows_the_fitting_plan_after_make_it_fit() -> None:
+    view = MemoryView(build_plan(micro_batch_size=2))
     assert until(lambda: view.repairs.make_it_fit.layout.display == "", 60)
     view.repairs.make_it_fit.click()
     assert view.plan is not None and fits(view.plan, view.plan.memory())
 
 
-def test_only_changes_that_are_enough_are_offered_to_a_plan_that_does_not_fit() -> None:
-    plan = plan_of(micro_batch_size=2)
+def test_oversized_plan_is_offered_only_changes_that_make_it_fit() -> None:
+    plan = build_plan(micro_batch_size=2)
     view = MemoryView(plan)
-    assert offered(view)
-    for changed in changes_of(view):
+    assert read_offers(view)
+    for changed in apply_each_offer(view):
         assert fits(changed, changed.memory())
         assert changed.step().seconds < 3 * plan.step().seconds
 
 
-def test_changes_of_another_plan_cannot_be_pressed() -> None:
-    """Until the user pauses, the chips of the plan before stand there, and do nothing."""
+def test_suggested_changes_of_the_previous_plan_are_disabled() -> None:
+    """Until the user pauses, the previous plan's suggestions are shown and disabled."""
     applied: list[ss.Plan] = []
-    view = MemoryView(plan_of(), on_apply=applied.append)
+    view = MemoryView(build_plan(), on_apply=applied.append)
 
     async def press_before_the_pause() -> None:
-        view.show(plan_of(seq_len=2048))
+        view.show(build_plan(seq_len=2048))
         for chip in view.repairs.buttons.children:
             assert chip.disabled
             chip.click()
@@ -419,7 +431,7 @@ def test_changes_of_another_plan_cannot_be_pressed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lost", "said"),
+    ("slowdown", "text"),
     [
         (0.03, "3 % slower"),
         (0.4, "1.4x slower"),
@@ -428,8 +440,8 @@ def test_changes_of_another_plan_cannot_be_pressed() -> None:
         (nan, "time unknown"),
     ],
 )
-def test_what_a_change_costs_in_time(lost: float, said: str) -> None:
-    assert said in describe_cost(lost * 4.0, 4.0)
+def test_cost_of_a_change_is_described_as_relative_step_time(slowdown: float, text: str) -> None:
+    assert text in describe_cost(slowdown * 4.0, 4.0)
 
 
 SITUATIONS: list[dict[str, Any]] = [
@@ -441,50 +453,50 @@ SITUATIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("situation", SITUATIONS, ids=str)
-def test_a_change_goes_through_the_inputs_and_nothing_else_changes(
+def test_applying_a_suggested_change_gives_exactly_its_plan(
     studio: Studio, situation: dict[str, Any]
 ) -> None:
     studio.layout_picker.framework.value = situation.get("framework", "fsdp2")
     studio.recipe.micro.value = situation.get("micro", "1")
     studio.recipe.seq_len.value = situation.get("seq_len", "4096")
     before, panel = studio.plan, studio.memory.repairs
-    changed = changes_of(MemoryView(before))
+    changed = apply_each_offer(MemoryView(before))
     assert changed
     for index, plan in enumerate(changed):
         studio.apply(before)
         assert studio.plan == before
         panel.buttons.children[index].click()
         assert studio.plan.degrees == plan.degrees
-        assert with_rank(studio.plan.recipe) == with_rank(plan.recipe)
+        assert fill_default_rank(studio.plan.recipe) == fill_default_rank(plan.recipe)
         assert studio.plan.memory().peak_bytes == plan.memory().peak_bytes
 
 
-def with_rank(recipe: ss.Recipe) -> ss.Recipe:
-    """The recipe with the default rank written out, as the input shows it."""
+def fill_default_rank(recipe: ss.Recipe) -> ss.Recipe:
+    """Return the recipe with an explicit LoRA rank, as the input shows it."""
     return replace(recipe, lora_rank=recipe.adapter_rank) if recipe.has_adapters else recipe
 
 
-def test_what_has_no_input_is_kept_until_somebody_takes_it_back(studio: Studio) -> None:
-    kept = replace(studio.plan, recipe=replace(studio.plan.recipe, optimizer="sgd"))
-    studio.apply(kept)
+def test_optimizer_without_an_input_is_preserved(studio: Studio) -> None:
+    plan = replace(studio.plan, recipe=replace(studio.plan.recipe, optimizer="sgd"))
+    studio.apply(plan)
     studio.recipe.seq_len.value = "2048"
     assert studio.plan.recipe.optimizer == "sgd"
 
 
-# ---------------------------------------------------------------------------------------- rehearsing
+# ----------------------------------------------------------------------------------------- rehearsal
 
 
-def test_rehearsing_shows_how_far_it_is_and_then_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    goes_on = threading.Event()
+def test_rehearsal_shows_progress_and_then_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_continue = threading.Event()
 
     def rehearse(self: ss.Plan, progress: Any = None, timeout: float = 0) -> Any:
         progress("forward", 0.5)
-        assert goes_on.wait(10)
+        assert may_continue.wait(10)
         progress("backward", 0.9)
-        return as_tier(self, "rehearsed")
+        return build_report_of_tier(self, "rehearsed")
 
     monkeypatch.setattr(ss.Plan, "rehearse", rehearse, raising=False)
-    view = MemoryView(plan_of())
+    view = MemoryView(build_plan())
     panel = view.rehearse
     assert panel.layout.display == ""
     expected = estimate_seconds(view.plan)
@@ -493,88 +505,92 @@ def test_rehearsing_shows_how_far_it_is_and_then_its_row(monkeypatch: pytest.Mon
     assert until(lambda: panel.progress.value == 0.5)
     assert panel.button.disabled and panel.cancel.layout.display == ""
     assert "forward" in panel.words.value
-    assert view.caption.layout.display == "none", "progress stands in the caption's place"
-    goes_on.set()
+    assert view.caption.layout.display == "none", "progress replaces the caption"
+    may_continue.set()
     assert until(lambda: not panel.button.disabled)
-    assert "rehearsed" in drawn(view) and view.caption.layout.display == ""
-    view.show(plan_of(seq_len=2048))
-    assert "about 5 s" in panel.button.tooltip, "as quick as the last one was here"
+    assert "rehearsed" in read_bars(view) and view.caption.layout.display == ""
+    view.show(build_plan(seq_len=2048))
+    assert "about 5 s" in panel.button.tooltip, "the estimate uses the duration of the last rehearsal"
 
 
-def test_what_ends_while_an_input_moves_does_not_bring_the_old_picture_back(
+def test_rehearsal_that_ends_after_a_plan_change_keeps_the_new_chart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A rehearsal's thread draws the old plan; meanwhile a person asks for another: that one stays."""
-    old, new = plan_of(), plan_of(seq_len=2048)
+    """While a rehearsal's thread draws the old plan the user selects a new one, which stays on screen."""
+    old, new = build_plan(), build_plan(seq_len=2048)
     view = MemoryView(old)
-    is_drawing, goes_on, real = threading.Event(), threading.Event(), memory_view.draw_memory
+    is_drawing, may_continue, original = threading.Event(), threading.Event(), memory_view.draw_memory
 
-    def slow(figure: Any, shown: Any, mode: Any) -> None:
+    def draw_slowly(figure: Any, shown: Any, mode: Any) -> None:
         if threading.current_thread().name == "rehearsal":
             is_drawing.set()
-            goes_on.wait(1)
-        real(figure, shown, mode)
+            may_continue.wait(1)
+        original(figure, shown, mode)
 
-    monkeypatch.setattr(memory_view, "draw_memory", slow)
-    ends = threading.Thread(target=view.add, args=(old, as_tier(old, "rehearsed")), name="rehearsal")
-    ends.start()
+    monkeypatch.setattr(memory_view, "draw_memory", draw_slowly)
+    rehearsal_thread = threading.Thread(
+        target=view.add, args=(old, build_report_of_tier(old, "rehearsed")), name="rehearsal"
+    )
+    rehearsal_thread.start()
     assert is_drawing.wait(10)
-    asks = threading.Thread(target=view.show, args=(new,))
-    asks.start()
-    asks.join(0.3)  # Long enough, were it not made to wait.
-    goes_on.set()
-    for thread in (ends, asks):
+    show_thread = threading.Thread(target=view.show, args=(new,))
+    show_thread.start()
+    show_thread.join(0.3)  # Long enough to finish if it did not wait for the lock.
+    may_continue.set()
+    for thread in (rehearsal_thread, show_thread):
         thread.join(10)
-    assert sum(drawn(view)["predicted"].values()) == pytest.approx(new.memory().peak_bytes / GIB)
-    assert list(drawn(view)) == ["predicted"], "the rehearsal was the old plan's"
+    assert sum(read_bars(view)["predicted"].values()) == pytest.approx(new.memory().peak_bytes / GIB)
+    assert list(read_bars(view)) == ["predicted"], "the rehearsal belongs to the old plan"
 
 
-def test_what_is_done_says_how_long_the_rest_takes() -> None:
-    takes = DurationEstimate(40)
-    assert takes.format(4, 0.1) == "4 s of about 40 s", "it was only starting"
-    assert takes.format(30, 0.3) == "30 s of about 2 minutes"
-    assert takes.format(60, 0.3) == "60 s of about 2 minutes", "in the midst of a part nothing new is known"
-    assert takes.format(70, 0.9) == "70 s of about 80 s"
-    assert takes.format(90, 0.9) == "90 s", "it took longer, and nobody knows how much"
+def test_duration_estimate_is_refined_from_progress() -> None:
+    estimate = DurationEstimate(40)
+    assert estimate.format(4, 0.1) == "4 s of about 40 s", "too early to refine the estimate"
+    assert estimate.format(30, 0.3) == "30 s of about 2 minutes"
+    assert estimate.format(60, 0.3) == "60 s of about 2 minutes", "no refinement without progress"
+    assert estimate.format(70, 0.9) == "70 s of about 80 s"
+    assert estimate.format(90, 0.9) == "90 s", "no estimate after it is exceeded"
     assert DurationEstimate(None).format(12, 0.9) == "12 s"
 
 
-def test_a_rehearsal_of_more_layers_and_micro_batches_is_expected_to_take_longer() -> None:
+def test_rehearsal_estimate_grows_with_layers_and_micro_batches() -> None:
     def seconds(**recipe: Any) -> float:
-        return estimate_seconds(plan_of(**recipe))
+        return estimate_seconds(build_plan(**recipe))
 
     assert seconds(global_batch_size=8) < seconds(global_batch_size=16) < seconds(global_batch_size=24)
-    assert seconds(global_batch_size=24) == seconds(global_batch_size=64), "more of them are not played"
-    assert estimate_seconds(plan_of("llama-3.1-70b")) > seconds()
+    assert seconds(global_batch_size=24) == seconds(global_batch_size=64), (
+        "no more micro-batches than these are rehearsed"
+    )
+    assert estimate_seconds(build_plan("llama-3.1-70b")) > seconds()
 
 
-def test_a_rehearsal_can_be_cancelled_and_may_fail_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rehearsal_can_be_cancelled_and_shows_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     started = threading.Event()
 
-    def endless(self: ss.Plan, progress: Any = None, timeout: float = 0) -> Any:
+    def rehearse_endlessly(self: ss.Plan, progress: Any = None, timeout: float = 0) -> Any:
         while True:
             progress("forward", 0.1)
             started.set()
             time.sleep(0.02)
 
-    monkeypatch.setattr(ss.Plan, "rehearse", endless, raising=False)
-    view = MemoryView(plan_of())
+    monkeypatch.setattr(ss.Plan, "rehearse", rehearse_endlessly, raising=False)
+    view = MemoryView(build_plan())
     view.rehearse.button.click()
     assert started.wait(10)
     view.rehearse.cancel.click()
     assert until(lambda: "Cancelled" in view.rehearse.words.value)
     assert until(lambda: not view.rehearse.button.disabled)
 
-    def refused(self: ss.Plan, progress: Any = None, timeout: float = 0) -> Any:
+    def raise_value_error(self: ss.Plan, progress: Any = None, timeout: float = 0) -> Any:
         raise ValueError("Layout.pp is 2; allowed: <1>. Nearest fix: pp=1.")
 
-    monkeypatch.setattr(ss.Plan, "rehearse", refused, raising=False)
+    monkeypatch.setattr(ss.Plan, "rehearse", raise_value_error, raising=False)
     view.rehearse.button.click()
     assert until(lambda: "allowed: &lt;1&gt;" in view.rehearse.words.value)
-    assert list(drawn(view)) == ["predicted"]
+    assert list(read_bars(view)) == ["predicted"]
 
 
-def test_an_amount_that_rounds_to_zero_is_shown_as_smaller_than_the_smallest() -> None:
+def test_amount_that_rounds_to_zero_is_shown_as_below_the_smallest() -> None:
     assert [table._format_amount(number) for number in (0, 2048, 2**20, 2**30)] == [
         "0", "<0.0001", "0.00098", "1.00",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The advice view without a browser: the path, the numbers, what is pressed, and the table of abilities."""
+"""Tests of the advice view without a browser: decision path, numbers, buttons and support table."""
 
 from __future__ import annotations
 
@@ -17,44 +17,45 @@ from shardscope.planner.advice.advice import Advice, Turn
 from shardscope_widgets import AdviceView
 
 
-def words(html: str) -> str:
+def strip_tags(html: str) -> str:
     return unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))).strip()
 
 
-def plan_of(layout: ss.Layout | None = None, cluster: str = "8xh100-sxm-80gb", **recipe: Any) -> ss.Plan:
+def build_plan(layout: ss.Layout | None = None, cluster: str = "8xh100-sxm-80gb", **recipe: Any) -> ss.Plan:
     return ss.Plan(
         ss.models["llama-3.1-8b"], ss.Cluster.parse(cluster), ss.Recipe(**recipe), layout or ss.Layout.fsdp2()
     )
 
 
-PLAN, OTHER = plan_of(recompute="selective"), plan_of(ss.Layout.zero(stage=2), recompute="full")
+PLAN, OTHER = build_plan(recompute="selective"), build_plan(ss.Layout.zero(stage=2), recompute="full")
 
 
-def advice_of(**changed: Any) -> Advice:
+def build_advice(**changed: Any) -> Advice:
     turns = (
         Turn(question="Does it fit on one GPU?", answer="No: <20> GiB too little.", number="needs 99.9 GiB",
              why="The simplest.", taken=False),
         Turn(question="With everything split?", answer="Yes: FSDP2.", number="needs 54.0 GiB", why="Gathers.",
              taken=True, plan=PLAN),
     )  # fmt: skip
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "plan": PLAN,
         "path": turns,
         "alternatives": ((OTHER, "DeepSpeed ZeRO-2: <the same>, 1 % slower."),),
         "why": "Start with FSDP2. It is the simplest that fits.",
     }
-    return Advice(**{**given, **changed})
+    return Advice(**{**fields, **changed})
 
 
-def items(view: AdviceView) -> list[tuple[str, str]]:
-    """Class and words of each turn, in order."""
+def read_turns(view: AdviceView) -> list[tuple[str, str]]:
+    """Return the CSS class and the text of each decision, in order."""
     return [
-        (kind, words(html)) for kind, html in re.findall(r"<li class='([^']+)'>(.*?)</li>", view.words.value)
+        (kind, strip_tags(html))
+        for kind, html in re.findall(r"<li class='([^']+)'>(.*?)</li>", view.words.value)
     ]
 
 
-def test_the_path_is_told_in_order_with_its_numbers() -> None:
-    first, second = items(AdviceView(advice_of()))
+def test_decision_path_is_shown_in_order_with_numbers() -> None:
+    first, second = read_turns(AdviceView(build_advice()))
     assert first == (
         "ss-passed",
         "not taken: Does it fit on one GPU? No: <20> GiB too little. needs 99.9 GiB The simplest.",
@@ -62,14 +63,14 @@ def test_the_path_is_told_in_order_with_its_numbers() -> None:
     assert second[0] == "ss-taken" and second[1].startswith("taken: With everything split? Yes: FSDP2.")
 
 
-def test_what_is_taken_is_not_told_by_colour_alone() -> None:
-    turns = items(AdviceView(advice_of()))
-    assert [told.partition(":")[0] for _, told in turns] == ["not taken", "taken"]
+def test_taken_decisions_are_marked_in_text_not_only_by_colour() -> None:
+    turns = read_turns(AdviceView(build_advice()))
+    assert [text.partition(":")[0] for _, text in turns] == ["not taken", "taken"]
 
 
-def test_a_button_applies_the_plan_and_each_alternative() -> None:
+def test_buttons_apply_the_recommendation_and_each_alternative() -> None:
     applied: list[ss.Plan] = []
-    view = AdviceView(advice_of(), on_apply=applied.append)
+    view = AdviceView(build_advice(), on_apply=applied.append)
     for act in re.findall(r"data-act='([^']+)'", view.words.value):
         view.words.press_button(act)
     assert applied == [PLAN, OTHER]
@@ -77,93 +78,95 @@ def test_a_button_applies_the_plan_and_each_alternative() -> None:
 
 
 @pytest.mark.parametrize("act", ["1", "-1", "x", "", "99999999999999999999", "plan"])
-def test_a_click_on_what_is_no_longer_there_does_nothing(act: str) -> None:
-    view = AdviceView(advice_of(plan=None), on_apply=lambda _: pytest.fail("applied"))
+def test_click_on_a_removed_button_is_ignored(act: str) -> None:
+    view = AdviceView(build_advice(plan=None), on_apply=lambda _: pytest.fail("applied"))
     view.words.press_button(act)
     assert view.plan is None
 
 
-def test_where_nothing_fits_the_nearest_stand_there() -> None:
-    view = AdviceView(advice_of(plan=None, why="Nothing fits. 20 GiB are missing."))
+def test_nearest_plans_are_shown_when_nothing_fits() -> None:
+    view = AdviceView(build_advice(plan=None, why="Nothing fits. 20 GiB are missing."))
     assert "data-act='plan'" not in view.words.value
-    assert "Nothing fits. 20 GiB are missing." in words(view.words.value)
-    assert "Nearest plans" in words(view.words.value)
+    assert "Nothing fits. 20 GiB are missing." in strip_tags(view.words.value)
+    assert "Nearest plans" in strip_tags(view.words.value)
 
 
 def test_there_is_one_recommendation_and_at_most_two_alternatives() -> None:
-    plans = [plan_of(ss.Layout.megatron(tp=tp)) for tp in (2, 4, 8)]
-    view = AdviceView(advice_of(alternatives=tuple((plan, f"{plan.layout}.") for plan in plans)))
-    assert view.words.value.count("data-act='plan'") == 1 and "search" not in words(view.words.value)
+    plans = [build_plan(ss.Layout.megatron(tp=tp)) for tp in (2, 4, 8)]
+    view = AdviceView(build_advice(alternatives=tuple((plan, f"{plan.layout}.") for plan in plans)))
+    assert view.words.value.count("data-act='plan'") == 1 and "search" not in strip_tags(view.words.value)
     assert re.findall(r"data-act='(\d)'", view.words.value) == ["0", "1"]
     view.words.press_button("2")
     assert view.plan is None and "is not an action of this view" in view.words.error
 
 
-def test_the_plan_on_screen_is_kept_where_it_is_the_recommended_one() -> None:
-    view = AdviceView(advice_of())
-    view.mark(plan_of(recompute="selective"))
-    assert "Keep the current plan: FSDP2" in words(view.words.value)
+def test_current_plan_is_kept_if_it_is_the_recommended_one() -> None:
+    view = AdviceView(build_advice())
+    view.mark(build_plan(recompute="selective"))
+    assert "Keep the current plan: FSDP2" in strip_tags(view.words.value)
     assert "data-act='plan'" not in view.words.value
     view.words.press_button("plan")
     assert view.plan is None and "is not an action of this view" in view.words.error
-    view.mark(plan_of(ss.Layout.ddp()))
-    assert "Start with FSDP2." in words(view.words.value) and "data-act='plan'" in view.words.value
-    assert "does not fit" in words(view.words.value)
+    view.mark(build_plan(ss.Layout.ddp()))
+    assert "Start with FSDP2." in strip_tags(view.words.value) and "data-act='plan'" in view.words.value
+    assert "does not fit" in strip_tags(view.words.value)
 
 
-def test_gains_and_costs_are_compared_with_the_plan_on_screen() -> None:
-    current, advised = plan_of(recompute="full"), plan_of()
-    view = AdviceView(advice_of(plan=advised))
+def test_memory_and_speed_are_compared_with_the_current_plan() -> None:
+    current, advised = build_plan(recompute="full"), build_plan()
+    view = AdviceView(build_advice(plan=advised))
     view.mark(current)
-    told = words(view.words.value)
+    text = strip_tags(view.words.value)
     more = advised.memory().peak_bytes - current.memory().peak_bytes
     faster = current.step().seconds / advised.step().seconds - 1
     assert more > 0 and faster > 0
-    assert f"{format_gib(more)} GiB more" in told and f"{100 * faster:.0f} % faster" in told
+    assert f"{format_gib(more)} GiB more" in text and f"{100 * faster:.0f} % faster" in text
 
 
-def test_the_questions_and_the_table_are_folded_and_stay_as_they_are_when_it_is_drawn_again() -> None:
-    html = AdviceView(advice_of()).words.value
+def test_decisions_and_support_table_are_collapsed_and_keyed() -> None:
+    html = AdviceView(build_advice()).words.value
     assert re.findall(r"<details class='ss-fold' data-key='(\w+)'>", html) == ["why", "support"]
     assert "<summary>Why: 2 decisions</summary>" in html and "<details open" not in html
 
 
-def test_a_view_asks_by_itself_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+def test_standalone_view_requests_advice_and_repeats_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[Any] = []
 
     def recommend(*question: Any, current: Any) -> Advice:
-        asked.append(question)
-        return advice_of()
+        requests.append(question)
+        return build_advice()
 
     monkeypatch.setattr(ss, "recommend", recommend)
-    view, found = AdviceView(), threading.Event()
-    assert view.work.button.layout.display == "none", "nothing was asked that could be asked again"
+    view, answered = AdviceView(), threading.Event()
+    assert view.work.button.layout.display == "none", "there is no earlier request to repeat"
     question = PLAN.architecture, PLAN.cluster, PLAN.recipe
-    view.ask(*question, familiar_with=["fsdp2"], on_found=found.set)
-    assert until(lambda: view.advice is not None and not view.work.is_busy) and found.is_set()
+    view.ask(*question, familiar_with=["fsdp2"], on_found=answered.set)
+    assert until(lambda: view.advice is not None and not view.work.is_busy) and answered.is_set()
     view.work.button.click()
-    assert until(lambda: len(asked) == 2 and not view.work.is_busy)
-    assert asked == [(*question, ["fsdp2"])] * 2 and view.work.button.layout.display == ""
+    assert until(lambda: len(requests) == 2 and not view.work.is_busy)
+    assert requests == [(*question, ["fsdp2"])] * 2 and view.work.button.layout.display == ""
 
 
-def test_the_table_is_the_layouts_own() -> None:
-    table, html = compute_abilities(), AdviceView(advice_of()).words.value
+def test_support_table_equals_the_computed_abilities() -> None:
+    table, html = compute_abilities(), AdviceView(build_advice()).words.value
     body = html.partition("<tbody>")[2]
     rows = re.findall(r"<tr><th scope='row' title='[^']*'>([^<]+)</th>(.*?)</tr>", body)
     assert [unescape(title) for title, _ in rows] == [column.title for column in COLUMNS.values()]
     for (_, cells), key in zip(rows, COLUMNS, strict=True):
-        told = re.findall(r"aria-label='(yes|no)'>(.)<", cells)
-        wanted = [("yes", "✓") if row[key].supported else ("no", "–") for row in table.cells.values()]
-        assert told == wanted
-    assert words(html).count("trains here") == sum("trains here" in way for way in table.ergonomics.values())
+        marks = re.findall(r"aria-label='(yes|no)'>(.)<", cells)
+        expected = [("yes", "✓") if row[key].supported else ("no", "–") for row in table.cells.values()]
+        assert marks == expected
+    assert strip_tags(html).count("trains here") == sum(
+        "trains here" in way for way in table.ergonomics.values()
+    )
 
 
-def test_real_advice_is_drawn_whole() -> None:
+def test_every_decision_of_real_advice_is_shown() -> None:
     advice = ss.recommend(PLAN.architecture, PLAN.cluster, ss.Recipe())
     view = AdviceView(advice)
-    told = words(view.words.value)
+    text = strip_tags(view.words.value)
     for turn in advice.path:
-        assert " ".join(turn.question.split()) in told and turn.number in told
-    assert [kind for kind, _ in items(view)] == [
+        assert " ".join(turn.question.split()) in text and turn.number in text
+    assert [kind for kind, _ in read_turns(view)] == [
         "ss-taken" if turn.taken else "ss-passed" for turn in advice.path
     ]

@@ -1,4 +1,4 @@
-"""The Studio without a browser: what a person would click, set on the widgets' own traits."""
+"""Tests of the Studio without a browser: user input is simulated by setting widget traits."""
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ def studio() -> Studio:
     return Studio()
 
 
-def words(html: str) -> str:
+def strip_tags(html: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html)).strip()
 
 
-def bars(view: MemoryView) -> dict[str, tuple[float, ...]]:
+def read_bars(view: MemoryView) -> dict[str, tuple[float, ...]]:
     return {trace.name: tuple(trace.x) for trace in view.figure.data if trace.type == "bar"}
 
 
-def test_a_change_of_the_model_changes_sentence_chart_and_table(studio: Studio) -> None:
-    before = words(studio.headline.value), bars(studio.memory), studio.memory.table.value
+def test_changing_the_model_updates_headline_chart_and_table(studio: Studio) -> None:
+    before = strip_tags(studio.headline.value), read_bars(studio.memory), studio.memory.table.value
     studio.architecture.name.value = "llama-3.1-70b"
-    after = words(studio.headline.value), bars(studio.memory), studio.memory.table.value
+    after = strip_tags(studio.headline.value), read_bars(studio.memory), studio.memory.table.value
     assert "Llama 3.1 70B" in after[0]
     assert all(old != new for old, new in zip(before, after, strict=True))
     assert studio.plan.architecture.name == "llama-3.1-70b"
 
 
-def test_bars_are_the_report_to_the_byte(studio: Studio) -> None:
+def test_memory_bars_equal_the_memory_report(studio: Studio) -> None:
     report = studio.plan.memory()
-    drawn = bars(studio.memory)
+    bars = read_bars(studio.memory)
     for name in COMPONENTS:
-        assert drawn[name.replace("_", " ")] == (report.components[name] / 2**30,)
+        assert bars[name.replace("_", " ")] == (report.components[name] / 2**30,)
 
 
-def test_the_figure_is_redrawn_and_never_rebuilt(studio: Studio) -> None:
+def test_figure_object_is_reused_when_inputs_change(studio: Studio) -> None:
     figure = studio.memory.figure
     studio.recipe.seq_len.value = "8192"
     studio.layout_picker.framework.value = "megatron"
@@ -71,30 +71,30 @@ def test_the_figure_is_redrawn_and_never_rebuilt(studio: Studio) -> None:
     "text", few(["nan", "inf", "-1", "0", "", "1e30", "four", "4096.5", "9" * 40], ["nan", "0"])
 )
 @pytest.mark.parametrize("box", ["seq_len", "micro", "global_batch"])
-def test_fault_33_bad_numbers_are_named_at_the_input_and_the_plan_stays(
+def test_fault_33_invalid_number_shows_error_at_its_input_and_keeps_plan(
     studio: Studio, box: str, text: str
 ) -> None:
-    before = studio.plan, words(studio.headline.value)
+    before = studio.plan, strip_tags(studio.headline.value)
     getattr(studio.recipe, box).value = text
     shown = " ".join(row.message for row in studio.recipe.rows.values())
     assert "allowed: a whole number from 1 to" in shown
-    assert (studio.plan, words(studio.headline.value)) == before
-    assert getattr(studio.recipe, box).value == text, "what was typed is not lost"
+    assert (studio.plan, strip_tags(studio.headline.value)) == before
+    assert getattr(studio.recipe, box).value == text, "the typed text is kept"
 
 
-def test_a_mended_input_takes_its_message_away(studio: Studio) -> None:
+def test_correcting_an_input_clears_its_error(studio: Studio) -> None:
     studio.recipe.seq_len.value = "nan"
     studio.recipe.seq_len.value = "2048"
     assert studio.plan.recipe.seq_len == 2048
     assert not any(row.message for row in studio.recipe.rows.values())
 
 
-def test_what_is_wrong_between_two_inputs_stands_at_the_one_that_is_named(studio: Studio) -> None:
+def test_conflict_between_inputs_is_shown_at_the_named_input_with_a_fix(studio: Studio) -> None:
     studio.cluster.count.value = "3"
     row = studio.recipe.rows["global_batch_size"]
     assert "global_batch_size=63" in row.message
     assert studio.plan.cluster.num_gpus == 8
-    # The fix is a button at the input.
+    # The suggested fix is a button at the input.
     row.children[-1].press_button("fix")
     assert studio.recipe.global_batch.value == "63"
     assert studio.plan.cluster.num_gpus == 3
@@ -102,20 +102,20 @@ def test_what_is_wrong_between_two_inputs_stands_at_the_one_that_is_named(studio
 
 
 @pytest.mark.parametrize("name", ["llama-9", "", "/nowhere/config.json", "7q"])
-def test_an_unknown_model_keeps_the_last_one(studio: Studio, name: str) -> None:
+def test_unknown_model_name_keeps_the_previous_model(studio: Studio, name: str) -> None:
     studio.architecture.name.value = name
     assert studio.architecture.rows["model"].message
     assert studio.plan.architecture.name == "llama-3.1-8b"
 
 
-def test_a_size_is_a_model(studio: Studio) -> None:
+def test_model_input_accepts_a_parameter_count(studio: Studio) -> None:
     studio.architecture.name.value = "1.3b"
     assert studio.plan.architecture.num_parameters == pytest.approx(1.3e9, rel=0.03)
 
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2", "deepspeed", "megatron"])
 @pytest.mark.parametrize("model", few(["gpt2", "llama-3.1-405b", "mixtral-8x7b"], ["gpt2"]))
-def test_every_choice_on_offer_can_run(studio: Studio, framework: str, model: str) -> None:
+def test_every_offered_layout_option_gives_a_valid_plan(studio: Studio, framework: str, model: str) -> None:
     if model == "gpt2":
         studio.recipe.seq_len.value = "1024"
     studio.architecture.name.value = model
@@ -131,7 +131,7 @@ def test_every_choice_on_offer_can_run(studio: Studio, framework: str, model: st
             assert plan.layout == picker.value.resolve_options(plan.architecture, plan.cluster, plan.recipe)
 
 
-def test_tensor_parallel_splits_the_sequence_unless_told_otherwise(studio: Studio) -> None:
+def test_tensor_parallel_enables_sequence_parallel_by_default(studio: Studio) -> None:
     studio.layout_picker.framework.value = "megatron"
     controls = studio.layout_picker.boxes
     controls["tp"].value = 8
@@ -140,40 +140,40 @@ def test_tensor_parallel_splits_the_sequence_unless_told_otherwise(studio: Studi
     assert not studio.plan.layout.splits_sequence
 
 
-def test_a_smaller_cluster_lowers_degrees_that_no_longer_fit(studio: Studio) -> None:
+def test_smaller_cluster_lowers_parallel_degrees_that_no_longer_fit(studio: Studio) -> None:
     studio.layout_picker.framework.value = "megatron"
     studio.layout_picker.boxes["tp"].value = 8
     studio.cluster.count.value = "4"
     assert studio.plan.degrees.tp == 4
 
 
-def test_this_machine_is_a_click_away(studio: Studio) -> None:
+def test_use_machine_button_selects_the_local_cluster(studio: Studio) -> None:
     studio.recipe.global_batch.value = "64"
     studio.cluster.use_machine.click()
     assert studio.plan.cluster.gpu.name == studio.cluster.machine.gpu.name
     assert studio.plan.cluster.num_gpus == studio.cluster.machine.num_gpus
 
 
-def test_the_button_says_what_it_will_do(studio: Studio) -> None:
+def test_launch_button_label_describes_the_run(studio: Studio) -> None:
     machine = ss.Cluster.parse("2xcpu")
-    here = ss.Plan(
+    local_plan = ss.Plan(
         ss.Architecture.of_size("2m"), machine, ss.Recipe(seq_len=64, global_batch_size=2), ss.Layout.fsdp2()
     )
-    assert offer_for(here, machine, here.memory()).label == "Launch on 2 CPU ranks"
-    elsewhere = offer_for(studio.plan, machine, studio.plan.memory())
-    assert elsewhere.label == "Try a tiny model on 2 CPU ranks" and elsewhere.is_trial
-    assert elsewhere.plan is not None and elsewhere.plan.layout == studio.plan.layout
-    assert "Trial run" in elsewhere.note
+    assert offer_for(local_plan, machine, local_plan.memory()).label == "Launch on 2 CPU ranks"
+    trial_offer = offer_for(studio.plan, machine, studio.plan.memory())
+    assert trial_offer.label == "Try a tiny model on 2 CPU ranks" and trial_offer.is_trial
+    assert trial_offer.plan is not None and trial_offer.plan.layout == studio.plan.layout
+    assert "Trial run" in trial_offer.note
     assert "Trial run" in studio.launch.button.tooltip
     too_large = ss.Plan(
         ss.models["llama-3.1-405b"], machine, ss.Recipe(global_batch_size=2), ss.Layout.fsdp2()
     )
-    refused = offer_for(too_large, machine, too_large.memory())
-    assert refused.is_trial and refused.note.startswith("The plan needs at least")
+    refused_offer = offer_for(too_large, machine, too_large.memory())
+    assert refused_offer.is_trial and refused_offer.note.startswith("The plan needs at least")
 
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2", "deepspeed", "megatron"])
-def test_every_framework_can_be_rehearsed_here(studio: Studio, framework: str) -> None:
+def test_every_framework_offers_a_trial_run_on_this_machine(studio: Studio, framework: str) -> None:
     if framework in ("deepspeed", "megatron"):
         skip_without(framework)
     studio.layout_picker.framework.value = framework
@@ -181,7 +181,7 @@ def test_every_framework_can_be_rehearsed_here(studio: Studio, framework: str) -
     assert "Trial run" in studio.launch.note.value
 
 
-def test_no_choice_is_shown_as_none_chosen(studio: Studio) -> None:
+def test_every_toggle_button_group_has_a_selection(studio: Studio) -> None:
     for framework in FRAMEWORKS:
         studio.layout_picker.framework.value = framework
         for field, control in studio.layout_picker.boxes.items():
@@ -189,28 +189,28 @@ def test_no_choice_is_shown_as_none_chosen(studio: Studio) -> None:
                 assert control.index is not None, (framework, field)
 
 
-def test_pickers_stand_alone() -> None:
+def test_layout_picker_works_without_a_studio() -> None:
     picker = LayoutPicker(ss.Layout.zero(stage=2))
     assert picker.value == ss.Layout.zero(stage=2)
 
 
-def test_inputs_and_buttons_have_the_fields_words(studio: Studio) -> None:
+def test_input_and_button_labels_use_standard_terms(studio: Studio) -> None:
     assert studio.options.rows["num_steps"].name.value == "Steps, learning rate"
     assert studio.options.outlive.description == "Keep running if the kernel stops"
-    buttons = [each.description for each in widgets_in(studio) if isinstance(each, Button)]
+    buttons = [each.description for each in walk_widgets(studio) if isinstance(each, Button)]
     assert {"Check memory without GPUs", "Pin for comparison", "Try a tiny model on 2 CPU ranks"} <= set(
         buttons
     )
-    assert not [text for text in buttons if "ehearse" in text], "a word of ours alone"
+    assert not [text for text in buttons if "ehearse" in text], "project jargon in a label"
 
 
-def widgets_in(widget: Widget) -> Iterator[Widget]:
+def walk_widgets(widget: Widget) -> Iterator[Widget]:
     yield widget
     for child in getattr(widget, "children", ()):
-        yield from widgets_in(child)
+        yield from walk_widgets(child)
 
 
-def test_names_as_people_say_them() -> None:
+def test_gpu_and_model_ids_are_formatted_as_display_names() -> None:
     assert format_name("h100-sxm-80gb") == "H100 SXM 80 GB"
     assert format_name("llama-3.1-8b") == "Llama 3.1 8B"
     assert format_name("rtx-pro-6000-blackwell-96gb") == "RTX PRO 6000 Blackwell 96 GB"
@@ -218,17 +218,17 @@ def test_names_as_people_say_them() -> None:
     assert count_devices(ss.Cluster.parse("h200-sxm-141gb")) == "1 GPU"
 
 
-def test_the_verdict_says_by_how_much() -> None:
+def test_verdict_states_required_and_available_memory() -> None:
     recipe, cluster = ss.Recipe(), ss.Cluster.parse("8xh100-sxm-80gb")
     fits = ss.Plan(ss.models["llama-3.1-8b"], cluster, recipe, ss.Layout.fsdp2())
     assert re.fullmatch(r"Fits: [\d.]+ of 79\.1 GiB on each GPU", verdict(fits, fits.memory()))
-    lacks = ss.Plan(ss.models["llama-3.1-70b"], cluster, recipe, ss.Layout.fsdp2())
-    said = verdict(lacks, lacks.memory())
-    assert re.match(r"Does not fit: needs [\d,.]+ GiB on each GPU, which has 79\.1", said)
+    too_large = ss.Plan(ss.models["llama-3.1-70b"], cluster, recipe, ss.Layout.fsdp2())
+    text = verdict(too_large, too_large.memory())
+    assert re.match(r"Does not fit: needs [\d,.]+ GiB on each GPU, which has 79\.1", text)
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "said", "note"),
+    ("seq_len", "pattern", "note"),
     [
         (4096, r"Fits: [\d.]+ of 79\.1 GiB on each GPU", ""),
         (
@@ -238,17 +238,17 @@ def test_the_verdict_says_by_how_much() -> None:
         ),
     ],
 )
-def test_little_room_is_said(seq_len: int, said: str, note: str) -> None:
+def test_low_memory_headroom_is_reported_as_tight(seq_len: int, pattern: str, note: str) -> None:
     recipe, cluster = ss.Recipe(seq_len=seq_len), ss.Cluster.parse("8xh100-sxm-80gb")
     plan = ss.Plan(ss.models["llama-3.1-8b"], cluster, recipe, ss.Layout.fsdp2())
     report = plan.memory()
     assert report.high_bytes <= report.usable_bytes
-    assert re.fullmatch(said, verdict(plan, report))
+    assert re.fullmatch(pattern, verdict(plan, report))
     assert offer_for(plan, cluster, report).note.startswith(note)
     assert bool(offer_for(plan, cluster, report).note) == bool(note)
 
 
-def test_fault_16_no_second_launch_while_a_run_is_under_way(studio: Studio) -> None:
+def test_fault_16_no_second_launch_while_a_run_is_active(studio: Studio) -> None:
     studio.launch.busy = True
     studio.recipe.seq_len.value = "2048"
     assert studio.launch.button.disabled
@@ -258,57 +258,61 @@ def test_fault_16_no_second_launch_while_a_run_is_under_way(studio: Studio) -> N
     assert not studio.launch.button.disabled
 
 
-def test_one_is_said_as_one() -> None:
-    one = ss.Plan(
+def test_launch_note_uses_singular_for_one_gpu() -> None:
+    plan = ss.Plan(
         ss.models["gpt2"], ss.Cluster.parse("rtx-4090-24gb"), ss.Recipe(seq_len=512), ss.Layout.ddp()
     )
-    note = offer_for(one, ss.Cluster.parse("2xcpu"), one.memory()).note
+    note = offer_for(plan, ss.Cluster.parse("2xcpu"), plan.memory()).note
     assert "1 GPU," in note
 
 
-def test_a_hub_id_is_not_fetched_at_a_keystroke(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ss.models["mistral-7b"], "the fix, which the catalogue reads once with the same method"
-    monkeypatch.setattr(ss.Architecture, "from_hf", lambda _: pytest.fail("the network was asked"))
+def test_typing_a_hub_id_does_not_access_the_network(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ss.models["mistral-7b"], "fill the catalogue's cache, which uses from_hf as well"
+    monkeypatch.setattr(ss.Architecture, "from_hf", lambda _: pytest.fail("from_hf was called"))
     studio.architecture.name.value = "Mistralai/mistral-7b-instruct"
-    said = studio.architecture.rows["model"].message
-    assert "path of an existing config.json" in said and "mistral-7b." in said
+    message = studio.architecture.rows["model"].message
+    assert "path of an existing config.json" in message and "mistral-7b." in message
 
 
-def test_a_model_of_the_catalogue_has_the_hubs_name_as_well(
+def test_catalogue_model_is_found_by_hub_id_unless_a_local_path_exists(
     studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     studio.architecture.name.value = "Qwen/Qwen2.5-7B"
     assert studio.plan.architecture == ss.models["qwen2.5-7b"]
-    assert "Qwen2.5 7B" in words(studio.headline.value)
+    assert "Qwen2.5 7B" in strip_tags(studio.headline.value)
     monkeypatch.chdir(tmp_path)
     Path("qwen").mkdir()
     Path("qwen/qwen3-8b").write_text("no json")
     studio.architecture.name.value = "qwen/qwen3-8b"
-    assert "qwen3-8b, line 1" in studio.architecture.rows["model"].message, "what lies here counts"
+    assert "qwen3-8b, line 1" in studio.architecture.rows["model"].message, (
+        "a local path takes precedence over the catalogue"
+    )
 
 
-def test_while_an_input_is_wrong_nothing_can_be_started(studio: Studio) -> None:
+def test_invalid_input_disables_launch_and_suggested_fixes(studio: Studio) -> None:
     studio.architecture.name.value = "nonsense"
     assert studio.launch.button.disabled and "red" in studio.launch.note.value
     assert "ss-stale" in studio._dom_classes
     studio.tabs.value = "Checks"
-    assert studio.checks.list.frozen, "what is pale cannot be pressed, on a page that is first shown now too"
+    assert studio.checks.list.frozen, "suggested fixes are disabled, also on a tab that is first shown now"
     studio.architecture.name.value = "llama-3.1-8b"
     assert not studio.launch.button.disabled and not studio.checks.list.frozen
     assert "ss-stale" not in studio._dom_classes
 
 
-def test_a_plan_that_is_applied_mends_every_wrong_input(studio: Studio) -> None:
+def test_applying_a_plan_clears_all_input_errors(studio: Studio) -> None:
     plan = studio.plan
     studio.architecture.name.value, studio.cluster.count.value = "nonsense", "many"
     studio.recipe.seq_len.value = "-1"
-    assert len(set(errors(studio))) == 3
+    assert len(set(read_errors(studio))) == 3
     studio.apply(plan)
-    assert not errors(studio) and studio.plan == plan and studio.architecture.name.value == "llama-3.1-8b"
+    assert (
+        not read_errors(studio) and studio.plan == plan and studio.architecture.name.value == "llama-3.1-8b"
+    )
 
 
 @pytest.mark.parametrize("steps", ["abc", "0", "2.5", "-1", ""])
-def test_wrong_steps_are_named_at_once(studio: Studio, steps: str) -> None:
+def test_invalid_num_steps_shows_an_error_and_disables_launch(studio: Studio, steps: str) -> None:
     studio.options.steps.value = steps
     assert "Pretrain.num_steps" in studio.options.rows["num_steps"].message
     assert studio.launch.button.disabled
@@ -317,83 +321,83 @@ def test_wrong_steps_are_named_at_once(studio: Studio, steps: str) -> None:
 FRAMEWORKS = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed ZeRO-3", "megatron": "Megatron"}
 
 
-def errors(studio: Studio) -> list[str]:
+def read_errors(studio: Studio) -> list[str]:
     pickers = (studio.architecture, studio.cluster, studio.recipe, studio.layout_picker, studio.options)
     rows = [row for picker in pickers for row in picker.rows.values()]
-    return [unescape(words(row.message)) for row in rows if row.message]
+    return [unescape(strip_tags(row.message)) for row in rows if row.message]
 
 
 @pytest.mark.parametrize("framework", few(FRAMEWORKS, ["fsdp2"]))
-def test_the_sentence_is_about_the_model_that_is_chosen_or_an_error_is_shown(
-    studio: Studio, framework: str
-) -> None:
-    """Every model of the catalogue: never another one's verdict without a word."""
-    studio.recipe.seq_len.value = "1024"  # what GPT-2 has positions for
+def test_headline_describes_the_selected_model_or_an_error_is_shown(studio: Studio, framework: str) -> None:
+    """For every catalogue model, the headline never shows the verdict of another model without an error."""
+    studio.recipe.seq_len.value = "1024"  # GPT-2's number of positions
     studio.layout_picker.framework.value = framework
-    told = 0
+    num_headlines = 0
     for name in ss.models:
         before = studio.plan, studio.headline.value
         studio.architecture.name.value = name
-        wrong = bool(errors(studio))
-        assert bool(studio.launch.blocked) == wrong
-        assert wrong == ("ss-stale" in studio._dom_classes), name
-        if wrong:
+        has_errors = bool(read_errors(studio))
+        assert bool(studio.launch.blocked) == has_errors
+        assert has_errors == ("ss-stale" in studio._dom_classes), name
+        if has_errors:
             assert (studio.plan, studio.headline.value) == before, name
             assert studio.launch.button.disabled, name
             continue
-        told += 1
+        num_headlines += 1
         assert studio.plan.architecture.name == name
-        assert words(studio.headline.value).startswith(f"{format_name(name)} on"), name
-        assert verdict(studio.plan, studio.plan.memory()) in words(studio.headline.value), name
-        assert FRAMEWORKS[framework] in words(studio.headline.value), name
-    assert told > 70
+        assert strip_tags(studio.headline.value).startswith(f"{format_name(name)} on"), name
+        assert verdict(studio.plan, studio.plan.memory()) in strip_tags(studio.headline.value), name
+        assert FRAMEWORKS[framework] in strip_tags(studio.headline.value), name
+    assert num_headlines > 70
 
 
-def test_a_model_without_formulas_is_an_error_at_the_model(studio: Studio) -> None:
-    """The Plan can be made, its memory not be told: falcon-rw-1b has biases in place of positions."""
-    before = studio.plan, studio.headline.value, bars(studio.memory)
+def test_unsupported_architecture_shows_an_error_at_the_model_input(studio: Studio) -> None:
+    """The plan can be built but its memory cannot be predicted: falcon-rw-1b uses ALiBi."""
+    before = studio.plan, studio.headline.value, read_bars(studio.memory)
     studio.architecture.name.value = "falcon-rw-1b"
-    (said,) = errors(studio)
-    assert "'alibi'" in said and "alibi" in studio.architecture.rows["model"].message
-    assert (studio.plan, studio.headline.value, bars(studio.memory)) == before
+    (message,) = read_errors(studio)
+    assert "'alibi'" in message and "alibi" in studio.architecture.rows["model"].message
+    assert (studio.plan, studio.headline.value, read_bars(studio.memory)) == before
     assert "ss-stale" in studio._dom_classes and studio.launch.button.disabled
     studio.architecture.name.value = "falcon-7b"
-    assert not errors(studio) and "Falcon 7B" in words(studio.headline.value)
+    assert not read_errors(studio) and "Falcon 7B" in strip_tags(studio.headline.value)
     studio.layout_picker.framework.value = "megatron"
-    assert "Nearest fix: layout=Layout.fsdp2()" in errors(studio)[0]
+    assert "Nearest fix: layout=Layout.fsdp2()" in read_errors(studio)[0]
     assert studio.plan.layout.framework == "fsdp2"
     studio.layout_picker.framework.value = "deepspeed"
-    assert not errors(studio) and studio.plan.layout.framework == "deepspeed"
+    assert not read_errors(studio) and studio.plan.layout.framework == "deepspeed"
 
 
-def test_fault_45_a_mistake_of_ours_is_seen_as_well(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notebook shows nobody an exception in a handler: the old sentence would stand as if valid."""
+def test_fault_45_internal_error_in_a_handler_is_displayed(
+    studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Notebooks hide exceptions in widget handlers: without a message the old headline would look valid."""
 
-    def broken(plan: ss.Plan) -> None:
+    def raise_attribute_error(plan: ss.Plan) -> None:
         raise AttributeError("no such thing")
 
     with monkeypatch.context() as patched:
-        patched.setattr(ss.Plan, "memory", broken)
+        patched.setattr(ss.Plan, "memory", raise_attribute_error)
         with pytest.raises(AttributeError):
             studio.architecture.name.value = "llama-3.1-70b"
-    (error,) = errors(studio)
+    (error,) = read_errors(studio)
     assert "AttributeError: no such thing" in error
     assert "ss-stale" in studio._dom_classes and studio.launch.button.disabled
     studio.recipe.seq_len.value = "2048"
-    assert not errors(studio) and "Llama 3.1 70B" in words(studio.headline.value)
+    assert not read_errors(studio) and "Llama 3.1 70B" in strip_tags(studio.headline.value)
 
 
-def test_fault_26_a_page_that_is_loaded_anew_has_little_to_get(studio: Studio) -> None:
-    """JupyterLab looks for a view's model during two seconds; what came later is "model not found".
+def test_fault_26_widget_state_for_a_page_reload_is_small(studio: Studio) -> None:
+    """JupyterLab waits two seconds for a view's model; a model that arrives later is "model not found".
 
-    (``ManagerBase.get_model`` of jupyterlab_widgets 3.0: it does not look again after a wait that a busy page
-    made longer.) Seven hundred models with 5 MB for each chart took that long on a busy machine.
+    (``ManagerBase.get_model`` of jupyterlab_widgets 3.0 does not check again after a wait that a busy page
+    prolonged.) Loading 700 models with 5 MB per chart took longer than that on a busy machine.
     """
-    everything: dict[str, Widget] = {}
+    widgets: dict[str, Widget] = {}
 
     def collect(value: object) -> None:
-        if isinstance(value, Widget) and value.model_id not in everything:
-            everything[value.model_id] = value
+        if isinstance(value, Widget) and value.model_id not in widgets:
+            widgets[value.model_id] = value
             for name in value.keys:
                 collect(getattr(value, name))
         elif isinstance(value, list | tuple):
@@ -401,14 +405,14 @@ def test_fault_26_a_page_that_is_loaded_anew_has_little_to_get(studio: Studio) -
                 collect(part)
 
     collect(studio)
-    state, _, buffers = _remove_buffers({key: widget.get_state() for key, widget in everything.items()})
-    assert len(everything) < 280
+    state, _, buffers = _remove_buffers({key: widget.get_state() for key, widget in widgets.items()})
+    assert len(widgets) < 280
     assert len(json.dumps(state, default=str)) < 400_000
     assert sum(map(len, buffers)) < 2_000_000
 
 
 @thorough()
-def test_a_studio_is_whole_after_all_widgets_were_closed() -> None:
+def test_new_studio_works_after_widget_close_all() -> None:
     Studio()
     Widget.close_all()
     studio = Studio()
@@ -416,48 +420,48 @@ def test_a_studio_is_whole_after_all_widgets_were_closed() -> None:
     assert all(widget.comm is not None for widget in (*shared, studio.recipe.seq_len.layout))
 
 
-def test_a_page_that_is_loaded_anew_finds_the_chart_as_it_is(studio: Studio) -> None:
+def test_figure_state_for_a_page_reload_is_current(studio: Studio) -> None:
     studio.architecture.name.value = "llama-3.1-70b"
     state = studio.memory.figure.get_state()["_figure"]
-    drawn = bars(studio.memory)["parameters"]
-    assert tuple(state["data"][0]["x"]) == drawn
+    parameter_bars = read_bars(studio.memory)["parameters"]
+    assert tuple(state["data"][0]["x"]) == parameter_bars
     assert state["layout"]["height"] == studio.memory.figure.layout.height
 
 
-# ------------------------------------------------------------------------- time, plans and checks
+# ---------------------------------------------------------------------------- time, plans and checks
 
 
-def test_the_head_says_how_fast_and_what_it_costs(studio: Studio) -> None:
+def test_rates_show_mfu_and_tokens_per_second(studio: Studio) -> None:
     report = studio.plan.step()
-    said = words(studio.rates.value)
-    assert f"{100 * report.mfu:.0f} % MFU" in said
-    assert f"{format_short(report.tokens_per_second_per_gpu)} tokens/s per GPU" in said
+    text = strip_tags(studio.rates.value)
+    assert f"{100 * report.mfu:.0f} % MFU" in text
+    assert f"{format_short(report.tokens_per_second_per_gpu)} tokens/s per GPU" in text
     studio.architecture.name.value = "llama-3.2-1b"
-    assert words(studio.rates.value) != said
+    assert strip_tags(studio.rates.value) != text
 
 
-def test_where_no_time_is_known_the_head_says_why_on_hover(
+def test_unavailable_rates_are_dashes_with_the_reason_as_tooltip(
     studio: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(plan: ss.Plan) -> None:
+    def raise_value_error(plan: ss.Plan) -> None:
         raise ValueError("Gpu.peak_flops is <unknown>. Nearest fix: ss.calibrate().")
 
-    monkeypatch.setattr(ss.Plan, "step", refused)
+    monkeypatch.setattr(ss.Plan, "step", raise_value_error)
     studio.recipe.seq_len.value = "2048"
     assert re.findall(r"<b>(.*?)</b>", studio.rates.value) == ["–"] * 3
     assert studio.rates.value.count("title='Gpu.peak_flops is &lt;unknown&gt;. Nearest fix:") == 3
-    assert "Fits: " in words(studio.headline.value), "the rest of the Studio goes on"
+    assert "Fits: " in strip_tags(studio.headline.value), "the rest of the Studio still works"
     studio.tabs.value = "Time"
     assert "ss.calibrate()" in studio.time.caption.value
 
 
-def test_what_is_behind_a_tab_is_made_when_it_is_shown(studio: Studio) -> None:
+def test_tab_content_is_created_when_first_shown(studio: Studio) -> None:
     assert not {"time", "plans", "checks"} & set(vars(studio))
     studio.tabs.value = "Time"
     assert "time" in vars(studio) and "plans" not in vars(studio)
 
 
-def test_only_the_page_in_sight_is_drawn(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_visible_tab_is_redrawn(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[str] = []
     for name in ("memory", "time", "checks"):
         view = getattr(studio, name)
@@ -469,92 +473,96 @@ def test_only_the_page_in_sight_is_drawn(studio: Studio, monkeypatch: pytest.Mon
     assert drawn == ["memory", "time", "time"]
     studio.tabs.value = "Memory"
     studio.tabs.value = "Time"
-    assert drawn == ["memory", "time", "time", "memory"], "what is up to date is not drawn again"
+    assert drawn == ["memory", "time", "time", "memory"], "an up-to-date tab is not redrawn"
 
 
-def test_the_chart_is_drawn_before_anything_else_is_asked(
+def test_memory_chart_is_drawn_before_step_time_and_findings(
     studio: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    calls: list[str] = []
     for name in ("step", "findings"):
-        real = getattr(ss.Plan, name)
+        original = getattr(ss.Plan, name)
         monkeypatch.setattr(
-            ss.Plan, name, lambda plan, *_, name=name, real=real: (asked.append(name), real(plan))[1]
+            ss.Plan,
+            name,
+            lambda plan, *_, name=name, original=original: (calls.append(name), original(plan))[1],
         )
     show = studio.memory.show
-    monkeypatch.setattr(studio.memory, "show", lambda *given: (asked.append("chart"), show(*given)))
+    monkeypatch.setattr(studio.memory, "show", lambda *arguments: (calls.append("chart"), show(*arguments)))
     studio.recipe.micro.value = "2"
-    assert asked[0] == "chart" and {"step", "findings"} <= set(asked)
+    assert calls[0] == "chart" and {"step", "findings"} <= set(calls)
 
 
-def test_the_tab_counts_what_the_preflight_found(studio: Studio) -> None:
-    # Forty steps of the first plan read the shipped text too often; of others' batches, fewer do.
+def test_checks_tab_badge_counts_findings_and_shows_worst_severity(studio: Studio) -> None:
+    # The default number of steps reads the shipped text several times; 4 steps do not.
     assert [finding.name for finding in studio.findings] == ["text-read-many-times"]
     studio.options.steps.value = "4"
     assert studio.plan.findings() == [] and "Checks" not in studio.tabs.badges
     studio.architecture.name.value = "llama-3.1-70b"
-    found = studio.plan.findings()
-    assert studio.tabs.badges["Checks"] == [str(len(found)), summarize_findings(found), "danger"]
+    findings = studio.plan.findings()
+    assert studio.tabs.badges["Checks"] == [str(len(findings)), summarize_findings(findings), "danger"]
     studio.tabs.value = "Checks"
-    assert studio.checks.list.value.count("<li ") == len(found)
+    assert studio.checks.list.value.count("<li ") == len(findings)
     studio.architecture.name.value = "llama-3.2-1b"
     assert {finding.severity for finding in studio.plan.findings()} == {"hint"}
-    assert studio.tabs.badges["Checks"][2] == "hint", "nothing red for what is a hint"
+    assert studio.tabs.badges["Checks"][2] == "hint", "a hint is not shown in red"
     studio.architecture.name.value = "llama-3.1-8b"
     assert "Checks" not in studio.tabs.badges and "No findings" in studio.checks.list.value
 
 
-def test_a_finding_is_mended_by_its_button(studio: Studio) -> None:
+def test_suggested_fix_button_removes_the_finding(studio: Studio) -> None:
     studio.recipe.micro.value = "4"
     studio.tabs.value = "Checks"
-    mended = next(finding for finding in studio.plan.findings() if finding.plan is not None)
-    studio.checks.list.press_button(mended.name)
-    assert mended.plan is not None
-    assert studio.plan.memory().peak_bytes == mended.plan.memory().peak_bytes
-    assert mended.name not in [finding.name for finding in studio.plan.findings()]
+    fixable = next(finding for finding in studio.plan.findings() if finding.plan is not None)
+    studio.checks.list.press_button(fixable.name)
+    assert fixable.plan is not None
+    assert studio.plan.memory().peak_bytes == fixable.plan.memory().peak_bytes
+    assert fixable.name not in [finding.name for finding in studio.plan.findings()]
 
 
-def names(studio: Studio) -> list[str]:
+def list_finding_names(studio: Studio) -> list[str]:
     return [finding.name for finding in studio.findings]
 
 
-def test_what_launch_would_train_is_checked_as_well_and_mended_by_a_click(studio: Studio) -> None:
+def test_run_options_are_checked_and_fixed_by_their_buttons(studio: Studio) -> None:
     panel = studio.options
     studio.tabs.value = "Checks"
     panel.rate.value = "0.05"
-    assert "6.5e+02 times" in words(studio.checks.list.value)
+    assert "6.5e+02 times" in strip_tags(studio.checks.list.value)
     assert studio.tabs.badges["Checks"][2] == "danger"
     studio.checks.list.press_button("learning-rate-against-batch")
     assert studio.task.build_task(studio.plan).learning_rate == 8e-5 and panel.rate.value == ""
-    assert names(studio) == ["text-read-many-times"]
+    assert list_finding_names(studio) == ["text-read-many-times"]
     studio.checks.list.press_button("text-read-many-times")
-    assert panel.steps.value == "5" and not names(studio) and "Checks" not in studio.tabs.badges
+    assert panel.steps.value == "5" and not list_finding_names(studio) and "Checks" not in studio.tabs.badges
     panel.profile.value = False
-    assert names(studio) == ["never-profiled"] and "Never profiled" in words(studio.checks.list.value)
+    assert list_finding_names(studio) == ["never-profiled"] and "Never profiled" in strip_tags(
+        studio.checks.list.value
+    )
     studio.checks.list.press_button("never-profiled")
-    assert panel.profile.value and not names(studio)
+    assert panel.profile.value and not list_finding_names(studio)
 
 
-def test_while_the_steps_are_no_number_the_plan_alone_is_checked(studio: Studio) -> None:
+def test_invalid_num_steps_limits_checks_to_the_plan(studio: Studio) -> None:
     studio.options.rate.value = "0.05"
-    assert "learning-rate-against-batch" in names(studio)
+    assert "learning-rate-against-batch" in list_finding_names(studio)
     studio.options.steps.value = "many"
-    assert names(studio) == []
+    assert list_finding_names(studio) == []
     studio.options.steps.value = "4"
-    assert names(studio) == ["learning-rate-against-batch"]
+    assert list_finding_names(studio) == ["learning-rate-against-batch"]
 
 
 @pytest.mark.parametrize("text", ["fast", "-1", "nan", "11"])
-def test_fault_33_a_rate_that_is_none_stands_at_its_input(studio: Studio, text: str) -> None:
+def test_fault_33_invalid_learning_rate_shows_error_at_its_input(studio: Studio, text: str) -> None:
     row = studio.options.rows["learning_rate"]
     studio.options.rate.value = text
-    assert "Pretrain.learning_rate is" in words(row.message) and studio.launch.button.disabled
+    assert "Pretrain.learning_rate is" in strip_tags(row.message) and studio.launch.button.disabled
     studio.options.rate.value = ""
     assert not row.message
 
 
-def test_without_a_rate_a_model_begins_with_one_of_its_size(studio: Studio) -> None:
-    """Pretrain's own 1e-3 is for a few million weights, which a rehearsal has."""
+def test_default_learning_rate_depends_on_model_size(studio: Studio) -> None:
+    """Pretrain's default of 1e-3 suits a few million weights, the size of a trial run's model."""
     offer = studio.launch.current
     assert studio.task.build_task(studio.plan).learning_rate == 8e-5
     assert offer.is_trial and offer.plan is not None
@@ -562,120 +570,126 @@ def test_without_a_rate_a_model_begins_with_one_of_its_size(studio: Studio) -> N
     assert studio.options.rate.placeholder == "0.001"
 
 
-def test_earlier_runs_of_the_plan_are_known_to_the_checks(
+def test_checks_use_earlier_runs_of_the_plan_and_list_runs_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "traces").mkdir()
     run = SimpleNamespace(plan=Studio().plan, folder=tmp_path)
-    asked: list[int] = []
-    monkeypatch.setattr(ss, "runs", lambda: (asked.append(1), [run])[1])
+    calls: list[int] = []
+    monkeypatch.setattr(ss, "runs", lambda: (calls.append(1), [run])[1])
     studio = Studio()
     studio.options.steps.value = "4"
     studio.options.profile.value = False
     assert "1 run of this plan and no trace" in studio.findings[0].why
     (tmp_path / "traces" / "rank-0.json.gz").touch()
     studio.options.steps.value = "3"
-    assert not names(studio) and asked == [1], "the folder is not searched for every move"
+    assert not list_finding_names(studio) and calls == [1], (
+        "the runs are listed once, not on every input change"
+    )
 
 
-def test_another_clusters_plan_goes_through_the_inputs_as_well(studio: Studio) -> None:
+def test_applying_a_plan_for_another_cluster_updates_the_inputs(studio: Studio) -> None:
     layout = ss.Layout.megatron(tp=2, sequence_parallel=True)
     other = ss.Plan(studio.plan.architecture, ss.Cluster.parse("2x8xh100-sxm-80gb"), ss.Recipe(), layout)
     studio.apply(other)
     assert studio.plan == other and studio.cluster.nodes.value == "2"
 
 
-def test_a_page_that_is_hidden_hides_nothing_else(studio: Studio) -> None:
-    """Widgets share layouts: what is shown and hidden needs its own."""
+def test_switching_tabs_does_not_hide_shared_widgets(studio: Studio) -> None:
+    """Widgets share layout objects, so a widget that is shown and hidden needs its own."""
     for name in studio.tabs.names:
         studio.tabs.value = name
         (body,) = [child for child in studio.children if "ss-body" in child._dom_classes]
         assert all(child.layout.display != "none" for child in (body, *body.children, *studio.children[1:]))
 
 
-def test_fault_44_an_unknown_tab_is_refused(studio: Studio) -> None:
+def test_fault_44_unknown_tab_raises_trait_error(studio: Studio) -> None:
     with pytest.raises(TraitError, match="allowed: Memory, Time"):
         studio.tabs.value = "Speed"
 
 
-def test_findings_are_counted_when_a_person_pauses(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a kernel, where an event loop runs: three quick moves are one count, of the last plan."""
-    asked: list[str] = []
+def test_findings_are_computed_once_after_input_pauses(
+    studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a running event loop, three quick changes cause one computation, for the last plan."""
+    checked_models: list[str] = []
     findings = ss.Plan.findings
     monkeypatch.setattr(
-        ss.Plan, "findings", lambda plan, *_: (asked.append(plan.architecture.name), findings(plan))[1]
+        ss.Plan,
+        "findings",
+        lambda plan, *_: (checked_models.append(plan.architecture.name), findings(plan))[1],
     )
 
-    async def move() -> None:
+    async def change_models() -> None:
         for name in ("llama-3.2-1b", "mixtral-8x7b", "llama-3.1-70b"):
             studio.architecture.name.value = name
-        assert not asked
+        assert not checked_models
         await asyncio.sleep(2 * PAUSE_SECONDS)
 
-    asyncio.run(move())
-    assert asked == ["llama-3.1-70b"]
+    asyncio.run(change_models())
+    assert checked_models == ["llama-3.1-70b"]
     assert studio.tabs.badges["Checks"][0] == str(len(studio.findings))
 
 
-def test_what_the_framework_has_no_input_for_is_kept_and_said_while_it_runs(studio: Studio) -> None:
-    parted = replace(studio.plan, layout=ss.Layout.zero(3, zero_hpz_partition_size=2))
-    studio.apply(parted)
-    assert studio.plan.layout == parted.layout
+def test_option_without_an_input_is_preserved_and_shown_in_the_hint(studio: Studio) -> None:
+    plan = replace(studio.plan, layout=ss.Layout.zero(3, zero_hpz_partition_size=2))
+    studio.apply(plan)
+    assert studio.plan.layout == plan.layout
     assert "Also set: zero hpz partition size 2" in studio.layout_picker.hint.value
     studio.recipe.seq_len.value = "2048"
     assert studio.plan.layout.zero_hpz_partition_size == 2
     studio.layout_picker.boxes["stage"].value = 2
     assert studio.plan.layout.stage == 2 and studio.plan.layout.zero_hpz_partition_size == 1
-    assert "Also" not in studio.layout_picker.hint.value and not errors(studio)
+    assert "Also" not in studio.layout_picker.hint.value and not read_errors(studio)
 
 
-def test_chunks_and_schedule_of_fsdp2s_stages_have_inputs(studio: Studio) -> None:
+def test_fsdp2_pipeline_chunks_and_schedule_have_inputs(studio: Studio) -> None:
     studio.apply(replace(studio.plan, layout=ss.Layout.fsdp2(pp=2, vpp=2)))
     picker = studio.layout_picker
     controls, rows = picker.boxes, picker.rows
     assert controls["vpp"].value == 2 and "Also" not in picker.hint.value
-    # GPipe has no chunks, and so is not on offer beside them.
+    # GPipe has no virtual stages, so it is not offered with vpp > 1.
     assert not rows["pipeline_schedule"].is_shown
     controls["vpp"].value = 1
     assert rows["pipeline_schedule"].is_shown
     controls["pipeline_schedule"].value = "GPipe"
     assert studio.plan.layout == ss.Layout.fsdp2(pp=2, pipeline_schedule="GPipe")
     controls["pp"].value = 1
-    assert studio.plan.layout == ss.Layout.fsdp2() and not errors(studio)
+    assert studio.plan.layout == ss.Layout.fsdp2() and not read_errors(studio)
     assert not any(rows[name].is_shown for name in ("vpp", "pipeline_schedule"))
 
 
-def test_the_plans_files_are_a_click_away(
+def test_export_button_writes_plan_files_and_keeps_edited_files(
     studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nobody looks no file appears: they are in a folder of their own beside the notebook."""
+    """Each plan is exported to its own folder under ``exports`` in the working directory."""
     monkeypatch.chdir(tmp_path)
     panel = studio.export_panel
 
-    def press() -> str:
+    def press_export() -> str:
         panel.button.click()
         assert until(lambda: not panel.is_busy, seconds=60)
-        return words(panel.words.value)
+        return strip_tags(panel.words.value)
 
-    said = press()
+    message = press_export()
     (folder,) = (tmp_path / "exports").iterdir()
-    listed = panel.words.value
-    assert said.startswith(f"{len(list(folder.iterdir()))} files in exports/{folder.name} ")
-    assert all(f"<li><code>{file.name}</code>" in listed for file in folder.iterdir())
-    copied = [unescape(text) for text in re.findall(r"data-copy='([^']*)'", listed)]
+    file_list = panel.words.value
+    assert message.startswith(f"{len(list(folder.iterdir()))} files in exports/{folder.name} ")
+    assert all(f"<li><code>{file.name}</code>" in file_list for file in folder.iterdir())
+    copied = [unescape(text) for text in re.findall(r"data-copy='([^']*)'", file_list)]
     assert copied[0] == f"cd {folder} && ./torchrun.sh" and f"cd {folder} && sbatch job.sbatch" in copied
     assert ss.Plan.from_json((folder / "plan.json").read_text()) == studio.plan
     assert "fsdp2" in folder.name and "h100" in folder.name
 
     studio.recipe.seq_len.value = "2048"
-    assert not words(panel.words.value), "no list of another plan's files"
-    press()
-    assert len(list((tmp_path / "exports").iterdir())) == 2, "another plan has a folder of its own"
+    assert not strip_tags(panel.words.value), "the previous plan's file list is cleared"
+    press_export()
+    assert len(list((tmp_path / "exports").iterdir())) == 2, "another plan is exported to its own folder"
     studio.recipe.seq_len.value = "4096"
 
     (folder / "plan.json").write_text("somebody's own")
-    assert "plan.json" in press(), "what an export did not leave so is not written over"
+    assert "plan.json" in press_export(), "a file edited after the export is not overwritten"
     assert (folder / "plan.json").read_text() == "somebody's own"
 
     studio.architecture.name.value = "nonsense"
-    assert "input marked in red" in press()
+    assert "input marked in red" in press_export()

@@ -1,4 +1,4 @@
-"""The step view without a browser: bars, rates, the budget, refusals and measured steps."""
+"""Tests of the step view without a browser: bars, rates, token budget, errors and measured steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardscope_widgets.time.rows import RunSteps, build_shown_step
 from shardscope_widgets.time.table import render_part_rows, render_rate_table
 
 
-def plan_of(
+def build_plan(
     model: str = "llama-3.1-8b",
     cluster: str = "8xh100-sxm-80gb",
     layout: ss.Layout | None = None,
@@ -40,87 +40,87 @@ PIPELINE = {
 }
 
 
-def without_a_price(plan: ss.Plan) -> ss.Plan:
-    """The same plan on a GPU of which only what a step needs is known."""
+def remove_price(plan: ss.Plan) -> ss.Plan:
+    """Return the plan on a GPU whose price and power limit are unknown."""
     fields = plan.to_dict()
     for name in ("price_per_hour_usd", "price_date", "tdp_watts"):
         fields["cluster"]["gpu"][name] = None
     return ss.Plan.from_dict(fields)
 
 
-def words(html: str) -> str:
+def strip_tags(html: str) -> str:
     return unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))).strip()
 
 
-def drawn(view: StepView) -> dict[str, dict[str, float]]:
-    """Row -> part -> what the bar is long, in the chart's unit."""
-    found: dict[str, dict[str, float]] = {}
+def read_bars(view: StepView) -> dict[str, dict[str, float]]:
+    """Return row -> part -> bar length in the chart's unit."""
+    bars: dict[str, dict[str, float]] = {}
     for trace in view.figure.data:
         for label, value in zip(trace.y, trace.x, strict=True):
-            found.setdefault(label, {})[trace.name.replace(" ", "_")] = value
-    return found
+            bars.setdefault(label, {})[trace.name.replace(" ", "_")] = value
+    return bars
 
 
-def notes(view: StepView) -> dict[str, str]:
-    return {note.y: words(note.text) for note in view.figure.layout.annotations}
+def read_annotations(view: StepView) -> dict[str, str]:
+    return {note.y: strip_tags(note.text) for note in view.figure.layout.annotations}
 
 
-@pytest.mark.parametrize("plan", [plan_of(), plan_of(**PIPELINE)], ids=["fsdp2", "megatron"])
-def test_bars_are_the_report(plan: ss.Plan) -> None:
+@pytest.mark.parametrize("plan", [build_plan(), build_plan(**PIPELINE)], ids=["fsdp2", "megatron"])
+def test_step_bars_equal_the_step_report(plan: ss.Plan) -> None:
     report, view = plan.step(), StepView(plan)
-    shown = drawn(view)
+    shown = read_bars(view)
     factor = view.shown.scale.factor if view.shown else 0
     for name in PARTS:
         assert shown["predicted"][name] == pytest.approx(report.parts[name] * factor)
         assert shown["overlapped"][name] == pytest.approx(report.hidden[name] * factor)
     assert sum(shown["predicted"].values()) == pytest.approx(report.seconds * factor)
-    assert "measured" not in shown and notes(view)["measured"] == "no run of this plan yet"
+    assert "measured" not in shown and read_annotations(view)["measured"] == "no run of this plan yet"
     assert sum(report.hidden.values()) <= view.figure.layout.xaxis.range[1] / factor
 
 
-def test_the_figure_is_redrawn_in_place() -> None:
-    view = StepView(plan_of())
+def test_figure_object_and_height_are_kept_on_update() -> None:
+    view = StepView(build_plan())
     figure, height = view.figure, view.figure.layout.height
-    view.show(plan_of(**PIPELINE))
+    view.show(build_plan(**PIPELINE))
     assert view.figure is figure and figure.layout.height == height
-    assert drawn(view)["predicted"]["bubble"] > 0
+    assert read_bars(view)["predicted"]["bubble"] > 0
 
 
 def test_hover_and_table_explain_every_part() -> None:
-    plan = plan_of(**PIPELINE)
+    plan = build_plan(**PIPELINE)
     report, view = plan.step(), StepView(plan)
     for trace, name in zip(view.figure.data, PARTS, strict=False):
-        spoken = unescape(trace.customdata[0].replace("<br>", " ")).split()
-        assert spoken == (format_part(name) + report.explain(name).removeprefix(name)).split()
-    told = words(view.table.value)
+        hover_words = unescape(trace.customdata[0].replace("<br>", " ")).split()
+        assert hover_words == (format_part(name) + report.explain(name).removeprefix(name)).split()
+    text = strip_tags(view.table.value)
     for name in PARTS:
         if report.parts[name] or report.hidden[name]:
-            assert report.explain(name).partition(" = ")[2] in told
+            assert report.explain(name).partition(" = ")[2] in text
         else:
-            assert format_part(name) in told.partition("No time in this plan")[2]
+            assert format_part(name) in text.partition("No time in this plan")[2]
 
 
-def test_parts_are_told_apart_by_colour_and_pattern_together() -> None:
-    looks = [(PART_COLOURS[name], PART_PATTERNS.get(name, "")) for name in PARTS]
-    assert len(set(looks)) == len(PARTS)
+def test_parts_have_unique_combinations_of_colour_and_pattern() -> None:
+    styles = [(PART_COLOURS[name], PART_PATTERNS.get(name, "")) for name in PARTS]
+    assert len(set(styles)) == len(PARTS)
     assert set(PART_PATTERNS.values()) <= set(PATTERN_CLASSES)
-    view = StepView(plan_of())
-    for trace, (colour, pattern) in zip(view.figure.data, looks, strict=False):
+    view = StepView(build_plan())
+    for trace, (colour, pattern) in zip(view.figure.data, styles, strict=False):
         assert (trace.marker.color, trace.marker.pattern.shape) == (colour, pattern)
 
 
-def test_rates_name_their_convention() -> None:
-    plan = plan_of()
-    report, told = plan.step(), words(render_rate_table(build_shown_step(plan)))
+def test_rates_state_their_flop_counting_convention() -> None:
+    plan = build_plan()
+    report, text = plan.step(), strip_tags(render_rate_table(build_shown_step(plan)))
     assert report.mfu is not None
-    assert f"MFU, % {100 * report.mfu:.1f}" in told
-    assert "causal attention" in told and "no recomputation" in told
-    assert f"TFLOP/s, full attention: {report.tflops_per_gpu_full_attention:.0f}" in told
-    assert "attention counts every key" in told and "recomputed ones included" in told
+    assert f"MFU, % {100 * report.mfu:.1f}" in text
+    assert "causal attention" in text and "no recomputation" in text
+    assert f"TFLOP/s, full attention: {report.tflops_per_gpu_full_attention:.0f}" in text
+    assert "attention counts every key" in text and "recomputed ones included" in text
 
 
-def test_a_collective_of_forward_and_backward_is_one_row() -> None:
-    plan = plan_of()
+def test_same_collective_in_forward_and_backward_is_one_row() -> None:
+    plan = build_plan()
     report = plan.step()
     kinds = {(call.part, call.collective, call.ranks, call.link) for call in report.communication}
     assert 0 < len(kinds) < len(report.communication)
@@ -134,21 +134,21 @@ def test_a_collective_of_forward_and_backward_is_one_row() -> None:
     [ss.Layout.fsdp2(), ss.Layout.ddp(), ss.Layout.zero(stage=3)],
     ids=lambda layout: layout.framework,
 )
-def test_what_a_part_waits_for_is_one_number_wherever_it_is_told(layout: ss.Layout) -> None:
-    """What is sent, copies included, adds up to the part's row; its words name the same numbers."""
-    plan = plan_of(layout=layout)
+def test_exposed_communication_agrees_in_table_and_report(layout: ss.Layout) -> None:
+    """Exposed communication and copies add up to the part's row; its explanation has the same numbers."""
+    plan = build_plan(layout=layout)
     shown = build_shown_step(plan)
     report, scale = plan.step(), shown.scale
     parts, _, sent = render_part_rows(shown).partition("Communication")
-    told = {}
+    exposed_by_part = {}
     names = {format_part(name): name for name in PARTS}
     for row in re.findall(r"<tr>(<td>.*?)</tr>", sent):
         label, _, _, _, moved, _, waited = re.findall(r"<td[^>]*>(.*?)</td>", row)
         part = names[label]
-        told.setdefault(part, []).append(float(waited))
+        exposed_by_part.setdefault(part, []).append(float(waited))
         assert moved == "–" or f"of {moved} GiB" in report.explain(part)
-    assert told.keys() >= {"gradients"}
-    for part, exposed in told.items():
+    assert exposed_by_part.keys() >= {"gradients"}
+    for part, exposed in exposed_by_part.items():
         row = re.search(rf"{format_part(part)}</button></th><td>([\d.]+)</td>", parts)
         assert row and float(row[1]) == pytest.approx(sum(exposed), rel=0.02)
         assert report.parts[part] == pytest.approx(
@@ -158,51 +158,51 @@ def test_what_a_part_waits_for_is_one_number_wherever_it_is_told(layout: ss.Layo
     assert report.staged and scale.unit in sent
 
 
-def test_what_is_not_known_is_a_dash_that_says_why() -> None:
-    html = render_rate_table(build_shown_step(without_a_price(plan_of())))
+def test_unknown_rates_are_dashes_with_the_reason_as_tooltip() -> None:
+    html = render_rate_table(build_shown_step(remove_price(build_plan())))
     for rate, why in (("$ per M tokens", "The price of"), ("kWh per M tokens", "The power limit of")):
         cell = re.search(rf"{re.escape(rate)}</button></th><td title='([^']+)'>–", html)
         assert cell and cell[1].startswith(why) and "H100 SXM 80 GB" in cell[1]
 
 
-# ------------------------------------------------------------------------- plans that do not fit, pins
+# ----------------------------------------------------------------------- plans that do not fit, pins
 
 
-def rate_cells(html: str) -> dict[str, list[str]]:
-    """Rate -> the text that is seen in its cells."""
-    seen = re.sub(r"<span class='ss-off-screen'>.*?</span>", "", html)
-    found = re.findall(r"data-opens='([^']+)'>(.*?)</tr>", seen)
-    return {key: [words(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)] for key, row in found}
+def read_rate_cells(html: str) -> dict[str, list[str]]:
+    """Return rate -> visible text of its cells."""
+    visible_html = re.sub(r"<span class='ss-off-screen'>.*?</span>", "", html)
+    rows = re.findall(r"data-opens='([^']+)'>(.*?)</tr>", visible_html)
+    return {key: [strip_tags(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)] for key, row in rows}
 
 
 def test_a_plan_that_does_not_fit_has_no_rates_and_no_price() -> None:
-    """Nobody can train at a speed, or for a price, at which the plan runs out of memory."""
-    short = plan_of(micro_batch_size=2)
-    view = StepView(short)
-    cells = rate_cells(view.figures.value)
+    """A plan that runs out of memory has neither a speed nor a price."""
+    plan = build_plan(micro_batch_size=2)
+    view = StepView(plan)
+    cells = read_rate_cells(view.figures.value)
     seconds = next(iter(cells))
     assert seconds.startswith("one step") and cells.pop(seconds)[0] != "–"
     assert len(cells) == 6 and {row[0] for row in cells.values()} == {"–"}
     assert re.search(r"title='Does not fit: [^']*85\.5 GiB[^']*79\.1", view.figures.value)
-    assert "$" not in words(view.budget_words.value) and "Does not fit" in view.budget_words.value
-    head = render_rates(build_shown_step(short))
+    assert "$" not in strip_tags(view.budget_words.value) and "Does not fit" in view.budget_words.value
+    head = render_rates(build_shown_step(plan))
     assert re.findall(r"<b>(.*?)</b>", head) == ["–"] * 3 and "Does not fit" in head
-    view.show(plan_of())
-    assert "–" not in words(view.budget_words.value)
-    assert not any("–" in row[0] for row in rate_cells(view.figures.value).values())
+    view.show(build_plan())
+    assert "–" not in strip_tags(view.budget_words.value)
+    assert not any("–" in row[0] for row in read_rate_cells(view.figures.value).values())
 
 
-def test_what_was_measured_of_such_a_plan_is_told_all_the_same() -> None:
-    """It ran, whatever was predicted of it."""
-    short = plan_of(micro_batch_size=2)
-    view = StepView(short)
-    view.add(short, RunSteps(20, 2 * short.step().seconds))
-    predicted, measured = rate_cells(view.figures.value)["tokens/s"][:2]
-    assert predicted == "–" and measured == numbers.format_short(short.step().tokens_per_second / 2)
+def test_measured_rates_are_shown_for_a_plan_predicted_not_to_fit() -> None:
+    """The measurement shows that the plan ran, against the prediction."""
+    plan = build_plan(micro_batch_size=2)
+    view = StepView(plan)
+    view.add(plan, RunSteps(20, 2 * plan.step().seconds))
+    predicted, measured = read_rate_cells(view.figures.value)["tokens/s"][:2]
+    assert predicted == "–" and measured == numbers.format_short(plan.step().tokens_per_second / 2)
 
 
-def test_the_head_has_three_numbers_above_their_units() -> None:
-    report, html = plan_of().step(), render_rates(build_shown_step(plan_of()))
+def test_headline_rates_are_three_numbers_with_units() -> None:
+    report, html = build_plan().step(), render_rates(build_shown_step(build_plan()))
     assert report.mfu is not None and report.cost_per_token is not None
     assert re.findall(r"<b>(.*?)</b> <span>(.*?)</span>", html) == [
         (numbers.format_short(report.tokens_per_second_per_gpu), "tokens/s per GPU"),
@@ -211,23 +211,25 @@ def test_the_head_has_three_numbers_above_their_units() -> None:
     ]
 
 
-def test_pinned_plans_compare_seconds_speed_and_price() -> None:
-    here, pin = plan_of(), plan_of(recompute="full")
-    view = StepView(here, pins=(pin,))
+def test_pinned_plans_are_compared_by_step_time_throughput_and_price() -> None:
+    plan, pin = build_plan(), build_plan(recompute="full")
+    view = StepView(plan, pins=(pin,))
     factor = view.shown.scale.factor if view.shown else 0
-    assert sum(drawn(view)["pin 0"].values()) == pytest.approx(pin.step().seconds * factor)
-    cells = rate_cells(view.figures.value)
+    assert sum(read_bars(view)["pin 0"].values()) == pytest.approx(pin.step().seconds * factor)
+    cells = read_rate_cells(view.figures.value)
     seconds = next(cells[key] for key in cells if key.startswith("one step"))
-    assert seconds[3].startswith("−"), "the plan on screen is quicker"
+    assert seconds[3].startswith("−"), "the current plan is faster"
     assert cells["tokens/s"][2] == numbers.format_short(pin.step().tokens_per_second)
     assert cells["tokens/s"][3].startswith("+") and cells["$ per M tokens"][3].startswith("−$")
-    assert "recompute full" in words(view.figures.value) and "recompute full" in words(view.table.value)
+    assert "recompute full" in strip_tags(view.figures.value) and "recompute full" in strip_tags(
+        view.table.value
+    )
     view.figures.press_button("unpin 0")
-    assert view.pins == () and "pin 0" not in drawn(view)
+    assert view.pins == () and "pin 0" not in read_bars(view)
 
 
 def test_a_click_on_a_part_opens_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    view = StepView(plan_of())
+    view = StepView(build_plan())
     sent: list[Any] = []
     monkeypatch.setattr(view.table, "send", sent.append)
     click = {"trace": list(PARTS).index("attention"), "point": 0, "customdata": ""}
@@ -236,81 +238,83 @@ def test_a_click_on_a_part_opens_its_row(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_every_bar_is_inside_the_plot() -> None:
-    for pins in ((), (plan_of(recompute="full", seq_len=16_384),)):
-        view = StepView(plan_of(), pins=pins)
-        longest = max(sum(parts.values()) for parts in drawn(view).values())
+    for pins in ((), (build_plan(recompute="full", seq_len=16_384),)):
+        view = StepView(build_plan(), pins=pins)
+        longest = max(sum(parts.values()) for parts in read_bars(view).values())
         assert longest <= view.figure.layout.xaxis.range[1]
-        assert view.figure.layout.xaxis.visible is False, "no axis under the words"
+        assert view.figure.layout.xaxis.visible is False, "there is no axis under the labels"
 
 
 @pytest.mark.parametrize("text", ["15T", "300B", "1e9"])
-def test_the_budget_is_the_reports_own_days(text: str) -> None:
-    plan = plan_of()
+def test_token_budget_shows_duration_and_price(text: str) -> None:
+    plan = build_plan()
     view = StepView(plan)
     view.budget.value = text
     report = plan.step()
     tokens = {"15T": 15e12, "300B": 300e9, "1e9": 1e9}[text]
     hours = report.days(tokens) * 24
     unit, size = {"15T": ("years", 24 * 365), "300B": ("days", 24), "1e9": ("hours", 1)}[text]
-    match = re.match(r"([\d.,]+) (\w+) without failures · \$([\d.,]+[kMBT]?)", words(view.budget_words.value))
+    match = re.match(
+        r"([\d.,]+) (\w+) without failures · \$([\d.,]+[kMBT]?)", strip_tags(view.budget_words.value)
+    )
     assert match and match[2] == unit
     assert float(match[1].replace(",", "")) == pytest.approx(hours / size, rel=0.006)
 
 
-def test_a_budget_that_is_no_number_is_said_at_the_input() -> None:
-    view = StepView(plan_of())
+def test_invalid_token_budget_shows_an_error_at_its_input() -> None:
+    view = StepView(build_plan())
     view.budget.value = "many"
-    assert "num_tokens is 'many'" in words(view.budget_row.message)
+    assert "num_tokens is 'many'" in strip_tags(view.budget_row.message)
     assert not view.budget_words.value
     view.budget.value = "1B"
     assert not view.budget_row.message and view.budget_words.value
 
 
-def test_a_refusal_is_told_and_no_old_number_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(self: ss.Plan) -> Any:
+def test_prediction_error_is_shown_and_old_numbers_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_value_error(self: ss.Plan) -> Any:
         raise ValueError("Gpu.peak_flops['bf16'] is None; allowed: its <peak>. Nearest fix: ss.calibrate().")
 
-    view = StepView(plan_of())
-    monkeypatch.setattr(ss.Plan, "step", refused)
-    view.show(plan_of(seq_len=2048))
-    assert "ss.calibrate()" in words(view.caption.value) and "&lt;peak&gt;" in view.caption.value
-    assert drawn(view) == {} and notes(view)["predicted"].startswith("no prediction")
+    view = StepView(build_plan())
+    monkeypatch.setattr(ss.Plan, "step", raise_value_error)
+    view.show(build_plan(seq_len=2048))
+    assert "ss.calibrate()" in strip_tags(view.caption.value) and "&lt;peak&gt;" in view.caption.value
+    assert read_bars(view) == {} and read_annotations(view)["predicted"].startswith("no prediction")
     assert not view.figures.value and not view.table.value and not view.budget_row.is_shown
     monkeypatch.undo()
-    view.show(plan_of())
-    assert drawn(view)["predicted"] and view.budget_row.is_shown
+    view.show(build_plan())
+    assert read_bars(view)["predicted"] and view.budget_row.is_shown
 
 
-# ----------------------------------------------------------------------------------------- measured
+# ------------------------------------------------------------------------------------------ measured
 
 
-def test_measured_steps_stand_beside_their_own_plan_and_no_other() -> None:
-    plan, other = plan_of(), plan_of(seq_len=2048)
+def test_measured_steps_are_shown_only_with_their_own_plan() -> None:
+    plan, other = build_plan(), build_plan(seq_len=2048)
     view = StepView(plan)
     seconds = plan.step().seconds * 1.25
     view.add(plan, RunSteps(20, seconds))
     factor = view.shown.scale.factor if view.shown else 0
-    assert drawn(view)["measured"] == {"measured": pytest.approx(seconds * factor)}
-    assert notes(view)["measured"].endswith("+25 %")
+    assert read_bars(view)["measured"] == {"measured": pytest.approx(seconds * factor)}
+    assert read_annotations(view)["measured"].endswith("+25 %")
     view.show(other)
-    assert "measured" not in drawn(view)
+    assert "measured" not in read_bars(view)
     view.show(plan)
-    assert "measured" in drawn(view)
+    assert "measured" in read_bars(view)
 
 
-def test_a_measurement_is_shown_where_nothing_can_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_of()
+def test_measured_step_is_shown_without_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = build_plan()
 
-    def refused(self: ss.Plan) -> Any:
+    def raise_value_error(self: ss.Plan) -> Any:
         raise ValueError("unknown")
 
-    monkeypatch.setattr(ss.Plan, "step", refused)
+    monkeypatch.setattr(ss.Plan, "step", raise_value_error)
     view = StepView()
     view.add(plan, RunSteps(20, 0.5))
     view.show(plan)
-    assert drawn(view) == {"measured": {"measured": 500.0}}
-    assert notes(view)["measured"] == "500 ms"
-    cells = rate_cells(view.figures.value)
+    assert read_bars(view) == {"measured": {"measured": 500.0}}
+    assert read_annotations(view)["measured"] == "500 ms"
+    cells = read_rate_cells(view.figures.value)
     assert cells["one step, ms"] == ["–", "500"] and cells["tokens/s"] == ["–", "–"]
 
 
@@ -318,47 +322,47 @@ def test_a_missing_rate_is_reported_without_names_of_the_python_api() -> None:
     plan = ss.Plan(
         ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), ss.Recipe(seq_len=64), ss.Layout.fsdp2()
     )
-    caption = words(StepView(plan).caption.value)
+    caption = strip_tags(StepView(plan).caption.value)
     assert caption == "The bf16 FLOP/s of this device are unknown. Fix: ss.calibrate()."
 
 
-def test_what_finished_runs_took_stands_under_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = SimpleNamespace(words="3 runs took 1.12 times the predicted step")
-    monkeypatch.setattr(step_rows, "find_residual", lambda plan: found)
-    assert found.words in words(StepView(plan_of()).caption.value)
+def test_ratio_of_finished_runs_is_shown_under_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    residual = SimpleNamespace(words="3 runs took 1.12 times the predicted step")
+    monkeypatch.setattr(step_rows, "find_residual", lambda plan: residual)
+    assert residual.words in strip_tags(StepView(build_plan()).caption.value)
 
-    def damaged(plan: ss.Plan) -> None:
+    def raise_value_error(plan: ss.Plan) -> None:
         raise ValueError("calibration.json, line 3: <no number>")
 
-    monkeypatch.setattr(step_rows, "find_residual", damaged)
-    assert "line 3: <no number>" in words(StepView(plan_of()).caption.value)
+    monkeypatch.setattr(step_rows, "find_residual", raise_value_error)
+    assert "line 3: <no number>" in strip_tags(StepView(build_plan()).caption.value)
 
 
-# ------------------------------------------------------------------------------- measuring this machine
+# ----------------------------------------------------------------------- calibration of this machine
 
 HERE = ss.Cluster.parse("2xcpu")
 
 
-def test_only_a_plan_for_this_machine_offers_to_measure_it() -> None:
-    view = StepView(plan_of(), machine=HERE)
+def test_calibration_is_offered_only_for_plans_on_this_machine() -> None:
+    view = StepView(build_plan(), machine=HERE)
     assert view.calibrate.layout.display == "none"
-    view.show(plan_of(cluster="2xcpu"))
+    view.show(build_plan(cluster="2xcpu"))
     assert view.calibrate.layout.display == ""
-    ours = StepView(plan_of(), machine=ss.Cluster.parse("8xh100-sxm-80gb"))
-    assert ours.calibrate.layout.display == ""
-    ours.show(plan_of(cluster="2x8xh100-sxm-80gb"))
-    assert ours.calibrate.layout.display == "none"
+    gpu_view = StepView(build_plan(), machine=ss.Cluster.parse("8xh100-sxm-80gb"))
+    assert gpu_view.calibrate.layout.display == ""
+    gpu_view.show(build_plan(cluster="2x8xh100-sxm-80gb"))
+    assert gpu_view.calibrate.layout.display == "none"
 
 
-def test_measuring_says_how_far_it_is_and_the_prediction_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    goes_on, told = threading.Event(), threading.Event()
+def test_calibration_shows_progress_and_updates_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_continue, is_calibrated = threading.Event(), threading.Event()
 
     def calibrate(cluster: ss.Cluster, progress: Any) -> None:
         progress("matrix products", 0.25)
-        assert cluster == HERE and goes_on.wait(10)
+        assert cluster == HERE and may_continue.wait(10)
 
     monkeypatch.setattr(ss, "calibrate", calibrate)
-    view = StepView(plan_of(cluster="2xcpu"), machine=HERE, on_calibrate=told.set)
+    view = StepView(build_plan(cluster="2xcpu"), machine=HERE, on_calibrate=is_calibrated.set)
     shown: list[ss.Plan] = []
     monkeypatch.setattr(view, "show", shown.append)
     view.calibrate.button.click()
@@ -366,5 +370,5 @@ def test_measuring_says_how_far_it_is_and_the_prediction_follows(monkeypatch: py
     while view.calibrate.progress.value != 0.25 and time.monotonic() < deadline:
         time.sleep(0.02)
     assert view.calibrate.button.disabled and "matrix products" in view.calibrate.words.value
-    goes_on.set()
-    assert told.wait(10) and [plan.cluster for plan in shown] == [HERE]
+    may_continue.set()
+    assert is_calibrated.wait(10) and [plan.cluster for plan in shown] == [HERE]
