@@ -16,7 +16,7 @@ VALUE = (
 )
 
 
-def test_what_was_typed_goes_with_its_own_button_and_stays_on_errors(browser: Any) -> None:
+def test_typed_text_is_sent_with_its_button_and_kept_on_errors(browser: Any) -> None:
     heard: list[tuple[str, str]] = []
 
     def answered(act: str, typed: str) -> None:

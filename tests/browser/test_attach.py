@@ -22,7 +22,7 @@ GROWN = "before => document.querySelector('.ss-run .js-plotly-plot').data[0]?.x.
 
 @long_one
 @pytest.mark.alone
-def test_fault_07_26_a_run_outlives_its_kernel_and_is_stopped_from_another_notebook(
+def test_fault_07_26_run_outlives_its_kernel_and_another_notebook_stops_it(
     lab: Lab, browser: Any, offline: Any
 ) -> None:
     page = browser.new_page(viewport={"width": 1500, "height": 1500})

@@ -13,7 +13,7 @@ from tests.needs import thorough
 pytestmark = thorough()
 
 
-def test_the_studio_works_under_a_base_url(tmp_path: Path, browser: Any, offline: Any) -> None:
+def test_studio_works_under_a_base_url(tmp_path: Path, browser: Any, offline: Any) -> None:
     failed: list[str] = []
     with running_lab(tmp_path, base_url="/user/ada/") as lab:
         assert lab.url.endswith("/user/ada")

@@ -27,7 +27,7 @@ COLOURS = """selector => [...document.querySelectorAll(selector)]
     .map(style => [style.backgroundColor, style.borderBottomColor])"""
 
 
-def test_fault_46_high_contrast_keeps_what_colours_say(browser: Any) -> None:
+def test_fault_46_high_contrast_keeps_legends_and_selected_states(browser: Any) -> None:
     memory, step = MemoryView(), StepView()
     memory.show(PLAN)
     step.show(PLAN)

@@ -28,7 +28,7 @@ view
 
 
 @thorough()
-def test_fault_49_no_handler_in_the_text_of_a_run_folder_runs(lab: Lab, browser: Any, offline: Any) -> None:
+def test_fault_49_html_in_a_run_folder_is_not_executed(lab: Lab, browser: Any, offline: Any) -> None:
     runs = lab.folder / "runs"
     odd = write_full_run("<img src=x onerror='window.wasRun = 4'>", "failed", parent=runs)
     plant_text_everywhere(odd, EVIL)

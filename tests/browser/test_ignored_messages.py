@@ -33,7 +33,7 @@ def refuse(act: str) -> None:
     raise IgnoredError(act)
 
 
-def test_fault_44_what_was_ignored_is_said_on_the_page(browser: Any) -> None:
+def test_fault_44_ignored_message_is_reported_on_the_page(browser: Any) -> None:
     table = Clickable(refuse)
     table.value = "<button data-act='sort:x'>x</button>"
     tabs = Tabs(["Memory", "Time"])

@@ -81,7 +81,7 @@ def page(lab: Lab, browser: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("where", few(WHERE, ["a select", "a chart"]))
-def test_fault_62_keys_change_nothing_of_the_notebook(where: str, page: Any, lab: Lab) -> None:
+def test_fault_62_keys_in_a_widget_do_not_change_the_notebook(where: str, page: Any, lab: Lab) -> None:
     kernels, before = lab.kernels(), page.evaluate(NOTEBOOK_NOW)
     target = page.locator(WHERE[where]).first
     if "chart" in where:
@@ -97,7 +97,7 @@ def test_fault_62_keys_change_nothing_of_the_notebook(where: str, page: Any, lab
     assert lab.kernels() == kernels
 
 
-def test_fault_62_escape_save_and_tab_are_the_pages(page: Any, lab: Lab) -> None:
+def test_fault_62_escape_save_and_tab_reach_the_page(page: Any, lab: Lab) -> None:
     box = page.locator(WHERE["a text box"]).first
     box.focus()
     page.evaluate("""() => {
@@ -113,14 +113,14 @@ def test_fault_62_escape_save_and_tab_are_the_pages(page: Any, lab: Lab) -> None
     assert page.evaluate("() => document.activeElement.closest('.ss-studio') !== null")
 
 
-def test_fault_62_a_press_on_the_cell_takes_the_keyboard_out_of_the_studio(page: Any) -> None:
+def test_fault_62_click_on_the_cell_takes_the_focus_from_the_studio(page: Any) -> None:
     """JupyterLab's keys are for the cell that was selected, also where that is the cell of the Studio."""
     page.locator(WHERE["a tab"]).first.focus()
     page.locator(".jp-Notebook .jp-Cell", has=page.locator(STUDIO)).locator(".jp-InputPrompt").click()
     page.wait_for_function("() => document.activeElement.matches('.jp-Cell:has(.ss-studio)')")
 
 
-def test_few_tab_stops_from_the_first_question_to_the_tabs(page: Any) -> None:
+def test_few_tab_stops_from_the_first_input_to_the_tabs(page: Any) -> None:
     first = page.locator(f"{STUDIO} .ss-fold-line", has_text="Model").first
     first.focus()
     stops = 0
@@ -135,7 +135,7 @@ def test_few_tab_stops_from_the_first_question_to_the_tabs(page: Any) -> None:
     assert stops <= 15
 
 
-def test_arrow_keys_move_inside_of_a_group_and_press_nothing(page: Any) -> None:
+def test_arrow_keys_move_the_focus_in_a_group_without_pressing(page: Any) -> None:
     group = page.locator(".ss-memory .ss-seg").first
     buttons = group.locator("button")
     buttons.first.focus()

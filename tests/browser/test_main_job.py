@@ -18,7 +18,7 @@ PARAMETERS_DIFFER = """before =>
     JSON.stringify(document.querySelector('.ss-memory .js-plotly-plot').data[0].x) !== before"""
 
 
-def test_fault_26_27_48_plan_launch_stop_and_look_inside(lab: Lab, browser: Any, offline: Any) -> None:
+def test_fault_26_27_48_plan_launch_stop_and_open_the_trace(lab: Lab, browser: Any, offline: Any) -> None:
     page = browser.new_page(viewport={"width": 1440, "height": 900})
     page.set_default_timeout(SHOWN)
     offline(page)

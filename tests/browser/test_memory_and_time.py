@@ -44,18 +44,18 @@ def page(lab: Lab, browser: Any) -> Any:
     page.close()
 
 
-def test_the_memory_tab_is_on_one_screen_and_its_bars_open_rows(page: Any) -> None:
+def test_memory_tab_fits_one_screen_and_its_bars_open_rows(page: Any) -> None:
     the_whole_memory_tab_is_on_one_screen(page)
     a_bar_opens_its_row(page, ".ss-memory", 3, "activations", "layers")
     a_row_opens_by_keyboard(page)
     a_plan_is_pinned_and_unpinned_by_mouse(page)
 
 
-def test_a_bar_of_the_time_chart_opens_its_row(page: Any) -> None:
+def test_bar_of_the_time_chart_opens_its_row(page: Any) -> None:
     a_bar_opens_its_row(page, ".ss-step", 0, "matrices", "FLOPs")
 
 
-def test_no_words_touch_in_a_narrow_chart(page: Any) -> None:
+def test_labels_do_not_overlap_in_a_narrow_chart(page: Any) -> None:
     no_words_touch_in_a_narrow_chart(page)
 
 
@@ -140,7 +140,7 @@ def no_words_touch_in_a_narrow_chart(page: Any) -> None:
                 assert apart, f"{words!r} touches {others!r}"
 
 
-def test_nothing_jumps_when_a_rehearsal_or_a_measurement_arrives(lab: Lab, browser: Any) -> None:
+def test_layout_is_stable_when_a_rehearsal_or_measurement_arrives(lab: Lab, browser: Any) -> None:
     arrives = (
         'memory.add(plan, replace(plan.memory(), tier="rehearsed"))',
         'memory.add(plan, replace(plan.memory(), tier="measured"))',

@@ -243,7 +243,7 @@ def opened(lab: Lab, browser: Any) -> Iterator[Opened]:
 
 
 @pytest.mark.parametrize("how", few(ACTS, ["moved"]))
-def test_fault_63_64_every_view_shows_the_plan_of_its_sentence(how: str, opened: Opened) -> None:
+def test_fault_63_64_every_view_shows_the_current_plan(how: str, opened: Opened) -> None:
     """One after another, as in a day's work."""
     count = ACTS[how](opened) or 1
     for _ in range(2):
@@ -267,16 +267,14 @@ def opened_studio(lab: Lab, browser: Any) -> Iterator[OpenedStudio]:
 
 @thorough()
 @pytest.mark.parametrize("how", few(ACTS, ["moved"]))
-def test_fault_63_the_whole_studio_shows_the_plan_of_its_sentence(
-    how: str, opened_studio: OpenedStudio
-) -> None:
+def test_fault_63_studio_verdict_chart_and_table_agree(how: str, opened_studio: OpenedStudio) -> None:
     """One after another, as above."""
     count = ACTS[how](opened_studio) or 1
     for _ in range(2):
         opened_studio.every_view_shows_the_next_plan(count)
 
 
-def test_a_click_on_a_bar_is_reported_from_every_view(opened: Opened) -> None:
+def test_click_on_a_bar_is_reported_from_every_view(opened: Opened) -> None:
     """The view above and the second one, which is open by now."""
     page = opened.page
     for number in range(page.locator(".js-plotly-plot >> visible=true").count()):

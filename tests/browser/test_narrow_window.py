@@ -31,7 +31,7 @@ def page(lab: Lab, browser: Any, offline: Callable[[object], None]) -> Iterator[
     page.close()
 
 
-def test_questions_stand_beside_the_answers_beside_the_file_browser(page: Any) -> None:
+def test_inputs_and_results_fit_beside_the_file_browser(page: Any) -> None:
     expect(page.locator(".jp-FileBrowser")).to_be_visible()
     studio = page.locator(".ss-studio").bounding_box()
     side, main = (page.locator(f".ss-{name}").bounding_box() for name in ("side", "main"))
@@ -47,7 +47,7 @@ def test_questions_stand_beside_the_answers_beside_the_file_browser(page: Any) -
     page.screenshot(path=str(SCREENSHOTS / "narrow_beside_the_file_browser.png"))
 
 
-def test_another_framework_is_named_before_it_makes_the_plan_fit(page: Any) -> None:
+def test_make_it_fit_asks_before_changing_the_framework(page: Any) -> None:
     fill(page, "Model", "llama-3.1-405b")
     nodes = open_fold(page, "GPUs").locator("input").nth(1)
     nodes.fill("8")

@@ -73,7 +73,7 @@ def bring_into_sight(page: Any) -> None:
     page.locator(".ss-studio").evaluate("studio => studio.scrollIntoView({ block: 'center' })")
 
 
-def test_sentence_framework_and_launch_are_seen_together(open_page: Callable[..., Any]) -> None:
+def test_verdict_framework_and_launch_button_are_visible_together(open_page: Callable[..., Any]) -> None:
     page = open_page(1440, 900)
     bring_into_sight(page)
     assert page.locator(".ss-studio").bounding_box()["height"] <= PIXELS
@@ -84,7 +84,7 @@ def test_sentence_framework_and_launch_are_seen_together(open_page: Callable[...
     assert box["y"] + box["height"] < 900 and "FSDP2" in framework.inner_text()
 
 
-def test_the_head_keeps_its_height_and_place(open_page: Callable[..., Any]) -> None:
+def test_head_keeps_its_height_and_position(open_page: Callable[..., Any]) -> None:
     page = open_page(1440, 900)
     head = page.locator(".ss-head")
     before = head.bounding_box()
@@ -100,7 +100,7 @@ def test_the_head_keeps_its_height_and_place(open_page: Callable[..., Any]) -> N
     expect(page.get_by_role("button", name="Make it fit").first).to_be_visible()
 
 
-def test_full_window_and_back(open_page: Callable[..., Any]) -> None:
+def test_full_window_opens_and_closes(open_page: Callable[..., Any]) -> None:
     page = open_page(1024, 768)
     bring_into_sight(page)
     page.get_by_role("button", name="Full window").click()
@@ -117,7 +117,9 @@ def test_full_window_and_back(open_page: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("size", few(SIZES, ["390x844"]))
-def test_every_size_shows_the_head_and_nothing_sticks_out(open_page: Callable[..., Any], size: str) -> None:
+def test_head_is_visible_and_nothing_overflows_at_every_size(
+    open_page: Callable[..., Any], size: str
+) -> None:
     for theme in ("Light", "Dark"):
         page = open_page(*SIZES[size], theme=theme)
         bring_into_sight(page)

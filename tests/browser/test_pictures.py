@@ -50,7 +50,7 @@ def page(lab: Lab, browser: Any) -> Iterator[Any]:
 
 @thorough()
 @pytest.mark.parametrize("size", SIZES)
-def test_every_tab_is_pictured_in_both_themes(size: str, page: Any) -> None:
+def test_screenshots_of_every_tab_in_both_themes(size: str, page: Any) -> None:
     width, height, _ = SIZES[size]
     is_wide = width >= 1200
     page.set_viewport_size({"width": 1440, "height": 900})
@@ -67,7 +67,7 @@ def test_every_tab_is_pictured_in_both_themes(size: str, page: Any) -> None:
 
 @thorough()
 @pytest.mark.parametrize("look", ["high_contrast", "high_contrast_dark", "deuteranopia"])
-def test_every_tab_is_pictured_as_others_see_it(look: str, page: Any) -> None:
+def test_screenshots_of_every_tab_in_high_contrast_and_deuteranopia(look: str, page: Any) -> None:
     page.set_viewport_size({"width": 1440, "height": 900})
     show_file_browser(page, True)
     is_dark = look.endswith("dark")

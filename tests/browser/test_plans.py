@@ -96,7 +96,7 @@ def page(lab: Lab, browser: Any) -> Iterator[Any]:
     page.close()
 
 
-def test_the_advice_and_its_alternatives_are_seen_without_scrolling(page: Any) -> None:
+def test_advice_and_alternatives_are_visible_without_scrolling(page: Any) -> None:
     mode(page, "Advice")
     expect(page.locator(".ss-advised")).to_have_count(1)
     expect(page.locator(".ss-plans .ss-act.ss-first:visible"), "one button to press first").to_have_count(1)
@@ -111,14 +111,14 @@ def test_the_advice_and_its_alternatives_are_seen_without_scrolling(page: Any) -
     page.locator("summary", has_text="Why:").click()
 
 
-def test_views_beside_each_other_keep_their_styles(page: Any) -> None:
+def test_adjacent_views_keep_their_styles(page: Any) -> None:
     """anywidget gives all instances of a class one style element: the last view's sheet took its place."""
     mode(page, "Advice")
     for selector in (".ss-advised", ".ss-findings li"):
         assert page.locator(selector).first.evaluate("one => getComputedStyle(one).display") == "grid"
 
 
-def test_the_frameworks_that_the_team_knows_are_one_tab_stop(page: Any) -> None:
+def test_group_of_known_frameworks_is_one_tab_stop(page: Any) -> None:
     mode(page, "Advice")
     group = page.get_by_role("group", name="Frameworks your team knows")
     expect(group.get_by_role("button")).to_have_count(5)
@@ -131,7 +131,7 @@ def test_the_frameworks_that_the_team_knows_are_one_tab_stop(page: Any) -> None:
     assert not page.evaluate("() => !!document.activeElement.closest('.ss-toggles')")
 
 
-def test_a_mark_says_what_it_is_and_a_click_applies_it(page: Any) -> None:
+def test_mark_describes_its_plan_and_a_click_applies_it(page: Any) -> None:
     mode(page, "All layouts")
     page.wait_for_selector(".ss-ranking .scatterlayer path.point", state="attached")
     resize(page, WIDTHS[0])
@@ -154,7 +154,7 @@ def test_a_mark_says_what_it_is_and_a_click_applies_it(page: Any) -> None:
         page.mouse.move(0, 0)
 
 
-def test_nothing_scrolls_the_page_sideways_and_no_number_wraps(page: Any) -> None:
+def test_page_does_not_overflow_and_numbers_do_not_wrap(page: Any) -> None:
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     for theme, light in (("Light", "true"), ("Dark", "false")):
         use_theme(page, f"JupyterLab {theme}", light=light)

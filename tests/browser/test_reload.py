@@ -16,7 +16,7 @@ pytestmark = thorough()
 
 @long_one
 @pytest.mark.alone
-def test_fault_26_reloaded_and_opened_twice_while_a_run_is_under_way(
+def test_fault_26_page_is_reloaded_and_opened_twice_during_a_run(
     lab: Lab, browser: Any, offline: Any
 ) -> None:
     page = browser.new_page(viewport={"width": 1500, "height": 1200})

@@ -126,7 +126,7 @@ def run_cell(lab: Lab, browser: Any, source: str) -> Any:
 
 
 @pytest.mark.alone
-def test_a_run_that_was_saved_and_stopped_is_resumed_by_a_click(lab: Lab, browser: Any) -> None:
+def test_saved_and_stopped_run_is_resumed_by_a_click(lab: Lab, browser: Any) -> None:
     needs("torch")
     needs("transformers")
     page = run_cell(lab, browser, LAUNCH)
@@ -146,7 +146,7 @@ def test_a_run_that_was_saved_and_stopped_is_resumed_by_a_click(lab: Lab, browse
     page.close()
 
 
-def test_runs_are_opened_compared_and_read_at_every_width(page: Any) -> None:
+def test_runs_are_opened_and_compared_at_every_width(page: Any) -> None:
     it_is_tidy(page, "list")
     the_axis_of_the_loss_follows_the_run(page)
     heights = [a_run_is_opened_by_a_click(page, "first", "finished")]

@@ -48,7 +48,7 @@ def the_picture_is_seen(page: Any, root: str) -> None:
 
 
 @thorough()
-def test_fault_47_an_exported_notebook_shows_the_last_plan(browser: Any, tmp_path: Path) -> None:
+def test_fault_47_exported_notebook_shows_the_last_plan(browser: Any, tmp_path: Path) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS])
     NotebookClient(notebook, timeout=120, kernel_name="python3", store_widget_state=False).execute()
     html, _ = HTMLExporter(embed_images=True).from_notebook_node(notebook)
@@ -64,7 +64,7 @@ def test_fault_47_an_exported_notebook_shows_the_last_plan(browser: Any, tmp_pat
 
 
 @thorough()
-def test_fault_47_a_notebook_whose_kernel_has_gone_shows_the_last_plan(lab: Lab, browser: Any) -> None:
+def test_fault_47_notebook_without_its_kernel_shows_the_last_plan(lab: Lab, browser: Any) -> None:
     write_notebook(lab, NOTEBOOK, *CELLS)
     page = open_notebook(lab, browser, NOTEBOOK, viewport={"width": 1400, "height": 2400})
     run_all_cells(page, len(CELLS))
@@ -102,7 +102,7 @@ def end_kernels(lab: Lab) -> None:
 
 
 @thorough()
-def test_fault_47_a_notebook_from_someone_else_shows_it_too(lab: Lab, browser: Any) -> None:
+def test_fault_47_untrusted_notebook_shows_the_last_plan(lab: Lab, browser: Any) -> None:
     """One that this server has not signed: JupyterLab cleans its HTML, and shows no widget at all."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS])
     NotebookClient(notebook, timeout=120, kernel_name="python3", store_widget_state=False).execute()
@@ -124,9 +124,7 @@ def test_fault_47_a_notebook_from_someone_else_shows_it_too(lab: Lab, browser: A
 
 
 @thorough()
-def test_fault_47_the_picture_follows_a_moved_cell_and_a_page_that_was_loaded_anew(
-    lab: Lab, browser: Any
-) -> None:
+def test_fault_47_static_output_follows_a_moved_cell_and_a_reload(lab: Lab, browser: Any) -> None:
     """JupyterLab updates no output of such a cell by itself."""
     name = "followed.ipynb"
     change = "from dataclasses import replace\nstudio.apply(replace(studio.plan, layout=ss.Layout.{}))"

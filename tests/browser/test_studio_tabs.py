@@ -55,7 +55,7 @@ def page(lab: Lab, browser: Any, offline: Any) -> Any:
     page.close()
 
 
-def test_fault_46_48_time_plans_and_checks(page: Any) -> None:
+def test_fault_46_48_time_plans_and_checks_tabs_work_offline(page: Any) -> None:
     the_head_and_the_time_follow_the_model(page)
     a_budget_is_typed(page)
     checks_are_counted_and_one_is_fixed(page)

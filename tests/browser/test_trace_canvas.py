@@ -191,7 +191,7 @@ def test_every_slice_of_both_ranks_is_drawn_on_one_axis(opened: Any, view: Trace
         assert shown(page) == pytest.approx((0, view.trace.duration_seconds))
 
 
-def test_wheel_zooms_at_the_pointer_and_python_reads_it_back(opened: Any, view: TraceView) -> None:
+def test_wheel_zooms_at_the_pointer_and_updates_the_viewport(opened: Any, view: TraceView) -> None:
     with opened(view) as page:
         x, y = middle(page)
         page.mouse.move(x, y)
@@ -245,7 +245,7 @@ def test_fault_46_keys_zoom_pan_and_fit(opened: Any, view: TraceView) -> None:
         assert shown(page) == pytest.approx(whole)
 
 
-def test_hover_and_click_say_what_a_slice_is(opened: Any, view: TraceView) -> None:
+def test_hover_and_click_describe_the_slice(opened: Any, view: TraceView) -> None:
     index = int(view.trace.duration_ns[: view.trace.tracks[0].num_slices].argmax())
     name = view.trace.names[view.trace.name_index[index]]
     with opened(view) as page:
@@ -260,7 +260,7 @@ def test_hover_and_click_say_what_a_slice_is(opened: Any, view: TraceView) -> No
         expect(page.locator(".ss-trace-details")).to_contain_text(f"rank {view.selected['rank']}")
 
 
-def test_search_counts_highlights_and_walks_the_matches(opened: Any, view: TraceView) -> None:
+def test_search_counts_highlights_and_visits_the_matches(opened: Any, view: TraceView) -> None:
     with opened(view) as page:
         pixels = "document.querySelector('canvas').toDataURL()"
         before = page.evaluate(pixels)
@@ -287,7 +287,7 @@ def test_search_counts_highlights_and_walks_the_matches(opened: Any, view: Trace
         assert t0 <= first["start_seconds"] <= t1
 
 
-def test_fault_46_a_rank_folds_into_a_thin_band_from_the_keyboard(opened: Any, view: TraceView) -> None:
+def test_fault_46_rank_is_collapsed_by_keyboard(opened: Any, view: TraceView) -> None:
     with opened(view) as page:
         first, second = page.locator(".ss-trace-rank").all()
         before = second.bounding_box()["y"] - first.bounding_box()["y"]
@@ -302,7 +302,7 @@ def test_fault_46_a_rank_folds_into_a_thin_band_from_the_keyboard(opened: Any, v
         assert second.bounding_box()["y"] - first.bounding_box()["y"] == pytest.approx(before)
 
 
-def test_the_table_follows_the_view(opened: Any, view: TraceView) -> None:
+def test_totals_table_follows_the_viewport(opened: Any, view: TraceView) -> None:
     with opened(view) as page:
         page.locator(".ss-trace-totals summary").click()
         page.wait_for_selector(".ss-trace-totals td")
@@ -310,14 +310,14 @@ def test_the_table_follows_the_view(opened: Any, view: TraceView) -> None:
         assert first == view._tiler.sum_by_name(0, view._span_ns)[0]["name"]
 
 
-def test_python_moves_the_view(opened: Any, view: TraceView) -> None:
+def test_viewport_is_set_from_python(opened: Any, view: TraceView) -> None:
     with opened(view) as page:
         page.evaluate("model.set('viewport_seconds', [0.002, 0.004])")
         settled(page)
         assert shown(page) == pytest.approx((0.002, 0.004))
 
 
-def test_fault_46_dark_and_light_differ_and_follow_jupyterlabs_switch(opened: Any, view: TraceView) -> None:
+def test_fault_46_canvas_follows_jupyterlabs_theme(opened: Any, view: TraceView) -> None:
     corner = (
         "[...document.querySelector('canvas').getContext('2d').getImageData(4, 4, 1, 1).data].slice(0, 3)"
     )
@@ -331,7 +331,7 @@ def test_fault_46_dark_and_light_differ_and_follow_jupyterlabs_switch(opened: An
         assert min(page.evaluate(corner)) > 240
 
 
-def test_fault_38_a_script_in_a_name_is_text(opened: Any, tmp_path: Path) -> None:
+def test_fault_38_script_in_a_name_is_escaped(opened: Any, tmp_path: Path) -> None:
     name = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>"
     event = {"ph": "X", "cat": "cpu_op", "name": name, "pid": 1, "tid": name, "ts": 1.0, "dur": 100.0}
     (tmp_path / "rank-0.json").write_text(json.dumps({"traceEvents": [event]}))
@@ -346,13 +346,15 @@ def test_fault_38_a_script_in_a_name_is_text(opened: Any, tmp_path: Path) -> Non
         assert page.evaluate("window.hacked") is None
 
 
-def test_an_empty_trace_says_so(opened: Any, tmp_path: Path) -> None:
+def test_empty_trace_shows_a_message(opened: Any, tmp_path: Path) -> None:
     (tmp_path / "rank-0.json").write_text('{"traceEvents": []}')
     with opened(TraceView(tmp_path)) as page:
         expect(page.locator(".ss-trace-empty")).to_contain_text("recorded nothing")
 
 
-def test_fault_44_a_bad_message_is_shown_and_the_view_lives_on(opened: Any, view: TraceView) -> None:
+def test_fault_44_invalid_message_is_reported_and_the_view_keeps_working(
+    opened: Any, view: TraceView
+) -> None:
     with opened(view) as page:
         page.evaluate("model.send({type: 'format the disk', id: 1})")
         page.wait_for_function("document.querySelector('.ss-trace-error').textContent.includes('allowed')")
@@ -362,12 +364,12 @@ def test_fault_44_a_bad_message_is_shown_and_the_view_lives_on(opened: Any, view
         assert shown(page)[1] < view.trace.duration_seconds
 
 
-def test_fault_46_narrow_pages_keep_everything_inside(opened: Any, view: TraceView) -> None:
+def test_fault_46_nothing_overflows_on_narrow_pages(opened: Any, view: TraceView) -> None:
     with opened(view, width=320) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= 320
 
 
-def test_fault_43_closing_leaves_no_handler_behind(opened: Any, view: TraceView) -> None:
+def test_fault_43_closing_removes_all_event_handlers(opened: Any, view: TraceView) -> None:
     with opened(view) as page:
         page.evaluate("close_view()")
         assert page.evaluate("Object.values(handlers).flat().length") == 0
@@ -376,7 +378,7 @@ def test_fault_43_closing_leaves_no_handler_behind(opened: Any, view: TraceView)
 PYTHON_STACKS = FIXTURE.parent / "trace_with_stacks"
 
 
-def test_gpu_streams_are_in_sight_and_python_stacks_one_line(opened: Any) -> None:
+def test_gpu_streams_are_visible_and_python_stacks_collapsed(opened: Any) -> None:
     view = TraceView(PYTHON_STACKS)
     frames = next(track for track in view.trace.tracks if track.kind == "python")
     with opened(view) as page:
@@ -396,7 +398,7 @@ def test_gpu_streams_are_in_sight_and_python_stacks_one_line(opened: Any) -> Non
         assert int(page.locator("canvas").get_attribute("data-slices")) == drawn
 
 
-def test_a_match_in_a_folded_stack_unfolds_it(opened: Any) -> None:
+def test_match_in_a_collapsed_stack_expands_it(opened: Any) -> None:
     view = TraceView(PYTHON_STACKS)
     with opened(view) as page:
         page.locator(".ss-trace-search").fill("call_through")
@@ -430,9 +432,7 @@ def names_drawn(page: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(("width", "scale"), [(390, 1), (390, 3), (590, 2), (1180, 1)])
-def test_track_names_are_whole_on_narrow_pages_and_at_200_percent(
-    opened: Any, width: int, scale: float
-) -> None:
+def test_track_names_are_not_cut_off_on_narrow_or_scaled_pages(opened: Any, width: int, scale: float) -> None:
     with opened(TraceView(PYTHON_STACKS), width=width, scale=scale) as page:
         texts = names_drawn(page)
         assert {"stream 7", "stream 20", "pt_autograd_0"} <= set(texts)
@@ -443,9 +443,7 @@ def test_track_names_are_whole_on_narrow_pages_and_at_200_percent(
 
 
 @pytest.mark.parametrize("width", [390, 700, 1180])
-def test_the_drawing_stays_in_place_while_the_search_reports(
-    opened: Any, view: TraceView, width: int
-) -> None:
+def test_canvas_keeps_its_position_while_the_search_reports(opened: Any, view: TraceView, width: int) -> None:
     with opened(view, width=width) as page:
         canvas = page.locator(".ss-trace canvas")
         before = canvas.bounding_box()
@@ -459,7 +457,7 @@ def test_the_drawing_stays_in_place_while_the_search_reports(
         assert canvas.bounding_box() == before
 
 
-def test_the_focus_ring_of_the_search_box_is_whole(opened: Any, view: TraceView) -> None:
+def test_focus_ring_of_the_search_box_is_not_cut_off(opened: Any, view: TraceView) -> None:
     """An output of JupyterLab cuts off what is outside of the view."""
     with opened(view) as page:
         page.locator(".ss-trace-search").focus()
@@ -478,7 +476,7 @@ CORNER = "[...canvas.getContext('2d').getImageData(4, 4, 1, 1).data].slice(0, 3)
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_fault_64_a_view_drawn_before_it_is_attached_has_the_theme(
+def test_fault_64_view_rendered_before_it_is_attached_has_the_theme(
     opened: Any, view: TraceView, dark: bool
 ) -> None:
     with opened(view, dark=dark) as page:
@@ -502,7 +500,7 @@ def test_fault_64_a_view_drawn_before_it_is_attached_has_the_theme(
         assert corner == expected and (max(corner) < 60 if dark else min(corner) > 240)
 
 
-def test_fault_64_without_its_variables_the_canvas_is_still_readable(opened: Any, view: TraceView) -> None:
+def test_fault_64_canvas_is_readable_without_css_variables(opened: Any, view: TraceView) -> None:
     with opened(view) as page:
         page.evaluate("document.querySelector('link').remove()")
         page.evaluate("document.body.setAttribute('data-jp-theme-light', 'true')")

@@ -116,7 +116,7 @@ def show_hidden_tab(page: Any) -> None:
     page.locator(".widget-tab .lm-TabBar-tab, .jupyter-widget-TabPanel .lm-TabBar-tab").nth(1).click()
 
 
-def test_fault_64_no_trace_opens_black(page: Any) -> None:
+def test_fault_64_trace_view_never_opens_black(page: Any) -> None:
     """Twenty opens here; with SHARDSCOPE_FAULTS=all a hundred."""
     themes = [("JupyterLab Dark", "false"), ("JupyterLab Light", "true")]
     for number in range(10 if all_of_them() else 2):
@@ -186,7 +186,7 @@ STATE = """() => ({
         ["canvas", ".ss-trace-fit"],
     ),
 )
-def test_fault_62_keys_pressed_in_the_trace_leave_the_notebook_as_it_is(page: Any, focused: str) -> None:
+def test_fault_62_keys_in_the_trace_do_not_change_the_notebook(page: Any, focused: str) -> None:
     shown_alone(page)
     node = page.locator(f".ss-trace {focused}" if focused[0] != "." or " " not in focused else focused).first
     node.focus()
@@ -211,7 +211,7 @@ def shown_alone(page: Any) -> None:
     page.wait_for_timeout(300)
 
 
-def test_fault_62_escape_tab_and_save_still_reach_jupyterlab(lab: Lab, page: Any) -> None:
+def test_fault_62_escape_tab_and_save_reach_jupyterlab(lab: Lab, page: Any) -> None:
     shown_alone(page)
     page.evaluate("window.heard = []; document.addEventListener('keydown', (event) => heard.push(event.key))")
     page.locator(".ss-trace canvas").focus()
@@ -231,7 +231,7 @@ def test_fault_62_escape_tab_and_save_still_reach_jupyterlab(lab: Lab, page: Any
             pytest.fail(f"Ctrl+S with the focus on {focused} saved nothing")
 
 
-def test_fault_47_the_saved_notebook_has_a_picture_of_the_trace(lab: Lab, page: Any) -> None:
+def test_fault_47_saved_notebook_has_an_svg_of_the_trace(lab: Lab, page: Any) -> None:
     shown_alone(page)
     menu(page, "File", "Save Notebook")
     html = ""
@@ -244,7 +244,7 @@ def test_fault_47_the_saved_notebook_has_a_picture_of_the_trace(lab: Lab, page: 
     assert "<svg" in html and "stream 7" in html and "<table" in html and "<script" not in html
 
 
-def test_keys_are_named_only_while_they_work(page: Any) -> None:
+def test_key_hints_are_shown_only_while_the_canvas_has_the_focus(page: Any) -> None:
     """After a click on the drawing W zooms; the hint names it then, and not before."""
     shown_alone(page)
     page.locator(".jp-CodeCell .cm-content").nth(0).focus()

@@ -144,7 +144,9 @@ def page(lab: Lab, browser: Any, offline: Callable[[object], None]) -> Iterator[
 
 
 @pytest.mark.parametrize("kind", [Mouse, Keyboard])
-def test_the_whole_job(kind: type[Hands], page: Any, lab: Lab, folder: Path) -> None:
+def test_whole_workflow_by_mouse_and_by_keyboard(
+    kind: type[Hands], page: Any, lab: Lab, folder: Path
+) -> None:
     hands, way = kind(page), kind.__name__.lower()
     scrolled = "() => [...document.querySelectorAll('.jp-WindowedPanel-outer')].map(one => one.scrollTop)"
     before = page.evaluate(scrolled)

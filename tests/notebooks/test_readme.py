@@ -39,7 +39,7 @@ def toolkit_text() -> str:
     return "\n".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "toolkit").rglob("*.py"))
 
 
-def test_the_python_example_works_as_pasted(tmp_path: Path) -> None:
+def test_python_example_runs_as_pasted(tmp_path: Path) -> None:
     needs("torch")
     (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len([line for line in block.splitlines() if line]) == 10, "ten lines"
@@ -69,20 +69,20 @@ def test_the_python_example_works_as_pasted(tmp_path: Path) -> None:
     }
 
 
-def test_the_readme_is_short() -> None:
+def test_readme_is_short_and_links_to_every_page() -> None:
     assert len(README.splitlines()) < 120
     for page in PAGES[1:]:
         assert f"]({page})" in README, f"the README does not link to {page}"
 
 
-def test_every_extra_has_its_line() -> None:
+def test_every_pip_extra_is_documented() -> None:
     project = tomllib.loads(read("pyproject.toml"))["project"]
     page = read("docs/installing.md")
     for extra in project["optional-dependencies"]:
         assert f'pip install "shardscope[{extra}]"' in page
 
 
-def test_every_variable_of_the_environment_is_explained() -> None:
+def test_every_environment_variable_is_documented() -> None:
     named = set(re.findall(r"SHARDSCOPE_[A-Z_]+", toolkit_text()))
     page = read("docs/launching.md")
     assert named and {name for name in named if f"| `{name}` |" not in page} == set()
@@ -101,7 +101,7 @@ def only(pattern: str, text: str) -> tuple[str, ...]:
     return match.groups()
 
 
-def test_predictions_against_rehearsals_are_as_the_report_has_them() -> None:
+def test_readme_numbers_match_the_report_on_rehearsals() -> None:
     report = read("docs/accuracy.md")
     plans, within, worst = only(
         r"\| all \| (\d+) \| ([\d.]+ %) \| [\d.]+ % \| [\d.]+ % \| ([\d.]+ %)", report
@@ -119,7 +119,7 @@ def test_predictions_against_rehearsals_are_as_the_report_has_them() -> None:
     assert f"{total} random plans | {sum(part for part, _ in pairs)} within 1 %, worst {worst}" in row
 
 
-def test_predictions_against_published_runs_are_as_the_report_has_them() -> None:
+def test_readme_numbers_match_the_report_on_published_runs() -> None:
     memory, _, time = read("docs/accuracy.md").rpartition("## Against the goals")
     row = row_of("predicted memory = published")
     shares = []
@@ -141,7 +141,7 @@ def test_predictions_against_published_runs_are_as_the_report_has_them() -> None
     assert f"{rows} published" in row and f"median error {middle}, p90 {ninth}" in row
 
 
-def test_predictions_against_our_own_runs_are_as_they_were_measured() -> None:
+def test_readme_numbers_match_our_measured_runs() -> None:
     tensors: dict[str, list[float]] = {"cpu": [], "small": [], "real": []}
     steps = []
     for line in read("tests/measured/own.jsonl").splitlines():
@@ -166,14 +166,14 @@ def test_predictions_against_our_own_runs_are_as_they_were_measured() -> None:
     assert f"between {short} and {long}" in row_of("predicted step time = measured on one H100")
 
 
-def test_engines_and_faults_are_as_the_reports_have_them() -> None:
+def test_readme_numbers_match_the_reports_on_parity_and_faults() -> None:
     same, layouts = only(r"(\d+) of (\d+) rows equal the single process", read("docs/parity.md"))
     assert f"{same} of {layouts} layouts" in row_of("the engines train the plan")
     assert f"| {len(FAULTS)} kinds of faults" in row_of("a fault leaves nothing behind and is reported")
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_public_names_of_the_pages_exist(page: str) -> None:
+def test_public_names_in_the_pages_exist(page: str) -> None:
     for name in re.findall(r"\bss\.(\w+)", read(page)):
         assert hasattr(ss, name), f"{page} names ss.{name}"
     for module in re.findall(r"`(shardscope(?:\.\w+)+)`", read(page)):
@@ -183,7 +183,7 @@ def test_public_names_of_the_pages_exist(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_and_targets_exist(page: str) -> None:
+def test_links_and_make_targets_exist(page: str) -> None:
     text = read(page)
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert ((REPOSITORY / page).parent / target).exists(), f"{page} links to {target}"
@@ -193,7 +193,7 @@ def test_links_and_targets_exist(page: str) -> None:
         assert (REPOSITORY / target).exists(), f"{page} names {target}"
 
 
-def test_contributing_lists_the_packages_in_their_own_words() -> None:
+def test_contributing_lists_packages_with_their_docstrings() -> None:
     """Lowest layer first, as import-linter has them; each row is the first paragraph of its docstring."""
     text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
     toolkit = REPOSITORY / "toolkit" / "shardscope"
@@ -210,7 +210,7 @@ def test_contributing_lists_the_packages_in_their_own_words() -> None:
     assert whole == [name for name in lowest_first if name in whole]
 
 
-def test_contributing_names_every_target() -> None:
+def test_contributing_lists_every_folder_and_make_target() -> None:
     text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
     for folder in {path.split("/")[0] for path in re.findall(r"\| `([\w/]+)/`", text)}:
         assert (REPOSITORY / folder).is_dir(), folder
@@ -221,7 +221,7 @@ def test_contributing_names_every_target() -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md"])
-def test_files_that_are_named_exist(page: str) -> None:
+def test_files_named_in_the_pages_exist(page: str) -> None:
     """From the root, from the page's or the package's own folder, or as a file that the toolkit writes."""
     text, code = read(page), toolkit_text()
     places = [

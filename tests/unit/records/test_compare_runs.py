@@ -52,7 +52,7 @@ def two(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_table_of_runs(two: Path) -> None:
+def test_table_of_runs_has_measurements_and_errors(two: Path) -> None:
     found = ss.runs(two)
     frame = found.to_frame()
     assert list(frame["run"]) == ["a", "b<i>"] and list(frame["status"]) == ["finished", "finished"]
@@ -69,7 +69,7 @@ def test_a_table_of_runs(two: Path) -> None:
     assert [record["status"] for record in found[0].history] == ["starting", "finished"]
 
 
-def test_two_runs_side_by_side(two: Path) -> None:
+def test_compare_reports_differences_and_curves_of_two_runs(two: Path) -> None:
     found = ss.runs(two)
     pair = found.compare("b<i>", found[0])
     assert pair.differences == ["recompute full → none"]
@@ -90,7 +90,7 @@ def test_two_runs_side_by_side(two: Path) -> None:
         pair.curves("los")
 
 
-def test_the_duration_of_a_running_run_ends_now(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_duration_of_a_running_run_lasts_until_now(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = (two / "a" / "status.jsonl").read_text().replace("finished", "running")
     (two / "a" / "status.jsonl").write_text(lines)
     write_json(two / "a" / "supervisor.json", {"pid": 1, "started": 1.0, "machine": "another"})
@@ -98,7 +98,7 @@ def test_the_duration_of_a_running_run_ends_now(two: Path, monkeypatch: pytest.M
     assert list(ss.runs(two).to_frame()["seconds"]) == [100.0, 42.0]
 
 
-def test_an_unreadable_plan_is_reported(two: Path) -> None:
+def test_unreadable_plan_is_reported(two: Path) -> None:
     description = json.loads((two / "a" / "run.json").read_text())
     write_json(two / "a" / "run.json", {**description, "plan": {"version": -1}})
     found = ss.runs(two)
@@ -106,7 +106,7 @@ def test_an_unreadable_plan_is_reported(two: Path) -> None:
     assert "Plan settings that differ: not known" in found.compare("a", "b<i>")._repr_html_()
 
 
-def test_a_run_named_after_its_start_shows_the_start_once(tmp_path: Path) -> None:
+def test_start_column_is_omitted_if_the_run_name_is_its_start(tmp_path: Path) -> None:
     leave_run(tmp_path, "2026-11-22_20-03-09", plan_of(), step_seconds=0.2, loss=5.0, created=1.0)
     found = ss.runs(tmp_path)
     assert "started" in found.to_frame() and "started" not in found._repr_html_()
@@ -115,13 +115,13 @@ def test_a_run_named_after_its_start_shows_the_start_once(tmp_path: Path) -> Non
 # ---- curves
 
 
-def test_losses_are_means_over_ranks(two: Path) -> None:
+def test_loss_curves_are_means_over_ranks(two: Path) -> None:
     first, second = ss.runs(two).compare("a", "b<i>").loss_curves()
     assert first.run == "a" and first.points[0] == 5.5 and first.points[9] == pytest.approx(5.41)
     assert second.run == "b<i>" and list(second.points) == list(range(10))
 
 
-def test_tokens_per_second_with_their_prediction(tmp_path: Path) -> None:
+def test_throughput_curves_have_their_prediction(tmp_path: Path) -> None:
     for name in ("a", "b"):
         predicted = {"step_seconds": 0.5, "from": "calibration"}
         leave_run(
@@ -138,7 +138,7 @@ def test_tokens_per_second_with_their_prediction(tmp_path: Path) -> None:
 # ---- tasks and times
 
 
-def test_run_json_has_the_fields_of_our_tasks_and_no_text(
+def test_run_json_has_task_fields_but_no_strings_of_user_tasks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # No supervisor comes up: what is launched stays at its beginning.
@@ -166,7 +166,7 @@ def test_run_json_has_the_fields_of_our_tasks_and_no_text(
     assert asked(Theirs(trains_the_plan=False)) is None and asked(lambda ctx: None) is None
 
 
-def test_task_fields_are_among_the_differences(tmp_path: Path) -> None:
+def test_comparison_includes_differences_of_task_fields(tmp_path: Path) -> None:
     pretrain = "shardscope.training.tasks.pretrain.Pretrain"
     for name, seed, steps in (("a", 0, 60), ("b", 1, 30)):
         fields = {"num_steps": steps, "seed": seed, "text": None, "save_checkpoint": seed == 1}
@@ -206,14 +206,14 @@ def in_mumbai(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("in_mumbai")
-def test_the_start_is_in_local_time_with_its_offset(two: Path) -> None:
+def test_start_is_shown_in_local_time_with_its_utc_offset(two: Path) -> None:
     found = ss.runs(two)
     assert str(found.to_frame()["started"][0]) == "2027-01-15 08:00:00+00:00"
     for html in (found._repr_html_(), found.compare("a", "b<i>")._repr_html_()):
         assert html.count(">2027-01-15 13:30+05:30</td>") == 2
 
 
-def test_seconds_per_step_with_their_prediction_if_tokens_are_unknown(two: Path) -> None:
+def test_step_time_curves_replace_throughput_if_tokens_are_unknown(two: Path) -> None:
     description = json.loads((two / "a" / "run.json").read_text())
     write_json(two / "a" / "run.json", {**description, "trains_the_plan": True})
     label, (first, second) = ss.runs(two).compare("a", "b<i>").pace_curves()

@@ -241,7 +241,7 @@ def cases() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("name", "kind"), cases(), ids=lambda value: value.replace("/", "-"))
-def test_fault_55_every_call_answers_whatever_stands_in_a_files_place(
+def test_fault_55_every_call_returns_for_any_kind_of_file(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch_module, "_start_supervisor", lambda *_: None)
@@ -393,7 +393,7 @@ def copy_of(example: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", JSON_FILES)
-def test_fault_49_text_in_any_field_of_a_run_folder_is_shown_as_text(name: str, example: Path) -> None:
+def test_fault_49_text_in_any_field_of_a_run_folder_is_escaped(name: str, example: Path) -> None:
     record = json.loads((example / name).read_text().splitlines()[0])
     every = list(places_in(record))
     # Each value, or a key beside it; a sample takes one of each file.
@@ -407,7 +407,7 @@ def test_fault_49_text_in_any_field_of_a_run_folder_is_shown_as_text(name: str, 
         shutil.rmtree("runs")
 
 
-def test_fault_49_text_everywhere_in_a_run_folder_is_shown_as_text(example: Path) -> None:
+def test_fault_49_text_in_all_fields_of_a_run_folder_is_escaped(example: Path) -> None:
     path = copy_of(example)
     path = path.rename(path.with_name(EVIL.replace("/", "")))
     plant_text_everywhere(path, EVIL)
@@ -415,7 +415,7 @@ def test_fault_49_text_everywhere_in_a_run_folder_is_shown_as_text(example: Path
 
 
 @pytest.mark.parametrize("status", [EVIL, "Finished", "", None, 3, ["finished"], {}, True])
-def test_fault_49_a_status_that_no_run_has_is_damage(status: object) -> None:
+def test_fault_49_unknown_status_marks_the_run_as_damaged(status: object) -> None:
     write_run("whole", number=1)
     path = write_run(EVIL.replace("/", ""))
     (path / "supervisor.json").unlink()
@@ -427,7 +427,7 @@ def test_fault_49_a_status_that_no_run_has_is_damage(status: object) -> None:
     assert_only_text(path)
 
 
-def test_fault_49_a_status_that_comes_later_is_not_taken() -> None:
+def test_fault_49_unknown_status_appended_later_is_ignored() -> None:
     path = write_run("odd", "running")
     run = ss.Run.attach(path)
     with (path / "status.jsonl").open("a") as file:

@@ -16,7 +16,7 @@ def everything(search: LogSearch) -> LogSearch:
     return search
 
 
-def test_lines_are_found_with_their_numbers_as_the_log_grows(tmp_path: Path) -> None:
+def test_finds_lines_with_their_numbers_in_a_growing_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("one\nLoss 2.5\nthree\n")
     search = everything(LogSearch(log, "loss"))
@@ -40,7 +40,7 @@ def test_color_codes_and_progress_bars_are_not_searched(tmp_path: Path) -> None:
     assert [line for line, _ in everything(LogSearch(log, "ok")).matches] == [3]
 
 
-def test_the_text_is_no_regular_expression_and_case_is_ignored(tmp_path: Path) -> None:
+def test_search_is_literal_and_case_insensitive(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("a.c\nabc\nSTRASSE und straße\nÜBER\n", encoding="utf-8")
     assert [n for n, _ in everything(LogSearch(log, "a.c")).matches] == [1]
@@ -49,7 +49,7 @@ def test_the_text_is_no_regular_expression_and_case_is_ignored(tmp_path: Path) -
 
 
 @thorough()
-def test_fault_22_a_hundred_megabytes_are_searched_in_pieces_and_little_is_kept(tmp_path: Path) -> None:
+def test_fault_22_large_log_is_searched_in_pieces_with_bounded_memory(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as file:
         for block in range(10):
@@ -63,7 +63,7 @@ def test_fault_22_a_hundred_megabytes_are_searched_in_pieces_and_little_is_kept(
     assert needle.num_matches == 1 and len(needle.matches[0][1]) < MAX_LINE + 10
 
 
-def test_an_endless_line_is_split(tmp_path: Path) -> None:
+def test_very_long_line_is_split(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as file:
         for _ in range(20):

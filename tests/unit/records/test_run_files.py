@@ -41,7 +41,7 @@ HF = "hf_" + "aB3" * 11
         "päss wörd (.*) 12",
     ],
 )
-def test_secrets_become_asterisks_of_the_same_length(
+def test_secrets_are_masked_with_their_length(
     secret: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_API_KEY", "value-of-the-users-key")
@@ -54,7 +54,7 @@ def test_secrets_become_asterisks_of_the_same_length(
     assert log.read_bytes() == f"before {'*' * len(secret.encode())} after\n".encode()
 
 
-def test_text_without_secrets_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_without_secrets_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSH_KEY", "/home/me/.ssh/id_rsa")
     monkeypatch.setenv("SHORT_TOKEN", "yes")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "parallelism")
@@ -70,14 +70,14 @@ def test_text_without_secrets_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert redact("Authorization: Bearer abc.def-ghi_jkl") == "Authorization: Bearer ***************"
 
 
-def test_values_that_processes_use_are_not_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fields_written_as_is_are_not_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PASSWORD", "workshop")
     record = {"sys_path": ["/home/me/workshop", Path("/x")], "task": "workshop"}
     write_json(tmp_path / "run.json", record, as_is=("sys_path", "machine"))
     assert read_json(tmp_path / "run.json") == {"sys_path": ["/home/me/workshop", "/x"], "task": "*" * 8}
 
 
-def test_a_truncated_secret_is_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncated_secret_is_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
     cleaner = LogCleaner(log)
     log.write_text(HF[:25])  # Long enough to be one.
@@ -102,7 +102,7 @@ def test_a_truncated_secret_is_masked(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(LogCleaner(log).finish())[-1] >= 3 and "3" not in log.read_text()
 
 
-def test_a_secret_written_in_pieces_is_masked_to_its_end(
+def test_secret_written_in_pieces_is_masked_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHORT_TOKEN", "abcdefgh12")  # The beginning of the next one.
@@ -122,7 +122,7 @@ def test_a_secret_written_in_pieces_is_masked_to_its_end(
     assert whole == expected
 
 
-def test_a_growing_log_is_masked_across_two_writes(tmp_path: Path) -> None:
+def test_secret_split_across_two_writes_is_masked(tmp_path: Path) -> None:
     log = tmp_path / "log"
     cleaner = LogCleaner(log)
     assert cleaner.clean() == 0
@@ -139,7 +139,7 @@ def test_a_growing_log_is_masked_across_two_writes(tmp_path: Path) -> None:
     assert len(data) == 2 + len(HF) + 1 + 3_000_000 + 1 + len(HF) + 1 + 4
 
 
-def test_metrics_become_tensorboard_events(tmp_path: Path) -> None:
+def test_metrics_are_written_as_tensorboard_events(tmp_path: Path) -> None:
     """Lines without a step or a number leave no event; text and flags are no numbers."""
     file = ScalarFile(tmp_path / "rank-0")
     file.append([{"step": 0, "time": 1.0, "text": "only"}, {"step": "x", "loss": 1.0}])
@@ -159,7 +159,7 @@ def test_metrics_become_tensorboard_events(tmp_path: Path) -> None:
     assert math.isnan(values["loss"]) and values["huge"] == values["integer"] == math.inf
 
 
-def test_metrics_as_a_table(folder: RunFolder) -> None:
+def test_metrics_are_written_as_csv(folder: RunFolder) -> None:
     assert list(write_csv_in_pieces(folder, 2, print)) and not folder.csv.exists()
     append_line(folder.events(0), {"step": 0, "rank": 0, "time": 1.5, "loss": float("nan")})
     append_line(
@@ -180,7 +180,7 @@ def test_metrics_as_a_table(folder: RunFolder) -> None:
     assert compute_curve(records, "loss") == {1: 3.0} and compute_curve(records, "note") == {}
 
 
-def test_fault_61_text_that_a_spreadsheet_would_run(folder: RunFolder) -> None:
+def test_fault_61_csv_escapes_spreadsheet_formulas(folder: RunFolder) -> None:
     """Names of metrics as well as their values."""
     names = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", " =1", "\n=1", "＝1"]
     append_line(
@@ -196,7 +196,7 @@ def test_fault_61_text_that_a_spreadsheet_would_run(folder: RunFolder) -> None:
     assert second[4:] == told
 
 
-def test_fault_60_a_table_of_too_many_lines_is_a_sample(
+def test_fault_60_csv_of_too_many_lines_is_sampled(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank in range(2):
@@ -215,7 +215,7 @@ def test_fault_60_a_table_of_too_many_lines_is_a_sample(
     assert len(told) == 1 and "one of 4 lines of each rank" in told[0]
 
 
-def test_fault_60_what_is_logged_too_fast_is_sampled(folder: RunFolder) -> None:
+def test_fault_60_lines_logged_too_fast_are_sampled(folder: RunFolder) -> None:
     """The supervisor reads a piece at each look, and goes on with the latest lines if it is far behind."""
     lines = SampledLines(folder.events(0), piece_bytes=1000, max_behind_bytes=20_000)
     assert lines.read() == [] and not lines.is_behind
@@ -237,14 +237,18 @@ def test_fault_60_what_is_logged_too_fast_is_sampled(folder: RunFolder) -> None:
     assert steps[-1] == 50_001, "a line longer than a piece holds nobody up"
 
 
-def test_fault_61_secrets_in_the_names_of_metrics(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_61_secrets_in_metric_names_are_masked(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MY_API_KEY", "correct horse battery")
     append_line(folder.events(0), {"loss/correct horse battery": 1.0, "of": {HF: [HF]}})
     text = folder.events(0).read_text()
     assert "correct horse" not in text and HF not in text and '"loss/***' in text
 
 
-def test_fault_61_secrets_that_a_process_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_61_secrets_set_during_the_run_are_masked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The supervisor of a rank's: long ones in parts, and those that stood in the log before it looked."""
     monkeypatch.setattr(redaction, "_learned", set())
     receiver = SecretReceiver()
@@ -264,7 +268,7 @@ def test_fault_61_secrets_that_a_process_learns(tmp_path: Path, monkeypatch: pyt
     assert redact("of a worker") == "*" * 11
 
 
-def test_a_lost_run_is_lost_since_its_last_heartbeat(folder: RunFolder) -> None:
+def test_lost_run_dates_from_its_last_heartbeat(folder: RunFolder) -> None:
     write_json(folder.run_json, {"world_size": 1, "created": 1.0})
     append_line(folder.status, {"time": 1.0, "status": "running", "reason": "1 rank at work"})
     write_json(folder.supervisor, {"pid": 2**22 + 1, "started": 1.0, "machine": identify_machine()})

@@ -70,7 +70,7 @@ AROUND = [
 @pytest.mark.parametrize(
     ("before", "secret", "after"), [*((" got ", secret, " from the host") for secret in FORMS), *AROUND]
 )
-def test_known_forms_become_asterisks(before: str, secret: str, after: str, tmp_path: Path) -> None:
+def test_known_token_formats_are_masked(before: str, secret: str, after: str, tmp_path: Path) -> None:
     clean = f"{before}{'*' * len(secret)}{after}"
     assert redact(f"{before}{secret}{after}") == clean
     log = tmp_path / "log"
@@ -96,7 +96,7 @@ def test_known_forms_become_asterisks(before: str, secret: str, after: str, tmp_
         "~/.cache/huggingface/token ~0.5 s model-00001-of-00004.safetensors hvs.txt pypi-attestations ya29.x",
     ],
 )
-def test_text_that_resembles_a_secret_stays(plain: str) -> None:
+def test_text_that_resembles_a_secret_is_not_masked(plain: str) -> None:
     assert redact(plain) == plain
 
 
@@ -144,11 +144,11 @@ def test_a_secret_that_starts_like_a_path_is_masked(monkeypatch: pytest.MonkeyPa
         ("DB_PASS", "secret"),  # A word that a log may rightly have.
     ],
 )
-def test_other_variables_hold_no_secrets(name: str, value: str) -> None:
+def test_other_variables_are_not_secrets(name: str, value: str) -> None:
     assert secret_values({name: value}) == []
 
 
-def test_a_long_key_or_web_token_written_in_pieces(tmp_path: Path) -> None:
+def test_long_key_or_jwt_written_in_pieces_is_masked(tmp_path: Path) -> None:
     body = f"{KEY * 4}\n" * 100
     whole = f"-----BEGIN PRIVATE KEY-----\n{body}-----END PRIVATE KEY-----\ntoken {JWT}{KEY * 100} end\n"
     log = tmp_path / "log"
@@ -161,7 +161,7 @@ def test_a_long_key_or_web_token_written_in_pieces(tmp_path: Path) -> None:
     assert KEY not in log.read_text() and log.read_text().endswith("* end\n")
 
 
-def test_many_secrets_do_not_copy_the_text_each() -> None:
+def test_many_secrets_in_one_text_are_masked() -> None:
     """Overlapping ones too; a text of many was once copied whole for each."""
     line = f"https://me:{JWT}@host Bearer {JWT}\n"
     expected = f"https://{'*' * (3 + len(JWT))}@host Bearer {'*' * len(JWT)}\n"

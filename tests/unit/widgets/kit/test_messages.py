@@ -43,7 +43,7 @@ def clickables(view: Any) -> list[Clickable]:
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_fault_44_a_press_on_nothing_does_nothing(name: str) -> None:
+def test_fault_44_invalid_click_messages_are_ignored(name: str) -> None:
     applied: list[ss.Plan] = []
     pressed = clickables(VIEWS[name](on_apply=applied.append))
     assert pressed
@@ -59,7 +59,7 @@ def test_fault_44_a_press_on_nothing_does_nothing(name: str) -> None:
     assert applied == []
 
 
-def test_fault_44_a_tab_that_is_none_changes_nothing() -> None:
+def test_fault_44_unknown_tab_is_ignored() -> None:
     tabs = Tabs(["Memory", "Time"])
     for state in ({"value": "Nowhere"}, {"value": 5}, {"value": "x" * 1_000_000}, {"names": 7}):
         tabs.set_state(state)
@@ -77,7 +77,7 @@ def test_fault_44_a_tab_that_is_none_changes_nothing() -> None:
         (MemoryError(), "MemoryError"),
     ],
 )
-def test_fault_45_a_launch_that_fails_is_said_at_its_button(
+def test_fault_45_launch_error_is_shown_at_the_button(
     error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     studio = Studio()
@@ -91,7 +91,7 @@ def test_fault_45_a_launch_that_fails_is_said_at_its_button(
     assert not studio.launch.busy and not studio.launch.button.disabled
 
 
-def test_too_little_free_memory_can_be_overruled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_anyway_overrides_the_free_memory_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second button stands beside the words, until something else is said there."""
     studio = Studio()
     asked: list[bool] = []

@@ -57,7 +57,7 @@ VIEWS: dict[str, tuple[Callable[[], Any], int]] = {
 
 
 @pytest.mark.parametrize("name", few(VIEWS, ["studio"]))
-def test_fault_43_a_hundred_views_leave_nothing_behind(name: str) -> None:
+def test_fault_43_closed_views_leave_no_widgets_or_threads(name: str) -> None:
     make, count = VIEWS[name]
     threads = set(threading.enumerate())  # Those of earlier tests may end meanwhile.
     make().close()  # What views share stays.
@@ -76,7 +76,7 @@ def test_fault_43_a_hundred_views_leave_nothing_behind(name: str) -> None:
     assert not [ref for ref in alive if ref() is not None]
 
 
-def test_fault_26_a_second_view_and_a_closed_one_change_nothing_for_the_run() -> None:
+def test_fault_26_opening_and_closing_views_does_not_affect_the_run() -> None:
     run = FakeRun([record(loss=1.0)])
     first, second = RunView(run), RunView(run)
     assert until(lambda: first.num_steps == second.num_steps == 1)
@@ -90,7 +90,7 @@ def test_fault_26_a_second_view_and_a_closed_one_change_nothing_for_the_run() ->
     assert until(lambda: second.status == third.status == "stopped")
 
 
-def test_fault_42_a_thousand_updates_in_a_second_are_a_few_drawings() -> None:
+def test_fault_42_a_thousand_updates_per_second_cause_few_redraws() -> None:
     run = FakeRun([record(loss=9.0)])
     view = RunView(run)
     assert until(lambda: view.num_steps == 1)
@@ -112,7 +112,7 @@ def test_fault_42_a_thousand_updates_in_a_second_are_a_few_drawings() -> None:
     assert "1,000.000" in view.table.value, "the last one wins"
 
 
-def test_a_closed_view_leaves_the_others_whole() -> None:
+def test_closing_a_view_keeps_the_widgets_that_others_share() -> None:
     """What they share has widgets of its own, which a page that is loaded anew looks for."""
     left, closed = MemoryView(PLAN), MemoryView(PLAN)
     closed.close()

@@ -30,7 +30,7 @@ def picture(view: Any) -> str:
 
 
 @pytest.mark.parametrize("make", [MemoryView, StepView])
-def test_fault_47_the_table_of_a_view_is_kept(make: Any) -> None:
+def test_fault_47_static_output_has_the_table_of_the_view(make: Any) -> None:
     view = make()
     view.show(PLAN)
     words = picture(view)
@@ -38,7 +38,7 @@ def test_fault_47_the_table_of_a_view_is_kept(make: Any) -> None:
     assert name in words and re.search(r"\d", words)
 
 
-def test_fault_47_the_studio_keeps_its_sentence_and_its_table() -> None:
+def test_fault_47_static_output_has_the_verdict_and_table_of_the_studio() -> None:
     studio = Studio()
     words = picture(studio)
     assert "Llama 3.1 8B on" in words and "Fits" in words and "activations" in words
@@ -51,7 +51,7 @@ def test_fault_47_the_studio_keeps_its_sentence_and_its_table() -> None:
     assert "saved by the layers" not in words, "rows that are closed"
 
 
-def test_fault_47_the_chart_is_kept() -> None:
+def test_fault_47_static_output_has_the_chart() -> None:
     html = MemoryView(PLAN)._repr_mimebundle_()["text/html"]
     assert html.count("<rect") >= 5 and "<img alt='chart' src='data:image/svg+xml;base64," in html
     assert "<button" not in html and "<input" not in html, "nothing that cannot be pressed"
@@ -69,7 +69,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], Any]:
     return published, shell.events
 
 
-def test_fault_47_the_saved_output_follows_the_view(notebook: tuple[list[Any], Any]) -> None:
+def test_fault_47_static_output_is_updated_after_each_cell(notebook: tuple[list[Any], Any]) -> None:
     published, events = notebook
     studio = Studio()
     studio._ipython_display_()
@@ -92,14 +92,14 @@ def test_fault_47_the_saved_output_follows_the_view(notebook: tuple[list[Any], A
     assert len(published) == count
 
 
-def test_fault_47_a_view_is_shown_whatever_its_chart_is_made_of(notebook: tuple[list[Any], Any]) -> None:
+def test_fault_47_view_is_shown_although_its_svg_fails(notebook: tuple[list[Any], Any]) -> None:
     view = MemoryView(PLAN)
     view.figure.to_svg = lambda: 1 / 0
     view._ipython_display_()
     assert WIDGET in notebook[0][0][0] and "optimizer" in notebook[0][1][0]["text/html"]
 
 
-def test_fault_47_a_run_keeps_its_end() -> None:
+def test_fault_47_static_output_has_the_final_state_of_a_run() -> None:
     run = FakeRun([record(loss=2.5)])
     run.write("<b>printed</b>")
     run.status = "finished"

@@ -56,7 +56,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_file_that_an_export_writes_for_its_framework_is_opened(name: str, tmp_path: Path) -> None:
+def test_opens_every_file_that_an_export_writes(name: str, tmp_path: Path) -> None:
     arch = ss.models["llama-3.1-8b"]
     plan = ss.Plan(arch, CURRENT.cluster, ss.Recipe(seq_len=2048, recompute="full"), LAYOUTS[name])
     plan.export(tmp_path)
@@ -92,7 +92,7 @@ torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${MODEL_ARGS[@]} $PARALLEL_ARGS 
 """
 
 
-def test_a_launch_script_of_megatron_is_opened(tmp_path: Path) -> None:
+def test_opens_a_megatron_launch_script(tmp_path: Path) -> None:
     file = tmp_path / "train_8b.sh"
     file.write_text(SCRIPT)
     arch = ss.models["llama-3.1-8b"]
@@ -103,7 +103,7 @@ def test_a_launch_script_of_megatron_is_opened(tmp_path: Path) -> None:
     assert (plan.recipe.seq_len, plan.recipe.global_batch_size) == (2048, 64)
 
 
-def test_what_is_saved_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_plan_can_be_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     opener = Opener()
     opener.box.save.click()
@@ -136,7 +136,7 @@ def test_what_is_saved_is_opened_again(tmp_path: Path, monkeypatch: pytest.Monke
         "too large",
     ],
 )
-def test_what_is_no_plan_is_said_at_the_box(content: bytes, words: str, tmp_path: Path) -> None:
+def test_invalid_file_is_reported_at_the_input(content: bytes, words: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(content)
     opener = Opener()
@@ -148,12 +148,12 @@ def test_what_is_no_plan_is_said_at_the_box(content: bytes, words: str, tmp_path
 
 
 @pytest.mark.parametrize("path", ["/nowhere/plan.json", "~nobody/plan.json", "."])
-def test_a_path_of_no_file(path: str) -> None:
+def test_path_that_is_not_a_file_is_reported_at_the_input(path: str) -> None:
     opener = Opener()
     assert opener.open(path) is None and opener.message
 
 
-def test_the_studio_shows_the_plan_that_was_opened(tmp_path: Path) -> None:
+def test_studio_shows_the_opened_plan(tmp_path: Path) -> None:
     studio: Any = Studio()
     file = tmp_path / "mine.json"
     file.write_text(CURRENT.to_json())
@@ -161,7 +161,7 @@ def test_the_studio_shows_the_plan_that_was_opened(tmp_path: Path) -> None:
     assert studio.plan == CURRENT and studio.architecture.name.value == "llama-3.2-1b"
 
 
-def test_an_upload_takes_the_place_of_the_path_that_was_typed() -> None:
+def test_upload_clears_the_typed_path() -> None:
     opener = Opener()
     assert opener.open("no-such-plan.json") is None and opener.message
     assert opener.upload("mine.json", CURRENT.to_json().encode()) == CURRENT

@@ -38,7 +38,7 @@ def studio() -> Any:
     return Studio()
 
 
-def test_a_batch_that_does_not_divide_is_fixed_by_a_button(studio: Any) -> None:
+def test_fix_button_makes_the_global_batch_divisible(studio: Any) -> None:
     studio.cluster.count.value = "6"
     row = studio.recipe.rows["global_batch_size"]
     assert "64" in shown(row) and "6 GPUs" in shown(row) and shown(row).endswith("Use 66")
@@ -73,7 +73,7 @@ def test_one_click_on_a_fix_makes_a_valid_plan(studio: Any, framework: str, type
     studio.plan.memory()
 
 
-def test_a_fix_names_all_that_it_changes(studio: Any) -> None:
+def test_fix_lists_every_field_that_it_changes(studio: Any) -> None:
     studio.recipe.micro.value = "128"
     row = studio.recipe.rows["global_batch_size"]
     assert "128" in shown(row) and shown(row).endswith("Use 1,024")
@@ -81,7 +81,7 @@ def test_a_fix_names_all_that_it_changes(studio: Any) -> None:
     assert "micro batch size 65,536" in shown(row) and "global batch size 524,288" in shown(row)
 
 
-def test_a_number_that_is_none_is_fixed_by_a_button(studio: Any) -> None:
+def test_fix_button_replaces_an_invalid_number(studio: Any) -> None:
     studio.recipe.seq_len.value = "many"
     press(studio.recipe.rows["seq_len"])
     assert not studio.recipe.is_wrong and studio.plan.recipe.seq_len == 1
@@ -91,7 +91,9 @@ def test_a_number_that_is_none_is_fixed_by_a_button(studio: Any) -> None:
     assert studio.options.steps.value == "1" and not row.message and not studio.launch.button.disabled
 
 
-def test_a_script_whose_name_is_misspelt(studio: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_misspelled_script_name_has_a_fix(
+    studio: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("pass\n")
     studio.task.menu.value = "own"
@@ -102,7 +104,7 @@ def test_a_script_whose_name_is_misspelt(studio: Any, tmp_path: Any, monkeypatch
     assert "data-act" not in studio.task.rows["code"].children[-1].value
 
 
-def test_a_fix_may_be_in_another_picker(studio: Any) -> None:
+def test_fix_can_change_another_picker(studio: Any) -> None:
     """Falcon has no formulas in Megatron-core: the error is the model's, the fix another framework."""
     studio.architecture.name.value = "falcon-7b"
     studio.layout_picker.framework.value = "megatron"
@@ -113,7 +115,7 @@ def test_a_fix_may_be_in_another_picker(studio: Any) -> None:
     assert studio.plan.architecture.name == "falcon-7b"
 
 
-def test_a_misspelt_model_is_fixed_and_an_unknown_one_is_not_guessed() -> None:
+def test_misspelled_model_has_a_fix_and_unknown_model_has_none() -> None:
     picker = ArchitecturePicker()
     row = picker.rows["model"]
     picker.name.value = "lama-3.1-8b"
@@ -126,13 +128,13 @@ def test_a_misspelt_model_is_fixed_and_an_unknown_one_is_not_guessed() -> None:
         assert not any(model in row.message for model in ss.models)
 
 
-def test_a_folder_without_a_model(tmp_path: Any) -> None:
+def test_folder_without_config_json_is_reported(tmp_path: Any) -> None:
     picker = ArchitecturePicker()
     picker.name.value = str(tmp_path)
     assert "no config.json" in shown(picker.rows["model"]) and picker.weights_folder is None
 
 
-def test_an_applied_model_is_never_mistaken_for_the_catalogues() -> None:
+def test_applied_model_is_distinct_from_the_catalogue_model() -> None:
     picker = ArchitecturePicker()
     other = ss.Architecture.from_dict({**ss.models["gpt2"].to_dict(), "num_hidden_layers": 6})
     picker.set_value(other)
@@ -151,7 +153,7 @@ def is_shown(row: Any) -> bool:
     return "ss-off" not in row._dom_classes
 
 
-def test_host_memory_is_asked_for_where_it_is_not_known() -> None:
+def test_host_memory_input_is_shown_if_the_memory_is_unknown() -> None:
     picker = ClusterPicker("8xh100-sxm-80gb")
     host = picker.rows["host_memory_bytes"]
     assert not is_shown(host) and not is_shown(picker.host_hint)
@@ -166,7 +168,7 @@ def test_host_memory_is_asked_for_where_it_is_not_known() -> None:
     assert is_shown(picker.rows["nvme_bytes"]), "its message is seen"
 
 
-def test_a_frameworks_first_degrees_suit_the_model_and_the_users_stay(studio: Any) -> None:
+def test_default_degrees_fit_the_model_and_user_degrees_are_kept(studio: Any) -> None:
     studio.cluster.set_value(ss.Cluster.parse("8x8xh100-sxm-80gb"))
     studio.architecture.name.value = "llama-3.1-70b"
     studio.layout_picker.framework.value = "megatron"
@@ -180,7 +182,7 @@ def test_a_frameworks_first_degrees_suit_the_model_and_the_users_stay(studio: An
     assert studio.plan.layout.tp == 4
 
 
-def test_every_picker_answers_in_a_few_words(studio: Any) -> None:
+def test_every_picker_summarizes_its_value(studio: Any) -> None:
     pickers = (studio.architecture, studio.cluster, studio.recipe, studio.layout_picker, studio.options)
     answers = [picker.answer for picker in (*pickers, studio.task)]
     assert answers == [
@@ -195,7 +197,7 @@ def test_every_picker_answers_in_a_few_words(studio: Any) -> None:
         assert alone.value is not None
 
 
-def test_degrees_that_nobody_set_follow_the_model_and_the_cluster() -> None:
+def test_default_degrees_follow_the_model_and_the_cluster() -> None:
     picker, recipe = LayoutPicker(), ss.Recipe()
     eight = ss.Cluster.parse("8xh100-sxm-80gb")
     picker.offer_choices(ss.models["llama-3.1-8b"], eight, recipe)
@@ -209,7 +211,7 @@ def test_degrees_that_nobody_set_follow_the_model_and_the_cluster() -> None:
 
 
 @thorough()
-def test_what_was_undone_does_not_come_back_with_its_framework() -> None:
+def test_undone_fix_does_not_return_with_its_framework() -> None:
     studio = Studio()
     studio.cluster.nodes.value = "8"
     studio.architecture.name.value = "llama-3.1-405b"
@@ -229,7 +231,7 @@ def test_what_was_undone_does_not_come_back_with_its_framework() -> None:
     studio.close()
 
 
-def test_the_task_trains_the_folder_that_is_chosen_last(tmp_path: Path) -> None:
+def test_task_uses_the_weights_folder_chosen_last(tmp_path: Path) -> None:
     """Two folders of one name whose models are the same: the plan does not change, the weights do."""
     first, second = (write_folder(tmp_path / name / "m") for name in ("x", "y"))
     studio = Studio()
@@ -242,7 +244,7 @@ def test_the_task_trains_the_folder_that_is_chosen_last(tmp_path: Path) -> None:
     studio.close()
 
 
-def test_an_opened_plan_is_the_plan_that_is_shown(tmp_path: Path) -> None:
+def test_studio_shows_each_opened_plan_and_clears_old_notices(tmp_path: Path) -> None:
     studio = Studio()
 
     def open_plan(plan: ss.Plan) -> None:
@@ -265,7 +267,7 @@ def test_an_opened_plan_is_the_plan_that_is_shown(tmp_path: Path) -> None:
     studio.close()
 
 
-def test_both_buttons_ask_before_they_change_the_framework_and_can_be_undone() -> None:
+def test_make_it_fit_confirms_a_framework_change_and_can_be_undone() -> None:
     """The head's button changed the framework and said so only then; the Memory tab's had no Undo."""
     studio = Studio()
     studio.cluster.nodes.value = "8"
@@ -292,7 +294,7 @@ def test_both_buttons_ask_before_they_change_the_framework_and_can_be_undone() -
     studio.close()
 
 
-def test_what_stays_with_its_framework_is_applied_at_once_with_undo() -> None:
+def test_make_it_fit_within_the_framework_is_applied_at_once() -> None:
     studio = Studio()
     studio.recipe.micro.value = "2"
     before, panel = studio.plan, studio.memory.repairs
@@ -308,7 +310,7 @@ def test_what_stays_with_its_framework_is_applied_at_once_with_undo() -> None:
     studio.close()
 
 
-def test_a_framework_that_fits_but_is_much_slower_is_not_said_not_to_fit() -> None:
+def test_fit_question_reports_a_slower_framework_as_slower() -> None:
     plan = ss.Plan(
         ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2()
     )

@@ -29,7 +29,7 @@ def shown(picker: RecipePicker) -> set[str]:
     return {field for field, row in picker.advanced.rows.items() if row.is_shown}
 
 
-def test_the_advanced_part_waits_behind_its_button() -> None:
+def test_advanced_inputs_are_shown_by_their_button() -> None:
     picker = RecipePicker()
     assert picker.value == ss.Recipe()
     assert not shown(picker)
@@ -42,7 +42,7 @@ def test_the_advanced_part_waits_behind_its_button() -> None:
     assert not shown(picker)
 
 
-def test_every_input_reaches_the_recipe() -> None:
+def test_every_input_sets_its_recipe_field() -> None:
     picker = RecipePicker()
     picker.method.value, picker.recompute.value = "lora", "selective"
     for field, value in {"optimizer": "lion", "quantization": "nf4", "loss": "chunked"}.items():
@@ -61,7 +61,7 @@ def test_every_input_reaches_the_recipe() -> None:
 @pytest.mark.parametrize(
     ("box", "text"), [("dropout", "much"), ("dropout", "2"), ("interval", "x"), ("interval", "0")]
 )
-def test_a_message_stands_at_a_hidden_input(box: str, text: str) -> None:
+def test_invalid_hidden_input_is_shown_with_its_message(box: str, text: str) -> None:
     picker = RecipePicker()
     picker.recompute.value = "full"
     getattr(picker.advanced, box).value = text
@@ -75,7 +75,7 @@ def test_a_message_stands_at_a_hidden_input(box: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_only_what_the_framework_can_run_is_offered(name: str) -> None:
+def test_offers_only_options_that_the_framework_supports(name: str) -> None:
     picker = RecipePicker()
     picker.offer_choices(LAYOUTS[name])
     for field, control in {
@@ -90,14 +90,14 @@ def test_only_what_the_framework_can_run_is_offered(name: str) -> None:
     assert picker.value == ss.Recipe(), "offering changes nothing that is chosen"
 
 
-def test_every_choice_has_words() -> None:
+def test_every_option_has_a_readable_label() -> None:
     for field in {*ADVANCED_LABELS, "method"}:
         for words, value in list_options(field, None, None):
             assert words != value or value in ("full", "transformers", "compiled", "megatron")
     assert set(ADVANCED_LABELS) <= set(SUPPORT)
 
 
-def test_a_choice_that_a_framework_lost_says_so() -> None:
+def test_option_that_the_new_framework_lacks_is_reported() -> None:
     studio: Any = Studio()
     studio.layout_picker.framework.value = "ddp"
     studio.recipe.advanced.dropdowns["optimizer"].value = "muon"

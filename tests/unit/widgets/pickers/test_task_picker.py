@@ -54,9 +54,7 @@ def offered(picker: TaskPicker, plan: ss.Plan) -> Any:
     return build_offer(plan, MACHINE, plan.memory(), picker)
 
 
-def test_a_folder_with_weights_is_fine_tuned_unless_the_user_chooses(
-    picker: TaskPicker, folder: Path
-) -> None:
+def test_folder_with_weights_is_fine_tuned_by_default(picker: TaskPicker, folder: Path) -> None:
     plan = plan_of(folder)
     picker.set_plan(plan, None)
     assert isinstance(picker.build_task(plan), ss.Pretrain) and picker.answer == "Pretrain"
@@ -74,7 +72,7 @@ def test_a_folder_with_weights_is_fine_tuned_unless_the_user_chooses(
     assert picker.kind == "own", "the user chose"
 
 
-def test_pretrain_where_nothing_else_was_on_offer_is_no_choice(picker: TaskPicker, folder: Path) -> None:
+def test_pretrain_as_the_only_option_does_not_count_as_a_choice(picker: TaskPicker, folder: Path) -> None:
     picker.set_plan(SMALL, None)
     picker.menu.value = "own"
     picker.menu.value = "pretrain"
@@ -82,7 +80,7 @@ def test_pretrain_where_nothing_else_was_on_offer_is_no_choice(picker: TaskPicke
     assert picker.kind == "finetune"
 
 
-def test_the_studio_takes_the_folder_that_was_typed(folder: Path) -> None:
+def test_studio_uses_the_typed_weights_folder(folder: Path) -> None:
     studio: Any = Studio()
     studio.architecture.name.value = str(folder)
     assert studio.architecture.weights_folder == folder
@@ -101,7 +99,7 @@ def test_the_studio_takes_the_folder_that_was_typed(folder: Path) -> None:
     assert studio.architecture.weights_folder is None and isinstance(studio.launch.task, ss.Pretrain)
 
 
-def test_adapters_on_random_weights_are_warned_of(picker: TaskPicker, folder: Path) -> None:
+def test_warns_about_lora_on_random_weights(picker: TaskPicker, folder: Path) -> None:
     lora = replace(SMALL, recipe=replace(SMALL.recipe, method="lora", lora_rank=4))
     picker.set_plan(lora, None)
     for words in (picker.note.value, offered(picker, lora).note):
@@ -110,7 +108,7 @@ def test_adapters_on_random_weights_are_warned_of(picker: TaskPicker, folder: Pa
     assert "learn nothing" not in picker.note.value and isinstance(picker.build_task(lora), ss.Finetune)
 
 
-def test_a_trial_of_a_fine_tune_trains_what_it_says(
+def test_trial_of_a_fine_tune_pretrains_a_tiny_random_model(
     picker: TaskPicker, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model that is too large for this machine: no folder has the tiny model's weights."""
@@ -125,7 +123,7 @@ def test_a_trial_of_a_fine_tune_trains_what_it_says(
     task.check(offer.plan)
 
 
-def test_steps_rate_text_and_trace_reach_the_task(picker: TaskPicker, folder: Path) -> None:
+def test_run_options_are_passed_to_the_task(picker: TaskPicker, folder: Path) -> None:
     text = folder.parent / "book.txt"
     text.write_text("Call me Ishmael. " * 100)
     options = picker.options
@@ -141,7 +139,7 @@ def test_steps_rate_text_and_trace_reach_the_task(picker: TaskPicker, folder: Pa
     assert picker.build_task(plan_of(folder)).learning_rate is None and options.rate.placeholder == "2e-05"
 
 
-def test_structured_text_is_an_error_at_the_input(folder: Path) -> None:
+def test_jsonl_training_text_is_rejected_at_the_input(folder: Path) -> None:
     chat = folder.parent / "chat.jsonl"
     chat.write_text('{"messages": []}\n')
     studio: Any = Studio()
@@ -154,7 +152,7 @@ def test_structured_text_is_an_error_at_the_input(folder: Path) -> None:
     assert not row.message and not studio.launch.button.disabled
 
 
-def test_the_users_own_code(picker: TaskPicker, tmp_path: Path) -> None:
+def test_own_code_runs_as_a_script_or_a_function(picker: TaskPicker, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print('trained')\n")
     picker.set_plan(LARGE, None)
@@ -182,7 +180,7 @@ def test_the_users_own_code(picker: TaskPicker, tmp_path: Path) -> None:
         picker.build_task(LARGE)
 
 
-def test_a_script_that_is_no_python_is_said_so(tmp_path: Path) -> None:
+def test_script_with_a_syntax_error_is_reported(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import (\n")
     studio: Any = Studio()

@@ -51,7 +51,7 @@ def said(studio: Studio) -> str:
     return unescape(re.sub("<[^>]+>", "", studio.launch.note.value + studio.notice.value))
 
 
-def test_fault_23_a_folder_that_cannot_be_made(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_23_unwritable_run_folder_is_reported(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
     """/proc takes no folder from anybody, root included."""
     monkeypatch.chdir("/proc")
     studio.launch.button.click()
@@ -62,7 +62,7 @@ def test_fault_23_a_folder_that_cannot_be_made(studio: Studio, monkeypatch: pyte
     assert not studio.launch.button.disabled and studio.run is None
 
 
-def test_fault_23_a_file_in_the_folders_place_and_a_full_disk(
+def test_fault_23_file_named_runs_and_full_disk_are_reported(
     studio: Studio, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (here / "runs").touch()
@@ -80,7 +80,7 @@ def test_fault_23_a_file_in_the_folders_place_and_a_full_disk(
     assert not (here / "runs").exists(), "the name is free, and so is the room"
 
 
-def test_fault_23_a_disk_that_is_full_right_after_the_launch_hides_no_run(
+def test_fault_23_full_disk_after_the_launch_still_shows_the_run(
     studio: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -92,7 +92,7 @@ def test_fault_23_a_disk_that_is_full_right_after_the_launch_hides_no_run(
     assert "A run is active" in said(studio)
 
 
-def test_fault_24_the_folder_goes_while_the_studio_watches(studio: Studio) -> None:
+def test_fault_24_deleted_run_folder_is_shown_as_lost(studio: Studio) -> None:
     studio.launch.button.click()
     run = studio.run
     assert run is not None and studio.launch.button.disabled
@@ -104,7 +104,7 @@ def test_fault_24_the_folder_goes_while_the_studio_watches(studio: Studio) -> No
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "1e9", "two", ""])
-def test_fault_18_a_number_of_processes_that_is_none(studio: Studio, count: str) -> None:
+def test_fault_18_invalid_gpu_count_disables_the_launch(studio: Studio, count: str) -> None:
     plan = studio.plan
     studio.cluster.count.value = count
     errors = " ".join(row.message for row in studio.cluster.rows.values())
@@ -113,7 +113,7 @@ def test_fault_18_a_number_of_processes_that_is_none(studio: Studio, count: str)
     assert studio.plan is plan
 
 
-def test_fault_18_more_processes_than_there_are(studio: Studio, here: Path) -> None:
+def test_fault_18_more_gpus_or_ranks_than_the_machine_has(studio: Studio, here: Path) -> None:
     """More GPUs than here are rehearsed on CPU ranks, and the button says so; more CPU ranks are refused."""
     assert studio.launch.button.description == "Try a tiny model on 2 CPU ranks"
     ranks = max_cpu_ranks() + 1
@@ -125,7 +125,7 @@ def test_fault_18_more_processes_than_there_are(studio: Studio, here: Path) -> N
     assert not (here / "runs").exists()
 
 
-def test_fault_16_two_launches_in_one_second_have_two_names(studio: Studio, here: Path) -> None:
+def test_fault_16_launches_in_the_same_second_get_distinct_names(studio: Studio, here: Path) -> None:
     second = Studio()
     studio.launch.button.click()
     second.launch.button.click()
@@ -144,9 +144,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, free: list[int], users: Any = None)
     return made
 
 
-def test_a_second_launch_while_one_holds_the_gpus_is_told_whose_they_are(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_launch_names_the_run_that_uses_the_gpus(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = on_gpus(monkeypatch, [TOTAL, TOTAL])
     first.launch.button.click()
     assert first.run is not None and first.run.gpus == [0, 1], said(first)
@@ -168,7 +166,7 @@ def test_a_second_launch_while_one_holds_the_gpus_is_told_whose_they_are(
         each.close()
 
 
-def test_fault_07_a_run_that_goes_on_is_a_click_away_from_a_new_studio(studio: Studio) -> None:
+def test_fault_07_new_studio_opens_an_active_run(studio: Studio) -> None:
     studio.launch.button.click()
     run = studio.run
     assert run is not None and studio.run_view.run is run, "a run that is launched is opened"

@@ -42,7 +42,7 @@ def shown(*losses: Mapping[int, float], **more: Any) -> ComparisonView:
     return view
 
 
-def test_both_losses_are_on_one_axis() -> None:
+def test_both_losses_share_one_axis() -> None:
     view = shown({0: 5.0, 1: 4.0}, {0: 3.0, 1: 2.5}, paces=({0: 100.0}, {0: 90.0}), a=120.0)
     upper = [trace for trace in view.chart.data if trace.yaxis == "y"]
     assert [trace.name for trace in upper] == ["a", "b"] and list(upper[0].y) == [5.0, 4.0]
@@ -53,7 +53,7 @@ def test_both_losses_are_on_one_axis() -> None:
     assert view.chart.layout.yaxis.type == "linear"
 
 
-def test_a_loss_that_diverges_leaves_the_other_readable() -> None:
+def test_diverging_loss_switches_to_a_logarithmic_axis() -> None:
     view = shown({step: 5.0 - step / 20 for step in range(60)}, {step: math.exp(step) for step in range(60)})
     assert view.chart.layout.yaxis.type == "log"
     assert "loss, logarithmic" in [note.text for note in view.chart.layout.annotations]
@@ -61,7 +61,7 @@ def test_a_loss_that_diverges_leaves_the_other_readable() -> None:
     assert view.chart.layout.yaxis.type == "linear", "the next two are drawn on their own axis"
 
 
-def test_what_cannot_be_drawn_is_said() -> None:
+def test_non_finite_and_missing_values_are_reported() -> None:
     view = shown({step: math.nan if step in (3, 4) else 5.0 for step in range(8)}, {0: math.inf})
     words = unescape(view.table.value)
     assert "2 of 8 logged steps, first at 3" in words
@@ -71,13 +71,13 @@ def test_what_cannot_be_drawn_is_said() -> None:
     assert "b logged no loss." in shown({0: 1.0}, {}).table.value
 
 
-def test_a_long_run_costs_no_more_than_a_short_one_and_keeps_its_spike() -> None:
+def test_long_runs_are_downsampled_and_keep_spikes() -> None:
     long = {step: 2.0 + (step % 7) / 10 for step in range(0, 300_000, 3)}
     long[150_300] = 90.0
     trace = shown(long, {0: 2.0}).chart.data[0]
     assert len(trace.y) <= 400 and max(trace.y) == 90.0
 
 
-def test_the_saved_picture_has_both_charts() -> None:
+def test_svg_has_both_charts() -> None:
     svg = shown({0: 5.0, 1: 4.0}, {0: 3.0, 1: 2.5}, paces=({0: 1.0}, {0: 2.0})).chart.to_svg()
     assert ElementTree.fromstring(svg) is not None and "loss" in svg and "tokens/s" in svg

@@ -40,7 +40,7 @@ def living_run(name: str, *, gpus: list[int], pid: int) -> None:
     folder.set_status("running", "1 rank at work")
 
 
-def test_each_card_says_what_is_free_and_who_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_free_memory_and_processes_per_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         living_run("mine", gpus=[0], pid=424_242)
@@ -57,12 +57,12 @@ def test_each_card_says_what_is_free_and_who_is_there(monkeypatch: pytest.Monkey
     assert second.users == ()
 
 
-def test_many_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_list_of_processes_is_abbreviated(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cards(monkeypatch, [GIB], [(10**8 + number, GIB) for number in range(20)])
     assert len(read_free_memory()[0].users) == MAX_USERS + 1 and read_free_memory()[0].users[-1] == "16 more"
 
 
-def test_without_cards_it_is_the_hosts_memory_and_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gpus_reports_host_memory_and_active_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     living_run("on-cpus", gpus=[], pid=1)
     (host,) = read_free_memory()
@@ -70,7 +70,7 @@ def test_without_cards_it_is_the_hosts_memory_and_its_runs(monkeypatch: pytest.M
     assert host.users == ("the run on-cpus is running",)
 
 
-def test_the_view_looks_when_asked_and_escapes_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_view_refreshes_on_request_and_escapes_process_names(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cards(monkeypatch, [TOTAL, 5 * GIB])
     view = FreeView()
     assert view.places.value.count("class='ss-place'") == 2 and "5.00 of 79.6 GiB" in view.places.value
@@ -86,7 +86,7 @@ def test_the_view_looks_when_asked_and_escapes_names(monkeypatch: pytest.MonkeyP
     view.places.read_in_background()  # A click that comes late raises nothing.
 
 
-def test_the_kernel_never_uses_cuda_for_it() -> None:
+def test_view_does_not_import_torch() -> None:
     code = """
 import sys
 from shardscope_widgets.run.free_memory import FreeView
@@ -97,7 +97,7 @@ assert "torch" not in sys.modules
 
 
 @pytest.mark.parametrize("outlive", [False, True])
-def test_the_studio_launches_as_the_box_says(monkeypatch: pytest.MonkeyPatch, outlive: bool) -> None:
+def test_studio_passes_outlive_kernel_to_launch(monkeypatch: pytest.MonkeyPatch, outlive: bool) -> None:
     from shardscope_widgets import Studio
 
     asked: list[dict[str, Any]] = []

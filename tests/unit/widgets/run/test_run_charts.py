@@ -73,7 +73,7 @@ def words(html: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))
 
 
-def test_every_metric_has_a_chart_and_every_prediction_is_a_line_on_it() -> None:
+def test_every_metric_has_a_chart_and_every_prediction_a_line() -> None:
     view = shown(engine_run([trained(step, rank) for step in range(3) for rank in (0, 1)]))
     assert titles(view) == TITLES
     assert levels(view) == {"tokens/s per rank": 640.0, "memory, GiB": 3.0, "step time, ms": 200.0}
@@ -91,7 +91,7 @@ def test_every_metric_has_a_chart_and_every_prediction_is_a_line_on_it() -> None
         assert layout[f"yaxis{axis_of(view, title)}"].range[1] > level, "a line that nobody sees is none"
 
 
-def test_before_the_first_number_the_charts_of_a_plan_are_there_and_silent() -> None:
+def test_charts_of_a_plan_exist_before_the_first_value() -> None:
     view = shown(engine_run([]))
     assert [title.partition(",")[0] for title in titles(view)] == [
         title.partition(",")[0] for title in TITLES
@@ -99,7 +99,7 @@ def test_before_the_first_number_the_charts_of_a_plan_are_there_and_silent() -> 
     assert len(levels(view)) == 3
 
 
-def test_a_task_of_ones_own_has_its_own_charts_and_no_predictions() -> None:
+def test_user_task_has_its_own_charts_and_no_predictions() -> None:
     records = [record(step, loss=1.0, accuracy=0.5, note="text", flag=True) for step in range(3)]
     view = shown(FakeRun(records))
     assert titles(view) == ["loss", "accuracy"] and levels(view) == {}
@@ -107,7 +107,7 @@ def test_a_task_of_ones_own_has_its_own_charts_and_no_predictions() -> None:
     assert view.progress.value == "", "nobody knows how many steps it has"
 
 
-def test_predictions_appear_once_the_model_is_known_to_be_the_plans() -> None:
+def test_predictions_appear_once_the_model_matches_the_plan() -> None:
     run = FakeRun([record(0, loss=1.0, step_seconds=0.5)])
     view = RunView(run)
     assert until(lambda: view.figure is not None and titles(view) == ["loss", "step time, ms"])
@@ -117,12 +117,12 @@ def test_predictions_appear_once_the_model_is_known_to_be_the_plans() -> None:
     run.status = "finished"
 
 
-def test_a_task_that_names_a_new_metric_each_step_is_bounded() -> None:
+def test_number_of_charts_is_bounded_with_a_new_metric_each_step() -> None:
     view = shown(FakeRun([record(step, **{f"m{step}": 1.0}) for step in range(500)]))
     assert len(view.figure.widget.data) <= 3 and view.table.value.count("<th") <= 70
 
 
-def test_cards_are_drawn_where_a_driver_answers_and_nowhere_else() -> None:
+def test_gpu_charts_are_drawn_only_with_gpu_samples() -> None:
     run = engine_run([trained(step, rank) for step in range(3) for rank in (0, 1)])
     assert not any("GPU" in title for title in titles(shown(run)))
     run.samples = [
@@ -145,7 +145,7 @@ def test_cards_are_drawn_where_a_driver_answers_and_nowhere_else() -> None:
     assert "640" in words(view.table.value)
 
 
-def test_the_slowest_rank_is_named_though_it_has_no_line() -> None:
+def test_slowest_rank_is_named_although_it_has_no_curve() -> None:
     seconds = [0.25] * 11 + [0.3]
     run = engine_run(
         [trained(step, rank, step_seconds=seconds[rank]) for step in range(20) for rank in range(12)]
@@ -159,7 +159,7 @@ def test_the_slowest_rank_is_named_though_it_has_no_line() -> None:
     assert len({trace.name for trace in view.figure.widget.data}) == 8
 
 
-def test_progress_is_a_bar_that_screen_readers_read_and_what_is_left_is_said() -> None:
+def test_progress_bar_is_accessible_and_remaining_time_is_shown() -> None:
     now = time.time()
     run = engine_run([trained(step) | {"time": now - 10 + step} for step in range(10)])
     view = RunView(run)
@@ -173,7 +173,7 @@ def test_progress_is_a_bar_that_screen_readers_read_and_what_is_left_is_said() -
     assert "remaining" not in view.facts.value
 
 
-def test_memory_stands_by_component_beside_the_prediction() -> None:
+def test_memory_is_listed_by_component_with_the_prediction() -> None:
     phases = {"backward": {"parameters": 2**20, "activations": 3 * 2**20, "communication": 9}}
     run = engine_run([trained(0)])
     run.recorded = {rank: {"memory": {"device": "cpu", "step": 2, "phases": phases}} for rank in (0, 1)}
@@ -186,7 +186,7 @@ def test_memory_stands_by_component_beside_the_prediction() -> None:
     assert "predicted" not in words(shown(run).memory.html.value)
 
 
-def test_saving_first_is_offered_where_a_task_can_and_a_plain_stop_stays_possible() -> None:
+def test_save_and_stop_is_offered_and_stop_stays_enabled() -> None:
     assert RunView(FakeRun([])).save_button.layout.display == "none"
     run = engine_run([trained(0)])
     view = RunView(run)
@@ -198,7 +198,7 @@ def test_saving_first_is_offered_where_a_task_can_and_a_plain_stop_stays_possibl
     assert until(lambda: view.status == "stopped") and run.pressed_buttons == ["Save and stop", "Stop"]
 
 
-def test_saving_first_is_offered_of_a_function_once_its_ranks_have_looked() -> None:
+def test_save_and_stop_appears_once_a_function_reads_stop_requests() -> None:
     run = FakeRun([record(loss=1.0)])
     view = RunView(run)
     assert until(lambda: view.status == "running")
@@ -209,7 +209,7 @@ def test_saving_first_is_offered_of_a_function_once_its_ranks_have_looked() -> N
     run.status = "finished"
 
 
-def test_logs_are_searched_while_the_run_goes_on_and_afterwards() -> None:
+def test_log_search_works_during_and_after_the_run() -> None:
     run = FakeRun([])
     run.world_size = 12
     run.write("".join(f"line {number}\n" for number in range(3000)) + "\x1b[31mOops\x1b[0m <b>\n", rank=11)
@@ -232,7 +232,7 @@ def test_logs_are_searched_while_the_run_goes_on_and_afterwards() -> None:
     assert until(lambda: "no output" in view.logs.pane.value)
 
 
-def test_fault_22_whatever_a_rank_prints_the_page_gets_little() -> None:
+def test_fault_22_page_receives_a_bounded_part_of_the_log() -> None:
     run = FakeRun([])
     run.write(b"\x1b[3" + b"1mx\x1b[32m<" * 2_000_000 + b"\xff\xfe")
     view = RunView(run)
@@ -241,7 +241,7 @@ def test_fault_22_whatever_a_rank_prints_the_page_gets_little() -> None:
     run.status = "finished"
 
 
-def test_charts_stand_one_above_the_other_where_it_is_narrow() -> None:
+def test_charts_are_stacked_in_a_narrow_view() -> None:
     figure = RunFigure()
     figure.start_run(2, EXPECTED, 40, ["loss", "step_seconds", "grad_norm"])
     wide = figure.widget.layout.height
@@ -253,7 +253,7 @@ def test_charts_stand_one_above_the_other_where_it_is_narrow() -> None:
     assert widget.layout.height == wide
 
 
-def test_a_view_of_a_folder_alone_is_the_same_view(tmp_path: Any) -> None:
+def test_view_needs_only_the_run_folder(tmp_path: Any) -> None:
     """The note, the goal and the way to save first: nothing of them lives in the Studio that launched it."""
     run = engine_run([trained(0)])
     run.note = "A rehearsal <of> it"
@@ -264,7 +264,7 @@ def test_a_view_of_a_folder_alone_is_the_same_view(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), "x", None, True])
-def test_an_odd_first_number_leaves_its_chart_for_the_next(value: Any) -> None:
+def test_invalid_first_value_keeps_the_chart_for_later_values(value: Any) -> None:
     view = shown(
         FakeRun([record(0, step_seconds=value), record(1, step_seconds=0.2), record(2, step_seconds=0.3)])
     )
@@ -273,7 +273,7 @@ def test_an_odd_first_number_leaves_its_chart_for_the_next(value: Any) -> None:
     assert [y for y in line.y if y == y] == [200.0, 300.0]
 
 
-def test_a_slow_first_step_stays_inside_of_its_plot_and_is_read_on_hover() -> None:
+def test_slow_first_step_is_clipped_and_its_value_shown_on_hover() -> None:
     records = [trained(step, step_seconds=9.0 if step == 0 else 0.25) for step in range(40)]
     view = shown(engine_run(records))
     axis = axis_of(view, "step time, ms")
@@ -285,7 +285,7 @@ def test_a_slow_first_step_stays_inside_of_its_plot_and_is_read_on_hover() -> No
     assert line.customdata[0] == 9000 and "customdata" in line.hovertemplate
 
 
-def test_no_text_stands_in_a_plot() -> None:
+def test_annotations_are_outside_of_the_plots() -> None:
     view = shown(engine_run([trained(step) for step in range(3)]))
     layout = view.figure.widget.layout
     tops = {round(layout[name].domain[1], 6) for name in dir_of_axes(layout, "yaxis")}
@@ -301,7 +301,7 @@ def names_of_figures(view: RunView) -> list[str]:
     return re.findall(r"<span>([^<]*)</span>", view.facts.value)
 
 
-def test_figures_and_rows_are_there_before_their_numbers_and_nothing_moves() -> None:
+def test_facts_and_rows_exist_before_the_first_values() -> None:
     run = engine_run([])
     view = RunView(run)  # type: ignore[arg-type]
     assert until(lambda: len(names_of_figures(view)) == 5)

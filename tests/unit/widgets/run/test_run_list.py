@@ -57,7 +57,7 @@ def press(view: RunsView, kind: str, name: str) -> None:
     view.table.press_button(act(view, kind, name))
 
 
-def test_every_run_is_a_row_living_ones_first_then_the_newest() -> None:
+def test_runs_are_listed_active_first_then_newest() -> None:
     write_run("old", number=0, num_done=40)
     write_run("new", "failed", number=2, num_done=7, reason="rank 1 raised ValueError: no")
     write_run("living", "running", number=1, num_done=3)
@@ -73,7 +73,7 @@ def test_every_run_is_a_row_living_ones_first_then_the_newest() -> None:
     view.close()
 
 
-def test_without_runs_the_list_says_where_they_will_be() -> None:
+def test_empty_list_names_the_runs_folder() -> None:
     view = RunsView()
     assert view.num_runs == 0 and rows(view) == [] and "runs/" in view.table.value
     write_run("first")
@@ -85,7 +85,7 @@ def test_without_runs_the_list_says_where_they_will_be() -> None:
     "damage",
     ["{nonsense", "[1]", '{"world_size": -1}', '{"world_size": 1e400}', "", "\0\xff", '{"created": 1}'],
 )
-def test_a_damaged_folder_is_one_row_that_says_so_and_hides_no_other(damage: str) -> None:
+def test_damaged_folder_is_one_row_and_hides_no_other_run(damage: str) -> None:
     write_run("whole")
     broken = Path("runs/broken<b>")
     broken.mkdir()
@@ -99,7 +99,7 @@ def test_a_damaged_folder_is_one_row_that_says_so_and_hides_no_other(damage: str
 
 
 @pytest.mark.parametrize("plan", ["null", '{"x": 1}', "[]", '"text"'])
-def test_a_run_whose_plan_cannot_be_read_is_listed_and_opened(plan: str) -> None:
+def test_run_with_an_unreadable_plan_is_listed_and_opened(plan: str) -> None:
     path = write_run("odd")
     text = (path / "run.json").read_text()
     (path / "run.json").write_text(re.sub(r'"plan": \{.*?\}, "task"', f'"plan": {plan}, "task"', text))
@@ -114,7 +114,7 @@ def test_a_run_whose_plan_cannot_be_read_is_listed_and_opened(plan: str) -> None
 EVIL = "<img src=x onerror=alert(1)>' onmouseover='alert(1)"
 
 
-def test_text_of_a_folder_is_never_markup(views: list[Any]) -> None:
+def test_text_of_a_run_folder_is_escaped(views: list[Any]) -> None:
     write_run("evil", EVIL, reason=EVIL, num_done=0)
     path = write_run("odd", reason=EVIL, num_done=0, number=1)
     append_line(RunFolder(path).events(0), {"step": EVIL, "loss": EVIL, "rank": 0, "time": 0.0})
@@ -137,7 +137,7 @@ def assert_no_markup(html: str) -> None:
     assert "<img" not in html and "<i>" not in html and "onmouseover" not in re.sub(r">[^<]*<", "><", outside)
 
 
-def test_pressing_what_is_not_there_is_refused() -> None:
+def test_unknown_actions_are_rejected() -> None:
     write_run("one")
     view = RunsView()
     for odd in ("open:one", "open:../runs", "resume:", "stop:zzz", "nothing", "trace:<b>"):
@@ -145,7 +145,7 @@ def test_pressing_what_is_not_there_is_refused() -> None:
         assert "is not an action of this view" in view.table.error and view.is_list_shown
 
 
-def test_a_row_opens_the_run_in_place_and_a_button_leads_back(views: list[Any]) -> None:
+def test_row_opens_the_run_and_back_returns_to_the_list(views: list[Any]) -> None:
     ended: list[Any] = []
     write_run("yesterday", num_done=40)
     view = RunsView(on_end=ended.append)
@@ -157,7 +157,7 @@ def test_a_row_opens_the_run_in_place_and_a_button_leads_back(views: list[Any]) 
     assert view.is_list_shown and ended == [], "nobody waits for the end of a run that ended yesterday"
 
 
-def test_on_end_is_called_for_a_run_that_was_living_when_it_was_opened(views: list[Any]) -> None:
+def test_on_end_is_called_for_a_run_opened_while_active(views: list[Any]) -> None:
     ended: list[Any] = []
     path = write_run("living", "running", num_done=3)
     view = RunsView(on_end=ended.append)
@@ -170,7 +170,7 @@ def test_on_end_is_called_for_a_run_that_was_living_when_it_was_opened(views: li
     assert "finished" in rows(view)[0], "the list knows too"
 
 
-def test_on_end_is_called_though_another_run_is_shown_meanwhile(
+def test_on_end_is_called_while_another_run_is_shown(
     views: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs_view_module, "READ_SECONDS", 0.05)
@@ -189,7 +189,7 @@ def test_on_end_is_called_though_another_run_is_shown_meanwhile(
     assert ended == [run], "once"
 
 
-def test_the_list_follows_a_living_run_by_itself(views: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_updates_active_runs_automatically(views: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs_view_module, "READ_SECONDS", 0.05)
     path = write_run("living", "running", num_done=3)
     threads = set(threading.enumerate())
@@ -203,7 +203,7 @@ def test_the_list_follows_a_living_run_by_itself(views: list[Any], monkeypatch: 
     assert until(lambda: threads.issuperset(threading.enumerate())), "without living runs it needs no thread"
 
 
-def test_two_runs_are_compared_and_a_third_tick_replaces_the_first() -> None:
+def test_two_runs_are_compared_and_a_third_replaces_the_first() -> None:
     for number, name in enumerate(("a", "b", "c")):
         write_run(name, number=number, task=ss.Pretrain(num_steps=40, learning_rate=10.0**-number))
     view = RunsView()
@@ -219,7 +219,7 @@ def test_two_runs_are_compared_and_a_third_tick_replaces_the_first() -> None:
     assert view.is_list_shown
 
 
-def test_twenty_rows_are_shown_and_more_when_asked() -> None:
+def test_list_shows_twenty_rows_and_more_on_request() -> None:
     for number in range(45):
         write_run(f"run-{number:02}", number=number, num_done=0)
     view = RunsView()
@@ -245,7 +245,7 @@ def test_unchanged_runs_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert newer["two"].loss == 0.5 and newer["one"] is first[1]
 
 
-def test_a_long_runs_last_loss_is_read_from_the_end_of_its_file() -> None:
+def test_last_loss_is_read_from_the_end_of_a_long_file() -> None:
     path = write_run("long", num_done=0)
     with RunFolder(path).events(0).open("w") as file:
         for step in range(50_000):
@@ -260,7 +260,7 @@ def test_a_long_runs_last_loss_is_read_from_the_end_of_its_file() -> None:
 # ---------------------------------------------------------------------------- resume, stop, trace
 
 
-def test_resume_is_on_where_a_checkpoint_is_and_says_why_where_it_is_off() -> None:
+def test_resume_needs_a_checkpoint_and_explains_why_it_is_disabled() -> None:
     write_run("saved", "stopped", checkpoint=20)
     write_run("unsaved", "stopped", number=1)
     write_run("mine", "failed", number=2, is_own_task=True, checkpoint=5)
@@ -285,7 +285,7 @@ def test_resume_is_on_where_a_checkpoint_is_and_says_why_where_it_is_off() -> No
     )
 
 
-def test_resume_launches_shows_and_reports_a_run(views: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_launches_and_shows_the_new_run(views: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     write_run("saved", "stopped", checkpoint=20)
     resumed: list[Any] = []
 
@@ -309,7 +309,7 @@ def resume_button(view: RunsView, name: str) -> str:
     return found[0]
 
 
-def test_resume_is_off_while_a_run_that_was_resumed_is_living(
+def test_resume_is_disabled_while_a_resumed_run_is_active(
     views: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second click, or Resume of another run, launched a run that competed with the first one."""
@@ -339,7 +339,7 @@ def test_resume_is_off_while_a_run_that_was_resumed_is_living(
     assert until(lambda: "aria-disabled" not in resume_button(view, "other"))
 
 
-def test_resume_is_off_where_another_run_continues_the_same_one(views: list[Any]) -> None:
+def test_resume_is_disabled_if_another_run_continues_the_same_one(views: list[Any]) -> None:
     path = write_run("saved", "stopped", checkpoint=20)
     (checkpoint,) = (path / "checkpoints").iterdir()
     write_run("later", "running", number=5, task=ss.Pretrain(num_steps=40, resume=checkpoint))
@@ -349,7 +349,7 @@ def test_resume_is_off_where_another_run_continues_the_same_one(views: list[Any]
     assert "later is already continuing this run" in button and "aria-disabled" in button
 
 
-def test_the_studio_resumes_no_run_while_one_that_it_launched_is_living() -> None:
+def test_studio_disables_resume_while_a_launch_is_active() -> None:
     write_run("saved", "stopped", checkpoint=20)
     studio = Studio()
     studio.tabs.value = "Runs"
@@ -363,7 +363,7 @@ def test_the_studio_resumes_no_run_while_one_that_it_launched_is_living() -> Non
     studio.close()
 
 
-def test_a_failed_launch_is_an_error_in_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_resume_shows_an_error_in_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
     write_run("saved", "stopped", checkpoint=20)
     monkeypatch.setattr(launch_module, "launch", lambda *_, **__: 1 / 0)
     view = RunsView()
@@ -371,7 +371,7 @@ def test_a_failed_launch_is_an_error_in_the_list(monkeypatch: pytest.MonkeyPatch
     assert view.is_list_shown and "division by zero" in view.toolbar.value
 
 
-def test_a_living_run_is_stopped_from_the_list(views: list[Any]) -> None:
+def test_active_run_is_stopped_from_the_list(views: list[Any]) -> None:
     path = write_run("living", "running")
     view = RunsView()
     views.append(view)
@@ -380,7 +380,7 @@ def test_a_living_run_is_stopped_from_the_list(views: list[Any]) -> None:
     assert command["command"] == "stop" and command["button"] == "Stop"
 
 
-def test_a_recorded_trace_opens_where_it_is_wanted(views: list[Any]) -> None:
+def test_trace_opens_in_the_list_or_through_the_callback(views: list[Any]) -> None:
     write_run("traced", has_trace=True)
     write_run("untraced", number=1)
     opened: list[Any] = []
@@ -399,7 +399,7 @@ def test_a_recorded_trace_opens_where_it_is_wanted(views: list[Any]) -> None:
 # ---------------------------------------------------------------------------- a failed run, the Studio
 
 
-def test_a_failed_run_opens_the_log_of_the_rank_that_failed(views: list[Any]) -> None:
+def test_failed_run_shows_the_log_of_the_failed_rank(views: list[Any]) -> None:
     path = write_run("failed", "failed", reason="rank 1 raised ValueError: bad batch")
     fail(path, 1, "Traceback (most recent call last):\nValueError: bad batch\n")
     view = RunView(ss.Run.attach(path))
@@ -408,7 +408,7 @@ def test_a_failed_run_opens_the_log_of_the_rank_that_failed(views: list[Any]) ->
     assert "ValueError: bad batch" in view.error.value
 
 
-def test_a_log_that_the_user_chose_stays_when_the_run_fails(views: list[Any]) -> None:
+def test_log_chosen_by_the_user_is_kept_when_the_run_fails(views: list[Any]) -> None:
     path = write_run("failing", "running")
     view = RunView(ss.Run.attach(path))
     views.append(view)
@@ -420,7 +420,7 @@ def test_a_log_that_the_user_chose_stays_when_the_run_fails(views: list[Any]) ->
     assert view.logs.whose.value == "supervisor"
 
 
-def test_another_run_begins_with_the_log_of_rank_0(views: list[Any]) -> None:
+def test_next_run_starts_with_the_log_of_rank_0(views: list[Any]) -> None:
     path = write_run("failed", "failed")
     fail(path, 1, "ValueError: bad batch\n")
     view = RunView(ss.Run.attach(path))
@@ -431,7 +431,7 @@ def test_another_run_begins_with_the_log_of_rank_0(views: list[Any]) -> None:
     assert until(lambda: "rank 0 is up" in view.logs.pane.value)
 
 
-def test_the_studios_runs_tab_lists_the_runs_of_its_folder(views: list[Any]) -> None:
+def test_studio_runs_tab_lists_the_runs_of_its_folder(views: list[Any]) -> None:
     write_run("yesterday")
     studio = Studio()
     views.append(studio)
@@ -439,7 +439,7 @@ def test_the_studios_runs_tab_lists_the_runs_of_its_folder(views: list[Any]) -> 
     assert "yesterday" in studio.runs.table.value
 
 
-def test_moments_are_read_at_a_glance() -> None:
+def test_start_times_are_formatted_relative_to_today() -> None:
     now = time.mktime((2026, 11, 23, 12, 0, 0, 0, 0, -1))
     assert format_time(now - 3600, now) == "today 11:00"
     assert format_time(now - 86_400, now) == "yesterday 12:00"

@@ -48,25 +48,25 @@ def tile_request(view: TraceView, **changed: Any) -> dict[str, Any]:
     }
 
 
-def test_fault_48_the_front_end_is_text_and_needs_no_network(view: TraceView) -> None:
+def test_fault_48_front_end_loads_nothing_from_the_network(view: TraceView) -> None:
     assert "export default" in view._esm
     for text in (view._esm, view._css):
         assert "http://" not in text and "https://" not in text and "import " not in text.split("export")[-1]
 
 
-def test_a_path_a_trace_and_a_folder_are_accepted(trace: Trace) -> None:
+def test_accepts_a_trace_or_a_path(trace: Trace) -> None:
     assert len(TraceView(FIXTURE).trace) == len(TraceView(str(FIXTURE)).trace) == len(trace)
     with pytest.raises(ValueError, match="Fix: "):
         TraceView("nowhere")
 
 
 @pytest.mark.parametrize("height", [0, -1, 1e9, True, "tall", None, float("nan")])
-def test_a_bad_height_is_refused(trace: Trace, height: Any) -> None:
+def test_rejects_invalid_height(trace: Trace, height: Any) -> None:
     with pytest.raises(ValueError, match=r"TraceView\.height"):
         TraceView(trace, height=height)
 
 
-def test_a_tile_comes_as_binary_columns(view: TraceView) -> None:
+def test_tile_is_sent_as_binary_columns(view: TraceView) -> None:
     tell(view, tile_request(view))
     ((reply, buffers),) = view.sent
     assert reply["type"] == "tile" and reply["id"] == 1
@@ -74,7 +74,7 @@ def test_a_tile_comes_as_binary_columns(view: TraceView) -> None:
     assert int(np.frombuffer(buffers[4], "<u4").sum()) == len(view.trace)
 
 
-def test_names_and_totals_are_answered(view: TraceView) -> None:
+def test_answers_requests_for_names_and_totals(view: TraceView) -> None:
     tell(view, {"type": "names", "id": 2, "indices": [0, 1]})
     assert view.sent[-1][0]["names"] == view.trace.names[:2]
     tell(view, {"type": "totals", "id": 3, "t0_ns": 0, "t1_ns": view.trace.duration_ns_total})
@@ -92,7 +92,7 @@ def test_selection_reads_back_and_clears(view: TraceView) -> None:
     assert view.selected is None
 
 
-def test_search_counts_and_walks_in_time(view: TraceView) -> None:
+def test_search_counts_matches_and_visits_them_in_time_order(view: TraceView) -> None:
     view.search = "allreduce"
     view.search = "AddMM"
     assert view.num_matches == sum("addmm" in view.trace.names[i].lower() for i in view.trace.name_index)
@@ -105,7 +105,7 @@ def test_search_counts_and_walks_in_time(view: TraceView) -> None:
     assert view.num_matches == 0
 
 
-def test_the_viewport_is_two_ascending_times(view: TraceView) -> None:
+def test_viewport_must_be_two_ascending_times(view: TraceView) -> None:
     view.viewport_seconds = [0.001, 0.002]
     assert view.viewport_seconds == (0.001, 0.002)
     for bad in [(2, 1), (0, 0), (float("nan"), 1), "ab", 5, None, (0, 1, 2), (0, 1e30)]:
@@ -140,7 +140,7 @@ def test_the_viewport_is_two_ascending_times(view: TraceView) -> None:
         {"type": "find", "id": 1, "direction": 9},
     ],
 )
-def test_fault_44_messages_that_make_no_sense_are_shown_and_ignored(view: TraceView, content: Any) -> None:
+def test_fault_44_invalid_messages_are_reported_and_ignored(view: TraceView, content: Any) -> None:
     tell(view, content)
     assert view.error and len(view.error) < 400
     assert view.sent == [] and view.selected is None
@@ -160,7 +160,7 @@ def test_fault_44_messages_that_make_no_sense_are_shown_and_ignored(view: TraceV
         {"selected": {"name": "forged"}},
     ],
 )
-def test_fault_44_state_that_the_front_end_may_not_set_is_shown_and_ignored(
+def test_fault_44_invalid_front_end_state_is_reported_and_ignored(
     view: TraceView, state: dict[str, Any]
 ) -> None:
     before = view.get_state(["viewport_seconds", "search", "height", "_scene", "selected"])
@@ -169,7 +169,7 @@ def test_fault_44_state_that_the_front_end_may_not_set_is_shown_and_ignored(
     assert view.get_state(list(before)) == before
 
 
-def test_the_front_end_may_set_viewport_and_search(view: TraceView) -> None:
+def test_front_end_can_set_viewport_and_search(view: TraceView) -> None:
     view.set_state({"viewport_seconds": [0.001, 0.004], "search": "mm", "_view_count": 1})
     assert view.viewport_seconds == (0.001, 0.004)
     assert view.num_matches > 0 and view.error == ""
@@ -181,7 +181,7 @@ def picture_of(view: TraceView) -> str:
     return str(data["text/html"])
 
 
-def test_fault_47_the_saved_output_is_a_picture_that_needs_no_kernel(view: TraceView) -> None:
+def test_fault_47_static_output_has_an_svg_and_a_table(view: TraceView) -> None:
     html = picture_of(view)
     assert "<svg" in html and "<path" in html and "<table" in html
     assert "rank 0" in html and "rank 1" in html
@@ -189,7 +189,7 @@ def test_fault_47_the_saved_output_is_a_picture_that_needs_no_kernel(view: Trace
     ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + 6])
 
 
-def test_names_in_the_picture_are_text(tmp_path: Path) -> None:
+def test_names_in_the_static_output_are_escaped(tmp_path: Path) -> None:
     name = "<script>alert(1)</script>'\"&"
     event = {"ph": "X", "cat": "op", "name": name, "pid": 1, "tid": name, "ts": 1.0, "dur": 9.0}
     (tmp_path / "rank-0.json").write_text(json.dumps({"traceEvents": [event]}))
@@ -198,7 +198,7 @@ def test_names_in_the_picture_are_text(tmp_path: Path) -> None:
     ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + 6])
 
 
-def test_the_picture_of_a_large_trace_stays_small(tmp_path: Path) -> None:
+def test_static_output_of_a_large_trace_stays_small(tmp_path: Path) -> None:
     for rank in range(60):
         events = [
             {
@@ -217,18 +217,18 @@ def test_the_picture_of_a_large_trace_stays_small(tmp_path: Path) -> None:
     assert len(html) < 100_000 and "more tracks" in html
 
 
-def test_the_picture_has_streams_and_leaves_python_stacks_out() -> None:
+def test_static_output_has_streams_and_omits_python_stacks() -> None:
     html = picture_of(TraceView(FIXTURE.parent / "trace_with_stacks"))
     assert "stream 7" in html and "pt_autograd_0" in html and "Python stacks of" not in html
     assert "GPU idle" in html and len(html) < 100_000
 
 
-def test_the_picture_of_an_empty_trace_says_so(tmp_path: Path) -> None:
+def test_static_output_of_an_empty_trace_shows_zero_slices(tmp_path: Path) -> None:
     (tmp_path / "rank-0.json").write_text('{"traceEvents": []}')
     assert "0 slices" in picture_of(TraceView(tmp_path))
 
 
-def test_fault_43_a_hundred_views_leave_nothing_behind(trace: Trace) -> None:
+def test_fault_43_closed_trace_views_are_garbage_collected(trace: Trace) -> None:
     alive = []
     for _ in range(100):
         view = TraceView(trace)
