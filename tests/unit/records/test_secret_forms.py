@@ -1,4 +1,4 @@
-"""What is taken for a secret, by its name or its form, and what only resembles one."""
+"""Tests of secrets recognized by variable name or token format, and of text that only resembles one."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_secret_that_starts_like_a_path_is_masked(monkeypatch: pytest.MonkeyPa
         ("COMPASS", "north-north-east"),
         ("MAX_TOKENS", "100000000"),
         ("SSH_PUBLIC_KEY", "ssh-ed25519 AAAAC3"),
-        ("DB_PASS", "secret"),  # A word that a log may rightly have.
+        ("DB_PASS", "secret"),  # A common word, which logs contain legitimately.
     ],
 )
 def test_other_variables_are_not_secrets(name: str, value: str) -> None:
@@ -162,7 +162,7 @@ def test_long_key_or_jwt_written_in_pieces_is_masked(tmp_path: Path) -> None:
 
 
 def test_many_secrets_in_one_text_are_masked() -> None:
-    """Overlapping ones too; a text of many was once copied whole for each."""
+    """Overlapping secrets too. Regression: the whole text was copied for each secret."""
     line = f"https://me:{JWT}@host Bearer {JWT}\n"
     expected = f"https://{'*' * (3 + len(JWT))}@host Bearer {'*' * len(JWT)}\n"
     assert redact(line * 5000) == expected * 5000

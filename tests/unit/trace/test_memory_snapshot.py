@@ -1,4 +1,4 @@
-"""Memory snapshots: what was alive at the peak, and files that would run code, which are refused."""
+"""Tests of memory snapshots: live allocations at the peak, and rejection of pickles that would run code."""
 
 from __future__ import annotations
 
@@ -34,8 +34,11 @@ def make_block(size: int, state: str, frames: Any = ()) -> dict[str, Any]:
 
 
 def make_snapshot() -> dict[str, Any]:
-    """As ``torch.cuda.memory._snapshot`` documents it: weights from before, activations that came and went,
-    moments that stayed; the peak is where the second activation was made."""
+    """Build a snapshot in the format that ``torch.cuda.memory._snapshot`` documents.
+
+    It has weights from before the recording, activations that were freed, and optimizer states that stayed;
+    the peak is at the second activation.
+    """
     return {
         "segments": [
             {
@@ -119,8 +122,8 @@ def test_smallest_frames_are_summed_into_one_entry(tmp_path: Path) -> None:
     many = make_snapshot()
     many["device_traces"] = [
         [
-            make_event("alloc", place, MIB, [{"filename": "a.py", "line": place, "name": "f"}])
-            for place in range(1, 50)
+            make_event("alloc", line, MIB, [{"filename": "a.py", "line": line, "name": "f"}])
+            for line in range(1, 50)
         ]
     ]
     summary = load_memory_snapshot(write_snapshot(tmp_path, many))
@@ -130,7 +133,7 @@ def test_smallest_frames_are_summed_into_one_entry(tmp_path: Path) -> None:
 
 
 class Malicious:
-    """What a pickle could do if it were believed."""
+    """An object whose unpickling creates a folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -158,10 +161,10 @@ def test_fault_40_reads_every_pickle_protocol(tmp_path: Path, protocol: int) -> 
 
 
 def test_fault_40_rejects_out_of_band_buffers(tmp_path: Path) -> None:
-    beside: list[pickle.PickleBuffer] = []
+    buffers: list[pickle.PickleBuffer] = []
     extra = {"extra": pickle.PickleBuffer(b"x" * 64)}
-    content = pickle.dumps(make_snapshot() | extra, protocol=5, buffer_callback=beside.append)
-    assert beside
+    content = pickle.dumps(make_snapshot() | extra, protocol=5, buffer_callback=buffers.append)
+    assert buffers
     with pytest.raises(ValueError, match="is no memory snapshot"):
         load_memory_snapshot(write_snapshot(tmp_path, content))
 

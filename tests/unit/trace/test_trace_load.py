@@ -1,4 +1,4 @@
-"""Traces load on one time axis, oddities are counted, and what is no trace is refused in words."""
+"""Tests of loading traces: one time axis, malformed events are counted, and other files are rejected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardscope.trace.nesting import compute_nesting_depth, compute_union_ns
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "trace_2_ranks"
 STACKS = FIXTURE.parent / "trace_with_stacks"
-# An optional folder of data beside the clone; no machine that tests by itself has it.
+# An optional folder of data beside the clone, which CI machines do not have.
 BESIDE_THE_REPOSITORY = Path(__file__).parents[4] / "shared" / "data" / "traces"
 REAL = Path(os.environ.get("SHARDSCOPE_REAL_TRACES") or BESIDE_THE_REPOSITORY)
 
@@ -352,9 +352,9 @@ def test_fault_38_rejects_other_files_with_their_path_and_a_fix(
 ) -> None:
     path = tmp_path / "rank-0.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=message) as refusal:
+    with pytest.raises(ValueError, match=message) as error:
         Trace.load(path)
-    assert str(path) in str(refusal.value) and "Fix: " in str(refusal.value)
+    assert str(path) in str(error.value) and "Fix: " in str(error.value)
 
 
 def test_fault_38_rejects_a_gzip_bomb_early(tmp_path: Path) -> None:
@@ -376,14 +376,14 @@ def test_fault_38_rejects_files_above_the_size_limit(tmp_path: Path, monkeypatch
 def test_fault_38_rejects_more_than_2_gib_before_reading(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.json"
     path.touch()
-    os.truncate(path, 2 * 1024**3 + 1)  # A hole: it takes no room on the disk.
+    os.truncate(path, 2 * 1024**3 + 1)  # Sparse: it takes no space on the disk.
     with pytest.raises(ValueError, match=r"more than 2 GiB of JSON\. Fix: record fewer steps"):
         Trace.load(path)
 
 
 @long_one
 def test_fault_38_reads_a_file_one_byte_below_2_gib(tmp_path: Path) -> None:
-    """Blanks between an event and the end: 4 GiB of memory and 2 of disk for some seconds."""
+    """Pad one event with blanks; this takes 4 GiB of memory and 2 GiB of disk for some seconds."""
     path = tmp_path / "rank-0.json"
     text = json.dumps({"traceEvents": [make_event()]}).encode()
     try:

@@ -1,4 +1,4 @@
-"""The GPU inventory's inputs: what a node has beside its GPUs is kept exactly, typed, or not known."""
+"""Tests of the cluster picker: host memory and NVMe of a node, from the catalogue, typed or unknown."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_set_value_preserves_every_field_exactly(cluster: ss.Cluster) -> None:
     picker.set_value(cluster)
     assert picker.value == cluster and not picker.is_wrong
     picker.count.value = "1"
-    assert picker.value == replace(cluster, gpus_per_node=1), "another input leaves it as it is"
+    assert picker.value == replace(cluster, gpus_per_node=1), "changing another input keeps the other fields"
 
 
 def test_typed_host_memory_and_nvme_override_the_catalogue() -> None:
@@ -47,9 +47,9 @@ def test_typed_host_memory_and_nvme_override_the_catalogue() -> None:
     assert picker.value.nvme_bytes == round(3500.5 * 2**30)
     assert picker.value.nvme_bandwidth_bytes_per_second == pytest.approx(6.4e9)
     picker.host.value = " "
-    assert picker.value.host_memory_bytes is None, "nobody knows"
+    assert picker.value.host_memory_bytes is None, "an empty input means unknown"
     picker.type.value = "a100-sxm-80gb"
-    assert picker.value == ss.Cluster.parse("8xa100-sxm-80gb"), "such a node has another host"
+    assert picker.value == ss.Cluster.parse("8xa100-sxm-80gb"), "another GPU type resets the host fields"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Plans are opened from files of four kinds and saved as one, and what is no plan is said at the box."""
+"""Tests of opening plans from four kinds of files, of saving them, and of errors for all other files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CURRENT = ss.Plan(
 
 
 class Opener:
-    """The box with what it opened."""
+    """An `OpenPlan` box, and the plans that it opened."""
 
     def __init__(self, current: ss.Plan = CURRENT) -> None:
         self.opened: list[ss.Plan] = []
@@ -64,13 +64,15 @@ def test_opens_every_file_that_an_export_writes(name: str, tmp_path: Path) -> No
         "deepspeed": ["accelerate_config.yaml", "ds_config.json"],
         "megatron": ["megatron_arguments.txt"],
     }
-    wanted = files.get(name, ["accelerate_config.yaml"])
-    for file in ("plan.json", *wanted):
-        assert Opener().open(tmp_path / file) == plan, "the rest is what lies beside it"
+    config_files = files.get(name, ["accelerate_config.yaml"])
+    for file in ("plan.json", *config_files):
+        assert Opener().open(tmp_path / file) == plan, "missing settings come from the files beside it"
         if (name, file) == ("deepspeed", "accelerate_config.yaml"):
             continue  # It names ds_config.json, which an upload of one file does not bring along.
         uploaded = Opener(plan).upload(file, (tmp_path / file).read_bytes())
-        assert uploaded is not None and uploaded.layout == plan.layout, "the rest is the current plan's"
+        assert uploaded is not None and uploaded.layout == plan.layout, (
+            "missing settings come from the current plan"
+        )
 
 
 SCRIPT = """#!/bin/bash

@@ -1,4 +1,4 @@
-"""Colours of a terminal become classes; nothing that a rank prints becomes markup."""
+"""Tests of ANSI escapes in logs: colours become CSS classes, and printed text never becomes markup."""
 
 from __future__ import annotations
 

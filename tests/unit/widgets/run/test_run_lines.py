@@ -1,4 +1,4 @@
-"""Lines of a run stay bounded and keep what stands out; charts find their places at every width."""
+"""Tests of downsampled curves, which keep their extremes, and of the grid of charts at every width."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def test_downsampling_keeps_the_ends_and_the_extremes(values: list[float]) -> No
     kept_x, kept_y = downsample(x, values)
     assert kept_x[0] == 0 and kept_x[-1] == len(values) - 1
     assert kept_x == sorted(set(kept_x)) and len(kept_x) <= len(values) // 2 + 4
-    known = [value for value in values if not isnan(value)]
-    if known:
-        assert min(known) in kept_y and max(known) in kept_y
+    finite = [value for value in values if not isnan(value)]
+    if finite:
+        assert min(finite) in kept_y and max(finite) in kept_y
 
 
 def test_non_finite_values_are_gaps() -> None:
@@ -52,15 +52,15 @@ def test_usual_top_ignores_an_outlier_in_the_first_step() -> None:
 @pytest.mark.parametrize("width", [0, 300, 320, 500, 760, 836, 1400])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 6, 7, 9, SLOTS])
 def test_chart_panels_do_not_overlap_and_stay_inside(width: int, count: int) -> None:
-    found = arrange_grid(count, width)
-    assert len(found.positions) == count
-    for place in found.positions:
-        assert 0 <= place.x[0] < place.x[1] <= 1 and 0 <= place.y[0] < place.y[1] <= 1
-        assert (place.x[1] - place.x[0]) * (width or 836) > 150, "wide enough to be read"
-    for number, one in enumerate(found.positions):
-        for other in found.positions[number + 1 :]:
-            beside = one.x[1] < other.x[0] or other.x[1] < one.x[0]
-            assert beside or one.y[0] > other.y[1]
+    grid = arrange_grid(count, width)
+    assert len(grid.positions) == count
+    for position in grid.positions:
+        assert 0 <= position.x[0] < position.x[1] <= 1 and 0 <= position.y[0] < position.y[1] <= 1
+        assert (position.x[1] - position.x[0]) * (width or 836) > 150, "wide enough to be read"
+    for number, one in enumerate(grid.positions):
+        for other in grid.positions[number + 1 :]:
+            is_beside = one.x[1] < other.x[0] or other.x[1] < one.x[0]
+            assert is_beside or one.y[0] > other.y[1]
 
 
 def test_known_metrics_come_before_user_metrics() -> None:

@@ -1,4 +1,4 @@
-"""The list of runs: every folder is one row, and its buttons open, compare, resume, stop and show traces."""
+"""Tests of the list of runs: a row per folder, and buttons to open, compare, resume, stop and show traces."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def views() -> Iterator[list[Any]]:
-    made: list[Any] = []
-    yield made
-    for view in made:
+    views: list[Any] = []
+    yield views
+    for view in views:
         view.close()
 
 
-def rows(view: RunsView) -> list[str]:
-    """The text of each row of the list."""
+def read_rows(view: RunsView) -> list[str]:
+    """Return the text of each row of the list."""
     bodies = re.findall(r"<tr.*?</tr>", view.table.value.partition("<tbody>")[2])
     return [" ".join(unescape(re.sub(r"<[^>]+>", " ", body)).split()) for body in bodies]
 
 
-def act(view: RunsView, kind: str, name: str) -> str:
-    """What the button of this kind in the row of the run ``name`` sends."""
+def find_action(view: RunsView, kind: str, name: str) -> str:
+    """Return the action of the ``kind`` button in the row of the run ``name``."""
     (row,) = [row for row in re.findall(r"<tr.*?</tr>", view.table.value) if f">{name}<" in row]
-    found = re.search(f"data-act='({kind}:[^']*)'", row)
-    assert found is not None, f"no button {kind} in {row}"
-    return found[1]
+    match = re.search(f"data-act='({kind}:[^']*)'", row)
+    assert match is not None, f"no button {kind} in {row}"
+    return match[1]
 
 
 def press(view: RunsView, kind: str, name: str) -> None:
-    view.table.press_button(act(view, kind, name))
+    view.table.press_button(find_action(view, kind, name))
 
 
 def test_runs_are_listed_active_first_then_newest() -> None:
@@ -62,9 +62,9 @@ def test_runs_are_listed_active_first_then_newest() -> None:
     write_run("new", "failed", number=2, num_done=7, reason="rank 1 raised ValueError: no")
     write_run("living", "running", number=1, num_done=3)
     view = RunsView()
-    names = [row.split()[0] for row in rows(view)]
+    names = [row.split()[0] for row in read_rows(view)]
     assert names == ["living", "new", "old"] and view.num_runs == 3
-    living, new, old = rows(view)
+    living, new, old = read_rows(view)
     assert "2 CPU ranks" in old and "DDP" in old and "finished" in old and "40 of 40" in old
     assert (
         "failed" in new and "7 of 40" in new and format_loss(ss.runs()[-1].metrics()[-1]["loss"])[:3] in new
@@ -75,10 +75,10 @@ def test_runs_are_listed_active_first_then_newest() -> None:
 
 def test_empty_list_names_the_runs_folder() -> None:
     view = RunsView()
-    assert view.num_runs == 0 and rows(view) == [] and "runs/" in view.table.value
+    assert view.num_runs == 0 and read_rows(view) == [] and "runs/" in view.table.value
     write_run("first")
     view.toolbar.press_button("look")
-    assert view.num_runs == 1 and len(rows(view)) == 1
+    assert view.num_runs == 1 and len(read_rows(view)) == 1
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_damaged_folder_is_one_row_and_hides_no_other_run(damage: str) -> None:
     (broken / "run.json").write_text(damage)
     (Path("runs") / "notes").mkdir()
     view = RunsView()
-    assert view.num_runs == 2, "a folder without a run's files is no run"
-    assert any("whole" in row and "finished" in row for row in rows(view))
-    (row,) = [row for row in rows(view) if "broken" in row]
+    assert view.num_runs == 2, "a folder without a run's files is not listed"
+    assert any("whole" in row and "finished" in row for row in read_rows(view))
+    (row,) = [row for row in read_rows(view) if "broken" in row]
     assert "damaged" in row and "run.json" in row and "<b>" not in view.table.value.replace("<b class", "")
 
 
@@ -104,7 +104,7 @@ def test_run_with_an_unreadable_plan_is_listed_and_opened(plan: str) -> None:
     text = (path / "run.json").read_text()
     (path / "run.json").write_text(re.sub(r'"plan": \{.*?\}, "task"', f'"plan": {plan}, "task"', text))
     view = RunsView()
-    (row,) = rows(view)
+    (row,) = read_rows(view)
     assert "odd" in row and "finished" in row and "plan cannot be read" in row
     press(view, "open", "odd")
     assert until(lambda: view.run_view.status == "finished")
@@ -122,7 +122,7 @@ def test_text_of_a_run_folder_is_escaped(views: list[Any]) -> None:
     fail(ugly, 0, EVIL)
     view = RunsView()
     views.append(view)
-    assert any("evil" in row and "damaged" in row for row in rows(view))
+    assert any("evil" in row and "damaged" in row for row in read_rows(view))
     assert_no_markup(view.table.value)
     press(view, "open", "odd")
     assert "data-status='finished'" in view.run_view.head.value
@@ -140,8 +140,8 @@ def assert_no_markup(html: str) -> None:
 def test_unknown_actions_are_rejected() -> None:
     write_run("one")
     view = RunsView()
-    for odd in ("open:one", "open:../runs", "resume:", "stop:zzz", "nothing", "trace:<b>"):
-        view.table.press_button(odd)
+    for action in ("open:one", "open:../runs", "resume:", "stop:zzz", "nothing", "trace:<b>"):
+        view.table.press_button(action)
         assert "is not an action of this view" in view.table.error and view.is_list_shown
 
 
@@ -154,7 +154,7 @@ def test_row_opens_the_run_and_back_returns_to_the_list(views: list[Any]) -> Non
     assert until(lambda: view.run_view.status == "finished" and "40 of 40" in view.run_view.facts.value)
     assert not view.is_list_shown
     view.bar.press_button("back")
-    assert view.is_list_shown and ended == [], "nobody waits for the end of a run that ended yesterday"
+    assert view.is_list_shown and ended == [], "on_end is not called for a run that had already ended"
 
 
 def test_on_end_is_called_for_a_run_opened_while_active(views: list[Any]) -> None:
@@ -167,7 +167,7 @@ def test_on_end_is_called_for_a_run_opened_while_active(views: list[Any]) -> Non
     assert until(lambda: view.run_view.status == "running")
     append_line(RunFolder(path).status, {"time": CREATED + 70, "status": "finished", "reason": "done"})
     assert until(lambda: ended == [run])
-    assert "finished" in rows(view)[0], "the list knows too"
+    assert "finished" in read_rows(view)[0], "the list is updated too"
 
 
 def test_on_end_is_called_while_another_run_is_shown(
@@ -195,12 +195,12 @@ def test_list_updates_active_runs_automatically(views: list[Any], monkeypatch: p
     threads = set(threading.enumerate())
     view = RunsView()
     views.append(view)
-    assert "3 of 40" in rows(view)[0]
+    assert "3 of 40" in read_rows(view)[0]
     append_line(RunFolder(path).events(0), {"step": 11, "rank": 0, "time": 0.0, "loss": 1.25})
-    assert until(lambda: "1.250" in rows(view)[0] and "12 of 40" in rows(view)[0])
+    assert until(lambda: "1.250" in read_rows(view)[0] and "12 of 40" in read_rows(view)[0])
     append_line(RunFolder(path).status, {"time": CREATED + 70, "status": "stopped", "reason": "enough"})
-    assert until(lambda: "stopped" in rows(view)[0])
-    assert until(lambda: threads.issuperset(threading.enumerate())), "without living runs it needs no thread"
+    assert until(lambda: "stopped" in read_rows(view)[0])
+    assert until(lambda: threads.issuperset(threading.enumerate())), "without active runs there is no thread"
 
 
 def test_two_runs_are_compared_and_a_third_replaces_the_first() -> None:
@@ -223,12 +223,12 @@ def test_list_shows_twenty_rows_and_more_on_request() -> None:
     for number in range(45):
         write_run(f"run-{number:02}", number=number, num_done=0)
     view = RunsView()
-    assert len(rows(view)) == 20 and rows(view)[0].startswith("run-44") and view.num_runs == 45
+    assert len(read_rows(view)) == 20 and read_rows(view)[0].startswith("run-44") and view.num_runs == 45
     assert "20 of 45" in view.more.value
     view.more.press_button("more")
-    assert len(rows(view)) == 40
+    assert len(read_rows(view)) == 40
     view.more.press_button("more")
-    assert len(rows(view)) == 45 and view.more.value == ""
+    assert len(read_rows(view)) == 45 and view.more.value == ""
 
 
 def test_unchanged_runs_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,15 +270,17 @@ def test_resume_needs_a_checkpoint_and_explains_why_it_is_disabled() -> None:
     view = RunsView()
     table = view.table.value
 
-    def button(name: str) -> str:
-        found = re.search(f"<button[^>]*aria-label='Resume {name}[^>]*>", table)
-        return found[0] if found else ""
+    def find_button(name: str) -> str:
+        match = re.search(f"<button[^>]*aria-label='Resume {name}[^>]*>", table)
+        return match[0] if match else ""
 
-    assert "aria-disabled" not in button("saved") != ""
-    assert "aria-disabled" in button("unsaved") and "no complete checkpoint" in button("unsaved")
-    assert "aria-disabled" in button("mine") and "your own code" in button("mine")
-    assert "aria-disabled" in button("stranger") and "step-000020: it has no manifest" in button("stranger")
-    assert button("done") == ""
+    assert "aria-disabled" not in find_button("saved") != ""
+    assert "aria-disabled" in find_button("unsaved") and "no complete checkpoint" in find_button("unsaved")
+    assert "aria-disabled" in find_button("mine") and "your own code" in find_button("mine")
+    assert "aria-disabled" in find_button("stranger") and "step-000020: it has no manifest" in find_button(
+        "stranger"
+    )
+    assert find_button("done") == ""
     press(view, "resume", "mine")
     assert (
         view.is_list_shown and "your own code" in view.toolbar.value and "role='alert'" in view.toolbar.value
@@ -300,19 +302,19 @@ def test_resume_launches_and_shows_the_new_run(views: list[Any], monkeypatch: py
     assert [run.name for run in resumed] == ["saved-2"]
     assert not view.is_list_shown and view.run_view.run is resumed[0]
     view.show_list()
-    assert "continues saved" in rows(view)[0] and "22 of 40" in rows(view)[0]
+    assert "continues saved" in read_rows(view)[0] and "22 of 40" in read_rows(view)[0]
 
 
-def resume_button(view: RunsView, name: str) -> str:
-    found = re.search(f"<button[^>]*aria-label='Resume {name}[^>]*>", view.table.value)
-    assert found, view.table.value
-    return found[0]
+def find_resume_button(view: RunsView, name: str) -> str:
+    match = re.search(f"<button[^>]*aria-label='Resume {name}[^>]*>", view.table.value)
+    assert match, view.table.value
+    return match[0]
 
 
 def test_resume_is_disabled_while_a_resumed_run_is_active(
     views: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second click, or Resume of another run, launched a run that competed with the first one."""
+    """Regression: a second click, or Resume of another run, launched a run that competed with the first."""
     monkeypatch.setattr(runs_view_module, "READ_SECONDS", 0.05)
     write_run("saved", "stopped", checkpoint=20)
     write_run("other", "stopped", number=1, checkpoint=20)
@@ -325,18 +327,20 @@ def test_resume_is_disabled_while_a_resumed_run_is_active(
     monkeypatch.setattr(launch_module, "launch", launch)
     view = RunsView()
     views.append(view)
-    twice = act(view, "resume", "saved")
-    view.table.press_button(twice)
-    view.table.press_button(twice)
+    action = find_action(view, "resume", "saved")
+    view.table.press_button(action)
+    view.table.press_button(action)
     assert len(launched) == 1 and "run is active" in view.bar.value
     view.show_list()
     for name in ("saved", "other"):
-        assert "aria-disabled" in resume_button(view, name) and "run is active" in resume_button(view, name)
+        assert "aria-disabled" in find_resume_button(view, name) and "run is active" in find_resume_button(
+            view, name
+        )
         press(view, "resume", name)
     assert len(launched) == 1
     end = {"time": CREATED + 590, "status": "finished", "reason": "done"}
     append_line(RunFolder(launched[0]).status, end)
-    assert until(lambda: "aria-disabled" not in resume_button(view, "other"))
+    assert until(lambda: "aria-disabled" not in find_resume_button(view, "other"))
 
 
 def test_resume_is_disabled_if_another_run_continues_the_same_one(views: list[Any]) -> None:
@@ -345,7 +349,7 @@ def test_resume_is_disabled_if_another_run_continues_the_same_one(views: list[An
     write_run("later", "running", number=5, task=ss.Pretrain(num_steps=40, resume=checkpoint))
     view = RunsView()
     views.append(view)
-    button = resume_button(view, "saved")
+    button = find_resume_button(view, "saved")
     assert "later is already continuing this run" in button and "aria-disabled" in button
 
 
@@ -353,13 +357,13 @@ def test_studio_disables_resume_while_a_launch_is_active() -> None:
     write_run("saved", "stopped", checkpoint=20)
     studio = Studio()
     studio.tabs.value = "Runs"
-    assert "aria-disabled" not in resume_button(studio.runs, "saved")
+    assert "aria-disabled" not in find_resume_button(studio.runs, "saved")
     studio.launch.busy = True
     studio.runs.read_folder()
-    assert "run is active" in resume_button(studio.runs, "saved")
+    assert "run is active" in find_resume_button(studio.runs, "saved")
     studio.launch.busy = False
     studio.runs.read_folder()
-    assert "aria-disabled" not in resume_button(studio.runs, "saved")
+    assert "aria-disabled" not in find_resume_button(studio.runs, "saved")
     studio.close()
 
 
@@ -385,15 +389,15 @@ def test_trace_opens_in_the_list_or_through_the_callback(views: list[Any]) -> No
     write_run("untraced", number=1)
     opened: list[Any] = []
     view = RunsView(on_open_trace=opened.append)
-    assert view.table.value.count("Open trace") == 2 - 1 and "trace:" in act(view, "trace", "traced")
+    assert view.table.value.count("Open trace") == 2 - 1 and "trace:" in find_action(view, "trace", "traced")
     press(view, "trace", "traced")
     assert [run.name for run in opened] == ["traced"] and view.is_list_shown
-    alone = RunsView()
-    views.append(alone)
-    press(alone, "trace", "traced")
-    assert not alone.is_list_shown and "Trace of" in alone.bar.value
-    alone.bar.press_button("back")
-    assert alone.is_list_shown
+    standalone = RunsView()
+    views.append(standalone)
+    press(standalone, "trace", "traced")
+    assert not standalone.is_list_shown and "Trace of" in standalone.bar.value
+    standalone.bar.press_button("back")
+    assert standalone.is_list_shown
 
 
 # ---------------------------------------------------------------------------- a failed run, the Studio

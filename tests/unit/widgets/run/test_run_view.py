@@ -1,4 +1,4 @@
-"""The run view over runs that log whatever they like: it stays alive, and Stop stays in reach."""
+"""Tests of the run view with unusual metrics and logs: it keeps updating, and Stop stays enabled."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shardscope_widgets.run.lines import MAX_POINTS
 
 @pytest.mark.parametrize("loss", [None, "n/a", float("nan"), float("inf"), True, [1]])
 def test_fault_45_invalid_loss_keeps_the_view_and_stop_working(loss: Any) -> None:
-    odd = record(loss=loss, tokens_per_second=loss, peak_memory_bytes=loss)
-    run = FakeRun([odd, record(step=None, loss=1.0)])
+    invalid_record = record(loss=loss, tokens_per_second=loss, peak_memory_bytes=loss)
+    run = FakeRun([invalid_record, record(step=None, loss=1.0)])
     view = RunView(run)
     assert until(lambda: view.status == "running")
     assert not view.stop_button.disabled
@@ -106,11 +106,11 @@ def test_second_run_starts_with_empty_curves() -> None:
 def test_step_axis_doubles_up_to_the_last_step(total: int | None, ends: list[int]) -> None:
     figure = RunFigure()
     figure.start_run(1, None, total)
-    seen = []
+    axis_ends = []
     for step in (0, 41, 100):
         figure.add_records([{"step": step, "rank": 0, "loss": 1.0}])
-        seen.append(figure.widget.layout.xaxis.range[1])
-    assert seen == ends
+        axis_ends.append(figure.widget.layout.xaxis.range[1])
+    assert axis_ends == ends
 
 
 def test_axes_have_no_labels_before_the_first_value() -> None:
@@ -124,7 +124,7 @@ def test_axes_have_no_labels_before_the_first_value() -> None:
 
 
 def test_view_masks_secrets_before_the_supervisor_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a pane shows is saved with the notebook."""
+    """The content of the log pane is saved with the notebook."""
     monkeypatch.setenv("MY_API_KEY", "supersecretvalue1234")
     run = FakeRun([])
     view = RunView(run)  # type: ignore[arg-type]
@@ -138,7 +138,7 @@ def test_view_masks_secrets_before_the_supervisor_does(monkeypatch: pytest.Monke
 
 
 def test_log_is_read_again_after_a_secret_was_masked() -> None:
-    """Of a secret that only the run's own kernel knows, another one that watches sees the file alone."""
+    """A kernel that did not launch the run does not know its secrets: it depends on the masked file."""
     run = FakeRun([])
     view = RunView(run)  # type: ignore[arg-type]
     run.write("the key is supersecretvalue1234\n")

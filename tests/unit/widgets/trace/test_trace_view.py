@@ -1,4 +1,4 @@
-"""The trace view's traits and messages, without a browser."""
+"""Tests of the trace view's traits and messages, without a browser."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def view(trace: Trace) -> TraceView:
     return view
 
 
-def tell(view: TraceView, content: Any) -> None:
+def handle_message(view: TraceView, content: Any) -> None:
     view._handle_custom_msg(content, [])
 
 
@@ -67,7 +67,7 @@ def test_rejects_invalid_height(trace: Trace, height: Any) -> None:
 
 
 def test_tile_is_sent_as_binary_columns(view: TraceView) -> None:
-    tell(view, tile_request(view))
+    handle_message(view, tile_request(view))
     ((reply, buffers),) = view.sent
     assert reply["type"] == "tile" and reply["id"] == 1
     assert len(buffers) == len(COLUMNS)
@@ -75,20 +75,20 @@ def test_tile_is_sent_as_binary_columns(view: TraceView) -> None:
 
 
 def test_answers_requests_for_names_and_totals(view: TraceView) -> None:
-    tell(view, {"type": "names", "id": 2, "indices": [0, 1]})
+    handle_message(view, {"type": "names", "id": 2, "indices": [0, 1]})
     assert view.sent[-1][0]["names"] == view.trace.names[:2]
-    tell(view, {"type": "totals", "id": 3, "t0_ns": 0, "t1_ns": view.trace.duration_ns_total})
+    handle_message(view, {"type": "totals", "id": 3, "t0_ns": 0, "t1_ns": view.trace.duration_ns_total})
     rows = view.sent[-1][0]["rows"]
     assert rows and rows[0]["self_seconds"] >= rows[-1]["self_seconds"]
 
 
 def test_selection_reads_back_and_clears(view: TraceView) -> None:
-    tell(view, {"type": "select", "id": 1, "index": 5})
+    handle_message(view, {"type": "select", "id": 1, "index": 5})
     assert view.selected is not None
     assert {"name", "category", "rank", "track", "start_seconds", "duration_seconds", "args"} <= set(
         view.selected
     )
-    tell(view, {"type": "select", "id": 1, "index": None})
+    handle_message(view, {"type": "select", "id": 1, "index": None})
     assert view.selected is None
 
 
@@ -98,7 +98,7 @@ def test_search_counts_matches_and_visits_them_in_time_order(view: TraceView) ->
     assert view.num_matches == sum("addmm" in view.trace.names[i].lower() for i in view.trace.name_index)
     seen = []
     for _ in range(view.num_matches + 1):
-        tell(view, {"type": "find", "id": 1, "direction": 1})
+        handle_message(view, {"type": "find", "id": 1, "direction": 1})
         seen.append((view.selected or {})["start_seconds"])
     assert seen[:-1] == sorted(seen[:-1]) and seen[-1] == seen[0]
     view.search = ""
@@ -141,10 +141,10 @@ def test_viewport_must_be_two_ascending_times(view: TraceView) -> None:
     ],
 )
 def test_fault_44_invalid_messages_are_reported_and_ignored(view: TraceView, content: Any) -> None:
-    tell(view, content)
+    handle_message(view, content)
     assert view.error and len(view.error) < 400
     assert view.sent == [] and view.selected is None
-    tell(view, tile_request(view))
+    handle_message(view, tile_request(view))
     assert view.error == "" and len(view.sent) == 1
 
 
@@ -175,14 +175,14 @@ def test_front_end_can_set_viewport_and_search(view: TraceView) -> None:
     assert view.num_matches > 0 and view.error == ""
 
 
-def picture_of(view: TraceView) -> str:
+def render_static_html(view: TraceView) -> str:
     data, _ = DisplayFormatter().format(view)
     assert "application/vnd.jupyter.widget-view+json" in data
     return str(data["text/html"])
 
 
 def test_fault_47_static_output_has_an_svg_and_a_table(view: TraceView) -> None:
-    html = picture_of(view)
+    html = render_static_html(view)
     assert "<svg" in html and "<path" in html and "<table" in html
     assert "rank 0" in html and "rank 1" in html
     assert "<script" not in html and len(html) < 100_000
@@ -193,7 +193,7 @@ def test_names_in_the_static_output_are_escaped(tmp_path: Path) -> None:
     name = "<script>alert(1)</script>'\"&"
     event = {"ph": "X", "cat": "op", "name": name, "pid": 1, "tid": name, "ts": 1.0, "dur": 9.0}
     (tmp_path / "rank-0.json").write_text(json.dumps({"traceEvents": [event]}))
-    html = picture_of(TraceView(tmp_path))
+    html = render_static_html(TraceView(tmp_path))
     assert "<script" not in html
     ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + 6])
 
@@ -213,19 +213,19 @@ def test_static_output_of_a_large_trace_stays_small(tmp_path: Path) -> None:
             for i in range(1500)
         ]
         (tmp_path / f"rank-{rank}.json").write_text(json.dumps({"traceEvents": events}))
-    html = picture_of(TraceView(tmp_path))
+    html = render_static_html(TraceView(tmp_path))
     assert len(html) < 100_000 and "more tracks" in html
 
 
 def test_static_output_has_streams_and_omits_python_stacks() -> None:
-    html = picture_of(TraceView(FIXTURE.parent / "trace_with_stacks"))
+    html = render_static_html(TraceView(FIXTURE.parent / "trace_with_stacks"))
     assert "stream 7" in html and "pt_autograd_0" in html and "Python stacks of" not in html
     assert "GPU idle" in html and len(html) < 100_000
 
 
 def test_static_output_of_an_empty_trace_shows_zero_slices(tmp_path: Path) -> None:
     (tmp_path / "rank-0.json").write_text('{"traceEvents": []}')
-    assert "0 slices" in picture_of(TraceView(tmp_path))
+    assert "0 slices" in render_static_html(TraceView(tmp_path))
 
 
 def test_fault_43_closed_trace_views_are_garbage_collected(trace: Trace) -> None:
