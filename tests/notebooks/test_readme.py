@@ -196,7 +196,7 @@ def test_links_and_make_targets_exist(page: str) -> None:
 
 
 def test_contributing_lists_packages_with_their_docstrings() -> None:
-    """Lowest layer first, as import-linter has them; each row is the first paragraph of its docstring."""
+    """Rows are in import-linter's order, lowest layer first; each is the first paragraph of its docstring."""
     text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
     toolkit = REPOSITORY / "toolkit" / "shardscope"
     rows = dict(re.findall(r"^\| `toolkit/shardscope/(\w+)/` \| (.*) \|$", text, re.MULTILINE))
@@ -224,7 +224,7 @@ def test_contributing_lists_every_folder_and_make_target() -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md"])
 def test_files_named_in_the_pages_exist(page: str) -> None:
-    """Relative to the root or to a folder of the project, or as a file that the toolkit writes."""
+    """Names are relative to the root or to a folder of the project, or the toolkit writes the file."""
     text, code = read_page(page), read_toolkit()
     folders = [
         REPOSITORY,

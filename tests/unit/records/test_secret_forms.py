@@ -162,7 +162,7 @@ def test_long_key_or_jwt_written_in_pieces_is_masked(tmp_path: Path) -> None:
 
 
 def test_many_secrets_in_one_text_are_masked() -> None:
-    """Overlapping secrets too. Regression: the whole text was copied for each secret."""
+    """Overlapping secrets are masked too. Regression: the whole text was copied for each secret."""
     line = f"https://me:{JWT}@host Bearer {JWT}\n"
     expected = f"https://{'*' * (3 + len(JWT))}@host Bearer {'*' * len(JWT)}\n"
     assert redact(line * 5000) == expected * 5000

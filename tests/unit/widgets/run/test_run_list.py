@@ -64,12 +64,12 @@ def test_runs_are_listed_active_first_then_newest() -> None:
     view = RunsView()
     names = [row.split()[0] for row in read_rows(view)]
     assert names == ["living", "new", "old"] and view.num_runs == 3
-    living, new, old = read_rows(view)
+    active, new, old = read_rows(view)
     assert "2 CPU ranks" in old and "DDP" in old and "finished" in old and "40 of 40" in old
     assert (
         "failed" in new and "7 of 40" in new and format_loss(ss.runs()[-1].metrics()[-1]["loss"])[:3] in new
     )
-    assert "running" in living and "Stop" in living and "Stop" not in old
+    assert "running" in active and "Stop" in active and "Stop" not in old
     view.close()
 
 
