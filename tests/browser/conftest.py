@@ -1,4 +1,4 @@
-"""Fixtures of the browser tests; screenshots stay in ``artifacts/screenshots``."""
+"""Fixtures of the browser tests; screenshots are saved in ``artifacts/screenshots``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from urllib.parse import urlparse
 import pytest
 from playwright.sync_api import expect
 from served import CHROMIUM, Lab, running_chromium, running_lab
-from studio_page import SHOWN
+from studio_page import TIMEOUT_MS
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Browser tests come last: playwright keeps an event loop running, in which asyncio.run() is refused.
+    """Run browser tests last: playwright keeps an event loop running, in which asyncio.run() raises an error.
 
-    The longest file is the first of them: no worker is still busy with it when the others have finished.
+    The longest file is the first of them, so that no worker is still busy with it at the end.
     """
     items.sort(key=lambda item: ("browser" in item.path.parts, item.path.name != "test_main_job.py"))
 
@@ -25,7 +25,7 @@ def browser() -> Iterator[Any]:
     """The system's Chromium; without one the browser tests are skipped."""
     if CHROMIUM is None:
         pytest.skip("no Chromium here; to run this: apt-get install chromium")
-    expect.set_options(timeout=SHOWN)
+    expect.set_options(timeout=TIMEOUT_MS)
     with running_chromium() as chromium:
         yield chromium
 
@@ -39,20 +39,20 @@ def lab(tmp_path_factory: pytest.TempPathFactory, browser: Any) -> Iterator[Lab]
 
 @pytest.fixture
 def offline() -> Iterator[Callable[[object], None]]:
-    """Watches pages; the test fails if one of them asked for anything outside of this machine."""
-    strayed: list[str] = []
+    """A function that watches a page; the test fails if the page sent a request to another machine."""
+    external_urls: list[str] = []
 
     def watch(page: object) -> None:
-        def note(request: object) -> None:
+        def record_request(request: object) -> None:
             address = urlparse(request.url)
             if address.scheme in ("http", "https", "ws", "wss") and address.hostname not in (
                 "127.0.0.1",
                 "localhost",
             ):
-                strayed.append(request.url)
+                external_urls.append(request.url)
 
-        page.on("request", note)
-        page.on("websocket", note)
+        page.on("request", record_request)
+        page.on("websocket", record_request)
 
     yield watch
-    assert not strayed, f"requests that left this machine: {strayed}"
+    assert not external_urls, f"requests that left this machine: {external_urls}"

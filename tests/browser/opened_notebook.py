@@ -1,4 +1,4 @@
-"""A notebook with given cells in a real JupyterLab, and what a test needs of its page."""
+"""Helpers that write a notebook with given cells, open it in a real JupyterLab, and run it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from served import Lab
 
-SHOWN = 120_000
-"""Milliseconds for anything to appear on a busy machine."""
+TIMEOUT_MS = 120_000
+"""Time for anything to appear on a busy machine."""
 KERNEL_IS_IDLE = "() => /\\| Idle/.test(document.querySelector('#jp-main-statusbar')?.innerText)"
 CELLS_HAVE_RUN = """count => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]
     .filter(prompt => /\\d/.test(prompt.textContent)).length >= count"""
@@ -37,9 +37,9 @@ def write_notebook(lab: Lab, name: str, *sources: str) -> None:
 
 
 def open_notebook(lab: Lab, browser: Any, name: str, **page_options: Any) -> Any:
-    """Return the page once its kernel is idle."""
+    """Open the notebook and return its page once the kernel is idle."""
     page = browser.new_page(**{"viewport": {"width": 1500, "height": 1400}, **page_options})
-    page.set_default_timeout(SHOWN)
+    page.set_default_timeout(TIMEOUT_MS)
     page.goto(lab.notebook_url(name))
     page.wait_for_selector(".jp-Notebook .jp-Cell")
     page.wait_for_function(KERNEL_IS_IDLE)
@@ -48,12 +48,12 @@ def open_notebook(lab: Lab, browser: Any, name: str, **page_options: Any) -> Any
 
 def run_all_cells(page: Any, count: int) -> None:
     """Run all cells and wait until ``count`` of them have run."""
-    menu(page, "Run", "Run All Cells")
+    choose_menu_item(page, "Run", "Run All Cells")
     page.wait_for_function(CELLS_HAVE_RUN, arg=count)
     page.wait_for_function(KERNEL_IS_IDLE)
 
 
-def menu(page: Any, name: str, item: str) -> None:
+def choose_menu_item(page: Any, name: str, item: str) -> None:
     """Choose ``item`` in the menu bar's ``name``."""
     page.get_by_role("menuitem", name=name, exact=True).click()
     page.locator(".lm-Menu-itemLabel").get_by_text(item, exact=True).click()

@@ -1,4 +1,4 @@
-"""A real JupyterLab and a real Chromium on this machine, for tests and for the bench."""
+"""A real JupyterLab and a real Chromium on this machine, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Lab:
     folder: Path
 
     def notebook_url(self, name: str) -> str:
-        """Where a notebook opens, in a workspace of its own."""
+        """Return the address that opens a notebook in a workspace of its own."""
         return f"{self.url}/lab/workspaces/{secrets.token_hex(4)}/tree/{name}?token={self.token}"
 
     def kernels(self) -> list[str]:
-        """Ids of the kernels that run."""
+        """Return the ids of the running kernels."""
         request = urllib.request.Request(
             f"{self.url}/api/kernels", headers={"Authorization": f"token {self.token}"}
         )
@@ -56,7 +56,7 @@ class Lab:
 
 @contextmanager
 def running_chromium() -> Iterator[Any]:
-    """The system's Chromium, driven by playwright."""
+    """Run the system's Chromium, driven by playwright."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -67,9 +67,9 @@ def running_chromium() -> Iterator[Any]:
 
 @contextmanager
 def running_lab(home: Path, base_url: str = "/") -> Iterator[Lab]:
-    """JupyterLab on a free port of the loopback, with settings and state of its own in ``home``.
+    """Run JupyterLab on a free loopback port, with its own settings and state in ``home``.
 
-    ``base_url`` is where it is served, as JupyterHub's ``/user/name/``.
+    ``base_url`` is the path under which it is served, such as JupyterHub's ``/user/name/``.
     """
     folder = home / "notebooks"
     shutil.copytree(

@@ -1,4 +1,4 @@
-"""Actions of browser tests on a Studio in a real JupyterLab: open, type, choose tabs and themes."""
+"""Actions of the browser tests on a Studio in a real JupyterLab: open, type, choose tabs and themes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from served import Lab
 
 SCREENSHOTS = Path(__file__).parents[2] / "artifacts" / "screenshots"
 NOTEBOOK = "00_studio.ipynb"
-SHOWN = 60_000
+TIMEOUT_MS = 60_000
 
 
 def open_studio(page: Any, lab: Lab, notebook: str = NOTEBOOK) -> None:
     """Open the notebook, run its first cell, and wait until the memory chart is drawn."""
-    page.set_default_timeout(SHOWN)
+    page.set_default_timeout(TIMEOUT_MS)
     page.goto(lab.notebook_url(notebook))
     page.wait_for_function("() => /\\| Idle/.test(document.querySelector('#jp-main-statusbar')?.innerText)")
     page.locator(".jp-Notebook .cm-content").first.click()
@@ -24,7 +24,7 @@ def open_studio(page: Any, lab: Lab, notebook: str = NOTEBOOK) -> None:
 
 
 def open_fold(page: Any, name: str) -> Any:
-    """Open the question ``name`` if it is closed; return its fold."""
+    """Open the fold ``name`` if it is closed, and return it."""
     fold = page.locator(".ss-fold", has=page.locator(".ss-fold-title", has_text=name)).first
     line = fold.locator(".ss-fold-line").first
     if line.get_attribute("aria-expanded") == "false":
@@ -41,7 +41,7 @@ FOLD_OF = {
     "Batch": "Training",
     "Steps": "Run",
 }
-"""Label of an input -> the question that it belongs to."""
+"""Label of an input -> title of the fold that it belongs to."""
 
 
 def fill(page: Any, label: str, text: str) -> None:
@@ -60,19 +60,19 @@ def choose(page: Any, label: str, option: str) -> None:
     fold.locator(".ss-row", has=page.get_by_text(label)).first.locator("select").select_option(option)
 
 
-def show(page: Any, tab: str) -> None:
+def choose_tab(page: Any, tab: str) -> None:
     """Choose a tab."""
     page.locator(".ss-tabs button", has_text=tab).click()
     page.locator(".ss-tabs [aria-selected=true]", has_text=tab).wait_for()
 
 
 def wait_for_verdict(page: Any, state: str) -> None:
-    """Wait until the sentence says ``fits``, ``tight``, ``unknown`` or ``does not fit``."""
+    """Wait until the verdict is ``fits``, ``tight``, ``unknown`` or ``does not fit``."""
     page.wait_for_selector(f".ss-verdict[data-state='{state}']")
 
 
-def chart(page: Any, view: str = ".ss-memory") -> dict[str, list[float]]:
-    """Component -> GiB on each bar, as plotly holds them in the browser."""
+def read_chart(page: Any, view: str = ".ss-memory") -> dict[str, list[float]]:
+    """Return component -> GiB of each bar, as plotly holds them in the browser."""
     return page.evaluate(
         """view => Object.fromEntries(
             document.querySelector(`${view} .js-plotly-plot`).data
@@ -82,14 +82,14 @@ def chart(page: Any, view: str = ".ss-memory") -> dict[str, list[float]]:
     )
 
 
-def screenshot(page: Any, name: str) -> None:
-    """Keep what the page shows as ``artifacts/screenshots/<name>.png``."""
+def save_screenshot(page: Any, name: str) -> None:
+    """Save a screenshot of the page as ``artifacts/screenshots/<name>.png``."""
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=str(SCREENSHOTS / f"{name.lower()}.png"))
 
 
 def use_theme(page: Any, name: str, light: str) -> None:
-    """Switch JupyterLab's theme as a user does; the widgets follow without being made anew."""
+    """Switch JupyterLab's theme as a user does; the widgets follow without being created again."""
     page.get_by_role("menuitem", name="Settings", exact=True).click()
     page.locator(".lm-Menu-itemLabel", has_text="Theme").first.hover()
     page.locator(".lm-Menu-itemLabel").get_by_text(name, exact=True).click()

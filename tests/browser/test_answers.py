@@ -1,4 +1,4 @@
-"""An input among clickable HTML: what is typed there is sent with the press, and is not lost on the way."""
+"""Test of an input in clickable HTML: its text is sent with the click and is kept on errors."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ VALUE = (
 )
 
 
-def test_what_was_typed_goes_with_its_own_button_and_stays_on_errors(browser: Any) -> None:
-    heard: list[tuple[str, str]] = []
+def test_typed_text_is_sent_with_its_button_and_kept_on_errors(browser: Any) -> None:
+    answers: list[tuple[str, str]] = []
 
-    def answered(act: str, typed: str) -> None:
-        heard.append((act, typed))
+    def reject_answer(act: str, typed: str) -> None:
+        answers.append((act, typed))
         raise ValueError(f"{typed} is no number")
 
     pressed: list[str] = []
-    widget = Clickable(pressed.append, on_answer=answered)
+    widget = Clickable(pressed.append, on_answer=reject_answer)
     widget.value = VALUE
     state = {name: value for name, value in widget.get_state().items() if not name.startswith("_")}
     page = browser.new_page()
@@ -39,14 +39,14 @@ def test_what_was_typed_goes_with_its_own_button_and_stays_on_errors(browser: An
         assert sent == [{"act": "a", "answer": "much"}, {"act": "b"}, {"act": "a", "answer": "much"}]
         for content in sent:
             widget._handle_custom_msg(content, [])
-        assert heard == [("a", "much"), ("a", "much")] and pressed == ["b"]
+        assert answers == [("a", "much"), ("a", "much")] and pressed == ["b"]
         page.evaluate("error => model.set('error', error)", widget.error)
         expect(page.locator("[role=alert]")).to_have_text("much is no number", use_inner_text=True)
         assert page.get_by_label("GiB").input_value() == "much"
-        assert page.evaluate("document.activeElement.dataset.answer") == "a", "it keeps the keyboard"
+        assert page.evaluate("document.activeElement.dataset.answer") == "a", "it keeps the focus"
         page.evaluate("model.set('frozen', true)")
         assert page.get_by_label("GiB").is_disabled()
         page.evaluate("html => model.set('value', html)", VALUE.replace("data-answer='a'", "data-answer='c'"))
-        assert page.get_by_label("GiB").input_value() == "", "another question has another answer"
+        assert page.get_by_label("GiB").input_value() == "", "another input starts empty"
     finally:
         page.close()

@@ -1,4 +1,4 @@
-"""A run that outlives its kernel, seen and stopped from another notebook: `make test-faults` runs it."""
+"""Test of a run that outlives its kernel and is stopped from another notebook, for `make test-faults`."""
 
 from __future__ import annotations
 
@@ -9,59 +9,66 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 from served import Lab
-from studio_page import SCREENSHOTS, SHOWN, open_fold, use_theme
-from test_main_job import RUN_ENDS, STEPS_ARRIVE, nothing_left_of, run_all_cells, start_a_run, wait_for_step
-from test_studio_tabs import STICKING_OUT, WIDTHS
+from studio_page import SCREENSHOTS, TIMEOUT_MS, open_fold, use_theme
+from test_main_job import (
+    RUN_TIMEOUT_MS,
+    STEP_TIMEOUT_MS,
+    run_all_cells,
+    start_run,
+    wait_for_no_processes,
+    wait_for_step,
+)
+from test_studio_tabs import OVERFLOWING, WIDTHS
 from tests.faults import long_one
 
 import shardscope as ss
 
-OTHER = "attach.ipynb"
+OTHER_NOTEBOOK = "attach.ipynb"
 GROWN = "before => document.querySelector('.ss-run .js-plotly-plot').data[0]?.x.at(-1) > before"
 
 
 @long_one
 @pytest.mark.alone
-def test_fault_07_26_a_run_outlives_its_kernel_and_is_stopped_from_another_notebook(
+def test_fault_07_26_run_outlives_its_kernel_and_another_notebook_stops_it(
     lab: Lab, browser: Any, offline: Any
 ) -> None:
     page = browser.new_page(viewport={"width": 1500, "height": 1500})
-    page.set_default_timeout(SHOWN)
+    page.set_default_timeout(TIMEOUT_MS)
     offline(page)
     run_all_cells(page, lab)
     open_fold(page, "Run")
     page.get_by_text("Keep running if the kernel stops", exact=True).click()
-    start_a_run(page, steps=4000)
+    start_run(page, steps=4000)
     wait_for_step(page)
     (name,) = [folder.name for folder in (lab.folder / "runs").iterdir()]
     try:
         for kernel in lab.kernels():
-            restart(lab, kernel)
+            restart_kernel(lab, kernel)
         page.close()
-        other = open_other(lab, browser, offline, f"RunView(ss.Run.attach('runs/{name}'))")
+        other = open_other_notebook(lab, browser, offline, f"RunView(ss.Run.attach('runs/{name}'))")
         before = other.evaluate("document.querySelector('.ss-run .js-plotly-plot').data[0]?.x.at(-1)")
-        other.wait_for_function(GROWN, arg=before, timeout=STEPS_ARRIVE)
-        it_is_the_same_view(other)
-        a_log_is_searched_and_keeps_its_place(other)
-        nothing_sticks_out(other)
+        other.wait_for_function(GROWN, arg=before, timeout=STEP_TIMEOUT_MS)
+        check_view_is_complete(other)
+        check_log_search(other)
+        check_nothing_overflows(other)
         other.get_by_role("button", name="Stop", exact=True).click()
-        other.wait_for_selector(".ss-status[data-status=stopped]", timeout=RUN_ENDS)
+        other.wait_for_selector(".ss-status[data-status=stopped]", timeout=RUN_TIMEOUT_MS)
         expect(other.locator(".ss-run-top")).to_contain_text(
-            f"Stop was pressed in {OTHER}", use_inner_text=True
+            f"Stop was pressed in {OTHER_NOTEBOOK}", use_inner_text=True
         )
         other.close()
     finally:
-        ss.Run.attach(lab.folder / "runs" / name).stop()  # Nobody else would, were the test to fail.
-    assert nothing_left_of(lab.folder / "runs"), "a stopped run left processes behind"
+        ss.Run.attach(lab.folder / "runs" / name).stop()  # Also if the test fails.
+    assert wait_for_no_processes(lab.folder / "runs"), "a stopped run left processes behind"
 
 
-def open_other(lab: Lab, browser: Any, offline: Any, last_line: str) -> Any:
-    """Another notebook, whose only cell has run."""
+def open_other_notebook(lab: Lab, browser: Any, offline: Any, last_line: str) -> Any:
+    """Open another notebook, and run its only cell."""
     write_notebook(lab, f"import shardscope as ss\nfrom shardscope_widgets import RunView\n{last_line}")
     page = browser.new_page(viewport={"width": 1300, "height": 3400})
-    page.set_default_timeout(SHOWN)
+    page.set_default_timeout(TIMEOUT_MS)
     offline(page)
-    page.goto(lab.notebook_url(OTHER))
+    page.goto(lab.notebook_url(OTHER_NOTEBOOK))
     page.wait_for_function("() => /\\| Idle/.test(document.querySelector('#jp-main-statusbar')?.innerText)")
     page.locator(".jp-Notebook .cm-content").first.click()
     page.keyboard.press("Shift+Enter")
@@ -69,8 +76,8 @@ def open_other(lab: Lab, browser: Any, offline: Any, last_line: str) -> Any:
     return page
 
 
-def it_is_the_same_view(page: Any) -> None:
-    """The goal, the note, the plan's predictions: all of it from the folder."""
+def check_view_is_complete(page: Any) -> None:
+    """Check number of steps, note and predictions, all of which come from the folder."""
     bar = page.locator(".ss-run [role=progressbar]")
     assert bar.get_attribute("aria-valuemax") == "4000" and int(bar.get_attribute("aria-valuenow")) >= 3
     expect(page.locator(".ss-run .ss-note")).to_contain_text("Trial run", use_inner_text=True)
@@ -82,7 +89,7 @@ def it_is_the_same_view(page: Any) -> None:
     assert titles[:2] == ["loss", "tokens/s per rank"] and not any("GPU" in title for title in titles)
 
 
-def a_log_is_searched_and_keeps_its_place(page: Any) -> None:
+def check_log_search(page: Any) -> None:
     box = page.get_by_placeholder("Search this log")
     box.fill("training")
     page.locator(".ss-log-pane mark", has_text="training").first.wait_for()
@@ -95,8 +102,8 @@ def a_log_is_searched_and_keeps_its_place(page: Any) -> None:
     )
 
 
-def nothing_sticks_out(page: Any) -> None:
-    """At each width in both themes; the pictures are for people."""
+def check_nothing_overflows(page: Any) -> None:
+    """Check each width in both themes, and save screenshots."""
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     view = page.locator(".ss-run")
     for theme, light in (("Light", "true"), ("Dark", "false")):
@@ -105,7 +112,7 @@ def nothing_sticks_out(page: Any) -> None:
             page.evaluate("w => { document.querySelector('.ss-run').style.width = w + 'px'; }", width)
             page.wait_for_timeout(900)
             outside = page.evaluate(
-                STICKING_OUT.replace(".ss-studio", ".ss-run").replace("svg,", "svg, .ss-clipped,")
+                OVERFLOWING.replace(".ss-studio", ".ss-run").replace("svg,", "svg, .ss-clipped,")
             )
             assert outside == [], (theme, width)
             view.screenshot(path=str(SCREENSHOTS / f"attached_{width}_{theme.lower()}.png"))
@@ -122,11 +129,11 @@ def write_notebook(lab: Lab, source: str) -> None:
     }
     spec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     notebook = {"cells": [cell], "metadata": {"kernelspec": spec}, "nbformat": 4, "nbformat_minor": 5}
-    (lab.folder / OTHER).write_text(json.dumps(notebook))
+    (lab.folder / OTHER_NOTEBOOK).write_text(json.dumps(notebook))
 
 
-def restart(lab: Lab, kernel: str) -> None:
-    """As JupyterLab's menu does."""
+def restart_kernel(lab: Lab, kernel: str) -> None:
+    """Restart a kernel, as JupyterLab's menu does."""
     request = urllib.request.Request(
         f"{lab.url}/api/kernels/{kernel}/restart",
         method="POST",

@@ -1,4 +1,4 @@
-"""The system's high contrast: it takes colours away, and what they said has to stay."""
+"""Test of the system's high contrast, which removes colours: their information has to stay visible."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COLOURS = """selector => [...document.querySelectorAll(selector)]
     .map(style => [style.backgroundColor, style.borderBottomColor])"""
 
 
-def test_fault_46_high_contrast_keeps_what_colours_say(browser: Any) -> None:
+def test_fault_46_high_contrast_keeps_legends_and_selected_states(browser: Any) -> None:
     memory, step = MemoryView(), StepView()
     memory.show(PLAN)
     step.show(PLAN)
@@ -37,11 +37,11 @@ def test_fault_46_high_contrast_keeps_what_colours_say(browser: Any) -> None:
         page.set_content(PAGE.replace("STYLE", str(Sheet._css)).replace("TABLES", tables))
         assert page.evaluate("matchMedia('(forced-colors: active)').matches")
         legend = "i[style*=background]"
-        shown = [background for background, _ in page.evaluate(COLOURS, legend)]
+        actual = [background for background, _ in page.evaluate(COLOURS, legend)]
         page.emulate_media(forced_colors="none")
-        meant = [background for background, _ in page.evaluate(COLOURS, legend)]
+        expected = [background for background, _ in page.evaluate(COLOURS, legend)]
         page.emulate_media(forced_colors="active")
-        assert shown == meant and len(set(shown)) > 8, "swatches keep their colours"
+        assert actual == expected and len(set(actual)) > 8, "swatches keep their colours"
         (_, chosen), (_, other) = page.evaluate(COLOURS, ".ss-tabs button")
         assert chosen != other, "the chosen tab is underlined"
         (chosen, _), (other, _) = page.evaluate(COLOURS, ".ss-seg button")

@@ -1,4 +1,4 @@
-"""A run folder with hostile text in every place, in a real browser: no handler of it runs."""
+"""Test of a run folder with hostile text in every field, shown in a real browser."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from served import Lab
-from test_runs_tab import back, run_cell
+from test_runs_tab import go_back, run_cell
 from tests.needs import thorough
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
@@ -28,10 +28,10 @@ view
 
 
 @thorough()
-def test_fault_49_no_handler_in_the_text_of_a_run_folder_runs(lab: Lab, browser: Any, offline: Any) -> None:
+def test_fault_49_html_in_a_run_folder_is_not_executed(lab: Lab, browser: Any, offline: Any) -> None:
     runs = lab.folder / "runs"
-    odd = write_full_run("<img src=x onerror='window.wasRun = 4'>", "failed", parent=runs)
-    plant_text_everywhere(odd, EVIL)
+    hostile_run = write_full_run("<img src=x onerror='window.wasRun = 4'>", "failed", parent=runs)
+    plant_text_everywhere(hostile_run, EVIL)
     write_run("whole", parent=runs, number=1)
     status = write_run("status", EVIL, parent=runs, number=2)
     (status / "supervisor.json").unlink()
@@ -45,15 +45,15 @@ def test_fault_49_no_handler_in_the_text_of_a_run_folder_runs(lab: Lab, browser:
     for whose in ("rank 0", "launcher", "supervisor"):
         page.locator(".ss-run-log select").select_option(label=whose)
         page.wait_for_function("() => document.querySelector('.ss-run-log')?.innerText.includes('onerror')")
-    back(page)
+    go_back(page)
     for box in page.locator(".ss-runs .ss-pick").all()[:2]:
         box.click()
     page.locator(".ss-runs-bar button", has_text="Compare").click()
     page.wait_for_selector(".ss-compared")
-    back(page)
+    go_back(page)
     page.locator(".ss-act", has_text="Open trace").first.click()
     page.wait_for_selector("text=Trace of")
-    page.wait_for_timeout(1000)  # Images that do not load say so a moment later.
+    page.wait_for_timeout(1000)  # Images that do not load fire their error handlers a moment later.
     assert page.evaluate("() => window.wasRun") is None
     assert page.evaluate("() => document.querySelectorAll('img[src=x], [onload], [onerror]').length") == 0
     page.close()

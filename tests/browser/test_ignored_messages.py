@@ -1,4 +1,4 @@
-"""What a table or the tabs ignored is read on the page, until something else is drawn."""
+"""Test of the error that the page shows when a table or the tabs ignored a message."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ SHOW = """async ([source, state]) => {
 }"""
 
 
-def refuse(act: str) -> None:
+def ignore_action(act: str) -> None:
     raise IgnoredError(act)
 
 
-def test_fault_44_what_was_ignored_is_said_on_the_page(browser: Any) -> None:
-    table = Clickable(refuse)
+def test_fault_44_ignored_message_is_reported_on_the_page(browser: Any) -> None:
+    table = Clickable(ignore_action)
     table.value = "<button data-act='sort:x'>x</button>"
     tabs = Tabs(["Memory", "Time"])
     page = browser.new_page()
@@ -52,6 +52,8 @@ def test_fault_44_what_was_ignored_is_said_on_the_page(browser: Any) -> None:
             assert alert.inner_text() == widget.error and "<b>" in widget.error, "as text, never as HTML"
             page.evaluate("model.set('error', '')")
             expect(alert).to_have_count(0)
-            assert page.locator("button").count() == (1 if widget is table else 2), "the rest is still there"
+            assert page.locator("button").count() == (1 if widget is table else 2), (
+                "the other elements are still there"
+            )
     finally:
         page.close()

@@ -1,4 +1,4 @@
-"""Keys of JupyterLab's command mode, pressed where the keyboard is in a widget."""
+"""Tests of the keys of JupyterLab's command mode, pressed while a widget has the focus."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from opened_notebook import KERNEL_IS_IDLE, SHOWN, open_notebook, write_notebook
+from opened_notebook import KERNEL_IS_IDLE, TIMEOUT_MS, open_notebook, write_notebook
 from served import Lab
 from tests.needs import few
 
@@ -54,7 +54,7 @@ KEYS = (
     *("ArrowDown", "ArrowUp", "Space", "Enter"),
 )
 
-# Outputs are left out: a key may do in a widget what it is there for.
+# Outputs are left out: a key may act on the widget itself.
 NOTEBOOK_NOW = """() => ({
     cells: [...document.querySelectorAll('.jp-Notebook .jp-Cell')].map(cell => [
         cell.classList.contains('jp-CodeCell'),
@@ -68,36 +68,36 @@ NOTEBOOK_NOW = """() => ({
 
 @pytest.fixture(scope="module")
 def page(lab: Lab, browser: Any) -> Iterator[Any]:
-    """A notebook of a Studio and of widgets that stand alone, and a cell above and below."""
+    """A notebook with a Studio, standalone widgets, and a cell above and below."""
     write_notebook(lab, NOTEBOOK, "above = 1", SOURCE, "below = 1")
     page = open_notebook(lab, browser, NOTEBOOK)
     page.locator(".jp-Notebook .cm-content").nth(1).click()
     page.keyboard.press("Control+Enter")
-    page.wait_for_selector(f"{STUDIO} .barlayer path", state="attached", timeout=SHOWN)
-    page.wait_for_selector(".alone-chart .barlayer path", state="attached", timeout=SHOWN)
+    page.wait_for_selector(f"{STUDIO} .barlayer path", state="attached", timeout=TIMEOUT_MS)
+    page.wait_for_selector(".alone-chart .barlayer path", state="attached", timeout=TIMEOUT_MS)
     page.wait_for_function(KERNEL_IS_IDLE)
     yield page
     page.close()
 
 
 @pytest.mark.parametrize("where", few(WHERE, ["a select", "a chart"]))
-def test_fault_62_keys_change_nothing_of_the_notebook(where: str, page: Any, lab: Lab) -> None:
+def test_fault_62_keys_in_a_widget_do_not_change_the_notebook(where: str, page: Any, lab: Lab) -> None:
     kernels, before = lab.kernels(), page.evaluate(NOTEBOOK_NOW)
     target = page.locator(WHERE[where]).first
     if "chart" in where:
-        target.evaluate("each => { each.tabIndex = 0; }")  # As a click into it would leave the keyboard.
+        target.evaluate("each => { each.tabIndex = 0; }")  # It takes the focus, as after a click into it.
     for key in KEYS:
         target.focus()
         for part in key.split(" "):
             page.keyboard.press(part)
-    page.wait_for_timeout(300)  # A dialog would open, a cell go, in far less.
+    page.wait_for_timeout(300)  # A dialog would open, or a cell vanish, much sooner.
     after = page.evaluate(NOTEBOOK_NOW)
     page.keyboard.press("Escape")
     assert after == before
     assert lab.kernels() == kernels
 
 
-def test_fault_62_escape_save_and_tab_are_the_pages(page: Any, lab: Lab) -> None:
+def test_fault_62_escape_save_and_tab_reach_the_page(page: Any, lab: Lab) -> None:
     box = page.locator(WHERE["a text box"]).first
     box.focus()
     page.evaluate("""() => {
@@ -113,14 +113,14 @@ def test_fault_62_escape_save_and_tab_are_the_pages(page: Any, lab: Lab) -> None
     assert page.evaluate("() => document.activeElement.closest('.ss-studio') !== null")
 
 
-def test_fault_62_a_press_on_the_cell_takes_the_keyboard_out_of_the_studio(page: Any) -> None:
-    """JupyterLab's keys are for the cell that was selected, also where that is the cell of the Studio."""
+def test_fault_62_click_on_the_cell_takes_the_focus_from_the_studio(page: Any) -> None:
+    """JupyterLab's keys then act on the selected cell, also if it is the cell of the Studio."""
     page.locator(WHERE["a tab"]).first.focus()
     page.locator(".jp-Notebook .jp-Cell", has=page.locator(STUDIO)).locator(".jp-InputPrompt").click()
     page.wait_for_function("() => document.activeElement.matches('.jp-Cell:has(.ss-studio)')")
 
 
-def test_few_tab_stops_from_the_first_question_to_the_tabs(page: Any) -> None:
+def test_few_tab_stops_from_the_first_input_to_the_tabs(page: Any) -> None:
     first = page.locator(f"{STUDIO} .ss-fold-line", has_text="Model").first
     first.focus()
     stops = 0
@@ -131,11 +131,11 @@ def test_few_tab_stops_from_the_first_question_to_the_tabs(page: Any) -> None:
             const group = document.activeElement.closest('.ss-seg, [data-roving]');
             return group && [...group.querySelectorAll('button')].filter(each => each.tabIndex === 0).length;
         }""")
-        assert group in (None, 1), "one stop in a group"
+        assert group in (None, 1), "one tab stop per group"
     assert stops <= 15
 
 
-def test_arrow_keys_move_inside_of_a_group_and_press_nothing(page: Any) -> None:
+def test_arrow_keys_move_the_focus_in_a_group_without_pressing(page: Any) -> None:
     group = page.locator(".ss-memory .ss-seg").first
     buttons = group.locator("button")
     buttons.first.focus()

@@ -1,4 +1,4 @@
-"""The main job as a user does it: open the notebook, plan, try a tiny model, stop, try again, look inside."""
+"""Test of the main workflow: open the notebook, plan, train a tiny model, stop, train again, open a trace."""
 
 from __future__ import annotations
 
@@ -10,57 +10,67 @@ from typing import Any
 import psutil
 from playwright.sync_api import expect
 from served import Lab
-from studio_page import NOTEBOOK, SCREENSHOTS, SHOWN, chart, fill, open_fold, screenshot, show, use_theme
+from studio_page import (
+    NOTEBOOK,
+    SCREENSHOTS,
+    TIMEOUT_MS,
+    choose_tab,
+    fill,
+    open_fold,
+    read_chart,
+    save_screenshot,
+    use_theme,
+)
 
-STEPS_ARRIVE = 120_000
-RUN_ENDS = 240_000
+STEP_TIMEOUT_MS = 120_000
+RUN_TIMEOUT_MS = 240_000
 PARAMETERS_DIFFER = """before =>
     JSON.stringify(document.querySelector('.ss-memory .js-plotly-plot').data[0].x) !== before"""
 
 
-def test_fault_26_27_48_plan_launch_stop_and_look_inside(lab: Lab, browser: Any, offline: Any) -> None:
+def test_fault_26_27_48_plan_launch_stop_and_open_the_trace(lab: Lab, browser: Any, offline: Any) -> None:
     page = browser.new_page(viewport={"width": 1440, "height": 900})
-    page.set_default_timeout(SHOWN)
+    page.set_default_timeout(TIMEOUT_MS)
     offline(page)
     run_all_cells(page, lab)
-    screenshot(page, "studio_first_cell")
+    save_screenshot(page, "studio_first_cell")
 
-    change_the_model_and_see_chart_and_sentence_follow(page)
-    a_bad_input_says_so_and_the_picture_stays(page)
-    what_does_not_fit_is_fixed_by_a_button(page)
-    the_box_of_models_offers_all_of_them(page)
-    one_step_over_time_is_a_click_away(page)
-    a_rehearsal_stands_beside_the_prediction(page)
+    check_chart_and_verdict_follow_the_model(page)
+    check_invalid_input_keeps_the_chart(page)
+    make_plan_fit_and_undo(page)
+    check_model_input_offers_all_models(page)
+    check_memory_over_one_step(page)
+    rehearse_memory(page)
     page.locator(".ss-tabs button", has_text="Memory").focus()
     page.locator(".ss-studio").screenshot(path=str(SCREENSHOTS / "studio_light.png"))
 
-    start_a_run(page, steps=4000)
+    start_run(page, steps=4000)
     wait_for_step(page)
-    screenshot(page, "run_under_way")
+    save_screenshot(page, "run_under_way")
     page.get_by_role("button", name="Stop", exact=True).click()
     page.wait_for_selector(".ss-status[data-status=stopped]")
     expect(page.locator(".ss-run-top")).to_contain_text(
         f"Stop was pressed in {NOTEBOOK}", use_inner_text=True
     )
-    assert nothing_left_of(lab.folder / "runs"), "a stopped run left processes behind"
+    assert wait_for_no_processes(lab.folder / "runs"), "a stopped run left processes behind"
 
-    start_a_run(page, steps=24)
-    page.wait_for_selector(".ss-status[data-status=finished]", timeout=RUN_ENDS)
-    assert nothing_left_of(lab.folder / "runs"), "a finished run left processes behind"
+    start_run(page, steps=24)
+    page.wait_for_selector(".ss-status[data-status=finished]", timeout=RUN_TIMEOUT_MS)
+    assert wait_for_no_processes(lab.folder / "runs"), "a finished run left processes behind"
     assert losses_fall(lab.folder / "runs")
-    screenshot(page, "run_finished_light")
+    save_screenshot(page, "run_finished_light")
 
-    reload_and_find_everything_as_it_was(page)
-    show(page, "Trace")
-    see_slices_of_both_ranks(page)
-    screenshot(page, "trace_light")
+    check_page_is_unchanged_after_reload(page)
+    choose_tab(page, "Trace")
+    check_trace_has_slices(page)
+    save_screenshot(page, "trace_light")
 
     use_theme(page, "JupyterLab Dark", light="false")
     for tab in ("Memory", "Runs", "Trace"):
         page.locator(".ss-tabs button", has_text=tab).click()
         page.wait_for_timeout(800)
         page.locator(".ss-studio").scroll_into_view_if_needed()
-        screenshot(page, f"{tab}_dark")
+        save_screenshot(page, f"{tab}_dark")
     page.close()
 
 
@@ -84,29 +94,29 @@ def run_all_cells(page: Any, lab: Lab) -> None:
     page.locator(".ss-studio").scroll_into_view_if_needed()
 
 
-def change_the_model_and_see_chart_and_sentence_follow(page: Any) -> None:
-    sentence, bars = page.locator(".ss-head").inner_text(), chart(page)
+def check_chart_and_verdict_follow_the_model(page: Any) -> None:
+    sentence, bars = page.locator(".ss-head").inner_text(), read_chart(page)
     assert "Llama 3.1 8B" in sentence and "Fits: " in sentence
     fill(page, "Model", "llama-3.1-70b")
     page.wait_for_selector(".ss-verdict[data-state='does not fit']")
     page.wait_for_function(PARAMETERS_DIFFER, arg=json.dumps(bars["parameters"]))
-    after = chart(page)
+    after = read_chart(page)
     expect(page.locator(".ss-verdict")).to_contain_text("Does not fit: needs", use_inner_text=True)
     assert after["parameters"][0] > 8 * bars["parameters"][0]
     fill(page, "Model", "llama-3.1-8b")
     page.wait_for_selector(".ss-verdict[data-state=fits]")
     page.wait_for_function(f"before => !({PARAMETERS_DIFFER})(before)", arg=json.dumps(bars["parameters"]))
-    assert chart(page) == bars
+    assert read_chart(page) == bars
 
 
-def a_bad_input_says_so_and_the_picture_stays(page: Any) -> None:
-    before = page.locator(".ss-headline").inner_text(), chart(page)
+def check_invalid_input_keeps_the_chart(page: Any) -> None:
+    before = page.locator(".ss-headline").inner_text(), read_chart(page)
     fill(page, "Sequence", "-5")
     error = page.locator(".ss-side .ss-error [role=alert]")
     error.wait_for()
     assert "Recipe.seq_len is -5; allowed: a whole number from 1 to" in error.get_attribute("title")
-    assert page.locator(".ss-headline").inner_text() == before[0] and chart(page) == before[1]
-    screenshot(page, "bad_input")
+    assert page.locator(".ss-headline").inner_text() == before[0] and read_chart(page) == before[1]
+    save_screenshot(page, "bad_input")
     page.locator(".ss-side .ss-error button").click()  # The fix is a button at the input.
     error.wait_for(state="detached")
     fill(page, "Sequence", "4096")
@@ -117,8 +127,8 @@ def a_bad_input_says_so_and_the_picture_stays(page: Any) -> None:
     assert len(colours) == 1, "no input is marked any more"
 
 
-def what_does_not_fit_is_fixed_by_a_button(page: Any) -> None:
-    """The fix goes through the inputs: the box says what it did."""
+def make_plan_fit_and_undo(page: Any) -> None:
+    """The fix changes the inputs; the notice describes the change and can undo it."""
     fill(page, "Batch", "4")
     page.wait_for_selector(".ss-verdict[data-state='does not fit']")
     chips = page.locator(".ss-memory .ss-chip")
@@ -126,7 +136,7 @@ def what_does_not_fit_is_fixed_by_a_button(page: Any) -> None:
     expect(page.locator(".ss-head"), "no rate of a plan that cannot run").not_to_contain_text(
         "tokens/s", use_inner_text=True
     )
-    screenshot(page, "does_not_fit")
+    save_screenshot(page, "does_not_fit")
     page.get_by_role("button", name="Make it fit").first.click()
     page.wait_for_selector(".ss-verdict:is([data-state=fits], [data-state=tight])")
     notice = page.locator(".ss-notice")
@@ -137,8 +147,8 @@ def what_does_not_fit_is_fixed_by_a_button(page: Any) -> None:
     page.wait_for_selector(".ss-verdict[data-state=fits]")
 
 
-def the_box_of_models_offers_all_of_them(page: Any) -> None:
-    """A browser offers what contains the words in the box: a click empties it, and leaving it undoes that."""
+def check_model_input_offers_all_models(page: Any) -> None:
+    """The input's text filters the list: a click empties the input, and leaving it restores the text."""
     box = page.locator(".ss-side input[list]")
     box.click()
     assert (box.input_value(), box.get_attribute("placeholder")) == ("", "llama-3.1-8b")
@@ -152,16 +162,16 @@ def the_box_of_models_offers_all_of_them(page: Any) -> None:
     page.wait_for_function("() => document.querySelector('.ss-head').innerText.includes('Llama 3.1 8B')")
 
 
-def a_rehearsal_stands_beside_the_prediction(page: Any) -> None:
+def rehearse_memory(page: Any) -> None:
     view = page.locator(".ss-studio .ss-memory")
     view.get_by_role("button", name="Check memory without GPUs").click()
     view.get_by_role("progressbar").or_(view.locator(".progress-bar")).first.wait_for()
     expect(view.get_by_role("button", name="Cancel")).to_be_visible()
     rows = "document.querySelector('.ss-memory .js-plotly-plot').data[0].y.join()"
-    page.wait_for_function(f"() => {rows}.startsWith('predicted,rehearsed')", timeout=RUN_ENDS)
+    page.wait_for_function(f"() => {rows}.startsWith('predicted,rehearsed')", timeout=RUN_TIMEOUT_MS)
 
 
-def one_step_over_time_is_a_click_away(page: Any) -> None:
+def check_memory_over_one_step(page: Any) -> None:
     view = page.locator(".ss-studio .ss-memory")
     view.get_by_role("button", name="Over one step").click()
     view.locator(".scatterlayer .fills path").first.wait_for(state="attached")
@@ -171,8 +181,8 @@ def one_step_over_time_is_a_click_away(page: Any) -> None:
     view.locator(".barlayer path").first.wait_for(state="attached")
 
 
-def start_a_run(page: Any, steps: int) -> None:
-    """Press the main button, which is in sight wherever the Studio is scrolled."""
+def start_run(page: Any, steps: int) -> None:
+    """Press the main button, which is visible wherever the Studio is scrolled."""
     fill(page, "Steps", str(steps))
     button = page.locator(".ss-head .ss-main-button")
     expect(button).to_have_text("Try a tiny model on 2 CPU ranks", use_inner_text=True)
@@ -183,20 +193,21 @@ def start_a_run(page: Any, steps: int) -> None:
 
 
 def wait_for_step(page: Any) -> None:
-    page.wait_for_selector(".ss-status[data-status=running]", timeout=STEPS_ARRIVE)
+    page.wait_for_selector(".ss-status[data-status=running]", timeout=STEP_TIMEOUT_MS)
     page.wait_for_function(
         "() => [...document.querySelectorAll('.ss-run .ss-latest tbody tr')].length === 2",
-        timeout=STEPS_ARRIVE,
+        timeout=STEP_TIMEOUT_MS,
     )
     page.wait_for_function(
-        "() => document.querySelector('.ss-run .js-plotly-plot').data[0]?.x.length >= 3", timeout=STEPS_ARRIVE
+        "() => document.querySelector('.ss-run .js-plotly-plot').data[0]?.x.length >= 3",
+        timeout=STEP_TIMEOUT_MS,
     )
 
 
-def reload_and_find_everything_as_it_was(page: Any) -> None:
+def check_page_is_unchanged_after_reload(page: Any) -> None:
     page.locator(".ss-tabs button", has_text="Memory").click()
     page.locator(".ss-studio .ss-memory .js-plotly-plot").wait_for()
-    bars = chart(page)
+    bars = read_chart(page)
     page.get_by_role("menuitem", name="File", exact=True).click()
     page.get_by_text("Save Notebook", exact=True).click()
     page.wait_for_timeout(1500)
@@ -204,10 +215,10 @@ def reload_and_find_everything_as_it_was(page: Any) -> None:
     page.wait_for_selector(".ss-studio .ss-verdict")
     page.wait_for_selector(".ss-status[data-status=finished]", state="attached")
     page.wait_for_selector(".ss-memory .barlayer path", state="attached")
-    assert chart(page) == bars
+    assert read_chart(page) == bars
 
 
-def see_slices_of_both_ranks(page: Any) -> None:
+def check_trace_has_slices(page: Any) -> None:
     canvas = page.locator(".ss-trace canvas").first
     canvas.wait_for()
     page.wait_for_function(
@@ -225,8 +236,8 @@ def see_slices_of_both_ranks(page: Any) -> None:
     )
 
 
-def nothing_left_of(runs: Path) -> bool:
-    """Whether no process of any run in ``runs`` is alive, given the few seconds that leaving takes."""
+def wait_for_no_processes(runs: Path) -> bool:
+    """Return whether all processes of the runs in ``runs`` end within ten seconds."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         if not [

@@ -1,4 +1,4 @@
-"""Memory and Time in a real JupyterLab: one screen, bars that open rows, pins, and nothing that jumps."""
+"""Tests of the Memory and Time tabs in a real JupyterLab: height, bars that open rows, pins, layout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPENED = (
 TEXT_BOXES = """view => [...document.querySelectorAll(view + ' .js-plotly-plot text')]
     .filter(text => text.textContent.trim() && text.checkVisibility())
     .map(text => [text.textContent, text.getBoundingClientRect().toJSON()])"""
-# A page of the Studio's width, where the browser has no room for more.
+# Set the width of a view, as in a narrow page.
 SET_WIDTH = "([view, width]) => { document.querySelector(view).style.width = width + 'px'; }"
 
 
@@ -44,19 +44,19 @@ def page(lab: Lab, browser: Any) -> Any:
     page.close()
 
 
-def test_the_memory_tab_is_on_one_screen_and_its_bars_open_rows(page: Any) -> None:
-    the_whole_memory_tab_is_on_one_screen(page)
-    a_bar_opens_its_row(page, ".ss-memory", 3, "activations", "layers")
-    a_row_opens_by_keyboard(page)
-    a_plan_is_pinned_and_unpinned_by_mouse(page)
+def test_memory_tab_fits_one_screen_and_its_bars_open_rows(page: Any) -> None:
+    check_memory_tab_height(page)
+    check_bar_opens_its_row(page, ".ss-memory", 3, "activations", "layers")
+    check_row_opens_by_keyboard(page)
+    check_plan_is_pinned_and_unpinned(page)
 
 
-def test_a_bar_of_the_time_chart_opens_its_row(page: Any) -> None:
-    a_bar_opens_its_row(page, ".ss-step", 0, "matrices", "FLOPs")
+def test_bar_of_the_time_chart_opens_its_row(page: Any) -> None:
+    check_bar_opens_its_row(page, ".ss-step", 0, "matrices", "FLOPs")
 
 
-def test_no_words_touch_in_a_narrow_chart(page: Any) -> None:
-    no_words_touch_in_a_narrow_chart(page)
+def test_labels_do_not_overlap_in_a_narrow_chart(page: Any) -> None:
+    check_labels_do_not_overlap(page)
 
 
 def set_width(page: Any, view: str, width: int) -> None:
@@ -68,14 +68,14 @@ def set_width(page: Any, view: str, width: int) -> None:
     )
 
 
-def the_whole_memory_tab_is_on_one_screen(page: Any) -> None:
-    """Chart, nine components and their total, and changes that win room, beside 640 pixels of questions."""
+def check_memory_tab_height(page: Any) -> None:
+    """Check that chart, components, total and suggested changes fit beside 640 pixels of inputs."""
     set_width(page, ".ss-memory", 740)
     expect(page.locator(".ss-memory .ss-opens")).to_have_count(10)
     assert page.locator(".ss-memory .ss-chip").count() >= 1
     assert page.locator(".ss-memory").bounding_box()["height"] <= 530
     for chip in page.locator(".ss-memory .ss-chip").all():
-        assert chip.bounding_box()["height"] < 30, "words of a chip stay on one line"
+        assert chip.bounding_box()["height"] < 30, "the text of a chip is on one line"
 
 
 def click_bar(page: Any, view: str, index: int) -> None:
@@ -88,8 +88,8 @@ def click_bar(page: Any, view: str, index: int) -> None:
     page.mouse.up()
 
 
-def a_bar_opens_its_row(page: Any, view: str, index: int, key: str, formula: str) -> None:
-    """``index``: traces are drawn in the order of the components and parts."""
+def check_bar_opens_its_row(page: Any, view: str, index: int, key: str, formula: str) -> None:
+    """Click on a bar and check its row; traces are drawn in the order of the components and parts."""
     assert page.evaluate(OPENED, view) == []
     click_bar(page, view, index)
     row = page.locator(f"{view} [data-why='{key}']")
@@ -98,7 +98,7 @@ def a_bar_opens_its_row(page: Any, view: str, index: int, key: str, formula: str
     assert page.evaluate("() => document.activeElement.closest('[data-opens]').dataset.opens") == key
 
 
-def a_row_opens_by_keyboard(page: Any) -> None:
+def check_row_opens_by_keyboard(page: Any) -> None:
     name = page.locator(".ss-memory [data-opens='activations'] .ss-name")
     name.focus()
     page.keyboard.press("Enter")
@@ -109,50 +109,50 @@ def a_row_opens_by_keyboard(page: Any) -> None:
     expect(name).to_have_attribute("aria-expanded", "false")
 
 
-def a_plan_is_pinned_and_unpinned_by_mouse(page: Any) -> None:
+def check_plan_is_pinned_and_unpinned(page: Any) -> None:
     memory = page.locator(".ss-memory")
     memory.get_by_role("button", name="Pin for comparison").click()
     memory.locator(".ss-unpin").wait_for()
-    assert page.evaluate(OPENED, ".ss-memory") == ["optimizer"], "what was opened stays open"
+    assert page.evaluate(OPENED, ".ss-memory") == ["optimizer"], "a row that was opened stays open"
     memory.locator(".ss-parts .ss-unpin").click()
     memory.locator(".ss-unpin").wait_for(state="detached")
     memory.get_by_role("button", name="Pin for comparison").wait_for()
 
 
-def no_words_touch_in_a_narrow_chart(page: Any) -> None:
+def check_labels_do_not_overlap(page: Any) -> None:
     for view in (".ss-memory", ".ss-step"):
         set_width(page, view, 390)
         left, right = page.locator(view).bounding_box()["x"], 0.0
         right = left + 390
         boxes = page.evaluate(TEXT_BOXES, view)
         assert len(boxes) >= 5
-        for words, box in boxes:
-            assert box["left"] >= left - 1 and box["right"] <= right + 1, f"{words!r} is cut off"
-            assert box["height"] < 36, f"{words!r} wraps"
-        for index, (words, box) in enumerate(boxes):
-            for others, other in boxes[index + 1 :]:
+        for label, box in boxes:
+            assert box["left"] >= left - 1 and box["right"] <= right + 1, f"{label!r} is cut off"
+            assert box["height"] < 36, f"{label!r} wraps"
+        for index, (label, box) in enumerate(boxes):
+            for other_label, other in boxes[index + 1 :]:
                 apart = (
                     box["right"] <= other["left"] + 1
                     or other["right"] <= box["left"] + 1
                     or box["bottom"] <= other["top"] + 3
                     or other["bottom"] <= box["top"] + 3
                 )
-                assert apart, f"{words!r} touches {others!r}"
+                assert apart, f"{label!r} touches {other_label!r}"
 
 
-def test_nothing_jumps_when_a_rehearsal_or_a_measurement_arrives(lab: Lab, browser: Any) -> None:
-    arrives = (
+def test_layout_is_stable_when_a_rehearsal_or_measurement_arrives(lab: Lab, browser: Any) -> None:
+    updates = (
         'memory.add(plan, replace(plan.memory(), tier="rehearsed"))',
         'memory.add(plan, replace(plan.memory(), tier="measured"))',
         "from shardscope_widgets.time.rows import RunSteps\nstep.add(plan, RunSteps(20, 5.0))",
     )
-    write_notebook(lab, "arrives.ipynb", *CELLS, "\n".join(arrives))
+    write_notebook(lab, "arrives.ipynb", *CELLS, "\n".join(updates))
     page = open_notebook(lab, browser, "arrives.ipynb", viewport={"width": 1500, "height": 1900})
     try:
         page.locator(".jp-Notebook .cm-content").first.click()
         for _ in range(2):
             page.keyboard.press("Shift+Enter")
-        places = """() => {
+        positions = """() => {
             const top = one => one.getBoundingClientRect().top;
             return ['.ss-memory .ss-parts', '.ss-memory .ss-repairs', '.ss-step .ss-parts']
                 .map(name => document.querySelector(name))
@@ -161,12 +161,12 @@ def test_nothing_jumps_when_a_rehearsal_or_a_measurement_arrives(lab: Lab, brows
         page.wait_for_selector(".ss-step .ss-parts")
         page.wait_for_selector(".ss-step .barlayer path", state="attached")
         page.wait_for_selector(".ss-memory .ss-chip")
-        before = page.evaluate(places)
+        before = page.evaluate(positions)
         page.keyboard.press("Shift+Enter")
         page.wait_for_function(
             "() => document.querySelectorAll('.ss-memory .ss-parts td.ss-empty').length === 0"
         )
         page.wait_for_function("() => !document.querySelector('.ss-step .ss-parts td.ss-empty')")
-        assert page.evaluate(places) == before
+        assert page.evaluate(positions) == before
     finally:
         page.close()

@@ -1,4 +1,4 @@
-"""The Studio in a small window beside JupyterLab's file browser, and on a phone."""
+"""Tests of the Studio in a small window beside JupyterLab's file browser, and on a phone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.needs import thorough
 
 pytestmark = thorough()
 
-SEARCH_ENDS = 120_000
+SEARCH_TIMEOUT_MS = 120_000
 
 
 @pytest.fixture
@@ -31,23 +31,23 @@ def page(lab: Lab, browser: Any, offline: Callable[[object], None]) -> Iterator[
     page.close()
 
 
-def test_questions_stand_beside_the_answers_beside_the_file_browser(page: Any) -> None:
+def test_inputs_and_results_fit_beside_the_file_browser(page: Any) -> None:
     expect(page.locator(".jp-FileBrowser")).to_be_visible()
     studio = page.locator(".ss-studio").bounding_box()
     side, main = (page.locator(f".ss-{name}").bounding_box() for name in ("side", "main"))
-    assert main["x"] >= side["x"] + side["width"] - 1, "the questions do not push the answers out of sight"
+    assert main["x"] >= side["x"] + side["width"] - 1, "the results are beside the inputs, not below them"
     chart = page.locator(".ss-memory .js-plotly-plot").bounding_box()
     batch = open_fold(page, "Training").locator(".ss-row", has_text="Batch").bounding_box()
     for box in (chart, batch):
         assert box["y"] + box["height"] <= 768 and box["x"] + box["width"] <= studio["x"] + studio["width"]
-    assert batch["height"] < 40, "its words stand on one line"
+    assert batch["height"] < 40, "its text is on one line"
     for tab in page.locator(".ss-tabs button").all():
         box = tab.bounding_box()
         assert box["x"] + box["width"] <= studio["x"] + studio["width"], tab.inner_text()
     page.screenshot(path=str(SCREENSHOTS / "narrow_beside_the_file_browser.png"))
 
 
-def test_another_framework_is_named_before_it_makes_the_plan_fit(page: Any) -> None:
+def test_make_it_fit_asks_before_changing_the_framework(page: Any) -> None:
     fill(page, "Model", "llama-3.1-405b")
     nodes = open_fold(page, "GPUs").locator("input").nth(1)
     nodes.fill("8")
@@ -60,7 +60,7 @@ def test_another_framework_is_named_before_it_makes_the_plan_fit(page: Any) -> N
     page.set_viewport_size({"width": 390, "height": 844})
     page.locator(".ss-fit-button").click()
     use = page.locator(".ss-notice button", has_text=re.compile("^Use "))
-    use.wait_for(timeout=SEARCH_ENDS)
+    use.wait_for(timeout=SEARCH_TIMEOUT_MS)
     assert page.locator(".ss-verdict[data-state='does not fit']").count(), "nothing has changed yet"
     page.screenshot(path=str(SCREENSHOTS / "make_it_fit_asks.png"))
     studio, box = page.locator(".ss-studio").bounding_box(), use.bounding_box()

@@ -1,4 +1,4 @@
-"""The Studio on one screen: sentence, questions and main button are seen together, at every size."""
+"""Tests of the Studio on one screen: verdict, inputs and main button are visible together at every size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.needs import few, thorough
 
 pytestmark = thorough()
 
-PIXELS = 640
+MAX_HEIGHT = 640
 SIZES = {
     "1440x900": (1440, 900, 1),
     "1024x768": (1024, 768, 1),
@@ -35,7 +35,7 @@ def open_page(lab: Lab, browser: Any, offline: Callable[[object], None]) -> Iter
         offline(page)
         open_studio(page, lab)
         use_theme(page, f"JupyterLab {theme}", light="true" if theme == "Light" else "false")
-        if width < 1200:  # Beside the file browser there would be no room for a notebook.
+        if width < 1200:  # Beside the file browser a notebook would have no room.
             page.keyboard.press("Escape")
             page.keyboard.press("Control+b")
             page.set_viewport_size({"width": width, "height": height})
@@ -47,8 +47,8 @@ def open_page(lab: Lab, browser: Any, offline: Callable[[object], None]) -> Iter
         page.close()
 
 
-def is_in_sight(page: Any, selector: str) -> bool:
-    """Return whether the middle of the element comes to be what a click there would hit."""
+def is_clickable(page: Any, selector: str) -> bool:
+    """Return whether a click on the middle of the element hits it, within ten seconds."""
     try:
         page.wait_for_function(
             """selector => {
@@ -63,46 +63,46 @@ def is_in_sight(page: Any, selector: str) -> bool:
             timeout=10_000,
         )
     except TimeoutError:
-        page.screenshot(path=str(shot("out_of_sight")))
+        page.screenshot(path=str(screenshot_path("out_of_sight")))
         return False
     return True
 
 
-def bring_into_sight(page: Any) -> None:
+def scroll_to_studio(page: Any) -> None:
     """Scroll the Studio to the middle of the window, as a user does."""
     page.locator(".ss-studio").evaluate("studio => studio.scrollIntoView({ block: 'center' })")
 
 
-def test_sentence_framework_and_launch_are_seen_together(open_page: Callable[..., Any]) -> None:
+def test_verdict_framework_and_launch_button_are_visible_together(open_page: Callable[..., Any]) -> None:
     page = open_page(1440, 900)
-    bring_into_sight(page)
-    assert page.locator(".ss-studio").bounding_box()["height"] <= PIXELS
+    scroll_to_studio(page)
+    assert page.locator(".ss-studio").bounding_box()["height"] <= MAX_HEIGHT
     for selector in (".ss-verdict", ".ss-head button.ss-main-button", ".ss-memory .js-plotly-plot"):
-        assert is_in_sight(page, selector), f"{selector} is out of sight"
-    framework = fold_line(page, "Framework")
+        assert is_clickable(page, selector), f"{selector} is out of sight"
+    framework = find_fold_line(page, "Framework")
     box = framework.bounding_box()
     assert box["y"] + box["height"] < 900 and "FSDP2" in framework.inner_text()
 
 
-def test_the_head_keeps_its_height_and_place(open_page: Callable[..., Any]) -> None:
+def test_head_keeps_its_height_and_position(open_page: Callable[..., Any]) -> None:
     page = open_page(1440, 900)
     head = page.locator(".ss-head")
     before = head.bounding_box()
     open_fold(page, "Model")
     fill(page, "Model", "llama-3.1-405b")
     page.wait_for_selector(".ss-verdict[data-state='does not fit']")
-    assert head.bounding_box() == before, "nothing below the head may move when the sentence changes"
+    assert head.bounding_box() == before, "nothing below the head may move when the verdict changes"
     page.locator(".ss-panel").evaluate("panel => panel.scrollTo(0, 10000)")
     page.locator(".ss-side").evaluate("side => side.scrollTo(0, 10000)")
-    assert is_in_sight(page, ".ss-verdict") and is_in_sight(page, ".ss-head button.ss-main-button")
-    # No rate and no price of a plan that cannot run, and a way out beside the sentence.
+    assert is_clickable(page, ".ss-verdict") and is_clickable(page, ".ss-head button.ss-main-button")
+    # A plan that cannot run has no rate and no price, but a fix beside the verdict.
     assert "tokens/s" not in head.inner_text() or "–" in page.locator(".ss-rates").inner_text()
     expect(page.get_by_role("button", name="Make it fit").first).to_be_visible()
 
 
-def test_full_window_and_back(open_page: Callable[..., Any]) -> None:
+def test_full_window_opens_and_closes(open_page: Callable[..., Any]) -> None:
     page = open_page(1024, 768)
-    bring_into_sight(page)
+    scroll_to_studio(page)
     page.get_by_role("button", name="Full window").click()
     assert page.locator(".ss-studio").bounding_box() == {"x": 0, "y": 0, "width": 1024, "height": 768}
     for tab in ("Time", "Memory"):
@@ -113,32 +113,34 @@ def test_full_window_and_back(open_page: Callable[..., Any]) -> None:
     )
     page.keyboard.press("Escape")
     page.get_by_role("button", name="Full window").wait_for()
-    assert page.locator(".ss-studio").bounding_box()["height"] <= PIXELS
+    assert page.locator(".ss-studio").bounding_box()["height"] <= MAX_HEIGHT
 
 
 @pytest.mark.parametrize("size", few(SIZES, ["390x844"]))
-def test_every_size_shows_the_head_and_nothing_sticks_out(open_page: Callable[..., Any], size: str) -> None:
+def test_head_is_visible_and_nothing_overflows_at_every_size(
+    open_page: Callable[..., Any], size: str
+) -> None:
     for theme in ("Light", "Dark"):
         page = open_page(*SIZES[size], theme=theme)
-        bring_into_sight(page)
-        page.locator(".ss-studio").screenshot(path=str(shot(f"studio_{size}_{theme.lower()}")))
-        assert sticking_out(page) == []
+        scroll_to_studio(page)
+        page.locator(".ss-studio").screenshot(path=str(screenshot_path(f"studio_{size}_{theme.lower()}")))
+        assert find_overflowing(page) == []
         expect(page.locator(".ss-verdict")).to_be_visible()
-        assert is_in_sight(page, ".ss-head button.ss-main-button")
+        assert is_clickable(page, ".ss-head button.ss-main-button")
 
 
-def fold_line(page: Any, name: str) -> Any:
-    """Return the line of the question ``name``."""
+def find_fold_line(page: Any, name: str) -> Any:
+    """Return the line of the fold ``name``."""
     return page.locator(".ss-fold-line", has=page.locator(".ss-fold-title", has_text=name)).first
 
 
-def shot(name: str) -> Path:
+def screenshot_path(name: str) -> Path:
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     return SCREENSHOTS / f"{name}.png"
 
 
-def sticking_out(page: Any) -> list[str]:
-    """Return what sticks out of the Studio on the right, but for boxes that scroll by themselves."""
+def find_overflowing(page: Any) -> list[str]:
+    """Return the elements that overflow the Studio on the right, except in boxes that scroll."""
     return page.evaluate(
         """() => {
             const studio = document.querySelector('.ss-studio');

@@ -1,6 +1,6 @@
-"""Pictures of every tab at every size, in every theme and way of seeing, for people to look at.
+"""Screenshots of every tab at every size, in every theme and simulated vision, for review.
 
-They lie in ``artifacts/screenshots`` as ``screen_<size>_<look>_<tab>.png``. `make test-all` takes them.
+They are saved in ``artifacts/screenshots`` as ``screen_<size>_<look>_<tab>.png``. `make test-all` takes them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 from served import Lab
-from studio_page import SCREENSHOTS, open_studio, show, use_theme
-from test_one_screen import SIZES, bring_into_sight, is_in_sight, sticking_out
+from studio_page import SCREENSHOTS, choose_tab, open_studio, use_theme
+from test_one_screen import SIZES, find_overflowing, is_clickable, scroll_to_studio
 from tests.needs import thorough
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
@@ -24,7 +24,7 @@ from written_runs import fail, write_run
 TABS = ("Memory", "Time", "Plans", "Checks", "Runs", "Trace")
 SIGNS = {"fits": "✓", "does not fit": "✕"}
 ERROR = "Traceback (most recent call last):\n  File 'train.py', line 3, in train\nValueError: no batch\n"
-ADVICE_ENDS = 120_000
+ADVICE_TIMEOUT_MS = 120_000
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +36,12 @@ def page(lab: Lab, browser: Any) -> Iterator[Any]:
     fail(write_run("pictured-failed", "failed", parent=runs, num_done=6, created=now - 600), 1, ERROR)
     page = browser.new_page(viewport={"width": 1440, "height": 900}, device_scale_factor=2)
     open_studio(page, lab)
-    show(page, "Plans")
-    page.locator(".ss-advised").wait_for(timeout=ADVICE_ENDS)
-    show(page, "Runs")
+    choose_tab(page, "Plans")
+    page.locator(".ss-advised").wait_for(timeout=ADVICE_TIMEOUT_MS)
+    choose_tab(page, "Runs")
     page.get_by_role("button", name="Open the trace of pictured", exact=True).click()
     page.wait_for_selector(".ss-trace canvas[data-slices]")
-    show(page, "Runs")
+    choose_tab(page, "Runs")
     page.get_by_role("button", name="pictured", exact=True).click()
     page.wait_for_selector(".ss-run .js-line", state="attached")
     yield page
@@ -50,24 +50,24 @@ def page(lab: Lab, browser: Any) -> Iterator[Any]:
 
 @thorough()
 @pytest.mark.parametrize("size", SIZES)
-def test_every_tab_is_pictured_in_both_themes(size: str, page: Any) -> None:
+def test_screenshots_of_every_tab_in_both_themes(size: str, page: Any) -> None:
     width, height, _ = SIZES[size]
     is_wide = width >= 1200
     page.set_viewport_size({"width": 1440, "height": 900})
     show_file_browser(page, is_wide)
     for theme, light in (("Light", "true"), ("Dark", "false")):
-        page.set_viewport_size({"width": 1440, "height": 900})  # The menus of a phone are elsewhere.
+        page.set_viewport_size({"width": 1440, "height": 900})  # On a phone the menus are in another place.
         use_theme(page, f"JupyterLab {theme}", light=light)
         page.set_viewport_size({"width": width, "height": height})
         for tab in TABS:
-            picture(page, f"{size}_{theme.lower()}", tab)
-            assert sticking_out(page) == [], (size, theme, tab)
-            assert is_in_sight(page, ".ss-head button.ss-main-button"), (size, theme, tab)
+            save_picture(page, f"{size}_{theme.lower()}", tab)
+            assert find_overflowing(page) == [], (size, theme, tab)
+            assert is_clickable(page, ".ss-head button.ss-main-button"), (size, theme, tab)
 
 
 @thorough()
 @pytest.mark.parametrize("look", ["high_contrast", "high_contrast_dark", "deuteranopia"])
-def test_every_tab_is_pictured_as_others_see_it(look: str, page: Any) -> None:
+def test_screenshots_of_every_tab_in_high_contrast_and_deuteranopia(look: str, page: Any) -> None:
     page.set_viewport_size({"width": 1440, "height": 900})
     show_file_browser(page, True)
     is_dark = look.endswith("dark")
@@ -79,8 +79,8 @@ def test_every_tab_is_pictured_as_others_see_it(look: str, page: Any) -> None:
         page.emulate_media(forced_colors="active", color_scheme="dark" if is_dark else "light")
     try:
         for tab in TABS:
-            picture(page, f"1440x900_{look}", tab)
-        # The verdict is told apart by a sign, not by its colour alone.
+            save_picture(page, f"1440x900_{look}", tab)
+        # The verdict has a sign, not only a colour.
         sign = SIGNS[page.locator(".ss-verdict").get_attribute("data-state")]
         expect(page.locator(".ss-verdict i")).to_have_text(sign, use_inner_text=True)
     finally:
@@ -96,10 +96,10 @@ def show_file_browser(page: Any, wanted: bool) -> None:
         page.wait_for_timeout(500)
 
 
-def picture(page: Any, look: str, tab: str) -> None:
-    show(page, tab)
-    bring_into_sight(page)
+def save_picture(page: Any, look: str, tab: str) -> None:
+    choose_tab(page, tab)
+    scroll_to_studio(page)
     page.mouse.move(0, 0)
-    page.wait_for_timeout(1000)  # Charts take their width, and scroll bars go.
+    page.wait_for_timeout(1000)  # Charts are resized, and scroll bars vanish.
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=str(SCREENSHOTS / f"screen_{look}_{tab.lower()}.png"))

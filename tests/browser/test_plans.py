@@ -1,4 +1,4 @@
-"""The Plans page in a real JupyterLab: one answer in sight, one Tab stop, marks that apply their plans."""
+"""Tests of the Plans tab in a real JupyterLab: visible advice, one Tab stop, marks that apply their plans."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ shown.add_class("shown")
 shown
 """
 VISIBLE_PIXELS = 500
-"""The part of a tab of the Studio that is seen before it is scrolled."""
+"""Height of a tab of the Studio that is visible without scrolling."""
 WIDTHS = (728, 600, 358)
-"""Of the answers in a Studio of 1,040 and 1,024 pixels' windows, and of a phone's 390."""
+"""Widths of the results in windows of 1,040 and 1,024 pixels, and on a phone of 390."""
 
-STICKING_OUT = """() => {
+OVERFLOWING = """() => {
     const root = document.querySelector('.shown');
     const edge = root.getBoundingClientRect().right + 1;
     return [...root.querySelectorAll('*')]
@@ -54,7 +54,7 @@ STICKING_OUT = """() => {
         .map(each => each.className || each.tagName);
 }"""
 
-# Cells with a number that stands on several lines.
+# Cells whose number wraps.
 WRAPPED_NUMBERS = r"""() => [...document.querySelectorAll('.ss-ranked td:not(:first-child)')]
     .filter(cell => /\d/.test(cell.innerText) && cell.checkVisibility())
     .filter(cell => {
@@ -73,7 +73,7 @@ BOTTOM = """selector => {
 TAB_STOPS = """() => [...document.querySelectorAll('.ss-toggles [role=group] button')]
     .filter(button => button.tabIndex === 0).map(button => button.dataset.act)"""
 
-# A hollow mark left of the memory line with nothing else within four pixels of it, and its place.
+# The position of a hollow (or filled) mark with no other such mark within four pixels.
 LONE_MARK = """hollow => {
     const marks = [...document.querySelectorAll('.ss-ranking .scatterlayer path.point')]
         .map(mark => [mark, mark.getBoundingClientRect()])
@@ -96,11 +96,11 @@ def page(lab: Lab, browser: Any) -> Iterator[Any]:
     page.close()
 
 
-def test_the_advice_and_its_alternatives_are_seen_without_scrolling(page: Any) -> None:
-    mode(page, "Advice")
+def test_advice_and_alternatives_are_visible_without_scrolling(page: Any) -> None:
+    choose_mode(page, "Advice")
     expect(page.locator(".ss-advised")).to_have_count(1)
-    expect(page.locator(".ss-plans .ss-act.ss-first:visible"), "one button to press first").to_have_count(1)
-    expect(page.locator(".ss-plans .ss-work button:visible"), "nothing is to be asked again").to_have_count(0)
+    expect(page.locator(".ss-plans .ss-act.ss-first:visible"), "one primary button").to_have_count(1)
+    expect(page.locator(".ss-plans .ss-work button:visible"), "no button to search again").to_have_count(0)
     for width in WIDTHS[:2]:
         resize(page, width)
         assert page.evaluate(BOTTOM, ".ss-advised") < VISIBLE_PIXELS / 2
@@ -111,15 +111,15 @@ def test_the_advice_and_its_alternatives_are_seen_without_scrolling(page: Any) -
     page.locator("summary", has_text="Why:").click()
 
 
-def test_views_beside_each_other_keep_their_styles(page: Any) -> None:
-    """anywidget gives all instances of a class one style element: the last view's sheet took its place."""
-    mode(page, "Advice")
+def test_adjacent_views_keep_their_styles(page: Any) -> None:
+    """anywidget shares one style element per class: the last view's sheet once replaced the others."""
+    choose_mode(page, "Advice")
     for selector in (".ss-advised", ".ss-findings li"):
         assert page.locator(selector).first.evaluate("one => getComputedStyle(one).display") == "grid"
 
 
-def test_the_frameworks_that_the_team_knows_are_one_tab_stop(page: Any) -> None:
-    mode(page, "Advice")
+def test_group_of_known_frameworks_is_one_tab_stop(page: Any) -> None:
+    choose_mode(page, "Advice")
     group = page.get_by_role("group", name="Frameworks your team knows")
     expect(group.get_by_role("button")).to_have_count(5)
     assert page.evaluate(TAB_STOPS) == ["ddp"]
@@ -131,8 +131,8 @@ def test_the_frameworks_that_the_team_knows_are_one_tab_stop(page: Any) -> None:
     assert not page.evaluate("() => !!document.activeElement.closest('.ss-toggles')")
 
 
-def test_a_mark_says_what_it_is_and_a_click_applies_it(page: Any) -> None:
-    mode(page, "All layouts")
+def test_mark_describes_its_plan_and_a_click_applies_it(page: Any) -> None:
+    choose_mode(page, "All layouts")
     page.wait_for_selector(".ss-ranking .scatterlayer path.point", state="attached")
     resize(page, WIDTHS[0])
     for hollow, words in ((False, "GiB"), (True, "annot be launched|Does not fit")):
@@ -140,29 +140,33 @@ def test_a_mark_says_what_it_is_and_a_click_applies_it(page: Any) -> None:
         page.mouse.move(x, y)
         lines = page.locator(".ss-ranking .hoverlayer tspan.line")
         lines.first.wait_for()
-        told = " ".join(" ".join(lines.all_text_contents()).split())
-        assert re.search(words, told) and "tokens/s per GPU" in told and "micro-batch" in told
+        hover_text = " ".join(" ".join(lines.all_text_contents()).split())
+        assert (
+            re.search(words, hover_text) and "tokens/s per GPU" in hover_text and "micro-batch" in hover_text
+        )
         before = page.locator(".applied").inner_text()
         page.mouse.click(x, y)
         page.wait_for_function("old => document.querySelector('.applied').innerText !== old", arg=before)
         name, _, rest = page.locator(".applied").inner_text().partition(" / ")
         batch, _, recompute = rest.partition(" ")
-        assert name.split(",")[0] in told and f"micro-batch {batch}, recompute {recompute}" in told
+        assert (
+            name.split(",")[0] in hover_text and f"micro-batch {batch}, recompute {recompute}" in hover_text
+        )
         page.wait_for_function(
             "() => document.querySelector('.ss-ranking .textpoint')?.textContent.includes('this plan')"
         )
         page.mouse.move(0, 0)
 
 
-def test_nothing_scrolls_the_page_sideways_and_no_number_wraps(page: Any) -> None:
+def test_page_does_not_overflow_and_numbers_do_not_wrap(page: Any) -> None:
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     for theme, light in (("Light", "true"), ("Dark", "false")):
         use_theme(page, f"JupyterLab {theme}", light=light)
         for name in ("Advice", "All layouts"):
-            mode(page, name)
+            choose_mode(page, name)
             for width in WIDTHS:
                 resize(page, width)
-                page.wait_for_function(f"({STICKING_OUT})().length === 0")
+                page.wait_for_function(f"({OVERFLOWING})().length === 0")
                 assert page.evaluate(WRAPPED_NUMBERS) == []
                 picture = f"plans_{name.split()[0].lower()}_{width}_{theme.lower()}.png"
                 page.locator(".shown").screenshot(path=str(SCREENSHOTS / picture))
@@ -171,14 +175,16 @@ def test_nothing_scrolls_the_page_sideways_and_no_number_wraps(page: Any) -> Non
     assert table.evaluate("one => one.scrollWidth") > scroller.evaluate("one => one.clientWidth")
     assert scroller.evaluate("one => getComputedStyle(one).overflowX") == "auto"
     scroller.focus()
-    assert page.evaluate("() => document.activeElement.matches('.ss-scroll')"), "and is scrolled by keyboard"
+    assert page.evaluate("() => document.activeElement.matches('.ss-scroll')"), (
+        "the table is scrolled by keyboard"
+    )
 
 
-def mode(page: Any, name: str) -> None:
+def choose_mode(page: Any, name: str) -> None:
     page.locator(".ss-plans .ss-seg button", has_text=name).click()
     page.locator(".ss-advised" if name == "Advice" else ".ss-ranked tbody tr").first.wait_for()
 
 
 def resize(page: Any, width: int) -> None:
     page.evaluate("w => { document.querySelector('.shown').style.width = w + 'px'; }", width)
-    page.wait_for_timeout(600)  # A chart takes its new width a moment later.
+    page.wait_for_timeout(600)  # Charts are resized a moment later.

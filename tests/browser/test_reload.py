@@ -1,4 +1,4 @@
-"""The page goes and comes while a run is under way: `make test-faults` runs it."""
+"""Test of a page that is reloaded and opened twice during a run, for `make test-faults`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from served import Lab
-from studio_page import NOTEBOOK, SHOWN
-from test_main_job import STEPS_ARRIVE, nothing_left_of, run_all_cells, start_a_run, wait_for_step
+from studio_page import NOTEBOOK, TIMEOUT_MS
+from test_main_job import STEP_TIMEOUT_MS, run_all_cells, start_run, wait_for_no_processes, wait_for_step
 from tests.faults import long_one
 from tests.needs import thorough
 
@@ -16,14 +16,14 @@ pytestmark = thorough()
 
 @long_one
 @pytest.mark.alone
-def test_fault_26_reloaded_and_opened_twice_while_a_run_is_under_way(
+def test_fault_26_page_is_reloaded_and_opened_twice_during_a_run(
     lab: Lab, browser: Any, offline: Any
 ) -> None:
     page = browser.new_page(viewport={"width": 1500, "height": 1200})
-    page.set_default_timeout(SHOWN)
+    page.set_default_timeout(TIMEOUT_MS)
     offline(page)
     run_all_cells(page, lab)
-    start_a_run(page, steps=4000)
+    start_run(page, steps=4000)
     wait_for_step(page)
     page.get_by_role("menuitem", name="File", exact=True).click()
     page.get_by_text("Save Notebook", exact=True).click()
@@ -31,29 +31,29 @@ def test_fault_26_reloaded_and_opened_twice_while_a_run_is_under_way(
     page.reload()
     wait_for_chart(page)
     second = browser.new_page(viewport={"width": 1500, "height": 1200})
-    second.set_default_timeout(SHOWN)
+    second.set_default_timeout(TIMEOUT_MS)
     offline(second)
     second.goto(lab.notebook_url(NOTEBOOK))
     wait_for_chart(second)
-    before = steps(page)
+    before = read_last_step(page)
     grown = "before => document.querySelector('.ss-run .js-plotly-plot').data[0]?.x.at(-1) > before"
     for each in (page, second):
-        each.wait_for_function(grown, arg=before, timeout=STEPS_ARRIVE)
+        each.wait_for_function(grown, arg=before, timeout=STEP_TIMEOUT_MS)
     page.close()
-    before = steps(second)
-    second.wait_for_function(grown, arg=before, timeout=STEPS_ARRIVE)
+    before = read_last_step(second)
+    second.wait_for_function(grown, arg=before, timeout=STEP_TIMEOUT_MS)
     second.get_by_role("button", name="Stop", exact=True).click()
     second.wait_for_selector(".ss-status[data-status=stopped]")
-    assert nothing_left_of(lab.folder / "runs"), "a stopped run left processes behind"
+    assert wait_for_no_processes(lab.folder / "runs"), "a stopped run left processes behind"
     second.close()
 
 
 def wait_for_chart(page: Any) -> None:
-    """As :func:`wait_for_step`, of a page that has still to draw its chart."""
+    """Wait until the chart is drawn, then as :func:`wait_for_step`."""
     page.wait_for_selector(".ss-run .js-plotly-plot", state="attached")
     wait_for_step(page)
 
 
-def steps(page: Any) -> float:
-    """The last step that the chart shows."""
+def read_last_step(page: Any) -> float:
+    """Return the last step that the chart shows."""
     return float(page.evaluate("document.querySelector('.ss-run .js-plotly-plot').data[0]?.x.at(-1)"))

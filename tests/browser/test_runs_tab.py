@@ -1,4 +1,4 @@
-"""The list of runs in a real JupyterLab: by mouse and by keyboard, at every width, and nothing moves."""
+"""Tests of the list of runs in a real JupyterLab: mouse, keyboard, every width and stable layout."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ERROR = (
     "Traceback (most recent call last):\n  File 'cell', line 3, in train\nValueError: the batch is empty\n"
 )
 
-# What sticks out of the view on the right, but for what scrolls or is shortened on purpose.
-STICKING_OUT = """() => {
+# Elements that overflow the view on the right, except those that scroll or are clipped on purpose.
+OVERFLOWING = """() => {
     const view = document.querySelector('.ss-runs-view');
     const edge = view.getBoundingClientRect().right + 1;
     return [...view.querySelectorAll('*')]
@@ -104,7 +104,7 @@ def page(lab: Lab, browser: Any, offline: Any) -> Any:
 
 
 def run_cell(lab: Lab, browser: Any, source: str) -> Any:
-    """A page of JupyterLab whose notebook has run its only cell."""
+    """Return a page of JupyterLab whose notebook has run its only cell."""
     cell = {
         "cell_type": "code",
         "id": "a",
@@ -126,7 +126,7 @@ def run_cell(lab: Lab, browser: Any, source: str) -> Any:
 
 
 @pytest.mark.alone
-def test_a_run_that_was_saved_and_stopped_is_resumed_by_a_click(lab: Lab, browser: Any) -> None:
+def test_saved_and_stopped_run_is_resumed_by_a_click(lab: Lab, browser: Any) -> None:
     needs("torch")
     needs("transformers")
     page = run_cell(lab, browser, LAUNCH)
@@ -138,7 +138,7 @@ def test_a_run_that_was_saved_and_stopped_is_resumed_by_a_click(lab: Lab, browse
     page.wait_for_selector(".ss-run-name:has-text('to-resume-2')")
     page.wait_for_selector(".ss-run .ss-status[data-status=finished]", timeout=120_000)
     expect(page.locator(".ss-facts")).to_contain_text("600 of 600", use_inner_text=True)
-    back(page)
+    go_back(page)
     page.locator(".ss-runs tr", has_text="continues to-resume").wait_for()
     first, second = (ss.Run.attach(lab.folder / "runs" / name) for name in ("to-resume", "to-resume-2"))
     done = max(line["step"] for line in first.metrics())
@@ -146,24 +146,24 @@ def test_a_run_that_was_saved_and_stopped_is_resumed_by_a_click(lab: Lab, browse
     page.close()
 
 
-def test_runs_are_opened_compared_and_read_at_every_width(page: Any) -> None:
-    it_is_tidy(page, "list")
-    the_axis_of_the_loss_follows_the_run(page)
-    heights = [a_run_is_opened_by_a_click(page, "first", "finished")]
-    lines_and_words_stay_apart(page)
-    back(page)
-    heights.append(a_failed_run_shows_its_error_and_the_log_of_its_rank(page))
-    back(page)
+def test_runs_are_opened_and_compared_at_every_width(page: Any) -> None:
+    check_layout(page, "list")
+    check_loss_axis_follows_the_run(page)
+    heights = [open_run_by_click(page, "first", "finished")]
+    check_charts_do_not_overlap(page)
+    go_back(page)
+    heights.append(check_failed_run_shows_error_and_log(page))
+    go_back(page)
     assert len(set(heights)) == 1, f"the status line has different heights: {heights}"
-    two_runs_are_compared(page)
-    a_trace_is_opened_in_place(page)
-    everything_works_by_keyboard(page)
+    compare_two_runs(page)
+    open_trace(page)
+    check_keyboard(page)
     assert not page.evaluate("() => window.wasRun"), "text of a run folder became markup"
     use_theme(page, "JupyterLab Dark", light="false")
     page.locator(".ss-runs-view").screenshot(path=str(SCREENSHOTS / "runs_list_dark.png"))
 
 
-def a_run_is_opened_by_a_click(page: Any, name: str, status: str) -> float:
+def open_run_by_click(page: Any, name: str, status: str) -> float:
     # By name: the message of a damaged run may contain the word "failed".
     row = page.locator(".ss-runs tr", has=page.locator("button.ss-open", has_text=name)).first
     row.click(position={"x": 300, "y": 20})
@@ -171,10 +171,10 @@ def a_run_is_opened_by_a_click(page: Any, name: str, status: str) -> float:
     return float(page.evaluate("() => document.querySelector('.ss-run-top').getBoundingClientRect().height"))
 
 
-def the_axis_of_the_loss_follows_the_run(page: Any) -> None:
-    """The loss of one run ends where the other's begins: with the axis of the run before it is not seen."""
+def check_loss_axis_follows_the_run(page: Any) -> None:
+    """The losses of the two runs do not overlap: on the previous run's axis the curve is invisible."""
     for name, status in (("failed", "failed"), ("first", "finished")):
-        a_run_is_opened_by_a_click(page, name, status)
+        open_run_by_click(page, name, status)
         page.wait_for_selector(".ss-run .js-line", state="attached")
         try:
             page.wait_for_function(
@@ -183,33 +183,35 @@ def the_axis_of_the_loss_follows_the_run(page: Any) -> None:
             )
         except TimeoutError:
             raise AssertionError(f"{name}: {page.evaluate(SHARE_OF_AXIS)} of the axis") from None
-        back(page)
+        go_back(page)
 
 
-def lines_and_words_stay_apart(page: Any) -> None:
+def check_charts_do_not_overlap(page: Any) -> None:
     page.wait_for_selector(".ss-run .js-line", state="attached")
     expect(page.locator(".ss-latest tfoot", has_text="predicted")).to_have_count(1)
     for width in WIDTHS:
         use_width(page, width)
-        # The width is reported once an edge rests, and the charts are placed anew by the kernel.
+        # The page reports its width once it is stable, and the kernel lays the charts out again.
         page.wait_for_timeout(800)
-        for outside in (LINES_OUTSIDE, OVERLAPPING):
+        for misplaced in (LINES_OUTSIDE, OVERLAPPING):
             try:
-                page.wait_for_function(f"() => ({outside})().length === 0", timeout=10_000)
+                page.wait_for_function(f"() => ({misplaced})().length === 0", timeout=10_000)
             except TimeoutError:
                 page.screenshot(path=str(SCREENSHOTS / "runs_overlapping.png"))
-                raise AssertionError(f"{width} pixels: {page.evaluate(outside)}") from None
-        it_is_tidy(page, "run", width)
+                raise AssertionError(f"{width} pixels: {page.evaluate(misplaced)}") from None
+        check_layout(page, "run", width)
     use_width(page, None)
 
 
-def a_failed_run_shows_its_error_and_the_log_of_its_rank(page: Any) -> float:
-    height = a_run_is_opened_by_a_click(page, "failed", "failed")
+def check_failed_run_shows_error_and_log(page: Any) -> float:
+    height = open_run_by_click(page, "failed", "failed")
     page.locator(".ss-run [role=alert]", has_text="the batch is empty").wait_for()
     page.wait_for_function("() => document.querySelector('.ss-log-head select').selectedIndex === 1")
     error, log = (page.locator(f".ss-run-{name}").bounding_box() for name in ("error", "log"))
     body = page.locator(".ss-run-body").bounding_box()
-    assert body["y"] <= error["y"] < log["y"] < body["y"] + body["height"], "one must scroll to find them"
+    assert body["y"] <= error["y"] < log["y"] < body["y"] + body["height"], (
+        "error and log are not visible without scrolling"
+    )
     resume = page.locator(".ss-runs-bar button", has_text="Resume")
     assert resume.get_attribute("aria-disabled") == "true" and "your own code" in resume.get_attribute(
         "title"
@@ -218,24 +220,24 @@ def a_failed_run_shows_its_error_and_the_log_of_its_rank(page: Any) -> float:
     return height
 
 
-def two_runs_are_compared(page: Any) -> None:
+def compare_two_runs(page: Any) -> None:
     for name in ("first", "second"):
         page.get_by_role("checkbox", name=f"Select {name} ").click()
         page.wait_for_selector(f".ss-pick[aria-checked=true][aria-label^='Select {name} ']")
     page.get_by_role("button", name="Compare", exact=True).click()
     page.wait_for_selector(".ss-compare .main-svg")
     expect(page.locator(".ss-compared")).to_contain_text("learning rate", use_inner_text=True)
-    it_is_tidy(page, "comparison")
-    back(page)
+    check_layout(page, "comparison")
+    go_back(page)
 
 
-def a_trace_is_opened_in_place(page: Any) -> None:
+def open_trace(page: Any) -> None:
     page.get_by_role("button", name="Open the trace of first").click()
     page.wait_for_selector(".ss-runs-view canvas")
-    back(page)
+    go_back(page)
 
 
-def everything_works_by_keyboard(page: Any) -> None:
+def check_keyboard(page: Any) -> None:
     page.get_by_role("button", name="second", exact=True).focus()
     page.keyboard.press("Enter")
     page.wait_for_selector(".ss-run .ss-status[data-status=finished]")
@@ -245,20 +247,20 @@ def everything_works_by_keyboard(page: Any) -> None:
     page.keyboard.press("Space")
     page.wait_for_selector(".ss-pick[aria-checked=false][aria-label^='Select second ']")
     focused = page.evaluate("() => document.activeElement.getAttribute('aria-label')")
-    assert focused.startswith("Select second "), "a press must not lose the keyboard's place"
+    assert focused.startswith("Select second "), "a press must keep the focus"
 
 
-def it_is_tidy(page: Any, what: str, width: int | None = None) -> None:
-    """Nothing sticks out, and the view is no higher than its tab."""
+def check_layout(page: Any, part: str, width: int | None = None) -> None:
+    """Check that nothing overflows, and that the view is no higher than its tab."""
     for each in WIDTHS if width is None else (width,):
         use_width(page, each)
-        assert page.evaluate(STICKING_OUT) == [], f"{what} at {each}"
+        assert page.evaluate(OVERFLOWING) == [], f"{part} at {each}"
         height = page.evaluate("() => document.querySelector('.ss-runs-view').getBoundingClientRect().height")
-        assert height <= MAX_HEIGHT, f"{what} at {each} is {height} high"
+        assert height <= MAX_HEIGHT, f"{part} at {each} is {height} high"
     if width is None:
         use_width(page, None)
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-        page.locator(".ss-runs-view").screenshot(path=str(SCREENSHOTS / f"runs_{what}.png"))
+        page.locator(".ss-runs-view").screenshot(path=str(SCREENSHOTS / f"runs_{part}.png"))
 
 
 def use_width(page: Any, width: int | None) -> None:
@@ -271,6 +273,6 @@ def use_width(page: Any, width: int | None) -> None:
     page.wait_for_timeout(100)
 
 
-def back(page: Any) -> None:
+def go_back(page: Any) -> None:
     page.get_by_role("button", name="Back to all runs").click()
     page.wait_for_selector(".ss-runs tbody tr")

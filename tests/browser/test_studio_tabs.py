@@ -1,4 +1,4 @@
-"""Time, Plans and Checks as a person meets them: read, sort, press a row, and see the inputs follow."""
+"""Test of the Time, Plans and Checks tabs: read, sort, apply a row, and see the inputs follow."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 from served import Lab
-from studio_page import NOTEBOOK, SCREENSHOTS, fill, open_fold, show, use_theme
+from studio_page import NOTEBOOK, SCREENSHOTS, choose_tab, fill, open_fold, use_theme
 from tests.needs import thorough
 
 pytestmark = thorough()
 
 WIDTHS = (1180, 760, 582, 400, 320)
-"""582: in a window of 700 pixels, beside JupyterLab's own."""
-ASKED = 120_000
-"""A search or advice on a busy machine, in milliseconds."""
+"""582 is the width in a window of 700 pixels, beside JupyterLab's side bar."""
+SEARCH_TIMEOUT_MS = 120_000
+"""Timeout of a search or of advice on a busy machine."""
 
-# Elements that stick out of the Studio on the right; what scrolls by itself may be as wide as it likes.
-STICKING_OUT = """() => {
+# Elements that overflow the Studio on the right, except in boxes that scroll.
+OVERFLOWING = """() => {
     const studio = document.querySelector('.ss-studio');
     const edge = studio.getBoundingClientRect().right + 1;
     return [...studio.querySelectorAll('*')]
@@ -29,14 +29,14 @@ STICKING_OUT = """() => {
 }"""
 
 
-# Words of inputs and beside them that end in "…" for want of room.
+# Texts in rows of inputs that are cut off with an ellipsis.
 CUT_OFF = """() => [...document.querySelectorAll('.ss-studio .ss-row *')]
     .filter(each => each.checkVisibility() && getComputedStyle(each).textOverflow === 'ellipsis'
         && each.scrollWidth > each.clientWidth + 1)
     .map(each => each.innerText)"""
 
 
-NOTHING_IS_ASKED = "() => !document.querySelector('.ss-plans .ss-work button').disabled"
+SEARCH_IS_IDLE = "() => !document.querySelector('.ss-plans .ss-work button').disabled"
 
 
 @pytest.fixture
@@ -55,26 +55,26 @@ def page(lab: Lab, browser: Any, offline: Any) -> Any:
     page.close()
 
 
-def test_fault_46_48_time_plans_and_checks(page: Any) -> None:
-    the_head_and_the_time_follow_the_model(page)
-    a_budget_is_typed(page)
-    checks_are_counted_and_one_is_fixed(page)
-    advice_is_applied(page)
-    an_answer_to_another_question_cannot_be_pressed(page)
-    what_the_team_knows_is_asked_about_at_once(page)
-    a_row_of_the_search_is_applied(page)
-    tabs_are_moved_through_by_keyboard(page)
-    files_are_listed_and_a_command_is_copied(page)
+def test_fault_46_48_time_plans_and_checks_tabs_work_offline(page: Any) -> None:
+    check_head_and_time_follow_the_model(page)
+    type_token_budget(page)
+    count_findings_and_fix_one(page)
+    apply_advice(page)
+    check_outdated_advice_is_disabled(page)
+    toggle_known_framework(page)
+    apply_row_of_all_layouts(page)
+    move_through_tabs_by_keyboard(page)
+    export_files_and_copy_command(page)
     for theme, light in (("Light", "true"), ("Dark", "false")):
         use_theme(page, f"JupyterLab {theme}", light=light)
-        # A theme changes no widths: the dark one is for the pictures.
-        nothing_sticks_out(page, theme.lower(), WIDTHS if theme == "Light" else (1180, 400))
+        # A theme changes no widths: the dark one is for the screenshots.
+        check_nothing_overflows(page, theme.lower(), WIDTHS if theme == "Light" else (1180, 400))
 
 
-def the_head_and_the_time_follow_the_model(page: Any) -> None:
-    show(page, "Time")
+def check_head_and_time_follow_the_model(page: Any) -> None:
+    choose_tab(page, "Time")
     page.wait_for_selector(".ss-step .barlayer path", state="attached")
-    rates, bars = page.locator(".ss-rates").inner_text(), exposed(page)
+    rates, bars = page.locator(".ss-rates").inner_text(), read_predicted_parts(page)
     assert "tokens/s per GPU" in rates and "per M tokens" in rates and bars["matrices"] > 0
     table = page.locator(".ss-step .ss-parts").last.inner_text()
     fill(page, "Model", "llama-3.1-70b")
@@ -97,7 +97,7 @@ def the_head_and_the_time_follow_the_model(page: Any) -> None:
     )
 
 
-def a_budget_is_typed(page: Any) -> None:
+def type_token_budget(page: Any) -> None:
     before = page.locator(".ss-budget").inner_text()
     box = page.locator(".ss-step .ss-row input")
     box.fill("15T")
@@ -112,7 +112,7 @@ def a_budget_is_typed(page: Any) -> None:
     page.locator(".ss-step .ss-error [role=alert]").wait_for(state="detached")
 
 
-COUNTED_AND_STILL = """() => {
+FINDINGS_ARE_STABLE = """() => {
     const tabs = [...document.querySelectorAll('.ss-tabs button')];
     const tab = tabs.find(one => one.innerText.includes('Checks'));
     const told = Number(tab.querySelector('sup')?.innerText);
@@ -124,32 +124,32 @@ COUNTED_AND_STILL = """() => {
     }
     return performance.now() - window.listedSince > 2000;
 }"""
-"""As many findings as the tab says, for two seconds."""
+"""Whether the list has had as many findings as the tab counts for two seconds."""
 
 
-def checks_are_counted_and_one_is_fixed(page: Any) -> None:
+def count_findings_and_fix_one(page: Any) -> None:
     fill(page, "Model", "llama-3.1-8b")
     fill(page, "Batch", "4")
     count = page.locator(".ss-tabs button", has_text="Checks").locator("sup")
-    show(page, "Checks")
-    # The number of the plan before stands there until the new one is checked.
-    page.wait_for_function(COUNTED_AND_STILL)
-    found = int(count.inner_text())
-    expect(page.locator(".ss-findings li")).to_have_count(found)
+    choose_tab(page, "Checks")
+    # The tab shows the previous plan's number until the new plan is checked.
+    page.wait_for_function(FINDINGS_ARE_STABLE)
+    num_findings = int(count.inner_text())
+    expect(page.locator(".ss-findings li")).to_have_count(num_findings)
     expect(page.locator(".ss-findings li").first).to_contain_text("danger", use_inner_text=True)
     expect(count).to_have_attribute("class", "ss-is-danger")
     page.locator(".ss-findings button").first.click()
     page.wait_for_selector(".ss-verdict:is([data-state=fits], [data-state=tight])")
     page.wait_for_function(
-        "before => document.querySelectorAll('.ss-findings li').length < before", arg=found
+        "before => document.querySelectorAll('.ss-findings li').length < before", arg=num_findings
     )
 
 
-def advice_is_applied(page: Any) -> None:
-    show(page, "Plans")
-    page.locator(".ss-advised").wait_for(timeout=ASKED)
-    folded = {"Why:": ".ss-path li.ss-taken", "What each framework supports": ".ss-matrix tbody tr"}
-    for title, rows in folded.items():
+def apply_advice(page: Any) -> None:
+    choose_tab(page, "Plans")
+    page.locator(".ss-advised").wait_for(timeout=SEARCH_TIMEOUT_MS)
+    summaries = {"Why:": ".ss-path li.ss-taken", "What each framework supports": ".ss-matrix tbody tr"}
+    for title, rows in summaries.items():
         # While the view is being replaced, the old one is still in the page for a moment.
         page.wait_for_function(
             "title => [...document.querySelectorAll('summary')].filter(e => e.innerText == title).length < 2",
@@ -167,8 +167,8 @@ def advice_is_applied(page: Any) -> None:
     page.wait_for_function("() => document.querySelector('.ss-head').innerText.includes('FSDP2')")
 
 
-def an_answer_to_another_question_cannot_be_pressed(page: Any) -> None:
-    """It looks so, and is so, until the question is the old one again."""
+def check_outdated_advice_is_disabled(page: Any) -> None:
+    """Check that outdated advice looks disabled, and is, until the input is restored."""
     again = page.get_by_role("button", name="Update advice")
     fill(page, "Sequence", "2048")
     page.locator(".ss-advice.ss-old .ss-frozen").wait_for()
@@ -179,25 +179,25 @@ def an_answer_to_another_question_cannot_be_pressed(page: Any) -> None:
     again.wait_for(state="hidden")
 
 
-def what_the_team_knows_is_asked_about_at_once(page: Any) -> None:
-    """By keyboard, which stays on the toggle."""
-    page.wait_for_function(NOTHING_IS_ASKED)
+def toggle_known_framework(page: Any) -> None:
+    """Toggle a known framework by keyboard; the focus stays on the toggle."""
+    page.wait_for_function(SEARCH_IS_IDLE)
     team = page.get_by_role("group", name="Frameworks your team knows")
     assert team.get_by_role("button").count() == 5 and team.get_by_role("button", pressed=True).count() == 0
     team.get_by_role("button", name="DeepSpeed").press("Space")
-    page.locator(".ss-advised", has_text="Start with DeepSpeed").wait_for(timeout=ASKED)
+    page.locator(".ss-advised", has_text="Start with DeepSpeed").wait_for(timeout=SEARCH_TIMEOUT_MS)
     team.get_by_role("button", name="DeepSpeed", pressed=True).wait_for()
     assert page.evaluate("() => document.activeElement.matches('[data-act=deepspeed]:focus-visible')")
-    page.wait_for_function(NOTHING_IS_ASKED)
+    page.wait_for_function(SEARCH_IS_IDLE)
     team.get_by_role("button", name="DeepSpeed").press("Space")
-    page.locator(".ss-advised", has_text="FSDP2").wait_for(timeout=ASKED)
+    page.locator(".ss-advised", has_text="FSDP2").wait_for(timeout=SEARCH_TIMEOUT_MS)
 
 
-def files_are_listed_and_a_command_is_copied(page: Any) -> None:
+def export_files_and_copy_command(page: Any) -> None:
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     open_fold(page, "Run")
     page.get_by_role("button", name="Export configs and scripts").click()
-    page.locator(".ss-files li", has_text="train.py").first.wait_for(timeout=ASKED)
+    page.locator(".ss-files li", has_text="train.py").first.wait_for(timeout=SEARCH_TIMEOUT_MS)
     button = page.get_by_role("button", name="Copy the command that starts").first
     button.click()
     page.locator(".ss-command button", has_text="Copied").wait_for()
@@ -205,15 +205,15 @@ def files_are_listed_and_a_command_is_copied(page: Any) -> None:
     assert re.match(r"cd /\S+/exports/\S+ && (\w+=<\.\.\.> )*\./\w+\.sh", copied)
 
 
-def a_row_of_the_search_is_applied(page: Any) -> None:
+def apply_row_of_all_layouts(page: Any) -> None:
     page.get_by_role("button", name="All layouts").click()
-    page.locator(".ss-ranked tbody tr").first.wait_for(timeout=ASKED)
+    page.locator(".ss-ranked tbody tr").first.wait_for(timeout=SEARCH_TIMEOUT_MS)
     page.wait_for_selector(".ss-ranking .scatterlayer path.point", state="attached")
     # The tab scrolls: nothing in it is squeezed into its height.
     box = page.locator(".ss-ranking .ss-chart").bounding_box()
     table = page.locator(".ss-ranked").bounding_box()
     assert box["height"] > 200 and table["y"] >= box["y"] + box["height"] - 1, "the chart is above its table"
-    # By memory, upwards: the first row is another framework's or another micro-batch than what is applied.
+    # Sorted by peak memory: the first row has another framework or micro-batch than the applied plan.
     page.locator(".ss-ranked th button", has_text="peak").click()
     page.locator(".ss-ranked th[aria-sort=ascending] button", has_text="peak").wait_for()
     peaks = [float(text) for text in page.locator(".ss-ranked tbody td:nth-child(6)").all_inner_texts()]
@@ -227,10 +227,10 @@ def a_row_of_the_search_is_applied(page: Any) -> None:
     page.locator(".ss-ranked tr.ss-current", has_text="this plan").wait_for()
     page.locator(".ss-pager button", has_text="Next").press("Enter")
     page.locator(".ss-pager", has_text="13 to 24").wait_for()
-    assert page.evaluate("() => document.activeElement.dataset.act") == "page:1", "the keyboard stays there"
+    assert page.evaluate("() => document.activeElement.dataset.act") == "page:1", "the focus stays there"
 
 
-def tabs_are_moved_through_by_keyboard(page: Any) -> None:
+def move_through_tabs_by_keyboard(page: Any) -> None:
     chosen = page.locator(".ss-tabs [aria-selected=true]")
     chosen.focus()
     page.keyboard.press("ArrowLeft")
@@ -240,18 +240,18 @@ def tabs_are_moved_through_by_keyboard(page: Any) -> None:
     page.locator(".ss-tabs [aria-selected=true]", has_text="Memory").wait_for()
 
 
-def nothing_sticks_out(page: Any, theme: str, widths: tuple[int, ...]) -> None:
-    """At each width, on each page; the pictures are for people."""
+def check_nothing_overflows(page: Any, theme: str, widths: tuple[int, ...]) -> None:
+    """Check each tab at each width, and save screenshots."""
     for tab in ("Time", "Plans", "Checks"):
-        show(page, tab)
+        choose_tab(page, tab)
         for width in widths:
             page.evaluate("w => { document.querySelector('.ss-studio').style.width = w + 'px'; }", width)
             page.wait_for_timeout(500)
-            for _ in range(40):  # A chart takes its new width when the page comes to it, which may be busy.
-                if page.evaluate(STICKING_OUT) == []:
+            for _ in range(40):  # A busy page resizes its charts late.
+                if page.evaluate(OVERFLOWING) == []:
                     break
                 page.wait_for_timeout(500)
-            assert page.evaluate(STICKING_OUT) == [], (tab, width)
+            assert page.evaluate(OVERFLOWING) == [], (tab, width)
             assert page.evaluate(CUT_OFF) == [], (tab, width)
             SCREENSHOTS.mkdir(parents=True, exist_ok=True)
             picture = SCREENSHOTS / f"{tab.lower()}_{width}_{theme}.png"
@@ -259,8 +259,8 @@ def nothing_sticks_out(page: Any, theme: str, widths: tuple[int, ...]) -> None:
         page.evaluate("() => { document.querySelector('.ss-studio').style.width = ''; }")
 
 
-def exposed(page: Any) -> dict[str, float]:
-    """Part -> what the predicted bar is long, as plotly holds it in the browser."""
+def read_predicted_parts(page: Any) -> dict[str, float]:
+    """Return part -> length of the predicted bar, as plotly holds it in the browser."""
     return page.evaluate(
         """() => Object.fromEntries(
             document.querySelector('.ss-step .js-plotly-plot').data

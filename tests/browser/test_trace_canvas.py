@@ -1,6 +1,6 @@
-"""The trace view in a real browser: its own ES module, and real tiles from Python behind a small page.
+"""Tests of the trace view in a real browser: its ES module, and real tiles from Python.
 
-A page of our own on the loopback address stands in for JupyterLab, so that the drawing is tested in seconds.
+A small page on the loopback address stands in for JupyterLab, so that the tests take seconds.
 """
 
 from __future__ import annotations
@@ -61,22 +61,22 @@ window.close_view = front.render({ model, el: document.getElementById("view") })
 
 
 @contextmanager
-def served(view: TraceView, background: str = "white") -> Iterator[str]:
-    """The address of a page that shows ``view`` and passes messages both ways."""
+def serve_page(view: TraceView, background: str = "white") -> Iterator[str]:
+    """Serve a page that shows ``view`` and passes messages both ways; yield its address."""
     sent: list[dict[str, Any]] = []
     lock = threading.Lock()
 
-    def keep(content: dict[str, Any], buffers: list[Any] | None = None) -> None:
+    def record_message(content: dict[str, Any], buffers: list[Any] | None = None) -> None:
         texts = [base64.b64encode(bytes(buffer)).decode() for buffer in buffers or []]
         sent.append({"content": content, "buffers": texts})
 
-    view.send = keep
+    view.send = record_message
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *args: object) -> None:
             pass
 
-        def answer(self, body: str, kind: str) -> None:
+        def respond(self, body: str, kind: str) -> None:
             self.send_response(200)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
             self.end_headers()
@@ -84,13 +84,13 @@ def served(view: TraceView, background: str = "white") -> Iterator[str]:
 
         def do_GET(self) -> None:
             if self.path == "/index.js":
-                self.answer(str(view._esm), "text/javascript")
+                self.respond(str(view._esm), "text/javascript")
             elif self.path == "/style.css":
-                self.answer(str(view._css), "text/css")
+                self.respond(str(view._css), "text/css")
             elif self.path == "/state":
-                self.answer(json.dumps(view.get_state()), "application/json")
+                self.respond(json.dumps(view.get_state()), "application/json")
             else:
-                self.answer(PAGE.replace("BACKGROUND", background), "text/html")
+                self.respond(PAGE.replace("BACKGROUND", background), "text/html")
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -104,7 +104,7 @@ def served(view: TraceView, background: str = "white") -> Iterator[str]:
                 known = {**before, **body} if self.path == "/state" else before
                 after = view.get_state(SHARED)
                 state = {key: value for key, value in after.items() if value != known[key]}
-            self.answer(json.dumps({"messages": messages, "state": state}), "application/json")
+            self.respond(json.dumps({"messages": messages, "state": state}), "application/json")
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -117,16 +117,16 @@ def served(view: TraceView, background: str = "white") -> Iterator[str]:
 
 
 @pytest.fixture
-def opened(browser: Any) -> Callable[..., AbstractContextManager[Any]]:
-    """``with opened(view) as page:`` shows ``view`` in a page of its own."""
-    return partial(_opened, browser)
+def open_view(browser: Any) -> Callable[..., AbstractContextManager[Any]]:
+    """``with open_view(view) as page:`` shows ``view`` in a page of its own."""
+    return partial(_open_view, browser)
 
 
 @contextmanager
-def _opened(
+def _open_view(
     browser: Any, view: TraceView, *, dark: bool = False, width: int = 1180, scale: float = 1
 ) -> Iterator[Any]:
-    """A browser page that shows ``view``; fails if any request left the machine or any script failed."""
+    """Open a page that shows ``view``; fail if a request left the machine or a script failed."""
     page = browser.new_page(
         viewport={"width": width, "height": 800},
         color_scheme="dark" if dark else "light",
@@ -134,10 +134,10 @@ def _opened(
     )
     failures: list[str] = []
     page.on("pageerror", lambda error: failures.append(str(error)))
-    abroad: list[str] = []
-    page.on("request", lambda request: abroad.append(request.url))
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
     try:
-        with served(view, "#111518" if dark else "white") as address:
+        with serve_page(view, "#111518" if dark else "white") as address:
             page.goto(address)
             page.wait_for_selector(".ss-trace canvas[data-t0]")
             if len(view.trace):
@@ -145,7 +145,7 @@ def _opened(
             page.wait_for_timeout(150)
             yield page
             assert not failures, failures
-            assert not [url for url in abroad if not url.startswith(address)]
+            assert not [url for url in requests if not url.startswith(address)]
     finally:
         page.close()
 
@@ -160,215 +160,217 @@ def view(trace: Trace) -> TraceView:
     return TraceView(trace)
 
 
-def shown(page: Any) -> tuple[float, float]:
+def read_viewport(page: Any) -> tuple[float, float]:
     data = page.evaluate("({...document.querySelector('.ss-trace canvas').dataset})")
     return float(data["t0"]), float(data["t1"])
 
 
-def settled(page: Any) -> None:
+def wait_until_settled(page: Any) -> None:
     page.wait_for_timeout(400)
 
 
-def middle(page: Any) -> tuple[float, float]:
+def find_center(page: Any) -> tuple[float, float]:
     box = page.locator(".ss-trace canvas").bounding_box()
     return box["x"] + box["width"] / 2, box["y"] + 70
 
 
-def place_of(page: Any, view: TraceView, index: int) -> tuple[float, float]:
-    """Pixel in the middle of a slice of the first track, which begins under the ruler and one header."""
+def find_pixel(page: Any, view: TraceView, index: int) -> tuple[float, float]:
+    """Return the pixel in the middle of a slice of the first track, below the ruler and a header."""
     box = page.locator(".ss-trace canvas").bounding_box()
-    t0, t1 = shown(page)
+    t0, t1 = read_viewport(page)
     time = (int(view.trace.start_ns[index]) + int(view.trace.duration_ns[index]) / 2) / 1e9
     x = box["x"] + 168 + (time - t0) / (t1 - t0) * (box["width"] - 168)
     return x, box["y"] + 24 + 24 + 3 + int(view.trace.depth[index]) * 18 + 9
 
 
-def test_every_slice_of_both_ranks_is_drawn_on_one_axis(opened: Any, view: TraceView) -> None:
-    with opened(view) as page:
+def test_every_slice_of_both_ranks_is_drawn_on_one_axis(open_view: Any, view: TraceView) -> None:
+    with open_view(view) as page:
         drawn = int(page.locator("canvas").get_attribute("data-slices"))
         assert drawn == len(view.trace)
         assert page.locator(".ss-trace-rank").all_text_contents() == ["rank 0", "rank 1"]
-        assert shown(page) == pytest.approx((0, view.trace.duration_seconds))
+        assert read_viewport(page) == pytest.approx((0, view.trace.duration_seconds))
 
 
-def test_wheel_zooms_at_the_pointer_and_python_reads_it_back(opened: Any, view: TraceView) -> None:
-    with opened(view) as page:
-        x, y = middle(page)
+def test_wheel_zooms_at_the_pointer_and_updates_the_viewport(open_view: Any, view: TraceView) -> None:
+    with open_view(view) as page:
+        x, y = find_center(page)
         page.mouse.move(x, y)
-        before = shown(page)
+        before = read_viewport(page)
         page.mouse.wheel(0, -400)
-        settled(page)
-        after = shown(page)
+        wait_until_settled(page)
+        after = read_viewport(page)
         assert after[1] - after[0] < 0.8 * (before[1] - before[0])
         assert before[0] < after[0] and after[1] < before[1]
         assert view.viewport_seconds == pytest.approx(after)
 
 
-def test_drag_pans_without_zooming(opened: Any, view: TraceView) -> None:
-    with opened(view) as page:
-        x, y = middle(page)
+def test_drag_pans_without_zooming(open_view: Any, view: TraceView) -> None:
+    with open_view(view) as page:
+        x, y = find_center(page)
         page.mouse.move(x, y)
         page.mouse.wheel(0, -1000)
-        settled(page)
-        before = shown(page)
+        wait_until_settled(page)
+        before = read_viewport(page)
         page.mouse.down()
         page.mouse.move(x - 120, y, steps=6)
         page.mouse.up()
-        settled(page)
-        after = shown(page)
+        wait_until_settled(page)
+        after = read_viewport(page)
         assert after[0] > before[0]
         assert after[1] - after[0] == pytest.approx(before[1] - before[0])
         assert view.selected is None  # a drag is not a click
 
 
-def test_fault_46_keys_zoom_pan_and_fit(opened: Any, view: TraceView) -> None:
-    with opened(view) as page:
+def test_fault_46_keys_zoom_pan_and_fit(open_view: Any, view: TraceView) -> None:
+    with open_view(view) as page:
         page.locator("canvas").focus()
-        whole = shown(page)
+        whole = read_viewport(page)
         page.keyboard.press("w")
         page.keyboard.press("w")
-        settled(page)
-        zoomed = shown(page)
+        wait_until_settled(page)
+        zoomed = read_viewport(page)
         assert zoomed[1] - zoomed[0] == pytest.approx(0.64 * whole[1])
         page.keyboard.press("d")
-        settled(page)
-        right = shown(page)
+        wait_until_settled(page)
+        right = read_viewport(page)
         assert right[0] > zoomed[0]
         page.keyboard.press("a")
-        settled(page)
-        assert shown(page) == pytest.approx(zoomed)
+        wait_until_settled(page)
+        assert read_viewport(page) == pytest.approx(zoomed)
         page.keyboard.press("s")
-        settled(page)
-        assert shown(page)[1] - shown(page)[0] == pytest.approx(0.8 * whole[1])
+        wait_until_settled(page)
+        assert read_viewport(page)[1] - read_viewport(page)[0] == pytest.approx(0.8 * whole[1])
         page.keyboard.press("0")
-        settled(page)
-        assert shown(page) == pytest.approx(whole)
+        wait_until_settled(page)
+        assert read_viewport(page) == pytest.approx(whole)
 
 
-def test_hover_and_click_say_what_a_slice_is(opened: Any, view: TraceView) -> None:
+def test_hover_and_click_describe_the_slice(open_view: Any, view: TraceView) -> None:
     index = int(view.trace.duration_ns[: view.trace.tracks[0].num_slices].argmax())
     name = view.trace.names[view.trace.name_index[index]]
-    with opened(view) as page:
-        page.mouse.move(*place_of(page, view, index))
+    with open_view(view) as page:
+        page.mouse.move(*find_pixel(page, view, index))
         page.wait_for_selector(".ss-trace-tip:not([hidden])")
         text = page.locator(".ss-trace-tip").text_content()
         assert name in text and "start" in text and "ms" in text
-        page.mouse.click(*place_of(page, view, index))
+        page.mouse.click(*find_pixel(page, view, index))
         page.wait_for_selector(".ss-trace-details.ss-on")
-        settled(page)
+        wait_until_settled(page)
         assert view.selected is not None and view.selected["name"] == name
         expect(page.locator(".ss-trace-details")).to_contain_text(f"rank {view.selected['rank']}")
 
 
-def test_search_counts_highlights_and_walks_the_matches(opened: Any, view: TraceView) -> None:
-    with opened(view) as page:
+def test_search_counts_highlights_and_visits_the_matches(open_view: Any, view: TraceView) -> None:
+    with open_view(view) as page:
         pixels = "document.querySelector('canvas').toDataURL()"
         before = page.evaluate(pixels)
         page.locator(".ss-trace-search").fill("ADDMM")
         page.wait_for_function("+document.querySelector('canvas').dataset.matches > 0")
-        settled(page)
+        wait_until_settled(page)
         assert page.evaluate(pixels) != before  # the others are dimmed
         assert (
             f"{view.num_matches} of {len(view.trace):,} slices"
             in page.locator(".ss-trace-count").text_content()
         )
         page.keyboard.press("Enter")
-        settled(page)
+        wait_until_settled(page)
         first = dict(view.selected or {})
         assert "addmm" in first["name"].lower()
         expect(page.locator(".ss-trace-count")).to_have_text(f"match 1 of {view.num_matches}")
         page.keyboard.press("Enter")
-        settled(page)
+        wait_until_settled(page)
         assert view.selected is not None and view.selected["start_seconds"] >= first["start_seconds"]
         page.keyboard.press("Shift+Enter")
-        settled(page)
+        wait_until_settled(page)
         assert view.selected["index"] == first["index"]
-        t0, t1 = shown(page)
+        t0, t1 = read_viewport(page)
         assert t0 <= first["start_seconds"] <= t1
 
 
-def test_fault_46_a_rank_folds_into_a_thin_band_from_the_keyboard(opened: Any, view: TraceView) -> None:
-    with opened(view) as page:
+def test_fault_46_rank_is_collapsed_by_keyboard(open_view: Any, view: TraceView) -> None:
+    with open_view(view) as page:
         first, second = page.locator(".ss-trace-rank").all()
         before = second.bounding_box()["y"] - first.bounding_box()["y"]
         first.focus()
         page.keyboard.press("Enter")
-        settled(page)
+        wait_until_settled(page)
         expect(first).to_have_attribute("aria-expanded", "false")
         assert second.bounding_box()["y"] - first.bounding_box()["y"] < before / 3
         page.keyboard.press("Enter")
-        settled(page)
+        wait_until_settled(page)
         expect(first).to_have_attribute("aria-expanded", "true")
         assert second.bounding_box()["y"] - first.bounding_box()["y"] == pytest.approx(before)
 
 
-def test_the_table_follows_the_view(opened: Any, view: TraceView) -> None:
-    with opened(view) as page:
+def test_totals_table_follows_the_viewport(open_view: Any, view: TraceView) -> None:
+    with open_view(view) as page:
         page.locator(".ss-trace-totals summary").click()
         page.wait_for_selector(".ss-trace-totals td")
         first = page.locator(".ss-trace-totals td").first.text_content()
         assert first == view._tiler.sum_by_name(0, view._span_ns)[0]["name"]
 
 
-def test_python_moves_the_view(opened: Any, view: TraceView) -> None:
-    with opened(view) as page:
+def test_viewport_is_set_from_python(open_view: Any, view: TraceView) -> None:
+    with open_view(view) as page:
         page.evaluate("model.set('viewport_seconds', [0.002, 0.004])")
-        settled(page)
-        assert shown(page) == pytest.approx((0.002, 0.004))
+        wait_until_settled(page)
+        assert read_viewport(page) == pytest.approx((0.002, 0.004))
 
 
-def test_fault_46_dark_and_light_differ_and_follow_jupyterlabs_switch(opened: Any, view: TraceView) -> None:
+def test_fault_46_canvas_follows_jupyterlabs_theme(open_view: Any, view: TraceView) -> None:
     corner = (
         "[...document.querySelector('canvas').getContext('2d').getImageData(4, 4, 1, 1).data].slice(0, 3)"
     )
-    with opened(view, dark=True) as page:
+    with open_view(view, dark=True) as page:
         assert max(page.evaluate(corner)) < 60
         page.evaluate(
             "document.body.style.setProperty('--jp-layout-color0', 'white'),"
             "document.body.setAttribute('data-jp-theme-light', 'true')"
         )
-        settled(page)
+        wait_until_settled(page)
         assert min(page.evaluate(corner)) > 240
 
 
-def test_fault_38_a_script_in_a_name_is_text(opened: Any, tmp_path: Path) -> None:
+def test_fault_38_script_in_a_name_is_escaped(open_view: Any, tmp_path: Path) -> None:
     name = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>"
     event = {"ph": "X", "cat": "cpu_op", "name": name, "pid": 1, "tid": name, "ts": 1.0, "dur": 100.0}
     (tmp_path / "rank-0.json").write_text(json.dumps({"traceEvents": [event]}))
     view = TraceView(tmp_path)
-    with opened(view) as page:
-        page.mouse.move(*place_of(page, view, 0))
+    with open_view(view) as page:
+        page.mouse.move(*find_pixel(page, view, 0))
         page.wait_for_selector(".ss-trace-tip:not([hidden])")
-        page.mouse.click(*place_of(page, view, 0))
+        page.mouse.click(*find_pixel(page, view, 0))
         page.locator(".ss-trace-totals summary").click()
         page.wait_for_selector(".ss-trace-totals td")
         expect(page.locator(".ss-trace-tip")).to_contain_text(name)
         assert page.evaluate("window.hacked") is None
 
 
-def test_an_empty_trace_says_so(opened: Any, tmp_path: Path) -> None:
+def test_empty_trace_shows_a_message(open_view: Any, tmp_path: Path) -> None:
     (tmp_path / "rank-0.json").write_text('{"traceEvents": []}')
-    with opened(TraceView(tmp_path)) as page:
+    with open_view(TraceView(tmp_path)) as page:
         expect(page.locator(".ss-trace-empty")).to_contain_text("recorded nothing")
 
 
-def test_fault_44_a_bad_message_is_shown_and_the_view_lives_on(opened: Any, view: TraceView) -> None:
-    with opened(view) as page:
+def test_fault_44_invalid_message_is_reported_and_the_view_keeps_working(
+    open_view: Any, view: TraceView
+) -> None:
+    with open_view(view) as page:
         page.evaluate("model.send({type: 'format the disk', id: 1})")
         page.wait_for_function("document.querySelector('.ss-trace-error').textContent.includes('allowed')")
         page.locator("canvas").focus()
         page.keyboard.press("w")
-        settled(page)
-        assert shown(page)[1] < view.trace.duration_seconds
+        wait_until_settled(page)
+        assert read_viewport(page)[1] < view.trace.duration_seconds
 
 
-def test_fault_46_narrow_pages_keep_everything_inside(opened: Any, view: TraceView) -> None:
-    with opened(view, width=320) as page:
+def test_fault_46_nothing_overflows_on_narrow_pages(open_view: Any, view: TraceView) -> None:
+    with open_view(view, width=320) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= 320
 
 
-def test_fault_43_closing_leaves_no_handler_behind(opened: Any, view: TraceView) -> None:
-    with opened(view) as page:
+def test_fault_43_closing_removes_all_event_handlers(open_view: Any, view: TraceView) -> None:
+    with open_view(view) as page:
         page.evaluate("close_view()")
         assert page.evaluate("Object.values(handlers).flat().length") == 0
 
@@ -376,39 +378,39 @@ def test_fault_43_closing_leaves_no_handler_behind(opened: Any, view: TraceView)
 PYTHON_STACKS = FIXTURE.parent / "trace_with_stacks"
 
 
-def test_gpu_streams_are_in_sight_and_python_stacks_one_line(opened: Any) -> None:
+def test_gpu_streams_are_visible_and_python_stacks_collapsed(open_view: Any) -> None:
     view = TraceView(PYTHON_STACKS)
     frames = next(track for track in view.trace.tracks if track.kind == "python")
-    with opened(view) as page:
+    with open_view(view) as page:
         line = page.locator(".ss-trace-stack")
         expect(line).to_have_text(f"Python stacks, {frames.num_rows} rows: show")
         drawn = int(page.locator("canvas").get_attribute("data-slices"))
-        assert drawn == len(view.trace) - frames.num_slices  # everything else is in sight without scrolling
-        texts = names_drawn(page)
+        assert drawn == len(view.trace) - frames.num_slices  # everything else is visible without scrolling
+        texts = read_drawn_texts(page)
         assert texts.index("stream 7") < texts.index("main thread (python)") < texts.index("pt_autograd_0")
         line.focus()
         page.keyboard.press("Enter")
-        settled(page)
+        wait_until_settled(page)
         assert line.get_attribute("aria-expanded") == "true" and "hide" in line.text_content()
         assert int(page.locator("canvas").get_attribute("data-slices")) > drawn - 100
         page.keyboard.press("Enter")
-        settled(page)
+        wait_until_settled(page)
         assert int(page.locator("canvas").get_attribute("data-slices")) == drawn
 
 
-def test_a_match_in_a_folded_stack_unfolds_it(opened: Any) -> None:
+def test_match_in_a_collapsed_stack_expands_it(open_view: Any) -> None:
     view = TraceView(PYTHON_STACKS)
-    with opened(view) as page:
+    with open_view(view) as page:
         page.locator(".ss-trace-search").fill("call_through")
         page.wait_for_function("+document.querySelector('canvas').dataset.matches > 0")
         page.keyboard.press("Enter")
         page.wait_for_selector(".ss-trace-stack[aria-expanded=true]")
-        settled(page)
+        wait_until_settled(page)
         assert view.selected is not None and view.selected["track"].startswith("Python stacks of")
 
 
-def names_drawn(page: Any) -> list[str]:
-    """Texts of the next frame, each within the canvas, in the order in which they are drawn."""
+def read_drawn_texts(page: Any) -> list[str]:
+    """Return the texts of the next frame in drawing order; check that each is within the canvas."""
     page.evaluate("""() => {
       window.texts = [];
       const plain = CanvasRenderingContext2D.prototype.fillText;
@@ -423,18 +425,18 @@ def names_drawn(page: Any) -> list[str]:
     box = page.locator(".ss-trace canvas").bounding_box()
     page.mouse.move(box["x"] + box["width"] - 20, box["y"] + 10)
     page.mouse.move(box["x"] + box["width"] - 22, box["y"] + 12)
-    settled(page)
+    wait_until_settled(page)
     texts = page.evaluate("texts")
     assert not [text for text, is_inside in texts if not is_inside]
     return [str(text) for text, _ in texts]
 
 
 @pytest.mark.parametrize(("width", "scale"), [(390, 1), (390, 3), (590, 2), (1180, 1)])
-def test_track_names_are_whole_on_narrow_pages_and_at_200_percent(
-    opened: Any, width: int, scale: float
+def test_track_names_are_not_cut_off_on_narrow_or_scaled_pages(
+    open_view: Any, width: int, scale: float
 ) -> None:
-    with opened(TraceView(PYTHON_STACKS), width=width, scale=scale) as page:
-        texts = names_drawn(page)
+    with open_view(TraceView(PYTHON_STACKS), width=width, scale=scale) as page:
+        texts = read_drawn_texts(page)
         assert {"stream 7", "stream 20", "pt_autograd_0"} <= set(texts)
         assert "main thread (python)" in texts
         line = page.locator(".ss-trace-stack").bounding_box()
@@ -443,25 +445,25 @@ def test_track_names_are_whole_on_narrow_pages_and_at_200_percent(
 
 
 @pytest.mark.parametrize("width", [390, 700, 1180])
-def test_the_drawing_stays_in_place_while_the_search_reports(
-    opened: Any, view: TraceView, width: int
+def test_canvas_keeps_its_position_while_the_search_reports(
+    open_view: Any, view: TraceView, width: int
 ) -> None:
-    with opened(view, width=width) as page:
+    with open_view(view, width=width) as page:
         canvas = page.locator(".ss-trace canvas")
         before = canvas.bounding_box()
         page.locator(".ss-trace-search").fill("a")
         page.wait_for_function("+document.querySelector('canvas').dataset.matches > 0")
-        settled(page)
+        wait_until_settled(page)
         assert canvas.bounding_box() == before
         page.keyboard.press("Enter")
         page.wait_for_function("document.querySelector('.ss-trace-count').textContent.startsWith('match')")
-        settled(page)
+        wait_until_settled(page)
         assert canvas.bounding_box() == before
 
 
-def test_the_focus_ring_of_the_search_box_is_whole(opened: Any, view: TraceView) -> None:
-    """An output of JupyterLab cuts off what is outside of the view."""
-    with opened(view) as page:
+def test_focus_ring_of_the_search_box_is_not_cut_off(open_view: Any, view: TraceView) -> None:
+    """JupyterLab clips an output to the view."""
+    with open_view(view) as page:
         page.locator(".ss-trace-search").focus()
         inside = page.evaluate("""() => {
           const box = document.activeElement.getBoundingClientRect();
@@ -478,10 +480,10 @@ CORNER = "[...canvas.getContext('2d').getImageData(4, 4, 1, 1).data].slice(0, 3)
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_fault_64_a_view_drawn_before_it_is_attached_has_the_theme(
-    opened: Any, view: TraceView, dark: bool
+def test_fault_64_view_rendered_before_it_is_attached_has_the_theme(
+    open_view: Any, view: TraceView, dark: bool
 ) -> None:
-    with opened(view, dark=dark) as page:
+    with open_view(view, dark=dark) as page:
         expected = page.evaluate(
             f"(() => {{ const canvas = document.querySelector('canvas'); return {CORNER}; }})()"
         )
@@ -495,18 +497,18 @@ def test_fault_64_a_view_drawn_before_it_is_attached_has_the_theme(
           document.getElementById("view").append(el);
         }""")
         page.wait_for_function("+document.querySelector('canvas')?.dataset.slices > 0")
-        settled(page)
+        wait_until_settled(page)
         corner = page.evaluate(
             f"(() => {{ const canvas = document.querySelector('canvas'); return {CORNER}; }})()"
         )
         assert corner == expected and (max(corner) < 60 if dark else min(corner) > 240)
 
 
-def test_fault_64_without_its_variables_the_canvas_is_still_readable(opened: Any, view: TraceView) -> None:
-    with opened(view) as page:
+def test_fault_64_canvas_is_readable_without_css_variables(open_view: Any, view: TraceView) -> None:
+    with open_view(view) as page:
         page.evaluate("document.querySelector('link').remove()")
         page.evaluate("document.body.setAttribute('data-jp-theme-light', 'true')")
-        settled(page)
+        wait_until_settled(page)
         colours = page.evaluate(
             "(() => { const { data } = document.querySelector('canvas').getContext('2d')"
             ".getImageData(172, 4, 40, 16);"

@@ -1,4 +1,4 @@
-"""The trace view in a real JupyterLab: never black, and no key of it reaches the notebook."""
+"""Tests of the trace view in a real JupyterLab: it is drawn, and its keys do not reach the notebook."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opened_notebook import menu, open_notebook, write_notebook
+from opened_notebook import choose_menu_item, open_notebook, write_notebook
 from playwright.sync_api import expect
 from served import Lab
 from studio_page import use_theme
@@ -66,9 +66,9 @@ BLACK_OR_UNREADABLE = """() => {
 
 @pytest.fixture(scope="module")
 def page(lab: Lab, browser: Any) -> Iterator[Any]:
-    """A notebook whose first cell has run: it made :data:`SET_UP`'s functions."""
+    """A notebook whose first cell, :data:`SET_UP`, has run."""
     write_notebook(lab, NOTEBOOK, SET_UP, "open_them(5, 3, 2)", "TraceView(trace, height=240)")
-    # High enough to have all cells in sight: JupyterLab makes outputs when they come into view.
+    # High enough for all cells: JupyterLab creates outputs when they come into view.
     page = open_notebook(lab, browser, NOTEBOOK, viewport={"width": 1300, "height": 5200})
     run_cell(page, 0)
     page.keyboard.press("Control+Shift+l")  # a launcher, in a tab of its own
@@ -77,13 +77,13 @@ def page(lab: Lab, browser: Any) -> Iterator[Any]:
     page.close()
 
 
-def prompt(page: Any, index: int) -> str:
+def read_prompt(page: Any, index: int) -> str:
     return str(page.locator(".jp-CodeCell .jp-InputPrompt").nth(index).text_content())
 
 
 def run_cell(page: Any, index: int) -> None:
     """Run a cell and wait until its prompt has a new number."""
-    before = prompt(page, index)
+    before = read_prompt(page, index)
     page.locator(".jp-CodeCell").nth(index).locator(".cm-content").focus()
     page.keyboard.press("Control+Enter")
     page.wait_for_function(
@@ -93,13 +93,13 @@ def run_cell(page: Any, index: int) -> None:
     )
 
 
-def none_is_black(page: Any) -> None:
+def check_every_view_is_drawn(page: Any) -> None:
     page.wait_for_function(
         "count => [...document.querySelectorAll('.ss-trace canvas')]"
         ".filter(canvas => +canvas.dataset.slices > 0).length === count",
         arg=OPENED_AT_ONCE,
     )
-    # A busy machine takes its time to draw; what is black stays black.
+    # A busy machine draws late; a black view stays black.
     for _ in range(40):
         page.wait_for_timeout(300)
         if not page.evaluate(BLACK_OR_UNREADABLE):
@@ -108,7 +108,7 @@ def none_is_black(page: Any) -> None:
 
 
 def go_to_tab(page: Any, name: str) -> None:
-    """Show another document of JupyterLab, which hides the one in sight."""
+    """Show another document of JupyterLab, which hides the current one."""
     page.locator(".lm-DockPanel-tabBar .lm-TabBar-tab", has_text=name).click()
 
 
@@ -116,26 +116,26 @@ def show_hidden_tab(page: Any) -> None:
     page.locator(".widget-tab .lm-TabBar-tab, .jupyter-widget-TabPanel .lm-TabBar-tab").nth(1).click()
 
 
-def test_fault_64_no_trace_opens_black(page: Any) -> None:
-    """Twenty opens here; with SHARDSCOPE_FAULTS=all a hundred."""
+def test_fault_64_trace_view_never_opens_black(page: Any) -> None:
+    """Open twenty views; with SHARDSCOPE_FAULTS=all a hundred."""
     themes = [("JupyterLab Dark", "false"), ("JupyterLab Light", "true")]
     for number in range(10 if all_of_them() else 2):
         page.keyboard.press("Control+b")  # the side bar opens or closes just before
         run_cell(page, 1)
         if number % 2 == 0:
             show_hidden_tab(page)
-            none_is_black(page)
+            check_every_view_is_drawn(page)
             name, light = themes[number // 2 % 2]
             use_theme(page, name, light=light)
         else:
-            # Opened in a notebook that is not in sight, and shown under another theme.
+            # Opened in a hidden notebook, and shown under another theme.
             go_to_tab(page, "Launcher")
             name, light = themes[(number // 2 + 1) % 2]
             use_theme(page, name, light=light)
             go_to_tab(page, NOTEBOOK)
             show_hidden_tab(page)
-        none_is_black(page)
-        # Out of the document and back, as for a cell that is moved, while the theme changes.
+        check_every_view_is_drawn(page)
+        # Removed from the document and added again, as for a moved cell, while the theme changes.
         page.evaluate(
             "{ const node = document.querySelectorAll('.jp-CodeCell')[1].querySelector('.jp-OutputArea');"
             "window.away = [node, node.parentNode]; node.remove(); }"
@@ -143,13 +143,13 @@ def test_fault_64_no_trace_opens_black(page: Any) -> None:
         name, light = themes[0] if light == "true" else themes[1]
         use_theme(page, name, light=light)
         page.evaluate("window.away[1].append(window.away[0])")
-        none_is_black(page)
+        check_every_view_is_drawn(page)
     clear_outputs(page)
     use_theme(page, "JupyterLab Light", light="true")
 
 
 def clear_outputs(page: Any) -> None:
-    menu(page, "Edit", "Clear Outputs of All Cells")
+    choose_menu_item(page, "Edit", "Clear Outputs of All Cells")
     page.wait_for_function("document.querySelectorAll('.ss-trace').length === 0")
 
 
@@ -186,8 +186,8 @@ STATE = """() => ({
         ["canvas", ".ss-trace-fit"],
     ),
 )
-def test_fault_62_keys_pressed_in_the_trace_leave_the_notebook_as_it_is(page: Any, focused: str) -> None:
-    shown_alone(page)
+def test_fault_62_keys_in_the_trace_do_not_change_the_notebook(page: Any, focused: str) -> None:
+    show_single_view(page)
     node = page.locator(f".ss-trace {focused}" if focused[0] != "." or " " not in focused else focused).first
     node.focus()
     before = page.evaluate(STATE)
@@ -202,7 +202,7 @@ def test_fault_62_keys_pressed_in_the_trace_leave_the_notebook_as_it_is(page: An
     assert page.evaluate("document.activeElement.closest('.ss-trace') !== null")
 
 
-def shown_alone(page: Any) -> None:
+def show_single_view(page: Any) -> None:
     if page.locator(".ss-trace").count() != 1:
         clear_outputs(page)
         run_cell(page, 2)
@@ -211,8 +211,8 @@ def shown_alone(page: Any) -> None:
     page.wait_for_timeout(300)
 
 
-def test_fault_62_escape_tab_and_save_still_reach_jupyterlab(lab: Lab, page: Any) -> None:
-    shown_alone(page)
+def test_fault_62_escape_tab_and_save_reach_jupyterlab(lab: Lab, page: Any) -> None:
+    show_single_view(page)
     page.evaluate("window.heard = []; document.addEventListener('keydown', (event) => heard.push(event.key))")
     page.locator(".ss-trace canvas").focus()
     for key in ("m", "w", "Escape", "Tab"):
@@ -223,7 +223,7 @@ def test_fault_62_escape_tab_and_save_still_reach_jupyterlab(lab: Lab, page: Any
         before = (lab.folder / NOTEBOOK).stat().st_mtime_ns
         page.locator(f".ss-trace {focused}").focus()
         for _ in range(8):
-            page.keyboard.press("Control+s")  # JupyterLab leaves out one that comes while it still saves
+            page.keyboard.press("Control+s")  # JupyterLab ignores one while it is still saving
             page.wait_for_timeout(1000)
             if (lab.folder / NOTEBOOK).stat().st_mtime_ns != before:
                 break
@@ -231,9 +231,9 @@ def test_fault_62_escape_tab_and_save_still_reach_jupyterlab(lab: Lab, page: Any
             pytest.fail(f"Ctrl+S with the focus on {focused} saved nothing")
 
 
-def test_fault_47_the_saved_notebook_has_a_picture_of_the_trace(lab: Lab, page: Any) -> None:
-    shown_alone(page)
-    menu(page, "File", "Save Notebook")
+def test_fault_47_saved_notebook_has_an_svg_of_the_trace(lab: Lab, page: Any) -> None:
+    show_single_view(page)
+    choose_menu_item(page, "File", "Save Notebook")
     html = ""
     for _ in range(50):
         outputs = json.loads((lab.folder / NOTEBOOK).read_text())["cells"][2]["outputs"]
@@ -244,9 +244,9 @@ def test_fault_47_the_saved_notebook_has_a_picture_of_the_trace(lab: Lab, page: 
     assert "<svg" in html and "stream 7" in html and "<table" in html and "<script" not in html
 
 
-def test_keys_are_named_only_while_they_work(page: Any) -> None:
-    """After a click on the drawing W zooms; the hint names it then, and not before."""
-    shown_alone(page)
+def test_key_hints_are_shown_only_while_the_canvas_has_the_focus(page: Any) -> None:
+    """After a click on the canvas W zooms; the hint names the key then, and not before."""
+    show_single_view(page)
     page.locator(".jp-CodeCell .cm-content").nth(0).focus()
     hint = page.locator(".ss-trace-details")
     assert " W " not in f" {hint.text_content()} " and "0 shows" not in hint.text_content()

@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom in a real kernel, and opens without a question."""
+"""Tests of the notebooks: each runs in a real kernel, opens without a dialog, and has no stored outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.needs import few
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SHORT = [path for path in NOTEBOOKS if path.name != "90_verify_this_machine.ipynb"]
-"""What the other one runs takes a minute or more of launches."""
+"""The other notebook launches runs for a minute or more."""
 
 
 @pytest.mark.parametrize("path", few(NOTEBOOKS, SHORT), ids=lambda path: path.name)
@@ -40,8 +40,8 @@ def test_all_cells_run(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_what_is_shown_as_python_brings_all_its_names(path: Path) -> None:
-    """Snippets in the text are pasted one after another, into a notebook where nothing was run before."""
+def test_markdown_snippets_define_every_name_that_they_use(path: Path) -> None:
+    """Users paste the snippets of the text one after another into an empty notebook."""
     notebook = nbformat.read(path, as_version=4)
     known = set(dir(builtins))
     for cell in notebook.cells:
@@ -55,13 +55,13 @@ def test_what_is_shown_as_python_brings_all_its_names(path: Path) -> None:
             names = [node for node in nodes if isinstance(node, ast.Name)]
             known |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
             assert not {node.id for node in names} - known, block
-        # Words between the snippets name things as well: `TraceView(run)`.
+        # The text between the snippets names objects as well: `TraceView(run)`.
         for call in re.findall(r"`([A-Z]\w+)\(", cell.source) if blocks else []:
             assert call in known, call
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_is_stored_clean(path: Path) -> None:
+def test_notebook_is_stored_without_outputs(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     # Without a kernelspec JupyterLab asks which kernel to use before anything is shown.
@@ -69,13 +69,13 @@ def test_is_stored_clean(path: Path) -> None:
     assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in notebook.cells)
 
 
-def test_the_first_cell_of_the_studio_ends_in_the_studio() -> None:
+def test_first_cell_of_the_studio_notebook_ends_with_studio() -> None:
     notebook = nbformat.read(NOTEBOOKS[0], as_version=4)
     assert notebook.cells[0].source.splitlines()[-1] == "Studio()"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_git_sees_no_change_in_a_notebook_that_was_only_used(path: Path, tmp_path: Path) -> None:
+def test_git_filter_ignores_the_outputs_of_a_used_notebook(path: Path, tmp_path: Path) -> None:
     """``make lab`` turns this filter on; the file on disk keeps its outputs."""
     (tmp_path / "notebooks").mkdir()
     (tmp_path / ".ci").mkdir()
@@ -109,11 +109,11 @@ def test_git_sees_no_change_in_a_notebook_that_was_only_used(path: Path, tmp_pat
     used.cells[0].source += "\n# mine"
     nbformat.write(used, copy)
     subprocess.run(after_a_save, env={**os.environ, "PYTHONPATH": str(ROOT / ".ci")}, check=True)
-    assert git("status", "--porcelain").startswith(" M"), "what a person wrote is a change, not staged"
+    assert git("status", "--porcelain").startswith(" M"), "an edit by the user is a change that is not staged"
     assert '+    "# mine"' in git("diff") and "a run" not in git("diff")
 
 
-def test_what_is_no_notebook_passes_the_filter_as_it_is() -> None:
+def test_git_filter_passes_other_files_unchanged() -> None:
     command = [sys.executable, str(ROOT / ".ci" / "clean_notebook.py")]
     for text in ("<<<<<<< HEAD\n{}\n", "{}", '{"cells": [1], "metadata": {}}'):
         assert subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout == text

@@ -1,4 +1,4 @@
-"""The README's example runs as pasted, its numbers are those of the reports, and what pages name exists."""
+"""Tests of the README and the guides: the example runs, numbers match the reports, named files exist."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.needs import needs
 import shardscope as ss
 
 REPOSITORY = Path(__file__).parents[2]
-MADE_LATER = (
+NOT_IN_REPOSITORY = (
     *("config.json", "FILES.md", "artifacts/soak/report.md"),
     *("shardscope_report.md", "pretrain_gpt.py"),
 )
-"""Files of other people, and of machines with a GPU."""
+"""Files of other projects, and files that runs or machines with a GPU write."""
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 GUIDES = ("installing", "planning", "launching", "fine_tuning", "exports", "limits")
 PAGES = ("README.md", *(f"docs/{guide}.md" for guide in GUIDES))
@@ -31,19 +31,19 @@ NOT_TENSORS = ("communication", "runtime", "fragmentation")
 """Components of a prediction that torch does not count as allocated."""
 
 
-def read(page: str) -> str:
+def read_page(page: str) -> str:
     return (REPOSITORY / page).read_text(encoding="utf-8")
 
 
-def toolkit_text() -> str:
+def read_toolkit() -> str:
     return "\n".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "toolkit").rglob("*.py"))
 
 
-def test_the_python_example_works_as_pasted(tmp_path: Path) -> None:
+def test_python_example_runs_as_pasted(tmp_path: Path) -> None:
     needs("torch")
     (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len([line for line in block.splitlines() if line]) == 10, "ten lines"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", block],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -52,8 +52,8 @@ def test_the_python_example_works_as_pasted(tmp_path: Path) -> None:
         check=False,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr
-    report, step, why, outcome, trace = done.stdout.splitlines()
+    assert completed.returncode == 0, completed.stderr
+    report, step, why, outcome, trace = completed.stdout.splitlines()
     assert "fits" in report
     assert "tokens/s a GPU" in step
     assert why.startswith("Start with ")
@@ -69,82 +69,84 @@ def test_the_python_example_works_as_pasted(tmp_path: Path) -> None:
     }
 
 
-def test_the_readme_is_short() -> None:
+def test_readme_is_short_and_links_to_every_page() -> None:
     assert len(README.splitlines()) < 120
     for page in PAGES[1:]:
         assert f"]({page})" in README, f"the README does not link to {page}"
 
 
-def test_every_extra_has_its_line() -> None:
-    project = tomllib.loads(read("pyproject.toml"))["project"]
-    page = read("docs/installing.md")
+def test_every_pip_extra_is_documented() -> None:
+    project = tomllib.loads(read_page("pyproject.toml"))["project"]
+    page = read_page("docs/installing.md")
     for extra in project["optional-dependencies"]:
         assert f'pip install "shardscope[{extra}]"' in page
 
 
-def test_every_variable_of_the_environment_is_explained() -> None:
-    named = set(re.findall(r"SHARDSCOPE_[A-Z_]+", toolkit_text()))
-    page = read("docs/launching.md")
+def test_every_environment_variable_is_documented() -> None:
+    named = set(re.findall(r"SHARDSCOPE_[A-Z_]+", read_toolkit()))
+    page = read_page("docs/launching.md")
     assert named and {name for name in named if f"| `{name}` |" not in page} == set()
 
 
-def row_of(claim: str) -> str:
-    """The only row of the README's table of proofs that begins with ``claim``."""
+def find_row(claim: str) -> str:
+    """Return the only row of the README's table of proofs that begins with ``claim``."""
     (row,) = re.findall(rf"^\| {re.escape(claim)} \|.*$", README, re.MULTILINE)
     return str(row)
 
 
-def only(pattern: str, text: str) -> tuple[str, ...]:
-    """The groups of the first place in ``text`` that matches ``pattern``."""
+def match_report(pattern: str, text: str) -> tuple[str, ...]:
+    """Return the groups of the first match of ``pattern`` in ``text``."""
     match = re.search(pattern, text)
     assert match, f"no report says {pattern}"
     return match.groups()
 
 
-def test_predictions_against_rehearsals_are_as_the_report_has_them() -> None:
-    report = read("docs/accuracy.md")
-    plans, within, worst = only(
+def test_readme_numbers_match_the_report_on_rehearsals() -> None:
+    report = read_page("docs/accuracy.md")
+    plans, within, worst = match_report(
         r"\| all \| (\d+) \| ([\d.]+ %) \| [\d.]+ % \| [\d.]+ % \| ([\d.]+ %)", report
     )
-    row = row_of("predicted memory = tracked memory")
+    row = find_row("predicted memory = tracked memory")
     assert f"{int(plans):,} stored rehearsals" in row and f"{within} within 1 %, worst {worst}" in row
-    total, near, worst = only(
+    total, near, worst = match_report(
         r"The last draws, (\d+) plans.*?: (\d+ of \d+ within 1 %.*?; \d+ of \d+ within 1 %)"
         r".*?worst (-[\d.]+ %), for ZeRO",
         report,
     )
     pairs = [(int(part), int(whole)) for part, whole in re.findall(r"(\d+) of (\d+) within 1 %", near)]
     assert sum(whole for _, whole in pairs) == int(total)
-    row = row_of("the same, for plans that no formula had seen")
+    row = find_row("the same, for plans that no formula had seen")
     assert f"{total} random plans | {sum(part for part, _ in pairs)} within 1 %, worst {worst}" in row
 
 
-def test_predictions_against_published_runs_are_as_the_report_has_them() -> None:
-    memory, _, time = read("docs/accuracy.md").rpartition("## Against the goals")
-    row = row_of("predicted memory = published")
+def test_readme_numbers_match_the_report_on_published_runs() -> None:
+    memory, _, time = read_page("docs/accuracy.md").rpartition("## Against the goals")
+    row = find_row("predicted memory = published")
     shares = []
     for kind in ("allocated and active: median of source medians", "reserved", "nvidia-smi"):
-        rows, alone, described = only(
+        rows, alone, described = match_report(
             rf"\| {kind} \| (\d+) \| \d+ \| ([\d.]+ %)[^|]*\*\*missed\*\* \| ([\d.]+ %)", memory
         )
         assert re.search(rf"\b{rows} (allocated|reserved|of nvidia-smi)", row), rows
         assert re.search(rf"(error )?\b{re.escape(alone)}", row), alone
         shares.append(described)
     assert f"described: {', '.join(shares)}" in row
-    rows, right, caught, out = only(
+    rows, right, caught, out = match_report(
         r"\| plan.memory\(\) alone \| (\d+) \| ([\d.]+ %) \| (\d+) of (\d+) \|", memory
     )
-    row = row_of("fits or out of memory")
+    row = find_row("fits or out of memory")
     assert f"{rows} published runs, {out} of which" in row and f"{right} right; {caught} of the {out}" in row
-    rows, middle, ninth = only(r"\| judge \| (\d+) \| ([\d.]+ %): reached \| ([\d.]+ %): reached \|", time)
-    row = row_of("predicted step time = published")
+    rows, middle, ninth = match_report(
+        r"\| judge \| (\d+) \| ([\d.]+ %): reached \| ([\d.]+ %): reached \|", time
+    )
+    row = find_row("predicted step time = published")
     assert f"{rows} published" in row and f"median error {middle}, p90 {ninth}" in row
 
 
-def test_predictions_against_our_own_runs_are_as_they_were_measured() -> None:
+def test_readme_numbers_match_our_measured_runs() -> None:
     tensors: dict[str, list[float]] = {"cpu": [], "small": [], "real": []}
     steps = []
-    for line in read("tests/measured/own.jsonl").splitlines():
+    for line in read_page("tests/measured/own.jsonl").splitlines():
         measured = json.loads(line)
         if not measured["memory_kind"].startswith("allocated"):
             continue
@@ -155,46 +157,46 @@ def test_predictions_against_our_own_runs_are_as_they_were_measured() -> None:
         tensors[kind].append(100 * (predicted / measured["peak_memory_gib"] - 1))
         if kind == "real":
             steps.append(100 * (plan.step().seconds / measured["step_time_s"] - 1))
-    row = row_of("predicted memory = measured on CPU ranks")
+    row = find_row("predicted memory = measured on CPU ranks")
     assert f"| {len(tensors['cpu'])} DDP and FSDP2 runs" in row and "all within 1 %" in row
     assert max(map(abs, tensors["cpu"])) < 1
-    row = row_of("predicted memory = measured on one H100")
+    row = find_row("predicted memory = measured on one H100")
     assert f"{len(tensors['real'])} runs (1 to 8" in row and f"{len(tensors['small'])} runs of 120M" in row
     assert "within 0.2 %" in row and max(map(abs, tensors["real"])) < 0.2
     assert f"up to {-min(tensors['small']):.1f} % too low" in row
     short, long = f"{-min(steps):.0f} % too short", f"{max(steps):.0f} % too long"
-    assert f"between {short} and {long}" in row_of("predicted step time = measured on one H100")
+    assert f"between {short} and {long}" in find_row("predicted step time = measured on one H100")
 
 
-def test_engines_and_faults_are_as_the_reports_have_them() -> None:
-    same, layouts = only(r"(\d+) of (\d+) rows equal the single process", read("docs/parity.md"))
-    assert f"{same} of {layouts} layouts" in row_of("the engines train the plan")
-    assert f"| {len(FAULTS)} kinds of faults" in row_of("a fault leaves nothing behind and is reported")
+def test_readme_numbers_match_the_reports_on_parity_and_faults() -> None:
+    same, layouts = match_report(r"(\d+) of (\d+) rows equal the single process", read_page("docs/parity.md"))
+    assert f"{same} of {layouts} layouts" in find_row("the engines train the plan")
+    assert f"| {len(FAULTS)} kinds of faults" in find_row("a fault leaves nothing behind and is reported")
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_public_names_of_the_pages_exist(page: str) -> None:
-    for name in re.findall(r"\bss\.(\w+)", read(page)):
+def test_public_names_in_the_pages_exist(page: str) -> None:
+    for name in re.findall(r"\bss\.(\w+)", read_page(page)):
         assert hasattr(ss, name), f"{page} names ss.{name}"
-    for module in re.findall(r"`(shardscope(?:\.\w+)+)`", read(page)):
+    for module in re.findall(r"`(shardscope(?:\.\w+)+)`", read_page(page)):
         assert (REPOSITORY / "toolkit" / (module.replace(".", "/") + ".py")).exists(), (
             f"{page} names {module}"
         )
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_and_targets_exist(page: str) -> None:
-    text = read(page)
+def test_links_and_make_targets_exist(page: str) -> None:
+    text = read_page(page)
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert ((REPOSITORY / page).parent / target).exists(), f"{page} links to {target}"
     for target in re.findall(r"`make ([\w-]+)`", text):
-        assert re.search(rf"^{target}:", read("Makefile"), re.MULTILINE), f"{page} names make {target}"
+        assert re.search(rf"^{target}:", read_page("Makefile"), re.MULTILINE), f"{page} names make {target}"
     for target in re.findall(r"`pytest (tests/[\w/.]+)", text):
         assert (REPOSITORY / target).exists(), f"{page} names {target}"
 
 
-def test_contributing_lists_the_packages_in_their_own_words() -> None:
-    """Lowest layer first, as import-linter has them; each row is the first paragraph of its docstring."""
+def test_contributing_lists_packages_with_their_docstrings() -> None:
+    """Rows are in import-linter's order, lowest layer first; each is the first paragraph of its docstring."""
     text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
     toolkit = REPOSITORY / "toolkit" / "shardscope"
     rows = dict(re.findall(r"^\| `toolkit/shardscope/(\w+)/` \| (.*) \|$", text, re.MULTILINE))
@@ -210,7 +212,7 @@ def test_contributing_lists_the_packages_in_their_own_words() -> None:
     assert whole == [name for name in lowest_first if name in whole]
 
 
-def test_contributing_names_every_target() -> None:
+def test_contributing_lists_every_folder_and_make_target() -> None:
     text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
     for folder in {path.split("/")[0] for path in re.findall(r"\| `([\w/]+)/`", text)}:
         assert (REPOSITORY / folder).is_dir(), folder
@@ -221,13 +223,15 @@ def test_contributing_names_every_target() -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md"])
-def test_files_that_are_named_exist(page: str) -> None:
-    """From the root, from the page's or the package's own folder, or as a file that the toolkit writes."""
-    text, code = read(page), toolkit_text()
-    places = [
+def test_files_named_in_the_pages_exist(page: str) -> None:
+    """Names are relative to the root or to a folder of the project, or the toolkit writes the file."""
+    text, code = read_page(page), read_toolkit()
+    folders = [
         REPOSITORY,
-        *(REPOSITORY / place for place in ("toolkit/shardscope", "tests", "tests/unit", "docs")),
+        *(REPOSITORY / folder for folder in ("toolkit/shardscope", "tests", "tests/unit", "docs")),
     ]
     for name in re.findall(r"`([\w./]+\.(?:py|toml|md|png|json|jsonl|ipynb|sh|sbatch|yaml|txt))`", text):
-        found = any((place / name).exists() for place in places) or any(REPOSITORY.glob(f"[tw]*/**/{name}"))
-        assert found or name in MADE_LATER or f'"{name}"' in code, f"{page} names {name}"
+        exists = any((folder / name).exists() for folder in folders) or any(
+            REPOSITORY.glob(f"[tw]*/**/{name}")
+        )
+        assert exists or name in NOT_IN_REPOSITORY or f'"{name}"' in code, f"{page} names {name}"

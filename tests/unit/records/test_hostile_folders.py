@@ -1,4 +1,4 @@
-"""Run folders that somebody else prepared: odd kinds of files in every place, odd values, hostile text."""
+"""Tests of untrusted run folders: special files in every place, invalid values, and hostile text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shardscope_widgets.run.runs_view import RunsView
 from shardscope_widgets.run.view import RunView
 
 HANG_SECONDS = 10.0
-"""A call that has not answered by then waits for ever, or reads without end; it takes a tenth of a second."""
+"""A call that has not returned by then blocks or reads without end; normally it takes 0.1 s."""
 PRECIOUS = "a file of the user's\n"
 
 
@@ -42,17 +42,17 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class HangError(BaseException):
-    """No answer in time. No Exception: nothing that handles errors shall take it for one."""
+    """A call did not return in time. Not an `Exception`, so that no error handler catches it."""
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
-    """Interrupt what hangs, also in a system call."""
+def time_limit() -> Iterator[None]:
+    """Interrupt a call that hangs, also in a system call."""
 
-    def give_up(*_: object) -> None:
+    def raise_hang_error(*_: object) -> None:
         raise HangError
 
-    before = signal.signal(signal.SIGALRM, give_up)
+    before = signal.signal(signal.SIGALRM, raise_hang_error)
     signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS)
     try:
         yield
@@ -75,29 +75,29 @@ def link_to(target: str) -> Callable[[Path], None]:
     return lambda path: path.symlink_to(target)
 
 
-def sparse(path: Path) -> None:
+def make_sparse_file(path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(10 * 2**30)
 
 
-def sparse_after_a_line(path: Path) -> None:
+def make_sparse_file_after_a_line(path: Path) -> None:
     with path.open("wb") as file:
         file.write(b'{"step": 1, "rank": 0}\n')
         file.truncate(10 * 2**30)
 
 
-def bind(path: Path) -> None:
-    # A relative name: that of a socket has 107 bytes at most.
+def bind_socket(path: Path) -> None:
+    # A relative name: the path of a socket has 107 bytes at most.
     before = Path.cwd()
     os.chdir(path.parent)
     try:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(path.name)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path.name)
     finally:
         os.chdir(before)
 
 
-def write(text: str) -> Callable[[Path], None]:
+def text_writer(text: str) -> Callable[[Path], None]:
     return lambda path: path.write_text(text) and None
 
 
@@ -122,19 +122,19 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "link to itself": lambda path: path.symlink_to(path.name),
     "link to nothing": link_to("nothing"),
     "folder": Path.mkdir,
-    "socket": bind,
-    "sparse": sparse,
-    "sparse after a line": sparse_after_a_line,
-    "no JSON": write("\x00nonsense\n{\n"),
-    "list": write("[1]\n"),
-    "wrong types": write(WRONG_TYPES),
-    "huge integers": write(OF_NUMBERS.replace("NUMBER", "1" + "0" * 400)),
-    "large integers": write(OF_NUMBERS.replace("NUMBER", "1" + "0" * 300)),
-    "infinite": write(OF_NUMBERS.replace("NUMBER", "1e999")),
-    "negative": write(OF_NUMBERS.replace("NUMBER", "-1")),
-    "deep": write('{"status": ' + "[" * 100_000 + "]" * 100_000 + "}\n"),
-    "deep enough": write('{"status": ' + "[" * 900 + "]" * 900 + "}\n"),
-    "many digits": write('{"status": "running", "time": ' + "9" * 2_000_000 + "}\n"),
+    "socket": bind_socket,
+    "sparse": make_sparse_file,
+    "sparse after a line": make_sparse_file_after_a_line,
+    "no JSON": text_writer("\x00nonsense\n{\n"),
+    "list": text_writer("[1]\n"),
+    "wrong types": text_writer(WRONG_TYPES),
+    "huge integers": text_writer(OF_NUMBERS.replace("NUMBER", "1" + "0" * 400)),
+    "large integers": text_writer(OF_NUMBERS.replace("NUMBER", "1" + "0" * 300)),
+    "infinite": text_writer(OF_NUMBERS.replace("NUMBER", "1e999")),
+    "negative": text_writer(OF_NUMBERS.replace("NUMBER", "-1")),
+    "deep": text_writer('{"status": ' + "[" * 100_000 + "]" * 100_000 + "}\n"),
+    "deep enough": text_writer('{"status": ' + "[" * 900 + "]" * 900 + "}\n"),
+    "many digits": text_writer('{"status": "running", "time": ' + "9" * 2_000_000 + "}\n"),
 }
 if os.getuid() == 0:
     KINDS["device"] = lambda path: os.mknod(path, 0o20600, os.makedev(1, 5))  # /dev/zero itself
@@ -149,8 +149,8 @@ def plant(folder: Path, name: str, kind: str) -> None:
     KINDS[kind](path)
 
 
-def of_a_handle(run: ss.Run) -> Iterator[Callable[[], object]]:
-    """Every public use of a handle that somebody had before the folder was changed."""
+def list_calls_on_run(run: ss.Run) -> Iterator[Callable[[], object]]:
+    """Yield every public use of a run handle that was created before the folder was changed."""
     yield lambda: (run.status, run.reason, run.error, run.history, run.note, run.created, run.task_fields)
     yield lambda: (run.name, run.world_size, run.plan, run.gpus, run.num_steps, run.predicted_step_seconds)
     yield lambda: (run.is_on_this_machine, run.trains_the_plan, run.reads_stop_requests, repr(run))
@@ -175,8 +175,8 @@ def of_a_handle(run: ss.Run) -> Iterator[Callable[[], object]]:
     yield lambda: setattr(run, "note", "a new one")
 
 
-def of_a_folder(path: Path) -> Iterator[Callable[[], object]]:
-    """Every public use of a folder with runs, one of which is ``path``."""
+def list_calls_on_folder(path: Path) -> Iterator[Callable[[], object]]:
+    """Yield every public use of a folder of runs, one of which is ``path``."""
     parent = path.parent
     yield lambda: ss.Run.attach(path)
     yield lambda: ss.runs(parent).compare("whole", path.name)._repr_html_()
@@ -185,12 +185,12 @@ def of_a_folder(path: Path) -> Iterator[Callable[[], object]]:
     yield lambda: read_free_memory(parent)
 
 
-def answer(call: Callable[[], object]) -> None:
-    with bounded(), suppress(ValueError):
+def call_within_limit(call: Callable[[], object]) -> None:
+    with time_limit(), suppress(ValueError):
         call()
 
 
-def every_part(summary: Any) -> None:
+def read_every_field(summary: Any) -> None:
     names = ("plan", "last_metrics", "loss", "num_steps_done", "num_steps", "seconds", "has_trace", "is_live")
     for name in names:
         getattr(summary, name)
@@ -199,49 +199,49 @@ def every_part(summary: Any) -> None:
     assert summary.resumed_from is None or isinstance(summary.resumed_from, str)
 
 
-def views(path: Path) -> None:
-    """The list shows both runs, and opens and compares them, whatever is in the folder."""
+def check_views(path: Path) -> None:
+    """Check that the list shows both runs, and opens and compares them, whatever is in the folder."""
     view = RunsView()
     try:
         assert view.num_runs == 2 and "whole" in view.table.value and path.name in view.table.value
-        found = list(ss.runs(path.parent))
-        for run in found:
-            shown = RunView(run)
+        runs = list(ss.runs(path.parent))
+        for run in runs:
+            run_view = RunView(run)
             try:
-                shown.refresh()
+                run_view.refresh()
             finally:
-                shown.close()
-        if len(found) == 2:
-            view.compare(*found)
+                run_view.close()
+        if len(runs) == 2:
+            view.compare(*runs)
     finally:
         view.close()
 
 
 def check_lists(path: Path) -> None:
-    """A damaged folder is one row in every list, and hides no other."""
-    with bounded():
+    """Check that a damaged folder is one row in every list, and hides no other run."""
+    with time_limit():
         for summary in RunSummaries(path.parent).read():
-            every_part(summary)
-        found = ss.runs(path.parent)
-        names = [run.name for run in found] + [one.name for one in found.damaged]
+            read_every_field(summary)
+        runs = ss.runs(path.parent)
+        names = [run.name for run in runs] + [damaged.name for damaged in runs.damaged]
         assert sorted(names) == sorted(["whole", path.name])
-        assert all(one.damage for one in found.damaged)
-        frame = found.to_frame()
-        assert sorted(frame["run"]) == sorted(names) and "whole" in found._repr_html_()
+        assert all(damaged.damage for damaged in runs.damaged)
+        frame = runs.to_frame()
+        assert sorted(frame["run"]) == sorted(names) and "whole" in runs._repr_html_()
         whole = frame[frame["run"] == "whole"].iloc[0]
         assert whole["status"] == "finished" and whole["loss"] > 0
         for name, status, plan in zip(frame["run"], frame["status"], frame["plan"], strict=True):
             assert status != "damaged" or ((name == path.name and " is " in plan) or "damaged" in plan), plan
 
 
-def cases() -> list[tuple[str, str]]:
-    """Every kind of file in every place; a sample has each kind and each place some times."""
-    every = [(name, kind) for name in NAMES for kind in KINDS]
-    return every if all_of_them() else every[::17]
+def list_cases() -> list[tuple[str, str]]:
+    """Return every kind of file under every name, or a sample that has each kind and each name."""
+    all_cases = [(name, kind) for name in NAMES for kind in KINDS]
+    return all_cases if all_of_them() else all_cases[::17]
 
 
-@pytest.mark.parametrize(("name", "kind"), cases(), ids=lambda value: value.replace("/", "-"))
-def test_fault_55_every_call_answers_whatever_stands_in_a_files_place(
+@pytest.mark.parametrize(("name", "kind"), list_cases(), ids=lambda value: value.replace("/", "-"))
+def test_fault_55_every_call_returns_for_any_kind_of_file(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch_module, "_start_supervisor", lambda *_: None)
@@ -250,17 +250,17 @@ def test_fault_55_every_call_answers_whatever_stands_in_a_files_place(
     path = write_full_run("odd")
     run = ss.Run.attach(path)
     plant(path, name, kind)
-    for call in of_a_handle(run):
-        answer(call)
-    plant(path, name, kind)  # Setting a note, or a summary that is kept, may have replaced it.
-    for call in of_a_folder(path):
-        answer(call)
+    for call in list_calls_on_run(run):
+        call_within_limit(call)
+    plant(path, name, kind)  # Setting a note, or caching a summary, may have replaced it.
+    for call in list_calls_on_folder(path):
+        call_within_limit(call)
     check_lists(path)
-    with bounded():
-        views(path)
+    with time_limit():
+        check_views(path)
     task = ss.Pretrain(num_steps=1)
-    answer(lambda: ss.launch(PLAN, task, name="odd", force=True))
-    with bounded():
+    call_within_limit(lambda: ss.launch(PLAN, task, name="odd", force=True))
+    with time_limit():
         assert ss.launch(PLAN, task, name="new", force=True).name == "new"
     assert Path("precious").read_text() == PRECIOUS
 
@@ -271,33 +271,33 @@ EVIL = "<img src=x onerror=alert(1)>' onfocus='alert(2)' x=\" onblur=\"alert(3)\
 
 
 class Markup(HTMLParser):
-    """Finds elements and attributes that no view of ours writes."""
+    """A parser that collects elements and attributes that no view of ours writes."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.violations: list[str] = []
         self.feed(html)
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
-        # The picture of a chart for notebooks whose output is not trusted.
+        # The static image of a chart, for notebooks that are not trusted.
         is_chart = tag == "img" and (given.get("src") or "").startswith("data:image/svg+xml;base64,")
         if is_chart:
-            self.found += Markup(b64decode((given["src"] or "").partition(",")[2]).decode()).found
+            self.violations += Markup(b64decode((given["src"] or "").partition(",")[2]).decode()).violations
         elif tag in ("img", "script", "iframe", "object", "embed", "a"):
-            self.found.append(tag)
-        self.found += [f"{tag} {name}" for name in given if name.startswith("on")]
+            self.violations.append(tag)
+        self.violations += [f"{tag} {name}" for name in given if name.startswith("on")]
 
 
 def html_of_toolkit(path: Path) -> Iterator[tuple[str, object]]:
-    """All HTML that the toolkit writes of the runs beside ``path``, and of that run."""
-    found = ss.runs(path.parent)
-    yield "runs", found._repr_html_()
-    for run in found:
+    """Yield all HTML that the toolkit writes about the runs beside ``path``, and about that run."""
+    runs = ss.runs(path.parent)
+    yield "runs", runs._repr_html_()
+    for run in runs:
         yield run.name, run._repr_html_()
         yield "memory", run.memory().to_html()
-        yield "compared", found.compare("whole", run)._repr_html_()
+        yield "compared", runs.compare("whole", run)._repr_html_()
         with suppress(ValueError):
             trace = run.trace()
             yield "trace", trace._repr_html_()
@@ -308,7 +308,7 @@ def html_of_toolkit(path: Path) -> Iterator[tuple[str, object]]:
 
 
 def html_of_views(path: Path) -> Iterator[tuple[str, object]]:
-    """All HTML of the widgets that show these runs, and of the pictures of them in a saved notebook."""
+    """Yield all HTML of the widgets that show these runs, and of their static output."""
     view = RunsView()
     try:
         yield from html_of_widget("list", view)
@@ -335,8 +335,8 @@ def html_of_views(path: Path) -> Iterator[tuple[str, object]]:
         view.close()
 
 
-def parts_of(view: Widget) -> list[Widget]:
-    """The widget and all that its traits refer to."""
+def list_widgets(view: Widget) -> list[Widget]:
+    """Return the widget and all widgets that its traits refer to."""
     parts = [view]
     for widget in parts:
         for value in (getattr(widget, name) for name in widget.keys):
@@ -347,26 +347,26 @@ def parts_of(view: Widget) -> list[Widget]:
 
 
 def html_of_widget(name: str, view: Any) -> Iterator[tuple[str, object]]:
-    for part in parts_of(view):
+    for part in list_widgets(view):
         if isinstance(part, TEXT_WIDGETS):
             yield f"{name}, {type(part).__name__}", part.value
     yield f"{name}, static picture", view._repr_mimebundle_()["text/html"]
 
 
 def assert_only_text(path: Path) -> None:
-    shown = ""
+    all_html = ""
     for where, html in (*html_of_toolkit(path), *html_of_views(path)):
         assert isinstance(html, str)
-        assert not Markup(html).found, f"{where}: {Markup(html).found} in {html}"
-        shown += html
-    assert "&lt;img" in shown, "the text was shown nowhere, which proves nothing"
+        assert not Markup(html).violations, f"{where}: {Markup(html).violations} in {html}"
+        all_html += html
+    assert "&lt;img" in all_html, "the text was shown nowhere, so that the test proves nothing"
 
 
-def places_in(value: Any, above: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+def list_fields(value: Any, prefix: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inside in items:
-        yield (*above, key)
-        yield from places_in(inside, (*above, key))
+    for key, child in items:
+        yield (*prefix, key)
+        yield from list_fields(child, (*prefix, key))
 
 
 JSON_FILES = (
@@ -378,7 +378,7 @@ JSON_FILES = (
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with every file, the kept summary included, and a whole one beside it."""
+    """A run with every file, the cached summary included, beside an intact run."""
     parent = tmp_path_factory.mktemp("example") / "runs"
     write_run("whole", number=1, parent=parent)
     path = write_full_run("odd", "failed", parent=parent)
@@ -386,36 +386,36 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def copy_of(example: Path) -> Path:
-    """Copy with times, by which a summary knows its files."""
+def copy_example(example: Path) -> Path:
+    """Copy the example with its file times, by which a cached summary recognizes its files."""
     shutil.copytree(example.parent, "runs")
     return Path("runs") / example.name
 
 
 @pytest.mark.parametrize("name", JSON_FILES)
-def test_fault_49_text_in_any_field_of_a_run_folder_is_shown_as_text(name: str, example: Path) -> None:
+def test_fault_49_text_in_any_field_of_a_run_folder_is_escaped(name: str, example: Path) -> None:
     record = json.loads((example / name).read_text().splitlines()[0])
-    every = list(places_in(record))
-    # Each value, or a key beside it; a sample takes one of each file.
-    step = 1 if all_of_them() else len(every)
-    for index, place in enumerate(every[::step]):
-        path = copy_of(example)
-        # That a damaged folder is shown at all, its name says.
+    paths = list(list_fields(record))
+    # Each value, or its key; a sample takes one per file.
+    step = 1 if all_of_them() else len(paths)
+    for index, field in enumerate(paths[::step]):
+        path = copy_example(example)
+        # The name proves that a damaged folder is shown at all.
         path = path.rename(path.with_name("<img src=x onerror=alert(1)>"))
-        plant_text(path, name, place, EVIL, is_key=index % 2 == 1)
+        plant_text(path, name, field, EVIL, is_key=index % 2 == 1)
         assert_only_text(path)
         shutil.rmtree("runs")
 
 
-def test_fault_49_text_everywhere_in_a_run_folder_is_shown_as_text(example: Path) -> None:
-    path = copy_of(example)
+def test_fault_49_text_in_all_fields_of_a_run_folder_is_escaped(example: Path) -> None:
+    path = copy_example(example)
     path = path.rename(path.with_name(EVIL.replace("/", "")))
     plant_text_everywhere(path, EVIL)
     assert_only_text(path)
 
 
 @pytest.mark.parametrize("status", [EVIL, "Finished", "", None, 3, ["finished"], {}, True])
-def test_fault_49_a_status_that_no_run_has_is_damage(status: object) -> None:
+def test_fault_49_unknown_status_marks_the_run_as_damaged(status: object) -> None:
     write_run("whole", number=1)
     path = write_run(EVIL.replace("/", ""))
     (path / "supervisor.json").unlink()
@@ -427,7 +427,7 @@ def test_fault_49_a_status_that_no_run_has_is_damage(status: object) -> None:
     assert_only_text(path)
 
 
-def test_fault_49_a_status_that_comes_later_is_not_taken() -> None:
+def test_fault_49_unknown_status_appended_later_is_ignored() -> None:
     path = write_run("odd", "running")
     run = ss.Run.attach(path)
     with (path / "status.jsonl").open("a") as file:

@@ -1,4 +1,4 @@
-"""What a run's folder has for other tools, and what it never has: TensorBoard's events, a CSV, no secrets."""
+"""Tests of the files of a run folder: TensorBoard events, the CSV of metrics, and masked secrets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HF = "hf_" + "aB3" * 11
         "päss wörd (.*) 12",
     ],
 )
-def test_secrets_become_asterisks_of_the_same_length(
+def test_secrets_are_masked_with_their_length(
     secret: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_API_KEY", "value-of-the-users-key")
@@ -54,7 +54,7 @@ def test_secrets_become_asterisks_of_the_same_length(
     assert log.read_bytes() == f"before {'*' * len(secret.encode())} after\n".encode()
 
 
-def test_text_without_secrets_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_without_secrets_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSH_KEY", "/home/me/.ssh/id_rsa")
     monkeypatch.setenv("SHORT_TOKEN", "yes")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "parallelism")
@@ -64,31 +64,31 @@ def test_text_without_secrets_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "/data/task-llama-3-1-8b-instruct-lora a clearer understanding_of_it"
     assert redact(words) == words
     key = "sk-" + "a1B2" * 6
-    for before in ("\\n", "\x1b[32m", "\x1b[m", "key=", "my_"):  # Neither is the end of a word.
+    for before in ("\\n", "\x1b[32m", "\x1b[m", "key=", "my_"):  # None of these is part of a word.
         assert redact(f"{before}{key}") == before + "*" * len(key)
     assert redact("https://me:pass@host/x") == "https://*******@host/x"
     assert redact("Authorization: Bearer abc.def-ghi_jkl") == "Authorization: Bearer ***************"
 
 
-def test_values_that_processes_use_are_not_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fields_written_as_is_are_not_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PASSWORD", "workshop")
     record = {"sys_path": ["/home/me/workshop", Path("/x")], "task": "workshop"}
     write_json(tmp_path / "run.json", record, as_is=("sys_path", "machine"))
     assert read_json(tmp_path / "run.json") == {"sys_path": ["/home/me/workshop", "/x"], "task": "*" * 8}
 
 
-def test_a_truncated_secret_is_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncated_secret_is_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
     cleaner = LogCleaner(log)
     log.write_text(HF[:25])  # Long enough to be one.
     assert cleaner.clean() == 1 and log.read_text() == "*" * 25
-    for _ in range(3):  # However many looks later.
+    for _ in range(3):  # Cleaning again finds nothing.
         assert cleaner.clean() == 0
     with log.open("a") as writer:
         writer.write(f"{HF[25:]}\n{HF}")
     assert cleaner.clean() == 2 and cleaner.clean() == 0
     assert set(log.read_text()) == {"*", "\n"}
-    # Wherever a look ends: within what is longer than any overlap, and within known forms.
+    # Wherever a pass ends: within a secret that is longer than any overlap, and within known formats.
     big = "-s3cr3t" * 1000
     monkeypatch.setenv("BIG_SECRET", big)
     log.write_text(f"{'x' * 1000}{big}\n{HF} {HF}")
@@ -102,12 +102,12 @@ def test_a_truncated_secret_is_masked(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(LogCleaner(log).finish())[-1] >= 3 and "3" not in log.read_text()
 
 
-def test_a_secret_written_in_pieces_is_masked_to_its_end(
+def test_secret_written_in_pieces_is_masked_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SHORT_TOKEN", "abcdefgh12")  # The beginning of the next one.
+    monkeypatch.setenv("SHORT_TOKEN", "abcdefgh12")  # A prefix of the next one.
     monkeypatch.setenv("LONG_TOKEN", "abcdefgh12-and-its-rest")
-    bearer = "Bearer " + "k3y." * 3000  # Longer than what is looked at again.
+    bearer = "Bearer " + "k3y." * 3000  # Longer than the overlap of two passes.
     log = tmp_path / "log"
     cleaner = LogCleaner(log)
     with log.open("ab", buffering=0) as writer:
@@ -122,11 +122,11 @@ def test_a_secret_written_in_pieces_is_masked_to_its_end(
     assert whole == expected
 
 
-def test_a_growing_log_is_masked_across_two_writes(tmp_path: Path) -> None:
+def test_secret_split_across_two_writes_is_masked(tmp_path: Path) -> None:
     log = tmp_path / "log"
     cleaner = LogCleaner(log)
     assert cleaner.clean() == 0
-    with log.open("ab", buffering=0) as writer:  # As ranks write: to the end, whatever else is done to it.
+    with log.open("ab", buffering=0) as writer:  # Ranks append too, whatever else happens to the file.
         writer.write(b"\xff\xfe" + HF[:10].encode())
         assert cleaner.clean() == 0
         writer.write(HF[10:].encode() + b"\n")
@@ -139,8 +139,8 @@ def test_a_growing_log_is_masked_across_two_writes(tmp_path: Path) -> None:
     assert len(data) == 2 + len(HF) + 1 + 3_000_000 + 1 + len(HF) + 1 + 4
 
 
-def test_metrics_become_tensorboard_events(tmp_path: Path) -> None:
-    """Lines without a step or a number leave no event; text and flags are no numbers."""
+def test_metrics_are_written_as_tensorboard_events(tmp_path: Path) -> None:
+    """Lines without a step or a number produce no event; text and booleans are not numbers."""
     file = ScalarFile(tmp_path / "rank-0")
     file.append([{"step": 0, "time": 1.0, "text": "only"}, {"step": "x", "loss": 1.0}])
     assert not (tmp_path / "rank-0").exists()
@@ -159,7 +159,7 @@ def test_metrics_become_tensorboard_events(tmp_path: Path) -> None:
     assert math.isnan(values["loss"]) and values["huge"] == values["integer"] == math.inf
 
 
-def test_metrics_as_a_table(folder: RunFolder) -> None:
+def test_metrics_are_written_as_csv(folder: RunFolder) -> None:
     assert list(write_csv_in_pieces(folder, 2, print)) and not folder.csv.exists()
     append_line(folder.events(0), {"step": 0, "rank": 0, "time": 1.5, "loss": float("nan")})
     append_line(
@@ -180,8 +180,8 @@ def test_metrics_as_a_table(folder: RunFolder) -> None:
     assert compute_curve(records, "loss") == {1: 3.0} and compute_curve(records, "note") == {}
 
 
-def test_fault_61_text_that_a_spreadsheet_would_run(folder: RunFolder) -> None:
-    """Names of metrics as well as their values."""
+def test_fault_61_csv_escapes_spreadsheet_formulas(folder: RunFolder) -> None:
+    """Names of metrics are escaped as well as their values."""
     names = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", " =1", "\n=1", "＝1"]
     append_line(
         folder.events(0), {"step": 0, "rank": 0, "time": 1.0, "loss": -1.5, **dict.fromkeys(names, "x")}
@@ -190,13 +190,13 @@ def test_fault_61_text_that_a_spreadsheet_would_run(folder: RunFolder) -> None:
     assert list(write_csv_in_pieces(folder, 1, print))
     with folder.csv.open(newline="") as file:
         header, first, second = csv.reader(file)
-    told = [f"'{name}" for name in names]
-    assert header == ["step", "rank", "time", "loss", *told]
-    assert first[3] == "-1.5", "a number stays one"
-    assert second[4:] == told
+    escaped = [f"'{name}" for name in names]
+    assert header == ["step", "rank", "time", "loss", *escaped]
+    assert first[3] == "-1.5", "a number is not escaped"
+    assert second[4:] == escaped
 
 
-def test_fault_60_a_table_of_too_many_lines_is_a_sample(
+def test_fault_60_csv_of_too_many_lines_is_sampled(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank in range(2):
@@ -205,18 +205,18 @@ def test_fault_60_a_table_of_too_many_lines_is_a_sample(
     num_bytes = folder.events(0).stat().st_size + folder.events(1).stat().st_size
     monkeypatch.setattr(metrics_table, "MAX_BYTES", num_bytes // 4 + 1)
     monkeypatch.setattr(metrics_table, "PIECE_BYTES", 1000)
-    told: list[str] = []
-    assert list(write_csv_in_pieces(folder, 2, told.append))
+    messages: list[str] = []
+    assert list(write_csv_in_pieces(folder, 2, messages.append))
     with folder.csv.open(newline="") as file:
         _, *rows = csv.reader(file)
     assert [row[:2] for row in rows] == [
         [str(step), str(rank)] for rank in range(2) for step in range(0, 1000, 4)
     ], "the same steps of each rank"
-    assert len(told) == 1 and "one of 4 lines of each rank" in told[0]
+    assert len(messages) == 1 and "one of 4 lines of each rank" in messages[0]
 
 
-def test_fault_60_what_is_logged_too_fast_is_sampled(folder: RunFolder) -> None:
-    """The supervisor reads a piece at each look, and goes on with the latest lines if it is far behind."""
+def test_fault_60_lines_logged_too_fast_are_sampled(folder: RunFolder) -> None:
+    """The supervisor reads one piece at a time, and skips to the latest lines if it is far behind."""
     lines = SampledLines(folder.events(0), piece_bytes=1000, max_behind_bytes=20_000)
     assert lines.read() == [] and not lines.is_behind
     with folder.events(0).open("ab") as file:
@@ -224,7 +224,9 @@ def test_fault_60_what_is_logged_too_fast_is_sampled(folder: RunFolder) -> None:
     steps = [record["step"] for record in lines.read()]
     while lines.is_behind:
         steps += [record["step"] for record in lines.read()]
-    assert steps + [record["step"] for record in lines.read()] == list(range(300)), "what is near is not lost"
+    assert steps + [record["step"] for record in lines.read()] == list(range(300)), (
+        "a short backlog is read completely"
+    )
     assert lines.num_skipped_bytes == 0
     with folder.events(0).open("ab") as file:
         file.write(b"".join(encode({"step": step}) for step in range(300, 50_000)))
@@ -234,18 +236,22 @@ def test_fault_60_what_is_logged_too_fast_is_sampled(folder: RunFolder) -> None:
     with folder.events(0).open("ab") as file:
         file.write(encode({"step": 50_000, "text": "x" * 5000}) + encode({"step": 50_001}))
     steps = [record["step"] for _ in range(10) for record in lines.read()]
-    assert steps[-1] == 50_001, "a line longer than a piece holds nobody up"
+    assert steps[-1] == 50_001, "a line longer than a piece does not block reading"
 
 
-def test_fault_61_secrets_in_the_names_of_metrics(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_61_secrets_in_metric_names_are_masked(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MY_API_KEY", "correct horse battery")
     append_line(folder.events(0), {"loss/correct horse battery": 1.0, "of": {HF: [HF]}})
     text = folder.events(0).read_text()
     assert "correct horse" not in text and HF not in text and '"loss/***' in text
 
 
-def test_fault_61_secrets_that_a_process_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The supervisor of a rank's: long ones in parts, and those that stood in the log before it looked."""
+def test_fault_61_secrets_set_during_the_run_are_masked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank sends new secrets to the supervisor, long ones in parts; earlier log lines are masked too."""
     monkeypatch.setattr(redaction, "_learned", set())
     receiver = SecretReceiver()
     long = "\n".join(f"line {number} of a key without a form" for number in range(50))
@@ -264,13 +270,13 @@ def test_fault_61_secrets_that_a_process_learns(tmp_path: Path, monkeypatch: pyt
     assert redact("of a worker") == "*" * 11
 
 
-def test_a_lost_run_is_lost_since_its_last_heartbeat(folder: RunFolder) -> None:
+def test_lost_run_dates_from_its_last_heartbeat(folder: RunFolder) -> None:
     write_json(folder.run_json, {"world_size": 1, "created": 1.0})
     append_line(folder.status, {"time": 1.0, "status": "running", "reason": "1 rank at work"})
     write_json(folder.supervisor, {"pid": 2**22 + 1, "started": 1.0, "machine": identify_machine()})
     os.utime(folder.supervisor, (77.0, 77.0))
-    told = [(record["time"], record["status"]) for record in Run(folder).history]
-    assert told == [(1.0, "running"), (77.0, "lost")]
+    history = [(record["time"], record["status"]) for record in Run(folder).history]
+    assert history == [(1.0, "running"), (77.0, "lost")]
 
 
 def test_ranks_of_one_machine_use_the_loopback_interface_by_default() -> None:
@@ -279,7 +285,7 @@ def test_ranks_of_one_machine_use_the_loopback_interface_by_default() -> None:
     assert "MASTER_ADDR" not in environment and environment["GLOO_SOCKET_IFNAME"] == "eth7"
     if sys.platform == "linux":
         assert environment["NCCL_SOCKET_IFNAME"] == "lo"
-    assert not [name for name in environment if name.startswith("MALLOC_")], "tensors are on the card"
+    assert not [name for name in environment if name.startswith("MALLOC_")], "tensors are on the GPU"
 
 
 def test_cpu_ranks_keep_freed_memory_for_the_next_step_by_default() -> None:

@@ -1,4 +1,4 @@
-"""What is taken for a secret, by its name or its form, and what only resembles one."""
+"""Tests of secrets recognized by variable name or token format, and of text that only resembles one."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ AROUND = [
 @pytest.mark.parametrize(
     ("before", "secret", "after"), [*((" got ", secret, " from the host") for secret in FORMS), *AROUND]
 )
-def test_known_forms_become_asterisks(before: str, secret: str, after: str, tmp_path: Path) -> None:
+def test_known_token_formats_are_masked(before: str, secret: str, after: str, tmp_path: Path) -> None:
     clean = f"{before}{'*' * len(secret)}{after}"
     assert redact(f"{before}{secret}{after}") == clean
     log = tmp_path / "log"
@@ -96,7 +96,7 @@ def test_known_forms_become_asterisks(before: str, secret: str, after: str, tmp_
         "~/.cache/huggingface/token ~0.5 s model-00001-of-00004.safetensors hvs.txt pypi-attestations ya29.x",
     ],
 )
-def test_text_that_resembles_a_secret_stays(plain: str) -> None:
+def test_text_that_resembles_a_secret_is_not_masked(plain: str) -> None:
     assert redact(plain) == plain
 
 
@@ -141,14 +141,14 @@ def test_a_secret_that_starts_like_a_path_is_masked(monkeypatch: pytest.MonkeyPa
         ("COMPASS", "north-north-east"),
         ("MAX_TOKENS", "100000000"),
         ("SSH_PUBLIC_KEY", "ssh-ed25519 AAAAC3"),
-        ("DB_PASS", "secret"),  # A word that a log may rightly have.
+        ("DB_PASS", "secret"),  # A common word, which logs contain legitimately.
     ],
 )
-def test_other_variables_hold_no_secrets(name: str, value: str) -> None:
+def test_other_variables_are_not_secrets(name: str, value: str) -> None:
     assert secret_values({name: value}) == []
 
 
-def test_a_long_key_or_web_token_written_in_pieces(tmp_path: Path) -> None:
+def test_long_key_or_jwt_written_in_pieces_is_masked(tmp_path: Path) -> None:
     body = f"{KEY * 4}\n" * 100
     whole = f"-----BEGIN PRIVATE KEY-----\n{body}-----END PRIVATE KEY-----\ntoken {JWT}{KEY * 100} end\n"
     log = tmp_path / "log"
@@ -161,8 +161,8 @@ def test_a_long_key_or_web_token_written_in_pieces(tmp_path: Path) -> None:
     assert KEY not in log.read_text() and log.read_text().endswith("* end\n")
 
 
-def test_many_secrets_do_not_copy_the_text_each() -> None:
-    """Overlapping ones too; a text of many was once copied whole for each."""
+def test_many_secrets_in_one_text_are_masked() -> None:
+    """Overlapping secrets are masked too. Regression: the whole text was copied for each secret."""
     line = f"https://me:{JWT}@host Bearer {JWT}\n"
     expected = f"https://{'*' * (3 + len(JWT))}@host Bearer {'*' * len(JWT)}\n"
     assert redact(line * 5000) == expected * 5000

@@ -1,4 +1,4 @@
-"""Memory snapshots: what was alive at the peak, and files that would run code, which are refused."""
+"""Tests of memory snapshots: live allocations at the peak, and rejection of pickles that would run code."""
 
 from __future__ import annotations
 
@@ -34,8 +34,11 @@ def make_block(size: int, state: str, frames: Any = ()) -> dict[str, Any]:
 
 
 def make_snapshot() -> dict[str, Any]:
-    """As ``torch.cuda.memory._snapshot`` documents it: weights from before, activations that came and went,
-    moments that stayed; the peak is where the second activation was made."""
+    """Build a snapshot in the format that ``torch.cuda.memory._snapshot`` documents.
+
+    It has weights from before the recording, activations that were freed, and optimizer states that stayed;
+    the peak is at the second activation.
+    """
     return {
         "segments": [
             {
@@ -86,7 +89,7 @@ def write_snapshot(folder: Path, content: Any) -> Path:
     return path
 
 
-def test_live_allocations_at_the_peak(tmp_path: Path) -> None:
+def test_reports_live_allocations_at_the_peak(tmp_path: Path) -> None:
     summary = load_memory_snapshot(write_snapshot(tmp_path, make_snapshot()))
     assert summary.peak_bytes == (8 + 4 + 5) * MIB
     assert [(live.frame, live.num_bytes, live.num_allocations) for live in summary.at_peak] == [
@@ -102,7 +105,7 @@ def test_live_allocations_at_the_peak(tmp_path: Path) -> None:
     assert "attention.py:41" in str(summary)
 
 
-def test_the_peak_may_be_its_beginning_or_its_end(tmp_path: Path) -> None:
+def test_peak_can_be_at_the_start_or_end_of_the_recording(tmp_path: Path) -> None:
     early = make_snapshot()
     early["device_traces"] = [[make_event("free_requested", 5, 90 * MIB)]]
     assert load_memory_snapshot(write_snapshot(tmp_path, early)).peak_bytes == (90 + 8 + 3) * MIB
@@ -115,12 +118,12 @@ def test_the_peak_may_be_its_beginning_or_its_end(tmp_path: Path) -> None:
     assert load_memory_snapshot(write_snapshot(tmp_path, late)).peak_bytes == 11 * MIB
 
 
-def test_the_smallest_places_are_one_sum(tmp_path: Path) -> None:
+def test_smallest_frames_are_summed_into_one_entry(tmp_path: Path) -> None:
     many = make_snapshot()
     many["device_traces"] = [
         [
-            make_event("alloc", place, MIB, [{"filename": "a.py", "line": place, "name": "f"}])
-            for place in range(1, 50)
+            make_event("alloc", line, MIB, [{"filename": "a.py", "line": line, "name": "f"}])
+            for line in range(1, 50)
         ]
     ]
     summary = load_memory_snapshot(write_snapshot(tmp_path, many))
@@ -130,7 +133,7 @@ def test_the_smallest_places_are_one_sum(tmp_path: Path) -> None:
 
 
 class Malicious:
-    """What a pickle could do if it were believed."""
+    """An object whose unpickling creates a folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -151,22 +154,22 @@ def test_fault_39_code_in_a_snapshot_is_not_run(tmp_path: Path, protocol: int) -
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_fault_40_a_snapshot_of_any_protocol_reads(tmp_path: Path, protocol: int) -> None:
+def test_fault_40_reads_every_pickle_protocol(tmp_path: Path, protocol: int) -> None:
     assert pickle.HIGHEST_PROTOCOL >= 5
     summary = load_memory_snapshot(write_snapshot(tmp_path, pickle.dumps(make_snapshot(), protocol)))
     assert (summary.peak_bytes, summary.num_events) == (17 * MIB, 10)
 
 
-def test_fault_40_bytes_beside_a_protocol_5_snapshot_are_refused(tmp_path: Path) -> None:
-    beside: list[pickle.PickleBuffer] = []
+def test_fault_40_rejects_out_of_band_buffers(tmp_path: Path) -> None:
+    buffers: list[pickle.PickleBuffer] = []
     extra = {"extra": pickle.PickleBuffer(b"x" * 64)}
-    content = pickle.dumps(make_snapshot() | extra, protocol=5, buffer_callback=beside.append)
-    assert beside
+    content = pickle.dumps(make_snapshot() | extra, protocol=5, buffer_callback=buffers.append)
+    assert buffers
     with pytest.raises(ValueError, match="is no memory snapshot"):
         load_memory_snapshot(write_snapshot(tmp_path, content))
 
 
-def test_fault_41_a_snapshot_is_a_regular_file(tmp_path: Path) -> None:
+def test_fault_41_snapshot_must_be_a_regular_file(tmp_path: Path) -> None:
     real = write_snapshot(tmp_path, make_snapshot())
     (tmp_path / "link.pickle").symlink_to(real)
     os.mkfifo(tmp_path / "pipe.pickle")
@@ -177,7 +180,7 @@ def test_fault_41_a_snapshot_is_a_regular_file(tmp_path: Path) -> None:
         assert "Fix: " in str(caught.value)
 
 
-def test_fault_39_references_out_of_the_file_are_refused(tmp_path: Path) -> None:
+def test_fault_39_rejects_persistent_ids(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="refers to an object outside of it"):
         load_memory_snapshot(write_snapshot(tmp_path, b"Psomewhere\n."))
 
@@ -199,18 +202,18 @@ def test_fault_39_references_out_of_the_file_are_refused(tmp_path: Path) -> None
     ],
     ids=str,
 )
-def test_other_files_are_refused(tmp_path: Path, content: Any, message: str) -> None:
+def test_rejects_malformed_snapshots(tmp_path: Path, content: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         load_memory_snapshot(write_snapshot(tmp_path, content))
     assert "Fix: " in str(caught.value)
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_rejects_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not exist"):
         load_memory_snapshot(tmp_path / "rank-0.pickle")
 
 
-def test_a_run_lists_its_memory_snapshots(tmp_path: Path) -> None:
+def test_run_lists_its_memory_snapshots(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.memory_snapshots() == {}
     for rank in (3, 12):

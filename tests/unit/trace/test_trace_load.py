@@ -1,4 +1,4 @@
-"""Traces load on one time axis, oddities are counted, and what is no trace is refused in words."""
+"""Tests of loading traces: one time axis, malformed events are counted, and other files are rejected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardscope.trace.nesting import compute_nesting_depth, compute_union_ns
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "trace_2_ranks"
 STACKS = FIXTURE.parent / "trace_with_stacks"
-# An optional folder of data beside the clone; no machine that tests by itself has it.
+# An optional folder of data beside the clone, which CI machines do not have.
 BESIDE_THE_REPOSITORY = Path(__file__).parents[4] / "shared" / "data" / "traces"
 REAL = Path(os.environ.get("SHARDSCOPE_REAL_TRACES") or BESIDE_THE_REPOSITORY)
 
@@ -38,7 +38,7 @@ def notes_of(path: Path) -> str:
     return " | ".join(Trace.load(path).notes)
 
 
-def test_the_recorded_ranks_share_one_wall_clock() -> None:
+def test_recorded_ranks_share_one_wall_clock() -> None:
     trace = Trace.load(FIXTURE)
     assert trace.ranks == [0, 1]
     assert len(trace) > 1000
@@ -52,7 +52,7 @@ def test_the_recorded_ranks_share_one_wall_clock() -> None:
     assert np.abs(np.sort(ends[ranks == 0]) - np.sort(ends[ranks == 1])).max() < 2_000_000
 
 
-def test_a_file_a_folder_and_a_run_all_load(tmp_path: Path) -> None:
+def test_loads_a_file_a_folder_and_a_run(tmp_path: Path) -> None:
     shutil.copytree(FIXTURE, tmp_path / "traces")
     num_slices = len(Trace.load(FIXTURE))
     assert len(Trace.load(tmp_path)) == num_slices
@@ -72,7 +72,7 @@ def test_summary_has_a_row_per_rank() -> None:
     assert "2 ranks" in str(summary) and "No GPU streams" in str(summary)
 
 
-def test_busy_time_leaves_annotations_out(tmp_path: Path) -> None:
+def test_busy_time_excludes_annotations(tmp_path: Path) -> None:
     step = make_event("ProfilerStep#1", 0, 1000, cat="user_annotation")
     kernel = make_event("gemm", 100, 50, cat="kernel", pid=0, tid=7)
     path = write_trace(
@@ -84,7 +84,7 @@ def test_busy_time_leaves_annotations_out(tmp_path: Path) -> None:
     assert row["span_seconds"] == pytest.approx(1e-3)
 
 
-def test_summary_divides_the_span_of_a_gpu(tmp_path: Path) -> None:
+def test_summary_splits_gpu_time_by_compute_communication_and_idle(tmp_path: Path) -> None:
     def on_stream(name: str, ts: float, dur: float, stream: int, cat: str = "kernel") -> dict[str, Any]:
         return make_event(name, ts, dur, cat=cat, pid=0, tid=stream)
 
@@ -104,14 +104,14 @@ def test_summary_divides_the_span_of_a_gpu(tmp_path: Path) -> None:
     assert {row["name"] for row in summary.operators} == {"gemm", "multimem_all_reduce_kernel", "Memcpy DtoH"}
 
 
-def test_summary_shows_itself_as_tables_and_names_stay_text(tmp_path: Path) -> None:
+def test_html_summary_has_tables_and_escapes_names(tmp_path: Path) -> None:
     event = make_event("<script>alert(1)</script>", 0, 10)
     trace = Trace.load(write_trace(tmp_path / "rank-0.json", [event]))
     for html in (trace.summary()._repr_html_(), trace._repr_html_()):
         assert "<table" in html and "<script" not in html and "&lt;script&gt;" in html
 
 
-def test_tracks_are_named_threads_and_streams(tmp_path: Path) -> None:
+def test_tracks_are_named_after_threads_and_streams(tmp_path: Path) -> None:
     events = [
         make_event(tid=42),
         make_event("k", 1, 2, cat="kernel", pid=0, tid=20),
@@ -130,7 +130,7 @@ def make_metadata(kind: str, pid: int, tid: int, **args: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
 
-def test_threads_have_the_names_that_the_operating_system_gave_them(tmp_path: Path) -> None:
+def test_thread_names_come_from_the_operating_system(tmp_path: Path) -> None:
     events = [
         make_event(tid=1, dur=90),
         make_event(tid=8, dur=80),
@@ -164,7 +164,7 @@ def test_processes_of_one_file_have_distinct_track_names(tmp_path: Path) -> None
     assert names == {"process 1 CPU thread 5", "data loader 2 CPU thread 5"}
 
 
-def test_a_process_whose_number_is_that_of_a_gpu_stays_a_process(tmp_path: Path) -> None:
+def test_process_with_a_small_pid_is_not_taken_for_a_gpu(tmp_path: Path) -> None:
     """Kineto labels the process ids 0 to 15 as GPUs; in a container the training process may be number 1."""
     events = [
         make_event(pid=1),
@@ -190,13 +190,13 @@ def test_python_stacks_are_separate_tracks_after_gpu_and_operators() -> None:
 @pytest.mark.skipif(
     not REAL.is_dir(), reason="too large for the repository; set SHARDSCOPE_REAL_TRACES to a folder of traces"
 )
-def test_real_threads_have_their_names_and_streams_come_first() -> None:
+def test_real_trace_lists_streams_before_named_threads() -> None:
     tracks = Trace.load(REAL / "nccl_parser_config__nccl_data.json.gz").tracks
     assert [track.kind for track in tracks] == ["gpu", "gpu", "cpu", "cpu", "cpu"]
     assert [track.name for track in tracks][2:4] == ["pt_main_thread", "pt_autograd_0"]
 
 
-def test_calls_nest_and_overlaps_stay_visible() -> None:
+def test_nested_and_overlapping_slices_get_separate_rows() -> None:
     start = np.array([0, 10, 20, 50, 55, 100])
     end = np.array([100, 40, 30, 70, 80, 110])
     assert compute_nesting_depth(start, end).tolist() == [0, 1, 2, 1, 2, 0]
@@ -220,7 +220,7 @@ def test_a_long_chain_of_overlaps_needs_two_rows() -> None:
     assert compute_nesting_depth(start, start + 15).max() == 1
 
 
-def test_union_counts_shared_time_once() -> None:
+def test_union_counts_overlapping_time_once() -> None:
     assert compute_union_ns(np.array([0, 5, 20]), np.array([10, 12, 30])) == 22
     assert compute_union_ns(np.zeros(0, np.int64), np.zeros(0, np.int64)) == 0
 
@@ -234,7 +234,7 @@ def test_fault_38_unsorted_events_keep_nanoseconds(tmp_path: Path) -> None:
     assert sorted(trace.duration_ns.tolist()) == [250, 1500]
 
 
-def test_ranks_without_a_wall_clock_start_at_zero_and_say_so(tmp_path: Path) -> None:
+def test_ranks_without_a_wall_clock_start_at_zero_with_a_note(tmp_path: Path) -> None:
     write_trace(tmp_path / "rank-0.json", [make_event(ts=5000)])
     write_trace(tmp_path / "rank-1.json", [make_event(ts=900)])
     trace = Trace.load(tmp_path)
@@ -242,7 +242,7 @@ def test_ranks_without_a_wall_clock_start_at_zero_and_say_so(tmp_path: Path) -> 
     assert any("no wall clock" in note for note in trace.notes)
 
 
-def test_ranks_recorded_on_different_days_start_at_zero_and_say_so(tmp_path: Path) -> None:
+def test_ranks_recorded_on_different_days_start_at_zero_with_a_note(tmp_path: Path) -> None:
     write_trace(tmp_path / "rank-0.json", [make_event(ts=1.7e15)])
     write_trace(tmp_path / "rank-1.json", [make_event(ts=1.7e15 + 9e10)])
     trace = Trace.load(tmp_path)
@@ -250,7 +250,7 @@ def test_ranks_recorded_on_different_days_start_at_zero_and_say_so(tmp_path: Pat
     assert any("do not overlap" in note for note in trace.notes)
 
 
-def test_fault_38_rank_comes_from_the_file_then_its_name_then_its_order(tmp_path: Path) -> None:
+def test_fault_38_rank_is_read_from_content_then_name_then_order(tmp_path: Path) -> None:
     write_trace(tmp_path / "a.json", [make_event()], distributedInfo={"rank": 5, "world_size": 8})
     write_trace(tmp_path / "b_rank-2.json", [make_event()])
     write_trace(tmp_path / "c.json", [make_event()])
@@ -260,7 +260,7 @@ def test_fault_38_rank_comes_from_the_file_then_its_name_then_its_order(tmp_path
     assert any("5 of 8" in note and "1, 3, 4, 6, 7" in note for note in trace.notes)
 
 
-def test_fault_38_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
+def test_fault_38_rejects_two_files_of_one_rank(tmp_path: Path) -> None:
     write_trace(tmp_path / "a.json", [make_event()], distributedInfo={"rank": 1})
     write_trace(tmp_path / "rank-1.json", [make_event()])
     with pytest.raises(ValueError, match=r"rank-1\.json is of rank 1, and so is a\.json\. Fix:"):
@@ -283,7 +283,7 @@ def test_fault_38_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
         ({"ph": "?"}, "unknown kind", 1),
     ],
 )
-def test_fault_38_odd_events_are_counted_not_fatal(
+def test_fault_38_malformed_events_are_counted_not_fatal(
     tmp_path: Path, odd: dict[str, Any], note: str, num_slices: int
 ) -> None:
     good = make_event("good")
@@ -301,7 +301,7 @@ def test_fault_38_events_without_dur_cat_pid_or_tid_are_kept(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 400])
-def test_fault_38_numbers_that_are_not_json_are_counted(tmp_path: Path, text: str) -> None:
+def test_fault_38_numbers_that_are_not_json_are_reported(tmp_path: Path, text: str) -> None:
     good = json.dumps(make_event("good"))
     (tmp_path / "a.json").write_text(f'{{"traceEvents": [{good}, {good.replace("10.0", text)}]}}')
     trace = Trace.load(tmp_path / "a.json")
@@ -309,7 +309,7 @@ def test_fault_38_numbers_that_are_not_json_are_counted(tmp_path: Path, text: st
     assert trace.notes
 
 
-def test_broken_utf8_and_a_byte_order_mark_are_read(tmp_path: Path) -> None:
+def test_reads_invalid_utf8_and_a_byte_order_mark(tmp_path: Path) -> None:
     text = json.dumps({"traceEvents": [make_event("n@me")]}).encode().replace(b"@", b"\xff")
     (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf" + text)
     trace = Trace.load(tmp_path / "a.json")
@@ -317,7 +317,7 @@ def test_broken_utf8_and_a_byte_order_mark_are_read(tmp_path: Path) -> None:
     assert any("leniently" in note for note in trace.notes)
 
 
-def test_a_bare_list_of_events_is_a_trace(tmp_path: Path) -> None:
+def test_loads_a_bare_list_of_events(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps([make_event(), make_event("later", 20)]))
     assert len(Trace.load(tmp_path / "a.json")) == 2
 
@@ -325,7 +325,7 @@ def test_a_bare_list_of_events_is_a_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "events", [[], [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}}]]
 )
-def test_fault_38_a_trace_without_slices_is_empty_and_says_so(tmp_path: Path, events: list[Any]) -> None:
+def test_fault_38_trace_without_slices_is_empty_with_a_note(tmp_path: Path, events: list[Any]) -> None:
     trace = Trace.load(write_trace(tmp_path / "a.json", events))
     assert (len(trace), trace.duration_seconds, trace.tracks) == (0, 0.0, [])
     assert any("no slices" in note for note in trace.notes)
@@ -347,26 +347,24 @@ def test_fault_38_a_trace_without_slices_is_empty_and_says_so(tmp_path: Path, ev
         (gzip.compress(b'{"traceEvents": []}' * 50, mtime=0)[:-12], "truncated gzip"),
     ],
 )
-def test_fault_38_what_is_no_trace_is_refused_with_its_name_and_a_fix(
+def test_fault_38_rejects_other_files_with_their_path_and_a_fix(
     tmp_path: Path, content: bytes, message: str
 ) -> None:
     path = tmp_path / "rank-0.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=message) as refusal:
+    with pytest.raises(ValueError, match=message) as error:
         Trace.load(path)
-    assert str(path) in str(refusal.value) and "Fix: " in str(refusal.value)
+    assert str(path) in str(error.value) and "Fix: " in str(error.value)
 
 
-def test_fault_38_a_gzip_bomb_stops_early(tmp_path: Path) -> None:
+def test_fault_38_rejects_a_gzip_bomb_early(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.json.gz"
     path.write_bytes(gzip.compress(b" " * (64 * 1024**2)))
     with pytest.raises(ValueError, match="which no profiler writes"):
         Trace.load(path)
 
 
-def test_fault_38_a_file_past_the_size_limit_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_38_rejects_files_above_the_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_files, "MAX_JSON_BYTES", 10_000)
     big = write_trace(tmp_path / "a.json", [make_event()] * 500)
     (tmp_path / "b.json.gz").write_bytes(gzip.compress(big.read_bytes()))
@@ -375,17 +373,17 @@ def test_fault_38_a_file_past_the_size_limit_is_refused(
             Trace.load(path)
 
 
-def test_fault_38_two_gigabytes_are_refused_before_they_are_read(tmp_path: Path) -> None:
+def test_fault_38_rejects_more_than_2_gib_before_reading(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.json"
     path.touch()
-    os.truncate(path, 2 * 1024**3 + 1)  # A hole: it takes no room on the disk.
+    os.truncate(path, 2 * 1024**3 + 1)  # Sparse: it takes no space on the disk.
     with pytest.raises(ValueError, match=r"more than 2 GiB of JSON\. Fix: record fewer steps"):
         Trace.load(path)
 
 
 @long_one
-def test_fault_38_one_byte_less_than_two_gigabytes_is_read(tmp_path: Path) -> None:
-    """Blanks between an event and the end: 4 GiB of memory and 2 of disk for some seconds."""
+def test_fault_38_reads_a_file_one_byte_below_2_gib(tmp_path: Path) -> None:
+    """Pad one event with blanks; this takes 4 GiB of memory and 2 GiB of disk for some seconds."""
     path = tmp_path / "rank-0.json"
     text = json.dumps({"traceEvents": [make_event()]}).encode()
     try:
@@ -401,7 +399,7 @@ def test_fault_38_one_byte_less_than_two_gigabytes_is_read(tmp_path: Path) -> No
         path.unlink()
 
 
-def test_fault_38_missing_ranks_are_named(tmp_path: Path) -> None:
+def test_fault_38_missing_ranks_are_listed_in_a_note(tmp_path: Path) -> None:
     for rank in (0, 3):
         write_trace(
             tmp_path / f"rank-{rank}.json", [make_event()], distributedInfo={"rank": rank, "world_size": 4}
@@ -409,7 +407,7 @@ def test_fault_38_missing_ranks_are_named(tmp_path: Path) -> None:
     assert any("2 of 4" in note and "1, 2" in note for note in Trace.load(tmp_path).notes)
 
 
-def test_fault_41_links_pipes_and_folders_in_a_file_s_place_are_refused(tmp_path: Path) -> None:
+def test_fault_41_rejects_links_pipes_and_folders(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     target = write_trace(tmp_path / "real" / "a.json", [make_event()])
     link = tmp_path / "link.json"
@@ -425,13 +423,13 @@ def test_fault_41_links_pipes_and_folders_in_a_file_s_place_are_refused(tmp_path
 
 
 @pytest.mark.parametrize("source", ["missing.json", "empty_folder", 7, None])
-def test_missing_files_are_refused(tmp_path: Path, source: Any) -> None:
+def test_rejects_missing_files(tmp_path: Path, source: Any) -> None:
     (tmp_path / "empty_folder").mkdir()
     with pytest.raises(ValueError, match="Fix: "):
         Trace.load(tmp_path / source if isinstance(source, str) else source)
 
 
-def test_the_error_of_a_run_without_a_trace_has_the_fix(tmp_path: Path) -> None:
+def test_run_without_a_trace_suggests_profile_true(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="profile=True"):
         Trace.load(SimpleNamespace(folder=tmp_path))
 

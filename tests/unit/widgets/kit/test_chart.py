@@ -1,4 +1,4 @@
-"""A chart sends its whole figure, reports clicks, and draws itself as SVG."""
+"""Tests of charts: the state that they send, the clicks that they report, and their SVG."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_each_change_sends_the_whole_figure_once(sent: list[dict[str, Any]]) -> 
     with chart.batch_update():
         chart.data[0].x, chart.layout.height = [3.0], 200
     (state,) = sent
-    assert list(state) == ["_figure"], "nothing of plotly's own protocol"
+    assert list(state) == ["_figure"], "no state of plotly's own protocol"
     assert state["_figure"]["data"][0]["y"] == [2.0] and state["_figure"]["data"][0]["x"] == [3.0]
     assert state["_figure"]["layout"]["height"] == 200
     chart.redraw([{"x": [4.0]}], {"height": 200})
@@ -42,61 +42,65 @@ def test_each_change_sends_the_whole_figure_once(sent: list[dict[str, Any]]) -> 
     assert len(sent) == count + 2 and len(sent[-1]["_figure"]["data"]) == 2
 
 
-def test_a_page_that_is_loaded_anew_gets_the_figure_of_now() -> None:
+def test_reloaded_page_receives_the_current_figure() -> None:
     view = MemoryView(PLAN)
     view.show(PLAN.with_layout(ss.Layout.ddp()) if hasattr(PLAN, "with_layout") else PLAN)
     figure = view.figure.get_state()["_figure"]
-    drawn = sum(trace["x"][0] for trace in figure["data"] if trace["type"] == "bar")
-    assert drawn == pytest.approx(view.report.peak_bytes / 2**30) if view.report else pytest.fail("no report")
+    total = sum(trace["x"][0] for trace in figure["data"] if trace["type"] == "bar")
+    assert total == pytest.approx(view.report.peak_bytes / 2**30) if view.report else pytest.fail("no report")
     assert not [name for name in view.figure.get_state() if name.startswith(("_py2js", "_js2py", "_widget_"))]
 
 
-def test_what_is_out_of_sight_is_not_sent() -> None:
+def test_data_of_hidden_traces_is_not_sent() -> None:
     view = MemoryView(PLAN)
     traces = view.figure.get_state()["_figure"]["data"]
     assert all("x" not in trace for trace in traces if trace.get("visible") is False)
     view.mode.value = "step"
     areas = [trace for trace in view.figure.get_state()["_figure"]["data"] if trace.get("stackgroup")]
-    assert areas and all(trace["x"] for trace in areas), "and is sent once it comes into sight"
+    assert areas and all(trace["x"] for trace in areas), "the data of a trace that becomes visible is sent"
 
 
-def test_clicks_are_reported_from_any_view_and_nonsense_is_not() -> None:
-    chart, heard = Chart([{"type": "bar", "x": [1.0], "y": [2.0]}]), []
+def test_clicks_are_reported_and_malformed_messages_ignored() -> None:
+    chart, clicks = Chart([{"type": "bar", "x": [1.0], "y": [2.0]}]), []
     assert not chart.clickable
-    chart.on_click(lambda trace, point, customdata: heard.append((trace, point, customdata)))
+    chart.on_click(lambda trace, point, customdata: clicks.append((trace, point, customdata)))
     assert chart.clickable
     chart._handle_custom_msg({"click": {"trace": 0, "point": 3, "customdata": "words"}}, [])
     chart._handle_custom_msg({"click": {"trace": 9, "point": 0, "customdata": None}}, [])
     chart._handle_custom_msg({"click": "all"}, [])
     chart._handle_custom_msg("x", [])
-    assert heard == [(0, 3, "words")]
+    assert clicks == [(0, 3, "words")]
 
 
 # -------------------------------------------------------------------------------------------- as SVG
 
 
-def bars(svg: str) -> list[ElementTree.Element]:
+def find_rects(svg: str) -> list[ElementTree.Element]:
     return [each for each in ElementTree.fromstring(svg).iter() if each.tag == "rect"]
 
 
-def test_the_bars_of_a_plan_are_as_long_as_its_bytes() -> None:
+def test_svg_bar_lengths_are_proportional_to_bytes() -> None:
     view = MemoryView(PLAN)
     assert view.report is not None
-    drawn = {each.find("title").text: float(each.get("width", 0)) for each in bars(view.figure.to_svg())}  # type: ignore[union-attr]
-    scale = drawn["activations"] / view.report.components["activations"]
+    lengths = {
+        each.find("title").text: float(each.get("width", 0)) for each in find_rects(view.figure.to_svg())
+    }  # type: ignore[union-attr]
+    scale = lengths["activations"] / view.report.components["activations"]
     for name in ("parameters", "optimizer"):
-        assert drawn[name] == pytest.approx(scale * view.report.components[name], abs=0.2)
+        assert lengths[name] == pytest.approx(scale * view.report.components[name], abs=0.2)
     assert "<tspan" in view.figure.to_svg() and "GiB" in view.figure.to_svg()
 
 
 @pytest.mark.parametrize("make", [lambda: MemoryView(PLAN), lambda: StepView(PLAN)], ids=["memory", "time"])
-def test_an_svg_stands_alone(make: Any) -> None:
+def test_svg_has_no_scripts_styles_or_external_references(make: Any) -> None:
     svg = make().figure.to_svg()
     ElementTree.fromstring(svg)
-    assert len(bars(svg)) >= 5 and not re.search(r"<script|<style|\bon\w+=|https?://|var\(|nan|inf", svg)
+    assert len(find_rects(svg)) >= 5 and not re.search(
+        r"<script|<style|\bon\w+=|https?://|var\(|nan|inf", svg
+    )
 
 
-def test_lines_areas_and_gaps_are_drawn() -> None:
+def test_svg_draws_lines_areas_and_gaps() -> None:
     view = MemoryView(PLAN)
     view.mode.value = "step"
     assert view.figure.to_svg().count("<polygon") == 9
@@ -109,10 +113,10 @@ def test_lines_areas_and_gaps_are_drawn() -> None:
     chart = Chart(
         [{"type": "scatter", "mode": "lines", "x": np.arange(5.0), "y": [1, float("nan"), 2, 3, None]}]
     )
-    assert chart.to_svg().count("M") == 2, "a gap begins anew"
+    assert chart.to_svg().count("M") == 2, "a gap starts a new path"
 
 
-def test_words_from_outside_stay_words() -> None:
+def test_svg_escapes_untrusted_text() -> None:
     chart = Chart([{"type": "bar", "name": "<script>", "x": ["<b>&"], "y": [1.0]}])
     chart.layout.annotations = [
         {"text": "<script>alert(1)</script> <b>bold</b>", "x": 0, "y": 0, "xref": "paper"}
@@ -122,7 +126,7 @@ def test_words_from_outside_stay_words() -> None:
     assert "<script" not in svg and ">bold</tspan>" in svg
 
 
-def test_many_marks_make_no_large_picture() -> None:
+def test_svg_of_many_markers_stays_small() -> None:
     many = np.random.default_rng(0).random(20_000)
     chart = Chart([{"type": "scatter", "mode": "markers", "x": many, "y": many}])
     assert len(chart.to_svg()) < 40_000

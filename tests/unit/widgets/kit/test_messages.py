@@ -1,4 +1,4 @@
-"""Messages that no page of ours sends, to what people press: nothing happens, and the next press works."""
+"""Tests of malformed messages to clickable widgets: they are ignored, and the next valid message works."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardscope_widgets.checks.view import ChecksView
 from shardscope_widgets.kit.clickable import Clickable
 from shardscope_widgets.kit.tabs import Tabs
 
-WRONG: list[Any] = [
+MALFORMED_MESSAGES: list[Any] = [
     None,
     7,
     [],
@@ -35,31 +35,31 @@ WRONG: list[Any] = [
 VIEWS: dict[str, Callable[..., Any]] = {"ranking": RankingView, "advice": AdviceView, "checks": ChecksView}
 
 
-def clickables(view: Any) -> list[Clickable]:
-    found = [view] if isinstance(view, Clickable) else []
+def find_clickables(view: Any) -> list[Clickable]:
+    clickables = [view] if isinstance(view, Clickable) else []
     for child in getattr(view, "children", ()):
-        found += clickables(child)
-    return found
+        clickables += find_clickables(child)
+    return clickables
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_fault_44_a_press_on_nothing_does_nothing(name: str) -> None:
+def test_fault_44_invalid_click_messages_are_ignored(name: str) -> None:
     applied: list[ss.Plan] = []
-    pressed = clickables(VIEWS[name](on_apply=applied.append))
-    assert pressed
-    for each in pressed:
-        before = each.value
-        for content in WRONG:
-            each.error = ""
-            each._handle_custom_msg(content, [])
-            assert each.error.startswith("Ignored: ") and len(each.error) < 200
-        assert each.value == before
-        each.value += " "
-        assert each.error == "", "what is drawn anew says nothing of old messages"
+    clickables = find_clickables(VIEWS[name](on_apply=applied.append))
+    assert clickables
+    for clickable in clickables:
+        before = clickable.value
+        for content in MALFORMED_MESSAGES:
+            clickable.error = ""
+            clickable._handle_custom_msg(content, [])
+            assert clickable.error.startswith("Ignored: ") and len(clickable.error) < 200
+        assert clickable.value == before
+        clickable.value += " "
+        assert clickable.error == "", "a new value clears the error of an old message"
     assert applied == []
 
 
-def test_fault_44_a_tab_that_is_none_changes_nothing() -> None:
+def test_fault_44_unknown_tab_is_ignored() -> None:
     tabs = Tabs(["Memory", "Time"])
     for state in ({"value": "Nowhere"}, {"value": 5}, {"value": "x" * 1_000_000}, {"names": 7}):
         tabs.set_state(state)
@@ -70,45 +70,45 @@ def test_fault_44_a_tab_that_is_none_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (OSError(28, "No space left on device"), "No space left"),
         (RuntimeError("can't start new thread"), "start new thread"),
         (MemoryError(), "MemoryError"),
     ],
 )
-def test_fault_45_a_launch_that_fails_is_said_at_its_button(
-    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+def test_fault_45_launch_error_is_shown_at_the_button(
+    error: Exception, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     studio = Studio()
 
-    def fails(*_: object, **__: object) -> None:
+    def raise_error(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(ss, "launch", fails)
+    monkeypatch.setattr(ss, "launch", raise_error)
     studio.launch.button.click()
-    assert said in studio.notice.value and "role='alert'" in studio.notice.value
+    assert message in studio.notice.value and "role='alert'" in studio.notice.value
     assert not studio.launch.busy and not studio.launch.button.disabled
 
 
-def test_too_little_free_memory_can_be_overruled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second button stands beside the words, until something else is said there."""
+def test_launch_anyway_overrides_the_free_memory_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second button is shown beside the message until another message replaces it."""
     studio = Studio()
-    asked: list[bool] = []
+    force_flags: list[bool] = []
 
-    def refuses(*_: object, force: bool, **__: object) -> None:
-        asked.append(force)
+    def launch(*_: object, force: bool, **__: object) -> None:
+        force_flags.append(force)
         raise (
             OSError("what comes after")
             if force
             else TooLittleFreeError("launch.plan", "2 GiB", "9 GiB", "wait")
         )
 
-    monkeypatch.setattr(ss, "launch", refuses)
+    monkeypatch.setattr(ss, "launch", launch)
     studio.launch.button.click()
     studio.launch.button.click()
     assert "Nearest fix: wait" in studio.notice.value
     studio.notice.press_button("Launch anyway")
-    assert asked == [False, False, True]
+    assert force_flags == [False, False, True]
     assert "what comes after" in studio.notice.value
     assert "Launch anyway" not in studio.notice.value

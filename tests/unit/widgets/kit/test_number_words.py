@@ -1,4 +1,4 @@
-"""Rates, prices, durations and token budgets, as people read and type them."""
+"""Tests of formatting rates, prices and durations, and of parsing token budgets."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from shardscope_widgets.kit.numbers import (
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [(412.4, "412"), (41.24, "41.2"), (4.124, "4.12"), (0.4124, "0.41"), (0, "0")]
+    ("value", "expected"), [(412.4, "412"), (41.24, "41.2"), (4.124, "4.12"), (0.4124, "0.41"), (0, "0")]
 )
-def test_three_digits(value: float, said: str) -> None:
-    assert format_three_digits(value) == said
+def test_numbers_are_formatted_with_three_digits(value: float, expected: str) -> None:
+    assert format_three_digits(value) == expected
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "expected"),
     [
         (7_940, "7.94k"),
         (999.6, "1.00k"),
@@ -34,12 +34,12 @@ def test_three_digits(value: float, said: str) -> None:
         (999_600, "1.00M"),
     ],
 )
-def test_large_numbers_have_a_letter(value: float, said: str) -> None:
-    assert format_short(value) == said
+def test_large_numbers_are_formatted_with_a_unit_suffix(value: float, expected: str) -> None:
+    assert format_short(value) == expected
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "expected"),
     [
         (0.0996, "$0.10"),
         (0.094, "$0.094"),
@@ -49,16 +49,16 @@ def test_large_numbers_have_a_letter(value: float, said: str) -> None:
         (2e6, "$2.00M"),
     ],
 )
-def test_prices_have_cents(value: float, said: str) -> None:
-    assert format_dollars(value) == said
+def test_prices_are_formatted_with_cents(value: float, expected: str) -> None:
+    assert format_dollars(value) == expected
 
 
 @pytest.mark.parametrize(
-    ("days", "said"),
+    ("days", "expected"),
     [(0.01, "14.4 minutes"), (0.5, "12.0 hours"), (3, "3.00 days"), (1460, "4.00 years")],
 )
-def test_durations_have_the_unit_that_reads_well(days: float, said: str) -> None:
-    assert format_duration(days) == said
+def test_durations_are_formatted_in_a_suitable_unit(days: float, expected: str) -> None:
+    assert format_duration(days) == expected
 
 
 @pytest.mark.parametrize(
@@ -72,26 +72,26 @@ def test_durations_have_the_unit_that_reads_well(days: float, said: str) -> None
         ("2m", 2e6),
     ],
 )
-def test_budgets_as_people_type_them(text: str, tokens: float) -> None:
+def test_parses_common_notations_of_token_budgets(text: str, tokens: float) -> None:
     assert parse_tokens(text) == tokens
 
 
 @pytest.mark.parametrize("text", ["", "T", "-5B", "nan", "inf", "1.2.3", "15X", "0", "1e30", "15e", "9" * 40])
-def test_what_is_no_budget_is_refused_in_words(text: str) -> None:
+def test_rejects_invalid_token_budget(text: str) -> None:
     with pytest.raises(ValueError, match=r"num_tokens is .* allowed: .* Nearest fix: "):
         parse_tokens(text)
 
 
 @given(st.text(max_size=12))
-def test_no_text_breaks_the_budget(text: str) -> None:
+def test_any_text_parses_as_a_token_budget_or_raises_value_error(text: str) -> None:
     try:
         assert 1 <= parse_tokens(text) <= 1e18
-    except ValueError as refused:
-        assert "Nearest fix" in str(refused)
+    except ValueError as error:
+        assert "Nearest fix" in str(error)
 
 
 @given(st.floats(1e-6, 1e4))
-def test_times_of_one_report_have_one_unit_and_keep_three_digits(seconds: float) -> None:
+def test_time_scale_keeps_three_significant_digits(seconds: float) -> None:
     scale = Scale.for_seconds(seconds)
-    told = float(scale.format(seconds).replace(",", "")) / scale.factor
-    assert told == pytest.approx(seconds, rel=0.006)
+    parsed = float(scale.format(seconds).replace(",", "")) / scale.factor
+    assert parsed == pytest.approx(seconds, rel=0.006)

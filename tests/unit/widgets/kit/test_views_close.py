@@ -1,4 +1,4 @@
-"""Views come and go all day: a closed one leaves nothing in the kernel, and a run outlives its views."""
+"""Tests of closing views: a closed view leaves nothing in the kernel, and a run outlives its views."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ PLAN = ss.Plan(
 )
 
 
-def run_view() -> RunView:
+def make_run_view() -> RunView:
     return RunView(FakeRun([record(loss=1.0)]))
 
 
-def runs_view() -> RunsView:
-    """With a living run opened, and awaited."""
-    made = RunsView()
-    made.open(FakeRun([record(loss=1.0)]))  # type: ignore[arg-type]
-    return made
+def make_runs_view() -> RunsView:
+    """Return a list of runs in which an active run is open."""
+    view = RunsView()
+    view.open(FakeRun([record(loss=1.0)]))  # type: ignore[arg-type]
+    return view
 
 
-def studio() -> Studio:
-    """With all but the pages that ask a question in the background."""
-    made = Studio()
+def make_studio() -> Studio:
+    """Return a Studio after showing each tab, except those that start a background search."""
+    view = Studio()
     for tab in ("Time", "Checks", "Runs", "Trace", "Memory"):
-        made.tabs.value = tab
-    return made
+        view.tabs.value = tab
+    return view
 
 
 VIEWS: dict[str, tuple[Callable[[], Any], int]] = {
@@ -49,18 +49,18 @@ VIEWS: dict[str, tuple[Callable[[], Any], int]] = {
     "time": (lambda: StepView(PLAN), 2),
     "ranking": (RankingView, 10),
     "advice": (AdviceView, 10),
-    "run": (run_view, 2),
-    "runs": (runs_view, 2),
-    "studio": (studio, 1),
+    "run": (make_run_view, 2),
+    "runs": (make_runs_view, 2),
+    "studio": (make_studio, 1),
 }
-"""How each is made, and how many `make test` makes: a hundred take a minute."""
+"""Name -> factory, and the number of views that `make test` creates: a hundred take a minute."""
 
 
 @pytest.mark.parametrize("name", few(VIEWS, ["studio"]))
-def test_fault_43_a_hundred_views_leave_nothing_behind(name: str) -> None:
+def test_fault_43_closed_views_leave_no_widgets_or_threads(name: str) -> None:
     make, count = VIEWS[name]
-    threads = set(threading.enumerate())  # Those of earlier tests may end meanwhile.
-    make().close()  # What views share stays.
+    threads = set(threading.enumerate())  # Threads of earlier tests may end meanwhile.
+    make().close()  # Creates the widgets that views share, which stay registered.
     gc.collect()
     registered = len(_instances)
     alive = []
@@ -76,47 +76,47 @@ def test_fault_43_a_hundred_views_leave_nothing_behind(name: str) -> None:
     assert not [ref for ref in alive if ref() is not None]
 
 
-def test_fault_26_a_second_view_and_a_closed_one_change_nothing_for_the_run() -> None:
+def test_fault_26_opening_and_closing_views_does_not_affect_the_run() -> None:
     run = FakeRun([record(loss=1.0)])
     first, second = RunView(run), RunView(run)
     assert until(lambda: first.num_steps == second.num_steps == 1)
     first.close()
     run.records.append(record(step=1, loss=0.5))
     assert until(lambda: second.num_steps == 2)
-    assert run.status == "running", "a closed view stops nothing"
+    assert run.status == "running", "closing a view does not stop the run"
     third = RunView(run)
-    assert until(lambda: third.num_steps == 2), "a later one sees everything from the beginning"
+    assert until(lambda: third.num_steps == 2), "a later view shows all steps"
     third.stop_button.click()
     assert until(lambda: second.status == third.status == "stopped")
 
 
-def test_fault_42_a_thousand_updates_in_a_second_are_a_few_drawings() -> None:
+def test_fault_42_a_thousand_updates_per_second_cause_few_redraws() -> None:
     run = FakeRun([record(loss=9.0)])
     view = RunView(run)
     assert until(lambda: view.num_steps == 1)
-    drawn: list[int] = []
-    real = view.figure.add_records
+    batch_sizes: list[int] = []
+    add_records = view.figure.add_records
 
-    def count(records: list[dict[str, Any]]) -> None:
-        drawn.append(len(records))
-        real(records)
+    def count_records(records: list[dict[str, Any]]) -> None:
+        batch_sizes.append(len(records))
+        add_records(records)
 
-    view.figure.add_records = count
+    view.figure.add_records = count_records
     began = time.monotonic()
     for step in range(1, 1001):
         run.records.append(record(step=step, loss=float(step)))
         time.sleep(max(0.0, began + step / 1000 - time.monotonic()))
     assert until(lambda: view.num_steps == 1001)
     run.status = "finished"
-    assert sum(drawn) == 1000 and len(drawn) <= 4 * (time.monotonic() - began) + 2, drawn
-    assert "1,000.000" in view.table.value, "the last one wins"
+    assert sum(batch_sizes) == 1000 and len(batch_sizes) <= 4 * (time.monotonic() - began) + 2, batch_sizes
+    assert "1,000.000" in view.table.value, "the last value is shown"
 
 
-def test_a_closed_view_leaves_the_others_whole() -> None:
-    """What they share has widgets of its own, which a page that is loaded anew looks for."""
-    left, closed = MemoryView(PLAN), MemoryView(PLAN)
+def test_closing_a_view_keeps_the_widgets_that_others_share() -> None:
+    """A page that is reloaded looks up the widgets that views share."""
+    remaining, closed = MemoryView(PLAN), MemoryView(PLAN)
     closed.close()
-    waiting, seen = [left], {left.model_id}
+    waiting, seen = [remaining], {remaining.model_id}
     while waiting:
         widget = waiting.pop()
         assert widget.comm is not None, widget
@@ -125,4 +125,4 @@ def test_a_closed_view_leaves_the_others_whole() -> None:
         new = [part for part in parts if isinstance(part, Widget) and part._model_id not in seen]
         seen.update(part._model_id for part in new)
         waiting += new
-    left.close()
+    remaining.close()

@@ -1,4 +1,4 @@
-"""The GPU inventory's inputs: what a node has beside its GPUs is kept exactly, typed, or not known."""
+"""Tests of the cluster picker: host memory and NVMe of a node, from the catalogue, typed or unknown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardscope_widgets.pickers import ClusterPicker
 H100 = ss.Cluster.parse("8xh100-sxm-80gb")
 
 
-def test_it_begins_with_what_the_catalogue_says_of_a_node() -> None:
+def test_initial_host_memory_comes_from_the_catalogue() -> None:
     picker = ClusterPicker("8xh100-sxm-80gb")
     assert picker.value == H100
     assert H100.host_memory_bytes is not None
@@ -32,24 +32,24 @@ def test_it_begins_with_what_the_catalogue_says_of_a_node() -> None:
     ],
     ids=["bytes", "unknown", "links", "own card", "cpu", "detected"],
 )
-def test_what_is_filled_in_is_kept_to_the_byte(cluster: ss.Cluster) -> None:
+def test_set_value_preserves_every_field_exactly(cluster: ss.Cluster) -> None:
     picker = ClusterPicker()
     picker.set_value(cluster)
     assert picker.value == cluster and not picker.is_wrong
     picker.count.value = "1"
-    assert picker.value == replace(cluster, gpus_per_node=1), "another input leaves it as it is"
+    assert picker.value == replace(cluster, gpus_per_node=1), "changing another input keeps the other fields"
 
 
-def test_what_is_typed_takes_the_catalogues_place() -> None:
+def test_typed_host_memory_and_nvme_override_the_catalogue() -> None:
     picker = ClusterPicker("8xh100-sxm-80gb")
     picker.host.value, picker.nvme.value, picker.speed.value = "1,024", "3500.5", "6.4"
     assert picker.value.host_memory_bytes == 2**40
     assert picker.value.nvme_bytes == round(3500.5 * 2**30)
     assert picker.value.nvme_bandwidth_bytes_per_second == pytest.approx(6.4e9)
     picker.host.value = " "
-    assert picker.value.host_memory_bytes is None, "nobody knows"
+    assert picker.value.host_memory_bytes is None, "an empty input means unknown"
     picker.type.value = "a100-sxm-80gb"
-    assert picker.value == ss.Cluster.parse("8xa100-sxm-80gb"), "such a node has another host"
+    assert picker.value == ss.Cluster.parse("8xa100-sxm-80gb"), "another GPU type resets the host fields"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_what_is_typed_takes_the_catalogues_place() -> None:
         ("speed", "fast", "Cluster.nvme_bandwidth_bytes_per_second is 'fast'"),
     ],
 )
-def test_what_is_no_size_is_said_at_its_input_and_nothing_is_lost(box: str, typed: str, field: str) -> None:
+def test_invalid_size_is_reported_at_its_input_and_keeps_the_value(box: str, typed: str, field: str) -> None:
     picker = ClusterPicker("8xh100-sxm-80gb")
     getattr(picker, box).value = typed
     row = picker.rows["host_memory_bytes" if box == "host" else "nvme_bytes"]
@@ -74,7 +74,7 @@ def test_what_is_no_size_is_said_at_its_input_and_nothing_is_lost(box: str, type
     assert not picker.is_wrong and not row.message
 
 
-def test_what_was_asked_for_in_place_goes_to_its_input() -> None:
+def test_answer_in_the_checks_tab_is_written_to_the_picker() -> None:
     studio = Studio()
     layout = ss.Layout.zero(offload_optimizer="nvme", offload_params="nvme")
     studio.apply(replace(studio.plan, layout=layout))

@@ -1,4 +1,4 @@
-"""Plans are opened from files of four kinds and saved as one, and what is no plan is said at the box."""
+"""Tests of opening plans from four kinds of files, of saving them, and of errors for all other files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CURRENT = ss.Plan(
 
 
 class Opener:
-    """The box with what it opened."""
+    """An `OpenPlan` box, and the plans that it opened."""
 
     def __init__(self, current: ss.Plan = CURRENT) -> None:
         self.opened: list[ss.Plan] = []
@@ -56,7 +56,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_file_that_an_export_writes_for_its_framework_is_opened(name: str, tmp_path: Path) -> None:
+def test_opens_every_file_that_an_export_writes(name: str, tmp_path: Path) -> None:
     arch = ss.models["llama-3.1-8b"]
     plan = ss.Plan(arch, CURRENT.cluster, ss.Recipe(seq_len=2048, recompute="full"), LAYOUTS[name])
     plan.export(tmp_path)
@@ -64,13 +64,15 @@ def test_every_file_that_an_export_writes_for_its_framework_is_opened(name: str,
         "deepspeed": ["accelerate_config.yaml", "ds_config.json"],
         "megatron": ["megatron_arguments.txt"],
     }
-    wanted = files.get(name, ["accelerate_config.yaml"])
-    for file in ("plan.json", *wanted):
-        assert Opener().open(tmp_path / file) == plan, "the rest is what lies beside it"
+    config_files = files.get(name, ["accelerate_config.yaml"])
+    for file in ("plan.json", *config_files):
+        assert Opener().open(tmp_path / file) == plan, "missing settings come from the files beside it"
         if (name, file) == ("deepspeed", "accelerate_config.yaml"):
             continue  # It names ds_config.json, which an upload of one file does not bring along.
         uploaded = Opener(plan).upload(file, (tmp_path / file).read_bytes())
-        assert uploaded is not None and uploaded.layout == plan.layout, "the rest is the current plan's"
+        assert uploaded is not None and uploaded.layout == plan.layout, (
+            "missing settings come from the current plan"
+        )
 
 
 SCRIPT = """#!/bin/bash
@@ -92,7 +94,7 @@ torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${MODEL_ARGS[@]} $PARALLEL_ARGS 
 """
 
 
-def test_a_launch_script_of_megatron_is_opened(tmp_path: Path) -> None:
+def test_opens_a_megatron_launch_script(tmp_path: Path) -> None:
     file = tmp_path / "train_8b.sh"
     file.write_text(SCRIPT)
     arch = ss.models["llama-3.1-8b"]
@@ -103,7 +105,7 @@ def test_a_launch_script_of_megatron_is_opened(tmp_path: Path) -> None:
     assert (plan.recipe.seq_len, plan.recipe.global_batch_size) == (2048, 64)
 
 
-def test_what_is_saved_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_plan_can_be_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     opener = Opener()
     opener.box.save.click()
@@ -136,7 +138,7 @@ def test_what_is_saved_is_opened_again(tmp_path: Path, monkeypatch: pytest.Monke
         "too large",
     ],
 )
-def test_what_is_no_plan_is_said_at_the_box(content: bytes, words: str, tmp_path: Path) -> None:
+def test_invalid_file_is_reported_at_the_input(content: bytes, words: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(content)
     opener = Opener()
@@ -148,12 +150,12 @@ def test_what_is_no_plan_is_said_at_the_box(content: bytes, words: str, tmp_path
 
 
 @pytest.mark.parametrize("path", ["/nowhere/plan.json", "~nobody/plan.json", "."])
-def test_a_path_of_no_file(path: str) -> None:
+def test_path_that_is_not_a_file_is_reported_at_the_input(path: str) -> None:
     opener = Opener()
     assert opener.open(path) is None and opener.message
 
 
-def test_the_studio_shows_the_plan_that_was_opened(tmp_path: Path) -> None:
+def test_studio_shows_the_opened_plan(tmp_path: Path) -> None:
     studio: Any = Studio()
     file = tmp_path / "mine.json"
     file.write_text(CURRENT.to_json())
@@ -161,7 +163,7 @@ def test_the_studio_shows_the_plan_that_was_opened(tmp_path: Path) -> None:
     assert studio.plan == CURRENT and studio.architecture.name.value == "llama-3.2-1b"
 
 
-def test_an_upload_takes_the_place_of_the_path_that_was_typed() -> None:
+def test_upload_clears_the_typed_path() -> None:
     opener = Opener()
     assert opener.open("no-such-plan.json") is None and opener.message
     assert opener.upload("mine.json", CURRENT.to_json().encode()) == CURRENT

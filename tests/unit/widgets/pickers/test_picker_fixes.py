@@ -1,4 +1,4 @@
-"""Errors at an input come with a button that fixes them, and each picker says its value in a few words."""
+"""Tests of the suggested fixes at invalid inputs, and of the summary line of each picker."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from shardscope_widgets.pickers import ArchitecturePicker, ClusterPicker, Layout
 from shardscope_widgets.studio.fit_button import write_fit_question
 
 
-def shown(row: Any) -> str:
-    """What stands under the row's input."""
+def read_message(row: Any) -> str:
+    """Return the text of the message under the row's input."""
     return unescape(re.sub("<[^>]+>", "", row.children[-1].value))
 
 
 def press(row: Any) -> None:
-    """Press the button of the message under the row's input."""
-    assert "data-act='fix'" in row.children[-1].value, shown(row)
+    """Press the fix button under the row's input."""
+    assert "data-act='fix'" in row.children[-1].value, read_message(row)
     row.children[-1].press_button("fix")
 
 
@@ -38,16 +38,18 @@ def studio() -> Any:
     return Studio()
 
 
-def test_a_batch_that_does_not_divide_is_fixed_by_a_button(studio: Any) -> None:
+def test_fix_button_makes_the_global_batch_divisible(studio: Any) -> None:
     studio.cluster.count.value = "6"
     row = studio.recipe.rows["global_batch_size"]
-    assert "64" in shown(row) and "6 GPUs" in shown(row) and shown(row).endswith("Use 66")
+    assert (
+        "64" in read_message(row) and "6 GPUs" in read_message(row) and read_message(row).endswith("Use 66")
+    )
     press(row)
     assert studio.plan.recipe.global_batch_size == 66 and studio.plan.cluster.num_gpus == 6
     assert not row.message and not studio.recipe.is_wrong
 
 
-ONE_CLICK: list[dict[str, str]] = [
+INVALID_INPUTS: list[dict[str, str]] = [
     {"micro_batch_size": "128"},
     {"micro_batch_size": "99999999"},
     {"global_batch_size": "-5"},
@@ -60,9 +62,9 @@ ONE_CLICK: list[dict[str, str]] = [
 
 
 @pytest.mark.parametrize("framework", few(["ddp", "fsdp2", "deepspeed", "megatron"], ["fsdp2"]))
-@pytest.mark.parametrize("typed", ONE_CLICK, ids=str)
+@pytest.mark.parametrize("typed", INVALID_INPUTS, ids=str)
 def test_one_click_on_a_fix_makes_a_valid_plan(studio: Any, framework: str, typed: dict[str, str]) -> None:
-    """Micro-batch 128 offered "Use 128" for the batch, which then did not divide over 8 GPUs."""
+    """Regression: for micro-batch 128 the fix was a global batch of 128, which 8 GPUs do not divide."""
     studio.layout_picker.framework.value = framework
     for field, text in typed.items():
         picker = studio.cluster if field in studio.cluster.boxes else studio.recipe
@@ -73,15 +75,15 @@ def test_one_click_on_a_fix_makes_a_valid_plan(studio: Any, framework: str, type
     studio.plan.memory()
 
 
-def test_a_fix_names_all_that_it_changes(studio: Any) -> None:
+def test_fix_lists_every_field_that_it_changes(studio: Any) -> None:
     studio.recipe.micro.value = "128"
     row = studio.recipe.rows["global_batch_size"]
-    assert "128" in shown(row) and shown(row).endswith("Use 1,024")
+    assert "128" in read_message(row) and read_message(row).endswith("Use 1,024")
     studio.recipe.micro.value = "99999999"
-    assert "micro batch size 65,536" in shown(row) and "global batch size 524,288" in shown(row)
+    assert "micro batch size 65,536" in read_message(row) and "global batch size 524,288" in read_message(row)
 
 
-def test_a_number_that_is_none_is_fixed_by_a_button(studio: Any) -> None:
+def test_fix_button_replaces_an_invalid_number(studio: Any) -> None:
     studio.recipe.seq_len.value = "many"
     press(studio.recipe.rows["seq_len"])
     assert not studio.recipe.is_wrong and studio.plan.recipe.seq_len == 1
@@ -91,7 +93,9 @@ def test_a_number_that_is_none_is_fixed_by_a_button(studio: Any) -> None:
     assert studio.options.steps.value == "1" and not row.message and not studio.launch.button.disabled
 
 
-def test_a_script_whose_name_is_misspelt(studio: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_misspelled_script_name_has_a_fix(
+    studio: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("pass\n")
     studio.task.menu.value = "own"
@@ -102,18 +106,18 @@ def test_a_script_whose_name_is_misspelt(studio: Any, tmp_path: Any, monkeypatch
     assert "data-act" not in studio.task.rows["code"].children[-1].value
 
 
-def test_a_fix_may_be_in_another_picker(studio: Any) -> None:
-    """Falcon has no formulas in Megatron-core: the error is the model's, the fix another framework."""
+def test_fix_can_change_another_picker(studio: Any) -> None:
+    """Falcon has no Megatron-core formulas: the error is at the model, the fix changes the framework."""
     studio.architecture.name.value = "falcon-7b"
     studio.layout_picker.framework.value = "megatron"
     row = studio.architecture.rows["model"]
-    assert "Use FSDP2" in shown(row)
+    assert "Use FSDP2" in read_message(row)
     press(row)
     assert not row.message and studio.plan.layout.framework == "fsdp2"
     assert studio.plan.architecture.name == "falcon-7b"
 
 
-def test_a_misspelt_model_is_fixed_and_an_unknown_one_is_not_guessed() -> None:
+def test_misspelled_model_has_a_fix_and_unknown_model_has_none() -> None:
     picker = ArchitecturePicker()
     row = picker.rows["model"]
     picker.name.value = "lama-3.1-8b"
@@ -121,18 +125,18 @@ def test_a_misspelt_model_is_fixed_and_an_unknown_one_is_not_guessed() -> None:
     assert picker.name.value == "llama-3.1-8b" and not picker.is_wrong
     for name in ("nonsense", "meta-llama/Llama-9-8B", "/nowhere/config.json", "<b>x</b>"):
         picker.name.value = name
-        assert f"'{name}' is not in the catalogue" in shown(row)
+        assert f"'{name}' is not in the catalogue" in read_message(row)
         assert "data-act" not in row.children[-1].value and "<b>" not in row.children[-1].value
         assert not any(model in row.message for model in ss.models)
 
 
-def test_a_folder_without_a_model(tmp_path: Any) -> None:
+def test_folder_without_config_json_is_reported(tmp_path: Any) -> None:
     picker = ArchitecturePicker()
     picker.name.value = str(tmp_path)
-    assert "no config.json" in shown(picker.rows["model"]) and picker.weights_folder is None
+    assert "no config.json" in read_message(picker.rows["model"]) and picker.weights_folder is None
 
 
-def test_an_applied_model_is_never_mistaken_for_the_catalogues() -> None:
+def test_applied_model_is_distinct_from_the_catalogue_model() -> None:
     picker = ArchitecturePicker()
     other = ss.Architecture.from_dict({**ss.models["gpt2"].to_dict(), "num_hidden_layers": 6})
     picker.set_value(other)
@@ -142,7 +146,7 @@ def test_an_applied_model_is_never_mistaken_for_the_catalogues() -> None:
 
 
 def offered_action(studio: Any) -> str:
-    """Return the name of the notice's only button beside its cross."""
+    """Return the action of the notice's only button other than dismiss."""
     (name,) = set(re.findall(r"data-act='([^']*)'", studio.notice.value)) - {"dismiss"}
     return unescape(name)
 
@@ -151,7 +155,7 @@ def is_shown(row: Any) -> bool:
     return "ss-off" not in row._dom_classes
 
 
-def test_host_memory_is_asked_for_where_it_is_not_known() -> None:
+def test_host_memory_input_is_shown_if_the_memory_is_unknown() -> None:
     picker = ClusterPicker("8xh100-sxm-80gb")
     host = picker.rows["host_memory_bytes"]
     assert not is_shown(host) and not is_shown(picker.host_hint)
@@ -163,10 +167,10 @@ def test_host_memory_is_asked_for_where_it_is_not_known() -> None:
     assert is_shown(host) and is_shown(picker.rows["nvme_bytes"])
     picker.nvme.value = "lots"
     picker.more.click()
-    assert is_shown(picker.rows["nvme_bytes"]), "its message is seen"
+    assert is_shown(picker.rows["nvme_bytes"]), "an input with an error stays visible"
 
 
-def test_a_frameworks_first_degrees_suit_the_model_and_the_users_stay(studio: Any) -> None:
+def test_default_degrees_fit_the_model_and_user_degrees_are_kept(studio: Any) -> None:
     studio.cluster.set_value(ss.Cluster.parse("8x8xh100-sxm-80gb"))
     studio.architecture.name.value = "llama-3.1-70b"
     studio.layout_picker.framework.value = "megatron"
@@ -180,7 +184,7 @@ def test_a_frameworks_first_degrees_suit_the_model_and_the_users_stay(studio: An
     assert studio.plan.layout.tp == 4
 
 
-def test_every_picker_answers_in_a_few_words(studio: Any) -> None:
+def test_every_picker_summarizes_its_value(studio: Any) -> None:
     pickers = (studio.architecture, studio.cluster, studio.recipe, studio.layout_picker, studio.options)
     answers = [picker.answer for picker in (*pickers, studio.task)]
     assert answers == [
@@ -191,11 +195,11 @@ def test_every_picker_answers_in_a_few_words(studio: Any) -> None:
         "40 steps, with trace",
         "Pretrain",
     ]
-    for alone in (ArchitecturePicker(), ClusterPicker(), RecipePicker(), LayoutPicker()):
-        assert alone.value is not None
+    for picker in (ArchitecturePicker(), ClusterPicker(), RecipePicker(), LayoutPicker()):
+        assert picker.value is not None
 
 
-def test_degrees_that_nobody_set_follow_the_model_and_the_cluster() -> None:
+def test_default_degrees_follow_the_model_and_the_cluster() -> None:
     picker, recipe = LayoutPicker(), ss.Recipe()
     eight = ss.Cluster.parse("8xh100-sxm-80gb")
     picker.offer_choices(ss.models["llama-3.1-8b"], eight, recipe)
@@ -205,11 +209,11 @@ def test_degrees_that_nobody_set_follow_the_model_and_the_cluster() -> None:
     assert picker.value == choose_first_layout("megatron", ss.models["llama-3.1-405b"], nodes, recipe)
     picker.boxes["pp"].value = 2
     picker.offer_choices(ss.models["llama-3.1-70b"], nodes, recipe)
-    assert picker.value.pp == 2, "what the user set stays"
+    assert picker.value.pp == 2, "a degree that the user set is kept"
 
 
 @thorough()
-def test_what_was_undone_does_not_come_back_with_its_framework() -> None:
+def test_undone_fix_does_not_return_with_its_framework() -> None:
     studio = Studio()
     studio.cluster.nodes.value = "8"
     studio.architecture.name.value = "llama-3.1-405b"
@@ -218,7 +222,7 @@ def test_what_was_undone_does_not_come_back_with_its_framework() -> None:
     assert fit is not None and fit.plan.layout.framework == "deepspeed"
     studio.fit.button.click()
     assert until(lambda: "data-act" in studio.notice.value, 120)
-    assert studio.plan == before, "another framework is named before it is chosen"
+    assert studio.plan == before, "a change of framework needs a confirmation"
     studio.notice.press_button(offered_action(studio))
     assert studio.plan == fit.plan
     studio.notice.press_button("Undo")
@@ -229,8 +233,8 @@ def test_what_was_undone_does_not_come_back_with_its_framework() -> None:
     studio.close()
 
 
-def test_the_task_trains_the_folder_that_is_chosen_last(tmp_path: Path) -> None:
-    """Two folders of one name whose models are the same: the plan does not change, the weights do."""
+def test_task_uses_the_weights_folder_chosen_last(tmp_path: Path) -> None:
+    """Two folders have the same name and model: the plan stays equal, the weights differ."""
     first, second = (write_folder(tmp_path / name / "m") for name in ("x", "y"))
     studio = Studio()
     studio.recipe.seq_len.value = "32"
@@ -242,7 +246,7 @@ def test_the_task_trains_the_folder_that_is_chosen_last(tmp_path: Path) -> None:
     studio.close()
 
 
-def test_an_opened_plan_is_the_plan_that_is_shown(tmp_path: Path) -> None:
+def test_studio_shows_each_opened_plan_and_clears_old_notices(tmp_path: Path) -> None:
     studio = Studio()
 
     def open_plan(plan: ss.Plan) -> None:
@@ -255,18 +259,18 @@ def test_an_opened_plan_is_the_plan_that_is_shown(tmp_path: Path) -> None:
         open_plan(replace(studio.plan, architecture=arch))
         assert studio.plan.architecture == arch and "opened" in studio.notice.value
     before = studio.plan
-    studio.cluster.count.value = "6"  # 64 does not divide: the last plan stays.
+    studio.cluster.count.value = "6"  # 6 GPUs do not divide a batch of 64: the last plan stays.
     assert studio.plan == before
     wider = replace(before, recipe=replace(before.recipe, global_batch_size=96))
     open_plan(wider)
     assert studio.plan.cluster.num_gpus == 8 and studio.plan.recipe.global_batch_size == 96
     studio.recipe.seq_len.value = "512"
-    assert not studio.notice.value, "what was said, and its Undo, was about the plan before"
+    assert not studio.notice.value, "the notice and its Undo belong to the previous plan"
     studio.close()
 
 
-def test_both_buttons_ask_before_they_change_the_framework_and_can_be_undone() -> None:
-    """The head's button changed the framework and said so only then; the Memory tab's had no Undo."""
+def test_make_it_fit_confirms_a_framework_change_and_can_be_undone() -> None:
+    """Regression: the head's button changed the framework without asking, the Memory tab's had no Undo."""
     studio = Studio()
     studio.cluster.nodes.value = "8"
     studio.architecture.name.value = "llama-3.1-405b"
@@ -292,7 +296,7 @@ def test_both_buttons_ask_before_they_change_the_framework_and_can_be_undone() -
     studio.close()
 
 
-def test_what_stays_with_its_framework_is_applied_at_once_with_undo() -> None:
+def test_make_it_fit_within_the_framework_is_applied_at_once() -> None:
     studio = Studio()
     studio.recipe.micro.value = "2"
     before, panel = studio.plan, studio.memory.repairs
@@ -308,7 +312,7 @@ def test_what_stays_with_its_framework_is_applied_at_once_with_undo() -> None:
     studio.close()
 
 
-def test_a_framework_that_fits_but_is_much_slower_is_not_said_not_to_fit() -> None:
+def test_fit_question_reports_a_slower_framework_as_slower() -> None:
     plan = ss.Plan(
         ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2()
     )

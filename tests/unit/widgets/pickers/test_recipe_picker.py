@@ -1,4 +1,4 @@
-"""The recipe's picker: the advanced part, what each framework is offered, and messages at hidden inputs."""
+"""Tests of the recipe picker: advanced inputs, options of each framework, and errors at hidden inputs."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ LAYOUTS = {
 }
 
 
-def shown(picker: RecipePicker) -> set[str]:
+def list_shown_fields(picker: RecipePicker) -> set[str]:
     return {field for field, row in picker.advanced.rows.items() if row.is_shown}
 
 
-def test_the_advanced_part_waits_behind_its_button() -> None:
+def test_advanced_inputs_are_shown_by_their_button() -> None:
     picker = RecipePicker()
     assert picker.value == ss.Recipe()
-    assert not shown(picker)
+    assert not list_shown_fields(picker)
     picker.advanced.button.click()
-    assert shown(picker) == {"optimizer", "kernels", "attention", "loss", "dropout"}
+    assert list_shown_fields(picker) == {"optimizer", "kernels", "attention", "loss", "dropout"}
     picker.recompute.value = "full"
     picker.method.value = "lora"
-    assert shown(picker) == {*ADVANCED_LABELS, "recompute_interval", "dropout"}
+    assert list_shown_fields(picker) == {*ADVANCED_LABELS, "recompute_interval", "dropout"}
     picker.advanced.button.click()
-    assert not shown(picker)
+    assert not list_shown_fields(picker)
 
 
-def test_every_input_reaches_the_recipe() -> None:
+def test_every_input_sets_its_recipe_field() -> None:
     picker = RecipePicker()
     picker.method.value, picker.recompute.value = "lora", "selective"
     for field, value in {"optimizer": "lion", "quantization": "nf4", "loss": "chunked"}.items():
@@ -55,27 +55,27 @@ def test_every_input_reaches_the_recipe() -> None:
     assert picker.value.quantization is None
     picker.recompute.value = "none"
     assert picker.value.recompute_interval == 1
-    assert "optimizer" not in picker.also.value, "what has an input is not named beside it"
+    assert "optimizer" not in picker.also.value, "a field with an input is not listed again"
 
 
 @pytest.mark.parametrize(
     ("box", "text"), [("dropout", "much"), ("dropout", "2"), ("interval", "x"), ("interval", "0")]
 )
-def test_a_message_stands_at_a_hidden_input(box: str, text: str) -> None:
+def test_invalid_hidden_input_is_shown_with_its_message(box: str, text: str) -> None:
     picker = RecipePicker()
     picker.recompute.value = "full"
     getattr(picker.advanced, box).value = text
     field = {"interval": "recompute_interval"}.get(box, box)
     assert picker.is_wrong
     assert picker.rows[field].message
-    assert shown(picker) == {field}
+    assert list_shown_fields(picker) == {field}
     getattr(picker.advanced, box).value = "1" if box == "interval" else "0"
     assert not picker.is_wrong
-    assert not shown(picker)
+    assert not list_shown_fields(picker)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_only_what_the_framework_can_run_is_offered(name: str) -> None:
+def test_offers_only_options_that_the_framework_supports(name: str) -> None:
     picker = RecipePicker()
     picker.offer_choices(LAYOUTS[name])
     for field, control in {
@@ -87,24 +87,24 @@ def test_only_what_the_framework_can_run_is_offered(name: str) -> None:
         offered = {to_recipe_value(value) for _, value in control.options}
         assert offered - {None} == set(list_supported(LAYOUTS[name], field))
         assert (None in offered) == (field in OPEN_LABELS)
-    assert picker.value == ss.Recipe(), "offering changes nothing that is chosen"
+    assert picker.value == ss.Recipe(), "offering options does not change the value"
 
 
-def test_every_choice_has_words() -> None:
+def test_every_option_has_a_readable_label() -> None:
     for field in {*ADVANCED_LABELS, "method"}:
-        for words, value in list_options(field, None, None):
-            assert words != value or value in ("full", "transformers", "compiled", "megatron")
+        for label, value in list_options(field, None, None):
+            assert label != value or value in ("full", "transformers", "compiled", "megatron")
     assert set(ADVANCED_LABELS) <= set(SUPPORT)
 
 
-def test_a_choice_that_a_framework_lost_says_so() -> None:
+def test_option_that_the_new_framework_lacks_is_reported() -> None:
     studio: Any = Studio()
     studio.layout_picker.framework.value = "ddp"
     studio.recipe.advanced.dropdowns["optimizer"].value = "muon"
     assert studio.plan.recipe.optimizer == "muon"
     studio.layout_picker.framework.value = "fsdp2"
     assert "muon" in studio.recipe.rows["optimizer"].message
-    assert "optimizer" in shown(studio.recipe)
+    assert "optimizer" in list_shown_fields(studio.recipe)
     studio.recipe.advanced.dropdowns["optimizer"].value = "adamw"
     assert not studio.recipe.rows["optimizer"].message
     assert studio.plan.layout.framework == "fsdp2"

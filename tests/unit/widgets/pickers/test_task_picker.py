@@ -1,4 +1,4 @@
-"""The task to run with a plan: the picker's task, and what the main button offers for it on this machine."""
+"""Tests of the task picker: the task that it builds, and the launch that the main button offers for it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ LARGE = ss.Plan(
 )
 
 
-def trains(ctx: Any) -> None:
-    """A function of a notebook."""
+def train_function(ctx: Any) -> None:
+    """Stand in for a training function of a notebook."""
 
 
 def main() -> None:
-    """What a script calls."""
+    """Stand in for a script's entry point, which takes no context."""
 
 
 @pytest.fixture
@@ -41,83 +41,83 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def picker() -> TaskPicker:
-    return TaskPicker(RunOptions(), functions=lambda: {"trains": trains, "main": main, "number": 3})
+    return TaskPicker(RunOptions(), functions=lambda: {"trains": train_function, "main": main, "number": 3})
 
 
-def plan_of(folder: Path, cluster: str = "2xcpu", **recipe: Any) -> ss.Plan:
+def build_plan(folder: Path, cluster: str = "2xcpu", **recipe: Any) -> ss.Plan:
     fields = {"seq_len": 32, "global_batch_size": 8, **recipe}
     arch, gpus = ss.Architecture.from_hf(folder), ss.Cluster.parse(cluster)
     return ss.Plan(arch, gpus, ss.Recipe(**fields), ss.Layout.fsdp2())
 
 
-def offered(picker: TaskPicker, plan: ss.Plan) -> Any:
+def build_local_offer(picker: TaskPicker, plan: ss.Plan) -> Any:
     return build_offer(plan, MACHINE, plan.memory(), picker)
 
 
-def test_a_folder_with_weights_is_fine_tuned_unless_the_user_chooses(
-    picker: TaskPicker, folder: Path
-) -> None:
-    plan = plan_of(folder)
+def test_folder_with_weights_is_fine_tuned_by_default(picker: TaskPicker, folder: Path) -> None:
+    plan = build_plan(folder)
     picker.set_plan(plan, None)
     assert isinstance(picker.build_task(plan), ss.Pretrain) and picker.answer == "Pretrain"
     picker.set_plan(plan, folder)
     task = picker.build_task(plan)
     assert isinstance(task, ss.Finetune) and task.weights == folder and picker.answer == "Fine-tune smollm"
-    assert offered(picker, plan).label == "Fine-tune smollm on 2 CPU ranks"
+    assert build_local_offer(picker, plan).label == "Fine-tune smollm on 2 CPU ranks"
     picker.menu.value = "pretrain"
     picker.set_plan(plan, folder)
     assert isinstance(picker.build_task(plan), ss.Pretrain)
-    assert "random weights" in picker.note.value, "it is said that the folder's are not used"
+    assert "random weights" in picker.note.value, "the note warns that the folder's weights are not used"
     picker.set_plan(SMALL, None)
     picker.menu.value = "own"
     picker.set_plan(plan, folder)
-    assert picker.kind == "own", "the user chose"
+    assert picker.kind == "own", "the user's choice is kept"
 
 
-def test_pretrain_where_nothing_else_was_on_offer_is_no_choice(picker: TaskPicker, folder: Path) -> None:
+def test_pretrain_as_the_only_option_does_not_count_as_a_choice(picker: TaskPicker, folder: Path) -> None:
     picker.set_plan(SMALL, None)
     picker.menu.value = "own"
     picker.menu.value = "pretrain"
-    picker.set_plan(plan_of(folder), folder)
+    picker.set_plan(build_plan(folder), folder)
     assert picker.kind == "finetune"
 
 
-def test_the_studio_takes_the_folder_that_was_typed(folder: Path) -> None:
+def test_studio_uses_the_typed_weights_folder(folder: Path) -> None:
     studio: Any = Studio()
     studio.architecture.name.value = str(folder)
     assert studio.architecture.weights_folder == folder
     assert studio.launch.button.description == "Fine-tune smollm on 2 CPU ranks"
-    assert "64 instead of 4,096 tokens" in studio.launch.note.value, "what differs from the plan is said"
+    assert "64 instead of 4,096 tokens" in studio.launch.note.value, (
+        "the note lists the differences from the plan"
+    )
     assert isinstance(studio.launch.task, ss.Finetune)
     plan = studio.plan
     studio.architecture.name.value = "llama-3.1-8b"
     assert studio.architecture.weights_folder is None and isinstance(studio.launch.task, ss.Pretrain)
     assert studio.launch.button.description == "Try a tiny model on 2 CPU ranks"
     studio.apply(plan)
-    assert studio.architecture.weights_folder == folder, "a plan of that folder brings its weights back"
+    assert studio.architecture.weights_folder == folder, "applying a plan of that folder restores its weights"
     (folder / "model.safetensors").unlink()
     studio.architecture.name.value = "gpt2"
     studio.architecture.name.value = str(folder)
     assert studio.architecture.weights_folder is None and isinstance(studio.launch.task, ss.Pretrain)
 
 
-def test_adapters_on_random_weights_are_warned_of(picker: TaskPicker, folder: Path) -> None:
+def test_warns_about_lora_on_random_weights(picker: TaskPicker, folder: Path) -> None:
     lora = replace(SMALL, recipe=replace(SMALL.recipe, method="lora", lora_rank=4))
     picker.set_plan(lora, None)
-    for words in (picker.note.value, offered(picker, lora).note):
-        assert "learn nothing" in words and "folder" in words
-    picker.set_plan(plan_of(folder, method="lora", lora_rank=4), folder)
+    for text in (picker.note.value, build_local_offer(picker, lora).note):
+        assert "learn nothing" in text and "folder" in text
+    picker.set_plan(build_plan(folder, method="lora", lora_rank=4), folder)
     assert "learn nothing" not in picker.note.value and isinstance(picker.build_task(lora), ss.Finetune)
 
 
-def test_a_trial_of_a_fine_tune_trains_what_it_says(
+def test_trial_of_a_fine_tune_pretrains_a_tiny_random_model(
     picker: TaskPicker, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that is too large for this machine: no folder has the tiny model's weights."""
+    """The model is too large for this machine, and no folder has the tiny model's weights."""
     monkeypatch.setattr("shardscope_widgets.run.launch_offer._fits_free_memory", lambda plan: False)
-    plan = plan_of(folder, "8xh100-sxm-80gb")
+    plan = build_plan(folder, "8xh100-sxm-80gb")
     picker.set_plan(plan, folder)
-    offer = offered(picker, plan)
+    offer = build_local_offer(picker, plan)
     assert offer.label == "Try a tiny model on 2 CPU ranks" and offer.is_trial
     assert "random weights" in offer.note
     task = picker.build_task(offer.plan, as_trial=True)
@@ -125,7 +125,7 @@ def test_a_trial_of_a_fine_tune_trains_what_it_says(
     task.check(offer.plan)
 
 
-def test_steps_rate_text_and_trace_reach_the_task(picker: TaskPicker, folder: Path) -> None:
+def test_run_options_are_passed_to_the_task(picker: TaskPicker, folder: Path) -> None:
     text = folder.parent / "book.txt"
     text.write_text("Call me Ishmael. " * 100)
     options = picker.options
@@ -134,14 +134,14 @@ def test_steps_rate_text_and_trace_reach_the_task(picker: TaskPicker, folder: Pa
     picker.text.value = str(text)
     assert "Moby-Dick" not in picker.note.value and options.answer == "1,000 steps"
     for weights in (None, folder):
-        picker.set_plan(plan_of(folder), weights)
-        task = picker.build_task(plan_of(folder))
+        picker.set_plan(build_plan(folder), weights)
+        task = picker.build_task(build_plan(folder))
         assert (task.num_steps, task.learning_rate, task.profile, task.text) == (1000, 3e-5, False, text)
     options.rate.value = ""
-    assert picker.build_task(plan_of(folder)).learning_rate is None and options.rate.placeholder == "2e-05"
+    assert picker.build_task(build_plan(folder)).learning_rate is None and options.rate.placeholder == "2e-05"
 
 
-def test_structured_text_is_an_error_at_the_input(folder: Path) -> None:
+def test_jsonl_training_text_is_rejected_at_the_input(folder: Path) -> None:
     chat = folder.parent / "chat.jsonl"
     chat.write_text('{"messages": []}\n')
     studio: Any = Studio()
@@ -149,12 +149,12 @@ def test_structured_text_is_an_error_at_the_input(folder: Path) -> None:
     studio.task.text.value = str(chat)
     row = studio.task.rows["text"]
     assert "plain UTF-8 text" in row.message and studio.launch.button.disabled
-    assert "chat.jsonl is JSON lines" in row.children[-1].value, "few words at the input"
+    assert "chat.jsonl is JSON lines" in row.children[-1].value, "a short message at the input"
     studio.task.text.value = ""
     assert not row.message and not studio.launch.button.disabled
 
 
-def test_the_users_own_code(picker: TaskPicker, tmp_path: Path) -> None:
+def test_own_code_runs_as_a_script_or_a_function(picker: TaskPicker, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print('trained')\n")
     picker.set_plan(LARGE, None)
@@ -163,26 +163,28 @@ def test_the_users_own_code(picker: TaskPicker, tmp_path: Path) -> None:
     picker.code.value = str(script)
     task = picker.build_task(LARGE)
     assert isinstance(task, ss.Script) and task.source == script
-    offer = offered(picker, LARGE)
+    offer = build_local_offer(picker, LARGE)
     assert offer.label == "Run train.py on 2 CPU ranks" and offer.plan is not None
     task.check(offer.plan)
     assert picker.options.answer == "set by the code" and picker.answer == "My code train.py"
     picker.code.value = "trains"
-    assert picker.build_task(LARGE) is trains and offered(picker, LARGE).plan is not None
+    assert picker.build_task(LARGE) is train_function and build_local_offer(picker, LARGE).plan is not None
     picker.code.value = "main"
-    assert isinstance(picker.build_task(LARGE), ss.Script), "a function without a context is a script's"
+    assert isinstance(picker.build_task(LARGE), ss.Script), (
+        "a function without a context parameter runs as a script"
+    )
     for name in ("trian", "number", "/nowhere/train.py", "~nobody/x.py", "\0"):
         picker.code.value = name
-        with pytest.raises(ValueError) as refused:
+        with pytest.raises(ValueError) as error:
             picker.build_task(LARGE)
-        assert getattr(refused.value, "field", "") == "Task.code", name
-        assert offered(picker, LARGE).plan is None
+        assert getattr(error.value, "field", "") == "Task.code", name
+        assert build_local_offer(picker, LARGE).plan is None
     picker.code.value = "trian"
     with pytest.raises(ValueError, match="Nearest fix: trains"):
         picker.build_task(LARGE)
 
 
-def test_a_script_that_is_no_python_is_said_so(tmp_path: Path) -> None:
+def test_script_with_a_syntax_error_is_reported(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import (\n")
     studio: Any = Studio()

@@ -1,4 +1,4 @@
-"""Colours of a terminal become classes; nothing that a rank prints becomes markup."""
+"""Tests of ANSI escapes in logs: colours become CSS classes, and printed text never becomes markup."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardscope_widgets.run.log import mark_matches
 PLAIN = re.compile(r"<span class='(?:ss-tb?-[a-z]+ ?)+'>|</span>")
 
 
-def test_colours_and_weights_are_classes() -> None:
+def test_colours_and_bold_become_css_classes() -> None:
     assert to_html("\x1b[31mred\x1b[0m not") == "<span class='ss-t-red'>red</span> not"
     assert to_html("\x1b[1;4;92mok") == "<span class='ss-t-bold ss-t-underline ss-t-green'>ok</span>"
     assert to_html("\x1b[1;31ma\x1b[22mb\x1b[39mc") == (
@@ -47,18 +47,18 @@ def test_colours_and_weights_are_classes() -> None:
         ("90", "grey"),
     ],
 )
-def test_many_colours_are_the_nearest_of_few(code: str, colour: str) -> None:
+def test_256_and_rgb_colours_map_to_the_nearest_class(code: str, colour: str) -> None:
     assert to_html(f"\x1b[{code}mx") == f"<span class='ss-t-{colour}'>x</span>"
 
 
 @pytest.mark.parametrize(
     "code", ["38", "38;5", "38;2;1;2", "38;9;1", "999999999999", ";;;", "12", "38;5;999"]
 )
-def test_damaged_codes_are_passed_over(code: str) -> None:
+def test_malformed_codes_are_ignored(code: str) -> None:
     assert re.sub(PLAIN, "", to_html(f"\x1b[{code}mx")) == "x"
 
 
-def test_all_other_escapes_are_left_out() -> None:
+def test_other_escape_sequences_are_removed() -> None:
     assert to_html("\x1b]0;title\x07a\x1b[2Kb\x1b[?25lc\x1b[10;4Hd\x08\x00") == "abcd"
     link = "\x1b]8;;javascript:alert(1)\x1b\\click\x1b]8;;\x1b\\"
     assert to_html(link) == "click"
@@ -66,7 +66,7 @@ def test_all_other_escapes_are_left_out() -> None:
 
 
 @given(st.text(alphabet=st.sampled_from("\x1b[]0123456789;:mKH<>&'\"ab\r\n\t\x07\\"), max_size=80))
-def test_fault_22_nothing_that_is_printed_becomes_markup(text: str) -> None:
+def test_fault_22_printed_text_never_becomes_markup(text: str) -> None:
     html = to_html(text)
     words = re.sub(PLAIN, "", html)
     assert "<" not in words and ">" not in words and "'" not in words and '"' not in words
@@ -75,13 +75,13 @@ def test_fault_22_nothing_that_is_printed_becomes_markup(text: str) -> None:
 
 
 @given(st.text(max_size=60), st.text(min_size=1, max_size=5))
-def test_marked_words_are_escaped_as_well(line: str, words: str) -> None:
+def test_lines_with_marked_matches_are_escaped(line: str, words: str) -> None:
     html = mark_matches(line, words)
     assert unescape(re.sub(r"</?mark>", "", html)) == line
     assert re.sub(r"</?mark>", "", html).count("<") == 0
 
 
-def test_marks_stand_where_the_words_are() -> None:
+def test_search_matches_are_marked() -> None:
     assert mark_matches("Loss <loss>", "loss") == "<mark>Loss</mark> &lt;<mark>loss</mark>&gt;"
     assert mark_matches("a+b aab", "a+") == "<mark>a+</mark>b aab"
 
@@ -107,7 +107,7 @@ ESCAPES = {
 
 
 @pytest.mark.parametrize(("printed", "shown"), ESCAPES.items())
-def test_fault_61_what_a_terminal_would_obey_is_taken_out_of_logs(
+def test_fault_61_terminal_control_sequences_are_removed_from_logs(
     printed: str, shown: str, folder: RunFolder
 ) -> None:
     write_json(folder.run_json, {"world_size": 1, "created": 1.0})
@@ -117,7 +117,7 @@ def test_fault_61_what_a_terminal_would_obey_is_taken_out_of_logs(
 
 
 @given(st.text(st.sampled_from("\x1b\x9b\x9d\x9c\x90[]()P^_cm;0m1\\\x07\n\rab")))
-def test_fault_61_no_nesting_of_escapes_leaves_one(printed: str) -> None:
+def test_fault_61_nested_escape_sequences_are_removed(printed: str) -> None:
     assert not CONTROLS.search(plain_text(printed))
     assert not CONTROLS.search(to_html(printed))
     assert plain_text(printed).count("\n") == printed.count("\n")

@@ -1,4 +1,4 @@
-"""Two runs over each other: each curve is drawn where its values are, and what cannot be drawn is said."""
+"""Tests of the comparison of two runs: their curves, and messages about values that cannot be drawn."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shardscope.runs.explain.compare import Curve
 from shardscope_widgets.run.comparison import ComparisonView
 
 
-class Pair:
-    """A comparison of runs named a and b, by the curves of each."""
+class FakeComparison:
+    """A fake comparison of the runs a and b with given curves."""
 
     def __init__(
         self,
@@ -36,48 +36,50 @@ class Pair:
         return "<table></table>"
 
 
-def shown(*losses: Mapping[int, float], **more: Any) -> ComparisonView:
+def show_pair(*losses: Mapping[int, float], **more: Any) -> ComparisonView:
     view = ComparisonView()
-    view.show(Pair(*losses, **more))  # type: ignore[arg-type]
+    view.show(FakeComparison(*losses, **more))  # type: ignore[arg-type]
     return view
 
 
-def test_both_losses_are_on_one_axis() -> None:
-    view = shown({0: 5.0, 1: 4.0}, {0: 3.0, 1: 2.5}, paces=({0: 100.0}, {0: 90.0}), a=120.0)
+def test_both_losses_share_one_axis() -> None:
+    view = show_pair({0: 5.0, 1: 4.0}, {0: 3.0, 1: 2.5}, paces=({0: 100.0}, {0: 90.0}), a=120.0)
     upper = [trace for trace in view.chart.data if trace.yaxis == "y"]
     assert [trace.name for trace in upper] == ["a", "b"] and list(upper[0].y) == [5.0, 4.0]
-    assert upper[0].line.dash != upper[1].line.dash, "colour is not the only sign"
+    assert upper[0].line.dash != upper[1].line.dash, "colour is not the only difference"
     [level] = view.chart.layout.shapes
     assert (level.y0, level.yref) == (120.0, "y2")
     assert "predicted 120" in [note.text for note in view.chart.layout.annotations]
     assert view.chart.layout.yaxis.type == "linear"
 
 
-def test_a_loss_that_diverges_leaves_the_other_readable() -> None:
-    view = shown({step: 5.0 - step / 20 for step in range(60)}, {step: math.exp(step) for step in range(60)})
+def test_diverging_loss_switches_to_a_logarithmic_axis() -> None:
+    view = show_pair(
+        {step: 5.0 - step / 20 for step in range(60)}, {step: math.exp(step) for step in range(60)}
+    )
     assert view.chart.layout.yaxis.type == "log"
     assert "loss, logarithmic" in [note.text for note in view.chart.layout.annotations]
-    view.show(Pair({0: 5.0, 1: 4.0}, {0: 3.0}))  # type: ignore[arg-type]
-    assert view.chart.layout.yaxis.type == "linear", "the next two are drawn on their own axis"
+    view.show(FakeComparison({0: 5.0, 1: 4.0}, {0: 3.0}))  # type: ignore[arg-type]
+    assert view.chart.layout.yaxis.type == "linear", "the next comparison has an axis of its own"
 
 
-def test_what_cannot_be_drawn_is_said() -> None:
-    view = shown({step: math.nan if step in (3, 4) else 5.0 for step in range(8)}, {0: math.inf})
-    words = unescape(view.table.value)
-    assert "2 of 8 logged steps, first at 3" in words
-    assert "1 of 1 logged steps, first at 0" in words
-    assert "Neither run logged tokens/s." in words
+def test_non_finite_and_missing_values_are_reported() -> None:
+    view = show_pair({step: math.nan if step in (3, 4) else 5.0 for step in range(8)}, {0: math.inf})
+    text = unescape(view.table.value)
+    assert "2 of 8 logged steps, first at 3" in text
+    assert "1 of 1 logged steps, first at 0" in text
+    assert "Neither run logged tokens/s." in text
     assert list(view.chart.data[0].y)[3:5] == [None, None], "a gap"
-    assert "b logged no loss." in shown({0: 1.0}, {}).table.value
+    assert "b logged no loss." in show_pair({0: 1.0}, {}).table.value
 
 
-def test_a_long_run_costs_no_more_than_a_short_one_and_keeps_its_spike() -> None:
+def test_long_runs_are_downsampled_and_keep_spikes() -> None:
     long = {step: 2.0 + (step % 7) / 10 for step in range(0, 300_000, 3)}
     long[150_300] = 90.0
-    trace = shown(long, {0: 2.0}).chart.data[0]
+    trace = show_pair(long, {0: 2.0}).chart.data[0]
     assert len(trace.y) <= 400 and max(trace.y) == 90.0
 
 
-def test_the_saved_picture_has_both_charts() -> None:
-    svg = shown({0: 5.0, 1: 4.0}, {0: 3.0, 1: 2.5}, paces=({0: 1.0}, {0: 2.0})).chart.to_svg()
+def test_svg_has_both_charts() -> None:
+    svg = show_pair({0: 5.0, 1: 4.0}, {0: 3.0, 1: 2.5}, paces=({0: 1.0}, {0: 2.0})).chart.to_svg()
     assert ElementTree.fromstring(svg) is not None and "loss" in svg and "tokens/s" in svg

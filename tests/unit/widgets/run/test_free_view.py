@@ -1,4 +1,4 @@
-"""What is free now and who has the rest, of cards (through a stand-in of their library) and of the host."""
+"""Tests of the free memory view: free bytes and processes of GPUs (with a fake pynvml) and of the host."""
 
 from __future__ import annotations
 
@@ -28,49 +28,49 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def living_run(name: str, *, gpus: list[int], pid: int) -> None:
-    """A run folder whose supervisor is this very process."""
+def write_active_run(name: str, *, gpus: list[int], pid: int) -> None:
+    """Write the folder of an active run whose supervisor is this process."""
     folder = RunFolder(Path("runs") / name)
     folder.create()
-    described = {"world_size": 1, "created": time.time(), "machine": identify_machine(), "gpus": gpus}
-    write_json(folder.run_json, described, as_is=("machine",))
-    me = {"pid": os.getpid(), "started": read_start_time(os.getpid()), "machine": identify_machine()}
-    write_json(folder.supervisor, me, as_is=("machine",))
+    description = {"world_size": 1, "created": time.time(), "machine": identify_machine(), "gpus": gpus}
+    write_json(folder.run_json, description, as_is=("machine",))
+    supervisor = {"pid": os.getpid(), "started": read_start_time(os.getpid()), "machine": identify_machine()}
+    write_json(folder.supervisor, supervisor, as_is=("machine",))
     write_json(folder.rank(0), {"pid": pid})
     folder.set_status("running", "1 rank at work")
 
 
-def test_each_card_says_what_is_free_and_who_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+def test_reports_free_memory_and_processes_per_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        living_run("mine", gpus=[0], pid=424_242)
-        users = [(mine.pid, 2 * GIB), (424_242, 60 * GIB), (999_999_999, None)]
+        write_active_run("mine", gpus=[0], pid=424_242)
+        users = [(process.pid, 2 * GIB), (424_242, 60 * GIB), (999_999_999, None)]
         pretend_cards(monkeypatch, [10 * GIB, TOTAL], users)
         first, second = read_free_memory()
     finally:
-        mine.kill()
-        mine.wait()
+        process.kill()
+        process.wait()
     assert (first.name, first.free_bytes, first.total_bytes) == ("GPU 0", 10 * GIB, TOTAL)
-    assert first.users[0] == "rank 0 of the run mine, 60.0 GiB", "who holds most comes first"
-    assert first.users[1].endswith(f"(process {mine.pid}), 2.00 GiB")
-    assert first.users[2] == "process 999999999", "another container's has no name here"
+    assert first.users[0] == "rank 0 of the run mine, 60.0 GiB", "the largest user comes first"
+    assert first.users[1].endswith(f"(process {process.pid}), 2.00 GiB")
+    assert first.users[2] == "process 999999999", "a process of another container has no name here"
     assert second.users == ()
 
 
-def test_many_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_list_of_processes_is_abbreviated(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cards(monkeypatch, [GIB], [(10**8 + number, GIB) for number in range(20)])
     assert len(read_free_memory()[0].users) == MAX_USERS + 1 and read_free_memory()[0].users[-1] == "16 more"
 
 
-def test_without_cards_it_is_the_hosts_memory_and_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gpus_reports_host_memory_and_active_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    living_run("on-cpus", gpus=[], pid=1)
+    write_active_run("on-cpus", gpus=[], pid=1)
     (host,) = read_free_memory()
     assert host.name == "host memory" and 0 < host.free_bytes < host.total_bytes
     assert host.users == ("the run on-cpus is running",)
 
 
-def test_the_view_looks_when_asked_and_escapes_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_view_refreshes_on_request_and_escapes_process_names(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cards(monkeypatch, [TOTAL, 5 * GIB])
     view = FreeView()
     assert view.places.value.count("class='ss-place'") == 2 and "5.00 of 79.6 GiB" in view.places.value
@@ -83,10 +83,10 @@ def test_the_view_looks_when_asked_and_escapes_names(monkeypatch: pytest.MonkeyP
     view.places.read_now()
     assert "&lt;img src=x&gt;" in view.places.value and "<img" not in view.places.value
     view.close()
-    view.places.read_in_background()  # A click that comes late raises nothing.
+    view.places.read_in_background()  # A late click raises nothing.
 
 
-def test_the_kernel_never_uses_cuda_for_it() -> None:
+def test_view_does_not_import_torch() -> None:
     code = """
 import sys
 from shardscope_widgets.run.free_memory import FreeView
@@ -97,13 +97,13 @@ assert "torch" not in sys.modules
 
 
 @pytest.mark.parametrize("outlive", [False, True])
-def test_the_studio_launches_as_the_box_says(monkeypatch: pytest.MonkeyPatch, outlive: bool) -> None:
+def test_studio_passes_outlive_kernel_to_launch(monkeypatch: pytest.MonkeyPatch, outlive: bool) -> None:
     from shardscope_widgets import Studio
 
-    asked: list[dict[str, Any]] = []
+    launch_options: list[dict[str, Any]] = []
 
     def launch(plan: ss.Plan, task: Any, **options: Any) -> ss.Run:
-        asked.append(options)
+        launch_options.append(options)
         raise ValueError(json.dumps(sorted(options)))
 
     monkeypatch.setattr(ss, "launch", launch)
@@ -112,5 +112,5 @@ def test_the_studio_launches_as_the_box_says(monkeypatch: pytest.MonkeyPatch, ou
         pytest.skip('nothing can be launched here: pip install "shardscope[train]"')
     studio.options.outlive.value = outlive
     studio.launch.button.click()
-    assert [options["outlive_kernel"] for options in asked] == [outlive]
+    assert [options["outlive_kernel"] for options in launch_options] == [outlive]
     studio.close()

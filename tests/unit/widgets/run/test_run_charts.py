@@ -1,4 +1,4 @@
-"""What the run view shows of a run: charts with their predictions, the slowest rank, cards, memory, logs."""
+"""Tests of the run view: charts with their predictions, the slowest rank, GPU metrics, memory and logs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ EXPECTED = PredictedMetrics(
 TITLES = ["loss", "tokens/s per rank", "memory, GiB", "step time, ms", "gradient norm", "learning rate"]
 
 
-def trained(step: int, rank: int = 0, **more: Any) -> dict[str, Any]:
-    usual = {
+def make_record(step: int, rank: int = 0, **more: Any) -> dict[str, Any]:
+    defaults = {
         "loss": 2.5,
         "tokens_per_second": 600.0,
         "peak_memory_bytes": 2**31,
@@ -33,17 +33,17 @@ def trained(step: int, rank: int = 0, **more: Any) -> dict[str, Any]:
         "learning_rate": 1e-3,
         "rss_bytes": 2**33,
     }
-    return record(step, rank, **{**usual, **more}) | {"time": 100.0 + step}
+    return record(step, rank, **{**defaults, **more}) | {"time": 100.0 + step}
 
 
-def engine_run(records: list[dict[str, Any]]) -> FakeRun:
+def make_engine_run(records: list[dict[str, Any]]) -> FakeRun:
     run = FakeRun(records)
     run.trains_the_plan, run.num_steps, run.prediction = True, 40, EXPECTED
     return run
 
 
-def shown(run: FakeRun) -> RunView:
-    """The view of ``run`` once it has drawn everything; the run has ended then."""
+def show_finished_run(run: FakeRun) -> RunView:
+    """Finish ``run`` and return its view once it has drawn everything."""
     run.status = "finished"
     ended: list[Any] = []
     view = RunView(run, on_end=ended.append)
@@ -51,80 +51,84 @@ def shown(run: FakeRun) -> RunView:
     return view
 
 
-def titles(view: RunView) -> list[str]:
+def read_titles(view: RunView) -> list[str]:
     notes = [note.text for note in view.figure.widget.layout.annotations]
     return [note for note in notes if note and "predicted" not in note]
 
 
-def levels(view: RunView) -> dict[str, float]:
-    """By the title of its chart, where a prediction stands."""
-    by_axis = {f"y{number + 1 if number else ''}": title for number, title in enumerate(titles(view))}
+def read_predictions(view: RunView) -> dict[str, float]:
+    """Return the y value of each predicted line by the title of its chart."""
+    by_axis = {f"y{number + 1 if number else ''}": title for number, title in enumerate(read_titles(view))}
     # Another thread may be drawing: a shape that has no axis yet does not count.
     shapes = view.figure.widget.layout.shapes
     return {by_axis[shape.yref]: shape.y0 for shape in shapes if shape.yref is not None}
 
 
-def axis_of(view: RunView, title: str) -> int:
-    """The number in the names of a chart's axes."""
-    return titles(view).index(title) + 1
+def find_axis(view: RunView, title: str) -> int:
+    """Return the number in the names of a chart's axes."""
+    return read_titles(view).index(title) + 1
 
 
-def words(html: str) -> str:
+def strip_markup(html: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))
 
 
-def test_every_metric_has_a_chart_and_every_prediction_is_a_line_on_it() -> None:
-    view = shown(engine_run([trained(step, rank) for step in range(3) for rank in (0, 1)]))
-    assert titles(view) == TITLES
-    assert levels(view) == {"tokens/s per rank": 640.0, "memory, GiB": 3.0, "step time, ms": 200.0}
+def test_every_metric_has_a_chart_and_every_prediction_a_line() -> None:
+    view = show_finished_run(
+        make_engine_run([make_record(step, rank) for step in range(3) for rank in (0, 1)])
+    )
+    assert read_titles(view) == TITLES
+    assert read_predictions(view) == {"tokens/s per rank": 640.0, "memory, GiB": 3.0, "step time, ms": 200.0}
     notes = [note.text for note in view.figure.widget.layout.annotations]
     assert [note for note in notes if "predicted" in note] == [
         "predicted 640",
         "predicted 3.00",
         "predicted 200",
     ]
-    row = words(view.table.value).partition("predicted")[2]
+    row = strip_markup(view.table.value).partition("predicted")[2]
     assert row.split()[:5] == ["–", "640", "3.00", "200", "–"]
     assert "the calibration of here" in view.table.value
     layout = view.figure.widget.layout
-    for title, level in levels(view).items():
-        assert layout[f"yaxis{axis_of(view, title)}"].range[1] > level, "a line that nobody sees is none"
+    for title, level in read_predictions(view).items():
+        assert layout[f"yaxis{find_axis(view, title)}"].range[1] > level, (
+            "the predicted line is inside the range of the axis"
+        )
 
 
-def test_before_the_first_number_the_charts_of_a_plan_are_there_and_silent() -> None:
-    view = shown(engine_run([]))
-    assert [title.partition(",")[0] for title in titles(view)] == [
+def test_charts_of_a_plan_exist_before_the_first_value() -> None:
+    view = show_finished_run(make_engine_run([]))
+    assert [title.partition(",")[0] for title in read_titles(view)] == [
         title.partition(",")[0] for title in TITLES
     ]
-    assert len(levels(view)) == 3
+    assert len(read_predictions(view)) == 3
 
 
-def test_a_task_of_ones_own_has_its_own_charts_and_no_predictions() -> None:
+def test_user_task_has_its_own_charts_and_no_predictions() -> None:
     records = [record(step, loss=1.0, accuracy=0.5, note="text", flag=True) for step in range(3)]
-    view = shown(FakeRun(records))
-    assert titles(view) == ["loss", "accuracy"] and levels(view) == {}
+    view = show_finished_run(FakeRun(records))
+    assert read_titles(view) == ["loss", "accuracy"] and read_predictions(view) == {}
     assert "predicted" not in view.table.value and "accuracy" in view.table.value
-    assert view.progress.value == "", "nobody knows how many steps it has"
+    assert view.progress.value == "", "the number of steps is unknown"
 
 
-def test_predictions_appear_once_the_model_is_known_to_be_the_plans() -> None:
+def test_predictions_appear_once_the_model_matches_the_plan() -> None:
     run = FakeRun([record(0, loss=1.0, step_seconds=0.5)])
     view = RunView(run)
-    assert until(lambda: view.figure is not None and titles(view) == ["loss", "step time, ms"])
-    assert levels(view) == {}
+    assert until(lambda: view.figure is not None and read_titles(view) == ["loss", "step time, ms"])
+    assert read_predictions(view) == {}
     run.prediction = EXPECTED
-    assert until(lambda: levels(view) == {"step time, ms": 200.0})
+    assert until(lambda: read_predictions(view) == {"step time, ms": 200.0})
     run.status = "finished"
 
 
-def test_a_task_that_names_a_new_metric_each_step_is_bounded() -> None:
-    view = shown(FakeRun([record(step, **{f"m{step}": 1.0}) for step in range(500)]))
+def test_number_of_charts_is_bounded_with_a_new_metric_each_step() -> None:
+    view = show_finished_run(FakeRun([record(step, **{f"m{step}": 1.0}) for step in range(500)]))
     assert len(view.figure.widget.data) <= 3 and view.table.value.count("<th") <= 70
 
 
-def test_cards_are_drawn_where_a_driver_answers_and_nowhere_else() -> None:
-    run = engine_run([trained(step, rank) for step in range(3) for rank in (0, 1)])
-    assert not any("GPU" in title for title in titles(shown(run)))
+def test_gpu_charts_are_drawn_only_with_gpu_samples() -> None:
+    run = make_engine_run([make_record(step, rank) for step in range(3) for rank in (0, 1)])
+    assert not any("GPU" in title for title in read_titles(show_finished_run(run)))
     run.samples = [
         {
             "time": 100.0 + 30 * count,
@@ -136,59 +140,59 @@ def test_cards_are_drawn_where_a_driver_answers_and_nowhere_else() -> None:
         for count in range(3)
         for rank in (0, 1)
     ]
-    view = shown(run)
-    assert titles(view) == [*TITLES, "GPU busy, %", "GPU power, W"]
-    axis = axis_of(view, "GPU power, W")
+    view = show_finished_run(run)
+    assert read_titles(view) == [*TITLES, "GPU busy, %", "GPU power, W"]
+    axis = find_axis(view, "GPU power, W")
     lines = [trace for trace in view.figure.widget.data if trace.yaxis == f"y{axis}"]
     assert [list(line.x) for line in lines] == [[0.0, 0.5, 1.0]] * 2
     assert [list(line.y) for line in lines] == [[640.5] * 3] * 2
-    assert "640" in words(view.table.value)
+    assert "640" in strip_markup(view.table.value)
 
 
-def test_the_slowest_rank_is_named_though_it_has_no_line() -> None:
+def test_slowest_rank_is_named_although_it_has_no_curve() -> None:
     seconds = [0.25] * 11 + [0.3]
-    run = engine_run(
-        [trained(step, rank, step_seconds=seconds[rank]) for step in range(20) for rank in range(12)]
+    run = make_engine_run(
+        [make_record(step, rank, step_seconds=seconds[rank]) for step in range(20) for rank in range(12)]
     )
     run.world_size = 12
-    view = shown(run)
-    facts = words(view.facts.value)
+    view = show_finished_run(run)
+    facts = strip_markup(view.facts.value)
     assert "rank 11 slowest of 12 ranks, by 20 %" in facts
     rows = re.findall(r"rank (\d+)</th>", view.table.value)
     assert rows == [*map(str, range(8)), "11"] and "and 3 more ranks" in view.table.value
     assert len({trace.name for trace in view.figure.widget.data}) == 8
 
 
-def test_progress_is_a_bar_that_screen_readers_read_and_what_is_left_is_said() -> None:
+def test_progress_bar_is_accessible_and_remaining_time_is_shown() -> None:
     now = time.time()
-    run = engine_run([trained(step) | {"time": now - 10 + step} for step in range(10)])
+    run = make_engine_run([make_record(step) | {"time": now - 10 + step} for step in range(10)])
     view = RunView(run)
     assert until(lambda: "aria-valuenow='10'" in view.progress.value)
     assert "role='progressbar'" in view.progress.value and "aria-valuemax='40'" in view.progress.value
-    left = re.search(r"about (\d+) s remaining", words(view.facts.value))
-    assert left is not None and 28 <= int(left[1]) <= 30
+    match = re.search(r"about (\d+) s remaining", strip_markup(view.facts.value))
+    assert match is not None and 28 <= int(match[1]) <= 30
     run.history = tuple({"time": when, "status": "", "reason": ""} for when in (5.0, 305.0))
     run.status = "finished"
-    assert until(lambda: "5 minutes total time" in words(view.facts.value))
+    assert until(lambda: "5 minutes total time" in strip_markup(view.facts.value))
     assert "remaining" not in view.facts.value
 
 
-def test_memory_stands_by_component_beside_the_prediction() -> None:
+def test_memory_is_listed_by_component_with_the_prediction() -> None:
     phases = {"backward": {"parameters": 2**20, "activations": 3 * 2**20, "communication": 9}}
-    run = engine_run([trained(0)])
+    run = make_engine_run([make_record(0)])
     run.recorded = {rank: {"memory": {"device": "cpu", "step": 2, "phases": phases}} for rank in (0, 1)}
-    view = shown(run)
-    said = words(view.memory.html.value)
-    assert "Memory by component" in said and "communication" not in said
-    assert re.search(r"predicted [\d.]+ [\d.]+ ", said) and "rank 1 4.00 1.00" in said
-    assert "% " in said and "predicted" in said
+    view = show_finished_run(run)
+    text = strip_markup(view.memory.html.value)
+    assert "Memory by component" in text and "communication" not in text
+    assert re.search(r"predicted [\d.]+ [\d.]+ ", text) and "rank 1 4.00 1.00" in text
+    assert "% " in text and "predicted" in text
     run.prediction = None
-    assert "predicted" not in words(shown(run).memory.html.value)
+    assert "predicted" not in strip_markup(show_finished_run(run).memory.html.value)
 
 
-def test_saving_first_is_offered_where_a_task_can_and_a_plain_stop_stays_possible() -> None:
+def test_save_and_stop_is_offered_and_stop_stays_enabled() -> None:
     assert RunView(FakeRun([])).save_button.layout.display == "none"
-    run = engine_run([trained(0)])
+    run = make_engine_run([make_record(0)])
     view = RunView(run)
     assert until(lambda: view.status == "running")
     view.save_button.click()
@@ -198,7 +202,7 @@ def test_saving_first_is_offered_where_a_task_can_and_a_plain_stop_stays_possibl
     assert until(lambda: view.status == "stopped") and run.pressed_buttons == ["Save and stop", "Stop"]
 
 
-def test_saving_first_is_offered_of_a_function_once_its_ranks_have_looked() -> None:
+def test_save_and_stop_appears_once_a_function_reads_stop_requests() -> None:
     run = FakeRun([record(loss=1.0)])
     view = RunView(run)
     assert until(lambda: view.status == "running")
@@ -209,7 +213,7 @@ def test_saving_first_is_offered_of_a_function_once_its_ranks_have_looked() -> N
     run.status = "finished"
 
 
-def test_logs_are_searched_while_the_run_goes_on_and_afterwards() -> None:
+def test_log_search_works_during_and_after_the_run() -> None:
     run = FakeRun([])
     run.world_size = 12
     run.write("".join(f"line {number}\n" for number in range(3000)) + "\x1b[31mOops\x1b[0m <b>\n", rank=11)
@@ -232,7 +236,7 @@ def test_logs_are_searched_while_the_run_goes_on_and_afterwards() -> None:
     assert until(lambda: "no output" in view.logs.pane.value)
 
 
-def test_fault_22_whatever_a_rank_prints_the_page_gets_little() -> None:
+def test_fault_22_page_receives_a_bounded_part_of_the_log() -> None:
     run = FakeRun([])
     run.write(b"\x1b[3" + b"1mx\x1b[32m<" * 2_000_000 + b"\xff\xfe")
     view = RunView(run)
@@ -241,7 +245,7 @@ def test_fault_22_whatever_a_rank_prints_the_page_gets_little() -> None:
     run.status = "finished"
 
 
-def test_charts_stand_one_above_the_other_where_it_is_narrow() -> None:
+def test_charts_are_stacked_in_a_narrow_view() -> None:
     figure = RunFigure()
     figure.start_run(2, EXPECTED, 40, ["loss", "step_seconds", "grad_norm"])
     wide = figure.widget.layout.height
@@ -253,60 +257,60 @@ def test_charts_stand_one_above_the_other_where_it_is_narrow() -> None:
     assert widget.layout.height == wide
 
 
-def test_a_view_of_a_folder_alone_is_the_same_view(tmp_path: Any) -> None:
-    """The note, the goal and the way to save first: nothing of them lives in the Studio that launched it."""
-    run = engine_run([trained(0)])
+def test_view_needs_only_the_run_folder(tmp_path: Any) -> None:
+    """Note, number of steps and plan come from the folder, not from the Studio that launched the run."""
+    run = make_engine_run([make_record(0)])
     run.note = "A rehearsal <of> it"
-    view = shown(run)
+    view = show_finished_run(run)
     assert "A rehearsal &lt;of&gt; it" in view.error.value
-    assert "1 of 40" in words(view.facts.value)
-    assert PLAN.layout.description in words(view.head.value)
+    assert "1 of 40" in strip_markup(view.facts.value)
+    assert PLAN.layout.description in strip_markup(view.head.value)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), "x", None, True])
-def test_an_odd_first_number_leaves_its_chart_for_the_next(value: Any) -> None:
-    view = shown(
+def test_invalid_first_value_keeps_the_chart_for_later_values(value: Any) -> None:
+    view = show_finished_run(
         FakeRun([record(0, step_seconds=value), record(1, step_seconds=0.2), record(2, step_seconds=0.3)])
     )
-    assert titles(view) == ["step time, ms"]
+    assert read_titles(view) == ["step time, ms"]
     (line,) = view.figure.widget.data
     assert [y for y in line.y if y == y] == [200.0, 300.0]
 
 
-def test_a_slow_first_step_stays_inside_of_its_plot_and_is_read_on_hover() -> None:
-    records = [trained(step, step_seconds=9.0 if step == 0 else 0.25) for step in range(40)]
-    view = shown(engine_run(records))
-    axis = axis_of(view, "step time, ms")
+def test_slow_first_step_is_clipped_and_its_value_shown_on_hover() -> None:
+    records = [make_record(step, step_seconds=9.0 if step == 0 else 0.25) for step in range(40)]
+    view = show_finished_run(make_engine_run(records))
+    axis = find_axis(view, "step time, ms")
     line = next(
         trace for trace in view.figure.widget.data if trace.yaxis == f"y{axis}" and trace.name == "rank 0"
     )
     top = view.figure.widget.layout[f"yaxis{axis}"].range[1]
-    assert top < 1000 and max(line.y) < top, "the axis suits the other steps, and no line leaves it"
+    assert top < 1000 and max(line.y) < top, "the axis fits the other steps, and no line leaves the plot"
     assert line.customdata[0] == 9000 and "customdata" in line.hovertemplate
 
 
-def test_no_text_stands_in_a_plot() -> None:
-    view = shown(engine_run([trained(step) for step in range(3)]))
+def test_annotations_are_outside_of_the_plots() -> None:
+    view = show_finished_run(make_engine_run([make_record(step) for step in range(3)]))
     layout = view.figure.widget.layout
-    tops = {round(layout[name].domain[1], 6) for name in dir_of_axes(layout, "yaxis")}
+    tops = {round(layout[name].domain[1], 6) for name in list_axes(layout, "yaxis")}
     for note in layout.annotations:
         assert note.yref == "paper" and round(note.y, 6) in tops and note.yanchor == "bottom", note.text
 
 
-def dir_of_axes(layout: Any, kind: str) -> list[str]:
+def list_axes(layout: Any, kind: str) -> list[str]:
     return [name for name in layout if name.startswith(kind) and layout[name].visible]
 
 
-def names_of_figures(view: RunView) -> list[str]:
+def read_fact_names(view: RunView) -> list[str]:
     return re.findall(r"<span>([^<]*)</span>", view.facts.value)
 
 
-def test_figures_and_rows_are_there_before_their_numbers_and_nothing_moves() -> None:
-    run = engine_run([])
+def test_facts_and_rows_exist_before_the_first_values() -> None:
+    run = make_engine_run([])
     view = RunView(run)  # type: ignore[arg-type]
-    assert until(lambda: len(names_of_figures(view)) == 5)
+    assert until(lambda: len(read_fact_names(view)) == 5)
     rows = view.table.value.count("<th scope='row'>")
-    run.records += [trained(step, rank) for step in range(12) for rank in (0, 1)]
+    run.records += [make_record(step, rank) for step in range(12) for rank in (0, 1)]
     assert until(lambda: "2.500" in view.facts.value)
-    assert len(names_of_figures(view)) == 5 and view.table.value.count("<th scope='row'>") == rows
+    assert len(read_fact_names(view)) == 5 and view.table.value.count("<th scope='row'>") == rows
     run.status = "finished"

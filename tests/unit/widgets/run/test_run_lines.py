@@ -1,4 +1,4 @@
-"""Lines of a run stay bounded and keep what stands out; charts find their places at every width."""
+"""Tests of downsampled curves, which keep their extremes, and of the grid of charts at every width."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardscope_widgets.run.lines import MAX_POINTS, Line, downsample
 from shardscope_widgets.run.panels import GPU_PANELS, SLOTS, TRAINING_PANELS, Panel, arrange_grid, list_panels
 
 
-def test_a_spike_of_one_step_stays_however_long_the_run() -> None:
+def test_single_step_spike_survives_downsampling() -> None:
     line = Line()
     for step in range(200_000):
         line.add_point(step, 100.0 if step == 77_777 else -5.0 if step == 123_456 else 1.0)
@@ -23,17 +23,17 @@ def test_a_spike_of_one_step_stays_however_long_the_run() -> None:
 
 
 @given(st.lists(st.floats(allow_infinity=False), min_size=3, max_size=120))
-def test_thinning_keeps_the_ends_and_the_extremes(values: list[float]) -> None:
+def test_downsampling_keeps_the_ends_and_the_extremes(values: list[float]) -> None:
     x = [float(index) for index in range(len(values))]
     kept_x, kept_y = downsample(x, values)
     assert kept_x[0] == 0 and kept_x[-1] == len(values) - 1
     assert kept_x == sorted(set(kept_x)) and len(kept_x) <= len(values) // 2 + 4
-    known = [value for value in values if not isnan(value)]
-    if known:
-        assert min(known) in kept_y and max(known) in kept_y
+    finite = [value for value in values if not isnan(value)]
+    if finite:
+        assert min(finite) in kept_y and max(finite) in kept_y
 
 
-def test_what_is_no_number_is_a_gap() -> None:
+def test_non_finite_values_are_gaps() -> None:
     line = Line()
     for value in (1.0, float("inf"), 3.0, nan, -float("inf")):
         line.add_point(0.0, value)
@@ -41,7 +41,7 @@ def test_what_is_no_number_is_a_gap() -> None:
     assert line.find_top() == 3.0
 
 
-def test_the_first_steps_do_not_measure_the_axis() -> None:
+def test_usual_top_ignores_an_outlier_in_the_first_step() -> None:
     line = Line()
     for step in range(100):
         line.add_point(step, 90.0 if step == 0 else 1.0)
@@ -51,25 +51,25 @@ def test_the_first_steps_do_not_measure_the_axis() -> None:
 
 @pytest.mark.parametrize("width", [0, 300, 320, 500, 760, 836, 1400])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 6, 7, 9, SLOTS])
-def test_charts_stand_apart_and_inside(width: int, count: int) -> None:
-    found = arrange_grid(count, width)
-    assert len(found.positions) == count
-    for place in found.positions:
-        assert 0 <= place.x[0] < place.x[1] <= 1 and 0 <= place.y[0] < place.y[1] <= 1
-        assert (place.x[1] - place.x[0]) * (width or 836) > 150, "wide enough to be read"
-    for number, one in enumerate(found.positions):
-        for other in found.positions[number + 1 :]:
-            beside = one.x[1] < other.x[0] or other.x[1] < one.x[0]
-            assert beside or one.y[0] > other.y[1]
+def test_chart_panels_do_not_overlap_and_stay_inside(width: int, count: int) -> None:
+    grid = arrange_grid(count, width)
+    assert len(grid.positions) == count
+    for position in grid.positions:
+        assert 0 <= position.x[0] < position.x[1] <= 1 and 0 <= position.y[0] < position.y[1] <= 1
+        assert (position.x[1] - position.x[0]) * (width or 836) > 150, "wide enough to be read"
+    for number, one in enumerate(grid.positions):
+        for other in grid.positions[number + 1 :]:
+            is_beside = one.x[1] < other.x[0] or other.x[1] < one.x[0]
+            assert is_beside or one.y[0] > other.y[1]
 
 
-def test_known_charts_come_first_and_ones_own_after_them() -> None:
+def test_known_metrics_come_before_user_metrics() -> None:
     names = ["accuracy", "power_watts", "rss_bytes", "loss", "a", "b", "c", "step"]
     assert [panel.metric for panel in list_panels(names)] == ["loss", "power_watts", "accuracy", "a", "b"]
     assert len(list_panels([panel.metric for panel in (*TRAINING_PANELS, *GPU_PANELS)])) == 9
 
 
-def test_numbers_as_people_read_them() -> None:
+def test_panel_formats_numbers() -> None:
     plain = Panel(metric="x", title="x")
     values = (0, 0.000195, 0.5, 12.34, 9_994, 12_345, -3.5, nan, None, True)
     shown = [plain.format(value, 1.0) for value in values]

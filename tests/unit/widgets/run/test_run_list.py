@@ -1,4 +1,4 @@
-"""The list of runs: every folder is one row, and its buttons open, compare, resume, stop and show traces."""
+"""Tests of the list of runs: a row per folder, and buttons to open, compare, resume, stop and show traces."""
 
 from __future__ import annotations
 
@@ -33,78 +33,78 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def views() -> Iterator[list[Any]]:
-    made: list[Any] = []
-    yield made
-    for view in made:
+    views: list[Any] = []
+    yield views
+    for view in views:
         view.close()
 
 
-def rows(view: RunsView) -> list[str]:
-    """The text of each row of the list."""
+def read_rows(view: RunsView) -> list[str]:
+    """Return the text of each row of the list."""
     bodies = re.findall(r"<tr.*?</tr>", view.table.value.partition("<tbody>")[2])
     return [" ".join(unescape(re.sub(r"<[^>]+>", " ", body)).split()) for body in bodies]
 
 
-def act(view: RunsView, kind: str, name: str) -> str:
-    """What the button of this kind in the row of the run ``name`` sends."""
+def find_action(view: RunsView, kind: str, name: str) -> str:
+    """Return the action of the ``kind`` button in the row of the run ``name``."""
     (row,) = [row for row in re.findall(r"<tr.*?</tr>", view.table.value) if f">{name}<" in row]
-    found = re.search(f"data-act='({kind}:[^']*)'", row)
-    assert found is not None, f"no button {kind} in {row}"
-    return found[1]
+    match = re.search(f"data-act='({kind}:[^']*)'", row)
+    assert match is not None, f"no button {kind} in {row}"
+    return match[1]
 
 
 def press(view: RunsView, kind: str, name: str) -> None:
-    view.table.press_button(act(view, kind, name))
+    view.table.press_button(find_action(view, kind, name))
 
 
-def test_every_run_is_a_row_living_ones_first_then_the_newest() -> None:
+def test_runs_are_listed_active_first_then_newest() -> None:
     write_run("old", number=0, num_done=40)
     write_run("new", "failed", number=2, num_done=7, reason="rank 1 raised ValueError: no")
     write_run("living", "running", number=1, num_done=3)
     view = RunsView()
-    names = [row.split()[0] for row in rows(view)]
+    names = [row.split()[0] for row in read_rows(view)]
     assert names == ["living", "new", "old"] and view.num_runs == 3
-    living, new, old = rows(view)
+    active, new, old = read_rows(view)
     assert "2 CPU ranks" in old and "DDP" in old and "finished" in old and "40 of 40" in old
     assert (
         "failed" in new and "7 of 40" in new and format_loss(ss.runs()[-1].metrics()[-1]["loss"])[:3] in new
     )
-    assert "running" in living and "Stop" in living and "Stop" not in old
+    assert "running" in active and "Stop" in active and "Stop" not in old
     view.close()
 
 
-def test_without_runs_the_list_says_where_they_will_be() -> None:
+def test_empty_list_names_the_runs_folder() -> None:
     view = RunsView()
-    assert view.num_runs == 0 and rows(view) == [] and "runs/" in view.table.value
+    assert view.num_runs == 0 and read_rows(view) == [] and "runs/" in view.table.value
     write_run("first")
     view.toolbar.press_button("look")
-    assert view.num_runs == 1 and len(rows(view)) == 1
+    assert view.num_runs == 1 and len(read_rows(view)) == 1
 
 
 @pytest.mark.parametrize(
     "damage",
     ["{nonsense", "[1]", '{"world_size": -1}', '{"world_size": 1e400}', "", "\0\xff", '{"created": 1}'],
 )
-def test_a_damaged_folder_is_one_row_that_says_so_and_hides_no_other(damage: str) -> None:
+def test_damaged_folder_is_one_row_and_hides_no_other_run(damage: str) -> None:
     write_run("whole")
     broken = Path("runs/broken<b>")
     broken.mkdir()
     (broken / "run.json").write_text(damage)
     (Path("runs") / "notes").mkdir()
     view = RunsView()
-    assert view.num_runs == 2, "a folder without a run's files is no run"
-    assert any("whole" in row and "finished" in row for row in rows(view))
-    (row,) = [row for row in rows(view) if "broken" in row]
+    assert view.num_runs == 2, "a folder without a run's files is not listed"
+    assert any("whole" in row and "finished" in row for row in read_rows(view))
+    (row,) = [row for row in read_rows(view) if "broken" in row]
     assert "damaged" in row and "run.json" in row and "<b>" not in view.table.value.replace("<b class", "")
 
 
 @pytest.mark.parametrize("plan", ["null", '{"x": 1}', "[]", '"text"'])
-def test_a_run_whose_plan_cannot_be_read_is_listed_and_opened(plan: str) -> None:
+def test_run_with_an_unreadable_plan_is_listed_and_opened(plan: str) -> None:
     path = write_run("odd")
     text = (path / "run.json").read_text()
     (path / "run.json").write_text(re.sub(r'"plan": \{.*?\}, "task"', f'"plan": {plan}, "task"', text))
     view = RunsView()
-    (row,) = rows(view)
+    (row,) = read_rows(view)
     assert "odd" in row and "finished" in row and "plan cannot be read" in row
     press(view, "open", "odd")
     assert until(lambda: view.run_view.status == "finished")
@@ -114,7 +114,7 @@ def test_a_run_whose_plan_cannot_be_read_is_listed_and_opened(plan: str) -> None
 EVIL = "<img src=x onerror=alert(1)>' onmouseover='alert(1)"
 
 
-def test_text_of_a_folder_is_never_markup(views: list[Any]) -> None:
+def test_text_of_a_run_folder_is_escaped(views: list[Any]) -> None:
     write_run("evil", EVIL, reason=EVIL, num_done=0)
     path = write_run("odd", reason=EVIL, num_done=0, number=1)
     append_line(RunFolder(path).events(0), {"step": EVIL, "loss": EVIL, "rank": 0, "time": 0.0})
@@ -122,7 +122,7 @@ def test_text_of_a_folder_is_never_markup(views: list[Any]) -> None:
     fail(ugly, 0, EVIL)
     view = RunsView()
     views.append(view)
-    assert any("evil" in row and "damaged" in row for row in rows(view))
+    assert any("evil" in row and "damaged" in row for row in read_rows(view))
     assert_no_markup(view.table.value)
     press(view, "open", "odd")
     assert "data-status='finished'" in view.run_view.head.value
@@ -137,15 +137,15 @@ def assert_no_markup(html: str) -> None:
     assert "<img" not in html and "<i>" not in html and "onmouseover" not in re.sub(r">[^<]*<", "><", outside)
 
 
-def test_pressing_what_is_not_there_is_refused() -> None:
+def test_unknown_actions_are_rejected() -> None:
     write_run("one")
     view = RunsView()
-    for odd in ("open:one", "open:../runs", "resume:", "stop:zzz", "nothing", "trace:<b>"):
-        view.table.press_button(odd)
+    for action in ("open:one", "open:../runs", "resume:", "stop:zzz", "nothing", "trace:<b>"):
+        view.table.press_button(action)
         assert "is not an action of this view" in view.table.error and view.is_list_shown
 
 
-def test_a_row_opens_the_run_in_place_and_a_button_leads_back(views: list[Any]) -> None:
+def test_row_opens_the_run_and_back_returns_to_the_list(views: list[Any]) -> None:
     ended: list[Any] = []
     write_run("yesterday", num_done=40)
     view = RunsView(on_end=ended.append)
@@ -154,10 +154,10 @@ def test_a_row_opens_the_run_in_place_and_a_button_leads_back(views: list[Any]) 
     assert until(lambda: view.run_view.status == "finished" and "40 of 40" in view.run_view.facts.value)
     assert not view.is_list_shown
     view.bar.press_button("back")
-    assert view.is_list_shown and ended == [], "nobody waits for the end of a run that ended yesterday"
+    assert view.is_list_shown and ended == [], "on_end is not called for a run that had already ended"
 
 
-def test_on_end_is_called_for_a_run_that_was_living_when_it_was_opened(views: list[Any]) -> None:
+def test_on_end_is_called_for_a_run_opened_while_active(views: list[Any]) -> None:
     ended: list[Any] = []
     path = write_run("living", "running", num_done=3)
     view = RunsView(on_end=ended.append)
@@ -167,10 +167,10 @@ def test_on_end_is_called_for_a_run_that_was_living_when_it_was_opened(views: li
     assert until(lambda: view.run_view.status == "running")
     append_line(RunFolder(path).status, {"time": CREATED + 70, "status": "finished", "reason": "done"})
     assert until(lambda: ended == [run])
-    assert "finished" in rows(view)[0], "the list knows too"
+    assert "finished" in read_rows(view)[0], "the list is updated too"
 
 
-def test_on_end_is_called_though_another_run_is_shown_meanwhile(
+def test_on_end_is_called_while_another_run_is_shown(
     views: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs_view_module, "READ_SECONDS", 0.05)
@@ -189,21 +189,21 @@ def test_on_end_is_called_though_another_run_is_shown_meanwhile(
     assert ended == [run], "once"
 
 
-def test_the_list_follows_a_living_run_by_itself(views: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_updates_active_runs_automatically(views: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs_view_module, "READ_SECONDS", 0.05)
     path = write_run("living", "running", num_done=3)
     threads = set(threading.enumerate())
     view = RunsView()
     views.append(view)
-    assert "3 of 40" in rows(view)[0]
+    assert "3 of 40" in read_rows(view)[0]
     append_line(RunFolder(path).events(0), {"step": 11, "rank": 0, "time": 0.0, "loss": 1.25})
-    assert until(lambda: "1.250" in rows(view)[0] and "12 of 40" in rows(view)[0])
+    assert until(lambda: "1.250" in read_rows(view)[0] and "12 of 40" in read_rows(view)[0])
     append_line(RunFolder(path).status, {"time": CREATED + 70, "status": "stopped", "reason": "enough"})
-    assert until(lambda: "stopped" in rows(view)[0])
-    assert until(lambda: threads.issuperset(threading.enumerate())), "without living runs it needs no thread"
+    assert until(lambda: "stopped" in read_rows(view)[0])
+    assert until(lambda: threads.issuperset(threading.enumerate())), "without active runs there is no thread"
 
 
-def test_two_runs_are_compared_and_a_third_tick_replaces_the_first() -> None:
+def test_two_runs_are_compared_and_a_third_replaces_the_first() -> None:
     for number, name in enumerate(("a", "b", "c")):
         write_run(name, number=number, task=ss.Pretrain(num_steps=40, learning_rate=10.0**-number))
     view = RunsView()
@@ -219,16 +219,16 @@ def test_two_runs_are_compared_and_a_third_tick_replaces_the_first() -> None:
     assert view.is_list_shown
 
 
-def test_twenty_rows_are_shown_and_more_when_asked() -> None:
+def test_list_shows_twenty_rows_and_more_on_request() -> None:
     for number in range(45):
         write_run(f"run-{number:02}", number=number, num_done=0)
     view = RunsView()
-    assert len(rows(view)) == 20 and rows(view)[0].startswith("run-44") and view.num_runs == 45
+    assert len(read_rows(view)) == 20 and read_rows(view)[0].startswith("run-44") and view.num_runs == 45
     assert "20 of 45" in view.more.value
     view.more.press_button("more")
-    assert len(rows(view)) == 40
+    assert len(read_rows(view)) == 40
     view.more.press_button("more")
-    assert len(rows(view)) == 45 and view.more.value == ""
+    assert len(read_rows(view)) == 45 and view.more.value == ""
 
 
 def test_unchanged_runs_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +245,7 @@ def test_unchanged_runs_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert newer["two"].loss == 0.5 and newer["one"] is first[1]
 
 
-def test_a_long_runs_last_loss_is_read_from_the_end_of_its_file() -> None:
+def test_last_loss_is_read_from_the_end_of_a_long_file() -> None:
     path = write_run("long", num_done=0)
     with RunFolder(path).events(0).open("w") as file:
         for step in range(50_000):
@@ -260,7 +260,7 @@ def test_a_long_runs_last_loss_is_read_from_the_end_of_its_file() -> None:
 # ---------------------------------------------------------------------------- resume, stop, trace
 
 
-def test_resume_is_on_where_a_checkpoint_is_and_says_why_where_it_is_off() -> None:
+def test_resume_needs_a_checkpoint_and_explains_why_it_is_disabled() -> None:
     write_run("saved", "stopped", checkpoint=20)
     write_run("unsaved", "stopped", number=1)
     write_run("mine", "failed", number=2, is_own_task=True, checkpoint=5)
@@ -270,22 +270,24 @@ def test_resume_is_on_where_a_checkpoint_is_and_says_why_where_it_is_off() -> No
     view = RunsView()
     table = view.table.value
 
-    def button(name: str) -> str:
-        found = re.search(f"<button[^>]*aria-label='Resume {name}[^>]*>", table)
-        return found[0] if found else ""
+    def find_button(name: str) -> str:
+        match = re.search(f"<button[^>]*aria-label='Resume {name}[^>]*>", table)
+        return match[0] if match else ""
 
-    assert "aria-disabled" not in button("saved") != ""
-    assert "aria-disabled" in button("unsaved") and "no complete checkpoint" in button("unsaved")
-    assert "aria-disabled" in button("mine") and "your own code" in button("mine")
-    assert "aria-disabled" in button("stranger") and "step-000020: it has no manifest" in button("stranger")
-    assert button("done") == ""
+    assert "aria-disabled" not in find_button("saved") != ""
+    assert "aria-disabled" in find_button("unsaved") and "no complete checkpoint" in find_button("unsaved")
+    assert "aria-disabled" in find_button("mine") and "your own code" in find_button("mine")
+    assert "aria-disabled" in find_button("stranger") and "step-000020: it has no manifest" in find_button(
+        "stranger"
+    )
+    assert find_button("done") == ""
     press(view, "resume", "mine")
     assert (
         view.is_list_shown and "your own code" in view.toolbar.value and "role='alert'" in view.toolbar.value
     )
 
 
-def test_resume_launches_shows_and_reports_a_run(views: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_launches_and_shows_the_new_run(views: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     write_run("saved", "stopped", checkpoint=20)
     resumed: list[Any] = []
 
@@ -300,19 +302,19 @@ def test_resume_launches_shows_and_reports_a_run(views: list[Any], monkeypatch: 
     assert [run.name for run in resumed] == ["saved-2"]
     assert not view.is_list_shown and view.run_view.run is resumed[0]
     view.show_list()
-    assert "continues saved" in rows(view)[0] and "22 of 40" in rows(view)[0]
+    assert "continues saved" in read_rows(view)[0] and "22 of 40" in read_rows(view)[0]
 
 
-def resume_button(view: RunsView, name: str) -> str:
-    found = re.search(f"<button[^>]*aria-label='Resume {name}[^>]*>", view.table.value)
-    assert found, view.table.value
-    return found[0]
+def find_resume_button(view: RunsView, name: str) -> str:
+    match = re.search(f"<button[^>]*aria-label='Resume {name}[^>]*>", view.table.value)
+    assert match, view.table.value
+    return match[0]
 
 
-def test_resume_is_off_while_a_run_that_was_resumed_is_living(
+def test_resume_is_disabled_while_a_resumed_run_is_active(
     views: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second click, or Resume of another run, launched a run that competed with the first one."""
+    """Regression: a second click, or Resume of another run, launched a run that competed with the first."""
     monkeypatch.setattr(runs_view_module, "READ_SECONDS", 0.05)
     write_run("saved", "stopped", checkpoint=20)
     write_run("other", "stopped", number=1, checkpoint=20)
@@ -325,45 +327,47 @@ def test_resume_is_off_while_a_run_that_was_resumed_is_living(
     monkeypatch.setattr(launch_module, "launch", launch)
     view = RunsView()
     views.append(view)
-    twice = act(view, "resume", "saved")
-    view.table.press_button(twice)
-    view.table.press_button(twice)
+    action = find_action(view, "resume", "saved")
+    view.table.press_button(action)
+    view.table.press_button(action)
     assert len(launched) == 1 and "run is active" in view.bar.value
     view.show_list()
     for name in ("saved", "other"):
-        assert "aria-disabled" in resume_button(view, name) and "run is active" in resume_button(view, name)
+        assert "aria-disabled" in find_resume_button(view, name) and "run is active" in find_resume_button(
+            view, name
+        )
         press(view, "resume", name)
     assert len(launched) == 1
     end = {"time": CREATED + 590, "status": "finished", "reason": "done"}
     append_line(RunFolder(launched[0]).status, end)
-    assert until(lambda: "aria-disabled" not in resume_button(view, "other"))
+    assert until(lambda: "aria-disabled" not in find_resume_button(view, "other"))
 
 
-def test_resume_is_off_where_another_run_continues_the_same_one(views: list[Any]) -> None:
+def test_resume_is_disabled_if_another_run_continues_the_same_one(views: list[Any]) -> None:
     path = write_run("saved", "stopped", checkpoint=20)
     (checkpoint,) = (path / "checkpoints").iterdir()
     write_run("later", "running", number=5, task=ss.Pretrain(num_steps=40, resume=checkpoint))
     view = RunsView()
     views.append(view)
-    button = resume_button(view, "saved")
+    button = find_resume_button(view, "saved")
     assert "later is already continuing this run" in button and "aria-disabled" in button
 
 
-def test_the_studio_resumes_no_run_while_one_that_it_launched_is_living() -> None:
+def test_studio_disables_resume_while_a_launch_is_active() -> None:
     write_run("saved", "stopped", checkpoint=20)
     studio = Studio()
     studio.tabs.value = "Runs"
-    assert "aria-disabled" not in resume_button(studio.runs, "saved")
+    assert "aria-disabled" not in find_resume_button(studio.runs, "saved")
     studio.launch.busy = True
     studio.runs.read_folder()
-    assert "run is active" in resume_button(studio.runs, "saved")
+    assert "run is active" in find_resume_button(studio.runs, "saved")
     studio.launch.busy = False
     studio.runs.read_folder()
-    assert "aria-disabled" not in resume_button(studio.runs, "saved")
+    assert "aria-disabled" not in find_resume_button(studio.runs, "saved")
     studio.close()
 
 
-def test_a_failed_launch_is_an_error_in_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_resume_shows_an_error_in_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
     write_run("saved", "stopped", checkpoint=20)
     monkeypatch.setattr(launch_module, "launch", lambda *_, **__: 1 / 0)
     view = RunsView()
@@ -371,7 +375,7 @@ def test_a_failed_launch_is_an_error_in_the_list(monkeypatch: pytest.MonkeyPatch
     assert view.is_list_shown and "division by zero" in view.toolbar.value
 
 
-def test_a_living_run_is_stopped_from_the_list(views: list[Any]) -> None:
+def test_active_run_is_stopped_from_the_list(views: list[Any]) -> None:
     path = write_run("living", "running")
     view = RunsView()
     views.append(view)
@@ -380,26 +384,26 @@ def test_a_living_run_is_stopped_from_the_list(views: list[Any]) -> None:
     assert command["command"] == "stop" and command["button"] == "Stop"
 
 
-def test_a_recorded_trace_opens_where_it_is_wanted(views: list[Any]) -> None:
+def test_trace_opens_in_the_list_or_through_the_callback(views: list[Any]) -> None:
     write_run("traced", has_trace=True)
     write_run("untraced", number=1)
     opened: list[Any] = []
     view = RunsView(on_open_trace=opened.append)
-    assert view.table.value.count("Open trace") == 2 - 1 and "trace:" in act(view, "trace", "traced")
+    assert view.table.value.count("Open trace") == 2 - 1 and "trace:" in find_action(view, "trace", "traced")
     press(view, "trace", "traced")
     assert [run.name for run in opened] == ["traced"] and view.is_list_shown
-    alone = RunsView()
-    views.append(alone)
-    press(alone, "trace", "traced")
-    assert not alone.is_list_shown and "Trace of" in alone.bar.value
-    alone.bar.press_button("back")
-    assert alone.is_list_shown
+    standalone = RunsView()
+    views.append(standalone)
+    press(standalone, "trace", "traced")
+    assert not standalone.is_list_shown and "Trace of" in standalone.bar.value
+    standalone.bar.press_button("back")
+    assert standalone.is_list_shown
 
 
 # ---------------------------------------------------------------------------- a failed run, the Studio
 
 
-def test_a_failed_run_opens_the_log_of_the_rank_that_failed(views: list[Any]) -> None:
+def test_failed_run_shows_the_log_of_the_failed_rank(views: list[Any]) -> None:
     path = write_run("failed", "failed", reason="rank 1 raised ValueError: bad batch")
     fail(path, 1, "Traceback (most recent call last):\nValueError: bad batch\n")
     view = RunView(ss.Run.attach(path))
@@ -408,7 +412,7 @@ def test_a_failed_run_opens_the_log_of_the_rank_that_failed(views: list[Any]) ->
     assert "ValueError: bad batch" in view.error.value
 
 
-def test_a_log_that_the_user_chose_stays_when_the_run_fails(views: list[Any]) -> None:
+def test_log_chosen_by_the_user_is_kept_when_the_run_fails(views: list[Any]) -> None:
     path = write_run("failing", "running")
     view = RunView(ss.Run.attach(path))
     views.append(view)
@@ -420,7 +424,7 @@ def test_a_log_that_the_user_chose_stays_when_the_run_fails(views: list[Any]) ->
     assert view.logs.whose.value == "supervisor"
 
 
-def test_another_run_begins_with_the_log_of_rank_0(views: list[Any]) -> None:
+def test_next_run_starts_with_the_log_of_rank_0(views: list[Any]) -> None:
     path = write_run("failed", "failed")
     fail(path, 1, "ValueError: bad batch\n")
     view = RunView(ss.Run.attach(path))
@@ -431,7 +435,7 @@ def test_another_run_begins_with_the_log_of_rank_0(views: list[Any]) -> None:
     assert until(lambda: "rank 0 is up" in view.logs.pane.value)
 
 
-def test_the_studios_runs_tab_lists_the_runs_of_its_folder(views: list[Any]) -> None:
+def test_studio_runs_tab_lists_the_runs_of_its_folder(views: list[Any]) -> None:
     write_run("yesterday")
     studio = Studio()
     views.append(studio)
@@ -439,7 +443,7 @@ def test_the_studios_runs_tab_lists_the_runs_of_its_folder(views: list[Any]) -> 
     assert "yesterday" in studio.runs.table.value
 
 
-def test_moments_are_read_at_a_glance() -> None:
+def test_start_times_are_formatted_relative_to_today() -> None:
     now = time.mktime((2026, 11, 23, 12, 0, 0, 0, 0, -1))
     assert format_time(now - 3600, now) == "today 11:00"
     assert format_time(now - 86_400, now) == "yesterday 12:00"

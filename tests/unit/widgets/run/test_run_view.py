@@ -1,4 +1,4 @@
-"""The run view over runs that log whatever they like: it stays alive, and Stop stays in reach."""
+"""Tests of the run view with unusual metrics and logs: it keeps updating, and Stop stays enabled."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from shardscope_widgets.run.lines import MAX_POINTS
 
 
 @pytest.mark.parametrize("loss", [None, "n/a", float("nan"), float("inf"), True, [1]])
-def test_fault_45_an_odd_loss_is_survived_and_the_run_can_be_stopped(loss: Any) -> None:
-    odd = record(loss=loss, tokens_per_second=loss, peak_memory_bytes=loss)
-    run = FakeRun([odd, record(step=None, loss=1.0)])
+def test_fault_45_invalid_loss_keeps_the_view_and_stop_working(loss: Any) -> None:
+    invalid_record = record(loss=loss, tokens_per_second=loss, peak_memory_bytes=loss)
+    run = FakeRun([invalid_record, record(step=None, loss=1.0)])
     view = RunView(run)
     assert until(lambda: view.status == "running")
     assert not view.stop_button.disabled
@@ -25,7 +25,7 @@ def test_fault_45_an_odd_loss_is_survived_and_the_run_can_be_stopped(loss: Any) 
     assert until(lambda: view.status == "stopped")
 
 
-def test_fault_60_a_view_says_what_share_of_the_metrics_it_shows() -> None:
+def test_fault_60_view_shows_the_share_of_metric_lines_read() -> None:
     run = FakeRun([record(loss=2.5)])
     view = RunView(run)
     assert until(lambda: "2.500" in view.facts.value) and "lines are shown" not in view.facts.value
@@ -36,7 +36,9 @@ def test_fault_60_a_view_says_what_share_of_the_metrics_it_shows() -> None:
     run.status = "finished"
 
 
-def test_fault_45_the_end_is_told_once_even_if_the_last_look_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_45_on_end_is_called_once_although_the_last_refresh_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ended: list[Any] = []
     run = FakeRun([record(loss=1.0)])
     view = RunView(run, on_end=ended.append)
@@ -48,7 +50,7 @@ def test_fault_45_the_end_is_told_once_even_if_the_last_look_fails(monkeypatch: 
     assert "run cannot be shown" in view.error.value
 
 
-def test_what_a_rank_prints_is_shown_though_it_logs_nothing() -> None:
+def test_rank_output_is_shown_without_any_metrics() -> None:
     run = FakeRun([])
     view = RunView(run)
     run.write("<b>hello</b>")
@@ -56,7 +58,7 @@ def test_what_a_rank_prints_is_shown_though_it_logs_nothing() -> None:
     run.status = "finished"
 
 
-def test_a_new_reason_is_shown_though_nothing_else_changes() -> None:
+def test_new_reason_is_shown_without_a_status_change() -> None:
     run = FakeRun([record(loss=1.0)])
     view = RunView(run)  # type: ignore[arg-type]
     assert until(lambda: "because" in view.head.value)
@@ -65,7 +67,7 @@ def test_a_new_reason_is_shown_though_nothing_else_changes() -> None:
     run.status = "stopped"
 
 
-def test_the_profilers_own_talk_is_left_out_of_the_log() -> None:
+def test_profiler_messages_are_removed_from_the_log() -> None:
     run = FakeRun([])
     view = RunView(run)
     run.write("step 1\nUSDT:2026-11-21 Handler.cpp:52] profiler_start\nstep 2\nERROR: kept")
@@ -74,7 +76,7 @@ def test_the_profilers_own_talk_is_left_out_of_the_log() -> None:
     run.status = "finished"
 
 
-def test_points_stay_bounded_and_keep_both_ends() -> None:
+def test_number_of_points_is_bounded_and_both_ends_are_kept() -> None:
     run = FakeRun([record(step=step, loss=float(step)) for step in range(5 * MAX_POINTS)])
     view = RunView(run)
     assert until(lambda: view.num_steps == 5 * MAX_POINTS)
@@ -86,7 +88,7 @@ def test_points_stay_bounded_and_keep_both_ends() -> None:
     run.status = "finished"
 
 
-def test_a_second_run_starts_with_empty_lines() -> None:
+def test_second_run_starts_with_empty_curves() -> None:
     first, second = FakeRun([record(loss=1.0)]), FakeRun([])
     view = RunView(first)
     assert until(lambda: view.num_steps == 1)
@@ -101,17 +103,17 @@ def test_a_second_run_starts_with_empty_lines() -> None:
     ("total", "ends"),
     [(40, [39, 78, 156]), (102, [40, 80, 101]), (4000, [40, 80, 160]), (None, [40, 80, 160])],
 )
-def test_the_axis_of_steps_grows_by_doubling_up_to_the_last(total: int | None, ends: list[int]) -> None:
+def test_step_axis_doubles_up_to_the_last_step(total: int | None, ends: list[int]) -> None:
     figure = RunFigure()
     figure.start_run(1, None, total)
-    seen = []
+    axis_ends = []
     for step in (0, 41, 100):
         figure.add_records([{"step": step, "rank": 0, "loss": 1.0}])
-        seen.append(figure.widget.layout.xaxis.range[1])
-    assert seen == ends
+        axis_ends.append(figure.widget.layout.xaxis.range[1])
+    assert axis_ends == ends
 
 
-def test_before_the_first_number_the_axes_are_silent() -> None:
+def test_axes_have_no_labels_before_the_first_value() -> None:
     figure = RunFigure()
     figure.start_run(2, None, 40, ["loss"])
     figure.add_records([{"step": 0, "rank": 0, "loss": 7.6}])
@@ -121,8 +123,8 @@ def test_before_the_first_number_the_axes_are_silent() -> None:
     assert not figure.widget.layout.yaxis.showticklabels
 
 
-def test_a_secret_is_masked_before_the_supervisor_has_done_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a pane shows is saved with the notebook."""
+def test_view_masks_secrets_before_the_supervisor_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The content of the log pane is saved with the notebook."""
     monkeypatch.setenv("MY_API_KEY", "supersecretvalue1234")
     run = FakeRun([])
     view = RunView(run)  # type: ignore[arg-type]
@@ -135,8 +137,8 @@ def test_a_secret_is_masked_before_the_supervisor_has_done_it(monkeypatch: pytes
     view.close()
 
 
-def test_what_is_masked_in_place_is_read_again() -> None:
-    """Of a secret that only the run's own kernel knows, another one that watches sees the file alone."""
+def test_log_is_read_again_after_a_secret_was_masked() -> None:
+    """A kernel that did not launch the run does not know its secrets: it depends on the masked file."""
     run = FakeRun([])
     view = RunView(run)  # type: ignore[arg-type]
     run.write("the key is supersecretvalue1234\n")

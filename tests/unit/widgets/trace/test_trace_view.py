@@ -1,4 +1,4 @@
-"""The trace view's traits and messages, without a browser."""
+"""Tests of the trace view's traits and messages, without a browser."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def view(trace: Trace) -> TraceView:
     return view
 
 
-def tell(view: TraceView, content: Any) -> None:
+def handle_message(view: TraceView, content: Any) -> None:
     view._handle_custom_msg(content, [])
 
 
@@ -48,64 +48,64 @@ def tile_request(view: TraceView, **changed: Any) -> dict[str, Any]:
     }
 
 
-def test_fault_48_the_front_end_is_text_and_needs_no_network(view: TraceView) -> None:
+def test_fault_48_front_end_loads_nothing_from_the_network(view: TraceView) -> None:
     assert "export default" in view._esm
     for text in (view._esm, view._css):
         assert "http://" not in text and "https://" not in text and "import " not in text.split("export")[-1]
 
 
-def test_a_path_a_trace_and_a_folder_are_accepted(trace: Trace) -> None:
+def test_accepts_a_trace_or_a_path(trace: Trace) -> None:
     assert len(TraceView(FIXTURE).trace) == len(TraceView(str(FIXTURE)).trace) == len(trace)
     with pytest.raises(ValueError, match="Fix: "):
         TraceView("nowhere")
 
 
 @pytest.mark.parametrize("height", [0, -1, 1e9, True, "tall", None, float("nan")])
-def test_a_bad_height_is_refused(trace: Trace, height: Any) -> None:
+def test_rejects_invalid_height(trace: Trace, height: Any) -> None:
     with pytest.raises(ValueError, match=r"TraceView\.height"):
         TraceView(trace, height=height)
 
 
-def test_a_tile_comes_as_binary_columns(view: TraceView) -> None:
-    tell(view, tile_request(view))
+def test_tile_is_sent_as_binary_columns(view: TraceView) -> None:
+    handle_message(view, tile_request(view))
     ((reply, buffers),) = view.sent
     assert reply["type"] == "tile" and reply["id"] == 1
     assert len(buffers) == len(COLUMNS)
     assert int(np.frombuffer(buffers[4], "<u4").sum()) == len(view.trace)
 
 
-def test_names_and_totals_are_answered(view: TraceView) -> None:
-    tell(view, {"type": "names", "id": 2, "indices": [0, 1]})
+def test_answers_requests_for_names_and_totals(view: TraceView) -> None:
+    handle_message(view, {"type": "names", "id": 2, "indices": [0, 1]})
     assert view.sent[-1][0]["names"] == view.trace.names[:2]
-    tell(view, {"type": "totals", "id": 3, "t0_ns": 0, "t1_ns": view.trace.duration_ns_total})
+    handle_message(view, {"type": "totals", "id": 3, "t0_ns": 0, "t1_ns": view.trace.duration_ns_total})
     rows = view.sent[-1][0]["rows"]
     assert rows and rows[0]["self_seconds"] >= rows[-1]["self_seconds"]
 
 
 def test_selection_reads_back_and_clears(view: TraceView) -> None:
-    tell(view, {"type": "select", "id": 1, "index": 5})
+    handle_message(view, {"type": "select", "id": 1, "index": 5})
     assert view.selected is not None
     assert {"name", "category", "rank", "track", "start_seconds", "duration_seconds", "args"} <= set(
         view.selected
     )
-    tell(view, {"type": "select", "id": 1, "index": None})
+    handle_message(view, {"type": "select", "id": 1, "index": None})
     assert view.selected is None
 
 
-def test_search_counts_and_walks_in_time(view: TraceView) -> None:
+def test_search_counts_matches_and_visits_them_in_time_order(view: TraceView) -> None:
     view.search = "allreduce"
     view.search = "AddMM"
     assert view.num_matches == sum("addmm" in view.trace.names[i].lower() for i in view.trace.name_index)
     seen = []
     for _ in range(view.num_matches + 1):
-        tell(view, {"type": "find", "id": 1, "direction": 1})
+        handle_message(view, {"type": "find", "id": 1, "direction": 1})
         seen.append((view.selected or {})["start_seconds"])
     assert seen[:-1] == sorted(seen[:-1]) and seen[-1] == seen[0]
     view.search = ""
     assert view.num_matches == 0
 
 
-def test_the_viewport_is_two_ascending_times(view: TraceView) -> None:
+def test_viewport_must_be_two_ascending_times(view: TraceView) -> None:
     view.viewport_seconds = [0.001, 0.002]
     assert view.viewport_seconds == (0.001, 0.002)
     for bad in [(2, 1), (0, 0), (float("nan"), 1), "ab", 5, None, (0, 1, 2), (0, 1e30)]:
@@ -140,11 +140,11 @@ def test_the_viewport_is_two_ascending_times(view: TraceView) -> None:
         {"type": "find", "id": 1, "direction": 9},
     ],
 )
-def test_fault_44_messages_that_make_no_sense_are_shown_and_ignored(view: TraceView, content: Any) -> None:
-    tell(view, content)
+def test_fault_44_invalid_messages_are_reported_and_ignored(view: TraceView, content: Any) -> None:
+    handle_message(view, content)
     assert view.error and len(view.error) < 400
     assert view.sent == [] and view.selected is None
-    tell(view, tile_request(view))
+    handle_message(view, tile_request(view))
     assert view.error == "" and len(view.sent) == 1
 
 
@@ -160,7 +160,7 @@ def test_fault_44_messages_that_make_no_sense_are_shown_and_ignored(view: TraceV
         {"selected": {"name": "forged"}},
     ],
 )
-def test_fault_44_state_that_the_front_end_may_not_set_is_shown_and_ignored(
+def test_fault_44_invalid_front_end_state_is_reported_and_ignored(
     view: TraceView, state: dict[str, Any]
 ) -> None:
     before = view.get_state(["viewport_seconds", "search", "height", "_scene", "selected"])
@@ -169,36 +169,36 @@ def test_fault_44_state_that_the_front_end_may_not_set_is_shown_and_ignored(
     assert view.get_state(list(before)) == before
 
 
-def test_the_front_end_may_set_viewport_and_search(view: TraceView) -> None:
+def test_front_end_can_set_viewport_and_search(view: TraceView) -> None:
     view.set_state({"viewport_seconds": [0.001, 0.004], "search": "mm", "_view_count": 1})
     assert view.viewport_seconds == (0.001, 0.004)
     assert view.num_matches > 0 and view.error == ""
 
 
-def picture_of(view: TraceView) -> str:
+def render_static_html(view: TraceView) -> str:
     data, _ = DisplayFormatter().format(view)
     assert "application/vnd.jupyter.widget-view+json" in data
     return str(data["text/html"])
 
 
-def test_fault_47_the_saved_output_is_a_picture_that_needs_no_kernel(view: TraceView) -> None:
-    html = picture_of(view)
+def test_fault_47_static_output_has_an_svg_and_a_table(view: TraceView) -> None:
+    html = render_static_html(view)
     assert "<svg" in html and "<path" in html and "<table" in html
     assert "rank 0" in html and "rank 1" in html
     assert "<script" not in html and len(html) < 100_000
     ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + 6])
 
 
-def test_names_in_the_picture_are_text(tmp_path: Path) -> None:
+def test_names_in_the_static_output_are_escaped(tmp_path: Path) -> None:
     name = "<script>alert(1)</script>'\"&"
     event = {"ph": "X", "cat": "op", "name": name, "pid": 1, "tid": name, "ts": 1.0, "dur": 9.0}
     (tmp_path / "rank-0.json").write_text(json.dumps({"traceEvents": [event]}))
-    html = picture_of(TraceView(tmp_path))
+    html = render_static_html(TraceView(tmp_path))
     assert "<script" not in html
     ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + 6])
 
 
-def test_the_picture_of_a_large_trace_stays_small(tmp_path: Path) -> None:
+def test_static_output_of_a_large_trace_stays_small(tmp_path: Path) -> None:
     for rank in range(60):
         events = [
             {
@@ -213,22 +213,22 @@ def test_the_picture_of_a_large_trace_stays_small(tmp_path: Path) -> None:
             for i in range(1500)
         ]
         (tmp_path / f"rank-{rank}.json").write_text(json.dumps({"traceEvents": events}))
-    html = picture_of(TraceView(tmp_path))
+    html = render_static_html(TraceView(tmp_path))
     assert len(html) < 100_000 and "more tracks" in html
 
 
-def test_the_picture_has_streams_and_leaves_python_stacks_out() -> None:
-    html = picture_of(TraceView(FIXTURE.parent / "trace_with_stacks"))
+def test_static_output_has_streams_and_omits_python_stacks() -> None:
+    html = render_static_html(TraceView(FIXTURE.parent / "trace_with_stacks"))
     assert "stream 7" in html and "pt_autograd_0" in html and "Python stacks of" not in html
     assert "GPU idle" in html and len(html) < 100_000
 
 
-def test_the_picture_of_an_empty_trace_says_so(tmp_path: Path) -> None:
+def test_static_output_of_an_empty_trace_shows_zero_slices(tmp_path: Path) -> None:
     (tmp_path / "rank-0.json").write_text('{"traceEvents": []}')
-    assert "0 slices" in picture_of(TraceView(tmp_path))
+    assert "0 slices" in render_static_html(TraceView(tmp_path))
 
 
-def test_fault_43_a_hundred_views_leave_nothing_behind(trace: Trace) -> None:
+def test_fault_43_closed_trace_views_are_garbage_collected(trace: Trace) -> None:
     alive = []
     for _ in range(100):
         view = TraceView(trace)
