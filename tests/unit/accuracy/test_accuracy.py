@@ -39,7 +39,7 @@ ROW: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", ["memory", "time"])
-def test_a_file_of_rows_is_scored(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scores_rows_and_reports_unknown_and_invalid_ones(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A row without a plan is counted, a line that is no JSON is named, and neither ends the run."""
     file = tmp_path / "rows.jsonl"
     unknown = {**ROW, "id": "row-2", "framework": "no framework of ours"}
@@ -52,7 +52,7 @@ def test_a_file_of_rows_is_scored(kind: str, tmp_path: Path, capsys: pytest.Capt
     assert "line 3" in printed.err
 
 
-def test_a_run_of_ours_is_scored_by_its_own_plan(tmp_path: Path) -> None:
+def test_own_rows_are_scored_with_their_plan(tmp_path: Path) -> None:
     """What tests/gpu/test_one_gpu.py writes is what the scorer reads."""
     recipe = ss.Recipe(seq_len=512, micro_batch_size=4, global_batch_size=8, method="lora", lora_rank=8)
     cluster = ss.Cluster.parse("1xh100-sxm-80gb")
@@ -66,7 +66,7 @@ def test_a_run_of_ours_is_scored_by_its_own_plan(tmp_path: Path) -> None:
     assert all(row.mapped.plan == plan for row in score.scored)
 
 
-def test_a_constant_is_fitted_to_calibration_rows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fitting_a_constant_does_not_increase_the_error(capsys: pytest.CaptureFixture[str]) -> None:
     fitting.main(["--rounds", "1", "--only", "matrices.ampere.share"])
     first, *fitted, last = capsys.readouterr().out.splitlines()
     assert len(fitted) == 1 and fitted[0].startswith("matrices.ampere.share = ")

@@ -35,7 +35,7 @@ def score() -> MemoryScore:
 
 
 @pytest.mark.parametrize(("group", "percents"), MEDIANS.items(), ids=[" ".join(name) for name in MEDIANS])
-def test_medians_are_no_worse(
+def test_median_memory_error_of_each_group_is_within_its_limit(
     score: MemoryScore, group: tuple[str, str], percents: tuple[float, float]
 ) -> None:
     for one, percent in zip((score, score.by_product), percents, strict=True):
@@ -49,21 +49,21 @@ def test_medians_are_no_worse(
         assert 100 * median(absolute(rows)) <= percent
 
 
-def test_every_group_of_rows_has_a_level(score: MemoryScore) -> None:
+def test_every_group_of_rows_has_a_limit(score: MemoryScore) -> None:
     for name, what in score.groups:
         assert [1 for part, kind_of in MEDIANS if part in name and kind_of == what] == [1], (name, what)
 
 
-def test_most_rows_of_known_frameworks_have_a_plan(score: MemoryScore) -> None:
+def test_at_least_88_percent_of_rows_have_a_plan(score: MemoryScore) -> None:
     foreign = sum(reason.endswith("schedule is not modelled") for _, reason in score.unmapped)
     assert score.num_rows - len(score.unmapped) >= 0.88 * (score.num_rows - foreign)
 
 
-def test_no_row_makes_a_prediction_fail(score: MemoryScore) -> None:
+def test_no_memory_prediction_fails(score: MemoryScore) -> None:
     assert not [reason for _, reason in score.unmapped if reason.startswith("failed")]
 
 
-def test_fits_or_not_is_right_more_often_than_always_fits(score: MemoryScore) -> None:
+def test_fits_predictions_are_more_accurate_than_always_fits(score: MemoryScore) -> None:
     """Nearly every row ran: what counts are those that did not, and that none that ran is turned away."""
     assert len(score.fits) > 200
     out = [fit for fit in score.fits if not fit.ran]
@@ -81,13 +81,13 @@ def test_fits_or_not_is_right_more_often_than_always_fits(score: MemoryScore) ->
     assert right > sum(fit.ran for fit in score.fits)
 
 
-def test_nine_of_ten_allocated_rows_are_close(score: MemoryScore) -> None:
+def test_90_percent_of_allocated_rows_are_within_5_percent(score: MemoryScore) -> None:
     errors = sorted(abs(row.error) for row in score.scored if kind(row.mapped.row) == "allocated")
     assert len(errors) > 50
     assert percentile(errors, 0.9) <= 0.05
 
 
-def test_nine_of_ten_allocated_rows_with_nothing_beside_the_plan_are_close(score: MemoryScore) -> None:
+def test_90_percent_of_allocated_rows_without_own_code_are_within_5_percent(score: MemoryScore) -> None:
     """The product's own word, which no foreign code mends."""
     rows = [row for row in score.scored if kind(row.mapped.row) == "allocated" and not row.is_described]
     assert len(rows) >= 10
@@ -104,7 +104,7 @@ def test_nine_of_ten_allocated_rows_with_nothing_beside_the_plan_are_close(score
         ("torchtitan", "reserved", 0.9, 1.55),
     ],
 )
-def test_bands_hold_as_many_rows_and_are_no_wider_than_they_were(
+def test_error_bands_contain_enough_rows_and_are_narrow_enough(
     score: MemoryScore, name: str, what: str, share: float, width: float
 ) -> None:
     rows = [row for row in score.scored if kind(row.mapped.row) == what and name in row.group[0]]
@@ -112,7 +112,7 @@ def test_bands_hold_as_many_rows_and_are_no_wider_than_they_were(
     assert median(row.predicted.high / row.predicted.low for row in rows) <= width
 
 
-def test_the_bands_top_is_what_its_rule_says_of_calibration_rows(score: MemoryScore) -> None:
+def test_fragmentation_high_percent_follows_from_calibration_rows(score: MemoryScore) -> None:
     """Formulas move it a little; a constant that somebody chose otherwise fails."""
     found = of_calibration(score.scored)
     assert {row.mapped.row["role"] for row in found} == {"calibration"}
@@ -124,7 +124,7 @@ def test_the_bands_top_is_what_its_rule_says_of_calibration_rows(score: MemorySc
 
 
 @pytest.mark.parametrize("name", ["BLOOM", "FMS-acceleration", "nanotron"])
-def test_rows_that_chose_nothing_lie_in_their_bands_as_often(score: MemoryScore, name: str) -> None:
+def test_judge_rows_are_in_their_bands_as_often_as_calibration_rows(score: MemoryScore, name: str) -> None:
     """What a rule from `calibration` rows is worth: `judge` rows had no part in it."""
     share = {}
     for role in ("calibration", "judge"):
@@ -139,7 +139,7 @@ def test_rows_that_chose_nothing_lie_in_their_bands_as_often(score: MemoryScore,
     assert share["judge"] >= share["calibration"] - 0.15
 
 
-def test_the_report_has_the_figures_of_a_fresh_run(score: MemoryScore) -> None:
+def test_memory_figures_in_accuracy_md_are_up_to_date(score: MemoryScore) -> None:
     """Every figure, not names only: whoever changes a formula runs `make accuracy` and commits the file."""
     fresh = full_report(score)
     stored = parts(DOCUMENT.read_text(encoding="utf-8"))["memory"]

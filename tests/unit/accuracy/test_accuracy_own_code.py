@@ -28,7 +28,7 @@ def calibration() -> list[Scored]:
         ("unsloth_loss", 0.01, 0.3),
     ],
 )
-def test_each_piece_explains_its_calibration_rows(
+def test_each_piece_of_own_code_reduces_the_median_error(
     calibration: list[Scored], name: OwnCode, with_it: float, without_it: float
 ) -> None:
     """The median error with all that ran is small, and without this piece it is not."""

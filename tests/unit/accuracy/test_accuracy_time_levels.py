@@ -52,25 +52,25 @@ def score() -> TimeScore:
 
 
 @pytest.mark.parametrize(("name", "percent"), MEDIANS.items())
-def test_medians_of_judge_rows_are_no_worse(score: TimeScore, name: str, percent: float) -> None:
+def test_median_time_error_of_each_source_is_within_its_limit(score: TimeScore, name: str, percent: float) -> None:
     (rows,) = [rows for source, rows in score.only("judge").by_source.items() if name in source]
     assert 100 * median(absolute(rows)) <= percent
 
 
 @pytest.mark.parametrize(("name", "least"), RANKS.items())
-def test_ranks_are_no_worse(score: TimeScore, name: str, least: float) -> None:
+def test_rank_correlation_of_each_source_is_within_its_limit(score: TimeScore, name: str, least: float) -> None:
     (rows,) = [rows for source, rows in score.by_source.items() if name in source]
     found = rank_correlation(rows)
     assert found is not None
     assert found >= least
 
 
-def test_every_source_has_a_level(score: TimeScore) -> None:
+def test_every_source_has_a_limit(score: TimeScore) -> None:
     for source in score.by_source:
         assert [1 for name in MEDIANS if name in source] == [1], source
 
 
-def test_the_goals_are_reached(score: TimeScore) -> None:
+def test_time_errors_are_within_the_goals(score: TimeScore) -> None:
     """On rows that nothing was fitted on and on all, with what ran beside plans described and without."""
     every = calibrated(score)
     for one in (every, every.only("judge")):
@@ -81,12 +81,12 @@ def test_the_goals_are_reached(score: TimeScore) -> None:
             assert found[1] <= 0.25
 
 
-def test_most_rows_have_a_plan_and_none_makes_a_prediction_fail(score: TimeScore) -> None:
+def test_85_percent_of_rows_have_a_plan_and_no_time_prediction_fails(score: TimeScore) -> None:
     assert len(score.scored) >= 0.85 * score.num_configurations
     assert not [reason for reason in score.reasons if reason.startswith("failed")]
 
 
-def test_the_document_has_the_figures_of_a_fresh_run(score: TimeScore) -> None:
+def test_time_figures_in_accuracy_md_are_up_to_date(score: TimeScore) -> None:
     """Every figure, not names only: whoever changes a formula runs `make accuracy` and commits the file."""
     fresh, stored = time_report(score), parts(DOCUMENT.read_text(encoding="utf-8"))["time"]
     changed = [line for line in fresh.splitlines() if line not in set(stored.splitlines())]

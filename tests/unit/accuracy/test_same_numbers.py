@@ -15,7 +15,7 @@ QUESTIONS = (2, 12, 18)
 """Of the searches and the advice, those that take least."""
 
 
-def test_a_sample_of_the_stored_plans_has_the_stored_numbers(
+def test_sampled_plans_have_the_stored_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))

@@ -111,7 +111,7 @@ def with_fix(what: Asked, error: FieldError) -> Asked:
 
 @settings(deadline=None, max_examples=examples(300))
 @given(asked())
-def test_three_fixes_lead_to_a_plan(what: Asked) -> None:
+def test_at_most_three_suggested_fixes_lead_to_a_valid_plan(what: Asked) -> None:
     """One for the recipe, one for the layout, one for both together: more nouns there are not."""
     refused: list[tuple[str, str]] = []
     while True:
@@ -176,7 +176,7 @@ CIRCLES: list[tuple[Asked, str]] = [
 
 
 @pytest.mark.parametrize(("what", "fix"), CIRCLES, ids=lambda given: given if isinstance(given, str) else "")
-def test_a_fix_names_all_that_has_to_change(what: Asked, fix: str) -> None:
+def test_a_fix_names_every_field_that_must_change(what: Asked, fix: str) -> None:
     with pytest.raises(FieldError) as caught:
         made(what)
     assert caught.value.fix == fix
@@ -186,7 +186,7 @@ def test_a_fix_names_all_that_has_to_change(what: Asked, fix: str) -> None:
 
 @settings(deadline=None, max_examples=examples(100))
 @given(asked())
-def test_nothing_is_changed_without_need(what: Asked) -> None:
+def test_every_change_of_a_fix_is_necessary(what: Asked) -> None:
     model, cluster, recipe, framework, layout = what
     try:
         nouns = Recipe(**recipe), getattr(ss.Layout, framework)(**layout)
@@ -206,7 +206,7 @@ def test_nothing_is_changed_without_need(what: Asked) -> None:
 
 
 @pytest.mark.parametrize("value", NOT_NUMBERS, ids=repr)
-def test_any_value_has_a_fix_that_can_be_typed(value: Any) -> None:
+def test_the_fix_of_any_invalid_value_is_valid(value: Any) -> None:
     for field in ("seq_len", "recompute_interval", "lora_targets", "optimizer", "packing"):
         if field == "packing" and isinstance(value, bool):
             continue
@@ -217,14 +217,14 @@ def test_any_value_has_a_fix_that_can_be_typed(value: Any) -> None:
         Recipe(**changed)
 
 
-def test_a_fix_that_is_no_change_stays_as_it_is() -> None:
+def test_a_recipe_of_another_type_has_the_default_recipe_as_fix() -> None:
     with pytest.raises(FieldError) as caught:
         Plan(ss.models["gpt2"], ss.Cluster.parse("2xcpu"), "lora", ss.Layout.ddp())  # type: ignore[arg-type]
     assert caught.value.fix == "ss.Recipe()"
     assert caught.value.__traceback__ is not None
 
 
-def test_the_search_for_a_fix_ends() -> None:
+def test_the_search_for_a_fix_is_bounded() -> None:
     """However much is wrong at once."""
     tries = []
     original = Recipe.__post_init__
@@ -259,17 +259,17 @@ def test_the_search_for_a_fix_ends() -> None:
         (ss.Layout.megatron, "sequence_paralel", "sequence_parallel"),
     ],
 )
-def test_a_misspelt_keyword_is_refused_with_the_nearest(make: Any, wrong: str, near: str) -> None:
+def test_misspelt_keywords_raise_with_the_nearest(make: Any, wrong: str, near: str) -> None:
     with pytest.raises(FieldError, match=f"key is '{wrong}'; allowed: .*{near}.* Nearest fix: '{near}'"):
         make(**{wrong: 5})
 
 
-def test_a_layout_without_fields_says_so() -> None:
+def test_unknown_keywords_of_ddp_raise_with_none_allowed() -> None:
     with pytest.raises(FieldError, match=r"Layout\.ddp key is 'stage'; allowed: none"):
         ss.Layout.ddp(stage=1)  # type: ignore[call-arg]
 
 
-def test_plans_and_changed_nouns_know_their_names_too() -> None:
+def test_misspelt_keywords_of_plan_and_replace_raise_with_the_nearest() -> None:
     from dataclasses import replace
 
     with pytest.raises(FieldError, match="Nearest fix: 'architecture'"):
@@ -278,7 +278,7 @@ def test_plans_and_changed_nouns_know_their_names_too() -> None:
         replace(ss.Layout.zero(), stag=2)  # type: ignore[call-arg]
 
 
-def test_signatures_are_those_of_the_fields() -> None:
+def test_signatures_list_the_fields() -> None:
     """A notebook's Tab and ``?`` read them, through the check of names."""
     from inspect import signature
 
@@ -290,7 +290,7 @@ def test_signatures_are_those_of_the_fields() -> None:
 # ------------------------------------------------------------------------------------ the fix as data
 
 
-def test_a_batch_that_does_not_divide_says_so_shortly_with_its_fix_as_data() -> None:
+def test_errors_of_indivisible_batches_have_a_summary_and_changes() -> None:
     with pytest.raises(FieldError) as caught:
         made(("llama-3.2-1b", "6xv100-sxm-32gb", {"global_batch_size": 64}, "fsdp2", {}))
     assert caught.value.summary == "64 does not divide over 6 GPUs. Use 66"
@@ -314,7 +314,7 @@ def test_a_batch_that_does_not_divide_says_so_shortly_with_its_fix_as_data() -> 
         ),
     ],
 )
-def test_every_fix_that_is_values_is_data(refused: Any, changes: dict[str, object] | None) -> None:
+def test_errors_have_their_fix_as_changes(refused: Any, changes: dict[str, object] | None) -> None:
     with pytest.raises(FieldError) as caught:
         refused()
     if changes is None:
@@ -323,7 +323,7 @@ def test_every_fix_that_is_values_is_data(refused: Any, changes: dict[str, objec
     assert caught.value.changes == changes
 
 
-def test_another_framework_is_data_too() -> None:
+def test_a_fix_that_is_another_layout_is_a_change() -> None:
     with pytest.raises(FieldError) as caught:
         made(("llama-3.2-1b", "2xh100-sxm-80gb", {"optimizer": "paged_adamw"}, "fsdp2", {}))
     for key, value in caught.value.changes.items():
@@ -334,7 +334,7 @@ def test_another_framework_is_data_too() -> None:
 
 @settings(deadline=None, max_examples=examples(100))
 @given(asked())
-def test_the_changes_of_a_refusal_make_what_its_fix_says(what: Asked) -> None:
+def test_changes_of_an_error_equal_its_fix_text(what: Asked) -> None:
     try:
         made(what)
     except FieldError as error:

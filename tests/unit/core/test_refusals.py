@@ -32,7 +32,7 @@ def refusal(plan: ss.Plan) -> FieldError | None:
     return None
 
 
-def test_what_megatron_has_no_layers_for_is_told_by_the_layout_that_is_named() -> None:
+def test_suggested_fsdp2_layout_works_for_models_megatron_does_not_support() -> None:
     found = {}
     for name in ss.models:
         try:
@@ -54,7 +54,7 @@ def test_what_megatron_has_no_layers_for_is_told_by_the_layout_that_is_named() -
 @pytest.mark.parametrize(
     "layout", [ss.Layout.ddp(), ss.Layout.fsdp2(), ss.Layout.zero(3)], ids=lambda layout: layout.framework
 )
-def test_a_rehearsal_needs_no_formula_for_what_modules_keep(layout: ss.Layout) -> None:
+def test_rehearsals_need_no_activation_formula(layout: ss.Layout) -> None:
     plan = plan_of(ALIBI, layout)
     error = refusal(plan)
     assert error is not None and "plan.rehearse()" in str(error)
@@ -66,7 +66,7 @@ def test_a_rehearsal_needs_no_formula_for_what_modules_keep(layout: ss.Layout) -
     assert report.low_bytes < report.peak_bytes < report.high_bytes
 
 
-def test_what_is_beside_the_tensors_is_that_of_the_prediction() -> None:
+def test_rehearsed_communication_and_runtime_equal_the_prediction() -> None:
     layout = ss.Layout.fsdp2(pp=2)
     recipe = ss.Recipe(seq_len=512, global_batch_size=8)
     plan = ss.Plan(ss.models["llama-3.2-1b"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, layout)
@@ -83,7 +83,7 @@ def test_what_is_beside_the_tensors_is_that_of_the_prediction() -> None:
     few([ss.Layout.ddp(), ss.Layout.fsdp2()], [ss.Layout.ddp()]),
     ids=lambda layout: layout.framework,
 )
-def test_the_rehearsal_that_a_refusal_names_is_played(framework: str) -> None:
+def test_the_rehearsal_that_an_error_suggests_runs(framework: str) -> None:
     layout = ss.Layout.ddp() if framework == "ddp" else ss.Layout.fsdp2()
     for module in ("torch", "transformers"):
         needs(module)

@@ -43,7 +43,7 @@ def edited(noun: Any, **changes: Any) -> str:
     return json.dumps({**json.loads(noun.to_json()), **changes})
 
 
-def test_round_trip(noun: Any) -> None:
+def test_json_round_trip(noun: Any) -> None:
     again = reader(noun).from_json(noun.to_json())
     assert again == noun
     assert type(again) is type(noun)
@@ -51,23 +51,23 @@ def test_round_trip(noun: Any) -> None:
     assert json.loads(noun.to_json())["version"] == 1
 
 
-def test_fault_35_a_byte_order_mark_means_nothing(noun: Any) -> None:
+def test_fault_35_a_byte_order_mark_is_ignored(noun: Any) -> None:
     assert reader(noun).from_json("\ufeff" + noun.to_json()) == noun
 
 
 @pytest.mark.parametrize("version", [0, 2, -1, 1.0, "1", True, None, [], 10**30])
-def test_other_versions_are_refused(noun: Any, version: Any) -> None:
+def test_unknown_versions_raise(noun: Any, version: Any) -> None:
     with pytest.raises(ValueError, match=r"version is .*allowed: 1 to 1.*fix: pip install -U shardscope"):
         reader(noun).from_json(edited(noun, version=version))
 
 
 @pytest.mark.parametrize("name", ["", "Studio", None, 3, {}])
-def test_other_nouns_are_refused(noun: Any, name: Any) -> None:
+def test_json_of_another_class_raises(noun: Any, name: Any) -> None:
     with pytest.raises(ValueError, match=r"JSON, (line 2, )?shardscope is"):
         reader(noun).from_json(edited(noun, shardscope=name))
 
 
-def test_fault_35_misspelt_keys_get_the_nearest(noun: Any) -> None:
+def test_fault_35_misspelt_keys_raise_with_the_nearest(noun: Any) -> None:
     field = (
         next(key for key in json.loads(noun.to_json()) if key not in ("shardscope", "version"))
         if not isinstance(noun, ss.Layout)
@@ -79,7 +79,7 @@ def test_fault_35_misspelt_keys_get_the_nearest(noun: Any) -> None:
         assert f"Nearest fix: '{field}'" in str(caught.value)
 
 
-def test_fault_35_a_key_that_stands_twice_is_refused(noun: Any) -> None:
+def test_fault_35_duplicate_keys_raise(noun: Any) -> None:
     text = noun.to_json()
     twice = text.replace('"version": 1,', '"version": 1, "version": 1,', 1)
     if twice == text:
@@ -89,7 +89,7 @@ def test_fault_35_a_key_that_stands_twice_is_refused(noun: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '"text"', "{'a': 1}", "{}", "not json"])
-def test_what_is_no_noun_is_a_value_error(noun: Any, text: str) -> None:
+def test_invalid_json_raises_value_error(noun: Any, text: str) -> None:
     with pytest.raises(ValueError, match=r"JSON|shardscope"):
         reader(noun).from_json(text)
 
@@ -97,7 +97,7 @@ def test_what_is_no_noun_is_a_value_error(noun: Any, text: str) -> None:
 @pytest.mark.parametrize(
     "value", ["NaN", "Infinity", "-Infinity", "1e999", "true", '"8"', "null", "[]", "1.5"]
 )
-def test_fault_33_bad_numbers_inside_json_are_refused(value: str) -> None:
+def test_fault_33_invalid_numbers_in_json_raise(value: str) -> None:
     text = PLAN.recipe.to_json().replace('"seq_len": 4096', f'"seq_len": {value}')
     with pytest.raises(ValueError, match=r"Recipe\.seq_len is"):
         ss.Recipe.from_json(text)
@@ -106,18 +106,18 @@ def test_fault_33_bad_numbers_inside_json_are_refused(value: str) -> None:
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, '{"a":' * 100_000, '{"shardscope": "Plan", "a": ' + "[" * 50_000]
 )
-def test_fault_35_nesting_without_end_is_a_value_error(noun: Any, text: str) -> None:
+def test_fault_35_deeply_nested_json_raises_value_error(noun: Any, text: str) -> None:
     with pytest.raises(ValueError, match="JSON is nested too deeply"):
         reader(noun).from_json(text)
 
 
 @pytest.mark.parametrize("text", [None, 3, b"{}", [], ["{}"], {}])
-def test_what_is_no_text_is_refused_in_words(noun: Any, text: Any) -> None:
+def test_arguments_other_than_text_raise_value_error(noun: Any, text: Any) -> None:
     with pytest.raises(ValueError, match="text"):
         reader(noun).from_json(text)
 
 
-def test_missing_fields_are_named() -> None:
+def test_missing_fields_raise_with_their_name() -> None:
     data = json.loads(PLAN.to_json())
     for name in ("architecture", "cluster", "recipe", "layout"):
         without = {key: value for key, value in data.items() if key != name}
@@ -130,7 +130,7 @@ def test_missing_fields_are_named() -> None:
         Plan.from_json(json.dumps(data))
 
 
-def test_a_layout_needs_its_framework() -> None:
+def test_layout_json_needs_a_known_framework() -> None:
     for name in (None, "fsdp", "FSDP2", 3):
         with pytest.raises(ValueError, match=r"Layout\.framework is .*'fsdp2'"):
             ss.Layout.from_json(edited(ss.Layout.fsdp2(), framework=name))
@@ -151,7 +151,7 @@ def test_every_plan_round_trips(plan: Plan) -> None:
     max_leaves=8,
 ), st.sampled_from(sorted(NOUNS)))  # fmt: skip
 @settings(max_examples=examples(300), deadline=None)
-def test_fault_33_any_value_in_any_field_is_taken_or_refused_in_words(value: Any, name: str) -> None:
+def test_fault_33_any_value_in_any_field_is_read_or_raises_value_error(value: Any, name: str) -> None:
     """Never a TypeError, an OverflowError or a crash from what a file holds."""
     noun = NOUNS[name]
     for field in json.loads(noun.to_json()):
@@ -163,7 +163,7 @@ def test_fault_33_any_value_in_any_field_is_taken_or_refused_in_words(value: Any
             assert reader(noun).from_json(taken.to_json()) == taken
 
 
-def test_numbers_of_numpy_survive() -> None:
+def test_numpy_integers_are_written_as_json_numbers() -> None:
     import numpy as np
 
     recipe = replace(PLAN.recipe, seq_len=np.int64(128))

@@ -58,7 +58,7 @@ def shown(value: object) -> str:
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_an_object_at_the_end_of_a_cell_is_a_table(name: str) -> None:
+def test_public_objects_display_as_html_tables(name: str) -> None:
     html = shown(OBJECTS[name]())
     assert "<table" in html and "</td>" in html
     for raw in ("<script", ">None<", "object at 0x", "dtype="):
@@ -66,7 +66,7 @@ def test_an_object_at_the_end_of_a_cell_is_a_table(name: str) -> None:
     assert len(html) < 100_000
 
 
-def test_a_run_is_a_table_with_its_reason(tmp_path: Path) -> None:
+def test_runs_display_their_status_and_escaped_reason(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"world_size": 2, "created": 1.0, "name": "mine"}))
@@ -78,7 +78,7 @@ def test_a_run_is_a_table_with_its_reason(tmp_path: Path) -> None:
     assert "&lt;b&gt;rank 1&lt;/b&gt; raised" in html and "<b>rank" not in html
 
 
-def test_lists_of_findings_and_repairs_are_lists() -> None:
+def test_findings_and_repairs_are_lists_with_html() -> None:
     found, repairs = plan().findings(), plan().repairs()
     assert isinstance(found, list) and found == list(found)
     assert isinstance(repairs, list) and repairs == list(repairs)
@@ -87,19 +87,19 @@ def test_lists_of_findings_and_repairs_are_lists() -> None:
     assert "fits" in shown(Repairs())
 
 
-def test_a_plan_names_model_cluster_and_degrees() -> None:
+def test_plans_display_model_cluster_layout_and_recipe() -> None:
     html = shown(plan())
     for words in ("llama-3.1-8b", "8xh100-sxm-80gb", "FSDP2", "8,192"):
         assert words in html
 
 
 @pytest.mark.parametrize("value", ["<script>x</script>", "<img src=x onerror=y>", "a & b"])
-def test_cells_and_names_are_escaped(value: Any) -> None:
+def test_table_cells_and_titles_are_escaped(value: Any) -> None:
     for html in (html_table([value], [[value]], value), html_fields({value: value}, value)):
         ElementTree.fromstring(html)
         assert value not in html
 
 
-def test_numbers_have_separators_and_gaps_a_dash() -> None:
+def test_numbers_have_thousands_separators_and_missing_ones_a_dash() -> None:
     html = html_table(["a", "b"], [[1234567, None], [0.12345, float("nan")]])
     assert "1,234,567" in html and "0.1235" in html and html.count("–") == 2

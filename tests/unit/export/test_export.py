@@ -70,7 +70,7 @@ def test_an_export_reads_back_as_the_same_plan(framework: str) -> None:
 
 
 @pytest.mark.parametrize("framework", FAMILIES)
-def test_a_file_alone_carries_its_layout(framework: str) -> None:
+def test_each_config_file_restores_its_layout_without_plan_json(framework: str) -> None:
     """Read without the plan beside it, it gives a plan that is written in the same words again."""
 
     @settings(deadline=None, max_examples=examples(60))
@@ -99,7 +99,7 @@ ALONE = ("accelerate_config.yaml", "ds_config.json")
 
 
 @pytest.mark.parametrize("framework", ("ddp", "fsdp2", "deepspeed"))
-def test_a_file_alone_carries_its_recipe(framework: str) -> None:
+def test_config_file_comments_restore_the_recipe_without_plan_json(framework: str) -> None:
     """Fields that the format cannot express are in a comment of the file, and are read from there."""
 
     @settings(deadline=None, max_examples=examples(30))
@@ -149,7 +149,7 @@ OPEN = frozenset({
 
 @settings(deadline=None, max_examples=examples(120))
 @given(plan=plans())
-def test_no_option_is_dropped_in_silence(plan: ss.Plan) -> None:
+def test_every_changed_field_changes_the_exported_files(plan: ss.Plan) -> None:
     """Two plans that differ in one field never give the same file: it says the field, or that it does not."""
     files = texts(plan)
     for noun in ("recipe", "layout"):
@@ -191,7 +191,7 @@ def test_no_option_is_dropped_in_silence(plan: ss.Plan) -> None:
     ],
     ids=["ddp", "fsdp2", "name", "zero", "megatron"],
 )
-def test_shells_read_every_command(plan: ss.Plan, tmp_path: Path) -> None:
+def test_exported_scripts_are_valid_bash_and_executable(plan: ss.Plan, tmp_path: Path) -> None:
     for path in plan.export(tmp_path):
         if path.suffix not in (".sh", ".sbatch"):
             continue
@@ -229,7 +229,7 @@ def words_of(folder: Path, command: str, *arguments: str, **environment: str) ->
     return done.stdout.splitlines()
 
 
-def test_commands_on_several_nodes(tmp_path: Path) -> None:
+def test_launch_commands_on_several_nodes_have_rendezvous_arguments(tmp_path: Path) -> None:
     plan = ss.Plan(
         ss.models["llama-3.1-8b"], ss.Cluster.parse("4x8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.ddp()
     )
@@ -254,7 +254,7 @@ def test_commands_on_several_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [ss.Layout.fsdp2(), ss.Layout.megatron(tp=2)], ids=["fsdp2", "megatron"])
-def test_what_starts_a_file_starts_it(layout: Any, tmp_path: Path) -> None:
+def test_start_commands_in_files_md_run(layout: Any, tmp_path: Path) -> None:
     """As it is told: typed in the folder, with every ``<...>`` filled in, and FILES.md tells it too."""
     plan = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("2x8xh100-sxm-80gb"), ss.Recipe(), layout)
     plan.export(tmp_path)
@@ -277,7 +277,7 @@ def test_what_starts_a_file_starts_it(layout: Any, tmp_path: Path) -> None:
             assert done.returncode == 0 and "train.py" in done.stdout, done.stderr
 
 
-def test_a_job_on_gpus_asks_for_the_whole_node() -> None:
+def test_sbatch_on_gpus_requests_exclusive_nodes() -> None:
     """Slurm's usual default would be one CPU for all ranks."""
     job = texts(small(ss.Layout.zero(offload_optimizer="cpu"), "2x8xh100-sxm-80gb"))["job.sbatch"]
     assert "#SBATCH --gpus-per-node=8\n#SBATCH --exclusive\n#SBATCH --mem=0\n" in job
@@ -285,7 +285,7 @@ def test_a_job_on_gpus_asks_for_the_whole_node() -> None:
 
 
 @pytest.mark.parametrize(("inherited", "kept"), [({}, "1"), ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "8")])
-def test_what_the_environment_says_of_megatron_stays(
+def test_torchrun_script_keeps_cuda_device_max_connections_if_set(
     inherited: dict[str, str], kept: str, tmp_path: Path
 ) -> None:
     """As in a run: kernels start in the order of their calls, unless somebody has said otherwise."""
@@ -305,7 +305,7 @@ def test_what_the_environment_says_of_megatron_stays(
     assert told.read_text() == kept
 
 
-def test_megatron_s_words_reach_its_script(tmp_path: Path) -> None:
+def test_megatron_arguments_reach_pretrain_gpt_unchanged(tmp_path: Path) -> None:
     """bash splits the file into the words that argparse shall see, stars and all."""
     plan = ss.Plan(
         ss.models["mixtral-8x7b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.megatron(ep=8)
@@ -323,7 +323,7 @@ def test_megatron_s_words_reach_its_script(tmp_path: Path) -> None:
 
 @settings(deadline=None, max_examples=examples(40))
 @given(plan=plans())
-def test_a_plan_has_a_train_py_or_a_sentence_that_names_the_field(plan: ss.Plan) -> None:
+def test_files_md_explains_a_missing_train_py(plan: ss.Plan) -> None:
     files = texts(plan)
     assert ("train.py" in files) == ("config.json" in files)
     if "train.py" not in files:
@@ -355,7 +355,7 @@ def test_train_py_is_copied_and_imports_no_shardscope(framework: str, name: str)
 
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2", "deepspeed"])
-def test_every_train_py_decays_matrices_alone(framework: str) -> None:
+def test_train_py_applies_weight_decay_to_matrices_only(framework: str) -> None:
     torch = needs("torch")
     script = import_script(framework)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
@@ -369,7 +369,7 @@ def test_every_train_py_decays_matrices_alone(framework: str) -> None:
 
 @pytest.mark.parametrize("framework", OWN_FILES)
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.1-70b"])
-def test_the_default_rate_of_a_large_model_raises_no_finding(framework: str, model: str) -> None:
+def test_default_learning_rate_of_a_large_model_has_no_finding(framework: str, model: str) -> None:
     script = import_script(framework)
     plan = ss.Plan(
         ss.models[model],
@@ -383,7 +383,7 @@ def test_the_default_rate_of_a_large_model_raises_no_finding(framework: str, mod
 
 
 @pytest.mark.parametrize("framework", OWN_FILES)
-def test_default_rates_are_those_of_the_tasks(framework: str) -> None:
+def test_default_learning_rates_of_train_py_equal_those_of_the_tasks(framework: str) -> None:
     script = import_script(framework)
     assert script.choose_peak_rate(2_000_000, None) == ss.Pretrain.learning_rate
     assert script.choose_peak_rate(2_000_000, "folder") == FULL_RATE
@@ -395,7 +395,7 @@ def test_default_rates_are_those_of_the_tasks(framework: str) -> None:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_deepspeed_s_file_clips_as_runs_do(stage: int, tmp_path: Path) -> None:
+def test_ds_config_has_the_gradient_clipping_of_the_engine(stage: int, tmp_path: Path) -> None:
     """The Trainer tells DeepSpeed its own norm where the file says "auto", and nothing otherwise."""
     plan = small(ss.Layout.zero(stage=stage))
     nouns: Any = {"architecture": plan.architecture, "cluster": plan.cluster, "recipe": plan.recipe}
@@ -411,7 +411,7 @@ def test_deepspeed_s_file_clips_as_runs_do(stage: int, tmp_path: Path) -> None:
         ss.Plan.from_deepspeed(file, **nouns)
 
 
-def test_what_there_is_none_of_says_why() -> None:
+def test_files_md_gives_the_reason_for_each_missing_file() -> None:
     cpu = texts(small(ss.Layout.fsdp2()))
     assert "accelerate_config.yaml" not in cpu
     assert "silently trains with DDP" in cpu["FILES.md"]
@@ -452,7 +452,7 @@ def test_what_there_is_none_of_says_why() -> None:
         assert why in files["FILES.md"]
 
 
-def test_without_transformers_there_is_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_py_is_not_exported_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     files = texts(small(ss.Layout.fsdp2()))
     assert "train.py" not in files
@@ -460,7 +460,7 @@ def test_without_transformers_there_is_no_script(monkeypatch: pytest.MonkeyPatch
     assert "SCRIPT" in files["torchrun.sh"]
 
 
-def test_without_pyyaml_reading_names_the_line_that_brings_it(
+def test_reading_yaml_without_pyyaml_raises_with_the_install_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     plan = small(ss.Layout.ddp(), "8xh100-sxm-80gb")
@@ -470,7 +470,7 @@ def test_without_pyyaml_reading_names_the_line_that_brings_it(
         ss.Plan.from_accelerate(tmp_path / "accelerate_config.yaml")
 
 
-def test_fields_that_a_format_cannot_express_are_in_its_comment() -> None:
+def test_fields_that_a_format_cannot_express_are_in_comments() -> None:
     plan = small(ss.Layout.ddp(), "8xh100-sxm-80gb", optimizer="sgd", recompute="selective")
     yaml = texts(plan)["training_arguments.yaml"]
     assert '#: optimizer = "sgd"' in yaml
@@ -481,7 +481,7 @@ def test_fields_that_a_format_cannot_express_are_in_its_comment() -> None:
     )
 
 
-def test_two_exports_are_the_same_bytes() -> None:
+def test_exports_of_equal_plans_are_identical() -> None:
     plan = small(ss.Layout.fsdp2())
     assert list_files(plan) == list_files(ss.Plan.from_json(plan.to_json()))
     assert all(isinstance(file, Exported) and file.text.endswith("\n") for file in list_files(plan))

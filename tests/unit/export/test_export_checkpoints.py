@@ -85,7 +85,7 @@ def plan_of(family: str, layout: str, **degrees: int) -> ss.Plan:
 
 
 @pytest.mark.parametrize(("framework", "family"), with_frameworks(*((family,) for family in FAMILIES)))
-def test_a_checkpoint_of_the_planned_sizes_is_read(family: str, framework: str, tmp_path: Path) -> None:
+def test_checkpoints_with_the_planned_shapes_are_read(family: str, framework: str, tmp_path: Path) -> None:
     """Rotary base and epsilons are its own, and so is what only generation needs."""
     if family == "gpt2":
         assert read_config(family, framework, tmp_path, layer_norm_epsilon=1e-4).layer_norm_epsilon == 1e-4
@@ -108,7 +108,7 @@ def test_a_checkpoint_of_the_planned_sizes_is_read(family: str, framework: str, 
         ("gpt2", {"max_position_embeddings": 32}, r"wpe.weight is \(32, 32\)"),
     ),
 )
-def test_a_checkpoint_of_other_sizes_ends_the_script(
+def test_checkpoints_with_other_shapes_exit_the_script(
     family: str, other: dict[str, Any], words: str, framework: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SystemExit, match=f"--model: its .*{words}"):
@@ -122,7 +122,7 @@ def test_a_checkpoint_of_other_sizes_ends_the_script(
         ("mixtral", {"attention_dropout": 0.1, "router_jitter_noise": 0.2, "output_router_logits": True}),
     ),
 )
-def test_dropout_and_routing_are_the_plan_s(
+def test_dropout_and_router_options_come_from_the_plan(
     family: str, own: dict[str, Any], framework: str, tmp_path: Path
 ) -> None:
     read = read_config(family, framework, tmp_path, **own)
@@ -142,7 +142,7 @@ def test_dropout_and_routing_are_the_plan_s(
         ("mistral", {"sliding_window": 16}, "it attends to 16 tokens"),
     ],
 )
-def test_megatron_s_script_ends_at_a_checkpoint_that_it_would_compute_otherwise(
+def test_megatron_script_exits_for_checkpoints_it_would_compute_differently(
     family: str, own: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SystemExit, match=words):

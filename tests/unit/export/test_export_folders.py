@@ -26,7 +26,7 @@ def small(layout: Any, cluster: str = "2xcpu", **recipe: Any) -> ss.Plan:
     )
 
 
-def test_an_earlier_export_is_replaced_whole(tmp_path: Path) -> None:
+def test_export_replaces_all_files_of_an_earlier_export(tmp_path: Path) -> None:
     small(ss.Layout.fsdp2(), "8xh100-sxm-80gb").export(tmp_path)
     assert (tmp_path / "fsdp2_arguments.json").exists()
     (tmp_path / "notes.txt").write_text("mine")
@@ -37,7 +37,7 @@ def test_an_earlier_export_is_replaced_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["train.py", "accelerate_config.yaml", "job.sbatch", "FILES.md"])
-def test_what_a_person_changed_is_not_replaced(name: str, tmp_path: Path) -> None:
+def test_edited_exported_files_are_not_overwritten(name: str, tmp_path: Path) -> None:
     plan = small(ss.Layout.ddp(), "8xh100-sxm-80gb")
     plan.export(tmp_path)
     (tmp_path / name).write_text("# mine\n")
@@ -47,7 +47,7 @@ def test_what_a_person_changed_is_not_replaced(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", [*CONFIGURATIONS, "plan.json", "torchrun.sh", "train.py", "FILES.md"])
-def test_what_a_person_wrote_is_not_replaced(name: str, tmp_path: Path) -> None:
+def test_user_files_are_not_overwritten(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("mine")
     layouts = {"ds_config.json": ss.Layout.zero(), "megatron_arguments.txt": ss.Layout.megatron()}
     with pytest.raises(ValueError, match=name):
@@ -56,18 +56,18 @@ def test_what_a_person_wrote_is_not_replaced(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", [None, 3, "", "a\0b"])
-def test_folders_that_are_none(folder: Any) -> None:
+def test_rejects_invalid_folder_arguments(folder: Any) -> None:
     with pytest.raises(ValueError, match="folder"):
         small(ss.Layout.ddp()).export(folder)
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_rejects_a_file_as_folder(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("")
     with pytest.raises(ValueError, match="folder"):
         small(ss.Layout.ddp()).export(tmp_path / "x")
 
 
-def test_what_is_no_text_or_no_file_is_refused_in_words(tmp_path: Path) -> None:
+def test_binary_files_and_folders_named_like_exports_raise_value_error(tmp_path: Path) -> None:
     plan = small(ss.Layout.ddp(), "8xh100-sxm-80gb")
     plan.export(tmp_path)
     script = tmp_path / "train.py"
@@ -85,7 +85,7 @@ def test_what_is_no_text_or_no_file_is_refused_in_words(tmp_path: Path) -> None:
     assert script.is_dir()
 
 
-def test_a_plan_that_is_no_file_is_refused_in_words(tmp_path: Path) -> None:
+def test_unreadable_plan_json_raises_value_error(tmp_path: Path) -> None:
     (tmp_path / "plan.json").mkdir()
     with pytest.raises(ValueError, match=r"plan\.json is no plan"):
         small(ss.Layout.ddp()).export(tmp_path)

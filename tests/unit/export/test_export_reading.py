@@ -120,13 +120,13 @@ def from_megatron(folder: Path, text: str = MEGATRON, **given: Any) -> ss.Plan:
 # ------------------------------------------------------------------------------------- what people wrote
 
 
-def test_accelerate_s_own_questionnaire(tmp_path: Path) -> None:
+def test_reads_the_output_of_accelerate_config(tmp_path: Path) -> None:
     plan = from_fsdp(tmp_path, recipe=ss.Recipe(seq_len=2048))
     assert plan.layout == ss.Layout.fsdp2(reshard_after_forward=False)
     assert plan.recipe == ss.Recipe(seq_len=2048, recompute="full", precision="bf16-mixed")
 
 
-def test_accelerate_s_meshes(tmp_path: Path) -> None:
+def test_reads_accelerate_parallelism_config(tmp_path: Path) -> None:
     sizes = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 4}
     mesh = "parallelism_config:\n" + "".join(f"  {key}: {size}\n" for key, size in sizes.items())
     assert from_fsdp(tmp_path, FSDP + mesh).layout.replicate == 2  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ def test_accelerate_s_meshes(tmp_path: Path) -> None:
         from_fsdp(tmp_path, FSDP + wrong)
 
 
-def test_accelerate_s_few_options_of_deepspeed(tmp_path: Path) -> None:
+def test_reads_deepspeed_options_of_an_accelerate_config(tmp_path: Path) -> None:
     text = (
         "distributed_type: DEEPSPEED\nmixed_precision: fp16\nnum_processes: 8\ndeepspeed_config:\n"
         "  zero_stage: 2\n  offload_optimizer_device: cpu\n  gradient_accumulation_steps: 4\n"
@@ -146,7 +146,7 @@ def test_accelerate_s_few_options_of_deepspeed(tmp_path: Path) -> None:
     assert plan.recipe.precision == "fp16-mixed"
 
 
-def test_deepspeed_with_the_trainer_s_auto(tmp_path: Path) -> None:
+def test_resolves_auto_values_as_the_trainer_does(tmp_path: Path) -> None:
     recipe = ss.Recipe(precision="bf16")
     with pytest.warns(UserWarning, match=r"not understood.*optimizer.params \(line 7\)"):
         plan = from_zero(tmp_path, ZERO, recipe=recipe)
@@ -173,14 +173,14 @@ def test_deepspeed_with_the_trainer_s_auto(tmp_path: Path) -> None:
         ({}, 1, 64),
     ],
 )
-def test_deepspeed_s_rules_for_batches(
+def test_deepspeed_batch_sizes_follow_from_each_other(
     batches: dict[str, int], micro: int, total: int, tmp_path: Path
 ) -> None:
     plan = from_zero(tmp_path, {**batches, "zero_optimization": {"stage": 1}})
     assert (plan.recipe.micro_batch_size, plan.recipe.global_batch_size) == (micro, total)
 
 
-def test_what_deepspeed_takes_where_nothing_is_said(tmp_path: Path) -> None:
+def test_missing_options_have_deepspeed_defaults(tmp_path: Path) -> None:
     plan = from_zero(tmp_path, {"zero_optimization": {"stage": 3, "offload_param": {}}})
     assert plan.recipe.precision == "fp32"
     assert plan.layout.offload_params is None  # type: ignore[attr-defined]
@@ -189,7 +189,7 @@ def test_what_deepspeed_takes_where_nothing_is_said(tmp_path: Path) -> None:
     assert from_zero(tmp_path, {}).layout.stage == 0  # type: ignore[attr-defined]
 
 
-def test_deepspeed_s_older_flags_offload(tmp_path: Path) -> None:
+def test_reads_deprecated_cpu_offload_flags(tmp_path: Path) -> None:
     plan = from_zero(tmp_path, {"zero_optimization": {"stage": 2, "cpu_offload": True}})
     named = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     assert plan.layout == from_zero(tmp_path, {"zero_optimization": named}).layout
@@ -204,13 +204,13 @@ def test_deepspeed_s_older_flags_offload(tmp_path: Path) -> None:
         from_zero(tmp_path, {"zero_optimization": {**named, "cpu_offload": True}})
 
 
-def test_megatron_s_layers_of_a_chunk(tmp_path: Path) -> None:
+def test_reads_layers_per_virtual_pipeline_stage(tmp_path: Path) -> None:
     flag = "--num-layers-per-virtual-pipeline-stage"
     plan = from_megatron(tmp_path, MEGATRON.replace("--lr 3e-4", f"{flag} 4"))
     assert plan.layout == ss.Layout.megatron(tp=2, pp=2, vpp=4)
 
 
-def test_megatron_s_own_scripts(tmp_path: Path) -> None:
+def test_reads_arguments_of_megatron_scripts(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"not understood.*--lr \(line 22\)"):
         plan = from_megatron(tmp_path)
     assert plan.layout == ss.Layout.megatron(tp=2, pp=2)
@@ -264,7 +264,7 @@ def test_megatron_s_own_scripts(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_edited_export_holds_over_the_plan_beside_it(
+def test_edited_config_files_have_priority_over_plan_json(
     framework: str, name: str, before: str, after: str, is_now: dict[str, Any], tmp_path: Path
 ) -> None:
     needs("transformers")
@@ -322,7 +322,7 @@ def test_an_edited_export_holds_over_the_plan_beside_it(
         ("tpu_env: []", "tpu_env: !!python/object:os.system x", r"line 21, tpu_env"),
     ],
 )
-def test_fault_35_a_broken_accelerate_file_names_line_and_key(
+def test_fault_35_invalid_accelerate_configs_raise_with_line_and_key(
     before: str, after: str, named: str, tmp_path: Path
 ) -> None:
     assert before in FSDP
@@ -362,7 +362,7 @@ def test_fault_35_a_broken_accelerate_file_names_line_and_key(
         ("[" * 100_000, "nested too deeply|column"),
     ],
 )
-def test_fault_35_a_broken_deepspeed_file_names_line_and_key(text: str, named: str, tmp_path: Path) -> None:
+def test_fault_35_invalid_deepspeed_configs_raise_with_line_and_key(text: str, named: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"(?s)zero.json.*({named})"):
         from_zero(tmp_path, text)
 
@@ -400,7 +400,7 @@ def test_fault_35_a_broken_deepspeed_file_names_line_and_key(text: str, named: s
         ("--lr 3e-4", "--account-for-loss-in-pipeline-split", r"line 22, account-for-loss"),
     ],
 )
-def test_fault_35_broken_megatron_arguments_name_line_and_flag(
+def test_fault_35_invalid_megatron_arguments_raise_with_line_and_flag(
     before: str, after: str, named: str, tmp_path: Path
 ) -> None:
     assert before in MEGATRON
@@ -414,7 +414,7 @@ DAMAGE = st.tuples(st.floats(0, 0.999), st.sampled_from((*ODD, "cut", *"{}[]:-\n
 
 @settings(deadline=None, max_examples=examples(300))
 @given(which=st.sampled_from(("yaml", "json", "args")), damage=st.lists(DAMAGE, max_size=4))
-def test_fault_35_whatever_is_wrong_with_a_file_is_a_value_error(
+def test_fault_35_randomly_damaged_files_raise_value_error(
     which: str, damage: list[tuple[float, str]]
 ) -> None:
     text, read = {
@@ -443,7 +443,7 @@ def test_fault_35_whatever_is_wrong_with_a_file_is_a_value_error(
             assert found.world_size == EIGHT.num_gpus
 
 
-def test_arguments_of_another_model_are_refused(tmp_path: Path) -> None:
+def test_arguments_of_another_model_raise(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"line 1, num-layers is 32; allowed: 80, as llama-3.1-70b"):
         from_megatron(tmp_path, architecture=ss.models["llama-3.1-70b"])
 
@@ -457,7 +457,7 @@ def test_arguments_of_another_model_are_refused(tmp_path: Path) -> None:
         ("{" + ", ".join(f'"k\\u00e9{number}": 1' for number in range(40_000)) + "}", "this key"),
     ],
 )
-def test_fault_35_what_nests_or_repeats_for_ever_is_refused_at_once(
+def test_fault_35_deeply_nested_and_huge_json_raises_within_5_seconds(
     text: str, named: str, tmp_path: Path
 ) -> None:
     (tmp_path / "zero.json").write_text(text)
@@ -467,7 +467,7 @@ def test_fault_35_what_nests_or_repeats_for_ever_is_refused_at_once(
     assert time.process_time() - before < 5
 
 
-def test_fault_35_a_yaml_bomb_is_refused_at_once(tmp_path: Path) -> None:
+def test_fault_35_a_yaml_alias_bomb_raises_within_1_second(tmp_path: Path) -> None:
     """Nine times nine aliases of the line above: ten lines that stand for 3.5 thousand million words."""
     lines = ["a0: &a0 [" + ", ".join(["word"] * 9) + "]"]
     lines += [f"a{n}: &a{n} [" + ", ".join([f"*a{n - 1}"] * 9) + "]" for n in range(1, 10)]
@@ -478,7 +478,7 @@ def test_fault_35_a_yaml_bomb_is_refused_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [ss.Plan.from_accelerate, ss.Plan.from_deepspeed, ss.Plan.from_megatron])
-def test_files_that_are_none(read: Callable[..., ss.Plan], tmp_path: Path) -> None:
+def test_rejects_missing_binary_and_huge_files(read: Callable[..., ss.Plan], tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "large").write_text("#" * 2_000_000)
     for file in (tmp_path / "missing", tmp_path, tmp_path / "binary", tmp_path / "large", "", None, 3):
@@ -486,7 +486,7 @@ def test_files_that_are_none(read: Callable[..., ss.Plan], tmp_path: Path) -> No
             read(file, architecture=LLAMA, cluster=EIGHT)
 
 
-def test_what_no_file_holds_has_to_come_from_somewhere(tmp_path: Path) -> None:
+def test_missing_architecture_or_cluster_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"architecture is None.*zero.json has none"):
         from_zero(tmp_path, {}, architecture=None)
     with pytest.raises(ValueError, match="cluster is None"):

@@ -19,7 +19,7 @@ from shardscope.memory.state import stages
 ONE_OF_EACH = {arch.model_type: arch for arch in models.values()}
 
 
-def test_every_family_is_in_the_catalogue_and_has_a_list_of_what_it_saves() -> None:
+def test_every_family_has_a_catalog_model_and_activation_formulas() -> None:
     assert set(ONE_OF_EACH) == set(MODEL_TYPES) == FAMILIES_WITH_ACTIVATIONS
 
 
@@ -27,7 +27,7 @@ def test_every_family_is_in_the_catalogue_and_has_a_list_of_what_it_saves() -> N
 
 
 @pytest.mark.parametrize("name", few(sorted(models), [arch.name for arch in ONE_OF_EACH.values()]))
-def test_flops_are_six_for_each_matrix_parameter_and_the_scores(name: str) -> None:
+def test_flops_are_6_per_matrix_parameter_plus_attention_scores(name: str) -> None:
     """Counted again here, tensor by tensor (Kaplan et al. 2020, section 2.1; PaLM, appendix B)."""
     arch = models[name]
     moe = arch.mixture_of_experts
@@ -54,7 +54,7 @@ def test_flops_are_six_for_each_matrix_parameter_and_the_scores(name: str) -> No
     assert arch.flops_per_token(seq_len) == pytest.approx(causal, rel=1e-3)
 
 
-def test_windows_on_every_other_layer_halve_what_grows() -> None:
+def test_sliding_window_on_every_other_layer_halves_flops_growth() -> None:
     oss = models["gpt-oss-20b"]
     growth = oss.flops_per_token(65_536) - oss.flops_per_token(32_768)
     full = dataclasses.replace(oss, sliding_window=None, sliding_window_layers=0)
@@ -69,7 +69,7 @@ def test_windows_on_every_other_layer_halve_what_grows() -> None:
     assert ratio[2] < ratio[1] < 1
 
 
-def test_active_experts_and_shared_ones_are_counted_and_idle_ones_are_not() -> None:
+def test_flops_count_active_and_shared_experts_only() -> None:
     qwen = models["qwen1.5-moe-a2.7b"]
     experts = qwen.mixture_of_experts
     assert experts is not None
@@ -90,14 +90,14 @@ def test_active_experts_and_shared_ones_are_counted_and_idle_ones_are_not() -> N
 
 
 @pytest.mark.parametrize("name", ["pythia-1b", "phi-2", "falcon-7b", "olmo-2-7b", "gpt-oss-20b"])
-def test_layers_that_megatron_does_not_have_are_refused_by_name(name: str) -> None:
+def test_families_that_megatron_does_not_support_raise(name: str) -> None:
     cluster, recipe = ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(seq_len=1024, global_batch_size=64)
     with pytest.raises(ValueError, match=r"Architecture\.model_type is .*layout=Layout\.fsdp2\(\)"):
         ss.Plan(models[name], cluster, recipe, ss.Layout.megatron()).memory()
     assert ss.Plan(models[name], cluster, recipe, ss.Layout.fsdp2()).memory().peak_bytes > 0
 
 
-def test_masks_of_biases_are_refused_by_name() -> None:
+def test_memory_of_alibi_models_raises() -> None:
     plan = ss.Plan(
         models["falcon-rw-1b"],
         ss.Cluster.parse("8xh100-sxm-80gb"),
@@ -112,7 +112,7 @@ def test_masks_of_biases_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
-def test_two_ranks_of_tp_hold_the_layer_between_them(family: str) -> None:
+def test_shards_of_tp_2_sum_to_the_whole_layer(family: str) -> None:
     arch = _two_heads_at_least(ONE_OF_EACH[family])
     for moe in {arch.is_moe_layer(index) for index in range(arch.num_hidden_layers)}:
         whole, cut = (

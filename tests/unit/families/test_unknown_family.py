@@ -28,17 +28,17 @@ def plan_of(config: dict[str, object]) -> ss.Plan:
     return ss.Plan(architecture, ss.Cluster.parse("4xh100-sxm-80gb"), recipe, ss.Layout.fsdp2())
 
 
-def test_an_unknown_family_is_refused_and_the_way_that_works_is_named() -> None:
+def test_unknown_family_raises_and_suggests_rehearse_only() -> None:
     with pytest.raises(ValueError, match=r"model_type is 'stablelm'.*rehearse_only=True.*plan\.rehearse\(\)"):
         ss.Architecture.from_hf(CONFIG)
 
 
-def test_a_known_family_has_its_formulas_whatever_is_asked() -> None:
+def test_known_family_has_its_formulas_with_rehearse_only() -> None:
     llama = ss.Architecture.from_hf({**CONFIG, "model_type": "llama"}, rehearse_only=True)
     assert type(llama) is ss.Architecture
 
 
-def test_its_plans_are_not_predicted() -> None:
+def test_memory_and_shapes_of_unknown_families_raise() -> None:
     needs("transformers")
     plan = plan_of(CONFIG)
     for ask in (plan.memory, plan.architecture.layer_shapes, lambda: plan.architecture.parameter_groups):
@@ -46,7 +46,7 @@ def test_its_plans_are_not_predicted() -> None:
             ask(0) if ask == plan.architecture.layer_shapes else ask()
 
 
-def test_its_plans_survive_json_and_pickle() -> None:
+def test_plans_of_unknown_families_round_trip() -> None:
     needs("transformers")
     plan = plan_of(CONFIG)
     assert ss.Plan.from_json(plan.to_json()) == plan
@@ -62,7 +62,7 @@ def test_its_plans_survive_json_and_pickle() -> None:
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
     ],
 )
-def test_what_transformers_cannot_read_is_refused(change: dict[str, object], said: str) -> None:
+def test_configs_that_transformers_cannot_read_raise(change: dict[str, object], said: str) -> None:
     needs("transformers")
     with pytest.raises(ValueError, match=said):
         ss.Architecture.from_hf({**CONFIG, **change}, rehearse_only=True)

@@ -38,7 +38,7 @@ def busy(seconds: float, folder: Path) -> Iterator[Side]:
         process.wait()
 
 
-def test_two_jobs_take_turns_and_their_ratio_is_judged(tmp_path: Path) -> None:
+def test_alternating_jobs_yield_the_ratio_of_their_cpu_times(tmp_path: Path) -> None:
     with busy(0.02, tmp_path) as short, busy(0.04, tmp_path) as long:
         for side in (short, long):
             side.wait_for(1)

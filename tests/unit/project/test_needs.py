@@ -16,7 +16,7 @@ WITH = {"huggingface_hub": "transformers", "jupyter_client": "jupyterlab", "mega
 """Packages that come with another, or by another name."""
 
 
-def test_every_skip_says_what_to_do() -> None:
+def test_skip_reasons_say_how_to_run_the_test() -> None:
     wrong = []
     for path in sorted(path for path in TESTS.rglob("*.py") if path.name != "needs.py"):
         text = path.read_text(encoding="utf-8")
@@ -33,7 +33,7 @@ def test_every_skip_says_what_to_do() -> None:
 
 
 @pytest.mark.parametrize("package", needs.EXTRAS)
-def test_the_extra_that_is_named_brings_it(package: str) -> None:
+def test_the_extra_in_a_skip_reason_installs_the_package(package: str) -> None:
     wanted, reached = WITH.get(package, package), [needs.EXTRAS[package]]
     for name in reached:
         for line in PROJECT["optional-dependencies"][name]:
@@ -43,7 +43,7 @@ def test_the_extra_that_is_named_brings_it(package: str) -> None:
     assert any(re.split(r"[>=<]", line)[0] == wanted for line in lines), lines
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_needs_skips_with_the_missing_package_or_version(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("no_such_package", "packaging"):
         monkeypatch.setitem(needs.EXTRAS, package, "test")
     with pytest.raises(pytest.skip.Exception, match="no_such_package: pip install"):

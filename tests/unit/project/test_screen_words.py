@@ -32,7 +32,7 @@ def strings(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.stem)
-def test_no_screen_speaks_a_private_language(path: Path) -> None:
+def test_widget_strings_contain_no_project_jargon(path: Path) -> None:
     assert not [text for text in strings(path) if DIALECT.search(text)]
 
 
@@ -43,13 +43,13 @@ def test_no_screen_speaks_a_private_language(path: Path) -> None:
         *("watch/gpu_monitor", "verdict"),
     ],
 )
-def test_no_reason_of_a_run_speaks_a_private_language(name: str) -> None:
+def test_reasons_of_runs_contain_no_project_jargon(name: str) -> None:
     """Reasons stand in the Runs tab: "GiB of the card", "somebody sent it"."""
     path = FOLDER.parent.parent / "toolkit" / "shardscope" / "runs" / f"{name}.py"
     assert not [text for text in strings(path) if " " in text and DIALECT.search(text)]
 
 
-def test_the_chart_of_a_search_says_how_many_points_it_shows() -> None:
+def test_search_chart_describes_the_number_of_points() -> None:
     ranking: Any = SimpleNamespace(num_evaluated=12_032, num_feasible=3_204, seconds=0.41)
     said = ranking_figure.describe_counts(ranking, 912)
     assert all(fact in said for fact in ("12,032 plans", "0.41 s", "3,204 fit", "912 points shown"))
@@ -63,7 +63,7 @@ def all_in(box: Any) -> Iterator[Any]:
         yield from all_in(child)
 
 
-def test_buttons_and_labels_say_what_they_do() -> None:
+def test_buttons_and_labels_have_the_agreed_texts() -> None:
     studio = Studio()
     studio.tabs.value = "Plans"
     texts = [str(getattr(widget, name, "")) for widget in all_in(studio) for name in ("description", "value")]

@@ -39,19 +39,19 @@ def stored_run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return folder
 
 
-def test_there_is_a_plan_of_each_framework() -> None:
+def test_stored_plans_cover_every_framework() -> None:
     assert [path.stem for path in PLANS] == ["ddp", "fsdp2", "megatron", "zero"]
 
 
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
-def test_a_stored_plan_is_read_and_keeps_its_fields(path: Path) -> None:
+def test_stored_plans_keep_every_field(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     plan = ss.Plan.from_json(text)
     assert missing(json.loads(text), json.loads(plan.to_json())) == []
     assert plan.memory().peak_bytes > 0
 
 
-def test_a_stored_run_is_attached_with_all_that_it_recorded(stored_run: Path) -> None:
+def test_stored_runs_attach_with_metrics_logs_and_checkpoint(stored_run: Path) -> None:
     run = ss.Run.attach(stored_run)
     status, num_steps = RUNS[stored_run.name]
     assert run.status == status and run.reason
@@ -66,7 +66,7 @@ def test_a_stored_run_is_attached_with_all_that_it_recorded(stored_run: Path) ->
     assert find_newest_checkpoint(stored_run) is not None
 
 
-def test_a_stored_run_says_how_it_is_resumed(stored_run: Path) -> None:
+def test_stored_runs_report_how_to_resume_them(stored_run: Path) -> None:
     """Its checkpoint is older than manifests: the button does not take it, and names the path that does."""
     refusal = str(why_not_resumable(ss.Run.attach(stored_run)))
     if RUNS[stored_run.name][0] == "stopped":
@@ -78,13 +78,13 @@ def test_a_stored_run_says_how_it_is_resumed(stored_run: Path) -> None:
         assert "finished" in refusal
 
 
-def test_the_stored_trace_has_both_ranks() -> None:
+def test_stored_trace_has_both_ranks() -> None:
     trace = ss.Trace.load(FORMATS / "stored_runs" / "fsdp2" / "traces")
     assert trace.duration_seconds > 0
     assert trace.ranks == [0, 1]
 
 
-def test_the_stored_calibration_is_used_for_cpu_ranks(
+def test_stored_calibration_is_used_for_cpu_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tests.accuracy.same_numbers import use_stored_calibration
@@ -99,7 +99,7 @@ def test_the_stored_calibration_is_used_for_cpu_ranks(
     assert "2 ranks of cpu" in plan.step().calibration
 
 
-def test_the_public_interface_is_the_stored_one() -> None:
+def test_public_signatures_equal_the_stored_ones() -> None:
     stored = public_signatures.STORED.read_text(encoding="utf-8").splitlines()
     today = public_signatures.describe_interface().splitlines()
     gone, new = [one for one in stored if one not in today], [one for one in today if one not in stored]

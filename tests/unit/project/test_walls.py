@@ -115,7 +115,7 @@ def run_python(code: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_the_toolkit_draws_nothing() -> None:
+def test_toolkit_imports_no_user_interface_library() -> None:
     files = files_of(TOOLKIT)
     assert len(files) > 50
     found = [
@@ -128,13 +128,13 @@ def test_the_toolkit_draws_nothing() -> None:
 
 
 @pytest.mark.parametrize("code", ["import json, sys, shardscope\n", PLAN], ids=["import", "planning"])
-def test_fault_21_importing_and_planning_bring_nothing_heavy(code: str) -> None:
+def test_fault_21_import_and_planning_load_no_heavy_library(code: str) -> None:
     loaded = run_python(code + "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))")
     assert "shardscope" in loaded
     assert not HEAVY & set(loaded)
 
 
-def test_the_widgets_bring_no_torch() -> None:
+def test_widgets_do_not_import_torch() -> None:
     loaded = run_python(
         "import json, sys\nfrom shardscope_widgets import Studio\nStudio()\n"
         "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
@@ -143,20 +143,20 @@ def test_the_widgets_bring_no_torch() -> None:
     assert not {"torch", "transformers", "accelerate"} & set(loaded)
 
 
-def test_the_public_names_are_the_designed_ones() -> None:
+def test_public_names_are_the_listed_ones() -> None:
     assert set(ss.__all__) == DESIGNED
     assert {name for name in ss.__all__ if not hasattr(ss, name)} == set()
     widgets = importlib.import_module("shardscope_widgets")
     assert set(widgets.__all__) == DESIGNED_WIDGETS
 
 
-def test_an_unknown_name_lists_the_known_ones() -> None:
+def test_unknown_attributes_raise_with_the_known_names() -> None:
     with pytest.raises(AttributeError, match="Architecture, Cluster"):
         _ = ss.Plann  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("module", ["shardscope", "shardscope_widgets"])
-def test_public_names_are_documented(module: str) -> None:
+def test_public_names_have_docstrings(module: str) -> None:
     room = importlib.import_module(module)
     assert room.__doc__
     missing = [name for name in room.__all__ if not documented(getattr(room, name))]
@@ -181,7 +181,7 @@ def undocumented_members(noun: type) -> Iterator[str]:
             yield name
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     files = [*files_of(TOOLKIT), *files_of(WIDGETS)] if WIDGETS.is_dir() else files_of(TOOLKIT)
     silent = [
         str(file) for file in files if not ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
@@ -189,7 +189,7 @@ def test_every_module_says_what_it_is() -> None:
     assert not silent, silent
 
 
-def test_only_its_folder_knows_a_framework() -> None:
+def test_framework_names_occur_only_in_their_folders() -> None:
     """Adding a framework is adding a folder: code elsewhere does not ask which one it is."""
     outside = [file for file in files_of(TOOLKIT) if "frameworks" not in file.relative_to(TOOLKIT).parts]
     if WIDGETS.is_dir():
@@ -206,7 +206,7 @@ def test_only_its_folder_knows_a_framework() -> None:
     assert not gone, f"these no longer name one; take them off the list: {gone}"
 
 
-def test_only_its_record_knows_a_family() -> None:
+def test_family_names_occur_only_in_the_families_package() -> None:
     """Adding a family is adding a record: code elsewhere asks for a fact on it, not for the name."""
     found = {}
     for file in files_of(TOOLKIT):
@@ -256,7 +256,7 @@ def _called(operand: ast.expr) -> str:
     return str(getattr(operand, "attr", getattr(operand, "id", "")))
 
 
-def test_only_the_two_registries_import_by_name() -> None:
+def test_only_registries_import_modules_by_name() -> None:
     """Import-linter does not see ``import_module("shardscope...")``: layers hold where nobody says it."""
     by_name = {"__init__.py", "frameworks/registry.py", "frameworks/engines.py"}
     found = []
@@ -269,7 +269,7 @@ def test_only_the_two_registries_import_by_name() -> None:
     assert not found, found
 
 
-def test_every_package_stands_in_a_layer() -> None:
+def test_every_package_is_in_an_import_linter_layer() -> None:
     """A package that no layer names would be free to import anything."""
     layers = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
     named = {name.strip() for layer in layers[0]["layers"] for name in layer.split(":")}
@@ -281,7 +281,7 @@ def test_every_package_stands_in_a_layer() -> None:
     assert {place for place in outside if not place.endswith("__init__")} == set()
 
 
-def test_no_file_of_the_tree_is_ignored() -> None:
+def test_no_tracked_file_is_ignored_by_git() -> None:
     """Git would not add a new one beside it, the wheel would lack it and ruff would pass it by."""
     if not (ROOT / ".git").exists():
         pytest.skip("no clone: run it in one, where git says what it ignores")
@@ -302,7 +302,7 @@ def test_frameworks_do_not_import_each_other() -> None:
 
 
 @pytest.mark.parametrize("missing", ["torch", "accelerate", "cloudpickle"])
-def test_fault_21_launching_without_the_extra_names_the_line_that_brings_it(
+def test_fault_21_launch_without_the_extra_raises_with_pip_install(
     missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     real = importlib.util.find_spec
@@ -321,7 +321,7 @@ def test_fault_21_launching_without_the_extra_names_the_line_that_brings_it(
     assert not list(tmp_path.iterdir()), "a refused launch leaves no folder"
 
 
-def test_the_walls_see_through_a_hole() -> None:
+def test_the_checks_of_this_module_detect_violations() -> None:
     """The scans above find what they look for."""
     drawn = ast.parse('def f():\n    import plotly.graph_objects\n    import_module("IPython.display")\n')
     assert [module for module, _ in imports_of(drawn)] == ["plotly.graph_objects", "IPython.display"]

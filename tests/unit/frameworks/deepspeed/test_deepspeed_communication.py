@@ -55,7 +55,7 @@ def test_unknown_ignored_and_uncounted_types_raise(stage: int, options: dict[str
 
 
 @pytest.mark.parametrize("options", [{}, {"tp": 2}, {"ep": 2}, {"pp": 2}])
-def test_stage_0_supports_it_with_any_degree(options: dict[str, Any]) -> None:
+def test_stage_0_supports_fp32_communication_with_any_degree(options: dict[str, Any]) -> None:
     assert plan(0, MOE if "ep" in options else LLAMA, **options, **FP32).memory().peak_bytes
 
 
@@ -63,14 +63,14 @@ def test_stage_0_supports_it_with_any_degree(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_it_is_in_the_configuration_of_half_precision(stage: int) -> None:
+def test_ds_config_has_communication_data_type_in_half_precision(stage: int) -> None:
     assert build_deepspeed_config(plan(stage, **FP32))[KEY] == "fp32"
     assert KEY not in build_deepspeed_config(plan(stage))
     assert KEY not in build_deepspeed_config(plan(stage, recipe={"precision": "fp32"}, **FP32))
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed", "fp32"])
-def test_an_export_is_read_back(precision: str, tmp_path: Path) -> None:
+def test_exported_communication_data_type_is_read_back(precision: str, tmp_path: Path) -> None:
     made = plan(2, recipe={"precision": precision}, **FP32)
     assert ss.Plan.from_json(made.to_json()) == made
     files = {path.name: path for path in made.export(tmp_path)}
@@ -95,7 +95,7 @@ def test_an_export_is_read_back(precision: str, tmp_path: Path) -> None:
         ("fp32", None, None),
     ],
 )
-def test_the_type_in_a_file_is_read(
+def test_reads_communication_data_type_of_a_file(
     said: Any, section: str | None, found: str | None, tmp_path: Path
 ) -> None:
     """DeepSpeed accepts capitals; the compute type is the default, which a layout does not set."""
@@ -126,7 +126,7 @@ def read(folder: Path, said: Any, section: str | None) -> ss.Plan:
     return ss.Plan.from_deepspeed(folder / "zero.json", architecture=LLAMA, cluster=NODE)
 
 
-def test_the_default_type_and_the_suggested_fix() -> None:
+def test_default_reduce_type_and_suggested_fp32_fix() -> None:
     for stage in range(4):
         before = plan(stage)
         assert get_reduce_type(before) == "bf16"
@@ -163,7 +163,7 @@ def test_stage_0_casts_all_gradients_at_once() -> None:
     assert cast.at("rest") == without.at("rest") and cast.at("optimizer") == without.at("optimizer")
 
 
-def test_the_bucket_of_stage_3_has_that_type() -> None:
+def test_stage_3_bucket_has_the_communication_data_type() -> None:
     without, cast = (plan(3, reduce_bucket_size=10**6, **options).memory() for options in ({}, FP32))
     more = cast.at("rest")["gather_buffers"] - without.at("rest")["gather_buffers"]
     assert more == (4 - 2) * 10**6
@@ -177,7 +177,7 @@ def test_fp32_gradients_are_always_reduced_in_fp32(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradients_are_sent_with_twice_the_bytes(stage: int) -> None:
+def test_fp32_communication_sends_twice_the_gradient_bytes(stage: int) -> None:
     def sent(a_plan: ss.Plan, part: str) -> float:
         return sum(one.num_bytes for one in a_plan.step().communication if one.part == part)
 
@@ -204,7 +204,7 @@ def test_a_batch_of_plans_has_the_same_bytes_as_each_plan(stage: int) -> None:
     assert compute_peaks(several).tolist() == [one.memory().peak_bytes for one in several]
 
 
-def test_a_search_does_not_set_it() -> None:
+def test_search_does_not_set_communication_data_type() -> None:
     found = ss.search(LLAMA, NODE, ss.Recipe(global_batch_size=16), frameworks=("deepspeed",))
     assert found.num_evaluated > 50
     assert {getattr(found.plan(row).layout, KEY) for row in range(found.num_evaluated)} == {None}

@@ -35,7 +35,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_the_peak_is_predicted(name: str) -> None:
+def test_peak_during_gradient_reduction_is_predicted(name: str) -> None:
     plan = ss.Plan(
         WIDE,
         ss.Cluster.parse("8xh100-sxm-80gb"),

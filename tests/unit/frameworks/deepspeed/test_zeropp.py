@@ -38,7 +38,7 @@ def plan(cluster: ss.Cluster = NODES, recipe: ss.Recipe | None = None, **options
         ({"stage": 3, "nvme_path": "/mnt/nvme"}, "nvme_path is '/mnt/nvme'.*SHARDSCOPE_NVME_FOLDER names"),
     ],
 )
-def test_unsupported_options_raise(options: dict[str, Any], words: str) -> None:
+def test_unsupported_zeropp_options_raise(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ss.Layout.zero(**options)
 
@@ -48,7 +48,7 @@ def test_the_group_of_secondary_partitions_divides_the_ranks() -> None:
         plan(zero_hpz_partition_size=3)
 
 
-def test_options_are_written_and_read_back(tmp_path: Path) -> None:
+def test_zeropp_options_are_written_and_read_back(tmp_path: Path) -> None:
     made = plan(zero_hpz_partition_size=8, **dict.fromkeys(QUANTIZED, True))
     zero = build_deepspeed_config(made)["zero_optimization"]
     assert zero["zero_hpz_partition_size"] == 8 and all(zero[name] is True for name in QUANTIZED)
@@ -117,7 +117,7 @@ def test_quantized_communication_is_not_predicted(name: str) -> None:
     )
 
 
-def test_a_rehearsal_on_two_ranks_has_neither() -> None:
+def test_cpu_trial_on_two_ranks_has_no_zeropp_options() -> None:
     small = build_cpu_trial(plan(zero_hpz_partition_size=8, zero_quantized_weights=True))
     layout: Any = small.plan.layout
     assert layout.zero_hpz_partition_size == 1 and not layout.zero_quantized_weights

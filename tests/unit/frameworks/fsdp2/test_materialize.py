@@ -26,14 +26,14 @@ def drawn(shape: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (6, 4, 3), (3, 4, 3)])
-def test_the_number_of_ranks_changes_no_weight(shape: tuple[int, ...]) -> None:
+def test_initial_weights_do_not_depend_on_the_number_of_ranks(shape: tuple[int, ...]) -> None:
     alone = drawn(shape, 1, 0)
     parts = [drawn(shape, 4, rank) for rank in range(4)]
     assert torch.equal(torch.cat(parts), alone)
     assert alone.std() > 0
 
 
-def test_experts_are_drawn_one_matrix_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_initialized_one_matrix_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     largest = []
     empty = torch.empty
 

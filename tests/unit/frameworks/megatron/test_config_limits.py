@@ -74,7 +74,7 @@ def test_older_names_of_longrope_raise_with_cp(name: str) -> None:
         check_config(plan, {"model_type": "phi3", "rope_scaling": rope})
 
 
-def test_ring_attention_raises_for_such_a_model() -> None:
+def test_ring_attention_raises_for_rotary_angles_of_the_largest_position() -> None:
     """The check on the rank: a user's own module has no config.json that could be checked before."""
     torch = needs("torch")
     needs("transformers")
