@@ -83,8 +83,7 @@ def test_rehearsed_communication_and_runtime_equal_the_prediction() -> None:
     few([ss.Layout.ddp(), ss.Layout.fsdp2()], [ss.Layout.ddp()]),
     ids=lambda layout: layout.framework,
 )
-def test_the_rehearsal_that_an_error_suggests_runs(framework: str) -> None:
-    layout = ss.Layout.ddp() if framework == "ddp" else ss.Layout.fsdp2()
+def test_the_rehearsal_that_an_error_suggests_runs(layout: ss.Layout) -> None:
     for module in ("torch", "transformers"):
         needs(module)
     plan = plan_of(ALIBI, layout, layers=2)
