@@ -39,7 +39,9 @@ ROW: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", ["memory", "time"])
-def test_scores_rows_and_reports_unknown_and_invalid_ones(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scores_rows_and_reports_unknown_and_invalid_ones(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A row without a plan is counted, a line that is no JSON is named, and neither ends the run."""
     file = tmp_path / "rows.jsonl"
     unknown = {**ROW, "id": "row-2", "framework": "no framework of ours"}
@@ -58,8 +60,8 @@ def test_own_rows_are_scored_with_their_plan(tmp_path: Path) -> None:
     cluster = ss.Cluster.parse("1xh100-sxm-80gb")
     plan = ss.Plan(ss.Architecture.of_size("120m"), cluster, recipe, ss.Layout.zero(stage=3))
     file = tmp_path / "own.jsonl"
-    beside = {"fragmentation": GIB // 2, "runtime": GIB // 4}
-    append(file, own_rows(plan, 5 * GIB, beside, date="2026-11-21", versions={"torch": "2.13"}))
+    other_bytes = {"fragmentation": GIB // 2, "runtime": GIB // 4}
+    append(file, own_rows(plan, 5 * GIB, other_bytes, date="2026-11-21", versions={"torch": "2.13"}))
     score = score_memory(read([file]))
     assert not score.unmapped
     assert sorted(row.measured / GIB for row in score.scored) == [5, 5.5, 5.75]

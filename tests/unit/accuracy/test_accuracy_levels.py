@@ -41,9 +41,9 @@ def test_median_memory_error_of_each_group_is_within_its_limit(
     for one, percent in zip((score, score.by_product), percents, strict=True):
         rows = [
             row
-            for (name, what), some in one.groups.items()
-            if group[0] in name and what == group[1]
-            for row in some
+            for (name, group_kind), group_rows in one.groups.items()
+            if group[0] in name and group_kind == group[1]
+            for row in group_rows
         ]
         assert rows
         assert 100 * median(absolute(rows)) <= percent
@@ -66,19 +66,19 @@ def test_no_memory_prediction_fails(score: MemoryScore) -> None:
 def test_fits_predictions_are_more_accurate_than_always_fits(score: MemoryScore) -> None:
     """Nearly every row ran: what counts are those that did not, and that none that ran is turned away."""
     assert len(score.fits) > 200
-    out = [fit for fit in score.fits if not fit.ran]
-    assert len(out) >= 7
-    assert sum(not fit.predicted for fit in out) >= 6
+    out_of_memory = [fit for fit in score.fits if not fit.ran]
+    assert len(out_of_memory) >= 7
+    assert sum(not fit.predicted for fit in out_of_memory) >= 6
     assert sum(fit.ran and not fit.predicted for fit in score.fits) == 0
-    assert sum(not fit.alone for fit in out) >= 4
+    assert sum(not fit.alone for fit in out_of_memory) >= 4
     assert sum(fit.ran and not fit.alone for fit in score.fits) <= 6
     # What is tight is a warning: of those that ran out nearly every one had it, of those that ran hardly one.
-    assert sum(fit.warned for fit in out) >= 6
+    assert sum(fit.warned for fit in out_of_memory) >= 6
     assert sum(fit.warned and fit.ran for fit in score.fits) <= 0.1 * len(score.fits)
     assert all(fit.warned for fit in score.fits if not fit.alone)
-    right = sum(fit.ran == fit.predicted for fit in score.fits)
-    assert right >= 0.98 * len(score.fits)
-    assert right > sum(fit.ran for fit in score.fits)
+    correct = sum(fit.ran == fit.predicted for fit in score.fits)
+    assert correct >= 0.98 * len(score.fits)
+    assert correct > sum(fit.ran for fit in score.fits)
 
 
 def test_90_percent_of_allocated_rows_are_within_5_percent(score: MemoryScore) -> None:
@@ -114,11 +114,11 @@ def test_error_bands_contain_enough_rows_and_are_narrow_enough(
 
 def test_fragmentation_high_percent_follows_from_calibration_rows(score: MemoryScore) -> None:
     """Formulas move it a little; a constant that somebody chose otherwise fails."""
-    found = of_calibration(score.scored)
-    assert {row.mapped.row["role"] for row in found} == {"calibration"}
-    assert len({row.group[0] for row in found}) == 4
-    shares = sorted(map(held_share, found))
-    chosen = chosen_share(found)
+    rows = of_calibration(score.scored)
+    assert {row.mapped.row["role"] for row in rows} == {"calibration"}
+    assert len({row.group[0] for row in rows}) == 4
+    shares = sorted(map(held_share, rows))
+    chosen = chosen_share(rows)
     assert chosen in shares
     assert 100 * chosen == pytest.approx(overheads.FRAGMENTATION_HIGH_PERCENT, abs=3)
 

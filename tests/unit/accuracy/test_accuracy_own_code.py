@@ -32,7 +32,7 @@ def test_each_piece_of_own_code_reduces_the_median_error(
     calibration: list[Scored], name: OwnCode, with_it: float, without_it: float
 ) -> None:
     """The median error with all that ran is small, and without this piece it is not."""
-    found = without(name, calibration)
-    assert found
-    assert median(one.with_error for one in found) <= with_it
-    assert median(one.without_error for one in found) >= without_it
+    ablations = without(name, calibration)
+    assert ablations
+    assert median(one.with_error for one in ablations) <= with_it
+    assert median(one.without_error for one in ablations) >= without_it

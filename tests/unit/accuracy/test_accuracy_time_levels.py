@@ -52,17 +52,21 @@ def score() -> TimeScore:
 
 
 @pytest.mark.parametrize(("name", "percent"), MEDIANS.items())
-def test_median_time_error_of_each_source_is_within_its_limit(score: TimeScore, name: str, percent: float) -> None:
+def test_median_time_error_of_each_source_is_within_its_limit(
+    score: TimeScore, name: str, percent: float
+) -> None:
     (rows,) = [rows for source, rows in score.only("judge").by_source.items() if name in source]
     assert 100 * median(absolute(rows)) <= percent
 
 
 @pytest.mark.parametrize(("name", "least"), RANKS.items())
-def test_rank_correlation_of_each_source_is_within_its_limit(score: TimeScore, name: str, least: float) -> None:
+def test_rank_correlation_of_each_source_is_within_its_limit(
+    score: TimeScore, name: str, least: float
+) -> None:
     (rows,) = [rows for source, rows in score.by_source.items() if name in source]
-    found = rank_correlation(rows)
-    assert found is not None
-    assert found >= least
+    correlation = rank_correlation(rows)
+    assert correlation is not None
+    assert correlation >= least
 
 
 def test_every_source_has_a_limit(score: TimeScore) -> None:
@@ -75,10 +79,10 @@ def test_time_errors_are_within_the_goals(score: TimeScore) -> None:
     every = calibrated(score)
     for one in (every, every.only("judge")):
         for rows in (one, one.by_product):
-            found = summary(rows.by_source)
-            assert found is not None
-            assert found[0] <= 0.08
-            assert found[1] <= 0.25
+            errors = summary(rows.by_source)
+            assert errors is not None
+            assert errors[0] <= 0.08
+            assert errors[1] <= 0.25
 
 
 def test_85_percent_of_rows_have_a_plan_and_no_time_prediction_fails(score: TimeScore) -> None:

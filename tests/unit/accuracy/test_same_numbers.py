@@ -15,9 +15,7 @@ QUESTIONS = (2, 12, 18)
 """Of the searches and the advice, those that take least."""
 
 
-def test_sampled_plans_have_the_stored_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampled_plans_have_the_stored_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     same_numbers.use_stored_calibration(tmp_path)
     stored = same_numbers.read_lines(same_numbers.NUMBERS)

@@ -141,13 +141,13 @@ def test_plan_cluster_and_recipe_errors_suggest_no_unrelated_name() -> None:
     with pytest.raises(ValueError, match="from_hf") as caught:
         Plan("bert-large-uncased", None, None, None)  # type: ignore[arg-type]
     assert "ss.models" not in str(caught.value)
-    with pytest.raises(FieldError) as refused:
+    with pytest.raises(FieldError) as field_error:
         Cluster.parse("8xtpu-v5p")
-    assert refused.value.problem == "tpu-v5p is not in the catalogue"
-    assert refused.value.changes == {} and "ss.Gpu" in refused.value.fix
-    with pytest.raises(FieldError) as refused:
+    assert field_error.value.problem == "tpu-v5p is not in the catalogue"
+    assert field_error.value.changes == {} and "ss.Gpu" in field_error.value.fix
+    with pytest.raises(FieldError) as field_error:
         Recipe(colour="red")  # type: ignore[call-arg]
-    assert "colour" in refused.value.fix, "to leave it out, and not some other key"
+    assert "colour" in field_error.value.fix, "to leave it out, and not some other key"
 
 
 @pytest.mark.parametrize("bad", [None, 7, [], ("a",)])
@@ -214,15 +214,16 @@ def test_gpu_sources_have_a_url_and_contain_the_figures(name: str) -> None:
     assert ADDRESS.search(source)
     numbers = [float(number.replace(",", "")) for number in re.findall(r"(?<!\w)\d[\d,]*(?:\.\d+)?", source)]
     peak = gpu.peak_flops["fp16"] / 1e12 * (2 if "halved" in source else 1)
-    assert any(said == pytest.approx(peak / unit, rel=2e-3) for said in numbers for unit in (1, 1000))
+    assert any(value == pytest.approx(peak / unit, rel=2e-3) for value in numbers for unit in (1, 1000))
     whole = 2 if name == "mi250x-gcd-64gb" else 1  # its page is for both dies
     speeds = re.findall(r"([\d,.]+) ([GT])B/s", source)
-    bandwidths = [float(said.replace(",", "")) * {"G": 1e9, "T": 1e12}[unit] for said, unit in speeds]
+    bandwidths = [float(value.replace(",", "")) * {"G": 1e9, "T": 1e12}[unit] for value, unit in speeds]
     assert gpu.memory_bandwidth_bytes_per_second is not None
     assert any(
-        said == pytest.approx(gpu.memory_bandwidth_bytes_per_second * whole, rel=2e-3) for said in bandwidths
+        value == pytest.approx(gpu.memory_bandwidth_bytes_per_second * whole, rel=2e-3)
+        for value in bandwidths
     )
     assert gpu.tdp_watts is not None
     assert gpu.tdp_watts * whole in [
-        float(said.replace(",", "")) for said in re.findall(r"([\d,]+) W\b", source)
+        float(value.replace(",", "")) for value in re.findall(r"([\d,]+) W\b", source)
     ]

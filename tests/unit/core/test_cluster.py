@@ -195,12 +195,12 @@ class NvmlError(Exception):
 
 
 def pretend_driver(
-    monkeypatch: pytest.MonkeyPatch, cards: list[tuple[str, int]], visible: str | None = None
+    monkeypatch: pytest.MonkeyPatch, devices: list[tuple[str, int]], visible: str | None = None
 ) -> None:
     """A pynvml whose cards are (name, bytes); handles are their indices."""
 
     def memory(handle: int, version: object = None) -> SimpleNamespace:
-        return SimpleNamespace(total=cards[handle][1], reserved=2**29)
+        return SimpleNamespace(total=devices[handle][1], reserved=2**29)
 
     def missing(_: int) -> None:
         raise NvmlError
@@ -210,10 +210,10 @@ def pretend_driver(
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
         nvmlMemory_v2=2,
-        nvmlDeviceGetCount=lambda: len(cards),
+        nvmlDeviceGetCount=lambda: len(devices),
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}abc",
-        nvmlDeviceGetName=lambda handle: cards[handle][0],
+        nvmlDeviceGetName=lambda handle: devices[handle][0],
         nvmlDeviceGetMemoryInfo=memory,
         nvmlDeviceGetArchitecture=lambda _: 10,
         nvmlDeviceGetPowerManagementDefaultLimit=lambda _: 575_000,
@@ -233,9 +233,9 @@ ADA = ("NVIDIA L4", 24_152_899_584)
 
 def test_detects_known_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_driver(monkeypatch, [HOPPER] * 8)
-    found = Cluster.detect()
-    assert str(found) == "8xh100-sxm-80gb"
-    assert found.host_memory_bytes == host.get_host_memory_bytes()
+    cluster = Cluster.detect()
+    assert str(cluster) == "8xh100-sxm-80gb"
+    assert cluster.host_memory_bytes == host.get_host_memory_bytes()
 
 
 def test_detects_the_largest_group_of_equal_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,8 +249,8 @@ def test_unknown_gpus_have_only_the_figures_of_the_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pretend_driver(monkeypatch, [("NVIDIA GeForce RTX 5080", 34_190_917_632)] * 2)
-    found = Cluster.detect()
-    assert found.gpu == Gpu(
+    cluster = Cluster.detect()
+    assert cluster.gpu == Gpu(
         name="nvidia-geforce-rtx-5080",
         vendor="nvidia",
         architecture="blackwell",
@@ -259,8 +259,8 @@ def test_unknown_gpus_have_only_the_figures_of_the_driver(
         link="pcie-5-x16",
         tdp_watts=575.0,
     )
-    assert found.intra_node_link == found.host_link == links["pcie-5-x16"]
-    assert Cluster.from_json(found.to_json()) == found
+    assert cluster.intra_node_link == cluster.host_link == links["pcie-5-x16"]
+    assert Cluster.from_json(cluster.to_json()) == cluster
 
 
 def test_a_slice_of_a_known_gpu_is_not_detected_as_the_whole_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,9 +326,9 @@ def test_detects_the_cpu_without_a_driver_or_pynvml(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys.modules["pynvml"], "nvmlInit", fail)
     assert Cluster.detect().gpu.name == "cpu"
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    found = Cluster.detect()
-    assert found.gpu.name == "cpu"
-    assert found.num_gpus == min(2, host.count_cores())
+    cluster = Cluster.detect()
+    assert cluster.gpu.name == "cpu"
+    assert cluster.num_gpus == min(2, host.count_cores())
 
 
 def test_detects_the_cpu_if_the_gpu_fell_off_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,10 +21,10 @@ from shardscope.planner.cpu_trial import build_cpu_trial
 
 ONE_OF_EACH_FAMILY = {arch.model_type: name for name, arch in ss.models.items()}.values()
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
-GOOD = (LLAMA, EIGHT, ss.Recipe(), ss.Layout.fsdp2())
+VALID = (LLAMA, EIGHT, ss.Recipe(), ss.Layout.fsdp2())
 
 
-def refusal(*nouns: Any) -> FieldError:
+def catch_error(*nouns: Any) -> FieldError:
     with pytest.raises(FieldError) as caught:
         Plan(*nouns)
     text = str(caught.value)
@@ -39,17 +39,17 @@ def refusal(*nouns: Any) -> FieldError:
     "value", [None, 3, "8b", math.nan, {}, True, LLAMA, EIGHT, ss.Recipe(), ss.Layout.ddp()]
 )
 def test_arguments_of_the_wrong_type_raise(position: int, value: Any) -> None:
-    if isinstance(value, type(GOOD[position])) or (position == 3 and isinstance(value, ss.Layout)):
+    if isinstance(value, type(VALID[position])) or (position == 3 and isinstance(value, ss.Layout)):
         return
-    nouns = list(GOOD)
+    nouns = list(VALID)
     nouns[position] = value
-    error = refusal(*nouns)
+    error = catch_error(*nouns)
     assert error.field == "Plan." + ("architecture", "cluster", "recipe", "layout")[position]
     assert error.fix.startswith("ss.")
 
 
 def test_properties_of_a_plan() -> None:
-    plan = Plan(*GOOD)
+    plan = Plan(*VALID)
     assert plan.world_size == 8
     assert plan.num_micro_batches == 8
     assert plan.kernels == "transformers"
@@ -61,7 +61,7 @@ def test_properties_of_a_plan() -> None:
 
 @pytest.mark.parametrize("batch", [1, 7, 9, 63, 100])
 def test_global_batch_size_is_a_multiple_of_micro_batch_size_times_ranks(batch: int) -> None:
-    error = refusal(LLAMA, EIGHT, ss.Recipe(global_batch_size=batch), ss.Layout.ddp())
+    error = catch_error(LLAMA, EIGHT, ss.Recipe(global_batch_size=batch), ss.Layout.ddp())
     assert error.field == "Recipe.global_batch_size"
     assert "1 x 8 = 8" in error.allowed
     fixed = int(error.fix.removeprefix("global_batch_size="))
@@ -69,31 +69,32 @@ def test_global_batch_size_is_a_multiple_of_micro_batch_size_times_ranks(batch: 
 
 
 def test_kernels_must_be_supported_by_the_framework() -> None:
-    assert refusal(LLAMA, EIGHT, ss.Recipe(kernels="megatron"), ss.Layout.ddp()).field == "Recipe.kernels"
+    assert catch_error(LLAMA, EIGHT, ss.Recipe(kernels="megatron"), ss.Layout.ddp()).field == "Recipe.kernels"
     assert (
-        refusal(LLAMA, EIGHT, ss.Recipe(kernels="transformers"), ss.Layout.megatron()).fix == "kernels=None"
+        catch_error(LLAMA, EIGHT, ss.Recipe(kernels="transformers"), ss.Layout.megatron()).fix
+        == "kernels=None"
     )
 
 
 def test_lora_needs_existing_target_modules_and_a_framework_with_lora() -> None:
     wrong = ss.Recipe(method="lora", lora_targets=("q_project",))
-    error = refusal(LLAMA, EIGHT, wrong, ss.Layout.ddp())
+    error = catch_error(LLAMA, EIGHT, wrong, ss.Layout.ddp())
     assert error.field == "Recipe.lora_targets"
     assert "q_proj" in error.fix
-    unable = refusal(LLAMA, EIGHT, ss.Recipe(method="lora"), ss.Layout.megatron())
-    assert (unable.field, unable.allowed) == ("Recipe.method", "'full' with Megatron-core")
+    unsupported = catch_error(LLAMA, EIGHT, ss.Recipe(method="lora"), ss.Layout.megatron())
+    assert (unsupported.field, unsupported.allowed) == ("Recipe.method", "'full' with Megatron-core")
 
 
 def test_seq_len_beyond_learned_positions_raises() -> None:
-    error = refusal(ss.models["gpt2"], EIGHT, ss.Recipe(seq_len=4096), ss.Layout.ddp())
+    error = catch_error(ss.models["gpt2"], EIGHT, ss.Recipe(seq_len=4096), ss.Layout.ddp())
     assert (error.field, error.fix) == ("Recipe.seq_len", "seq_len=1024")
 
 
 @settings(max_examples=examples(40), deadline=None)
 @given(plans())
 def test_copies_and_pickles_of_a_plan_are_equal(plan: Plan) -> None:
-    asked = plan.memory()
-    assert plan.memory() is asked, "computed once"
+    report = plan.memory()
+    assert plan.memory() is report, "computed once"
     with suppress(ValueError):  # of a figure that is not known
         assert plan.step() is plan.step()
     for again in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan)), Plan.from_json(plan.to_json())):

@@ -14,8 +14,8 @@ from planning import NOT_NUMBERS, recipes
 from shardscope.core.errors import FieldError
 from shardscope.core.recipe import Recipe
 
-NUMBERS = {"seq_len": 2**24, "micro_batch_size": 2**16, "global_batch_size": 2**24}
-REALS = {"dropout": (0, 0.99), "expert_imbalance": (1, 1024), "expert_capacity_factor": (0.1, 1024)}
+MAX_SIZES = {"seq_len": 2**24, "micro_batch_size": 2**16, "global_batch_size": 2**24}
+FLOAT_RANGES = {"dropout": (0, 0.99), "expert_imbalance": (1, 1024), "expert_capacity_factor": (0.1, 1024)}
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "method": ("full", "lora", "qlora"),
     "precision": ("bf16-mixed", "fp16-mixed", "fp8-mixed", "bf16", "fp32"),
@@ -27,8 +27,8 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "attention": ("eager", "sdpa", "flash", None),
     "loss": ("full", "chunked", "fused", None),
 }
-OPEN = {field for field, values in CHOICES.items() if None in values}
-RAGGED = (
+OPTIONAL = {field for field, values in CHOICES.items() if None in values}
+INVALID_CHOICES = (
     "",
     "FULL",
     "full ",
@@ -46,7 +46,7 @@ RAGGED = (
 )
 
 
-def refusal(field: str, value: Any, **others: Any) -> FieldError:
+def catch_error(field: str, value: Any, **others: Any) -> FieldError:
     with pytest.raises(FieldError) as caught:
         Recipe(**{field: value}, **others)
     error = caught.value
@@ -71,18 +71,18 @@ def test_default_values() -> None:
     )
 
 
-@pytest.mark.parametrize("field", NUMBERS)
+@pytest.mark.parametrize("field", MAX_SIZES)
 @pytest.mark.parametrize("value", [*NOT_NUMBERS, None, -1, 0, 10**30], ids=repr)
 def test_fault_33_sizes_must_be_integers_in_range(field: str, value: Any) -> None:
-    error = refusal(field, value)
-    assert f"from 1 to {NUMBERS[field]:,}" in error.allowed
+    error = catch_error(field, value)
+    assert f"from 1 to {MAX_SIZES[field]:,}" in error.allowed
 
 
-@pytest.mark.parametrize("field", NUMBERS)
+@pytest.mark.parametrize("field", MAX_SIZES)
 def test_the_suggested_fix_of_a_number_is_valid(field: str) -> None:
     for value in ("8", 8.4, 0, -3, 10**12, None, math.nan, math.inf):
         large = {} if field == "global_batch_size" else {"global_batch_size": 2**24}
-        fixed = int(refusal(field, value, **large).fix)
+        fixed = int(catch_error(field, value, **large).fix)
         Recipe(**large, **{field: fixed})
 
 
@@ -90,20 +90,20 @@ def test_the_suggested_fix_of_a_number_is_valid(field: str) -> None:
     ("value", "near"), [("8", "8"), (7.6, "8"), (-1, "1"), (10**9, str(2**24)), (math.inf, str(2**24))]
 )
 def test_the_suggested_fix_is_the_nearest_number(value: Any, near: str) -> None:
-    assert refusal("seq_len", value).fix == near
+    assert catch_error("seq_len", value).fix == near
 
 
 @pytest.mark.parametrize("field", CHOICES)
-@pytest.mark.parametrize("value", RAGGED, ids=lambda value: repr(value)[:20])
+@pytest.mark.parametrize("value", INVALID_CHOICES, ids=lambda value: repr(value)[:20])
 def test_fault_33_invalid_choices_raise_with_all_choices(field: str, value: Any) -> None:
-    error = refusal(field, value)
+    error = catch_error(field, value)
     assert all(repr(choice) in error.allowed for choice in CHOICES[field] if choice is not None)
     assert error.fix.strip("'") in CHOICES[field]
 
 
-@pytest.mark.parametrize("field", sorted(set(CHOICES) - OPEN))
+@pytest.mark.parametrize("field", sorted(set(CHOICES) - OPTIONAL))
 def test_choices_without_a_default_reject_none(field: str) -> None:
-    refusal(field, None)
+    catch_error(field, None)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_choices_without_a_default_reject_none(field: str) -> None:
     ],
 )
 def test_misspelt_choices_raise_with_the_nearest(field: str, value: str, near: str) -> None:
-    assert refusal(field, value).fix == near
+    assert catch_error(field, value).fix == near
 
 
 def test_every_choice_is_valid() -> None:
@@ -129,19 +129,19 @@ def test_every_choice_is_valid() -> None:
 
 @pytest.mark.parametrize("value", [*NOT_NUMBERS, -1, 0, 4097], ids=repr)
 def test_fault_33_invalid_lora_rank_raises(value: Any) -> None:
-    refusal("lora_rank", value, method="lora")
+    catch_error("lora_rank", value, method="lora")
 
 
 @pytest.mark.parametrize(
     "value", ["q_proj", b"q", 3, True, (), [], ("",), ("q proj",), (3,), (None,), {"q_proj": 1}, math.nan]
 )
 def test_rejects_invalid_lora_targets(value: Any) -> None:
-    refusal("lora_targets", value, method="lora")
+    catch_error("lora_targets", value, method="lora")
 
 
 def test_lora_fields_need_method_lora() -> None:
-    assert "method='lora'" in refusal("lora_rank", 8).fix
-    assert "method='lora'" in refusal("lora_targets", ("q_proj",)).fix
+    assert "method='lora'" in catch_error("lora_rank", 8).fix
+    assert "method='lora'" in catch_error("lora_targets", ("q_proj",)).fix
     assert Recipe(method="lora").adapter_rank == 16
     assert Recipe(method="lora", lora_rank=4).adapter_rank == 4
     assert Recipe(method="lora", lora_targets=["v_proj", "q_proj", "v_proj"]).lora_targets == (
@@ -151,7 +151,7 @@ def test_lora_fields_need_method_lora() -> None:
 
 
 def test_global_batch_size_below_micro_batch_size_raises() -> None:
-    error = refusal("global_batch_size", 4, micro_batch_size=8)
+    error = catch_error("global_batch_size", 4, micro_batch_size=8)
     assert "micro_batch_size=8" in error.allowed
     assert error.fix == "global_batch_size=8"
 
@@ -163,11 +163,11 @@ def test_numpy_integers_become_python_ints() -> None:
     assert type(recipe.seq_len) is int
 
 
-@pytest.mark.parametrize("field", REALS)
+@pytest.mark.parametrize("field", FLOAT_RANGES)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, True, "0.1", b"1", [1], {}, -1, 10**30])
 def test_fault_33_floats_must_be_finite_and_in_range(field: str, value: Any) -> None:
-    low, high = REALS[field]
-    error = refusal(field, value)
+    low, high = FLOAT_RANGES[field]
+    error = catch_error(field, value)
     assert f"a number from {low:g} to {high:g}" in error.allowed
     Recipe(**{field: float(error.fix)})
 
@@ -180,30 +180,30 @@ def test_integers_and_numpy_floats_become_floats() -> None:
 
 @pytest.mark.parametrize("value", [0, 1, "yes", None])
 def test_packing_must_be_bool(value: Any) -> None:
-    refusal("packing", value)
+    catch_error("packing", value)
 
 
 @pytest.mark.parametrize("value", [*NOT_NUMBERS, 0, 4097], ids=repr)
 def test_rejects_invalid_recompute_interval(value: Any) -> None:
-    refusal("recompute_interval", value, recompute="full")
+    catch_error("recompute_interval", value, recompute="full")
 
 
 def test_recompute_interval_needs_recompute() -> None:
-    assert refusal("recompute_interval", 2).fix == "recompute_interval=1"
+    assert catch_error("recompute_interval", 2).fix == "recompute_interval=1"
     assert Recipe(recompute_interval=2, recompute="offload").recompute_interval == 2
 
 
 def test_quantization_needs_a_frozen_base() -> None:
-    for value in RAGGED:
-        refusal("quantization", value, method="lora")
-    assert refusal("quantization", "nf4").fix == "quantization=None"
-    assert refusal("quantization", "int8", method="qlora").fix == "quantization=None"
+    for value in INVALID_CHOICES:
+        catch_error("quantization", value, method="lora")
+    assert catch_error("quantization", "nf4").fix == "quantization=None"
+    assert catch_error("quantization", "int8", method="qlora").fix == "quantization=None"
     assert Recipe(method="qlora").base_quantization == "nf4"
     assert Recipe(method="lora").base_quantization is None
     assert Recipe(method="lora", quantization="int8").base_quantization == "int8"
     assert Recipe(method="qlora").has_adapters
-    assert refusal("precision", "fp8-mixed", method="lora").fix == "precision='bf16-mixed'"
-    assert "method='lora'" in refusal("lora_dropout", 0.1).fix
+    assert catch_error("precision", "fp8-mixed", method="lora").fix == "precision='bf16-mixed'"
+    assert "method='lora'" in catch_error("lora_dropout", 0.1).fix
 
 
 def test_reads_json_of_version_0_1() -> None:

@@ -30,7 +30,7 @@ NOUNS: dict[str, Any] = {
 }
 
 
-def reader(noun: Any) -> Any:
+def find_class(noun: Any) -> Any:
     return ss.Layout if isinstance(noun, ss.Layout) else type(noun)
 
 
@@ -39,12 +39,12 @@ def noun(request: pytest.FixtureRequest) -> Any:
     return NOUNS[request.param]
 
 
-def edited(noun: Any, **changes: Any) -> str:
+def edit_json(noun: Any, **changes: Any) -> str:
     return json.dumps({**json.loads(noun.to_json()), **changes})
 
 
 def test_json_round_trip(noun: Any) -> None:
-    again = reader(noun).from_json(noun.to_json())
+    again = find_class(noun).from_json(noun.to_json())
     assert again == noun
     assert type(again) is type(noun)
     assert hash(again) == hash(noun)
@@ -52,19 +52,19 @@ def test_json_round_trip(noun: Any) -> None:
 
 
 def test_fault_35_a_byte_order_mark_is_ignored(noun: Any) -> None:
-    assert reader(noun).from_json("\ufeff" + noun.to_json()) == noun
+    assert find_class(noun).from_json("\ufeff" + noun.to_json()) == noun
 
 
 @pytest.mark.parametrize("version", [0, 2, -1, 1.0, "1", True, None, [], 10**30])
 def test_unknown_versions_raise(noun: Any, version: Any) -> None:
     with pytest.raises(ValueError, match=r"version is .*allowed: 1 to 1.*fix: pip install -U shardscope"):
-        reader(noun).from_json(edited(noun, version=version))
+        find_class(noun).from_json(edit_json(noun, version=version))
 
 
 @pytest.mark.parametrize("name", ["", "Studio", None, 3, {}])
 def test_json_of_another_class_raises(noun: Any, name: Any) -> None:
     with pytest.raises(ValueError, match=r"JSON, (line 2, )?shardscope is"):
-        reader(noun).from_json(edited(noun, shardscope=name))
+        find_class(noun).from_json(edit_json(noun, shardscope=name))
 
 
 def test_fault_35_misspelt_keys_raise_with_the_nearest(noun: Any) -> None:
@@ -74,24 +74,24 @@ def test_fault_35_misspelt_keys_raise_with_the_nearest(noun: Any) -> None:
         else "framework"
     )
     with pytest.raises(ValueError, match=r"key|framework") as caught:
-        reader(noun).from_json(edited(noun, **{f"{field}s": 1}))
+        find_class(noun).from_json(edit_json(noun, **{f"{field}s": 1}))
     if not isinstance(noun, ss.Layout):
         assert f"Nearest fix: '{field}'" in str(caught.value)
 
 
 def test_fault_35_duplicate_keys_raise(noun: Any) -> None:
     text = noun.to_json()
-    twice = text.replace('"version": 1,', '"version": 1, "version": 1,', 1)
-    if twice == text:
-        twice = text.replace('"version": 1', '"version": 1, "version": 1', 1)
+    duplicated = text.replace('"version": 1,', '"version": 1, "version": 1,', 1)
+    if duplicated == text:
+        duplicated = text.replace('"version": 1', '"version": 1, "version": 1', 1)
     with pytest.raises(ValueError, match="duplicate key 'version'"):
-        reader(noun).from_json(twice)
+        find_class(noun).from_json(duplicated)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '"text"', "{'a': 1}", "{}", "not json"])
 def test_invalid_json_raises_value_error(noun: Any, text: str) -> None:
     with pytest.raises(ValueError, match=r"JSON|shardscope"):
-        reader(noun).from_json(text)
+        find_class(noun).from_json(text)
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def test_fault_33_invalid_numbers_in_json_raise(value: str) -> None:
 )
 def test_fault_35_deeply_nested_json_raises_value_error(noun: Any, text: str) -> None:
     with pytest.raises(ValueError, match="JSON is nested too deeply"):
-        reader(noun).from_json(text)
+        find_class(noun).from_json(text)
 
 
 @pytest.mark.parametrize("text", [None, 3, b"{}", [], ["{}"], {}])
 def test_arguments_other_than_text_raise_value_error(noun: Any, text: Any) -> None:
     with pytest.raises(ValueError, match="text"):
-        reader(noun).from_json(text)
+        find_class(noun).from_json(text)
 
 
 def test_missing_fields_raise_with_their_name() -> None:
@@ -133,16 +133,16 @@ def test_missing_fields_raise_with_their_name() -> None:
 def test_layout_json_needs_a_known_framework() -> None:
     for name in (None, "fsdp", "FSDP2", 3):
         with pytest.raises(ValueError, match=r"Layout\.framework is .*'fsdp2'"):
-            ss.Layout.from_json(edited(ss.Layout.fsdp2(), framework=name))
+            ss.Layout.from_json(edit_json(ss.Layout.fsdp2(), framework=name))
     with pytest.raises(ValueError, match="Layout key is 'shard'"):
-        ss.Layout.from_json(edited(ss.Layout.ddp(), shard=8))
+        ss.Layout.from_json(edit_json(ss.Layout.ddp(), shard=8))
 
 
 @settings(max_examples=examples(60), deadline=None)
 @given(plans())
 def test_every_plan_round_trips(plan: Plan) -> None:
     for noun in (plan, plan.architecture, plan.cluster, plan.recipe, plan.layout):
-        assert reader(noun).from_json(noun.to_json()) == noun
+        assert find_class(noun).from_json(noun.to_json()) == noun
 
 
 @given(st.recursive(
@@ -156,11 +156,11 @@ def test_fault_33_any_value_in_any_field_is_read_or_raises_value_error(value: An
     noun = NOUNS[name]
     for field in json.loads(noun.to_json()):
         try:
-            taken = reader(noun).from_json(edited(noun, **{field: value}))
-        except ValueError as refusal:
-            assert str(refusal)
+            parsed = find_class(noun).from_json(edit_json(noun, **{field: value}))
+        except ValueError as error:
+            assert str(error)
         else:
-            assert reader(noun).from_json(taken.to_json()) == taken
+            assert find_class(noun).from_json(parsed.to_json()) == parsed
 
 
 def test_numpy_integers_are_written_as_json_numbers() -> None:

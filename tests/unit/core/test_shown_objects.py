@@ -51,7 +51,7 @@ OBJECTS = {
 }
 
 
-def shown(value: object) -> str:
+def render_html(value: object) -> str:
     """The HTML that a notebook shows at the end of a cell."""
     data, _ = DisplayFormatter().format(value)
     return str(data.get("text/html", ""))
@@ -59,7 +59,7 @@ def shown(value: object) -> str:
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_public_objects_display_as_html_tables(name: str) -> None:
-    html = shown(OBJECTS[name]())
+    html = render_html(OBJECTS[name]())
     assert "<table" in html and "</td>" in html
     for raw in ("<script", ">None<", "object at 0x", "dtype="):
         assert raw not in html
@@ -73,22 +73,22 @@ def test_runs_display_their_status_and_escaped_reason(tmp_path: Path) -> None:
     (folder / "status.jsonl").write_text(
         json.dumps({"status": "failed", "reason": "<b>rank 1</b> raised", "time": 1.0}) + "\n"
     )
-    html = shown(ss.Run.attach(folder))
+    html = render_html(ss.Run.attach(folder))
     assert "<table" in html and "failed" in html
     assert "&lt;b&gt;rank 1&lt;/b&gt; raised" in html and "<b>rank" not in html
 
 
 def test_findings_and_repairs_are_lists_with_html() -> None:
-    found, repairs = plan().findings(), plan().repairs()
-    assert isinstance(found, list) and found == list(found)
+    findings, repairs = plan().findings(), plan().repairs()
+    assert isinstance(findings, list) and findings == list(findings)
     assert isinstance(repairs, list) and repairs == list(repairs)
-    assert plan().repairs()[0].change in shown(repairs)
-    assert shown(Findings()) == "<p>No findings.</p>"
-    assert "fits" in shown(Repairs())
+    assert plan().repairs()[0].change in render_html(repairs)
+    assert render_html(Findings()) == "<p>No findings.</p>"
+    assert "fits" in render_html(Repairs())
 
 
 def test_plans_display_model_cluster_layout_and_recipe() -> None:
-    html = shown(plan())
+    html = render_html(plan())
     for words in ("llama-3.1-8b", "8xh100-sxm-80gb", "FSDP2", "8,192"):
         assert words in html
 

@@ -72,8 +72,8 @@ FILES: dict[str, tuple[str, str, Read]] = {
 }
 
 
-def refusal(which: str, before: str, after: str, folder: Path, **nouns: Any) -> str:
-    name, text, read = FILES[which]
+def read_error_message(kind: str, before: str, after: str, folder: Path, **nouns: Any) -> str:
+    name, text, read = FILES[kind]
     assert before in text
     (folder / name).write_text(text.replace(before, after))
     with pytest.raises(FieldError) as caught:
@@ -82,7 +82,7 @@ def refusal(which: str, before: str, after: str, folder: Path, **nouns: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("which", "before", "after", "said"),
+    ("kind", "before", "after", "expected"),
     [
         (
             "megatron",
@@ -155,14 +155,14 @@ def refusal(which: str, before: str, after: str, folder: Path, **nouns: Any) -> 
     ],
 )
 def test_errors_about_several_options_name_each_line(
-    which: str, before: str, after: str, said: str, tmp_path: Path
+    kind: str, before: str, after: str, expected: str, tmp_path: Path
 ) -> None:
-    nouns = {} if which == "megatron" else {"architecture": LLAMA}
-    assert refusal(which, before, after, tmp_path, cluster=CLUSTER, **nouns).startswith(said)
+    nouns = {} if kind == "megatron" else {"architecture": LLAMA}
+    assert read_error_message(kind, before, after, tmp_path, cluster=CLUSTER, **nouns).startswith(expected)
 
 
 @pytest.mark.parametrize(
-    ("which", "before", "after", "named"),
+    ("kind", "before", "after", "location"),
     [
         ("fsdp", "fsdp_version: 2", "fsdp_version: two", "line 3, fsdp_config.fsdp_version"),
         ("fsdp", "num_processes: 16", "num_processes: many", "line 8, num_processes"),
@@ -176,14 +176,14 @@ def test_errors_about_several_options_name_each_line(
     ],
 )
 def test_invalid_values_are_reported_before_missing_ones(
-    which: str, before: str, after: str, named: str, tmp_path: Path
+    kind: str, before: str, after: str, location: str, tmp_path: Path
 ) -> None:
-    assert f", {named}" in refusal(which, before, after, tmp_path)
+    assert f", {location}" in read_error_message(kind, before, after, tmp_path)
 
 
-@pytest.mark.parametrize("which", FILES)
-def test_missing_cluster_or_architecture_is_reported(which: str, tmp_path: Path) -> None:
-    assert re.match("(cluster|architecture) is None", refusal(which, "", "", tmp_path))
+@pytest.mark.parametrize("kind", FILES)
+def test_missing_cluster_or_architecture_is_reported(kind: str, tmp_path: Path) -> None:
+    assert re.match("(cluster|architecture) is None", read_error_message(kind, "", "", tmp_path))
 
 
 def test_invalid_plan_fields_in_comments_are_reported_with_their_line(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_invalid_plan_fields_in_comments_are_reported_with_their_line(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "key", "refused"),
+    ("before", "after", "key", "message"),
     [
         ('"seq_len": 4096', '"seq_len": "x"', "recipe.seq_len", "Recipe.seq_len is 'x'"),
         ('"layout"', '"layot"', "layot", "Plan key is 'layot'"),
@@ -214,7 +214,7 @@ def test_invalid_plan_fields_in_comments_are_reported_with_their_line(tmp_path: 
     ],
 )
 def test_invalid_plan_json_is_reported_with_line_and_key(
-    before: str, after: str, key: str, refused: str, tmp_path: Path
+    before: str, after: str, key: str, message: str, tmp_path: Path
 ) -> None:
     plan = ss.Plan(LLAMA, CLUSTER, ss.Recipe(), ss.Layout.megatron(tp=2, pp=2))
     plan.export(tmp_path)
@@ -224,7 +224,7 @@ def test_invalid_plan_json_is_reported_with_line_and_key(
     line = text[: text.index(before)].count("\n") + 1
     with pytest.raises(ValueError) as caught:
         ss.Plan.from_json(broken)
-    assert f"line {line}, {key}" in str(caught.value) and refused in str(caught.value)
+    assert f"line {line}, {key}" in str(caught.value) and message in str(caught.value)
     (tmp_path / "plan.json").write_text(broken)
     with pytest.raises(ValueError, match=rf"plan\.json is not a valid plan: .*line {line}, {key}"):
         ss.Plan.from_megatron(tmp_path / "megatron_arguments.txt")

@@ -184,15 +184,15 @@ def test_missing_options_have_deepspeed_defaults(tmp_path: Path) -> None:
     plan = from_zero(tmp_path, {"zero_optimization": {"stage": 3, "offload_param": {}}})
     assert plan.recipe.precision == "fp32"
     assert plan.layout.offload_params is None  # type: ignore[attr-defined]
-    named = from_zero(tmp_path, {"zero_optimization": {"stage": 3, "offload_param": {"pin_memory": True}}})
-    assert named.layout.offload_params == "cpu"  # type: ignore[attr-defined]
+    expected = from_zero(tmp_path, {"zero_optimization": {"stage": 3, "offload_param": {"pin_memory": True}}})
+    assert expected.layout.offload_params == "cpu"  # type: ignore[attr-defined]
     assert from_zero(tmp_path, {}).layout.stage == 0  # type: ignore[attr-defined]
 
 
 def test_reads_deprecated_cpu_offload_flags(tmp_path: Path) -> None:
     plan = from_zero(tmp_path, {"zero_optimization": {"stage": 2, "cpu_offload": True}})
-    named = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    assert plan.layout == from_zero(tmp_path, {"zero_optimization": named}).layout
+    expected = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    assert plan.layout == from_zero(tmp_path, {"zero_optimization": expected}).layout
     assert plan.layout.offload_optimizer == "cpu"  # type: ignore[attr-defined]
     params = {"zero_optimization": {"stage": 3, "cpu_offload_param": True, "cpu_offload": False}}
     plan = from_zero(tmp_path, params)
@@ -201,7 +201,7 @@ def test_reads_deprecated_cpu_offload_flags(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"zero_optimization.cpu_offload is True; allowed: only one of the two"
     ):
-        from_zero(tmp_path, {"zero_optimization": {**named, "cpu_offload": True}})
+        from_zero(tmp_path, {"zero_optimization": {**expected, "cpu_offload": True}})
 
 
 def test_reads_layers_per_virtual_pipeline_stage(tmp_path: Path) -> None:
@@ -218,9 +218,9 @@ def test_reads_arguments_of_megatron_scripts(tmp_path: Path) -> None:
     assert replace(plan.architecture, name=LLAMA.name) == LLAMA
     with pytest.warns(UserWarning, match="--lr"):
         assert from_megatron(tmp_path, architecture=LLAMA).architecture is LLAMA
-    words = MEGATRON.replace("# as a person writes it", "").replace("\\", "").replace("--lr 3e-4", "")
-    assert ss.Plan.from_megatron(words, cluster=EIGHT, architecture=LLAMA).layout == plan.layout
-    assert ss.Plan.from_megatron(words.split(), cluster=EIGHT, architecture=LLAMA).layout == plan.layout
+    arguments = MEGATRON.replace("# as a person writes it", "").replace("\\", "").replace("--lr 3e-4", "")
+    assert ss.Plan.from_megatron(arguments, cluster=EIGHT, architecture=LLAMA).layout == plan.layout
+    assert ss.Plan.from_megatron(arguments.split(), cluster=EIGHT, architecture=LLAMA).layout == plan.layout
 
 
 @pytest.mark.parametrize(
@@ -276,16 +276,16 @@ def test_edited_config_files_have_priority_over_plan_json(
     (tmp_path / name).write_text(text.replace(before, after))
     read = ss.Plan.from_megatron if framework == "megatron" else ss.Plan.from_deepspeed
     read = ss.Plan.from_accelerate if framework == "fsdp2" else read
-    found = read(tmp_path / name)
+    parsed = read(tmp_path / name)
     sequence = {"sequence_parallel": False} if is_now == {"tp": 2} else {}
-    assert found == replace(plan, layout=replace(plan.layout, **is_now, **sequence))
+    assert parsed == replace(plan, layout=replace(plan.layout, **is_now, **sequence))
 
 
 # ------------------------------------------------------------------------------------------- broken files
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "named"),
+    ("before", "after", "expected"),
     [
         ("fsdp_version: 2", "fsdp_version: 1", r"line 13, fsdp_config.fsdp_version.*FSDP1"),
         (
@@ -323,15 +323,15 @@ def test_edited_config_files_have_priority_over_plan_json(
     ],
 )
 def test_fault_35_invalid_accelerate_configs_raise_with_line_and_key(
-    before: str, after: str, named: str, tmp_path: Path
+    before: str, after: str, expected: str, tmp_path: Path
 ) -> None:
     assert before in FSDP
-    with pytest.raises(ValueError, match=rf"(?s)config.yaml.*{named}"):
+    with pytest.raises(ValueError, match=rf"(?s)config.yaml.*{expected}"):
         from_fsdp(tmp_path, FSDP.replace(before, after))
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "expected"),
     [
         ('{\n  "zero_optimization": {\n    "stage": 4\n  }\n}', r"line 3, zero_optimization.stage.*4"),
         ('{\n  "zero_optimization": {\n    "stage": "3"\n  }\n}', r"line 3, zero_optimization.stage"),
@@ -362,13 +362,15 @@ def test_fault_35_invalid_accelerate_configs_raise_with_line_and_key(
         ("[" * 100_000, "nested too deeply|column"),
     ],
 )
-def test_fault_35_invalid_deepspeed_configs_raise_with_line_and_key(text: str, named: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"(?s)zero.json.*({named})"):
+def test_fault_35_invalid_deepspeed_configs_raise_with_line_and_key(
+    text: str, expected: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=rf"(?s)zero.json.*({expected})"):
         from_zero(tmp_path, text)
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "named"),
+    ("before", "after", "expected"),
     [
         ("--hidden-size 4096", "--hiden-size 4096", r"line 2, --hiden-size.*--hidden-size"),
         ("--num-layers 32 \\", "--num-layers many", r"line 1, num-layers is 'many'"),
@@ -401,10 +403,10 @@ def test_fault_35_invalid_deepspeed_configs_raise_with_line_and_key(text: str, n
     ],
 )
 def test_fault_35_invalid_megatron_arguments_raise_with_line_and_flag(
-    before: str, after: str, named: str, tmp_path: Path
+    before: str, after: str, expected: str, tmp_path: Path
 ) -> None:
     assert before in MEGATRON
-    with pytest.raises(ValueError, match=rf"(?s)({named})"):
+    with pytest.raises(ValueError, match=rf"(?s)({expected})"):
         from_megatron(tmp_path, MEGATRON.replace(before, after))
 
 
@@ -413,34 +415,34 @@ DAMAGE = st.tuples(st.floats(0, 0.999), st.sampled_from((*ODD, "cut", *"{}[]:-\n
 
 
 @settings(deadline=None, max_examples=examples(300))
-@given(which=st.sampled_from(("yaml", "json", "args")), damage=st.lists(DAMAGE, max_size=4))
+@given(kind=st.sampled_from(("yaml", "json", "args")), damage=st.lists(DAMAGE, max_size=4))
 def test_fault_35_randomly_damaged_files_raise_value_error(
-    which: str, damage: list[tuple[float, str]]
+    kind: str, damage: list[tuple[float, str]]
 ) -> None:
     text, read = {
         "yaml": (FSDP, from_fsdp),
         "json": (json.dumps(ZERO, indent=2), from_zero),
         "args": (MEGATRON, from_megatron),
-    }[which]
-    for place, change in damage:
+    }[kind]
+    for position, change in damage:
         lines = text.split("\n")
-        number = int(place * len(lines))
+        number = int(position * len(lines))
         if change == "cut":
             del lines[number]
         elif change in ODD:
             lines[number] = re.sub(r"(?<=[: ])\S+$", change, lines[number])
         else:
-            column = int(place * 1000) % (len(lines[number]) + 1)
+            column = int(position * 1000) % (len(lines[number]) + 1)
             lines[number] = lines[number][:column] + change + lines[number][column:]
         text = "\n".join(lines)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = read(Path(folder), text)
-        except ValueError as refused:
-            assert str(refused)
+            plan = read(Path(folder), text)
+        except ValueError as error:
+            assert str(error)
         else:
-            assert found.world_size == EIGHT.num_gpus
+            assert plan.world_size == EIGHT.num_gpus
 
 
 def test_arguments_of_another_model_raise(tmp_path: Path) -> None:
@@ -449,7 +451,7 @@ def test_arguments_of_another_model_raise(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "expected"),
     [
         ('{"a":' * 900 + "1" + "}" * 900, "line 1: nested too deeply"),
         ("[" * 900_000, "line 1: nested too deeply"),
@@ -458,11 +460,11 @@ def test_arguments_of_another_model_raise(tmp_path: Path) -> None:
     ],
 )
 def test_fault_35_deeply_nested_and_huge_json_raises_within_5_seconds(
-    text: str, named: str, tmp_path: Path
+    text: str, expected: str, tmp_path: Path
 ) -> None:
     (tmp_path / "zero.json").write_text(text)
     before = time.process_time()
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError, match=expected):
         ss.Plan.from_deepspeed(tmp_path / "zero.json")
     assert time.process_time() - before < 5
 

@@ -270,13 +270,13 @@ def test_architecture_is_read_only() -> None:
 @given(st.floats(1, 9_999, allow_nan=False), st.sampled_from("mMbB"))
 def test_of_size_has_the_requested_parameters_within_3_percent(number: float, unit: str) -> None:
     number = round(number, 2)
-    asked = number * {"m": 1e6, "b": 1e9}[unit.lower()]
+    requested = number * {"m": 1e6, "b": 1e9}[unit.lower()]
     arch = Architecture.of_size(f"{number:.2f}{unit}")
-    assert arch.num_parameters == pytest.approx(asked, rel=0.03)
+    assert arch.num_parameters == pytest.approx(requested, rel=0.03)
     assert arch.hidden_size == arch.num_attention_heads * arch.head_dim
-    assert arch.tie_word_embeddings == (asked < 1e9)
-    assert arch.vocab_size == (2_048 if asked < 1e7 else 8_192 if asked < 1e8 else 32_000)
-    if asked >= 1e9:
+    assert arch.tie_word_embeddings == (requested < 1e9)
+    assert arch.vocab_size == (2_048 if requested < 1e7 else 8_192 if requested < 1e8 else 32_000)
+    if requested >= 1e9:
         assert arch.head_dim == 128
         assert arch.num_attention_heads % 8 == 0
 
@@ -319,17 +319,17 @@ def test_invalid_size_text_raises_with_an_example(bad: Any) -> None:
 
 
 def test_repeated_property_access_takes_less_than_50_microseconds() -> None:
-    def ask() -> None:
+    def access_properties() -> None:
         _ = DEEPSEEK.num_parameters, DEEPSEEK.parameter_groups, DEEPSEEK.lora_shapes
         DEEPSEEK.layer_parameters(7)
         DEEPSEEK.flops_per_token(4096)
 
-    ask()
+    access_properties()
     best = math.inf
     for _ in range(20):
         start = time.perf_counter()
         for _ in range(50):
-            ask()
+            access_properties()
         best = min(best, (time.perf_counter() - start) / 50)
     assert best < 50e-6
 

@@ -49,8 +49,10 @@ def test_flops_are_6_per_matrix_parameter_plus_attention_scores(name: str) -> No
     scores = 6 * sum(windows) * arch.num_attention_heads * width
     assert arch.flops_per_token(seq_len, causal=False) == 6 * matrices + scores
     # Under a causal mask each token sees itself and those before it, as far back as the window reaches.
-    seen = [sum(min(window, place + 1) for place in range(seq_len)) / seq_len for window in windows]
-    causal = 6 * matrices + 6 * sum(seen) * arch.num_attention_heads * width
+    visible_keys = [
+        sum(min(window, position + 1) for position in range(seq_len)) / seq_len for window in windows
+    ]
+    causal = 6 * matrices + 6 * sum(visible_keys) * arch.num_attention_heads * width
     assert arch.flops_per_token(seq_len) == pytest.approx(causal, rel=1e-3)
 
 
@@ -113,34 +115,34 @@ def test_memory_of_alibi_models_raises() -> None:
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
 def test_shards_of_tp_2_sum_to_the_whole_layer(family: str) -> None:
-    arch = _two_heads_at_least(ONE_OF_EACH[family])
+    arch = _with_even_heads(ONE_OF_EACH[family])
     for moe in {arch.is_moe_layer(index) for index in range(arch.num_hidden_layers)}:
-        whole, cut = (
+        whole, sharded = (
             {shape.name: shape for shape in stages.list_rank_shapes(arch, moe, tp, 1)} for tp in (1, 2)
         )
-        assert whole.keys() == cut.keys()
-        kept = {
+        assert whole.keys() == sharded.keys()
+        replicated = {
             name
             for name in whole
-            if (whole[name].rows, whole[name].columns) == (cut[name].rows, cut[name].columns)
+            if (whole[name].rows, whole[name].columns) == (sharded[name].rows, sharded[name].columns)
         }
-        for name in whole.keys() - kept:
-            numbers = [shape.copies * shape.rows * shape.columns for shape in (whole[name], cut[name])]
+        for name in whole.keys() - replicated:
+            numbers = [shape.copies * shape.rows * shape.columns for shape in (whole[name], sharded[name])]
             assert numbers[0] == 2 * numbers[1], name
         names = names_of(arch)
         inputs = {*attention_inputs(arch), *mlp_inputs(arch)} - {"q_a_proj", "kv_a_proj_with_mqa"}
         for module in {*inputs, names.output, names.down}:
-            assert not any(name.endswith(f".{module}.weight") for name in kept), module
-        for name in whole.keys() - kept:
+            assert not any(name.endswith(f".{module}.weight") for name in replicated), module
+        for name in whole.keys() - replicated:
             if whole[name].group != "experts":
                 row_parallel = name.split(".")[-2] in {names.output, names.down}
-                assert (cut[name].columns < whole[name].columns) == row_parallel, name
-        for name in kept:
+                assert (sharded[name].columns < whole[name].columns) == row_parallel, name
+        for name in replicated:
             group, vector = whole[name].group, whole[name].columns == 1
             assert vector or group in ("router", "experts") or name.split(".")[-2] in stages._REPLICATED, name
 
 
-def _two_heads_at_least(arch: Architecture) -> Architecture:
+def _with_even_heads(arch: Architecture) -> Architecture:
     if arch.num_attention_heads % 2 == 0:
         return arch
     return dataclasses.replace(

@@ -30,7 +30,7 @@ LLAMA = {
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100}
 
 
-def sizes_of(family: str) -> dict[str, Any]:
+def get_required_sizes(family: str) -> dict[str, Any]:
     """The sizes without which a config of ``family`` is refused."""
     if family == "gpt2":
         return GPT2
@@ -44,20 +44,20 @@ def sizes_of(family: str) -> dict[str, Any]:
     return sizes
 
 
-def meta_model(config: dict[str, Any]) -> Any:
+def build_meta_model(config: dict[str, Any]) -> Any:
     torch = needs("torch")
     transformers = needs("transformers", minversion="5.0")
     transformers.logging.set_verbosity_error()
     keys = {key: value for key, value in config.items() if key != "model_type"}
     keys |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    made = transformers.AutoConfig.for_model(config["model_type"], **keys)
+    hf_config = transformers.AutoConfig.for_model(config["model_type"], **keys)
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(made)
+        return transformers.AutoModelForCausalLM.from_config(hf_config)
 
 
-def assert_same(config: dict[str, Any]) -> None:
+def assert_same_parameters(config: dict[str, Any]) -> None:
     arch = Architecture.from_hf(config)
-    theirs = {name: tuple(parameter.shape) for name, parameter in meta_model(config).named_parameters()}
+    theirs = {name: tuple(parameter.shape) for name, parameter in build_meta_model(config).named_parameters()}
     prefix = names_of(arch).layers
     ours = {name: shape for _, name, shape in arch.outer_shapes}
     for index in range(arch.num_hidden_layers):
@@ -71,7 +71,7 @@ def assert_same(config: dict[str, Any]) -> None:
     "name", few(models, {arch.model_type: name for name, arch in models.items()}.values())
 )
 def test_catalog_models_have_the_parameters_of_transformers(name: str) -> None:
-    assert_same(get_config(name))
+    assert_same_parameters(get_config(name))
 
 
 @pytest.mark.parametrize(
@@ -240,11 +240,11 @@ def small_configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
 )
 @given(st.data())
 def test_random_small_configs_have_the_parameters_of_transformers(family: str, data: st.DataObject) -> None:
-    assert_same(data.draw(small_configs(family)))
+    assert_same_parameters(data.draw(small_configs(family)))
 
 
 def test_llama_with_every_bias_has_the_parameters_of_transformers() -> None:
-    assert_same({**LLAMA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True})
+    assert_same_parameters({**LLAMA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True})
 
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
@@ -258,7 +258,7 @@ def test_models_built_from_an_architecture_have_its_parameters(family: str, data
     from shardscope.training.model.model import config_values
 
     arch = Architecture.from_hf(data.draw(small_configs(family)))
-    built = meta_model({"model_type": family, **config_values(arch)})
+    built = build_meta_model({"model_type": family, **config_values(arch)})
     assert sum(p.numel() for p in built.parameters()) == arch.num_parameters
     kinds = getattr(built.config, "layer_types", None) or ()
     if arch.sliding_window_layers and kinds:
@@ -268,12 +268,12 @@ def test_models_built_from_an_architecture_have_its_parameters(family: str, data
 @pytest.mark.parametrize("family", MODEL_TYPES)
 def test_fault_36_missing_keys_have_the_familys_defaults(family: str) -> None:
     wide = {} if family == "gpt2" else {"hidden_size": 128, "num_attention_heads": 32}
-    assert_same({**sizes_of(family), **wide})
+    assert_same_parameters({**get_required_sizes(family), **wide})
 
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
 def test_fault_36_each_missing_size_raises_with_its_key(family: str) -> None:
-    sizes = sizes_of(family)
+    sizes = get_required_sizes(family)
     for key in sizes.keys() - {"model_type"}:
         with pytest.raises(ValueError, match=rf"config\.json {key} is None"):
             Architecture.from_hf({k: v for k, v in sizes.items() if k != key})
@@ -282,7 +282,7 @@ def test_fault_36_each_missing_size_raises_with_its_key(family: str) -> None:
 @pytest.mark.parametrize("family", MODEL_TYPES)
 @pytest.mark.parametrize("bad", [0, -1, 1e30, 10**30, float("nan"), float("inf"), True, "64", [64], 64.5])
 def test_fault_36_each_absurd_size_raises_with_its_key(family: str, bad: object) -> None:
-    sizes = sizes_of(family)
+    sizes = get_required_sizes(family)
     for key in sizes.keys() - {"model_type"}:
         with pytest.raises(ValueError, match=rf"config\.json {key} is .*allowed: .*Nearest fix: "):
             Architecture.from_hf({**sizes, key: bad})

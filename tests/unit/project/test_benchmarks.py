@@ -24,7 +24,7 @@ while True:
 
 
 @contextmanager
-def busy(seconds: float, folder: Path) -> Iterator[Side]:
+def run_busy_job(seconds: float, folder: Path) -> Iterator[Side]:
     """A job whose steps take so many seconds of a core; it has a process below it, as a launcher has."""
     inner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BUSY!r}, '{seconds}'])"
     log = folder / f"{seconds}.jsonl"
@@ -39,7 +39,7 @@ def busy(seconds: float, folder: Path) -> Iterator[Side]:
 
 
 def test_alternating_jobs_yield_the_ratio_of_their_cpu_times(tmp_path: Path) -> None:
-    with busy(0.02, tmp_path) as short, busy(0.04, tmp_path) as long:
+    with run_busy_job(0.02, tmp_path) as short, run_busy_job(0.04, tmp_path) as long:
         for side in (short, long):
             side.wait_for(1)
             side.hold()

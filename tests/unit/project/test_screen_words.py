@@ -16,13 +16,13 @@ from shardscope_widgets import Studio
 from shardscope_widgets.plans import ranking_figure
 
 FOLDER = Path(shardscope_widgets.__file__).parent
-DIALECT = re.compile(
+JARGON = re.compile(
     r"\b(mend\w*|told|beneath|nobody|somebody|a person|people|in words|the card|cards|few bits)\b",
     re.IGNORECASE,
 )
 
 
-def strings(path: Path) -> Iterator[str]:
+def list_strings(path: Path) -> Iterator[str]:
     """Every string of a module that is no docstring."""
     tree = ast.parse(path.read_text())
     bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -33,7 +33,7 @@ def strings(path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.stem)
 def test_widget_strings_contain_no_project_jargon(path: Path) -> None:
-    assert not [text for text in strings(path) if DIALECT.search(text)]
+    assert not [text for text in list_strings(path) if JARGON.search(text)]
 
 
 @pytest.mark.parametrize(
@@ -46,27 +46,29 @@ def test_widget_strings_contain_no_project_jargon(path: Path) -> None:
 def test_reasons_of_runs_contain_no_project_jargon(name: str) -> None:
     """Reasons stand in the Runs tab: "GiB of the card", "somebody sent it"."""
     path = FOLDER.parent.parent / "toolkit" / "shardscope" / "runs" / f"{name}.py"
-    assert not [text for text in strings(path) if " " in text and DIALECT.search(text)]
+    assert not [text for text in list_strings(path) if " " in text and JARGON.search(text)]
 
 
 def test_search_chart_describes_the_number_of_points() -> None:
     ranking: Any = SimpleNamespace(num_evaluated=12_032, num_feasible=3_204, seconds=0.41)
-    said = ranking_figure.describe_counts(ranking, 912)
-    assert all(fact in said for fact in ("12,032 plans", "0.41 s", "3,204 fit", "912 points shown"))
+    description = ranking_figure.describe_counts(ranking, 912)
+    assert all(fact in description for fact in ("12,032 plans", "0.41 s", "3,204 fit", "912 points shown"))
     assert "shown" not in ranking_figure.describe_counts(ranking, 12_032)
 
 
-def all_in(box: Any) -> Iterator[Any]:
+def walk_widgets(box: Any) -> Iterator[Any]:
     """The widget and all that it holds."""
     yield box
     for child in getattr(box, "children", ()):
-        yield from all_in(child)
+        yield from walk_widgets(child)
 
 
 def test_buttons_and_labels_have_the_agreed_texts() -> None:
     studio = Studio()
     studio.tabs.value = "Plans"
-    texts = [str(getattr(widget, name, "")) for widget in all_in(studio) for name in ("description", "value")]
+    texts = [
+        str(getattr(widget, name, "")) for widget in walk_widgets(studio) for name in ("description", "value")
+    ]
     for words in (
         "Check memory without GPUs",
         "Pin for comparison",

@@ -24,10 +24,12 @@ PLANS = sorted((FORMATS / "plans").glob("*.json"), key=str)
 RUNS = {"fsdp2": ("finished", 24), "zero": ("stopped", None), "megatron": ("stopped", None)}
 
 
-def missing(stored: Any, read: Any, path: str = "") -> list[str]:
+def list_differences(stored: Any, read: Any, path: str = "") -> list[str]:
     """Return what of ``stored`` is not in ``read``, which may have more fields."""
     if isinstance(stored, Mapping) and isinstance(read, Mapping):
-        return [text for key in stored for text in missing(stored[key], read.get(key), f"{path}.{key}")]
+        return [
+            text for key in stored for text in list_differences(stored[key], read.get(key), f"{path}.{key}")
+        ]
     return [] if stored == read else [f"{path}: {stored!r} became {read!r}"]
 
 
@@ -47,7 +49,7 @@ def test_stored_plans_cover_every_framework() -> None:
 def test_stored_plans_keep_every_field(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     plan = ss.Plan.from_json(text)
-    assert missing(json.loads(text), json.loads(plan.to_json())) == []
+    assert list_differences(json.loads(text), json.loads(plan.to_json())) == []
     assert plan.memory().peak_bytes > 0
 
 
@@ -84,9 +86,7 @@ def test_stored_trace_has_both_ranks() -> None:
     assert trace.ranks == [0, 1]
 
 
-def test_stored_calibration_is_used_for_cpu_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stored_calibration_is_used_for_cpu_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.accuracy.same_numbers import use_stored_calibration
 
     record = MachineRecord.from_json((FORMATS / "example-host--cpu.json").read_text(encoding="utf-8"))
@@ -101,9 +101,12 @@ def test_stored_calibration_is_used_for_cpu_ranks(
 
 def test_public_signatures_equal_the_stored_ones() -> None:
     stored = public_signatures.STORED.read_text(encoding="utf-8").splitlines()
-    today = public_signatures.describe_interface().splitlines()
-    gone, new = [one for one in stored if one not in today], [one for one in today if one not in stored]
-    assert not (gone or new), (
+    current = public_signatures.describe_interface().splitlines()
+    removed, added = (
+        [one for one in stored if one not in current],
+        [one for one in current if one not in stored],
+    )
+    assert not (removed or added), (
         "the public interface changed; if that is meant: python -m tests.unit.public_signatures --write\n"
-        + "\n".join([*(f"- {one}" for one in gone), *(f"+ {one}" for one in new)])
+        + "\n".join([*(f"- {one}" for one in removed), *(f"+ {one}" for one in added)])
     )

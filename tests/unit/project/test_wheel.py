@@ -15,7 +15,7 @@ needs("build")
 needs("hatchling")
 
 REPOSITORY = Path(__file__).parents[3]
-ROOMS = {"shardscope": REPOSITORY / "toolkit", "shardscope_widgets": REPOSITORY / "widgets"}
+PACKAGES = {"shardscope": REPOSITORY / "toolkit", "shardscope_widgets": REPOSITORY / "widgets"}
 
 WITHOUT_EXTRAS = """
 import sys
@@ -81,7 +81,7 @@ def unpacked(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -
 
 def source_files(package: str) -> set[str]:
     """Every file of a package in the working tree but what Python itself left there."""
-    root = ROOMS[package]
+    root = PACKAGES[package]
     return {
         file.relative_to(root).as_posix()
         for file in (root / package).rglob("*")
@@ -117,8 +117,8 @@ def test_wheel_has_the_data_files_read_at_run_time(wheel: zipfile.ZipFile, name:
 def test_wheel_has_no_other_files(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     metadata = next(name for name in names if name.endswith(".dist-info/METADATA")).partition("/")[0]
-    strangers = [name for name in names if name.split("/")[0] not in {*ROOMS, metadata}]
-    assert not strangers, strangers
+    unexpected = [name for name in names if name.split("/")[0] not in {*PACKAGES, metadata}]
+    assert not unexpected, unexpected
     leftovers = [
         name
         for name in names

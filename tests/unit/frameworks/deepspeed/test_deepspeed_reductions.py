@@ -42,9 +42,9 @@ def test_peak_during_gradient_reduction_is_predicted(name: str) -> None:
         ss.Recipe(seq_len=32, global_batch_size=8),
         ss.Layout.zero(**PLANS[name]),
     )
-    for played, predicted in zip(stages_of(plan), plan.memory().by_stage, strict=True):
-        most = max(
+    for rehearsed, predicted in zip(stages_of(plan), plan.memory().by_stage, strict=True):
+        peak = max(
             sum(predicted.at(phase).components[part] for part in TENSOR_COMPONENTS)
             for phase in ("forward", "backward", "optimizer")
         )
-        assert most == pytest.approx(played.peak.num_bytes, rel=0.01)
+        assert peak == pytest.approx(rehearsed.peak.num_bytes, rel=0.01)
