@@ -1,4 +1,4 @@
-"""The accuracy tools: each scores a small file of rows and ends well."""
+"""Tests of the accuracy tools on small files of rows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ROW: dict[str, Any] = {
 def test_scores_rows_and_reports_unknown_and_invalid_ones(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A row without a plan is counted, a line that is no JSON is named, and neither ends the run."""
+    """Rows without a plan are counted and invalid lines reported; neither aborts the run."""
     file = tmp_path / "rows.jsonl"
     unknown = {**ROW, "id": "row-2", "framework": "no framework of ours"}
     file.write_text(f"{json.dumps(ROW)}\n{json.dumps(unknown)}\nno json\n", encoding="utf-8")
@@ -55,7 +55,7 @@ def test_scores_rows_and_reports_unknown_and_invalid_ones(
 
 
 def test_own_rows_are_scored_with_their_plan(tmp_path: Path) -> None:
-    """What tests/gpu/test_one_gpu.py writes is what the scorer reads."""
+    """The scorer reads the rows that tests/gpu/test_one_gpu.py writes."""
     recipe = ss.Recipe(seq_len=512, micro_batch_size=4, global_batch_size=8, method="lora", lora_rank=8)
     cluster = ss.Cluster.parse("1xh100-sxm-80gb")
     plan = ss.Plan(ss.Architecture.of_size("120m"), cluster, recipe, ss.Layout.zero(stage=3))

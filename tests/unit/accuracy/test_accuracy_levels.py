@@ -1,4 +1,4 @@
-"""The levels that docs/accuracy.md reached hold: a formula that worsens them fails here, in seconds."""
+"""Tests of memory errors against fixed limits: a formula that increases them fails here within seconds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.accuracy.scoring import MemoryScore, absolute, percentile, score_memo
 
 from shardscope.memory.overheads import libraries as overheads
 
-# Source and kind -> the medians of absolute errors that were reached, in percent, and a little room: with
-# what ran beside the plan described, and by plan.memory() alone.
+# Source and kind -> limits of the median absolute errors in percent, with a small margin: with the
+# publishers' own code modelled, and of plan.memory() alone.
 MEDIANS = {
-    # Alone: without FSDP1's hooks, which hold a fifth more, and with transformers' loss in Unsloth's place.
+    # plan.memory() has no FSDP1 hooks, which need a fifth more, and transformers' loss instead of Unsloth's.
     ("FMS-acceleration", "allocated"): (2.0, 21.0),
     ("FMS-acceleration", "nvidia-smi"): (20.0, 20.0),
     ("Zero Bubble", "unknown"): (2.5, 2.5),
@@ -64,7 +64,7 @@ def test_no_memory_prediction_fails(score: MemoryScore) -> None:
 
 
 def test_fits_predictions_are_more_accurate_than_always_fits(score: MemoryScore) -> None:
-    """Nearly every row ran: what counts are those that did not, and that none that ran is turned away."""
+    """Nearly all rows ran: check that those out of memory are found, and none that ran is rejected."""
     assert len(score.fits) > 200
     out_of_memory = [fit for fit in score.fits if not fit.ran]
     assert len(out_of_memory) >= 7
@@ -72,7 +72,7 @@ def test_fits_predictions_are_more_accurate_than_always_fits(score: MemoryScore)
     assert sum(fit.ran and not fit.predicted for fit in score.fits) == 0
     assert sum(not fit.alone for fit in out_of_memory) >= 4
     assert sum(fit.ran and not fit.alone for fit in score.fits) <= 6
-    # What is tight is a warning: of those that ran out nearly every one had it, of those that ran hardly one.
+    # Plans close to the limit have a warning: nearly all rows out of memory, hardly any that ran.
     assert sum(fit.warned for fit in out_of_memory) >= 6
     assert sum(fit.warned and fit.ran for fit in score.fits) <= 0.1 * len(score.fits)
     assert all(fit.warned for fit in score.fits if not fit.alone)
@@ -88,7 +88,7 @@ def test_90_percent_of_allocated_rows_are_within_5_percent(score: MemoryScore) -
 
 
 def test_90_percent_of_allocated_rows_without_own_code_are_within_5_percent(score: MemoryScore) -> None:
-    """The product's own word, which no foreign code mends."""
+    """Predictions of ``plan.memory()`` alone, without modelled code of the publishers."""
     rows = [row for row in score.scored if kind(row.mapped.row) == "allocated" and not row.is_described]
     assert len(rows) >= 10
     assert all(row.predicted == row.alone for row in rows)
@@ -113,7 +113,7 @@ def test_error_bands_contain_enough_rows_and_are_narrow_enough(
 
 
 def test_fragmentation_high_percent_follows_from_calibration_rows(score: MemoryScore) -> None:
-    """Formulas move it a little; a constant that somebody chose otherwise fails."""
+    """Formulas change the share slightly; a constant that does not follow from it fails."""
     rows = of_calibration(score.scored)
     assert {row.mapped.row["role"] for row in rows} == {"calibration"}
     assert len({row.group[0] for row in rows}) == 4
@@ -125,7 +125,7 @@ def test_fragmentation_high_percent_follows_from_calibration_rows(score: MemoryS
 
 @pytest.mark.parametrize("name", ["BLOOM", "FMS-acceleration", "nanotron"])
 def test_judge_rows_are_in_their_bands_as_often_as_calibration_rows(score: MemoryScore, name: str) -> None:
-    """What a rule from `calibration` rows is worth: `judge` rows had no part in it."""
+    """The bands were chosen with `calibration` rows only; `judge` rows test whether they generalize."""
     share = {}
     for role in ("calibration", "judge"):
         rows = [
@@ -140,7 +140,7 @@ def test_judge_rows_are_in_their_bands_as_often_as_calibration_rows(score: Memor
 
 
 def test_memory_figures_in_accuracy_md_are_up_to_date(score: MemoryScore) -> None:
-    """Every figure, not names only: whoever changes a formula runs `make accuracy` and commits the file."""
+    """All figures are compared: after changing a formula, run `make accuracy` and commit the file."""
     fresh = full_report(score)
     stored = parts(DOCUMENT.read_text(encoding="utf-8"))["memory"]
     changed = [line for line in fresh.splitlines() if line not in set(stored.splitlines())]

@@ -1,4 +1,4 @@
-"""The levels that step times reached hold: a formula that worsens them fails here, in seconds."""
+"""Tests of step-time errors against fixed limits: a formula that increases them fails here within seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.accuracy.time_scoring import (
 )
 from tests.accuracy.time_writing import time_report
 
-# Source -> the median of absolute errors that was reached on its judge rows, in percent, and a little room.
+# Source -> limit of the median absolute error on its judge rows in percent, with a small margin.
 MEDIANS = {
     "BLOOM": 9.0,
     "FMS-acceleration": 6.0,
@@ -33,7 +33,7 @@ MEDIANS = {
     "nanotron": 70.0,
     "torchtitan": 7.0,
 }
-# Sources that sweep layouts, and the rank correlation that was reached over all their rows, less a little.
+# Sources that sweep layouts -> limit of the rank correlation over all their rows, with a small margin.
 RANKS = {
     "BLOOM": 0.90,
     "Korthikanti": 0.95,
@@ -75,7 +75,7 @@ def test_every_source_has_a_limit(score: TimeScore) -> None:
 
 
 def test_time_errors_are_within_the_goals(score: TimeScore) -> None:
-    """On rows that nothing was fitted on and on all, with what ran beside plans described and without."""
+    """On judge rows and on all rows, with the publishers' own code modelled and without."""
     every = calibrated(score)
     for one in (every, every.only("judge")):
         for rows in (one, one.by_product):
@@ -91,7 +91,7 @@ def test_85_percent_of_rows_have_a_plan_and_no_time_prediction_fails(score: Time
 
 
 def test_time_figures_in_accuracy_md_are_up_to_date(score: TimeScore) -> None:
-    """Every figure, not names only: whoever changes a formula runs `make accuracy` and commits the file."""
+    """All figures are compared: after changing a formula, run `make accuracy` and commit the file."""
     fresh, stored = time_report(score), parts(DOCUMENT.read_text(encoding="utf-8"))["time"]
     changed = [line for line in fresh.splitlines() if line not in set(stored.splitlines())]
     assert not changed, f"docs/accuracy.md is not of this code; run `make accuracy`. Changed: {changed[:5]}"

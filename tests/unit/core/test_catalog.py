@@ -1,4 +1,4 @@
-"""The catalogue: every figure has a source, every name is well formed, and misspelt names are helped."""
+"""Tests of the catalog: sources of all figures, valid names, and suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ def test_misspelt_names_raise_with_the_nearest(mapping: Any, bad: str, near: str
     with pytest.raises(KeyError, match=re.escape(repr(near)).replace("'", ".")) as caught:
         mapping[bad]
     known = caught.value.args[0].partition("known: ")[2].split(", ")
-    assert known == sorted(mapping), "in an order that a person can search"
+    assert known == sorted(mapping), "names are listed in alphabetical order"
 
 
 def test_models_are_found_by_hub_repository_in_any_case() -> None:
-    """As its entry spells it, and in any other case; none stands for two models, none is a name itself."""
+    """Repositories are unique in any case, and none is a name of the catalog."""
     names = load_model_names()
     read = [name for name, entry in load_table("models").items() if "huggingface.co" in entry["source"]]
     assert sorted(names.repositories.values()) == sorted(read) and len(read) > 80
@@ -147,7 +147,7 @@ def test_plan_cluster_and_recipe_errors_suggest_no_unrelated_name() -> None:
     assert field_error.value.changes == {} and "ss.Gpu" in field_error.value.fix
     with pytest.raises(FieldError) as field_error:
         Recipe(colour="red")  # type: ignore[call-arg]
-    assert "colour" in field_error.value.fix, "to leave it out, and not some other key"
+    assert "colour" in field_error.value.fix, "the fix is to leave it out, not another key"
 
 
 @pytest.mark.parametrize("bad", [None, 7, [], ("a",)])
@@ -166,7 +166,7 @@ def test_gpu_figures_are_consistent(name: str) -> None:
     assert peaks["fp16"] >= peaks["fp32"]
     if "bf16" in peaks:
         assert peaks["bf16"] == peaks["fp16"]
-    if "tf32" in peaks:  # AMD's CDNA 2 and 4 have none
+    if "tf32" in peaks:  # AMD's CDNA 2 and 4 have no tf32
         assert peaks["tf32"] == pytest.approx(peaks["bf16"] / 2, rel=0.015)
     if "fp8" in peaks:
         assert peaks["fp8"] == pytest.approx(2 * peaks["bf16"], rel=0.015)
@@ -195,12 +195,14 @@ def test_every_price_has_a_date_and_a_source_url(name: str) -> None:
     gpu, entry = gpus[name], load_table("gpus")[name]
     assert gpu.price_per_hour_usd and gpu.price_date
     assert 0.1 < gpu.price_per_hour_usd < 20  # a dollar amount for one GPU, not for a node or in cents
-    assert date.fromisoformat(gpu.price_date) > date(2017, 1, 1)  # no clock: a machine may stand in the past
+    assert date.fromisoformat(gpu.price_date) > date(
+        2017, 1, 1
+    )  # not compared with today: a machine's clock may be wrong
     assert ADDRESS.search(entry["price_source"])
 
 
 def test_only_listed_gpus_have_no_price() -> None:
-    """No list in dollars that says its own day has them; a price without its source is not kept."""
+    """No dated price list in dollars has these; a price needs a date and a source."""
     unpriced = {name for name, gpu in gpus.items() if gpu.price_per_hour_usd is None}
     assert unpriced == UNPRICED | {"cpu"}
     for name in unpriced:
@@ -209,13 +211,13 @@ def test_only_listed_gpus_have_no_price() -> None:
 
 @pytest.mark.parametrize("name", sorted(GPU_NAMES - {"cpu"}))
 def test_gpu_sources_have_a_url_and_contain_the_figures(name: str) -> None:
-    """Its source says the figures: the peak (or twice it, with sparsity), the bandwidth and the power."""
+    """The source has the peak (or twice the peak, with sparsity), the bandwidth and the power."""
     gpu, source = gpus[name], load_table("gpus")[name]["source"]
     assert ADDRESS.search(source)
     numbers = [float(number.replace(",", "")) for number in re.findall(r"(?<!\w)\d[\d,]*(?:\.\d+)?", source)]
     peak = gpu.peak_flops["fp16"] / 1e12 * (2 if "halved" in source else 1)
     assert any(value == pytest.approx(peak / unit, rel=2e-3) for value in numbers for unit in (1, 1000))
-    whole = 2 if name == "mi250x-gcd-64gb" else 1  # its page is for both dies
+    whole = 2 if name == "mi250x-gcd-64gb" else 1  # its page has the figures of both dies
     speeds = re.findall(r"([\d,.]+) ([GT])B/s", source)
     bandwidths = [float(value.replace(",", "")) * {"G": 1e9, "T": 1e12}[unit] for value, unit in speeds]
     assert gpu.memory_bandwidth_bytes_per_second is not None

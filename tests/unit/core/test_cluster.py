@@ -1,4 +1,4 @@
-"""The GPU inventory: parsing, detection with a pretended driver, refusals and JSON."""
+"""Tests of ``Cluster``: parsing, detection with a fake driver, errors and JSON."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_any_text_parses_or_raises_value_error(text: str) -> None:
         assert "Nearest fix" in str(error)
 
 
-# ------------------------------------------------------------------------------------------- refusals
+# --------------------------------------------------------------------------------------------- errors
 
 NUMBERS = [0, -1, 1e30, 10**30, math.nan, math.inf, True, "8"]
 
@@ -197,7 +197,7 @@ class NvmlError(Exception):
 def pretend_driver(
     monkeypatch: pytest.MonkeyPatch, devices: list[tuple[str, int]], visible: str | None = None
 ) -> None:
-    """A pynvml whose cards are (name, bytes); handles are their indices."""
+    """Replace pynvml by a fake whose GPUs are (name, bytes); handles are their indices."""
 
     def memory(handle: int, version: object = None) -> SimpleNamespace:
         return SimpleNamespace(total=devices[handle][1], reserved=2**29)
@@ -307,7 +307,7 @@ ENTRIES = ["0", "1", "2", "9", "-1", "+1", "x", "1x", "", " 2", "GPU-a1", "GPU-b
 @settings(max_examples=examples(400))
 @given(st.lists(st.sampled_from(ENTRIES), min_size=1, max_size=5).map(",".join))
 def test_fault_20_number_of_visible_gpus_equals_that_of_torch(visible: str) -> None:
-    """torch's own reading of the variable; only the driver's answers below it are stand-ins."""
+    """torch parses the variable itself; only the driver's answers are fake."""
     cuda = needs("torch").cuda
     uuids = ["GPU-a1", "GPU-b2", "GPU-c3"]
     with pytest.MonkeyPatch.context() as patch:
@@ -353,7 +353,7 @@ def test_host_memory_is_the_lowest_cgroup_limit(tmp_path: Path) -> None:
     (root / "a/memory.max").write_text(f"{2**28}\n")
     (root / "a/b/memory.max").write_text("max\n")
     assert host.get_host_memory_bytes(membership, root) == 2**28 < whole
-    (tmp_path / "memory.max").write_text("1")  # above the tree: not ours
+    (tmp_path / "memory.max").write_text("1")  # outside of the cgroup tree
     assert host.get_host_memory_bytes(membership, root) == 2**28
 
 

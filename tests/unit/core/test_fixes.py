@@ -1,4 +1,4 @@
-"""The nearest fix that a refusal names: once it is made, that is mended, and nothing goes in a circle."""
+"""Tests of the nearest fix in an error: applying it resolves the error, and fixes never form a cycle."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ Options = tuple[str, str, dict[str, Any], str, dict[str, Any]]
 
 @st.composite
 def plan_options(draw: Any) -> Options:
-    """What a person may ask for: some of it can run, most of it cannot, often for several reasons."""
+    """Draw options of a plan: most combinations are invalid, often for several reasons."""
     framework = draw(st.sampled_from(sorted(DEGREES)))
     degrees: dict[str, tuple[Any, ...]] = dict.fromkeys(DEGREES[framework], (2, 3, 4, 5, 7, 8, 10, 16))
     return (
@@ -95,7 +95,7 @@ def build_plan(options: Options) -> Plan:
 
 
 def apply_fix(options: Options, error: FieldError) -> Options:
-    """What a person would type who reads ``error``: "tp=4, seq_len=512", or another layout, or a value."""
+    """Return ``options`` with the fix of ``error``: "tp=4, seq_len=512", another layout, or a value."""
     model, cluster, recipe, framework, layout = options
     call: Any = ast.parse(f"fix({error.fix})", mode="eval").body
     keywords = {item.arg: item.value for item in call.keywords}
@@ -112,7 +112,7 @@ def apply_fix(options: Options, error: FieldError) -> Options:
 @settings(deadline=None, max_examples=examples(300))
 @given(plan_options())
 def test_at_most_three_suggested_fixes_lead_to_a_valid_plan(options: Options) -> None:
-    """One for the recipe, one for the layout, one for both together: more nouns there are not."""
+    """One for the recipe, one for the layout, and one for their combination."""
     messages: list[tuple[str, str]] = []
     while True:
         try:
@@ -128,7 +128,7 @@ def test_at_most_three_suggested_fixes_lead_to_a_valid_plan(options: Options) ->
 
 
 INTERACTING: list[tuple[Options, str]] = [
-    # Stage 1 for the pipeline, stage 3 for what is offloaded.
+    # A pipeline needs stage 1, offloaded parameters need stage 3.
     (
         ("llama-3.1-8b", "8xh100-sxm-80gb", {}, "zero", {"pp": 2, "offload_params": "cpu"}),
         "stage=1, offload_params=None",
@@ -137,7 +137,7 @@ INTERACTING: list[tuple[Options, str]] = [
         ("llama-3.1-8b", "8xh100-sxm-80gb", {}, "zero", {"stage": 1, "pp": 2, "offload_optimizer": "nvme"}),
         "offload_optimizer=None",
     ),
-    # Autocast's compiled layers are not counted computed again, and an interval is nothing without that.
+    # No formula counts recomputation of compiled layers in autocast; an interval needs recomputation.
     (
         (
             "llama-3.2-1b",
@@ -148,11 +148,11 @@ INTERACTING: list[tuple[Options, str]] = [
         ),
         "recompute='none', recompute_interval=1",
     ),
-    # Query heads, key/value heads and GPUs all have to come out even.
+    # tp has to divide the query heads, the key/value heads and the GPUs.
     (("llama-3.1-8b", "8xh100-sxm-80gb", {}, "fsdp2", {"tp": 10}), "tp=8"),
     (("qwen3-30b-a3b", "8xh100-sxm-80gb", {}, "fsdp2", {"tp": 10}), "tp=4"),
     (("mistral-7b-v0.3", "6xh100-sxm-80gb", {"global_batch_size": 12}, "fsdp2", {"tp": 5}), "tp=2"),
-    # Layers and GPUs have to.
+    # pp and vpp have to divide the layers, and pp the GPUs.
     (
         (
             "llama-3.1-405b",
@@ -168,7 +168,7 @@ INTERACTING: list[tuple[Options, str]] = [
         ("qwen3-0.6b", "3x4xh100-sxm-80gb", {"global_batch_size": 96}, "megatron", {"pp": 7, "vpp": 8}),
         "pp=3, vpp=10",
     ),
-    # Packing asks for flash attention, which the family has not.
+    # Packing needs flash attention, which the family does not support.
     (("gpt2", "2xcpu", {"packing": True, "seq_len": 512}, "fsdp2", {}), "packing=False"),
     # A sequence that three ranks divide is longer than the learned positions.
     (("gpt2", "3xh100-sxm-80gb", {"seq_len": 1024, "global_batch_size": 3}, "fsdp2", {"cp": 3}), "cp=1"),
@@ -227,7 +227,7 @@ def test_a_recipe_of_another_type_has_the_default_recipe_as_fix() -> None:
 
 
 def test_the_search_for_a_fix_is_bounded() -> None:
-    """However much is wrong at once."""
+    """The number of tries has a limit, however many fields are invalid."""
     tries = []
     original = Recipe.__post_init__
 
@@ -249,7 +249,7 @@ def test_the_search_for_a_fix_is_bounded() -> None:
     assert 1 < len(tries) <= 2 * MAX_TRIES
 
 
-# ------------------------------------------------------------------------------------------- unknown names
+# ---------------------------------------------------------------------------------------- unknown keywords
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_misspelt_keywords_of_plan_and_replace_raise_with_the_nearest() -> None:
 
 
 def test_signatures_list_the_fields() -> None:
-    """A notebook's Tab and ``?`` read them, through the check of names."""
+    """A notebook's Tab completion and ``?`` read them, although a wrapper checks the names."""
     from inspect import signature
 
     assert list(signature(Recipe).parameters) == [field.name for field in fields(Recipe)]
@@ -289,7 +289,7 @@ def test_signatures_list_the_fields() -> None:
     assert list(signature(Plan).parameters) == ["architecture", "cluster", "recipe", "layout"]
 
 
-# ------------------------------------------------------------------------------------ the fix as data
+# ------------------------------------------------------------------------------- fixes as ``changes``
 
 
 def test_errors_of_indivisible_batches_have_a_summary_and_changes() -> None:

@@ -1,4 +1,4 @@
-"""Layouts: their fields, what follows from a cluster, what is offered and fitted, and pipeline splits."""
+"""Tests of ``Layout``: fields, degrees on a cluster, valid values, nearest valid layouts, pipeline stages."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_list_divisors_and_find_largest_divisor(number: int, at_most: int) -> No
     assert find_largest_divisor(number, at_most) == max(d for d in divisors if d <= at_most)
 
 
-# ------------------------------------------------------------------------------------ offered and fitted
+# ------------------------------------------------------------------------ valid values and nearest layout
 
 
 @settings(max_examples=examples(80), deadline=None)
@@ -281,7 +281,7 @@ def test_megatron_supports_tp_above_the_number_of_key_value_heads() -> None:
         lambda: compute_degrees(Layout.megatron(tp=6), Cluster.parse("6xcpu"), odd), "Layout.tp"
     )
     assert "multiple" in error.allowed
-    # Four would divide the heads, and not the six ranks.
+    # Four divides the heads, but not the six ranks.
     assert error.fix == "tp=2, global_batch_size=63"
 
 
@@ -292,7 +292,7 @@ def test_zero_3_has_no_tensor_or_expert_parallelism() -> None:
             Layout.zero(stage).list_valid_values(arch, EIGHT, Recipe()) for arch in (LLAMA, MOE)
         )
         assert (dense["stage"], dense["tp"], dense["ep"]) == ([0, 1, 2, 3], tp, [1])
-        # AutoTP cuts no experts.
+        # AutoTP does not shard experts.
         assert (experts["stage"], experts["tp"], experts["ep"]) == ([0, 1, 2, 3], [1], ep)
 
 

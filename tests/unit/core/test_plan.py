@@ -1,4 +1,4 @@
-"""Plans: the four nouns together, what cannot run, and the same bytes from every way of making one."""
+"""Tests of ``Plan``: its four arguments together, errors of plans that cannot run, copies and CPU trials."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def test_seq_len_beyond_learned_positions_raises() -> None:
 @given(plans())
 def test_copies_and_pickles_of_a_plan_are_equal(plan: Plan) -> None:
     report = plan.memory()
-    assert plan.memory() is report, "computed once"
-    with suppress(ValueError):  # of a figure that is not known
+    assert plan.memory() is report, "the report is cached"
+    with suppress(ValueError):  # for GPUs with an unknown figure
         assert plan.step() is plan.step()
     for again in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan)), Plan.from_json(plan.to_json())):
         assert again == plan

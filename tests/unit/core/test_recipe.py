@@ -1,4 +1,4 @@
-"""What a recipe accepts, what it refuses and in which words, and its JSON."""
+"""Tests of ``Recipe``: valid values, error messages with their fixes, and JSON."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_quantization_needs_a_frozen_base() -> None:
 
 
 def test_reads_json_of_version_0_1() -> None:
-    """Version 0.1 wrote ten fields."""
+    """Version 0.1 wrote ten fields; the others have their defaults."""
     written = """{"shardscope": "Recipe", "version": 1, "seq_len": 2048, "micro_batch_size": 1,
         "global_batch_size": 64, "method": "lora", "precision": "bf16-mixed", "optimizer": "adamw",
         "recompute": "none", "kernels": null, "lora_rank": 8, "lora_targets": null}"""

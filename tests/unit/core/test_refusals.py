@@ -1,4 +1,4 @@
-"""A refusal names a way that works: what ``plan.memory()`` cannot tell, the fix that it names can."""
+"""Tests of errors of ``plan.memory()`` for plans without formulas: the alternative they suggest works."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_rehearsal_that_an_error_suggests_runs(layout: ss.Layout) -> None:
     for module in ("torch", "transformers"):
         needs(module)
     plan = build_plan(ALIBI, layout, layers=2)
-    # Of one framework in a process of its own, into which a family without formulas has to come.
+    # FSDP2's runs in a separate process, to which a family without formulas has to be passed.
     report = plan.rehearse(timeout=300) if layout.framework == "fsdp2" else rehearsed_here(plan)
     assert report.tier == "rehearsed"
     assert report.components["activations"] > 0 and report.components["communication"] > 0

@@ -1,4 +1,4 @@
-"""Nouns to JSON and back: versions, keys, marks and duplicates, the same for every noun."""
+"""Tests of JSON of all public dataclasses: round trips, versions, unknown and duplicate keys."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_every_plan_round_trips(plan: Plan) -> None:
 ), st.sampled_from(sorted(NOUNS)))  # fmt: skip
 @settings(max_examples=examples(300), deadline=None)
 def test_fault_33_any_value_in_any_field_is_read_or_raises_value_error(value: Any, name: str) -> None:
-    """Never a TypeError, an OverflowError or a crash from what a file holds."""
+    """No content of a file raises a TypeError or an OverflowError or crashes."""
     noun = NOUNS[name]
     for field in json.loads(noun.to_json()):
         try:

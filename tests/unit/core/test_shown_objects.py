@@ -1,4 +1,4 @@
-"""Every public object that can end a notebook cell shows itself as a table, with its text escaped."""
+"""Tests of the HTML tables that public objects display in notebooks, with their text escaped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRACE = Path(__file__).parents[2] / "fixtures" / "trace_2_ranks"
 
 @cache
 def plan() -> ss.Plan:
-    """It does not fit, so that it has repairs and findings."""
+    """Return a plan that does not fit, so that it has repairs and findings."""
     recipe = ss.Recipe(seq_len=8192, micro_batch_size=4)
     return ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.fsdp2())
 
@@ -52,7 +52,7 @@ OBJECTS = {
 
 
 def render_html(value: object) -> str:
-    """The HTML that a notebook shows at the end of a cell."""
+    """Return the HTML that a notebook displays for ``value`` at the end of a cell."""
     data, _ = DisplayFormatter().format(value)
     return str(data.get("text/html", ""))
 

@@ -1,4 +1,4 @@
-"""What ``plan.export`` writes, and that nothing of a plan gets lost on the way there and back."""
+"""Tests of the files that ``plan.export`` writes and of reading them back as the same plan."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_an_export_reads_back_as_the_same_plan(framework: str) -> None:
 
 @pytest.mark.parametrize("framework", FAMILIES)
 def test_each_config_file_restores_its_layout_without_plan_json(framework: str) -> None:
-    """Read without the plan beside it, it gives a plan that is written in the same words again."""
+    """A config file without plan.json is read as a plan whose export has the same text."""
 
     @settings(deadline=None, max_examples=examples(60))
     @given(plan=plans(framework))
@@ -100,7 +100,7 @@ FILES_WITH_RECIPE = ("accelerate_config.yaml", "ds_config.json")
 
 @pytest.mark.parametrize("framework", ("ddp", "fsdp2", "deepspeed"))
 def test_config_file_comments_restore_the_recipe_without_plan_json(framework: str) -> None:
-    """Fields that the format cannot express are in a comment of the file, and are read from there."""
+    """Fields that the format cannot express are written to a comment of the file and read from it."""
 
     @settings(deadline=None, max_examples=examples(30))
     @given(plan=plans(framework))
@@ -144,13 +144,13 @@ DERIVED = frozenset({
     "shard", "etp", "sequence_parallel", "grad_reduce_in_fp32", "stage3_prefetch_bucket_size", "kernels",
     "offload_params_buffer_count", "offload_params_buffer_size", "reshard_after_forward",
 })  # fmt: skip
-"""Fields whose open value means one of the others, so that two plans may mean the same."""
+"""Fields whose default is resolved to an explicit value, so that two unequal plans may be equivalent."""
 
 
 @settings(deadline=None, max_examples=examples(120))
 @given(plan=plans())
 def test_every_changed_field_changes_the_exported_files(plan: ss.Plan) -> None:
-    """Two plans that differ in one field never give the same file: it says the field, or that it does not."""
+    """Plans that differ in one field have different files: each has the field or lists it as missing."""
     files = render_texts(plan)
     for noun in ("recipe", "layout"):
         for field in fields(getattr(plan, noun)):
@@ -163,11 +163,11 @@ def test_every_changed_field_changes_the_exported_files(plan: ss.Plan) -> None:
                 continue
             others = render_texts(changed)
             for name in set(CONFIGURATIONS) & set(files) & set(others):
-                # Some point to DeepSpeed's JSON and leave what is in there to it.
+                # Some files refer to DeepSpeed's JSON for the options in it.
                 one, other = (
                     written[name] + written.get("ds_config.json", "") for written in (files, others)
                 )
-                assert one != other, f"{name} is silent about {field.name}"
+                assert one != other, f"{name} does not depend on {field.name}"
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_exported_scripts_are_valid_bash_and_executable(plan: ss.Plan, tmp_path:
 
 
 def list_launcher_arguments(folder: Path, command: str, *arguments: str, **environment: str) -> list[str]:
-    """What ``command`` calls torchrun or accelerate with, word by word."""
+    """Return the arguments with which ``command`` calls torchrun or accelerate."""
     (folder / "bin").mkdir(exist_ok=True)
     for name in ("torchrun", "accelerate"):
         fake = folder / "bin" / name
@@ -250,19 +250,19 @@ def test_launch_commands_on_several_nodes_have_rendezvous_arguments(tmp_path: Pa
     assert arguments[:3] == ["launch", "--config_file", "accelerate_config.yaml"]
     assert arguments[arguments.index("--machine_rank") + 1] == "2"
     assert arguments[arguments.index("--main_process_ip") + 1] == "node-0"
-    assert arguments[-2:] == [str(script), "--fast"], "a script is found from where the person stands"
+    assert arguments[-2:] == [str(script), "--fast"], "relative paths of scripts start at the user's folder"
     with pytest.raises(RuntimeError, match="the path of a script"):
         list_launcher_arguments(tmp_path, "accelerate_launch.sh", **environment)
 
 
 @pytest.mark.parametrize("layout", [ss.Layout.fsdp2(), ss.Layout.megatron(tp=2)], ids=["fsdp2", "megatron"])
 def test_start_commands_in_files_md_run(layout: Any, tmp_path: Path) -> None:
-    """As it is told: typed in the folder, with every ``<...>`` filled in, and FILES.md tells it too."""
+    """FILES.md lists the start commands, which run in the folder once every ``<...>`` is filled in."""
     plan = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("2x8xh100-sxm-80gb"), ss.Recipe(), layout)
     plan.export(tmp_path)
     list_launcher_arguments(
         tmp_path, "torchrun.sh", HEAD_NODE="a", MEGATRON_LM="b"
-    )  # makes the fakes that it calls
+    )  # creates the fake launchers
     started = {file.name: file for file in list_files(plan) if file.start_command}
     assert {"torchrun.sh", "job.sbatch"} <= set(started) and "train.py" not in started
     for file in started.values():
@@ -282,7 +282,7 @@ def test_start_commands_in_files_md_run(layout: Any, tmp_path: Path) -> None:
 
 
 def test_sbatch_on_gpus_requests_exclusive_nodes() -> None:
-    """Slurm's usual default would be one CPU for all ranks."""
+    """Slurm's usual default is one CPU for all ranks."""
     job = render_texts(build_small_plan(ss.Layout.zero(offload_optimizer="cpu"), "2x8xh100-sxm-80gb"))[
         "job.sbatch"
     ]
@@ -294,13 +294,13 @@ def test_sbatch_on_gpus_requests_exclusive_nodes() -> None:
 def test_torchrun_script_keeps_cuda_device_max_connections_if_set(
     inherited: dict[str, str], expected: str, tmp_path: Path
 ) -> None:
-    """As in a run: kernels start in the order of their calls, unless somebody has said otherwise."""
+    """The default is 1, as in a run, so that kernels start in the order of their calls."""
     plan = ss.Plan(
         ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.megatron(tp=2)
     )
     plan.export(tmp_path)
     recorded = tmp_path / "told"
-    list_launcher_arguments(tmp_path, "torchrun.sh", MEGATRON_LM="b")  # makes the fakes
+    list_launcher_arguments(tmp_path, "torchrun.sh", MEGATRON_LM="b")  # creates the fake launchers
     fake = tmp_path / "bin" / "torchrun"
     fake.write_text(f'#!/usr/bin/env bash\nprintf %s "$CUDA_DEVICE_MAX_CONNECTIONS" > "{recorded}"\n')
     subprocess.run(
@@ -312,7 +312,7 @@ def test_torchrun_script_keeps_cuda_device_max_connections_if_set(
 
 
 def test_megatron_arguments_reach_pretrain_gpt_unchanged(tmp_path: Path) -> None:
-    """bash splits the file into the words that argparse shall see, stars and all."""
+    """bash splits the file into the arguments that argparse expects, without expanding asterisks."""
     plan = ss.Plan(
         ss.models["mixtral-8x7b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.megatron(ep=8)
     )
@@ -344,7 +344,7 @@ OWN_FILES = {
     "deepspeed": ss.Layout.zero(3),
     "megatron": ss.Layout.megatron(tp=2),
 }
-"""A layout of each framework that its train.py trains."""
+"""For each framework, a layout that its train.py supports."""
 IMPORTED = {"torch", "transformers", "tokenizers", "numpy", "peft", "deepspeed", "megatron", "megatron_model"}
 
 
@@ -404,7 +404,7 @@ def test_default_learning_rates_of_train_py_equal_those_of_the_tasks(framework: 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_ds_config_has_the_gradient_clipping_of_the_engine(stage: int, tmp_path: Path) -> None:
-    """The Trainer tells DeepSpeed its own norm where the file says "auto", and nothing otherwise."""
+    """The Trainer passes its own norm to DeepSpeed only if the file has "auto"."""
     plan = build_small_plan(ss.Layout.zero(stage=stage))
     nouns: Any = {"architecture": plan.architecture, "cluster": plan.cluster, "recipe": plan.recipe}
     text = render_texts(plan)["ds_config.json"]

@@ -1,4 +1,4 @@
-"""Plain scripts stop at a checkpoint (--model) that they would train as another model."""
+"""Tests of exported scripts that exit if the checkpoint of ``--model`` differs from the planned model."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 LAYOUTS = {"ddp": "ddp", "fsdp2": "fsdp2", "deepspeed": "zero", "megatron": "megatron"}
 """Frameworks, and the names of their layouts."""
 MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Families that its train.py trains; that of the others trains all."""
+"""Families that Megatron's train.py supports; those of the other frameworks support all."""
 
 
 def combine_with_frameworks(*cases: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Each case, which begins with a family, after each framework whose train.py trains that."""
+    """Return the cases, which start with a family, for each framework whose train.py supports the family."""
     return [
         (framework, *case)
         for framework in LAYOUTS
@@ -65,7 +65,7 @@ def combine_with_frameworks(*cases: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 
 
 def read_config(family: str, framework: str, folder: Path, **other: Any) -> Any:
-    """What train.py reads of a checkpoint of the plan's sizes but ``other``."""
+    """Return the config that train.py reads from a checkpoint with the plan's sizes except ``other``."""
     from transformers import AutoConfig
 
     script = import_script(framework)
@@ -88,7 +88,7 @@ def build_plan(family: str, layout: str, **degrees: int) -> ss.Plan:
     ("framework", "family"), combine_with_frameworks(*((family,) for family in FAMILIES))
 )
 def test_checkpoints_with_the_planned_shapes_are_read(family: str, framework: str, tmp_path: Path) -> None:
-    """Rotary base and epsilons are its own, and so is what only generation needs."""
+    """Rotary base, epsilons and options of generation come from the checkpoint."""
     if family == "gpt2":
         assert read_config(family, framework, tmp_path, layer_norm_epsilon=1e-4).layer_norm_epsilon == 1e-4
         read_config(family, framework, tmp_path, n_inner=None)

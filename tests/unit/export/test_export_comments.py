@@ -1,4 +1,4 @@
-"""Plan fields in the comments of exported files, which are read without a plan.json."""
+"""Tests of plan fields in comments of exported files, which are read if there is no plan.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ``plan.export`` writes, and what of a person's it never replaces."""
+"""Tests of the folder that ``plan.export`` writes to and of the user's files, which it never overwrites."""
 
 from __future__ import annotations
 

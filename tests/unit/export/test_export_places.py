@@ -1,4 +1,4 @@
-"""A refusal of what several lines say together names each of them; what a file lacks is said last."""
+"""Tests of the file, line and option that errors about configuration files name."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def read_error_message(kind: str, before: str, after: str, folder: Path, **nouns
 
 
 @pytest.mark.parametrize(
-    ("kind", "before", "after", "expected"),
+    ("kind", "before", "after", "said"),
     [
         (
             "megatron",
@@ -155,10 +155,10 @@ def read_error_message(kind: str, before: str, after: str, folder: Path, **nouns
     ],
 )
 def test_errors_about_several_options_name_each_line(
-    kind: str, before: str, after: str, expected: str, tmp_path: Path
+    kind: str, before: str, after: str, said: str, tmp_path: Path
 ) -> None:
     nouns = {} if kind == "megatron" else {"architecture": LLAMA}
-    assert read_error_message(kind, before, after, tmp_path, cluster=CLUSTER, **nouns).startswith(expected)
+    assert read_error_message(kind, before, after, tmp_path, cluster=CLUSTER, **nouns).startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Configurations that people wrote, and broken ones: each refusal names the line and the key."""
+"""Tests of reading users' configuration files, and of errors with line and key for invalid ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ tpu_use_cluster: false
 tpu_use_sudo: false
 use_cpu: false
 """
-"""As ``accelerate config`` writes it."""
+"""A file that ``accelerate config`` has written."""
 
 ZERO: dict[str, Any] = {
     "bf16": {"enabled": "auto"},
@@ -71,7 +71,7 @@ ZERO: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": "auto",
     "wall_clock_breakdown": False,
 }
-"""As transformers' documentation has it."""
+"""The example of transformers' documentation."""
 
 MEGATRON = """\
 --num-layers 32 \\
@@ -117,7 +117,7 @@ def from_megatron(folder: Path, text: str = MEGATRON, **given: Any) -> ss.Plan:
     return ss.Plan.from_megatron(folder / "args.txt", **{"cluster": EIGHT, **given})
 
 
-# ------------------------------------------------------------------------------------- what people wrote
+# ------------------------------------------------------------------------------------- files of users
 
 
 def test_reads_the_output_of_accelerate_config(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_edited_config_files_have_priority_over_plan_json(
     assert parsed == replace(plan, layout=replace(plan.layout, **is_now, **sequence))
 
 
-# ------------------------------------------------------------------------------------------- broken files
+# ------------------------------------------------------------------------------------------ invalid files
 
 
 @pytest.mark.parametrize(
@@ -470,7 +470,7 @@ def test_fault_35_deeply_nested_and_huge_json_raises_within_5_seconds(
 
 
 def test_fault_35_a_yaml_alias_bomb_raises_within_1_second(tmp_path: Path) -> None:
-    """Nine times nine aliases of the line above: ten lines that stand for 3.5 thousand million words."""
+    """Each line has nine aliases of the line above: ten lines expand to 3.5 billion words."""
     lines = ["a0: &a0 [" + ", ".join(["word"] * 9) + "]"]
     lines += [f"a{n}: &a{n} [" + ", ".join([f"*a{n - 1}"] * 9) + "]" for n in range(1, 10)]
     before = time.process_time()

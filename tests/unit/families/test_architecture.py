@@ -1,4 +1,4 @@
-"""The Architecture noun: its own arithmetic, its refusals, and what planning reads off it."""
+"""Tests of ``Architecture``: parameter counts, FLOPs, errors, JSON and ``of_size``."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_rejects_invalid_seq_len(bad: Any) -> None:
         LLAMA.flops_per_token(bad)
 
 
-# ------------------------------------------------------------------------------------------ refusals
+# -------------------------------------------------------------------------------------------- errors
 
 FLAGS = ["tie_word_embeddings", "attention_bias", "attention_output_bias", "mlp_bias", "gated_mlp", "qk_norm"]
 

@@ -1,4 +1,4 @@
-"""What every family shares with the planner: FLOPs right in kind, and how tensor parallelism cuts tensors."""
+"""Tests of all model families: FLOPs, unsupported layers and tensor-parallel shards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_family_has_a_catalog_model_and_activation_formulas() -> None:
 
 @pytest.mark.parametrize("name", few(sorted(models), [arch.name for arch in ONE_OF_EACH.values()]))
 def test_flops_are_6_per_matrix_parameter_plus_attention_scores(name: str) -> None:
-    """Counted again here, tensor by tensor (Kaplan et al. 2020, section 2.1; PaLM, appendix B)."""
+    """Count FLOPs again, tensor by tensor (Kaplan et al. 2020, section 2.1; PaLM, appendix B)."""
     arch = models[name]
     moe = arch.mixture_of_experts
     matrices = arch.vocab_size * arch.hidden_size
@@ -48,7 +48,7 @@ def test_flops_are_6_per_matrix_parameter_plus_attention_scores(name: str) -> No
     windows += [min(seq_len, arch.sliding_window or seq_len)] * arch.sliding_window_layers
     scores = 6 * sum(windows) * arch.num_attention_heads * width
     assert arch.flops_per_token(seq_len, causal=False) == 6 * matrices + scores
-    # Under a causal mask each token sees itself and those before it, as far back as the window reaches.
+    # With a causal mask, each token attends to itself and to earlier tokens within the window.
     visible_keys = [
         sum(min(window, position + 1) for position in range(seq_len)) / seq_len for window in windows
     ]
@@ -82,13 +82,13 @@ def test_flops_count_active_and_shared_experts_only() -> None:
     assert idle.flops_per_token(1) - qwen.flops_per_token(1) == 6 * router
     shared = 3 * qwen.hidden_size * experts.shared_expert_intermediate_size
     assert qwen.layer_matrix_parameters(0)["shared_experts"] == shared + qwen.hidden_size
-    # arXiv:2508.10925, table 1: 3.61 and 5.13 billion active, the embedding not among them.
+    # arXiv:2508.10925, table 1: 3.61 and 5.13 billion active parameters without the embedding.
     for name, billions in (("gpt-oss-20b", 3.61), ("gpt-oss-120b", 5.13)):
         active = models[name].num_active_parameters - models[name].embedding_parameters
         assert active / 1e9 == pytest.approx(billions, abs=0.005)
 
 
-# --------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------ unsupported layers
 
 
 @pytest.mark.parametrize("name", ["pythia-1b", "phi-2", "falcon-7b", "olmo-2-7b", "gpt-oss-20b"])

@@ -1,4 +1,4 @@
-"""Counts, names and shapes equal those of transformers' own classes; bad configs are refused in words."""
+"""Tests of ``Architecture.from_hf``: parameters equal those of transformers; invalid configs raise."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_si
 
 
 def get_required_sizes(family: str) -> dict[str, Any]:
-    """The sizes without which a config of ``family`` is refused."""
+    """Return the sizes that a config of ``family`` must have."""
     if family == "gpt2":
         return GPT2
     sizes: dict[str, Any] = {**LLAMA, "model_type": family}
@@ -136,7 +136,7 @@ BIASED = (
     "seed_oss",
 )
 WITHOUT_HEAD_DIM = (*LATENT, "gpt_neox", "falcon", "phi")
-"""Families whose heads have the width that is left for them; phi only with qk_layernorm."""
+"""Families that derive the head dimension from hidden_size; phi only with qk_layernorm."""
 FLAGS = {
     "qkv_bias": ("qwen2_moe",),
     "use_bias": ("starcoder2",),
@@ -159,7 +159,7 @@ EXPERTS = {
 
 @st.composite
 def falcon_heads(draw: st.DrawFn, heads: int, kv_heads: int) -> dict[str, Any]:
-    """The three layouts of heads, and the norms that each can have."""
+    """Draw one of Falcon's three head layouts with the norms that it supports."""
     layout = draw(st.sampled_from(["new", "multi-query", "plain"]))
     if layout == "new":
         norms = draw(st.sampled_from([None, 1, 2]))
@@ -253,7 +253,7 @@ def test_llama_with_every_bias_has_the_parameters_of_transformers() -> None:
 )
 @given(st.data())
 def test_models_built_from_an_architecture_have_its_parameters(family: str, data: st.DataObject) -> None:
-    """The way back: ``training.model`` spells an architecture in the family's own config."""
+    """The inverse conversion: ``training.model`` writes an architecture as the family's config."""
     needs("transformers", minversion="5.0")
     from shardscope.training.model.model import config_values
 

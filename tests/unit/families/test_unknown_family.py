@@ -1,4 +1,4 @@
-"""A config.json of a family without formulas: refused, or taken for rehearsals only."""
+"""Tests of configs of families without formulas, which are supported in rehearsals only."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_megatron_itself_rejects_sgd(megatron_checks: OwnChecks) -> None:
 import torch
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
 
-# Which would make its first tensor on a GPU.
+# It would allocate its first tensor on a GPU.
 distrib_optimizer.MixedPrecisionOptimizer.__init__ = lambda *_: None
 sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
 distrib_optimizer.DistributedOptimizer(
@@ -82,7 +82,7 @@ def test_experts_with_biases_cannot_be_sharded_by_megatron() -> None:
 
 
 def check_transformer_config(megatron_checks: OwnChecks, plan: Plan, **changes: Any) -> str:
-    """What ``TransformerConfig`` raises, or "ok". Fused kernels are Transformer Engine's; none are needed."""
+    """Return the error of ``TransformerConfig``, or "ok"; without kernels that need Transformer Engine."""
     config = build_transformer_config(plan) | {
         "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False,
@@ -133,7 +133,7 @@ def test_torch_schedules_need_enough_micro_batches(vpp: int, batch: int, fixed: 
 
 @pytest.mark.parametrize("vpp", [1, 2])
 def test_torch_itself_rejects_too_few_micro_batches(vpp: int) -> None:
-    """Up to 24 micro-batches over 4 stages: refused here where torch raises, and only there."""
+    """With up to 24 micro-batches over 4 stages, a plan raises exactly where torch does."""
     schedules = needs("torch.distributed.pipelining.schedules")
     stage = MagicMock(num_stages=4 * vpp, group_size=4, group_rank=0, stage_index=0, has_backward=False)
     build_schedule = {

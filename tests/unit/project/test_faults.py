@@ -1,4 +1,4 @@
-"""Every fault has a test with its number or a reason why not, and docs/reliability.md lists both."""
+"""Tests of the list of faults: each has a test or a reason for none, and docs/reliability.md lists both."""
 
 from __future__ import annotations
 

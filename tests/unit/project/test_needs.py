@@ -1,4 +1,4 @@
-"""Every skip says what would run the test, and names an extra that brings the missing package."""
+"""Tests of skip reasons: each says how to run the test and names an extra that installs the package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests import needs
 TESTS = Path(__file__).parents[2]
 PROJECT = tomllib.loads((TESTS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 WITH = {"huggingface_hub": "transformers", "jupyter_client": "jupyterlab", "megatron": "megatron-core"}
-"""Packages that come with another, or by another name."""
+"""Modules that are part of another distribution or have another name than their distribution."""
 
 
 def test_skip_reasons_say_how_to_run_the_test() -> None:
@@ -24,7 +24,7 @@ def test_skip_reasons_say_how_to_run_the_test() -> None:
             name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
             if name == "pytest.importorskip":
                 problems.append(
-                    f"{path}:{call.lineno}: tests.needs.needs() says which line brings the package"
+                    f"{path}:{call.lineno}: use tests.needs.needs(), which names the install command"
                 )
             elif re.fullmatch(r"pytest\.(mark\.)?(skip|skipif|xfail)", name):
                 reasons = [item.value for item in call.keywords if item.arg == "reason"] or call.args[:1]

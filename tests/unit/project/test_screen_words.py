@@ -1,4 +1,4 @@
-"""The words on the screens are the field's: what users see in strings of the widgets, and fixed wordings."""
+"""Tests of texts in the user interface: no project jargon, and labels that users rely on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JARGON = re.compile(
 
 
 def list_strings(path: Path) -> Iterator[str]:
-    """Every string of a module that is no docstring."""
+    """Yield the strings of a module except docstrings."""
     tree = ast.parse(path.read_text())
     bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -44,7 +44,7 @@ def test_widget_strings_contain_no_project_jargon(path: Path) -> None:
     ],
 )
 def test_reasons_of_runs_contain_no_project_jargon(name: str) -> None:
-    """Reasons stand in the Runs tab: "GiB of the card", "somebody sent it"."""
+    """The Runs tab displays the reasons: "GiB of the card", "somebody sent it"."""
     path = FOLDER.parent.parent / "toolkit" / "shardscope" / "runs" / f"{name}.py"
     assert not [text for text in list_strings(path) if " " in text and JARGON.search(text)]
 
@@ -57,7 +57,7 @@ def test_search_chart_describes_the_number_of_points() -> None:
 
 
 def walk_widgets(box: Any) -> Iterator[Any]:
-    """The widget and all that it holds."""
+    """Yield the widget and all widgets inside of it."""
     yield box
     for child in getattr(box, "children", ()):
         yield from walk_widgets(child)

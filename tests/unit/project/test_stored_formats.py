@@ -1,6 +1,6 @@
-"""Plans, run folders and a calibration of earlier versions are still read; the public interface is as stored.
+"""Tests of stored files of earlier versions, which are still read, and of the stored public signatures.
 
-``tests/fixtures/make_formats.py`` made the files, once: they are not made again when a format changes.
+``tests/fixtures/make_formats.py`` wrote the files once; they are not written again when a format changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RUNS = {"fsdp2": ("finished", 24), "zero": ("stopped", None), "megatron": ("stop
 
 
 def list_differences(stored: Any, read: Any, path: str = "") -> list[str]:
-    """Return what of ``stored`` is not in ``read``, which may have more fields."""
+    """Return the fields of ``stored`` that differ in ``read``, which may have more fields."""
     if isinstance(stored, Mapping) and isinstance(read, Mapping):
         return [
             text for key in stored for text in list_differences(stored[key], read.get(key), f"{path}.{key}")
@@ -69,7 +69,7 @@ def test_stored_runs_attach_with_metrics_logs_and_checkpoint(stored_run: Path) -
 
 
 def test_stored_runs_report_how_to_resume_them(stored_run: Path) -> None:
-    """Its checkpoint is older than manifests: the button does not take it, and names the path that does."""
+    """Stored checkpoints have no manifest: the button cannot resume them, but the message has the path."""
     refusal = str(why_not_resumable(ss.Run.attach(stored_run)))
     if RUNS[stored_run.name][0] == "stopped":
         assert (

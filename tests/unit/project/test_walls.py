@@ -1,4 +1,4 @@
-"""The rules between packages that CONTRIBUTING.md lists."""
+"""Tests of the rules for imports and names in packages that CONTRIBUTING.md lists."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = TOOLKIT.parents[1]
 WIDGETS = ROOT / "widgets" / "shardscope_widgets"
 
 DRAWING = {"shardscope_widgets", "ipywidgets", "plotly", "IPython", "anywidget"}
-"""What the toolkit never imports, not even inside a function."""
+"""Packages that the toolkit never imports, not even inside a function."""
 
 HEAVY = {
     "torch",
@@ -38,13 +38,13 @@ HEAVY = {
     "ipywidgets",
     "IPython",
 }
-"""What importing and planning never bring along."""
+"""Packages that neither ``import shardscope`` nor planning imports."""
 
 DESIGNED = {
     *("Architecture", "Cluster", "Recipe", "Layout", "Plan", "Finetune", "Pretrain", "Run", "Script"),
     *("Trace", "calibrate", "gpus", "launch", "models", "recommend", "runs", "search"),
 }
-"""The public names. A new one is added here when it is designed, not before."""
+"""The public names. A new public name has to be added here."""
 
 DESIGNED_WIDGETS = {"Studio", "AdviceView", "MemoryView", "RankingView", "RunView", "StepView", "TraceView"}
 
@@ -90,7 +90,7 @@ def list_files(folder: Path) -> list[Path]:
 
 
 def list_imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Modules that are imported anywhere in a file, by statement or by ``import_module("...")``."""
+    """Yield the modules that a file imports anywhere, by statement or by ``import_module("...")``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -103,7 +103,7 @@ def list_imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def run_python(code: str) -> Any:
-    """What ``code`` prints as JSON, in a fresh interpreter that finds what this one finds."""
+    """Return the JSON that ``code`` prints in a new interpreter with the same ``sys.path``."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -168,12 +168,12 @@ def test_public_names_have_docstrings(module: str) -> None:
 
 
 def has_docstring(item: Any) -> bool:
-    """Functions and classes by docstring; the catalogue's mappings by their class's."""
+    """Return whether a function or class has a docstring; the catalog's mappings have their class's."""
     return bool((inspect.getdoc(item) or "").strip())
 
 
 def undocumented_members(noun: type) -> Iterator[str]:
-    """Public methods and properties that a class defines itself."""
+    """Yield the public methods and properties that a class defines itself and that have no docstring."""
     for name, member in vars(noun).items():
         plain = member.__func__ if isinstance(member, classmethod | staticmethod) else member
         is_code = inspect.isfunction(plain) or isinstance(plain, property)
@@ -190,7 +190,7 @@ def test_every_module_has_a_docstring() -> None:
 
 
 def test_framework_names_occur_only_in_their_folders() -> None:
-    """Adding a framework is adding a folder: code elsewhere does not ask which one it is."""
+    """Adding a framework means adding a folder: no other code depends on the framework's name."""
     outside = [file for file in list_files(TOOLKIT) if "frameworks" not in file.relative_to(TOOLKIT).parts]
     if WIDGETS.is_dir():
         outside += list_files(WIDGETS)
@@ -207,7 +207,7 @@ def test_framework_names_occur_only_in_their_folders() -> None:
 
 
 def test_family_names_occur_only_in_the_families_package() -> None:
-    """Adding a family is adding a record: code elsewhere asks for a fact on it, not for the name."""
+    """Adding a family means adding a record: other code reads attributes of it, not the name."""
     found = {}
     for file in list_files(TOOLKIT):
         path = file.relative_to(TOOLKIT)
@@ -221,7 +221,7 @@ def test_family_names_occur_only_in_the_families_package() -> None:
 
 
 def family_names_in_code(tree: ast.AST) -> Iterator[str]:
-    """A family's ``model_type`` as a string anywhere but in a docstring."""
+    """Yield the strings, except docstrings, that are a family's ``model_type``."""
     prose = find_prose(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and id(node) not in prose and node.value in FAMILIES:
@@ -229,7 +229,7 @@ def family_names_in_code(tree: ast.AST) -> Iterator[str]:
 
 
 def find_prose(tree: ast.AST) -> set[int]:
-    """Docstrings, and the strings that describe the name before them."""
+    """Return the ids of docstrings and of strings that document the name before them."""
     return {
         id(node.value)
         for node in ast.walk(tree)
@@ -238,7 +238,7 @@ def find_prose(tree: ast.AST) -> set[int]:
 
 
 def framework_names_in_code(tree: ast.AST) -> Iterator[str]:
-    """A framework's name compared, matched, looked up, chosen as a value or imported: anything but prose."""
+    """Yield the uses of a framework's name in code, and imports of its package; docstrings are ignored."""
     prose = find_prose(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare) and _get_name(node.left) == "kernels":
@@ -257,7 +257,7 @@ def _get_name(operand: ast.expr) -> str:
 
 
 def test_only_registries_import_modules_by_name() -> None:
-    """Import-linter does not see ``import_module("shardscope...")``: layers hold where nobody says it."""
+    """Import-linter does not see ``import_module("shardscope...")``, which could bypass the layers."""
     allowed = {"__init__.py", "frameworks/registry.py", "frameworks/engines.py"}
     violations = []
     for file in list_files(TOOLKIT):
@@ -270,7 +270,7 @@ def test_only_registries_import_modules_by_name() -> None:
 
 
 def test_every_package_is_in_an_import_linter_layer() -> None:
-    """A package that no layer names would be free to import anything."""
+    """A package without a layer could import anything."""
     layers = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
     named = {name.strip() for layer in layers[0]["layers"] for name in layer.split(":")}
     modules = {
@@ -282,7 +282,7 @@ def test_every_package_is_in_an_import_linter_layer() -> None:
 
 
 def test_no_tracked_file_is_ignored_by_git() -> None:
-    """Git would not add a new one beside it, the wheel would lack it and ruff would pass it by."""
+    """Git, the wheel and ruff would skip new files that match the same pattern."""
     if not (ROOT / ".git").exists():
         pytest.skip("no clone: run it in one, where git says what it ignores")
     command = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
@@ -318,11 +318,11 @@ def test_fault_21_launch_without_the_extra_raises_with_pip_install(
         ss.launch(plan, ss.Pretrain(num_steps=1), folder=tmp_path)
     assert 'pip install "shardscope[train]"' in str(refused.value)
     assert missing in str(refused.value)
-    assert not list(tmp_path.iterdir()), "a refused launch leaves no folder"
+    assert not list(tmp_path.iterdir()), "a launch that raises creates no folder"
 
 
 def test_the_checks_of_this_module_detect_violations() -> None:
-    """The scans above find what they look for."""
+    """The scans above find examples of what they forbid."""
     drawn = ast.parse('def f():\n    import plotly.graph_objects\n    import_module("IPython.display")\n')
     assert [module for module, _ in list_imports(drawn)] == ["plotly.graph_objects", "IPython.display"]
     branch = ast.parse('"""ddp"""\nif layout.framework == "megatron":\n    pass\n')

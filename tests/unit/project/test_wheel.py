@@ -1,4 +1,4 @@
-"""The wheel that people install: what is in it, and that its bare half works where torch is not."""
+"""Tests of the wheel: its files and metadata, and planning without torch and the other extras."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WITHOUT_EXTRAS = """
 import sys
 from importlib.machinery import PathFinder
 
-# Absent, not refused: find_spec() of an absent package is None, and only its import raises.
+# As if not installed: find_spec() of a missing package is None, and only its import raises.
 class WithoutExtras(PathFinder):
     absent = {"torch", "transformers", "accelerate", "deepspeed", "megatron", "tokenizers", "safetensors"}
 
@@ -64,7 +64,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         capture_output=True,
         text=True,
         check=False,
-        # A proxy or an index of the machine's own has no say: nothing is fetched.
+        # No proxy or package index of the machine is used: nothing is downloaded.
         env={**os.environ, "PIP_NO_INDEX": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -80,7 +80,7 @@ def unpacked(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def source_files(package: str) -> set[str]:
-    """Every file of a package in the working tree but what Python itself left there."""
+    """Return the files of a package in the working tree, without Python's caches."""
     root = PACKAGES[package]
     return {
         file.relative_to(root).as_posix()
@@ -143,7 +143,7 @@ def test_wheel_metadata_has_license_extras_and_no_torch(wheel: zipfile.ZipFile) 
 
 
 def run_without_extras(unpacked: Path, code: str) -> subprocess.CompletedProcess[str]:
-    """``code`` with the unpacked wheel first on the path and the extras' packages made absent."""
+    """Run ``code`` with the unpacked wheel first on the path and without the extras' packages."""
     return subprocess.run(
         [sys.executable, "-P", "-c", f"{WITHOUT_EXTRAS}\nUNPACKED = {str(unpacked)!r}\n{code}"],
         capture_output=True,

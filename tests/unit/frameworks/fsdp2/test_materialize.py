@@ -1,4 +1,4 @@
-"""Weights of models too large to build whole: drawn shard by shard, and the same on any number of ranks."""
+"""Tests of weights that FSDP2 initializes shard by shard, equal on any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def initialize_shard(shape: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
-    """What one of so many ranks keeps of a parameter of that shape."""
+    """Return the shard of a parameter with ``shape`` that ``rank`` of ``ranks`` initializes."""
     model = torch.nn.Module()
     with fake_ranks(ranks, rank):
         mesh = init_device_mesh("cpu", (ranks,))

@@ -1,4 +1,4 @@
-"""Eager attention of megatron-core by hand: saved bytes and peaks, in units of the score matrix of a rank."""
+"""Tests of megatron-core's eager attention by hand: saved bytes and peaks in units of the score matrix."""
 
 from __future__ import annotations
 
