@@ -191,8 +191,8 @@ def test_a_fix_names_every_field_that_must_change(options: Options, fix: str) ->
 def test_every_change_of_a_fix_is_necessary(options: Options) -> None:
     model, cluster, recipe, framework, layout = options
     try:
-        nouns = Recipe(**recipe), getattr(ss.Layout, framework)(**layout)
-        Plan(ss.models[model], ss.Cluster.parse(cluster), *nouns)
+        arguments = Recipe(**recipe), getattr(ss.Layout, framework)(**layout)
+        Plan(ss.models[model], ss.Cluster.parse(cluster), *arguments)
     except FieldError as error:
         if "()" in error.fix or not (changes := re.findall(r"(\w+)=", error.fix))[1:]:
             return

@@ -24,9 +24,9 @@ EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 VALID = (LLAMA, EIGHT, ss.Recipe(), ss.Layout.fsdp2())
 
 
-def catch_error(*nouns: Any) -> FieldError:
+def catch_error(*arguments: Any) -> FieldError:
     with pytest.raises(FieldError) as caught:
-        Plan(*nouns)
+        Plan(*arguments)
     text = str(caught.value)
     assert text.startswith(f"{caught.value.field} is ")
     assert "allowed: " in text
@@ -41,9 +41,9 @@ def catch_error(*nouns: Any) -> FieldError:
 def test_arguments_of_the_wrong_type_raise(position: int, value: Any) -> None:
     if isinstance(value, type(VALID[position])) or (position == 3 and isinstance(value, ss.Layout)):
         return
-    nouns = list(VALID)
-    nouns[position] = value
-    error = catch_error(*nouns)
+    arguments = list(VALID)
+    arguments[position] = value
+    error = catch_error(*arguments)
     assert error.field == "Plan." + ("architecture", "cluster", "recipe", "layout")[position]
     assert error.fix.startswith("ss.")
 

@@ -17,7 +17,7 @@ from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import frameworks
 
 PLAN = Plan(ARCHITECTURES[0], CLUSTERS[2], ss.Recipe(), ss.Layout.fsdp2())
-NOUNS: dict[str, Any] = {
+INSTANCES: dict[str, Any] = {
     "architecture": PLAN.architecture,
     "experts": ARCHITECTURES[2],
     "cluster": PLAN.cluster,
@@ -30,68 +30,68 @@ NOUNS: dict[str, Any] = {
 }
 
 
-def find_class(noun: Any) -> Any:
-    return ss.Layout if isinstance(noun, ss.Layout) else type(noun)
+def find_class(instance: Any) -> Any:
+    return ss.Layout if isinstance(instance, ss.Layout) else type(instance)
 
 
-@pytest.fixture(params=NOUNS)
-def noun(request: pytest.FixtureRequest) -> Any:
-    return NOUNS[request.param]
+@pytest.fixture(params=INSTANCES)
+def instance(request: pytest.FixtureRequest) -> Any:
+    return INSTANCES[request.param]
 
 
-def edit_json(noun: Any, **changes: Any) -> str:
-    return json.dumps({**json.loads(noun.to_json()), **changes})
+def edit_json(instance: Any, **changes: Any) -> str:
+    return json.dumps({**json.loads(instance.to_json()), **changes})
 
 
-def test_json_round_trip(noun: Any) -> None:
-    again = find_class(noun).from_json(noun.to_json())
-    assert again == noun
-    assert type(again) is type(noun)
-    assert hash(again) == hash(noun)
-    assert json.loads(noun.to_json())["version"] == 1
+def test_json_round_trip(instance: Any) -> None:
+    restored = find_class(instance).from_json(instance.to_json())
+    assert restored == instance
+    assert type(restored) is type(instance)
+    assert hash(restored) == hash(instance)
+    assert json.loads(instance.to_json())["version"] == 1
 
 
-def test_fault_35_a_byte_order_mark_is_ignored(noun: Any) -> None:
-    assert find_class(noun).from_json("\ufeff" + noun.to_json()) == noun
+def test_fault_35_a_byte_order_mark_is_ignored(instance: Any) -> None:
+    assert find_class(instance).from_json("\ufeff" + instance.to_json()) == instance
 
 
 @pytest.mark.parametrize("version", [0, 2, -1, 1.0, "1", True, None, [], 10**30])
-def test_unknown_versions_raise(noun: Any, version: Any) -> None:
+def test_unknown_versions_raise(instance: Any, version: Any) -> None:
     with pytest.raises(ValueError, match=r"version is .*allowed: 1 to 1.*fix: pip install -U shardscope"):
-        find_class(noun).from_json(edit_json(noun, version=version))
+        find_class(instance).from_json(edit_json(instance, version=version))
 
 
 @pytest.mark.parametrize("name", ["", "Studio", None, 3, {}])
-def test_json_of_another_class_raises(noun: Any, name: Any) -> None:
+def test_json_of_another_class_raises(instance: Any, name: Any) -> None:
     with pytest.raises(ValueError, match=r"JSON, (line 2, )?shardscope is"):
-        find_class(noun).from_json(edit_json(noun, shardscope=name))
+        find_class(instance).from_json(edit_json(instance, shardscope=name))
 
 
-def test_fault_35_misspelt_keys_raise_with_the_nearest(noun: Any) -> None:
+def test_fault_35_misspelt_keys_raise_with_the_nearest(instance: Any) -> None:
     field = (
-        next(key for key in json.loads(noun.to_json()) if key not in ("shardscope", "version"))
-        if not isinstance(noun, ss.Layout)
+        next(key for key in json.loads(instance.to_json()) if key not in ("shardscope", "version"))
+        if not isinstance(instance, ss.Layout)
         else "framework"
     )
     with pytest.raises(ValueError, match=r"key|framework") as caught:
-        find_class(noun).from_json(edit_json(noun, **{f"{field}s": 1}))
-    if not isinstance(noun, ss.Layout):
+        find_class(instance).from_json(edit_json(instance, **{f"{field}s": 1}))
+    if not isinstance(instance, ss.Layout):
         assert f"Nearest fix: '{field}'" in str(caught.value)
 
 
-def test_fault_35_duplicate_keys_raise(noun: Any) -> None:
-    text = noun.to_json()
+def test_fault_35_duplicate_keys_raise(instance: Any) -> None:
+    text = instance.to_json()
     duplicated = text.replace('"version": 1,', '"version": 1, "version": 1,', 1)
     if duplicated == text:
         duplicated = text.replace('"version": 1', '"version": 1, "version": 1', 1)
     with pytest.raises(ValueError, match="duplicate key 'version'"):
-        find_class(noun).from_json(duplicated)
+        find_class(instance).from_json(duplicated)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '"text"', "{'a': 1}", "{}", "not json"])
-def test_invalid_json_raises_value_error(noun: Any, text: str) -> None:
+def test_invalid_json_raises_value_error(instance: Any, text: str) -> None:
     with pytest.raises(ValueError, match=r"JSON|shardscope"):
-        find_class(noun).from_json(text)
+        find_class(instance).from_json(text)
 
 
 @pytest.mark.parametrize(
@@ -106,15 +106,15 @@ def test_fault_33_invalid_numbers_in_json_raise(value: str) -> None:
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, '{"a":' * 100_000, '{"shardscope": "Plan", "a": ' + "[" * 50_000]
 )
-def test_fault_35_deeply_nested_json_raises_value_error(noun: Any, text: str) -> None:
+def test_fault_35_deeply_nested_json_raises_value_error(instance: Any, text: str) -> None:
     with pytest.raises(ValueError, match="JSON is nested too deeply"):
-        find_class(noun).from_json(text)
+        find_class(instance).from_json(text)
 
 
 @pytest.mark.parametrize("text", [None, 3, b"{}", [], ["{}"], {}])
-def test_arguments_other_than_text_raise_value_error(noun: Any, text: Any) -> None:
+def test_arguments_other_than_text_raise_value_error(instance: Any, text: Any) -> None:
     with pytest.raises(ValueError, match="text"):
-        find_class(noun).from_json(text)
+        find_class(instance).from_json(text)
 
 
 def test_missing_fields_raise_with_their_name() -> None:
@@ -141,26 +141,26 @@ def test_layout_json_needs_a_known_framework() -> None:
 @settings(max_examples=examples(60), deadline=None)
 @given(plans())
 def test_every_plan_round_trips(plan: Plan) -> None:
-    for noun in (plan, plan.architecture, plan.cluster, plan.recipe, plan.layout):
-        assert find_class(noun).from_json(noun.to_json()) == noun
+    for instance in (plan, plan.architecture, plan.cluster, plan.recipe, plan.layout):
+        assert find_class(instance).from_json(instance.to_json()) == instance
 
 
 @given(st.recursive(
     st.none() | st.booleans() | st.floats() | st.text(max_size=5) | st.integers(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
-), st.sampled_from(sorted(NOUNS)))  # fmt: skip
+), st.sampled_from(sorted(INSTANCES)))  # fmt: skip
 @settings(max_examples=examples(300), deadline=None)
 def test_fault_33_any_value_in_any_field_is_read_or_raises_value_error(value: Any, name: str) -> None:
     """No content of a file raises a TypeError or an OverflowError or crashes."""
-    noun = NOUNS[name]
-    for field in json.loads(noun.to_json()):
+    instance = INSTANCES[name]
+    for field in json.loads(instance.to_json()):
         try:
-            parsed = find_class(noun).from_json(edit_json(noun, **{field: value}))
+            parsed = find_class(instance).from_json(edit_json(instance, **{field: value}))
         except ValueError as error:
             assert str(error)
         else:
-            assert find_class(noun).from_json(parsed.to_json()) == parsed
+            assert find_class(instance).from_json(parsed.to_json()) == parsed
 
 
 def test_numpy_integers_are_written_as_json_numbers() -> None:

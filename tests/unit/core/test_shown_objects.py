@@ -89,8 +89,8 @@ def test_findings_and_repairs_are_lists_with_html() -> None:
 
 def test_plans_display_model_cluster_layout_and_recipe() -> None:
     html = render_html(plan())
-    for words in ("llama-3.1-8b", "8xh100-sxm-80gb", "FSDP2", "8,192"):
-        assert words in html
+    for text in ("llama-3.1-8b", "8xh100-sxm-80gb", "FSDP2", "8,192"):
+        assert text in html
 
 
 @pytest.mark.parametrize("value", ["<script>x</script>", "<img src=x onerror=y>", "a & b"])

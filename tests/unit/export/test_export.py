@@ -110,9 +110,9 @@ def test_config_file_comments_restore_the_recipe_without_plan_json(framework: st
             with tempfile.TemporaryDirectory() as folder:
                 for other in {name, "ds_config.json"} & set(files):
                     (Path(folder) / other).write_text(files[other])
-                nouns: dict[str, Any] = {"architecture": plan.architecture, "cluster": plan.cluster}
-                parsed = READERS[name](Path(folder) / name, **nouns)
-                with_recipe = READERS[name](Path(folder) / name, **nouns, recipe=plan.recipe)
+                arguments: dict[str, Any] = {"architecture": plan.architecture, "cluster": plan.cluster}
+                parsed = READERS[name](Path(folder) / name, **arguments)
+                with_recipe = READERS[name](Path(folder) / name, **arguments, recipe=plan.recipe)
             assert parsed.recipe == plan.recipe, name
             assert with_recipe.layout == parsed.layout
 
@@ -123,10 +123,10 @@ def test_the_callers_recipe_has_priority_over_a_files_comment(tmp_path: Path) ->
     plan = build_small_plan(ss.Layout.fsdp2(), "8xh100-sxm-80gb", precision="bf16", method="lora")
     text = render_texts(plan)["accelerate_config.yaml"]
     (tmp_path / "a.yaml").write_text(text)
-    nouns: dict[str, Any] = {"architecture": plan.architecture, "cluster": plan.cluster}
-    assert ss.Plan.from_accelerate(tmp_path / "a.yaml", **nouns).recipe == plan.recipe
+    arguments: dict[str, Any] = {"architecture": plan.architecture, "cluster": plan.cluster}
+    assert ss.Plan.from_accelerate(tmp_path / "a.yaml", **arguments).recipe == plan.recipe
     full = replace(plan.recipe, method="full")
-    assert ss.Plan.from_accelerate(tmp_path / "a.yaml", **nouns, recipe=full).recipe == full
+    assert ss.Plan.from_accelerate(tmp_path / "a.yaml", **arguments, recipe=full).recipe == full
     line = '#: method = "lora"'
     assert line in text
     broken_lines = (
@@ -137,7 +137,7 @@ def test_the_callers_recipe_has_priority_over_a_files_comment(tmp_path: Path) ->
     for broken, why in broken_lines:
         (tmp_path / "a.yaml").write_text(text.replace(line, broken))
         with pytest.raises(ValueError, match=f"a.yaml.*{why}"):
-            ss.Plan.from_accelerate(tmp_path / "a.yaml", **nouns)
+            ss.Plan.from_accelerate(tmp_path / "a.yaml", **arguments)
 
 
 DERIVED = frozenset({
@@ -152,10 +152,10 @@ DERIVED = frozenset({
 def test_every_changed_field_changes_the_exported_files(plan: ss.Plan) -> None:
     """Plans that differ in one field have different files: each has the field or lists it as missing."""
     files = render_texts(plan)
-    for noun in ("recipe", "layout"):
-        for field in fields(getattr(plan, noun)):
+    for part in ("recipe", "layout"):
+        for field in fields(getattr(plan, part)):
             try:
-                changed = replace(plan, **{noun: replace(getattr(plan, noun), **{field.name: field.default})})
+                changed = replace(plan, **{part: replace(getattr(plan, part), **{field.name: field.default})})
             except (FieldError, TypeError):
                 continue
             same_loss = plan.kernels == "megatron" and field.name == "loss" and plan.recipe.loss == "full"
@@ -406,17 +406,17 @@ def test_default_learning_rates_of_train_py_equal_those_of_the_tasks(framework: 
 def test_ds_config_has_the_gradient_clipping_of_the_engine(stage: int, tmp_path: Path) -> None:
     """The Trainer passes its own norm to DeepSpeed only if the file has "auto"."""
     plan = build_small_plan(ss.Layout.zero(stage=stage))
-    nouns: Any = {"architecture": plan.architecture, "cluster": plan.cluster, "recipe": plan.recipe}
+    arguments: Any = {"architecture": plan.architecture, "cluster": plan.cluster, "recipe": plan.recipe}
     text = render_texts(plan)["ds_config.json"]
     assert json.loads(text)["gradient_clipping"] == Engine.max_grad_norm == 1.0
     file = tmp_path / "ds_config.json"
     file.write_text(text)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert ss.Plan.from_deepspeed(file, **nouns).recipe == plan.recipe
+        assert ss.Plan.from_deepspeed(file, **arguments).recipe == plan.recipe
     file.write_text(text.replace('"gradient_clipping": 1.0', '"gradient_clipping": 0.5'))
     with pytest.warns(UserWarning, match="not in the plan: gradient_clipping"):
-        ss.Plan.from_deepspeed(file, **nouns)
+        ss.Plan.from_deepspeed(file, **arguments)
 
 
 def test_files_md_gives_the_reason_for_each_missing_file() -> None:

@@ -72,12 +72,12 @@ FILES: dict[str, tuple[str, str, Read]] = {
 }
 
 
-def read_error_message(kind: str, before: str, after: str, folder: Path, **nouns: Any) -> str:
+def read_error_message(kind: str, before: str, after: str, folder: Path, **arguments: Any) -> str:
     name, text, read = FILES[kind]
     assert before in text
     (folder / name).write_text(text.replace(before, after))
     with pytest.raises(FieldError) as caught:
-        read(folder / name, **nouns)
+        read(folder / name, **arguments)
     return str(caught.value)
 
 
@@ -157,8 +157,8 @@ def read_error_message(kind: str, before: str, after: str, folder: Path, **nouns
 def test_errors_about_several_options_name_each_line(
     kind: str, before: str, after: str, said: str, tmp_path: Path
 ) -> None:
-    nouns = {} if kind == "megatron" else {"architecture": LLAMA}
-    assert read_error_message(kind, before, after, tmp_path, cluster=CLUSTER, **nouns).startswith(said)
+    arguments = {} if kind == "megatron" else {"architecture": LLAMA}
+    assert read_error_message(kind, before, after, tmp_path, cluster=CLUSTER, **arguments).startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -101,15 +101,15 @@ MEGATRON = """\
 
 def from_fsdp(folder: Path, text: str = FSDP, **given: Any) -> ss.Plan:
     (folder / "config.yaml").write_text(text)
-    nouns: dict[str, Any] = {"architecture": LLAMA, "cluster": EIGHT, **given}
-    return ss.Plan.from_accelerate(folder / "config.yaml", **nouns)
+    arguments: dict[str, Any] = {"architecture": LLAMA, "cluster": EIGHT, **given}
+    return ss.Plan.from_accelerate(folder / "config.yaml", **arguments)
 
 
 def from_zero(folder: Path, values: Any, **given: Any) -> ss.Plan:
     text = values if isinstance(values, str) else json.dumps(values, indent=2)
     (folder / "zero.json").write_text(text)
-    nouns: dict[str, Any] = {"architecture": LLAMA, "cluster": EIGHT, **given}
-    return ss.Plan.from_deepspeed(folder / "zero.json", **nouns)
+    arguments: dict[str, Any] = {"architecture": LLAMA, "cluster": EIGHT, **given}
+    return ss.Plan.from_deepspeed(folder / "zero.json", **arguments)
 
 
 def from_megatron(folder: Path, text: str = MEGATRON, **given: Any) -> ss.Plan:

@@ -140,18 +140,18 @@ def test_torch_itself_rejects_too_few_micro_batches(vpp: int) -> None:
         1: lambda number: schedules.Schedule1F1B(stage, number, loss_fn=None),
         2: lambda number: schedules.ScheduleInterleaved1F1B([stage, stage], number, loss_fn=None),
     }[vpp]
-    refused = set()
+    rejected = set()
     for number in range(1, 25):
         recipe, layout = ss.Recipe(global_batch_size=2 * number), ss.Layout.fsdp2(pp=4, vpp=vpp)
         try:
             Plan(LLAMA, EIGHT, recipe, layout)
         except FieldError:
-            refused.add(number)
+            rejected.add(number)
             with pytest.raises(ValueError, match=r"[Nn]umber of microbatches"):
                 build_schedule(number)
         else:
             build_schedule(number)
-    assert refused and len(refused) < 24
+    assert rejected and len(rejected) < 24
 
 
 # ----------------------------------------------------------------------------------------------- DeepSpeed

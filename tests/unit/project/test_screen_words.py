@@ -69,13 +69,13 @@ def test_buttons_and_labels_have_the_agreed_texts() -> None:
     texts = [
         str(getattr(widget, name, "")) for widget in walk_widgets(studio) for name in ("description", "value")
     ]
-    for words in (
+    for label in (
         "Check memory without GPUs",
         "Pin for comparison",
         "Frameworks your team knows",
         "Keep running if the kernel stops",
         "Steps, learning rate",
     ):
-        assert any(words in text for text in texts), words
+        assert any(label in text for text in texts), label
     assert not any("ehearse on" in text for text in texts)
     studio.close()

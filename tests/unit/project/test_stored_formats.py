@@ -70,14 +70,13 @@ def test_stored_runs_attach_with_metrics_logs_and_checkpoint(stored_run: Path) -
 
 def test_stored_runs_report_how_to_resume_them(stored_run: Path) -> None:
     """Stored checkpoints have no manifest: the button cannot resume them, but the message has the path."""
-    refusal = str(why_not_resumable(ss.Run.attach(stored_run)))
+    reason = str(why_not_resumable(ss.Run.attach(stored_run)))
     if RUNS[stored_run.name][0] == "stopped":
         assert (
-            "it has no manifest.json" in refusal
-            and f"resume='{find_newest_checkpoint(stored_run)}'" in refusal
+            "it has no manifest.json" in reason and f"resume='{find_newest_checkpoint(stored_run)}'" in reason
         )
     else:
-        assert "finished" in refusal
+        assert "finished" in reason
 
 
 def test_stored_trace_has_both_ranks() -> None:

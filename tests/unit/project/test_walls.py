@@ -161,9 +161,9 @@ def test_public_names_have_docstrings(module: str) -> None:
     assert package.__doc__
     missing = [name for name in package.__all__ if not has_docstring(getattr(package, name))]
     for name in package.__all__:
-        noun = getattr(package, name)
-        if inspect.isclass(noun):
-            missing += [f"{name}.{member}" for member in undocumented_members(noun)]
+        value = getattr(package, name)
+        if inspect.isclass(value):
+            missing += [f"{name}.{member}" for member in undocumented_members(value)]
     assert not missing, missing
 
 
@@ -172,9 +172,9 @@ def has_docstring(item: Any) -> bool:
     return bool((inspect.getdoc(item) or "").strip())
 
 
-def undocumented_members(noun: type) -> Iterator[str]:
+def undocumented_members(cls: type) -> Iterator[str]:
     """Yield the public methods and properties that a class defines itself and that have no docstring."""
-    for name, member in vars(noun).items():
+    for name, member in vars(cls).items():
         plain = member.__func__ if isinstance(member, classmethod | staticmethod) else member
         is_code = inspect.isfunction(plain) or isinstance(plain, property)
         if not name.startswith("_") and is_code and not has_docstring(plain):
@@ -194,29 +194,29 @@ def test_framework_names_occur_only_in_their_folders() -> None:
     outside = [file for file in list_files(TOOLKIT) if "frameworks" not in file.relative_to(TOOLKIT).parts]
     if WIDGETS.is_dir():
         outside += list_files(WIDGETS)
-    found: dict[str, list[str]] = {}
+    names_by_file: dict[str, list[str]] = {}
     for file in outside:
         lines = list(framework_names_in_code(ast.parse(file.read_text(encoding="utf-8"))))
         if lines:
             root = TOOLKIT if file.is_relative_to(TOOLKIT) else WIDGETS
-            found[str(file.relative_to(root))] = lines
-    extra = {name: lines for name, lines in found.items() if name not in MAY_NAME_A_FRAMEWORK}
+            names_by_file[str(file.relative_to(root))] = lines
+    extra = {name: lines for name, lines in names_by_file.items() if name not in MAY_NAME_A_FRAMEWORK}
     assert not extra, f"a framework is named outside of its folder: {extra}"
-    unused = set(MAY_NAME_A_FRAMEWORK) - set(found)
+    unused = set(MAY_NAME_A_FRAMEWORK) - set(names_by_file)
     assert not unused, f"these no longer name one; take them off the list: {unused}"
 
 
 def test_family_names_occur_only_in_the_families_package() -> None:
     """Adding a family means adding a record: other code reads attributes of it, not the name."""
-    found = {}
+    names_by_file = {}
     for file in list_files(TOOLKIT):
         path = file.relative_to(TOOLKIT)
         lines = list(family_names_in_code(ast.parse(file.read_text(encoding="utf-8"))))
         if lines and path.parts[0] != "families":
-            found[str(path)] = lines
-    extra = {name: lines for name, lines in found.items() if name not in MAY_NAME_A_FAMILY}
+            names_by_file[str(path)] = lines
+    extra = {name: lines for name, lines in names_by_file.items() if name not in MAY_NAME_A_FAMILY}
     assert not extra, f"a family is named outside of its record: {extra}"
-    unused = set(MAY_NAME_A_FAMILY) - set(found)
+    unused = set(MAY_NAME_A_FAMILY) - set(names_by_file)
     assert not unused, f"these no longer name one; take them off the list: {unused}"
 
 
@@ -314,17 +314,17 @@ def test_fault_21_launch_without_the_extra_raises_with_pip_install(
     plan = ss.Plan(
         ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), ss.Recipe(seq_len=64), ss.Layout.ddp()
     )
-    with pytest.raises(ImportError) as refused:
+    with pytest.raises(ImportError) as caught:
         ss.launch(plan, ss.Pretrain(num_steps=1), folder=tmp_path)
-    assert 'pip install "shardscope[train]"' in str(refused.value)
-    assert missing in str(refused.value)
+    assert 'pip install "shardscope[train]"' in str(caught.value)
+    assert missing in str(caught.value)
     assert not list(tmp_path.iterdir()), "a launch that raises creates no folder"
 
 
 def test_the_checks_of_this_module_detect_violations() -> None:
     """The scans above find examples of what they forbid."""
-    drawn = ast.parse('def f():\n    import plotly.graph_objects\n    import_module("IPython.display")\n')
-    assert [module for module, _ in list_imports(drawn)] == ["plotly.graph_objects", "IPython.display"]
+    plotting = ast.parse('def f():\n    import plotly.graph_objects\n    import_module("IPython.display")\n')
+    assert [module for module, _ in list_imports(plotting)] == ["plotly.graph_objects", "IPython.display"]
     branch = ast.parse('"""ddp"""\nif layout.framework == "megatron":\n    pass\n')
     assert list(framework_names_in_code(branch)) == ["line 2: 'megatron'"]
     assert not list(framework_names_in_code(ast.parse('x = recipe.kernels == "megatron"')))

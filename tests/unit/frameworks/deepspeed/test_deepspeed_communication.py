@@ -39,7 +39,7 @@ def plan(stage: int, arch: ss.Architecture = LLAMA, recipe: Any = None, **option
 
 
 @pytest.mark.parametrize(
-    ("stage", "options", "words"),
+    ("stage", "options", "message"),
     [
         (2, {KEY: "bf16"}, "communication_data_type is 'bf16'; allowed: None, 'fp32'"),
         (3, {KEY: 4}, "communication_data_type is 4"),
@@ -48,10 +48,10 @@ def plan(stage: int, arch: ss.Architecture = LLAMA, recipe: Any = None, **option
         (2, {**FP32, "ep": 2}, "experts' own buckets"),
     ],
 )
-def test_unknown_ignored_and_uncounted_types_raise(stage: int, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(FieldError, match=words) as refused:
+def test_unknown_ignored_and_uncounted_types_raise(stage: int, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(FieldError, match=message) as caught:
         ss.Layout.zero(stage, **options)
-    assert refused.value.field == f"Layout.{KEY}"
+    assert caught.value.field == f"Layout.{KEY}"
 
 
 @pytest.mark.parametrize("options", [{}, {"tp": 2}, {"ep": 2}, {"pp": 2}])
@@ -104,7 +104,7 @@ def test_reads_communication_data_type_of_a_file(
 
 
 @pytest.mark.parametrize(
-    ("value", "section", "words"),
+    ("value", "section", "message"),
     [
         ("fp16", "bf16", "communication_data_type is 'fp16'; allowed: 'fp32', or the compute type, 'bf16'"),
         ("bf16", None, "allowed: 'fp32'"),
@@ -112,9 +112,9 @@ def test_reads_communication_data_type_of_a_file(
     ],
 )
 def test_types_other_than_fp32_and_the_compute_type_raise(
-    value: Any, section: str | None, words: str, tmp_path: Path
+    value: Any, section: str | None, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         read_plan(tmp_path, value, section)
 
 
@@ -130,14 +130,14 @@ def test_default_reduce_type_and_suggested_fp32_fix() -> None:
     for stage in range(4):
         before = plan(stage)
         assert get_reduce_type(before) == "bf16"
-        words, fixed = suggest_fp32_reduction(before)
-        assert fixed is not None and words == "communication_data_type='fp32'"
+        description, fixed = suggest_fp32_reduction(before)
+        assert fixed is not None and description == "communication_data_type='fp32'"
         assert (
             fixed == replace(before, layout=replace(before.layout, **FP32))
             and get_reduce_type(fixed) == "fp32"
         )
-    words, fixed = suggest_fp32_reduction(plan(2, MOE, ep=2))
-    assert fixed is None and words == '"communication_data_type": "fp32" in the DeepSpeed configuration'
+    description, fixed = suggest_fp32_reduction(plan(2, MOE, ep=2))
+    assert fixed is None and description == '"communication_data_type": "fp32" in the DeepSpeed configuration'
 
 
 # ------------------------------------------------------------------------------------ memory and time

@@ -310,9 +310,9 @@ def test_buckets_and_thresholds_change_memory() -> None:
     ],
 )  # fmt: skip
 def test_options_outside_of_deepspeeds_ranges_raise(field: str, value: object) -> None:
-    with pytest.raises(FieldError) as refused:
+    with pytest.raises(FieldError) as caught:
         ss.Layout.zero(3, **{field: value})  # type: ignore[arg-type]
-    assert refused.value.field == f"Layout.{field}"
+    assert caught.value.field == f"Layout.{field}"
 
 
 def test_options_survive_json_and_reach_deepspeed() -> None:
@@ -391,10 +391,10 @@ def test_every_parameter_that_stays_all_gathered_needs_a_buffer() -> None:
     """A small model fails DeepSpeed's assertion at the sixth; a large one keeps few (test_nvme_ranks.py)."""
     eight = ss.models["llama-3.1-8b"]
     assert zero(3, arch=eight, offload_params="nvme", offload_params_max_in_cpu=0).layout
-    with pytest.raises(FieldError, match="holds a buffer") as refused:
+    with pytest.raises(FieldError, match="holds a buffer") as caught:
         zero(3, offload_params="nvme", offload_params_max_in_cpu=0, offload_params_buffer_count=5)
-    assert refused.value.field == "Layout.offload_params_buffer_count"
-    fixed = dict(change.split("=") for change in refused.value.fix.split(", "))
+    assert caught.value.field == "Layout.offload_params_buffer_count"
+    fixed = dict(change.split("=") for change in caught.value.fix.split(", "))
     options = {name: int(value) for name, value in fixed.items()}
     assert zero(3, offload_params="nvme", offload_params_max_in_cpu=0, **options).layout
     # Parameters that fit into host memory need none.
@@ -474,9 +474,9 @@ reducing a norm allocates the gradients that ZeRO-2 keeps, which one group had h
 def test_stored_rehearsals_are_predicted(name: str) -> None:
     from tests.accuracy.rehearsals import STORED, read_rehearsals
 
-    rows, refused = read_rehearsals([STORED / f"{name}.jsonl"])
+    rows, failures = read_rehearsals([STORED / f"{name}.jsonl"])
     close, near, number = LEVELS[name]
-    assert len(rows) >= number and not refused
+    assert len(rows) >= number and not failures
     errors = sorted(abs(row.error) for row in rows)
     within = {limit: sum(error < limit for error in errors) / len(errors) for limit in (0.01, 0.03)}
     assert within[0.01] >= close and within[0.03] >= near, within
@@ -558,7 +558,7 @@ def test_other_optimizers_losses_and_offloaded_activations(stage: int, recipe: d
         needs("bitsandbytes")
     plan = zero(stage, arch=ss.Architecture.of_size("60m"), seq_len=512, **recipe)
     predicted = plan.memory()
-    (rehearsed,) = rehearse(plan, lambda words, fraction: None)
+    (rehearsed,) = rehearse(plan, lambda message, fraction: None)
     peak_bytes = sum(predicted.components[name] for name in TENSOR_COMPONENTS)
     assert peak_bytes == pytest.approx(rehearsed.peak.num_bytes, rel=2e-3)
     assert rehearsed.host_bytes == pytest.approx(predicted.host_bytes, rel=0.01)

@@ -64,7 +64,7 @@ def test_every_stage_allocates_the_predicted_bytes(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "recipe", "words"),
+    ("layout", "recipe", "message"),
     [
         ({"stage": 1, "pp": 2, "tp": 2}, {}, "AutoTP shards complete transformers models"),
         ({"stage": 1, "pp": 2}, {"method": "lora"}, "peft wraps the whole model"),
@@ -72,7 +72,7 @@ def test_every_stage_allocates_the_predicted_bytes(name: str) -> None:
     ],
 )
 def test_unsupported_rehearsals_of_pipelines_raise(
-    layout: dict[str, Any], recipe: dict[str, Any], words: str
+    layout: dict[str, Any], recipe: dict[str, Any], message: str
 ) -> None:
     from shardscope.frameworks.deepspeed.rehearsal.rehearse import check_plan
 
@@ -82,5 +82,5 @@ def test_unsupported_rehearsals_of_pipelines_raise(
         ss.Recipe(**{"seq_len": 1024, "global_batch_size": 32, **recipe}),
         ss.Layout.zero(**layout),
     )
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         check_plan(plan)

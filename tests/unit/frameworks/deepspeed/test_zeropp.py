@@ -26,7 +26,7 @@ def plan(cluster: ss.Cluster = NODES, recipe: ss.Recipe | None = None, **options
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"stage": 2, "zero_hpz_partition_size": 8}, "1 below stage 3.*zero_hpz_partition_size=1"),
         ({"stage": 1, "zero_quantized_gradients": True}, "False below stage 3"),
@@ -38,8 +38,8 @@ def plan(cluster: ss.Cluster = NODES, recipe: ss.Recipe | None = None, **options
         ({"stage": 3, "nvme_path": "/mnt/nvme"}, "nvme_path is '/mnt/nvme'.*SHARDSCOPE_NVME_FOLDER names"),
     ],
 )
-def test_unsupported_zeropp_options_raise(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_unsupported_zeropp_options_raise(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ss.Layout.zero(**options)
 
 

@@ -38,8 +38,8 @@ def check_finetune(folder: Path, layout: Any, **config: Any) -> str:
     plan = build_plan(ss.Architecture.from_hf(str(folder)), layout)
     try:
         ss.Finetune(weights=folder).check(plan)
-    except ValueError as refusal:
-        return str(refusal)
+    except ValueError as error:
+        return str(error)
     return ""
 
 
