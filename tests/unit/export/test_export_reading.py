@@ -184,15 +184,17 @@ def test_missing_options_have_deepspeed_defaults(tmp_path: Path) -> None:
     plan = from_zero(tmp_path, {"zero_optimization": {"stage": 3, "offload_param": {}}})
     assert plan.recipe.precision == "fp32"
     assert plan.layout.offload_params is None  # type: ignore[attr-defined]
-    expected = from_zero(tmp_path, {"zero_optimization": {"stage": 3, "offload_param": {"pin_memory": True}}})
-    assert expected.layout.offload_params == "cpu"  # type: ignore[attr-defined]
+    with_options = from_zero(
+        tmp_path, {"zero_optimization": {"stage": 3, "offload_param": {"pin_memory": True}}}
+    )
+    assert with_options.layout.offload_params == "cpu"  # type: ignore[attr-defined]
     assert from_zero(tmp_path, {}).layout.stage == 0  # type: ignore[attr-defined]
 
 
 def test_reads_deprecated_cpu_offload_flags(tmp_path: Path) -> None:
     plan = from_zero(tmp_path, {"zero_optimization": {"stage": 2, "cpu_offload": True}})
-    expected = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    assert plan.layout == from_zero(tmp_path, {"zero_optimization": expected}).layout
+    current = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    assert plan.layout == from_zero(tmp_path, {"zero_optimization": current}).layout
     assert plan.layout.offload_optimizer == "cpu"  # type: ignore[attr-defined]
     params = {"zero_optimization": {"stage": 3, "cpu_offload_param": True, "cpu_offload": False}}
     plan = from_zero(tmp_path, params)
@@ -201,7 +203,7 @@ def test_reads_deprecated_cpu_offload_flags(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"zero_optimization.cpu_offload is True; allowed: only one of the two"
     ):
-        from_zero(tmp_path, {"zero_optimization": {**expected, "cpu_offload": True}})
+        from_zero(tmp_path, {"zero_optimization": {**current, "cpu_offload": True}})
 
 
 def test_reads_layers_per_virtual_pipeline_stage(tmp_path: Path) -> None:
