@@ -34,7 +34,7 @@ from shardscope.memory.report import PHASES, StageMemory
 from shardscope.timing.calibration.store import (
     FOLDER_VARIABLE,
     MachineRecord,
-    machine_name,
+    get_machine_name,
     store_calibration,
 )
 
@@ -312,7 +312,7 @@ def use_stored_calibration(folder: Path) -> None:
     """Keep the stored calibration in ``folder`` as that of two CPU ranks of this machine."""
     record = MachineRecord.from_json(CALIBRATION.read_text(encoding="utf-8"))
     store_calibration(
-        replace(record.calibrations[-1], machine=machine_name(), num_cores=count_cores()), folder
+        replace(record.calibrations[-1], machine=get_machine_name(), num_cores=count_cores()), folder
     )
 
 

@@ -20,8 +20,8 @@ from shardscope.machine.host import count_cores
 from shardscope.runs.calibrate import process
 from shardscope.runs.calibrate.process import CalibrationError
 from shardscope.timing.calibration.curves import COLLECTIVES, Calibration, select_rates
-from shardscope.timing.calibration.finished_runs import residual
-from shardscope.timing.calibration.store import data_folder, file_for, locked, stored
+from shardscope.timing.calibration.finished_runs import find_residual
+from shardscope.timing.calibration.store import build_record_path, find_data_folder, lock_file, read_record
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time")]
 
@@ -94,7 +94,7 @@ def test_two_cpu_ranks_are_measured_stored_and_used(folder: Path) -> None:
     assert {"fp32", "bf16"} == {product.precision for product in one.matrix_products}
     assert {call.collective for call in one.collectives} == set(COLLECTIVES)
     assert not one.host_copies
-    kept = stored(file_for("cpu", data_folder()))
+    kept = read_record(build_record_path("cpu", find_data_folder()))
     assert kept is not None and kept.calibrations == (one,)
 
     rates = select_rates(TWO_RANKS)
@@ -105,7 +105,7 @@ def test_two_cpu_ranks_are_measured_stored_and_used(folder: Path) -> None:
     plan = make_plan(2)
     assert plan.step().seconds > 0 and one.source in plan.step().calibration
     assert sorted(file.name for file in (folder / "calibration").iterdir() if file.name[0] != ".") == [
-        file_for("cpu", data_folder()).name
+        build_record_path("cpu", find_data_folder()).name
     ]
 
 
@@ -122,7 +122,10 @@ def test_an_exception_in_the_progress_callback_ends_the_calibration(folder: Path
         ss.calibrate(TWO_RANKS, seconds=60, progress=progress)
     assert not ranks_of(os.getpid())
     assert not list((folder / "calibration").glob("*.json"))
-    with locked(file_for("cpu", folder).with_name("measuring-" + file_for("cpu", folder).name), wait=False):
+    with lock_file(
+        build_record_path("cpu", folder).with_name("measuring-" + build_record_path("cpu", folder).name),
+        wait=False,
+    ):
         pass
 
 
@@ -157,9 +160,9 @@ def test_a_calibration_that_takes_too_long_times_out(monkeypatch: pytest.MonkeyP
 
 
 def test_a_second_calibration_at_the_same_time_raises(folder: Path) -> None:
-    path = file_for("cpu", folder)
+    path = build_record_path("cpu", folder)
     with (
-        locked(path.with_name(f"measuring-{path.name}")),
+        lock_file(path.with_name(f"measuring-{path.name}")),
         pytest.raises(RuntimeError, match="is already running"),
     ):
         ss.calibrate(TWO_RANKS, seconds=5)
@@ -169,9 +172,9 @@ def test_a_second_calibration_at_the_same_time_raises(folder: Path) -> None:
 def test_a_finished_run_stores_its_step_time(tmp_path: Path, plan: Any) -> None:
     run = ss.launch(plan, ss.Pretrain(num_steps=10), folder=tmp_path / "runs")
     assert run.wait(timeout=80) == "finished", run.error
-    path = file_for("cpu", data_folder())
+    path = build_record_path("cpu", find_data_folder())
     seconds_until(path.is_file, timeout=10)
-    record = stored(path)
+    record = read_record(path)
     assert record is not None
     (step,) = record.steps
     assert step.run == run.name and step.num_steps == 7
@@ -179,4 +182,4 @@ def test_a_finished_run_stores_its_step_time(tmp_path: Path, plan: Any) -> None:
     own = [line["step_seconds"] for line in run.metrics() if line["step"] >= 3]
     assert min(own) <= step.seconds <= max(own)
     assert step.predicted_seconds is None, "nothing was calibrated, so nothing was predicted"
-    assert residual(plan) is None
+    assert find_residual(plan) is None

@@ -8,7 +8,7 @@ from typing import Any
 import shardscope as ss
 from shardscope.machine.host import count_cores
 from shardscope.timing.calibration.curves import Calibration
-from shardscope.timing.calibration.store import machine_name
+from shardscope.timing.calibration.store import get_machine_name
 from shardscope.timing.collectives import compute_transfer_seconds
 from shardscope.timing.rates import LinkRate, look_up_rates
 from shardscope.timing.traffic import Transfer
@@ -57,7 +57,7 @@ def calibration(cluster: str = "2xcpu", **changes: Any) -> Calibration:
     parsed = ss.Cluster.parse(cluster)
     ranks = parsed.num_gpus
     data: dict[str, Any] = {
-        "machine": machine_name(),
+        "machine": get_machine_name(),
         "processor": "a processor of tests",
         "num_cores": count_cores(),
         "gpu": parsed.gpu.name,

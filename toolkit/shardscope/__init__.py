@@ -5,7 +5,7 @@ that ``import shardscope`` costs milliseconds and never imports torch.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 # Not lazy: the package ``shardscope.runs`` would otherwise hide the function of the same name as soon as
 # anything imports it.
@@ -49,7 +49,8 @@ __all__ = [
     "search",
 ]
 
-_rooms = {
+# Each public name and the module that defines it, imported on first use.
+_modules = {
     "Architecture": "core.architecture",
     "Cluster": "core.cluster",
     "Finetune": "training.tasks.finetune",
@@ -69,12 +70,13 @@ _rooms = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _rooms:
+def __getattr__(name: str) -> object:
+    if name not in _modules:
         raise AttributeError(f"module 'shardscope' has no attribute {name!r}; it has {', '.join(__all__)}")
-    found = getattr(import_module(f"shardscope.{_rooms[name]}"), name)
-    globals()[name] = found
-    return found
+    value: object = getattr(import_module(f"shardscope.{_modules[name]}"), name)
+    # Later accesses find the global, without calling this function.
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -298,7 +298,7 @@ def test_fault_20_detects_the_cpu_if_no_gpu_is_visible(monkeypatch: pytest.Monke
     ],
 )
 def test_fault_20_cuda_visible_devices_is_read_as_cuda_does(visible: str | None, indices: list[int]) -> None:
-    assert detection.visible_indices(visible, ["GPU-a1", "GPU-b2", "GPU-c3"]) == indices
+    assert detection.parse_visible_devices(visible, ["GPU-a1", "GPU-b2", "GPU-c3"]) == indices
 
 
 ENTRIES = ["0", "1", "2", "9", "-1", "+1", "x", "1x", "", " 2", "GPU-a1", "GPU-b", "GPU-", "GPU-x", " GPU-c3"]
@@ -314,7 +314,7 @@ def test_fault_20_number_of_visible_gpus_equals_that_of_torch(visible: str) -> N
         patch.setenv("CUDA_VISIBLE_DEVICES", visible)
         patch.setattr(cuda, "_raw_device_count_nvml", lambda: len(uuids))
         patch.setattr(cuda, "_raw_device_uuid_nvml", lambda: uuids)
-        assert len(detection.visible_indices(visible, uuids)) == cuda._device_count_nvml()
+        assert len(detection.parse_visible_devices(visible, uuids)) == cuda._device_count_nvml()
 
 
 def test_detects_the_cpu_without_a_driver_or_pynvml(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from IPython.core.formatters import DisplayFormatter
 
 import shardscope as ss
-from shardscope.core.html_table import html_fields, html_table
+from shardscope.core.html_table import render_html_fields, render_html_table
 from shardscope.planner.checks import Findings
 from shardscope.planner.claims import claims
 from shardscope.planner.repairs.repairs import Repairs
@@ -95,11 +95,11 @@ def test_plans_display_model_cluster_layout_and_recipe() -> None:
 
 @pytest.mark.parametrize("value", ["<script>x</script>", "<img src=x onerror=y>", "a & b"])
 def test_table_cells_and_titles_are_escaped(value: Any) -> None:
-    for html in (html_table([value], [[value]], value), html_fields({value: value}, value)):
+    for html in (render_html_table([value], [[value]], value), render_html_fields({value: value}, value)):
         ElementTree.fromstring(html)
         assert value not in html
 
 
 def test_numbers_have_thousands_separators_and_missing_ones_a_dash() -> None:
-    html = html_table(["a", "b"], [[1234567, None], [0.12345, float("nan")]])
+    html = render_html_table(["a", "b"], [[1234567, None], [0.12345, float("nan")]])
     assert "1,234,567" in html and "0.1235" in html and html.count("–") == 2

@@ -33,7 +33,7 @@ ZERO = """\
   "zero_optimization": {
     "stage": 2,
     "offload_optimizer": {
-      "pin_memory": true
+      "device": "cpu"
     }
   },
   "train_batch_size": 64
@@ -142,12 +142,12 @@ def read_error_message(kind: str, before: str, after: str, folder: Path, **argum
             "zero",
             '"offload_optimizer"',
             '"offload_param"',
-            "zero.json, line 4, zero_optimization.offload_param.device and line 3, zero_optimization.stage: "
+            "zero.json, line 5, zero_optimization.offload_param.device and line 3, zero_optimization.stage: "
             "Layout.offload_params is 'cpu'",
         ),
         (
             "zero",
-            '"offload_optimizer": {\n      "pin_memory": true\n    }',
+            '"offload_optimizer": {\n      "device": "cpu"\n    }',
             '"cpu_offload_param": true',
             "zero.json, line 4, zero_optimization.cpu_offload_param and line 3, zero_optimization.stage: "
             "Layout.offload_params is 'cpu'",
@@ -192,9 +192,9 @@ def test_invalid_plan_fields_in_comments_are_reported_with_their_line(tmp_path: 
     (tmp_path / "plan.json").unlink()
     file = tmp_path / "accelerate_config.yaml"
     text = file.read_text()
-    line = next(n for n, each in enumerate(text.splitlines(), start=1) if "method='lora'" in each)
-    for broken in ("method='x'", "methd='lora'"):
-        file.write_text(text.replace("method='lora'", broken))
+    line = next(n for n, each in enumerate(text.splitlines(), start=1) if 'method = "lora"' in each)
+    for broken in ('method = "x"', 'methd = "lora"'):
+        file.write_text(text.replace('method = "lora"', broken))
         with pytest.raises(ValueError, match=rf"accelerate_config.yaml, line {line}, .*{broken[:4]}"):
             ss.Plan.from_accelerate(file, architecture=LLAMA, cluster=CLUSTER)
 

@@ -187,7 +187,9 @@ def test_missing_options_have_deepspeed_defaults(tmp_path: Path) -> None:
     with_options = from_zero(
         tmp_path, {"zero_optimization": {"stage": 3, "offload_param": {"pin_memory": True}}}
     )
-    assert with_options.layout.offload_params == "cpu"  # type: ignore[attr-defined]
+    assert with_options.layout.offload_params is None  # type: ignore[attr-defined]
+    pinned = from_zero(tmp_path, {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
+    assert pinned.layout.pin_memory  # type: ignore[attr-defined]
     assert from_zero(tmp_path, {}).layout.stage == 0  # type: ignore[attr-defined]
 
 

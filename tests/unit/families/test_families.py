@@ -12,7 +12,7 @@ from tests.needs import few
 import shardscope as ss
 from shardscope.catalog import models
 from shardscope.core.architecture import MODEL_TYPES, Architecture
-from shardscope.families.parameter_names import attention_inputs, mlp_inputs, names_of
+from shardscope.families.parameter_names import list_attention_inputs, list_mlp_inputs, list_parameter_names
 from shardscope.memory.activations.forward import FAMILIES_WITH_ACTIVATIONS
 from shardscope.memory.state import stages
 
@@ -129,8 +129,8 @@ def test_shards_of_tp_2_sum_to_the_whole_layer(family: str) -> None:
         for name in whole.keys() - replicated:
             numbers = [shape.copies * shape.rows * shape.columns for shape in (whole[name], sharded[name])]
             assert numbers[0] == 2 * numbers[1], name
-        names = names_of(arch)
-        inputs = {*attention_inputs(arch), *mlp_inputs(arch)} - {"q_a_proj", "kv_a_proj_with_mqa"}
+        names = list_parameter_names(arch)
+        inputs = {*list_attention_inputs(arch), *list_mlp_inputs(arch)} - {"q_a_proj", "kv_a_proj_with_mqa"}
         for module in {*inputs, names.output, names.down}:
             assert not any(name.endswith(f".{module}.weight") for name in replicated), module
         for name in whole.keys() - replicated:

@@ -17,7 +17,7 @@ from tests.needs import examples, few, needs
 from shardscope.catalog import get_config, models
 from shardscope.core.architecture import MODEL_TYPES, Architecture
 from shardscope.families.hf_config import FAMILIES
-from shardscope.families.parameter_names import names_of
+from shardscope.families.parameter_names import list_parameter_names
 
 LLAMA = {
     "model_type": "llama",
@@ -58,7 +58,7 @@ def build_meta_model(config: dict[str, Any]) -> Any:
 def assert_same_parameters(config: dict[str, Any]) -> None:
     arch = Architecture.from_hf(config)
     theirs = {name: tuple(parameter.shape) for name, parameter in build_meta_model(config).named_parameters()}
-    prefix = names_of(arch).layers
+    prefix = list_parameter_names(arch).layers
     ours = {name: shape for _, name, shape in arch.outer_shapes}
     for index in range(arch.num_hidden_layers):
         ours |= {f"{prefix}.{index}.{name}": shape for _, name, shape in arch.layer_shapes(index)}

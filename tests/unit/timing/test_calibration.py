@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 import shardscope as ss
 from shardscope.timing.calibration.curves import Calibration
-from shardscope.timing.calibration.fit import Term, two_terms
+from shardscope.timing.calibration.fit import Term, fit_two_terms
 from shardscope.timing.collectives import compute_call_seconds
 from shardscope.timing.rates import look_up_rates
 
@@ -173,7 +173,7 @@ positive = st.floats(1e-12, 1e-3)
 @given(first=positive, second=positive)
 def test_a_sum_of_two_terms_is_found_again(first: float, second: float) -> None:
     terms = [Term(x, y, first * x + second * y) for x, y in ((1.0, 1.0), (1e3, 1.0), (1e6, 1.0), (10.0, 1e3))]
-    found = two_terms(terms)
+    found = fit_two_terms(terms)
     for x, y, seconds in terms:
         assert found[0] * x + found[1] * y == pytest.approx(seconds, rel=1e-4)
 
@@ -184,5 +184,5 @@ def test_a_sum_of_two_terms_is_found_again(first: float, second: float) -> None:
     )
 )
 def test_no_term_is_ever_negative(points: list[tuple[float, float, float]]) -> None:
-    first, second = two_terms([Term(*point) for point in points])
+    first, second = fit_two_terms([Term(*point) for point in points])
     assert first >= 0 and second >= 0 and first + second > 0

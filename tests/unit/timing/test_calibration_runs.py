@@ -14,7 +14,12 @@ from shardscope.records.files import append_line
 from shardscope.records.folder import RunFolder
 from shardscope.runs.explain.measured_step import MIN_PROFILED_STEPS, predict_step, store_measured_step
 from shardscope.timing.calibration.finished_runs import MIN_STEPS, SKIPPED_STEPS
-from shardscope.timing.calibration.store import data_folder, file_for, store_calibration, stored
+from shardscope.timing.calibration.store import (
+    build_record_path,
+    find_data_folder,
+    read_record,
+    store_calibration,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +72,7 @@ def test_without_a_prediction_the_step_is_kept_all_the_same(folder: RunFolder, p
     told = description(plan)
     log(folder, 20, 0.25)
     assert store_measured_step(folder, told)
-    record = stored(file_for("cpu", data_folder()))
+    record = read_record(build_record_path("cpu", find_data_folder()))
     assert record is not None and record.steps[0].seconds == 0.25 and record.steps[0].ratio is None
     assert not record.calibrations
 
@@ -75,7 +80,7 @@ def test_without_a_prediction_the_step_is_kept_all_the_same(folder: RunFolder, p
 def test_too_few_steps_are_not_kept(folder: RunFolder, plan: ss.Plan) -> None:
     log(folder, SKIPPED_STEPS + MIN_STEPS - 1, 0.25)
     assert not store_measured_step(folder, description(plan))
-    assert not data_folder().exists()
+    assert not find_data_folder().exists()
 
 
 def test_a_short_recorded_run_is_not_kept(folder: RunFolder, plan: ss.Plan) -> None:

@@ -16,19 +16,24 @@ import shardscope as ss
 from shardscope.machine.host import count_cores
 from shardscope.timing.calibration import store as calibration_store
 from shardscope.timing.calibration.curves import select_rates
-from shardscope.timing.calibration.finished_runs import MAX_RUNS, MeasuredStep, median_step, residual
+from shardscope.timing.calibration.finished_runs import (
+    MAX_RUNS,
+    MeasuredStep,
+    compute_median_step,
+    find_residual,
+)
 from shardscope.timing.calibration.store import (
     MachineRecord,
     NotStoredError,
+    build_record_path,
     check_writable,
-    data_folder,
-    file_for,
     find_calibration,
-    locked,
-    machine_name,
+    find_data_folder,
+    get_machine_name,
+    lock_file,
+    read_record,
     store_calibration,
     store_step,
-    stored,
 )
 from shardscope.timing.rates import look_up_rates
 
@@ -65,20 +70,20 @@ def measured(
 
 def test_the_folder_follows_the_variable_and_the_xdg_specification(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDSCOPE_DATA_HOME", "/somewhere")
-    assert data_folder() == Path("/somewhere")
+    assert find_data_folder() == Path("/somewhere")
     monkeypatch.delenv("SHARDSCOPE_DATA_HOME")
     monkeypatch.setenv("XDG_DATA_HOME", "/xdg")
-    assert data_folder() == Path("/xdg/shardscope")
+    assert find_data_folder() == Path("/xdg/shardscope")
     monkeypatch.setenv("XDG_DATA_HOME", "not/absolute")
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert data_folder() == Path("/home/somebody/.local/share/shardscope")
-    assert data_folder("/given") == Path("/given")
+    assert find_data_folder() == Path("/home/somebody/.local/share/shardscope")
+    assert find_data_folder("/given") == Path("/given")
 
 
 @pytest.mark.parametrize("value", [7, "", "a\0b", True])
 def test_what_is_no_folder_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=r"calibrate\.folder"):
-        data_folder(value)
+        find_data_folder(value)
 
 
 def test_files_are_this_users_alone(folder: Path) -> None:
@@ -99,7 +104,7 @@ def test_a_prediction_takes_the_calibration_of_this_machine() -> None:
     assert select_rates(CPU).get_matmul_rate("fp32").flops_per_second == pytest.approx(FLOPS, rel=1e-3)
     report = plan().step()
     assert report.seconds > 0
-    assert f"the calibration of {machine_name()}" in report.calibration
+    assert f"the calibration of {get_machine_name()}" in report.calibration
 
 
 def test_a_cpu_rank_computes_sends_and_starts_operators_in_turn() -> None:
@@ -126,7 +131,7 @@ def test_a_new_calibration_is_seen_at_once() -> None:
     store_calibration(calibration(matrix_products=faster))
     assert select_rates(CPU).get_matmul_rate("fp32").flops_per_second == pytest.approx(2 * before, rel=1e-2)
     assert of.step().parts["matrices"] == pytest.approx(slow.parts["matrices"] / 2, rel=1e-2)
-    record = stored(file_for("cpu", data_folder()))
+    record = read_record(build_record_path("cpu", find_data_folder()))
     assert record is not None and len(record.calibrations) == 1
 
 
@@ -153,7 +158,7 @@ def test_gpus_of_the_same_kind_are_taken_from_another_host_of_the_folder() -> No
     assert found is not None and found.machine == "node-7"
     assert "node-7" in select_rates(H100).source
     store_calibration(calibration("8xh100-sxm-80gb"))
-    assert f"of {machine_name()} " in select_rates(H100).source, "this host's own comes first"
+    assert f"of {get_machine_name()} " in select_rates(H100).source, "this host's own comes first"
     assert find_calibration(ss.Cluster.parse("8xh200-sxm-141gb")) is None
 
 
@@ -194,11 +199,11 @@ def test_a_damaged_file_is_named_and_mended_by_a_new_calibration(text: str) -> N
 
 def test_a_giant_file_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration_store, "MAX_FILE_BYTES", 100)
-    path = file_for("cpu", data_folder())
+    path = build_record_path("cpu", find_data_folder())
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("{" + " " * 100 + "}")
     with pytest.raises(ValueError, match="102 bytes"):
-        stored(path)
+        read_record(path)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -211,9 +216,9 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_a_lock_is_one_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    with locked(path), pytest.raises(BlockingIOError), locked(path, wait=False):
+    with lock_file(path), pytest.raises(BlockingIOError), lock_file(path, wait=False):
         pass
-    with locked(path, wait=False):
+    with lock_file(path, wait=False):
         pass
 
 
@@ -227,7 +232,7 @@ def test_steps_of_runs_that_end_together_are_all_kept() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    record = stored(file_for("cpu", data_folder()))
+    record = read_record(build_record_path("cpu", find_data_folder()))
     assert record is not None and {step.run for step in record.steps} == {f"run-{i}" for i in range(8)}
 
 
@@ -243,7 +248,7 @@ def test_steps_are_bounded_and_outlive_a_new_calibration() -> None:
 def test_the_residual_counts_runs_of_this_architecture_framework_and_constants() -> None:
     store_calibration(calibration())
     of = plan("fsdp2")
-    assert residual(of) is None
+    assert find_residual(of) is None
     store_step(measured(of, 1.1), "cpu")
     store_step(measured(plan("ddp"), 9.0), "cpu")
     store_step(measured(plan("fsdp2", "4m"), 9.0), "cpu")
@@ -254,8 +259,8 @@ def test_the_residual_counts_runs_of_this_architecture_framework_and_constants()
     assert one is not None and one.num_runs == 1 and one.median == pytest.approx(1.1)
     assert "one finished run" in one.words and "1.10 times the predicted step" in one.words
     store_step(measured(of, 1.3), "cpu")
-    assert report.residual == residual(of), "a run that finished since is counted"
-    two = residual(of)
+    assert report.residual == find_residual(of), "a run that finished since is counted"
+    two = find_residual(of)
     assert two is not None and (two.num_runs, two.low, two.high) == (
         2,
         pytest.approx(1.1),
@@ -263,7 +268,7 @@ def test_the_residual_counts_runs_of_this_architecture_framework_and_constants()
     )
     assert "1.20 times" in two.words and "not corrected" in two.words
     store_step(measured(of, 1.2, load=3.0), "cpu")
-    three = residual(of)
+    three = find_residual(of)
     assert three is not None and three.num_busy == 1 and "1 of them while it was busy" in three.words
     assert of.step() is report and report.residual == three
     assert "1.20 times" in report.to_html() and report.calibration in report.to_html()
@@ -304,14 +309,14 @@ def test_the_median_leaves_the_first_steps_out() -> None:
             for rank in (0, 1)
         ]
 
-    assert median_step(lines([9.0, 9.0, 9.0, 1.0, 1.0, 2.0, 1.0, 1.0])) == (5, 1.0)
-    assert median_step(lines([1.0] * 7)) is None, "too few"
-    assert median_step([{"step": step, "loss": 1.0} for step in range(50)]) is None
+    assert compute_median_step(lines([9.0, 9.0, 9.0, 1.0, 1.0, 2.0, 1.0, 1.0])) == (5, 1.0)
+    assert compute_median_step(lines([1.0] * 7)) is None, "too few"
+    assert compute_median_step([{"step": step, "loss": 1.0} for step in range(50)]) is None
     odd = [{"step": step, "step_seconds": took} for step, took in enumerate(["x", float("nan"), -1.0] * 9)]
-    assert median_step(odd) is None
+    assert compute_median_step(odd) is None
 
 
 def test_nothing_is_written_by_asking(folder: Path) -> None:
-    select_rates(CPU), select_rates(H100), residual(plan())
+    select_rates(CPU), select_rates(H100), find_residual(plan())
     assert not folder.exists()
     assert os.environ["SHARDSCOPE_DATA_HOME"] == str(folder)

@@ -14,7 +14,7 @@ from shardscope.catalog.model_names import ModelNames
 from shardscope.core.architecture import Architecture
 from shardscope.core.cluster import Gpu, Link
 from shardscope.core.errors import find_similar
-from shardscope.core.html_table import html_table
+from shardscope.core.html_table import render_html_table
 from shardscope.machine.host import get_host_memory_bytes
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class Catalogue(Mapping[str, T], Generic[T]):
 
     def _repr_html_(self) -> str:
         rows = [(name, *(get_cell(self[name]) for get_cell in self._columns.values())) for name in self]
-        return html_table(("name", *self._columns), rows)
+        return render_html_table(("name", *self._columns), rows)
 
     def __repr__(self) -> str:
         return f"<{self._kind} of Shardscope's catalogue: {', '.join(self)}>"

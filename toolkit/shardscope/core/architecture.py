@@ -19,7 +19,7 @@ from shardscope.core.serialization import Serializable, read_parts
 from shardscope.core.size_limits import LIMITS, check_size, check_size_field
 from shardscope.families import parameter_shapes
 from shardscope.families.parameter_shapes import LAYER_GROUPS, Parameter
-from shardscope.families.registry import FAMILIES, family_of
+from shardscope.families.registry import FAMILIES, find_family
 from shardscope.families.rules import check_family
 
 __all__ = ["LIMITS", "MODEL_TYPES", "Architecture", "LatentAttention", "MixtureOfExperts"]
@@ -179,7 +179,7 @@ class Architecture(Serializable):
         """
         from shardscope.core import model_of_size  # circular import
 
-        return model_of_size.of_size(size)
+        return model_of_size.build_model_of_size(size)
 
     # -------------------------------------------------------------------------------------- parameters
 
@@ -369,7 +369,7 @@ class Architecture(Serializable):
         return _count_by_group(self._get_layer(False))
 
     def _list_linears(self, moe: bool) -> tuple[tuple[str, tuple[int, int]], ...]:
-        conv1d = family_of(self).projections == "conv1d"
+        conv1d = find_family(self).projections == "conv1d"
         targets = (parameter_shapes.get_lora_target(parameter, conv1d) for parameter in self._get_layer(moe))
         return tuple(target for target in targets if target is not None)
 

@@ -148,11 +148,11 @@ def check_integer(field: str, value: object, *, low: int, high: int) -> int:
     """Return ``value`` as an int. Raises ``ValueError`` unless it is an integer in ``low..high``, no bool."""
     allowed = f"a whole number from {low:,} to {high:,}"
     if isinstance(value, bool | str | bytes) or value is None:
-        refuse(field, value, allowed, _nearest_number(value, low, high))
+        refuse(field, value, allowed, _find_nearest_number(value, low, high))
     try:
         number = value.__index__()  # type: ignore[attr-defined]
     except (AttributeError, TypeError):
-        refuse(field, value, allowed, _nearest_number(value, low, high))
+        refuse(field, value, allowed, _find_nearest_number(value, low, high))
     if not low <= number <= high:
         refuse(field, number, allowed, Value(min(max(number, low), high)))
     return int(number)
@@ -227,7 +227,7 @@ def _find_by_spelling(value: object, texts: list[str], cutoff: float) -> str | N
     return next(iter(longer or difflib.get_close_matches(text, texts, n=1, cutoff=cutoff)), None)
 
 
-def _nearest_number(value: object, low: int, high: int) -> Value:
+def _find_nearest_number(value: object, low: int, high: int) -> Value:
     """Return the nearest allowed integer for a value that is not an integer ("8.0", "8", nan, None)."""
     try:
         number = float(value)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ TABLE = "<table style='table-layout:auto;border-collapse:collapse'>"
 NO_VALUE = "–"
 
 
-def html_table(head: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:
+def render_html_table(head: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:
     """Return a table with one line per row. Numbers are right-aligned; every cell is escaped."""
     shown = [list(row) for row in rows]
     is_number = [
@@ -35,21 +35,21 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[object]], caption: s
         for row in shown
     )
     return (
-        f"<div style='overflow-x:auto'>{TABLE}{_caption(caption)}"
+        f"<div style='overflow-x:auto'>{TABLE}{_render_caption(caption)}"
         f"<thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
-def html_fields(pairs: Mapping[str, object], caption: str = "") -> str:
+def render_html_fields(pairs: Mapping[str, object], caption: str = "") -> str:
     """Return a table with one line per name and value."""
     body = "".join(
         f"<tr><th scope='row'{LEFT}>{escape(name)}</th><td{LEFT}>{escape(format_value(value))}</td></tr>"
         for name, value in pairs.items()
     )
-    return f"{TABLE}{_caption(caption)}<tbody>{body}</tbody></table>"
+    return f"{TABLE}{_render_caption(caption)}<tbody>{body}</tbody></table>"
 
 
-def html_dataclass(value: DataclassInstance, caption: str = "") -> str:
+def render_html_dataclass(value: DataclassInstance, caption: str = "") -> str:
     """Return the fields of a dataclass that are set, as a table: ``hidden_size`` as "hidden size"."""
     pairs: dict[str, object] = {}
     for field in dataclasses.fields(value):
@@ -64,7 +64,7 @@ def html_dataclass(value: DataclassInstance, caption: str = "") -> str:
             name, unit = name.removesuffix("_bytes_per_second"), "GB/s"
             content = content / 1e9
         pairs[name.replace("_", " ").strip()] = f"{format_value(content)} {unit}".strip()
-    return html_fields(pairs, caption or type(value).__name__)
+    return render_html_fields(pairs, caption or type(value).__name__)
 
 
 def format_value(value: object) -> str:
@@ -89,5 +89,5 @@ def format_value(value: object) -> str:
     return str(value)
 
 
-def _caption(text: str) -> str:
+def _render_caption(text: str) -> str:
     return f"<caption style='text-align:left'>{escape(text)}</caption>" if text else ""

@@ -53,7 +53,7 @@ def check_depth(name: str, text: str) -> None:
             )
 
 
-def key_lines(text: str) -> dict[KeyPath, int]:
+def find_key_lines(text: str) -> dict[KeyPath, int]:
     """Return the line number of each key of a JSON text by its path; keys inside lists are omitted."""
     return {path: line for line, _, path, _ in _scan_keys(text) if path is not None}
 

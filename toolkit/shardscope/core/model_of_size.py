@@ -14,20 +14,20 @@ ASPECT = 128
 LLaMA 7B and 65B have 128 and 102."""
 
 
-def of_size(size: str) -> Architecture:
+def build_model_of_size(size: str) -> Architecture:
     """Create the architecture; see :meth:`shardscope.core.architecture.Architecture.of_size`."""
-    target = _number(size)
+    target = _parse_size(size)
     vocab = 2_048 if target < 10**7 else 8_192 if target < 10**8 else 32_000
     tied = target < 10**9
     # Try all hidden sizes; keep the shape nearest to ASPECT and to an MLP of 8/3 hidden within 2.5 %.
     best: tuple[float, int, int, int, int] | None = None
-    for heads, head_dim in _widths(target):
+    for heads, head_dim in _list_head_shapes(target):
         hidden = heads * head_dim
         outer = vocab * hidden * (1 if tied else 2) + hidden
         # One layer with an MLP of 8/3 hidden holds 4 h^2 + 3 x 8/3 h^2 = 12 h^2 parameters.
         ideal = (target - outer) / (12 * hidden * hidden)
         for layers in (max(2, math.floor(ideal)), max(2, math.ceil(ideal))):
-            intermediate = _intermediate(target, outer, hidden, layers, head_dim)
+            intermediate = _fit_intermediate_size(target, outer, hidden, layers, head_dim)
             if not intermediate or layers > 1_024:
                 continue
             count = outer + layers * (4 * hidden * hidden + 3 * hidden * intermediate + 2 * hidden)
@@ -54,7 +54,7 @@ def of_size(size: str) -> Architecture:
     )
 
 
-def _number(size: object) -> float:
+def _parse_size(size: object) -> float:
     allowed = "a number and m, b or t, from 1m to 10t"
     match = isinstance(size, str) and re.fullmatch(
         r"(\d{1,6}(?:\.\d{1,6})?)([mbt])", size.strip().lower(), re.A
@@ -67,7 +67,7 @@ def _number(size: object) -> float:
     return target
 
 
-def _widths(target: float) -> list[tuple[int, int]]:
+def _list_head_shapes(target: float) -> list[tuple[int, int]]:
     """Return candidates of (heads, head_dim). From 1b on, heads are multiples of 8 for tensor parallelism."""
     if target >= 10**9:
         return [(heads, 128) for heads in range(8, 2_049, 8)]
@@ -76,7 +76,7 @@ def _widths(target: float) -> list[tuple[int, int]]:
     return [(heads, dim) for dim in (32, 64) for heads in range(2, 33, 2)]
 
 
-def _intermediate(target: float, outer: int, hidden: int, layers: int, head_dim: int) -> int:
+def _fit_intermediate_size(target: float, outer: int, hidden: int, layers: int, head_dim: int) -> int:
     """Return the MLP width, a multiple of the tile, nearest to ``target``; 0 if far from 8/3 hidden."""
     tile = 256 if head_dim == 128 else 32
     wanted = ((target - outer) / layers - 4 * hidden * hidden - 2 * hidden) / (3 * hidden)

@@ -32,10 +32,11 @@ def format_sum(parts: Iterable[tuple[int, str]]) -> str:
 
     Parts of 0 bytes are omitted; a single part is shown without its number.
     """
-    told = [(num_bytes, what) for num_bytes, what in parts if num_bytes]
-    if len(told) < 2:
-        return "".join(what for _, what in told)
+    nonzero = [(num_bytes, what) for num_bytes, what in parts if num_bytes]
+    if len(nonzero) < 2:
+        return "".join(what for _, what in nonzero)
     signed = (
-        f"{'-' if num_bytes < 0 else '+'} {format_gib(abs(num_bytes))} GiB {what}" for num_bytes, what in told
+        f"{'-' if num_bytes < 0 else '+'} {format_gib(abs(num_bytes))} GiB {what}"
+        for num_bytes, what in nonzero
     )
     return " ".join(signed).removeprefix("+ ")

@@ -12,7 +12,7 @@ from shardscope.core.architecture import Architecture
 from shardscope.core.cluster import Cluster
 from shardscope.core.errors import add_article, check_keys, refuse
 from shardscope.core.fixes import suggest_complete_fixes
-from shardscope.core.html_table import html_fields
+from shardscope.core.html_table import render_html_fields
 from shardscope.core.layout import Degrees, Layout
 from shardscope.core.recipe import Recipe
 from shardscope.core.serialization import Serializable, read_parts
@@ -115,7 +115,7 @@ class Plan(Serializable):
         """Return model, cluster, recipe and layout as an HTML table, without predictions."""
         recipe = self.recipe
         degrees = {field.name: getattr(self.degrees, field.name) for field in fields(self.degrees)}
-        return html_fields(
+        return render_html_fields(
             {
                 "model": f"{self.architecture.name}, {self.architecture.num_parameters:,} parameters",
                 "cluster": str(self.cluster),

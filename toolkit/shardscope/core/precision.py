@@ -31,7 +31,7 @@ widths: dict[str, Widths] = {
 }
 
 
-def base_width(recipe: Recipe) -> int:
+def get_base_width(recipe: Recipe) -> int:
     """Return the bytes of one stored weight of the base model.
 
     With adapters the base is frozen, so mixed precision keeps only the compute copy and no fp32 master

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from shardscope.core.errors import FieldError, check_keys, refuse
-from shardscope.core.html_table import html_dataclass
-from shardscope.core.json_text import key_lines, parse_json
+from shardscope.core.html_table import render_html_dataclass
+from shardscope.core.json_text import find_key_lines, parse_json
 from shardscope.core.text_positions import KeyPath, TextPositions
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Serializable:
 
     def _repr_html_(self) -> str:
         """Return the fields as an HTML table for notebooks."""
-        return html_dataclass(self)
+        return render_html_dataclass(self)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -112,7 +112,7 @@ def parse_text(text: str, class_name: str, create: Callable[[Mapping[str, object
 
 def _find_positions(text: str, class_name: str, data: Mapping[str, object]) -> TextPositions:
     """Return the positions of all keys; without line numbers if the text is a single line."""
-    lines = key_lines(text) if "\n" in text.strip() else {}
+    lines = find_key_lines(text) if "\n" in text.strip() else {}
     return TextPositions(name=f"{class_name} JSON", values=data, lines=lines)
 
 

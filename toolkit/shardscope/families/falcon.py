@@ -91,7 +91,7 @@ def _check_falcon(arch: Architecture) -> None:
     check_choice("Architecture.norms_per_layer of an older falcon", arch.norms_per_layer, (norms,))
 
 
-def _falcon_config_values(arch: Architecture) -> dict[str, object]:
+def _read_falcon_config(arch: Architecture) -> dict[str, object]:
     values: dict[str, object] = {
         "multi_query": arch.num_key_value_heads == 1,
         "alibi": arch.position_embedding == "alibi",
@@ -105,7 +105,7 @@ FALCON = Family(
     model_type="falcon",
     read=_read_falcon,
     activation="gelu",
-    config_values=_falcon_config_values,
+    config_values=_read_falcon_config,
     norms_per_layer=(1, 2),
     parallel_residual=(True, False),
     position_embeddings=("rope", "alibi"),

@@ -1,7 +1,7 @@
 """Record type of model families: properties that differ between decoder families.
 
 The records are in the modules that read their config.json (``llama.py``, ``qwen.py``, ...), and
-:func:`shardscope.families.registry.family_of` returns an architecture's. Defaults describe most families.
+:func:`shardscope.families.registry.find_family` returns an architecture's. Defaults describe most families.
 """
 
 from __future__ import annotations

@@ -4,38 +4,38 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.families.registry import family_of
+from shardscope.families.registry import find_family
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.families.family import Names
 
 
-def names_of(arch: Architecture) -> Names:
+def list_parameter_names(arch: Architecture) -> Names:
     """Return the module names of the family of ``arch``."""
-    return family_of(arch).names
+    return find_family(arch).names
 
 
-def norm_names(arch: Architecture) -> tuple[str, ...]:
+def list_norm_names(arch: Architecture) -> tuple[str, ...]:
     """Return the names of one layer's norms of hidden_size."""
-    names = names_of(arch)
+    names = list_parameter_names(arch)
     if names.parallel_norms and arch.parallel_residual and arch.norms_per_layer == 2:
         return names.parallel_norms
     return names.norms[: arch.norms_per_layer]
 
 
-def mlp_inputs(arch: Architecture) -> tuple[str, ...]:
+def list_mlp_inputs(arch: Architecture) -> tuple[str, ...]:
     """Return the names of the projections that read the dense MLP's input."""
-    names = names_of(arch)
+    names = list_parameter_names(arch)
     if not arch.gated_mlp:
         return (names.up,)
     return (names.fused_gate_up,) if names.fused_gate_up else ("gate_proj", "up_proj")
 
 
-def attention_inputs(arch: Architecture) -> tuple[str, ...]:
+def list_attention_inputs(arch: Architecture) -> tuple[str, ...]:
     """Return the names of the projections that read the attention's input."""
     if arch.latent_attention is not None:
         query = "q_a_proj" if arch.latent_attention.q_lora_rank else "q_proj"
         return (query, "kv_a_proj_with_mqa")
-    fused = names_of(arch).fused_qkv
+    fused = list_parameter_names(arch).fused_qkv
     return (fused,) if fused else ("q_proj", "k_proj", "v_proj")

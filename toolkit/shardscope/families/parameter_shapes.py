@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.families.parameter_names import mlp_inputs, names_of, norm_names
-from shardscope.families.registry import family_of
+from shardscope.families.parameter_names import list_mlp_inputs, list_norm_names, list_parameter_names
+from shardscope.families.registry import find_family
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -32,7 +32,7 @@ class Parameter(NamedTuple):
 
 def list_layer_parameters(arch: Architecture, moe: bool) -> tuple[Parameter, ...]:
     """Return the parameters of one decoder layer, with routed experts if ``moe``."""
-    if family_of(arch).projections == "conv1d":
+    if find_family(arch).projections == "conv1d":
         return (*_build_gpt2_attention(arch), *_build_gpt2_mlp(arch), *_build_norms(arch))
     attention = _build_latent_attention(arch) if arch.latent_attention else _build_attention(arch)
     feed_forward = _build_experts(arch) if moe else _build_mlp(arch, "mlp", "mlp", arch.intermediate_size)
@@ -41,7 +41,7 @@ def list_layer_parameters(arch: Architecture, moe: bool) -> tuple[Parameter, ...
 
 def list_outer_parameters(arch: Architecture) -> tuple[Parameter, ...]:
     """Return the parameters outside of the decoder layers, with full names; without a tied ``lm_head``."""
-    vocabulary_shape, names = (arch.vocab_size, arch.hidden_size), names_of(arch)
+    vocabulary_shape, names = (arch.vocab_size, arch.hidden_size), list_parameter_names(arch)
     parameters = [Parameter("embedding", f"{names.embedding}.weight", vocabulary_shape)]
     if arch.position_embedding == "learned":
         positions = (arch.max_position_embeddings, arch.hidden_size)
@@ -49,7 +49,7 @@ def list_outer_parameters(arch: Architecture) -> tuple[Parameter, ...]:
     parameters += _build_norm(arch, names.final_norm, arch.hidden_size)
     if not arch.tie_word_embeddings:
         parameters.append(Parameter("lm_head", "lm_head.weight", vocabulary_shape))
-    if family_of(arch).has_head_bias:  # a tied head still has a bias of its own
+    if find_family(arch).has_head_bias:  # a tied head still has a bias of its own
         parameters.append(Parameter("lm_head", "lm_head.bias", (arch.vocab_size,)))
     return tuple(parameters)
 
@@ -81,11 +81,13 @@ def _build_norm(arch: Architecture, name: str, size: int) -> list[Parameter]:
 
 
 def _build_norms(arch: Architecture) -> list[Parameter]:
-    return [parameter for name in norm_names(arch) for parameter in _build_norm(arch, name, arch.hidden_size)]
+    return [
+        parameter for name in list_norm_names(arch) for parameter in _build_norm(arch, name, arch.hidden_size)
+    ]
 
 
 def _build_attention(arch: Architecture) -> list[Parameter]:
-    hidden, head_dim, names = arch.hidden_size, arch.head_dim, names_of(arch)
+    hidden, head_dim, names = arch.hidden_size, arch.head_dim, list_parameter_names(arch)
     query, key = arch.num_attention_heads * head_dim, arch.num_key_value_heads * head_dim
     prefix, bias = names.attention, arch.attention_bias
     parameters: list[Parameter] = []
@@ -98,10 +100,10 @@ def _build_attention(arch: Architecture) -> list[Parameter]:
         "attention", f"{prefix}.{names.output}", hidden, query, arch.attention_output_bias
     )
     if arch.qk_norm:
-        spans_all_heads = family_of(arch).qk_norm_over_all_heads
+        spans_all_heads = find_family(arch).qk_norm_over_all_heads
         for name, width in zip(names.query_key_norms, (query, key), strict=True):
             parameters += _build_norm(arch, f"{prefix}.{name}", width if spans_all_heads else head_dim)
-    if family_of(arch).has_attention_sinks:
+    if find_family(arch).has_attention_sinks:
         parameters.append(Parameter("attention", f"{prefix}.sinks", (arch.num_attention_heads,)))
     return parameters
 
@@ -131,20 +133,20 @@ def _build_latent_attention(arch: Architecture) -> list[Parameter]:
 
 
 def _build_mlp(arch: Architecture, group: str, name: str, size: int) -> list[Parameter]:
-    hidden, bias, names = arch.hidden_size, arch.mlp_bias, names_of(arch)
+    hidden, bias, names = arch.hidden_size, arch.mlp_bias, list_parameter_names(arch)
     up: list[Parameter] = []
-    for projection in mlp_inputs(arch):
+    for projection in list_mlp_inputs(arch):
         out = 2 * size if projection == names.fused_gate_up else size
         up += _build_linear(group, f"{name}.{projection}", out, hidden, bias)
     return up + _build_linear(group, f"{name}.{names.down}", hidden, size, bias)
 
 
 def _build_experts(arch: Architecture) -> list[Parameter]:
-    moe, names = arch.mixture_of_experts, names_of(arch)
+    moe, names = arch.mixture_of_experts, list_parameter_names(arch)
     assert moe is not None
     hidden, size, count = arch.hidden_size, moe.moe_intermediate_size, moe.num_experts
     parameters = [Parameter("router", f"{names.router}.weight", (count, hidden))]
-    if family_of(arch).has_clamped_experts:
+    if find_family(arch).has_clamped_experts:
         return [
             *parameters,
             Parameter("router", f"{names.router}.bias", (count,)),
@@ -160,7 +162,7 @@ def _build_experts(arch: Architecture) -> list[Parameter]:
     if moe.shared_expert_intermediate_size:
         shared = moe.shared_expert_intermediate_size
         parameters += _build_mlp(arch, "shared_experts", names.shared_experts, shared)
-    if family_of(arch).has_shared_expert_gate:
+    if find_family(arch).has_shared_expert_gate:
         parameters += _build_linear("shared_experts", "mlp.shared_expert_gate", 1, hidden, False)
     return parameters
 

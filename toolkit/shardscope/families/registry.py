@@ -52,17 +52,17 @@ def _has_no_adapter(config: HfConfig) -> NoReturn:
 _UNKNOWN = Family(model_type="unknown", read=_has_no_adapter)
 
 
-def family_of(arch: Architecture) -> Family:
+def find_family(arch: Architecture) -> Family:
     """Return the record of an architecture's family; without formulas, one that supports nothing."""
     return FAMILIES.get(arch.model_type, _UNKNOWN)
 
 
-def family_named(model_type: object) -> Family:
+def get_family(model_type: object) -> Family:
     """Return the record of a ``model_type``; without formulas, one that supports nothing."""
     return FAMILIES.get(model_type, _UNKNOWN) if isinstance(model_type, str) else _UNKNOWN
 
 
-def families_with(support: Support) -> tuple[str, ...]:
+def list_families_with(support: Support) -> tuple[str, ...]:
     """Return the names of the families that support something, in the order in which messages list them."""
     first = _LISTED_FIRST.get(support, ())
     ordered = dict.fromkeys((*first, *_LISTING))

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, check_choice, refuse
-from shardscope.families.registry import family_of
+from shardscope.families.registry import find_family
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def check_family(arch: Architecture) -> None:
     """Raise ``ValueError`` that names a field value that the family's modules do not support."""
-    family, name = family_of(arch), arch.model_type
+    family, name = find_family(arch), arch.model_type
     check_choice(f"Architecture.norms_per_layer of a {name}", arch.norms_per_layer, family.norms_per_layer)
     check_choice(
         f"Architecture.parallel_residual of a {name}", arch.parallel_residual, family.parallel_residual

@@ -96,15 +96,15 @@ class UnknownFamily(Architecture):
     @property
     def outer_shapes(self) -> tuple[Parameter, ...]:
         """Raise ``ValueError``: the shapes are unknown."""
-        self._no_formulas()
+        self._build_no_formulas_error()
 
     def _get_layer(self, moe: bool) -> tuple[Parameter, ...]:
-        self._no_formulas()
+        self._build_no_formulas_error()
 
     def _get_layer_counts(self, moe: bool) -> NoReturn:
-        self._no_formulas()
+        self._build_no_formulas_error()
 
-    def _no_formulas(self) -> NoReturn:
+    def _build_no_formulas_error(self) -> NoReturn:
         raise ValueError(
             f"Architecture.model_type is {self.model_type!r}, which has no formulas; allowed: "
             "plan.rehearse(), which runs transformers' own code. Nearest fix: plan.rehearse()."
@@ -135,7 +135,8 @@ def _read_with_transformers(config: Mapping[str, object]) -> object:
             'pip install "shardscope[train]".'
         ) from error
     try:
-        return AutoConfig.for_model(**config).get_text_config()
+        # transformers itself rejects values of wrong types.
+        return AutoConfig.for_model(**config).get_text_config()  # type: ignore[arg-type]
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(

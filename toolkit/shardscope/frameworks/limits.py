@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
-from shardscope.families.registry import families_with
+from shardscope.families.registry import list_families_with
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -37,7 +37,7 @@ def check_adapters(recipe: Recipe) -> None:
         )
 
 
-STAGED_FAMILIES = families_with("pipeline_stages")
+STAGED_FAMILIES = list_families_with("pipeline_stages")
 """Families whose models have ``model.embed_tokens``, ``model.layers``, ``model.norm`` and ``lm_head``, and
 accept hidden states in place of the embedding's output."""
 

@@ -75,14 +75,14 @@ def _query_gpus(visible: str | None, query: Callable[[ModuleType, object, int], 
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         uuids = [_decode(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-        return [query(pynvml, handles[index], index) for index in visible_indices(visible, uuids)]
+        return [query(pynvml, handles[index], index) for index in parse_visible_devices(visible, uuids)]
     except pynvml.NVMLError:  # a GPU that fell off the bus, a container without permission
         return []
     finally:
         pynvml.nvmlShutdown()
 
 
-def visible_indices(visible: str | None, uuids: list[str]) -> list[int]:
+def parse_visible_devices(visible: str | None, uuids: list[str]) -> list[int]:
     """Return the indices into ``uuids`` that ``CUDA_VISIBLE_DEVICES=visible`` selects.
 
     Entries are indices or UUID prefixes, parsed like torch.cuda._parse_visible_devices: all after the first

@@ -16,7 +16,7 @@ from shardscope.core.layout import find_largest_divisor
 from shardscope.core.number_format import format_count
 from shardscope.core.plan import Plan
 from shardscope.core.serialization import replace_fields
-from shardscope.families.registry import family_of
+from shardscope.families.registry import find_family
 from shardscope.frameworks.registry import why_not_trained
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _shrink_architecture(arch: Architecture) -> Architecture:
     # it. mlp_only_layers are indices of the original's layers, which the tiny model does not have.
     if arch.mixture_of_experts is not None:
         shared = bool(arch.mixture_of_experts.shared_expert_intermediate_size)
-        family = family_of(arch)
+        family = find_family(arch)
         width = HIDDEN_SIZE if family.has_expert_intermediate_size else intermediate_size
         changes["mixture_of_experts"] = replace(
             arch.mixture_of_experts,
@@ -140,7 +140,7 @@ def _choose_key_value_heads(arch: Architecture) -> int:
     if arch.num_key_value_heads == arch.num_attention_heads:
         return HEADS
     # Falcon without new_decoder_architecture has one key and value head, which its attention broadcasts.
-    broadcasts = family_of(arch).expands_key_heads and not arch.new_decoder_architecture
+    broadcasts = find_family(arch).expands_key_heads and not arch.new_decoder_architecture
     return 1 if broadcasts else HEADS // 2
 
 

@@ -47,6 +47,7 @@ def predict_memory(plan: Plan) -> MemoryReport:
     # With receive buffers for adjacent stages, an inner stage may need more memory than the first.
     depends_on_neighbours = getattr(model, "counts_neighbours", False)
     num_kept = 1 if depends_on_neighbours else 0
+    # Only stages that can have the largest peak are computed now; all others when ``by_stage`` is read.
     candidates = {
         stage.number: (_build_stage(plan, modules, stage, state), state)
         for stage in (*stages[:num_kept], *_find_peak_stages(stages[num_kept:]))
@@ -127,6 +128,7 @@ def compute_phases(plan: Plan, modules: Modules, stage: Stage, state: TrainingSt
 def find_peak_phase(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> PhaseMemory:
     """Return the stage's peak phase (the earliest one on ties) in full, and only totals for the rest."""
     phases = _StagePhases(plan, state)
+    # Totals of all candidates, and terms with their explanations for the largest only.
     idle = max(phases.list_idle_phases(), key=lambda phase: phase.total)
     total, fraction, peak = idle.total, idle.fraction, None
     for candidate in _find_candidates(plan, modules, stage, state):
@@ -147,6 +149,7 @@ def compute_peak_bytes(plan: Plan, modules: Modules, stage: Stage, state: Traini
     for candidate in _find_candidates(plan, modules, stage, state):
         _, step_bytes = by_gradients.setdefault(id(candidate.gradients), (candidate.gradients, []))
         step_bytes.append(_compute_step_bytes(candidate))
+    # Gradients are the same object for many candidates, so ``id`` groups them without comparing arrays.
     busy = maximum(*(
         gradients + phases.add_fragmentation(maximum(*step_bytes))
         for gradients, step_bytes in by_gradients.values()

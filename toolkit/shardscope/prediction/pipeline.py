@@ -30,20 +30,18 @@ stages, their sums differ by rounding only."""
 class Pipeline(NamedTuple):
     """Times of the stages of one plan in one step."""
 
-    each: list[StageSeconds]
+    kinds: list[StageSeconds]
     """Seconds of one stage of every kind."""
     kind_of: tuple[int, ...]
-    """Index into ``each``, for every stage."""
+    """Index into ``kinds``, for every stage."""
     slowest: StageSeconds
 
-    def waits(self, vpp: int, micro_batches: int) -> float:
+    def compute_bubble(self, vpp: int, micro_batches: int) -> float:
         """Return the seconds of the bubble of 1F1B, or interleaved with ``vpp`` chunks; 0 for one stage."""
         if len(self.kind_of) == 1:
             return 0.0
-        flowing = [kind.repeated for kind in self.each]
-        every: float = sum([flowing[kind] for kind in self.kind_of])
-        found: float = compute_bubble_seconds(every, self.slowest.repeated, vpp, micro_batches)
-        return found
+        all_stages = sum([self.kinds[kind].repeated for kind in self.kind_of])
+        return compute_bubble_seconds(all_stages, self.slowest.repeated, vpp, micro_batches)
 
 
 def compute_pipeline(plan: Plan, rates: Rates) -> Pipeline:
@@ -53,9 +51,9 @@ def compute_pipeline(plan: Plan, rates: Rates) -> Pipeline:
     shapes = model.find_shapes(plan)
     work = prepare_layers(plan, find_modules(plan), rates, framework.timing_model())
     kinds = [compute_stage_seconds(work, model.count_weights(plan, shape)) for shape in shapes.kinds]
-    busy = [one.busy for one in kinds]
-    most = TIE_TOLERANCE * max(busy)
-    slowest = next(one for one, seconds in zip(kinds, busy, strict=True) if seconds >= most)
+    busy = [kind.busy for kind in kinds]
+    limit = TIE_TOLERANCE * max(busy)
+    slowest = next(kind for kind, seconds in zip(kinds, busy, strict=True) if seconds >= limit)
     return Pipeline(kinds, shapes.kind_of, slowest)
 
 
@@ -73,32 +71,34 @@ def compute_bubbles(plan: Plan) -> dict[Schedule, float]:
     """
     if find_schedule(plan) is None:
         return {}
-    found = compute_pipeline(plan, select_rates(plan.cluster))
+    pipeline = compute_pipeline(plan, select_rates(plan.cluster))
     micro_batches, pp = plan.num_micro_batches, plan.degrees.pp
-    plain = found.waits(1, micro_batches)
+    plain = pipeline.compute_bubble(1, micro_batches)
+    # W of the other stages, for one micro-batch. Adapters leave the matrices frozen, without a W.
     share = 0.0 if plan.recipe.has_adapters else _WEIGHTS_SHARE
-    matrices = [kind.parts["matrices"] for kind in found.each]
-    others = sum(matrices[kind] for kind in found.kind_of) - found.slowest.parts["matrices"]
-    weights = share * others / micro_batches
-    told: dict[Schedule, float] = {"gpipe": plain, "1f1b": plain}
+    matrices = [kind.parts["matrices"] for kind in pipeline.kinds]
+    other_stages = sum(matrices[kind] for kind in pipeline.kind_of) - pipeline.slowest.parts["matrices"]
+    weights = share * other_stages / micro_batches
+    bubbles: dict[Schedule, float] = {"gpipe": plain, "1f1b": plain}
     chunks = max(2, plan.degrees.vpp)
     if plan.degrees.vpp > 1 or plan.architecture.num_hidden_layers >= chunks * pp:
-        told["interleaved"] = found.waits(chunks, micro_batches)
-    return told | {"zb-h1": max(0.0, plain - 2 * weights), "zb-h2": max(0.0, plain - 3 * weights)}
+        bubbles["interleaved"] = pipeline.compute_bubble(chunks, micro_batches)
+    # ``plain`` is F + B + W: two W less give F + B - W, three give F + B - 2 W.
+    return bubbles | {"zb-h1": max(0.0, plain - 2 * weights), "zb-h2": max(0.0, plain - 3 * weights)}
 
 
 def explain_schedule(plan: Plan) -> str:
     """Return text with the plan's schedule, by its framework's own name, and the bubbles of the others."""
-    own = find_schedule(plan)
-    if own is None:
+    schedule = find_schedule(plan)
+    if schedule is None:
         return ""
-    upstream = frameworks[plan.layout.framework].timing_model().SCHEDULES[own]
-    others = [
-        f"{NAMES[name]} {format_seconds(waits)}"
-        for name, waits in compute_bubbles(plan).items()
-        if name != own
+    upstream = frameworks[plan.layout.framework].timing_model().SCHEDULES[schedule]
+    alternatives = [
+        f"{NAMES[name]} {format_seconds(bubble)}"
+        for name, bubble in compute_bubbles(plan).items()
+        if name != schedule
     ]
     return (
-        f"; {NAMES[own]} runs ({upstream}), the same stages would wait with {', '.join(others)} "
+        f"; {NAMES[schedule]} runs ({upstream}), the same stages would wait with {', '.join(alternatives)} "
         "(Huang et al. 2019; Qi et al. 2023, table 2)"
     )

@@ -5,9 +5,8 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from shardscope.prediction.pipeline import compute_pipeline
-from shardscope.prediction.pipeline import explain_schedule as schedule_words
-from shardscope.timing.calibration.finished_runs import residual
+from shardscope.prediction.pipeline import compute_pipeline, explain_schedule
+from shardscope.timing.calibration.finished_runs import find_residual
 from shardscope.timing.collectives import find_bounding_link
 from shardscope.timing.explanations import explain_part
 from shardscope.timing.flops import count_hardware_flops_per_token, count_model_flops_per_token
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 def predict_step(plan: Plan, rates: Rates) -> StepReport:
     """Return the step report of ``plan`` at ``rates``. Raises ``ValueError`` that names an unknown figure."""
     pipeline = compute_pipeline(plan, rates)
-    slowest, bubble = pipeline.slowest, pipeline.waits(plan.degrees.vpp, plan.num_micro_batches)
+    slowest, bubble = pipeline.slowest, pipeline.compute_bubble(plan.degrees.vpp, plan.num_micro_batches)
     parts: dict[Part, float] = {part: slowest.parts.get(part, bubble) for part in PARTS}
     if plan.recipe.optimizer.startswith("paged"):
         # A page is evicted before the next one is fetched: transfers alternate and overlap with nothing.
@@ -37,6 +36,7 @@ def predict_step(plan: Plan, rates: Rates) -> StepReport:
 
 def _build_report(plan: Plan, rates: Rates, parts: dict[Part, float], slowest: StageSeconds) -> StepReport:
     recipe, gpu = plan.recipe, plan.cluster.gpu
+    # All that takes more than arithmetic is a callable: suggested fixes and pickers read seconds only.
     tokens = recipe.global_batch_size * recipe.seq_len
     hidden: dict[Part, float] = dict.fromkeys(PARTS, 0.0) | slowest.sum_hidden_seconds()
     hidden["offload"] = slowest.hidden_offload
@@ -53,8 +53,10 @@ def _build_report(plan: Plan, rates: Rates, parts: dict[Part, float], slowest: S
         watts=gpu.tdp_watts,
         price_per_hour_usd=plan.cluster.price_per_hour_usd,
         calibration=rates.source,
-        words=lambda part: explain_part(part, plan, rates, schedule_words(plan) if part == "bubble" else ""),
-        find_residual=lambda: residual(plan),
+        words=lambda part: explain_part(
+            part, plan, rates, explain_schedule(plan) if part == "bubble" else ""
+        ),
+        find_residual=lambda: find_residual(plan),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Fix, find_nearest, refuse
-from shardscope.families.registry import families_with, family_of
+from shardscope.families.registry import find_family, list_families_with
 from shardscope.memory.activations.head import resolve_loss
 from shardscope.memory.activations.modules.compiled import COMPILED_FAMILIES
 from shardscope.memory.activations.modules.liger import LIGER_FAMILIES
@@ -31,8 +31,8 @@ SUPPORT = {
 }
 """Recipe field -> attribute of a layout class that lists its supported values; None is always supported."""
 
-DROPOUT_FAMILIES = families_with("dropout")
-CHOOSABLE = families_with("attention_choice")
+DROPOUT_FAMILIES = list_families_with("dropout")
+CHOOSABLE = list_families_with("attention_choice")
 
 FUSED_IN_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 """Projection names that in peft also match routed experts (its ``transformers_weight_conversion.py``)."""
@@ -81,6 +81,7 @@ def list_supported(layout: Layout | type[Layout], field: str) -> tuple[object, .
 
 def check_supported(plan: Plan) -> None:
     """Raise ``ValueError`` that names the first recipe field that the framework does not support."""
+    # Single values first, so that the error names a value that the framework lacks, not a combination.
     for field in SUPPORT:
         value = getattr(plan.recipe, field)
         if value is not None and value not in list_supported(plan.layout, field):
@@ -111,6 +112,7 @@ def _refuse_unsupported(plan: Plan, field: str, value: object) -> None:
 def _check_kernels(plan: Plan) -> None:
     """Check kernels: Liger's need a family with formulas, a GPU and an unsharded vocabulary."""
     recipe, arch = plan.recipe, plan.architecture
+    # Megatron has fused kernels of its own, with formulas of their own.
     if plan.kernels == "megatron":
         return
     uses_liger = recipe.kernels == "liger" or recipe.loss == "fused"
@@ -273,7 +275,7 @@ def _check_attention(plan: Plan) -> None:
     attention, arch = plan.recipe.attention, plan.architecture
     if attention is None or plan.kernels == "megatron":
         return
-    own = "sdpa" if family_of(arch).has_sdpa else "eager"
+    own = "sdpa" if find_family(arch).has_sdpa else "eager"
     if attention != own and arch.model_type not in CHOOSABLE:
         refuse(
             "Recipe.attention",

@@ -46,7 +46,7 @@ def _clear_mesh_caches() -> None:
 
 
 # DeepSpeed's MoE copies experts (deepspeed 0.19.8, moe/experts.py), and with their tensors the tensors' mode.
-class _SharedFakeMode(FakeTensorMode):  # type: ignore[misc]
+class _SharedFakeMode(FakeTensorMode):
     """Fake tensor mode that ``copy.deepcopy`` does not copy: views share no storage across two modes."""
 
     def __deepcopy__(self, memo: object) -> Self:

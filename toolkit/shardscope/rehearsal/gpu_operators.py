@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Concatenate, ParamSpec, Protocol
+from typing import ClassVar, Concatenate, ParamSpec, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -144,8 +144,7 @@ def _wrap_grouped_mm(grouped_mm: GroupedMm) -> GroupedMm:
         # Torch's own operator has the right shapes and saved tensors; it is replaced only where it raises.
         if mat_a.dtype == torch.bfloat16:
             return grouped_mm(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
-        product: torch.Tensor = _GroupedMatmul.apply(mat_a, mat_b, offs)
-        return product
+        return _GroupedMatmul.apply(mat_a, mat_b, offs)
 
     return grouped_mm_any_type
 
@@ -159,8 +158,11 @@ class _GroupedContext(Protocol):
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
 
 
-class _GroupedMatmul(torch.autograd.Function):  # type: ignore[misc]
+class _GroupedMatmul(torch.autograd.Function):
     """Grouped matmul that saves as torch's own: rows if weights need gradients, weights if rows do."""
+
+    apply: ClassVar[Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]]
+    """Type of torch's own classmethod, which is not annotated."""
 
     @staticmethod
     def forward(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
@@ -182,7 +183,6 @@ def _matmul_int8(
 ) -> torch.Tensor:
     """Multiply as bitsandbytes does on a GPU; on CPU tensors it takes another path."""
     # bitsandbytes 0.50, autograd/_functions.py, matmul: MatMul8bitFp on CPUs, which saves other tensors.
-    from bitsandbytes.autograd import _functions
-
-    product: torch.Tensor = _functions.MatMul8bitLt.apply(a, b, out, bias, state)
+    functions = import_module("bitsandbytes.autograd._functions")
+    product: torch.Tensor = functions.MatMul8bitLt.apply(a, b, out, bias, state)
     return product

@@ -75,7 +75,7 @@ class RehearsedStage:
     @property
     def peak(self) -> RehearsedPeak:
         """Peak with the most bytes."""
-        return max(self.moments, key=lambda moment: moment.num_bytes)
+        return max(self.moments, key=lambda peak: peak.num_bytes)
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields as JSON-compatible values."""
@@ -85,24 +85,24 @@ class RehearsedStage:
     def from_dict(cls, data: StageJson) -> RehearsedStage:
         """Return the stage that :meth:`to_dict` wrote. Raises ``ValueError`` for other data."""
         try:
-            moments = tuple(
+            peaks = tuple(
                 RehearsedPeak(
-                    phase=moment["phase"],
-                    fraction=float(moment["fraction"]),
-                    components={str(name): int(value) for name, value in moment["components"].items()},
+                    phase=peak["phase"],
+                    fraction=float(peak["fraction"]),
+                    components={str(name): int(value) for name, value in peak["components"].items()},
                 )
-                for moment in data["moments"]
+                for peak in data["moments"]
             )
             return cls(
                 stage=int(data["stage"]),
                 num_layers=int(data["num_layers"]),
-                moments=moments,
+                moments=peaks,
                 note=str(data["note"]),
                 host_bytes=int(data["host_bytes"]),
                 nvme_bytes=int(data.get("nvme_bytes", 0)),
             )
-        except (KeyError, TypeError, AttributeError) as problem:
-            raise ValueError(f"this is no rehearsed stage: {problem!r}") from problem
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is not a rehearsed stage: {error!r}") from error
 
 
 def build_report(plan: Plan, rehearsed: list[RehearsedStage]) -> MemoryReport:
@@ -157,7 +157,7 @@ def _build_stage_memory(plan: Plan, rehearsed: RehearsedStage, stage_overheads: 
     note = f" · {rehearsed.note}" if rehearsed.note else ""
     counted = f"counted storage by storage while {plan.layout.title}'s own code ran on fake tensors{note}"
 
-    def build_moment(peak: RehearsedPeak) -> PhaseMemory:
+    def build_phase_memory(peak: RehearsedPeak) -> PhaseMemory:
         terms: dict[Component, Term] = {
             "communication": Term(stage_overheads.communication.point, lambda: _COMMUNICATION_TEXT),
             "runtime": Term(stage_overheads.runtime.point, lambda: _RUNTIME_TEXT),
@@ -176,11 +176,11 @@ def _build_stage_memory(plan: Plan, rehearsed: RehearsedStage, stage_overheads: 
     return StageMemory(
         stage=rehearsed.stage,
         num_layers=rehearsed.num_layers,
-        find_phases=lambda: tuple(build_moment(peak) for peak in rehearsed.moments),
+        find_phases=lambda: tuple(build_phase_memory(peak) for peak in rehearsed.moments),
         host_bytes=rehearsed.host_bytes,
         nvme_bytes=rehearsed.nvme_bytes,
     )
 
 
-def _sum_temporary(moment: RehearsedPeak) -> int:
-    return sum(moment.components.get(name, 0) for name in _TEMPORARY)
+def _sum_temporary(peak: RehearsedPeak) -> int:
+    return sum(peak.components.get(name, 0) for name in _TEMPORARY)

@@ -45,7 +45,7 @@ DEFAULTS: dict[Phase, Component] = {
 """Default label of new storages in each phase."""
 
 
-class Tracker(TorchDispatchMode):  # type: ignore[misc]
+class Tracker(TorchDispatchMode):
     """Bytes of all storages by component, at the peak of every part of a step."""
 
     def __init__(self, logit_widths: Iterable[int] = (), *, separate_host: bool = False) -> None:
@@ -136,13 +136,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
 
     def compute_peaks(self) -> tuple[RehearsedPeak, ...]:
         """Return the peak of each part of each phase, in the step's order."""
-        moments: list[RehearsedPeak] = []
+        peaks: list[RehearsedPeak] = []
         for phase, (start, stop, parts) in _PHASE_SPANS.items():
             phase_peaks = self._compute_phase_peaks(phase, parts)
             for index, components in enumerate(phase_peaks):
                 fraction = start + (stop - start) * (index + 1) / len(phase_peaks)
-                moments.append(RehearsedPeak(phase=phase, fraction=round(fraction, 4), components=components))
-        return tuple(moments)
+                peaks.append(RehearsedPeak(phase=phase, fraction=round(fraction, 4), components=components))
+        return tuple(peaks)
 
     def build_stage(self, number: int, num_layers: int, note: str = "") -> RehearsedStage:
         """Return the recorded peaks as the result of one pipeline stage."""

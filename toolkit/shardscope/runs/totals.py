@@ -91,7 +91,7 @@ def iterate_records(run: Run) -> Iterator[dict[str, object]]:
 
 def _compute_from_files(run: Run, folder: RunFolder) -> RunTotals:
     from shardscope.runs.explain.measured import sum_predicted_tensors
-    from shardscope.timing.calibration.finished_runs import median_step
+    from shardscope.timing.calibration.finished_runs import compute_median_step
 
     tail_bytes = min(TAIL_BYTES, ALL_TAILS_BYTES // run.world_size)
     latest = [
@@ -100,7 +100,7 @@ def _compute_from_files(run: Run, folder: RunFolder) -> RunTotals:
         # The first line of a tail is usually incomplete, and `parse_lines` skips it.
         for record in parse_lines(read_tail(folder.events(rank), tail_bytes)).records
     ]
-    losses, median = compute_curve(latest, "loss"), median_step(latest)
+    losses, median = compute_curve(latest, "loss"), compute_median_step(latest)
     memory = run.memory()
     error = memory.error if memory.tensor_bytes else None
     return RunTotals(

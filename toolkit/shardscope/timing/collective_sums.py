@@ -27,12 +27,13 @@ class CollectiveSums(NamedTuple):
 
     def add(self, number: float, other: CollectiveSums) -> None:
         """Add ``number`` times the sums of ``other`` in place; the lists are unchanged."""
-        for part, one in other.seconds.items():
-            self.seconds[part] = self.seconds[part] + number * one if part in self.seconds else number * one
-        for key, one in other.overlappable.items():
-            self.overlappable[key] = (
-                self.overlappable[key] + number * one if key in self.overlappable else number * one
-            )
+        # No sum starts at 0.0: adding it to a column would cost a pass over all plans.
+        for part, seconds in other.seconds.items():
+            added = number * seconds
+            self.seconds[part] = self.seconds[part] + added if part in self.seconds else added
+        for key, seconds in other.overlappable.items():
+            added = number * seconds
+            self.overlappable[key] = self.overlappable[key] + added if key in self.overlappable else added
 
 
 class CollectiveCalls(NamedTuple):
@@ -53,6 +54,8 @@ def sum_collectives(
     transfers_kept, seconds_each, seconds, overlappable = sums
     for transfer in transfers:
         part, _, _, ranks, _, times, _, overlaps_with, _ = transfer
+        # Checks of the class, because a comparison of an array gives an array: an array of degrees is never
+        # left out, and its plans with one rank get 0 seconds.
         if (ranks.__class__ is int and ranks == 1) or (times.__class__ is int and times == 0):
             continue
         one = times * call_seconds(transfer)

@@ -68,9 +68,11 @@ def compute_call_seconds(
         call_seconds = _compute_ring_or_tree(
             collective, num_bytes, ranks, placement, messages, inside, between
         )
+    # A measured curve replaces the formula only for groups like the measured one: as many ranks, on one node.
     if measured := rates.collectives.get(collective):
         was_measured = (ranks == measured.ranks) & (placement.num_nodes == 1)
         call_seconds = where(was_measured, measured.seconds(num_bytes, messages), call_seconds)
+    # A product instead of ``where``: of an array of degrees, those of 1 need no collective.
     return (ranks > 1) * call_seconds
 
 
@@ -81,10 +83,12 @@ def cache_calls(rates: Rates, gpus_per_node: int) -> Callable[[Collective, float
     The plans of a search, of a picker or of a series of suggested fixes have most calls in common.
     """
 
-    def one(collective: Collective, num_bytes: float, ranks: int, stride: int, messages: float) -> float:
+    def compute_call(
+        collective: Collective, num_bytes: float, ranks: int, stride: int, messages: float
+    ) -> float:
         return compute_call_seconds(collective, num_bytes, ranks, stride, messages, gpus_per_node, rates)
 
-    return cache_by_numbers(one)
+    return cache_by_numbers(compute_call)
 
 
 def find_bounding_link(transfer: Transfer, gpus_per_node: int, rates: Rates) -> LinkRate:
@@ -94,6 +98,7 @@ def find_bounding_link(transfer: Transfer, gpus_per_node: int, rates: Rates) -> 
     if placement.num_nodes == 1:
         return inside
     many = transfer.collective in ("send", "all_to_all")
+    # Rings use the adapters of all members on a node; a send or an all-to-all uses the rank's own.
     across = between.bytes_per_second * (1 if many else placement.members)
     return inside if placement.members > 1 and inside.bytes_per_second < across else between
 
@@ -112,6 +117,7 @@ def _compute_ring_or_tree(
     Between nodes, a ring uses the network adapters of all its members on a node, each with its part of the
     vector, and is at most as fast as the intra-node link.
     """
+    # Bandwidth: the slowest link of the ring bounds all of it.
     rounds = _ROUNDS[collective]
     across = between.bytes_per_second * placement.members
     crossing = where(placement.members > 1, minimum(inside.bytes_per_second, across), across)
@@ -123,7 +129,8 @@ def _compute_ring_or_tree(
     ring = _choose_protocol(moved, rounds * messages * steps)
     if collective != "all_reduce":
         return ring
-    depth = (placement.members - 1) * inside.latency_seconds + _log2(
+    # NCCL's tree is a chain inside a node and a binary tree between nodes.
+    depth = (placement.members - 1) * inside.latency_seconds + _compute_log2(
         placement.num_nodes
     ) * between.latency_seconds
     # Reduce up and broadcast down the tree; each rank passes on the whole vector.
@@ -143,6 +150,7 @@ def _compute_all_to_all(
 
     Each rank sends inter-node parts over its own network adapter, and intra-node parts at the same time.
     """
+    # Each rank sends 1/ranks of its vector to every other; its own part stays.
     away = (ranks - placement.members) / ranks * num_bytes / between.bytes_per_second
     near = (placement.members - 1) / ranks * num_bytes / inside.bytes_per_second
     latency = where(placement.num_nodes > 1, between.latency_seconds, inside.latency_seconds)
@@ -156,5 +164,5 @@ def _compute_send(num_bytes: float, placement: Placement, inside: LinkRate, betw
     return where(placement.num_nodes == 1, near, across)
 
 
-def _log2(number: float) -> float:
+def _compute_log2(number: float) -> float:
     return map_distinct(log2, number)

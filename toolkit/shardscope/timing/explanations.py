@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def explain_part(part: Part, plan: Plan, rates: Rates, suffix: str) -> str:
-    """Return the formula of one part, followed by ``also``."""
+    """Return the formula of one part with its numbers, followed by ``suffix`` and the rates' source."""
     recipe, degrees = plan.recipe, plan.degrees
     precision = PEAKS[recipe.precision]
     rate, attention = (
@@ -24,7 +24,7 @@ def explain_part(part: Part, plan: Plan, rates: Rates, suffix: str) -> str:
     passes = rates.get_passes(plan.kernels)
     load = recipe.expert_capacity_factor or recipe.expert_imbalance
     memory = f"{rates.get_memory_bandwidth() / 1e12:.2f} TB/s"
-    words: dict[Part, str] = {
+    formulas: dict[Part, str] = {
         "matrices": (
             f"2 FLOPs for each pair of numbers, forward once and backward twice, at "
             f"{rate.flops_per_second / 1e12:,.0f} TFLOP/s in {precision}, or as long as memory moves what is "
@@ -68,16 +68,16 @@ def explain_part(part: Part, plan: Plan, rates: Rates, suffix: str) -> str:
             f"{rates.host_updates_per_second / 1e9:.1f} billion weights a second (Ren et al. 2021)"
         ),
     }
-    return f"{words[part]}{suffix} · {rates.source}"
+    return f"{formulas[part]}{suffix} · {rates.source}"
 
 
 def _describe_recomputation(recipe: Recipe) -> list[str]:
     """Return descriptions of everything that is recomputed."""
-    words = []
+    descriptions = []
     if recipe.recompute in ("full", "selective"):
         interval = recipe.recompute_interval
         which = "every layer" if interval == 1 else f"one layer of {interval}"
-        words.append(f"{recipe.recompute} recomputation of {which}")
+        descriptions.append(f"{recipe.recompute} recomputation of {which}")
     if recipe.loss == "chunked":
-        words.append("the chunked loss's logits, made again in backward")
-    return words
+        descriptions.append("the chunked loss's logits, made again in backward")
+    return descriptions

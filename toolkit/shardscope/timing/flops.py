@@ -40,12 +40,14 @@ def count_hardware_flops_per_token(plan: Plan) -> float:
     matrices = 2.0 * arch.matrix_parameters_per_token
     head = 2.0 * arch.vocab_size * arch.hidden_size
     causal = recipe.attention != "eager"
+    # Per token and matrix weight, training has 6 FLOPs, of which ``matrices`` are the forward's 2.
     attention = (_all_trained(arch, recipe.seq_len, causal) - 3 * matrices) / 3
     recomputed = 0.0
     if recipe.recompute == "full":
         recomputed = matrices - head + attention
     elif recipe.recompute == "selective" and plan.kernels == "megatron":
         recomputed = attention
+    # The first of every ``recompute_interval`` layers is recomputed, so their number is rounded up.
     layers = arch.num_hidden_layers
     recomputed *= float(ceil_div(layers, recipe.recompute_interval)) / layers
     if recipe.loss == "chunked":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.ops import ceil_div, map_distinct, minimum
 from shardscope.core.precision import FP32
-from shardscope.families.registry import family_of
+from shardscope.families.registry import find_family
 from shardscope.memory.activations.head import LOSS_CHUNK_TOKENS, compute_logits_per_token, resolve_loss
 from shardscope.memory.state.stages import count_vocab_rows
 from shardscope.timing.matmul import count_unaligned
@@ -39,6 +39,7 @@ _NOTHING = EndSeconds(0.0, 0.0, 0.0, 0.0, 0.0)
 
 def compute_end_seconds(work: LayerWork, stage: Stage) -> EndSeconds:
     """Return the seconds that the first and the last stage spend outside their layers."""
+    # Identity checks: for arrays of plans, the fields are columns, and all of the formula is evaluated.
     if stage.is_first is False and stage.is_last is False:
         return _NOTHING
     if stage.is_last is False:
@@ -58,15 +59,15 @@ def compute_end_seconds(work: LayerWork, stage: Stage) -> EndSeconds:
     # The padded rows of the vocabulary are included.
     missed = tokens * map_distinct(partial(count_unaligned, hidden), stage.head // hidden)
     product = stage.is_last * work.half_rate.seconds(tokens * rows * hidden, moved, missed)
-    each = compute_logits_per_token(
+    logits = compute_logits_per_token(
         rows,
         modules.kernels,
         modules.compute,
-        family_of(arch).has_softcapping,
+        find_family(arch).has_softcapping,
         parallel=plan.layout.splits_sequence,
     )
     # Each tensor is written and read once.
-    loss = stage.is_last * tokens * 2 * (each.forward + each.backward) / work.memory
+    loss = stage.is_last * tokens * 2 * (logits.forward + logits.backward) / work.memory
     return EndSeconds(
         forward=product,
         backward=(1 + modules.trained) * product,

@@ -85,6 +85,7 @@ class LayerWork:
         self.calls = cache_calls(rates, plan.cluster.gpus_per_node)
         recipe, degrees = plan.recipe, plan.degrees
         self.arch = plan.architecture
+        # Plans with equal tokens per rank share all that depends on tokens, whatever product gave them.
         self.tokens: int = group_equal(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
         self.cut: int = where(plan.layout.splits_sequence, degrees.tp, 1)
         self.expert_tp: int = getattr(plan.layout, "expert_tp", degrees.tp)
@@ -109,6 +110,7 @@ class LayerWork:
 
     def _compute_layer(self, moe: bool) -> LayerSeconds:
         arch, recipe, tp = self.arch, self.plan.recipe, self.plan.degrees.tp
+        # Matmuls and attention: compute-bound, unless a matmul is small.
         products = count_layer_products(arch, moe, tp, self.plan.degrees.ep, self.expert_tp)
         matrices = self._compute_matmuls(moe, products)
         frozen = recipe.has_adapters
@@ -116,6 +118,8 @@ class LayerWork:
             count_adapter_products(arch, moe, recipe, tp).seconds(self.tokens, self.rate) if frozen else 0.0
         )
         attention, attention_back = self._compute_attention()
+        # All other operators are memory-bound. Their traffic is proportional to what they save for backward
+        # (``catalog/efficiency.toml``, [passes]); residual additions, casts and sorting are counted on top.
         saved = self._count_saved_bytes(moe)
         stream = self.tokens * ceil_div(arch.hidden_size * self.modules.stream, self.cut)
         moved, moved_back = self._count_cast_bytes(products)
@@ -126,6 +130,7 @@ class LayerWork:
         elementwise_back = (self.passes.backward * saved + _ADDS * stream + moved_back) / self.memory
         merged, merged_back = self._compute_merge()
         elementwise, elementwise_back = elementwise + merged, elementwise_back + merged_back
+        # Short kernels leave the GPU waiting for the host, forward and backward each for their own.
         passes = self.passes
         num_adapters = count_adapters(arch, moe, recipe) if frozen else 0
         forward = self._add_launch_time(
@@ -166,8 +171,8 @@ class LayerWork:
         """
         experts = self.arch.mixture_of_experts
         assert experts is not None
-        own = self.tokens * self.expert_tp / self.plan.degrees.tp
-        return own * experts.num_experts_per_tok * self.modules.expert_load
+        tokens = self.tokens * self.expert_tp / self.plan.degrees.tp
+        return tokens * experts.num_experts_per_tok * self.modules.expert_load
 
     def _get_expert_rate(self) -> MatrixRate:
         """Return the rate of grouped matmuls: in the recipe's precision with Megatron's kernels.
@@ -187,6 +192,7 @@ class LayerWork:
         arch, modules, tp = self.arch, self.modules, self.plan.degrees.tp
         seq_len = self.plan.recipe.seq_len
         if is_eager(arch, modules) or (modules.kernels != "megatron" and uses_math_backend(arch, modules)):
+            # Eager and math attention multiply all scores, as plain matmuls do.
             once = self.half_rate.seconds(*count_eager_attention(arch, seq_len, self.tokens, tp))
             return once, 2 * once
         rate = self.rates.get_attention_rate(HALF_PEAKS[self.plan.recipe.precision], modules.kernels)
@@ -199,24 +205,27 @@ class LayerWork:
         """Return the bytes that a layer's operators save for backward without recomputation."""
         arch, modules = self.arch, self.modules
         of_one = partial(count_saved_bytes_per_token, arch, moe, modules)
-        each = map_distinct(of_one, self.plan.degrees.tp, self.cut, self.expert_tp)
-        return self.tokens * each
+        # Counted tensor by tensor for one token: plans with equal degrees share the count.
+        bytes_per_token = map_distinct(of_one, self.plan.degrees.tp, self.cut, self.expert_tp)
+        return self.tokens * bytes_per_token
 
     def _count_cast_bytes(self, products: LayerProducts) -> tuple[float, float]:
         """Return bytes to dequantize weights, or to cast weights and inputs to 8 bits; forward, backward."""
         recipe = self.plan.recipe
         if recipe.base_quantization is not None:
             # Half a byte or one byte is read per weight, and one element in the compute dtype is written.
-            whole = products.weights * (self.modules.compute + (1 if self.modules.int8_base else 0.5))
-            return whole, whole
+            dequantized = products.weights * (self.modules.compute + (1 if self.modules.int8_base else 0.5))
+            return dequantized, dequantized
         if recipe.precision != "fp8-mixed":
             return 0.0, 0.0
+        # Forward casts inputs and weights, backward gradients of outputs: ``edges`` counts both widths.
         cast = _CAST_TO_8_BITS * self.tokens * products.edges / 2
         return cast + _CAST_TO_8_BITS * products.weights, cast
 
     def _compute_merge(self) -> tuple[float, float]:
         """Return seconds to merge attention outputs over each rank's keys, and the queries' gradients."""
         cp, tp, (forward, backward) = self.plan.degrees.cp, self.plan.degrees.tp, self.overlap.merge_bytes
+        # A check of the class, because comparing an array would give an array.
         if cp.__class__ is int and cp == 1:
             return 0, 0
         joined = self.tokens * attention_widths(self.arch).output * (cp - 1) / tp

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.ops import ceil_div, map_distinct
-from shardscope.families.parameter_names import names_of
+from shardscope.families.parameter_names import list_parameter_names
 from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.memory.state.lora import find_adapter_targets
 from shardscope.memory.state.stages import list_rank_shapes
@@ -87,15 +87,15 @@ class LayerProducts(NamedTuple):
 
 def count_layer_products(arch: Architecture, moe: bool, tp: int, ep: int, expert_tp: int) -> LayerProducts:
     """Return one layer's matrices, dense or with routed experts; arrays of degrees give arrays."""
-    products: LayerProducts = map_distinct(partial(_layer_products, arch, moe), tp, ep, expert_tp)
+    products: LayerProducts = map_distinct(partial(_list_layer_products, arch, moe), tp, ep, expert_tp)
     return products
 
 
 @lru_cache(maxsize=4096)
-def _layer_products(arch: Architecture, moe: bool, tp: int, ep: int, expert_tp: int) -> LayerProducts:
+def _list_layer_products(arch: Architecture, moe: bool, tp: int, ep: int, expert_tp: int) -> LayerProducts:
     dense = last = expert = _MatrixSums()
     num_experts = 0
-    down = names_of(arch).down
+    down = list_parameter_names(arch).down
     for group, name, _, rows, columns in list_rank_shapes(arch, moe, tp, ep):
         if group == "experts" or columns == 1:
             continue
@@ -127,12 +127,12 @@ class _MatrixSums(NamedTuple):
 
 def count_adapter_products(arch: Architecture, moe: bool, recipe: Recipe, tp: int) -> Products:
     """Return the two low-rank matrices of each adapter of one layer."""
-    products: Products = map_distinct(lambda tp: _adapter_products(arch, moe, recipe, tp), tp)
+    products: Products = map_distinct(lambda tp: _list_adapter_products(arch, moe, recipe, tp), tp)
     return products
 
 
 @lru_cache(maxsize=1024)
-def _adapter_products(arch: Architecture, moe: bool, recipe: Recipe, tp: int) -> Products:
+def _list_adapter_products(arch: Architecture, moe: bool, recipe: Recipe, tp: int) -> Products:
     rank, targets = recipe.adapter_rank, find_adapter_targets(arch, recipe)
     weights = edges = 0
     for target, (out, inner) in arch.layer_linears(find_first_layer(arch, moe)):

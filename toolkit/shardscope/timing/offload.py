@@ -34,13 +34,16 @@ def compute_host_seconds(
     """
     if traffic.uses_no_host and _is_zero(dropped):
         return _NOTHING
+    # 1. The link between GPU and host, while arithmetic runs and after it.
     link = rates.host.bytes_per_second
     going_forward = maximum(traffic.fetched_forward, dropped) / link
     going_backward = maximum(traffic.fetched_backward + dropped, traffic.returned_backward) / link
     hidden = minimum(going_forward, forward) + minimum(going_backward, backward)
     exposed = going_forward + going_backward - hidden + traffic.returned_after / link
+    # 2. The CPU optimizer, which starts when all gradients are on the host.
     per_node = plan.cluster.gpus_per_node
     exposed = exposed + traffic.updated_on_host * per_node / rates.host_updates_per_second
+    # 3. NVMe. Checked before the bandwidth of the drives, which plans without NVMe need not know.
     if _is_zero(traffic.nvme_overlapped) and _is_zero(traffic.nvme_after):
         return HostSeconds(exposed, hidden)
     speed = plan.cluster.nvme_bandwidth_bytes_per_second

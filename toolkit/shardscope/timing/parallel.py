@@ -96,7 +96,7 @@ def _list_tensor_parallel(work: LayerWork) -> list[Transfer]:
     tp, stream, times = plan.degrees.tp, _count_stream_bytes(work), plan.num_micro_batches
     recomputation = times * (1 + compute_recomputed_share(plan))
 
-    def calls(
+    def build_transfer(
         collective: Collective, times: float, overlaps_with: OverlappedWith, exposed_share: float
     ) -> Transfer:
         return Transfer(
@@ -106,23 +106,23 @@ def _list_tensor_parallel(work: LayerWork) -> list[Transfer]:
     if overlap.tensor_forward:
         # User buffers split the transfer into as many pieces as there are ranks.
         return [
-            calls("all_reduce", recomputation, "forward", 1 / tp),
-            calls("all_reduce", times, "backward", 1 / tp),
+            build_transfer("all_reduce", recomputation, "forward", 1 / tp),
+            build_transfer("all_reduce", times, "backward", 1 / tp),
         ]
-    forward = calls("all_reduce", recomputation, "nothing", 1.0)
+    forward = build_transfer("all_reduce", recomputation, "nothing", 1.0)
     if not overlap.tensor_backward:
-        return [forward, calls("all_reduce", times, "nothing", 1.0)]
+        return [forward, build_transfer("all_reduce", times, "nothing", 1.0)]
     # Backward can overlap the second of a pair's two collectives, after the column-parallel matmul, with the
     # gradient of its weights (megatron/core/tensor_parallel/layers.py); full all-reduces are such ones.
     split, collectives = plan.layout.splits_sequence, [forward]
     if split is not False:
         in_halves = where(split, times, 0)
-        collectives.append(calls("all_gather", in_halves, "nothing", 1.0))
-        collectives.append(calls("reduce_scatter", in_halves, "backward", 0.0))
+        collectives.append(build_transfer("all_gather", in_halves, "nothing", 1.0))
+        collectives.append(build_transfer("reduce_scatter", in_halves, "backward", 0.0))
         if overlap.gathers_input_again:
-            collectives.append(calls("all_gather", in_halves, "backward", 0.0))
+            collectives.append(build_transfer("all_gather", in_halves, "backward", 0.0))
     if split is not True:
-        collectives.append(calls("all_reduce", where(split, 0, times), "backward", 0.0))
+        collectives.append(build_transfer("all_reduce", where(split, 0, times), "backward", 0.0))
     return collectives
 
 
@@ -156,6 +156,7 @@ def _list_context_parallel(work: LayerWork) -> list[Transfer]:
     )
     if not work.overlap.sends_gradients_home:
         return [forward, forward._replace(times=2 * times)]
+    # In fp32, around the ring with attention on the next part; the last hop, to their own rank, is exposed.
     gradients = keys / cp * (FP32 / work.modules.compute)
     hop = Transfer("context_parallel", "send", gradients, cp, tp, times)
     covered = hop._replace(times=times * (cp - 1), overlaps_with="attention", exposed_share=0.0)
@@ -178,11 +179,14 @@ def _list_expert_parallel(work: LayerWork) -> list[Transfer]:
 def _list_pipeline_sends(work: LayerWork) -> list[Transfer]:
     """Return sends of hidden states to the next stage and of gradients back, per micro-batch and chunk."""
     plan, degrees = work.plan, work.plan.degrees
-    each = ceil_div(_count_stream_bytes(work), work.cut)
+    # With a split sequence, each tensor-parallel rank sends its own part.
+    message_bytes = ceil_div(_count_stream_bytes(work), work.cut)
     inner = plan.world_size // degrees.pp
     times = plan.num_micro_batches * degrees.vpp
     sends = work.overlap.sends
-    waited = Transfer("pipeline_transfers", "send", each, degrees.pp, inner, where(sends, 0, 2 * times))
+    waited = Transfer(
+        "pipeline_transfers", "send", message_bytes, degrees.pp, inner, where(sends, 0, 2 * times)
+    )
     if sends is False:
         return [waited]
     covered = waited._replace(times=where(sends, times, 0), overlaps_with="forward", exposed_share=0.0)

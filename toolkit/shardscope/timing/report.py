@@ -210,12 +210,12 @@ class StepReport:
 
         Raises ``ValueError`` if ``num_tokens`` is not a valid number.
         """
-        return self._budget(num_tokens) / self.tokens_per_second / DAY_SECONDS
+        return self._check_num_tokens(num_tokens) / self.tokens_per_second / DAY_SECONDS
 
     def cost(self, num_tokens: float) -> float | None:
         """Return US dollars for ``num_tokens`` tokens; None if the price is unknown."""
-        each = self.cost_per_token
-        return None if each is None else self._budget(num_tokens) * each
+        token_usd = self.cost_per_token
+        return None if token_usd is None else self._check_num_tokens(num_tokens) * token_usd
 
     def explain(self, name: str) -> str:
         """Return the formula of a part, with its numbers and its source.
@@ -225,11 +225,11 @@ class StepReport:
         part: Part = check_choice("part", name, PARTS)
         exposed, hidden = self.parts[part], self.hidden[part]
         overlapped = f", {format_seconds(hidden)} more overlapped with arithmetic" if hidden else ""
-        words = f" = {self.words(part)}" if self.words else ""
+        formula = f" = {self.words(part)}" if self.words else ""
         calls = "".join(f"; {one.describe()}" for one in self.sent if one.part == part)
         copies = self.staged.get(part)
         staged = f"; staged in its own memory: {format_seconds(copies)}" if copies else ""
-        return f"{name}, {format_seconds(exposed)}{overlapped}{words}{calls}{staged}"
+        return f"{name}, {format_seconds(exposed)}{overlapped}{formula}{calls}{staged}"
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per part: exposed and hidden seconds, and the share of the step."""
@@ -257,16 +257,16 @@ class StepReport:
         )
         return (
             f"<table><caption>{self._summary()}</caption><thead><tr><th>part</th><th>exposed</th>"
-            f"<th>overlapped</th><th>share</th></tr></thead><tbody>{rows}</tbody></table>{self._from()}"
+            f"<th>overlapped</th><th>share</th></tr></thead><tbody>{rows}</tbody></table>{self._render_source()}"
         )
 
-    def _from(self) -> str:
+    def _render_source(self) -> str:
         """Return the source of the constants and the residual of finished runs, as HTML paragraphs."""
-        said = (
+        sentences = (
             self.calibration and f"From {self.calibration}.",
             self.residual and f"{self.residual.words.capitalize()}.",
         )
-        return "".join(f"<p>{escape(words)}</p>" for words in said if words)
+        return "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences if sentence)
 
     def _repr_html_(self) -> str:
         return self.to_html()
@@ -284,7 +284,7 @@ class StepReport:
     def _tflops(self, flops: float) -> float:
         return flops / self.seconds / self.num_gpus / 1e12
 
-    def _budget(self, num_tokens: float) -> float:
+    def _check_num_tokens(self, num_tokens: float) -> float:
         return check_number("num_tokens", num_tokens, low=1, high=1e18)
 
 
@@ -295,6 +295,7 @@ def format_seconds(seconds: float) -> str:
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         value = seconds * factor
         if value >= 0.9995 or unit == "µs":
+            # The limits are where rounding adds a digit: 9.996 is shown as 10.0, not as 10.00.
             digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
             return f"{value:,.{digits}f} {unit}"
     raise AssertionError("unreachable")

@@ -84,18 +84,23 @@ def compute_stage_seconds(work: LayerWork, stage: Stage) -> StageSeconds:
     """Return the seconds of one stage's step. Raise ``ValueError`` naming an unknown figure."""
     plan, rates = work.plan, work.rates
     micro_batches = plan.num_micro_batches
+    # Arithmetic first: it bounds how many seconds of the collectives below can overlap.
     parts, arithmetic, dropped = _compute_arithmetic(work, stage, micro_batches)
+    # Collectives of the training state differ by framework; those of parallel layers do not, and are the
+    # same on every stage, so that ``work`` has them already.
     traffic = work.model.state_traffic(plan, stage)
     state = sum_collectives(traffic.transfers, work.call_seconds)
     repeated = [(calls.number(work, stage), calls.each) for calls in work.parallel]
-    for number, each in repeated:
-        state.add(number, each)
+    for number, collectives in repeated:
+        state.add(number, collectives)
     exposed, shares = _split_exposed(state, arithmetic, micro_batches)
     for part, seconds in exposed.items():
         parts[part] = parts[part] + seconds
+    # Local copies that stage collectives are memory-bound, and overlap with nothing.
     parts["gathers"] = parts["gathers"] + traffic.copied_for_gathers / work.memory
     parts["gradients"] = parts["gradients"] + traffic.copied_for_gradients / work.memory
     parts["optimizer"] = compute_update_seconds(plan, stage, traffic.updated, traffic.main_copies, rates)
+    # Host transfers can overlap with all arithmetic, also with what overlaps collectives: another link.
     host = compute_host_seconds(plan, traffic, dropped, arithmetic.forward, arithmetic.backward, rates)
     parts["offload"] = host.exposed
     return StageSeconds(
@@ -119,22 +124,25 @@ def _compute_arithmetic(
     dropped: float = 0.0
     attention_forward: float = 0.0
     leaves = recipe.recompute == "offload"
+    # Sums are ``a = a + b``, not ``a += b``: in place, numpy would write into an array that is shared.
     for moe, layers in count_layers_by_kind(work.arch, stage):
-        each = work.compute_layer(moe)
-        matrices = matrices + layers * each.both.matrices
-        attention = attention + layers * each.both.attention
-        elementwise = elementwise + layers * each.both.elementwise
+        layer = work.compute_layer(moe)
+        matrices = matrices + layers * layer.both.matrices
+        attention = attention + layers * layer.both.attention
+        elementwise = elementwise + layers * layer.both.elementwise
+        # The first of every ``recompute_interval`` layers is recomputed, so the count is rounded up.
         chosen = ceil_div(layers, recipe.recompute_interval)
-        recomputation = recomputation + chosen * each.recomputation
-        dropped = dropped + leaves * chosen * each.dropped_bytes
-        forward = forward + layers * each.forward
-        attention_forward = attention_forward + layers * each.forward_attention
+        recomputation = recomputation + chosen * layer.recomputation
+        dropped = dropped + leaves * chosen * layer.dropped_bytes
+        forward = forward + layers * layer.forward
+        attention_forward = attention_forward + layers * layer.forward_attention
     end = compute_end_seconds(work, stage)
     matrices = matrices + end.forward + end.backward
     elementwise = elementwise + end.lookup
     loss = end.loss + 0.0
     recomputation = recomputation + end.recomputation
     forward = forward + end.forward
+    # Recomputation runs inside backward, so collectives of backward overlap with it too.
     backward = matrices + attention + elementwise + loss + recomputation - forward
     arithmetic = _Overlappable()
     if work.plan.on_gpu:
@@ -166,12 +174,13 @@ def _split_exposed(
     layer's all-gather and the previous layer's reduce-scatter in FSDP2's backward.
     """
     sums: dict[OverlappedWith, float] = {}
-    for (_, overlaps_with), one in all_sent.overlappable.items():
-        sums[overlaps_with] = sums[overlaps_with] + one if overlaps_with in sums else one
+    for (_, overlaps_with), seconds in all_sent.overlappable.items():
+        # No sum starts at 0.0: adding it to a column would cost a pass over all plans.
+        sums[overlaps_with] = sums[overlaps_with] + seconds if overlaps_with in sums else seconds
     shares = _compute_overlapped_shares(sums, arithmetic, micro_batches)
     left = all_sent.seconds.copy()
-    for (part, overlaps_with), one in all_sent.overlappable.items():
-        left[part] = left[part] - one * shares[overlaps_with]
+    for (part, overlaps_with), seconds in all_sent.overlappable.items():
+        left[part] = left[part] - seconds * shares[overlaps_with]
     return left, shares
 
 
@@ -179,8 +188,8 @@ def _sum_hidden(
     overlappable: dict[tuple[Part, OverlappedWith], float], shares: dict[OverlappedWith, float]
 ) -> dict[Part, float]:
     parts: dict[Part, float] = {}
-    for (part, overlaps_with), one in overlappable.items():
-        parts[part] = parts.get(part, 0.0) + one * shares[overlaps_with]
+    for (part, overlaps_with), seconds in overlappable.items():
+        parts[part] = parts.get(part, 0.0) + seconds * shares[overlaps_with]
     return parts
 
 
@@ -192,6 +201,7 @@ def _compute_overlapped_shares(
     Attention is part of forward and backward, and the first and last micro-batch are part of all: overlap
     with the narrower kind is subtracted from the wider one.
     """
+    # From the narrowest kind of arithmetic to the widest; forward and backward are the seconds in use.
     shares: dict[OverlappedWith, float] = {}
     forward: float = 0.0
     backward: float = 0.0
@@ -202,6 +212,7 @@ def _compute_overlapped_shares(
             arithmetic.attention_forward / where(arithmetic.attention > 0, arithmetic.attention, 1.0)
         )
         backward = around - forward
+    # Of what is in use of all micro-batches, one micro-batch has an even share.
     if "first_forward" in sums:
         forward = forward + _overlap("first_forward", forward / micro_batches, sums, arithmetic, shares)
     if "last_backward" in sums:
@@ -227,5 +238,6 @@ def _overlap(
     together = sums[overlaps_with]
     available: float = getattr(arithmetic, overlaps_with)
     room = maximum(0.0, available - covered)
+    # An array may have plans without such collectives: their quotient is 0 / 1, not 0 / 0.
     share = shares[overlaps_with] = minimum(1.0, room / where(together > 0, together, 1.0))
     return share * together

@@ -51,11 +51,12 @@ def compute_update_seconds(
     name, width = plan.recipe.optimizer, widths[plan.recipe.precision]
     original = FP32 if main_copies else width.original
     moments = _MOMENT_BYTES[name] * (original / FP32 if name in _IN_WEIGHTS_TYPE else 1)
-    each = 2 * original + 2 * moments + original
+    # Bytes per weight: weights and moments are read and written, gradients are read.
+    weight_bytes = 2 * original + 2 * moments + original
     if name == "adamw_foreach":
-        each = each * _FOREACH_PASSES
-    each = each + _CLIP_PASSES * original + main_copies * width.compute
-    seconds = updated * each / rates.get_memory_bandwidth()
+        weight_bytes = weight_bytes * _FOREACH_PASSES
+    weight_bytes = weight_bytes + _CLIP_PASSES * original + main_copies * width.compute
+    seconds = updated * weight_bytes / rates.get_memory_bandwidth()
     return seconds if name != "muon" else seconds + _compute_newton_schulz_seconds(plan, stage, rates)
 
 
@@ -86,6 +87,7 @@ def _count_rounds(arch: Architecture, moe: bool, tp: int, ep: int) -> _Rounds:
     """
     multiplied = moved = 0
     for group, _, copies, rows, columns in list_rank_shapes(arch, moe, tp, ep):
+        # Only hidden matrices: AdamW updates embeddings, head, fused experts and vectors.
         if group in ("experts", *EMBEDDING_GROUPS, "lm_head") or columns == 1:
             continue
         short, long = sorted((rows, columns))

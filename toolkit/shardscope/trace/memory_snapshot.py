@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
-from shardscope.core.html_table import html_table
+from shardscope.core.html_table import render_html_table
 from shardscope.core.number_format import format_gib
 from shardscope.trace.files import read_bytes, refuse_file
 
@@ -83,7 +83,7 @@ class MemorySnapshot:
             f"{format_gib(self.peak_bytes)} GiB alive at the peak, of "
             f"{format_gib(self.reserved_bytes)} GiB reserved"
         )
-        return html_table(("allocated at", "GiB", "allocations"), rows, caption)
+        return render_html_table(("allocated at", "GiB", "allocations"), rows, caption)
 
     def __str__(self) -> str:
         lines = [

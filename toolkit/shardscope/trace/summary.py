@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from shardscope.core.html_table import html_table
+from shardscope.core.html_table import render_html_table
 from shardscope.timing.report import format_seconds
 from shardscope.trace.nesting import compute_union_ns
 from shardscope.trace.store import WRAPPER_CATEGORIES, Trace
@@ -95,7 +95,9 @@ class TraceSummary:
             )
             for row in self.operators
         ]
-        operators = html_table(("name", "calls", "self", "total"), names, "Most self time") if names else ""
+        operators = (
+            render_html_table(("name", "calls", "self", "total"), names, "Most self time") if names else ""
+        )
         return f"<ul>{items}</ul>{self.render_rank_table()}{operators}"
 
     def render_rank_table(self) -> str:
@@ -118,7 +120,7 @@ class TraceSummary:
         caption = (
             f"The first {SHOWN_RANKS} of {len(self.ranks):,} ranks" if len(self.ranks) > SHOWN_RANKS else ""
         )
-        return html_table(("rank", "slices", *shown), rows, caption)
+        return render_html_table(("rank", "slices", *shown), rows, caption)
 
 
 def _format_seconds(row: RankTimes, key: TimeColumn) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from shardscope.core.html_table import html_table
+from shardscope.core.html_table import render_html_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -19,7 +19,7 @@ class Table(list[Row], Generic[Row]):
     def _repr_html_(self) -> str:
         head = list(self[0]) if self else []
         names = [key.replace("_", " ") for key in head]
-        return html_table(names, [[row[key] for key in head] for row in self])
+        return render_html_table(names, [[row[key] for key in head] for row in self])
 
     def to_frame(self) -> pd.DataFrame:
         """Return the rows as a pandas data frame."""

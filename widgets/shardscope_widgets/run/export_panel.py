@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from hashlib import sha256
+from html import escape
 from pathlib import Path
+from shlex import quote
 
 import shardscope as ss
 from shardscope.export.files import list_files
 from shardscope.frameworks.formats.exported import Exported
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
-from shardscope_widgets.run.export_files import render_file_list
 
 FOLDER = "exports"
 """Parent folder of all exports, next to the notebook like ``runs``."""
@@ -64,3 +66,35 @@ def name_folder(plan: ss.Plan) -> str:
     # Limited because file systems allow 255 bytes; the hash keeps truncated names distinct.
     name = re.sub(r"[^a-z0-9.]+", "-", full_name.lower()).strip("-.")[:100]
     return f"{name}-{sha256(plan.to_json().encode()).hexdigest()[:6]}"
+
+
+def render_file_list(files: Sequence[Exported], folder: Path) -> str:
+    """Return the list as HTML, files that need no further values first; ``folder`` contains them."""
+    rows = "".join(_render_file(file, folder) for file in sorted(files, key=_start_order))
+    return (
+        f"<div class='ss-files'><div class='ss-hint'>{len(files)} files in "
+        f"<code>{escape(str(folder))}</code></div><ul>{rows}</ul></div>"
+    )
+
+
+def _start_order(file: Exported) -> tuple[bool, int]:
+    return not file.start_command, len(file.inputs)
+
+
+def _render_file(file: Exported, folder: Path) -> str:
+    command = _render_command(file, folder)
+    return f"<li><code>{escape(file.name)}</code><div>{escape(file.what)}{command}</div></li>"
+
+
+def _render_command(file: Exported, folder: Path) -> str:
+    if not file.start_command:
+        return ""
+    # The copied command includes the folder, because a terminal may be in any directory.
+    command = escape(f"cd {quote(str(folder.absolute()))} && {file.start_command}", quote=True)
+    label = escape(f"Copy the command that starts {file.name}", quote=True)
+    open_values = [f"{'<...>' if name.isdigit() else name}: {line}" for name, line in file.inputs]
+    return (
+        f"<div class='ss-command'><code title='{command}'>{escape(file.start_command)}</code>"
+        f"<button type='button' class='ss-act' data-copy='{command}' aria-label='{label}'>Copy</button></div>"
+        + "".join(f"<div>{escape(line)}</div>" for line in open_values)
+    )

@@ -50,10 +50,8 @@ from shardscope_widgets.run.export_panel import ExportPanel
 from shardscope_widgets.run.launch_button import LaunchButton
 from shardscope_widgets.run.runs_view import RunsView, count_runs
 from shardscope_widgets.run.view import RunView
-from shardscope_widgets.studio.fit_button import FitButton
-from shardscope_widgets.studio.fit_question import write_fit_question
-from shardscope_widgets.studio.headline import render_headline
-from shardscope_widgets.studio.notice import Notice
+from shardscope_widgets.studio.fit_button import FitButton, write_fit_question
+from shardscope_widgets.studio.headline import Notice, render_headline
 from shardscope_widgets.time.rates import render_rates
 from shardscope_widgets.time.rows import RunSteps, build_shown_step
 from shardscope_widgets.time.view import StepView

@@ -10,7 +10,7 @@ from shardscope.core.errors import FieldError
 from shardscope.planner.verdict import assess_plan
 from shardscope.records.folder import RunFolder
 from shardscope.runs.explain.measured_step import read_latest_records
-from shardscope.timing.calibration.finished_runs import median_step, residual
+from shardscope.timing.calibration.finished_runs import compute_median_step, find_residual
 from shardscope.timing.report import StepReport
 from shardscope_widgets.kit.numbers import Scale
 from shardscope_widgets.kit.pins import PinName, name_pins
@@ -27,7 +27,7 @@ class RunSteps(NamedTuple):
     @classmethod
     def from_run(cls, run: ss.Run) -> RunSteps | None:
         """Return the last steps that ``run`` logged; None if there are too few."""
-        median = median_step(read_latest_records(RunFolder(run.folder), run.world_size))
+        median = compute_median_step(read_latest_records(RunFolder(run.folder), run.world_size))
         return None if median is None else cls(*median)
 
 
@@ -106,7 +106,7 @@ def build_shown_step(
 def describe_residual(plan: ss.Plan) -> str:
     """Return the deviation of finished runs on this machine from such predictions; empty without runs."""
     try:
-        deviation = residual(plan)
+        deviation = find_residual(plan)
     except ValueError as error:
         return str(error)
     return "" if deviation is None else deviation.words

@@ -324,13 +324,13 @@ def test_a_missing_rate_is_reported_without_names_of_the_python_api() -> None:
 
 def test_what_finished_runs_took_stands_under_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(words="3 runs took 1.12 times the predicted step")
-    monkeypatch.setattr(step_rows, "residual", lambda plan: found)
+    monkeypatch.setattr(step_rows, "find_residual", lambda plan: found)
     assert found.words in words(StepView(plan_of()).caption.value)
 
     def damaged(plan: ss.Plan) -> None:
         raise ValueError("calibration.json, line 3: <no number>")
 
-    monkeypatch.setattr(step_rows, "residual", damaged)
+    monkeypatch.setattr(step_rows, "find_residual", damaged)
     assert "line 3: <no number>" in words(StepView(plan_of()).caption.value)
 
 

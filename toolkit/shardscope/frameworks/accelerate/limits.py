@@ -44,6 +44,7 @@ def why_not_started(plan: Plan) -> str | None:
 def why_not_accelerate_fsdp(plan: Plan) -> str | None:
     """Return why Accelerate's FSDP cannot reproduce the plan, or None if it can."""
     degrees = plan.degrees
+    # AcceleratorState reads ACCELERATE_USE_FSDP for GPU types only (accelerate/state.py, 1.15).
     if not plan.on_gpu:
         return "on CPU ranks Accelerate's FSDP plugin silently trains with DDP instead."
     if degrees.pp > 1:
@@ -53,6 +54,8 @@ def why_not_accelerate_fsdp(plan: Plan) -> str | None:
             f"Accelerate's fsdp_reshard_after_forward is true or false, and the plan reshards to groups of "
             f"{get_reshard_after_forward(plan)} ranks."
         )
+    # ParallelismConfig shards over dp_shard x cp, and rejects replicas without any sharding: that is DDP
+    # (accelerate/parallelism_config.py).
     if degrees.shard == 1 and degrees.cp == 1 and plan.world_size > 1:
         return (
             "Accelerate's FSDP needs more than one rank to shard over, and the plan has shard=1 "
@@ -66,6 +69,7 @@ def why_not_accelerate_fsdp(plan: Plan) -> str | None:
 def _check_fsdp2(plan: Plan) -> None:
     """Raise ``ValueError`` on CPU ranks, and for layouts that Accelerate's FSDP cannot express."""
     _check_on_gpu(plan, "FSDP plugin")
+    # A single rank needs no mesh: any layout of one rank is the same.
     why = why_not_accelerate_fsdp(plan)
     if why is not None and plan.world_size > 1:
         refuse(
@@ -116,23 +120,28 @@ def _check_on_gpu(plan: Plan, plugin: str) -> None:
     """Raise ``ValueError`` on CPU ranks, where ``plugin`` becomes DDP, naming the engine to use instead."""
     if plan.on_gpu:
         return
+    # The nearest fix keeps the framework if Shardscope's own engine trains the plan on CPU ranks.
     title = plan.layout.title
     why = f"there {TITLE}'s {plugin} silently becomes DDP"
     fix: Fix
     if why_not_trained(plan) is None:
-        instead, fix = f"use the {title} engine", "ss.launch(plan, ss.Pretrain()), or f(ctx) with ctx.engine"
+        alternative, fix = (
+            f"use the {title} engine",
+            "ss.launch(plan, ss.Pretrain()), or f(ctx) with ctx.engine",
+        )
     else:
-        instead, fix = "plan DDP", {"layout": "ddp"}
+        alternative, fix = "plan DDP", {"layout": "ddp"}
     refuse(
         "Layout.framework",
         plan.layout.framework,
-        f"'ddp' for a Script on CPU ranks: {why}; {instead}",
+        f"'ddp' for a Script on CPU ranks: {why}; {alternative}",
         fix,
     )
 
 
 def _check_plugin_fields(plan: Plan) -> None:
     """Raise ``ValueError`` for the first layout field that Accelerate cannot express."""
+    # A field with its default value needs no option: the framework has the same default.
     plugin_fields = PLUGIN_FIELDS[plan.layout.framework]
     for field in fields(plan.layout):
         value = getattr(plan.layout, field.name)

@@ -137,10 +137,11 @@ class Fsdp2Plugin(Plugin):
         from torch import float32
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
+        # Accelerate's default is one dtype for parameters, reduction and outputs (set_mixed_precision in
+        # accelerate/utils/dataclasses.py). A script that sets another policy keeps it.
         plugin = accelerator.state.fsdp_plugin
         policy = plugin.mixed_precision_policy
         if policy is not None and policy == MixedPrecisionPolicy(*[policy.param_dtype] * 3):
-            # Only if the policy is Accelerate's default: a script may set another.
             plugin.mixed_precision_policy = MixedPrecisionPolicy(
                 param_dtype=policy.param_dtype, reduce_dtype=float32, output_dtype=policy.output_dtype
             )
@@ -258,6 +259,7 @@ class DeepSpeedPlugin(Plugin):
         config = build_deepspeed_config(plan, nvme_folder=str(folder / "nvme"))
         # Accelerate replaces "auto" by 1.0: under DeepSpeed a script's own clip_grad_norm_ does nothing.
         config["gradient_clipping"] = "auto"
+        # One file for each rank: ranks of a node share the folder.
         file = folder / f"ds_config-{os.environ.get('RANK', '0')}.json"
         file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         return {
@@ -279,6 +281,7 @@ class DeepSpeedPlugin(Plugin):
         tp = max(1, int(model.autotp_size()))
         if tp != plan.degrees.tp:
             raise make_contradiction(f"DeepSpeed with tp={plan.degrees.tp}", f"DeepSpeed with tp={tp}")
+        # The same checks as for Shardscope's own engine. autotp_size is 0 without tensor parallelism.
         record = inspection.read_back(plan, model)
         return " ".join(inspection.describe_built(record, "").split()), {**record, "tp": tp}
 
@@ -329,6 +332,7 @@ class MegatronPlugin(Plugin):
         """Check and describe the sizes of megatron-core's process groups."""
         from megatron.core import parallel_state
 
+        # ``data_parallel`` is what the others leave: it shows that world size and degrees agree.
         sizes = {
             "tp": parallel_state.get_tensor_model_parallel_world_size(),
             "pp": parallel_state.get_pipeline_model_parallel_world_size(),
@@ -367,6 +371,7 @@ def has_megatron_lm() -> bool:
 
 def build_environment(plan: Plan, folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return ``inherited`` with Accelerate's variables replaced by those of ``plan``."""
+    # Variables of an earlier launch or of the shell would configure another plugin, or change this one.
     unrelated = {
         name: value
         for name, value in inherited.items()
@@ -385,6 +390,7 @@ def build_environment(plan: Plan, folder: Path, inherited: Mapping[str, str]) ->
 
 def check_plan(plan: Plan) -> None:
     """Raise ``ValueError`` for a plan that no script can run here, with an alternative as the fix."""
+    # First what Accelerate cannot do anywhere, then what this machine lacks.
     limits.check_plan(plan)
     get_plugin(plan).check_installed(plan)
     precision = plan.recipe.precision

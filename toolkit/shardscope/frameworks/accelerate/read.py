@@ -127,6 +127,7 @@ def read(
     recipe: Recipe | None = None,
 ) -> Plan:
     """Read a plan; see :meth:`shardscope.core.plan.Plan.from_accelerate`."""
+    # ``accelerate launch`` reads both formats. An unknown key is an error: if misspelled, it has no effect.
     document = read_json(file) if str(file).endswith(".json") else read_yaml(file)
     document.check_keys((), TOP_LEVEL, OTHER_TOP_LEVEL)
     if document.get("distributed_type") is None:
@@ -136,6 +137,7 @@ def read(
     kind = document.read_choice("distributed_type", among=DISTRIBUTED_TYPES)
     parts = load_plan_parts(file, architecture, cluster, recipe)
     _check_ranks(document, parts)
+    # DeepSpeed's options are in a JSON of their own, or a few of them inline.
     if kind == "DEEPSPEED":
         path = _find_deepspeed_file(document, Path(file).expanduser())
         if path is not None:
@@ -145,17 +147,18 @@ def read(
     # An export lists the fields that the format lacks in a comment. A recipe of the caller or of plan.json
     # has priority over it.
     layout_class = Fsdp2Layout if kind == "FSDP" else DdpLayout
-    noted_recipe, noted_layout = read_comment_fields(document, read_text(file), layout_class)
+    comment_recipe, comment_layout = read_comment_fields(document, read_text(file), layout_class)
     if parts.is_recipe_open:
-        parts = replace(parts, recipe=apply_to_recipe(parts.recipe, document, noted_recipe))
+        parts = replace(parts, recipe=apply_to_recipe(parts.recipe, document, comment_recipe))
     recipe_fields: FileFields = {"precision": (("mixed_precision",), _read_precision(document, parts.recipe))}
     if kind != "FSDP":
         changed = apply_to_recipe(parts.recipe, document, recipe_fields)
         return build_plan(parts, document, changed, recipe_fields, DdpLayout)
 
+    # Options of the file win over its comments, which may be older than a manual edit of the file.
     start, layout_fields = _read_fsdp(document, parts)
     if parts.layout is None:
-        layout_fields = {**noted_layout, **layout_fields}
+        layout_fields = {**comment_layout, **layout_fields}
     recipe_fields |= _read_recomputation(document, parts.recipe)
     return build_plan(
         parts,
@@ -168,6 +171,7 @@ def read(
 
 def _check_ranks(document: Document, parts: PlanParts) -> None:
     """Raise ``ValueError`` if the file's processes, machines or ``use_cpu`` contradict the cluster."""
+    # ClusterConfig's default of num_processes is -1, for a number that the command line gives.
     numbers = {key: document.read_number(key, low=-1) for key in ("num_processes", "num_machines")}
     use_cpu = document.read_flag("use_cpu")
     cluster = parts.cluster
@@ -188,6 +192,7 @@ def _read_precision(document: Document, recipe: Recipe) -> str | None:
         value = "no"  # YAML reads a bare no as false
     if value is None or MIXED[recipe.precision] == value:
         return None
+    # MIXED maps several precisions to "no": a file cannot distinguish bf16 weights from fp32 ones.
     names = {"bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp8": "fp8-mixed", "no": "fp32"}
     if not isinstance(value, str) or value not in names:
         document.refuse(("mixed_precision",), ", ".join(map(repr, names)), "'bf16'")
@@ -199,6 +204,7 @@ def _read_fsdp(document: Document, parts: PlanParts) -> tuple[Fsdp2Layout, FileF
     part = "fsdp_config"
     document.check_keys((part,), [f"fsdp_{name}" for name in FSDP_KEYS], OTHER_FSDP)
     document.check_keys(("parallelism_config",), PARALLEL_KEYS.values(), OTHER_PARALLEL)
+    # FSDP1 has a sharding strategy instead of a version; the fix is the option of FSDP2 with the same effect.
     version = document.read_number(part, "fsdp_version", low=1, high=2)
     strategy = document.get(part, "fsdp_sharding_strategy")
     if version != 2 or strategy is not None:
@@ -209,11 +215,12 @@ def _read_fsdp(document: Document, parts: PlanParts) -> tuple[Fsdp2Layout, FileF
     stored = parts.layout if isinstance(parts.layout, Fsdp2Layout) else None
     layout_fields = _read_degrees(document, stored, parts.cluster)
 
+    # fully_shard's own default is to reshard after forward.
     reshard_keys = (part, "fsdp_reshard_after_forward")
     flag = document.read_flag(*reshard_keys)
     reshard: bool | int = True if flag is None else flag
     if stored is not None and not isinstance(stored.reshard_after_forward, bool) and reshard:
-        # The number of all sharding ranks, which an export writes as true.
+        # A number in the stored layout is that of all sharding ranks, which an export writes as true.
         reshard = stored.reshard_after_forward
     layout_fields["reshard_after_forward"] = (reshard_keys, reshard)
     offload = "cpu" if document.read_flag(part, "fsdp_offload_params") else None
@@ -240,6 +247,7 @@ def _read_degrees(document: Document, stored: Fsdp2Layout | None, cluster: Clust
     shard, num_replicas = sizes["shard"], prod(degrees.values())
     # If the degrees do not divide the GPUs, the layout raises the error.
     if cluster is not None and cluster.num_gpus % num_replicas == 0:
+        # None and the remaining ranks mean the same; a plan that is read again must equal the exported one.
         remaining = cluster.num_gpus // num_replicas
         is_open = stored is None or stored.shard is None
         shard = None if shard in (None, remaining) and is_open else shard or remaining
@@ -267,6 +275,7 @@ def _find_deepspeed_file(document: Document, file: Path) -> Path | None:
 def _read_inline_deepspeed(document: Document, parts: PlanParts) -> Plan:
     """Read the few inline DeepSpeed options; the others have DeepSpeed's defaults."""
     part = "deepspeed_config"
+    # DeepSpeedPlugin's own default is stage 2 (accelerate/utils/dataclasses.py).
     layout = parts.layout if isinstance(parts.layout, ZeroLayout) else ZeroLayout()
     stage = document.read_number(part, "zero_stage", low=0, high=3)
     layout_fields: FileFields = {"stage": ((part, "zero_stage"), 2 if stage is None else stage)}
@@ -276,6 +285,7 @@ def _read_inline_deepspeed(document: Document, parts: PlanParts) -> Plan:
     ):
         device = document.read_choice(part, key, among=("none", "cpu", "nvme"))
         layout_fields[field] = ((part, key), None if device == "none" else device)
+    # The file has the micro-batches of a rank, the recipe the global batch: the cluster converts them.
     steps = document.read_number(part, "gradient_accumulation_steps", low=1, high=2**24)
     global_batch_size = None
     if steps is not None and parts.cluster is not None:

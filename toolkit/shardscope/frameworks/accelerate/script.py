@@ -50,6 +50,7 @@ class Script:
     """A user's loop cannot be asked to save and stop: ``run.stop(checkpoint=True)`` raises."""
 
     def __post_init__(self) -> None:
+        # A string is a sequence too, of characters.
         if isinstance(self.arguments, str | bytes) or not isinstance(self.arguments, Sequence):
             shown = shlex.split(self.arguments) if isinstance(self.arguments, str) else []
             refuse("Script.arguments", self.arguments, "a sequence of arguments", {"arguments": shown})
@@ -65,6 +66,7 @@ class Script:
             return
         if inspect.isclass(self.source) or not callable(self.source):
             refuse("Script.source", self.source, "a script's path, or a function", 'Script("train.py")')
+        # Calling a coroutine or generator function would return at once, without running its body.
         refuse_lazy_function("Script.source", self.source)
         self._check_call(self.source)
 
@@ -118,6 +120,7 @@ class Script:
     def __call__(self, ctx: ScriptContext) -> None:
         """Run the script on this rank; called by the launcher with the process group up."""
         self.check(ctx.plan)
+        # Imported on a rank only: the module imports torch and accelerate.
         from shardscope.frameworks.accelerate.watch import Watch
 
         environment = plugins.build_environment(ctx.plan, ctx.folder, os.environ)
@@ -128,6 +131,7 @@ class Script:
         with watch.wrap_accelerate():
             try:
                 self._run_source()
+            # ``sys.exit()`` at the end of ``main`` is no error.
             except SystemExit as ending:
                 if ending.code not in (None, 0):
                     raise
@@ -175,6 +179,7 @@ def _as_main(file: Path, command: list[str]) -> Iterator[None]:
 
 def _add_script_line(error: Exception, file: str) -> None:
     """Add a note to ``error`` with the script's line that raised it, without the callers' frames."""
+    # The last frame in the script: deeper ones are those of libraries.
     frames = traceback.extract_tb(error.__traceback__)
     script_frames = [number for number, frame in enumerate(frames) if frame.filename == file]
     if not script_frames:

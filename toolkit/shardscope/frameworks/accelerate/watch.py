@@ -118,6 +118,7 @@ class Watch:
         self, original: Method, accelerator: Accelerator, /, *args: object, **kwargs: object
     ) -> object:
         result = original(accelerator, *args, **kwargs)
+        # Checked after the call, when Accelerate has wrapped or sharded the model.
         # ``prepare`` returns a tuple with most frameworks, and a list with FSDP2.
         prepared = result if isinstance(result, tuple | list) else (result,)
         for value in prepared:
@@ -141,6 +142,7 @@ class Watch:
     def _on_backward(
         self, original: Method, accelerator: Accelerator, /, loss: object, **kwargs: object
     ) -> None:
+        # The script never called ``accumulate``, so it does not accumulate: each backward is a whole step.
         if not self._accumulates and accelerator.gradient_accumulation_steps > 1:
             self._disable_accumulation(accelerator)
         original(accelerator, loss, **kwargs)
@@ -150,6 +152,8 @@ class Watch:
     def _on_step(
         self, original: Method, optimizer: AcceleratedOptimizer, /, *args: object, **kwargs: object
     ) -> object:
+        # Accelerate's optimizer steps only in the last micro-batch (accelerate/optimizer.py), though scripts
+        # call it in each. Gradients are counted before the first step, which may free them.
         is_last_micro_batch = bool(optimizer.gradient_state.sync_gradients)
         if is_last_micro_batch and self.num_steps == 0 and self._models:
             gradient_bytes = sum(tensors.count_gradient_bytes(model) for model in self._models)
@@ -215,6 +219,7 @@ class Watch:
             return
         self._check_types(trained)
         sentence, record = self.plugin.describe_model(self.plan, self._get_accelerator(), model)
+        # Known models are skipped above: ``prepare`` calls ``prepare_model``, and both are wrapped.
         self._models.append(model)
         # The record describes the first model; a script may train several (a GAN).
         if len(self._models) > 1:
@@ -235,6 +240,7 @@ class Watch:
                 **record,
             },
         )
+        # Adapters add parameters that the architecture does not count.
         planned = self.plan.architecture.num_parameters
         if num_parameters != planned and not self.plan.recipe.has_adapters:
             self._report_difference(f"a model of {num_parameters:,} parameters, the plan's has {planned:,}")
@@ -249,6 +255,7 @@ class Watch:
         def inspect_batch(
             model: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
         ) -> None:
+            # An evaluation before training may have other shapes.
             if not torch.is_grad_enabled():
                 return
             hook.remove()
@@ -299,6 +306,7 @@ class Watch:
         """Queue the metrics of a completed step, and record the optimizer after the first one."""
         now = time.perf_counter()
         self._log_pending_step()
+        # The first step has no duration: it includes compilation, allocation and loading.
         metrics = dict(self.ctx.memory_metrics())
         if self._last_step is not None:
             metrics["seconds_per_step"] = now - self._last_step

@@ -24,7 +24,7 @@ from shardscope.core.layout import (
 )
 from shardscope.core.ops import ceil_div
 from shardscope.core.precision import FP32, widths
-from shardscope.families.registry import family_of
+from shardscope.families.registry import find_family
 from shardscope.families.unknown import UnknownFamily
 
 if TYPE_CHECKING:
@@ -334,7 +334,7 @@ class ZeroLayout(Layout):
         why = None
         if architecture.num_moe_layers:
             why = "it does not shard experts"
-        elif family_of(architecture).projections == "conv1d":
+        elif find_family(architecture).projections == "conv1d":
             why = "it has no plan for GPT-2"
         elif recipe.method != "full":
             why = "it loses peft's adapters"

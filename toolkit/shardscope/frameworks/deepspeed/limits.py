@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
-from shardscope.families.registry import families_with
+from shardscope.families.registry import list_families_with
 from shardscope.frameworks.deepspeed.layout import NVME_VARIABLE, ZeroLayout, check_not_quantized, get_layout
 from shardscope.frameworks.limits import TRAINED, check_recipe, check_staged
 from shardscope.machine.host import multiplies_in_fp16
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("adamw", "sgd", "adafactor")
 """DeepSpeed runs them over its flat buffers; offloaded AdamW is its own ``DeepSpeedCPUAdam``."""
-AUTOTP_TRAINED = families_with("autotp_training")
+AUTOTP_TRAINED = list_families_with("autotp_training")
 """Families that AutoTP shards by transformers' own plan, compared with a single process in
 ``tests/runs/test_deepspeed_tensors.py``."""
 AUTOTP_RECIPES: Mapping[str, tuple[object, ...]] = {**TRAINED, "optimizer": ("adamw", "sgd")}
@@ -132,7 +132,7 @@ def check_experts(plan: Plan) -> None:
     """Raise ``ValueError`` for plans that DeepSpeed's MoE layers, which replace transformers', cannot run."""
     arch, recipe = plan.architecture, plan.recipe
     experts = arch.mixture_of_experts
-    supported = families_with("deepspeed_moe")
+    supported = list_families_with("deepspeed_moe")
     if arch.model_type not in supported:
         why = (
             f"{', '.join(supported)} with ep > 1: DeepSpeed's MoE layer routes as Mixtral's does; "

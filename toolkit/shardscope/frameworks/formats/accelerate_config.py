@@ -34,6 +34,7 @@ def render_accelerate_files(
     ``sections`` are the framework's own; ``recipe_fields`` and ``layout_fields`` are the fields that they
     contain; ``mixed_precision`` is False if another file sets it.
     """
+    # The file is the same on all nodes: its machine_rank is a default that the launch script overrides.
     cluster, recipe = plan.cluster, plan.recipe
     values: dict[str, object] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -47,6 +48,7 @@ def render_accelerate_files(
         "use_cpu": not plan.on_gpu,
         **sections,
     }
+    # "no" keeps the model's own dtype, so it expresses neither bf16 nor fp32.
     contained = set(recipe_fields)
     if mixed_precision:
         values["mixed_precision"] = MIXED[recipe.precision]
@@ -84,6 +86,7 @@ def list_absent_files(why: str) -> list[Absent]:
 
 
 def _render_launch_script(plan: Plan) -> str:
+    # Shell variables for what differs between nodes; the script fails at once if one is missing.
     has_nodes = plan.cluster.num_nodes > 1
     machines = (
         'machines=(--machine_rank "$MACHINE_RANK" --main_process_ip "$HEAD_NODE")\n' if has_nodes else ""

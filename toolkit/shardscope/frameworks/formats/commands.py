@@ -50,6 +50,7 @@ def add_commands(
 
 def build_torchrun_arguments(plan: Plan) -> tuple[str, str]:
     """Return ``torchrun``'s arguments for the plan's nodes, and shell lines that must precede it."""
+    # --standalone chooses a free port, so that two jobs on one machine do not meet.
     per_node = plan.cluster.gpus_per_node
     if plan.cluster.num_nodes == 1:
         return f"--standalone --nnodes 1 --nproc-per-node {per_node}", ""
@@ -61,6 +62,7 @@ def build_torchrun_arguments(plan: Plan) -> tuple[str, str]:
 
 
 def _render_torchrun(plan: Plan, program: str, needs: str, environment: str) -> str:
+    # One torchrun on each node, which starts the node's ranks; HEAD_NODE is the meeting point of all.
     arguments, checks = build_torchrun_arguments(plan)
     nodes = plan.cluster.num_nodes
     each_node = f"Run it on each of the {nodes} nodes; HEAD_NODE names one of them." if nodes > 1 else ""
@@ -88,6 +90,7 @@ def _render_sbatch(plan: Plan, program: str, needs: str, environment: str) -> st
             else [f"--cpus-per-task={per_node}"]
         ),
     ]
+    # SLURM_SUBMIT_DIR and not the script's folder: Slurm runs a copy of the script from its spool directory.
     sentences = [
         "Submit it from this folder. Partition, account and time limit depend on the cluster: pass them to "
         "sbatch.",

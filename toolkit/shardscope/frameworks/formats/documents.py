@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from shardscope.core.errors import Fix, Value, check_choice, check_integer, find_nearest, refuse
-from shardscope.core.json_text import check_depth, key_lines, parse_json
+from shardscope.core.json_text import check_depth, find_key_lines, parse_json
 from shardscope.core.text_positions import KeyPath, TextPositions
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class Document(TextPositions):
         ``planned`` are the keys that become part of a plan, ``ignored`` the format's other keys. The latter
         are listed in :meth:`list_unread_keys`, unless their value is the default given in ``ignored``.
         """
+        # A key with the default value changes nothing, so it needs no warning.
         planned = list(planned)
         defaults = ignored if isinstance(ignored, Mapping) else {}
         known = [*planned, *ignored]
@@ -97,6 +98,7 @@ def read_text(file: str | Path) -> str:
             refuse("file", str(file), "a regular file", "the path of the file itself")
         if status.st_size > MAX_BYTES:
             refuse("file", str(file), f"at most {MAX_BYTES:,} bytes", "a configuration")
+        # "utf-8-sig" drops the byte order mark that Windows editors write.
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror or error}.") from error
@@ -111,7 +113,7 @@ def read_json(file: str | Path) -> Document:
     values = parse_json(name, text)
     if not isinstance(values, dict):
         refuse(name, values, "one JSON object", Value({...}))
-    return Document(name=name, values=values, lines=key_lines(text))
+    return Document(name=name, values=values, lines=find_key_lines(text))
 
 
 def read_yaml(file: str | Path) -> Document:
@@ -124,6 +126,7 @@ def read_yaml(file: str | Path) -> Document:
         import yaml
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError('Reading YAML needs PyYAML: pip install "shardscope[train]".') from error
+    # ``compose`` returns nodes, which have line numbers and whose tags have not run any constructor.
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
@@ -152,6 +155,7 @@ class _YamlConverter:
 
     def convert(self, node: yaml.Node, keys: KeyPath) -> object:
         """Return the value of the node at ``keys``, and record the lines of the keys below."""
+        # An alias is the node of its anchor, met a second time.
         if id(node) in self.seen:
             raise self._make_error(node, "an alias; allowed: the value itself")
         self.seen.add(id(node))
@@ -164,6 +168,7 @@ class _YamlConverter:
             key = key_node.value if isinstance(key_node, self.yaml.ScalarNode) else None
             if not isinstance(key, str):
                 raise self._make_error(key_node, "a key that is not a string; allowed: plain keys")
+            # PyYAML would keep the last of two equal keys without a warning.
             if key in values:
                 raise self._make_error(key_node, f"duplicate key {key!r}; remove one of the two")
             self.lines[(*keys, key)] = key_node.start_mark.line + 1

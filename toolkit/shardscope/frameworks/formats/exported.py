@@ -30,6 +30,7 @@ class Exported:
     @property
     def inputs(self) -> list[tuple[str, str]]:
         """Required variables (by name) and arguments (by number) of the script, with their descriptions."""
+        # Slurm sets its own variables.
         variables: list[tuple[str, str]] = _REQUIRED_VARIABLE.findall(self.text)
         return [(name, text) for name, text in variables if not name.startswith("SLURM_")]
 
@@ -39,6 +40,7 @@ class Exported:
         sbatch = self.name.endswith(".sbatch")
         if not (self.is_command or sbatch):
             return ""
+        # Variables come before the command; ``$1`` and so on are its arguments.
         before = [f"{name}=<...>" for name, _ in self.inputs if not name.isdigit()]
         after = ["<...>" for name, _ in self.inputs if name.isdigit()]
         return " ".join([*before, f"sbatch {self.name}" if sbatch else f"./{self.name}", *after])

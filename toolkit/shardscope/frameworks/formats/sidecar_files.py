@@ -81,6 +81,7 @@ def load_plan_parts(
     ):
         if value is not None and not isinstance(value, kind):
             refuse(noun, value, f"{add_article(kind.__name__)} or None", Value(None))
+    # An export has plan.json in the same folder. It is read only if the caller leaves something open.
     plan_file = Path(file).expanduser().parent / PLAN_FILE if file is not None else None
     stored = None
     if plan_file is not None and plan_file.is_file() and None in (architecture, cluster, recipe):
@@ -123,6 +124,7 @@ def build_plan(
     architecture, cluster = parts.require_architecture(document.name), parts.require_cluster(document.name)
     with locate_errors(document, file_fields):
         plan = Plan(architecture, cluster, recipe, layout)
+    # Keys that are valid for the other tool but not part of a plan: a warning and no error.
     unread = document.list_unread_keys()
     if unread:
         warnings.warn(

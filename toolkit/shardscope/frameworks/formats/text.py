@@ -18,6 +18,7 @@ def format_comment(sentences: Iterable[str]) -> str:
     """Return sentences as lines with "# "; continuation lines are indented."""
     lines: list[str] = []
     for sentence in sentences:
+        # One line first: a model's name may contain line breaks, which would end the comment.
         plain = " ".join(sentence.split())
         lines += textwrap.wrap(
             plain, WIDTH - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
@@ -39,6 +40,7 @@ def render_yaml(values: Mapping[str, object], indent: int = 0) -> str:
 def _render_scalar(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(_render_scalar(item) for item in value)}]"
+    # Anything but a plain word is written as JSON, which YAML contains.
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
         return value
     return json.dumps(value)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from shardscope.families.registry import family_of
+from shardscope.families.registry import find_family
 from shardscope.frameworks.formats.exported import Absent, Exported
 from shardscope.memory.activations.head import resolve_loss
 
@@ -44,6 +44,7 @@ FULL_TRAINING: TrainedValues = {
 
 def why_no_train_file(plan: Plan, trained: TrainedValues) -> str | None:
     """Return a sentence that names the first field of ``plan`` outside of ``trained``, or None."""
+    # None means the engine's own choice: compare what it resolves to.
     effective = {"Recipe.kernels": plan.kernels, "Recipe.loss": resolve_loss(plan)}
     for field, values in trained.items():
         noun, _, name = field.partition(".")
@@ -62,6 +63,7 @@ def render_train_files(plan: Plan, trained: TrainedValues) -> list[Exported | Ab
     why = why_no_train_file(plan, trained)
     if why is not None:
         return [Absent(name=SCRIPT_FILE, why=why)]
+    # An export works without transformers; only the script's model needs it.
     try:
         config = build_config(plan)
     except ModuleNotFoundError as missing:
@@ -90,17 +92,19 @@ def build_config(plan: Plan) -> dict[str, object]:
     from shardscope.families.unknown import UnknownFamily
     from shardscope.training.model.model import DROPOUTS, config_values
 
+    # A family without formulas has its original config.json, the others are built from their fields.
     arch, recipe = plan.architecture, plan.recipe
     if isinstance(arch, UnknownFamily):
         config = {name: value for name, value in json.loads(arch.config_json).items() if name not in METADATA}
     else:
         from transformers import AutoConfig
 
+        # Only options that the family's config class has: names of dropouts differ between families.
         known = AutoConfig.for_model(arch.model_type)
         fixed = dict.fromkeys(DROPOUTS, recipe.dropout) | WITHOUT_ROUTER_LOSS
         config = {"model_type": arch.model_type, **config_values(arch)}
         config |= {name: value for name, value in fixed.items() if hasattr(known, name)}
     attention = ATTENTION.get(recipe.attention or "")
-    if attention is None and not family_of(arch).has_sdpa:
+    if attention is None and not find_family(arch).has_sdpa:
         attention = "eager"
     return config if attention is None else {**config, "attn_implementation": attention}

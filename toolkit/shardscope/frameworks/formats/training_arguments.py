@@ -41,6 +41,7 @@ def render_training_arguments(
     are the fields that ``sections`` contain. ``checkpoints`` is False if a section of the framework's own
     configures recomputation.
     """
+    # TrainingArguments has the micro-batches of a rank; their product with the ranks is the global batch.
     recipe = plan.recipe
     contained = {"micro_batch_size", "global_batch_size", *recipe_fields}
     values: dict[str, object] = {
@@ -49,6 +50,7 @@ def render_training_arguments(
         "gradient_accumulation_steps": plan.num_micro_batches,
         "use_cpu": not plan.on_gpu,
     }
+    # Both flags off train in the dtype of the model, which the script loads.
     for precision, flag in (("bf16-mixed", "bf16"), ("fp16-mixed", "fp16")):
         values[flag] = recipe.precision == precision
         if values[flag]:
@@ -57,6 +59,7 @@ def render_training_arguments(
     if optimizer is not None:
         values["optim"] = optimizer
         contained.add("optimizer")
+    # transformers recomputes every layer, whole, or none. Non-reentrant, as Shardscope's engines.
     if checkpoints and recipe.recompute == "full" and recipe.recompute_interval == 1:
         values["gradient_checkpointing"] = True
         values["gradient_checkpointing_kwargs"] = {"use_reentrant": False}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
-from shardscope.families.registry import families_with, family_named
+from shardscope.families.registry import get_family, list_families_with
 from shardscope.frameworks.limits import (
     QUANTIZED_TRAINED,
     TRAINED,
@@ -19,10 +19,10 @@ from shardscope.memory.activations.modules.attention import find_fused_attention
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
-TENSOR_PARALLEL_FAMILIES = families_with("fsdp2_tensor_parallel")
+TENSOR_PARALLEL_FAMILIES = list_families_with("fsdp2_tensor_parallel")
 """Families with separate projections: a tensor-parallel shard of a fused one would mix its components."""
 
-CONTEXT_PARALLEL_FAMILIES = families_with("fsdp2_context_parallel")
+CONTEXT_PARALLEL_FAMILIES = list_families_with("fsdp2_context_parallel")
 """Families whose attention is transformers' SDPA with explicit ``position_ids``, which cp can shard."""
 
 DYNAMIC_ROPES = ("dynamic", "longrope")
@@ -63,7 +63,7 @@ def check_rope(config: Mapping[str, object]) -> None:
     """
     for parameters in _list_rope_parameters(config):
         kind = str(parameters.get("rope_type", parameters.get("type")))
-        is_old_name = kind in family_named(config.get("model_type")).longrope_aliases
+        is_old_name = kind in get_family(config.get("model_type")).longrope_aliases
         if any(name in kind for name in DYNAMIC_ROPES) or is_old_name:
             refuse(
                 "config.rope_parameters rope_type",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.ops import group_equal, minimum, where
-from shardscope.core.precision import base_width, widths
+from shardscope.core.precision import get_base_width, widths
 from shardscope.frameworks.fsdp2.layout import get_layout
 from shardscope.timing.traffic import Overlap, StateTraffic, Transfer
 
@@ -69,7 +69,9 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     alone = ranks == 1
     gathers = forwards + backwards
     # Copying out reads and writes each element. With one rank there is no buffer: the parameters are cast.
-    copied = gathers * stage.base * where(alone, base_width(plan.recipe) + width.compute, 2 * width.compute)
+    copied = (
+        gathers * stage.base * where(alone, get_base_width(plan.recipe) + width.compute, 2 * width.compute)
+    )
     staging = micro_batches * stage.trainable * (width.compute + width.reduce)
     if layout.offload is None or not plan.on_gpu:
         return StateTraffic(
@@ -78,7 +80,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
             copied_for_gradients=staging,
             updated=stage.trainable_shard,
         )
-    down = stage.base / ranks * base_width(plan.recipe)
+    down = stage.base / ranks * get_base_width(plan.recipe)
     return StateTraffic(
         tuple(transfers),
         copied_for_gathers=copied,

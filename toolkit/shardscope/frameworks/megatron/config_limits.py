@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardscope.core.errors import refuse
-from shardscope.families.registry import family_named
+from shardscope.families.registry import get_family
 
 LLAMA3_SCALING = {
     "low_freq_factor": 1.0,
@@ -49,7 +49,7 @@ def check_computed(config: Mapping[str, object]) -> None:
 
 def _check_routing(config: Mapping[str, object]) -> None:
     """Raise ``ValueError`` for normalized top-1 routing, which always has the weight 1 in transformers."""
-    normalizes = config.get("norm_topk_prob", family_named(config.get("model_type")).normalizes_top_k)
+    normalizes = config.get("norm_topk_prob", get_family(config.get("model_type")).normalizes_top_k)
     if normalizes and config.get("num_experts_per_tok") == 1:
         refuse(
             "config.num_experts_per_tok",
@@ -62,7 +62,7 @@ def _check_routing(config: Mapping[str, object]) -> None:
 
 def get_activation_name(config: Mapping[str, object]) -> object:
     """Return the name of the MLP's activation function, or None if the config does not set it."""
-    return config.get(family_named(config.get("model_type")).activation_key)
+    return config.get(get_family(config.get("model_type")).activation_key)
 
 
 def read_rope(config: Mapping[str, object]) -> dict[str, object]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
 from shardscope.core.ops import ceil_div
-from shardscope.families.registry import family_of
+from shardscope.families.registry import find_family
 from shardscope.frameworks.megatron.families import check_family
 from shardscope.frameworks.megatron.layout import count_pipeline_ends, get_layout
 
@@ -75,7 +75,7 @@ def build_transformer_config(plan: Plan) -> dict[str, object]:
     With latent attention they are those of ``MLATransformerConfig``.
     """
     arch, recipe, degrees = plan.architecture, plan.recipe, plan.degrees
-    biases = arch.attention_output_bias or arch.mlp_bias or family_of(arch).projections == "conv1d"
+    biases = arch.attention_output_bias or arch.mlp_bias or find_family(arch).projections == "conv1d"
     config: dict[str, object] = {
         "num_layers": arch.num_hidden_layers,
         "hidden_size": arch.hidden_size,

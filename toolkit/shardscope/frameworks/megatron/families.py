@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
-from shardscope.families.registry import family_of
+from shardscope.families.registry import find_family
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def check_family(arch: Architecture) -> None:
     """Raise ``ValueError`` for an architecture that megatron-core would build as a different model."""
-    why = family_of(arch).unlike_megatron_core
+    why = find_family(arch).unlike_megatron_core
     if arch.parallel_residual:
         why = "attention and MLP side by side"
     if arch.position_embedding == "alibi":

@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardscope.core.errors import refuse
-from shardscope.families.parameter_names import names_of, norm_names
-from shardscope.families.registry import families_with, family_of
+from shardscope.families.parameter_names import list_norm_names, list_parameter_names
+from shardscope.families.registry import find_family, list_families_with
 from shardscope.frameworks.megatron.families import check_family
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
-MAPPED_FAMILIES = families_with("megatron_weights")
+MAPPED_FAMILIES = list_families_with("megatron_weights")
 """Families whose weights can be loaded into a ``GPTModel`` and exported again."""
 
 Sharding = Literal["whole", "rows", "columns", "vocabulary", "qkv", "gated"]
@@ -65,7 +65,7 @@ def check_mapped(arch: Architecture) -> None:
 
 def get_layer_prefix(arch: Architecture, layer: int) -> str:
     """Return the prefix of a layer's parameter names in transformers, such as ``model.layers.3.``."""
-    return f"{names_of(arch).layers}.{layer}."
+    return f"{list_parameter_names(arch).layers}.{layer}."
 
 
 def list_outer_mappings(arch: Architecture, *, embedding: bool, head: bool) -> list[ParameterMapping]:
@@ -74,7 +74,7 @@ def list_outer_mappings(arch: Architecture, *, embedding: bool, head: bool) -> l
     ``embedding``: whether the chunk has the embedding. ``head``: whether it has the final norm and the head.
     A tied head is listed only without the embedding: Megatron keeps a copy of it on the last stage.
     """
-    names = names_of(arch)
+    names = list_parameter_names(arch)
     mappings: list[ParameterMapping] = []
     if embedding:
         mappings.append(
@@ -94,13 +94,15 @@ def list_outer_mappings(arch: Architecture, *, embedding: bool, head: bool) -> l
 
 def list_layer_mappings(arch: Architecture, layer: int) -> list[ParameterMapping]:
     """Return the parameters of one decoder layer (counted from 0), without its experts."""
-    is_conv1d = family_of(arch).projections == "conv1d"
+    is_conv1d = find_family(arch).projections == "conv1d"
     attention = _list_gpt2_attention_mappings() if is_conv1d else _list_attention_mappings(arch)
     if arch.is_moe_layer(layer):
-        mlp = [ParameterMapping("mlp.router.weight", (f"{names_of(arch).router}.weight",), "whole")]
+        mlp = [
+            ParameterMapping("mlp.router.weight", (f"{list_parameter_names(arch).router}.weight",), "whole")
+        ]
     else:
         mlp = _list_gpt2_mlp_mappings() if is_conv1d else _list_mlp_mappings(arch)
-    first, second = norm_names(arch)
+    first, second = list_norm_names(arch)
     norms = _list_norm_mappings(arch, "input_layernorm", first) + _list_norm_mappings(
         arch, "pre_mlp_layernorm", second
     )

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardscope.core.errors import refuse
 from shardscope.core.ops import all_true, ceil_div
 from shardscope.core.precision import FP32, widths
-from shardscope.families.parameter_names import names_of
+from shardscope.families.parameter_names import list_parameter_names
 from shardscope.families.parameter_shapes import find_first_layer
-from shardscope.families.registry import FAMILIES, family_of
+from shardscope.families.registry import FAMILIES, find_family
 from shardscope.memory.activations.modules.attention import (
     broadcasts_views,
     find_fused_attention,
@@ -87,7 +87,7 @@ def find_modules(plan: Plan) -> Modules:
     lora = recipe.has_adapters
     autocast = plan.layout.mixes_by_autocast and recipe.precision.endswith("mixed")
     # DeepSpeed's ZeRO-3 replaces torch.nn.functional.linear, but not explicit matmuls.
-    uses_linear = family_of(plan.architecture).projections == "linear"
+    uses_linear = find_family(plan.architecture).projections == "linear"
     return Modules(
         kernels=plan.kernels,
         autocast=autocast,
@@ -201,14 +201,14 @@ def compute_kept_for_recomputation(
     # RMSNorm's ``hidden_states.to(float32)`` saves a copy of a half-precision input, not the input itself.
     casts = arch.norm == "rmsnorm" and modules.kernels == "transformers" and modules.stream < FP32
     casts = casts or modules.normed > modules.stream
-    if family_of(arch).is_post_norm:  # projections read the input without a norm
+    if find_family(arch).is_post_norm:  # projections read the input without a norm
         casts = modules.stream > modules.compute or modules.recasts
     kept_bytes = stream if casts else 0
     # "selective" saves the outputs of matmuls, so that of the last one, too: the down projection, unless the
     # layer ends with routed experts or a norm.
     experts = arch.mixture_of_experts
     ends_dense = not moe or experts is None or experts.shared_expert_intermediate_size > 0
-    only_before = arch.norms_per_layer <= 2 and not family_of(arch).is_post_norm
+    only_before = arch.norms_per_layer <= 2 and not find_family(arch).is_post_norm
     if recompute == "selective" and ends_dense and only_before:
         kept_bytes += arch.hidden_size * modules.compute
     if modules.int8_base:
@@ -234,7 +234,7 @@ def list_saved_tensors(architecture: Architecture, moe: bool, modules: Modules) 
         tensors = list_liger_tensors(architecture, modules)
     elif modules.kernels == "compiled":
         tensors = list_compiled_tensors(architecture, modules)
-    elif family_of(architecture).projections == "conv1d":
+    elif find_family(architecture).projections == "conv1d":
         tensors = list_gpt2_tensors(architecture, modules)
     elif architecture.norm == "layernorm":
         tensors = list_layernorm_tensors(architecture, modules)
@@ -273,7 +273,7 @@ def _compute_norms(arch: Architecture, modules: Modules) -> int:
     saved = count * (hidden * FP32 + FP32)
     if not modules.trained:
         return saved
-    if family_of(arch).scales_before_cast:
+    if find_family(arch).scales_before_cast:
         # Gemma multiplies by the weight in fp32, and casts the product.
         return saved + count * hidden * FP32
     # Norms after a projection (GLM-4) cast back to its output's dtype.
@@ -292,8 +292,8 @@ def count_mlp_copies(arch: Architecture, modules: Modules) -> int:
 def count_inner_gradients(arch: Architecture, modules: Modules) -> int:
     """Return how many intermediate-size gradients are alive at once, less the freed saved product."""
     if not arch.gated_mlp:
-        product = modules.inner_copies(names_of(arch).down)
-        activation = family_of(arch).activation
+        product = modules.inner_copies(list_parameter_names(arch).down)
+        activation = find_family(arch).activation
         if activation == "gelu_new":
             # CUDA's autocast computes its cube in fp32, and so the gradients of both factors.
             return (6 if modules.autocast and modules.on_gpu else 3) - product
@@ -423,6 +423,6 @@ def _compute_dropped_inputs(arch: Architecture, modules: Modules, adapted: list[
         return masks + copies
     for readers in list_stream_readers(arch):
         copies -= modules.stream_copies(*readers) * arch.hidden_size * c
-    product = (names_of(arch).down, arch.intermediate_size)
+    product = (list_parameter_names(arch).down, arch.intermediate_size)
     copies -= adapted.count(product) * arch.intermediate_size * c
     return masks + copies

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardscope.core.number_format import format_count
 from shardscope.core.ops import ceil_div, map_distinct, maximum, minimum, where
 from shardscope.core.precision import FP32
-from shardscope.families.registry import family_of
+from shardscope.families.registry import find_family
 from shardscope.memory.activations.modules.layernorm import casts_norms
 from shardscope.memory.activations.modules.liger import compute_liger_final_norm
 from shardscope.memory.report import Term
@@ -46,7 +46,7 @@ def compute_final_norm_saved(architecture: Architecture, modules: Modules) -> in
     if architecture.norm == "layernorm":
         number = modules.compute if casts_norms(architecture, modules) else modules.normed
         return hidden * number + 2 * FP32
-    normed = FP32 if family_of(architecture).scales_before_cast else modules.stream
+    normed = FP32 if find_family(architecture).scales_before_cast else modules.stream
     # RMSNorm: its fp32 input, 1/rms and, for the weight's gradient, the normalized input.
     return hidden * FP32 + FP32 + hidden * normed * modules.trained
 
@@ -69,7 +69,7 @@ def compute_norm_after_head(arch: Architecture, modules: Modules, head_input: in
         return compute_final_norm(arch, modules)
     if arch.norm == "layernorm":
         return arch.hidden_size * 2 * modules.stream - head_input
-    normed = FP32 if family_of(arch).scales_before_cast else modules.stream
+    normed = FP32 if find_family(arch).scales_before_cast else modules.stream
     return arch.hidden_size * (5 * FP32 - normed) - head_input
 
 
@@ -101,7 +101,7 @@ def compute_logits_terms(
     if vocab is None:
         vocab = ceil_div(plan.architecture.vocab_size, plan.degrees.tp)
     rows, loss, hidden = vocab, resolve_loss(plan), plan.architecture.hidden_size
-    capped = family_of(plan.architecture).has_softcapping
+    capped = find_family(plan.architecture).has_softcapping
     if loss == "full":
         token = compute_logits_per_token(
             rows, modules.kernels, modules.compute, capped, parallel=plan.layout.splits_sequence

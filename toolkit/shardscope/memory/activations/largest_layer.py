@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.ops import ceil_div, is_array, maximum, minimum, where
 from shardscope.core.precision import FP32
-from shardscope.families.parameter_names import names_of
-from shardscope.families.registry import family_of
+from shardscope.families.parameter_names import list_parameter_names
+from shardscope.families.registry import find_family
 from shardscope.memory.activations.float8 import compute_layer_working
 from shardscope.memory.activations.forward import count_inner_gradients, count_mlp_copies
 from shardscope.memory.activations.modules.attention import (
@@ -175,7 +175,11 @@ def compute_layer_backward(arch: Architecture, moe: bool, modules: Modules) -> L
 
 def compute_dropped_mask(arch: Architecture, modules: Modules) -> int:
     """Return bytes per element of the down projection's adapter dropout mask, which is freed by then."""
-    return int(modules.adapter_dropout and modules.on_gpu and names_of(arch).down in (modules.targets or ()))
+    return int(
+        modules.adapter_dropout
+        and modules.on_gpu
+        and list_parameter_names(arch).down in (modules.targets or ())
+    )
 
 
 def _compute_attention_excess(arch: Architecture, modules: Modules) -> int:
@@ -198,7 +202,7 @@ def _compute_score_gradients(arch: Architecture, modules: Modules) -> int:
     if not compute_saved_scores(arch, modules):
         return 0
     num_scores = arch.num_attention_heads * modules.seq_len
-    if family_of(arch).has_attention_sinks:
+    if find_family(arch).has_attention_sinks:
         # The softmax's gradient, and its copy with the sink's column, to which the maximum's gradient is
         # added.
         return 2 * num_scores * modules.stream
@@ -208,8 +212,8 @@ def _compute_score_gradients(arch: Architecture, modules: Modules) -> int:
 def _compute_freed_after_attention(arch: Architecture, modules: Modules) -> int:
     """Return bytes freed before attention's backward: dense feed-forward, its norms and output projection."""
     c, hidden = modules.compute, arch.hidden_size
-    normed = FP32 if family_of(arch).scales_before_cast else modules.stream
+    normed = FP32 if find_family(arch).scales_before_cast else modules.stream
     norms = (arch.norms_per_layer - 1) * (hidden * FP32 + FP32 + hidden * normed * modules.trained)
     copies = modules.stream_copies(*list_stream_readers(arch)[1]) * hidden * c
-    output = modules.inner_copies(names_of(arch).output) * get_attention_widths(arch).output * c
+    output = modules.inner_copies(list_parameter_names(arch).output) * get_attention_widths(arch).output * c
     return count_mlp_copies(arch, modules) * arch.intermediate_size * c + norms + copies + output

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.number_format import format_count, format_gib, format_kib
 from shardscope.core.ops import ceil_div, group_equal, is_array, map_distinct, maximum, minimum, where
-from shardscope.families.parameter_names import attention_inputs
-from shardscope.families.registry import family_of
+from shardscope.families.parameter_names import list_attention_inputs
+from shardscope.families.registry import find_family
 from shardscope.memory.activations.float8 import compute_layer_working
 from shardscope.memory.activations.forward import (
     LayerActivations,
@@ -218,7 +218,7 @@ class TransformersActivations:
         arch, modules, recipe = self.plan.architecture, self.modules, self.plan.recipe
         if recipe.recompute != "none" or not recipe.has_adapters:
             masks = compute_kept_masks(arch, modules, recipe.recompute, recipe.recompute_interval)
-            if not is_eager(arch, modules) and not family_of(arch).always_passes_mask:
+            if not is_eager(arch, modules) and not find_family(arch).always_passes_mask:
                 # Boolean window masks are the same for all sequences, and exist once.
                 masks = ceil_div(masks, recipe.micro_batch_size)
             return self.stage.is_first * TOKEN_ID_BYTES + masks
@@ -285,7 +285,7 @@ class TransformersActivations:
 
 def _count_first_adapters(arch: Architecture, modules: Modules) -> int:
     """Return the number of weights in the adapters' first matrices that read the model's embeddings."""
-    adapted = set(attention_inputs(arch)).intersection(modules.targets or ())
+    adapted = set(list_attention_inputs(arch)).intersection(modules.targets or ())
     return modules.adapter_rank * sum(inner for name, (_, inner) in arch.layer_linears(0) if name in adapted)
 
 

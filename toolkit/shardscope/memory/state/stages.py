@@ -14,9 +14,9 @@ from shardscope.core.ops import (
     map_distinct,
     maximum,
 )
-from shardscope.families.parameter_names import names_of
+from shardscope.families.parameter_names import list_parameter_names
 from shardscope.families.parameter_shapes import find_first_layer
-from shardscope.families.registry import family_of
+from shardscope.families.registry import find_family
 from shardscope.memory.state.lora import count_layer_adapters
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ def list_outer_tensors(
         has_head = is_last * (1 - is_first) if arch.tie_word_embeddings else is_last
         if any_true(has_head):
             tensors.append(("lm_head", has_head * rows, hidden))
-        if family_of(arch).has_head_bias:
+        if find_family(arch).has_head_bias:
             tensors.append(("lm_head", is_last * rows, 1))
     return tensors
 
@@ -358,7 +358,7 @@ class LayerWeights(NamedTuple):
 @lru_cache(maxsize=4096)
 def count_layer_weights(arch: Architecture, moe: bool, tp: int) -> LayerWeights:
     """Return the :class:`LayerWeights` of one layer on one of ``tp`` ranks."""
-    names = names_of(arch)
+    names = list_parameter_names(arch)
     shapes = list_rank_shapes(arch, moe, tp, 1)
 
     def count_groups(*groups: str) -> int:

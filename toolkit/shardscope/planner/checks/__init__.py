@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from shardscope.core.finding import SEVERITIES, Finding, Severity
-from shardscope.core.html_table import html_table
+from shardscope.core.html_table import render_html_table
 from shardscope.planner.checks import (
     checkpoints,
     learning_rate,
@@ -58,7 +58,7 @@ class Findings(list[Finding]):
         if not self:
             return "<p>No findings.</p>"
         rows = [(one.severity, one.name.replace("-", " "), one.why, one.change) for one in self]
-        return html_table(("severity", "finding", "why", "suggested fix"), rows)
+        return render_html_table(("severity", "finding", "why", "suggested fix"), rows)
 
 
 def run_checks(case: Case) -> Findings:

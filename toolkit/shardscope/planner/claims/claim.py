@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from shardscope.core.html_table import NO_VALUE, html_table
+from shardscope.core.html_table import NO_VALUE, render_html_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,7 +51,7 @@ class Numbers(tuple[Number, ...]):
 
     def _repr_html_(self) -> str:
         rows = [(one.name, _format_value(one.computed), _format_claimed(one), one.unit) for one in self]
-        return html_table(("number", "computed", "claimed", "unit"), rows)
+        return render_html_table(("number", "computed", "claimed", "unit"), rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.html_table import html_table
+from shardscope.core.html_table import render_html_table
 from shardscope.core.number_format import format_gib
 from shardscope.planner.memory_needs import MemoryNeed, find_shortages, fits, list_memory_needs
 from shardscope.planner.repairs.single_changes import Change, Ladder, list_ladders
@@ -45,7 +45,7 @@ class Repairs(list[Repair]):
         if not self:
             return "<p>No single change: the plan fits, or only several together would make it fit.</p>"
         rows = [(one.change, round(one.bytes_won / 2**30, 1), one.seconds_lost) for one in self]
-        return html_table(("change", "GiB saved", "seconds more per step"), rows)
+        return render_html_table(("change", "GiB saved", "seconds more per step"), rows)
 
 
 class _ChangeResult(NamedTuple):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardscope.core.html_table import html_table
+from shardscope.core.html_table import render_html_table
 from shardscope.core.number_format import format_gib
 from shardscope.frameworks.grid import DEGREES, MICRO_BATCH_SIZE
 from shardscope.frameworks.registry import why_not_trained
@@ -407,7 +407,7 @@ class Ranking:
             "seconds per step", "peak GiB", "fits",
         )  # fmt: skip
         caption = f"{self.num_feasible:,} of {self.num_evaluated:,} plans fit {self.cluster}"
-        return html_table(head, rows, f"{caption}; the best {len(rows)}")
+        return render_html_table(head, rows, f"{caption}; the best {len(rows)}")
 
     def __repr__(self) -> str:
         unsaid = f" {self.unsaid}" if self.unsaid else ""

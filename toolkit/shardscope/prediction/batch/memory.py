@@ -75,6 +75,7 @@ def _compute_group_peaks(plans: list[Plan]) -> NDArray[np.int64]:
     """Return the peaks of plans of one kind; a row is one kind of stage of one plan."""
     from shardscope.frameworks.registry import frameworks
 
+    # One row for each kind of stage of each plan, under one key that differs by row.
     model = frameworks[plans[0].layout.framework].memory_model()
     shapes = [model.find_shapes(plan).kinds for plan in plans]
     owners = np.repeat(np.arange(len(plans)), [len(kinds) for kinds in shapes])
@@ -99,6 +100,7 @@ def _compute_group_peaks(plans: list[Plan]) -> NDArray[np.int64]:
         layout=merge_objects([plan.layout for plan in plans], (*_VARYING, *_DERIVED)),
         degrees=merge_objects([plan.degrees for plan in plans], _DEGREES),
     )
+    # The formulas of one plan, over the columns.
     columns = zip(*(shape for kinds in shapes for shape in kinds), strict=True)
     shape = StageShape._make(build_column(list(values)) for values in columns)
     peaks = compute_stage_bytes(plan, find_modules(plan), model.count_weights(plan, shape)).peak

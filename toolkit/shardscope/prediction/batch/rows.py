@@ -45,6 +45,7 @@ class Rows:
         """Key set -> all keys whose values it determines (functional dependency)."""
         self._deciding: list[tuple[int, int]] = []
         """Pairs of a derived key and the keys that it was derived from."""
+        # Bits in ascending order: keys of groups first, since :meth:`_combine` tests for them by a mask.
         for bit, (codes, base) in enumerate(zip((*keys_of_groups, *keys), bases, strict=True)):
             self._add_grouping(1 << bit, Grouping(find_distinct(codes, int(codes.max()) + 1), base))
         self.columns: dict[CacheKey, Column] = {}
@@ -93,6 +94,7 @@ class Rows:
         ``codes`` has one integer for each distinct row of ``keys``. The second value has, for each distinct
         row of the new key, the index of one distinct row of ``keys``. Equal groupings get the same key.
         """
+        # Each row is its own value: looking for equal ones would cost time and merge nothing.
         if self._all_differ:
             return keys, np.arange(self.num_rows)
         key = keys, codes.tobytes()
@@ -109,6 +111,7 @@ class Rows:
             if result == fresh:
                 self._add_grouping(result, grouping)
             self._regrouped[key] = result
+            # The new key follows from ``keys``: joined with them it adds no rows.
             self._deciding.append((result, keys))
             for known_keys, decided in self._decided.items():
                 if decided & keys == keys:
@@ -156,6 +159,7 @@ class Rows:
     def _group_by(self, keys: int) -> Grouping:
         result = self._indices.get(keys)
         if result is None:
+            # Not grouped by these keys yet: split off the lowest bit, and group the rest first.
             low = keys & -keys
             result = self._combine(keys ^ low, low)
         return result
@@ -164,10 +168,12 @@ class Rows:
         """Group the rows by both key sets, starting from the coarsest known grouping that is fine enough."""
         joint = left | right
         first, second = self._group_by(left), self._group_by(right & ~left)
+        # Keys that both sides have may be split off on either side: choose the fewer combinations.
         if left & right:
             smaller = self._group_by(left & ~right), self._group_by(right)
             if smaller[0].number * smaller[1].number < first.number * second.number:
                 first, second = smaller
+        # The coarsest known grouping that determines both sides: then codes are combined for its groups only.
         base = self._groups if joint & self._of_groups == joint else None
         for keys, index in self._indices.items():
             if self._decided[keys] & joint == joint and (base is None or index.number < base.number):

@@ -67,6 +67,7 @@ class Table:
             "num_micro_batches": self.num_micro_batches,
             "left": columns[DATA_PARALLEL] // columns.get("replicate", 1),
         }
+        # A short table gets a single key: every column has all rows, and no distinct rows are looked for.
         if len(self.owners) <= FEW_ROWS:
             self.rows = Rows.one_by_one(len(self.owners))
             self._bits = dict.fromkeys((*numbers, "position"), 1)
@@ -74,6 +75,8 @@ class Table:
                 name: self.rows.build_column(1, column[self.owners]) for name, column in numbers.items()
             }
             return
+        # Otherwise each column of plans is a key, and rows of one plan are a group: all but the stage's
+        # position is a property of the plan.
         codes = [encode_values(column)[0] for column in numbers.values()]
         plans = Distinct(self.num_plans, self.owners, self._firsts)
         self.rows = Rows([self.positions], plans, codes)
@@ -85,6 +88,7 @@ class Table:
 
     def _find_stages(self, layout: Layout, model: MemoryModel, *, every_stage: bool) -> None:
         """Create a row for each kind of pipeline stage of each plan, or for every stage."""
+        # Stages depend on pp and vpp alone: shapes are found once for each distinct pair.
         columns = self.columns
         pp = columns.get("pp", np.ones(self.num_plans, np.int64))
         vpp = columns.get("vpp", np.ones(self.num_plans, np.int64))
@@ -96,6 +100,7 @@ class Table:
         ]
         if every_stage:
             self.pipelines = [list_every_stage(shapes) for shapes in self.pipelines]
+        # Layout of the rows, from the number of kinds of stages of each plan.
         counts = np.array([len(shapes.kinds) for shapes in self.pipelines])
         offsets = np.cumsum(counts) - counts
         num_kinds = counts[self.pipeline_of]
@@ -110,6 +115,7 @@ class Table:
         self._firsts = np.argsort(order)
         """Row of the first stage of each plan."""
         self.positions = np.repeat(np.arange(len(sizes)), sizes)
+        # Shape of each row: ``kinds`` has those of all pipelines, of which each starts at its offset.
         kinds = np.array([kind for shapes in self.pipelines for kind in shapes.kinds], np.int64)
         kinds_of_rows = offsets[self.pipeline_of][self.owners] + self.positions
         self._shapes = kinds[kinds_of_rows]
@@ -197,6 +203,7 @@ def split_columns(arch: Architecture, columns: Columns) -> Iterator[Columns]:
     Plans with and without pipeline stages are separate, and so are plans whose expanded key head is a view.
     """
     number = len(columns[MICRO_BATCH_SIZE])
+    # Formulas branch on both with a plain ``if``, so all plans of one group must agree.
     stages = columns.get("pp", np.ones(number, np.int64)) > 1
     views = np.broadcast_to(broadcasts_views(arch, cast("int", columns[MICRO_BATCH_SIZE])), number)
     for has_stages in (False, True):

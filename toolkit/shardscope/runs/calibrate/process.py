@@ -24,11 +24,11 @@ from shardscope.runs.calibrate.rank import Settings
 from shardscope.runs.launch.environment import build_launcher_environment
 from shardscope.timing.calibration.curves import Calibration
 from shardscope.timing.calibration.store import (
+    build_record_path,
     check_writable,
-    data_folder,
-    file_for,
-    locked,
-    machine_name,
+    find_data_folder,
+    get_machine_name,
+    lock_file,
     store_calibration,
 )
 
@@ -74,11 +74,11 @@ def calibrate(
     """
     # Check arguments, extra and folder first: a mistake must not cost a minute of measuring.
     check_number("calibrate.seconds", seconds, low=5.0, high=3_600.0)
-    data = data_folder(folder)
+    data = find_data_folder(folder)
     _check_extra()
     cluster = _check_cluster(cluster)
     check_writable(data)
-    with _lock_calibration(file_for(cluster.gpu.name, data)):
+    with _lock_calibration(build_record_path(cluster.gpu.name, data)):
         # The load before the ranks start is that of other programs.
         began, load = time.monotonic(), _measure_load()
         measured_at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -86,7 +86,7 @@ def calibrate(
         calibration = Calibration.from_dict(
             {
                 **measured,
-                "machine": machine_name(),
+                "machine": get_machine_name(),
                 "processor": _read_processor_name(),
                 "num_cores": count_cores(),
                 "gpu": cluster.gpu.name,
@@ -144,7 +144,7 @@ def _lock_calibration(path: Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(locked(path.with_name(f"measuring-{path.name}"), wait=False))
+            stack.enter_context(lock_file(path.with_name(f"measuring-{path.name}"), wait=False))
         except BlockingIOError:
             raise RuntimeError(
                 f"a calibration of {path.stem.replace('--', ', ')} is already running; "

@@ -12,7 +12,7 @@ from shardscope.core.errors import check_integer
 from shardscope.records.files import parse_lines, read_tail
 from shardscope.records.folder import RunFolder
 from shardscope.records.folder_checks import MAX_WORLD_SIZE
-from shardscope.timing.calibration.finished_runs import MeasuredStep, median_step
+from shardscope.timing.calibration.finished_runs import MeasuredStep, compute_median_step
 from shardscope.timing.calibration.store import store_step
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def store_measured_step(folder: RunFolder, description: Mapping[str, object]) ->
     Raises ``OSError`` if it cannot be written and ``ValueError`` for damaged records.
     """
     world_size = check_integer("world_size", description.get("world_size"), low=1, high=MAX_WORLD_SIZE)
-    measured = median_step(read_latest_records(folder, world_size))
+    measured = compute_median_step(read_latest_records(folder, world_size))
     if measured is None:
         return False
     num_steps, seconds = measured

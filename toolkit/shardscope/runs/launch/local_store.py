@@ -89,7 +89,7 @@ def _read_group_variables() -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")}
 
 
-class LocalRendezvous(StaticTCPRendezvous):  # type: ignore[misc]
+class LocalRendezvous(StaticTCPRendezvous):
     """torch's static rendezvous for a single agent, without network communication.
 
     Address and port are only values for frameworks that read ``MASTER_ADDR`` and ``MASTER_PORT``.
@@ -101,7 +101,7 @@ class LocalRendezvous(StaticTCPRendezvous):  # type: ignore[misc]
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if not self._store:  # type: ignore[has-type]
+        if not self._store:
             self._store = HashStore()
         return super().next_rendezvous()
 

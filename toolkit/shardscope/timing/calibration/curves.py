@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 from shardscope.core.cluster import PRECISIONS
 from shardscope.core.errors import Value, check_choice, check_integer, check_number, refuse
-from shardscope.core.html_table import html_table
+from shardscope.core.html_table import render_html_table
 from shardscope.core.serialization import Serializable
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ MAX_POINTS = 1_000
 MAX_RANKS = 1_024
 
 
-def _seconds(owner: str, value: object) -> None:
+def _check_seconds(owner: str, value: object) -> None:
     check_number(f"{owner}.seconds", value, low=1e-9, high=MAX_SECONDS)
 
 
@@ -52,7 +52,7 @@ class MatrixProduct(Serializable):
         check_choice("MatrixProduct.precision", self.precision, PRECISIONS)
         for name in ("rows", "inner", "columns"):
             check_integer(f"MatrixProduct.{name}", getattr(self, name), low=1, high=2**20)
-        _seconds("MatrixProduct", self.seconds)
+        _check_seconds("MatrixProduct", self.seconds)
 
     @property
     def flops_per_second(self) -> float:
@@ -101,7 +101,7 @@ class MemoryPass(Serializable):
 
     def __post_init__(self) -> None:
         check_integer("MemoryPass.num_bytes", self.num_bytes, low=1, high=MAX_BYTES)
-        _seconds("MemoryPass", self.seconds)
+        _check_seconds("MemoryPass", self.seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ class HostCopy(Serializable):
     def __post_init__(self) -> None:
         check_choice("HostCopy.direction", self.direction, DIRECTIONS)
         check_integer("HostCopy.num_bytes", self.num_bytes, low=1, high=MAX_BYTES)
-        _seconds("HostCopy", self.seconds)
+        _check_seconds("HostCopy", self.seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +131,10 @@ class CollectiveCall(Serializable):
     def __post_init__(self) -> None:
         check_choice("CollectiveCall.collective", self.collective, COLLECTIVES)
         check_integer("CollectiveCall.num_bytes", self.num_bytes, low=1, high=MAX_BYTES)
-        _seconds("CollectiveCall", self.seconds)
+        _check_seconds("CollectiveCall", self.seconds)
 
 
-_curves: dict[str, type[Any]] = {
+_curves: dict[str, type[Serializable]] = {
     "matrix_products": MatrixProduct,
     "attention": AttentionPass,
     "memory_passes": MemoryPass,
@@ -188,19 +188,19 @@ class Calibration(Serializable):
 
     def __post_init__(self) -> None:
         for name in ("machine", "processor", "gpu", "backend", "torch_version"):
-            _text(f"Calibration.{name}", getattr(self, name))
+            _check_text(f"Calibration.{name}", getattr(self, name))
         check_integer("Calibration.num_cores", self.num_cores, low=1, high=2**20)
         check_integer("Calibration.num_ranks", self.num_ranks, low=1, high=MAX_RANKS)
         check_integer("Calibration.threads_per_rank", self.threads_per_rank, low=1, high=2**20)
-        _moment("Calibration.measured_at", self.measured_at)
+        _check_time("Calibration.measured_at", self.measured_at)
         check_number("Calibration.measuring_seconds", self.measuring_seconds, low=0.0, high=1e6)
         check_number("Calibration.load", self.load, low=0.0, high=1e6)
         check_number("Calibration.kernel_seconds", self.kernel_seconds, low=1e-9, high=1.0)
         check_number("Calibration.host_updates_per_second", self.host_updates_per_second, low=1.0, high=1e15)
-        for name, point in _curves.items():
+        for name, kind in _curves.items():
             points = getattr(self, name)
-            if not isinstance(points, tuple) or not all(isinstance(each, point) for each in points):
-                refuse(f"Calibration.{name}", points, f"a tuple of {point.__name__}", "ss.calibrate()")
+            if not isinstance(points, tuple) or not all(isinstance(point, kind) for point in points):
+                refuse(f"Calibration.{name}", points, f"a tuple of {kind.__name__}", "ss.calibrate()")
             if len(points) > MAX_POINTS:
                 refuse(f"Calibration.{name}", len(points), f"at most {MAX_POINTS} points", "ss.calibrate()")
         for name in ("matrix_products", "memory_passes"):
@@ -208,15 +208,17 @@ class Calibration(Serializable):
                 refuse(f"Calibration.{name}", (), "at least one measured point", "ss.calibrate()")
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+    def from_dict(cls, data: Mapping[str, object]) -> Self:
         """Return the calibration from its ``to_dict``. Raise ``ValueError`` for unknown or bad values."""
-        given = dict(data)
-        for name, point in _curves.items():
-            points = given.get(name, [])
-            if not isinstance(points, list | tuple) or not all(isinstance(each, Mapping) for each in points):
-                refuse(f"Calibration.{name}", points, f"a list of {point.__name__}", "ss.calibrate()")
-            given[name] = tuple(point.from_dict(each) for each in points)
-        return super().from_dict(given)
+        curves: dict[str, tuple[Serializable, ...]] = {}
+        for name, kind in _curves.items():
+            points = data.get(name, [])
+            if not isinstance(points, list | tuple) or not all(
+                isinstance(point, Mapping) for point in points
+            ):
+                refuse(f"Calibration.{name}", points, f"a list of {kind.__name__}", "ss.calibrate()")
+            curves[name] = tuple(kind.from_dict(point) for point in points)
+        return super().from_dict({**data, **curves})
 
     @property
     def source(self) -> str:
@@ -228,9 +230,9 @@ class Calibration(Serializable):
 
     def rates(self, cluster: Cluster) -> Rates:
         """Return the measured speeds of ``cluster``, and the catalogue's for what was not measured."""
-        from shardscope.timing.calibration.fit import fitted
+        from shardscope.timing.calibration.fit import fit_rates
 
-        return fitted(self, cluster)
+        return fit_rates(self, cluster)
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per measured point: curve, size, seconds."""
@@ -244,7 +246,7 @@ class Calibration(Serializable):
 
     def _repr_html_(self) -> str:
         rows = [(curve.replace("_", " "), len(getattr(self, curve))) for curve in _curves]
-        return html_table(("measured", "points"), rows, str(self))
+        return render_html_table(("measured", "points"), rows, str(self))
 
     def __str__(self) -> str:
         return f"{self.source}, in {self.measuring_seconds:.0f} s"
@@ -266,12 +268,12 @@ def select_rates(cluster: Cluster) -> Rates:
     return load_stored_rates(cluster) or look_up_rates(cluster)
 
 
-def _text(field: str, value: object) -> None:
+def _check_text(field: str, value: object) -> None:
     if not isinstance(value, str) or not 1 <= len(value) <= 200 or not value.isprintable():
         refuse(field, value, "1 to 200 printable characters", "ss.calibrate()")
 
 
-def _moment(field: str, value: object) -> None:
+def _check_time(field: str, value: object) -> None:
     try:
         aware = isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None
     except ValueError:

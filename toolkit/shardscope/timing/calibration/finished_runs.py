@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.errors import Value, check_integer, check_number, refuse
 from shardscope.core.serialization import Serializable
@@ -32,7 +32,7 @@ class MeasuredStep(Serializable):
     """Name of the run."""
     finished_at: str
     """End time: ISO 8601, with the offset from UTC."""
-    plan: Mapping[str, Any]
+    plan: Mapping[str, object]
     """The plan as ``Plan.to_dict``."""
     num_steps: int
     """Number of steps in the median."""
@@ -62,6 +62,12 @@ class MeasuredStep(Serializable):
         check_number("MeasuredStep.load", self.load, low=0.0, high=1e6)
         if self.predicted_from is not None and not isinstance(self.predicted_from, str):
             refuse("MeasuredStep.predicted_from", self.predicted_from, "text or None", Value(None))
+
+    @property
+    def framework(self) -> object:
+        """Framework of the plan's layout."""
+        layout = self.plan["layout"]
+        return layout.get("framework") if isinstance(layout, Mapping) else None
 
     @property
     def ratio(self) -> float | None:
@@ -94,18 +100,19 @@ class Residual(NamedTuple):
         )
 
 
-def residual(plan: Plan) -> Residual | None:
+def find_residual(plan: Plan) -> Residual | None:
     """Return the residual of this machine's finished runs with comparable predictions; None without any.
 
     Counted are runs of the same architecture and framework on this machine's GPUs of the same type, predicted
     from the same constants as ``plan`` would be now. Raises ``ValueError`` for a damaged stored file.
     """
     from shardscope.timing.calibration.curves import BUSY_LOAD, select_rates
-    from shardscope.timing.calibration.store import data_folder, file_for, stored
+    from shardscope.timing.calibration.store import build_record_path, find_data_folder, read_record
 
-    record = stored(file_for(plan.cluster.gpu.name, data_folder()))
+    record = read_record(build_record_path(plan.cluster.gpu.name, find_data_folder()))
     if record is None or not record.steps:
         return None
+    # A comparable prediction has the same model, framework and constants; sizes and degrees may differ.
     shape = plan.architecture.to_dict()
     framework, source = plan.layout.framework, select_rates(plan.cluster).source
     counted = [
@@ -113,7 +120,7 @@ def residual(plan: Plan) -> Residual | None:
         for one in record.steps
         if one.ratio is not None
         and one.predicted_from == source
-        and one.plan["layout"].get("framework") == framework
+        and one.framework == framework
         and one.plan["architecture"] == shape
     ]
     if not counted:
@@ -123,7 +130,7 @@ def residual(plan: Plan) -> Residual | None:
     return Residual(len(ratios), median(ratios), min(ratios), max(ratios), num_busy)
 
 
-def median_step(metrics: Iterable[Mapping[str, Any]]) -> tuple[int, float] | None:
+def compute_median_step(metrics: Iterable[Mapping[str, object]]) -> tuple[int, float] | None:
     """Return (number of steps, median seconds) of a run's logged metrics; None if there are too few steps.
 
     Steps are synchronous, so the ranks' times differ only by waiting: all of them count.
@@ -133,7 +140,7 @@ def median_step(metrics: Iterable[Mapping[str, Any]]) -> tuple[int, float] | Non
         step, took = line.get("step"), line.get("step_seconds")
         if isinstance(step, int) and isinstance(took, int | float) and 0 < took < 1e7:
             seconds.setdefault(step, []).append(float(took))
-    kept = sorted(seconds)[SKIPPED_STEPS:]
-    if len(kept) < MIN_STEPS:
+    counted_steps = sorted(seconds)[SKIPPED_STEPS:]
+    if len(counted_steps) < MIN_STEPS:
         return None
-    return len(kept), median(each for step in kept for each in seconds[step])
+    return len(counted_steps), median(took for step in counted_steps for took in seconds[step])

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         MemoryPass,
     )
 
-WORTH_SECONDS = 50e-6
+MIN_FITTED_SECONDS = 50e-6
 """Minimum time of a fitted matmul: shorter ones are dominated by launch time."""
 
 
@@ -39,7 +39,7 @@ class Term(NamedTuple):
     seconds: float
 
 
-def fitted(calibration: Calibration, cluster: Cluster) -> Rates:
+def fit_rates(calibration: Calibration, cluster: Cluster) -> Rates:
     """Return the catalogue's rates of ``cluster``, with everything that was measured replaced."""
     known = look_up_rates(cluster)
     matrices = dict(known.matrices)
@@ -47,20 +47,20 @@ def fitted(calibration: Calibration, cluster: Cluster) -> Rates:
     for precision in sorted(precisions):
         products = [one for one in calibration.matrix_products if one.precision == precision]
         peak = cluster.gpu.peak_flops.get(precision)
-        matrices[precision] = fitted_matrices(products, peak)
-    memory = fitted_memory(calibration.memory_passes)
+        matrices[precision] = fit_matrices(products, peak)
+    memory = fit_memory_bandwidth(calibration.memory_passes)
     inside = known.inside
     if calls := [call for call in calibration.collectives if call.collective in STATE]:
-        inside = fitted_link(known, calls, calibration.num_ranks)
+        inside = fit_link(known, calls, calibration.num_ranks)
     return replace(
         known,
         matrices=MappingProxyType(matrices),
-        attention=MappingProxyType({**known.attention, **fitted_attention(calibration.attention)}),
+        attention=MappingProxyType({**known.attention, **fit_attention(calibration.attention)}),
         memory_bytes_per_second=memory,
         kernel_seconds=calibration.kernel_seconds,
         inside=inside,
-        collectives=MappingProxyType(measured_calls(calibration.collectives, calibration.num_ranks)),
-        host=_host(calibration, known.host, memory),
+        collectives=MappingProxyType(build_measured_calls(calibration.collectives, calibration.num_ranks)),
+        host=_fit_host_link(calibration, known.host, memory),
         host_updates_per_second=calibration.host_updates_per_second,
         source=calibration.source,
     )
@@ -70,22 +70,22 @@ STATE = ("all_reduce", "all_gather", "reduce_scatter")
 """Collectives of the training state; a link's rate is fitted to these together."""
 
 
-def fitted_matrices(products: list[MatrixProduct], peak: float | None) -> MatrixRate:
+def fit_matrices(products: list[MatrixProduct], peak: float | None) -> MatrixRate:
     """Return the speed and the half size of matmuls in one precision."""
-    worth = [one for one in products if one.seconds >= WORTH_SECONDS] or products
+    worth = [one for one in products if one.seconds >= MIN_FITTED_SECONDS] or products
     terms = []
     for one in worth:
         multiplied = float(one.rows) * one.inner * one.columns
         moved = one.rows * one.inner + one.inner * one.columns + one.rows * one.columns
         terms.append(Term(2 * multiplied, 2.0 * moved, one.seconds))
-    per_flop, per_moved = two_terms(terms)
+    per_flop, per_moved = fit_two_terms(terms)
     if not per_flop:
         # No measured matmul was large enough to be compute-bound.
         return MatrixRate(max(one.flops_per_second for one in worth), 0.0, peak)
     return MatrixRate(1 / per_flop, per_moved / per_flop, peak)
 
 
-def fitted_link(known: Rates, calls: list[CollectiveCall], ranks: int) -> LinkRate:
+def fit_link(known: Rates, calls: list[CollectiveCall], ranks: int) -> LinkRate:
     """Return the bandwidth and latency for which the collectives' formula best fits ``calls`` on one node.
 
     The formula is evaluated, not inverted, so the fit includes all of its effects. Coordinate search: each
@@ -93,41 +93,43 @@ def fitted_link(known: Rates, calls: list[CollectiveCall], ranks: int) -> LinkRa
     """
     largest = max(calls, key=lambda call: call.num_bytes)
     smallest = min(calls, key=lambda call: call.num_bytes)
+    # Start from what the largest call says about bandwidth and the smallest about latency.
     link = LinkRate(known.inside.name, largest.num_bytes / largest.seconds, smallest.seconds / (2 * ranks))
-    least, factor = _distance(known, link, calls, ranks), 4.0
+    least, factor = _compute_error(known, link, calls, ranks), 4.0
     while factor > FINEST:
         moved = [
             link._replace(**{name: getattr(link, name) * by})
             for name in ("bytes_per_second", "latency_seconds")
             for by in (factor, 1 / factor)
         ]
-        found, best = min((_distance(known, one, calls, ranks), one) for one in moved)
-        if found < least:
-            least, link = found, best
+        error, best = min((_compute_error(known, one, calls, ranks), one) for one in moved)
+        if error < least:
+            least, link = error, best
         else:
             factor = factor**0.5
     return link
 
 
-def measured_calls(calls: Iterable[CollectiveCall], ranks: int) -> dict[str, MeasuredCalls]:
+def build_measured_calls(calls: Iterable[CollectiveCall], ranks: int) -> dict[str, MeasuredCalls]:
     """Return the measured curve by collective; smaller calls never take longer than larger ones."""
     by_name: dict[str, list[CollectiveCall]] = {}
     for call in calls:
         by_name.setdefault(call.collective, []).append(call)
-    found = {}
+    curves = {}
     for name, measured in by_name.items():
         measured.sort(key=lambda call: call.num_bytes)
+        # A larger call bounds a smaller one: outliers above it are noise.
         at_most = [min(later.seconds for later in measured[i:]) for i in range(len(measured))]
         sizes = tuple(log(call.num_bytes) for call in measured)
-        found[name] = MeasuredCalls(ranks, sizes, tuple(map(log, at_most)))
-    return found
+        curves[name] = MeasuredCalls(ranks, sizes, tuple(map(log, at_most)))
+    return curves
 
 
 FINEST = 1.001
 """Last factor of the link search: finer than the precision of any figure."""
 
 
-def _distance(known: Rates, link: LinkRate, calls: list[CollectiveCall], ranks: int) -> float:
+def _compute_error(known: Rates, link: LinkRate, calls: list[CollectiveCall], ranks: int) -> float:
     rates = replace(known, inside=link)
     total = 0.0
     for call in calls:
@@ -136,8 +138,9 @@ def _distance(known: Rates, link: LinkRate, calls: list[CollectiveCall], ranks: 
     return total
 
 
-def two_terms(terms: Iterable[Term]) -> tuple[float, float]:
+def fit_two_terms(terms: Iterable[Term]) -> tuple[float, float]:
     """Return the non-negative ``first`` and ``second`` that minimize the squared relative errors."""
+    # Dividing by the time makes errors relative; then solve the 2 x 2 normal equations.
     scaled = [(x / t, y / t) for x, y, t in terms]
     xx = sum(x * x for x, _ in scaled)
     yy = sum(y * y for _, y in scaled)
@@ -154,7 +157,7 @@ def two_terms(terms: Iterable[Term]) -> tuple[float, float]:
     return min(edges, key=lambda edge: sum((edge[0] * x + edge[1] * y - 1) ** 2 for x, y in scaled))
 
 
-def fitted_memory(passes: Iterable[MemoryPass]) -> float:
+def fit_memory_bandwidth(passes: Iterable[MemoryPass]) -> float:
     """Return the bandwidth of passes larger than caches, or of the largest pass if none is."""
     measured = sorted(passes, key=lambda one: one.num_bytes)
     large = [one for one in measured if one.num_bytes >= PAST_CACHES] or measured[-1:]
@@ -165,7 +168,7 @@ PAST_CACHES = 128 * 2**20
 """More than a GPU's cache, and than a CPU rank's share of its host's."""
 
 
-def fitted_attention(passes: Iterable[AttentionPass]) -> dict[str, AttentionRate]:
+def fit_attention(passes: Iterable[AttentionPass]) -> dict[str, AttentionRate]:
     """Return the forward and backward speeds and the half-speed sequence length, by precision.
 
     Sequence lengths are tried one by one; the best speeds for each are geometric means.
@@ -174,7 +177,7 @@ def fitted_attention(passes: Iterable[AttentionPass]) -> dict[str, AttentionRate
     for one in passes:
         by_precision.setdefault(one.precision, []).append(one)
     return {
-        precision: min(_attention(measured, half_keys) for half_keys in HALF_KEYS)[1]
+        precision: min(_fit_attention_with(measured, half_keys) for half_keys in HALF_KEYS)[1]
         for precision, measured in by_precision.items()
     }
 
@@ -183,18 +186,19 @@ HALF_KEYS = (0.0, *(2.0 ** (power / 2) for power in range(29)))
 """Candidate sequence lengths in tokens, up to 16,384."""
 
 
-def _attention(passes: list[AttentionPass], half_keys: float) -> tuple[float, AttentionRate]:
+def _fit_attention_with(passes: list[AttentionPass], half_keys: float) -> tuple[float, AttentionRate]:
     """Return the squared log errors, and the rates."""
     forward, backward = [], []
     for one in passes:
+        # The same slowdown as in ``LayerWork._compute_attention``.
         slower = 1 + half_keys / one.seq_len
         forward.append(log(one.flops_forward * slower / one.forward_seconds))
         backward.append(log(one.flops_backward * slower / one.backward_seconds))
-    spread = sum((each - fmean(rates)) ** 2 for rates in (forward, backward) for each in rates)
+    spread = sum((rate - fmean(rates)) ** 2 for rates in (forward, backward) for rate in rates)
     return spread, AttentionRate(exp(fmean(forward)), exp(fmean(backward)), half_keys)
 
 
-def _host(calibration: Calibration, known: LinkRate, memory: float) -> LinkRate:
+def _fit_host_link(calibration: Calibration, known: LinkRate, memory: float) -> LinkRate:
     """Return the slower direction of host copies; for CPU ranks, a copy in memory."""
     if calibration.gpu == "cpu":
         return LinkRate(known.name, memory / 2, calibration.kernel_seconds)
@@ -203,7 +207,7 @@ def _host(calibration: Calibration, known: LinkRate, memory: float) -> LinkRate:
         copies = [one for one in calibration.host_copies if one.direction == direction]
         if not copies:
             continue
-        per_byte, latency = two_terms(Term(one.num_bytes, 1.0, one.seconds) for one in copies)
+        per_byte, latency = fit_two_terms(Term(one.num_bytes, 1.0, one.seconds) for one in copies)
         if per_byte and (slowest is known or 1 / per_byte < slowest.bytes_per_second):
             slowest = LinkRate(known.name, 1 / per_byte, latency)
     return slowest

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from shardscope.core.errors import Value, refuse
 from shardscope.core.serialization import Serializable
@@ -54,34 +54,34 @@ class MachineRecord(Serializable):
 
     def __post_init__(self) -> None:
         for name, noun in (("calibrations", Calibration), ("steps", MeasuredStep)):
-            found = getattr(self, name)
-            if not isinstance(found, tuple) or not all(isinstance(one, noun) for one in found):
-                refuse(f"MachineRecord.{name}", found, f"a tuple of {noun.__name__}", "ss.calibrate()")
+            entries = getattr(self, name)
+            if not isinstance(entries, tuple) or not all(isinstance(entry, noun) for entry in entries):
+                refuse(f"MachineRecord.{name}", entries, f"a tuple of {noun.__name__}", "ss.calibrate()")
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+    def from_dict(cls, data: Mapping[str, object]) -> Self:
         """Return the record from its ``to_dict``. Raise ``ValueError`` for unknown or bad values."""
-        given = dict(data)
+        fields = dict(data)
         for name, noun in (("calibrations", Calibration), ("steps", MeasuredStep)):
-            found = given.get(name, [])
-            if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
-                refuse(f"MachineRecord.{name}", found, f"a list of {noun.__name__}", "ss.calibrate()")
-            given[name] = tuple(noun.from_dict(one) for one in found)
-        return super().from_dict(given)
+            entries = data.get(name, [])
+            if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+                refuse(f"MachineRecord.{name}", entries, f"a list of {noun.__name__}", "ss.calibrate()")
+            fields[name] = tuple(noun.from_dict(entry) for entry in entries)
+        return super().from_dict(fields)
 
     def with_calibration(self, calibration: Calibration) -> MachineRecord:
         """Return a copy with ``calibration`` instead of an earlier one with as many ranks."""
-        others = [one for one in self.calibrations if one.num_ranks != calibration.num_ranks]
-        kept = (*others, calibration)[-MAX_CALIBRATIONS:]
-        return MachineRecord(machine=self.machine, gpu=self.gpu, calibrations=kept, steps=self.steps)
+        remaining = [one for one in self.calibrations if one.num_ranks != calibration.num_ranks]
+        newest = (*remaining, calibration)[-MAX_CALIBRATIONS:]
+        return MachineRecord(machine=self.machine, gpu=self.gpu, calibrations=newest, steps=self.steps)
 
     def with_step(self, step: MeasuredStep) -> MachineRecord:
         """Return a copy with one more measured step; the oldest is dropped beyond ``MAX_RUNS``."""
-        kept = (*self.steps, step)[-MAX_RUNS:]
-        return MachineRecord(machine=self.machine, gpu=self.gpu, calibrations=self.calibrations, steps=kept)
+        newest = (*self.steps, step)[-MAX_RUNS:]
+        return MachineRecord(machine=self.machine, gpu=self.gpu, calibrations=self.calibrations, steps=newest)
 
 
-def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
+def find_data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
     """Return ``folder``, or the user's default data folder. Raise ``ValueError`` for an invalid path."""
     if folder is not None:
         text = os.fspath(folder) if isinstance(folder, str | os.PathLike) else None
@@ -96,33 +96,33 @@ def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
     return home / "shardscope"
 
 
-def file_for(gpu: str, folder: Path, machine: str | None = None) -> Path:
+def build_record_path(gpu: str, folder: Path, machine: str | None = None) -> Path:
     """Return the file of ``machine`` (this one by default) and ``gpu``."""
-    return folder / "calibration" / _file_name(machine or machine_name(), gpu)
+    return folder / "calibration" / _build_file_name(machine or get_machine_name(), gpu)
 
 
 @lru_cache(maxsize=1)
-def machine_name() -> str:
+def get_machine_name() -> str:
     """Return this host's name as used in files and reports."""
-    return _plain(socket.gethostname()) or "unnamed"
+    return _make_name_safe(socket.gethostname()) or "unnamed"
 
 
 def load_stored_rates(cluster: Cluster) -> Rates | None:
     """Return the rates of the stored calibration that matches ``cluster``, or None.
 
-    Takes microseconds if no file has changed. Raises as :func:`stored` does.
+    Takes microseconds if no file has changed. Raises as :func:`read_record` does.
     """
-    folder = _calibrations(os.environ.get(FOLDER_VARIABLE), os.environ.get("XDG_DATA_HOME"))
-    every = _stamp(folder)
-    if every is None:
+    folder = _find_calibration_folder(os.environ.get(FOLDER_VARIABLE), os.environ.get("XDG_DATA_HOME"))
+    folder_stamp = _read_stamp(folder)
+    if folder_stamp is None:
         return None
     gpu = cluster.gpu.name
-    own = _stamp(f"{folder}/{_file_name(machine_name(), gpu)}")
+    file_stamp = _read_stamp(f"{folder}/{_build_file_name(get_machine_name(), gpu)}")
     # Calibrations of other hosts in the same folder count only if this one has none.
-    others = None if own or gpu == "cpu" else every
-    if own is None and others is None:
+    others_stamp = None if file_stamp or gpu == "cpu" else folder_stamp
+    if file_stamp is None and others_stamp is None:
         return None
-    return _rates(cluster, folder, own, others, count_cores() if gpu == "cpu" else None)
+    return _compute_rates(cluster, folder, file_stamp, others_stamp, count_cores() if gpu == "cpu" else None)
 
 
 def find_calibration(cluster: Cluster, folder: str | os.PathLike[str] | None = None) -> Calibration | None:
@@ -130,10 +130,10 @@ def find_calibration(cluster: Cluster, folder: str | os.PathLike[str] | None = N
 
     CPU ranks share their host's cores, so theirs must be of this host, with the same numbers of ranks and
     cores. For GPUs, one with as many ranks as GPUs per node is preferred, else the one with the most. Raises
-    as :func:`stored` does.
+    as :func:`read_record` does.
     """
-    place = data_folder(folder)
-    record = stored(file_for(cluster.gpu.name, place))
+    data_folder = find_data_folder(folder)
+    record = read_record(build_record_path(cluster.gpu.name, data_folder))
     if cluster.gpu.name == "cpu":
         fitting = [
             one
@@ -141,18 +141,20 @@ def find_calibration(cluster: Cluster, folder: str | os.PathLike[str] | None = N
             if one.num_ranks == cluster.num_gpus and one.num_cores == count_cores()
         ]
         return fitting[-1] if fitting else None
-    found = record.calibrations if record else _of_other_hosts(cluster.gpu.name, place)
-    same = [one for one in found if one.num_ranks == cluster.gpus_per_node]
-    return same[-1] if same else max(found, key=lambda one: one.num_ranks, default=None)
+    calibrations = (
+        record.calibrations if record else _read_calibrations_of_other_hosts(cluster.gpu.name, data_folder)
+    )
+    same = [one for one in calibrations if one.num_ranks == cluster.gpus_per_node]
+    return same[-1] if same else max(calibrations, key=lambda one: one.num_ranks, default=None)
 
 
-def stored(path: Path) -> MachineRecord | None:
+def read_record(path: Path) -> MachineRecord | None:
     """Return the record in ``path``, cached until the file changes; None if there is no such file.
 
     Raises ``ValueError`` naming the file and the problem.
     """
-    stamp = _stamp(str(path))
-    return None if stamp is None else _read(path, *stamp)
+    stamp = _read_stamp(str(path))
+    return None if stamp is None else _parse_record(path, *stamp)
 
 
 def store_calibration(calibration: Calibration, folder: str | os.PathLike[str] | None = None) -> Path:
@@ -160,15 +162,15 @@ def store_calibration(calibration: Calibration, folder: str | os.PathLike[str] |
 
     A damaged file is renamed, because a new calibration is its fix. Raises :class:`NotStoredError`.
     """
-    path = file_for(calibration.gpu, data_folder(folder), calibration.machine)
-    with locked(path):
+    path = build_record_path(calibration.gpu, find_data_folder(folder), calibration.machine)
+    with lock_file(path):
         try:
-            record = stored(path)
+            record = read_record(path)
         except ValueError:
             path.replace(path.with_suffix(".damaged"))
             record = None
         record = record or MachineRecord(machine=calibration.machine, gpu=calibration.gpu)
-        _write(path, record.with_calibration(calibration))
+        _write_record(path, record.with_calibration(calibration))
     return path
 
 
@@ -177,17 +179,17 @@ def store_step(step: MeasuredStep, gpu: str, folder: str | os.PathLike[str] | No
 
     Raises :class:`NotStoredError`, and ``ValueError`` for a damaged file.
     """
-    path = file_for(gpu, data_folder(folder))
-    with locked(path):
-        record = stored(path) or MachineRecord(machine=machine_name(), gpu=gpu)
-        _write(path, record.with_step(step))
+    path = build_record_path(gpu, find_data_folder(folder))
+    with lock_file(path):
+        record = read_record(path) or MachineRecord(machine=get_machine_name(), gpu=gpu)
+        _write_record(path, record.with_step(step))
     return path
 
 
 def check_writable(folder: str | os.PathLike[str] | None = None) -> None:
     """Raise :class:`NotStoredError` early, before a minute of measurements that could not be stored."""
-    place = data_folder(folder) / "calibration"
-    with _in_words(place):
+    place = find_data_folder(folder) / "calibration"
+    with _raise_not_stored(place):
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         probe = place / f".probe.{os.getpid()}"
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
@@ -195,7 +197,7 @@ def check_writable(folder: str | os.PathLike[str] | None = None) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+def lock_file(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold the lock file of ``path``; it is released if the process ends.
 
     Raises ``BlockingIOError`` without ``wait`` if it is held elsewhere.
@@ -203,7 +205,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     import fcntl
 
     lock = path.with_name(f".{path.name}.lock")
-    with _in_words(path.parent):
+    with _raise_not_stored(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -214,7 +216,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
 
 
 @lru_cache(maxsize=64)
-def _read(path: Path, _modified: int, size: int, _inode: int) -> MachineRecord:
+def _parse_record(path: Path, _modified: int, size: int, _inode: int) -> MachineRecord:
     wrong = "delete it, or measure anew with ss.calibrate()"
     if size > MAX_FILE_BYTES:
         raise ValueError(f"{path} is {size:,} bytes, which no stored calibration is; {wrong}.")
@@ -225,31 +227,32 @@ def _read(path: Path, _modified: int, size: int, _inode: int) -> MachineRecord:
 
 
 @lru_cache(maxsize=64)
-def _rates(cluster: Cluster, folder: str, *_read_anew_when_these_change: Any) -> Rates | None:
+def _compute_rates(cluster: Cluster, folder: str, *_stamps: object) -> Rates | None:
+    # The stamps are part of the cache key: a changed file is read anew.
     calibration = find_calibration(cluster, Path(folder).parent)
     return None if calibration is None else calibration.rates(cluster)
 
 
 @lru_cache(maxsize=8)
-def _calibrations(_named: str | None, _base: str | None) -> str:
-    return str(data_folder() / "calibration")
+def _find_calibration_folder(_named: str | None, _base: str | None) -> str:
+    return str(find_data_folder() / "calibration")
 
 
 @lru_cache(maxsize=64)
-def _file_name(machine: str, gpu: str) -> str:
-    return f"{_plain(machine)}--{_plain(gpu)}.json"
+def _build_file_name(machine: str, gpu: str) -> str:
+    return f"{_make_name_safe(machine)}--{_make_name_safe(gpu)}.json"
 
 
-def _stamp(path: str) -> tuple[int, int, int] | None:
+def _read_stamp(path: str) -> tuple[int, int, int] | None:
     """Return modification time, size and inode of a file or folder, to detect changes."""
     try:
-        status = os.stat(path)  # noqa: PTH116 - a Path takes longer to make than to ask
+        status = os.stat(path)  # noqa: PTH116 - creating a Path takes longer than the call
     except OSError:
         return None
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _of_other_hosts(gpu: str, folder: Path) -> tuple[Calibration, ...]:
+def _read_calibrations_of_other_hosts(gpu: str, folder: Path) -> tuple[Calibration, ...]:
     """Return the most recently measured host's calibrations in a folder shared by several hosts."""
     place = folder / "calibration"
     try:
@@ -257,20 +260,22 @@ def _of_other_hosts(gpu: str, folder: Path) -> tuple[Calibration, ...]:
     except OSError:
         return ()
     records = [
-        stored(path) for path in _listed(place, modified) if path.name.endswith(f"--{_plain(gpu)}.json")
+        read_record(path)
+        for path in _list_records(place, modified)
+        if path.name.endswith(f"--{_make_name_safe(gpu)}.json")
     ]
     measured = [record.calibrations for record in records if record is not None and record.calibrations]
-    return max(measured, key=lambda found: found[-1].measured_at, default=())
+    return max(measured, key=lambda calibrations: calibrations[-1].measured_at, default=())
 
 
 @lru_cache(maxsize=8)
-def _listed(folder: Path, _modified: int) -> tuple[Path, ...]:
+def _list_records(folder: Path, _modified: int) -> tuple[Path, ...]:
     return tuple(sorted(folder.glob("*.json")))
 
 
-def _write(path: Path, record: MachineRecord) -> None:
+def _write_record(path: Path, record: MachineRecord) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with _in_words(path.parent):
+    with _raise_not_stored(path.parent):
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(record.to_json())
@@ -278,7 +283,7 @@ def _write(path: Path, record: MachineRecord) -> None:
 
 
 @contextlib.contextmanager
-def _in_words(folder: Path) -> Iterator[None]:
+def _raise_not_stored(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -289,6 +294,6 @@ def _in_words(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _plain(name: str) -> str:
+def _make_name_safe(name: str) -> str:
     """Return ``name`` with only characters that are safe in a file name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:100]

@@ -40,7 +40,7 @@ BytesByComponent = dict[str, int]
 """Component -> bytes."""
 
 
-class Census(TorchDispatchMode):  # type: ignore[misc]
+class Census(TorchDispatchMode):
     """Count of one step's bytes: ``begin`` starts a phase, ``phases`` has the largest count of each."""
 
     def __init__(

@@ -132,7 +132,7 @@ def read_metadata(path: Path) -> Metadata:
     return loaded
 
 
-class CheckedReader(FileSystemReader):  # type: ignore[misc]
+class CheckedReader(FileSystemReader):
     """Checkpoint reader that checks metadata and items in its constructor."""
 
     def __init__(self, folder: Path, *, trusted: bool) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardscope.families.registry import family_named, family_of
+from shardscope.families.registry import find_family, get_family
 from shardscope.memory.activations.modules.attention import find_window_layers
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _parse_config(config_json: Mapping[str, object]) -> PreTrainedConfig:
     family = str(config_json["model_type"])
     if "layer_types" in config_json:
         # transformers' own exception: a Mistral with windows on only some layers is another class there.
-        family = family_named(family).model_type_with_layer_types or family
+        family = get_family(family).model_type_with_layer_types or family
     config: PreTrainedConfig = CONFIG_MAPPING[family].from_dict(copy.deepcopy(dict(config_json)))
     return config
 
@@ -96,7 +96,7 @@ def _build_checked(
     """Build the model of a config. Raises ``RuntimeError`` if its size differs from ``architecture``'s."""
     from transformers import AutoModelForCausalLM
 
-    implementation = attention or ("sdpa" if family_of(architecture).has_sdpa else "eager")
+    implementation = attention or ("sdpa" if find_family(architecture).has_sdpa else "eager")
     transformers_name = "flash_attention_2" if implementation == "flash" else implementation
     model: torch.nn.Module = AutoModelForCausalLM.from_config(
         config, attn_implementation=transformers_name, dtype=torch.float32
@@ -144,7 +144,7 @@ def config_values(architecture: Architecture) -> dict[str, object]:
 
 def _family_values(architecture: Architecture, family: PreTrainedConfig) -> dict[str, object]:
     """Return the config values that only some families have."""
-    extra_values = family_of(architecture).config_values
+    extra_values = find_family(architecture).config_values
     values: dict[str, object] = dict(extra_values(architecture)) if extra_values else {}
     if architecture.latent_attention is not None:
         # Set it explicitly: None means no compression, but the family's default is a number.

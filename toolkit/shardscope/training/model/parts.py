@@ -18,7 +18,7 @@ GRANITE_MULTIPLIER = "embedding_multiplier"
 """Attribute of Granite's body: a factor of the embedding's output, which only the first stage applies."""
 
 
-class NumberedLayers(torch.nn.ModuleList):  # type: ignore[misc]
+class NumberedLayers(torch.nn.ModuleList):
     """Layers under their numbers in the whole model, so that parameter names match its checkpoints."""
 
     def __init__(self, layers: dict[int, torch.nn.Module]) -> None:

@@ -115,7 +115,8 @@ def _read_recompute(layer: torch.nn.Module) -> str:
 
 def run_recomputed(layer: torch.nn.Module, *args: object, **kwargs: object) -> object:
     """Run the layer's forward under full checkpointing, for compiled layers."""
-    return checkpoint(type(layer).forward, layer, *args, use_reentrant=False, **kwargs)
+    # checkpoint() takes its own options and the keywords together: types do not separate them.
+    return checkpoint(type(layer).forward, layer, *args, use_reentrant=False, **kwargs)  # type: ignore[arg-type]
 
 
 class _OffloadedTensor(NamedTuple):

@@ -19,7 +19,7 @@ def list_hidden_matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [p for p in parameters if p.ndim == 2 and p.requires_grad]
 
 
-class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]
+class MuonWithAdamW(torch.optim.Optimizer):
     """Muon and AdamW as one optimizer, which shares their parameter groups and state for checkpoints.
 
     Muon's updates are scaled to AdamW's size (arXiv:2502.16982, section 2.2): one learning rate serves both.

@@ -116,7 +116,7 @@ def _build_quantized(
 # ---- Lion (Chen et al. 2023, algorithm 2), which torch does not have: one momentum a weight, and its sign
 
 
-class Lion(torch.optim.Optimizer):  # type: ignore[misc]
+class Lion(torch.optim.Optimizer):
     """``update = sign(beta1 m + (1 - beta1) g)``, ``m = beta2 m + (1 - beta2) g``, decoupled weight decay.
 
     Tensor by tensor, with one temporary of the tensor's size. Takes DTensors as well.
@@ -135,7 +135,7 @@ class Lion(torch.optim.Optimizer):  # type: ignore[misc]
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every weight that has a gradient."""
         loss = None

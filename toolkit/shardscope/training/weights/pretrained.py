@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from shardscope.training.checkpoints.temporary_folder import replace_when_comple
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 MAX_FILE_BYTES = 5 * 10**9
 """Size limit of one safetensors file, usual on the Hub; rank 0 holds about as many bytes at once."""
@@ -112,7 +112,7 @@ def _convert_to_hub_names(model: torch.nn.Module, group: dict[str, torch.Tensor]
     """Rename and split as ``save_pretrained`` of the same version: stacked experts become single matrices."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    converted: dict[str, torch.Tensor] = revert_weight_conversion(model, group)
+    converted: dict[str, torch.Tensor] = revert_weight_conversion(cast("PreTrainedModel", model), group)
     return converted
 
 

@@ -11,8 +11,8 @@ import re
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.families.parameter_names import names_of
-from shardscope.families.registry import family_of
+from shardscope.families.parameter_names import list_parameter_names
+from shardscope.families.registry import find_family
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -49,13 +49,13 @@ def find_sources(arch: Architecture, stored: Collection[str]) -> dict[str, Sourc
     Hub). A tied head may be stored under the name of the embedding or of the head.
     """
     # Names as in the files of a causal model; then adapt them to the files at hand.
-    prefix = names_of(arch).embedding.partition(".")[0] + "."
+    prefix = list_parameter_names(arch).embedding.partition(".")[0] + "."
     by_name = {name: _find_source(arch, name, shape) for name, shape in _list_tensors_in_memory(arch)}
     if stored and not any(name.startswith(prefix) for name in stored):
         by_name = {name: _remove_prefix(prefix, source) for name, source in by_name.items()}
     # A tied weight is one tensor in memory, and may have either name in the files.
     if arch.tie_word_embeddings:
-        embedding = f"{names_of(arch).embedding}.weight"
+        embedding = f"{list_parameter_names(arch).embedding}.weight"
         embedding_name, head = by_name[embedding].names[0][0], _get_file_name(arch, HEAD)
         if embedding_name not in stored and head in stored:
             by_name[embedding] = by_name[embedding]._replace(names=((head,),))
@@ -69,7 +69,7 @@ def is_unused(arch: Architecture, name: str) -> bool:
         return True
     # Layers after the last one predict further tokens (DeepSeek-V3); transformers does not load them.
     is_multi_token = (
-        family_of(arch).has_multi_token_prediction and f"model.layers.{arch.num_hidden_layers}." in name
+        find_family(arch).has_multi_token_prediction and f"model.layers.{arch.num_hidden_layers}." in name
     )
     return is_multi_token or bool(UNUSED.search(name))
 
@@ -78,9 +78,9 @@ def _list_tensors_in_memory(arch: Architecture) -> Iterator[tuple[str, tuple[int
     """Yield names and shapes of all parameters and persistent buffers."""
     yield from ((parameter.name, parameter.shape) for parameter in arch.outer_shapes)
     for layer in range(arch.num_hidden_layers):
-        prefix = f"{names_of(arch).layers}.{layer}."
+        prefix = f"{list_parameter_names(arch).layers}.{layer}."
         yield from ((prefix + parameter.name, parameter.shape) for parameter in arch.layer_shapes(layer))
-        if family_of(arch).router == "sigmoid" and arch.is_moe_layer(layer):
+        if find_family(arch).router == "sigmoid" and arch.is_moe_layer(layer):
             assert arch.mixture_of_experts is not None
             # DeepSeek-V3's router bias, which balances the experts without an auxiliary loss.
             yield f"{prefix}mlp.gate.e_score_correction_bias", (arch.mixture_of_experts.num_experts,)
@@ -88,7 +88,7 @@ def _list_tensors_in_memory(arch: Architecture) -> Iterator[tuple[str, tuple[int
 
 def _find_source(arch: Architecture, name: str, shape: tuple[int, ...]) -> Source:
     module, _, leaf = name.rpartition(".")
-    files = family_of(arch).file_names
+    files = find_family(arch).file_names
     stacked = module.endswith(".mlp.experts") and not files.experts_are_stacked
     if not stacked:
         return Source(shape, ((_get_file_name(arch, name),),))
@@ -101,7 +101,7 @@ def _find_source(arch: Architecture, name: str, shape: tuple[int, ...]) -> Sourc
 
 def _get_file_name(arch: Architecture, name: str) -> str:
     """Return the name in files of a tensor or module that is stored unsplit."""
-    renamed = family_of(arch).file_names.renamed
+    renamed = find_family(arch).file_names.renamed
     return name.replace(*renamed) if renamed else name
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.number_format import format_count, format_gib
-from shardscope.core.precision import FP32, base_width, widths
+from shardscope.core.precision import FP32, get_base_width, widths
 from shardscope.frameworks.ddp.memory.peaks import NOTHING_GATHERED, explain_accumulated, find_peaks
 from shardscope.memory.report import Term
 from shardscope.memory.state.optimizer_state import compute_optimizer_bytes
@@ -38,7 +38,7 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
 
     Gradients are views of the reducer's buckets.
     """
-    width, frozen_width = widths[plan.recipe.precision], base_width(plan.recipe)
+    width, frozen_width = widths[plan.recipe.precision], get_base_width(plan.recipe)
     is_quantized = plan.recipe.base_quantization is not None
     # peft creates the adapters of an int8 Linear in fp32 (tuners_utils.py,
     # _move_adapter_to_device_of_base_layer: an integer type is not adopted).

@@ -18,7 +18,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from shardscope.training.model.recompute import list_decoder_layers
 
 
-class GatedExpert(torch.nn.Module):  # type: ignore[misc]
+class GatedExpert(torch.nn.Module):
     """Single expert, with its matrices in the layout of transformers' stacked experts."""
 
     def __init__(
@@ -34,7 +34,7 @@ class GatedExpert(torch.nn.Module):  # type: ignore[misc]
         return functional.linear(self.activation(gate) * up, self.down_proj)
 
 
-class MoeBlock(torch.nn.Module):  # type: ignore[misc]
+class MoeBlock(torch.nn.Module):
     """MoE block of a decoder layer: transformers' ``block`` with DeepSpeed's ``MoE`` inside."""
 
     def __init__(self, block: MixtralSparseMoeBlock, *, ep: int, ep_rank: int) -> None:

@@ -17,7 +17,7 @@ TIED = "embedding"
 """DeepSpeed's key of the weight that the first and the last stage share."""
 
 
-class Stage(torch.nn.Module):  # type: ignore[misc]
+class Stage(torch.nn.Module):
     """Pipeline stage of a transformers model: token ids or hidden states in, hidden states or logits out."""
 
     def __init__(self, part: torch.nn.Module, *, is_first: bool, is_last: bool) -> None:

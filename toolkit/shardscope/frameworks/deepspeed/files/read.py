@@ -234,11 +234,12 @@ def _read_layout_value(document: Document, parts: PlanParts, field: str, keys: K
 
 
 def _read_offload_device(document: Document, keys: KeyPath) -> str | None:
-    """Return the device of an offload section; None if nothing is offloaded."""
-    section = keys[:-1]
+    """Return the device of an offload section; None if nothing is offloaded.
+
+    A section without a device offloads nothing (DeepSpeed 0.19.8, runtime/zero/offload_config.py).
+    """
     device = document.read_choice(*keys, among=("none", "cpu", "nvme"))
-    if _has_legacy_flag(document, section) or (device is None and document.read_section(*section)):
-        # A section that sets other keys but no device means the CPU.
+    if _has_legacy_flag(document, keys[:-1]):
         return "cpu"
     return None if device == "none" else device
 
@@ -291,14 +292,15 @@ def _read_pin_memory(
 ) -> tuple[KeyPath, bool] | None:
     """Return the key and value of ``pin_memory``; None without offloading, or if it is as exported.
 
-    Each of DeepSpeed's two offload sections has one (a missing one is read as false), a layout one for both.
+    Each of DeepSpeed's two offload sections has one (true if it is missing: DeepSpeed 0.19.8,
+    runtime/zero/offload_config.py), a layout one for both.
     """
     flags: dict[KeyPath, bool] = {}
     for name in ("offload_optimizer", "offload_param"):
         keys: KeyPath = (ZERO, name, "pin_memory")
-        is_used = _has_legacy_flag(document, (ZERO, name)) or document.read_section(ZERO, name)
-        if is_used and document.get(ZERO, name, "device") != "none":
-            flags[keys] = bool(document.read_flag(*keys))
+        if _read_offload_device(document, (ZERO, name, "device")) is not None:
+            pin_memory = document.read_flag(*keys)
+            flags[keys] = True if pin_memory is None else pin_memory
     if not flags:
         return None
     if exported is not None and all(_get_value(exported, keys) == flag for keys, flag in flags.items()):

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from shardscope.families.parameter_names import attention_inputs, names_of
+from shardscope.families.parameter_names import list_attention_inputs, list_parameter_names
 from shardscope.families.parameter_shapes import find_first_layer
-from shardscope.families.registry import family_of
+from shardscope.families.registry import find_family
 from shardscope.frameworks.deepspeed.memory.partition_parameters import split_norms
 from shardscope.memory.state.lora import find_adapter_targets
 from shardscope.memory.state.stages import EMBEDDING_GROUPS, list_outer_tensors, list_rank_shapes
@@ -66,7 +66,7 @@ def build_layer_call(arch: Architecture, adapters: Recipe | None, moe: bool, is_
         modules.setdefault(shape.name.rpartition(".")[0], []).append(
             shape.copies * shape.rows * shape.columns
         )
-    names = names_of(arch)
+    names = list_parameter_names(arch)
     build_call = _module_call_builder(arch, adapters, moe, modules, is_first)
     # Calls are built in forward order: the builder tracks where the first adapter is.
     norms = [build_call(path) for path in modules if "." not in path and path != names.attention]
@@ -76,11 +76,11 @@ def build_layer_call(arch: Architecture, adapters: Recipe | None, moe: bool, is_
         if path.startswith(f"{names.attention}.")
     ]
     feed_forward = [path for path in modules if path.startswith("mlp.")]
-    if moe and family_of(arch).is_zero3_leaf:
+    if moe and find_family(arch).is_zero3_leaf:
         return _build_leaf_layer(arch, adapters, norms, attention, [modules[path] for path in feed_forward])
     shared = [path for path in feed_forward if path.startswith(f"{names.shared_experts}.")]
     mlp = [build_call(path) for path in feed_forward if path not in shared]
-    dropout = [NO_PARAMS] * family_of(arch).has_dropout_modules
+    dropout = [NO_PARAMS] * find_family(arch).has_dropout_modules
     if not moe:
         # The activation function.
         mlp.insert(1, NO_PARAMS)
@@ -103,7 +103,7 @@ def _build_leaf_layer(
     feed_forward: list[list[int]],
 ) -> ModuleCall:
     """Return the call tree of a layer whose feed-forward is a ZeRO-3 leaf, without hooks inside."""
-    if family_of(arch).registers_router_last:
+    if find_family(arch).registers_router_last:
         # The router is registered after the experts, and so all-gathered after them.
         feed_forward = [*feed_forward[1:], *feed_forward[:1]]
     params = tuple(size for sizes in feed_forward for size in sizes)
@@ -126,7 +126,7 @@ def _module_call_builder(
     """
     targets = find_adapter_targets(arch, adapters) if adapters else ()
     linears = dict(arch.layer_linears(find_first_layer(arch, moe)))
-    inputs = attention_inputs(arch)
+    inputs = list_attention_inputs(arch)
     # By branch: whether no adapter was met yet.
     before_adapters = dict.fromkeys((False, True), adapters is not None and is_first)
 
@@ -137,7 +137,7 @@ def _module_call_builder(
         is_feed_forward = path.startswith("mlp.") and name not in ("gate", "router", "shared_expert_gate")
         if name == "experts":
             # gpt-oss stores its experts in the layout of the matmul; all others use a transposed view.
-            has_biases = family_of(arch).has_clamped_experts
+            has_biases = find_family(arch).has_clamped_experts
             return ModuleCall(
                 params,
                 (NO_PARAMS,),
@@ -148,7 +148,7 @@ def _module_call_builder(
                 has_vector_pairs=has_biases,
             )
         # Falcon multiplies by a transposed view itself; other families use DeepSpeed's own linear function.
-        saved_views = (0,) if family_of(arch).projections == "matmul" and name in linears else ()
+        saved_views = (0,) if find_family(arch).projections == "matmul" and name in linears else ()
         if adapters is None or name not in targets:
             return ModuleCall(params, (), adapters is None, saved_views, has_backward, is_feed_forward)
         output_size, input_size = linears[name]

@@ -12,9 +12,9 @@ from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from shardscope.core.ops import ceil_div, map_distinct
-from shardscope.families.parameter_names import names_of
+from shardscope.families.parameter_names import list_parameter_names
 from shardscope.families.parameter_shapes import find_first_layer
-from shardscope.families.registry import family_of
+from shardscope.families.registry import find_family
 from shardscope.frameworks.deepspeed.layout import get_layout
 from shardscope.memory.state.lora import find_adapter_targets
 from shardscope.memory.state.stages import EMBEDDING_GROUPS, list_outer_tensors, list_rank_shapes
@@ -95,7 +95,7 @@ def shards_tied_head(arch: Architecture) -> bool:
     Source: ``VocabParallelEmbedding.validate_embedding`` (deepspeed/module_inject/layers.py). If it fails the
     engine keeps both replicated (``_apply_autotp_partitioning``, deepspeed/runtime/engine.py).
     """
-    return arch.tie_word_embeddings and not family_of(arch).has_own_embedding_class
+    return arch.tie_word_embeddings and not find_family(arch).has_own_embedding_class
 
 
 def get_adapters(recipe: Recipe) -> Recipe | None:
@@ -231,14 +231,14 @@ def split_norms(arch: Architecture, norms: list[Norm]) -> tuple[list[Norm], list
     """Split ``norms``, in registration order: before attention, before and after the feed-forward."""
     before, between, behind = (
         [norms[index] for index in indices if index < len(norms)]
-        for indices in family_of(arch).norm_placement
+        for indices in find_family(arch).norm_placement
     )
     return before, between, behind
 
 
 def _list_norms(arch: Architecture, names: Iterable[str]) -> list[list[int]]:
     """Return the indices into ``names`` of each norm outside of attention and feed-forward."""
-    halves = (f"{names_of(arch).attention}.", "mlp.")
+    halves = (f"{list_parameter_names(arch).attention}.", "mlp.")
     norms: dict[str, list[int]] = {}
     for index, name in enumerate(names):
         if not name.startswith(halves):
@@ -248,7 +248,7 @@ def _list_norms(arch: Architecture, names: Iterable[str]) -> list[list[int]]:
 
 def _count_attention_tensors(arch: Architecture, has_adapters: bool) -> int:
     """Return the number of attention's tensors; without adapters, plus those of the norms before it."""
-    prefix = f"{names_of(arch).attention}."
+    prefix = f"{list_parameter_names(arch).attention}."
     names = [name for _, name, _ in arch.layer_shapes(0)]
     num_attention = sum(name.startswith(prefix) for name in names)
     if has_adapters:
@@ -279,7 +279,7 @@ def _order_layer_in_forward(arch: Architecture, moe: bool, tp: int, ep: int) -> 
 
 def _flag_feed_forward(arch: Architecture, moe: bool, tp: int, ep: int) -> tuple[bool, ...]:
     """Return which tensors of a decoder layer, all trained, are a feed-forward's large matrices."""
-    names = names_of(arch)
+    names = list_parameter_names(arch)
     routers = (names.router, f"{names.shared_experts}_gate")
     return tuple(
         shape.name.startswith("mlp.") and shape.columns > 1 and shape.name.rpartition(".")[0] not in routers

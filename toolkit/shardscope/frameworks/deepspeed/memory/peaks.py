@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardscope.core.number_format import format_gib
 from shardscope.core.ops import ceil_div, is_array, map_distinct, maximum, where
 from shardscope.core.precision import FP32
-from shardscope.families.parameter_names import mlp_inputs, names_of
+from shardscope.families.parameter_names import list_mlp_inputs, list_parameter_names
 from shardscope.frameworks.deepspeed.memory.partition_parameters import shards_tied_head
 from shardscope.memory.activations.forward import (
     compute_layer_activations,
@@ -142,7 +142,7 @@ def compute_activation_sizes(plan: Plan, stage: Stage) -> ActivationSizes:
     peaks_in_scores = has_scores and feed_forward > (2 if arch.gated_mlp else 3) * inner
     # What the feed-forward has freed at the gradient of its down, up and gate projection.
     if arch.gated_mlp:
-        has_fused_gate_up = names_of(arch).fused_gate_up is not None
+        has_fused_gate_up = list_parameter_names(arch).fused_gate_up is not None
         freed_later = (2 * inner,) if has_fused_gate_up else (inner, 3 * inner)
     else:
         freed_later = (inner,)
@@ -161,7 +161,7 @@ def compute_activation_sizes(plan: Plan, stage: Stage) -> ActivationSizes:
         freed=freed,
         product=ceil_div(tokens * inner, tp),
         down_projection=ceil_div(arch.intermediate_size * arch.hidden_size, tp),
-        adapts_down=names_of(arch).down in (modules.targets or ()),
+        adapts_down=list_parameter_names(arch).down in (modules.targets or ()),
         adapter_inputs=tokens * adapter_inputs * _adapts_only_mlp_inputs(arch, modules),
         num_layers=stage.num_layers,
         peaks_in_scores=peaks_in_scores,
@@ -177,7 +177,9 @@ def compute_activation_sizes(plan: Plan, stage: Stage) -> ActivationSizes:
 
 def _adapts_only_mlp_inputs(arch: Architecture, modules: Modules) -> bool:
     targets = set(modules.targets or ())
-    return bool(targets.intersection(mlp_inputs(arch))) and names_of(arch).down not in targets
+    return (
+        bool(targets.intersection(list_mlp_inputs(arch))) and list_parameter_names(arch).down not in targets
+    )
 
 
 def _fetches_one_by_one(plan: Plan, modules: Modules) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardscope.core.ops import ceil_div
-from shardscope.families.registry import family_of
+from shardscope.families.registry import find_family
 from shardscope.frameworks.deepspeed.files.config import NVME_FOLDER, build_deepspeed_config
 from shardscope.frameworks.deepspeed.layout import get_layout
 from shardscope.frameworks.deepspeed.rehearsal.experts import (
@@ -139,7 +139,7 @@ def build_model(
 
     dtype = _DTYPES.get(plan.recipe.precision, torch.bfloat16)
     arch = plan.architecture
-    eager = not family_of(arch).has_sdpa or plan.recipe.attention == "eager"
+    eager = not find_family(arch).has_sdpa or plan.recipe.attention == "eager"
     attention = "eager" if eager else "sdpa"
     known = AutoConfig.for_model(arch.model_type).to_dict()
     # GPT-2's default probabilities are 0.1, which would save dropout masks.

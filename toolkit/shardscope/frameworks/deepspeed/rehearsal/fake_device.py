@@ -178,7 +178,7 @@ class _InPlaceBuilder:
         return SimpleNamespace(**dict.fromkeys(names, _do_nothing))
 
 
-class _FakeValues(TorchDispatchMode):  # type: ignore[misc]
+class _FakeValues(TorchDispatchMode):
     """Mode in which reading a value from a fake tensor does not fail."""
 
     def __init__(self) -> None:

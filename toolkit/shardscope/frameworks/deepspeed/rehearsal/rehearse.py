@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardscope.core.errors import check_choice, refuse
-from shardscope.families.registry import families_with
+from shardscope.families.registry import list_families_with
 from shardscope.frameworks.deepspeed.layout import check_not_quantized, get_layout
 from shardscope.frameworks.deepspeed.limits import check_experts, check_pipeline
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import find_peak_rank
@@ -53,7 +53,7 @@ def rehearse(plan: Plan, note_progress: Callable[[str, float], None]) -> list[Re
         return [_run_steps(plan, deepspeed, tracker, note_progress, device, files)]
 
 
-AUTOTP_FAMILIES = families_with("autotp_rehearsal")
+AUTOTP_FAMILIES = list_families_with("autotp_rehearsal")
 """Families that AutoTP shards by transformers' own plan for them."""
 
 

@@ -314,7 +314,7 @@ class _Losses:
         return self._scaler.scale(part) if self._scaler else part
 
 
-class _Stage(PipelineStage):  # type: ignore[misc]
+class _Stage(PipelineStage):
     """torch's stage with memory measurements per phase and static shapes of what stages exchange."""
 
     watch: MemoryWatch
@@ -371,7 +371,7 @@ class _Stage(PipelineStage):  # type: ignore[misc]
         self.watch.end_phase("backward")
 
 
-class _StagesScaler(torch.amp.GradScaler):  # type: ignore[misc]
+class _StagesScaler(torch.amp.GradScaler):
     """fp16 gradient scaler shared by all stages: an overflow on one stage skips the step on all."""
 
     def __init__(self, stages: ProcessGroup, device: torch.device) -> None:
@@ -403,7 +403,7 @@ def _only_text(batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
 # norm and the head. Stages send hidden states to each other; the schedule computes the loss.
 
 
-class StageModule(torch.nn.Module):  # type: ignore[misc]
+class StageModule(torch.nn.Module):
     """Pipeline stage of a transformers model: token ids or hidden states in, hidden states or logits out.
 
     With tensor parallelism (``tp_mesh``) hidden states are sharded along the sequence, and each rank sends

@@ -40,7 +40,7 @@ class AttentionOptions(TypedDict, total=False):
     is_causal: bool | None
 
 
-class CausalHeads(torch.nn.Module):  # type: ignore[misc]
+class CausalHeads(torch.nn.Module):
     """The attributes that ``sdpa_attention_forward`` reads from an attention module."""
 
     def __init__(self, num_key_value_groups: int) -> None:

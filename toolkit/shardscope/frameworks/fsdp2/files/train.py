@@ -119,7 +119,7 @@ def build_sharded(plan: SimpleNamespace, checkpoint: str | None, device: torch.d
     """Build the model in shards, with random weights or those of ``checkpoint``."""
     recipe, layout = plan.recipe, plan.layout
     # First on the meta device, without memory: only buffers, such as rotary tables, have values.
-    with register_module_parameter_registration_hook(lambda _, name, parameter: move_to_meta(parameter)):
+    with register_module_parameter_registration_hook(lambda _, name, value: move_to_meta(value)):  # type: ignore[arg-type]
         model = build_model(recipe, None)
     is_whole = checkpoint is not None or 4 * model.num_parameters() <= WHOLE_BYTES
     if is_whole:

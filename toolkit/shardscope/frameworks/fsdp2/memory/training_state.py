@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.number_format import format_gib
 from shardscope.core.ops import all_true, group_equal, maximum
-from shardscope.core.precision import base_width, widths
+from shardscope.core.precision import get_base_width, widths
 from shardscope.frameworks.fsdp2.layout import get_layout
 from shardscope.frameworks.fsdp2.memory.groups import compute_groups
 from shardscope.frameworks.fsdp2.memory.peaks import StepPeaks, compute_gathered_at_loss
@@ -67,7 +67,7 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
     reduce-scatters.
     """
     degrees, recipe = plan.degrees, plan.recipe
-    width, frozen_width = widths[recipe.precision], base_width(recipe)
+    width, frozen_width = widths[recipe.precision], get_base_width(recipe)
     ranks = group_equal(degrees.shard * degrees.cp)
 
     # Sharded originals, gradients and optimizer state of one rank.
@@ -147,7 +147,7 @@ def _compute_initialisation(plan: Plan, stage: Stage, shards: int) -> Term:
     Large models are initialized on the GPU, one unsharded tensor at a time; small ones are moved from the
     host, one unsharded group at a time.
     """
-    width = base_width(plan.recipe)
+    width = get_base_width(plan.recipe)
     if is_initialized_sharded(plan):
         matrix = width * _find_largest_matrix(plan.architecture, stage)
         return Term(

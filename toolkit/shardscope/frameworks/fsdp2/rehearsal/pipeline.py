@@ -40,7 +40,7 @@ def check_staged(plan: Plan) -> None:
         refuse("Layout.tp", degrees.tp, why, {"tp": 1})
 
 
-class _Stage(PipelineStage):  # type: ignore[misc]
+class _Stage(PipelineStage):
     """torch's stage with receive buffers for all micro-batches of the plan, however many are run."""
 
     tracker: Tracker

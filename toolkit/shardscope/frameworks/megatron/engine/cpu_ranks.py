@@ -158,7 +158,7 @@ class _Context(Protocol):
     def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
 
 
-class _RmsNorm(torch.autograd.Function):  # type: ignore[misc]
+class _RmsNorm(torch.autograd.Function):
     """RMSNorm that saves its input and one element per row (Zhang & Sennrich 2019, section 3)."""
 
     apply: ClassVar[Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]]

@@ -32,7 +32,7 @@ class NoOp(Protocol):
     def __call__(self, *args: object, **kwargs: object) -> None: ...
 
 
-class CudaMeansCpu(TorchFunctionMode):  # type: ignore[misc]
+class CudaMeansCpu(TorchFunctionMode):
     """Function mode that creates CPU tensors instead of CUDA tensors; ``.cuda()`` does nothing."""
 
     def __torch_function__(

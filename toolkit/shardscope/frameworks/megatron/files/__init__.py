@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardscope.families.registry import families_with
+from shardscope.families.registry import list_families_with
 from shardscope.frameworks.formats.train_file import FULL_TRAINING, TrainedValues
 
 TRAINED_VALUES: TrainedValues = {
@@ -18,7 +18,7 @@ TRAINED_VALUES: TrainedValues = {
     "Layout.ep": (1,),
     "Layout.use_precision_aware_optimizer": (False,),
     "Layout.tp_comm_overlap": (False,),
-    "Architecture.model_type": families_with("megatron_script"),
+    "Architecture.model_type": list_families_with("megatron_script"),
     "Architecture.attention_output_bias": (False,),
     "Architecture.mlp_bias": (False,),
 }

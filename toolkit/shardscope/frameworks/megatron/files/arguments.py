@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from shardscope.families.registry import family_of
+from shardscope.families.registry import find_family
 from shardscope.frameworks.megatron.core_config import MAKE_VOCAB_SIZE_DIVISIBLE_BY
 from shardscope.frameworks.megatron.layout import count_pipeline_ends, get_layout
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
@@ -74,7 +74,7 @@ def build_architecture_flags(arch: Architecture) -> Flags:
 
 def has_biases(arch: Architecture) -> bool:
     """Return whether the linear layers have biases; Megatron has one switch for all of them."""
-    return arch.attention_output_bias or arch.mlp_bias or family_of(arch).projections == "conv1d"
+    return arch.attention_output_bias or arch.mlp_bias or find_family(arch).projections == "conv1d"
 
 
 def _build_latent_attention_flags(arch: Architecture) -> Flags:

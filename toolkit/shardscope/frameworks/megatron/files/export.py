@@ -6,7 +6,7 @@ from dataclasses import replace
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from shardscope.families.registry import family_of
+from shardscope.families.registry import find_family
 from shardscope.frameworks.accelerate.limits import why_not_started
 from shardscope.frameworks.formats.accelerate_config import list_absent_files
 from shardscope.frameworks.formats.commands import add_commands, render_commands
@@ -142,7 +142,7 @@ def _render_arguments(plan: Plan) -> str:
             "So have routers and experts: --moe-router-load-balancing-type and --moe-aux-loss-coeff, without "
             "which nothing evens the experts' load, --moe-router-score-function, --moe-grouped-gemm."
         )
-    if family_of(plan.architecture).activation not in ACTIVATIONS:
+    if find_family(plan.architecture).activation not in ACTIVATIONS:
         notes.append(
             f"The MLP's activation is {plan.architecture.model_type}'s own; --swiglu is SiLU behind a gate, "
             "and without it Megatron-LM has GELU."

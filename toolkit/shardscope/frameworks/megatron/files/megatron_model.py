@@ -84,7 +84,7 @@ def check_config(source: PretrainedConfig, seq_len: int) -> None:
         raise SystemExit(f"--model: it attends to {window} tokens, and Megatron-core to the whole sequence")
 
 
-class Norm(torch.nn.RMSNorm):  # type: ignore[misc]
+class Norm(torch.nn.RMSNorm):
     """torch's RMSNorm, marked so that Megatron-core sums its gradient over the shards of a sequence."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:

@@ -38,7 +38,7 @@ class _Context(Protocol):
 # The annotation of ``apply`` in each function is the type of torch's own classmethod, which has none.
 
 
-class _Attention(torch.autograd.Function):  # type: ignore[misc]
+class _Attention(torch.autograd.Function):
     """cuDNN's and FlashAttention's saved tensors: operands, output, one fp32 statistic per query and head."""
 
     apply: ClassVar[Callable[[Tensor, Tensor, Tensor], Tensor]]
@@ -57,7 +57,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-class FusedAttention(torch.nn.Module):  # type: ignore[misc]
+class FusedAttention(torch.nn.Module):
     """Replacement of ``TEDotProductAttention``, with contiguous operands as its kernels require."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -68,7 +68,7 @@ class FusedAttention(torch.nn.Module):  # type: ignore[misc]
         return _Attention.apply(query.contiguous(), key.contiguous(), value.contiguous()).flatten(2)
 
 
-class CausalSoftmax(torch.autograd.Function):  # type: ignore[misc]
+class CausalSoftmax(torch.autograd.Function):
     """Replacement of ``ScaledUpperTriangMaskedSoftmax``: saves its output, and overwrites the incoming
     gradient with its own (apex, csrc/megatron/scaled_upper_triang_masked_softmax.h)."""
 
@@ -92,7 +92,7 @@ class _NormContext(_Context, Protocol):
     has_bias: bool
 
 
-class _Norm(torch.autograd.Function):  # type: ignore[misc]
+class _Norm(torch.autograd.Function):
     """Fused norm that saves its input and one fp32 statistic per token, for LayerNorm also the mean."""
 
     apply: ClassVar[Callable[[Tensor, Tensor, Tensor | None], Tensor]]
@@ -113,7 +113,7 @@ class _Norm(torch.autograd.Function):  # type: ignore[misc]
         return torch.empty_like(x), torch.empty_like(weight), bias_gradient
 
 
-class FusedNorm(torch.nn.Module):  # type: ignore[misc]
+class FusedNorm(torch.nn.Module):
     """Replacement of ``TENorm``; supports sequence parallelism, unlike megatron-core's torch norm."""
 
     def __init__(
@@ -136,7 +136,7 @@ def _make_norm_parameter(config: TransformerConfig, hidden_size: int) -> torch.n
     return parameter
 
 
-class _Rotary(torch.autograd.Function):  # type: ignore[misc]
+class _Rotary(torch.autograd.Function):
     """Rotary embedding that saves only the angles, which all layers share."""
 
     apply: ClassVar[Callable[[Tensor, Tensor], Tensor]]
@@ -155,7 +155,7 @@ class _EmbeddingContext(_Context, Protocol):
     weight: Tensor
 
 
-class _Embedding(torch.autograd.Function):  # type: ignore[misc]
+class _Embedding(torch.autograd.Function):
     """Embedding that saves its indices and makes one gradient; on fake tensors PyTorch's makes two."""
 
     apply: ClassVar[Callable[[Tensor, Tensor], Tensor]]
@@ -182,7 +182,7 @@ def apply_fused_rotary(x: Tensor, angles: Tensor, *args: object, **kwargs: objec
     return _Rotary.apply(x, angles)
 
 
-class DuplicatedLinear(torch.nn.Module):  # type: ignore[misc]
+class DuplicatedLinear(torch.nn.Module):
     """Replacement of ``TELinear(parallel_mode="duplicated")``: every tp rank has the whole weight."""
 
     def __init__(self, inner: int, out: int, *, config: TransformerConfig, **kwargs: object) -> None:
@@ -201,7 +201,7 @@ class DuplicatedLinear(torch.nn.Module):  # type: ignore[misc]
         return out, None
 
 
-class _GroupedProduct(torch.autograd.Function):  # type: ignore[misc]
+class _GroupedProduct(torch.autograd.Function):
     """Grouped matmul of all experts in one kernel; weight gradients are added to the main gradients."""
 
     apply: ClassVar[Callable[[Tensor, *tuple[Tensor, ...]], Tensor]]
@@ -224,7 +224,7 @@ class _GroupedProduct(torch.autograd.Function):  # type: ignore[misc]
         return torch.empty_like(x), *dummies
 
 
-class FusedExperts(torch.nn.Module):  # type: ignore[misc]
+class FusedExperts(torch.nn.Module):
     """Replacement of ``TEGroupedMLP``: all experts of a rank in two grouped matmuls."""
 
     def __init__(

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.precision import FP32
-from shardscope.families.registry import family_of
+from shardscope.families.registry import find_family
 from shardscope.memory.activations.modules.saved import INT64, Modules, SavedTensor
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def is_eager(arch: Architecture, modules: Modules) -> bool:
     """Return whether attention runs as separate PyTorch operators (``attn_implementation="eager"``)."""
-    return not family_of(arch).has_sdpa or modules.attention == "eager"
+    return not find_family(arch).has_sdpa or modules.attention == "eager"
 
 
 class Widths(NamedTuple):
@@ -58,7 +58,7 @@ def passes_mask(arch: Architecture, modules: Modules) -> bool:
 
     Some families always pass one; others only for a sliding window shorter than the sequence.
     """
-    if family_of(arch).always_passes_mask:
+    if find_family(arch).always_passes_mask:
         return True
     if modules.attention == "flash":
         # FlashAttention takes windows and packed documents as integer arguments, without a mask.
@@ -74,13 +74,13 @@ def compute_saved_scores(arch: Architecture, modules: Modules) -> int:
     if modules.kernels == "megatron":
         return 0
     cast = modules.compute if modules.compute < FP32 else 0
-    if family_of(arch).has_attention_sinks:
+    if find_family(arch).has_attention_sinks:
         # The softmax over keys and sink, the index of each row's maximum, and autocast's copy.
         softmax = heads * (modules.seq_len + 1) * modules.stream
         return softmax + heads * INT64 + each_key * cast * (modules.stream > modules.compute)
     if is_eager(arch, modules):
         # The soft cap's tanh if any, the fp32 softmax, and its cast for the product with the values.
-        tanh = modules.compute if family_of(arch).has_softcapping else 0
+        tanh = modules.compute if find_family(arch).has_softcapping else 0
         return each_key * (tanh + FP32 + cast)
     if uses_math_backend(arch, modules):
         # The fp32 softmax; with dropout also its mask and the product of both.
@@ -100,12 +100,12 @@ def list_kernel_tensors(
     key, value = width.key, width.value
     has_mask = passes_mask(arch, modules)
     tensors = [SavedTensor("attention", FP32 * heads, "tp")]
-    if family_of(arch).expands_key_heads:
+    if find_family(arch).expands_key_heads:
         key, value = _count_expanded_operands(arch, modules)
     elif has_mask and width.key < width.query:
         # With a mask, SDPA needs as many key heads as query heads.
         key = value = width.query
-    elif family_of(arch).values_are_views and not (modules.quantized and modules.normed > c):
+    elif find_family(arch).values_are_views and not (modules.quantized and modules.normed > c):
         # A quantized base returns its input's dtype, which autocast then copies.
         value = width.query + 2 * width.key
     if has_mask:
@@ -135,7 +135,7 @@ def _compute_unfused_operands(arch: Architecture, modules: Modules) -> int:
         return 3 * width.query * FP32
     if modules.broadcasts_views:
         return width.inputs * FP32
-    repeats = family_of(arch).expands_key_heads or (modules.on_gpu and has_no_fused_kernel(arch, modules))
+    repeats = find_family(arch).expands_key_heads or (modules.on_gpu and has_no_fused_kernel(arch, modules))
     if repeats and arch.latent_attention is None:
         return 3 * width.query * FP32
     return width.inputs * FP32
@@ -169,7 +169,7 @@ def uses_math_backend(arch: Architecture, modules: Modules) -> bool:
 
 def has_one_key_head(arch: Architecture) -> bool:
     """Return whether SDPA must broadcast a single key head: only its math backend can (older Falcons)."""
-    broadcasts = family_of(arch).expands_key_heads and not arch.new_decoder_architecture
+    broadcasts = find_family(arch).expands_key_heads and not arch.new_decoder_architecture
     return broadcasts and arch.num_key_value_heads < arch.num_attention_heads
 
 
@@ -196,7 +196,7 @@ def _copies_output(arch: Architecture, has_mask: bool, modules: Modules) -> bool
         return True
     flash = modules.fused_attention == "flash" and modules.compute < FP32
     by_tokens = modules.on_gpu and (has_mask or not flash)
-    return family_of(arch).concatenates_query and not by_tokens
+    return find_family(arch).concatenates_query and not by_tokens
 
 
 def find_fused_attention(plan: Plan) -> str:
@@ -218,7 +218,7 @@ def has_no_fused_kernel(arch: Architecture, modules: Modules) -> bool:
     is half precision, and the memory-efficient kernel has no grouped queries (torch's ``sdp_utils.cpp``,
     ``check_batch_size_and_num_heads_dense<supports_gqa=false>``).
     """
-    if not family_of(arch).has_sdpa:
+    if not find_family(arch).has_sdpa:
         return False
     if modules.fused_attention == "none":
         return True
@@ -235,9 +235,9 @@ def list_query_key_norms(arch: Architecture, modules: Modules) -> list[SavedTens
     if not arch.qk_norm:
         return []
     width, heads = get_attention_widths(arch), arch.num_attention_heads + arch.num_key_value_heads
-    normed = FP32 if family_of(arch).scales_before_cast else modules.compute
+    normed = FP32 if find_family(arch).scales_before_cast else modules.compute
     saved = (width.query + width.key) * (FP32 + normed * modules.trained)
-    norms = 2 if family_of(arch).qk_norm_over_all_heads else heads
+    norms = 2 if find_family(arch).qk_norm_over_all_heads else heads
     return [SavedTensor("attention", saved + FP32 * norms, "tp")]
 
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
-from shardscope.families.registry import families_with, family_of
+from shardscope.families.registry import find_family, list_families_with
 from shardscope.memory.activations.modules.attention import get_attention_widths, list_kernel_tensors
 from shardscope.memory.activations.modules.saved import Modules, SavedTensor, list_stream_readers
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
-COMPILED_FAMILIES = families_with("compiled_layers")
+COMPILED_FAMILIES = list_families_with("compiled_layers")
 """Families whose compiled layers were measured: RMSNorm, a gated MLP, SDPA.
 
 Phi-3 is excluded: its saved tensors depend on the rotated part of a head, which an ``Architecture`` does not
@@ -50,7 +50,7 @@ def _compute_norms(arch: Architecture, modules: Modules) -> int:
     attention, mlp = (any(map(modules.saves_input, readers)) for readers in list_stream_readers(arch))
     normed = (attention + mlp) * hidden * c
     saved = arch.norms_per_layer * FP32 + normed
-    if family_of(arch).is_post_norm:
+    if find_family(arch).is_post_norm:
         return saved + hidden * c
     behind = arch.norms_per_layer > 2
     return saved + hidden * (modules.stream + behind * c)
@@ -61,7 +61,7 @@ def _list_query_key_norms(arch: Architecture, modules: Modules) -> list[SavedTen
     if not arch.qk_norm:
         return []
     width, heads = get_attention_widths(arch), arch.num_attention_heads + arch.num_key_value_heads
-    statistics = FP32 * (2 if family_of(arch).qk_norm_over_all_heads else heads)
+    statistics = FP32 * (2 if find_family(arch).qk_norm_over_all_heads else heads)
     return [SavedTensor("attention", (width.query + width.key) * modules.compute + statistics, "tp")]
 
 
@@ -71,7 +71,7 @@ def compute_unsaved_in_first_compiled_layer(arch: Architecture, modules: Modules
     Without norms after the blocks, the residual stream between attention and MLP is saved instead of
     attention's output.
     """
-    if family_of(arch).is_post_norm:
+    if find_family(arch).is_post_norm:
         return 0
     return FP32 + (arch.hidden_size * modules.compute if arch.norms_per_layer == 2 else 0)
 

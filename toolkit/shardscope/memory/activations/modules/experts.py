@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
-from shardscope.families.registry import family_of
+from shardscope.families.registry import find_family
 from shardscope.memory.activations.modules.saved import INT64, Modules, SavedTensor
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ def list_expert_tensors(arch: Architecture, modules: Modules) -> list[SavedTenso
     # Frozen experts need no inputs; the unweighted output is saved for the router weights' gradient.
     routed = 2 * hidden * width if modules.trained else hidden * width
     # gpt-oss clamps its gate, and multiplies it by its sigmoid in separate operators.
-    copies = (6 if family_of(arch).has_clamped_experts else 3) + modules.trained
+    copies = (6 if find_family(arch).has_clamped_experts else 3) + modules.trained
     inner = copies * experts.moe_intermediate_size * width
     readers = ("router",) + (("gate_proj", "up_proj") if shared else ())
-    gated = family_of(arch).has_shared_expert_gate
+    gated = find_family(arch).has_shared_expert_gate
     readers += ("shared_expert_gate",) if gated else ()
     tensors = [
         SavedTensor("norms", modules.stream_copies(*readers) * hidden * c, "sequence"),
@@ -51,7 +51,7 @@ def _compute_router(arch: Architecture, modules: Modules) -> int:
     count, top_k, c = experts.num_experts, experts.num_experts_per_tok, modules.compute
     # int64 indices: of the top-k experts, and of the sort of tokens by expert.
     indices = 4 * INT64 * top_k
-    reads, router = modules.saves_input("router"), family_of(arch).router
+    reads, router = modules.saves_input("router"), find_family(arch).router
     if router == "softmax_of_top_k":
         # The sorted expert indices gather the biases, which get gradients.
         return 2 * top_k * c + indices + INT64 * top_k * modules.trained

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
-from shardscope.families.parameter_names import attention_inputs, mlp_inputs, names_of
-from shardscope.families.registry import family_of
+from shardscope.families.parameter_names import list_attention_inputs, list_mlp_inputs, list_parameter_names
+from shardscope.families.registry import find_family
 from shardscope.memory.activations.modules.attention import (
     compute_saved_scores,
     get_attention_widths,
@@ -36,7 +36,7 @@ def list_unsaved_in_first_layer(arch: Architecture, modules: Modules) -> tuple[S
     if modules.kernels == "compiled" and not modules.trained:
         return (SavedTensor("norms", compute_unsaved_in_first_compiled_layer(arch, modules), "sequence"),)
     other_modules = modules.kernels != "transformers"
-    if modules.trained or other_modules or family_of(arch).is_post_norm:
+    if modules.trained or other_modules or find_family(arch).is_post_norm:
         return ()
     # Each of these options adds saved tensors to the list; some of them are unsaved here, too.
     if modules.keeps_frozen_inputs:
@@ -59,7 +59,7 @@ def list_unsaved_in_first_layer(arch: Architecture, modules: Modules) -> tuple[S
     unsaved = [
         SavedTensor("norms", inputs * hidden * number + norms * compute_norm_statistics(modules), "sequence")
     ]
-    adapted = any(map(modules.saves_input, (*mlp_inputs(arch), names_of(arch).down)))
+    adapted = any(map(modules.saves_input, (*list_mlp_inputs(arch), list_parameter_names(arch).down)))
     if arch.parallel_residual and not adapted:
         inner = compute_inner_bytes(arch, modules)
         if modules.quantized and modules.autocast:
@@ -89,11 +89,11 @@ def _find_first_adapted_input(arch: Architecture, modules: Modules) -> tuple[int
 
 def _list_inputs(arch: Architecture) -> tuple[tuple[tuple[str, ...], int], ...]:
     """Return the projections that read each tensor, in forward order, and its elements per token."""
-    names, hidden = names_of(arch), arch.hidden_size
+    names, hidden = list_parameter_names(arch), arch.hidden_size
     return (
-        (attention_inputs(arch), hidden),
+        (list_attention_inputs(arch), hidden),
         ((names.output,), get_attention_widths(arch).output),
-        (mlp_inputs(arch), hidden),
+        (list_mlp_inputs(arch), hidden),
         ((names.down,), arch.intermediate_size),
     )
 
@@ -104,7 +104,7 @@ def _list_frozen_inputs(arch: Architecture, modules: Modules) -> list[SavedTenso
     unsaved = 0
     for readers, width in _list_inputs(arch):
         # Attention's output is already counted as the kernel's output.
-        input_bytes = 0 if readers == (names_of(arch).output,) else width * modules.compute
+        input_bytes = 0 if readers == (list_parameter_names(arch).output,) else width * modules.compute
         if targets.intersection(readers):
             # The adapter saves the same tensor, unless dropout has copied it.
             unsaved += modules.adapter_dropout * input_bytes
@@ -118,17 +118,19 @@ def _list_int8_inputs(arch: Architecture, modules: Modules) -> list[SavedTensor]
 
     Adapters save their own fp32 copies; in an fp32 model they save the same tensor.
     """
-    readers, targets = attention_inputs(arch), set(modules.targets or ())
+    readers, targets = list_attention_inputs(arch), set(modules.targets or ())
     shared = modules.compute == FP32 and targets.intersection(readers)
     unsaved = [] if shared else [SavedTensor("attention", arch.hidden_size * modules.compute, "sequence")]
-    if arch.parallel_residual and not targets.intersection((*mlp_inputs(arch), names_of(arch).down)):
+    if arch.parallel_residual and not targets.intersection(
+        (*list_mlp_inputs(arch), list_parameter_names(arch).down)
+    ):
         unsaved.append(SavedTensor("mlp", arch.intermediate_size * modules.compute, "tp"))
     return unsaved
 
 
 def _list_before_first_adapter(arch: Architecture, modules: Modules, norm: SavedTensor) -> list[SavedTensor]:
     """Return attention's tensors, and the feed-forward's norm and branches, if nothing before is adapted."""
-    c, width, output = modules.compute, get_attention_widths(arch), names_of(arch).output
+    c, width, output = modules.compute, get_attention_widths(arch), list_parameter_names(arch).output
     attention = {name.split(".")[-2] for group, name, _ in arch.layer_shapes(0) if group == "attention"}
     if any(modules.saves_input(name) for name in attention - {output}):
         return _list_with_adapted_values(arch, modules, attention - {output})
@@ -144,7 +146,7 @@ def _list_before_first_adapter(arch: Architecture, modules: Modules, norm: Saved
         return unsaved
     unsaved.append(norm)
     # The gate's gradient needs its own output and the up branch; the up branch's needs the activation.
-    gate, up = (modules.saves_input(name) for name in (mlp_inputs(arch)[0], mlp_inputs(arch)[-1]))
+    gate, up = (modules.saves_input(name) for name in (list_mlp_inputs(arch)[0], list_mlp_inputs(arch)[-1]))
     branches = (0 if gate else 2) + (0 if up else 1)
     unsaved.append(SavedTensor("mlp", branches * arch.intermediate_size * c, "tp"))
     return unsaved

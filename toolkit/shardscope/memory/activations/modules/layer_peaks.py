@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.ops import ceil_div
 from shardscope.core.precision import FP32, HALF
-from shardscope.families.parameter_names import names_of
-from shardscope.families.registry import family_of
+from shardscope.families.parameter_names import list_parameter_names
+from shardscope.families.registry import find_family
 from shardscope.memory.activations.forward import (
     compute_kept_for_recomputation,
     compute_kept_masks,
@@ -202,7 +202,7 @@ class _Layer:
         before the adapter's output and its scaling; and the layer's input is already saved.
         """
         arch, modules = self.arch, self.modules
-        if self.moe or names_of(arch).down not in (modules.targets or ()):
+        if self.moe or list_parameter_names(arch).down not in (modules.targets or ()):
             return 0
         copied = modules.recasts or modules.adapter_dropout
         inner = arch.intermediate_size * (
@@ -223,7 +223,7 @@ class _Layer:
         """
         if self.moe:
             return 0
-        if names_of(self.arch).down in (self.modules.targets or ()):
+        if list_parameter_names(self.arch).down in (self.modules.targets or ()):
             return self.hidden_row
         if not self.modules.quantized:
             return 0
@@ -247,7 +247,7 @@ class _Layer:
             num_bytes += 3 * self.stream
         if modules.int8_base:
             return num_bytes + inner * (HALF + 1)
-        passing = inner * c * (1 - modules.inner_copies(names_of(arch).down))
+        passing = inner * c * (1 - modules.inner_copies(list_parameter_names(arch).down))
         return num_bytes + passing + inner * FP32 * (modules.normed > c)
 
     def _compute_scores_forward(self) -> int:
@@ -284,7 +284,9 @@ class _Layer:
             inner = ceil_div(branches * self.arch.intermediate_size * self.modules.compute, tp)
             if recompute == "selective":
                 # The outputs of the down projection and its adapter are saved, but not computed yet.
-                inner -= self.hidden_row * (1 + (names_of(self.arch).down in (self.modules.targets or ())))
+                inner -= self.hidden_row * (
+                    1 + (list_parameter_names(self.arch).down in (self.modules.targets or ()))
+                )
         return self.stream + self.hidden_row + max(inner, self._compute_unsaved_scores(recompute))
 
     def _compute_unsaved_scores(self, recompute: str) -> int:
@@ -299,7 +301,7 @@ class _Layer:
             later = self.shards.sum_on_rank(
                 [tensor for tensor in kept_tensors if tensor.operator in ("mlp", "experts")]
             )
-            if not family_of(self.arch).has_attention_sinks:  # which make three more of the kept product
+            if not find_family(self.arch).has_attention_sinks:  # which make three more of the kept product
                 scores -= num_scores * self.modules.compute
         return ceil_div(scores, self.shards.tp) - later
 
@@ -345,7 +347,7 @@ class _Layer:
     def _list_feed_forward(self, alive: int) -> list[LayerPeak]:
         arch, modules, weights = self.arch, self.modules, self.weights
         inner = ceil_div(arch.intermediate_size * modules.compute, self.shards.tp)
-        product = inner * modules.inner_copies(names_of(arch).down)
+        product = inner * modules.inner_copies(list_parameter_names(arch).down)
         branch_gradients = ceil_div(
             arch.intermediate_size * modules.compute * count_inner_gradients(arch, modules), self.shards.tp
         )
@@ -437,7 +439,7 @@ class _Layer:
             if is_eager(arch, modules):
                 scores = compute_scores_in_backward(arch, modules, num_scores)
             # By then the values and the projection's input are freed, and the values' gradient exists.
-            gradients = scores - width.output * c * modules.inner_copies(names_of(arch).output)
+            gradients = scores - width.output * c * modules.inner_copies(list_parameter_names(arch).output)
         else:
             inputs = 3 * width.query if passes_mask(arch, modules) else width.inputs
             gradients = (width.output + inputs) * c
@@ -450,20 +452,20 @@ def get_expert_row_widths(arch: Architecture, modules: Modules) -> tuple[int, in
     Grouped matmuls are not autocast: they run in the weights' dtype.
     """
     width = modules.stream
-    return width, width if family_of(arch).casts_router_weights else FP32
+    return width, width if find_family(arch).casts_router_weights else FP32
 
 
 def compute_scores_in_forward(arch: Architecture, modules: Modules, num_scores: int) -> int:
     """Return bytes of scores alive at once in forward, saved ones included."""
     c = modules.compute
-    if family_of(arch).has_attention_sinks:
+    if find_family(arch).has_attention_sinks:
         return 3 * num_scores * modules.stream
-    return num_scores * (c + FP32 + (c if family_of(arch).has_softcapping else 0) + (c if c < FP32 else 0))
+    return num_scores * (c + FP32 + (c if find_family(arch).has_softcapping else 0) + (c if c < FP32 else 0))
 
 
 def compute_scores_in_backward(arch: Architecture, modules: Modules, num_scores: int) -> int:
     """Return bytes of gradients of probabilities and softmax, less the freed cast of the probabilities."""
-    if family_of(arch).has_attention_sinks:
+    if find_family(arch).has_attention_sinks:
         # The softmax's gradient, and its copy with the sink's column, to which the maximum's gradient is
         # added.
         return 2 * num_scores * modules.stream

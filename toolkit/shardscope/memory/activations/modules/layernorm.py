@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
-from shardscope.families.parameter_names import names_of
-from shardscope.families.registry import family_of
+from shardscope.families.parameter_names import list_parameter_names
+from shardscope.families.registry import find_family
 from shardscope.memory.activations.modules.attention import get_attention_widths, list_kernel_tensors
 from shardscope.memory.activations.modules.gpt2 import compute_unfused_gelu
 from shardscope.memory.activations.modules.saved import Modules, SavedTensor, list_stream_readers
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def list_layernorm_tensors(arch: Architecture, modules: Modules) -> list[SavedTensor]:
     """Return every tensor that the layer saves."""
-    names = names_of(arch)
+    names = list_parameter_names(arch)
     return [
         *_list_norms(arch, modules),
         *list_kernel_tensors(arch, modules, output_projection=names.output),
@@ -58,12 +58,12 @@ def compute_norm_statistics(modules: Modules) -> int:
 
 def upcasts_norms(arch: Architecture) -> bool:
     """Return whether the family's norms are ``layer_norm``, which CUDA's autocast runs in fp32."""
-    return arch.norm == "layernorm" and not family_of(arch).has_layernorm_1p
+    return arch.norm == "layernorm" and not find_family(arch).has_layernorm_1p
 
 
 def casts_norms(arch: Architecture, modules: Modules) -> bool:
     """Return whether norms cast their input: Nemotron's LayerNorm1P does, for CUDA's autocast only."""
-    return family_of(arch).has_layernorm_1p and modules.autocast and modules.on_gpu
+    return find_family(arch).has_layernorm_1p and modules.autocast and modules.on_gpu
 
 
 def _list_query_key_norms(arch: Architecture, modules: Modules) -> list[SavedTensor]:
@@ -82,9 +82,9 @@ def _list_query_key_norms(arch: Architecture, modules: Modules) -> list[SavedTen
 
 def compute_inner_bytes(arch: Architecture, modules: Modules) -> int:
     """Return bytes per intermediate element: tensors saved by the activation and by the down projection."""
-    c, down = modules.compute, names_of(arch).down
+    c, down = modules.compute, list_parameter_names(arch).down
     product = modules.inner_copies(down) * c
-    family = family_of(arch)
+    family = find_family(arch)
     if family.activation == "gelu_new":
         return compute_unfused_gelu(modules) + product
     if family.activation == "relu2" and modules.autocast and modules.on_gpu:

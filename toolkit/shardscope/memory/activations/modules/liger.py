@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
-from shardscope.families.registry import families_with
+from shardscope.families.registry import list_families_with
 from shardscope.memory.activations.modules.attention import get_attention_widths, list_kernel_tensors
 from shardscope.memory.activations.modules.saved import Modules, SavedTensor, list_stream_readers
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
-LIGER_FAMILIES = families_with("liger_kernels")
+LIGER_FAMILIES = list_families_with("liger_kernels")
 """Families for which ``apply_liger_kernel_to_...`` replaces every norm and the whole MLP, and nothing
 else."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardscope.core.precision import FP32
-from shardscope.families.parameter_names import attention_inputs, mlp_inputs
+from shardscope.families.parameter_names import list_attention_inputs, list_mlp_inputs
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -137,4 +137,4 @@ class Modules(NamedTuple):
 
 def list_stream_readers(arch: Architecture) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the projections that read attention's norm, and those that read the dense MLP's norm."""
-    return attention_inputs(arch), mlp_inputs(arch)
+    return list_attention_inputs(arch), list_mlp_inputs(arch)

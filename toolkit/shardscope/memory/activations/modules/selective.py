@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
 from shardscope.families.parameter_shapes import find_first_layer
-from shardscope.families.registry import family_of
+from shardscope.families.registry import find_family
 from shardscope.memory.activations.modules.attention import get_attention_widths, is_eager, uses_math_backend
 from shardscope.memory.activations.modules.saved import Modules, SavedTensor
 
@@ -41,7 +41,7 @@ def list_selective_tensors(arch: Architecture, moe: bool, modules: Modules) -> l
         score = FP32 if arch.latent_attention is not None and not modules.autocast else c
         tensors.append(SavedTensor("experts", experts.num_experts * score, "sequence"))
         width = experts.shared_expert_intermediate_size
-        if family_of(arch).has_shared_expert_gate:
+        if find_family(arch).has_shared_expert_gate:
             tensors.append(SavedTensor("experts", c, "sequence"))
     if width and plain:
         tensors.append(SavedTensor("mlp", (2 if arch.gated_mlp else 1) * width * c, "tp"))
