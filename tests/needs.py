@@ -1,4 +1,4 @@
-"""What a test cannot do without: where it is missing, the test is skipped and says which line brings it."""
+"""Requirements of tests: a test whose package is missing is skipped with the command that installs it."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ EXTRAS = {
     "torchao": "test",
     "transformers": "train",
 }
-"""The smallest extra of pyproject.toml that brings each package."""
+"""For each package, the smallest extra of pyproject.toml that installs it."""
 
 
 def needs(module: str, minversion: str | None = None) -> Any:
-    """``module``, imported; without it the test is skipped, and at a file's top all of its tests."""
-    found = pytest.importorskip(module, reason=why(module, minversion))
-    if minversion is not None and Version(found.__version__) < Version(minversion):
+    """Import and return ``module``. Skip the test, or at module level the whole file, if it is missing."""
+    imported = pytest.importorskip(module, reason=why(module, minversion))
+    if minversion is not None and Version(imported.__version__) < Version(minversion):
         pytest.skip(why(module, minversion), allow_module_level=True)
-    return found
+    return imported
 
 
 def needs_installed(package: str) -> pytest.MarkDecorator:
-    """A mark for tests whose own processes import ``package``; it is not imported here."""
-    found = importlib.util.find_spec(package) is not None
-    return pytest.mark.skipif(not found, reason=why(package))
+    """Return a mark for tests whose subprocesses import ``package``; it is not imported here."""
+    is_installed = importlib.util.find_spec(package) is not None
+    return pytest.mark.skipif(not is_installed, reason=why(package))
 
 
 def skip_without(package: str) -> None:
-    """The same from inside a test."""
+    """Skip the running test if ``package`` is not installed."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(why(package))
 
@@ -55,19 +55,19 @@ THOROUGH = os.environ.get("SHARDSCOPE_TESTS") == "all"
 
 
 def thorough() -> pytest.MarkDecorator:
-    """A mark for what only `make test-all` runs: others like it run in every test."""
+    """Return a mark for cases that only `make test-all` runs; `make test` runs similar cases."""
     return pytest.mark.skipif(
         not THOROUGH, reason="one more of its kind; run it and all others: make test-all"
     )
 
 
 def examples(number: int) -> int:
-    """How many examples hypothesis draws of a law: all in `make test-all`, else an eighth of ``number``."""
+    """Return hypothesis's ``max_examples``: ``number`` in `make test-all`, else an eighth, at least 5."""
     return number if THOROUGH else max(number // 8, 5)
 
 
 def few(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
-    """``cases`` as parameters: ``kept`` run in every test, the others of their kind in `make test-all`."""
+    """Return ``cases`` as pytest parameters: `make test` runs only ``kept``, `make test-all` runs all."""
     values = [case if isinstance(case, tuple) else (case,) for case in cases]
     kept = [case if isinstance(case, tuple) else (case,) for case in kept]
     assert all(case in values for case in kept)
@@ -75,7 +75,7 @@ def few(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
 
 
 def with_fp16_where_it_can_be(names: Iterable[str]) -> list[Any]:
-    """``names`` as parameters: those of fp16 need a processor on which DeepSpeed trains in it."""
+    """Return ``names`` as pytest parameters, with those of fp16 skipped on processors without AVX512-FP16."""
     mark = pytest.mark.skipif(
         multiplies_in_fp16() is False,
         reason="DeepSpeed trains in fp16 on processors with AVX512-FP16 only: run it on one",
@@ -84,7 +84,7 @@ def with_fp16_where_it_can_be(names: Iterable[str]) -> list[Any]:
 
 
 def why(module: str, minversion: str | None = None) -> str:
-    """What a skip says for want of ``module``."""
+    """Return the reason of a skip if ``module`` is missing: the command that installs it."""
     package = module.partition(".")[0]
     version = f" {minversion} or newer" if minversion else ""
     return f'needs {package}{version}: pip install -U "shardscope[{EXTRAS[package]}]"'

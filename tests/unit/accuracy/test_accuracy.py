@@ -1,4 +1,4 @@
-"""The accuracy tools: each scores a small file of rows and ends well."""
+"""Tests of the accuracy tools on small files of rows."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ ROW: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", ["memory", "time"])
-def test_a_file_of_rows_is_scored(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row without a plan is counted, a line that is no JSON is named, and neither ends the run."""
+def test_scores_rows_and_reports_unknown_and_invalid_ones(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows without a plan are counted and invalid lines reported; neither aborts the run."""
     file = tmp_path / "rows.jsonl"
     unknown = {**ROW, "id": "row-2", "framework": "no framework of ours"}
     file.write_text(f"{json.dumps(ROW)}\n{json.dumps(unknown)}\nno json\n", encoding="utf-8")
@@ -52,21 +54,21 @@ def test_a_file_of_rows_is_scored(kind: str, tmp_path: Path, capsys: pytest.Capt
     assert "line 3" in printed.err
 
 
-def test_a_run_of_ours_is_scored_by_its_own_plan(tmp_path: Path) -> None:
-    """What tests/gpu/test_one_gpu.py writes is what the scorer reads."""
+def test_own_rows_are_scored_with_their_plan(tmp_path: Path) -> None:
+    """The scorer reads the rows that tests/gpu/test_one_gpu.py writes."""
     recipe = ss.Recipe(seq_len=512, micro_batch_size=4, global_batch_size=8, method="lora", lora_rank=8)
     cluster = ss.Cluster.parse("1xh100-sxm-80gb")
     plan = ss.Plan(ss.Architecture.of_size("120m"), cluster, recipe, ss.Layout.zero(stage=3))
     file = tmp_path / "own.jsonl"
-    beside = {"fragmentation": GIB // 2, "runtime": GIB // 4}
-    append(file, own_rows(plan, 5 * GIB, beside, date="2026-11-21", versions={"torch": "2.13"}))
+    other_bytes = {"fragmentation": GIB // 2, "runtime": GIB // 4}
+    append(file, own_rows(plan, 5 * GIB, other_bytes, date="2026-11-21", versions={"torch": "2.13"}))
     score = score_memory(read([file]))
     assert not score.unmapped
     assert sorted(row.measured / GIB for row in score.scored) == [5, 5.5, 5.75]
     assert all(row.mapped.plan == plan for row in score.scored)
 
 
-def test_a_constant_is_fitted_to_calibration_rows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fitting_a_constant_does_not_increase_the_error(capsys: pytest.CaptureFixture[str]) -> None:
     fitting.main(["--rounds", "1", "--only", "matrices.ampere.share"])
     first, *fitted, last = capsys.readouterr().out.splitlines()
     assert len(fitted) == 1 and fitted[0].startswith("matrices.ampere.share = ")

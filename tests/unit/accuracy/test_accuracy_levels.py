@@ -1,4 +1,4 @@
-"""The levels that docs/accuracy.md reached hold: a formula that worsens them fails here, in seconds."""
+"""Tests of memory errors against fixed limits: a formula that increases them fails here within seconds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.accuracy.scoring import MemoryScore, absolute, percentile, score_memo
 
 from shardscope.memory.overheads import libraries as overheads
 
-# Source and kind -> the medians of absolute errors that were reached, in percent, and a little room: with
-# what ran beside the plan described, and by plan.memory() alone.
+# Source and kind -> limits of the median absolute errors in percent, with a small margin: with the
+# publishers' own code modelled, and of plan.memory() alone.
 MEDIANS = {
-    # Alone: without FSDP1's hooks, which hold a fifth more, and with transformers' loss in Unsloth's place.
+    # plan.memory() has no FSDP1 hooks, which need a fifth more, and transformers' loss instead of Unsloth's.
     ("FMS-acceleration", "allocated"): (2.0, 21.0),
     ("FMS-acceleration", "nvidia-smi"): (20.0, 20.0),
     ("Zero Bubble", "unknown"): (2.5, 2.5),
@@ -35,60 +35,60 @@ def score() -> MemoryScore:
 
 
 @pytest.mark.parametrize(("group", "percents"), MEDIANS.items(), ids=[" ".join(name) for name in MEDIANS])
-def test_medians_are_no_worse(
+def test_median_memory_error_of_each_group_is_within_its_limit(
     score: MemoryScore, group: tuple[str, str], percents: tuple[float, float]
 ) -> None:
     for one, percent in zip((score, score.by_product), percents, strict=True):
         rows = [
             row
-            for (name, what), some in one.groups.items()
-            if group[0] in name and what == group[1]
-            for row in some
+            for (name, group_kind), group_rows in one.groups.items()
+            if group[0] in name and group_kind == group[1]
+            for row in group_rows
         ]
         assert rows
         assert 100 * median(absolute(rows)) <= percent
 
 
-def test_every_group_of_rows_has_a_level(score: MemoryScore) -> None:
+def test_every_group_of_rows_has_a_limit(score: MemoryScore) -> None:
     for name, what in score.groups:
         assert [1 for part, kind_of in MEDIANS if part in name and kind_of == what] == [1], (name, what)
 
 
-def test_most_rows_of_known_frameworks_have_a_plan(score: MemoryScore) -> None:
+def test_at_least_88_percent_of_rows_have_a_plan(score: MemoryScore) -> None:
     foreign = sum(reason.endswith("schedule is not modelled") for _, reason in score.unmapped)
     assert score.num_rows - len(score.unmapped) >= 0.88 * (score.num_rows - foreign)
 
 
-def test_no_row_makes_a_prediction_fail(score: MemoryScore) -> None:
+def test_no_memory_prediction_fails(score: MemoryScore) -> None:
     assert not [reason for _, reason in score.unmapped if reason.startswith("failed")]
 
 
-def test_fits_or_not_is_right_more_often_than_always_fits(score: MemoryScore) -> None:
-    """Nearly every row ran: what counts are those that did not, and that none that ran is turned away."""
+def test_fits_predictions_are_more_accurate_than_always_fits(score: MemoryScore) -> None:
+    """Nearly all rows ran: check that those out of memory are found, and none that ran is rejected."""
     assert len(score.fits) > 200
-    out = [fit for fit in score.fits if not fit.ran]
-    assert len(out) >= 7
-    assert sum(not fit.predicted for fit in out) >= 6
+    out_of_memory = [fit for fit in score.fits if not fit.ran]
+    assert len(out_of_memory) >= 7
+    assert sum(not fit.predicted for fit in out_of_memory) >= 6
     assert sum(fit.ran and not fit.predicted for fit in score.fits) == 0
-    assert sum(not fit.alone for fit in out) >= 4
+    assert sum(not fit.alone for fit in out_of_memory) >= 4
     assert sum(fit.ran and not fit.alone for fit in score.fits) <= 6
-    # What is tight is a warning: of those that ran out nearly every one had it, of those that ran hardly one.
-    assert sum(fit.warned for fit in out) >= 6
+    # Plans close to the limit have a warning: nearly all rows out of memory, hardly any that ran.
+    assert sum(fit.warned for fit in out_of_memory) >= 6
     assert sum(fit.warned and fit.ran for fit in score.fits) <= 0.1 * len(score.fits)
     assert all(fit.warned for fit in score.fits if not fit.alone)
-    right = sum(fit.ran == fit.predicted for fit in score.fits)
-    assert right >= 0.98 * len(score.fits)
-    assert right > sum(fit.ran for fit in score.fits)
+    correct = sum(fit.ran == fit.predicted for fit in score.fits)
+    assert correct >= 0.98 * len(score.fits)
+    assert correct > sum(fit.ran for fit in score.fits)
 
 
-def test_nine_of_ten_allocated_rows_are_close(score: MemoryScore) -> None:
+def test_90_percent_of_allocated_rows_are_within_5_percent(score: MemoryScore) -> None:
     errors = sorted(abs(row.error) for row in score.scored if kind(row.mapped.row) == "allocated")
     assert len(errors) > 50
     assert percentile(errors, 0.9) <= 0.05
 
 
-def test_nine_of_ten_allocated_rows_with_nothing_beside_the_plan_are_close(score: MemoryScore) -> None:
-    """The product's own word, which no foreign code mends."""
+def test_90_percent_of_allocated_rows_without_own_code_are_within_5_percent(score: MemoryScore) -> None:
+    """Predictions of ``plan.memory()`` alone, without modelled code of the publishers."""
     rows = [row for row in score.scored if kind(row.mapped.row) == "allocated" and not row.is_described]
     assert len(rows) >= 10
     assert all(row.predicted == row.alone for row in rows)
@@ -104,7 +104,7 @@ def test_nine_of_ten_allocated_rows_with_nothing_beside_the_plan_are_close(score
         ("torchtitan", "reserved", 0.9, 1.55),
     ],
 )
-def test_bands_hold_as_many_rows_and_are_no_wider_than_they_were(
+def test_error_bands_contain_enough_rows_and_are_narrow_enough(
     score: MemoryScore, name: str, what: str, share: float, width: float
 ) -> None:
     rows = [row for row in score.scored if kind(row.mapped.row) == what and name in row.group[0]]
@@ -112,20 +112,20 @@ def test_bands_hold_as_many_rows_and_are_no_wider_than_they_were(
     assert median(row.predicted.high / row.predicted.low for row in rows) <= width
 
 
-def test_the_bands_top_is_what_its_rule_says_of_calibration_rows(score: MemoryScore) -> None:
-    """Formulas move it a little; a constant that somebody chose otherwise fails."""
-    found = of_calibration(score.scored)
-    assert {row.mapped.row["role"] for row in found} == {"calibration"}
-    assert len({row.group[0] for row in found}) == 4
-    shares = sorted(map(held_share, found))
-    chosen = chosen_share(found)
+def test_fragmentation_high_percent_follows_from_calibration_rows(score: MemoryScore) -> None:
+    """Formulas change the share slightly; a constant that does not follow from it fails."""
+    rows = of_calibration(score.scored)
+    assert {row.mapped.row["role"] for row in rows} == {"calibration"}
+    assert len({row.group[0] for row in rows}) == 4
+    shares = sorted(map(held_share, rows))
+    chosen = chosen_share(rows)
     assert chosen in shares
     assert 100 * chosen == pytest.approx(overheads.FRAGMENTATION_HIGH_PERCENT, abs=3)
 
 
 @pytest.mark.parametrize("name", ["BLOOM", "FMS-acceleration", "nanotron"])
-def test_rows_that_chose_nothing_lie_in_their_bands_as_often(score: MemoryScore, name: str) -> None:
-    """What a rule from `calibration` rows is worth: `judge` rows had no part in it."""
+def test_judge_rows_are_in_their_bands_as_often_as_calibration_rows(score: MemoryScore, name: str) -> None:
+    """The bands were chosen with `calibration` rows only; `judge` rows test whether they generalize."""
     share = {}
     for role in ("calibration", "judge"):
         rows = [
@@ -139,8 +139,8 @@ def test_rows_that_chose_nothing_lie_in_their_bands_as_often(score: MemoryScore,
     assert share["judge"] >= share["calibration"] - 0.15
 
 
-def test_the_report_has_the_figures_of_a_fresh_run(score: MemoryScore) -> None:
-    """Every figure, not names only: whoever changes a formula runs `make accuracy` and commits the file."""
+def test_memory_figures_in_accuracy_md_are_up_to_date(score: MemoryScore) -> None:
+    """All figures are compared: after changing a formula, run `make accuracy` and commit the file."""
     fresh = full_report(score)
     stored = parts(DOCUMENT.read_text(encoding="utf-8"))["memory"]
     changed = [line for line in fresh.splitlines() if line not in set(stored.splitlines())]

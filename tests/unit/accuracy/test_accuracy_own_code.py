@@ -1,4 +1,4 @@
-"""Code of others that ran beside published plans: each piece explains the rows that it was checked on."""
+"""Tests of modelled code of publishers (``own_code``): each piece explains its calibration rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.accuracy.scoring import Scored, score_memory
 
 @pytest.fixture(scope="module")
 def calibration() -> list[Scored]:
-    """Rows that judge nothing: a piece that was checked on judge rows would be no proof of it."""
+    """Return the calibration rows: judge rows must not be used to choose the pieces."""
     rows = [row for row in read(sorted(MEASURED.glob("*.jsonl"))) if row.get("role") == "calibration"]
     return list(score_memory(rows).scored)
 
@@ -28,11 +28,11 @@ def calibration() -> list[Scored]:
         ("unsloth_loss", 0.01, 0.3),
     ],
 )
-def test_each_piece_explains_its_calibration_rows(
+def test_each_piece_of_own_code_reduces_the_median_error(
     calibration: list[Scored], name: OwnCode, with_it: float, without_it: float
 ) -> None:
-    """The median error with all that ran is small, and without this piece it is not."""
-    found = without(name, calibration)
-    assert found
-    assert median(one.with_error for one in found) <= with_it
-    assert median(one.without_error for one in found) >= without_it
+    """The median error is small with all pieces and large without this one."""
+    ablations = without(name, calibration)
+    assert ablations
+    assert median(one.with_error for one in ablations) <= with_it
+    assert median(one.without_error for one in ablations) >= without_it

@@ -1,4 +1,4 @@
-"""The levels that step times reached hold: a formula that worsens them fails here, in seconds."""
+"""Tests of step-time errors against fixed limits: a formula that increases them fails here within seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.accuracy.time_scoring import (
 )
 from tests.accuracy.time_writing import time_report
 
-# Source -> the median of absolute errors that was reached on its judge rows, in percent, and a little room.
+# Source -> limit of the median absolute error on its judge rows in percent, with a small margin.
 MEDIANS = {
     "BLOOM": 9.0,
     "FMS-acceleration": 6.0,
@@ -33,7 +33,7 @@ MEDIANS = {
     "nanotron": 70.0,
     "torchtitan": 7.0,
 }
-# Sources that sweep layouts, and the rank correlation that was reached over all their rows, less a little.
+# Sources that sweep layouts -> limit of the rank correlation over all their rows, with a small margin.
 RANKS = {
     "BLOOM": 0.90,
     "Korthikanti": 0.95,
@@ -52,42 +52,46 @@ def score() -> TimeScore:
 
 
 @pytest.mark.parametrize(("name", "percent"), MEDIANS.items())
-def test_medians_of_judge_rows_are_no_worse(score: TimeScore, name: str, percent: float) -> None:
+def test_median_time_error_of_each_source_is_within_its_limit(
+    score: TimeScore, name: str, percent: float
+) -> None:
     (rows,) = [rows for source, rows in score.only("judge").by_source.items() if name in source]
     assert 100 * median(absolute(rows)) <= percent
 
 
 @pytest.mark.parametrize(("name", "least"), RANKS.items())
-def test_ranks_are_no_worse(score: TimeScore, name: str, least: float) -> None:
+def test_rank_correlation_of_each_source_is_within_its_limit(
+    score: TimeScore, name: str, least: float
+) -> None:
     (rows,) = [rows for source, rows in score.by_source.items() if name in source]
-    found = rank_correlation(rows)
-    assert found is not None
-    assert found >= least
+    correlation = rank_correlation(rows)
+    assert correlation is not None
+    assert correlation >= least
 
 
-def test_every_source_has_a_level(score: TimeScore) -> None:
+def test_every_source_has_a_limit(score: TimeScore) -> None:
     for source in score.by_source:
         assert [1 for name in MEDIANS if name in source] == [1], source
 
 
-def test_the_goals_are_reached(score: TimeScore) -> None:
-    """On rows that nothing was fitted on and on all, with what ran beside plans described and without."""
+def test_time_errors_are_within_the_goals(score: TimeScore) -> None:
+    """On judge rows and on all rows, with the publishers' own code modelled and without."""
     every = calibrated(score)
     for one in (every, every.only("judge")):
         for rows in (one, one.by_product):
-            found = summary(rows.by_source)
-            assert found is not None
-            assert found[0] <= 0.08
-            assert found[1] <= 0.25
+            errors = summary(rows.by_source)
+            assert errors is not None
+            assert errors[0] <= 0.08
+            assert errors[1] <= 0.25
 
 
-def test_most_rows_have_a_plan_and_none_makes_a_prediction_fail(score: TimeScore) -> None:
+def test_85_percent_of_rows_have_a_plan_and_no_time_prediction_fails(score: TimeScore) -> None:
     assert len(score.scored) >= 0.85 * score.num_configurations
     assert not [reason for reason in score.reasons if reason.startswith("failed")]
 
 
-def test_the_document_has_the_figures_of_a_fresh_run(score: TimeScore) -> None:
-    """Every figure, not names only: whoever changes a formula runs `make accuracy` and commits the file."""
+def test_time_figures_in_accuracy_md_are_up_to_date(score: TimeScore) -> None:
+    """All figures are compared: after changing a formula, run `make accuracy` and commit the file."""
     fresh, stored = time_report(score), parts(DOCUMENT.read_text(encoding="utf-8"))["time"]
     changed = [line for line in fresh.splitlines() if line not in set(stored.splitlines())]
     assert not changed, f"docs/accuracy.md is not of this code; run `make accuracy`. Changed: {changed[:5]}"

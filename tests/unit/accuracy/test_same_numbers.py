@@ -1,4 +1,4 @@
-"""About a hundred of the stored plans give the stored numbers; ``make same-numbers`` checks all of them."""
+"""Test of about a hundred stored plans against stored numbers; ``make same-numbers`` checks all of them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from tests.accuracy import same_numbers
 from shardscope.timing.calibration.store import FOLDER_VARIABLE
 
 EVERY = 45
-"""Of so many stored plans, one is computed here."""
+"""One in so many stored plans is computed here."""
 QUESTIONS = (2, 12, 18)
-"""Of the searches and the advice, those that take least."""
+"""The fastest searches and advice."""
 
 
-def test_a_sample_of_the_stored_plans_has_the_stored_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampled_plans_have_the_stored_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     same_numbers.use_stored_calibration(tmp_path)
     stored = same_numbers.read_lines(same_numbers.NUMBERS)
@@ -32,7 +30,7 @@ def test_a_sample_of_the_stored_plans_has_the_stored_numbers(
     answers = [same_numbers.as_stored(frozen.answer(*job)) for job in jobs]
     assert same_numbers.check(jobs, stored, answers) == []
 
-    # The check names the plan and the number that differs by one byte.
+    # The check reports the plan and a number that differs by one byte.
     first = next(number for number, job in enumerate(jobs) if job[0] == "plan")
     activations = answers[first]["memory"]["at"]["backward"]["activations"]
     answers[first]["memory"]["at"]["backward"]["activations"] += 1

@@ -1,4 +1,4 @@
-"""The catalogue: every figure has a source, every name is well formed, and misspelt names are helped."""
+"""Tests of the catalog: sources of all figures, valid names, and suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ GPU_NAMES = {
 
 
 @pytest.mark.parametrize("kind", ["models", "gpus", "links"])
-def test_every_entry_is_sourced_and_well_named(kind: str) -> None:
+def test_every_entry_has_a_source_and_a_valid_name(kind: str) -> None:
     for name, entry in load_table(kind).items():
         assert re.fullmatch(r"[a-z0-9]+(?:\.[a-z0-9]+)*(?:-[a-z0-9]+(?:\.[a-z0-9]+)*)*", name), name
         for key in (
@@ -61,7 +61,7 @@ def test_every_entry_is_sourced_and_well_named(kind: str) -> None:
             assert entry["host_source"], name
 
 
-def test_the_gpus_and_at_least_sixty_models_are_there() -> None:
+def test_catalog_has_all_gpus_and_at_least_60_models() -> None:
     assert set(gpus) == GPU_NAMES
     assert len(set(gpus) - {"cpu"}) >= 25
     assert len(models) >= 60
@@ -90,15 +90,15 @@ def test_mappings_are_lazy_cached_ordered_and_read_only() -> None:
         (links, "nvlink4", "nvlink-4"),
     ],
 )
-def test_a_misspelt_name_gets_its_nearest(mapping: Any, bad: str, near: str) -> None:
+def test_misspelt_names_raise_with_the_nearest(mapping: Any, bad: str, near: str) -> None:
     with pytest.raises(KeyError, match=re.escape(repr(near)).replace("'", ".")) as caught:
         mapping[bad]
     known = caught.value.args[0].partition("known: ")[2].split(", ")
-    assert known == sorted(mapping), "in an order that a person can search"
+    assert known == sorted(mapping), "names are listed in alphabetical order"
 
 
-def test_a_model_is_found_by_the_repository_that_it_was_read_from() -> None:
-    """As its entry spells it, and in any other case; none stands for two models, none is a name itself."""
+def test_models_are_found_by_hub_repository_in_any_case() -> None:
+    """Repositories are unique in any case, and none is a name of the catalog."""
     names = load_model_names()
     read = [name for name, entry in load_table("models").items() if "huggingface.co" in entry["source"]]
     assert sorted(names.repositories.values()) == sorted(read) and len(read) > 80
@@ -120,7 +120,7 @@ def test_a_model_is_found_by_the_repository_that_it_was_read_from() -> None:
         ("mistralai/mixtral8x7b-v0.1", "mixtral-8x7b"),
     ],
 )
-def test_another_repository_is_told_the_nearest_model(text: str, near: str) -> None:
+def test_unknown_repositories_raise_with_the_nearest_model(text: str, near: str) -> None:
     assert text not in models
     with pytest.raises(KeyError, match=rf"model '{text}' is not.*nearest: '{re.escape(near)}'"):
         models[text]
@@ -131,27 +131,27 @@ def test_another_repository_is_told_the_nearest_model(text: str, near: str) -> N
 @pytest.mark.parametrize(
     ("mapping", "bad"), [(models, "bert-large-uncased"), (gpus, "tpu-v5p"), (links, "carrier-pigeon")]
 )
-def test_a_name_that_is_near_to_none_gets_no_wrong_one(mapping: Any, bad: str) -> None:
+def test_names_unlike_any_entry_raise_without_a_suggestion(mapping: Any, bad: str) -> None:
     with pytest.raises(KeyError, match="is not in the catalogue; known:") as caught:
         mapping[bad]
     assert "nearest" not in caught.value.args[0]
 
 
-def test_a_model_and_a_gpu_that_are_near_to_none_are_refused_without_a_wrong_name() -> None:
+def test_plan_cluster_and_recipe_errors_suggest_no_unrelated_name() -> None:
     with pytest.raises(ValueError, match="from_hf") as caught:
         Plan("bert-large-uncased", None, None, None)  # type: ignore[arg-type]
     assert "ss.models" not in str(caught.value)
-    with pytest.raises(FieldError) as refused:
+    with pytest.raises(FieldError) as field_error:
         Cluster.parse("8xtpu-v5p")
-    assert refused.value.problem == "tpu-v5p is not in the catalogue"
-    assert refused.value.changes == {} and "ss.Gpu" in refused.value.fix
-    with pytest.raises(FieldError) as refused:
+    assert field_error.value.problem == "tpu-v5p is not in the catalogue"
+    assert field_error.value.changes == {} and "ss.Gpu" in field_error.value.fix
+    with pytest.raises(FieldError) as field_error:
         Recipe(colour="red")  # type: ignore[call-arg]
-    assert "colour" in refused.value.fix, "to leave it out, and not some other key"
+    assert "colour" in field_error.value.fix, "the fix is to leave it out, not another key"
 
 
 @pytest.mark.parametrize("bad", [None, 7, [], ("a",)])
-def test_what_is_no_name_is_a_key_error(bad: Any) -> None:
+def test_keys_that_are_not_names_raise(bad: Any) -> None:
     with pytest.raises((KeyError, TypeError)):
         models[bad]
 
@@ -166,7 +166,7 @@ def test_gpu_figures_are_consistent(name: str) -> None:
     assert peaks["fp16"] >= peaks["fp32"]
     if "bf16" in peaks:
         assert peaks["bf16"] == peaks["fp16"]
-    if "tf32" in peaks:  # AMD's CDNA 2 and 4 have none
+    if "tf32" in peaks:  # AMD's CDNA 2 and 4 have no tf32
         assert peaks["tf32"] == pytest.approx(peaks["bf16"] / 2, rel=0.015)
     if "fp8" in peaks:
         assert peaks["fp8"] == pytest.approx(2 * peaks["bf16"], rel=0.015)
@@ -175,11 +175,11 @@ def test_gpu_figures_are_consistent(name: str) -> None:
     assert entry["host_link"] in links and entry["inter_node_link"] in links
 
 
-def test_an_h100_is_what_its_driver_says() -> None:
+def test_h100_usable_memory_equals_its_drivers() -> None:
     assert round(gpus["h100-sxm-80gb"].usable_bytes / 2**30, 2) == 79.10
 
 
-def test_the_cpu_is_this_host() -> None:
+def test_cpu_entry_has_the_memory_of_this_host() -> None:
     cpu = gpus["cpu"]
     assert cpu.memory_is_shared
     assert cpu.memory_bytes > 2**28
@@ -191,16 +191,18 @@ UNPRICED = {"a30-24gb", "h20-96gb", "mi250x-gcd-64gb"}
 
 
 @pytest.mark.parametrize("name", sorted(GPU_NAMES - {"cpu"} - UNPRICED))
-def test_every_price_has_its_day_and_its_address(name: str) -> None:
+def test_every_price_has_a_date_and_a_source_url(name: str) -> None:
     gpu, entry = gpus[name], load_table("gpus")[name]
     assert gpu.price_per_hour_usd and gpu.price_date
     assert 0.1 < gpu.price_per_hour_usd < 20  # a dollar amount for one GPU, not for a node or in cents
-    assert date.fromisoformat(gpu.price_date) > date(2017, 1, 1)  # no clock: a machine may stand in the past
+    assert date.fromisoformat(gpu.price_date) > date(
+        2017, 1, 1
+    )  # not compared with today: a machine's clock may be wrong
     assert ADDRESS.search(entry["price_source"])
 
 
-def test_cards_without_a_price_are_these() -> None:
-    """No list in dollars that says its own day has them; a price without its source is not kept."""
+def test_only_listed_gpus_have_no_price() -> None:
+    """No dated price list in dollars has these; a price needs a date and a source."""
     unpriced = {name for name, gpu in gpus.items() if gpu.price_per_hour_usd is None}
     assert unpriced == UNPRICED | {"cpu"}
     for name in unpriced:
@@ -208,21 +210,22 @@ def test_cards_without_a_price_are_these() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(GPU_NAMES - {"cpu"}))
-def test_a_cards_source_has_its_address_and_its_figures(name: str) -> None:
-    """Its source says the figures: the peak (or twice it, with sparsity), the bandwidth and the power."""
+def test_gpu_sources_have_a_url_and_contain_the_figures(name: str) -> None:
+    """The source has the peak (or twice the peak, with sparsity), the bandwidth and the power."""
     gpu, source = gpus[name], load_table("gpus")[name]["source"]
     assert ADDRESS.search(source)
     numbers = [float(number.replace(",", "")) for number in re.findall(r"(?<!\w)\d[\d,]*(?:\.\d+)?", source)]
     peak = gpu.peak_flops["fp16"] / 1e12 * (2 if "halved" in source else 1)
-    assert any(said == pytest.approx(peak / unit, rel=2e-3) for said in numbers for unit in (1, 1000))
-    whole = 2 if name == "mi250x-gcd-64gb" else 1  # its page is for both dies
+    assert any(value == pytest.approx(peak / unit, rel=2e-3) for value in numbers for unit in (1, 1000))
+    whole = 2 if name == "mi250x-gcd-64gb" else 1  # its page has the figures of both dies
     speeds = re.findall(r"([\d,.]+) ([GT])B/s", source)
-    bandwidths = [float(said.replace(",", "")) * {"G": 1e9, "T": 1e12}[unit] for said, unit in speeds]
+    bandwidths = [float(value.replace(",", "")) * {"G": 1e9, "T": 1e12}[unit] for value, unit in speeds]
     assert gpu.memory_bandwidth_bytes_per_second is not None
     assert any(
-        said == pytest.approx(gpu.memory_bandwidth_bytes_per_second * whole, rel=2e-3) for said in bandwidths
+        value == pytest.approx(gpu.memory_bandwidth_bytes_per_second * whole, rel=2e-3)
+        for value in bandwidths
     )
     assert gpu.tdp_watts is not None
     assert gpu.tdp_watts * whole in [
-        float(said.replace(",", "")) for said in re.findall(r"([\d,]+) W\b", source)
+        float(value.replace(",", "")) for value in re.findall(r"([\d,]+) W\b", source)
     ]

@@ -1,4 +1,4 @@
-"""The GPU inventory: parsing, detection with a pretended driver, refusals and JSON."""
+"""Tests of ``Cluster``: parsing, detection with a fake driver, errors and JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLUSTER = Cluster.parse("4x8xh100-sxm-80gb")
 
 
 @pytest.mark.parametrize("name", list(gpus))
-def test_every_type_parses_in_every_form(name: str) -> None:
+def test_every_gpu_name_parses_with_counts(name: str) -> None:
     assert Cluster.parse(name).num_gpus == 1
     eight = Cluster.parse(f"8x{name}")
     assert (eight.num_nodes, eight.gpus_per_node, eight.gpu.name) == (1, 8, name)
@@ -73,47 +73,47 @@ def test_cpu_ranks_share_the_hosts_memory() -> None:
         ("٨xcpu", "8x"),
     ],
 )
-def test_bad_text_is_refused_with_the_nearest(bad: Any, near: str) -> None:
+def test_invalid_text_raises_with_the_nearest_cluster(bad: Any, near: str) -> None:
     with pytest.raises(ValueError, match=f"cluster is .*Nearest fix: '{near}"):
         Cluster.parse(bad)
 
 
 @pytest.mark.parametrize("bad", ["0xcpu", "2000xcpu", "0x8xl4-24gb", "999999x8xl4-24gb"])
-def test_fault_18_absurd_counts_are_refused(bad: str) -> None:
+def test_fault_18_absurd_counts_raise(bad: str) -> None:
     with pytest.raises(ValueError, match=r"Cluster\.(gpus_per_node|num_nodes) is"):
         Cluster.parse(bad)
 
 
 @given(st.text(max_size=40))
-def test_any_text_parses_or_is_a_value_error(text: str) -> None:
+def test_any_text_parses_or_raises_value_error(text: str) -> None:
     try:
         assert Cluster.parse(text).num_gpus >= 1
     except ValueError as error:
         assert "Nearest fix" in str(error)
 
 
-# ------------------------------------------------------------------------------------------- refusals
+# --------------------------------------------------------------------------------------------- errors
 
 NUMBERS = [0, -1, 1e30, 10**30, math.nan, math.inf, True, "8"]
 
 
 @pytest.mark.parametrize("field", ["gpus_per_node", "num_nodes"])
 @pytest.mark.parametrize("bad", [*NUMBERS, None, 1.5])
-def test_fault_18_bad_counts_are_refused(field: str, bad: Any) -> None:
+def test_fault_18_invalid_counts_raise(field: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=rf"Cluster\.{field} is"):
         dataclasses.replace(CLUSTER, **{field: bad})
 
 
 @pytest.mark.parametrize("field", ["host_memory_bytes", "nvme_bytes", "nvme_bandwidth_bytes_per_second"])
 @pytest.mark.parametrize("bad", NUMBERS[1:])
-def test_fault_33_bad_host_figures_are_refused(field: str, bad: Any) -> None:
+def test_fault_33_invalid_host_figures_raise(field: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=rf"Cluster\.{field} is"):
         dataclasses.replace(CLUSTER, **{field: bad})
 
 
 @pytest.mark.parametrize("field", ["gpu", "intra_node_link", "inter_node_link", "host_link"])
 @pytest.mark.parametrize("bad", [None, "h100", 7, {}])
-def test_bad_parts_are_refused(field: str, bad: Any) -> None:
+def test_invalid_gpus_and_links_raise(field: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=rf"Cluster\.{field} is"):
         dataclasses.replace(CLUSTER, **{field: bad})
 
@@ -123,7 +123,7 @@ def test_bad_parts_are_refused(field: str, bad: Any) -> None:
     ["memory_bytes", "usable_bytes", "memory_bandwidth_bytes_per_second", "tdp_watts", "price_per_hour_usd"],
 )
 @pytest.mark.parametrize("bad", NUMBERS[1:])
-def test_fault_33_bad_gpu_figures_are_refused(field: str, bad: Any) -> None:
+def test_fault_33_invalid_gpu_figures_raise(field: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=rf"Gpu\.{field} is"):
         dataclasses.replace(H100, price_date="2026-11-20", **{field: bad})
 
@@ -149,12 +149,12 @@ def test_fault_33_bad_gpu_figures_are_refused(field: str, bad: Any) -> None:
         ("price_date", 7),
     ],
 )
-def test_other_bad_gpu_fields_are_refused(field: str, bad: Any) -> None:
+def test_other_invalid_gpu_fields_raise(field: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=rf"Gpu\.{field}"):
         dataclasses.replace(H100, **{field: bad})
 
 
-def test_usable_memory_cannot_exceed_the_cards_and_a_price_has_its_day() -> None:
+def test_usable_memory_and_price_date_are_checked() -> None:
     with pytest.raises(ValueError, match=r"Gpu\.usable_bytes"):
         dataclasses.replace(H100, usable_bytes=H100.memory_bytes + 1)
     with pytest.raises(ValueError, match=r"Gpu\.price_date is None"):
@@ -167,7 +167,7 @@ def test_usable_memory_cannot_exceed_the_cards_and_a_price_has_its_day() -> None
 
 @pytest.mark.parametrize("field", ["bandwidth_bytes_per_second", "latency_seconds"])
 @pytest.mark.parametrize("bad", [-1, 1e30, math.nan, math.inf, True, "8", None])
-def test_fault_33_bad_links_are_refused(field: str, bad: Any) -> None:
+def test_fault_33_invalid_link_figures_raise(field: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=rf"Link\.{field} is"):
         dataclasses.replace(links["nvlink-4"], **{field: bad})
 
@@ -195,12 +195,12 @@ class NvmlError(Exception):
 
 
 def pretend_driver(
-    monkeypatch: pytest.MonkeyPatch, cards: list[tuple[str, int]], visible: str | None = None
+    monkeypatch: pytest.MonkeyPatch, devices: list[tuple[str, int]], visible: str | None = None
 ) -> None:
-    """A pynvml whose cards are (name, bytes); handles are their indices."""
+    """Replace pynvml by a fake whose GPUs are (name, bytes); handles are their indices."""
 
     def memory(handle: int, version: object = None) -> SimpleNamespace:
-        return SimpleNamespace(total=cards[handle][1], reserved=2**29)
+        return SimpleNamespace(total=devices[handle][1], reserved=2**29)
 
     def missing(_: int) -> None:
         raise NvmlError
@@ -210,10 +210,10 @@ def pretend_driver(
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
         nvmlMemory_v2=2,
-        nvmlDeviceGetCount=lambda: len(cards),
+        nvmlDeviceGetCount=lambda: len(devices),
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}abc",
-        nvmlDeviceGetName=lambda handle: cards[handle][0],
+        nvmlDeviceGetName=lambda handle: devices[handle][0],
         nvmlDeviceGetMemoryInfo=memory,
         nvmlDeviceGetArchitecture=lambda _: 10,
         nvmlDeviceGetPowerManagementDefaultLimit=lambda _: 575_000,
@@ -231,26 +231,26 @@ HOPPER = ("NVIDIA H100 80GB HBM3", 85_520_809_984)
 ADA = ("NVIDIA L4", 24_152_899_584)
 
 
-def test_detects_known_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detects_known_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_driver(monkeypatch, [HOPPER] * 8)
-    found = Cluster.detect()
-    assert str(found) == "8xh100-sxm-80gb"
-    assert found.host_memory_bytes == host.get_host_memory_bytes()
+    cluster = Cluster.detect()
+    assert str(cluster) == "8xh100-sxm-80gb"
+    assert cluster.host_memory_bytes == host.get_host_memory_bytes()
 
 
-def test_takes_the_largest_group_of_equal_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detects_the_largest_group_of_equal_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_driver(monkeypatch, [ADA, HOPPER, HOPPER])
     assert str(Cluster.detect()) == "2xh100-sxm-80gb"
     pretend_driver(monkeypatch, [ADA, HOPPER, HOPPER], visible="0")
     assert str(Cluster.detect()) == "1xl4-24gb"
 
 
-def test_an_unknown_card_is_described_by_its_driver_and_nothing_is_invented(
+def test_unknown_gpus_have_only_the_figures_of_the_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pretend_driver(monkeypatch, [("NVIDIA GeForce RTX 5080", 34_190_917_632)] * 2)
-    found = Cluster.detect()
-    assert found.gpu == Gpu(
+    cluster = Cluster.detect()
+    assert cluster.gpu == Gpu(
         name="nvidia-geforce-rtx-5080",
         vendor="nvidia",
         architecture="blackwell",
@@ -259,18 +259,18 @@ def test_an_unknown_card_is_described_by_its_driver_and_nothing_is_invented(
         link="pcie-5-x16",
         tdp_watts=575.0,
     )
-    assert found.intra_node_link == found.host_link == links["pcie-5-x16"]
-    assert Cluster.from_json(found.to_json()) == found
+    assert cluster.intra_node_link == cluster.host_link == links["pcie-5-x16"]
+    assert Cluster.from_json(cluster.to_json()) == cluster
 
 
-def test_a_slice_of_a_known_card_is_not_the_whole_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slice_of_a_known_gpu_is_not_detected_as_the_whole_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_driver(monkeypatch, [(HOPPER[0], 10 * 2**30)], visible="no-pcie")
     gpu = Cluster.detect().gpu
     assert (gpu.name, gpu.memory_bytes, gpu.link) == ("nvidia-h100-80gb-hbm3", 10 * 2**30, None)
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "9", "none", "NoDevFiles", "GPU-zzz"])
-def test_fault_20_nothing_visible_is_the_cpu(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+def test_fault_20_detects_the_cpu_if_no_gpu_is_visible(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
     pretend_driver(monkeypatch, [HOPPER] * 2, visible=visible)
     assert Cluster.detect().gpu.name == "cpu"
 
@@ -297,7 +297,7 @@ def test_fault_20_nothing_visible_is_the_cpu(monkeypatch: pytest.MonkeyPatch, vi
         ("1,", [1]),
     ],
 )
-def test_fault_20_visible_devices_as_cuda_reads_them(visible: str | None, indices: list[int]) -> None:
+def test_fault_20_cuda_visible_devices_is_read_as_cuda_does(visible: str | None, indices: list[int]) -> None:
     assert detection.parse_visible_devices(visible, ["GPU-a1", "GPU-b2", "GPU-c3"]) == indices
 
 
@@ -306,8 +306,8 @@ ENTRIES = ["0", "1", "2", "9", "-1", "+1", "x", "1x", "", " 2", "GPU-a1", "GPU-b
 
 @settings(max_examples=examples(400))
 @given(st.lists(st.sampled_from(ENTRIES), min_size=1, max_size=5).map(",".join))
-def test_fault_20_as_many_are_visible_as_torch_itself_counts(visible: str) -> None:
-    """torch's own reading of the variable; only the driver's answers below it are stand-ins."""
+def test_fault_20_number_of_visible_gpus_equals_that_of_torch(visible: str) -> None:
+    """torch parses the variable itself; only the driver's answers are fake."""
     cuda = needs("torch").cuda
     uuids = ["GPU-a1", "GPU-b2", "GPU-c3"]
     with pytest.MonkeyPatch.context() as patch:
@@ -317,7 +317,7 @@ def test_fault_20_as_many_are_visible_as_torch_itself_counts(visible: str) -> No
         assert len(detection.parse_visible_devices(visible, uuids)) == cuda._device_count_nvml()
 
 
-def test_without_a_driver_or_its_library_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detects_the_cpu_without_a_driver_or_pynvml(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_driver(monkeypatch, [HOPPER])
 
     def fail() -> None:
@@ -326,12 +326,12 @@ def test_without_a_driver_or_its_library_it_is_the_cpu(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys.modules["pynvml"], "nvmlInit", fail)
     assert Cluster.detect().gpu.name == "cpu"
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    found = Cluster.detect()
-    assert found.gpu.name == "cpu"
-    assert found.num_gpus == min(2, host.count_cores())
+    cluster = Cluster.detect()
+    assert cluster.gpu.name == "cpu"
+    assert cluster.num_gpus == min(2, host.count_cores())
 
 
-def test_a_card_that_fell_off_the_bus_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detects_the_cpu_if_the_gpu_fell_off_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_driver(monkeypatch, [HOPPER])
 
     def fail(_: int) -> None:
@@ -344,7 +344,7 @@ def test_a_card_that_fell_off_the_bus_is_survived(monkeypatch: pytest.MonkeyPatc
 # ---------------------------------------------------------------------------------------- host memory
 
 
-def test_the_lowest_cgroup_limit_above_us_counts(tmp_path: Path) -> None:
+def test_host_memory_is_the_lowest_cgroup_limit(tmp_path: Path) -> None:
     membership = tmp_path / "cgroup"
     membership.write_text("0::/a/b\n")
     (tmp_path / "root/a/b").mkdir(parents=True)
@@ -353,11 +353,11 @@ def test_the_lowest_cgroup_limit_above_us_counts(tmp_path: Path) -> None:
     (root / "a/memory.max").write_text(f"{2**28}\n")
     (root / "a/b/memory.max").write_text("max\n")
     assert host.get_host_memory_bytes(membership, root) == 2**28 < whole
-    (tmp_path / "memory.max").write_text("1")  # above the tree: not ours
+    (tmp_path / "memory.max").write_text("1")  # outside of the cgroup tree
     assert host.get_host_memory_bytes(membership, root) == 2**28
 
 
-def test_version_1_cgroups_and_none_at_all(tmp_path: Path) -> None:
+def test_host_memory_with_cgroup_v1_and_without_cgroups(tmp_path: Path) -> None:
     membership = tmp_path / "cgroup"
     membership.write_text("5:cpu,memory:/docker/x\n1:name=systemd:/\n")
     (tmp_path / "memory").mkdir()

@@ -1,4 +1,4 @@
-"""The nearest fix that a refusal names: once it is made, that is mended, and nothing goes in a circle."""
+"""Tests of the nearest fix in an error: applying it resolves the error, and fixes never form a cycle."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from shardscope.core.fixes import MAX_TRIES
 from shardscope.core.plan import Plan
 from shardscope.core.recipe import CHOICES, OPEN_CHOICES, Recipe
 
-OF_RECIPE = {field.name for field in fields(Recipe)}
+RECIPE_FIELDS = {field.name for field in fields(Recipe)}
 DEGREES = {
     "ddp": (),
     "fsdp2": ("tp", "pp", "cp", "vpp", "replicate"),
     "zero": ("tp", "pp", "ep"),
     "megatron": ("tp", "pp", "cp", "ep", "vpp", "etp"),
 }
-OTHERS: dict[str, dict[str, tuple[Any, ...]]] = {
+LAYOUT_OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
     "ddp": {},
     "fsdp2": {"offload": ("cpu",), "shard": (1, 3, 8), "reshard_after_forward": (False, 2, 4)},
     "zero": {
@@ -39,7 +39,7 @@ OTHERS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "megatron": {"distributed_optimizer": (False,), "sequence_parallel": (True, False)},
 }
-RECIPES: dict[str, tuple[Any, ...]] = {
+RECIPE_VALUES: dict[str, tuple[Any, ...]] = {
     **{field: values[1:] for field, values in CHOICES.items()},
     **OPEN_CHOICES,
     "seq_len": (1, 7, 512, 32_768),
@@ -62,30 +62,30 @@ CLUSTERS = (
     "3x4xl4-24gb",
     "16x8xh100-sxm-80gb",
 )
-Asked = tuple[str, str, dict[str, Any], str, dict[str, Any]]
+Options = tuple[str, str, dict[str, Any], str, dict[str, Any]]
 
 
 @st.composite
-def asked(draw: Any) -> Asked:
-    """What a person may ask for: some of it can run, most of it cannot, often for several reasons."""
+def plan_options(draw: Any) -> Options:
+    """Draw options of a plan: most combinations are invalid, often for several reasons."""
     framework = draw(st.sampled_from(sorted(DEGREES)))
     degrees: dict[str, tuple[Any, ...]] = dict.fromkeys(DEGREES[framework], (2, 3, 4, 5, 7, 8, 10, 16))
     return (
         draw(st.sampled_from(sorted(ss.models))),
         draw(st.sampled_from(CLUSTERS)),
-        _some(draw, RECIPES),
+        _draw_fields(draw, RECIPE_VALUES),
         framework,
-        _some(draw, degrees | OTHERS[framework]),
+        _draw_fields(draw, degrees | LAYOUT_OPTIONS[framework]),
     )
 
 
-def _some(draw: Any, values: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+def _draw_fields(draw: Any, values: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     names = draw(st.lists(st.sampled_from(sorted(values)), max_size=4, unique=True)) if values else []
     return {name: draw(st.sampled_from(values[name])) for name in names}
 
 
-def made(what: Asked) -> Plan:
-    model, cluster, recipe, framework, layout = what
+def build_plan(options: Options) -> Plan:
+    model, cluster, recipe, framework, layout = options
     return Plan(
         ss.models[model],
         ss.Cluster.parse(cluster),
@@ -94,41 +94,41 @@ def made(what: Asked) -> Plan:
     )
 
 
-def with_fix(what: Asked, error: FieldError) -> Asked:
-    """What a person would type who reads ``error``: "tp=4, seq_len=512", or another layout, or a value."""
-    model, cluster, recipe, framework, layout = what
+def apply_fix(options: Options, error: FieldError) -> Options:
+    """Return ``options`` with the fix of ``error``: "tp=4, seq_len=512", another layout, or a value."""
+    model, cluster, recipe, framework, layout = options
     call: Any = ast.parse(f"fix({error.fix})", mode="eval").body
-    typed = {item.arg: item.value for item in call.keywords}
-    if other := typed.pop("layout", None):
+    keywords = {item.arg: item.value for item in call.keywords}
+    if other := keywords.pop("layout", None):
         framework, layout = ast.unparse(other).removeprefix("Layout.").removesuffix("()"), {}
-    changes = {name: ast.literal_eval(value) for name, value in typed.items()}
+    changes = {name: ast.literal_eval(value) for name, value in keywords.items()}
     for value in call.args:
         changes[error.field.partition(".")[2]] = ast.literal_eval(value)
-    recipe = recipe | {name: value for name, value in changes.items() if name in OF_RECIPE}
-    layout = layout | {name: value for name, value in changes.items() if name not in OF_RECIPE}
+    recipe = recipe | {name: value for name, value in changes.items() if name in RECIPE_FIELDS}
+    layout = layout | {name: value for name, value in changes.items() if name not in RECIPE_FIELDS}
     return model, cluster, recipe, framework, layout
 
 
 @settings(deadline=None, max_examples=examples(300))
-@given(asked())
-def test_three_fixes_lead_to_a_plan(what: Asked) -> None:
-    """One for the recipe, one for the layout, one for both together: more nouns there are not."""
-    refused: list[tuple[str, str]] = []
+@given(plan_options())
+def test_at_most_three_suggested_fixes_lead_to_a_valid_plan(options: Options) -> None:
+    """One for the recipe, one for the layout, and one for their combination."""
+    messages: list[tuple[str, str]] = []
     while True:
         try:
-            made(what)
+            build_plan(options)
         except FieldError as error:
-            said = (error.field, str(error).partition("; allowed")[0])
-            assert said not in refused, (what, refused, str(error))
-            refused.append(said)
-            assert len(refused) <= 3, (what, refused, str(error))
-            what = with_fix(what, error)
+            message = (error.field, str(error).partition("; allowed")[0])
+            assert message not in messages, (options, messages, str(error))
+            messages.append(message)
+            assert len(messages) <= 3, (options, messages, str(error))
+            options = apply_fix(options, error)
         else:
             return
 
 
-CIRCLES: list[tuple[Asked, str]] = [
-    # Stage 1 for the pipeline, stage 3 for what is offloaded.
+INTERACTING: list[tuple[Options, str]] = [
+    # A pipeline needs stage 1, offloaded parameters need stage 3.
     (
         ("llama-3.1-8b", "8xh100-sxm-80gb", {}, "zero", {"pp": 2, "offload_params": "cpu"}),
         "stage=1, offload_params=None",
@@ -137,7 +137,7 @@ CIRCLES: list[tuple[Asked, str]] = [
         ("llama-3.1-8b", "8xh100-sxm-80gb", {}, "zero", {"stage": 1, "pp": 2, "offload_optimizer": "nvme"}),
         "offload_optimizer=None",
     ),
-    # Autocast's compiled layers are not counted computed again, and an interval is nothing without that.
+    # No formula counts recomputation of compiled layers in autocast; an interval needs recomputation.
     (
         (
             "llama-3.2-1b",
@@ -148,11 +148,11 @@ CIRCLES: list[tuple[Asked, str]] = [
         ),
         "recompute='none', recompute_interval=1",
     ),
-    # Query heads, key/value heads and GPUs all have to come out even.
+    # tp has to divide the query heads, the key/value heads and the GPUs.
     (("llama-3.1-8b", "8xh100-sxm-80gb", {}, "fsdp2", {"tp": 10}), "tp=8"),
     (("qwen3-30b-a3b", "8xh100-sxm-80gb", {}, "fsdp2", {"tp": 10}), "tp=4"),
     (("mistral-7b-v0.3", "6xh100-sxm-80gb", {"global_batch_size": 12}, "fsdp2", {"tp": 5}), "tp=2"),
-    # Layers and GPUs have to.
+    # pp and vpp have to divide the layers, and pp the GPUs.
     (
         (
             "llama-3.1-405b",
@@ -168,64 +168,66 @@ CIRCLES: list[tuple[Asked, str]] = [
         ("qwen3-0.6b", "3x4xh100-sxm-80gb", {"global_batch_size": 96}, "megatron", {"pp": 7, "vpp": 8}),
         "pp=3, vpp=10",
     ),
-    # Packing asks for flash attention, which the family has not.
+    # Packing needs flash attention, which the family does not support.
     (("gpt2", "2xcpu", {"packing": True, "seq_len": 512}, "fsdp2", {}), "packing=False"),
     # A sequence that three ranks divide is longer than the learned positions.
     (("gpt2", "3xh100-sxm-80gb", {"seq_len": 1024, "global_batch_size": 3}, "fsdp2", {"cp": 3}), "cp=1"),
 ]
 
 
-@pytest.mark.parametrize(("what", "fix"), CIRCLES, ids=lambda given: given if isinstance(given, str) else "")
-def test_a_fix_names_all_that_has_to_change(what: Asked, fix: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "fix"), INTERACTING, ids=lambda given: given if isinstance(given, str) else ""
+)
+def test_a_fix_names_every_field_that_must_change(options: Options, fix: str) -> None:
     with pytest.raises(FieldError) as caught:
-        made(what)
+        build_plan(options)
     assert caught.value.fix == fix
     assert str(caught.value).endswith(f"Nearest fix: {fix}.")
-    made(with_fix(what, caught.value))
+    build_plan(apply_fix(options, caught.value))
 
 
 @settings(deadline=None, max_examples=examples(100))
-@given(asked())
-def test_nothing_is_changed_without_need(what: Asked) -> None:
-    model, cluster, recipe, framework, layout = what
+@given(plan_options())
+def test_every_change_of_a_fix_is_necessary(options: Options) -> None:
+    model, cluster, recipe, framework, layout = options
     try:
-        nouns = Recipe(**recipe), getattr(ss.Layout, framework)(**layout)
-        Plan(ss.models[model], ss.Cluster.parse(cluster), *nouns)
+        arguments = Recipe(**recipe), getattr(ss.Layout, framework)(**layout)
+        Plan(ss.models[model], ss.Cluster.parse(cluster), *arguments)
     except FieldError as error:
         if "()" in error.fix or not (changes := re.findall(r"(\w+)=", error.fix))[1:]:
             return
-        whole = with_fix(what, error)
+        whole = apply_fix(options, error)
         for name in changes:
-            part = 2 if name in OF_RECIPE else 4
+            part = 2 if name in RECIPE_FIELDS else 4
             without = [dict(item) if isinstance(item, dict) else item for item in whole]
-            before: dict[str, Any] = what[part]  # type: ignore[assignment]
+            before: dict[str, Any] = options[part]  # type: ignore[assignment]
             without[part].pop(name)  # type: ignore[union-attr]
             without[part] |= {name: before[name]} if name in before else {}  # type: ignore[operator]
             with pytest.raises(FieldError):
-                made(tuple(without))  # type: ignore[arg-type]
+                build_plan(tuple(without))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", NOT_NUMBERS, ids=repr)
-def test_any_value_has_a_fix_that_can_be_typed(value: Any) -> None:
+def test_the_fix_of_any_invalid_value_is_valid(value: Any) -> None:
     for field in ("seq_len", "recompute_interval", "lora_targets", "optimizer", "packing"):
         if field == "packing" and isinstance(value, bool):
             continue
         with pytest.raises(FieldError) as caught:
             Recipe(method="lora", **{field: value})
-        changed = with_fix(("", "", {"method": "lora"}, "ddp", {}), caught.value)[2]
+        changed = apply_fix(("", "", {"method": "lora"}, "ddp", {}), caught.value)[2]
         assert field in changed
         Recipe(**changed)
 
 
-def test_a_fix_that_is_no_change_stays_as_it_is() -> None:
+def test_a_recipe_of_another_type_has_the_default_recipe_as_fix() -> None:
     with pytest.raises(FieldError) as caught:
         Plan(ss.models["gpt2"], ss.Cluster.parse("2xcpu"), "lora", ss.Layout.ddp())  # type: ignore[arg-type]
     assert caught.value.fix == "ss.Recipe()"
     assert caught.value.__traceback__ is not None
 
 
-def test_the_search_for_a_fix_ends() -> None:
-    """However much is wrong at once."""
+def test_the_search_for_a_fix_is_bounded() -> None:
+    """The number of tries has a limit, however many fields are invalid."""
     tries = []
     original = Recipe.__post_init__
 
@@ -235,7 +237,7 @@ def test_the_search_for_a_fix_ends() -> None:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(FieldError):
         patch.setattr(Recipe, "__post_init__", counting)
-        made(
+        build_plan(
             (
                 "gpt2",
                 "16x8xh100-sxm-80gb",
@@ -247,7 +249,7 @@ def test_the_search_for_a_fix_ends() -> None:
     assert 1 < len(tries) <= 2 * MAX_TRIES
 
 
-# ------------------------------------------------------------------------------------------- unknown names
+# ---------------------------------------------------------------------------------------- unknown keywords
 
 
 @pytest.mark.parametrize(
@@ -259,17 +261,17 @@ def test_the_search_for_a_fix_ends() -> None:
         (ss.Layout.megatron, "sequence_paralel", "sequence_parallel"),
     ],
 )
-def test_a_misspelt_keyword_is_refused_with_the_nearest(make: Any, wrong: str, near: str) -> None:
+def test_misspelt_keywords_raise_with_the_nearest(make: Any, wrong: str, near: str) -> None:
     with pytest.raises(FieldError, match=f"key is '{wrong}'; allowed: .*{near}.* Nearest fix: '{near}'"):
         make(**{wrong: 5})
 
 
-def test_a_layout_without_fields_says_so() -> None:
+def test_unknown_keywords_of_ddp_raise_with_none_allowed() -> None:
     with pytest.raises(FieldError, match=r"Layout\.ddp key is 'stage'; allowed: none"):
         ss.Layout.ddp(stage=1)  # type: ignore[call-arg]
 
 
-def test_plans_and_changed_nouns_know_their_names_too() -> None:
+def test_misspelt_keywords_of_plan_and_replace_raise_with_the_nearest() -> None:
     from dataclasses import replace
 
     with pytest.raises(FieldError, match="Nearest fix: 'architecture'"):
@@ -278,8 +280,8 @@ def test_plans_and_changed_nouns_know_their_names_too() -> None:
         replace(ss.Layout.zero(), stag=2)  # type: ignore[call-arg]
 
 
-def test_signatures_are_those_of_the_fields() -> None:
-    """A notebook's Tab and ``?`` read them, through the check of names."""
+def test_signatures_list_the_fields() -> None:
+    """A notebook's Tab completion and ``?`` read them, although a wrapper checks the names."""
     from inspect import signature
 
     assert list(signature(Recipe).parameters) == [field.name for field in fields(Recipe)]
@@ -287,12 +289,12 @@ def test_signatures_are_those_of_the_fields() -> None:
     assert list(signature(Plan).parameters) == ["architecture", "cluster", "recipe", "layout"]
 
 
-# ------------------------------------------------------------------------------------ the fix as data
+# ------------------------------------------------------------------------------- fixes as ``changes``
 
 
-def test_a_batch_that_does_not_divide_says_so_shortly_with_its_fix_as_data() -> None:
+def test_errors_of_indivisible_batches_have_a_summary_and_changes() -> None:
     with pytest.raises(FieldError) as caught:
-        made(("llama-3.2-1b", "6xv100-sxm-32gb", {"global_batch_size": 64}, "fsdp2", {}))
+        build_plan(("llama-3.2-1b", "6xv100-sxm-32gb", {"global_batch_size": 64}, "fsdp2", {}))
     assert caught.value.summary == "64 does not divide over 6 GPUs. Use 66"
     assert caught.value.changes == {"Recipe.global_batch_size": 66}
     again = pickle.loads(pickle.dumps(caught.value))
@@ -309,12 +311,12 @@ def test_a_batch_that_does_not_divide_says_so_shortly_with_its_fix_as_data() -> 
         (lambda: ss.Layout.zero(1, offload_params="cpu"), None),
         (lambda: Plan(ss.models["llama-3.2-1b"], ss.Cluster.parse("2xcpu"), None, None), {}),  # type: ignore[arg-type]
         (
-            lambda: made(("llama-3.2-1b", "8xh100-sxm-80gb", {}, "megatron", {"tp": 3})),
+            lambda: build_plan(("llama-3.2-1b", "8xh100-sxm-80gb", {}, "megatron", {"tp": 3})),
             {"Layout.tp": 2},
         ),
     ],
 )
-def test_every_fix_that_is_values_is_data(refused: Any, changes: dict[str, object] | None) -> None:
+def test_errors_have_their_fix_as_changes(refused: Any, changes: dict[str, object] | None) -> None:
     with pytest.raises(FieldError) as caught:
         refused()
     if changes is None:
@@ -323,9 +325,9 @@ def test_every_fix_that_is_values_is_data(refused: Any, changes: dict[str, objec
     assert caught.value.changes == changes
 
 
-def test_another_framework_is_data_too() -> None:
+def test_a_fix_that_is_another_layout_is_a_change() -> None:
     with pytest.raises(FieldError) as caught:
-        made(("llama-3.2-1b", "2xh100-sxm-80gb", {"optimizer": "paged_adamw"}, "fsdp2", {}))
+        build_plan(("llama-3.2-1b", "2xh100-sxm-80gb", {"optimizer": "paged_adamw"}, "fsdp2", {}))
     for key, value in caught.value.changes.items():
         assert key.partition(".")[0] in ("Recipe", "Layout"), (key, value)
     error = FieldError("Recipe.optimizer", "paged_adamw", "adamw", {"layout": "ddp"})
@@ -333,12 +335,12 @@ def test_another_framework_is_data_too() -> None:
 
 
 @settings(deadline=None, max_examples=examples(100))
-@given(asked())
-def test_the_changes_of_a_refusal_make_what_its_fix_says(what: Asked) -> None:
+@given(plan_options())
+def test_changes_of_an_error_equal_its_fix_text(options: Options) -> None:
     try:
-        made(what)
+        build_plan(options)
     except FieldError as error:
-        _, _, recipe, framework, layout = what
+        _, _, recipe, framework, layout = options
         for key, value in error.changes.items():
             if key == "Layout":
                 framework = next(name for name in DEGREES if getattr(ss.Layout, name)() == value)
@@ -347,6 +349,6 @@ def test_the_changes_of_a_refusal_make_what_its_fix_says(what: Asked) -> None:
                 recipe = recipe | {key.removeprefix("Recipe."): value}
             else:
                 layout = layout | {key.removeprefix("Layout."): value}
-        assert with_fix(what, error)[3:] == (framework, layout) or "Layout" in error.changes
-        assert with_fix(what, error)[2] == recipe
+        assert apply_fix(options, error)[3:] == (framework, layout) or "Layout" in error.changes
+        assert apply_fix(options, error)[2] == recipe
         assert ". Use " in error.summary

@@ -1,4 +1,4 @@
-"""Layouts: their fields, what follows from a cluster, what is offered and fitted, and pipeline splits."""
+"""Tests of ``Layout``: fields, degrees on a cluster, valid values, nearest valid layouts, pipeline stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardscope.core.plan import Plan
 from shardscope.core.recipe import Recipe
 from shardscope.frameworks.registry import frameworks
 
-MAKERS: dict[str, Any] = {
+CONSTRUCTORS: dict[str, Any] = {
     "ddp": Layout.ddp, "fsdp2": Layout.fsdp2, "deepspeed": Layout.zero, "megatron": Layout.megatron,
 }  # fmt: skip
 DEGREES = [
@@ -34,7 +34,7 @@ DEGREES = [
 EIGHT = Cluster.parse("8xh100-sxm-80gb")
 
 
-def refusal(make: Any, field: str) -> FieldError:
+def catch_error(make: Any, field: str) -> FieldError:
     with pytest.raises(FieldError) as caught:
         make()
     assert caught.value.field == field
@@ -45,9 +45,9 @@ def refusal(make: Any, field: str) -> FieldError:
     return caught.value
 
 
-def test_the_constructors_make_their_frameworks() -> None:
-    assert set(MAKERS) == set(frameworks)
-    for name, make in MAKERS.items():
+def test_constructors_return_layouts_of_their_framework() -> None:
+    assert set(CONSTRUCTORS) == set(frameworks)
+    for name, make in CONSTRUCTORS.items():
         layout = make()
         assert layout == frameworks[name].layout_class()
         assert layout.framework == name
@@ -56,73 +56,74 @@ def test_the_constructors_make_their_frameworks() -> None:
 
 @pytest.mark.parametrize(("name", "field"), DEGREES)
 @pytest.mark.parametrize("value", [*NOT_NUMBERS, None, -1, 0, 2**20 + 1, 10**30], ids=repr)
-def test_fault_33_degrees_are_whole_and_in_range(name: str, field: str, value: Any) -> None:
+def test_fault_33_degrees_must_be_integers_in_range(name: str, field: str, value: Any) -> None:
     if field == "shard" and value is None:
         assert Layout.fsdp2(shard=None).shard is None  # type: ignore[attr-defined]
         return
-    error = refusal(lambda: MAKERS[name](**{field: value}), f"Layout.{field}")
+    error = catch_error(lambda: CONSTRUCTORS[name](**{field: value}), f"Layout.{field}")
     assert "from 1 to 1,048,576" in error.allowed
 
 
 @pytest.mark.parametrize("value", [*NOT_NUMBERS, None, -1, 4], ids=repr)
-def test_fault_33_zero_stages_are_0_to_3(value: Any) -> None:
-    assert "from 0 to 3" in refusal(lambda: Layout.zero(value), "Layout.stage").allowed
+def test_fault_33_zero_stage_must_be_0_to_3(value: Any) -> None:
+    assert "from 0 to 3" in catch_error(lambda: Layout.zero(value), "Layout.stage").allowed
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0, 1, -1, "True", None, 1e30])
-def test_reshard_after_forward(value: Any) -> None:
-    refusal(lambda: Layout.fsdp2(reshard_after_forward=value), "Layout.reshard_after_forward")
+def test_rejects_invalid_reshard_after_forward(value: Any) -> None:
+    catch_error(lambda: Layout.fsdp2(reshard_after_forward=value), "Layout.reshard_after_forward")
 
 
 @pytest.mark.parametrize("value", [0, 1, "yes", math.nan, math.inf, [], 1e30])
-def test_fault_33_flags_are_flags(value: Any) -> None:
-    refusal(lambda: Layout.megatron(distributed_optimizer=value), "Layout.distributed_optimizer")
-    refusal(lambda: Layout.megatron(tp=2, sequence_parallel=value), "Layout.sequence_parallel")
-    refusal(lambda: Layout.megatron(distributed_optimizer=None), "Layout.distributed_optimizer")  # type: ignore[arg-type]
+def test_fault_33_flags_must_be_bool(value: Any) -> None:
+    catch_error(lambda: Layout.megatron(distributed_optimizer=value), "Layout.distributed_optimizer")
+    catch_error(lambda: Layout.megatron(tp=2, sequence_parallel=value), "Layout.sequence_parallel")
+    catch_error(lambda: Layout.megatron(distributed_optimizer=None), "Layout.distributed_optimizer")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", ["CPU", "disk", True, 0, math.nan, b"cpu", ["cpu"]])
-def test_places_to_offload_to(value: Any) -> None:
-    assert "'cpu'" in refusal(lambda: Layout.fsdp2(offload=value), "Layout.offload").allowed
+def test_rejects_invalid_offload_devices(value: Any) -> None:
+    assert "'cpu'" in catch_error(lambda: Layout.fsdp2(offload=value), "Layout.offload").allowed
     for field in ("offload_optimizer", "offload_params"):
         assert (
-            "'nvme'" in refusal(lambda field=field: Layout.zero(**{field: value}), f"Layout.{field}").allowed
+            "'nvme'"
+            in catch_error(lambda field=field: Layout.zero(**{field: value}), f"Layout.{field}").allowed
         )
-    assert refusal(lambda: Layout.fsdp2(offload="nvme"), "Layout.offload").fix  # type: ignore[arg-type]
+    assert catch_error(lambda: Layout.fsdp2(offload="nvme"), "Layout.offload").fix  # type: ignore[arg-type]
 
 
-def test_fields_that_exclude_each_other() -> None:
-    refusal(lambda: Layout.zero(2, pp=2), "Layout.stage")
-    refusal(lambda: Layout.zero(0, offload_optimizer="cpu"), "Layout.stage")
-    refusal(lambda: Layout.zero(2, offload_optimizer="nvme"), "Layout.offload_optimizer")
-    refusal(lambda: Layout.zero(2, offload_params="cpu"), "Layout.offload_params")
+def test_incompatible_fields_raise() -> None:
+    catch_error(lambda: Layout.zero(2, pp=2), "Layout.stage")
+    catch_error(lambda: Layout.zero(0, offload_optimizer="cpu"), "Layout.stage")
+    catch_error(lambda: Layout.zero(2, offload_optimizer="nvme"), "Layout.offload_optimizer")
+    catch_error(lambda: Layout.zero(2, offload_params="cpu"), "Layout.offload_params")
     for field in ("tp", "ep"):
-        error = refusal(lambda field=field: Layout.zero(3, **{field: 2}), "Layout.stage")
+        error = catch_error(lambda field=field: Layout.zero(3, **{field: 2}), "Layout.stage")
         assert error.fix == "stage=2"
         stays = {"offload_params": "cpu", field: 2}
-        assert refusal(lambda stays=stays: Layout.zero(3, **stays), "Layout.stage").fix == f"{field}=1"
+        assert catch_error(lambda stays=stays: Layout.zero(3, **stays), "Layout.stage").fix == f"{field}=1"
         assert Layout.zero(2, **{field: 2})
-    assert refusal(lambda: Layout.zero(1, tp=2, ep=2), "Layout.ep").fix == "ep=1"
-    refusal(lambda: Layout.megatron(vpp=2), "Layout.vpp")
-    refusal(lambda: Layout.fsdp2(vpp=2), "Layout.vpp")
-    refusal(lambda: Layout.fsdp2(pp=2, pipeline_schedule="ZBV"), "Layout.pipeline_schedule")
-    refusal(lambda: Layout.fsdp2(pp=2, vpp=2, pipeline_schedule="GPipe"), "Layout.pipeline_schedule")
-    refusal(lambda: Layout.megatron(sequence_parallel=True), "Layout.sequence_parallel")
+    assert catch_error(lambda: Layout.zero(1, tp=2, ep=2), "Layout.ep").fix == "ep=1"
+    catch_error(lambda: Layout.megatron(vpp=2), "Layout.vpp")
+    catch_error(lambda: Layout.fsdp2(vpp=2), "Layout.vpp")
+    catch_error(lambda: Layout.fsdp2(pp=2, pipeline_schedule="ZBV"), "Layout.pipeline_schedule")
+    catch_error(lambda: Layout.fsdp2(pp=2, vpp=2, pipeline_schedule="GPipe"), "Layout.pipeline_schedule")
+    catch_error(lambda: Layout.megatron(sequence_parallel=True), "Layout.sequence_parallel")
 
 
-def test_unknown_fields_are_refused() -> None:
-    for make in MAKERS.values():
+def test_unknown_fields_raise() -> None:
+    for make in CONSTRUCTORS.values():
         with pytest.raises(FieldError, match="key is 'tensor_parallel'"):
             make(tensor_parallel=2)
 
 
-def test_numpy_degrees_become_pythons() -> None:
+def test_numpy_degrees_become_python_ints() -> None:
     layout = Layout.megatron(tp=np.int64(2))  # type: ignore[arg-type]
     assert layout == Layout.megatron(tp=2)
     assert Layout.from_json(layout.to_json()) == layout
 
 
-def test_a_layout_of_no_framework_has_no_degrees() -> None:
+def test_degrees_of_the_base_layout_raise_type_error() -> None:
     with pytest.raises(TypeError, match=r"Layout\.ddp"):
         Layout().compute_degrees(LLAMA, EIGHT, Recipe())
 
@@ -130,20 +131,22 @@ def test_a_layout_of_no_framework_has_no_degrees() -> None:
 # --------------------------------------------------------------------------------------------- degrees
 
 
-def degrees(layout: Layout, cluster: Cluster = EIGHT, arch: Architecture = LLAMA, **recipe: Any) -> Any:
+def compute_degrees(
+    layout: Layout, cluster: Cluster = EIGHT, arch: Architecture = LLAMA, **recipe: Any
+) -> Any:
     return Plan(arch, cluster, Recipe(**recipe), layout).degrees
 
 
-def test_what_is_left_open_follows_from_the_cluster() -> None:
-    assert degrees(Layout.ddp()).replicate == 8
-    assert degrees(Layout.fsdp2()).shard == 8
-    hybrid = degrees(Layout.fsdp2(replicate=2, tp=2))
+def test_unset_degrees_follow_from_the_cluster() -> None:
+    assert compute_degrees(Layout.ddp()).replicate == 8
+    assert compute_degrees(Layout.fsdp2()).shard == 8
+    hybrid = compute_degrees(Layout.fsdp2(replicate=2, tp=2))
     assert (hybrid.shard, hybrid.replicate, hybrid.data_parallel, hybrid.tp) == (2, 2, 4, 2)
-    assert degrees(Layout.fsdp2(cp=2)).data_parallel == 4
-    zero = degrees(Layout.zero(1, tp=2, pp=2))
+    assert compute_degrees(Layout.fsdp2(cp=2)).data_parallel == 4
+    zero = compute_degrees(Layout.zero(1, tp=2, pp=2))
     assert (zero.data_parallel, zero.shard, zero.replicate) == (2, 2, 1)
-    assert degrees(Layout.zero(0)).replicate == 8
-    megatron = degrees(Layout.megatron(tp=2, pp=2, cp=2))
+    assert compute_degrees(Layout.zero(0)).replicate == 8
+    megatron = compute_degrees(Layout.megatron(tp=2, pp=2, cp=2))
     assert (megatron.data_parallel, megatron.cp, megatron.shard) == (1, 2, 1)
 
 
@@ -163,27 +166,29 @@ def test_what_is_left_open_follows_from_the_cluster() -> None:
         (Layout.fsdp2(reshard_after_forward=3), "Layout.reshard_after_forward"),
     ],
 )
-def test_fault_34_what_cannot_run_is_refused_with_its_plan(layout: Layout, field: str) -> None:
-    error = refusal(lambda: Plan(LLAMA, EIGHT, Recipe(), layout), field)
+def test_fault_34_layouts_that_cannot_run_raise_in_the_plan(layout: Layout, field: str) -> None:
+    error = catch_error(lambda: Plan(LLAMA, EIGHT, Recipe(), layout), field)
     assert error.fix
 
 
-def test_fault_34_experts_and_sequences_must_divide() -> None:
-    refusal(lambda: degrees(Layout.megatron(ep=16), arch=MOE), "Layout.ep")
-    refusal(lambda: degrees(Layout.megatron(tp=8, ep=2), arch=MOE), "Layout.ep")
-    assert degrees(Layout.megatron(ep=8), arch=MOE).ep == 8
-    refusal(lambda: degrees(Layout.fsdp2(cp=8), seq_len=100), "Layout.cp")
-    refusal(lambda: degrees(Layout.megatron(tp=8), seq_len=100), "Layout.tp")
-    assert degrees(Layout.megatron(tp=8, sequence_parallel=False), seq_len=100).tp == 8
+def test_fault_34_experts_and_seq_len_must_be_divisible() -> None:
+    catch_error(lambda: compute_degrees(Layout.megatron(ep=16), arch=MOE), "Layout.ep")
+    catch_error(lambda: compute_degrees(Layout.megatron(tp=8, ep=2), arch=MOE), "Layout.ep")
+    assert compute_degrees(Layout.megatron(ep=8), arch=MOE).ep == 8
+    catch_error(lambda: compute_degrees(Layout.fsdp2(cp=8), seq_len=100), "Layout.cp")
+    catch_error(lambda: compute_degrees(Layout.megatron(tp=8), seq_len=100), "Layout.tp")
+    assert compute_degrees(Layout.megatron(tp=8, sequence_parallel=False), seq_len=100).tp == 8
     deep = replace(LLAMA, num_hidden_layers=16)
     interleaved = Layout.megatron(pp=8, vpp=2)
-    refusal(lambda: degrees(interleaved, arch=deep, global_batch_size=4), "Recipe.global_batch_size")
+    catch_error(
+        lambda: compute_degrees(interleaved, arch=deep, global_batch_size=4), "Recipe.global_batch_size"
+    )
 
 
 # ---------------------------------------------------------------------------------------- pipeline stages
 
 
-def test_126_layers_over_16_stages() -> None:
+def test_126_layers_are_split_over_16_stages() -> None:
     cluster = Cluster.parse("16x8xh100-sxm-80gb")
     plan = Plan(ss.models["llama-3.1-405b"], cluster, Recipe(), Layout.megatron(tp=8, pp=16))
     assert plan.stage_layers == (7, *[8] * 14, 7)
@@ -199,21 +204,21 @@ def test_megatron_counts_embedding_and_loss_as_a_layer(layers: int, pp: int, sta
     assert list(plan.stage_layers) == stages
 
 
-def test_megatron_refuses_other_splits_with_the_nearest_that_works() -> None:
+def test_invalid_megatron_pp_raises_with_the_nearest_valid() -> None:
     arch = replace(LLAMA, num_hidden_layers=29)
-    error = refusal(lambda: Plan(arch, EIGHT, Recipe(), Layout.megatron(pp=8)), "Layout.pp")
+    error = catch_error(lambda: Plan(arch, EIGHT, Recipe(), Layout.megatron(pp=8)), "Layout.pp")
     fixed = int(error.fix.removeprefix("pp="))
-    assert sum(Layout.megatron(pp=fixed).stage_layers(arch, degrees_of(fixed))) == 29
+    assert sum(Layout.megatron(pp=fixed).stage_layers(arch, degrees_with_pp(fixed))) == 29
 
 
-def degrees_of(pp: int) -> Any:
+def degrees_with_pp(pp: int) -> Any:
     from shardscope.core.layout import Degrees
 
     return Degrees(data_parallel=1, pp=pp)
 
 
 @given(st.integers(1, 200), st.integers(1, 64))
-def test_even_stages(layers: int, pp: int) -> None:
+def test_layers_are_split_evenly_over_stages(layers: int, pp: int) -> None:
     stages = split_layers_evenly(layers, pp)
     assert sum(stages) == layers
     assert max(stages) - min(stages) <= 1
@@ -221,13 +226,13 @@ def test_even_stages(layers: int, pp: int) -> None:
 
 
 @given(st.integers(1, 10_000), st.integers(1, 10_000))
-def test_divisors(number: int, at_most: int) -> None:
-    found = list_divisors(number)
-    assert found == [d for d in range(1, number + 1) if number % d == 0]
-    assert find_largest_divisor(number, at_most) == max(d for d in found if d <= at_most)
+def test_list_divisors_and_find_largest_divisor(number: int, at_most: int) -> None:
+    divisors = list_divisors(number)
+    assert divisors == [d for d in range(1, number + 1) if number % d == 0]
+    assert find_largest_divisor(number, at_most) == max(d for d in divisors if d <= at_most)
 
 
-# ------------------------------------------------------------------------------------ offered and fitted
+# ------------------------------------------------------------------------ valid values and nearest layout
 
 
 @settings(max_examples=examples(80), deadline=None)
@@ -238,53 +243,56 @@ def test_divisors(number: int, at_most: int) -> None:
     sizes(),
     st.data(),
 )
-def test_every_offered_value_runs(
+def test_every_listed_valid_value_runs(
     name: str, arch: Architecture, cluster: Cluster, recipe: Recipe, data: st.DataObject
 ) -> None:
     layout: Layout = frameworks[name].layout_class()
     for field in layout.choices:
-        offered = layout.list_valid_values(arch, cluster, recipe)
-        assert list(offered) == list(layout.choices)
-        assert all(values for values in offered.values())
-        assert getattr(layout, field) in offered[field] or getattr(layout, field) is None
+        valid_values = layout.list_valid_values(arch, cluster, recipe)
+        assert list(valid_values) == list(layout.choices)
+        assert all(values for values in valid_values.values())
+        assert getattr(layout, field) in valid_values[field] or getattr(layout, field) is None
         chosen = {before: getattr(layout, before) for before in layout.choices}
-        for value in offered[field]:
-            made = layout.find_nearest_valid({**chosen, field: value}, arch, cluster, recipe)
-            assert getattr(made, field) == value
-            assert Plan(arch, cluster, recipe, made).memory().peak_bytes > 0
-        wanted = data.draw(st.sampled_from(offered[field]))
-        layout = layout.find_nearest_valid({**chosen, field: wanted}, arch, cluster, recipe)
+        for value in valid_values[field]:
+            changed = layout.find_nearest_valid({**chosen, field: value}, arch, cluster, recipe)
+            assert getattr(changed, field) == value
+            assert Plan(arch, cluster, recipe, changed).memory().peak_bytes > 0
+        drawn_value = data.draw(st.sampled_from(valid_values[field]))
+        layout = layout.find_nearest_valid({**chosen, field: drawn_value}, arch, cluster, recipe)
 
 
-def test_megatron_cuts_experts_sequence_first() -> None:
-    error = refusal(
-        lambda: degrees(Layout.megatron(tp=2, sequence_parallel=False), arch=MOE), "Layout.sequence_parallel"
+def test_megatron_experts_with_tp_need_sequence_parallel() -> None:
+    error = catch_error(
+        lambda: compute_degrees(Layout.megatron(tp=2, sequence_parallel=False), arch=MOE),
+        "Layout.sequence_parallel",
     )
     assert error.fix == "sequence_parallel=True"
-    assert degrees(Layout.megatron(tp=2), arch=MOE).tp == 2
+    assert compute_degrees(Layout.megatron(tp=2), arch=MOE).tp == 2
     assert Layout.megatron(tp=2).list_valid_values(MOE, EIGHT, Recipe())["sequence_parallel"] == [True]
 
 
-def test_megatron_shares_a_key_value_head_among_ranks() -> None:
+def test_megatron_supports_tp_above_the_number_of_key_value_heads() -> None:
     arch, sixteen = ss.models["llama-3.1-70b"], Cluster.parse("2x8xh100-sxm-80gb")
     assert (arch.num_attention_heads, arch.num_key_value_heads) == (64, 8)
-    assert degrees(Layout.megatron(tp=16), sixteen, arch).tp == 16
-    refusal(lambda: degrees(Layout.fsdp2(tp=16), sixteen, arch), "Layout.tp")
+    assert compute_degrees(Layout.megatron(tp=16), sixteen, arch).tp == 16
+    catch_error(lambda: compute_degrees(Layout.fsdp2(tp=16), sixteen, arch), "Layout.tp")
     odd = replace(arch, num_key_value_heads=4, num_attention_heads=24, head_dim=128)
-    error = refusal(lambda: degrees(Layout.megatron(tp=6), Cluster.parse("6xcpu"), odd), "Layout.tp")
+    error = catch_error(
+        lambda: compute_degrees(Layout.megatron(tp=6), Cluster.parse("6xcpu"), odd), "Layout.tp"
+    )
     assert "multiple" in error.allowed
-    # Four would divide the heads, and not the six ranks.
+    # Four divides the heads, but not the six ranks.
     assert error.fix == "tp=2, global_batch_size=63"
 
 
-def test_zero_3_offers_no_tensor_nor_expert_parallelism() -> None:
+def test_zero_3_has_no_tensor_or_expert_parallelism() -> None:
     assert Layout.zero().stage == 3  # type: ignore[attr-defined]
     for stage, tp, ep in ((3, [1], [1]), (2, [1, 2, 4, 8], [1, 2, 4, 8])):
         dense, experts = (
             Layout.zero(stage).list_valid_values(arch, EIGHT, Recipe()) for arch in (LLAMA, MOE)
         )
         assert (dense["stage"], dense["tp"], dense["ep"]) == ([0, 1, 2, 3], tp, [1])
-        # AutoTP cuts no experts.
+        # AutoTP does not shard experts.
         assert (experts["stage"], experts["tp"], experts["ep"]) == ([0, 1, 2, 3], [1], ep)
 
 
@@ -296,7 +304,7 @@ def test_zero_3_offers_no_tensor_nor_expert_parallelism() -> None:
         (LLAMA, Recipe(method="lora"), "adapters"),
     ],
 )
-def test_what_auto_tp_fails_over_is_refused(arch: Architecture, recipe: Recipe, why: str) -> None:
+def test_models_that_auto_tp_does_not_support_raise(arch: Architecture, recipe: Recipe, why: str) -> None:
     with pytest.raises(ValueError, match=why) as caught:
         Plan(arch, EIGHT, recipe, Layout.zero(2, tp=2))
     error = caught.value
@@ -305,7 +313,7 @@ def test_what_auto_tp_fails_over_is_refused(arch: Architecture, recipe: Recipe, 
     Plan(arch, EIGHT, recipe, Layout.zero(2))
 
 
-def test_zero_3_falls_back_to_data_parallelism() -> None:
+def test_nearest_valid_zero_3_layout_is_data_parallel_only() -> None:
     assert (
         Layout.zero().find_nearest_valid({"stage": 3, "tp": 8, "ep": 8}, MOE, EIGHT, Recipe())
         == Layout.zero()
@@ -320,14 +328,14 @@ def test_zero_3_falls_back_to_data_parallelism() -> None:
     st.integers(1, 64),
     st.integers(1, 64),
 )
-def test_fitted_comes_as_near_as_can_run(
+def test_find_nearest_valid_reduces_tp_and_pp_until_the_plan_runs(
     arch: Architecture, cluster: Cluster, recipe: Recipe, tp: int, pp: int
 ) -> None:
-    made: Any = Layout.megatron().find_nearest_valid({"tp": tp, "pp": pp, "ep": 1}, arch, cluster, recipe)
-    assert made.tp <= tp
-    assert made.pp <= pp
-    assert cluster.num_gpus % (made.tp * made.pp) == 0
-    Plan(arch, cluster, recipe, made)
+    nearest: Any = Layout.megatron().find_nearest_valid({"tp": tp, "pp": pp, "ep": 1}, arch, cluster, recipe)
+    assert nearest.tp <= tp
+    assert nearest.pp <= pp
+    assert cluster.num_gpus % (nearest.tp * nearest.pp) == 0
+    Plan(arch, cluster, recipe, nearest)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +349,7 @@ def test_fitted_comes_as_near_as_can_run(
         (1, "reshard_after_forward=True"),
     ],
 )
-def test_a_strategy_of_fsdp1_is_translated(name: Any, fix: str) -> None:
-    with pytest.raises(ValueError, match="allowed: True, False or a whole number of ranks") as refusal:
+def test_fsdp1_sharding_strategies_raise_with_the_fsdp2_option(name: Any, fix: str) -> None:
+    with pytest.raises(ValueError, match="allowed: True, False or a whole number of ranks") as caught:
         Layout.fsdp2(reshard_after_forward=name)
-    assert str(refusal.value).endswith(f"Nearest fix: {fix}.")
+    assert str(caught.value).endswith(f"Nearest fix: {fix}.")

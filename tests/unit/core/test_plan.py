@@ -1,4 +1,4 @@
-"""Plans: the four nouns together, what cannot run, and the same bytes from every way of making one."""
+"""Tests of ``Plan``: its four arguments together, errors of plans that cannot run, copies and CPU trials."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from shardscope.planner.cpu_trial import build_cpu_trial
 
 ONE_OF_EACH_FAMILY = {arch.model_type: name for name, arch in ss.models.items()}.values()
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
-GOOD = (LLAMA, EIGHT, ss.Recipe(), ss.Layout.fsdp2())
+VALID = (LLAMA, EIGHT, ss.Recipe(), ss.Layout.fsdp2())
 
 
-def refusal(*nouns: Any) -> FieldError:
+def catch_error(*arguments: Any) -> FieldError:
     with pytest.raises(FieldError) as caught:
-        Plan(*nouns)
+        Plan(*arguments)
     text = str(caught.value)
     assert text.startswith(f"{caught.value.field} is ")
     assert "allowed: " in text
@@ -38,18 +38,18 @@ def refusal(*nouns: Any) -> FieldError:
 @pytest.mark.parametrize(
     "value", [None, 3, "8b", math.nan, {}, True, LLAMA, EIGHT, ss.Recipe(), ss.Layout.ddp()]
 )
-def test_each_noun_stands_in_its_place(position: int, value: Any) -> None:
-    if isinstance(value, type(GOOD[position])) or (position == 3 and isinstance(value, ss.Layout)):
+def test_arguments_of_the_wrong_type_raise(position: int, value: Any) -> None:
+    if isinstance(value, type(VALID[position])) or (position == 3 and isinstance(value, ss.Layout)):
         return
-    nouns = list(GOOD)
-    nouns[position] = value
-    error = refusal(*nouns)
+    arguments = list(VALID)
+    arguments[position] = value
+    error = catch_error(*arguments)
     assert error.field == "Plan." + ("architecture", "cluster", "recipe", "layout")[position]
     assert error.fix.startswith("ss.")
 
 
-def test_the_design_s_own_example() -> None:
-    plan = Plan(*GOOD)
+def test_properties_of_a_plan() -> None:
+    plan = Plan(*VALID)
     assert plan.world_size == 8
     assert plan.num_micro_batches == 8
     assert plan.kernels == "transformers"
@@ -60,41 +60,42 @@ def test_the_design_s_own_example() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 7, 9, 63, 100])
-def test_the_global_batch_is_a_multiple_of_what_ranks_take_at_once(batch: int) -> None:
-    error = refusal(LLAMA, EIGHT, ss.Recipe(global_batch_size=batch), ss.Layout.ddp())
+def test_global_batch_size_is_a_multiple_of_micro_batch_size_times_ranks(batch: int) -> None:
+    error = catch_error(LLAMA, EIGHT, ss.Recipe(global_batch_size=batch), ss.Layout.ddp())
     assert error.field == "Recipe.global_batch_size"
     assert "1 x 8 = 8" in error.allowed
     fixed = int(error.fix.removeprefix("global_batch_size="))
     assert Plan(LLAMA, EIGHT, ss.Recipe(global_batch_size=fixed), ss.Layout.ddp())
 
 
-def test_kernels_must_be_the_frameworks() -> None:
-    assert refusal(LLAMA, EIGHT, ss.Recipe(kernels="megatron"), ss.Layout.ddp()).field == "Recipe.kernels"
+def test_kernels_must_be_supported_by_the_framework() -> None:
+    assert catch_error(LLAMA, EIGHT, ss.Recipe(kernels="megatron"), ss.Layout.ddp()).field == "Recipe.kernels"
     assert (
-        refusal(LLAMA, EIGHT, ss.Recipe(kernels="transformers"), ss.Layout.megatron()).fix == "kernels=None"
+        catch_error(LLAMA, EIGHT, ss.Recipe(kernels="transformers"), ss.Layout.megatron()).fix
+        == "kernels=None"
     )
 
 
-def test_adapters_need_projections_that_there_are() -> None:
+def test_lora_needs_existing_target_modules_and_a_framework_with_lora() -> None:
     wrong = ss.Recipe(method="lora", lora_targets=("q_project",))
-    error = refusal(LLAMA, EIGHT, wrong, ss.Layout.ddp())
+    error = catch_error(LLAMA, EIGHT, wrong, ss.Layout.ddp())
     assert error.field == "Recipe.lora_targets"
     assert "q_proj" in error.fix
-    unable = refusal(LLAMA, EIGHT, ss.Recipe(method="lora"), ss.Layout.megatron())
-    assert (unable.field, unable.allowed) == ("Recipe.method", "'full' with Megatron-core")
+    unsupported = catch_error(LLAMA, EIGHT, ss.Recipe(method="lora"), ss.Layout.megatron())
+    assert (unsupported.field, unsupported.allowed) == ("Recipe.method", "'full' with Megatron-core")
 
 
-def test_learned_positions_end() -> None:
-    error = refusal(ss.models["gpt2"], EIGHT, ss.Recipe(seq_len=4096), ss.Layout.ddp())
+def test_seq_len_beyond_learned_positions_raises() -> None:
+    error = catch_error(ss.models["gpt2"], EIGHT, ss.Recipe(seq_len=4096), ss.Layout.ddp())
     assert (error.field, error.fix) == ("Recipe.seq_len", "seq_len=1024")
 
 
 @settings(max_examples=examples(40), deadline=None)
 @given(plans())
-def test_a_plan_copies_pickles_and_hashes(plan: Plan) -> None:
-    asked = plan.memory()
-    assert plan.memory() is asked, "computed once"
-    with suppress(ValueError):  # of a figure that is not known
+def test_copies_and_pickles_of_a_plan_are_equal(plan: Plan) -> None:
+    report = plan.memory()
+    assert plan.memory() is report, "the report is cached"
+    with suppress(ValueError):  # for GPUs with an unknown figure
         assert plan.step() is plan.step()
     for again in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan)), Plan.from_json(plan.to_json())):
         assert again == plan
@@ -104,7 +105,7 @@ def test_a_plan_copies_pickles_and_hashes(plan: Plan) -> None:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(plans())
-def test_fault_34_degrees_multiply_to_the_world(plan: Plan) -> None:
+def test_fault_34_product_of_degrees_is_the_world_size(plan: Plan) -> None:
     degrees = plan.degrees
     assert degrees.shard * degrees.replicate == degrees.data_parallel
     assert degrees.data_parallel * degrees.tp * degrees.pp * degrees.cp == plan.world_size
@@ -115,7 +116,7 @@ def test_fault_34_degrees_multiply_to_the_world(plan: Plan) -> None:
 
 @pytest.mark.parametrize("name", few(sorted(ss.models), ONE_OF_EACH_FAMILY))
 @pytest.mark.parametrize("layout", [ss.Layout.ddp(), ss.Layout.fsdp2(tp=2)], ids=["ddp", "fsdp2"])
-def test_every_model_of_the_catalogue_has_a_rehearsal(name: str, layout: ss.Layout) -> None:
+def test_every_catalog_model_has_a_cpu_trial(name: str, layout: ss.Layout) -> None:
     arch = ss.models[name]
     if any(heads % 2 for heads in (arch.num_attention_heads, arch.num_key_value_heads)):
         layout = ss.Layout.ddp()
@@ -139,7 +140,7 @@ def test_every_model_of_the_catalogue_has_a_rehearsal(name: str, layout: ss.Layo
         assert moe.num_experts >= 2 * 8
 
 
-def test_every_cluster_of_the_tests_plans() -> None:
+def test_memory_is_predicted_on_every_test_cluster() -> None:
     for cluster in CLUSTERS:
         recipe = ss.Recipe(global_batch_size=96)
         assert Plan(LLAMA, cluster, recipe, ss.Layout.fsdp2()).memory().peak_bytes > 0

@@ -1,4 +1,4 @@
-"""What a recipe accepts, what it refuses and in which words, and its JSON."""
+"""Tests of ``Recipe``: valid values, error messages with their fixes, and JSON."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from planning import NOT_NUMBERS, recipes
 from shardscope.core.errors import FieldError
 from shardscope.core.recipe import Recipe
 
-NUMBERS = {"seq_len": 2**24, "micro_batch_size": 2**16, "global_batch_size": 2**24}
-REALS = {"dropout": (0, 0.99), "expert_imbalance": (1, 1024), "expert_capacity_factor": (0.1, 1024)}
+MAX_SIZES = {"seq_len": 2**24, "micro_batch_size": 2**16, "global_batch_size": 2**24}
+FLOAT_RANGES = {"dropout": (0, 0.99), "expert_imbalance": (1, 1024), "expert_capacity_factor": (0.1, 1024)}
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "method": ("full", "lora", "qlora"),
     "precision": ("bf16-mixed", "fp16-mixed", "fp8-mixed", "bf16", "fp32"),
@@ -27,8 +27,8 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "attention": ("eager", "sdpa", "flash", None),
     "loss": ("full", "chunked", "fused", None),
 }
-OPEN = {field for field, values in CHOICES.items() if None in values}
-RAGGED = (
+OPTIONAL = {field for field, values in CHOICES.items() if None in values}
+INVALID_CHOICES = (
     "",
     "FULL",
     "full ",
@@ -46,7 +46,7 @@ RAGGED = (
 )
 
 
-def refusal(field: str, value: Any, **others: Any) -> FieldError:
+def catch_error(field: str, value: Any, **others: Any) -> FieldError:
     with pytest.raises(FieldError) as caught:
         Recipe(**{field: value}, **others)
     error = caught.value
@@ -59,7 +59,7 @@ def refusal(field: str, value: Any, **others: Any) -> FieldError:
     return error
 
 
-def test_defaults_are_the_designs() -> None:
+def test_default_values() -> None:
     recipe = Recipe()
     assert (recipe.seq_len, recipe.micro_batch_size, recipe.global_batch_size) == (4096, 1, 64)
     assert (recipe.method, recipe.precision, recipe.optimizer) == ("full", "bf16-mixed", "adamw")
@@ -71,39 +71,39 @@ def test_defaults_are_the_designs() -> None:
     )
 
 
-@pytest.mark.parametrize("field", NUMBERS)
+@pytest.mark.parametrize("field", MAX_SIZES)
 @pytest.mark.parametrize("value", [*NOT_NUMBERS, None, -1, 0, 10**30], ids=repr)
-def test_fault_33_numbers_are_whole_and_in_range(field: str, value: Any) -> None:
-    error = refusal(field, value)
-    assert f"from 1 to {NUMBERS[field]:,}" in error.allowed
+def test_fault_33_sizes_must_be_integers_in_range(field: str, value: Any) -> None:
+    error = catch_error(field, value)
+    assert f"from 1 to {MAX_SIZES[field]:,}" in error.allowed
 
 
-@pytest.mark.parametrize("field", NUMBERS)
-def test_the_fix_of_a_number_works(field: str) -> None:
+@pytest.mark.parametrize("field", MAX_SIZES)
+def test_the_suggested_fix_of_a_number_is_valid(field: str) -> None:
     for value in ("8", 8.4, 0, -3, 10**12, None, math.nan, math.inf):
         large = {} if field == "global_batch_size" else {"global_batch_size": 2**24}
-        fixed = int(refusal(field, value, **large).fix)
+        fixed = int(catch_error(field, value, **large).fix)
         Recipe(**large, **{field: fixed})
 
 
 @pytest.mark.parametrize(
     ("value", "near"), [("8", "8"), (7.6, "8"), (-1, "1"), (10**9, str(2**24)), (math.inf, str(2**24))]
 )
-def test_the_fix_is_the_nearest(value: Any, near: str) -> None:
-    assert refusal("seq_len", value).fix == near
+def test_the_suggested_fix_is_the_nearest_number(value: Any, near: str) -> None:
+    assert catch_error("seq_len", value).fix == near
 
 
 @pytest.mark.parametrize("field", CHOICES)
-@pytest.mark.parametrize("value", RAGGED, ids=lambda value: repr(value)[:20])
-def test_fault_33_choices_are_listed(field: str, value: Any) -> None:
-    error = refusal(field, value)
+@pytest.mark.parametrize("value", INVALID_CHOICES, ids=lambda value: repr(value)[:20])
+def test_fault_33_invalid_choices_raise_with_all_choices(field: str, value: Any) -> None:
+    error = catch_error(field, value)
     assert all(repr(choice) in error.allowed for choice in CHOICES[field] if choice is not None)
     assert error.fix.strip("'") in CHOICES[field]
 
 
-@pytest.mark.parametrize("field", sorted(set(CHOICES) - OPEN))
-def test_a_choice_is_not_none(field: str) -> None:
-    refusal(field, None)
+@pytest.mark.parametrize("field", sorted(set(CHOICES) - OPTIONAL))
+def test_choices_without_a_default_reject_none(field: str) -> None:
+    catch_error(field, None)
 
 
 @pytest.mark.parametrize(
@@ -117,31 +117,31 @@ def test_a_choice_is_not_none(field: str) -> None:
         ("precision", "fp8_mixed", "'fp8-mixed'"),
     ],
 )
-def test_a_misspelt_choice_gets_the_nearest(field: str, value: str, near: str) -> None:
-    assert refusal(field, value).fix == near
+def test_misspelt_choices_raise_with_the_nearest(field: str, value: str, near: str) -> None:
+    assert catch_error(field, value).fix == near
 
 
-def test_each_choice_is_taken() -> None:
+def test_every_choice_is_valid() -> None:
     for field, choices in CHOICES.items():
         for choice in choices:
             assert getattr(Recipe(**{field: choice}), field) == choice  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [*NOT_NUMBERS, -1, 0, 4097], ids=repr)
-def test_fault_33_lora_rank(value: Any) -> None:
-    refusal("lora_rank", value, method="lora")
+def test_fault_33_invalid_lora_rank_raises(value: Any) -> None:
+    catch_error("lora_rank", value, method="lora")
 
 
 @pytest.mark.parametrize(
     "value", ["q_proj", b"q", 3, True, (), [], ("",), ("q proj",), (3,), (None,), {"q_proj": 1}, math.nan]
 )
-def test_lora_targets(value: Any) -> None:
-    refusal("lora_targets", value, method="lora")
+def test_rejects_invalid_lora_targets(value: Any) -> None:
+    catch_error("lora_targets", value, method="lora")
 
 
-def test_lora_fields_need_lora() -> None:
-    assert "method='lora'" in refusal("lora_rank", 8).fix
-    assert "method='lora'" in refusal("lora_targets", ("q_proj",)).fix
+def test_lora_fields_need_method_lora() -> None:
+    assert "method='lora'" in catch_error("lora_rank", 8).fix
+    assert "method='lora'" in catch_error("lora_targets", ("q_proj",)).fix
     assert Recipe(method="lora").adapter_rank == 16
     assert Recipe(method="lora", lora_rank=4).adapter_rank == 4
     assert Recipe(method="lora", lora_targets=["v_proj", "q_proj", "v_proj"]).lora_targets == (
@@ -150,71 +150,71 @@ def test_lora_fields_need_lora() -> None:
     )  # type: ignore[arg-type]
 
 
-def test_a_global_batch_holds_a_micro_batch() -> None:
-    error = refusal("global_batch_size", 4, micro_batch_size=8)
+def test_global_batch_size_below_micro_batch_size_raises() -> None:
+    error = catch_error("global_batch_size", 4, micro_batch_size=8)
     assert "micro_batch_size=8" in error.allowed
     assert error.fix == "global_batch_size=8"
 
 
-def test_numpy_integers_are_numbers_and_become_pythons() -> None:
+def test_numpy_integers_become_python_ints() -> None:
     recipe = Recipe(seq_len=np.int64(512), global_batch_size=np.int32(8))
     assert recipe == Recipe(seq_len=512, global_batch_size=8)
     assert Recipe.from_json(recipe.to_json()) == recipe
     assert type(recipe.seq_len) is int
 
 
-@pytest.mark.parametrize("field", REALS)
+@pytest.mark.parametrize("field", FLOAT_RANGES)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, True, "0.1", b"1", [1], {}, -1, 10**30])
-def test_fault_33_reals_are_finite_and_in_range(field: str, value: Any) -> None:
-    low, high = REALS[field]
-    error = refusal(field, value)
+def test_fault_33_floats_must_be_finite_and_in_range(field: str, value: Any) -> None:
+    low, high = FLOAT_RANGES[field]
+    error = catch_error(field, value)
     assert f"a number from {low:g} to {high:g}" in error.allowed
     Recipe(**{field: float(error.fix)})
 
 
-def test_reals_become_floats() -> None:
+def test_integers_and_numpy_floats_become_floats() -> None:
     recipe = Recipe(dropout=0, expert_imbalance=np.float64(2), expert_capacity_factor=1)
     assert [type(value) for value in (recipe.dropout, recipe.expert_imbalance)] == [float, float]
     assert Recipe.from_json(recipe.to_json()) == recipe
 
 
 @pytest.mark.parametrize("value", [0, 1, "yes", None])
-def test_packing_is_a_flag(value: Any) -> None:
-    refusal("packing", value)
+def test_packing_must_be_bool(value: Any) -> None:
+    catch_error("packing", value)
 
 
 @pytest.mark.parametrize("value", [*NOT_NUMBERS, 0, 4097], ids=repr)
-def test_recompute_interval(value: Any) -> None:
-    refusal("recompute_interval", value, recompute="full")
+def test_rejects_invalid_recompute_interval(value: Any) -> None:
+    catch_error("recompute_interval", value, recompute="full")
 
 
-def test_an_interval_needs_recomputation() -> None:
-    assert refusal("recompute_interval", 2).fix == "recompute_interval=1"
+def test_recompute_interval_needs_recompute() -> None:
+    assert catch_error("recompute_interval", 2).fix == "recompute_interval=1"
     assert Recipe(recompute_interval=2, recompute="offload").recompute_interval == 2
 
 
-def test_only_a_frozen_base_is_quantised() -> None:
-    for value in RAGGED:
-        refusal("quantization", value, method="lora")
-    assert refusal("quantization", "nf4").fix == "quantization=None"
-    assert refusal("quantization", "int8", method="qlora").fix == "quantization=None"
+def test_quantization_needs_a_frozen_base() -> None:
+    for value in INVALID_CHOICES:
+        catch_error("quantization", value, method="lora")
+    assert catch_error("quantization", "nf4").fix == "quantization=None"
+    assert catch_error("quantization", "int8", method="qlora").fix == "quantization=None"
     assert Recipe(method="qlora").base_quantization == "nf4"
     assert Recipe(method="lora").base_quantization is None
     assert Recipe(method="lora", quantization="int8").base_quantization == "int8"
     assert Recipe(method="qlora").has_adapters
-    assert refusal("precision", "fp8-mixed", method="lora").fix == "precision='bf16-mixed'"
-    assert "method='lora'" in refusal("lora_dropout", 0.1).fix
+    assert catch_error("precision", "fp8-mixed", method="lora").fix == "precision='bf16-mixed'"
+    assert "method='lora'" in catch_error("lora_dropout", 0.1).fix
 
 
-def test_json_of_before_these_fields_still_reads() -> None:
-    """Version 0.1 wrote ten fields."""
+def test_reads_json_of_version_0_1() -> None:
+    """Version 0.1 wrote ten fields; the others have their defaults."""
     written = """{"shardscope": "Recipe", "version": 1, "seq_len": 2048, "micro_batch_size": 1,
         "global_batch_size": 64, "method": "lora", "precision": "bf16-mixed", "optimizer": "adamw",
         "recompute": "none", "kernels": null, "lora_rank": 8, "lora_targets": null}"""
     assert Recipe.from_json(written) == Recipe(seq_len=2048, method="lora", lora_rank=8)
 
 
-def test_keyword_only_and_frozen() -> None:
+def test_recipe_is_keyword_only_and_frozen() -> None:
     with pytest.raises(TypeError):
         Recipe(4096)  # type: ignore[misc]
     with pytest.raises(FieldError, match="Nearest fix: 'seq_len'"):
@@ -224,7 +224,7 @@ def test_keyword_only_and_frozen() -> None:
 
 
 @given(recipes())
-def test_round_trips(recipe: Recipe) -> None:
+def test_json_and_pickle_round_trip(recipe: Recipe) -> None:
     assert Recipe.from_json(recipe.to_json()) == recipe
     assert hash(Recipe.from_json(recipe.to_json())) == hash(recipe)
     assert pickle.loads(pickle.dumps(recipe)) == recipe

@@ -1,4 +1,4 @@
-"""Nouns to JSON and back: versions, keys, marks and duplicates, the same for every noun."""
+"""Tests of JSON of all public dataclasses: round trips, versions, unknown and duplicate keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import frameworks
 
 PLAN = Plan(ARCHITECTURES[0], CLUSTERS[2], ss.Recipe(), ss.Layout.fsdp2())
-NOUNS: dict[str, Any] = {
+INSTANCES: dict[str, Any] = {
     "architecture": PLAN.architecture,
     "experts": ARCHITECTURES[2],
     "cluster": PLAN.cluster,
@@ -30,74 +30,74 @@ NOUNS: dict[str, Any] = {
 }
 
 
-def reader(noun: Any) -> Any:
-    return ss.Layout if isinstance(noun, ss.Layout) else type(noun)
+def find_class(instance: Any) -> Any:
+    return ss.Layout if isinstance(instance, ss.Layout) else type(instance)
 
 
-@pytest.fixture(params=NOUNS)
-def noun(request: pytest.FixtureRequest) -> Any:
-    return NOUNS[request.param]
+@pytest.fixture(params=INSTANCES)
+def instance(request: pytest.FixtureRequest) -> Any:
+    return INSTANCES[request.param]
 
 
-def edited(noun: Any, **changes: Any) -> str:
-    return json.dumps({**json.loads(noun.to_json()), **changes})
+def edit_json(instance: Any, **changes: Any) -> str:
+    return json.dumps({**json.loads(instance.to_json()), **changes})
 
 
-def test_round_trip(noun: Any) -> None:
-    again = reader(noun).from_json(noun.to_json())
-    assert again == noun
-    assert type(again) is type(noun)
-    assert hash(again) == hash(noun)
-    assert json.loads(noun.to_json())["version"] == 1
+def test_json_round_trip(instance: Any) -> None:
+    restored = find_class(instance).from_json(instance.to_json())
+    assert restored == instance
+    assert type(restored) is type(instance)
+    assert hash(restored) == hash(instance)
+    assert json.loads(instance.to_json())["version"] == 1
 
 
-def test_fault_35_a_byte_order_mark_means_nothing(noun: Any) -> None:
-    assert reader(noun).from_json("\ufeff" + noun.to_json()) == noun
+def test_fault_35_a_byte_order_mark_is_ignored(instance: Any) -> None:
+    assert find_class(instance).from_json("\ufeff" + instance.to_json()) == instance
 
 
 @pytest.mark.parametrize("version", [0, 2, -1, 1.0, "1", True, None, [], 10**30])
-def test_other_versions_are_refused(noun: Any, version: Any) -> None:
+def test_unknown_versions_raise(instance: Any, version: Any) -> None:
     with pytest.raises(ValueError, match=r"version is .*allowed: 1 to 1.*fix: pip install -U shardscope"):
-        reader(noun).from_json(edited(noun, version=version))
+        find_class(instance).from_json(edit_json(instance, version=version))
 
 
 @pytest.mark.parametrize("name", ["", "Studio", None, 3, {}])
-def test_other_nouns_are_refused(noun: Any, name: Any) -> None:
+def test_json_of_another_class_raises(instance: Any, name: Any) -> None:
     with pytest.raises(ValueError, match=r"JSON, (line 2, )?shardscope is"):
-        reader(noun).from_json(edited(noun, shardscope=name))
+        find_class(instance).from_json(edit_json(instance, shardscope=name))
 
 
-def test_fault_35_misspelt_keys_get_the_nearest(noun: Any) -> None:
+def test_fault_35_misspelt_keys_raise_with_the_nearest(instance: Any) -> None:
     field = (
-        next(key for key in json.loads(noun.to_json()) if key not in ("shardscope", "version"))
-        if not isinstance(noun, ss.Layout)
+        next(key for key in json.loads(instance.to_json()) if key not in ("shardscope", "version"))
+        if not isinstance(instance, ss.Layout)
         else "framework"
     )
     with pytest.raises(ValueError, match=r"key|framework") as caught:
-        reader(noun).from_json(edited(noun, **{f"{field}s": 1}))
-    if not isinstance(noun, ss.Layout):
+        find_class(instance).from_json(edit_json(instance, **{f"{field}s": 1}))
+    if not isinstance(instance, ss.Layout):
         assert f"Nearest fix: '{field}'" in str(caught.value)
 
 
-def test_fault_35_a_key_that_stands_twice_is_refused(noun: Any) -> None:
-    text = noun.to_json()
-    twice = text.replace('"version": 1,', '"version": 1, "version": 1,', 1)
-    if twice == text:
-        twice = text.replace('"version": 1', '"version": 1, "version": 1', 1)
+def test_fault_35_duplicate_keys_raise(instance: Any) -> None:
+    text = instance.to_json()
+    duplicated = text.replace('"version": 1,', '"version": 1, "version": 1,', 1)
+    if duplicated == text:
+        duplicated = text.replace('"version": 1', '"version": 1, "version": 1', 1)
     with pytest.raises(ValueError, match="duplicate key 'version'"):
-        reader(noun).from_json(twice)
+        find_class(instance).from_json(duplicated)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '"text"', "{'a': 1}", "{}", "not json"])
-def test_what_is_no_noun_is_a_value_error(noun: Any, text: str) -> None:
+def test_invalid_json_raises_value_error(instance: Any, text: str) -> None:
     with pytest.raises(ValueError, match=r"JSON|shardscope"):
-        reader(noun).from_json(text)
+        find_class(instance).from_json(text)
 
 
 @pytest.mark.parametrize(
     "value", ["NaN", "Infinity", "-Infinity", "1e999", "true", '"8"', "null", "[]", "1.5"]
 )
-def test_fault_33_bad_numbers_inside_json_are_refused(value: str) -> None:
+def test_fault_33_invalid_numbers_in_json_raise(value: str) -> None:
     text = PLAN.recipe.to_json().replace('"seq_len": 4096', f'"seq_len": {value}')
     with pytest.raises(ValueError, match=r"Recipe\.seq_len is"):
         ss.Recipe.from_json(text)
@@ -106,18 +106,18 @@ def test_fault_33_bad_numbers_inside_json_are_refused(value: str) -> None:
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, '{"a":' * 100_000, '{"shardscope": "Plan", "a": ' + "[" * 50_000]
 )
-def test_fault_35_nesting_without_end_is_a_value_error(noun: Any, text: str) -> None:
+def test_fault_35_deeply_nested_json_raises_value_error(instance: Any, text: str) -> None:
     with pytest.raises(ValueError, match="JSON is nested too deeply"):
-        reader(noun).from_json(text)
+        find_class(instance).from_json(text)
 
 
 @pytest.mark.parametrize("text", [None, 3, b"{}", [], ["{}"], {}])
-def test_what_is_no_text_is_refused_in_words(noun: Any, text: Any) -> None:
+def test_arguments_other_than_text_raise_value_error(instance: Any, text: Any) -> None:
     with pytest.raises(ValueError, match="text"):
-        reader(noun).from_json(text)
+        find_class(instance).from_json(text)
 
 
-def test_missing_fields_are_named() -> None:
+def test_missing_fields_raise_with_their_name() -> None:
     data = json.loads(PLAN.to_json())
     for name in ("architecture", "cluster", "recipe", "layout"):
         without = {key: value for key, value in data.items() if key != name}
@@ -130,40 +130,40 @@ def test_missing_fields_are_named() -> None:
         Plan.from_json(json.dumps(data))
 
 
-def test_a_layout_needs_its_framework() -> None:
+def test_layout_json_needs_a_known_framework() -> None:
     for name in (None, "fsdp", "FSDP2", 3):
         with pytest.raises(ValueError, match=r"Layout\.framework is .*'fsdp2'"):
-            ss.Layout.from_json(edited(ss.Layout.fsdp2(), framework=name))
+            ss.Layout.from_json(edit_json(ss.Layout.fsdp2(), framework=name))
     with pytest.raises(ValueError, match="Layout key is 'shard'"):
-        ss.Layout.from_json(edited(ss.Layout.ddp(), shard=8))
+        ss.Layout.from_json(edit_json(ss.Layout.ddp(), shard=8))
 
 
 @settings(max_examples=examples(60), deadline=None)
 @given(plans())
 def test_every_plan_round_trips(plan: Plan) -> None:
-    for noun in (plan, plan.architecture, plan.cluster, plan.recipe, plan.layout):
-        assert reader(noun).from_json(noun.to_json()) == noun
+    for instance in (plan, plan.architecture, plan.cluster, plan.recipe, plan.layout):
+        assert find_class(instance).from_json(instance.to_json()) == instance
 
 
 @given(st.recursive(
     st.none() | st.booleans() | st.floats() | st.text(max_size=5) | st.integers(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
-), st.sampled_from(sorted(NOUNS)))  # fmt: skip
+), st.sampled_from(sorted(INSTANCES)))  # fmt: skip
 @settings(max_examples=examples(300), deadline=None)
-def test_fault_33_any_value_in_any_field_is_taken_or_refused_in_words(value: Any, name: str) -> None:
-    """Never a TypeError, an OverflowError or a crash from what a file holds."""
-    noun = NOUNS[name]
-    for field in json.loads(noun.to_json()):
+def test_fault_33_any_value_in_any_field_is_read_or_raises_value_error(value: Any, name: str) -> None:
+    """No content of a file raises a TypeError or an OverflowError or crashes."""
+    instance = INSTANCES[name]
+    for field in json.loads(instance.to_json()):
         try:
-            taken = reader(noun).from_json(edited(noun, **{field: value}))
-        except ValueError as refusal:
-            assert str(refusal)
+            parsed = find_class(instance).from_json(edit_json(instance, **{field: value}))
+        except ValueError as error:
+            assert str(error)
         else:
-            assert reader(noun).from_json(taken.to_json()) == taken
+            assert find_class(instance).from_json(parsed.to_json()) == parsed
 
 
-def test_numbers_of_numpy_survive() -> None:
+def test_numpy_integers_are_written_as_json_numbers() -> None:
     import numpy as np
 
     recipe = replace(PLAN.recipe, seq_len=np.int64(128))

@@ -1,4 +1,4 @@
-"""Every public object that can end a notebook cell shows itself as a table, with its text escaped."""
+"""Tests of the HTML tables that public objects display in notebooks, with their text escaped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRACE = Path(__file__).parents[2] / "fixtures" / "trace_2_ranks"
 
 @cache
 def plan() -> ss.Plan:
-    """It does not fit, so that it has repairs and findings."""
+    """Return a plan that does not fit, so that it has repairs and findings."""
     recipe = ss.Recipe(seq_len=8192, micro_batch_size=4)
     return ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.fsdp2())
 
@@ -51,55 +51,55 @@ OBJECTS = {
 }
 
 
-def shown(value: object) -> str:
-    """The HTML that a notebook shows at the end of a cell."""
+def render_html(value: object) -> str:
+    """Return the HTML that a notebook displays for ``value`` at the end of a cell."""
     data, _ = DisplayFormatter().format(value)
     return str(data.get("text/html", ""))
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_an_object_at_the_end_of_a_cell_is_a_table(name: str) -> None:
-    html = shown(OBJECTS[name]())
+def test_public_objects_display_as_html_tables(name: str) -> None:
+    html = render_html(OBJECTS[name]())
     assert "<table" in html and "</td>" in html
     for raw in ("<script", ">None<", "object at 0x", "dtype="):
         assert raw not in html
     assert len(html) < 100_000
 
 
-def test_a_run_is_a_table_with_its_reason(tmp_path: Path) -> None:
+def test_runs_display_their_status_and_escaped_reason(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"world_size": 2, "created": 1.0, "name": "mine"}))
     (folder / "status.jsonl").write_text(
         json.dumps({"status": "failed", "reason": "<b>rank 1</b> raised", "time": 1.0}) + "\n"
     )
-    html = shown(ss.Run.attach(folder))
+    html = render_html(ss.Run.attach(folder))
     assert "<table" in html and "failed" in html
     assert "&lt;b&gt;rank 1&lt;/b&gt; raised" in html and "<b>rank" not in html
 
 
-def test_lists_of_findings_and_repairs_are_lists() -> None:
-    found, repairs = plan().findings(), plan().repairs()
-    assert isinstance(found, list) and found == list(found)
+def test_findings_and_repairs_are_lists_with_html() -> None:
+    findings, repairs = plan().findings(), plan().repairs()
+    assert isinstance(findings, list) and findings == list(findings)
     assert isinstance(repairs, list) and repairs == list(repairs)
-    assert plan().repairs()[0].change in shown(repairs)
-    assert shown(Findings()) == "<p>No findings.</p>"
-    assert "fits" in shown(Repairs())
+    assert plan().repairs()[0].change in render_html(repairs)
+    assert render_html(Findings()) == "<p>No findings.</p>"
+    assert "fits" in render_html(Repairs())
 
 
-def test_a_plan_names_model_cluster_and_degrees() -> None:
-    html = shown(plan())
-    for words in ("llama-3.1-8b", "8xh100-sxm-80gb", "FSDP2", "8,192"):
-        assert words in html
+def test_plans_display_model_cluster_layout_and_recipe() -> None:
+    html = render_html(plan())
+    for text in ("llama-3.1-8b", "8xh100-sxm-80gb", "FSDP2", "8,192"):
+        assert text in html
 
 
 @pytest.mark.parametrize("value", ["<script>x</script>", "<img src=x onerror=y>", "a & b"])
-def test_cells_and_names_are_escaped(value: Any) -> None:
+def test_table_cells_and_titles_are_escaped(value: Any) -> None:
     for html in (render_html_table([value], [[value]], value), render_html_fields({value: value}, value)):
         ElementTree.fromstring(html)
         assert value not in html
 
 
-def test_numbers_have_separators_and_gaps_a_dash() -> None:
+def test_numbers_have_thousands_separators_and_missing_ones_a_dash() -> None:
     html = render_html_table(["a", "b"], [[1234567, None], [0.12345, float("nan")]])
     assert "1,234,567" in html and "0.1235" in html and html.count("–") == 2

@@ -1,4 +1,4 @@
-"""What ``plan.export`` writes, and that nothing of a plan gets lost on the way there and back."""
+"""Tests of the files that ``plan.export`` writes and of reading them back as the same plan."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ FAMILIES = ("ddp", "fsdp2", "deepspeed", "megatron")
 SMALL = ss.Architecture.of_size("2m")
 
 
-def small(layout: Any, cluster: str = "2xcpu", **recipe: Any) -> ss.Plan:
+def build_small_plan(layout: Any, cluster: str = "2xcpu", **recipe: Any) -> ss.Plan:
     return ss.Plan(
         SMALL, ss.Cluster.parse(cluster), ss.Recipe(seq_len=64, global_batch_size=16, **recipe), layout
     )
 
 
-def texts(plan: ss.Plan) -> dict[str, str]:
+def render_texts(plan: ss.Plan) -> dict[str, str]:
     return {file.name: file.text for file in list_files(plan)}
 
 
@@ -57,7 +57,7 @@ def texts(plan: ss.Plan) -> dict[str, str]:
 def test_an_export_reads_back_as_the_same_plan(framework: str) -> None:
     @settings(deadline=None, max_examples=examples(60))
     @given(plan=plans(framework))
-    def there_and_back(plan: ss.Plan) -> None:
+    def round_trip(plan: ss.Plan) -> None:
         with tempfile.TemporaryDirectory() as folder:
             written = plan.export(folder)
             assert [path.name for path in written] == [file.name for file in list_files(plan)]
@@ -66,17 +66,17 @@ def test_an_export_reads_back_as_the_same_plan(framework: str) -> None:
                 if (Path(folder) / name).exists():
                     assert read(Path(folder) / name) == plan, name
 
-    there_and_back()
+    round_trip()
 
 
 @pytest.mark.parametrize("framework", FAMILIES)
-def test_a_file_alone_carries_its_layout(framework: str) -> None:
-    """Read without the plan beside it, it gives a plan that is written in the same words again."""
+def test_each_config_file_restores_its_layout_without_plan_json(framework: str) -> None:
+    """A config file without plan.json is read as a plan whose export has the same text."""
 
     @settings(deadline=None, max_examples=examples(60))
     @given(plan=plans(framework))
-    def alone(plan: ss.Plan) -> None:
-        files = texts(plan)
+    def check_files(plan: ss.Plan) -> None:
+        files = render_texts(plan)
         for name, read in READERS.items():
             if name not in files:
                 continue
@@ -85,48 +85,48 @@ def test_a_file_alone_carries_its_layout(framework: str) -> None:
                     (Path(folder) / other).write_text(files[other])
                 carried = {"micro_batch_size": 1, "global_batch_size": 1} if name != CONFIGURATIONS[0] else {}
                 recipe = replace(plan.recipe, **carried)
-                found = read(
+                parsed = read(
                     Path(folder) / name, architecture=plan.architecture, cluster=plan.cluster, recipe=recipe
                 )
-            assert found.degrees == plan.degrees
-            assert found.recipe == plan.recipe or name == CONFIGURATIONS[0]
-            assert texts(found)[name].partition("\n")[2] == files[name].partition("\n")[2]
+            assert parsed.degrees == plan.degrees
+            assert parsed.recipe == plan.recipe or name == CONFIGURATIONS[0]
+            assert render_texts(parsed)[name].partition("\n")[2] == files[name].partition("\n")[2]
 
-    alone()
+    check_files()
 
 
-ALONE = ("accelerate_config.yaml", "ds_config.json")
+FILES_WITH_RECIPE = ("accelerate_config.yaml", "ds_config.json")
 
 
 @pytest.mark.parametrize("framework", ("ddp", "fsdp2", "deepspeed"))
-def test_a_file_alone_carries_its_recipe(framework: str) -> None:
-    """Fields that the format cannot express are in a comment of the file, and are read from there."""
+def test_config_file_comments_restore_the_recipe_without_plan_json(framework: str) -> None:
+    """Fields that the format cannot express are written to a comment of the file and read from it."""
 
     @settings(deadline=None, max_examples=examples(30))
     @given(plan=plans(framework))
-    def alone(plan: ss.Plan) -> None:
-        files = texts(plan)
-        for name in set(ALONE) & set(files):
+    def check_files(plan: ss.Plan) -> None:
+        files = render_texts(plan)
+        for name in set(FILES_WITH_RECIPE) & set(files):
             with tempfile.TemporaryDirectory() as folder:
                 for other in {name, "ds_config.json"} & set(files):
                     (Path(folder) / other).write_text(files[other])
-                nouns: dict[str, Any] = {"architecture": plan.architecture, "cluster": plan.cluster}
-                found = READERS[name](Path(folder) / name, **nouns)
-                given_one = READERS[name](Path(folder) / name, **nouns, recipe=plan.recipe)
-            assert found.recipe == plan.recipe, name
-            assert given_one.layout == found.layout
+                arguments: dict[str, Any] = {"architecture": plan.architecture, "cluster": plan.cluster}
+                parsed = READERS[name](Path(folder) / name, **arguments)
+                with_recipe = READERS[name](Path(folder) / name, **arguments, recipe=plan.recipe)
+            assert parsed.recipe == plan.recipe, name
+            assert with_recipe.layout == parsed.layout
 
-    alone()
+    check_files()
 
 
 def test_the_callers_recipe_has_priority_over_a_files_comment(tmp_path: Path) -> None:
-    plan = small(ss.Layout.fsdp2(), "8xh100-sxm-80gb", precision="bf16", method="lora")
-    text = texts(plan)["accelerate_config.yaml"]
+    plan = build_small_plan(ss.Layout.fsdp2(), "8xh100-sxm-80gb", precision="bf16", method="lora")
+    text = render_texts(plan)["accelerate_config.yaml"]
     (tmp_path / "a.yaml").write_text(text)
-    nouns: dict[str, Any] = {"architecture": plan.architecture, "cluster": plan.cluster}
-    assert ss.Plan.from_accelerate(tmp_path / "a.yaml", **nouns).recipe == plan.recipe
+    arguments: dict[str, Any] = {"architecture": plan.architecture, "cluster": plan.cluster}
+    assert ss.Plan.from_accelerate(tmp_path / "a.yaml", **arguments).recipe == plan.recipe
     full = replace(plan.recipe, method="full")
-    assert ss.Plan.from_accelerate(tmp_path / "a.yaml", **nouns, recipe=full).recipe == full
+    assert ss.Plan.from_accelerate(tmp_path / "a.yaml", **arguments, recipe=full).recipe == full
     line = '#: method = "lora"'
     assert line in text
     broken_lines = (
@@ -137,42 +137,44 @@ def test_the_callers_recipe_has_priority_over_a_files_comment(tmp_path: Path) ->
     for broken, why in broken_lines:
         (tmp_path / "a.yaml").write_text(text.replace(line, broken))
         with pytest.raises(ValueError, match=f"a.yaml.*{why}"):
-            ss.Plan.from_accelerate(tmp_path / "a.yaml", **nouns)
+            ss.Plan.from_accelerate(tmp_path / "a.yaml", **arguments)
 
 
-OPEN = frozenset({
+DERIVED = frozenset({
     "shard", "etp", "sequence_parallel", "grad_reduce_in_fp32", "stage3_prefetch_bucket_size", "kernels",
     "offload_params_buffer_count", "offload_params_buffer_size", "reshard_after_forward",
 })  # fmt: skip
-"""Fields whose open value means one of the others, so that two plans may mean the same."""
+"""Fields whose default is resolved to an explicit value, so that two unequal plans may be equivalent."""
 
 
 @settings(deadline=None, max_examples=examples(120))
 @given(plan=plans())
-def test_no_option_is_dropped_in_silence(plan: ss.Plan) -> None:
-    """Two plans that differ in one field never give the same file: it says the field, or that it does not."""
-    files = texts(plan)
-    for noun in ("recipe", "layout"):
-        for field in fields(getattr(plan, noun)):
+def test_every_changed_field_changes_the_exported_files(plan: ss.Plan) -> None:
+    """Plans that differ in one field have different files: each has the field or lists it as missing."""
+    files = render_texts(plan)
+    for part in ("recipe", "layout"):
+        for field in fields(getattr(plan, part)):
             try:
-                changed = replace(plan, **{noun: replace(getattr(plan, noun), **{field.name: field.default})})
+                changed = replace(plan, **{part: replace(getattr(plan, part), **{field.name: field.default})})
             except (FieldError, TypeError):
                 continue
             same_loss = plan.kernels == "megatron" and field.name == "loss" and plan.recipe.loss == "full"
-            if changed == plan or field.name in OPEN or same_loss:
+            if changed == plan or field.name in DERIVED or same_loss:
                 continue
-            others = texts(changed)
+            others = render_texts(changed)
             for name in set(CONFIGURATIONS) & set(files) & set(others):
-                # Some point to DeepSpeed's JSON and leave what is in there to it.
-                one, other = (found[name] + found.get("ds_config.json", "") for found in (files, others))
-                assert one != other, f"{name} is silent about {field.name}"
+                # Some files refer to DeepSpeed's JSON for the options in it.
+                one, other = (
+                    written[name] + written.get("ds_config.json", "") for written in (files, others)
+                )
+                assert one != other, f"{name} does not depend on {field.name}"
 
 
 @pytest.mark.parametrize(
     "plan",
     [
-        small(ss.Layout.ddp()),
-        small(ss.Layout.fsdp2()),
+        build_small_plan(ss.Layout.ddp()),
+        build_small_plan(ss.Layout.fsdp2()),
         ss.Plan(
             replace(SMALL, name="a; rm -rf $HOME `x` \"'"),
             ss.Cluster.parse("4x8xh100-sxm-80gb"),
@@ -191,7 +193,7 @@ def test_no_option_is_dropped_in_silence(plan: ss.Plan) -> None:
     ],
     ids=["ddp", "fsdp2", "name", "zero", "megatron"],
 )
-def test_shells_read_every_command(plan: ss.Plan, tmp_path: Path) -> None:
+def test_exported_scripts_are_valid_bash_and_executable(plan: ss.Plan, tmp_path: Path) -> None:
     for path in plan.export(tmp_path):
         if path.suffix not in (".sh", ".sbatch"):
             continue
@@ -209,8 +211,8 @@ def test_shells_read_every_command(plan: ss.Plan, tmp_path: Path) -> None:
             assert "invalid" not in tested.stderr.lower(), tested.stderr
 
 
-def words_of(folder: Path, command: str, *arguments: str, **environment: str) -> list[str]:
-    """What ``command`` calls torchrun or accelerate with, word by word."""
+def list_launcher_arguments(folder: Path, command: str, *arguments: str, **environment: str) -> list[str]:
+    """Return the arguments with which ``command`` calls torchrun or accelerate."""
     (folder / "bin").mkdir(exist_ok=True)
     for name in ("torchrun", "accelerate"):
         fake = folder / "bin" / name
@@ -229,36 +231,38 @@ def words_of(folder: Path, command: str, *arguments: str, **environment: str) ->
     return done.stdout.splitlines()
 
 
-def test_commands_on_several_nodes(tmp_path: Path) -> None:
+def test_launch_commands_on_several_nodes_have_rendezvous_arguments(tmp_path: Path) -> None:
     plan = ss.Plan(
         ss.models["llama-3.1-8b"], ss.Cluster.parse("4x8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.ddp()
     )
     plan.export(tmp_path)
-    words = words_of(tmp_path, "torchrun.sh", "--steps", "3 4", HEAD_NODE="node-0")
-    assert words[words.index("--nnodes") + 1] == "4"
-    assert words[words.index("--nproc-per-node") + 1] == "8"
-    assert words[words.index("--rdzv-endpoint") + 1] == "node-0:29500"
-    assert words[-3:] == ["train.py", "--steps", "3 4"]
+    arguments = list_launcher_arguments(tmp_path, "torchrun.sh", "--steps", "3 4", HEAD_NODE="node-0")
+    assert arguments[arguments.index("--nnodes") + 1] == "4"
+    assert arguments[arguments.index("--nproc-per-node") + 1] == "8"
+    assert arguments[arguments.index("--rdzv-endpoint") + 1] == "node-0:29500"
+    assert arguments[-3:] == ["train.py", "--steps", "3 4"]
     with pytest.raises(RuntimeError, match="all 4 nodes"):
-        words_of(tmp_path, "torchrun.sh")
-    mine = tmp_path / "bin" / "mine.py"
-    mine.write_text("")
-    where = {"HEAD_NODE": "node-0", "MACHINE_RANK": "2"}
-    words = words_of(tmp_path, "accelerate_launch.sh", "mine.py", "--fast", **where)
-    assert words[:3] == ["launch", "--config_file", "accelerate_config.yaml"]
-    assert words[words.index("--machine_rank") + 1] == "2"
-    assert words[words.index("--main_process_ip") + 1] == "node-0"
-    assert words[-2:] == [str(mine), "--fast"], "a script is found from where the person stands"
+        list_launcher_arguments(tmp_path, "torchrun.sh")
+    script = tmp_path / "bin" / "mine.py"
+    script.write_text("")
+    environment = {"HEAD_NODE": "node-0", "MACHINE_RANK": "2"}
+    arguments = list_launcher_arguments(tmp_path, "accelerate_launch.sh", "mine.py", "--fast", **environment)
+    assert arguments[:3] == ["launch", "--config_file", "accelerate_config.yaml"]
+    assert arguments[arguments.index("--machine_rank") + 1] == "2"
+    assert arguments[arguments.index("--main_process_ip") + 1] == "node-0"
+    assert arguments[-2:] == [str(script), "--fast"], "relative paths of scripts start at the user's folder"
     with pytest.raises(RuntimeError, match="the path of a script"):
-        words_of(tmp_path, "accelerate_launch.sh", **where)
+        list_launcher_arguments(tmp_path, "accelerate_launch.sh", **environment)
 
 
 @pytest.mark.parametrize("layout", [ss.Layout.fsdp2(), ss.Layout.megatron(tp=2)], ids=["fsdp2", "megatron"])
-def test_what_starts_a_file_starts_it(layout: Any, tmp_path: Path) -> None:
-    """As it is told: typed in the folder, with every ``<...>`` filled in, and FILES.md tells it too."""
+def test_start_commands_in_files_md_run(layout: Any, tmp_path: Path) -> None:
+    """FILES.md lists the start commands, which run in the folder once every ``<...>`` is filled in."""
     plan = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("2x8xh100-sxm-80gb"), ss.Recipe(), layout)
     plan.export(tmp_path)
-    words_of(tmp_path, "torchrun.sh", HEAD_NODE="a", MEGATRON_LM="b")  # makes the fakes that it calls
+    list_launcher_arguments(
+        tmp_path, "torchrun.sh", HEAD_NODE="a", MEGATRON_LM="b"
+    )  # creates the fake launchers
     started = {file.name: file for file in list_files(plan) if file.start_command}
     assert {"torchrun.sh", "job.sbatch"} <= set(started) and "train.py" not in started
     for file in started.values():
@@ -277,54 +281,58 @@ def test_what_starts_a_file_starts_it(layout: Any, tmp_path: Path) -> None:
             assert done.returncode == 0 and "train.py" in done.stdout, done.stderr
 
 
-def test_a_job_on_gpus_asks_for_the_whole_node() -> None:
-    """Slurm's usual default would be one CPU for all ranks."""
-    job = texts(small(ss.Layout.zero(offload_optimizer="cpu"), "2x8xh100-sxm-80gb"))["job.sbatch"]
+def test_sbatch_on_gpus_requests_exclusive_nodes() -> None:
+    """Slurm's usual default is one CPU for all ranks."""
+    job = render_texts(build_small_plan(ss.Layout.zero(offload_optimizer="cpu"), "2x8xh100-sxm-80gb"))[
+        "job.sbatch"
+    ]
     assert "#SBATCH --gpus-per-node=8\n#SBATCH --exclusive\n#SBATCH --mem=0\n" in job
-    assert "--exclusive" not in texts(small(ss.Layout.ddp()))["job.sbatch"]
+    assert "--exclusive" not in render_texts(build_small_plan(ss.Layout.ddp()))["job.sbatch"]
 
 
-@pytest.mark.parametrize(("inherited", "kept"), [({}, "1"), ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "8")])
-def test_what_the_environment_says_of_megatron_stays(
-    inherited: dict[str, str], kept: str, tmp_path: Path
+@pytest.mark.parametrize(("inherited", "expected"), [({}, "1"), ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "8")])
+def test_torchrun_script_keeps_cuda_device_max_connections_if_set(
+    inherited: dict[str, str], expected: str, tmp_path: Path
 ) -> None:
-    """As in a run: kernels start in the order of their calls, unless somebody has said otherwise."""
+    """The default is 1, as in a run, so that kernels start in the order of their calls."""
     plan = ss.Plan(
         ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.megatron(tp=2)
     )
     plan.export(tmp_path)
-    told = tmp_path / "told"
-    words_of(tmp_path, "torchrun.sh", MEGATRON_LM="b")  # makes the fakes
+    recorded = tmp_path / "told"
+    list_launcher_arguments(tmp_path, "torchrun.sh", MEGATRON_LM="b")  # creates the fake launchers
     fake = tmp_path / "bin" / "torchrun"
-    fake.write_text(f'#!/usr/bin/env bash\nprintf %s "$CUDA_DEVICE_MAX_CONNECTIONS" > "{told}"\n')
+    fake.write_text(f'#!/usr/bin/env bash\nprintf %s "$CUDA_DEVICE_MAX_CONNECTIONS" > "{recorded}"\n')
     subprocess.run(
         [str(tmp_path / "torchrun.sh")],
         check=True,
         env={"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "MEGATRON_LM": "b", **inherited},
     )
-    assert told.read_text() == kept
+    assert recorded.read_text() == expected
 
 
-def test_megatron_s_words_reach_its_script(tmp_path: Path) -> None:
-    """bash splits the file into the words that argparse shall see, stars and all."""
+def test_megatron_arguments_reach_pretrain_gpt_unchanged(tmp_path: Path) -> None:
+    """bash splits the file into the arguments that argparse expects, without expanding asterisks."""
     plan = ss.Plan(
         ss.models["mixtral-8x7b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.megatron(ep=8)
     )
     plan.export(tmp_path)
-    words = words_of(tmp_path, "torchrun.sh", "--train-iters", "5", MEGATRON_LM="/opt/Megatron-LM")
-    script = words.index("/opt/Megatron-LM/pretrain_gpt.py")
-    assert words[words.index("--moe-layer-freq") + 1] == "([1]*32)"
-    assert words[-2:] == ["--train-iters", "5"]
-    found = ss.Plan.from_megatron(
-        words[script + 1 : -2], architecture=plan.architecture, cluster=plan.cluster
+    arguments = list_launcher_arguments(
+        tmp_path, "torchrun.sh", "--train-iters", "5", MEGATRON_LM="/opt/Megatron-LM"
     )
-    assert found == plan
+    script = arguments.index("/opt/Megatron-LM/pretrain_gpt.py")
+    assert arguments[arguments.index("--moe-layer-freq") + 1] == "([1]*32)"
+    assert arguments[-2:] == ["--train-iters", "5"]
+    parsed = ss.Plan.from_megatron(
+        arguments[script + 1 : -2], architecture=plan.architecture, cluster=plan.cluster
+    )
+    assert parsed == plan
 
 
 @settings(deadline=None, max_examples=examples(40))
 @given(plan=plans())
-def test_a_plan_has_a_train_py_or_a_sentence_that_names_the_field(plan: ss.Plan) -> None:
-    files = texts(plan)
+def test_files_md_explains_a_missing_train_py(plan: ss.Plan) -> None:
+    files = render_texts(plan)
     assert ("train.py" in files) == ("config.json" in files)
     if "train.py" not in files:
         assert "`train.py`: " in files["FILES.md"]
@@ -336,7 +344,7 @@ OWN_FILES = {
     "deepspeed": ss.Layout.zero(3),
     "megatron": ss.Layout.megatron(tp=2),
 }
-"""A layout of each framework that its train.py trains."""
+"""For each framework, a layout that its train.py supports."""
 IMPORTED = {"torch", "transformers", "tokenizers", "numpy", "peft", "deepspeed", "megatron", "megatron_model"}
 
 
@@ -346,7 +354,7 @@ SCRIPTS = [*((framework, "train.py") for framework in OWN_FILES), ("megatron", "
 @pytest.mark.parametrize(("framework", "name"), SCRIPTS)
 def test_train_py_is_copied_and_imports_no_shardscope(framework: str, name: str) -> None:
     text = (Path(ss.__file__).parent / "frameworks" / framework / "files" / name).read_text()
-    assert texts(small(OWN_FILES[framework], "8xh100-sxm-80gb"))[name] == text
+    assert render_texts(build_small_plan(OWN_FILES[framework], "8xh100-sxm-80gb"))[name] == text
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = {getattr(node, "module", None) or node.names[0].name for node in nodes}
     others = {name.partition(".")[0] for name in modules} - set(sys.stdlib_module_names)
@@ -355,21 +363,21 @@ def test_train_py_is_copied_and_imports_no_shardscope(framework: str, name: str)
 
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2", "deepspeed"])
-def test_every_train_py_decays_matrices_alone(framework: str) -> None:
+def test_train_py_applies_weight_decay_to_matrices_only(framework: str) -> None:
     torch = needs("torch")
     script = import_script(framework)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
     model[1].weight.requires_grad_(False)
     option: Any = {"on_host": False} if framework == "deepspeed" else {"name": "adamw"}
     groups = script.build_optimizer(model, **option).param_groups
-    found = [([id(one) for one in group["params"]], group["weight_decay"]) for group in groups]
+    decay_groups = [([id(one) for one in group["params"]], group["weight_decay"]) for group in groups]
     vectors = [model[0].bias, model[1].bias, model[2].weight, model[2].bias]
-    assert found == [([id(model[0].weight)], 0.1), ([id(one) for one in vectors], 0.0)]
+    assert decay_groups == [([id(model[0].weight)], 0.1), ([id(one) for one in vectors], 0.0)]
 
 
 @pytest.mark.parametrize("framework", OWN_FILES)
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.1-70b"])
-def test_the_default_rate_of_a_large_model_raises_no_finding(framework: str, model: str) -> None:
+def test_default_learning_rate_of_a_large_model_has_no_finding(framework: str, model: str) -> None:
     script = import_script(framework)
     plan = ss.Plan(
         ss.models[model],
@@ -383,7 +391,7 @@ def test_the_default_rate_of_a_large_model_raises_no_finding(framework: str, mod
 
 
 @pytest.mark.parametrize("framework", OWN_FILES)
-def test_default_rates_are_those_of_the_tasks(framework: str) -> None:
+def test_default_learning_rates_of_train_py_equal_those_of_the_tasks(framework: str) -> None:
     script = import_script(framework)
     assert script.choose_peak_rate(2_000_000, None) == ss.Pretrain.learning_rate
     assert script.choose_peak_rate(2_000_000, "folder") == FULL_RATE
@@ -395,46 +403,52 @@ def test_default_rates_are_those_of_the_tasks(framework: str) -> None:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_deepspeed_s_file_clips_as_runs_do(stage: int, tmp_path: Path) -> None:
-    """The Trainer tells DeepSpeed its own norm where the file says "auto", and nothing otherwise."""
-    plan = small(ss.Layout.zero(stage=stage))
-    nouns: Any = {"architecture": plan.architecture, "cluster": plan.cluster, "recipe": plan.recipe}
-    text = texts(plan)["ds_config.json"]
+def test_ds_config_has_the_gradient_clipping_of_the_engine(stage: int, tmp_path: Path) -> None:
+    """The Trainer passes its own norm to DeepSpeed only if the file has "auto"."""
+    plan = build_small_plan(ss.Layout.zero(stage=stage))
+    arguments: Any = {"architecture": plan.architecture, "cluster": plan.cluster, "recipe": plan.recipe}
+    text = render_texts(plan)["ds_config.json"]
     assert json.loads(text)["gradient_clipping"] == Engine.max_grad_norm == 1.0
     file = tmp_path / "ds_config.json"
     file.write_text(text)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert ss.Plan.from_deepspeed(file, **nouns).recipe == plan.recipe
+        assert ss.Plan.from_deepspeed(file, **arguments).recipe == plan.recipe
     file.write_text(text.replace('"gradient_clipping": 1.0', '"gradient_clipping": 0.5'))
     with pytest.warns(UserWarning, match="not in the plan: gradient_clipping"):
-        ss.Plan.from_deepspeed(file, **nouns)
+        ss.Plan.from_deepspeed(file, **arguments)
 
 
-def test_what_there_is_none_of_says_why() -> None:
-    cpu = texts(small(ss.Layout.fsdp2()))
+def test_files_md_gives_the_reason_for_each_missing_file() -> None:
+    cpu = render_texts(build_small_plan(ss.Layout.fsdp2()))
     assert "accelerate_config.yaml" not in cpu
     assert "silently trains with DDP" in cpu["FILES.md"]
-    assert "training_arguments.yaml" not in {*cpu, *texts(small(ss.Layout.zero(2)))}
-    assert "accelerate launch starts one process" in texts(small(ss.Layout.ddp()))["FILES.md"]
+    assert "training_arguments.yaml" not in {*cpu, *render_texts(build_small_plan(ss.Layout.zero(2)))}
+    assert (
+        "accelerate launch starts one process" in render_texts(build_small_plan(ss.Layout.ddp()))["FILES.md"]
+    )
     pipeline = ss.Plan(SMALL, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2(pp=2))
-    assert "pp=2" in texts(pipeline)["FILES.md"]
+    assert "pp=2" in render_texts(pipeline)["FILES.md"]
     only = "Only Shardscope's engine trains this: "
-    none = {
-        f"{only}Recipe.optimizer is 'paged_adamw', and train.py supports 'adamw' or": small(
+    plans = {
+        f"{only}Recipe.optimizer is 'paged_adamw', and train.py supports 'adamw' or": build_small_plan(
             ss.Layout.ddp(), "8xh100-sxm-80gb", optimizer="paged_adamw"
         ),
-        f"{only}Recipe.kernels is 'liger'": small(ss.Layout.ddp(), "8xh100-sxm-80gb", kernels="liger"),
-        f"{only}Recipe.loss is 'chunked'": small(ss.Layout.ddp(), "8xh100-sxm-80gb", loss="chunked"),
+        f"{only}Recipe.kernels is 'liger'": build_small_plan(
+            ss.Layout.ddp(), "8xh100-sxm-80gb", kernels="liger"
+        ),
+        f"{only}Recipe.loss is 'chunked'": build_small_plan(
+            ss.Layout.ddp(), "8xh100-sxm-80gb", loss="chunked"
+        ),
         f"{only}Layout.ep is 2": ss.Plan(
             ss.models["mixtral-8x7b"],
             ss.Cluster.parse("8xh100-sxm-80gb"),
             ss.Recipe(),
             ss.Layout.zero(1, ep=2),
         ),
-        f"{only}Layout.pp is 2, and train.py supports 1": small(ss.Layout.fsdp2(pp=2)),
-        f"{only}Layout.cp is 2": small(ss.Layout.megatron(cp=2), "8xh100-sxm-80gb"),
-        f"{only}Recipe.attention is 'eager', and train.py supports None": small(
+        f"{only}Layout.pp is 2, and train.py supports 1": build_small_plan(ss.Layout.fsdp2(pp=2)),
+        f"{only}Layout.cp is 2": build_small_plan(ss.Layout.megatron(cp=2), "8xh100-sxm-80gb"),
+        f"{only}Recipe.attention is 'eager', and train.py supports None": build_small_plan(
             ss.Layout.megatron(tp=2), "8xh100-sxm-80gb", attention="eager"
         ),
         f"{only}train.py does not pad a vocabulary, and 2,047 tokens are not divisible by tp=2": ss.Plan(
@@ -443,45 +457,46 @@ def test_what_there_is_none_of_says_why() -> None:
             ss.Recipe(),
             ss.Layout.megatron(tp=2),
         ),
-        f"{only}Megatron-core calls CUDA, and the plan has CPU ranks": small(ss.Layout.megatron()),
-        f"{only}Recipe.method is 'lora'": small(ss.Layout.fsdp2(), method="lora"),
+        f"{only}Megatron-core calls CUDA, and the plan has CPU ranks": build_small_plan(ss.Layout.megatron()),
+        f"{only}Recipe.method is 'lora'": build_small_plan(ss.Layout.fsdp2(), method="lora"),
     }
-    for why, plan in none.items():
-        files = texts(plan)
+    for reason, plan in plans.items():
+        files = render_texts(plan)
         assert "train.py" not in files
-        assert why in files["FILES.md"]
+        assert reason in files["FILES.md"]
 
 
-def test_without_transformers_there_is_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_py_is_not_exported_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    files = texts(small(ss.Layout.fsdp2()))
+    files = render_texts(build_small_plan(ss.Layout.fsdp2()))
     assert "train.py" not in files
     assert 'pip install "shardscope[train]"' in files["FILES.md"]
     assert "SCRIPT" in files["torchrun.sh"]
 
 
-def test_without_pyyaml_reading_names_the_line_that_brings_it(
+def test_reading_yaml_without_pyyaml_raises_with_the_install_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    plan = small(ss.Layout.ddp(), "8xh100-sxm-80gb")
+    plan = build_small_plan(ss.Layout.ddp(), "8xh100-sxm-80gb")
     plan.export(tmp_path)
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install .shardscope\[train\]"):
         ss.Plan.from_accelerate(tmp_path / "accelerate_config.yaml")
 
 
-def test_fields_that_a_format_cannot_express_are_in_its_comment() -> None:
-    plan = small(ss.Layout.ddp(), "8xh100-sxm-80gb", optimizer="sgd", recompute="selective")
-    yaml = texts(plan)["training_arguments.yaml"]
+def test_fields_that_a_format_cannot_express_are_in_comments() -> None:
+    plan = build_small_plan(ss.Layout.ddp(), "8xh100-sxm-80gb", optimizer="sgd", recompute="selective")
+    yaml = render_texts(plan)["training_arguments.yaml"]
     assert '#: optimizer = "sgd"' in yaml
     assert "optim:" not in yaml
     assert '#: recompute = "selective"' in yaml
     assert (
-        "reduces gradients in bf16" in texts(small(ss.Layout.fsdp2(), "8xh100-sxm-80gb"))[CONFIGURATIONS[0]]
+        "reduces gradients in bf16"
+        in render_texts(build_small_plan(ss.Layout.fsdp2(), "8xh100-sxm-80gb"))[CONFIGURATIONS[0]]
     )
 
 
-def test_two_exports_are_the_same_bytes() -> None:
-    plan = small(ss.Layout.fsdp2())
+def test_exports_of_equal_plans_are_identical() -> None:
+    plan = build_small_plan(ss.Layout.fsdp2())
     assert list_files(plan) == list_files(ss.Plan.from_json(plan.to_json()))
     assert all(isinstance(file, Exported) and file.text.endswith("\n") for file in list_files(plan))

@@ -1,4 +1,4 @@
-"""Plain scripts stop at a checkpoint (--model) that they would train as another model."""
+"""Tests of exported scripts that exit if the checkpoint of ``--model`` differs from the planned model."""
 
 from __future__ import annotations
 
@@ -50,26 +50,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 LAYOUTS = {"ddp": "ddp", "fsdp2": "fsdp2", "deepspeed": "zero", "megatron": "megatron"}
 """Frameworks, and the names of their layouts."""
-OF_MEGATRON = ("llama", "mistral", "qwen2", "qwen3")
-"""Families that its train.py trains; that of the others trains all."""
+MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Families that Megatron's train.py supports; those of the other frameworks support all."""
 
 
-def with_frameworks(*cases: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Each case, which begins with a family, after each framework whose train.py trains that."""
+def combine_with_frameworks(*cases: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Return the cases, which start with a family, for each framework whose train.py supports the family."""
     return [
         (framework, *case)
         for framework in LAYOUTS
         for case in cases
-        if framework != "megatron" or case[0] in OF_MEGATRON
+        if framework != "megatron" or case[0] in MEGATRON_FAMILIES
     ]
 
 
 def read_config(family: str, framework: str, folder: Path, **other: Any) -> Any:
-    """What train.py reads of a checkpoint of the plan's sizes but ``other``."""
+    """Return the config that train.py reads from a checkpoint with the plan's sizes except ``other``."""
     from transformers import AutoConfig
 
     script = import_script(framework)
-    files = {file.name: file.text for file in list_files(plan_of(family, LAYOUTS[framework]))}
+    files = {file.name: file.text for file in list_files(build_plan(family, LAYOUTS[framework]))}
     config = json.loads(files["config.json"])
     (folder / "config.json").write_text(files["config.json"])
     AutoConfig.for_model(**{**config, **other}).save_pretrained(folder / "checkpoint")
@@ -78,15 +78,17 @@ def read_config(family: str, framework: str, folder: Path, **other: Any) -> Any:
         return script.read_config(str(folder / "checkpoint"))
 
 
-def plan_of(family: str, layout: str, **degrees: int) -> ss.Plan:
+def build_plan(family: str, layout: str, **degrees: int) -> ss.Plan:
     arch = ss.Architecture(name=family, model_type=family, **{**SIZES, **FAMILIES[family]})
     recipe = ss.Recipe(seq_len=32, global_batch_size=4)
     return ss.Plan(arch, ss.Cluster.parse("2xh100-sxm-80gb"), recipe, getattr(ss.Layout, layout)(**degrees))
 
 
-@pytest.mark.parametrize(("framework", "family"), with_frameworks(*((family,) for family in FAMILIES)))
-def test_a_checkpoint_of_the_planned_sizes_is_read(family: str, framework: str, tmp_path: Path) -> None:
-    """Rotary base and epsilons are its own, and so is what only generation needs."""
+@pytest.mark.parametrize(
+    ("framework", "family"), combine_with_frameworks(*((family,) for family in FAMILIES))
+)
+def test_checkpoints_with_the_planned_shapes_are_read(family: str, framework: str, tmp_path: Path) -> None:
+    """Rotary base, epsilons and options of generation come from the checkpoint."""
     if family == "gpt2":
         assert read_config(family, framework, tmp_path, layer_norm_epsilon=1e-4).layer_norm_epsilon == 1e-4
         read_config(family, framework, tmp_path, n_inner=None)
@@ -98,8 +100,8 @@ def test_a_checkpoint_of_the_planned_sizes_is_read(family: str, framework: str, 
 
 
 @pytest.mark.parametrize(
-    ("framework", "family", "other", "words"),
-    with_frameworks(
+    ("framework", "family", "other", "message"),
+    combine_with_frameworks(
         ("llama", {"num_hidden_layers": 3}, "layers.2.*, and the plan's None"),
         ("llama", {"vocab_size": 250}, r"embed_tokens.weight is \(250, 32\), and the plan's \(200, 32\)"),
         ("qwen2", {"tie_word_embeddings": True}, "lm_head.weight is None, and the plan's"),
@@ -108,21 +110,21 @@ def test_a_checkpoint_of_the_planned_sizes_is_read(family: str, framework: str, 
         ("gpt2", {"max_position_embeddings": 32}, r"wpe.weight is \(32, 32\)"),
     ),
 )
-def test_a_checkpoint_of_other_sizes_ends_the_script(
-    family: str, other: dict[str, Any], words: str, framework: str, tmp_path: Path
+def test_checkpoints_with_other_shapes_exit_the_script(
+    family: str, other: dict[str, Any], message: str, framework: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(SystemExit, match=f"--model: its .*{words}"):
+    with pytest.raises(SystemExit, match=f"--model: its .*{message}"):
         read_config(family, framework, tmp_path, **other)
 
 
 @pytest.mark.parametrize(
     ("framework", "family", "own"),
-    with_frameworks(
+    combine_with_frameworks(
         ("gpt2", {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}),
         ("mixtral", {"attention_dropout": 0.1, "router_jitter_noise": 0.2, "output_router_logits": True}),
     ),
 )
-def test_dropout_and_routing_are_the_plan_s(
+def test_dropout_and_router_options_come_from_the_plan(
     family: str, own: dict[str, Any], framework: str, tmp_path: Path
 ) -> None:
     read = read_config(family, framework, tmp_path, **own)
@@ -130,7 +132,7 @@ def test_dropout_and_routing_are_the_plan_s(
 
 
 @pytest.mark.parametrize(
-    ("family", "own", "words"),
+    ("family", "own", "message"),
     [
         ("llama", {"hidden_act": "gelu"}, "Megatron-core has silu"),
         (
@@ -142,9 +144,9 @@ def test_dropout_and_routing_are_the_plan_s(
         ("mistral", {"sliding_window": 16}, "it attends to 16 tokens"),
     ],
 )
-def test_megatron_s_script_ends_at_a_checkpoint_that_it_would_compute_otherwise(
-    family: str, own: dict[str, Any], words: str, tmp_path: Path
+def test_megatron_script_exits_for_checkpoints_it_would_compute_differently(
+    family: str, own: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(SystemExit, match=words):
+    with pytest.raises(SystemExit, match=message):
         model = importlib.import_module("shardscope.frameworks.megatron.files.megatron_model")
         model.check_config(read_config(family, "megatron", tmp_path, **own), 32)

@@ -1,4 +1,4 @@
-"""Where ``plan.export`` writes, and what of a person's it never replaces."""
+"""Tests of the folder that ``plan.export`` writes to and of the user's files, which it never overwrites."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ CONFIGURATIONS = (
 )
 
 
-def small(layout: Any, cluster: str = "2xcpu", **recipe: Any) -> ss.Plan:
+def build_small_plan(layout: Any, cluster: str = "2xcpu", **recipe: Any) -> ss.Plan:
     architecture = ss.Architecture.of_size("2m")
     return ss.Plan(
         architecture, ss.Cluster.parse(cluster), ss.Recipe(seq_len=64, global_batch_size=16, **recipe), layout
     )
 
 
-def test_an_earlier_export_is_replaced_whole(tmp_path: Path) -> None:
-    small(ss.Layout.fsdp2(), "8xh100-sxm-80gb").export(tmp_path)
+def test_export_replaces_all_files_of_an_earlier_export(tmp_path: Path) -> None:
+    build_small_plan(ss.Layout.fsdp2(), "8xh100-sxm-80gb").export(tmp_path)
     assert (tmp_path / "fsdp2_arguments.json").exists()
     (tmp_path / "notes.txt").write_text("mine")
-    plan = small(ss.Layout.zero(2), "8xh100-sxm-80gb")
+    plan = build_small_plan(ss.Layout.zero(2), "8xh100-sxm-80gb")
     written = {path.name for path in plan.export(tmp_path)}
     assert {path.name for path in tmp_path.iterdir()} == written | {"notes.txt"}
     assert ss.Plan.from_deepspeed(tmp_path / "ds_config.json") == plan
 
 
 @pytest.mark.parametrize("name", ["train.py", "accelerate_config.yaml", "job.sbatch", "FILES.md"])
-def test_what_a_person_changed_is_not_replaced(name: str, tmp_path: Path) -> None:
-    plan = small(ss.Layout.ddp(), "8xh100-sxm-80gb")
+def test_edited_exported_files_are_not_overwritten(name: str, tmp_path: Path) -> None:
+    plan = build_small_plan(ss.Layout.ddp(), "8xh100-sxm-80gb")
     plan.export(tmp_path)
     (tmp_path / name).write_text("# mine\n")
     with pytest.raises(ValueError, match=name):
@@ -47,28 +47,28 @@ def test_what_a_person_changed_is_not_replaced(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", [*CONFIGURATIONS, "plan.json", "torchrun.sh", "train.py", "FILES.md"])
-def test_what_a_person_wrote_is_not_replaced(name: str, tmp_path: Path) -> None:
+def test_user_files_are_not_overwritten(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("mine")
     layouts = {"ds_config.json": ss.Layout.zero(), "megatron_arguments.txt": ss.Layout.megatron()}
     with pytest.raises(ValueError, match=name):
-        small(layouts.get(name, ss.Layout.fsdp2()), "8xh100-sxm-80gb").export(tmp_path)
+        build_small_plan(layouts.get(name, ss.Layout.fsdp2()), "8xh100-sxm-80gb").export(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 @pytest.mark.parametrize("folder", [None, 3, "", "a\0b"])
-def test_folders_that_are_none(folder: Any) -> None:
+def test_rejects_invalid_folder_arguments(folder: Any) -> None:
     with pytest.raises(ValueError, match="folder"):
-        small(ss.Layout.ddp()).export(folder)
+        build_small_plan(ss.Layout.ddp()).export(folder)
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_rejects_a_file_as_folder(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("")
     with pytest.raises(ValueError, match="folder"):
-        small(ss.Layout.ddp()).export(tmp_path / "x")
+        build_small_plan(ss.Layout.ddp()).export(tmp_path / "x")
 
 
-def test_what_is_no_text_or_no_file_is_refused_in_words(tmp_path: Path) -> None:
-    plan = small(ss.Layout.ddp(), "8xh100-sxm-80gb")
+def test_binary_files_and_folders_named_like_exports_raise_value_error(tmp_path: Path) -> None:
+    plan = build_small_plan(ss.Layout.ddp(), "8xh100-sxm-80gb")
     plan.export(tmp_path)
     script = tmp_path / "train.py"
     script.write_bytes(b"\xff\xfe\x00")
@@ -85,11 +85,11 @@ def test_what_is_no_text_or_no_file_is_refused_in_words(tmp_path: Path) -> None:
     assert script.is_dir()
 
 
-def test_a_plan_that_is_no_file_is_refused_in_words(tmp_path: Path) -> None:
+def test_unreadable_plan_json_raises_value_error(tmp_path: Path) -> None:
     (tmp_path / "plan.json").mkdir()
     with pytest.raises(ValueError, match=r"plan\.json is no plan"):
-        small(ss.Layout.ddp()).export(tmp_path)
+        build_small_plan(ss.Layout.ddp()).export(tmp_path)
     (tmp_path / "plan.json").rmdir()
     (tmp_path / "plan.json").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"plan\.json is no plan"):
-        small(ss.Layout.ddp()).export(tmp_path)
+        build_small_plan(ss.Layout.ddp()).export(tmp_path)

@@ -1,4 +1,4 @@
-"""A refusal of what several lines say together names each of them; what a file lacks is said last."""
+"""Tests of the file, line and option that errors about configuration files name."""
 
 from __future__ import annotations
 
@@ -72,17 +72,17 @@ FILES: dict[str, tuple[str, str, Read]] = {
 }
 
 
-def refusal(which: str, before: str, after: str, folder: Path, **nouns: Any) -> str:
-    name, text, read = FILES[which]
+def read_error_message(kind: str, before: str, after: str, folder: Path, **arguments: Any) -> str:
+    name, text, read = FILES[kind]
     assert before in text
     (folder / name).write_text(text.replace(before, after))
     with pytest.raises(FieldError) as caught:
-        read(folder / name, **nouns)
+        read(folder / name, **arguments)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("which", "before", "after", "said"),
+    ("kind", "before", "after", "said"),
     [
         (
             "megatron",
@@ -154,15 +154,15 @@ def refusal(which: str, before: str, after: str, folder: Path, **nouns: Any) -> 
         ),
     ],
 )
-def test_every_line_that_a_refusal_is_about_is_named(
-    which: str, before: str, after: str, said: str, tmp_path: Path
+def test_errors_about_several_options_name_each_line(
+    kind: str, before: str, after: str, said: str, tmp_path: Path
 ) -> None:
-    nouns = {} if which == "megatron" else {"architecture": LLAMA}
-    assert refusal(which, before, after, tmp_path, cluster=CLUSTER, **nouns).startswith(said)
+    arguments = {} if kind == "megatron" else {"architecture": LLAMA}
+    assert read_error_message(kind, before, after, tmp_path, cluster=CLUSTER, **arguments).startswith(said)
 
 
 @pytest.mark.parametrize(
-    ("which", "before", "after", "named"),
+    ("kind", "before", "after", "location"),
     [
         ("fsdp", "fsdp_version: 2", "fsdp_version: two", "line 3, fsdp_config.fsdp_version"),
         ("fsdp", "num_processes: 16", "num_processes: many", "line 8, num_processes"),
@@ -175,18 +175,18 @@ def test_every_line_that_a_refusal_is_about_is_named(
         ("megatron", "--global-batch-size 32", "--global-batch-size 0", "line 20, global-batch-size"),
     ],
 )
-def test_a_broken_value_is_told_before_what_the_file_lacks(
-    which: str, before: str, after: str, named: str, tmp_path: Path
+def test_invalid_values_are_reported_before_missing_ones(
+    kind: str, before: str, after: str, location: str, tmp_path: Path
 ) -> None:
-    assert f", {named}" in refusal(which, before, after, tmp_path)
+    assert f", {location}" in read_error_message(kind, before, after, tmp_path)
 
 
-@pytest.mark.parametrize("which", FILES)
-def test_what_a_whole_file_lacks_is_told(which: str, tmp_path: Path) -> None:
-    assert re.match("(cluster|architecture) is None", refusal(which, "", "", tmp_path))
+@pytest.mark.parametrize("kind", FILES)
+def test_missing_cluster_or_architecture_is_reported(kind: str, tmp_path: Path) -> None:
+    assert re.match("(cluster|architecture) is None", read_error_message(kind, "", "", tmp_path))
 
 
-def test_a_comment_s_field_is_named_with_its_line(tmp_path: Path) -> None:
+def test_invalid_plan_fields_in_comments_are_reported_with_their_line(tmp_path: Path) -> None:
     plan = ss.Plan(LLAMA, CLUSTER, ss.Recipe(method="lora"), ss.Layout.fsdp2())
     plan.export(tmp_path)
     (tmp_path / "plan.json").unlink()
@@ -200,7 +200,7 @@ def test_a_comment_s_field_is_named_with_its_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "key", "refused"),
+    ("before", "after", "key", "message"),
     [
         ('"seq_len": 4096', '"seq_len": "x"', "recipe.seq_len", "Recipe.seq_len is 'x'"),
         ('"layout"', '"layot"', "layot", "Plan key is 'layot'"),
@@ -213,8 +213,8 @@ def test_a_comment_s_field_is_named_with_its_line(tmp_path: Path) -> None:
         ('"framework": "megatron"', '"framework": "x"', "layout.framework", "Layout.framework is 'x'"),
     ],
 )
-def test_a_broken_plan_names_line_and_key(
-    before: str, after: str, key: str, refused: str, tmp_path: Path
+def test_invalid_plan_json_is_reported_with_line_and_key(
+    before: str, after: str, key: str, message: str, tmp_path: Path
 ) -> None:
     plan = ss.Plan(LLAMA, CLUSTER, ss.Recipe(), ss.Layout.megatron(tp=2, pp=2))
     plan.export(tmp_path)
@@ -224,13 +224,13 @@ def test_a_broken_plan_names_line_and_key(
     line = text[: text.index(before)].count("\n") + 1
     with pytest.raises(ValueError) as caught:
         ss.Plan.from_json(broken)
-    assert f"line {line}, {key}" in str(caught.value) and refused in str(caught.value)
+    assert f"line {line}, {key}" in str(caught.value) and message in str(caught.value)
     (tmp_path / "plan.json").write_text(broken)
     with pytest.raises(ValueError, match=rf"plan\.json is not a valid plan: .*line {line}, {key}"):
         ss.Plan.from_megatron(tmp_path / "megatron_arguments.txt")
 
 
-def test_which_of_several_parts_of_a_plan_is_named() -> None:
+def test_errors_name_the_path_of_a_nested_field() -> None:
     text = ss.Plan(LLAMA, CLUSTER, ss.Recipe(), ss.Layout.fsdp2()).to_json()
     before, link, after = re.split(r'("inter_node_link": \{\s+"name": )"[^"]+"', text)
     line = before.count("\n") + 2
@@ -238,7 +238,7 @@ def test_which_of_several_parts_of_a_plan_is_named() -> None:
         ss.Plan.from_json(f'{before}{link}""{after}')
 
 
-def test_a_text_of_one_line_has_no_line_to_name() -> None:
+def test_errors_in_single_line_json_name_no_line() -> None:
     text = ss.Recipe().to_json().replace("\n", "").replace("4096", '"x"')
     with pytest.raises(FieldError, match=r"^Recipe JSON, seq_len: Recipe.seq_len is 'x'"):
         ss.Recipe.from_json(text)

@@ -1,4 +1,4 @@
-"""Configurations that people wrote, and broken ones: each refusal names the line and the key."""
+"""Tests of reading users' configuration files, and of errors with line and key for invalid ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ tpu_use_cluster: false
 tpu_use_sudo: false
 use_cpu: false
 """
-"""As ``accelerate config`` writes it."""
+"""A file that ``accelerate config`` has written."""
 
 ZERO: dict[str, Any] = {
     "bf16": {"enabled": "auto"},
@@ -71,7 +71,7 @@ ZERO: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": "auto",
     "wall_clock_breakdown": False,
 }
-"""As transformers' documentation has it."""
+"""The example of transformers' documentation."""
 
 MEGATRON = """\
 --num-layers 32 \\
@@ -101,15 +101,15 @@ MEGATRON = """\
 
 def from_fsdp(folder: Path, text: str = FSDP, **given: Any) -> ss.Plan:
     (folder / "config.yaml").write_text(text)
-    nouns: dict[str, Any] = {"architecture": LLAMA, "cluster": EIGHT, **given}
-    return ss.Plan.from_accelerate(folder / "config.yaml", **nouns)
+    arguments: dict[str, Any] = {"architecture": LLAMA, "cluster": EIGHT, **given}
+    return ss.Plan.from_accelerate(folder / "config.yaml", **arguments)
 
 
 def from_zero(folder: Path, values: Any, **given: Any) -> ss.Plan:
     text = values if isinstance(values, str) else json.dumps(values, indent=2)
     (folder / "zero.json").write_text(text)
-    nouns: dict[str, Any] = {"architecture": LLAMA, "cluster": EIGHT, **given}
-    return ss.Plan.from_deepspeed(folder / "zero.json", **nouns)
+    arguments: dict[str, Any] = {"architecture": LLAMA, "cluster": EIGHT, **given}
+    return ss.Plan.from_deepspeed(folder / "zero.json", **arguments)
 
 
 def from_megatron(folder: Path, text: str = MEGATRON, **given: Any) -> ss.Plan:
@@ -117,16 +117,16 @@ def from_megatron(folder: Path, text: str = MEGATRON, **given: Any) -> ss.Plan:
     return ss.Plan.from_megatron(folder / "args.txt", **{"cluster": EIGHT, **given})
 
 
-# ------------------------------------------------------------------------------------- what people wrote
+# ------------------------------------------------------------------------------------- files of users
 
 
-def test_accelerate_s_own_questionnaire(tmp_path: Path) -> None:
+def test_reads_the_output_of_accelerate_config(tmp_path: Path) -> None:
     plan = from_fsdp(tmp_path, recipe=ss.Recipe(seq_len=2048))
     assert plan.layout == ss.Layout.fsdp2(reshard_after_forward=False)
     assert plan.recipe == ss.Recipe(seq_len=2048, recompute="full", precision="bf16-mixed")
 
 
-def test_accelerate_s_meshes(tmp_path: Path) -> None:
+def test_reads_accelerate_parallelism_config(tmp_path: Path) -> None:
     sizes = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 4}
     mesh = "parallelism_config:\n" + "".join(f"  {key}: {size}\n" for key, size in sizes.items())
     assert from_fsdp(tmp_path, FSDP + mesh).layout.replicate == 2  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ def test_accelerate_s_meshes(tmp_path: Path) -> None:
         from_fsdp(tmp_path, FSDP + wrong)
 
 
-def test_accelerate_s_few_options_of_deepspeed(tmp_path: Path) -> None:
+def test_reads_deepspeed_options_of_an_accelerate_config(tmp_path: Path) -> None:
     text = (
         "distributed_type: DEEPSPEED\nmixed_precision: fp16\nnum_processes: 8\ndeepspeed_config:\n"
         "  zero_stage: 2\n  offload_optimizer_device: cpu\n  gradient_accumulation_steps: 4\n"
@@ -146,7 +146,7 @@ def test_accelerate_s_few_options_of_deepspeed(tmp_path: Path) -> None:
     assert plan.recipe.precision == "fp16-mixed"
 
 
-def test_deepspeed_with_the_trainer_s_auto(tmp_path: Path) -> None:
+def test_resolves_auto_values_as_the_trainer_does(tmp_path: Path) -> None:
     recipe = ss.Recipe(precision="bf16")
     with pytest.warns(UserWarning, match=r"not understood.*optimizer.params \(line 7\)"):
         plan = from_zero(tmp_path, ZERO, recipe=recipe)
@@ -173,28 +173,30 @@ def test_deepspeed_with_the_trainer_s_auto(tmp_path: Path) -> None:
         ({}, 1, 64),
     ],
 )
-def test_deepspeed_s_rules_for_batches(
+def test_deepspeed_batch_sizes_follow_from_each_other(
     batches: dict[str, int], micro: int, total: int, tmp_path: Path
 ) -> None:
     plan = from_zero(tmp_path, {**batches, "zero_optimization": {"stage": 1}})
     assert (plan.recipe.micro_batch_size, plan.recipe.global_batch_size) == (micro, total)
 
 
-def test_what_deepspeed_takes_where_nothing_is_said(tmp_path: Path) -> None:
+def test_missing_options_have_deepspeed_defaults(tmp_path: Path) -> None:
     plan = from_zero(tmp_path, {"zero_optimization": {"stage": 3, "offload_param": {}}})
     assert plan.recipe.precision == "fp32"
     assert plan.layout.offload_params is None  # type: ignore[attr-defined]
-    named = from_zero(tmp_path, {"zero_optimization": {"stage": 3, "offload_param": {"pin_memory": True}}})
-    assert named.layout.offload_params is None  # type: ignore[attr-defined]
+    with_options = from_zero(
+        tmp_path, {"zero_optimization": {"stage": 3, "offload_param": {"pin_memory": True}}}
+    )
+    assert with_options.layout.offload_params is None  # type: ignore[attr-defined]
     pinned = from_zero(tmp_path, {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
     assert pinned.layout.pin_memory  # type: ignore[attr-defined]
     assert from_zero(tmp_path, {}).layout.stage == 0  # type: ignore[attr-defined]
 
 
-def test_deepspeed_s_older_flags_offload(tmp_path: Path) -> None:
+def test_reads_deprecated_cpu_offload_flags(tmp_path: Path) -> None:
     plan = from_zero(tmp_path, {"zero_optimization": {"stage": 2, "cpu_offload": True}})
-    named = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    assert plan.layout == from_zero(tmp_path, {"zero_optimization": named}).layout
+    current = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    assert plan.layout == from_zero(tmp_path, {"zero_optimization": current}).layout
     assert plan.layout.offload_optimizer == "cpu"  # type: ignore[attr-defined]
     params = {"zero_optimization": {"stage": 3, "cpu_offload_param": True, "cpu_offload": False}}
     plan = from_zero(tmp_path, params)
@@ -203,16 +205,16 @@ def test_deepspeed_s_older_flags_offload(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"zero_optimization.cpu_offload is True; allowed: only one of the two"
     ):
-        from_zero(tmp_path, {"zero_optimization": {**named, "cpu_offload": True}})
+        from_zero(tmp_path, {"zero_optimization": {**current, "cpu_offload": True}})
 
 
-def test_megatron_s_layers_of_a_chunk(tmp_path: Path) -> None:
+def test_reads_layers_per_virtual_pipeline_stage(tmp_path: Path) -> None:
     flag = "--num-layers-per-virtual-pipeline-stage"
     plan = from_megatron(tmp_path, MEGATRON.replace("--lr 3e-4", f"{flag} 4"))
     assert plan.layout == ss.Layout.megatron(tp=2, pp=2, vpp=4)
 
 
-def test_megatron_s_own_scripts(tmp_path: Path) -> None:
+def test_reads_arguments_of_megatron_scripts(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"not understood.*--lr \(line 22\)"):
         plan = from_megatron(tmp_path)
     assert plan.layout == ss.Layout.megatron(tp=2, pp=2)
@@ -220,9 +222,9 @@ def test_megatron_s_own_scripts(tmp_path: Path) -> None:
     assert replace(plan.architecture, name=LLAMA.name) == LLAMA
     with pytest.warns(UserWarning, match="--lr"):
         assert from_megatron(tmp_path, architecture=LLAMA).architecture is LLAMA
-    words = MEGATRON.replace("# as a person writes it", "").replace("\\", "").replace("--lr 3e-4", "")
-    assert ss.Plan.from_megatron(words, cluster=EIGHT, architecture=LLAMA).layout == plan.layout
-    assert ss.Plan.from_megatron(words.split(), cluster=EIGHT, architecture=LLAMA).layout == plan.layout
+    arguments = MEGATRON.replace("# as a person writes it", "").replace("\\", "").replace("--lr 3e-4", "")
+    assert ss.Plan.from_megatron(arguments, cluster=EIGHT, architecture=LLAMA).layout == plan.layout
+    assert ss.Plan.from_megatron(arguments.split(), cluster=EIGHT, architecture=LLAMA).layout == plan.layout
 
 
 @pytest.mark.parametrize(
@@ -266,7 +268,7 @@ def test_megatron_s_own_scripts(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_edited_export_holds_over_the_plan_beside_it(
+def test_edited_config_files_have_priority_over_plan_json(
     framework: str, name: str, before: str, after: str, is_now: dict[str, Any], tmp_path: Path
 ) -> None:
     needs("transformers")
@@ -278,16 +280,16 @@ def test_an_edited_export_holds_over_the_plan_beside_it(
     (tmp_path / name).write_text(text.replace(before, after))
     read = ss.Plan.from_megatron if framework == "megatron" else ss.Plan.from_deepspeed
     read = ss.Plan.from_accelerate if framework == "fsdp2" else read
-    found = read(tmp_path / name)
+    parsed = read(tmp_path / name)
     sequence = {"sequence_parallel": False} if is_now == {"tp": 2} else {}
-    assert found == replace(plan, layout=replace(plan.layout, **is_now, **sequence))
+    assert parsed == replace(plan, layout=replace(plan.layout, **is_now, **sequence))
 
 
-# ------------------------------------------------------------------------------------------- broken files
+# ------------------------------------------------------------------------------------------ invalid files
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "named"),
+    ("before", "after", "expected"),
     [
         ("fsdp_version: 2", "fsdp_version: 1", r"line 13, fsdp_config.fsdp_version.*FSDP1"),
         (
@@ -324,16 +326,16 @@ def test_an_edited_export_holds_over_the_plan_beside_it(
         ("tpu_env: []", "tpu_env: !!python/object:os.system x", r"line 21, tpu_env"),
     ],
 )
-def test_fault_35_a_broken_accelerate_file_names_line_and_key(
-    before: str, after: str, named: str, tmp_path: Path
+def test_fault_35_invalid_accelerate_configs_raise_with_line_and_key(
+    before: str, after: str, expected: str, tmp_path: Path
 ) -> None:
     assert before in FSDP
-    with pytest.raises(ValueError, match=rf"(?s)config.yaml.*{named}"):
+    with pytest.raises(ValueError, match=rf"(?s)config.yaml.*{expected}"):
         from_fsdp(tmp_path, FSDP.replace(before, after))
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "expected"),
     [
         ('{\n  "zero_optimization": {\n    "stage": 4\n  }\n}', r"line 3, zero_optimization.stage.*4"),
         ('{\n  "zero_optimization": {\n    "stage": "3"\n  }\n}', r"line 3, zero_optimization.stage"),
@@ -364,13 +366,15 @@ def test_fault_35_a_broken_accelerate_file_names_line_and_key(
         ("[" * 100_000, "nested too deeply|column"),
     ],
 )
-def test_fault_35_a_broken_deepspeed_file_names_line_and_key(text: str, named: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"(?s)zero.json.*({named})"):
+def test_fault_35_invalid_deepspeed_configs_raise_with_line_and_key(
+    text: str, expected: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=rf"(?s)zero.json.*({expected})"):
         from_zero(tmp_path, text)
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "named"),
+    ("before", "after", "expected"),
     [
         ("--hidden-size 4096", "--hiden-size 4096", r"line 2, --hiden-size.*--hidden-size"),
         ("--num-layers 32 \\", "--num-layers many", r"line 1, num-layers is 'many'"),
@@ -402,11 +406,11 @@ def test_fault_35_a_broken_deepspeed_file_names_line_and_key(text: str, named: s
         ("--lr 3e-4", "--account-for-loss-in-pipeline-split", r"line 22, account-for-loss"),
     ],
 )
-def test_fault_35_broken_megatron_arguments_name_line_and_flag(
-    before: str, after: str, named: str, tmp_path: Path
+def test_fault_35_invalid_megatron_arguments_raise_with_line_and_flag(
+    before: str, after: str, expected: str, tmp_path: Path
 ) -> None:
     assert before in MEGATRON
-    with pytest.raises(ValueError, match=rf"(?s)({named})"):
+    with pytest.raises(ValueError, match=rf"(?s)({expected})"):
         from_megatron(tmp_path, MEGATRON.replace(before, after))
 
 
@@ -415,43 +419,43 @@ DAMAGE = st.tuples(st.floats(0, 0.999), st.sampled_from((*ODD, "cut", *"{}[]:-\n
 
 
 @settings(deadline=None, max_examples=examples(300))
-@given(which=st.sampled_from(("yaml", "json", "args")), damage=st.lists(DAMAGE, max_size=4))
-def test_fault_35_whatever_is_wrong_with_a_file_is_a_value_error(
-    which: str, damage: list[tuple[float, str]]
+@given(kind=st.sampled_from(("yaml", "json", "args")), damage=st.lists(DAMAGE, max_size=4))
+def test_fault_35_randomly_damaged_files_raise_value_error(
+    kind: str, damage: list[tuple[float, str]]
 ) -> None:
     text, read = {
         "yaml": (FSDP, from_fsdp),
         "json": (json.dumps(ZERO, indent=2), from_zero),
         "args": (MEGATRON, from_megatron),
-    }[which]
-    for place, change in damage:
+    }[kind]
+    for position, change in damage:
         lines = text.split("\n")
-        number = int(place * len(lines))
+        number = int(position * len(lines))
         if change == "cut":
             del lines[number]
         elif change in ODD:
             lines[number] = re.sub(r"(?<=[: ])\S+$", change, lines[number])
         else:
-            column = int(place * 1000) % (len(lines[number]) + 1)
+            column = int(position * 1000) % (len(lines[number]) + 1)
             lines[number] = lines[number][:column] + change + lines[number][column:]
         text = "\n".join(lines)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = read(Path(folder), text)
-        except ValueError as refused:
-            assert str(refused)
+            plan = read(Path(folder), text)
+        except ValueError as error:
+            assert str(error)
         else:
-            assert found.world_size == EIGHT.num_gpus
+            assert plan.world_size == EIGHT.num_gpus
 
 
-def test_arguments_of_another_model_are_refused(tmp_path: Path) -> None:
+def test_arguments_of_another_model_raise(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"line 1, num-layers is 32; allowed: 80, as llama-3.1-70b"):
         from_megatron(tmp_path, architecture=ss.models["llama-3.1-70b"])
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "expected"),
     [
         ('{"a":' * 900 + "1" + "}" * 900, "line 1: nested too deeply"),
         ("[" * 900_000, "line 1: nested too deeply"),
@@ -459,18 +463,18 @@ def test_arguments_of_another_model_are_refused(tmp_path: Path) -> None:
         ("{" + ", ".join(f'"k\\u00e9{number}": 1' for number in range(40_000)) + "}", "this key"),
     ],
 )
-def test_fault_35_what_nests_or_repeats_for_ever_is_refused_at_once(
-    text: str, named: str, tmp_path: Path
+def test_fault_35_deeply_nested_and_huge_json_raises_within_5_seconds(
+    text: str, expected: str, tmp_path: Path
 ) -> None:
     (tmp_path / "zero.json").write_text(text)
     before = time.process_time()
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError, match=expected):
         ss.Plan.from_deepspeed(tmp_path / "zero.json")
     assert time.process_time() - before < 5
 
 
-def test_fault_35_a_yaml_bomb_is_refused_at_once(tmp_path: Path) -> None:
-    """Nine times nine aliases of the line above: ten lines that stand for 3.5 thousand million words."""
+def test_fault_35_a_yaml_alias_bomb_raises_within_1_second(tmp_path: Path) -> None:
+    """Each line has nine aliases of the line above: ten lines expand to 3.5 billion words."""
     lines = ["a0: &a0 [" + ", ".join(["word"] * 9) + "]"]
     lines += [f"a{n}: &a{n} [" + ", ".join([f"*a{n - 1}"] * 9) + "]" for n in range(1, 10)]
     before = time.process_time()
@@ -480,7 +484,7 @@ def test_fault_35_a_yaml_bomb_is_refused_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [ss.Plan.from_accelerate, ss.Plan.from_deepspeed, ss.Plan.from_megatron])
-def test_files_that_are_none(read: Callable[..., ss.Plan], tmp_path: Path) -> None:
+def test_rejects_missing_binary_and_huge_files(read: Callable[..., ss.Plan], tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "large").write_text("#" * 2_000_000)
     for file in (tmp_path / "missing", tmp_path, tmp_path / "binary", tmp_path / "large", "", None, 3):
@@ -488,7 +492,7 @@ def test_files_that_are_none(read: Callable[..., ss.Plan], tmp_path: Path) -> No
             read(file, architecture=LLAMA, cluster=EIGHT)
 
 
-def test_what_no_file_holds_has_to_come_from_somewhere(tmp_path: Path) -> None:
+def test_missing_architecture_or_cluster_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"architecture is None.*zero.json has none"):
         from_zero(tmp_path, {}, architecture=None)
     with pytest.raises(ValueError, match="cluster is None"):

@@ -1,4 +1,4 @@
-"""The Architecture noun: its own arithmetic, its refusals, and what planning reads off it."""
+"""Tests of ``Architecture``: parameter counts, FLOPs, errors, JSON and ``of_size``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BAD_NUMBERS = [
 ]
 
 
-def test_an_8b_llamas_layers_by_hand() -> None:
+def test_parameters_of_llama_8b_by_hand() -> None:
     attention = 4096 * 4096 * 2 + 1024 * 4096 * 2
     assert LLAMA.layer_parameters(0) == {"attention": attention, "mlp": 3 * 4096 * 14336, "norm": 2 * 4096}
     assert LLAMA.attention_matrix_parameters == attention
@@ -54,7 +54,7 @@ def test_an_8b_llamas_layers_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", list(models))
-def test_groups_layers_and_total_agree(name: str) -> None:
+def test_parameter_groups_and_layers_sum_to_the_total(name: str) -> None:
     arch = models[name]
     layers = range(arch.num_hidden_layers)
     in_layers = sum(sum(arch.layer_parameters(index).values()) for index in layers)
@@ -71,7 +71,7 @@ def test_groups_layers_and_total_agree(name: str) -> None:
     assert arch.num_moe_layers == sum(map(arch.is_moe_layer, layers))
 
 
-def test_experts_are_counted_once_and_active_ones_apart() -> None:
+def test_total_and_active_expert_parameters() -> None:
     assert [DEEPSEEK.is_moe_layer(i) for i in (0, 2, 3, 60)] == [False, False, True, True]
     assert DEEPSEEK.num_moe_layers == 58
     one_expert = 3 * 7168 * 2048
@@ -81,7 +81,7 @@ def test_experts_are_counted_once_and_active_ones_apart() -> None:
     assert set(DEEPSEEK.layer_parameters(3)) == {"attention", "experts", "shared_experts", "router", "norm"}
 
 
-def test_lora_shapes_are_out_by_in_for_linear_and_conv1d_alike() -> None:
+def test_lora_shapes_are_out_by_in_for_linear_and_conv1d() -> None:
     assert dict(LLAMA.lora_shapes)["down_proj"] == (4096, 14336)
     assert [target for target, _ in LLAMA.lora_shapes] == [
         "q_proj",
@@ -114,7 +114,7 @@ def test_flops_follow_kaplan_and_palm() -> None:
     assert gpt.flops_per_token(s, causal=False) == pytest.approx(narayanan, rel=1e-12)
 
 
-def test_tied_heads_and_experts_in_flops() -> None:
+def test_flops_of_tied_heads_active_experts_and_latent_attention() -> None:
     tied = dataclasses.replace(LLAMA, tie_word_embeddings=True)
     assert tied.flops_per_token(1) == LLAMA.flops_per_token(1)
     mixtral = models["mixtral-8x7b"]
@@ -124,7 +124,7 @@ def test_tied_heads_and_experts_in_flops() -> None:
     assert per_key == 6 * 61 * 128 * (192 + 128)
 
 
-def test_sliding_windows_bound_the_keys() -> None:
+def test_sliding_window_limits_attention_flops() -> None:
     mistral = models["mistral-7b"]
     full = dataclasses.replace(mistral, sliding_window=None, sliding_window_layers=0)
     for causal in (True, False):
@@ -136,7 +136,7 @@ def test_sliding_windows_bound_the_keys() -> None:
 
 
 @given(st.lists(st.integers(1, 10**7), min_size=1, max_size=9), st.booleans())
-def test_flops_broadcast_and_grow(lengths: list[int], causal: bool) -> None:
+def test_flops_broadcast_and_grow_with_seq_len(lengths: list[int], causal: bool) -> None:
     for arch in (LLAMA, models["gemma-2-9b"], DEEPSEEK):
         array = arch.flops_per_token(np.array(sorted(lengths)), causal)
         assert array.dtype == np.float64
@@ -147,26 +147,26 @@ def test_flops_broadcast_and_grow(lengths: list[int], causal: bool) -> None:
 @pytest.mark.parametrize(
     "bad", [*BAD_NUMBERS, np.array([]), np.array([0]), np.array([math.nan]), np.array(["a"])]
 )
-def test_bad_sequence_lengths_are_refused(bad: Any) -> None:
+def test_rejects_invalid_seq_len(bad: Any) -> None:
     with pytest.raises(ValueError, match="seq_len is"):
         LLAMA.flops_per_token(bad)
 
 
-# ------------------------------------------------------------------------------------------ refusals
+# -------------------------------------------------------------------------------------------- errors
 
 FLAGS = ["tie_word_embeddings", "attention_bias", "attention_output_bias", "mlp_bias", "gated_mlp", "qk_norm"]
 
 
 @pytest.mark.parametrize("field", SIZES)
 @pytest.mark.parametrize("bad", BAD_NUMBERS)
-def test_fault_33_bad_sizes_are_refused(field: str, bad: Any) -> None:
+def test_fault_33_invalid_sizes_raise(field: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=rf"Architecture\.{field} is .*allowed: .*Nearest fix: "):
         dataclasses.replace(LLAMA, **{field: bad})
 
 
 @pytest.mark.parametrize("field", FLAGS)
 @pytest.mark.parametrize("bad", [0, 1, "true", None, math.nan])
-def test_fault_33_bad_flags_are_refused(field: str, bad: Any) -> None:
+def test_fault_33_invalid_flags_raise(field: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=rf"Architecture\.{field} is .*True or False"):
         dataclasses.replace(LLAMA, **{field: bad})
 
@@ -200,32 +200,32 @@ def test_fault_33_bad_flags_are_refused(field: str, bad: Any) -> None:
         ("latent_attention", "yes"),
     ],
 )
-def test_fault_33_other_bad_fields_are_refused(field: str, bad: Any) -> None:
+def test_fault_33_other_invalid_fields_raise(field: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=rf"Architecture\.{field} .*is .*allowed"):
         dataclasses.replace(LLAMA, **{field: bad})
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(MixtureOfExperts)])
 @pytest.mark.parametrize("bad", [-1, 1e30, math.nan, math.inf, True, "8", 1.5])
-def test_bad_experts_are_refused(field: str, bad: Any) -> None:
+def test_invalid_expert_sizes_raise(field: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=rf"MixtureOfExperts\.{field} is"):
         dataclasses.replace(DEEPSEEK.mixture_of_experts, **{field: bad})  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(LatentAttention)])
 @pytest.mark.parametrize("bad", [0, -1, 1e30, math.nan, math.inf, True, "8", 1.5])
-def test_bad_latent_attention_is_refused(field: str, bad: Any) -> None:
+def test_invalid_latent_attention_sizes_raise(field: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=rf"LatentAttention\.{field} is"):
         dataclasses.replace(DEEPSEEK.latent_attention, **{field: bad})  # type: ignore[type-var]
 
 
-def test_more_chosen_experts_than_there_are_is_refused() -> None:
+def test_num_experts_per_tok_above_num_experts_raises() -> None:
     with pytest.raises(ValueError, match=r"num_experts_per_tok is 9; allowed: .* 1 to 8\. Nearest fix: 8"):
         MixtureOfExperts(num_experts=8, num_experts_per_tok=9, moe_intermediate_size=4)
 
 
 @pytest.mark.parametrize("bad", [-1, 32, True, None, "0", 1.0])
-def test_bad_layer_indices_are_refused(bad: Any) -> None:
+def test_invalid_layer_indices_raise(bad: Any) -> None:
     with pytest.raises(ValueError, match="layer_index is"):
         LLAMA.layer_parameters(bad)
 
@@ -242,7 +242,7 @@ def test_json_pickle_and_copy_round_trip(name: str) -> None:
     assert hash(copy.deepcopy(arch)) == hash(arch)
 
 
-def test_misspelt_and_missing_keys_are_refused() -> None:
+def test_misspelt_and_missing_keys_raise() -> None:
     data = LLAMA.to_dict()
     with pytest.raises(ValueError, match=r"hidden_sise.*'hidden_size'"):
         Architecture.from_dict({**data, "hidden_sise": 1})
@@ -257,7 +257,7 @@ def test_numpy_sizes_become_python_ints() -> None:
     assert arch == LLAMA
 
 
-def test_what_it_gives_is_read_only() -> None:
+def test_architecture_is_read_only() -> None:
     with pytest.raises(TypeError):
         LLAMA.parameter_groups["mlp"] = 0  # type: ignore[index]
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -268,20 +268,20 @@ def test_what_it_gives_is_read_only() -> None:
 
 
 @given(st.floats(1, 9_999, allow_nan=False), st.sampled_from("mMbB"))
-def test_any_size_is_met_within_three_percent(number: float, unit: str) -> None:
+def test_of_size_has_the_requested_parameters_within_3_percent(number: float, unit: str) -> None:
     number = round(number, 2)
-    asked = number * {"m": 1e6, "b": 1e9}[unit.lower()]
+    requested = number * {"m": 1e6, "b": 1e9}[unit.lower()]
     arch = Architecture.of_size(f"{number:.2f}{unit}")
-    assert arch.num_parameters == pytest.approx(asked, rel=0.03)
+    assert arch.num_parameters == pytest.approx(requested, rel=0.03)
     assert arch.hidden_size == arch.num_attention_heads * arch.head_dim
-    assert arch.tie_word_embeddings == (asked < 1e9)
-    assert arch.vocab_size == (2_048 if asked < 1e7 else 8_192 if asked < 1e8 else 32_000)
-    if asked >= 1e9:
+    assert arch.tie_word_embeddings == (requested < 1e9)
+    assert arch.vocab_size == (2_048 if requested < 1e7 else 8_192 if requested < 1e8 else 32_000)
+    if requested >= 1e9:
         assert arch.head_dim == 128
         assert arch.num_attention_heads % 8 == 0
 
 
-def test_sizes_have_sensible_shapes() -> None:
+def test_of_size_has_usual_shapes() -> None:
     seven = Architecture.of_size(" 7B ")
     assert (seven.hidden_size, seven.num_attention_heads) == (4096, 32)
     assert Architecture.of_size("1t").num_parameters == pytest.approx(1e12, rel=0.03)
@@ -310,7 +310,7 @@ def test_sizes_have_sensible_shapes() -> None:
         "7bb",
     ],
 )
-def test_bad_sizes_in_words_are_refused_with_an_example(bad: Any) -> None:
+def test_invalid_size_text_raises_with_an_example(bad: Any) -> None:
     with pytest.raises(ValueError, match=r"size is .*Nearest fix: '"):
         Architecture.of_size(bad)
 
@@ -318,23 +318,23 @@ def test_bad_sizes_in_words_are_refused_with_an_example(bad: Any) -> None:
 # ---------------------------------------------------------------------------------------------- cost
 
 
-def test_repeated_questions_cost_next_to_nothing() -> None:
-    def ask() -> None:
+def test_repeated_property_access_takes_less_than_50_microseconds() -> None:
+    def access_properties() -> None:
         _ = DEEPSEEK.num_parameters, DEEPSEEK.parameter_groups, DEEPSEEK.lora_shapes
         DEEPSEEK.layer_parameters(7)
         DEEPSEEK.flops_per_token(4096)
 
-    ask()
+    access_properties()
     best = math.inf
     for _ in range(20):
         start = time.perf_counter()
         for _ in range(50):
-            ask()
+            access_properties()
         best = min(best, (time.perf_counter() - start) / 50)
     assert best < 50e-6
 
 
-def test_importing_brings_no_heavy_library() -> None:
+def test_import_loads_no_heavy_library() -> None:
     code = (
         "import sys, shardscope.core.architecture, shardscope.catalog, shardscope.core.cluster;"
         "import shardscope.machine.detection;"

@@ -1,4 +1,4 @@
-"""What every family shares with the planner: FLOPs right in kind, and how tensor parallelism cuts tensors."""
+"""Tests of all model families: FLOPs, unsupported layers and tensor-parallel shards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardscope.memory.state import stages
 ONE_OF_EACH = {arch.model_type: arch for arch in models.values()}
 
 
-def test_every_family_is_in_the_catalogue_and_has_a_list_of_what_it_saves() -> None:
+def test_every_family_has_a_catalog_model_and_activation_formulas() -> None:
     assert set(ONE_OF_EACH) == set(MODEL_TYPES) == FAMILIES_WITH_ACTIVATIONS
 
 
@@ -27,8 +27,8 @@ def test_every_family_is_in_the_catalogue_and_has_a_list_of_what_it_saves() -> N
 
 
 @pytest.mark.parametrize("name", few(sorted(models), [arch.name for arch in ONE_OF_EACH.values()]))
-def test_flops_are_six_for_each_matrix_parameter_and_the_scores(name: str) -> None:
-    """Counted again here, tensor by tensor (Kaplan et al. 2020, section 2.1; PaLM, appendix B)."""
+def test_flops_are_6_per_matrix_parameter_plus_attention_scores(name: str) -> None:
+    """Count FLOPs again, tensor by tensor (Kaplan et al. 2020, section 2.1; PaLM, appendix B)."""
     arch = models[name]
     moe = arch.mixture_of_experts
     matrices = arch.vocab_size * arch.hidden_size
@@ -48,13 +48,15 @@ def test_flops_are_six_for_each_matrix_parameter_and_the_scores(name: str) -> No
     windows += [min(seq_len, arch.sliding_window or seq_len)] * arch.sliding_window_layers
     scores = 6 * sum(windows) * arch.num_attention_heads * width
     assert arch.flops_per_token(seq_len, causal=False) == 6 * matrices + scores
-    # Under a causal mask each token sees itself and those before it, as far back as the window reaches.
-    seen = [sum(min(window, place + 1) for place in range(seq_len)) / seq_len for window in windows]
-    causal = 6 * matrices + 6 * sum(seen) * arch.num_attention_heads * width
+    # With a causal mask, each token attends to itself and to earlier tokens within the window.
+    visible_keys = [
+        sum(min(window, position + 1) for position in range(seq_len)) / seq_len for window in windows
+    ]
+    causal = 6 * matrices + 6 * sum(visible_keys) * arch.num_attention_heads * width
     assert arch.flops_per_token(seq_len) == pytest.approx(causal, rel=1e-3)
 
 
-def test_windows_on_every_other_layer_halve_what_grows() -> None:
+def test_sliding_window_on_every_other_layer_halves_flops_growth() -> None:
     oss = models["gpt-oss-20b"]
     growth = oss.flops_per_token(65_536) - oss.flops_per_token(32_768)
     full = dataclasses.replace(oss, sliding_window=None, sliding_window_layers=0)
@@ -69,7 +71,7 @@ def test_windows_on_every_other_layer_halve_what_grows() -> None:
     assert ratio[2] < ratio[1] < 1
 
 
-def test_active_experts_and_shared_ones_are_counted_and_idle_ones_are_not() -> None:
+def test_flops_count_active_and_shared_experts_only() -> None:
     qwen = models["qwen1.5-moe-a2.7b"]
     experts = qwen.mixture_of_experts
     assert experts is not None
@@ -80,24 +82,24 @@ def test_active_experts_and_shared_ones_are_counted_and_idle_ones_are_not() -> N
     assert idle.flops_per_token(1) - qwen.flops_per_token(1) == 6 * router
     shared = 3 * qwen.hidden_size * experts.shared_expert_intermediate_size
     assert qwen.layer_matrix_parameters(0)["shared_experts"] == shared + qwen.hidden_size
-    # arXiv:2508.10925, table 1: 3.61 and 5.13 billion active, the embedding not among them.
+    # arXiv:2508.10925, table 1: 3.61 and 5.13 billion active parameters without the embedding.
     for name, billions in (("gpt-oss-20b", 3.61), ("gpt-oss-120b", 5.13)):
         active = models[name].num_active_parameters - models[name].embedding_parameters
         assert active / 1e9 == pytest.approx(billions, abs=0.005)
 
 
-# --------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------ unsupported layers
 
 
 @pytest.mark.parametrize("name", ["pythia-1b", "phi-2", "falcon-7b", "olmo-2-7b", "gpt-oss-20b"])
-def test_layers_that_megatron_does_not_have_are_refused_by_name(name: str) -> None:
+def test_families_that_megatron_does_not_support_raise(name: str) -> None:
     cluster, recipe = ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(seq_len=1024, global_batch_size=64)
     with pytest.raises(ValueError, match=r"Architecture\.model_type is .*layout=Layout\.fsdp2\(\)"):
         ss.Plan(models[name], cluster, recipe, ss.Layout.megatron()).memory()
     assert ss.Plan(models[name], cluster, recipe, ss.Layout.fsdp2()).memory().peak_bytes > 0
 
 
-def test_masks_of_biases_are_refused_by_name() -> None:
+def test_memory_of_alibi_models_raises() -> None:
     plan = ss.Plan(
         models["falcon-rw-1b"],
         ss.Cluster.parse("8xh100-sxm-80gb"),
@@ -112,35 +114,35 @@ def test_masks_of_biases_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
-def test_two_ranks_of_tp_hold_the_layer_between_them(family: str) -> None:
-    arch = _two_heads_at_least(ONE_OF_EACH[family])
+def test_shards_of_tp_2_sum_to_the_whole_layer(family: str) -> None:
+    arch = _with_even_heads(ONE_OF_EACH[family])
     for moe in {arch.is_moe_layer(index) for index in range(arch.num_hidden_layers)}:
-        whole, cut = (
+        whole, sharded = (
             {shape.name: shape for shape in stages.list_rank_shapes(arch, moe, tp, 1)} for tp in (1, 2)
         )
-        assert whole.keys() == cut.keys()
-        kept = {
+        assert whole.keys() == sharded.keys()
+        replicated = {
             name
             for name in whole
-            if (whole[name].rows, whole[name].columns) == (cut[name].rows, cut[name].columns)
+            if (whole[name].rows, whole[name].columns) == (sharded[name].rows, sharded[name].columns)
         }
-        for name in whole.keys() - kept:
-            numbers = [shape.copies * shape.rows * shape.columns for shape in (whole[name], cut[name])]
+        for name in whole.keys() - replicated:
+            numbers = [shape.copies * shape.rows * shape.columns for shape in (whole[name], sharded[name])]
             assert numbers[0] == 2 * numbers[1], name
         names = list_parameter_names(arch)
         inputs = {*list_attention_inputs(arch), *list_mlp_inputs(arch)} - {"q_a_proj", "kv_a_proj_with_mqa"}
         for module in {*inputs, names.output, names.down}:
-            assert not any(name.endswith(f".{module}.weight") for name in kept), module
-        for name in whole.keys() - kept:
+            assert not any(name.endswith(f".{module}.weight") for name in replicated), module
+        for name in whole.keys() - replicated:
             if whole[name].group != "experts":
                 row_parallel = name.split(".")[-2] in {names.output, names.down}
-                assert (cut[name].columns < whole[name].columns) == row_parallel, name
-        for name in kept:
+                assert (sharded[name].columns < whole[name].columns) == row_parallel, name
+        for name in replicated:
             group, vector = whole[name].group, whole[name].columns == 1
             assert vector or group in ("router", "experts") or name.split(".")[-2] in stages._REPLICATED, name
 
 
-def _two_heads_at_least(arch: Architecture) -> Architecture:
+def _with_even_heads(arch: Architecture) -> Architecture:
     if arch.num_attention_heads % 2 == 0:
         return arch
     return dataclasses.replace(

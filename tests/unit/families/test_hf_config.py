@@ -1,4 +1,4 @@
-"""Counts, names and shapes equal those of transformers' own classes; bad configs are refused in words."""
+"""Tests of ``Architecture.from_hf``: parameters equal those of transformers; invalid configs raise."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ LLAMA = {
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100}
 
 
-def sizes_of(family: str) -> dict[str, Any]:
-    """The sizes without which a config of ``family`` is refused."""
+def get_required_sizes(family: str) -> dict[str, Any]:
+    """Return the sizes that a config of ``family`` must have."""
     if family == "gpt2":
         return GPT2
     sizes: dict[str, Any] = {**LLAMA, "model_type": family}
@@ -44,20 +44,20 @@ def sizes_of(family: str) -> dict[str, Any]:
     return sizes
 
 
-def meta_model(config: dict[str, Any]) -> Any:
+def build_meta_model(config: dict[str, Any]) -> Any:
     torch = needs("torch")
     transformers = needs("transformers", minversion="5.0")
     transformers.logging.set_verbosity_error()
     keys = {key: value for key, value in config.items() if key != "model_type"}
     keys |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    made = transformers.AutoConfig.for_model(config["model_type"], **keys)
+    hf_config = transformers.AutoConfig.for_model(config["model_type"], **keys)
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(made)
+        return transformers.AutoModelForCausalLM.from_config(hf_config)
 
 
-def assert_same(config: dict[str, Any]) -> None:
+def assert_same_parameters(config: dict[str, Any]) -> None:
     arch = Architecture.from_hf(config)
-    theirs = {name: tuple(parameter.shape) for name, parameter in meta_model(config).named_parameters()}
+    theirs = {name: tuple(parameter.shape) for name, parameter in build_meta_model(config).named_parameters()}
     prefix = list_parameter_names(arch).layers
     ours = {name: shape for _, name, shape in arch.outer_shapes}
     for index in range(arch.num_hidden_layers):
@@ -70,8 +70,8 @@ def assert_same(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "name", few(models, {arch.model_type: name for name, arch in models.items()}.values())
 )
-def test_every_catalogue_model_has_transformers_own_parameters(name: str) -> None:
-    assert_same(get_config(name))
+def test_catalog_models_have_the_parameters_of_transformers(name: str) -> None:
+    assert_same_parameters(get_config(name))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_every_catalogue_model_has_transformers_own_parameters(name: str) -> Non
         ("glm-4-9b", 9_399_951_360),
     ],
 )
-def test_published_counts(name: str, published: int) -> None:
+def test_parameter_counts_equal_the_published_ones(name: str, published: int) -> None:
     assert models[name].num_parameters == published
 
 
@@ -136,7 +136,7 @@ BIASED = (
     "seed_oss",
 )
 WITHOUT_HEAD_DIM = (*LATENT, "gpt_neox", "falcon", "phi")
-"""Families whose heads have the width that is left for them; phi only with qk_layernorm."""
+"""Families that derive the head dimension from hidden_size; phi only with qk_layernorm."""
 FLAGS = {
     "qkv_bias": ("qwen2_moe",),
     "use_bias": ("starcoder2",),
@@ -159,7 +159,7 @@ EXPERTS = {
 
 @st.composite
 def falcon_heads(draw: st.DrawFn, heads: int, kv_heads: int) -> dict[str, Any]:
-    """The three layouts of heads, and the norms that each can have."""
+    """Draw one of Falcon's three head layouts with the norms that it supports."""
     layout = draw(st.sampled_from(["new", "multi-query", "plain"]))
     if layout == "new":
         norms = draw(st.sampled_from([None, 1, 2]))
@@ -239,12 +239,12 @@ def small_configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
     max_examples=examples(25), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 @given(st.data())
-def test_any_small_config_has_transformers_own_parameters(family: str, data: st.DataObject) -> None:
-    assert_same(data.draw(small_configs(family)))
+def test_random_small_configs_have_the_parameters_of_transformers(family: str, data: st.DataObject) -> None:
+    assert_same_parameters(data.draw(small_configs(family)))
 
 
-def test_a_llama_with_every_bias_has_transformers_own_parameters() -> None:
-    assert_same({**LLAMA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True})
+def test_llama_with_every_bias_has_the_parameters_of_transformers() -> None:
+    assert_same_parameters({**LLAMA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True})
 
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
@@ -252,13 +252,13 @@ def test_a_llama_with_every_bias_has_transformers_own_parameters() -> None:
     max_examples=examples(15), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 @given(st.data())
-def test_what_is_built_from_an_architecture_has_its_parameters(family: str, data: st.DataObject) -> None:
-    """The way back: ``training.model`` spells an architecture in the family's own config."""
+def test_models_built_from_an_architecture_have_its_parameters(family: str, data: st.DataObject) -> None:
+    """The inverse conversion: ``training.model`` writes an architecture as the family's config."""
     needs("transformers", minversion="5.0")
     from shardscope.training.model.model import config_values
 
     arch = Architecture.from_hf(data.draw(small_configs(family)))
-    built = meta_model({"model_type": family, **config_values(arch)})
+    built = build_meta_model({"model_type": family, **config_values(arch)})
     assert sum(p.numel() for p in built.parameters()) == arch.num_parameters
     kinds = getattr(built.config, "layer_types", None) or ()
     if arch.sliding_window_layers and kinds:
@@ -266,14 +266,14 @@ def test_what_is_built_from_an_architecture_has_its_parameters(family: str, data
 
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
-def test_fault_36_missing_keys_take_the_familys_own_defaults(family: str) -> None:
+def test_fault_36_missing_keys_have_the_familys_defaults(family: str) -> None:
     wide = {} if family == "gpt2" else {"hidden_size": 128, "num_attention_heads": 32}
-    assert_same({**sizes_of(family), **wide})
+    assert_same_parameters({**get_required_sizes(family), **wide})
 
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
-def test_fault_36_each_missing_size_is_refused_by_name(family: str) -> None:
-    sizes = sizes_of(family)
+def test_fault_36_each_missing_size_raises_with_its_key(family: str) -> None:
+    sizes = get_required_sizes(family)
     for key in sizes.keys() - {"model_type"}:
         with pytest.raises(ValueError, match=rf"config\.json {key} is None"):
             Architecture.from_hf({k: v for k, v in sizes.items() if k != key})
@@ -281,27 +281,27 @@ def test_fault_36_each_missing_size_is_refused_by_name(family: str) -> None:
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
 @pytest.mark.parametrize("bad", [0, -1, 1e30, 10**30, float("nan"), float("inf"), True, "64", [64], 64.5])
-def test_fault_36_each_absurd_size_is_refused_by_name(family: str, bad: object) -> None:
-    sizes = sizes_of(family)
+def test_fault_36_each_absurd_size_raises_with_its_key(family: str, bad: object) -> None:
+    sizes = get_required_sizes(family)
     for key in sizes.keys() - {"model_type"}:
         with pytest.raises(ValueError, match=rf"config\.json {key} is .*allowed: .*Nearest fix: "):
             Architecture.from_hf({**sizes, key: bad})
 
 
 @pytest.mark.parametrize("bad", ["bert", "Llama", "", None, 7, ["llama"], "llama4_text"])
-def test_fault_36_an_unknown_model_type_lists_the_known_ones(bad: object) -> None:
+def test_fault_36_unknown_model_type_raises_with_the_known_ones(bad: object) -> None:
     with pytest.raises(
         ValueError, match=r"known architectures: llama, mistral.*Nearest fix.*plan\.rehearse\(\)"
     ):
         Architecture.from_hf({**LLAMA, "model_type": bad})
 
 
-def test_a_multimodal_wrapper_is_refused_with_the_part_to_take() -> None:
+def test_multimodal_config_raises_with_text_config_as_fix() -> None:
     with pytest.raises(ValueError, match=r"wrapper.*from_hf\(config\['text_config'\]\)"):
         Architecture.from_hf({"model_type": "llava", "text_config": LLAMA})
 
 
-def test_a_head_count_that_does_not_divide_is_refused_as_transformers_does() -> None:
+def test_hidden_size_must_be_divisible_by_attention_heads() -> None:
     with pytest.raises(ValueError, match="a multiple of num_attention_heads=4"):
         Architecture.from_hf({**LLAMA, "hidden_size": 66})
     with pytest.raises(ValueError, match="a multiple of num_attention_heads=4"):
@@ -330,7 +330,7 @@ def test_sliding_windows_by_family() -> None:
 # -------------------------------------------------------------------------------------------- files
 
 
-def test_a_file_its_folder_and_a_dict_are_the_same(tmp_path: Path) -> None:
+def test_from_hf_reads_a_file_a_folder_and_a_dict(tmp_path: Path) -> None:
     folder = tmp_path / "my-llama"
     folder.mkdir()
     file = folder / "config.json"
@@ -355,14 +355,14 @@ def test_a_file_its_folder_and_a_dict_are_the_same(tmp_path: Path) -> None:
         (" " * 1_000_001, "1,000,000 bytes"),
     ],
 )
-def test_a_bad_file_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_config_files_raise_with_the_line(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "config.json"
     file.write_text(text)
     with pytest.raises(ValueError, match=message):
         Architecture.from_hf(file)
 
 
-def test_a_config_in_the_hubs_cache_is_named_by_its_hub_id(tmp_path: Path) -> None:
+def test_config_in_the_hub_cache_is_named_by_its_hub_id(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--org--my-llama" / "snapshots" / "0e9e39f249a16976918f6564b8830bc894c89659"
     snapshot.mkdir(parents=True)
     (tmp_path / "blob").write_text(json.dumps(LLAMA))
@@ -370,13 +370,13 @@ def test_a_config_in_the_hubs_cache_is_named_by_its_hub_id(tmp_path: Path) -> No
     assert Architecture.from_hf(snapshot).name == "org/my-llama"
 
 
-def test_bytes_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
+def test_config_files_that_are_not_utf8_raise(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b'{"model_type": "\xff"}')
     with pytest.raises(ValueError, match="not UTF-8"):
         Architecture.from_hf(tmp_path)
 
 
-def test_fault_41_a_fifo_a_device_and_an_empty_folder_are_refused(tmp_path: Path) -> None:
+def test_fault_41_a_fifo_a_device_and_an_empty_folder_raise(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo.json"
     os.mkfifo(fifo)
     for bad in (fifo, Path("/dev/zero")):
@@ -387,25 +387,25 @@ def test_fault_41_a_fifo_a_device_and_an_empty_folder_are_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize("bad", [None, 7, "", "  ", "no-such-file.json", "a/b/c", "x\0y", b"config.json"])
-def test_what_is_no_config_is_refused(bad: Any) -> None:
+def test_rejects_invalid_config_arguments(bad: Any) -> None:
     with pytest.raises(ValueError, match=r"config is .*allowed"):
         Architecture.from_hf(bad)
 
 
-def test_a_hub_id_without_huggingface_hub_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_id_without_huggingface_hub_raises_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ValueError, match=r'pip install "shardscope\[train\]"'):
         Architecture.from_hf("org/name")
 
 
-def test_a_hub_id_is_read_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_id_is_read_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = needs("huggingface_hub")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
     assert Architecture.from_hf("org/name").name == "org/name"
 
 
-def test_a_hub_failure_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_download_failure_raises_value_error(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = needs("huggingface_hub")
 
     def fail(*_: object) -> None:

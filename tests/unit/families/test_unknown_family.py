@@ -1,4 +1,4 @@
-"""A config.json of a family without formulas: refused, or taken for rehearsals only."""
+"""Tests of configs of families without formulas, which are supported in rehearsals only."""
 
 from __future__ import annotations
 
@@ -22,49 +22,49 @@ CONFIG = {
 }
 
 
-def plan_of(config: dict[str, object]) -> ss.Plan:
+def build_plan(config: dict[str, object]) -> ss.Plan:
     architecture = ss.Architecture.from_hf(config, rehearse_only=True)
     recipe = ss.Recipe(seq_len=64, global_batch_size=4)
     return ss.Plan(architecture, ss.Cluster.parse("4xh100-sxm-80gb"), recipe, ss.Layout.fsdp2())
 
 
-def test_an_unknown_family_is_refused_and_the_way_that_works_is_named() -> None:
+def test_unknown_family_raises_and_suggests_rehearse_only() -> None:
     with pytest.raises(ValueError, match=r"model_type is 'stablelm'.*rehearse_only=True.*plan\.rehearse\(\)"):
         ss.Architecture.from_hf(CONFIG)
 
 
-def test_a_known_family_has_its_formulas_whatever_is_asked() -> None:
+def test_known_family_has_its_formulas_with_rehearse_only() -> None:
     llama = ss.Architecture.from_hf({**CONFIG, "model_type": "llama"}, rehearse_only=True)
     assert type(llama) is ss.Architecture
 
 
-def test_its_plans_are_not_predicted() -> None:
+def test_memory_and_shapes_of_unknown_families_raise() -> None:
     needs("transformers")
-    plan = plan_of(CONFIG)
-    for ask in (plan.memory, plan.architecture.layer_shapes, lambda: plan.architecture.parameter_groups):
+    plan = build_plan(CONFIG)
+    for predict in (plan.memory, plan.architecture.layer_shapes, lambda: plan.architecture.parameter_groups):
         with pytest.raises(ValueError, match=r"stablelm.*plan\.rehearse\(\)"):
-            ask(0) if ask == plan.architecture.layer_shapes else ask()
+            predict(0) if predict == plan.architecture.layer_shapes else predict()
 
 
-def test_its_plans_survive_json_and_pickle() -> None:
+def test_plans_of_unknown_families_round_trip() -> None:
     needs("transformers")
-    plan = plan_of(CONFIG)
+    plan = build_plan(CONFIG)
     assert ss.Plan.from_json(plan.to_json()) == plan
     assert pickle.loads(pickle.dumps(plan.architecture)) == plan.architecture
     assert UnknownFamily.from_json(plan.architecture.to_json()) == plan.architecture
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         ({"model_type": "no-such-model"}, "no-such-model"),
         ({"hidden_size": -1}, "hidden_size"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
     ],
 )
-def test_what_transformers_cannot_read_is_refused(change: dict[str, object], said: str) -> None:
+def test_configs_that_transformers_cannot_read_raise(change: dict[str, object], expected: str) -> None:
     needs("transformers")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=expected):
         ss.Architecture.from_hf({**CONFIG, **change}, rehearse_only=True)
 
 
@@ -75,4 +75,4 @@ def test_parameters_are_counted_on_the_meta_device() -> None:
     config = transformers.AutoConfig.for_model(**CONFIG)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    assert plan_of(CONFIG).architecture.num_parameters == sum(p.numel() for p in model.parameters())
+    assert build_plan(CONFIG).architecture.num_parameters == sum(p.numel() for p in model.parameters())

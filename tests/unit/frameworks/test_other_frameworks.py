@@ -13,7 +13,7 @@ CLUSTER = ss.Cluster.parse("4xh100-sxm-80gb")
 
 
 @pytest.mark.parametrize(
-    ("layout", "recipe", "named"),
+    ("layout", "recipe", "expected"),
     [
         (ss.Layout.zero(), {"optimizer": "lion"}, "or DDP or FSDP2, which train it"),
         (ss.Layout.megatron(cp=2), {}, "Nearest fix: layout=Layout.fsdp2(cp=2)."),
@@ -21,10 +21,10 @@ CLUSTER = ss.Cluster.parse("4xh100-sxm-80gb")
     ],
 )
 def test_the_error_names_the_frameworks_that_train_the_plan(
-    layout: Any, recipe: dict[str, Any], named: str
+    layout: Any, recipe: dict[str, Any], expected: str
 ) -> None:
     plan = ss.Plan(ss.models["llama-3.1-8b"], CLUSTER, ss.Recipe(**recipe), layout)
-    told = why_not_trained(plan)
-    assert told is not None and named in told
+    message = why_not_trained(plan)
+    assert message is not None and expected in message
     for other in find_other_layouts(plan):
         assert why_not_trained(ss.Plan(plan.architecture, CLUSTER, plan.recipe, other)) is None

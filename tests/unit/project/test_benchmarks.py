@@ -1,4 +1,4 @@
-"""What ``make bench`` measures with: two jobs take turns, and the median of their ratios has an interval."""
+"""Tests of the measurement of ``make bench``: two jobs in turns, and the interval of their median ratio."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ while True:
 
 
 @contextmanager
-def busy(seconds: float, folder: Path) -> Iterator[Side]:
-    """A job whose steps take so many seconds of a core; it has a process below it, as a launcher has."""
+def run_busy_job(seconds: float, folder: Path) -> Iterator[Side]:
+    """Run a job whose steps take ``seconds`` of CPU time, in a child process as of a launcher."""
     inner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BUSY!r}, '{seconds}'])"
     log = folder / f"{seconds}.jsonl"
     with log.open("wb") as output:
@@ -38,14 +38,14 @@ def busy(seconds: float, folder: Path) -> Iterator[Side]:
         process.wait()
 
 
-def test_two_jobs_take_turns_and_their_ratio_is_judged(tmp_path: Path) -> None:
-    with busy(0.02, tmp_path) as short, busy(0.04, tmp_path) as long:
+def test_alternating_jobs_yield_the_ratio_of_their_cpu_times(tmp_path: Path) -> None:
+    with run_busy_job(0.02, tmp_path) as short, run_busy_job(0.04, tmp_path) as long:
         for side in (short, long):
             side.wait_for(1)
             side.hold()
         pairs = [(short.take_turn(4), long.take_turn(4)) for _ in range(3)]
     ratio = spread(other.processor_seconds / one.processor_seconds for one, other in pairs)
-    # On a busy machine a step takes longer by the clock, and no longer of a core.
+    # On a busy machine a step takes more wall-clock time, but not more CPU time.
     assert ratio.median == pytest.approx(2, rel=0.25)
     assert ratio.low <= ratio.median <= ratio.high
     assert ratio.against(1.0) == "ok" and ratio.against(4.0) == "UNDER"

@@ -1,4 +1,4 @@
-"""Every fault has a test with its number or a reason why not, and docs/reliability.md lists both."""
+"""Tests of the list of faults: each has a test or a reason for none, and docs/reliability.md lists both."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from tests import faults
 from tests.fault_words import FAULTS, HEADINGS
 
 
-def test_the_document_is_the_one_of_these_tests() -> None:
+def test_reliability_md_is_up_to_date() -> None:
     stored = faults.DOCUMENT.read_text(encoding="utf-8")
     assert stored == faults.document(), "stale: run `python -m tests.faults`"
 
 
-def test_every_number_has_a_test_or_a_reason() -> None:
+def test_every_fault_has_a_test_or_a_reason() -> None:
     tested = {number for test in faults.fault_tests() for number in test.numbers}
     assert tested <= set(FAULTS)
     assert not [number for number in FAULTS if number not in tested and not FAULTS[number].untested]

@@ -1,4 +1,4 @@
-"""Every skip says what would run the test, and names an extra that brings the missing package."""
+"""Tests of skip reasons: each says how to run the test and names an extra that installs the package."""
 
 from __future__ import annotations
 
@@ -13,37 +13,39 @@ from tests import needs
 TESTS = Path(__file__).parents[2]
 PROJECT = tomllib.loads((TESTS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 WITH = {"huggingface_hub": "transformers", "jupyter_client": "jupyterlab", "megatron": "megatron-core"}
-"""Packages that come with another, or by another name."""
+"""Modules that are part of another distribution or have another name than their distribution."""
 
 
-def test_every_skip_says_what_to_do() -> None:
-    wrong = []
+def test_skip_reasons_say_how_to_run_the_test() -> None:
+    problems = []
     for path in sorted(path for path in TESTS.rglob("*.py") if path.name != "needs.py"):
-        text = path.read_text(encoding="utf-8")
-        for call in ast.walk(ast.parse(text)) if re.search(r"pytest.*(skip|xfail)", text) else ():
+        source = path.read_text(encoding="utf-8")
+        for call in ast.walk(ast.parse(source)) if re.search(r"pytest.*(skip|xfail)", source) else ():
             name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
             if name == "pytest.importorskip":
-                wrong.append(f"{path}:{call.lineno}: tests.needs.needs() says which line brings the package")
+                problems.append(
+                    f"{path}:{call.lineno}: use tests.needs.needs(), which names the install command"
+                )
             elif re.fullmatch(r"pytest\.(mark\.)?(skip|skipif|xfail)", name):
-                said = [item.value for item in call.keywords if item.arg == "reason"] or call.args[:1]
-                words = "".join(part.value for part in ast.walk(said[0]) if isinstance(part, ast.Constant))
-                if not re.search(r"install|run|set ", words):
-                    wrong.append(f"{path}:{call.lineno}: {words!r}")
-    assert not wrong
+                reasons = [item.value for item in call.keywords if item.arg == "reason"] or call.args[:1]
+                text = "".join(part.value for part in ast.walk(reasons[0]) if isinstance(part, ast.Constant))
+                if not re.search(r"install|run|set ", text):
+                    problems.append(f"{path}:{call.lineno}: {text!r}")
+    assert not problems
 
 
 @pytest.mark.parametrize("package", needs.EXTRAS)
-def test_the_extra_that_is_named_brings_it(package: str) -> None:
-    wanted, reached = WITH.get(package, package), [needs.EXTRAS[package]]
-    for name in reached:
+def test_the_extra_in_a_skip_reason_installs_the_package(package: str) -> None:
+    distribution, extras = WITH.get(package, package), [needs.EXTRAS[package]]
+    for name in extras:
         for line in PROJECT["optional-dependencies"][name]:
-            if found := re.fullmatch(r"shardscope\[(.+)\]", line):
-                reached += found[1].split(",")
-    lines = [line for name in reached for line in PROJECT["optional-dependencies"][name]]
-    assert any(re.split(r"[>=<]", line)[0] == wanted for line in lines), lines
+            if nested := re.fullmatch(r"shardscope\[(.+)\]", line):
+                extras += nested[1].split(",")
+    lines = [line for name in extras for line in PROJECT["optional-dependencies"][name]]
+    assert any(re.split(r"[>=<]", line)[0] == distribution for line in lines), lines
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_needs_skips_with_the_missing_package_or_version(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("no_such_package", "packaging"):
         monkeypatch.setitem(needs.EXTRAS, package, "test")
     with pytest.raises(pytest.skip.Exception, match="no_such_package: pip install"):

@@ -1,4 +1,4 @@
-"""The words on the screens are the field's: what users see in strings of the widgets, and fixed wordings."""
+"""Tests of texts in the user interface: no project jargon, and labels that users rely on."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shardscope_widgets import Studio
 from shardscope_widgets.plans import ranking_figure
 
 FOLDER = Path(shardscope_widgets.__file__).parent
-DIALECT = re.compile(
+JARGON = re.compile(
     r"\b(mend\w*|told|beneath|nobody|somebody|a person|people|in words|the card|cards|few bits)\b",
     re.IGNORECASE,
 )
 
 
-def strings(path: Path) -> Iterator[str]:
-    """Every string of a module that is no docstring."""
+def list_strings(path: Path) -> Iterator[str]:
+    """Yield the strings of a module except docstrings."""
     tree = ast.parse(path.read_text())
     bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -32,8 +32,8 @@ def strings(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.stem)
-def test_no_screen_speaks_a_private_language(path: Path) -> None:
-    assert not [text for text in strings(path) if DIALECT.search(text)]
+def test_widget_strings_contain_no_project_jargon(path: Path) -> None:
+    assert not [text for text in list_strings(path) if JARGON.search(text)]
 
 
 @pytest.mark.parametrize(
@@ -43,37 +43,39 @@ def test_no_screen_speaks_a_private_language(path: Path) -> None:
         *("watch/gpu_monitor", "verdict"),
     ],
 )
-def test_no_reason_of_a_run_speaks_a_private_language(name: str) -> None:
-    """Reasons stand in the Runs tab: "GiB of the card", "somebody sent it"."""
+def test_reasons_of_runs_contain_no_project_jargon(name: str) -> None:
+    """The Runs tab displays the reasons: "GiB of the card", "somebody sent it"."""
     path = FOLDER.parent.parent / "toolkit" / "shardscope" / "runs" / f"{name}.py"
-    assert not [text for text in strings(path) if " " in text and DIALECT.search(text)]
+    assert not [text for text in list_strings(path) if " " in text and JARGON.search(text)]
 
 
-def test_the_chart_of_a_search_says_how_many_points_it_shows() -> None:
+def test_search_chart_describes_the_number_of_points() -> None:
     ranking: Any = SimpleNamespace(num_evaluated=12_032, num_feasible=3_204, seconds=0.41)
-    said = ranking_figure.describe_counts(ranking, 912)
-    assert all(fact in said for fact in ("12,032 plans", "0.41 s", "3,204 fit", "912 points shown"))
+    description = ranking_figure.describe_counts(ranking, 912)
+    assert all(fact in description for fact in ("12,032 plans", "0.41 s", "3,204 fit", "912 points shown"))
     assert "shown" not in ranking_figure.describe_counts(ranking, 12_032)
 
 
-def all_in(box: Any) -> Iterator[Any]:
-    """The widget and all that it holds."""
+def walk_widgets(box: Any) -> Iterator[Any]:
+    """Yield the widget and all widgets inside of it."""
     yield box
     for child in getattr(box, "children", ()):
-        yield from all_in(child)
+        yield from walk_widgets(child)
 
 
-def test_buttons_and_labels_say_what_they_do() -> None:
+def test_buttons_and_labels_have_the_agreed_texts() -> None:
     studio = Studio()
     studio.tabs.value = "Plans"
-    texts = [str(getattr(widget, name, "")) for widget in all_in(studio) for name in ("description", "value")]
-    for words in (
+    texts = [
+        str(getattr(widget, name, "")) for widget in walk_widgets(studio) for name in ("description", "value")
+    ]
+    for label in (
         "Check memory without GPUs",
         "Pin for comparison",
         "Frameworks your team knows",
         "Keep running if the kernel stops",
         "Steps, learning rate",
     ):
-        assert any(words in text for text in texts), words
+        assert any(label in text for text in texts), label
     assert not any("ehearse on" in text for text in texts)
     studio.close()

@@ -1,6 +1,6 @@
-"""Plans, run folders and a calibration of earlier versions are still read; the public interface is as stored.
+"""Tests of stored files of earlier versions, which are still read, and of the stored public signatures.
 
-``tests/fixtures/make_formats.py`` made the files, once: they are not made again when a format changes.
+``tests/fixtures/make_formats.py`` wrote the files once; they are not written again when a format changes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ PLANS = sorted((FORMATS / "plans").glob("*.json"), key=str)
 RUNS = {"fsdp2": ("finished", 24), "zero": ("stopped", None), "megatron": ("stopped", None)}
 
 
-def missing(stored: Any, read: Any, path: str = "") -> list[str]:
-    """Return what of ``stored`` is not in ``read``, which may have more fields."""
+def list_differences(stored: Any, read: Any, path: str = "") -> list[str]:
+    """Return the fields of ``stored`` that differ in ``read``, which may have more fields."""
     if isinstance(stored, Mapping) and isinstance(read, Mapping):
-        return [text for key in stored for text in missing(stored[key], read.get(key), f"{path}.{key}")]
+        return [
+            text for key in stored for text in list_differences(stored[key], read.get(key), f"{path}.{key}")
+        ]
     return [] if stored == read else [f"{path}: {stored!r} became {read!r}"]
 
 
@@ -39,19 +41,19 @@ def stored_run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return folder
 
 
-def test_there_is_a_plan_of_each_framework() -> None:
+def test_stored_plans_cover_every_framework() -> None:
     assert [path.stem for path in PLANS] == ["ddp", "fsdp2", "megatron", "zero"]
 
 
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
-def test_a_stored_plan_is_read_and_keeps_its_fields(path: Path) -> None:
+def test_stored_plans_keep_every_field(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     plan = ss.Plan.from_json(text)
-    assert missing(json.loads(text), json.loads(plan.to_json())) == []
+    assert list_differences(json.loads(text), json.loads(plan.to_json())) == []
     assert plan.memory().peak_bytes > 0
 
 
-def test_a_stored_run_is_attached_with_all_that_it_recorded(stored_run: Path) -> None:
+def test_stored_runs_attach_with_metrics_logs_and_checkpoint(stored_run: Path) -> None:
     run = ss.Run.attach(stored_run)
     status, num_steps = RUNS[stored_run.name]
     assert run.status == status and run.reason
@@ -66,27 +68,24 @@ def test_a_stored_run_is_attached_with_all_that_it_recorded(stored_run: Path) ->
     assert find_newest_checkpoint(stored_run) is not None
 
 
-def test_a_stored_run_says_how_it_is_resumed(stored_run: Path) -> None:
-    """Its checkpoint is older than manifests: the button does not take it, and names the path that does."""
-    refusal = str(why_not_resumable(ss.Run.attach(stored_run)))
+def test_stored_runs_report_how_to_resume_them(stored_run: Path) -> None:
+    """Stored checkpoints have no manifest: the button cannot resume them, but the message has the path."""
+    reason = str(why_not_resumable(ss.Run.attach(stored_run)))
     if RUNS[stored_run.name][0] == "stopped":
         assert (
-            "it has no manifest.json" in refusal
-            and f"resume='{find_newest_checkpoint(stored_run)}'" in refusal
+            "it has no manifest.json" in reason and f"resume='{find_newest_checkpoint(stored_run)}'" in reason
         )
     else:
-        assert "finished" in refusal
+        assert "finished" in reason
 
 
-def test_the_stored_trace_has_both_ranks() -> None:
+def test_stored_trace_has_both_ranks() -> None:
     trace = ss.Trace.load(FORMATS / "stored_runs" / "fsdp2" / "traces")
     assert trace.duration_seconds > 0
     assert trace.ranks == [0, 1]
 
 
-def test_the_stored_calibration_is_used_for_cpu_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stored_calibration_is_used_for_cpu_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.accuracy.same_numbers import use_stored_calibration
 
     record = MachineRecord.from_json((FORMATS / "example-host--cpu.json").read_text(encoding="utf-8"))
@@ -99,11 +98,14 @@ def test_the_stored_calibration_is_used_for_cpu_ranks(
     assert "2 ranks of cpu" in plan.step().calibration
 
 
-def test_the_public_interface_is_the_stored_one() -> None:
+def test_public_signatures_equal_the_stored_ones() -> None:
     stored = public_signatures.STORED.read_text(encoding="utf-8").splitlines()
-    today = public_signatures.describe_interface().splitlines()
-    gone, new = [one for one in stored if one not in today], [one for one in today if one not in stored]
-    assert not (gone or new), (
+    current = public_signatures.describe_interface().splitlines()
+    removed, added = (
+        [one for one in stored if one not in current],
+        [one for one in current if one not in stored],
+    )
+    assert not (removed or added), (
         "the public interface changed; if that is meant: python -m tests.unit.public_signatures --write\n"
-        + "\n".join([*(f"- {one}" for one in gone), *(f"+ {one}" for one in new)])
+        + "\n".join([*(f"- {one}" for one in removed), *(f"+ {one}" for one in added)])
     )

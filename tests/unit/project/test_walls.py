@@ -1,4 +1,4 @@
-"""The rules between packages that CONTRIBUTING.md lists."""
+"""Tests of the rules for imports and names in packages that CONTRIBUTING.md lists."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = TOOLKIT.parents[1]
 WIDGETS = ROOT / "widgets" / "shardscope_widgets"
 
 DRAWING = {"shardscope_widgets", "ipywidgets", "plotly", "IPython", "anywidget"}
-"""What the toolkit never imports, not even inside a function."""
+"""Packages that the toolkit never imports, not even inside a function."""
 
 HEAVY = {
     "torch",
@@ -38,13 +38,13 @@ HEAVY = {
     "ipywidgets",
     "IPython",
 }
-"""What importing and planning never bring along."""
+"""Packages that neither ``import shardscope`` nor planning imports."""
 
 DESIGNED = {
     *("Architecture", "Cluster", "Recipe", "Layout", "Plan", "Finetune", "Pretrain", "Run", "Script"),
     *("Trace", "calibrate", "gpus", "launch", "models", "recommend", "runs", "search"),
 }
-"""The public names. A new one is added here when it is designed, not before."""
+"""The public names. A new public name has to be added here."""
 
 DESIGNED_WIDGETS = {"Studio", "AdviceView", "MemoryView", "RankingView", "RunView", "StepView", "TraceView"}
 
@@ -85,12 +85,12 @@ ss.Run, ss.launch, ss.runs
 """
 
 
-def files_of(folder: Path) -> list[Path]:
+def list_files(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.py"))
 
 
-def imports_of(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Modules that are imported anywhere in a file, by statement or by ``import_module("...")``."""
+def list_imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield the modules that a file imports anywhere, by statement or by ``import_module("...")``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -103,7 +103,7 @@ def imports_of(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def run_python(code: str) -> Any:
-    """What ``code`` prints as JSON, in a fresh interpreter that finds what this one finds."""
+    """Return the JSON that ``code`` prints in a new interpreter with the same ``sys.path``."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -115,26 +115,26 @@ def run_python(code: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_the_toolkit_draws_nothing() -> None:
-    files = files_of(TOOLKIT)
+def test_toolkit_imports_no_user_interface_library() -> None:
+    files = list_files(TOOLKIT)
     assert len(files) > 50
-    found = [
+    violations = [
         f"{file.relative_to(TOOLKIT)}:{line} imports {module}"
         for file in files
-        for module, line in imports_of(ast.parse(file.read_text(encoding="utf-8")))
+        for module, line in list_imports(ast.parse(file.read_text(encoding="utf-8")))
         if module.partition(".")[0] in DRAWING
     ]
-    assert not found, found
+    assert not violations, violations
 
 
 @pytest.mark.parametrize("code", ["import json, sys, shardscope\n", PLAN], ids=["import", "planning"])
-def test_fault_21_importing_and_planning_bring_nothing_heavy(code: str) -> None:
+def test_fault_21_import_and_planning_load_no_heavy_library(code: str) -> None:
     loaded = run_python(code + "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))")
     assert "shardscope" in loaded
     assert not HEAVY & set(loaded)
 
 
-def test_the_widgets_bring_no_torch() -> None:
+def test_widgets_do_not_import_torch() -> None:
     loaded = run_python(
         "import json, sys\nfrom shardscope_widgets import Studio\nStudio()\n"
         "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
@@ -143,93 +143,93 @@ def test_the_widgets_bring_no_torch() -> None:
     assert not {"torch", "transformers", "accelerate"} & set(loaded)
 
 
-def test_the_public_names_are_the_designed_ones() -> None:
+def test_public_names_are_the_listed_ones() -> None:
     assert set(ss.__all__) == DESIGNED
     assert {name for name in ss.__all__ if not hasattr(ss, name)} == set()
     widgets = importlib.import_module("shardscope_widgets")
     assert set(widgets.__all__) == DESIGNED_WIDGETS
 
 
-def test_an_unknown_name_lists_the_known_ones() -> None:
+def test_unknown_attributes_raise_with_the_known_names() -> None:
     with pytest.raises(AttributeError, match="Architecture, Cluster"):
         _ = ss.Plann  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("module", ["shardscope", "shardscope_widgets"])
-def test_public_names_are_documented(module: str) -> None:
-    room = importlib.import_module(module)
-    assert room.__doc__
-    missing = [name for name in room.__all__ if not documented(getattr(room, name))]
-    for name in room.__all__:
-        noun = getattr(room, name)
-        if inspect.isclass(noun):
-            missing += [f"{name}.{member}" for member in undocumented_members(noun)]
+def test_public_names_have_docstrings(module: str) -> None:
+    package = importlib.import_module(module)
+    assert package.__doc__
+    missing = [name for name in package.__all__ if not has_docstring(getattr(package, name))]
+    for name in package.__all__:
+        value = getattr(package, name)
+        if inspect.isclass(value):
+            missing += [f"{name}.{member}" for member in undocumented_members(value)]
     assert not missing, missing
 
 
-def documented(thing: Any) -> bool:
-    """Functions and classes by docstring; the catalogue's mappings by their class's."""
-    return bool((inspect.getdoc(thing) or "").strip())
+def has_docstring(item: Any) -> bool:
+    """Return whether a function or class has a docstring; the catalog's mappings have their class's."""
+    return bool((inspect.getdoc(item) or "").strip())
 
 
-def undocumented_members(noun: type) -> Iterator[str]:
-    """Public methods and properties that a class defines itself."""
-    for name, member in vars(noun).items():
+def undocumented_members(cls: type) -> Iterator[str]:
+    """Yield the public methods and properties that a class defines itself and that have no docstring."""
+    for name, member in vars(cls).items():
         plain = member.__func__ if isinstance(member, classmethod | staticmethod) else member
         is_code = inspect.isfunction(plain) or isinstance(plain, property)
-        if not name.startswith("_") and is_code and not documented(plain):
+        if not name.startswith("_") and is_code and not has_docstring(plain):
             yield name
 
 
-def test_every_module_says_what_it_is() -> None:
-    files = [*files_of(TOOLKIT), *files_of(WIDGETS)] if WIDGETS.is_dir() else files_of(TOOLKIT)
-    silent = [
+def test_every_module_has_a_docstring() -> None:
+    files = [*list_files(TOOLKIT), *list_files(WIDGETS)] if WIDGETS.is_dir() else list_files(TOOLKIT)
+    undocumented = [
         str(file) for file in files if not ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
     ]
-    assert not silent, silent
+    assert not undocumented, undocumented
 
 
-def test_only_its_folder_knows_a_framework() -> None:
-    """Adding a framework is adding a folder: code elsewhere does not ask which one it is."""
-    outside = [file for file in files_of(TOOLKIT) if "frameworks" not in file.relative_to(TOOLKIT).parts]
+def test_framework_names_occur_only_in_their_folders() -> None:
+    """Adding a framework means adding a folder: no other code depends on the framework's name."""
+    outside = [file for file in list_files(TOOLKIT) if "frameworks" not in file.relative_to(TOOLKIT).parts]
     if WIDGETS.is_dir():
-        outside += files_of(WIDGETS)
-    found: dict[str, list[str]] = {}
+        outside += list_files(WIDGETS)
+    names_by_file: dict[str, list[str]] = {}
     for file in outside:
         lines = list(framework_names_in_code(ast.parse(file.read_text(encoding="utf-8"))))
         if lines:
             root = TOOLKIT if file.is_relative_to(TOOLKIT) else WIDGETS
-            found[str(file.relative_to(root))] = lines
-    extra = {name: lines for name, lines in found.items() if name not in MAY_NAME_A_FRAMEWORK}
+            names_by_file[str(file.relative_to(root))] = lines
+    extra = {name: lines for name, lines in names_by_file.items() if name not in MAY_NAME_A_FRAMEWORK}
     assert not extra, f"a framework is named outside of its folder: {extra}"
-    gone = set(MAY_NAME_A_FRAMEWORK) - set(found)
-    assert not gone, f"these no longer name one; take them off the list: {gone}"
+    unused = set(MAY_NAME_A_FRAMEWORK) - set(names_by_file)
+    assert not unused, f"these no longer name one; take them off the list: {unused}"
 
 
-def test_only_its_record_knows_a_family() -> None:
-    """Adding a family is adding a record: code elsewhere asks for a fact on it, not for the name."""
-    found = {}
-    for file in files_of(TOOLKIT):
-        place = file.relative_to(TOOLKIT)
+def test_family_names_occur_only_in_the_families_package() -> None:
+    """Adding a family means adding a record: other code reads attributes of it, not the name."""
+    names_by_file = {}
+    for file in list_files(TOOLKIT):
+        path = file.relative_to(TOOLKIT)
         lines = list(family_names_in_code(ast.parse(file.read_text(encoding="utf-8"))))
-        if lines and place.parts[0] != "families":
-            found[str(place)] = lines
-    extra = {name: lines for name, lines in found.items() if name not in MAY_NAME_A_FAMILY}
+        if lines and path.parts[0] != "families":
+            names_by_file[str(path)] = lines
+    extra = {name: lines for name, lines in names_by_file.items() if name not in MAY_NAME_A_FAMILY}
     assert not extra, f"a family is named outside of its record: {extra}"
-    gone = set(MAY_NAME_A_FAMILY) - set(found)
-    assert not gone, f"these no longer name one; take them off the list: {gone}"
+    unused = set(MAY_NAME_A_FAMILY) - set(names_by_file)
+    assert not unused, f"these no longer name one; take them off the list: {unused}"
 
 
 def family_names_in_code(tree: ast.AST) -> Iterator[str]:
-    """A family's ``model_type`` as a string anywhere but in a docstring."""
-    prose = prose_in(tree)
+    """Yield the strings, except docstrings, that are a family's ``model_type``."""
+    prose = find_prose(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and id(node) not in prose and node.value in FAMILIES:
             yield f"line {node.lineno}: {node.value!r}"
 
 
-def prose_in(tree: ast.AST) -> set[int]:
-    """Docstrings, and the strings that describe the name before them."""
+def find_prose(tree: ast.AST) -> set[int]:
+    """Return the ids of docstrings and of strings that document the name before them."""
     return {
         id(node.value)
         for node in ast.walk(tree)
@@ -238,10 +238,10 @@ def prose_in(tree: ast.AST) -> set[int]:
 
 
 def framework_names_in_code(tree: ast.AST) -> Iterator[str]:
-    """A framework's name compared, matched, looked up, chosen as a value or imported: anything but prose."""
-    prose = prose_in(tree)
+    """Yield the uses of a framework's name in code, and imports of its package; docstrings are ignored."""
+    prose = find_prose(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Compare) and _called(node.left) == "kernels":
+        if isinstance(node, ast.Compare) and _get_name(node.left) == "kernels":
             prose |= {id(operand) for operand in node.comparators}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and id(node) not in prose and node.value in frameworks:
@@ -252,57 +252,57 @@ def framework_names_in_code(tree: ast.AST) -> Iterator[str]:
                 yield f"line {node.lineno}: imports {module}"
 
 
-def _called(operand: ast.expr) -> str:
+def _get_name(operand: ast.expr) -> str:
     return str(getattr(operand, "attr", getattr(operand, "id", "")))
 
 
-def test_only_the_two_registries_import_by_name() -> None:
-    """Import-linter does not see ``import_module("shardscope...")``: layers hold where nobody says it."""
-    by_name = {"__init__.py", "frameworks/registry.py", "frameworks/engines.py"}
-    found = []
-    for file in files_of(TOOLKIT):
+def test_only_registries_import_modules_by_name() -> None:
+    """Import-linter does not see ``import_module("shardscope...")``, which could bypass the layers."""
+    allowed = {"__init__.py", "frameworks/registry.py", "frameworks/engines.py"}
+    violations = []
+    for file in list_files(TOOLKIT):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and _called(node.func) in ("import_module", "__import__"):
+            if isinstance(node, ast.Call) and _get_name(node.func) in ("import_module", "__import__"):
                 named = ast.unparse(node.args[0])
-                if "shardscope" in named and str(file.relative_to(TOOLKIT)) not in by_name:
-                    found.append(f"{file.relative_to(TOOLKIT)}:{node.lineno} imports {named}")
-    assert not found, found
+                if "shardscope" in named and str(file.relative_to(TOOLKIT)) not in allowed:
+                    violations.append(f"{file.relative_to(TOOLKIT)}:{node.lineno} imports {named}")
+    assert not violations, violations
 
 
-def test_every_package_stands_in_a_layer() -> None:
-    """A package that no layer names would be free to import anything."""
+def test_every_package_is_in_an_import_linter_layer() -> None:
+    """A package without a layer could import anything."""
     layers = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
     named = {name.strip() for layer in layers[0]["layers"] for name in layer.split(":")}
-    places = {
+    modules = {
         ".".join(("shardscope", *file.relative_to(TOOLKIT).with_suffix("").parts))
-        for file in files_of(TOOLKIT)
+        for file in list_files(TOOLKIT)
     }
-    outside = {place for place in places if not any(f"{place}.".startswith(f"{name}.") for name in named)}
-    assert {place for place in outside if not place.endswith("__init__")} == set()
+    outside = {module for module in modules if not any(f"{module}.".startswith(f"{name}.") for name in named)}
+    assert {module for module in outside if not module.endswith("__init__")} == set()
 
 
-def test_no_file_of_the_tree_is_ignored() -> None:
-    """Git would not add a new one beside it, the wheel would lack it and ruff would pass it by."""
+def test_no_tracked_file_is_ignored_by_git() -> None:
+    """Git, the wheel and ruff would skip new files that match the same pattern."""
     if not (ROOT / ".git").exists():
         pytest.skip("no clone: run it in one, where git says what it ignores")
-    question = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
-    assert subprocess.run(question, cwd=ROOT, check=True, capture_output=True, text=True).stdout == ""
+    command = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    assert subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout == ""
 
 
 def test_frameworks_do_not_import_each_other() -> None:
-    found = []
+    violations = []
     for name in frameworks:
-        for file in files_of(TOOLKIT / "frameworks" / name):
-            for module, line in imports_of(ast.parse(file.read_text(encoding="utf-8"))):
+        for file in list_files(TOOLKIT / "frameworks" / name):
+            for module, line in list_imports(ast.parse(file.read_text(encoding="utf-8"))):
                 parts = module.split(".")
                 others = set(frameworks) - {name}
                 if parts[:2] == ["shardscope", "frameworks"] and len(parts) > 2 and parts[2] in others:
-                    found.append(f"{file.relative_to(TOOLKIT)}:{line} imports {module}")
-    assert not found, found
+                    violations.append(f"{file.relative_to(TOOLKIT)}:{line} imports {module}")
+    assert not violations, violations
 
 
 @pytest.mark.parametrize("missing", ["torch", "accelerate", "cloudpickle"])
-def test_fault_21_launching_without_the_extra_names_the_line_that_brings_it(
+def test_fault_21_launch_without_the_extra_raises_with_pip_install(
     missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     real = importlib.util.find_spec
@@ -314,21 +314,21 @@ def test_fault_21_launching_without_the_extra_names_the_line_that_brings_it(
     plan = ss.Plan(
         ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), ss.Recipe(seq_len=64), ss.Layout.ddp()
     )
-    with pytest.raises(ImportError) as refused:
+    with pytest.raises(ImportError) as caught:
         ss.launch(plan, ss.Pretrain(num_steps=1), folder=tmp_path)
-    assert 'pip install "shardscope[train]"' in str(refused.value)
-    assert missing in str(refused.value)
-    assert not list(tmp_path.iterdir()), "a refused launch leaves no folder"
+    assert 'pip install "shardscope[train]"' in str(caught.value)
+    assert missing in str(caught.value)
+    assert not list(tmp_path.iterdir()), "a launch that raises creates no folder"
 
 
-def test_the_walls_see_through_a_hole() -> None:
-    """The scans above find what they look for."""
-    drawn = ast.parse('def f():\n    import plotly.graph_objects\n    import_module("IPython.display")\n')
-    assert [module for module, _ in imports_of(drawn)] == ["plotly.graph_objects", "IPython.display"]
+def test_the_checks_of_this_module_detect_violations() -> None:
+    """The scans above find examples of what they forbid."""
+    plotting = ast.parse('def f():\n    import plotly.graph_objects\n    import_module("IPython.display")\n')
+    assert [module for module, _ in list_imports(plotting)] == ["plotly.graph_objects", "IPython.display"]
     branch = ast.parse('"""ddp"""\nif layout.framework == "megatron":\n    pass\n')
     assert list(framework_names_in_code(branch)) == ["line 2: 'megatron'"]
     assert not list(framework_names_in_code(ast.parse('x = recipe.kernels == "megatron"')))
     family = ast.parse('"""falcon"""\nif arch.model_type in ("olmo2", "llama-like"):\n    pass\n')
     assert list(family_names_in_code(family)) == ["line 2: 'olmo2'"]
     lazy: ModuleType = ss
-    assert documented(lazy.launch)
+    assert has_docstring(lazy.launch)

@@ -1,4 +1,4 @@
-"""The wheel that people install: what is in it, and that its bare half works where torch is not."""
+"""Tests of the wheel: its files and metadata, and planning without torch and the other extras."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ needs("build")
 needs("hatchling")
 
 REPOSITORY = Path(__file__).parents[3]
-ROOMS = {"shardscope": REPOSITORY / "toolkit", "shardscope_widgets": REPOSITORY / "widgets"}
+PACKAGES = {"shardscope": REPOSITORY / "toolkit", "shardscope_widgets": REPOSITORY / "widgets"}
 
 WITHOUT_EXTRAS = """
 import sys
 from importlib.machinery import PathFinder
 
-# Absent, not refused: find_spec() of an absent package is None, and only its import raises.
+# As if not installed: find_spec() of a missing package is None, and only its import raises.
 class WithoutExtras(PathFinder):
     absent = {"torch", "transformers", "accelerate", "deepspeed", "megatron", "tokenizers", "safetensors"}
 
@@ -64,7 +64,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         capture_output=True,
         text=True,
         check=False,
-        # A proxy or an index of the machine's own has no say: nothing is fetched.
+        # No proxy or package index of the machine is used: nothing is downloaded.
         env={**os.environ, "PIP_NO_INDEX": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -80,8 +80,8 @@ def unpacked(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def source_files(package: str) -> set[str]:
-    """Every file of a package in the working tree but what Python itself left there."""
-    root = ROOMS[package]
+    """Return the files of a package in the working tree, without Python's caches."""
+    root = PACKAGES[package]
     return {
         file.relative_to(root).as_posix()
         for file in (root / package).rglob("*")
@@ -90,7 +90,7 @@ def source_files(package: str) -> set[str]:
 
 
 @pytest.mark.parametrize("package", ["shardscope", "shardscope_widgets"])
-def test_every_file_of_a_package_is_in_it(wheel: zipfile.ZipFile, package: str) -> None:
+def test_wheel_has_every_file_of_the_packages(wheel: zipfile.ZipFile, package: str) -> None:
     missing = source_files(package) - set(wheel.namelist())
     assert not missing, missing
 
@@ -110,15 +110,15 @@ def test_every_file_of_a_package_is_in_it(wheel: zipfile.ZipFile, package: str) 
         "shardscope_widgets/trace/front_end/view.js",
     ],
 )
-def test_what_code_reads_at_run_time_is_in_it(wheel: zipfile.ZipFile, name: str) -> None:
+def test_wheel_has_the_data_files_read_at_run_time(wheel: zipfile.ZipFile, name: str) -> None:
     assert wheel.getinfo(name).file_size or name.endswith("py.typed")
 
 
-def test_nothing_else_is_in_it(wheel: zipfile.ZipFile) -> None:
+def test_wheel_has_no_other_files(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     metadata = next(name for name in names if name.endswith(".dist-info/METADATA")).partition("/")[0]
-    strangers = [name for name in names if name.split("/")[0] not in {*ROOMS, metadata}]
-    assert not strangers, strangers
+    unexpected = [name for name in names if name.split("/")[0] not in {*PACKAGES, metadata}]
+    assert not unexpected, unexpected
     leftovers = [
         name
         for name in names
@@ -130,7 +130,7 @@ def test_nothing_else_is_in_it(wheel: zipfile.ZipFile) -> None:
     assert sum(info.file_size for info in wheel.infolist()) < 8 * 2**20, "the wheel stays small"
 
 
-def test_its_metadata_say_what_the_readme_says(wheel: zipfile.ZipFile) -> None:
+def test_wheel_metadata_has_license_extras_and_no_torch(wheel: zipfile.ZipFile) -> None:
     name = next(name for name in wheel.namelist() if name.endswith("METADATA"))
     metadata = wheel.read(name).decode()
     assert "License-Expression: Apache-2.0" in metadata
@@ -143,7 +143,7 @@ def test_its_metadata_say_what_the_readme_says(wheel: zipfile.ZipFile) -> None:
 
 
 def run_without_extras(unpacked: Path, code: str) -> subprocess.CompletedProcess[str]:
-    """``code`` with the unpacked wheel first on the path and the extras' packages made absent."""
+    """Run ``code`` with the unpacked wheel first on the path and without the extras' packages."""
     return subprocess.run(
         [sys.executable, "-P", "-c", f"{WITHOUT_EXTRAS}\nUNPACKED = {str(unpacked)!r}\n{code}"],
         capture_output=True,
@@ -155,12 +155,12 @@ def run_without_extras(unpacked: Path, code: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.parametrize("code", [PLANNER, STUDIO], ids=["planner", "studio"])
-def test_fault_21_it_works_without_the_extras(unpacked: Path, code: str) -> None:
+def test_fault_21_wheel_works_without_the_extras(unpacked: Path, code: str) -> None:
     done = run_without_extras(unpacked, code)
     assert done.returncode == 0, done.stderr
 
 
-def test_fault_21_launching_from_it_names_the_missing_extra(unpacked: Path, tmp_path: Path) -> None:
+def test_fault_21_launch_from_the_wheel_raises_with_the_missing_extra(unpacked: Path, tmp_path: Path) -> None:
     done = run_without_extras(
         unpacked,
         f"""

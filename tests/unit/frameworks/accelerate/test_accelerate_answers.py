@@ -69,8 +69,8 @@ def test_script_advice_and_exported_files_agree(
     assert (why_not_started(plan) is None) == starts
     try:
         ss.Script(run_script).check(plan)
-    except ValueError as refusal:
-        assert not starts and str(refusal) == why_not_started(plan)
+    except ValueError as error:
+        assert not starts and str(error) == why_not_started(plan)
     else:
         assert starts
     assert (" starts this plan through " in find_advice(plan)) == starts

@@ -39,7 +39,7 @@ def plan(stage: int, arch: ss.Architecture = LLAMA, recipe: Any = None, **option
 
 
 @pytest.mark.parametrize(
-    ("stage", "options", "words"),
+    ("stage", "options", "message"),
     [
         (2, {KEY: "bf16"}, "communication_data_type is 'bf16'; allowed: None, 'fp32'"),
         (3, {KEY: 4}, "communication_data_type is 4"),
@@ -48,14 +48,14 @@ def plan(stage: int, arch: ss.Architecture = LLAMA, recipe: Any = None, **option
         (2, {**FP32, "ep": 2}, "experts' own buckets"),
     ],
 )
-def test_unknown_ignored_and_uncounted_types_raise(stage: int, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(FieldError, match=words) as refused:
+def test_unknown_ignored_and_uncounted_types_raise(stage: int, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(FieldError, match=message) as caught:
         ss.Layout.zero(stage, **options)
-    assert refused.value.field == f"Layout.{KEY}"
+    assert caught.value.field == f"Layout.{KEY}"
 
 
 @pytest.mark.parametrize("options", [{}, {"tp": 2}, {"ep": 2}, {"pp": 2}])
-def test_stage_0_supports_it_with_any_degree(options: dict[str, Any]) -> None:
+def test_stage_0_supports_fp32_communication_with_any_degree(options: dict[str, Any]) -> None:
     assert plan(0, MOE if "ep" in options else LLAMA, **options, **FP32).memory().peak_bytes
 
 
@@ -63,29 +63,29 @@ def test_stage_0_supports_it_with_any_degree(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_it_is_in_the_configuration_of_half_precision(stage: int) -> None:
+def test_ds_config_has_communication_data_type_in_half_precision(stage: int) -> None:
     assert build_deepspeed_config(plan(stage, **FP32))[KEY] == "fp32"
     assert KEY not in build_deepspeed_config(plan(stage))
     assert KEY not in build_deepspeed_config(plan(stage, recipe={"precision": "fp32"}, **FP32))
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed", "fp32"])
-def test_an_export_is_read_back(precision: str, tmp_path: Path) -> None:
-    made = plan(2, recipe={"precision": precision}, **FP32)
-    assert ss.Plan.from_json(made.to_json()) == made
-    files = {path.name: path for path in made.export(tmp_path)}
+def test_exported_communication_data_type_is_read_back(precision: str, tmp_path: Path) -> None:
+    original = plan(2, recipe={"precision": precision}, **FP32)
+    assert ss.Plan.from_json(original.to_json()) == original
+    files = {path.name: path for path in original.export(tmp_path)}
     config = files["ds_config.json"]
     assert (KEY in json.loads(config.read_text())) == (precision != "fp32")
     nouns: dict[str, Any] = {"architecture": LLAMA, "cluster": NODE}
-    assert ss.Plan.from_deepspeed(config, **nouns) == made
-    alone = tmp_path / "alone" / config.name
-    alone.parent.mkdir()
-    alone.write_text(config.read_text())
-    assert ss.Plan.from_deepspeed(alone, **nouns).layout == made.layout
+    assert ss.Plan.from_deepspeed(config, **nouns) == original
+    copied = tmp_path / "alone" / config.name
+    copied.parent.mkdir()
+    copied.write_text(config.read_text())
+    assert ss.Plan.from_deepspeed(copied, **nouns).layout == original.layout
 
 
 @pytest.mark.parametrize(
-    ("said", "section", "found"),
+    ("value", "section", "expected"),
     [
         ("fp32", "bf16", "fp32"),
         ("FP32", "fp16", "fp32"),
@@ -95,16 +95,16 @@ def test_an_export_is_read_back(precision: str, tmp_path: Path) -> None:
         ("fp32", None, None),
     ],
 )
-def test_the_type_in_a_file_is_read(
-    said: Any, section: str | None, found: str | None, tmp_path: Path
+def test_reads_communication_data_type_of_a_file(
+    value: Any, section: str | None, expected: str | None, tmp_path: Path
 ) -> None:
     """DeepSpeed accepts capitals; the compute type is the default, which a layout does not set."""
-    layout: Any = read(tmp_path, said, section).layout
-    assert layout.communication_data_type == found
+    layout: Any = read_plan(tmp_path, value, section).layout
+    assert layout.communication_data_type == expected
 
 
 @pytest.mark.parametrize(
-    ("said", "section", "words"),
+    ("value", "section", "message"),
     [
         ("fp16", "bf16", "communication_data_type is 'fp16'; allowed: 'fp32', or the compute type, 'bf16'"),
         ("bf16", None, "allowed: 'fp32'"),
@@ -112,32 +112,32 @@ def test_the_type_in_a_file_is_read(
     ],
 )
 def test_types_other_than_fp32_and_the_compute_type_raise(
-    said: Any, section: str | None, words: str, tmp_path: Path
+    value: Any, section: str | None, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=words):
-        read(tmp_path, said, section)
+    with pytest.raises(ValueError, match=message):
+        read_plan(tmp_path, value, section)
 
 
-def read(folder: Path, said: Any, section: str | None) -> ss.Plan:
-    values: dict[str, Any] = {"zero_optimization": {"stage": 2}, KEY: said}
+def read_plan(folder: Path, value: Any, section: str | None) -> ss.Plan:
+    values: dict[str, Any] = {"zero_optimization": {"stage": 2}, KEY: value}
     if section:
         values[section] = {"enabled": True}
     (folder / "zero.json").write_text(json.dumps(values))
     return ss.Plan.from_deepspeed(folder / "zero.json", architecture=LLAMA, cluster=NODE)
 
 
-def test_the_default_type_and_the_suggested_fix() -> None:
+def test_default_reduce_type_and_suggested_fp32_fix() -> None:
     for stage in range(4):
         before = plan(stage)
         assert get_reduce_type(before) == "bf16"
-        words, mended = suggest_fp32_reduction(before)
-        assert mended is not None and words == "communication_data_type='fp32'"
+        description, fixed = suggest_fp32_reduction(before)
+        assert fixed is not None and description == "communication_data_type='fp32'"
         assert (
-            mended == replace(before, layout=replace(before.layout, **FP32))
-            and get_reduce_type(mended) == "fp32"
+            fixed == replace(before, layout=replace(before.layout, **FP32))
+            and get_reduce_type(fixed) == "fp32"
         )
-    words, mended = suggest_fp32_reduction(plan(2, MOE, ep=2))
-    assert mended is None and words == '"communication_data_type": "fp32" in the DeepSpeed configuration'
+    description, fixed = suggest_fp32_reduction(plan(2, MOE, ep=2))
+    assert fixed is None and description == '"communication_data_type": "fp32" in the DeepSpeed configuration'
 
 
 # ------------------------------------------------------------------------------------ memory and time
@@ -163,7 +163,7 @@ def test_stage_0_casts_all_gradients_at_once() -> None:
     assert cast.at("rest") == without.at("rest") and cast.at("optimizer") == without.at("optimizer")
 
 
-def test_the_bucket_of_stage_3_has_that_type() -> None:
+def test_stage_3_bucket_has_the_communication_data_type() -> None:
     without, cast = (plan(3, reduce_bucket_size=10**6, **options).memory() for options in ({}, FP32))
     more = cast.at("rest")["gather_buffers"] - without.at("rest")["gather_buffers"]
     assert more == (4 - 2) * 10**6
@@ -171,19 +171,19 @@ def test_the_bucket_of_stage_3_has_that_type() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fp32_gradients_are_always_reduced_in_fp32(stage: int) -> None:
-    plain, said = (plan(stage, recipe={"precision": "fp32"}, **options) for options in ({}, FP32))
-    assert plain.memory().components == said.memory().components
-    assert plain.step().seconds == said.step().seconds
+    default, explicit = (plan(stage, recipe={"precision": "fp32"}, **options) for options in ({}, FP32))
+    assert default.memory().components == explicit.memory().components
+    assert default.step().seconds == explicit.step().seconds
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradients_are_sent_with_twice_the_bytes(stage: int) -> None:
-    def sent(a_plan: ss.Plan, part: str) -> float:
+def test_fp32_communication_sends_twice_the_gradient_bytes(stage: int) -> None:
+    def count_sent_bytes(a_plan: ss.Plan, part: str) -> float:
         return sum(one.num_bytes for one in a_plan.step().communication if one.part == part)
 
     without, cast = plan(stage), plan(stage, **FP32)
-    assert sent(cast, "gradients") == 2 * sent(without, "gradients")
-    assert sent(cast, "gathers") == sent(without, "gathers")
+    assert count_sent_bytes(cast, "gradients") == 2 * count_sent_bytes(without, "gradients")
+    assert count_sent_bytes(cast, "gathers") == count_sent_bytes(without, "gathers")
     assert cast.step().seconds > without.step().seconds
 
 
@@ -204,10 +204,10 @@ def test_a_batch_of_plans_has_the_same_bytes_as_each_plan(stage: int) -> None:
     assert compute_peaks(several).tolist() == [one.memory().peak_bytes for one in several]
 
 
-def test_a_search_does_not_set_it() -> None:
-    found = ss.search(LLAMA, NODE, ss.Recipe(global_batch_size=16), frameworks=("deepspeed",))
-    assert found.num_evaluated > 50
-    assert {getattr(found.plan(row).layout, KEY) for row in range(found.num_evaluated)} == {None}
+def test_search_does_not_set_communication_data_type() -> None:
+    ranking = ss.search(LLAMA, NODE, ss.Recipe(global_batch_size=16), frameworks=("deepspeed",))
+    assert ranking.num_evaluated > 50
+    assert {getattr(ranking.plan(row).layout, KEY) for row in range(ranking.num_evaluated)} == {None}
 
 
 # ------------------------------------------------------------------------------- DeepSpeed's own engine
@@ -220,7 +220,7 @@ WIDE = replace(
 SMALL, LARGE = {"reduce_bucket_size": 6_000_000}, {"reduce_bucket_size": 100_000_000}
 GATHERS = {"stage3_prefetch_bucket_size": 2_000_000, "stage3_max_reuse_distance": 1_000_000}
 AGAIN = {"global_batch_size": 16}
-PLAYED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+REHEARSED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "zero-0": (0, {}, {}),
     "zero-1": (1, SMALL, {}),
     "zero-1, overlapping, two micro-batches": (1, {"overlap_comm": True, **SMALL}, AGAIN),
@@ -243,14 +243,14 @@ PLAYED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 @needs_installed("deepspeed")
-@pytest.mark.parametrize("name", few(PLAYED, ["zero-3, gradients as they come"]))
+@pytest.mark.parametrize("name", few(REHEARSED, ["zero-3, gradients as they come"]))
 def test_deepspeed_allocates_the_predicted_bytes(name: str) -> None:
-    stage, options, recipe = PLAYED[name]
+    stage, options, recipe = REHEARSED[name]
     arch = replace(WIDE, num_hidden_layers=4) if "pp" in options else WIDE
-    made = plan(stage, arch, {"seq_len": 32, "global_batch_size": 8, **recipe}, **options, **FP32)
-    for played, predicted in zip(stages_of(made), made.memory().by_stage, strict=True):
-        most = max(
+    example = plan(stage, arch, {"seq_len": 32, "global_batch_size": 8, **recipe}, **options, **FP32)
+    for rehearsed, predicted in zip(stages_of(example), example.memory().by_stage, strict=True):
+        peak = max(
             sum(predicted.at(phase).components[part] for part in TENSOR_COMPONENTS)
             for phase in ("forward", "backward", "optimizer")
         )
-        assert most == pytest.approx(played.peak.num_bytes, rel=0.01)
+        assert peak == pytest.approx(rehearsed.peak.num_bytes, rel=0.01)

@@ -109,11 +109,11 @@ def test_figure_1_of_the_zero_paper() -> None:
         report = zero(stage, cluster, arch).memory()
         rest = report.at("rest")
         gradients = 2 * arch.num_parameters if stage < 2 else report.at("optimizer")["gradients"]
-        found = (rest["parameters"] + rest["optimizer"] + gradients) * scale / 1e9
+        predicted = (rest["parameters"] + rest["optimizer"] + gradients) * scale / 1e9
         # Stage 2 keeps the gradients of all tensors that overlap a partition, the embedding among them.
         slack = whole / 1e9 if stage == 2 else 0
         # The paper rounds to a tenth.
-        assert gigabytes * 0.995 - 0.05 < found < gigabytes * 1.005 + 0.05 + slack
+        assert gigabytes * 0.995 - 0.05 < predicted < gigabytes * 1.005 + 0.05 + slack
 
 
 @given(plans("deepspeed"))
@@ -121,8 +121,8 @@ def test_figure_1_of_the_zero_paper() -> None:
 def test_a_higher_stage_needs_less_memory(a_plan: Plan) -> None:
     # Stage 0 supports no other optimizers than these and Lion.
     assume(a_plan.world_size > 1 and a_plan.recipe.optimizer in ("adamw", "sgd"))
-    alone = {"tp": 1, "pp": 1, "ep": 1, "offload_optimizer": None, "offload_params": None}
-    a_plan = replace(a_plan, layout=replace(a_plan.layout, **alone))
+    data_parallel = {"tp": 1, "pp": 1, "ep": 1, "offload_optimizer": None, "offload_params": None}
+    a_plan = replace(a_plan, layout=replace(a_plan.layout, **data_parallel))
     # Flat buffers are padded to twice the ranks, and stage 3 rounds every tensor up.
     arch = a_plan.architecture
     in_layers = sum(
@@ -130,15 +130,15 @@ def test_a_higher_stage_needs_less_memory(a_plan: Plan) -> None:
         for layer in range(arch.num_hidden_layers)
     )
     slack = 16 * 2 * (a_plan.world_size + len(arch.outer_shapes) + in_layers)
-    held: list[tuple[int, int, int]] = []
+    states: list[tuple[int, int, int]] = []
     for stage in range(4):
         try:
             report = replace(a_plan, layout=replace(a_plan.layout, stage=stage)).memory()  # type: ignore[call-arg]
         except FieldError:
             continue  # Some optimizers run on flat partitions only.
         rest, update = report.at("rest"), report.at("optimizer")
-        held.append((rest["parameters"], update["gradients"], rest["optimizer"]))
-    for fewer, more in pairwise(held):
+        states.append((rest["parameters"], update["gradients"], rest["optimizer"]))
+    for fewer, more in pairwise(states):
         assert all(b <= a + slack for a, b in zip(fewer, more, strict=True))
 
 
@@ -275,12 +275,12 @@ def test_saved_views_keep_released_experts_allocated(name: str) -> None:
     arch = replace(arch, mixture_of_experts=replace(arch.mixture_of_experts, first_k_dense_replace=0))  # type: ignore[type-var]
     model = TracedModel(arch, None, 0, 2, (8,), (8,), (8,))
     free = Stage3Options(arch.hidden_size, 0, 10**12, 0, 10**12)
-    held = simulate_step(model, 2, 0, free)
-    again = simulate_step(model, 2, 1, free)
+    unrecomputed = simulate_step(model, 2, 0, free)
+    recomputed = simulate_step(model, 2, 1, free)
     one = sum(size for group, size in arch.layer_parameters(0).items() if group == "experts")
     # Recomputation saves no view in forward.
-    assert held.after_forward - again.after_forward == 2 * one
-    assert again.after_forward == again.persistent
+    assert unrecomputed.after_forward - recomputed.after_forward == 2 * one
+    assert recomputed.after_forward == recomputed.persistent
 
 
 def test_buckets_and_thresholds_change_memory() -> None:
@@ -293,9 +293,9 @@ def test_buckets_and_thresholds_change_memory() -> None:
     more, less = (end[x].memory().timeline[-2][2]["gather_buffers"] for x in (True, False))
     assert more - less == 2 * 1_000_000
     # A short distance alone releases nothing more: DeepSpeed keeps parameters that prefetching has skipped.
-    alone = staging(3, "forward", stage3_max_reuse_distance=0)
-    assert alone == staging(3, "forward")
-    assert staging(3, "forward", stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=0) < alone / 2
+    no_reuse = staging(3, "forward", stage3_max_reuse_distance=0)
+    assert no_reuse == staging(3, "forward")
+    assert staging(3, "forward", stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=0) < no_reuse / 2
     update = [zero(3, sub_group_size=size).memory().at("optimizer")["optimizer"] for size in (10**9, 10**6)]
     assert update[0] > update[1]
 
@@ -310,9 +310,9 @@ def test_buckets_and_thresholds_change_memory() -> None:
     ],
 )  # fmt: skip
 def test_options_outside_of_deepspeeds_ranges_raise(field: str, value: object) -> None:
-    with pytest.raises(FieldError) as refused:
+    with pytest.raises(FieldError) as caught:
         ss.Layout.zero(3, **{field: value})  # type: ignore[arg-type]
-    assert refused.value.field == f"Layout.{field}"
+    assert caught.value.field == f"Layout.{field}"
 
 
 def test_options_survive_json_and_reach_deepspeed() -> None:
@@ -391,10 +391,10 @@ def test_every_parameter_that_stays_all_gathered_needs_a_buffer() -> None:
     """A small model fails DeepSpeed's assertion at the sixth; a large one keeps few (test_nvme_ranks.py)."""
     eight = ss.models["llama-3.1-8b"]
     assert zero(3, arch=eight, offload_params="nvme", offload_params_max_in_cpu=0).layout
-    with pytest.raises(FieldError, match="holds a buffer") as refused:
+    with pytest.raises(FieldError, match="holds a buffer") as caught:
         zero(3, offload_params="nvme", offload_params_max_in_cpu=0, offload_params_buffer_count=5)
-    assert refused.value.field == "Layout.offload_params_buffer_count"
-    fixed = dict(change.split("=") for change in refused.value.fix.split(", "))
+    assert caught.value.field == "Layout.offload_params_buffer_count"
+    fixed = dict(change.split("=") for change in caught.value.fix.split(", "))
     options = {name: int(value) for name, value in fixed.items()}
     assert zero(3, offload_params="nvme", offload_params_max_in_cpu=0, **options).layout
     # Parameters that fit into host memory need none.
@@ -474,9 +474,9 @@ reducing a norm allocates the gradients that ZeRO-2 keeps, which one group had h
 def test_stored_rehearsals_are_predicted(name: str) -> None:
     from tests.accuracy.rehearsals import STORED, read_rehearsals
 
-    rows, refused = read_rehearsals([STORED / f"{name}.jsonl"])
+    rows, failures = read_rehearsals([STORED / f"{name}.jsonl"])
     close, near, number = LEVELS[name]
-    assert len(rows) >= number and not refused
+    assert len(rows) >= number and not failures
     errors = sorted(abs(row.error) for row in rows)
     within = {limit: sum(error < limit for error in errors) / len(errors) for limit in (0.01, 0.03)}
     assert within[0.01] >= close and within[0.03] >= near, within
@@ -558,10 +558,10 @@ def test_other_optimizers_losses_and_offloaded_activations(stage: int, recipe: d
         needs("bitsandbytes")
     plan = zero(stage, arch=ss.Architecture.of_size("60m"), seq_len=512, **recipe)
     predicted = plan.memory()
-    (played,) = rehearse(plan, lambda words, fraction: None)
-    held = sum(predicted.components[name] for name in TENSOR_COMPONENTS)
-    assert held == pytest.approx(played.peak.num_bytes, rel=2e-3)
-    assert played.host_bytes == pytest.approx(predicted.host_bytes, rel=0.01)
+    (rehearsed,) = rehearse(plan, lambda message, fraction: None)
+    peak_bytes = sum(predicted.components[name] for name in TENSOR_COMPONENTS)
+    assert peak_bytes == pytest.approx(rehearsed.peak.num_bytes, rel=2e-3)
+    assert rehearsed.host_bytes == pytest.approx(predicted.host_bytes, rel=0.01)
 
 
 @needs_deepspeed

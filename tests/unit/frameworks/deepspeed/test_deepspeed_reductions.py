@@ -35,16 +35,16 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_the_peak_is_predicted(name: str) -> None:
+def test_peak_during_gradient_reduction_is_predicted(name: str) -> None:
     plan = ss.Plan(
         WIDE,
         ss.Cluster.parse("8xh100-sxm-80gb"),
         ss.Recipe(seq_len=32, global_batch_size=8),
         ss.Layout.zero(**PLANS[name]),
     )
-    for played, predicted in zip(stages_of(plan), plan.memory().by_stage, strict=True):
-        most = max(
+    for rehearsed, predicted in zip(stages_of(plan), plan.memory().by_stage, strict=True):
+        peak = max(
             sum(predicted.at(phase).components[part] for part in TENSOR_COMPONENTS)
             for phase in ("forward", "backward", "optimizer")
         )
-        assert most == pytest.approx(played.peak.num_bytes, rel=0.01)
+        assert peak == pytest.approx(rehearsed.peak.num_bytes, rel=0.01)

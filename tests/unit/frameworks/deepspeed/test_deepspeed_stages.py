@@ -33,7 +33,7 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 """Layout, recipe and model where they differ from two stages of a Llama in bf16."""
 
 
-def plan_of(name: str) -> ss.Plan:
+def build_plan(name: str) -> ss.Plan:
     layout, recipe, config = PLANS[name]
     return ss.Plan(
         ss.Architecture.from_hf({**MODEL, **config}),
@@ -45,7 +45,7 @@ def plan_of(name: str) -> ss.Plan:
 
 @pytest.mark.parametrize("name", few(PLANS, {"zero-1 bf16"}))
 def test_every_stage_allocates_the_predicted_bytes(name: str) -> None:
-    plan = plan_of(name)
+    plan = build_plan(name)
     stages = stages_of(plan)
     assert [stage.num_layers for stage in stages] == list(plan.stage_layers)
     for stage, predicted in zip(stages, plan.memory().by_stage, strict=True):
@@ -59,12 +59,12 @@ def test_every_stage_allocates_the_predicted_bytes(name: str) -> None:
         rest = next(moment for moment in stage.moments if moment.phase == "rest")
         assert rest.num_bytes == pytest.approx(expected["rest"], rel=CLOSE)
         # Besides weights there are a few numbers: losses.
-        held = stage.peak.components["parameters"]
-        assert held == pytest.approx(predicted.at("rest").components["parameters"], abs=64)
+        parameter_bytes = stage.peak.components["parameters"]
+        assert parameter_bytes == pytest.approx(predicted.at("rest").components["parameters"], abs=64)
 
 
 @pytest.mark.parametrize(
-    ("layout", "recipe", "words"),
+    ("layout", "recipe", "message"),
     [
         ({"stage": 1, "pp": 2, "tp": 2}, {}, "AutoTP shards complete transformers models"),
         ({"stage": 1, "pp": 2}, {"method": "lora"}, "peft wraps the whole model"),
@@ -72,7 +72,7 @@ def test_every_stage_allocates_the_predicted_bytes(name: str) -> None:
     ],
 )
 def test_unsupported_rehearsals_of_pipelines_raise(
-    layout: dict[str, Any], recipe: dict[str, Any], words: str
+    layout: dict[str, Any], recipe: dict[str, Any], message: str
 ) -> None:
     from shardscope.frameworks.deepspeed.rehearsal.rehearse import check_plan
 
@@ -82,5 +82,5 @@ def test_unsupported_rehearsals_of_pipelines_raise(
         ss.Recipe(**{"seq_len": 1024, "global_batch_size": 32, **recipe}),
         ss.Layout.zero(**layout),
     )
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         check_plan(plan)

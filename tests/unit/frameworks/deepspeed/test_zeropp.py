@@ -26,7 +26,7 @@ def plan(cluster: ss.Cluster = NODES, recipe: ss.Recipe | None = None, **options
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"stage": 2, "zero_hpz_partition_size": 8}, "1 below stage 3.*zero_hpz_partition_size=1"),
         ({"stage": 1, "zero_quantized_gradients": True}, "False below stage 3"),
@@ -38,8 +38,8 @@ def plan(cluster: ss.Cluster = NODES, recipe: ss.Recipe | None = None, **options
         ({"stage": 3, "nvme_path": "/mnt/nvme"}, "nvme_path is '/mnt/nvme'.*SHARDSCOPE_NVME_FOLDER names"),
     ],
 )
-def test_unsupported_options_raise(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_unsupported_zeropp_options_raise(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ss.Layout.zero(**options)
 
 
@@ -48,21 +48,21 @@ def test_the_group_of_secondary_partitions_divides_the_ranks() -> None:
         plan(zero_hpz_partition_size=3)
 
 
-def test_options_are_written_and_read_back(tmp_path: Path) -> None:
-    made = plan(zero_hpz_partition_size=8, **dict.fromkeys(QUANTIZED, True))
-    zero = build_deepspeed_config(made)["zero_optimization"]
+def test_zeropp_options_are_written_and_read_back(tmp_path: Path) -> None:
+    example = plan(zero_hpz_partition_size=8, **dict.fromkeys(QUANTIZED, True))
+    zero = build_deepspeed_config(example)["zero_optimization"]
     assert zero["zero_hpz_partition_size"] == 8 and all(zero[name] is True for name in QUANTIZED)
     assert not set(QUANTIZED) & set(build_deepspeed_config(plan())["zero_optimization"])
-    assert ss.Plan.from_json(made.to_json()) == made
-    for path in made.export(tmp_path):
+    assert ss.Plan.from_json(example.to_json()) == example
+    for path in example.export(tmp_path):
         assert path.is_file()
     config = tmp_path / "ds_config.json"
-    assert ss.Plan.from_deepspeed(config, architecture=LLAMA, cluster=NODES) == made
-    alone = tmp_path / "alone" / "ds_config.json"
-    alone.parent.mkdir()
-    alone.write_text(json.dumps({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}))
-    read: Any = ss.Plan.from_deepspeed(alone, architecture=LLAMA, cluster=NODES).layout
-    assert read.zero_hpz_partition_size == 4 and not read.zero_quantized_weights
+    assert ss.Plan.from_deepspeed(config, architecture=LLAMA, cluster=NODES) == example
+    other_config = tmp_path / "alone" / "ds_config.json"
+    other_config.parent.mkdir()
+    other_config.write_text(json.dumps({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}))
+    layout: Any = ss.Plan.from_deepspeed(other_config, architecture=LLAMA, cluster=NODES).layout
+    assert layout.zero_hpz_partition_size == 4 and not layout.zero_quantized_weights
 
 
 def test_a_file_with_mics_raises(tmp_path: Path) -> None:
@@ -99,13 +99,13 @@ def test_all_gathers_within_nodes_are_faster_on_a_slow_network() -> None:
 @thorough()
 @pytest.mark.parametrize("name", few(QUANTIZED, QUANTIZED[:1]))
 def test_quantized_communication_is_not_predicted(name: str) -> None:
-    made = plan(**{name: True})
-    for predicted in (made.memory, made.step, made.rehearse):
+    example = plan(**{name: True})
+    for predict in (example.memory, example.step, example.rehearse):
         with pytest.raises(ValueError, match=f"{name} is True.*{name}=False"):
-            predicted()
-    cards: Any = [SimpleNamespace(free_bytes=1, total_bytes=1)]
-    assert "is not predicted" in check_free_memory(made, cards, needs_peak=True)
-    assert why_not_trained(made) is None or "deepspeed" in str(why_not_trained(made))
+            predict()
+    devices: Any = [SimpleNamespace(free_bytes=1, total_bytes=1)]
+    assert "is not predicted" in check_free_memory(example, devices, needs_peak=True)
+    assert why_not_trained(example) is None or "deepspeed" in str(why_not_trained(example))
     on_cpus = ss.Plan(
         ss.Architecture.of_size("2m"),
         ss.Cluster.parse("2xcpu"),
@@ -117,7 +117,7 @@ def test_quantized_communication_is_not_predicted(name: str) -> None:
     )
 
 
-def test_a_rehearsal_on_two_ranks_has_neither() -> None:
+def test_cpu_trial_on_two_ranks_has_no_zeropp_options() -> None:
     small = build_cpu_trial(plan(zero_hpz_partition_size=8, zero_quantized_weights=True))
     layout: Any = small.plan.layout
     assert layout.zero_hpz_partition_size == 1 and not layout.zero_quantized_weights

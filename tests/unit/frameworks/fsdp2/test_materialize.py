@@ -1,4 +1,4 @@
-"""Weights of models too large to build whole: drawn shard by shard, and the same on any number of ranks."""
+"""Tests of weights that FSDP2 initializes shard by shard, equal on any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shardscope.training.weights.initial_weights import FreshWeights
 CPU = torch.device("cpu")
 
 
-def drawn(shape: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
-    """What one of so many ranks keeps of a parameter of that shape."""
+def initialize_shard(shape: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
+    """Return the shard of a parameter with ``shape`` that ``rank`` of ``ranks`` initializes."""
     model = torch.nn.Module()
     with fake_ranks(ranks, rank):
         mesh = init_device_mesh("cpu", (ranks,))
@@ -26,22 +26,22 @@ def drawn(shape: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (6, 4, 3), (3, 4, 3)])
-def test_the_number_of_ranks_changes_no_weight(shape: tuple[int, ...]) -> None:
-    alone = drawn(shape, 1, 0)
-    parts = [drawn(shape, 4, rank) for rank in range(4)]
-    assert torch.equal(torch.cat(parts), alone)
-    assert alone.std() > 0
+def test_initial_weights_do_not_depend_on_the_number_of_ranks(shape: tuple[int, ...]) -> None:
+    unsharded = initialize_shard(shape, 1, 0)
+    shards = [initialize_shard(shape, 4, rank) for rank in range(4)]
+    assert torch.equal(torch.cat(shards), unsharded)
+    assert unsharded.std() > 0
 
 
-def test_experts_are_drawn_one_matrix_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    largest = []
+def test_experts_are_initialized_one_matrix_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
     empty = torch.empty
 
-    def noted(*args: object, **kwargs: object) -> torch.Tensor:
-        made = empty(*args, **kwargs)
-        largest.append(made.numel() if not made.is_meta else 0)
-        return made
+    def record(*args: object, **kwargs: object) -> torch.Tensor:
+        tensor = empty(*args, **kwargs)
+        sizes.append(tensor.numel() if not tensor.is_meta else 0)
+        return tensor
 
-    monkeypatch.setattr(torch, "empty", noted)
-    drawn((8, 5, 3), 4, 1)
-    assert max(largest) == 5 * 3
+    monkeypatch.setattr(torch, "empty", record)
+    initialize_shard((8, 5, 3), 4, 1)
+    assert max(sizes) == 5 * 3

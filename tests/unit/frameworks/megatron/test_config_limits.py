@@ -27,7 +27,7 @@ LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [9.0] * 4}
 SPLIT, WHOLE, MEGATRON = ss.Layout.fsdp2(cp=2), ss.Layout.fsdp2(), ss.Layout.megatron()
 
 
-def plan_of(arch: ss.Architecture, layout: Any, **recipe: Any) -> ss.Plan:
+def build_plan(arch: ss.Architecture, layout: Any, **recipe: Any) -> ss.Plan:
     fields = {"seq_len": 32, "global_batch_size": 4, **recipe}
     return ss.Plan(arch, ss.Cluster.parse("2xcpu"), ss.Recipe(**fields), layout)
 
@@ -35,11 +35,11 @@ def plan_of(arch: ss.Architecture, layout: Any, **recipe: Any) -> ss.Plan:
 def check_finetune(folder: Path, layout: Any, **config: Any) -> str:
     """Return the error of ``Finetune.check`` for a small Llama with these config options; empty if none."""
     write_folder(folder, **config)
-    plan = plan_of(ss.Architecture.from_hf(str(folder)), layout)
+    plan = build_plan(ss.Architecture.from_hf(str(folder)), layout)
     try:
         ss.Finetune(weights=folder).check(plan)
-    except ValueError as refusal:
-        return str(refusal)
+    except ValueError as error:
+        return str(error)
     return ""
 
 
@@ -69,12 +69,12 @@ def test_cp_supports_other_rotary_angles(rope: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["su", "yarn"])
 def test_older_names_of_longrope_raise_with_cp(name: str) -> None:
-    plan, rope = plan_of(ss.Architecture.of_size("2m"), SPLIT), {**LONG, "type": name}
+    plan, rope = build_plan(ss.Architecture.of_size("2m"), SPLIT), {**LONG, "type": name}
     with pytest.raises(ValueError, match="with cp > 1"):
         check_config(plan, {"model_type": "phi3", "rope_scaling": rope})
 
 
-def test_ring_attention_raises_for_such_a_model() -> None:
+def test_ring_attention_raises_for_rotary_angles_of_the_largest_position() -> None:
     """The check on the rank: a user's own module has no config.json that could be checked before."""
     torch = needs("torch")
     needs("transformers")
@@ -124,7 +124,7 @@ def test_ring_attention_raises_for_such_a_model() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_recipes_that_cp_does_not_support_raise(recipe: dict[str, Any], expected: str) -> None:
-    message = str(why_not_trained(plan_of(ss.Architecture.of_size("2m"), SPLIT, **recipe)))
+    message = str(why_not_trained(build_plan(ss.Architecture.of_size("2m"), SPLIT, **recipe)))
     assert message.startswith(expected) and message.endswith("Nearest fix: cp=1.")
 
 
@@ -178,7 +178,7 @@ def test_attention_scaling_and_routing_are_checked_in_the_notebook_and_on_ranks(
     family: str, message: dict[str, Any], expected: str
 ) -> None:
     """In the notebook from config.json, on a rank from the transformers config."""
-    plan = plan_of(ss.Architecture.of_size("2m"), MEGATRON)
+    plan = build_plan(ss.Architecture.of_size("2m"), MEGATRON)
     with pytest.raises(ValueError, match=expected):
         check_config(plan, {"model_type": family, **message})
     check_config(plan, {"model_type": family})

@@ -1,4 +1,4 @@
-"""Eager attention of megatron-core by hand: saved bytes and peaks, in units of the score matrix of a rank."""
+"""Tests of megatron-core's eager attention by hand: saved bytes and peaks in units of the score matrix."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def modules(compute: int = 2, dropout: float = 0.0) -> Modules:
     return Modules("megatron", False, compute, SEQ, dropout=dropout, attention="eager")
 
 
-def test_fused_softmax_holds_scores_and_probabilities() -> None:
+def test_fused_softmax_saves_scores_and_probabilities() -> None:
     attention = compute_eager_attention(GPT, modules(), 1, 0)
     assert attention.saved == 2 * SCORES
     assert attention.forward == 4 * SCORES + 2 * OUTPUT
@@ -34,7 +34,7 @@ def test_fused_softmax_holds_scores_and_probabilities() -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 96])
-def test_torch_softmax_holds_fp32_scores_and_one_mask_per_call(rows: int) -> None:
+def test_torch_softmax_saves_fp32_scores_and_one_mask_per_call(rows: int) -> None:
     mask = SCORES // rows
     half, full = (compute_eager_attention(GPT, modules(compute), 1, rows) for compute in (2, 4))
     assert half.saved == 6 * SCORES + mask

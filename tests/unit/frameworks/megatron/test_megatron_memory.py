@@ -42,7 +42,7 @@ def saved(
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
-def test_korthikanti_tables(tp: int) -> None:
+def test_saved_bytes_equal_korthikanti_table_2(tp: int) -> None:
     """Korthikanti et al. 2022, table 2: bytes of a layer over s b, with dropout and eager attention."""
     scores = 5 * A * S
     assert saved(1, False) - STATISTICS == 34 * H + scores
