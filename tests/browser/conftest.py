@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlparse
@@ -13,11 +14,17 @@ from studio_page import TIMEOUT_MS
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run browser tests last: playwright keeps an event loop running, in which asyncio.run() raises an error.
+    """Browser tests come last: playwright keeps an event loop running, in which asyncio.run() is refused.
 
-    The longest file is the first of them, so that no worker is still busy with it at the end.
+    Where workers share them, the longest file is the first: none is busy with it when the others have finished.
     """
-    items.sort(key=lambda item: ("browser" in item.path.parts, item.path.name != "test_main_job.py"))
+    is_shared = "PYTEST_XDIST_WORKER" in os.environ
+    items.sort(
+        key=lambda item: (
+            "browser" in item.path.parts,
+            is_shared and item.path.name != "test_main_job.py",
+        )
+    )
 
 
 @pytest.fixture(scope="session")
