@@ -16,7 +16,7 @@ from studio_page import TIMEOUT_MS
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Browser tests come last: playwright keeps an event loop running, in which asyncio.run() is refused.
 
-    Where workers share them, the longest file is the first: none is busy with it when the others have finished.
+    Where workers share them, the longest file is the first: none is busy with it when the others are done.
     """
     is_shared = "PYTEST_XDIST_WORKER" in os.environ
     items.sort(
