@@ -159,7 +159,7 @@ def test_a_rehearsed_stage_goes_through_json() -> None:
     tracker = Tracker()
     stage = tracker.build_stage(0, 4, note="half")
     assert RehearsedStage.from_dict(stage.to_dict()) == stage
-    with pytest.raises(ValueError, match="no rehearsed stage"):
+    with pytest.raises(ValueError, match="not a rehearsed stage"):
         RehearsedStage.from_dict({"stage": 0})
 
 
