@@ -246,7 +246,7 @@ def notebook_page(lab: Lab, browser: Any) -> Iterator[NotebookPage]:
     page.close()
 
 
-@pytest.mark.parametrize("how", few(ACTS, ["moved"]))
+@pytest.mark.parametrize("how", few(ACTS, ["moved", "shown twice"]))
 def test_fault_63_64_every_view_shows_the_current_plan(how: str, notebook_page: NotebookPage) -> None:
     """The actions run one after another on the same page."""
     count = ACTS[how](notebook_page) or 1

@@ -349,7 +349,7 @@ def test_fault_38_script_in_a_name_is_escaped(open_view: Any, tmp_path: Path) ->
 def test_empty_trace_shows_a_message(open_view: Any, tmp_path: Path) -> None:
     (tmp_path / "rank-0.json").write_text('{"traceEvents": []}')
     with open_view(TraceView(tmp_path)) as page:
-        expect(page.locator(".ss-trace-empty")).to_contain_text("recorded nothing")
+        expect(page.locator(".ss-trace-empty")).to_contain_text("recorded no slices")
 
 
 def test_fault_44_invalid_message_is_reported_and_the_view_keeps_working(
