@@ -16,7 +16,6 @@ from written_runs import write_run
 
 EVIL = "<img src=x onerror='window.wasRun = 1'>\"><svg onload=window.wasRun=2>"
 CELL = """
-from tests.needs import thorough
 import shardscope as ss
 from IPython.display import display
 from shardscope_widgets.run.runs_view import RunsView
