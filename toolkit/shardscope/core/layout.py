@@ -163,7 +163,7 @@ class Layout(Serializable):
 
     @property
     def keeps_frozen_inputs(self) -> bool:
-        """Whether frozen projections save their inputs although they need no weight gradient."""
+        """Return whether frozen projections save their inputs although they need no weight gradient."""
         return False
 
     @property

@@ -75,7 +75,7 @@ class Plan(Serializable):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether ranks run on GPUs. CPU ranks use host memory, other kernels and no CUDA context."""
+        """Return whether ranks run on GPUs. CPU ranks use host memory, other kernels and no CUDA context."""
         return self.cluster.gpu.vendor != "cpu"
 
     @property

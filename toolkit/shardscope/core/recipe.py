@@ -204,7 +204,7 @@ class Recipe(Serializable):
 
     @property
     def has_adapters(self) -> bool:
-        """Whether the method trains low-rank adapters on a frozen base."""
+        """Return whether the method trains low-rank adapters on a frozen base."""
         return self.method in ("lora", "qlora")
 
     @property

@@ -207,5 +207,5 @@ class Family:
 
     @property
     def casts_router_weights(self) -> bool:
-        """Whether the router returns its weights in the type of its input."""
+        """Return whether the router returns its weights in the type of its input."""
         return self.router in ("softmax_cast", "softmax_of_top_k")

@@ -169,12 +169,12 @@ class MemoryReport:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is at most the usable bytes of the GPU."""
+        """Return whether the peak is at most the usable bytes of the GPU."""
         return self.peak_bytes <= self.usable_bytes
 
     @property
     def is_tight(self) -> bool:
-        """Whether the peak fits, but uses a share of the GPU at which some runs are known to fail.
+        """Return whether the peak fits, but uses a share of the GPU at which some runs are known to fail.
 
         See :data:`~shardscope.memory.overheads.libraries.TIGHT_PERCENT`.
         """
@@ -182,7 +182,7 @@ class MemoryReport:
 
     @property
     def verdict(self) -> Literal["fits", "tight", "does not fit"]:
-        """Whether the peak fits the GPU's memory; ``tight``: it may not.
+        """Return whether the peak fits the GPU's memory; ``tight``: it may not.
 
         See :attr:`is_tight` and :attr:`high_bytes`. ``shardscope.planner.verdict`` judges host memory and
         NVMe.

@@ -166,7 +166,7 @@ class RunFolder:
 
     @property
     def is_on_full_disk(self) -> bool:
-        """Whether the disk is so full that writes may be lost."""
+        """Return whether the disk is so full that writes may be lost."""
         try:
             return shutil.disk_usage(self.path).free < FULL_BYTES
         except OSError:

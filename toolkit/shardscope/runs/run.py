@@ -229,7 +229,7 @@ class Run:
 
     @property
     def reads_stop_requests(self) -> bool:
-        """Whether ``stop(checkpoint=True)`` has an effect.
+        """Return whether ``stop(checkpoint=True)`` has an effect.
 
         True for a built-in task, and for a function that has read ``ctx.should_stop`` on every rank.
         """

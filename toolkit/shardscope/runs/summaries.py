@@ -44,7 +44,7 @@ class RunSummary:
 
     @property
     def is_live(self) -> bool:
-        """Whether the run has not ended yet."""
+        """Return whether the run has not ended yet."""
         return self.run is not None and self.status not in FINAL
 
     @cached_property
@@ -89,12 +89,12 @@ class RunSummary:
 
     @cached_property
     def has_trace(self) -> bool:
-        """Whether the run recorded a trace."""
+        """Return whether the run recorded a trace."""
         return self.run is not None and any(RunFolder(self.run.folder).traces.glob("*.json.gz"))
 
     @cached_property
     def failed_early(self) -> bool:
-        """Whether the run ended before its task was finished."""
+        """Return whether the run ended before its task was finished."""
         return self.status in ("stopped", "failed", "lost")
 
     @cached_property

@@ -75,7 +75,7 @@ class StateTraffic(NamedTuple):
 
     @property
     def uses_no_host(self) -> bool:
-        """Whether no field for host memory, NVMe or the CPU optimizer is set."""
+        """Return whether no field for host memory, NVMe or the CPU optimizer is set."""
         return (
             self.fetched_forward is self.fetched_backward is NOTHING
             and self.returned_backward is self.returned_after is NOTHING

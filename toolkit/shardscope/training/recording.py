@@ -30,7 +30,7 @@ class Recorder:
 
     @property
     def is_recording(self) -> bool:
-        """Whether a recording is in progress, its skipped steps included."""
+        """Return whether a recording is in progress, its skipped steps included."""
         return self._profile is not None
 
     def start(self, num_steps: int, *, num_left: int, skip: int = 0) -> None:

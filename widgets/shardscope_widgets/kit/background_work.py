@@ -155,7 +155,7 @@ class WorkPanel(widgets.HBox):
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the latest work was cancelled."""
+        """Return whether the latest work was cancelled."""
         return self._cancel.is_set()
 
     def close(self) -> None:

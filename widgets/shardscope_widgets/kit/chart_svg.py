@@ -42,12 +42,12 @@ class Axis:
 
     @property
     def is_visible(self) -> bool:
-        """Whether the axis is drawn with its ticks and its title."""
+        """Return whether the axis is drawn with its ticks and its title."""
         return self.props.get("visible", True) is not False
 
     @property
     def is_collapsed(self) -> bool:
-        """Whether the axis has no extent; its traces and annotations are then not drawn."""
+        """Return whether the axis has no extent; its traces and annotations are then not drawn."""
         return abs(self.end - self.start) < 2
 
     def to_pixel(self, value: object) -> float:

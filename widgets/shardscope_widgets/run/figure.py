@@ -71,7 +71,7 @@ class RunFigure:
 
     @property
     def has_lines(self) -> bool:
-        """Whether any chart has a point."""
+        """Return whether any chart has a point."""
         return bool(self._lines)
 
     @property

@@ -78,7 +78,7 @@ class LaunchButton:
 
     @property
     def busy(self) -> bool:
-        """Whether a run launched by this button is still active."""
+        """Return whether a run launched by this button is still active."""
         return self._busy
 
     @busy.setter

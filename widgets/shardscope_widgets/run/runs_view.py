@@ -225,7 +225,7 @@ class RunsView(View):
 
     @property
     def is_list_shown(self) -> bool:
-        """Whether the list is visible instead of one of its runs."""
+        """Return whether the list is visible instead of one of its runs."""
         return bool(self._list.layout.display != "none")
 
     # ---- button actions

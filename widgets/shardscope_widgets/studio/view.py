@@ -374,7 +374,7 @@ class Studio(View):
 
     @property
     def is_wrong(self) -> bool:
-        """Whether an input is invalid, in which case the plan does not match the inputs."""
+        """Return whether an input is invalid, in which case the plan does not match the inputs."""
         return any(picker.is_wrong for picker in self._pickers)
 
     def _show_staleness(self, change: object = None) -> None:

@@ -215,7 +215,7 @@ class Fsdp2Layout(Layout):
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether activations are sharded along the sequence between tensor-parallel regions.
+        """Return whether activations are sharded along the sequence between tensor-parallel regions.
 
         True with tp > 1: norms are ``SequenceParallel``, as in PyTorch's own tensor-parallel plans.
         """

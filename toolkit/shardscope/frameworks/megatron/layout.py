@@ -189,7 +189,7 @@ class MegatronLayout(Layout):
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether sequence parallelism is on."""
+        """Return whether sequence parallelism is on."""
         return self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
 
     @property

@@ -114,7 +114,7 @@ class Script:
 
     @cached_property
     def is_distributed(self) -> bool:
-        """Whether the script uses several ranks, or is a task function with the parameter ``ctx``."""
+        """Return whether the script uses several ranks, or is a task function with the parameter ``ctx``."""
         makers = ("init_process_group", "DistributedDataParallel", "fully_shard", "Accelerator")
         named = any(name in self.uses for name in (*makers, "FullyShardedDataParallel", "get_rank"))
         return named or self.plan is not None or any(getattr(node, "arg", "") == "ctx" for node in self.nodes)

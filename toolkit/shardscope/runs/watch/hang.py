@@ -110,7 +110,7 @@ class HangDetector:
 
     @property
     def has_steps(self) -> bool:
-        """Whether any rank has logged enough steps to be judged."""
+        """Return whether any rank has logged enough steps to be judged."""
         return any(progress.median_seconds is not None for progress in self.ranks.values())
 
     def _is_still(self, rank: int) -> bool:

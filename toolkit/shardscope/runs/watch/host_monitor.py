@@ -24,7 +24,7 @@ class HostSample:
 
     @property
     def is_full(self) -> bool:
-        """Whether at most a quarter was free, so that it may have run out before the next sample."""
+        """Return whether at most a quarter was free, so that it may have run out before the next sample."""
         return self.free_bytes <= self.total_bytes // 4
 
 

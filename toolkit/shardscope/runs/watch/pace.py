@@ -32,7 +32,7 @@ class SlowestRank(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks are equally fast, within ``EVEN_EXCESS``."""
+        """Return whether all ranks are equally fast, within ``EVEN_EXCESS``."""
         return self.excess < EVEN_EXCESS and not self.steps_behind
 
 

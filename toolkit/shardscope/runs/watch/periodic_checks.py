@@ -66,7 +66,7 @@ class PeriodicChecks:
 
     @property
     def hangs(self) -> bool:
-        """Whether the run was reported to hang and has not recovered."""
+        """Return whether the run was reported to hang and has not recovered."""
         return self._hang.hangs or self._standstill.hangs
 
     def check(self, seconds: float, *, is_running: bool) -> str | None:

@@ -177,7 +177,7 @@ class _HostCopy:
 
     @property
     def is_current(self) -> bool:
-        """Whether the storage is still alive, so that its address cannot have been reused."""
+        """Return whether the storage is still alive, so that its address cannot have been reused."""
         return self._origin() is not None
 
     def fetch(self) -> torch.UntypedStorage:

@@ -91,7 +91,7 @@ class DeepSpeedEngine(MicroBatchEngine):
 
     @property
     def _partitions_one_by_one(self) -> bool:
-        """Whether tensors are partitioned as they are read or initialized: no rank has the full model.
+        """Return whether tensors are partitioned as they are read or initialized: no rank has the full model.
 
         False if the task builds the weights itself.
         """

@@ -54,7 +54,7 @@ class ContextParallelEngine(Fsdp2Engine):
 
     @property
     def _repeats_keys(self) -> bool:
-        """Whether keys and values are repeated for grouped-query attention.
+        """Return whether keys and values are repeated for grouped-query attention.
 
         Of CUDA's fused kernels only flash attention, in half precision, computes grouped-query attention
         without it (torch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).

@@ -79,7 +79,7 @@ class Modules(NamedTuple):
 
     @property
     def trained(self) -> bool:
-        """Whether the model's own weights get gradients."""
+        """Return whether the model's own weights get gradients."""
         return self.targets is None
 
     @property
@@ -100,7 +100,7 @@ class Modules(NamedTuple):
 
     @property
     def recasts(self) -> bool:
-        """Whether peft casts an adapter's input to the adapter's fp32, and autocast casts it back.
+        """Return whether peft casts an adapter's input to the adapter's fp32, and autocast casts it back.
 
         Over bitsandbytes' Linears, peft leaves the cast to autocast, but only to CUDA's
         (``tuners/lora/bnb.py``).
