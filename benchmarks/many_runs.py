@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import shardscope as ss
-from shardscope.records.files import append_line, write_json
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import append_line, write_json
 
 NUM_RUNS = 5000
 NUM_STEPS = 10

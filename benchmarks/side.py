@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from shardscope.machine.processes import signal_process
-from shardscope.records.files import LineTail
+from shardscope.records.json_files import LineTail
 
 POLL_SECONDS = 0.005
 LOOK_SECONDS = 1.0

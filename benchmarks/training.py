@@ -24,8 +24,8 @@ from shardscope.frameworks.formats.train_file import MODEL_FILE, SCRIPT_FILE, bu
 from shardscope.frameworks.megatron.files.export import MODEL_SCRIPT
 from shardscope.machine.host import count_cores
 from shardscope.machine.processes import find_free_port
-from shardscope.records.files import read_json, read_lines
 from shardscope.records.folder import FINAL, RunFolder
+from shardscope.records.json_files import read_json, read_lines
 from shardscope.training.data.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER
 
 LAYOUTS = {

@@ -55,7 +55,7 @@ def test_python_example_runs_as_pasted(tmp_path: Path) -> None:
     assert completed.returncode == 0, completed.stderr
     report, step, why, outcome, trace = completed.stdout.splitlines()
     assert "fits" in report
-    assert "tokens/s a GPU" in step
+    assert "tokens/s per GPU" in step
     assert why.startswith("Start with ")
     status, losses = outcome.split(" ", 1)
     assert status == "finished"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tests.needs import needs
 
-from shardscope.records.files import append_line, read_lines
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import append_line, read_lines
 
 torch = needs("torch")
 

@@ -23,7 +23,7 @@ from test_final_status import start_kernel
 from tests.faults import all_of_them
 from tests.needs import few
 
-from shardscope.records import files as records
+from shardscope.records import json_files as records
 from shardscope.runs import run as run_module
 from shardscope.runs.launch import launch as launch_module
 from shardscope.runs.launch import lease
@@ -193,7 +193,7 @@ class Interrupt:
     """Sends this process a real SIGINT at the ``wanted``-th line of the launch that is executed."""
 
     FILES = (
-        *("launch.py", "lease.py", "folder.py", "records/files.py", "packing.py", "run.py"),
+        *("launch.py", "lease.py", "folder.py", "records/json_files.py", "packing.py", "run.py"),
         "subprocess.py",
     )
 

@@ -19,8 +19,8 @@ from run_helpers import make_plan, seconds_until
 from test_stop import begun, rank_pid
 from tests.needs import few
 
-from shardscope.records.files import append_line, read_json, write_json
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import append_line, read_json, write_json
 from shardscope.runs.explain.exceptions import make_exception_record
 from shardscope.runs.explain.failure import find_first_failure, has_rank_died, looks_like_peer_lost
 from shardscope.runs.launch import launcher

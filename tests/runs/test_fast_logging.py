@@ -11,7 +11,7 @@ import pytest
 import run_tasks as tasks
 from run_helpers import processes_of, seconds_until
 
-from shardscope.records.files import read_lines
+from shardscope.records.json_files import read_lines
 from shardscope.runs.launch.launch import launch
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time", "nothing_left")]

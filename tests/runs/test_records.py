@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from shardscope.machine.processes import identify_machine, is_alive, read_start_time
-from shardscope.records.files import (
+from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import (
     LineTail,
     append_line,
     encode,
@@ -24,7 +25,6 @@ from shardscope.records.files import (
     read_tail_text,
     write_json,
 )
-from shardscope.records.folder import RunFolder
 from shardscope.runs.launch.supervisor import Supervisor
 from shardscope.runs.run import Run, runs
 from shardscope.runs.summaries import RunSummaries

@@ -11,7 +11,7 @@ import pytest
 from tests.needs import needs, skip_without
 
 import shardscope as ss
-from shardscope.records.files import read_json
+from shardscope.records.json_files import read_json
 from shardscope.training.checkpoints.choice import find_newest_checkpoint
 from shardscope.training.checkpoints.folders import POSITION_FILE
 

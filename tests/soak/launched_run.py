@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 
-from shardscope.records.files import read_json
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import read_json
 from shardscope.runs.run import Run
 
 START_SECONDS = 120.0

@@ -24,7 +24,7 @@ PATIENCE_SECONDS = 5.0
 """Time for what ends shortly after the run: the operating system reaps processes with a delay."""
 SHARED_MEMORY = Path("/dev/shm")
 PARTIAL_FILE = re.compile(r"\..+\.\d+")
-"""Name of a file that a process with that id is still writing (records/files.py)."""
+"""Name of a file that a process with that id is still writing (records/json_files.py)."""
 SEGMENTS = Path("/proc/sysvipc/shm")
 
 

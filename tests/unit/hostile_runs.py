@@ -10,8 +10,8 @@ from typing import Any
 
 from written_runs import PLAN, fail, write_run
 
-from shardscope.records.files import append_line, write_json
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import append_line, write_json
 
 
 def write_full_run(name: str, status: str = "running", *, parent: Path | str = "runs") -> Path:

@@ -13,8 +13,8 @@ from tests.saved_checkpoints import write_checkpoint
 
 import shardscope as ss
 from shardscope.machine.processes import identify_machine, read_start_time
-from shardscope.records.files import append_line, write_json
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import append_line, write_json
 from shardscope.runs.task_fields import record_task_fields
 from shardscope.training.checkpoints.folders import checkpoint_path
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.planner.differences import find_differences
+from shardscope.planner.differences import Difference, find_differences
 from shardscope.planner.memory_needs import fits
 from shardscope.planner.repairs.combined_changes import (
     MOST_CHANGES,
@@ -58,6 +58,12 @@ def test_changes_are_all_differences_and_nothing_else() -> None:
     (framework,) = [words for words in way.changes if " instead of DDP" in words]
     assert framework.startswith(way.plan.layout.description)
     assert len(way.changes) == len(find_differences(plan, way.plan))
+
+
+def test_changes_from_and_to_no_value_read_as_sentences() -> None:
+    assert str(Difference("offload", None, "cpu")) == "offload set to cpu"
+    assert str(Difference("lora_rank", 16, None)) == "lora rank no longer set (it was 16)"
+    assert str(Difference("recompute", "none", "full")) == "recompute none → full"
 
 
 def test_a_search_keeps_the_options_of_the_same_framework() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.records.files import append_line, write_json
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import append_line, write_json
 from shardscope.runs.explain import compare
 from shardscope.runs.launch import launch
 

@@ -12,8 +12,8 @@ import pytest
 
 import shardscope as ss
 from shardscope.machine.host import find_memory_limit
-from shardscope.records.files import append_line, read_json, write_json
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import append_line, read_json, write_json
 from shardscope.runs.explain.failure import find_failures
 from shardscope.runs.explain.failure_report import explain_failures
 from shardscope.runs.explain.oom_kills import OomKills, describe_kill_sender, read_oom_kills

@@ -15,8 +15,8 @@ from tests.needs import needs_installed
 import shardscope as ss
 from shardscope.machine.detection import read_gpu_states
 from shardscope.machine.processes import identify_machine
-from shardscope.records.files import append_line, read_json, write_json
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import append_line, read_json, write_json
 from shardscope.runs.launch import launch as launch_module
 from shardscope.runs.launch.free_memory import TooLittleFreeError, check_free_memory, describe_runs_on_gpus
 from shardscope.runs.watch import host_monitor as host_watch

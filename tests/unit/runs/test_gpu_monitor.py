@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from shardscope.records.files import append_line, read_lines, write_json
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import append_line, read_lines, write_json
 from shardscope.runs.watch import gpu_monitor as card_watch
 from shardscope.runs.watch.gpu_monitor import GpuSample, GpuSampler, read_gpu_samples
 from shardscope.runs.watch.periodic_checks import PeriodicChecks

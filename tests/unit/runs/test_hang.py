@@ -16,8 +16,8 @@ import pytest
 import shardscope as ss
 from shardscope.machine import processes
 from shardscope.machine.processes import read_start_time
-from shardscope.records.files import read_json, read_lines, write_json
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import read_json, read_lines, write_json
 from shardscope.runs.launch import supervisor as supervising
 from shardscope.runs.launch.supervisor import Supervisor
 from shardscope.runs.watch.hang import BUSY_FACTOR, HangDetector

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.records import files as records
+from shardscope.records import json_files as records
 from shardscope.records import json_values
-from shardscope.records.files import append_line, encode, write_json
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import append_line, encode, write_json
 from shardscope.runs.run import Run
 from shardscope.runs.watch.logged_memory import LoggedMemory
 from shardscope_widgets import StepView

@@ -16,16 +16,16 @@ from tests.needs import thorough
 from written_runs import write_run
 
 import shardscope as ss
-from shardscope.records.files import append_line
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import append_line
 from shardscope.runs import totals
 
 LISTED = """
 import sys, tracemalloc
 import shardscope as ss
-from shardscope.records import files
+from shardscope.records import json_files
 from shardscope.runs import totals
-files.PIECE_BYTES = totals.TAIL_BYTES = 2**16
+json_files.PIECE_BYTES = totals.TAIL_BYTES = 2**16
 # What is imported and cached once is not counted.
 warm = ss.runs(sys.argv[2])
 warm.to_frame(), warm.curves("loss"), warm.compare(warm[0], warm[0])._repr_html_()

@@ -12,9 +12,9 @@ import pytest
 
 import shardscope as ss
 from shardscope.records import follow as follow_module
-from shardscope.records.files import append_line, write_json
 from shardscope.records.folder import RunFolder
 from shardscope.records.follow import PIECE_BYTES
+from shardscope.records.json_files import append_line, write_json
 from shardscope.runs.explain.measured import sum_predicted_tensors
 from shardscope.runs.explain.memory_by_rank import predict_rank_memory, read_rank_memory
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from shardscope.machine.processes import read_start_time
-from shardscope.records.files import write_json
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import write_json
 from shardscope.runs.watch.hang import BUSY_FACTOR
 from shardscope.runs.watch.standstill import Activity, StandstillDetector
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shardscope.records.files import read_json, write_json
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import read_json, write_json
 from shardscope.runs.stop_request import (
     describe_stop_request,
     every_rank_reads_stops,

@@ -10,8 +10,8 @@ import pytest
 from calibrations import calibration
 
 import shardscope as ss
-from shardscope.records.files import append_line
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import append_line
 from shardscope.runs.explain.measured_step import MIN_PROFILED_STEPS, predict_step, store_measured_step
 from shardscope.timing.calibration.finished_runs import MIN_STEPS, SKIPPED_STEPS
 from shardscope.timing.calibration.store import (

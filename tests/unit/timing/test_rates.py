@@ -12,8 +12,8 @@ from shardscope.timing.rates import look_up_rates
 
 def test_rates_are_read_from_the_catalogue_by_generation() -> None:
     hopper, ampere = (look_up_rates(ss.Cluster.parse(name)) for name in ("h100-sxm-80gb", "a100-sxm-80gb"))
-    assert "hopper" in hopper.source
-    assert "ampere" in ampere.source
+    assert "Hopper GPUs" in hopper.source
+    assert "Ampere GPUs" in ampere.source
     for rates in (hopper, ampere):
         rate = rates.get_matmul_rate("bf16")
         assert rate.peak_flops is not None
@@ -26,7 +26,7 @@ def test_rates_are_read_from_the_catalogue_by_generation() -> None:
 
 def test_a_generation_has_what_is_known_of_the_one_it_refines() -> None:
     plain, ultra = (look_up_rates(ss.Cluster.parse(name)) for name in ("b200-sxm-180gb", "b300-sxm-288gb"))
-    assert "blackwell-ultra" in ultra.source
+    assert "Blackwell Ultra GPUs" in ultra.source
     for rates in (plain, ultra):
         fused = rates.cudnn_attention["bf16"]
         assert fused.forward / rates.get_matmul_rate("bf16").peak_flops == pytest.approx(

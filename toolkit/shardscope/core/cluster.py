@@ -118,7 +118,10 @@ class Gpu(Serializable):
 
     @property
     def has_flash_attention(self) -> bool:
-        """Whether torch has flash attention for this GPU: from sm80 (sdp_utils.cpp, ``check_sm_version``)."""
+        """Return whether torch has flash attention for this GPU: sm80 or newer.
+
+        Source: torch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, ``check_sm_version``.
+        """
         return self.architecture not in BEFORE_AMPERE
 
     def _check_price_date(self) -> None:

@@ -83,7 +83,7 @@ class Layout(Serializable):
     """Whether mixed precision casts at each matmul (torch.autocast) instead of once per module."""
 
     abilities: ClassVar[Mapping[str, Mapping[str, OptionValue]]] = MappingProxyType({"data": {}})
-    """What this framework can shard or offload (keys of ``planner/abilities.py``) -> layout options for it.
+    """Abilities to shard or offload (keys of ``planner/abilities.py``) -> the layout options for each.
     Recipe values are in the ``supported_*`` tuples."""
     choices: ClassVar[Mapping[str, tuple[OptionValue, ...] | None]] = MappingProxyType({})
     """Fields that the user chooses -> their values; None: any divisor of the world size."""
@@ -168,7 +168,7 @@ class Layout(Serializable):
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether norms and residuals are sharded along the sequence over the tensor-parallel ranks."""
+        """Return whether tensor-parallel ranks shard norms and residuals along the sequence."""
         return False
 
     @property

@@ -122,7 +122,7 @@ class Plan(Serializable):
                 "framework": self.layout.description,
                 "degrees": ", ".join(f"{name} {value}" for name, value in degrees.items() if value > 1),
                 "training": f"{recipe.method}, {recipe.precision}, {recipe.optimizer}",
-                "batch": f"{recipe.global_batch_size:,} sequences of {recipe.seq_len:,} tokens a step, "
+                "batch": f"{recipe.global_batch_size:,} sequences of {recipe.seq_len:,} tokens per step, "
                 f"{self.num_micro_batches:,} micro-batches of {recipe.micro_batch_size:,} on each replica",
                 "recompute": recipe.recompute,
             },

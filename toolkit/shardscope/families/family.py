@@ -202,7 +202,7 @@ class Family:
 
     @property
     def is_post_norm(self) -> bool:
-        """Whether attention and MLP read the unnormalised residual stream and have norms after them."""
+        """Return whether norms follow attention and MLP, which read the unnormalized residual stream."""
         return not self.norm_placement[0]
 
     @property

@@ -20,7 +20,12 @@ class Difference(NamedTuple):
     after: object
 
     def __str__(self) -> str:
-        return f"{self.field.replace('_', ' ')} {_format_value(self.before)} → {_format_value(self.after)}"
+        name, before, after = self.field.replace("_", " "), self.before, self.after
+        if before is None:
+            return f"{name} set to {_format_value(after)}"
+        if after is None:
+            return f"{name} no longer set (it was {_format_value(before)})"
+        return f"{name} {_format_value(before)} → {_format_value(after)}"
 
 
 def find_differences(before: Plan, after: Plan) -> list[Difference]:
@@ -81,8 +86,6 @@ def _compare_fields(before: Recipe | Layout, after: Recipe | Layout) -> list[Dif
 
 
 def _format_value(value: object) -> str:
-    if value is None:
-        return "unset"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else str(value)

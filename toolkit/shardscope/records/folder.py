@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from shardscope.core.errors import Value, refuse
 from shardscope.machine.os_errors import describe_shortage
-from shardscope.records.files import append_line
+from shardscope.records.json_files import append_line
 
 Status = Literal["starting", "running", "stopping", "finished", "stopped", "failed", "lost"]
 FULL_BYTES = 2**20

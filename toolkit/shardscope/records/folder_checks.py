@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from shardscope.core.errors import check_integer, check_number
 from shardscope.machine.os_errors import describe_shortage
-from shardscope.records.files import load_json
 from shardscope.records.folder import STATUSES, RunFolder
+from shardscope.records.json_files import load_json
 from shardscope.records.json_values import is_int, is_number, parse_object
 from shardscope.records.regular_files import check_regular
 

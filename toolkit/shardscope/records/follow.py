@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardscope.records.files import LineTail, finite_or_special
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import LineTail, finite_or_special
 from shardscope.records.regular_files import size_of
 
 PIECE_BYTES = 2**20

@@ -7,8 +7,8 @@ import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from shardscope.records.files import LineTail, finite_or_special
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import LineTail, finite_or_special
 from shardscope.records.regular_files import open_new, size_of
 
 FIRST = ("step", "rank", "time")

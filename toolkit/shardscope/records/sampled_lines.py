@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardscope.records.files import LineTail
+from shardscope.records.json_files import LineTail
 from shardscope.records.regular_files import size_of
 
 

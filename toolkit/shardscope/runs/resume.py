@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
-from shardscope.records.files import read_json
 from shardscope.records.folder import FINAL, RunFolder
+from shardscope.records.json_files import read_json
 from shardscope.runs.task_fields import find_builtin_task
 from shardscope.training.checkpoints.choice import choose_for_resume
 from shardscope.training.checkpoints.folders import POSITION_FILE

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING
 from shardscope.core.errors import check_flag, check_integer, check_number, refuse
 from shardscope.machine.os_errors import describe_os_error, is_absent
 from shardscope.machine.processes import identify_machine, is_alive
-from shardscope.records.files import (
+from shardscope.records.folder import FINAL, STATUSES, RunFolder, checked_path, explain_write_error
+from shardscope.records.folder_checks import (
+    check_file_kinds,
+    check_supervisor,
+    check_transition,
+    read_description,
+)
+from shardscope.records.follow import Follow
+from shardscope.records.json_files import (
     MAX_LINES_BYTES,
     LineTail,
     append_line,
@@ -25,14 +33,6 @@ from shardscope.records.files import (
     read_tail_text,
     write_json,
 )
-from shardscope.records.folder import FINAL, STATUSES, RunFolder, checked_path, explain_write_error
-from shardscope.records.folder_checks import (
-    check_file_kinds,
-    check_supervisor,
-    check_transition,
-    read_description,
-)
-from shardscope.records.follow import Follow
 from shardscope.records.json_values import is_int, parse_object
 from shardscope.records.redaction import redact
 from shardscope.records.regular_files import NotRegularFileError, check_regular
@@ -183,7 +183,10 @@ class Run:
 
     @property
     def is_on_this_machine(self) -> bool:
-        """Whether the run was launched on this machine; one on a shared file system may run on another."""
+        """Return whether the run was launched on this machine.
+
+        A run on a shared file system may be another machine's.
+        """
         return bool(self._description.get("machine") == identify_machine())
 
     @property
@@ -224,7 +227,10 @@ class Run:
 
     @property
     def trains_the_plan(self) -> bool:
-        """Whether the task is a built-in one, which trains the plan's model and saves on a stop request."""
+        """Return whether the task is a built-in one.
+
+        These train the plan's model, and save a checkpoint on a stop request.
+        """
         return self._description.get("trains_the_plan") is True
 
     @property

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Literal
 
-from shardscope.records.files import read_json, write_json_on_full_disk
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import read_json, write_json_on_full_disk
 
 Button = Literal["Stop", "Save and stop"]
 """The buttons that request a stop; "Save and stop" with a checkpoint."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.machine.os_errors import describe_shortage
-from shardscope.records.files import finite_or_special, parse_lines, read_tail
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.folder_checks import check_file_kinds, shorten_message
+from shardscope.records.json_files import finite_or_special, parse_lines, read_tail
 from shardscope.records.json_values import is_number
 from shardscope.runs.resume import why_not_resumable
 from shardscope.runs.run import Run

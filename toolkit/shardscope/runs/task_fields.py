@@ -7,8 +7,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardscope.records.files import read_json
 from shardscope.records.folder import FINAL, RunFolder
+from shardscope.records.json_files import read_json
 
 if TYPE_CHECKING:
     from shardscope.planner.differences import Difference

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardscope.records.files import finite_or_special
+from shardscope.records.json_files import finite_or_special
 
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter

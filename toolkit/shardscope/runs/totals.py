@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.serialization import replace_fields
-from shardscope.records.files import (
+from shardscope.records.folder import FINAL, RunFolder
+from shardscope.records.json_files import (
     LineTail,
     finite_or_special,
     parse_lines,
@@ -24,7 +25,6 @@ from shardscope.records.files import (
     read_tail,
     write_json,
 )
-from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.json_values import is_int, is_number
 from shardscope.records.metrics_table import compute_curve
 from shardscope.records.regular_files import check_regular, size_of

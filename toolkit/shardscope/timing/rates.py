@@ -194,11 +194,6 @@ def look_up_rates(cluster: Cluster) -> Rates:
     products = _get_or_default(table["matrices"], generation)
     bandwidth = gpu.memory_bandwidth_bytes_per_second
     memory = bandwidth and bandwidth * _get_or_default(table["memory"], generation)["share"]
-    known = (
-        generation
-        if _get_generation(table["matrices"], generation)
-        else "generations without figures of their own"
-    )
     return Rates(
         matrices=MappingProxyType(
             {precision: _build_matmul_rate(precision, gpu, products, memory) for precision in gpu.peak_flops}
@@ -219,8 +214,16 @@ def look_up_rates(cluster: Cluster) -> Rates:
         between=_build_link_rate(cluster.inter_node_link, table["link"]["between"]),
         host=_build_link_rate(cluster.host_link, table["link"]["host"]),
         host_updates_per_second=table["host_update"]["default"]["parameters_per_second"],
-        source=f"the catalogue's constants for {known}",
+        source=_describe_figures(gpu.architecture, table["matrices"]),
     )
+
+
+def _describe_figures(generation: str | None, fitted: Mapping[str, Mapping[str, float]]) -> str:
+    """Return the source of a GPU generation's figures in catalog/efficiency.toml, as text for the user."""
+    if generation is None or _get_generation(fitted, generation) is None:
+        return "default efficiency figures, because none were fitted for this GPU generation"
+    name = generation.replace("-", " ").title()
+    return f"efficiency figures for {name} GPUs, fitted to published runs"
 
 
 _NETWORKS = ("infiniband", "roce", "ethernet")

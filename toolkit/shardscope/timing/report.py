@@ -278,7 +278,7 @@ class StepReport:
         mfu = "" if self.mfu is None else f", MFU {100 * self.mfu:.0f} %"
         return (
             f"{self.tier} step: {format_seconds(self.seconds)}, {self.tokens_per_second_per_gpu:,.0f} "
-            f"tokens/s a GPU, {self.tflops_per_gpu:.0f} TFLOP/s{mfu}"
+            f"tokens/s per GPU, {self.tflops_per_gpu:.0f} TFLOP/s{mfu}"
         )
 
     def _tflops(self, flops: float) -> float:

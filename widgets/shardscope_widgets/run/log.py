@@ -10,8 +10,8 @@ from pathlib import Path
 import ipywidgets as widgets
 
 import shardscope as ss
-from shardscope.records.files import read_tail_text
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import read_tail_text
 from shardscope.records.log_search import MAX_MATCHES, LogSearch
 from shardscope.records.redaction import redact
 from shardscope.records.regular_files import check_regular

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardscope.records.files import write_json
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import write_json
 from shardscope.records.terminal_text import plain_text
 from shardscope.runs.run import Run
 from shardscope_widgets.run.ansi import to_html

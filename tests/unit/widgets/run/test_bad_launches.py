@@ -17,7 +17,7 @@ from pretended_gpus import GIB, TOTAL, pretend_cards
 from tests.needs import needs_installed
 
 import shardscope as ss
-from shardscope.records.files import append_line
+from shardscope.records.json_files import append_line
 from shardscope.runs.launch import launch as launch_module
 from shardscope.runs.launch.launch import max_cpu_ranks
 from shardscope_widgets import RunView, Studio

@@ -16,8 +16,8 @@ from pretended_gpus import GIB, TOTAL, pretend_cards
 
 import shardscope as ss
 from shardscope.machine.processes import identify_machine, read_start_time
-from shardscope.records.files import write_json
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import write_json
 from shardscope.runs.watch import free_memory as free_now_module
 from shardscope.runs.watch.free_memory import MAX_USERS, read_free_memory
 from shardscope_widgets.run.free_memory import FreeView

@@ -15,8 +15,8 @@ from fake_runs import until
 from written_runs import CREATED, fail, write_run
 
 import shardscope as ss
-from shardscope.records.files import append_line, read_lines
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import append_line, read_lines
 from shardscope.runs.launch import launch as launch_module
 from shardscope.runs.summaries import RunSummaries
 from shardscope_widgets import Studio

@@ -24,7 +24,7 @@ from shardscope.frameworks.accelerate import script_differences
 from shardscope.frameworks.accelerate.plugin_fields import TITLE
 from shardscope.frameworks.accelerate.plugins import get_plugin, make_contradiction
 from shardscope.frameworks.formats.accelerate_config import MIXED
-from shardscope.records.files import RESERVED
+from shardscope.records.json_files import RESERVED
 from shardscope.training.accounting import tensors
 from shardscope.training.engine import Context
 

@@ -61,7 +61,7 @@ def name_device(cluster: Cluster) -> str:
 
 
 def describe_needs(evaluated: EvaluatedPlan) -> str:
-    """Return ``needs 54.0 of 79.1 GiB a GPU``, with host memory and NVMe if the step needs them."""
+    """Return ``needs 54.0 of 79.1 GiB per GPU``, with host memory and NVMe if the step needs them."""
     amounts = []
     for need in list_memory_needs(evaluated.plan, evaluated.report):
         # Building the model needs memory once, and seldom the most: mention it only if it is the reason for
@@ -69,9 +69,9 @@ def describe_needs(evaluated: EvaluatedPlan) -> str:
         if need.name == WHILE_MADE and tuple(evaluated.short) != (need,):
             continue
         where = (
-            f"a {name_device(evaluated.plan.cluster)}"
+            f"per {name_device(evaluated.plan.cluster)}"
             if need.name == "GPU memory"
-            else f"of {need.name} a node"
+            else f"of {need.name} per node"
         )
         room = "" if need.room_bytes is None else f" of {format_gib(need.room_bytes)}"
         amounts.append(f"{format_gib(need.needed_bytes)}{room} GiB {where}")
@@ -111,10 +111,11 @@ def join_list(parts: list[str]) -> str:
 
 
 def describe_speed(report: StepReport | None) -> str:
-    """Return ``2.94 s a step, 11,136 tokens/s a GPU``, or a text that the time is not known."""
+    """Return ``2.94 s per step, 11,136 tokens/s per GPU``, or a text that the time is not known."""
     if report is None:
         return "time not known"
-    return f"{format_seconds(report.seconds)} a step, {report.tokens_per_second_per_gpu:,.0f} tokens/s a GPU"
+    throughput = report.tokens_per_second_per_gpu
+    return f"{format_seconds(report.seconds)} per step, {throughput:,.0f} tokens/s per GPU"
 
 
 def compare_speed(evaluated: EvaluatedPlan, other: EvaluatedPlan) -> str:

@@ -106,7 +106,7 @@ def describe_alternative(evaluated: EvaluatedPlan, advised: EvaluatedPlan, evalu
 
 def describe_gain(name: str, evaluated: EvaluatedPlan, advised: EvaluatedPlan) -> str:
     """Return the text of a comparison:
-    ``FSDP2: 7 % faster, 12.2 GiB less on each GPU (3.86 s a step, 41.8 GiB).``"""
+    ``FSDP2: 7 % faster, 12.2 GiB less on each GPU (3.86 s per step, 41.8 GiB).``"""
     gain = descriptions.compare_speed(evaluated, advised)
     if is_faster(evaluated, advised):
         gain += " (larger than our usual prediction error)"
@@ -117,8 +117,8 @@ def describe_gain(name: str, evaluated: EvaluatedPlan, advised: EvaluatedPlan) -
         if more
         else "as much memory"
     )
-    pace = f"{format_seconds(evaluated.seconds or 0.0)} a step, {format_gib(evaluated.report.peak_bytes)} GiB"
-    return f"{name}: {gain}, {memory} ({pace})."
+    seconds, peak_bytes = evaluated.seconds or 0.0, evaluated.report.peak_bytes
+    return f"{name}: {gain}, {memory} ({format_seconds(seconds)} per step, {format_gib(peak_bytes)} GiB)."
 
 
 def _find_faster(

@@ -67,7 +67,7 @@ def check_resumed_checkpoint(case: Case) -> Iterator[Finding]:
     path = getattr(case.task, "resume_from", None)
     if path is None:
         return
-    from shardscope.records.files import read_json  # Imported here: planning does not need run records.
+    from shardscope.records.json_files import read_json  # Imported here: planning does not need run records.
 
     # position.json is the task's own record, run.json the launcher's: a copied checkpoint may have only the
     # first.
@@ -320,7 +320,7 @@ def _check_batch(before: Plan, now: Plan, path: Path) -> Iterator[Finding]:
 def _read_plan(path: Path) -> Plan | None:
     """Return the plan of the run that saved checkpoint ``path``; None if it is not known."""
     from shardscope.core.plan import Plan
-    from shardscope.records.files import read_json  # Imported here: planning does not need run records.
+    from shardscope.records.json_files import read_json  # Imported here: planning does not need run records.
 
     # A checkpoint is runs/NAME/checkpoints/step-N: two folders below the run's description.
     record = read_json(path.parent.parent / "run.json")
@@ -333,7 +333,7 @@ def _read_plan(path: Path) -> Plan | None:
 
 
 def _read_num_steps(path: Path) -> int | None:
-    from shardscope.records.files import read_json
+    from shardscope.records.json_files import read_json
 
     num_steps = (read_json(path / "position.json") or {}).get("num_steps_done")
     return num_steps if isinstance(num_steps, int) else None

@@ -46,7 +46,8 @@ def _choose_severity(rate: float, usual: UsualRate) -> Severity:
 def _explain_rate(rate: float, usual: UsualRate) -> str:
     run = usual.run
     had = (
-        f"{run.name} had ({run.learning_rate:g} at {run.batch_tokens / 1e6:.2g}M tokens a step: {run.source})"
+        f"{run.name} had ({run.learning_rate:g} at {run.batch_tokens / 1e6:.2g}M tokens per step: "
+        f"{run.source})"
     )
     carried = (
         f"carried to {usual.batch_tokens / 1e6:.2g}M tokens: {usual.rules.square_root:.2g} by the "

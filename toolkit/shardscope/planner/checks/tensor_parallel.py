@@ -57,7 +57,7 @@ def check_tensor_parallel_link(case: Case) -> Iterator[Finding]:
         name="tensor-parallel-over-slow-link",
         severity="danger" if share > 0.5 else "warning",
         why=f"{tp} tensor-parallel ranks exchange activations {where} "
-        f"({format_bandwidth(link.bandwidth_bytes_per_second)} a GPU): waiting for it takes "
+        f"({format_bandwidth(link.bandwidth_bytes_per_second)} per GPU): waiting for it takes "
         f"{format_percent(share)} of the step{gain}.",
         number=100 * share,
         change=f"{_format_degrees(fixed.plan)} instead of {_format_degrees(plan)}"

@@ -90,7 +90,7 @@ def describe_other_recipe(instead: Ranking) -> str:
         return f"With {changed}, nothing fits either: {misses or 'no framework here has it'}."
     row = int(instead.order[0])
     rate = instead.tokens_per_second_per_gpu[row]
-    return f"With {changed}: {_describe_plan(instead, row)}, {rate:,.0f} tokens/s a GPU."
+    return f"With {changed}: {_describe_plan(instead, row)}, {rate:,.0f} tokens/s per GPU."
 
 
 def _build_miss(ranking: Ranking, row: int) -> Miss:

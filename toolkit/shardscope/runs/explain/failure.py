@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardscope.records.files import read_json, read_lines, read_tail_text
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import read_json, read_lines, read_tail_text
 from shardscope.records.json_values import is_int, is_number
 
 PEER_LOST_TEXTS = (
@@ -168,7 +168,7 @@ def _read_exception(folder: RunFolder, rank: int) -> Failure | None:
 
 
 class _RankExit(NamedTuple):
-    """How a rank process ended, as its parent recorded it."""
+    """End of a rank process, as its parent recorded it."""
 
     rank: int
     code: int | None

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import check_integer
-from shardscope.records.files import parse_lines, read_tail
 from shardscope.records.folder import RunFolder
 from shardscope.records.folder_checks import MAX_WORLD_SIZE
+from shardscope.records.json_files import parse_lines, read_tail
 from shardscope.timing.calibration.finished_runs import MeasuredStep, compute_median_step
 from shardscope.timing.calibration.store import store_step
 

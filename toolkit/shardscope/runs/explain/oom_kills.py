@@ -28,7 +28,10 @@ class OomKills(NamedTuple):
 
     @property
     def any_kill(self) -> bool | None:
-        """Whether there was a kill in this cgroup, or on this machine if no group counts; None if unknown."""
+        """Return whether there was a kill in this cgroup, or on this machine if no group counts.
+
+        None if unknown.
+        """
         number = self.machine if self.group is None else self.group
         return None if number is None else number > 0
 

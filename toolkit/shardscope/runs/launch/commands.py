@@ -11,8 +11,8 @@ import mmap
 import os
 import struct
 
-from shardscope.records.files import LineTail
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import LineTail
 from shardscope.records.regular_files import size_of
 
 NUM_SLOTS = 1024

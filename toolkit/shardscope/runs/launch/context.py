@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex, Unpack
 
-from shardscope.records.files import RESERVED, encode, write_json
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import RESERVED, encode, write_json
 from shardscope.runs.launch.commands import CommandFeed, PollTable
 from shardscope.runs.launch.profiling import Profile
 from shardscope.runs.stop_request import record_stop_reader
@@ -128,7 +128,10 @@ class Context:
 
     @property
     def should_stop(self) -> bool:
-        """Whether a stop was requested. Read it once per step on *every* rank: all get the same answer."""
+        """Return whether a stop was requested.
+
+        Read it once per step on *every* rank: all get the same answer.
+        """
         return self._poll_for_stop()
 
     def commands(self) -> list[dict[str, object]]:

@@ -28,8 +28,8 @@ from shardscope.frameworks.registry import check_trained
 from shardscope.machine.detection import read_gpu_states
 from shardscope.machine.host import count_cores
 from shardscope.machine.processes import identify_machine, read_start_time
-from shardscope.records.files import write_json
 from shardscope.records.folder import FINAL, RunFolder, checked_path, explain_write_error
+from shardscope.records.json_files import write_json
 from shardscope.records.regular_files import open_to_append
 from shardscope.runs.explain.measured_step import predict_step
 from shardscope.runs.launch.environment import add_toolkit_to_path

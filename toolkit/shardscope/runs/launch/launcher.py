@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, TypeVarTuple
 from shardscope.core.errors import check_integer
 from shardscope.frameworks.engines import before_fork
 from shardscope.machine.processes import die_with_parent, find_free_port, keep_exit_codes
-from shardscope.records.files import append_line, read_json, read_lines, write_json
 from shardscope.records.folder import RunFolder
 from shardscope.records.folder_checks import MAX_WORLD_SIZE
+from shardscope.records.json_files import append_line, read_json, read_lines, write_json
 from shardscope.runs.explain.exceptions import make_exception_record
 from shardscope.runs.launch.best_effort_output import flush_output
 from shardscope.runs.launch.environment import restore_python_path

@@ -22,8 +22,8 @@ from shardscope.machine.processes import (
     read_start_time,
     wait_for_success,
 )
-from shardscope.records.files import delete_partial_files, read_lines
 from shardscope.records.folder import FINAL, RunFolder
+from shardscope.records.json_files import delete_partial_files, read_lines
 from shardscope.records.redaction import LogCleaner
 
 TIDY_SECONDS = 5.0

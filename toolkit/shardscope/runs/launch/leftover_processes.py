@@ -10,8 +10,8 @@ import os
 import time
 
 from shardscope.machine import processes
-from shardscope.records.files import read_json
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import read_json
 from shardscope.runs.verdict import is_finished_everywhere
 from shardscope.runs.watch.stack_requests import REPLY_SECONDS, StackRequests
 

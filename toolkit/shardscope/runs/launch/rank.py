@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shardscope.machine.processes import die_with_parent, move_past_standard_streams, read_start_time
-from shardscope.records.files import read_json, write_json, write_json_on_full_disk
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import read_json, write_json, write_json_on_full_disk
 from shardscope.runs.explain.exceptions import make_exception_record
 from shardscope.runs.launch.best_effort_output import flush_output, redirect_streams, restore_output
 from shardscope.runs.launch.loopback import ADDRESS

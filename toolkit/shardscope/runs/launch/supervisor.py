@@ -20,7 +20,8 @@ from typing import Literal
 
 from shardscope.machine import processes
 from shardscope.machine.os_errors import describe_shortage, is_absent
-from shardscope.records.files import (
+from shardscope.records.folder import RunFolder, Status
+from shardscope.records.json_files import (
     LineTail,
     delete_partial_files,
     read_json,
@@ -28,7 +29,6 @@ from shardscope.records.files import (
     read_lines,
     write_json,
 )
-from shardscope.records.folder import RunFolder, Status
 from shardscope.records.json_values import is_int, is_number
 from shardscope.records.regular_files import open_to_append
 from shardscope.runs.explain.exceptions import make_exception_record

@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import NamedTuple
 
 from shardscope.machine.detection import query_nvml
-from shardscope.records.files import append_line, encode, read_json, read_lines
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import append_line, encode, read_json, read_lines
 from shardscope.records.json_values import is_int, is_number
 from shardscope.records.regular_files import open_new
 

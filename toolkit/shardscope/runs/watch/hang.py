@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardscope.records.files import read_json
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import read_json
 from shardscope.runs.watch.stack_requests import (
     MAX_NAMED_RANKS,
     REPLY_SECONDS,

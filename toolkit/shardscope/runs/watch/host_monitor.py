@@ -8,8 +8,8 @@ from pathlib import Path
 
 from shardscope.core.number_format import format_gib
 from shardscope.machine.host import find_memory_limit
-from shardscope.records.files import read_json
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import read_json
 from shardscope.runs.explain.oom_kills import OomKills, describe_kill_sender, read_oom_kills
 
 

@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 from typing import TypedDict
 
-from shardscope.records.files import LineTail, parse_lines
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import LineTail, parse_lines
 
 # Matches the output of ``records.encode``. Inside a text value the quotes would be escaped, so none matches.
 _NUMBER = re.compile(rb'"(peak_)?memory_bytes": (\d{1,17})(?=[,}])')

@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 
 from shardscope.machine.processes import read_start_time, signal_process
-from shardscope.records.files import read_json, read_tail_text
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import read_json, read_tail_text
 from shardscope.records.regular_files import open_to_append, size_of
 from shardscope.runs.watch.stacks import MAX_BYTES, STACK_SIGNAL, describe_position, read_process_state
 

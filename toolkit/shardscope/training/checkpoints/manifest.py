@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from shardscope.records.files import read_json
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import read_json
 from shardscope.records.regular_files import open_to_read
 
 MANIFEST_FILE = "manifest.json"
