@@ -75,7 +75,7 @@ attack: $(STAMP)
 
 # Interrupt, restart and the Stop button on kernels of four versions of ipykernel, which pip fetches.
 test-kernels: $(STAMP)
-	SHARDSCOPE_KERNELS=all $(BIN)/python -m pytest tests/runs/test_kernel.py
+	SHARDSCOPE_KERNELS=all $(BIN)/python -m pytest tests/runs/test_jupyter_kernel.py
 
 # 200 launches with faults drawn from SEED; fails if anything is left behind. Its report: artifacts/soak/report.md
 soak: $(STAMP)

@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 from tests.accuracy.document import KINDS, put
-from tests.accuracy.own_writing import own_report
+from tests.accuracy.memory_report import memory_report
+from tests.accuracy.own_runs_report import own_report
 from tests.accuracy.rehearsals import read_rehearsals, rehearsal_report, stored_files
 from tests.accuracy.rows import OWN, Row, default_files, read
 from tests.accuracy.scoring import MemoryScore, score_memory
+from tests.accuracy.time_report import time_report
 from tests.accuracy.time_rows import time_files
 from tests.accuracy.time_scoring import score_time
-from tests.accuracy.time_writing import time_report
-from tests.accuracy.writing import memory_report
 
 
 def main(arguments: list[str] | None = None) -> int:

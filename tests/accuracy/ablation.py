@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-from tests.accuracy.kinds import compared
+from tests.accuracy.measurement_kinds import compared
 from tests.accuracy.own_code import OwnCode, changed, said_of
 from tests.accuracy.rows import source
 from tests.accuracy.scoring import Scored

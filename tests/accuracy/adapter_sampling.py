@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from tests.accuracy.rehearsal_samples import show, store
 from tests.accuracy.rehearsals import STORED
-from tests.accuracy.rehearsing import show, store
 
 from shardscope.catalog import models
 from shardscope.core.cluster import Cluster

@@ -10,7 +10,7 @@ from tests.accuracy.defaults import default
 from tests.accuracy.frameworks import Framework
 from tests.accuracy.own_code import is_four_bit
 from tests.accuracy.rows import Row, number, text
-from tests.accuracy.unmapped import UnmappedError
+from tests.accuracy.unmapped_rows import UnmappedError
 
 import shardscope as ss
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from tests.accuracy.rows import ROOT
-from tests.accuracy.time_writing import HEADING
+from tests.accuracy.time_report import HEADING
 
 Kind = Literal["memory", "time"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

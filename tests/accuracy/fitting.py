@@ -17,14 +17,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from tests.accuracy.mapping import Mapped
+from tests.accuracy.catalog_predictions import uncalibrated
+from tests.accuracy.row_plans import Mapped
 from tests.accuracy.rows import read, source
-from tests.accuracy.time_apart import OTHER_FRAMEWORKS
-from tests.accuracy.time_mapping import timed
 from tests.accuracy.time_own_code import beside_seconds
+from tests.accuracy.time_row_plans import timed
 from tests.accuracy.time_rows import configurations, step_seconds, time_files, tokens_rate
-from tests.accuracy.uncalibrated import uncalibrated
-from tests.accuracy.unmapped import UnmappedError
+from tests.accuracy.uncalibrated_stacks import OTHER_FRAMEWORKS
+from tests.accuracy.unmapped_rows import UnmappedError
 
 from shardscope.catalog import load_efficiency, load_toml
 from shardscope.timing.rates import look_up_rates

@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from tests.accuracy.rows import Row, number, text
-from tests.accuracy.unmapped import UnmappedError
+from tests.accuracy.unmapped_rows import UnmappedError
 
 _NOT_OURS = (
     (r"\bzb[- ]?[\dhv]|zero[- ]?bubble", "zero-bubble schedule"),

@@ -15,7 +15,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from tests.accuracy import adapter_sampling, recipe_sampling, sampling, wide_sampling
-from tests.unit.planning import ANY_OPTIONS, ANY_RECIPE
+from tests.unit.random_plans import ANY_OPTIONS, ANY_RECIPE
 
 import shardscope as ss
 from shardscope.frameworks.registry import frameworks

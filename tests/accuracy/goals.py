@@ -6,7 +6,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
 
-from tests.accuracy.kinds import kind
+from tests.accuracy.measurement_kinds import kind
 from tests.accuracy.scoring import Fit, MemoryScore, Scored, overall_line, summary
 
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT

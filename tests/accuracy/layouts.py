@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from tests.accuracy.frameworks import Framework, said, zero_stages
+from tests.accuracy.row_vocabulary import moved
 from tests.accuracy.rows import Row, number, text
-from tests.accuracy.unmapped import UnmappedError
-from tests.accuracy.words import moved
+from tests.accuracy.unmapped_rows import UnmappedError
 
 import shardscope as ss
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 from tests.accuracy.rows import Row, number, status, text
-from tests.accuracy.unmapped import UnmappedError
+from tests.accuracy.unmapped_rows import UnmappedError
 
 import shardscope as ss
 from shardscope.core.cluster import Gpu

@@ -9,7 +9,7 @@ from tests.accuracy.known_models import beyond_the_catalogue
 from tests.accuracy.model_names import Shape, by_name, gpt, llama, with_layers
 from tests.accuracy.nanotron import first_stage_layers
 from tests.accuracy.rows import Row, number, text
-from tests.accuracy.unmapped import UnmappedError
+from tests.accuracy.unmapped_rows import UnmappedError
 
 import shardscope as ss
 

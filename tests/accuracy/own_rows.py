@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.accuracy.kinds import GIB
+from tests.accuracy.measurement_kinds import GIB
 from tests.accuracy.rows import Row
 
 import shardscope as ss

@@ -2,7 +2,7 @@
 
 Small in depth and width, so that a plan is rehearsed in seconds. Each plan has at least one of the choices,
 and what a layout refuses together is drawn again. ``python -m tests.accuracy.recipe_sampling --make N``
-rehearses the first N of each and stores them (:mod:`rehearsing`) in ``<framework>-recipes.jsonl``
+rehearses the first N of each and stores them (:mod:`rehearsal_samples`) in ``<framework>-recipes.jsonl``
 or, of the other seed, ``<framework>-recipes-held-out.jsonl``.
 """
 
@@ -14,8 +14,8 @@ from random import Random
 from typing import Any
 
 from tests.accuracy import sampling, wide_sampling
+from tests.accuracy.rehearsal_samples import show, store
 from tests.accuracy.rehearsals import STORED
-from tests.accuracy.rehearsing import show, store
 
 from shardscope.core.architecture import Architecture
 from shardscope.core.cluster import Cluster

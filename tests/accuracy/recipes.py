@@ -10,9 +10,9 @@ from tests.accuracy.adapters import QUANTISED, adapters
 from tests.accuracy.defaults import default, software
 from tests.accuracy.frameworks import Framework
 from tests.accuracy.own_code import is_four_bit, is_moonlight_recipe
+from tests.accuracy.row_vocabulary import attention, interval, moved, optimizer, recomputation
 from tests.accuracy.rows import Row, number, text
-from tests.accuracy.unmapped import UnmappedError
-from tests.accuracy.words import attention, interval, moved, optimizer, recomputation
+from tests.accuracy.unmapped_rows import UnmappedError
 
 import shardscope as ss
 

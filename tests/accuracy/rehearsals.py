@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.accuracy.kinds import tensor_bytes
+from tests.accuracy.measurement_kinds import tensor_bytes
 from tests.accuracy.rows import ROOT
 from tests.accuracy.scoring import format_gib, percentile
 
@@ -166,6 +166,6 @@ def _where(row: Rehearsed) -> str:
 
 if __name__ == "__main__":
     # Making them needs torch, reading them does not.
-    from tests.accuracy import rehearsing
+    from tests.accuracy import rehearsal_samples
 
-    rehearsing.main()
+    rehearsal_samples.main()

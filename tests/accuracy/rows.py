@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.accuracy.reading import objects
-from tests.accuracy.tidying import tidy
-from tests.accuracy.unmapped import UnmappedError
+from tests.accuracy.row_files import objects
+from tests.accuracy.row_normalization import tidy
+from tests.accuracy.unmapped_rows import UnmappedError
 
 Row = Mapping[str, Any]
 

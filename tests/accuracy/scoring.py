@@ -8,11 +8,11 @@ from statistics import median
 from typing import NamedTuple
 
 from tests.accuracy import nanotron
-from tests.accuracy.kinds import GIB, Compared, compared, kind, measured_bytes
-from tests.accuracy.mapping import Mapped, mapped
+from tests.accuracy.measurement_kinds import GIB, Compared, compared, kind, measured_bytes
 from tests.accuracy.own_code import changed
+from tests.accuracy.row_plans import Mapped, mapped
 from tests.accuracy.rows import Row, has_peak, is_scored, sampled, says_memory, source, status
-from tests.accuracy.unmapped import UnmappedError
+from tests.accuracy.unmapped_rows import UnmappedError
 
 from shardscope.memory.report import MemoryReport
 

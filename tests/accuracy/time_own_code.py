@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.accuracy.mapping import Mapped
+from tests.accuracy.row_plans import Mapped
 from tests.accuracy.rows import text
 
 from shardscope.memory.state.quantization import measure_layer_linears

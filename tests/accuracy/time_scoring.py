@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from tests.accuracy.mapping import Mapped
+from tests.accuracy.catalog_predictions import uncalibrated
+from tests.accuracy.row_plans import Mapped
 from tests.accuracy.rows import Row, source
 from tests.accuracy.schedules import under
 from tests.accuracy.scoring import percentile
-from tests.accuracy.time_mapping import timed
 from tests.accuracy.time_own_code import beside_seconds
+from tests.accuracy.time_row_plans import timed
 from tests.accuracy.time_rows import configurations, step_seconds, tokens_rate
-from tests.accuracy.uncalibrated import uncalibrated
-from tests.accuracy.unmapped import UnmappedError
+from tests.accuracy.unmapped_rows import UnmappedError
 
 from shardscope.timing.report import StepReport
 

@@ -9,7 +9,7 @@ import pytest
 from tests.attack.__main__ import describe
 from tests.attack.fuzzing import attack
 from tests.attack.recorded_runs import record_runs
-from tests.needs import needs
+from tests.requirements import needs
 
 needs("torch")
 

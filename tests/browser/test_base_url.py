@@ -8,7 +8,7 @@ from typing import Any
 from opened_notebook import STUDIO_CELLS, TIMEOUT_MS, open_notebook, run_all_cells, write_notebook
 from playwright.sync_api import expect
 from served import running_lab
-from tests.needs import thorough
+from tests.requirements import thorough
 
 pytestmark = thorough()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.needs import thorough
+from tests.requirements import thorough
 
 import shardscope as ss
 from shardscope_widgets import MemoryView, StepView

@@ -8,7 +8,7 @@ from typing import Any
 
 from served import Lab
 from test_runs_tab import go_back, run_cell
-from tests.needs import thorough
+from tests.requirements import thorough
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from hostile_runs import plant_text_everywhere, write_full_run

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from playwright.sync_api import expect
-from tests.needs import thorough
+from tests.requirements import thorough
 
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.kit.tabs import Tabs

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from opened_notebook import KERNEL_IS_IDLE, TIMEOUT_MS, open_notebook, write_notebook
 from served import Lab
-from tests.needs import few
+from tests.requirements import few
 
 NOTEBOOK = "keys.ipynb"
 SOURCE = """import ipywidgets

@@ -8,7 +8,7 @@ import pytest
 from opened_notebook import open_notebook, run_all_cells, write_notebook
 from playwright.sync_api import expect
 from served import Lab
-from tests.needs import thorough
+from tests.requirements import thorough
 
 pytestmark = thorough()
 

@@ -14,7 +14,7 @@ import pytest
 from opened_notebook import KERNEL_IS_IDLE, TIMEOUT_MS, choose_menu_item, open_notebook, write_notebook
 from served import Lab
 from studio_page import open_fold, use_theme
-from tests.needs import few, thorough
+from tests.requirements import few, thorough
 
 import shardscope as ss
 

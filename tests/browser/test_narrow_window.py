@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import expect
 from served import Lab
 from studio_page import SCREENSHOTS, choose, fill, open_fold, open_studio
-from tests.needs import thorough
+from tests.requirements import thorough
 
 pytestmark = thorough()
 

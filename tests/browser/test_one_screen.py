@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import TimeoutError, expect
 from served import Lab
 from studio_page import SCREENSHOTS, fill, open_fold, open_studio, use_theme
-from tests.needs import few, thorough
+from tests.requirements import few, thorough
 
 pytestmark = thorough()
 

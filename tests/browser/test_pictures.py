@@ -16,7 +16,7 @@ from playwright.sync_api import expect
 from served import Lab
 from studio_page import SCREENSHOTS, choose_tab, open_studio, use_theme
 from test_one_screen import SIZES, find_overflowing, is_clickable, scroll_to_studio
-from tests.needs import thorough
+from tests.requirements import thorough
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from written_runs import fail, write_run

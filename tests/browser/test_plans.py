@@ -11,7 +11,7 @@ from opened_notebook import open_notebook, run_all_cells, write_notebook
 from playwright.sync_api import expect
 from served import Lab
 from studio_page import SCREENSHOTS, use_theme
-from tests.needs import thorough
+from tests.requirements import thorough
 
 pytestmark = thorough()
 

@@ -9,7 +9,7 @@ from served import Lab
 from studio_page import NOTEBOOK, TIMEOUT_MS
 from test_main_job import STEP_TIMEOUT_MS, run_all_cells, start_run, wait_for_no_processes, wait_for_step
 from tests.faults import long_one
-from tests.needs import thorough
+from tests.requirements import thorough
 
 pytestmark = thorough()
 

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import TimeoutError, expect
 from served import Lab
 from studio_page import SCREENSHOTS, use_theme
-from tests.needs import needs, thorough
+from tests.requirements import needs, thorough
 
 import shardscope as ss
 

@@ -23,7 +23,7 @@ from opened_notebook import (
 from playwright.sync_api import expect
 from served import Lab
 from studio_page import save_screenshot, use_theme
-from tests.needs import thorough
+from tests.requirements import thorough
 
 NOTEBOOK = "saved.ipynb"
 MODEL_NOT_FOUND = ("model not found", "Error displaying widget", "Loading widget")

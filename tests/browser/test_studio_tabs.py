@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import expect
 from served import Lab
 from studio_page import NOTEBOOK, SCREENSHOTS, choose_tab, fill, open_fold, use_theme
-from tests.needs import thorough
+from tests.requirements import thorough
 
 pytestmark = thorough()
 

@@ -13,7 +13,7 @@ from playwright.sync_api import expect
 from served import Lab
 from studio_page import use_theme
 from tests.faults import all_of_them
-from tests.needs import few
+from tests.requirements import few
 
 NOTEBOOK = "trace_view.ipynb"
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "trace_with_stacks"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from served import Lab
 from studio_page import open_studio, save_screenshot
-from tests.needs import thorough
+from tests.requirements import thorough
 from tests.weights_folders import write_folder
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from tests.needs import needs
+from tests.requirements import needs
 
 import shardscope as ss
 

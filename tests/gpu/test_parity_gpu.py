@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.parity.launching import outcomes
+from tests.parity.launches import outcomes
+from tests.parity.report import line
 from tests.parity.table import ALONE_ON_A_GPU, ROWS, Row
-from tests.parity.writing import line
 
 import shardscope as ss
 

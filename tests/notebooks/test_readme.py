@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.fault_words import FAULTS
-from tests.needs import needs
+from tests.requirements import needs
 
 import shardscope as ss
 

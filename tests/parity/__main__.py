@@ -7,10 +7,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.parity.launching import NotAloneError, outcomes
+from tests.parity.launches import NotAloneError, outcomes
 from tests.parity.machine import Machine
+from tests.parity.report import DOCUMENT, document, line
 from tests.parity.table import ROWS, Row
-from tests.parity.writing import DOCUMENT, document, line
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -11,12 +11,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.parity import launching
-from tests.parity.comparing import Outcome
+from tests.parity import launches
+from tests.parity.comparison import Outcome
 from tests.parity.machine import Machine
+from tests.parity.report import line, speed_table, table, what_they_were, without_a_run
 from tests.parity.speed import Speed, speeds
 from tests.parity.table import ALONE_ON_A_GPU, QUICK, ROWS, Row
-from tests.parity.writing import line, speed_table, table, what_they_were, without_a_run
 
 REPORT = "shardscope_report.md"
 
@@ -35,7 +35,7 @@ def parity(machine: Machine, folder: Path, rows: Sequence[Row] | None = None) ->
     """Run the rows, printing each as it ends."""
     done = []
     here = machine.cluster if machine.on_gpus else None
-    for outcome in launching.outcomes(rows or rows_for(machine), folder=folder, here=here):
+    for outcome in launches.outcomes(rows or rows_for(machine), folder=folder, here=here):
         done.append(outcome)
         print(f"{line(outcome)}  {outcome.seconds:.0f} s", flush=True)
     return done
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="shardscope-verify-") as scratch:
         try:
             outcomes = parity(machine, Path(scratch))
-        except launching.NotAloneError as error:
+        except launches.NotAloneError as error:
             print(error, file=sys.stderr)
             return 2
         measured = measure(machine, Path(scratch))

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from finetuned_models import MODELS
-from tests.needs import THOROUGH
-from two_ranks import tiny_llama, tiny_plan
+from gloo_ranks import tiny_llama, tiny_plan
+from tests.requirements import THOROUGH
 
 import shardscope as ss
 from shardscope.core.layer_parts import MixtureOfExperts

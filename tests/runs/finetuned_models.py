@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from two_ranks import StandInContext
+from gloo_ranks import StandInContext
 
 from shardscope import Architecture, Cluster, Finetune, Plan, Recipe
 from shardscope.frameworks.engines import get_engine_class

@@ -242,12 +242,12 @@ def accelerator(ctx: Any) -> None:
 class LateToJoin:
     """Tells when each rank was through ``init_process_group`` and when it began; rank 1 is late."""
 
-    preload: ClassVar[tuple[str, ...]] = ("late_join",)
+    preload: ClassVar[tuple[str, ...]] = ("late_rank",)
 
     def __call__(self, ctx: Any) -> None:
-        import late_join
+        import late_rank
 
-        ctx.log(joined=late_join.JOINED, begun=time.monotonic())
+        ctx.log(joined=late_rank.JOINED, begun=time.monotonic())
 
 
 def deletes_its_folder(ctx: Any) -> None:

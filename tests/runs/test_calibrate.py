@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from run_helpers import make_plan, seconds_until
-from tests.needs import thorough
+from tests.requirements import thorough
 
 import shardscope as ss
 from shardscope.machine.host import count_cores

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.needs import needs
+from tests.requirements import needs
 
 torch = needs("torch")
 needs("transformers")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 
 import pytest
-from tests.needs import needs
+from tests.requirements import needs
 
 torch = needs("torch")
 needs("transformers")
 
-from two_ranks import tiny_llama, tiny_plan  # noqa: E402
+from gloo_ranks import tiny_llama, tiny_plan  # noqa: E402
 
 from shardscope.frameworks import limits  # noqa: E402
 from shardscope.frameworks.registry import why_not_trained  # noqa: E402

@@ -15,7 +15,7 @@ import pytest
 import torch
 from families import architecture
 from functorch.compile import make_boxed_func
-from tests.needs import few, thorough
+from tests.requirements import few, thorough
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from families import architecture
-from tests.needs import few, needs, thorough
+from tests.requirements import few, needs, thorough
 
 torch = needs("torch")
 needs("transformers")
 
+from gloo_ranks import StandInContext, on_ranks  # noqa: E402
 from test_fsdp2_parallelism import LLAMA, STATE, TIED, batch_of, plan_of, set_up, trained  # noqa: E402
-from two_ranks import StandInContext, on_ranks  # noqa: E402
 
 from shardscope import Cluster, Plan  # noqa: E402
 from shardscope.frameworks.fsdp2.limits import CONTEXT_PARALLEL_FAMILIES  # noqa: E402

@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.needs import needs, needs_installed, thorough
+from tests.requirements import needs, needs_installed, thorough
 
 torch = needs("torch")
 needs("transformers")
 pytestmark = [needs_installed("deepspeed"), thorough()]
 
-from one_process import NUM_STEPS, RATE, plain_torch, whole_batch  # noqa: E402
+from gloo_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
+from single_process import NUM_STEPS, RATE, plain_torch, whole_batch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
-from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
 from shardscope.frameworks.engines import before_fork  # noqa: E402
 from shardscope.rehearsal.result import TENSOR_COMPONENTS  # noqa: E402

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import needs, needs_installed, with_fp16_where_it_can_be
+from tests.requirements import needs, needs_installed, with_fp16_where_it_can_be
 
 torch = needs("torch")
 needs("transformers")
 pytestmark = needs_installed("deepspeed")
 
 from finetuned_models import beside_alone  # noqa: E402
-from one_process import RATE, curves_alone  # noqa: E402
-from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
+from gloo_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
+from single_process import RATE, curves_alone  # noqa: E402
 
 from shardscope import Layout  # noqa: E402
 from shardscope.core.errors import FieldError  # noqa: E402

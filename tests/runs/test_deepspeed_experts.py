@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.needs import needs, needs_installed, thorough
+from tests.requirements import needs, needs_installed, thorough
 
 torch = needs("torch")
 needs("transformers")
 pytestmark = needs_installed("deepspeed")
 
-from one_process import NUM_STEPS, RATE, ROWS, plain_torch, whole_batch  # noqa: E402
-from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
+from gloo_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
+from single_process import NUM_STEPS, RATE, ROWS, plain_torch, whole_batch  # noqa: E402
 
 from shardscope import Architecture  # noqa: E402
 from shardscope.core.layer_parts import MixtureOfExperts  # noqa: E402

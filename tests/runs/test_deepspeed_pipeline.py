@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import needs, needs_installed, thorough, with_fp16_where_it_can_be
+from tests.requirements import needs, needs_installed, thorough, with_fp16_where_it_can_be
 
 torch = needs("torch")
 needs("transformers")
 pytestmark = needs_installed("deepspeed")
 
-from one_process import NUM_STEPS, RATE, ROWS, plain_torch, whole_batch  # noqa: E402
-from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
+from gloo_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
+from single_process import NUM_STEPS, RATE, ROWS, plain_torch, whole_batch  # noqa: E402
 
 from shardscope import Architecture, Layout  # noqa: E402
 from shardscope.frameworks.engines import before_fork, get_engine_class  # noqa: E402

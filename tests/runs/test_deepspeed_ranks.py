@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from deepspeed_ranks import held_by_stage
-from tests.needs import needs, needs_installed
-from two_ranks import on_ranks
+from gloo_ranks import on_ranks
+from tests.requirements import needs, needs_installed
 
 import shardscope as ss
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import needs, needs_installed, thorough
+from tests.requirements import needs, needs_installed, thorough
 
 torch = needs("torch")
 needs("transformers")
 pytestmark = [needs_installed("deepspeed"), thorough()]
 
-from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
+from gloo_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
 from shardscope.frameworks.engines import before_fork  # noqa: E402
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.needs import needs
+from tests.requirements import needs
 
 torch = needs("torch")
 needs("transformers")
 
-from two_ranks import StandInContext, on_ranks, tiny_plan  # noqa: E402
+from gloo_ranks import StandInContext, on_ranks, tiny_plan  # noqa: E402
 
 from shardscope.training.accounting.precision import check_precision, check_precision_of_copies  # noqa: E402
 from shardscope.training.model.recompute import apply_recompute, check_recompute  # noqa: E402

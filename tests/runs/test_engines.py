@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import few, needs
+from tests.requirements import few, needs
 
 torch = needs("torch")
 needs("transformers")
 
+from gloo_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 from run_helpers import seconds_until  # noqa: E402
-from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
 from shardscope import models  # noqa: E402
 from shardscope.frameworks.registry import why_not_trained  # noqa: E402

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import few, needs, thorough
+from tests.requirements import few, needs, thorough
 
 torch = needs("torch")
 needs("transformers")
@@ -24,7 +24,7 @@ load_file = needs("safetensors.torch").load_file
 
 from exported_plans import FOUR, MORE, STORED, TWO, export_with_script, names, plan_of  # noqa: E402
 from finetuned_models import small_model  # noqa: E402
-from two_ranks import StandInContext, on_ranks, tiny_llama  # noqa: E402
+from gloo_ranks import StandInContext, on_ranks, tiny_llama  # noqa: E402
 
 import shardscope as ss  # noqa: E402
 from shardscope.frameworks.deepspeed.engine.launching import connect_deepspeed  # noqa: E402

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from needs import needs
+from requirements import needs
 from shardscope.export.files import list_files
 from shardscope.frameworks.deepspeed.files import read as deepspeed_read
 from shardscope.frameworks.megatron.files.arguments import build_arguments

@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from tests.needs import few, needs, skip_without, thorough
+from tests.requirements import few, needs, skip_without, thorough
 
 import shardscope as ss
 

@@ -21,7 +21,7 @@ import run_tasks as tasks
 from run_helpers import make_plan, processes_of, seconds_until
 from test_final_status import start_kernel
 from tests.faults import all_of_them
-from tests.needs import few
+from tests.requirements import few
 
 from shardscope.records import json_files as records
 from shardscope.runs import run as run_module

@@ -18,7 +18,7 @@ import run_tasks
 import status_tasks as tasks
 from run_helpers import make_plan, processes_of, seconds_until
 from test_stop import begun, supervisor_of
-from tests.needs import few
+from tests.requirements import few
 
 from shardscope.core.errors import FieldError
 from shardscope.frameworks.accelerate.script import Script

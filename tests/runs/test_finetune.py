@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import few, needs, skip_without, thorough
+from tests.requirements import few, needs, skip_without, thorough
 
 torch = needs("torch")
 needs("transformers")
@@ -27,8 +27,8 @@ from finetuned_models import (  # noqa: E402
     trained,
     write_model,
 )
-from host_bytes import asks_linux, most_anonymous  # noqa: E402
-from two_ranks import StandInContext, on_ranks  # noqa: E402
+from gloo_ranks import StandInContext, on_ranks  # noqa: E402
+from host_memory import asks_linux, most_anonymous  # noqa: E402
 
 import shardscope as ss  # noqa: E402
 from shardscope import Layout  # noqa: E402

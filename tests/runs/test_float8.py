@@ -10,8 +10,8 @@ import pytest
 import torch
 from families import SHAPE
 from test_saved_tensors import FULL, one_layer
-from tests.needs import needs, thorough
-from tests.peak import Peak
+from tests.operator_peak import Peak
+from tests.requirements import needs, thorough
 
 from shardscope.memory.activations.float8 import compute_linear_working
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.needs import needs, thorough
+from gloo_ranks import StandInContext, on_ranks, tiny_plan
+from tests.requirements import needs, thorough
 from tests.unit.memory.test_quantization import SMALL
-from two_ranks import StandInContext, on_ranks, tiny_plan
 
 import shardscope as ss
 from shardscope.frameworks.fsdp2.memory.groups import compute_groups

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from families import architecture
-from tests.needs import needs, thorough
+from tests.requirements import needs, thorough
 
 torch = needs("torch")
 needs("transformers")
 
-from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
+from gloo_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
 from shardscope import Architecture, Plan  # noqa: E402
 from shardscope.frameworks.engines import get_engine_class  # noqa: E402

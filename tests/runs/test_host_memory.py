@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from memory_group import limited_memory
+from memory_cgroup import limited_memory
 
 from shardscope.runs.run import Run
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import run_tasks as tasks
 from run_helpers import make_plan, processes_of, seconds_until
-from tests.needs import few
+from tests.requirements import few
 
 from shardscope.runs.launch.launch import launch
 

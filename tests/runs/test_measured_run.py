@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import few
+from tests.requirements import few
 
 import shardscope as ss
 from shardscope.memory.report import MemoryReport

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import few, needs, needs_installed, thorough
+from tests.requirements import few, needs, needs_installed, thorough
 
 from shardscope import Architecture, Cluster, Layout, Plan, Recipe
 from shardscope.core.layer_parts import MixtureOfExperts
@@ -25,8 +25,8 @@ from all_gather_attention import (  # noqa: E402
     NothingComesBack,
     instead_of_transformer_engine,
 )
-from one_process import RATE, curves_alone  # noqa: E402
-from two_ranks import StandInContext, on_ranks, tiny_llama  # noqa: E402
+from gloo_ranks import StandInContext, on_ranks, tiny_llama  # noqa: E402
+from single_process import RATE, curves_alone  # noqa: E402
 
 pytestmark = [needs_installed("megatron"), thorough()]
 NUM_STEPS = 4

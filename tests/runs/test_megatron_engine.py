@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.needs import needs, needs_installed
+from tests.requirements import needs, needs_installed
 
 from shardscope import Architecture, Cluster, Layout, Plan, Recipe
 from shardscope.core.layer_parts import MixtureOfExperts
@@ -19,8 +19,8 @@ torch = needs("torch")
 needs("transformers")
 
 from finetuned_models import beside_alone  # noqa: E402
-from one_process import RATE, curves_alone  # noqa: E402
-from two_ranks import StandInContext, on_ranks  # noqa: E402
+from gloo_ranks import StandInContext, on_ranks  # noqa: E402
+from single_process import RATE, curves_alone  # noqa: E402
 
 pytestmark = needs_installed("megatron")
 """Imported on the ranks alone: a rehearsal in this process has to import it in its own way."""

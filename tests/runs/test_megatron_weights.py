@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.needs import needs, skip_without, thorough
-from tests.runs import two_ranks
-from tests.runs.two_ranks import StandInContext, on_ranks
+from tests.requirements import needs, skip_without, thorough
+from tests.runs import gloo_ranks
+from tests.runs.gloo_ranks import StandInContext, on_ranks
 
 from shardscope import Architecture, Cluster, Layout, Plan, Recipe
 from shardscope.core.architecture import MixtureOfExperts
@@ -272,7 +272,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
     with pytest.MonkeyPatch.context() as patched:
         # Seconds on a quiet machine; every case forks writers and talks to three others.
-        patched.setattr(two_ranks, "RANK_SECONDS", 300)
+        patched.setattr(gloo_ranks, "RANK_SECONDS", 300)
         return on_ranks(4, plan("llama"), partial(found_on_a_rank, folder), folder)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import needs_installed
+from tests.requirements import needs_installed
 
 import shardscope as ss
 

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import needs, skip_without
+from tests.requirements import needs, skip_without
 
 torch = needs("torch")
 needs("transformers")
 
-from tests.parity import work  # noqa: E402
-from tests.parity.comparing import Curve, Outcome, compare  # noqa: E402
-from tests.parity.launching import refused  # noqa: E402
+from gloo_ranks import StandInContext, on_ranks  # noqa: E402
+from tests.parity import rank_training  # noqa: E402
+from tests.parity.comparison import Curve, Outcome, compare  # noqa: E402
+from tests.parity.launches import refused  # noqa: E402
+from tests.parity.report import document, line  # noqa: E402
 from tests.parity.table import ROWS, Row  # noqa: E402
-from tests.parity.writing import document, line  # noqa: E402
-from two_ranks import StandInContext, on_ranks  # noqa: E402
 
 from shardscope.frameworks.engines import before_fork  # noqa: E402
 from shardscope.frameworks.registry import why_not_trained  # noqa: E402
@@ -32,21 +32,21 @@ NUM_STEPS = 8
 
 
 def at_three_percent_more(step: int) -> float:
-    return 1.03 * work.rate_at(step)
+    return 1.03 * rank_training.rate_at(step)
 
 
 def curve(ctx: StandInContext) -> dict[str, Any]:
     # On the ranks alone: a rehearsal in this process would have to import Megatron-core in its own way.
     before_fork(ctx.plan, "cpu")
-    return _ran(work.Curve(SEED, NUM_STEPS), ctx)
+    return _ran(rank_training.Curve(SEED, NUM_STEPS), ctx)
 
 
 def wrong_curve(ctx: StandInContext) -> dict[str, Any]:
-    return _ran(work.Curve(SEED, NUM_STEPS, at_three_percent_more), ctx)
+    return _ran(rank_training.Curve(SEED, NUM_STEPS, at_three_percent_more), ctx)
 
 
 def alone_curve(ctx: StandInContext) -> dict[str, Any]:
-    return _ran(work.Alone(SEED, NUM_STEPS), ctx)
+    return _ran(rank_training.Alone(SEED, NUM_STEPS), ctx)
 
 
 def _ran(task: Any, ctx: StandInContext) -> dict[str, Any]:

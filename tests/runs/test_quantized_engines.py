@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import THOROUGH, few, needs, thorough
+from tests.requirements import THOROUGH, few, needs, thorough
 
 torch = needs("torch")
 needs("transformers")
 needs("peft")
 needs("bitsandbytes")
 
-from two_ranks import StandInContext, on_ranks, tiny_plan  # noqa: E402
+from gloo_ranks import StandInContext, on_ranks, tiny_plan  # noqa: E402
 
 import shardscope as ss  # noqa: E402
 from shardscope.memory.state.lora import count_adapter_parameters  # noqa: E402

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import needs
+from tests.requirements import needs
 
 torch = needs("torch")
 needs("transformers")
 
-from two_ranks import StandInContext, on_ranks, tiny_plan  # noqa: E402
+from gloo_ranks import StandInContext, on_ranks, tiny_plan  # noqa: E402
 
 from shardscope.core.architecture import Architecture  # noqa: E402
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import needs, skip_without, thorough
+from tests.requirements import needs, skip_without, thorough
 
 torch = needs("torch")
 needs("transformers")
 
-from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
+from gloo_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
 from shardscope import Architecture  # noqa: E402
 from shardscope.runs.launch.launch import launch  # noqa: E402

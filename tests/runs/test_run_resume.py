@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from run_helpers import seconds_until
-from tests.needs import needs, thorough
+from tests.requirements import needs, thorough
 
 needs("torch")
 needs("transformers")
 
-from two_ranks import tiny_plan  # noqa: E402
+from gloo_ranks import tiny_plan  # noqa: E402
 
 from shardscope.runs.launch.launch import launch  # noqa: E402
 from shardscope.runs.resume import resume_run, why_not_resumable  # noqa: E402

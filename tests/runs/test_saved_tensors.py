@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from families import FAMILIES, NARROW_VALUES, architecture
-from tests.needs import few, needs
+from tests.requirements import few, needs
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import needs, needs_installed, thorough
+from tests.requirements import needs, needs_installed, thorough
 
 torch = needs("torch")
 needs("transformers")
 pytestmark = [needs_installed("deepspeed"), thorough()]
 
-from host_bytes import asks_linux, most_anonymous  # noqa: E402
-from one_process import NUM_STEPS, RATE, ROWS, whole_batch  # noqa: E402
-from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
+from gloo_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
+from host_memory import asks_linux, most_anonymous  # noqa: E402
+from single_process import NUM_STEPS, RATE, ROWS, whole_batch  # noqa: E402
 
 from shardscope.frameworks.engines import get_engine_class  # noqa: E402
 from shardscope.memory.overheads import building  # noqa: E402

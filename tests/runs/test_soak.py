@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from run_helpers import seconds_until
-from tests.needs import thorough
+from tests.requirements import thorough
 from tests.soak import residue
 from tests.soak.choices import Choice, draw_choices
 from tests.soak.faults import FAULTS

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from run_helpers import make_plan
-from tests.needs import needs
+from tests.requirements import needs
 
 from shardscope.runs.launch.launch import launch
 from shardscope.runs.launch.packing import MAX_SOURCE_CHARACTERS, collect_cell_sources, pack

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.needs import needs, skip_without
+from tests.requirements import needs, skip_without
 
 import shardscope as ss
 from shardscope.records.json_files import read_json

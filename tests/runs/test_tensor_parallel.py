@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.needs import needs, thorough
+from tests.requirements import needs, thorough
 
 torch = needs("torch")
 needs("transformers")
 
-from two_ranks import StandInContext, on_ranks, tiny_plan  # noqa: E402
+from gloo_ranks import StandInContext, on_ranks, tiny_plan  # noqa: E402
 
 import shardscope as ss  # noqa: E402
 from shardscope.frameworks.fsdp2.limits import TENSOR_PARALLEL_FAMILIES  # noqa: E402

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import few, needs, skip_without, thorough
+from tests.requirements import few, needs, skip_without, thorough
 
 torch = needs("torch")
 needs("transformers")
 
-from two_ranks import StandInContext, on_ranks, tiny_plan  # noqa: E402
+from gloo_ranks import StandInContext, on_ranks, tiny_plan  # noqa: E402
 
 from shardscope.runs.launch.launch import launch  # noqa: E402
 from shardscope.runs.resume import resume_run, why_not_resumable  # noqa: E402

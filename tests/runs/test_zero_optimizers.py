@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from tests.needs import needs, thorough
+from tests.requirements import needs, thorough
 
 from shardscope.memory.state.optimizers import compute_flat_state
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from tests.needs import needs
+from tests.requirements import needs
 
 import shardscope as ss
 

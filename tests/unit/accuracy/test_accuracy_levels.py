@@ -7,8 +7,8 @@ from statistics import median
 import pytest
 from tests.accuracy.__main__ import full_report
 from tests.accuracy.document import DOCUMENT, parts
-from tests.accuracy.gaps import chosen_share, held_share, of_calibration
-from tests.accuracy.kinds import kind
+from tests.accuracy.measurement_kinds import kind
+from tests.accuracy.memory_band import chosen_share, held_share, of_calibration
 from tests.accuracy.rows import MEASURED, read
 from tests.accuracy.scoring import MemoryScore, absolute, percentile, score_memory
 

@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 from tests.accuracy.document import DOCUMENT, parts
 from tests.accuracy.rows import SHARED, read
-from tests.accuracy.time_apart import calibrated
+from tests.accuracy.time_report import time_report
 from tests.accuracy.time_rows import time_files
 from tests.accuracy.time_scoring import (
     TimeScore,
@@ -16,7 +16,7 @@ from tests.accuracy.time_scoring import (
     score_time,
     summary,
 )
-from tests.accuracy.time_writing import time_report
+from tests.accuracy.uncalibrated_stacks import calibrated
 
 # Source -> limit of the median absolute error on its judge rows in percent, with a small margin.
 MEDIANS = {

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.needs import examples, needs
+from tests.requirements import examples, needs
 
 from shardscope.catalog import gpus, links
 from shardscope.core.cluster import Cluster, Gpu, Link

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import NOT_NUMBERS
-from tests.needs import examples
+from random_plans import NOT_NUMBERS
+from tests.requirements import examples
 
 import shardscope as ss
 from shardscope.core.errors import FieldError

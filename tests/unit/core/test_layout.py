@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import ARCHITECTURES, CLUSTERS, LLAMA, MOE, NOT_NUMBERS, sizes
-from tests.needs import examples
+from random_plans import ARCHITECTURES, CLUSTERS, LLAMA, MOE, NOT_NUMBERS, sizes
+from tests.requirements import examples
 
 import shardscope as ss
 from shardscope.core.architecture import Architecture

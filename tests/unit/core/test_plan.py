@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from planning import CLUSTERS, LLAMA, plans
-from tests.needs import examples, few
+from random_plans import CLUSTERS, LLAMA, plans
+from tests.requirements import examples, few
 
 import shardscope as ss
 from shardscope.core.errors import FieldError

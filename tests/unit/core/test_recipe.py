@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
-from planning import NOT_NUMBERS, recipes
+from random_plans import NOT_NUMBERS, recipes
 
 from shardscope.core.errors import FieldError
 from shardscope.core.recipe import Recipe

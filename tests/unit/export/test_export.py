@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from exported_scripts import import_script
 from hypothesis import given, settings
-from planning import plans
-from tests.needs import examples, needs
+from random_plans import plans
+from tests.requirements import examples, needs
 
 import shardscope as ss
 from shardscope.core.errors import FieldError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from exported_scripts import import_script
 from tests.accuracy.sampling import GPT2
-from tests.needs import needs
+from tests.requirements import needs
 
 import shardscope as ss
 from shardscope.core.architecture import MixtureOfExperts

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from needs import needs
+from requirements import needs
 
 needs("accelerate")  # which brings PyYAML
 needs("transformers")  # which spells the config in train.py

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.needs import examples, needs
+from tests.requirements import examples, needs
 
 import shardscope as ss
 

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from tests.needs import few
+from tests.requirements import few
 
 import shardscope as ss
 from shardscope.catalog import models

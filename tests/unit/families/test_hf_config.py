@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.needs import examples, few, needs
+from tests.requirements import examples, few, needs
 
 from shardscope.catalog import get_config, models
 from shardscope.core.architecture import MODEL_TYPES, Architecture

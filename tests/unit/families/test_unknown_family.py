@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from tests.needs import needs
+from tests.requirements import needs
 
 import shardscope as ss
 from shardscope.families.unknown import UnknownFamily

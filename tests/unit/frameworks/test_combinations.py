@@ -8,9 +8,9 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from own_checks import OwnChecks, own_checks
-from planning import LLAMA, MOE
-from tests.needs import needs, thorough
+from framework_subprocess import OwnChecks, own_checks
+from random_plans import LLAMA, MOE
+from tests.requirements import needs, thorough
 
 import shardscope as ss
 from shardscope.core.errors import FieldError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.needs import few
+from tests.requirements import few
 
 import shardscope as ss
 from shardscope.memory.activations.forward import compute_layer_activations

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from planning import GEMMA, LATENT, LLAMA, MOE, plans
-from tests.needs import examples, needs
+from random_plans import GEMMA, LATENT, LLAMA, MOE, plans
+from tests.requirements import examples, needs
 
 import shardscope as ss
 from shardscope.core.architecture import Architecture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 
 import pytest
-from tests.needs import needs_installed
+from tests.requirements import needs_installed
 
 pytestmark = needs_installed("torch")
 

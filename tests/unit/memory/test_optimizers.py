@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.needs import needs
-from tests.peak import Peak
+from tests.operator_peak import Peak
+from tests.requirements import needs
 
 import shardscope as ss
 from shardscope.core.architecture import Architecture, MixtureOfExperts

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.needs import needs
+from tests.requirements import needs
 
 import shardscope as ss
 from shardscope.core.architecture import Architecture

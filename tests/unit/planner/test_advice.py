@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import CLUSTERS, EVERY_FAMILY
-from tests.needs import examples, thorough
+from random_plans import CLUSTERS, EVERY_FAMILY
+from tests.requirements import examples, thorough
 
 import shardscope as ss
 from shardscope.catalog import links

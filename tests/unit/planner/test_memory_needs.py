@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.offers import offer_for, verdict
+from tests.launch_offers import offer_for, verdict
 
 import shardscope as ss
 from shardscope.planner.memory_needs import find_shortages, fits, list_host_and_nvme_needs, list_memory_needs

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.needs import needs
+from tests.requirements import needs
 
 import shardscope as ss
 from shardscope.planner.checks import Finding

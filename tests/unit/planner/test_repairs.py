@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from planning import plans
-from tests.needs import examples
+from random_plans import plans
+from tests.requirements import examples
 
 import shardscope as ss
 from shardscope.planner.differences import find_differences

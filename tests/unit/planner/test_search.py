@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.needs import few
-from tests.unit.planning import LATENT, LLAMA, MOE
+from tests.requirements import few
+from tests.unit.random_plans import LATENT, LLAMA, MOE
 
 import shardscope as ss
 from shardscope.catalog import links

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.needs import examples
-from tests.unit.planning import LATENT, LLAMA, MOE
+from tests.requirements import examples
+from tests.unit.random_plans import LATENT, LLAMA, MOE
 
 from shardscope.core.ops import (
     all_true,

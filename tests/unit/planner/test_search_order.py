@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.needs import thorough
+from tests.requirements import thorough
 
 import shardscope as ss
 from shardscope.core.number_format import format_gib

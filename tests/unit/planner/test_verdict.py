@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hypothesis import HealthCheck, given, settings
-from planning import plans
-from tests.needs import examples
+from random_plans import plans
+from tests.requirements import examples
 
 import shardscope as ss
 from shardscope.core.number_format import format_gib

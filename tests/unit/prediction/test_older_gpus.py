@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.needs import few, needs
-from tests.rehearsed import rehearsed_here
+from tests.in_process_rehearsal import rehearsed_here
+from tests.requirements import few, needs
 
 import shardscope as ss
 from shardscope.core.errors import FieldError

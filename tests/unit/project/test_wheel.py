@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from tests.needs import needs
+from tests.requirements import needs
 
 needs("build")
 needs("hatchling")

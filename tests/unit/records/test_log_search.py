@@ -5,7 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from pathlib import Path
 
-from tests.needs import thorough
+from tests.requirements import thorough
 
 from shardscope.records.log_search import MAX_LINE, MAX_MATCHES, LogSearch
 

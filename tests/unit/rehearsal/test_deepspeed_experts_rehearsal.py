@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.needs import few, needs, needs_installed, thorough
-from tests.rehearsed import stages_of
+from tests.in_process_rehearsal import stages_of
+from tests.requirements import few, needs, needs_installed, thorough
 
 needs("torch")
 needs("transformers")

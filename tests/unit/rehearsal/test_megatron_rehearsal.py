@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.accuracy.rehearsal_samples import in_words
 from tests.accuracy.rehearsals import STORED, Rehearsed, read_rehearsals
-from tests.accuracy.rehearsing import in_words
-from tests.needs import few, thorough
+from tests.requirements import few, thorough
 
 import shardscope as ss
 from shardscope.core.plan import Plan

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from planning import MOE
-from tests.needs import few, thorough
+from random_plans import MOE
+from tests.requirements import few, thorough
 from torch._subclasses import fake_tensor
 
 import shardscope as ss

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.accuracy.rehearsal_samples import in_words
 from tests.accuracy.rehearsals import STORED, read_rehearsals
-from tests.accuracy.rehearsing import in_words
-from tests.needs import needs_installed, thorough
-from tests.rehearsed import rehearsed_here
+from tests.in_process_rehearsal import rehearsed_here
+from tests.requirements import needs_installed, thorough
 
 import shardscope as ss
 from shardscope.core.architecture import Architecture

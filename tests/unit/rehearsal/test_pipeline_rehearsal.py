@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.accuracy.kinds import tensor_bytes
+from tests.accuracy.measurement_kinds import tensor_bytes
+from tests.accuracy.rehearsal_samples import in_words
 from tests.accuracy.rehearsals import STORED, read_rehearsals
-from tests.accuracy.rehearsing import in_words
-from tests.needs import few, thorough
+from tests.requirements import few, thorough
 
 import shardscope as ss
 from shardscope.core.architecture import Architecture

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from tests.accuracy.recipe_sampling import FRAMEWORKS, SEEDS, plans, stored_file
+from tests.accuracy.rehearsal_samples import in_words, is_same
 from tests.accuracy.rehearsals import STORED, Rehearsed, read_rehearsals
-from tests.accuracy.rehearsing import in_words, is_same
-from tests.needs import few, thorough
+from tests.requirements import few, thorough
 
 import shardscope as ss
 from shardscope.core.architecture import Architecture

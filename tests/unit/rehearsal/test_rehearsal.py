@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tests.needs import few, thorough
-from tests.rehearsed import rehearsed_here
+from tests.in_process_rehearsal import rehearsed_here
+from tests.requirements import few, thorough
 
 import shardscope as ss
 from shardscope.core.architecture import Architecture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.needs import needs
-from tests.rehearsed import rehearsed_here
+from tests.in_process_rehearsal import rehearsed_here
+from tests.requirements import needs
 
 import shardscope as ss
 from shardscope.families.unknown import UnknownFamily

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.accuracy.rehearsal_samples import HELD_OUT_SEEDS, SEED, in_words, is_same, stored_file
 from tests.accuracy.rehearsals import COMPONENTS, STORED, Rehearsed, read_rehearsals
-from tests.accuracy.rehearsing import HELD_OUT_SEEDS, SEED, in_words, is_same, stored_file
 from tests.accuracy.sampling import plans
-from tests.needs import few
+from tests.requirements import few
 
 import shardscope as ss
 from shardscope.core.architecture import Architecture

@@ -7,11 +7,11 @@ from functools import cache
 from typing import Any
 
 import pytest
+from tests.accuracy.rehearsal_samples import SEED, in_words, is_same
 from tests.accuracy.rehearsals import STORED, Rehearsed, read_rehearsals
-from tests.accuracy.rehearsing import SEED, in_words, is_same
 from tests.accuracy.sampling import plans
-from tests.needs import thorough
-from tests.rehearsed import rehearsed_here
+from tests.in_process_rehearsal import rehearsed_here
+from tests.requirements import thorough
 
 import shardscope as ss
 from shardscope.core.plan import Plan

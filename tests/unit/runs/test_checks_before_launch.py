@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import needs_installed
+from tests.requirements import needs_installed
 from tests.saved_checkpoints import write_checkpoint
 from tests.weights_folders import write_folder
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import few, needs
+from tests.requirements import few, needs
 
 import shardscope as ss
 from shardscope.frameworks.fsdp2.old_names import REPLACEMENTS, STRATEGIES

@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from tests.faults import long_one
-from tests.needs import thorough
+from tests.requirements import thorough
 from written_runs import write_run
 
 import shardscope as ss

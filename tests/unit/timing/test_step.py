@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from planning import plans
-from tests.needs import examples
+from random_plans import plans
+from tests.requirements import examples
 
 import shardscope as ss
 from shardscope.core.errors import FieldError

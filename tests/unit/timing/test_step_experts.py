@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
-from planning import plans
-from tests.needs import examples
+from random_plans import plans
+from tests.requirements import examples
 
 import shardscope as ss
 from shardscope.core.precision import FP32, num_moments, widths

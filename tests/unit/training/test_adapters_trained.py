@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from tests.needs import needs_installed
+from tests.requirements import needs_installed
 
 import shardscope as ss
 from shardscope.core.errors import FieldError

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.needs import needs
+from tests.requirements import needs
 
 needs("torch")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.needs import needs
+from tests.requirements import needs
 
 needs("tokenizers")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import few, needs
+from tests.requirements import few, needs
 
 torch = needs("torch")
 needs("transformers")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.needs import needs
+from tests.requirements import needs
 from tests.weights_folders import (
     LLAMA,
     read_index,

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import few, needs_installed
-from tests.rehearsed import stages_of
-from tests.unit.planning import LLAMA, MOE
+from tests.in_process_rehearsal import stages_of
+from tests.requirements import few, needs_installed
+from tests.unit.random_plans import LLAMA, MOE
 
 import shardscope as ss
 from shardscope.core.errors import FieldError

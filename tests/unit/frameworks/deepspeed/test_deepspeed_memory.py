@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from planning import LLAMA, plans
-from tests.needs import examples, few, needs, needs_installed, thorough
-from tests.rehearsed import rehearsed_here, stages_of
+from random_plans import LLAMA, plans
+from tests.in_process_rehearsal import rehearsed_here, stages_of
+from tests.requirements import examples, few, needs, needs_installed, thorough
 
 import shardscope as ss
 from shardscope.core.errors import FieldError

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.needs import needs, needs_installed, thorough
-from tests.rehearsed import stages_of
-from tests.unit.planning import LLAMA
+from tests.in_process_rehearsal import stages_of
+from tests.requirements import needs, needs_installed, thorough
+from tests.unit.random_plans import LLAMA
 
 needs("torch")
 needs("transformers")

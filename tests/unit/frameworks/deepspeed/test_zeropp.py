@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.needs import few, thorough
+from tests.requirements import few, thorough
 
 import shardscope as ss
 from shardscope.frameworks.deepspeed.files.config import build_deepspeed_config

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import needs, needs_installed
+from tests.requirements import needs, needs_installed
 from tests.weights_folders import write_folder
 
 import shardscope as ss

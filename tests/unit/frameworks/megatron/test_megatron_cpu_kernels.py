@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.needs import needs
+from tests.requirements import needs
 
 torch = needs("torch")
 

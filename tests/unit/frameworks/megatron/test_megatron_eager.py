@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planning import LLAMA
+from random_plans import LLAMA
 
 import shardscope as ss
 from shardscope.frameworks.megatron.memory.eager_attention import compute_eager_attention, takes_plain_softmax

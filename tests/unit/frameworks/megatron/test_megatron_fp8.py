@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.unit.planning import LATENT, LLAMA, MOE
+from tests.unit.random_plans import LATENT, LLAMA, MOE
 
 import shardscope as ss
 from shardscope.core.errors import FieldError

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planning import LATENT, LLAMA, MOE
+from random_plans import LATENT, LLAMA, MOE
 
 import shardscope as ss
 from shardscope.core.plan import Plan

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planning import LLAMA, MOE
-from tests.needs import few, thorough
+from random_plans import LLAMA, MOE
+from tests.requirements import few, thorough
 
 import shardscope as ss
 from shardscope.core.plan import Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.needs import needs
+from tests.requirements import needs
 
 import shardscope as ss
 from shardscope_widgets import Studio

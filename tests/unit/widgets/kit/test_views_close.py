@@ -14,7 +14,7 @@ from fake_runs import FakeRun, record, until
 from ipywidgets import Widget
 from ipywidgets.widgets.widget import _instances
 from tests.faults import all_of_them
-from tests.needs import few
+from tests.requirements import few
 
 import shardscope as ss
 from shardscope_widgets import AdviceView, MemoryView, RankingView, RunView, StepView, Studio

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fake_runs import until
-from tests.needs import few, thorough
+from tests.requirements import few, thorough
 from tests.weights_folders import write_folder
 
 import shardscope as ss

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import needs
+from tests.requirements import needs
 from tests.weights_folders import write_folder
 
 import shardscope as ss

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_runs import until
-from tests.needs import thorough
+from tests.requirements import thorough
 
 import shardscope as ss
 from shardscope.planner.abilities import TITLES

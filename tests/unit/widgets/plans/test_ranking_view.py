@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.needs import thorough
+from tests.requirements import thorough
 
 import shardscope as ss
 from shardscope.core.number_format import format_gib

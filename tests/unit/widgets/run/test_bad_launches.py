@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pretended_gpus import GIB, TOTAL, pretend_cards
-from tests.needs import needs_installed
+from fake_gpus import GIB, TOTAL, pretend_cards
+from tests.requirements import needs_installed
 
 import shardscope as ss
 from shardscope.records.json_files import append_line

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_gpus import GIB, TOTAL, pretend_cards
 from fake_runs import until
-from pretended_gpus import GIB, TOTAL, pretend_cards
 
 import shardscope as ss
 from shardscope.machine.processes import identify_machine, read_start_time

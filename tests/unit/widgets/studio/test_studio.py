@@ -15,8 +15,8 @@ import pytest
 from fake_runs import until
 from ipywidgets import Button, ToggleButtons, Widget
 from ipywidgets.widgets.widget import _remove_buffers
-from tests.needs import few, skip_without, thorough
-from tests.offers import offer_for, verdict
+from tests.launch_offers import offer_for, verdict
+from tests.requirements import few, skip_without, thorough
 from traitlets import TraitError
 
 import shardscope as ss

@@ -25,7 +25,7 @@ OPTIMIZERS = ("adamw", "sgd", "adafactor")
 """DeepSpeed runs them over its flat buffers; offloaded AdamW is its own ``DeepSpeedCPUAdam``."""
 AUTOTP_TRAINED = list_families_with("autotp_training")
 """Families that AutoTP shards by transformers' own plan, compared with a single process in
-``tests/runs/test_deepspeed_tensors.py``."""
+``tests/runs/test_deepspeed_tensor_parallel.py``."""
 AUTOTP_RECIPES: Mapping[str, tuple[object, ...]] = {**TRAINED, "optimizer": ("adamw", "sgd")}
 """Supported recipe values with tp > 1: these optimizers are elementwise, so they work on sharded matrices."""
 

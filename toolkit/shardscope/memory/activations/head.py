@@ -161,7 +161,7 @@ def compute_chunked_loss(
     gradient and the accumulated weight gradient; or, between two chunks, the old sum, the new gradient and
     the new sum, of the weight or of the head's input. With one chunk, the weight gradient is computed once,
     together with the logits' gradient; autocast casts it, and has freed the weight's copy by then. ``capped``
-    logits (Gemma 2) save their tanh for backward. Checked in tests/runs/test_loss.py.
+    logits (Gemma 2) save their tanh for backward. Checked in tests/runs/test_chunked_loss.py.
     """
     chunk = minimum(tokens, LOSS_CHUNK_TOKENS)
     has_several = tokens > LOSS_CHUNK_TOKENS

@@ -49,8 +49,8 @@ FRAGMENTATION_HIGH_PERCENT = 48
 
 Chosen by a rule from published rows of role ``calibration`` with ``reserved`` or nvidia-smi figures (107 rows
 of 4 sources in tests/measured): 90 % of them are below it, with equal weight per source, other memory of the
-described setup included, and contexts and communicators at their maximum. tests/accuracy/gaps.py implements
-the rule; rows of role ``judge`` are not used."""
+described setup included, and contexts and communicators at their maximum.
+tests/accuracy/memory_band.py implements the rule; rows of role ``judge`` are not used."""
 
 TIGHT_PERCENT = 80
 """In 454 runs, none with an estimate below this share of the available memory ran out of memory (Fujii et al.

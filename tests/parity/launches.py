@@ -1,0 +1,101 @@
+"""Rows as real runs: each is planned, launched and read back from its folder, as a person would."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tests.parity import rank_training
+from tests.parity.comparison import Curve, Outcome, compare
+from tests.parity.table import Row
+
+import shardscope as ss
+from shardscope.frameworks.registry import why_not_trained
+
+SECONDS_PER_ROW = 900
+"""The first row that offloads waits for DeepSpeed's extensions to compile."""
+
+
+class NotAloneError(RuntimeError):
+    """The single process itself did not finish, so there is nothing to compare with."""
+
+
+def outcomes(
+    rows: Sequence[Row],
+    *,
+    folder: Path,
+    here: ss.Cluster | None = None,
+    seed: int = 0,
+    num_steps: int = rank_training.NUM_STEPS,
+) -> Iterator[Outcome]:
+    """Run ``rows`` one after another; each outcome as soon as it is known.
+
+    ``here`` has this machine's GPUs; without, ranks are CPU ranks. Raises :class:`NotAloneError` if the
+    single process, which comes first for each family of models and what is trained of it, does not finish.
+    """
+    alone: dict[str, Curve] = {}
+    for row in rows:
+        began = time.monotonic()
+        name = row.alone.name
+        if name not in alone and not missing(row):
+            alone[name] = single_process(row.alone, folder, here, seed, num_steps)
+            began = time.monotonic()
+        right = alone.get(name)
+        outcome = one_row(row, right, folder=folder, here=here, seed=seed, num_steps=num_steps)
+        yield dataclasses.replace(outcome, seconds=time.monotonic() - began)
+
+
+def missing(row: Row) -> list[str]:
+    """Packages that the row runs and that are not here."""
+    return [module for module in row.modules if importlib.util.find_spec(module) is None]
+
+
+def single_process(row: Row, folder: Path, here: ss.Cluster | None, seed: int, num_steps: int) -> Curve:
+    """The losses to equal, from one rank that no engine touches."""
+    run = ss.launch(row.plan(here), rank_training.Alone(seed, num_steps), folder=folder, name=row.name)
+    if run.wait(SECONDS_PER_ROW) != "finished":
+        run.stop()
+        raise NotAloneError(f"the single process is {run.status}: {run.reason}\n{run.error or ''}")
+    return Curve.of(run.metrics(), 1)
+
+
+def one_row(
+    row: Row, alone: Curve | None, *, folder: Path, here: ss.Cluster | None, seed: int, num_steps: int
+) -> Outcome:
+    """Plan, launch, wait, compare."""
+    absent = missing(row)
+    if absent or alone is None:
+        return Outcome(row=row, verdict="not here", why=f"{', '.join(absent)} is not installed")
+    try:
+        plan = row.plan(here)
+        refusal = why_not_trained(plan)
+    except ValueError as error:
+        refusal = str(error)
+    stopped = "" if here and here.gpu.vendor != "cpu" else row.stopped_on_cpu
+    if refusal is not None:
+        return refused(row, refusal, stopped)
+    if stopped:
+        why = f"no longer refused on CPU ranks; the table says it is stopped by {stopped!r}"
+        return Outcome(row=row, verdict="failed", why=why)
+    name = row.name.replace("/", "-")
+    run = ss.launch(plan, rank_training.Curve(seed, num_steps), folder=folder, name=name)
+    if run.wait(SECONDS_PER_ROW) != "finished":
+        run.stop()
+        # Its folder goes with the table, and with it what the ranks said last.
+        print(f"{row.name}: {run.error}", file=sys.stderr, flush=True)
+        return Outcome(row=row, verdict="failed", why=f"the run is {run.status}: {run.reason}")
+    records: Mapping[int, Mapping[str, object]] = run.engine_reports()
+    return compare(row, plan, alone, Curve.of(run.metrics(), row.num_ranks), records)
+
+
+def refused(row: Row, refusal: str, stopped: str) -> Outcome:
+    """A refusal is right where the table expects it, or where it asks for what is to be installed here."""
+    if stopped and stopped in refusal:
+        return Outcome(row=row, verdict="refused", why=refusal)
+    if not stopped and row.needs and any(word in refusal for word in row.needs):
+        return Outcome(row=row, verdict="not here", why=refusal)
+    return Outcome(row=row, verdict="failed", why=refusal)

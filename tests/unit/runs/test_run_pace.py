@@ -1,0 +1,96 @@
+"""How fast a run goes, what is left of it, and who is slowest."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import pytest
+from tests.requirements import thorough
+
+from shardscope.runs.watch import pace as pace_module
+from shardscope.runs.watch.pace import Pace
+
+
+def records(rank: int, steps: range, seconds: float, every: float | None = None) -> list[dict[str, Any]]:
+    between = seconds if every is None else every
+    return [
+        {"step": step, "rank": rank, "time": 1000.0 + between * step, "step_seconds": seconds}
+        for step in steps
+    ]
+
+
+def test_the_slowest_of_many_ranks_is_found() -> None:
+    pace = Pace()
+    for rank in range(12):
+        pace.add(records(rank, range(30), 1.5 if rank == 10 else 1.0, every=1.5))
+    slowest = pace.slowest
+    assert slowest is not None
+    assert (slowest.rank, slowest.num_ranks, slowest.steps_behind) == (10, 12, 0)
+    assert slowest.excess == pytest.approx(0.5) and not slowest.is_even
+
+
+def test_equally_fast_ranks_are_even() -> None:
+    pace = Pace()
+    for rank in range(2):
+        pace.add(records(rank, range(30), 1.0 + 0.001 * rank))
+    assert pace.slowest is not None and pace.slowest.is_even
+
+
+def test_only_recent_steps_count() -> None:
+    pace = Pace()
+    pace.add(records(0, range(100), 1.0))
+    pace.add(records(1, range(50), 9.0, every=1.0))
+    pace.add(records(1, range(50, 100), 1.0))
+    assert pace.slowest is not None and pace.slowest.is_even
+
+
+def test_a_rank_that_stopped_logging_is_behind() -> None:
+    pace = Pace()
+    pace.add(records(0, range(40), 1.0))
+    pace.add(records(1, range(20), 1.0))
+    assert pace.slowest is not None
+    assert (pace.slowest.rank, pace.slowest.steps_behind) == (1, 20)
+    assert not pace.slowest.is_even
+
+
+def test_remaining_time_includes_time_between_steps() -> None:
+    pace = Pace()
+    # A step takes a second, and a checkpoint between steps another one.
+    pace.add(records(0, range(10), 1.0, every=2.0))
+    assert pace.seconds_per_step == pytest.approx(2.0)
+    now = 1000.0 + 2.0 * 9
+    assert pace.seconds_left(100, now) == pytest.approx(180.0)
+    assert pace.seconds_left(100, now + 0.5) == pytest.approx(179.5)
+    assert pace.seconds_left(100, now + 600) == pytest.approx(178.0), "a hang is not progress"
+    assert pace.seconds_left(10, now) == 0.0
+
+
+def test_logging_every_tenth_step_gives_seconds_per_step() -> None:
+    pace = Pace()
+    pace.add({"step": step, "rank": 0, "time": float(step)} for step in range(0, 200, 10))
+    assert pace.seconds_per_step == pytest.approx(1.0) and pace.last_step == 190
+
+
+@pytest.mark.parametrize("odd", [None, "x", float("nan"), float("inf"), -1.0, True, [1]])
+def test_malformed_records_are_skipped(odd: Any) -> None:
+    pace = Pace()
+    pace.add([
+        {"step": odd, "rank": 0, "time": 1.0, "step_seconds": 1.0},
+        {"step": 0, "rank": odd, "time": 1.0, "step_seconds": 1.0},
+        {"step": 0, "rank": 1, "time": odd if odd != -1.0 else None, "step_seconds": 1.0},
+    ])  # fmt: skip
+    assert pace.last_step is None and pace.seconds_per_step is None and pace.slowest is None
+    pace.add([{"step": 0, "rank": rank, "time": 1.0, "step_seconds": odd} for rank in (0, 1)])
+    assert pace.slowest is None and pace.seconds_left(10, 2.0) is None
+
+
+@thorough()
+def test_pace_keeps_only_the_latest_steps() -> None:
+    pace = Pace()
+    tracemalloc.start()
+    pace.add(records(0, range(100_000), 1.0))
+    # Other threads of this process allocate meanwhile: only what pace.py allocated counts.
+    snapshot = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, pace_module.__file__)])
+    tracemalloc.stop()
+    assert 0 < sum(trace.size for trace in snapshot.traces) < 50_000
