@@ -70,6 +70,8 @@ def read_sizes(config: HfConfig, *, kv_heads: int | None, positions: int) -> Fie
     """Return the sizes with common key names; ``kv_heads`` None: as many as query heads by default."""
     hidden = config.read_size("hidden_size", limit="hidden_size")
     heads = config.read_size("num_attention_heads", limit="num_attention_heads")
+    # A missing key takes the class's default, but null means one key/value head for each query head
+    # (transformers 5.24, e.g. configuration_mistral.py, __post_init__).
     default_kv = heads if kv_heads is None or _is_null(config, "num_key_value_heads") else kv_heads
     return {
         "hidden_size": hidden,
@@ -111,12 +113,15 @@ def read_window(
     ``default`` are its tokens if the key is missing; null disables the window. ``layers`` returns the number
     of layers with a window for a number of layers, if the config has no ``layer_types``.
     """
+    # data.get instead of get: null disables the window, while a missing key takes the default.
     if config.data.get("sliding_window", default) is None:
         return fields
     tokens = config.read_size("sliding_window", limit="max_position_embeddings", default=default)
     types = config.get("layer_types")
     total = fields["num_hidden_layers"]
     count = layers(total)
+    # A list of layer types in the file overrides the class's rule, which only fills in a missing list
+    # (transformers 5.24, e.g. configuration_qwen2.py, __post_init__).
     if isinstance(types, list | tuple):
         count = sum(kind == "sliding_attention" for kind in types[:total])
     return {**fields, "sliding_window": tokens if count else None, "sliding_window_layers": count}

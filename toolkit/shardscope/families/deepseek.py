@@ -12,7 +12,10 @@ def _read_deepseek_v2(config: HfConfig) -> Fields:
     sizes = read_sizes(config, kv_heads=None, positions=2_048)
     check_even_heads(sizes)
     fields: Fields = {**sizes, **read_bias(config), "mlp_bias": config.read_flag("mlp_bias", False)}
+    # DeepseekV2Config's own default is None, with which its router cannot select experts, so the key is
+    # required.
     top_k = config.read_size("num_experts_per_tok", limit="num_experts")
+    # Defaults: transformers 5.24, configuration_deepseek_v2.py.
     return _add_layer_parts(config, fields, experts=64, top_k=top_k, inner=1_407, shared=2, dense=0)
 
 
@@ -20,6 +23,7 @@ def _read_deepseek_v3(config: HfConfig) -> Fields:
     """Read DeepseekV3Config: ``ForCausalLM`` lacks the multi-token-prediction module."""
     fields: Fields = {**read_sizes(config, kv_heads=None, positions=4_096), **read_bias(config)}
     top_k = config.read_size("num_experts_per_tok", limit="num_experts", default=8)
+    # Defaults: transformers 5.24, configuration_deepseek_v3.py.
     return _add_layer_parts(config, fields, experts=256, top_k=top_k, inner=2_048, shared=1, dense=3)
 
 
@@ -37,6 +41,7 @@ def _add_layer_parts(
     )
     rope_head_dim = config.read_size("qk_rope_head_dim", limit="head_dim", default=64)
     latent_attention = {
+        # data.get instead of get: null means that queries are not compressed (V2-Lite).
         "q_lora_rank": config.data.get("q_lora_rank", 1_536),
         "kv_lora_rank": config.get("kv_lora_rank", default=512),
         "qk_nope_head_dim": config.get("qk_nope_head_dim", default=128),
@@ -53,9 +58,11 @@ def _add_layer_parts(
         ),
         "num_experts_per_tok": top_k,
         "moe_intermediate_size": inner,
+        # All shared experts are one MLP of their joint width (modeling_deepseek_v3.py, DeepseekV3MoE).
         "shared_expert_intermediate_size": inner * shared,
         "first_k_dense_replace": first,
     }
+    # The config classes set head_dim to the rotary part, whatever the file contains (__post_init__).
     return {**fields, "head_dim": rope_head_dim, "latent_attention": latent_attention}
 
 
@@ -66,6 +73,8 @@ DEEPSEEK_V3 = Family(
     read=_read_deepseek_v3,
     supports=frozenset({"pipeline_stages"}),
     has_group_limited_routing=True,
+    # ``num_mtp_layers`` is 1 by default; files have that layer's weights, modeling_deepseek_v3.py has no
+    # module for them.
     has_multi_token_prediction=True,
     router="sigmoid",
 )

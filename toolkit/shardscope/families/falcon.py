@@ -16,6 +16,7 @@ def _read_falcon(config: HfConfig) -> Fields:
     """Read FalconConfig: its own key names, three head layouts, a parallel residual with one or two norms."""
     hidden = config.read_size("hidden_size", "n_embed", limit="hidden_size")
     heads = config.read_size("num_attention_heads", limit="num_attention_heads")
+    # Key names and defaults: transformers 5.24, configuration_falcon.py; ``n_embed`` is an old name.
     fields: Fields = {
         "hidden_size": hidden,
         "intermediate_size": config.read_size(
@@ -35,6 +36,8 @@ def _read_falcon(config: HfConfig) -> Fields:
     check_even_heads(fields)
     is_new = config.read_flag("new_decoder_architecture", False)
     is_parallel = config.read_flag("parallel_attn", True)
+    # FalconDecoderLayer.forward of the new architecture computes the MLP's input only with a parallel
+    # residual.
     if is_new and not is_parallel:
         refuse("config.json parallel_attn", False, "True with new_decoder_architecture", Value(True))
     # FalconAttention: one key and value head with multi_query, num_kv_heads in the new architecture, and
@@ -44,6 +47,8 @@ def _read_falcon(config: HfConfig) -> Fields:
     if not is_new and not is_multi_query and kv_heads != heads:
         allowed = f"num_attention_heads={heads} without multi_query and new_decoder_architecture"
         refuse("config.json num_kv_heads", kv_heads, allowed, Value(heads))
+    # FalconDecoderLayer.__init__: the new architecture has two parallel norms by default, and an older one
+    # with a parallel residual only input_layernorm, because its forward reads no other.
     norms = 2
     if is_parallel:
         default = 2 if is_new else 1
@@ -52,6 +57,7 @@ def _read_falcon(config: HfConfig) -> Fields:
             config.get("num_ln_in_parallel_attn", default=default),
             (1, 2) if is_new else (1,),
         )
+    # One flag sets the biases of all four projections: FalconLinear(bias=config.bias).
     has_bias = config.read_flag("bias", False)
     return {
         **fields,
@@ -124,8 +130,11 @@ FALCON = Family(
         down="dense_4h_to_h",
         parallel_norms=("ln_attn", "ln_mlp"),
     ),
+    # FalconLinear.forward is input @ weight.T plus the bias, not torch.nn.functional.linear.
     projections="matmul",
+    # FalconModel.forward: create_causal_mask(allow_is_causal_skip=False), so that ALiBi can be added.
     always_passes_mask=True,
+    # FalconAttention._split_heads: broadcast_to the shape of the queries.
     expands_key_heads=True,
 )
 

@@ -29,6 +29,7 @@ def _read_gemma2(config: HfConfig) -> Fields:
     fields = _read_common(config, kv_heads=4, positions=8_192)
     check_even_heads(fields)
     fields["norms_per_layer"] = 4
+    # Layer i has a window if i + 1 is odd (transformers 5.24, configuration_gemma2.py): half, rounded up.
     return read_window(config, fields, default=4_096, layers=lambda total: (total + 1) // 2)
 
 
@@ -38,6 +39,8 @@ def _read_gemma3_text(config: HfConfig) -> Fields:
     fields = _read_common(config, kv_heads=4, positions=131_072)
     check_even_heads(fields)
     fields |= {"norms_per_layer": 4, "qk_norm": True}
+    # configuration_gemma3.py reads the pattern from the keyword ``sliding_window_pattern``, 6 by default, and
+    # stores it as ``_sliding_window_pattern``: every sixth layer has full attention.
     pattern = check_integer(
         "config.json sliding_window_pattern",
         config.get("sliding_window_pattern", "_sliding_window_pattern", default=6),
@@ -75,6 +78,8 @@ GEMMA = Family(
     }),
     activation="gelu_pytorch_tanh",
     may_have_experts=False,
+    # GemmaRMSNorm.forward multiplies by 1 + weight in fp32 and casts the product back
+    # (huggingface/transformers#29402).
     scales_before_cast=True,
     has_own_embedding_class=True,
 )  # fmt: skip
@@ -86,6 +91,7 @@ GEMMA2 = Family(
     activation="gelu_pytorch_tanh",
     norms_per_layer=(4,),
     names=_FOUR_NORMS,
+    # modeling_gemma2.py: ``_supports_sdpa = False``, because SDPA has no softcapping.
     has_sdpa=False,
     has_softcapping=True,
     scales_before_cast=True,

@@ -8,6 +8,7 @@ from shardscope.families.family import Family, Names
 
 def _read_glm(config: HfConfig) -> Fields:
     """Read GlmConfig: fused gate and up projections; biases of query, key and value by default."""
+    # Defaults: transformers 5.24, configuration_glm.py. The output projection has no bias (GlmAttention).
     return {
         **read_sizes(config, kv_heads=2, positions=131_072),
         "attention_bias": config.read_flag("attention_bias", True),
@@ -44,6 +45,8 @@ GLM4 = Family(
             "post_mlp_layernorm",
         ),
     ),
+    # Glm4DecoderLayer registers post_attention_layernorm before post_self_attn_layernorm, but applies them in
+    # the other order: index 2 runs after attention, index 1 before the MLP.
     norm_placement=((0,), (2, 1), (3,)),
     concatenates_query=True,
 )

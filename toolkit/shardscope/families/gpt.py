@@ -20,6 +20,7 @@ def _read_gpt2(config: HfConfig) -> Fields:
     hidden = config.read_size("n_embd", "hidden_size", limit="hidden_size")
     heads = config.read_size("n_head", "num_attention_heads", limit="num_attention_heads")
     check_even_heads({"hidden_size": hidden, "num_attention_heads": heads})
+    # The old and the new key names are aliases (transformers 5.24, configuration_gpt2.py, attribute_map).
     return {
         "hidden_size": hidden,
         "intermediate_size": config.read_size("n_inner", limit="intermediate_size", default=4 * hidden),
@@ -32,6 +33,7 @@ def _read_gpt2(config: HfConfig) -> Fields:
             "n_positions", "max_position_embeddings", limit="max_position_embeddings", default=1_024
         ),
         "tie_word_embeddings": config.read_flag("tie_word_embeddings", True),
+        # transformers' Conv1D always has a bias (pytorch_utils.py).
         "attention_bias": True,
         "attention_output_bias": True,
         "mlp_bias": True,
@@ -46,6 +48,8 @@ def _read_gpt_neox(config: HfConfig) -> Fields:
     fields = read_sizes(config, kv_heads=None, positions=2_048)
     check_even_heads(fields)
     heads = fields["num_attention_heads"]
+    # GPTNeoXAttention has as many key/value heads as query heads and derives head_dim, so other keys for them
+    # are ignored.
     return {
         **fields,
         **read_bias(config, default=True),
@@ -67,6 +71,7 @@ def _read_gpt_oss(config: HfConfig) -> Fields:
         "num_experts_per_tok": config.read_size("num_experts_per_tok", limit="num_experts", default=4),
         "moe_intermediate_size": fields["intermediate_size"],
     }
+    # Layer i has a window if i + 1 is odd (configuration_gpt_oss.py): half, rounded up.
     return read_window(config, fields, default=128, layers=lambda total: (total + 1) // 2)
 
 
@@ -112,8 +117,10 @@ GPT_NEOX = Family(
         up="dense_h_to_4h",
         down="dense_4h_to_h",
     ),
+    # conversion_mapping.py renames ``embed_out.`` of the files to ``lm_head.``.
     file_names=FileNames(renamed=("lm_head.", "embed_out.")),
     concatenates_query=True,
+    # GPTNeoXAttention.forward splits query_key_value's output by ``chunk``, which returns views.
     values_are_views=True,
     has_dropout_modules=True,
 )
@@ -128,6 +135,7 @@ GPT_OSS = Family(
     has_clamped_experts=True,
     has_expert_intermediate_size=False,
     router="softmax_of_top_k",
+    # SDPA takes no sink: modeling_gpt_oss.py concatenates it to the scores before its softmax.
     has_sdpa=False,
     scales_before_cast=True,
 )

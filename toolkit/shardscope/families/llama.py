@@ -26,7 +26,9 @@ def _read_olmo2(config: HfConfig) -> Fields:
 
 def _read_nemotron(config: HfConfig) -> Fields:
     """Read NemotronConfig: LayerNorm1P, and an MLP without gate with a squared ReLU."""
-    config.read_size("num_key_value_heads", limit="num_key_value_heads")  # required by transformers
+    # configuration_nemotron.py does not replace a missing num_key_value_heads; NemotronAttention divides by
+    # it.
+    config.read_size("num_key_value_heads", limit="num_key_value_heads")
     return {
         **read_sizes(config, kv_heads=None, positions=4_096),
         **read_bias(config),
@@ -71,7 +73,9 @@ OLMO2 = Family(
     may_have_experts=False,
     unlike_megatron_core="norms behind attention and MLP, and one for all query heads together",
     names=Names(norms=("post_attention_layernorm", "post_feedforward_layernorm")),
+    # Olmo2DecoderLayer applies both norms to the outputs, before they are added to the residual.
     norm_placement=((), (0,), (1,)),
+    # Olmo2Attention: q_norm and k_norm span all heads of the projection's output.
     qk_norm_over_all_heads=True,
     scales_before_cast=True,
 )
@@ -82,6 +86,7 @@ NEMOTRON = Family(
     activation="relu2",
     may_have_experts=False,
     concatenates_query=True,
+    # NemotronLayerNorm1P.forward: layer_norm with ``weight + 1.0``.
     has_layernorm_1p=True,
 )
 

@@ -20,6 +20,7 @@ def _read_mixtral(config: HfConfig) -> Fields:
         "num_experts_per_tok": config.read_size("num_experts_per_tok", limit="num_experts", default=2),
         "moe_intermediate_size": fields["intermediate_size"],
     }
+    # Unlike Mistral's, the window is off unless the file has one (configuration_mixtral.py).
     return read_window(config, fields, default=None, layers=lambda total: total)
 
 
@@ -27,6 +28,7 @@ MISTRAL = Family(
     model_type="mistral",
     read=_read_mistral,
     supports=LLAMA_SUPPORT,
+    # configuration_mistral.py warns about ``layer_types`` and refers to the Ministral classes.
     model_type_with_layer_types="ministral",
 )
 
@@ -38,7 +40,9 @@ MIXTRAL = Family(
         "dropout",
     }),
     normalizes_top_k=True,
+    # conversion_mapping.py, "mixtral": the files' w1 and w3 become gate_up_proj, w2 becomes down_proj.
     file_names=FileNames(gate="w1", up="w3", down="w2", renamed=(".mlp.", ".block_sparse_moe.")),
     has_expert_intermediate_size=False,
+    # deepspeed 0.19.8, runtime/zero/leaf_module_config.py, DEFAULT_LEAF_MODULE_CLASSES.
     is_zero3_leaf=True,
 )  # fmt: skip

@@ -12,6 +12,8 @@ def _read_phi(config: HfConfig) -> Fields:
     fields = read_sizes(config, kv_heads=None, positions=2_048)
     fields["qk_norm"] = config.read_flag("qk_layernorm", False)
     head_dim = fields["hidden_size"] // fields["num_attention_heads"]
+    # PhiAttention builds its q_layernorm and k_layernorm for hidden_size // num_attention_heads, so another
+    # head_dim fails in forward.
     if fields["qk_norm"] and fields["head_dim"] != head_dim:
         allowed = f"hidden_size / num_attention_heads = {head_dim} with qk_layernorm (PhiAttention)"
         refuse("config.json head_dim", fields["head_dim"], allowed, Value(head_dim))
@@ -47,6 +49,7 @@ PHI = Family(
         down="fc2",
         query_key_norms=("q_layernorm", "k_layernorm"),
     ),
+    # PhiForCausalLM: lm_head with bias=True, unlike those of the other families here.
     has_head_bias=True,
     concatenates_query=True,
     has_dropout_modules=True,
@@ -60,6 +63,7 @@ PHI3 = Family(
     may_have_experts=False,
     names=Names(fused_qkv="qkv_proj", fused_gate_up="gate_up_proj"),
     concatenates_query=True,
+    # Phi3Attention.forward slices query, key and value out of qkv_proj's output.
     values_are_views=True,
     has_dropout_modules=True,
 )

@@ -13,6 +13,8 @@ def _add_window(config: HfConfig, fields: Fields, *, skips_first_layers: bool) -
     if not config.read_flag("use_sliding_window", False):
         return fields
     first = _read_max_window_layers(config)
+    # Qwen2Config and Qwen3Config: windows from layer ``max_window_layers`` on. Qwen3MoeModel: one mask for
+    # all layers, so a window is on every layer.
     return read_window(
         config,
         fields,
@@ -81,6 +83,8 @@ def _read_qwen2_moe(config: HfConfig) -> Fields:
     }
     if not config.read_flag("use_sliding_window", False):
         return fields
+    # Qwen2MoeConfig.__post_init__: windows on layers 0, 2, 4, ... below max_window_layers, the other way
+    # round than in the dense Qwen2Config.
     last = _read_max_window_layers(config)
     return read_window(config, fields, default=4_096, layers=lambda total: (min(total, last) + 1) // 2)
 
@@ -97,6 +101,7 @@ QWEN3_MOE = Family(
     }),
     router="softmax_cast",
     is_zero3_leaf=True,
+    # Qwen3MoeSparseMoeBlock.__init__ assigns ``experts`` before ``gate``.
     registers_router_last=True,
 )  # fmt: skip
 
@@ -105,6 +110,7 @@ QWEN2_MOE = Family(
     read=_read_qwen2_moe,
     unlike_megatron_core="a gate before its shared expert",
     names=Names(shared_experts="mlp.shared_expert"),
+    # Qwen2MoeSparseMoeBlock.forward: sigmoid(shared_expert_gate(x)) times the shared expert's output.
     has_shared_expert_gate=True,
     router="softmax_cast",
     is_zero3_leaf=True,
