@@ -60,6 +60,7 @@ class Catalogue(Mapping[str, T], Generic[T]):
                 load_model_names().find_similar(key) if self._kind == "models" else find_similar(key, self)
             )
             nearest = f"; nearest: {similar!r}" if similar else ""
+            # KeyError instead of ValueError, because Mapping.get relies on it.
             raise KeyError(
                 f"{self._kind[:-1]} {key!r} is not in the catalogue{nearest}; known: {', '.join(known)}"
             )
@@ -102,6 +103,7 @@ def load_efficiency() -> dict[str, dict[str, dict[str, float]]]:
 
     The result is cached; only the fitting of constants modifies it.
     """
+    # Drop the sources: formulas take numbers only.
     return {
         section: {
             name: {key: value for key, value in entry.items() if isinstance(value, int | float)}
@@ -126,6 +128,7 @@ def load_model_names() -> ModelNames:
 def get_config(name: str) -> dict[str, object]:
     """Return the config.json of a catalogue model, reduced to the keys that its entry has."""
     entry = load_table("models")[name]
+    # TOML has no null, so an entry lists the keys that its config.json sets to null.
     nulls = entry.get("nulls", ())
     assert isinstance(nulls, list | tuple)
     return _drop_sources(entry) | dict.fromkeys(nulls)
@@ -133,16 +136,19 @@ def get_config(name: str) -> dict[str, object]:
 
 @cache
 def _build_model(name: str) -> Architecture:
+    # from_hf takes the display name from ``_name_or_path``.
     return Architecture.from_hf({**get_config(name), "_name_or_path": name})
 
 
 def _build_gpu(name: str) -> Gpu:
+    # Every other GPU is cached; see _describe_host.
     return _describe_host() if name == "cpu" else _build_catalogue_gpu(name)
 
 
 @cache
 def _build_catalogue_gpu(name: str) -> Gpu:
     entry = load_table("gpus")[name]
+    # In GiB, as CUDA's out-of-memory errors print the total capacity from which the figure was read.
     usable_bytes = round(entry["usable_gib"] * 2**30)
     return Gpu.from_dict({"name": name, "usable_bytes": usable_bytes, **_drop_sources(entry)})
 

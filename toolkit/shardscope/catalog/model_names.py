@@ -8,6 +8,7 @@ from functools import cache
 
 from shardscope.core.errors import find_nearest, find_similar
 
+# A model's source begins with the address of its config.json on the Hub.
 _REPOSITORY = re.compile(r"^https://huggingface\.co/([^/\s;]+/[^/\s;]+)/")
 
 
@@ -39,6 +40,7 @@ class ModelNames:
     def find_similar(self, text: object) -> str | None:
         """Return the model whose name or repository is spelled like ``text``; None if there is none."""
         model, names = _drop_owner(text), self._list_spellings()
+        # A prefix first: an instruction-tuned or quantized copy has the base model's name and a suffix.
         spelling = _find_longest_prefix(model, names) or find_similar(model, names)
         return None if spelling is None else names[spelling]
 
@@ -49,6 +51,7 @@ class ModelNames:
 
     def _list_spellings(self) -> dict[str, str]:
         """Return known spelling -> name in the catalogue: names, and repositories without their owner."""
+        # Without the owner, whose letters would count as similarity.
         spellings = {name: name for name in self._names}
         spellings |= {repository.partition("/")[2]: name for repository, name in self._by_repository.items()}
         return spellings

@@ -96,6 +96,7 @@ class Architecture(Serializable):
         if not isinstance(self.name, str) or not 1 <= len(self.name) <= 200 or not self.name.isprintable():
             refuse("Architecture.name", self.name, "1 to 200 printable characters", Value("my-model"))
         check_choice("Architecture.model_type", self.model_type, MODEL_TYPES)
+        # Each field alone first: the checks of combinations below assume valid numbers.
         for field in (
             "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
@@ -124,6 +125,8 @@ class Architecture(Serializable):
 
     def _check_heads(self) -> None:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        # Each key/value head serves an equal group of query heads (transformers 5.24, modeling_llama.py,
+        # LlamaAttention.num_key_value_groups).
         if heads % kv_heads:
             fix = max(d for d in range(1, min(kv_heads, heads) + 1) if heads % d == 0)
             allowed = f"a divisor of num_attention_heads={heads}"
@@ -145,6 +148,7 @@ class Architecture(Serializable):
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
         """Create one from ``to_dict``'s output. Raises ``ValueError`` for unknown, missing or bad values."""
+        # The data does not name its class; only UnknownFamily has the field ``config_json``.
         if cls is Architecture and "config_json" in data:
             from shardscope.families.unknown import UnknownFamily  # circular import
 
@@ -187,6 +191,8 @@ class Architecture(Serializable):
         """Return whether decoder layer ``layer_index`` (from 0) has routed experts instead of a dense MLP."""
         self._check_layer(layer_index)
         moe = self.mixture_of_experts
+        # first_k_dense_replace as in DeepseekV3DecoderLayer; mlp_only_layers and decoder_sparse_step as in
+        # Qwen3MoeDecoderLayer (transformers 5.24).
         return (
             moe is not None
             and layer_index >= moe.first_k_dense_replace
@@ -285,6 +291,7 @@ class Architecture(Serializable):
         moe, experts = self.mixture_of_experts, self.parameter_groups.get("experts", 0)
         if moe is None:
             return self.num_parameters
+        # The router and shared experts run for every token; routed experts all have the same size.
         return self.num_parameters - experts // moe.num_experts * (moe.num_experts - moe.num_experts_per_tok)
 
     # ------------------------------------------------------------------------------------------ FLOPs
@@ -296,6 +303,7 @@ class Architecture(Serializable):
         for moe, layers in ((False, self.num_hidden_layers - moe_layers), (True, moe_layers)):
             if layers:
                 for group, count in self._get_layer_counts(moe)[1].items():
+                    # A token is multiplied by its top-k experts only.
                     if group == "experts" and self.mixture_of_experts is not None:
                         experts = self.mixture_of_experts
                         count = count // experts.num_experts * experts.num_experts_per_tok
@@ -322,6 +330,7 @@ class Architecture(Serializable):
         check_flag("causal", causal)
         tokens = _check_tokens(seq_len)
         latent = self.latent_attention
+        # Two matmuls per key: scores over the width of a query, then their product with the values.
         width = latent.qk_head_dim + latent.v_head_dim if latent else 2 * self.head_dim
         sliding = self.sliding_window_layers
         keys = (self.num_hidden_layers - sliding) * (tokens / 2 if causal else tokens)

@@ -89,6 +89,7 @@ class Gpu(Serializable):
         for optional in ("architecture", "link"):
             if getattr(self, optional) is not None:
                 _check_name(f"Gpu.{optional}", getattr(self, optional))
+        # The driver reserves a part of the memory, so ``usable_bytes`` is at most ``memory_bytes``.
         memory = check_integer("Gpu.memory_bytes", self.memory_bytes, low=2**20, high=MAX_BYTES)
         check_integer("Gpu.usable_bytes", self.usable_bytes, low=2**20, high=memory)
         check_flag("Gpu.memory_is_shared", self.memory_is_shared)
@@ -107,6 +108,7 @@ class Gpu(Serializable):
             for precision, value in self.peak_flops.items()
         }
         object.__setattr__(self, "peak_flops", MappingProxyType(peaks))
+        # The bounds catch other units, such as 3,350 (GB/s) for bytes/s.
         for name, low, high in (
             ("memory_bandwidth_bytes_per_second", 1e6, 1e15),
             ("tdp_watts", 1.0, 1e5),
@@ -227,9 +229,12 @@ class Cluster(Serializable):
 
         if not isinstance(gpu, Gpu):
             refuse("Cluster.gpu", gpu, "a Gpu", "ss.gpus['h100-sxm-80gb']")
+        # An unknown GPU has no entry, so that every look-up below falls back to the assumed link.
         entry = load_table("gpus").get(gpu.name, {})
         across = links[entry.get("inter_node_link", "ethernet-25g")]
         host_memory = get_host_memory_bytes() if gpu.name == "cpu" else entry.get("host_memory_bytes")
+        # The assumed network has a name of its own, by which ``timing/rates.py`` (check_links) refuses to
+        # predict a step from it.
         return cls(
             gpu=gpu,
             gpus_per_node=gpus_per_node,
@@ -260,6 +265,7 @@ class Cluster(Serializable):
         if not match:
             refuse("cluster", text, form, Value("8xh100-sxm-80gb"))
         counts = [int(count) for count in match[1].split("x") if count]
+        # The last count is GPUs per node: "4x8x..." is four nodes of eight.
         per_node, nodes = (counts or [1])[-1], counts[0] if len(counts) == 2 else 1
         if match[2] not in gpus:
             meant = find_similar(match[2], gpus)
@@ -268,6 +274,7 @@ class Cluster(Serializable):
             )
             allowed, problem = f"{form}; types: {', '.join(gpus)}", f"{match[2]} is not in the catalogue"
             refuse("cluster", text, allowed, fix, problem=problem)
+        # CPU ranks are launched as processes of this machine.
         if match[2] == "cpu" and nodes > 1:
             refuse("cluster", text, "CPU ranks of this one machine", Value(f"{per_node}xcpu"))
         return cls.of(gpus[match[2]], per_node, nodes)

@@ -83,6 +83,7 @@ class FieldError(ValueError):
     def with_fix(self, fix: Fix) -> FieldError:
         """Return the same error with another fix and the same traceback."""
         text = write_fix(fix)
+        # The message ends with the fix and a full stop (see ``__init__``).
         changed = _restore(f"{str(self).removesuffix(f'{self.fix}.')}{text}.", _copy_state(self))
         changed.fix, changed.fix_values = text, _get_fix_values(fix, self.field_names)
         return changed.with_traceback(self.__traceback__)
@@ -147,6 +148,7 @@ def refuse(field: str, value: object, allowed: str, fix: Fix, problem: str = "")
 def check_integer(field: str, value: object, *, low: int, high: int) -> int:
     """Return ``value`` as an int. Raises ``ValueError`` unless it is an integer in ``low..high``, no bool."""
     allowed = f"a whole number from {low:,} to {high:,}"
+    # bool is a subclass of int. ``__index__`` accepts numpy's integers and rejects every float.
     if isinstance(value, bool | str | bytes) or value is None:
         refuse(field, value, allowed, _find_nearest_number(value, low, high))
     try:
@@ -161,6 +163,7 @@ def check_integer(field: str, value: object, *, low: int, high: int) -> int:
 def check_number(field: str, value: object, *, low: float, high: float) -> float:
     """Return ``value`` as a float. Raises ``ValueError`` unless it is a number in ``low..high``, no bool."""
     allowed = f"a number from {low:g} to {high:g}"
+    # bool is a subclass of int: True would count as 1.0.
     if isinstance(value, bool) or not isinstance(value, int | float):
         refuse(field, value, allowed, Value(low))
     # float() of an int beyond 1e308 raises OverflowError, so compare first.
@@ -180,6 +183,7 @@ def check_flag(field: str, value: object) -> bool:
 def check_choice(field: str, value: object, choices: Iterable[Option]) -> Option:
     """Return ``value``. Raises ``ValueError``, with the nearest choice, unless it is in ``choices``."""
     options = list(choices)
+    # Compare types too: otherwise True and 1.0 would pass as the choice 1.
     for option in options:
         if value is option or (type(value) is type(option) and value == option):
             return option
@@ -194,6 +198,7 @@ def check_keys(owner: str, data: Mapping[str, object], allowed: Iterable[str]) -
             similar = find_similar(key, names)
             fix = repr(similar) if similar else f"leave {key} out"
             error = FieldError(f"{owner} key", key, ", ".join(names) or "none", fix)
+            # The key itself, so that its line in the file is found (``text_positions.py``).
             error.field_names = [key]
             raise error
 
@@ -235,11 +240,13 @@ def _find_nearest_number(value: object, low: int, high: int) -> Value:
         return Value(low)
     if math.isnan(number):
         return Value(low)
+    # round() raises OverflowError for infinities, which the bounds replace.
     return Value(int(min(max(round(number) if math.isfinite(number) else number, low), high)))
 
 
 def _format_value(value: object) -> str:
     """Return ``repr(value)``, shortened to 80 characters; safe if ``__repr__`` raises."""
+    # The value may be anything, also an object of the user's class whose __repr__ raises.
     try:
         text = repr(value)
     except Exception:

@@ -51,11 +51,13 @@ def suggest_complete_fixes(kind: type[T]) -> type[T]:
     The constructor raises the original ``FieldError`` with the complete fix, or one for the unknown keyword.
     """
     names = _get_init_fields(kind)
+    # The topmost dataclass: errors name a field of any framework's layout as "Layout.tp".
     owner = [base.__name__ for base in kind.__mro__ if is_dataclass(base)][-1]
     initialize = kind.__init__
 
     @wraps(initialize)
     def initialize_with_fixes(self: T, *args: object, **values: object) -> None:
+        # Before the generated __init__, whose TypeError would not suggest the nearest field.
         if not names.keys() >= values.keys():
             check_keys(owner, values, names)
         try:
@@ -95,6 +97,7 @@ def find_complete_fix(subject: DataclassInstance, error: FieldError) -> dict[str
     first_fix = error.fix_values
     if first_fix is None:
         return None
+    # The search constructs the object many times; each failure would start a search of its own.
     with without_fix_search():
         search = _Search(subject)
         changes = search.extend({}, first_fix)
@@ -112,6 +115,7 @@ def find_changes(error: FieldError) -> dict[str, object]:
     """Return the changes of ``error.fix``; see :attr:`FieldError.changes`."""
     if error.field.endswith(" key"):
         return {}  # the fix is another key, not another value
+    # "Recipe.seq_len" names the class before the dot; "Layout tp x pp" has none.
     owner = error.field.removeprefix("Layout ").rpartition(".")[0]
     owner = "Layout" if error.field.startswith("Layout ") else owner
     changes: dict[str, object] = {}
@@ -149,6 +153,7 @@ class _Search:
             recipe_fields = _get_init_fields(_get_parts(self._subject)[0])
             before = {name: value for name, value in before.items() if name in recipe_fields}
         changes = {**before, **step}
+        # The same changes in another order are the same candidate.
         key = repr(sorted(changes.items(), key=lambda item: item[0]))
         if key in self._tried or len(self._tried) >= MAX_TRIES:
             return None
@@ -174,6 +179,7 @@ class _Search:
         """Yield the changes to try next: the error's own fix, then the default values of its fields."""
         if error.fix_values is not None:
             yield error.fix_values
+        # If the suggested values lead to no valid object, the fields' defaults may.
         defaults = {
             name: field.default
             for part in _get_parts(self._subject)

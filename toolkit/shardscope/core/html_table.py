@@ -19,7 +19,9 @@ NO_VALUE = "–"
 
 def render_html_table(head: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:
     """Return a table with one line per row. Numbers are right-aligned; every cell is escaped."""
+    # ``rows`` may be a generator, and is read twice.
     shown = [list(row) for row in rows]
+    # The head of a column is right-aligned if all of its cells are.
     is_number = [
         bool(shown) and all(isinstance(row[i], int | float | None) for row in shown) for i in range(len(head))
     ]
@@ -71,6 +73,7 @@ def format_value(value: object) -> str:
     """Return a value as text: ``4,096``, ``0.404``, "yes"; a nested object as its name."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return NO_VALUE
+    # bool before int, of which it is a subclass.
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):

@@ -84,6 +84,7 @@ def _scan_keys(text: str) -> Iterator[tuple[int, str, KeyPath | None, bool]]:
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    # json.loads without a hook keeps the last value silently.
     values = dict(pairs)
     if len(values) < len(pairs):
         raise _DuplicateKeyError

@@ -96,6 +96,8 @@ class Layout(Serializable):
         Later fields may have to change for them; :meth:`find_nearest_valid` computes their values.
         """
         valid_values: dict[str, list[OptionValue]] = {}
+        # Start with the defaults and set one field after the other, so that each field's values are those
+        # that are valid together with the user's earlier choices.
         layout = type(self)()
         for field, values in self.choices.items():
             valid_values[field] = [
@@ -180,6 +182,8 @@ class Layout(Serializable):
     @check_keywords
     def ddp() -> Layout:
         """Create a layout for PyTorch DistributedDataParallel: full replicas, gradients all-reduced."""
+        # The class is in ``frameworks/``, which imports this module: it is looked up in the registry at the
+        # call.
         return _create_layout("ddp")
 
     @staticmethod
@@ -284,6 +288,7 @@ class Layout(Serializable):
 
     def to_dict(self) -> dict[str, object]:
         """Return all fields and the name of the framework that they belong to."""
+        # Field names repeat between frameworks, so a stored layout must name its class.
         return {"framework": self.framework, **super().to_dict()}
 
     @classmethod
@@ -352,7 +357,10 @@ def check_heads(architecture: Architecture, tp: int, shares_key_value_heads: boo
     """
     for field in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(architecture, field)
+        # megatron-core 0.16, transformer_config.py: num_query_groups must be a multiple or a divisor of the
+        # tensor-parallel size; with fewer groups than ranks, several ranks hold the same one.
         shares = shares_key_value_heads and field == "num_key_value_heads"
+        # Latent attention expands one compressed vector to keys and values of every query head.
         if architecture.latent_attention is not None and field == "num_key_value_heads":
             continue
         if heads % tp and not (shares and tp % heads == 0):
@@ -390,6 +398,7 @@ def check_experts(architecture: Architecture, ep: int, data_parallel: int) -> No
             f"a divisor of {architecture.name}'s num_experts={experts.num_experts}",
             {"ep": find_largest_divisor(experts.num_experts, ep)},
         )
+    # Expert-parallel groups partition the data-parallel ranks.
     if data_parallel % ep:
         refuse(
             "Layout.ep",
@@ -404,6 +413,8 @@ def check_context(recipe: Recipe, cp: int) -> None:
 
     Each rank has two equal chunks, from the head and the tail of the sequence, to balance causal attention.
     """
+    # torch 2.13, distributed/tensor/experimental/_context_parallel/_load_balancer.py, _HeadTailLoadBalancer;
+    # megatron-core 0.16, core/utils.py, get_batch_on_this_cp_rank: both view the sequence as 2 * cp chunks.
     if cp > 1 and recipe.seq_len % (2 * cp):
         shared = gcd(recipe.seq_len // 2, cp) if recipe.seq_len % 2 == 0 else 1
         longer = -(-recipe.seq_len // (2 * cp)) * 2 * cp
@@ -423,6 +434,7 @@ def split_layers_evenly(num_layers: int, pp: int) -> list[int]:
 
 def list_divisors(number: int) -> list[int]:
     """Return all divisors in ascending order."""
+    # Divisors come in pairs around the square root, which is its own partner if it is whole.
     small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
 

@@ -17,6 +17,7 @@ LLaMA 7B and 65B have 128 and 102."""
 def build_model_of_size(size: str) -> Architecture:
     """Create the architecture; see :meth:`shardscope.core.architecture.Architecture.of_size`."""
     target = _parse_size(size)
+    # With a full-size vocabulary, the embedding would be most of a small model's parameters.
     vocab = 2_048 if target < 10**7 else 8_192 if target < 10**8 else 32_000
     tied = target < 10**9
     # Try all hidden sizes; keep the shape nearest to ASPECT and to an MLP of 8/3 hidden within 2.5 %.
@@ -30,6 +31,7 @@ def build_model_of_size(size: str) -> Architecture:
             intermediate = _fit_intermediate_size(target, outer, hidden, layers, head_dim)
             if not intermediate or layers > 1_024:
                 continue
+            # Llama's layer: four square attention matrices, three MLP matrices and two norms.
             count = outer + layers * (4 * hidden * hidden + 3 * hidden * intermediate + 2 * hidden)
             error = abs(count / target - 1)
             if error > 0.025:

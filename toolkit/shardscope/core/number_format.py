@@ -8,6 +8,7 @@ from collections.abc import Iterable
 def format_gib(num_bytes: float) -> str:
     """Return ``num_bytes`` in GiB without the unit: three significant digits, at most two decimals."""
     value = num_bytes / 2**30
+    # The limits are where rounding adds a digit: 99.96 is shown as 100, not as 100.0.
     if value >= 99.95:
         return f"{value:,.0f}"
     if value >= 9.995:

@@ -149,6 +149,7 @@ def pick_largest_row(rows: Sequence[Row]) -> Row:
     largest = rows[0]
     for row in rows[1:]:
         is_larger = row[0] > largest[0]  # type: ignore[operator]  # the first field of a row is a number
+        # By identity: for arrays the comparison gives an array, which has no single truth value.
         if is_larger is True:
             largest = row
         elif is_larger is not False:
@@ -177,9 +178,12 @@ def map_distinct(function: Callable[[*Ts], T], *numbers: *Ts) -> T:
         return array.map_distinct(function, *numbers)
     if not any(isinstance(number, np.ndarray) for number in numbers):
         return function(*numbers)
+    # Thousands of plans have few distinct rows; the scalar function runs once for each of them.
     columns = np.stack(np.broadcast_arrays(*cast("tuple[float, ...]", numbers)))
     distinct, indices = np.unique(columns, axis=1, return_inverse=True)
+    # numpy 2.0.0 returns ``return_inverse`` with the dimensions of the input.
     indices = indices.reshape(-1)
+    # numpy's integers wrap around; Python's do not.
     rows = (tuple(int(number) for number in row) for row in distinct.T)
     results = [function(*cast("tuple[*Ts]", row)) for row in rows]
     return cast("T", stack_fields(results, lambda field: np.array(field)[indices]))

@@ -105,6 +105,7 @@ class Plan(Serializable):
         from shardscope.prediction.step import predict_step
         from shardscope.timing.calibration.curves import select_rates
 
+        # The rates are the cache's key, because ``ss.calibrate()`` may change them between two calls.
         rates = select_rates(self.cluster)
         report = self._steps.get(rates)
         if report is None:
@@ -245,6 +246,7 @@ class Plan(Serializable):
     def from_dict(cls, data: Mapping[str, object]) -> Self:
         """Create a plan from :meth:`to_dict`'s output. Raises ``ValueError`` for bad or missing keys."""
         check_keys("Plan", data, _PARTS)
+        # Not left to the constructor, which would ask for an Architecture in place of its fields.
         for name, kind in _PARTS.items():
             value = data.get(name)
             if not isinstance(value, Mapping):

@@ -25,6 +25,8 @@ class Widths(NamedTuple):
 widths: dict[str, Widths] = {
     "bf16-mixed": Widths(FP32, HALF, FP32),
     "fp16-mixed": Widths(FP32, HALF, FP32),
+    # fp8 exists inside matmuls only: torchao 0.18's Float8Linear keeps its weight in high precision and casts
+    # it in each forward (torchao/float8/float8_linear.py).
     "fp8-mixed": Widths(FP32, HALF, FP32),
     "bf16": Widths(HALF, HALF, HALF),
     "fp32": Widths(FP32, FP32, FP32),

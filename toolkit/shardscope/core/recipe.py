@@ -108,6 +108,7 @@ class Recipe(Serializable):
     (Fedus et al. 2021). None: dropless."""
 
     def __post_init__(self) -> None:
+        # Each field alone first: the error then names one field, not a combination.
         for field, high in (
             ("seq_len", 2**24),
             ("micro_batch_size", 2**16),
@@ -170,12 +171,15 @@ class Recipe(Serializable):
             return
         if self.lora_rank is not None:
             self._check_number("lora_rank", 4096)
+        # None means all attention projections, which depend on the architecture (``prediction/support.py``
+        # checks named ones).
         if self.lora_targets is None:
             return
         if isinstance(self.lora_targets, str) or not isinstance(self.lora_targets, tuple | list):
             refuse("Recipe.lora_targets", self.lora_targets, "a tuple of names", Value(("q_proj", "v_proj")))
         if not self.lora_targets:
             refuse("Recipe.lora_targets", self.lora_targets, "at least one name", Value(None))
+        # Names without dots: peft matches them as the last part of module names (LoraConfig.target_modules).
         for target in self.lora_targets:
             if not isinstance(target, str) or not target.isidentifier():
                 refuse("Recipe.lora_targets", target, "names of projections", Value("q_proj"))

@@ -146,10 +146,12 @@ def _read_envelope(text: object, class_name: str) -> dict[str, object]:
         raise ValueError(f"{class_name} JSON is nested too deeply; allowed: {source}.") from error
     if not isinstance(data, dict):
         refuse(f"{class_name} JSON", data, "one JSON object", source)
+    # The class before the fields: an unknown key would hide that the file holds another object.
     stored_class, version = data.get("shardscope"), data.get("version")
     if stored_class != class_name:
         location = _find_positions(text, class_name, data).locate("shardscope")
         refuse(location, stored_class, repr(class_name), f"use {class_name}.from_json on a {class_name}")
+    # Not isinstance, because true is an int in Python.
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         location = _find_positions(text, class_name, data).locate("version")
         refuse(location, version, f"1 to {FORMAT_VERSION}", "pip install -U shardscope")

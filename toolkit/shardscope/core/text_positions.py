@@ -51,6 +51,7 @@ class TextPositions:
         The invalid fields come first, then those that the message compares them with. For a product of
         degrees, fields that are 1 are omitted.
         """
+        # A product of degrees has no field at fault: only degrees above 1 are worth a line number.
         invalid = [paths[name] for name in error.field_names if name in paths]
         compared = [paths[name] for name in error.mentioned_names if name in paths]
         if len(error.field_names) > 1:  # a product

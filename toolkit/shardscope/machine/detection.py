@@ -79,6 +79,8 @@ def _query_gpus(visible: str | None, query: Callable[[ModuleType, object, int], 
     except pynvml.NVMLError:  # a GPU that fell off the bus, a container without permission
         return []
     finally:
+        # NVML counts initializations, so that other users in this process keep theirs (NVML API reference,
+        # nvmlShutdown).
         pynvml.nvmlShutdown()
 
 
@@ -98,6 +100,7 @@ def parse_visible_devices(visible: str | None, uuids: list[str]) -> list[int]:
     indices = _drop_after_invalid(_parse_leading_number(entry.strip()) for entry in visible.split(","))
     if _has_duplicates(indices):
         return []
+    # torch 2.13, cuda/__init__.py, _device_count_nvml: the list ends at the first index without a GPU.
     return list(itertools.takewhile(lambda index: index < len(uuids), indices))
 
 
@@ -163,6 +166,8 @@ def query_nvml(pynvml: ModuleType, query: Callable[[], T]) -> T | None:
 
 
 def _read_reserved_bytes(pynvml: ModuleType, handle: object, memory: int) -> int:
+    # Only version 2 of the structure has the reserve (nvml.h, nvmlMemory_v2_t). Older drivers lack the
+    # function, and older pynvml the argument.
     try:
         reserved = int(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).reserved)
     except (pynvml.NVMLError, AttributeError, TypeError):

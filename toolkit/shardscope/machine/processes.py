@@ -15,6 +15,7 @@ from pathlib import Path
 
 from shardscope.machine.os_errors import is_absent
 
+# Numbers from linux/prctl.h; Python has no wrapper of prctl(2).
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -103,6 +104,7 @@ def kill_descendants(timeout_seconds: float = 5.0) -> bool:
     """Send SIGKILL to all descendants and reap them. Return False if some are left after the timeout."""
     deadline = time.monotonic() + timeout_seconds
     while pids := list_descendants():
+        # List again in each round: a process may have forked between the listing and its signal.
         for pid in pids:
             signal_process(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
