@@ -55,6 +55,7 @@ def predict_memory(plan: Plan) -> MemoryReport:
     }
 
     def find_stages() -> tuple[StageMemory, ...]:
+        # Stages of one kind have equal weights, and so one training state, unless neighbours count.
         states = [] if depends_on_neighbours else [model.compute_training_state(plan, s) for s in stages]
 
         def find_stage(number: int, kind: int) -> StageMemory:
@@ -101,6 +102,7 @@ def _find_peak_stages(stages: list[Stage]) -> list[Stage]:
 def _build_stage(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> StageMemory:
     """Return the memory of one stage; its phases are computed lazily."""
     host_bytes = state.host_bytes
+    # Offloaded activations are on the host from the end of a layer's forward to its backward.
     if plan.recipe.recompute == "offload":
         host_bytes += TransformersActivations(plan, modules, stage).compute_offloaded()
     return StageMemory(
@@ -165,6 +167,8 @@ def _find_candidates(plan: Plan, modules: Modules, stage: Stage, state: Training
     activations = TransformersActivations(plan, modules, stage)
     find_logits = state.find_logits or TransformersActivations.compute_logits
     logits_in_forward, logits_in_backward = find_logits(activations)
+    # At the end of a forward, gradients are those of earlier micro-batches; of the first, those that the
+    # framework keeps from step to step, if any.
     with_one_micro_batch = state.gradients_rest or (
         state.gradients if state.keeps_gradients else _NO_GRADIENTS
     )
@@ -189,6 +193,7 @@ class _StagePhases:
     def __init__(self, plan: Plan, state: TrainingState) -> None:
         self.on_gpu, self.state = plan.on_gpu, state
         gpu = self.gpu = plan.cluster.gpu
+        # Communicators and the context are created before the first step and live as long as the process.
         estimate_point = partial(_estimate_communication, gpu.vendor)
         self.communication = map_distinct(estimate_point, *state.group_sizes)
         self.runtime = overheads.estimate_runtime(gpu.vendor, gpu.architecture).point

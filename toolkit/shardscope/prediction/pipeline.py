@@ -40,6 +40,7 @@ class Pipeline(NamedTuple):
         """Return the seconds of the bubble of 1F1B, or interleaved with ``vpp`` chunks; 0 for one stage."""
         if len(self.kind_of) == 1:
             return 0.0
+        # Without the parts that run once per step: no micro-batch waits for them (``timing/stages.py``).
         all_stages = sum([self.kinds[kind].repeated for kind in self.kind_of])
         return compute_bubble_seconds(all_stages, self.slowest.repeated, vpp, micro_batches)
 
@@ -50,6 +51,7 @@ def compute_pipeline(plan: Plan, rates: Rates) -> Pipeline:
     model = framework.memory_model()
     shapes = model.find_shapes(plan)
     work = prepare_layers(plan, find_modules(plan), rates, framework.timing_model())
+    # Only stages of different kinds are computed: equal ones take equal times.
     kinds = [compute_stage_seconds(work, model.count_weights(plan, shape)) for shape in shapes.kinds]
     busy = [kind.busy for kind in kinds]
     limit = TIE_TOLERANCE * max(busy)
@@ -80,6 +82,7 @@ def compute_bubbles(plan: Plan) -> dict[Schedule, float]:
     other_stages = sum(matrices[kind] for kind in pipeline.kind_of) - pipeline.slowest.parts["matrices"]
     weights = share * other_stages / micro_batches
     bubbles: dict[Schedule, float] = {"gpipe": plain, "1f1b": plain}
+    # Two chunks are the least that interleave; a chunk needs a layer.
     chunks = max(2, plan.degrees.vpp)
     if plan.degrees.vpp > 1 or plan.architecture.num_hidden_layers >= chunks * pp:
         bubbles["interleaved"] = pipeline.compute_bubble(chunks, micro_batches)

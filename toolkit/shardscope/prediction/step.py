@@ -26,6 +26,7 @@ def predict_step(plan: Plan, rates: Rates) -> StepReport:
     """Return the step report of ``plan`` at ``rates``. Raises ``ValueError`` that names an unknown figure."""
     pipeline = compute_pipeline(plan, rates)
     slowest, bubble = pipeline.slowest, pipeline.compute_bubble(plan.degrees.vpp, plan.num_micro_batches)
+    # A stage has the seconds of every part but the bubble, which depends on the other stages.
     parts: dict[Part, float] = {part: slowest.parts.get(part, bubble) for part in PARTS}
     if plan.recipe.optimizer.startswith("paged"):
         # A page is evicted before the next one is fetched: transfers alternate and overlap with nothing.

@@ -42,6 +42,7 @@ def check_targets(arch: Architecture, recipe: Recipe) -> None:
     """Raise ``ValueError`` for adapters of projections that the model lacks or that peft fuses in experts."""
     if not recipe.lora_targets:
         return
+    # Not a check of ``Recipe``: the names depend on the architecture.
     known = {target for target, _ in arch.lora_shapes}
     for target in recipe.lora_targets:
         if target not in known:
@@ -51,6 +52,8 @@ def check_targets(arch: Architecture, recipe: Recipe) -> None:
                 f"projections of {arch.name}: {', '.join(sorted(known)) or 'none'}",
                 f"lora_targets=({find_nearest(target, sorted(known))!r},)",
             )
+        # peft 0.21.2, utils/transformers_weight_conversion.py, converts these names to the fused experts'
+        # gate_up_proj and down_proj.
         if target in FUSED_IN_EXPERTS and arch.num_moe_layers:
             refuse(
                 "Recipe.lora_targets",
@@ -63,6 +66,7 @@ def check_targets(arch: Architecture, recipe: Recipe) -> None:
 
 def check_sequence(arch: Architecture, recipe: Recipe) -> None:
     """Raise ``ValueError`` for a sequence longer than the model's learned positions."""
+    # Rotary and ALiBi positions are computed for any length; learned ones are rows of an embedding.
     limit = arch.max_position_embeddings
     if arch.position_embedding == "learned" and recipe.seq_len > limit:
         refuse(
@@ -102,6 +106,7 @@ def _refuse_unsupported(plan: Plan, field: str, value: object) -> None:
     open_field = field in ("kernels", "attention", "loss", "quantization")
     allowed = ", ".join(map(repr, (None, *values) if open_field else values))
     fix: Fix
+    # FSDP2 runs every method, and Megatron-core none but "full".
     if field == "method":
         fix = {"layout": "fsdp2"}
     else:
@@ -115,6 +120,7 @@ def _check_kernels(plan: Plan) -> None:
     # Megatron has fused kernels of its own, with formulas of their own.
     if plan.kernels == "megatron":
         return
+    # The fused loss is Liger's kernel too, whatever the other modules are.
     uses_liger = recipe.kernels == "liger" or recipe.loss == "fused"
     field, value = ("kernels", "liger") if recipe.kernels == "liger" else ("loss", recipe.loss)
     if recipe.kernels == "liger" and (arch.model_type not in LIGER_FAMILIES or arch.num_moe_layers):
@@ -275,6 +281,7 @@ def _check_attention(plan: Plan) -> None:
     attention, arch = plan.recipe.attention, plan.architecture
     if attention is None or plan.kernels == "megatron":
         return
+    # transformers' default is SDPA where the family supports it (``_supports_sdpa``), else eager.
     own = "sdpa" if find_family(arch).has_sdpa else "eager"
     if attention != own and arch.model_type not in CHOOSABLE:
         refuse(

@@ -17,11 +17,13 @@ def explain_part(part: Part, plan: Plan, rates: Rates, suffix: str) -> str:
     """Return the formula of one part with its numbers, followed by ``suffix`` and the rates' source."""
     recipe, degrees = plan.recipe, plan.degrees
     precision = PEAKS[recipe.precision]
+    # Two precisions, because attention never runs in fp8 (see HALF_PEAKS).
     rate, attention = (
         rates.get_matmul_rate(precision),
         rates.get_attention_rate(HALF_PEAKS[recipe.precision], plan.kernels),
     )
     passes = rates.get_passes(plan.kernels)
+    # With a capacity, the tokens beyond it are dropped, so it replaces the imbalance (Fedus et al. 2021).
     load = recipe.expert_capacity_factor or recipe.expert_imbalance
     memory = f"{rates.get_memory_bandwidth() / 1e12:.2f} TB/s"
     formulas: dict[Part, str] = {

@@ -44,6 +44,8 @@ def count_hardware_flops_per_token(plan: Plan) -> float:
     attention = (_all_trained(arch, recipe.seq_len, causal) - 3 * matrices) / 3
     recomputed = 0.0
     if recipe.recompute == "full":
+        # Checkpointing wraps decoder layers (transformers 5.24, modeling_layers.py,
+        # GradientCheckpointingLayer), so the head's matmul does not run again.
         recomputed = matrices - head + attention
     elif recipe.recompute == "selective" and plan.kernels == "megatron":
         recomputed = attention

@@ -58,6 +58,7 @@ def compute_end_seconds(work: LayerWork, stage: Stage) -> EndSeconds:
     moved = chunks * rows * hidden + tokens * (rows + hidden)
     # The padded rows of the vocabulary are included.
     missed = tokens * map_distinct(partial(count_unaligned, hidden), stage.head // hidden)
+    # The head stays in bf16 where layers multiply in fp8 (see HALF_PEAKS in ``timing/layers.py``).
     product = stage.is_last * work.half_rate.seconds(tokens * rows * hidden, moved, missed)
     logits = compute_logits_per_token(
         rows,
@@ -70,6 +71,7 @@ def compute_end_seconds(work: LayerWork, stage: Stage) -> EndSeconds:
     loss = stage.is_last * tokens * 2 * (logits.forward + logits.backward) / work.memory
     return EndSeconds(
         forward=product,
+        # The gradient of the input is always needed, that of the weights only if they train.
         backward=(1 + modules.trained) * product,
         recomputation=(kind == "chunked") * product,
         loss=loss,

@@ -87,6 +87,7 @@ class LayerWork:
         self.arch = plan.architecture
         # Plans with equal tokens per rank share all that depends on tokens, whatever product gave them.
         self.tokens: int = group_equal(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
+        # With sequence parallelism, norms and residuals have a part of the tokens only.
         self.cut: int = where(plan.layout.splits_sequence, degrees.tp, 1)
         self.expert_tp: int = getattr(plan.layout, "expert_tp", degrees.tp)
         self.rate = rates.get_matmul_rate(PEAKS[recipe.precision])
@@ -94,6 +95,7 @@ class LayerWork:
         self.memory = rates.get_memory_bandwidth()
         self.passes = rates.get_passes(modules.kernels)
         self._layers: dict[bool, LayerSeconds] = {}
+        # Last, because it reads the attributes above.
         self.parallel = list_parallel_collectives(self)
 
     def call_seconds(self, transfer: Transfer) -> float:
@@ -195,6 +197,8 @@ class LayerWork:
             # Eager and math attention multiply all scores, as plain matmuls do.
             once = self.half_rate.seconds(*count_eager_attention(arch, seq_len, self.tokens, tp))
             return once, 2 * once
+        # torch 2.13, utils/flop_counter.py: sdpa_flop_count has two matmuls, sdpa_backward_flop_count five,
+        # because the scores are computed again.
         rate = self.rates.get_attention_rate(HALF_PEAKS[self.plan.recipe.precision], modules.kernels)
         flops = (
             self.tokens * count_attention_flops_per_token(arch, seq_len) / tp * (1 + rate.half_keys / seq_len)
@@ -261,6 +265,8 @@ class LayerWork:
         """
         recompute = self.plan.recipe.recompute
         if recompute == "full":
+            # torch 2.13, utils/checkpoint.py, ``early_stop``: the forward is left as soon as all tensors that
+            # backward needs exist, and none comes after the last matmul.
             last = products.last.seconds(self.tokens, self.rate) if self.overlap.stops_early else 0.0
             return forward.seconds - last
         if recompute == "selective":
@@ -273,6 +279,7 @@ def count_saved_bytes_per_token(
     arch: Architecture, moe: bool, modules: Modules, tp: int, cut: int, expert_tp: int
 ) -> float:
     """Return bytes per token saved by one layer on one rank; for mixed sliding windows, by one without."""
+    # With fewer key/value heads than ranks, several ranks hold the same head: the heads bound the division.
     parts = {
         "tp": tp,
         "key_value_heads": min(tp, arch.num_key_value_heads),

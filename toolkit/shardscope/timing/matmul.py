@@ -96,12 +96,17 @@ def _list_layer_products(arch: Architecture, moe: bool, tp: int, ep: int, expert
     dense = last = expert = _MatrixSums()
     num_experts = 0
     down = list_parameter_names(arch).down
+    # Routed experts have tokens of their own (second loop); norms and biases have one column and no matmul.
     for group, name, _, rows, columns in list_rank_shapes(arch, moe, tp, ep):
         if group == "experts" or columns == 1:
             continue
         dense = dense.add_matrix(rows, columns)
+        # With a norm after the MLP, and with experts, whose outputs are weighted, an operator that saves a
+        # tensor comes after the last matmul.
         if down in name and not moe and arch.norms_per_layer <= 2:
             last = _MatrixSums().add_matrix(rows, columns)
+    # Inside experts the tensor-parallel degree may differ (megatron-core 0.16, model_parallel_config.py,
+    # expert_tensor_parallel_size).
     for group, _, copies, rows, columns in list_rank_shapes(arch, moe, expert_tp, ep):
         if group == "experts" and rows > 1:
             expert = expert.add_matrix(rows, columns)

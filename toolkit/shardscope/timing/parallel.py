@@ -94,6 +94,7 @@ def _list_tensor_parallel(work: LayerWork) -> list[Transfer]:
     """
     plan, overlap = work.plan, work.overlap
     tp, stream, times = plan.degrees.tp, _count_stream_bytes(work), plan.num_micro_batches
+    # Recomputation runs the layer's forward again, its reductions included.
     recomputation = times * (1 + compute_recomputed_share(plan))
 
     def build_transfer(
@@ -136,7 +137,9 @@ def _list_context_parallel(work: LayerWork) -> list[Transfer]:
     plan = work.plan
     tp, cp = plan.degrees.tp, plan.degrees.cp
     width = attention_widths(work.arch)
+    # Latent attention exchanges expanded keys and values, one for each query head.
     heads = work.arch.num_attention_heads if work.arch.latent_attention else work.arch.num_key_value_heads
+    # Further tensor-parallel ranks hold the same heads again.
     cut = map_distinct(partial(min, heads), tp)
     keys = work.tokens * cp * (width.key + width.value) * work.modules.compute / cut
     times = plan.num_micro_batches
@@ -154,6 +157,7 @@ def _list_context_parallel(work: LayerWork) -> list[Transfer]:
         overlaps_with="attention",
         exposed_share=exposed_share,
     )
+    # Backward exchanges keys and values again, and returns their gradients.
     if not work.overlap.sends_gradients_home:
         return [forward, forward._replace(times=2 * times)]
     # In fp32, around the ring with attention on the next part; the last hop, to their own rank, is exposed.
@@ -172,6 +176,7 @@ def _list_expert_parallel(work: LayerWork) -> list[Transfer]:
     routed = work.count_routed_tokens() * work.arch.hidden_size * work.modules.compute
     # If each tensor-parallel rank has its own experts, they are spread over tp first.
     stride = where(work.expert_tp < degrees.tp, 1, degrees.tp)
+    # Tokens go to their experts and back: in forward, in backward, and in a recomputed forward.
     times = plan.num_micro_batches * 2 * (2 + compute_recomputed_share(plan))
     return [Transfer("expert_parallel", "all_to_all", routed, degrees.ep, stride, times)]
 

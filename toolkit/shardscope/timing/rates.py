@@ -100,11 +100,13 @@ class MeasuredCalls(NamedTuple):
         Interpolates linearly in logarithms; larger sizes continue at the last bandwidth.
         """
         sizes, seconds = self.log_bytes, self.log_seconds
+        # At least one byte: the logarithm of 0 is no number, and columns of plans may have 0 bytes.
         size = maximum(cast("float", np.log(maximum(num_bytes / messages, 1.0))), sizes[0])
         # A sum of kinks at the measured sizes, because columns of plans do not support np.interp.
         log_of_call = seconds[0]
         slope = 0.0
         for index, at in enumerate(sizes):
+            # Past the largest size, time grows in proportion to bytes: slope 1 in logarithms.
             after = 1.0
             if index + 1 < len(sizes):
                 after = (seconds[index + 1] - seconds[index]) / (sizes[index + 1] - at)
@@ -246,6 +248,7 @@ def check_links(cluster: Cluster, rates: Rates) -> None:
     name = cluster.gpu.link
     if cluster.gpus_per_node == 1 or name in links or cluster.intra_node_link.name != ASSUMED_LINK:
         return
+    # A calibration measures the link, whatever the cluster assumes; equal rates show that there was none.
     if rates.inside == look_up_rates(cluster).inside:
         refuse(
             "Gpu.link",
@@ -270,9 +273,12 @@ def _build_matmul_rate(
     """
     peak = gpu.peak_flops[precision]
     reached = peak * fitted["share"]
+    # efficiency.toml fits ``joules_per_flop`` in bf16; other precisions scale with their peaks.
     half_peak = gpu.peak_flops.get("bf16")
     if "joules_per_flop" in fitted and gpu.tdp_watts and half_peak:
         reached = min(reached, gpu.tdp_watts / fitted["joules_per_flop"] * peak / half_peak)
+    # Chosen so that 2 x balance x moved / reached, the lower bound in ``MatrixRate.seconds``, is the time in
+    # which memory moves these bytes.
     balance = _MOVED_BYTES[precision] * reached / 2 / memory if memory else 0.0
     return MatrixRate(reached, fitted["half_size"], peak, balance, fitted.get("slower_unaligned", 0.0))
 

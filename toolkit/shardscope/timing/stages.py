@@ -123,6 +123,7 @@ def _compute_arithmetic(
     recomputation: float = 0.0
     dropped: float = 0.0
     attention_forward: float = 0.0
+    # Offloading sends the saved activations to the host and fetches them, in place of recomputing them.
     leaves = recipe.recompute == "offload"
     # Sums are ``a = a + b``, not ``a += b``: in place, numpy would write into an array that is shared.
     for moe, layers in count_layers_by_kind(work.arch, stage):
@@ -136,6 +137,7 @@ def _compute_arithmetic(
         dropped = dropped + leaves * chosen * layer.dropped_bytes
         forward = forward + layers * layer.forward
         attention_forward = attention_forward + layers * layer.forward_attention
+    # Embedding, head and loss: nothing on inner stages.
     end = compute_end_seconds(work, stage)
     matrices = matrices + end.forward + end.backward
     elementwise = elementwise + end.lookup

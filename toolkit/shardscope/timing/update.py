@@ -50,6 +50,9 @@ def compute_update_seconds(
     """
     name, width = plan.recipe.optimizer, widths[plan.recipe.precision]
     original = FP32 if main_copies else width.original
+    # torch creates moments by zeros_like(parameter), in the dtype of the weights (torch 2.13, optim/adam.py,
+    # _init_group); bitsandbytes 0.50.2 in fp32 or 8 bits, whatever the weights have (optim/optimizer.py,
+    # init_state).
     moments = _MOMENT_BYTES[name] * (original / FP32 if name in _IN_WEIGHTS_TYPE else 1)
     # Bytes per weight: weights and moments are read and written, gradients are read.
     weight_bytes = 2 * original + 2 * moments + original
@@ -72,6 +75,8 @@ def _compute_newton_schulz_seconds(plan: Plan, stage: Stage, rates: Rates) -> fl
     """
     arch, degrees = plan.architecture, plan.degrees
     seconds: float = 0.0
+    # torch 2.13, optim/_muon.py, _zeropower_via_newtonschulz: ``grad.bfloat16()`` in any precision, and all
+    # of a matrix on each rank, because the iteration needs whole rows and columns.
     for moe, layers in count_layers_by_kind(arch, stage):
         rounds = map_distinct(partial(_count_rounds, arch, moe), degrees.tp, degrees.ep)
         seconds = seconds + layers * rates.get_matmul_rate("bf16").seconds(rounds.multiplied, rounds.moved)

@@ -187,6 +187,7 @@ class Calibration(Serializable):
     """Empty for one rank."""
 
     def __post_init__(self) -> None:
+        # The file may have been edited or damaged: check every value before a prediction uses it.
         for name in ("machine", "processor", "gpu", "backend", "torch_version"):
             _check_text(f"Calibration.{name}", getattr(self, name))
         check_integer("Calibration.num_cores", self.num_cores, low=1, high=2**20)
@@ -203,6 +204,7 @@ class Calibration(Serializable):
                 refuse(f"Calibration.{name}", points, f"a tuple of {kind.__name__}", "ss.calibrate()")
             if len(points) > MAX_POINTS:
                 refuse(f"Calibration.{name}", len(points), f"at most {MAX_POINTS} points", "ss.calibrate()")
+        # Without these two, no step has a time; the other curves have figures of the catalogue instead.
         for name in ("matrix_products", "memory_passes"):
             if not getattr(self, name):
                 refuse(f"Calibration.{name}", (), "at least one measured point", "ss.calibrate()")
@@ -210,6 +212,7 @@ class Calibration(Serializable):
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
         """Return the calibration from its ``to_dict``. Raise ``ValueError`` for unknown or bad values."""
+        # JSON has lists of dicts; the constructor takes tuples of points.
         curves: dict[str, tuple[Serializable, ...]] = {}
         for name, kind in _curves.items():
             points = data.get(name, [])
@@ -225,6 +228,7 @@ class Calibration(Serializable):
         """Source of the rates of this calibration, as text for the user."""
         ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)} of {self.gpu}"
         day = datetime.fromisoformat(self.measured_at).strftime("%Y-%m-%d %H:%M %Z")
+        # Other processes make every figure too slow, and the user cannot see that in the figures.
         busy = f"; the machine was busy, load {self.load:.1f} a core" if self.load > BUSY_LOAD else ""
         return f"the calibration of {self.machine} ({ranks}, {self.backend}) of {day}{busy}"
 
@@ -262,6 +266,7 @@ def select_rates(cluster: Cluster) -> Rates:
     Cheap enough to call on every step: files are read only when they change. Raises ``ValueError`` for a
     damaged stored calibration, naming its file.
     """
+    # Not at module level: store.py imports this module.
     from shardscope.timing.calibration.store import load_stored_rates
     from shardscope.timing.rates import look_up_rates
 
@@ -274,6 +279,7 @@ def _check_text(field: str, value: object) -> None:
 
 
 def _check_time(field: str, value: object) -> None:
+    # fromisoformat also accepts times without an offset, which another time zone would misread.
     try:
         aware = isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None
     except ValueError:

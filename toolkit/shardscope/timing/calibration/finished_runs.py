@@ -138,6 +138,7 @@ def compute_median_step(metrics: Iterable[Mapping[str, object]]) -> tuple[int, f
     seconds: dict[int, list[float]] = {}
     for line in metrics:
         step, took = line.get("step"), line.get("step_seconds")
+        # A task may log anything under these names; ``MeasuredStep`` rejects seconds of 1e7 and more.
         if isinstance(step, int) and isinstance(took, int | float) and 0 < took < 1e7:
             seconds.setdefault(step, []).append(float(took))
     counted_steps = sorted(seconds)[SKIPPED_STEPS:]

@@ -44,12 +44,14 @@ def fit_rates(calibration: Calibration, cluster: Cluster) -> Rates:
     known = look_up_rates(cluster)
     matrices = dict(known.matrices)
     precisions = {product.precision for product in calibration.matrix_products}
+    # Each precision has kernels, and so a speed and a size effect, of its own.
     for precision in sorted(precisions):
         products = [one for one in calibration.matrix_products if one.precision == precision]
         peak = cluster.gpu.peak_flops.get(precision)
         matrices[precision] = fit_matrices(products, peak)
     memory = fit_memory_bandwidth(calibration.memory_passes)
     inside = known.inside
+    # A single rank measures no collective, and keeps the catalogue's link.
     if calls := [call for call in calibration.collectives if call.collective in STATE]:
         inside = fit_link(known, calls, calibration.num_ranks)
     return replace(
@@ -75,6 +77,7 @@ def fit_matrices(products: list[MatrixProduct], peak: float | None) -> MatrixRat
     worth = [one for one in products if one.seconds >= MIN_FITTED_SECONDS] or products
     terms = []
     for one in worth:
+        # ``MatrixRate.seconds`` is 2 x (multiplied + half_size x moved) / speed: linear in these two.
         multiplied = float(one.rows) * one.inner * one.columns
         moved = one.rows * one.inner + one.inner * one.columns + one.rows * one.columns
         terms.append(Term(2 * multiplied, 2.0 * moved, one.seconds))
@@ -82,6 +85,7 @@ def fit_matrices(products: list[MatrixProduct], peak: float | None) -> MatrixRat
     if not per_flop:
         # No measured matmul was large enough to be compute-bound.
         return MatrixRate(max(one.flops_per_second for one in worth), 0.0, peak)
+    # Balance 0: the measured effect of size includes matmuls that are bound by memory.
     return MatrixRate(1 / per_flop, per_moved / per_flop, peak)
 
 
@@ -94,6 +98,7 @@ def fit_link(known: Rates, calls: list[CollectiveCall], ranks: int) -> LinkRate:
     largest = max(calls, key=lambda call: call.num_bytes)
     smallest = min(calls, key=lambda call: call.num_bytes)
     # Start from what the largest call says about bandwidth and the smallest about latency.
+    # A ring's all-reduce has 2 x (ranks - 1) steps, each with the link's latency.
     link = LinkRate(known.inside.name, largest.num_bytes / largest.seconds, smallest.seconds / (2 * ranks))
     least, factor = _compute_error(known, link, calls, ranks), 4.0
     while factor > FINEST:
@@ -106,6 +111,7 @@ def fit_link(known: Rates, calls: list[CollectiveCall], ranks: int) -> LinkRate:
         if error < least:
             least, link = error, best
         else:
+            # No direction is better at this distance: look closer.
             factor = factor**0.5
     return link
 
@@ -130,6 +136,8 @@ FINEST = 1.001
 
 
 def _compute_error(known: Rates, link: LinkRate, calls: list[CollectiveCall], ranks: int) -> float:
+    # The catalogue's rates have no measured curves, which would replace the formula that is fitted
+    # (``collectives.compute_call_seconds``).
     rates = replace(known, inside=link)
     total = 0.0
     for call in calls:
@@ -147,6 +155,7 @@ def fit_two_terms(terms: Iterable[Term]) -> tuple[float, float]:
     xy = sum(x * y for x, y in scaled)
     x1, y1 = sum(x for x, _ in scaled), sum(y for _, y in scaled)
     determinant = xx * yy - xy * xy
+    # Terms in nearly the same proportion have no unique solution: then only one of them is used.
     if determinant > 1e-12 * xx * yy:
         first, second = (x1 * yy - y1 * xy) / determinant, (y1 * xx - x1 * xy) / determinant
         if first >= 0 and second >= 0:
@@ -200,8 +209,10 @@ def _fit_attention_with(passes: list[AttentionPass], half_keys: float) -> tuple[
 
 def _fit_host_link(calibration: Calibration, known: LinkRate, memory: float) -> LinkRate:
     """Return the slower direction of host copies; for CPU ranks, a copy in memory."""
+    # A copy inside host memory reads and writes each byte, hence half of the bandwidth.
     if calibration.gpu == "cpu":
         return LinkRate(known.name, memory / 2, calibration.kernel_seconds)
+    # ``timing/offload.py`` has one rate for both directions: the slower one bounds a step that uses both.
     slowest = known
     for direction in ("to_gpu", "to_host"):
         copies = [one for one in calibration.host_copies if one.direction == direction]

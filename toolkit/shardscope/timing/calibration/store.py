@@ -112,6 +112,7 @@ def load_stored_rates(cluster: Cluster) -> Rates | None:
 
     Takes microseconds if no file has changed. Raises as :func:`read_record` does.
     """
+    # Called for every predicted step: two stat() calls decide whether the cached rates still hold.
     folder = _find_calibration_folder(os.environ.get(FOLDER_VARIABLE), os.environ.get("XDG_DATA_HOME"))
     folder_stamp = _read_stamp(folder)
     if folder_stamp is None:
@@ -163,6 +164,7 @@ def store_calibration(calibration: Calibration, folder: str | os.PathLike[str] |
     A damaged file is renamed, because a new calibration is its fix. Raises :class:`NotStoredError`.
     """
     path = build_record_path(calibration.gpu, find_data_folder(folder), calibration.machine)
+    # Read and write under one lock, or of two calibrations that end together one would be lost.
     with lock_file(path):
         try:
             record = read_record(path)
@@ -202,8 +204,10 @@ def lock_file(path: Path, *, wait: bool = True) -> Iterator[None]:
 
     Raises ``BlockingIOError`` without ``wait`` if it is held elsewhere.
     """
+    # Not at module level: the planner runs on Windows, which has no fcntl.
     import fcntl
 
+    # A file of its own: writers replace the record, and a lock on the old file would not stop the next one.
     lock = path.with_name(f".{path.name}.lock")
     with _raise_not_stored(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -235,6 +239,7 @@ def _compute_rates(cluster: Cluster, folder: str, *_stamps: object) -> Rates | N
 
 @lru_cache(maxsize=8)
 def _find_calibration_folder(_named: str | None, _base: str | None) -> str:
+    # The arguments are the cache's key: the environment may change within a session.
     return str(find_data_folder() / "calibration")
 
 
@@ -274,6 +279,7 @@ def _list_records(folder: Path, _modified: int) -> tuple[Path, ...]:
 
 
 def _write_record(path: Path, record: MachineRecord) -> None:
+    # In the same folder, because a rename is atomic only within one file system.
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     with _raise_not_stored(path.parent):
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -296,4 +302,5 @@ def _raise_not_stored(folder: Path) -> Iterator[None]:
 
 def _make_name_safe(name: str) -> str:
     """Return ``name`` with only characters that are safe in a file name."""
+    # A file name of two such names stays below the usual limit of 255 bytes.
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:100]
