@@ -89,7 +89,7 @@ def read_error_message(kind: str, before: str, after: str, folder: Path, **argum
             "--pipeline-model-parallel-size 2",
             "--pipeline-model-parallel-size 3",
             "args.txt, line 15, tensor-model-parallel-size and line 16, pipeline-model-parallel-size: "
-            "Layout tp x pp x cp is '2 x 3 x 1 = 6'; allowed: a divisor of the world size, 16 GPUs",
+            "Layout tp x pp x cp is '2 x 3 x 1 = 6'; allowed: a divisor of the world size, 16 ranks",
         ),
         (
             "fsdp",

@@ -294,6 +294,11 @@ class Cluster(Serializable):
         return detect_cluster()
 
 
+def name_device(cluster: Cluster) -> str:
+    """Return the name of one rank's device: GPU or CPU rank."""
+    return "CPU rank" if cluster.gpu.vendor == "cpu" else "GPU"
+
+
 def _check_name(field_name: str, value: object) -> None:
     if not isinstance(value, str) or not 1 <= len(value) <= 200 or not value.isprintable():
         refuse(field_name, value, "1 to 200 printable characters", Value("my-gpu"))

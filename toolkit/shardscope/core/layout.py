@@ -344,7 +344,7 @@ def compute_remaining_ranks(world_size: int, **degrees: int) -> int:
         refuse(
             f"Layout {' x '.join(degrees)}",
             " x ".join(str(value) for value in degrees.values()) + f" = {product}",
-            f"a divisor of the world size, {world_size} GPUs",
+            f"a divisor of the world size, {world_size} ranks",
             _shrink_to_divisor(world_size, degrees),
         )
     return world_size // product

@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.catalog import gpus
-from shardscope.core.cluster import Cluster
+from shardscope.core.cluster import Cluster, name_device
 from shardscope.core.layout import find_largest_divisor
 from shardscope.core.number_format import format_count
 from shardscope.core.plan import Plan
@@ -76,10 +76,9 @@ def build_cpu_trial(plan: Plan, num_ranks: int = 2) -> CpuTrial:
             break
     # The Studio shows these under the button: a trial shows that the plan's kind of training runs, not how
     # fast.
-    device = "GPU" if plan.on_gpu else "CPU rank"
     sizes = (
         f"{small.architecture.num_parameters:,} instead of {plan.architecture.num_parameters:,} parameters",
-        f"{num_ranks} CPU ranks instead of {format_count(plan.world_size, device)}",
+        f"{num_ranks} CPU ranks instead of {format_count(plan.world_size, name_device(plan.cluster))}",
         f"{recipe.seq_len:,} instead of {plan.recipe.seq_len:,} tokens a sequence",
     )
     return CpuTrial(small, (*sizes, *changes))

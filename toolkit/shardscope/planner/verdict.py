@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from shardscope.core.cluster import name_device
 from shardscope.core.number_format import format_gib
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.memory_needs import WHILE_MADE, MemoryNeed, list_memory_needs
@@ -46,7 +47,7 @@ def assess_plan(plan: Plan, report: MemoryReport | None = None) -> Verdict:
     needed = list_memory_needs(plan, report)
     short = tuple(need for need in needed if need.short_bytes)
     unknown = tuple(need for need in needed if need.room_bytes is None and need.needed_bytes)
-    unit = "CPU rank" if plan.cluster.gpu.vendor == "cpu" else "GPU"
+    unit = name_device(plan.cluster)
     # Too little of a known size decides, whatever is unknown beside it.
     if short:
         return Verdict(

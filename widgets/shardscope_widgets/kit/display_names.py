@@ -6,6 +6,7 @@ import re
 from html import escape
 from typing import TYPE_CHECKING
 
+from shardscope.core.cluster import name_device
 from shardscope.core.number_format import format_count
 
 if TYPE_CHECKING:
@@ -69,7 +70,12 @@ def describe_devices(cluster: ss.Cluster) -> str:
 
 def count_devices(cluster: ss.Cluster) -> str:
     """Return ``8 GPUs``, ``1 GPU`` or ``2 CPU ranks``."""
-    return format_count(cluster.num_gpus, "CPU rank" if cluster.gpu.name == "cpu" else "GPU")
+    return format_count(cluster.num_gpus, name_device(cluster))
+
+
+def name_rate_unit(cluster: ss.Cluster) -> str:
+    """Return the word after "per" in a rate of one device: ``GPU``, or ``rank`` for CPU ranks."""
+    return "rank" if cluster.gpu.vendor == "cpu" else "GPU"
 
 
 def describe_plan(plan: ss.Plan) -> str:

@@ -18,6 +18,7 @@ from shardscope.planner.repairs.savings import find_savings, list_changed_fields
 from shardscope.planner.verdict import assess_plan
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.debounce import Debounced
+from shardscope_widgets.kit.display_names import count_devices
 from shardscope_widgets.memory.fit_search import FitSearch, Result
 
 MAX_CHIPS = 3
@@ -120,11 +121,7 @@ class RepairsPanel(widgets.VBox):
             return
         self._fit = fit
         self.make_it_fit.layout.display = "" if fit is not None else "none"
-        self.fit_words.value = (
-            "No combination of changes fits: use more GPUs or a smaller model."
-            if fit is None
-            else escape(describe_fit(plan, fit))
-        )
+        self.fit_words.value = escape(describe_no_fit(plan) if fit is None else describe_fit(plan, fit))
 
     def _show_chips(self, heading: str, is_short: bool = False) -> None:
         self.words.value = heading
@@ -177,6 +174,13 @@ def describe_cost(seconds_lost: float, seconds: float) -> str:
     if share < 0.005:
         return "same speed"
     return f"{share:.0%} {'slower' if ratio > 1 else 'faster'}".replace("%", " %")
+
+
+def describe_no_fit(plan: ss.Plan) -> str:
+    """Return the message for a plan that no combination of changes makes fit."""
+    # More CPU ranks would share the memory of the same host.
+    more = "" if plan.cluster.gpu.memory_is_shared else "more GPUs or "
+    return f"No combination of changes fits on {count_devices(plan.cluster)}: use {more}a smaller model."
 
 
 def describe_fit(plan: ss.Plan, fit: Fit) -> str:

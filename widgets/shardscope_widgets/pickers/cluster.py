@@ -9,7 +9,7 @@ import ipywidgets as widgets
 import shardscope as ss
 from shardscope.core.serialization import replace_fields
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.display_names import count_devices, format_name
+from shardscope_widgets.kit.display_names import count_devices, format_name, name_rate_unit
 from shardscope_widgets.pickers.base import NO_CHANGES, Picker, Row, parse_bytes, parse_number, parse_size
 
 GIB = 2**30
@@ -34,7 +34,9 @@ class ClusterPicker(Picker):
         self.type = controls.create_dropdown(
             options=list(self._known), value=cluster.gpu.name, tooltip="GPU type"
         )
-        self.count = controls.create_text_box(cluster.gpus_per_node, "GPUs in each node", "34px")
+        self.count = controls.create_text_box(
+            cluster.gpus_per_node, "GPUs, or CPU ranks, in each node", "34px"
+        )
         self.nodes = controls.create_text_box(cluster.num_nodes, "Number of nodes", "36px")
         self.host = controls.create_text_box("", "Host memory of each node in GiB; empty: unknown", "64px")
         self.nvme = controls.create_text_box("", "NVMe capacity of each node in GiB; empty: unknown", "64px")
@@ -49,9 +51,8 @@ class ClusterPicker(Picker):
         self.use_machine = controls.create_button(
             "Use this machine", "ss-link", tooltip=f"This machine: {self.machine}"
         )
-        counts = Row(
-            "Count", self.count, controls.create_label("GPUs ×"), self.nodes, controls.create_label("nodes")
-        )
+        self._count_unit = controls.create_label("GPUs ×")
+        counts = Row("Count", self.count, self._count_unit, self.nodes, controls.create_label("nodes"))
         self._host_row = host = Row("Host memory", self.host, controls.create_label("GiB per node"))
         self._nvme_row = nvme = Row(
             "NVMe", self.nvme, controls.create_label("GiB at"), self.speed, controls.create_label("GB/s")
@@ -172,6 +173,7 @@ class ClusterPicker(Picker):
         if cluster is None:
             return
         self.answer = _summarize_cluster(cluster)
+        self._count_unit.value = f"{name_rate_unit(cluster)}s ×"
         if cluster.gpu.name == "cpu":
             self.hint.value = (
                 f"{count_devices(cluster)} share {cluster.gpu.memory_bytes / 2**30:.1f} GiB of this host"

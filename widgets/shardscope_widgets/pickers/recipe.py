@@ -30,10 +30,12 @@ class RecipePicker(Picker):
         )
         self.seq_len = controls.create_text_box(recipe.seq_len, "Sequence length in tokens")
         self.micro = controls.create_text_box(
-            recipe.micro_batch_size, "Micro-batch size: sequences per GPU in one forward pass", "64px"
+            recipe.micro_batch_size, "Micro-batch size: sequences per rank in one forward pass", "64px"
         )
         self.global_batch = controls.create_text_box(
-            recipe.global_batch_size, "Global batch size: sequences per optimizer step, over all GPUs", "72px"
+            recipe.global_batch_size,
+            "Global batch size: sequences per optimizer step, over all ranks",
+            "72px",
         )
         self.recompute = controls.create_dropdown(
             options=list_options("recompute", None, None),

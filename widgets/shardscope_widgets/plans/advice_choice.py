@@ -11,6 +11,7 @@ from shardscope.planner.advice.descriptions import name_plan
 from shardscope.planner.differences import does_the_same
 from shardscope.planner.memory_needs import fits
 from shardscope.timing.report import format_seconds
+from shardscope_widgets.kit.display_names import name_rate_unit
 from shardscope_widgets.kit.numbers import format_short
 
 MAX_ALTERNATIVES = 2
@@ -77,7 +78,8 @@ def describe_figures(plan: ss.Plan) -> str:
         return memory
     step = plan.step()
     rate = format_short(step.tokens_per_second_per_gpu)
-    return f"{memory}, {format_seconds(step.seconds)} per step, {rate} tokens/s per GPU"
+    unit = name_rate_unit(plan.cluster)
+    return f"{memory}, {format_seconds(step.seconds)} per step, {rate} tokens/s per {unit}"
 
 
 def describe_difference(plan: ss.Plan, current: ss.Plan) -> str:

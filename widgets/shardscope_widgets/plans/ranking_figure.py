@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import plotly.graph_objects as go
 
+from shardscope.core.cluster import name_device
 from shardscope.core.number_format import format_gib
 from shardscope_widgets.kit.chart import Chart
+from shardscope_widgets.kit.display_names import name_rate_unit
 from shardscope_widgets.kit.numbers import format_short
 from shardscope_widgets.plans.feasibility import Feasibility, judge_plan
 from shardscope_widgets.plans.ranking_rows import Sign, build_signs, choose_marks
@@ -96,7 +98,7 @@ def _build_layout() -> dict[str, object]:
         "xaxis": {
             **axis,
             **line,
-            "title": {"text": "peak memory of a GPU, GiB", "font": {"size": 12}, "standoff": 6},
+            "title": {"font": {"size": 12}, "standoff": 6},
             "nticks": 8,
         },
         "yaxis": {**axis, **line, "nticks": 6, "tickformat": "~s"},
@@ -172,11 +174,12 @@ def draw_ranking(figure: Chart, ranking: Ranking) -> int:
     # Ascending in memory, the order in which the line is drawn.
     front = ranking.pareto()[::-1]
     traces += [build_points(front), {"x": [], "y": [], "text": []}]
-    end = capacity / GIB
+    end, speed_title = capacity / GIB, f"tokens/s per {name_rate_unit(ranking.cluster)}"
     figure.redraw(
         traces,
         {
             "xaxis.range": [0, widest / GIB],
+            "xaxis.title.text": f"peak memory of a {name_device(ranking.cluster)}, GiB",
             "yaxis.range": [0, highest],
             "shapes": [
                 {"type": "line", "xref": "x", "yref": "paper", "x0": end, "x1": end, "y0": 0, "y1": 1,
@@ -186,7 +189,7 @@ def draw_ranking(figure: Chart, ranking: Ranking) -> int:
                 {"x": end, "xref": "x", "y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False,
                  "text": f"{end:.3g} GiB usable", "font": {"size": 12}},
                 {"x": 0, "xref": "paper", "xanchor": "left", "xshift": -46, "y": 1, "yref": "paper",
-                 "yanchor": "bottom", "showarrow": False, "text": "tokens/s per GPU", "font": {"size": 12}},
+                 "yanchor": "bottom", "showarrow": False, "text": speed_title, "font": {"size": 12}},
             ],
         },
     )  # fmt: skip
@@ -197,10 +200,11 @@ def _write_tooltip(ranking: Ranking, index: int, feasibility: Feasibility) -> st
     """Return the tooltip of a mark: layout, memory, rate, and why the plan cannot be run."""
     plan = ranking.plan(index)
     rate = format_short(float(ranking.tokens_per_second_per_gpu[index]))
+    speed = f"{rate} tokens/s per {name_rate_unit(ranking.cluster)}"
     lines = [
         *_wrap_lines(describe_layout(plan.layout), bold=True),
         f"micro-batch {plan.recipe.micro_batch_size}, recompute {plan.recipe.recompute}",
-        f"{format_gib(int(ranking.peak_bytes[index]))} GiB, {rate} tokens/s per GPU",
+        f"{format_gib(int(ranking.peak_bytes[index]))} GiB, {speed}",
     ]
     for reason in feasibility.reasons:
         lines += _wrap_lines(reason)
@@ -233,5 +237,6 @@ def describe_counts(ranking: Ranking, num_marks: int) -> str:
     num, fits = ranking.num_evaluated, ranking.num_feasible
     text = f"{num:,} plans evaluated in {ranking.seconds:.2f} s, {fits:,} fit"
     if num_marks < num:
-        text += f"; {num_marks:,} points shown, up to {SHOWN_OVER_CAPACITY:g} times a GPU's memory"
+        memory = f"a {name_device(ranking.cluster)}'s memory"
+        text += f"; {num_marks:,} points shown, up to {SHOWN_OVER_CAPACITY:g} times {memory}"
     return text

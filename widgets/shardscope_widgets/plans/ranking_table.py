@@ -11,6 +11,7 @@ import numpy as np
 import shardscope as ss
 from shardscope.core.number_format import format_gib
 from shardscope.planner.search.nearest_misses import describe_other_recipe
+from shardscope_widgets.kit.display_names import name_rate_unit
 from shardscope_widgets.kit.numbers import Scale, format_dollars, format_short, keep_units
 from shardscope_widgets.pickers.layout import LABELS, VALUE_LABELS
 from shardscope_widgets.plans.feasibility import why_not_launched, why_unknown
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 ROWS_ON_A_PAGE = 12
 HEADINGS = {
-    "tokens_per_second_per_gpu": "tokens/s per GPU",
+    "tokens_per_second_per_gpu": "tokens/s per {device}",
     "step_seconds": "step, {unit}",
     "peak_bytes": "peak, GiB",
     "headroom_bytes": "free, GiB",
@@ -45,10 +46,11 @@ def render_page(
     steps = np.asarray(ranking.step_seconds, dtype=float)
     # One unit for the column, that of the first row, so that the numbers can be compared.
     scale = Scale.for_seconds(float(steps[order[0]]))
+    device = name_rate_unit(ranking.cluster)
     head = _render_heading("framework", "plan", column, ascending) + "<th>micro-batch</th>"
     head += "<th class='ss-text'>recompute</th>"
     head += "".join(
-        _render_heading(name, label.format(unit=scale.unit), column, ascending)
+        _render_heading(name, label.format(unit=scale.unit, device=device), column, ascending)
         for name, label in HEADINGS.items()
     )
     cost = "$ per M tokens"

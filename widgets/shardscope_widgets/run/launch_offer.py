@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import psutil
 
 import shardscope as ss
+from shardscope.core.cluster import name_device
 from shardscope.core.number_format import format_gib
 from shardscope.frameworks.registry import check_trained, why_not_trained
 from shardscope.memory.report import MemoryReport
@@ -199,7 +200,7 @@ def _describe_shortage(plan: ss.Plan, report: MemoryReport) -> str:
     """Return which memory is too small in any case; for the GPU, the low end of the band counts."""
     if report.low_bytes > report.usable_bytes:
         have, least = format_gib(report.usable_bytes), format_gib(report.low_bytes)
-        unit = "CPU rank" if plan.cluster.gpu.name == "cpu" else "GPU"
+        unit = name_device(plan.cluster)
         return f"The plan needs at least {least} GiB on each {unit}, which has {have} on this machine."
     for shortage in find_shortages(plan, report):
         if shortage.name != "GPU memory":

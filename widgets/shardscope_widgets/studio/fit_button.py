@@ -13,6 +13,7 @@ from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER
 from shardscope.planner.verdict import Verdict
 from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.display_names import count_devices
 from shardscope_widgets.memory.fit_search import FitSearch, Result
 
 LABEL = "Make it fit"
@@ -68,7 +69,7 @@ def write_fit_question(plan: ss.Plan, fit: Fit) -> tuple[str, str] | None:
         getattr(plan.recipe, name) != getattr(fitting_plan.recipe, name) for name in RESULT_FIELDS
     ):
         return (
-            "No layout of any framework fits this model, training and GPUs.",
+            f"No layout of any framework fits this model and training on {count_devices(plan.cluster)}.",
             f"Change {fit.text}: {memory}",
         )
     if plan.layout.framework == fitting_plan.layout.framework:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from html import escape
 
 import shardscope as ss
+from shardscope.core.cluster import name_device
 from shardscope.core.number_format import format_gib
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.verdict import Verdict
@@ -47,7 +48,7 @@ def render_headline(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> st
 
 def write_verdict(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
     """Return one line such as ``Fits: 54.0 of 79.1 GiB on each GPU``, or why the plan may not fit."""
-    unit = "CPU rank" if plan.cluster.gpu.name == "cpu" else "GPU"
+    unit = name_device(plan.cluster)
     where = f"on each {unit}" if plan.world_size > 1 else f"on the {unit}"
     if plan.degrees.pp > 1:
         where = f"on the fullest {unit}, stage {report.worst_stage.stage}"

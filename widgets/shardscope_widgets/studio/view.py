@@ -34,6 +34,7 @@ from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.tabs import Tabs
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.memory.fit_search import FitSearch, Result
+from shardscope_widgets.memory.repairs import describe_no_fit
 from shardscope_widgets.memory.view import MemoryView
 from shardscope_widgets.pickers import (
     ArchitecturePicker,
@@ -349,8 +350,7 @@ class Studio(View):
             self.notice.show_message(message, is_error=True)
             return
         if fit is None:
-            message = "No combination of changes fits on these GPUs: choose more GPUs or a smaller model."
-            self.notice.show_message(message, is_error=True)
+            self.notice.show_message(describe_no_fit(before), is_error=True)
             return
         if self.is_wrong:  # An input was changed during the search.
             return

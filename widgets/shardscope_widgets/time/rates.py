@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from html import escape
 
+from shardscope_widgets.kit.display_names import name_rate_unit
 from shardscope_widgets.kit.numbers import format_dollars, format_short
 from shardscope_widgets.time.rows import ShownStep
 from shardscope_widgets.time.table import MODEL_FLOPS, describe_price
 
 DASH = "–"
-UNITS = ("tokens/s per GPU", "MFU", "per M tokens")
 
 
 def render_rates(shown: ShownStep) -> str:
     """Return three numbers as HTML, each below its unit; a dash has the reason for a missing number."""
     report, reason = shown.report, shown.step.why_no_rates
+    units = (f"tokens/s per {name_rate_unit(shown.plan.cluster)}", "MFU", "per M tokens")
     if report is None or reason:
-        numbers = [(DASH, unit, reason) for unit in UNITS]
+        numbers = [(DASH, unit, reason) for unit in units]
     else:
         cost, mfu = report.cost_per_token, report.mfu
         share = DASH if mfu is None else _format_percent(mfu)
-        why_mfu = "the GPU's peak in this precision is unknown" if mfu is None else MODEL_FLOPS
+        why_mfu = "the peak FLOP/s in this precision are unknown" if mfu is None else MODEL_FLOPS
         numbers = [
-            (format_short(report.tokens_per_second_per_gpu), UNITS[0], "predicted"),
-            (share, UNITS[1], why_mfu),
-            (DASH if cost is None else format_dollars(1e6 * cost), UNITS[2], describe_price(shown)),
+            (format_short(report.tokens_per_second_per_gpu), units[0], "predicted"),
+            (share, units[1], why_mfu),
+            (DASH if cost is None else format_dollars(1e6 * cost), units[2], describe_price(shown)),
         ]
     return f"<div class='ss-rates'>{''.join(_render_rate(*number) for number in numbers)}</div>"
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 from html import escape
 from typing import NamedTuple
 
+from shardscope.core.cluster import name_device
 from shardscope.core.number_format import format_gib
 from shardscope.timing.report import PARTS, StepReport
-from shardscope_widgets.kit.display_names import count_devices, format_name, format_part
+from shardscope_widgets.kit.display_names import count_devices, format_name, format_part, name_rate_unit
 from shardscope_widgets.kit.numbers import Scale, format_dollars, format_short, format_three_digits
 from shardscope_widgets.kit.part_table import NOT_REPORTED, Column, PartRow, add_sign, render_part_table
 from shardscope_widgets.kit.theme import PART_COLOURS, PART_PATTERNS, PATTERN_CLASSES
@@ -17,7 +18,7 @@ from shardscope_widgets.time.rows import PlanStep, ShownStep, describe_residual
 
 MODEL_FLOPS = "model FLOPs: causal attention, no recomputation"
 FULL_ATTENTION = "model FLOPs where attention counts every key, as Megatron's and PaLM's papers do"
-HARDWARE = "all FLOPs that a GPU executes, recomputed ones included"
+HARDWARE = "all FLOPs that are executed, recomputed ones included"
 KWH_JOULES = 3.6e6
 
 
@@ -52,7 +53,8 @@ def _list_rates(shown: ShownStep) -> list[Rate]:
     report = shown.report
     peak = None if report is None or report.peak_flops is None else report.peak_flops / 1e12
     against = "" if peak is None else f", of the datasheet's {format_three_digits(peak)} TFLOP/s"
-    gpu = format_name(shown.plan.cluster.gpu.name)
+    cluster = shown.plan.cluster
+    gpu, device, unit = format_name(cluster.gpu.name), name_device(cluster), name_rate_unit(cluster)
     convention = f"MFU and TFLOP/s count {MODEL_FLOPS}{against} (Chowdhery et al. 2022, appendix B)."
     other_conventions = ""
     if report is not None:
@@ -63,17 +65,22 @@ def _list_rates(shown: ShownStep) -> list[Rate]:
             f" TFLOP/s, hardware: {hardware}, {HARDWARE}."
         )
     return [
-        Rate("tokens/s", format_short, lambda r: r.tokens_per_second, "Of all GPUs together."),
-        Rate("tokens/s per GPU", format_short, lambda r: r.tokens_per_second_per_gpu, "Of each GPU."),
+        Rate("tokens/s", format_short, lambda r: r.tokens_per_second, f"Of all {device}s together."),
+        Rate(
+            f"tokens/s per {unit}", format_short, lambda r: r.tokens_per_second_per_gpu, f"Of each {device}."
+        ),
         Rate(
             "MFU, %",
             format_three_digits,
             lambda r: None if r.mfu is None else 100 * r.mfu,
             convention,
-            "The GPU's peak in this precision is unknown.",
+            "The peak FLOP/s in this precision are unknown.",
         ),
         Rate(
-            "TFLOP/s per GPU", format_three_digits, lambda r: r.tflops_per_gpu, convention + other_conventions
+            f"TFLOP/s per {unit}",
+            format_three_digits,
+            lambda r: r.tflops_per_gpu,
+            convention + other_conventions,
         ),
         Rate(
             "$ per M tokens",
@@ -86,7 +93,7 @@ def _list_rates(shown: ShownStep) -> list[Rate]:
             "kWh per M tokens",
             format_three_digits,
             lambda r: None if r.joules_per_token is None else 1e6 * r.joules_per_token / KWH_JOULES,
-            "If each GPU draws its power limit.",
+            f"If each {device} draws its power limit.",
             f"The power limit of {gpu} is unknown.",
         ),
     ]
@@ -127,7 +134,8 @@ def render_rate_table(shown: ShownStep) -> str:
 def _describe_step(shown: ShownStep) -> str:
     sentences = "The sum of the parts below."
     if shown.step.lacks:
-        sentences = f"{shown.step.lacks} Its seconds are those of a GPU with enough memory."
+        device = name_device(shown.plan.cluster)
+        sentences = f"{shown.step.lacks} Its seconds are those of a {device} with enough memory."
     if shown.measured:
         sentences += f" Measured: the median of {shown.measured.num_steps:,} steps."
     return sentences

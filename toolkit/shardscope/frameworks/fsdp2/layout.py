@@ -150,7 +150,7 @@ class Fsdp2Layout(Layout):
             refuse(
                 "Layout.shard",
                 shard,
-                f"{left}, so that shard x replicate x tp x pp x cp = {world} GPUs",
+                f"{left}, so that shard x replicate x tp x pp x cp = {world} ranks",
                 {"shard": left},
             )
         reshard = self.reshard_after_forward

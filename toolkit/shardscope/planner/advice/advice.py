@@ -254,7 +254,7 @@ def _explain_advice(path: QuestionPath, best: EvaluatedPlan) -> str:
     if best.timed is not None:
         mfu = best.timed.mfu
         share = "" if mfu is None else f", {100 * mfu:.0f} % of the datasheet's peak"
-        sentences.append(f"Predicted: {descriptions.describe_speed(best.timed)}{share}.")
+        sentences.append(f"Predicted: {descriptions.describe_speed(best)}{share}.")
         if not plan.recipe.has_adapters:
             tokens = TOKENS_PER_PARAMETER * plan.architecture.num_parameters
             source = f"{TOKENS_PER_PARAMETER} a parameter, Hoffmann et al. 2022"

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shardscope.core.cluster import name_device
 from shardscope.planner.advice import descriptions, layout_ladder
 from shardscope.planner.advice.plan_evaluator import (
     EvaluatedPlan,
@@ -137,7 +138,7 @@ def _describe_if_any(
 ) -> list[tuple[Plan, str]]:
     if trial is None:
         return []
-    figures = f"{descriptions.describe_needs(trial)}, {descriptions.describe_speed(trial.timed)}"
+    figures = f"{descriptions.describe_needs(trial)}, {descriptions.describe_speed(trial)}"
     sentence = (
         f"{words_before}: {descriptions.name_plan(trial.plan, evaluator.recipe)}; {figures}. {words_after}"
     )
@@ -168,7 +169,10 @@ def try_even_batch(evaluator: PlanEvaluator) -> list[tuple[Plan, str]]:
         even, [*layout_ladder.build_unsharded().layouts, *_list_sharded_layouts(evaluator.cluster)]
     )
     return _describe_if_any(
-        trial, evaluator, f"With a global batch of {batch:,}, the nearest that every GPU has an equal part of"
+        trial,
+        evaluator,
+        f"With a global batch of {batch:,}, the nearest that every {name_device(evaluator.cluster)} has an "
+        "equal part of",
     )
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardscope.core.cluster import name_device
 from shardscope.core.number_format import format_gib
 from shardscope.planner.memory_needs import WHILE_MADE, list_memory_needs
 from shardscope.timing.report import format_seconds
 
 if TYPE_CHECKING:
-    from shardscope.core.cluster import Cluster
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
     from shardscope.planner.advice.plan_evaluator import EvaluatedPlan
-    from shardscope.timing.report import StepReport
 
 AGAIN = {
     "selective": "selective recomputation",
@@ -53,11 +52,6 @@ def name_plan(plan: Plan, wanted: Recipe | None = None) -> str:
     if wanted is not None and recipe.method != wanted.method:
         parts.append({"lora": "LoRA", "qlora": "QLoRA", "full": "all weights"}[recipe.method])
     return ", ".join(parts)
-
-
-def name_device(cluster: Cluster) -> str:
-    """Return the name of one rank's device: GPU or CPU rank."""
-    return "CPU rank" if cluster.gpu.vendor == "cpu" else "GPU"
 
 
 def describe_needs(evaluated: EvaluatedPlan) -> str:
@@ -110,12 +104,13 @@ def join_list(parts: list[str]) -> str:
     return ", ".join(parts[:-1]) + f" and {parts[-1]}" if len(parts) > 1 else "".join(parts)
 
 
-def describe_speed(report: StepReport | None) -> str:
+def describe_speed(evaluated: EvaluatedPlan) -> str:
     """Return ``2.94 s per step, 11,136 tokens/s per GPU``, or a text that the time is not known."""
+    report = evaluated.timed
     if report is None:
         return "time not known"
-    throughput = report.tokens_per_second_per_gpu
-    return f"{format_seconds(report.seconds)} per step, {throughput:,.0f} tokens/s per GPU"
+    rate = f"{report.tokens_per_second_per_gpu:,.0f} tokens/s per {name_device(evaluated.plan.cluster)}"
+    return f"{format_seconds(report.seconds)} per step, {rate}"
 
 
 def compare_speed(evaluated: EvaluatedPlan, other: EvaluatedPlan) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardscope.core.cluster import name_device
 from shardscope.core.number_format import format_gib
 from shardscope.frameworks.accelerate.limits import why_not_started
 from shardscope.frameworks.accelerate.plugin_fields import PLUGIN_FIELDS, TITLE
@@ -27,7 +28,8 @@ def ask_room(path: QuestionPath) -> None:
     current = path.current
     if current is None:
         return
-    question = f"Is there room left on each {descriptions.name_device(current.plan.cluster)}?"
+    device = name_device(current.plan.cluster)
+    question = f"Is there room left on each {device}?"
     why = (
         "Larger micro-batches and less recomputation keep the arithmetic busier, and more recomputation can "
         "make room for a larger micro-batch that is worth it; the step's batch stays."
@@ -38,7 +40,9 @@ def ask_room(path: QuestionPath) -> None:
     larger = path.evaluator.with_room(current)
     # Three cases have an answer without a change: tight, no predicted time, and nothing worth it.
     if current.report.is_tight and larger is current:
-        answer = "No: it is tight, and of runs that need over 80 % of their GPU's memory some run out of it."
+        answer = (
+            f"No: it is tight, and of runs that need over 80 % of their {device}'s memory some run out of it."
+        )
         path.record_turn("", question, answer, f"{used:.0f} % of it is used", why, current)
         return
     if current.seconds is None:
@@ -210,7 +214,7 @@ def ask_team(path: QuestionPath) -> None:
         "",
         question,
         answer,
-        f"{descriptions.describe_needs(nearest)}; {descriptions.describe_speed(nearest.timed)}",
+        f"{descriptions.describe_needs(nearest)}; {descriptions.describe_speed(nearest)}",
         why,
         nearest,
     )

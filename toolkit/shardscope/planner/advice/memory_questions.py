@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardscope.core.cluster import name_device
 from shardscope.core.number_format import format_count, format_gib
 from shardscope.planner.advice import descriptions, layout_ladder
 from shardscope.planner.advice.plan_evaluator import compute_state_bytes, is_state_too_large
@@ -46,7 +47,7 @@ def ask_one_gpu(path: QuestionPath) -> None:
     """Ask whether everything fits on one GPU at the requested micro-batch, or with more accumulation or
     recomputation."""
     recipe = path.evaluator.recipe
-    micro, rank = recipe.micro_batch_size, descriptions.name_device(path.evaluator.cluster)
+    micro, rank = recipe.micro_batch_size, name_device(path.evaluator.cluster)
     # 1. DDP, or one process: everything on every GPU.
     outcome = path.choose_rung("whole", layout_ladder.build_unsharded())
     if path.evaluator.cluster.num_gpus == 1:
@@ -65,7 +66,7 @@ def ask_one_gpu(path: QuestionPath) -> None:
     if outcome.wanted is None:
         path.record_turn("", question, path.explain_misfit(outcome._replace(nearest=None)), "", why)
     else:
-        tight = "Only just: of runs that need over 80 % of their GPU's memory some run out of it."
+        tight = f"Only just: of runs that need over 80 % of their {rank}'s memory some run out of it."
         answer = tight if outcome.wanted.fits else f"No: {descriptions.describe_shortage(outcome.wanted)}."
         path.record_turn(
             "", question, answer, descriptions.describe_needs(outcome.wanted), why, outcome.wanted
@@ -88,7 +89,7 @@ def ask_one_gpu(path: QuestionPath) -> None:
         answer = path.explain_misfit(outcome)
         # No micro-batch helps where weights, gradients and optimizer alone are too large.
         if is_state_too_large(outcome.nearest):
-            answer = "No: what stays on the GPU between two steps is too much by itself."
+            answer = f"No: what stays on the {rank} between two steps is too much by itself."
         path.record_turn("", question, answer, path.describe_needs(outcome), why, outcome.nearest)
 
 
@@ -107,7 +108,7 @@ def ask_sharded_optimizer(path: QuestionPath) -> None:
 
 
 def _count_ranks(path: QuestionPath) -> str:
-    return format_count(path.evaluator.cluster.num_gpus, descriptions.name_device(path.evaluator.cluster))
+    return format_count(path.evaluator.cluster.num_gpus, name_device(path.evaluator.cluster))
 
 
 def ask_full_sharding(path: QuestionPath) -> None:
@@ -134,12 +135,13 @@ def ask_split_inside_a_node(path: QuestionPath) -> None:
     # With one GPU, or a large prime number of them, there is no degree that divides evenly.
     if not rung.layouts or not (current is None or (is_middling and is_tight)):
         return
+    device = name_device(path.evaluator.cluster)
     middling = f"{descriptions.abbreviate_count(size)} and tight: with" if is_middling else "With"
     path.try_rung(
         "split",
         rung,
-        f"{middling} matrices or sequences split over some GPUs of a node?",
-        "FSDP2 with tensor or context parallelism: a GPU then has a part of each layer, or of each "
+        f"{middling} matrices or sequences split over some {device}s of a node?",
+        f"FSDP2 with tensor or context parallelism: a {device} then has a part of each layer, or of each "
         "sequence's activations. Every layer waits for a transfer, so it comes after sharding.",
     )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardscope.core.cluster import name_device
 from shardscope.core.number_format import format_gib
 from shardscope.frameworks.registry import is_trained, why_not_trained
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
@@ -111,7 +112,7 @@ def describe_gain(name: str, evaluated: EvaluatedPlan, advised: EvaluatedPlan) -
     if is_faster(evaluated, advised):
         gain += " (larger than our usual prediction error)"
     more = evaluated.report.peak_bytes - advised.report.peak_bytes
-    unit = descriptions.name_device(evaluated.plan.cluster)
+    unit = name_device(evaluated.plan.cluster)
     memory = (
         f"{format_gib(abs(more))} GiB {'more' if more > 0 else 'less'} on each {unit}"
         if more

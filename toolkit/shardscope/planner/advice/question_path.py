@@ -198,4 +198,4 @@ def _is_roomier(best: EvaluatedPlan, current: EvaluatedPlan) -> bool:
 
 def describe_figures(evaluated: EvaluatedPlan) -> str:
     """Return the text of a plan's memory and speed."""
-    return f"{descriptions.describe_needs(evaluated)}; {descriptions.describe_speed(evaluated.timed)}"
+    return f"{descriptions.describe_needs(evaluated)}; {descriptions.describe_speed(evaluated)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shardscope.core.cluster import name_device
 from shardscope.core.layout import Layout, list_divisors
 from shardscope.core.number_format import format_count
 from shardscope.planner.advice import descriptions, layout_ladder
@@ -35,7 +36,7 @@ def ask_megatron(path: QuestionPath) -> None:
     arch, cluster = path.evaluator.architecture, path.evaluator.cluster
     is_large = arch.num_parameters > LARGE_FROM or cluster.num_gpus >= MANY_GPUS
     # 1. Is there a reason to try it? Size, or what the questions so far have shown.
-    gpus = format_count(cluster.num_gpus, descriptions.name_device(cluster))
+    gpus = format_count(cluster.num_gpus, name_device(cluster))
     size = f"{descriptions.abbreviate_count(arch.num_parameters)} parameters, {gpus}"
     question = "Clearly over 70B, or hundreds of GPUs?"
     why = (

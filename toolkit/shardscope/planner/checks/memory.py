@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
+from shardscope.core.cluster import name_device
 from shardscope.core.finding import Finding, PlanChange, Question
 from shardscope.core.layout import list_divisors
 from shardscope.core.number_format import format_gib
@@ -77,8 +78,8 @@ def check_tight_fit(case: Case) -> Iterator[Finding]:
         name="card-nearly-full",
         severity="warning",
         why=f"The worst rank needs {format_gib(memory.peak_bytes)} of {format_gib(memory.usable_bytes)} GiB, "
-        f"{format_percent(share)} of the GPU's memory: of runs that need over {TIGHT_PERCENT} % some "
-        "run out of it.",
+        f"{format_percent(share)} of the {name_device(case.plan.cluster)}'s memory: of runs that need over "
+        f"{TIGHT_PERCENT} % some run out of it.",
         number=100 * share,
         change=_describe_variant(case, best)
         if best

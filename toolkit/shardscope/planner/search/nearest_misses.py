@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardscope.core.cluster import name_device
 from shardscope.core.number_format import format_gib
 from shardscope.frameworks.grid import DEGREES, MICRO_BATCH_SIZE
 
@@ -79,10 +80,9 @@ def explain_no_plan(ranking: Ranking) -> str:
 
 def describe_other_recipe(instead: Ranking) -> str:
     """Return the text on the nearest other recipe and its best plan or nearest misses."""
-    recipe = instead.recipe
-    changed = (
-        f"a global batch of {recipe.global_batch_size:,}, the nearest that every GPU has an equal part of"
-    )
+    recipe, device = instead.recipe, name_device(instead.cluster)
+    batch = f"a global batch of {recipe.global_batch_size:,}"
+    changed = f"{batch}, the nearest that every {device} has an equal part of"
     if recipe.loss == "chunked":
         changed = "the loss in chunks (Recipe.loss='chunked'), which learns the same"
     if not instead.num_feasible:
@@ -90,7 +90,7 @@ def describe_other_recipe(instead: Ranking) -> str:
         return f"With {changed}, nothing fits either: {misses or 'no framework here has it'}."
     row = int(instead.order[0])
     rate = instead.tokens_per_second_per_gpu[row]
-    return f"With {changed}: {_describe_plan(instead, row)}, {rate:,.0f} tokens/s per GPU."
+    return f"With {changed}: {_describe_plan(instead, row)}, {rate:,.0f} tokens/s per {device}."
 
 
 def _build_miss(ranking: Ranking, row: int) -> Miss:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardscope.core.cluster import name_device
 from shardscope.core.html_table import render_html_table
 from shardscope.core.number_format import format_gib
 from shardscope.frameworks.grid import DEGREES, MICRO_BATCH_SIZE
@@ -208,7 +209,7 @@ class Ranking:
         self._check_row(index)
         # Missing memory first: whether an engine runs the plan matters only once it fits.
         short = [
-            _describe_lack(name, int(lack[index]), self.rooms[name])
+            _describe_lack(name, int(lack[index]), self.rooms[name], name_device(self.cluster))
             for name, lack in self.lacks.items()
             if lack[index] > 0
         ]
@@ -417,9 +418,9 @@ class Ranking:
         )
 
 
-def _describe_lack(name: str, num_bytes: int, room_bytes: int) -> str:
+def _describe_lack(name: str, num_bytes: int, room_bytes: int, device: str) -> str:
     if name == "GPU memory":
-        return f"{format_gib(num_bytes)} GiB over the GPU's memory"
+        return f"{format_gib(num_bytes)} GiB over the {device}'s memory"
     of = "on NVMe" if name == "NVMe" else f"of {name}"
     if format_gib(room_bytes + num_bytes) == format_gib(room_bytes):  # Equal at the displayed precision.
         return (

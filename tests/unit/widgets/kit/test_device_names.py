@@ -1,0 +1,74 @@
+"""Texts on screen about CPU ranks: none of them calls a CPU rank a GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from calibrations import calibration
+
+import shardscope as ss
+from shardscope.planner.verdict import assess_plan
+from shardscope.timing.calibration.store import store_calibration
+from shardscope_widgets.kit.chart import Chart
+from shardscope_widgets.kit.static_picture import find_texts_and_charts
+from shardscope_widgets.kit.view import View
+from shardscope_widgets.memory.repairs import describe_no_fit
+from shardscope_widgets.pickers import ClusterPicker
+from shardscope_widgets.plans.advice_choice import describe_figures
+from shardscope_widgets.plans.ranking_view import RankingView
+from shardscope_widgets.studio.headline import render_headline
+from shardscope_widgets.time.rates import render_rates
+from shardscope_widgets.time.rows import build_shown_step
+from shardscope_widgets.time.view import StepView
+
+CPU = ss.Cluster.parse("2xcpu")
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ss.Plan:
+    """A plan on CPU ranks of a calibrated machine, so that it has rates."""
+    monkeypatch.setenv("SHARDSCOPE_DATA_HOME", str(tmp_path / "data"))
+    store_calibration(calibration())
+    recipe = ss.Recipe(seq_len=64, global_batch_size=4, precision="fp32")
+    return ss.Plan(ss.Architecture.of_size("2m"), CPU, recipe, ss.Layout.fsdp2())
+
+
+def read_screen(view: View) -> str:
+    """Return all that ``view`` shows, tooltips and chart titles included."""
+    return "".join(
+        json.dumps(part.to_plotly_json(), default=str) if isinstance(part, Chart) else part.value
+        for part in find_texts_and_charts(view)
+    )
+
+
+def test_rates_of_cpu_ranks_are_per_rank(plan: ss.Plan) -> None:
+    rates = render_rates(build_shown_step(plan))
+    assert "tokens/s per rank" in rates and "GPU" not in rates
+    assert describe_figures(plan).endswith("tokens/s per rank")
+    assert "GPU" not in render_headline(plan, plan.memory(), assess_plan(plan))
+
+
+def test_time_view_of_cpu_ranks_names_no_gpu(plan: ss.Plan) -> None:
+    text = read_screen(StepView(plan, machine=CPU))
+    assert "TFLOP/s per rank" in text and "Of all CPU ranks together." in text and "GPU" not in text
+
+
+def test_search_over_cpu_ranks_names_no_gpu(plan: ss.Plan) -> None:
+    ranking = ss.search(plan.architecture, CPU, plan.recipe)
+    # Transformer Engine's kernels do need a GPU: the reason why such a layout is not launched here.
+    text = re.sub(r"need(<br>|\s)a GPU", "", read_screen(RankingView(ranking)))
+    assert "tokens/s per rank" in text and "peak memory of a CPU rank, GiB" in text and "GPU" not in text
+
+
+def test_count_of_cpu_ranks_is_labelled_ranks() -> None:
+    picker = ClusterPicker("8xh100-sxm-80gb")
+    assert picker._count_unit.value == "GPUs ×"
+    picker.set_value(CPU)
+    assert picker._count_unit.value == "ranks ×"
+
+
+def test_more_cpu_ranks_are_no_fix_for_too_little_memory(plan: ss.Plan) -> None:
+    assert describe_no_fit(plan) == "No combination of changes fits on 2 CPU ranks: use a smaller model."
