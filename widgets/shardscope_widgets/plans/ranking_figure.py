@@ -237,6 +237,5 @@ def describe_counts(ranking: Ranking, num_marks: int) -> str:
     num, fits = ranking.num_evaluated, ranking.num_feasible
     text = f"{num:,} plans evaluated in {ranking.seconds:.2f} s, {fits:,} fit"
     if num_marks < num:
-        memory = f"a {name_device(ranking.cluster)}'s memory"
-        text += f"; {num_marks:,} points shown, up to {SHOWN_OVER_CAPACITY:g} times {memory}"
+        text += f"; {num_marks:,} points shown, up to {SHOWN_OVER_CAPACITY:g} times the usable memory"
     return text

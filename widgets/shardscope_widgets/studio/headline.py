@@ -24,7 +24,7 @@ NODES = re.compile(r"^[\d,]+ nodes of \d+")
 
 
 def render_headline(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
-    """Return the two lines as HTML. Long lines are truncated and show the full text on hover."""
+    """Return the plan and its verdict as HTML. Long ones are truncated and show the full text on hover."""
     rank = plan.recipe.adapter_rank
     methods = {"full": "full training", "lora": f"LoRA rank {rank}", "qlora": f"QLoRA rank {rank}"}
     method = methods[plan.recipe.method]
@@ -32,9 +32,11 @@ def render_headline(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> st
     layout = plan.layout.description
     plain = f"{model} on {gpus} with {layout}, {method}, {plan.recipe.precision}"
     short = FORM_FACTOR.sub("", NODES.sub(f"{plan.cluster.num_gpus:,}", gpus))
+    # Full training is the rule, and its words would not fit beside the numbers in a window of 1,440 pixels.
+    how = "" if plan.recipe.method == "full" else f"{method}, "
     what = (
         f"<b>{escape(model)}</b> on <b>{escape(short)}</b> with <b>{escape(layout)}</b>, "
-        f"{escape(method)}, {escape(plan.recipe.precision)}"
+        f"{escape(how)}{escape(plan.recipe.precision)}"
     )
     verdict_text = write_verdict(plan, report, verdict)
     state = STATE_CLASSES[verdict.state]
