@@ -53,13 +53,6 @@ def compute_stage_3_state(plan: Plan, stage: Stage, rank: RankCounts) -> Trainin
     partition = counts.partition
     # fp32 main copies and moments of this rank's partitions (_create_fp32_partitions).
     optimizer = FP32 * partition + compute_flat_state(plan.recipe.optimizer, partition)
-    # The optimizer step's temporaries, one after the other: the norm's fp64 copy of the largest partition; a
-    # sub-group's gradients, flat and in fp32; the update of a sub-group.
-    update = maximum(
-        FP64 * ceil_div(counts.largest_trained, rank.ranks),
-        (FP32 + (half if half < FP32 else 0)) * counts.update_group,
-        FP32 * counts.update_group + compute_flat_working(plan.recipe.optimizer, counts.update_group),
-    )
     # The bucket is allocated once, in the reduction type, if gradients are contiguous.
     bucket_width = get_reduction_width(layout, plan.recipe)
     bucket = bucket_width * layout.reduce_bucket_size if layout.contiguous_gradients else 0
@@ -114,13 +107,7 @@ def compute_stage_3_state(plan: Plan, stage: Stage, rank: RankCounts) -> Trainin
         find_backward_peaks=lambda backward: find_backward_peaks(
             counts, backward, half, compute_activation_sizes(plan, stage), buffers
         ),
-        optimizer_working=Term(
-            update,
-            lambda: (
-                f"{format_gib(update)} GiB gradients of a sub-group of {counts.update_group:,} "
-                "(sub_group_size), flat and fp32, or the norm's fp64 copy of the largest partition"
-            ),
-        ),
+        optimizer_working=_compute_working_memory(plan, rank),
         initialisation={
             "optimizer": Term(
                 FP32 * partition, lambda: "fp32 main copies; the first step allocates the optimizer state"
@@ -134,6 +121,25 @@ def compute_stage_3_state(plan: Plan, stage: Stage, rank: RankCounts) -> Trainin
                 ),
             ),
         },
+    )
+
+
+def _compute_working_memory(plan: Plan, rank: RankCounts) -> Term:
+    """Return the temporaries of the optimizer step."""
+    half, counts = rank.half, rank.counts
+    # One after the other: the norm's fp64 copy of the largest partition; a sub-group's gradients, flat and in
+    # fp32; the update of a sub-group.
+    update = maximum(
+        FP64 * ceil_div(counts.largest_trained, rank.ranks),
+        (FP32 + (half if half < FP32 else 0)) * counts.update_group,
+        FP32 * counts.update_group + compute_flat_working(plan.recipe.optimizer, counts.update_group),
+    )
+    return Term(
+        update,
+        lambda: (
+            f"{format_gib(update)} GiB gradients of a sub-group of {counts.update_group:,} "
+            "(sub_group_size), flat and fp32, or the norm's fp64 copy of the largest partition"
+        ),
     )
 
 

@@ -65,27 +65,6 @@ def compute_stage_1_or_2_state(plan: Plan, stage: Stage, rank: RankCounts) -> Tr
     reduces_late = is_reduced_late(layout.stage, bool(layout.overlap_comm), rank.accumulates)
     in_backward = (plan.degrees.pp == 1) | layout.contiguous_gradients
     bucket = in_backward * half * count_bucket_elements(plan, counts)
-    # Before the optimizer exists: the weights and their flat buffer, which DeepSpeed fills on the host if the
-    # two do not fit on the GPU; a head that is to be tied still has its own weight.
-    weights_and_flat = half * (counts.flat_buffers + counts.trained)
-    flattening = where(
-        weights_and_flat + rank.frozen_bytes > plan.cluster.usable_bytes_per_gpu,
-        half * counts.flat_buffers,
-        weights_and_flat,
-    )
-    arch = plan.architecture
-    has_tied_head = arch.tie_word_embeddings & stage.is_first & stage.is_last
-    untied_head = half * has_tied_head * arch.vocab_size * arch.hidden_size
-    # The accumulated gradients are freed once the partition is flattened, unless there is another parameter
-    # group: experts, or vectors without weight decay.
-    has_one_group = (plan.degrees.ep == 1) * (recipe.has_adapters or recipe.optimizer not in _TWO_GROUPS)
-    update = maximum(
-        FP64 * counts.largest_expert_slice,
-        compute_flattening_bytes(half, counts.update_group, counts.largest_slice),
-        FP32 * counts.update_group
-        + compute_flat_working(recipe.optimizer, counts.update_group)
-        - half * counts.own_gradients * has_one_group,
-    )
     # With late reduction all gradients exist until backward has ended; else only the own partition's.
     gradients = where(reduces_late, counts.trained, counts.own_gradients)
     always_has_bucket = rank.accumulates & reduces_late
@@ -138,22 +117,52 @@ def compute_stage_1_or_2_state(plan: Plan, stage: Stage, rank: RankCounts) -> Tr
         find_backward_peaks=lambda backward: find_backward_peaks(
             counts, backward, half, compute_activation_sizes(plan, stage), buffers
         ),
-        optimizer_working=Term(
-            update,
-            lambda: (
-                f"{format_gib(update)} GiB: fp32 gradients of the partition in addition to the {half}-byte "
-                "ones, or the norm's fp64 copy of the largest slice"
-            ),
+        optimizer_working=_compute_working_memory(plan, rank),
+        initialisation={"parameters": _compute_initialisation(plan, stage, rank)},
+    )
+
+
+def _compute_working_memory(plan: Plan, rank: RankCounts) -> Term:
+    """Return the temporaries of the optimizer step, in addition to the gradients that exist at its start."""
+    half, counts, recipe = rank.half, rank.counts, plan.recipe
+    # The accumulated gradients are freed once the partition is flattened, unless there is another parameter
+    # group: experts, or vectors without weight decay.
+    has_one_group = (plan.degrees.ep == 1) * (recipe.has_adapters or recipe.optimizer not in _TWO_GROUPS)
+    update = maximum(
+        FP64 * counts.largest_expert_slice,
+        compute_flattening_bytes(half, counts.update_group, counts.largest_slice),
+        FP32 * counts.update_group
+        + compute_flat_working(recipe.optimizer, counts.update_group)
+        - half * counts.own_gradients * has_one_group,
+    )
+    return Term(
+        update,
+        lambda: (
+            f"{format_gib(update)} GiB: fp32 gradients of the partition in addition to the {half}-byte "
+            "ones, or the norm's fp64 copy of the largest slice"
         ),
-        initialisation={
-            "parameters": Term(
-                maximum(flattening + rank.frozen_bytes, rank.frozen_bytes + untied_head),
-                lambda: (
-                    "weights, and the flat buffer they are copied to if there is room; or, before, a head "
-                    "that is not yet tied to the embedding"
-                ),
-            ),
-        },
+    )
+
+
+def _compute_initialisation(plan: Plan, stage: Stage, rank: RankCounts) -> Term:
+    """Return the parameters' peak before the optimizer exists."""
+    half, counts, arch = rank.half, rank.counts, plan.architecture
+    # DeepSpeed fills the flat buffer on the host if weights and buffer do not fit on the GPU together.
+    weights_and_flat = half * (counts.flat_buffers + counts.trained)
+    flattening = where(
+        weights_and_flat + rank.frozen_bytes > plan.cluster.usable_bytes_per_gpu,
+        half * counts.flat_buffers,
+        weights_and_flat,
+    )
+    # Before that, a head that is to be tied still has its own weight.
+    has_tied_head = arch.tie_word_embeddings & stage.is_first & stage.is_last
+    untied_head = half * has_tied_head * arch.vocab_size * arch.hidden_size
+    return Term(
+        maximum(flattening + rank.frozen_bytes, rank.frozen_bytes + untied_head),
+        lambda: (
+            "weights, and the flat buffer they are copied to if there is room; or, before, a head "
+            "that is not yet tied to the embedding"
+        ),
     )
 
 
@@ -296,75 +305,97 @@ def reduce_in_backward(
     embedding's exists. ``earlier_gradients`` is the number of all elements if gradients of earlier
     micro-batches stay in place until the bucket takes them, else 0.
     """
-    sizes, bucket_size = tensors.trained, options.bucket_size
-    gradients = options.place_gradients(sizes, tensors.is_vector)
-    bucket: list[FlatGradient] = []
-    bucket_elements = accumulated = 0
-    # Gradients that are larger than the bucket stay autograd's tensors until they are reduced; in stage 1
-    # those of other ranks are never freed.
-    outside_bucket = never_freed = 0
-    parts: list[BackwardPart] = []
-    order = iter(tensors.gradient_order)
-    for number, count in enumerate(tensors.trained_per_part):
-        tied_gradient = tied_head if number else 0
-        first = peak = before_attention = PhaseElements(
-            tied_gradient + outside_bucket, accumulated + earlier_gradients
-        )
+    return _BackwardReduction(tensors, options, tied_head, earlier_gradients).run()
+
+
+class _BackwardReduction:
+    """Bucket and gradients of one rank during a backward that reduces full buckets on the way."""
+
+    def __init__(
+        self, tensors: RankTensors, options: ReductionOptions, tied_head: int, earlier_gradients: int
+    ) -> None:
+        self._tensors, self._options = tensors, options
+        self._tied_head, self._earlier_gradients = tied_head, earlier_gradients
+        self._gradients = options.place_gradients(tensors.trained, tensors.is_vector)
+        self._order = iter(tensors.gradient_order)
+        self._bucket: list[FlatGradient] = []
+        self._bucket_elements = self._accumulated = 0
+        # Gradients that are larger than the bucket stay autograd's tensors until they are reduced; in stage 1
+        # those of other ranks are never freed.
+        self._outside_bucket = self._never_freed = 0
+
+    def run(self) -> tuple[BackwardPart, ...]:
+        """Run all parts of backward and the final reduction."""
+        parts = [self._run_part(number, count) for number, count in enumerate(self._tensors.trained_per_part)]
+        # The final reduction takes what is left in the bucket
+        # (overlapping_partition_gradients_reduce_epilogue).
+        copies = count_reduction_copies(self._bucket, self._options) if self._bucket else 0
+        last = PhaseElements(self._outside_bucket + copies, self._accumulated)
+        # A gradient larger than the bucket stays until it has been copied.
+        copied = PhaseElements(self._outside_bucket, self._options.accumulated)
+        return (*parts, BackwardPart(last, max(last, copied, key=_get_total)))
+
+    def _run_part(self, number: int, count: int) -> BackwardPart:
+        """Run one part of backward, with ``count`` gradients: head and norm, one layer, or the embedding."""
+        tensors = self._tensors
+        tied_gradient = self._tied_head if number else 0
+        first = peak = before_attention = self._build_phase(tied_gradient)
         feed_forward: list[PhaseElements] = []
         attention_output = PhaseElements(0, 0)
         # Gradients in the order of backward; ``remaining`` counts down to the part's last one.
         for remaining in range(count, 0, -1):
             if remaining == tensors.num_attention:
-                before_attention = PhaseElements(
-                    tied_gradient + outside_bucket, accumulated + earlier_gradients
-                )
+                before_attention = self._build_phase(tied_gradient)
             if not number and remaining == 1:
                 # The final norm comes after the head, whose gradient is tied, reduced or in the bucket.
-                first = PhaseElements(tied_head + outside_bucket, accumulated + earlier_gradients)
-            index = next(order)
-            size = sizes[index]
-            phase = PhaseElements(tied_gradient + size + outside_bucket, accumulated + earlier_gradients)
-            if tied_head and not index:
+                first = self._build_phase(self._tied_head)
+            index = next(self._order)
+            size = tensors.trained[index]
+            phase = self._build_phase(tied_gradient + size)
+            if self._tied_head and not index:
                 # Both gradients of a tied embedding and their sum are alive; then only the sum is.
                 phase, tied_gradient = phase._replace(staging=phase.staging + size), 0
             # A gradient that does not fit reduces the bucket first; the new gradient already exists.
-            if bucket and bucket_elements + size > bucket_size:
-                staging = tied_gradient + size + outside_bucket
-                copies = count_reduction_copies(bucket, options)
-                reduction = PhaseElements(staging + copies, accumulated + earlier_gradients)
-                accumulated = options.accumulated if accumulated or options.has_own(bucket) else 0
-                reduced = PhaseElements(staging, accumulated + earlier_gradients)
-                phase = max(phase, reduction, reduced, key=_get_total)
-                if not (options.partitions_gradients or options.has_own(bucket)):
-                    never_freed = outside_bucket
-                bucket, bucket_elements, outside_bucket = [], 0, never_freed
+            if self._bucket and self._bucket_elements + size > self._options.bucket_size:
+                phase = max(phase, *self._reduce_bucket(tied_gradient + size), key=_get_total)
             peak = max(peak, phase, key=_get_total)
             if tensors.is_feed_forward and tensors.is_feed_forward[index]:
                 feed_forward.append(phase)
             if tensors.num_attention - 1 <= remaining <= tensors.num_attention:
                 # Attention's last two tensors in forward, with its output projection's matrix.
                 attention_output = max(attention_output, phase, key=_get_total)
-            # The gradient is copied into the bucket, and the earlier micro-batches' one is freed.
-            bucket.append(gradients[index])
-            bucket_elements += size
-            earlier_gradients -= size * (earlier_gradients > 0)
-            if size > bucket_size:
-                outside_bucket = never_freed + size
+            self._add_to_bucket(index)
+            if size > self._options.bucket_size:
                 # A gradient for the host is a copy, not a view of autograd's tensor.
-                clone = (options.norm_width > 0) * size
-                cloned = PhaseElements(
-                    tied_gradient + outside_bucket + clone, accumulated + earlier_gradients
-                )
-                peak = max(peak, cloned, key=_get_total)
-        if not number and tied_head:
+                clone = (self._options.norm_width > 0) * size
+                peak = max(peak, self._build_phase(tied_gradient + clone), key=_get_total)
+        if not number and self._tied_head:
             peak = max(peak, first, key=_get_total)
-        parts.append(BackwardPart(first, peak, before_attention, tuple(feed_forward), attention_output))
-    # The final reduction takes what is left in the bucket (overlapping_partition_gradients_reduce_epilogue).
-    copies = count_reduction_copies(bucket, options) if bucket else 0
-    last = PhaseElements(outside_bucket + copies, accumulated)
-    # A gradient larger than the bucket stays until it has been copied.
-    copied = PhaseElements(outside_bucket, options.accumulated)
-    return (*parts, BackwardPart(last, max(last, copied, key=_get_total)))
+        return BackwardPart(first, peak, before_attention, tuple(feed_forward), attention_output)
+
+    def _build_phase(self, elements: int) -> PhaseElements:
+        """Return a phase with ``elements`` in addition to unreduced and accumulated gradients."""
+        return PhaseElements(elements + self._outside_bucket, self._accumulated + self._earlier_gradients)
+
+    def _reduce_bucket(self, elements: int) -> tuple[PhaseElements, PhaseElements]:
+        """Empty the bucket. Return the phases with its copies, and with its gradients accumulated."""
+        options, has_own = self._options, self._options.has_own(self._bucket)
+        with_copies = self._build_phase(elements + count_reduction_copies(self._bucket, options))
+        self._accumulated = options.accumulated if self._accumulated or has_own else 0
+        reduced = self._build_phase(elements)
+        if not (options.partitions_gradients or has_own):
+            self._never_freed = self._outside_bucket
+        self._bucket, self._bucket_elements, self._outside_bucket = [], 0, self._never_freed
+        return with_copies, reduced
+
+    def _add_to_bucket(self, index: int) -> None:
+        """Copy a gradient into the bucket, and free the earlier micro-batches' one."""
+        size = self._tensors.trained[index]
+        self._bucket.append(self._gradients[index])
+        self._bucket_elements += size
+        self._earlier_gradients -= size * (self._earlier_gradients > 0)
+        if size > self._options.bucket_size:
+            self._outside_bucket = self._never_freed + size
 
 
 @lru_cache(maxsize=1024)
