@@ -61,53 +61,52 @@ def offload_state(plan: Plan, stage: Stage, state: TrainingState, rank: RankCoun
 # ---- offload_optimizer
 
 
+class _OffloadedGradients(NamedTuple):
+    """Gradients under ``offload_optimizer``: what is left of them on the device, and the host's copies."""
+
+    host_bytes: int
+    after_backward: Term
+    """On the device when backward has ended."""
+    at_update: Term
+    """On the device when the optimizer step starts."""
+    staging: int = 0
+    """Device buffer for one gradient on its way to the host, in bytes."""
+    stays_on_device: bool = False
+    """Whether all gradients are on the device until backward ends."""
+
+
 def _offload_optimizer(
     plan: Plan, state: TrainingState, rank: RankCounts, nvme: NvmeBytes | None
 ) -> TrainingState:
-    layout = get_layout(plan)
-    half, counts = rank.half, rank.counts
+    """Return ``state`` with the optimizer's state, its update and the gradients off the device."""
+    layout, counts = get_layout(plan), rank.counts
     moments = compute_flat_state(plan.recipe.optimizer, counts.partition)
-    nvme_bytes = device_bytes = 0
+    nvme_bytes = 0
     if nvme is not None and layout.offload_optimizer == "nvme":
         # Main copies, moments and gradients are files; a buffer pool holds the sub-group being updated.
         nvme_bytes, host_bytes = nvme.optimizer_files, nvme.optimizer_host
     else:
         # fp32 main copies, moments, and the fp32 gradients that DeepSpeedCPUAdam reads (pinned).
         host_bytes = FP32 * counts.partition + moments + FP32 * counts.partition
-    staging, gather_rest, stays_on_device = 0, None, False
-    gradients = zero_term("copied to the host as they are reduced")
-    gradients_reduced = zero_term("on the host")
     if layout.stage == 3:
-        # grad_partitions_flat_buffer, in the gradients' own type, pinned.
-        host_bytes = host_bytes + half * counts.partition
-        gradients = zero_term("reduced gradients are in pinned host memory (offload_optimizer)")
-        if nvme is not None:
-            device_bytes = nvme.unswapped_gradients
-            gradients = gradients_reduced = Term(
-                device_bytes,
-                lambda: (
-                    f"{format_gib(device_bytes)} GiB of fp32 gradients that are not swapped: under a "
-                    "mebibyte, or not a multiple of a kibibyte (runtime/swap_tensor/optimizer_utils.py)"
-                ),
-            )
+        gradients = _offload_partitioned_gradients(rank, nvme)
     else:
-        accumulates = rank.accumulates
-        # The updated weights for the GPU, a staging tensor in each direction, and stage 2's accumulated
-        # gradients; stage 1 accumulates on the GPU.
-        accumulated = half * counts.own_gradients * accumulates * (layout.stage == 2)
-        host_bytes = host_bytes + half * (counts.partition + counts.largest_trained) + accumulated
-        staging = half * counts.largest_trained
-        gather_rest = Term(
-            staging, lambda: f"{format_gib(staging)} GiB for one gradient on its way to the host"
-        )
-        stays_on_device = is_reduced_late(layout.stage, bool(layout.overlap_comm), accumulates)
-    location = "in host memory" if layout.offload_optimizer == "cpu" else "on NVMe"
+        gradients = _offload_flat_gradients(plan, rank)
+
+    # What stages 1 and 2 have on the device besides gradients: the staging buffer, allocated after the
+    # weights are flattened.
     initialisation = {
         name: term for name, term in state.initialisation.items() if name not in ("optimizer", "gradients")
     }
+    gather_rest, gather_forward = state.gather_rest, state.gather_forward
     if layout.stage < 3:
-        # The staging buffer for gradients is allocated after the weights are flattened.
+        staging = gradients.staging
         initialisation["gather_buffers"] = zero_term("none while weights are flattened")
+        gather_forward = _add_staging_term(gather_forward, staging)
+        gather_rest = gather_rest or Term(
+            staging, lambda: f"{format_gib(staging)} GiB for one gradient on its way to the host"
+        )
+
     find_device_peaks = state.find_backward_peaks
     assert find_device_peaks is not None
 
@@ -115,24 +114,61 @@ def _offload_optimizer(
         """Return the peak candidates of backward without the gradients that are on the host."""
         peaks = find_device_peaks(backward)
         if layout.stage == 3:
-            return [_remove_gradient_buffer(peak, half * counts.partition) for peak in peaks]
-        return [_add_staging(peak, staging, stays_on_device, gradients) for peak in peaks]
+            return [_remove_gradient_buffer(peak, rank.half * counts.partition) for peak in peaks]
+        return [
+            _add_staging(peak, gradients.staging, gradients.stays_on_device, gradients.after_backward)
+            for peak in peaks
+        ]
 
-    gather_forward = state.gather_forward
-    if layout.stage < 3:
-        gather_forward = _add_staging_term(gather_forward, staging)
+    location = "in host memory" if layout.offload_optimizer == "cpu" else "on NVMe"
     return state._replace(
-        gradients=choose_term(stays_on_device, state.gradients, gradients),
-        gradients_reduced=gradients_reduced,
+        gradients=choose_term(gradients.stays_on_device, state.gradients, gradients.after_backward),
+        gradients_reduced=gradients.at_update,
         keeps_gradients=False,
         optimizer=zero_term(f"{location} (offload_optimizer), updated there"),
         optimizer_working=zero_term("the update runs on the host (DeepSpeedCPUAdam)"),
         initialisation=initialisation,
-        gather_rest=state.gather_rest or gather_rest,
+        gather_rest=gather_rest,
         gather_forward=gather_forward,
         find_backward_peaks=find_peaks,
-        host_bytes=state.host_bytes + host_bytes,
+        host_bytes=state.host_bytes + host_bytes + gradients.host_bytes,
         nvme_bytes=state.nvme_bytes + nvme_bytes,
+    )
+
+
+def _offload_partitioned_gradients(rank: RankCounts, nvme: NvmeBytes | None) -> _OffloadedGradients:
+    """Return the gradients of stage 3, whose partitions are copied to the host as they are reduced."""
+    # grad_partitions_flat_buffer, in the gradients' own type, pinned.
+    host_bytes = rank.half * rank.counts.partition
+    if nvme is None:
+        return _OffloadedGradients(
+            host_bytes,
+            zero_term("reduced gradients are in pinned host memory (offload_optimizer)"),
+            zero_term("on the host"),
+        )
+    unswapped_bytes = nvme.unswapped_gradients
+    unswapped = Term(
+        unswapped_bytes,
+        lambda: (
+            f"{format_gib(unswapped_bytes)} GiB of fp32 gradients that are not swapped: under a "
+            "mebibyte, or not a multiple of a kibibyte (runtime/swap_tensor/optimizer_utils.py)"
+        ),
+    )
+    return _OffloadedGradients(host_bytes, unswapped, unswapped)
+
+
+def _offload_flat_gradients(plan: Plan, rank: RankCounts) -> _OffloadedGradients:
+    """Return the gradients of stages 1 and 2, which pass through a staging buffer one by one."""
+    layout, half, counts = get_layout(plan), rank.half, rank.counts
+    # The updated weights for the GPU, a staging tensor in each direction, and stage 2's accumulated
+    # gradients; stage 1 accumulates on the GPU.
+    accumulated = half * counts.own_gradients * rank.accumulates * (layout.stage == 2)
+    return _OffloadedGradients(
+        half * (counts.partition + counts.largest_trained) + accumulated,
+        zero_term("copied to the host as they are reduced"),
+        zero_term("on the host"),
+        staging=half * counts.largest_trained,
+        stays_on_device=is_reduced_late(layout.stage, bool(layout.overlap_comm), rank.accumulates),
     )
 
 

@@ -222,6 +222,24 @@ def find_backward_peaks(
     return _BackwardPeaks(counts, backward, half, sizes, buffers).find_all()
 
 
+class _LayerPoint(NamedTuple):
+    """Layer at which backward has arrived: the memory that its peak candidates share, in bytes."""
+
+    num_passed: int
+    """Number of layers that backward has passed."""
+    fraction: float
+    """Position in the step, 0 to 1."""
+    phases: LayerPhases
+    layer: LargestLayer
+    has_experts: bool
+    saved: int
+    """Saved by this layer and those before it in forward."""
+    saved_before: int
+    """Saved by the layers before it."""
+    bucket: int
+    """ipg bucket, as far as it is allocated during the feed-forward."""
+
+
 class _BackwardPeaks:
     def __init__(
         self,
@@ -341,36 +359,60 @@ class _BackwardPeaks:
 
     def _find_layer_peaks(self, num_passed: int, phases: LayerPhases) -> list[PeakCandidate]:
         """Return the candidates in the layer that follows ``num_passed`` layers in backward."""
-        sizes, buffers, backward = self.sizes, self.buffers, self.backward
-        num_layers, trains_all = sizes.num_layers, buffers.trains_all
-        # Layers take the timeline from 0.36 to 0.96; the offsets below order the candidates of one layer.
-        fraction = 0.36 + 0.6 * num_passed / num_layers
+        sizes, backward = self.sizes, self.backward
+        num_layers = sizes.num_layers
         layer = backward.find_largest_layer()
         has_experts = layer.at_expert_weights != layer.at_product
         saved = _count_remaining(backward.saved_by_layers, layer.saved, num_layers, num_passed)
         if sizes.interval > 1:
             layer, saved = self._find_layer_at(layer, num_layers - 1 - num_passed)
-        is_last = num_passed == num_layers - 1
-        # The bucket is allocated at the first gradient; with adapters mostly after the last feed-forward.
-        has_early_gradient = trains_all or sizes.adapts_down
-        bucket = (
-            buffers.bucket
-            if has_early_gradient
-            else where((num_passed > 0) | buffers.head_is_first, buffers.bucket, self.permanent_bucket)
+        point = _LayerPoint(
+            num_passed,
+            # Layers take the timeline from 0.36 to 0.96; small offsets order the candidates of one layer.
+            0.36 + 0.6 * num_passed / num_layers,
+            phases,
+            layer,
+            has_experts,
+            saved,
+            maximum(0, saved - layer.saved),
+            self._find_bucket_bytes(num_passed),
         )
-        remaining = maximum(0, saved - layer.saved)
         after_layer = self._build_candidate(
-            fraction + 0.01, (remaining, 2 * backward.stream_gradient), _AFTER_LAYER, phases.peak
+            point.fraction + 0.01,
+            (point.saved_before, 2 * backward.stream_gradient),
+            _AFTER_LAYER,
+            phases.peak,
         )
         if sizes.fetches_one_by_one:
             fetches = self._find_fetch_phases(phases, num_layers - 1 - num_passed)
             return [
                 *(
-                    self._build_candidate(fraction, activations, _IN_LAYER, elements, bucket)
+                    self._build_candidate(point.fraction, activations, _IN_LAYER, elements, point.bucket)
                     for activations, elements in fetches
                 ),
                 after_layer,
             ]
+        return [
+            *self._find_feed_forward_peaks(point),
+            *self._find_score_peak(point),
+            after_layer,
+            *self._find_attention_peaks(point),
+        ]
+
+    def _find_bucket_bytes(self, num_passed: int) -> int:
+        """Return the bytes of the bucket during the feed-forward of the layer after ``num_passed`` layers."""
+        # It is allocated at the first gradient; with adapters mostly after the last feed-forward.
+        if self.buffers.trains_all or self.sizes.adapts_down:
+            return self.buffers.bucket
+        has_bucket = (num_passed > 0) | self.buffers.head_is_first
+        return where(has_bucket, self.buffers.bucket, self.permanent_bucket)
+
+    def _find_feed_forward_peaks(self, point: _LayerPoint) -> list[PeakCandidate]:
+        """Return the candidates at the layer's own maximum and at its feed-forward's gradients."""
+        sizes, trains_all = self.sizes, self.buffers.trains_all
+        layer, phases, has_experts, saved = point.layer, point.phases, point.has_experts, point.saved
+        fraction, bucket = point.fraction, point.bucket
+        is_last = point.num_passed == sizes.num_layers - 1
         # At the layer's own maximum: the product of the feed-forward, or attention's scores.
         inside = (saved, maximum(layer.at_product, layer.at_expert_rows) - is_last * sizes.unsaved)
         at_peak = phases.before_attention if sizes.peaks_in_scores else phases.first_gradient
@@ -382,34 +424,45 @@ class _BackwardPeaks:
             with_down = phases.first_gradient.staging + sizes.down_projection
             at_down = phases.first_gradient._replace(staging=with_down)
             peaks.append(self._build_candidate(fraction + 0.002, inside, _IN_LAYER, at_down, bucket))
-        if sizes.adapter_inputs and not num_passed:
+        if sizes.adapter_inputs and not point.num_passed:
             # The bucket is allocated by then, at the first gradient.
             inside = (saved, where(has_experts, 0, sizes.adapter_inputs))
             peaks.append(self._build_candidate(fraction + 0.003, inside, _IN_LAYER, phases.first_gradient))
         # At the gradient of a feed-forward matrix, when some saved tensors have been freed.
-        freed, in_feed_forward = self._find_feed_forward_peak(phases.feed_forward)
+        freed, in_feed_forward = self._choose_feed_forward_matrix(phases.feed_forward)
         in_dense = layer.at_product - freed
         in_experts = layer.at_expert_weights if trains_all else layer.at_product
         # A layer without experts, after layers with experts, cannot free more than is left.
         inside = (saved, maximum(where(has_experts, in_experts, in_dense), -saved))
         elements = where(has_experts & trains_all, phases.last_feed_forward, in_feed_forward)
         peaks.append(self._build_candidate(fraction + 0.004, inside, _IN_LAYER, elements, bucket))
-        if sizes.has_scores:
-            inside = (saved, maximum(layer.at_scores, -saved))
-            peaks.append(self._build_candidate(fraction + 0.006, inside, _IN_LAYER, phases.before_attention))
-        peaks.append(after_layer)
-        # Between the feed-forward and attention: the layer's feed-forward has freed all that it saved.
+        return peaks
+
+    def _find_score_peak(self, point: _LayerPoint) -> list[PeakCandidate]:
+        """Return the candidate at attention's scores, if they are materialized."""
+        if not self.sizes.has_scores:
+            return []
+        inside = (point.saved, maximum(point.layer.at_scores, -point.saved))
+        elements = point.phases.before_attention
+        return [self._build_candidate(point.fraction + 0.006, inside, _IN_LAYER, elements)]
+
+    def _find_attention_peaks(self, point: _LayerPoint) -> list[PeakCandidate]:
+        """Return the candidates when the layer's feed-forward has freed all that it saved."""
+        sizes, trains_all, phases = self.sizes, self.buffers.trains_all, point.phases
+        peaks: list[PeakCandidate] = []
+        # Between the feed-forward and attention.
         if trains_all:
-            at_attention = (remaining, sizes.attention, 2 * backward.stream_gradient)
-            peaks.append(
-                self._build_candidate(
-                    fraction + 0.008, at_attention, _AFTER_FEED_FORWARD, phases.attention_output
-                )
+            inside = (point.saved_before, sizes.attention, 2 * self.backward.stream_gradient)
+            at_attention = self._build_candidate(
+                point.fraction + 0.008, inside, _AFTER_FEED_FORWARD, phases.attention_output
             )
-        # With frozen embeddings no gradient reaches the first layer's first norm.
-        is_reached = trains_all | (num_passed + 1 < num_layers)
-        inside = (is_reached * remaining, is_reached * sizes.first_norm)
-        peaks.append(self._build_candidate(fraction + 0.012, inside, _IN_FIRST_NORM, phases.next_layer))
+            peaks.append(at_attention)
+        # In the first norm. With frozen embeddings no gradient reaches the first layer's.
+        is_reached = trains_all | (point.num_passed + 1 < sizes.num_layers)
+        in_norm = (is_reached * point.saved_before, is_reached * sizes.first_norm)
+        peaks.append(
+            self._build_candidate(point.fraction + 0.012, in_norm, _IN_FIRST_NORM, phases.next_layer)
+        )
         return peaks
 
     def _find_layer_at(self, fullest: LargestLayer, index: int) -> tuple[LargestLayer, int]:
@@ -462,7 +515,7 @@ class _BackwardPeaks:
             )
         ]
 
-    def _find_feed_forward_peak(self, matrices: Sequence[PhaseElements]) -> tuple[int, PhaseElements]:
+    def _choose_feed_forward_matrix(self, matrices: Sequence[PhaseElements]) -> tuple[int, PhaseElements]:
         """Return the bytes freed and ZeRO's elements at the feed-forward matrix with the largest total."""
         half, all_freed = self.half, self.sizes.freed
         freed, elements = all_freed[0], matrices[0]
