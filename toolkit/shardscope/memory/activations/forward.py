@@ -130,19 +130,14 @@ def compute_layer_activations(
     if joins:
         modules = modules._replace(joins_by_heads=True)
     if modules.windowed is None and _mixes_windows(architecture, modules):
-        inside, outside = (
+        with_window, without_window = (
             compute_layer_activations(
                 architecture, moe, modules._replace(windowed=windowed), recompute, tp, num_stream_shards
             )
             for windowed in (True, False)
         )
-        # Callers multiply by the number of layers: the mean makes that product the sum over both kinds.
-        layers, sliding = architecture.num_hidden_layers, architecture.sliding_window_layers
-        mean = LayerActivations(*(
-            ceil_div(sliding * one + (layers - sliding) * other, layers)
-            for one, other in zip(inside, outside, strict=True)
-        ))  # fmt: skip
-        return mean._replace(recomputed=max(inside.recomputed, outside.recomputed))
+        return _average_windows(architecture, with_window, without_window)
+    # All that autograd saves on this rank.
     tensors = list_saved_tensors(architecture, moe, modules)
     # A rank has at least one key/value head, so more ranks than such heads share them.
     num_shards = {
@@ -160,7 +155,7 @@ def compute_layer_activations(
         )
 
     all_saved = sum_on_rank(tensors)
-    # torch.utils.checkpoint saves a layer's arguments: the residual stream.
+    # What of it stays until backward. torch.utils.checkpoint saves a layer's arguments: the residual stream.
     stream = ceil_div(architecture.hidden_size * modules.stream, num_stream_shards)
     kept_bytes = all_saved
     if recompute == "full":
@@ -182,6 +177,20 @@ def compute_layer_activations(
         # Backward recreates all of a layer's saved tensors before it uses the first one.
         recomputed=max(0, all_saved + kept_inputs - kept_bytes),
     )
+
+
+def _average_windows(
+    arch: Architecture, with_window: LayerActivations, without_window: LayerActivations
+) -> LayerActivations:
+    """Return the mean of layers with and without a sliding window, weighted by their numbers."""
+    # Callers multiply by the number of layers: the mean makes that product the sum over both kinds.
+    layers, sliding = arch.num_hidden_layers, arch.sliding_window_layers
+    mean = LayerActivations(*(
+        ceil_div(sliding * one + (layers - sliding) * other, layers)
+        for one, other in zip(with_window, without_window, strict=True)
+    ))  # fmt: skip
+    # Only one layer at a time is recomputed, so this is a maximum and no sum.
+    return mean._replace(recomputed=max(with_window.recomputed, without_window.recomputed))
 
 
 def compute_kept_for_recomputation(

@@ -66,22 +66,70 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
     It has the sharded originals, gradients and optimizer state, and the buffers of all-gathers and
     reduce-scatters.
     """
-    degrees, recipe = plan.degrees, plan.recipe
-    width, frozen_width = widths[recipe.precision], get_base_width(recipe)
+    degrees = plan.degrees
+    width = widths[plan.recipe.precision]
     ranks = group_equal(degrees.shard * degrees.cp)
-
     # Sharded originals, gradients and optimizer state of one rank.
-    optimizer = compute_optimizer_bytes(plan, stage, width.original, ranks, library="torchao")
+    parameters = _compute_parameters(plan, stage, ranks)
     trained = width.original * stage.trainable_shard
+    gradients = Term(
+        trained,
+        lambda: f"{stage.trainable:,} gradients × {width.original} bytes / {ranks} ranks, reduce-scattered",
+    )
+    optimizer = compute_optimizer_bytes(plan, stage, width.original, ranks, library="torchao")
+    # Buffers of the groups and, with pp > 1, of the pipeline. The plans of one batch agree on pp > 1.
+    groups = compute_groups(plan, stage)
+    pipeline = compute_pipeline_buffers(plan, stage) if all_true(degrees.pp > 1) else None
+    # CPU ranks train in host memory, so offloading moves nothing. With HSDP the all-reduced gradients stay
+    # on the GPU until backward ends, even with offloaded gradients.
+    offloads = get_layout(plan).offload == "cpu" and plan.on_gpu
+    gradients_on_gpu = (degrees.replicate > 1) * trained if offloads else trained
+
+    def find_backward_peaks(backward: StageBackward) -> list[PeakCandidate]:
+        if pipeline is None:
+            return StepPeaks(plan, stage, backward, groups, gradients_on_gpu).list_candidates()
+        return PipelinePeaks(plan, stage, backward, groups, gradients_on_gpu, pipeline).list_candidates()
+
+    state = TrainingState(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer.state,
+        optimizer_working=optimizer.working,
+        gather_forward=compute_gathered_at_loss(plan, stage, groups, pipeline),
+        gather_rest=None if pipeline is None else build_receive_buffers(pipeline, plan),
+        gradients_accumulated=None if pipeline is None else build_accumulated_gradients(plan, trained),
+        find_backward_peaks=find_backward_peaks,
+        group_sizes=(ranks, degrees.replicate, degrees.tp, degrees.pp),
+    )
+    if not offloads:
+        initialisation = _compute_initialisation(plan, stage, parameters.num_bytes)
+        return state._replace(initialisation={"parameters": initialisation})
+    # The optimizer runs on the host, where its state and temporary memory are, too.
+    on_host = zero_term("in host memory (CPUOffloadPolicy)")
+    return state._replace(
+        parameters=on_host,
+        gradients=on_host,
+        optimizer=on_host,
+        optimizer_working=on_host,
+        gradients_accumulated=None if pipeline is None else build_accumulated_gradients(plan, 0),
+        host_bytes=parameters.num_bytes + trained + optimizer.state.num_bytes,
+    )
+
+
+def _compute_parameters(plan: Plan, stage: Stage, ranks: int) -> Term:
+    """Return the sharded originals: the trained weights, and the frozen base under adapters."""
+    recipe = plan.recipe
+    width, frozen_width = widths[recipe.precision], get_base_width(recipe)
     # A quantized base has fewer stored elements, and scales that are no parameters and so not sharded.
     base_numel, scales = stage.shard, 0
     if recipe.base_quantization is not None:
         base_numel = base_numel - count_saved_in_stage(plan, stage, ranks)
         scales = compute_scales(plan, stage)
     base = frozen_width * base_numel + scales
-    parameters = base + (trained if recipe.has_adapters else 0)
+    # Without adapters the base is what trains; its frozen width is then that of the originals.
+    adapters = width.original * stage.trainable_shard if recipe.has_adapters else 0
 
-    def explain_parameters() -> str:
+    def explain() -> str:
         if recipe.base_quantization is not None:
             return (
                 f"{format_gib(base)} GiB of {stage.base:,} frozen weights, Linears in NF4, stored as "
@@ -100,45 +148,7 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
             "up (fully_shard keeps the sharded originals)"
         )
 
-    def explain_gradients() -> str:
-        return f"{stage.trainable:,} gradients × {width.original} bytes / {ranks} ranks, reduce-scattered"
-
-    # Buffers of the groups and, with pp > 1, of the pipeline. The plans of one batch agree on pp > 1.
-    groups = compute_groups(plan, stage)
-    pipeline = compute_pipeline_buffers(plan, stage) if all_true(degrees.pp > 1) else None
-    # CPU ranks train in host memory, so offloading moves nothing. With HSDP the all-reduced gradients stay
-    # on the GPU until backward ends, even with offloaded gradients.
-    offloads = get_layout(plan).offload == "cpu" and plan.on_gpu
-    gradients_on_gpu = (degrees.replicate > 1) * trained if offloads else trained
-
-    def find_backward_peaks(backward: StageBackward) -> list[PeakCandidate]:
-        if pipeline is None:
-            return StepPeaks(plan, stage, backward, groups, gradients_on_gpu).list_candidates()
-        return PipelinePeaks(plan, stage, backward, groups, gradients_on_gpu, pipeline).list_candidates()
-
-    state = TrainingState(
-        parameters=Term(parameters, explain_parameters),
-        gradients=Term(trained, explain_gradients),
-        optimizer=optimizer.state,
-        optimizer_working=optimizer.working,
-        gather_forward=compute_gathered_at_loss(plan, stage, groups, pipeline),
-        gather_rest=None if pipeline is None else build_receive_buffers(pipeline, plan),
-        gradients_accumulated=None if pipeline is None else build_accumulated_gradients(plan, trained),
-        find_backward_peaks=find_backward_peaks,
-        group_sizes=(ranks, degrees.replicate, degrees.tp, degrees.pp),
-    )
-    if not offloads:
-        return state._replace(initialisation={"parameters": _compute_initialisation(plan, stage, parameters)})
-    # The optimizer runs on the host, where its state and temporary memory are, too.
-    on_host = zero_term("in host memory (CPUOffloadPolicy)")
-    return state._replace(
-        parameters=on_host,
-        gradients=on_host,
-        optimizer=on_host,
-        optimizer_working=on_host,
-        gradients_accumulated=None if pipeline is None else build_accumulated_gradients(plan, 0),
-        host_bytes=parameters + trained + optimizer.state.num_bytes,
-    )
+    return Term(base + adapters, explain)
 
 
 def _compute_initialisation(plan: Plan, stage: Stage, shards: int) -> Term:

@@ -77,64 +77,47 @@ def count_weights(plan: Plan, shape: StageShape) -> Stage:
     return weights._replace(experts=weights.num_moe_layers * experts)
 
 
+class _Widths(NamedTuple):
+    """Bytes per parameter."""
+
+    half: int
+    """Of a weight in the compute type."""
+    gradient: int
+    main: int
+    """Of the optimizer's fp32 copy of a weight; 0 if the weights are fp32 themselves."""
+    state: int
+    """Of the main copy and the moments."""
+
+
+def _find_widths(plan: Plan) -> _Widths:
+    layout, recipe = get_layout(plan), plan.recipe
+    half = widths[recipe.precision].compute
+    gradient = FP32 if precision_aware.reduces_in_fp32(layout, recipe) else half
+    main = FP32 if half < FP32 else 0
+    if layout.use_precision_aware_optimizer:
+        return _Widths(half, gradient, main, precision_aware.compute_state_width(layout, recipe))
+    return _Widths(half, gradient, main, main + num_moments[recipe.optimizer] * FP32)
+
+
 def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
     """Return the training state of one rank, with the model sharded by tp, pp and ep."""
-    layout, recipe = get_layout(plan), plan.recipe
-    # Bytes per parameter: the weight, its gradient, and the optimizer's main weight and moments.
-    half = widths[recipe.precision].compute
-    main = FP32 if half < FP32 else 0
-    state_width = main + num_moments[recipe.optimizer] * FP32
-    if layout.use_precision_aware_optimizer:
-        state_width = precision_aware.compute_state_width(layout, recipe)
-    gradient = FP32 if precision_aware.reduces_in_fp32(layout, recipe) else half
+    layout = get_layout(plan)
+    half, gradient, main, _ = width = _find_widths(plan)
     counts = _count_buffer_elements(plan, stage)
-    dense, experts, weights, updated = counts.dense, counts.experts, counts.weights, counts.updated
-    # Staging buffers, 8-bit weights, and the gradient of the embedding at the end of backward.
-    dummies, shared = _count_staging_elements(plan, stage)
-    eight_bit = compute_weight_copies(plan, stage)
-    embedding = half * _count_embedding_gradient_elements(plan, stage)
-
-    def explain_optimizer() -> str:
-        split = (
-            f" / {counts.dense_ranks} data- and context-parallel ranks"
-            if layout.distributed_optimizer
-            else ""
-        )
-        of_experts = f" + {experts:,} of experts / {counts.expert_ranks}" if experts else ""
-        count_text = f"({dense:,}{split}{of_experts}) × {state_width} bytes · "
-        if layout.use_precision_aware_optimizer:
-            return count_text + precision_aware.describe_state(layout, recipe)
-        return (
-            f"{count_text}fp32 main copy and {recipe.optimizer} moments "
-            f"(distributed_optimizer={layout.distributed_optimizer})"
-        )
-
-    def explain_parameters() -> str:
-        weights_text = f"{weights:,} parameters of this rank × {half} bytes{_describe_sharding(plan)}"
-        if recipe.precision != "fp8-mixed":
-            return weights_text
-        layouts = (
-            "row by row and transposed"
-            if count_operand_copies(plan.cluster.gpu) == 2
-            else "which need no transposes"
-        )
-        return (
-            f"{weights_text} + {format_gib(eight_bit)} GiB copies of the layers' matrices in 8 bits, "
-            f"{layouts}: {SOURCE}"
-        )
-
-    buffers = (
-        (half * dummies, _DUMMIES),
-        (half * shared, "buffer for the sequence all-gathered over tp, and for eager attention's scores"),
-    )
-    gathered = sum_parts(*buffers)
+    weights, updated = counts.weights, counts.updated
     gradients = Term(
         weights * gradient,
         lambda: f"{weights:,} × {gradient} bytes · gradients in one contiguous buffer that is never freed",
     )
 
-    # A precision-aware optimizer makes its copies at its first step (te.optimizers.FusedAdam).
-    main_copies = 0 if layout.use_precision_aware_optimizer else main * updated
+    # Staging buffers, which are allocated once, and the gradient of the embedding at the end of backward.
+    dummies, shared = _count_staging_elements(plan, stage)
+    embedding = half * _count_embedding_gradient_elements(plan, stage)
+    buffers = (
+        (half * dummies, _DUMMIES),
+        (half * shared, "buffer for the sequence all-gathered over tp, and for eager attention's scores"),
+    )
+    gathered = sum_parts(*buffers)
 
     def find_peaks(stage: Stage, modules: Modules) -> list[PeakCandidate]:
         activations = compute_stage_activations(plan, stage, modules)
@@ -151,10 +134,12 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
             PeakCandidate.from_terms(0.97, activations.last, with_embedding, gradients),
         ]
 
+    # A precision-aware optimizer makes its copies at its first step (te.optimizers.FusedAdam).
+    main_copies = 0 if layout.use_precision_aware_optimizer else main * updated
     return TrainingState(
-        parameters=Term(weights * half + eight_bit, explain_parameters),
+        parameters=_compute_parameters(plan, stage, weights, half),
         gradients=gradients,
-        optimizer=Term(state_width * updated, explain_optimizer),
+        optimizer=_compute_optimizer(plan, counts, width.state),
         initialisation=_compute_initialisation(plan, counts, half, gradient, main_copies),
         optimizer_working=precision_aware.compute_working_memory(
             layout, counts.dense_updated, counts.experts_updated
@@ -169,6 +154,49 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
         keeps_gradients=True,
         find_peaks=find_peaks,
     )
+
+
+def _compute_parameters(plan: Plan, stage: Stage, weights: int, half: int) -> Term:
+    """Return the weights of one rank and, with fp8, their copies in 8 bits."""
+    eight_bit = compute_weight_copies(plan, stage)
+
+    def explain() -> str:
+        weights_text = f"{weights:,} parameters of this rank × {half} bytes{_describe_sharding(plan)}"
+        if plan.recipe.precision != "fp8-mixed":
+            return weights_text
+        layouts = (
+            "row by row and transposed"
+            if count_operand_copies(plan.cluster.gpu) == 2
+            else "which need no transposes"
+        )
+        return (
+            f"{weights_text} + {format_gib(eight_bit)} GiB copies of the layers' matrices in 8 bits, "
+            f"{layouts}: {SOURCE}"
+        )
+
+    return Term(weights * half + eight_bit, explain)
+
+
+def _compute_optimizer(plan: Plan, counts: _BufferElements, state_width: int) -> Term:
+    """Return this rank's shard of the optimizer state, ``state_width`` bytes per parameter."""
+    layout, recipe = get_layout(plan), plan.recipe
+
+    def explain() -> str:
+        split = (
+            f" / {counts.dense_ranks} data- and context-parallel ranks"
+            if layout.distributed_optimizer
+            else ""
+        )
+        of_experts = f" + {counts.experts:,} of experts / {counts.expert_ranks}" if counts.experts else ""
+        count_text = f"({counts.dense:,}{split}{of_experts}) × {state_width} bytes · "
+        if layout.use_precision_aware_optimizer:
+            return count_text + precision_aware.describe_state(layout, recipe)
+        return (
+            f"{count_text}fp32 main copy and {recipe.optimizer} moments "
+            f"(distributed_optimizer={layout.distributed_optimizer})"
+        )
+
+    return Term(state_width * counts.updated, explain)
 
 
 class _BufferElements(NamedTuple):
