@@ -3,6 +3,10 @@
 Every allocation, resize and release is recorded as an event; labels belong to storages, not to events. Peaks
 are computed at the end, so a tensor that is later labelled a gradient counts as one from its allocation.
 (torch's own ``MemTracker`` labels immediately: a gradient is a temporary until a hook sees it.)
+
+A real run is measured by training/accounting/census.py, which shares no code with this file: fake storages
+have no address, so they are numbered here, and each is watched until it is freed. The census must not slow a
+real step down: it keeps weak references by address, and counts only when there may be a new peak.
 """
 
 from __future__ import annotations

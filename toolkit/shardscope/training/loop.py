@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -81,28 +81,19 @@ def train(
                 snapshot.start(SNAPSHOT_STEPS)
             if commands.profile_steps:
                 _start_recording(recorder, commands.profile_steps, num_left=schedule.num_steps - step)
-            rate = schedule.learning_rate_at(step)
-            engine.set_learning_rate(rate)
-            batch = windows.build_batch(step)
-            began = time.perf_counter()
-            # engine.step returns the loss as a number, which synchronizes: the time covers the whole step.
-            loss = engine.step(batch)
-            seconds = time.perf_counter() - began
+            # Run the step and report it.
+            result = _run_step(engine, windows, schedule, step)
             seen += windows.list_indices(step)
-            num_tokens = int(batch["input_ids"].numel())
             if step % log_every == 0 or step == schedule.num_steps - 1:
-                metrics = collect_step_metrics(
-                    engine, loss=loss, learning_rate=rate, num_tokens=num_tokens, seconds=seconds
-                )
-                ctx.log(step=step, **metrics)
+                ctx.log(step=step, **collect_step_metrics(engine, result))
             if step in printed_steps:
                 print(
-                    f"step {step + 1:,} of {schedule.num_steps:,}: loss {loss:.4g}, "
-                    f"{num_tokens / seconds:,.0f} tokens/s",
+                    f"step {step + 1:,} of {schedule.num_steps:,}: loss {result.loss:.4g}, "
+                    f"{result.num_tokens / result.seconds:,.0f} tokens/s",
                     flush=True,
                 )
             # Raise after the step is logged, so that the run's curves end with the NaN.
-            if math.isnan(loss):
+            if math.isnan(result.loss):
                 raise RuntimeError(
                     f"the loss of step {step} is not a number; a lower learning_rate usually helps"
                 )
@@ -113,6 +104,27 @@ def train(
     if save_checkpoint or checkpoint_requested or (save_every is not None and engine.num_steps_done > first):
         checkpoints.begin_save()
     checkpoints.wait_and_prune()
+
+
+class StepResult(NamedTuple):
+    """Result of one training step on this rank."""
+
+    loss: float
+    learning_rate: float
+    num_tokens: int
+    seconds: float
+
+
+def _run_step(engine: Engine, windows: Windows, schedule: Schedule, step: int) -> StepResult:
+    """Run one optimizer step on its batch; building the batch does not count as the step's time."""
+    rate = schedule.learning_rate_at(step)
+    engine.set_learning_rate(rate)
+    batch = windows.build_batch(step)
+    began = time.perf_counter()
+    # engine.step returns the loss as a number, which synchronizes: the time covers the whole step.
+    loss = engine.step(batch)
+    seconds = time.perf_counter() - began
+    return StepResult(loss, rate, int(batch["input_ids"].numel()), seconds)
 
 
 class Checkpoints:
@@ -257,9 +269,7 @@ def _read_profile_steps(command: Mapping[str, object], default: int) -> int:
 # ---- Metrics of a training step, per rank
 
 
-def collect_step_metrics(
-    engine: Engine, *, loss: float, learning_rate: float, num_tokens: int, seconds: float
-) -> dict[str, float]:
+def collect_step_metrics(engine: Engine, result: StepResult) -> dict[str, float]:
     """Return names and values for ``ctx.log``.
 
     ``tokens_per_second`` is this rank's; steps are synchronous, so all ranks together process
@@ -268,12 +278,12 @@ def collect_step_metrics(
     optimizer, and ``rss_bytes`` is added.
     """
     metrics: dict[str, float] = {
-        "loss": loss,
-        "learning_rate": learning_rate,
+        "loss": result.loss,
+        "learning_rate": result.learning_rate,
         "grad_norm": engine.grad_norm,
-        "step_seconds": seconds,
-        "tokens_per_second": num_tokens / seconds,
-        "tokens_per_second_all_ranks": num_tokens * engine.num_data_ranks / seconds,
+        "step_seconds": result.seconds,
+        "tokens_per_second": result.num_tokens / result.seconds,
+        "tokens_per_second_all_ranks": result.num_tokens * engine.num_data_ranks / result.seconds,
     }
     device = read_device_bytes(engine.ctx.device)
     if "allocated" in device:

@@ -177,19 +177,16 @@ class MicroBatchEngine(Engine):
         total = torch.zeros((), device=device)
         for index, micro in enumerate(micros):
             with self.gradient_sync(last=index == len(micros) - 1):
-                watch.begin_phase("forward")
-                on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in micro.items()}
-                loss_share = self._compute_loss(on_device) * weights[index]
-                watch.end_phase("forward")
-                watch.begin_phase("backward")
-                self.backward(loss_share)
-                watch.end_phase("backward")
+                with watch.phase("forward"):
+                    on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in micro.items()}
+                    loss_share = self._compute_loss(on_device) * weights[index]
+                with watch.phase("backward"):
+                    self.backward(loss_share)
             total += loss_share.detach().float()
         # gloo has no average, so sum here and divide below. The all-reduce overlaps with the optimizer step.
         loss_reduction = dist.all_reduce(total, async_op=True)
-        watch.begin_phase("optimizer")
-        norm = self._update_weights()
-        watch.end_phase("optimizer")
+        with watch.phase("optimizer"):
+            norm = self._update_weights()
         loss_reduction.wait()
         self.num_steps_done += 1
         # The only synchronization of host and device in a step.

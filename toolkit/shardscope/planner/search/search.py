@@ -69,33 +69,9 @@ def search(
     """
     start = time.perf_counter()
     # 1. Check arguments and figures before the grid is built, which takes seconds for thousands of GPUs.
-    for field, noun, kind in (
-        ("arch", arch, Architecture),
-        ("cluster", cluster, Cluster),
-        ("recipe", recipe, Recipe),
-    ):
-        check_type(field, noun, kind)
-    check_integer("headroom_bytes", headroom_bytes, low=0, high=2**50)
-    names = _check_frameworks(frameworks)
-    check_targets(arch, recipe)
-    check_sequence(arch, recipe)
-    rates = select_rates(cluster)
-    rates.get_matmul_rate(PEAKS[recipe.precision])
-    rates.get_memory_bandwidth()
-    check_links(cluster, rates)
-    # 2. List the candidates of every framework; remember why a framework has none.
-    refused: dict[str, str] = {}
-    candidates: list[Candidates] = []
-    for name in names:
-        _report_progress(progress, f"The grid of {known[name].title}", 0.0)
-        try:
-            offered = list(list_candidates(name, arch, cluster, recipe))
-        except FieldError as refusal:
-            refused[name] = str(refusal)
-            continue
-        if not offered:
-            refused[name] = _explain_no_candidates(name, arch, cluster, recipe)
-        candidates += offered
+    names = _check_arguments(arch, cluster, recipe, frameworks, headroom_bytes)
+    # 2. List the candidates of every framework.
+    candidates, refused = _list_all_candidates(names, arch, cluster, recipe, progress)
     # 3. Evaluate and rank them.
     ranking = rank_candidates(
         arch,
@@ -115,6 +91,51 @@ def search(
     return replace(ranking, instead=search(arch, cluster, other, names, headroom_bytes=headroom_bytes))
 
 
+def _check_arguments(
+    arch: Architecture,
+    cluster: Cluster,
+    recipe: Recipe,
+    frameworks: Sequence[str] | None,
+    headroom_bytes: int,
+) -> list[str]:
+    """Return the names of the frameworks. Raise ``ValueError`` for arguments that no plan can have."""
+    for field, noun, kind in (
+        ("arch", arch, Architecture),
+        ("cluster", cluster, Cluster),
+        ("recipe", recipe, Recipe),
+    ):
+        check_type(field, noun, kind)
+    check_integer("headroom_bytes", headroom_bytes, low=0, high=2**50)
+    names = _check_frameworks(frameworks)
+    check_targets(arch, recipe)
+    check_sequence(arch, recipe)
+    # Each of these raises if the figure of the GPU or of the link is not known.
+    rates = select_rates(cluster)
+    rates.get_matmul_rate(PEAKS[recipe.precision])
+    rates.get_memory_bandwidth()
+    check_links(cluster, rates)
+    return names
+
+
+def _list_all_candidates(
+    names: list[str], arch: Architecture, cluster: Cluster, recipe: Recipe, progress: Progress | None
+) -> tuple[list[Candidates], dict[str, str]]:
+    """Return the candidates of every framework, and why a framework has none, by its name."""
+    candidates: list[Candidates] = []
+    refused: dict[str, str] = {}
+    for name in names:
+        _report_progress(progress, f"The grid of {known[name].title}", 0.0)
+        try:
+            offered = list(list_candidates(name, arch, cluster, recipe))
+        except FieldError as refusal:
+            refused[name] = str(refusal)
+            continue
+        if not offered:
+            refused[name] = _explain_no_candidates(name, arch, cluster, recipe)
+        candidates += offered
+    return candidates, refused
+
+
 def rank_candidates(
     arch: Architecture,
     cluster: Cluster,
@@ -126,7 +147,7 @@ def rank_candidates(
     progress: Progress | None = None,
     start: float | None = None,
 ) -> Ranking:
-    """Evaluate ``asked`` and rank it; ``refused`` has the frameworks without candidates, and the reasons.
+    """Evaluate and rank ``candidates``; ``refused`` has the frameworks without candidates, and the reasons.
 
     ``start`` is when the search began, by ``time.perf_counter()``.
     """

@@ -21,7 +21,7 @@ MAX_HISTORY = 200_000
 
 
 class MemoryWatch:
-    """Memory measurement of one engine: ``step`` wraps a step, ``begin`` and ``mark`` delimit its phases."""
+    """Memory measurement of one engine: ``measure_step`` wraps a step, ``phase`` each of its phases."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -59,15 +59,16 @@ class MemoryWatch:
             census, self._census = self._census, None
         engine.ctx.record("memory", self._describe_peaks(census))
 
-    def begin_phase(self, phase: str) -> None:
-        """Start ``phase``: later operators belong to it."""
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure the operators inside as one phase. After an error it stays open: the step has failed."""
         if self._census is not None:
-            self._census.begin_phase(phase)
+            self._census.begin_phase(name)
+        yield
+        if self._is_measured:
+            self._store_peaks(name)
 
-    def end_phase(self, phase: str) -> None:
-        """End ``phase`` and store its peaks."""
-        if not self._is_measured:
-            return
+    def _store_peaks(self, phase: str) -> None:
         if self._census is not None:
             self._census.update_peak(phase)
         # The allocator has one peak for all phases: take it at the end of each, and start again.

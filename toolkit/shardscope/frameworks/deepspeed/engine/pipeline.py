@@ -124,7 +124,6 @@ class PipelinedEngine(DeepSpeedEngine):
         weights = micro_batches.LossWeights(micros)
         # Compute all weights first: an error in the middle of a schedule would leave other stages hanging.
         self._loss_weights = iter([weights[index] for index in range(len(micros))])
-        self._phases = watch
         shape = micros[0]["input_ids"].shape
         if shape != self._shape:
             # DeepSpeed allocates its buffers, and sends the next stage their shapes, only once.
@@ -152,9 +151,9 @@ class PipelinedEngine(DeepSpeedEngine):
         """Wrap the method of a schedule's instruction, which belongs to ``phase`` of the memory watch."""
 
         def run(*args: P.args, **kwargs: P.kwargs) -> None:
-            self._phases.begin_phase(phase)
-            method(*args, **kwargs)
-            self._phases.end_phase(phase)
+            assert self._watch is not None, "step() creates it before the schedule runs"
+            with self._watch.phase(phase):
+                method(*args, **kwargs)
 
         return run
 

@@ -6,11 +6,11 @@ GPipe. A stage's gradients are reduced once, when the schedule has ended.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -161,9 +161,8 @@ class PipelinedEngine(Fsdp2Engine):
         # Ranks of other stages add zero. Asynchronous: the number is needed only after the optimizer.
         summing = dist.all_reduce(losses.total, async_op=True)
         self._sum_tied_gradients()
-        watch.begin_phase("optimizer")
-        norm = self._update_weights()
-        watch.end_phase("optimizer")
+        with watch.phase("optimizer"):
+            norm = self._update_weights()
         summing.wait()
         self.num_steps_done += 1
         # One rank in pp has the last stage, so the sum is over world_size / pp data-parallel losses.
@@ -196,7 +195,7 @@ class PipelinedEngine(Fsdp2Engine):
             )
         self._losses = losses
         for stage in self._stages:
-            stage.watch = watch
+            stage.in_phase = watch.phase
         return self._schedule
 
     def _compute_stage_loss(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -314,10 +313,41 @@ class _Losses:
         return self._scaler.scale(part) if self._scaler else part
 
 
-class _Stage(PipelineStage):
-    """torch's stage with memory measurements per phase and static shapes of what stages exchange."""
+class PhasedStage(PipelineStage):
+    """torch's stage, which runs forward and backward of each micro-batch inside :attr:`in_phase`."""
 
-    watch: MemoryWatch
+    in_phase: Callable[[Literal["forward", "backward"]], AbstractContextManager[None]]
+    """Returns the context of a phase: the engine measures memory in it, a rehearsal tracks it."""
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[torch.Tensor, ...],
+        kwargs: dict[str, object] | None = None,
+        save_forward_output: bool = True,
+    ) -> object:
+        with self.in_phase("forward"):
+            output: object = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        return output
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: torch.Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        with self.in_phase("backward"):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        # FSDP2's reduce-scatters of all micro-batches, which torch runs after the last backward.
+        with self.in_phase("backward"):
+            super().perform_reduce_grad(grad_scale_factor)
+
+
+class _Stage(PhasedStage):
+    """Stage of one model chunk, with static shapes of what stages exchange."""
 
     def __init__(self, chunk: StageModule, number: int, engine: PipelinedEngine, shape: torch.Size) -> None:
         degrees, arch = engine.plan.degrees, engine.plan.architecture
@@ -340,35 +370,6 @@ class _Stage(PipelineStage):
             output_args=logits if chunk.is_last else hidden,
             group=engine.stage_group,
         )
-
-    def forward_one_chunk(
-        self,
-        fwd_chunk_id: int,
-        args: tuple[torch.Tensor, ...],
-        kwargs: dict[str, object] | None = None,
-        save_forward_output: bool = True,
-    ) -> object:
-        self.watch.begin_phase("forward")
-        output: object = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
-        self.watch.end_phase("forward")
-        return output
-
-    def backward_one_chunk(
-        self,
-        bwd_chunk_id: int,
-        loss: torch.Tensor | None = None,
-        full_backward: bool = True,
-        last_backward: bool = False,
-    ) -> None:
-        self.watch.begin_phase("backward")
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        self.watch.end_phase("backward")
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        # FSDP2's reduce-scatters of all micro-batches, which torch runs after the last backward.
-        self.watch.begin_phase("backward")
-        super().perform_reduce_grad(grad_scale_factor)
-        self.watch.end_phase("backward")
 
 
 class _StagesScaler(torch.amp.GradScaler):

@@ -16,6 +16,7 @@ from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from shardscope.core.errors import refuse
+from shardscope.frameworks.fsdp2.engine.pipeline import PhasedStage
 from shardscope.rehearsal.extent import NUM_STEPS
 from shardscope.rehearsal.torch_step import finish_step, set_up_engine
 
@@ -40,8 +41,8 @@ def check_staged(plan: Plan) -> None:
         refuse("Layout.tp", degrees.tp, why, {"tp": 1})
 
 
-class _Stage(PipelineStage):
-    """torch's stage with receive buffers for all micro-batches of the plan, however many are run."""
+class _Stage(PhasedStage):
+    """The engine's stage with receive buffers for all micro-batches of the plan, however many are run."""
 
     tracker: Tracker
     num_planned: int
@@ -56,31 +57,6 @@ class _Stage(PipelineStage):
             super()._setup_backward_recv_info(self.num_planned)
         # torch stores the number of micro-batches that it got, and checks their indices against it.
         self.chunks = num_microbatches
-
-    def forward_one_chunk(
-        self,
-        fwd_chunk_id: int,
-        args: tuple[torch.Tensor, ...],
-        kwargs: dict[str, object] | None = None,
-        save_forward_output: bool = True,
-    ) -> object:
-        with self.tracker.phase("forward"):
-            output: object = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
-        return output
-
-    def backward_one_chunk(
-        self,
-        bwd_chunk_id: int,
-        loss: torch.Tensor | None = None,
-        full_backward: bool = True,
-        last_backward: bool = False,
-    ) -> None:
-        with self.tracker.phase("backward"):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        with self.tracker.phase("backward"):
-            super().perform_reduce_grad(grad_scale_factor)
 
 
 def rehearse_pipeline_stage(
@@ -134,7 +110,8 @@ def _create_schedule(
         output_args=logits if engine.stage == plan.degrees.pp - 1 else hidden,
         group=engine.stage_group,
     )
-    stage.tracker, stage.num_planned = tracker, plan.num_micro_batches
+    stage.tracker, stage.in_phase = tracker, tracker.phase
+    stage.num_planned = plan.num_micro_batches
     model = cast("PreTrainedModel", module.model)
 
     # The schedule calls it after the stage's forward, so outside of that phase.

@@ -131,9 +131,8 @@ class MegatronEngine(Engine):
             loss = engine_step.forward_backward(
                 self._chunks, batch, self.plan.num_micro_batches, self.ctx.device
             )
-            watch.begin_phase("optimizer")
-            _, norm, _ = self.optimizer.step()
-            watch.end_phase("optimizer")
+            with watch.phase("optimizer"):
+                _, norm, _ = self.optimizer.step()
             self.num_steps_done += 1
             # All ranks poll at the same step: renaming the finished checkpoint is collective.
             if self._saving is not None and not self._saving.is_done:

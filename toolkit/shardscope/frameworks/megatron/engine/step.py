@@ -54,37 +54,13 @@ def forward_backward(
     # Computed before the first message between stages, so that all ranks raise together or none does.
     weights = [loss_weights[index] for index in range(num_micro_batches)]
 
-    # What each micro-batch runs: megatron-core's schedule calls ``forward_step``, then the loss function that
-    # it returns, on the last stage.
+    # This rank's share of the loss, to which the last stage adds each micro-batch's.
     total = torch.zeros((), device=device)
-
-    def forward_step(indices: Iterator[int], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
-        index = next(indices)
-        tokens = micros[index]["input_ids"].to(device, non_blocking=True)
-        labels, is_labelled = _shift_labels(micros[index]["labels"].to(device, non_blocking=True))
-        # Positions of the whole sequence, sharded with it: a rank has chunks from its front and its back.
-        positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
-        shard = shard_sequences(
-            {"tokens": tokens, "positions": positions, "labels": labels, "is_labelled": is_labelled}
-        )
-        output = model(shard["tokens"], shard["positions"], None, labels=shard["labels"])
-
-        def compute_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, object]]:
-            # This rank's share of the mean: the schedule multiplies by the context-parallel ranks
-            # (schedules.py, forward_step_calc_loss).
-            mean = (losses.float() * shard["is_labelled"]).sum() / is_labelled.sum()
-            weighted = mean * weights[index]
-            total.add_(weighted.detach())
-            # It also divides by the number of micro-batches, which the weights already include.
-            return weighted * num_micro_batches, {}
-
-        return output, compute_loss
-
     # The interleaved schedule expects lists of chunks and iterators, the others single ones.
     rows, length = micros[0]["input_ids"].shape
     interleaved = len(chunks) > 1
     get_forward_backward_func()(
-        forward_step_func=forward_step,
+        forward_step_func=_build_forward_step(micros, weights, total),
         data_iterator=[iter(range(num_micro_batches)) for _ in chunks]
         if interleaved
         else iter(range(num_micro_batches)),
@@ -108,6 +84,41 @@ def forward_backward(
     return wait_for_loss
 
 
+def _build_forward_step(
+    micros: list[dict[str, torch.Tensor]], weights: list[float], total: torch.Tensor
+) -> Callable[[Iterator[int], torch.nn.Module], tuple[torch.Tensor, LossFunction]]:
+    """Return the function that megatron-core's schedules call once per micro-batch and chunk.
+
+    It runs the chunk on the micro-batch of the next index, and returns the output and a loss function, which
+    the schedule calls on the last stage, and which adds the loss to ``total``.
+    """
+    device = total.device
+
+    def forward_step(indices: Iterator[int], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
+        index = next(indices)
+        tokens = micros[index]["input_ids"].to(device, non_blocking=True)
+        labels, is_labelled = _shift_labels(micros[index]["labels"].to(device, non_blocking=True))
+        # Positions of the whole sequence, sharded with it: a rank has chunks from its front and its back.
+        positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+        shard = shard_sequences(
+            {"tokens": tokens, "positions": positions, "labels": labels, "is_labelled": is_labelled}
+        )
+        output = model(shard["tokens"], shard["positions"], None, labels=shard["labels"])
+
+        def compute_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, object]]:
+            # This rank's share of the mean: the schedule multiplies by the context-parallel ranks
+            # (schedules.py, forward_step_calc_loss).
+            mean = (losses.float() * shard["is_labelled"]).sum() / is_labelled.sum()
+            weighted = mean * weights[index]
+            total.add_(weighted.detach())
+            # It also divides by the number of micro-batches, which the weights already include.
+            return weighted * len(micros), {}
+
+        return output, compute_loss
+
+    return forward_step
+
+
 def _shift_labels(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each position's target token, and whether it counts in the loss; both shaped like ``labels``.
 
@@ -127,10 +138,8 @@ def watch_phases(watch: MemoryWatch) -> Iterator[None]:
 
     def run_in_phase(phase: str, function: Callable[P, T]) -> Callable[P, T]:
         def run(*args: P.args, **kwargs: P.kwargs) -> T:
-            watch.begin_phase(phase)
-            result = function(*args, **kwargs)
-            watch.end_phase(phase)
-            return result
+            with watch.phase(phase):
+                return function(*args, **kwargs)
 
         return run
 
