@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 LEFT = " style='text-align:left;vertical-align:top;padding:2px 14px 2px 0'"
 RIGHT = " style='text-align:right;vertical-align:top;padding:2px 14px 2px 0;white-space:nowrap'"
+# Notebooks use a fixed table layout, whose equal column widths break long names.
 TABLE = "<table style='table-layout:auto;border-collapse:collapse'>"
 NO_VALUE = "–"
 

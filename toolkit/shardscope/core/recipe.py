@@ -192,7 +192,7 @@ class Recipe(Serializable):
             refuse(
                 "Recipe.quantization",
                 self.quantization,
-                'None unless method="lora" or "qlora": weights that train are not quantised',
+                'None unless method="lora" or "qlora": weights that train are not quantized',
                 {"quantization": None},
             )
         if self.method == "qlora" and self.quantization == "int8":

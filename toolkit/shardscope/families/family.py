@@ -166,7 +166,7 @@ class Family:
     has_multi_token_prediction: bool = False
     """Whether files have an additional multi-token-prediction layer, which transformers does not build."""
     router: Literal["softmax", "softmax_upcast", "softmax_cast", "softmax_of_top_k", "sigmoid"] = "softmax"
-    """Conversion of router scores to weights. ``softmax``: in fp32 over all experts, then normalised over the
+    """Conversion of router scores to weights. ``softmax``: in fp32 over all experts, then normalized over the
     chosen ones; ``softmax_upcast``: hidden states and scores are fp32; ``softmax_cast``: weights are cast to
     the type of the input; ``softmax_of_top_k``: over the chosen experts only; ``sigmoid``: with a
     load-balancing bias."""

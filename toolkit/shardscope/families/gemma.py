@@ -34,7 +34,7 @@ def _read_gemma2(config: HfConfig) -> Fields:
 
 
 def _read_gemma3_text(config: HfConfig) -> Fields:
-    """Read Gemma3TextConfig: Gemma 2's norms, normalised queries and keys, no window in every 6th layer."""
+    """Read Gemma3TextConfig: Gemma 2's norms, normalized queries and keys, no window in every 6th layer."""
     reject_flag(config, "use_bidirectional_attention", _BIDIRECTIONAL)
     fields = _read_common(config, kv_heads=4, positions=131_072)
     check_even_heads(fields)

@@ -51,6 +51,7 @@ def read_config_file(file: Path) -> Mapping[str, object]:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode):  # a FIFO would block, a device never ends
             refuse("config", str(file), "a regular file", "the path of a config.json")
+        # Before reading: a path by mistake may be that of a file of weights, gigabytes long.
         if status.st_size > MAX_BYTES:
             refuse(
                 "config",

@@ -36,7 +36,7 @@ def _read_qwen2(config: HfConfig) -> Fields:
 
 
 def _read_qwen3(config: HfConfig) -> Fields:
-    """Read Qwen3Config: head_dim defaults to 128 for any width; queries and keys are normalised."""
+    """Read Qwen3Config: head_dim defaults to 128 for any width; queries and keys are normalized."""
     fields: Fields = {
         **read_sizes(config, kv_heads=32, positions=32_768),
         **read_bias(config),

@@ -156,6 +156,8 @@ def _check_compiled(plan: Plan) -> None:
             {"kernels": None},
         )
     autocast = plan.layout.mixes_by_autocast and recipe.precision.endswith("mixed")
+    # A minimum cut of the whole graph decides what is saved (torch 2.13, _functorch/partitioners.py), so each
+    # value needs a formula of its own; these have one (``memory/activations/modules/compiled.py``).
     counted: dict[str, tuple[object, ...]] = {
         "method": ("full", "lora"),
         "precision": ("bf16-mixed", "fp16-mixed", "bf16", "fp32"),
@@ -219,6 +221,8 @@ def _check_experts(plan: Plan) -> None:
             f"1.0 with ep={plan.degrees.ep} of {layout.title}, for which there is no formula",
             {"expert_imbalance": 1.0},
         )
+    # megatron-core 0.16 only, transformer_config.py, moe_expert_capacity_factor: transformers' experts drop
+    # no token.
     if recipe.expert_capacity_factor is not None and (dense or not layout.supports_expert_capacity):
         why = f"{plan.architecture.name} has no experts" if dense else f"{layout.title} is dropless"
         refuse(
@@ -296,6 +300,8 @@ def _check_attention(plan: Plan) -> None:
     if attention == "flash" and not plan.cluster.gpu.has_flash_attention:
         allowed = f"None, 'eager' or 'sdpa' on {plan.cluster.gpu.name}: FlashAttention begins with Ampere"
         refuse("Recipe.attention", "flash", allowed, {"attention": None})
+    # The FlashAttention package has kernels for fp16 and bf16 only (transformers 5.24, modeling_utils.py,
+    # warns of other dtypes).
     if attention == "flash" and plan.recipe.precision == "fp32":
         refuse("Recipe.attention", "flash", "None, 'eager' or 'sdpa' in fp32", {"precision": "bf16-mixed"})
     if attention == "flash" and plan.recipe.recompute == "selective":

@@ -172,6 +172,7 @@ def find_run_folders(parent: Path) -> Iterator[Path]:
 
 def is_run(path: Path) -> bool:
     """Return whether ``path`` contains one of the two files of every run, readable or not."""
+    # lexists, because a dangling link makes a damaged run, which is listed, not a missing one.
     return os.path.lexists(path / "run.json") or os.path.lexists(path / "status.jsonl")
 
 

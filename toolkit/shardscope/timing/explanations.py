@@ -67,7 +67,7 @@ def explain_part(part: Part, plan: Plan, rates: Rates, suffix: str) -> str:
         "optimizer": f"all that {recipe.optimizer} and clipping read and write, at {memory}",
         "offload": (
             f"{rates.host.bytes_per_second / 1e9:.1f} GB/s to the host, which updates "
-            f"{rates.host_updates_per_second / 1e9:.1f} billion weights a second (Ren et al. 2021)"
+            f"{rates.host_updates_per_second / 1e9:.1f} billion weights per second (Ren et al. 2021)"
         ),
     }
     return f"{formulas[part]}{suffix} · {rates.source}"

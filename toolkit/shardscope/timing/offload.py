@@ -51,7 +51,7 @@ def compute_host_seconds(
         refuse(
             "Cluster.nvme_bandwidth_bytes_per_second",
             None,
-            "bytes a second that one node reads from its NVMe, for this layout keeps state there",
+            "bytes per second that one node reads from its NVMe: this layout keeps state there",
             "dataclasses.replace(cluster, nvme_bandwidth_bytes_per_second=...) with what `fio` measures",
         )
     overlaps_with = traffic.nvme_overlapped * per_node / speed

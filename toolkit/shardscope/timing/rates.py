@@ -195,7 +195,10 @@ def look_up_rates(cluster: Cluster) -> Rates:
     generation = gpu.architecture or "default"
     products = _get_or_default(table["matrices"], generation)
     bandwidth = gpu.memory_bandwidth_bytes_per_second
+    # An unknown bandwidth stays None: get_memory_bandwidth raises the error if a step needs it.
     memory = bandwidth and bandwidth * _get_or_default(table["memory"], generation)["share"]
+    # Datasheet figures of the cluster times the share that training steps reach, one section of
+    # efficiency.toml for each kind of work.
     return Rates(
         matrices=MappingProxyType(
             {precision: _build_matmul_rate(precision, gpu, products, memory) for precision in gpu.peak_flops}

@@ -96,6 +96,7 @@ def calibrate(
                 "load": load,
             }
         )
+    # Only after all ranks succeeded: a partial measurement would change every prediction.
     store_calibration(calibration, data)
     if progress is not None:
         progress("done", 1.0)
@@ -193,6 +194,7 @@ def _start_rank(
     }
     # Use the environment of launched ranks: the same number of threads, and gloo on the loopback interface.
     environment = build_launcher_environment(dict(os.environ), cluster.num_gpus, device)
+    # The ranks import what this process can import, also from a notebook that changed sys.path.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     return subprocess.Popen(
         [

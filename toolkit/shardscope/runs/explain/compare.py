@@ -71,6 +71,7 @@ class Runs(list["Run"]):
         import pandas as pd
 
         values = {run.name: compute_curve(iterate_records(run), metric) for run in self}
+        # Collect the logged names for the error only: it reads every line of every run again.
         if not any(values.values()):
             logged = sorted(
                 {name for run in self for line in iterate_records(run) for name in line} - {*FIRST}
@@ -186,6 +187,7 @@ class Comparison:
         return f"<div style='{style}'>{table}{plans}{tasks}</div>"
 
     def _describe_plan_differences(self) -> str:
+        # The plan of an older or damaged run may not load; its results are still worth showing.
         try:
             differences = "; ".join(self.plan_differences) or "none"
         except ValueError as error:
@@ -193,6 +195,7 @@ class Comparison:
         return f"Plan settings that differ: {differences}."
 
     def _describe_task_differences(self) -> str:
+        # A user's own function has no fields to compare (``record_task_fields``).
         unknown = " and ".join(run.name for run in self.runs if not has_task_fields(run))
         limit = f" (of {unknown} only the task's name and steps are known)" if unknown else ""
         differences = "; ".join(self.task_differences) or "none"

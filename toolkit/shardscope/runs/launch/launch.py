@@ -151,7 +151,7 @@ class _PendingLaunch:
             suffix = "" if number == 1 else f"-{number}"
             candidate = RunFolder(self.wanted.with_name(f"{self.wanted.name}{suffix}"))
             if not os.path.lexists(candidate.path):
-                # run.json contains the name, so it is written anew for each candidate.
+                # run.json contains the name, so it is written again for each candidate.
                 record = {**description, "name": candidate.path.name}
                 write_json(self.folder.run_json, record, as_is=("sys_path", "pythonpath", "machine"))
                 try:
@@ -311,6 +311,7 @@ def _check_machine(plan: Plan) -> str:
             max_ranks, allowed = max_cpu_ranks(), "this machine: no GPU, only CPU ranks"
         else:
             max_ranks, allowed = machine.gpus_per_node, f"this machine: {description}"
+        # The largest plan of the user's size that this machine can run.
         fix = f'cluster=Cluster.parse("{min(world_size, max_ranks)}x{machine.gpu.name}")'
         refuse("plan.cluster.gpu", cluster.gpu.name, allowed, fix)
     if world_size > machine.gpus_per_node:

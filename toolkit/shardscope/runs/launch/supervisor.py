@@ -67,6 +67,7 @@ class Supervisor:
         self.exits = LineTail(folder.exits)
         self.launcher: subprocess.Popen[bytes] | None = None
         self.description: dict[str, object] = read_json(folder.run_json) or {}
+        # run.json may be damaged: the supervisor must still end the run and write its status.
         world_size = self.description.get("world_size")
         self.world_size = world_size if is_int(world_size) else 1
         self.ranks_are_up = False

@@ -127,7 +127,7 @@ class GpuSampler:
         if len(self._samples) <= MAX_SAMPLES:
             append_line(self.folder.gpu_samples, sample.to_record())
             return
-        # Halve the older part and write the file anew, under another name: readers see either version.
+        # Halve the older part and write the file again, under another name: readers see either version.
         older, dense = self._samples[:-DENSE_SAMPLES], self._samples[-DENSE_SAMPLES:]
         self._samples = _thin_out(older, len(older) // 2) + dense
         partial = self.folder.gpu_samples.with_name(f".{self.folder.gpu_samples.name}.{os.getpid()}")

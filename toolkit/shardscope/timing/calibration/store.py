@@ -221,7 +221,7 @@ def lock_file(path: Path, *, wait: bool = True) -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def _parse_record(path: Path, _modified: int, size: int, _inode: int) -> MachineRecord:
-    wrong = "delete it, or measure anew with ss.calibrate()"
+    wrong = "delete it, or measure again with ss.calibrate()"
     if size > MAX_FILE_BYTES:
         raise ValueError(f"{path} is {size:,} bytes, which no stored calibration is; {wrong}.")
     try:
@@ -232,7 +232,7 @@ def _parse_record(path: Path, _modified: int, size: int, _inode: int) -> Machine
 
 @lru_cache(maxsize=64)
 def _compute_rates(cluster: Cluster, folder: str, *_stamps: object) -> Rates | None:
-    # The stamps are part of the cache key: a changed file is read anew.
+    # The stamps are part of the cache key: a changed file is read again.
     calibration = find_calibration(cluster, Path(folder).parent)
     return None if calibration is None else calibration.rates(cluster)
 
