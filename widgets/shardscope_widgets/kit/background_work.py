@@ -67,6 +67,7 @@ class WorkPanel(widgets.HBox):
             label, "ss-ghost", "ss-small", tooltip=tooltip, layout=widgets.Layout()
         )
         self.button.on_click(lambda _: on_press())
+        # Layouts of their own, not shared ones: progress and Cancel are shown only during the work.
         self.progress = widgets.FloatProgress(
             min=0, max=1, layout=widgets.Layout(width="120px", display="none"), tooltip=label
         )
@@ -102,6 +103,7 @@ class WorkPanel(widgets.HBox):
                 return
             self._cancel.clear()
             self._show_busy(True)
+        # A thread, not a task of the event loop: the work computes, and every click waits for that loop.
         threading.Thread(
             target=self._run_work,
             args=(work, on_done, describe_result, expected_seconds),
@@ -120,6 +122,7 @@ class WorkPanel(widgets.HBox):
         message_time = -1.0
         estimate = DurationEstimate(expected_seconds)
 
+        # Python cannot end a thread from outside: cancelled work ends itself here, at its next report.
         def report_progress(message: str, fraction: float) -> None:
             nonlocal message_time
             if self._cancel.is_set():
@@ -133,6 +136,7 @@ class WorkPanel(widgets.HBox):
         try:
             result = work(report_progress)
             seconds = time.monotonic() - started
+            # Before the status text, because on_done may write it (describe_result then returns None).
             on_done(result)
             message = describe_result(result, seconds)
             if message is not None:

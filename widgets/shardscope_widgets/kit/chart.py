@@ -44,6 +44,7 @@ class PlotlySource(anywidget.AnyWidget):
 
     @traitlets.default("packed")
     def _pack_script(self) -> bytes:
+        # Without a time stamp in the archive, every kernel sends the same bytes.
         return gzip.compress(AS_MODULE.format(script=get_plotlyjs()).encode(), compresslevel=6, mtime=0)
 
 
@@ -89,6 +90,7 @@ class Chart(go.FigureWidget):
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._listeners: list[ClickListener] = []
         super().__init__(*args, **kwargs)
+        # Clicks arrive as messages of our own front end: plotly's callbacks are fed by traits of its own.
         self.on_msg(self._handle_message)
         self._send_figure()  # ipywidgets opened the widget before plotly created the figure.
 
@@ -104,6 +106,7 @@ class Chart(go.FigureWidget):
 
     @traitlets.default("keys")
     def _default_keys(self) -> list[str]:
+        # Sent as well, plotly's own changes would travel to a front end that takes the whole figure.
         return [name for name in self.traits(sync=True) if not name.startswith(PLOTLY_PROTOCOL)]
 
     def _send_figure(self, *_: object, **__: object) -> None:

@@ -117,10 +117,12 @@ class _Drawing:
         letter = name[0]
         props = _read_props(self.layout.get(f"{letter}axis{name[1:]}"))
         low, high = _read_pair(props.get("domain")) or (0.0, 1.0)
+        # SVG's y points down, so a vertical axis starts at the bottom.
         begin, end = (self.left, self.right) if letter == "x" else (self.bottom, self.top)
         axis = Axis(props, begin + low * (end - begin), begin + high * (end - begin))
         axis_traces = [trace for trace in self.traces if _name_axis(trace, letter) == name]
         values = [value for trace in axis_traces for value in _list_values(trace, letter)]
+        # As in plotly, text makes an axis categorical; categoryarray only sets the order.
         names = [value for value in values if isinstance(value, str)]
         if names or props.get("type") == "category":
             wanted = [str(name_) for name_ in _to_list(props.get("categoryarray"))]
@@ -135,6 +137,7 @@ class _Drawing:
         if explicit is not None:
             return explicit
         if axis.categories:
+            # As in plotly, categories are at whole numbers with half a category of room at both ends.
             return -0.5, len(axis.categories) - 0.5
         numbers = [number for value in values if math.isfinite(number := _read_number(value, math.nan))]
         if not numbers:
@@ -142,11 +145,13 @@ class _Drawing:
         low, high = min(numbers), max(numbers)
         if props.get("rangemode") == "tozero" or any(trace.get("type") == "bar" for trace in axis_traces):
             low, high = min(low, 0.0), max(high, 0.0)
+        # About the room that plotly leaves around the data; bars start at zero without any.
         room = 0.05 * ((high - low) or abs(high) or 1.0)
         return (low if low == 0 else low - room), high + room
 
     def draw_all(self) -> str:
         """Return the whole SVG, from the bottom layer to the top layer."""
+        # plotly's order: grid lines are below the data, shapes and annotations above.
         parts = [
             *self._draw_axes(),
             *self._draw_bars(),
@@ -207,6 +212,7 @@ class _Drawing:
                 size = _read_number(length, 0)
                 if not size or not math.isfinite(size):
                     continue
+                # A stacked bar starts where the previous trace ended at this position.
                 key = (*names, position)
                 begin = ends.get(key, 0.0) if self.layout.get("barmode") == "stack" else 0.0
                 ends[key] = begin + size
@@ -255,6 +261,7 @@ class _Drawing:
         pixels = [(x.to_pixel(each_x), y.to_pixel(each_y)) for each_x, each_y in points]
         if "lines" in mode and (line.get("width") is None or line["width"]):
             steps = "V" if line.get("shape") == "hv" else "L"
+            # NaN lifts the pen: a gap in the data stays a gap in the line.
             path, is_down = [], False
             for across, down in pixels:
                 if not (math.isfinite(across) and math.isfinite(down)):
@@ -322,6 +329,7 @@ class _Drawing:
 
 def _draw_markers(marker: Props, points: Sequence[tuple[float, float]]) -> Iterator[str]:
     """Draw filled markers as zero-length lines with round caps, open ones as circles."""
+    # One path for all markers of a style: a circle per point would enlarge the notebook.
     paths_by_style: dict[tuple[str, float, float], list[str]] = {}
     for number, (across, down) in enumerate(points):
         if not (math.isfinite(across) and math.isfinite(down)):
@@ -456,8 +464,10 @@ def _draw_line(
 
 def _draw_text(x: float, y: float, text: str, anchor: str, *, size: float = 12, opacity: float = 1) -> str:
     """Return plotly's text as SVG; the only markup kept is bold."""
+    # Bold survives the escaping as control characters; a line break has no counterpart in SVG text.
     plain = escape(re.sub(r"<br\s*/?>", " ", text).replace("<b>", "\0").replace("</b>", "\1"), quote=False)
     plain = re.sub(r"&lt;/?\w+[^&]*&gt;", "", plain).replace("&amp;lt;", "&lt;").replace("&amp;gt;", "&gt;")
+    # A bold tag without its end would make the whole SVG invalid.
     is_balanced = plain.count("\0") == plain.count("\1")
     begin, end = ("<tspan font-weight='600'>", "</tspan>") if is_balanced else ("", "")
     bold = plain.replace("\0", begin).replace("\1", end)

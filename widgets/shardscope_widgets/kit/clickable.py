@@ -85,6 +85,7 @@ class Clickable(anywidget.AnyWidget):
             self.error = ""
 
     def _handle_message(self, _: object, content: object, __: object) -> None:
+        # An exception raised here would not be shown: whatever the page sends by mistake is reported instead.
         match content:
             case {"act": str(act), "answer": str(typed)}:
                 self.submit_text(act, typed)

@@ -87,6 +87,7 @@ def create_text_box(value: object, tooltip: str, width: str | None = None, **tra
     """Return a text box that reports on Enter or on losing focus, with a name for screen readers."""
     style = _reuse(widgets.widgets.widget_string.TextStyle)
     layout = share_filling_layout() if width is None else share_fixed_layout(width)
+    # continuous_update is off: half of a number would be read as another plan.
     defaults = {"continuous_update": False, "layout": layout, "style": style, "tooltip": tooltip, **traits}
     return widgets.Text(str(value), **defaults)
 

@@ -64,6 +64,7 @@ def parse_tokens(text: str) -> float:
         number = None
     if match is None or number is None:
         refuse("num_tokens", text, "a number of tokens, such as 15T, 300B or 1.5e12", Value("15T"))
+    # Users type K for thousands too; of the suffixes only k is lower case.
     factor = dict(LARGE).get("k" if match[2] in "kK" else match[2].upper(), 1.0) if match[2] else 1.0
     return check_number("num_tokens", number * factor, low=1, high=MAX_TOKENS)
 

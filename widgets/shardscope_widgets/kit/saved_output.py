@@ -77,8 +77,10 @@ class SavedOutput:
         if self._shell is None and (shell := get_ipython()) is not None:
             self._shell = shell
             shell.events.register("post_run_cell", self._publish_changes)
+        # The class by which HIDING finds the live widget.
         view.add_class(f"ss-live-{self._id}")
         live = widgets.DOMWidget._repr_mimebundle_(view) or {}
+        # Readers without widgets would see ipywidgets' own text, "Studio(children=...)", above the picture.
         publish_display_data({**live, "text/plain": ""})
         self._follow_widget(view)
         self._published = draw_picture(view)
@@ -116,6 +118,7 @@ class SavedOutput:
             self._observe_trait(widget, "children")
         else:
             return
+        # A chart's layout is plotly's and has no display; shared layouts never change.
         if not isinstance(widget, Chart) and not controls.is_shared(widget.layout):
             self._observe_trait(widget.layout, "display")
         for child in getattr(widget, "children", ()):
@@ -127,6 +130,7 @@ class SavedOutput:
 
     def _handle_change(self, change: TraitChange) -> None:
         if change["name"] == "children":
+            # Observed widgets are kept alive by this dictionary: forget those that were closed.
             self._followed = {key: it for key, it in self._followed.items() if it[0].comm is not None}
             for child in change["new"]:
                 self._follow_widget(child)
@@ -154,6 +158,7 @@ class SavedOutput:
             return
         self._changed_since = None
         picture = draw_picture(view)
+        # An update marks the notebook as changed, so only a different picture is sent.
         if picture != self._published:
             self._published = picture
             bundle = self._build_bundle()

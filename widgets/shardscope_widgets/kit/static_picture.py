@@ -111,6 +111,7 @@ def _render_chart(svg: str, height: int | None) -> str:
 
 
 def _render_end_of_log(html: str) -> str:
+    # Without colours, which are classes of a stylesheet that a saved notebook lacks.
     lines = re.sub(r"<[^>]*>", "", html).strip("\n").split("\n")[-LOG_LINES:]
     text = "\n".join(lines)
     return f"<pre style='white-space:pre-wrap;font-size:12px'>{text}</pre>" if text else ""
@@ -146,6 +147,7 @@ class _Rewriter(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         attributes = {name: value or "" for name, value in attrs}
+        # These have no end tag, so they must not wait on the stack for one.
         if tag in VOID or tag == "input":
             if not self._silent and tag == "br":
                 self._out.append("<br>")
@@ -205,6 +207,7 @@ class _Rewriter(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         if tag not in [name for name, _ in self._open]:
             return
+        # An end tag closes also what the HTML left open inside of its element.
         while self._open:
             name, end = self._open.pop()
             if end == "\0":

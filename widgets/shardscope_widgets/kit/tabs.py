@@ -48,5 +48,6 @@ class Tabs(anywidget.AnyWidget):
 
         ``severity``, the worst among the counted items, sets the colour.
         """
+        # A new dictionary: traitlets sends only what differs, and would not see a change in place.
         badges = {key: value for key, value in self.badges.items() if key != name}
         self.badges = {**badges, name: [str(count), meaning, severity]} if count else badges

@@ -46,6 +46,7 @@ def create_memory_figure(on_component: Callable[[str], None]) -> Chart:
 
     ``on_component`` receives the name of the component whose bar or area was clicked.
     """
+    # All traces exist from the start: drawing only fills them, in one update.
     bars = [
         go.Bar(
             name=name.replace("_", " "),
@@ -188,6 +189,7 @@ def draw_memory(figure: Chart, shown: ShownMemory, mode: Mode = "peak") -> None:
 
 def _build_bars(rows: list[Bar]) -> list[dict[str, object]]:
     """Return each component's part of every bar that has data."""
+    # Empty rows have a note instead of bars of no length.
     filled = [row for row in rows if row.components]
     return [
         {
@@ -310,6 +312,7 @@ def _list_overlays(shown: ShownMemory) -> list[_Timeline]:
     tiers = [_Timeline(tier, tier, tier, shown.reports[tier]) for tier in TIMELINES if tier in shown.reports]
     pins = [
         _Timeline(f"pin {index}", pin.name.short, f"pinned: {pin.name.full}", pin.report)
+        # Each line has a dash pattern of its own, and there are six.
         for index, pin in enumerate(shown.pins[:MAX_PIN_TIMELINES])
     ]
     return [*tiers, *pins]
@@ -317,6 +320,7 @@ def _list_overlays(shown: ShownMemory) -> list[_Timeline]:
 
 def _read_timeline(report: MemoryReport) -> tuple[list[float], list[Mapping[str, int]]]:
     """Return fractions of a step and the components at each; a step ends as it began."""
+    # Initialization happens once, before the first step.
     phases = [m for m in report.worst_stage.phases if m.phase != "initialisation"]
     if not phases:
         return [], []

@@ -28,6 +28,7 @@ class RehearsePanel(WorkPanel):
         self._pace = 1.0
         """Ratio of the last rehearsal's duration to its expected duration."""
         super().__init__(LABEL, "", self._start_rehearsal)
+        # Progress and text are part of the caption's line instead (status).
         self.children = [self.button]
         self.status = widgets.HBox([self.progress, self.words, self.cancel], layout=widgets.Layout())
         self.status.add_class("ss-status-line")

@@ -82,6 +82,8 @@ class RepairsPanel(widgets.VBox):
         self._requested = (plan, report)
         if self._shown_plan is not None:
             self._shown_plan, self._repairs, self._fit = None, [], None
+            # In place but disabled: pressed now, they would change the previous plan, and hiding them would
+            # move the page.
             self._disable_buttons(True)
         self._pause.request()
 
@@ -98,6 +100,7 @@ class RepairsPanel(widgets.VBox):
         else:
             self._fit = None
             fitting = [repair for repair in plan.repairs() if fits(repair.plan, repair.plan.memory())]
+            # A change of method or precision changes what is trained: last, however much it frees.
             fitting.sort(
                 key=lambda one: not set(LAST_RESORTS).isdisjoint(list_changed_fields(plan, one.plan))
             )

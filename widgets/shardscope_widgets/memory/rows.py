@@ -155,6 +155,7 @@ def _build_offload_bars(shown: ShownMemory) -> list[Bar]:
     rows = []
     for place in list_host_and_nvme_needs(shown.plan, shown.report):
         label, component = ("NVMe", "nvme") if place.name == "NVMe" else ("host", "host")
+        # The chart shows one rank, so a node's capacity is divided among its ranks.
         share = (place.room_bytes or 0) // shown.plan.cluster.gpus_per_node
         text = f"<b>{label}: {format_gib(place.rank_bytes)} GiB per rank</b><br>" + (
             f"of its {format_gib(share)} GiB share of the node's"

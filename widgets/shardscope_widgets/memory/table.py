@@ -54,6 +54,7 @@ def _describe_ranks(shown: ShownMemory, mode: Mode) -> str:
 
 
 def _describe_phase(report: MemoryReport) -> str:
+    # Backward is the longest phase: its start and its end have different peaks.
     early = report.worst_stage.peak.fraction < 0.5
     return {
         "backward": f"at the {'start' if early else 'end'} of backward",
@@ -207,6 +208,7 @@ def _list_formulas(reports: Mapping[str, MemoryReport], name: str) -> list[tuple
     for title, report in reports.items():
         if name not in report.components and name not in COMPONENTS:
             continue
+        # "name = formula" or "name: why"; the row already shows the name.
         formula = report.explain(name)
         lines.append((title, formula.partition(" = ")[2] or formula.partition(": ")[2] or formula))
     return lines

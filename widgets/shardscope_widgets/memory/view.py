@@ -121,6 +121,7 @@ class MemoryView(View):
         modes = [*MODES, STAGES] if has_stages else MODES
         if len(self.mode.options) != len(modes):
             chosen = self.mode.value
+            # Setting options selects the first one, so the mode is set again.
             self.mode.options = modes
             self.mode.tooltips = [f"Memory: {label}" for label, _ in modes]
             self.mode.value = chosen if chosen in dict(modes).values() else "peak"

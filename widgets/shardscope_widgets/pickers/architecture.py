@@ -30,6 +30,7 @@ class ArchitecturePicker(Picker):
     )
 
     def __init__(self, name: str = "llama-3.1-8b") -> None:
+        # A Combobox accepts texts that are not among its options, unlike a Dropdown.
         self.name = widgets.Combobox(
             layout=controls.share_filling_layout(),
             value=name,
@@ -91,6 +92,7 @@ class ArchitecturePicker(Picker):
 
     def changes_of(self, error: FieldError) -> dict[str, object]:
         """Return the fix (see :class:`Picker`): the closest name for a misspelt one."""
+        # The fix of other errors, such as "a size such as 7b", cannot be typed into the input as it is.
         is_name = error.field == "model" and error.fix in ss.models
         return {"model": error.fix} if is_name else super().changes_of(error)
 

@@ -114,6 +114,7 @@ class Picker(widgets.VBox):
             value = self.build_value()
         # KeyError: an unknown name of the catalogue.
         except (ValueError, KeyError) as error:
+            # Kept when the plan's errors are cleared: another picker cannot correct this input.
             self._own_error = True
             self._show_error_at_input(error)
             return
@@ -137,6 +138,7 @@ class Picker(widgets.VBox):
         # "Layout.tp x pp" names several fields: the first one with an input shows the message.
         fields = getattr(error, "field", "").rpartition(".")[2].split()
         rows = [self.rows[field] for field in fields if field in self.rows]
+        # Without a named field the first row shows it, so that no error is lost.
         row = rows[0] if rows else next(iter(self.rows.values()))
         self._clear_errors()
         self.is_wrong = True
@@ -162,6 +164,7 @@ class Picker(widgets.VBox):
     def changes_of(self, error: FieldError) -> dict[str, object]:
         """Return the fix of ``error`` as changes of inputs; empty if there is none."""
         changes = error.changes
+        # A button for a change that has no input would leave the error in place.
         can_be_set = all(
             name == "Layout"
             or name.partition(".")[0] in ("Layout", "Recipe", "Cluster")

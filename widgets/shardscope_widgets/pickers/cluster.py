@@ -76,6 +76,7 @@ class ClusterPicker(Picker):
         """Source of the values without an input; its sizes are exact, those of the inputs rounded."""
         self._show_node()
         self.use_machine.on_click(lambda _: self.set_value(self.machine))
+        # Not read directly: a new type first replaces the node's links and memory.
         self.type.observe(self._reset_node, "value")
         for control in (self.count, self.nodes, self.host, self.nvme, self.speed):
             control.observe(self.read, "value")
@@ -121,6 +122,7 @@ class ClusterPicker(Picker):
         """Set the inputs to ``cluster``, as one change."""
         self._filling = True
         try:
+            # A Dropdown rejects values that are not among its options.
             if cluster.gpu.name not in ss.gpus:
                 self._known[cluster.gpu.name] = cluster.gpu
                 self.type.options = list(self._known)
@@ -165,6 +167,7 @@ class ClusterPicker(Picker):
 
     def read(self, change: object = None) -> None:
         """Read the inputs and show how the GPUs are connected."""
+        # While inputs are set one by one, only their final state is a cluster.
         if getattr(self, "_filling", False):
             return
         super().read(change)

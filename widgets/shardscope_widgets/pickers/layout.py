@@ -114,6 +114,7 @@ class LayoutPicker(Picker):
         """Return the layout that :meth:`offer_choices` would choose, without changing anything."""
         # build_value reads the situation from the picker, which must not change here.
         name, before = self.framework.value, self._situation
+        # Degrees that the user has changed stay, whatever the model.
         is_ours = name in self._auto and self._auto[name] == self._layouts[name]
         if is_ours and self._first.get(name) != (architecture, cluster):
             return choose_first_layout(name, architecture, cluster, recipe)
@@ -223,6 +224,7 @@ class LayoutPicker(Picker):
             return
         self._offering = True
         try:
+            # In the layout's order: the valid values of a field depend on those of the fields before it.
             for field, values in layout.list_valid_values(*self._situation).items():
                 control = self._controls[layout.framework][field]
                 current = getattr(layout, field)
@@ -241,6 +243,7 @@ class LayoutPicker(Picker):
                     control.options = options
                 if current in values:
                     control.value = NOTHING if current is None else current
+                # A field with one value leaves nothing to choose.
                 self._rows[layout.framework][field].show(len(values) > 1)
             self.hint.value = _describe_ranks(layout, *self._situation)
             self.answer = _summarize_layout(layout, *self._situation)
@@ -257,6 +260,7 @@ class LayoutPicker(Picker):
         label = LABELS.get(field, field.replace("_", " ").capitalize())
         options = _list_options(field, values or (1,))
         control = (
+            # Degrees, whose values depend on the GPUs, may be too many for a row of buttons.
             controls.create_dropdown(options=options, tooltip=TOOLTIPS.get(field, label))
             if values is None
             else controls.create_segments(options, label)
@@ -264,6 +268,7 @@ class LayoutPicker(Picker):
         default = getattr(self._layouts[name], field)
         offered = [value for _, value in options]
         control.value = default if default in offered else offered[0]
+        # Observed last: the default set above is not a choice of the user.
         control.observe(self.read, "value")
         self._controls[name][field] = control
         row = Row(label, control)

@@ -53,6 +53,7 @@ def read_plan(path: Path, current: ss.Plan) -> ss.Plan:
     if not path.is_file():
         refuse("OpenPlan.path", str(path), ALLOWED, "the path of a file", "There is no such file")
     with path.open("rb") as file:
+        # One byte more than allowed shows that the file is too large, without reading all of it.
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         allowed = f"a file of at most {MAX_BYTES >> 20} MiB"
@@ -91,9 +92,11 @@ def read_script_arguments(text: str) -> list[str]:
         for name, value in ASSIGNED.findall(ARRAY.sub("", lines))
         if name not in values
     }
+    # The arguments are those of the first command that runs a .py file.
     commands = ARRAY.sub("", lines).splitlines()
     command = next((line for line in commands if TORCHRUN_SCRIPT.search(line)), "")
     arguments = TORCHRUN_SCRIPT.split(command, maxsplit=1)[-1]
+    # A variable's value may contain variables.
     for _ in range(MAX_NESTED):
         if len(arguments) > MAX_ARGUMENT_CHARACTERS:  # Nested variables may grow without limit.
             refuse(

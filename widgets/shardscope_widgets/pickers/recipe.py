@@ -57,6 +57,7 @@ class RecipePicker(Picker):
                 "lora_rank": self._rank_row,
                 "precision": Row("Precision", self.precision),
                 "seq_len": Row("Sequence", self.seq_len),
+                # One row serves both, so that their errors are shown where both numbers are.
                 "global_batch_size": batch,
                 "micro_batch_size": batch,
                 "recompute": Row("Recompute", self.recompute),
@@ -110,6 +111,7 @@ class RecipePicker(Picker):
         self._is_setting = True
         try:
             self._base = recipe
+            # Read once at the end: a recipe of old and new values may be invalid.
             self.method.value = recipe.method
             self.lora_rank.value = str(recipe.adapter_rank)
             self.precision.value = recipe.precision
@@ -161,6 +163,7 @@ class RecipePicker(Picker):
     def _list_hidden_changes(self) -> None:
         """List the fields without an input that a fix or a script has set, so that none is hidden."""
         recipe, default = self.value, ss.Recipe()
+        # A fix or an opened file may set any field, also one without a row.
         names = [field.name for field in fields(recipe) if field.name not in self.rows]
         changed = [name for name in names if getattr(recipe, name) != getattr(default, name)]
         parts = ", ".join(f"{name.replace('_', ' ')} {getattr(recipe, name)}" for name in changed)

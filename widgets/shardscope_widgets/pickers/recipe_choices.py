@@ -135,6 +135,8 @@ class Advanced:
         for field, dropdown in self.dropdowns.items():
             value = dropdown.value
             offered = list_options(field, layout, value)
+            # Setting options selects the first one (ipywidgets 8.1, _Selection._propagate_options): only if
+            # they differ, and the value is set again.
             if list(dropdown.options) != offered:
                 dropdown.options = offered
                 dropdown.value = value
@@ -143,6 +145,7 @@ class Advanced:
         """Return the recipe fields given by these inputs."""
         values = {field: to_recipe_value(dropdown.value) for field, dropdown in self.dropdowns.items()}
         values["dropout"] = parse_rate(self.dropout.value)
+        # Without recomputation an interval has no effect, and two equal plans would differ.
         values["recompute_interval"] = parse_number(self.interval.value) if recomputes else 1
         # Recipe accepts quantization only for a frozen base.
         if not with_adapters:

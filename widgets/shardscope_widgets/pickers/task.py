@@ -131,6 +131,7 @@ class TaskPicker(Picker):
         self._chosen: Kind | None = None
         """The kind that the user chose while fine-tuning was available, or "own" at any time."""
         self._offering = False
+        # Fine-tuning is offered only once the model is a folder with weights (_offer_kinds).
         self.menu = controls.create_dropdown(options=[(KIND_LABELS["pretrain"], "pretrain")], tooltip="Task")
         self.text = controls.create_text_box("", "A UTF-8 text file to train on", placeholder=SHIPPED_TEXT)
         self.code = controls.create_text_box(
@@ -142,6 +143,7 @@ class TaskPicker(Picker):
         kind_row = Row("Task", self.menu)
         kind_row.add_class("ss-wide")
         rows = {"kind": kind_row, "text": self._text_row, "code": self._code_row}
+        # Fields of tasks without an input of their own: their errors are shown at the nearest one.
         others = {"weights": rows["kind"], "source": self._code_row, "arguments": self._code_row}
         super().__init__({**rows, **others}, self.note)
         self.menu.observe(self._choose_kind, "value")
@@ -281,6 +283,7 @@ class TaskPicker(Picker):
         functions = {key: value for key, value in self._functions().items() if inspect.isfunction(value)}
         if name in functions:
             return functions[name] if _takes_context(functions[name]) else ss.Script(functions[name])
+        # A leading underscore marks private names, IPython's own included.
         known = [key for key in functions if not key.startswith("_")]
         try:
             path = Path(name).expanduser()

@@ -74,6 +74,7 @@ def describe_figures(plan: ss.Plan) -> str:
     """Return ``54.0 of 79.1 GiB, 4.13 s per step, 7.93k tokens/s per GPU``."""
     report = plan.memory()
     memory = f"{format_gib(report.peak_bytes)} of {format_gib(report.usable_bytes)} GiB"
+    # A GPU without known rates still has a memory prediction.
     if _predict_seconds(plan) is None:
         return memory
     step = plan.step()

@@ -53,6 +53,7 @@ def render_path(advice: Advice, answer: Answer) -> str:
     number = len(advice.path)
     why = f"<p>{escape_with_units(answer.why)}</p>" if answer.why else ""
     return (
+        # By its key the page keeps it open when the advice is drawn again (clickable.js).
         "<details class='ss-fold' data-key='why'>"
         f"<summary>Why: {number} decision{'s' * (number != 1)}</summary>"
         f"{why}<ol class='ss-path'>{steps}</ol></details>"
@@ -63,6 +64,7 @@ def _render_turn(turn: Turn) -> str:
     kind, state = ("ss-taken", "taken") if turn.taken else ("ss-passed", "not taken")
     number = f"<div class='ss-number'>{escape_with_units(turn.number)}</div>" if turn.number else ""
     return (
+        # Screen readers do not see which turns are dimmed.
         f"<li class='{kind}'><span class='ss-off-screen'>{state}: </span>"
         f"<div class='ss-question'>{escape_with_units(turn.question)} "
         f"<b>{escape_with_units(turn.answer)}</b></div>{number}"

@@ -79,6 +79,7 @@ class AdviceView(View):
             return advice
 
         def show_advice(advice: Advice) -> None:
+            # Set with its advice: until then the view shows the advice for the previous plan.
             self._on_screen = current
             self.show(advice)
             if on_found is not None:

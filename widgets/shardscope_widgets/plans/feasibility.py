@@ -1,4 +1,4 @@
-"""Whether a plan of a search can run here and, if not, the reason shown in chart and table."""
+"""Feasibility of the plans of a search: if a plan can run here and, if not, why."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Feasibility(NamedTuple):
 
 def judge_plan(ranking: Ranking, index: int) -> Feasibility:
     """Return the state of plan ``index``: memory first, then whether an engine supports it."""
+    # Listed also for a plan that does not fit: more memory alone would not let it run here.
     refused = why_not_launched(ranking, index)
     if not ranking.is_feasible[index]:
         lacks = ranking.why_not(index)

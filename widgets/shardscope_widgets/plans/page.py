@@ -94,6 +94,7 @@ class Question(NamedTuple):
         """Return the question to which ``plan`` is a possible answer."""
         recipe = plan.recipe
         values = [getattr(recipe, field.name) for field in fields(recipe) if field.name not in CHOSEN]
+        # lora_rank=None is a default rank: it is the same question as that rank in numbers.
         rank = recipe.adapter_rank if recipe.has_adapters else None
         return cls(plan.architecture, plan.cluster, (*values, rank), familiar_with)
 
@@ -152,6 +153,7 @@ class PlansPage(View):
         bar.add_class("ss-toolbar")
         super().__init__([Sheet("plans"), bar, self.familiar, self.about, *self._views.values()])
         for panel in self._panels.values():
+            # A layout of its own: it is hidden together with its mode.
             panel.words.layout = widgets.Layout()
             panel.button.observe(self._handle_busy_change, "disabled")
         for name in ("ss-root", "ss-plans"):
@@ -178,6 +180,7 @@ class PlansPage(View):
         self.familiar.layout.display = "" if mode == "advice" else "none"
         if self._plan is None:
             return
+        # Opening a tab is no request to repeat a search that takes seconds, only to run the first one.
         if mode not in self._answered_questions and not self._panels[mode].is_busy:
             (self._start_advice if mode == "advice" else self._start_search)()
         self._show_freshness()
@@ -228,6 +231,7 @@ class PlansPage(View):
 
     def _request_advice(self) -> None:
         """Request advice now, or when the running request ends."""
+        # One request at a time: of several presses during one, only the last state is requested.
         self._is_next = self.ask.is_busy
         self._start_advice()
         self._show_freshness()
@@ -272,6 +276,7 @@ class PlansPage(View):
         if self._is_fresh("advice"):
             self.advice.mark(self._plan)
         is_searched = self._answered_questions.get("search") == self._build_question("search")
+        # A search for other inputs cannot contain the current plan.
         self.ranking.mark(self._plan if is_searched else None)
 
     def _store_answer(self, mode: str, question: Question) -> None:

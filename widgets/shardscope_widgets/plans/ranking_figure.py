@@ -60,6 +60,7 @@ def create_ranking_figure() -> Chart:
         marker={"symbol": "circle-open", "size": 16, "line": {"width": 2, "color": INK}, "color": INK},
         textfont={"size": 12},
         hoverinfo="skip",
+        # The ring of a plan near an axis would be cut off.
         cliponaxis=False,
     )
     figure = Chart([*hollow, crosses, *filled, front, on_screen], layout=_build_layout())
@@ -76,6 +77,7 @@ def _create_marks(name: str, symbol: str, sign: Sign) -> go.Scatter:
             "color": sign.colour,
             "size": 7,
             "opacity": 0.8,
+            # plotly draws hollow symbols by their line alone; filled ones need none.
             "line": {"width": 1.4 if symbol.endswith("-open") else 0},
         },
         hovertemplate="%{text}<extra></extra>",
@@ -109,6 +111,7 @@ def on_plan_click(figure: Chart, callback: Callable[[int], None]) -> None:
     """Call ``callback`` with the row of the plan whose mark was clicked."""
 
     def handle_click(trace_index: int, point_index: int, customdata: object) -> None:
+        # The front, the crosses and the current plan have no row.
         if isinstance(customdata, int):
             callback(customdata)
 
@@ -126,6 +129,7 @@ def mark_current_plan(figure: Chart, chosen: tuple[float, float] | None) -> None
 
 def _label_side(figure: Chart, x: float) -> str:
     """Return the side on which the current plan's label fits without crossing the memory line."""
+    # Before the first search there is neither a range nor a memory line.
     _, end = figure.layout.xaxis.range or (0.0, 2 * x)
     line = figure.layout.shapes[0].x0 if figure.layout.shapes else end
     width = LABEL_SHARE * end

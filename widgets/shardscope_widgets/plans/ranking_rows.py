@@ -82,6 +82,7 @@ def choose_marks(
 
 def _find_cells(values: npt.NDArray[np.float64], bounds: tuple[float, float], number: int) -> Indices:
     low, high = bounds
+    # A single plan has a range of zero.
     share = (values - low) / max(high - low, 1e-300)
     return np.clip((share * number).astype(np.int64), 0, number - 1)
 

@@ -70,6 +70,7 @@ def _render_heading(name: str, label: str, column: str | None, ascending: bool) 
         sorts = f" aria-sort='{'ascending' if ascending else 'descending'}'"
         arrow = " ▴" if ascending else " ▾"
     kind = " class='ss-text'" if name == "framework" else ""
+    # The keyboard reaches buttons, not table headings.
     button = f"<button type='button' data-act='sort:{name}'>{label}{arrow}</button>"
     return f"<th scope='col'{kind}{sorts}>{button}</th>"
 
@@ -95,6 +96,7 @@ def _render_row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | Non
     note = f"<div class='ss-hint'>{', '.join(notes)}</div>" if notes else ""
     mark = f"<span class='ss-sign' style='color:{sign.colour}'>{sign.text}</span>"
     return (
+        # The whole row can be clicked; its button is for the keyboard and screen readers.
         f"<tr data-act='apply:{index}'{kind}><td><div class='ss-plan'>{mark}"
         f"<button type='button' data-act='apply:{index}'>{name}</button></div>{note}</td>"
         f"<td>{plan.recipe.micro_batch_size}</td>"
@@ -149,6 +151,7 @@ def render_misses(ranking: Ranking) -> str:
         for miss in ranking.misses
     )
     if ranking.instead is not None:
+        # The nearest other recipe may not fit either: then there is nothing to apply.
         applied = ranking.instead.num_feasible > 0
         label = escape(f"Apply: {describe_other_recipe(ranking.instead)}", quote=True)
         button = (

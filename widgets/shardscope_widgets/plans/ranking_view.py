@@ -65,6 +65,7 @@ class RankingView(View):
         own_panel = [] if work else [self.work, self.work.words]
         if own_panel:
             self.work.show_button(False)  # Hidden until a search is requested.
+        # The chart is created with the first result: a reloaded page has less to load.
         self._place = widgets.VBox(layout=controls.share_layout())
         self.key, self.caption = controls.create_html(), controls.create_html("", "ss-hint")
         spare = 100 - TIGHT_PERCENT
@@ -111,6 +112,7 @@ class RankingView(View):
         """Draw a ranking, best plans first."""
         with self._lock:
             self.ranking = ranking
+            # From its first page: the new ranking may have fewer.
             self._column, self._ascending, self._first = None, True, 0
             self._order = self._select_rows(ranking)
             if self.figure is None:

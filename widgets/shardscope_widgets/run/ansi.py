@@ -57,6 +57,7 @@ class _Style:
 
     def apply(self, parameters: str) -> None:
         """Apply one escape sequence; ignore unknown codes."""
+        # Ranks may print numbers of any length: three digits are enough for every known code.
         codes = [int(code[:3] or 0) for code in re.split("[;:]", parameters)[:MAX_CODES]]
         while codes:
             code = codes.pop(0)
@@ -89,6 +90,7 @@ def _find_extended_colour(codes: list[int]) -> str | None:
     if kind != 5 or not codes:
         return None
     number = codes.pop(0)
+    # The 256 colours of xterm: 16 named ones, a 6 x 6 x 6 cube, 24 greys.
     if number < 16:
         return GREY if number == 8 else COLOURS[number % 8]
     if number < 232:  # a 6 x 6 x 6 colour cube
@@ -99,7 +101,9 @@ def _find_extended_colour(codes: list[int]) -> str | None:
 
 def _find_nearest_colour(red: int, green: int, blue: int) -> str:
     most, least = max(red, green, blue), min(red, green, blue)
+    # Nearly equal channels are a grey, whatever their exact order.
     if most - least < 40:
         return "black" if most < 64 else GREY if most < 176 else "white"
+    # The ANSI colours count in binary, red 1, green 2, blue 4: a channel is on above the middle.
     middle = (most + least) / 2
     return COLOURS[(red > middle) + 2 * (green > middle) + 4 * (blue > middle)]

@@ -50,15 +50,18 @@ class ComparisonView(View):
         layout: dict[str, object] = {"annotations": annotations, "shapes": shapes}
         for number, (label, curves) in enumerate(charts):
             is_log = _needs_log(curves)
+            # plotly numbers its axes from the second on: yaxis, yaxis2.
             axis = f"yaxis{number + 1 if number else ''}"
             layout[axis] = {
                 **_AXIS,
                 "domain": DOMAINS[number],
                 "anchor": _name_axis("x", number),
                 "type": "log" if is_log else "linear",
+                # A logarithmic axis has no zero, and on one from zero two losses would look equal.
                 "rangemode": "normal" if is_log or number == 0 else "tozero",
             }
             annotations.append(_build_title(label + (", logarithmic" if is_log else ""), number))
+            # Equal predictions of both runs are written once.
             predicted = dict.fromkeys(format_short(curve.predicted) for curve in curves if curve.predicted)
             if predicted:
                 annotations.append(_build_predicted_label(" and ".join(predicted), number))
@@ -83,6 +86,7 @@ def _create_chart() -> Chart:
         "xaxis": {**axis_x, "anchor": "y", "matches": "x2", "showticklabels": False},
         "xaxis2": {**axis_x, "anchor": "y2", "title": {"text": "step", "standoff": 4}},
     }
+    # Two lines in each of two charts, created once: redraw only fills them.
     empty = [
         {
             "type": "scatter",

@@ -91,6 +91,7 @@ class RunFigure:
         The range of the step axis doubles when needed, up to ``total_steps`` if that is known, so that it
         changes rarely.
         """
+        # More lines could not be told apart: the table and the slowest rank still consider all ranks.
         self._num_ranks = min(num_ranks, MAX_LINES)
         self._metrics, self._slots, self._units, self._lines = {}, {}, {}, {}
         self._ceilings = {}
@@ -153,6 +154,7 @@ class RunFigure:
 
     def _add_points(self, samples: Iterable[Sample], by: str, first_values: Mapping[str, float]) -> None:
         """Extend the lines of all charts whose horizontal axis is ``by``, and redraw these lines."""
+        # All in one batch: the view receives the whole figure at each change (kit/chart.py).
         grown: dict[tuple[int, int], Line] = {}
         with self.widget.batch_update():
             new = {metric: value for metric, value in first_values.items() if self._is_new(metric)}
@@ -229,6 +231,7 @@ class RunFigure:
         """Position every chart, its title above it, and its prediction as a horizontal line."""
         arranged = arrange_grid(len(self.panels), self._width)
         layout = self.widget.layout
+        # plotly has no titles for subplots: titles and predictions are annotations and shapes.
         notes, levels = [], []
         for panel, place in zip(self.panels, arranged.positions, strict=True):
             slot = self._slots[panel.metric]
@@ -270,6 +273,7 @@ class RunFigure:
                 xaxis.range = [0, self._end]
             elif lines:
                 xaxis.range = [0, max(FIRST_MINUTES, *(line.x[-1] for line in lines))]
+            # Room above 100 %: a line on the border of the plot would be clipped.
             if panel.is_percent:
                 yaxis.range = [0, 105]
             elif panel.from_zero:
@@ -278,6 +282,7 @@ class RunFigure:
     def _extend_step_axis(self, step: float) -> None:
         while step > self._end:
             doubled = 2 * self._end
+            # The last doubling ends at the run's planned steps instead of leaving half of the axis empty.
             is_last = self._end < self._most_steps <= doubled
             self._end = self._most_steps if is_last else doubled
 
@@ -308,6 +313,7 @@ def _build_trace(slot: int, rank: int) -> dict[str, object]:
 
 
 def _create_figure() -> Chart:
+    # All axes exist from the start, hidden: a chart appears by showing its axes, not by a new figure.
     axes: dict[str, object] = {}
     for slot in range(SLOTS):
         number = str(slot + 1) if slot else ""

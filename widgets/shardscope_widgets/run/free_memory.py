@@ -34,6 +34,7 @@ class FreeMemoryList(Clickable):
 
     def read_in_background(self) -> None:
         """Query in the background, unless a query is already running."""
+        # A closed view has no comm. Querying the drivers may take a second, so one query at a time is enough.
         if self.comm is None or (self._thread is not None and self._thread.is_alive()):
             return
         self._thread = threading.Thread(target=self.read_now, daemon=True, name="shardscope-free")
@@ -67,6 +68,7 @@ def _render_list(memories: list[FreeMemory], when: str) -> str:
 
 
 def _render_row(memory: FreeMemory) -> str:
+    # A driver that reports no total must not raise here, in a thread whose errors are not shown.
     used = 1 - memory.free_bytes / memory.total_bytes if memory.total_bytes else 0.0
     amount = f"{format_gib(memory.free_bytes)} of {format_gib(memory.total_bytes)} GiB"
     users, share = "; ".join(memory.users), f"{100 * used:.0f} % in use"

@@ -62,6 +62,7 @@ class LaunchButton:
         self.current = build_offer(self._plan, self.machine, self._report, self._task)
         self._task.show_usual_rate(self.current.plan or self._plan, as_trial=self.current.is_trial)
         wrong = self._show_task_error()
+        # The most general reason comes first: an invalid plan or an active run prevents every launch.
         against = self._blocked or (IS_BUSY if self._busy else "") or wrong
         self.button.description = self.current.label
         self.button.disabled = bool(against) or self.current.plan is None
@@ -103,12 +104,14 @@ class LaunchButton:
         plan, note = self.current.plan, self.current.note
         if plan is None or (self.button.disabled and not force):
             return
+        # Before the launch, which takes a moment: a second click must not launch a second run.
         self.busy = True
         try:
             # ss.launch warns if memory is tight: in a handler the warning would not be shown.
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 run = ss.launch(plan, self.task, outlive_kernel=self._options.outlive.value, force=force)
+        # The only error that the user may override, by the "Launch anyway" button of the notice.
         except TooLittleFreeError as error:
             self.busy = False
             self.free.read_in_background()

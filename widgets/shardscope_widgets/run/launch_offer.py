@@ -51,6 +51,7 @@ def build_offer(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport, task: 
     enough memory is free, else a tiny model with random weights, which the label mentions.
     """
     label = f"{task.verb} on {count_devices(plan.cluster)}"
+    # Looked up, not imported: torch takes seconds to import, and planning needs none of these.
     missing = [
         module for module in ("torch", "accelerate", "transformers") if not importlib.util.find_spec(module)
     ]
@@ -111,6 +112,7 @@ def _check_code(label: str, code: object, plan: ss.Plan, note: str) -> LaunchOff
     try:
         if callable(check):
             check(plan)
+        # Code that uses the engine needs one that trains this plan; other code brings its own model.
         elif uses_engine(code):
             check_trained(plan)
     except ValueError as error:
@@ -149,6 +151,7 @@ def _move_to_cpu(plan: ss.Plan) -> ss.Plan | None:
 
 
 def _list_cpu_layouts(plan: ss.Plan) -> tuple[ss.Layout, ...]:
+    # The plan's own framework first, then those that are part of torch.
     return (type(plan.layout)(), ss.Layout.fsdp2(), ss.Layout.ddp())
 
 
@@ -162,6 +165,7 @@ def _change_to_cpu(plan: ss.Plan, layout: ss.Layout) -> ss.Plan | None:
     )
     try:
         moved = ss.Plan(plan.architecture, ss.Cluster.parse(f"{TRIAL_RANKS}xcpu"), recipe, layout)
+        # Without a memory prediction it could not be compared with the free memory.
         moved.memory()
     except ValueError:
         return None

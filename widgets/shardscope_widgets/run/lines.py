@@ -53,9 +53,11 @@ def downsample(x: list[float], y: list[float]) -> tuple[list[float], list[float]
     of the spikes.
     """
     indices = [0]
+    # Two of four points are kept, so a line grows to MAX_POINTS again before the next reduction.
     for start in range(1, len(x) - 1, 4):
         four = range(start, min(start + 4, len(x) - 1))
         known = [index for index in four if y[index] == y[index]]
+        # A group of gaps keeps one of them, or the line would be drawn across the gap.
         if not known:
             indices.append(start)
             continue

@@ -41,6 +41,7 @@ class RunLog(widgets.VBox):
             tooltip="Log of this rank or process",
             layout=controls.share_fixed_layout("116px"),
         )
+        # Searched at every keystroke: refresh reads a large log a part at a time.
         self.words = controls.create_text_box(
             "", "Search this log", "200px", continuous_update=True, placeholder="Search this log"
         )
@@ -75,6 +76,7 @@ class RunLog(widgets.VBox):
             self._set_choice(value=whose)
 
     def _set_choice(self, **traits: object) -> None:
+        # These changes are not the user's: prefer_log may still replace the log that they select.
         self._is_setting = True
         try:
             for name, value in traits.items():
@@ -103,6 +105,7 @@ class RunLog(widgets.VBox):
 
     def _find_path(self, folder: RunFolder) -> Path:
         whose = self.whose.value
+        # The files of processes that are not ranks.
         beside = {"launcher": folder.launcher_log, "supervisor": folder.supervisor_log}
         return beside[whose] if whose in beside else folder.log(int(whose or 0))
 
@@ -131,6 +134,7 @@ class RunLog(widgets.VBox):
         if seen == self._seen:
             return
         self._seen = seen
+        # Line numbers are padded to the last one, the widest.
         width = len(f"{search.matches[-1][0]:,}") if search.matches else 0
         lines = "\n".join(
             f"<span class='ss-line-number'>{number:>{width},}</span> {mark_matches(line, search.text)}"
@@ -142,6 +146,8 @@ class RunLog(widgets.VBox):
         self._show_count(f"{count}{last}{' · still searching' if more else ''}")
 
     def _show_lines(self, path: Path, query: str, lines: str) -> None:
+        # One message: the page decides by the key whether new lines keep the scroll position (log_pane.js),
+        # so a value must not arrive with the key of another log.
         with self.pane.hold_sync():
             self.pane.name = f"log of {path.stem}" + (f": lines with {query}" if query else "")
             self.pane.key = f"{path.name}/{query}"

@@ -48,6 +48,7 @@ class RunMemory:
         # The table of latest values has totals without components; CPU ranks count other tensors in theirs.
         by_rank = {rank: memory for rank, memory in by_rank.items() if set(memory.components) != {"other"}}
         expected = run.predicted_metrics() if by_rank else None
+        # A user's function has no prediction until its model is known.
         if expected is None:
             caption = "Measured in one of the first steps."
             self.html.value = run_html.render_memory_table(by_rank, None, caption)

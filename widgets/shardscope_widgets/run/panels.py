@@ -52,6 +52,7 @@ class Panel:
             unit = Unit.for_bytes(typical)
             return unit.name, float(unit.num_bytes)
         if self.metric.endswith("_seconds"):
+            # On an axis whole seconds are enough from one second on; Scale alone would choose ms up to ten.
             scale = Scale("s", 1.0) if typical >= 1 else Scale.for_seconds(typical)
             return scale.unit, 1 / scale.factor
         return "", 1.0
@@ -140,10 +141,12 @@ class Grid:
 def arrange_grid(num_panels: int, width: int) -> Grid:
     """Arrange ``num_panels`` charts in a figure of ``width`` pixels, in one to three columns."""
     width = width or ASSUMED_WIDTH
+    # A chart has at least 240 pixels: its title shares its line with the predicted value.
     most = 1 if width < 480 else 2 if width < 720 else 3
     # Four charts as two by two instead of three and one.
     columns = 2 if num_panels == 4 and most > 1 else min(most, max(1, num_panels))
     rows = max(1, -(-num_panels // columns))
+    # plotly's domains are fractions of the figure without its margins.
     inner = max(100, width - MARGIN_PIXELS)
     gap = GAP_PIXELS / inner if columns > 1 else 0.0
     wide = (1 - gap * (columns - 1)) / columns
@@ -154,5 +157,6 @@ def arrange_grid(num_panels: int, width: int) -> Grid:
         left = column * (wide + gap)
         top = 1 - (row * CELL_PIXELS + TITLE_PIXELS) / height
         bottom = 1 - ((row + 1) * CELL_PIXELS - AXIS_PIXELS) / height
+        # Rounding may exceed the figure, and plotly rejects domains outside of 0 to 1.
         positions.append(Position((left, min(1.0, left + wide)), (max(0.0, bottom), top)))
     return Grid(positions=tuple(positions), height=height)

@@ -65,6 +65,7 @@ def render_heading(run: ss.Run, status: str) -> str:
     return (
         f"<div class='ss-clipped'>{render_status_sign(status, place='ss-status')} "
         f"<span class='ss-run-name'>{name}</span></div>"
+        # A no-break space keeps the height of an empty line: a reason that appears must not move the page.
         f"<div class='ss-hint ss-clipped' title='{reason}'>{reason or '&nbsp;'}</div>"
         f"<div class='ss-hint ss-clipped' title='{_strip_tags(plan)}'>{plan or '&nbsp;'}</div>"
     )
@@ -239,6 +240,7 @@ def render_memory_table(
     names = [
         name for name in (*COMPONENT_COLOURS, "other") if any(components.get(name) for _, components in rows)
     ]
+    # One scale for all bars, so that ranks can be compared with each other and with the prediction.
     most = max(sum(components.values()) for _, components in rows)
     unit = Unit.for_bytes(most)
     head = "".join(

@@ -65,6 +65,7 @@ def describe_plan(summary: RunSummary) -> str:
 def format_time(created: float, now: float | None = None) -> str:
     """Return ``today 14:02``, ``yesterday 14:02``, ``12 Nov 14:02`` or ``12 Nov 2025``; empty if unknown."""
     try:
+        # The time is read from the run's folder, whose files may be damaged.
         then = datetime.fromtimestamp(created)
     except (ValueError, OverflowError, OSError):
         return ""
@@ -119,6 +120,7 @@ def _render_row(
     )
     return (
         f"<tr data-act='open:{key}'{' class=ss-picked' if is_selected else ''}>"
+        # A button in the role of a checkbox: Clickable sends the data-act of buttons.
         f"<td class='ss-pick-cell'><button type='button' class='ss-pick' role='checkbox' "
         f"aria-checked='{ticked}' data-act='select:{key}' aria-label='Select {name} to compare it' "
         f"title='Select to compare'></button></td>"

@@ -166,6 +166,7 @@ class RunsView(View):
             if left > 0
             else ""
         )
+        # aria-disabled instead of disabled: the keyboard still reaches the button and its hint.
         both = len(self._selected) == 2
         off = "" if both else " aria-disabled='true'"
         force = (
@@ -217,6 +218,7 @@ class RunsView(View):
         self._page.layout.display = "none" if page is None else ""
         for widget in (self.run_view, self.comparison, self._trace_place):
             widget.layout.display = "" if widget is page else "none"
+        # A trace may be large: it is freed when another page replaces it.
         if page is not self._trace_place:
             self._close_trace()
 
@@ -234,6 +236,7 @@ class RunsView(View):
         kind, _, key = act.partition(":")
         summary = self._rows.get(key)
         run = None if summary is None else summary.run
+        # Any other action starts without the message of the one before.
         if kind not in ("back", "look"):
             self._set_message("")
         match kind:

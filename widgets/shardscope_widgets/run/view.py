@@ -65,9 +65,11 @@ class RunView(View):
         self._stop_requested = False
         self._sampled = 0.0
         self._gpu_time = 0.0
+        # The number of columns of charts depends on the width, which only the browser knows.
         self._sheet = Sheet("run", measures=True)
         self._sheet.observe(lambda _: self._fit_width(), "width")
         self.head = controls.create_html()
+        # A layout of its own, not a shared one: tasks that read no stop requests hide the button.
         self.save_button = controls.create_button(
             "Save and stop",
             "ss-ghost",
@@ -75,6 +77,7 @@ class RunView(View):
             layout=widgets.Layout(display="none"),
         )
         self.save_button.on_click(lambda _: self._press_run_button("Save and stop"))
+        # Disabled until the first refresh has read whether the run is still active.
         self.stop_button = controls.create_button("Stop", "ss-ghost", tooltip="End this run", disabled=True)
         self.stop_button.on_click(lambda _: self._press_run_button("Stop"))
         self.progress = controls.create_html()
@@ -88,6 +91,7 @@ class RunView(View):
         self.logs = RunLog(on_change=self._refresh_log)
         self.logs.add_class("ss-run-log")
         self.table = controls.create_html()
+        # The buttons never shrink: a long plan in the heading is truncated instead.
         buttons = widgets.HBox(
             [self.save_button, self.stop_button], layout=controls.share_layout(flex="0 0 auto")
         )
@@ -113,6 +117,7 @@ class RunView(View):
         """Switch the view to ``run``."""
         with self._lock:
             self.run = run
+            # A new reader and a new pace: they would otherwise continue with the previous run's records.
             self._follow = run.follow()
             self._pace = Pace()
             self._expected = run.predicted_metrics()
@@ -124,6 +129,8 @@ class RunView(View):
             if self.figure is None:
                 self.figure = RunFigure()
                 self._figure_place.children = [self.figure.widget]
+            # A training task logs these for certain: their empty charts are shown at once, so that nothing
+            # moves later. The metrics of a user's function are unknown until they arrive.
             trained = [panel.metric for panel in TRAINING_PANELS] if run.trains_the_plan else []
             self.figure.fit_width(self._sheet.width)
             self.figure.start_run(run.world_size, self._expected, run.num_steps, trained)
@@ -194,12 +201,14 @@ class RunView(View):
             return
         self._sampled = now
         samples = run.gpu_samples()
+        # A sample has one record per rank: the last records are the latest sample.
         for record in samples[-run.world_size :]:
             self._latest.setdefault(int(record["rank"]), {}).update(_select_metrics(record))
         if self._expected is None:  # For a user's function the prediction is known once its model is.
             self._expected = run.predicted_metrics()
         if self.figure is not None:
             self.figure.set_expected(self._expected)
+            # All samples are redrawn, which is skipped until there is a newer one.
             if samples and samples[-1]["time"] != self._gpu_time:
                 self._gpu_time = samples[-1]["time"]
                 self.figure.show_gpu_samples(samples, samples[0]["time"])
@@ -242,6 +251,7 @@ class RunView(View):
     def _refresh_log(self) -> None:
         """Refresh after the user changed the log or search, unless a watching thread does so anyway."""
         with self._lock:
+            # Two threads would read the same search twice.
             if self.run is None or self._is_watching:
                 return
             self._is_watching = True
@@ -286,6 +296,7 @@ class RunView(View):
     def _show_status(self, run: ss.Run, status: str) -> None:
         """Show status, reason and plan; for a failed run, its error and the log of the failed rank."""
         current = (status, run.reason)
+        # Writing the same HTML again would lose the user's text selection.
         if current == self._shown_status:
             return
         self._shown_status = current
@@ -300,6 +311,7 @@ class RunView(View):
         )
         if status == "failed":
             self._body.add_class("ss-run-failed")
+            # The rank that failed first has the cause in its log; the others log the consequences.
             first = find_first_failure(RunFolder(run.folder), run.world_size)
             if first is not None:
                 self.logs.prefer_log("launcher" if first.rank is None else first.rank)
@@ -325,6 +337,7 @@ class RunView(View):
         waits = is_known and not has_ended and not self._latest
         latest = {rank: {} for rank in range(run.world_size)} if waits else self._latest
         _update_html(self.table, run_html.render_latest_table(latest, charts, self._expected, slowest))
+        # A run that ended before its first step: empty charts would push its error out of sight.
         is_empty = has_ended and self.figure is not None and not self.figure.has_lines
         self._figure_place.layout.display = "none" if is_empty else ""
 
@@ -342,6 +355,7 @@ class RunView(View):
         loss = latest.get("loss")
         if is_number(loss) or is_known:
             entries.append((f"{loss:.3f}" if is_number(loss) else PLACEHOLDER, "loss", "Rank 0, last step"))
+        # A user's function may log the rate of its own rank only.
         for name, label in (("tokens_per_second_all_ranks", "all ranks"), ("tokens_per_second", "rank 0")):
             rate = latest.get(name)
             if is_number(rate):

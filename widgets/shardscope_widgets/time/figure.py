@@ -28,6 +28,7 @@ def create_step_figure(on_part: Callable[[str], None]) -> Chart:
 
     ``on_part`` receives the name of the part whose bar was clicked.
     """
+    # All traces exist from the start: drawing only fills them, in one update.
     bars = [
         go.Bar(
             name=name.replace("_", " "),
@@ -57,6 +58,7 @@ def create_step_figure(on_part: Callable[[str], None]) -> Chart:
     figure._config = {"displayModeBar": False, "responsive": True}
 
     def report_click(trace: int, point: int, customdata: object) -> None:
+        # The last trace, the measured total, has no row in the table.
         if trace < len(PARTS):
             on_part(PARTS[trace])
 
@@ -110,6 +112,8 @@ def draw_step(figure: Chart, shown: ShownStep) -> None:
         *([measured.seconds] if measured else []),
         *(pin.step.report.seconds for _, pin in pinned if pin.step.report),
     ]
+    # Keys are the axis' categories and labels its tick texts: plotly merges equal categories, and two pins
+    # may have one label.
     keys = [*ROWS, *(key for key, _ in pinned)]
     labels = [*ROWS, *(wrap_label(pin.name.short) for _, pin in pinned)]
     figure.redraw(
@@ -143,12 +147,15 @@ def _build_part_bars(shown: ShownStep, name: Part) -> dict[str, object]:
         "y": [key for key, *_ in bars],
         "x": [seconds * scale.factor for _, seconds, *_ in bars],
         "customdata": [tooltip for *_, tooltip, _ in bars],
+        # One trace has a part's bars of all rows; only the overlapped one is pale.
         "marker.opacity": [opacity for *_, opacity in bars],
     }
 
 
 def _write_part_tooltip(report: StepReport, name: Part) -> str:
+    # explain() begins with the part's Python name.
     text = format_part(name) + report.explain(name).removeprefix(name)
+    # plotly's tooltips do not wrap; a word such as all-gather stays in one piece.
     return "<br>".join(wrap(escape(text), 72, break_on_hyphens=False))
 
 
@@ -172,6 +179,7 @@ def _build_notes(shown: ShownStep) -> list[dict[str, object]]:
             notes.append({**place, **empty})
             continue
         text = _format_total(shown.scale, seconds, is_part=key == "overlapped")
+        # Only a predicted step has something to deviate from.
         if report and key == "measured":
             text += f" {_format_deviation(seconds, report.seconds)}"
         right = {"x": 1, "xref": "paper", "xanchor": "right", "xshift": RIGHT_PIXELS - 6, "text": text}
@@ -186,6 +194,7 @@ def _format_total(scale: Scale, seconds: float, is_part: bool) -> str:
 
 def _format_deviation(measured: float, predicted: float) -> str:
     """Return the deviation of the measured step from the predicted one: ``+6 %``."""
+    # A minus sign is as wide as a plus sign; the hyphen of Python's format is not.
     return f"{100 * (measured / predicted - 1):+.0f} %".replace("-", "−")
 
 

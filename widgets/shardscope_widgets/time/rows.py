@@ -89,6 +89,7 @@ class ShownStep(NamedTuple):
     @property
     def scale(self) -> Scale:
         """The common unit of all times in the view."""
+        # The longest one decides: in its unit the others are short numbers, in theirs it would be a long one.
         known = [self.report.seconds] if self.report else []
         known += [self.measured.seconds] if self.measured else []
         return Scale.for_seconds(max(known, default=1.0))
@@ -106,6 +107,7 @@ def build_shown_step(
 def describe_residual(plan: ss.Plan) -> str:
     """Return the deviation of finished runs on this machine from such predictions; empty without runs."""
     try:
+        # Raises for a damaged file of measurements: the caption reports it, and the prediction remains.
         deviation = find_residual(plan)
     except ValueError as error:
         return str(error)

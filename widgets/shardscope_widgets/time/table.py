@@ -56,6 +56,8 @@ def _list_rates(shown: ShownStep) -> list[Rate]:
     cluster = shown.plan.cluster
     gpu, device, unit = format_name(cluster.gpu.name), name_device(cluster), name_rate_unit(cluster)
     convention = f"MFU and TFLOP/s count {MODEL_FLOPS}{against} (Chowdhery et al. 2022, appendix B)."
+    # Publications count attention and recomputation in three ways: the row gives all, to be compared with
+    # any.
     other_conventions = ""
     if report is not None:
         full_attention = format_three_digits(report.tflops_per_gpu_full_attention)
@@ -143,6 +145,7 @@ def _describe_step(shown: ShownStep) -> str:
 
 def _build_rate_row(shown: ShownStep, rate: Rate) -> PartRow:
     def compute_value(step: PlanStep) -> float | None:
+        # A rate or a price of a plan that runs out of memory would be misleading.
         if step.report is None or (step.lacks and not rate.is_step_time):
             return None
         return rate.compute(step.report)
@@ -202,6 +205,7 @@ def render_part_rows(shown: ShownStep) -> str:
     ]
     for pin in pinned:
         number, difference = Column.for_pin(shown.pins.index(pin), pin.name)
+        # Unpin buttons are in the table of rates above.
         columns += [number._replace(unpin=None), difference]
     rows = []
     for name in busy:
@@ -217,6 +221,7 @@ def render_part_rows(shown: ShownStep) -> str:
                 scale.format(seconds),
                 add_sign(current - seconds, scale.format(abs(current - seconds))),
             ]
+        # "name = formula"; the row already shows the name.
         why = report.explain(name).partition(" = ")[2] or "no time in this plan"
         rows.append(PartRow(name, format_part(name), cells, f"<p>{escape(why)}</p>", render_swatch(name)))
     nothing = f"<div class='ss-hint'>No time in this plan: {', '.join(idle)}.</div>" if idle else ""
@@ -243,6 +248,7 @@ def _render_collectives(report: StepReport, scale: Scale) -> str:
         )
         for call in report.sent
     ]
+    # Without the copies, the exposed times would not add up to the parts.
     for part, seconds in report.staged.items():
         copied = _render_collective(
             part, "staging copies", ("–", "device memory", "–"), 2 * (scale.format(seconds),)

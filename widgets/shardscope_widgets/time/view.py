@@ -44,6 +44,7 @@ class CalibratePanel(WorkPanel):
     def show_for_plan(self, plan: ss.Plan) -> None:
         """Show the button if ``plan`` is for GPUs, or CPU ranks, of this machine."""
         cluster, machine = plan.cluster, self._machine
+        # CPU ranks share one processor, so any number of them can be measured.
         is_here = (
             cluster.num_nodes == 1
             and cluster.gpu.name == machine.gpu.name
@@ -150,6 +151,7 @@ class StepView(View):
         """Store the measured steps of a run of ``plan``; they are shown whenever that plan is."""
         with self._lock:
             remaining = [(known, step) for known, step in self._measured if known != plan]
+            # The latest run of a plan replaces the earlier one.
             self._measured = [*remaining, (plan, measured)][-MAX_REMEMBERED:]
             if self.shown is not None and self.shown.plan == plan:
                 self.show(plan)

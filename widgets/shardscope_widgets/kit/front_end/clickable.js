@@ -40,14 +40,14 @@ function say(error, where) {
   where.append(said);
 }
 
-/** What tells an element that takes the keyboard from the others.
+/** Return what tells an element that takes the keyboard from the others.
  * @param {HTMLElement} one */
 function place(one) {
   if (one.hasAttribute("aria-expanded")) return `row ${one.closest("[data-opens]")?.dataset.opens}`;
   return one.dataset.answer === undefined ? one.dataset.act : `answer ${one.dataset.answer}`;
 }
 
-/** What is sent of a press: a button beside a box of its own name sends what was typed there.
+/** Return what is sent of a press: a button beside a box of its own name sends what was typed there.
  * @param {HTMLElement} el @param {string} act */
 function message(el, act) {
   const box = [...el.querySelectorAll("input[data-answer]")].find((one) => one.dataset.answer === act);

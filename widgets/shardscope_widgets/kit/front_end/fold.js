@@ -16,6 +16,7 @@ function render({ model, el }) {
     title.textContent = model.get("title");
     // An open question shows its inputs: its answer there would say the same twice.
     answer.textContent = isOpen ? "" : model.get("answer");
+    // A long answer is cut off with an ellipsis: the tooltip has all of it.
     line.title = isOpen ? "" : model.get("answer");
     line.setAttribute("aria-expanded", String(isOpen));
     line.classList.toggle("ss-wrong", model.get("wrong"));

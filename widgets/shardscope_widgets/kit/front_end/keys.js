@@ -8,7 +8,7 @@ const ACT_ON_CELLS = new Set([
   "a", "c", "m", "v", "x", "y", "z",
 ]);
 
-/** Whether a key is JupyterLab's or the browser's, wherever it is pressed: Escape, Tab, F1 to F12, Ctrl+S and the like.
+/** Return whether a key is JupyterLab's or the browser's, wherever it is pressed: Escape, Tab, F1 to F12, Ctrl+S and the like.
  * @param {KeyboardEvent} event */
 function isForThePage(event) {
   if (event.key === "Escape" || event.key === "Tab" || /^F\d+$/.test(event.key)) return true;

@@ -5,7 +5,7 @@ const GROUPS = ".ss-seg, [data-roving]";
 const STOPS = "button:not(:disabled), summary, a[href], [role=button], [role=row][data-act], tr[data-act]";
 const CHOSEN = ".mod-active, [aria-pressed=true], [aria-current=true], [aria-selected=true]";
 
-/** What can be focused in `group`, but not in a group inside of it. @param {Element} group */
+/** Return what can be focused in `group`, but not in a group inside of it. @param {Element} group */
 function stopsOf(group) {
   return [...group.querySelectorAll(STOPS)].filter((one) => one.closest(GROUPS) === group && one.checkVisibility());
 }

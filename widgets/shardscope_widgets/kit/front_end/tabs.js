@@ -6,6 +6,7 @@ function render({ model, el }) {
   const draw = () => {
     const chosen = model.get("value");
     const badges = model.get("badges");
+    // Drawing anew removes the focused tab: the keyboard goes on from the chosen one.
     const had = el.contains(document.activeElement);
     el.replaceChildren(
       ...model.get("names").map((name) => {
@@ -14,6 +15,7 @@ function render({ model, el }) {
         tab.dataset.name = name;
         tab.setAttribute("role", "tab");
         tab.setAttribute("aria-selected", String(name === chosen));
+        // One stop for the Tab key; the arrow keys move inside (ARIA's pattern for tabs).
         tab.tabIndex = name === chosen ? 0 : -1;
         tab.append(name);
         const [count, words, severity] = badges[name] ?? [];
@@ -28,6 +30,7 @@ function render({ model, el }) {
         return tab;
       }),
     );
+    // The kernel refused the last request, such as a tab that does not exist.
     const error = model.get("error");
     if (error) {
       const said = document.createElement("span");
@@ -52,6 +55,7 @@ function render({ model, el }) {
     const here = names.indexOf(model.get("value"));
     const there = { ArrowRight: here + 1, ArrowLeft: here - 1, Home: 0, End: names.length - 1 }[event.key];
     if (there === undefined) return;
+    // Home and End would scroll the page as well.
     event.preventDefault();
     choose(names[(there + names.length) % names.length]);
   });

@@ -42,7 +42,7 @@ function contrast(a, b) {
   return (high + 0.05) / (low + 0.05);
 }
 
-/** Whether the page is dark, from JupyterLab's attribute or the browser's preference. */
+/** Return whether the page is dark, from JupyterLab's attribute or the browser's preference. */
 function isPageDark() {
   const light = document.body?.dataset.jpThemeLight;
   return light === undefined ? matchMedia("(prefers-color-scheme: dark)").matches : light === "false";
