@@ -1,4 +1,4 @@
-"""``kernels="compiled"``: what it saves, where a plan shows it, and what is refused by name."""
+"""Tests of ``kernels="compiled"``: saved activations, peaks, and options that it does not support."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 GIB = 2**30
 
 
-def plan_of(model: str = "llama-3.1-8b", layout: ss.Layout | None = None, **recipe: Any) -> ss.Plan:
+def build_plan(model: str = "llama-3.1-8b", layout: ss.Layout | None = None, **recipe: Any) -> ss.Plan:
     recipe = {"kernels": "compiled", "global_batch_size": 8, "seq_len": 4096, **recipe}
     return ss.Plan(ss.models[model], EIGHT, ss.Recipe(**recipe), layout or ss.Layout.fsdp2())
 
 
-def test_a_llama_by_hand() -> None:
-    """Sixteen hidden widths and four grouped ones a token and layer where eager modules keep twice that."""
-    found = plan_of(loss="chunked").memory().at("forward")["activations"]
+def test_compiled_llama_activations_equal_the_hand_count() -> None:
+    """Per token and layer, 16 hidden widths and 4 grouped ones; eager modules save twice as much."""
+    activation_bytes = build_plan(loss="chunked").memory().at("forward")["activations"]
     tokens, h, ffn, kv = 4096, 4096, 14336, 1024
     layer = 2 * (6 * h + 2 * kv + 3 * ffn) + 4 * 32 + 2 * 4
     ends = 8 + (4 * h + 4 + 2 * h) + 2 * h  # ids; the final norm, which is not compiled; the head's input
-    assert found == tokens * (32 * layer + ends)
+    assert activation_bytes == tokens * (32 * layer + ends)
 
 
 @pytest.mark.parametrize("layout", [ss.Layout.fsdp2(), ss.Layout.ddp()], ids=["fsdp2", "ddp"])
@@ -36,9 +36,10 @@ def test_a_llama_by_hand() -> None:
 @pytest.mark.parametrize(
     "model", few(["llama-3.1-8b", "qwen3-8b", "gemma-3-4b", "glm-4-9b-0414", "olmo-2-7b"], ["llama-3.1-8b"])
 )
-def test_compiled_layers_keep_less(model: str, layout: ss.Layout, lora: dict[str, Any]) -> None:
+def test_compiled_layers_save_fewer_activations(model: str, layout: ss.Layout, lora: dict[str, Any]) -> None:
     compiled, eager = (
-        plan_of(model, layout, kernels=kernels, **lora).memory() for kernels in ("compiled", "transformers")
+        build_plan(model, layout, kernels=kernels, **lora).memory()
+        for kernels in ("compiled", "transformers")
     )
     assert compiled.at("forward")["activations"] < eager.at("forward")["activations"]
     assert compiled.peak_bytes < eager.peak_bytes
@@ -46,8 +47,8 @@ def test_compiled_layers_keep_less(model: str, layout: ss.Layout, lora: dict[str
         assert compiled.at("rest").get(name) == eager.at("rest").get(name)
 
 
-def test_a_branch_is_overwritten_by_its_gradient() -> None:
-    """Beside the stream's gradient backward makes one inner width, or two where no product was saved."""
+def test_compiled_backward_reuses_the_memory_of_a_branch() -> None:
+    """Besides the stream's gradient, backward allocates one inner width, or two if no product was saved."""
     modules = Modules(kernels="compiled", autocast=False, compute=2, seq_len=4096)
     stream, inner = 2 * LLAMA.hidden_size, 2 * LLAMA.intermediate_size
     assert compute_layer_backward(LLAMA, False, modules).at_product == stream + inner
@@ -55,16 +56,16 @@ def test_a_branch_is_overwritten_by_its_gradient() -> None:
     assert compute_layer_backward(LLAMA, False, frozen).at_product == stream + 2 * inner
 
 
-def test_a_layer_computed_again_keeps_its_input() -> None:
-    """Six inner widths are alive in the kernel that takes the product apart, where three were kept before."""
+def test_recomputed_compiled_layers_save_only_their_input() -> None:
+    """The backward kernel of the product uses six inner widths; three are saved without recomputation."""
     modules = Modules(kernels="compiled", autocast=False, compute=2, seq_len=4096)
     stream, inner = 2 * LLAMA.hidden_size, 2 * LLAMA.intermediate_size
     none, full = (compute_layer_activations(LLAMA, False, modules, how, 1, 1) for how in ("none", "full"))
     assert (full.saved, full.recomputed) == (stream, none.saved - stream + 2 * inner)
-    kept, again = (
-        plan_of(recompute=how, micro_batch_size=4, global_batch_size=32) for how in ("none", "full")
+    saved, recomputed = (
+        build_plan(recompute=how, micro_batch_size=4, global_batch_size=32) for how in ("none", "full")
     )
-    assert again.memory().peak_bytes < kept.memory().peak_bytes
+    assert recomputed.memory().peak_bytes < saved.memory().peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -89,12 +90,12 @@ def test_a_layer_computed_again_keeps_its_input() -> None:
         ("Recipe.kernels", {"model": "phi-4"}),
     ],
 )
-def test_what_was_not_counted_is_refused_by_name(field: str, options: dict[str, Any]) -> None:
+def test_unsupported_options_with_compiled_kernels_are_rejected(field: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError) as refusal:
-        plan_of(**options)
+        build_plan(**options)
     assert refusal.value.field == field  # type: ignore[attr-defined]
 
 
-def test_nothing_here_rehearses_it_yet() -> None:
+def test_rehearsal_of_compiled_kernels_is_rejected() -> None:
     with pytest.raises(ValueError, match="'compiled'"):
-        plan_of().rehearse()
+        build_plan().rehearse()

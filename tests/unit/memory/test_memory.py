@@ -1,4 +1,4 @@
-"""The memory model: its own laws on random plans, known identities, and one traced run."""
+"""Tests of the memory model: properties on random plans, known identities, and one traced run."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def plan(arch: Architecture, layout: Any, cluster: Any = EIGHT, **recipe: Any) -
     return Plan(arch, cluster, ss.Recipe(**recipe), layout)
 
 
-def bytes_of(a_plan: Plan, component: str, phase: str = "optimizer") -> int:
+def get_component_bytes(a_plan: Plan, component: str, phase: str = "optimizer") -> int:
     return a_plan.memory().at(phase)[component]  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------------------------- laws on random plans
+# ---------------------------------------------------------------------------- properties of random plans
 
 
-def each_stage(a_plan: Plan) -> list[Stage]:
-    """Every pipeline stage's weights, first to last."""
+def list_stages(a_plan: Plan) -> list[Stage]:
+    """Return the weights of every pipeline stage, first to last."""
     model = frameworks[a_plan.layout.framework].memory_model()
     shapes = model.find_shapes(a_plan)
     stages = [model.count_weights(a_plan, shape) for shape in shapes.kinds]
@@ -76,7 +76,7 @@ def each_stage(a_plan: Plan) -> list[Stage]:
         global_batch_size=8,
     )
 )
-def test_fault_37_components_sum_everywhere(a_plan: Plan) -> None:
+def test_fault_37_components_sum_to_the_total_in_every_phase(a_plan: Plan) -> None:
     report = a_plan.memory()
     assert tuple(report.components) == NAMES
     assert report.peak_bytes == sum(report.components.values())
@@ -99,13 +99,13 @@ def test_fault_37_components_sum_everywhere(a_plan: Plan) -> None:
 @settings(max_examples=examples(100), deadline=None)
 @given(plans())
 @example(plan(LLAMA_8B, ss.Layout.zero(1), seq_len=9216, recompute="full", global_batch_size=8))
-def test_the_band_reaches_what_any_moment_can(a_plan: Plan) -> None:
-    """The example's peak is the optimizer's, and so is its band's: what backward freed is still held."""
+def test_the_band_covers_the_overheads_of_every_phase(a_plan: Plan) -> None:
+    """The example's peak and band are those of the optimizer: the allocator still has what backward freed."""
     model, report = frameworks[a_plan.layout.framework].memory_model(), a_plan.memory()
     gpu = a_plan.cluster.gpu
     runtime = overheads.estimate_runtime(gpu.vendor, gpu.architecture)
     lows, highs = [], []
-    for stage, found in zip(each_stage(a_plan), report.by_stage, strict=True):
+    for stage, found in zip(list_stages(a_plan), report.by_stage, strict=True):
         buffers = overheads.estimate_communication(
             model.compute_training_state(a_plan, stage).group_sizes, gpu.vendor
         )
@@ -129,7 +129,7 @@ def test_the_band_reaches_what_any_moment_can(a_plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("gpus", "seq_len", "fits"), [("8xh100-sxm-80gb", 8192, True), ("8xh100-sxm-80gb", 32768, False)]
 )
-def test_no_card_shows_more_than_it_has_while_the_peak_fits(gpus: str, seq_len: int, fits: bool) -> None:
+def test_the_band_ends_at_the_gpu_memory_if_the_peak_fits(gpus: str, seq_len: int, fits: bool) -> None:
     recipe = ss.Recipe(seq_len=seq_len, global_batch_size=8)
     report = ss.Plan(LLAMA_8B, ss.Cluster.parse(gpus), recipe, ss.Layout.fsdp2()).memory()
     assert report.fits == fits
@@ -137,15 +137,15 @@ def test_no_card_shows_more_than_it_has_while_the_peak_fits(gpus: str, seq_len: 
     assert (report.high_bytes > report.usable_bytes) != fits
 
 
-def test_a_host_gives_nothing_back() -> None:
-    """Its band is not cut: there is no allocator that returns what it holds."""
+def test_host_memory_bands_are_not_limited_to_the_usable_bytes() -> None:
+    """No allocator returns cached host memory."""
     assert overheads.limit_to_usable(12, 9, 10, on_gpu=False) == 12
     assert overheads.limit_to_usable(12, 9, 10, on_gpu=True) == 10
     assert overheads.limit_to_usable(12, 11, 10, on_gpu=True) == 12
     assert overheads.limit_to_usable(9, 9, 10, on_gpu=True) == 9
 
 
-def test_over_four_fifths_of_a_card_is_tight() -> None:
+def test_plans_over_80_percent_of_a_gpu_are_tight() -> None:
     def report(seq_len: int) -> MemoryReport:
         recipe = ss.Recipe(seq_len=seq_len, global_batch_size=8)
         return ss.Plan(LLAMA_8B, ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.fsdp2()).memory()
@@ -153,31 +153,31 @@ def test_over_four_fifths_of_a_card_is_tight() -> None:
     found = {report(length).is_tight: report(length) for length in (2048, 4096, 6144, 7168, 8192)}
     assert found[True].peak_bytes > 0.8 * found[True].usable_bytes
     assert found[False].peak_bytes <= 0.8 * found[False].usable_bytes
-    # What does not fit is more than tight.
+    # A plan that does not fit is not tight.
     assert not report(32768).is_tight
 
 
 @pytest.mark.parametrize("layout", [ss.Layout.ddp(), ss.Layout.fsdp2(), ss.Layout.zero(3), ss.Layout.zero(1)])
-def test_the_formula_of_activations_stands_beside_their_parts(layout: ss.Layout) -> None:
+def test_activation_explanations_show_formula_and_terms(layout: ss.Layout) -> None:
     node = ss.Cluster.parse("8xh100-sxm-80gb")
     report = ss.Plan(LLAMA, node, ss.Recipe(global_batch_size=64), layout).memory()
     layers = f"{LLAMA.num_hidden_layers} layers × 4,096 tokens × ("
-    told = 0
+    num_phases = 0
     for moment in report.worst_stage.phases:
         words = moment.terms["activations"].explain() if "activations" in moment.terms else ""
         if moment.fraction in (0.34, 0.35):
             assert layers in words
             assert "KiB norms and residuals" in words
             assert "Korthikanti" in words
-            told += 1
-    assert told == 2
+            num_phases += 1
+    assert num_phases == 2
 
 
-def test_the_parts_in_words_add_up() -> None:
-    """As people read them: each with its own figure, rounded."""
+def test_terms_of_an_explanation_sum_to_its_total() -> None:
+    """The terms are added up as displayed, each rounded."""
     node = ss.Cluster.parse("8xh100-sxm-80gb")
     plan = ss.Plan(LLAMA, node, ss.Recipe(global_batch_size=64), ss.Layout.fsdp2())
-    found = 0
+    num_explanations = 0
     for moment in plan.memory().worst_stage.phases:
         for name in ("activations", "gather_buffers"):
             term = moment.terms.get(name)
@@ -188,15 +188,15 @@ def test_the_parts_in_words_add_up() -> None:
             )
             if moment.phase != "backward" or len(parts) < 2:
                 continue
-            told = sum(float(f"{sign}{number.replace(',', '')}") for sign, number in parts)
-            assert told == pytest.approx(term.num_bytes / GIB, rel=0.02, abs=0.02), term.explain()
-            found += 1
-    assert found > 10
+            sum_of_terms = sum(float(f"{sign}{number.replace(',', '')}") for sign, number in parts)
+            assert sum_of_terms == pytest.approx(term.num_bytes / GIB, rel=0.02, abs=0.02), term.explain()
+            num_explanations += 1
+    assert num_explanations > 10
 
 
 @settings(max_examples=examples(60), deadline=None)
 @given(plans())
-def test_every_component_explains_itself_with_its_number(a_plan: Plan) -> None:
+def test_every_explanation_states_the_bytes_of_its_component(a_plan: Plan) -> None:
     report = a_plan.memory()
     for name, value in report.components.items():
         text = report.explain(name)
@@ -209,7 +209,7 @@ def test_every_component_explains_itself_with_its_number(a_plan: Plan) -> None:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(plans())
-def test_the_same_plan_from_json_takes_the_same_bytes(a_plan: Plan) -> None:
+def test_a_plan_from_json_has_the_same_memory(a_plan: Plan) -> None:
     again = Plan.from_json(a_plan.to_json())
     assert again == a_plan
     assert [s.components for s in again.memory().by_stage] == [s.components for s in a_plan.memory().by_stage]
@@ -217,7 +217,7 @@ def test_the_same_plan_from_json_takes_the_same_bytes(a_plan: Plan) -> None:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(plans())
-def test_recomputation_keeps_less(a_plan: Plan) -> None:
+def test_recomputation_reduces_saved_activations(a_plan: Plan) -> None:
     # Megatron's end of forward has temporaries too: test_megatron_memory.py has its layers.
     assume(a_plan.layout.framework != "megatron")
     # FlashAttention, and packing with it, is not recomputed selectively; compiled layers are not at all.
@@ -246,13 +246,15 @@ def test_state_does_not_rise_with_more_shards(arch: Architecture, power: int, me
     few, many = (ss.Cluster.parse(f"{2**n}xh100-sxm-80gb") for n in (power, power + 1))
     for layout in (ss.Layout.fsdp2(), *(ss.Layout.zero(stage) for stage in range(4))):
         for name in ("parameters", "gradients", "optimizer"):
-            smaller, larger = (bytes_of(plan(arch, layout, c, method=method), name) for c in (many, few))
+            smaller, larger = (
+                get_component_bytes(plan(arch, layout, c, method=method), name) for c in (many, few)
+            )
             assert smaller <= larger
 
 
 @settings(max_examples=examples(150), deadline=None)
 @given(st.sampled_from(("deepspeed", "megatron", "fsdp2")).flatmap(plans))
-def test_all_ranks_together_hold_the_whole_optimizer(a_plan: Plan) -> None:
+def test_shards_of_all_ranks_sum_to_the_optimizer_state(a_plan: Plan) -> None:
     fields, recipe = a_plan.layout.__dataclass_fields__, a_plan.recipe
     here = {name: None for name in ("offload", "offload_optimizer", "offload_params") if name in fields}
     a_plan = replace(a_plan, layout=replace(a_plan.layout, **here))
@@ -274,7 +276,7 @@ def test_all_ranks_together_hold_the_whole_optimizer(a_plan: Plan) -> None:
 # -------------------------------------------------------------------------------------------- identities
 
 
-def per_parameter(a_plan: Plan, num_parameters: int) -> dict[str, float]:
+def compute_bytes_per_parameter(a_plan: Plan, num_parameters: int) -> dict[str, float]:
     rest, done = a_plan.memory().at("rest"), a_plan.memory().at("backward")
     return {
         "parameters": rest["parameters"] / num_parameters,
@@ -283,29 +285,34 @@ def per_parameter(a_plan: Plan, num_parameters: int) -> dict[str, float]:
     }
 
 
-def test_ddp_takes_sixteen_bytes_a_parameter() -> None:
+def test_ddp_needs_sixteen_bytes_per_parameter() -> None:
     one_micro_batch = plan(LLAMA, ss.Layout.ddp(), global_batch_size=8)
-    found = per_parameter(one_micro_batch, LLAMA.num_parameters)
+    found = compute_bytes_per_parameter(one_micro_batch, LLAMA.num_parameters)
     assert found == {"parameters": 4, "gradients": 4, "optimizer": 8}
     # Before the last micro-batch no_sync leaves gradients beside the buckets.
-    assert per_parameter(plan(LLAMA, ss.Layout.ddp()), LLAMA.num_parameters)["gradients"] == 8
+    assert compute_bytes_per_parameter(plan(LLAMA, ss.Layout.ddp()), LLAMA.num_parameters)["gradients"] == 8
     half = plan(LLAMA, ss.Layout.ddp(), precision="bf16", global_batch_size=8)
-    assert sum(per_parameter(half, LLAMA.num_parameters).values()) == 8
+    assert sum(compute_bytes_per_parameter(half, LLAMA.num_parameters).values()) == 8
     assert (
-        per_parameter(plan(LLAMA, ss.Layout.ddp(), optimizer="sgd"), LLAMA.num_parameters)["optimizer"] == 4
+        compute_bytes_per_parameter(plan(LLAMA, ss.Layout.ddp(), optimizer="sgd"), LLAMA.num_parameters)[
+            "optimizer"
+        ]
+        == 4
     )
 
 
-def test_ddp_keeps_its_buckets_all_along() -> None:
+def test_ddp_gradient_buckets_exist_in_every_phase() -> None:
     report = plan(LLAMA, ss.Layout.ddp(), global_batch_size=8).memory()
     assert {report.at(phase)["gradients"] for phase in PHASES} == {4 * LLAMA.num_parameters}  # type: ignore[arg-type]
 
 
-def test_megatron_takes_18_bytes_or_6_and_12_over_dp() -> None:
+def test_megatron_needs_18_bytes_or_6_plus_12_over_dp() -> None:
     arch = replace(LLAMA, vocab_size=32_000)
     assert arch.vocab_size % 128 == 0
-    with_it = per_parameter(plan(arch, ss.Layout.megatron()), arch.num_parameters)
-    without = per_parameter(plan(arch, ss.Layout.megatron(distributed_optimizer=False)), arch.num_parameters)
+    with_it = compute_bytes_per_parameter(plan(arch, ss.Layout.megatron()), arch.num_parameters)
+    without = compute_bytes_per_parameter(
+        plan(arch, ss.Layout.megatron(distributed_optimizer=False)), arch.num_parameters
+    )
     assert without == {"parameters": 2, "gradients": 4, "optimizer": 12}
     assert with_it == {"parameters": 2, "gradients": 4, "optimizer": pytest.approx(12 / 8)}
 
@@ -315,7 +322,7 @@ def test_megatron_pads_the_vocabulary_and_copies_a_tied_embedding() -> None:
     padded = plan(odd, ss.Layout.megatron(tp=2))
     per_rank = -(-32_001 // 256) * 256 // 2 * odd.hidden_size
     even = plan(replace(odd, vocab_size=256 * 125), ss.Layout.megatron(tp=2))
-    grown = bytes_of(padded, "parameters") - bytes_of(even, "parameters")
+    grown = get_component_bytes(padded, "parameters") - get_component_bytes(even, "parameters")
     assert grown == 2 * 2 * (per_rank - 16_000 * odd.hidden_size)
     tied = replace(LLAMA, tie_word_embeddings=True)
     one = plan(tied, ss.Layout.megatron()).memory().by_stage
@@ -327,7 +334,7 @@ def test_megatron_pads_the_vocabulary_and_copies_a_tied_embedding() -> None:
 @pytest.mark.parametrize(
     ("precision", "layout", "frozen", "trained"),
     [
-        # What never updates has no fp32 original: 2 bytes a frozen weight, 16 a trained one.
+        # Frozen weights have no fp32 original: 2 bytes a frozen weight, 16 a trained one.
         ("bf16-mixed", ss.Layout.ddp(), 2, (4, 4, 8)),
         ("fp16-mixed", ss.Layout.ddp(), 2, (4, 4, 8)),
         ("bf16-mixed", ss.Layout.fsdp2(shard=1, replicate=8), 2, (4, 4, 8)),
@@ -337,7 +344,7 @@ def test_megatron_pads_the_vocabulary_and_copies_a_tied_embedding() -> None:
         ("fp32", ss.Layout.ddp(), 4, (4, 4, 8)),
     ],
 )
-def test_adapters_alone_are_trained(
+def test_only_adapters_have_gradients_and_optimizer_state(
     precision: str, layout: ss.Layout, frozen: int, trained: tuple[int, int, int]
 ) -> None:
     a_plan = plan(LLAMA, layout, method="lora", lora_rank=8, precision=precision)
@@ -347,8 +354,8 @@ def test_adapters_alone_are_trained(
     assert (done["gradients"], rest["optimizer"]) == (trained[1] * adapters, trained[2] * adapters)
 
 
-def test_lora_on_8b_holds_15_gib() -> None:
-    """What everybody who loads it in bf16 sees: 8.03 billion weights in 2 bytes, not in 4."""
+def test_lora_of_8b_has_15_gib_of_bf16_weights() -> None:
+    """Frozen weights are in bf16: 8.03 billion weights of 2 bytes, not of 4."""
     report = plan(LLAMA_8B, ss.Layout.ddp(), method="lora").memory()
     assert report.components["parameters"] / GIB == pytest.approx(15.0, abs=0.1)
     assert "× 2 bytes" in report.explain("parameters")
@@ -358,7 +365,7 @@ def test_lora_on_8b_holds_15_gib() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3", "mixtral", "phi3"])
-def test_adapters_are_counted_as_peft_counts_them(family: str) -> None:
+def test_adapter_parameters_equal_those_of_peft(family: str) -> None:
     needs("peft")
     torch = needs("torch")
     from shardscope.planner.cpu_trial import build_cpu_trial
@@ -376,7 +383,7 @@ def test_adapters_are_counted_as_peft_counts_them(family: str) -> None:
     with torch.device("meta"):
         model = add_adapters(build_model(small.architecture), small.architecture, small.recipe)
     counted = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert bytes_of(small, "gradients") == 4 * counted
+    assert get_component_bytes(small, "gradients") == 4 * counted
 
 
 # ----------------------------------------------------------------------------------------------- shards
@@ -384,7 +391,7 @@ def test_adapters_are_counted_as_peft_counts_them(family: str) -> None:
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 7, 8, 64])
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-0.5b", "mixtral-8x7b", "deepseek-v3", "gpt2"])
-def test_fsdp2_shards_as_torch_chunks(name: str, num_shards: int) -> None:
+def test_fsdp2_shard_sizes_equal_torch_chunk(name: str, num_shards: int) -> None:
     torch = needs("torch")
     arch = ss.models[name]
     for layer in {0, arch.num_hidden_layers - 1}:
@@ -398,7 +405,7 @@ def test_fsdp2_shards_as_torch_chunks(name: str, num_shards: int) -> None:
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-0.5b", "gpt2", "mixtral-8x7b"])
-def test_fsdp2_parameters_are_the_chunks_of_the_whole_model(name: str, method: str) -> None:
+def test_fsdp2_shards_sum_to_the_whole_model(name: str, method: str) -> None:
     torch = needs("torch")
     arch, cluster = ss.models[name], ss.Cluster.parse("3xh100-sxm-80gb")
     a_plan = plan(arch, ss.Layout.fsdp2(), cluster, global_batch_size=63, seq_len=512, method=method)
@@ -410,20 +417,20 @@ def test_fsdp2_parameters_are_the_chunks_of_the_whole_model(name: str, method: s
         for i in range(arch.num_hidden_layers)
     )
     adapters *= method == "lora"
-    assert bytes_of(a_plan, "parameters") == (2 if adapters else 4) * weights + 4 * adapters
-    assert bytes_of(a_plan, "gradients") == 4 * (adapters or weights)
+    assert get_component_bytes(a_plan, "parameters") == (2 if adapters else 4) * weights + 4 * adapters
+    assert get_component_bytes(a_plan, "gradients") == 4 * (adapters or weights)
 
 
-def test_llama_8b_fsdp2_as_traced() -> None:
-    """As torch's FSDPMemTracker counted its second step on fake tensors: 46.60 GiB at the peak."""
+def test_llama_8b_under_fsdp2_equals_the_memory_tracker() -> None:
+    """torch's FSDPMemTracker counted 46.60 GiB at the peak of the second step on fake tensors."""
     report = plan(LLAMA_8B, ss.Layout.fsdp2(shard=8), global_batch_size=8).memory()
     at_head = next(m for m in report.by_stage[0].phases if m.phase == "backward").components
     gib = {name: value / GIB for name, value in at_head.items()}
     assert gib["parameters"] == pytest.approx(3.74, abs=0.01)
     assert gib["optimizer"] == pytest.approx(7.48, abs=0.01)
     assert gib["gather_buffers"] == pytest.approx(1.96 + 0.41, abs=0.01)
-    # On fake tensors transformers keeps a mask, copied in each layer, and repeats keys and values to all
-    # heads; on real ones it does neither (test_rehearsal.py shows the trace with and without).
+    # On fake tensors transformers saves a mask, copied in each layer, and repeats keys and values for all
+    # heads; on real ones it does neither (test_rehearsal.py has the trace with and without).
     repeated = 32 * 4096 * 2 * (2 * (4096 - 1024) + 4096) / GIB
     assert gib["activations"] + gib["logits"] + repeated == pytest.approx(29.10 + 3.91, abs=0.05)
     tensors = report.peak_bytes / GIB - gib["communication"] - gib["runtime"] - gib["fragmentation"]
@@ -446,14 +453,14 @@ def test_megatron_ranks_hold_at_least_one_key_value_head(tp: int) -> None:
     assert (shard.dense - norms) * tp == sum(arch.layer_matrix_parameters(0).values())
 
 
-def test_llama_on_a_gpu_keeps_what_was_counted_on_a_cpu() -> None:
+def test_saved_tensors_on_a_gpu_equal_those_counted_on_a_cpu() -> None:
     modules = find_modules(plan(LLAMA_8B, ss.Layout.fsdp2()))
     h, f, q, kv = 4096, 14_336, 4096, 1024
     by_hand = 2 * (4 * h + 4 + 2 * h + 2 * h) + 2 * 2 * q + 2 * 2 * kv + 4 * 32 + 8 * f
     assert sum(t.bytes_per_token for t in list_saved_tensors(LLAMA_8B, False, modules)) == by_hand
 
 
-def test_attention_without_a_fused_kernel_grows_with_the_square_of_the_sequence() -> None:
+def test_unfused_attention_memory_is_quadratic_in_seq_len() -> None:
     def attention(arch: Architecture, seq_len: int) -> int:
         tensors = list_saved_tensors(arch, False, Modules("transformers", False, 2, seq_len))
         return seq_len * sum(t.bytes_per_token for t in tensors if t.operator == "attention")
@@ -463,21 +470,21 @@ def test_attention_without_a_fused_kernel_grows_with_the_square_of_the_sequence(
     assert attention(GEMMA, 4096) - 2 * attention(GEMMA, 2048) == scores * (4096**2 - 2 * 2048**2)
 
 
-def test_experts_trade_tokens_and_do_not_lose_them() -> None:
+def test_expert_parallelism_keeps_the_total_number_of_tokens() -> None:
     kept = [
         plan(MOE, ss.Layout.megatron(ep=ep)).memory().by_stage[0].phases[3].components["activations"]
         for ep in (1, 8)
     ]
     assert kept[0] == kept[1]
-    parameters = [bytes_of(plan(MOE, ss.Layout.megatron(ep=ep)), "parameters") for ep in (1, 8)]
+    parameters = [get_component_bytes(plan(MOE, ss.Layout.megatron(ep=ep)), "parameters") for ep in (1, 8)]
     assert parameters[0] - parameters[1] == 2 * MOE.parameter_groups["experts"] * 7 // 8
 
 
-def test_first_stage_holds_most_micro_batches() -> None:
+def test_the_first_stage_has_the_most_micro_batches_in_flight() -> None:
     cluster = ss.Cluster.parse("4xh100-sxm-80gb")
     even = plan(replace(LLAMA, num_hidden_layers=16), ss.Layout.megatron(pp=4), cluster)
     kept = [s.at("forward").components["activations"] for s in even.memory().by_stage]
-    # Angles, token ids and what travels between stages come on top.
+    # Angles, token ids and tensors sent between stages come on top.
     assert [kept[0] / k for k in (kept[1], kept[2])] == pytest.approx([4 / 3, 2.0], rel=0.03)
     interleaved = plan(replace(LLAMA, num_hidden_layers=16), ss.Layout.megatron(pp=4, vpp=2), cluster)
     more = interleaved.memory().by_stage[0].at("forward").components["activations"]
@@ -496,10 +503,10 @@ def test_405b_over_16_uneven_stages() -> None:
     assert (frame[list(NAMES)].sum(axis=1) == frame["peak_bytes"]).all()
 
 
-# ---------------------------------------------------------------------------------- where things live
+# ------------------------------------------------------------------------------ host memory and precision
 
 
-def test_offloading_moves_bytes_to_the_host() -> None:
+def test_offload_moves_bytes_to_host_memory() -> None:
     p = LLAMA.num_parameters
     fsdp = plan(LLAMA, ss.Layout.fsdp2(offload="cpu")).memory()
     assert fsdp.host_bytes == pytest.approx(16 * p / 8, rel=1e-3)
@@ -518,16 +525,18 @@ def test_cpu_ranks_share_the_host_and_have_no_cuda() -> None:
     assert report.at("rest")["optimizer"] > 0
 
 
-def test_precisions() -> None:
+def test_weight_and_moment_bytes_follow_the_precision() -> None:
     for precision, (weight, moment) in {
         "bf16-mixed": (4, 8), "fp16-mixed": (4, 8), "bf16": (2, 4), "fp32": (4, 8),
     }.items():  # fmt: skip
-        found = per_parameter(plan(LLAMA, ss.Layout.ddp(), precision=precision), LLAMA.num_parameters)
+        found = compute_bytes_per_parameter(
+            plan(LLAMA, ss.Layout.ddp(), precision=precision), LLAMA.num_parameters
+        )
         assert (found["parameters"], found["optimizer"]) == (weight, moment)
 
 
 @pytest.mark.parametrize("bad", ["nothing", "", None, 3, "Parameters"])
-def test_unknown_names_are_refused(bad: Any) -> None:
+def test_unknown_component_and_phase_names_are_rejected(bad: Any) -> None:
     report = plan(LLAMA, ss.Layout.ddp()).memory()
     with pytest.raises(ValueError, match="component is"):
         report.explain(bad)
@@ -535,7 +544,7 @@ def test_unknown_names_are_refused(bad: Any) -> None:
         report.at(bad)
 
 
-def test_a_report_reads_as_text_and_html() -> None:
+def test_a_report_is_displayed_as_text_and_html() -> None:
     report = plan(LLAMA_8B, ss.Layout.fsdp2()).memory()
     assert "GiB" in repr(report)
     html = report.to_html()
@@ -545,7 +554,7 @@ def test_a_report_reads_as_text_and_html() -> None:
 
 @pytest.mark.parametrize("name", sorted(frameworks))
 def test_a_prediction_is_fast(name: str) -> None:
-    """Microseconds are promised (200 on a quiet machine); ten times that even on a busy one."""
+    """A prediction takes about 200 µs on a quiet machine; the limit is ten times that."""
     import time
 
     a_plan = plan(LLAMA_8B, frameworks[name].layout_class())
@@ -558,12 +567,12 @@ def test_a_prediction_is_fast(name: str) -> None:
     assert best < 2e-3
 
 
-# ------------------------------------------------------------------------------ many stages, work shared
+# ------------------------------------------------------------------------------ many stages, shared work
 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(plans(), st.sampled_from((1, 2, 4, 6)), st.sampled_from((1, 2)))
-def test_sharing_work_between_stages_changes_no_byte_and_no_word(a_plan: Plan, pp: int, vpp: int) -> None:
+def test_sharing_work_between_stages_changes_no_result(a_plan: Plan, pp: int, vpp: int) -> None:
     if "pp" in a_plan.layout.__dataclass_fields__:
         changes = {"pp": pp} | (
             {"vpp": vpp} if "vpp" in a_plan.layout.__dataclass_fields__ and pp > 1 else {}
@@ -574,7 +583,7 @@ def test_sharing_work_between_stages_changes_no_byte_and_no_word(a_plan: Plan, p
             assume(False)
     model = frameworks[a_plan.layout.framework].memory_model()
     report = a_plan.memory()
-    for stage, found in zip(each_stage(a_plan), report.by_stage, strict=True):
+    for stage, found in zip(list_stages(a_plan), report.by_stage, strict=True):
         alone = sorted(
             compute_phases(a_plan, find_modules(a_plan), stage, model.compute_training_state(a_plan, stage)),
             key=lambda moment: moment.fraction,
@@ -588,11 +597,11 @@ def test_sharing_work_between_stages_changes_no_byte_and_no_word(a_plan: Plan, p
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-405b", "deepseek-v3"])
-def test_each_stage_has_its_own_layers(name: str) -> None:
-    """Stages made from one another's shapes still add up to the whole model."""
+def test_layers_of_all_stages_sum_to_the_model(name: str) -> None:
+    """Stages that share shapes still sum to the whole model."""
     arch = ss.models[name]
     a_plan = plan(arch, ss.Layout.fsdp2(pp=16), ss.Cluster.parse("4x8xh100-sxm-80gb"), global_batch_size=64)
-    stages = each_stage(a_plan)
+    stages = list_stages(a_plan)
     assert [stage.number for stage in stages] == list(range(16))
     assert [stage.num_layers for stage in stages] == list(a_plan.stage_layers)
     assert sum(stage.num_moe_layers for stage in stages) == arch.num_moe_layers

@@ -1,4 +1,4 @@
-"""Laws that bytes obey whatever the plan: what grows, what may not, and what JSON keeps."""
+"""Property tests of predicted memory on random plans: monotonicity, phases and JSON round trips."""
 
 from __future__ import annotations
 
@@ -19,73 +19,76 @@ from shardscope.memory.report import PHASES
 from shardscope.rehearsal.result import TENSOR_COMPONENTS
 
 
-def tensors(a_plan: Plan) -> int:
-    """Bytes of all tensors at the peak; what libraries and the allocator add follows the same."""
+def compute_tensor_peak(a_plan: Plan) -> int:
+    """Return the bytes of all tensors at the peak, without libraries and allocator."""
     moments = [moment for stage in a_plan.memory().by_stage for moment in stage.phases]
     return max(sum(moment.components[name] for name in TENSOR_COMPONENTS) for moment in moments)
 
 
-def takes_no_less(more: Plan, less: Plan) -> bool:
-    """In tensors and with what libraries and the allocator add."""
-    return tensors(more) >= tensors(less) and more.memory().peak_bytes >= less.memory().peak_bytes
+def needs_at_least_as_much(more: Plan, less: Plan) -> bool:
+    """Return whether ``more`` needs at least as much as ``less``, in tensors and in total."""
+    return (
+        compute_tensor_peak(more) >= compute_tensor_peak(less)
+        and more.memory().peak_bytes >= less.memory().peak_bytes
+    )
 
 
-def picks_its_softmax(a_plan: Plan) -> bool:
-    """Megatron's fused softmax takes scores of some sizes only, and torch's own holds more for others."""
+def has_shape_dependent_softmax(a_plan: Plan) -> bool:
+    """Return whether the plan uses Megatron's fused softmax, which supports some score shapes only."""
     return a_plan.layout.framework == "megatron" and a_plan.recipe.attention == "eager"
 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(plans())
-def test_fault_37_a_longer_sequence_never_takes_less(a_plan: Plan) -> None:
-    assume(not picks_its_softmax(a_plan))
+def test_fault_37_memory_never_falls_with_the_sequence_length(a_plan: Plan) -> None:
+    assume(not has_shape_dependent_softmax(a_plan))
     longer = replace(a_plan, recipe=replace(a_plan.recipe, seq_len=2 * a_plan.recipe.seq_len))
-    assert takes_no_less(longer, a_plan)
+    assert needs_at_least_as_much(longer, a_plan)
 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(plans())
-def test_fault_37_a_larger_micro_batch_never_takes_less(a_plan: Plan) -> None:
-    assume(not picks_its_softmax(a_plan))
+def test_fault_37_memory_never_falls_with_the_micro_batch_size(a_plan: Plan) -> None:
+    assume(not has_shape_dependent_softmax(a_plan))
     recipe = a_plan.recipe
     larger = replace(
         recipe,
         micro_batch_size=2 * recipe.micro_batch_size,
         global_batch_size=2 * recipe.global_batch_size,
     )
-    assert takes_no_less(replace(a_plan, recipe=larger), a_plan)
+    assert needs_at_least_as_much(replace(a_plan, recipe=larger), a_plan)
 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(plans())
-def test_fault_37_more_layers_never_take_less(a_plan: Plan) -> None:
+def test_fault_37_memory_never_falls_with_the_number_of_layers(a_plan: Plan) -> None:
     arch, degrees = a_plan.architecture, a_plan.degrees
-    # As many as come between two that are recomputed, for each chunk.
+    # One recomputation interval for each chunk.
     more = arch.num_hidden_layers + degrees.pp * degrees.vpp * a_plan.recipe.recompute_interval
     if getattr(a_plan.layout, "stage", 0) > 0:
-        # One layer moves the borders of ranks' parts, and which tensors those touch, or what is used again
-        # too late for stage 3 to keep it; as many again outweigh that.
+        # A single layer shifts the borders of ranks' partitions, and thereby which tensors they touch or
+        # which are used again too late for stage 3 to keep them; twice as many layers outweigh that.
         more = 2 * arch.num_hidden_layers
-    # Which layers slide or are dense is told by number: the deeper model has as many of those.
+    # Sliding-window and dense layers are given by index: the deeper model has as many of those.
     deeper = replace(a_plan, architecture=replace(arch, num_hidden_layers=more))
-    assert takes_no_less(deeper, a_plan)
+    assert needs_at_least_as_much(deeper, a_plan)
 
 
-# Most plans that are drawn are no measure, each for a reason that is given with it.
+# Most random plans are skipped; the comment of each assume() says why.
 @settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(plans())
-def test_fault_37_more_shards_never_take_more_beyond_padding(a_plan: Plan) -> None:
+def test_fault_37_memory_never_rises_with_shards_except_for_padding(a_plan: Plan) -> None:
     degrees, cluster, recipe = a_plan.degrees, a_plan.cluster, a_plan.recipe
-    # One rank alone gathers and reduces nothing, and so is no measure for what more of them stage. With ZeRO
-    # it shows where nothing outweighs that: where the optimizer is somewhere else.
-    alone = degrees.shard * degrees.cp == 1
-    away = getattr(a_plan.layout, "offload_optimizer", None) is not None
-    assume(not alone or not (a_plan.layout.framework == "fsdp2" or away))
-    # Resharded to all its ranks keeps nothing beside the shards; to as many of more ranks, a second copy.
+    # A single rank all-gathers and reduces nothing, so it has no staging buffers. With ZeRO these show only
+    # where nothing outweighs them: if the optimizer is offloaded.
+    is_single_rank = degrees.shard * degrees.cp == 1
+    is_offloaded = getattr(a_plan.layout, "offload_optimizer", None) is not None
+    assume(not is_single_rank or not (a_plan.layout.framework == "fsdp2" or is_offloaded))
+    # Resharding to all ranks keeps only the shards; to as many of more ranks, a second copy.
     assume(getattr(a_plan.layout, "reshard_after_forward", True) != degrees.shard * degrees.cp)
-    # Shards of less than 4,096 elements, or no whole blocks, have moments of 32 bits (torchao).
+    # Shards of less than 4,096 elements or of partial blocks have 32-bit moments (torchao).
     assume(recipe.optimizer != "adamw_8bit" or a_plan.layout.framework != "fsdp2")
-    # Of more ranks parts are too small for files, and others are gathered ahead.
+    # With more ranks, partitions are too small for files, and others are prefetched.
     assume(getattr(a_plan.layout, "offload_params", None) != "nvme")
     wider = replace(
         a_plan,
@@ -94,24 +97,26 @@ def test_fault_37_more_shards_never_take_more_beyond_padding(a_plan: Plan) -> No
     )
     assert wider.degrees.data_parallel == 2 * degrees.data_parallel
     assert wider.num_micro_batches == a_plan.num_micro_batches
-    assert tensors(wider) <= tensors(a_plan) + padding(wider) + copied_bucket(wider)
+    assert compute_tensor_peak(wider) <= compute_tensor_peak(a_plan) + compute_padding_bytes(
+        wider
+    ) + compute_bucket_copy_bytes(wider)
     for few, many in zip(a_plan.memory().by_stage, wider.memory().by_stage, strict=True):
         for name in ("parameters", "gradients", "optimizer"):
-            held = few.at("rest").components[name]
-            assert many.at("rest").components[name] <= held + padding(wider), name
+            num_bytes = few.at("rest").components[name]
+            assert many.at("rest").components[name] <= num_bytes + compute_padding_bytes(wider), name
 
 
-def copied_bucket(a_plan: Plan) -> int:
-    """ZeRO 1 and 2 copy what they reduce where a bucket goes to several ranks, which it does not with few."""
+def compute_bucket_copy_bytes(a_plan: Plan) -> int:
+    """Return the bytes of the copy that ZeRO 1 and 2 reduce if a bucket belongs to several ranks."""
     layout: Any = a_plan.layout
     if layout.framework != "deepspeed" or layout.stage not in (1, 2):
         return 0
     return FP32 * int(layout.reduce_bucket_size + find_largest_tensor(a_plan.architecture))
 
 
-def padding(a_plan: Plan) -> int:
-    """Bytes that dealing out evenly adds to weights and gradients: whole rows of each tensor with FSDP2; with
-    others two elements a rank to flat buffers, and to each tensor one (ZeRO-3)."""
+def compute_padding_bytes(a_plan: Plan) -> int:
+    """Return the padding of weights and gradients in bytes: whole rows of each tensor with FSDP2; otherwise
+    two elements per rank of flat buffers, and one per tensor (ZeRO-3)."""
     arch, degrees, recipe = a_plan.architecture, a_plan.degrees, a_plan.recipe
     ranks = degrees.shard * degrees.cp
     shapes = [shape for _, _, shape in arch.outer_shapes]
@@ -130,7 +135,7 @@ def padding(a_plan: Plan) -> int:
 
 @settings(max_examples=examples(100), deadline=None)
 @given(plans())
-def test_json_keeps_the_bytes(a_plan: Plan) -> None:
+def test_predictions_survive_a_json_round_trip(a_plan: Plan) -> None:
     again = Plan.from_json(a_plan.to_json())
     for phase in PHASES:
         assert again.memory().at(phase) == a_plan.memory().at(phase)
@@ -139,7 +144,7 @@ def test_json_keeps_the_bytes(a_plan: Plan) -> None:
 
 @settings(max_examples=examples(100), deadline=None)
 @given(plans())
-def test_every_instant_has_its_place(a_plan: Plan) -> None:
+def test_phases_are_ordered_in_time_with_explained_bytes(a_plan: Plan) -> None:
     for stage in a_plan.memory().by_stage:
         fractions = [moment.fraction for moment in stage.phases]
         assert fractions == sorted(fractions) and fractions[0] >= 0 and fractions[-1] <= 1
@@ -149,9 +154,9 @@ def test_every_instant_has_its_place(a_plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("framework", ["fsdp2", "deepspeed", "megatron"])
-def test_no_stage_holds_more_than_the_worst(framework: str) -> None:
-    """Not every stage is looked at to find the worst: those that an earlier one outdoes are not."""
-    found = [a_plan.memory() for a_plan in sampled(framework, 7, 60)]
-    assert any(len(report.by_stage) > 1 for report in found) or framework != "megatron"
-    for report in found:
+def test_the_worst_stage_has_the_largest_peak(framework: str) -> None:
+    """The search for the worst stage skips stages that an earlier one exceeds."""
+    reports = [a_plan.memory() for a_plan in sampled(framework, 7, 60)]
+    assert any(len(report.by_stage) > 1 for report in reports) or framework != "megatron"
+    for report in reports:
         assert report.peak_bytes == max(stage.peak_bytes for stage in report.by_stage)

@@ -1,4 +1,4 @@
-"""Activations in host memory: each copy is there until the last operator that needs it, and no longer."""
+"""Test of activations in host memory: each copy is freed after the last operator that needs it."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from tests.requirements import needs_installed
 pytestmark = needs_installed("torch")
 
 
-def test_copies_go_one_by_one_while_backward_is_in_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_copies_are_freed_one_by_one_during_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     from shardscope.training.model import recompute
 
     alive: weakref.WeakSet[object] = weakref.WeakSet()
-    make = recompute._HostCopy.__init__
-    seen: list[int] = []
+    initialize = recompute._HostCopy.__init__
+    numbers_alive: list[int] = []
 
-    def made(self: object, *arguments: object) -> None:
-        make(self, *arguments)  # type: ignore[arg-type]
+    def initialize_and_track(self: object, *arguments: object) -> None:
+        initialize(self, *arguments)  # type: ignore[arg-type]
         alive.add(self)
 
-    monkeypatch.setattr(recompute._HostCopy, "__init__", made)
+    monkeypatch.setattr(recompute._HostCopy, "__init__", initialize_and_track)
 
     class Layer(torch.nn.Module):
         def forward(self, numbers: torch.Tensor) -> torch.Tensor:
             for _ in range(4):
                 numbers = numbers.sigmoid()
-                # Called in backward before the operator in front of it is reached.
-                numbers.register_hook(lambda _: seen.append(len(alive)))
+                # Backward calls the hook before it reaches the previous operator.
+                numbers.register_hook(lambda _: numbers_alive.append(len(alive)))
             return numbers
 
     layers = torch.nn.ModuleList([Layer()])
     assert recompute.apply_recompute(layers, "offload") == 1
     layers[0](torch.ones(8, requires_grad=True)).sum().backward()
-    assert seen == [4, 3, 2, 1] and not alive
+    assert numbers_alive == [4, 3, 2, 1] and not alive

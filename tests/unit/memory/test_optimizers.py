@@ -1,4 +1,4 @@
-"""Optimizer bytes against what the optimizers themselves keep over transformers' models, tensor by tensor."""
+"""Tests of predicted optimizer bytes against the real optimizers' state for small transformers models."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ ALL = (
 )
 
 
-def hidden_matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """What Muon takes: matrices inside the layers."""
+def list_hidden_matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the parameters that Muon trains: matrices inside the layers."""
     return [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n and p.requires_grad]
 
 
-def optimizers(name: str, model: torch.nn.Module) -> list[torch.optim.Optimizer]:
-    """The real optimizers that a recipe names."""
+def build_optimizers(name: str, model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """Build the real optimizers that a recipe names."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if name in ("adamw", "adamw_foreach", "sgd"):
         return [build_optimizer(name, trained)]
@@ -59,21 +59,21 @@ def optimizers(name: str, model: torch.nn.Module) -> list[torch.optim.Optimizer]
         groups = [[p for p in trained if p.ndim > 1], [p for p in trained if p.ndim == 1]]
         return [torch.optim.Adafactor([{"params": group} for group in groups if group])]
     if name == "muon":
-        matrices = hidden_matrices(model)
+        matrices = list_hidden_matrices(model)
         rest = [p for p in trained if all(p is not q for q in matrices)]
         return [torch.optim.Muon(matrices), *([torch.optim.AdamW(rest, fused=True)] if rest else [])]
     bnb = needs("bitsandbytes")
     if name == "adamw_8bit":
         manager = bnb.optim.GlobalOptimManager.get_instance()
-        manager.initialize()  # It remembers tensors by id, and ids come back.
+        manager.initialize()  # It identifies tensors by id(), which Python reuses.
         manager.register_module_override(model.get_input_embeddings(), "weight", {"optim_bits": 32})
         return [bnb.optim.AdamW8bit(trained)]
-    # No managed memory here: the same moments, on the device.
+    # CPUs have no managed memory: the same moments, on the device.
     return [bnb.optim.AdamW(trained)]
 
 
-def state_bytes(found: list[torch.optim.Optimizer]) -> int:
-    """Bytes of every tensor of more than one number, storages shared between states once."""
+def count_state_bytes(found: list[torch.optim.Optimizer]) -> int:
+    """Return the bytes of all state tensors of more than one element; shared storages count once."""
     storages = {}
     for optimizer in found:
         for state in optimizer.state.values():
@@ -92,7 +92,7 @@ def plan(arch: Architecture, name: str, **recipe: Any) -> ss.Plan:
     )
 
 
-def with_gradients(model: torch.nn.Module) -> torch.nn.Module:
+def set_gradients(model: torch.nn.Module) -> torch.nn.Module:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.ones_like(parameter)
@@ -101,31 +101,31 @@ def with_gradients(model: torch.nn.Module) -> torch.nn.Module:
 
 @pytest.mark.parametrize("name", sorted(set(ALL) - {"lion", "paged_adamw_8bit"}))
 @pytest.mark.parametrize("family", MODELS)
-def test_an_optimizer_keeps_what_is_predicted(family: str, name: str) -> None:
-    model = with_gradients(build_model(MODELS[family]))
-    real = optimizers(name, model)
+def test_optimizer_state_equals_the_prediction(family: str, name: str) -> None:
+    model = set_gradients(build_model(MODELS[family]))
+    real = build_optimizers(name, model)
     for optimizer in real:
         optimizer.step()
-    assert state_bytes(real) == plan(MODELS[family], name).memory().at("rest")["optimizer"]
+    assert count_state_bytes(real) == plan(MODELS[family], name).memory().at("rest")["optimizer"]
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "sgd", "muon", "adamw_8bit"])
-def test_the_optimizer_of_adapters(name: str) -> None:
+def test_optimizer_state_of_adapters_equals_the_prediction(name: str) -> None:
     recipe = ss.Recipe(method="lora", lora_rank=64)
-    model = with_gradients(add_adapters(build_model(LLAMA), LLAMA, recipe))
-    real = optimizers(name, model)
+    model = set_gradients(add_adapters(build_model(LLAMA), LLAMA, recipe))
+    real = build_optimizers(name, model)
     for optimizer in real:
         optimizer.step()
     predicted = plan(LLAMA, name, method="lora", lora_rank=64).memory().at("rest")["optimizer"]
-    assert state_bytes(real) == predicted
+    assert count_state_bytes(real) == predicted
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["adafactor", "muon", "sgd", "adamw", "adamw_foreach"])
-def test_an_update_needs_what_is_predicted(name: str, precision: str) -> None:
-    """Beside the state, at the fullest moment of the second step; numbers of a few bytes are let go."""
+def test_temporaries_of_an_update_equal_the_prediction(name: str, precision: str) -> None:
+    """Measured at the peak of the second step, without the state; scalars are ignored."""
     model = build_model(LLAMA).to(torch.bfloat16 if precision == "bf16" else torch.float32)
-    real = optimizers(name, with_gradients(model))
+    real = build_optimizers(name, set_gradients(model))
     for optimizer in real:
         optimizer.step()
     states = [v for o in real for s in o.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
@@ -147,7 +147,7 @@ def test_paged_moments_are_counted_on_the_host() -> None:
         for name in ALL
     }
     paged, small = reports["paged_adamw"], reports["paged_adamw"].at("rest")["optimizer"]
-    # Vectors and the like stay: all others are over 100,000 numbers.
+    # Vectors stay on the GPU: all other tensors have over 100,000 elements.
     assert paged.host_bytes + small == 8 * arch.num_parameters
     assert small == 8 * sum(p.numel for p in _vectors(arch))
     assert paged.at("optimizer")["optimizer"] - small == 8 * arch.vocab_size * arch.hidden_size
@@ -169,21 +169,21 @@ def _vectors(arch: Architecture) -> list[_Size]:
 
 
 @pytest.mark.parametrize("shape", [(1024, 512), (1000, 24), (40, 8), (4096, 1), (257, 1), (3, 1)])
-def test_torchaos_moments(shape: tuple[int, int]) -> None:
-    """FSDP2's 8-bit AdamW, whose moments are of the shard's own shape."""
+def test_8_bit_moments_of_torchao_equal_the_prediction(shape: tuple[int, int]) -> None:
+    """FSDP2's 8-bit AdamW has moments of the shard's shape."""
     low_bit = needs("torchao.optim.subclass_8bit")
     adam = needs("torchao.optim.adam")
     weight = torch.zeros(shape if shape[1] > 1 else shape[:1])
-    made = adam.AdamW8bit([torch.nn.Parameter(weight)])._new_buffer(weight, True)
-    held = made.codes.nbytes + made.scale.nbytes + made.qmap.nbytes if isinstance(
-        made, low_bit.OptimState8bit
-    ) else made.nbytes  # fmt: skip
-    assert 2 * held == compute_tensor_state("adamw_8bit", *shape, 4, library="torchao").state
+    moments = adam.AdamW8bit([torch.nn.Parameter(weight)])._new_buffer(weight, True)
+    num_bytes = moments.codes.nbytes + moments.scale.nbytes + moments.qmap.nbytes if isinstance(
+        moments, low_bit.OptimState8bit
+    ) else moments.nbytes  # fmt: skip
+    assert 2 * num_bytes == compute_tensor_state("adamw_8bit", *shape, 4, library="torchao").state
 
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
-def test_arrays_give_the_same_bytes(name: str, library: str) -> None:
+def test_arrays_of_plans_have_the_same_optimizer_bytes(name: str, library: str) -> None:
     rows = np.array([1, 40, 256, 4096, 128_256], dtype=np.int64)
     columns = np.array([1, 512, 1, 4096, 64], dtype=np.int64)
     together = compute_tensor_state(name, rows, columns, 4, hidden=True, library=library)
@@ -193,8 +193,8 @@ def test_arrays_give_the_same_bytes(name: str, library: str) -> None:
             assert np.broadcast_to(ours, rows.shape)[index] == theirs
 
 
-def test_flat_buffers_have_neither_rows_nor_embeddings() -> None:
-    """ZeRO's buffers: 8-bit moments of everything, and an Adafactor that factors nothing."""
+def test_zero_quantizes_all_moments_and_factors_none_in_flat_buffers() -> None:
+    """ZeRO's optimizers see flat buffers: no embeddings to exclude and no rows to factor."""
     reports = {
         name: ss.Plan(
             ss.models["llama-3.1-8b"],
@@ -223,7 +223,7 @@ def test_flat_buffers_have_neither_rows_nor_embeddings() -> None:
         ("lion", ss.Layout.zero(offload_optimizer="cpu")),
     ],
 )
-def test_zero_refuses_what_has_no_flat_buffer_on_the_device(name: str, layout: ss.Layout) -> None:
+def test_zero_rejects_optimizers_without_flat_buffers_on_the_gpu(name: str, layout: ss.Layout) -> None:
     with pytest.raises(ValueError, match=f"Recipe.optimizer is '{name}'.*optimizer='adamw'"):
         ss.Plan(
             ss.models["llama-3.1-8b"],
@@ -233,7 +233,7 @@ def test_zero_refuses_what_has_no_flat_buffer_on_the_device(name: str, layout: s
         )
 
 
-def test_adafactor_of_a_vector_needs_two_more() -> None:
+def test_adafactor_updates_of_a_vector_need_two_more_temporaries() -> None:
     vector = torch.nn.Parameter(torch.ones(1 << 16))
     vector.grad = torch.ones_like(vector)
     optimizer = torch.optim.Adafactor([vector])
@@ -241,11 +241,11 @@ def test_adafactor_of_a_vector_needs_two_more() -> None:
     peak = Peak([vector, vector.grad, optimizer.state[vector]["variance"]])
     with peak:
         optimizer.step()
-    # Beside it there are a few single numbers.
+    # The rest is a few scalars.
     assert 0 <= peak.most - compute_flat_working("adafactor", 1 << 16) < 64
 
 
-def test_frameworks_refuse_what_they_cannot_run() -> None:
+def test_frameworks_reject_optimizers_they_do_not_support() -> None:
     gpus = ss.Cluster.parse("8xh100-sxm-80gb")
     for layout, names in (
         (ss.Layout.fsdp2(), {"muon", "adafactor", "paged_adamw"}),

@@ -1,4 +1,7 @@
-"""A base in NF4 or int8: its bytes against bitsandbytes on a CPU. What layers keep: test_saved_tensors.py."""
+"""Tests of the bytes of NF4 and int8 bases against bitsandbytes on a CPU.
+
+tests/runs/test_saved_tensors.py tests the tensors that their layers save.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ SMALL = Architecture(
 QLORA = ss.Recipe(method="qlora", lora_rank=8, seq_len=32)
 
 
-def quantised(model: torch.nn.Module, double: bool) -> torch.nn.Module:
-    """``model`` with every Linear but the head in NF4, as transformers' integration replaces them."""
+def quantize_to_nf4(model: torch.nn.Module, double: bool) -> torch.nn.Module:
+    """Quantize every Linear of ``model`` but the head to NF4, as transformers' integration does."""
     bnb = needs("bitsandbytes")
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
@@ -50,8 +53,8 @@ def quantised(model: torch.nn.Module, double: bool) -> torch.nn.Module:
     return model
 
 
-def in_int8(model: torch.nn.Module) -> torch.nn.Module:
-    """``model`` with every Linear but the head in int8, likewise."""
+def quantize_to_int8(model: torch.nn.Module) -> torch.nn.Module:
+    """Quantize every Linear of ``model`` but the head to int8."""
     bnb = needs("bitsandbytes")
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
@@ -65,8 +68,8 @@ def in_int8(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def weight_bytes(model: torch.nn.Module) -> int:
-    """Every storage of parameters and of the states that unpack them, shared ones once."""
+def count_weight_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of parameters and their quantization states; shared storages count once."""
     storages: dict[int, int] = {}
 
     def count(tensor: Any) -> None:
@@ -88,47 +91,47 @@ def weight_bytes(model: torch.nn.Module) -> int:
     "recipe", [QLORA, ss.Recipe(method="lora", quantization="nf4", lora_rank=8, seq_len=32)]
 )
 @pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
-def test_bytes_of_base_and_adapters(recipe: ss.Recipe, precision: str) -> None:
+def test_nf4_base_and_adapter_bytes_equal_bitsandbytes(recipe: ss.Recipe, precision: str) -> None:
     recipe = replace(recipe, precision=precision)  # type: ignore[arg-type]
     # What is not quantised is frozen in half precision; adapters are in fp32 where precision is mixed.
-    model = quantised(build_model(SMALL).to(torch.bfloat16), recipe.method == "qlora")
+    model = quantize_to_nf4(build_model(SMALL).to(torch.bfloat16), recipe.method == "qlora")
     model = add_adapters(model, SMALL, recipe, in_fp32=precision == "bf16-mixed")
     plan = ss.Plan(SMALL, ss.Cluster.parse("2xcpu"), recipe, ss.Layout.ddp())
-    assert weight_bytes(model) == plan.memory().components["parameters"]
+    assert count_weight_bytes(model) == plan.memory().components["parameters"]
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     assert trained * 2 == plan.memory().at("rest")["optimizer"]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_bytes_of_an_int8_base_and_its_fp32_adapters(precision: Any) -> None:
+def test_int8_base_and_fp32_adapter_bytes_equal_bitsandbytes(precision: Any) -> None:
     recipe = ss.Recipe(method="lora", quantization="int8", lora_rank=8, seq_len=32, precision=precision)
     model = build_model(SMALL)
     if precision == "bf16":
         model = model.to(torch.bfloat16)
-    model = add_adapters(in_int8(model), SMALL, recipe)
+    model = add_adapters(quantize_to_int8(model), SMALL, recipe)
     plan = ss.Plan(SMALL, ss.Cluster.parse("2xcpu"), recipe, ss.Layout.ddp())
-    assert weight_bytes(model) == plan.memory().components["parameters"]
+    assert count_weight_bytes(model) == plan.memory().components["parameters"]
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     assert all(p.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
     assert trained * 2 == plan.memory().at("rest")["optimizer"]
     assert "int8" in plan.memory().explain("parameters")
 
 
-def test_nf4_of_arrays() -> None:
+def test_nf4_bytes_of_arrays_equal_those_of_numbers() -> None:
     numel = np.array([64, 100, 4096 * 4096, 3], dtype=np.int64)
     for double in (True, False):
         together = compute_nf4_bytes(numel, double)
         assert together.tolist() == [compute_nf4_bytes(n, double) for n in numel.tolist()]
 
 
-def test_a_70b_as_published() -> None:
-    """Dettmers et al. 2023, section 3: double quantisation saves 0.373 bits a weight, about 3 GB for 65B."""
+def test_qlora_of_70b_has_the_published_size() -> None:
+    """Dettmers et al. 2023, section 3: double quantization saves 0.373 bits a weight, about 3 GB for 65B."""
     numel = 8192 * 28672
     saved = 8 * (compute_nf4_bytes(numel, False) - compute_nf4_bytes(numel, True)) / numel
     assert saved == pytest.approx(0.373, abs=0.001)
 
 
-def test_other_layouts_refuse_it() -> None:
+def test_layouts_without_quantized_training_reject_qlora() -> None:
     gpus = ss.Cluster.parse("8xh100-sxm-80gb")
     for layout in (ss.Layout.zero(), ss.Layout.megatron()):
         with pytest.raises(ValueError, match=f"Recipe.method is 'qlora'.*with {layout.title}"):
@@ -139,13 +142,13 @@ def test_other_layouts_refuse_it() -> None:
 
 @pytest.mark.parametrize(("kernels", "kind"), [("liger", "int8"), ("compiled", "int8"), ("compiled", "nf4")])
 @pytest.mark.parametrize("layout", [ss.Layout.ddp(), ss.Layout.fsdp2()])
-def test_only_plain_modules_were_counted(kernels: Any, kind: Any, layout: ss.Layout) -> None:
+def test_quantized_bases_reject_unsupported_kernels(kernels: Any, kind: Any, layout: ss.Layout) -> None:
     recipe = ss.Recipe(method="lora", quantization=kind, precision="bf16", kernels=kernels)
     with pytest.raises(ValueError, match=f"Recipe.(kernels is '{kernels}'|quantization is 'int8')"):
         ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, layout)
 
 
-def test_int8_takes_no_part_in_autocast() -> None:
+def test_int8_linears_ignore_autocast() -> None:
     recipe = ss.Recipe(method="lora", quantization="int8", precision="bf16-mixed")
     with pytest.raises(ValueError, match=r"Recipe.quantization is 'int8'.*precision='bf16'"):
         ss.Plan(SMALL, ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.ddp())
@@ -163,7 +166,7 @@ def test_int8_takes_no_part_in_autocast() -> None:
         ),
     ],
 )
-def test_fsdp2_has_packed_weights_in_whole_shards_only(
+def test_fsdp2_rejects_packed_weights_in_partial_shards(
     change: dict[str, Any], layout: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):

@@ -1,4 +1,4 @@
-"""A calibration as a type, the rates that are fitted to it, and what a prediction then says it used."""
+"""Tests of ``Calibration``: JSON, fitted rates, invalid fields, and the source that predictions name."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from shardscope.timing.rates import look_up_rates
 CPU = ss.Cluster.parse("2xcpu")
 
 
-def test_json_keeps_everything() -> None:
+def test_calibration_survives_a_json_round_trip() -> None:
     one = calibration()
     assert Calibration.from_json(one.to_json()) == one
 
 
-def test_known_speeds_are_found_again() -> None:
+def test_fitted_rates_equal_the_speeds_of_the_measurements() -> None:
     rates = calibration().rates(CPU)
     for precision in ("fp32", "bf16"):
         rate = rates.get_matmul_rate(precision)
@@ -57,7 +57,7 @@ def test_known_speeds_are_found_again() -> None:
     assert "calibration" in rates.source and "2 ranks of cpu" in rates.source
 
 
-def test_what_was_not_measured_stays_the_catalogues() -> None:
+def test_unmeasured_rates_are_those_of_the_catalog() -> None:
     cluster = ss.Cluster.parse("8xh100-sxm-80gb")
     one = calibration("1xh100-sxm-80gb", collectives=[], attention=[])
     rates, known = one.rates(cluster), look_up_rates(cluster)
@@ -70,39 +70,39 @@ def test_what_was_not_measured_stays_the_catalogues() -> None:
     assert rates.get_matmul_rate("bf16").peak_flops == cluster.gpu.peak_flops["bf16"]
 
 
-def test_a_collective_takes_what_was_measured_at_its_size() -> None:
-    slow = [{"collective": "all_gather", "num_bytes": 4**k, "seconds": 1e-4 * 3**k} for k in (5, 7, 9)]
-    rates = calibration("8xh100-sxm-80gb", collectives=slow).rates(ss.Cluster.parse("2x8xh100-sxm-80gb"))
+def test_collective_times_are_interpolated_from_measurements() -> None:
+    calls = [{"collective": "all_gather", "num_bytes": 4**k, "seconds": 1e-4 * 3**k} for k in (5, 7, 9)]
+    rates = calibration("8xh100-sxm-80gb", collectives=calls).rates(ss.Cluster.parse("2x8xh100-sxm-80gb"))
 
-    def took(num_bytes: Any, ranks: Any, messages: Any = 1, name: Any = "all_gather") -> Any:
+    def compute_seconds(num_bytes: Any, ranks: Any, messages: Any = 1, name: Any = "all_gather") -> Any:
         return compute_call_seconds(name, num_bytes, ranks, 1, messages, 8, rates)
 
-    for call in slow:
-        assert took(call["num_bytes"], 8) == pytest.approx(call["seconds"])
-    assert took(2 * 4**9, 8) == pytest.approx(2 * slow[-1]["seconds"]), "as fast as the largest"
-    assert took(1, 8) == pytest.approx(slow[0]["seconds"]), "not shorter than the smallest"
-    assert slow[0]["seconds"] < took(4**6, 8) < slow[1]["seconds"]
-    assert took(3 * 4**7, 8, messages=3) == pytest.approx(3 * slow[1]["seconds"])
+    for call in calls:
+        assert compute_seconds(call["num_bytes"], 8) == pytest.approx(call["seconds"])
+    assert compute_seconds(2 * 4**9, 8) == pytest.approx(2 * calls[-1]["seconds"]), "as fast as the largest"
+    assert compute_seconds(1, 8) == pytest.approx(calls[0]["seconds"]), "not shorter than the smallest"
+    assert calls[0]["seconds"] < compute_seconds(4**6, 8) < calls[1]["seconds"]
+    assert compute_seconds(3 * 4**7, 8, messages=3) == pytest.approx(3 * calls[1]["seconds"])
     known = replace(rates, collectives={})
     for ranks, name in ((4, "all_gather"), (16, "all_gather"), (8, "all_reduce")):
-        assert took(4**7, ranks, name=name) == compute_call_seconds(name, 4**7, ranks, 1, 1, 8, known), (
-            "by its link"
-        )
+        assert compute_seconds(4**7, ranks, name=name) == compute_call_seconds(
+            name, 4**7, ranks, 1, 1, 8, known
+        ), "by its link"
     sizes, groups = np.array([4.0**6, 4.0**7, 4.0**12]), np.array([8, 4, 8])
-    many = took(sizes, groups)
-    assert list(many) == pytest.approx([took(*one) for one in zip(sizes, groups, strict=True)])
+    many = compute_seconds(sizes, groups)
+    assert list(many) == pytest.approx([compute_seconds(*one) for one in zip(sizes, groups, strict=True)])
 
 
-def test_noise_never_makes_a_small_call_longer_than_a_large_one() -> None:
+def test_noisy_collective_times_never_fall_with_the_size() -> None:
     calls = [
-        {"collective": "all_reduce", "num_bytes": size, "seconds": took}
-        for size, took in ((2**14, 2e-4), (2**16, 1e-4), (2**18, 3e-4))
+        {"collective": "all_reduce", "num_bytes": size, "seconds": seconds}
+        for size, seconds in ((2**14, 2e-4), (2**16, 1e-4), (2**18, 3e-4))
     ]
     curve = calibration(collectives=calls).rates(CPU).collectives["all_reduce"]
     assert [curve.seconds(2**power, 1) for power in (14, 16, 18)] == pytest.approx([1e-4, 1e-4, 3e-4])
 
 
-def test_the_slower_way_to_the_host_counts() -> None:
+def test_host_copies_have_the_speed_of_the_slower_direction() -> None:
     copies = [
         {"direction": way, "num_bytes": size, "seconds": 1e-5 + size / speed}
         for way, speed in (("to_gpu", 20e9), ("to_host", 10e9))
@@ -113,12 +113,12 @@ def test_the_slower_way_to_the_host_counts() -> None:
     assert host.latency_seconds == pytest.approx(1e-5, rel=1e-6)
 
 
-def test_a_busy_machine_is_said() -> None:
+def test_the_source_says_if_the_machine_was_busy() -> None:
     assert "busy" not in calibration(load=0.1).source
     assert "busy, load 1.8" in calibration(load=1.8).source
 
 
-def test_the_frame_has_a_row_a_point() -> None:
+def test_to_frame_has_a_row_per_measurement() -> None:
     one = calibration()
     frame = one.to_frame()
     points = (one.matrix_products, one.attention, one.memory_passes, one.host_copies, one.collectives)
@@ -155,12 +155,12 @@ def test_the_frame_has_a_row_a_point() -> None:
         ("host_copies", [{"direction": "sideways", "num_bytes": 8, "seconds": 1e-3}]),
     ],
 )
-def test_garbage_is_refused_by_name(field: str, value: Any) -> None:
+def test_invalid_fields_are_rejected(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=r"allowed|cannot be made"):
         calibration(**{field: value})
 
 
-def test_another_version_is_refused() -> None:
+def test_an_unknown_format_version_is_rejected() -> None:
     text = json.loads(calibration().to_json())
     text["version"] = 99
     with pytest.raises(ValueError, match="version"):
@@ -171,11 +171,11 @@ positive = st.floats(1e-12, 1e-3)
 
 
 @given(first=positive, second=positive)
-def test_a_sum_of_two_terms_is_found_again(first: float, second: float) -> None:
+def test_fit_two_terms_recovers_exact_sums(first: float, second: float) -> None:
     terms = [Term(x, y, first * x + second * y) for x, y in ((1.0, 1.0), (1e3, 1.0), (1e6, 1.0), (10.0, 1e3))]
-    found = fit_two_terms(terms)
+    fitted = fit_two_terms(terms)
     for x, y, seconds in terms:
-        assert found[0] * x + found[1] * y == pytest.approx(seconds, rel=1e-4)
+        assert fitted[0] * x + fitted[1] * y == pytest.approx(seconds, rel=1e-4)
 
 
 @given(
@@ -183,6 +183,6 @@ def test_a_sum_of_two_terms_is_found_again(first: float, second: float) -> None:
         st.tuples(st.floats(1e-3, 1e6), st.floats(1e-3, 1e6), st.floats(1e-6, 1e3)), min_size=1, max_size=8
     )
 )
-def test_no_term_is_ever_negative(points: list[tuple[float, float, float]]) -> None:
+def test_fit_two_terms_never_returns_negative_terms(points: list[tuple[float, float, float]]) -> None:
     first, second = fit_two_terms([Term(*point) for point in points])
     assert first >= 0 and second >= 0 and first + second > 0

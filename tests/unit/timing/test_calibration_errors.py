@@ -1,4 +1,4 @@
-"""What ``ss.calibrate`` refuses before any process starts."""
+"""Tests of errors that ``ss.calibrate`` raises before it starts a process."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from shardscope.timing.calibration.store import NotStoredError
 
 
 @pytest.fixture(autouse=True)
-def no_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def started(*_: object, **__: object) -> None:
+def forbid_new_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail_on_start(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(subprocess, "Popen", started)
+    monkeypatch.setattr(subprocess, "Popen", fail_on_start)
     monkeypatch.setenv("SHARDSCOPE_DATA_HOME", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 @pytest.mark.parametrize("seconds", [0, 4.9, 1e9, float("nan"), "60", True, None])
-def test_seconds_have_a_range(seconds: Any) -> None:
+def test_seconds_out_of_range_are_rejected(seconds: Any) -> None:
     with pytest.raises(ValueError, match=r"calibrate\.seconds"):
         ss.calibrate(seconds=seconds)
 
@@ -37,20 +37,20 @@ def test_seconds_have_a_range(seconds: Any) -> None:
         ("1000xcpu", "CPU ranks on"),
     ],
 )
-def test_another_machine_is_refused(cluster: str, words: str) -> None:
-    with pytest.raises(ValueError, match=r"calibrate\.cluster") as refused:
+def test_a_cluster_that_is_not_this_machine_is_rejected(cluster: str, words: str) -> None:
+    with pytest.raises(ValueError, match=r"calibrate\.cluster") as error:
         ss.calibrate(ss.Cluster.parse(cluster))
-    assert words in str(refused.value) and "Cluster.parse(" in str(refused.value)
+    assert words in str(error.value) and "Cluster.parse(" in str(error.value)
 
 
 @pytest.mark.parametrize("cluster", ["2xcpu", 2, {}])
-def test_what_is_no_cluster_is_refused(cluster: Any) -> None:
+def test_a_cluster_of_a_wrong_type_is_rejected(cluster: Any) -> None:
     with pytest.raises(ValueError, match=r"calibrate\.cluster"):
         ss.calibrate(cluster)
 
 
 @pytest.mark.parametrize("missing", [("torch",), ("torch", "transformers")])
-def test_without_torch_the_extra_is_named(
+def test_without_torch_the_error_names_the_extra_to_install(
     missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     real = importlib.util.find_spec
@@ -62,7 +62,7 @@ def test_without_torch_the_extra_is_named(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_a_minute_is_spent(tmp_path: Path) -> None:
+def test_a_read_only_folder_is_rejected_before_measuring(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NotStoredError, match="cannot be kept"):
         ss.calibrate(ss.Cluster.parse("2xcpu"), folder=tmp_path / "file")

@@ -1,4 +1,4 @@
-"""What a run folder's metrics become beside the calibration of its machine."""
+"""Tests of step times of finished runs, stored with the calibration of their machine."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def plan() -> ss.Plan:
     return ss.Plan(ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), recipe, ss.Layout.ddp())
 
 
-def description(plan: ss.Plan) -> dict[str, Any]:
-    """As ``launch`` writes it, as far as a measured step needs it."""
+def build_run_json(plan: ss.Plan) -> dict[str, Any]:
+    """Return the fields of run.json that a measured step needs, as ``launch`` writes them."""
     return {
         "name": "a-run",
         "world_size": 2,
@@ -46,53 +46,53 @@ def description(plan: ss.Plan) -> dict[str, Any]:
     }
 
 
-def log(folder: RunFolder, num_steps: int, seconds: float) -> None:
+def log_steps(folder: RunFolder, num_steps: int, seconds: float) -> None:
     for step in range(num_steps):
         for rank in (0, 1):
             append_line(folder.events(rank), {"step": step, "rank": rank, "step_seconds": seconds})
 
 
-def test_a_step_is_predicted_at_launch_where_it_can_be(plan: ss.Plan) -> None:
+def test_the_step_is_predicted_at_launch_if_there_is_a_calibration(plan: ss.Plan) -> None:
     assert predict_step(plan) is None
     store_calibration(calibration())
-    said = predict_step(plan)
-    assert said == {"step_seconds": plan.step().seconds, "from": calibration().source}
+    prediction = predict_step(plan)
+    assert prediction == {"step_seconds": plan.step().seconds, "from": calibration().source}
 
 
-def test_a_finished_run_is_held_against_its_prediction(folder: RunFolder, plan: ss.Plan) -> None:
+def test_a_finished_run_is_compared_with_its_prediction(folder: RunFolder, plan: ss.Plan) -> None:
     store_calibration(calibration())
-    told, took = description(plan), 1.5 * plan.step().seconds
-    log(folder, SKIPPED_STEPS + MIN_STEPS, took)
-    assert store_measured_step(folder, told)
-    found = plan.step().residual
-    assert found is not None and found.median == pytest.approx(1.5)
+    run_json, seconds = build_run_json(plan), 1.5 * plan.step().seconds
+    log_steps(folder, SKIPPED_STEPS + MIN_STEPS, seconds)
+    assert store_measured_step(folder, run_json)
+    residual = plan.step().residual
+    assert residual is not None and residual.median == pytest.approx(1.5)
 
 
-def test_without_a_prediction_the_step_is_kept_all_the_same(folder: RunFolder, plan: ss.Plan) -> None:
-    told = description(plan)
-    log(folder, 20, 0.25)
-    assert store_measured_step(folder, told)
+def test_step_times_are_stored_without_a_prediction(folder: RunFolder, plan: ss.Plan) -> None:
+    run_json = build_run_json(plan)
+    log_steps(folder, 20, 0.25)
+    assert store_measured_step(folder, run_json)
     record = read_record(build_record_path("cpu", find_data_folder()))
     assert record is not None and record.steps[0].seconds == 0.25 and record.steps[0].ratio is None
     assert not record.calibrations
 
 
-def test_too_few_steps_are_not_kept(folder: RunFolder, plan: ss.Plan) -> None:
-    log(folder, SKIPPED_STEPS + MIN_STEPS - 1, 0.25)
-    assert not store_measured_step(folder, description(plan))
+def test_runs_of_too_few_steps_are_not_stored(folder: RunFolder, plan: ss.Plan) -> None:
+    log_steps(folder, SKIPPED_STEPS + MIN_STEPS - 1, 0.25)
+    assert not store_measured_step(folder, build_run_json(plan))
     assert not find_data_folder().exists()
 
 
-def test_a_short_recorded_run_is_not_kept(folder: RunFolder, plan: ss.Plan) -> None:
+def test_short_profiled_runs_are_not_stored(folder: RunFolder, plan: ss.Plan) -> None:
     folder.trace(0).write_bytes(b"")
-    log(folder, SKIPPED_STEPS + MIN_STEPS, 0.25)
-    assert not store_measured_step(folder, description(plan))
-    log(folder, SKIPPED_STEPS + MIN_PROFILED_STEPS, 0.25)
-    assert store_measured_step(folder, description(plan))
+    log_steps(folder, SKIPPED_STEPS + MIN_STEPS, 0.25)
+    assert not store_measured_step(folder, build_run_json(plan))
+    log_steps(folder, SKIPPED_STEPS + MIN_PROFILED_STEPS, 0.25)
+    assert store_measured_step(folder, build_run_json(plan))
 
 
-def test_broken_lines_of_metrics_are_passed_over(folder: RunFolder, plan: ss.Plan) -> None:
+def test_malformed_lines_of_metrics_are_skipped(folder: RunFolder, plan: ss.Plan) -> None:
     folder.events(0).write_text('ep": 3}\n[1]\nnull\n')
-    log(folder, 20, 0.25)
+    log_steps(folder, 20, 0.25)
     append_line(folder.events(0), {"step": "x", "step_seconds": "NaN"})
-    assert store_measured_step(folder, description(plan))
+    assert store_measured_step(folder, build_run_json(plan))

@@ -1,4 +1,4 @@
-"""Where measurements are kept, what of it a prediction takes, and what a damaged file says."""
+"""Tests of stored calibrations: their folder, the one that predictions use, and damaged files."""
 
 from __future__ import annotations
 
@@ -53,22 +53,22 @@ def plan(framework: str = "ddp", size: str = "2m", cluster: ss.Cluster = CPU) ->
     return ss.Plan(ss.Architecture.of_size(size), cluster, recipe, layouts[framework]())
 
 
-def measured(
-    of: ss.Plan, seconds: float = 1.2, predicted: float | None = 1.0, **changes: Any
+def build_step(
+    a_plan: ss.Plan, seconds: float = 1.2, predicted: float | None = 1.0, **changes: Any
 ) -> MeasuredStep:
     fields: dict[str, Any] = {
         "run": "a-run",
         "finished_at": "2026-11-21T13:00:00+00:00",
-        "plan": of.to_dict(),
+        "plan": a_plan.to_dict(),
         "num_steps": 20,
         "seconds": seconds,
         "predicted_seconds": predicted,
-        "predicted_from": select_rates(of.cluster).source,
+        "predicted_from": select_rates(a_plan.cluster).source,
     }
     return MeasuredStep(**fields | changes)
 
 
-def test_the_folder_follows_the_variable_and_the_xdg_specification(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_folder_follows_its_variable_and_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDSCOPE_DATA_HOME", "/somewhere")
     assert find_data_folder() == Path("/somewhere")
     monkeypatch.delenv("SHARDSCOPE_DATA_HOME")
@@ -81,12 +81,12 @@ def test_the_folder_follows_the_variable_and_the_xdg_specification(monkeypatch: 
 
 
 @pytest.mark.parametrize("value", [7, "", "a\0b", True])
-def test_what_is_no_folder_is_refused(value: Any) -> None:
+def test_an_invalid_folder_is_rejected(value: Any) -> None:
     with pytest.raises(ValueError, match=r"calibrate\.folder"):
         find_data_folder(value)
 
 
-def test_files_are_this_users_alone(folder: Path) -> None:
+def test_stored_files_are_readable_by_their_user_only(folder: Path) -> None:
     path = store_calibration(calibration())
     assert path.parent == folder / "calibration"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -96,7 +96,7 @@ def test_files_are_this_users_alone(folder: Path) -> None:
     assert not [file for file in path.parent.iterdir() if file.name not in (path.name, f".{path.name}.lock")]
 
 
-def test_a_prediction_takes_the_calibration_of_this_machine() -> None:
+def test_predictions_use_the_calibration_of_this_machine() -> None:
     with pytest.raises(ValueError, match=r"ss\.calibrate\(\)"):
         plan().step()
     assert select_rates(CPU) is look_up_rates(CPU)
@@ -107,7 +107,7 @@ def test_a_prediction_takes_the_calibration_of_this_machine() -> None:
     assert f"the calibration of {get_machine_name()}" in report.calibration
 
 
-def test_a_cpu_rank_computes_sends_and_starts_operators_in_turn() -> None:
+def test_cpu_ranks_overlap_neither_communication_nor_kernel_launches() -> None:
     store_calibration(calibration())
     report = plan("fsdp2").step()
     assert report.parts["gathers"] > 0 and not any(report.hidden.values())
@@ -117,25 +117,25 @@ def test_a_cpu_rank_computes_sends_and_starts_operators_in_turn() -> None:
     kernels = plan("fsdp2").architecture.num_hidden_layers * (
         counted.kernels_forward + counted.kernels_backward
     )
-    waited = plan("fsdp2").step().parts["elementwise"] - report.parts["elementwise"]
-    assert waited == pytest.approx(kernels * (slow_start - KERNEL_SECONDS), rel=1e-6)
+    added_seconds = plan("fsdp2").step().parts["elementwise"] - report.parts["elementwise"]
+    assert added_seconds == pytest.approx(kernels * (slow_start - KERNEL_SECONDS), rel=1e-6)
 
 
-def test_a_new_calibration_is_seen_at_once() -> None:
+def test_a_new_calibration_replaces_cached_predictions() -> None:
     store_calibration(calibration())
     before = select_rates(CPU).get_matmul_rate("fp32").flops_per_second
     faster = [product(size, flops=2 * FLOPS) for size in (128, 512, 2048)]
-    of = plan()
-    slow = of.step()
-    assert of.step() is slow, "computed once"
+    a_plan = plan()
+    slow = a_plan.step()
+    assert a_plan.step() is slow, "computed once"
     store_calibration(calibration(matrix_products=faster))
     assert select_rates(CPU).get_matmul_rate("fp32").flops_per_second == pytest.approx(2 * before, rel=1e-2)
-    assert of.step().parts["matrices"] == pytest.approx(slow.parts["matrices"] / 2, rel=1e-2)
+    assert a_plan.step().parts["matrices"] == pytest.approx(slow.parts["matrices"] / 2, rel=1e-2)
     record = read_record(build_record_path("cpu", find_data_folder()))
     assert record is not None and len(record.calibrations) == 1
 
 
-def test_other_numbers_of_cpu_ranks_or_cores_have_no_rates() -> None:
+def test_cpu_calibrations_require_equal_ranks_and_cores() -> None:
     store_calibration(calibration())
     assert find_calibration(ss.Cluster.parse("4xcpu")) is None
     store_calibration(calibration("4xcpu"))
@@ -145,29 +145,29 @@ def test_other_numbers_of_cpu_ranks_or_cores_have_no_rates() -> None:
     assert find_calibration(CPU) is None
 
 
-def test_cpu_ranks_of_another_host_are_not_these(folder: Path) -> None:
+def test_cpu_calibrations_of_another_host_are_ignored(folder: Path) -> None:
     store_calibration(calibration(machine="another-host"))
     assert (folder / "calibration" / "another-host--cpu.json").is_file()
     assert find_calibration(CPU) is None
 
 
-def test_gpus_of_the_same_kind_are_taken_from_another_host_of_the_folder() -> None:
+def test_gpu_calibrations_of_another_host_with_equal_gpus_are_used() -> None:
     assert find_calibration(H100) is None
     store_calibration(calibration("8xh100-sxm-80gb", machine="node-7"))
-    found = find_calibration(H100)
-    assert found is not None and found.machine == "node-7"
+    nearest = find_calibration(H100)
+    assert nearest is not None and nearest.machine == "node-7"
     assert "node-7" in select_rates(H100).source
     store_calibration(calibration("8xh100-sxm-80gb"))
     assert f"of {get_machine_name()} " in select_rates(H100).source, "this host's own comes first"
     assert find_calibration(ss.Cluster.parse("8xh200-sxm-141gb")) is None
 
 
-def test_of_gpus_the_same_number_in_a_node_comes_first_then_the_most() -> None:
+def test_calibrations_of_equal_gpu_count_come_first_then_the_largest() -> None:
     for ranks in (1, 4):
         store_calibration(calibration(f"{ranks}xh100-sxm-80gb"))
-    for ranks, taken in ((1, 1), (4, 4), (8, 4)):
-        found = find_calibration(ss.Cluster.parse(f"{ranks}xh100-sxm-80gb"))
-        assert found is not None and found.num_ranks == taken
+    for ranks, num_ranks in ((1, 1), (4, 4), (8, 4)):
+        nearest = find_calibration(ss.Cluster.parse(f"{ranks}xh100-sxm-80gb"))
+        assert nearest is not None and nearest.num_ranks == num_ranks
 
 
 @pytest.mark.parametrize(
@@ -183,21 +183,21 @@ def test_of_gpus_the_same_number_in_a_node_comes_first_then_the_most() -> None:
         "NAN",
     ],
 )
-def test_a_damaged_file_is_named_and_mended_by_a_new_calibration(text: str) -> None:
+def test_a_damaged_file_is_named_and_replaced_by_a_new_calibration(text: str) -> None:
     path = store_calibration(calibration())
     if text == "NAN":
         text = path.read_text().replace(f'"kernel_seconds": {KERNEL_SECONDS}', '"kernel_seconds": NaN')
         assert "NaN" in text
     path.write_text(text)
-    with pytest.raises(ValueError, match="is no stored calibration") as refused:
+    with pytest.raises(ValueError, match="is no stored calibration") as error:
         select_rates(CPU)
-    assert str(path) in str(refused.value) and "ss.calibrate()" in str(refused.value)
+    assert str(path) in str(error.value) and "ss.calibrate()" in str(error.value)
     store_calibration(calibration())
     assert select_rates(CPU).source == calibration().source
     assert path.with_suffix(".damaged").read_text() == text, "what was there is kept aside"
 
 
-def test_a_giant_file_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_too_large_file_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration_store, "MAX_FILE_BYTES", 100)
     path = build_record_path("cpu", find_data_folder())
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -206,7 +206,7 @@ def test_a_giant_file_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
         read_record(path)
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_named_in_the_error(tmp_path: Path) -> None:
     blocked = tmp_path / "a-file"
     blocked.write_text("")
     for attempt in (lambda: check_writable(blocked), lambda: store_calibration(calibration(), blocked)):
@@ -214,7 +214,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
             attempt()
 
 
-def test_a_lock_is_one_at_a_time(tmp_path: Path) -> None:
+def test_a_file_can_be_locked_only_once(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     with lock_file(path), pytest.raises(BlockingIOError), lock_file(path, wait=False):
         pass
@@ -222,10 +222,10 @@ def test_a_lock_is_one_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_steps_of_runs_that_end_together_are_all_kept() -> None:
-    of = plan()
+def test_concurrently_finished_runs_are_all_stored() -> None:
+    a_plan = plan()
     threads = [
-        threading.Thread(target=store_step, args=(measured(of, run=f"run-{i}", predicted=None), "cpu"))
+        threading.Thread(target=store_step, args=(build_step(a_plan, run=f"run-{i}", predicted=None), "cpu"))
         for i in range(8)
     ]
     for thread in threads:
@@ -236,51 +236,51 @@ def test_steps_of_runs_that_end_together_are_all_kept() -> None:
     assert record is not None and {step.run for step in record.steps} == {f"run-{i}" for i in range(8)}
 
 
-def test_steps_are_bounded_and_outlive_a_new_calibration() -> None:
+def test_stored_steps_are_limited_and_survive_a_new_calibration() -> None:
     record = MachineRecord(machine="m", gpu="cpu")
     for number in range(MAX_RUNS + 3):
-        record = record.with_step(measured(plan(), run=f"run-{number}", predicted=None))
+        record = record.with_step(build_step(plan(), run=f"run-{number}", predicted=None))
     assert len(record.steps) == MAX_RUNS and record.steps[-1].run == f"run-{MAX_RUNS + 2}"
     assert record.with_calibration(calibration()).steps == record.steps
     assert MachineRecord.from_json(record.to_json()) == record
 
 
-def test_the_residual_counts_runs_of_this_architecture_framework_and_constants() -> None:
+def test_the_residual_covers_runs_of_equal_model_and_framework() -> None:
     store_calibration(calibration())
-    of = plan("fsdp2")
-    assert find_residual(of) is None
-    store_step(measured(of, 1.1), "cpu")
-    store_step(measured(plan("ddp"), 9.0), "cpu")
-    store_step(measured(plan("fsdp2", "4m"), 9.0), "cpu")
-    store_step(measured(of, 9.0, predicted_from="other constants"), "cpu")
-    store_step(measured(of, 9.0, predicted=None), "cpu")
-    report = of.step()
+    a_plan = plan("fsdp2")
+    assert find_residual(a_plan) is None
+    store_step(build_step(a_plan, 1.1), "cpu")
+    store_step(build_step(plan("ddp"), 9.0), "cpu")
+    store_step(build_step(plan("fsdp2", "4m"), 9.0), "cpu")
+    store_step(build_step(a_plan, 9.0, predicted_from="other constants"), "cpu")
+    store_step(build_step(a_plan, 9.0, predicted=None), "cpu")
+    report = a_plan.step()
     one = report.residual
     assert one is not None and one.num_runs == 1 and one.median == pytest.approx(1.1)
     assert "one finished run" in one.words and "1.10 times the predicted step" in one.words
-    store_step(measured(of, 1.3), "cpu")
-    assert report.residual == find_residual(of), "a run that finished since is counted"
-    two = find_residual(of)
+    store_step(build_step(a_plan, 1.3), "cpu")
+    assert report.residual == find_residual(a_plan), "a run that finished since is counted"
+    two = find_residual(a_plan)
     assert two is not None and (two.num_runs, two.low, two.high) == (
         2,
         pytest.approx(1.1),
         pytest.approx(1.3),
     )
     assert "1.20 times" in two.words and "not corrected" in two.words
-    store_step(measured(of, 1.2, load=3.0), "cpu")
-    three = find_residual(of)
+    store_step(build_step(a_plan, 1.2, load=3.0), "cpu")
+    three = find_residual(a_plan)
     assert three is not None and three.num_busy == 1 and "1 of them while it was busy" in three.words
-    assert of.step() is report and report.residual == three
+    assert a_plan.step() is report and report.residual == three
     assert "1.20 times" in report.to_html() and report.calibration in report.to_html()
     assert plan("fsdp2", "8m").step().residual is None
 
 
-def test_a_prediction_is_never_corrected_by_runs() -> None:
+def test_finished_runs_do_not_change_predictions() -> None:
     store_calibration(calibration())
-    of = plan()
-    before = of.step().seconds
-    store_step(measured(of, 100 * before, predicted=before), "cpu")
-    assert of.step().seconds == before
+    a_plan = plan()
+    before = a_plan.step().seconds
+    store_step(build_step(a_plan, 100 * before, predicted=before), "cpu")
+    assert a_plan.step().seconds == before
 
 
 @pytest.mark.parametrize(
@@ -296,27 +296,30 @@ def test_a_prediction_is_never_corrected_by_runs() -> None:
         ("predicted_from", 7),
     ],
 )
-def test_a_garbage_step_is_refused(field: str, value: Any) -> None:
+def test_invalid_measured_steps_are_rejected(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"MeasuredStep.{field}"):
-        measured(plan(), **{field: value})
+        build_step(plan(), **{field: value})
 
 
-def test_the_median_leaves_the_first_steps_out() -> None:
+def test_the_median_step_excludes_the_first_steps() -> None:
     def lines(seconds: list[float]) -> list[dict[str, Any]]:
         return [
-            {"step": step, "rank": rank, "step_seconds": took}
-            for step, took in enumerate(seconds)
+            {"step": step, "rank": rank, "step_seconds": seconds_of_step}
+            for step, seconds_of_step in enumerate(seconds)
             for rank in (0, 1)
         ]
 
     assert compute_median_step(lines([9.0, 9.0, 9.0, 1.0, 1.0, 2.0, 1.0, 1.0])) == (5, 1.0)
     assert compute_median_step(lines([1.0] * 7)) is None, "too few"
     assert compute_median_step([{"step": step, "loss": 1.0} for step in range(50)]) is None
-    odd = [{"step": step, "step_seconds": took} for step, took in enumerate(["x", float("nan"), -1.0] * 9)]
+    odd = [
+        {"step": step, "step_seconds": seconds_of_step}
+        for step, seconds_of_step in enumerate(["x", float("nan"), -1.0] * 9)
+    ]
     assert compute_median_step(odd) is None
 
 
-def test_nothing_is_written_by_asking(folder: Path) -> None:
+def test_reading_calibrations_writes_no_file(folder: Path) -> None:
     select_rates(CPU), select_rates(H100), find_residual(plan())
     assert not folder.exists()
     assert os.environ["SHARDSCOPE_DATA_HOME"] == str(folder)

@@ -1,4 +1,4 @@
-"""``plan.step()``: its parts, the laws that any step time obeys, and what it refuses by name."""
+"""Tests of ``plan.step()``: its parts, properties of random plans, and errors about missing figures."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ COMMUNICATION = (
 SLOW = settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def plan_of(
+def build_plan(
     model: str = "llama-3.1-8b",
     cluster: str = "8xh100-sxm-80gb",
     layout: ss.Layout | None = None,
     **recipe: object,
 ) -> ss.Plan:
-    made = ss.Recipe(**recipe)  # type: ignore[arg-type]
-    return ss.Plan(ss.models[model], ss.Cluster.parse(cluster), made, layout or ss.Layout.fsdp2())
+    a_recipe = ss.Recipe(**recipe)  # type: ignore[arg-type]
+    return ss.Plan(ss.models[model], ss.Cluster.parse(cluster), a_recipe, layout or ss.Layout.fsdp2())
 
 
-def step_or_none(plan: ss.Plan) -> StepReport | None:
+def predict_or_none(plan: ss.Plan) -> StepReport | None:
     try:
         return plan.step()
     except FieldError as refusal:
@@ -49,7 +49,7 @@ def step_or_none(plan: ss.Plan) -> StepReport | None:
 @SLOW
 @given(plan=plans())
 def test_fault_37_parts_sum_to_the_step_and_none_is_negative(plan: ss.Plan) -> None:
-    report = step_or_none(plan)
+    report = predict_or_none(plan)
     assume(report is not None)
     assert report is not None
     assert tuple(report.parts) == tuple(report.hidden) == PARTS
@@ -64,8 +64,8 @@ def test_fault_37_parts_sum_to_the_step_and_none_is_negative(plan: ss.Plan) -> N
     assert all(report.explain(part) for part in PARTS)
 
 
-def test_tokens_flops_days_money_and_energy_follow_from_the_seconds() -> None:
-    plan = plan_of(seq_len=2048, global_batch_size=32)
+def test_throughput_cost_and_energy_follow_from_the_step_time() -> None:
+    plan = build_plan(seq_len=2048, global_batch_size=32)
     report = plan.step()
     tokens = 32 * 2048
     assert report.tokens_per_second == pytest.approx(tokens / report.seconds)
@@ -84,45 +84,45 @@ def test_tokens_flops_days_money_and_energy_follow_from_the_seconds() -> None:
     assert "h" in report.calibration
 
 
-def test_what_has_no_price_or_peak_costs_nobody_knows_what() -> None:
+def test_a_gpu_without_price_or_power_has_no_cost_or_energy() -> None:
     gpu = replace(EIGHT.gpu, price_per_hour_usd=None, price_date=None, tdp_watts=None)
-    plan = replace(plan_of(), cluster=replace(EIGHT, gpu=gpu))
+    plan = replace(build_plan(), cluster=replace(EIGHT, gpu=gpu))
     report = plan.step()
     assert report.cost_per_token is None
     assert report.cost(1e12) is None
     assert report.joules_per_token is None
 
 
-def test_hardware_flops_count_what_is_computed_again() -> None:
+def test_hardware_flops_include_recomputation() -> None:
     """Full recomputation repeats a third of the layers' model FLOPs: 4/3 of a step without its head."""
-    plain, again = plan_of(), plan_of(recompute="full")
+    plain, recomputed = build_plan(), build_plan(recompute="full")
     arch, seq_len = plain.architecture, plain.recipe.seq_len
     tokens = plain.recipe.global_batch_size * seq_len
     head, model = 6.0 * arch.vocab_size * arch.hidden_size, arch.flops_per_token(seq_len)
     assert plain.step().hardware_flops == pytest.approx(tokens * model)
-    assert again.step().hardware_flops == pytest.approx(tokens * (model + (model - head) / 3))
-    assert again.step().model_flops == plain.step().model_flops
-    chunked = plan_of(loss="chunked").step()
+    assert recomputed.step().hardware_flops == pytest.approx(tokens * (model + (model - head) / 3))
+    assert recomputed.step().model_flops == plain.step().model_flops
+    chunked = build_plan(loss="chunked").step()
     assert chunked.hardware_flops == pytest.approx(tokens * (model + head / 3))
     assert "chunked loss" in chunked.explain("recomputation")
-    some = plan_of(recompute="full", recompute_interval=7).step()
-    assert some.hardware_flops == pytest.approx(tokens * (model + 5 / 32 * (model - head) / 3))
-    assert "one layer of 7" in some.explain("recomputation")
+    partly_recomputed = build_plan(recompute="full", recompute_interval=7).step()
+    assert partly_recomputed.hardware_flops == pytest.approx(tokens * (model + 5 / 32 * (model - head) / 3))
+    assert "one layer of 7" in partly_recomputed.explain("recomputation")
 
 
-def test_frozen_weights_count_for_what_they_need() -> None:
-    """4 FLOPs each and not 6, so that MFU cannot pass what the GPUs execute."""
-    full, lora = plan_of().step(), plan_of(method="lora").step()
+def test_frozen_weights_count_four_flops_each() -> None:
+    """With 6 FLOPs for a frozen weight, the model FLOPs would exceed those that the GPUs execute."""
+    full, lora = build_plan().step(), build_plan(method="lora").step()
     weights = ss.models["llama-3.1-8b"].matrix_parameters_per_token
     assert full.model_flops - lora.model_flops == pytest.approx(2 * weights * full.num_tokens)
-    crowded = plan_of("llama-3.1-70b", "8xa100-sxm-80gb", method="lora", global_batch_size=512).step()
+    crowded = build_plan("llama-3.1-70b", "8xa100-sxm-80gb", method="lora", global_batch_size=512).step()
     assert crowded.mfu is not None
     assert crowded.tflops_per_gpu == pytest.approx(crowded.hardware_tflops_per_gpu)
     assert crowded.mfu < 1
 
 
-def test_a_report_tells_itself_in_a_table_and_in_words() -> None:
-    report = plan_of("llama-3.1-70b", "8x8xh100-sxm-80gb", ss.Layout.megatron(tp=8, pp=4)).step()
+def test_a_report_is_displayed_as_table_and_text() -> None:
+    report = build_plan("llama-3.1-70b", "8x8xh100-sxm-80gb", ss.Layout.megatron(tp=8, pp=4)).step()
     frame = report.to_frame()
     assert list(frame.index) == list(PARTS)
     assert frame["seconds"].sum() == pytest.approx(report.seconds)
@@ -130,9 +130,9 @@ def test_a_report_tells_itself_in_a_table_and_in_words() -> None:
     assert "<script" not in report.to_html()
     assert "MFU" in repr(report)
     assert "Narayanan" in report.explain("bubble")
-    told = report.explain("tensor_parallel")
-    assert "overlapped with arithmetic" in told
-    assert "reduce-scatter of" in told and "among 8 ranks over nvlink-4" in told
+    text = report.explain("tensor_parallel")
+    assert "overlapped with arithmetic" in text
+    assert "reduce-scatter of" in text and "among 8 ranks over nvlink-4" in text
     with pytest.raises(ValueError, match=r"part is 'bubbles'.*'bubble'"):
         report.explain("bubbles")
     with pytest.raises(ValueError, match="num_tokens"):
@@ -150,22 +150,22 @@ def test_a_report_tells_itself_in_a_table_and_in_words() -> None:
         (0, "0 s"),
     ],
 )
-def test_seconds_have_three_digits(seconds: float, words: str) -> None:
+def test_seconds_are_formatted_with_three_digits(seconds: float, words: str) -> None:
     assert format_seconds(seconds) == words
 
 
-# ------------------------------------------------------------------------------------------------- laws
+# ------------------------------------------------------------------------------------------- properties
 
 
 @SLOW
 @given(plan=plans(), factor=st.sampled_from([2, 3, 8]))
-def test_fault_37_more_sequences_are_never_faster(plan: ss.Plan, factor: int) -> None:
+def test_fault_37_step_time_never_falls_with_the_batch_size(plan: ss.Plan, factor: int) -> None:
     recipe = replace(plan.recipe, global_batch_size=plan.recipe.global_batch_size * factor)
     try:
         larger = replace(plan, recipe=recipe)
     except ValueError:
         assume(False)
-    first, second = step_or_none(plan), step_or_none(larger)
+    first, second = predict_or_none(plan), predict_or_none(larger)
     assume(first is not None and second is not None)
     assert first is not None
     assert second is not None
@@ -174,15 +174,15 @@ def test_fault_37_more_sequences_are_never_faster(plan: ss.Plan, factor: int) ->
 
 @SLOW
 @given(plan=plans(), name=st.sampled_from(["intra_node_link", "inter_node_link", "host_link"]))
-def test_fault_37_a_slower_link_is_never_faster(plan: ss.Plan, name: str) -> None:
+def test_fault_37_step_time_never_falls_with_a_slower_link(plan: ss.Plan, name: str) -> None:
     link = getattr(plan.cluster, name)
     slower = replace(
         link,
         bandwidth_bytes_per_second=link.bandwidth_bytes_per_second / 3,
         latency_seconds=link.latency_seconds * 3,
     )
-    first = step_or_none(plan)
-    second = step_or_none(replace(plan, cluster=replace(plan.cluster, **{name: slower})))
+    first = predict_or_none(plan)
+    second = predict_or_none(replace(plan, cluster=replace(plan.cluster, **{name: slower})))
     assume(first is not None and second is not None)
     assert first is not None
     assert second is not None
@@ -193,33 +193,33 @@ def test_fault_37_a_slower_link_is_never_faster(plan: ss.Plan, name: str) -> Non
     "layout", [ss.Layout.ddp(), ss.Layout.fsdp2(), ss.Layout.zero(), ss.Layout.megatron()]
 )
 def test_one_gpu_has_no_communication(layout: ss.Layout) -> None:
-    report = plan_of("gpt2", "h100-sxm-80gb", layout, seq_len=512).step()
+    report = build_plan("gpt2", "h100-sxm-80gb", layout, seq_len=512).step()
     assert report.communication == ()
     assert all(report.parts[part] == report.hidden[part] == 0 for part in COMMUNICATION)
     assert report.parts["bubble"] == 0
 
 
 def test_full_recomputation_costs_about_a_third_of_forward_and_backward() -> None:
-    """All of forward again with Megatron; torch stops before the last product, a quarter of a layer's."""
+    """Megatron repeats all of forward; torch stops before the last matmul, a quarter of a layer."""
     for layout, low, high in ((ss.Layout.megatron(tp=8), 0.30, 0.36), (ss.Layout.fsdp2(), 0.2, 0.30)):
-        plain = plan_of("llama-3.1-70b", "8x8xh100-sxm-80gb", layout).step()
-        again = plan_of("llama-3.1-70b", "8x8xh100-sxm-80gb", layout, recompute="full").step()
+        plain = build_plan("llama-3.1-70b", "8x8xh100-sxm-80gb", layout).step()
+        recomputed = build_plan("llama-3.1-70b", "8x8xh100-sxm-80gb", layout, recompute="full").step()
         arithmetic = sum(plain.parts[part] for part in ("matrices", "attention", "elementwise"))
-        assert low < again.parts["recomputation"] / arithmetic < high
-        assert again.parts["matrices"] == plain.parts["matrices"]
+        assert low < recomputed.parts["recomputation"] / arithmetic < high
+        assert recomputed.parts["matrices"] == plain.parts["matrices"]
         assert plain.parts["recomputation"] == 0
 
 
-def test_recompute_none_selective_full_are_ordered_in_time() -> None:
+def test_step_time_rises_from_no_to_selective_to_full_recomputation() -> None:
     for layout in (ss.Layout.fsdp2(), ss.Layout.megatron()):
         none, selective, full = (
-            plan_of(layout=layout, recompute=how).step().seconds for how in ("none", "selective", "full")
+            build_plan(layout=layout, recompute=how).step().seconds for how in ("none", "selective", "full")
         )
         assert none < selective < full
 
 
-def test_every_other_layer_recomputed_costs_half() -> None:
-    every, other = (plan_of(recompute="full", recompute_interval=n).step().parts for n in (1, 2))
+def test_recomputing_every_other_layer_costs_half() -> None:
+    every, other = (build_plan(recompute="full", recompute_interval=n).step().parts for n in (1, 2))
     assert other["recomputation"] == pytest.approx(every["recomputation"] / 2)
 
 
@@ -229,56 +229,58 @@ def test_every_other_layer_recomputed_costs_half() -> None:
     micro_batches=st.integers(1, 512),
     each=st.floats(0.1, 10),
 )
-def test_the_bubble_of_equal_stages_is_the_textbooks(
+def test_the_bubble_of_equal_stages_equals_the_published_formula(
     stages: int, vpp: int, micro_batches: int, each: float
 ) -> None:
     """Narayanan et al. 2021, section 2.2: (pp - 1) / (vpp x micro-batches) of the ideal time."""
     one = each * micro_batches
-    found = compute_bubble_seconds(stages * one, one, vpp, micro_batches)
-    assert found == pytest.approx((stages - 1) / (vpp * micro_batches) * one)
+    bubble_seconds = compute_bubble_seconds(stages * one, one, vpp, micro_batches)
+    assert bubble_seconds == pytest.approx((stages - 1) / (vpp * micro_batches) * one)
 
 
-def test_interleaving_shrinks_the_bubble_and_more_micro_batches_hide_it() -> None:
-    def bubble(vpp: int, batch: int) -> float:
+def test_interleaving_and_more_micro_batches_reduce_the_bubble() -> None:
+    def compute_bubble_share(vpp: int, batch: int) -> float:
         layout = ss.Layout.megatron(tp=8, pp=4, vpp=vpp)
-        report = plan_of("llama-3.1-70b", "4x8xh100-sxm-80gb", layout, global_batch_size=batch).step()
+        report = build_plan("llama-3.1-70b", "4x8xh100-sxm-80gb", layout, global_batch_size=batch).step()
         return report.parts["bubble"] / report.seconds
 
-    assert bubble(4, 16) < bubble(1, 16)
-    assert bubble(1, 64) < bubble(1, 16)
+    assert compute_bubble_share(4, 16) < compute_bubble_share(1, 16)
+    assert compute_bubble_share(1, 64) < compute_bubble_share(1, 16)
 
 
-def test_context_parallel_attention_is_shared_out() -> None:
+def test_context_parallelism_divides_attention_among_ranks() -> None:
     whole, cut = (
-        plan_of(layout=ss.Layout.megatron(cp=cp), seq_len=32_768, global_batch_size=8) for cp in (1, 8)
+        build_plan(layout=ss.Layout.megatron(cp=cp), seq_len=32_768, global_batch_size=8) for cp in (1, 8)
     )
     assert cut.step().parts["attention"] == pytest.approx(whole.step().parts["attention"])
     assert cut.step().hidden["context_parallel"] > 0
 
 
-def test_crowded_experts_are_waited_for() -> None:
+def test_expert_imbalance_increases_the_step_time() -> None:
     even, crowded = (
-        plan_of("mixtral-8x7b", "2x8xh100-sxm-80gb", ss.Layout.megatron(ep=8), expert_imbalance=load).step()
+        build_plan(
+            "mixtral-8x7b", "2x8xh100-sxm-80gb", ss.Layout.megatron(ep=8), expert_imbalance=load
+        ).step()
         for load in (1.0, 2.0)
     )
     assert crowded.parts["expert_parallel"] > 1.5 * even.parts["expert_parallel"]
     assert crowded.parts["matrices"] > even.parts["matrices"]
 
 
-def test_overlap_flags_hide_what_they_say() -> None:
-    def parts(**flags: bool) -> StepReport:
+def test_megatron_overlap_flags_reduce_exposed_communication() -> None:
+    def predict(**flags: bool) -> StepReport:
         layout = ss.Layout.megatron(tp=8, **flags)
-        return plan_of("llama-3.1-70b", "4x8xh100-sxm-80gb", layout, global_batch_size=64).step()
+        return build_plan("llama-3.1-70b", "4x8xh100-sxm-80gb", layout, global_batch_size=64).step()
 
-    plain, reduced = parts(), parts(overlap_grad_reduce=True)
-    gathered = parts(overlap_grad_reduce=True, overlap_param_gather=True)
-    buffers = parts(tp_comm_overlap=True)
+    plain, reduced = predict(), predict(overlap_grad_reduce=True)
+    gathered = predict(overlap_grad_reduce=True, overlap_param_gather=True)
+    buffers = predict(tp_comm_overlap=True)
     assert reduced.parts["gradients"] < plain.parts["gradients"]
     assert gathered.parts["gathers"] < reduced.parts["gathers"]
     assert buffers.parts["tensor_parallel"] < plain.parts["tensor_parallel"]
 
 
-def test_offloading_costs_time_and_nvme_more() -> None:
+def test_cpu_offload_is_slower_and_nvme_offload_slowest() -> None:
     nvme = replace(EIGHT, nvme_bytes=2**44, nvme_bandwidth_bytes_per_second=20e9)
 
     def seconds(**where: str) -> float:
@@ -289,11 +291,11 @@ def test_offloading_costs_time_and_nvme_more() -> None:
     assert none < host < seconds(offload_optimizer="nvme")
 
 
-# --------------------------------------------------------------------------------- what is not known
+# ------------------------------------------------------------------------------------- missing figures
 
 
-def test_every_gpu_of_the_catalogue_with_figures_steps_and_others_are_refused_by_name() -> None:
-    told = 0
+def test_catalog_gpus_have_step_times_or_name_the_missing_figure() -> None:
+    num_predicted = 0
     for name, gpu in ss.gpus.items():
         for precision in ("bf16", "fp16-mixed", "fp32"):
             cluster = ss.Cluster.of(gpu, 2)
@@ -303,59 +305,59 @@ def test_every_gpu_of_the_catalogue_with_figures_steps_and_others_are_refused_by
             peak = precision.removesuffix("-mixed")
             if peak in gpu.peak_flops and gpu.memory_bandwidth_bytes_per_second:
                 assert 0 < plan.step().seconds < 60, name
-                told += 1
+                num_predicted += 1
             else:
                 with pytest.raises(
                     ValueError, match=rf"Gpu\.(peak_flops\['{peak}'\]|memory_band).*(calibrate|Recipe)"
                 ):
                     plan.step()
-    assert told > 50
+    assert num_predicted > 50
 
 
-def test_a_missing_bandwidth_or_drive_is_named() -> None:
+def test_a_missing_bandwidth_is_named_in_the_error() -> None:
     gpu = replace(EIGHT.gpu, memory_bandwidth_bytes_per_second=None)
     with pytest.raises(ValueError, match=r"Gpu\.memory_bandwidth_bytes_per_second is None.*ss\.calibrate"):
-        replace(plan_of(), cluster=replace(EIGHT, gpu=gpu)).step()
+        replace(build_plan(), cluster=replace(EIGHT, gpu=gpu)).step()
     with pytest.raises(ValueError, match=r"Cluster\.nvme_bandwidth_bytes_per_second is None"):
-        plan_of(layout=ss.Layout.zero(offload_optimizer="nvme")).step()
+        build_plan(layout=ss.Layout.zero(offload_optimizer="nvme")).step()
 
 
 @pytest.mark.parametrize("link", [None, "nvlink-9"])
-def test_a_gpu_whose_link_nobody_knows_is_refused_by_name(link: str | None) -> None:
-    """Not where it has no neighbours, nor where the cluster says what its link is."""
+def test_a_gpu_with_an_unknown_link_is_rejected(link: str | None) -> None:
+    """A single GPU needs no link, and the cluster may name one."""
     gpu = replace(EIGHT.gpu, name="my-gpu", link=link)
-    plan = replace(plan_of(micro_batch_size=4, seq_len=8192), cluster=ss.Cluster.of(gpu, 8))
+    plan = replace(build_plan(micro_batch_size=4, seq_len=8192), cluster=ss.Cluster.of(gpu, 8))
     with pytest.raises(ValueError, match=r"Gpu\.link is .*nvlink-4.*Nearest fix: link='pcie-4-x16'"):
         plan.step()
     repairs = plan.repairs()
     assert repairs and all(math.isnan(repair.seconds_lost) for repair in repairs)
     named = replace(plan.cluster, intra_node_link=EIGHT.intra_node_link)
     assert replace(plan, cluster=named).step().seconds > 0
-    alone = ss.Plan(ss.models["gpt2"], ss.Cluster.of(gpu, 1), ss.Recipe(seq_len=512), ss.Layout.ddp())
-    assert alone.step().communication == ()
+    one_gpu = ss.Plan(ss.models["gpt2"], ss.Cluster.of(gpu, 1), ss.Recipe(seq_len=512), ss.Layout.ddp())
+    assert one_gpu.step().communication == ()
 
 
-def test_other_schedules_bubbles_are_told_beside_the_one_that_runs() -> None:
+def test_bubbles_of_other_schedules_are_reported() -> None:
     cluster = ss.Cluster.parse("8x8xh100-sxm-80gb")
     recipe = ss.Recipe(seq_len=4096, global_batch_size=128)
 
-    def made(layout: Any, **changes: Any) -> ss.Plan:
+    def make_plan(layout: Any, **changes: Any) -> ss.Plan:
         return ss.Plan(ss.models["llama-3.1-8b"], cluster, replace(recipe, **changes), layout)
 
-    plain = made(ss.Layout.megatron(tp=2, pp=4))
-    found = compute_bubbles(plain)
+    plain = make_plan(ss.Layout.megatron(tp=2, pp=4))
+    bubbles = compute_bubbles(plain)
     own = plain.step().parts["bubble"]
-    assert found["1f1b"] == found["gpipe"] == pytest.approx(own)
-    assert found["interleaved"] == pytest.approx(own / 2)
-    assert found["zb-h2"] < found["zb-h1"] < found["1f1b"]
-    chunked = made(ss.Layout.megatron(tp=2, pp=4, vpp=4))
+    assert bubbles["1f1b"] == bubbles["gpipe"] == pytest.approx(own)
+    assert bubbles["interleaved"] == pytest.approx(own / 2)
+    assert bubbles["zb-h2"] < bubbles["zb-h1"] < bubbles["1f1b"]
+    chunked = make_plan(ss.Layout.megatron(tp=2, pp=4, vpp=4))
     assert compute_bubbles(chunked)["interleaved"] == pytest.approx(chunked.step().parts["bubble"])
     assert "forward_backward_pipelining_with_interleaving" in chunked.step().explain("bubble")
-    told = made(ss.Layout.zero(stage=1, pp=4)).step().explain("bubble")
-    assert "TrainSchedule" in told and "GPipe" in told and "ZB-H1" in told
+    text = make_plan(ss.Layout.zero(stage=1, pp=4)).step().explain("bubble")
+    assert "TrainSchedule" in text and "GPipe" in text and "ZB-H1" in text
     # Frozen matrices have no gradients to fill a bubble with.
-    adapters = compute_bubbles(made(ss.Layout.fsdp2(pp=4), method="lora", lora_rank=8))
+    adapters = compute_bubbles(make_plan(ss.Layout.fsdp2(pp=4), method="lora", lora_rank=8))
     assert adapters["zb-h1"] == adapters["1f1b"]
-    whole = made(ss.Layout.fsdp2())
+    whole = make_plan(ss.Layout.fsdp2())
     assert compute_bubbles(whole) == {}
     assert "GPipe" not in whole.step().explain("bubble")

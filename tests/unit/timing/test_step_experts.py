@@ -1,4 +1,4 @@
-"""Routed experts have fewer replicas than other weights: what is sent and updated follows that."""
+"""Tests of communication and updates of routed experts, which have fewer replicas than other weights."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ EXPERTS = 32 * 8 * 3 * 4096 * 14336
 DENSE = 46_702_792_704 - EXPERTS
 
 
-def mixtral(layout: ss.Layout, cluster: str = "8xh100-sxm-80gb") -> ss.Plan:
+def build_mixtral_plan(layout: ss.Layout, cluster: str = "8xh100-sxm-80gb") -> ss.Plan:
     recipe = ss.Recipe(global_batch_size=16)
     return ss.Plan(ss.models["mixtral-8x7b"], ss.Cluster.parse(cluster), recipe, layout)
 
 
-def sent(report: StepReport, collective: str) -> dict[int, float]:
-    """Bytes of the training state's collectives by ranks of their group."""
+def count_sent_bytes(report: StepReport, collective: str) -> dict[int, float]:
+    """Return the bytes of the training state's collectives by group size."""
     return {
         one.ranks: one.num_bytes
         for one in report.communication
@@ -35,49 +35,51 @@ def sent(report: StepReport, collective: str) -> dict[int, float]:
     }
 
 
-def traffic_of(plan: ss.Plan) -> list[tuple[Stage, StateTraffic]]:
+def list_stage_traffic(plan: ss.Plan) -> list[tuple[Stage, StateTraffic]]:
     framework = frameworks[plan.layout.framework]
     model, timing = framework.memory_model(), framework.timing_model()
     stages = [model.count_weights(plan, shape) for shape in model.find_shapes(plan).kinds]
     return [(stage, timing.state_traffic(plan, stage)) for stage in stages]
 
 
-def test_experts_that_only_one_rank_has_are_sent_nowhere() -> None:
-    layer_seconds = mixtral(ss.Layout.megatron(ep=8)).step()
-    assert sent(layer_seconds, "reduce_scatter") == {8: pytest.approx(4 * DENSE, rel=1e-3)}
-    assert sent(layer_seconds, "all_gather") == {8: pytest.approx(2 * DENSE, rel=1e-3)}
-    two = mixtral(ss.Layout.zero(stage=2, ep=8)).step()
-    per_batch = {ranks: size / 2 for ranks, size in sent(two, "reduce_scatter").items()}
+def test_experts_without_replicas_cause_no_communication() -> None:
+    report = build_mixtral_plan(ss.Layout.megatron(ep=8)).step()
+    assert count_sent_bytes(report, "reduce_scatter") == {8: pytest.approx(4 * DENSE, rel=1e-3)}
+    assert count_sent_bytes(report, "all_gather") == {8: pytest.approx(2 * DENSE, rel=1e-3)}
+    two = build_mixtral_plan(ss.Layout.zero(stage=2, ep=8)).step()
+    per_batch = {ranks: size / 2 for ranks, size in count_sent_bytes(two, "reduce_scatter").items()}
     assert per_batch == {8: pytest.approx(2 * DENSE, rel=1e-3)}
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_experts_go_between_their_own_replicas(distributed: bool) -> None:
+def test_experts_are_reduced_among_their_own_replicas(distributed: bool) -> None:
     layout = ss.Layout.megatron(ep=8, distributed_optimizer=distributed)
-    layer_seconds = mixtral(layout, "2x8xh100-sxm-80gb").step()
+    report = build_mixtral_plan(layout, "2x8xh100-sxm-80gb").step()
     expected = {16: pytest.approx(4 * DENSE, rel=1e-3), 2: pytest.approx(4 * EXPERTS / 8, rel=1e-3)}
-    assert sent(layer_seconds, "reduce_scatter" if distributed else "all_reduce") == expected
-    (pair,) = (one for one in layer_seconds.communication if one.part == "gradients" and one.ranks == 2)
+    assert count_sent_bytes(report, "reduce_scatter" if distributed else "all_reduce") == expected
+    (pair,) = (one for one in report.communication if one.part == "gradients" and one.ranks == 2)
     assert pair.link == "infiniband-ndr"  # the ranks of one node have all experts between them
-    one = sent(mixtral(ss.Layout.zero(stage=0, ep=8), "2x8xh100-sxm-80gb").step(), "all_reduce")
+    one = count_sent_bytes(
+        build_mixtral_plan(ss.Layout.zero(stage=0, ep=8), "2x8xh100-sxm-80gb").step(), "all_reduce"
+    )
     assert one == {16: pytest.approx(2 * DENSE, rel=1e-3), 2: pytest.approx(2 * EXPERTS / 8, rel=1e-3)}
 
 
-def test_experts_uncut_by_tp_are_counted_whole() -> None:
+def test_experts_not_sharded_by_tp_are_sent_whole() -> None:
     layout = ss.Layout.megatron(tp=2, ep=4, etp=1)
-    layer_seconds = mixtral(layout).step()
-    assert sent(layer_seconds, "reduce_scatter")[2] == pytest.approx(4 * EXPERTS / 4, rel=1e-3)
+    report = build_mixtral_plan(layout).step()
+    assert count_sent_bytes(report, "reduce_scatter")[2] == pytest.approx(4 * EXPERTS / 4, rel=1e-3)
 
 
-def test_without_expert_parallelism_all_weights_are_one_group() -> None:
+def test_without_expert_parallelism_all_weights_share_one_group() -> None:
     for layout in (ss.Layout.megatron(), ss.Layout.zero(stage=1)):
-        assert set(sent(mixtral(layout).step(), "reduce_scatter")) == {8}
+        assert set(count_sent_bytes(build_mixtral_plan(layout).step(), "reduce_scatter")) == {8}
 
 
-def test_the_hosts_step_is_as_long_however_experts_are_spread() -> None:
+def test_the_host_update_time_does_not_depend_on_ep() -> None:
     """All weights are updated once on a node's processors."""
     whole, spread = (
-        mixtral(ss.Layout.zero(stage=2, ep=ep, offload_optimizer="cpu")).step().parts["offload"]
+        build_mixtral_plan(ss.Layout.zero(stage=2, ep=ep, offload_optimizer="cpu")).step().parts["offload"]
         for ep in (1, 8)
     )
     assert spread == pytest.approx(whole, rel=0.03)
@@ -85,24 +87,26 @@ def test_the_hosts_step_is_as_long_however_experts_are_spread() -> None:
 
 @SLOW
 @given(plan=plans(framework="megatron"))
-def test_megatron_updates_what_its_memory_says(plan: ss.Plan) -> None:
+def test_megatron_updates_the_elements_of_its_memory_model(plan: ss.Plan) -> None:
     assume(plan.recipe.optimizer in num_moments)
-    kept = FP32 * (num_moments[plan.recipe.optimizer] + (widths[plan.recipe.precision].compute < FP32))
+    bytes_per_element = FP32 * (
+        num_moments[plan.recipe.optimizer] + (widths[plan.recipe.precision].compute < FP32)
+    )
     model = frameworks["megatron"].memory_model()
-    for stage, traffic in traffic_of(plan):
+    for stage, traffic in list_stage_traffic(plan):
         state = model.compute_training_state(plan, stage)
         if plan.layout.use_precision_aware_optimizer:  # type: ignore[attr-defined]
             continue
         # Buffers are padded to whole shards.
-        assert traffic.updated * kept == pytest.approx(state.optimizer.num_bytes, rel=1e-3)
+        assert traffic.updated * bytes_per_element == pytest.approx(state.optimizer.num_bytes, rel=1e-3)
 
 
 @SLOW
 @given(plan=plans(framework="deepspeed"))
-def test_deepspeed_updates_what_its_memory_says(plan: ss.Plan) -> None:
-    # AutoTP leaves the head whole, which the time's plain counts do not follow.
+def test_deepspeed_updates_the_elements_of_its_memory_model(plan: ss.Plan) -> None:
+    # AutoTP does not shard the head, which the counts of the step time ignore.
     assume(plan.layout.stage > 0 and plan.degrees.tp == 1)  # type: ignore[attr-defined]
-    for stage, traffic in traffic_of(plan):
+    for stage, traffic in list_stage_traffic(plan):
         updated = traffic.updated + traffic.updated_on_host
         # Partitions are padded; stage 3 cuts each tensor, small ones too.
         assert updated == pytest.approx(count_elements(plan, stage).partition, rel=0.02)

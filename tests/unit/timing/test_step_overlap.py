@@ -1,4 +1,4 @@
-"""Communication overlapped with arithmetic: no second of arithmetic covers two."""
+"""Tests of overlap: each second of arithmetic overlaps with at most one second of communication."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ ARITHMETIC = ("matrices", "attention", "elementwise", "loss", "recomputation")
 WINDOWS: tuple[OverlappedWith, ...] = ("forward", "backward", "last_backward", "first_forward", "attention")
 
 
-def arithmetic_of(report: StepReport) -> float:
+def sum_arithmetic(report: StepReport) -> float:
     return sum(report.parts[part] for part in ARITHMETIC)
 
 
-def hidden_of(report: StepReport) -> float:
-    """The host's link runs beside the others."""
+def sum_overlapped(report: StepReport) -> float:
+    """Return the overlapped seconds without offload, whose link is independent of the others."""
     return sum(seconds for part, seconds in report.hidden.items() if part != "offload")
 
 
 @SLOW
 @given(plan=plans())
-def test_no_more_is_hidden_than_there_is_arithmetic(plan: ss.Plan) -> None:
+def test_overlapped_communication_never_exceeds_arithmetic(plan: ss.Plan) -> None:
     try:
         report = plan.step()
     except FieldError as refusal:
         assume(not refusal.field.startswith(("Gpu.", "Cluster.nvme_")))
         raise
-    assert hidden_of(report) <= arithmetic_of(report) * (1 + 1e-9)
+    assert sum_overlapped(report) <= sum_arithmetic(report) * (1 + 1e-9)
 
 
-def test_copies_between_slow_nodes_leave_shards_nothing_to_hide_beneath() -> None:
+def test_slow_all_reduces_between_nodes_use_up_the_overlap() -> None:
     recipe = ss.Recipe(seq_len=512, global_batch_size=32)
     cluster = ss.Cluster.parse("8x4xa10-24gb")
     report = ss.Plan(ss.models["llama-3.2-1b"], cluster, recipe, ss.Layout.fsdp2(replicate=2)).step()
-    assert hidden_of(report) == pytest.approx(arithmetic_of(report))
+    assert sum_overlapped(report) == pytest.approx(sum_arithmetic(report))
     between = next(one for one in report.communication if one.collective == "all_reduce")
     within = next(one for one in report.communication if one.collective == "reduce_scatter")
     assert between.hidden_seconds > 0
