@@ -1,4 +1,4 @@
-"""Every choice of a recipe on every layout: refused by name with a fix that helps, or predicted."""
+"""Tests of every recipe option on every layout: predicted, or rejected with a fix that works."""
 
 from __future__ import annotations
 
@@ -40,18 +40,20 @@ CHANGES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_refused_by_name_or_predicted(layout: str, model: str, cluster: str) -> None:
+def test_every_recipe_option_is_predicted_or_rejected_with_a_fix(
+    layout: str, model: str, cluster: str
+) -> None:
     for change in CHANGES:
         if change.get("quantization") and "method" not in change:
             continue
         recipe = replace(ss.Recipe(seq_len=512), **change)
         try:
             plan = ss.Plan(ss.models[model], CLUSTERS[cluster], recipe, LAYOUTS[layout])
-        except FieldError as refusal:
-            owner, _, field = refusal.field.partition(".")
+        except FieldError as error:
+            owner, _, field = error.field.partition(".")
             assert owner in ("Recipe", "Layout"), change
-            assert field.split()[0] in {*change, "stage", "tp", "ep", "optimizer"}, (change, str(refusal))
-            assert refusal.fix
+            assert field.split()[0] in {*change, "stage", "tp", "ep", "optimizer"}, (change, str(error))
+            assert error.fix
             continue
         report = plan.memory()
         for stage, moment in product(report.by_stage, range(3)):
@@ -62,7 +64,7 @@ def test_refused_by_name_or_predicted(layout: str, model: str, cluster: str) -> 
         assert ss.Plan.from_json(plan.to_json()).memory().peak_bytes == report.peak_bytes
 
 
-def test_the_fix_of_an_unsupported_choice_works() -> None:
+def test_the_fix_of_an_unsupported_option_works() -> None:
     for layout in LAYOUTS.values():
         for field, value in ((f, v) for f in SUPPORT for v in (CHOICES.get(f) or OPEN_CHOICES[f])):
             if field in ("quantization", "method"):
@@ -70,24 +72,24 @@ def test_the_fix_of_an_unsupported_choice_works() -> None:
             recipe = replace(ss.Recipe(), **{field: value})
             try:
                 ss.Plan(ss.models["llama-3.1-8b"], CLUSTERS["8xh100-sxm-80gb"], recipe, layout)
-            except FieldError as refusal:
-                fixed, _, better = refusal.fix.partition("=")
-                change = {fixed: None if better == "None" else better.strip("'\"")}
-                mended = replace(recipe, **change)  # type: ignore[arg-type]
-                ss.Plan(ss.models["llama-3.1-8b"], CLUSTERS["8xh100-sxm-80gb"], mended, layout)
+            except FieldError as error:
+                fixed_field, _, suggested = error.fix.partition("=")
+                change = {fixed_field: None if suggested == "None" else suggested.strip("'\"")}
+                fixed_recipe = replace(recipe, **change)  # type: ignore[arg-type]
+                ss.Plan(ss.models["llama-3.1-8b"], CLUSTERS["8xh100-sxm-80gb"], fixed_recipe, layout)
 
 
-def test_engines_refuse_what_they_do_not_train() -> None:
+def test_engines_reject_options_they_do_not_train() -> None:
     from shardscope.frameworks.registry import why_not_trained
 
     two = ss.Cluster.parse("2xcpu")
-    for change, said in (
+    for change, text in (
         ({"optimizer": "adamw_8bit"}, "Recipe.optimizer"),
         ({"attention": "eager"}, "Recipe.attention"),
     ):
         plan = ss.Plan(ss.Architecture.of_size("2m"), two, ss.Recipe(seq_len=64, **change), ss.Layout.ddp())  # type: ignore[arg-type]
         why = why_not_trained(plan)
         assert why is not None
-        assert said in why
+        assert text in why
     ok = ss.Plan(ss.Architecture.of_size("2m"), two, ss.Recipe(seq_len=64), ss.Layout.ddp())
     assert why_not_trained(ok) is None

@@ -1,4 +1,4 @@
-"""DeepSpeed's own MoE layers on fake tensors, beside what was predicted of them."""
+"""Tests of predictions against DeepSpeed's own MoE layers on fake tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def plan_of(layout: dict[str, Any], recipe: dict[str, Any], config: dict[str, Any]) -> ss.Plan:
+def build_plan(layout: dict[str, Any], recipe: dict[str, Any], config: dict[str, Any]) -> ss.Plan:
     return ss.Plan(
         ss.Architecture.from_hf({**MIXTRAL, **config}),
         ss.Cluster.parse("8xh100-sxm-80gb"),
@@ -41,17 +41,17 @@ def plan_of(layout: dict[str, Any], recipe: dict[str, Any], config: dict[str, An
 
 
 @pytest.mark.parametrize("name", few(PLANS, {"zero-2, every layer recomputed"}))
-def test_experts_hold_what_was_predicted(name: str) -> None:
-    plan = plan_of(*PLANS[name], {"num_experts_per_tok": 3} if "three" in name else {})
+def test_prediction_equals_rehearsal_of_deepspeed_experts(name: str) -> None:
+    plan = build_plan(*PLANS[name], {"num_experts_per_tok": 3} if "three" in name else {})
     [stage] = stages_of(plan)
     predicted = plan.memory()
     for phase in ("rest", "forward", "backward", "optimizer"):
         expected = sum(predicted.at(phase).get(part, 0) for part in TENSOR_COMPONENTS)
-        held = max(moment.num_bytes for moment in stage.moments if moment.phase == phase)
-        assert held == pytest.approx(expected, rel=CLOSE), phase
+        rehearsed = max(moment.num_bytes for moment in stage.moments if moment.phase == phase)
+        assert rehearsed == pytest.approx(expected, rel=CLOSE), phase
     rest = next(moment for moment in stage.moments if moment.phase == "rest")
     for part in ("parameters", "gradients", "optimizer", "gather_buffers"):
-        # Rotary frequencies and DeepSpeed's own flags are a few hundred bytes.
+        # Rotary frequencies and DeepSpeed's flags take a few hundred bytes.
         assert 0 <= rest.components.get(part, 0) - predicted.at("rest").get(part, 0) < 4096, part
 
 
@@ -62,10 +62,10 @@ def test_experts_hold_what_was_predicted(name: str) -> None:
         ({"stage": 1, "ep": 2}, {"method": "lora"}, "peft does not support DeepSpeed's experts"),
     ],
 )
-def test_a_model_without_experts_is_refused(
+def test_unsupported_plans_with_experts_are_rejected(
     layout: dict[str, Any], recipe: dict[str, Any], words: str
 ) -> None:
     from shardscope.frameworks.deepspeed.rehearsal.rehearse import check_plan
 
     with pytest.raises(ValueError, match=words):
-        check_plan(plan_of(layout, recipe, {}))
+        check_plan(build_plan(layout, recipe, {}))

@@ -1,4 +1,4 @@
-"""Megatron-core's own code on fake tensors: what was stored of it, and a few of those played again."""
+"""Tests of predictions against stored rehearsals of Megatron-core; some of these are repeated."""
 
 from __future__ import annotations
 
@@ -36,56 +36,56 @@ EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 
 
 @cache
-def rows() -> tuple[Rehearsed, ...]:
-    found, refused = read_rehearsals([FILE])
-    assert not refused
-    return tuple(found)
+def read_rows() -> tuple[Rehearsed, ...]:
+    stored, rejected = read_rehearsals([FILE])
+    assert not rejected
+    return tuple(stored)
 
 
-def tensors_of(moment: PhaseMemory) -> int:
+def sum_tensors(moment: PhaseMemory) -> int:
     return sum(moment.components[name] for name in TENSOR_COMPONENTS)
 
 
-def played(plan: Plan, *stages: int) -> list[RehearsedStage]:
+def rehearse_plan(plan: Plan, *stages: int) -> list[RehearsedStage]:
     return rehearse(plan, lambda words, fraction: None, stages or None)
 
 
 def test_predictions_agree_with_stored_rehearsals() -> None:
-    assert len(rows()) >= 40
-    worst = max(rows(), key=lambda row: abs(row.error))
+    assert len(read_rows()) >= 40
+    worst = max(read_rows(), key=lambda row: abs(row.error))
     assert abs(worst.error) <= 0.01, in_words(worst)
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_every_stored_stage_is_near_its_own_prediction(sample: str) -> None:
+def test_predictions_agree_with_every_stored_stage(sample: str) -> None:
     for line in (STORED / f"{sample}.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         by_stage = Plan.from_dict(row["plan"]).memory().by_stage
         for stored in map(RehearsedStage.from_dict, row["stages"]):
-            predicted = max(map(tensors_of, by_stage[stored.stage].phases))
+            predicted = max(map(sum_tensors, by_stage[stored.stage].phases))
             assert predicted == pytest.approx(stored.peak.num_bytes, rel=0.0125), (row["name"], stored.stage)
 
 
 @pytest.mark.parametrize("sample", SAMPLES[1:])
-def test_predictions_agree_with_samples_over_the_whole_space(sample: str) -> None:
-    """Drawn by seeds of their own over every choice there is; what they showed was mended by its cause."""
-    held_out, refused = read_rehearsals([STORED / f"{sample}.jsonl"])
-    assert not refused and len(held_out) >= 30
+def test_predictions_agree_with_held_out_samples(sample: str) -> None:
+    """The samples cover every option, each with its own seed; the errors they found were fixed."""
+    held_out, rejected = read_rehearsals([STORED / f"{sample}.jsonl"])
+    assert not rejected and len(held_out) >= 30
     worst = max(held_out, key=lambda row: abs(row.error))
     assert abs(worst.error) <= 0.01, in_words(worst)
 
 
-def test_weights_gradients_and_optimizer_are_exact() -> None:
-    """No estimate: a few numbers of padding between parameters are all that may be missing."""
-    for row in rows():
+def test_predicted_training_state_is_exact() -> None:
+    """Only a few elements of padding between parameters may be missing."""
+    for row in read_rows():
         for name in ("parameters", "gradients"):
             assert row.predicted[name] == pytest.approx(row.stored[name], rel=2e-3), in_words(row)
 
 
-@pytest.mark.parametrize("place", few([0, 9, 18, 27], [9]))
-def test_repeating_a_stored_rehearsal_gives_the_same_bytes(place: int) -> None:
-    row = rows()[place]
-    stages = played(row.plan)
+@pytest.mark.parametrize("index", few([0, 9, 18, 27], [9]))
+def test_repeating_a_stored_rehearsal_gives_the_same_bytes(index: int) -> None:
+    row = read_rows()[index]
+    stages = rehearse_plan(row.plan)
     assert max(stage.peak.num_bytes for stage in stages) == pytest.approx(sum(row.stored.values()), rel=1e-3)
     assert [stage.num_layers for stage in stages] == list(row.plan.stage_layers)
     assert all({moment.phase for moment in stage.moments} == set(PHASES) for stage in stages)
@@ -95,20 +95,20 @@ def test_repeating_a_stored_rehearsal_gives_the_same_bytes(place: int) -> None:
 def test_1f1b_holds_fewer_micro_batches_on_later_stages() -> None:
     arch = replace(ss.Architecture.of_size("1b"), num_hidden_layers=16)
     plan = Plan(arch, EIGHT, ss.Recipe(seq_len=2048, global_batch_size=16), ss.Layout.megatron(tp=2, pp=2))
-    first, last = played(plan)
-    kept = [
+    first, last = rehearse_plan(plan)
+    activation_bytes = [
         max(moment.components["activations"] for moment in stage.moments if moment.phase == "forward")
         for stage in (first, last)
     ]
-    assert kept[0] == pytest.approx(2 * kept[1], rel=0.1)
+    assert activation_bytes[0] == pytest.approx(2 * activation_bytes[1], rel=0.1)
 
 
 @thorough()
 @pytest.mark.parametrize(("heads", "bytes_a_score"), few([(4, 2), (3, 6)], [(4, 2)]))
-def test_eager_attention_takes_the_fused_softmax_where_megatron_does(heads: int, bytes_a_score: int) -> None:
-    """It keeps half-precision probabilities; torch's, for other shapes, fp32 ones beside them.
+def test_eager_attention_uses_the_fused_softmax_of_megatron(heads: int, bytes_a_score: int) -> None:
+    """The fused softmax saves half-precision probabilities; torch's, for other shapes, also fp32 ones.
 
-    The fused kernel wants heads of a rank times sequences to be a multiple of four.
+    The fused kernel requires a multiple of four for a rank's heads times sequences.
     """
     arch = replace(
         ss.Architecture.of_size("60m"),
@@ -119,49 +119,51 @@ def test_eager_attention_takes_the_fused_softmax_where_megatron_does(heads: int,
         head_dim=64,
     )
 
-    def kept(attention: str | None) -> int:
-        """At the end of forward."""
+    def measure_saved_bytes(attention: str | None) -> int:
+        """Return the activation bytes at the end of forward."""
         recipe = ss.Recipe(seq_len=1024, attention=attention)
-        (stage,) = played(Plan(arch, EIGHT, recipe, ss.Layout.megatron()))
+        (stage,) = rehearse_plan(Plan(arch, EIGHT, recipe, ss.Layout.megatron()))
         return [m.components["activations"] for m in stage.moments if m.phase == "forward"][-1]
 
     scores = arch.num_hidden_layers * heads * 1024**2
-    assert (kept("eager") - kept(None)) / scores == pytest.approx(bytes_a_score, rel=0.15)
+    assert (measure_saved_bytes("eager") - measure_saved_bytes(None)) / scores == pytest.approx(
+        bytes_a_score, rel=0.15
+    )
 
 
-def test_latent_attention_has_no_eager_kind() -> None:
+def test_eager_latent_attention_is_rejected() -> None:
     plan = Plan(ss.models["deepseek-v2-lite"], EIGHT, ss.Recipe(attention="eager"), ss.Layout.megatron())
     with pytest.raises(ValueError, match=r"Recipe\.attention .*latent"):
-        played(plan)
+        rehearse_plan(plan)
 
 
-def test_context_parallelism_needs_transformer_engine() -> None:
+def test_context_parallelism_is_rejected() -> None:
     plan = Plan(ss.Architecture.of_size("60m"), EIGHT, ss.Recipe(), ss.Layout.megatron(cp=2))
     with pytest.raises(ValueError, match=r"Layout\.cp"):
-        played(plan)
+        rehearse_plan(plan)
 
 
-REFUSED = {("precision", "fp8-mixed")}
-"""Of all that a recipe may choose with Megatron, what no rehearsal plays."""
+NOT_REHEARSED = {("precision", "fp8-mixed")}
+"""Recipe options of Megatron that rehearsals do not support."""
 
 
 FIELDS = ["precision", "optimizer", "loss", "attention", "recompute", "method"]
 
 
 @pytest.mark.parametrize("field", few(FIELDS, ["loss"]))
-def test_every_choice_of_a_recipe_is_rehearsed_or_refused_by_name(field: str) -> None:
+def test_every_recipe_option_is_rehearsed_or_rejected(field: str) -> None:
     layout = ss.Layout.megatron(tp=2, distributed_optimizer=False)
     arch = replace(ss.Architecture.of_size("60m"), num_hidden_layers=1)
     values = list_supported(layout, field)
     assert len(values) >= (1 if field == "method" else 2)
     for value in values:
         recipe = ss.Recipe(seq_len=256, **{field: value})
-        if (field, value) in REFUSED:
+        if (field, value) in NOT_REHEARSED:
             with pytest.raises(ValueError, match=rf"Recipe\.{field} .*Transformer Engine"):
-                played(Plan(arch, EIGHT, recipe, layout))
+                rehearse_plan(Plan(arch, EIGHT, recipe, layout))
             continue
-        (stage,) = played(Plan(arch, EIGHT, recipe, layout))
-        predicted = max(map(tensors_of, Plan(arch, EIGHT, recipe, layout).memory().by_stage[0].phases))
+        (stage,) = rehearse_plan(Plan(arch, EIGHT, recipe, layout))
+        predicted = max(map(sum_tensors, Plan(arch, EIGHT, recipe, layout).memory().by_stage[0].phases))
         assert predicted == pytest.approx(stage.peak.num_bytes, rel=0.02), value
 
 
@@ -178,13 +180,13 @@ def test_only_the_rehearsal_imports_the_cpu_stand_in() -> None:
     assert importing == {"frameworks/megatron/rehearsal/rehearse.py"}
 
 
-def test_the_cpu_stand_in_refuses_a_process_that_uses_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_stand_in_rejects_a_process_that_uses_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(RuntimeError, match="uses CUDA"), fake_device.fake_device():
         pass
 
 
-def test_the_cpu_stand_in_leaves_nothing_behind() -> None:
+def test_the_cpu_stand_in_restores_torch_and_megatron() -> None:
     from megatron.core.tensor_parallel import layers
 
     before = {name: getattr(torch.cuda, name) for name in ("current_device", "Stream", "synchronize")}

@@ -33,7 +33,7 @@ def run_rehearsal(arch: ss.Architecture, recipe: dict[str, Any], **layout: Any) 
 def test_no_operator_runs_on_real_tensors(
     monkeypatch: pytest.MonkeyPatch, precision: str, optimizer: str
 ) -> None:
-    """What has no fake counterpart torch would run on real zeros of the same sizes: once 21 GB of them."""
+    """torch runs an operator without a fake version on real zeros of the same sizes: once 21 GB of them."""
 
     def fallback(mode: Any, operator: Any, *args: Any) -> None:
         raise AssertionError(f"{operator} would run on real tensors")
@@ -42,15 +42,15 @@ def test_no_operator_runs_on_real_tensors(
     run_rehearsal(SMALL, {"precision": precision, "optimizer": optimizer}, distributed_optimizer=False)
 
 
-def num_fake_parameters() -> int:
+def count_fake_parameters() -> int:
     gc.collect()
     fakes = [each for each in gc.get_objects() if type(each) is fake_tensor.FakeTensor]
     return sum(isinstance(each, torch.nn.Parameter) for each in fakes)
 
 
 @pytest.mark.parametrize("arch", [SMALL, EXPERTS], ids=["dense", "experts"])
-def test_nothing_outlives_a_rehearsal(arch: ss.Architecture) -> None:
-    before = num_fake_parameters()
+def test_fake_tensors_are_freed_after_a_rehearsal(arch: ss.Architecture) -> None:
+    before = count_fake_parameters()
     run_rehearsal(arch, {}, pp=2)
-    assert num_fake_parameters() <= before
+    assert count_fake_parameters() <= before
     assert not fake_tensor.FakeTensorMode.cache

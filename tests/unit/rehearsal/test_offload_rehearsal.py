@@ -1,4 +1,4 @@
-"""ZeRO with host memory, on fake tensors of two devices: what DeepSpeed's own code puts where."""
+"""Tests of offload on fake tensors of two devices: which tensors DeepSpeed and FSDP2 place on the host."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 needs_deepspeed = needs_installed("deepspeed")
 
 
-def small(layout: Any, cluster: Any = EIGHT) -> Plan:
+def build_small_plan(layout: Any, cluster: Any = EIGHT) -> Plan:
     recipe = ss.Recipe(seq_len=2048, global_batch_size=8)
     return Plan(Architecture.of_size("60m"), cluster, recipe, layout)
 
 
-def played(plan: Plan) -> RehearsedStage:
+def rehearse_stage(plan: Plan) -> RehearsedStage:
     from shardscope.frameworks.deepspeed.rehearsal.rehearse import rehearse
 
     (stage,) = rehearse(plan, lambda words, fraction: None)
@@ -40,8 +40,8 @@ def played(plan: Plan) -> RehearsedStage:
 
 
 def test_predictions_agree_with_stored_rehearsals() -> None:
-    rows, refused = read_rehearsals([FILE])
-    assert not refused and len(rows) >= 30
+    rows, rejected = read_rehearsals([FILE])
+    assert not rejected and len(rows) >= 30
     close = [row for row in rows if abs(row.error) <= 0.01]
     assert len(close) >= 0.85 * len(rows), [in_words(row) for row in rows if row not in close]
 
@@ -53,7 +53,7 @@ def test_host_memory_agrees_with_stored_rehearsals(name: str) -> None:
         row = json.loads(line)
         (stored,) = map(RehearsedStage.from_dict, row["stages"])
         predicted = Plan.from_dict(row["plan"]).memory()
-        # What is written is told apart to the byte.
+        # Bytes of NVMe files are exact.
         assert predicted.nvme_bytes == stored.nvme_bytes
         assert stored.host_bytes > 0
         errors[row["name"]] = abs(predicted.host_bytes / stored.host_bytes - 1)
@@ -61,20 +61,20 @@ def test_host_memory_agrees_with_stored_rehearsals(name: str) -> None:
     assert len(close) >= 0.8 * len(errors), errors
 
 
-def test_the_host_and_the_device_are_two_devices() -> None:
+def test_fake_host_and_fake_gpu_are_different_devices() -> None:
     with world.fake_tensors(separate_host=True) as tracker:
         with tracker.phase("forward"):
-            here = torch.empty(1000, device="cpu:0")
-            there = here.to("cpu")
-            back = there.to("cpu:0")
+            on_device = torch.empty(1000, device="cpu:0")
+            on_host = on_device.to("cpu")
+            back = on_host.to("cpu:0")
         assert (tracker.held_bytes, tracker.host_peak_bytes) == (8000, 4000)
         with pytest.raises(RuntimeError, match="same device"):
-            here + there
-        del there
+            on_device + on_host
+        del on_host
         tracker.restart()
-        # What is gone before the step that counts is not that step's.
+        # Tensors freed before the measured step do not count.
         assert (tracker.held_bytes, tracker.host_peak_bytes) == (8000, 0)
-        assert back.device == here.device
+        assert back.device == on_device.device
         moments = tracker.compute_peaks()
     assert max(moment.num_bytes for moment in moments) == 8000
 
@@ -88,24 +88,24 @@ def test_the_host_and_the_device_are_two_devices() -> None:
     ],
     ids=["optimizer", "both"],
 )
-def test_deepspeed_puts_on_the_host_what_is_predicted(layout: Any) -> None:
-    plan = small(layout)
-    stage, predicted = played(plan), plan.memory()
+def test_predicted_host_memory_equals_rehearsed_deepspeed_offload(layout: Any) -> None:
+    plan = build_small_plan(layout)
+    stage, predicted = rehearse_stage(plan), plan.memory()
     assert stage.host_bytes == pytest.approx(predicted.host_bytes, rel=1e-3)
-    held = sum(predicted.components[name] for name in TENSOR_COMPONENTS)
-    assert held == pytest.approx(stage.peak.num_bytes, rel=0.02)
+    tensor_bytes = sum(predicted.components[name] for name in TENSOR_COMPONENTS)
+    assert tensor_bytes == pytest.approx(stage.peak.num_bytes, rel=0.02)
     for moment in stage.moments:
-        # Neither moments nor main copies are ever on the device.
+        # Neither moments nor master weights are ever on the GPU.
         assert moment.components.get("optimizer", 0) < 2**20
 
 
 @needs_deepspeed
 def test_garbage_collection_changes_no_result() -> None:
-    plan = small(ss.Layout.zero(3, offload_optimizer="cpu", offload_params="cpu"))
-    collecting = played(plan)
+    plan = build_small_plan(ss.Layout.zero(3, offload_optimizer="cpu", offload_params="cpu"))
+    collecting = rehearse_stage(plan)
     gc.disable()
     try:
-        assert played(plan) == collecting
+        assert rehearse_stage(plan) == collecting
     finally:
         gc.enable()
 
@@ -119,7 +119,7 @@ def test_garbage_collection_changes_no_result() -> None:
     ],
     ids=["shards", "stages", "sgd"],
 )
-def test_fsdp2_keeps_shards_gradients_and_moments_on_the_host(values: Any, recipe: Any) -> None:
+def test_fsdp2_cpu_offload_moves_the_training_state_to_the_host(values: Any, recipe: Any) -> None:
     from shardscope.frameworks.fsdp2.rehearsal.rehearse import rehearse
 
     sizes = {"seq_len": 1024, "global_batch_size": 8, **recipe}
@@ -128,54 +128,59 @@ def test_fsdp2_keeps_shards_gradients_and_moments_on_the_host(values: Any, recip
     )
     predicted = plan.memory()
     stages = rehearse(plan, lambda words, fraction: None)
-    for stage, alike in zip(stages, predicted.by_stage, strict=True):
-        # The update may need one tensor beside what stays.
-        assert -(2**20) < stage.host_bytes - alike.host_bytes < 4 * 2**20
+    for stage, predicted_stage in zip(stages, predicted.by_stage, strict=True):
+        # The update may need one additional tensor.
+        assert -(2**20) < stage.host_bytes - predicted_stage.host_bytes < 4 * 2**20
         for moment in stage.moments:
             assert moment.components.get("optimizer", 0) < 2**20
     fullest = max(stage.peak.num_bytes for stage in stages)
-    held = sum(predicted.components[name] for name in TENSOR_COMPONENTS)
-    assert held == pytest.approx(fullest, rel=0.01)
+    tensor_bytes = sum(predicted.components[name] for name in TENSOR_COMPONENTS)
+    assert tensor_bytes == pytest.approx(fullest, rel=0.01)
 
 
 @needs_deepspeed
 def test_the_report_has_host_and_device_bytes() -> None:
-    report = rehearsed_here(small(ss.Layout.zero(3, offload_optimizer="cpu")))
+    report = rehearsed_here(build_small_plan(ss.Layout.zero(3, offload_optimizer="cpu")))
     assert report.host_bytes > 0 and report.components["optimizer"] < 2**20
 
 
 @needs_deepspeed
-def test_on_cpu_ranks_offloading_moves_nothing() -> None:
-    stage = played(small(ss.Layout.zero(2, offload_optimizer="cpu"), ss.Cluster.parse("2xcpu")))
+def test_cpu_ranks_offload_nothing() -> None:
+    stage = rehearse_stage(
+        build_small_plan(ss.Layout.zero(2, offload_optimizer="cpu"), ss.Cluster.parse("2xcpu"))
+    )
     assert stage.host_bytes == 0 and stage.peak.components["optimizer"] > 0
 
 
 @needs_deepspeed
-def test_a_rehearsal_that_fake_tensors_do_not_support_is_refused() -> None:
-    plan = replace(small(ss.Layout.zero(3)), recipe=ss.Recipe(global_batch_size=8, loss="chunked"))
+def test_a_chunked_loss_with_zero_3_is_rejected() -> None:
+    plan = replace(build_small_plan(ss.Layout.zero(3)), recipe=ss.Recipe(global_batch_size=8, loss="chunked"))
     with pytest.raises(ValueError, match=r"Recipe\.loss is 'chunked'.*when its module runs"):
-        played(plan)
+        rehearse_stage(plan)
 
 
 @thorough()
 @needs_deepspeed
-def test_autotp_shards_projections_and_head_and_leaves_no_state_behind() -> None:
-    """DeepSpeed's own AutoTP: projections and the head are cut, an untied embedding is not."""
+def test_autotp_shards_projections_and_head() -> None:
+    """DeepSpeed's AutoTP shards projections and the head, but not an untied embedding."""
     arch = replace(Architecture.of_size("60m"), tie_word_embeddings=False)
     embedding = arch.vocab_size * arch.hidden_size
-    held = {}
-    for tp in (2, 1):  # One after the other: DeepSpeed keeps its groups in modules.
+    num_parameters = {}
+    for tp in (
+        2,
+        1,
+    ):  # Not in parallel: DeepSpeed has its process groups in module globals.
         plan = Plan(arch, EIGHT, ss.Recipe(seq_len=256, global_batch_size=8), ss.Layout.zero(1, tp=tp))
-        rest = next(moment for moment in played(plan).moments if moment.phase == "rest")
-        held[tp] = rest.components["parameters"] / 2
+        rest = next(moment for moment in rehearse_stage(plan).moments if moment.phase == "rest")
+        num_parameters[tp] = rest.components["parameters"] / 2
     norms = (2 * arch.num_hidden_layers + 1) * arch.hidden_size
-    cut = arch.num_parameters - embedding - norms
-    assert held[1] == pytest.approx(arch.num_parameters, rel=1e-4)
-    assert held[2] == pytest.approx(embedding + norms + cut / 2, rel=1e-4)
+    sharded = arch.num_parameters - embedding - norms
+    assert num_parameters[1] == pytest.approx(arch.num_parameters, rel=1e-4)
+    assert num_parameters[2] == pytest.approx(embedding + norms + sharded / 2, rel=1e-4)
 
 
 @needs_deepspeed
-def test_a_model_that_autotp_does_not_shard_is_refused() -> None:
+def test_a_model_that_autotp_does_not_shard_is_rejected() -> None:
     from shardscope.frameworks.deepspeed.rehearsal.rehearse import check_plan
 
     plan = Plan(ss.models["phi-3-mini"], EIGHT, ss.Recipe(seq_len=512), ss.Layout.zero(1, tp=2))

@@ -1,4 +1,4 @@
-"""FSDP2 in pipeline stages on fake tensors: torch's own 1F1B schedule, and what FSDP2 holds under it."""
+"""Tests of rehearsals of FSDP2 in pipeline stages, under torch's own 1F1B and GPipe schedules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = thorough()
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 
 
-def plan_of(num_micro_batches: int, **recipe: Any) -> Plan:
+def build_plan(num_micro_batches: int, **recipe: Any) -> Plan:
     arch = Architecture.of_size("60m")
     return Plan(
         arch,
@@ -32,55 +32,57 @@ def plan_of(num_micro_batches: int, **recipe: Any) -> Plan:
     )
 
 
-def played(plan: Plan) -> list[RehearsedStage]:
+def rehearse_plan(plan: Plan) -> list[RehearsedStage]:
     return rehearse(plan, lambda words, fraction: None)
 
 
-def most(stage: RehearsedStage, component: str, phase: str) -> int:
+def find_peak_bytes(stage: RehearsedStage, component: str, phase: str) -> int:
     return max(m.components.get(component, 0) for m in stage.moments if m.phase == phase)
 
 
 @pytest.fixture(scope="module")
 def stages() -> list[RehearsedStage]:
-    return played(plan_of(8))
+    return rehearse_plan(build_plan(8))
 
 
 def test_each_stage_has_its_layers_and_shards(stages: list[RehearsedStage]) -> None:
-    plan = plan_of(8)
+    plan = build_plan(8)
     assert [stage.num_layers for stage in stages] == list(plan.stage_layers)
     for stage, predicted in zip(stages, plan.memory().by_stage, strict=True):
         assert {moment.phase for moment in stage.moments} == set(PHASES)
         for name in ("parameters", "optimizer"):
             rest = next(m for m in predicted.phases if m.phase == "rest").components[name]  # type: ignore[index]
-            assert most(stage, name, "rest") == pytest.approx(rest, abs=2**20)
+            assert find_peak_bytes(stage, name, "rest") == pytest.approx(rest, abs=2**20)
 
 
 def test_1f1b_holds_one_micro_batch_less_on_the_next_stage(stages: list[RehearsedStage]) -> None:
-    first, last = (most(stage, "activations", "forward") for stage in stages)
+    first, last = (find_peak_bytes(stage, "activations", "forward") for stage in stages)
     assert first == pytest.approx(2 * last, rel=0.15)
 
 
 def test_gradients_stay_unsharded_until_the_end_of_the_schedule(stages: list[RehearsedStage]) -> None:
-    """torch's pipeline stage reduces once a step: until then a rank has its stage's gradients whole, in fp32,
-    and parameters stay gathered after a backward."""
+    """torch's pipeline stage reduces once a step: until then a rank has unsharded fp32 gradients, and
+    parameters stay all-gathered after a backward."""
     for stage in stages:
-        sharded = most(stage, "parameters", "rest")
-        assert most(stage, "gradients", "forward") == 0
-        # Four ranks share fp32 originals: whole, those are four shards, and half of that in bf16.
-        assert most(stage, "gather_buffers", "backward") > (4 + 2) * sharded
+        sharded = find_peak_bytes(stage, "parameters", "rest")
+        assert find_peak_bytes(stage, "gradients", "forward") == 0
+        # Four ranks shard the fp32 weights: unsharded, these are four shards, and in bf16 half of that.
+        assert find_peak_bytes(stage, "gather_buffers", "backward") > (4 + 2) * sharded
 
 
 def test_receive_buffers_are_allocated_for_every_micro_batch(stages: list[RehearsedStage]) -> None:
-    more = played(plan_of(16))
+    more = rehearse_plan(build_plan(16))
     arch = Architecture.of_size("60m")
     for less, many in zip(stages, more, strict=True):
-        added = most(many, "gather_buffers", "rest") - most(less, "gather_buffers", "rest")
+        added = find_peak_bytes(many, "gather_buffers", "rest") - find_peak_bytes(
+            less, "gather_buffers", "rest"
+        )
         assert added == 8 * 512 * arch.hidden_size * 2
         assert "micro-batches run" in many.note
 
 
-def test_only_one_interleaved_chunk_ends_with_the_head() -> None:
-    """So the last stage holds one micro-batch's loss, however many of its chunks are in flight."""
+def test_only_the_last_interleaved_chunk_has_logits() -> None:
+    """The last stage has the loss of one micro-batch, whatever the number of chunks in flight."""
     recipe = ss.Recipe(seq_len=4096, global_batch_size=32)
     plans = [Plan(ss.models["llama-3.1-8b"], EIGHT, recipe, ss.Layout.fsdp2(pp=4, vpp=vpp)) for vpp in (2, 4)]
     few, many = (plan.memory().by_stage[-1].peak.components for plan in plans)
@@ -91,19 +93,19 @@ def test_only_one_interleaved_chunk_ends_with_the_head() -> None:
 
 @pytest.mark.parametrize("recompute", few(("full", "none"), ["full"]))
 def test_gpipe_holds_all_micro_batches_of_a_step(recompute: str) -> None:
-    """And the last stage what each of them left in norm, head and loss."""
+    """The last stage also saves the norm, head and loss of each micro-batch."""
     arch = Architecture.of_size("60m")
     recipe = ss.Recipe(seq_len=512, global_batch_size=16, recompute=recompute)
     plans = [
         Plan(arch, EIGHT, recipe, ss.Layout.fsdp2(pp=2, pipeline_schedule=schedule))
         for schedule in ("1F1B", "GPipe")
     ]
-    few, all_of_them = (plan.memory().by_stage for plan in plans)
-    for one, other, rehearsed in zip(few, all_of_them, played(plans[1]), strict=True):
+    of_1f1b, of_gpipe = (plan.memory().by_stage for plan in plans)
+    for one, other, rehearsed in zip(of_1f1b, of_gpipe, rehearse_plan(plans[1]), strict=True):
         assert "ScheduleGPipe" in rehearsed.note and "micro-batches run" not in rehearsed.note
-        most_of = [max(map(tensor_bytes, stage.phases)) for stage in (one, other)]
-        assert most_of[1] > most_of[0]
-        assert most_of[1] == pytest.approx(rehearsed.peak.num_bytes, rel=0.02)
+        peaks = [max(map(tensor_bytes, stage.phases)) for stage in (one, other)]
+        assert peaks[1] > peaks[0]
+        assert peaks[1] == pytest.approx(rehearsed.peak.num_bytes, rel=0.02)
     assert plans[1].step().seconds == plans[0].step().seconds
 
 
@@ -116,19 +118,19 @@ def test_gpipe_holds_all_micro_batches_of_a_step(recompute: str) -> None:
         ("gpt2", {"pp": 2}, {}, r"Architecture\.model_type is 'gpt2'"),
     ],
 )
-def test_plans_that_cannot_be_split_into_stages_are_refused(
+def test_plans_that_cannot_be_split_into_stages_are_rejected(
     model: str, layout: dict[str, Any], recipe: dict[str, Any], named: str
 ) -> None:
     arch = ss.models["gpt2"] if model == "gpt2" else Architecture.of_size(model)
     values = {"seq_len": 512, "global_batch_size": 16, **recipe}
     plan = Plan(arch, EIGHT, ss.Recipe(**values), ss.Layout.fsdp2(**layout))
     with pytest.raises(ValueError, match=named):
-        played(plan)
+        rehearse_plan(plan)
 
 
 def test_predictions_agree_with_stored_rehearsals() -> None:
-    rows, refused = read_rehearsals([STORED / "fsdp2-pp.jsonl"])
-    assert not refused and len(rows) >= 25
+    rows, rejected = read_rehearsals([STORED / "fsdp2-pp.jsonl"])
+    assert not rejected and len(rows) >= 25
     close = [row for row in rows if abs(row.error) <= 0.01]
     worst = max(rows, key=lambda row: abs(row.error))
     assert len(close) >= 0.9 * len(rows), [in_words(row) for row in rows if row not in close]
@@ -138,4 +140,4 @@ def test_predictions_agree_with_stored_rehearsals() -> None:
 def test_repeating_the_stored_sample_gives_the_same_bytes() -> None:
     rows, _ = read_rehearsals([STORED / "fsdp2-pp.jsonl"])
     row = next(row for row in rows if row.name == "fsdp2-pp:3")
-    assert max(stage.peak.num_bytes for stage in played(row.plan)) == sum(row.stored.values())
+    assert max(stage.peak.num_bytes for stage in rehearse_plan(row.plan)) == sum(row.stored.values())

@@ -1,4 +1,4 @@
-"""plan.rehearse(): a process of its own, what it says on the way, how it ends; what the tracker sees."""
+"""Tests of ``plan.rehearse()``: its process, progress and errors; and of the memory tracker."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ GIB = 2**30
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 
 
-def small(layout: Any, **recipe: Any) -> Plan:
+def build_small_plan(layout: Any, **recipe: Any) -> Plan:
     return Plan(Architecture.of_size("60m"), EIGHT, ss.Recipe(**{"seq_len": 512, **recipe}), layout)
 
 
-def children() -> set[int]:
+def find_child_processes() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
-def tensors_of(components: Any) -> int:
+def sum_tensors(components: Any) -> int:
     return sum(components[name] for name in TENSOR_COMPONENTS)
 
 
@@ -47,17 +47,17 @@ def tensors_of(components: Any) -> int:
 
 @pytest.mark.parametrize("framework", few(["fsdp2", "ddp"], ["fsdp2"]))
 def test_a_rehearsed_report_has_the_terms_of_a_prediction(framework: str) -> None:
-    said: list[tuple[str, float]] = []
-    before = children()
-    plan = small(getattr(ss.Layout, framework)())
-    report = plan.rehearse(progress=lambda words, fraction: said.append((words, fraction)))
-    assert children() == before
+    reports: list[tuple[str, float]] = []
+    before = find_child_processes()
+    plan = build_small_plan(getattr(ss.Layout, framework)())
+    report = plan.rehearse(progress=lambda words, fraction: reports.append((words, fraction)))
+    assert find_child_processes() == before
     assert report.tier == "rehearsed"
     assert tuple(report.components) == COMPONENTS
     assert report.low_bytes <= report.peak_bytes <= report.high_bytes
-    fractions = [fraction for _, fraction in said]
+    fractions = [fraction for _, fraction in reports]
     assert fractions == sorted(fractions)
-    assert fractions[-1] == 1.0 and all(words for words, _ in said)
+    assert fractions[-1] == 1.0 and all(words for words, _ in reports)
     assert {phase for phase, _, _ in report.timeline} == {
         "initialisation",
         "rest",
@@ -66,7 +66,7 @@ def test_a_rehearsed_report_has_the_terms_of_a_prediction(framework: str) -> Non
         "optimizer",
     }
     predicted = plan.memory()
-    assert tensors_of(report.components) == pytest.approx(tensors_of(predicted.components), rel=0.03)
+    assert sum_tensors(report.components) == pytest.approx(sum_tensors(predicted.components), rel=0.03)
     # What a rank holds between steps is no estimate: the same to the byte, but for tables and step counters.
     for name in ("parameters", "optimizer"):
         assert report.at("rest")[name] == pytest.approx(predicted.at("rest")[name], abs=2**20)
@@ -87,42 +87,42 @@ def test_the_caller_needs_no_torch() -> None:
 
 
 def test_an_exception_in_the_callback_ends_the_process() -> None:
-    before = children()
+    before = find_child_processes()
 
     def enough(words: str, fraction: float) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        small(ss.Layout.fsdp2()).rehearse(progress=enough)
-    assert children() == before
+        build_small_plan(ss.Layout.fsdp2()).rehearse(progress=enough)
+    assert find_child_processes() == before
 
 
 def test_a_process_over_its_time_or_memory_limit_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, began = children(), time.monotonic()
+    before, began = find_child_processes(), time.monotonic()
     with pytest.raises(TimeoutError, match="longer than"):
-        small(ss.Layout.fsdp2()).rehearse(timeout=0.5)
+        build_small_plan(ss.Layout.fsdp2()).rehearse(timeout=0.5)
     assert time.monotonic() - began < 10
     monkeypatch.setattr(process, "MAX_BYTES", 2**20)
     with pytest.raises(MemoryError, match="GiB"):
-        small(ss.Layout.fsdp2()).rehearse()
-    assert children() == before
+        build_small_plan(ss.Layout.fsdp2()).rehearse()
+    assert find_child_processes() == before
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), True, "60", 1e9])
 def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
     with pytest.raises(ValueError, match="timeout"):
-        small(ss.Layout.fsdp2()).rehearse(timeout=timeout)
+        build_small_plan(ss.Layout.fsdp2()).rehearse(timeout=timeout)
 
 
 @thorough()
-def test_plans_that_the_engine_does_not_run_are_refused_by_name() -> None:
+def test_plans_that_the_engine_does_not_run_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"Layout\.cp is 2.*context"):
-        small(ss.Layout.fsdp2(cp=2)).rehearse()
+        build_small_plan(ss.Layout.fsdp2(cp=2)).rehearse()
 
 
 @thorough()
-def test_an_8b_plan_at_any_world_size() -> None:
-    """Here the largest world of the catalogue's usual clusters."""
+def test_an_8b_plan_is_rehearsed_at_any_world_size() -> None:
+    """1,024 ranks are the largest of the usual clusters."""
     plan = Plan(
         ss.models["llama-3.1-8b"],
         ss.Cluster.parse("128x8xh100-sxm-80gb"),
@@ -130,10 +130,10 @@ def test_an_8b_plan_at_any_world_size() -> None:
         ss.Layout.fsdp2(replicate=16),
     )
     report = rehearsed_here(plan)
-    assert tensors_of(report.components) == pytest.approx(tensors_of(plan.memory().components), rel=0.01)
+    assert sum_tensors(report.components) == pytest.approx(sum_tensors(plan.memory().components), rel=0.01)
 
 
-# ------------------------------------------------------------------------------------------ what it sees
+# ------------------------------------------------------------------------------------------- the tracker
 
 
 def test_the_tracker_follows_storages_not_tensors() -> None:
@@ -141,16 +141,16 @@ def test_the_tracker_follows_storages_not_tensors() -> None:
         with tracker.phase("forward"):
             kept = torch.empty(1000, dtype=torch.float32)
             view = kept.view(10, 100)
-            gone = torch.empty(500, dtype=torch.float32)
-            del gone
+            freed = torch.empty(500, dtype=torch.float32)
+            del freed
         with tracker.phase("backward"):
             view.untyped_storage().resize_(0)
             view.untyped_storage().resize_(8000)
         tracker.label([view], "gradients")
-        held = tracker.held_bytes
+        held_bytes = tracker.held_bytes
         moments = {moment.phase: moment for moment in tracker.compute_peaks()}
-    assert held == 8000
-    # Labels are a storage's from its first byte on, though they were given at the end.
+    assert held_bytes == 8000
+    # A label applies to a storage from its allocation, even if it was set at the end.
     assert max(m.num_bytes for m in tracker.compute_peaks() if m.phase == "forward") == 6000
     assert moments["backward"].components == {"gradients": 8000}
 
@@ -163,10 +163,10 @@ def test_a_rehearsed_stage_goes_through_json() -> None:
         RehearsedStage.from_dict({"stage": 0})
 
 
-def test_patches_are_undone() -> None:
+def test_patches_of_torch_are_undone_afterwards() -> None:
     from transformers import masking_utils
 
-    places = [
+    patched = [
         (torch.nn.functional, "scaled_dot_product_attention"),
         (torch.nn.functional, "dropout"),
         (torch.Tensor, "pow"),
@@ -174,22 +174,22 @@ def test_patches_are_undone() -> None:
         (torch.nn.Module, "_apply"),
         (masking_utils, "is_tracing"),
     ]
-    before = [getattr(owner, name) for owner, name in places]
+    before = [getattr(owner, name) for owner, name in patched]
     with pytest.raises(RuntimeError, match="inside"), world.fake_tensors():
         raise RuntimeError("inside")
-    assert [getattr(owner, name) for owner, name in places] == before
+    assert [getattr(owner, name) for owner, name in patched] == before
 
 
 # ---------------------------------------------------------------------------------- the published trace
 
 
 @thorough()
-def test_the_trace_of_issue_3(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rehearsal_equals_the_fsdp_memory_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama-3.1-8B on eight ranks, traced by torch's FSDPMemTracker: 46.60 GiB at the second step's peak.
 
-    On fake tensors transformers keeps a causal mask, of which every layer saves a copy (1.00 GiB), and with a
-    mask it repeats keys and values over all heads (1.50 GiB). On real tensors it does neither, so a rehearsal
-    sees to it that it does not; here it may. Then two trackers and the formula tell the same story.
+    On fake tensors transformers builds a causal mask, of which every layer saves a copy (1.00 GiB), and
+    with a mask it repeats keys and values for all heads (1.50 GiB). On real tensors it does neither. A
+    rehearsal prevents both; this test does not. Then both trackers and the formula agree.
     """
     monkeypatch.setattr(world, "transformers_as_on_real_tensors", nullcontext)
     monkeypatch.setattr(world, "gpu_operators", lambda **_: nullcontext())
@@ -205,20 +205,20 @@ def test_the_trace_of_issue_3(monkeypatch: pytest.MonkeyPatch) -> None:
     arch, tokens = plan.architecture, plan.recipe.seq_len
     repeated = 2 * (arch.num_attention_heads - arch.num_key_value_heads) * arch.head_dim * 2
     artefacts = tokens * arch.num_hidden_layers * (repeated + 2 * tokens)
-    assert tensors_of(plan.memory().components) + artefacts == pytest.approx(46.60 * GIB, rel=0.001)
+    assert sum_tensors(plan.memory().components) + artefacts == pytest.approx(46.60 * GIB, rel=0.001)
 
 
 @thorough()
 def test_experts_in_fp32_are_rehearsed_on_cpu_ranks_too() -> None:
-    """Of fake tensors torch's own product of routed experts takes bf16 only."""
+    """torch's grouped matmul of routed experts supports only bf16 on fake tensors."""
     large = Plan(ss.models["mixtral-8x7b"], EIGHT, ss.Recipe(precision="fp32"), ss.Layout.ddp())
     plan = build_cpu_trial(large).plan
-    assert tensors_of(rehearsed_here(plan).components) == pytest.approx(
-        tensors_of(plan.memory().components), rel=0.01
+    assert sum_tensors(rehearsed_here(plan).components) == pytest.approx(
+        sum_tensors(plan.memory().components), rel=0.01
     )
 
 
-def test_torch_can_name_every_function_that_stands_in_for_cudas() -> None:
+def test_dynamo_can_name_every_replacement_of_a_cuda_function() -> None:
     """Dynamo asks for them when the first operator of a compiled layer is traced."""
     with world.gpu_operators():
         torch.overrides.get_testing_overrides.__wrapped__()

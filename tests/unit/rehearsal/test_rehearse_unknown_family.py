@@ -1,4 +1,4 @@
-"""Rehearsing from a config.json alone, without a formula: a known family must give the same either way."""
+"""Test of rehearsals from a config.json without formulas: a known family has the same result both ways."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ CONFIG = {
 }
 
 
-def test_a_config_alone_rehearses_as_its_family_does() -> None:
+def test_a_config_without_its_family_has_the_same_rehearsal() -> None:
     known = ss.Plan(
         ss.Architecture.from_hf(CONFIG),
         ss.Cluster.parse("2xh100-sxm-80gb"),
         ss.Recipe(seq_len=512, global_batch_size=2),
         ss.Layout.fsdp2(),
     )
-    alone = replace(known, architecture=UnknownFamily.from_config(CONFIG, "mine"))
-    ours, theirs = rehearsed_here(known), rehearsed_here(alone)
-    assert theirs.tier == "rehearsed"
-    assert dict(theirs.components) == dict(ours.components)
+    unknown = replace(known, architecture=UnknownFamily.from_config(CONFIG, "mine"))
+    of_known, of_unknown = rehearsed_here(known), rehearsed_here(unknown)
+    assert of_unknown.tier == "rehearsed"
+    assert dict(of_unknown.components) == dict(of_known.components)
     rotary_tables = 2 * 4 * 64 // 2
-    assert theirs.components["parameters"] == 4 * known.architecture.num_parameters // 2 + rotary_tables
+    assert of_unknown.components["parameters"] == 4 * known.architecture.num_parameters // 2 + rotary_tables

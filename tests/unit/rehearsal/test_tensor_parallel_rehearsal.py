@@ -1,4 +1,4 @@
-"""FSDP2 over tensor-parallel ranks on fake tensors: what was stored of it, and what is refused."""
+"""Tests of predictions against rehearsals of FSDP2 with tensor parallelism, and of unsupported models."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 
 
 @cache
-def rows() -> tuple[Rehearsed, ...]:
-    found, refused = read_rehearsals([STORED / "fsdp2-tp.jsonl"])
-    assert not refused
-    return tuple(found)
+def read_rows() -> tuple[Rehearsed, ...]:
+    stored, rejected = read_rehearsals([STORED / "fsdp2-tp.jsonl"])
+    assert not rejected
+    return tuple(stored)
 
 
 def test_predictions_agree_with_stored_rehearsals() -> None:
-    assert len(rows()) >= 25
-    close = [row for row in rows() if abs(row.error) <= 0.01]
-    worst = max(rows(), key=lambda row: abs(row.error))
-    assert len(close) >= 0.95 * len(rows()), [in_words(row) for row in rows() if row not in close]
+    assert len(read_rows()) >= 25
+    close = [row for row in read_rows() if abs(row.error) <= 0.01]
+    worst = max(read_rows(), key=lambda row: abs(row.error))
+    assert len(close) >= 0.95 * len(read_rows()), [in_words(row) for row in read_rows() if row not in close]
     assert abs(worst.error) <= 0.03, in_words(worst)
 
 
-def test_shards_of_shards_are_exact() -> None:
-    """First cut by tp, then by rows, each rounded up; tables and counters are a megabyte."""
-    for row in rows():
+def test_predicted_training_state_is_exact() -> None:
+    """Sharded by tp, then by rows, each rounded up; tables and counters take up to a megabyte."""
+    for row in read_rows():
         for name in ("parameters", "gradients"):
             assert row.predicted[name] == pytest.approx(row.stored[name], abs=2**20), in_words(row)
 
 
 def test_the_seed_determines_the_sample() -> None:
     sampled = plans("fsdp2-tp", SEED, 12)
-    stored = {row.name.partition(":")[2]: row.plan for row in rows()}
-    found = [index for index in range(12) if str(index) in stored]
-    assert len(found) >= 4
-    assert all(is_same(stored[str(index)], sampled[index]) for index in found)
+    stored = {row.name.partition(":")[2]: row.plan for row in read_rows()}
+    indices = [index for index in range(12) if str(index) in stored]
+    assert len(indices) >= 4
+    assert all(is_same(stored[str(index)], sampled[index]) for index in indices)
 
 
-@pytest.mark.parametrize("place", [0, 12])
-def test_repeating_a_stored_rehearsal_gives_the_same_bytes(place: int) -> None:
-    row = rows()[place]
+@pytest.mark.parametrize("index", [0, 12])
+def test_repeating_a_stored_rehearsal_gives_the_same_bytes(index: int) -> None:
+    row = read_rows()[index]
     (stage,) = rehearse(row.plan, lambda words, fraction: None)
     assert stage.peak.num_bytes == pytest.approx(sum(row.stored.values()), rel=1e-3)
     assert {moment.phase for moment in stage.moments} == set(PHASES)
@@ -84,7 +84,7 @@ def test_large_layers_with_tp_and_replicas() -> None:
         ("llama-3.1-8b", {"method": "lora"}, r"Recipe\.method is 'lora'.*tp=1"),
     ],
 )
-def test_models_without_a_tensor_parallel_plan_are_refused(
+def test_models_without_a_tensor_parallel_plan_are_rejected(
     model: str, recipe: dict[str, Any], named: str
 ) -> None:
     plan = Plan(ss.models[model], EIGHT, ss.Recipe(**recipe), ss.Layout.fsdp2(tp=2))
