@@ -105,6 +105,7 @@ def get_weight_reduce_type(plan: Plan) -> ReduceType:
     With DDP it is the type of the weights, which autocast leaves in fp32. With FSDP2 it is
     ``MixedPrecisionPolicy.reduce_dtype``, which Shardscope's engine sets to fp32 in mixed precision.
     """
+    # Never fp16: in fp16-mixed gradients are reduced in fp32, and pure fp16 is not a precision of a recipe.
     return "fp32" if widths[plan.recipe.precision].reduce == FP32 else "bf16"
 
 
@@ -141,6 +142,8 @@ def describe_torch_checkpoint(plan: Plan) -> CheckpointFormat:
 
     With pipeline stages the optimizer state is saved by parameter, without them by parameter group.
     """
+    # Stages have different parameters in the same list of parameter groups, so their groups are saved by
+    # parameter, too (torch 2.13, checkpoint/state_dict.py, flatten_optimizer_state_dict).
     has_stages = plan.degrees.pp > 1
     text = "pipeline stages" if has_stages else "no pipeline stages"
     stages = CheckpointRequirement(value=has_stages, text=text, layout={"pp": plan.degrees.pp})

@@ -65,4 +65,5 @@ def _import_part(path: str) -> tuple[ModuleType, str]:
 
 
 def _import_module(name: str) -> ModuleType:
+    # By name at run time: these modules import torch and their framework, which planning does without.
     return import_module(f"shardscope.frameworks.{name}")

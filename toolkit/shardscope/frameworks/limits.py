@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 def check_adapters(recipe: Recipe) -> None:
     """Raise ``ValueError`` with the pip command if adapters need peft or bitsandbytes, which is missing."""
+    # find_spec and no import: both libraries import torch.
     if recipe.has_adapters and importlib.util.find_spec("peft") is None:
         refuse(
             "Recipe.method",
@@ -131,6 +132,8 @@ def check_compiler(plan: Plan) -> None:
     """Raise ``ValueError`` if layers are compiled for CPU ranks and there is no C++ compiler."""
     if plan.kernels != "compiled" or plan.on_gpu:
         return
+    # Inductor looks for it only when a kernel is built, in the middle of the first step (torch 2.13,
+    # _inductor/cpp_builder.py, get_cpp_compiler).
     if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), *COMPILERS)):
         refuse(
             "Recipe.kernels",

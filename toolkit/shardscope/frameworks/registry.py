@@ -74,6 +74,7 @@ class ConfigLimits(Protocol):
 class Framework:
     """Entry of one framework, whose modules are imported on first use."""
 
+    # The layout class is imported with the registry, since ``Layout.*`` constructs it; the rest on first use.
     name: str
     layout_class: type[Layout]
     effort: int = 3
@@ -114,6 +115,7 @@ class Framework:
 @cache
 def _import_module(framework: str, module: str) -> ModuleType:
     """Import a module of a framework's package; cached, since every formula needs it."""
+    # By name at run time: a framework's formulas are imported when its first plan is made.
     return import_module(f"shardscope.frameworks.{framework}.{module}")
 
 

@@ -237,13 +237,13 @@ class MicroBatchEngine(Engine):
 
     @property
     def _quantizes_on_meta(self) -> bool:
-        """Whether a quantized base is built on the meta device and its weights are quantized one by one."""
+        """Return whether a quantized base is built on meta, and its weights are quantized one by one."""
         initialized_later = self.weights is not None or self.initializes_shards
         return initialized_later and self.recipe.base_quantization is not None
 
     @property
     def initializes_shards(self) -> bool:
-        """Whether the weights are initialized randomly shard by shard: too large to build on every rank."""
+        """Return whether weights are initialized randomly shard by shard: too large for every rank."""
         return self.fresh_weights and self.weights is None and is_initialized_sharded(self.plan)
 
     def initial_weights_of(self, model: torch.nn.Module, device: torch.device = CPU) -> InitialWeights:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 SCHEDULES: dict[str, str] = {}
 """Pipeline schedules: none."""
 BUCKET_BYTES = 25 * 2**20
+"""Bucket size that the engine sets (engine/engine.py, ``BUCKET_CAP_MIB``)."""
 OVERLAP = Overlap()
 
 
@@ -28,6 +29,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     num_bytes = weights * width.original
     messages = maximum(1.0, num_bytes / BUCKET_BYTES)
     cast = width.compute + FP32 if width.compute < width.original else 0
+    # An addition reads two gradients and writes their sum; averaging reads and writes the bucket once.
     added = 3 * width.original * (plan.num_micro_batches - 1) + 2 * width.original
     transfer = Transfer(
         "gradients", "all_reduce", num_bytes, plan.world_size, 1, 1, messages, "last_backward"

@@ -410,7 +410,7 @@ class ZeroLayout(Layout):
 
     @property
     def keeps_frozen_inputs(self) -> bool:
-        """Whether ``zero.Init`` replaces torch's ``linear`` by its own (deepspeed/runtime/zero/linear.py)."""
+        """Return whether ``zero.Init`` replaces torch's ``linear`` (deepspeed/runtime/zero/linear.py)."""
         return self.stage == 3
 
     @property

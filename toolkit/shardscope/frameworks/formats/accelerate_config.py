@@ -43,6 +43,7 @@ def render_accelerate_files(
         "num_processes": plan.world_size,
         "machine_rank": 0,
         "main_process_port": PORT,
+        # As accelerate's own questionnaire writes them (accelerate 1.15, commands/config/cluster.py).
         "rdzv_backend": "static",
         "same_network": True,
         "use_cpu": not plan.on_gpu,
@@ -53,6 +54,8 @@ def render_accelerate_files(
     if mixed_precision:
         values["mixed_precision"] = MIXED[recipe.precision]
         if recipe.precision == "fp8-mixed":
+            # Unless one is named, accelerate takes the first fp8 library that is installed (accelerator.py).
+            # The engine's fp8 is torchao's.
             values["fp8_config"] = {"backend": "AO"}
         if recipe.precision.endswith("-mixed"):
             contained.add("precision")
@@ -103,6 +106,7 @@ def _render_launch_script(plan: Plan) -> str:
             plan, f"{note}The first argument is your own script; further arguments are passed to it."
         )
         + ': "${1:?the path of a script that uses Accelerator or Trainer}"\n'
+        # Resolved first: a relative path is the user's, and the next line changes to the export's folder.
         + 'script=$(realpath -e "$1") || exit\nshift\n'
         + CHANGE_FOLDER
         + checks

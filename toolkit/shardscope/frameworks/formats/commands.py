@@ -54,6 +54,7 @@ def build_torchrun_arguments(plan: Plan) -> tuple[str, str]:
     per_node = plan.cluster.gpus_per_node
     if plan.cluster.num_nodes == 1:
         return f"--standalone --nnodes 1 --nproc-per-node {per_node}", ""
+    # The id tells jobs apart that meet at one endpoint; torchrun's default is the same for all ("none").
     return (
         f"--nnodes {plan.cluster.num_nodes} --nproc-per-node {per_node} --rdzv-backend c10d "
         f'--rdzv-endpoint "$HEAD_NODE:{PORT}" --rdzv-id {make_shell_safe(plan.architecture.name)}',
@@ -73,6 +74,7 @@ def _render_torchrun(plan: Plan, program: str, needs: str, environment: str) -> 
         + CHANGE_FOLDER
         + checks
         + environment
+        # exec: a signal to the script (Ctrl-C, a scheduler's) reaches torchrun, which stops its ranks.
         + f'exec torchrun {arguments} {program} "$@"\n'
     )
 
@@ -82,6 +84,7 @@ def _render_sbatch(plan: Plan, program: str, needs: str, environment: str) -> st
     options = [
         f"--job-name={make_shell_safe(plan.architecture.name)}",
         f"--nodes={nodes}",
+        # One torchrun on each node, which starts the node's ranks itself.
         "--ntasks-per-node=1",
         # Slurm's usual default is one CPU for all ranks of a node; offloading needs the host's memory.
         *(

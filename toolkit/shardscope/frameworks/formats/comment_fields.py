@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 ALWAYS = frozenset({"seq_len", "micro_batch_size", "global_batch_size", "method", "precision", "optimizer"})
 """Recipe fields that are listed even if they have their default value: every run needs them."""
+# The colon tells these lines from ordinary comments with an equals sign.
 FIELD_LINE = re.compile(r"#: *(\w+) *= *(.*)")
 """Comment line with one field: ``#: seq_len = 4096``, the value as JSON."""
 SECTION = "comment"
@@ -72,6 +73,7 @@ def read_comment_fields(document: Document, text: str, layout: type[Layout]) -> 
         where = f"{document.name}, line {line}, a plan field in a comment"
         if name not in known:
             refuse(f"{where}: its name", name, ", ".join(sorted(known)), "delete the line")
+        # RecursionError: deep nesting exhausts Python's parser before it is found to be invalid.
         try:
             value: object = json.loads(value_text)
         except (ValueError, RecursionError) as error:

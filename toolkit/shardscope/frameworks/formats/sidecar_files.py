@@ -129,6 +129,7 @@ def build_plan(
     if unread:
         warnings.warn(
             f"{document.name}: not understood, and so not in the plan: {', '.join(unread)}",
+            # The line that calls Plan.from_accelerate or one of its siblings, through the framework's reader.
             stacklevel=4,
         )
     return plan

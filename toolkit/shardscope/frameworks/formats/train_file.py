@@ -104,6 +104,7 @@ def build_config(plan: Plan) -> dict[str, object]:
         fixed = dict.fromkeys(DROPOUTS, recipe.dropout) | WITHOUT_ROUTER_LOSS
         config = {"model_type": arch.model_type, **config_values(arch)}
         config |= {name: value for name, value in fixed.items() if hasattr(known, name)}
+    # An unset attention is transformers' choice, sdpa, which not every family has.
     attention = ATTENTION.get(recipe.attention or "")
     if attention is None and not find_family(arch).has_sdpa:
         attention = "eager"

@@ -210,7 +210,7 @@ class Fsdp2Layout(Layout):
 
     @property
     def runs_all_forwards_first(self) -> bool:  # type: ignore[override]
-        """Whether the schedule is GPipe, whose memory grows with the number of micro-batches per step."""
+        """Return whether the schedule is GPipe, whose memory grows with a step's micro-batches."""
         return self.pipeline_schedule == "GPipe"
 
     @property

@@ -51,7 +51,7 @@ class Choice:
 
     @property
     def how_to_use(self) -> str:
-        """How to use the first skipped checkpoint anyway, as a clause."""
+        """Clause that says how to use the first skipped checkpoint anyway."""
         return (
             "If you trust it (you saved it on another machine, say), name its path: "
             f"resume={str(self.skipped[0].path)!r} loads tensors, plain values and its format's classes"

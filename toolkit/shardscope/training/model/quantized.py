@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class BaseRecord(TypedDict):
-    """How a frozen base is quantized, for the run's record."""
+    """Quantization of a frozen base, for the run's record."""
 
     base_quantization: str
     """"nf4" or "int8"."""

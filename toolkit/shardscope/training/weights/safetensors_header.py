@@ -66,6 +66,7 @@ def _read_header_length(file: BinaryIO, size: int, field: str) -> int:
     length = int.from_bytes(file.read(LENGTH_BYTES), "little") if size >= LENGTH_BYTES else 0
     if size < LENGTH_BYTES + 2:
         refuse(field, size, f"more bytes: {LENGTH_BYTES} for the header's length, and a header", COPY_AGAIN)
+    # The shortest JSON object, {}, has two bytes.
     if not 2 <= length <= MAX_HEADER_BYTES:
         allowed = f"a header of 2 to {MAX_HEADER_BYTES:,} bytes, whose length a safetensors file begins with"
         refuse(field, length, allowed, COPY_AGAIN)
@@ -127,4 +128,5 @@ def _check_entry(name: str, entry: object, field: str) -> tuple[str, StoredTenso
 
 
 def _is_size_list(value: object) -> TypeGuard[list[int]]:
+    # ``type`` and not ``isinstance``: JSON's true is an int to Python. Offsets beyond 2**63 fit in no file.
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)

@@ -43,9 +43,11 @@ def send_stages_to_rank_0(
             tensor = None
             if number == stage:
                 tensor = own_tensors[index].gather()
+                # The first stage's first rank is rank 0 itself.
                 if number > 0 and rank == first:
                     dist.send(tensor, 0)
             elif rank == 0:
+                # On the device, not in host memory, which NCCL cannot receive into.
                 tensor = torch.empty(shape, dtype=dtype, device=device)
                 dist.recv(tensor, first)
             yield name, tensor.cpu() if tensor is not None and rank == 0 else None

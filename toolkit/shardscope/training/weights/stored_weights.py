@@ -64,6 +64,7 @@ class StoredWeights:
     def read_tensor(self, name: str) -> torch.Tensor:
         """Return one whole tensor in its stored type, experts stacked."""
         source = self._sources[name]
+        # transformers stacks experts that files have one by one (stored_names.py).
         if source.is_stack:
             return torch.stack([self.read_row(name, index) for index in range(source.shape[0])])
         return self._read_joined(source.names[0])
@@ -83,6 +84,7 @@ class StoredWeights:
 
     def close(self) -> None:
         """Close the memory-mapped files."""
+        # safe_open has no close(): a file's mapping ends with the last reference to it.
         self._open.clear()
 
     def _write_joined(self, names: tuple[str, ...], region: Region, into: torch.Tensor) -> None:
@@ -119,6 +121,8 @@ class StoredWeights:
 
 def strip_adapter_prefixes(name: str) -> str:
     """Return the name without peft's prefixes, as in the model without adapters."""
+    # PeftModel has the tuner as base_model and that has the model; an adapted layer has the original one as
+    # base_layer (peft 0.21, tuners/lora/layer.py).
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 

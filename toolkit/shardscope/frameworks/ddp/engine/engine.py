@@ -40,7 +40,10 @@ class DdpEngine(TorchEngine):
         self._bucket_bytes: int = sum(parameter.numel() * parameter.element_size() for parameter in trained)
         return DistributedDataParallel(
             self.model,
+            # None on CPU ranks: DDP rejects device ids of modules in host memory.
             device_ids=[device] if device.type == "cuda" else None,
+            # An explicit size is that of the first bucket, too, which is 1 MiB if none is given (torch 2.13,
+            # distributed.py, first_bucket_bytes_cap).
             bucket_cap_mb=BUCKET_CAP_MIB,
             # Gradients are views into the buckets instead of copies.
             gradient_as_bucket_view=True,
@@ -82,6 +85,7 @@ class DdpEngine(TorchEngine):
         module = self._module
         if last or not isinstance(module, DistributedDataParallel):
             return nullcontext()
+        # The caller runs forward inside, too: DDP decides there whether backward reduces (no_sync's warning).
         no_sync: AbstractContextManager[None] = module.no_sync()
         return no_sync
 

@@ -24,11 +24,14 @@ def render_files(plan: Plan) -> list[Exported | Absent]:
             plan, kind, {}, notes=("Each process is one replica: DistributedDataParallel.",)
         )
     ]
+    # accelerate 1.15, commands/launch.py: launch_command has no launcher for CPU ranks. simple_launcher runs
+    # the script once, or under mpirun if there is an MPI hostfile.
     if kind == "MULTI_CPU":
         why = "on CPUs accelerate launch starts one process, however many it is told, unless under MPI."
         launch = [*list_absent_files(why)]
     return [
         *launch,
+        # The engine's 8-bit AdamW is bitsandbytes' (FSDP2's is torchao's, which can be sharded).
         render_training_arguments(plan, {}, eight_bit="adamw_bnb_8bit"),
         *add_commands(plan, *render_train_files(plan, TRAINED_VALUES)),
     ]

@@ -78,6 +78,7 @@ class _StepPeaks:
         ]
         peaks: dict[int, list[tuple[int, int]]] = {}
         for layer in order.find_peak_layers(backward.saved_by_layers, lambda moe: 0):
+            # Layers of one kind have the same peaks, wherever they are: compute them once.
             kind = id(layer.kind)
             if kind not in peaks:
                 peaks[kind] = self._list_layer_peaks(layer.kind)
@@ -92,9 +93,12 @@ class _StepPeaks:
         ``finished`` is the number of weights whose gradients the last backward has computed. The first
         micro-batch allocates the sums; the last frees each one as it is copied into its bucket.
         """
+        # One plan without accumulation; in an array of plans, the flag is an array.
         if self.accumulates is False:
             return self.trained
         finished_bytes = self.width.original * finished * self.trains_base
+        # With two micro-batches, the first still allocates its sums and the last already frees them. With
+        # more, one between them has all.
         sums = where(
             self.has_two_micro_batches, maximum(finished_bytes, self.trained - finished_bytes), self.trained
         )
@@ -133,6 +137,7 @@ class _StepPeaks:
             logits = width.compute * plan.architecture.vocab_size * tokens
         # Autocast's copy of the head, as large as the half-precision gradient, is freed before the cast.
         freed_copy = half_gradient if self.autocasts else 0
+        # First the matmul, with the logits' gradient, which is freed before the cast to the bucket's type.
         return maximum(
             logits + half_gradient,
             self.gradient_width * self.stage.head + stream_gradient - freed_copy,
@@ -151,6 +156,7 @@ class _StepPeaks:
         embedding = 0
         if self.trains_base:
             untied = self.width.original * (self.stage.edges - self.stage.head)
+            # Tied: the gradient of the head, of the embedding, and their sum.
             embedding = maximum(untied, 3 * self.tied_gradient)
         in_layers = order.sum_before(order.num_layers, lambda kind: kind.weights)
         gradients = self._compute_gradients(in_layers + self.head_in_bucket)
@@ -198,6 +204,7 @@ class _StepPeaks:
     ) -> PeakCandidate:
         """Return the candidate at the maximum of a layer's backward."""
         num_layers, position = order.num_layers, layer.position
+        # Backward has passed the layers after this one, and casts exist of this one and those before it.
         later_layers = order.sum_before(num_layers, lambda kind: kind.weights) - order.sum_before(
             position + 1, lambda kind: kind.weights
         )

@@ -82,6 +82,8 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
         group_sizes=(plan.degrees.data_parallel,),
         # DDP's reducer allocates its buckets when it wraps the model and keeps them for the whole run.
         keeps_gradients=True,
+        # Under no_sync autograd creates .grad tensors of its own: they are not in the buckets until the last
+        # backward.
         gradients_accumulated=_compute_unreduced_gradients(trained),
         find_backward_peaks=lambda backward: find_peaks(plan, stage, backward, trained),
     )
