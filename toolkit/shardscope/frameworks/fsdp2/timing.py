@@ -40,22 +40,28 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     """
     layout = get_layout(plan)
     degrees, width = plan.degrees, widths[plan.recipe.precision]
-    ranks, stride, calls = group_equal(degrees.shard * degrees.cp), degrees.tp, stage.num_layers + 1
+    ranks, stride = group_equal(degrees.shard * degrees.cp), degrees.tp
+    # One collective for each layer, and one for the rest of the stage.
+    calls = stage.num_layers + 1
     gathered, reduced = stage.base * width.compute, stage.trainable * width.reduce
-    micro_batches, reshard = plan.num_micro_batches, layout.reshard_after_forward
-    staged = degrees.pp > 1
-    forwards = where(staged, minimum(micro_batches, degrees.pp), micro_batches)
-    backwards = where(staged, 1, micro_batches) if reshard else 0
+
+    # How often a step all-gathers and reduces. In a pipeline stage, each forward before the first backward
+    # all-gathers (1F1B has at most pp of them); from then on the stage keeps its parameters.
+    has_stages, micro_batches, reshard = degrees.pp > 1, plan.num_micro_batches, layout.reshard_after_forward
+    forwards = where(has_stages, minimum(micro_batches, degrees.pp), micro_batches)
+    backwards = where(has_stages, 1, micro_batches) if reshard else 0
+    reductions = where(has_stages, 1, micro_batches)
+
+    # The collectives.
     gather = Transfer("gathers", "all_gather", gathered, ranks, stride, forwards, calls, "forward")
-    reductions = where(staged, 1, micro_batches)
     transfers = [
         gather,
         Transfer("gradients", "reduce_scatter", reduced, ranks, stride, reductions, calls, "backward"),
     ]
     if reshard:
-        few = ranks if reshard is True else int(reshard)
-        transfers.append(gather._replace(ranks=few, times=backwards, overlaps_with="backward"))
-    copies = Transfer(
+        resharded_ranks = ranks if reshard is True else int(reshard)
+        transfers.append(gather._replace(ranks=resharded_ranks, times=backwards, overlaps_with="backward"))
+    replicas = Transfer(
         "gradients",
         "all_reduce",
         reduced / ranks,
@@ -65,29 +71,26 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
         calls,
         "last_backward",
     )
-    transfers.append(copies)
-    alone = ranks == 1
-    gathers = forwards + backwards
+    transfers.append(replicas)
+
     # Copying out reads and writes each element. With one rank there is no buffer: the parameters are cast.
-    copied = (
-        gathers * stage.base * where(alone, get_base_width(plan.recipe) + width.compute, 2 * width.compute)
-    )
-    staging = micro_batches * stage.trainable * (width.compute + width.reduce)
-    if layout.offload is None or not plan.on_gpu:
-        return StateTraffic(
-            tuple(transfers),
-            copied_for_gathers=copied,
-            copied_for_gradients=staging,
-            updated=stage.trainable_shard,
-        )
-    down = stage.base / ranks * get_base_width(plan.recipe)
-    return StateTraffic(
+    base_width = get_base_width(plan.recipe)
+    copied_width = where(ranks == 1, base_width + width.compute, 2 * width.compute)
+    traffic = StateTraffic(
         tuple(transfers),
-        copied_for_gathers=copied,
-        copied_for_gradients=staging,
-        fetched_forward=forwards * down,
-        fetched_backward=backwards * down,
+        copied_for_gathers=(forwards + backwards) * stage.base * copied_width,
+        copied_for_gradients=micro_batches * stage.trainable * (width.compute + width.reduce),
+        updated=stage.trainable_shard,
+    )
+    if layout.offload is None or not plan.on_gpu:
+        return traffic
+    # Offloaded shards are copied to the GPU for each all-gather, and their gradients back; the host updates.
+    fetched = stage.base / ranks * base_width
+    return traffic._replace(
+        fetched_forward=forwards * fetched,
+        fetched_backward=backwards * fetched,
         returned_backward=reductions * stage.trainable / ranks * width.reduce,
+        updated=0.0,
         updated_on_host=stage.trainable / ranks,
     )
 
