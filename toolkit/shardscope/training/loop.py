@@ -60,6 +60,7 @@ def train(
     # A resumed run may already have all of its steps.
     if first >= schedule.num_steps:
         print(f"no steps are left to train: num_steps is {schedule.num_steps:,}", flush=True)
+    # Context managers, so that a recording in progress also ends when a step fails.
     with Recorder(ctx) as recorder, Snapshot(ctx) as snapshot:
         if memory_snapshot:
             snapshot.start(SNAPSHOT_STEPS)

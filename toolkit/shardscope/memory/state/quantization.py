@@ -78,6 +78,7 @@ def measure_layer_linears(architecture: Architecture, moe: bool, kind: str) -> t
 
 def compute_frozen_base_bytes(plan: Plan, stage: Stage, width: int) -> int:
     """Return bytes of a stage's frozen weights: quantized Linears, and the rest at ``width`` bytes each."""
+    # QLoRA quantizes the scales, too (Dettmers et al. 2023, section 3, "Double Quantization").
     kind = "nf4_double" if plan.recipe.method == "qlora" else str(plan.recipe.quantization)
     quantized = saved = 0
     for moe, layers in count_layers_by_kind(plan.architecture, stage):
@@ -89,6 +90,7 @@ def compute_frozen_base_bytes(plan: Plan, stage: Stage, width: int) -> int:
 
 def find_largest_matrix(architecture: Architecture, stage: Stage) -> int:
     """Return the number of weights of the largest quantized matrix, dequantized during its matmul."""
+    # A number of weights, so it does not depend on the kind of quantization.
     return maximum(*(
         (layers > 0) * measure_layer_linears(architecture, moe, "nf4")[2]
         for moe, layers in count_layers_by_kind(architecture, stage)

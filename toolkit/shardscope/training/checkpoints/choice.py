@@ -91,6 +91,7 @@ def choose_for_resume(folder: Path, description: Mapping[str, object]) -> Choice
         return own_choice
     requested = description.get("asked")
     resumed_from = requested.get("resume") if isinstance(requested, Mapping) else None
+    # resume=True chose by the run's name when it was launched, and does so again.
     if resumed_from is True:
         return choose_for_rank(folder)
     path = find_checkpoint(Path(resumed_from)) if isinstance(resumed_from, str) else None

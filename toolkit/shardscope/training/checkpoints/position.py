@@ -58,6 +58,7 @@ def write_position(
     The position is written last, because its presence marks a complete checkpoint. ``pickled`` is that of
     :func:`sign_checkpoint`. A checkpoint that cannot be signed is saved without a manifest.
     """
+    # The folder of the run is two levels up: <run>/checkpoints/<this checkpoint, or its temporary name>.
     content = json.dumps(position).encode()
     try:
         sign_checkpoint(folder, read_run(folder.parent.parent), pickled or {}, {POSITION_FILE: content})

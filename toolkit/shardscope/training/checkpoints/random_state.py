@@ -28,6 +28,7 @@ class _States(TypedDict):
 
 def write_states(folder: Path) -> None:
     """Write this rank's states into ``folder``, one file per rank."""
+    # The legacy form is a tuple, whose parts are plain values but for the array of keys.
     numpy_state = numpy.random.get_state(legacy=True)
     assert isinstance(numpy_state, tuple)
     kind, keys, position, has_gauss, cached = numpy_state
@@ -55,6 +56,7 @@ def restore_states(folder: Path) -> bool:
     states: _States = json.loads(file.read_text(encoding="utf-8"))
     if states.get("world_size") != dist.get_world_size():
         return False
+    # JSON made lists of tuples and of the array, and the setters accept no lists.
     version, python_state, gauss = states["python"]
     random.setstate((version, tuple(python_state), gauss))
     kind, keys, position, has_gauss, cached = states["numpy"]

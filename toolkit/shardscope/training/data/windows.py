@@ -45,6 +45,7 @@ def read_tokens(text: Path | None, encode: Callable[[str], TokenIds] | None = No
         refuse("text", where, "UTF-8", "convert it")
 
 
+# eq=False: comparing arrays of tokens gives an array and no bool.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Windows:
     """Tokens split into non-overlapping windows of ``seq_len``, assigned to steps and ranks.

@@ -69,6 +69,7 @@ class Finetune(TextTask):
         from shardscope.training.weights.stored_weights import StoredWeights
 
         folder = self.folder
+        # The engine reads them when it builds the model, and only what this rank keeps.
         engine.weights = StoredWeights(folder, plan.architecture)
         config = folder.config
         files = {file for file, _ in folder.tensors.values()}

@@ -348,6 +348,7 @@ def _count_elements(
     ranks: int,
     accumulates: int,
 ) -> ElementCounts:
+    """Return the element counts of one rank for one combination of plain numbers."""
     arch, adapters = settings.arch, settings.adapters
     tensors = list_tensors(arch, adapters, tp, ep, dense_layers, moe_layers, is_first, is_last)
     has_tied_head = arch.tie_word_embeddings and is_first and is_last

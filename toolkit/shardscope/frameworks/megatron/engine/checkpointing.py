@@ -108,6 +108,7 @@ class AsyncSave:
         if dist.get_rank() == 0:
             write_position(self._temporary, self._position, list_pickled_ranges(self._temporary))
             replace_folder(self._temporary, self._path)
+        # No rank may see the checkpoint as done before rank 0 has renamed it.
         dist.barrier()
         self.is_done = True
 
@@ -143,6 +144,7 @@ def _load_checked(path: Path, state: dict[str, object]) -> StateDict:
     if not trusted:
         # Read here first, for an error that names the file and the class; megatron-core reads it again.
         load_file(path / common.COMMON_STATE_FNAME, (), "cpu")
+    # megatron-core's own reader (_get_filesystem_reader) unpickles metadata with any class in it.
     reader = CheckedReader(path, trusted=trusted)
     get_reader, sharded._get_filesystem_reader = sharded._get_filesystem_reader, lambda *_, **__: reader
     try:
@@ -247,6 +249,7 @@ def _create_optimizer_state(optimizer: MegatronOptimizer) -> None:
         inner = single.optimizer
         if inner is None:
             continue
+        # None with SGD: optimizer.py would call it when it builds the state dict to load into.
         if single.init_state_fn is None:
             single.init_state_fn = lambda *_: None
         single.init_state_fn(inner, single.config)

@@ -51,6 +51,7 @@ def read_back(
             "distributed_optimizer": layout.distributed_optimizer,
             "num_layers_here": plan.stage_layers[groups["stage"]],
             "num_attention_heads_here": arch.num_attention_heads // degrees.tp,
+            # A stage may have dense layers only.
             "num_experts_here": experts.num_experts // degrees.ep
             if experts and record["num_experts_here"]
             else 0,
@@ -77,6 +78,7 @@ def _read_groups() -> dict[str, int]:
     return {
         "tensor_parallel": state.get_tensor_model_parallel_world_size(),
         "pipeline_parallel": state.get_pipeline_model_parallel_world_size(),
+        # None without the interleaved schedule.
         "virtual_pipeline": state.get_virtual_pipeline_model_parallel_world_size() or 1,
         "context_parallel": state.get_context_parallel_world_size(),
         "expert_parallel": state.get_expert_model_parallel_world_size(),
@@ -96,6 +98,7 @@ def _read_modules(chunks: list[DistributedDataParallel]) -> dict[str, object]:
     qkv = getattr(attention, "linear_qkv", None)
     return {
         "module": type(chunks[0].module).__name__,
+        # megatron-core numbers the whole model's layers from 1 (transformer_layer.py).
         "layers_here": [int(layer.layer_number) - 1 for layer in layers],
         "num_layers_here": len(layers),
         "num_attention_heads_here": getattr(attention, "num_attention_heads_per_partition", None),
@@ -127,6 +130,7 @@ def _read_optimizer(chunks: list[DistributedDataParallel], optimizer: MegatronOp
     )
     num_weights = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
     is_distributed = all(isinstance(part, DistributedOptimizer) for part in parts)
+    # The distributed optimizer updates this rank's shard of the buffers; any other one, all weights.
     if not is_distributed and updated != num_weights:
         raise RuntimeError(f"the optimizer updates {updated:,} of this rank's {num_weights:,} weights")
     return {
@@ -144,6 +148,7 @@ def _gather_layers(record: Mapping[str, object]) -> list[int]:
     """Return the layers of all stages in order, as one rank of each stage reports them. Collective."""
     of_ranks: list[tuple[int, list[int]]] = [(0, [])] * dist.get_world_size()
     dist.all_gather_object(of_ranks, (record["stage"], record["layers_here"]))
+    # The ranks of one stage report the same layers.
     by_stage = dict(of_ranks)
     return sorted(layer for layers in by_stage.values() for layer in layers)
 

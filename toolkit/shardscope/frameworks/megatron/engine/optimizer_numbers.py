@@ -53,6 +53,7 @@ def read_optimizer_numbers(
             f"(Recipe.optimizer is {name!r})",
             "build_optimizer=None, or layout=Layout.fsdp2()",
         )
+    # megatron-core's optimizer has one value of each for all its parameters (OptimizerConfig).
     for key in PER_GROUP:
         if len({group.get(key) for group in groups}) > 1:
             refuse(
@@ -61,6 +62,8 @@ def read_optimizer_numbers(
                 f"one {key} for all groups with Megatron-core",
                 key,
             )
+    # It decays matrices only: vectors and biases are in a group of their own, without weight decay
+    # (core 0.16, optimizer/__init__.py, get_standard_config_overrides).
     decays = {bool(p.ndim >= 2): group["weight_decay"] for group in groups for p in group["params"]}
     first = groups[0]
     for group in groups:

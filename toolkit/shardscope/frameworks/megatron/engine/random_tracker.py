@@ -40,6 +40,7 @@ def restore_states(folder: Path) -> bool:
     saved = json.loads(file.read_text(encoding="utf-8"))
     if saved.get("degrees") != _read_degrees():
         return False
+    # A bytearray, because torch.frombuffer warns of read-only memory.
     states = {
         name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
         for name, text in saved["states"].items()

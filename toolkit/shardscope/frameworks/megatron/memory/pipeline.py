@@ -158,6 +158,7 @@ def _count_candidates(arch: Architecture, *row: int) -> tuple[int, ...]:
 def _flatten_profile(arch: Architecture, lengths: tuple[int, ...], *row: int) -> tuple[int, ...]:
     """Flatten a profile into integers, each list padded to its length by repeating the last step."""
     profile = _build_profile(arch, *row)
+    # Repeated steps change no maximum.
     padded = (
         (*steps, *steps[-1:] * (length - len(steps)))
         for steps, length in zip(

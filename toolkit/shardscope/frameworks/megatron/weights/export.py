@@ -46,6 +46,7 @@ def export_hf(
     """
     from transformers import AutoModelForCausalLM
 
+    # On meta: only its class, config and names are read, and rank 0 could not hold all of its weights.
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(hf_config)
     write_pretrained(path, skeleton, gather_tensors(chunks, arch, optimizer), max_file_bytes=max_file_bytes)
@@ -136,10 +137,12 @@ def _gather_parameter(
 
     if parameter.expert is None:
         value = main.read(local[parameter.name])
+        # Data-parallel ranks have replicas of this shard: the first one takes part in the gather.
         if dist.get_rank(get_data_group(local[parameter.name])):
             return None
         parts = _gather_shards(value, parallel_state.get_tensor_model_parallel_group())
         return split_tensor(join_shards(parts, parameter.mapping), arch, parameter.mapping) if parts else None
+    # Experts one by one over their own tensor-parallel group, then their stacks over the expert-parallel one.
     experts = []
     names = [
         parameter.name.replace("local_experts.0.", f"local_experts.{i}.")
@@ -180,12 +183,14 @@ def _send_to_rank_zero(
     tensor: torch.Tensor | None, stage: _Stage, shape: tuple[int, ...], device: torch.device
 ) -> torch.Tensor | None:
     """Send the tensor from its stage's first rank to rank 0's host memory; None on other ranks."""
+    # The first stage's first rank is rank 0 itself.
     if stage.writer == 0:
         return tensor.cpu() if tensor is not None else None
     if tensor is not None:
         dist.send(tensor.contiguous(), dst=0)
     if dist.get_rank():
         return None
+    # On the device, not in host memory, which NCCL cannot receive into.
     received = torch.empty(shape, dtype=stage.dtype, device=device)
     dist.recv(received, src=stage.writer)
     return received.cpu()

@@ -77,6 +77,7 @@ def read_slice(model: GPTModel) -> ChunkSlice:
     from megatron.core import parallel_state
 
     return ChunkSlice(
+        # megatron-core numbers the whole model's layers from 1 (transformer_layer.py).
         layers=tuple(layer.layer_number - 1 for layer in model.decoder.layers),
         embedding=model.pre_process,
         head=model.post_process,
