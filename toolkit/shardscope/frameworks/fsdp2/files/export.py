@@ -89,6 +89,8 @@ def _render_accelerate(plan: Plan) -> list[Exported | Absent]:
     }
     sections: dict[str, object] = {"fsdp_config": fsdp}
     notes = []
+    # The plugin alone shards over all ranks; other axes of the mesh are a configuration of their own
+    # (accelerate 1.15, parallelism_config.py).
     if degrees.replicate > 1 or degrees.tp > 1 or degrees.cp > 1:
         sections["parallelism_config"] = {
             "parallelism_config_dp_replicate_size": degrees.replicate,
