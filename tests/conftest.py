@@ -1,4 +1,4 @@
-"""What all tests share: none of them reads or writes what this user's machine was measured to do."""
+"""Settings of all tests: none reads or writes this user's calibrations or key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FOLDER = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In the environment, so that kernels, supervisors and ranks that tests start inherit it."""
+    """Set environment variables, so that kernels, supervisors and ranks that tests start inherit them."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         # Workers share the cores: threads of one worker's torch would spin while another's compute.
         os.environ.setdefault("OMP_NUM_THREADS", "1")

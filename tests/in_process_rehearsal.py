@@ -14,12 +14,12 @@ from shardscope.rehearsal.result import RehearsedStage, build_report
 
 
 def stages_of(plan: Plan) -> list[RehearsedStage]:
-    """What each pipeline stage of ``plan`` held, as its framework's own code plays it on fake tensors."""
+    """Rehearse every pipeline stage of ``plan`` with its framework's own code on fake tensors."""
     framework: Any = import_module(f"shardscope.frameworks.{plan.layout.framework}.rehearsal.rehearse")
     stages: list[RehearsedStage] = framework.rehearse(plan, lambda words, fraction: None)
     return stages
 
 
 def rehearsed_here(plan: Plan) -> MemoryReport:
-    """What ``plan.rehearse()`` reports."""
+    """Return the report of ``plan.rehearse()``, computed in this process."""
     return build_report(plan, stages_of(plan))

@@ -1,4 +1,4 @@
-"""What operators take at once, storage by storage, where no allocator says."""
+"""Peak bytes of operators, counted by storage, where no allocator reports them."""
 
 from __future__ import annotations
 

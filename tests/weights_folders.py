@@ -43,7 +43,7 @@ def write_header(path: Path, header: Any, num_bytes: int) -> None:
 
 
 def tensors_of(config: Mapping[str, Any], dtype: str = "F32") -> dict[str, tuple[str, tuple[int, ...]]]:
-    """What files of a model of ``config`` have."""
+    """Return the tensors in the files of a model of ``config``."""
     arch = Architecture.from_hf(dict(config))
     pieces = (piece for source in find_sources(arch, ()).values() for piece in source.list_stored())
     return {name: (dtype, shape) for name, shape in pieces}

@@ -1,4 +1,4 @@
-"""What each piece of foreign code explains: errors with it and without it, by role."""
+"""Prediction errors with and without each piece of modelled publisher code, by role."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a row says of LoRA and of a quantised base."""
+"""A row's fields of LoRA and quantized bases -> recipe fields."""
 
 from __future__ import annotations
 

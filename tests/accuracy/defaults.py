@@ -1,4 +1,4 @@
-"""What the software that ran does where a row does not say: each is reported as assumed."""
+"""Defaults of the software that ran, for fields that a row lacks: each is reported as assumed."""
 
 from __future__ import annotations
 

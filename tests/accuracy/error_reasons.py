@@ -1,4 +1,4 @@
-"""Why rows are off: what was found out, said where it applies, and nothing where it was not."""
+"""Known reasons for the errors of rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Applies = Callable[[Scored], bool]
 
 
 def reason(row: Scored) -> str:
-    """What is known about the row's error; empty for a row that is close."""
+    """Return the known reason for the row's error; empty for a row with a small error."""
     if abs(row.error) <= _CLOSE or (kind(row.mapped.row) in ("reserved", "nvidia-smi") and row.inside):
         return ""
     return next((words for applies, words in _KNOWN if applies(row)), "not explained")

@@ -64,7 +64,7 @@ class Constant(NamedTuple):
 
     @property
     def value(self) -> float:
-        """What it is now."""
+        """Return the constant's current value."""
         return float(_table(self)[self.key])
 
     @property
@@ -129,7 +129,7 @@ def log_errors(rows: Sequence[Fitted]) -> list[float]:
 
 
 def loss(rows: Sequence[Fitted]) -> float:
-    """What is made small: 0 to 1."""
+    """Compute the loss that the fit minimizes: 0 to 1."""
     by_source: dict[str, list[float]] = defaultdict(list)
     for row, error in zip(rows, log_errors(rows), strict=True):
         by_source[row.source].append(abs(error) / (abs(error) + _HALF_LOST))

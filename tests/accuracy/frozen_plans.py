@@ -57,7 +57,7 @@ NVME_BYTES_PER_SECOND = 6e9
 
 
 class Question(NamedTuple):
-    """What is asked of ``search`` and ``recommend``."""
+    """Arguments of ``search`` and ``recommend``."""
 
     architecture: ss.Architecture
     cluster: ss.Cluster

@@ -51,7 +51,7 @@ def _two(score: MemoryScore) -> str:
 
 
 def exact_goals(rows: tuple[Scored, ...]) -> bool:
-    """Whether the medians and the 90th percentile of point errors are within 3 % and 8 %."""
+    """Return whether the medians and the 90th percentile of point errors are within 3 % and 8 %."""
     found = summary(MemoryScore(rows, (), (), len(rows)).groups)
     return found is not None and found[0] <= 0.03 and found[1] <= 0.08
 

@@ -1,4 +1,4 @@
-"""What peft's ``prepare_model_for_kbit_training`` (utils/other.py) does to a base in few bits.
+"""Memory effects of peft's ``prepare_model_for_kbit_training`` (utils/other.py) on a quantized base.
 
 It casts every parameter that is not quantised to fp32: norms, embeddings and the head, though they never
 update. So the residual stream is in fp32 from the embedding on, and products over NF4 give back the type that

@@ -1,4 +1,4 @@
-"""What each way of measuring memory is compared with."""
+"""Kinds of memory measurements, and the predicted bytes that each is compared with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Compared(NamedTuple):
 
 
 def kind(row: Row) -> Kind:
-    """What the row's peak counts."""
+    """Return which bytes the row's peak counts."""
     said = text(row, "memory_kind")
     if "reserved" in said:
         return "reserved"

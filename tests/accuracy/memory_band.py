@@ -18,7 +18,7 @@ SHARE = 0.9
 
 
 def held_share(row: Scored) -> float:
-    """What the row held beyond tensors, as a share of what its step allocates and frees.
+    """Return the row's memory beyond tensors as a share of the bytes that its step allocates and frees.
 
     The least share with which the band's top reaches the measured figure, with what ran beside the plan
     described. Of nvidia-smi's figures contexts and communicators are taken off first, at their most, as the

@@ -120,7 +120,7 @@ def _sizes(plan: Plan) -> _Sizes:
 
 
 def splits_optimizer(plan: Plan) -> bool:
-    """Whether ZeRO-1 splits the fp32 copies and moments: the mapping says so as Megatron would."""
+    """Return whether ZeRO-1 splits the fp32 copies and moments: the mapping says so as Megatron would."""
     return bool(getattr(plan.layout, "distributed_optimizer", False)) and plan.degrees.data_parallel > 1
 
 

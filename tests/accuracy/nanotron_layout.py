@@ -1,4 +1,4 @@
-"""How nanotron spreads layers over pipeline stages: by cost, the head's included, not evenly."""
+"""nanotron's partition of layers into pipeline stages: by cost, the head's included, not evenly."""
 
 from __future__ import annotations
 

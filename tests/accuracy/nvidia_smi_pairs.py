@@ -20,12 +20,12 @@ class Pair(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """What nvidia-smi saw over what was allocated."""
+        """Return nvidia-smi's figure over the allocated bytes."""
         return self.seen.measured / self.allocated.measured
 
     @property
     def has_room(self) -> bool:
-        """Whether the card was not nearly full: the allocator gives back what it holds before it gives up."""
+        """Return whether the GPU was not nearly full: the allocator frees its cache before it raises."""
         return self.seen.measured < 0.85 * self.seen.mapped.plan.cluster.usable_bytes_per_gpu
 
     @property
@@ -70,7 +70,7 @@ def pairs_report(rows: Sequence[Scored]) -> str:
 
 
 def _qwen(rows: Sequence[Scored], groups: dict[str, list[Pair]]) -> list[str]:
-    """Why the rows of Qwen's README lie above what their tensors take."""
+    """Explain why the rows of Qwen's README exceed their tensors."""
     theirs = [row for row in rows if "Qwen" in row.group[0]]
     alike = groups.get("one GPU, logits at the peak")
     if not theirs or not alike:

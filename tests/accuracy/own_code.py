@@ -1,4 +1,4 @@
-"""What ran beside the modules that a plan names: kernels and hooks of a source's own, moment by moment.
+"""Modelled code of publishers: kernels and hooks that ran but are not part of a plan, by phase.
 
 Each is described from the source of what ran, and changes only the moments at which it is there.
 """
@@ -38,7 +38,7 @@ _Change = Callable[[Plan, tuple[PhaseMemory, ...]], tuple[PhaseMemory, ...]]
 
 
 def own_code(row: Row, framework: str, recipe: Recipe) -> tuple[OwnCode, ...]:
-    """What the row's source ran beside its plan."""
+    """Return the modelled code that the row's source ran."""
     found: list[OwnCode] = []
     table = text(row, "table")
     if table == "baseline-peft-bnb" and framework == "one GPU":
@@ -61,23 +61,23 @@ def own_code(row: Row, framework: str, recipe: Recipe) -> tuple[OwnCode, ...]:
 
 
 def is_four_bit(row: Row) -> bool:
-    """Whether a frozen base is in 4 bits."""
+    """Return whether a frozen base is in 4 bits."""
     said = text(row, "qlora")
     return said not in ("", "false", "none") and not ("8" in said and "4" not in said)
 
 
 def is_torchtitan(row: Row) -> bool:
-    """Whether torchtitan's own model and checkpoint policy ran."""
+    """Return whether torchtitan's own model and checkpoint policy ran."""
     return "pytorch/torchtitan" in str(row.get("source_url"))
 
 
 def is_moonlight_recipe(row: Row) -> bool:
-    """Whether Megatron-Bridge's recipe for Moonlight ran, with its precision-aware optimizer."""
+    """Return whether Megatron-Bridge's recipe for Moonlight ran, with its precision-aware optimizer."""
     return is_bridge(row) and "moonlight" in text(row, "model")
 
 
 def is_bridge(row: Row) -> bool:
-    """Whether Megatron-Bridge's pages have the row."""
+    """Return whether Megatron-Bridge's pages have the row."""
     return "NVIDIA-NeMo/Megatron-Bridge" in str(row.get("source_url"))
 
 

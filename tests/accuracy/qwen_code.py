@@ -1,4 +1,4 @@
-"""What QwenLM/Qwen's scripts ran beside a plan: no DDP, DeepSpeed under Q-LoRA, AutoGPTQ.
+"""Modelled code of QwenLM/Qwen's scripts: no DDP, DeepSpeed under Q-LoRA, AutoGPTQ.
 
 finetune.py and finetune/finetune_{lora,qlora}_single_gpu.sh of QwenLM/Qwen, whose README has the figures (of
 1.8B and 72B since 2023-11-30, when peft was at 0.6.2 and AutoGPTQ at 0.5.1).

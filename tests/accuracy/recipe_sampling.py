@@ -37,7 +37,7 @@ BASES: tuple[dict[str, Any], ...] = (
 
 
 def architecture(draw: Random) -> Architecture:
-    """As :mod:`wide_sampling` draws them, but none that takes long."""
+    """Sample an architecture as :mod:`wide_sampling` does, but none that takes long."""
     while True:
         found = wide_sampling.architecture(draw)
         if found.num_parameters <= MAX_PARAMETERS:
@@ -103,7 +103,7 @@ def plans(framework: str, seed: int, count: int) -> list[Plan]:
 
 
 def stored_file(framework: str, sample: str = "recipes") -> Path:
-    """Where the rehearsals of one of the ``SEEDS`` are."""
+    """Return the file of the rehearsals of one of the ``SEEDS``."""
     return STORED / f"{framework}-{sample}.jsonl"
 
 

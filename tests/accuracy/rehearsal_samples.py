@@ -35,7 +35,7 @@ HELD_OUT_SEEDS = {1: 20_261_121, 2: 20_261_122}
 
 
 def stored_file(framework: str, *, wide: int = 0) -> Path:
-    """Where the rehearsals of one framework's sample are."""
+    """Return the file of the rehearsals of one framework's sample."""
     ending = {0: "", 1: "-held-out"}.get(wide, f"-held-out-{wide}")
     return STORED / f"{framework}{ending}.jsonl"
 
@@ -76,7 +76,7 @@ def store(framework: str, sampled: list[Plan], file: Path, seed: int) -> None:
 
 
 def is_same(stored: Plan, drawn: Plan) -> bool:
-    """Whether two plans are one, whatever their GPUs cost: prices change from day to day."""
+    """Return whether two plans are equal except for the prices of their GPUs."""
     one, other = stored.to_dict(), drawn.to_dict()
     return {**one, "cluster": other["cluster"]} == other and stored.world_size == drawn.world_size
 

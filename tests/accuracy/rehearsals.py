@@ -32,7 +32,7 @@ class Rehearsed(NamedTuple):
         return sum(self.predicted.values()) / max(1, sum(self.stored.values())) - 1
 
     def component_error(self, name: str) -> float:
-        """Of one component, in shares of the whole."""
+        """Return the error of one component as a share of the whole."""
         return (self.predicted.get(name, 0) - self.stored.get(name, 0)) / max(1, sum(self.stored.values()))
 
 

@@ -26,7 +26,7 @@ def objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 class _Broken(str):
-    """Why something could not be read."""
+    """An error message for a line that could not be read."""
 
 
 def _parsed(text: bytes) -> Any:

@@ -55,7 +55,7 @@ _FILLING = set(
 
 
 def _in_framework(words: str) -> str | None:
-    """What a framework's name says of offload: "ds_z3_offload", "FSDP + CPU offload"."""
+    """Return the offload that a framework's name contains: "ds_z3_offload", "FSDP + CPU offload"."""
     if "offload" not in words or re.search(r"(?:\bno|without|w/o)[-_ ]*(?:cpu[-_ ]*)?offload", words):
         return None
     return "activations" if "activation" in words else "cpu"

@@ -52,22 +52,22 @@ def read(files: Iterable[Path], broken: list[str] | None = None) -> list[Row]:
 
 
 def source(row: Row) -> str:
-    """Who published the row."""
+    """Return the publisher of the row."""
     return str(row.get("source") or "source not stated")
 
 
 def is_scored(row: Row) -> bool:
-    """Whether the row's configuration is nearly complete; a row that does not say counts as such."""
+    """Return whether the row's configuration is nearly complete; a row that does not say counts as such."""
     return str(row.get("quality") or "A").upper().startswith("A")
 
 
 def says_memory(row: Row) -> bool:
-    """Whether the row has a peak, or says that there was not enough."""
+    """Return whether the row has a peak, or says that there was not enough."""
     return has_peak(row) or status(row) == "oom"
 
 
 def has_peak(row: Row) -> bool:
-    """Whether the row has a measured peak."""
+    """Return whether the row has a measured peak."""
     peak = row.get("peak_memory_gib")
     return isinstance(peak, int | float) and not isinstance(peak, bool) and 0 < peak < 1e6
 

@@ -320,7 +320,7 @@ def use_stored_calibration(folder: Path) -> None:
 
 
 def sums_are_compensated() -> bool:
-    """Whether ``sum`` of floats rounds once, as from Python 3.12 on, and not at each addition."""
+    """Return whether ``sum`` of floats rounds once, as from Python 3.12 on, and not at each addition."""
     return sum([0.1] * 10) == 1.0
 
 

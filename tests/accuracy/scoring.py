@@ -44,7 +44,7 @@ class Scored(NamedTuple):
 
     @property
     def inside(self) -> bool:
-        """Whether the measured peak lies in the predicted band."""
+        """Return whether the measured peak lies in the predicted band."""
         return self.predicted.low <= self.measured <= self.predicted.high
 
     @property
@@ -135,7 +135,7 @@ def predicted(found: Mapped) -> tuple[MemoryReport, int]:
 
 
 def is_described(found: Mapped) -> bool:
-    """Whether code beside ``plan.memory()`` answers for the row."""
+    """Return whether code beside ``plan.memory()`` answers for the row."""
     return found.framework == "nanotron" or bool(found.own_code)
 
 

@@ -1,4 +1,4 @@
-"""What a row's GPUs are beside the catalogue's: relatives with other speeds, NVLink domains, stated links."""
+"""GPUs of rows that differ from the catalog's: other speeds, NVLink domains, stated links."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def _degrees(one: TimeScored) -> str:
 
 
 def _by_part(score: TimeScore) -> str:
-    """What steps go to by our count, and whether the error grows with it."""
+    """Render the predicted parts of steps, and whether the error grows with each."""
     names = [name for name in PARTS if any(one.report.parts[name] > 0 for one in score.scored)]
     lines = [
         "## By part",

@@ -54,7 +54,7 @@ class TimeScored(NamedTuple):
 
     @property
     def source(self) -> str:
-        """Who measured it."""
+        """Return the publisher of the measurement."""
         return source(self.mapped.row)
 
     @property

@@ -16,7 +16,7 @@ OTHER_FRAMEWORKS = ("nanotron",)
 
 
 def is_calibrated(mapped: Mapped) -> bool:
-    """Whether the framework is one of ours, and products on GPUs of this generation were fitted."""
+    """Return whether the framework is one of ours, and products on GPUs of this generation were fitted."""
     generations = load_efficiency()["matrices"]
     return mapped.framework not in OTHER_FRAMEWORKS and mapped.plan.cluster.gpu.architecture in generations
 

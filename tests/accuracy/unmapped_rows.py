@@ -1,4 +1,4 @@
-"""Why a row has no plan."""
+"""The error that explains why a row has no plan."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def recipe(draw: Random, layout: Layout, arch: Architecture, data_parallel: int)
 
 
 def _targets(draw: Random, arch: Architecture) -> tuple[str, ...] | None:
-    """What adapters are put on: attention as a recipe leaves it open, all projections, or one of them."""
+    """Sample the modules with adapters: the default of the recipe, all projections, or one of them."""
     every = tuple(
         dict.fromkeys(name for i in range(arch.num_hidden_layers) for name, _ in arch.layer_linears(i))
     )

@@ -177,12 +177,12 @@ def _check_good(found: Iterable[Run]) -> None:
 
 
 def pick_checkpoint(run: Run) -> None:
-    """As Resume in the Runs tab does."""
+    """Pick the checkpoint as Resume in the Runs tab does."""
     why_not_resumable(run)
 
 
 def check_resume(use: Use) -> None:
-    """As a launch by the good run's name does, which the damaged one may claim."""
+    """Resume by the good run's name, which the damaged run may claim."""
     plan = _good_plan(use)
     ss.Pretrain(num_steps=20, resume=True).check_launch(plan, use.parent, GOOD)
 

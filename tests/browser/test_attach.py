@@ -19,7 +19,7 @@ from test_main_job import (
     wait_for_step,
 )
 from test_studio_tabs import OVERFLOWING, WIDTHS
-from tests.faults import long_one
+from tests.faults import slow_test
 
 import shardscope as ss
 
@@ -27,7 +27,7 @@ OTHER_NOTEBOOK = "attach.ipynb"
 GROWN = "before => document.querySelector('.ss-run .js-plotly-plot').data[0]?.x.at(-1) > before"
 
 
-@long_one
+@slow_test
 @pytest.mark.alone
 def test_fault_07_26_run_outlives_its_kernel_and_another_notebook_stops_it(
     lab: Lab, browser: Any, offline: Any

@@ -8,13 +8,13 @@ import pytest
 from served import Lab
 from studio_page import NOTEBOOK, TIMEOUT_MS
 from test_main_job import STEP_TIMEOUT_MS, run_all_cells, start_run, wait_for_no_processes, wait_for_step
-from tests.faults import long_one
+from tests.faults import slow_test
 from tests.requirements import thorough
 
 pytestmark = thorough()
 
 
-@long_one
+@slow_test
 @pytest.mark.alone
 def test_fault_26_page_is_reloaded_and_opened_twice_during_a_run(
     lab: Lab, browser: Any, offline: Any

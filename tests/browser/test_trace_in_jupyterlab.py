@@ -12,7 +12,7 @@ from opened_notebook import choose_menu_item, open_notebook, write_notebook
 from playwright.sync_api import expect
 from served import Lab
 from studio_page import use_theme
-from tests.faults import all_of_them
+from tests.faults import includes_slow_tests
 from tests.requirements import few
 
 NOTEBOOK = "trace_view.ipynb"
@@ -119,7 +119,7 @@ def show_hidden_tab(page: Any) -> None:
 def test_fault_64_trace_view_never_opens_black(page: Any) -> None:
     """Open twenty views; with SHARDSCOPE_FAULTS=all a hundred."""
     themes = [("JupyterLab Dark", "false"), ("JupyterLab Light", "true")]
-    for number in range(10 if all_of_them() else 2):
+    for number in range(10 if includes_slow_tests() else 2):
         page.keyboard.press("Control+b")  # the side bar opens or closes just before
         run_cell(page, 1)
         if number % 2 == 0:

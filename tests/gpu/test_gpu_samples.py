@@ -1,4 +1,4 @@
-"""What a real driver says of a real card while a run is on it, and what is free there."""
+"""Tests of NVML samples of a real GPU during a run, and of its free memory."""
 
 from __future__ import annotations
 

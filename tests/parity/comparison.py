@@ -1,4 +1,4 @@
-"""Whether a row is the single process: its losses, its gradients' norms and the bytes that it holds."""
+"""Comparison of a row with the single process: losses, gradient norms and bytes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """What the ranks of one pipeline stage held when the optimizer stepped, and what was planned."""
+    """Bytes of one pipeline stage's ranks at the optimizer step, and the planned ones."""
 
     stage: int
     held: Mapping[str, int]
@@ -67,7 +67,7 @@ class Bytes:
 
     @property
     def words(self) -> str:
-        """How far each component is off."""
+        """Format the error of each component."""
         off = [
             f"{name} {self.held[name]:,} held, {planned:,} planned"
             for name, planned in self.planned.items()
@@ -78,7 +78,7 @@ class Bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a row."""
+    """Result of a row."""
 
     row: Row
     verdict: Verdict
@@ -99,7 +99,7 @@ class Outcome:
 
     @property
     def holds(self) -> bool:
-        """Whether the row leaves the table whole: what was compared is equal, bytes included."""
+        """Return whether the row leaves the table whole: what was compared is equal, bytes included."""
         return self.verdict in HOLDS and all(stage.is_as_planned for stage in self.bytes_by_stage)
 
 

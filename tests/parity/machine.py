@@ -1,4 +1,4 @@
-"""What a report says of the machine it comes from: devices and versions, no names of hosts or people."""
+"""A report's description of its machine: devices and versions, no names of hosts or users."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Machine:
 
     @property
     def on_gpus(self) -> bool:
-        """Whether there are any GPUs."""
+        """Return whether there are any GPUs."""
         return self.cluster.gpu.vendor != "cpu"
 
     @property
@@ -35,7 +35,7 @@ class Machine:
 
     @property
     def device(self) -> str:
-        """In words."""
+        """Return a description of the device."""
         if not self.on_gpus:
             return "CPU ranks over gloo"
         return f"{self.cluster.num_gpus} x {self.cluster.gpu.name} over NCCL"

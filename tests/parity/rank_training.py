@@ -1,4 +1,4 @@
-"""What each rank of a row does: the same weights, the same batches, so many steps.
+"""The training loop of each rank of a row: equal weights, batches and number of steps.
 
 No engine is asked for more than its face: ``setup``, ``step``, ``set_learning_rate``, and what it holds.
 """

@@ -66,7 +66,7 @@ def verdict(outcome: Outcome) -> str:
 
 
 def bytes_words(outcome: Outcome) -> str:
-    """Whether what was held is what was planned."""
+    """Describe whether the measured bytes equal the planned ones."""
     off = [stage.words for stage in outcome.bytes_by_stage if stage.words != "exact"]
     return "bytes exact" if not off else f"bytes: {' / '.join(off)}"
 
@@ -109,7 +109,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def what_they_were(outcomes: Sequence[Outcome]) -> str:
-    """What each engine found after its setup."""
+    """List the setups that the engines recorded."""
     said = [f"- {outcome.row.name}: {outcome.sentence}" for outcome in outcomes if outcome.sentence]
     return "\n".join(["## What each row found that it was", "", *said])
 

@@ -25,7 +25,7 @@ SECONDS = 600
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What one short run showed."""
+    """Measurements of one short run."""
 
     name: str
     run: ss.Run | None = None

@@ -44,7 +44,7 @@ class Row:
 
     @property
     def framework_name(self) -> str:
-        """What a record's sentence begins with, in small letters."""
+        """Return the beginning of a record's sentence, in lower case."""
         return "deepspeed" if self.framework == "zero" else self.framework
 
     @property

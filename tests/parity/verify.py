@@ -22,7 +22,7 @@ REPORT = "shardscope_report.md"
 
 
 def rows_for(machine: Machine) -> tuple[Row, ...]:
-    """What this machine can show: all rows that fit on its GPUs, of one GPU each engine alone.
+    """Return the rows that fit on this machine's GPUs; with one GPU, each engine alone.
 
     On CPU ranks a few of the table, for `make parity` runs all of it.
     """

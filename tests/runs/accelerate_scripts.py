@@ -1,4 +1,4 @@
-"""What a person brings: training over Accelerate, which knows nothing of Shardscope."""
+"""Training functions of users over Accelerate, which know nothing of Shardscope."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def size(tensors: Any) -> int:
 
 
 def kept_gradients(optimizer: Any) -> int:
-    """What is left of the gradients when the optimizer begins."""
+    """Return the bytes of gradients that still exist when the optimizer begins."""
     buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)
     if buffer is not None:
         return size([buffer])

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def stuck_elsewhere() -> None:
-    """Where rank 1 stays while rank 0 waits for it."""
+    """Block rank 1 while rank 0 waits for it."""
     time.sleep(1000)
 
 

@@ -1,4 +1,4 @@
-"""What a rank holds of the host's memory while something runs, read from Linux."""
+"""Host memory of a rank while something runs, as Linux reports it."""
 
 from __future__ import annotations
 

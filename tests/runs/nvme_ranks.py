@@ -97,7 +97,7 @@ def too_small_for_files(optimizer: Any) -> list[Any]:
 
 
 def on_host(optimizer: Any, model: Any) -> int:
-    """What would be in host memory between two steps, were there a GPU."""
+    """Count the bytes that would be in host memory between two steps if there were a GPU."""
     held = [optimizer.grad_partitions_flat_buffer] if optimizer.offload_optimizer else []
     if optimizer.swap_optimizer:
         held += optimizer.optimizer_swapper.swap_buffer_manager.all_buffers

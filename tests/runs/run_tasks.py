@@ -212,7 +212,7 @@ def leaves_no_room(ctx: Any) -> None:
 
 
 def raises_without_room(ctx: Any) -> None:
-    """As the one above, and an exception in the end."""
+    """Fill the disk as the task above, and raise an exception in the end."""
     leaves_no_room(ctx)
     raise ValueError("nobody reads this")
 

@@ -1,4 +1,4 @@
-"""What engines on several ranks are held against: the same model and batches in one process."""
+"""Reference for engines on several ranks: the same model and batches in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recipe in plain bf16 casts: parameters, and no table that a forward computes with."""
+"""Tests of casts of plain bf16 recipes: parameters are cast, tables of the forward are not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardscope.training.micro_batch_engine import cast_parameters  # noqa: E402
 
 
 def test_rotary_tables_stay_in_fp32() -> None:
-    """In bf16 a frequency is off by up to 1 in 512, and an angle of long texts by more than half a turn."""
+    """A bf16 frequency is off by up to 1 in 512, and an angle of long texts by more than half a turn."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=128, tie_word_embeddings=True, **sizes))
     before = model.model.rotary_emb.inv_freq.clone()

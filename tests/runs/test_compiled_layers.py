@@ -1,4 +1,4 @@
-"""What a compiled decoder layer keeps for backward, read off the graphs that inductor cuts in two.
+"""Tests of tensors that compiled decoder layers save, read from inductor's graphs.
 
 Everything of ``torch.compile`` runs but the making of kernels: the cut is made by then. On fake tensors,
 which take CUDA's operators without a GPU (rehearsal/gpu_operators.py).
@@ -115,7 +115,7 @@ def forward_graphs(arch: Architecture, mode: str, recipe: Recipe, on_gpu: bool) 
 
 
 def looked_at(node: Any) -> Any:
-    """What a view keeps; of a split's parts, all of it."""
+    """Return the node whose storage a view keeps alive; for parts of a split, that of the whole."""
     while node.op == "call_function":
         name = node.target.__name__.split(".")[0]
         parts_of = node.args[0].target if name == "getitem" else None

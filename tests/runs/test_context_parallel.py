@@ -123,7 +123,7 @@ def compare(family: str, mesh: Any) -> dict[str, float]:
 
 
 def refused(ctx: StandInContext, plan: Plan, batch: Any = None, build: Any = None) -> str:
-    """What keeps ``plan`` from a first step."""
+    """Return the error that ``plan`` raises before its first step."""
     from shardscope.frameworks.engines import get_engine_class
     from shardscope.training.model.model import build_model
 
@@ -198,7 +198,7 @@ BROKEN = {
 
 
 def saved(ctx: StandInContext) -> dict[str, Any]:
-    """What ranks with parts of sequences saved goes on on ranks with whole ones, from other weights."""
+    """Resume a context-parallel checkpoint on ranks with whole sequences, from other weights."""
     plan, other = plan_of(2, cp=2), plan_of(2)
     engine = set_up(moved(ctx, plan), plan)
     engine.step(batch_of(engine, 0))
@@ -273,7 +273,7 @@ def test_split_models_of_each_family_compute_the_same(
 
 @thorough()
 def test_context_parallelism_trains_in_half_precision_and_with_offloading(two: Any, expected: Any) -> None:
-    """In bf16 as near as two orders of the same sums."""
+    """bf16 losses agree as closely as two orders of summation do."""
     half = two[0]["half"]
     assert half["losses"] == pytest.approx(expected[2]["losses"], abs=0.02)
     assert half["norms"] == pytest.approx(expected[2]["norms"], rel=0.05)

@@ -41,7 +41,7 @@ def plan_of(name: str) -> Any:
 
 
 def trained(ctx: StandInContext) -> dict[str, Any]:
-    """Of every plan its losses, what it held, and in which types ranks added up."""
+    """Return the losses, bytes and reduction types of every plan."""
     found: dict[str, Any] = {}
     for name in PLANS:
         again = [_trained(ctx, plan_of(name)) for _ in range(TIMES)]

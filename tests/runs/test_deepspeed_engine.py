@@ -195,7 +195,7 @@ def contradiction(ctx: StandInContext) -> str:
 
 
 def types_of_parts(ctx: StandInContext) -> list[str]:
-    """In which type parts would swap, on a device with fp16 and on one without."""
+    """Return the type in which partitions are swapped, on a device with fp16 and on one without."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 

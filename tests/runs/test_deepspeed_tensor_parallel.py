@@ -105,7 +105,7 @@ def all_of_them(ctx: StandInContext) -> dict[str, Any]:
 
 
 def left_whole(ctx: StandInContext) -> str:
-    """What a run says of a DeepSpeed that cuts nothing."""
+    """Return the error of a run whose DeepSpeed shards nothing."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     own = DeepSpeedEngine._apply_autotp_partitioning

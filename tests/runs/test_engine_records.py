@@ -1,4 +1,4 @@
-"""What an engine records of a plan's options is read off what it made; a run that contradicts it fails."""
+"""Tests of options that engines record as applied; a run that contradicts its plan fails."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def options(ctx: StandInContext) -> dict[str, Any]:
 
 
 def accumulated_in_a_static_graph() -> str:
-    """What torch says to it."""
+    """Return torch's error for gradient accumulation with a static graph."""
     module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4), static_graph=True)
     try:
         with module.no_sync():

@@ -290,7 +290,7 @@ def refusal(ctx: StandInContext) -> str:
 
 
 def test_unsupported_fsdp2_plans_raise(tmp_path: Path) -> None:
-    """In the words that were there before any rank."""
+    """The error is the one that is raised before a launch."""
     plan = tiny_plan("fsdp2", 2, layout={"cp": 2}, recompute="offload")
     words = why_not_trained(plan)
     assert words is not None and "ring attention saves DTensors" in words
@@ -425,7 +425,7 @@ def test_a_micro_batch_without_labels_raises_on_every_rank(tmp_path: Path) -> No
 
 
 def stepped_freely(ctx: StandInContext) -> dict[str, Any]:
-    """How far one step of plain SGD goes, clipped as set; its length is the learning rate times the norm."""
+    """Measure one step of plain SGD with clipping: its length is the learning rate times the norm."""
     moved, norms = [], []
     for longest in (1.0, 0.25, None):
         ctx.engine = type(ctx.engine)(ctx)

@@ -58,7 +58,7 @@ def run_made(
 
 
 def script_made(folder: Path, text: Path, model: Path | None) -> dict[str, Any]:
-    """What ``train.py`` prints and is made of, on rank 0; its process group is the one that is up."""
+    """Run ``train.py`` on rank 0 in the existing process group; return its output and model facts."""
     spec = importlib.util.spec_from_file_location(
         f"exported_{folder.name.replace('-', '_')}", folder / "train.py"
     )
@@ -155,7 +155,7 @@ def stored(folder: Path, name: str) -> Path | None:
 
 
 def made_so(name: str) -> contextlib.AbstractContextManager[None]:
-    """What a plan needs beside the others of its start."""
+    """Return the context that the setup of plan ``name`` needs."""
     return drawn_by_shard() if "drawn" in name else contextlib.nullcontext()
 
 

@@ -329,7 +329,7 @@ def test_megatron_core_has_a_field_for_each_flag() -> None:
 
 @pytest.mark.parametrize("name", ["megatron", "experts"])
 def test_megatron_core_accepts_the_exported_values(name: str) -> None:
-    """As Megatron-LM hands them on (core_transformer_config_from_args): a flag is the field of that name."""
+    """Megatron-LM maps each flag to the field of that name (core_transformer_config_from_args)."""
     needs("megatron")
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig

@@ -69,7 +69,7 @@ def test_exported_train_py_trains(framework: str, start: str, tmp_path: Path) ->
 
 
 def ran(command: list[str], folder: Path) -> str:
-    """What a command in ``folder`` prints; without this checkout on its path."""
+    """Run a command in ``folder`` without this checkout on its path; return its output."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",

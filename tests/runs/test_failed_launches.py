@@ -20,7 +20,7 @@ import pytest
 import run_tasks as tasks
 from run_helpers import make_plan, processes_of, seconds_until
 from test_final_status import start_kernel
-from tests.faults import all_of_them
+from tests.faults import includes_slow_tests
 from tests.requirements import few
 
 from shardscope.records import json_files as records
@@ -226,7 +226,7 @@ def test_fault_61_ctrl_c_inside_launch_leaves_nothing(tmp_path: Path, leases: se
             run = launch(make_plan(1), ENDLESS, folder=tmp_path / "runs")
         run.stop()
         run.wait(60)
-    total, num_points = interrupt.num_lines, 60 if all_of_them() else 12
+    total, num_points = interrupt.num_lines, 60 if includes_slow_tests() else 12
     num_whole = 0
     for point in range(num_points):
         folder, run = tmp_path / f"runs-{point}", None

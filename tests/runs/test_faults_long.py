@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import run_tasks as tasks
-from tests.faults import long_one
+from tests.faults import slow_test
 
 from shardscope.records.folder import RunFolder
 from shardscope.runs.launch.launch import launch
@@ -56,7 +56,7 @@ for num_ranks in (1, 2):
 """
 
 
-@long_one
+@slow_test
 def test_fault_22_a_hundred_megabytes_without_a_newline(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.Prints(100_000_000), folder=tmp_path)
     assert run.wait(120) == "finished", run.error
@@ -66,7 +66,7 @@ def test_fault_22_a_hundred_megabytes_without_a_newline(plan: Any, tmp_path: Pat
 
 
 def on_a_small_disk(program: str, tmp_path: Path) -> str:
-    """What a kernel prints that launches into a disk of 4 MB, which only its processes see."""
+    """Launch from a kernel into a disk of 4 MB of its own; return the kernel's output."""
     folder = tmp_path / "disk"
     folder.mkdir()
     script = tmp_path / "kernel.py"
@@ -84,7 +84,7 @@ def on_a_small_disk(program: str, tmp_path: Path) -> str:
 asks_unshare = pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare: install util-linux")
 
 
-@long_one
+@slow_test
 @asks_unshare
 def test_fault_23_a_disk_that_fills_up_during_a_run(tmp_path: Path) -> None:
     said = on_a_small_disk(SMALL_DISK, tmp_path)
@@ -93,7 +93,7 @@ def test_fault_23_a_disk_that_fills_up_during_a_run(tmp_path: Path) -> None:
     assert "refused: [Errno 28] The run folder" in said and "No space left" in said
 
 
-@long_one
+@slow_test
 @asks_unshare
 def test_fault_23_a_full_disk_neither_causes_nor_hides_a_failure(tmp_path: Path) -> None:
     told = on_a_small_disk(NO_ROOM, tmp_path).splitlines()

@@ -284,7 +284,7 @@ def test_fault_61_a_file_size_limit_costs_only_output(tmp_path: Path) -> None:
 
 
 def supervise_again(run: Run) -> str:
-    """What a second supervisor of the run says; it exits with a failure."""
+    """Return what a second supervisor of the run says; it exits with a failure."""
     command = [sys.executable, "-P", "-m", "shardscope.runs.launch.supervisor", str(run.folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1, done

@@ -140,7 +140,7 @@ WIDE = {**SIZES, "model_type": "llama", "hidden_size": 512, "intermediate_size":
 
 
 def most_held(ctx: StandInContext, small: Path, wide: Path) -> dict[str, float]:
-    """Of the whole model in fp32, how much a rank held at most while it was set up."""
+    """Return the peak of a rank's host memory during setup, as a share of the fp32 model."""
     found = {}
     for layout in (Layout.fsdp2(), Layout.ddp()):
         begun(ctx, small, plan_of(small, layout))  # What is imported and made once, is.

@@ -90,7 +90,7 @@ def all_cases(ctx: StandInContext) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained_on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What rank 0 saw of every case, one after another in one process group."""
+    """Train every case in one process group; return the results of rank 0."""
     needs("bitsandbytes")
     ranks: list[dict[str, Any]] = on_ranks(
         2, tiny_plan("fsdp2", 2), all_cases, tmp_path_factory.mktemp("nf4")

@@ -94,7 +94,7 @@ def all_cases(ctx: StandInContext) -> dict[str, Any]:
 
 
 def saved(ctx: StandInContext) -> dict[str, Any]:
-    """What two stages in chunks saved goes on in two plain ones, cut by tp, from other weights."""
+    """Resume a checkpoint of two interleaved stages in two plain ones with tp, from other weights."""
     plan, other = CASES["pp2 x vpp2 x shard2"], plan_of(4, pp=2, tp=2)
     ctx = StandInContext(ctx.rank, ctx.world_size, plan, ctx.folder, ctx.device)
     engine = set_up(ctx, plan)

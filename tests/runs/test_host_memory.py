@@ -30,7 +30,7 @@ print(run.wait(100))
 
 @pytest.mark.usefixtures("bounded_time", "nothing_left")
 def test_fault_10_the_kernels_oom_killer_ends_a_rank(tmp_path: Path) -> None:
-    """In a memory group of its own, so that nothing else on the machine is short of any."""
+    """The run has its own memory cgroup, so that no other process runs out of memory."""
     with limited_memory(LIMIT_BYTES) as members:
         done = subprocess.run(
             [sys.executable, "-c", LAUNCH, str(members), str(tmp_path)],

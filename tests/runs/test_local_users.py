@@ -1,4 +1,4 @@
-"""What other users of the machine can do to a run: nothing; and a machine that cannot connect to itself."""
+"""Tests of other users of the machine, who cannot reach a run, and of a machine without loopback."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ print(json.dumps(told))
 @as_another_user
 @pytest.mark.parametrize("ranks", few([1, 2], [2]))
 def test_fault_59_another_local_user_reaches_no_store(ranks: int, tmp_path: Path) -> None:
-    """Of the launcher, where torch elastic's agent is, and of the ranks; the run goes on meanwhile."""
+    """Neither the launcher's store nor the ranks' can be reached; the run continues."""
     run = launch(make_plan(ranks), tasks.Sums(), folder=tmp_path)
     seconds_until(lambda: {line["rank"] for line in run.metrics()} == set(range(ranks)))
     processes = processes_of(tmp_path)
@@ -88,7 +88,7 @@ def _listening(processes: list[psutil.Process]) -> set[int]:
 
 @as_another_user
 def test_another_local_user_of_these_tests_reaches_an_open_store() -> None:
-    """What the test above finds closed is found open where it is."""
+    """The user of the test above reaches a store that is open."""
     code = textwrap.dedent("""
         import json, os, subprocess, sys, torch.distributed as dist
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -109,7 +109,7 @@ def test_groups_created_by_a_task_need_no_port(plan: Any, tmp_path: Path) -> Non
 
 
 def test_fault_61_the_loopback_interface_is_down(tmp_path: Path) -> None:
-    """In a network of its own, where nobody has set it up."""
+    """The launch runs in its own network namespace, whose loopback is down."""
     kernel = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})

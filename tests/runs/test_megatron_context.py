@@ -124,7 +124,7 @@ def trained(ctx: StandInContext, plan: Plan) -> dict[str, Any]:
 
 
 def told(ctx: StandInContext, plan: Plan, attention: type = GatheredAttention, length: int = SEQ_LEN) -> str:
-    """What keeps ``plan`` from a first step."""
+    """Return the error that ``plan`` raises before its first step."""
     with instead_of_transformer_engine(attention):
         try:
             engine = set_up(ctx, plan)
@@ -153,7 +153,7 @@ def attention_of_another(ctx: StandInContext) -> str:
 
 
 def positions_here() -> list[int]:
-    """Of a sequence of eight tokens."""
+    """Return this rank's positions of a sequence of eight tokens."""
     from shardscope.frameworks.megatron.engine.context_parallel import shard_sequences
 
     own: list[int] = shard_sequences({"positions": torch.arange(8)[None]})["positions"][0].tolist()
@@ -161,7 +161,7 @@ def positions_here() -> list[int]:
 
 
 def saved(ctx: StandInContext) -> dict[str, Any]:
-    """What ranks with parts of sequences saved goes on on ranks with whole ones, from other weights."""
+    """Resume a context-parallel checkpoint on ranks with whole sequences, from other weights."""
     plan, other = TWO["cp2"], plan_of(2)
     engine = set_up(ctx, plan)
     step_of(engine, 0)
@@ -222,7 +222,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def ranks(name: str, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What the ranks of one case found."""
+    """Return the results of the ranks of one case."""
     start = "two" if name in KEPT else "more" if name in TWO else "four"
     return [rank[name] for rank in request.getfixturevalue(start)]
 

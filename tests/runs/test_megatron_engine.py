@@ -146,7 +146,7 @@ def trained(ctx: StandInContext, case: Plan) -> dict[str, Any]:
 
 
 def refusals(ctx: StandInContext) -> dict[str, str]:
-    """What an engine says to another module, optimizer or batch, by name."""
+    """Return the engine's errors for another module, optimizer or batch, by name."""
     case = plan(llama(num_hidden_layers=2), layout={})
     found = {}
 
@@ -170,7 +170,7 @@ def refusals(ctx: StandInContext) -> dict[str, str]:
 
 
 def contradictions(ctx: StandInContext) -> dict[str, str]:
-    """What an engine says where Megatron-core made something else than planned."""
+    """Return the engine's errors if Megatron-core built something else than planned."""
     from shardscope.frameworks.megatron.engine import model
 
     found = {}

@@ -136,7 +136,7 @@ def model_of(plan: Plan) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def farthest(source: Any, found: dict[str, Any]) -> float:
-    """How far any number of ``found`` is from transformers' own; infinite where names differ."""
+    """Return the largest difference of ``found`` from transformers; infinite if names differ."""
     wanted = {name: parameter.detach() for name, parameter in source.named_parameters()}
     if wanted.keys() != found.keys():
         return float("inf")
@@ -217,7 +217,7 @@ def resumed(path: Path, rank: int, before: Plan, after: Plan, beside: bool) -> d
 
 
 def exported(path: Path, rank: int, family: str, layout: dict[str, Any], limit: int) -> dict[str, Any]:
-    """What transformers opens of an export, in files of up to ``limit`` bytes."""
+    """Return what transformers loads from an export in files of up to ``limit`` bytes."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -265,7 +265,7 @@ def found_on_a_rank(folder: Path, ctx: StandInContext) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of four ranks found, case by case."""
+    """Return the results of each of four ranks, by case."""
     skip_without("megatron")
     folder = tmp_path_factory.mktemp("megatron-weights")
     import transformers  # noqa: F401

@@ -71,7 +71,7 @@ def plan(layers: int, options: dict[str, Any]) -> ss.Plan:
 
 
 def played(a_plan: ss.Plan, folder: Path, **other: int) -> list[dict[str, int]]:
-    """What both ranks print; ``other`` replaces options of the plan's layout."""
+    """Return the output of both ranks; ``other`` replaces options of the plan's layout."""
     layout: Any = a_plan.layout
     options = [
         str(other.get("stage3_prefetch_bucket_size", layout.prefetched_elements)),

@@ -72,7 +72,7 @@ def set_up(ctx: StandInContext, build: Callable[[], Any] | None = None) -> Any:
 
 
 def bits(engine: Any) -> dict[str, Any]:
-    """Of every parameter that this rank holds, by whether it trains."""
+    """Return the bytes of every parameter of this rank, by name."""
     from shardscope.training.optimizers.gradients import local_shard
 
     return {
@@ -126,7 +126,7 @@ def pretrained_in_nf4(ctx: StandInContext, storage: str = "uint8", double: bool 
 
 
 def refusals(ctx: StandInContext) -> dict[str, str]:
-    """Of bases that are not the plan's."""
+    """Return the errors for bases that are not the plan's."""
     qlora, nf4 = plan_of("ddp qlora bf16-mixed"), plan_of("ddp nf4 fp16-mixed", precision="bf16-mixed")
     cases = {
         "double": (nf4, pretrained_in_nf4(ctx)),
@@ -178,7 +178,7 @@ def all_cases(ctx: StandInContext) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
-    """What both ranks saw of every case, one after another in one process group."""
+    """Run every case in one process group; return the results of both ranks."""
     folder = tmp_path_factory.mktemp("quantized")
     return on_ranks(2, tiny_plan("ddp", 2), all_cases, folder), folder
 

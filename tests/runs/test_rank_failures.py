@@ -166,7 +166,7 @@ def test_fault_11_consequences_are_listed_after_the_cause(tmp_path: Path) -> Non
 def test_fault_25_the_clock_is_set_during_a_run(
     plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of every process of the run, forth and back by months: it goes on, and the order is kept."""
+    """The clock of every process is set back and forth by months; the run continues, in order."""
     hook, clock = tmp_path / "hook", tmp_path / "clock"
     hook.mkdir()
     here = str(Path(__file__).parent)

@@ -51,7 +51,7 @@ def killed_in_step_12(ctx: Any) -> None:
 
 
 def resumed_then_straight(ctx: Any) -> None:
-    """What is left of the 20 steps, and then all 20 again from the start, for comparison."""
+    """Run the remaining of 20 steps, and then all 20 again from the start, for comparison."""
     from shardscope.training.tasks.pretrain import Pretrain
 
     Pretrain(num_steps=20, save_every=5, keep_last=1, resume=True, export=True)(ctx)

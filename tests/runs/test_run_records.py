@@ -206,7 +206,7 @@ def test_fault_53_a_supervisor_that_cannot_reach_its_folder_continues(
 
 @pytest.mark.parametrize("digits", [400, 5000])
 def test_fault_61_integers_beyond_float_range(digits: int, tmp_path: Path) -> None:
-    """In metrics and in run.json: the run, and every other one, is listed and compared all the same."""
+    """With such integers in metrics and run.json, this run and all others are still listed and compared."""
     huge = "9" * digits
     for name in ("good", "huge"):
         folder = RunFolder(tmp_path / name)

@@ -1,4 +1,4 @@
-"""What transformers' own modules keep for backward, against the lists in ``memory/activations/modules``.
+"""Tests of tensors that transformers' modules save, against ``memory/activations/modules``.
 
 Counted are storages that live after forward and did not before, in bytes for one token of one layer: the
 difference between three layers and two, and between three sequences and two, so that embeddings, heads and

@@ -101,7 +101,7 @@ def test_sharded_random_initialization_gives_one_model(
 
 
 def most_held(ctx: StandInContext) -> dict[str, float]:
-    """Of the whole model in fp32, what a rank held at most while its own part was made."""
+    """Return the peak of a rank's host memory during initialization, as a share of the fp32 model."""
     from shardscope.frameworks.deepspeed.engine import engine, pipeline
 
     found: dict[str, float] = {}

@@ -40,7 +40,7 @@ FEW = (
 @thorough()
 @pytest.mark.alone
 def test_a_short_soak_leaves_nothing(tmp_path: Path) -> None:
-    """In a process of its own: it adopts orphans."""
+    """The soak has its own process, because it adopts orphans."""
     command = [sys.executable, "-m", "tests.soak", "--launches", str(len(FEW)), "--seed", "7"]
     done = subprocess.run(
         [*command, "--faults", *FEW, "--report", str(tmp_path)],
@@ -69,7 +69,7 @@ def describe_residue(before: Before, *ports: int) -> str:
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    """In a session of its own, with nothing in its environment but the mark."""
+    """Start a process in its own session whose environment has only the mark."""
     process = subprocess.Popen(["sleep", "100"], env={MARK: "test/1"}, start_new_session=True)
     yield process
     process.kill()

@@ -1,4 +1,4 @@
-"""What a task sees of its run, without launching one."""
+"""Tests of a task's ``RunContext``, without a launch."""
 
 from __future__ import annotations
 

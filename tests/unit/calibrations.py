@@ -25,13 +25,13 @@ LINK_LATENCY_SECONDS = 3e-5
 
 
 def product(size: int, precision: str = "fp32", flops: float = FLOPS) -> dict[str, Any]:
-    """What MatrixRate.seconds says of a square product."""
+    """Return a measured square matmul, with the time of MatrixRate.seconds."""
     seconds = 2 * (size**3 + HALF_SIZE * 3 * size**2) / flops
     return {"precision": precision, "rows": size, "inner": size, "columns": size, "seconds": seconds}
 
 
 def attention(seq_len: int) -> dict[str, Any]:
-    """What a step's formula says of causal attention with 8 heads of 64."""
+    """Return a measured causal attention of 8 heads of 64, with the time of the step's formula."""
     flops = 2.0 * 8 * seq_len**2 * 64 * (1 + HALF_KEYS / seq_len)
     return {
         "precision": "fp32",
@@ -44,7 +44,7 @@ def attention(seq_len: int) -> dict[str, Any]:
 
 
 def collective(name: str, num_bytes: int, cluster: ss.Cluster) -> dict[str, Any]:
-    """What timing/collectives.py says over a link of known figures."""
+    """Return a measured collective, with the time of timing/collectives.py over a known link."""
     link = LinkRate("a link", LINK_BYTES_PER_SECOND, LINK_LATENCY_SECONDS)
     rates = replace(look_up_rates(cluster), inside=link)
     transfer = Transfer("gathers", name, num_bytes, cluster.num_gpus, 1, 1)  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ def collective(name: str, num_bytes: int, cluster: ss.Cluster) -> dict[str, Any]
 
 
 def calibration(cluster: str = "2xcpu", **changes: Any) -> Calibration:
-    """As ``ss.calibrate`` would give it for ``cluster``, with ``changes`` to its fields."""
+    """Build a calibration as ``ss.calibrate`` returns it for ``cluster``, with ``changes`` to its fields."""
     parsed = ss.Cluster.parse(cluster)
     ranks = parsed.num_gpus
     data: dict[str, Any] = {

@@ -38,7 +38,7 @@ class FakeFollow:
 
 
 class FakeRun:
-    """What the view asks of a run, without processes; its logs are real files."""
+    """A run without processes, with the interface that views use; its logs are real files."""
 
     name, reason, error, note = "fake", "because", None, ""
     world_size = 2

@@ -48,7 +48,7 @@ class OwnChecks:
         self._process = process
 
     def __call__(self, code: str) -> str:
-        """What ``code`` raises, as "Type: message", or "ok"."""
+        """Return what ``code`` raises, as "Type: message", or "ok"."""
         process = self._process
         assert process.stdin and process.stdout
         process.stdin.write(json.dumps(code) + "\n")

@@ -1,4 +1,4 @@
-"""Random plans that can run, and the bad values that every number must refuse."""
+"""Random valid plans, and values that every numeric field must reject."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardscope.prediction.support import list_supported
 
 
 class Stranger:
-    """Of no type we know, and written the same in every process, as tests' names must be."""
+    """A value of an unknown type, with the same repr in every process, as test ids must have."""
 
     def __repr__(self) -> str:
         return "Stranger()"

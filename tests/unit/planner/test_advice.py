@@ -1,4 +1,4 @@
-"""Advice: the questions, the plan that they lead to, and what is said where nothing fits."""
+"""Tests of advice: questions, the advised plan, and the answer if nothing fits."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_plan_that_is_two_per_cent_faster_is_no_reason_for_another_framework()
     ("model", "cluster"), [("llama-3.1-8b", "2xrtx-4090-24gb"), ("llama-3.1-405b", f"8x{H100}")]
 )
 def test_no_smaller_number_of_nodes_fits(model: str, cluster: str) -> None:
-    """Of the nodes that are doubled, half of those that are told have no plan that fits well."""
+    """With half of the advised number of nodes, no plan fits well."""
     found = advice(model, cluster, global_batch_size=16)
     (more,) = [plan for plan, _ in found.alternatives if plan.cluster.num_nodes > 1]
     assert more.cluster.num_nodes & (more.cluster.num_nodes - 1) == 0

@@ -1,4 +1,4 @@
-"""What advice compares, and how it says it."""
+"""Tests of the texts with which advice compares plans."""
 
 from __future__ import annotations
 

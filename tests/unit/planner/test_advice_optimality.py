@@ -1,4 +1,4 @@
-"""Advice is one answer: never outdone by the plan on screen or one as simple; two alternatives at most."""
+"""Tests of advised plans: no equally simple plan is better; at most two alternatives."""
 
 from __future__ import annotations
 

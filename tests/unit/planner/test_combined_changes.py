@@ -1,4 +1,4 @@
-"""Several changes at once: what they come to fits, and they are the nearest that do."""
+"""Tests of several changes at once: the changed plan fits, with the smallest sufficient changes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_several_changes_fit_where_no_single_one_does(plan: ss.Plan) -> None:
 
 
 def test_changes_are_all_differences_and_nothing_else() -> None:
-    """And nothing that one step did and a later one undid."""
+    """Changes that a later step undid are not listed."""
     plan = plan_of("gemma-3-12b", "2xa100-sxm-40gb", ss.Layout.ddp(), seq_len=32768)
     way = combine_changes(plan)
     assert way is not None and way.plan.recipe.recompute == "full"

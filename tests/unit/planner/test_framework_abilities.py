@@ -1,4 +1,4 @@
-"""What the table of frameworks says is what a Plan accepts: each cell is tried."""
+"""Tests of the table of framework abilities: plans accept what each cell says."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_the_code_of_a_cell_creates_its_layout() -> None:
 
 
 def test_accelerate_plugins_have_the_listed_fields() -> None:
-    """Read from its source, for to import it is to import torch."""
+    """Its source is parsed, because importing it would import torch."""
     spec = importlib.util.find_spec("accelerate")
     if spec is None or spec.origin is None:
         pytest.skip("accelerate is not installed")

@@ -1,4 +1,4 @@
-"""Claims about the frameworks: what is arithmetic is exact, what is time lies where it is said to lie."""
+"""Tests of checked claims about frameworks: exact for bytes, within the stated range for times."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_verdicts_follow_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_llama_405b(checked: Claims) -> None:
-    """What the model has within a quarter of what was measured; beyond a tenth the claim says by how much."""
+    """The model is within a quarter of the measurement; beyond a tenth the claim states the error."""
     claim = checked.named("llama-405b-at-400")
     assert ours(claim, "8 x 16 x 128") == 16_384
     short, long = (

@@ -1,4 +1,4 @@
-"""Whether a plan has room everywhere: one answer for the sentence, the repairs and the launch."""
+"""Tests of memory needs of GPUs, host and NVMe: verdict, repairs and launch use the same answer."""
 
 from __future__ import annotations
 

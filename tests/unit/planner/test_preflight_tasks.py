@@ -100,7 +100,7 @@ def test_no_finding_without_a_published_run_of_the_size() -> None:
 
 
 class Tuning:
-    """What the preflight asks of a ``Finetune``."""
+    """The interface of a ``Finetune`` that the preflight uses."""
 
     weights, num_steps, warmup_steps = "folder", 100, None
 
@@ -400,7 +400,7 @@ def test_a_damaged_run_beside_a_checkpoint_is_not_judged(tmp_path: Path, content
 
 
 class Earlier:
-    """What the preflight asks of a run."""
+    """The interface of a run that the preflight uses."""
 
     def __init__(self, plan: ss.Plan, folder: Path, traces: int) -> None:
         self.plan, self.folder = plan, folder

@@ -1,4 +1,4 @@
-"""The changes that mend a plan: all valid, the cheapest first; and the time they are ordered by."""
+"""Tests of changes that fix a plan: all valid, ordered by the step time they cost."""
 
 from __future__ import annotations
 

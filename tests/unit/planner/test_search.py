@@ -1,4 +1,4 @@
-"""A search's plans one by one: the grid is what Plan takes, its numbers are what each plan says."""
+"""Tests of searches: the grid has all valid plans, with the numbers of each single plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAMPLE = 12
 
 
 def numbers(plan: Plan) -> tuple[Any, ...]:
-    """What tells plans of one search apart."""
+    """Return the fields in which plans of one search differ."""
     layout: Any = plan.layout
     names = (
         *("tp", "pp", "vpp", "cp", "ep", "etp", "replicate", "reshard_after_forward", "offload", "stage"),

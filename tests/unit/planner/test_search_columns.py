@@ -1,4 +1,4 @@
-"""Columns of many plans: the same numbers as arrays row by row, and as the schedules that they stand for."""
+"""Tests of columns of many plans: equal to row-by-row arithmetic and to simulated schedules."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_properties_and_methods_of_a_noun_run_over_columns() -> None:
 
 
 def played(arch: Any, numbers: tuple[int, ...], dense: Layer, moe: Layer) -> SchedulePeaks:
-    """What a stage holds, step by step through its schedule."""
+    """Simulate the bytes of a stage, step by step through its schedule."""
     pp, vpp, number, micro_batches = numbers
     layers = count_chunk_layers(arch, pp, vpp, number)
     saved = [a * dense.saved + b * moe.saved for a, b in layers]

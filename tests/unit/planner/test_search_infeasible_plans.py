@@ -1,4 +1,4 @@
-"""Why a row of a search cannot run: the memory that is short, or that no engine here runs it."""
+"""Tests of the reasons why plans of a search cannot run: short memory, or no engine for them."""
 
 from __future__ import annotations
 

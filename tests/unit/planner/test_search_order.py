@@ -1,4 +1,4 @@
-"""Which plan a search puts first: no difference that a prediction cannot tell decides, nor room unknown."""
+"""Tests of the order of a search's plans: differences below the prediction error do not decide."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def unsized() -> Ranking:
 
 
 def plainness(plan: Plan) -> tuple[int, int, int]:
-    """What a person has to set, chunks, and what is not free of the worst card."""
+    """Return the number of options that are set, the chunks per stage, and the peak bytes."""
     layout: Any = plan.layout
     values = [getattr(layout, name, 1) for name in ("tp", "pp", "vpp", "cp", "ep", "replicate")]
     places = [getattr(layout, name, None) for name in ("offload", "offload_optimizer", "offload_params")]

@@ -1,4 +1,4 @@
-"""Whether a plan fits: four states, never "fits" where memory is missing or not known."""
+"""Tests of the verdict on a plan: four states, never "fits" if memory is short or unknown."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from hostile_runs import plant_text, plant_text_everywhere, write_full_run
 from ipywidgets import Widget
-from tests.faults import all_of_them
+from tests.faults import includes_slow_tests
 from written_runs import PLAN, write_run
 
 import shardscope as ss
@@ -237,7 +237,7 @@ def check_lists(path: Path) -> None:
 def list_cases() -> list[tuple[str, str]]:
     """Return every kind of file under every name, or a sample that has each kind and each name."""
     all_cases = [(name, kind) for name in NAMES for kind in KINDS]
-    return all_cases if all_of_them() else all_cases[::17]
+    return all_cases if includes_slow_tests() else all_cases[::17]
 
 
 @pytest.mark.parametrize(("name", "kind"), list_cases(), ids=lambda value: value.replace("/", "-"))
@@ -397,7 +397,7 @@ def test_fault_49_text_in_any_field_of_a_run_folder_is_escaped(name: str, exampl
     record = json.loads((example / name).read_text().splitlines()[0])
     paths = list(list_fields(record))
     # Each value, or its key; a sample takes one per file.
-    step = 1 if all_of_them() else len(paths)
+    step = 1 if includes_slow_tests() else len(paths)
     for index, field in enumerate(paths[::step]):
         path = copy_example(example)
         # The name proves that a damaged folder is shown at all.

@@ -166,10 +166,8 @@ def test_autotp_shards_projections_and_head() -> None:
     arch = replace(Architecture.of_size("60m"), tie_word_embeddings=False)
     embedding = arch.vocab_size * arch.hidden_size
     num_parameters = {}
-    for tp in (
-        2,
-        1,
-    ):  # Not in parallel: DeepSpeed has its process groups in module globals.
+    # Not in parallel: DeepSpeed has its process groups in module globals.
+    for tp in (2, 1):
         plan = Plan(arch, EIGHT, ss.Recipe(seq_len=256, global_batch_size=8), ss.Layout.zero(1, tp=tp))
         rest = next(moment for moment in rehearse_stage(plan).moments if moment.phase == "rest")
         num_parameters[tp] = rest.components["parameters"] / 2

@@ -1,4 +1,4 @@
-"""What ranks would find out is found out before any of them starts: checkpoints, and functions' engines."""
+"""Tests of checks before a launch: checkpoints, and the engines that functions need."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ REFUSED = {
 
 @pytest.fixture(autouse=True)
 def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a checkpoint loads is no question of what is installed here."""
+    """Skip the check of installed packages, so that only the checkpoint decides."""
     monkeypatch.setattr("shardscope.training.tasks.text_task.check_trained", lambda plan: None)
 
 

@@ -1,4 +1,4 @@
-"""Why a run ran out of memory: torch's own texts of several versions, a plan's prediction and its repair."""
+"""Tests of out-of-memory reports: messages of several torch versions, predictions and fixes."""
 
 from __future__ import annotations
 

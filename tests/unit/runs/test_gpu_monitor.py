@@ -1,4 +1,4 @@
-"""How busy and hot the cards of a run are, through a stand-in of the driver's library."""
+"""Tests of utilization and temperature of a run's GPUs, with a fake driver library."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_slow_driver_call_delays_no_other_check(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_run_on_cpu_ranks_calls_no_driver(tmp_path: Path) -> None:
-    """In a process of its own, for another test may have imported the library."""
+    """The check has its own process, because another test may have imported the library."""
     folder = folder_with(tmp_path, [])
     code = f"""
 import sys

@@ -69,7 +69,7 @@ def steps(first: int, count: int, seconds: float = 0.1) -> list[dict[str, Any]]:
 
 
 def wait(watch: HangDetector, seconds: float) -> list[str]:
-    """What is said while nothing comes for ``seconds``. Real processes answer within each look."""
+    """Return the reports while nothing is logged for ``seconds``; processes answer within each look."""
     said = []
     for _ in range(int(seconds)):
         deadline = time.monotonic() + 5
@@ -82,7 +82,7 @@ def wait(watch: HangDetector, seconds: float) -> list[str]:
 
 
 def answered(watch: HangDetector) -> bool:
-    """Whether every process that was asked and can answer has; the last line of its stack is this file's."""
+    """Return whether every process that can answer has; the last line of its stack is in this file."""
     pids = {rank: (read_json(watch.folder.rank(rank)) or {})["pid"] for rank in watch._stacks.marks}
     return all(
         read_process_state(pid) in ("", "T", "Z")

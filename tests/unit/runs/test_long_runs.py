@@ -1,4 +1,4 @@
-"""What the end of a run of many thousand lines takes: none of its readers keeps or parses them all."""
+"""Tests of reading the end of runs with many thousand lines: no reader loads or parses all of them."""
 
 from __future__ import annotations
 

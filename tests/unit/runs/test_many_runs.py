@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from tests.faults import long_one
+from tests.faults import slow_test
 from tests.requirements import thorough
 from written_runs import write_run
 
@@ -82,7 +82,7 @@ def test_fault_58_a_list_of_many_runs_needs_a_few_kilobytes_each(tmp_path: Path,
     assert num_runs == 300 and held < 300 * 12 * 2**10 and peak < 300 * 20 * 2**10, (held, peak)
 
 
-@long_one
+@slow_test
 def test_fault_58_five_thousand_runs_are_listed_in_a_hundred_megabytes(tmp_path: Path) -> None:
     write_copies(tmp_path / "runs", 5000)
     num_runs, num_rows, num_bytes = run_alone(RESIDENT, tmp_path / "runs")

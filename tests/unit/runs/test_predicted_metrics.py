@@ -1,4 +1,4 @@
-"""What is predicted of a run's charts, and of which runs nothing is."""
+"""Tests of predictions in a run's charts, and of runs without predictions."""
 
 from __future__ import annotations
 

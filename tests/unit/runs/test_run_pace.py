@@ -1,4 +1,4 @@
-"""How fast a run goes, what is left of it, and who is slowest."""
+"""Tests of a run's speed, its remaining time and its slowest rank."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def rank(folder: RunFolder, request: pytest.FixtureRequest) -> Iterator[subproce
 
 
 def wait(watch: StandstillDetector, seconds: int, new: Any = (), *, has_steps: bool = False) -> list[str]:
-    """What is said in so many looks, a second apart by the watch; processes answer within each look."""
+    """Return the reports of some looks, one second apart by the fake clock."""
     said = []
     for _ in range(seconds):
         size = _answered(watch)

@@ -1,4 +1,4 @@
-"""Who asked a run to stop, and whether it is known that its ranks look."""
+"""Tests of who requested a stop, and of whether ranks check for requests."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.faults import long_one
+from tests.faults import slow_test
 
 from shardscope.trace import Trace
 from shardscope.trace import files as trace_files
@@ -381,7 +381,7 @@ def test_fault_38_rejects_more_than_2_gib_before_reading(tmp_path: Path) -> None
         Trace.load(path)
 
 
-@long_one
+@slow_test
 def test_fault_38_reads_a_file_one_byte_below_2_gib(tmp_path: Path) -> None:
     """Pad one event with blanks; this takes 4 GiB of memory and 2 GiB of disk for some seconds."""
     path = tmp_path / "rank-0.json"

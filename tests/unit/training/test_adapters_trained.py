@@ -1,4 +1,4 @@
-"""Which layouts train adapters, over which base: all others are refused by name, and train nothing else."""
+"""Tests of the layouts that train adapters, by base and precision; all others are rejected."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ TRAINED: dict[str, dict[str, tuple[str, ...]]] = {
 
 @pytest.fixture(autouse=True)
 def a_processor_with_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On others DeepSpeed trains none of fp16 (tests/runs/test_deepspeed_engine.py)."""
+    """Pretend that the processor has AVX512-FP16, which DeepSpeed needs to train in fp16."""
     monkeypatch.setattr("shardscope.frameworks.deepspeed.limits.multiplies_in_fp16", lambda: True)
 
 
 def said(layout: ss.Layout, **recipe: Any) -> str | None:
-    """Why this does not train; None where it does."""
+    """Return the reason why the plan cannot be trained; None if it can."""
     try:
         plan = ss.Plan(SMALL, FOUR, ss.Recipe(seq_len=64, global_batch_size=8, **recipe), layout)
     except FieldError as refusal:

@@ -1,4 +1,4 @@
-"""Which checkpoints a run has, which it keeps, and from which it goes on: folders, without torch."""
+"""Tests of checkpoint folders, without torch: which are complete, kept and resumed from."""
 
 from __future__ import annotations
 

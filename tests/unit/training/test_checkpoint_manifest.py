@@ -1,4 +1,4 @@
-"""Which checkpoints this user's own launches saved, and which one is picked to resume from: without torch."""
+"""Tests of signed checkpoint manifests, without torch: which checkpoints are this user's own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from shardscope.training.checkpoints.manifest import (
 
 @pytest.fixture(autouse=True)
 def own_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The place of a key for this test alone."""
+    """Set the folder of the signing key for this test."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return key_path()
 
@@ -131,7 +131,7 @@ def change_pickle(path: Path) -> None:
 
 
 def move_pickle(path: Path) -> None:
-    """Let the archive's directory name a tensor's bytes as its pickle."""
+    """Make the archive's directory name a tensor's bytes as its pickle."""
     file = path / "zero" / "states.pt"
     content = file.read_bytes()
     directory = content.index(b"PK\x01\x02")
@@ -144,7 +144,7 @@ def shorten_tensors(path: Path) -> None:
 
 
 def add_file(path: Path) -> None:
-    """DeepSpeed would read this one where the plan trains in bf16."""
+    """Add a file that DeepSpeed reads if the plan trains in bf16."""
     (path / "zero" / "bf16_states.pt").write_bytes(b"evil")
 
 
@@ -206,7 +206,7 @@ def test_fault_50_a_manifest_of_another_checkpoint_proves_nothing(tmp_path: Path
 
 
 def test_fault_50_an_old_checkpoint_in_a_newer_folder_is_not_used(tmp_path: Path) -> None:
-    """Its files are the user's own; its folder decides nothing."""
+    """Its files are the user's own, but it is not part of the newer run."""
     runs = tmp_path / "runs"
     saved(runs / "other", name="other", created=1.0)
     newest = saved(runs / "exp", created=2.0)

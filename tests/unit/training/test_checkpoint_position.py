@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, and who opens it: nobody meets another format's library in the midst."""
+"""Tests of a checkpoint's position.json: its format is checked before a framework's library opens it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shipped text, its tokenizer, and which rank reads which tokens."""
+"""Tests of training data: the shipped text, its tokenizer, and the tokens that each rank reads."""
 
 from __future__ import annotations
 

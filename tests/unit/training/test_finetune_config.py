@@ -1,4 +1,4 @@
-"""What a fine-tune makes of a folder's config.json: the model of that very file, and of nothing beside it."""
+"""Tests of the config.json of a fine-tuned model: the model is built from that file and no other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import shardscope as ss
 from shardscope.training.weights.weights_folder import WeightsFolder
 
 OTHER = {"rms_norm_eps": 0.5, "hidden_act": "relu", "rope_theta": 7.0}
-"""Of no size, so that no count of parameters tells."""
+"""Values that do not change the number of parameters."""
 SAME_SIZES: dict[str, dict[str, Any]] = {
     "llama": {"rms_norm_eps": 1e-3, "rope_theta": 500.0, "torch_dtype": "bfloat16"},
     "an older rope_scaling": {"rope_scaling": {"type": "linear", "factor": 2.0}},
@@ -77,7 +77,7 @@ def test_a_config_is_read_as_transformers_reads_it(what: str, tmp_path: Path) ->
         assert getattr(ours, name, None) == getattr(theirs, name, None), name
 
 
-# ---- what is off while it trains, and comes back
+# ---- values that training overrides and an export restores
 
 MIXTRAL = {
     "model_type": "mixtral",

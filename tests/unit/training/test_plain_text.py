@@ -1,4 +1,4 @@
-"""Structured files are refused as text: a model would learn their braces and keys."""
+"""Tests of structured files, which are rejected as text: a model would learn their syntax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Pretrain`` as a noun: made in a kernel without torch, refusing in words."""
+"""Tests of ``Pretrain``: created without torch, invalid fields, and checks of plans before a launch."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_adapters_require_peft(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_quantized_base_requires_bitsandbytes(
     recipe: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """In words, before a rank starts, with the line that brings it."""
+    """The error before a launch has the command that installs it."""
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "bitsandbytes" else find(name, *a)
@@ -165,7 +165,7 @@ def test_a_quantized_base_requires_bitsandbytes(
 
 
 def extra(name: str) -> set[str]:
-    """The packages that an extra of this project brings."""
+    """Return the packages that an extra of this project installs."""
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))
     found = project["project"]["optional-dependencies"][name]
     return {requirement.partition(">=")[0] for requirement in found}

@@ -1,4 +1,4 @@
-"""Names and shapes of tensors in files, family by family, against what transformers itself writes."""
+"""Tests of names and shapes of stored tensors of each family, against files that transformers writes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAMILY_OF_EACH_KIND = ("llama", "mixtral", "deepseek_v3", "gpt2", "gpt_neox")
 
 
 def saved(family: str, folder: Path) -> Any:
-    """A model of ``family``, which transformers wrote to ``folder`` in several files."""
+    """Return a model of ``family``, which transformers saves to ``folder`` in several files."""
     torch.manual_seed(3)
     model = build_model(architecture(family, 2))
     model.save_pretrained(folder, max_shard_size="300KB")
@@ -52,7 +52,7 @@ def test_files_that_transformers_wrote_are_read(family: str, tmp_path: Path) -> 
 
 
 def test_a_routers_stored_bias_is_read(tmp_path: Path) -> None:
-    """DeepSeek-V3's is no parameter, and no table that every model computes."""
+    """DeepSeek-V3's router bias is a buffer, but one that must be read from the file."""
     arch = architecture("deepseek_v3", 2)
     model = build_model(arch)
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"

@@ -1,4 +1,4 @@
-"""Folders of somebody else's weights: what is whole is read, what is not is refused before a rank starts."""
+"""Tests of folders with a model's weights: incomplete or damaged ones are rejected before a launch."""
 
 from __future__ import annotations
 

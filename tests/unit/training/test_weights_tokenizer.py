@@ -1,4 +1,4 @@
-"""Tokenizers beside somebody else's weights: one that fits is read, and no file outside of the folder is."""
+"""Tests of tokenizers in a weights folder: they must match the model, and files outside are not read."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Change = Callable[[Path, Path], object]
 
 
 def link(name: str) -> Change:
-    """Put a link to the file outside in the place of ``name``."""
+    """Replace ``name`` by a link to the file outside."""
 
     def change(folder: Path, outside: Path) -> None:
         (folder / name).parent.mkdir(exist_ok=True)

@@ -13,7 +13,7 @@ import pytest
 from fake_runs import FakeRun, record, until
 from ipywidgets import Widget
 from ipywidgets.widgets.widget import _instances
-from tests.faults import all_of_them
+from tests.faults import includes_slow_tests
 from tests.requirements import few
 
 import shardscope as ss
@@ -64,7 +64,7 @@ def test_fault_43_closed_views_leave_no_widgets_or_threads(name: str) -> None:
     gc.collect()
     registered = len(_instances)
     alive = []
-    for _ in range(100 if all_of_them() else count):
+    for _ in range(100 if includes_slow_tests() else count):
         view = make()
         alive.append(weakref.ref(view))
         assert len(_instances) > registered

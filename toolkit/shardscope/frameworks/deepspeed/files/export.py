@@ -60,7 +60,7 @@ def _render_config(plan: Plan) -> Exported:
             **{name: getattr(plan.layout, name) for name in NOT_IN_CONFIG},
             **dict(find_missing_fields(plan, recipe_fields, list_config_fields(plan))),
         },
-        "not_said_here": dict(find_missing_fields(plan, written_recipe_fields, layout_fields)),
+        "recipe": dict(find_missing_fields(plan, written_recipe_fields, layout_fields)),
     }
     config = {OWN_KEY: not_in_config, **build_deepspeed_config(plan), "gradient_clipping": CLIPPED_TO}
     what = "deepspeed.initialize(config=...)"

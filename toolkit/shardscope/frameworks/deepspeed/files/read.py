@@ -135,7 +135,7 @@ SECTIONS: tuple[tuple[KeyPath, tuple[str, ...], Mapping[str, object] | tuple[str
     (("tensor_parallel",), ("autotp_size",), ("enabled", "tp", "dtype", "tp_grain_size", "preset_model")),
     (("optimizer",), ("type",), ("params", "legacy_fusion")),
     ((OWN_KEY, "layout"), tuple(field.name for field in fields(ZeroLayout)), ()),
-    ((OWN_KEY, "not_said_here"), tuple(field.name for field in fields(Recipe)), ()),
+    ((OWN_KEY, "recipe"), tuple(field.name for field in fields(Recipe)), ()),
     (("fp16",), ("enabled",), FP16_NOT_IN_PLAN),
     (("bf16",), ("enabled",), BF16_NOT_IN_PLAN),
 )
@@ -187,7 +187,7 @@ def _count_model_parallel(layout: ZeroLayout, values: Mapping[str, object]) -> i
 
 def _read_exported_recipe(document: Document) -> FileFields:
     """Return the recipe fields that an export writes under its own key, as DeepSpeed has none for them."""
-    section: KeyPath = (OWN_KEY, "not_said_here")
+    section: KeyPath = (OWN_KEY, "recipe")
     return {field: ((*section, field), value) for field, value in document.read_section(*section).items()}
 
 

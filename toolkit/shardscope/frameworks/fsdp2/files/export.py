@@ -47,7 +47,7 @@ def _render_arguments(plan: Plan) -> Exported:
     values = {
         "shardscope": {
             "what": describe_plan(plan),
-            "not_said_here": dict(find_missing_fields(plan, (), contained)),
+            "other_plan_fields": dict(find_missing_fields(plan, (), contained)),
         },
         "init_device_mesh": {"mesh_shape": list(mesh.values()), "mesh_dim_names": list(mesh)},
         "fully_shard": {
