@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 from playwright.sync_api import expect
-from tests.browser.test_ignored_messages import SHOW
+from tests.browser.test_ignored_messages import RENDER_WIDGET
 
 from shardscope_widgets.kit.clickable import Clickable
 
-VALUE = (
+HTML = (
     "<input data-answer='a' aria-label='GiB'><button data-act='a'>Apply</button>"
     "<button data-act='b'>Other</button>"
 )
@@ -25,11 +25,11 @@ def test_typed_text_is_sent_with_its_button_and_kept_on_errors(browser: Any) -> 
 
     pressed: list[str] = []
     widget = Clickable(pressed.append, on_answer=reject_answer)
-    widget.value = VALUE
+    widget.value = HTML
     state = {name: value for name, value in widget.get_state().items() if not name.startswith("_")}
     page = browser.new_page()
     try:
-        page.evaluate(SHOW, [str(widget._esm), json.loads(json.dumps(state, default=str))])
+        page.evaluate(RENDER_WIDGET, [str(widget._esm), json.loads(json.dumps(state, default=str))])
         page.evaluate("() => { model.sent = []; model.send = content => model.sent.push(content); }")
         page.get_by_label("GiB").fill("much")
         page.get_by_text("Apply").click()
@@ -46,7 +46,7 @@ def test_typed_text_is_sent_with_its_button_and_kept_on_errors(browser: Any) -> 
         assert page.evaluate("document.activeElement.dataset.answer") == "a", "it keeps the focus"
         page.evaluate("model.set('frozen', true)")
         assert page.get_by_label("GiB").is_disabled()
-        page.evaluate("html => model.set('value', html)", VALUE.replace("data-answer='a'", "data-answer='c'"))
+        page.evaluate("html => model.set('value', html)", HTML.replace("data-answer='a'", "data-answer='c'"))
         assert page.get_by_label("GiB").input_value() == "", "another input starts empty"
     finally:
         page.close()

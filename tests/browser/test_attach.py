@@ -24,7 +24,7 @@ from tests.faults import slow_test
 import shardscope as ss
 
 OTHER_NOTEBOOK = "attach.ipynb"
-GROWN = "before => document.querySelector('.ss-run .js-plotly-plot').data[0]?.x.at(-1) > before"
+CHART_HAS_GROWN = "before => document.querySelector('.ss-run .js-plotly-plot').data[0]?.x.at(-1) > before"
 
 
 @slow_test
@@ -47,7 +47,7 @@ def test_fault_07_26_run_outlives_its_kernel_and_another_notebook_stops_it(
         page.close()
         other = open_other_notebook(lab, browser, offline, f"RunView(ss.Run.attach('runs/{name}'))")
         before = other.evaluate("document.querySelector('.ss-run .js-plotly-plot').data[0]?.x.at(-1)")
-        other.wait_for_function(GROWN, arg=before, timeout=STEP_TIMEOUT_MS)
+        other.wait_for_function(CHART_HAS_GROWN, arg=before, timeout=STEP_TIMEOUT_MS)
         check_view_is_complete(other)
         check_log_search(other)
         check_nothing_overflows(other)

@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from hostile_runs import plant_text_everywhere, write_full_run
 from written_runs import write_run
 
-EVIL = "<img src=x onerror='window.wasRun = 1'>\"><svg onload=window.wasRun=2>"
+HOSTILE_HTML = "<img src=x onerror='window.wasRun = 1'>\"><svg onload=window.wasRun=2>"
 CELL = """
 import shardscope as ss
 from IPython.display import display
@@ -30,9 +30,9 @@ view
 def test_fault_49_html_in_a_run_folder_is_not_executed(lab: Lab, browser: Any, offline: Any) -> None:
     runs = lab.folder / "runs"
     hostile_run = write_full_run("<img src=x onerror='window.wasRun = 4'>", "failed", parent=runs)
-    plant_text_everywhere(hostile_run, EVIL)
+    plant_text_everywhere(hostile_run, HOSTILE_HTML)
     write_run("whole", parent=runs, number=1)
-    status = write_run("status", EVIL, parent=runs, number=2)
+    status = write_run("status", HOSTILE_HTML, parent=runs, number=2)
     (status / "supervisor.json").unlink()
     page = run_cell(lab, browser, CELL)
     offline(page)

@@ -13,7 +13,7 @@ from shardscope_widgets.kit.tabs import Tabs
 
 pytestmark = thorough()
 
-SHOW = """async ([source, state]) => {
+RENDER_WIDGET = """async ([source, state]) => {
   const handlers = {};
   window.model = {
     get: name => state[name],
@@ -41,7 +41,7 @@ def test_fault_44_ignored_message_is_reported_on_the_page(browser: Any) -> None:
     try:
         for widget, wrong in ((table, {"act": "<b>rm</b>"}), (tabs, {"value": "<b>Nowhere</b>"})):
             state = {name: value for name, value in widget.get_state().items() if not name.startswith("_")}
-            page.evaluate(SHOW, [str(widget._esm), json.loads(json.dumps(state, default=str))])
+            page.evaluate(RENDER_WIDGET, [str(widget._esm), json.loads(json.dumps(state, default=str))])
             expect(page.locator("[role=alert]")).to_have_count(0)
             if widget is table:
                 widget._handle_custom_msg(wrong, [])

@@ -33,7 +33,7 @@ studio = Studio()
 studio"""
 
 STUDIO = ".ss-studio"
-WHERE = {
+FOCUS_TARGETS = {
     "a select": f"{STUDIO} select >> visible=true",
     "a tab": f"{STUDIO} [role=tab] >> nth=0",
     "a button": f"{STUDIO} .ss-memory button.ss-ghost >> visible=true",
@@ -55,7 +55,7 @@ KEYS = (
 )
 
 # Outputs are left out: a key may act on the widget itself.
-NOTEBOOK_NOW = """() => ({
+NOTEBOOK_STATE = """() => ({
     cells: [...document.querySelectorAll('.jp-Notebook .jp-Cell')].map(cell => [
         cell.classList.contains('jp-CodeCell'),
         cell.querySelector('.jp-InputPrompt')?.innerText,
@@ -80,25 +80,25 @@ def page(lab: Lab, browser: Any) -> Iterator[Any]:
     page.close()
 
 
-@pytest.mark.parametrize("where", few(WHERE, ["a select", "a chart"]))
-def test_fault_62_keys_in_a_widget_do_not_change_the_notebook(where: str, page: Any, lab: Lab) -> None:
-    kernels, before = lab.kernels(), page.evaluate(NOTEBOOK_NOW)
-    target = page.locator(WHERE[where]).first
-    if "chart" in where:
+@pytest.mark.parametrize("focused", few(FOCUS_TARGETS, ["a select", "a chart"]))
+def test_fault_62_keys_in_a_widget_do_not_change_the_notebook(focused: str, page: Any, lab: Lab) -> None:
+    kernels, before = lab.kernels(), page.evaluate(NOTEBOOK_STATE)
+    target = page.locator(FOCUS_TARGETS[focused]).first
+    if "chart" in focused:
         target.evaluate("each => { each.tabIndex = 0; }")  # It takes the focus, as after a click into it.
     for key in KEYS:
         target.focus()
         for part in key.split(" "):
             page.keyboard.press(part)
     page.wait_for_timeout(300)  # A dialog would open, or a cell vanish, much sooner.
-    after = page.evaluate(NOTEBOOK_NOW)
+    after = page.evaluate(NOTEBOOK_STATE)
     page.keyboard.press("Escape")
     assert after == before
     assert lab.kernels() == kernels
 
 
 def test_fault_62_escape_save_and_tab_reach_the_page(page: Any, lab: Lab) -> None:
-    box = page.locator(WHERE["a text box"]).first
+    box = page.locator(FOCUS_TARGETS["a text box"]).first
     box.focus()
     page.evaluate("""() => {
         window.heard = [];
@@ -115,7 +115,7 @@ def test_fault_62_escape_save_and_tab_reach_the_page(page: Any, lab: Lab) -> Non
 
 def test_fault_62_click_on_the_cell_takes_the_focus_from_the_studio(page: Any) -> None:
     """JupyterLab's keys then act on the selected cell, also if it is the cell of the Studio."""
-    page.locator(WHERE["a tab"]).first.focus()
+    page.locator(FOCUS_TARGETS["a tab"]).first.focus()
     page.locator(".jp-Notebook .jp-Cell", has=page.locator(STUDIO)).locator(".jp-InputPrompt").click()
     page.wait_for_function("() => document.activeElement.matches('.jp-Cell:has(.ss-studio)')")
 

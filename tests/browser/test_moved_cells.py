@@ -19,9 +19,9 @@ from tests.requirements import few, thorough
 import shardscope as ss
 
 NOTEBOOK = "moved.ipynb"
-VIEW = "#the-view"
-NEXT = "#the-next-plan"
-SOURCE = f"""{VIEW}
+VIEW_CELL = "#the-view"
+NEXT_PLAN_CELL = "#the-next-plan"
+VIEW_SOURCE = f"""{VIEW_CELL}
 import itertools
 import shardscope as ss
 from shardscope_widgets import MemoryView
@@ -30,28 +30,28 @@ plans = itertools.cycle(
     for name in ("llama-3.1-8b", "llama-3.2-1b", "llama-3.1-70b", "qwen3-8b")
 )
 view = MemoryView(next(plans))
-def show_click(trace, point, words):
+def show_click(trace, point, customdata):
     view.caption.value = f"clicked {{trace}} {{point}}"
 view.figure.on_click(show_click)
 view"""
 MODELS = ("llama-3.1-8b", "llama-3.2-1b", "llama-3.1-70b", "qwen3-8b")
 
 # The length of the first bar of every visible chart, as plotly has laid it out, in GiB.
-TOTALS = """() => [...document.querySelectorAll('.js-plotly-plot')]
+BAR_TOTALS = """() => [...document.querySelectorAll('.js-plotly-plot')]
     .filter(each => each.checkVisibility())
     .map(each => each.calcdata.filter(marks => marks[0].trace.type === 'bar')
         .reduce((sum, marks) => sum + (marks[0].s || 0), 0))"""
-ALL_ARE = f"([count, total]) => {{ const all = ({TOTALS})(); window.seenTotals = all; " + (
+ALL_SHOW_TOTAL = f"([count, total]) => {{ const all = ({BAR_TOTALS})(); window.seenTotals = all; " + (
     "return all.length === count && all.every(each => Math.abs(each / total - 1) < 1e-6); }"
 )
 
 FRAMEWORKS = ("FSDP2", "DeepSpeed ZeRO", "Megatron-core", "DDP")
 STUDIO_NOTEBOOK = "moved_studio.ipynb"
-STUDIO = f"""{VIEW}
+STUDIO_SOURCE = f"""{VIEW_CELL}
 from shardscope_widgets import Studio
 studio = Studio()
 studio"""
-NEXT_FRAMEWORK = f"""{NEXT}
+NEXT_FRAMEWORK_SOURCE = f"""{NEXT_PLAN_CELL}
 menu = studio.layout_picker.framework
 names = {FRAMEWORKS}
 values = dict(menu.options)
@@ -59,7 +59,7 @@ now = names.index(next(name for name in names if values[name] == menu.value))
 menu.value = values[names[(now + 1) % len(names)]]"""
 
 # Each visible Studio: its verdict, the bars and labels that plotly drew, and its table.
-STUDIOS = """() => [...document.querySelectorAll('.ss-studio')].filter(each => each.checkVisibility())
+STUDIO_STATES = """() => [...document.querySelectorAll('.ss-studio')].filter(each => each.checkVisibility())
     .map(studio => {
         const chart = studio.querySelector('.ss-memory .js-plotly-plot');
         const bars = (chart?.calcdata ?? [])
@@ -95,7 +95,7 @@ class NotebookPage:
     def change_plan_by_cell(self) -> None:
         """Run the cell that gives the view the next plan."""
         self._shown += 1
-        self.cell(NEXT).locator(".cm-content").click()
+        self.cell(NEXT_PLAN_CELL).locator(".cm-content").click()
         self.page.keyboard.press("Control+Enter")
 
     def check_next_plan(self, count: int = 1) -> None:
@@ -110,7 +110,7 @@ class NotebookPage:
         plan = ss.Plan(ss.models[name], cluster, ss.Recipe(), ss.Layout.fsdp2())
         total = plan.memory().peak_bytes / 2**30
         try:
-            self.page.wait_for_function(ALL_ARE, arg=[count, total], timeout=20_000)
+            self.page.wait_for_function(ALL_SHOW_TOTAL, arg=[count, total], timeout=20_000)
         except Exception:
             drawn = self.page.evaluate("() => window.seenTotals")
             pytest.fail(f"{name} needs {total:.3f} GiB; the charts show {drawn}")
@@ -135,7 +135,7 @@ class StudioPage(NotebookPage):
         """Check that verdict, chart and table of each of ``count`` Studios show the chosen framework."""
         deadline = time.monotonic() + 30
         while True:
-            studios = self.page.evaluate(STUDIOS)
+            studios = self.page.evaluate(STUDIO_STATES)
             faults = [fault for studio in studios for fault in find_differences(studio, self.framework)]
             if len(studios) == count and not faults:
                 return
@@ -168,15 +168,16 @@ def parse_number(cell: str) -> float:
 
 
 def move_cell(notebook_page: NotebookPage) -> None:
-    notebook_page.select(VIEW)
+    notebook_page.select(VIEW_CELL)
     notebook_page.page.keyboard.press("Control+Shift+ArrowDown")
     notebook_page.page.wait_for_function(
-        "mark => document.querySelectorAll('.jp-Notebook .jp-Cell')[1].innerText.includes(mark)", arg=VIEW
+        "mark => document.querySelectorAll('.jp-Notebook .jp-Cell')[1].innerText.includes(mark)",
+        arg=VIEW_CELL,
     )
 
 
 def delete_and_undo(notebook_page: NotebookPage) -> None:
-    notebook_page.select(VIEW)
+    notebook_page.select(VIEW_CELL)
     notebook_page.page.keyboard.press("d")
     notebook_page.page.keyboard.press("d")
     notebook_page.page.wait_for_function(
@@ -189,20 +190,20 @@ def delete_and_undo(notebook_page: NotebookPage) -> None:
 
 
 def show_twice(notebook_page: NotebookPage) -> int:
-    notebook_page.cell(VIEW).locator(".jp-OutputArea-promptOverlay").first.click(button="right")
+    notebook_page.cell(VIEW_CELL).locator(".jp-OutputArea-promptOverlay").first.click(button="right")
     notebook_page.page.locator(".lm-Menu-itemLabel").get_by_text("Create New View for Cell Output").click()
     notebook_page.page.wait_for_selector(".jp-LinkedOutputView .js-plotly-plot")
     return 2
 
 
 def collapse_and_expand(notebook_page: NotebookPage) -> None:
-    notebook_page.select(VIEW)
+    notebook_page.select(VIEW_CELL)
     choose_menu_item(notebook_page.page, "View", "Collapse Selected Outputs")
     notebook_page.page.locator(".ss-memory").wait_for(state="hidden")
     # While it is hidden: a view that only draws live updates would keep the previous plan.
     notebook_page.change_plan_by_cell()
     notebook_page.page.wait_for_function(KERNEL_IS_IDLE)
-    notebook_page.select(VIEW)
+    notebook_page.select(VIEW_CELL)
     choose_menu_item(notebook_page.page, "View", "Expand Selected Outputs")
     notebook_page.check_plan()
 
@@ -221,7 +222,7 @@ def change_theme(notebook_page: NotebookPage) -> None:
     notebook_page.check_plan()
 
 
-ACTS: dict[str, Callable[[NotebookPage], int | None]] = {
+PAGE_ACTIONS: dict[str, Callable[[NotebookPage], int | None]] = {
     "moved": move_cell,
     "deleted and undone": delete_and_undo,
     "collapsed and expanded": collapse_and_expand,
@@ -234,7 +235,7 @@ ACTS: dict[str, Callable[[NotebookPage], int | None]] = {
 @pytest.fixture(scope="module")
 def notebook_page(lab: Lab, browser: Any) -> Iterator[NotebookPage]:
     """A memory view in one cell, and a cell that gives it the next plan."""
-    write_notebook(lab, NOTEBOOK, SOURCE, f"{NEXT}\nview.show(next(plans))")
+    write_notebook(lab, NOTEBOOK, VIEW_SOURCE, f"{NEXT_PLAN_CELL}\nview.show(next(plans))")
     page = open_notebook(lab, browser, NOTEBOOK)
     notebook_page = NotebookPage(page)
     page.locator(".jp-Notebook .cm-content").first.click()
@@ -246,10 +247,10 @@ def notebook_page(lab: Lab, browser: Any) -> Iterator[NotebookPage]:
     page.close()
 
 
-@pytest.mark.parametrize("how", few(ACTS, ["moved", "shown twice"]))
-def test_fault_63_64_every_view_shows_the_current_plan(how: str, notebook_page: NotebookPage) -> None:
+@pytest.mark.parametrize("action", few(PAGE_ACTIONS, ["moved", "shown twice"]))
+def test_fault_63_64_every_view_shows_the_current_plan(action: str, notebook_page: NotebookPage) -> None:
     """The actions run one after another on the same page."""
-    count = ACTS[how](notebook_page) or 1
+    count = PAGE_ACTIONS[action](notebook_page) or 1
     for _ in range(2):
         notebook_page.check_next_plan(count)
 
@@ -257,7 +258,7 @@ def test_fault_63_64_every_view_shows_the_current_plan(how: str, notebook_page: 
 @pytest.fixture(scope="module")
 def opened_studio_page(lab: Lab, browser: Any) -> Iterator[StudioPage]:
     """A Studio in one cell, and a cell that chooses the next framework."""
-    write_notebook(lab, STUDIO_NOTEBOOK, STUDIO, NEXT_FRAMEWORK)
+    write_notebook(lab, STUDIO_NOTEBOOK, STUDIO_SOURCE, NEXT_FRAMEWORK_SOURCE)
     page = open_notebook(lab, browser, STUDIO_NOTEBOOK)
     notebook_page = StudioPage(page)
     page.locator(".jp-Notebook .cm-content").first.click()
@@ -270,10 +271,10 @@ def opened_studio_page(lab: Lab, browser: Any) -> Iterator[StudioPage]:
 
 
 @thorough()
-@pytest.mark.parametrize("how", few(ACTS, ["moved"]))
-def test_fault_63_studio_verdict_chart_and_table_agree(how: str, opened_studio_page: StudioPage) -> None:
+@pytest.mark.parametrize("action", few(PAGE_ACTIONS, ["moved"]))
+def test_fault_63_studio_verdict_chart_and_table_agree(action: str, opened_studio_page: StudioPage) -> None:
     """The actions run one after another on the same page."""
-    count = ACTS[how](opened_studio_page) or 1
+    count = PAGE_ACTIONS[action](opened_studio_page) or 1
     for _ in range(2):
         opened_studio_page.check_next_plan(count)
 

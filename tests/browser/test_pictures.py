@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from written_runs import fail, write_run
 
 TABS = ("Memory", "Time", "Plans", "Checks", "Runs", "Trace")
-SIGNS = {"fits": "✓", "does not fit": "✕"}
+VERDICT_SIGNS = {"fits": "✓", "does not fit": "✕"}
 ERROR = "Traceback (most recent call last):\n  File 'train.py', line 3, in train\nValueError: no batch\n"
 ADVICE_TIMEOUT_MS = 120_000
 
@@ -81,7 +81,7 @@ def test_screenshots_of_every_tab_in_high_contrast_and_deuteranopia(look: str, p
         for tab in TABS:
             save_picture(page, f"1440x900_{look}", tab)
         # The verdict has a sign, not only a colour.
-        sign = SIGNS[page.locator(".ss-verdict").get_attribute("data-state")]
+        sign = VERDICT_SIGNS[page.locator(".ss-verdict").get_attribute("data-state")]
         expect(page.locator(".ss-verdict i")).to_have_text(sign, use_inner_text=True)
     finally:
         page.emulate_media(forced_colors="none", color_scheme="light")

@@ -64,7 +64,7 @@ WRAPPED_NUMBERS = r"""() => [...document.querySelectorAll('.ss-ranked td:not(:fi
     })
     .map(cell => cell.innerText)"""
 
-BOTTOM = """selector => {
+LOWEST_EDGE = """selector => {
     const top = document.querySelector('.ss-plans').getBoundingClientRect().top;
     const bottoms = [...document.querySelectorAll(selector)].map(one => one.getBoundingClientRect().bottom);
     return Math.max(...bottoms) - top;
@@ -74,7 +74,7 @@ TAB_STOPS = """() => [...document.querySelectorAll('.ss-toggles [role=group] but
     .filter(button => button.tabIndex === 0).map(button => button.dataset.act)"""
 
 # The position of a hollow (or filled) mark with no other such mark within four pixels.
-LONE_MARK = """hollow => {
+UNCOVERED_MARK = """hollow => {
     const marks = [...document.querySelectorAll('.ss-ranking .scatterlayer path.point')]
         .map(mark => [mark, mark.getBoundingClientRect()])
         .map(([mark, box]) => [mark, box.x + box.width / 2, box.y + box.height / 2]);
@@ -103,8 +103,8 @@ def test_advice_and_alternatives_are_visible_without_scrolling(page: Any) -> Non
     expect(page.locator(".ss-plans .ss-work button:visible"), "no button to search again").to_have_count(0)
     for width in WIDTHS[:2]:
         resize(page, width)
-        assert page.evaluate(BOTTOM, ".ss-advised") < VISIBLE_PIXELS / 2
-        assert page.evaluate(BOTTOM, ".ss-offers li") < VISIBLE_PIXELS
+        assert page.evaluate(LOWEST_EDGE, ".ss-advised") < VISIBLE_PIXELS / 2
+        assert page.evaluate(LOWEST_EDGE, ".ss-offers li") < VISIBLE_PIXELS
     expect(page.locator(".ss-path")).not_to_be_visible()
     page.locator("summary", has_text=re.compile(r"Why: \d+ decisions")).click()
     page.locator(".ss-path li.ss-taken").first.wait_for()
@@ -136,7 +136,7 @@ def test_mark_describes_its_plan_and_a_click_applies_it(page: Any) -> None:
     page.wait_for_selector(".ss-ranking .scatterlayer path.point", state="attached")
     resize(page, WIDTHS[0])
     for hollow, words in ((False, "GiB"), (True, "annot be launched|Does not fit")):
-        x, y = page.evaluate(LONE_MARK, hollow)
+        x, y = page.evaluate(UNCOVERED_MARK, hollow)
         page.mouse.move(x, y)
         lines = page.locator(".ss-ranking .hoverlayer tspan.line")
         lines.first.wait_for()

@@ -115,9 +115,9 @@ def type_token_budget(page: Any) -> None:
 FINDINGS_ARE_STABLE = """() => {
     const tabs = [...document.querySelectorAll('.ss-tabs button')];
     const tab = tabs.find(one => one.innerText.includes('Checks'));
-    const told = Number(tab.querySelector('sup')?.innerText);
+    const counted = Number(tab.querySelector('sup')?.innerText);
     const listed = document.querySelectorAll('.ss-findings li').length;
-    if (!listed || told !== listed || window.listedBefore !== listed) {
+    if (!listed || counted !== listed || window.listedBefore !== listed) {
         window.listedBefore = listed;
         window.listedSince = performance.now();
         return false;

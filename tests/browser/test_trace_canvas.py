@@ -21,7 +21,7 @@ from playwright.sync_api import expect
 from shardscope.trace import Trace
 from shardscope_widgets.trace import TraceView
 
-SHARED = ["viewport_seconds", "search", "selected", "num_matches", "error", "height"]
+SYNCED_TRAITS = ["viewport_seconds", "search", "selected", "num_matches", "error", "height"]
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "trace_2_ranks"
 
 PAGE = """<!doctype html><html><head><meta charset="utf-8">
@@ -95,14 +95,14 @@ def serve_page(view: TraceView, background: str = "white") -> Iterator[str]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with lock:
-                before = view.get_state(SHARED)
+                before = view.get_state(SYNCED_TRAITS)
                 if self.path == "/state":
                     view.set_state(body)
                 else:
                     view._handle_custom_msg(body, [])
                 messages, sent[:] = list(sent), []
                 known = {**before, **body} if self.path == "/state" else before
-                after = view.get_state(SHARED)
+                after = view.get_state(SYNCED_TRAITS)
                 state = {key: value for key, value in after.items() if value != known[key]}
             self.respond(json.dumps({"messages": messages, "state": state}), "application/json")
 
@@ -476,7 +476,7 @@ def test_focus_ring_of_the_search_box_is_not_cut_off(open_view: Any, view: Trace
         assert inside
 
 
-CORNER = "[...canvas.getContext('2d').getImageData(4, 4, 1, 1).data].slice(0, 3)"
+CORNER_PIXEL = "[...canvas.getContext('2d').getImageData(4, 4, 1, 1).data].slice(0, 3)"
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -485,7 +485,7 @@ def test_fault_64_view_rendered_before_it_is_attached_has_the_theme(
 ) -> None:
     with open_view(view, dark=dark) as page:
         expected = page.evaluate(
-            f"(() => {{ const canvas = document.querySelector('canvas'); return {CORNER}; }})()"
+            f"(() => {{ const canvas = document.querySelector('canvas'); return {CORNER_PIXEL}; }})()"
         )
         page.evaluate("""async () => {
           close_view();
@@ -499,7 +499,7 @@ def test_fault_64_view_rendered_before_it_is_attached_has_the_theme(
         page.wait_for_function("+document.querySelector('canvas')?.dataset.slices > 0")
         wait_until_settled(page)
         corner = page.evaluate(
-            f"(() => {{ const canvas = document.querySelector('canvas'); return {CORNER}; }})()"
+            f"(() => {{ const canvas = document.querySelector('canvas'); return {CORNER_PIXEL}; }})()"
         )
         assert corner == expected and (max(corner) < 60 if dark else min(corner) > 240)
 

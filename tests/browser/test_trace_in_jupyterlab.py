@@ -31,7 +31,7 @@ def views(count):
     return [TraceView(trace, height=200) for _ in range(count)]
 
 
-def open_them(alone, boxed, hidden):
+def display_views(alone, boxed, hidden):
     display(*views(alone), ipywidgets.VBox(views(boxed)))
     display(ipywidgets.Tab([ipywidgets.HTML("first"), ipywidgets.VBox(views(hidden))], titles=["A", "B"]))
 """
@@ -67,7 +67,7 @@ BLACK_OR_UNREADABLE = """() => {
 @pytest.fixture(scope="module")
 def page(lab: Lab, browser: Any) -> Iterator[Any]:
     """A notebook whose first cell, :data:`SET_UP`, has run."""
-    write_notebook(lab, NOTEBOOK, SET_UP, "open_them(5, 3, 2)", "TraceView(trace, height=240)")
+    write_notebook(lab, NOTEBOOK, SET_UP, "display_views(5, 3, 2)", "TraceView(trace, height=240)")
     # High enough for all cells: JupyterLab creates outputs when they come into view.
     page = open_notebook(lab, browser, NOTEBOOK, viewport={"width": 1300, "height": 5200})
     run_cell(page, 0)
@@ -160,7 +160,7 @@ COMMANDS = [
 ]  # fmt: skip
 """Keys of JupyterLab's command mode."""
 
-STATE = """() => ({
+NOTEBOOK_STATE = """() => ({
   cells: [...document.querySelectorAll('.jp-Notebook .jp-Cell')].map((cell) => cell.className
     .split(' ').filter((name) => /^jp-(Code|Markdown|Raw)Cell|^jp-mod-active/.test(name)).join(' ')),
   prompts: [...document.querySelectorAll('.jp-InputPrompt')].map((prompt) => prompt.textContent),
@@ -190,15 +190,15 @@ def test_fault_62_keys_in_the_trace_do_not_change_the_notebook(page: Any, focuse
     show_single_view(page)
     node = page.locator(f".ss-trace {focused}" if focused[0] != "." or " " not in focused else focused).first
     node.focus()
-    before = page.evaluate(STATE)
+    before = page.evaluate(NOTEBOOK_STATE)
     for key in COMMANDS:
         if focused == ".ss-trace-search" and key == "Enter":
             continue  # it goes to the next match, tested with the canvas
         node.focus()
         page.keyboard.press(key)
-        assert page.evaluate(STATE) == before, key
+        assert page.evaluate(NOTEBOOK_STATE) == before, key
     page.wait_for_timeout(300)
-    assert page.evaluate(STATE) == before
+    assert page.evaluate(NOTEBOOK_STATE) == before
     assert page.evaluate("document.activeElement.closest('.ss-trace') !== null")
 
 
