@@ -112,6 +112,8 @@ def compute_stage_3_state(plan: Plan, stage: Stage, rank: RankCounts) -> Trainin
             "optimizer": Term(
                 FP32 * partition, lambda: "fp32 main copies; the first step allocates the optimizer state"
             ),
+            # While zero.Init partitions a tensor, the gradients' buffer and the main copies, which are in the
+            # sum of this phase, do not exist yet: subtract them.
             "gather_buffers": Term(
                 maximum(bucket, half * counts.largest_tensor - (half + FP32) * partition)
                 + half * secondary.at_init,
