@@ -69,7 +69,7 @@ def test_findings_have_distinct_names() -> None:
 # ------------------------------------------------------------------------------------ recomputation
 
 
-def test_recomputation_off_though_short_of_memory() -> None:
+def test_missing_recomputation_is_reported_if_memory_is_short() -> None:
     plan = plan_of(micro_batch_size=2)
     finding = one(plan, "recomputation-off")
     assert finding.severity == "danger" and finding.plan is not None
@@ -80,7 +80,7 @@ def test_recomputation_off_though_short_of_memory() -> None:
     assert found_in(plan_of(micro_batch_size=1), "recomputation-off") is None
 
 
-def test_recomputation_on_though_there_is_room() -> None:
+def test_unnecessary_recomputation_is_reported() -> None:
     plan = plan_of(recompute="full")
     finding = one(plan, "recomputation-on")
     assert finding.plan is not None
@@ -92,7 +92,7 @@ def test_recomputation_on_though_there_is_room() -> None:
 # ------------------------------------------------------------------------------------------ pipeline
 
 
-def test_fewer_micro_batches_than_stages() -> None:
+def test_fewer_micro_batches_than_stages_are_reported() -> None:
     layout = ss.Layout.megatron(tp=8, pp=8)
     plan = plan_of("llama-3.1-70b", "8x8xh100-sxm-80gb", layout, global_batch_size=4)
     finding = one(plan, "fewer-micro-batches-than-stages")
@@ -187,7 +187,7 @@ def test_tensor_parallel_inside_a_node_with_nvlink() -> None:
 # ------------------------------------------------------------------------------------------ sharding
 
 
-def test_gathered_twice_though_there_is_room() -> None:
+def test_resharding_after_forward_with_enough_memory_is_reported() -> None:
     plan = plan_of("llama-3.2-1b", "2x8xl40s-48gb", seq_len=1024, global_batch_size=64)
     finding = one(plan, "gathers-again-though-room")
     assert finding.plan is not None
@@ -196,7 +196,7 @@ def test_gathered_twice_though_there_is_room() -> None:
     assert found_in(finding.plan, "gathers-again-though-room") is None
 
 
-def test_sharded_too_finely() -> None:
+def test_too_many_shards_are_reported() -> None:
     plan = plan_of("llama-3.2-1b", "64x8xh100-sxm-80gb", seq_len=1024, global_batch_size=512)
     finding = one(plan, "sharded-too-finely")
     arch = plan.architecture
@@ -210,7 +210,7 @@ def test_sharded_too_finely() -> None:
 # ----------------------------------------------------------------------------------------- precision
 
 
-def test_fp16_though_bf16_is_there() -> None:
+def test_fp16_on_a_gpu_with_bf16_is_reported() -> None:
     finding = one(plan_of(precision="fp16-mixed"), "fp16-though-bf16-is-there")
     assert finding.number == 65_504
     assert finding.plan is not None and finding.plan.recipe.precision == "bf16-mixed"
@@ -220,7 +220,7 @@ def test_fp16_though_bf16_is_there() -> None:
 
 
 @pytest.mark.parametrize("card", ["v100-sxm-32gb", "t4-16gb"])
-def test_bf16_though_it_is_not_there(card: str) -> None:
+def test_bf16_on_a_gpu_without_it_is_reported(card: str) -> None:
     plan = plan_of("gpt2", f"8x{card}", ss.Layout.ddp(), seq_len=1024)
     finding = one(plan, "bf16-is-not-there")
     assert finding.severity == "warning" and finding.plan is not None
@@ -266,7 +266,7 @@ def test_a_supported_precision_that_does_not_fit_is_reported_as_such() -> None:
     assert not fits(finding.plan, finding.plan.memory()) and "which lacks" in finding.change
 
 
-def test_updates_that_round_away() -> None:
+def test_updates_below_bf16_resolution_are_reported() -> None:
     plan = plan_of(precision="bf16")
     finding = one(plan, "updates-round-away")
     assert finding.number == 100 / 256
@@ -286,7 +286,7 @@ def test_updates_that_round_away() -> None:
 # -------------------------------------------------------------------------------------------- widths
 
 
-def test_a_vocabulary_that_misses_the_matrix_units() -> None:
+def test_an_unaligned_vocabulary_is_reported() -> None:
     plan = plan_of("gpt2", "8xa100-sxm-80gb", seq_len=1024)
     finding = one(plan, "width-misses-matrix-units")
     assert finding.number == 50_257
@@ -296,13 +296,13 @@ def test_a_vocabulary_that_misses_the_matrix_units() -> None:
     assert found_in(plan_of("gpt2", "2xcpu", seq_len=1024), "width-misses-matrix-units") is None
 
 
-def test_tokens_that_miss_the_matrix_units() -> None:
+def test_an_unaligned_number_of_tokens_is_reported() -> None:
     finding = one(plan_of(seq_len=1001), "width-misses-matrix-units")
     assert finding.severity == "hint" and finding.number == 1001
     assert finding.plan is not None and finding.plan.recipe.seq_len == 1008
 
 
-def test_a_width_that_tp_makes_too_small() -> None:
+def test_a_width_too_small_for_tp_is_reported() -> None:
     arch = replace(ss.models["llama-3.1-8b"], intermediate_size=14_368)
     plan = ss.Plan(arch, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.megatron(tp=8))
     finding = one(plan, "width-misses-matrix-units")
@@ -334,7 +334,7 @@ def test_a_width_that_is_slower_on_a100() -> None:
     assert found_in(plan_of(), "width-off-128-bytes") is None
 
 
-def test_a_vocabulary_padded_much() -> None:
+def test_a_vocabulary_with_much_padding_is_reported() -> None:
     arch = replace(ss.models["llama-2-7b"], vocab_size=33_000)
     layout = ss.Layout.megatron(tp=32)
     plan = ss.Plan(arch, ss.Cluster.parse("4x8xh100-sxm-80gb"), ss.Recipe(global_batch_size=64), layout)
@@ -380,7 +380,7 @@ def test_a_width_that_tp_cannot_align_gets_another_model(width: str, changed: di
 # ---------------------------------------------------------------------------------------------- room
 
 
-def test_out_of_host_memory() -> None:
+def test_a_shortage_of_host_memory_is_reported() -> None:
     plan = plan_of(
         "llama-3.1-70b", "h100-sxm-80gb", ss.Layout.zero(offload_optimizer="cpu", offload_params="cpu"),
         recompute="full",
@@ -392,7 +392,7 @@ def test_out_of_host_memory() -> None:
     assert found_in(large, "out-of-host-memory") is None
 
 
-def test_out_of_nvme_and_nvme_not_known() -> None:
+def test_short_or_unknown_nvme_is_reported() -> None:
     layout = ss.Layout.zero(offload_optimizer="nvme", offload_params="nvme")
     plan = plan_of("llama-3.1-70b", "h100-sxm-80gb", layout, recompute="full")
     unknown = replace(plan, cluster=replace(plan.cluster, nvme_bytes=None))

@@ -71,7 +71,7 @@ def tables(draw: Any) -> tuple[Rows, dict[str, Any], dict[str, Any]]:
 
 @settings(max_examples=examples(150), deadline=None)
 @given(tables(), st.lists(st.tuples(st.sampled_from(sorted(OPERATIONS)), st.integers(0, 9)), max_size=6))
-def test_arithmetic_on_columns_is_that_on_rows(table: Any, steps: list[tuple[str, int]]) -> None:
+def test_column_arithmetic_equals_row_arithmetic(table: Any, steps: list[tuple[str, int]]) -> None:
     rows, columns, plain = table
     values = [[int(number) for number in plain[name]] for name in KEYS]
     found: list[Any] = [columns[name] for name in KEYS]
@@ -100,7 +100,7 @@ def test_sums_and_largest_of_several_columns(table: Any) -> None:
 
 @settings(max_examples=examples(150), deadline=None)
 @given(tables(), st.permutations([*range(5)]))
-def test_columns_of_several_keys_meet_in_any_order(table: Any, order: list[int]) -> None:
+def test_columns_with_different_keys_combine_in_any_order(table: Any, order: list[int]) -> None:
     """Keys that tell the same rows apart are one to whoever joins them, under whatever names they come."""
     rows, columns, plain = table
 
@@ -121,7 +121,7 @@ def test_columns_of_several_keys_meet_in_any_order(table: Any, order: list[int])
     assert found.tolist() == (3 * x + others[1] * y).tolist()
 
 
-def test_what_follows_from_a_key_is_known_to() -> None:
+def test_derived_keys_add_no_rows() -> None:
     """A key that was made of others adds no rows to them, and nobody looks which rows agree."""
     keys = np.arange(12)
     rows = Rows([keys % 3, keys // 3])
@@ -133,7 +133,7 @@ def test_what_follows_from_a_key_is_known_to() -> None:
     assert rows.expand(both + coarse).tolist() == (rows.expand(both) + rows.expand(coarse)).tolist()
 
 
-def test_a_column_has_as_many_numbers_as_decide_it() -> None:
+def test_a_column_has_one_value_per_distinct_key() -> None:
     keys = np.arange(12)
     rows = Rows([keys % 3, keys // 3])
     third, quarter = rows.build_column(1, keys % 3 + 1), rows.build_column(2, 2 ** (keys // 3))
@@ -150,7 +150,7 @@ def test_a_column_has_as_many_numbers_as_decide_it() -> None:
     assert follows.expand(whole + part).tolist() == (keys + keys % 3).tolist()
 
 
-def test_a_column_is_no_condition() -> None:
+def test_a_column_cannot_be_a_condition() -> None:
     rows = Rows([np.arange(3)])
     column = rows.build_column(1, np.arange(3))
     with pytest.raises(TypeError, match="where"):
@@ -160,7 +160,7 @@ def test_a_column_is_no_condition() -> None:
     assert np.sqrt(column).values.tolist() == pytest.approx([0, 1, 2**0.5])
 
 
-def test_answers_in_tuples_become_columns() -> None:
+def test_tuple_results_become_columns() -> None:
     class Pair(NamedTuple):
         first: int
         second: int
@@ -180,7 +180,7 @@ def test_answers_in_tuples_become_columns() -> None:
     assert found.second == 9
 
 
-def test_properties_and_methods_of_a_noun_run_over_columns() -> None:
+def test_properties_and_methods_are_evaluated_over_columns() -> None:
     class Noun:
         size = 2
 
@@ -233,7 +233,7 @@ def played(arch: Any, numbers: tuple[int, ...], dense: Layer, moe: Layer) -> Sch
 
 @settings(max_examples=examples(80), deadline=None)
 @given(st.data())
-def test_what_a_stage_holds_is_what_its_schedule_plays(data: st.DataObject) -> None:
+def test_stage_bytes_equal_the_simulated_schedule(data: st.DataObject) -> None:
     arch: Any = data.draw(st.sampled_from([LLAMA, MOE, LATENT]))
     chunks = [
         (pp, vpp)
@@ -263,7 +263,7 @@ def test_what_a_stage_holds_is_what_its_schedule_plays(data: st.DataObject) -> N
     assert found._replace(dense=0, moe=0) == expected
 
 
-def test_what_was_computed_once_is_the_same_column_again() -> None:
+def test_repeated_calls_return_the_cached_column() -> None:
     rows = Rows([np.arange(4)])
     column = rows.build_column(1, np.arange(4))
     assert column + 1 is column + 1
@@ -282,7 +282,7 @@ def test_what_was_computed_once_is_the_same_column_again() -> None:
     assert (column + 1).values.tolist() == before.values.tolist()
 
 
-def test_a_partial_is_asked_once_and_a_default_tells_functions_apart() -> None:
+def test_partials_are_cached_and_defaults_distinguish_functions() -> None:
     asked: list[tuple[int, int]] = []
 
     def scaled(by: int, number: int) -> int:
@@ -298,7 +298,7 @@ def test_a_partial_is_asked_once_and_a_default_tells_functions_apart() -> None:
     assert found == [[2, 4, 6, 8], [5, 10, 15, 20]]
 
 
-def test_tuples_inside_of_tuples_are_looked_up_whole() -> None:
+def test_nested_tuples_are_looked_up_whole() -> None:
     column = Rows([np.arange(3)]).build_column(1, np.array([1, 2, 3]))
     inner, flat = map_distinct(lambda number: ((number, 7), -number), column)
     assert inner[0].values.tolist() == [1, 2, 3] and inner[1] == 7 and flat.values.tolist() == [-1, -2, -3]
@@ -306,7 +306,7 @@ def test_tuples_inside_of_tuples_are_looked_up_whole() -> None:
     assert inner[0].tolist() == [1, 2, 1] and flat.tolist() == [-1, -2, -1]
 
 
-def test_what_is_remembered_is_of_the_very_same_columns() -> None:
+def test_the_cache_is_keyed_by_column_identity() -> None:
     asked: list[Any] = []
 
     @cache_by_numbers
@@ -325,7 +325,7 @@ def test_what_is_remembered_is_of_the_very_same_columns() -> None:
     assert len(asked) == 6
 
 
-def test_rows_in_groups_agree_as_rows_do() -> None:
+def test_grouped_rows_equal_single_rows() -> None:
     """Groups only save work: what is alike, and what stands beside it, is the same."""
     owners = np.array([0, 0, 1, 1, 1, 2])
     place = np.array([0, 1, 0, 1, 2, 0])
