@@ -31,6 +31,10 @@ class RunSteps(NamedTuple):
         return None if median is None else cls(*median)
 
 
+CALIBRATE = "ss.calibrate()"
+"""The fix of an error about rates that a measurement would give."""
+
+
 class PlanStep(NamedTuple):
     """The predicted step of one plan."""
 
@@ -39,6 +43,9 @@ class PlanStep(NamedTuple):
     refusal: str = ""
     lacks: str = ""
     """Why the plan does not fit; empty if it does. A plan that does not fit has no tokens/s and no price."""
+
+    is_uncalibrated: bool = False
+    """Whether a measurement of the machine would give a prediction."""
 
     @classmethod
     def from_plan(cls, plan: ss.Plan) -> PlanStep:
@@ -51,7 +58,7 @@ class PlanStep(NamedTuple):
         except FieldError as error:
             # The full message names fields of the Python API.
             short = f"{error.problem}. Fix: {error.fix}." if error.problem else str(error)
-            return cls(None, short, lacks)
+            return cls(None, short, lacks, is_uncalibrated=error.fix == CALIBRATE)
         except ValueError as error:
             return cls(None, str(error), lacks)
 

@@ -22,11 +22,18 @@ HARDWARE = "all FLOPs that are executed, recomputed ones included"
 KWH_JOULES = 3.6e6
 
 
-def write_caption(shown: ShownStep) -> str:
-    """Return the caption of the chart: tokens, GPUs, the constants; or why there is no prediction."""
+def write_caption(shown: ShownStep, calibrate_button: str = "") -> str:
+    """Return the caption of the chart: tokens, GPUs, the constants; or why there is no prediction.
+
+    ``calibrate_button`` is the label of the button that measures this machine, if it is shown.
+    """
     report = shown.report
     if report is None:
-        return f"<span class='ss-error' role='alert'>{escape(shown.refusal)}</span>"
+        refusal = shown.refusal
+        # The error names the Python function: a user of the Studio has the button.
+        if shown.step.is_uncalibrated and calibrate_button:
+            refusal += f" The button {calibrate_button} runs it."
+        return f"<span class='ss-error' role='alert'>{escape(refusal)}</span>"
     plan = shown.plan
     stages = f", the slowest of {plan.degrees.pp} pipeline stages" if plan.degrees.pp > 1 else ""
     batches = plan.num_micro_batches

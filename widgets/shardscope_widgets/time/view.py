@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from shardscope.timing.calibration.curves import Calibration
 
 
+CALIBRATE_LABEL = "Measure this machine"
+
+
 class CalibratePanel(WorkPanel):
     """A button for ``ss.calibrate()``, for plans of this machine; ``on_done`` is called at the end."""
 
@@ -35,7 +38,7 @@ class CalibratePanel(WorkPanel):
         self._on_done = on_done
         self._cluster: ss.Cluster | None = None
         super().__init__(
-            "Measure this machine",
+            CALIBRATE_LABEL,
             "Benchmark matmuls, memory, links and collectives (about a minute) for more accurate predictions",
             self._start_calibration,
         )
@@ -138,7 +141,8 @@ class StepView(View):
             if report is not None:
                 self.shown = self.shown._replace(step=self.shown.step._replace(report=report))
             draw_step(self.figure, self.shown)
-            self.caption.value = write_caption(self.shown)
+            is_shown = self.calibrate.layout.display != "none"
+            self.caption.value = write_caption(self.shown, CALIBRATE_LABEL if is_shown else "")
             self.figures.value = render_rate_table(self.shown)
             self.table.value = render_part_rows(self.shown)
             self._show_budget()

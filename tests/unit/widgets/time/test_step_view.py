@@ -318,12 +318,15 @@ def test_measured_step_is_shown_without_a_prediction(monkeypatch: pytest.MonkeyP
     assert cells["one step, ms"] == ["–", "500"] and cells["tokens/s"] == ["–", "–"]
 
 
-def test_a_missing_rate_is_reported_without_names_of_the_python_api() -> None:
+def test_a_missing_rate_is_reported_with_the_button_that_measures_it() -> None:
     plan = ss.Plan(
         ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), ss.Recipe(seq_len=64), ss.Layout.fsdp2()
     )
-    caption = strip_tags(StepView(plan).caption.value)
-    assert caption == "The bf16 FLOP/s of this device are unknown. Fix: ss.calibrate()."
+    elsewhere = StepView(plan, machine=ss.Cluster.parse("8xh100-sxm-80gb"))
+    unknown = "The bf16 FLOP/s of this device are unknown. Fix: ss.calibrate()."
+    assert strip_tags(elsewhere.caption.value) == unknown
+    here = StepView(plan, machine=HERE)
+    assert strip_tags(here.caption.value) == f"{unknown} The button Measure this machine runs it."
 
 
 def test_ratio_of_finished_runs_is_shown_under_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
