@@ -251,8 +251,11 @@ def add_failure(rng: random.Random, path: Path, around: Surroundings) -> str | N
         "gpu": 0,
     }
     record[rng.choice(sorted(record))], words = _hostile(rng, around)
-    if rng.random() < 0.5:
-        (path / "status.jsonl").write_text('{"time": 1.0, "status": "failed", "reason": "r"}\n')
+    status = path / "status.jsonl"
+    # An earlier mutation may have put a FIFO, a socket or a link there, whose opening would hang or fail.
+    is_ordinary = not status.is_symlink() and (status.is_file() or not status.exists())
+    if rng.random() < 0.5 and is_ordinary:
+        status.write_text('{"time": 1.0, "status": "failed", "reason": "r"}\n')
     return _append(path, file, record, f"a record with a value that is {words}")
 
 

@@ -111,7 +111,7 @@ def running_lab(home: Path, base_url: str = "/") -> Iterator[Lab]:
         _wait_until_up(lab, server, home / "lab.log")
         yield lab
     finally:
-        os.killpg(server.pid, signal.SIGINT)
+        server.terminate()
         try:
             server.wait(10)
         except subprocess.TimeoutExpired:

@@ -110,7 +110,8 @@ def test_fault_62_escape_save_and_tab_reach_the_page(page: Any, lab: Lab) -> Non
     page.wait_for_function("() => !document.querySelector('.jp-mod-dirty')")
     assert "widget-view" in (lab.folder / NOTEBOOK).read_text(), "saved"
     box.press("Tab")
-    assert page.evaluate("() => document.activeElement.closest('.ss-studio') !== null")
+    # Studio's focus returns when JupyterLab has finished saving.
+    page.wait_for_function("() => document.activeElement.closest('.ss-studio') !== null")
 
 
 def test_fault_62_click_on_the_cell_takes_the_focus_from_the_studio(page: Any) -> None:
