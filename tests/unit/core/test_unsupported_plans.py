@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from tests.in_process_rehearsal import rehearsed_here
-from tests.requirements import few, needs
+from tests.requirements import needs, thorough
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
@@ -78,7 +78,8 @@ def test_rehearsed_communication_and_runtime_equal_the_prediction() -> None:
             assert rehearsed.components[name] == expected.components[name] > 0
 
 
-@pytest.mark.parametrize("framework", few(["ddp", "fsdp2"], ["ddp"]))
+@thorough()
+@pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
 def test_the_rehearsal_that_an_error_suggests_runs(framework: str) -> None:
     layout = ss.Layout.ddp() if framework == "ddp" else ss.Layout.fsdp2()
     for module in ("torch", "transformers"):

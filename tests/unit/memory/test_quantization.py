@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.requirements import needs
+from tests.requirements import few, needs
 
 import shardscope as ss
 from shardscope.core.architecture import Architecture
@@ -32,6 +32,7 @@ SMALL = Architecture(
     max_position_embeddings=64,
 )
 QLORA = ss.Recipe(method="qlora", lora_rank=8, seq_len=32)
+NF4_OF_RANK_8 = ss.Recipe(method="lora", quantization="nf4", lora_rank=8, seq_len=32)
 
 
 def quantize_to_nf4(model: torch.nn.Module, double: bool) -> torch.nn.Module:
@@ -88,9 +89,10 @@ def count_weight_bytes(model: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize(
-    "recipe", [QLORA, ss.Recipe(method="lora", quantization="nf4", lora_rank=8, seq_len=32)]
+    "recipe",
+    few([QLORA, NF4_OF_RANK_8], [QLORA]),
 )
-@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
+@pytest.mark.parametrize("precision", few(["bf16", "bf16-mixed"], ["bf16-mixed"]))
 def test_nf4_base_and_adapter_bytes_equal_bitsandbytes(recipe: ss.Recipe, precision: str) -> None:
     recipe = replace(recipe, precision=precision)  # type: ignore[arg-type]
     # What is not quantised is frozen in half precision; adapters are in fp32 where precision is mixed.

@@ -171,7 +171,10 @@ def test_fp16_is_advised_on_gpus_without_bf16() -> None:
 
 @pytest.mark.parametrize(
     ("model", "cluster", "tokens", "recompute"),
-    [("llama-3.1-8b", "8xl40s-48gb", 2048, "full"), ("gpt2-xl", "8xrtx-4090-24gb", 1024, "selective")],
+    [
+        pytest.param("llama-3.1-8b", "8xl40s-48gb", 2048, "full", marks=thorough()),
+        ("gpt2-xl", "8xrtx-4090-24gb", 1024, "selective"),
+    ],
 )
 def test_more_recomputation_makes_room_for_a_larger_micro_batch(
     model: str, cluster: str, tokens: int, recompute: Any

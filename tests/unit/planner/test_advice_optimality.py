@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from tests.requirements import few
+from tests.requirements import few, thorough
 
 import shardscope as ss
 from shardscope.core.number_format import format_gib
@@ -52,7 +52,7 @@ def check_numbers(found: Advice) -> None:
             seconds, others = plan.step().seconds, advised.step().seconds
         except ValueError:
             continue
-        assert f"{format_seconds(seconds)} a step" in words
+        assert f"{format_seconds(seconds)} per step" in words
         told = re.search(r"(\d+) % (faster|slower)", words)
         if told and is_comparable(plan, advised):
             ratio = others / seconds if told[2] == "faster" else seconds / others
@@ -76,7 +76,7 @@ SCREENS = [ss.Layout.fsdp2(), ss.Layout.zero(), ss.Layout.megatron(), ss.Layout.
 EVERY = list(product(MODELS, CLUSTERS, RECIPES))
 
 
-@pytest.mark.parametrize(("model", "cluster", "recipe"), few(EVERY[::2] + EVERY[1::4], EVERY[::12]), ids=str)
+@pytest.mark.parametrize(("model", "cluster", "recipe"), few(EVERY[::2] + EVERY[1::4], EVERY[::24]), ids=str)
 def test_no_equally_simple_plan_is_faster_and_leaner_than_the_advised_one(
     model: str, cluster: str, recipe: dict[str, Any]
 ) -> None:
@@ -115,8 +115,10 @@ def test_the_plan_on_screen_is_kept_if_it_is_as_good() -> None:
     [
         ss.Plan(LLAMA, EIGHT, ss.Recipe(recompute="full"), ss.Layout.fsdp2()),
         ss.Plan(LLAMA, EIGHT, ss.Recipe(), ss.Layout.ddp()),
-        ss.Plan(LLAMA, ss.Cluster.parse(f"2x8x{H100}"), ss.Recipe(), ss.Layout.fsdp2()),
-        ss.Plan(LLAMA, EIGHT, ss.Recipe(method="lora"), ss.Layout.fsdp2()),
+        pytest.param(
+            ss.Plan(LLAMA, ss.Cluster.parse(f"2x8x{H100}"), ss.Recipe(), ss.Layout.fsdp2()), marks=thorough()
+        ),
+        pytest.param(ss.Plan(LLAMA, EIGHT, ss.Recipe(method="lora"), ss.Layout.fsdp2()), marks=thorough()),
     ],
     ids=["slower", "does not fit", "another cluster", "another task"],
 )
@@ -155,7 +157,9 @@ SETTINGS = list(product(["llama-3.1-8b", "llama-3.2-1b"], SCREENS[:2], [{}, {"at
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "recipe"), SETTINGS, ids=lambda one: getattr(one, "framework", str(one))
+    ("model", "layout", "recipe"),
+    few(SETTINGS, SETTINGS[::4]),
+    ids=lambda one: getattr(one, "framework", str(one)),
 )
 def test_the_memory_view_offers_nothing_faster_than_the_advice_does(
     model: str, layout: ss.Layout, recipe: dict[str, Any]

@@ -43,7 +43,7 @@ def test_405b_on_eight_nodes_with_megatron_fits_with_another_framework() -> None
     [
         plan_of("llama-3.1-405b", f"16x8x{H100}", ss.Layout.megatron(), global_batch_size=512),
         plan_of("llama-3.1-405b", f"8x8x{H100}", ss.Layout.fsdp2()),
-        plan_of("llama-3.1-70b", f"8x8x{H100}", ss.Layout.zero()),
+        pytest.param(plan_of("llama-3.1-70b", f"8x8x{H100}", ss.Layout.zero()), marks=thorough()),
         plan_of("llama-3.1-8b", f"8x{H100}", ss.Layout.fsdp2(), micro_batch_size=4, seq_len=8192),
     ],
     ids=lambda plan: f"{plan.architecture.name} {plan.layout.title}",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from random_plans import plans
-from tests.requirements import examples
+from tests.requirements import examples, thorough
 
 import shardscope as ss
 from shardscope.core.number_format import format_gib
@@ -442,6 +442,7 @@ def test_a_gpu_that_is_nearly_full() -> None:
     assert not full.memory().fits and found_in(full, name) is None, "what does not fit is said as such"
 
 
+@thorough()
 def test_a_shortage_of_gpu_memory_has_the_cheapest_repair() -> None:
     plan = plan_of("llama-3.1-8b", layout=ss.Layout.ddp(), recompute="full")
     finding = one(plan, "out-of-gpu-memory")

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from benchmarks.side import Side
 from benchmarks.spread import spread
+from tests.requirements import thorough
 
 BUSY = """
 import json, sys, time
@@ -38,6 +39,7 @@ def run_busy_job(seconds: float, folder: Path) -> Iterator[Side]:
         process.wait()
 
 
+@thorough()
 def test_alternating_jobs_yield_the_ratio_of_their_cpu_times(tmp_path: Path) -> None:
     with run_busy_job(0.02, tmp_path) as short, run_busy_job(0.04, tmp_path) as long:
         for side in (short, long):

@@ -486,7 +486,7 @@ needs_deepspeed = needs_installed("deepspeed")
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("stage", few([0, 1, 2, 3], [1, 3]))
+@pytest.mark.parametrize("stage", few([0, 1, 2, 3], [3]))
 def test_deepspeed_allocates_the_predicted_bytes(stage: int) -> None:
     arch = replace(LLAMA, num_hidden_layers=2, vocab_size=32_003)
     plan = zero(stage, ss.Cluster.parse("2x8xh100-sxm-80gb"), arch, seq_len=512, global_batch_size=32)
