@@ -502,3 +502,16 @@ def test_missing_architecture_or_cluster_raises(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(ValueError, match=r"plan.json is not a valid plan"):
         from_zero(tmp_path, {}, architecture=None)
+
+
+def test_a_deepspeed_export_of_an_older_version_keeps_its_recipe(tmp_path: Path) -> None:
+    plan = ss.Plan(
+        ss.models["llama-3.2-1b"], ss.Cluster.parse("2xcpu"), ss.Recipe(seq_len=512), ss.Layout.zero(stage=2)
+    )
+    config = next(path for path in plan.export(tmp_path) if path.name == "ds_config.json")
+    text = config.read_text()
+    assert '"recipe"' in text
+    (tmp_path / "plan.json").unlink(missing_ok=True)
+    config.write_text(text.replace('"recipe"', '"not_said_here"'))
+    read = ss.Plan.from_deepspeed(config, architecture=plan.architecture, cluster=plan.cluster)
+    assert read.recipe.seq_len == 512

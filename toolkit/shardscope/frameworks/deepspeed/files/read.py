@@ -110,6 +110,8 @@ BF16_NOT_IN_PLAN = (
     "bf16_optimizer_states",
 )  # fmt: skip
 """Keys of ``fp16`` and ``bf16`` (runtime/precision_config.py) that are in no plan."""
+EXPORTED_RECIPE = ("recipe", "not_said_here")
+"""Keys of the recipe fields in our own exports; the second one is that of older exports."""
 SECTIONS: tuple[tuple[KeyPath, tuple[str, ...], Mapping[str, object] | tuple[str, ...]], ...] = (
     # Every run of a plan clips to this norm, so a file with it loses nothing.
     ((), TOP_LEVEL, {**dict.fromkeys(TOP_LEVEL_NOT_IN_PLAN), "gradient_clipping": CLIPPED_TO}),
@@ -135,7 +137,7 @@ SECTIONS: tuple[tuple[KeyPath, tuple[str, ...], Mapping[str, object] | tuple[str
     (("tensor_parallel",), ("autotp_size",), ("enabled", "tp", "dtype", "tp_grain_size", "preset_model")),
     (("optimizer",), ("type",), ("params", "legacy_fusion")),
     ((OWN_KEY, "layout"), tuple(field.name for field in fields(ZeroLayout)), ()),
-    ((OWN_KEY, "recipe"), tuple(field.name for field in fields(Recipe)), ()),
+    *(((OWN_KEY, key), tuple(field.name for field in fields(Recipe)), ()) for key in EXPORTED_RECIPE),
     (("fp16",), ("enabled",), FP16_NOT_IN_PLAN),
     (("bf16",), ("enabled",), BF16_NOT_IN_PLAN),
 )
@@ -187,8 +189,12 @@ def _count_model_parallel(layout: ZeroLayout, values: Mapping[str, object]) -> i
 
 def _read_exported_recipe(document: Document) -> FileFields:
     """Return the recipe fields that an export writes under its own key, as DeepSpeed has none for them."""
-    section: KeyPath = (OWN_KEY, "recipe")
-    return {field: ((*section, field), value) for field, value in document.read_section(*section).items()}
+    sections: list[KeyPath] = [(OWN_KEY, key) for key in EXPORTED_RECIPE]
+    return {
+        field: ((*section, field), value)
+        for section in sections
+        for field, value in document.read_section(*section).items()
+    }
 
 
 # ---- Layout
