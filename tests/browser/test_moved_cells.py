@@ -247,7 +247,7 @@ def notebook_page(lab: Lab, browser: Any) -> Iterator[NotebookPage]:
     page.close()
 
 
-@pytest.mark.parametrize("action", few(PAGE_ACTIONS, ["moved", "shown twice"]))
+@pytest.mark.parametrize("action", few(PAGE_ACTIONS, ["moved"]))
 def test_fault_63_64_every_view_shows_the_current_plan(action: str, notebook_page: NotebookPage) -> None:
     """The actions run one after another on the same page."""
     count = PAGE_ACTIONS[action](notebook_page) or 1
@@ -279,6 +279,7 @@ def test_fault_63_studio_verdict_chart_and_table_agree(action: str, opened_studi
         opened_studio_page.check_next_plan(count)
 
 
+@thorough()
 def test_click_on_a_bar_is_reported_from_every_view(notebook_page: NotebookPage) -> None:
     """Click in the first view and in the second one, which is open by now."""
     page = notebook_page.page

@@ -13,7 +13,10 @@ from playwright.sync_api import expect
 from served import Lab
 from studio_page import use_theme
 from tests.faults import includes_slow_tests
-from tests.requirements import few
+from tests.requirements import few, thorough
+
+# The main job opens a trace as well.
+pytestmark = thorough()
 
 NOTEBOOK = "trace_view.ipynb"
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "trace_with_stacks"

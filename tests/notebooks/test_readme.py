@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.fault_words import FAULTS
-from tests.requirements import needs
+from tests.requirements import needs, thorough
 
 import shardscope as ss
 
@@ -39,6 +39,7 @@ def read_toolkit() -> str:
     return "\n".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "toolkit").rglob("*.py"))
 
 
+@thorough()
 def test_python_example_runs_as_pasted(tmp_path: Path) -> None:
     needs("torch")
     (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

@@ -42,10 +42,7 @@ STARTS = {
     ],
 }
 """Ways to start it. "--multi_gpu" is accelerate's word for processes of torchrun, on CPUs too."""
-KEPT = [
-    ("ddp", "torchrun"),
-    ("fsdp2", "accelerate launch"),
-]
+KEPT = [("fsdp2", "accelerate launch")]
 ON_CPU = Path(__file__).with_name("megatron_on_cpu.py")
 
 

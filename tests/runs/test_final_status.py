@@ -18,7 +18,7 @@ import run_tasks
 import status_tasks as tasks
 from run_helpers import make_plan, processes_of, seconds_until
 from test_stop import begun, supervisor_of
-from tests.requirements import few
+from tests.requirements import few, thorough
 
 from shardscope.core.errors import FieldError
 from shardscope.frameworks.accelerate.script import Script
@@ -156,6 +156,7 @@ def test_fault_56_leftover_threads_and_processes_do_not_keep_a_run_alive(
     seconds_until(lambda: not processes_of(tmp_path), 5)
 
 
+@thorough()
 def test_fault_56_a_leftover_daemon_does_not_keep_a_run_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +204,7 @@ def test_a_stop_counts_if_it_was_requested_before_the_tasks_returned(is_first: b
     assert run.wait(30) == ("stopped" if is_first else "finished")
 
 
+@thorough()
 def test_fault_56_an_asynchronous_save_is_not_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

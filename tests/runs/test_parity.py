@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.requirements import needs, skip_without
+from tests.requirements import few, needs, skip_without
 
 torch = needs("torch")
 needs("transformers")
@@ -25,6 +25,7 @@ from shardscope.frameworks.engines import before_fork  # noqa: E402
 from shardscope.frameworks.registry import why_not_trained  # noqa: E402
 
 FAST = [row for row in ROWS if row.fast]
+ON_TWO_RANKS = [row for row in FAST if row.num_ranks <= 2]
 SEED = 1
 """Another than ``make parity``'s."""
 NUM_STEPS = 8
@@ -78,7 +79,7 @@ def outcome_of(row: Row, alone: Any, folder: Path, body: Any = curve) -> Outcome
     return compare(row, row.plan(), alone(row.alone), _curve(results), records)
 
 
-@pytest.mark.parametrize("row", FAST, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", few(FAST, ON_TWO_RANKS), ids=lambda row: row.name)
 def test_the_loss_curve_equals_the_single_processs(
     row: Row, alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

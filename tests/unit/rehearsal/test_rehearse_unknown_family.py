@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.in_process_rehearsal import rehearsed_here
-from tests.requirements import needs
+from tests.requirements import needs, thorough
 
 import shardscope as ss
 from shardscope.families.unknown import UnknownFamily
@@ -25,6 +25,7 @@ CONFIG = {
 }
 
 
+@thorough()
 def test_a_config_without_its_family_has_the_same_rehearsal() -> None:
     known = ss.Plan(
         ss.Architecture.from_hf(CONFIG),

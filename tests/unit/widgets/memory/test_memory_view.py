@@ -13,6 +13,7 @@ from math import nan
 from typing import Any
 
 import pytest
+from tests.requirements import few
 
 import shardscope as ss
 from shardscope.core.number_format import format_gib
@@ -452,7 +453,7 @@ SITUATIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("situation", SITUATIONS, ids=str)
+@pytest.mark.parametrize("situation", few(SITUATIONS, SITUATIONS[:2]), ids=str)
 def test_applying_a_suggested_change_gives_exactly_its_plan(
     studio: Studio, situation: dict[str, Any]
 ) -> None:
