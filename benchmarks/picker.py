@@ -16,7 +16,7 @@ BUDGET_MS = 150
 # Time starts when the person leaves the input with Enter, and ends when plotly has drawn.
 LISTEN = """() => {
     const chart = document.querySelector('.ss-memory .js-plotly-plot');
-    const input = document.querySelector('.ss-side input');
+    const input = document.querySelector('.ss-side input[list]');
     window.shardscopeTimes = [];
     let started = null;
     input.addEventListener('keydown', event => {
