@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shardscope.trace import Trace
     from shardscope.training.tasks.finetune import Finetune
     from shardscope.training.tasks.pretrain import Pretrain
+    from shardscope.training.weights.example_models import example_model
 
 __all__ = [
     "Architecture",
@@ -41,6 +42,7 @@ __all__ = [
     "Script",
     "Trace",
     "calibrate",
+    "example_model",
     "gpus",
     "launch",
     "models",
@@ -62,6 +64,7 @@ _modules = {
     "Script": "frameworks.accelerate.script",
     "Trace": "trace",
     "calibrate": "runs.calibrate.process",
+    "example_model": "training.weights.example_models",
     "gpus": "catalog",
     "launch": "runs.launch.launch",
     "models": "catalog",

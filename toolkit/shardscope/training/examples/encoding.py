@@ -1,0 +1,137 @@
+"""Examples as token ids, each with whether it bears loss, through the tokenizer's chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from shardscope.training.examples.formats import Example, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LossOn: TypeAlias = Literal["completions", "all", "last"]
+"""Tokens that bear loss: every turn of the assistant, every token, or the assistant's last turn."""
+LOSS_ON: tuple[LossOn, ...] = ("completions", "all", "last")
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
+"""Mark around the assistant's turns in a chat template, from which transformers makes a mask."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """Token ids of one example."""
+
+    ids: list[int]
+    bears_loss: list[bool]
+    """For each token, whether the model learns to predict it."""
+
+    def truncate(self, seq_len: int) -> Encoded:
+        """Return the first ``seq_len`` tokens."""
+        return Encoded(ids=self.ids[:seq_len], bears_loss=self.bears_loss[:seq_len])
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Number of tokens that bear loss. The first token of a row has none before it, and so never does."""
+        return sum(self.bears_loss[1:])
+
+
+class Encoder:
+    """Encoder of examples with one tokenizer.
+
+    Masks come from the template's generation marks. A template without them is rendered up to each turn of
+    the assistant, and again with that turn: the tokens in between are the completion. Raises ``ValueError``
+    where the shorter rendering is no beginning of the longer one, as with templates that drop the reasoning
+    of earlier turns.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> None:
+        self._tokenizer, self._loss_on = tokenizer, loss_on
+        self._template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
+        self._eos = tokenizer.eos_token_id
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return self._template is not None
+
+    def encode(self, example: Example) -> Encoded:
+        """Return the tokens of ``example``, untruncated."""
+        if not example.messages:
+            ids = self._encode_text(example.text) + self._end()
+            return Encoded(ids=ids, bears_loss=[True] * len(ids))
+        return self.encode_messages(example.messages)
+
+    def encode_messages(self, messages: Sequence[Message]) -> Encoded:
+        """Return the tokens of a conversation."""
+        if not self.has_template:
+            return self._encode_without_template(messages)
+        ids = self._render(messages)
+        if self._loss_on == "all":
+            return Encoded(ids=ids, bears_loss=[True] * len(ids))
+        assert self._template is not None
+        if GENERATION_MARK.search(self._template) and self._loss_on == "completions":
+            return Encoded(ids=ids, bears_loss=self._read_generation_marks(messages))
+        bears_loss = [False] * len(ids)
+        for index in self._list_learned_turns(messages):
+            start, end = self._find_turn(messages, index, ids)
+            bears_loss[start:end] = [True] * (end - start)
+        return Encoded(ids=ids, bears_loss=bears_loss)
+
+    def _list_learned_turns(self, messages: Sequence[Message]) -> list[int]:
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        return turns[-1:] if self._loss_on == "last" else turns
+
+    def _find_turn(self, messages: Sequence[Message], index: int, ids: list[int]) -> tuple[int, int]:
+        """Return the token range of the assistant's turn ``index``: its text and its end-of-turn token."""
+        prompt = self._render(messages[:index], add_generation_prompt=True)
+        with_turn = ids if index == len(messages) - 1 else self._render(messages[: index + 1])
+        if ids[: len(with_turn)] != with_turn or with_turn[: len(prompt)] != prompt:
+            raise ValueError(
+                f"the chat template changes earlier text when turn {index + 1} is added, so its completion "
+                "has no fixed tokens. Nearest fix: loss_on='last' or 'all', or a template with "
+                "{% generation %} marks"
+            )
+        # Templates write a line break after the end-of-turn token, which no generation gets to.
+        end = len(with_turn)
+        if self._eos in with_turn[len(prompt) :]:
+            end = len(with_turn) - with_turn[::-1].index(self._eos)
+        return len(prompt), end
+
+    def _read_generation_marks(self, messages: Sequence[Message]) -> list[bool]:
+        rendered = self._tokenizer.apply_chat_template(
+            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert not isinstance(rendered, str | list)
+        return [bool(flag) for flag in rendered["assistant_masks"]]
+
+    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> list[int]:
+        rendered = self._tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        assert isinstance(rendered, str)
+        # The template has written the special tokens.
+        return self._encode_text(rendered)
+
+    def _encode_without_template(self, messages: Sequence[Message]) -> Encoded:
+        """Return a prompt and a completion in plain text, with the end token after the completion."""
+        if [message["role"] for message in messages] != ["user", "assistant"]:
+            raise ValueError(
+                "the tokenizer has no chat template, which messages need. Nearest fix: a "
+                "chat_template.jinja in the weights folder, or rows of one prompt and one completion"
+            )
+        prompt, completion = (self._encode_text(message["content"]) for message in messages)
+        completion += self._end()
+        learns_prompt = self._loss_on == "all"
+        return Encoded(
+            ids=prompt + completion, bears_loss=[learns_prompt] * len(prompt) + [True] * len(completion)
+        )
+
+    def _encode_text(self, text: str) -> list[int]:
+        encoded = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        ids: list[int] = encoded["input_ids"]
+        return ids
+
+    def _end(self) -> list[int]:
+        return [] if self._eos is None else [self._eos]

@@ -1,0 +1,247 @@
+"""Formats of fine-tuning data: what the columns of a data source mean, and a row as messages.
+
+Recognized are plain text, prompt and completion, instruction/input/output (Alpaca), messages (OpenAI and
+ShareGPT) and preference pairs. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from shardscope.core.errors import check_choice, find_similar, refuse
+from shardscope.training.examples.rows import Row
+
+FormatName: TypeAlias = Literal["text", "prompt-completion", "instruction", "messages", "preference"]
+ROLES: dict[FormatName, tuple[str, ...]] = {
+    "preference": ("prompt", "chosen", "rejected"),
+    "messages": ("messages",),
+    "instruction": ("instruction", "input", "output"),
+    "prompt-completion": ("prompt", "completion"),
+    "text": ("text",),
+}
+"""Format -> the roles of its columns, in the order in which formats are tried."""
+OPTIONAL_ROLES = {("preference", "prompt"), ("instruction", "input")}
+"""Roles that may have no column: pairs of whole conversations have no prompt; Alpaca's input is optional."""
+SYSTEM_COLUMNS = ("system", "system_prompt")
+"""Columns with a system message for the row, in formats whose rows are no messages."""
+
+# Column names of public data sets, the format's own name first. instruction and prompt-completion pairs
+# differ in nothing but the optional input.
+COLUMN_NAMES: dict[str, tuple[str, ...]] = {
+    "text": ("text", "content"),
+    "prompt": ("prompt", "question", "query", "instruction", "problem", "user"),
+    "completion": ("completion", "answer", "response", "output", "solution", "assistant", "target"),
+    "instruction": ("instruction",),
+    "input": ("input", "context"),
+    "output": ("output", "response"),
+    "messages": ("messages", "conversations", "conversation"),
+    "chosen": ("chosen",),
+    "rejected": ("rejected",),
+}
+
+# The "from" of ShareGPT and the "role" of OpenAI, as chat templates spell them.
+ROLE_NAMES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+
+Message: TypeAlias = dict[str, str]
+"""A chat message: {"role": "system" | "user" | "assistant" | "tool", "content": text}."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """The recognized format of a data source."""
+
+    name: FormatName
+    columns: Mapping[str, str]
+    """Role -> column, such as {"prompt": "question", "completion": "answer"}."""
+
+    @property
+    def title(self) -> str:
+        """Name and columns, such as "prompt-completion (prompt = question, completion = answer)"."""
+        pairs = ", ".join(
+            role if role == column else f"{role} = {column}" for role, column in self.columns.items()
+        )
+        return f"{self.name} ({pairs})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One training example, before the chat template."""
+
+    messages: tuple[Message, ...] = ()
+    """The conversation, which ends with the assistant's turn; empty for plain text."""
+    text: str = ""
+    """Plain text, every token of which bears loss; empty for a conversation."""
+    rejected: tuple[Message, ...] = ()
+    """The conversation with the rejected answer, of a preference pair."""
+
+
+def recognize_format(
+    field: str, column_names: Sequence[str], columns: Mapping[str, str] | None = None
+) -> Format:
+    """Return the format of a data source with these columns.
+
+    ``columns`` maps roles to columns where names alone do not tell: {"prompt": "q", "completion": "a"}.
+    Raises ``ValueError`` naming ``field``'s columns, what is known, and the nearest mapping.
+    """
+    if columns is not None:
+        return _map_columns(field, column_names, columns)
+    format = next((format for name in ROLES if (format := _match_names(name, column_names))), None)
+    if format is None:
+        value = f"data with the columns {', '.join(column_names)}"
+        allowed = f"columns of a known format ({_list_formats()}), or a mapping to them"
+        refuse(field, value, allowed, _suggest_mapping(column_names))
+    return format
+
+
+def _match_names(name: FormatName, column_names: Sequence[str]) -> Format | None:
+    columns = {role: column for role in ROLES[name] if (column := _find_column(role, column_names))}
+    missing = [role for role in ROLES[name] if role not in columns and (name, role) not in OPTIONAL_ROLES]
+    # Alpaca without an input is a prompt and a completion.
+    if missing or (name == "instruction" and "input" not in columns):
+        return None
+    return Format(name=name, columns=columns)
+
+
+def _list_formats() -> str:
+    return "; ".join(f"{name}: {', '.join(roles)}" for name, roles in ROLES.items())
+
+
+def _find_column(role: str, column_names: Sequence[str]) -> str | None:
+    by_lower_case = {name.lower(): name for name in column_names}
+    return next((by_lower_case[name] for name in COLUMN_NAMES[role] if name in by_lower_case), None)
+
+
+def _suggest_mapping(column_names: Sequence[str]) -> str:
+    if len(column_names) == 1:
+        return f'columns={{"text": "{column_names[0]}"}}'
+    return f'columns={{"prompt": "{column_names[0]}", "completion": "{column_names[1]}"}}'
+
+
+def _map_columns(field: str, column_names: Sequence[str], columns: Mapping[str, str]) -> Format:
+    """Return the format whose roles are exactly those of ``columns``."""
+    mapping_field = f"{field.partition('.')[0]}.columns"
+    for column in columns.values():
+        if column not in column_names:
+            fix = find_similar(column, column_names) or column_names[0]
+            refuse(mapping_field, column, f"a column of the data: {', '.join(column_names)}", fix)
+    for role in columns:
+        check_choice(f"{mapping_field} role", role, COLUMN_NAMES)
+    format = next((name for name in ROLES if _is_complete(name, columns)), None)
+    if format is None:
+        allowed = f"the roles of one format ({_list_formats()})"
+        refuse(mapping_field, dict(columns), allowed, _suggest_mapping(column_names))
+    return Format(name=format, columns=dict(columns))
+
+
+def _is_complete(name: FormatName, columns: Mapping[str, str]) -> bool:
+    required = {role for role in ROLES[name] if (name, role) not in OPTIONAL_ROLES}
+    return required <= set(columns) <= set(ROLES[name])
+
+
+# ---- A row as an example
+
+
+def read_example(format: Format, row: Row) -> Example:
+    """Return ``row`` as an example. Raises ``ValueError``, without the row's number, for a malformed one."""
+    columns = format.columns
+    if format.name == "text":
+        return Example(text=_read_text(row, columns["text"]))
+    if format.name == "messages":
+        return Example(messages=_read_messages(row[columns["messages"]], columns["messages"]))
+    system = _read_system(row)
+    if format.name == "preference":
+        prompt: tuple[Message, ...] = system
+        if "prompt" in columns:
+            prompt += _read_turn(row, columns["prompt"], "user")
+        chosen = prompt + _read_turn(row, columns["chosen"], "assistant")
+        rejected = prompt + _read_turn(row, columns["rejected"], "assistant")
+        if chosen == rejected:
+            raise ValueError(f"{columns['chosen']} and {columns['rejected']} are the same")
+        return Example(messages=_check_turns(chosen), rejected=_check_turns(rejected))
+    if format.name == "instruction":
+        instruction = _read_text(row, columns["instruction"])
+        given = row[columns["input"]] if "input" in columns else None
+        # An empty input is Alpaca's way to say that there is none.
+        if isinstance(given, str) and given.strip():
+            instruction = f"{instruction}\n\n{given}"
+        question: tuple[Message, ...] = ({"role": "user", "content": instruction},)
+        answer = _read_turn(row, columns["output"], "assistant")
+    else:
+        question = _read_turn(row, columns["prompt"], "user")
+        answer = _read_turn(row, columns["completion"], "assistant")
+    return Example(messages=_check_turns(system + question + answer))
+
+
+def _read_system(row: Row) -> tuple[Message, ...]:
+    for column in SYSTEM_COLUMNS:
+        text = row.get(column)
+        if isinstance(text, str) and text.strip():
+            return ({"role": "system", "content": text},)
+    return ()
+
+
+def _read_text(row: Row, column: str) -> str:
+    value = row[column]
+    if not isinstance(value, str):
+        kind = "missing" if value is None else f"{type(value).__name__}, not text"
+        raise ValueError(f"{column} is {kind}")
+    if not value.strip():
+        raise ValueError(f"{column} is empty")
+    return value
+
+
+def _read_turn(row: Row, column: str, role: str) -> tuple[Message, ...]:
+    """Return the messages of a column that holds text, or messages as in trl's conversational formats."""
+    if isinstance(row[column], str) or row[column] is None:
+        return ({"role": role, "content": _read_text(row, column)},)
+    return _read_list(row[column], column)
+
+
+def _read_messages(value: object, column: str) -> tuple[Message, ...]:
+    return _check_turns(_read_list(value, column))
+
+
+def _read_list(value: object, column: str) -> tuple[Message, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise ValueError(f"{column} is {'empty' if not value else 'no list of messages'}")
+    return tuple(_read_message(message, f"{column}[{index}]") for index, message in enumerate(value))
+
+
+def _read_message(message: object, where: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"{where} is no object with role and content")
+    # ShareGPT says from and value; OpenAI role and content.
+    role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+    if not isinstance(role, str) or role.lower() not in ROLE_NAMES:
+        known = ", ".join(ROLE_NAMES)
+        raise ValueError(f"{where} has the role {role!r}, which is none of {known}")
+    if not isinstance(content, str):
+        raise ValueError(f"{where} has no text")
+    return {"role": ROLE_NAMES[role.lower()], "content": content}
+
+
+def _check_turns(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Raise ``ValueError`` for a conversation without anything to learn: no, or only empty, answers."""
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    if not answers:
+        raise ValueError("no turn of the assistant, so that no token bears loss")
+    if not any(answer.strip() for answer in answers):
+        raise ValueError("every turn of the assistant is empty")
+    if next(message["role"] for message in messages if message["role"] != "system") == "assistant":
+        # Templates render no prompt from no message.
+        raise ValueError("it starts with the assistant's turn; a turn of the user must come first")
+    return messages

@@ -1,0 +1,238 @@
+"""Rows of a data source: a file, a folder, a name on the Hub, a ``datasets`` object or a pandas frame.
+
+Imports no torch; ``datasets`` and pandas are imported on first use.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+
+from shardscope.core.errors import find_similar, refuse
+
+if TYPE_CHECKING:
+    import pandas
+
+Row: TypeAlias = Mapping[str, object]
+"""One row of a data source: column -> value."""
+
+LOADERS = {
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".txt": "text",
+    ".md": "text",
+}
+"""File suffix -> builder of ``datasets.load_dataset``."""
+ARROW_STATE = "state.json"
+"""File that ``Dataset.save_to_disk`` writes into its folder."""
+ALLOWED = (
+    "a JSONL, JSON, CSV, TSV, Parquet or text file, a folder of one kind of them, a data set's name on the "
+    "Hub, a datasets.Dataset, a pandas DataFrame, or a list of dicts"
+)
+
+
+class Rows(Protocol):
+    """Rows by index, such as a ``datasets.Dataset``, which maps its file into memory."""
+
+    @property
+    def column_names(self) -> list[str]: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Row: ...
+
+
+def resolve_source(field: str, source: object) -> object:
+    """Return ``source`` with its path made absolute, without reading it.
+
+    Raises ``ValueError`` naming ``field`` if it is of no readable kind.
+    """
+    if isinstance(source, str | Path):
+        path = Path(source).expanduser()
+        if path.exists():
+            # The kernel may change its working directory before the launch.
+            path = path.absolute()
+            if path.is_file() and path.suffix.lower() not in LOADERS:
+                refuse(
+                    field,
+                    str(source),
+                    f"{ALLOWED}: {path.suffix or 'no suffix'} is none of them",
+                    "a .jsonl file",
+                )
+            return path
+        if _is_hub_name(source):
+            return str(source)
+        nearby = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        similar = find_similar(path.name, nearby)
+        fix = str(path.parent / similar) if similar else "the file's path"
+        refuse(field, str(source), f"{ALLOWED}: there is no such file", fix)
+    if not (_is_frame(source) or _is_dataset(source) or _is_list_of_rows(source)):
+        refuse(field, type(source).__name__, ALLOWED, "a path")
+    return source
+
+
+def open_rows(field: str, source: object) -> Rows:
+    """Return the rows of a data source that :func:`resolve_source` has accepted.
+
+    Files are read by ``datasets``, which keeps them in the user's Hugging Face cache as Arrow tables. Raises
+    ``ValueError`` naming ``field`` for data that cannot be read, with the line of a JSONL file, and for data
+    without a row.
+    """
+    if isinstance(source, Path):
+        rows = _read_folder(field, source) if source.is_dir() else _read_files(field, [source])
+    elif isinstance(source, str):
+        rows = _read_hub(field, source)
+    elif _is_frame(source):
+        from datasets import Dataset
+
+        rows = cast(Rows, Dataset.from_pandas(cast("pandas.DataFrame", source), preserve_index=False))
+    elif isinstance(source, list):
+        from datasets import Dataset
+
+        rows = cast(Rows, Dataset.from_list(source))
+    else:
+        rows = cast(Rows, source)
+    if not len(rows):
+        refuse(field, describe_source(source), "data with at least one row", "a file that has rows")
+    return rows
+
+
+def describe_source(source: object) -> str:
+    """Return a short name of a data source for messages."""
+    if isinstance(source, str | Path):
+        return str(source)
+    num_rows = len(source) if hasattr(source, "__len__") else "unknown"
+    return f"a {type(source).__name__} of {num_rows} rows"
+
+
+# ---- Kinds of sources
+
+
+def _is_hub_name(source: str | Path) -> bool:
+    return isinstance(source, str) and source.count("/") == 1 and not source.startswith((".", "/", "~"))
+
+
+def _is_frame(source: object) -> bool:
+    # By name, so that a notebook without pandas or datasets does not import them.
+    return type(source).__module__.startswith("pandas.") and type(source).__name__ == "DataFrame"
+
+
+def _is_dataset(source: object) -> bool:
+    return type(source).__module__.startswith("datasets.") and type(source).__name__ == "Dataset"
+
+
+def _is_list_of_rows(source: object) -> bool:
+    return isinstance(source, list) and bool(source) and all(isinstance(row, dict) for row in source)
+
+
+# ---- Files
+
+
+def _read_folder(field: str, folder: Path) -> Rows:
+    if (folder / ARROW_STATE).is_file():
+        from datasets import Dataset
+
+        return cast(Rows, Dataset.load_from_disk(str(folder)))
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix.lower() in LOADERS)
+    if not files:
+        refuse(field, str(folder), f"{ALLOWED}: this folder has no such file", "a folder of .jsonl files")
+    loaders = {LOADERS[path.suffix.lower()] for path in files}
+    if len(loaders) > 1:
+        suffixes = ", ".join(sorted({path.suffix for path in files}))
+        refuse(field, str(folder), f"files of one kind in a folder: this one has {suffixes}", str(files[0]))
+    return _read_files(field, files)
+
+
+def _read_files(field: str, files: list[Path]) -> Rows:
+    import datasets
+
+    loader, options = LOADERS[files[0].suffix.lower()], dict[str, object]()
+    if files[0].suffix.lower() == ".tsv":
+        options["delimiter"] = "\t"
+    if loader == "text":
+        # One row a file: "line" would make a training example of each line.
+        options["sample_by"] = "document"
+    datasets.disable_progress_bars()
+    try:
+        rows = datasets.load_dataset(
+            loader, data_files=[str(path) for path in files], split="train", **options
+        )
+    except Exception as error:  # DatasetGenerationError around whatever the parser raised.
+        if loader == "json":
+            _check_json_lines(field, files)
+        cause = error.__cause__ or error
+        text = str(cause).strip().splitlines()
+        reason = text[0] if text else type(cause).__name__
+        refuse(field, str(files[0]), f"a readable {files[0].suffix} file: {reason}", "a repaired file")
+    return cast(Rows, rows)
+
+
+def _check_json_lines(field: str, files: list[Path]) -> None:
+    """Raise ``ValueError`` with the first line that is no JSON object or has other types than those before.
+
+    Called where ``datasets`` has failed: its message has no line number.
+    """
+    for path in files:
+        kinds: dict[str, tuple[str, int]] = {}
+        for number, row in _iterate_json_lines(field, path):
+            for column, value in row.items():
+                if value is None:
+                    continue
+                kind, first = kinds.setdefault(column, (_name_kind(value), number))
+                if _name_kind(value) != kind:
+                    where = f"{path}, line {number}: {column} is {_name_kind(value)}"
+                    fix = f"make {column} {kind} in every line"
+                    refuse(field, where, f"one type a column: it is {kind} in line {first}", fix)
+
+
+def _iterate_json_lines(field: str, path: Path) -> Iterator[tuple[int, Row]]:
+    if path.suffix.lower() == ".json":
+        return  # One value of any number of lines: the parser's own message names the place.
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                where = f"{path}, line {number}: {_shorten(line)}"
+                refuse(field, where, f"a JSON object on each line: {error}", "repair or remove that line")
+            if not isinstance(row, dict):
+                where = f"{path}, line {number}: {_shorten(line)}"
+                refuse(field, where, "a JSON object on each line", "repair or remove that line")
+            yield number, row
+
+
+def _name_kind(value: object) -> str:
+    names = {
+        str: "text",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        list: "a list",
+        dict: "an object",
+    }
+    return names.get(type(value), type(value).__name__)
+
+
+def _shorten(line: bytes) -> str:
+    text = line.decode("utf-8", errors="replace").strip()
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _read_hub(field: str, name: str) -> Rows:
+    import datasets
+
+    try:
+        # Without custom code: datasets 4 and later run none.
+        rows = datasets.load_dataset(name, split="train")
+    except Exception as error:  # No network, no such name, a gated data set: each its own exception.
+        text = str(error).strip().splitlines()
+        reason = text[0] if text else type(error).__name__
+        allowed = f"a data set of the Hub that this machine can read: {reason}"
+        refuse(field, name, allowed, "a file on this machine, or `hf auth login` for a gated data set")
+    return cast(Rows, rows)

@@ -1,0 +1,175 @@
+"""Token ids and loss masks of all examples of a data source, cut to the sequence length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from shardscope.core.errors import refuse
+from shardscope.training.examples.encoding import Encoded, Encoder
+from shardscope.training.examples.formats import Format, read_example
+from shardscope.training.examples.rows import Row, Rows
+
+if TYPE_CHECKING:
+    import numpy
+
+    from shardscope.training.data.tokenizer import TokenIds
+
+    BoolArray: TypeAlias = numpy.ndarray[tuple[int], numpy.dtype[numpy.bool_]]
+    OffsetArray: TypeAlias = numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]
+
+BadRows: TypeAlias = Literal["refuse", "skip"]
+"""What happens to a malformed row: the whole data is refused, or the row is left out and counted."""
+MAX_NAMED_ROWS = 5
+"""Maximum number of bad rows that a message names."""
+IDS, LOSS, OFFSETS = "ids.npy", "loss.npy", "offsets.npy"
+
+
+@dataclass
+class RowCounts:
+    """How many rows and tokens were read, cut and left out."""
+
+    num_rows: int = 0
+    num_examples: int = 0
+    """Rows that are trained on."""
+    num_tokens: int = 0
+    """Tokens of the examples after truncation."""
+    num_loss_tokens: int = 0
+    """Tokens of the examples that bear loss."""
+    num_truncated_rows: int = 0
+    num_truncated_tokens: int = 0
+    """Tokens beyond the sequence length, which are never trained on."""
+    bad_rows: list[str] = field(default_factory=list)
+    """The first malformed rows with their reasons, such as "row 3: completion is empty"."""
+    num_bad_rows: int = 0
+    num_rows_without_loss: int = 0
+    """Rows left out because truncation cut off all tokens that bear loss."""
+
+
+def iterate_encoded(
+    field: str,
+    rows: Rows,
+    format: Format,
+    encoder: Encoder,
+    *,
+    seq_len: int | None,
+    bad_rows: BadRows,
+    counts: RowCounts,
+    indices: Sequence[int] | None = None,
+) -> Iterator[tuple[int, Encoded]]:
+    """Yield the index and the tokens of every example that can be trained on, and update ``counts``.
+
+    ``indices`` are those of the rows to read; None: all. Rows without a token that bears loss after
+    truncation to ``seq_len`` (None: no truncation) are left out and counted. Raises ``ValueError`` naming
+    ``field`` and the row for a malformed row, if ``bad_rows`` is "refuse".
+    """
+    for index in range(len(rows)) if indices is None else indices:
+        counts.num_rows += 1
+        try:
+            encoded = encoder.encode(read_example(format, rows[index]))
+        except ValueError as error:
+            _handle_bad_row(field, index, rows[index], str(error), bad_rows, counts)
+            continue
+        cut = encoded if seq_len is None else encoded.truncate(seq_len)
+        if len(cut.ids) < len(encoded.ids):
+            counts.num_truncated_rows += 1
+            counts.num_truncated_tokens += len(encoded.ids) - len(cut.ids)
+        # trl trained on such rows silently: their mean loss is over no token (trl issues 3728 and 3927).
+        if not cut.num_loss_tokens:
+            counts.num_rows_without_loss += 1
+            continue
+        counts.num_examples += 1
+        counts.num_tokens += len(cut.ids)
+        counts.num_loss_tokens += cut.num_loss_tokens
+        yield index, cut
+
+
+def _handle_bad_row(
+    field: str, index: int, row: Row, reason: str, bad_rows: BadRows, counts: RowCounts
+) -> None:
+    message = f"row {index + 1}: {reason}"
+    if bad_rows == "refuse":
+        shown = str(dict(row))
+        value = f"{message} ({shown if len(shown) <= 120 else shown[:117] + '...'})"
+        owner = field.partition(".")[0]
+        refuse(field, value, "rows of one format", f"repair that row, or {owner}(bad_rows='skip')")
+    counts.num_bad_rows += 1
+    if len(counts.bad_rows) < MAX_NAMED_ROWS:
+        counts.bad_rows.append(message)
+
+
+def check_examples(field: str, counts: RowCounts, seq_len: int | None) -> None:
+    """Raise ``ValueError`` naming ``field`` if no row can be trained on."""
+    if counts.num_examples:
+        return
+    if counts.num_rows_without_loss:
+        refuse(
+            field,
+            f"{counts.num_rows_without_loss:,} rows whose tokens that bear loss are all cut off",
+            f"rows whose completion starts within the first {seq_len:,} tokens",
+            f"a larger Recipe.seq_len than {seq_len:,}, or shorter prompts",
+        )
+    named = "; ".join(counts.bad_rows)
+    refuse(
+        field,
+        f"{counts.num_rows:,} rows, all malformed ({named})",
+        "at least one readable row",
+        "repair them",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenTable:
+    """Examples one after another; example ``i`` has the tokens ``offsets[i]`` to ``offsets[i + 1]``."""
+
+    ids: TokenIds
+    """Token ids, int32, shape ``[num_tokens]``."""
+    bears_loss: BoolArray
+    """Whether each token bears loss, shape ``[num_tokens]``."""
+    offsets: OffsetArray
+    """Int64, shape ``[num_examples + 1]``."""
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> tuple[TokenIds, BoolArray]:
+        start, end = self.offsets[index], self.offsets[index + 1]
+        return self.ids[start:end], self.bears_loss[start:end]
+
+    def save(self, folder: Path) -> None:
+        """Write the three arrays into ``folder``."""
+        import numpy
+
+        folder.mkdir(parents=True, exist_ok=True)
+        numpy.save(folder / IDS, self.ids)
+        numpy.save(folder / LOSS, self.bears_loss)
+        numpy.save(folder / OFFSETS, self.offsets)
+
+    @classmethod
+    def load(cls, folder: Path) -> TokenTable:
+        """Return the table of ``folder``, mapped into memory: ranks of one machine share its pages."""
+        import numpy
+
+        ids, bears_loss, offsets = (
+            numpy.load(folder / name, mmap_mode="r", allow_pickle=False) for name in (IDS, LOSS, OFFSETS)
+        )
+        return cls(ids=ids, bears_loss=bears_loss, offsets=offsets)
+
+
+def build_table(encoded: Iterator[tuple[int, Encoded]]) -> TokenTable:
+    """Return the table of all examples."""
+    import numpy
+
+    # Chunks of arrays: a list of Python integers would take 28 bytes a token.
+    ids, bears_loss, lengths = [], [], [0]
+    for _, example in encoded:
+        ids.append(numpy.asarray(example.ids, dtype=numpy.int32))
+        bears_loss.append(numpy.asarray(example.bears_loss, dtype=numpy.bool_))
+        lengths.append(len(example.ids))
+    return TokenTable(
+        ids=numpy.concatenate(ids) if ids else numpy.zeros(0, dtype=numpy.int32),
+        bears_loss=numpy.concatenate(bears_loss) if ids else numpy.zeros(0, dtype=numpy.bool_),
+        offsets=numpy.cumsum(lengths, dtype=numpy.int64),
+    )

