@@ -558,7 +558,7 @@ def test_pretraining_learns_real_text(framework: str, tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in told] == [f"step {n} of 40" for n in (1, *range(4, 41, 4))]
     assert saved == "saved checkpoints/step-000040"
     assert re.fullmatch(r"step 40 of 40: loss \d\.\d+, [\d,]+ tokens/s", told[-1])
-    seen = [set(result["records"]["data"]["windows_seen"]) for result in (first, second)]
+    seen = [set(result["records"]["data"]["samples_seen"]) for result in (first, second)]
     assert all(len(windows) == 40 * 8 for windows in seen)
     assert not seen[0] & seen[1]
     assert (tmp_path / "checkpoints" / "step-000040" / "position.json").is_file()

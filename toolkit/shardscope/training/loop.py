@@ -15,7 +15,7 @@ from shardscope.core.errors import check_integer
 from shardscope.training.accounting.memory_watch import Snapshot
 from shardscope.training.accounting.tensors import read_device_bytes
 from shardscope.training.checkpoints.folders import checkpoint_path, delete_older
-from shardscope.training.data.windows import Windows
+from shardscope.training.data.batches import Batches
 from shardscope.training.optimizers.schedule import Schedule
 from shardscope.training.recording import Recorder
 
@@ -27,14 +27,14 @@ SKIPPED_STEPS = 2
 """Steps skipped before profiling, if there are enough: the first ones allocate memory for the others."""
 SNAPSHOT_STEPS = 3
 """Number of steps in a memory snapshot: the first two differ from all others."""
-MAX_RECORDED_WINDOWS = 4096
-"""Maximum number of window indices in a run's record: enough to check the order, small for a long run."""
+MAX_RECORDED_SAMPLES = 4096
+"""Maximum number of sample indices in a run's record: enough to check the order, small for a long run."""
 
 
 def train(
     ctx: TrainingContext,
     engine: Engine,
-    windows: Windows,
+    batches: Batches,
     schedule: Schedule,
     *,
     log_every: int = 1,
@@ -49,10 +49,10 @@ def train(
     Between steps all ranks obey the same commands: "stop" saves a checkpoint and returns; "checkpoint" saves
     one and continues, as happens every ``save_every`` steps; "profile" records the next steps, the first of
     them as a warmup. ``profile`` records a few steps without a command, at least one. Raises ``RuntimeError``
-    if two ranks would read the same text in one step, or if the loss is NaN.
+    if two ranks would read the same sample in one step, or if the loss is NaN.
     """
     first = engine.num_steps_done
-    check_ranks_read_different_text(windows, first, ctx.device)
+    check_ranks_read_different_samples(batches, first, ctx.device)
     seen: list[int] = []
     printed_steps = choose_printed_steps(first, schedule.num_steps)
     checkpoint_requested = False
@@ -83,8 +83,8 @@ def train(
             if commands.profile_steps:
                 _start_recording(recorder, commands.profile_steps, num_left=schedule.num_steps - step)
             # Run the step and report it.
-            result = _run_step(engine, windows, schedule, step)
-            seen += windows.list_indices(step)
+            result = _run_step(engine, batches, schedule, step)
+            seen += batches.list_indices(step)
             if step % log_every == 0 or step == schedule.num_steps - 1:
                 ctx.log(step=step, **collect_step_metrics(engine, result))
             if step in printed_steps:
@@ -100,7 +100,7 @@ def train(
                 )
             recorder.count_step()
             snapshot.count_step()
-    ctx.record("data", _describe_data(windows, first, engine.num_steps_done, seen))
+    ctx.record("data", _describe_data(batches, first, engine.num_steps_done, seen))
     # save_every includes the last step, but not that of a resumed run without steps: it is saved already.
     if save_checkpoint or checkpoint_requested or (save_every is not None and engine.num_steps_done > first):
         checkpoints.begin_save()
@@ -116,11 +116,11 @@ class StepResult(NamedTuple):
     seconds: float
 
 
-def _run_step(engine: Engine, windows: Windows, schedule: Schedule, step: int) -> StepResult:
+def _run_step(engine: Engine, batches: Batches, schedule: Schedule, step: int) -> StepResult:
     """Run one optimizer step on its batch; building the batch does not count as the step's time."""
     rate = schedule.learning_rate_at(step)
     engine.set_learning_rate(rate)
-    batch = windows.build_batch(step)
+    batch = batches.build_batch(step)
     began = time.perf_counter()
     # engine.step returns the loss as a number, which synchronizes: the time covers the whole step.
     loss = engine.step(batch)
@@ -169,50 +169,43 @@ def choose_printed_steps(first: int, num_steps: int) -> frozenset[int]:
     return frozenset(step for step in (first, *tenths) if first <= step < num_steps)
 
 
-def check_ranks_read_different_text(windows: Windows, step: int, device: torch.device) -> None:
-    """Raise ``RuntimeError`` if different data-parallel ranks got the same text windows.
+def check_ranks_read_different_samples(batches: Batches, step: int, device: torch.device) -> None:
+    """Raise ``RuntimeError`` if different data-parallel ranks got the same samples.
 
-    A text shorter than one global batch has to repeat, and is allowed.
+    Data smaller than one global batch has to repeat, and is allowed.
     """
-    # Gather (rank of the shares, window indices of this step) of all ranks. Ranks that share their data, such
+    # Gather (rank of the shares, sample indices of this step) of all ranks. Ranks that share their data, such
     # as tensor-parallel ones, have equal rows, which the dict by rank counts once.
-    own_indices = torch.tensor([windows.rank, *windows.list_indices(step)], device=device)
+    own_indices = torch.tensor([batches.rank, *batches.list_indices(step)], device=device)
     gathered = [torch.empty_like(own_indices) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own_indices)
     indices_by_rank = {int(row[0]): row[1:].tolist() for row in gathered}
     all_indices = [index for indices in indices_by_rank.values() for index in indices]
     if (
-        len(all_indices) <= windows.num_windows
+        len(all_indices) <= batches.num_samples
         and len(set(all_indices)) < len(all_indices)
-        and not _spans_two_epochs(windows, step)
+        and not batches.spans_two_epochs(step)
     ):
         raise RuntimeError(
-            f"{len(all_indices) - len(set(all_indices))} text windows were assigned to more than one rank"
+            f"{len(all_indices) - len(set(all_indices))} samples were assigned to more than one rank"
         )
-    if len(indices_by_rank) != windows.num_ranks:
+    if len(indices_by_rank) != batches.num_ranks:
         raise RuntimeError(
-            f"{windows.num_ranks} data-parallel ranks should each read their own text, and "
+            f"{batches.num_ranks} data-parallel ranks should each read their own samples, and "
             f"{len(indices_by_rank)} do"
         )
 
 
-def _spans_two_epochs(windows: Windows, step: int) -> bool:
-    """Return whether the step spans two epochs, in which case a window may occur twice."""
-    batch = windows.rows * windows.num_ranks
-    return step * batch // windows.num_windows != ((step + 1) * batch - 1) // windows.num_windows
-
-
-def _describe_data(windows: Windows, first: int, end: int, seen: list[int]) -> dict[str, object]:
+def _describe_data(batches: Batches, first: int, end: int, seen: list[int]) -> dict[str, object]:
     return {
-        "num_tokens": len(windows.tokens),
-        "num_windows": windows.num_windows,
-        "seq_len": windows.seq_len,
-        "share": windows.rank,
-        "num_shares": windows.num_ranks,
+        "num_tokens": batches.num_tokens,
+        "num_samples": batches.num_samples,
+        "share": batches.rank,
+        "num_shares": batches.num_ranks,
         "first_step": first,
         "num_steps_done": end,
-        "num_windows_seen": len(seen),
-        "windows_seen": seen[:MAX_RECORDED_WINDOWS],
+        "num_samples_seen": len(seen),
+        "samples_seen": seen[:MAX_RECORDED_SAMPLES],
     }
 
 

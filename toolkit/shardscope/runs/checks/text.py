@@ -64,12 +64,13 @@ def check_text_length(case: Case) -> Iterator[Finding]:
 def _count_tokens(case: Case) -> int | None:
     """Return the number of tokens of the task's text or an upper bound; None without a task or file."""
     task = case.task
-    if not hasattr(task, "text") or not hasattr(task, "num_steps"):
+    text = getattr(task, "plain_text", None)
+    if text is None or not hasattr(task, "num_steps"):
         return None
-    if task.text is None and getattr(task, "weights", None) is None:
+    if text == SHIPPED_TEXT and getattr(task, "weights", None) is None:
         return SHIPPED_TOKENS
     try:
         # Plus one for the end-of-text token.
-        return Path(task.text or SHIPPED_TEXT).stat().st_size + 1
+        return Path(text).stat().st_size + 1
     except (OSError, TypeError):
         return None

@@ -116,7 +116,7 @@ class WeightsTokenizer:
         """Return token ids of ``text``, int32, shape ``[num_tokens]``, ending with EOS if there is one."""
         import numpy
 
-        tokenizer = self._load_tokenizer()
+        tokenizer = self.load()
         # Without special tokens, which would mark a begin or an end at every piece. ``verbose`` would warn
         # that the text is longer than the context of the model; no window is.
         encoded = [
@@ -131,9 +131,10 @@ class WeightsTokenizer:
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer to ``folder`` in the format of ``AutoTokenizer``."""
-        self._load_tokenizer().save_pretrained(folder)
+        self.load().save_pretrained(folder)
 
-    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
+    def load(self) -> PreTrainedTokenizerBase:
+        """Return transformers' tokenizer of the folder. Raises ``ValueError`` if it cannot be opened."""
         from transformers import AutoTokenizer
 
         path = self._folder.path

@@ -1,4 +1,4 @@
-"""Token windows of a text, assigned to ranks and steps as a pure function of the step."""
+"""Token windows of a text."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, refuse
+from shardscope.training.data.batches import Batches
 from shardscope.training.data.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER, encode_text
 
 if TYPE_CHECKING:
-    import numpy
     import torch
 
     from shardscope.training.data.tokenizer import TokenIds
@@ -47,24 +46,13 @@ def read_tokens(text: Path | None, encode: Callable[[str], TokenIds] | None = No
 
 # eq=False: comparing arrays of tokens gives an array and no bool.
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Windows:
-    """Tokens split into non-overlapping windows of ``seq_len``, assigned to steps and ranks.
-
-    Step ``s`` takes windows ``s * G .. (s + 1) * G - 1`` of an endless sequence of epochs (``G``: the global
-    batch); each epoch has all windows, shuffled by ``seed`` and epoch. Rank ``r`` of ``num_ranks`` takes the
-    r-th contiguous part. The global batch is therefore the same on 1 rank or 8, and a resumed run needs only
-    its step.
-    """
+class Windows(Batches):
+    """Tokens of a text split into non-overlapping windows of ``seq_len``."""
 
     tokens: TokenIds
     """Token ids, int32, shape ``[num_tokens]``."""
     seq_len: int
     """Tokens in one window."""
-    rows: int
-    """Number of windows per rank and optimizer step."""
-    rank: int
-    num_ranks: int
-    seed: int = 0
 
     def __post_init__(self) -> None:
         if len(self.tokens) < self.seq_len:
@@ -76,17 +64,22 @@ class Windows:
             )
 
     @property
-    def num_windows(self) -> int:
+    def num_samples(self) -> int:
         """Number of windows in the text; the tokens after the last full one are never read."""
         return len(self.tokens) // self.seq_len
 
-    def list_indices(self, step: int) -> list[int]:
-        """Return the indices of the windows that this rank reads at ``step`` (from 0)."""
-        first = (step * self.num_ranks + self.rank) * self.rows
-        return [self._find_window(position) for position in range(first, first + self.rows)]
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the text."""
+        return len(self.tokens)
+
+    @property
+    def title(self) -> str:
+        """See :class:`Batches`."""
+        return f"{self.num_samples:,} windows of {self.seq_len:,} tokens"
 
     def build_batch(self, step: int) -> dict[str, torch.Tensor]:
-        """Return ``input_ids`` and ``labels``, int64, shape ``[rows, seq_len]``; the model shifts labels."""
+        """See :class:`Batches`."""
         import numpy
         import torch
 
@@ -95,20 +88,6 @@ class Windows:
         picked = self.tokens[starts[:, None] + numpy.arange(self.seq_len)]
         input_ids = torch.from_numpy(picked.astype(numpy.int64))
         return {"input_ids": input_ids, "labels": input_ids.clone()}
-
-    def _find_window(self, position: int) -> int:
-        epoch, index = divmod(position, self.num_windows)
-        return int(_shuffle_windows(self.num_windows, self.seed, epoch)[index])
-
-
-@lru_cache(maxsize=4)
-def _shuffle_windows(
-    num_windows: int, seed: int, epoch: int
-) -> numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]:
-    import numpy
-
-    # Seeded by a sequence: seed + epoch would give the epochs of neighbouring seeds the same order.
-    return numpy.random.default_rng([seed, epoch]).permutation(num_windows)
 
 
 # ---- Token ids of the shipped corpus, cached per user: tokenizing takes every rank a second

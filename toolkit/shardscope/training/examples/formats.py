@@ -216,8 +216,10 @@ def _read_messages(value: object, column: str) -> tuple[Message, ...]:
 
 
 def _read_list(value: object, column: str) -> tuple[Message, ...]:
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise ValueError(f"{column} is {'empty' if not value else 'no list of messages'}")
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ValueError(f"{column} is {type(value).__name__}, neither text nor a list of messages")
+    if not value:
+        raise ValueError(f"{column} is empty")
     return tuple(_read_message(message, f"{column}[{index}]") for index, message in enumerate(value))
 
 

@@ -164,7 +164,8 @@ def preview_examples(
     """
     encoder, counts = Encoder(tokenizer, loss_on), RowCounts()
     indices = _choose_rows(len(rows), num_shown)
-    shown, lengths = [], []
+    shown: list[PreviewRow] = []
+    lengths: list[int] = []
     for index, encoded in iterate_encoded(
         field, rows, format, encoder, seq_len=None, bad_rows=bad_rows, counts=counts, indices=indices
     ):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Row: TypeAlias = Mapping[str, object]
 """One row of a data source: column -> value."""
 
+TEXT_LOADER = "text"
 LOADERS = {
     ".jsonl": "json",
     ".ndjson": "json",
@@ -25,8 +26,8 @@ LOADERS = {
     ".csv": "csv",
     ".tsv": "csv",
     ".parquet": "parquet",
-    ".txt": "text",
-    ".md": "text",
+    ".txt": TEXT_LOADER,
+    ".md": TEXT_LOADER,
 }
 """File suffix -> builder of ``datasets.load_dataset``."""
 ARROW_STATE = "state.json"
@@ -35,6 +36,11 @@ ALLOWED = (
     "a JSONL, JSON, CSV, TSV, Parquet or text file, a folder of one kind of them, a data set's name on the "
     "Hub, a datasets.Dataset, a pandas DataFrame, or a list of dicts"
 )
+
+
+def is_text(source: object) -> bool:
+    """Return whether a data source is one text file, which is read as one long text."""
+    return isinstance(source, Path) and source.is_file() and LOADERS.get(source.suffix.lower()) == TEXT_LOADER
 
 
 class Rows(Protocol):
@@ -150,10 +156,12 @@ def _read_folder(field: str, folder: Path) -> Rows:
 def _read_files(field: str, files: list[Path]) -> Rows:
     import datasets
 
+    if not any(path.stat().st_size for path in files):
+        refuse(field, str(files[0]), "data with at least one row: this file is empty", "a file that has rows")
     loader, options = LOADERS[files[0].suffix.lower()], dict[str, object]()
     if files[0].suffix.lower() == ".tsv":
         options["delimiter"] = "\t"
-    if loader == "text":
+    if loader == TEXT_LOADER:
         # One row a file: "line" would make a training example of each line.
         options["sample_by"] = "document"
     datasets.disable_progress_bars()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
 
 from shardscope.core.errors import refuse
 from shardscope.training.examples.encoding import Encoded, Encoder
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 BadRows: TypeAlias = Literal["refuse", "skip"]
 """What happens to a malformed row: the whole data is refused, or the row is left out and counted."""
+BAD_ROWS: tuple[BadRows, ...] = ("refuse", "skip")
 MAX_NAMED_ROWS = 5
 """Maximum number of bad rows that a message names."""
 IDS, LOSS, OFFSETS = "ids.npy", "loss.npy", "offsets.npy"
@@ -89,15 +90,26 @@ def iterate_encoded(
 def _handle_bad_row(
     field: str, index: int, row: Row, reason: str, bad_rows: BadRows, counts: RowCounts
 ) -> None:
-    message = f"row {index + 1}: {reason}"
     if bad_rows == "refuse":
-        shown = str(dict(row))
-        value = f"{message} ({shown if len(shown) <= 120 else shown[:117] + '...'})"
-        owner = field.partition(".")[0]
-        refuse(field, value, "rows of one format", f"repair that row, or {owner}(bad_rows='skip')")
+        _refuse_row(field, index, row, reason)
     counts.num_bad_rows += 1
     if len(counts.bad_rows) < MAX_NAMED_ROWS:
-        counts.bad_rows.append(message)
+        counts.bad_rows.append(f"row {index + 1}: {reason}")
+
+
+def check_row(field: str, format: Format, index: int, row: Row) -> None:
+    """Raise ``ValueError`` naming ``field`` and the row if the row is malformed. Tokenizes nothing."""
+    try:
+        read_example(format, row)
+    except ValueError as error:
+        _refuse_row(field, index, row, str(error))
+
+
+def _refuse_row(field: str, index: int, row: Row, reason: str) -> NoReturn:
+    shown = str(dict(row))
+    value = f"row {index + 1}: {reason} ({shown if len(shown) <= 120 else shown[:117] + '...'})"
+    owner = field.partition(".")[0]
+    refuse(field, value, "rows of one format", f"repair that row, or {owner}(bad_rows='skip')")
 
 
 def check_examples(field: str, counts: RowCounts, seq_len: int | None) -> None:
@@ -118,6 +130,26 @@ def check_examples(field: str, counts: RowCounts, seq_len: int | None) -> None:
         "at least one readable row",
         "repair them",
     )
+
+
+def describe_counts(counts: RowCounts, seq_len: int) -> list[str]:
+    """Return sentences for the log: what is trained on, and what is cut or left out."""
+    lines = [
+        f"{counts.num_examples:,} of {counts.num_rows:,} rows are examples: {counts.num_tokens:,} tokens, of "
+        f"which {counts.num_loss_tokens:,} bear loss"
+    ]
+    if counts.num_truncated_rows:
+        lines.append(
+            f"{counts.num_truncated_rows:,} rows are cut to {seq_len:,} tokens and lose "
+            f"{counts.num_truncated_tokens:,}"
+        )
+    if counts.num_rows_without_loss:
+        lines.append(
+            f"{counts.num_rows_without_loss:,} rows are left out: their tokens that bear loss are all cut off"
+        )
+    if counts.num_bad_rows:
+        lines.append(f"{counts.num_bad_rows:,} malformed rows are skipped: {'; '.join(counts.bad_rows)}")
+    return lines
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

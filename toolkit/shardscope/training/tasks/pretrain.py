@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import check_number, refuse
-from shardscope.training.data.tokenizer import VOCAB_SIZE, write_tokenizer
-from shardscope.training.tasks.text_task import TextTask
+from shardscope.training.data.tokenizer import SHIPPED_TEXT, VOCAB_SIZE, write_tokenizer
+from shardscope.training.tasks.text_task import TextTask, resolve_text
 
 if TYPE_CHECKING:
     import torch
@@ -28,10 +28,19 @@ class Pretrain(TextTask):
 
     learning_rate: float = 1e-3
     """Peak learning rate; suitable for a few million parameters, too high for billions (use 3e-4)."""
+    text: Path | None = None
+    """UTF-8 text file; None: *Moby-Dick*, which ships with Shardscope."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number(self._field("learning_rate"), self.learning_rate, low=0.0, high=10.0)
+        if self.text is not None:
+            object.__setattr__(self, "text", resolve_text(self._field("text"), self.text))
+
+    @property
+    def plain_text(self) -> Path:
+        """See :class:`TextTask`."""
+        return self.text or SHIPPED_TEXT
 
     def begin(self, engine: Engine, plan: Plan) -> Callable[[], torch.nn.Module]:
         """See :class:`TextTask`."""

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypedDict
 
 from shardscope.core.errors import Value, check_flag, check_integer, check_number, refuse
 from shardscope.frameworks.registry import check_trained
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardscope.core.plan import Plan
+    from shardscope.training.data.batches import Batches
     from shardscope.training.data.tokenizer import TokenIds
     from shardscope.training.engine import Engine, TrainingContext
 
@@ -38,6 +39,27 @@ EXPORT = "export"
 """Subfolder of a run with the exported Hugging Face checkpoint."""
 DEFAULT_FOLDER = "runs"
 """Default parent of run folders in ``launch``."""
+
+
+class Share(TypedDict):
+    """Fields of :class:`Batches` that say which samples a rank reads."""
+
+    rows: int
+    rank: int
+    num_ranks: int
+    seed: int
+
+
+def resolve_text(field: str, value: object) -> Path:
+    """Return the absolute path of a plain text file. Raises ``ValueError`` naming ``field`` for others."""
+    if not isinstance(value, str | Path):
+        refuse(field, value, "a path or None", Value(None))
+    # Make the path absolute: the kernel may change its working directory before the launch.
+    path = Path(value).expanduser().absolute()
+    if not path.is_file():
+        refuse(field, str(value), "an existing text file, or None", Value(None))
+    check_is_plain_text(field, path)
+    return path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +81,6 @@ class TextTask(ABC):
     """AdamW's decoupled weight decay, on matrices only; 0 to 1."""
     seed: int = 0
     """Seed of random weights and of the order of the text; 0 to 2^31 - 1."""
-    text: Path | None = None
-    """UTF-8 text file; None: *Moby-Dick*, which ships with Shardscope."""
     profile: bool = False
     """Whether to record a few steady steps on every rank with torch.profiler (the last of a short run)."""
     memory_snapshot: bool = False
@@ -107,7 +127,6 @@ class TextTask(ABC):
                 check_integer(self._field(field), getattr(self, field), low=1, high=10**7)
         for field in ("profile", "memory_snapshot", "save_checkpoint", "export"):
             check_flag(self._field(field), getattr(self, field))
-        self._check_text()
         if not isinstance(self.resume, bool):
             object.__setattr__(self, "resume", self._find_resumable(self.resume))
 
@@ -124,6 +143,11 @@ class TextTask(ABC):
     @abstractmethod
     def peak_rate(self, plan: Plan) -> float:
         """Return ``learning_rate``, or the task's default for it."""
+
+    @property
+    @abstractmethod
+    def plain_text(self) -> Path | None:
+        """The text file that token windows are cut from; None if the data are examples."""
 
     @abstractmethod
     def encode(self) -> Callable[[str], TokenIds] | None:
@@ -156,7 +180,6 @@ class TextTask(ABC):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import torch
 
-        from shardscope.training.data.windows import Windows, read_tokens
         from shardscope.training.loop import train
         from shardscope.training.optimizers.schedule import Schedule
 
@@ -172,26 +195,18 @@ class TextTask(ABC):
         torch.manual_seed(self.seed + 1 + engine.data_rank)
         # This also sets the number of finished steps, from which train() continues.
         self._load_resumed(ctx)
-        windows = Windows(
-            tokens=read_tokens(self.text, self.encode()),
-            seq_len=plan.recipe.seq_len,
-            rows=plan.num_micro_batches * plan.recipe.micro_batch_size,
-            rank=engine.data_rank,
-            num_ranks=engine.num_data_ranks,
-            seed=self.seed,
-        )
+        batches = self.read_data(ctx)
         warmup = min(100, self.num_steps // 10) if self.warmup_steps is None else self.warmup_steps
         schedule = Schedule(peak=self.peak_rate(plan), num_steps=self.num_steps, warmup_steps=warmup)
         print(
             f"training {plan.architecture.name} ({plan.architecture.num_parameters:,} parameters) on "
-            f"{(self.text or SHIPPED_TEXT).name}: {windows.num_windows:,} windows of {windows.seq_len:,} "
-            f"tokens, {windows.rows} a step on this rank",
+            f"{self.data_name}: {batches.title}, {batches.rows} per step on this rank",
             flush=True,
         )
         train(
             ctx,
             engine,
-            windows,
+            batches,
             schedule,
             log_every=self.log_every,
             profile=self.profile,
@@ -206,6 +221,30 @@ class TextTask(ABC):
             if ctx.rank == 0:
                 self.complete_export(ctx.folder / EXPORT, plan)
             print(f"exported {EXPORT}", flush=True)
+
+    @property
+    def data_name(self) -> str:
+        """Short name of the data, for the log."""
+        return self.plain_text.name if self.plain_text is not None else ""
+
+    def read_data(self, ctx: TrainingContext) -> Batches:
+        """Return the batches of this rank. Called by all ranks together."""
+        from shardscope.training.data.windows import Windows, read_tokens
+
+        plan, text = ctx.plan, self.plain_text
+        assert text is not None
+        # The shipped corpus with the shipped tokenizer is cached; read_tokens knows it by None.
+        tokens = read_tokens(None if text == SHIPPED_TEXT else text, self.encode())
+        return Windows(tokens=tokens, seq_len=plan.recipe.seq_len, **self.share_of_rank(ctx))
+
+    def share_of_rank(self, ctx: TrainingContext) -> Share:
+        """Return the fields of :class:`Batches` that say which samples this rank reads."""
+        return {
+            "rows": ctx.plan.num_micro_batches * ctx.plan.recipe.micro_batch_size,
+            "rank": ctx.engine.data_rank,
+            "num_ranks": ctx.engine.num_data_ranks,
+            "seed": self.seed,
+        }
 
     def _load_resumed(self, ctx: TrainingContext) -> None:
         """Load the checkpoint to resume from, if any, the same one on every rank."""
@@ -261,18 +300,6 @@ class TextTask(ABC):
             warnings.warn(f"{self._field('resume')}: {choice.notice}", RuntimeWarning, stacklevel=2)
         if choice.checkpoint is not None:
             self._check_loads(choice.checkpoint, plan)
-
-    def _check_text(self) -> None:
-        if self.text is None:
-            return
-        if not isinstance(self.text, str | Path):
-            refuse(self._field("text"), self.text, "a path or None", Value(None))
-        # Make the path absolute: the kernel may change its working directory before the launch.
-        path = Path(self.text).expanduser().absolute()
-        if not path.is_file():
-            refuse(self._field("text"), str(self.text), "an existing text file, or None", Value(None))
-        check_is_plain_text(self._field("text"), path)
-        object.__setattr__(self, "text", path)
 
     def _find_resumable(self, value: object) -> Path:
         """Return the absolute run or checkpoint folder named by ``value``.
