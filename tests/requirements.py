@@ -13,6 +13,7 @@ from packaging.version import Version
 from shardscope.machine.host import multiplies_in_fp16
 
 EXTRAS = {
+    "datasets": "train",
     "accelerate": "train",
     "bitsandbytes": "qlora",
     "build": "test",

@@ -19,8 +19,12 @@ if TYPE_CHECKING:
     from shardscope.runs.run import Run
     from shardscope.training.tasks.text_task import TextTask
 
-PATH_FIELDS = frozenset({"text", "weights", "resume"})
+PATH_FIELDS = frozenset({"text", "data", "weights", "resume"})
 """Fields of tasks that ``run.json`` keeps as text and a task takes as a path."""
+
+
+EXAMPLE_FIELDS = {"columns": None, "loss_on": "completions", "bad_rows": "refuse"}
+"""Fields that a plain text does not use, and that runs of older versions have not recorded."""
 
 
 def resume_run(run: Run, *, outlive_kernel: bool | None = None, force: bool = False) -> Run:
@@ -128,6 +132,9 @@ def _make_task(kind: type[TextTask], description: Mapping[str, object], checkpoi
     recorded = description.get("asked")
     if not isinstance(recorded, dict):
         recorded = {}
+    if kind.__name__ == "Finetune" and "data" not in recorded and "text" in recorded:
+        # Versions before 0.2 read one text file, by the field "text".
+        recorded = {**EXAMPLE_FIELDS, **recorded, "data": recorded["text"]}
     names = [field.name for field in fields(kind)]
     missing = [name for name in names if name not in recorded]
     if missing:
@@ -137,7 +144,8 @@ def _make_task(kind: type[TextTask], description: Mapping[str, object], checkpoi
     # The constructor checks each value, so a damaged run.json raises ValueError there.
     arguments = {name: recorded[name] for name in names}
     for name in PATH_FIELDS:
-        if isinstance(arguments.get(name), str):
+        # A data set's name on the Hub stays text; a path is recorded as an absolute one.
+        if isinstance(arguments.get(name), str) and Path(arguments[name]).is_absolute():
             arguments[name] = Path(arguments[name])
     arguments["resume"] = checkpoint
     return kind(**arguments)

@@ -30,16 +30,27 @@ def find_builtin_task(description: Mapping[str, object]) -> str | None:
 def record_task_fields(task: object) -> dict[str, object] | None:
     """Return the numbers, flags and paths among the fields of a built-in task, by name.
 
-    None for the user's own function. Text fields other than paths are left out: they may contain secrets.
+    None for the user's own function. Text fields other than paths are left out, as they may contain secrets,
+    but for those that the task names in ``recorded_texts``.
     """
     if getattr(task, "trains_the_plan", False) is not True or not is_dataclass(task):
         return None
     values = {field.name: getattr(task, field.name) for field in fields(task)}
+    texts: frozenset[str] = getattr(task, "recorded_texts", frozenset())
     return {
         name: str(value) if isinstance(value, Path) else value
         for name, value in values.items()
-        if value is None or isinstance(value, bool | int | float | Path)
+        if value is None
+        or isinstance(value, bool | int | float | Path)
+        or (name in texts and _is_text(value))
     }
+
+
+def _is_text(value: object) -> bool:
+    """Return whether ``value`` is text or a mapping of texts, not a table of the user's data."""
+    if isinstance(value, Mapping):
+        return all(isinstance(text, str) for pair in value.items() for text in pair)
+    return isinstance(value, str)
 
 
 def why_no_trace(name: str, status: str, task_fields: Mapping[str, object] | None) -> str:

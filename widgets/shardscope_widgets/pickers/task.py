@@ -16,6 +16,7 @@ import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.core.serialization import replace_fields
 from shardscope.planner.checks.usual_rates import limit_rate
+from shardscope.training.examples.rows import is_structured
 from shardscope.training.tasks.finetune import ADAPTER_RATE, FULL_RATE
 from shardscope_widgets.checks.user_code import list_notebook_functions
 from shardscope_widgets.kit import controls
@@ -38,6 +39,10 @@ NO_WEIGHTS = (
 )
 UNUSED_WEIGHTS = "Training starts from random weights; the folder's weights are not used."
 SHIPPED_TEXT = "Moby-Dick"
+DATA_HINTS: dict[Kind, str] = {
+    "pretrain": "A UTF-8 text file to train on",
+    "finetune": "A JSONL, JSON, CSV or Parquet file of chats, question-answer pairs or texts, or a text file",
+}
 WITHOUT_TEXT = "If empty, trains on Moby-Dick, which ships with Shardscope."
 
 
@@ -133,7 +138,7 @@ class TaskPicker(Picker):
         self._offering = False
         # Fine-tuning is offered only once the model is a folder with weights (_offer_kinds).
         self.menu = controls.create_dropdown(options=[(KIND_LABELS["pretrain"], "pretrain")], tooltip="Task")
-        self.text = controls.create_text_box("", "A UTF-8 text file to train on", placeholder=SHIPPED_TEXT)
+        self.text = controls.create_text_box("", DATA_HINTS["pretrain"], placeholder=SHIPPED_TEXT)
         self.code = controls.create_text_box(
             "", "Path of a script, or name of a function f(ctx) in this notebook"
         )
@@ -142,7 +147,7 @@ class TaskPicker(Picker):
         self.note = controls.create_html("", "ss-hint")
         kind_row = Row("Task", self.menu)
         kind_row.add_class("ss-wide")
-        rows = {"kind": kind_row, "text": self._text_row, "code": self._code_row}
+        rows = {"kind": kind_row, "text": self._text_row, "data": self._text_row, "code": self._code_row}
         # Fields of tasks without an input of their own: their errors are shown at the nearest one.
         others = {"weights": rows["kind"], "source": self._code_row, "arguments": self._code_row}
         super().__init__({**rows, **others}, self.note)
@@ -217,10 +222,15 @@ class TaskPicker(Picker):
             return self._read_user_code()
         fields = self.options.read_fields()
         text = self.text.value.strip()
-        if text:
+        trains_weights = self.kind == "finetune" and not as_trial
+        if text and trains_weights:
+            # Not a Path: it may be a data set's name on the Hub.
+            fields["data"] = text
+        elif text and not (self.kind == "finetune" and is_structured(text)):
+            # The tiny model of a trial has a tokenizer without a chat template: it reads text only.
             fields["text"] = Path(text).expanduser()
         # A trial trains a tiny model with random weights, because the folder's weights do not match it.
-        if self.kind == "finetune" and not as_trial:
+        if trains_weights:
             # Without a folder, Finetune raises the error that names the field.
             return replace_fields(ss.Finetune(weights=cast("Path", self._weights)), fields)
         if fields["learning_rate"] is None:
@@ -230,7 +240,7 @@ class TaskPicker(Picker):
     @property
     def boxes(self) -> dict[str, widgets.ValueWidget]:
         """See :class:`Picker`."""
-        return {"text": self.text, "code": self.code}
+        return {"text": self.text, "data": self.text, "code": self.code}
 
     def changes_of(self, error: FieldError) -> dict[str, object]:
         """Return the fix (see :class:`Picker`): the closest script or function for a misspelt one."""
@@ -247,6 +257,7 @@ class TaskPicker(Picker):
         is_own = self.kind == "own"
         (self._text_row.add_class if is_own else self._text_row.remove_class)("ss-off")
         (self._code_row.remove_class if is_own else self._code_row.add_class)("ss-off")
+        self.text.tooltip = DATA_HINTS.get(self.kind, "")
         self.answer = f"{KIND_SUMMARIES[self.kind]} {self.subject}".strip()
         self._show_data_note()
         self.options.has_steps = self.kind != "own"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from shardscope.training.examples.formats import Example, Message
+from shardscope.training.examples.formats import Example, ExampleError, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,10 +88,10 @@ class Encoder:
         prompt = self._render(messages[:index], add_generation_prompt=True)
         with_turn = ids if index == len(messages) - 1 else self._render(messages[: index + 1])
         if ids[: len(with_turn)] != with_turn or with_turn[: len(prompt)] != prompt:
-            raise ValueError(
+            raise ExampleError(
                 f"the chat template changes earlier text when turn {index + 1} is added, so its completion "
-                "has no fixed tokens. Nearest fix: loss_on='last' or 'all', or a template with "
-                "{% generation %} marks"
+                "has no fixed tokens",
+                "loss_on='last' or 'all', or a template with {% generation %} marks",
             )
         # Templates write a line break after the end-of-turn token, which no generation gets to.
         end = len(with_turn)
@@ -117,9 +117,9 @@ class Encoder:
     def _encode_without_template(self, messages: Sequence[Message]) -> Encoded:
         """Return a prompt and a completion in plain text, with the end token after the completion."""
         if [message["role"] for message in messages] != ["user", "assistant"]:
-            raise ValueError(
-                "the tokenizer has no chat template, which messages need. Nearest fix: a "
-                "chat_template.jinja in the weights folder, or rows of one prompt and one completion"
+            raise ExampleError(
+                "the tokenizer has no chat template, which messages need",
+                "a chat_template.jinja in the weights folder, or rows of one prompt and one completion",
             )
         prompt, completion = (self._encode_text(message["content"]) for message in messages)
         completion += self._end()

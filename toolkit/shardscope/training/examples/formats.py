@@ -56,6 +56,15 @@ ROLE_NAMES = {
     "observation": "tool",
 }
 
+
+class ExampleError(ValueError):
+    """A row that cannot be trained on, with the fix where it is not in the row itself."""
+
+    def __init__(self, reason: str, fix: str) -> None:
+        super().__init__(reason)
+        self.fix = fix
+
+
 Message: TypeAlias = dict[str, str]
 """A chat message: {"role": "system" | "user" | "assistant" | "tool", "content": text}."""
 

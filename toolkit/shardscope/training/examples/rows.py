@@ -43,6 +43,11 @@ def is_text(source: object) -> bool:
     return isinstance(source, Path) and source.is_file() and LOADERS.get(source.suffix.lower()) == TEXT_LOADER
 
 
+def is_structured(path: str) -> bool:
+    """Return whether a path names a file of rows, by its suffix."""
+    return LOADERS.get(Path(path).suffix.lower(), TEXT_LOADER) != TEXT_LOADER
+
+
 class Rows(Protocol):
     """Rows by index, such as a ``datasets.Dataset``, which maps its file into memory."""
 
@@ -124,11 +129,11 @@ def _is_hub_name(source: str | Path) -> bool:
 
 def _is_frame(source: object) -> bool:
     # By name, so that a notebook without pandas or datasets does not import them.
-    return type(source).__module__.startswith("pandas.") and type(source).__name__ == "DataFrame"
+    return type(source).__module__.partition(".")[0] == "pandas" and type(source).__name__ == "DataFrame"
 
 
 def _is_dataset(source: object) -> bool:
-    return type(source).__module__.startswith("datasets.") and type(source).__name__ == "Dataset"
+    return type(source).__module__.partition(".")[0] == "datasets" and type(source).__name__ == "Dataset"
 
 
 def _is_list_of_rows(source: object) -> bool:
@@ -165,6 +170,8 @@ def _read_files(field: str, files: list[Path]) -> Rows:
         # One row a file: "line" would make a training example of each line.
         options["sample_by"] = "document"
     datasets.disable_progress_bars()
+    # It would print its own traceback before the message that follows.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         rows = datasets.load_dataset(
             loader, data_files=[str(path) for path in files], split="train", **options
@@ -192,9 +199,11 @@ def _check_json_lines(field: str, files: list[Path]) -> None:
                     continue
                 kind, first = kinds.setdefault(column, (_name_kind(value), number))
                 if _name_kind(value) != kind:
-                    where = f"{path}, line {number}: {column} is {_name_kind(value)}"
-                    fix = f"make {column} {kind} in every line"
-                    refuse(field, where, f"one type a column: it is {kind} in line {first}", fix)
+                    allowed = (
+                        f"one type per column; {column} is {kind} in line {first} and {_name_kind(value)} in "
+                        f"line {number}"
+                    )
+                    refuse(field, str(path), allowed, f"make {column} {kind} in every line")
 
 
 def _iterate_json_lines(field: str, path: Path) -> Iterator[tuple[int, Row]]:
@@ -204,14 +213,13 @@ def _iterate_json_lines(field: str, path: Path) -> Iterator[tuple[int, Row]]:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
+            allowed = f"a JSON object on each line; line {number} is {_shorten(line)}"
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                where = f"{path}, line {number}: {_shorten(line)}"
-                refuse(field, where, f"a JSON object on each line: {error}", "repair or remove that line")
+                refuse(field, str(path), f"{allowed} ({error})", f"repair or remove line {number}")
             if not isinstance(row, dict):
-                where = f"{path}, line {number}: {_shorten(line)}"
-                refuse(field, where, "a JSON object on each line", "repair or remove that line")
+                refuse(field, str(path), allowed, f"repair or remove line {number}")
             yield number, row
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
 
 from shardscope.core.errors import refuse
 from shardscope.training.examples.encoding import Encoded, Encoder
-from shardscope.training.examples.formats import Format, read_example
+from shardscope.training.examples.formats import ExampleError, Format, read_example
 from shardscope.training.examples.rows import Row, Rows
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def iterate_encoded(
         try:
             encoded = encoder.encode(read_example(format, rows[index]))
         except ValueError as error:
-            _handle_bad_row(field, index, rows[index], str(error), bad_rows, counts)
+            _handle_bad_row(field, index, rows[index], error, bad_rows, counts)
             continue
         cut = encoded if seq_len is None else encoded.truncate(seq_len)
         if len(cut.ids) < len(encoded.ids):
@@ -88,13 +88,13 @@ def iterate_encoded(
 
 
 def _handle_bad_row(
-    field: str, index: int, row: Row, reason: str, bad_rows: BadRows, counts: RowCounts
+    field: str, index: int, row: Row, error: ValueError, bad_rows: BadRows, counts: RowCounts
 ) -> None:
     if bad_rows == "refuse":
-        _refuse_row(field, index, row, reason)
+        _refuse_row(field, index, row, error)
     counts.num_bad_rows += 1
     if len(counts.bad_rows) < MAX_NAMED_ROWS:
-        counts.bad_rows.append(f"row {index + 1}: {reason}")
+        counts.bad_rows.append(f"row {index + 1}: {error}")
 
 
 def check_row(field: str, format: Format, index: int, row: Row) -> None:
@@ -102,14 +102,17 @@ def check_row(field: str, format: Format, index: int, row: Row) -> None:
     try:
         read_example(format, row)
     except ValueError as error:
-        _refuse_row(field, index, row, str(error))
+        _refuse_row(field, index, row, error)
 
 
-def _refuse_row(field: str, index: int, row: Row, reason: str) -> NoReturn:
+def _refuse_row(field: str, index: int, row: Row, error: ValueError) -> NoReturn:
     shown = str(dict(row))
-    value = f"row {index + 1}: {reason} ({shown if len(shown) <= 120 else shown[:117] + '...'})"
-    owner = field.partition(".")[0]
-    refuse(field, value, "rows of one format", f"repair that row, or {owner}(bad_rows='skip')")
+    shown = shown if len(shown) <= 120 else f"{shown[:117]}..."
+    fix = f"repair row {index + 1}, or {field.partition('.')[0]}(bad_rows='skip')"
+    if isinstance(error, ExampleError):
+        fix = error.fix
+    allowed = f"rows of one format. Row {index + 1}: {error} ({shown})"
+    refuse(field, f"data with a malformed row {index + 1}", allowed, fix, f"row {index + 1}: {error}")
 
 
 def check_examples(field: str, counts: RowCounts, seq_len: int | None) -> None:
@@ -119,7 +122,7 @@ def check_examples(field: str, counts: RowCounts, seq_len: int | None) -> None:
     if counts.num_rows_without_loss:
         refuse(
             field,
-            f"{counts.num_rows_without_loss:,} rows whose tokens that bear loss are all cut off",
+            f"{counts.num_rows_without_loss:,} rows without a token that bears loss",
             f"rows whose completion starts within the first {seq_len:,} tokens",
             f"a larger Recipe.seq_len than {seq_len:,}, or shorter prompts",
         )

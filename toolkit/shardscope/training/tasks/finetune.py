@@ -80,6 +80,7 @@ class Finetune(TextTask):
     bad_rows: BadRows = "refuse"
     """What happens to a malformed row: "refuse" the data, or "skip" the row, counted in the log."""
 
+    recorded_texts: ClassVar[frozenset[str]] = frozenset({"data", "columns", "loss_on", "bad_rows"})
     preload: ClassVar[tuple[str, ...]] = (
         *TextTask.preload,
         "safetensors.torch",

@@ -1,0 +1,295 @@
+"""Tests of fine-tuning examples: formats, which tokens bear loss, previews and error messages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.requirements import needs
+
+needs("datasets")
+needs("transformers")
+
+from shardscope.training.data.tokenizer import SHIPPED_TOKENIZER  # noqa: E402
+from shardscope.training.examples.encoding import Encoder  # noqa: E402
+from shardscope.training.examples.formats import read_example, recognize_format  # noqa: E402
+from shardscope.training.examples.preview import Preview, preview_examples  # noqa: E402
+from shardscope.training.examples.rows import open_rows, resolve_source  # noqa: E402
+from shardscope.training.examples.token_table import RowCounts, build_table, iterate_encoded  # noqa: E402
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
+    "{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Qwen3 drops the reasoning of earlier turns in this way.
+FORGETFUL = (
+    "{% for m in messages %}{{ m['role'] + ':\n' }}{{ m['content'] if m['role'] == 'user' or loop.last }}"
+    "{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
+)
+TALK = [
+    {"role": "user", "content": "Call me"},
+    {"role": "assistant", "content": "Ishmael"},
+    {"role": "user", "content": "Where?"},
+    {"role": "assistant", "content": "At sea"},
+]
+
+
+def create_tokenizer(template: str | None = CHATML) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(SHIPPED_TOKENIZER), eos_token="<|im_end|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def write_lines(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def preview(rows: list[dict[str, Any]], tokenizer: Any = None, **options: Any) -> Preview:
+    format = recognize_format("Finetune.data", list(rows[0]), options.pop("columns", None))
+    chosen = {"num_shown": 5, "seq_len": None, "loss_on": "completions", "bad_rows": "refuse", **options}
+    opened = open_rows("Finetune.data", rows)
+    return preview_examples(
+        "Finetune.data", "rows", opened, format, tokenizer or create_tokenizer(), **chosen
+    )
+
+
+def learned(row: Any) -> str:
+    """Return the learned text of a preview's row; "|" separates learned pieces."""
+    pieces = [
+        token if bears_loss else "|" for token, bears_loss in zip(row.tokens, row.bears_loss, strict=True)
+    ]
+    return "|".join(part for part in "".join(pieces).split("|") if part)
+
+
+# Two examples of each format, with the learned text written down by hand.
+CASES: list[tuple[str, list[dict[str, Any]], list[str]]] = [
+    ("text", [{"text": "Call me"}, {"text": "a whale"}], ["Call me<|im_end|>", "a whale<|im_end|>"]),
+    (
+        "prompt-completion",
+        [{"question": "Who?", "answer": "Ahab"}, {"question": "Where?", "answer": "At sea"}],
+        ["Ahab<|im_end|>", "At sea<|im_end|>"],
+    ),
+    (
+        "instruction",
+        [
+            {"instruction": "Name it", "input": "a fish", "output": "Whale"},
+            {"instruction": "Greet", "input": "", "output": "Ahoy"},
+        ],
+        ["Whale<|im_end|>", "Ahoy<|im_end|>"],
+    ),
+    (
+        "messages",
+        [{"messages": TALK}, {"messages": TALK[:2]}],
+        ["Ishmael<|im_end|>|At sea<|im_end|>", "Ishmael<|im_end|>"],
+    ),
+    (
+        "messages",
+        [
+            {"conversations": [{"from": "human", "value": "Call me"}, {"from": "gpt", "value": "Ishmael"}]},
+            {"conversations": [{"from": "human", "value": "Where?"}, {"from": "gpt", "value": "At sea"}]},
+        ],
+        ["Ishmael<|im_end|>", "At sea<|im_end|>"],
+    ),
+    (
+        "preference",
+        [
+            {"prompt": "Who?", "chosen": "Ahab", "rejected": "Nobody"},
+            {"prompt": "Where?", "chosen": "At sea", "rejected": "At home"},
+        ],
+        ["Ahab<|im_end|>", "At sea<|im_end|>"],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "expected"), CASES, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_the_completion_and_its_end_token_bear_loss(
+    name: str, rows: list[dict[str, Any]], expected: list[str]
+) -> None:
+    shown = preview(rows)
+    assert shown.format.name == name
+    assert [learned(row) for row in shown.rows] == expected
+
+
+def test_the_rest_of_a_row_is_the_templates_prompt() -> None:
+    row = preview([{"prompt": "Who?", "completion": "Ahab"}]).rows[0]
+    assert "".join(row.tokens) == "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\nAhab<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("loss_on", "expected"),
+    [("completions", "Ishmael<|im_end|>|At sea<|im_end|>"), ("last", "At sea<|im_end|>")],
+)
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["without marks", "with generation marks"])
+def test_generation_marks_and_prompt_lengths_give_the_same_mask(
+    template: str, loss_on: str, expected: str
+) -> None:
+    shown = preview([{"messages": TALK}], create_tokenizer(template), loss_on=loss_on)
+    assert learned(shown.rows[0]) == expected
+
+
+def test_every_token_bears_loss_if_requested() -> None:
+    row = preview([{"messages": TALK}], loss_on="all").rows[0]
+    assert all(row.bears_loss)
+
+
+def test_a_template_that_changes_earlier_turns_is_refused_with_a_fix() -> None:
+    tokenizer = create_tokenizer(FORGETFUL)
+    with pytest.raises(ValueError, match=r"row 1.*loss_on='last'"):
+        preview([{"messages": TALK}], tokenizer)
+    assert learned(preview([{"messages": TALK}], tokenizer, loss_on="last").rows[0]) == "At sea<|im_end|>"
+
+
+def test_without_a_template_pairs_are_plain_text_and_messages_are_refused() -> None:
+    tokenizer = create_tokenizer(None)
+    row = preview([{"prompt": "Who? ", "completion": "Ahab"}], tokenizer).rows[0]
+    assert "".join(row.tokens) == "Who? Ahab<|im_end|>" and learned(row) == "Ahab<|im_end|>"
+    with pytest.raises(ValueError, match="no chat template"):
+        preview([{"messages": TALK}], tokenizer)
+
+
+def test_a_character_of_several_tokens_is_shown_once() -> None:
+    row = preview([{"prompt": "?", "completion": "Ahab 🐋 ü"}]).rows[0]
+    assert "Ahab 🐋 ü<|im_end|>" in "".join(row.tokens)
+
+
+# ---- Truncation and rows without loss
+
+
+def test_truncation_is_counted_and_rows_without_loss_are_left_out() -> None:
+    rows = [{"prompt": "Who?", "completion": "Ahab"}, {"prompt": "whale " * 60, "completion": "Yes"}]
+    full = preview(rows)
+    short = min(full.lengths)
+    shown = preview(rows, seq_len=short)
+    assert shown.counts.num_truncated_rows == 1 == shown.counts.num_rows_without_loss
+    assert shown.counts.num_truncated_tokens == max(full.lengths) - short
+    assert len(shown.rows) == 1 and "1 rows are left out" in str(shown)
+
+
+def test_data_whose_rows_are_all_cut_before_the_completion_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"larger Recipe\.seq_len"):
+        preview([{"prompt": "whale " * 60, "completion": "Yes"}], seq_len=8)
+
+
+def test_a_preview_counts_as_training_does() -> None:
+    rows = [{"prompt": f"{'whale ' * n}?", "completion": "Ahab"} for n in range(1, 30)]
+    shown = preview(rows, seq_len=24)
+    format = recognize_format("data", list(rows[0]))
+    counts = RowCounts()
+    encoder = Encoder(create_tokenizer(), "completions")
+    opened = open_rows("data", rows)
+    table = build_table(
+        iterate_encoded("data", opened, format, encoder, seq_len=24, bad_rows="refuse", counts=counts)
+    )
+    assert shown.counts == counts
+    assert len(table) == counts.num_examples and len(table.ids) == counts.num_tokens
+
+
+# ---- Bad input
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "Who?", "completion": ""}, "completion is empty"),
+        ({"prompt": None, "completion": "Ahab"}, "prompt is missing"),
+    ],
+)
+def test_a_malformed_row_is_refused_by_number_or_skipped(row: dict[str, Any], reason: str) -> None:
+    rows = [{"prompt": "Where?", "completion": "At sea"}, row]
+    with pytest.raises(ValueError, match=f"row 2.*{reason}.*bad_rows='skip'"):
+        preview(rows)
+    shown = preview(rows, bad_rows="skip")
+    assert shown.counts.num_bad_rows == 1 and reason in str(shown)
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "empty"),
+        ([{"role": "user", "content": "Who?"}], "no turn of the assistant"),
+        ([{"role": "captain", "content": "Ahoy"}], "role 'captain'"),
+        ([{"role": "assistant", "content": "Ahoy"}], "starts with the assistant"),
+    ],
+)
+def test_a_conversation_that_teaches_nothing_is_refused(messages: list[Any], reason: str) -> None:
+    format = recognize_format("data", ["messages"])
+    with pytest.raises(ValueError, match=reason):
+        read_example(format, {"messages": messages})
+
+
+def test_unknown_columns_are_named_with_a_mapping() -> None:
+    with pytest.raises(ValueError, match=r'columns=\{"prompt": "q", "completion": "a"\}'):
+        recognize_format("Finetune.data", ["q", "a"])
+    format = recognize_format("Finetune.data", ["q", "a"], {"prompt": "q", "completion": "a"})
+    assert format.name == "prompt-completion"
+    with pytest.raises(ValueError, match="columns is 'z'"):
+        recognize_format("Finetune.data", ["q", "a"], {"prompt": "z", "completion": "a"})
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"text": "a"}\n{"text": \n', "line 2"),
+        ('{"text": "a"}\n[1]\n', "line 2"),
+        ("", "empty"),
+    ],
+)
+def test_a_broken_file_is_refused_with_its_line(text: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=reason):
+        open_rows("Finetune.data", path)
+
+
+def test_files_folders_frames_and_datasets_have_the_same_rows(tmp_path: Path) -> None:
+    import datasets
+    import pandas
+
+    rows = [{"prompt": "Who?", "completion": "Ahab"}, {"prompt": "Where?", "completion": 'At\nsea, "now"'}]
+    frame = pandas.DataFrame(rows)
+    (tmp_path / "folder").mkdir()
+    write_lines(tmp_path / "folder" / "a.jsonl", rows[:1])
+    write_lines(tmp_path / "folder" / "b.jsonl", rows[1:])
+    frame.to_csv(tmp_path / "rows.csv", index=False)
+    frame.to_csv(tmp_path / "rows.tsv", index=False, sep="\t")
+    frame.to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    files = [
+        tmp_path / name for name in ("folder", "rows.csv", "rows.tsv", "rows.parquet", "rows.json", "saved")
+    ]
+    for source in (*files, frame, rows, datasets.Dataset.from_list(rows)):
+        opened = open_rows("data", resolve_source("data", source))
+        assert [dict(opened[index]) for index in range(len(opened))] == rows, source
+
+
+@pytest.mark.parametrize(
+    ("source", "fix"), [("rows.jsonI", "rows.jsonl"), (7, "a path"), ("rows.doc", "a .jsonl file")]
+)
+def test_an_unreadable_source_is_refused_with_the_nearest_fix(
+    source: object, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("rows.jsonl", "rows.doc"):
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    with pytest.raises(ValueError, match=f"Nearest fix: {fix}"):
+        resolve_source("Finetune.data", source)
+
+
+def test_html_of_a_preview_escapes_the_data() -> None:
+    html = preview([{"prompt": "<script>alert(1)</script>", "completion": "<b>Ahab</b>"}]).to_html()
+    assert "<script>" not in html and "<b>" not in html and "&lt;b&gt;" in html
