@@ -13,11 +13,12 @@ from packaging.version import Version
 from shardscope.machine.host import multiplies_in_fp16
 
 EXTRAS = {
-    "datasets": "train",
     "accelerate": "train",
     "bitsandbytes": "qlora",
     "build": "test",
+    "datasets": "train",
     "deepspeed": "deepspeed",
+    "gguf": "train",
     "hatchling": "test",
     "huggingface_hub": "train",
     "jupyter_client": "lab",

@@ -49,7 +49,7 @@ def run_made(
     own.engine = get_engine_class(plan)(own)
     task: Any = ss.Pretrain(num_steps=NUM_STEPS, text=text, export=True)
     if model is not None:
-        task = ss.Finetune(num_steps=NUM_STEPS, text=text, export=True, weights=model)
+        task = ss.Finetune(num_steps=NUM_STEPS, data=text, export=True, weights=model)
     with contextlib.redirect_stdout(io.StringIO()):
         task(own)
     losses = [line["loss"] for line in own.lines if "loss" in line]

@@ -226,7 +226,7 @@ def test_a_pretrained_model_is_fine_tuned_and_exported(models: dict[str, Path], 
     folder = Path(shutil.copytree(models["tied"], tmp_path / "tied"))
     said = json.loads((folder / "config.json").read_text()) | {"attention_dropout": 0.25}
     (folder / "config.json").write_text(json.dumps(said))
-    task = ss.Finetune(weights=folder, num_steps=4, learning_rate=1e-3, text=text, export=True)
+    task = ss.Finetune(weights=folder, num_steps=4, learning_rate=1e-3, data=text, export=True)
     plan = plan_of(folder, Layout.fsdp2())
     run = ss.launch(plan, task, folder=tmp_path / "runs")
     assert run.wait(120) == "finished", run.error

@@ -16,6 +16,8 @@ Status = Literal["starting", "running", "stopping", "finished", "stopped", "fail
 FULL_BYTES = 2**20
 """Free disk space below which writes of a run may be lost."""
 STATUSES: frozenset[str] = frozenset(get_args(Status))
+EXPORT = "export"
+"""Subfolder of a run with the exported Hugging Face checkpoint."""
 FINAL: frozenset[str] = frozenset({"finished", "stopped", "failed", "lost"})
 
 

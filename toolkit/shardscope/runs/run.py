@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from shardscope.core.errors import check_flag, check_integer, check_number, refuse
 from shardscope.machine.os_errors import describe_os_error, is_absent
 from shardscope.machine.processes import identify_machine, is_alive
-from shardscope.records.folder import FINAL, STATUSES, RunFolder, checked_path, explain_write_error
+from shardscope.records.folder import EXPORT, FINAL, STATUSES, RunFolder, checked_path, explain_write_error
 from shardscope.records.folder_checks import (
     check_file_kinds,
     check_supervisor,
@@ -138,6 +138,16 @@ class Run:
     def folder(self) -> Path:
         """The run folder."""
         return self._folder.path
+
+    @property
+    def model(self) -> Path | None:
+        """The folder of the trained model, None before it is complete or if the task does not export.
+
+        transformers opens it; after adapters were trained, peft does.
+        """
+        folder = self.folder / EXPORT
+        # A plain folder of this run: a link would lead to files that another one wrote.
+        return folder if folder.is_dir() and not folder.is_symlink() else None
 
     @property
     def name(self) -> str:

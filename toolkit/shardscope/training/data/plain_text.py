@@ -39,8 +39,8 @@ BINARY_BEGINNINGS = {
 """Magic bytes of binary formats, by their specifications."""
 READ_BYTES = 64 * 2**10
 ALLOWED = (
-    "a plain UTF-8 text file. Structured data is not text: a later version will read datasets, by "
-    "Finetune(data=...)"
+    "a plain UTF-8 text file. Structured data is not text: Finetune(data=...) reads examples from JSONL, "
+    "JSON, CSV and Parquet files"
 )
 FIX = "write the text of its rows to a .txt file, or None for Moby-Dick"
 

@@ -17,6 +17,7 @@ from shardscope.core.errors import Value, check_flag, check_integer, check_numbe
 from shardscope.frameworks.registry import check_trained
 from shardscope.planner.checks.case import Case
 from shardscope.planner.checks.checkpoints import check_resumed_checkpoint
+from shardscope.records.folder import EXPORT
 from shardscope.training.checkpoints.choice import (
     Choice,
     check_any_usable,
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from shardscope.training.data.tokenizer import TokenIds
     from shardscope.training.engine import Engine, TrainingContext
 
-EXPORT = "export"
-"""Subfolder of a run with the exported Hugging Face checkpoint."""
 DEFAULT_FOLDER = "runs"
 """Default parent of run folders in ``launch``."""
 

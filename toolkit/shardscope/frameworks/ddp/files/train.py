@@ -12,7 +12,7 @@ of the backward pass; with several micro-batches in a step it does so in the las
 
 The losses are those of ``ss.launch(plan, ss.Pretrain(text="corpus.txt"))`` with that task's tokenizer
 (``--tokenizer``: the path ``shardscope.training.data.tokenizer.SHIPPED_TOKENIZER``), and with ``--model``
-those of ``ss.Finetune(weights="folder", text="corpus.txt")``.
+those of ``ss.Finetune("folder", "corpus.txt")``.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ module by module as they run. Stage 0 partitions nothing. Offloaded state is in 
 
 The losses are those of ``ss.launch(plan, ss.Pretrain(text="corpus.txt"))`` with that task's tokenizer
 (``--tokenizer``: the path ``shardscope.training.data.tokenizer.SHIPPED_TOKENIZER``), and with ``--model``
-those of ``ss.Finetune(weights="folder", text="corpus.txt")``; but not of random weights above 1 GiB in stage
+those of ``ss.Finetune("folder", "corpus.txt")``; but not of random weights above 1 GiB in stage
 3, which DeepSpeed partitions while transformers initializes them.
 """
 

@@ -11,7 +11,7 @@ shards are updated. With replicas (HSDP) ranks with the same shard all-reduce it
 
 The losses are those of ``ss.launch(plan, ss.Pretrain(text="corpus.txt"))`` with that task's tokenizer
 (``--tokenizer``: the path ``shardscope.training.data.tokenizer.SHIPPED_TOKENIZER``), and with ``--model``
-those of ``ss.Finetune(weights="folder", text="corpus.txt")``.
+those of ``ss.Finetune("folder", "corpus.txt")``.
 """
 
 import argparse

@@ -15,7 +15,7 @@ are saved as one.
 
 The losses are those of ``ss.launch(plan, ss.Pretrain(text="corpus.txt"))`` with that task's tokenizer
 (``--tokenizer``: the path ``shardscope.training.data.tokenizer.SHIPPED_TOKENIZER``), and with ``--model``
-those of ``ss.Finetune(weights="folder", text="corpus.txt")``.
+those of ``ss.Finetune("folder", "corpus.txt")``.
 """
 
 from __future__ import annotations
