@@ -1,4 +1,4 @@
-"""Fine-tuning on files of examples, on real ranks: the first loss is that of transformers on the same tokens."""
+"""Fine-tuning on files of examples, on real ranks: losses are those of transformers on the same tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write_rows(path: Path, rows: Sequence[object]) -> Path:
     return path
 
 
-def compute_loss(folder: Path, rows: Sequence[tuple[list[int], list[int]]]) -> float:
+def compute_loss(folder: Path, rows: Sequence[Sequence[list[int]]]) -> float:
     """Return the mean loss over the completions' tokens, row by row without padding, in one process."""
     from transformers import AutoModelForCausalLM
 
@@ -73,9 +73,7 @@ def test_the_first_loss_is_that_of_the_completions(name: str, tmp_path: Path) ->
     assert run.wait(150) == "finished", run.error
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.chat_template is None and tokenizer.eos_token_id is None
-    tokens = [
-        (tokenizer(row["prompt"])["input_ids"], tokenizer(row["completion"])["input_ids"]) for row in ROWS
-    ]
+    tokens = [[tokenizer(row[part])["input_ids"] for part in ("prompt", "completion")] for row in ROWS]
     losses = {line["rank"]: line["loss"] for line in run.metrics() if line["step"] == 0}
     assert list(losses.values()) == pytest.approx([compute_loss(folder, tokens)] * 2, abs=1e-4)
     assert "4 of 4 rows are examples" in run.logs(0)
@@ -112,15 +110,13 @@ def test_smollm2_starts_with_the_loss_of_transformers(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     questions = [{"role": "user", "content": "What is the capital of France?"}]
     answers = [{"role": "assistant", "content": "Paris."}]
-    prompt = tokenizer.apply_chat_template(questions, add_generation_prompt=True, return_dict=True)[
-        "input_ids"
-    ]
+    prompt = tokenizer(tokenizer.apply_chat_template(questions, add_generation_prompt=True, tokenize=False))
     completion = tokenizer("Paris.<|im_end|>")["input_ids"]
     recipe = ss.Recipe(seq_len=48, micro_batch_size=1, global_batch_size=2, precision="fp32", method="lora")
     plan = ss.Plan(arch, ss.Cluster.parse("2xcpu"), recipe, Layout.fsdp2())
     task = ss.Finetune(folder, [{"messages": questions + answers}] * 2, num_steps=1, export=True)
     run = ss.launch(plan, task, folder=tmp_path / "runs")
     assert run.wait(300) == "finished", run.error
-    expected = compute_loss(folder, [(prompt, completion)])
+    expected = compute_loss(folder, [(prompt["input_ids"], completion)])
     assert run.metrics()[0]["loss"] == pytest.approx(expected, abs=1e-4)
     assert (run.model / "adapter_model.safetensors").is_file()

@@ -166,11 +166,17 @@ class Rates:
     def get_attention_rate(self, precision: str, kernels: str) -> AttentionRate:
         """Return the fused attention rate of these modules.
 
-        Raises ``ValueError`` if the matmul rate of ``precision`` is unknown.
+        Raises ``ValueError`` if the matmul or the attention rate of ``precision`` is unknown.
         """
         self.get_matmul_rate(precision)
         own = self.cudnn_attention.get(precision) if kernels == "megatron" else None
-        return own or self.attention[precision]
+        rate = own or self.attention.get(precision)
+        if rate is None:
+            # A calibration that was cut short, or written by hand, may have matmuls without attention.
+            measured = ", ".join(self.attention) or "none"
+            allowed = f"a precision whose attention was measured here ({measured}), or a complete calibration"
+            refuse("Recipe.precision", precision, allowed, "ss.calibrate()")
+        return rate
 
     def get_passes(self, kernels: str) -> Passes:
         """Return the memory passes of these modules' operators."""
