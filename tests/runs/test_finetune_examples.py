@@ -53,7 +53,7 @@ def compute_loss(folder: Path, rows: Sequence[Sequence[list[int]]]) -> float:
     for prompt, completion in rows:
         logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
         losses = torch.nn.functional.cross_entropy(logits, torch.tensor(completion), reduction="sum")
-        total, count = total + float(losses), count + len(completion)
+        total, count = total + float(losses.detach()), count + len(completion)
     return total / count
 
 

@@ -42,7 +42,7 @@ HEAVY = {
 
 DESIGNED = {
     *("Architecture", "Cluster", "Recipe", "Layout", "Plan", "Finetune", "Pretrain", "Run", "Script"),
-    *("Trace", "calibrate", "gpus", "launch", "models", "recommend", "runs", "search"),
+    *("Trace", "calibrate", "example_model", "gpus", "launch", "models", "recommend", "runs", "search"),
 }
 """The public names. A new public name has to be added here."""
 
