@@ -552,7 +552,7 @@ def test_pretraining_learns_real_text(framework: str, tmp_path: Path) -> None:
     what, *told, saved = first["printed"]
     assert re.fullmatch(
         r"training tiny \(336,192 parameters\) on moby_dick.txt: [\d,]+ windows of 64 tokens, "
-        r"8 a step on this rank",
+        r"8 per step on this rank",
         what,
     )
     assert [line.split(":")[0] for line in told] == [f"step {n} of 40" for n in (1, *range(4, 41, 4))]
