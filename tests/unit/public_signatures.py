@@ -17,6 +17,7 @@ from typing import Any, ForwardRef
 import shardscope as ss
 import shardscope_widgets
 from shardscope.runs.launch.context import Context
+from shardscope.runs.trained.chat import Chat
 
 STORED = Path(__file__).parents[1] / "fixtures" / "formats" / "public_signatures.txt"
 PACKAGES = ("shardscope", "shardscope_widgets")
@@ -29,7 +30,7 @@ def describe_interface() -> str:
     for package in (ss, shardscope_widgets):
         for name in sorted(package.__all__):
             lines += _describe(name, getattr(package, name))
-    for answer in (*_answers(), Context):
+    for answer in (*_answers(), Chat, Context):
         kind = answer if isinstance(answer, type) else type(answer)
         lines += _describe(kind.__name__, kind)
     return "\n".join(dict.fromkeys(lines)) + "\n"

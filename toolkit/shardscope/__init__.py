@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardscope.runs.calibrate.process import calibrate
     from shardscope.runs.launch.launch import launch
     from shardscope.runs.run import Run
+    from shardscope.runs.trained.merge import merge
     from shardscope.trace import Trace
     from shardscope.training.tasks.finetune import Finetune
     from shardscope.training.tasks.pretrain import Pretrain
@@ -45,6 +46,7 @@ __all__ = [
     "example_model",
     "gpus",
     "launch",
+    "merge",
     "models",
     "recommend",
     "runs",
@@ -67,6 +69,7 @@ _modules = {
     "example_model": "training.weights.example_models",
     "gpus": "catalog",
     "launch": "runs.launch.launch",
+    "merge": "runs.trained.merge",
     "models": "catalog",
     "recommend": "planner.advice.advice",
     "search": "planner.search.search",

@@ -3,6 +3,7 @@
 Each view can be displayed alone as the last line of a cell; ``Studio()`` combines them all.
 """
 
+from shardscope_widgets.finetune import ChatView
 from shardscope_widgets.memory.view import MemoryView
 from shardscope_widgets.plans.advice_view import AdviceView
 from shardscope_widgets.plans.ranking_view import RankingView
@@ -11,4 +12,13 @@ from shardscope_widgets.studio import Studio
 from shardscope_widgets.time.view import StepView
 from shardscope_widgets.trace import TraceView
 
-__all__ = ["AdviceView", "MemoryView", "RankingView", "RunView", "StepView", "Studio", "TraceView"]
+__all__ = [
+    "AdviceView",
+    "ChatView",
+    "MemoryView",
+    "RankingView",
+    "RunView",
+    "StepView",
+    "Studio",
+    "TraceView",
+]

@@ -42,11 +42,14 @@ HEAVY = {
 
 DESIGNED = {
     *("Architecture", "Cluster", "Recipe", "Layout", "Plan", "Finetune", "Pretrain", "Run", "Script"),
-    *("Trace", "calibrate", "example_model", "gpus", "launch", "models", "recommend", "runs", "search"),
+    *("Trace", "calibrate", "example_model", "gpus", "launch", "merge", "models", "recommend", "runs"),
+    "search",
 }
 """The public names. A new public name has to be added here."""
 
-DESIGNED_WIDGETS = {"Studio", "AdviceView", "MemoryView", "RankingView", "RunView", "StepView", "TraceView"}
+DESIGNED_WIDGETS = {
+    *("Studio", "AdviceView", "ChatView", "MemoryView", "RankingView", "RunView", "StepView", "TraceView"),
+}
 
 MAY_NAME_A_FRAMEWORK = {
     "core/layout.py": "Layout.ddp(), .fsdp2(), .zero() and .megatron() are the public constructors: each "

@@ -77,6 +77,14 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def end_after_parent(parent: int) -> None:
+    """Arrange that this process ends within a second of ``parent``, which may have started it in any thread.
+
+    The signal of :func:`die_with_parent` comes when the thread ends that started the process.
+    """
+    threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+
+
 def keep_exit_codes() -> None:
     """Restore the default SIGCHLD handler. Call it in the main thread, before any child is started.
 

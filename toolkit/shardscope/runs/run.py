@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from shardscope.runs.explain.compare import Runs
     from shardscope.runs.explain.measured import MeasuredMemory
     from shardscope.runs.explain.predicted_metrics import PredictedMetrics
+    from shardscope.runs.trained.chat import Chat
     from shardscope.trace import Trace
 
 WAIT_SECONDS = 0.05
@@ -148,6 +149,27 @@ class Run:
         folder = self.folder / EXPORT
         # A plain folder of this run: a link would lead to files that another one wrote.
         return folder if folder.is_dir() and not folder.is_symlink() else None
+
+    @property
+    def recorded_base(self) -> dict[str, object] | None:
+        """The initial weights: their folder ``weights`` and hash ``sample``, or the ``seed`` of random ones.
+
+        None for the user's own function, and for runs of older versions.
+        """
+        base = self._description.get("base")
+        return base if isinstance(base, dict) else None
+
+    def chat(self, max_new_tokens: int = 256, temperature: float = 0.0, base: bool = False) -> Chat:
+        """Start a conversation with :attr:`model`, in a process of its own, on a GPU if it has the memory.
+
+        ``for text in chat.send("Who are you?"): print(text, end="")`` prints an answer while it is generated,
+        at most ``max_new_tokens`` long; ``temperature`` 0 always takes the most likely token. The tokenizer's
+        chat template is used; without one the model continues the text. With ``base`` it is the model that
+        the run started from. Raises ``ValueError`` if there is no such model, or if its files have changed.
+        """
+        from shardscope.runs.trained.chat import Chat
+
+        return Chat(self, max_new_tokens=max_new_tokens, temperature=temperature, base=base)
 
     @property
     def name(self) -> str:

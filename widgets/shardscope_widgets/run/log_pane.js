@@ -13,7 +13,7 @@ function render({ model, el }) {
   pane.setAttribute("role", "region");
   follow.type = "button";
   follow.className = "ss-act ss-follow";
-  follow.textContent = "New lines: follow the log";
+  follow.textContent = model.get("follow_label");
   follow.hidden = true;
   el.append(pane, follow);
 

@@ -18,3 +18,6 @@ class LogPane(anywidget.AnyWidget):
     )
     num_runs = traitlets.Int(0, help="Runs shown so far; the view scrolls up for another one.").tag(sync=True)
     name = traitlets.Unicode("log", help="Name for screen readers.").tag(sync=True)
+    follow_label = traitlets.Unicode(
+        "New lines: follow the log", help="Button for a reader who has scrolled up."
+    ).tag(sync=True)

@@ -40,6 +40,7 @@ from shardscope.runs.run import Run, runs
 from shardscope.runs.task_fields import record_task_fields
 from shardscope.runs.task_source import uses_engine
 from shardscope.training.tasks.lazy_functions import refuse_lazy_function
+from shardscope.training.tasks.text_task import TextTask
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -153,7 +154,7 @@ class _PendingLaunch:
             if not os.path.lexists(candidate.path):
                 # run.json contains the name, so it is written again for each candidate.
                 record = {**description, "name": candidate.path.name}
-                write_json(self.folder.run_json, record, as_is=("sys_path", "pythonpath", "machine"))
+                write_json(self.folder.run_json, record, as_is=("sys_path", "pythonpath", "machine", "base"))
                 try:
                     self.folder.path.rename(candidate.path)
                 except OSError as error:
@@ -367,6 +368,7 @@ def _describe_run(plan: Plan, task: object, device: str, outlive_kernel: bool) -
         "predicted": predict_step(plan),
         "task": describe_task(task),
         "asked": record_task_fields(task),
+        "base": task.frozen_base() if isinstance(task, TextTask) else None,
         "trains_the_plan": _trains_the_plan(task),
         "saves_when_asked": getattr(task, "saves_when_asked", True) is not False,
         "num_steps": _read_num_steps(task),

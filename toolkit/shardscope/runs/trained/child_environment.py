@@ -1,0 +1,17 @@
+"""Environment of the processes that open a trained model."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def build_child_environment() -> dict[str, str]:
+    """Return this process's environment, in which nothing is downloaded and the same modules are found."""
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # The process imports what this one can import, also from a notebook that changed sys.path.
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
