@@ -70,6 +70,27 @@ def write_folder(folder: Path, *, shards: int = 1, **config: Any) -> Path:
     return folder
 
 
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def write_chat_folder(folder: Path, **config: Any) -> Path:
+    """A small Llama as :func:`write_folder` writes it, whose tokenizer has a chat template."""
+    # Two rows of the embedding more than the shipped tokenizer has: those of the template's tokens.
+    write_folder(folder, **{"vocab_size": LLAMA["vocab_size"] + 2, **config})
+    tokens = ["<|im_start|>", "<|im_end|>"]
+    tokenizer = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "additional_special_tokens": tokens,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return folder
+
+
 def write_index(folder: Path, places: Mapping[str, str]) -> None:
     """The index of a folder of several files."""
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(places)}))

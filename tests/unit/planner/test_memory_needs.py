@@ -135,7 +135,7 @@ def test_all_views_report_a_shortage_of_host_memory(too_much_for_the_host: ss.Pl
     assert studio.plan.memory().fits
     head = words(studio.headline.value)
     assert "ss-lacks" in studio.headline.value and "host memory" in head and "2,048" in head
-    assert studio.fit_search.is_searching or studio.memory.repairs.make_it_fit.layout.display == ""
+    assert studio.fit_search.is_busy or studio.memory.repairs.make_it_fit.layout.display == ""
     assert "of 2,048 GiB on each node" in words(studio.memory.caption.value)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.requirements import needs
 
 import shardscope as ss
+from shardscope.machine.host import multiplies_in_bf16
 from shardscope.planner.checks import Finding
 from shardscope.planner.checks.learning_rate import WARM_UP_STEPS
 from shardscope.planner.checks.usual_rates import (
@@ -443,3 +444,39 @@ def test_a_function_that_profiles_itself() -> None:
 
     assert found_in(tiny(), "never-profiled", looks) is None
     assert found_in(tiny(), "never-profiled", does_not) is not None
+
+
+class TrainsWeights:
+    """A task that begins from the weights of a folder."""
+
+    weights, num_steps, warmup_steps, learning_rate = "folder", 100, None, None
+
+
+def test_bf16_on_cpu_ranks_without_bf16_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, task = "bf16-on-cpu-ranks", TrainsWeights()
+    has_bf16 = "shardscope.planner.checks.precision.multiplies_in_bf16"
+    monkeypatch.setattr(has_bf16, lambda: False)
+    for precision in ("bf16", "bf16-mixed"):
+        finding = found_in(tiny(precision=precision), name, task)
+        assert finding is not None and finding.plan is not None and finding.number == 3
+        assert finding.plan.recipe.precision == "fp32" and found_in(finding.plan, name, task) is None
+    assert found_in(tiny(), name) is None and found_in(tiny(), name, ss.Pretrain()) is None
+    assert found_in(plan_of(), name, task) is None, "GPUs have it"
+    for known in (True, None):
+        monkeypatch.setattr(has_bf16, lambda known=known: known)
+        assert found_in(tiny(), name, task) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("flags\t\t: fpu avx512f", False),
+        ("flags\t\t: fpu avx512_bf16", True),
+        ("flags\t\t: amx_bf16 amx_tile", True),
+        ("Features\t: fp asimd bf16", None),
+    ],
+)
+def test_bf16_instructions_are_read_from_cpuinfo(line: str, expected: bool | None, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n")
+    assert multiplies_in_bf16(tmp_path / "cpuinfo") is expected
+    assert multiplies_in_bf16(tmp_path / "nowhere") is None

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import psutil
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
+CPUINFO = Path("/proc/cpuinfo")
 
 
 class MemoryLimit(NamedTuple):
@@ -40,17 +41,30 @@ def count_cores() -> int:
     return os.cpu_count() or 1
 
 
-def multiplies_in_fp16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool | None:
+def multiplies_in_fp16(cpuinfo: Path = CPUINFO) -> bool | None:
     """Return whether oneDNN has fp16 matmuls on this CPU; None if unknown.
 
     On x86 it needs AVX512-FP16, or AVX-NE-CONVERT with AVX2 (``avx512_core_fp16`` and ``avx2_vnni_2``).
     """
+    return _has_any_flag(cpuinfo, "avx512_fp16", "avx_ne_convert")
+
+
+def multiplies_in_bf16(cpuinfo: Path = CPUINFO) -> bool | None:
+    """Return whether this CPU has instructions for bf16 matmuls; None if unknown. Without, each is emulated.
+
+    On x86 they are AVX512-BF16's, AMX's, or those of AVX-NE-CONVERT (oneDNN's ``avx512_core_bf16``).
+    """
+    return _has_any_flag(cpuinfo, "avx512_bf16", "amx_bf16", "avx_ne_convert")
+
+
+def _has_any_flag(cpuinfo: Path, *flags: str) -> bool | None:
+    """Return whether an x86 CPU has one of these instruction sets; None if that is not known."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:  # not Linux
         return None
-    flags = next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), None)
-    return None if flags is None else not flags.isdisjoint(("avx512_fp16", "avx_ne_convert"))
+    present = next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), None)
+    return None if present is None else not present.isdisjoint(flags)
 
 
 def list_memory_cgroups(

@@ -19,6 +19,7 @@ from shardscope.planner.checks.usual_rates import limit_rate
 from shardscope.training.examples.rows import is_structured
 from shardscope.training.tasks.finetune import ADAPTER_RATE, FULL_RATE
 from shardscope_widgets.checks.user_code import list_notebook_functions
+from shardscope_widgets.data.data_panel import DataPanel
 from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.base import Picker, Row, parse_number, parse_rate
 
@@ -43,6 +44,7 @@ DATA_HINTS: dict[Kind, str] = {
     "pretrain": "A UTF-8 text file to train on",
     "finetune": "A JSONL, JSON, CSV or Parquet file of chats, question-answer pairs or texts, or a text file",
 }
+DATA_LABELS: dict[Kind, str] = {"pretrain": "Text", "finetune": "Data"}
 WITHOUT_TEXT = "If empty, trains on Moby-Dick, which ships with Shardscope."
 
 
@@ -120,7 +122,7 @@ class TaskPicker(Picker):
     """The kind of task and its inputs: a text, or the path or name of the user's code.
 
     :meth:`set_plan` sets whether the model is a folder with weights: fine-tuning is then available, and the
-    default until the user chooses something else.
+    default until the user chooses something else. :attr:`data` reads a file of examples in the background.
     """
 
     kind = traitlets.Enum(list(KIND_LABELS), "pretrain", help="The kind of task.")
@@ -136,6 +138,7 @@ class TaskPicker(Picker):
         self._chosen: Kind | None = None
         """The kind that the user chose while fine-tuning was available, or "own" at any time."""
         self._offering = False
+        self.data = DataPanel(on_length=self._change_length)
         # Fine-tuning is offered only once the model is a folder with weights (_offer_kinds).
         self.menu = controls.create_dropdown(options=[(KIND_LABELS["pretrain"], "pretrain")], tooltip="Task")
         self.text = controls.create_text_box("", DATA_HINTS["pretrain"], placeholder=SHIPPED_TEXT)
@@ -150,7 +153,8 @@ class TaskPicker(Picker):
         rows = {"kind": kind_row, "text": self._text_row, "data": self._text_row, "code": self._code_row}
         # Fields of tasks without an input of their own: their errors are shown at the nearest one.
         others = {"weights": rows["kind"], "source": self._code_row, "arguments": self._code_row}
-        super().__init__({**rows, **others}, self.note)
+        super().__init__({**rows, **others}, controls.stack_vertically(self.data, self.note))
+        self.data.observe(self.read, "problem")
         self.menu.observe(self._choose_kind, "value")
         for control in (self.text, self.code):
             control.observe(self.read, "value")
@@ -163,6 +167,7 @@ class TaskPicker(Picker):
         self._offer_kinds()
         if is_other:
             self.read()  # The answer includes the folder's name.
+        self.data.set_task(self._find_examples(), plan)
         self._show_data_note()
         self.show_usual_rate(plan)
 
@@ -232,7 +237,10 @@ class TaskPicker(Picker):
         # A trial trains a tiny model with random weights, because the folder's weights do not match it.
         if trains_weights:
             # Without a folder, Finetune raises the error that names the field.
-            return replace_fields(ss.Finetune(weights=cast("Path", self._weights)), fields)
+            task = replace_fields(ss.Finetune(weights=cast("Path", self._weights)), fields)
+            if self.data.problem is not None:
+                raise self.data.problem.with_traceback(None)
+            return task
         if fields["learning_rate"] is None:
             fields["learning_rate"] = limit_rate(ss.Pretrain.learning_rate, plan)
         return replace_fields(ss.Pretrain(), fields)
@@ -247,21 +255,41 @@ class TaskPicker(Picker):
         near = error.fix if error.field == CODE and error.fix != A_SCRIPT else ""
         return {CODE: near} if near else super().changes_of(error)
 
-    def build_value(self) -> tuple[str, str, str]:
-        """Return the inputs as typed; :meth:`build_task` validates them."""
-        return (self.kind, self.text.value, self.code.value)
+    def build_value(self) -> tuple[str, ...]:
+        """Return the inputs as typed and what is wrong with the data; :meth:`build_task` validates them."""
+        return (self.kind, self.text.value, self.code.value, str(self.data.problem or ""))
 
     def read(self, change: object = None) -> None:
         """Read the inputs, and show the rows of the chosen kind."""
+        self.data.set_task(self._find_examples(), self._plan)
         super().read(change)
         is_own = self.kind == "own"
         (self._text_row.add_class if is_own else self._text_row.remove_class)("ss-off")
         (self._code_row.remove_class if is_own else self._code_row.add_class)("ss-off")
         self.text.tooltip = DATA_HINTS.get(self.kind, "")
+        self._text_row.name.value = DATA_LABELS.get(self.kind, "")
         self.answer = f"{KIND_SUMMARIES[self.kind]} {self.subject}".strip()
         self._show_data_note()
         self.options.has_steps = self.kind != "own"
         self.options.read()
+
+    def _find_examples(self) -> ss.Finetune | None:
+        """Return the task that reads the file or folder of examples in the input; None if there is none."""
+        text = self.text.value.strip()
+        if self.kind != "finetune" or self._weights is None or not text:
+            return None
+        try:
+            # A data set on the Hub would be downloaded as soon as its name is typed.
+            if not Path(text).expanduser().exists():
+                return None
+            task = ss.Finetune(self._weights, text)
+        except (ValueError, OSError, RuntimeError):  # The launch button shows the error at its input.
+            return None
+        return task if task.plain_text is None else None
+
+    def _change_length(self, seq_len: int) -> None:
+        """Change the plan's sequence length, as a fix."""
+        self.on_fix(self.complete({"Recipe.seq_len": seq_len}))
 
     def _offer_kinds(self) -> None:
         kinds = [kind for kind in KIND_LABELS if kind != "finetune" or self._weights is not None]

@@ -26,6 +26,7 @@ from shardscope.records.folder import FINAL
 from shardscope_widgets.checks.findings import sort_worst_first, summarize_findings
 from shardscope_widgets.checks.script import ScriptChecks
 from shardscope_widgets.checks.view import ChecksView
+from shardscope_widgets.data.preview_view import PreviewView
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.debounce import Debounced
 from shardscope_widgets.kit.fold import Fold, Folds
@@ -59,6 +60,8 @@ from shardscope_widgets.time.view import StepView
 from shardscope_widgets.trace import TraceView
 
 TABS = ("Memory", "Time", "Plans", "Checks", "Runs", "Trace")
+DATA = "Data"
+"""The tab before them while there are examples to fine-tune on."""
 PAUSE_SECONDS = 0.25
 """Delay after the last input before fixes and findings are computed: both are slower than the rest."""
 MAX_FIXES = 4
@@ -87,7 +90,7 @@ class Studio(View):
         """Measured steps, stored until the Time view is created."""
         self._make_questions()
         self._make_pages()
-        self.sheet = Sheet("pickers", "memory", "time", "plans", "checks", "run", "studio")
+        self.sheet = Sheet("pickers", "memory", "time", "plans", "checks", "run", "data", "studio")
         body = _create_box(self.questions, self._main, kind="ss-body")
         super().__init__([self.sheet, self._make_head(), self.notice, body])
         for name in ("ss-root", "ss-studio"):
@@ -131,8 +134,9 @@ class Studio(View):
         for fold, picker in zip(self.folds.values(), self._all_pickers, strict=True):
             fold.follow_picker(picker)
             picker.on_fix = self._apply_fix
-        for picker in self._pickers:
+        for picker in (self.task, *self._pickers):
             picker.complete = self._complete_fix
+        self.task.data.on_show = self._show_preview
         self.questions = Folds(list(self.folds.values()))
         self.questions.add_class("ss-side")
 
@@ -158,12 +162,14 @@ class Studio(View):
             "Memory": widgets.VBox([self.memory]),
             **{name: widgets.VBox() for name in ("Time", "Plans", "Checks", "Runs")},
             "Trace": self.trace_holder,
+            DATA: widgets.VBox(),
         }
         self._drawers: dict[str, Callable[[], None]] = {
             "Memory": lambda: self.memory.show(self.plan, self._report),
             "Time": lambda: self.time.show(self.plan),
             "Plans": lambda: self.plans.set_plan(self.plan),
             "Checks": self._draw_checks,
+            DATA: lambda: self.data.show(self.task.data.preview, self.task.data.advice),
         }
         panel = widgets.VBox(list(self._pages.values()), layout=controls.share_layout())
         panel.add_class("ss-panel")
@@ -186,6 +192,7 @@ class Studio(View):
         for picker in (self.task, self.options):
             picker.observe(self._recheck, "value")
         self.architecture.observe(self._change_weights, "weights_folder")
+        self.task.data.observe(self._update_preview, ["preview", "problem"])
         self.tabs.observe(self._show_page, "value")
 
     @cached_property
@@ -196,6 +203,11 @@ class Studio(View):
         for plan, steps in self._measured:
             view.add(plan, steps)
         return self._put_on_page("Time", view)
+
+    @cached_property
+    def data(self) -> PreviewView:
+        """The Data tab's view."""
+        return self._put_on_page(DATA, PreviewView(on_length=self.task.data.use_length))
 
     @cached_property
     def plans(self) -> PlansPage:
@@ -454,6 +466,23 @@ class Studio(View):
         for view in ("memory", "time"):
             if view in vars(self):
                 getattr(self, view).pins = self.pins
+
+    # ---- data
+
+    def _update_preview(self, change: object) -> None:
+        """Offer the Data tab if there is a preview, and redraw its page."""
+        data, is_open = self.task.data, self.tabs.value == DATA
+        has_page = data.preview is not None or (is_open and data.is_reading)
+        names = [*([DATA] if has_page else []), *TABS]
+        # Before its name is removed: the page would look for a selected tab in vain.
+        if self.tabs.value not in names:
+            self.tabs.value = TABS[0]
+        self.tabs.names = names
+        self._drawn.pop(DATA, None)
+        self._draw_shown()
+
+    def _show_preview(self) -> None:
+        self.tabs.value = DATA
 
     # ---- checks
 

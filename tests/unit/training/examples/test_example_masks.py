@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,31 @@ def test_data_whose_rows_are_all_cut_before_the_completion_is_refused() -> None:
         preview([{"prompt": "whale " * 60, "completion": "Yes"}], seq_len=8)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "seq_len", "expected", "reason"),
+    [
+        ([30, 40, 57], 4096, 64, "99% of a row of 4,096 tokens is padding"),
+        ([30, 40, 57], 64, None, ""),
+        ([30, 40, 57], 80, 64, "47% of a row of 80 tokens is padding"),
+        ([60, 60, 62], 80, None, "25 % padding is no reason"),
+        ([100, 100, 100], 64, 104, "cut off 36.0%"),
+        ([65] + [30] * 99, 64, 32, "hold all but 1.1% of the data"),
+        ([900] * 10, 64, 512, "hold all but 43.1% of the data"),
+        ([900] * 10, 512, None, "the model's maximum"),
+        ([16] * 90 + [400] * 10, 64, 400, "400 tokens hold the longest row."),
+    ],
+)
+def test_a_better_sequence_length_is_recommended(
+    lengths: list[int], seq_len: int, expected: int | None, reason: str
+) -> None:
+    shown = replace(preview([{"prompt": "Who?", "completion": "Ahab"}]), lengths=lengths, seq_len=seq_len)
+    advice = shown.recommend_length(512)
+    assert (advice.seq_len if advice else None) == expected
+    if advice is not None:
+        assert reason in advice.why
+        assert replace(shown, seq_len=advice.seq_len).recommend_length(512) is None, "once is enough"
+
+
 def test_a_preview_counts_as_training_does() -> None:
     rows = [{"prompt": f"{'whale ' * n}?", "completion": "Ahab"} for n in range(1, 30)]
     shown = preview(rows, seq_len=24)
@@ -293,3 +319,21 @@ def test_an_unreadable_source_is_refused_with_the_nearest_fix(
 def test_html_of_a_preview_escapes_the_data() -> None:
     html = preview([{"prompt": "<script>alert(1)</script>", "completion": "<b>Ahab</b>"}]).to_html()
     assert "<script>" not in html and "<b>" not in html and "&lt;b&gt;" in html
+
+
+def test_html_marks_learned_tokens_and_shows_special_ones_and_line_breaks() -> None:
+    row = preview([{"prompt": "Who?", "completion": "Captain\nAhab"}])
+    assert "<mark>Captain<i>↵</i>\nAhab<i>&lt;|im_end|&gt;</i></mark>\n</pre>" in row.to_html()
+    assert "<i>&lt;|im_start|&gt;</i>user\nWho?<i>&lt;|im_end|&gt;</i>" in row.rows_to_html()
+
+
+@pytest.mark.parametrize(
+    ("row", "title"),
+    [
+        ({"prompt": "Who?", "completion": "Ahab"}, "prompt-completion"),
+        ({"question": "Who?", "completion": "Ahab"}, "prompt-completion (prompt = question)"),
+        ({"conversations": TALK}, "messages (messages = conversations)"),
+    ],
+)
+def test_short_title_of_a_format_has_only_renamed_columns(row: dict[str, Any], title: str) -> None:
+    assert preview([row]).format.short_title == title

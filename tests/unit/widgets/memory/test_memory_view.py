@@ -395,7 +395,7 @@ def test_fit_search_skips_superseded_plans(monkeypatch: pytest.MonkeyPatch) -> N
     for plan in plans[1:]:
         view.show(plan)
     may_continue.set()
-    assert until(lambda: not view.repairs.fit_search.is_searching)
+    assert until(lambda: not view.repairs.fit_search.is_busy)
     assert len(searched) <= 2 and searched[-1] == plans[-1]
 
 

@@ -38,6 +38,7 @@ CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     options.check_unused_options,
     precision.check_fp16_range,
     precision.check_bf16_support,
+    precision.check_bf16_on_cpu,
     precision.check_reduction_precision,
     precision.check_update_precision,
     widths.check_matrix_unit_alignment,

@@ -85,6 +85,12 @@ class Format:
         )
         return f"{self.name} ({pairs})"
 
+    @property
+    def short_title(self) -> str:
+        """Name, and the columns that are called otherwise: "prompt-completion (prompt = question)"."""
+        pairs = ", ".join(f"{role} = {column}" for role, column in self.columns.items() if role != column)
+        return f"{self.name} ({pairs})" if pairs else self.name
+
 
 @dataclass(frozen=True, kw_only=True)
 class Example:

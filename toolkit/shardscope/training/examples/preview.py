@@ -20,6 +20,12 @@ MAX_SAMPLED_ROWS = 2000
 MAX_SHOWN_TOKENS = 1500
 """Tokens of one row that the HTML shows."""
 QUANTILES = (0.5, 0.9, 0.95, 1.0)
+MAX_PADDING, MAX_CUT = 0.3, 0.02
+"""Shares of padding and of truncated tokens from which another sequence length is recommended."""
+MULTIPLE = 8
+"""Recommended sequence lengths are multiples of it, as matrix units like them."""
+MUCH_LONGER = 1.5
+"""The longest example does not set the sequence length if it is so many times as long as 95 % of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +39,16 @@ class PreviewRow:
     ids: list[int]
     bears_loss: list[bool]
     """For each token, whether the model learns to predict it."""
+    is_special: list[bool]
+    """For each token, whether it is one of the tokenizer's special tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthAdvice:
+    """A better sequence length for the data than the plan's, with the reason."""
+
+    seq_len: int
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +78,44 @@ class Preview:
         ordered = sorted(self.lengths)
         return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
 
+    def padding_at(self, seq_len: int) -> float:
+        """Return the share of padding in unpacked rows of ``seq_len`` tokens."""
+        return 1 - sum(min(length, seq_len) for length in self.lengths) / (len(self.lengths) * seq_len)
+
+    def cut_at(self, seq_len: int) -> float:
+        """Return the share of all tokens that rows of ``seq_len`` tokens cut off."""
+        return sum(max(0, length - seq_len) for length in self.lengths) / sum(self.lengths)
+
+    def recommend_length(self, max_length: int) -> LengthAdvice | None:
+        """Return a better sequence length than :attr:`seq_len`, at most the model's ``max_length``.
+
+        It is the longest example's, or that of 95 % of the examples if few are much longer and cutting them
+        loses little. None if padding and truncation are small now, or if no other length is better.
+        """
+        if self.seq_len is None:
+            return None
+        usual, longest = (
+            min(max_length, -(-self.length_at(share) // MULTIPLE) * MULTIPLE) for share in (0.95, 1.0)
+        )
+        best = usual if longest > MUCH_LONGER * usual and self.cut_at(usual) <= MAX_CUT else longest
+        padding, cut = self.padding_at(self.seq_len), self.cut_at(self.seq_len)
+        lost = self.cut_at(best)
+        covered = f"all but {lost:.1%} of the data" if lost else "the longest row"
+        if best < self.seq_len and padding > MAX_PADDING:
+            why = (
+                f"{padding:.0%} of a row of {self.seq_len:,} tokens is padding, which costs time and memory "
+                f"and teaches nothing. {best:,} tokens have {self.padding_at(best):.0%} padding and hold "
+                f"{covered}."
+            )
+        elif best > self.seq_len and cut > MAX_CUT:
+            why = (
+                f"Rows of {self.seq_len:,} tokens cut off {cut:.1%} of the data. {best:,} tokens hold "
+                f"{covered}."
+            )
+        else:
+            return None
+        return LengthAdvice(seq_len=best, why=why)
+
     @property
     def sentences(self) -> list[str]:
         """Findings about the data, the most important first."""
@@ -79,15 +133,14 @@ class Preview:
             + ".",
         ]
         if self.seq_len is not None:
-            total = sum(self.lengths)
             if counts.num_truncated_rows:
                 lines.append(
                     f"A sequence length of {self.seq_len:,} cuts {counts.num_truncated_rows:,} of "
-                    f"{measured:,} rows and {counts.num_truncated_tokens / total:.1%} of all tokens."
+                    f"{measured:,} rows and {self.cut_at(self.seq_len):.1%} of all tokens."
                 )
-            padded = measured * self.seq_len
-            used = (total - counts.num_truncated_tokens) / padded
-            lines.append(f"Unpacked rows of {self.seq_len:,} tokens are {1 - used:.0%} padding.")
+            lines.append(
+                f"Unpacked rows of {self.seq_len:,} tokens are {self.padding_at(self.seq_len):.0%} padding."
+            )
         if counts.num_rows_without_loss:
             lines.append(
                 f"{counts.num_rows_without_loss:,} rows are left out: truncation cuts off all tokens that "
@@ -100,12 +153,15 @@ class Preview:
     def to_html(self) -> str:
         """Return a self-contained HTML fragment: sentences, then each row with its learned tokens marked."""
         sentences = "".join(f"<li>{escape(line)}</li>" for line in self.sentences)
-        rows = "".join(_render_row(row) for row in self.rows)
         return (
-            f'<div class="shardscope-preview"><style>{STYLE}</style><ul>{sentences}</ul>'
-            '<p class="legend"><mark>learned</mark> <span>context only</span></p>'
-            f"{rows}</div>"
+            f'<div class="shardscope-preview"><style>{STYLE}</style><ul>{sentences}</ul></div>'
+            f"{self.rows_to_html()}"
         )
+
+    def rows_to_html(self) -> str:
+        """Return a self-contained HTML fragment of the rows, with a legend."""
+        rows = "".join(_render_row(row) for row in self.rows)
+        return f'<div class="shardscope-preview"><style>{STYLE}</style>{LEGEND}{rows}</div>'
 
     def _repr_html_(self) -> str:
         return self.to_html()
@@ -114,35 +170,55 @@ class Preview:
         return "\n".join(self.sentences)
 
 
-# Both colours have enough contrast on JupyterLab's light and dark background, and the learned tokens are
-# underlined for those who see no difference in colour.
+# Colours are the page's own, with a blue that has enough contrast on JupyterLab's light and dark background.
+# Learned tokens are underlined as well, for those who see no difference in colour.
 STYLE = """
 .shardscope-preview { font: 13px/1.5 var(--jp-ui-font-family, sans-serif);
-  color: var(--jp-ui-font-color1, #222); }
-.shardscope-preview ul { margin: 0 0 8px; padding-left: 18px; }
-.shardscope-preview pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0 0 10px; padding: 8px 10px;
-  font: 12px/1.6 var(--jp-code-font-family, monospace); background: var(--jp-layout-color2, #f3f3f3);
-  color: var(--jp-ui-font-color2, #555); border-radius: 4px; max-height: 260px; overflow: auto; }
-.shardscope-preview mark { background: rgba(58, 134, 255, 0.22); color: var(--jp-ui-font-color0, #000);
+  color: var(--jp-ui-font-color1, inherit); }
+.shardscope-preview ul { margin: 0 0 10px; padding-left: 18px; }
+.shardscope-preview mark { background: rgba(58, 134, 255, 0.2); color: inherit;
   border-bottom: 2px solid #3a86ff; }
-.shardscope-preview .legend { margin: 0 0 6px; color: var(--jp-ui-font-color2, #555); }
-.shardscope-preview .legend span { margin-left: 10px; }
-.shardscope-preview h4 { margin: 0 0 3px; font-weight: 600; }
+.shardscope-preview .legend { display: flex; flex-wrap: wrap; gap: 2px 18px; margin: 0 0 8px; font-size: 12px;
+  color: var(--jp-ui-font-color2, inherit); }
+.shardscope-preview .legend mark { padding: 0 4px; }
+.shardscope-preview .row { margin: 0 0 10px; border-radius: 5px; overflow: hidden;
+  border: 1px solid var(--jp-border-color2, rgba(128, 128, 128, 0.4)); }
+.shardscope-preview .title { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 0 12px;
+  padding: 3px 10px; font-size: 12px; font-variant-numeric: tabular-nums;
+  border-bottom: 1px solid var(--jp-border-color2, rgba(128, 128, 128, 0.4)); }
+.shardscope-preview .title strong { font-weight: 600; }
+.shardscope-preview .title span { color: var(--jp-ui-font-color2, inherit); }
+.shardscope-preview pre { margin: 0; padding: 6px 10px; max-height: 240px; overflow: auto; background: none;
+  font: 12.5px/1.7 var(--jp-code-font-family, monospace); color: inherit; white-space: pre-wrap;
+  word-break: normal; overflow-wrap: anywhere; }
+.shardscope-preview i { font-size: 0.86em; font-style: normal; color: var(--jp-ui-font-color2, inherit); }
+.shardscope-preview mark i { color: inherit; }
 """
+LEGEND = (
+    '<p class="legend"><span><mark>learned</mark> bears loss</span><span>context: read, not learned</span>'
+    "<span><i>&lt;special token&gt;</i></span><span><i>↵</i> learned line break</span></p>"
+)
 
 
 def _render_row(row: PreviewRow) -> str:
     pieces, learned = [], False
-    for token, bears_loss in list(zip(row.tokens, row.bears_loss, strict=True))[:MAX_SHOWN_TOKENS]:
+    tokens = zip(row.tokens, row.bears_loss, row.is_special, strict=True)
+    for token, bears_loss, is_special in list(tokens)[:MAX_SHOWN_TOKENS]:
         if bears_loss != learned:
             pieces.append("<mark>" if bears_loss else "</mark>")
             learned = bears_loss
-        pieces.append(escape(token))
+        text = escape(token)
+        # A mark around a line break alone is not visible.
+        if bears_loss:
+            text = text.replace("\n", "<i>↵</i>\n")
+        pieces.append(f"<i>{text}</i>" if is_special else text)
     pieces.append("</mark>" if learned else "")
     if len(row.tokens) > MAX_SHOWN_TOKENS:
-        pieces.append(f" … {len(row.tokens) - MAX_SHOWN_TOKENS:,} more tokens")
-    title = f"Row {row.index + 1}: {len(row.ids):,} tokens, {sum(row.bears_loss):,} learned"
-    return f"<h4>{title}</h4><pre>{''.join(pieces)}</pre>"
+        pieces.append(f"<i> … {len(row.tokens) - MAX_SHOWN_TOKENS:,} more tokens</i>")
+    counts = f"{len(row.ids):,} tokens, {sum(row.bears_loss):,} learned"
+    title = f'<div class="title"><strong>Row {row.index + 1:,}</strong><span>{counts}</span></div>'
+    # The parser drops a line break right after <pre>: a row that starts with one needs a second.
+    return f'<div class="row">{title}<pre>\n{"".join(pieces)}</pre></div>'
 
 
 def preview_examples(
@@ -211,11 +287,13 @@ def _count_truncation(counts: RowCounts, encoded: Encoded, cut: Encoded) -> None
 
 
 def _describe_row(tokenizer: PreTrainedTokenizerBase, index: int, encoded: Encoded) -> PreviewRow:
+    special = set(tokenizer.all_special_ids)
     return PreviewRow(
         index=index,
         tokens=_split_text(tokenizer, encoded.ids),
         ids=encoded.ids,
         bears_loss=encoded.bears_loss,
+        is_special=[token_id in special for token_id in encoded.ids],
     )
 
 

@@ -1,0 +1,146 @@
+"""The lines below the data input: what the data is, its preview, and a better sequence length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+import traitlets
+
+import shardscope as ss
+from shardscope.core.number_format import format_count
+from shardscope.training.examples.preview import LengthAdvice, Preview
+from shardscope_widgets.kit.clickable import Clickable, IgnoredError
+from shardscope_widgets.kit.latest_request import LatestRequest
+
+READING = "<p role='status'>Reading the data…</p>"
+SHOW, SHORTEN = "preview", "seq_len"
+"""Actions of the two buttons."""
+Stamp = tuple[int, int]
+"""Time of change and size of a file, by which an edited file is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataQuestion:
+    """Data to read, and the sequence length to which it is cut."""
+
+    task: ss.Finetune
+    seq_len: int
+    stamp: Stamp
+
+    def is_same_data(self, other: DataQuestion | None) -> bool:
+        """Return whether ``other`` is about the same rows, at any sequence length."""
+        return other is not None and (self.task, self.stamp) == (other.task, other.stamp)
+
+
+class DataPanel(Clickable):
+    """Format and number of rows of a file of examples, read in the background.
+
+    ``on_length`` is called with a better sequence length when its button is pressed.
+    """
+
+    preview = traitlets.Any(allow_none=True, default_value=None, help="The data as it was last read.")
+    problem = traitlets.Any(allow_none=True, default_value=None, help="The ValueError of data that is wrong.")
+
+    def __init__(self, on_length: Callable[[int], None]) -> None:
+        super().__init__(self._handle_action, "ss-data")
+        self.on_show: Callable[[], None] | None = None
+        """Called by the Preview button; set by the view that shows the preview."""
+        self._on_length = on_length
+        self._reader = LatestRequest(_read_preview, "shardscope-data")
+        self._question: DataQuestion | None = None
+        self._advice: LengthAdvice | None = None
+        self._max_length = 0
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether there is data of which nothing is known yet."""
+        return self._question is not None and self.preview is None and self.problem is None
+
+    def set_task(self, task: ss.Finetune | None, plan: ss.Plan | None) -> None:
+        """Read the examples of ``task`` at the sequence length of ``plan``; None: there are none to read."""
+        question = None
+        if task is not None and plan is not None:
+            question = DataQuestion(task=task, seq_len=plan.recipe.seq_len, stamp=_stamp(task.data))
+            self._max_length = plan.architecture.max_position_embeddings
+        if question == self._question:
+            return
+        before, self._question = self._question, question
+        if question is None or not question.is_same_data(before):
+            self._show_result(None)
+        if question is not None:
+            self._reader.request(question, lambda result: self._receive(question, result))
+
+    def _receive(self, question: DataQuestion, result: Preview | Exception) -> None:
+        if question != self._question:  # The input was changed meanwhile.
+            return
+        if isinstance(result, Exception) and not isinstance(result, ValueError):
+            result = ValueError(f"The data cannot be read: {type(result).__name__}: {result}")
+        self._show_result(result)
+
+    def _show_result(self, result: Preview | ValueError | None) -> None:
+        preview = result if isinstance(result, Preview) else None
+        self._advice = preview.recommend_length(self._max_length) if preview is not None else None
+        # An error is shown at the input, above this panel.
+        is_shown = self._question is not None and not isinstance(result, ValueError)
+        self.value = _render_lines(preview, self._advice) if is_shown else ""
+        # Last: their observers read the rest.
+        self.preview = preview
+        self.problem = result if isinstance(result, ValueError) else None
+
+    @property
+    def advice(self) -> LengthAdvice | None:
+        """A better sequence length for the data; None if the plan's is good."""
+        return self._advice
+
+    def use_length(self) -> None:
+        """Change the plan to the recommended sequence length."""
+        if self._advice is None:
+            raise IgnoredError(SHORTEN)
+        self._on_length(self._advice.seq_len)
+
+    def _handle_action(self, act: str) -> None:
+        if act == SHOW and self.preview is not None and self.on_show is not None:
+            self.on_show()
+        elif act == SHORTEN:
+            self.use_length()
+        else:
+            raise IgnoredError(act)
+
+
+def render_length_button(advice: LengthAdvice | None) -> str:
+    """Return the button for ``advice`` as HTML, with its reason on hover; empty if there is none."""
+    if advice is None:
+        return ""
+    return (
+        f"<button type='button' class='ss-act' data-act='{SHORTEN}' title='{escape(advice.why, quote=True)}'>"
+        f"Use a sequence length of {advice.seq_len:,}</button>"
+    )
+
+
+def _render_lines(preview: Preview | None, advice: LengthAdvice | None) -> str:
+    if preview is None:
+        return READING
+    line = f"{format_count(preview.num_rows, 'row')}, {preview.format.short_title}"
+    tooltip = escape(preview.sentences[0], quote=True)
+    show = (
+        f"<button type='button' class='ss-act' data-act='{SHOW}' "
+        "title='Show which tokens the model learns, and how long the rows are'>Preview</button>"
+    )
+    buttons = f"{show}{render_length_button(advice)}"
+    return f"<p role='status' title='{tooltip}'>{escape(line)}</p><div>{buttons}</div>"
+
+
+def _stamp(data: object) -> Stamp:
+    """Return when the file changed last, and its size; zeros for other data, and for a file that is gone."""
+    try:
+        status = Path(data).stat() if isinstance(data, Path) else None
+    except OSError:
+        status = None
+    return (0, 0) if status is None else (status.st_mtime_ns, status.st_size)
+
+
+def _read_preview(question: DataQuestion) -> Preview:
+    return question.task.preview(seq_len=question.seq_len)
