@@ -114,6 +114,8 @@ class Engine(ABC):
     frozen_base: Mapping[str, object] | None = None
     """Identification of the frozen base of adapters, saved with each checkpoint, which does not contain the
     base. Set it before ``setup``."""
+    validation_state: Mapping[str, object] | None = None
+    """State of early stopping, saved with each checkpoint so that a resumed run continues it."""
     max_grad_norm: float | None = 1.0
     """Maximum norm of the whole model's gradient, to which every step clips; None: no clipping. Set it before
     ``setup``: some frameworks are configured there."""
@@ -164,6 +166,14 @@ class Engine(ABC):
         seq_len]``; labels are aligned with inputs (the model shifts them), and -100 is ignored. The user's
         own module may take other tensors with as many rows: labels of another shape than ``input_ids`` are
         not shifted, and all but -100 count. Return the mean loss over all labels of all ranks.
+        """
+
+    @abstractmethod
+    def evaluate(self, batch: Mapping[str, torch.Tensor]) -> float:
+        """Return the mean loss over all labels of all ranks, without dropout and gradients.
+
+        ``batch`` is this rank's share of a global batch, as for :meth:`step`, but micro-batches may have no
+        labels. Weights, optimizer and random states stay as they are, and the model is in train mode again.
         """
 
     @abstractmethod

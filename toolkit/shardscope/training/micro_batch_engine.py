@@ -6,8 +6,8 @@ Subclasses wrap the model and update its weights.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -161,6 +161,12 @@ class MicroBatchEngine(Engine):
         with self._watch.measure_step():
             return self._run_step(batch, self._watch)
 
+    def evaluate(self, batch: Mapping[str, torch.Tensor]) -> float:
+        # Before anything runs: the watch reads the peak of the initialization when it is created.
+        self._watch = self._watch or MemoryWatch(self)
+        with self.evaluation():
+            return self._evaluate(batch)
+
     def export(self, path: str | Path) -> None:
         pretrained.write_pretrained(self._resolve_in_run(path), self.model, self.full_tensors())
 
@@ -193,6 +199,26 @@ class MicroBatchEngine(Engine):
         numbers: list[float] = torch.stack([total / dist.get_world_size(), norm]).tolist()
         loss, self.grad_norm = numbers
         return loss
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Disable gradients and dropout inside."""
+        self._module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._module.train()
+
+    def _evaluate(self, batch: Mapping[str, torch.Tensor]) -> float:
+        device = self.ctx.device
+        micros, weights = micro_batches.split_for_evaluation(batch, self.plan.num_micro_batches)
+        total = torch.zeros((), device=device)
+        for micro, weight in zip(micros, weights, strict=True):
+            on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in micro.items()}
+            total += self._compute_loss(on_device).float() * weight
+        dist.all_reduce(total)
+        return float(total / dist.get_world_size())
 
     def create_optimizer(
         self, trained: list[Parameter], model: torch.nn.Module, build_optimizer: BuildOptimizer | None

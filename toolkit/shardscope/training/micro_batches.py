@@ -40,32 +40,55 @@ class LossWeights:
     overlaps with the first forward: a blocking one would make ranks wait for the slowest twice per step.
     """
 
-    def __init__(self, micro_batches: list[dict[str, torch.Tensor]]) -> None:
-        self._counts = [
-            int((_select_predicted_labels(micro_batch) != IGNORED_LABEL).sum())
-            for micro_batch in micro_batches
-            if "labels" in micro_batch
-        ]
+    def __init__(self, micro_batches: list[dict[str, torch.Tensor]], *, allows_empty: bool = False) -> None:
+        self._allows_empty = allows_empty
+        self._counts = [count_labels(micro) for micro in micro_batches if "labels" in micro]
         self._equal = 1 / len(micro_batches)
         # In host memory, for which every run has gloo: a GPU tensor would need a synchronization.
         self._totals = torch.tensor([sum(self._counts), self._counts.count(0)], dtype=torch.int64)
         self._counting = dist.all_reduce(self._totals, async_op=True) if self._counts else None
 
     def __getitem__(self, index: int) -> float:
-        """Return the weight of a micro-batch. Raises ``ValueError`` on all ranks if any has no label."""
+        """Return the weight of a micro-batch. Raises ``ValueError`` on all ranks if any has no label.
+
+        With ``allows_empty`` one without a label weighs 0, unless there is no label at all.
+        """
         if not self._counts:
             return self._equal
         if self._counting is not None:
             self._counting.wait()
             self._counting = None
         num_tokens, num_empty = (int(total) for total in self._totals.tolist())
-        if num_empty:
+        if num_empty and not (self._allows_empty and num_tokens):
             # The mean over no token is NaN. Every rank raises, so none is left waiting in a collective.
             raise ValueError(
                 f"Some micro-batches of this step have no labelled token (all are {IGNORED_LABEL}); "
                 "allowed: at least one each. Nearest fix: drop such samples, or raise seq_len."
             )
         return float(self._counts[index] * dist.get_world_size() / num_tokens)
+
+
+def split_for_evaluation(
+    batch: Mapping[str, torch.Tensor], num_micro_batches: int
+) -> tuple[list[dict[str, torch.Tensor]], list[float]]:
+    """Split ``batch`` like :func:`split_batch`. Return the micro-batches and their loss weights.
+
+    Some may have no label, such as those after the last row of the data. They weigh 0 and get labels of 0,
+    because the mean over no label is NaN.
+    """
+    micros = split_batch(batch, num_micro_batches)
+    loss_weights = LossWeights(micros, allows_empty=True)
+    weights = [loss_weights[index] for index in range(len(micros))]
+    filled = [
+        micro if weight else {**micro, "labels": torch.zeros_like(micro["labels"])}
+        for micro, weight in zip(micros, weights, strict=True)
+    ]
+    return filled, weights
+
+
+def count_labels(batch: Mapping[str, torch.Tensor]) -> int:
+    """Return the number of labels in ``batch`` that bear loss."""
+    return int((_select_predicted_labels(batch) != IGNORED_LABEL).sum())
 
 
 def _select_predicted_labels(micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -162,6 +162,14 @@ class DeepSpeedEngine(MicroBatchEngine):
             # Only counts the micro-batch: DeepSpeed updates at the last one.
             self._module.step()
 
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        with super().evaluation():
+            yield
+        if self.layout.stage == 3:
+            # Parameters that the recorded order of modules has prefetched for a backward.
+            self._module.optimizer.empty_partition_cache()
+
     def _update_weights(self) -> torch.Tensor:
         with self.accounted_update():
             self._module.step()

@@ -5,7 +5,8 @@ The schedule is 1F1B; gradients are reduced once, at its end (deepspeed/runtime/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, cast
@@ -124,16 +125,25 @@ class PipelinedEngine(DeepSpeedEngine):
         weights = micro_batches.LossWeights(micros)
         # Compute all weights first: an error in the middle of a schedule would leave other stages hanging.
         self._loss_weights = iter([weights[index] for index in range(len(micros))])
+        loss = self._module.train_batch(self._feed(micros))
+        self.num_steps_done += 1
+        numbers: list[float] = torch.stack([loss.float(), self._norm]).tolist()
+        mean, self.grad_norm = numbers
+        return mean
+
+    def _evaluate(self, batch: Mapping[str, torch.Tensor]) -> float:
+        micros, weights = micro_batches.split_for_evaluation(_check_batch(batch), self.plan.num_micro_batches)
+        self._loss_weights = iter(weights)
+        return float(self._module.eval_batch(self._feed(micros)))
+
+    def _feed(self, micros: list[dict[str, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Return DeepSpeed's iterator of inputs and labels, after fitting its buffers to their shape."""
         shape = micros[0]["input_ids"].shape
         if shape != self._shape:
             # DeepSpeed allocates its buffers, and sends the next stage their shapes, only once.
             self._module.reset_activation_shape()
             self._shape = shape
-        loss = self._module.train_batch(iter([(micro["input_ids"], micro["labels"]) for micro in micros]))
-        self.num_steps_done += 1
-        numbers: list[float] = torch.stack([loss.float(), self._norm]).tolist()
-        mean, self.grad_norm = numbers
-        return mean
+        return iter([(micro["input_ids"], micro["labels"]) for micro in micros])
 
     def _compute_stage_loss(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the loss of the next micro-batch, weighted by its number of labels.
@@ -152,7 +162,8 @@ class PipelinedEngine(DeepSpeedEngine):
 
         def run(*args: P.args, **kwargs: P.kwargs) -> None:
             assert self._watch is not None, "step() creates it before the schedule runs"
-            with self._watch.phase(phase):
+            # An evaluation, without gradients, is no phase of a step.
+            with self._watch.phase(phase) if torch.is_grad_enabled() else nullcontext():
                 method(*args, **kwargs)
 
         return run

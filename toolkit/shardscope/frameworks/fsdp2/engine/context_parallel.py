@@ -113,6 +113,18 @@ class ContextParallelEngine(Fsdp2Engine):
         with super().gradient_sync(last), self.ring.shard_positions(self.recipe.seq_len) as self._positions:
             yield
 
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        # The first step verifies its own calls only.
+        num_calls = self.ring.num_calls
+        with super().evaluation(), self.ring.shard_positions(self.recipe.seq_len) as self._positions:
+            yield
+        self.ring.num_calls = num_calls
+
+    def _evaluate(self, batch: Mapping[str, torch.Tensor]) -> float:
+        _check_batch(batch, self.recipe.seq_len)
+        return super()._evaluate(batch)
+
     def _compute_loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
         positions, cp = self._positions, self.plan.degrees.cp
         # Shift the labels before sharding: the label after a shard's last token is in another shard.

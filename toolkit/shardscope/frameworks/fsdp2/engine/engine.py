@@ -246,6 +246,23 @@ class Fsdp2Engine(TorchEngine):
         with loss_parallel() if self.tp_mesh is not None else nullcontext():
             yield
 
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        for root in self.roots:
+            root.eval()
+        with super().evaluation(), loss_parallel() if self.tp_mesh is not None else nullcontext():
+            yield
+        for root in self.roots:
+            root.train()
+            # A backward would free all-gathered parameters, and clear the order of groups in forward, by
+            # which the next backward prefetches (torch 2.13, _fsdp_state.py).
+            for module in root.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+                for group in inspection.list_groups(module):
+                    group.comm_ctx.post_forward_order.clear()
+                    group._post_forward_indices.clear()
+
     def _compute_loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
         loss = super()._compute_loss(micro)
         # With a sharded vocabulary the loss is a DTensor, replicated on each rank.

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _PipelineSchedule
     from transformers import PretrainedConfig, PreTrainedModel
 
+InPhase = Callable[[Literal["forward", "backward"]], AbstractContextManager[None]]
+"""Returns the context of a phase."""
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -149,7 +151,7 @@ class PipelinedEngine(Fsdp2Engine):
         weights = [loss_weights[index] for index in range(len(micros))]
         device = self.ctx.device
         losses = _Losses(weights, self._scaler, device)
-        schedule = self._prepare_schedule(micros[0]["input_ids"].shape, losses, watch)
+        schedule = self._prepare_schedule(micros[0]["input_ids"].shape, losses, watch.phase)
         # The schedule splits the whole batch again, into the same micro-batches.
         device_batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         with loss_parallel() if self.tp_mesh is not None else nullcontext():
@@ -171,13 +173,30 @@ class PipelinedEngine(Fsdp2Engine):
         loss, self.grad_norm = numbers
         return loss
 
+    def _evaluate(self, batch: Mapping[str, torch.Tensor]) -> float:
+        micros, weights = micro_batches.split_for_evaluation(_only_text(batch), self.plan.num_micro_batches)
+        losses = _Losses(weights, None, self.ctx.device)
+        schedule = self._prepare_schedule(micros[0]["input_ids"].shape, losses, lambda _: nullcontext())
+        # Labels of empty micro-batches have changed; the schedule splits the whole batch again.
+        ids, labels = (
+            torch.cat([micro[name] for micro in micros]).to(self.ctx.device)
+            for name in ("input_ids", "labels")
+        )
+        schedule.eval(
+            *((ids,) if self.stage == 0 else ()),
+            target=labels if self._has_last else None,
+            return_outputs=False,
+        )
+        dist.all_reduce(losses.total)
+        return float(losses.total * self.plan.degrees.pp / dist.get_world_size())
+
     @property
     def schedule_name(self) -> str:
         """Name of the plan's schedule in torch."""
         layout = get_layout(self.plan)
         return f"Interleaved{layout.pipeline_schedule}" if layout.vpp > 1 else layout.pipeline_schedule
 
-    def _prepare_schedule(self, shape: torch.Size, losses: _Losses, watch: MemoryWatch) -> _PipelineSchedule:
+    def _prepare_schedule(self, shape: torch.Size, losses: _Losses, in_phase: InPhase) -> _PipelineSchedule:
         """Return torch's schedule for micro-batches of ``shape``; it is rebuilt when the shape changes."""
         if self._schedule is None or self._schedule_shape != tuple(shape):
             self._schedule_shape = tuple(shape)
@@ -195,7 +214,7 @@ class PipelinedEngine(Fsdp2Engine):
             )
         self._losses = losses
         for stage in self._stages:
-            stage.in_phase = watch.phase
+            stage.in_phase = in_phase
         return self._schedule
 
     def _compute_stage_loss(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -316,7 +335,7 @@ class _Losses:
 class PhasedStage(PipelineStage):
     """torch's stage, which runs forward and backward of each micro-batch inside :attr:`in_phase`."""
 
-    in_phase: Callable[[Literal["forward", "backward"]], AbstractContextManager[None]]
+    in_phase: InPhase
     """Returns the context of a phase: the engine measures memory in it, a rehearsal tracks it."""
 
     def forward_one_chunk(
@@ -342,8 +361,10 @@ class PhasedStage(PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         # FSDP2's reduce-scatters of all micro-batches, which torch runs after the last backward.
-        with self.in_phase("backward"):
-            super().perform_reduce_grad(grad_scale_factor)
+        # It runs them at the end of an evaluation as well.
+        if self.has_backward:
+            with self.in_phase("backward"):
+                super().perform_reduce_grad(grad_scale_factor)
 
 
 class _Stage(PhasedStage):

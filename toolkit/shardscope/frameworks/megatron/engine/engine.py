@@ -145,6 +145,20 @@ class MegatronEngine(Engine):
         self.peak_tensor_bytes = max(self.peak_tensor_bytes, sum(self.bytes_after_step.values()))
         return mean
 
+    def evaluate(self, batch: Mapping[str, torch.Tensor]) -> float:
+        # Before anything runs: the watch reads the peak of the initialization when it is created.
+        self._watch = self._watch or MemoryWatch(self)
+        for chunk in self._chunks:
+            chunk.eval()
+        with self._on_device(), torch.no_grad():
+            loss = engine_step.forward_backward(
+                self._chunks, batch, self.plan.num_micro_batches, self.ctx.device, forward_only=True
+            )
+            mean = float(loss())
+        for chunk in self._chunks:
+            chunk.train()
+        return mean
+
     def save(self, path: str | Path) -> None:
         with self._on_device():
             checkpointing.save_checkpoint(

@@ -31,8 +31,12 @@ def forward_backward(
     batch: Mapping[str, torch.Tensor],
     num_micro_batches: int,
     device: torch.device,
+    *,
+    forward_only: bool = False,
 ) -> Callable[[], torch.Tensor]:
     """Run forward and backward of all micro-batches and reduce gradients. Return a function for the loss.
+
+    ``forward_only`` evaluates: no backward, and micro-batches may have no labels.
 
     The function waits for the loss over all ranks, whose all-reduce overlaps with the optimizer step.
 
@@ -49,10 +53,13 @@ def forward_backward(
             {"batch": {"input_ids": ..., "labels": ...}},
         )
     check_length(batch["input_ids"].shape[1])
-    micros = micro_batches.split_batch(batch, num_micro_batches)
-    loss_weights = micro_batches.LossWeights(micros)
-    # Computed before the first message between stages, so that all ranks raise together or none does.
-    weights = [loss_weights[index] for index in range(num_micro_batches)]
+    # Weights are computed before the first message between stages: all ranks raise together, or none does.
+    if forward_only:
+        micros, weights = micro_batches.split_for_evaluation(batch, num_micro_batches)
+    else:
+        micros = micro_batches.split_batch(batch, num_micro_batches)
+        loss_weights = micro_batches.LossWeights(micros)
+        weights = [loss_weights[index] for index in range(num_micro_batches)]
 
     # This rank's share of the loss, to which the last stage adds each micro-batch's.
     total = torch.zeros((), device=device)
@@ -69,7 +76,7 @@ def forward_backward(
         seq_length=length,
         decoder_seq_length=length,
         micro_batch_size=rows,
-        forward_only=False,
+        forward_only=forward_only,
     )
     # Only the last stage has a loss: the same on tensor-parallel ranks, a share on context-parallel ranks.
     summing = dist.all_reduce(total, async_op=True)
