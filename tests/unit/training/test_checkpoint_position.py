@@ -24,7 +24,7 @@ def plan_of(layout: Layout) -> Plan:
 def engine_of(plan: Plan, **fields: Any) -> Any:
     framework = plan.layout.framework
     values = {"num_steps_done": 2, "seed": 5, "frozen_base": None, **fields}
-    return SimpleNamespace(framework=framework, plan=plan, **values)
+    return SimpleNamespace(framework=framework, plan=plan, validation_state=None, **values)
 
 
 LAYOUTS = {

@@ -19,11 +19,19 @@ if TYPE_CHECKING:
     from shardscope.runs.run import Run
     from shardscope.training.tasks.text_task import TextTask
 
-PATH_FIELDS = frozenset({"text", "data", "weights", "resume"})
+PATH_FIELDS = frozenset({"text", "data", "validation", "weights", "resume"})
 """Fields of tasks that ``run.json`` keeps as text and a task takes as a path."""
 
 
-EXAMPLE_FIELDS = {"columns": None, "loss_on": "completions", "bad_rows": "refuse"}
+EXAMPLE_FIELDS = {
+    "columns": None,
+    "loss_on": "completions",
+    "bad_rows": "refuse",
+    "num_epochs": None,
+    "validation": None,
+    "validate_every": None,
+    "early_stopping": None,
+}
 """Fields that a plain text does not use, and that runs of older versions have not recorded."""
 
 

@@ -255,6 +255,10 @@ class Run:
     def num_steps(self) -> int | None:
         """Total number of optimizer steps, including those before a resume; None if the task has no limit."""
         num_steps = self._description.get("num_steps")
+        if num_steps is None and self.trains_the_plan:
+            # Epochs are converted to steps by the ranks, which count the examples.
+            training = (read_json(self._folder.engine_report(0)) or {}).get("training")
+            num_steps = training.get("num_steps") if isinstance(training, dict) else None
         return num_steps if is_int(num_steps) and num_steps > 0 else None
 
     @property

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from shardscope.training.checkpoints.folders import checkpoint_path, delete_olde
 from shardscope.training.data.batches import Batches
 from shardscope.training.optimizers.schedule import Schedule
 from shardscope.training.recording import Recorder
+from shardscope.training.validation import Validation
 
 if TYPE_CHECKING:
     from shardscope.training.engine import Context, Engine, TrainingContext
@@ -43,8 +45,9 @@ def train(
     save_every: int | None = None,
     keep_last: int | None = None,
     memory_snapshot: bool = False,
-) -> None:
-    """Train from ``engine.num_steps_done`` to ``schedule.num_steps``.
+    validation: Validation | None = None,
+) -> bool:
+    """Train from ``engine.num_steps_done`` to ``schedule.num_steps``. Return False if stopped by command.
 
     Between steps all ranks obey the same commands: "stop" saves a checkpoint and returns; "checkpoint" saves
     one and continues, as happens every ``save_every`` steps; "profile" records the next steps, the first of
@@ -57,6 +60,7 @@ def train(
     printed_steps = choose_printed_steps(first, schedule.num_steps)
     checkpoint_requested = False
     checkpoints = Checkpoints(ctx, engine, keep_last)
+    is_stopped = False
     # A resumed run may already have all of its steps.
     if first >= schedule.num_steps:
         print(f"no steps are left to train: num_steps is {schedule.num_steps:,}", flush=True)
@@ -66,11 +70,13 @@ def train(
             snapshot.start(SNAPSHOT_STEPS)
         if profile:
             recorder.start(PROFILED_STEPS, num_left=schedule.num_steps - first, skip=SKIPPED_STEPS)
+        if validation is not None and first == 0:
+            validation.run(ctx, engine)
         for step in range(first, schedule.num_steps):
             # Obey commands before the step; all ranks get the same ones at the same step.
             commands = poll_commands(ctx, PROFILED_STEPS)
             if commands.stop:
-                save_checkpoint = True
+                save_checkpoint = is_stopped = True
                 break
             checkpoint_requested |= commands.checkpoint
             is_due = save_every is not None and step % save_every == 0 and step > first
@@ -100,11 +106,23 @@ def train(
                 )
             recorder.count_step()
             snapshot.count_step()
+            if validation is None or not validation.is_due(step + 1, schedule.num_steps):
+                continue
+            if validation.run(ctx, engine):
+                checkpoints.begin_save(validation.best_checkpoint)
+            if validation.is_exhausted:
+                print(
+                    f"stopped early: {validation.num_without_improvement} validations without a lower loss "
+                    f"than {validation.best_loss:.4g}",
+                    flush=True,
+                )
+                break
     ctx.record("data", _describe_data(batches, first, engine.num_steps_done, seen))
     # save_every includes the last step, but not that of a resumed run without steps: it is saved already.
     if save_checkpoint or checkpoint_requested or (save_every is not None and engine.num_steps_done > first):
         checkpoints.begin_save()
     checkpoints.wait_and_prune()
+    return not is_stopped
 
 
 class StepResult(NamedTuple):
@@ -136,11 +154,14 @@ class Checkpoints:
         self._wait: Callable[[], None] | None = None
         self._name = ""
 
-    def begin_save(self) -> None:
-        """Start to save the engine's state, asynchronously if the engine supports it."""
+    def begin_save(self, path: Path | None = None) -> None:
+        """Start to save the engine's state, asynchronously if the engine supports it.
+
+        ``path`` defaults to the folder of the number of steps.
+        """
         # Engines allow one save at a time (Engine.begin_save); older ones are deleted when it is complete.
         self.wait_and_prune()
-        path = checkpoint_path(self._ctx.folder, self._engine.num_steps_done)
+        path = path or checkpoint_path(self._ctx.folder, self._engine.num_steps_done)
         self._wait = self._engine.begin_save(path)
         self._name = str(path.relative_to(self._ctx.folder))
 

@@ -47,7 +47,7 @@ def check_text_length(case: Case) -> Iterator[Finding]:
         )
         return
     # Second case: the whole run reads the text several times.
-    epochs = getattr(case.task, "num_steps", 0) * batch / windows
+    epochs = (getattr(case.task, "num_steps", None) or 0) * batch / windows
     if epochs > MAX_EPOCHS:
         fewer = max(1, MAX_EPOCHS * windows // batch)
         yield Finding(

@@ -29,6 +29,8 @@ class Position(TypedDict):
     world_size: NotRequired[int]
     frozen_base: NotRequired[dict[str, object]]
     """Identification of the base of adapters, see ``Engine.frozen_base``."""
+    validation: NotRequired[dict[str, object]]
+    """State of early stopping, see ``Engine.validation_state``."""
     optimizer: NotRequired[str]
     """Class of the optimizer (DDP and FSDP2)."""
     scaler: NotRequired[dict[str, object] | None]
@@ -47,6 +49,8 @@ def describe_position(engine: Engine) -> dict[str, object]:
     }
     if engine.frozen_base is not None:
         position["frozen_base"] = dict(engine.frozen_base)
+    if engine.validation_state is not None:
+        position["validation"] = dict(engine.validation_state)
     return position
 
 

@@ -27,6 +27,8 @@ class Batches(ABC):
     rank: int
     num_ranks: int
     seed: int = 0
+    in_order: bool = False
+    """Whether the samples are read once, in order, as for validation. Rows after the last one are empty."""
 
     @property
     @abstractmethod
@@ -45,12 +47,23 @@ class Batches(ABC):
 
     @abstractmethod
     def build_batch(self, step: int) -> dict[str, torch.Tensor]:
-        """Return ``input_ids`` and ``labels``, int64, shape ``[rows, seq_len]``; the model shifts labels."""
+        """Return ``input_ids`` and ``labels``, int64, shape ``[rows, seq_len]``; the model shifts labels.
+
+        All labels of an empty row are -100.
+        """
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Number of steps that read each sample once."""
+        return self.num_samples / (self.rows * self.num_ranks)
 
     def list_indices(self, step: int) -> list[int]:
         """Return the indices of the samples that this rank reads at ``step`` (from 0)."""
         first = (step * self.num_ranks + self.rank) * self.rows
-        return [self._find_sample(position) for position in range(first, first + self.rows)]
+        positions = range(first, first + self.rows)
+        if self.in_order:
+            return [position for position in positions if position < self.num_samples]
+        return [self._find_sample(position) for position in positions]
 
     def spans_two_epochs(self, step: int) -> bool:
         """Return whether the step spans two epochs, in which case a sample may occur twice."""
@@ -60,6 +73,18 @@ class Batches(ABC):
     def _find_sample(self, position: int) -> int:
         epoch, index = divmod(position, self.num_samples)
         return int(_shuffle_samples(self.num_samples, self.seed, epoch)[index])
+
+
+def split_rows(num_rows: int, fraction: float, seed: int) -> tuple[list[int], list[int]]:
+    """Return the indices of the rows for training and for validation, both in order.
+
+    A ``fraction`` of the rows, drawn by ``seed``, is for validation; at least one row is for each.
+    """
+    num_validation = min(max(1, round(num_rows * fraction)), num_rows - 1)
+    # Another order than that of any epoch.
+    drawn = _shuffle_samples(num_rows, seed, 2**31)[:num_validation].tolist()
+    is_drawn = set(drawn)
+    return [row for row in range(num_rows) if row not in is_drawn], sorted(drawn)
 
 
 @lru_cache(maxsize=4)

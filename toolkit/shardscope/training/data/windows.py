@@ -82,12 +82,20 @@ class Windows(Batches):
         """See :class:`Batches`."""
         import numpy
         import torch
+        import torch.nn.functional as F  # noqa: N812
+
+        from shardscope.training.micro_batches import IGNORED_LABEL
 
         # One index of [rows, seq_len] copies all windows at once.
-        starts = numpy.asarray(self.list_indices(step)) * self.seq_len
+        starts = numpy.asarray(self.list_indices(step), dtype=numpy.int64) * self.seq_len
         picked = self.tokens[starts[:, None] + numpy.arange(self.seq_len)]
-        input_ids = torch.from_numpy(picked.astype(numpy.int64))
-        return {"input_ids": input_ids, "labels": input_ids.clone()}
+        # Pad with the rows that are empty after the last window.
+        num_empty = self.rows - len(starts)
+        windows = torch.from_numpy(picked.astype(numpy.int64))
+        return {
+            name: F.pad(windows, (0, 0, 0, num_empty), value=value)
+            for name, value in (("input_ids", 0), ("labels", IGNORED_LABEL))
+        }
 
 
 # ---- Token ids of the shipped corpus, cached per user: tokenizing takes every rank a second

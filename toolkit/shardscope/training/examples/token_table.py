@@ -193,6 +193,13 @@ class TokenTable:
         return cls(ids=ids, bears_loss=bears_loss, offsets=offsets)
 
 
+def count_shared_examples(training: TokenTable, validation: TokenTable) -> int:
+    """Return how many validation examples have the same tokens as an example for training."""
+    # Hashes of 8 bytes: the tokens themselves may be gigabytes.
+    known = {hash(training[index][0].tobytes()) for index in range(len(training))}
+    return sum(hash(validation[index][0].tobytes()) in known for index in range(len(validation)))
+
+
 def build_table(encoded: Iterator[tuple[int, Encoded]]) -> TokenTable:
     """Return the table of all examples."""
     import numpy

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from shardscope.core.errors import check_choice, refuse
+from shardscope.core.errors import check_choice, check_integer, check_number, refuse
 from shardscope.frameworks.registry import check_config
+from shardscope.records.json_files import read_json
+from shardscope.training.checkpoints.folders import POSITION_FILE
+from shardscope.training.data.batches import split_rows
 from shardscope.training.data.tokenizer import SHIPPED_TEXT
 from shardscope.training.data.weights_tokenizer import WeightsTokenizer
 from shardscope.training.examples.batches import ExampleBatches, find_padding_id
@@ -24,10 +28,11 @@ from shardscope.training.examples.token_table import (
     build_table,
     check_examples,
     check_row,
+    count_shared_examples,
     describe_counts,
     iterate_encoded,
 )
-from shardscope.training.tasks.text_task import TextTask, resolve_text
+from shardscope.training.tasks.text_task import MAX_STEPS, TextTask, resolve_text
 from shardscope.training.weights.base_sample import hash_base
 from shardscope.training.weights.weights_folder import WeightsFolder
 
@@ -39,9 +44,12 @@ if TYPE_CHECKING:
     from shardscope.training.data.batches import Batches
     from shardscope.training.data.tokenizer import TokenIds
     from shardscope.training.engine import Engine, TrainingContext
+    from shardscope.training.validation import Validation
 
-TOKENS = "tokens"
-"""Subfolder of a run with the tokens of its examples."""
+TOKENS, VALIDATION_TOKENS = "tokens", "validation-tokens"
+"""Subfolders of a run with the tokens of its examples."""
+DEFAULT_EPOCHS = 3.0
+TEXT_STEPS = 50
 MAX_CHECKED_ROWS = 1000
 """Rows whose format is checked before a launch; the others are checked when they are tokenized."""
 
@@ -80,7 +88,24 @@ class Finetune(TextTask):
     bad_rows: BadRows = "refuse"
     """What happens to a malformed row: "refuse" the data, or "skip" the row, counted in the log."""
 
-    recorded_texts: ClassVar[frozenset[str]] = frozenset({"data", "columns", "loss_on", "bad_rows"})
+    num_steps: int | None = None
+    """Total number of optimizer steps, including those before a ``resume``; 1 to 10,000,000. None: those of
+    ``num_epochs``, or 50 for plain text if that is None, too."""
+    num_epochs: float | None = None
+    """Passes over the examples, instead of ``num_steps``. None: 3, unless ``num_steps`` is set."""
+    validation: object = None
+    """Data to compute a validation loss on: a fraction of the rows, above 0 and below 0.5, which are drawn by
+    ``seed`` and not trained on (of plain text, the last part), or another data source of the same kind."""
+    validate_every: int | None = None
+    """Steps between validations; None: a tenth of the run. The initial and the last weights have one, too."""
+    early_stopping: int | None = None
+    """Number of validations without a lower loss after which the run stops. The checkpoint with the lowest
+    loss is kept as ``checkpoints/best``, and ``export`` writes its weights. None: all steps are trained, and
+    the last weights exported."""
+
+    recorded_texts: ClassVar[frozenset[str]] = frozenset(
+        {"data", "columns", "loss_on", "bad_rows", "validation"}
+    )
     preload: ClassVar[tuple[str, ...]] = (
         *TextTask.preload,
         "safetensors.torch",
@@ -94,10 +119,43 @@ class Finetune(TextTask):
         check_choice(self._field("loss_on"), self.loss_on, LOSS_ON)
         check_choice(self._field("bad_rows"), self.bad_rows, BAD_ROWS)
         if self.data is not None:
-            data = resolve_source(self._field("data"), self.data)
-            object.__setattr__(
-                self, "data", resolve_text(self._field("data"), data) if is_text(data) else data
-            )
+            self._resolve_source("data")
+        self._check_validation()
+        self._check_length()
+
+    def _resolve_source(self, name: str) -> None:
+        source = resolve_source(self._field(name), getattr(self, name))
+        object.__setattr__(self, name, resolve_text(self._field(name), source) if is_text(source) else source)
+
+    def _check_validation(self) -> None:
+        for name in ("validate_every", "early_stopping"):
+            number = getattr(self, name)
+            if number is None:
+                continue
+            check_integer(self._field(name), number, low=1, high=MAX_STEPS)
+            if self.validation is None:
+                refuse(self._field(name), number, "None without validation data", {"validation": 0.1})
+        if self.validation is None:
+            return
+        if isinstance(self.validation, int | float):
+            if isinstance(self.validation, bool) or not 0 < self.validation < 0.5:
+                allowed = "a fraction above 0 and below 0.5, a data source, or None"
+                refuse(self._field("validation"), self.validation, allowed, {"validation": 0.1})
+            return
+        self._resolve_source("validation")
+        if is_text(self.validation) != (self.plain_text is not None):
+            kind = "examples" if self.plain_text is None else "a text file"
+            allowed = f"{kind}, as the training data are, or a fraction of them"
+            refuse(self._field("validation"), describe_source(self.validation), allowed, {"validation": 0.1})
+
+    def _check_length(self) -> None:
+        if self.num_epochs is None:
+            if self.num_steps is None and self.plain_text is not None:
+                object.__setattr__(self, "num_steps", TEXT_STEPS)
+            return
+        check_number(self._field("num_epochs"), self.num_epochs, low=0.01, high=1e6)
+        if self.num_steps is not None:
+            refuse(self._field("num_epochs"), self.num_epochs, "None with num_steps", {"num_steps": None})
 
     @property
     def plain_text(self) -> Path | None:
@@ -133,52 +191,132 @@ class Finetune(TextTask):
             bad_rows=self.bad_rows,
         )
 
-    def _open_rows(self) -> Rows:
-        return open_rows(self._field("data"), self.data)
+    def _open_rows(self, name: str = "data") -> Rows:
+        return open_rows(self._field(name), getattr(self, name))
 
-    def _recognize_format(self, rows: Rows) -> Format:
-        format = recognize_format(self._field("data"), rows.column_names, self.columns)
+    def _recognize_format(self, rows: Rows, name: str = "data") -> Format:
+        field = self._field(name)
+        format = recognize_format(field, rows.column_names, self.columns)
         if format.name == "preference":
             prompt = format.columns.get("prompt", format.columns["chosen"])
             fix = {"columns": {"prompt": prompt, "completion": format.columns["chosen"]}}
             allowed = "rows with one answer; preference pairs need DPO, which is not implemented yet"
-            refuse(self._field("data"), f"data of the format {format.title}", allowed, fix)
+            refuse(field, f"data of the format {format.title}", allowed, fix)
         return format
 
-    def read_data(self, ctx: TrainingContext) -> Batches:
-        """See :class:`TextTask`. Rank 0 tokenizes the examples into the run folder, which all ranks map."""
-        if self.plain_text is not None:
-            return super().read_data(ctx)
+    def prepare_data(
+        self, ctx: TrainingContext, resumed: Path | None
+    ) -> tuple[Batches, int, Validation | None]:
+        """See :class:`TextTask`."""
+        from shardscope.training.validation import Validation
+
+        batches, for_validation = (
+            self._read_examples(ctx) if self.plain_text is None else self._split_text(ctx)
+        )
+        num_steps = self.num_steps
+        if num_steps is None:
+            num_epochs = DEFAULT_EPOCHS if self.num_epochs is None else self.num_epochs
+            num_steps = max(1, math.ceil(num_epochs * batches.steps_per_epoch))
+        if for_validation is None:
+            return batches, num_steps, None
+        every = self.validate_every or max(1, num_steps // 10)
+        position = {} if resumed is None else read_json(resumed / POSITION_FILE) or {}
+        state = position.get("validation")
+        state = state if isinstance(state, dict) else {}
+        return batches, num_steps, Validation.resume(for_validation, every, self.early_stopping, state)
+
+    def _read_examples(self, ctx: TrainingContext) -> tuple[Batches, Batches | None]:
+        """Return batches for training and validation.
+
+        Rank 0 tokenizes the examples into the run folder, which all ranks map.
+        """
         import torch.distributed as dist
 
-        folder = ctx.folder / TOKENS
-        tokenizer = WeightsTokenizer(self.folder).load()
+        tokenizer, seq_len = WeightsTokenizer(self.folder).load(), ctx.plan.recipe.seq_len
         if ctx.rank == 0:
-            self._write_tokens(folder, tokenizer, ctx.plan.recipe.seq_len)
+            self._write_tokens(ctx.folder, tokenizer, seq_len)
         dist.barrier()
-        return ExampleBatches(
-            table=TokenTable.load(folder),
-            seq_len=ctx.plan.recipe.seq_len,
+        training = ExampleBatches(
+            table=TokenTable.load(ctx.folder / TOKENS),
+            seq_len=seq_len,
             padding_id=find_padding_id(tokenizer),
             **self.share_of_rank(ctx),
         )
+        if self.validation is None:
+            return training, None
+        table = TokenTable.load(ctx.folder / VALIDATION_TOKENS)
+        return training, replace(training, table=table, in_order=True)
+
+    def _split_text(self, ctx: TrainingContext) -> tuple[Batches, Batches | None]:
+        """Return windows for training and validation."""
+        from shardscope.training.data.windows import read_tokens
+
+        windows = self.read_text(ctx)
+        if self.validation is None:
+            return windows, None
+        if isinstance(self.validation, Path):
+            tokens = read_tokens(self.validation, self.encode())
+            return windows, replace(windows, tokens=tokens, in_order=True)
+        assert isinstance(self.validation, float)
+        if windows.num_samples < 2:
+            refuse(
+                self._field("validation"),
+                self.validation,
+                f"a text of at least two windows of {windows.seq_len:,} tokens, one of them for validation",
+                {"validation": None},
+            )
+        num_validation = max(1, round(windows.num_samples * self.validation))
+        cut = (windows.num_samples - num_validation) * windows.seq_len
+        validation = replace(windows, tokens=windows.tokens[cut:], in_order=True)
+        return replace(windows, tokens=windows.tokens[:cut]), validation
 
     def _write_tokens(self, folder: Path, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> None:
-        rows, counts, name = self._open_rows(), RowCounts(), self._field("data")
+        if isinstance(self.validation, float):
+            num_rows = len(self._open_rows())
+            for_training, for_validation = split_rows(num_rows, self.validation, self.seed)
+            training = self._write_table(folder / TOKENS, tokenizer, seq_len, "data", for_training)
+            validation = self._write_table(
+                folder / VALIDATION_TOKENS, tokenizer, seq_len, "data", for_validation
+            )
+        else:
+            training = self._write_table(folder / TOKENS, tokenizer, seq_len, "data")
+            if self.validation is None:
+                return
+            validation = self._write_table(folder / VALIDATION_TOKENS, tokenizer, seq_len, "validation")
+        print(f"the validation loss is that of {len(validation):,} examples", flush=True)
+        if num_shared := count_shared_examples(training, validation):
+            print(
+                f"warning: {num_shared:,} validation examples are also trained on, which lowers the "
+                "validation loss",
+                flush=True,
+            )
+
+    def _write_table(
+        self,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        seq_len: int,
+        name: str,
+        indices: list[int] | None = None,
+    ) -> TokenTable:
+        """Tokenize rows of the source in the field ``name`` into ``folder``, and log how many there are."""
+        rows, counts, field = self._open_rows(name), RowCounts(), self._field(name)
         encoded = iterate_encoded(
-            name,
+            field,
             rows,
-            self._recognize_format(rows),
+            self._recognize_format(rows, name),
             Encoder(tokenizer, self.loss_on),
             seq_len=seq_len,
             bad_rows=self.bad_rows,
             counts=counts,
+            indices=indices,
         )
         table = build_table(encoded)
-        check_examples(name, counts, seq_len)
+        check_examples(field, counts, seq_len)
         table.save(folder)
         for line in describe_counts(counts, seq_len):
             print(line, flush=True)
+        return table
 
     @property
     def folder(self) -> WeightsFolder:
@@ -219,11 +357,16 @@ class Finetune(TextTask):
 
     def _check_rows(self) -> None:
         """Raise ``ValueError`` for data of no known format, and for a malformed row among the first ones."""
-        rows = self._open_rows()
-        format = self._recognize_format(rows)
-        if self.bad_rows == "refuse":
-            for index in range(min(len(rows), MAX_CHECKED_ROWS)):
-                check_row(self._field("data"), format, index, rows[index])
+        has_source = self.validation is not None and not isinstance(self.validation, float)
+        for name in ("data", "validation") if has_source else ("data",):
+            rows = self._open_rows(name)
+            format = self._recognize_format(rows, name)
+            if self.bad_rows == "refuse":
+                for index in range(min(len(rows), MAX_CHECKED_ROWS)):
+                    check_row(self._field(name), format, index, rows[index])
+            if isinstance(self.validation, float) and len(rows) < 2:
+                allowed = "a data source, or None: one row cannot be split"
+                refuse(self._field("validation"), self.validation, allowed, {"validation": None})
 
     def frozen_base(self) -> dict[str, object]:
         """See :class:`TextTask`."""

@@ -26,6 +26,8 @@ class Pretrain(TextTask):
     ``ValueError`` naming the field, its value, what is allowed and the nearest fix.
     """
 
+    num_steps: int = 50
+    """Total number of optimizer steps, including those before a ``resume``; 1 to 10,000,000."""
     learning_rate: float = 1e-3
     """Peak learning rate; suitable for a few million parameters, too high for billions (use 3e-4)."""
     text: Path | None = None

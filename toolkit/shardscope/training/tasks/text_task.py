@@ -34,8 +34,11 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.training.data.batches import Batches
     from shardscope.training.data.tokenizer import TokenIds
+    from shardscope.training.data.windows import Windows
     from shardscope.training.engine import Engine, TrainingContext
+    from shardscope.training.validation import Validation
 
+MAX_STEPS = 10**7
 DEFAULT_FOLDER = "runs"
 """Default parent of run folders in ``launch``."""
 
@@ -70,7 +73,7 @@ class TextTask(ABC):
     the field, its value, what is allowed and the nearest fix.
     """
 
-    num_steps: int = 50
+    num_steps: int | None = 50
     """Total number of optimizer steps, including those before a ``resume``; 1 to 10,000,000."""
     learning_rate: float | None = None
     """Peak learning rate; None: the task's default for the plan's method."""
@@ -115,11 +118,13 @@ class TextTask(ABC):
     """Whether the task trains the plan's model, so that the predicted memory holds for it."""
 
     def __post_init__(self) -> None:
-        check_integer(self._field("num_steps"), self.num_steps, low=1, high=10**7)
+        if self.num_steps is not None:
+            check_integer(self._field("num_steps"), self.num_steps, low=1, high=MAX_STEPS)
         if self.learning_rate is not None:
             check_number(self._field("learning_rate"), self.learning_rate, low=0.0, high=10.0)
         if self.warmup_steps is not None:
-            check_integer(self._field("warmup_steps"), self.warmup_steps, low=0, high=self.num_steps)
+            highest = self.num_steps or MAX_STEPS
+            check_integer(self._field("warmup_steps"), self.warmup_steps, low=0, high=highest)
         check_number(self._field("weight_decay"), self.weight_decay, low=0.0, high=1.0)
         check_integer(self._field("seed"), self.seed, low=0, high=2**31 - 1)
         check_integer(self._field("log_every"), self.log_every, low=1, high=10**7)
@@ -195,16 +200,20 @@ class TextTask(ABC):
         # Before load(), which restores the states of a checkpoint.
         torch.manual_seed(self.seed + 1 + engine.data_rank)
         # This also sets the number of finished steps, from which train() continues.
-        self._load_resumed(ctx)
-        batches = self.read_data(ctx)
-        warmup = min(100, self.num_steps // 10) if self.warmup_steps is None else self.warmup_steps
-        schedule = Schedule(peak=self.peak_rate(plan), num_steps=self.num_steps, warmup_steps=warmup)
+        resumed = self._load_resumed(ctx)
+        batches, num_steps, validation = self.prepare_data(ctx, resumed)
+        # The notebook reads it here if the launch could not know it.
+        ctx.record("training", {"num_steps": num_steps})
+        warmup = min(100, num_steps // 10) if self.warmup_steps is None else min(self.warmup_steps, num_steps)
+        schedule = Schedule(peak=self.peak_rate(plan), num_steps=num_steps, warmup_steps=warmup)
+        if validation is not None:
+            engine.validation_state = validation.describe_state()
         print(
             f"training {plan.architecture.name} ({plan.architecture.num_parameters:,} parameters) on "
             f"{self.data_name}: {batches.title}, {batches.rows} per step on this rank",
             flush=True,
         )
-        train(
+        is_complete = train(
             ctx,
             engine,
             batches,
@@ -215,9 +224,13 @@ class TextTask(ABC):
             save_every=self.save_every,
             keep_last=self.keep_last if self.save_every else None,
             memory_snapshot=self.memory_snapshot,
+            validation=validation,
         )
         # A stopped run is not exported: it is resumed from its checkpoint, and exported at its end.
-        if self.export and engine.num_steps_done >= self.num_steps:
+        if self.export and is_complete:
+            if validation is not None and validation.best_checkpoint is not None:
+                engine.load(validation.best_checkpoint)
+                print(f"exporting the weights after {engine.num_steps_done:,} steps, the best", flush=True)
             engine.export(EXPORT)
             if ctx.rank == 0:
                 self.complete_export(ctx.folder / EXPORT, plan)
@@ -228,8 +241,18 @@ class TextTask(ABC):
         """Short name of the data, for the log."""
         return self.plain_text.name if self.plain_text is not None else ""
 
-    def read_data(self, ctx: TrainingContext) -> Batches:
-        """Return the batches of this rank. Called by all ranks together."""
+    def prepare_data(
+        self, ctx: TrainingContext, resumed: Path | None
+    ) -> tuple[Batches, int, Validation | None]:
+        """Return this rank's batches, the total number of steps, and the validation, if any.
+
+        Called by all ranks together; ``resumed`` is the checkpoint that they have loaded.
+        """
+        assert self.num_steps is not None, "a subclass with another length overrides this"
+        return self.read_text(ctx), self.num_steps, None
+
+    def read_text(self, ctx: TrainingContext) -> Windows:
+        """Return the windows of the plain text."""
         from shardscope.training.data.windows import Windows, read_tokens
 
         plan, text = ctx.plan, self.plain_text
@@ -247,10 +270,10 @@ class TextTask(ABC):
             "seed": self.seed,
         }
 
-    def _load_resumed(self, ctx: TrainingContext) -> None:
-        """Load the checkpoint to resume from, if any, the same one on every rank."""
+    def _load_resumed(self, ctx: TrainingContext) -> Path | None:
+        """Load the checkpoint to resume from, if any, the same one on every rank. Return its path."""
         if self.resume is False:
-            return
+            return None
         import torch
         import torch.distributed as dist
 
@@ -268,13 +291,14 @@ class TextTask(ABC):
             checkpoint = checkpoint.checkpoint
         if checkpoint is None:
             print("no checkpoint to resume from: starting at step 0", flush=True)
-            return
+            return None
         # The launch checked it too, but with resume=True another checkpoint may be the newest by now.
         notices = self._check_loads(checkpoint, ctx.plan)
         ctx.engine.load(checkpoint)
         print(f"resumed from {checkpoint}: {ctx.engine.num_steps_done:,} steps are done", flush=True)
         for notice in notices:
             print(notice, flush=True)
+        return checkpoint
 
     def _check_loads(self, checkpoint: Path, plan: Plan) -> list[str]:
         base = self.frozen_base() if plan.recipe.has_adapters else None

@@ -1,0 +1,126 @@
+"""Validation while training: the loss is that of transformers, and the training stays the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.requirements import few, needs, skip_without, thorough
+
+needs("torch")
+needs("transformers")
+needs("datasets")
+
+from finetuned_models import small_model  # noqa: E402
+from test_finetune_examples import LAYOUTS, ROWS, SEQ_LEN, compute_loss, write_rows  # noqa: E402
+
+import shardscope as ss  # noqa: E402
+from shardscope import Layout  # noqa: E402
+
+VALIDATION_ROWS = [
+    {"prompt": "Who is the captain of the ship?", "completion": " Ahab."},
+    {"prompt": "And the mate?", "completion": " Starbuck, who doubts the hunt."},
+    {"prompt": "The whale is", "completion": " white"},
+    {"prompt": "Where do they sail?", "completion": " To the Pacific"},
+    {"prompt": "How does it end?", "completion": " The ship sinks."},
+]
+"""One row more than a global batch: the second batch has empty rows."""
+MORE_LAYOUTS = {
+    "fsdp2, tensor parallel": Layout.fsdp2(tp=2),
+    "fsdp2, context parallel": Layout.fsdp2(cp=2),
+    "fsdp2, interleaved": Layout.fsdp2(pp=2, vpp=2),
+    "deepspeed, two stages": Layout.zero(stage=1, pp=2),
+}
+ALL_LAYOUTS = {**LAYOUTS, **MORE_LAYOUTS}
+
+pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
+
+
+def launch(folder: Path, data: object, runs: Path, layout: Layout, **options: Any) -> Any:
+    recipe = ss.Recipe(seq_len=SEQ_LEN, micro_batch_size=1, global_batch_size=4, precision="fp32")
+    plan = ss.Plan(ss.Architecture.from_hf(folder), ss.Cluster.parse("2xcpu"), recipe, layout)
+    run = ss.launch(plan, ss.Finetune(folder, data, **options), folder=runs)
+    assert run.wait(150) == "finished", run.error
+    return run
+
+
+def list_values(run: Any, name: str) -> list[float]:
+    return [line[name] for line in run.metrics() if line["rank"] == 0 and name in line]
+
+
+def evaluate(folder: Path) -> float:
+    """Return the loss on the validation rows in one process."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    parts = ("prompt", "completion")
+    tokens = [[tokenizer(row[part])["input_ids"] for part in parts] for row in VALIDATION_ROWS]
+    return compute_loss(folder, tokens)
+
+
+@pytest.mark.parametrize("name", few(ALL_LAYOUTS, ["ddp", "fsdp2, two stages"]))
+def test_the_validation_loss_is_that_of_transformers_and_training_is_the_same(
+    name: str, tmp_path: Path
+) -> None:
+    skip_without(name.partition(",")[0] if name.startswith(("deepspeed", "megatron")) else "torch")
+    folder, layout, options = small_model(tmp_path, "llama"), ALL_LAYOUTS[name], {"num_steps": 3}
+    without = launch(folder, ROWS, tmp_path / "runs", layout, **options)
+    options |= {"validation": VALIDATION_ROWS, "validate_every": 1, "export": True}
+    run = launch(folder, ROWS, tmp_path / "runs", layout, **options)
+    losses = list_values(run, "validation_loss")
+    # Before the first step, and after each.
+    assert len(losses) == 4
+    assert losses[0] == pytest.approx(evaluate(folder), abs=1e-4)
+    assert losses[-1] == pytest.approx(evaluate(run.model), abs=1e-4)
+    assert abs(losses[0] - losses[-1]) > 1e-3
+    assert list_values(run, "loss") == pytest.approx(list_values(without, "loss"), abs=1e-6)
+    assert list_values(run, "grad_norm") == pytest.approx(list_values(without, "grad_norm"), rel=1e-5)
+
+
+def test_a_fraction_is_not_trained_on_and_the_ranks_count_epochs(tmp_path: Path) -> None:
+    folder, rows = small_model(tmp_path, "llama"), [*ROWS, *VALIDATION_ROWS, ROWS[0]]
+    data = write_rows(tmp_path / "rows.jsonl", [*rows, *rows])
+    run = launch(folder, data, tmp_path / "runs", Layout.ddp(), num_epochs=1.5, validation=0.2)
+    # 16 of 20 rows are for training, four a step.
+    assert run.num_steps == 6 and len(list_values(run, "loss")) == 6
+    assert "16 of 16 rows are examples" in run.logs(0) and "4 of 4 rows are examples" in run.logs(0)
+    assert "validation examples are also trained on" in run.logs(0)
+    assert run.task_fields["validation"] == 0.2
+    assert list_values(run, "validation_perplexity")[0] > 100
+
+
+@thorough()
+def test_the_last_part_of_a_text_is_for_validation(tmp_path: Path) -> None:
+    folder, text = small_model(tmp_path, "llama"), tmp_path / "text.txt"
+    text.write_text("Call me Ishmael. Some years ago, never mind how long precisely. " * 40)
+    run = launch(folder, text, tmp_path / "runs", Layout.ddp(), num_epochs=1, validation=0.3)
+    losses, data = list_values(run, "validation_loss"), run.engine_reports()[0]["data"]
+    assert losses[-1] < losses[0]
+    assert run.num_steps == -(-data["num_samples"] // 4)
+
+
+def test_early_stopping_keeps_and_exports_the_best_weights_also_after_a_resume(tmp_path: Path) -> None:
+    folder, runs = small_model(tmp_path, "llama"), tmp_path / "runs"
+    # A rate at which the loss grows after the second step.
+    options: dict[str, Any] = {
+        "validation": VALIDATION_ROWS,
+        "validate_every": 1,
+        "early_stopping": 3,
+        "learning_rate": 0.03,
+        "warmup_steps": 0,
+        "export": True,
+    }
+    first = launch(folder, ROWS, runs, Layout.ddp(), num_steps=4, save_every=1, keep_last=1, **options)
+    losses = list_values(first, "validation_loss")[1:]
+    assert losses[1] == min(losses) and len(losses) == 4
+    checkpoints = {path.name for path in (first.folder / "checkpoints").iterdir()}
+    assert checkpoints == {"best", "step-000004"}
+    assert evaluate(first.model) == pytest.approx(losses[1], abs=1e-3)
+    position = json.loads((first.folder / "checkpoints/step-000004/position.json").read_text())
+    assert position["validation"]["num_without_improvement"] == 2
+    second = launch(folder, ROWS, runs, Layout.ddp(), num_steps=9, resume=first.folder, **options)
+    assert len(list_values(second, "validation_loss")) == 1
+    assert "stopped early: 3 validations without a lower loss" in second.logs(0)
+    assert evaluate(second.model) == pytest.approx(losses[1], abs=1e-3)

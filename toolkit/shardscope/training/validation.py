@@ -1,0 +1,104 @@
+"""Validation while training: the loss on other samples every few steps, and early stopping by it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from shardscope.training.checkpoints.folders import CHECKPOINTS
+from shardscope.training.data.batches import Batches
+from shardscope.training.micro_batches import count_labels
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardscope.training.engine import Context, Engine
+
+BEST = "best"
+"""Name of the checkpoint with the lowest validation loss; never deleted by ``keep_last``."""
+MAX_EXPONENT = 700.0
+"""Losses above it have an infinite perplexity: exp(710) is beyond float64."""
+
+
+@dataclass
+class Validation:
+    """Validation of one run, and the state of its early stopping."""
+
+    batches: Batches
+    """Samples in order (``Batches.in_order``)."""
+    every: int
+    """Steps between validations."""
+    patience: int | None = None
+    """Validations without a lower loss after which the run stops; None: no early stopping."""
+    best_loss: float = math.inf
+    num_without_improvement: int = 0
+    best_checkpoint: Path | None = None
+
+    @classmethod
+    def resume(
+        cls, batches: Batches, every: int, patience: int | None, state: Mapping[str, object]
+    ) -> Validation:
+        """Return a validation that continues ``state``, which :meth:`describe_state` returned."""
+        validation = cls(batches, every, patience)
+        best, number = state.get("best_loss"), state.get("num_without_improvement")
+        path = state.get("best_checkpoint")
+        if isinstance(best, float) and isinstance(number, int) and isinstance(path, str):
+            validation.best_loss, validation.num_without_improvement = best, number
+            validation.best_checkpoint = Path(path)
+        return validation
+
+    def describe_state(self) -> dict[str, object] | None:
+        """Return the state for a checkpoint; None if there is none."""
+        if self.best_checkpoint is None:
+            return None
+        return {
+            "best_loss": self.best_loss,
+            "num_without_improvement": self.num_without_improvement,
+            "best_checkpoint": str(self.best_checkpoint),
+        }
+
+    def is_due(self, num_steps_done: int, num_steps: int) -> bool:
+        """Return whether to validate after a step."""
+        return num_steps_done % self.every == 0 or num_steps_done == num_steps
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Return whether early stopping ends the run."""
+        return self.patience is not None and self.num_without_improvement >= self.patience
+
+    def run(self, ctx: Context, engine: Engine) -> bool:
+        """Evaluate and log the loss. Return whether the weights are the best so far and should be saved.
+
+        The initial weights are never the best: an optimizer has no state to save before its first step.
+        """
+        loss = compute_mean_loss(engine, self.batches)
+        step = max(0, engine.num_steps_done - 1)
+        perplexity = math.exp(loss) if loss < MAX_EXPONENT else math.inf
+        if ctx.rank == 0:
+            ctx.log(step=step, validation_loss=loss, validation_perplexity=perplexity)
+        print(f"validation after {engine.num_steps_done:,} steps: loss {loss:.4g}", flush=True)
+        if self.patience is None or engine.num_steps_done == 0:
+            return False
+        is_best = loss < self.best_loss
+        if is_best:
+            self.best_loss, self.best_checkpoint = loss, ctx.folder / CHECKPOINTS / BEST
+        self.num_without_improvement = 0 if is_best else self.num_without_improvement + 1
+        engine.validation_state = self.describe_state()
+        return is_best
+
+
+def compute_mean_loss(engine: Engine, batches: Batches) -> float:
+    """Return the mean loss over all labels of ``batches``, the same on all ranks."""
+    # Each batch's mean counts by its number of labels. In host memory, for which every run has gloo.
+    totals = torch.zeros(2, dtype=torch.float64)
+    for step in range(math.ceil(batches.steps_per_epoch)):
+        batch = batches.build_batch(step)
+        num_labels = count_labels(batch)
+        totals += torch.tensor([engine.evaluate(batch) * num_labels, num_labels], dtype=torch.float64)
+    dist.all_reduce(totals)
+    return float(totals[0] / totals[1])
