@@ -304,7 +304,13 @@ def test_files_folders_frames_and_datasets_have_the_same_rows(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("source", "fix"), [("rows.jsonI", "rows.jsonl"), (7, "a path"), ("rows.doc", "a .jsonl file")]
+    ("source", "fix"),
+    [
+        ("rows.jsonI", "rows.jsonl"),
+        ("absent/rows.jsonl", "the file's path"),
+        (7, "a path"),
+        ("rows.doc", "a .jsonl file"),
+    ],
 )
 def test_an_unreadable_source_is_refused_with_the_nearest_fix(
     source: object, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

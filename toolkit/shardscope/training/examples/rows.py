@@ -124,7 +124,13 @@ def describe_source(source: object) -> str:
 
 
 def _is_hub_name(source: str | Path) -> bool:
-    return isinstance(source, str) and source.count("/") == 1 and not source.startswith((".", "/", "~"))
+    # A mistyped path of a data file must not become a request to the Hub.
+    return (
+        isinstance(source, str)
+        and source.count("/") == 1
+        and not source.startswith((".", "/", "~"))
+        and Path(source).suffix.lower() not in LOADERS
+    )
 
 
 def _is_frame(source: object) -> bool:
