@@ -95,15 +95,14 @@ def minimum(first: N, second: N) -> N:
 def maximum(first: N, *others: N) -> N:
     """Return the largest value, element by element if any is an array."""
     # Plain numbers first: a plan's memory takes the maximum of some 100 pairs of them.
-    largest = first
-    for other in others:
-        kind = other.__class__
-        if kind is not int and kind is not float:
-            break
-        if other > largest:
-            largest = other
-    else:
-        if first.__class__ is int or first.__class__ is float:
+    if first.__class__ is int or first.__class__ is float:
+        largest = first
+        for other in others:
+            if other.__class__ is not int and other.__class__ is not float:
+                break
+            if other > largest:
+                largest = other
+        else:
             return largest
     if array := _array_type(first, *others):
         return cast("N", array.maximum(first, *others))
