@@ -9,11 +9,13 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import anywidget
 import ipywidgets as widgets
+import traitlets
 
 import shardscope as ss
-from shardscope_widgets.finetune.prompt_box import PromptBox
 from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.front_end import front_end_text
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.run.log_pane import LogPane
@@ -21,6 +23,8 @@ from shardscope_widgets.run.log_pane import LogPane
 if TYPE_CHECKING:
     from shardscope.runs.trained.chat import Chat
 
+MAX_CHARACTERS = 100_000
+"""Maximum length of a message."""
 SECONDS_BETWEEN_DRAWINGS = 0.1
 """Minimum seconds between two drawings of an answer: tokens may come faster."""
 NO_MODEL = "This run has no model to chat with: it was launched without export=True, or has not finished."
@@ -190,3 +194,30 @@ class ChatColumn(widgets.VBox):
                 self._turns.append(answer)
                 answer = ""
             self.pane.value = "".join(self._turns) + answer
+
+
+# ---- The input
+
+
+class PromptBox(anywidget.AnyWidget):
+    """A text area with a Send button: Enter sends, Shift+Enter begins a new line. ``on_send(text)`` is called in the kernel's main thread.
+
+    ipywidgets' own text boxes report the text and the Enter key in two messages, of which the second may come
+    first.
+    """
+
+    _esm = front_end_text("kit/front_end", "keys.js") + front_end_text("finetune", "prompt_box.js")
+    disabled = traitlets.Bool(False, help="Whether nothing can be sent.").tag(sync=True)
+    busy = traitlets.Bool(False, help="Whether an answer is on its way: text can be typed, not sent.").tag(
+        sync=True
+    )
+
+    def __init__(self, on_send: Callable[[str], None], **traits: object) -> None:
+        super().__init__(**traits)
+        self._on_send = on_send
+        self.on_msg(self._handle_message)
+
+    def _handle_message(self, _: object, content: object, buffers: object) -> None:
+        text = content.get("send") if isinstance(content, dict) else None
+        if isinstance(text, str) and 0 < len(text.strip()) <= MAX_CHARACTERS:
+            self._on_send(text)
