@@ -200,7 +200,9 @@ class ChatColumn(widgets.VBox):
 
 
 class PromptBox(anywidget.AnyWidget):
-    """A text area with a Send button: Enter sends, Shift+Enter begins a new line. ``on_send(text)`` is called in the kernel's main thread.
+    """A text area with a Send button: Enter sends, Shift+Enter begins a new line.
+
+    ``on_send(text)`` is called in the kernel's main thread.
 
     ipywidgets' own text boxes report the text and the Enter key in two messages, of which the second may come
     first.
