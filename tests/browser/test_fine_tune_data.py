@@ -11,7 +11,7 @@ from playwright.sync_api import expect
 from served import Lab
 from studio_page import choose_tab, fill, open_fold, open_studio, save_screenshot, use_theme
 from test_one_screen import find_overflowing
-from tests.requirements import needs
+from tests.requirements import needs, thorough
 from tests.weights_folders import write_chat_folder
 
 needs("datasets")
@@ -32,6 +32,7 @@ def write_questions(path: Path) -> None:
             file.write(json.dumps(row) + "\n")
 
 
+@thorough()
 def test_data_is_previewed_and_its_length_applied(lab: Lab, browser: Any, tmp_path: Path) -> None:
     folder = write_chat_folder(tmp_path / "chatty", max_position_embeddings=4096)
     write_questions(tmp_path / "questions.jsonl")

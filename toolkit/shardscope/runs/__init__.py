@@ -1,3 +1,3 @@
 """Real runs, each one folder on disk: launching, watching, stopping, explaining and comparing them;
-calibration.
+merging and chatting with trained models; calibration.
 """

@@ -8,6 +8,7 @@ from opened_notebook import KERNEL_IS_IDLE, TIMEOUT_MS, open_notebook, write_not
 from playwright.sync_api import expect
 from served import Lab
 from studio_page import SCREENSHOTS, use_theme
+from tests.requirements import thorough
 
 NOTEBOOK = "chat.ipynb"
 SOURCE = """import time
@@ -37,6 +38,7 @@ STATE = """() => [...document.querySelectorAll('.jp-Notebook .jp-Cell')].map(cel
     cell.querySelector('.jp-InputPrompt')?.innerText, cell.querySelector('.jp-Editor')?.innerText])"""
 
 
+@thorough()
 def test_a_chat_answers_side_by_side_and_keeps_its_keys(lab: Lab, browser: Any, offline: Any) -> None:
     write_notebook(lab, NOTEBOOK, "above = 1", SOURCE, "below = 1")
     page = open_notebook(lab, browser, NOTEBOOK)
