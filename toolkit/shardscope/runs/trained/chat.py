@@ -76,7 +76,7 @@ class Chat:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the chat was closed."""
+        """Return whether the chat was closed."""
         return not self._end.alive
 
     def send(self, text: str) -> Generator[str, None, None]:

@@ -53,7 +53,7 @@ class Encoder:
 
     @property
     def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
+        """Return whether the tokenizer has a chat template."""
         return self._template is not None
 
     def encode(self, example: Example) -> Encoded:

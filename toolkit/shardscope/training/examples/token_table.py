@@ -30,7 +30,7 @@ IDS, LOSS, OFFSETS = "ids.npy", "loss.npy", "offsets.npy"
 
 @dataclass
 class RowCounts:
-    """How many rows and tokens were read, cut and left out."""
+    """Counts of the rows and tokens that were read, cut and left out."""
 
     num_rows: int = 0
     num_examples: int = 0
