@@ -281,6 +281,7 @@ CALLS: dict[str, Callable[[Use], None]] = {
     "run.memory().snapshot": _of_run(lambda run: run.memory().snapshot(0)),
     "run.trace": _of_run(read_trace),
     "run.model": _of_run(read_model),
+    "run.model_card": _of_run(lambda run: check_plain(run.model_card())),
     "run._repr_html_": _of_run(lambda run: check_html(run._repr_html_())),
     "run.wait": _of_run(wait),
     "ss.runs": list_runs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -78,6 +79,15 @@ def generate(model: Any, run: ss.Run, messages: Sequence[dict[str, str]]) -> str
 
 def has_ended(pid: int) -> bool:
     return read_start_time(pid) is None
+
+
+def test_the_exported_adapters_have_a_model_card(run: ss.Run) -> None:
+    card = (run.model / "README.md").read_text()
+    assert card == run.model_card()
+    assert "library_name: peft" in card and "base_model: llama" in card
+    assert "| rows | 4 |" in card and "| SHA-256 of its tokens | `" in card
+    assert re.search(r"\| tensors at the peak, fullest rank \| [\d.]+ MiB \| [\d.]+ MiB \|", card)
+    assert str(run.folder.parent.parent) not in card
 
 
 def ask(text: str) -> dict[str, str]:
@@ -178,6 +188,7 @@ def test_merged_adapters_equal_those_of_peft(run: ss.Run, tmp_path: Path) -> Non
     assert moved and all("proj" in name for name in moved)
     assert AutoTokenizer.from_pretrained(merged).chat_template == TEMPLATE
     assert (merged / "generation_config.json").read_text() == GENERATION_CONFIG
+    assert "library_name: transformers" in (merged / "README.md").read_text()
     # It is an ordinary model: another fine-tune starts from it.
     ss.Finetune(merged, ROWS)
     assert not (merged / "old").exists()

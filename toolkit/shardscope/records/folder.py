@@ -18,6 +18,8 @@ FULL_BYTES = 2**20
 STATUSES: frozenset[str] = frozenset(get_args(Status))
 EXPORT = "export"
 """Subfolder of a run with the exported Hugging Face checkpoint."""
+MERGED = "merged"
+"""Subfolder of a run with its adapters merged into their base."""
 FINAL: frozenset[str] = frozenset({"finished", "stopped", "failed", "lost"})
 
 

@@ -171,6 +171,17 @@ class Run:
 
         return Chat(self, max_new_tokens=max_new_tokens, temperature=temperature, base=base)
 
+    def model_card(self) -> str:
+        """Return the model card of the trained model: Markdown in the Hub's format.
+
+        It has the plan, the data with their hash, hyperparameters, losses, predicted and measured memory and
+        time, and versions; ``README.md`` in :attr:`model` has the same since the run finished. Raises
+        ``ValueError`` for a run of the user's own function.
+        """
+        from shardscope.runs.trained.model_card import build_model_card
+
+        return build_model_card(self)
+
     @property
     def name(self) -> str:
         """The folder's name."""

@@ -134,10 +134,10 @@ class MeasuredMemory(MemoryReport):
         """The measured peak and the error of the prediction, as one sentence."""
         if not self.tensor_bytes:
             return "No rank has recorded its memory yet."
-        peak = f"Measured {_format_amount(self.tensor_bytes)} of tensors at the peak ({self._tensor_phase})"
+        peak = f"Measured {format_amount(self.tensor_bytes)} of tensors at the peak ({self._tensor_phase})"
         if self.predicted is None or self.error is None:
             return f"{peak}; the plan of this run cannot be read, so it has no prediction."
-        comparison = f"{peak}; predicted {_format_amount(sum_predicted_tensors(self.predicted))}"
+        comparison = f"{peak}; predicted {format_amount(sum_predicted_tensors(self.predicted))}"
         if abs(self.error) < 0.0005:
             return f"{comparison}, the same to 0.1 %."
         side = "above" if self.error > 0 else "below"
@@ -307,6 +307,6 @@ def _read_numbers(mapping: object) -> dict[str, int]:
     }
 
 
-def _format_amount(num_bytes: float) -> str:
+def format_amount(num_bytes: float) -> str:
     """Format bytes as GiB, or as MiB for the tiny models of rehearsals."""
     return f"{num_bytes / 2**20:.3g} MiB" if num_bytes < 2**28 else f"{format_gib(num_bytes)} GiB"

@@ -355,7 +355,15 @@ def _describe_run(plan: Plan, task: object, device: str, outlive_kernel: bool) -
     It holds no environment variables and no free text of the task: both may contain secrets.
     """
     versions = {"python": platform.python_version()}
-    for package in ("shardscope", "torch", "accelerate", "transformers", "deepspeed", "megatron-core"):
+    for package in (
+        "shardscope",
+        "torch",
+        "accelerate",
+        "transformers",
+        "peft",
+        "deepspeed",
+        "megatron-core",
+    ):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

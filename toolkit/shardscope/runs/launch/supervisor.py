@@ -315,6 +315,8 @@ class Supervisor:
             details = {"error": report.text, "rank": failure.rank}
             # The report's reason is the failure's, with numbers. A stop's reason stays.
             reason = report.reason if reason == failure.reason else reason
+        if status == "finished":
+            self._write_model_card()
         self._set_status(status, reason, **details)
         for _ in pending:
             pass
@@ -333,6 +335,24 @@ class Supervisor:
         except Exception as error:  # Suggested fixes are optional; the failure itself is always reported.
             self._log(f"no fix is suggested: {type(error).__name__}: {error}")
             return FailureReport(failures[0].reason, failures[0].text)
+
+    def _write_model_card(self) -> None:
+        """Write README.md into the exported model, before the status says that the model is complete.
+
+        Here and not on a rank, because the metrics and the measured memory of all ranks are known only now.
+        An error here does not fail the run.
+        """
+        # Imported lazily: it would slow down the supervisor's start.
+        from shardscope.runs.run import Run
+
+        try:
+            run = Run(self.folder)
+            if run.model is not None and run.trains_the_plan:
+                from shardscope.runs.trained.model_card import write_model_card
+
+                write_model_card(run, run.model)
+        except Exception as error:
+            self._log(f"no model card was written: {type(error).__name__}: {error}")
 
     def _store_measured_step(self) -> None:
         """Keep the measured step time for later predictions; an error here does not fail the run."""

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
-from shardscope.records.folder import EXPORT, checked_path
+from shardscope.records.folder import EXPORT, MERGED, checked_path
 from shardscope.runs.run import Run
 from shardscope.runs.trained.child_environment import build_child_environment
+from shardscope.runs.trained.model_card import write_model_card
 from shardscope.runs.trained.model_files import find_model
 
 if TYPE_CHECKING:
     from shardscope.runs.trained.model_files import ModelFiles
 
-MERGED = "merged"
-"""Subfolder of a run with the merged weights."""
 SPARE_BYTES = 50_000_000
 """Disk space for tokenizer, config and index, beside the weights."""
 MAX_OUTPUT = 2000
@@ -53,6 +52,7 @@ def merge(run_or_folder: Run | str | os.PathLike[str], out: str | os.PathLike[st
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
         merged = Path(temporary, "merged")
         _run_process(files, merged)
+        write_model_card(run, merged, is_merged=True)
         if target.is_symlink():
             target.unlink()
         elif target.exists():

@@ -20,6 +20,7 @@ from shardscope.training.examples.encoding import LOSS_ON, Encoder, LossOn
 from shardscope.training.examples.formats import Format, recognize_format
 from shardscope.training.examples.preview import Preview, preview_examples
 from shardscope.training.examples.rows import Rows, describe_source, is_text, open_rows, resolve_source
+from shardscope.training.examples.source_record import COUNTS, describe_examples, describe_file, save_counts
 from shardscope.training.examples.token_table import (
     BAD_ROWS,
     BadRows,
@@ -314,9 +315,25 @@ class Finetune(TextTask):
         table = build_table(encoded)
         check_examples(field, counts, seq_len)
         table.save(folder)
+        save_counts(folder, counts)
         for line in describe_counts(counts, seq_len):
             print(line, flush=True)
         return table
+
+    def describe_data(self, folder: Path) -> dict[str, object]:
+        """See :class:`TextTask`."""
+        is_examples = self.plain_text is None
+        record = (
+            describe_examples(self.data, folder / TOKENS) if is_examples else super().describe_data(folder)
+        )
+        if isinstance(self.validation, float):
+            counts = read_json(folder / VALIDATION_TOKENS / COUNTS) or {}
+            record["validation"] = {"name": f"{self.validation:.0%} of the rows", **counts}
+        elif self.validation is not None and is_examples:
+            record["validation"] = describe_examples(self.validation, folder / VALIDATION_TOKENS)
+        elif isinstance(self.validation, Path):
+            record["validation"] = describe_file(self.validation)
+        return record
 
     @property
     def folder(self) -> WeightsFolder:

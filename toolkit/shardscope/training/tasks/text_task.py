@@ -27,6 +27,7 @@ from shardscope.training.checkpoints.choice import (
 )
 from shardscope.training.data.plain_text import check_is_plain_text
 from shardscope.training.data.tokenizer import SHIPPED_TEXT
+from shardscope.training.examples.source_record import describe_file
 
 if TYPE_CHECKING:
     import torch
@@ -202,10 +203,13 @@ class TextTask(ABC):
         # This also sets the number of finished steps, from which train() continues.
         resumed = self._load_resumed(ctx)
         batches, num_steps, validation = self.prepare_data(ctx, resumed)
-        # The notebook reads it here if the launch could not know it.
-        ctx.record("training", {"num_steps": num_steps})
         warmup = min(100, num_steps // 10) if self.warmup_steps is None else min(self.warmup_steps, num_steps)
         schedule = Schedule(peak=self.peak_rate(plan), num_steps=num_steps, warmup_steps=warmup)
+        # The notebook reads num_steps here if the launch could not know it; the model card reads all.
+        training = {"num_steps": num_steps, "learning_rate": schedule.peak, "warmup_steps": warmup}
+        ctx.record("training", training)
+        if ctx.rank == 0:
+            ctx.record("data_source", self.describe_data(ctx.folder))
         if validation is not None:
             engine.validation_state = validation.describe_state()
         print(
@@ -232,6 +236,7 @@ class TextTask(ABC):
                 engine.load(validation.best_checkpoint)
                 print(f"exporting the weights after {engine.num_steps_done:,} steps, the best", flush=True)
             engine.export(EXPORT)
+            ctx.record("export", {"num_steps_done": engine.num_steps_done})
             if ctx.rank == 0:
                 self.complete_export(ctx.folder / EXPORT, plan)
             print(f"exported {EXPORT}", flush=True)
@@ -240,6 +245,14 @@ class TextTask(ABC):
     def data_name(self) -> str:
         """Short name of the data, for the log."""
         return self.plain_text.name if self.plain_text is not None else ""
+
+    def describe_data(self, folder: Path) -> dict[str, object]:
+        """Return name, SHA-256 and size of the data, for the model card; ``folder`` is the run's.
+
+        Called on rank 0, after :meth:`prepare_data`.
+        """
+        assert self.plain_text is not None, "a subclass with other data overrides this"
+        return describe_file(self.plain_text)
 
     def prepare_data(
         self, ctx: TrainingContext, resumed: Path | None

@@ -1,0 +1,65 @@
+"""Record of a run's data: name, SHA-256 and size of a source, for the model card. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict
+from pathlib import Path
+
+from shardscope.records.json_files import read_json, write_json
+from shardscope.training.examples.rows import LOADERS, describe_source
+from shardscope.training.examples.token_table import IDS, LOSS, RowCounts
+
+COUNTS = "counts.json"
+"""File beside the tokens of examples with the numbers of :class:`RowCounts`."""
+
+
+def save_counts(folder: Path, counts: RowCounts) -> None:
+    """Write the numbers of ``counts`` into a folder of tokens; its texts quote rows, and are left out."""
+    write_json(folder / COUNTS, {name: value for name, value in asdict(counts).items() if is_count(value)})
+
+
+def describe_file(source: Path) -> dict[str, object]:
+    """Return the name and the SHA-256 of a file or a folder of files."""
+    return {
+        "name": source.name,
+        "sha256": hash_path(source),
+        "hashed": "file" if source.is_file() else "folder",
+    }
+
+
+def describe_examples(source: object, folder: Path) -> dict[str, object]:
+    """Return the name, the SHA-256 and the counts of examples whose tokens are in ``folder``.
+
+    The hash is that of the source's file or files, or that of the tokens and their loss mask if the source is
+    an object or a data set of the Hub.
+    """
+    counts = read_json(folder / COUNTS) or {}
+    if isinstance(source, Path):
+        return {**describe_file(source), **counts}
+    digest = hashlib.sha256()
+    for name in (IDS, LOSS):
+        digest.update(_hash_file(folder / name).encode())
+    return {"name": describe_source(source), "sha256": digest.hexdigest(), "hashed": "tokens", **counts}
+
+
+def hash_path(path: Path) -> str:
+    """Return the SHA-256 of a file, as ``sha256sum`` prints it; of a folder, that of ``sha256sum *``."""
+    if path.is_file():
+        return _hash_file(path)
+    digest = hashlib.sha256()
+    # The files that are read: others, such as a README, do not change the data.
+    for file in sorted(path.iterdir()):
+        if file.is_file() and file.suffix.lower() in {*LOADERS, ".arrow"}:
+            digest.update(f"{_hash_file(file)}  {file.name}\n".encode())
+    return digest.hexdigest()
+
+
+def is_count(value: object) -> bool:
+    """Return whether ``value`` is a whole number from 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
