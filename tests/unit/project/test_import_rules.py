@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -290,6 +291,12 @@ def test_no_tracked_file_is_ignored_by_git() -> None:
         pytest.skip("no clone: run it in one, where git says what it ignores")
     command = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
     assert subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout == ""
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    # pytest imports them by their names alone: two of one name fail when their folders are collected together.
+    names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
+    assert not [name for name, count in Counter(names).items() if count > 1]
 
 
 def test_frameworks_do_not_import_each_other() -> None:
