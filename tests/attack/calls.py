@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import anywidget
 import ipywidgets as widgets
+import torch
 from tests.attack.mutations import TAG
 
 import shardscope as ss
@@ -21,7 +23,11 @@ from shardscope.runs.explain.compare import Runs
 from shardscope.runs.resume import why_not_resumable
 from shardscope.runs.run import Run, runs
 from shardscope.runs.summaries import RunSummaries
+from shardscope.runs.trained.loading import add_trained_adapters, load_weights
+from shardscope.runs.trained.merge_process import merge_adapters
+from shardscope.runs.trained.model_files import ModelFiles, find_model
 from shardscope.runs.watch.free_memory import read_free_memory
+from shardscope.training.data.weights_tokenizer import WeightsTokenizer
 from shardscope_widgets import RunView
 from shardscope_widgets.run.runs_view import RunsView
 
@@ -116,7 +122,53 @@ def read_trace(run: Run) -> None:
 
 
 def read_model(run: Run) -> None:
-    getattr(run, "model", None)
+    repr(run.model)
+    repr(run.recorded_base)
+
+
+def open_chat(run: Run) -> None:
+    """Open the chat; that its process loads is :func:`load_model`'s."""
+    run.chat().close()
+
+
+def open_chat_with_base(run: Run) -> None:
+    run.chat(base=True).close()
+
+
+def load_model(run: Run) -> None:
+    """Load the model as the process of a chat does, here, where the libraries are imported already."""
+    files = find_model(run, "run")
+    with _as_in_a_process():
+        WeightsTokenizer(files.weights_folder).load()
+        model = load_weights(files, torch.float32)
+        if files.adapters is not None:
+            add_trained_adapters(model, files.adapters)
+
+
+def merge(use: Use) -> None:
+    def merge_here(files: ModelFiles, folder: Path) -> None:
+        with _as_in_a_process():
+            merge_adapters(files, folder)
+            return
+        raise RuntimeError("merging failed")
+
+    with mock.patch("shardscope.runs.trained.merge._run_process", merge_here):
+        try:
+            ss.merge(use.path)
+        except RuntimeError:
+            return
+
+
+@contextmanager
+def _as_in_a_process() -> Iterator[None]:
+    """Suppress what a library raises, which ends its process; not a lack of memory, which ends others too."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        if "memory" in str(error):
+            raise
 
 
 def follow(run: Run) -> None:
@@ -282,6 +334,10 @@ CALLS: dict[str, Callable[[Use], None]] = {
     "run.trace": _of_run(read_trace),
     "run.model": _of_run(read_model),
     "run.model_card": _of_run(lambda run: check_plain(run.model_card())),
+    "run.chat": _of_run(open_chat),
+    "run.chat(base=True)": _of_run(open_chat_with_base),
+    "the model of run.chat": _of_run(load_model),
+    "ss.merge": merge,
     "run._repr_html_": _of_run(lambda run: check_html(run._repr_html_())),
     "run.wait": _of_run(wait),
     "ss.runs": list_runs,

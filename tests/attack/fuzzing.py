@@ -25,6 +25,7 @@ HANG_SECONDS = 8.0
 """When a call counts as one that never ends; a machine that has other things to do may be slow."""
 START_SECONDS = 120.0
 GOOD = "good"
+WARM_UP = ("stopped", "adapters", "weights")
 MADE_BY_READERS = frozenset({"summary.json"})
 """Files that reading a run may add to its folder."""
 
@@ -42,8 +43,8 @@ class Outcome:
 class Worker:
     """The process that opens folders, started again whenever it had to be killed."""
 
-    def __init__(self, home: Path, warm_up: Path) -> None:
-        """``warm_up``: a run in good order, on which every call is made before the first that counts."""
+    def __init__(self, home: Path, warm_up: list[Path]) -> None:
+        """``warm_up``: runs in good order, on which every call is made before the first that counts."""
         self.home = home
         self.warm_up = warm_up
         self._process: subprocess.Popen[bytes] | None = None
@@ -97,12 +98,13 @@ class Worker:
             env=environment,
             cwd=Path(__file__).parents[2],
         )
-        self._request(self.warm_up, self.calls)
-        answer: dict[str, Any] | None = {}
-        while answer is not None and "folder" not in answer:
-            answer = self._answer(START_SECONDS)
-            if answer is None or answer.get("wrong"):
-                raise RuntimeError(f"a run in good order is not survived: {answer}")
+        for folder in self.warm_up:
+            self._request(folder, self.calls)
+            answer: dict[str, Any] | None = {}
+            while answer is not None and "folder" not in answer:
+                answer = self._answer(START_SECONDS)
+                if answer is None or answer.get("wrong"):
+                    raise RuntimeError(f"a run in good order is not survived: {answer}")
 
     def _request(self, folder: Path, calls: list[str]) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -139,10 +141,12 @@ def attack(
 ) -> Iterator[Outcome]:
     """Make the tries of these numbers. Failed ones are copied to ``failed_folder``."""
     with tempfile.TemporaryDirectory(prefix="shardscope-attack-") as parent:
-        worker = Worker(Path(parent) / "home", Path(parent) / "warm-up" / "runs" / "stopped")
+        runs = Path(parent) / "warm-up" / "runs"
+        worker = Worker(Path(parent) / "home", [runs / name for name in WARM_UP])
         worker.home.mkdir()
-        for name in ("stopped", GOOD):
-            shutil.copytree(recorded / "stopped", worker.warm_up.with_name(name))
+        shutil.copytree(recorded / "stopped", runs / GOOD)
+        for name in WARM_UP:
+            shutil.copytree(recorded / name, runs / name)
         try:
             for number in numbers:
                 yield _try(number, seed, recorded, Path(parent) / str(number), worker, failed_folder)

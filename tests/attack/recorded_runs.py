@@ -8,20 +8,23 @@ import os
 import shutil
 from pathlib import Path
 
+from tests.weights_folders import write_chat_folder
+
 import shardscope as ss
 from shardscope.machine.processes import identify_machine, read_start_time
-from shardscope.records.folder import RunFolder
+from shardscope.records.folder import EXPORT, RunFolder
 
 SECONDS = 180.0
 MAX_EVENTS = 200
 """Maximum number of events of each rank's trace."""
 MAX_WEIGHTS_BYTES = 4096
 """Maximum size of each file with tensors, which nothing that lists runs reads."""
-NAMES = ("stopped", "failed", "living")
+NAMES = ("stopped", "failed", "living", "adapters", "weights")
+"""Copies of them are damaged; the last two have exported a model: adapters over a base, and whole weights."""
 
 
 def record_runs(folder: Path) -> None:
-    """Launch a run that saves, profiles and is stopped, and one that fails; derive a living one.
+    """Launch a run that saves, profiles and is stopped, one that fails, and a fine-tune; derive the others.
 
     Existing ones are reused, so that one try of a seed can be repeated.
     """
@@ -36,12 +39,19 @@ def record_runs(folder: Path) -> None:
     )
     launched = folder.with_name(f"{folder.name}.new")
     shutil.rmtree(launched, ignore_errors=True)
+    # Beside the recorded runs, for a run names its base by its path.
+    base = folder.with_name(f"{folder.name}-base")
+    shutil.rmtree(base, ignore_errors=True)
+    write_chat_folder(base, tie_word_embeddings=True)
     _record(plan, ss.Pretrain(num_steps=8, save_every=8, profile=True), launched, "stopped", "finished")
     _record(plan, ss.Pretrain(num_steps=8, text=_write_deleted_text(launched)), launched, "failed", "failed")
     # Change the status to stopped after the last step: a finished run cannot be resumed.
     _replace_last_status(launched / "stopped", "stopped", "run.stop() was called")
     shutil.copytree(launched / "stopped", launched / "living")
     _replace_last_status(launched / "living", "running", "2 ranks at work")
+    _record_finetune(base, launched)
+    shutil.copytree(launched / "adapters", launched / "weights")
+    _replace_export(launched / "weights", base)
     launched.rename(folder)
 
 
@@ -51,14 +61,27 @@ def make_living(path: Path) -> None:
     RunFolder(path).supervisor.write_text(json.dumps(record) + "\n")
 
 
-def _record(plan: ss.Plan, task: ss.Pretrain, folder: Path, name: str, status: str) -> None:
+def _record(plan: ss.Plan, task: ss.Pretrain | ss.Finetune, folder: Path, name: str, status: str) -> None:
     run = ss.launch(plan, task, name=name, folder=folder)
-    if task.text is not None:
+    if isinstance(task, ss.Pretrain) and task.text is not None:
         task.text.unlink()
     ended = run.wait(SECONDS)
     if ended != status:
         raise RuntimeError(f"the run to record is {ended}, not {status}: {run.reason}\n{run.error}")
     _trim(run.folder)
+
+
+def _record_finetune(base: Path, folder: Path) -> None:
+    recipe = ss.Recipe(seq_len=32, global_batch_size=2, precision="fp32", method="lora", lora_rank=2)
+    plan = ss.Plan(ss.Architecture.from_hf(base), ss.Cluster.parse("2xcpu"), recipe, ss.Layout.ddp())
+    rows = [{"prompt": "Who hunts the whale?", "completion": "Captain Ahab does."}] * 4
+    _record(plan, ss.Finetune(base, rows, num_steps=2, export=True), folder, "adapters", "finished")
+
+
+def _replace_export(path: Path, weights: Path) -> None:
+    """Replace the exported adapters by a whole model."""
+    shutil.rmtree(path / EXPORT)
+    shutil.copytree(weights, path / EXPORT)
 
 
 def _write_deleted_text(folder: Path) -> Path:

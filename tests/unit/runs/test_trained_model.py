@@ -17,6 +17,7 @@ from shardscope.runs.trained.model_files import find_base, find_model, parse_ada
 from shardscope.training.weights.base_sample import hash_base
 from shardscope.training.weights.weights_folder import WeightsFolder
 
+LORA_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 ADAPTER_CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"]}
 
 
@@ -38,7 +39,7 @@ def write_adapter_run(parent: Path, **config: object) -> ss.Run:
     folder = write_run("lora", parent=parent, task=ss.Pretrain(num_steps=20, export=True))
     (folder / "export").mkdir()
     (folder / "export" / "adapter_config.json").write_text(json.dumps({**ADAPTER_CONFIG, **config}))
-    write_file(folder / "export" / "adapter_model.safetensors", {"a": ("F32", (4, 16))})
+    write_file(folder / "export" / "adapter_model.safetensors", {LORA_A: ("F32", (4, 16))})
     edit_json(folder / "run.json", base={"weights": str(base.path), "sample": hash_base(base)})
     return ss.Run.attach(folder)
 
@@ -158,6 +159,16 @@ def test_only_safetensors_are_opened(tmp_path: Path) -> None:
     file.symlink_to(file.with_suffix(".bin"))
     with pytest.raises(ValueError, match="nothing else is opened"):
         run.chat()
+
+
+def test_sizes_in_a_config_that_the_tensors_do_not_have_are_refused(tmp_path: Path) -> None:
+    """transformers and peft would allocate them: any amount of memory."""
+    with pytest.raises(ValueError, match=r"r is 65536; allowed: the rank of the tensors .*: 4"):
+        find_model(write_adapter_run(tmp_path / "lora", r=65_536), "run")
+    run = write_full_run(tmp_path)
+    edit_json(run.model / "config.json", num_hidden_layers=2_000)
+    with pytest.raises(ValueError, match="every tensor of .*the files lack"):
+        find_model(run, "run")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+LORA_A = ".lora_A.weight"
+"""End of the names of the first factors, of shape (rank, input width)."""
 MAX_RANK = 65_536
 UNSUPPORTED_KEYS = (
     "modules_to_save",
@@ -136,7 +138,9 @@ def _check_weights(folder: WeightsFolder) -> ModelFiles:
     if packed is not None:
         fix = "the model's weights in bf16"
         refuse(f"{folder.field}/config.json quantization_config", packed, "none: packed weights", fix)
-    # The headers are read here, so that a truncated file is an error message and no crash of the process.
+    # Here, so that a truncated file is an error message and no crash of the process. transformers would
+    # allocate what config.json describes and the files lack.
+    folder.check_tensors(folder.architecture)
     num_bytes = sum(tensor.num_bytes for _, tensor in folder.tensors.values())
     WeightsTokenizer(folder).check(folder.architecture.vocab_size)
     return ModelFiles(weights=str(folder.path), num_bytes=num_bytes)
@@ -147,8 +151,17 @@ def _read_adapters(folder: Path, field: str) -> Adapters:
     if not file.is_file() or file.is_symlink():
         allowed = f"a folder with {ADAPTER_WEIGHTS}: nothing else is opened"
         refuse(field, str(folder), allowed, "the folder that the run exported")
-    read_header(file, f"{field}/{ADAPTER_WEIGHTS}")
-    return parse_adapter_config(folder, read_json(folder / ADAPTER_CONFIG) or {}, f"{field}/{ADAPTER_CONFIG}")
+    tensors = read_header(file, f"{field}/{ADAPTER_WEIGHTS}")
+    config_field = f"{field}/{ADAPTER_CONFIG}"
+    adapters = parse_adapter_config(folder, read_json(folder / ADAPTER_CONFIG) or {}, config_field)
+    # peft allocates tensors of the rank that the config says before it reads those of the file.
+    ranks = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(LORA_A) and tensor.shape}
+    if ranks != {adapters.rank}:
+        allowed = (
+            f"the rank of the tensors in {ADAPTER_WEIGHTS}: {', '.join(map(str, sorted(ranks))) or 'none'}"
+        )
+        refuse(f"{config_field} r", adapters.rank, allowed, "the folder that the run exported")
+    return adapters
 
 
 def parse_adapter_config(folder: Path, config: Mapping[str, object], field: str) -> Adapters:

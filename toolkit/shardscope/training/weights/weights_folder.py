@@ -216,7 +216,7 @@ class WeightsFolder:
                 "the model's weights in bf16; Recipe.quantization packs a frozen base",
             )
         self._check_architecture(plan.architecture)
-        self._check_tensors(plan.architecture)
+        self.check_tensors(plan.architecture)
 
     def _check_architecture(self, planned: Architecture) -> None:
         # Name the first field that differs; the display name may be the user's own.
@@ -228,7 +228,8 @@ class WeightsFolder:
                 fix = f"architecture=Architecture.from_hf({str(self.path)!r})"
                 refuse(f"Architecture.{field.name}", planned_value, allowed, fix)
 
-    def _check_tensors(self, arch: Architecture) -> None:
+    def check_tensors(self, arch: Architecture) -> None:
+        """Raise ``ValueError`` unless the files hold exactly the tensors of ``arch``, in known types."""
         stored = {name: tensor for name, (_, tensor) in self.tensors.items()}
         expected = dict(
             piece for source in find_sources(arch, stored).values() for piece in source.list_stored()
