@@ -167,7 +167,7 @@ def test_sizes_in_a_config_that_the_tensors_do_not_have_are_refused(tmp_path: Pa
         find_model(write_adapter_run(tmp_path / "lora", r=65_536), "run")
     run = write_full_run(tmp_path)
     edit_json(run.model / "config.json", num_hidden_layers=2_000)
-    with pytest.raises(ValueError, match="every tensor of .*the files lack"):
+    with pytest.raises(ValueError, match=r"every tensor of .*the files lack"):
         find_model(run, "run")
 
 
