@@ -89,6 +89,8 @@ class Worker:
             "SHARDSCOPE_DATA_HOME": str(self.home),
             "XDG_STATE_HOME": str(self.home / "state"),
             "OMP_NUM_THREADS": "1",
+            # Each arena reserves 64 MiB or more of the address space, which the worker limits.
+            "MALLOC_ARENA_MAX": "2",
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.attack.worker"],
