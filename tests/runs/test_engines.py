@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.requirements import few, needs
+from tests.requirements import few, needs, thorough
 
 torch = needs("torch")
 needs("transformers")
@@ -125,6 +125,7 @@ def test_gradient_accumulation_equals_the_large_batch(
     assert close(on_ranks(2, plan, five_losses, tmp_path)[0]["losses"], reference["losses"])
 
 
+@thorough()
 def test_hybrid_sharding_with_accumulation(reference: dict[str, Any], tmp_path: Path) -> None:
     """Two replicas of one shard each: the all-reduce is held back until the last micro-batch."""
     plan = tiny_plan("fsdp2", 2, num_micro_batches=2, micro_batch_size=1, layout={"replicate": 2})
@@ -386,6 +387,7 @@ def own_weights(ctx: StandInContext) -> dict[str, Any]:
     }
 
 
+@thorough()
 def test_a_models_own_weights_are_kept_under_a_large_plan(tmp_path: Path) -> None:
     """How a model is built hangs on what the task says of its weights, not on the plan's size alone."""
     plan = tiny_plan("fsdp2", 2, architecture=models["llama-3.2-1b"])
@@ -403,6 +405,7 @@ def pretrained_from_meta(ctx: StandInContext) -> str:
     return str(ctx.records["engine"]["built_on"])
 
 
+@thorough()
 def test_pretraining_a_large_plan_never_builds_the_whole_model(tmp_path: Path) -> None:
     assert on_ranks(2, tiny_plan("fsdp2", 2), pretrained_from_meta, tmp_path) == ["meta"] * 2
 
@@ -601,6 +604,7 @@ def recorded_steps(run: Any, rank: int) -> int:
     return sum(name.startswith("ProfilerStep#") for name in names)
 
 
+@thorough()
 @pytest.mark.usefixtures("bounded_time", "nothing_left")
 def test_a_run_obeys_commands_at_the_same_step(tmp_path: Path) -> None:
     run = launch(tiny_plan("fsdp2", 2), steered, folder=tmp_path)

@@ -79,6 +79,7 @@ def test_the_validation_loss_is_that_of_transformers_and_training_is_the_same(
     assert list_values(run, "grad_norm") == pytest.approx(list_values(without, "grad_norm"), rel=1e-5)
 
 
+@thorough()
 def test_a_fraction_is_not_trained_on_and_the_ranks_count_epochs(tmp_path: Path) -> None:
     folder, rows = small_model(tmp_path, "llama"), [*ROWS, *VALIDATION_ROWS, ROWS[0]]
     data = write_rows(tmp_path / "rows.jsonl", [*rows, *rows])
@@ -101,6 +102,7 @@ def test_the_last_part_of_a_text_is_for_validation(tmp_path: Path) -> None:
     assert run.num_steps == -(-data["num_samples"] // 4)
 
 
+@thorough()
 def test_early_stopping_keeps_and_exports_the_best_weights_also_after_a_resume(tmp_path: Path) -> None:
     folder, runs = small_model(tmp_path, "llama"), tmp_path / "runs"
     # A rate at which the loss grows after the second step.

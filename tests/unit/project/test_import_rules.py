@@ -294,7 +294,7 @@ def test_no_tracked_file_is_ignored_by_git() -> None:
 
 
 def test_test_files_have_names_of_their_own() -> None:
-    # pytest imports them by their names alone: two of one name fail when their folders are collected together.
+    # pytest imports them by their names alone: two of one name cannot be collected together.
     names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
     assert not [name for name, count in Counter(names).items() if count > 1]
 
