@@ -412,6 +412,7 @@ def test_hub_download_failure_raises_value_error(monkeypatch: pytest.MonkeyPatch
         raise OSError("offline\nmore")
 
     monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: None)
+    monkeypatch.setattr(hub, "get_hf_file_metadata", lambda *_, **__: None)
     monkeypatch.setattr(hub, "hf_hub_download", fail)
     with pytest.raises(ValueError, match=r"'org/name' could not be downloaded from the Hub: offline"):
         Architecture.from_hf("org/name")

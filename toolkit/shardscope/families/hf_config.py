@@ -13,6 +13,7 @@ from shardscope.core.errors import Value, find_similar, refuse
 from shardscope.core.json_text import parse_json
 from shardscope.families.common import HfConfig
 from shardscope.families.registry import FAMILIES
+from shardscope.machine.hub import HubProblem, find_hub_problem
 
 MAX_BYTES = 1_000_000
 """Maximum size of a config.json; real ones have a few kilobytes."""
@@ -125,12 +126,16 @@ def _find_on_hub(hub_id: str) -> Path:
         raise ValueError(
             f"Reading {hub_id!r} from the Hub requires huggingface_hub. Nearest fix: {fix}."
         ) from error
+    cause = None
     try:
         cached = try_to_load_from_cache(hub_id, "config.json")
-        return Path(cached if isinstance(cached, str) else hf_hub_download(hub_id, "config.json"))
-    except Exception as error:  # offline, gated, misspelt: the Hub's client has a separate class for each
+        problem = None if isinstance(cached, str) else find_hub_problem(hub_id, "config.json", "model")
+        if problem is None:
+            return Path(cached if isinstance(cached, str) else hf_hub_download(hub_id, "config.json"))
+    except Exception as error:  # The Hub's client has a separate class for each cause.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        fix = "pass the path of its config.json, or check the name, the network and `hf auth login`"
-        raise ValueError(
-            f"config.json of {hub_id!r} could not be downloaded from the Hub: {reason} Nearest fix: {fix}."
-        ) from error
+        problem, cause = HubProblem(reason.rstrip("."), "check the name and the network"), error
+    raise ValueError(
+        f"config.json of {hub_id!r} could not be downloaded from the Hub: {problem.reason}. "
+        f"Nearest fix: {problem.fix}, or pass the path of its config.json."
+    ) from cause

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 from shardscope.core.errors import find_similar, refuse
+from shardscope.machine.hub import HubProblem, find_hub_problem
 
 if TYPE_CHECKING:
     import pandas
@@ -30,6 +32,7 @@ LOADERS = {
     ".md": TEXT_LOADER,
 }
 """File suffix -> builder of ``datasets.load_dataset``."""
+README = "README.md"
 ARROW_STATE = "state.json"
 """File that ``Dataset.save_to_disk`` writes into its folder."""
 ALLOWED = (
@@ -249,12 +252,30 @@ def _shorten(line: bytes) -> str:
 def _read_hub(field: str, name: str) -> Rows:
     import datasets
 
+    problem = find_hub_problem(name, README, "dataset")
+    is_offline = problem is not None and problem.is_unreachable
     try:
-        # Without custom code: datasets 4 and later run none.
-        rows = datasets.load_dataset(name, split="train")
-    except Exception as error:  # No network, no such name, a gated data set: each its own exception.
+        with _offline_datasets() if is_offline else nullcontext():
+            # Without custom code: datasets 4 and later run none.
+            rows = datasets.load_dataset(name, split="train")
+    except Exception as error:  # A gated data set, files of no known format: each its own exception.
         text = str(error).strip().splitlines()
-        reason = text[0] if text else type(error).__name__
-        allowed = f"a data set of the Hub that this machine can read: {reason}"
-        refuse(field, name, allowed, "a file on this machine, or `hf auth login` for a gated data set")
+        problem = problem or HubProblem(
+            text[0].rstrip(".") if text else type(error).__name__, "another data set"
+        )
+        allowed = f"a data set of the Hub that this machine can read: {problem.reason}"
+        refuse(field, name, allowed, f"{problem.fix}, or a file on this machine")
     return cast(Rows, rows)
+
+
+@contextmanager
+def _offline_datasets() -> Iterator[None]:
+    """Make ``datasets`` read its cache only, instead of repeating requests for 23 seconds."""
+    import datasets
+
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
