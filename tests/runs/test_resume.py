@@ -23,6 +23,8 @@ from shardscope.runs.launch.launch import launch  # noqa: E402
 from shardscope.training.checkpoints.folders import checkpoint_path, is_complete, list_checkpoints  # noqa: E402
 
 NAMES = ("step", "loss", "learning_rate", "grad_norm")
+SCHEDULE: dict[str, Any] = {"learning_rate": 1e-3, "lr_scheduler_type": "linear", "warmup_steps": 0.2}
+"""Four of 20 steps rise from 0 and 16 fall to it: the run dies while they fall."""
 
 
 def rows(lines: list[dict[str, Any]]) -> list[list[Any]]:
@@ -47,16 +49,16 @@ def killed_in_step_12(ctx: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     ctx.log = log_or_die
-    Pretrain(num_steps=20, save_every=5, keep_last=1, resume=True)(ctx)
+    Pretrain(num_steps=20, save_every=5, keep_last=1, resume=True, **SCHEDULE)(ctx)
 
 
 def resumed_then_straight(ctx: Any) -> None:
     """Run the remaining of 20 steps, and then all 20 again from the start, for comparison."""
     from shardscope.training.tasks.pretrain import Pretrain
 
-    Pretrain(num_steps=20, save_every=5, keep_last=1, resume=True, export=True)(ctx)
+    Pretrain(num_steps=20, save_every=5, keep_last=1, resume=True, export=True, **SCHEDULE)(ctx)
     ctx.__dict__["engine"] = type(ctx.engine)(ctx)
-    Pretrain(num_steps=20)(ctx)
+    Pretrain(num_steps=20, **SCHEDULE)(ctx)
 
 
 RUNS = {
@@ -103,6 +105,8 @@ def test_fault_30_a_killed_run_resumes_exactly(run: str, tmp_path: Path) -> None
     resumed, straight = lines[0][:10], lines[0][10:]
     assert [row[0] for row in straight] == list(range(20))
     assert resumed == straight[10:]
+    rates = [*(1e-3 * step / 4 for step in range(4)), *(1e-3 * (20 - step) / 16 for step in range(4, 20))]
+    assert [row[2] for row in straight] == pytest.approx(rates, rel=1e-12)
     before = rows([line for line in first.metrics() if line["rank"] == 0])
     assert before[:12] == straight[:12]
     assert [path.name for path in list_checkpoints(second.folder)] == ["step-000020"]

@@ -33,6 +33,8 @@ EXAMPLE_FIELDS = {
     "early_stopping": None,
 }
 """Fields that a plain text does not use, and that runs of older versions have not recorded."""
+NEWER_FIELDS = {"lr_scheduler_type": None}
+"""Fields that runs of older versions have not recorded, with the value that stands for what they did."""
 
 
 def resume_run(run: Run, *, outlive_kernel: bool | None = None, force: bool = False) -> Run:
@@ -140,6 +142,8 @@ def _make_task(kind: type[TextTask], description: Mapping[str, object], checkpoi
     recorded = description.get("asked")
     if not isinstance(recorded, dict):
         recorded = {}
+    elif recorded:
+        recorded = {**NEWER_FIELDS, **recorded}
     if kind.__name__ == "Finetune" and "data" not in recorded and "text" in recorded:
         # Versions before 0.2 read one text file, by the field "text".
         recorded = {**EXAMPLE_FIELDS, **recorded, "data": recorded["text"]}

@@ -3,6 +3,7 @@ batch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from shardscope.core.finding import Finding, Severity
@@ -63,7 +64,11 @@ def check_warm_up(case: Case) -> Iterator[Finding]:
     steps = getattr(task, "num_steps", None)
     if steps is None or not hasattr(task, "warmup_steps") or "adamw" not in plan.recipe.optimizer:
         return
-    warm_up = task.warmup_steps
+    warm_up, fields = task.warmup_steps, dict[str, object]()
+    if getattr(task, "lr_scheduler_type", None) == "constant":  # It has none.
+        warm_up, fields = 0, {"lr_scheduler_type": "constant_with_warmup"}
+    elif isinstance(warm_up, float):  # A share of all steps.
+        warm_up = math.ceil(steps * warm_up)
     # A short run cannot spend that many steps on it: a tenth of its steps is enough.
     if warm_up is None or warm_up >= min(WARM_UP_STEPS, steps // 10):
         return
@@ -74,6 +79,7 @@ def check_warm_up(case: Case) -> Iterator[Finding]:
         why=f"{warm_up} steps of warm-up: with beta_2 {BETA_2} AdamW's second moment settles over about "
         f"{WARM_UP_STEPS} (Ma & Yarats 2021), and a large batch needs them most (Goyal et al. 2017).",
         number=float(warm_up),
-        change=f"warmup_steps={better}, or None",
-        task=replace_task_fields(task, warmup_steps=better),
+        change=", ".join([*(f"{name}={value!r}" for name, value in fields.items()), f"warmup_steps={better}"])
+        + ", or None",
+        task=replace_task_fields(task, warmup_steps=better, **fields),
     )

@@ -1,16 +1,33 @@
-"""Learning rate schedule: a linear warm-up, then a cosine decay to a tenth of the peak."""
+"""Learning rate schedules: a warm-up, then a decay, by transformers' names."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
+SchedulerType = Literal[
+    "linear", "cosine", "cosine_with_min_lr", "constant", "constant_with_warmup", "inverse_sqrt"
+]
+SCHEDULER_TYPES: tuple[str, ...] = get_args(SchedulerType)
+"""Values of transformers' ``lr_scheduler_type``. Not among them: those that take further arguments
+(``polynomial``, ``cosine_with_restarts``, ``warmup_stable_decay``) or a metric."""
 FINAL_FRACTION = 0.1
+"""Share of the peak at which the default schedule and ``cosine_with_min_lr`` end, as GPT-3's
+(arXiv:2005.14165, appendix B) and Llama's (arXiv:2302.13971, section 2.3)."""
+INVERSE_SQRT_TIMESCALE = 10_000
+"""Timescale of ``inverse_sqrt`` without a warm-up (transformers 5.24, optimization.py)."""
+MAX_DEFAULT_WARMUP = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Cosine decay with warm-up, as GPT-3 (arXiv:2005.14165 appendix B) and Llama train."""
+    """Learning rate by step.
+
+    The default is linear warm-up, then a cosine to a tenth of the peak. Its first step has a rate above 0;
+    those of transformers with a warm-up begin at 0, so that their first step changes nothing.
+    """
 
     peak: float
     """Learning rate after the warm-up."""
@@ -18,10 +35,80 @@ class Schedule:
     """Total number of steps, warm-up included."""
     warmup_steps: int
     """Number of steps in which the rate rises linearly to ``peak``."""
+    kind: SchedulerType | None = None
+    """One of :data:`SCHEDULER_TYPES`, which equals transformers' ``get_scheduler``; None: the default."""
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of ``step`` (from 0)."""
-        if step < self.warmup_steps:
-            return self.peak * (step + 1) / self.warmup_steps
-        done = (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps)
-        return self.peak * (FINAL_FRACTION + (1 - FINAL_FRACTION) * (1 + math.cos(math.pi * done)) / 2)
+        if self.kind is None:
+            if step < self.warmup_steps:
+                return self.peak * (step + 1) / self.warmup_steps
+        elif self.kind != "constant" and step < self.warmup_steps:
+            return self.peak * step / self.warmup_steps
+        return self.peak * _DECAYS[self.kind](self, step)
+
+    def progress_at(self, step: int) -> float:
+        """Return the share of the steps after the warm-up that is done before ``step``."""
+        return (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps)
+
+    def describe(self) -> dict[str, object]:
+        """Return the schedule's numbers for the run folder, by the names of the task's fields."""
+        return {
+            "num_steps": self.num_steps,
+            "learning_rate": self.peak,
+            "lr_scheduler_type": self.kind,
+            "warmup_steps": self.warmup_steps,
+        }
+
+    @property
+    def title(self) -> str:
+        """The kind of schedule, for the log."""
+        return f"cosine to {FINAL_FRACTION:g} of it" if self.kind is None else self.kind
+
+
+def count_warmup_steps(warmup_steps: float | None, num_steps: int, kind: SchedulerType | None) -> int:
+    """Return the number of warm-up steps in ``num_steps``.
+
+    ``warmup_steps`` below 1 is a share of them, rounded up as in transformers; None: a tenth, at most 100.
+    """
+    if kind == "constant":
+        return 0
+    if warmup_steps is None:
+        return min(MAX_DEFAULT_WARMUP, num_steps // 10)
+    return min(num_steps, int(warmup_steps) if warmup_steps >= 1 else math.ceil(num_steps * warmup_steps))
+
+
+# ---- Factors of the peak after the warm-up
+
+
+def _keep(schedule: Schedule, step: int) -> float:
+    return 1.0
+
+
+def _decay_linearly(schedule: Schedule, step: int) -> float:
+    return 1 - schedule.progress_at(step)
+
+
+def _decay_to(final: float) -> Callable[[Schedule, int], float]:
+    """Return a half cosine from 1 to ``final``."""
+
+    def decay(schedule: Schedule, step: int) -> float:
+        return final + (1 - final) * (1 + math.cos(math.pi * schedule.progress_at(step))) / 2
+
+    return decay
+
+
+def _decay_by_square_root(schedule: Schedule, step: int) -> float:
+    timescale = schedule.warmup_steps or INVERSE_SQRT_TIMESCALE
+    return 1 / math.sqrt((step + timescale - schedule.warmup_steps) / timescale)
+
+
+_DECAYS: dict[SchedulerType | None, Callable[[Schedule, int], float]] = {
+    None: _decay_to(FINAL_FRACTION),
+    "linear": _decay_linearly,
+    "cosine": _decay_to(0.0),
+    "cosine_with_min_lr": _decay_to(FINAL_FRACTION),
+    "constant": _keep,
+    "constant_with_warmup": _keep,
+    "inverse_sqrt": _decay_by_square_root,
+}

@@ -104,9 +104,13 @@ class Finetune(TextTask):
     loss is kept as ``checkpoints/best``, and ``export`` writes its weights. None: all steps are trained, and
     the last weights exported."""
 
-    recorded_texts: ClassVar[frozenset[str]] = frozenset(
-        {"data", "columns", "loss_on", "bad_rows", "validation"}
-    )
+    recorded_texts: ClassVar[frozenset[str]] = TextTask.recorded_texts | {
+        "data",
+        "columns",
+        "loss_on",
+        "bad_rows",
+        "validation",
+    }
     preload: ClassVar[tuple[str, ...]] = (
         *TextTask.preload,
         "safetensors.torch",

@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypedDict
 
-from shardscope.core.errors import Value, check_flag, check_integer, check_number, refuse
+from shardscope.core.errors import (
+    FieldError,
+    Value,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    refuse,
+)
 from shardscope.frameworks.registry import check_trained
 from shardscope.planner.checks.case import Case
 from shardscope.planner.checks.checkpoints import check_resumed_checkpoint
@@ -28,6 +36,12 @@ from shardscope.training.checkpoints.choice import (
 from shardscope.training.data.plain_text import check_is_plain_text
 from shardscope.training.data.tokenizer import SHIPPED_TEXT
 from shardscope.training.examples.source_record import describe_file
+from shardscope.training.optimizers.schedule import (
+    SCHEDULER_TYPES,
+    Schedule,
+    SchedulerType,
+    count_warmup_steps,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -78,8 +92,12 @@ class TextTask(ABC):
     """Total number of optimizer steps, including those before a ``resume``; 1 to 10,000,000."""
     learning_rate: float | None = None
     """Peak learning rate; None: the task's default for the plan's method."""
-    warmup_steps: int | None = None
-    """Number of warmup steps; None: a tenth of ``num_steps``, at most 100."""
+    lr_scheduler_type: SchedulerType | None = None
+    """Learning rate schedule as in transformers: "linear", "cosine", "cosine_with_min_lr" (a tenth of the
+    peak), "constant", "constant_with_warmup" or "inverse_sqrt". None: a cosine to a tenth, whose warm-up
+    begins above 0."""
+    warmup_steps: float | None = None
+    """Number of warm-up steps; below 1, their share of all steps. None: a tenth of all steps, at most 100."""
     weight_decay: float = 0.1
     """AdamW's decoupled weight decay, on matrices only; 0 to 1."""
     seed: int = 0
@@ -113,7 +131,7 @@ class TextTask(ABC):
         "shardscope.training.loop",
     )
     """Modules that the launcher imports once before it forks ranks; none of them initializes CUDA."""
-    recorded_texts: ClassVar[frozenset[str]] = frozenset()
+    recorded_texts: ClassVar[frozenset[str]] = frozenset({"lr_scheduler_type"})
     """Text fields that the run folder keeps, because they cannot contain secrets."""
     trains_the_plan: ClassVar[bool] = True
     """Whether the task trains the plan's model, so that the predicted memory holds for it."""
@@ -123,9 +141,7 @@ class TextTask(ABC):
             check_integer(self._field("num_steps"), self.num_steps, low=1, high=MAX_STEPS)
         if self.learning_rate is not None:
             check_number(self._field("learning_rate"), self.learning_rate, low=0.0, high=10.0)
-        if self.warmup_steps is not None:
-            highest = self.num_steps or MAX_STEPS
-            check_integer(self._field("warmup_steps"), self.warmup_steps, low=0, high=highest)
+        self._check_schedule()
         check_number(self._field("weight_decay"), self.weight_decay, low=0.0, high=1.0)
         check_integer(self._field("seed"), self.seed, low=0, high=2**31 - 1)
         check_integer(self._field("log_every"), self.log_every, low=1, high=10**7)
@@ -136,6 +152,24 @@ class TextTask(ABC):
             check_flag(self._field(field), getattr(self, field))
         if not isinstance(self.resume, bool):
             object.__setattr__(self, "resume", self._find_resumable(self.resume))
+
+    def _check_schedule(self) -> None:
+        kind, warmup, field = self.lr_scheduler_type, self.warmup_steps, self._field("warmup_steps")
+        if kind is not None:
+            check_choice(self._field("lr_scheduler_type"), kind, SCHEDULER_TYPES)
+        if warmup is None:
+            return
+        if not (isinstance(warmup, float) and 0 <= warmup < 1):
+            try:
+                check_integer(field, warmup, low=0, high=self.num_steps or MAX_STEPS)
+            except FieldError as error:
+                allowed = f"{error.allowed}, or a share of all steps, below 1"
+                refuse(
+                    field, warmup, allowed, Value((error.fix_values or {"warmup_steps": 0})["warmup_steps"])
+                )
+        if kind == "constant" and warmup:
+            fix = {"lr_scheduler_type": "constant_with_warmup"}
+            refuse(field, warmup, 'None with lr_scheduler_type="constant", which has no warm-up', fix)
 
     def _field(self, name: str) -> str:
         """Return the name of a field in error messages, such as ``Pretrain.seed``."""
@@ -188,7 +222,6 @@ class TextTask(ABC):
         import torch
 
         from shardscope.training.loop import train
-        from shardscope.training.optimizers.schedule import Schedule
 
         # Settings that engines read in setup().
         plan, engine = ctx.plan, ctx.engine
@@ -203,11 +236,9 @@ class TextTask(ABC):
         # This also sets the number of finished steps, from which train() continues.
         resumed = self._load_resumed(ctx)
         batches, num_steps, validation = self.prepare_data(ctx, resumed)
-        warmup = min(100, num_steps // 10) if self.warmup_steps is None else min(self.warmup_steps, num_steps)
-        schedule = Schedule(peak=self.peak_rate(plan), num_steps=num_steps, warmup_steps=warmup)
+        schedule = self.build_schedule(plan, num_steps)
         # The notebook reads num_steps here if the launch could not know it; the model card reads all.
-        training = {"num_steps": num_steps, "learning_rate": schedule.peak, "warmup_steps": warmup}
-        ctx.record("training", training)
+        ctx.record("training", schedule.describe())
         if ctx.rank == 0:
             ctx.record("data_source", self.describe_data(ctx.folder))
         if validation is not None:
@@ -215,6 +246,11 @@ class TextTask(ABC):
         print(
             f"training {plan.architecture.name} ({plan.architecture.num_parameters:,} parameters) on "
             f"{self.data_name}: {batches.title}, {batches.rows} per step on this rank",
+            flush=True,
+        )
+        print(
+            f"learning rate: {schedule.peak:g}, {schedule.title}, after {schedule.warmup_steps:,} steps of "
+            "warm-up",
             flush=True,
         )
         is_complete = train(
@@ -240,6 +276,12 @@ class TextTask(ABC):
             if ctx.rank == 0:
                 self.complete_export(ctx.folder / EXPORT, plan)
             print(f"exported {EXPORT}", flush=True)
+
+    def build_schedule(self, plan: Plan, num_steps: int) -> Schedule:
+        """Return the learning rate schedule of a run of ``num_steps`` steps."""
+        kind = self.lr_scheduler_type
+        warmup = count_warmup_steps(self.warmup_steps, num_steps, kind)
+        return Schedule(peak=self.peak_rate(plan), num_steps=num_steps, warmup_steps=warmup, kind=kind)
 
     @property
     def data_name(self) -> str:
