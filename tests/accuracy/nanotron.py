@@ -206,6 +206,7 @@ def _moment(
     }
     found = PhaseMemory.from_terms(phase, fraction, terms)
     if phase in ("forward", "backward"):
-        lost = overheads.compute_fragmentation(found.components["activations"] + found.components["logits"])
+        step_bytes = found.components["activations"] + found.components["logits"]
+        lost = overheads.estimate_fragmentation(step_bytes, on_gpu=True).point
         terms["fragmentation"] = Term(lost, lambda: "blocks that the allocator cannot give out again")
     return PhaseMemory.from_terms(phase, fraction, terms)

@@ -201,6 +201,8 @@ class _StagePhases:
         self.total = state.parameters.num_bytes + self.communication + self.runtime
         """Bytes of every phase: parameters, communicators and runtime."""
         self.total_with_optimizer = self.total + state.optimizer.num_bytes
+        self.percent_with_fragmentation = 100 + (overheads.FRAGMENTATION_PERCENT if plan.on_gpu else 0)
+        """The allocator's memory for 100 bytes that a step allocates and frees."""
 
     def list_idle_phases(self) -> list[PhaseMemory]:
         """Return the phases without activations: initialisation, rest and optimizer step."""
@@ -243,16 +245,16 @@ class _StagePhases:
 
     def compute_total(self, candidate: PeakCandidate) -> int:
         """Return the total bytes of a phase of forward or backward."""
-        step_bytes = self.add_fragmentation(_compute_step_bytes(candidate))
-        return self.total_with_optimizer + candidate.gradients + step_bytes
+        step_bytes = _compute_step_bytes(candidate)
+        return self.total_with_optimizer + candidate.gradients + self.add_fragmentation(step_bytes)
 
     def add_fragmentation(self, step_bytes: int) -> int:
         """Return the bytes that a step allocates and frees, plus fragmentation on a GPU."""
-        return step_bytes + overheads.compute_fragmentation(step_bytes) if self.on_gpu else step_bytes
+        return step_bytes * self.percent_with_fragmentation // 100
 
     def _list_candidate_terms(self, candidate: PeakCandidate) -> dict[Component, Term]:
         step_bytes = _compute_step_bytes(candidate)
-        fragmentation = overheads.compute_fragmentation(step_bytes) if self.on_gpu else 0
+        fragmentation = self.add_fragmentation(step_bytes) - step_bytes
         terms = candidate.find_terms()
         by_component = self._list_terms(self.state.optimizer, terms.gradients, terms.gather)
         by_component["activations"] = terms.activations

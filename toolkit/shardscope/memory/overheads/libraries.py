@@ -110,8 +110,8 @@ def estimate_fragmentation(allocated_and_freed: int, on_gpu: bool) -> Band:
     """Return the bytes that the caching allocator cannot reuse."""
     if not on_gpu:
         return Band(0, 0, 0)
-    high = allocated_and_freed * FRAGMENTATION_HIGH_PERCENT // 100
-    return Band(0, compute_fragmentation(allocated_and_freed), high)
+    point = allocated_and_freed * FRAGMENTATION_PERCENT // 100
+    return Band(0, point, allocated_and_freed * FRAGMENTATION_HIGH_PERCENT // 100)
 
 
 def limit_to_usable(high: int, peak: int, usable: int, on_gpu: bool) -> int:
@@ -122,8 +122,3 @@ def limit_to_usable(high: int, peak: int, usable: int, on_gpu: bool) -> int:
     that are not split and retry the allocation"; ``release_cached_blocks``). A host does not.
     """
     return max(peak, min(high, usable)) if on_gpu and peak <= usable else high
-
-
-def compute_fragmentation(allocated_and_freed: int) -> int:
-    """Return the point estimate of :func:`estimate_fragmentation` on a GPU."""
-    return allocated_and_freed * FRAGMENTATION_PERCENT // 100
