@@ -51,6 +51,8 @@ TOKEN_ID_BYTES = 8
 class StageBackward(NamedTuple):
     """Bytes on one rank during backward, one micro-batch: a framework adds its own buffers and gradients."""
 
+    modules: Modules
+    """The modules that run."""
     saved_by_layers: int
     """Activations saved by all layers, and the token ids."""
     saved_by_head: int
@@ -126,6 +128,7 @@ class TransformersActivations:
         """Return the bytes that autograd holds during the stage's backward."""
         row = self.plan.architecture.hidden_size * self.modules.stream
         return StageBackward(
+            modules=self.modules,
             saved_by_layers=self.saved_by_layers + self.saved_before_layers,
             saved_by_head=self.saved_after_layers,
             weight_casts=self._compute_weight_casts()[1],
@@ -399,17 +402,18 @@ class LayerOrder(NamedTuple):
         layers: list[StageLayer] = []
         indices: set[int] = set()
         for kind in self.kinds:
+            # Of one plan, absent kinds and repeated layers are skipped; arrays of plans keep them all.
+            is_one_plan = not is_array(kind.num_layers)
+            if is_one_plan and not kind.num_layers:
+                continue
             # Neighbours of a kind are ``interval`` layers apart.
             second_to_last = maximum(kind.last_index - self.interval, kind.first_index)
             second = minimum(kind.first_index + self.interval, kind.last_index)
             between = where(compute_growth(kind.moe) > kind.saved, second, second_to_last)
             for index in (kind.last_index, between, kind.first_index):
-                # Of one plan, absent kinds and repeated layers are skipped; arrays of plans keep them all.
-                if not is_array(kind.num_layers) and (
-                    not kind.num_layers or (not is_array(index) and index in indices)
-                ):
-                    continue
                 if not is_array(index):
+                    if is_one_plan and index in indices:
+                        continue
                     indices.add(index)
                 layers.append(self._build_layer(kind, index, other_saved))
         return layers
@@ -490,11 +494,8 @@ def _build_kind(
     # A quantized base's matrix is dequantized in its matmul's backward, whose weight count each peak has.
     dequantized_width = modules.compute * modules.quantized
     backward = [
-        peak._replace(
-            activations=tokens * peak.activations + dequantized_width * peak.dequantized_weights,
-            dequantized_weights=0,
-        )
-        for peak in peaks.backward
+        LayerPeak(tokens * activations + dequantized_width * dequantized, finished, matrix, experts, casts)
+        for activations, finished, matrix, experts, casts, dequantized in peaks.backward
     ]
     # The casts to 8 bits inside of one Linear's backward are a candidate of their own.
     if plan.recipe.precision == "fp8-mixed":

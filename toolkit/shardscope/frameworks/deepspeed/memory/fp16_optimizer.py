@@ -69,7 +69,7 @@ def compute_stage_0_state(plan: Plan, stage: Stage, rank: RankCounts) -> Trainin
         optimizer=Term(optimizer, lambda: f"{trained:,} on every rank · {source} ({name})"),
         gather_forward=NOT_PARTITIONED,
         find_backward_peaks=lambda backward: find_backward_peaks(
-            counts, backward, half, compute_activation_sizes(plan, stage), buffers
+            counts, backward, half, compute_activation_sizes(plan, stage, backward.modules), buffers
         ),
         optimizer_working=Term(
             update,
@@ -129,6 +129,6 @@ def _compute_bf16_optimizer_state(plan: Plan, stage: Stage, rank: RankCounts) ->
         ),
         gather_forward=NOT_PARTITIONED,
         find_backward_peaks=lambda backward: find_backward_peaks(
-            counts, backward, half, compute_activation_sizes(plan, stage), buffers
+            counts, backward, half, compute_activation_sizes(plan, stage, backward.modules), buffers
         ),
     )

@@ -8,18 +8,15 @@ phases are added, operator by operator, as transformers' modules run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.number_format import format_gib
-from shardscope.core.ops import ceil_div, is_array, map_distinct, maximum, where
+from shardscope.core.ops import ceil_div, is_array, map_distinct, maximum, pick_largest_row, where
 from shardscope.core.precision import FP32
 from shardscope.families.parameter_names import list_mlp_inputs, list_parameter_names
 from shardscope.frameworks.deepspeed.memory.partition_parameters import shards_tied_head
-from shardscope.memory.activations.forward import (
-    compute_layer_activations,
-    compute_unsaved_at_start,
-    find_modules,
-)
+from shardscope.memory.activations.forward import compute_layer_activations, compute_unsaved_at_start
 from shardscope.memory.activations.head import resolve_loss
 from shardscope.memory.activations.largest_layer import (
     LargestLayer,
@@ -128,9 +125,9 @@ class ActivationSizes(NamedTuple):
     """One of this many layers is recomputed or offloaded; 1: all or none."""
 
 
-def compute_activation_sizes(plan: Plan, stage: Stage) -> ActivationSizes:
+def compute_activation_sizes(plan: Plan, stage: Stage, modules: Modules) -> ActivationSizes:
     """Return the sizes of ``stage``, operator by operator, as transformers' modules run."""
-    arch, modules = plan.architecture, find_modules(plan)
+    arch = plan.architecture
     recipe, tp = plan.recipe, plan.degrees.tp
     tokens = recipe.micro_batch_size * recipe.seq_len
     vocab = ceil_div(arch.vocab_size, tp if shards_tied_head(arch) else 1)
@@ -231,7 +228,6 @@ class _LayerPoint(NamedTuple):
     """Position in the step, 0 to 1."""
     phases: LayerPhases
     layer: LargestLayer
-    has_experts: bool
     saved: int
     """Saved by this layer and those before it in forward."""
     saved_before: int
@@ -255,6 +251,8 @@ class _BackwardPeaks:
         # The bucket, if it is allocated before the first gradient.
         self.permanent_bucket = (buffers.after_forward > 0) * buffers.bucket
         self.bucket_at_head = where(buffers.head_is_first, buffers.bucket, self.permanent_bucket)
+        self.largest_layer = backward.find_largest_layer()
+        self.has_experts = self.largest_layer.at_expert_weights != self.largest_layer.at_product
 
     def find_all(self) -> list[PeakCandidate]:
         """Return the candidates in the order of backward, then those of forward."""
@@ -287,24 +285,37 @@ class _BackwardPeaks:
         phase: Phase = "backward",
     ) -> PeakCandidate:
         """Return a candidate; ``bucket``: the bytes allocated for it by then, all unless given."""
-        half, earlier = self.half, self.buffers.earlier_gradients
         bucket_bytes = self.buffers.bucket if bucket is None else bucket
-        staging, gradients = bucket_bytes + half * elements.staging, earlier + half * elements.gradients
+        return PeakCandidate(
+            fraction,
+            sum(activations),
+            bucket_bytes + self.half * elements.staging,
+            self.buffers.earlier_gradients + self.half * elements.gradients,
+            partial(self._explain_candidate, activations, explanations, elements, bucket_bytes),
+            logits,
+            phase,
+        )
 
-        def explain() -> PeakTerms:
-            staged = f"{elements.staging:,} elements × {half} bytes all-gathered, unreduced or copied"
-            reduced = f"{elements.gradients:,} elements × {half} bytes reduced or accumulated so far"
-            has_saved = explanations not in (_IN_EMBEDDING, _NO_ACTIVATIONS)
-            return PeakTerms(
-                sum_parts(
-                    *zip(activations, explanations, strict=True),
-                    source=self.backward.explain_layers if has_saved else None,
-                ),
-                sum_parts((bucket_bytes, "bucket (reduce_bucket_size)"), (half * elements.staging, staged)),
-                sum_parts((earlier, "of earlier micro-batches"), (half * elements.gradients, reduced)),
-            )
-
-        return PeakCandidate(fraction, sum(activations), staging, gradients, explain, logits, phase)
+    def _explain_candidate(
+        self,
+        activations: tuple[int, ...],
+        explanations: tuple[str, ...],
+        elements: PhaseElements,
+        bucket_bytes: int,
+    ) -> PeakTerms:
+        """Return the candidate's bytes as terms, with their explanations."""
+        half, earlier = self.half, self.buffers.earlier_gradients
+        staged = f"{elements.staging:,} elements × {half} bytes all-gathered, unreduced or copied"
+        reduced = f"{elements.gradients:,} elements × {half} bytes reduced or accumulated so far"
+        has_saved = explanations not in (_IN_EMBEDDING, _NO_ACTIVATIONS)
+        return PeakTerms(
+            sum_parts(
+                *zip(activations, explanations, strict=True),
+                source=self.backward.explain_layers if has_saved else None,
+            ),
+            sum_parts((bucket_bytes, "bucket (reduce_bucket_size)"), (half * elements.staging, staged)),
+            sum_parts((earlier, "of earlier micro-batches"), (half * elements.gradients, reduced)),
+        )
 
     def _find_head_peaks(self) -> list[PeakCandidate]:
         """Return the candidates at the loss, the head and the final norm: all saved tensors exist."""
@@ -361,8 +372,7 @@ class _BackwardPeaks:
         """Return the candidates in the layer that follows ``num_passed`` layers in backward."""
         sizes, backward = self.sizes, self.backward
         num_layers = sizes.num_layers
-        layer = backward.find_largest_layer()
-        has_experts = layer.at_expert_weights != layer.at_product
+        layer = self.largest_layer
         saved = _count_remaining(backward.saved_by_layers, layer.saved, num_layers, num_passed)
         if sizes.interval > 1:
             layer, saved = self._find_layer_at(layer, num_layers - 1 - num_passed)
@@ -372,7 +382,6 @@ class _BackwardPeaks:
             0.36 + 0.6 * num_passed / num_layers,
             phases,
             layer,
-            has_experts,
             saved,
             maximum(0, saved - layer.saved),
             self._find_bucket_bytes(num_passed),
@@ -409,8 +418,8 @@ class _BackwardPeaks:
 
     def _find_feed_forward_peaks(self, point: _LayerPoint) -> list[PeakCandidate]:
         """Return the candidates at the layer's own maximum and at its feed-forward's gradients."""
-        sizes, trains_all = self.sizes, self.buffers.trains_all
-        layer, phases, has_experts, saved = point.layer, point.phases, point.has_experts, point.saved
+        sizes, trains_all, has_experts = self.sizes, self.buffers.trains_all, self.has_experts
+        layer, phases, saved = point.layer, point.phases, point.saved
         fraction, bucket = point.fraction, point.bucket
         is_last = point.num_passed == sizes.num_layers - 1
         # At the layer's own maximum: the product of the feed-forward, or attention's scores.
@@ -421,8 +430,8 @@ class _BackwardPeaks:
             # At the gradient of the down projection, whose input, the product, is still alive.
             with_product = layer.at_product - sizes.freed[0] + sizes.product
             inside = (where(has_experts, 0, saved), where(has_experts, 0, with_product))
-            with_down = phases.first_gradient.staging + sizes.down_projection
-            at_down = phases.first_gradient._replace(staging=with_down)
+            staging, gradients = phases.first_gradient
+            at_down = PhaseElements(staging + sizes.down_projection, gradients)
             peaks.append(self._build_candidate(fraction + 0.002, inside, _IN_LAYER, at_down, bucket))
         if sizes.adapter_inputs and not point.num_passed:
             # The bucket is allocated by then, at the first gradient.
@@ -517,11 +526,11 @@ class _BackwardPeaks:
 
     def _choose_feed_forward_matrix(self, matrices: Sequence[PhaseElements]) -> tuple[int, PhaseElements]:
         """Return the bytes freed and ZeRO's elements at the feed-forward matrix with the largest total."""
-        half, all_freed = self.half, self.sizes.freed
-        freed, elements = all_freed[0], matrices[0]
-        for other_freed, other in zip(all_freed[1:], matrices[1:], strict=False):
-            is_larger = half * other.total - other_freed > half * elements.total - freed
-            freed, elements = where(is_larger, other_freed, freed), where(is_larger, other, elements)
+        rows = [
+            (self.half * elements.total - freed, freed, elements)
+            for freed, elements in zip(self.sizes.freed, matrices, strict=False)
+        ]
+        _, freed, elements = pick_largest_row(rows)
         return freed, elements
 
     def _find_forward_score_peaks(self) -> list[PeakCandidate]:

@@ -115,7 +115,7 @@ def compute_stage_1_or_2_state(plan: Plan, stage: Stage, rank: RankCounts) -> Tr
             NOT_PARTITIONED,
         ),
         find_backward_peaks=lambda backward: find_backward_peaks(
-            counts, backward, half, compute_activation_sizes(plan, stage), buffers
+            counts, backward, half, compute_activation_sizes(plan, stage, backward.modules), buffers
         ),
         optimizer_working=_compute_working_memory(plan, rank),
         initialisation={"parameters": _compute_initialisation(plan, stage, rank)},
