@@ -89,10 +89,11 @@ class Stage(NamedTuple):
 
 def count_layers_by_kind(arch: Architecture, stage: Stage) -> list[tuple[bool, int]]:
     """Return (has routed experts, number of layers on the stage) for each kind of layer in the model."""
-    return _count_by_kind(arch, stage.num_layers, stage.num_moe_layers)
+    return count_by_kind(arch, stage.num_layers, stage.num_moe_layers)
 
 
-def _count_by_kind(arch: Architecture, num_layers: int, moe_layers: int) -> list[tuple[bool, int]]:
+def count_by_kind(arch: Architecture, num_layers: int, moe_layers: int) -> list[tuple[bool, int]]:
+    """Return the same as :func:`count_layers_by_kind` for a stage with these numbers of layers."""
     if not arch.num_moe_layers:
         return [(False, num_layers)]
     if arch.num_moe_layers == arch.num_hidden_layers:
@@ -160,7 +161,7 @@ def count_stage_weights(plan: Plan, shape: StageShape, vocab_multiple: int = 1) 
     )
     if not plan.recipe.has_adapters:
         return weights
-    kinds = _count_by_kind(plan.architecture, shape.num_layers, shape.num_moe_layers)
+    kinds = count_by_kind(plan.architecture, shape.num_layers, shape.num_moe_layers)
     adapters, adapters_shard = _count_adapters(plan, kinds, num_shards)
     return weights._replace(trainable=adapters, trainable_shard=adapters_shard, adapters=adapters)
 
@@ -181,7 +182,7 @@ def _count_trained_stage(
     """Return a fully trained stage; cached, because memory and timing of many plans need the same ones."""
     # Decoder layers, then the tensors outside of them. ``count > 0`` excludes a kind that the stage lacks.
     layers = experts = edges = shard = edge_shard = largest_layer = largest_shard = 0
-    for moe, count in _count_by_kind(arch, num_layers, moe_layers):
+    for moe, count in count_by_kind(arch, num_layers, moe_layers):
         layer = map_distinct(partial(count_layer_shard, arch, moe), tp, ep, num_shards)
         layers += count * layer.dense
         experts += count * layer.experts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardscope.core.number_format import format_gib
@@ -235,16 +236,19 @@ class _StepPeaks:
         phase: Phase = "backward",
     ) -> PeakCandidate:
         """Return a peak candidate from its components in bytes, in the order of ``texts``."""
+        explain = partial(self._explain_candidate, activations, texts, gradients)
+        return PeakCandidate(fraction, sum(activations), 0, gradients, explain, logits, phase)
 
-        def find_terms() -> PeakTerms:
-            source = None if texts is _IN_EMBEDDING else self.backward.explain_layers
-            return PeakTerms(
-                sum_parts(*zip(activations, texts, strict=True), source=source),
-                NOTHING_GATHERED,
-                Term(gradients, lambda: self._explain_gradients(gradients)),
-            )
-
-        return PeakCandidate(fraction, sum(activations), 0, gradients, find_terms, logits, phase)
+    def _explain_candidate(
+        self, activations: tuple[int, ...], texts: tuple[str, ...], gradients: int
+    ) -> PeakTerms:
+        """Return the candidate's bytes as terms, with their explanations."""
+        source = None if texts is _IN_EMBEDDING else self.backward.explain_layers
+        return PeakTerms(
+            sum_parts(*zip(activations, texts, strict=True), source=source),
+            NOTHING_GATHERED,
+            Term(gradients, lambda: self._explain_gradients(gradients)),
+        )
 
 
 def explain_accumulated(num_bytes: int) -> str:

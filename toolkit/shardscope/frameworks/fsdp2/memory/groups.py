@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.ops import ceil_div, group_equal, is_array, map_distinct, minimum, where
+from shardscope.core.ops import ceil_div, group_equal, map_distinct, minimum, where
 from shardscope.core.precision import widths
 from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.frameworks.fsdp2.layout import get_layout
@@ -78,16 +78,17 @@ class StageGroups(NamedTuple):
 
     def get_group(self, position: int) -> GroupBuffers:
         """Return the group of the layer at ``position``; all zeros for a position below 0."""
-        if not is_array(position) and not is_array(self.first_with_experts):
-            if position < 0:
-                return _NO_GROUP
-            return self.experts if position >= self.first_with_experts else self.dense
-        # Arrays of plans or positions: every entry is computed, and zeroed where there is no such layer.
         if self.experts is _NO_GROUP:
             exists, group = (position >= 0) & (position < self.first_with_experts), self.dense
         else:
             exists = position >= 0
             group = where(position >= self.first_with_experts, self.experts, self.dense)
+        # By identity: for arrays the comparison gives an array, which has no single truth value.
+        if exists is True:
+            return group
+        if exists is False:
+            return _NO_GROUP
+        # Arrays of plans or positions: every entry is computed, and zeroed where there is no such layer.
         return GroupBuffers(*(exists * field for field in group))
 
     def sum_before(self, position: int, get_bytes: Callable[[GroupBuffers], int]) -> int:

@@ -16,6 +16,7 @@ The root group (embedding, final norm, head) is all-gathered from the start of f
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardscope.core.number_format import format_gib
@@ -376,7 +377,7 @@ class StepPeaks:
             sum(activations),
             sum(gathered),
             gradients,
-            lambda: self._explain_candidate(activations, gathered, gradients, texts),
+            partial(self._explain_candidate, activations, gathered, gradients, texts),
             logits,
             phase,
         )

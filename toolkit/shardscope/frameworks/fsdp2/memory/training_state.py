@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardscope.core.number_format import format_gib
-from shardscope.core.ops import all_true, group_equal, maximum
+from shardscope.core.ops import all_true, cache_by_numbers, group_equal, maximum
 from shardscope.core.precision import get_base_width, widths
 from shardscope.frameworks.fsdp2.layout import get_layout
 from shardscope.frameworks.fsdp2.memory.groups import compute_groups
@@ -31,7 +31,7 @@ from shardscope.memory.state.stages import (
     Stage,
     StageShape,
     StageShapes,
-    count_layers_by_kind,
+    count_by_kind,
     count_stage_weights,
     find_stage_shapes,
     list_outer_tensors,
@@ -159,7 +159,9 @@ def _compute_initialisation(plan: Plan, stage: Stage, shards: int) -> Term:
     """
     width = get_base_width(plan.recipe)
     if is_initialized_sharded(plan):
-        matrix = width * _find_largest_matrix(plan.architecture, stage)
+        matrix = width * _find_largest_matrix(
+            plan.architecture, stage.is_first, stage.is_last, stage.num_layers, stage.num_moe_layers
+        )
         return Term(
             shards + matrix,
             lambda: (
@@ -178,13 +180,16 @@ def _compute_initialisation(plan: Plan, stage: Stage, shards: int) -> Term:
     )
 
 
-def _find_largest_matrix(arch: Architecture, stage: Stage) -> int:
+@cache_by_numbers
+def _find_largest_matrix(
+    arch: Architecture, is_first: bool, is_last: bool, num_layers: int, num_moe_layers: int
+) -> int:
     """Return the elements of a stage's largest unsharded matrix: each is initialized before it is sharded."""
     # Unsharded: tp = ep = ranks = 1.
-    outer = list_outer_tensors(arch, 1, stage.is_first, stage.is_last)
+    outer = list_outer_tensors(arch, 1, is_first, is_last)
     layers = [
-        (num_layers > 0) * _find_largest_in_layer(arch, moe)
-        for moe, num_layers in count_layers_by_kind(arch, stage)
+        (count > 0) * _find_largest_in_layer(arch, moe)
+        for moe, count in count_by_kind(arch, num_layers, num_moe_layers)
     ]
     return maximum(0, *(rows * columns for _, rows, columns in outer), *layers)
 
