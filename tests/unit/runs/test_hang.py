@@ -141,7 +141,7 @@ def test_fault_23_a_hang_is_reported_and_cleared_without_writable_logs(folder: R
 def test_the_final_status_does_not_wait_for_the_last_writes(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "kill_descendants", lambda: True)
+    monkeypatch.setattr(processes, "kill_descendants", lambda **_: True)
     monkeypatch.setattr(supervising, "FINISH_SECONDS", 0.0)
     supervisor, had_status = Supervisor(folder, None), []
     write_json(folder.supervisor, {})

@@ -101,17 +101,25 @@ def adopt_orphans() -> None:
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def list_descendants() -> list[int]:
-    """Return the pids of all descendants, zombies included."""
+def list_descendants(except_for: int | None = None) -> list[int]:
+    """Return the pids of all descendants, zombies included, but for the child ``except_for`` and its own."""
     import psutil
 
-    return [child.pid for child in psutil.Process().children(recursive=True)]
+    pids = [child.pid for child in psutil.Process().children(recursive=True)]
+    if except_for in pids:
+        with contextlib.suppress(psutil.Error):
+            spared = {child.pid for child in psutil.Process(except_for).children(recursive=True)}
+            return [pid for pid in pids if pid != except_for and pid not in spared]
+    return pids
 
 
-def kill_descendants(timeout_seconds: float = 5.0) -> bool:
-    """Send SIGKILL to all descendants and reap them. Return False if some are left after the timeout."""
+def kill_descendants(timeout_seconds: float = 5.0, except_for: int | None = None) -> bool:
+    """Send SIGKILL to the descendants that :func:`list_descendants` returns, and reap them.
+
+    Return False if some are left after the timeout.
+    """
     deadline = time.monotonic() + timeout_seconds
-    while pids := list_descendants():
+    while pids := list_descendants(except_for):
         # List again in each round: a process may have forked between the listing and its signal.
         for pid in pids:
             signal_process(pid, signal.SIGKILL)

@@ -52,7 +52,7 @@ def make_scalar_event(record: Mapping[str, object]) -> Event | None:
     step, when = record.get("step"), record.get("time")
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
         return None
-    numbers = list(_find_numbers(record))
+    numbers = list(find_numbers(record))
     if not numbers:
         return None
     with _hide_torch():
@@ -80,7 +80,8 @@ def _hide_torch() -> Iterator[None]:
         del sys.modules["torch"]
 
 
-def _find_numbers(record: Mapping[str, object]) -> Iterator[tuple[str, float]]:
+def find_numbers(record: Mapping[str, object]) -> Iterator[tuple[str, float]]:
+    """Yield name and value of each number in one line of metrics."""
     for name, value in record.items():
         number = finite_or_special(value)
         if name in NOT_METRICS or isinstance(number, bool) or not isinstance(number, int | float):

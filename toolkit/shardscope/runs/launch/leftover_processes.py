@@ -31,6 +31,8 @@ class LeftoverDetector:
         self.folder = folder
         self.world_size = world_size
         self.grace_seconds = read_grace_seconds()
+        self.except_for: int | None = None
+        """A child of the supervisor that is no part of the task, with its own descendants."""
         self.returned_at: float | None = None
         """Monotonic time at which all ranks were first seen finished; None before."""
         self._idle_since = 0.0
@@ -45,7 +47,7 @@ class LeftoverDetector:
             # `all` stops at the first unfinished rank, so a call usually reads one small file.
             if all(is_finished_everywhere([marker]) for marker in markers):
                 self.returned_at = self._idle_since = time.monotonic()
-                self._written = count_written_bytes()
+                self._written = count_written_bytes(self.except_for)
         return self.returned_at is not None
 
     def check(self, seconds: float, launcher: int) -> str | None:
@@ -61,7 +63,7 @@ class LeftoverDetector:
         if self._requested_at is not None:
             return self._describe(launcher) if now - self._requested_at >= REPLY_SECONDS else None
         # The time limit starts over while they write, up to `MAX_SECONDS`.
-        before, self._written = self._written, count_written_bytes()
+        before, self._written = self._written, count_written_bytes(self.except_for)
         grown = sum(count - before.get(pid, 0) for pid, count in self._written.items())
         if grown > WRITING_BYTES_PER_SECOND * seconds and now - self.returned_at < MAX_SECONDS:
             self._idle_since = now
@@ -83,7 +85,7 @@ class LeftoverDetector:
         message = f"the task returned {waited:.0f} s ago, and a thread is still running"
         self._stacks.write_into_logs(message, {rank: replies[rank] for rank in pids})
         # Everything else that the run started: processes that a task forked and did not wait for.
-        other_processes = describe_processes(exclude={launcher, *pids.values()})
+        other_processes = describe_processes({launcher, *pids.values()}, self.except_for)
         ranks = [f"rank {rank}, which a thread kept alive" for rank in pids]
         more = [f"{len(ranks) - MAX_NAMED} more ranks"] if len(ranks) > MAX_NAMED else []
         leftovers = [*ranks[:MAX_NAMED], *more, *other_processes]
@@ -98,13 +100,17 @@ def read_grace_seconds() -> float:
         return GRACE_SECONDS
 
 
-def describe_processes(exclude: set[int]) -> list[str]:
-    """Return names and ids of this process's descendants; no command lines, which may contain secrets."""
+def describe_processes(exclude: set[int], except_for: int | None = None) -> list[str]:
+    """Return names and ids of this process's descendants; no command lines, which may contain secrets.
+
+    ``except_for`` is a child that is left out with its own descendants.
+    """
     import psutil
 
     descriptions = []
-    for child in psutil.Process().children(recursive=True):
+    for pid in processes.list_descendants(except_for):
         try:
+            child = psutil.Process(pid)
             if child.pid not in exclude and child.status() != psutil.STATUS_ZOMBIE:
                 descriptions.append(f"process {child.pid} ({child.name()})")
         except psutil.Error:
@@ -113,15 +119,16 @@ def describe_processes(exclude: set[int]) -> list[str]:
     return descriptions if num_unnamed <= 0 else [*descriptions[:MAX_NAMED], f"{num_unnamed} more processes"]
 
 
-def count_written_bytes() -> dict[int, int]:
+def count_written_bytes(except_for: int | None = None) -> dict[int, int]:
     """Return the bytes that each descendant of this process has passed to write(2) (proc(5), wchar).
 
-    Empty if the system does not count them.
+    ``except_for`` is a child that is left out with its own descendants. Empty if the system does not count
+    them.
     """
     import psutil
 
     num_bytes: dict[int, int] = {}
-    for pid in processes.list_descendants():
+    for pid in processes.list_descendants(except_for):
         try:
             num_bytes[pid] = psutil.Process(pid).io_counters().write_chars
         except (psutil.Error, AttributeError, OSError):

@@ -38,6 +38,7 @@ from shardscope.runs.launch.environment import build_launcher_environment
 from shardscope.runs.launch.leftover_processes import LeftoverDetector
 from shardscope.runs.launch.new_secrets import SecretReceiver
 from shardscope.runs.stop_request import describe_stop_request
+from shardscope.runs.trackers import TrackerProcess
 from shardscope.runs.verdict import Evidence, Verdict, decide_status
 from shardscope.runs.watch.periodic_checks import CHECK_SECONDS, PeriodicChecks
 
@@ -84,7 +85,17 @@ class Supervisor:
         self.received_signal: int | None = None
         self.next_heartbeat = 0.0
         self.secrets = SecretReceiver()
-        self.checks = PeriodicChecks(folder, self.world_size, self._log, self.secrets.secrets)
+        # A user's function and runs of older versions have TensorBoard's files.
+        report_to = self.description.get("report_to")
+        report_to = report_to if isinstance(report_to, list) else ["tensorboard"]
+        self.trackers = TrackerProcess(folder, report_to)
+        self.checks = PeriodicChecks(
+            folder,
+            self.world_size,
+            self._log,
+            self.secrets.secrets,
+            writes_tensorboard="tensorboard" in report_to,
+        )
         self.leftovers = LeftoverDetector(folder, self.world_size)
         self.ended_leftovers = ""
         """Description of the leftover processes that were killed; empty if there were none."""
@@ -111,6 +122,7 @@ class Supervisor:
                 self._start_launcher()
             except OSError as error:
                 self._record_missing_launcher(error)
+            self._start_trackers()
         while self.launcher is not None and self.launcher.poll() is None:
             self._advance()
             self._sleep()
@@ -141,6 +153,15 @@ class Supervisor:
                 pass_fds=(self.secrets.for_launcher,),
             )
         self.secrets.close_write_end()
+
+    def _start_trackers(self) -> None:
+        """Start the process that reports to trackio and wandb; an error does not fail the run."""
+        try:
+            with open_to_append(self.folder.supervisor_log) as log:
+                self.trackers.start(log)
+        except OSError as error:
+            self._log(f"nothing is reported to trackers: {error}")
+        self.leftovers.except_for = self.trackers.pid
 
     def _record_missing_launcher(self, error: OSError) -> None:
         """Write why the launcher could not be started, in the format of the launcher's own error record."""
@@ -294,8 +315,9 @@ class Supervisor:
 
     def _finish(self) -> None:
         # Kill everything that the ranks started before reading records: nothing may change them any more.
-        if not processes.kill_descendants():
-            self._log(f"these processes could not be killed: {processes.list_descendants()}")
+        if not processes.kill_descendants(except_for=self.trackers.pid):
+            left = processes.list_descendants(self.trackers.pid)
+            self._log(f"these processes could not be killed: {left}")
         shutil.rmtree(self.folder.temporary, ignore_errors=True)
         self.folder.task.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
@@ -322,6 +344,9 @@ class Supervisor:
             pass
         if status == "finished":
             self._store_measured_step()
+        # After the status: a tracker may take a minute. Then what it has left behind.
+        self.trackers.finish()
+        processes.kill_descendants()
 
     def _finish_checks(self) -> Iterator[bool]:
         for _ in self.checks.finish():

@@ -22,6 +22,8 @@ from shardscope.runs.watch.standstill import StandstillDetector
 Result = TypeVar("Result")
 
 CHECK_SECONDS = 1.0
+TENSORBOARD = "TensorBoard events"
+"""Name of that check."""
 BYTES_PER_CHECK = 2**25
 """Maximum bytes of logs redacted in one call, so that the supervisor obeys a stop soon."""
 METRIC_BYTES_PER_CHECK = 2**19
@@ -42,13 +44,15 @@ class PeriodicChecks:
         world_size: int,
         log: Callable[[str], None],
         secrets: Callable[[], list[str]] = known_secrets,
+        *,
+        writes_tensorboard: bool = True,
     ) -> None:
         self.folder = folder
         self.world_size = world_size
         self.host = HostMemoryMonitor(folder, world_size)
         self._gpus = GpuSampler(folder)
         self._log = log
-        self._disabled: set[str] = set()
+        self._disabled: set[str] = set() if writes_tensorboard else {TENSORBOARD}
         self._hang = HangDetector(folder, world_size)
         self._standstill = StandstillDetector(folder, world_size)
         self._events = [
@@ -76,7 +80,7 @@ class PeriodicChecks:
         """
         # The metrics are read once, for TensorBoard and for both hang detections.
         new = {rank: lines.read() for rank, lines in enumerate(self._events)}
-        self._try_check("TensorBoard events", lambda: self._write_scalars(new))
+        self._try_check(TENSORBOARD, lambda: self._write_scalars(new))
         self._try_check("secrets in logs", lambda: self._redact_logs(BYTES_PER_CHECK // len(self._logs)))
         self._try_check("the host's memory", self.host.sample)
         self._try_check("the GPUs", self._gpus.request_sample)
@@ -112,7 +116,7 @@ class PeriodicChecks:
         # The metrics that were logged since the last check, a piece at a time.
         while True:
             new = {rank: lines.read() for rank, lines in enumerate(self._events)}
-            self._try_check("TensorBoard events", functools.partial(self._write_scalars, new))
+            self._try_check(TENSORBOARD, functools.partial(self._write_scalars, new))
             yield
             if not any(lines.is_behind for lines in self._events):
                 break

@@ -5,10 +5,11 @@ Subclasses provide the initial weights and the tokenizer.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypedDict
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     from shardscope.training.engine import Engine, TrainingContext
     from shardscope.training.validation import Validation
 
+TRACKERS = ("tensorboard", "trackio", "wandb")
+"""Names that ``report_to`` takes, in the spelling of transformers' TrainingArguments."""
 MAX_STEPS = 10**7
 DEFAULT_FOLDER = "runs"
 """Default parent of run folders in ``launch``."""
@@ -125,6 +128,11 @@ class TextTask(ABC):
     """Whether to write weights and tokenizer to ``export`` in the run folder after the last step, as a
     Hugging Face checkpoint; with adapters only these, in peft's format."""
 
+    report_to: str | Sequence[str] = ("tensorboard",)
+    """Where metrics go beside the run folder: "tensorboard" (files in the run folder), "trackio" and "wandb",
+    one or several, or "none". A process of its own reports rank 0's to the last two, offline unless the
+    environment says otherwise (WANDB_MODE, TRACKIO_SPACE_ID)."""
+
     preload: ClassVar[tuple[str, ...]] = (
         "transformers.models.llama.modeling_llama",
         "tokenizers",
@@ -150,6 +158,7 @@ class TextTask(ABC):
                 check_integer(self._field(field), getattr(self, field), low=1, high=10**7)
         for field in ("profile", "memory_snapshot", "save_checkpoint", "export"):
             check_flag(self._field(field), getattr(self, field))
+        object.__setattr__(self, "report_to", self._list_trackers())
         if not isinstance(self.resume, bool):
             object.__setattr__(self, "resume", self._find_resumable(self.resume))
 
@@ -170,6 +179,23 @@ class TextTask(ABC):
         if kind == "constant" and warmup:
             fix = {"lr_scheduler_type": "constant_with_warmup"}
             refuse(field, warmup, 'None with lr_scheduler_type="constant", which has no warm-up', fix)
+
+    def _list_trackers(self) -> tuple[str, ...]:
+        """Return ``report_to`` as a tuple without repetitions. Raises ``ValueError`` for unknown names."""
+        names = (self.report_to,) if isinstance(self.report_to, str) else self.report_to
+        field = self._field("report_to")
+        if not isinstance(names, tuple | list):
+            refuse(field, names, f"names among {', '.join(TRACKERS)}, or none", {"report_to": "none"})
+        if tuple(names) == ("none",):
+            return ()
+        return tuple(dict.fromkeys(check_choice(field, name, TRACKERS) for name in names))
+
+    def _check_trackers(self) -> None:
+        """Raise ``ValueError`` if the package of a tracker is missing."""
+        for name in self.report_to:
+            # The supervisor's TensorBoard writer is a dependency of training itself.
+            if name != "tensorboard" and importlib.util.find_spec(name) is None:
+                refuse(self._field("report_to"), name, "a package that is installed", f"pip install {name}")
 
     def _field(self, name: str) -> str:
         """Return the name of a field in error messages, such as ``Pretrain.seed``."""
@@ -370,7 +396,8 @@ class TextTask(ABC):
 
     def check_launch(self, plan: Plan, folder: Path, name: str | None) -> None:
         """Raise ``ValueError`` if a run ``name`` in ``folder`` could not load the checkpoint that
-        ``resume=True`` would choose now."""
+        ``resume=True`` would choose now, or if a tracker's package is missing."""
+        self._check_trackers()
         if self.resume is not True or name is None:
             return
         # The ranks choose again when they start; this warns in the notebook, before anything runs.
