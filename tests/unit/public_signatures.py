@@ -18,6 +18,7 @@ import shardscope as ss
 import shardscope_widgets
 from shardscope.runs.launch.context import Context
 from shardscope.runs.trained.chat import Chat
+from shardscope.training.tasks.choices import Choice, Choices
 
 STORED = Path(__file__).parents[1] / "fixtures" / "formats" / "public_signatures.txt"
 PACKAGES = ("shardscope", "shardscope_widgets")
@@ -30,7 +31,7 @@ def describe_interface() -> str:
     for package in (ss, shardscope_widgets):
         for name in sorted(package.__all__):
             lines += _describe(name, getattr(package, name))
-    for answer in (*_answers(), Chat, Context):
+    for answer in (*_answers(), Chat, Choice, Choices, Context):
         kind = answer if isinstance(answer, type) else type(answer)
         lines += _describe(kind.__name__, kind)
     return "\n".join(dict.fromkeys(lines)) + "\n"

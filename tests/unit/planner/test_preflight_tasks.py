@@ -24,7 +24,7 @@ from shardscope.planner.checks.usual_rates import (
     scale_rate,
 )
 from shardscope.runs.checks.text import SHIPPED_TOKENS
-from shardscope.training.tasks.finetune import ADAPTER_RATE, FULL_RATE
+from shardscope.training.tasks.choices import ADAPTER_RATE, FULL_RATE
 
 
 def plan_of(model: str = "llama-2-7b", layout: ss.Layout | None = None, **recipe: Any) -> ss.Plan:

@@ -17,7 +17,7 @@ from shardscope.core.errors import FieldError
 from shardscope.core.serialization import replace_fields
 from shardscope.planner.checks.usual_rates import limit_rate
 from shardscope.training.examples.rows import is_structured
-from shardscope.training.tasks.finetune import ADAPTER_RATE, FULL_RATE
+from shardscope.training.tasks.choices import recommend_rate
 from shardscope_widgets.checks.user_code import list_notebook_functions
 from shardscope_widgets.data.data_panel import DataPanel
 from shardscope_widgets.kit import controls
@@ -191,7 +191,7 @@ class TaskPicker(Picker):
         """Show the default learning rate of an empty input, which depends on the plan."""
         usual = limit_rate(ss.Pretrain.learning_rate, plan)
         if self.kind == "finetune" and not as_trial:
-            usual = ADAPTER_RATE if plan.recipe.has_adapters else FULL_RATE
+            usual = recommend_rate(plan).value
         self.options.rate.placeholder = f"{usual:g}"
 
     @property

@@ -33,6 +33,7 @@ from shardscope.training.examples.token_table import (
     describe_counts,
     iterate_encoded,
 )
+from shardscope.training.tasks.choices import DEFAULT_EPOCHS, TEXT_STEPS, Choices, recommend, recommend_rate
 from shardscope.training.tasks.text_task import MAX_STEPS, TextTask, resolve_text
 from shardscope.training.weights.base_sample import hash_base
 from shardscope.training.weights.weights_folder import WeightsFolder
@@ -49,15 +50,8 @@ if TYPE_CHECKING:
 
 TOKENS, VALIDATION_TOKENS = "tokens", "validation-tokens"
 """Subfolders of a run with the tokens of its examples."""
-DEFAULT_EPOCHS = 3.0
-TEXT_STEPS = 50
 MAX_CHECKED_ROWS = 1000
 """Rows whose format is checked before a launch; the others are checked when they are tokenized."""
-
-FULL_RATE = 2e-5
-"""Learning rate of Llama 2's supervised fine-tuning (Touvron et al. 2023, arXiv:2307.09288, section 3.1)."""
-ADAPTER_RATE = 2e-4
-"""Learning rate of QLoRA for 7B and 13B (Dettmers et al. 2023, arXiv:2305.14314, table 9)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +70,8 @@ class Finetune(TextTask):
     """Folder of a Hugging Face checkpoint: config.json, tokenizer, and model.safetensors or several such
     files with an index, in fp32, bf16 or fp16. Nothing in it is unpickled, and nothing is downloaded."""
     learning_rate: float | None = None
-    """Peak learning rate; None: 2e-5, or 2e-4 for adapters."""
+    """Peak learning rate; None: 2e-5, or 2e-4 for adapters, 1e-4 from 30 billion parameters. More for
+    batches of over 262,144 tokens. See :meth:`choices`."""
     data: object = field(default=None, kw_only=False)
     """Data to train on: a JSONL, JSON, CSV, TSV or Parquet file, a folder of them, a data set's name on the
     Hub, a ``datasets.Dataset``, a pandas frame or a list of dicts, whose format is recognized (text, prompt
@@ -195,6 +190,16 @@ class Finetune(TextTask):
             loss_on=self.loss_on,
             bad_rows=self.bad_rows,
         )
+
+    def choices(self, plan: Plan) -> Choices:
+        """Return the recommended settings of this task and of the recipe of ``plan``, each with its reason.
+
+        They depend on the model, the GPUs and the lengths of the examples, which are read as by
+        :meth:`preview`. Fields of this task that are None resolve to them; ``choices.plan`` is the plan with
+        the recommended recipe. Raises ``ValueError`` for malformed data.
+        """
+        preview = None if self.plain_text is not None else self.preview(seq_len=plan.recipe.seq_len)
+        return recommend(self, plan, preview)
 
     def _open_rows(self, name: str = "data") -> Rows:
         return open_rows(self._field(name), getattr(self, name))
@@ -364,7 +369,7 @@ class Finetune(TextTask):
         """See :class:`TextTask`."""
         if self.learning_rate is not None:
             return self.learning_rate
-        return ADAPTER_RATE if plan.recipe.has_adapters else FULL_RATE
+        return recommend_rate(plan).value
 
     def encode(self) -> Callable[[str], TokenIds]:
         """Return the encode function of the folder's tokenizer."""

@@ -1,0 +1,120 @@
+"""Recommended settings of a fine-tune: values, reasons, and that fields at None resolve to the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.requirements import needs
+from tests.weights_folders import write_folder
+
+import shardscope as ss
+from shardscope.training.tasks.choices import recommend, recommend_rate
+
+needs("transformers")
+needs("datasets")
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+ROWS = [
+    {"prompt": "Who hunts the whale?", "completion": " Ahab." + " The ship." * (row % 5)} for row in range(60)
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("weights") / "small", max_position_embeddings=512)
+
+
+def build_plan(folder: Path, cluster: str = "2xcpu", **recipe: Any) -> ss.Plan:
+    fields = {"seq_len": 512, "global_batch_size": 64, **recipe}
+    arch, gpus = ss.Architecture.from_hf(folder), ss.Cluster.parse(cluster)
+    return ss.Plan(arch, gpus, ss.Recipe(**fields), ss.Layout.fsdp2())
+
+
+def test_choices_follow_the_data_the_machine_and_the_method(folder: Path) -> None:
+    plan, task = build_plan(folder, method="lora"), ss.Finetune(folder, ROWS)
+    choices = task.choices(plan)
+    longest = max(task.preview().lengths)
+    recipe = choices.plan.recipe
+    assert recipe.precision == "fp32" and "3 to 4 times as long" in choices["precision"].why
+    assert longest <= recipe.seq_len < longest + 8 and "padding" in choices["seq_len"].why
+    assert recipe.lora_targets == ALL_LINEAR and choices["lora_targets"].current == ATTENTION
+    # 60 rows in batches of 64 are 3 steps in 3 epochs; batches of 4 are 45.
+    assert choices.num_steps == 3 and recipe.global_batch_size == 4
+    # Two for each of the ranks.
+    assert recipe.micro_batch_size == 2 and "by plan.memory()" in choices["micro_batch_size"].why
+    assert all(choice.why.endswith(".") and choice.summary for choice in choices)
+    assert choices["lora_rank"].is_current
+    again = task.choices(choices.plan)
+    assert [choice.name for choice in again if not choice.is_current] == [], "nothing is left to change"
+    assert choices["seq_len"].summary == f"{recipe.seq_len} instead of 512"
+    with pytest.raises(KeyError, match="known: precision, seq_len"):
+        choices["rank"]
+
+
+def test_fields_at_none_resolve_to_the_choices(folder: Path) -> None:
+    rows = [*ROWS] * 20
+    for method, rate in (("full", 2e-5), ("lora", 2e-4)):
+        plan, task = build_plan(folder, method=method), ss.Finetune(folder, rows, validation=0.1)
+        choices = task.choices(plan)
+        schedule = task.build_schedule(plan, choices.num_steps)
+        assert choices.num_steps == 51, "3 epochs of 1,080 of 1,200 rows"
+        assert choices["learning_rate"].value == task.peak_rate(plan) == schedule.peak == rate
+        assert choices["warmup_steps"].value == schedule.warmup_steps == 5
+        assert choices["lr_scheduler_type"].value is task.lr_scheduler_type is schedule.kind
+        assert choices["num_epochs"].value == 3 and task.num_epochs is None
+    other = replace(task, num_steps=7, learning_rate=1e-3, warmup_steps=2, lr_scheduler_type="linear")
+    choices = other.choices(plan)
+    names = ("learning_rate", "lr_scheduler_type", "warmup_steps", "num_epochs")
+    assert [choices[name].current for name in names] == [1e-3, "linear", 2, "7 steps"]
+    assert not any(choices[name].is_current for name in names)
+
+
+def test_the_rate_grows_with_large_batches_and_falls_for_large_models() -> None:
+    def rate(model: str, method: Any, batch: int) -> float:
+        recipe = ss.Recipe(method=method, seq_len=4096, global_batch_size=batch)
+        return recommend_rate(
+            ss.Plan(ss.models[model], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.fsdp2())
+        ).value
+
+    assert [rate("llama-3.1-8b", "full", batch) for batch in (8, 64, 256)] == [2e-5, 2e-5, 4e-5]
+    assert [rate("llama-3.1-8b", "lora", batch) for batch in (8, 64, 256)] == [2e-4, 2e-4, 4e-4]
+    assert rate("llama-3.1-70b", "lora", 64) == 1e-4 and rate("llama-3.1-70b", "full", 64) == 2e-5
+
+
+@pytest.mark.parametrize(
+    ("cluster", "given", "best", "reason"),
+    [
+        ("2xv100-sxm-32gb", "bf16-mixed", "fp16-mixed", "loss scale"),
+        ("1xt4-16gb", "fp32", "fp16-mixed", "Ampere"),
+        ("8xh100-sxm-80gb", "fp16-mixed", "bf16-mixed", "no loss scale"),
+        ("2xcpu", "bf16-mixed", "fp32", "CPU ranks"),
+    ],
+)
+def test_the_precision_is_that_of_the_gpus(
+    folder: Path, cluster: str, given: str, best: str, reason: str
+) -> None:
+    plan = build_plan(folder, cluster, precision=given)
+    choices = recommend(ss.Finetune(folder, ROWS), plan, None)
+    choice = choices["precision"]
+    assert (choice.value, choice.current) == (best, given) and reason in choice.why
+    assert choices.num_steps is None and choices["warmup_steps"].value is None, "the rows were not counted"
+
+
+def test_a_plan_on_known_gpus_has_a_duration_and_the_fastest_micro_batch_that_fits(folder: Path) -> None:
+    task, llama = ss.Finetune(folder, num_steps=100), ss.models["llama-3.1-8b"]
+    recipe = ss.Recipe(method="lora", seq_len=4096, global_batch_size=256)
+    plan = ss.Plan(llama, ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.fsdp2())
+    choices = task.choices(plan)
+    assert choices.seconds == pytest.approx(100 * plan.step().seconds)
+    size = choices["micro_batch_size"].value
+    best, memory = choices.plan, choices.plan.memory()
+    assert memory.peak_bytes <= memory.usable_bytes
+    for other in (1, 2, 4, 8, 16, 32):
+        changed = replace(best, recipe=replace(best.recipe, micro_batch_size=other))
+        if other != size and changed.memory().peak_bytes <= memory.usable_bytes:
+            assert changed.step().tokens_per_second < 1.02 * best.step().tokens_per_second
+    assert choices["num_steps"].value == 50 and choices["num_steps"].current == 100

@@ -1,0 +1,383 @@
+"""Recommended settings of a fine-tune, each with its reason: ``task.choices(plan)``.
+
+The fields of a ``Finetune`` that are None resolve to the same values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardscope.core.cluster import BEFORE_AMPERE
+from shardscope.core.number_format import format_gib
+from shardscope.core.recipe import DEFAULT_LORA_RANK
+from shardscope.frameworks.registry import why_not_trained
+from shardscope.memory.state.lora import find_adapter_targets
+from shardscope.planner.checks.case import predict_memory, predict_step, replace_plan_fields
+from shardscope.planner.checks.learning_rate import WARM_UP_STEPS
+from shardscope.planner.checks.precision import CPU_SLOWDOWN
+from shardscope.planner.checks.usual_rates import scale_rate
+from shardscope.planner.memory_needs import fits
+from shardscope.prediction.support import FUSED_IN_EXPERTS
+from shardscope.training.optimizers.schedule import count_warmup_steps
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+    from shardscope.memory.report import MemoryReport
+    from shardscope.timing.report import StepReport
+    from shardscope.training.examples.preview import Preview
+    from shardscope.training.tasks.finetune import Finetune
+
+FULL_RATE = 2e-5
+"""Learning rate of Llama 2's supervised fine-tuning (Touvron et al. 2023, arXiv:2307.09288, section 3.1)."""
+FULL_RATE_TOKENS = 64 * 4096
+"""Tokens per batch of that run."""
+ADAPTER_RATE = 2e-4
+"""Learning rate of QLoRA for 7B and 13B (Dettmers et al. 2023, arXiv:2305.14314, table 9)."""
+LARGE_ADAPTER_RATE = 1e-4
+"""Learning rate of QLoRA for 33B and 65B, from the same table."""
+LARGE_FROM = 30e9
+"""Parameters from which :data:`LARGE_ADAPTER_RATE` is the default."""
+DEFAULT_EPOCHS = 3.0
+"""Passes over the data of Stanford Alpaca (Taori et al. 2023)."""
+TEXT_STEPS = 50
+MAX_MICRO_BATCH = 64
+WORTH_A_SETTING = 1.02
+"""Speedup from which a larger micro-batch is recommended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The recommended value of one field, and why."""
+
+    name: str
+    """The object and its field, such as ``Recipe.seq_len`` or ``Finetune.learning_rate``."""
+    value: object
+    current: object
+    """The plan's or the task's own value; for a task's field that is None, what it resolves to."""
+    why: str
+    """One sentence, with its source."""
+
+    @property
+    def is_current(self) -> bool:
+        """Return whether the plan and the task have the recommended value."""
+        return self.value == self.current
+
+    @property
+    def summary(self) -> str:
+        """The value, and what it replaces."""
+        value = _format(self.value)
+        return value if self.is_current else f"{value} instead of {_format(self.current)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """Recommended settings of a fine-tune: ``choices["seq_len"].why``."""
+
+    all: tuple[Choice, ...]
+    plan: Plan
+    """The plan with the recommended recipe; the task's fields may stay None."""
+    num_steps: int | None
+    """Optimizer steps of the run with the plan as it is; None if the number of rows is not known."""
+    seconds: float | None
+    """Predicted duration of these steps; None if it is not known."""
+
+    def __iter__(self) -> Iterator[Choice]:
+        return iter(self.all)
+
+    def __getitem__(self, field: str) -> Choice:
+        for choice in self.all:
+            if choice.name.rpartition(".")[2] == field:
+                return choice
+        known = ", ".join(choice.name.rpartition(".")[2] for choice in self.all)
+        raise KeyError(f"there is no choice {field!r}; known: {known}")
+
+    def __str__(self) -> str:
+        return "\n".join(f"{choice.name}: {choice.summary}. {choice.why}" for choice in self.all)
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td><code>{escape(choice.name)}</code></td><td>{escape(choice.summary)}</td>"
+            f"<td style='text-align: left'>{escape(choice.why)}</td></tr>"
+            for choice in self.all
+        )
+        return f"<table><tr><th>Field</th><th>Value</th><th>Why</th></tr>{rows}</table>"
+
+
+class Reasoned(NamedTuple):
+    """A value with its reason."""
+
+    value: object
+    why: str
+
+
+class Rate(NamedTuple):
+    """A learning rate with its reason."""
+
+    value: float
+    why: str
+
+
+def recommend(task: Finetune, plan: Plan, preview: Preview | None) -> Choices:
+    """Return the recommended settings of ``task`` under ``plan``.
+
+    ``preview`` is that of the task's examples at the plan's sequence length; None for plain text, or if the
+    data have not been read.
+    """
+    recipe, best = plan.recipe, plan
+    choices: list[Choice] = []
+    # In this order, because memory and time depend on all of these, and the micro-batch on memory and time.
+    settings = {"precision": choose_precision(plan), "seq_len": choose_length(task, plan, preview)}
+    if recipe.has_adapters:
+        settings["lora_rank"] = choose_rank(plan)
+        settings["lora_targets"] = choose_targets(plan)
+    for field, (value, why) in settings.items():
+        current = _read_recipe(plan, field)
+        changed = best if value == current else _change(best, field, value)
+        if changed is None:
+            value, why = current, f"{_format(value)} is usual, but this plan cannot run with it. {why}"
+        best = changed or best
+        choices.append(Choice(name=f"Recipe.{field}", value=value, current=current, why=why))
+    value, why = choose_global_batch(task, best, preview)
+    best = _change(best, "global_batch_size", value) or best
+    size = recipe.global_batch_size
+    choices.append(Choice(name="Recipe.global_batch_size", value=value, current=size, why=why))
+    value, why = choose_micro_batch(best)
+    best = _change(best, "micro_batch_size", value) or best
+    size = recipe.micro_batch_size
+    choices.append(Choice(name="Recipe.micro_batch_size", value=value, current=size, why=why))
+    num_steps = count_steps(task, plan, preview)
+    step = None if num_steps is None else predict_step(plan)
+    return Choices(
+        all=(*choices, *_choose_task_fields(task, plan, best, num_steps)),
+        plan=best,
+        num_steps=num_steps,
+        seconds=None if step is None or num_steps is None else num_steps * step.seconds,
+    )
+
+
+def _choose_task_fields(task: Finetune, plan: Plan, best: Plan, num_steps: int | None) -> Iterator[Choice]:
+    rate = recommend_rate(best)
+    current: object = task.peak_rate(plan)
+    yield Choice(name="Finetune.learning_rate", value=rate.value, current=current, why=rate.why)
+    yield Choice(
+        name="Finetune.lr_scheduler_type",
+        value=None,
+        current=task.lr_scheduler_type,
+        why="A cosine to a tenth of the peak, as Llama's (Touvron et al. 2023, arXiv:2302.13971, "
+        "section 2.3), after a warm-up whose first step is above 0.",
+    )
+    schedule = None if num_steps is None else task.build_schedule(plan, num_steps)
+    default = None if num_steps is None else count_warmup_steps(None, num_steps, None)
+    yield Choice(
+        name="Finetune.warmup_steps",
+        value=default,
+        current=task.warmup_steps if schedule is None else schedule.warmup_steps,
+        why="A tenth of the steps, at most 100: AdamW's second moment settles over about "
+        f"{WARM_UP_STEPS} (Ma & Yarats 2021, arXiv:1910.04209), which is too many for a short run.",
+    )
+    if task.plain_text is not None:
+        yield Choice(
+            name="Finetune.num_steps",
+            value=TEXT_STEPS,
+            current=task.num_steps,
+            why="A text of any length has no usual number of steps: this one shows within minutes whether "
+            "the loss falls.",
+        )
+        return
+    yield Choice(
+        name="Finetune.num_epochs",
+        value=DEFAULT_EPOCHS,
+        current=f"{task.num_steps:,} steps" if task.num_steps else task.num_epochs or DEFAULT_EPOCHS,
+        why="Three passes over the data, as Stanford Alpaca's (Taori et al. 2023); a validation loss with "
+        "early_stopping tells whether fewer are better.",
+    )
+
+
+# ---- Values that None resolves to
+
+
+def recommend_rate(plan: Plan) -> Rate:
+    """Return the peak learning rate for the plan's method and batch."""
+    num_parameters, recipe = plan.architecture.num_parameters, plan.recipe
+    if recipe.has_adapters:
+        is_large = num_parameters >= LARGE_FROM
+        rate, sizes = (LARGE_ADAPTER_RATE, "33B and 65B") if is_large else (ADAPTER_RATE, "7B and 13B")
+        why = f"QLoRA's for {sizes}, in all its batches (Dettmers et al. 2023, arXiv:2305.14314, table 9)"
+    else:
+        rate = FULL_RATE
+        why = "Llama 2's for supervised fine-tuning (Touvron et al. 2023, arXiv:2307.09288, section 3.1)"
+    tokens = recipe.global_batch_size * recipe.seq_len
+    if tokens <= FULL_RATE_TOKENS:
+        return Rate(rate, f"{rate:g} is {why}; smaller batches keep it.")
+    scaled = float(f"{scale_rate(rate, FULL_RATE_TOKENS, tokens).square_root:.1g}")
+    return Rate(
+        scaled,
+        f"{rate:g} is {why}; {tokens / FULL_RATE_TOKENS:.2g} times Llama 2's {FULL_RATE_TOKENS:,} tokens per "
+        "batch take the square root of that times the rate (Malladi et al. 2022, arXiv:2205.10287).",
+    )
+
+
+def count_steps(
+    task: Finetune, plan: Plan, preview: Preview | None, global_batch_size: int | None = None
+) -> int | None:
+    """Return the task's number of optimizer steps; None if the number of examples is not known.
+
+    ``global_batch_size`` is another one than the plan's.
+    """
+    if task.num_steps is not None:
+        return task.num_steps
+    if preview is None:
+        return None
+    counts = preview.counts
+    num_rows = preview.num_rows * counts.num_examples / max(1, counts.num_rows)
+    if isinstance(task.validation, float):
+        num_rows *= 1 - task.validation
+    epochs = DEFAULT_EPOCHS if task.num_epochs is None else task.num_epochs
+    return max(1, math.ceil(epochs * num_rows / (global_batch_size or plan.recipe.global_batch_size)))
+
+
+# ---- The recipe
+
+
+def choose_precision(plan: Plan) -> Reasoned:
+    """Return the precision for the plan's GPUs or CPU ranks."""
+    gpu = plan.cluster.gpu
+    if gpu.vendor == "cpu":
+        least, most = CPU_SLOWDOWN
+        return Reasoned(
+            "fp32",
+            f"On CPU ranks a step in bf16 took {least:g} to {most:g} times as long as in fp32 "
+            "(SmolLM2-135M-Instruct on two cores with AVX-512, docs/fine_tuning.md).",
+        )
+    if gpu.architecture in BEFORE_AMPERE:
+        return Reasoned(
+            "fp16-mixed",
+            f"{gpu.name} has no bf16 in its matrix units, which came with Ampere; fp16 needs a loss scale "
+            "(Micikevicius et al. 2018, section 3.2).",
+        )
+    return Reasoned(
+        "bf16-mixed",
+        "bf16 has fp32's range and needs no loss scale (Kalamkar et al. 2019, arXiv:1905.12322); fp32 master "
+        "weights keep small updates (Micikevicius et al. 2018, section 3.1).",
+    )
+
+
+def choose_length(task: Finetune, plan: Plan, preview: Preview | None) -> Reasoned:
+    """Return the sequence length for the lengths of the examples."""
+    now, longest = plan.recipe.seq_len, plan.architecture.max_position_embeddings
+    if preview is None:
+        if task.plain_text is None:
+            return Reasoned(now, "task.preview() shows which length fits the data.")
+        why = f"A text is cut into windows of any length; the model was made for at most {longest:,} tokens."
+        return Reasoned(min(now, longest), why)
+    advice = preview.recommend_length(longest)
+    if advice is not None:
+        return Reasoned(advice.seq_len, advice.why)
+    why = (
+        f"{preview.padding_at(now):.0%} of rows of {now:,} tokens are padding, and {preview.cut_at(now):.1%} "
+        "of the data are cut off."
+    )
+    return Reasoned(now, why)
+
+
+def choose_rank(plan: Plan) -> Reasoned:
+    """Return the rank of the adapters."""
+    return Reasoned(
+        DEFAULT_LORA_RANK,
+        "With adapters on all layers, ranks from 8 to 256 ended alike (Dettmers et al. 2023, appendix A.1); "
+        "this one costs little memory.",
+    )
+
+
+def choose_targets(plan: Plan) -> Reasoned:
+    """Return the projections with adapters: all linear layers but experts."""
+    arch = plan.architecture
+    skipped = FUSED_IN_EXPERTS if arch.num_moe_layers else ()
+    targets = tuple(dict.fromkeys(name for name, _ in arch.lora_shapes if name not in skipped))
+    return Reasoned(
+        targets,
+        "Adapters on all linear layers reach full fine-tuning, on attention alone they do not (Dettmers et "
+        'al. 2023, figure 2; Schulman et al. 2025, "LoRA Without Regret").',
+    )
+
+
+def choose_global_batch(task: Finetune, plan: Plan, preview: Preview | None) -> Reasoned:
+    """Return the plan's global batch, or a smaller one where few examples would make too few steps."""
+    now, ranks = plan.recipe.global_batch_size, plan.degrees.data_parallel
+    usual = "Batches of 16 to 128 sequences are usual (Dettmers et al. 2023, table 9; Taori et al. 2023)"
+    num_steps = None if task.num_steps is not None else count_steps(task, plan, preview)
+    if num_steps is None or num_steps >= WARM_UP_STEPS:
+        return Reasoned(now, f"{usual}.")
+    size = now
+    while size % (2 * ranks) == 0 and (count_steps(task, plan, preview, size) or 0) < WARM_UP_STEPS:
+        size //= 2
+    if size == now:
+        return Reasoned(now, f"{usual}; this one is the smallest for {ranks} ranks.")
+    return Reasoned(
+        size,
+        f"{usual}, but {now:,} would make {num_steps:,} steps of these data, and AdamW's second moment alone "
+        f"settles over about {WARM_UP_STEPS} (Ma & Yarats 2021, arXiv:1910.04209).",
+    )
+
+
+def choose_micro_batch(plan: Plan) -> Reasoned:
+    """Return the fastest predicted micro-batch that fits, the smallest of about equal ones.
+
+    Where no time is predicted, as on CPU ranks without a calibration, the largest one that fits.
+    """
+    recipe = plan.recipe
+    most = min(MAX_MICRO_BATCH, recipe.global_batch_size // plan.degrees.data_parallel)
+    sizes = sorted({recipe.micro_batch_size, *(2**power for power in range(max(1, most).bit_length()))})
+    fitting: list[tuple[Plan, MemoryReport, StepReport | None]] = []
+    for size in sizes:
+        changed = replace_plan_fields(plan, recipe={"micro_batch_size": size})
+        report = None if changed is None else predict_memory(changed)
+        if changed is not None and report is not None and fits(changed, report):
+            fitting.append((changed, report, predict_step(changed)))
+    if not fitting:
+        return Reasoned(recipe.micro_batch_size, "No micro-batch fits: plan.repairs() names what would.")
+    rates = [0.0 if step is None else step.tokens_per_second for _, _, step in fitting]
+    index = next(i for i, rate in enumerate(rates) if rate * WORTH_A_SETTING >= max(rates))
+    best, report, _ = fitting[index if all(rates) else -1]
+    kind = "The fastest that fits by plan.step()" if all(rates) else "The largest that fits"
+    return Reasoned(
+        best.recipe.micro_batch_size,
+        f"{kind}: {format_gib(report.peak_bytes)} of {format_gib(report.usable_bytes)} GiB by plan.memory(). "
+        "It changes speed and memory only.",
+    )
+
+
+def _change(plan: Plan, field: str, value: object) -> Plan | None:
+    """Return ``plan`` with another field of its recipe, or None if it could not be trained."""
+    fields = {field: value}
+    if field == "global_batch_size":  # The present micro-batch may be larger; it is chosen afterwards.
+        fields["micro_batch_size"] = 1
+    changed = replace_plan_fields(plan, recipe=fields)
+    if changed is None:
+        return None
+    # A plan that is not trained as it is, for another reason, has recommendations, too.
+    return changed if why_not_trained(changed) is None or why_not_trained(plan) is not None else None
+
+
+def _read_recipe(plan: Plan, field: str) -> object:
+    """Return a field of the recipe, or what it resolves to."""
+    if field == "lora_rank":
+        return plan.recipe.adapter_rank
+    if field == "lora_targets":
+        return find_adapter_targets(plan.architecture, plan.recipe)
+    return getattr(plan.recipe, field)
+
+
+def _format(value: object) -> str:
+    """Return a value as text."""
+    if isinstance(value, tuple):
+        return ", ".join(str(name) for name in value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(value)
