@@ -21,6 +21,8 @@ from shardscope.machine.processes import list_descendants
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import append_line, read_json, write_json
 from shardscope.runs import trackers
+from shardscope.runs.resume import _make_task
+from shardscope.runs.task_fields import record_task_fields
 from shardscope.runs.trackers import TrackerProcess, build_environment
 from shardscope.runs.watch.periodic_checks import PeriodicChecks
 
@@ -176,6 +178,16 @@ def test_a_tracker_with_its_children_is_not_killed_with_the_task() -> None:
 def test_report_to_takes_names_as_transformers_does(value: Any, expected: tuple[str, ...]) -> None:
     assert ss.Pretrain(report_to=value).report_to == expected
     assert ss.Pretrain().report_to == ("tensorboard",)
+
+
+def test_a_resumed_run_reports_to_the_same_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ss.Pretrain, "_find_resumable", lambda self, value: value)
+    asked = record_task_fields(ss.Pretrain(report_to=["trackio", "wandb"]))
+    description = json.loads(json.dumps({"asked": asked}))
+    assert _make_task(ss.Pretrain, description, tmp_path).report_to == ("trackio", "wandb")
+    # Runs of older versions wrote TensorBoard's files.
+    del description["asked"]["report_to"]
+    assert _make_task(ss.Pretrain, description, tmp_path).report_to == ("tensorboard",)
 
 
 @pytest.mark.parametrize("value", ["wandbb", ["tensorboard", "mlflow"], None, 3, ["none", "wandb"]])

@@ -33,7 +33,7 @@ EXAMPLE_FIELDS = {
     "early_stopping": None,
 }
 """Fields that a plain text does not use, and that runs of older versions have not recorded."""
-NEWER_FIELDS = {"lr_scheduler_type": None}
+NEWER_FIELDS = {"lr_scheduler_type": None, "report_to": ["tensorboard"]}
 """Fields that runs of older versions have not recorded, with the value that stands for what they did."""
 
 

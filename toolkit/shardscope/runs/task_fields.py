@@ -47,7 +47,9 @@ def record_task_fields(task: object) -> dict[str, object] | None:
 
 
 def _is_text(value: object) -> bool:
-    """Return whether ``value`` is text or a mapping of texts, not a table of the user's data."""
+    """Return whether ``value`` is text, or a mapping or tuple of texts, not a table of the user's data."""
+    if isinstance(value, tuple):
+        return all(isinstance(text, str) for text in value)
     if isinstance(value, Mapping):
         return all(isinstance(text, str) for pair in value.items() for text in pair)
     return isinstance(value, str)

@@ -380,7 +380,6 @@ def _describe_run(plan: Plan, task: object, device: str, outlive_kernel: bool) -
         "trains_the_plan": _trains_the_plan(task),
         "saves_when_asked": getattr(task, "saves_when_asked", True) is not False,
         "num_steps": _read_num_steps(task),
-        "report_to": list(task.report_to) if isinstance(task, TextTask) else ["tensorboard"],
         "world_size": plan.world_size,
         "device": device,
         "outlive_kernel": outlive_kernel,

@@ -86,7 +86,8 @@ class Supervisor:
         self.next_heartbeat = 0.0
         self.secrets = SecretReceiver()
         # A user's function and runs of older versions have TensorBoard's files.
-        report_to = self.description.get("report_to")
+        fields = self.description.get("asked")
+        report_to = fields.get("report_to") if isinstance(fields, dict) else None
         report_to = report_to if isinstance(report_to, list) else ["tensorboard"]
         self.trackers = TrackerProcess(folder, report_to)
         self.checks = PeriodicChecks(

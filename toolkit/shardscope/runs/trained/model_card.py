@@ -46,7 +46,8 @@ ALWAYS_SHOWN = ("method", "precision", "optimizer", "seq_len", "micro_batch_size
 IN_OTHER_SECTIONS = ("weights", "data", "text", "validation", "num_steps")
 """Fields of the task that are shown by their names and sizes."""
 WITHOUT_EFFECT = (
-    *("export", "keep_last", "log_every", "memory_snapshot", "profile", "save_checkpoint", "save_every"),
+    *("export", "keep_last", "log_every", "memory_snapshot", "profile", "report_to", "save_checkpoint"),
+    "save_every",
 )
 """Fields of the task that the weights do not depend on."""
 MAX_EXPONENT = 700.0

@@ -139,7 +139,7 @@ class TextTask(ABC):
         "shardscope.training.loop",
     )
     """Modules that the launcher imports once before it forks ranks; none of them initializes CUDA."""
-    recorded_texts: ClassVar[frozenset[str]] = frozenset({"lr_scheduler_type"})
+    recorded_texts: ClassVar[frozenset[str]] = frozenset({"lr_scheduler_type", "report_to"})
     """Text fields that the run folder keeps, because they cannot contain secrets."""
     trains_the_plan: ClassVar[bool] = True
     """Whether the task trains the plan's model, so that the predicted memory holds for it."""
