@@ -272,12 +272,13 @@ class _StagePhases:
             "communication": Term(self.communication, lambda: _explain_communication(sizes, self.gpu.vendor)),
             "runtime": Term(self.runtime, self._explain_runtime),
         }
-        optional: tuple[tuple[Component, Term | None], ...] = (
-            ("optimizer", optimizer),
-            ("gradients", gradients),
-            ("gather_buffers", gather),
-        )
-        return by_component | {name: term for name, term in optional if term is not None}
+        if optimizer is not None:
+            by_component["optimizer"] = optimizer
+        if gradients is not None:
+            by_component["gradients"] = gradients
+        if gather is not None:
+            by_component["gather_buffers"] = gather
+        return by_component
 
     def _explain_runtime(self) -> str:
         if self.on_gpu:

@@ -103,13 +103,15 @@ class TransformersActivations:
         """Bytes of one micro-batch."""
         self.saved_after_layers = stage.is_last * self.tokens * self._compute_after_layers()
         """Bytes of one micro-batch."""
+        self.unsaved_casts = self._compute_unsaved_casts()
+        self.casts_after_forward, self.casts_in_backward = self._compute_weight_casts()
 
     # ---- The end of forward, and backward ----
 
     def compute_forward(self) -> Term:
         """Return the activations at the end of forward."""
         edges = self.saved_before_layers + self.saved_after_layers
-        casts = self._compute_weight_casts()[0]
+        casts = self.casts_after_forward
         num_bytes = self.saved_by_layers + edges + casts + self._compute_output()
 
         def explain() -> str:
@@ -131,14 +133,14 @@ class TransformersActivations:
             modules=self.modules,
             saved_by_layers=self.saved_by_layers + self.saved_before_layers,
             saved_by_head=self.saved_after_layers,
-            weight_casts=self._compute_weight_casts()[1],
-            unsaved_casts=self._compute_unsaved_casts(),
+            weight_casts=self.casts_in_backward,
+            unsaved_casts=self.unsaved_casts,
             stream_gradient=self.tokens * ceil_div(row, self.num_stream_shards),
             in_final_norm=self.stage.is_last * self.tokens * self._compute_in_final_norm(),
             logits=logits,
             explain_layers=self.explain_layers,
-            find_layer_order=lambda: build_layer_order(self),
-            find_largest_layer=lambda: find_largest_layer(self),
+            find_layer_order=partial(build_layer_order, self),
+            find_largest_layer=partial(find_largest_layer, self),
         )
 
     def explain_layers(self) -> str:
@@ -159,7 +161,7 @@ class TransformersActivations:
 
     # ---- Layers ----
 
-    def compute_layer(self, moe: bool, recompute: str) -> LayerActivations:
+    def _compute_layer(self, moe: bool, recompute: str) -> LayerActivations:
         """Return the activations of one layer of a kind. Bytes per token."""
         compute = partial(compute_layer_activations, self.plan.architecture, moe, self.modules, recompute)
         # torch's ring attention (cp > 1) concatenates the output of sequence chunks.
@@ -175,7 +177,7 @@ class TransformersActivations:
         # Without an interval all layers of a kind are alike.
         if recompute == "none" or interval == 1:
             return [
-                LayersOfKind(num_layers, self.compute_layer(moe, recompute), recompute)
+                LayersOfKind(num_layers, self._compute_layer(moe, recompute), recompute)
                 for moe, num_layers in by_kind
             ]
         # The engine recomputes layers 0, interval, 2 x interval, ...: ceil(n / interval) of the first n.
@@ -185,8 +187,8 @@ class TransformersActivations:
             layers_so_far = layers_so_far + num_layers
             recomputed = ceil_div(layers_so_far, interval) - recomputed_so_far
             recomputed_so_far = recomputed_so_far + recomputed
-            with_recompute.append(LayersOfKind(recomputed, self.compute_layer(moe, recompute), recompute))
-            without.append(LayersOfKind(num_layers - recomputed, self.compute_layer(moe, "none"), "none"))
+            with_recompute.append(LayersOfKind(recomputed, self._compute_layer(moe, recompute), recompute))
+            without.append(LayersOfKind(num_layers - recomputed, self._compute_layer(moe, "none"), "none"))
         return with_recompute + without
 
     def compute_offloaded(self) -> int:
@@ -276,7 +278,7 @@ class TransformersActivations:
             casts = kind.num_layers * compute_weight_casts(arch, moe, modules)
             copies, kept_copies = count_weight_casts(modules, kind.recompute)
             after_forward, in_backward = after_forward + copies * casts, in_backward + kept_copies * casts
-        return after_forward, in_backward - self._compute_unsaved_casts()
+        return after_forward, in_backward - self.unsaved_casts
 
     def _compute_unsaved_casts(self) -> int:
         """Return bytes of first-layer adapter copies not kept by autograd: their input needs no gradient."""
@@ -465,29 +467,37 @@ def build_layer_order(activations: TransformersActivations) -> LayerOrder:
     recipe = plan.recipe
     interval = recipe.recompute_interval if recipe.recompute != "none" else 1
     num_dense = stage.num_layers - stage.num_moe_layers
+    # ``activations.kinds`` has the same order: the recomputed kinds come first.
+    by_kind = count_layers_by_kind(plan.architecture, stage)
+    if interval > 1:
+        by_kind = by_kind * 2
     kinds: list[LayerKind] = []
-    for recompute in [recipe.recompute] if interval == 1 else [recipe.recompute, "none"]:
-        for moe, num_layers in count_layers_by_kind(plan.architecture, stage):
-            # 0 * num_dense is an array where num_dense is one.
-            first, last = (num_dense, stage.num_layers - 1) if moe else (0 * num_dense, num_dense - 1)
-            # The nearest layers in this range that are recomputed, or that are not.
-            if interval > 1:
-                if recompute == "none":
-                    last = last - (last % interval == 0)
-                    first = first + (first % interval == 0)
-                else:
-                    first, last = ceil_div(first, interval) * interval, last // interval * interval
-                num_layers = maximum(0, where(last >= first, num_layers, 0))
-            kinds.append(_build_kind(activations, moe, recompute, num_layers, first, last))
+    for (moe, num_layers), layers in zip(by_kind, activations.kinds, strict=True):
+        # 0 * num_dense is an array where num_dense is one.
+        first, last = (num_dense, stage.num_layers - 1) if moe else (0 * num_dense, num_dense - 1)
+        # The nearest layers in this range that are recomputed, or that are not.
+        if interval > 1:
+            if layers.recompute == "none":
+                last = last - (last % interval == 0)
+                first = first + (first % interval == 0)
+            else:
+                first, last = ceil_div(first, interval) * interval, last // interval * interval
+            num_layers = maximum(0, where(last >= first, num_layers, 0))
+        kinds.append(_build_kind(activations, moe, layers, num_layers, first, last))
     return LayerOrder(stage.num_layers, num_dense, interval, tuple(kinds))
 
 
 def _build_kind(
-    activations: TransformersActivations, moe: bool, recompute: str, num_layers: int, first: int, last: int
+    activations: TransformersActivations,
+    moe: bool,
+    layers: LayersOfKind,
+    num_layers: int,
+    first: int,
+    last: int,
 ) -> LayerKind:
     plan, modules, tokens = activations.plan, activations.modules, activations.tokens
     arch, num_stream_shards = plan.architecture, activations.num_stream_shards
-    layer = activations.compute_layer(moe, recompute)
+    layer, recompute = layers.activations, layers.recompute
     peaks = map_distinct(
         partial(compute_layer_peaks, arch, moe, modules, recompute), plan.degrees.tp, num_stream_shards
     )

@@ -68,6 +68,7 @@ def compute_stage_0_state(plan: Plan, stage: Stage, rank: RankCounts) -> Trainin
         gradients=Term(gradients, lambda: f"{trained:,} on every rank × {half} bytes of gradients"),
         optimizer=Term(optimizer, lambda: f"{trained:,} on every rank · {source} ({name})"),
         gather_forward=NOT_PARTITIONED,
+        group_sizes=rank.group_sizes,
         find_backward_peaks=lambda backward: find_backward_peaks(
             counts, backward, half, compute_activation_sizes(plan, stage, backward.modules), buffers
         ),
@@ -128,6 +129,7 @@ def _compute_bf16_optimizer_state(plan: Plan, stage: Stage, rank: RankCounts) ->
             lambda: f"{partition:,} × {FP32} bytes · gradients of this rank's partition, cast for the update",
         ),
         gather_forward=NOT_PARTITIONED,
+        group_sizes=rank.group_sizes,
         find_backward_peaks=lambda backward: find_backward_peaks(
             counts, backward, half, compute_activation_sizes(plan, stage, backward.modules), buffers
         ),

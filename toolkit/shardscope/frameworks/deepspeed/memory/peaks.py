@@ -173,10 +173,9 @@ def compute_activation_sizes(plan: Plan, stage: Stage, modules: Modules) -> Acti
 
 
 def _adapts_only_mlp_inputs(arch: Architecture, modules: Modules) -> bool:
-    targets = set(modules.targets or ())
-    return (
-        bool(targets.intersection(list_mlp_inputs(arch))) and list_parameter_names(arch).down not in targets
-    )
+    if modules.targets is None or list_parameter_names(arch).down in modules.targets:
+        return False
+    return not set(modules.targets).isdisjoint(list_mlp_inputs(arch))
 
 
 def _fetches_one_by_one(plan: Plan, modules: Modules) -> bool:

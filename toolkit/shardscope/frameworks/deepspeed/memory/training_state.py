@@ -91,7 +91,6 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
         state = compute_stage_1_or_2_state(plan, stage, rank)
     else:
         state = compute_stage_0_state(plan, stage, rank)
-    state = state._replace(group_sizes=list_group_sizes(plan))
     if layout.stage < 3:
         state = state._replace(find_logits=find_logits)
     # PipelineEngine's receive buffers and outputs.
@@ -233,6 +232,8 @@ class RankCounts(NamedTuple):
     accumulates: bool
     """Whether a step has several micro-batches."""
     trains_all: bool
+    group_sizes: tuple[int, ...]
+    """Number of ranks of each communicator."""
 
     @property
     def frozen_bytes(self) -> int:
@@ -260,6 +261,7 @@ def count_rank(plan: Plan, stage: Stage) -> RankCounts:
         ranks=plan.degrees.data_parallel,
         accumulates=plan.num_micro_batches > 1,
         trains_all=not plan.recipe.has_adapters,
+        group_sizes=list_group_sizes(plan),
     )
 
 

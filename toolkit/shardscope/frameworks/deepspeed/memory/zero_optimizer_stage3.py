@@ -104,6 +104,7 @@ def compute_stage_3_state(plan: Plan, stage: Stage, rank: RankCounts) -> Trainin
         gather_rest=build_staging(counts.persistent, "and never released", secondary.frozen),
         gather_update=build_staging(counts.persistent, "and never released"),
         gather_forward=build_staging(counts.after_forward, "when forward ends"),
+        group_sizes=rank.group_sizes,
         find_backward_peaks=lambda backward: find_backward_peaks(
             counts, backward, half, compute_activation_sizes(plan, stage, backward.modules), buffers
         ),

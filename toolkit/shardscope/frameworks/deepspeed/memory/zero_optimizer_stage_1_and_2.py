@@ -114,6 +114,7 @@ def compute_stage_1_or_2_state(plan: Plan, stage: Stage, rank: RankCounts) -> Tr
             ),
             NOT_PARTITIONED,
         ),
+        group_sizes=rank.group_sizes,
         find_backward_peaks=lambda backward: find_backward_peaks(
             counts, backward, half, compute_activation_sizes(plan, stage, backward.modules), buffers
         ),

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.ops import ceil_div, group_equal, map_distinct, minimum, where
+from shardscope.core.ops import any_true, ceil_div, group_equal, map_distinct, minimum, where
 from shardscope.core.precision import widths
 from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.frameworks.fsdp2.layout import get_layout
@@ -165,7 +165,7 @@ def _compute_group(plan: Plan, moe: bool, ranks: int) -> GroupBuffers:
         all_gather_input = width.compute * (base + adapters)
     # A group of one rank has no all-gather: wait_for_unshard casts and copies tensor by tensor.
     casts_on_one_rank = 0
-    if is_cast:
+    if is_cast and any_true(ranks == 1):
         adapter_recipe = recipe if recipe.has_adapters else None
         count_casts = partial(_count_cast_elements, arch, adapter_recipe, moe)
         casts_on_one_rank = width.compute * map_distinct(count_casts, degrees.tp, degrees.ep)

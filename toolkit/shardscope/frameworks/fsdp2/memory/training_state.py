@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
     from shardscope.memory.activations.stage_activations import StageBackward
+    from shardscope.memory.report import Component
 
 
 counts_neighbours = True
@@ -90,6 +91,9 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
             return StepPeaks(plan, stage, backward, groups, gradients_on_gpu).list_candidates()
         return PipelinePeaks(plan, stage, backward, groups, gradients_on_gpu, pipeline).list_candidates()
 
+    initialisation: dict[Component, Term] = {}
+    if not offloads:
+        initialisation["parameters"] = _compute_initialisation(plan, stage, parameters.num_bytes)
     state = TrainingState(
         parameters=parameters,
         gradients=gradients,
@@ -99,11 +103,11 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
         gather_rest=None if pipeline is None else build_receive_buffers(pipeline, plan),
         gradients_accumulated=None if pipeline is None else build_accumulated_gradients(plan, trained),
         find_backward_peaks=find_backward_peaks,
+        initialisation=initialisation,
         group_sizes=(ranks, degrees.replicate, degrees.tp, degrees.pp),
     )
     if not offloads:
-        initialisation = _compute_initialisation(plan, stage, parameters.num_bytes)
-        return state._replace(initialisation={"parameters": initialisation})
+        return state
     # The optimizer runs on the host, where its state and temporary memory are, too.
     on_host = zero_term("in host memory (CPUOffloadPolicy)")
     return state._replace(
