@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,14 @@ def test_data_is_previewed_and_its_length_applied(lab: Lab, browser: Any, tmp_pa
         expect(shorten).to_have_count(0)
         length = open_fold(page, "Training").locator(".ss-row", has=page.get_by_text("Sequence")).first
         expect(length.locator("input")).to_have_value(wanted)
+        expect(length.locator("input")).to_have_attribute("title", re.compile(f"Recommended: {wanted}\\. "))
+        run = open_fold(page, "Run")
+        epochs = run.locator(".ss-row", has=page.get_by_text("Epochs, learning rate")).locator("input")
+        expect(epochs.filter(visible=True)).to_have_count(2)
+        expect(epochs.filter(visible=True).first).to_have_attribute("title", re.compile("Recommended: 3"))
+        # On CPU ranks, with two sequences a step.
+        expect(run).to_contain_text("180 steps of 2 sequences", use_inner_text=True)
+        run.scroll_into_view_if_needed()
         for theme, light in (("Light", "true"), ("Dark", "false")):
             use_theme(page, f"JupyterLab {theme}", light=light)
             page.locator("#jupyterlab-splash").wait_for(state="detached")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.requirements import few, needs
+from tests.requirements import few, needs, thorough
 
 torch = needs("torch")
 needs("transformers")
@@ -64,4 +65,24 @@ def test_the_studios_main_button_fine_tunes_a_model_folder(folder: Path, method:
     expected = typical_loss(folder, run.plan.recipe.seq_len)
     assert expected > 10, "random weights have 7.6, the logarithm of the vocabulary's size"
     assert losses[0] == pytest.approx(expected, rel=0.15), "the weights are the folder's"
+    studio.close()
+
+
+@thorough()
+def test_the_studios_fine_tune_on_rows_trains_its_epochs_in_fp32(folder: Path, tmp_path: Path) -> None:
+    needs("datasets")
+    rows = [{"prompt": "Who?", "completion": f" Ahab, number {number}."} for number in range(4)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    studio: Any = Studio()
+    studio.architecture.name.value = str(folder)
+    studio.task.text.value = str(data)
+    studio.options.profile.value = False
+    assert studio.plan.recipe.precision == "bf16-mixed", "of the GPUs that are not here"
+    studio.launch.button.click()
+    run = studio.run
+    assert run is not None and run.wait(300) == "finished", run and run.reason
+    # Two ranks read a row each: two steps an epoch.
+    assert run.num_steps == 6 and run.plan.recipe.precision == "fp32"
+    assert "fp32, which is faster there, instead of bf16-mixed" in run.note
     studio.close()

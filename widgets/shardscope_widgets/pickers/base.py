@@ -84,6 +84,8 @@ class Picker(widgets.VBox):
         self.complete: Callable[[Mapping[str, object]], dict[str, object]] = dict
         """Extends a fix with the changes that the rest of the plan then needs; by default with none."""
         self._own_error = False
+        self._tooltips: dict[str, str] = {}
+        """Field -> its input's own tooltip."""
         # A row may serve several fields; it is shown once.
         unique = list(dict.fromkeys(rows.values()))
         super().__init__([*unique, *([hint] if hint else [])], layout=controls.share_layout())
@@ -97,6 +99,16 @@ class Picker(widgets.VBox):
     def boxes(self) -> Mapping[str, widgets.ValueWidget]:
         """The input of each field."""
         return {}
+
+    def show_reasons(self, reasons: Mapping[str, str]) -> None:
+        """Show a recommendation on hover of each field's input, below what the input is."""
+        for field, box in self.boxes.items():
+            if not isinstance(box, widgets.DOMWidget):
+                continue
+            tooltip = self._tooltips.setdefault(field, box.tooltip or "")
+            text = "\n".join(filter(None, [tooltip, reasons.get(field, "")]))
+            if text != (box.tooltip or ""):
+                box.tooltip = text
 
     def set_fields(self, values: Mapping[str, object]) -> None:
         """Set inputs by field, ignoring fields without an input. The last one set triggers the reading."""

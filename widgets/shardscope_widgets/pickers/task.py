@@ -16,8 +16,8 @@ import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.core.serialization import replace_fields
 from shardscope.planner.checks.usual_rates import limit_rate
-from shardscope.training.examples.rows import is_structured
-from shardscope.training.tasks.choices import recommend_rate
+from shardscope.training.examples.rows import is_structured, is_text
+from shardscope.training.tasks.choices import DEFAULT_EPOCHS, recommend_rate
 from shardscope_widgets.checks.user_code import list_notebook_functions
 from shardscope_widgets.data.data_panel import DataPanel
 from shardscope_widgets.kit import controls
@@ -55,10 +55,13 @@ class KindChange(TypedDict):
 
 
 class RunOptions(Picker):
-    """Options of a run: steps, learning rate, trace, and whether it continues without the kernel."""
+    """Options of a run: its length, learning rate, trace, and whether it continues without the kernel."""
 
     def __init__(self) -> None:
         self.steps = controls.create_text_box(40, "Optimizer steps", "64px")
+        self.epochs = controls.create_text_box(
+            "", "Epochs: passes over the data", "64px", placeholder=f"{DEFAULT_EPOCHS:g}"
+        )
         self.rate = controls.create_text_box(
             "", "Peak learning rate; empty: the default for this model", "72px"
         )
@@ -69,44 +72,61 @@ class RunOptions(Picker):
             "Keep running if the kernel stops",
             "If unchecked, the run stops with the kernel. A run that continues is in the Runs tab.",
         )
-        row = Row("Steps, learning rate", self.steps, self.rate)
+        self._row = row = Row("", self.steps, self.epochs, self.rate)
         row.add_class("ss-two-lines")
-        self._training = (row, self.profile)
+        self.length = controls.create_html("", "ss-hint")
+        """Predicted length of the run."""
+        self._training = (row, self.length, self.profile)
         self.has_steps = True
         """Whether the task takes steps and a learning rate; the user's own code has its own."""
+        self.counts_epochs = False
+        """Whether the task trains on rows, in epochs."""
         super().__init__(
-            {"num_steps": row, "learning_rate": row}, controls.stack_vertically(self.profile, self.outlive)
+            {"num_steps": row, "num_epochs": row, "learning_rate": row},
+            controls.stack_vertically(self.length, self.profile, self.outlive),
         )
-        for control in (self.steps, self.rate, self.profile, self.outlive):
+        for control in (self.steps, self.epochs, self.rate, self.profile, self.outlive):
             control.observe(self.read, "value")
         self.read()
 
     @property
     def boxes(self) -> dict[str, widgets.ValueWidget]:
         """See :class:`Picker`."""
-        return {"num_steps": self.steps, "learning_rate": self.rate}
+        return {"num_steps": self.steps, "num_epochs": self.epochs, "learning_rate": self.rate}
 
     def build_value(self) -> tuple[object, ...]:
         """Return the inputs as typed; the task itself validates them."""
-        return (self.steps.value, self.rate.value, self.profile.value, self.outlive.value)
+        length = self.epochs if self.counts_epochs else self.steps
+        return (length.value, self.rate.value, self.profile.value, self.outlive.value)
 
     def read(self, change: object = None) -> None:
         """Read the inputs and update the answer."""
         super().read(change)
         for part in self._training:
             (part.remove_class if self.has_steps else part.add_class)("ss-off")
+        for box, is_shown in ((self.steps, not self.counts_epochs), (self.epochs, self.counts_epochs)):
+            (box.remove_class if is_shown else box.add_class)("ss-off")
+        self._row.name.value = f"{'Epochs' if self.counts_epochs else 'Steps'}, learning rate"
+        length = f"{self.steps.value} steps"
+        if self.counts_epochs:
+            epochs = self.epochs.value.strip() or f"{DEFAULT_EPOCHS:g}"
+            length = f"{epochs} epoch{'s' * (epochs != '1')}"
         parts = [
-            f"{self.steps.value} steps" if self.has_steps else "set by the code",
+            length if self.has_steps else "set by the code",
             "with trace" if self.profile.value and self.has_steps else "",
             "survives the kernel" if self.outlive.value else "",
         ]
         self.answer = ", ".join(filter(None, parts))
 
-    def read_fields(self) -> dict[str, object]:
-        """Return the fields of a training task."""
-        typed = self.rate.value.strip()
+    def read_fields(self, *, by_epochs: bool) -> dict[str, object]:
+        """Return the fields of a training task, whose length is ``by_epochs`` or in steps."""
+        typed, epochs = self.rate.value.strip(), self.epochs.value.strip()
+        length: dict[str, object] = {"num_steps": parse_number(self.steps.value)}
+        if by_epochs:
+            # None for both is the task's own number of epochs.
+            length = {"num_steps": None, "num_epochs": parse_rate(epochs) if epochs else None}
         return {
-            "num_steps": parse_number(self.steps.value),
+            **length,
             "profile": self.profile.value,
             "learning_rate": parse_rate(typed) if typed else None,
         }
@@ -115,6 +135,8 @@ class RunOptions(Picker):
         """Set the inputs to those of ``task``; a default learning rate is left empty."""
         if task.num_steps is not None:
             self.steps.value = str(task.num_steps)
+        epochs = getattr(task, "num_epochs", None)
+        self.epochs.value = "" if epochs is None else f"{epochs:g}"
         self.profile.value = task.profile
         self.rate.value = "" if task.learning_rate in (None, usual_rate) else f"{task.learning_rate:g}"
 
@@ -226,9 +248,9 @@ class TaskPicker(Picker):
         """
         if self.kind == "own":
             return self._read_user_code()
-        fields = self.options.read_fields()
         text = self.text.value.strip()
         trains_weights = self.kind == "finetune" and not as_trial
+        fields = self.options.read_fields(by_epochs=trains_weights and self.trains_rows)
         if text and trains_weights:
             # Not a Path: it may be a data set's name on the Hub.
             fields["data"] = text
@@ -271,8 +293,19 @@ class TaskPicker(Picker):
         self._text_row.name.value = DATA_LABELS.get(self.kind, "")
         self.answer = f"{KIND_SUMMARIES[self.kind]} {self.subject}".strip()
         self._show_data_note()
-        self.options.has_steps = self.kind != "own"
+        self.options.has_steps, self.options.counts_epochs = self.kind != "own", self.trains_rows
         self.options.read()
+
+    @property
+    def trains_rows(self) -> bool:
+        """Whether the task fine-tunes on rows, which are trained on in epochs, and not on one long text."""
+        text = self.text.value.strip()
+        if self.kind != "finetune" or not text:
+            return False
+        try:
+            return not is_text(Path(text).expanduser())
+        except (OSError, RuntimeError, ValueError):  # The launch button shows the error at its input.
+            return False
 
     def _find_examples(self) -> ss.Finetune | None:
         """Return the task that reads the file or folder of examples in the input; None if there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from dataclasses import dataclass, replace
 
 import psutil
@@ -10,6 +11,7 @@ import psutil
 import shardscope as ss
 from shardscope.core.cluster import name_device
 from shardscope.core.number_format import format_gib
+from shardscope.core.recipe import Precision
 from shardscope.frameworks.registry import check_trained, why_not_trained
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.cpu_trial import build_cpu_trial
@@ -20,6 +22,8 @@ from shardscope_widgets.kit.display_names import count_devices
 from shardscope_widgets.pickers.task import NO_WEIGHTS, TaskPicker
 
 TRIAL_RANKS = 2
+CPU_PRECISION: Precision = "fp32"
+"""Precision of a fine-tune on CPU ranks, as ``choose_precision`` recommends it with its reason."""
 CPU_SEQ_LEN = 512
 """Maximum sequence length of a full-size model trained on CPU ranks because its GPUs are missing."""
 TRIAL = f"Try a tiny model on {TRIAL_RANKS} CPU ranks"
@@ -92,7 +96,7 @@ def _offer_own_code(plan: ss.Plan, machine: ss.Cluster, task: TaskPicker, label:
         return _check_code(label, code, plan, "")
     refused = LaunchOffer(label=label, note=f"{count_devices(plan.cluster)} are not on this machine.")
     for layout in _list_cpu_layouts(plan):
-        moved = _change_to_cpu(plan, layout)
+        moved = _change_to_cpu(plan, layout, plan.recipe.precision)
         # The user's code may ignore the plan's model: a tiny one then only provides ranks.
         if moved is None or not _fits_free_memory(moved):
             try:
@@ -141,10 +145,12 @@ def _is_on_machine(plan: ss.Plan, machine: ss.Cluster) -> bool:
 def _move_to_cpu(plan: ss.Plan) -> ss.Plan | None:
     """Return the same model and method on CPU ranks of this machine, if it runs and fits into free memory.
 
-    Sequences and batches are shortened: a CPU would take minutes for a step sized for GPUs.
+    Sequences and batches are shortened: a CPU would take minutes for a step sized for GPUs. The precision is
+    the one that is fast on CPU ranks, if the plan can be trained in it.
     """
-    for layout in _list_cpu_layouts(plan):
-        moved = _change_to_cpu(plan, layout)
+    precisions = dict.fromkeys((CPU_PRECISION, plan.recipe.precision))
+    for layout, precision in itertools.product(_list_cpu_layouts(plan), precisions):
+        moved = _change_to_cpu(plan, layout, precision)
         if moved is not None and why_not_trained(moved) is None and _fits_free_memory(moved):
             return moved
     return None
@@ -155,10 +161,11 @@ def _list_cpu_layouts(plan: ss.Plan) -> tuple[ss.Layout, ...]:
     return (type(plan.layout)(), ss.Layout.fsdp2(), ss.Layout.ddp())
 
 
-def _change_to_cpu(plan: ss.Plan, layout: ss.Layout) -> ss.Plan | None:
+def _change_to_cpu(plan: ss.Plan, layout: ss.Layout, precision: Precision) -> ss.Plan | None:
     """Return the model of ``plan`` with ``layout`` on CPU ranks of this machine; None if it cannot run."""
     recipe = replace(
         plan.recipe,
+        precision=precision,
         seq_len=min(plan.recipe.seq_len, CPU_SEQ_LEN, plan.architecture.max_position_embeddings),
         micro_batch_size=1,
         global_batch_size=TRIAL_RANKS,
@@ -181,6 +188,8 @@ def _describe_move(plan: ss.Plan, moved: ss.Plan) -> str:
     before, now = plan.recipe, moved.recipe
     parts = [f"{moved.architecture.num_parameters:,} parameters"] * (moved.architecture != plan.architecture)
     parts.append(moved.layout.description)
+    if now.precision != before.precision:
+        parts.append(f"{now.precision}, which is faster there, instead of {before.precision}")
     for name, unit in (("seq_len", "tokens per sequence"), ("global_batch_size", "sequences per step")):
         if getattr(now, name) != getattr(before, name):
             parts.append(f"{getattr(now, name):,} instead of {getattr(before, name):,} {unit}")

@@ -23,6 +23,7 @@ from shardscope.planner.checks.usual_rates import limit_rate
 from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope.planner.verdict import Verdict, assess_plan
 from shardscope.records.folder import FINAL
+from shardscope.training.tasks.choices import Length, estimate_length, recommend
 from shardscope_widgets.checks.findings import sort_worst_first, summarize_findings
 from shardscope_widgets.checks.script import ScriptChecks
 from shardscope_widgets.checks.view import ChecksView
@@ -50,6 +51,7 @@ from shardscope_widgets.pickers.open_plan import OpenPlan
 from shardscope_widgets.plans.page import PlansPage
 from shardscope_widgets.run.export_panel import ExportPanel
 from shardscope_widgets.run.launch_button import LaunchButton
+from shardscope_widgets.run.run_html import format_seconds
 from shardscope_widgets.run.runs_view import RunsView, count_runs
 from shardscope_widgets.run.view import RunView
 from shardscope_widgets.studio.fit_button import FitButton, write_fit_question
@@ -480,6 +482,7 @@ class Studio(View):
         self.tabs.names = names
         self._drawn.pop(DATA, None)
         self._draw_shown()
+        self._pause.request()
 
     def _show_preview(self) -> None:
         self.tabs.value = DATA
@@ -520,10 +523,36 @@ class Studio(View):
             self.options.set_task(task, limit_rate(ss.Pretrain.learning_rate, self.plan))
 
     def _on_pause(self) -> None:
+        self._show_recommendations()
         worst = sort_worst_first(self.findings)[0].severity if self.findings else ""
         self.tabs.set_badge("Checks", len(self.findings), summarize_findings(self.findings), worst)
         num_runs = self.runs.num_runs if "runs" in vars(self) else count_runs()
         self.tabs.set_badge("Runs", num_runs, f"{format_count(num_runs, 'run')} in this folder", "")
+
+    def _show_recommendations(self) -> None:
+        """Show the recommended settings of a fine-tune on hover of their inputs, and its length."""
+        reasons: dict[str, str] = {}
+        length = ""
+        task = self._build_finetune(self.plan)
+        preview = self.task.data.preview
+        if task is not None:
+            for choice in recommend(task, self.plan, preview):
+                reasons[choice.field] = f"Recommended: {choice.summary}. {choice.why}"
+            # The launch may move the plan to CPU ranks, with smaller batches.
+            launched = self.launch.current.plan or self.plan
+            if not self.launch.current.is_trial:
+                length = _describe_length(estimate_length(task, launched, preview), launched)
+        self.recipe.show_reasons(reasons)
+        self.options.show_reasons(reasons)
+        self.options.length.value = escape(length)
+
+    def _build_finetune(self, plan: ss.Plan) -> ss.Finetune | None:
+        """Return the fine-tune given by the inputs; None for another task, or while an input is wrong."""
+        try:
+            task = self.task.build_task(plan)
+        except ValueError:
+            return None
+        return task if isinstance(task, ss.Finetune) else None
 
     # ---- runs
 
@@ -591,6 +620,14 @@ class Studio(View):
         self.trace_holder.children = [view]
         for old in before:
             old.close()
+
+
+def _describe_length(length: Length, plan: ss.Plan) -> str:
+    """Return the length of a run of ``plan`` in a few words; empty if it is not known."""
+    if length.num_steps is None:
+        return ""
+    words = f"{format_count(length.num_steps, 'step')} of {plan.recipe.global_batch_size:,} sequences"
+    return words if length.seconds is None else f"{words}, about {format_seconds(length.seconds)}"
 
 
 def _create_hint(text: str) -> widgets.HTML:

@@ -180,3 +180,43 @@ def test_an_unknown_press_is_ignored_and_shown() -> None:
     view = PreviewView(on_length=lambda: None)
     view.summary.press_button("launch")
     assert "Ignored" in view.summary.error
+
+
+def test_a_fine_tune_on_rows_is_as_long_as_its_epochs(studio: Studio, tmp_path: Path) -> None:
+    options = studio.options
+    name = options.rows["num_epochs"].name
+    assert name.value == "Steps, learning rate" and options.answer == "40 steps, with trace", "Moby-Dick"
+    enter_data(studio, write_questions(tmp_path / "questions.jsonl"))
+    assert name.value == "Epochs, learning rate" and options.answer == "3 epochs, with trace"
+    task: Any = studio.launch.task
+    assert task.num_steps is None and task.num_epochs is None, "the task's own default"
+    # On two CPU ranks of this machine: 120 rows, 8 a step.
+    assert until(lambda: options.length.value.startswith("45 steps of 8 sequences"), READ_SECONDS)
+    options.epochs.value = "1.5"
+    task = studio.launch.task
+    assert task.num_epochs == 1.5 and options.answer == "1.5 epochs, with trace"
+    assert options.length.value.startswith("23 steps of 8")
+    options.epochs.value = "many"
+    assert "Finetune.num_epochs is" in options.rows["num_epochs"].message and studio.launch.button.disabled
+    assert not options.length.value
+    options.epochs.value = ""
+    text = tmp_path / "book.txt"
+    text.write_text("Call me Ishmael. " * 100)
+    studio.task.text.value = str(text)
+    task = studio.launch.task
+    assert name.value == "Steps, learning rate" and task.num_steps == 40
+
+
+def test_inputs_show_the_recommended_setting_and_its_reason_on_hover(studio: Studio, tmp_path: Path) -> None:
+    recipe, options = studio.recipe, studio.options
+    own = "Sequence length in tokens"
+    enter_data(studio, write_questions(tmp_path / "questions.jsonl"))
+    assert until(lambda: "padding" in recipe.seq_len.tooltip, READ_SECONDS)
+    assert recipe.seq_len.tooltip.startswith(f"{own}\nRecommended: ")
+    assert "instead of 512. " in recipe.seq_len.tooltip
+    assert "Recommended: fp32 instead of bf16-mixed. On CPU ranks" in recipe.precision.tooltip
+    assert "Recommended: 2e-05. 2e-05 is Llama 2's" in options.rate.tooltip
+    assert "Recommended: 3. Three passes" in options.epochs.tooltip
+    assert "by plan.memory()" in recipe.micro.tooltip
+    studio.task.menu.value = "pretrain"
+    assert recipe.seq_len.tooltip == own and "Recommended" not in options.rate.tooltip

@@ -101,6 +101,23 @@ def test_studio_uses_the_typed_weights_folder(folder: Path) -> None:
     assert studio.architecture.weights_folder is None and isinstance(studio.launch.task, ss.Pretrain)
 
 
+def test_a_fine_tune_moved_to_cpu_ranks_is_in_fp32_and_the_note_says_so(
+    picker: TaskPicker, folder: Path
+) -> None:
+    plan = build_plan(folder, "8xh100-sxm-80gb")
+    assert plan.recipe.precision == "bf16-mixed"
+    picker.set_plan(plan, folder)
+    offer = build_local_offer(picker, plan)
+    assert offer.plan.recipe.precision == "fp32"
+    assert "fp32, which is faster there, instead of bf16-mixed" in offer.note
+    finding_names = [finding.name for finding in offer.plan.findings(picker.build_task(offer.plan))]
+    assert "bf16-on-cpu-ranks" not in finding_names
+    # The user's own code has a precision of its own.
+    picker.menu.value = "own"
+    picker.code.value = "trains"
+    assert build_local_offer(picker, plan).plan.recipe.precision == "bf16-mixed"
+
+
 def test_warns_about_lora_on_random_weights(picker: TaskPicker, folder: Path) -> None:
     lora = replace(SMALL, recipe=replace(SMALL.recipe, method="lora", lora_rank=4))
     picker.set_plan(lora, None)

@@ -62,6 +62,11 @@ class Choice:
     """One sentence, with its source."""
 
     @property
+    def field(self) -> str:
+        """The field without its object."""
+        return self.name.rpartition(".")[2]
+
+    @property
     def is_current(self) -> bool:
         """Return whether the plan and the task have the recommended value."""
         return self.value == self.current
@@ -90,9 +95,9 @@ class Choices:
 
     def __getitem__(self, field: str) -> Choice:
         for choice in self.all:
-            if choice.name.rpartition(".")[2] == field:
+            if choice.field == field:
                 return choice
-        known = ", ".join(choice.name.rpartition(".")[2] for choice in self.all)
+        known = ", ".join(choice.field for choice in self.all)
         raise KeyError(f"there is no choice {field!r}; known: {known}")
 
     def __str__(self) -> str:
@@ -149,14 +154,23 @@ def recommend(task: Finetune, plan: Plan, preview: Preview | None) -> Choices:
     best = _change(best, "micro_batch_size", value) or best
     size = recipe.micro_batch_size
     choices.append(Choice(name="Recipe.micro_batch_size", value=value, current=size, why=why))
+    num_steps, seconds = estimate_length(task, plan, preview)
+    task_fields = _choose_task_fields(task, plan, best, num_steps)
+    return Choices(all=(*choices, *task_fields), plan=best, num_steps=num_steps, seconds=seconds)
+
+
+class Length(NamedTuple):
+    """Length of a run: steps, and predicted seconds; None where they are not known."""
+
+    num_steps: int | None
+    seconds: float | None
+
+
+def estimate_length(task: Finetune, plan: Plan, preview: Preview | None) -> Length:
+    """Return the length of the run of ``task`` with ``plan``, validations not included."""
     num_steps = count_steps(task, plan, preview)
     step = None if num_steps is None else predict_step(plan)
-    return Choices(
-        all=(*choices, *_choose_task_fields(task, plan, best, num_steps)),
-        plan=best,
-        num_steps=num_steps,
-        seconds=None if step is None or num_steps is None else num_steps * step.seconds,
-    )
+    return Length(num_steps, None if step is None or num_steps is None else num_steps * step.seconds)
 
 
 def _choose_task_fields(task: Finetune, plan: Plan, best: Plan, num_steps: int | None) -> Iterator[Choice]:
