@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
@@ -71,6 +72,7 @@ class DataPanel(Clickable):
         if question is None or not question.is_same_data(before):
             self._show_result(None)
         if question is not None:
+            _import_pandas()
             self._reader.request(question, lambda result: self._receive(question, result))
 
     def _receive(self, question: DataQuestion, result: Preview | Exception) -> None:
@@ -140,6 +142,16 @@ def _stamp(data: object) -> Stamp:
     except OSError:
         status = None
     return (0, 0) if status is None else (status.st_mtime_ns, status.st_size)
+
+
+def _import_pandas() -> None:
+    """Import pandas in the thread that draws, before ``datasets`` imports it in the reader's.
+
+    plotly reads ``pandas.Series`` as soon as ``sys.modules`` has pandas, also while another thread is still
+    importing it (plotly 6, ``_plotly_utils/basevalidators.py``, ``is_homogeneous_array``).
+    """
+    with contextlib.suppress(ImportError):  # The reader reports what is missing.
+        import pandas  # noqa: F401
 
 
 def _read_preview(question: DataQuestion) -> Preview:

@@ -182,6 +182,28 @@ def test_an_unknown_press_is_ignored_and_shown() -> None:
     assert "Ignored" in view.summary.error
 
 
+def test_pandas_is_imported_by_the_thread_that_draws_before_the_reader_starts(
+    studio: Studio, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """plotly fails on a pandas that another thread is still importing."""
+    calls = list[tuple[str, str]]()
+
+    def record(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*arguments: Any) -> Any:
+            calls.append((name, threading.current_thread().name))
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, call)
+
+    record(data_panel, "_import_pandas")
+    record(studio.task.data._reader, "request")
+    enter_data(studio, write_questions(tmp_path / "questions.jsonl"))
+    thread = threading.current_thread().name
+    assert calls[:2] == [("_import_pandas", thread), ("request", thread)]
+
+
 def test_a_fine_tune_on_rows_is_as_long_as_its_epochs(studio: Studio, tmp_path: Path) -> None:
     options = studio.options
     name = options.rows["num_epochs"].name
