@@ -146,7 +146,7 @@ def load_model(run: Run) -> None:
 
 
 def merge(use: Use) -> None:
-    def merge_here(files: ModelFiles, folder: Path) -> None:
+    def merge_here(files: ModelFiles, folder: Path, report: object) -> None:
         with _as_in_a_process():
             merge_adapters(files, folder)
             return
@@ -334,6 +334,7 @@ CALLS: dict[str, Callable[[Use], None]] = {
     "run.trace": _of_run(read_trace),
     "run.model": _of_run(read_model),
     "run.model_card": _of_run(lambda run: check_plain(run.model_card())),
+    "run.gguf_command": _of_run(lambda run: run.gguf_command()),
     "run.chat": _of_run(open_chat),
     "run.chat(base=True)": _of_run(open_chat_with_base),
     "the model of run.chat": _of_run(load_model),

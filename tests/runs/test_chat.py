@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tests.requirements import needs, thorough
 
@@ -22,6 +23,7 @@ from run_helpers import seconds_until  # noqa: E402
 
 import shardscope as ss  # noqa: E402
 from shardscope.machine.processes import read_start_time  # noqa: E402
+from shardscope.runs.trained.merge import PHASES, merge_with_progress  # noqa: E402
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
@@ -192,9 +194,22 @@ def test_merged_adapters_equal_those_of_peft(run: ss.Run, tmp_path: Path) -> Non
     # It is an ordinary model: another fine-tune starts from it.
     ss.Finetune(merged, ROWS)
     assert not (merged / "old").exists()
-    assert ss.merge(run.folder / "export", tmp_path / "new" / "out") == tmp_path / "new" / "out"
+    phases: list[str] = []
+    wanted = tmp_path / "new" / "out"
+    out = merge_with_progress(run.folder / "export", wanted, lambda phase, _: phases.append(phase))
+    assert out == wanted and phases[0] == "starting" and len(phases) > 3
+    assert set(phases) <= set(PHASES) and "loading the base" in phases
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["out"]
     assert not [path for path in run.folder.iterdir() if path.name.startswith(".")]
+
+
+def test_a_cancelled_merge_leaves_nothing(run: ss.Run, tmp_path: Path) -> None:
+    def cancel(phase: str, fraction: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        merge_with_progress(run, tmp_path / "new" / "out", cancel)
+    assert not list((tmp_path / "new").iterdir()) and not psutil.Process().children(recursive=True)
 
 
 @thorough()

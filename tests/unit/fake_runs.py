@@ -47,6 +47,8 @@ class FakeRun:
     num_steps: int | None = None
     prediction: PredictedMetrics | None = None
     history: tuple[dict[str, Any], ...] = ()
+    model: Path | None = None
+    recorded_base: dict[str, Any] | None = None
 
     def __init__(self, records: list[dict[str, Any]]) -> None:
         self.records = records

@@ -182,6 +182,27 @@ class Run:
 
         return build_model_card(self)
 
+    def push_to_hub(self, repo_id: str, private: bool = True, merged: bool = False) -> str:
+        """Upload :attr:`model` to the Hugging Face Hub. Return the address of the repository.
+
+        It is created if it does not exist. ``merged`` uploads the adapters merged into their base, by an
+        earlier ``ss.merge(run)``. The login is that of ``hf auth login`` or HF_TOKEN, the Hub that of
+        HF_ENDPOINT. Raises ``ValueError`` without a model or a token, and if ``private`` is wanted of a
+        repository that is public; ``RuntimeError`` if the Hub refuses or cannot be reached.
+        """
+        from shardscope.runs.trained.push import push_to_hub
+
+        return push_to_hub(self, repo_id, private=private, merged=merged)
+
+    def gguf_command(self) -> str:
+        """Return the command that makes a GGUF file of the model by llama.cpp, which was not tested.
+
+        Raises ``ValueError`` without a model, and for adapters that are not merged: ``ss.merge(run)``.
+        """
+        from shardscope.runs.trained.gguf import NOT_TESTED, build_gguf_command
+
+        return f"# {NOT_TESTED}\n{build_gguf_command(self)}"
+
     @property
     def name(self) -> str:
         """The folder's name."""

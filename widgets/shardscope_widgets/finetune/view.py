@@ -19,6 +19,7 @@ from shardscope_widgets.kit.front_end import front_end_text
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.run.log_pane import LogPane
+from shardscope_widgets.run.model_panel import ModelPanel, has_adapters
 
 if TYPE_CHECKING:
     from shardscope.runs.trained.chat import Chat
@@ -62,7 +63,8 @@ class ChatView(View):
         if run.model is None:
             self.hint.value = NO_MODEL
             self.box.disabled = self.clear_button.disabled = True
-        super().__init__([Sheet("run", "finetune"), pair, line, self.hint])
+        model = [ModelPanel(run)] if has_adapters(run) else []
+        super().__init__([Sheet("run", "finetune"), pair, line, self.hint, *model])
         self.add_class("ss-root")
         self.add_class("ss-chat")
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from html import escape
+from pathlib import Path
 
 import ipywidgets as widgets
 import traitlets
@@ -25,6 +26,7 @@ from shardscope_widgets.run import run_html
 from shardscope_widgets.run.figure import RunFigure
 from shardscope_widgets.run.log import RunLog
 from shardscope_widgets.run.memory import RunMemory
+from shardscope_widgets.run.model_panel import ModelPanel, has_adapters
 from shardscope_widgets.run.panels import MAX_NAMES, TRAINING_PANELS, is_number
 
 POLL_SECONDS = 0.25
@@ -85,6 +87,10 @@ class RunView(View):
         # Created with the first run: a FigureWidget sends 5 MB of front end, which planning does not need.
         self.figure: RunFigure | None = None
         self._figure_place = widgets.VBox(layout=widgets.Layout())
+        # Filled when the run has ended with adapters.
+        self.model_place = widgets.VBox(layout=controls.share_layout())
+        self._merging: dict[Path, ModelPanel] = {}
+        """Panels of other runs whose adapters are being merged."""
         self.memory = RunMemory()
         self.engine = controls.create_html()
         self.error = controls.create_html("", "ss-run-error")
@@ -98,7 +104,7 @@ class RunView(View):
         top = widgets.HBox([self.head, buttons], layout=controls.share_layout())
         top.add_class("ss-run-top")
         # The log comes before parts that appear after some steps, so that it does not move.
-        parts = [self.error, self.facts, self._figure_place, self.table]
+        parts = [self.error, self.model_place, self.facts, self._figure_place, self.table]
         self._body = widgets.VBox(
             [*parts, self.logs, self.memory.html, self.engine],
             layout=widgets.Layout(display="none"),
@@ -139,6 +145,7 @@ class RunView(View):
             self._figure_place.layout.display = ""
             self._body.layout.display = ""
             self._body.remove_class("ss-run-failed")
+            self._leave_model()
             self._offer_saving(run)
             # Immediately: the view would name the previous run until its thread has read the folder.
             self.head.value = run_html.render_heading(run, run.status)
@@ -150,6 +157,8 @@ class RunView(View):
         """Close the view; the run and its other views continue."""
         with self._lock:  # Wait until the view's thread has finished drawing.
             self.run = None
+            for panel in self._merging.values():
+                panel.close()
             super().close()
 
     def refresh(self) -> bool:
@@ -167,6 +176,8 @@ class RunView(View):
                 (button.add_class if has_ended else button.remove_class)("ss-off")
             self.status = status
             self._show_status(run, status)
+            if has_ended and not self.model_place.children and has_adapters(run):
+                self.model_place.children = [self._merging.pop(run.folder, None) or ModelPanel(run)]
             more = self.logs.refresh(has_ended)
             new = _read_new_records(follow)
             self._read_slow_parts(run, has_ended)
@@ -174,6 +185,16 @@ class RunView(View):
                 self._add_records(new)
             self._show_numbers(run, has_ended)
             return more or follow.is_behind
+
+    def _leave_model(self) -> None:
+        """Remove the panel of the previous run's model; one that is merging comes back with its run."""
+        for panel in self.model_place.children:
+            assert isinstance(panel, ModelPanel)
+            if panel.work.is_busy:
+                self._merging[panel.run.folder] = panel
+            else:
+                panel.close()
+        self.model_place.children = []
 
     def _offer_saving(self, run: ss.Run) -> None:
         """Show "Save and stop" if the task supports it; for a user's function, once it has checked for it."""

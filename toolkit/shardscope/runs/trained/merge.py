@@ -7,6 +7,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +26,11 @@ if TYPE_CHECKING:
 SPARE_BYTES = 50_000_000
 """Disk space for tokenizer, config and index, beside the weights."""
 MAX_OUTPUT = 2000
+REPORT_SECONDS = 0.2
+PHASES = {"starting": 0.1, "loading the base": 0.3, "merging": 0.6, "writing": 0.7}
+"""Phases that the process prints, and the fraction of the work before each, for a small model."""
+Report = Callable[[str, float], None]
+"""Receives the current phase, and the fraction of the work that is done."""
 
 
 def merge(run_or_folder: Run | str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
@@ -35,6 +43,16 @@ def merge(run_or_folder: Run | str | os.PathLike[str], out: str | os.PathLike[st
     base are merged into the base as it is stored. Raises ``ValueError``, before anything is written, if the
     run has no exported weights, if its base is gone or has changed since, or if the disk is too small; and
     ``RuntimeError`` if merging fails.
+    """
+    return merge_with_progress(run_or_folder, out, lambda *_: None)
+
+
+def merge_with_progress(
+    run_or_folder: Run | str | os.PathLike[str], out: str | os.PathLike[str] | None, report: Report
+) -> Path:
+    """Merge as :func:`merge`, and call ``report(message, fraction)`` several times a second meanwhile.
+
+    An error that it raises ends the merge, and nothing is left of it.
     """
     run = _find_run(run_or_folder)
     files = find_model(run, "merge run")
@@ -51,8 +69,11 @@ def merge(run_or_folder: Run | str | os.PathLike[str], out: str | os.PathLike[st
     # On the same file system, for the rename at the end: the target is complete or not there.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
         merged = Path(temporary, "merged")
-        _run_process(files, merged)
-        write_model_card(run, merged, is_merged=True)
+        _run_process(files, merged, report)
+        try:
+            write_model_card(run, merged, is_merged=True)
+        except ValueError as error:  # The weights are merged all the same.
+            warnings.warn(f"The merged model has no model card: {error}", RuntimeWarning, stacklevel=3)
         if target.is_symlink():
             target.unlink()
         elif target.exists():
@@ -84,20 +105,51 @@ def _check_space(files: ModelFiles, target: Path) -> None:
         refuse("merge.out", str(target), allowed, "free some space, or out= on another disk")
 
 
-def _run_process(files: ModelFiles, folder: Path) -> None:
+def _run_process(files: ModelFiles, folder: Path, report: Report) -> None:
     module = "shardscope.runs.trained.merge_process"
     arguments = [files.to_json(), str(folder), str(os.getpid())]
     # Without a GPU: a training that runs there needs its memory, and the sums are quick on the CPU.
     environment = {**build_child_environment(), "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(
-        [sys.executable, "-P", "-m", module, *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-        env=environment,
-    )
-    if result.returncode != 0:
-        output = (result.stderr.strip() or result.stdout.strip())[-MAX_OUTPUT:]
-        raise RuntimeError(f"Merging ended with exit code {result.returncode}:\n{output}")
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment,
+        )
+        try:
+            _wait(process, report)
+        except BaseException:  # Cancelled by ``report``, or Ctrl-C.
+            process.kill()
+            process.wait()
+            raise
+        if process.returncode != 0:
+            errors.seek(0)
+            output = errors.read()[-MAX_OUTPUT:].decode(errors="replace").strip()
+            cause = output.rpartition("\n")[2] or "no output"
+            raise RuntimeError(f"Merging ended with exit code {process.returncode}: {cause}\n{output}")
+
+
+def _wait(process: subprocess.Popen[bytes], report: Report) -> None:
+    """Wait for the end of the process, and report the phase that it has printed last."""
+    phases = ["starting"]
+    output = process.stdout
+    assert output is not None
+
+    def read_phases() -> None:
+        with output:
+            for line in output:
+                if (phase := line.decode(errors="replace").strip()) in PHASES:
+                    phases.append(phase)
+
+    reader = threading.Thread(target=read_phases, daemon=True)
+    reader.start()
+    while True:
+        report(phases[-1], PHASES[phases[-1]])
+        try:
+            process.wait(REPORT_SECONDS)
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    reader.join()

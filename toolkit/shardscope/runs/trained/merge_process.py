@@ -20,8 +20,12 @@ GENERATION_CONFIG = "generation_config.json"
 def merge_adapters(files: ModelFiles, folder: Path) -> None:
     """Write base and adapters as one model to ``folder``, in the base's type, with its tokenizer."""
     assert files.adapters is not None
+    # ``merge.py`` reads the phases, and shows them.
+    print("loading the base", flush=True)
     model = add_trained_adapters(load_weights(files, "auto"), files.adapters)
+    print("merging", flush=True)
     merged = model.merge_and_unload(safe_merge=True)
+    print("writing", flush=True)
     # transformers refuses to save some of the configs that models are published with, such as a temperature
     # without do_sample: the base's file is copied instead.
     merged.generation_config = GenerationConfig()

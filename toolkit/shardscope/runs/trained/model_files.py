@@ -86,7 +86,7 @@ def find_model(run: Run, field: str) -> ModelFiles:
     """
     folder = run.model
     if folder is None:
-        _refuse_without_model(run, field)
+        refuse_without_model(run, field)
     if not (folder / ADAPTER_CONFIG).exists():
         return _check_weights(WeightsFolder.open(folder, f"{field} export"))
     adapters = _read_adapters(folder, f"{field} export")
@@ -117,7 +117,8 @@ def find_base(run: Run, field: str) -> ModelFiles:
     return files
 
 
-def _refuse_without_model(run: Run, field: str) -> NoReturn:
+def refuse_without_model(run: Run, field: str) -> NoReturn:
+    """Raise ``ValueError``, which names the run ``field``, with the reason why there is no model (yet)."""
     status, fields = run.status, run.task_fields or {}
     if fields.get("export") is not True:
         allowed = "a run that exported its weights: this one was launched without export=True"
