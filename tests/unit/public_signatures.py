@@ -17,6 +17,7 @@ from typing import Any, ForwardRef
 import shardscope as ss
 import shardscope_widgets
 from shardscope.runs.launch.context import Context
+from shardscope.runs.sweep import Sweep
 from shardscope.runs.trained.chat import Chat
 from shardscope.training.tasks.choices import Choice, Choices
 
@@ -31,7 +32,7 @@ def describe_interface() -> str:
     for package in (ss, shardscope_widgets):
         for name in sorted(package.__all__):
             lines += _describe(name, getattr(package, name))
-    for answer in (*_answers(), Chat, Choice, Choices, Context):
+    for answer in (*_answers(), Chat, Choice, Choices, Context, Sweep):
         kind = answer if isinstance(answer, type) else type(answer)
         lines += _describe(kind.__name__, kind)
     return "\n".join(dict.fromkeys(lines)) + "\n"

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardscope.runs.calibrate.process import calibrate
     from shardscope.runs.launch.launch import launch
     from shardscope.runs.run import Run
+    from shardscope.runs.sweep import sweep
     from shardscope.runs.trained.merge import merge
     from shardscope.trace import Trace
     from shardscope.training.tasks.finetune import Finetune
@@ -51,6 +52,7 @@ __all__ = [
     "recommend",
     "runs",
     "search",
+    "sweep",
 ]
 
 # Each public name and the module that defines it, imported on first use.
@@ -73,6 +75,7 @@ _modules = {
     "models": "catalog",
     "recommend": "planner.advice.advice",
     "search": "planner.search.search",
+    "sweep": "runs.sweep",
 }
 
 

@@ -44,7 +44,7 @@ HEAVY = {
 DESIGNED = {
     *("Architecture", "Cluster", "Recipe", "Layout", "Plan", "Finetune", "Pretrain", "Run", "Script"),
     *("Trace", "calibrate", "example_model", "gpus", "launch", "merge", "models", "recommend", "runs"),
-    "search",
+    *("search", "sweep"),
 }
 """The public names. A new public name has to be added here."""
 

@@ -24,6 +24,7 @@ from shardscope.runs.stop_request import (
         ({"checkpoint": True}, "run.stop(checkpoint=True) was called"),
         ({"button": "Stop", "notebook": "a.ipynb"}, "Stop was pressed in a.ipynb"),
         ({"button": "Save and stop", "checkpoint": True}, "Save and stop was pressed"),
+        ({"sweep": True, "checkpoint": True}, "sweep.stop() was called"),
         ({"button": ["odd"], "notebook": 3}, "Stop was pressed"),
         ({"notebook": "a\n\x1b" + 200 * "x"}, "run.stop() was called in a" + 99 * "x"),
     ],

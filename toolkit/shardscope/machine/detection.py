@@ -104,6 +104,12 @@ def parse_visible_devices(visible: str | None, uuids: list[str]) -> list[int]:
     return list(itertools.takewhile(lambda index: index < len(uuids), indices))
 
 
+def select_visible_devices(visible: str | None, positions: Iterable[int]) -> str:
+    """Return the CUDA_VISIBLE_DEVICES of the GPUs at ``positions`` among those that ``visible`` selects."""
+    entries = None if visible is None else visible.split(",")
+    return ",".join(str(position) if entries is None else entries[position] for position in positions)
+
+
 def _drop_after_invalid(indices: Iterable[int]) -> list[int]:
     """Return the indices before the first invalid one, which is -1."""
     return list(itertools.takewhile(lambda index: index >= 0, indices))

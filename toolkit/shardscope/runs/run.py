@@ -454,7 +454,7 @@ class Run:
 
         Ctrl-C ends only the wait, not the run. Raises ``ValueError`` for an invalid ``timeout``.
         """
-        for seconds in _poll_intervals(timeout):
+        for seconds in poll_intervals(timeout):
             if self.status in FINAL:
                 break
             time.sleep(seconds)
@@ -464,7 +464,7 @@ class Run:
         """Wait like :meth:`wait`, without blocking the kernel's event loop."""
         import asyncio  # Imported lazily: the supervisor imports this module and starts faster without it.
 
-        for seconds in _poll_intervals(timeout):
+        for seconds in poll_intervals(timeout):
             if self.status in FINAL:
                 break
             await asyncio.sleep(seconds)
@@ -587,7 +587,7 @@ def _is_folder(path: Path) -> bool:
         raise
 
 
-def _poll_intervals(timeout: float | None) -> Iterator[float]:
+def poll_intervals(timeout: float | None) -> Iterator[float]:
     """Yield the seconds to sleep between two status checks, until ``timeout`` seconds are over."""
     if timeout is not None:
         check_number("run.wait timeout", timeout, low=0, high=MAX_WAIT_SECONDS)

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from shardscope.records.folder import RunFolder
-from shardscope.records.json_files import read_json, write_json_on_full_disk
+from shardscope.records.json_files import read_json, read_lines, write_json_on_full_disk
 
 Button = Literal["Stop", "Save and stop"]
 """The buttons that request a stop; "Save and stop" with a checkpoint."""
@@ -34,12 +34,20 @@ def describe_stop_request(command: Mapping[str, object]) -> str:
     saving = command.get("checkpoint") is True
     if command.get("button") is not None:
         action = f"{'Save and stop' if saving else 'Stop'} was pressed"
+    elif command.get("sweep") is True:
+        action = "sweep.stop() was called"
     else:
         action = f"run.stop({'checkpoint=True' if saving else ''}) was called"
     notebook = command.get("notebook")
     # Other programs may write commands too: limit the name to one line of printable characters.
     name = "".join(filter(str.isprintable, notebook))[:MAX_NAME] if isinstance(notebook, str) else ""
     return f"{action} in {name}" if name else action
+
+
+def was_stopped_by_sweep(folder: RunFolder) -> bool:
+    """Return whether the stop of its sweep was the first one that this run was sent."""
+    stops = (command for command in read_lines(folder.control) if command.get("command") == "stop")
+    return next(stops, {}).get("sweep") is True
 
 
 def record_stop_reader(folder: RunFolder, rank: int) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, check_flag, refuse
 from shardscope.frameworks.registry import check_trained
-from shardscope.machine.detection import read_gpu_states
+from shardscope.machine.detection import read_gpu_states, select_visible_devices
 from shardscope.machine.host import count_cores
 from shardscope.machine.processes import identify_machine, read_start_time
 from shardscope.records.folder import FINAL, RunFolder, checked_path, explain_write_error
@@ -40,7 +40,7 @@ from shardscope.runs.run import Run, runs
 from shardscope.runs.task_fields import record_task_fields
 from shardscope.runs.task_source import uses_engine
 from shardscope.training.tasks.lazy_functions import refuse_lazy_function
-from shardscope.training.tasks.text_task import TextTask
+from shardscope.training.tasks.text_task import DEFAULT_FOLDER, TextTask
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -74,25 +74,47 @@ def launch(
     without the extra "train"; ``OSError`` if the folder cannot be written. The memory of the user's own
     function is unknown, so too little free memory is only a ``RuntimeWarning`` there.
     """
+    return start_run(
+        plan, task, name=name, outlive_kernel=outlive_kernel, folder=folder, force=force, stacklevel=3
+    )
+
+
+def start_run(
+    plan: Plan,
+    task: Callable[[Context], object],
+    *,
+    name: str | None,
+    outlive_kernel: bool,
+    folder: str | os.PathLike[str] | None,
+    force: bool,
+    gpu_positions: Sequence[int] | None = None,
+    stacklevel: int = 2,
+) -> Run:
+    """Do what :func:`launch` does, on the GPUs at ``gpu_positions`` in CUDA's order; None: the first ones.
+
+    ``stacklevel`` is that of the warning about too little free memory.
+    """
     # Cheap argument checks come first, so that a wrong call fails before anything is created.
-    _check_plan(plan)
-    _check_task(task)
     check_flag("launch.outlive_kernel", outlive_kernel)
     check_flag("launch.force", force)
-    parent, name = checked_path("launch.folder", "runs" if folder is None else folder), _check_name(name)
-    _check_extra()
-    device = _check_machine(plan)
-    _check_task_and_plan(plan, task, parent, name)
+    parent = checked_path("launch.folder", DEFAULT_FOLDER if folder is None else folder)
+    if name is not None:
+        check_name("launch.name", name)
+    device = check_launch(plan, task, parent, name)
     # Compare the free memory with the predicted peak: other processes may hold the GPU.
-    gpus = read_gpu_states()[: plan.world_size] if device == "cuda" else []
-    needs_peak = _trains_the_plan(task) and not force
+    gpus: list[GpuState] = []
+    if device == "cuda":
+        positions = range(plan.world_size) if gpu_positions is None else gpu_positions
+        states = read_gpu_states()
+        gpus = [states[position] for position in positions if position < len(states)]
+    needs_peak = trains_the_plan(task) and not force
     if device == "cpu":
         memory_warnings = [check_free_host(plan, needs_peak=needs_peak)]
     else:
         memory_warnings = _check_gpu_memory(plan, gpus, parent, needs_peak=needs_peak)
     memory_warning = "; ".join(filter(None, memory_warnings))
     if memory_warning:
-        warnings.warn(memory_warning, RuntimeWarning, stacklevel=2)
+        warnings.warn(memory_warning, RuntimeWarning, stacklevel=stacklevel)
     # Pickle before anything is created: a task that cannot be pickled leaves no folder.
     payload = pack(task, plan)
     description = _describe_run(plan, task, device, outlive_kernel)
@@ -106,7 +128,7 @@ def launch(
             reason = "; ".join(filter(None, ("the supervisor is starting", memory_warning)))
             pending.folder.set_status("starting", reason)
             pending.publish(description)
-            pending.supervisor = _start_supervisor(pending.folder, outlive_kernel)
+            pending.supervisor = _start_supervisor(pending.folder, outlive_kernel, gpu_positions)
             return Run(pending.folder)
     except BaseException as error:
         # The launch failed: delete everything, so that the name can be used again.
@@ -115,6 +137,20 @@ def launch(
         if isinstance(error, OSError) and not isinstance(error, _NoRunError):
             raise explain_write_error(pending.wanted, error) from error
         raise
+
+
+def check_launch(plan: Plan, task: object, parent: Path, name: str | None) -> str:
+    """Check all that is known before a launch, except free memory and whether the task can be pickled.
+
+    Return the ranks' device type, "cuda" or "cpu". Raises ``ValueError`` or ``ImportError`` as
+    :func:`launch` does.
+    """
+    check_plan(plan)
+    check_task(task)
+    _check_extra()
+    device = _check_machine(plan)
+    _check_task_and_plan(plan, task, parent, name)
+    return device
 
 
 class _NoRunError(OSError):
@@ -221,14 +257,16 @@ def _delay_interrupt() -> Iterator[None]:
             before(signal.SIGINT, frames[0])
 
 
-def _check_plan(plan: object) -> None:
+def check_plan(plan: object) -> None:
+    """Raise ``ValueError`` unless ``plan`` is a plan."""
     from shardscope.core.plan import Plan  # Imported lazily: ``import shardscope`` must take milliseconds.
 
     if not isinstance(plan, Plan):
         refuse("launch.plan", plan, "a Plan", "ss.Plan(architecture, cluster, recipe, layout)")
 
 
-def _check_task(task: object) -> None:
+def check_task(task: object) -> None:
+    """Raise ``ValueError`` unless ``task`` can be called as one."""
     allowed = "a callable f(ctx), such as your own function or ss.Pretrain(...)"
     if inspect.isclass(task):  # Calling a class would only construct a task on every rank, not run it.
         refuse("launch.task", task, allowed, f"{task.__name__}(...)")
@@ -258,14 +296,14 @@ def _check_gpu_memory(plan: Plan, gpus: Sequence[GpuState], parent: Path, *, nee
     return [text for text in (warning, other_runs) if text]
 
 
-def _trains_the_plan(task: object) -> bool:
+def trains_the_plan(task: object) -> bool:
     """Return whether ``task`` trains the plan's model, so that the predicted memory holds for it."""
     return getattr(task, "trains_the_plan", False) is True
 
 
 def _read_num_steps(task: object) -> int | None:
     """Return the number of steps of a built-in task, else None."""
-    num_steps = getattr(task, "num_steps", None) if _trains_the_plan(task) else None
+    num_steps = getattr(task, "num_steps", None) if trains_the_plan(task) else None
     return num_steps if isinstance(num_steps, int) and not isinstance(num_steps, bool) else None
 
 
@@ -330,13 +368,12 @@ def max_cpu_ranks() -> int:
     return max(16, 4 * count_cores())
 
 
-def _check_name(name: str | None) -> str | None:
-    if name is None:
-        return None
-    fits = isinstance(name, str) and 0 < len(name) <= MAX_NAME_LENGTH and not name.startswith(".")
+def check_name(field: str, name: str, max_length: int = MAX_NAME_LENGTH) -> str:
+    """Return ``name``. Raises ``ValueError`` naming ``field`` unless it can be a folder's name."""
+    fits = isinstance(name, str) and 0 < len(name) <= max_length and not name.startswith(".")
     if not fits or any(not character.isprintable() or character in "/\\" for character in name):
-        allowed = f"1 to {MAX_NAME_LENGTH} printable characters without slashes, not starting with a dot"
-        refuse("launch.name", name, allowed, Value("my-run"))
+        allowed = f"1 to {max_length} printable characters without slashes, not starting with a dot"
+        refuse(field, name, allowed, Value("my-run"))
     return name
 
 
@@ -377,7 +414,7 @@ def _describe_run(plan: Plan, task: object, device: str, outlive_kernel: bool) -
         "task": describe_task(task),
         "asked": record_task_fields(task),
         "base": task.frozen_base() if isinstance(task, TextTask) else None,
-        "trains_the_plan": _trains_the_plan(task),
+        "trains_the_plan": trains_the_plan(task),
         "saves_when_asked": getattr(task, "saves_when_asked", True) is not False,
         "num_steps": _read_num_steps(task),
         "world_size": plan.world_size,
@@ -389,7 +426,9 @@ def _describe_run(plan: Plan, task: object, device: str, outlive_kernel: bool) -
     }
 
 
-def _start_supervisor(folder: RunFolder, outlive_kernel: bool) -> subprocess.Popen[bytes]:
+def _start_supervisor(
+    folder: RunFolder, outlive_kernel: bool, gpu_positions: Sequence[int] | None
+) -> subprocess.Popen[bytes]:
     """Start the supervisor in its own session, so that Ctrl-C in the kernel does not reach it.
 
     Raises ``OSError``; no supervisor process is left behind then.
@@ -399,6 +438,10 @@ def _start_supervisor(folder: RunFolder, outlive_kernel: bool) -> subprocess.Pop
     # A run that outlives its kernel has no lease.
     read_end, write_end = (None, None) if outlive_kernel else open_lease()
     inherited = () if read_end is None else (read_end,)
+    environment = add_toolkit_to_path(dict(os.environ))
+    if gpu_positions is not None:
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        environment["CUDA_VISIBLE_DEVICES"] = select_visible_devices(visible, gpu_positions)
     try:
         with open_to_append(folder.supervisor_log) as log:
             supervisor = subprocess.Popen(
@@ -413,7 +456,7 @@ def _start_supervisor(folder: RunFolder, outlive_kernel: bool) -> subprocess.Pop
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=add_toolkit_to_path(dict(os.environ)),
+                env=environment,
                 pass_fds=inherited,
                 start_new_session=True,
             )
