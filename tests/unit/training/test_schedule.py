@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.requirements import needs
 
 import shardscope as ss
+from shardscope.runs.resume import _make_task
 from shardscope.runs.task_fields import record_task_fields
 from shardscope.training.optimizers.schedule import SCHEDULER_TYPES, Schedule
 
@@ -81,3 +84,14 @@ def test_the_schedule_is_recorded() -> None:
         "lr_scheduler_type": "linear",
         "warmup_steps": 2,
     }
+
+
+def test_a_resumed_run_has_the_same_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ss.Pretrain, "_find_resumable", lambda self, value: value)
+    asked = record_task_fields(ss.Pretrain(lr_scheduler_type="linear", warmup_steps=0.1))
+    description = json.loads(json.dumps({"asked": asked}))
+    task = _make_task(ss.Pretrain, description, tmp_path)
+    assert (task.lr_scheduler_type, task.warmup_steps) == ("linear", 0.1)
+    # Runs of older versions had the default.
+    del description["asked"]["lr_scheduler_type"]
+    assert _make_task(ss.Pretrain, description, tmp_path).lr_scheduler_type is None
