@@ -123,7 +123,8 @@ class RunFolder:
 
     def events(self, rank: int) -> Path:
         """Return the path of one rank's metrics, as JSON lines."""
-        return self.path / "events" / f"rank-{rank}.jsonl"
+        # One join: a run folder may claim 16,384 ranks, each of which is followed.
+        return self.path.joinpath("events", f"rank-{rank}.jsonl")
 
     def log(self, rank: int) -> Path:
         """Return the path of one rank's output."""
