@@ -177,6 +177,16 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def predict_next(self, input_ids: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Return the most likely token after position ``last`` of each row, without dropout and gradients.
+
+        ``input_ids`` has at most ``micro_batch_size`` rows and ``seq_len`` tokens, the same shape on all
+        ranks, which call this together; tokens after ``last`` are padding. Ranks with the same ``data_rank``
+        pass the same rows and get the same tokens, in host memory. Weights, optimizer and random states stay
+        as they are, and the model is in train mode again.
+        """
+
+    @abstractmethod
     def save(self, path: str | Path) -> None:
         """Write a checkpoint folder, all ranks together: under a temporary name, renamed when it is complete.
 

@@ -23,6 +23,7 @@ from shardscope.training.accounting.memory_watch import MemoryWatch
 from shardscope.training.accounting.precision import check_precision, check_precision_of_copies
 from shardscope.training.checkpoints.position import describe_position
 from shardscope.training.engine import BuildModel, BuildOptimizer, Context, Engine
+from shardscope.training.generation import choose_tokens
 from shardscope.training.model import lora, quantized
 from shardscope.training.model.compiled import check_compiled, compile_layers
 from shardscope.training.model.loss import apply_chunked_loss
@@ -167,6 +168,12 @@ class MicroBatchEngine(Engine):
         with self.evaluation():
             return self._evaluate(batch)
 
+    def predict_next(self, input_ids: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        self._watch = self._watch or MemoryWatch(self)
+        # Compiled layers would be compiled again for each shape, up to a limit that steps share.
+        with self.evaluation(), torch.compiler.set_stance("force_eager"):
+            return self._predict_next(input_ids.to(self.ctx.device), last.to(self.ctx.device)).cpu()
+
     def export(self, path: str | Path) -> None:
         pretrained.write_pretrained(self._resolve_in_run(path), self.model, self.full_tensors())
 
@@ -219,6 +226,17 @@ class MicroBatchEngine(Engine):
             total += self._compute_loss(on_device).float() * weight
         dist.all_reduce(total)
         return float(total / dist.get_world_size())
+
+    def _predict_next(self, input_ids: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        if resolve_loss(self.plan) == "chunked":
+            # Only the logits that count, as such a model never has all: those of every row's last position.
+            logits = self._compute_logits(input_ids=input_ids, logits_to_keep=last)
+            return choose_tokens(logits, torch.arange(len(last), device=last.device))
+        return choose_tokens(self._compute_logits(input_ids=input_ids, use_cache=False), last)
+
+    def _compute_logits(self, **inputs: torch.Tensor | bool) -> torch.Tensor:
+        logits: torch.Tensor = self._module(**inputs).logits
+        return logits
 
     def create_optimizer(
         self, trained: list[Parameter], model: torch.nn.Module, build_optimizer: BuildOptimizer | None

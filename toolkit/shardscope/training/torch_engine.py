@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -121,9 +121,16 @@ class TorchEngine(MicroBatchEngine):
         return tensors.count_tensor_bytes(p.grad for p in self._parameters if p.grad is not None)
 
     def _compute_loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
-        dtype = self.autocast_dtype
-        with torch.autocast(self.ctx.device.type, dtype=dtype) if dtype else nullcontext():
+        with self._autocast():
             return super()._compute_loss(micro)
+
+    def _compute_logits(self, **inputs: torch.Tensor | bool) -> torch.Tensor:
+        with self._autocast():
+            return super()._compute_logits(**inputs)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        dtype = self.autocast_dtype
+        return torch.autocast(self.ctx.device.type, dtype=dtype) if dtype else nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
         (self._scaler.scale(loss) if self._scaler else loss).backward()

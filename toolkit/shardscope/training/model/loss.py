@@ -73,13 +73,22 @@ def apply_chunked_loss(model: torch.nn.Module) -> None:
 
 
 def _run_forward(
-    model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.Tensor, **other_inputs: object
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    logits_to_keep: torch.Tensor | None = None,
+    **other_inputs: object,
 ) -> CausalLMOutput:
+    """Return the loss, or without ``labels`` the logits at the positions ``logits_to_keep``."""
     from transformers.modeling_outputs import CausalLMOutput
 
     # The body without the head, whose matmul belongs to the chunks.
     inputs = {name: value for name, value in other_inputs.items() if name == "attention_mask"}
     hidden = model.base_model(input_ids=input_ids, **inputs).last_hidden_state
+    if labels is None:
+        kept = hidden if logits_to_keep is None else hidden[:, logits_to_keep]
+        logits, transform = model.get_output_embeddings()(kept), _find_logits_transform(model.config)
+        return CausalLMOutput(logits=logits if transform is None else transform(logits))
     # Shift the labels; the last token has no next one (transformers 5.24, loss_utils.py, ForCausalLMLoss).
     next_labels = F.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:].flatten()
     head = model.get_output_embeddings()

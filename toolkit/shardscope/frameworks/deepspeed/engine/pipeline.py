@@ -19,6 +19,7 @@ from shardscope.frameworks.deepspeed.engine.engine import DeepSpeedEngine
 from shardscope.training import micro_batches
 from shardscope.training.accounting.memory_watch import MemoryWatch
 from shardscope.training.engine import BuildModel, BuildOptimizer
+from shardscope.training.generation import broadcast_tokens, choose_tokens, run_stages
 from shardscope.training.model.parts import copy_shallow, extract_stage
 from shardscope.training.optimizers.gradients import clip_gradients
 from shardscope.training.weights import pretrained
@@ -135,6 +136,15 @@ class PipelinedEngine(DeepSpeedEngine):
         micros, weights = micro_batches.split_for_evaluation(_check_batch(batch), self.plan.num_micro_batches)
         self._loss_weights = iter(weights)
         return float(self._module.eval_batch(self._feed(micros)))
+
+    def _predict_next(self, input_ids: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        shape = (*input_ids.shape, self.plan.architecture.hidden_size)
+        hidden = torch.empty(shape, dtype=self.weights_dtype, device=self.ctx.device)
+        group = self._module.grid.get_pipe_parallel_group()
+        chunks = {self.stage: self._module.module}
+        logits = run_stages(chunks, int(self.plan.degrees.pp), input_ids, hidden, group)
+        tokens = None if logits is None else choose_tokens(logits, last)
+        return broadcast_tokens(tokens, len(input_ids), self.ctx.device, group)
 
     def _feed(self, micros: list[dict[str, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Return DeepSpeed's iterator of inputs and labels, after fitting its buffers to their shape."""

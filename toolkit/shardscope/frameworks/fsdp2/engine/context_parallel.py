@@ -20,6 +20,7 @@ from shardscope.frameworks.fsdp2.engine.engine import Fsdp2Engine
 from shardscope.frameworks.fsdp2.engine.ring import Ring
 from shardscope.training.accounting.memory_watch import MemoryWatch
 from shardscope.training.engine import BuildModel
+from shardscope.training.generation import choose_tokens
 from shardscope.training.micro_batches import IGNORED_LABEL
 
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
@@ -124,6 +125,19 @@ class ContextParallelEngine(Fsdp2Engine):
     def _evaluate(self, batch: Mapping[str, torch.Tensor]) -> float:
         _check_batch(batch, self.recipe.seq_len)
         return super()._evaluate(batch)
+
+    def _predict_next(self, input_ids: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        positions = self._positions
+        # The ring's positions are those of whole rows.
+        input_ids = F.pad(input_ids, (0, self.recipe.seq_len - input_ids.shape[1]))
+        logits = self._compute_logits(
+            input_ids=input_ids[:, positions], position_ids=positions[None], use_cache=False
+        )
+        # A row's last position is on one rank of the group: the others add zero.
+        is_last = positions == last[:, None]
+        tokens = choose_tokens(logits, is_last.int().argmax(-1)) * is_last.any(-1)
+        dist.all_reduce(tokens, group=self.cp_mesh.get_group())
+        return tokens
 
     def _compute_loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
         positions, cp = self._positions, self.plan.degrees.cp

@@ -27,6 +27,7 @@ from shardscope.frameworks.fsdp2.engine import inspection
 from shardscope.frameworks.fsdp2.engine.tensor_parallel import apply_tensor_parallel
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout, get_layout, get_reshard_after_forward
 from shardscope.training.engine import BuildModel
+from shardscope.training.generation import choose_tokens
 from shardscope.training.micro_batch_engine import MIXED_TYPES
 from shardscope.training.model.on_meta import allocate_parameters, build_on_meta
 from shardscope.training.model.recompute import list_decoder_layers
@@ -268,6 +269,11 @@ class Fsdp2Engine(TorchEngine):
         # With a sharded vocabulary the loss is a DTensor, replicated on each rank.
         return loss.to_local() if isinstance(loss, DTensor) else loss
 
+    def _predict_next(self, input_ids: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        if self.tp_mesh is None:
+            return super()._predict_next(input_ids, last)
+        return choose_tokens_of_shards(self._compute_logits(input_ids=input_ids, use_cache=False), last)
+
     @property
     def shard_group(self) -> ProcessGroup:
         """Ranks that one replica is sharded over; with tp or pp, all ranks."""
@@ -299,6 +305,24 @@ class Fsdp2Engine(TorchEngine):
     def norm_copies(self, parameter: torch.nn.Parameter) -> int:
         """Return how many times a parameter's squared gradients are counted in the sum over ranks."""
         return self.part_copies(parameter)
+
+
+def choose_tokens_of_shards(logits: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """Return the same as :func:`choose_tokens` for logits whose vocabulary is sharded over the tp mesh."""
+    if not isinstance(logits, DTensor):
+        return choose_tokens(logits, last)
+    # Selected before the all-gather: no rank has all logits of a micro-batch in training either.
+    rows = torch.arange(len(last), device=last.device)
+    vocab_size = logits.shape[-1]
+    selected = DTensor.from_local(
+        logits.to_local()[rows, last],
+        logits.device_mesh,
+        logits.placements if logits.placements[0].is_replicate() else [Shard(1)],
+        run_check=False,
+        shape=torch.Size((len(last), vocab_size)),
+        stride=(vocab_size, 1),
+    )
+    return selected.full_tensor().argmax(-1)
 
 
 # ---- Models too large to build whole on every rank: built on meta, sharded, initialized shard by shard

@@ -22,11 +22,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 from shardscope.core.layout import split_layers_evenly
-from shardscope.frameworks.fsdp2.engine.engine import Fsdp2Engine
+from shardscope.frameworks.fsdp2.engine.engine import Fsdp2Engine, choose_tokens_of_shards
 from shardscope.frameworks.fsdp2.layout import get_layout
 from shardscope.training import micro_batches
 from shardscope.training.accounting.memory_watch import MemoryWatch
 from shardscope.training.engine import BuildModel, BuildOptimizer
+from shardscope.training.generation import broadcast_tokens, run_stages
 from shardscope.training.model.parts import copy_shallow, extract_stage
 from shardscope.training.optimizers.gradients import local_shard
 from shardscope.training.weights import pretrained
@@ -189,6 +190,15 @@ class PipelinedEngine(Fsdp2Engine):
         )
         dist.all_reduce(losses.total)
         return float(losses.total * self.plan.degrees.pp / dist.get_world_size())
+
+    def _predict_next(self, input_ids: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        degrees, (rows, width) = self.plan.degrees, input_ids.shape
+        shape = (rows, width // degrees.tp, self.plan.architecture.hidden_size)
+        hidden = torch.empty(shape, dtype=self.compute_dtype, device=self.ctx.device)
+        chunks = dict(zip(self.chunk_numbers, self.chunks, strict=True))
+        logits = run_stages(chunks, degrees.pp * degrees.vpp, input_ids, hidden, self.stage_group)
+        tokens = None if logits is None else choose_tokens_of_shards(logits, last)
+        return broadcast_tokens(tokens, rows, self.ctx.device, self.stage_group)
 
     @property
     def schedule_name(self) -> str:

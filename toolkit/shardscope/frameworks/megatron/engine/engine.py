@@ -159,6 +159,19 @@ class MegatronEngine(Engine):
             chunk.train()
         return mean
 
+    def predict_next(self, input_ids: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        self._watch = self._watch or MemoryWatch(self)
+        for chunk in self._chunks:
+            chunk.eval()
+        with self._on_device(), torch.no_grad():
+            device = self.ctx.device
+            tokens = engine_step.predict_next(
+                self._chunks, self.plan, input_ids.to(device), last.to(device)
+            ).cpu()
+        for chunk in self._chunks:
+            chunk.train()
+        return tokens
+
     def save(self, path: str | Path) -> None:
         with self._on_device():
             checkpointing.save_checkpoint(

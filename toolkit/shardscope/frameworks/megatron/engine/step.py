@@ -12,11 +12,13 @@ import torch.distributed as dist
 from shardscope.core.errors import refuse
 from shardscope.frameworks.megatron.engine.context_parallel import check_length, shard_sequences
 from shardscope.training import micro_batches
+from shardscope.training.generation import broadcast_tokens, run_stages
 from shardscope.training.micro_batches import IGNORED_LABEL
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
+    from shardscope.core.plan import Plan
     from shardscope.training.accounting.memory_watch import MemoryWatch
 
 P = ParamSpec("P")
@@ -136,6 +138,57 @@ def _shift_labels(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     is_labelled = shifted != IGNORED_LABEL
     # A valid token in the place of -100, which vocab-parallel cross entropy would use as an index.
     return shifted.masked_fill(~is_labelled, 0), is_labelled
+
+
+def predict_next(
+    chunks: list[DistributedDataParallel], plan: Plan, input_ids: torch.Tensor, last: torch.Tensor
+) -> torch.Tensor:
+    """Return the most likely token after position ``last`` of each row, the same on all stages."""
+    from megatron.core import parallel_state
+
+    degrees, device = plan.degrees, input_ids.device
+    rows, width = input_ids.shape
+    positions = torch.arange(width, device=device).expand_as(input_ids)
+    shard = shard_sequences({"tokens": input_ids, "positions": positions})
+
+    def run_chunk(chunk: DistributedDataParallel) -> Callable[[torch.Tensor], torch.Tensor]:
+        def run(states: torch.Tensor) -> torch.Tensor:
+            # The first chunk embeds the tokens, and ignores its input tensor.
+            chunk.module.set_input_tensor(states)
+            output: torch.Tensor = chunk(shard["tokens"], shard["positions"], None)
+            return output
+
+        return run
+
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    numbered = {stage + index * degrees.pp: run_chunk(chunk) for index, chunk in enumerate(chunks)}
+    config = chunks[0].module.config
+    # Megatron's order of dimensions; sequence parallelism shards the first.
+    length = shard["tokens"].shape[1] // (degrees.tp if config.sequence_parallel else 1)
+    hidden = torch.empty((length, rows, config.hidden_size), dtype=config.params_dtype, device=device)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    logits = run_stages(numbered, degrees.pp * degrees.vpp, input_ids, hidden, group)
+    tokens = None
+    if logits is not None:
+        tokens = _choose_tokens(logits, shard["positions"], last, plan.architecture.vocab_size)
+    return broadcast_tokens(tokens, rows, device, group)
+
+
+def _choose_tokens(
+    logits: torch.Tensor, positions: torch.Tensor, last: torch.Tensor, vocab_size: int
+) -> torch.Tensor:
+    """Return the most likely tokens from this rank's shard of the sequence and of the vocabulary."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    is_last = positions == last[:, None]
+    rows = torch.arange(len(last), device=logits.device)
+    selected = gather_from_tensor_model_parallel_region(logits[rows, is_last.int().argmax(-1)])
+    # Without the rows that pad the vocabulary to the tensor-parallel ranks.
+    tokens: torch.Tensor = selected[:, :vocab_size].argmax(-1) * is_last.any(-1)
+    # With context parallelism the position is on one rank of the group: the others add zero.
+    dist.all_reduce(tokens, group=parallel_state.get_context_parallel_group())
+    return tokens
 
 
 @contextlib.contextmanager
