@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.requirements import few, needs, skip_without, thorough
 
-needs("torch")
+torch = needs("torch")
 needs("transformers")
 needs("datasets")
 
@@ -27,6 +27,9 @@ VALIDATION_ROWS = [
     {"prompt": "How does it end?", "completion": " The ship sinks."},
 ]
 """One row more than a global batch: the second batch has empty rows."""
+PROMPTS = ["Who hunts the whale?", "Call me", "And the mate? " * 5]
+"""An odd number, of different lengths; the last one leaves room for a part of an answer only."""
+NEW_TOKENS = 20
 MORE_LAYOUTS = {
     "fsdp2, tensor parallel": Layout.fsdp2(tp=2),
     "fsdp2, context parallel": Layout.fsdp2(cp=2),
@@ -44,6 +47,21 @@ def launch(folder: Path, data: object, runs: Path, layout: Layout, **options: An
     run = ss.launch(plan, ss.Finetune(folder, data, **options), folder=runs)
     assert run.wait(150) == "finished", run.error
     return run
+
+
+def generate(folder: Path, texts: list[str]) -> list[str]:
+    """Return the most likely continuations of ``texts``, in one process."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer, answers = AutoTokenizer.from_pretrained(folder), []
+    for text in texts:
+        prompt = torch.tensor([tokenizer(text)["input_ids"]])
+        tokens = model.generate(
+            prompt, max_new_tokens=min(NEW_TOKENS, SEQ_LEN - len(prompt[0])), do_sample=False
+        )
+        answers.append(tokenizer.decode(tokens[0, len(prompt[0]) :]))
+    return answers
 
 
 def list_values(run: Any, name: str) -> list[float]:
@@ -68,6 +86,7 @@ def test_the_validation_loss_is_that_of_transformers_and_training_is_the_same(
     folder, layout, options = small_model(tmp_path, "llama"), ALL_LAYOUTS[name], {"num_steps": 3}
     without = launch(folder, ROWS, tmp_path / "runs", layout, **options)
     options |= {"validation": VALIDATION_ROWS, "validate_every": 1, "export": True}
+    options |= {"sample_prompts": PROMPTS, "max_new_tokens": NEW_TOKENS}
     run = launch(folder, ROWS, tmp_path / "runs", layout, **options)
     losses = list_values(run, "validation_loss")
     # Before the first step, and after each.
@@ -75,6 +94,12 @@ def test_the_validation_loss_is_that_of_transformers_and_training_is_the_same(
     assert losses[0] == pytest.approx(evaluate(folder), abs=1e-4)
     assert losses[-1] == pytest.approx(evaluate(run.model), abs=1e-4)
     assert abs(losses[0] - losses[-1]) > 1e-3
+    samples = run.samples()
+    assert [sample["step"] for sample in samples] == [step for step in range(4) for _ in PROMPTS]
+    assert [sample["prompt"] for sample in samples] == PROMPTS * 4
+    texts = [sample["text"] for sample in samples]
+    assert texts[: len(PROMPTS)] == generate(folder, PROMPTS)
+    assert texts[-len(PROMPTS) :] == generate(run.model, PROMPTS) != texts[: len(PROMPTS)]
     assert list_values(run, "loss") == pytest.approx(list_values(without, "loss"), abs=1e-6)
     assert list_values(run, "grad_norm") == pytest.approx(list_values(without, "grad_norm"), rel=1e-5)
 

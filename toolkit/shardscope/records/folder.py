@@ -92,6 +92,11 @@ class RunFolder:
         return self.path / "cards.jsonl"
 
     @property
+    def samples(self) -> Path:
+        """Answers of the model to fixed prompts while it trains; missing if the task has no prompts."""
+        return self.path / "samples.jsonl"
+
+    @property
     def note(self) -> Path:
         """Note of the launcher process for the users who watch the run."""
         return self.path / "note.json"

@@ -21,7 +21,7 @@ MAX_ENTRIES = 4 * MAX_WORLD_SIZE
 """Most entries checked in each subfolder of a run folder."""
 FILES = frozenset({
     *("run.json", "status.jsonl", "control.jsonl", "supervisor.json", "supervisor.log", "task.pkl"),
-    *("exits.jsonl", "cards.jsonl", "note.json", "metrics.csv", "summary.json"),
+    *("exits.jsonl", "cards.jsonl", "samples.jsonl", "note.json", "metrics.csv", "summary.json"),
 })  # fmt: skip
 FOLDERS = frozenset({
     *("events", "logs", "errors", "ranks", "traces", "what_it_was", "stacks", "memory_snapshots"),

@@ -33,7 +33,13 @@ EXAMPLE_FIELDS = {
     "early_stopping": None,
 }
 """Fields that a plain text does not use, and that runs of older versions have not recorded."""
-NEWER_FIELDS = {"lr_scheduler_type": None, "report_to": ["tensorboard"]}
+NEWER_FIELDS = {
+    "lr_scheduler_type": None,
+    "report_to": ["tensorboard"],
+    "sample_prompts": None,
+    "sample_every": None,
+    "max_new_tokens": 64,
+}
 """Fields that runs of older versions have not recorded, with the value that stands for what they did."""
 
 

@@ -36,6 +36,7 @@ from shardscope.records.json_files import (
 from shardscope.records.json_values import is_int, parse_object
 from shardscope.records.redaction import redact
 from shardscope.records.regular_files import NotRegularFileError, check_regular
+from shardscope.records.samples import Sample, read_samples
 from shardscope.records.terminal_text import plain_text
 from shardscope.runs.explain.failure import find_failures
 from shardscope.runs.explain.failure_report import explain_failures
@@ -345,6 +346,14 @@ class Run:
         from shardscope.runs.watch.gpu_monitor import read_gpu_samples
 
         return read_gpu_samples(self._folder, self.gpus)
+
+    def samples(self) -> list[Sample]:
+        """Return the model's answers to the task's ``sample_prompts``, oldest first.
+
+        Dicts of step (optimizer steps before it; 0: the initial weights), prompt, text, and is_complete
+        (False if the text was cut at the maximum number of tokens). Empty for a task without prompts.
+        """
+        return read_samples(self._folder.path)
 
     def follow(self) -> Follow:
         """Return a streaming reader of :meth:`metrics`, from the first record; it keeps nothing in memory."""

@@ -19,6 +19,7 @@ from shardscope.training.checkpoints.folders import checkpoint_path, delete_olde
 from shardscope.training.data.batches import Batches
 from shardscope.training.optimizers.schedule import Schedule
 from shardscope.training.recording import Recorder
+from shardscope.training.samples import SampleGenerations
 from shardscope.training.validation import Validation
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def train(
     keep_last: int | None = None,
     memory_snapshot: bool = False,
     validation: Validation | None = None,
+    samples: SampleGenerations | None = None,
 ) -> bool:
     """Train from ``engine.num_steps_done`` to ``schedule.num_steps``. Return False if stopped by command.
 
@@ -72,6 +74,9 @@ def train(
             recorder.start(PROFILED_STEPS, num_left=schedule.num_steps - first, skip=SKIPPED_STEPS)
         if validation is not None and first == 0:
             validation.run(ctx, engine)
+        if samples is not None:
+            # Of a resumed run too: its folder is a new one.
+            samples.run(ctx, engine)
         for step in range(first, schedule.num_steps):
             # Obey commands before the step; all ranks get the same ones at the same step.
             commands = poll_commands(ctx, PROFILED_STEPS)
@@ -106,11 +111,14 @@ def train(
                 )
             recorder.count_step()
             snapshot.count_step()
-            if validation is None or not validation.is_due(step + 1, schedule.num_steps):
-                continue
-            if validation.run(ctx, engine):
-                checkpoints.begin_save(validation.best_checkpoint)
-            if validation.is_exhausted:
+            is_last = False
+            if validation is not None and validation.is_due(step + 1, schedule.num_steps):
+                if validation.run(ctx, engine):
+                    checkpoints.begin_save(validation.best_checkpoint)
+                is_last = validation.is_exhausted
+            if samples is not None and (is_last or samples.is_due(step + 1, schedule.num_steps)):
+                samples.run(ctx, engine)
+            if validation is not None and is_last:
                 print(
                     f"stopped early: {validation.num_without_improvement} validations without a lower loss "
                     f"than {validation.best_loss:.4g}",

@@ -16,7 +16,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypedDict, cast
 
 import torch
@@ -27,6 +27,8 @@ from shardscope.machine.processes import end_after_parent
 from shardscope.runs.trained.loading import add_trained_adapters, load_weights
 from shardscope.runs.trained.model_files import ModelFiles
 from shardscope.training.data.weights_tokenizer import WeightsTokenizer
+from shardscope.training.examples.conversation import decode_answer, encode_conversation, find_end_ids
+from shardscope.training.examples.formats import Message
 
 if TYPE_CHECKING:
     from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
@@ -35,13 +37,6 @@ GPU_MEMORY_FACTOR = 1.5
 """A GPU is used if its free memory is this many times the weights: the rest is for the key-value cache."""
 INCOMPLETE = "\ufffd"
 """Character that stands for the first bytes of one whose other bytes are in later tokens."""
-
-
-class Message(TypedDict):
-    """One turn of a conversation."""
-
-    role: str
-    content: str
 
 
 class Request(TypedDict):
@@ -84,11 +79,7 @@ class TextStream(BaseStreamer):
             self._sent = text
 
     def _decode(self) -> str:
-        text = self._tokenizer.decode(
-            self._ids or [], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
+        return decode_answer(self._tokenizer, self._ids or [])
 
 
 class StopRequests(StoppingCriteria):
@@ -150,27 +141,6 @@ class Generator:
             )
 
 
-def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """Return the token ids of a conversation, up to where the answer begins.
-
-    Without a chat template it is one plain text, which the model continues, as in training.
-    """
-    if isinstance(tokenizer.chat_template, str):
-        # The template has written the special tokens.
-        rendered = tokenizer.apply_chat_template(
-            [{"role": message["role"], "content": message["content"]} for message in messages],
-            tokenize=False,
-            add_generation_prompt=True,
-        )
-        assert isinstance(rendered, str)
-    else:
-        rendered = "".join(message["content"] for message in messages)
-    ids: list[int] = tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
-    if not ids:
-        raise ValueError("the text has no tokens. Nearest fix: a longer text")
-    return ids
-
-
 def _choose_device(files: ModelFiles) -> str:
     if not torch.cuda.is_available():
         return "cpu"
@@ -182,12 +152,11 @@ def _find_special_ids(
     config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, int | list[int]]:
     """Return the ids that end an answer, and the one that pads."""
-    ends = getattr(config, "eos_token_id", None)
-    end_ids = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+    end_ids = find_end_ids(tokenizer, getattr(config, "eos_token_id", None))
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(end_ids, default=0)
     ids: dict[str, int | list[int]] = {"pad_token_id": padding}
     if end_ids:
-        ids["eos_token_id"] = sorted(end_ids)
+        ids["eos_token_id"] = end_ids
     return ids
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
-from shardscope.core.errors import check_choice, check_integer, check_number, refuse
+from shardscope.core.errors import Value, check_choice, check_integer, check_number, refuse
 from shardscope.frameworks.registry import check_config
 from shardscope.records.json_files import read_json
 from shardscope.training.checkpoints.folders import POSITION_FILE
@@ -16,6 +17,7 @@ from shardscope.training.data.batches import split_rows
 from shardscope.training.data.tokenizer import SHIPPED_TEXT
 from shardscope.training.data.weights_tokenizer import WeightsTokenizer
 from shardscope.training.examples.batches import ExampleBatches, find_padding_id
+from shardscope.training.examples.conversation import Prompt, encode_conversation, find_end_ids, read_prompts
 from shardscope.training.examples.encoding import LOSS_ON, Encoder, LossOn
 from shardscope.training.examples.formats import Format, recognize_format
 from shardscope.training.examples.preview import Preview, preview_examples
@@ -46,10 +48,13 @@ if TYPE_CHECKING:
     from shardscope.training.data.batches import Batches
     from shardscope.training.data.tokenizer import TokenIds
     from shardscope.training.engine import Engine, TrainingContext
+    from shardscope.training.samples import SampleGenerations
     from shardscope.training.validation import Validation
 
 TOKENS, VALIDATION_TOKENS = "tokens", "validation-tokens"
 """Subfolders of a run with the tokens of its examples."""
+MAX_PROMPTS, MAX_PROMPT_LENGTH, MAX_NEW_TOKENS = 16, 10_000, 4096
+"""Maximum number of sample prompts, of characters in each, and of tokens in an answer."""
 MAX_CHECKED_ROWS = 1000
 """Rows whose format is checked before a launch; the others are checked when they are tokenized."""
 
@@ -98,6 +103,15 @@ class Finetune(TextTask):
     """Number of validations without a lower loss after which the run stops. The checkpoint with the lowest
     loss is kept as ``checkpoints/best``, and ``export`` writes its weights. None: all steps are trained, and
     the last weights exported."""
+    sample_prompts: Sequence[str] | int | None = None
+    """Prompts that the model answers before, during and after training, for ``run.samples()``: at most 16
+    texts, each as a user's message, or the number of prompts to take from the first rows of the validation
+    data (without, of the data). Generation is greedy, and takes a forward for each token."""
+    sample_every: int | None = None
+    """Steps between generations; None: those of ``validate_every``, or a tenth of the run. The initial and
+    the last weights have one, too."""
+    max_new_tokens: int = 64
+    """Maximum number of tokens of an answer to a prompt; both together have at most ``seq_len``."""
 
     recorded_texts: ClassVar[frozenset[str]] = TextTask.recorded_texts | {
         "data",
@@ -105,6 +119,7 @@ class Finetune(TextTask):
         "loss_on",
         "bad_rows",
         "validation",
+        "sample_prompts",
     }
     preload: ClassVar[tuple[str, ...]] = (
         *TextTask.preload,
@@ -121,6 +136,7 @@ class Finetune(TextTask):
         if self.data is not None:
             self._resolve_source("data")
         self._check_validation()
+        self._check_samples()
         self._check_length()
 
     def _resolve_source(self, name: str) -> None:
@@ -147,6 +163,39 @@ class Finetune(TextTask):
             kind = "examples" if self.plain_text is None else "a text file"
             allowed = f"{kind}, as the training data are, or a fraction of them"
             refuse(self._field("validation"), describe_source(self.validation), allowed, {"validation": 0.1})
+
+    def _check_samples(self) -> None:
+        field, prompts = self._field("sample_prompts"), self.sample_prompts
+        check_integer(self._field("max_new_tokens"), self.max_new_tokens, low=1, high=MAX_NEW_TOKENS)
+        if self.sample_every is not None:
+            check_integer(self._field("sample_every"), self.sample_every, low=1, high=MAX_STEPS)
+            if prompts is None:
+                refuse(
+                    self._field("sample_every"), self.sample_every, "None without sample_prompts", Value(None)
+                )
+        if isinstance(prompts, int):
+            check_integer(field, prompts, low=1, high=MAX_PROMPTS)
+            if self.plain_text is not None:
+                self._refuse_number_of_prompts("a text file")
+        elif prompts is not None:
+            is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes)
+            texts = list(prompts) if is_list else []
+            if not 1 <= len(texts) <= MAX_PROMPTS or not all(isinstance(text, str) for text in texts):
+                value = f"{len(texts)} entries" if texts else prompts
+                allowed = f"a list of 1 to {MAX_PROMPTS} texts, their number, or None"
+                refuse(field, value, allowed, {"sample_prompts": ["Who are you?"]})
+            for text in texts:
+                if not text.strip() or len(text) > MAX_PROMPT_LENGTH:
+                    shown = f"a text of {len(text):,} characters"
+                    allowed = f"texts of 1 to {MAX_PROMPT_LENGTH:,} characters"
+                    refuse(field, shown, allowed, {"sample_prompts": ["Who are you?"]})
+            object.__setattr__(self, "sample_prompts", tuple(texts))
+
+    def _refuse_number_of_prompts(self, data: str) -> NoReturn:
+        allowed = f"a list of prompts, or None: {data} has none to take"
+        refuse(
+            self._field("sample_prompts"), self.sample_prompts, allowed, {"sample_prompts": ["Who are you?"]}
+        )
 
     def _check_length(self) -> None:
         if self.num_epochs is None:
@@ -234,6 +283,69 @@ class Finetune(TextTask):
         state = position.get("validation")
         state = state if isinstance(state, dict) else {}
         return batches, num_steps, Validation.resume(for_validation, every, self.early_stopping, state)
+
+    def prepare_samples(
+        self, ctx: TrainingContext, num_steps: int, validation: Validation | None
+    ) -> SampleGenerations | None:
+        """See :class:`TextTask`."""
+        if self.sample_prompts is None:
+            return None
+        import torch
+        import torch.distributed as dist
+
+        from shardscope.training.samples import SampleGenerations
+
+        tokenizer, seq_len = WeightsTokenizer(self.folder).load(), ctx.plan.recipe.seq_len
+        # Rank 0 reads the data for all.
+        broadcast: list[tuple[Prompt, ...] | None] = [None]
+        if ctx.rank == 0:
+            broadcast = [self._encode_prompts(tokenizer, seq_len)]
+        dist.broadcast_object_list(broadcast, src=0, device=torch.device("cpu"))
+        prompts = broadcast[0]
+        assert prompts is not None, "rank 0 sent them"
+        every = num_steps // 10 if validation is None else validation.every
+        return SampleGenerations(
+            prompts=prompts,
+            every=self.sample_every or max(1, every),
+            max_new_tokens=min(self.max_new_tokens, seq_len - 1),
+            end_ids=frozenset(find_end_ids(tokenizer, self.folder.eos_token_id)),
+            tokenizer=tokenizer,
+        )
+
+    def _encode_prompts(self, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> tuple[Prompt, ...]:
+        """Return the prompts. Raises ``ValueError`` for one that leaves no room for an answer."""
+        field = self._field("sample_prompts")
+        if isinstance(self.sample_prompts, int):
+            name, indices = self._find_prompt_rows()
+            rows = self._open_rows(name)
+            format = self._recognize_format(rows, name)
+            encoded = read_prompts(
+                tokenizer, rows, format, range(len(rows)) if indices is None else indices, seq_len - 1
+            )
+            prompts = tuple(islice(encoded, self.sample_prompts))
+            if not prompts:
+                allowed = (
+                    f"a list of prompts: no row has one shorter than {seq_len:,} tokens, the plan's seq_len"
+                )
+                refuse(field, self.sample_prompts, allowed, Value(None))
+            return prompts
+        prompts = tuple(
+            Prompt(text=text, ids=tuple(encode_conversation(tokenizer, [{"role": "user", "content": text}])))
+            for text in self.sample_prompts or ()
+        )
+        for prompt in prompts:
+            if len(prompt.ids) >= seq_len:
+                shown = f"a prompt of {len(prompt.ids):,} tokens ({prompt.text[:40]!r}...)"
+                refuse(
+                    field, shown, f"prompts shorter than the plan's seq_len={seq_len:,}", "a shorter prompt"
+                )
+        return prompts
+
+    def _find_prompt_rows(self) -> tuple[str, list[int] | None]:
+        """Return the field whose rows have the prompts, and the indices of these rows; None: all."""
+        if isinstance(self.validation, float):
+            return "data", split_rows(len(self._open_rows()), self.validation, self.seed)[1]
+        return ("data" if self.validation is None else "validation"), None
 
     def _read_examples(self, ctx: TrainingContext) -> tuple[Batches, Batches | None]:
         """Return batches for training and validation.
@@ -390,6 +502,8 @@ class Finetune(TextTask):
             if self.bad_rows == "refuse":
                 for index in range(min(len(rows), MAX_CHECKED_ROWS)):
                     check_row(self._field(name), format, index, rows[index])
+            if isinstance(self.sample_prompts, int) and format.name == "text":
+                self._refuse_number_of_prompts("data of the format text")
             if isinstance(self.validation, float) and len(rows) < 2:
                 allowed = "a data source, or None: one row cannot be split"
                 refuse(self._field("validation"), self.validation, allowed, {"validation": None})

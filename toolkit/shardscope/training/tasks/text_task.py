@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from shardscope.training.data.tokenizer import TokenIds
     from shardscope.training.data.windows import Windows
     from shardscope.training.engine import Engine, TrainingContext
+    from shardscope.training.samples import SampleGenerations
     from shardscope.training.validation import Validation
 
 TRACKERS = ("tensorboard", "trackio", "wandb")
@@ -291,6 +292,7 @@ class TextTask(ABC):
             keep_last=self.keep_last if self.save_every else None,
             memory_snapshot=self.memory_snapshot,
             validation=validation,
+            samples=self.prepare_samples(ctx, num_steps, validation),
         )
         # A stopped run is not exported: it is resumed from its checkpoint, and exported at its end.
         if self.export and is_complete:
@@ -331,6 +333,12 @@ class TextTask(ABC):
         """
         assert self.num_steps is not None, "a subclass with another length overrides this"
         return self.read_text(ctx), self.num_steps, None
+
+    def prepare_samples(
+        self, ctx: TrainingContext, num_steps: int, validation: Validation | None
+    ) -> SampleGenerations | None:
+        """Return the prompts to answer while training, if any. Called by all ranks together."""
+        return None
 
     def read_text(self, ctx: TrainingContext) -> Windows:
         """Return the windows of the plain text."""

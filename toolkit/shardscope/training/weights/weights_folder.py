@@ -19,6 +19,7 @@ from shardscope.core.architecture import Architecture
 from shardscope.core.errors import refuse
 from shardscope.core.json_text import parse_json
 from shardscope.families import hf_config
+from shardscope.records.json_files import read_json
 from shardscope.training.weights.safetensors_header import StoredTensor, read_header
 from shardscope.training.weights.stored_names import find_sources, is_unused
 
@@ -92,6 +93,15 @@ class WeightsFolder:
                 f"the config of this version as {CONFIG}, without that key",
             )
         return config
+
+    @property
+    def eos_token_id(self) -> object:
+        """The ids that end an answer, as generation_config.json or config.json has them; None if neither."""
+        try:
+            generation = read_json(self.resolve_file("generation_config.json")) or {}
+        except ValueError:
+            generation = {}
+        return generation.get("eos_token_id", self.config.get("eos_token_id"))
 
     def write_config(self, exported: Path) -> None:
         """Replace the config.json of ``exported``, an export of this model's weights, by this folder's.

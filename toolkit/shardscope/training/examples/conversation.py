@@ -1,0 +1,81 @@
+"""Prompts of generations: a conversation as token ids, and the tokens that end an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardscope.training.examples.formats import Format, read_example
+from shardscope.training.examples.rows import Rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt of sample generations."""
+
+    text: str
+    """The user's last message."""
+    ids: tuple[int, ...]
+    """Token ids of the conversation, up to where the answer begins."""
+
+
+def encode_conversation(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]
+) -> list[int]:
+    """Return the token ids of a conversation, up to where the answer begins.
+
+    Without a chat template it is one plain text, which the model continues, as in training.
+    """
+    if isinstance(tokenizer.chat_template, str):
+        # The template has written the special tokens.
+        rendered = tokenizer.apply_chat_template(
+            [{"role": message["role"], "content": message["content"]} for message in messages],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        assert isinstance(rendered, str)
+    else:
+        rendered = "".join(message["content"] for message in messages)
+    ids: list[int] = tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
+    if not ids:
+        raise ValueError("the text has no tokens. Nearest fix: a longer text")
+    return ids
+
+
+def decode_answer(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Return the text of an answer, without special tokens."""
+    text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
+
+
+def find_end_ids(tokenizer: PreTrainedTokenizerBase, eos_token_id: object) -> list[int]:
+    """Return the ids that end an answer: the tokenizer's, and those of a generation config."""
+    ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+    return sorted({id for id in (*ids, tokenizer.eos_token_id) if isinstance(id, int)})
+
+
+def read_prompts(
+    tokenizer: PreTrainedTokenizerBase, rows: Rows, format: Format, indices: Sequence[int], max_tokens: int
+) -> Iterator[Prompt]:
+    """Yield the prompt of each conversation: all before the assistant's last turn.
+
+    Rows without one are left out, such as malformed ones, and prompts of over ``max_tokens`` tokens.
+    """
+    for index in indices:
+        try:
+            messages = read_example(format, rows[index]).messages
+            turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+            before = messages[: turns[-1]] if turns else ()
+            text = next(
+                (message["content"] for message in reversed(before) if message["role"] == "user"), None
+            )
+            ids = () if text is None else tuple(encode_conversation(tokenizer, before))
+        except ValueError:
+            continue
+        if text is not None and len(ids) <= max_tokens:
+            yield Prompt(text=text, ids=ids)
