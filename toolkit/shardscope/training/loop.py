@@ -54,7 +54,8 @@ def train(
     Between steps all ranks obey the same commands: "stop" saves a checkpoint and returns; "checkpoint" saves
     one and continues, as happens every ``save_every`` steps; "profile" records the next steps, the first of
     them as a warmup. ``profile`` records a few steps without a command, at least one. Raises ``RuntimeError``
-    if two ranks would read the same sample in one step, or if the loss is NaN.
+    if two ranks would read the same sample in one step, and if loss or gradient are not finite, in which case
+    the checkpoints from before are kept.
     """
     first = engine.num_steps_done
     check_ranks_read_different_samples(batches, first, ctx.device)
@@ -105,9 +106,13 @@ def train(
                     flush=True,
                 )
             # Raise after the step is logged, so that the run's curves end with the NaN.
-            if math.isnan(result.loss):
+            problem = find_divergence(engine, result)
+            if problem:
+                # Before any save: it would be of weights that are no numbers, and delete older checkpoints.
+                kept = checkpoints.finish()
                 raise RuntimeError(
-                    f"the loss of step {step} is not a number; a lower learning_rate usually helps"
+                    f"{problem} of step {step} is not finite. The run stops here, and nothing is saved of "
+                    f"these weights; {kept}. A lower learning_rate usually helps"
                 )
             recorder.count_step()
             snapshot.count_step()
@@ -142,6 +147,20 @@ class StepResult(NamedTuple):
     seconds: float
 
 
+def find_divergence(engine: Engine, result: StepResult) -> str:
+    """Return which number of the step is not finite, the same on all ranks; empty if the weights are sound.
+
+    An infinite gradient makes weights NaN in this step's update, of which the next step's loss would tell
+    after a checkpoint. With fp16-mixed the loss scaler skips such an update.
+    """
+    is_scaled = engine.plan.recipe.precision == "fp16-mixed"
+    if math.isnan(result.loss) or (math.isinf(result.loss) and not is_scaled):
+        return "the loss"
+    # Without clipping an engine may compute no norm.
+    has_norm = engine.max_grad_norm is not None and not is_scaled
+    return "the gradient" if has_norm and not math.isfinite(engine.grad_norm) else ""
+
+
 def _run_step(engine: Engine, batches: Batches, schedule: Schedule, step: int) -> StepResult:
     """Run one optimizer step on its batch; building the batch does not count as the step's time."""
     rate = schedule.learning_rate_at(step)
@@ -172,6 +191,13 @@ class Checkpoints:
         path = path or checkpoint_path(self._ctx.folder, self._engine.num_steps_done)
         self._wait = self._engine.begin_save(path)
         self._name = str(path.relative_to(self._ctx.folder))
+
+    def finish(self) -> str:
+        """Wait for the checkpoint in progress. Return which one is the newest, as a clause."""
+        self.wait_and_prune()
+        if not self._name:
+            return "no checkpoint was saved before"
+        return f"the newest checkpoint, from before it, is {self._name}"
 
     def wait_and_prune(self) -> None:
         """Wait for the checkpoint in progress, then delete older ones."""
