@@ -184,6 +184,11 @@ def read_logs(run: Run) -> None:
         check_plain(run.logs(rank))
 
 
+def read_samples(run: Run) -> None:
+    for sample in run.samples():
+        check_plain(sample["prompt"] + sample["text"])
+
+
 # ---- lists
 
 
@@ -328,6 +333,7 @@ CALLS: dict[str, Callable[[Use], None]] = {
     "run.follow": _of_run(follow),
     "run.logs": _of_run(read_logs),
     "run.gpu_samples": _of_run(lambda run: run.gpu_samples()),
+    "run.samples": _of_run(read_samples),
     "run.engine_reports": _of_run(lambda run: run.engine_reports()),
     "run.memory": _of_run(read_memory),
     "run.memory().snapshot": _of_run(lambda run: run.memory().snapshot(0)),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import shardscope as ss
+from shardscope.records.samples import Sample, read_samples
 from shardscope.runs.explain.predicted_metrics import PredictedMetrics
 
 PLAN = ss.Plan(
@@ -46,13 +47,14 @@ class FakeRun:
     has_looked = False
     num_steps: int | None = None
     prediction: PredictedMetrics | None = None
+    task_fields: dict[str, Any] | None = None
     history: tuple[dict[str, Any], ...] = ()
     model: Path | None = None
     recorded_base: dict[str, Any] | None = None
 
     def __init__(self, records: list[dict[str, Any]]) -> None:
         self.records = records
-        self.samples: list[dict[str, Any]] = []
+        self.gpu_readings: list[dict[str, Any]] = []
         self.recorded: dict[int, Any] = {}
         self.pressed_buttons: list[str] = []
         self.status = "running"
@@ -72,7 +74,10 @@ class FakeRun:
         return self.prediction
 
     def gpu_samples(self) -> list[dict[str, Any]]:
-        return list(self.samples)
+        return list(self.gpu_readings)
+
+    def samples(self) -> list[Sample]:
+        return read_samples(self.folder)
 
     def engine_reports(self) -> dict[int, Any]:
         return self.recorded

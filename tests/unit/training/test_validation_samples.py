@@ -1,17 +1,24 @@
-"""Samples for validation: disjoint from those for training, each read once; and values that are refused."""
+"""Samples for validation, each read once; prompts of sample generations; and values that are refused."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.requirements import needs
 
 from shardscope import Finetune
+from shardscope.runs.task_fields import record_task_fields
 from shardscope.training.data.batches import split_rows
+from shardscope.training.examples.conversation import read_prompts
+from shardscope.training.examples.formats import Format
 
 needs("torch")
+
+ROWS = [{"prompt": "Who?", "completion": "Ahab."}]
 
 
 @pytest.mark.parametrize(("num_rows", "fraction", "expected"), [(100, 0.1, 10), (2, 0.1, 1), (3, 0.49, 1)])
@@ -57,7 +64,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("fields", "named"),
+    ("values", "named"),
     [
         ({"validation": 0.5}, "validation"),
         ({"validation": True}, "validation"),
@@ -66,14 +73,53 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ({"early_stopping": 5}, "early_stopping"),
         ({"num_epochs": 1, "num_steps": 5}, "num_epochs"),
         ({"num_epochs": 0}, "num_epochs"),
+        ({"sample_prompts": []}, "sample_prompts"),
+        ({"sample_prompts": "Who?"}, "sample_prompts"),
+        ({"sample_prompts": ["Who?", 1]}, "sample_prompts"),
+        ({"sample_prompts": [" "]}, "sample_prompts"),
+        ({"sample_prompts": ["Who?"] * 17}, "sample_prompts"),
+        ({"sample_prompts": 17, "data": ROWS}, "sample_prompts"),
+        ({"sample_prompts": True, "data": ROWS}, "sample_prompts"),
+        # A text has no prompts to take.
+        ({"sample_prompts": 3}, "sample_prompts"),
+        ({"sample_every": 5}, "sample_every"),
+        ({"sample_prompts": ["Who?"], "sample_every": 0}, "sample_every"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
     ],
 )
-def test_values_that_mean_nothing_are_refused(fields: dict[str, object], named: str, folder: Path) -> None:
+def test_values_that_mean_nothing_are_refused(values: dict[str, object], named: str, folder: Path) -> None:
     with pytest.raises(ValueError, match=f"Finetune.{named}"):
-        Finetune(folder, **fields)
+        Finetune(folder, **values)
 
 
 def test_without_a_number_of_steps_a_text_has_fifty(folder: Path) -> None:
     assert Finetune(folder).num_steps == 50
     assert Finetune(folder, [{"text": "a"}]).num_steps is None
     assert Finetune(folder, num_epochs=2).num_steps is None
+
+
+def test_a_run_folder_keeps_every_field_that_a_resumed_run_needs(folder: Path) -> None:
+    task = Finetune(folder, "org/data", sample_prompts=["Who?"], loss_on="last")
+    recorded = record_task_fields(task)
+    assert recorded is not None and set(recorded) == {field.name for field in fields(task)}
+    assert recorded["sample_prompts"] == ("Who?",) and recorded["report_to"] == ("tensorboard",)
+
+
+def test_prompts_of_the_data_end_before_the_last_answer_and_long_or_malformed_rows_have_none() -> None:
+    class Tokenizer:
+        chat_template = None
+
+        def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+            return {"input_ids": [ord(letter) for letter in text]}
+
+    def say(*turns: str) -> dict[str, object]:
+        roles = ("user", "assistant") * 2
+        return {
+            "messages": [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
+        }
+
+    rows: Any = [say("a", "b", "c", "d"), {"messages": []}, say("e" * 9, "f"), say("g", "h"), say("i", "j")]
+    format = Format(name="messages", columns={"messages": "messages"})
+    prompts = list(read_prompts(Tokenizer(), rows, format, range(4), max_tokens=8))  # type: ignore[arg-type]
+    assert [prompt.text for prompt in prompts] == ["c", "g"]
+    assert prompts[0].ids == tuple(map(ord, "abc"))

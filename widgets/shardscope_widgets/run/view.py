@@ -28,6 +28,7 @@ from shardscope_widgets.run.log import RunLog
 from shardscope_widgets.run.memory import RunMemory
 from shardscope_widgets.run.model_panel import ModelPanel, has_adapters
 from shardscope_widgets.run.panels import MAX_NAMES, TRAINING_PANELS, is_number
+from shardscope_widgets.run.samples import RunSamples
 
 POLL_SECONDS = 0.25
 GPU_SECONDS = 1.0
@@ -91,6 +92,7 @@ class RunView(View):
         self.model_place = widgets.VBox(layout=controls.share_layout())
         self._merging: dict[Path, ModelPanel] = {}
         """Panels of other runs whose adapters are being merged."""
+        self.samples = RunSamples()
         self.memory = RunMemory()
         self.engine = controls.create_html()
         self.error = controls.create_html("", "ss-run-error")
@@ -104,7 +106,7 @@ class RunView(View):
         top = widgets.HBox([self.head, buttons], layout=controls.share_layout())
         top.add_class("ss-run-top")
         # The log comes before parts that appear after some steps, so that it does not move.
-        parts = [self.error, self.model_place, self.facts, self._figure_place, self.table]
+        parts = [self.error, self.model_place, self.facts, self._figure_place, self.samples.html, self.table]
         self._body = widgets.VBox(
             [*parts, self.logs, self.memory.html, self.engine],
             layout=widgets.Layout(display="none"),
@@ -140,6 +142,7 @@ class RunView(View):
             trained = [panel.metric for panel in TRAINING_PANELS] if run.trains_the_plan else []
             self.figure.fit_width(self._sheet.width)
             self.figure.start_run(run.world_size, self._expected, run.num_steps, trained)
+            self.samples.start_run(run)
             self.memory.start_run(run)
             self.logs.start_run(run)
             self._figure_place.layout.display = ""
@@ -178,11 +181,13 @@ class RunView(View):
             self._show_status(run, status)
             if has_ended and not self.model_place.children and has_adapters(run):
                 self.model_place.children = [self._merging.pop(run.folder, None) or ModelPanel(run)]
-            more = self.logs.refresh(has_ended)
+            more, sampled = self.logs.refresh(has_ended), self._sampled
             new = _read_new_records(follow)
             self._read_slow_parts(run, has_ended)
             if new or has_ended:
                 self._add_records(new)
+            if self._sampled != sampled:
+                self.samples.refresh(run)
             self._show_numbers(run, has_ended)
             return more or follow.is_behind
 
@@ -212,6 +217,7 @@ class RunView(View):
                     {name: value for name, value in record.items() if name in last or len(last) < MAX_NAMES}
                 )
         self.num_steps += sum(1 for record in new if record.get("rank") == 0 and "loss" in record)
+        self.samples.add_records(new)
         if self.figure is not None:
             self.figure.add_records(new)
 

@@ -129,7 +129,7 @@ def test_number_of_charts_is_bounded_with_a_new_metric_each_step() -> None:
 def test_gpu_charts_are_drawn_only_with_gpu_samples() -> None:
     run = make_engine_run([make_record(step, rank) for step in range(3) for rank in (0, 1)])
     assert not any("GPU" in title for title in read_titles(show_finished_run(run)))
-    run.samples = [
+    run.gpu_readings = [
         {
             "time": 100.0 + 30 * count,
             "rank": rank,

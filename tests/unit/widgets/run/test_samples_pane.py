@@ -1,0 +1,62 @@
+"""Tests of the samples of a run view: the first, the best and the latest answer of each prompt."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from fake_runs import FakeRun, record, until
+
+from shardscope.records.samples import append_samples, read_samples
+from shardscope_widgets import RunView
+
+
+def add(run: FakeRun, step: int, text: str, prompt: str = "Who?", *, is_complete: bool = True) -> None:
+    sample: Any = {"step": step, "prompt": prompt, "text": text, "is_complete": is_complete}
+    append_samples(run.folder, [sample])
+
+
+def list_cells(html: str) -> list[str]:
+    return [re.sub("<[^>]*>", "", cell) for cell in re.findall("<t[hd].*?</t[hd]>", html)]
+
+
+def test_the_view_shows_the_first_the_best_and_the_latest_answers_while_training() -> None:
+    run = FakeRun([record(step=0, validation_loss=0.1)])
+    run.task_fields = {"sample_prompts": ["Who?"]}
+    view = RunView(run)  # type: ignore[arg-type]
+    assert list_cells(view.samples.html.value) == ["Before training", "Who?", "not generated yet"]
+    add(run, 0, "I am <b>not</b> sure", is_complete=False)
+    expected = ["Before training", "Who?", "I am &lt;b&gt;not&lt;/b&gt; sure …"]
+    assert until(lambda: list_cells(view.samples.html.value) == expected)
+    # The loss of the initial weights is the lowest, but they are never the best.
+    for step, loss, text in ((0, 3.0, "a mate"), (1, 2.0, "Ahab"), (2, 2.5, "")):
+        run.records.append(record(step=step, validation_loss=loss))
+        add(run, step + 1, text)
+    heads = ["Before training", "After 2 steps · best", "After 3 steps"]
+    answers = ["Ahab", "an empty answer"]
+    assert until(lambda: list_cells(view.samples.html.value) == [*heads, "Who?", expected[2], *answers])
+    run.records.append(record(step=3, validation_loss=1.5))
+    add(run, 4, "Captain Ahab")
+    assert until(lambda: "After 4 steps · best" in view.samples.html.value)
+    assert list_cells(view.samples.html.value)[-2:] == [expected[2], "Captain Ahab"]
+    run.status = "finished"
+
+
+def test_a_task_without_prompts_has_no_samples() -> None:
+    run = FakeRun([record(loss=1.0)])
+    run.task_fields = {"num_steps": 3}
+    view = RunView(run)  # type: ignore[arg-type]
+    assert until(lambda: view.status == "running") and not view.samples.html.value
+    run.status = "finished"
+
+
+def test_lines_that_are_no_samples_are_left_out_and_texts_are_plain() -> None:
+    run = FakeRun([])
+    lines: list[Any] = [
+        *({}, [], "x", {"step": -1, "prompt": "a", "text": "b"}, {"step": True, "prompt": "a", "text": "b"}),
+        *({"step": 1, "prompt": None, "text": "b"}, {"step": 1, "prompt": "a", "text": ["b"]}),
+        {"step": 1, "prompt": "a\x1b[31m", "text": "b\x00\nc", "is_complete": 1, "more": {}},
+    ]
+    (run.folder / "samples.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + "{")
+    assert read_samples(run.folder) == [{"step": 1, "prompt": "a", "text": "b\nc", "is_complete": False}]
