@@ -45,6 +45,8 @@ DATA_HINTS: dict[Kind, str] = {
     "finetune": "A JSONL, JSON, CSV or Parquet file of chats, question-answer pairs or texts, or a text file",
 }
 DATA_LABELS: dict[Kind, str] = {"pretrain": "Text", "finetune": "Data"}
+SAMPLE_PROMPTS = 3
+"""Prompts of the data that a run answers while it trains."""
 WITHOUT_TEXT = "If empty, trains on Moby-Dick, which ships with Shardscope."
 
 
@@ -254,6 +256,9 @@ class TaskPicker(Picker):
         if text and trains_weights:
             # Not a Path: it may be a data set's name on the Hub.
             fields["data"] = text
+            preview = self.data.preview
+            if preview is not None and preview.format.name != "text":
+                fields["sample_prompts"] = SAMPLE_PROMPTS
         elif text and not (self.kind == "finetune" and is_structured(text)):
             # The tiny model of a trial has a tokenizer without a chat template: it reads text only.
             fields["text"] = Path(text).expanduser()

@@ -104,6 +104,7 @@ def test_preview_opens_the_data_tab(studio: Studio, tmp_path: Path) -> None:
 def test_a_long_sequence_is_shortened_by_one_press(studio: Studio, tmp_path: Path) -> None:
     enter_data(studio, write_questions(tmp_path / "questions.jsonl"))
     panel = studio.task.data
+    assert studio.task.build_task(studio.plan).sample_prompts == 3
     longest = max(panel.preview.lengths)
     assert panel.advice is not None
     assert longest <= panel.advice.seq_len < longest + 8 and panel.advice.seq_len % 8 == 0

@@ -153,8 +153,9 @@ def predict_next(
 
     def run_chunk(chunk: DistributedDataParallel) -> Callable[[torch.Tensor], torch.Tensor]:
         def run(states: torch.Tensor) -> torch.Tensor:
-            # The first chunk embeds the tokens, and ignores its input tensor.
-            chunk.module.set_input_tensor(states)
+            # Rotary angles have the length of the input tensor, if there is one (core 0.16,
+            # rotary_pos_embedding.py, get_rotary_seq_len): the chunk that embeds the tokens has none.
+            chunk.module.set_input_tensor(None if states is input_ids else states)
             output: torch.Tensor = chunk(shard["tokens"], shard["positions"], None)
             return output
 
