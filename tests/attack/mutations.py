@@ -148,7 +148,9 @@ def append_long_line(rng: random.Random, path: Path, _: Surroundings) -> str | N
 
 
 def append_many_lines(rng: random.Random, path: Path, _: Surroundings) -> str | None:
-    file = path / rng.choice(("events/rank-0.jsonl", "status.jsonl", "exits.jsonl", "cards.jsonl"))
+    file = path / rng.choice(
+        ("events/rank-0.jsonl", "status.jsonl", "exits.jsonl", "cards.jsonl", "samples.jsonl")
+    )
     if file.is_symlink() or (file.exists() and not file.is_file()):
         return None  # an earlier mutation put a folder, a link or a pipe here
     count = rng.choice((2_000, 20_000))
@@ -238,7 +240,14 @@ def add_metrics(rng: random.Random, path: Path, around: Surroundings) -> str | N
 
 def add_failure(rng: random.Random, path: Path, around: Surroundings) -> str | None:
     file = rng.choice(
-        ("errors/rank-0.json", "errors/launcher.json", "exits.jsonl", "note.json", "cards.jsonl")
+        (
+            "errors/rank-0.json",
+            "errors/launcher.json",
+            "exits.jsonl",
+            "note.json",
+            "cards.jsonl",
+            "samples.jsonl",
+        )
     )
     record: dict[str, Any] = {
         "rank": rng.choice((0, 7, -1, 10**9, True)),
@@ -248,6 +257,9 @@ def add_failure(rng: random.Random, path: Path, around: Surroundings) -> str | N
         "traceback": rng.choice(HOSTILE_TEXTS),
         "code": rng.choice((-9, 1, 0, 10**9)),
         "note": rng.choice(HOSTILE_TEXTS),
+        "step": rng.choice((0, -1, 10**9, True)),
+        "prompt": rng.choice(HOSTILE_TEXTS),
+        "text": rng.choice(HOSTILE_TEXTS),
         "gpu": 0,
     }
     record[rng.choice(sorted(record))], words = _hostile(rng, around)
@@ -353,7 +365,14 @@ SPECIALS: dict[str, Callable[[Path, Surroundings], None]] = {
 KINDS = tuple(SPECIALS)
 READ_FILES = (
     *("run.json", "status.jsonl", "supervisor.json", "control.jsonl", "exits.jsonl", "note.json"),
-    *("cards.jsonl", "summary.json", "supervisor.log", "events/rank-0.jsonl", "logs/rank-0.log"),
+    *(
+        "cards.jsonl",
+        "samples.jsonl",
+        "summary.json",
+        "supervisor.log",
+        "events/rank-0.jsonl",
+        "logs/rank-0.log",
+    ),
     *("errors/rank-0.json", "errors/launcher.json", "ranks/rank-1.json", "what_it_was/rank-0.json"),
     *("traces/rank-0.json.gz", "memory_snapshots/rank-0.pickle", "checkpoints/step-000008/position.json"),
 )

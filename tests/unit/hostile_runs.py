@@ -23,6 +23,7 @@ def write_full_run(name: str, status: str = "running", *, parent: Path | str = "
     append_line(folder.control, {"command": "profile", "time": 1.0})
     append_line(folder.gpu_samples, {"time": 1.0, "utilisation_percent": [1, 2]})
     write_json(folder.note, {"note": text})
+    append_line(folder.samples, {"step": 0, "prompt": text, "text": text, "is_complete": True})
     write_json(folder.launcher_error, {"summary": text, "traceback": text, "time": 1.0, "monotonic": 9.0})
     folder.launcher_log.write_text(text)
     folder.supervisor_log.write_text(text)
@@ -62,6 +63,7 @@ TEXTS = {
     "run.json": ("name", "asked_name", "task", "device"),
     "status.jsonl": ("reason", "error"),
     "note.json": ("note",),
+    "samples.jsonl": ("prompt", "text"),
     "errors/rank-0.json": ("summary", "traceback", "type"),
     "errors/rank-1.json": ("summary", "traceback", "type"),
     "errors/launcher.json": ("summary", "traceback"),

@@ -63,7 +63,7 @@ def time_limit() -> Iterator[None]:
 
 NAMES = (
     *("run.json", "status.jsonl", "control.jsonl", "supervisor.json", "supervisor.log", "exits.jsonl"),
-    *("cards.jsonl", "note.json", "summary.json", "metrics.csv", "task.pkl"),
+    *("cards.jsonl", "samples.jsonl", "note.json", "summary.json", "metrics.csv", "task.pkl"),
     *("events/rank-0.jsonl", "logs/rank-0.log", "logs/launcher.log", "errors/rank-1.json"),
     *("errors/launcher.json", "ranks/rank-0.json", "stacks/rank-0.txt", "what_it_was/rank-0.json"),
     *("traces/rank-0.json.gz", "memory_snapshots/rank-0.pickle"),
@@ -161,6 +161,7 @@ def list_calls_on_run(run: ss.Run) -> Iterator[Callable[[], object]]:
     yield run.logs
     yield lambda: run.logs(1)
     yield run.gpu_samples
+    yield run.samples
     yield run.predicted_metrics
     yield lambda: run.follow().read()
     yield run.trace
@@ -372,7 +373,7 @@ def list_fields(value: Any, prefix: tuple[str | int, ...] = ()) -> Iterator[tupl
 JSON_FILES = (
     *("run.json", "status.jsonl", "supervisor.json", "exits.jsonl", "cards.jsonl", "note.json"),
     *("events/rank-0.jsonl", "errors/rank-1.json", "errors/launcher.json", "ranks/rank-0.json"),
-    *("what_it_was/rank-0.json", "summary.json"),
+    *("what_it_was/rank-0.json", "summary.json", "samples.jsonl"),
 )
 
 

@@ -109,7 +109,7 @@ def _choose_columns(steps: Sequence[int], best: int | None) -> list[tuple[int, s
 
 def _render_head(title: str) -> str:
     why = " title='The lowest validation loss so far'" if title.endswith(BEST) else ""
-    return f"<th scope='col'{why}>{escape(title)}</th>"
+    return f"<th scope='col'{why}>{escape(title).replace(BEST, ' · <b>best</b>')}</th>"
 
 
 def _name_step(step: int) -> str:
