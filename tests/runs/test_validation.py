@@ -49,7 +49,7 @@ def launch(folder: Path, data: object, runs: Path, layout: Layout, **options: An
     return run
 
 
-def generate(folder: Path, texts: list[str]) -> list[str]:
+def generate(folder: Path, texts: list[str], num_tokens: int = NEW_TOKENS) -> list[str]:
     """Return the most likely continuations of ``texts``, in one process."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -58,7 +58,7 @@ def generate(folder: Path, texts: list[str]) -> list[str]:
     for text in texts:
         prompt = torch.tensor([tokenizer(text)["input_ids"]])
         tokens = model.generate(
-            prompt, max_new_tokens=min(NEW_TOKENS, SEQ_LEN - len(prompt[0])), do_sample=False
+            prompt, max_new_tokens=min(num_tokens, SEQ_LEN - len(prompt[0])), do_sample=False
         )
         answers.append(tokenizer.decode(tokens[0, len(prompt[0]) :]))
     return answers
