@@ -19,18 +19,18 @@ from test_validation import PROMPTS, generate, list_values  # noqa: E402
 import shardscope as ss  # noqa: E402
 from shardscope import Layout  # noqa: E402
 
-LORA: dict[str, Any] = {"method": "lora", "lora_rank": 4, "dropout": 0.1}
+LORA: dict[str, Any] = {"method": "lora", "lora_rank": 4}
 VARIANTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "ddp, lora": (Layout.ddp(), LORA),
     "fsdp2, lora": (Layout.fsdp2(), LORA),
     "deepspeed, lora": (Layout.zero(stage=2), LORA),
     "deepspeed, stage 3, lora": (Layout.zero(stage=3), LORA),
-    "ddp, chunked": (Layout.ddp(), {"loss": "chunked", "dropout": 0.1}),
+    "ddp, chunked": (Layout.ddp(), {"loss": "chunked"}),
     "fsdp2, chunked": (Layout.fsdp2(), {"loss": "chunked"}),
     "fsdp2, bf16": (Layout.fsdp2(pp=2), {"precision": "bf16-mixed"}),
     "ddp, bf16": (Layout.ddp(), {"precision": "bf16-mixed", "micro_batch_size": 2}),
     "deepspeed, bf16": (Layout.zero(stage=1, pp=2), {"precision": "bf16-mixed"}),
-    "megatron, bf16": (Layout.megatron(pp=2), {"precision": "bf16-mixed", "dropout": 0.1}),
+    "megatron, bf16": (Layout.megatron(pp=2), {"precision": "bf16-mixed"}),
     "megatron, tensor parallel": (Layout.megatron(tp=2), {}),
     "ddp, compiled": (Layout.ddp(), {"kernels": "compiled"}),
 }
