@@ -7,7 +7,7 @@ from typing import Any
 
 
 def held_by_stage(ctx: Any) -> dict[str, Any]:
-    """By stage, for the architecture, recipe and bucket of ``ctx.plan``; in bytes."""
+    """Return the state bytes by ZeRO stage, for the architecture, recipe and bucket of ``ctx.plan``."""
     os.environ.update(DS_ACCELERATOR="cpu", RANK=str(ctx.rank), LOCAL_RANK=str(ctx.rank), WORLD_SIZE="2")
     import deepspeed
     import torch
@@ -46,13 +46,13 @@ def held_by_stage(ctx: Any) -> dict[str, Any]:
             engine.step()
             losses.append(float(loss))
         assert losses[1] < losses[0]
-        found[str(stage)] = {**held(optimizer), "gradients": kept}
+        found[str(stage)] = {**measure_state_bytes(optimizer), "gradients": kept}
         engine.destroy()
     return found
 
 
-def size(tensors: Any) -> int:
-    """Bytes of the storages under ``tensors``, each once."""
+def count_storage_bytes(tensors: Any) -> int:
+    """Return the bytes of the storages under ``tensors``, each counted once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
@@ -61,16 +61,20 @@ def kept_gradients(optimizer: Any) -> int:
     """Return the bytes of gradients that still exist when the optimizer begins."""
     buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)
     if buffer is not None:
-        return size([buffer])
-    return size(t for group in optimizer.averaged_gradients.values() for t in group)
+        return count_storage_bytes([buffer])
+    return count_storage_bytes(t for group in optimizer.averaged_gradients.values() for t in group)
 
 
-def held(optimizer: Any) -> dict[str, int]:
-    """Parameters, optimizer and staging that live through steps."""
+def measure_state_bytes(optimizer: Any) -> dict[str, int]:
+    """Return the bytes of parameters, optimizer and staging buffers that live through steps."""
     flat = getattr(optimizer, "bit16_groups_flat", None) or [optimizer.lp_param_buffer]
     main = getattr(optimizer, "single_partition_of_fp32_groups", None)
     main = main or optimizer.fp32_partitioned_groups_flat
     moments = [v for s in optimizer.optimizer.state.values() for v in s.values() if v.numel() > 1]
     buffers = [bucket.buffer for bucket in optimizer.ipg_buckets.values()]
     kept = [buffer for buffer in buffers if not isinstance(buffer, list) and buffer is not None]
-    return {"parameters": size(flat), "optimizer": size([*main, *moments]), "bucket": size(kept)}
+    return {
+        "parameters": count_storage_bytes(flat),
+        "optimizer": count_storage_bytes([*main, *moments]),
+        "bucket": count_storage_bytes(kept),
+    }

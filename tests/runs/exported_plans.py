@@ -17,11 +17,11 @@ from shardscope.core.layer_parts import MixtureOfExperts
 from shardscope.frameworks.formats.train_file import build_config
 
 
-def llama(*, layers: int = 2, tied: bool = False) -> ss.Architecture:
+def make_llama(*, layers: int = 2, tied: bool = False) -> ss.Architecture:
     return replace(tiny_llama(tie_word_embeddings=tied), num_hidden_layers=layers)
 
 
-def mixtral() -> ss.Architecture:
+def make_mixtral() -> ss.Architecture:
     experts = MixtureOfExperts(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
     return replace(tiny_llama(), model_type="mixtral", mixture_of_experts=experts)
 
@@ -40,12 +40,12 @@ TWO: dict[str, dict[str, Any]] = {
         "precision": "bf16",
     },
     "ddp lora": {"method": "lora", "lora_rank": 4},
-    "fsdp2 drawn": {"architecture": llama(layers=3, tied=True)},
-    "fsdp2 experts drawn": {"architecture": mixtral()},
+    "fsdp2 drawn": {"architecture": make_llama(layers=3, tied=True)},
+    "fsdp2 experts drawn": {"architecture": make_mixtral()},
 }
 """On two ranks, by a name that begins with the framework's."""
 TWO |= {
-    "megatron tp": {"layout": {"tp": 2}, "architecture": llama(tied=True), "num_micro_batches": 2},
+    "megatron tp": {"layout": {"tp": 2}, "architecture": make_llama(tied=True), "num_micro_batches": 2},
     "megatron qwen2": {
         "layout": {"sequence_parallel": False, "tp": 2},
         "architecture": replace(tiny_llama(), model_type="qwen2", attention_bias=True),
@@ -53,7 +53,7 @@ TWO |= {
     "megatron dp bf16": {"precision": "bf16-mixed", "recompute": "full"},
     "megatron dp overlapped": {
         "layout": {"overlap_grad_reduce": True, "overlap_param_gather": True},
-        "architecture": llama(layers=4, tied=True),
+        "architecture": make_llama(layers=4, tied=True),
         "num_micro_batches": 2,
     },
 }
@@ -122,7 +122,7 @@ def plan_of(name: str) -> ss.Plan:
     return tiny_plan(framework, 4 if name in FOUR else 2, **{**TWO, **FOUR}[name])
 
 
-def names(num_ranks: int) -> list[str]:
-    """Those that run in this test."""
+def select_plan_names(num_ranks: int) -> list[str]:
+    """Return the names of the plans that this test runs."""
     table = TWO if num_ranks == 2 else FOUR
     return [name for name in table if THOROUGH or name not in MORE]

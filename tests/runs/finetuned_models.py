@@ -61,13 +61,13 @@ def small_model(parent: Path, name: str) -> Path:
     return write_model(parent / name, MODELS[name], kind, max_shard_size="300KB")
 
 
-def batch(step: int) -> dict[str, torch.Tensor]:
+def make_batch(step: int) -> dict[str, torch.Tensor]:
     tokens = torch.randint(0, 2048, (ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(step))
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def alone(folder: Path) -> list[float]:
-    """One process, ``from_pretrained``, plain autograd, the whole batch at once, no engine."""
+def train_alone(folder: Path) -> list[float]:
+    """Return the losses of one process: ``from_pretrained``, plain autograd, the whole batch, no engine."""
     from transformers import AutoModelForCausalLM
 
     from shardscope.training.optimizers.optimizers import build_optimizer
@@ -77,7 +77,7 @@ def alone(folder: Path) -> list[float]:
     optimizer = build_optimizer("adamw", list(model.parameters()), RATE)
     losses = []
     for step in range(NUM_STEPS):
-        loss = model(**batch(step)).loss
+        loss = model(**make_batch(step)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -92,8 +92,8 @@ def plan_of(folder: Path, layout: Any, **recipe: Any) -> Plan:
     return Plan(arch, Cluster.parse("2xcpu"), Recipe(**{**fields, **recipe}), layout)
 
 
-def begun(ctx: StandInContext, folder: Path, plan: Plan) -> StandInContext:
-    """A context of its own on this rank, whose engine is set up with the weights of ``folder``."""
+def set_up_engine(ctx: StandInContext, folder: Path, plan: Plan) -> StandInContext:
+    """Return a new context on this rank, whose engine is set up with the weights of ``folder``."""
     own = StandInContext(
         rank=ctx.rank, world_size=ctx.world_size, plan=plan, folder=ctx.folder, device=ctx.device
     )
@@ -106,19 +106,19 @@ def begun(ctx: StandInContext, folder: Path, plan: Plan) -> StandInContext:
 
 
 def beside_alone(ctx: StandInContext, name: str, layout: Any) -> dict[str, list[float]]:
-    """Losses of an engine on two ranks and of one process, both from the files of one of :data:`MODELS`."""
+    """Return the losses of an engine on two ranks and of one process, from the same model files."""
     folder = ctx.folder / "models" / name
     if ctx.rank == 0:  # save_pretrained writes on no other rank.
         small_model(folder.parent, name)
     torch.distributed.barrier()
-    return {"losses": trained(ctx, folder, plan_of(folder, layout)), "alone": alone(folder)}
+    return {"losses": train_on_ranks(ctx, folder, plan_of(folder, layout)), "alone": train_alone(folder)}
 
 
-def trained(ctx: StandInContext, folder: Path, plan: Plan) -> list[float]:
-    """Losses of the steps that :func:`alone` takes."""
-    engine = begun(ctx, folder, plan).engine
+def train_on_ranks(ctx: StandInContext, folder: Path, plan: Plan) -> list[float]:
+    """Return an engine's losses of the steps that :func:`train_alone` takes."""
+    engine = set_up_engine(ctx, folder, plan).engine
     losses = []
     for step in range(NUM_STEPS):
-        shares = {name: rows.chunk(engine.num_data_ranks) for name, rows in batch(step).items()}
+        shares = {name: rows.chunk(engine.num_data_ranks) for name, rows in make_batch(step).items()}
         losses.append(engine.step({name: rows[engine.data_rank] for name, rows in shares.items()}))
     return losses

@@ -108,7 +108,7 @@ def on_ranks(world_size: int, plan: Any, body: Callable[[StandInContext], Any], 
         stale.unlink()
     store = folder / "rank-store"
     ranks = [
-        fork.Process(target=_rank, args=(rank, world_size, plan, body, folder, store))
+        fork.Process(target=_run_rank, args=(rank, world_size, plan, body, folder, store))
         for rank in range(world_size)
     ]
     for process in ranks:
@@ -131,7 +131,7 @@ def on_ranks(world_size: int, plan: Any, body: Callable[[StandInContext], Any], 
     return results
 
 
-def _rank(rank: int, world_size: int, plan: Any, body: Any, folder: Path, store: Path) -> None:
+def _run_rank(rank: int, world_size: int, plan: Any, body: Any, folder: Path, store: Path) -> None:
     import torch
     import torch.distributed as dist
 

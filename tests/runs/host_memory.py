@@ -24,14 +24,14 @@ def most_anonymous(every: float = 0.001) -> Iterator[list[int]]:
     # Ranks are forked from a process with much behind it: what it has freed and kept would be used first.
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    before = _anonymous()
+    before = _read_anonymous_bytes()
 
-    def look() -> None:
+    def sample_memory() -> None:
         while not done.is_set():
-            found[0] = max(found[0], _anonymous() - before)
+            found[0] = max(found[0], _read_anonymous_bytes() - before)
             time.sleep(every)
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=sample_memory)
     thread.start()
     try:
         yield found
@@ -40,6 +40,6 @@ def most_anonymous(every: float = 0.001) -> Iterator[list[int]]:
         thread.join()
 
 
-def _anonymous() -> int:
+def _read_anonymous_bytes() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))

@@ -10,17 +10,17 @@ OFFSET = "SHARDSCOPE_TEST_CLOCK"
 """Environment variable: a file with the seconds by which the clock was set."""
 
 
-def install() -> None:
-    """``time.time()`` of this process is the machine's plus what the file says at that moment."""
+def install_clock() -> None:
+    """Make ``time.time()`` of this process the machine's time plus the number in the file."""
     real, file = time.time, Path(os.environ[OFFSET])
 
-    def jumping() -> float:
+    def read_jumping_clock() -> float:
         try:
             return real() + float(file.read_text() or 0)
         except OSError:
             return real()
 
-    time.time = jumping
+    time.time = read_jumping_clock
 
 
 def set_clock(seconds: float) -> None:

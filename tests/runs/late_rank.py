@@ -14,11 +14,11 @@ JOINED = 0.0
 _join = dist.init_process_group
 
 
-def _late(*arguments: Any, **options: Any) -> None:
+def _join_late(*arguments: Any, **options: Any) -> None:
     global JOINED
     _join(*arguments, **options)
     time.sleep(SECONDS_LATE * int(os.environ["RANK"]))
     JOINED = time.monotonic()
 
 
-dist.init_process_group = _late
+dist.init_process_group = _join_late

@@ -44,7 +44,7 @@ def main(plan_json: str, folder: str, prefetch: str, buffers: str) -> None:
     for _ in range(3):
         loss = engine(input_ids=ids, labels=ids).loss
         engine.backward(loss)
-        waiting = unswapped(optimizer)
+        waiting = count_unswapped_bytes(optimizer)
         engine.step()
         losses.append(float(loss))
     assert losses[-1] < losses[0], losses
@@ -68,18 +68,18 @@ def in_groups(parameters: list[Any]) -> list[dict[str, Any]]:
     return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
 
 
-def size(tensors: Any) -> int:
-    """Bytes of the storages under ``tensors``, each once."""
+def count_storage_bytes(tensors: Any) -> int:
+    """Return the bytes of the storages under ``tensors``, each counted once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
 
-def unswapped(optimizer: Any) -> int:
-    """fp32 gradients that are in no file when backward has ended."""
+def count_unswapped_bytes(optimizer: Any) -> int:
+    """Count the bytes of fp32 gradients that are in no file when backward has ended."""
     swapper = optimizer.optimizer_swapper
     if swapper is None:
         return 0
-    return size(
+    return count_storage_bytes(
         gradient
         for info in swapper.swap_params_info.values()
         for gradient in info.unswapped_gradients.values()
@@ -110,7 +110,7 @@ def on_host(optimizer: Any, model: Any) -> int:
         if swapper.partitioned_swap_buffer is not None:
             held.append(swapper.partitioned_swap_buffer)
         held += [p.ds_tensor for p in parameters if p.ds_tensor.numel() > 1]
-    return size(held)
+    return count_storage_bytes(held)
 
 
 if __name__ == "__main__":

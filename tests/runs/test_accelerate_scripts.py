@@ -29,12 +29,12 @@ LLAMA = ss.models["llama-3.1-8b"]
 H100S = "8xh100-sxm-80gb"
 
 
-def planned(layout: Any, cluster: str = H100S, **recipe: Any) -> ss.Plan:
+def build_plan(layout: Any, cluster: str = H100S, **recipe: Any) -> ss.Plan:
     return ss.Plan(LLAMA, ss.Cluster.parse(cluster), ss.Recipe(global_batch_size=64, **recipe), layout)
 
 
-def nothing() -> None:
-    """A script that needs not run."""
+def do_nothing() -> None:
+    """Stand in for a script that need not run."""
 
 
 # ---- refused before any rank starts
@@ -58,7 +58,7 @@ def test_on_cpu_every_layout_but_ddp_raises(layout: Any, engine: str) -> None:
         layout,
     )
     with pytest.raises(ValueError, match="silently becomes DDP") as refusal:
-        ss.Script(nothing).check(plan)
+        ss.Script(do_nothing).check(plan)
     trained = why_not_trained(plan) is None
     assert (engine if trained or "ddp" in engine else "Layout.ddp()") in str(refusal.value)
 
@@ -66,22 +66,22 @@ def test_on_cpu_every_layout_but_ddp_raises(layout: Any, engine: str) -> None:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (lambda: planned(ss.Layout.fsdp2(pp=2)), "no pipeline"),
-        (lambda: planned(ss.Layout.fsdp2(reshard_after_forward=4)), "groups of 4"),
-        (lambda: planned(ss.Layout.zero(1, pp=2)), "pipeline engine"),
-        (lambda: planned(ss.Layout.megatron(tp=2)), "megatron.training"),
+        (lambda: build_plan(ss.Layout.fsdp2(pp=2)), "no pipeline"),
+        (lambda: build_plan(ss.Layout.fsdp2(reshard_after_forward=4)), "groups of 4"),
+        (lambda: build_plan(ss.Layout.zero(1, pp=2)), "pipeline engine"),
+        (lambda: build_plan(ss.Layout.megatron(tp=2)), "megatron.training"),
     ],
     ids=["fsdp2 pipeline", "groups", "zero pipeline", "megatron"],
 )
 def test_plans_that_accelerate_cannot_express_raise(plan: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        ss.Script(nothing).check(plan())
+        ss.Script(do_nothing).check(plan())
 
 
 def test_fp16_on_cpu_raises() -> None:
     plan = tiny_plan("ddp", 2, precision="fp16-mixed")
     with pytest.raises(ValueError, match="fp16 in fp32"):
-        ss.Script(nothing).check(plan)
+        ss.Script(do_nothing).check(plan)
 
 
 def test_sources_that_are_not_scripts_raise(tmp_path: Path) -> None:
@@ -107,10 +107,10 @@ def test_sources_that_are_not_scripts_raise(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts a plan's variables in force."""
+def set_plan_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that sets a plan's environment variables."""
 
-    def tell(plan: ss.Plan) -> None:
+    def set_variables(plan: ss.Plan) -> None:
         stale = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "ACCELERATE_MIXED_PRECISION": "fp16"}
         found = plugins.build_environment(plan, tmp_path, {**os.environ, **stale})
         for name in set(os.environ) | set(stale):
@@ -119,11 +119,11 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         for name, value in found.items():
             monkeypatch.setenv(name, value)
 
-    return tell
+    return set_variables
 
 
-def test_accelerate_gets_only_precision_and_accumulation_for_ddp(told: Any) -> None:
-    told(planned(ss.Layout.ddp()))
+def test_accelerate_gets_only_precision_and_accumulation_for_ddp(set_plan_variables: Any) -> None:
+    set_plan_variables(build_plan(ss.Layout.ddp()))
     found = {name: value for name, value in os.environ.items() if name.startswith(plugins.PREFIXES)}
     assert found == {
         "ACCELERATE_MIXED_PRECISION": "bf16",
@@ -131,12 +131,14 @@ def test_accelerate_gets_only_precision_and_accumulation_for_ddp(told: Any) -> N
     }
 
 
-def test_accelerate_reads_an_fsdp2_plan(told: Any) -> None:
+def test_accelerate_reads_an_fsdp2_plan(set_plan_variables: Any) -> None:
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    told(planned(ss.Layout.fsdp2(replicate=2, reshard_after_forward=False, offload="cpu"), recompute="full"))
+    set_plan_variables(
+        build_plan(ss.Layout.fsdp2(replicate=2, reshard_after_forward=False, offload="cpu"), recompute="full")
+    )
     plugin, sizes = FullyShardedDataParallelPlugin(), ParallelismConfig()
     assert (plugin.fsdp_version, plugin.reshard_after_forward) == (2, False)
     assert isinstance(plugin.cpu_offload, CPUOffloadPolicy)
@@ -144,11 +146,11 @@ def test_accelerate_reads_an_fsdp2_plan(told: Any) -> None:
     assert (sizes.dp_replicate_size, sizes.dp_shard_size, sizes.tp_size, sizes.cp_size) == (2, 4, 1, 1)
 
 
-def test_accelerate_reads_a_deepspeed_plan(told: Any) -> None:
+def test_accelerate_reads_a_deepspeed_plan(set_plan_variables: Any) -> None:
     needs("deepspeed")
     from accelerate.utils import DeepSpeedPlugin
 
-    told(planned(ss.Layout.zero(3, offload_optimizer="cpu")))
+    set_plan_variables(build_plan(ss.Layout.zero(3, offload_optimizer="cpu")))
     plugin = DeepSpeedPlugin()
     config = plugin.deepspeed_config
     assert (plugin.zero_stage, plugin.offload_optimizer_device) == (3, "cpu")
@@ -157,10 +159,10 @@ def test_accelerate_reads_a_deepspeed_plan(told: Any) -> None:
     assert config["bf16"] == {"enabled": True}
 
 
-def test_accelerate_reads_a_megatron_plan(told: Any) -> None:
+def test_accelerate_reads_a_megatron_plan(set_plan_variables: Any) -> None:
     from accelerate.utils import MegatronLMPlugin
 
-    told(planned(ss.Layout.megatron(tp=2, pp=2)))
+    set_plan_variables(build_plan(ss.Layout.megatron(tp=2, pp=2)))
     plugin = MegatronLMPlugin()
     assert (plugin.tp_degree, plugin.pp_degree, plugin.context_parallel_size) == (2, 2, 1)
     assert plugin.sequence_parallelism
@@ -213,7 +215,7 @@ def as_if_on_gpus() -> None:
 def case_of(
     ctx: StandInContext, plan: ss.Plan, function: Any, *arguments: Any
 ) -> tuple[StandInContext, dict[str, Any]]:
-    """One script on this rank, as a run of its own: its context, and the record of its error if it failed."""
+    """Run one script on this rank as a run of its own. Return its context, and its error if it failed."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -228,42 +230,46 @@ def case_of(
 
 
 def several_scripts(ctx: StandInContext) -> dict[str, Any]:
-    """Every case in one spawn of ranks; what each recorded."""
+    """Run every case in one spawn of ranks. Return the records of each."""
     os.environ.update(RANK=str(ctx.rank), LOCAL_RANK=str(ctx.rank), WORLD_SIZE="2", ACCELERATE_USE_CPU="1")
     os.environ.update(LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", DS_ACCELERATOR="cpu")
     ddp, arch = tiny_plan("ddp", 2, seq_len=16), tiny_llama()
     found: dict[str, Any] = {}
 
-    def take(name: str, plan: ss.Plan, function: Any, *arguments: Any) -> None:
+    def record_script(name: str, plan: ss.Plan, function: Any, *arguments: Any) -> None:
         own, error = case_of(ctx, plan, function, *arguments)
         found[name] = {"engine": own.records.get("engine", {}), "lines": own.lines, "error": error}
 
-    take("ddp", ddp, accelerate_scripts.train_llama, arch)
+    record_script("ddp", ddp, accelerate_scripts.train_llama, arch)
     four = tiny_plan("ddp", 2, num_micro_batches=4)
-    take("no accumulation", four, accelerate_scripts.never_accumulates)
-    take("recomputes", tiny_plan("ddp", 2, seq_len=16, recompute="full"), recomputing, arch)
-    take("another recipe", tiny_plan("ddp", 2, recompute="full"), with_another_recipe, arch)
-    take("no adapters", tiny_plan("ddp", 2, seq_len=16, method="lora"), accelerate_scripts.train_llama, arch)
-    take("some weights", ddp, some_weights, arch)
-    take("no accelerator", ddp, accelerate_scripts.has_no_accelerator)
-    take("fails", ddp, accelerate_scripts.fails_in_a_helper)
-    take("other precision", ddp, in_bf16, arch)
+    record_script("no accumulation", four, accelerate_scripts.never_accumulates)
+    record_script(
+        "recomputes", tiny_plan("ddp", 2, seq_len=16, recompute="full"), train_with_recomputation, arch
+    )
+    record_script("another recipe", tiny_plan("ddp", 2, recompute="full"), with_another_recipe, arch)
+    record_script(
+        "no adapters", tiny_plan("ddp", 2, seq_len=16, method="lora"), accelerate_scripts.train_llama, arch
+    )
+    record_script("some weights", ddp, some_weights, arch)
+    record_script("no accelerator", ddp, accelerate_scripts.has_no_accelerator)
+    record_script("fails", ddp, accelerate_scripts.fails_in_a_helper)
+    record_script("other precision", ddp, in_bf16, arch)
     plugins.check_plan = lambda plan: None
     del os.environ["ACCELERATE_USE_CPU"]
     as_if_on_gpus()
     mixed = tiny_plan("fsdp2", 2, precision="bf16-mixed")
-    take("fsdp2", mixed, accelerate_scripts.train_llama, arch)
-    take(
+    record_script("fsdp2", mixed, accelerate_scripts.train_llama, arch)
+    record_script(
         "fsdp2 kept",
         tiny_plan("fsdp2", 2, layout={"reshard_after_forward": False}),
         accelerate_scripts.train_llama,
         arch,
     )
-    take("plan is ddp, script fsdp", ddp, brings_a_plugin, arch)
+    record_script("plan is ddp, script fsdp", ddp, brings_a_plugin, arch)
     # DeepSpeed is the last: it keeps its groups for the process.
     for stage in (1, 3):
         zero = tiny_plan("zero", 2, precision="bf16-mixed", layout={"stage": stage})
-        take(f"zero-{stage}", zero, zero_llama, arch)
+        record_script(f"zero-{stage}", zero, zero_llama, arch)
     return found
 
 
@@ -271,7 +277,7 @@ def in_bf16(architecture: Any) -> None:
     accelerate_scripts.train_llama(architecture, mixed_precision="bf16")
 
 
-def recomputing(architecture: Any) -> None:
+def train_with_recomputation(architecture: Any) -> None:
     accelerate_scripts.train_llama(architecture, recomputes=True)
 
 
@@ -297,13 +303,13 @@ def zero_llama(architecture: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def became(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def script_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     needs("deepspeed")
     return on_ranks(2, tiny_plan("ddp", 2), several_scripts, tmp_path_factory.mktemp("scripts"))
 
 
-def test_the_record_of_a_ddp_script_describes_ddp(became: list[dict[str, Any]]) -> None:
-    for rank in became:
+def test_the_record_of_a_ddp_script_describes_ddp(script_results: list[dict[str, Any]]) -> None:
+    for rank in script_results:
         assert not rank["ddp"]["error"], rank["ddp"]["error"]
         engine = rank["ddp"]["engine"]
         assert engine["sentence"].startswith("train_llama through Accelerate ")
@@ -314,8 +320,8 @@ def test_the_record_of_a_ddp_script_describes_ddp(became: list[dict[str, Any]]) 
         assert (engine["batch_shape"], engine["recomputes"]) == ([2, 16], False)
 
 
-def test_differences_between_script_and_recipe_are_reported(became: list[dict[str, Any]]) -> None:
-    for rank in became:
+def test_differences_between_script_and_recipe_are_reported(script_results: list[dict[str, Any]]) -> None:
+    for rank in script_results:
         told = {name: case["engine"].get("differs") for name, case in rank.items()}
         assert not any(rank[name]["error"] for name in ("recomputes", "another recipe", "no adapters"))
         assert told["recomputes"] == [] and rank["recomputes"]["engine"]["recomputes"]
@@ -332,9 +338,9 @@ def test_differences_between_script_and_recipe_are_reported(became: list[dict[st
         assert recomputes == "recomputation, the plan's is 'none'"
 
 
-def test_the_record_of_an_fsdp2_script_describes_fsdp2(became: list[dict[str, Any]]) -> None:
+def test_the_record_of_an_fsdp2_script_describes_fsdp2(script_results: list[dict[str, Any]]) -> None:
     weights = 0
-    for rank in became:
+    for rank in script_results:
         assert not rank["fsdp2"]["error"], rank["fsdp2"]["error"]
         engine = rank["fsdp2"]["engine"]
         assert engine["distributed_type"] == "FSDP"
@@ -348,8 +354,8 @@ def test_the_record_of_an_fsdp2_script_describes_fsdp2(became: list[dict[str, An
     assert weights == tiny_llama().num_parameters
 
 
-def test_the_record_of_a_deepspeed_script_describes_deepspeed(became: list[dict[str, Any]]) -> None:
-    for rank in became:
+def test_the_record_of_a_deepspeed_script_describes_deepspeed(script_results: list[dict[str, Any]]) -> None:
+    for rank in script_results:
         for stage in (1, 3):
             case = rank[f"zero-{stage}"]
             assert not case["error"], case["error"]
@@ -360,8 +366,8 @@ def test_the_record_of_a_deepspeed_script_describes_deepspeed(became: list[dict[
             assert case["engine"]["data_parallel"] == 2
 
 
-def test_a_contradiction_of_the_plan_fails_at_its_line(became: list[dict[str, Any]]) -> None:
-    for rank in became:
+def test_a_contradiction_of_the_plan_fails_at_its_line(script_results: list[dict[str, Any]]) -> None:
+    for rank in script_results:
         wrong = rank["other precision"]["error"]["summary"]
         assert "mixed_precision='bf16'" in wrong
         assert "(test_accelerate_scripts.py, line " in wrong
@@ -370,18 +376,18 @@ def test_a_contradiction_of_the_plan_fails_at_its_line(became: list[dict[str, An
         assert "the script has FSDP" in wrong
 
 
-def test_an_error_names_the_scripts_own_line(became: list[dict[str, Any]]) -> None:
+def test_an_error_names_the_scripts_own_line(script_results: list[dict[str, Any]]) -> None:
     lines = Path(accelerate_scripts.__file__).read_text().splitlines()
     number = next(n for n, line in enumerate(lines, 1) if "torch.ones(5, 4)" in line)
-    for rank in became:
+    for rank in script_results:
         error = rank["fails"]["error"]
         assert f"(accelerate_scripts.py, line {number}: torch.nn.functional.linear(" in error["summary"]
         assert "runpy" not in error["traceback"]
         assert json.dumps(error)
 
 
-def test_settings_of_the_script_are_reported_without_error(became: list[dict[str, Any]]) -> None:
-    for rank in became:
+def test_settings_of_the_script_are_reported_without_error(script_results: list[dict[str, Any]]) -> None:
+    for rank in script_results:
         case = rank["no accumulation"]
         assert not case["error"], case["error"]
         assert case["engine"]["gradient_accumulation_steps"] == 1

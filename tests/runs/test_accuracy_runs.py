@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.usefixtures("bounded_time", "nothing_left"), thorough(
 GIB = 2**30
 
 
-def stored(framework: str, method: str) -> list[Row]:
+def read_stored_rows(framework: str, method: str) -> list[Row]:
     found = [row for row in read([OWN]) if str(row["id"]).startswith("own-cpu-")]
     return [
         row for row in found if row["framework"] == framework and bool(row.get("lora")) == (method == "lora")
@@ -30,7 +30,7 @@ def stored(framework: str, method: str) -> list[Row]:
     ("framework", "method"), few([("ddp", "lora"), ("fsdp2", "full")], [("fsdp2", "full")])
 )
 def test_stored_measurements_equal_a_run_of_today(framework: str, method: str, tmp_path: Path) -> None:
-    row = stored(framework, method)[0]
+    row = read_stored_rows(framework, method)[0]
     plan = planned(row)
     assert plan is not None
     again = run(plan, tmp_path)

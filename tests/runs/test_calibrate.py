@@ -113,13 +113,13 @@ def test_an_exception_in_the_progress_callback_ends_the_calibration(folder: Path
     class CancelledError(Exception):
         """Somebody pressed cancel."""
 
-    def progress(words: str, _fraction: float) -> None:
+    def cancel_on_first_measurement(words: str, _fraction: float) -> None:
         if words.startswith("measuring"):
             assert len(ranks_of(os.getpid())) == 2
             raise CancelledError
 
     with pytest.raises(CancelledError):
-        ss.calibrate(TWO_RANKS, seconds=60, progress=progress)
+        ss.calibrate(TWO_RANKS, seconds=60, progress=cancel_on_first_measurement)
     assert not ranks_of(os.getpid())
     assert not list((folder / "calibration").glob("*.json"))
     with lock_file(

@@ -49,7 +49,7 @@ def model_of(family: str) -> Architecture:
     return replace(architecture(family, 2), head_dim=32)
 
 
-def modules(arch: Architecture, mode: str, recipe: Recipe, on_gpu: bool = True) -> Modules:
+def make_modules(arch: Architecture, mode: str, recipe: Recipe, on_gpu: bool = True) -> Modules:
     return Modules(
         kernels="compiled",
         autocast=mode == "autocast",
@@ -76,17 +76,17 @@ def without_memory(on_gpu: bool) -> Iterator[None]:
 def in_a_frame(forward: Any) -> Any:
     """``functools.partial``, which recomputation leaves, has no frame that could be compiled."""
 
-    def framed(*args: Any, **kwargs: Any) -> Any:
+    def call_forward(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
-    return framed
+    return call_forward
 
 
 def forward_graphs(arch: Architecture, mode: str, recipe: Recipe, on_gpu: bool) -> list[Any]:
     """Each compiled layer's forward; layers that are alike share one."""
     graphs: list[Any] = []
 
-    def keep(graph: Any, _: Any, **options: Any) -> Any:
+    def keep_graph(graph: Any, _: Any, **options: Any) -> Any:
         if not options.get("is_backward"):
             graphs.append(graph)
         return make_boxed_func(graph.forward)
@@ -104,7 +104,7 @@ def forward_graphs(arch: Architecture, mode: str, recipe: Recipe, on_gpu: bool) 
         for layer in list_decoder_layers(model):
             layer.forward = in_a_frame(layer.forward)
             layer.compile(
-                backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=keep),
+                backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=keep_graph),
                 fullgraph=True,
                 dynamic=False,
             )
@@ -139,7 +139,7 @@ def kept_bytes(graph: Any) -> int:
     return sum(storages.values())
 
 
-def listed(arch: Architecture, here: Modules) -> int:
+def count_listed_bytes(arch: Architecture, here: Modules) -> int:
     per_token = sum(tensor.bytes_per_token for tensor in list_saved_tensors(arch, False, here))
     return TOKENS * per_token + compute_weight_casts(arch, False, here)
 
@@ -156,7 +156,9 @@ def listed(arch: Architecture, here: Modules) -> int:
 )
 def test_a_compiled_layer_saves_the_listed_tensors(family: str, mode: str) -> None:
     arch = model_of(family)
-    assert kept_bytes(forward_graphs(arch, mode, FULL, True)[-1]) == listed(arch, modules(arch, mode, FULL))
+    assert kept_bytes(forward_graphs(arch, mode, FULL, True)[-1]) == count_listed_bytes(
+        arch, make_modules(arch, mode, FULL)
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,9 +182,9 @@ def test_frozen_projections_with_adapters_save_no_inputs(
 ) -> None:
     arch = model_of(family)
     recipe = Recipe(method="lora", lora_rank=RANK, lora_targets=targets)
-    here = modules(arch, mode, recipe)
+    here = make_modules(arch, mode, recipe)
     first, last = forward_graphs(arch, mode, recipe, True)
-    assert kept_bytes(last) == listed(arch, here)
+    assert kept_bytes(last) == count_listed_bytes(arch, here)
     unsaved = sum(tensor.bytes_per_token for tensor in list_unsaved_in_first_layer(arch, here))
     assert kept_bytes(last) - kept_bytes(first) >= TOKENS * unsaved > 0
     if mode == "bf16" and targets is None:  # else also what lies before the first adapter, and cast weights
@@ -200,7 +202,7 @@ def test_a_recomputed_layer_saves_only_its_input(family: str) -> None:
 def test_a_compiled_fp32_layer_with_multi_head_attention_saves_the_listed_tensors(on_gpu: bool) -> None:
     arch = replace(model_of("llama"), num_key_value_heads=6)
     found = kept_bytes(forward_graphs(arch, "fp32", FULL, on_gpu)[-1])
-    assert found == listed(arch, modules(arch, "fp32", FULL, on_gpu))
+    assert found == count_listed_bytes(arch, make_modules(arch, "fp32", FULL, on_gpu))
 
 
 def test_saved_tensors_of_a_compiled_llama_equal_a_hand_count() -> None:
@@ -210,4 +212,4 @@ def test_saved_tensors_of_a_compiled_llama_equal_a_hand_count() -> None:
     read_by_products = 2 * (h + h + ffn)
     by_hand = 2 * h + 2 * 4 + products_and_attention + read_by_products
     assert kept_bytes(forward_graphs(arch, "bf16", FULL, True)[-1]) == TOKENS * by_hand
-    assert listed(arch, modules(arch, "bf16", FULL)) == TOKENS * by_hand
+    assert count_listed_bytes(arch, make_modules(arch, "bf16", FULL)) == TOKENS * by_hand

@@ -14,7 +14,7 @@ torch = needs("torch")
 needs("transformers")
 
 from gloo_ranks import StandInContext, on_ranks  # noqa: E402
-from test_fsdp2_parallelism import LLAMA, STATE, TIED, batch_of, plan_of, set_up, trained  # noqa: E402
+from test_fsdp2_parallelism import LLAMA, STATE, TIED, batch_of, plan_of, set_up, train_plan  # noqa: E402
 
 from shardscope import Cluster, Plan  # noqa: E402
 from shardscope.frameworks.fsdp2.limits import CONTEXT_PARALLEL_FAMILIES  # noqa: E402
@@ -30,63 +30,65 @@ LONG = replace(HALF, recipe=replace(HALF.recipe, seq_len=512, precision="fp32"))
 KEPT_FAMILIES = ("llama", "mixtral", "gpt2")
 
 
-def moved(ctx: StandInContext, plan: Plan) -> StandInContext:
+def copy_context(ctx: StandInContext, plan: Plan) -> StandInContext:
     return StandInContext(ctx.rank, ctx.world_size, plan, ctx.folder, ctx.device)
 
 
 def four_ranks(ctx: StandInContext) -> dict[str, Any]:
-    return {name: trained(ctx, plan) for name, plan in CASES.items()}
+    return {name: train_plan(ctx, plan) for name, plan in CASES.items()}
 
 
-def alone(ctx: StandInContext) -> list[dict[str, Any]]:
+def train_alone(ctx: StandInContext) -> list[dict[str, Any]]:
     plans = (plan_of(1, LLAMA, rows=4), plan_of(1, TIED, rows=4), plan_of(1, rows=4, precision="bf16-mixed"))
-    return [trained(ctx, plan) for plan in plans]
+    return [train_plan(ctx, plan) for plan in plans]
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = on_ranks(1, plan_of(1), alone, tmp_path_factory.mktemp("alone"))[0]
+def reference_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = on_ranks(1, plan_of(1), train_alone, tmp_path_factory.mktemp("alone"))[0]
     return found
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def four_rank_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return on_ranks(4, CASES["cp4"], four_ranks, tmp_path_factory.mktemp("four"))
 
 
 @thorough()
 @pytest.mark.parametrize("name", CASES)
-def test_context_parallel_training_equals_whole_sequences(name: str, four: Any, expected: Any) -> None:
-    whole = expected[CASES[name].architecture.tie_word_embeddings]
+def test_context_parallel_training_equals_whole_sequences(
+    name: str, four_rank_results: Any, reference_results: Any
+) -> None:
+    whole = reference_results[CASES[name].architecture.tie_word_embeddings]
     planned = CASES[name].memory().at("optimizer")
     for rank in range(4):
-        one = four[rank][name]
+        one = four_rank_results[rank][name]
         assert one["losses"] == pytest.approx(whole["losses"], abs=1e-5)
         assert one["norms"] == pytest.approx(whole["norms"], abs=1e-4)
-        assert one["losses"] == four[0][name]["losses"]
+        assert one["losses"] == four_rank_results[0][name]["losses"]
         assert one["held"] == sum(planned[part] for part in STATE)
         for part in ("parameters", "optimizer"):
             assert one["rest"][part] == planned[part]
 
 
 @thorough()
-def test_the_engine_record_describes_each_layout(four: Any) -> None:
-    record = four[3]["shard2 x cp2, recomputed"]["engine"]
+def test_the_engine_record_describes_each_layout(four_rank_results: Any) -> None:
+    record = four_rank_results[3]["shard2 x cp2, recomputed"]["engine"]
     assert record["sentence"] == (
         "FSDP2: all 39 parameter tensors are DTensors, sharded over 4 ranks (gloo, cpu); each sequence "
         "sharded over 2 ranks, with torch's ring attention, fp32 compute"
     )
     assert (record["cp"], record["cp_ranks"], record["mesh_shape"]) == (2, [2, 3], [4])
     assert 0 < record["ring_attention_off_by"] < 1e-5
-    assert four[3]["cp4"]["engine"]["cp_ranks"] == [0, 1, 2, 3]
-    assert four[1]["copies2 x cp2, tied"]["engine"]["mesh_shape"] == [2, 2]
+    assert four_rank_results[3]["cp4"]["engine"]["cp_ranks"] == [0, 1, 2, 3]
+    assert four_rank_results[1]["copies2 x cp2, tied"]["engine"]["mesh_shape"] == [2, 2]
 
 
 # ---------------------------------------------------------------------------- on two ranks
 
 
 def compare(family: str, mesh: Any) -> dict[str, float]:
-    """Loss of the whole model and of its parts' sum, and the largest difference between their gradients."""
+    """Return the loss of the whole model and of its parts' sum, and their gradients' largest difference."""
     import torch.distributed as dist
 
     from shardscope.frameworks.fsdp2.engine.ring import Ring
@@ -122,13 +124,13 @@ def compare(family: str, mesh: Any) -> dict[str, float]:
     return {"whole": whole.item(), "parts": parts.item(), "worst_gradient": worst, "calls": ring.num_calls}
 
 
-def refused(ctx: StandInContext, plan: Plan, batch: Any = None, build: Any = None) -> str:
+def read_error(ctx: StandInContext, plan: Plan, batch: Any = None, build: Any = None) -> str:
     """Return the error that ``plan`` raises before its first step."""
     from shardscope.frameworks.engines import get_engine_class
     from shardscope.training.model.model import build_model
 
     try:
-        engine = get_engine_class(plan)(moved(ctx, plan))
+        engine = get_engine_class(plan)(copy_context(ctx, plan))
         engine.setup(build or (lambda: build_model(plan.architecture)))
         engine.step(batch or batch_of(engine, 0))
     except (ValueError, RuntimeError) as error:
@@ -142,15 +144,17 @@ def attend_at_home(ring: Any, model: Any) -> None:
 
     whole = torch.nn.functional.scaled_dot_product_attention
 
-    def own(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> tuple[Any, None]:
+    def attend_to_own_tokens(
+        module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any
+    ) -> tuple[Any, None]:
         return whole(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2).contiguous(), None
 
-    AttentionInterface.register("own", own)
+    AttentionInterface.register("own", attend_to_own_tokens)
     model.config._attn_implementation = "own"
 
 
-def broken(ctx: StandInContext, kind: str) -> str:
-    """A run whose ring is none, or whose model does not call it, must not go on."""
+def run_broken_ring(ctx: StandInContext, kind: str) -> str:
+    """Return the error of a run whose ring attention is missing, or whose model does not call it."""
     from shardscope.frameworks.fsdp2.engine import context_parallel, ring
     from shardscope.training.model.model import build_model
 
@@ -163,7 +167,7 @@ def broken(ctx: StandInContext, kind: str) -> str:
 
         context_parallel.init_device_mesh = ranks_alone
         try:
-            return refused(ctx, plan)
+            return read_error(ctx, plan)
         finally:
             context_parallel.init_device_mesh = made
     if kind == "keys stay at home":
@@ -172,21 +176,21 @@ def broken(ctx: StandInContext, kind: str) -> str:
         kept = _attention._templated_ring_attention
         _attention._templated_ring_attention = lambda group, dim, kernel, **given: kernel(**given)
         try:
-            return refused(ctx, plan)
+            return read_error(ctx, plan)
         finally:
             _attention._templated_ring_attention = kept
     if kind == "attention is not asked":
         taken = ring.Ring.replace_attention
         ring.Ring.replace_attention = attend_at_home  # type: ignore[method-assign]
         try:
-            return refused(ctx, plan)
+            return read_error(ctx, plan)
         finally:
             ring.Ring.replace_attention = taken  # type: ignore[method-assign]
 
-    def eager() -> Any:
+    def build_eager_model() -> Any:
         return build_model(plan.architecture, attention="eager")
 
-    return refused(ctx, plan, build=eager)
+    return read_error(ctx, plan, build=build_eager_model)
 
 
 BROKEN = {
@@ -197,17 +201,17 @@ BROKEN = {
 }
 
 
-def saved(ctx: StandInContext) -> dict[str, Any]:
+def resume_with_whole_sequences(ctx: StandInContext) -> dict[str, Any]:
     """Resume a context-parallel checkpoint on ranks with whole sequences, from other weights."""
     plan, other = plan_of(2, cp=2), plan_of(2)
-    engine = set_up(moved(ctx, plan), plan)
+    engine = set_up(copy_context(ctx, plan), plan)
     engine.step(batch_of(engine, 0))
     engine.save("checkpoint")
     engine.export("model")
     went_on = engine.step(batch_of(engine, 1))
-    again = set_up(moved(ctx, other), other, seed=7)
+    again = set_up(copy_context(ctx, other), other, seed=7)
     again.load("checkpoint")
-    back = set_up(moved(ctx, plan), plan, seed=8)
+    back = set_up(copy_context(ctx, plan), plan, seed=8)
     back.load("checkpoint")
     return {
         "went_on": went_on,
@@ -225,13 +229,13 @@ def two_ranks(ctx: StandInContext) -> dict[str, Any]:
     masked = {"input_ids": tokens, "labels": tokens, "attention_mask": tokens}
     return {
         "families": {family: compare(family, mesh) for family in KEPT_FAMILIES},
-        "half": trained(ctx, HALF),
-        "host": trained(ctx, plan_of(2, cp=2, offload="cpu")),
-        "long": trained(ctx, LONG)["phases"]["forward"]["activations"],
-        "saved": saved(ctx),
-        "masked": refused(ctx, plan_of(2, cp=2), batch=masked),
-        "short": refused(ctx, plan_of(2, cp=2), batch={"input_ids": tokens, "labels": tokens}),
-        "broken": {kind: broken(ctx, kind) for kind in BROKEN},
+        "half": train_plan(ctx, HALF),
+        "host": train_plan(ctx, plan_of(2, cp=2, offload="cpu")),
+        "long": train_plan(ctx, LONG)["phases"]["forward"]["activations"],
+        "saved": resume_with_whole_sequences(ctx),
+        "masked": read_error(ctx, plan_of(2, cp=2), batch=masked),
+        "short": read_error(ctx, plan_of(2, cp=2), batch={"input_ids": tokens, "labels": tokens}),
+        "broken": {kind: run_broken_ring(ctx, kind) for kind in BROKEN},
     }
 
 
@@ -241,7 +245,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def two(folder: Any) -> list[dict[str, Any]]:
+def two_rank_results(folder: Any) -> list[dict[str, Any]]:
     return on_ranks(2, HALF, two_ranks, folder)
 
 
@@ -253,8 +257,8 @@ def other_families(ctx: StandInContext) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Those that few tests ask for: each of transformers' modules takes its time to import."""
+def family_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Families that few tests need: each of transformers' modules takes long to import."""
     found: dict[str, Any] = on_ranks(2, HALF, other_families, tmp_path_factory.mktemp("families"))[0]
     return found
 
@@ -262,54 +266,58 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @thorough()
 @pytest.mark.parametrize("family", few(CONTEXT_PARALLEL_FAMILIES, KEPT_FAMILIES))
 def test_split_models_of_each_family_compute_the_same(
-    family: str, two: Any, request: pytest.FixtureRequest
+    family: str, two_rank_results: Any, request: pytest.FixtureRequest
 ) -> None:
     kept = family in KEPT_FAMILIES
-    one = (two[0]["families"] if kept else request.getfixturevalue("families"))[family]
+    one = (two_rank_results[0]["families"] if kept else request.getfixturevalue("family_results"))[family]
     assert one["parts"] == pytest.approx(one["whole"], rel=1e-5)
     assert one["worst_gradient"] < 1e-4
     assert one["calls"] == 2
 
 
 @thorough()
-def test_context_parallelism_trains_in_half_precision_and_with_offloading(two: Any, expected: Any) -> None:
+def test_context_parallelism_trains_in_half_precision_and_with_offloading(
+    two_rank_results: Any, reference_results: Any
+) -> None:
     """bf16 losses agree as closely as two orders of summation do."""
-    half = two[0]["half"]
-    assert half["losses"] == pytest.approx(expected[2]["losses"], abs=0.02)
-    assert half["norms"] == pytest.approx(expected[2]["norms"], rel=0.05)
+    half = two_rank_results[0]["half"]
+    assert half["losses"] == pytest.approx(reference_results[2]["losses"], abs=0.02)
+    assert half["norms"] == pytest.approx(reference_results[2]["norms"], rel=0.05)
     assert half["engine"]["ring_attention_off_by"] < 0.02
-    assert two[0]["host"]["losses"] == pytest.approx(expected[0]["losses"], abs=1e-5)
+    assert two_rank_results[0]["host"]["losses"] == pytest.approx(reference_results[0]["losses"], abs=1e-5)
 
 
-def adapters(ctx: StandInContext) -> list[dict[str, Any]]:
+def train_adapters(ctx: StandInContext) -> list[dict[str, Any]]:
     plans = (plan_of(2, method="lora", lora_rank=4, cp=cp) for cp in (2, 1))
-    return [trained(ctx, plan) for plan in plans]
+    return [train_plan(ctx, plan) for plan in plans]
 
 
 @thorough()
 def test_adapters_train_the_same_with_context_parallelism(tmp_path: Path) -> None:
     needs("peft")
-    parts, whole = on_ranks(2, HALF, adapters, tmp_path)[0]
+    parts, whole = on_ranks(2, HALF, train_adapters, tmp_path)[0]
     assert parts["losses"] == pytest.approx(whole["losses"], abs=1e-5)
     assert parts["norms"] == pytest.approx(whole["norms"], abs=1e-4)
     assert (parts["held"], parts["rest"]["parameters"]) == (whole["held"], whole["rest"]["parameters"])
 
 
 @thorough()
-def test_ring_attention_saves_the_planned_tensors(two: Any) -> None:
+def test_ring_attention_saves_the_planned_tensors(two_rank_results: Any) -> None:
     """Where parts are joined attention's output stays twice: by heads, and by tokens for its product."""
     planned = LONG.memory().at("forward")["activations"]
     copy = LONG.recipe.seq_len // 2 * LLAMA.num_hidden_layers * LLAMA.hidden_size * 4
     # Beside what the modules save there are ids, positions and rotary tables.
-    assert 0 < two[0]["long"] - planned < 2**16 < copy
-    assert two[0]["long"] - two[1]["long"] == copy
+    assert 0 < two_rank_results[0]["long"] - planned < 2**16 < copy
+    assert two_rank_results[0]["long"] - two_rank_results[1]["long"] == copy
 
 
 @thorough()
-def test_a_checkpoint_resumes_with_and_without_context_parallelism(two: Any, folder: Any) -> None:
+def test_a_checkpoint_resumes_with_and_without_context_parallelism(
+    two_rank_results: Any, folder: Any
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    saved = two[0]["saved"]
+    saved = two_rank_results[0]["saved"]
     assert saved["whole"] == pytest.approx(saved["went_on"], abs=1e-5)
     assert saved["parts"] == saved["went_on"]
     assert saved["done"] == 2
@@ -321,15 +329,18 @@ def test_a_checkpoint_resumes_with_and_without_context_parallelism(two: Any, fol
 
 @thorough()
 @pytest.mark.parametrize("kind", BROKEN)
-def test_missing_ring_attention_fails_the_run(kind: str, two: Any) -> None:
+def test_missing_ring_attention_fails_the_run(kind: str, two_rank_results: Any) -> None:
     for rank in (0, 1):
-        assert BROKEN[kind] in two[rank]["broken"][kind]
+        assert BROKEN[kind] in two_rank_results[rank]["broken"][kind]
 
 
 @thorough()
-def test_batches_that_cannot_be_split_raise(two: Any) -> None:
-    assert "allowed with cp > 1: input_ids and labels: ring attention supports no mask" in two[0]["masked"]
-    assert "allowed with cp > 1: rows of the plan's seq_len=32 tokens" in two[0]["short"]
+def test_batches_that_cannot_be_split_raise(two_rank_results: Any) -> None:
+    assert (
+        "allowed with cp > 1: input_ids and labels: ring attention supports no mask"
+        in two_rank_results[0]["masked"]
+    )
+    assert "allowed with cp > 1: rows of the plan's seq_len=32 tokens" in two_rank_results[0]["short"]
 
 
 def on_old_gpus(plan: Plan) -> Plan:

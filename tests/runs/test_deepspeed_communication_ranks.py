@@ -40,28 +40,28 @@ def plan_of(name: str) -> Any:
     return tiny_plan("zero", 2, architecture=LLAMA, layout=PLANS[name], precision="bf16-mixed")
 
 
-def trained(ctx: StandInContext) -> dict[str, Any]:
+def train_every_plan(ctx: StandInContext) -> dict[str, Any]:
     """Return the losses, bytes and reduction types of every plan."""
     found: dict[str, Any] = {}
     for name in PLANS:
-        again = [_trained(ctx, plan_of(name)) for _ in range(TIMES)]
+        again = [_train_plan(ctx, plan_of(name)) for _ in range(TIMES)]
         least = min(sum(one["phases"]["backward"].values()) for one in again)
         found[name] = {**again[0], "backward": least}
-    return {**found, "contradiction": _contradiction(ctx)}
+    return {**found, "contradiction": _read_contradiction(ctx)}
 
 
-def _contradiction(ctx: StandInContext) -> str:
-    """DeepSpeed told of another type than the plan's."""
+def _read_contradiction(ctx: StandInContext) -> str:
+    """Return the error if DeepSpeed is configured with another communication type than the plan's."""
     from shardscope.frameworks.deepspeed.engine import engine
 
     truth = engine.build_deepspeed_config
 
-    def without(plan: Any, **options: Any) -> dict[str, Any]:
+    def omit_communication_type(plan: Any, **options: Any) -> dict[str, Any]:
         return {**truth(plan, **options), "communication_data_type": None}
 
-    engine.build_deepspeed_config = without
+    engine.build_deepspeed_config = omit_communication_type
     try:
-        _trained(ctx, plan_of("zero-2 in fp32"))
+        _train_plan(ctx, plan_of("zero-2 in fp32"))
     except RuntimeError as error:
         return str(error)
     finally:
@@ -69,7 +69,7 @@ def _contradiction(ctx: StandInContext) -> str:
     return "it went on"
 
 
-def _trained(ctx: StandInContext, plan: Any) -> dict[str, Any]:
+def _train_plan(ctx: StandInContext, plan: Any) -> dict[str, Any]:
     from shardscope.training.model.model import build_model
 
     gc.collect()  # What an engine before this one held in cycles.
@@ -106,51 +106,53 @@ class _Reduced(TorchDispatchMode):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def rank_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     plan = plan_of("zero-2")
     before_fork(plan, "cpu")
-    return on_ranks(2, plan, trained, tmp_path_factory.mktemp("types"))
+    return on_ranks(2, plan, train_every_plan, tmp_path_factory.mktemp("types"))
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_gradients_are_reduced_in_the_layouts_communication_dtype(
-    name: str, found: list[dict[str, Any]]
+    name: str, rank_results: list[dict[str, Any]]
 ) -> None:
     expected = "torch.float32" if "fp32" in name else "torch.bfloat16"
-    assert [rank[name]["types"] for rank in found] == [[expected]] * 2
+    assert [rank[name]["types"] for rank in rank_results] == [[expected]] * 2
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_the_engine_record_names_the_option(name: str, found: list[dict[str, Any]]) -> None:
-    assert ("gradients summed in fp32" in found[0][name]["sentence"]) == ("fp32" in name)
+def test_the_engine_record_names_the_option(name: str, rank_results: list[dict[str, Any]]) -> None:
+    assert ("gradients summed in fp32" in rank_results[0][name]["sentence"]) == ("fp32" in name)
 
 
-def test_another_communication_dtype_than_the_plans_fails_the_run(found: list[dict[str, Any]]) -> None:
+def test_another_communication_dtype_than_the_plans_fails_the_run(rank_results: list[dict[str, Any]]) -> None:
     words = "the plan's bytes of a reduced gradient: 4; DeepSpeed built: 2"
-    assert [rank["contradiction"] for rank in found] == [words] * 2
+    assert [rank["contradiction"] for rank in rank_results] == [words] * 2
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_losses_equal_those_of_plain_torch(name: str, found: list[dict[str, Any]]) -> None:
+def test_losses_equal_those_of_plain_torch(name: str, rank_results: list[dict[str, Any]]) -> None:
     expected = plain_torch(LLAMA)["losses"]
-    for rank in found:
+    for rank in rank_results:
         assert rank[name]["losses"] == pytest.approx(expected, abs=0.02)
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_state_bytes_do_not_depend_on_the_communication_dtype(name: str, found: list[dict[str, Any]]) -> None:
+def test_state_bytes_do_not_depend_on_the_communication_dtype(
+    name: str, rank_results: list[dict[str, Any]]
+) -> None:
     """To the byte: sums come back in half precision."""
     report = plan_of(name).memory()
-    held = [rank[name]["held"] for rank in found]
+    held = [rank[name]["held"] for rank in rank_results]
     assert max(one["parameters"] for one in held) == report.at("rest")["parameters"]
     assert max(one["gradients"] for one in held) == report.at("optimizer")["gradients"]
     assert max(one["optimizer"] for one in held) == report.at("rest")["optimizer"]
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_backward_memory_is_as_predicted(name: str, found: list[dict[str, Any]]) -> None:
+def test_backward_memory_is_as_predicted(name: str, rank_results: list[dict[str, Any]]) -> None:
     """All tensors of the first rank, whose part is predicted; the second one's comes first in backward."""
-    measured = found[0][name]["backward"]
+    measured = rank_results[0][name]["backward"]
     predicted = plan_of(name).memory().at("backward")
     tensors = sum(size for part, size in predicted.items() if part in TENSOR_COMPONENTS)
     assert tensors == pytest.approx(measured, rel=0.01)

@@ -54,13 +54,13 @@ def whole_batch(step: int) -> Any:
     return torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(step))
 
 
-def share(ctx: StandInContext, step: int) -> dict[str, Any]:
+def take_rank_rows(ctx: StandInContext, step: int) -> dict[str, Any]:
     rows = whole_batch(step).chunk(ctx.world_size)[ctx.rank]
     return {"input_ids": rows, "labels": rows.clone()}
 
 
-def fresh(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
-    """A new engine of ``plan`` in the same process, set up."""
+def set_up_engine(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
+    """Set up a new engine of ``plan`` in the same process."""
     from shardscope.training.model.model import build_model
 
     ctx.plan = plan
@@ -70,8 +70,8 @@ def fresh(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
     return engine
 
 
-def trained(ctx: StandInContext) -> dict[str, Any]:
-    """Every plan's losses, bytes and record, and those of plain torch."""
+def train_every_plan(ctx: StandInContext) -> dict[str, Any]:
+    """Return every plan's losses, bytes and record, and those of plain torch."""
     from shardscope.training.accounting import memory_watch
 
     found: dict[str, Any] = {"reference": plain_torch()}
@@ -81,10 +81,10 @@ def trained(ctx: StandInContext) -> dict[str, Any]:
     found["at update"] = at_update(ctx)
     memory_watch.WATCHED_STEPS = ()  # The census looks at every operator.
     for name in names:
-        engine = fresh(ctx, plan_of(name))
+        engine = set_up_engine(ctx, plan_of(name))
         losses, norms = [], []
         for step in range(NUM_STEPS):
-            losses.append(engine.step(share(ctx, step)))
+            losses.append(engine.step(take_rank_rows(ctx, step)))
             norms.append(engine.grad_norm)
         found[name] = {
             "losses": losses,
@@ -92,21 +92,21 @@ def trained(ctx: StandInContext) -> dict[str, Any]:
             "held": engine.held_at_update,
             "engine": ctx.records["engine"],
         }
-    found["kept"] = kept(ctx)
-    found["adapters"] = adapters(ctx)
-    found["contradiction"] = contradiction(ctx)
+    found["kept"] = resume_and_export(ctx)
+    found["adapters"] = train_adapters(ctx)
+    found["contradiction"] = read_contradiction(ctx)
     found["types of parts"] = types_of_parts(ctx)
     found["from files"] = beside_alone(ctx, "tied", Layout.zero(stage=3))
     return found
 
 
 def at_update(ctx: StandInContext) -> int:
-    """Bytes that ZeRO-1's update works with: the least of ``TIMES`` runs."""
+    """Return the working bytes of ZeRO-1's update: the least of ``TIMES`` runs."""
     seen = []
     for _ in range(TIMES):
-        engine = fresh(ctx, plan_of("zero-1"))
+        engine = set_up_engine(ctx, plan_of("zero-1"))
         for step in range(NUM_STEPS):
-            engine.step(share(ctx, step))
+            engine.step(take_rank_rows(ctx, step))
         held = ctx.records["memory"]["phases"]["optimizer"]
         seen.append(held["optimizer"] + held["activations"])
     return min(seen)
@@ -118,27 +118,27 @@ def plain_torch() -> dict[str, Any]:
 
 
 def moved_to_the_host(ctx: StandInContext) -> list[float]:
-    """Losses of an optimizer on the host that goes on from a checkpoint of one on the device."""
-    engine = fresh(ctx, plan_of("zero-2, two micro-batches"))
+    """Return the losses of an optimizer on the host that resumes a checkpoint of one on the device."""
+    engine = set_up_engine(ctx, plan_of("zero-2, two micro-batches"))
     for step in range(SAVED_AFTER):
-        engine.step(share(ctx, step))
+        engine.step(take_rank_rows(ctx, step))
     engine.save("kept/on the device")
-    engine = fresh(ctx, plan_of("zero-2 on the host"), seed=7)
+    engine = set_up_engine(ctx, plan_of("zero-2 on the host"), seed=7)
     engine.load("kept/on the device")
-    return [engine.step(share(ctx, step)) for step in range(SAVED_AFTER, NUM_STEPS)]
+    return [engine.step(take_rank_rows(ctx, step)) for step in range(SAVED_AFTER, NUM_STEPS)]
 
 
-def kept(ctx: StandInContext) -> dict[str, Any]:
-    """A checkpoint gone on from by a new engine, an export opened by transformers, and what is refused."""
+def resume_and_export(ctx: StandInContext) -> dict[str, Any]:
+    """Resume a checkpoint in a new engine, open an export with transformers, and collect refusals."""
     from transformers import AutoModelForCausalLM
 
     found: dict[str, Any] = {}
     for name in ("zero-1", "zero-3 bf16"):
-        engine = fresh(ctx, plan_of(name))
+        engine = set_up_engine(ctx, plan_of(name))
         for step in range(SAVED_AFTER):
-            engine.step(share(ctx, step))
+            engine.step(take_rank_rows(ctx, step))
         engine.save(f"kept/{name}")
-        engine = fresh(ctx, plan_of(name), seed=7)
+        engine = set_up_engine(ctx, plan_of(name), seed=7)
         engine.load(f"kept/{name}")
         engine.export(f"exported/{name}")
         opened = AutoModelForCausalLM.from_pretrained(ctx.folder / "exported" / name)
@@ -146,11 +146,11 @@ def kept(ctx: StandInContext) -> dict[str, Any]:
         with torch.no_grad():
             loss = float(opened(input_ids=ids, labels=ids).loss)
         done = engine.num_steps_done
-        again = [engine.step(share(ctx, step)) for step in range(SAVED_AFTER, NUM_STEPS)]
+        again = [engine.step(take_rank_rows(ctx, step)) for step in range(SAVED_AFTER, NUM_STEPS)]
         found[name] = {"again": again, "done": done, "exported": loss, "type": str(opened.dtype)}
     if extensions.is_built("cpu_adam"):
         found["to the host"] = moved_to_the_host(ctx)
-        engine = fresh(ctx, plan_of("zero-3"))
+        engine = set_up_engine(ctx, plan_of("zero-3"))
     try:
         engine.load("kept/zero-1")
     except ValueError as refusal:
@@ -158,10 +158,10 @@ def kept(ctx: StandInContext) -> dict[str, Any]:
     return found
 
 
-def adapters(ctx: StandInContext) -> dict[str, Any]:
-    """Adapters train, a checkpoint has nothing else, and peft opens their export."""
-    engine = fresh(ctx, tiny_plan("zero", 2, layout={"stage": 3}, method="lora"))
-    losses = [engine.step(share(ctx, 0)) for _ in range(3)]
+def train_adapters(ctx: StandInContext) -> dict[str, Any]:
+    """Train adapters, check that a checkpoint has nothing else, and open their export with peft."""
+    engine = set_up_engine(ctx, tiny_plan("zero", 2, layout={"stage": 3}, method="lora"))
+    losses = [engine.step(take_rank_rows(ctx, 0)) for _ in range(3)]
     engine.save("kept/adapters")
     engine.export("exported/adapters")
     files = sorted(path.name for path in (ctx.folder / "exported" / "adapters").iterdir())
@@ -173,20 +173,20 @@ def adapters(ctx: StandInContext) -> dict[str, Any]:
     return {"losses": losses, "files": files, "is_small": size < whole, "engine": record}
 
 
-def contradiction(ctx: StandInContext) -> str:
-    """DeepSpeed told of another stage than the plan's."""
+def read_contradiction(ctx: StandInContext) -> str:
+    """Return the error if DeepSpeed is configured with another stage than the plan's."""
     from shardscope.frameworks.deepspeed.engine import engine
 
     truth = engine.build_deepspeed_config
 
-    def other(plan: Any, **options: Any) -> dict[str, Any]:
+    def change_stage(plan: Any, **options: Any) -> dict[str, Any]:
         config = truth(plan, **options)
         config["zero_optimization"]["stage"] = 1
         return config
 
-    engine.build_deepspeed_config = other
+    engine.build_deepspeed_config = change_stage
     try:
-        fresh(ctx, plan_of("zero-2, two micro-batches"))
+        set_up_engine(ctx, plan_of("zero-2, two micro-batches"))
     except RuntimeError as error:
         return str(error)
     finally:
@@ -202,17 +202,17 @@ def types_of_parts(ctx: StandInContext) -> list[str]:
     made: list[str] = []
     truth, accelerator = deepspeed.zero.Init, get_accelerator()
 
-    def told(**options: Any) -> Any:
+    def record_types(**options: Any) -> Any:
         init = truth(**options)
         made.append(str(init.dtype))
         return init
 
-    deepspeed.zero.Init = told
+    deepspeed.zero.Init = record_types
     try:
         for supported in (True, False):
             accelerator.is_fp16_supported = lambda supported=supported: supported
             for name in ("zero-3", "zero-3 bf16"):
-                fresh(ctx, plan_of(name))
+                set_up_engine(ctx, plan_of(name))
     finally:
         deepspeed.zero.Init = truth
         del accelerator.is_fp16_supported
@@ -220,15 +220,15 @@ def types_of_parts(ctx: StandInContext) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def rank_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     plan = plan_of("zero-1")
     before_fork(plan, "cpu")
     if extensions.is_built("cpu_adam"):
         extensions.load_extension("cpu_adam")
-    return on_ranks(2, plan, trained, tmp_path_factory.mktemp("zero"))
+    return on_ranks(2, plan, train_every_plan, tmp_path_factory.mktemp("zero"))
 
 
-def result(found: list[dict[str, Any]], name: str, rank: int = 0) -> dict[str, Any]:
+def select_result(found: list[dict[str, Any]], name: str, rank: int = 0) -> dict[str, Any]:
     if name in ON_HOST and name not in found[rank]:
         pytest.skip(
             "DeepSpeed's Adam for the host compiles for a minute in a new environment: `make parity` runs it"
@@ -238,34 +238,34 @@ def result(found: list[dict[str, Any]], name: str, rank: int = 0) -> dict[str, A
 
 
 @pytest.mark.parametrize("name", with_fp16_where_it_can_be([*PLANS, *ON_HOST]))
-def test_losses_equal_those_of_plain_torch(name: str, found: list[dict[str, Any]]) -> None:
-    expected = found[0]["reference"]
-    of_plan = result(found, name)
-    assert of_plan["losses"] == result(found, name, 1)["losses"]
+def test_losses_equal_those_of_plain_torch(name: str, rank_results: list[dict[str, Any]]) -> None:
+    expected = rank_results[0]["reference"]
+    of_plan = select_result(rank_results, name)
+    assert of_plan["losses"] == select_result(rank_results, name, 1)["losses"]
     half = "precision" in {**PLANS, **ON_HOST}[name]
     assert of_plan["losses"] == pytest.approx(expected["losses"], abs=0.05 if half else 1e-4)
     assert of_plan["norms"] == pytest.approx(expected["norms"], rel=0.1 if half else 1e-3)
 
 
-def test_stage_3_loads_pretrained_weights(found: list[dict[str, Any]]) -> None:
-    for rank in found:
+def test_stage_3_loads_pretrained_weights(rank_results: list[dict[str, Any]]) -> None:
+    for rank in rank_results:
         assert rank["from files"]["losses"] == pytest.approx(rank["from files"]["alone"], abs=1e-4)
 
 
 @pytest.mark.parametrize("name", with_fp16_where_it_can_be([*PLANS, *ON_HOST]))
-def test_measured_bytes_equal_the_prediction(name: str, found: list[dict[str, Any]]) -> None:
+def test_measured_bytes_equal_the_prediction(name: str, rank_results: list[dict[str, Any]]) -> None:
     """To the byte, of the rank that holds most; what an update works with is no state."""
     report = plan_of(name).memory()
-    ranks = [result(found, name, rank)["held"] for rank in range(2)]
+    ranks = [select_result(rank_results, name, rank)["held"] for rank in range(2)]
     assert max(rank["parameters"] for rank in ranks) == report.at("rest")["parameters"]
     assert max(rank["gradients"] for rank in ranks) == report.at("optimizer")["gradients"]
     assert max(rank["optimizer"] for rank in ranks) == report.at("rest")["optimizer"]
 
 
-def test_optimizer_step_memory_is_as_predicted(found: list[dict[str, Any]]) -> None:
+def test_optimizer_step_memory_is_as_predicted(rank_results: list[dict[str, Any]]) -> None:
     """The engine's AdamW is fused: a plain one would need twice its part beside its moments."""
     predicted = plan_of("zero-1").memory().at("optimizer")["optimizer"]
-    assert 0 <= max(rank["at update"] for rank in found) - predicted < 4096
+    assert 0 <= max(rank["at update"] for rank in rank_results) - predicted < 4096
 
 
 @pytest.mark.parametrize(
@@ -289,8 +289,10 @@ def test_optimizer_step_memory_is_as_predicted(found: list[dict[str, Any]]) -> N
         ),
     ],
 )
-def test_the_engine_record_describes_the_run(name: str, sentence: str, found: list[dict[str, Any]]) -> None:
-    record = result(found, name)["engine"]
+def test_the_engine_record_describes_the_run(
+    name: str, sentence: str, rank_results: list[dict[str, Any]]
+) -> None:
+    record = select_result(rank_results, name)["engine"]
     assert record["sentence"] == sentence
     assert record["num_parameters"] == record["num_trained_parameters"] == tiny_llama().num_parameters
     assert record["stage"] == plan_of(name).layout.stage and record["data_parallel"] == 2
@@ -299,8 +301,8 @@ def test_the_engine_record_describes_the_run(name: str, sentence: str, found: li
 
 
 @pytest.mark.parametrize("name", ["zero-1", "zero-3 bf16"])
-def test_a_new_engine_resumes_from_the_checkpoint(name: str, found: list[dict[str, Any]]) -> None:
-    straight, of_kept = result(found, name)["losses"], found[0]["kept"][name]
+def test_a_new_engine_resumes_from_the_checkpoint(name: str, rank_results: list[dict[str, Any]]) -> None:
+    straight, of_kept = select_result(rank_results, name)["losses"], rank_results[0]["kept"][name]
     assert of_kept["done"] == SAVED_AFTER
     assert of_kept["again"] == pytest.approx(straight[SAVED_AFTER:], abs=1e-6)
     # Main copies are fp32, so is what is exported; forward reads them in bf16.
@@ -308,31 +310,31 @@ def test_a_new_engine_resumes_from_the_checkpoint(name: str, found: list[dict[st
     assert of_kept["exported"] == pytest.approx(straight[SAVED_AFTER], abs=1e-5 if name == "zero-1" else 0.03)
 
 
-def test_a_checkpoint_resumes_with_a_newly_offloaded_optimizer(found: list[dict[str, Any]]) -> None:
-    straight = result(found, "zero-2 on the host")["losses"]
-    assert found[0]["kept"]["to the host"] == pytest.approx(straight[SAVED_AFTER:], abs=1e-5)
+def test_a_checkpoint_resumes_with_a_newly_offloaded_optimizer(rank_results: list[dict[str, Any]]) -> None:
+    straight = select_result(rank_results, "zero-2 on the host")["losses"]
+    assert rank_results[0]["kept"]["to the host"] == pytest.approx(straight[SAVED_AFTER:], abs=1e-5)
 
 
-def test_a_checkpoint_of_another_zero_stage_raises(found: list[dict[str, Any]]) -> None:
-    words = found[0]["kept"]["refusal"]
+def test_a_checkpoint_of_another_zero_stage_raises(rank_results: list[dict[str, Any]]) -> None:
+    words = rank_results[0]["kept"]["refusal"]
     assert "the ZeRO stage that saved zero-1" in words and "fsdp2 and ddp resume" in words
 
 
-def test_only_adapters_are_trained_and_saved(found: list[dict[str, Any]]) -> None:
-    of_adapters = found[0]["adapters"]
+def test_only_adapters_are_trained_and_saved(rank_results: list[dict[str, Any]]) -> None:
+    of_adapters = rank_results[0]["adapters"]
     assert of_adapters["losses"][-1] < of_adapters["losses"][0]
     assert of_adapters["files"] == ["adapter_config.json", "adapter_model.safetensors"]
     assert of_adapters["is_small"]
     assert of_adapters["engine"]["num_trained_parameters"] < tiny_llama().num_parameters / 2
 
 
-def test_dtypes_are_the_plans_whatever_the_processor_supports(found: list[dict[str, Any]]) -> None:
+def test_dtypes_are_the_plans_whatever_the_processor_supports(rank_results: list[dict[str, Any]]) -> None:
     """Given it as ``dtype``, zero.Init took bf16 where the device has no fp16."""
-    assert found[0]["types of parts"] == ["torch.float32", "torch.bfloat16"] * 2
+    assert rank_results[0]["types of parts"] == ["torch.float32", "torch.bfloat16"] * 2
 
 
-def test_a_contradiction_fails_the_run(found: list[dict[str, Any]]) -> None:
-    assert found[0]["contradiction"] == "the plan's stage: 2; DeepSpeed built: 1"
+def test_a_contradiction_fails_the_run(rank_results: list[dict[str, Any]]) -> None:
+    assert rank_results[0]["contradiction"] == "the plan's stage: 2; DeepSpeed built: 1"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from shardscope.frameworks.registry import why_not_trained  # noqa: E402
 SAVED_AFTER = 2
 
 
-def mixtral(experts_per_token: int = 2) -> Architecture:
+def make_mixtral(experts_per_token: int = 2) -> Architecture:
     experts = MixtureOfExperts(
         num_experts=4, num_experts_per_tok=experts_per_token, moe_intermediate_size=128
     )
@@ -35,7 +35,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero-0": {"layout": {"stage": 0}},
     "zero-1": {"layout": {"stage": 1}, "recompute": "full"},
     "zero-2": {"layout": {"stage": 2, "overlap_comm": True}},
-    "zero-2, three of four experts": {"layout": {"stage": 2}, "architecture": mixtral(3)},
+    "zero-2, three of four experts": {"layout": {"stage": 2}, "architecture": make_mixtral(3)},
     "zero-1 bf16": {"layout": {"stage": 1}, "precision": "bf16-mixed"},
 }
 ON_HOST: dict[str, dict[str, Any]] = {"on the host": {"layout": {"stage": 2, "offload_optimizer": "cpu"}}}
@@ -51,17 +51,17 @@ def plan_of(name: str, num_ranks: int = 2) -> Any:
     fields = {
         "micro_batch_size": 1,
         "num_micro_batches": ROWS // num_ranks,
-        "architecture": mixtral(),
+        "architecture": make_mixtral(),
         **{**PLANS, **ON_HOST, **OVER_FOUR}[name],
     }
     return tiny_plan("zero", num_ranks, **{**fields, "layout": {"ep": 2, **fields["layout"]}})
 
 
-def share(ctx: StandInContext, step: int) -> dict[str, Any]:
+def take_rank_rows(ctx: StandInContext, step: int) -> dict[str, Any]:
     return {name: rows.chunk(ctx.world_size)[ctx.rank] for name, rows in whole_batch(step).items()}
 
 
-def fresh(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
+def set_up_engine(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
     from shardscope.training.model.model import build_model
 
     ctx.plan = plan
@@ -71,17 +71,17 @@ def fresh(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
     return engine
 
 
-def trained(ctx: StandInContext) -> dict[str, Any]:
+def train_every_plan(ctx: StandInContext) -> dict[str, Any]:
     from shardscope.training.accounting import memory_watch
 
     memory_watch.WATCHED_STEPS = ()  # The census looks at every operator.
     found: dict[str, Any] = {}
     names = [*PLANS, *(ON_HOST if extensions.is_built("cpu_adam") else ())]
     for name in names if ctx.world_size == 2 else OVER_FOUR:
-        engine = fresh(ctx, plan_of(name, ctx.world_size))
+        engine = set_up_engine(ctx, plan_of(name, ctx.world_size))
         losses, norms = [], []
         for step in range(NUM_STEPS):
-            losses.append(engine.step(share(ctx, step)))
+            losses.append(engine.step(take_rank_rows(ctx, step)))
             norms.append(engine.grad_norm)
         found[name] = {
             "losses": losses,
@@ -90,27 +90,27 @@ def trained(ctx: StandInContext) -> dict[str, Any]:
             "engine": ctx.records["engine"],
         }
     if ctx.world_size == 2:
-        found["kept"] = {name: kept(ctx, name) for name in ("zero-0", "zero-1 bf16")}
+        found["kept"] = {name: resume_and_export(ctx, name) for name in ("zero-0", "zero-1 bf16")}
     return found
 
 
-def kept(ctx: StandInContext, name: str) -> dict[str, Any]:
-    """A checkpoint gone on from by a new engine, and an export opened by transformers."""
+def resume_and_export(ctx: StandInContext, name: str) -> dict[str, Any]:
+    """Resume a checkpoint in a new engine, and open an export with transformers."""
     from transformers import AutoModelForCausalLM
 
-    engine = fresh(ctx, plan_of(name))
+    engine = set_up_engine(ctx, plan_of(name))
     for step in range(SAVED_AFTER):
-        engine.step(share(ctx, step))
+        engine.step(take_rank_rows(ctx, step))
     wait = engine.begin_save(f"kept/{name}")
-    went_on = engine.step(share(ctx, SAVED_AFTER))
+    went_on = engine.step(take_rank_rows(ctx, SAVED_AFTER))
     wait()
-    engine = fresh(ctx, plan_of(name), seed=7)
+    engine = set_up_engine(ctx, plan_of(name), seed=7)
     engine.load(f"kept/{name}")
     engine.export(f"exported/{name}")
     opened = AutoModelForCausalLM.from_pretrained(ctx.folder / "exported" / name)
     with torch.no_grad():
         loss = float(opened(**whole_batch(SAVED_AFTER)).loss)
-    again = [engine.step(share(ctx, step)) for step in range(SAVED_AFTER, NUM_STEPS)]
+    again = [engine.step(take_rank_rows(ctx, step)) for step in range(SAVED_AFTER, NUM_STEPS)]
     return {
         "again": again,
         "went_on": went_on,
@@ -121,20 +121,20 @@ def kept(ctx: StandInContext, name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """By plan, what each rank found."""
+def results_by_plan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """The results of each rank, by plan."""
     by_plan: dict[str, list[dict[str, Any]]] = {}
     for num_ranks, name in ((2, "zero-1"), (4, "zero-1 over four")):
         plan = plan_of(name, num_ranks)
         before_fork(plan, "cpu")
         if extensions.is_built("cpu_adam"):
             extensions.load_extension("cpu_adam")
-        ranks = on_ranks(num_ranks, plan, trained, tmp_path_factory.mktemp("experts"))
+        ranks = on_ranks(num_ranks, plan, train_every_plan, tmp_path_factory.mktemp("experts"))
         by_plan |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
     return by_plan
 
 
-def result(found: dict[str, list[dict[str, Any]]], name: str) -> list[dict[str, Any]]:
+def select_results(found: dict[str, list[dict[str, Any]]], name: str) -> list[dict[str, Any]]:
     if name not in found:
         pytest.skip(
             "DeepSpeed's Adam for the host compiles for a minute in a new environment: `make parity` runs it"
@@ -144,8 +144,10 @@ def result(found: dict[str, list[dict[str, Any]]], name: str) -> list[dict[str, 
 
 @thorough()
 @pytest.mark.parametrize("name", [*PLANS, *ON_HOST, *OVER_FOUR])
-def test_losses_equal_those_of_plain_torch(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
-    ranks = result(found, name)
+def test_losses_equal_those_of_plain_torch(
+    name: str, results_by_plan: dict[str, list[dict[str, Any]]]
+) -> None:
+    ranks = select_results(results_by_plan, name)
     plan = plan_of(name, len(ranks))
     expected, half = plain_torch(plan.architecture), plan.recipe.precision != "fp32"
     for rank in ranks:
@@ -155,8 +157,10 @@ def test_losses_equal_those_of_plain_torch(name: str, found: dict[str, list[dict
 
 @thorough()
 @pytest.mark.parametrize("name", [*PLANS, *ON_HOST])
-def test_measured_bytes_equal_the_prediction(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
-    report, ranks = plan_of(name).memory(), [rank["held"] for rank in result(found, name)]
+def test_measured_bytes_equal_the_prediction(
+    name: str, results_by_plan: dict[str, list[dict[str, Any]]]
+) -> None:
+    report, ranks = plan_of(name).memory(), [rank["held"] for rank in select_results(results_by_plan, name)]
     assert max(held["parameters"] for held in ranks) == report.at("rest")["parameters"]
     assert max(held["gradients"] for held in ranks) == report.at("optimizer")["gradients"]
     assert max(held["optimizer"] for held in ranks) == report.at("rest")["optimizer"]
@@ -165,36 +169,38 @@ def test_measured_bytes_equal_the_prediction(name: str, found: dict[str, list[di
 @thorough()
 @pytest.mark.parametrize("name", list(OVER_FOUR))
 def test_experts_replicated_over_ranks_have_the_predicted_bytes(
-    name: str, found: dict[str, list[dict[str, Any]]]
+    name: str, results_by_plan: dict[str, list[dict[str, Any]]]
 ) -> None:
     """With ZeRO: gradients are of whole tensors, of which the planned rank is the one that holds most."""
     report = plan_of(name, 4).memory()
-    for rank in found[name]:
+    for rank in results_by_plan[name]:
         assert rank["held"]["parameters"] == report.at("rest")["parameters"]
         assert rank["held"]["optimizer"] == report.at("rest")["optimizer"]
-    gradients = {rank["held"]["gradients"] for rank in found[name]}
+    gradients = {rank["held"]["gradients"] for rank in results_by_plan[name]}
     assert report.at("optimizer")["gradients"] in gradients
     assert len(gradients) == 1 or "zero-0" not in name
 
 
 @thorough()
-def test_the_engine_record_names_expert_placement(found: dict[str, list[dict[str, Any]]]) -> None:
-    first, second = (rank["engine"] for rank in found["zero-1"])
+def test_the_engine_record_names_expert_placement(results_by_plan: dict[str, list[dict[str, Any]]]) -> None:
+    first, second = (rank["engine"] for rank in results_by_plan["zero-1"])
     assert (first["experts"], second["experts"]) == ([0, 1], [2, 3])
     assert first["sentence"] == (
         "DeepSpeed ZeRO-1: optimizer state is partitioned over 2 ranks (gloo, cpu); experts 0, 1 of each "
         "layer on this rank, over 2 ranks, fp32 compute"
     )
     for name in OVER_FOUR:
-        assert [rank["engine"]["experts"] for rank in found[name]] == [[0, 1], [2, 3]] * 2
+        assert [rank["engine"]["experts"] for rank in results_by_plan[name]] == [[0, 1], [2, 3]] * 2
     one = 2 * 2 * 3 * 64 * 128  # layers, experts that are elsewhere, matrices of each
-    assert first["num_parameters"] == mixtral().num_parameters - one
+    assert first["num_parameters"] == make_mixtral().num_parameters - one
 
 
 @thorough()
 @pytest.mark.parametrize("name", ["zero-0", "zero-1 bf16"])
-def test_a_new_engine_resumes_from_the_checkpoint(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
-    straight, of_kept = found[name][0]["losses"], found["kept"][0][name]
+def test_a_new_engine_resumes_from_the_checkpoint(
+    name: str, results_by_plan: dict[str, list[dict[str, Any]]]
+) -> None:
+    straight, of_kept = results_by_plan[name][0]["losses"], results_by_plan["kept"][0][name]
     # Steps taken while it was written are not in it.
     assert of_kept["went_on"] == pytest.approx(straight[SAVED_AFTER], abs=1e-6)
     assert of_kept["again"] == pytest.approx(straight[SAVED_AFTER:], abs=1e-6)
@@ -214,7 +220,7 @@ QWEN = {
     ("fields", "layout", "words"),
     [
         ({"architecture": Architecture.from_hf(QWEN)}, {"stage": 2}, "routes as Mixtral's does"),
-        ({"architecture": mixtral(1)}, {"stage": 2}, "top1gating"),
+        ({"architecture": make_mixtral(1)}, {"stage": 2}, "top1gating"),
         ({"method": "lora"}, {"stage": 2}, "peft does not support DeepSpeed's experts"),
         ({"precision": "bf16-mixed"}, {"stage": 0}, "norm without the experts (FP16"),
     ],
@@ -222,11 +228,11 @@ QWEN = {
 def test_unsupported_plans_raise_before_any_rank_starts(
     fields: dict[str, Any], layout: dict[str, Any], words: str
 ) -> None:
-    plan = tiny_plan("zero", 2, **{"architecture": mixtral(), **fields}, layout={"ep": 2, **layout})
+    plan = tiny_plan("zero", 2, **{"architecture": make_mixtral(), **fields}, layout={"ep": 2, **layout})
     refusal = why_not_trained(plan)
     assert refusal is not None and words in refusal and "Nearest fix" in refusal
 
 
 def test_experts_with_pipeline_stages_raise() -> None:
-    plan = tiny_plan("zero", 4, architecture=mixtral(), layout={"ep": 2, "pp": 2, "stage": 1})
+    plan = tiny_plan("zero", 4, architecture=make_mixtral(), layout={"ep": 2, "pp": 2, "stage": 1})
     assert "experts inside DeepSpeed's pipeline stages are not supported" in str(why_not_trained(plan))

@@ -26,8 +26,8 @@ from shardscope.training.checkpoints.folders import CHECKPOINTS, checkpoint_path
 SAVED_AFTER = 2
 
 
-def llama(*, tied: bool) -> Architecture:
-    """Three layers, so that stages differ; small embeddings, so that layers weigh more."""
+def make_llama(*, tied: bool) -> Architecture:
+    """Make three layers, so that stages differ, and small embeddings, so that layers weigh more."""
     made = tiny_llama(tie_word_embeddings=tied)
     return replace(made, num_hidden_layers=3, vocab_size=256)
 
@@ -36,7 +36,7 @@ def plan_of(num_ranks: int, *, stage: int, tied: bool = False, **recipe: Any) ->
     """Two stages; all data-parallel ranks share the same four rows, in micro-batches of one."""
     fields = {"global_batch_size": ROWS, "micro_batch_size": 1, **recipe}
     layout = {"stage": stage, "pp": 2}
-    return tiny_plan("zero", num_ranks, architecture=llama(tied=tied), layout=layout, **fields)
+    return tiny_plan("zero", num_ranks, architecture=make_llama(tied=tied), layout=layout, **fields)
 
 
 PLANS: dict[str, Any] = {
@@ -51,13 +51,13 @@ OVER_FOUR: dict[str, Any] = {
 }
 
 
-def share(engine: Any, step: int) -> dict[str, Any]:
+def take_rank_rows(engine: Any, step: int) -> dict[str, Any]:
     return {
         name: rows.chunk(engine.num_data_ranks)[engine.data_rank] for name, rows in whole_batch(step).items()
     }
 
 
-def fresh(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
+def set_up_engine(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
     from shardscope.training.model.model import build_model
 
     ctx.plan = plan
@@ -67,7 +67,7 @@ def fresh(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
     return engine
 
 
-def trained(ctx: StandInContext) -> dict[str, Any]:
+def train_every_plan(ctx: StandInContext) -> dict[str, Any]:
     from shardscope.training.accounting import memory_watch
 
     watched = memory_watch.WATCHED_STEPS
@@ -77,10 +77,10 @@ def trained(ctx: StandInContext) -> dict[str, Any]:
             continue
         # The census looks at every operator: one kind of engine is enough.
         memory_watch.WATCHED_STEPS = watched if name == "zero-1" else ()
-        engine = fresh(ctx, plan_of(ctx.world_size, **fields))
+        engine = set_up_engine(ctx, plan_of(ctx.world_size, **fields))
         losses, norms = [], []
         for step in range(NUM_STEPS):
-            losses.append(engine.step(share(engine, step)))
+            losses.append(engine.step(take_rank_rows(engine, step)))
             norms.append(engine.grad_norm)
         found[name] = {
             "losses": losses,
@@ -90,57 +90,57 @@ def trained(ctx: StandInContext) -> dict[str, Any]:
             "phases": ctx.records["memory"]["phases"] if memory_watch.WATCHED_STEPS else {},
         }
     if ctx.world_size == 2:
-        found["kept"] = kept(ctx)
+        found["kept"] = resume_and_export(ctx)
         found["other batch"] = refused_batch(ctx)
         found["held up"] = held_up(ctx)
     return found
 
 
-def kept(ctx: StandInContext) -> dict[str, Any]:
-    """A checkpoint gone on from by a new engine, and an export opened by transformers."""
+def resume_and_export(ctx: StandInContext) -> dict[str, Any]:
+    """Resume a checkpoint in a new engine, and open an export with transformers."""
     from transformers import AutoModelForCausalLM
 
     found: dict[str, Any] = {}
     for name in ("zero-0, tied", "zero-1 bf16"):
         plan = plan_of(2, **PLANS[name])
-        engine = fresh(ctx, plan)
+        engine = set_up_engine(ctx, plan)
         for step in range(SAVED_AFTER):
-            engine.step(share(engine, step))
+            engine.step(take_rank_rows(engine, step))
         wait = engine.begin_save(f"kept/{name}")
-        went_on = engine.step(share(engine, SAVED_AFTER))
+        went_on = engine.step(take_rank_rows(engine, SAVED_AFTER))
         wait()
-        engine = fresh(ctx, plan, seed=7)
+        engine = set_up_engine(ctx, plan, seed=7)
         engine.load(f"kept/{name}")
         engine.export(f"exported/{name}")
         opened = AutoModelForCausalLM.from_pretrained(ctx.folder / "exported" / name)
         with torch.no_grad():
             loss = float(opened(**whole_batch(SAVED_AFTER)).loss)
-        again = [engine.step(share(engine, step)) for step in range(SAVED_AFTER, NUM_STEPS)]
+        again = [engine.step(take_rank_rows(engine, step)) for step in range(SAVED_AFTER, NUM_STEPS)]
         found[name] = {"again": again, "went_on": went_on, "exported": loss, "type": str(opened.dtype)}
     return found
 
 
 def held_up(ctx: StandInContext) -> dict[str, Any]:
-    """A checkpoint whose writing stands still for a step, and one of which a rank cannot write its part."""
+    """Save a checkpoint whose writing is held up for a step, and one whose part a rank cannot write."""
     from shardscope.frameworks.deepspeed.engine.checkpointing import StagedFiles
 
     plan, write, may_go_on = plan_of(2, **PLANS["zero-1"]), StagedFiles.write, threading.Event()
 
-    def fails(files: StagedFiles) -> None:
+    def fail_on_rank_1(files: StagedFiles) -> None:
         if ctx.rank == 1:
             raise OSError("no space left")
 
-    engine, folder = fresh(ctx, plan), ctx.folder / CHECKPOINTS
+    engine, folder = set_up_engine(ctx, plan), ctx.folder / CHECKPOINTS
     engine.save(checkpoint_path(ctx.folder, 1))
     StagedFiles.write = lambda files: (may_go_on.wait(60), write(files))
     wait = engine.begin_save(checkpoint_path(ctx.folder, 2))
-    engine.step(share(engine, 0))
+    engine.step(take_rank_rows(engine, 0))
     listed = [path.name for path in list_checkpoints(ctx.folder)]
     engine.load(checkpoint_path(ctx.folder, 1))
     may_go_on.set()
     wait()
     whole = [path.name for path in list_checkpoints(ctx.folder)]
-    StagedFiles.write = fails
+    StagedFiles.write = fail_on_rank_1
     with pytest.raises((OSError, RuntimeError)) as refusal:
         engine.begin_save(checkpoint_path(ctx.folder, 3))()
     StagedFiles.write = write
@@ -157,28 +157,30 @@ def held_up(ctx: StandInContext) -> dict[str, Any]:
 
 def refused_batch(ctx: StandInContext) -> str:
     with pytest.raises(ValueError, match="leave the others out") as refusal:
-        ctx.engine.step({**share(ctx.engine, 0), "attention_mask": torch.ones(4, 64)})
+        ctx.engine.step({**take_rank_rows(ctx.engine, 0), "attention_mask": torch.ones(4, 64)})
     return str(refusal.value)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """By plan, what each rank found."""
+def results_by_plan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """The results of each rank, by plan."""
     by_plan: dict[str, list[dict[str, Any]]] = {}
     for num_ranks in (2, 4):
         plan = plan_of(num_ranks, stage=1)
         before_fork(plan, "cpu")
-        ranks = on_ranks(num_ranks, plan, trained, tmp_path_factory.mktemp("pipeline"))
+        ranks = on_ranks(num_ranks, plan, train_every_plan, tmp_path_factory.mktemp("pipeline"))
         by_plan |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
     return by_plan
 
 
 @thorough()
 @pytest.mark.parametrize("name", with_fp16_where_it_can_be([*PLANS, *OVER_FOUR]))
-def test_losses_equal_those_of_plain_torch(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
+def test_losses_equal_those_of_plain_torch(
+    name: str, results_by_plan: dict[str, list[dict[str, Any]]]
+) -> None:
     fields = {**PLANS, **OVER_FOUR}[name]
-    expected, half = plain_torch(llama(tied=fields.get("tied", False))), "precision" in fields
-    for rank in found[name]:
+    expected, half = plain_torch(make_llama(tied=fields.get("tied", False))), "precision" in fields
+    for rank in results_by_plan[name]:
         assert rank["losses"] == pytest.approx(expected["losses"], abs=0.05 if half else 1e-4)
         assert rank["norms"] == pytest.approx(expected["norms"], rel=0.1 if half else 1e-3)
 
@@ -186,10 +188,10 @@ def test_losses_equal_those_of_plain_torch(name: str, found: dict[str, list[dict
 @thorough()
 @pytest.mark.parametrize("name", with_fp16_where_it_can_be([*PLANS, *OVER_FOUR]))
 def test_measured_bytes_of_each_stage_equal_the_prediction(
-    name: str, found: dict[str, list[dict[str, Any]]]
+    name: str, results_by_plan: dict[str, list[dict[str, Any]]]
 ) -> None:
     """To the byte, of the rank that holds most; what an update works with is no state."""
-    fields, ranks = {**PLANS, **OVER_FOUR}[name], found[name]
+    fields, ranks = {**PLANS, **OVER_FOUR}[name], results_by_plan[name]
     stages = plan_of(len(ranks), **fields).memory().by_stage
     each = len(ranks) // len(stages)
     for number, report in enumerate(stages):
@@ -201,30 +203,34 @@ def test_measured_bytes_of_each_stage_equal_the_prediction(
 
 
 @thorough()
-def test_the_engine_record_names_the_pipeline_stage(found: dict[str, list[dict[str, Any]]]) -> None:
-    first, second = (rank["engine"] for rank in found["zero-1"])
+def test_the_engine_record_names_the_pipeline_stage(results_by_plan: dict[str, list[dict[str, Any]]]) -> None:
+    first, second = (rank["engine"] for rank in results_by_plan["zero-1"])
     assert first["sentence"].endswith(
         "over 1 rank (gloo, cpu); pipeline stage 1 of 2 with layers 0, 1, 1F1B, fp32 compute"
     )
     assert (first["layers"], second["layers"]) == ([0, 1], [2])
     assert first["module"] == "PipelineEngine" and first["schedule"] == "TrainSchedule"
-    whole = llama(tied=False).num_parameters
+    whole = make_llama(tied=False).num_parameters
     assert first["num_parameters"] + second["num_parameters"] == whole
-    whole_on_each = found["zero-0 over four"][2]["engine"]
+    whole_on_each = results_by_plan["zero-0 over four"][2]["engine"]
     assert "gradients and optimizer state of its stage, 2 ranks" in whole_on_each["sentence"]
     assert whole_on_each["pipeline_stage"] == 1
 
 
 @thorough()
-def test_memory_is_recorded_in_each_phase_of_the_schedule(found: dict[str, list[dict[str, Any]]]) -> None:
-    for rank in found["zero-1"]:
+def test_memory_is_recorded_in_each_phase_of_the_schedule(
+    results_by_plan: dict[str, list[dict[str, Any]]],
+) -> None:
+    for rank in results_by_plan["zero-1"]:
         assert {"forward", "backward", "optimizer"} <= set(rank["phases"])
 
 
 @thorough()
 @pytest.mark.parametrize("name", ["zero-0, tied", "zero-1 bf16"])
-def test_a_new_engine_resumes_from_the_checkpoint(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
-    straight, of_kept = found[name][0]["losses"], found["kept"][0][name]
+def test_a_new_engine_resumes_from_the_checkpoint(
+    name: str, results_by_plan: dict[str, list[dict[str, Any]]]
+) -> None:
+    straight, of_kept = results_by_plan[name][0]["losses"], results_by_plan["kept"][0][name]
     # Steps taken while it was written are not in it.
     assert of_kept["went_on"] == pytest.approx(straight[SAVED_AFTER], abs=1e-6)
     assert of_kept["again"] == pytest.approx(straight[SAVED_AFTER:], abs=1e-6)
@@ -235,21 +241,21 @@ def test_a_new_engine_resumes_from_the_checkpoint(name: str, found: dict[str, li
 
 @thorough()
 def test_a_checkpoint_is_listed_once_every_rank_has_written_its_shard(
-    found: dict[str, list[dict[str, Any]]],
+    results_by_plan: dict[str, list[dict[str, Any]]],
 ) -> None:
-    for rank in found["held up"]:
+    for rank in results_by_plan["held up"]:
         assert rank["listed"] == ["step-000001"]
         assert rank["whole"] == rank["after"] == ["step-000001", "step-000002"]
         assert rank["left"] == [".step-000003.partial", "step-000001", "step-000002"]
-    assert [rank["refusal"].partition(" of ")[0] for rank in found["held up"]] == [
+    assert [rank["refusal"].partition(" of ")[0] for rank in results_by_plan["held up"]] == [
         "other ranks could not write their part",
         "no space left",
     ]
 
 
 @thorough()
-def test_a_batch_with_other_tensors_raises(found: dict[str, list[dict[str, Any]]]) -> None:
-    assert "batch has attention_mask, input_ids, labels" in str(found["other batch"][0])
+def test_a_batch_with_other_tensors_raises(results_by_plan: dict[str, list[dict[str, Any]]]) -> None:
+    assert "batch has attention_mask, input_ids, labels" in str(results_by_plan["other batch"][0])
 
 
 @pytest.mark.parametrize(

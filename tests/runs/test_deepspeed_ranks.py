@@ -33,17 +33,17 @@ def plan() -> ss.Plan:
 
 
 @pytest.fixture(scope="module")
-def found(plan: ss.Plan, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def rank_results(plan: ss.Plan, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return on_ranks(2, plan, held_by_stage, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_tensor_bytes_of_real_ranks_equal_the_formulas(
-    plan: ss.Plan, found: list[dict[str, Any]], stage: int
+    plan: ss.Plan, rank_results: list[dict[str, Any]], stage: int
 ) -> None:
     layout = ss.Layout.zero(stage, reduce_bucket_size=BUCKET)
     report = ss.Plan(plan.architecture, plan.cluster, plan.recipe, layout).memory()
-    ranks = [answer[str(stage)] for answer in found]
+    ranks = [answer[str(stage)] for answer in rank_results]
     assert {rank["parameters"] for rank in ranks} == {report.at("rest")["parameters"]}
     assert {rank["optimizer"] for rank in ranks} == {report.at("rest")["optimizer"]}
     # Whole tensors that a partition touches: ranks differ, and the report is of the fullest.
@@ -53,14 +53,14 @@ def test_tensor_bytes_of_real_ranks_equal_the_formulas(
     if stage == 3:
         assert ranks[0]["bucket"] == 2 * BUCKET
         assert persistent == 2 * plan.architecture.num_parameters - 2 * sum(
-            size for size in sizes(plan.architecture) if size > 100_000
+            size for size in count_tensor_elements(plan.architecture) if size > 100_000
         )
     else:
         assert report.at("rest")["gather_buffers"] == ranks[0]["bucket"] == 0
 
 
-def sizes(arch: ss.Architecture) -> list[int]:
-    """Elements of every tensor, as transformers makes them."""
+def count_tensor_elements(arch: ss.Architecture) -> list[int]:
+    """Count the elements of every tensor, as transformers makes them."""
     torch = needs("torch")
     from shardscope.training.model.model import build_model
 

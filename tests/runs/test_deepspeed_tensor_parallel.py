@@ -46,16 +46,16 @@ KEPT_FAMILIES = ("qwen3",)
 def plan_of(name: str, num_ranks: int = 2) -> Any:
     """Four rows a step in micro-batches of one, of which each group of two ranks has as many."""
     fields: dict[str, Any] = {"architecture": LLAMA, **{**PLANS, **OVER_FOUR}[name]}
-    return made(num_ranks, **fields)
+    return make_plan(num_ranks, **fields)
 
 
-def made(num_ranks: int = 2, **fields: Any) -> Any:
+def make_plan(num_ranks: int = 2, **fields: Any) -> Any:
     layout = {"tp": 2, "stage": 1, **fields.pop("layout", {})}
     rows = {"micro_batch_size": 1, "global_batch_size": 4}
     return tiny_plan("zero", num_ranks, **{**rows, **fields}, layout=layout)
 
 
-def fresh(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
+def set_up_engine(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
     from shardscope.training.model.model import build_model
 
     ctx.plan = plan
@@ -65,17 +65,17 @@ def fresh(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
     return engine
 
 
-def share(engine: Any, step: int) -> dict[str, Any]:
+def take_rank_rows(engine: Any, step: int) -> dict[str, Any]:
     return {
         name: rows.chunk(engine.num_data_ranks)[engine.data_rank] for name, rows in whole_batch(step).items()
     }
 
 
-def trained(ctx: StandInContext, plan: Any) -> dict[str, Any]:
-    engine = fresh(ctx, plan)
+def train_plan(ctx: StandInContext, plan: Any) -> dict[str, Any]:
+    engine = set_up_engine(ctx, plan)
     losses, norms = [], []
     for step in range(NUM_STEPS):
-        losses.append(engine.step(share(engine, step)))
+        losses.append(engine.step(take_rank_rows(engine, step)))
         norms.append(engine.grad_norm)
     return {
         "losses": losses,
@@ -91,14 +91,14 @@ def all_of_them(ctx: StandInContext) -> dict[str, Any]:
 
     memory_watch.WATCHED_STEPS = ()  # The census looks at every operator.
     names = PLANS if ctx.world_size == 2 else OVER_FOUR
-    found: dict[str, Any] = {name: trained(ctx, plan_of(name, ctx.world_size)) for name in names}
+    found: dict[str, Any] = {name: train_plan(ctx, plan_of(name, ctx.world_size)) for name in names}
     if ctx.world_size == 2:
-        found["kept"] = {name: kept(ctx, name) for name in ("zero-1 tied", "zero-2 bf16")}
+        found["kept"] = {name: resume_and_export(ctx, name) for name in ("zero-1 tied", "zero-2 bf16")}
         for family in KEPT_FAMILIES:
-            found[family] = trained(ctx, made(architecture=of_family(family)))
+            found[family] = train_plan(ctx, make_plan(architecture=of_family(family)))
         found["left whole"] = left_whole(ctx)
         # Parts of an earlier engine must not reach one without them.
-        found["without"] = trained(
+        found["without"] = train_plan(
             ctx, tiny_plan("zero", 2, architecture=LLAMA, layout={"stage": 1, "tp": 1})
         )
     return found
@@ -111,7 +111,7 @@ def left_whole(ctx: StandInContext) -> str:
     own = DeepSpeedEngine._apply_autotp_partitioning
     DeepSpeedEngine._apply_autotp_partitioning = lambda self, *_: {}
     try:
-        fresh(ctx, plan_of("zero-0"))
+        set_up_engine(ctx, plan_of("zero-0"))
     except RuntimeError as error:
         return str(error)
     finally:
@@ -119,24 +119,26 @@ def left_whole(ctx: StandInContext) -> str:
     return "went on"
 
 
-def kept(ctx: StandInContext, name: str) -> dict[str, Any]:
-    """A checkpoint gone on from by a new engine, and an export opened by transformers."""
+def resume_and_export(ctx: StandInContext, name: str) -> dict[str, Any]:
+    """Resume a checkpoint in a new engine, and open an export with transformers."""
     from transformers import AutoModelForCausalLM
 
-    engine = fresh(ctx, plan_of(name))
+    engine = set_up_engine(ctx, plan_of(name))
     for step in range(SAVED_AFTER):
-        engine.step(share(engine, step))
+        engine.step(take_rank_rows(engine, step))
     wait = engine.begin_save(f"kept/{name}")
-    went_on = engine.step(share(engine, SAVED_AFTER))
+    went_on = engine.step(take_rank_rows(engine, SAVED_AFTER))
     wait()
-    engine = fresh(ctx, plan_of(name), seed=7)
+    engine = set_up_engine(ctx, plan_of(name), seed=7)
     engine.load(f"kept/{name}")
     engine.export(f"exported/{name}")
     opened = AutoModelForCausalLM.from_pretrained(ctx.folder / "exported" / name)
     with torch.no_grad():
         loss = float(opened(**whole_batch(SAVED_AFTER)).loss)
-    again = [engine.step(share(engine, step)) for step in range(SAVED_AFTER, NUM_STEPS)]
-    other = fresh(ctx, tiny_plan("zero", 2, architecture=LLAMA, layout={"stage": engine.plan.layout.stage}))
+    again = [engine.step(take_rank_rows(engine, step)) for step in range(SAVED_AFTER, NUM_STEPS)]
+    other = set_up_engine(
+        ctx, tiny_plan("zero", 2, architecture=LLAMA, layout={"stage": engine.plan.layout.stage})
+    )
     try:
         other.load(f"kept/{name}")
         words = "loaded"
@@ -146,8 +148,8 @@ def kept(ctx: StandInContext, name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """By plan, what each rank found."""
+def results_by_plan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of each rank, by plan."""
     by_plan: dict[str, Any] = {}
     for num_ranks, name in ((2, "zero-0"), (4, "zero-1 over four")):
         plan = plan_of(name, num_ranks)
@@ -159,10 +161,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @thorough()
 @pytest.mark.parametrize("name", [*PLANS, *OVER_FOUR])
-def test_losses_equal_those_of_plain_torch(name: str, found: dict[str, Any]) -> None:
-    plan = plan_of(name, len(found[name]))
+def test_losses_equal_those_of_plain_torch(name: str, results_by_plan: dict[str, Any]) -> None:
+    plan = plan_of(name, len(results_by_plan[name]))
     expected, half = plain_torch(plan.architecture), plan.recipe.precision != "fp32"
-    for rank, one in enumerate(found[name]):
+    for rank, one in enumerate(results_by_plan[name]):
         assert one["losses"] == pytest.approx(expected["losses"], abs=0.02 if half else 1e-5)
         assert one["norms"] == pytest.approx(expected["norms"], rel=0.05 if half else 1e-4)
         assert one["data"] == [rank // 2, plan.world_size // 2]
@@ -170,20 +172,20 @@ def test_losses_equal_those_of_plain_torch(name: str, found: dict[str, Any]) -> 
 
 @thorough()
 @pytest.mark.parametrize("name", [*PLANS, *OVER_FOUR])
-def test_measured_bytes_equal_the_prediction(name: str, found: dict[str, Any]) -> None:
-    report = plan_of(name, len(found[name])).memory()
-    held = [rank["held"] for rank in found[name]]
+def test_measured_bytes_equal_the_prediction(name: str, results_by_plan: dict[str, Any]) -> None:
+    report = plan_of(name, len(results_by_plan[name])).memory()
+    held = [rank["held"] for rank in results_by_plan[name]]
     assert {one["parameters"] for one in held} == {report.at("rest")["parameters"]}
     assert {one["optimizer"] for one in held} == {report.at("rest")["optimizer"]}
     assert max(one["gradients"] for one in held) == report.at("optimizer")["gradients"]
 
 
 def families_alone(ctx: StandInContext) -> dict[str, Any]:
-    return {family: trained(ctx, made(architecture=of_family(family))) for family in AUTOTP_TRAINED}
+    return {family: train_plan(ctx, make_plan(architecture=of_family(family))) for family in AUTOTP_TRAINED}
 
 
 @pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def family_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     plan = plan_of("zero-0")
     before_fork(plan, "cpu")
     ranks = on_ranks(2, plan, families_alone, tmp_path_factory.mktemp("families"))
@@ -193,7 +195,9 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @thorough()
 @pytest.mark.parametrize("family", few(AUTOTP_TRAINED, KEPT_FAMILIES))
 def test_each_family_trains_like_one_process(family: str, request: pytest.FixtureRequest) -> None:
-    ranks = request.getfixturevalue("found" if family in KEPT_FAMILIES else "families")[family]
+    ranks = request.getfixturevalue("results_by_plan" if family in KEPT_FAMILIES else "family_results")[
+        family
+    ]
     expected = plain_torch(of_family(family))
     for rank in ranks:
         assert rank["losses"] == pytest.approx(expected["losses"], abs=1e-5)
@@ -201,28 +205,28 @@ def test_each_family_trains_like_one_process(family: str, request: pytest.Fixtur
 
 
 @thorough()
-def test_the_engine_record_names_the_sharded_modules(found: dict[str, Any]) -> None:
-    record = found["zero-1 over four"][3]["engine"]
+def test_the_engine_record_names_the_sharded_modules(results_by_plan: dict[str, Any]) -> None:
+    record = results_by_plan["zero-1 over four"][3]["engine"]
     assert record["sentence"] == (
         "DeepSpeed ZeRO-1: optimizer state is partitioned over 2 ranks (gloo, cpu); AutoTP shards 15 of 21 "
         "tensors over 2 ranks, fp32 compute"
     )
     assert (record["tp"], record["tp_ranks"]) == (2, [2, 3])
     assert record["num_parameters"] == LLAMA.num_parameters
-    assert "DeepSpeed did not shard 14: " in found["left whole"][0]
+    assert "DeepSpeed did not shard 14: " in results_by_plan["left whole"][0]
 
 
 @thorough()
-def test_an_engine_without_tensor_parallelism_follows_one_with_it(found: dict[str, Any]) -> None:
-    one = found["without"][0]
+def test_an_engine_without_tensor_parallelism_follows_one_with_it(results_by_plan: dict[str, Any]) -> None:
+    one = results_by_plan["without"][0]
     assert one["losses"] == pytest.approx(plain_torch(LLAMA)["losses"], abs=1e-5)
     assert "AutoTP" not in one["engine"]["sentence"]
 
 
 @thorough()
 @pytest.mark.parametrize("name", ["zero-1 tied", "zero-2 bf16"])
-def test_a_new_engine_resumes_from_the_checkpoint(name: str, found: dict[str, Any]) -> None:
-    straight, of_kept = found[name][0]["losses"], found["kept"][0][name]
+def test_a_new_engine_resumes_from_the_checkpoint(name: str, results_by_plan: dict[str, Any]) -> None:
+    straight, of_kept = results_by_plan[name][0]["losses"], results_by_plan["kept"][0][name]
     assert of_kept["went_on"] == pytest.approx(straight[SAVED_AFTER], abs=1e-6)
     assert of_kept["again"] == pytest.approx(straight[SAVED_AFTER:], abs=1e-6)
     assert of_kept["exported"] == pytest.approx(straight[SAVED_AFTER], abs=0.03 if "bf16" in name else 1e-5)
@@ -243,6 +247,6 @@ def test_a_new_engine_resumes_from_the_checkpoint(name: str, found: dict[str, An
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_unsupported_plans_raise_before_any_rank_starts(fields: dict[str, Any], words: str) -> None:
-    plan = made(**{"architecture": LLAMA, **fields})
+    plan = make_plan(**{"architecture": LLAMA, **fields})
     refusal = why_not_trained(plan)
     assert refusal is not None and words in refusal and "Nearest fix" in refusal

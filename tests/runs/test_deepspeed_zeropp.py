@@ -35,7 +35,7 @@ def held_second(engine: Any) -> int:
     return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
 
-def trained(ctx: StandInContext) -> dict[str, Any]:
+def train_every_plan(ctx: StandInContext) -> dict[str, Any]:
     from shardscope.training.accounting import memory_watch
     from shardscope.training.model.model import build_model
 
@@ -56,25 +56,25 @@ def trained(ctx: StandInContext) -> dict[str, Any]:
         engine._module.step = step
         losses = []
         for number in range(3):
-            rows = batch(number).chunk(ctx.world_size)[ctx.rank]
+            rows = make_batch(number).chunk(ctx.world_size)[ctx.rank]
             losses.append(engine.step({"input_ids": rows, "labels": rows.clone()}))
         found[method] = {"losses": losses, "second": held[-2:], "engine": ctx.records["engine"]}
     return found
 
 
-def batch(step: int) -> Any:
+def make_batch(step: int) -> Any:
     return torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(step))
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def rank_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     plan = plan_of("full")
     before_fork(plan, "cpu")
     folder: Path = tmp_path_factory.mktemp("hpz")
-    return on_ranks(4, plan, trained, folder)
+    return on_ranks(4, plan, train_every_plan, folder)
 
 
-def test_losses_equal_those_of_plain_torch(found: list[dict[str, Any]]) -> None:
+def test_losses_equal_those_of_plain_torch(rank_results: list[dict[str, Any]]) -> None:
     from shardscope.training.model.model import build_model
     from shardscope.training.optimizers.optimizers import build_optimizer
 
@@ -83,22 +83,24 @@ def test_losses_equal_those_of_plain_torch(found: list[dict[str, Any]]) -> None:
     optimizer = build_optimizer("adamw", list(model.parameters()), 1e-2)
     losses = []
     for step in range(3):
-        loss = model(input_ids=batch(step), labels=batch(step)).loss
+        loss = model(input_ids=make_batch(step), labels=make_batch(step)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert found[0]["full"]["losses"] == pytest.approx(losses, abs=1e-4)
+    assert rank_results[0]["full"]["losses"] == pytest.approx(losses, abs=1e-4)
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_secondary_partitions_have_the_predicted_size(method: str, found: list[dict[str, Any]]) -> None:
+def test_secondary_partitions_have_the_predicted_size(
+    method: str, rank_results: list[dict[str, Any]]
+) -> None:
     """Before the update those of all that forward released, after it those of what is frozen."""
     report, none = plan_of(method).memory(), tiny_report(method)
-    for phase, seen in zip(("optimizer", "rest"), found[0][method]["second"], strict=True):
+    for phase, seen in zip(("optimizer", "rest"), rank_results[0][method]["second"], strict=True):
         planned = report.at(phase)["gather_buffers"] - none.at(phase)["gather_buffers"]
-        assert {rank[method]["second"][phase == "rest"] for rank in found} == {seen} == {planned}
+        assert {rank[method]["second"][phase == "rest"] for rank in rank_results} == {seen} == {planned}
 
 
 def tiny_report(method: str) -> Any:
@@ -109,8 +111,8 @@ def tiny_report(method: str) -> Any:
     return replace(plan, layout=replace(plan.layout, zero_hpz_partition_size=1)).memory()
 
 
-def test_the_engine_record_names_the_option(found: list[dict[str, Any]]) -> None:
-    record = found[0]["full"]["engine"]
+def test_the_engine_record_names_the_option(rank_results: list[dict[str, Any]]) -> None:
+    record = rank_results[0]["full"]["engine"]
     assert record["zero_hpz_partition_size"] == 2
     assert record["sentence"].endswith(
         "a secondary partition of the weights over 2 ranks (hpZ), fp32 compute"

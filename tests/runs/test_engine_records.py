@@ -17,7 +17,7 @@ from shardscope.training.model.recompute import apply_recompute, check_recompute
 
 
 def set_up(ctx: StandInContext, plan: Any, **replaced: Any) -> str | dict[str, Any]:
-    """The record of a fresh engine of ``plan``, or why it fails; ``replaced``: names of its module."""
+    """Return the record of a new engine of ``plan``, or its error; ``replaced``: names of its module."""
     from shardscope.frameworks.engines import get_engine_class
     from shardscope.frameworks.fsdp2.engine import engine
     from shardscope.training import micro_batch_engine
@@ -44,11 +44,11 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-def options(ctx: StandInContext) -> dict[str, Any]:
+def read_errors(ctx: StandInContext) -> dict[str, Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    def sharded(module: Any, **fields: Any) -> Any:
-        """``fully_shard`` of an engine that does something else than the plan says."""
+    def shard_differently(module: Any, **fields: Any) -> Any:
+        """Call ``fully_shard`` with other options than the plan's."""
         changed = {name: value for name, value in others.items() if fields.get(name) is not None}
         return fully_shard(module, **{**fields, **changed})
 
@@ -56,11 +56,15 @@ def options(ctx: StandInContext) -> dict[str, Any]:
         name: set_up(ctx, tiny_plan("fsdp2", 1, **fields)) for name, fields in ASKED.items()
     }
     others: dict[str, Any] = {"reshard_after_forward": False}
-    found["resharded"] = set_up(ctx, tiny_plan("fsdp2", 1), fully_shard=sharded)
+    found["resharded"] = set_up(ctx, tiny_plan("fsdp2", 1), fully_shard=shard_differently)
     others = {"offload_policy": OffloadPolicy()}
-    found["at home"] = set_up(ctx, tiny_plan("fsdp2", 1, layout={"offload": "cpu"}), fully_shard=sharded)
+    found["at home"] = set_up(
+        ctx, tiny_plan("fsdp2", 1, layout={"offload": "cpu"}), fully_shard=shard_differently
+    )
     others = {"mp_policy": MixedPrecisionPolicy()}
-    found["in fp32"] = set_up(ctx, tiny_plan("fsdp2", 1, precision="bf16-mixed"), fully_shard=sharded)
+    found["in fp32"] = set_up(
+        ctx, tiny_plan("fsdp2", 1, precision="bf16-mixed"), fully_shard=shard_differently
+    )
     nothing: Any = lambda *_: 0  # noqa: E731
     for framework in ("ddp", "fsdp2"):
         plan = tiny_plan(framework, 1, recompute="full")
@@ -82,15 +86,15 @@ def accumulated_in_a_static_graph() -> str:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All cases on one rank: it has shards, a policy and layers as many have."""
-    one: dict[str, Any] = on_ranks(1, tiny_plan("fsdp2", 1), options, tmp_path_factory.mktemp("finds"))[0]
+def errors_by_case(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The record or error of each case, all on one rank: it has shards, a policy and layers as many have."""
+    one: dict[str, Any] = on_ranks(1, tiny_plan("fsdp2", 1), read_errors, tmp_path_factory.mktemp("finds"))[0]
     return one
 
 
-def test_engine_records_contain_the_options_in_effect(found: dict[str, Any]) -> None:
+def test_engine_records_contain_the_options_in_effect(errors_by_case: dict[str, Any]) -> None:
     names = ("reshard_after_forward", "offload", "recompute", "num_recomputed_layers", "precision")
-    told = {case: tuple(found[case][name] for name in names) for case in ASKED}
+    told = {case: tuple(errors_by_case[case][name] for name in names) for case in ASKED}
     assert told == {
         "as it comes": (True, None, "none", 0, "fp32"),
         "kept": (False, None, "none", 0, "fp32"),
@@ -99,14 +103,17 @@ def test_engine_records_contain_the_options_in_effect(found: dict[str, Any]) -> 
     }
 
 
-def test_engine_records_contain_prefetching_and_ddp_options(found: dict[str, Any]) -> None:
-    assert found["as it comes"]["prefetch"] == {"forward": "implicit", "backward": "implicit"}
-    assert found["ddp"]["static_graph"] is False and found["ddp"]["find_unused_parameters"] is False
+def test_engine_records_contain_prefetching_and_ddp_options(errors_by_case: dict[str, Any]) -> None:
+    assert errors_by_case["as it comes"]["prefetch"] == {"forward": "implicit", "backward": "implicit"}
+    assert (
+        errors_by_case["ddp"]["static_graph"] is False
+        and errors_by_case["ddp"]["find_unused_parameters"] is False
+    )
 
 
-def test_torch_still_cannot_accumulate_with_static_graph(found: dict[str, Any]) -> None:
+def test_torch_still_cannot_accumulate_with_static_graph(errors_by_case: dict[str, Any]) -> None:
     """Where it can, DDP's engine may set ``static_graph`` for more than one micro-batch."""
-    assert "expect_autograd_hooks_" in found["accumulated, static"]
+    assert "expect_autograd_hooks_" in errors_by_case["accumulated, static"]
 
 
 @pytest.mark.parametrize(
@@ -122,9 +129,11 @@ def test_torch_still_cannot_accumulate_with_static_graph(found: dict[str, Any]) 
         ("not recomputed, fsdp2", "the plan says recompute='full' in every layer"),
     ],
 )
-def test_another_option_than_the_plans_fails_the_run(case: str, words: str, found: dict[str, Any]) -> None:
-    assert isinstance(found[case], str), "it went on"
-    assert words in found[case]
+def test_another_option_than_the_plans_fails_the_run(
+    case: str, words: str, errors_by_case: dict[str, Any]
+) -> None:
+    assert isinstance(errors_by_case[case], str), "it went on"
+    assert words in errors_by_case[case]
 
 
 class Layers(torch.nn.Module):

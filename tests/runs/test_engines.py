@@ -54,8 +54,8 @@ def five_losses(ctx: StandInContext) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One process, plain autograd through the DDP engine of one rank, the whole batch at once."""
+def reference_result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Losses of one process: plain autograd through the DDP engine of one rank, the whole batch at once."""
     plan = tiny_plan("ddp", 1, micro_batch_size=4)
     return on_ranks(1, plan, five_losses, tmp_path_factory.mktemp("reference"))[0]
 
@@ -64,7 +64,7 @@ def close(losses: list[float], expected: list[float], tolerance: float = 1e-4) -
     return max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < tolerance
 
 
-def test_the_reference_losses_are_plain_torchs(reference: dict[str, Any]) -> None:
+def test_the_reference_losses_are_plain_torchs(reference_result: dict[str, Any]) -> None:
     """No engine at all gives the reference's losses."""
     from shardscope.training.model.model import build_model
     from shardscope.training.optimizers.optimizers import build_optimizer
@@ -82,13 +82,13 @@ def test_the_reference_losses_are_plain_torchs(reference: dict[str, Any]) -> Non
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert close(losses, reference["losses"], 1e-5)
+    assert close(losses, reference_result["losses"], 1e-5)
     assert losses[-1] < losses[0]
 
 
-def test_ddp_on_two_ranks(reference: dict[str, Any], tmp_path: Path) -> None:
+def test_ddp_on_two_ranks(reference_result: dict[str, Any], tmp_path: Path) -> None:
     first, second = on_ranks(2, tiny_plan("ddp", 2), five_losses, tmp_path)
-    assert close(first["losses"], reference["losses"])
+    assert close(first["losses"], reference_result["losses"])
     assert first["losses"] == second["losses"]
     assert first["engine"]["module"] == "DistributedDataParallel"
     assert first["engine"]["world_size"] == first["engine"]["data_parallel"] == 2
@@ -101,10 +101,10 @@ def test_ddp_on_two_ranks(reference: dict[str, Any], tmp_path: Path) -> None:
     assert abs(first["memory"]["optimizer"] - 2 * whole) < 1000
 
 
-def test_fsdp2_on_two_ranks(reference: dict[str, Any], tmp_path: Path) -> None:
+def test_fsdp2_on_two_ranks(reference_result: dict[str, Any], tmp_path: Path) -> None:
     first, second = on_ranks(2, tiny_plan("fsdp2", 2), five_losses, tmp_path)
-    assert close(first["losses"], reference["losses"])
-    assert abs(first["grad_norm"] - reference["grad_norm"]) < 1e-4
+    assert close(first["losses"], reference_result["losses"])
+    assert abs(first["grad_norm"] - reference_result["grad_norm"]) < 1e-4
     record = first["engine"]
     assert record["sentence"] == (
         "FSDP2: all 21 parameter tensors are DTensors, sharded over 2 ranks (gloo, cpu), fp32 compute"
@@ -119,18 +119,18 @@ def test_fsdp2_on_two_ranks(reference: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
 def test_gradient_accumulation_equals_the_large_batch(
-    framework: str, reference: dict[str, Any], tmp_path: Path
+    framework: str, reference_result: dict[str, Any], tmp_path: Path
 ) -> None:
     plan = tiny_plan(framework, 2, num_micro_batches=2, micro_batch_size=1)
-    assert close(on_ranks(2, plan, five_losses, tmp_path)[0]["losses"], reference["losses"])
+    assert close(on_ranks(2, plan, five_losses, tmp_path)[0]["losses"], reference_result["losses"])
 
 
 @thorough()
-def test_hybrid_sharding_with_accumulation(reference: dict[str, Any], tmp_path: Path) -> None:
+def test_hybrid_sharding_with_accumulation(reference_result: dict[str, Any], tmp_path: Path) -> None:
     """Two replicas of one shard each: the all-reduce is held back until the last micro-batch."""
     plan = tiny_plan("fsdp2", 2, num_micro_batches=2, micro_batch_size=1, layout={"replicate": 2})
     result = on_ranks(2, plan, five_losses, tmp_path)[0]
-    assert close(result["losses"], reference["losses"])
+    assert close(result["losses"], reference_result["losses"])
     assert result["engine"]["mesh_shape"] == [2, 1]
     assert "sharded over 1 rank in each of 2 copies (gloo, cpu)" in result["engine"]["sentence"]
 
@@ -143,10 +143,10 @@ def test_hybrid_sharding_with_accumulation(reference: dict[str, Any], tmp_path: 
     ),
 )
 def test_recomputation_changes_no_loss(
-    framework: str, recompute: str, reference: dict[str, Any], tmp_path: Path
+    framework: str, recompute: str, reference_result: dict[str, Any], tmp_path: Path
 ) -> None:
     plan = tiny_plan(framework, 2, recompute=recompute)
-    assert close(on_ranks(2, plan, five_losses, tmp_path)[0]["losses"], reference["losses"])
+    assert close(on_ranks(2, plan, five_losses, tmp_path)[0]["losses"], reference_result["losses"])
 
 
 def uneven_labels(ctx: StandInContext) -> float:
@@ -178,10 +178,10 @@ def test_every_labelled_token_is_weighted_once(tmp_path: Path) -> None:
     ],
 )
 def test_other_methods_and_precisions_train(
-    framework: str, fields: dict[str, Any], reference: dict[str, Any], tmp_path: Path
+    framework: str, fields: dict[str, Any], reference_result: dict[str, Any], tmp_path: Path
 ) -> None:
     result = on_ranks(2, tiny_plan(framework, 2, **fields), five_losses, tmp_path)[0]
-    assert close(result["losses"], reference["losses"], 0.15 if "precision" in fields else 1e-4)
+    assert close(result["losses"], reference_result["losses"], 0.15 if "precision" in fields else 1e-4)
     kept = "bfloat16" if fields.get("precision") == "bf16" else "float32"
     assert result["engine"]["parameter_dtypes"] == [kept]
     compute = {"bf16-mixed": "bf16", "fp16-mixed": "fp16", "bf16": "bf16"}.get(
@@ -224,7 +224,7 @@ def test_a_checkpoint_continues_exactly(framework: str, tmp_path: Path) -> None:
     assert result["left"] == ["three"]
 
 
-def adapters(ctx: StandInContext) -> dict[str, Any]:
+def train_adapters(ctx: StandInContext) -> dict[str, Any]:
     set_up(ctx)
     from shardscope.training.optimizers.gradients import local_shard
 
@@ -263,7 +263,7 @@ def test_lora_trains_only_adapters(framework: str, precision: str, tmp_path: Pat
     needs("peft")
     targets = ("q_proj", "v_proj")
     plan = tiny_plan(framework, 2, method="lora", lora_rank=4, lora_targets=targets, precision=precision)
-    result = on_ranks(2, plan, adapters, tmp_path)[0]
+    result = on_ranks(2, plan, train_adapters, tmp_path)[0]
     frozen = {"bf16-mixed": "torch.bfloat16", "fp16-mixed": "torch.float16", "fp32": "torch.float32"}
     # JSON knows no other keys than words.
     assert result["dtypes"] == {"true": ["torch.float32"], "false": [frozen[precision]]}
@@ -282,7 +282,7 @@ def test_lora_trains_only_adapters(framework: str, precision: str, tmp_path: Pat
     assert size < tiny_llama().num_parameters
 
 
-def refusal(ctx: StandInContext) -> str:
+def read_refusal(ctx: StandInContext) -> str:
     try:
         set_up(ctx)
     except (ValueError, RuntimeError) as error:
@@ -295,14 +295,14 @@ def test_unsupported_fsdp2_plans_raise(tmp_path: Path) -> None:
     plan = tiny_plan("fsdp2", 2, layout={"cp": 2}, recompute="offload")
     words = why_not_trained(plan)
     assert words is not None and "ring attention saves DTensors" in words
-    assert on_ranks(2, plan, refusal, tmp_path) == [f"FieldError: {words}"] * 2
+    assert on_ranks(2, plan, read_refusal, tmp_path) == [f"FieldError: {words}"] * 2
 
 
 def without_sharding(ctx: StandInContext) -> str:
     from shardscope.frameworks.fsdp2.engine import engine
 
     engine.fully_shard = lambda module, **_: module
-    return refusal(ctx)
+    return read_refusal(ctx)
 
 
 def with_half_the_mesh(ctx: StandInContext) -> str:
@@ -313,7 +313,7 @@ def with_half_the_mesh(ctx: StandInContext) -> str:
     engine.init_device_mesh = lambda kind, shape, mesh_dim_names: init_device_mesh(
         kind, (2, 1), mesh_dim_names=("replicate", "shard")
     )["shard"]
-    return refusal(ctx)
+    return read_refusal(ctx)
 
 
 def without_ddp(ctx: StandInContext) -> str:
@@ -325,7 +325,7 @@ def without_ddp(ctx: StandInContext) -> str:
             self.module = module
 
     engine.DistributedDataParallel.__new__ = lambda cls, *a, **k: Bare(*a)  # type: ignore[method-assign]
-    return refusal(ctx)
+    return read_refusal(ctx)
 
 
 @pytest.mark.parametrize(
@@ -482,8 +482,8 @@ def test_relative_checkpoints_are_in_the_run_folder(tmp_path: Path, monkeypatch:
     assert not list(elsewhere.iterdir())
 
 
-def classified(ctx: StandInContext) -> list[float]:
-    """Three steps of a classifier whose labels are one class a row, some of them left out."""
+def train_classifier(ctx: StandInContext) -> list[float]:
+    """Take three steps of a classifier whose labels are one class a row, some of them left out."""
 
     class Classifier(torch.nn.Module):
         def __init__(self) -> None:
@@ -512,11 +512,11 @@ def test_a_classification_loss_weights_every_label_once(
     framework: str, num_micro_batches: int, tmp_path: Path
 ) -> None:
     whole = tiny_plan("ddp", 1, micro_batch_size=8)
-    expected = on_ranks(1, whole, classified, tmp_path / "one")[0]
+    expected = on_ranks(1, whole, train_classifier, tmp_path / "one")[0]
     plan = tiny_plan(
         framework, 2, num_micro_batches=num_micro_batches, micro_batch_size=4 // num_micro_batches
     )
-    assert close(on_ranks(2, plan, classified, tmp_path / "two")[0], expected, 1e-5)
+    assert close(on_ranks(2, plan, train_classifier, tmp_path / "two")[0], expected, 1e-5)
 
 
 def labelled_singly(ctx: StandInContext) -> list[float]:
@@ -531,7 +531,7 @@ def test_a_batch_with_a_single_label_trains(tmp_path: Path) -> None:
     assert on_ranks(2, tiny_plan("ddp", 2), labelled_singly, tmp_path) == [[1.0], [1.0]]
 
 
-def pretrained(ctx: StandInContext) -> dict[str, Any]:
+def pretrain(ctx: StandInContext) -> dict[str, Any]:
     from shardscope.training.tasks.pretrain import Pretrain
 
     printed = io.StringIO()
@@ -543,7 +543,7 @@ def pretrained(ctx: StandInContext) -> dict[str, Any]:
 @pytest.mark.parametrize("framework", few(["ddp", "fsdp2"], ["fsdp2"]))
 def test_pretraining_learns_real_text(framework: str, tmp_path: Path) -> None:
     plan = tiny_plan(framework, 2, micro_batch_size=8)
-    first, second = on_ranks(2, plan, pretrained, tmp_path)
+    first, second = on_ranks(2, plan, pretrain, tmp_path)
     losses = [line["loss"] for line in first["lines"]]
     assert len(losses) == 40 and losses == [line["loss"] for line in second["lines"]]
     assert losses[0] > 7.5 and losses[-1] < losses[0] - 1.0
@@ -590,8 +590,8 @@ def test_a_stopped_run_resumes_at_its_last_step(tmp_path: Path) -> None:
     assert result["parts"] == result["whole"]
 
 
-def steered(ctx: Any) -> None:
-    """Training, and how often this rank looked at the control file."""
+def train_counting_control_reads(ctx: Any) -> None:
+    """Train, and log how often this rank read the control file."""
     from shardscope.training.tasks.pretrain import Pretrain
 
     Pretrain(num_steps=100_000, learning_rate=1e-4)(ctx)
@@ -607,7 +607,7 @@ def recorded_steps(run: Any, rank: int) -> int:
 @thorough()
 @pytest.mark.usefixtures("bounded_time", "nothing_left")
 def test_a_run_obeys_commands_at_the_same_step(tmp_path: Path) -> None:
-    run = launch(tiny_plan("fsdp2", 2), steered, folder=tmp_path)
+    run = launch(tiny_plan("fsdp2", 2), train_counting_control_reads, folder=tmp_path)
     seconds_until(lambda: len(run.metrics()) > 10 or run.status == "failed")
     for steps in ("many", 2):
         run.send("profile", steps=steps)

@@ -22,7 +22,7 @@ needs("transformers")
 needs("tokenizers")
 load_file = needs("safetensors.torch").load_file
 
-from exported_plans import FOUR, MORE, STORED, TWO, export_with_script, names, plan_of  # noqa: E402
+from exported_plans import FOUR, MORE, STORED, TWO, export_with_script, plan_of, select_plan_names  # noqa: E402
 from finetuned_models import small_model  # noqa: E402
 from gloo_ranks import StandInContext, on_ranks, tiny_llama  # noqa: E402
 
@@ -44,7 +44,7 @@ A_START = 24
 def run_made(
     ctx: StandInContext, plan: ss.Plan, folder: Path, text: Path, model: Path | None
 ) -> dict[str, Any]:
-    """The losses that the task logs, and the weights that its engine trains on this rank and exports."""
+    """Return the losses that the task logs, and the weights that its engine trains and exports."""
     own = replace(ctx, plan=plan, folder=folder, lines=[], records={})
     own.engine = get_engine_class(plan)(own)
     task: Any = ss.Pretrain(num_steps=NUM_STEPS, text=text, export=True)
@@ -73,11 +73,11 @@ def script_made(folder: Path, text: Path, model: Path | None) -> dict[str, Any]:
     made: dict[str, Any] = {}
     train_step = script.train_step
 
-    def seen(module: Any, *given: Any) -> Any:
+    def record_batch(module: Any, *given: Any) -> Any:
         made.update({} if made else parts_of(module))
         return train_step(module, *given)
 
-    script.train_step = seen
+    script.train_step = record_batch
     # The process group is up, and stays.
     script.dist = StaysUp(script.dist)
     if "drawn" in folder.name:
@@ -110,7 +110,7 @@ class StaysUp:
 
 
 def parts_of(wrapper: Any) -> dict[str, Any]:
-    """The wrapper, the kinds of tensors, and the elements that this rank holds and trains."""
+    """Return the wrapper, the kinds of tensors, and the elements that this rank holds and trains."""
     stage = getattr(wrapper, "zero_optimization_stage", None)
     model = wrapper if stage is None else wrapper.module
     parameters = list(model.parameters())
@@ -124,14 +124,14 @@ def parts_of(wrapper: Any) -> dict[str, Any]:
     }
 
 
-def both(ctx: StandInContext, some: list[str]) -> dict[str, Any]:
-    """Losses of run and script of some plans, in one spawn of ranks."""
+def train_run_and_script(ctx: StandInContext, some: list[str]) -> dict[str, Any]:
+    """Return the losses of run and script of some plans, in one spawn of ranks."""
     size = str(ctx.world_size)
     os.environ.update(RANK=str(ctx.rank), LOCAL_RANK=str(ctx.rank), WORLD_SIZE=size, DS_ACCELERATOR="cpu")
     text, found = ctx.folder / "text.txt", {}
     for name in some:
         with made_so(name):
-            model = stored(ctx.folder, name)
+            model = find_initial_model(ctx.folder, name)
             found[name] = {"run": run_made(ctx, plan_of(name), home_of(ctx, name), text, model)}
     for name in found:
         framework = plan_of(name).layout.framework
@@ -140,17 +140,19 @@ def both(ctx: StandInContext, some: list[str]) -> dict[str, Any]:
         if framework == "megatron":
             leave_model_parallel()
         with made_so(name):
-            found[name]["script"] = script_made(home_of(ctx, name), text, stored(ctx.folder, name))
+            found[name]["script"] = script_made(
+                home_of(ctx, name), text, find_initial_model(ctx.folder, name)
+            )
     return found
 
 
 def home_of(ctx: StandInContext, name: str) -> Path:
-    """The folder to which its plan was exported."""
+    """Return the folder to which its plan was exported."""
     return ctx.folder / name.replace(" ", "-")
 
 
-def stored(folder: Path, name: str) -> Path | None:
-    """The model that it begins from; None where weights are fresh."""
+def find_initial_model(folder: Path, name: str) -> Path | None:
+    """Return the model that training begins from; None if weights are random."""
     return folder / "models" / STORED[name] if name in STORED else None
 
 
@@ -161,24 +163,24 @@ def made_so(name: str) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def drawn_by_shard() -> Iterator[None]:
-    """Every model is a large one."""
+    """Treat every model as a large one."""
     before, building.HOST_BUILD_BYTES = building.HOST_BUILD_BYTES, 0
     yield
     building.HOST_BUILD_BYTES = before
 
 
 @pytest.fixture(scope="module")
-def found(
+def results_by_plan(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[dict[str, Any]]]:
-    """By plan of the selected tests, what run and script of each rank were."""
+    """Results of run and script of each rank, by plan of the selected tests."""
     needs("deepspeed")
     asked = {
         item.callspec.params["name"]  # type: ignore[attr-defined]
         for item in request.session.items
-        if item.fspath == request.node.fspath and "found" in getattr(item, "fixturenames", ())
+        if item.fspath == request.node.fspath and "results_by_plan" in getattr(item, "fixturenames", ())
     }
-    two, four = ([name for name in names(size) if name in asked] for size in (2, 4))
+    two, four = ([name for name in select_plan_names(size) if name in asked] for size in (2, 4))
     by_plan: dict[str, list[dict[str, Any]]] = {}
     starts = [(2, two[first : first + A_START]) for first in range(0, len(two), A_START)]
     for num_ranks, some in (*starts, *([(4, four)] if four else [])):
@@ -190,7 +192,7 @@ def found(
         for name in some:
             with made_so(name):
                 export_with_script(plan_of(name), folder / name.replace(" ", "-"))
-        ranks = on_ranks(num_ranks, plan_of(some[0]), partial(both, some=some), folder)
+        ranks = on_ranks(num_ranks, plan_of(some[0]), partial(train_run_and_script, some=some), folder)
         by_plan |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
     return by_plan
 
@@ -201,9 +203,9 @@ EVERY = few([*TWO, *FOUR], {*TWO, *FOUR} - MORE)
 @thorough()
 @pytest.mark.parametrize("name", EVERY)
 def test_the_exported_script_has_the_same_losses_as_the_run(
-    name: str, found: dict[str, list[dict[str, Any]]]
+    name: str, results_by_plan: dict[str, list[dict[str, Any]]]
 ) -> None:
-    run, script = (found[name][0][which]["losses"] for which in ("run", "script"))
+    run, script = (results_by_plan[name][0][which]["losses"] for which in ("run", "script"))
     assert len(run) == len(script) == NUM_STEPS
     assert len(set(run)) == NUM_STEPS
     # Half precision adds up in another order where the two call different kernels.
@@ -214,9 +216,9 @@ def test_the_exported_script_has_the_same_losses_as_the_run(
 @thorough()
 @pytest.mark.parametrize("name", EVERY)
 def test_the_exported_script_builds_what_the_plan_says(
-    name: str, found: dict[str, list[dict[str, Any]]]
+    name: str, results_by_plan: dict[str, list[dict[str, Any]]]
 ) -> None:
-    plan, ranks = plan_of(name), [rank["script"] for rank in found[name]]
+    plan, ranks = plan_of(name), [rank["script"] for rank in results_by_plan[name]]
     arch, degrees, made = plan.architecture, plan.degrees, ranks[0]
     if plan.layout.framework == "fsdp2":
         assert made["kinds"] == ["DTensor"]
@@ -224,7 +226,7 @@ def test_the_exported_script_builds_what_the_plan_says(
     adapters = count_adapter_parameters(arch, plan.recipe) if plan.recipe.has_adapters else 0
     assert made["trained"] == adapters or not adapters
     if plan.layout.framework == "megatron":
-        for rank in found[name]:
+        for rank in results_by_plan[name]:
             assert rank["script"]["held"] == rank["run"]["trained"]
     elif plan.layout.framework == "ddp":
         assert made["wrapper"] == "DistributedDataParallel"
@@ -242,9 +244,9 @@ def test_the_exported_script_builds_what_the_plan_says(
 @thorough()
 @pytest.mark.parametrize("name", EVERY)
 def test_transformers_opens_the_exported_scripts_checkpoint(
-    name: str, found: dict[str, list[dict[str, Any]]]
+    name: str, results_by_plan: dict[str, list[dict[str, Any]]]
 ) -> None:
-    plan, saved = plan_of(name), Path(found[name][0]["script"]["saved"])
+    plan, saved = plan_of(name), Path(results_by_plan[name][0]["script"]["saved"])
     if plan.recipe.has_adapters:
         assert (saved / "adapter_model.safetensors").is_file()
         return
@@ -265,10 +267,10 @@ def tensors_in(folder: Path) -> dict[str, Any]:
 @thorough()
 @pytest.mark.parametrize("name", EVERY)
 def test_the_exported_script_saves_the_same_weights_as_the_run(
-    name: str, found: dict[str, list[dict[str, Any]]]
+    name: str, results_by_plan: dict[str, list[dict[str, Any]]]
 ) -> None:
-    saved = tensors_in(Path(found[name][0]["script"]["saved"]))
-    exported = tensors_in(Path(found[name][0]["run"]["exported"]))
+    saved = tensors_in(Path(results_by_plan[name][0]["script"]["saved"]))
+    exported = tensors_in(Path(results_by_plan[name][0]["run"]["exported"]))
     assert {name: one.shape for name, one in saved.items()} == {n: one.shape for n, one in exported.items()}
     # Adam's step is as long for a gradient that is nothing but rounding; half precision rounds weights too.
     close = 1e-2 if "bf16" in name else 2e-3

@@ -59,8 +59,8 @@ PLANS: dict[str, ss.Plan] = {
 
 
 @pytest.fixture(params=PLANS)
-def exported(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A plan, and the folder with its export, from which everything below runs."""
+def exported_plan(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A plan, and the folder with its export, which is the working folder of the test."""
     plan = PLANS[request.param]
     plan.export(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -69,31 +69,31 @@ def exported(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
     return plan, tmp_path
 
 
-def needed(folder: Path, name: str) -> Path:
+def find_file(folder: Path, name: str) -> Path:
     if not (folder / name).exists():
         pytest.skip(f"this plan has no {name}, as its FILES.md says: other plans of this file run the test")
     return folder / name
 
 
-def test_accelerate_loads_its_yaml(exported: Any) -> None:
-    plan, folder = exported
+def test_accelerate_loads_its_yaml(exported_plan: Any) -> None:
+    plan, folder = exported_plan
     from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 
-    found = load_config_from_file(str(needed(folder, "accelerate_config.yaml")))
+    found = load_config_from_file(str(find_file(folder, "accelerate_config.yaml")))
     assert isinstance(found, ClusterConfig)
     assert found.num_processes == plan.world_size
     assert found.num_machines == plan.cluster.num_nodes
 
 
 def test_accelerate_launch_builds_the_plan_from_its_yaml(
-    exported: Any, monkeypatch: pytest.MonkeyPatch
+    exported_plan: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The environment that its launcher gives to ranks, and the plugins that they make of that."""
-    plan, folder = exported
+    """Return the environment that its launcher gives to ranks, and the plugins that they make of that."""
+    plan, folder = exported_plan
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-    config = needed(folder, "accelerate_config.yaml")
+    config = find_file(folder, "accelerate_config.yaml")
     arguments = launch_command_parser().parse_args(["--config_file", str(config), "script.py"])
     arguments, _, _ = _validate_launch_command(arguments)
     assert arguments.num_processes == plan.world_size
@@ -136,14 +136,14 @@ def test_accelerate_launch_builds_the_plan_from_its_yaml(
         assert plan.degrees.shard == plan.world_size
 
 
-def test_deepspeed_accepts_its_json(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, folder = exported
+def test_deepspeed_accepts_its_json(exported_plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, folder = exported_plan
     needs("deepspeed")
     from deepspeed.runtime.config import DeepSpeedConfig
 
     ranks = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: plan.degrees.data_parallel)
     monkeypatch.setattr("deepspeed.runtime.config.dist", ranks)
-    found = DeepSpeedConfig(str(needed(folder, "ds_config.json")))
+    found = DeepSpeedConfig(str(find_file(folder, "ds_config.json")))
     layout: Any = plan.layout
     assert found.train_batch_size == plan.recipe.global_batch_size
     assert found.train_micro_batch_size_per_gpu == plan.recipe.micro_batch_size
@@ -191,11 +191,13 @@ def test_every_exported_deepspeed_key_is_known_to_deepspeed() -> None:
         assert not invented, invented
 
 
-def test_transformers_accepts_the_exported_arguments(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, folder = exported
+def test_transformers_accepts_the_exported_arguments(
+    exported_plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, folder = exported_plan
     from transformers import HfArgumentParser, TrainingArguments
 
-    path = needed(folder, "training_arguments.yaml")
+    path = find_file(folder, "training_arguments.yaml")
     if plan.layout.framework == "deepspeed":
         needs("deepspeed")
     parser: Any = HfArgumentParser(TrainingArguments)  # type: ignore[arg-type]
@@ -293,8 +295,8 @@ CHOICES = {
 }
 
 
-def parsed(plan: ss.Plan) -> dict[str, Any]:
-    """The file as argparse takes it with those flags and no others."""
+def parse_megatron_arguments(plan: ss.Plan) -> dict[str, Any]:
+    """Parse the exported flags by an argparse parser that has those flags and no others."""
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     for name, kind in FLAGS.items():
         if kind is None:
@@ -335,7 +337,7 @@ def test_megatron_core_accepts_the_exported_values(name: str) -> None:
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     plan = PLANS[name]
-    flags = parsed(plan)
+    flags = parse_megatron_arguments(plan)
     assert set(flags) == {flag.replace("-", "_") for flag in build_arguments(plan)}
     kind = MLATransformerConfig if "multi_latent_attention" in flags else TransformerConfig
     names = {field.name for field in dataclasses.fields(kind)}
@@ -366,4 +368,4 @@ def test_every_family_that_megatron_supports_exports_known_flags() -> None:
     for arch in ss.models.values():
         plan = ss.Plan(arch, EIGHT, ss.Recipe(seq_len=512), ss.Layout.megatron())
         if any(file.name == "megatron_arguments.txt" for file in list_files(plan)):
-            assert parsed(plan)["hidden_size"] == arch.hidden_size
+            assert parse_megatron_arguments(plan)["hidden_size"] == arch.hidden_size

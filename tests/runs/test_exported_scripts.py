@@ -55,7 +55,7 @@ def test_exported_train_py_trains(framework: str, start: str, tmp_path: Path) ->
     export_with_script(plan, tmp_path)
     script = [str(ON_CPU), "train.py"] if framework == "megatron" else ["train.py"]
     options = ["--steps", "8", "--learning-rate", "1e-3", "--save", "saved"]
-    done = ran([*STARTS[start], *script, *options], tmp_path)
+    done = run_command([*STARTS[start], *script, *options], tmp_path)
     losses = [float(line.split()[3]) for line in done.splitlines() if line.startswith("step ")]
     assert len(losses) == 8
     assert losses[-1] < losses[0] - 1.0, losses
@@ -65,7 +65,7 @@ def test_exported_train_py_trains(framework: str, start: str, tmp_path: Path) ->
     assert saved.num_parameters() == MODEL.num_parameters
 
 
-def ran(command: list[str], folder: Path) -> str:
+def run_command(command: list[str], folder: Path) -> str:
     """Run a command in ``folder`` without this checkout on its path; return its output."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -82,7 +82,7 @@ def ran(command: list[str], folder: Path) -> str:
 def test_exported_torchrun_sh_starts_train_py(tmp_path: Path) -> None:
     plan = ss.Plan(MODEL, ss.Cluster.parse("2xcpu"), ss.Recipe(**RECIPE), ss.Layout.ddp())
     plan.export(tmp_path)
-    assert "step 2 loss" in ran(["./torchrun.sh", "--steps", "2"], tmp_path)
+    assert "step 2 loss" in run_command(["./torchrun.sh", "--steps", "2"], tmp_path)
 
 
 def test_another_number_of_ranks_than_the_plans_raises(tmp_path: Path) -> None:

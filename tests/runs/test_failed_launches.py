@@ -59,7 +59,7 @@ def check_nothing_left(folder: Path, before: set[int]) -> None:
 
 
 @pytest.fixture
-def leases() -> Iterator[set[int]]:
+def lease_descriptors() -> Iterator[set[int]]:
     yield set(lease._leases.write_ends)
 
 
@@ -86,7 +86,9 @@ def test_fault_53_a_run_trains_on_while_its_kernel_has_no_free_descriptor(
 
 
 @pytest.mark.parametrize("left", few(range(14), [0, 1, 4, 7]))
-def test_fault_61_a_launch_without_free_descriptors(left: int, tmp_path: Path, leases: set[int]) -> None:
+def test_fault_61_a_launch_without_free_descriptors(
+    left: int, tmp_path: Path, lease_descriptors: set[int]
+) -> None:
     """Whatever number is left, it launches or leaves nothing, and does not blame the folder."""
     try:
         with NoDescriptors(left):
@@ -95,7 +97,7 @@ def test_fault_61_a_launch_without_free_descriptors(left: int, tmp_path: Path, l
         # The system's words, of a file that a check reads before anything is made, do as well.
         assert "no free file descriptor" in str(error) or "Too many open files" in str(error), error
         assert "cannot be written" not in str(error)
-        check_nothing_left(tmp_path, leases)
+        check_nothing_left(tmp_path, lease_descriptors)
     else:
         run.stop()
         assert run.wait(60) == "stopped"
@@ -110,7 +112,7 @@ SHORTAGES = [
 
 @pytest.mark.parametrize(("number", "words"), SHORTAGES)
 def test_fault_61_a_supervisor_that_cannot_be_started(
-    number: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leases: set[int]
+    number: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lease_descriptors: set[int]
 ) -> None:
     def refuse_to_start(*_: Any, **__: Any) -> None:
         raise OSError(number, os.strerror(number))
@@ -119,18 +121,18 @@ def test_fault_61_a_supervisor_that_cannot_be_started(
     with pytest.raises(OSError, match=words) as caught:
         launch(make_plan(1), ENDLESS, folder=tmp_path / "new" / "runs")
     assert caught.value.errno == number and "cannot be written" not in str(caught.value)
-    check_nothing_left(tmp_path, leases)
+    check_nothing_left(tmp_path, lease_descriptors)
 
 
 @pytest.mark.parametrize("executable", ["/nowhere/bin/python", ""])
 def test_fault_61_a_deleted_interpreter(
-    executable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leases: set[int]
+    executable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lease_descriptors: set[int]
 ) -> None:
     monkeypatch.setattr(sys, "executable", executable)
     with pytest.raises(OSError, match=r"Python cannot be started from /nowhere|sys\.executable") as caught:
         launch(make_plan(1), ENDLESS, folder=tmp_path)
     assert "cannot be written" not in str(caught.value)
-    check_nothing_left(tmp_path, leases)
+    check_nothing_left(tmp_path, lease_descriptors)
 
 
 def test_fault_61_a_launcher_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,14 +181,14 @@ def test_fault_61_a_launch_that_raises_leaves_nothing(
     harm: Callable[[pytest.MonkeyPatch], None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    leases: set[int],
+    lease_descriptors: set[int],
 ) -> None:
     """Whatever raises after the supervisor was started."""
     harm(monkeypatch)
     with pytest.raises((OSError, MemoryError)) as caught:
         launch(make_plan(1), ENDLESS, folder=tmp_path, outlive_kernel=harm is break_handle)
     assert "cannot be written" not in str(caught.value)
-    check_nothing_left(tmp_path, leases)
+    check_nothing_left(tmp_path, lease_descriptors)
 
 
 class Interrupt:
@@ -219,7 +221,7 @@ class Interrupt:
         signal.signal(signal.SIGINT, self.handler)
 
 
-def test_fault_61_ctrl_c_inside_launch_leaves_nothing(tmp_path: Path, leases: set[int]) -> None:
+def test_fault_61_ctrl_c_inside_launch_leaves_nothing(tmp_path: Path, lease_descriptors: set[int]) -> None:
     """At points evenly spread over all lines that a launch executes, to the last one."""
     for _ in range(2):  # The first one imports, so it executes more lines than those after it.
         with Interrupt(-1) as interrupt:
@@ -245,7 +247,7 @@ def test_fault_61_ctrl_c_inside_launch_leaves_nothing(tmp_path: Path, leases: se
         assert not folder.exists(), f"point {point}: {list(folder.rglob('*'))}"
         seconds_until(lambda folder=folder: not processes_of(folder), 5)
     assert num_whole <= num_points // 10
-    seconds_until(lambda: lease._leases.write_ends <= leases, 5)
+    seconds_until(lambda: lease._leases.write_ends <= lease_descriptors, 5)
 
 
 def test_fault_61_threads_that_launch_one_name_at_the_same_instant(tmp_path: Path) -> None:

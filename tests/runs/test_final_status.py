@@ -17,7 +17,7 @@ import pytest
 import run_tasks
 import status_tasks as tasks
 from run_helpers import make_plan, processes_of, seconds_until
-from test_stop import begun, supervisor_of
+from test_stop import has_begun, supervisor_of
 from tests.requirements import few, thorough
 
 from shardscope.core.errors import FieldError
@@ -295,7 +295,7 @@ def supervise_again(run: Run) -> str:
 
 def test_fault_61_a_second_supervisor_leaves_the_run_alone(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, run_tasks.Log(10_000, 0.1, polite=True), folder=tmp_path)
-    seconds_until(lambda: begun(run) and run.status == "running")
+    seconds_until(lambda: has_begun(run) and run.status == "running")
     supervisor, history = supervisor_of(run), run.history
     assert "already has a running supervisor" in supervise_again(run)
     assert run.status == "running" and run.history == history and supervisor_of(run) == supervisor

@@ -20,11 +20,11 @@ needs("transformers")
 from finetuned_models import (  # noqa: E402
     MODELS,
     SIZES,
-    alone,
-    begun,
     plan_of,
+    set_up_engine,
     small_model,
-    trained,
+    train_alone,
+    train_on_ranks,
     write_model,
 )
 from gloo_ranks import StandInContext, on_ranks  # noqa: E402
@@ -89,7 +89,7 @@ STARTS = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     parent = tmp_path_factory.mktemp("models")
     return {name: small_model(parent, name) for name in MODELS}
 
@@ -100,33 +100,33 @@ def losses_of(
     found = {}
     for name in names:
         model, layout, recipe = CASES[framework][name]
-        found[name] = trained(ctx, models[model], plan_of(models[model], layout, **recipe))
+        found[name] = train_on_ranks(ctx, models[model], plan_of(models[model], layout, **recipe))
     return found
 
 
 @pytest.fixture(scope="module")
-def expected(models: dict[str, Path]) -> dict[str, list[float]]:
-    return {name: alone(folder) for name, folder in models.items()}
+def reference_losses(model_folders: dict[str, Path]) -> dict[str, list[float]]:
+    return {name: train_alone(folder) for name, folder in model_folders.items()}
 
 
 @thorough()
 @pytest.mark.parametrize("start", few(STARTS, ["torch"]))
 def test_every_engine_starts_with_the_pretrained_models_loss(
-    start: str, models: dict[str, Path], expected: dict[str, list[float]], tmp_path: Path
+    start: str, model_folders: dict[str, Path], reference_losses: dict[str, list[float]], tmp_path: Path
 ) -> None:
     framework, names = STARTS[start]
     skip_without(start.partition(",")[0])
     cases = CASES[framework]
     model, layout, recipe = cases[names[0]]
-    first = plan_of(models[model], layout, **recipe)
-    body = partial(losses_of, models=models, framework=framework, names=names)
+    first = plan_of(model_folders[model], layout, **recipe)
+    body = partial(losses_of, models=model_folders, framework=framework, names=names)
     results = on_ranks(2, first, body, tmp_path)
     for result in results:
         for name in names:
             # Adapters change another step than all weights do, and four bits another loss.
             recipe = cases[name][2]
             steps = 1 if recipe else len(result[name])
-            wanted, within = expected[cases[name][0]], 0.02 if recipe == NF4 else 1e-4
+            wanted, within = reference_losses[cases[name][0]], 0.02 if recipe == NF4 else 1e-4
             assert result[name][:steps] == pytest.approx(wanted[:steps], abs=within), name
         adapted = [result[name] for name in names if cases[name][2]]
         assert all(losses == pytest.approx(adapted[0], abs=1e-4) for losses in adapted)
@@ -143,48 +143,48 @@ def most_held(ctx: StandInContext, small: Path, wide: Path) -> dict[str, float]:
     """Return the peak of a rank's host memory during setup, as a share of the fp32 model."""
     found = {}
     for layout in (Layout.fsdp2(), Layout.ddp()):
-        begun(ctx, small, plan_of(small, layout))  # What is imported and made once, is.
+        set_up_engine(ctx, small, plan_of(small, layout))  # What is imported and made once, is.
         plan = plan_of(wide, layout)
         with most_anonymous() as most:
-            own = begun(ctx, wide, plan)
+            own = set_up_engine(ctx, wide, plan)
         found[own.plan.layout.framework] = most[0] / (4 * plan.architecture.num_parameters)
     return found
 
 
 def most_held_by_stage_3(ctx: StandInContext, small: Path, wide: Path) -> float:
-    """The same of ZeRO-3 while it is read and cut; DeepSpeed makes optimizer state behind that."""
+    """Return the same of ZeRO-3 while the model is read and sharded, before the optimizer state is made."""
     from shardscope.frameworks.deepspeed.engine import engine
 
-    begun(ctx, small, plan_of(small, Layout.zero(stage=3)))
+    set_up_engine(ctx, small, plan_of(small, Layout.zero(stage=3)))
     cut, found = engine.partition_one_by_one, [0]
 
-    def watched(*args: Any, **options: Any) -> None:
+    def record_most_held(*args: Any, **options: Any) -> None:
         with most_anonymous() as most:
             cut(*args, **options)
         found[0] = most[0]
 
-    engine.partition_one_by_one = watched
+    engine.partition_one_by_one = record_most_held
     plan = plan_of(wide, Layout.zero(stage=3))
-    begun(ctx, wide, plan)
+    set_up_engine(ctx, wide, plan)
     return found[0] / (4 * plan.architecture.num_parameters)
 
 
 @thorough()
 @asks_linux
-def test_no_zero_3_rank_holds_the_whole_model(models: dict[str, Path], tmp_path: Path) -> None:
+def test_no_zero_3_rank_holds_the_whole_model(model_folders: dict[str, Path], tmp_path: Path) -> None:
     skip_without("deepspeed")
     wide = write_model(tmp_path / "wide", WIDE, torch.bfloat16, max_shard_size="16MB")
     plan, body = plan_of(wide, Layout.zero(stage=3)), partial(most_held_by_stage_3, wide=wide)
-    for held in on_ranks(2, plan, partial(body, small=models["llama"]), tmp_path / "ranks"):
+    for held in on_ranks(2, plan, partial(body, small=model_folders["llama"]), tmp_path / "ranks"):
         assert 0.4 < held < 0.85, "its half, and the largest matrix whole"
 
 
 def most_held_packed(ctx: StandInContext, small: Path, wide: Path, layout: Any) -> float:
-    """The same of a base in NF4, whose matrices are packed one by one."""
-    begun(ctx, small, plan_of(small, layout, **NF4))
+    """Return the same of a base in NF4, whose matrices are packed one by one."""
+    set_up_engine(ctx, small, plan_of(small, layout, **NF4))
     plan = plan_of(wide, layout, **NF4)
     with most_anonymous() as most:
-        begun(ctx, wide, plan)
+        set_up_engine(ctx, wide, plan)
     return most[0] / (4 * plan.architecture.num_parameters)
 
 
@@ -195,10 +195,12 @@ WIDER = {**WIDE, "hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 2
 @thorough()
 @asks_linux
 @pytest.mark.parametrize("layout", [Layout.ddp(), Layout.fsdp2()], ids=["ddp", "fsdp2"])
-def test_no_rank_holds_an_unquantized_base(layout: Any, models: dict[str, Path], tmp_path: Path) -> None:
+def test_no_rank_holds_an_unquantized_base(
+    layout: Any, model_folders: dict[str, Path], tmp_path: Path
+) -> None:
     skip_without("bitsandbytes")
     wide = write_model(tmp_path / "wide", WIDER, torch.bfloat16, max_shard_size="100MB")
-    body = partial(most_held_packed, small=models["llama"], wide=wide, layout=layout)
+    body = partial(most_held_packed, small=model_folders["llama"], wide=wide, layout=layout)
     for held in on_ranks(2, plan_of(wide, layout, **NF4), body, tmp_path / "ranks"):
         # What stays is 0.15 of it, one of twelve matrices as it is packed 0.28.
         assert 0.3 < held < 0.7
@@ -206,10 +208,12 @@ def test_no_rank_holds_an_unquantized_base(layout: Any, models: dict[str, Path],
 
 @thorough()
 @asks_linux
-def test_no_fsdp2_rank_holds_the_whole_model(models: dict[str, Path], tmp_path: Path) -> None:
+def test_no_fsdp2_rank_holds_the_whole_model(model_folders: dict[str, Path], tmp_path: Path) -> None:
     wide = write_model(tmp_path / "wide", WIDE, torch.bfloat16, max_shard_size="16MB")
     plan = plan_of(wide, Layout.fsdp2())
-    for held in on_ranks(2, plan, partial(most_held, small=models["llama"], wide=wide), tmp_path / "ranks"):
+    for held in on_ranks(
+        2, plan, partial(most_held, small=model_folders["llama"], wide=wide), tmp_path / "ranks"
+    ):
         assert 0.4 < held["fsdp2"] < 0.75, held
         assert held["ddp"] > 0.9, f"the measure sees a whole model: {held}"
 
@@ -218,12 +222,14 @@ def test_no_fsdp2_rank_holds_the_whole_model(models: dict[str, Path], tmp_path: 
 
 
 @pytest.mark.usefixtures("bounded_time", "nothing_left")
-def test_a_pretrained_model_is_fine_tuned_and_exported(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_pretrained_model_is_fine_tuned_and_exported(
+    model_folders: dict[str, Path], tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     text = tmp_path / "text.txt"
     text.write_text("It was the whale, and nothing but the whale. " * 400)
-    folder = Path(shutil.copytree(models["tied"], tmp_path / "tied"))
+    folder = Path(shutil.copytree(model_folders["tied"], tmp_path / "tied"))
     said = json.loads((folder / "config.json").read_text()) | {"attention_dropout": 0.25}
     (folder / "config.json").write_text(json.dumps(said))
     task = ss.Finetune(weights=folder, num_steps=4, learning_rate=1e-3, data=text, export=True)

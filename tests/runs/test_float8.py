@@ -33,7 +33,7 @@ def test_a_float8_layer_saves_the_same_tensors_as_in_bf16(
     plain = one_layer(family, "bf16", recipe)
     build = counting.build_model
 
-    def converted(*arguments: Any) -> torch.nn.Module:
+    def convert_layer(*arguments: Any) -> torch.nn.Module:
         config = float8.Float8LinearConfig(emulate=True)
         model = build(*arguments).to(torch.bfloat16)
         made: torch.nn.Module = float8.convert_to_float8_training(
@@ -41,12 +41,12 @@ def test_a_float8_layer_saves_the_same_tensors_as_in_bf16(
         )
         return made
 
-    monkeypatch.setattr(counting, "build_model", converted)
+    monkeypatch.setattr(counting, "build_model", convert_layer)
     assert one_layer(family, "bf16", recipe) == plain
 
 
 def has_8_bit_product() -> bool:
-    """Whether torch multiplies 8-bit matrices here: an operator of its own, which not every build has."""
+    """Return whether torch multiplies 8-bit matrices here: not every build has this operator."""
     matrix, one = torch.zeros(32, 32).to(torch.float8_e4m3fn), torch.ones(())
     try:
         torch._scaled_mm(matrix, matrix.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)

@@ -71,7 +71,7 @@ def set_up(ctx: StandInContext, plan: Plan, seed: int = 0) -> Any:
     return engine
 
 
-def trained(ctx: StandInContext, plan: Plan) -> dict[str, Any]:
+def train_plan(ctx: StandInContext, plan: Plan) -> dict[str, Any]:
     ctx = StandInContext(ctx.rank, ctx.world_size, plan, ctx.folder, ctx.device)
     engine = set_up(ctx, plan)
     found: dict[str, Any] = {"losses": [], "norms": []}
@@ -89,11 +89,11 @@ def trained(ctx: StandInContext, plan: Plan) -> dict[str, Any]:
 
 
 def all_cases(ctx: StandInContext) -> dict[str, Any]:
-    found: dict[str, Any] = {name: trained(ctx, plan) for name, plan in CASES.items()}
-    return {**found, "saved": saved(ctx)}
+    found: dict[str, Any] = {name: train_plan(ctx, plan) for name, plan in CASES.items()}
+    return {**found, "saved": resume_in_other_stages(ctx)}
 
 
-def saved(ctx: StandInContext) -> dict[str, Any]:
+def resume_in_other_stages(ctx: StandInContext) -> dict[str, Any]:
     """Resume a checkpoint of two interleaved stages in two plain ones with tp, from other weights."""
     plan, other = CASES["pp2 x vpp2 x shard2"], plan_of(4, pp=2, tp=2)
     ctx = StandInContext(ctx.rank, ctx.world_size, plan, ctx.folder, ctx.device)
@@ -120,13 +120,13 @@ def saved(ctx: StandInContext) -> dict[str, Any]:
     }
 
 
-def alone(ctx: StandInContext) -> list[dict[str, Any]]:
-    return [trained(ctx, plan_of(1, arch, rows=ROWS)) for arch in (LLAMA, TIED)]
+def train_alone(ctx: StandInContext) -> list[dict[str, Any]]:
+    return [train_plan(ctx, plan_of(1, arch, rows=ROWS)) for arch in (LLAMA, TIED)]
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
-    one, tied = on_ranks(1, plan_of(1, rows=ROWS), alone, tmp_path_factory.mktemp("alone"))[0]
+def reference_results(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
+    one, tied = on_ranks(1, plan_of(1, rows=ROWS), train_alone, tmp_path_factory.mktemp("alone"))[0]
     return {False: one, True: tied}
 
 
@@ -136,29 +136,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Any) -> list[dict[str, Any]]:
+def rank_results(folder: Any) -> list[dict[str, Any]]:
     return on_ranks(4, CASES["pp4, tied"], all_cases, folder)
 
 
 @thorough()
 @pytest.mark.parametrize("name", CASES)
-def test_parallel_training_equals_one_process(name: str, found: Any, expected: Any) -> None:
-    whole = expected[CASES[name].architecture.tie_word_embeddings]
+def test_parallel_training_equals_one_process(name: str, rank_results: Any, reference_results: Any) -> None:
+    whole = reference_results[CASES[name].architecture.tie_word_embeddings]
     for rank in range(4):
-        one = found[rank][name]
+        one = rank_results[rank][name]
         assert one["losses"] == pytest.approx(whole["losses"], abs=1e-4)
         assert one["norms"] == pytest.approx(whole["norms"], abs=1e-4)
-        assert one["losses"] == found[0][name]["losses"]
+        assert one["losses"] == rank_results[0][name]["losses"]
 
 
 @thorough()
 @pytest.mark.parametrize("name", CASES)
-def test_rank_memory_is_as_planned(name: str, found: Any) -> None:
+def test_rank_memory_is_as_planned(name: str, rank_results: Any) -> None:
     """To the byte, on the ranks of every stage."""
     plan = CASES[name]
     stages = plan.memory().by_stage
     for rank in range(4):
-        one = found[rank][name]
+        one = rank_results[rank][name]
         planned = stages[one["stage"]].at("optimizer").components
         assert one["held"] == sum(planned[part] for part in STATE)
         assert (one["rest"]["parameters"], one["rest"]["optimizer"]) == (
@@ -169,32 +169,32 @@ def test_rank_memory_is_as_planned(name: str, found: Any) -> None:
 
 
 @thorough()
-def test_the_engine_record_describes_each_layout(found: Any) -> None:
-    assert found[0]["shard2 x tp2"]["engine"]["sentence"] == (
+def test_the_engine_record_describes_each_layout(rank_results: Any) -> None:
+    assert rank_results[0]["shard2 x tp2"]["engine"]["sentence"] == (
         "FSDP2: all 39 parameter tensors are DTensors, sharded over 2 ranks (gloo, cpu), 30 of them cut over "
         "2 tensor-parallel ranks, fp32 compute"
     )
-    assert found[3]["pp2 x vpp2 x shard2"]["engine"]["sentence"] == (
+    assert rank_results[3]["pp2 x vpp2 x shard2"]["engine"]["sentence"] == (
         "FSDP2: all 20 parameter tensors are DTensors, sharded over 2 ranks (gloo, cpu); pipeline stage 2 of "
         "2 with layers 1, 3 in 2 chunks, Interleaved1F1B, fp32 compute"
     )
     twice = TIED.vocab_size * TIED.hidden_size
     for rank in range(4):
-        record = found[rank]["pp4, tied"]["engine"]
+        record = rank_results[rank]["pp4, tied"]["engine"]
         assert (record["stage"], record["layers"]) == (rank, [rank])
         assert record["num_parameters"] == TIED.num_parameters + twice
 
 
 @thorough()
-def test_a_pipeline_checkpoint_resumes_with_other_stages(found: Any) -> None:
-    saved = found[0]["saved"]
+def test_a_pipeline_checkpoint_resumes_with_other_stages(rank_results: Any) -> None:
+    saved = rank_results[0]["saved"]
     assert saved["again"] == pytest.approx(saved["went_on"], abs=1e-5)
     assert saved["done"] == 2
     assert "saved without pipeline stages" in saved["words"]
 
 
 @thorough()
-def test_pipeline_stages_export_one_model(found: Any, folder: Any) -> None:
+def test_pipeline_stages_export_one_model(rank_results: Any, folder: Any) -> None:
     """transformers opens what two stages in chunks exported; its loss is theirs."""
     from transformers import AutoModelForCausalLM
 
@@ -213,7 +213,7 @@ def test_pipeline_stages_export_one_model(found: Any, folder: Any) -> None:
     other = AutoModelForCausalLM.from_pretrained(folder / "model again")
     for name, parameter in other.named_parameters():
         torch.testing.assert_close(parameter, model.get_parameter(name), rtol=0, atol=0)
-    assert float(sum(rows) / kept.sum()) == pytest.approx(found[0]["saved"]["went_on"], abs=1e-5)
+    assert float(sum(rows) / kept.sum()) == pytest.approx(rank_results[0]["saved"]["went_on"], abs=1e-5)
 
 
 @thorough()

@@ -53,21 +53,21 @@ button = view.stop_button.comm.comm_id
 
 
 @pytest.fixture(params=KERNELS, ids=lambda version: version or "installed")
-def version(request: pytest.FixtureRequest) -> str:
+def ipykernel_version(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
-def python(version: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Python whose ipykernel is of that version, beside everything that is installed here."""
-    if not version:
+def kernel_python(ipykernel_version: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Python with that version of ipykernel and everything else that is installed here."""
+    if not ipykernel_version:
         return sys.executable
     if os.environ.get("SHARDSCOPE_KERNELS") != "all":
         pytest.skip("needs ipykernel of another version; `make test-kernels` runs it")
-    folder = tmp_path_factory.mktemp(f"ipykernel-{version}")
+    folder = tmp_path_factory.mktemp(f"ipykernel-{ipykernel_version}")
     venv.create(folder, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")
-    wanted = [f"ipykernel=={version}.*", "nest-asyncio"]
+    wanted = [f"ipykernel=={ipykernel_version}.*", "nest-asyncio"]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages)]
     subprocess.run([*pip, *wanted], check=True)
     # After its own: what is not in it is found where these tests run.
@@ -77,10 +77,10 @@ def python(version: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def kernel(python: str) -> Iterator[tuple[Any, Any]]:
+def kernel(kernel_python: str) -> Iterator[tuple[Any, Any]]:
     """A kernel of that Python, and a client of it."""
     manager = jupyter_client.KernelManager()
-    argv = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    argv = [kernel_python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     manager._kernel_spec = jupyter_client.kernelspec.KernelSpec(argv=argv, language="python")
     manager.start_kernel()
     client = manager.client()
@@ -104,7 +104,7 @@ def run_cell(client: Any, code: str, **expressions: str) -> dict[str, Any]:
 
 
 def test_fault_06_07_28_interrupt_restart_and_the_stop_button(
-    kernel: tuple[Any, Any], version: str, python: str, tmp_path: Path
+    kernel: tuple[Any, Any], ipykernel_version: str, kernel_python: str, tmp_path: Path
 ) -> None:
     """An interrupt reaches the kernel's process group, not the run; a restart ends the leased run only.
 
@@ -112,7 +112,7 @@ def test_fault_06_07_28_interrupt_restart_and_the_stop_button(
     """
     manager, client = kernel
     found = run_cell(client, "import ipykernel, sys", it="ipykernel.__version__", where="sys.executable")
-    assert found["it"].startswith(version) and found["where"] == python
+    assert found["it"].startswith(ipykernel_version) and found["where"] == kernel_python
     for name, outlive in (("leased", False), ("outlives", True)):
         run_cell(
             client,

@@ -291,10 +291,10 @@ def test_fault_23_folders_that_cannot_be_written(
     with pytest.raises(OSError, match=r"/proc/runs.*cannot be written.*folder="):
         launch(plan, tasks.Log(), name="x", folder="/proc/runs")
 
-    def full(*_: object) -> None:
+    def raise_disk_full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(launch_module, "write_task", full)
+    monkeypatch.setattr(launch_module, "write_task", raise_disk_full)
     with pytest.raises(OSError, match=r"cannot be written: No space left"):
         launch(plan, tasks.Log(), folder=tmp_path)
 

@@ -64,7 +64,7 @@ def test_fault_59_another_local_user_reaches_no_store(ranks: int, tmp_path: Path
     run = launch(make_plan(ranks), tasks.Sums(), folder=tmp_path)
     seconds_until(lambda: {line["rank"] for line in run.metrics()} == set(range(ranks)))
     processes = processes_of(tmp_path)
-    ports = sorted(_listening(processes))
+    ports = sorted(_find_listening_ports(processes))
     attempt = json.dumps([ports, [process.pid for process in processes]])
     done = subprocess.run(
         [sys.executable, "-c", STRANGER, attempt], check=False, capture_output=True, text=True, timeout=120
@@ -77,7 +77,7 @@ def test_fault_59_another_local_user_reaches_no_store(ranks: int, tmp_path: Path
     assert run.wait(30) == "stopped", run.error
 
 
-def _listening(processes: list[psutil.Process]) -> set[int]:
+def _find_listening_ports(processes: list[psutil.Process]) -> set[int]:
     return {
         connection.laddr.port
         for process in processes

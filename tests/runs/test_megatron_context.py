@@ -36,13 +36,13 @@ STATE = ("parameters", "gradients", "optimizer")
 LLAMA = replace(tiny_llama(), vocab_size=500)
 
 
-def gpt2() -> Architecture:
+def make_gpt2() -> Architecture:
     biases = dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), True)
     fields: dict[str, Any] = {"num_key_value_heads": 4, "norm": "layernorm", "gated_mlp": False, **biases}
     return replace(LLAMA, model_type="gpt2", position_embedding="learned", tie_word_embeddings=True, **fields)
 
 
-def mixtral() -> Architecture:
+def make_mixtral() -> Architecture:
     experts = MixtureOfExperts(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
     return replace(LLAMA, model_type="mixtral", mixture_of_experts=experts)
 
@@ -56,8 +56,8 @@ def plan_of(num_ranks: int, architecture: Architecture = LLAMA, **fields: Any) -
 TWO: dict[str, Plan] = {
     "cp2": plan_of(2, cp=2),
     "cp2, whole optimizer, recomputed": plan_of(2, cp=2, distributed_optimizer=False, recompute="full"),
-    "cp2, learned positions, selective": plan_of(2, gpt2(), cp=2, recompute="selective"),
-    "cp2, experts on two": plan_of(2, mixtral(), cp=2, ep=2),
+    "cp2, learned positions, selective": plan_of(2, make_gpt2(), cp=2, recompute="selective"),
+    "cp2, experts on two": plan_of(2, make_mixtral(), cp=2, ep=2),
     "cp2, bf16": plan_of(2, cp=2, precision="bf16-mixed"),
 }
 FOUR: dict[str, Plan] = {
@@ -66,7 +66,7 @@ FOUR: dict[str, Plan] = {
     "cp2 x pp2": plan_of(4, cp=2, pp=2),
     "cp2 x pp2, vpp2": plan_of(4, replace(LLAMA, num_hidden_layers=4), cp=2, pp=2, vpp=2),
     "cp4": plan_of(4, cp=4),
-    "cp2 x dp2, experts on four": plan_of(4, mixtral(), cp=2, ep=4),
+    "cp2 x dp2, experts on four": plan_of(4, make_mixtral(), cp=2, ep=4),
 }
 CASES = {**TWO, **FOUR}
 LOOSE = {"cp2, bf16": 2e-2}
@@ -75,8 +75,8 @@ KEPT = ("cp2",)
 EVERY = few(CASES, KEPT)
 
 
-def batch(step: int) -> dict[str, Any]:
-    """A global batch of a few of the words, with more labels in one part of a sequence than in another."""
+def make_batch(step: int) -> dict[str, Any]:
+    """Make a global batch of few tokens, with more labels in one part of a sequence than in another."""
     tokens = torch.randint(0, 32, (ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(step))
     labels = tokens.clone()
     labels[::3, :20] = -100
@@ -85,9 +85,9 @@ def batch(step: int) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": labels}
 
 
-def single(plan: Plan) -> dict[str, list[float]]:
-    """One process, the whole batch at once."""
-    batches = [batch(step) for step in range(NUM_STEPS)]
+def train_alone(plan: Plan) -> dict[str, list[float]]:
+    """Train in one process, the whole batch at once."""
+    batches = [make_batch(step) for step in range(NUM_STEPS)]
     return curves_alone(plan.architecture, batches, plan.recipe.optimizer)
 
 
@@ -103,12 +103,14 @@ def set_up(ctx: StandInContext, plan: Plan, seed: int = 0) -> Any:
 
 
 def step_of(engine: Any, number: int) -> float:
-    rows = {name: rows.chunk(engine.num_data_ranks)[engine.data_rank] for name, rows in batch(number).items()}
+    rows = {
+        name: rows.chunk(engine.num_data_ranks)[engine.data_rank] for name, rows in make_batch(number).items()
+    }
     loss: float = engine.step(rows)
     return loss
 
 
-def trained(ctx: StandInContext, plan: Plan) -> dict[str, Any]:
+def train_plan(ctx: StandInContext, plan: Plan) -> dict[str, Any]:
     engine = set_up(ctx, plan)
     losses, norms = [], []
     for number in range(NUM_STEPS):
@@ -119,16 +121,18 @@ def trained(ctx: StandInContext, plan: Plan) -> dict[str, Any]:
         "norms": norms,
         "held": {name: engine.memory()[name] for name in STATE},
         "record": engine.ctx.records["engine"],
-        "single": single(plan) if ctx.rank == 0 else None,
+        "single": train_alone(plan) if ctx.rank == 0 else None,
     }
 
 
-def told(ctx: StandInContext, plan: Plan, attention: type = GatheredAttention, length: int = SEQ_LEN) -> str:
+def read_error(
+    ctx: StandInContext, plan: Plan, attention: type = GatheredAttention, length: int = SEQ_LEN
+) -> str:
     """Return the error that ``plan`` raises before its first step."""
     with instead_of_transformer_engine(attention):
         try:
             engine = set_up(ctx, plan)
-            engine.step({name: rows[:, :length] for name, rows in batch(0).items()})
+            engine.step({name: rows[:, :length] for name, rows in make_batch(0).items()})
         except (ValueError, RuntimeError) as error:
             return str(error)
     return "trained"
@@ -147,7 +151,7 @@ def attention_of_another(ctx: StandInContext) -> str:
     before = engine_model.choose_attention
     engine_model.choose_attention = lambda plan: Own
     try:
-        return told(ctx, TWO["cp2"])
+        return read_error(ctx, TWO["cp2"])
     finally:
         engine_model.choose_attention = before
 
@@ -160,7 +164,7 @@ def positions_here() -> list[int]:
     return own
 
 
-def saved(ctx: StandInContext) -> dict[str, Any]:
+def resume_with_whole_sequences(ctx: StandInContext) -> dict[str, Any]:
     """Resume a context-parallel checkpoint on ranks with whole sequences, from other weights."""
     plan, other = TWO["cp2"], plan_of(2)
     engine = set_up(ctx, plan)
@@ -179,23 +183,23 @@ def saved(ctx: StandInContext) -> dict[str, Any]:
 
 def full_region(ctx: StandInContext, names: list[str]) -> dict[str, Any]:
     with instead_of_transformer_engine():
-        return {name: trained(ctx, CASES[name]) for name in names}
+        return {name: train_plan(ctx, CASES[name]) for name in names}
 
 
 def more_on_two(ctx: StandInContext) -> dict[str, Any]:
     found = full_region(ctx, [name for name in TWO if name not in KEPT])
     with instead_of_transformer_engine():
-        return {**found, "saved": saved(ctx)}
+        return {**found, "saved": resume_with_whole_sequences(ctx)}
 
 
 def on_two(ctx: StandInContext) -> dict[str, Any]:
     return {
         **full_region(ctx, [*KEPT]),
         "positions": positions_here(),
-        "keys": told(ctx, TWO["cp2"], KeysStayAtHome),
-        "gradients": told(ctx, TWO["cp2"], NothingComesBack),
+        "keys": read_error(ctx, TWO["cp2"], KeysStayAtHome),
+        "gradients": read_error(ctx, TWO["cp2"], NothingComesBack),
         "another": attention_of_another(ctx),
-        "short": told(ctx, TWO["cp2"], length=30),
+        "short": read_error(ctx, TWO["cp2"], length=30),
     }
 
 
@@ -205,51 +209,59 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> list[dict[str, Any]]:
+def two_rank_results(folder: Path) -> list[dict[str, Any]]:
     return on_ranks(2, TWO["cp2"], on_two, folder)
 
 
 @pytest.fixture(scope="module")
-def more(folder: Path) -> list[dict[str, Any]]:
+def more_two_rank_results(folder: Path) -> list[dict[str, Any]]:
     return on_ranks(2, TWO["cp2"], more_on_two, folder)
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def four_rank_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     made = tmp_path_factory.mktemp("context-of-four")
     return on_ranks(4, FOUR["cp4"], partial(full_region, names=[*FOUR]), made)
 
 
 @pytest.fixture
-def ranks(name: str, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def rank_results(name: str, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Return the results of the ranks of one case."""
-    start = "two" if name in KEPT else "more" if name in TWO else "four"
+    start = (
+        "two_rank_results"
+        if name in KEPT
+        else "more_two_rank_results"
+        if name in TWO
+        else "four_rank_results"
+    )
     return [rank[name] for rank in request.getfixturevalue(start)]
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_context_parallel_megatron_trains_like_one_process(name: str, ranks: list[dict[str, Any]]) -> None:
-    alone, loose = ranks[0]["single"], LOOSE.get(name, 1e-4)
+def test_context_parallel_megatron_trains_like_one_process(
+    name: str, rank_results: list[dict[str, Any]]
+) -> None:
+    alone, loose = rank_results[0]["single"], LOOSE.get(name, 1e-4)
     assert alone["losses"][0] - alone["losses"][-1] > 1
-    for rank in ranks:
-        assert rank["losses"] == ranks[0]["losses"]
+    for rank in rank_results:
+        assert rank["losses"] == rank_results[0]["losses"]
         assert rank["losses"] == pytest.approx(alone["losses"], abs=loose)
         assert rank["norms"] == pytest.approx(alone["norms"], rel=10 * loose)
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_rank_memory_is_as_planned(name: str, ranks: list[dict[str, Any]]) -> None:
+def test_rank_memory_is_as_planned(name: str, rank_results: list[dict[str, Any]]) -> None:
     for number, stage in enumerate(CASES[name].memory().by_stage):
         planned = stage.at("optimizer").components
-        held = [rank["held"] for rank in ranks if rank["record"]["stage"] == number]
+        held = [rank["held"] for rank in rank_results if rank["record"]["stage"] == number]
         for component in STATE:
             assert max(each[component] for each in held) == planned[component], component
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_the_engine_record_describes_the_run(name: str, ranks: list[dict[str, Any]]) -> None:
+def test_the_engine_record_describes_the_run(name: str, rank_results: list[dict[str, Any]]) -> None:
     degrees = CASES[name].degrees
-    for rank in ranks:
+    for rank in rank_results:
         record = rank["record"]
         assert (record["context_parallel"], record["data_parallel"]) == (degrees.cp, degrees.data_parallel)
         assert record["core_attention"] == ["GatheredAttention"]
@@ -257,16 +269,18 @@ def test_the_engine_record_describes_the_run(name: str, ranks: list[dict[str, An
         assert f"cp {degrees.cp}" in record["sentence"]
         assert "sharded sequences with GatheredAttention" in record["sentence"]
     readers = degrees.tp * degrees.cp
-    assert [rank["record"]["data_rank"] for rank in ranks] == [
-        number // readers % degrees.data_parallel for number in range(len(ranks))
+    assert [rank["record"]["data_rank"] for rank in rank_results] == [
+        number // readers % degrees.data_parallel for number in range(len(rank_results))
     ]
 
 
 @thorough()
-def test_a_checkpoint_resumes_with_and_without_context_parallelism(more: Any, folder: Path) -> None:
+def test_a_checkpoint_resumes_with_and_without_context_parallelism(
+    more_two_rank_results: Any, folder: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    for rank in more:
+    for rank in more_two_rank_results:
         found = rank["saved"]
         assert found["parts"] == found["went_on"]
         assert found["whole"] == pytest.approx(found["went_on"], abs=1e-5)
@@ -274,25 +288,27 @@ def test_a_checkpoint_resumes_with_and_without_context_parallelism(more: Any, fo
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     # Of the weights after one step, as every rank had them.
     with torch.no_grad():
-        assert model(**batch(1)).loss.item() == pytest.approx(more[0]["saved"]["went_on"], abs=1e-4)
+        assert model(**make_batch(1)).loss.item() == pytest.approx(
+            more_two_rank_results[0]["saved"]["went_on"], abs=1e-4
+        )
 
 
 @pytest.mark.parametrize("broken", ["keys", "gradients"])
-def test_attention_over_partial_sequences_fails_the_run(broken: str, two: Any) -> None:
-    for rank in two:
+def test_attention_over_partial_sequences_fails_the_run(broken: str, two_rank_results: Any) -> None:
+    for rank in two_rank_results:
         words = "the plan splits sequences over cp=2 ranks, and attention over them is "
         assert rank[broken].startswith(words) and "off what it is over the whole sequence" in rank[broken]
 
 
-def test_layers_with_another_attention_fail_the_run(two: Any) -> None:
-    for rank in two:
+def test_layers_with_another_attention_fail_the_run(two_rank_results: Any) -> None:
+    for rank in two_rank_results:
         assert rank["another"].endswith("core attention ['GatheredAttention'], and Megatron-core has ['Own']")
 
 
-def test_sequences_that_cannot_be_split_equally_raise(two: Any) -> None:
-    for rank in two:
+def test_sequences_that_cannot_be_split_equally_raise(two_rank_results: Any) -> None:
+    for rank in two_rank_results:
         assert rank["short"].startswith("batch is 'rows of 30 tokens'; allowed: rows of a multiple of 4")
 
 
-def test_each_rank_gets_a_chunk_from_the_front_and_one_from_the_back(two: Any) -> None:
-    assert [rank["positions"] for rank in two] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+def test_each_rank_gets_a_chunk_from_the_front_and_one_from_the_back(two_rank_results: Any) -> None:
+    assert [rank["positions"] for rank in two_rank_results] == [[0, 1, 6, 7], [2, 3, 4, 5]]

@@ -29,7 +29,7 @@ GLOBAL_ROWS = 4
 SEQ_LEN = 32
 
 
-def llama(**changes: Any) -> Architecture:
+def make_llama(**changes: Any) -> Architecture:
     fields: dict[str, Any] = {
         "name": "tiny",
         "model_type": "llama",
@@ -45,9 +45,9 @@ def llama(**changes: Any) -> Architecture:
     return Architecture(**{**fields, **changes})
 
 
-def gpt2() -> Architecture:
+def make_gpt2() -> Architecture:
     biases = dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), True)
-    return llama(
+    return make_llama(
         model_type="gpt2",
         num_key_value_heads=4,
         norm="layernorm",
@@ -58,9 +58,9 @@ def gpt2() -> Architecture:
     )
 
 
-def mixtral() -> Architecture:
+def make_mixtral() -> Architecture:
     experts = MixtureOfExperts(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
-    return llama(model_type="mixtral", num_hidden_layers=2, mixture_of_experts=experts)
+    return make_llama(model_type="mixtral", num_hidden_layers=2, mixture_of_experts=experts)
 
 
 def plan(architecture: Architecture | None = None, *, layout: dict[str, Any], **recipe: Any) -> Plan:
@@ -71,36 +71,38 @@ def plan(architecture: Architecture | None = None, *, layout: dict[str, Any], **
         "precision": "fp32",
         **recipe,
     }
-    return Plan(architecture or llama(), Cluster.parse("2xcpu"), Recipe(**fields), Layout.megatron(**layout))
+    return Plan(
+        architecture or make_llama(), Cluster.parse("2xcpu"), Recipe(**fields), Layout.megatron(**layout)
+    )
 
 
 CASES: dict[str, Plan] = {
     # 12 rows pad the vocabulary to 256 x 2, and would have a share in every softmax.
     "tensor and sequence parallel": plan(
-        llama(vocab_size=500, tie_word_embeddings=True), layout={"tp": 2}, recompute="full"
+        make_llama(vocab_size=500, tie_word_embeddings=True), layout={"tp": 2}, recompute="full"
     ),
     "interleaved stages": plan(layout={"pp": 2, "vpp": 2}),
-    "a tied head on another stage": plan(gpt2(), layout={"pp": 2}),
+    "a tied head on another stage": plan(make_gpt2(), layout={"pp": 2}),
     "distributed optimizer": plan(layout={"overlap_grad_reduce": True, "overlap_param_gather": True}),
     "whole optimizer": plan(layout={"distributed_optimizer": False}, optimizer="sgd", attention="eager"),
-    "experts": plan(mixtral(), layout={"ep": 2}),
-    "bf16": plan(llama(num_hidden_layers=2), layout={}, precision="bf16-mixed"),
-    "fp16": plan(llama(num_hidden_layers=2), layout={}, precision="fp16-mixed"),
+    "experts": plan(make_mixtral(), layout={"ep": 2}),
+    "bf16": plan(make_llama(num_hidden_layers=2), layout={}, precision="bf16-mixed"),
+    "fp16": plan(make_llama(num_hidden_layers=2), layout={}, precision="fp16-mixed"),
 }
 NOTHING_LEFT = "tensor and sequence parallel"
 LOOSE = {"bf16": 2e-2, "fp16": 2e-2}
 """By how much losses of 16 bits may differ from those of 32, in which the single process computes."""
 
 
-def batch(step: int) -> dict[str, Any]:
-    """A global batch of a few of the words, of which some rows have fewer labels than others."""
+def make_batch(step: int) -> dict[str, Any]:
+    """Make a global batch of few tokens, some of whose rows have fewer labels than others."""
     tokens = torch.randint(0, 32, (GLOBAL_ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(step))
     labels = tokens.clone()
     labels[::3, :20] = -100
     return {"input_ids": tokens, "labels": labels}
 
 
-def share(whole: dict[str, Any], engine: Any) -> dict[str, Any]:
+def take_rank_rows(whole: dict[str, Any], engine: Any) -> dict[str, Any]:
     return {name: rows.chunk(engine.num_data_ranks)[engine.data_rank] for name, rows in whole.items()}
 
 
@@ -110,15 +112,15 @@ def build(case: Plan) -> Any:
     return build_model(case.architecture)
 
 
-def single(case: Plan) -> dict[str, Any]:
-    """One process, the whole batch at once."""
-    batches = [batch(step) for step in range(NUM_STEPS)]
+def train_alone(case: Plan) -> dict[str, Any]:
+    """Train in one process, the whole batch at once."""
+    batches = [make_batch(step) for step in range(NUM_STEPS)]
     found = curves_alone(case.architecture, batches, case.recipe.optimizer)
     return {"losses": found["losses"], "norm": found["norms"][-1]}
 
 
-def fresh(ctx: StandInContext, case: Plan) -> StandInContext:
-    """A context of its own for one case on this rank."""
+def make_context(ctx: StandInContext, case: Plan) -> StandInContext:
+    """Make a context for one case on this rank."""
     from shardscope.frameworks.megatron.engine.engine import MegatronEngine
 
     own = StandInContext(
@@ -129,69 +131,69 @@ def fresh(ctx: StandInContext, case: Plan) -> StandInContext:
     return own
 
 
-def trained(ctx: StandInContext, case: Plan) -> dict[str, Any]:
-    own = fresh(ctx, case)
+def train_case(ctx: StandInContext, case: Plan) -> dict[str, Any]:
+    own = make_context(ctx, case)
     engine = own.engine
     engine.setup(lambda: build(case))
-    losses = [engine.step(share(batch(step), engine)) for step in range(NUM_STEPS)]
+    losses = [engine.step(take_rank_rows(make_batch(step), engine)) for step in range(NUM_STEPS)]
     return {
         "losses": losses,
         "norm": engine.grad_norm,
         "held": {name: engine.memory()[name] for name in ("parameters", "gradients", "optimizer")},
         "record": own.records["engine"],
         "phases": own.records["memory"]["phases"],
-        "single": single(case),
+        "single": train_alone(case),
         "data_rank": engine.data_rank,
     }
 
 
-def refusals(ctx: StandInContext) -> dict[str, str]:
+def read_refusals(ctx: StandInContext) -> dict[str, str]:
     """Return the engine's errors for another module, optimizer or batch, by name."""
-    case = plan(llama(num_hidden_layers=2), layout={})
+    case = plan(make_llama(num_hidden_layers=2), layout={})
     found = {}
 
-    def told(name: str, build_model: Any, build_optimizer: Any = None, whole: Any = None) -> None:
-        own = fresh(ctx, case)
+    def record_error(name: str, build_model: Any, build_optimizer: Any = None, whole: Any = None) -> None:
+        own = make_context(ctx, case)
         try:
             own.engine.setup(build_model, build_optimizer)
-            own.engine.step(share(whole, own.engine))
+            own.engine.step(take_rank_rows(whole, own.engine))
         except (ValueError, RuntimeError) as error:
             found[name] = f"{type(error).__name__}: {error}"
 
-    whole = batch(0)
-    told("module", lambda: torch.nn.Linear(4, 4))
-    told("optimizer", lambda: build(case), torch.optim.Adagrad)
-    told("decayed vectors", lambda: build(case), torch.optim.AdamW)
-    told("batch", lambda: build(case), None, {**whole, "attention_mask": whole["input_ids"]})
+    whole = make_batch(0)
+    record_error("module", lambda: torch.nn.Linear(4, 4))
+    record_error("optimizer", lambda: build(case), torch.optim.Adagrad)
+    record_error("decayed vectors", lambda: build(case), torch.optim.AdamW)
+    record_error("batch", lambda: build(case), None, {**whole, "attention_mask": whole["input_ids"]})
     unlabelled = {**whole, "labels": whole["labels"].clone()}
     unlabelled["labels"][0] = -100
-    told("labels", lambda: build(case), None, unlabelled)
+    record_error("labels", lambda: build(case), None, unlabelled)
     return found
 
 
-def contradictions(ctx: StandInContext) -> dict[str, str]:
+def read_contradictions(ctx: StandInContext) -> dict[str, str]:
     """Return the engine's errors if Megatron-core built something else than planned."""
     from shardscope.frameworks.megatron.engine import model
 
     found = {}
-    planned = plan(llama(num_hidden_layers=2), layout={"tp": 2})
+    planned = plan(make_llama(num_hidden_layers=2), layout={"tp": 2})
     groups, buffers = model.init_model_parallel, model.wrap_chunks
     model.init_model_parallel = lambda plan: groups(
         replace(plan, layout=Layout.megatron(pp=2), recipe=replace(plan.recipe))
     )
     try:
-        fresh(ctx, planned).engine.setup(lambda: build(planned))
+        make_context(ctx, planned).engine.setup(lambda: build(planned))
     except RuntimeError as error:
         found["groups"] = str(error)
     finally:
         model.init_model_parallel = groups
-    data = plan(llama(num_hidden_layers=2), layout={})
+    data = plan(make_llama(num_hidden_layers=2), layout={})
     whole = replace(data, layout=Layout.megatron(distributed_optimizer=False))
     optimizer = model.build_optimizer
     model.wrap_chunks = lambda plan, *rest: buffers(whole, *rest)
     model.build_optimizer = lambda plan, *rest: optimizer(whole, *rest)
     try:
-        fresh(ctx, data).engine.setup(lambda: build(data))
+        make_context(ctx, data).engine.setup(lambda: build(data))
     except RuntimeError as error:
         found["optimizer"] = str(error)
     finally:
@@ -199,10 +201,10 @@ def contradictions(ctx: StandInContext) -> dict[str, str]:
     return found
 
 
-def freely(ctx: StandInContext) -> dict[str, Any]:
-    """How far the weights go in one step of a rate of zero, and one of ten times the rate, not clipped."""
-    case = plan(llama(num_hidden_layers=2), layout={"distributed_optimizer": False}, optimizer="sgd")
-    own = fresh(ctx, case)
+def step_without_clipping(ctx: StandInContext) -> dict[str, Any]:
+    """Return how far one step moves the weights at a rate of zero, and at ten times the rate, not clipped."""
+    case = plan(make_llama(num_hidden_layers=2), layout={"distributed_optimizer": False}, optimizer="sgd")
+    own = make_context(ctx, case)
     own.engine.max_grad_norm = None
     own.engine.weight_decay = 0.0
     own.engine.setup(lambda: build(case))
@@ -210,7 +212,7 @@ def freely(ctx: StandInContext) -> dict[str, Any]:
     for rate in (0.0, 0.1):
         own.engine.set_learning_rate(rate)
         before = [p.detach().clone() for p in own.engine.model.parameters()]
-        own.engine.step(share(batch(0), own.engine))
+        own.engine.step(take_rank_rows(make_batch(0), own.engine))
         moved.append(
             sum(
                 float((p - was).square().sum())
@@ -226,13 +228,13 @@ CHAIN = ({"tp": 2}, {"pp": 2}, {})
 
 
 def resumed_at_other_degrees(ctx: StandInContext) -> dict[str, list[float]]:
-    """Losses of six steps: straight, and in three tasks of two steps that go on from each other."""
+    """Return the losses of six steps: in one task, and in three of two steps that resume each other."""
     from shardscope.training.tasks.pretrain import Pretrain
 
-    small = llama(vocab_size=2048, num_hidden_layers=2)
+    small = make_llama(vocab_size=2048, num_hidden_layers=2)
 
-    def losses(name: str, layout: dict[str, Any], stop: int | None, **fields: Any) -> list[float]:
-        own = fresh(ctx, plan(small, layout=layout))
+    def read_losses(name: str, layout: dict[str, Any], stop: int | None, **fields: Any) -> list[float]:
+        own = make_context(ctx, plan(small, layout=layout))
         own.folder, own.stop_at_look = ctx.folder / name, stop
         own.folder.mkdir(exist_ok=True)
         if ctx.rank == 0:
@@ -241,66 +243,66 @@ def resumed_at_other_degrees(ctx: StandInContext) -> dict[str, list[float]]:
         Pretrain(num_steps=6, learning_rate=RATE, **fields)(own)
         return [line["loss"] for line in own.lines]
 
-    straight = losses("straight", {}, None)
+    straight = read_losses("straight", {}, None)
     chained: list[float] = []
     for number, layout in enumerate(CHAIN):
         before = {"resume": ctx.folder / f"chain-{number - 1}"} if number else {}
         # Asked to stop at its third look: two steps are done, and saved.
-        chained += losses(f"chain-{number}", layout, None if layout == {} else 3, **before)
+        chained += read_losses(f"chain-{number}", layout, None if layout == {} else 3, **before)
     return {"straight": straight, "chained": chained}
 
 
-def everything(ctx: StandInContext) -> dict[str, Any]:
+def run_every_case(ctx: StandInContext) -> dict[str, Any]:
     return {
-        **{name: trained(ctx, case) for name, case in CASES.items()},
-        "refusals": refusals(ctx),
-        "contradictions": contradictions(ctx),
-        "freely": freely(ctx),
+        **{name: train_case(ctx, case) for name, case in CASES.items()},
+        "refusals": read_refusals(ctx),
+        "contradictions": read_contradictions(ctx),
+        "freely": step_without_clipping(ctx),
         "from files": beside_alone(ctx, "mixtral", Layout.megatron(ep=2)),
         "resumed": resumed_at_other_degrees(ctx),
     }
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def rank_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     first = next(iter(CASES.values()))
-    return on_ranks(2, first, everything, tmp_path_factory.mktemp("megatron"))
+    return on_ranks(2, first, run_every_case, tmp_path_factory.mktemp("megatron"))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_megatron_trains_like_transformers(name: str, ranks: list[dict[str, Any]]) -> None:
-    expected = ranks[0][name]["single"]
-    for rank in ranks:
+def test_megatron_trains_like_transformers(name: str, rank_results: list[dict[str, Any]]) -> None:
+    expected = rank_results[0][name]["single"]
+    for rank in rank_results:
         found = rank[name]
         assert found["losses"] == pytest.approx(expected["losses"], abs=LOOSE.get(name, 1e-4))
         assert found["norm"] == pytest.approx(expected["norm"], rel=10 * LOOSE.get(name, 1e-4))
-        assert found["losses"] == ranks[0][name]["losses"]
+        assert found["losses"] == rank_results[0][name]["losses"]
     assert expected["losses"][0] > expected["losses"][-1]
 
 
-def test_fault_31_a_task_resumes_at_other_degrees(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
+def test_fault_31_a_task_resumes_at_other_degrees(rank_results: list[dict[str, Any]]) -> None:
+    for rank in rank_results:
         found = rank["resumed"]
         assert len(found["straight"]) == 6
         assert found["chained"] == pytest.approx(found["straight"], abs=1e-4)
 
 
-def test_megatron_loads_pretrained_weights(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
+def test_megatron_loads_pretrained_weights(rank_results: list[dict[str, Any]]) -> None:
+    for rank in rank_results:
         assert rank["from files"]["losses"] == pytest.approx(rank["from files"]["alone"], abs=1e-4)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rank_memory_is_as_planned(name: str, ranks: list[dict[str, Any]]) -> None:
+def test_rank_memory_is_as_planned(name: str, rank_results: list[dict[str, Any]]) -> None:
     for number, stage in enumerate(CASES[name].memory().by_stage):
         planned = stage.at("optimizer").components
-        held = [rank[name]["held"] for rank in ranks if rank[name]["record"]["stage"] == number]
+        held = [rank[name]["held"] for rank in rank_results if rank[name]["record"]["stage"] == number]
         for component in ("parameters", "gradients", "optimizer"):
             assert max(each[component] for each in held) == planned[component], component
 
 
-def test_the_engine_record_describes_the_run(ranks: list[dict[str, Any]]) -> None:
-    records = {name: [rank[name]["record"] for rank in ranks] for name in CASES}
+def test_the_engine_record_describes_the_run(rank_results: list[dict[str, Any]]) -> None:
+    records = {name: [rank[name]["record"] for rank in rank_results] for name in CASES}
     split = records["tensor and sequence parallel"][0]
     assert split["sentence"] == (
         "Megatron-core: GPTModel in 1 chunk a rank, tp 2 with sequence parallelism (gloo, cpu), "
@@ -324,35 +326,35 @@ def test_the_engine_record_describes_the_run(ranks: list[dict[str, Any]]) -> Non
 
 # Recomputed layers leave next to nothing; with fp16 a step is fullest before its forward has left anything.
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("fp16", NOTHING_LEFT)])
-def test_the_forward_saves_the_planned_tensors(name: str, ranks: list[dict[str, Any]]) -> None:
+def test_the_forward_saves_the_planned_tensors(name: str, rank_results: list[dict[str, Any]]) -> None:
     """And tables of angles, which weigh something in layers as narrow as these."""
     for number, stage in enumerate(CASES[name].memory().by_stage):
         left = [
             rank[name]["phases"]["forward"]["activations"]
-            for rank in ranks
+            for rank in rank_results
             if rank[name]["record"]["stage"] == number
         ]
         planned = stage.at("forward").components["activations"]
         assert planned <= max(left) <= 1.15 * planned
 
 
-def test_ranks_of_a_model_parallel_group_share_their_data(ranks: list[dict[str, Any]]) -> None:
-    shares = {name: [rank[name]["data_rank"] for rank in ranks] for name in CASES}
+def test_ranks_of_a_model_parallel_group_share_their_data(rank_results: list[dict[str, Any]]) -> None:
+    shares = {name: [rank[name]["data_rank"] for rank in rank_results] for name in CASES}
     for name, case in CASES.items():
         assert shares[name] == ([0, 0] if case.degrees.tp * case.degrees.pp == 2 else [0, 1])
 
 
-def test_memory_of_a_step_is_recorded(ranks: list[dict[str, Any]]) -> None:
-    phases = ranks[0]["distributed optimizer"]["phases"]
+def test_memory_of_a_step_is_recorded(rank_results: list[dict[str, Any]]) -> None:
+    phases = rank_results[0]["distributed optimizer"]["phases"]
     assert {"rest", "forward", "backward", "optimizer"} <= set(phases)
-    held = ranks[0]["distributed optimizer"]["held"]
+    held = rank_results[0]["distributed optimizer"]["held"]
     assert phases["optimizer"]["parameters"] == held["parameters"]
     assert phases["optimizer"]["gradients"] == held["gradients"]
     assert phases["backward"]["activations"] > 0
 
 
-def test_impossible_plans_raise(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
+def test_impossible_plans_raise(rank_results: list[dict[str, Any]]) -> None:
+    for rank in rank_results:
         told = rank["refusals"]
         assert "a model of transformers of the plan's family, 'llama'" in told["module"]
         assert "build_optimizer is 'Adagrad'; allowed: a torch.optim.AdamW" in told["optimizer"]
@@ -361,14 +363,14 @@ def test_impossible_plans_raise(ranks: list[dict[str, Any]]) -> None:
         assert "Some micro-batches of this step have no labelled token" in told["labels"]
 
 
-def test_a_contradiction_fails_the_run(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
+def test_a_contradiction_fails_the_run(rank_results: list[dict[str, Any]]) -> None:
+    for rank in rank_results:
         told = rank["contradictions"]
         assert told["groups"] == "the plan says tensor parallel 2, and Megatron-core has 1"
         assert told["optimizer"] == "the plan says distributed optimizer True, and Megatron-core has False"
 
 
-def test_learning_rate_and_clipping_are_applied(ranks: list[dict[str, Any]]) -> None:
-    found = ranks[0]["freely"]
+def test_learning_rate_and_clipping_are_applied(rank_results: list[dict[str, Any]]) -> None:
+    found = rank_results[0]["freely"]
     assert found["moved"][0] == 0 and found["norm"] > 1.0
     assert found["moved"][1] > 0.1 * found["norm"] * 0.99

@@ -135,7 +135,7 @@ def model_of(plan: Plan) -> Iterator[tuple[Any, Any, Any]]:
         yield source, [chunk.eval() for chunk in chunks], config
 
 
-def farthest(source: Any, found: dict[str, Any]) -> float:
+def compute_largest_difference(source: Any, found: dict[str, Any]) -> float:
     """Return the largest difference of ``found`` from transformers; infinite if names differ."""
     wanted = {name: parameter.detach() for name, parameter in source.named_parameters()}
     if wanted.keys() != found.keys():
@@ -158,8 +158,8 @@ def logits_of(chunk: Any, ids: Any) -> Any:
     return torch.cat(parts, dim=-1)
 
 
-def stepped(chunks: list[Any], optimizer: Any) -> None:
-    """One step whose gradient is a function of each weight alone, so that degrees do not change it."""
+def step_deterministically(chunks: list[Any], optimizer: Any) -> None:
+    """Take one step whose gradient is a function of each weight alone, so that degrees do not change it."""
     import torch
 
     for chunk in chunks:
@@ -169,8 +169,8 @@ def stepped(chunks: list[Any], optimizer: Any) -> None:
 
 
 @contextlib.contextmanager
-def training(plan: Plan) -> Iterator[tuple[list[Any], Any, Any]]:
-    """Chunks in gradient buffers, their optimizer, and transformers' model with their weights."""
+def make_trained_chunks(plan: Plan) -> Iterator[tuple[list[Any], Any, Any]]:
+    """Yield chunks in gradient buffers, their optimizer, and transformers' model with their weights."""
     from shardscope.frameworks.megatron.engine import model
     from shardscope.frameworks.megatron.engine.optimizer_numbers import OptimizerNumbers
     from shardscope.frameworks.megatron.weights.load import load_hf
@@ -183,8 +183,8 @@ def training(plan: Plan) -> Iterator[tuple[list[Any], Any, Any]]:
         yield chunks, optimizer, source
 
 
-def resumed(path: Path, rank: int, before: Plan, after: Plan, beside: bool) -> dict[str, Any]:
-    """Two steps, a checkpoint, one more; and that one by ranks of other degrees that loaded it.
+def resume_at_other_degrees(path: Path, rank: int, before: Plan, after: Plan, beside: bool) -> dict[str, Any]:
+    """Take two steps, save, take one more; and take that one on ranks of other degrees that loaded it.
 
     ``beside``: the checkpoint is written while the third step is taken.
     """
@@ -192,31 +192,33 @@ def resumed(path: Path, rank: int, before: Plan, after: Plan, beside: bool) -> d
     from shardscope.frameworks.megatron.weights.export import gather_state_dict
 
     arch, found = before.architecture, {}
-    with training(before) as (chunks, optimizer, source):
+    with make_trained_chunks(before) as (chunks, optimizer, source):
         weights = gather_state_dict(chunks, arch, optimizer)
-        found["loaded"] = farthest(source, weights) if rank == 0 else 0.0
+        found["loaded"] = compute_largest_difference(source, weights) if rank == 0 else 0.0
         for _ in range(2):
-            stepped(chunks, optimizer)
+            step_deterministically(chunks, optimizer)
         position = {"num_steps_done": 2}
         if beside:
             saving = checkpointing.AsyncSave(path, chunks, optimizer, position)
-            stepped(chunks, optimizer)
+            step_deterministically(chunks, optimizer)
             saving.poll()
             saving.wait()
         else:
             checkpointing.save_checkpoint(path, chunks, optimizer, position)
-            stepped(chunks, optimizer)
+            step_deterministically(chunks, optimizer)
         straight = gather_state_dict(chunks, arch, optimizer)
-        found["moved"] = farthest(source, straight) if rank == 0 else 1.0
-    with training(after) as (chunks, optimizer, _):
+        found["moved"] = compute_largest_difference(source, straight) if rank == 0 else 1.0
+    with make_trained_chunks(after) as (chunks, optimizer, _):
         found["num_steps"] = checkpointing.load_checkpoint(path, after, chunks, optimizer)
-        stepped(chunks, optimizer)
+        step_deterministically(chunks, optimizer)
         again = gather_state_dict(chunks, arch, optimizer)
     found["apart"] = max((float((straight[name] - again[name]).abs().max()) for name in straight), default=0)
     return found
 
 
-def exported(path: Path, rank: int, family: str, layout: dict[str, Any], limit: int) -> dict[str, Any]:
+def export_and_reload(
+    path: Path, rank: int, family: str, layout: dict[str, Any], limit: int
+) -> dict[str, Any]:
     """Return what transformers loads from an export in files of up to ``limit`` bytes."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -245,7 +247,9 @@ def found_on_a_rank(folder: Path, ctx: StandInContext) -> dict[str, Any]:
     for name, (family, layout) in ({family: (family, {}) for family in FAMILIES} | CUTS).items():
         with model_of(plan(family, **layout)) as (source, chunks, _):
             back = gather_state_dict(chunks, architecture(family))
-            case: dict[str, Any] = {"back": farthest(source, back) if ctx.rank == 0 else len(back)}
+            case: dict[str, Any] = {
+                "back": compute_largest_difference(source, back) if ctx.rank == 0 else len(back)
+            }
             if name in WITH_LOGITS:
                 with torch.no_grad():
                     wanted = source(ids).logits
@@ -256,15 +260,15 @@ def found_on_a_rank(folder: Path, ctx: StandInContext) -> dict[str, Any]:
         found[name] = case
     for name, (before, after, beside) in CHECKPOINTS.items():
         path = folder / name.replace(" ", "-")
-        found[name] = resumed(path, ctx.rank, plan(**before), plan(**after), beside)
+        found[name] = resume_at_other_degrees(path, ctx.rank, plan(**before), plan(**after), beside)
     for name, case in EXPORTS.items():
-        found[name] = exported(folder / name.replace(" ", "-"), ctx.rank, *case)
+        found[name] = export_and_reload(folder / name.replace(" ", "-"), ctx.rank, *case)
     found["processes"] = [[child.pid, read_start_time(child.pid)] for child in psutil.Process().children()]
     return found
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def rank_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return the results of each of four ranks, by case."""
     skip_without("megatron")
     folder = tmp_path_factory.mktemp("megatron-weights")
@@ -278,15 +282,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @thorough()
 @pytest.mark.parametrize("name", [*FAMILIES, *CUTS])
-def test_weights_round_trip_bit_by_bit(found: list[dict[str, Any]], name: str) -> None:
-    assert found[0][name]["back"] == 0.0
-    assert all(rank[name]["back"] == 0 for rank in found[1:])  # rank 0 alone holds the model
+def test_weights_round_trip_bit_by_bit(rank_results: list[dict[str, Any]], name: str) -> None:
+    assert rank_results[0][name]["back"] == 0.0
+    assert all(rank[name]["back"] == 0 for rank in rank_results[1:])  # rank 0 alone holds the model
 
 
 @thorough()
 @pytest.mark.parametrize("name", WITH_LOGITS)
-def test_logits_equal_those_of_transformers(found: list[dict[str, Any]], name: str) -> None:
-    for rank in found:
+def test_logits_equal_those_of_transformers(rank_results: list[dict[str, Any]], name: str) -> None:
+    for rank in rank_results:
         assert rank[name]["logits"] < 1e-5 * max(rank[name]["size"], 1.0)
         # Rows that pad the vocabulary have no share in a softmax.
         assert rank[name]["padding"] < -1e30
@@ -295,19 +299,19 @@ def test_logits_equal_those_of_transformers(found: list[dict[str, Any]], name: s
 @thorough()
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_fault_31_a_checkpoint_resumes_exactly_at_other_degrees(
-    found: list[dict[str, Any]], name: str
+    rank_results: list[dict[str, Any]], name: str
 ) -> None:
-    case = found[0][name]
+    case = rank_results[0][name]
     assert case["loaded"] == 0.0  # fp32 copies of 16-bit weights have every bit of what was built
     assert case["moved"] > 1e-3
     assert case["apart"] == 0.0
-    assert all(rank[name]["num_steps"] == 2 for rank in found)
+    assert all(rank[name]["num_steps"] == 2 for rank in rank_results)
 
 
 @thorough()
-def test_saving_a_checkpoint_leaves_no_process_behind(found: list[dict[str, Any]]) -> None:
+def test_saving_a_checkpoint_leaves_no_process_behind(rank_results: list[dict[str, Any]]) -> None:
     """Ranks end here as killed ones do, past whatever Python would tidy up."""
-    begun = [tuple(process) for rank in found for process in rank["processes"]]
+    begun = [tuple(process) for rank in rank_results for process in rank["processes"]]
     assert begun, "megatron-core has a process beside a rank that saved; without one this test is void"
     deadline = time.monotonic() + 5
     while (left := [process for process in begun if is_alive(*process)]) and time.monotonic() < deadline:
@@ -317,9 +321,9 @@ def test_saving_a_checkpoint_leaves_no_process_behind(found: list[dict[str, Any]
 
 @thorough()
 @pytest.mark.parametrize("name", EXPORTS)
-def test_transformers_opens_an_export(found: list[dict[str, Any]], name: str) -> None:
-    assert found[0][name]["apart"] == 0.0
-    files = found[0][name]["files"]
+def test_transformers_opens_an_export(rank_results: list[dict[str, Any]], name: str) -> None:
+    assert rank_results[0][name]["apart"] == 0.0
+    files = rank_results[0][name]["files"]
     assert "config.json" in files
     several = EXPORTS[name][2] < 10**6
     assert ("model.safetensors.index.json" in files) == several

@@ -70,7 +70,7 @@ def plan(layers: int, options: dict[str, Any]) -> ss.Plan:
     return ss.Plan(arch, ss.Cluster.parse("2xcpu"), recipe, layout)
 
 
-def played(a_plan: ss.Plan, folder: Path, **other: int) -> list[dict[str, int]]:
+def train_both_ranks(a_plan: ss.Plan, folder: Path, **other: int) -> list[dict[str, int]]:
     """Return the output of both ranks; ``other`` replaces options of the plan's layout."""
     layout: Any = a_plan.layout
     options = [
@@ -125,7 +125,7 @@ def test_nvme_files_of_real_ranks_equal_rehearsal_and_prediction(name: str, tmp_
     on_gpus = replace(a_plan, cluster=ss.Cluster.parse("2xh100-sxm-80gb"))
     (rehearsed,) = rehearse(on_gpus, lambda words, fraction: None)
     predicted = a_plan.memory()
-    for rank in played(a_plan, tmp_path):
+    for rank in train_both_ranks(a_plan, tmp_path):
         assert rank["files"] == rehearsed.nvme_bytes == predicted.nvme_bytes > 0
         assert rank["host"] == predicted.host_bytes
         assert rehearsed.host_bytes == pytest.approx(rank["host"], rel=1e-3)
@@ -139,4 +139,4 @@ def test_plans_raise_where_deepspeed_asserts(complaint: str, tmp_path: Path) -> 
     (changed,) = FAILING[complaint]
     assert f"Nearest fix: {changed}=" in str(refused.value)
     with pytest.raises(AssertionError, match=complaint):
-        played(plan(2, LAYOUTS["both"]), tmp_path, **FAILING[complaint])
+        train_both_ranks(plan(2, LAYOUTS["both"]), tmp_path, **FAILING[complaint])

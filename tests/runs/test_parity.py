@@ -36,66 +36,66 @@ def at_three_percent_more(step: int) -> float:
     return 1.03 * rank_training.rate_at(step)
 
 
-def curve(ctx: StandInContext) -> dict[str, Any]:
+def train_curve(ctx: StandInContext) -> dict[str, Any]:
     # On the ranks alone: a rehearsal in this process would have to import Megatron-core in its own way.
     before_fork(ctx.plan, "cpu")
-    return _ran(rank_training.Curve(SEED, NUM_STEPS), ctx)
+    return _run_task(rank_training.Curve(SEED, NUM_STEPS), ctx)
 
 
 def wrong_curve(ctx: StandInContext) -> dict[str, Any]:
-    return _ran(rank_training.Curve(SEED, NUM_STEPS, at_three_percent_more), ctx)
+    return _run_task(rank_training.Curve(SEED, NUM_STEPS, at_three_percent_more), ctx)
 
 
 def alone_curve(ctx: StandInContext) -> dict[str, Any]:
-    return _ran(rank_training.Alone(SEED, NUM_STEPS), ctx)
+    return _run_task(rank_training.Alone(SEED, NUM_STEPS), ctx)
 
 
-def _ran(task: Any, ctx: StandInContext) -> dict[str, Any]:
+def _run_task(task: Any, ctx: StandInContext) -> dict[str, Any]:
     task(ctx)
     return {"lines": [{**line, "rank": ctx.rank} for line in ctx.lines], "records": ctx.records}
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The single process of a family and of what is trained of it, once."""
+def reference_curves(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A function that trains the single process of a row, once for all rows that share it."""
     known: dict[str, Curve] = {}
 
-    def of(row: Row) -> Curve:
+    def find_curve(row: Row) -> Curve:
         if row.name not in known:
             folder = tmp_path_factory.mktemp(row.family)
-            known[row.name] = _curve(on_ranks(1, row.plan(), alone_curve, folder))
+            known[row.name] = _make_curve(on_ranks(1, row.plan(), alone_curve, folder))
         return known[row.name]
 
-    return of
+    return find_curve
 
 
-def _curve(results: list[dict[str, Any]]) -> Curve:
+def _make_curve(results: list[dict[str, Any]]) -> Curve:
     return Curve.of([line for result in results for line in result["lines"]], len(results))
 
 
-def outcome_of(row: Row, alone: Any, folder: Path, body: Any = curve) -> Outcome:
+def outcome_of(row: Row, alone: Any, folder: Path, body: Any = train_curve) -> Outcome:
     results = on_ranks(row.num_ranks, row.plan(), body, folder)
     records = {rank: result["records"] for rank, result in enumerate(results)}
-    return compare(row, row.plan(), alone(row.alone), _curve(results), records)
+    return compare(row, row.plan(), alone(row.alone), _make_curve(results), records)
 
 
 @pytest.mark.parametrize("row", few(FAST, ON_TWO_RANKS), ids=lambda row: row.name)
 def test_the_loss_curve_equals_the_single_processs(
-    row: Row, alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    row: Row, reference_curves: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses, gradient norms, and bytes held when the optimizer stepped."""
     for module in row.modules:
         skip_without(module.partition(".")[0])
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    outcome = outcome_of(row, alone, tmp_path)
+    outcome = outcome_of(row, reference_curves, tmp_path)
     assert outcome.verdict == "same", outcome.why
     assert outcome.holds, line(outcome)
     assert row.framework_name in outcome.sentence.lower().replace("-", ""), outcome.sentence
 
 
-def test_a_learning_rate_that_is_three_percent_off_is_detected(alone: Any, tmp_path: Path) -> None:
+def test_a_learning_rate_that_is_three_percent_off_is_detected(reference_curves: Any, tmp_path: Path) -> None:
     """The tolerance is far below what a small mistake makes of the curve."""
-    outcome = outcome_of(Row(name="", num_ranks=1, framework="ddp"), alone, tmp_path, wrong_curve)
+    outcome = outcome_of(Row(name="", num_ranks=1, framework="ddp"), reference_curves, tmp_path, wrong_curve)
     assert outcome.verdict == "differs" and not outcome.holds
     assert outcome.loss_difference > 10 * 1e-4
 
@@ -110,7 +110,7 @@ def test_every_row_is_trained_or_has_a_reason(row: Row) -> None:
         assert refused(row, refusal, "").verdict == "not here", refusal
 
 
-def curves(*, losses: list[float], norms: list[float] | None = None, num_ranks: int = 1) -> Curve:
+def make_curve(*, losses: list[float], norms: list[float] | None = None, num_ranks: int = 1) -> Curve:
     return Curve(losses=[losses] * num_ranks, norms=[norms or [1.0] * len(losses)] * num_ranks)
 
 
@@ -120,25 +120,29 @@ def test_deviations_fail_a_row() -> None:
     plan = row.plan()
     planned = plan.memory().at("optimizer")
     held = {name: planned[name] for name in ("parameters", "gradients", "optimizer")}
-    right = curves(losses=[6.0, 5.0, 4.0])
+    right = make_curve(losses=[6.0, 5.0, 4.0])
     records: dict[int, Any] = {
         rank: {"engine": {"sentence": "DDP"}, "parity": {"held": held}} for rank in (0, 1)
     }
 
-    def judged(own: Curve, alone: Curve = right, records: Any = records) -> Outcome:
+    def compare_curves(own: Curve, alone: Curve = right, records: Any = records) -> Outcome:
         return compare(row, plan, alone, own, records)
 
-    assert judged(curves(losses=[6.0, 5.00009, 4.0], num_ranks=2)).holds
-    assert judged(curves(losses=[6.0, 5.0002, 4.0], num_ranks=2)).why == "loss 2.0e-04 off at step 2"
+    assert compare_curves(make_curve(losses=[6.0, 5.00009, 4.0], num_ranks=2)).holds
+    assert (
+        compare_curves(make_curve(losses=[6.0, 5.0002, 4.0], num_ranks=2)).why == "loss 2.0e-04 off at step 2"
+    )
     one_rank_off = Curve(losses=[[6.0, 5.0, 4.0], [6.0, 5.0, 4.1]], norms=[[1.0] * 3] * 2)
-    assert judged(one_rank_off).verdict == "differs"
-    assert "norm" in judged(curves(losses=[6.0, 5.0, 4.0], norms=[1.0, 2.0, 1.0], num_ranks=2)).why
-    assert not judged(curves(losses=[6.0, float("nan"), 4.0], num_ranks=2)).holds
-    assert judged(curves(losses=[6.0, 5.0], num_ranks=2)).verdict == "failed"
-    flat = curves(losses=[6.0, 6.0, 6.0])
-    assert "learns nothing" in judged(curves(losses=[6.0] * 3, num_ranks=2), flat).why
+    assert compare_curves(one_rank_off).verdict == "differs"
+    assert (
+        "norm" in compare_curves(make_curve(losses=[6.0, 5.0, 4.0], norms=[1.0, 2.0, 1.0], num_ranks=2)).why
+    )
+    assert not compare_curves(make_curve(losses=[6.0, float("nan"), 4.0], num_ranks=2)).holds
+    assert compare_curves(make_curve(losses=[6.0, 5.0], num_ranks=2)).verdict == "failed"
+    flat = make_curve(losses=[6.0, 6.0, 6.0])
+    assert "learns nothing" in compare_curves(make_curve(losses=[6.0] * 3, num_ranks=2), flat).why
     fuller = {**records, 1: {"engine": {}, "parity": {"held": {**held, "gradients": held["gradients"] + 4}}}}
-    off = judged(curves(losses=[6.0, 5.0, 4.0], num_ranks=2), records=fuller)
+    off = compare_curves(make_curve(losses=[6.0, 5.0, 4.0], num_ranks=2), records=fuller)
     assert off.verdict == "same" and not off.holds
     assert "gradients 854,276 held, 854,272 planned" in line(off)
     text = document(

@@ -71,7 +71,7 @@ def set_up(ctx: StandInContext, build: Callable[[], Any] | None = None) -> Any:
     return ctx.engine
 
 
-def bits(engine: Any) -> dict[str, Any]:
+def read_parameter_bytes(engine: Any) -> dict[str, Any]:
     """Return the bytes of every parameter of this rank, by name."""
     from shardscope.training.optimizers.gradients import local_shard
 
@@ -81,13 +81,13 @@ def bits(engine: Any) -> dict[str, Any]:
     }
 
 
-def trained(ctx: StandInContext, name: str) -> dict[str, Any]:
-    """Steps, a checkpoint, two steps more; the same two from the checkpoint; adapters as peft has them."""
+def train_and_resume(ctx: StandInContext, name: str) -> dict[str, Any]:
+    """Train, save, take two more steps; repeat them from the checkpoint; compare adapters with peft's."""
     made = new_context(ctx, plan_of(name), name)
     engine = set_up(made)
-    before = bits(engine)
+    before = read_parameter_bytes(engine)
     losses = [engine.step(batch_of(made, step)) for step in range(NUM_STEPS)]
-    after = bits(engine)
+    after = read_parameter_bytes(engine)
     engine.save("here")
     went_on = [engine.step(batch_of(made, 7)), engine.step(batch_of(made, 8))]
     held, peak = engine.memory(), engine.peak_tensor_bytes
@@ -109,7 +109,7 @@ def trained(ctx: StandInContext, name: str) -> dict[str, Any]:
 
 
 def pretrained_in_nf4(ctx: StandInContext, storage: str = "uint8", double: bool = True) -> Callable[[], Any]:
-    """A model that a task quantises itself, as the hub's examples do."""
+    """Make a model that a task quantizes itself, as the Hub's examples do."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     config = BitsAndBytesConfig(
@@ -125,7 +125,7 @@ def pretrained_in_nf4(ctx: StandInContext, storage: str = "uint8", double: bool 
     )
 
 
-def refusals(ctx: StandInContext) -> dict[str, str]:
+def read_refusals(ctx: StandInContext) -> dict[str, str]:
     """Return the errors for bases that are not the plan's."""
     qlora, nf4 = plan_of("ddp qlora bf16-mixed"), plan_of("ddp nf4 fp16-mixed", precision="bf16-mixed")
     cases = {
@@ -143,7 +143,7 @@ def refusals(ctx: StandInContext) -> dict[str, str]:
 
 
 def own_base(ctx: StandInContext, name: str, storage: str) -> dict[str, Any]:
-    """The same losses from a base that ``from_pretrained`` quantised as from one that the engine did."""
+    """Train a base that ``from_pretrained`` quantized, and one that the engine quantized."""
     from transformers import AutoModelForCausalLM
 
     builds = (
@@ -169,15 +169,15 @@ def all_cases(ctx: StandInContext) -> dict[str, Any]:
         build_model(ctx.plan.architecture).to(torch.bfloat16).save_pretrained(ctx.folder / "base")
     dist.barrier()
     return {
-        **{name: trained(ctx, name) for name in (CASES if THOROUGH else KEPT)},
-        "refusals": refusals(ctx),
+        **{name: train_and_resume(ctx, name) for name in (CASES if THOROUGH else KEPT)},
+        "refusals": read_refusals(ctx),
         "own ddp": own_base(ctx, "ddp qlora bf16-mixed", "uint8"),
         "own fsdp2": own_base(ctx, "fsdp2 qlora bf16-mixed", "bfloat16"),
     }
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+def rank_results(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
     """Run every case in one process group; return the results of both ranks."""
     folder = tmp_path_factory.mktemp("quantized")
     return on_ranks(2, tiny_plan("ddp", 2), all_cases, folder), folder
@@ -186,11 +186,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
 @thorough()
 @pytest.mark.parametrize("name", few(CASES, KEPT))
 def test_adapters_train_over_a_frozen_quantized_base(
-    name: str, found: tuple[list[dict[str, Any]], Path]
+    name: str, rank_results: tuple[list[dict[str, Any]], Path]
 ) -> None:
-    plan, case = plan_of(name), found[0][0][name]
+    plan, case = plan_of(name), rank_results[0][0][name]
     assert case["losses"][-1] < case["losses"][0]
-    assert case["losses"] == found[0][1][name]["losses"]
+    assert case["losses"] == rank_results[0][1][name]["losses"]
     assert all("lora_" in key for key in case["changed"])
     # Of a layer A and B of each projection; B is zero at first, so that only the second step changes A.
     assert len(case["changed"]) == 2 * len(TARGETS) * plan.architecture.num_hidden_layers
@@ -208,9 +208,9 @@ def test_adapters_train_over_a_frozen_quantized_base(
 @thorough()
 @pytest.mark.parametrize("name", few(CASES, KEPT))
 def test_rank_memory_of_a_quantized_plan_is_as_planned(
-    name: str, found: tuple[list[dict[str, Any]], Path]
+    name: str, rank_results: tuple[list[dict[str, Any]], Path]
 ) -> None:
-    case, planned = found[0][0][name], plan_of(name).memory().at("optimizer")
+    case, planned = rank_results[0][0][name], plan_of(name).memory().at("optimizer")
     held = case["held"]
     gradients = case["peak"] - held["parameters"] - held["optimizer"]
     assert (held["parameters"], gradients, held["optimizer"]) == (
@@ -222,22 +222,22 @@ def test_rank_memory_of_a_quantized_plan_is_as_planned(
 
 @thorough()
 @pytest.mark.parametrize("name", few(CASES, KEPT))
-def test_a_checkpoint_of_adapters_resumes(name: str, found: tuple[list[dict[str, Any]], Path]) -> None:
-    went_on, same = found[0][0][name]["went_on"]
+def test_a_checkpoint_of_adapters_resumes(name: str, rank_results: tuple[list[dict[str, Any]], Path]) -> None:
+    went_on, same = rank_results[0][0][name]["went_on"]
     assert same == went_on
-    assert found[0][0][name]["saved_bytes"] < SMALL_BYTES
+    assert rank_results[0][0][name]["saved_bytes"] < SMALL_BYTES
 
 
 @thorough()
 @pytest.mark.parametrize("name", few([*KEPT, "fsdp2 qlora fp32"], KEPT))
-def test_adapters_open_in_peft(name: str, found: tuple[list[dict[str, Any]], Path]) -> None:
+def test_adapters_open_in_peft(name: str, rank_results: tuple[list[dict[str, Any]], Path]) -> None:
     """Over a base that bitsandbytes packs the same way, they have the loss of the engine's next step."""
     from peft import PeftModel
     from tests.parity.adapters import pack
 
     from shardscope.training.model.model import build_model
 
-    plan, out = plan_of(name), found[1] / name.replace(" ", "-") / "out"
+    plan, out = plan_of(name), rank_results[1] / name.replace(" ", "-") / "out"
     assert sorted(path.name for path in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     torch.manual_seed(0)
     base = build_model(plan.architecture)
@@ -248,16 +248,16 @@ def test_adapters_open_in_peft(name: str, found: tuple[list[dict[str, Any]], Pat
     tokens = torch.randint(0, 64, (8, 64), generator=torch.Generator().manual_seed(9))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled="mixed" in plan.recipe.precision):
         loss = float(model(input_ids=tokens, labels=tokens).loss)
-    expected = found[0][0][name]["next"]
+    expected = rank_results[0][0][name]["next"]
     assert loss == pytest.approx(expected, abs=1e-5 if plan.recipe.precision == "fp32" else 2e-2)
 
 
 @thorough()
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
 def test_a_base_quantized_by_the_task_is_accepted(
-    framework: str, found: tuple[list[dict[str, Any]], Path]
+    framework: str, rank_results: tuple[list[dict[str, Any]], Path]
 ) -> None:
-    case = found[0][0][f"own {framework}"]
+    case = rank_results[0][0][f"own {framework}"]
     ours, theirs = case["losses"]
     assert theirs == pytest.approx(ours, abs=1e-3)
     planned = plan_of(f"{framework} qlora bf16-mixed").memory().at("optimizer")
@@ -269,8 +269,8 @@ def test_a_base_quantized_by_the_task_is_accepted(
 
 
 @thorough()
-def test_another_base_than_the_plans_raises(found: tuple[list[dict[str, Any]], Path]) -> None:
-    assert found[0][0]["refusals"] == {
+def test_another_base_than_the_plans_raises(rank_results: tuple[list[dict[str, Any]], Path]) -> None:
+    assert rank_results[0][0]["refusals"] == {
         "double": "the plan's base is quantized to nf4, and that of build_model is quantized to nf4 with "
         "double quantization",
         "single": "the plan's base is quantized to nf4 with double quantization, and that of build_model is "

@@ -16,7 +16,7 @@ import pytest
 import run_tasks as tasks
 from jumping_clock import OFFSET
 from run_helpers import make_plan, seconds_until
-from test_stop import begun, rank_pid
+from test_stop import has_begun, rank_pid
 from tests.requirements import few
 
 from shardscope.records.folder import RunFolder
@@ -80,7 +80,7 @@ def test_fault_12_a_single_rank_fails(how: str, reason: str, tmp_path: Path) -> 
 
 def test_fault_10_a_rank_killed_from_outside(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.Log(10_000, 0.1), folder=tmp_path)
-    seconds_until(lambda: begun(run))
+    seconds_until(lambda: has_begun(run))
     os.kill(rank_pid(run, 0), signal.SIGKILL)
     assert run.wait(20) == "failed", run.reason
     assert run.reason.startswith("rank 0 was killed by SIGKILL: "), run.reason
@@ -192,10 +192,10 @@ def test_fault_11_a_rank_that_torch_reaped_first_still_ended_first(
     folder = RunFolder(tmp_path / "run")
     folder.create()
 
-    def reaped(*_: object) -> None:
+    def raise_child_process_error(*_: object) -> None:
         raise ChildProcessError
 
-    monkeypatch.setattr(os, "waitid", reaped)
+    monkeypatch.setattr(os, "waitid", raise_child_process_error)
     launcher._watch_rank(folder, 0, 1)
     assert has_rank_died(folder)
     failure = find_first_failure(folder, 2)

@@ -76,7 +76,7 @@ def test_the_chunked_loss_equals_the_plain_loss(framework: str, precision: str, 
     assert chunked["losses"] == pytest.approx(whole["losses"], abs=1e-4 if precision == "fp32" else 2e-2)
 
 
-def small(family: str, **values: Any) -> Architecture:
+def make_small_architecture(family: str, **values: Any) -> Architecture:
     return Architecture(**{
         "name": family,
         "model_type": family,
@@ -106,10 +106,10 @@ GPT2 = {
 @pytest.mark.parametrize(
     "arch",
     [
-        small("gemma2", norms_per_layer=4, tie_word_embeddings=True),
-        small("granite"),
-        small("gpt2", **GPT2),
-        small("llama"),
+        make_small_architecture("gemma2", norms_per_layer=4, tie_word_embeddings=True),
+        make_small_architecture("granite"),
+        make_small_architecture("gpt2", **GPT2),
+        make_small_architecture("llama"),
     ],
     ids=lambda arch: arch.name,
 )
@@ -162,7 +162,7 @@ def test_a_quantized_base_equals_bitsandbytes(kind: Any) -> None:
     from shardscope.training.model.model import build_model
     from shardscope.training.model.quantized import list_scales, quantize_base
 
-    arch = small("llama")
+    arch = make_small_architecture("llama")
     recipe = ss.Recipe(method="lora", quantization=kind, precision="bf16", seq_len=32)
     model = build_model(arch).to(torch.bfloat16)
     quantize_base(model, recipe, sharded=False, compute=torch.bfloat16)

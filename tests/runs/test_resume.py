@@ -27,7 +27,7 @@ SCHEDULE: dict[str, Any] = {"learning_rate": 1e-3, "lr_scheduler_type": "linear"
 """Four of 20 steps rise from 0 and 16 fall to it: the run dies while they fall."""
 
 
-def rows(lines: list[dict[str, Any]]) -> list[list[Any]]:
+def select_metrics(lines: list[dict[str, Any]]) -> list[list[Any]]:
     return [[line[name] for name in NAMES] for line in lines]
 
 
@@ -100,14 +100,14 @@ def test_fault_30_a_killed_run_resumes_exactly(run: str, tmp_path: Path) -> None
     second = launch(plan, resumed_then_straight, name="again", folder=tmp_path)
     assert second.wait() == "finished", second.error
     assert f"resumed from {left}: 10 steps are done" in second.logs(0)
-    lines = [rows([line for line in second.metrics() if line["rank"] == rank]) for rank in (0, 1)]
+    lines = [select_metrics([line for line in second.metrics() if line["rank"] == rank]) for rank in (0, 1)]
     assert lines[0] == lines[1]
     resumed, straight = lines[0][:10], lines[0][10:]
     assert [row[0] for row in straight] == list(range(20))
     assert resumed == straight[10:]
     rates = [*(1e-3 * step / 4 for step in range(4)), *(1e-3 * (20 - step) / 16 for step in range(4, 20))]
     assert [row[2] for row in straight] == pytest.approx(rates, rel=1e-12)
-    before = rows([line for line in first.metrics() if line["rank"] == 0])
+    before = select_metrics([line for line in first.metrics() if line["rank"] == 0])
     assert before[:12] == straight[:12]
     assert [path.name for path in list_checkpoints(second.folder)] == ["step-000020"]
     exported = sorted(path.name for path in (second.folder / "export").iterdir())
@@ -142,8 +142,8 @@ EXACT = (
 )
 
 
-def cases(ctx: StandInContext) -> dict[str, Any]:
-    """Every case on the same two ranks: making them anew is what costs."""
+def run_every_case(ctx: StandInContext) -> dict[str, Any]:
+    """Run every case on the same two ranks: starting ranks is what takes long."""
     exact = []
     for number, (framework, recipe) in enumerate(EXACT):
         plan = tiny_plan(framework, 2, **recipe)
@@ -152,14 +152,21 @@ def cases(ctx: StandInContext) -> dict[str, Any]:
         stopped = train(ctx, plan, f"cut-{number}", stop=4, save_every=1, keep_last=2)
         kept = [path.name for path in list_checkpoints(stopped.folder)]
         resumed = train(ctx, plan, f"cut-{number}", resume=stopped.folder)
-        exact.append([rows(straight.lines), rows(stopped.lines), rows(resumed.lines), kept])
+        exact.append(
+            [
+                select_metrics(straight.lines),
+                select_metrics(stopped.lines),
+                select_metrics(resumed.lines),
+                kept,
+            ]
+        )
     return {
         "exact": exact,
         "beside": saved_beside_training(ctx),
         "random": random_numbers_go_on(ctx),
         "half": half_a_checkpoint(ctx),
         "of another optimizer": of_another_optimizer(ctx),
-        "exports": exports(ctx),
+        "exports": compare_exports(ctx),
     }
 
 
@@ -191,7 +198,7 @@ def saved_beside_training(ctx: StandInContext) -> list[Any]:
     return [went_on, [again.engine.step(batch_of(again, step)) for step in (1, 2)]]
 
 
-def draw() -> list[float]:
+def draw_random_numbers() -> list[float]:
     import numpy
 
     return [float(torch.rand(())), random.random(), float(numpy.random.rand()), random.gauss(0, 1)]
@@ -203,13 +210,13 @@ def random_numbers_go_on(ctx: StandInContext) -> list[Any]:
     folder = ctx.folder / "random"
     folder.mkdir(exist_ok=True)
     torch.manual_seed(ctx.rank)
-    draw()
+    draw_random_numbers()
     random_state.write_states(folder)
-    expected = draw()
+    expected = draw_random_numbers()
     torch.manual_seed(9)
     random.seed(9)
     restored = random_state.restore_states(folder)
-    return [restored, expected, draw()]
+    return [restored, expected, draw_random_numbers()]
 
 
 def half_a_checkpoint(ctx: StandInContext) -> str:
@@ -248,8 +255,8 @@ def small_mixtral() -> Architecture:
     return replace(small, num_hidden_layers=2)
 
 
-def exports(ctx: StandInContext) -> list[Any]:
-    """Loss of the next step against that of the exported model, opened by transformers on the whole batch."""
+def compare_exports(ctx: StandInContext) -> list[Any]:
+    """Compare the loss of the next step with that of the exported model, opened by transformers."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -291,49 +298,49 @@ def exports(ctx: StandInContext) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
+def rank_results(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
     folder = tmp_path_factory.mktemp("resume")
-    return on_ranks(2, tiny_plan("ddp", 2), cases, folder), folder
+    return on_ranks(2, tiny_plan("ddp", 2), run_every_case, folder), folder
 
 
 @thorough()
 @pytest.mark.parametrize("number", range(len(EXACT)))
-def test_a_resumed_run_equals_an_uninterrupted_one(number: int, results: tuple[list[Any], Path]) -> None:
-    straight, stopped, resumed, kept = results[0][0]["exact"][number]
+def test_a_resumed_run_equals_an_uninterrupted_one(number: int, rank_results: tuple[list[Any], Path]) -> None:
+    straight, stopped, resumed, kept = rank_results[0][0]["exact"][number]
     assert kept == ["step-000002", "step-000003"], "of 1, 2 and 3 the last two"
     assert len(stopped) == 3 and len(straight) == 5
     assert stopped + resumed == straight
 
 
 @thorough()
-def test_steps_during_an_asynchronous_save_are_not_in_it(results: tuple[list[Any], Path]) -> None:
-    went_on, again = results[0][0]["beside"]
+def test_steps_during_an_asynchronous_save_are_not_in_it(rank_results: tuple[list[Any], Path]) -> None:
+    went_on, again = rank_results[0][0]["beside"]
     assert went_on == again
 
 
 @thorough()
-def test_random_states_resume_on_each_rank(results: tuple[list[Any], Path]) -> None:
-    for result in results[0]:
+def test_random_states_resume_on_each_rank(rank_results: tuple[list[Any], Path]) -> None:
+    for result in rank_results[0]:
         restored, expected, found = result["random"]
         assert restored and expected == found
-    assert results[0][0]["random"][1] != results[0][1]["random"][1]
+    assert rank_results[0][0]["random"][1] != rank_results[0][1]["random"][1]
 
 
 @thorough()
-def test_fault_30_an_incomplete_checkpoint_raises(results: tuple[list[Any], Path]) -> None:
-    assert "is not a complete checkpoint: it has no position.json" in results[0][0]["half"]
+def test_fault_30_an_incomplete_checkpoint_raises(rank_results: tuple[list[Any], Path]) -> None:
+    assert "is not a complete checkpoint: it has no position.json" in rank_results[0][0]["half"]
 
 
 @thorough()
-def test_a_checkpoint_of_another_optimizer_raises(results: tuple[list[Any], Path]) -> None:
-    for result in results[0]:
+def test_a_checkpoint_of_another_optimizer_raises(rank_results: tuple[list[Any], Path]) -> None:
+    for result in rank_results[0]:
         for name, words in zip(("Lion", "SGD"), result["of another optimizer"], strict=True):
             assert f"is '{name}'; allowed: 'AdamW'" in words and "Nearest fix: the same" in words
 
 
 @thorough()
-def test_exports_open_in_transformers(results: tuple[list[Any], Path]) -> None:
-    for name, expected, loss, files, architectures, kind in results[0][0]["exports"]:
+def test_exports_open_in_transformers(rank_results: tuple[list[Any], Path]) -> None:
+    for name, expected, loss, files, architectures, kind in rank_results[0][0]["exports"]:
         assert abs(loss - expected) < (2e-2 if name == "bf16" else 1e-5), name
         assert kind == ("torch.bfloat16" if name == "bf16" else "torch.float32")
         if name == "tied":
@@ -353,8 +360,8 @@ def loaded_on_one(ctx: StandInContext) -> list[float]:
 
 @thorough()
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
-def test_fault_31_one_rank_resumes_a_run_of_two(framework: str, results: tuple[list[Any], Path]) -> None:
-    ranks, folder = results
+def test_fault_31_one_rank_resumes_a_run_of_two(framework: str, rank_results: tuple[list[Any], Path]) -> None:
+    ranks, folder = rank_results
     plan = tiny_plan(framework, 1, micro_batch_size=4)
     (losses,) = on_ranks(1, plan, loaded_on_one, folder / "one-rank")
     assert losses == pytest.approx(ranks[0]["beside"][0], abs=1e-5)

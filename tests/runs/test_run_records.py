@@ -160,16 +160,16 @@ def test_fault_53_a_run_with_absent_files_is_lost(
 def break_path(name: str, number: int, patch: pytest.MonkeyPatch) -> None:
     """Have every access to files and folders of that name fail by the error ``number``."""
 
-    def failing(function: Any) -> Any:
-        def access(path: Any, *arguments: Any, **options: Any) -> Any:
+    def fail_on_path(function: Any) -> Any:
+        def access_path(path: Any, *arguments: Any, **options: Any) -> Any:
             if isinstance(path, str | Path) and Path(path).name == name:
                 raise OSError(number, os.strerror(number))
             return function(path, *arguments, **options)
 
-        return access
+        return access_path
 
     for place, function in ((Path, "open"), (Path, "read_bytes"), (Path, "stat"), (os, "open")):
-        patch.setattr(place, function, failing(getattr(place, function)))
+        patch.setattr(place, function, fail_on_path(getattr(place, function)))
 
 
 def test_fault_53_a_supervisor_waits_for_records_that_it_cannot_read(

@@ -22,7 +22,7 @@ from shardscope.training.tasks.pretrain import Pretrain  # noqa: E402
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
 
 
-def steps(run: Run) -> list[int]:
+def read_steps(run: Run) -> list[int]:
     return [line["step"] for line in run.metrics() if line["rank"] == 0]
 
 
@@ -30,11 +30,11 @@ def steps(run: Run) -> list[int]:
 def test_a_saved_and_stopped_run_is_resumed_to_the_step_it_was_launched_for(tmp_path: Path) -> None:
     plan = tiny_plan("ddp", 2, num_micro_batches=1)
     run = launch(plan, Pretrain(num_steps=300, seed=3, learning_rate=2e-3), folder=tmp_path, name="first")
-    seconds_until(lambda: len(steps(run)) > 3)
+    seconds_until(lambda: len(read_steps(run)) > 3)
     assert "stop it first" in str(why_not_resumable(run))
     run.stop(checkpoint=True)
     assert run.wait(60) == "stopped", run.error
-    done = steps(run)
+    done = read_steps(run)
     assert 3 < len(done) < 300
 
     # A handle that knows nothing but the folder, as the list of runs has.
@@ -43,7 +43,9 @@ def test_a_saved_and_stopped_run_is_resumed_to_the_step_it_was_launched_for(tmp_
     again = resume_run(stopped)
     assert again.folder.parent == tmp_path and again.folder != run.folder and again.num_steps == 300
     assert again.wait(120) == "finished", again.error
-    assert steps(again) == list(range(len(done), 300)), "it does not continue where the first one stopped"
+    assert read_steps(again) == list(range(len(done), 300)), (
+        "it does not continue where the first one stopped"
+    )
     assert "steps are done" in again.logs(0)
 
     assert "finished" in str(why_not_resumable(again))

@@ -41,7 +41,7 @@ RANK = 4
 MODES = ("bf16", "autocast", "fp32")
 
 
-def modules(arch: Architecture, mode: str, recipe: Recipe) -> Modules:
+def make_modules(arch: Architecture, mode: str, recipe: Recipe) -> Modules:
     return Modules(
         kernels="transformers",
         autocast=mode == "autocast",
@@ -78,7 +78,7 @@ class Alive(TorchDispatchMode):
 def kept_bytes(
     arch: Architecture, mode: str, recipe: Recipe, *, input_needs_gradient: bool = False
 ) -> list[int]:
-    """Bytes that forward leaves, weights excluded: with two sequences, and with three."""
+    """Return the bytes that forward leaves, weights excluded: with two sequences, and with three."""
     torch.manual_seed(0)
     model = build_model(arch, recipe.dropout, recipe.attention)
     if mode == "bf16" or (mode == "autocast" and recipe.has_adapters):
@@ -115,7 +115,7 @@ def one_layer(family: str, mode: str, recipe: Recipe) -> Measured:
     return Measured(per_row / SEQ_LEN, layer[0] - 2 * per_row)
 
 
-def total(tensors: tuple[Any, ...]) -> int:
+def sum_bytes_per_token(tensors: tuple[Any, ...]) -> int:
     return sum(tensor.bytes_per_token for tensor in tensors)
 
 
@@ -140,9 +140,9 @@ def test_every_family_has_a_small_model() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_saves_the_listed_tensors(family: str, mode: str) -> None:
     arch = architecture(family, 2)
-    predicted = modules(arch, mode, FULL)
+    predicted = make_modules(arch, mode, FULL)
     measured = one_layer(family, mode, FULL)
-    assert measured.per_token == total(list_saved_tensors(arch, is_moe(family), predicted))
+    assert measured.per_token == sum_bytes_per_token(list_saved_tensors(arch, is_moe(family), predicted))
     # Beside the copies that autocast makes of matrices there are a few of vectors and of the router.
     assert abs(measured.constant - compute_weight_casts(arch, is_moe(family), predicted)) <= 20_000
 
@@ -150,9 +150,9 @@ def test_a_layer_saves_the_listed_tensors(family: str, mode: str) -> None:
 @pytest.mark.parametrize(("family", "mode"), few(PAIRS, TURNS))
 def test_a_layer_with_adapters_saves_the_listed_tensors(family: str, mode: str) -> None:
     arch = architecture(family, 2)
-    predicted = modules(arch, mode, LORA)
+    predicted = make_modules(arch, mode, LORA)
     measured = one_layer(family, mode, LORA)
-    assert measured.per_token == total(list_saved_tensors(arch, is_moe(family), predicted))
+    assert measured.per_token == sum_bytes_per_token(list_saved_tensors(arch, is_moe(family), predicted))
 
 
 @pytest.mark.parametrize(("family", "mode"), few(PAIRS, TURNS))
@@ -166,8 +166,8 @@ def assert_the_first_layer_lacks_what_the_list_says(family: str, mode: str, reci
         kept_bytes(arch, mode, recipe, input_needs_gradient=needed) for needed in (False, True)
     )
     difference = [more - fewer for fewer, more in zip(without, with_gradient, strict=True)]
-    here = modules(arch, mode, recipe)
-    unsaved = total(list_unsaved_in_first_layer(arch, here))
+    here = make_modules(arch, mode, recipe)
+    unsaved = sum_bytes_per_token(list_unsaved_in_first_layer(arch, here))
     # The embedding that was made to need a gradient stays too, where it is not itself what the norm keeps.
     upcast = here.stream < 4 and arch.norm == "rmsnorm" and (arch.model_type != "olmo2" or here.recasts)
     stays = upcast or arch.model_type in ("granite", "gpt2")
@@ -193,8 +193,8 @@ def test_selective_recomputation_saves_matmuls_and_attention(family: str, adapte
     # With DeepSeek's narrower values a CPU rank has no fused attention; a GPU has one all
     # the same, and the list is a GPU's.
     measured = one_layer(family, "bf16", recipe)
-    assert measured.per_token == total(
-        list_kept_by_selective(arch, is_moe(family), modules(arch, "bf16", recipe))
+    assert measured.per_token == sum_bytes_per_token(
+        list_kept_by_selective(arch, is_moe(family), make_modules(arch, "bf16", recipe))
     )
 
 
@@ -204,7 +204,7 @@ def test_full_recomputation_saves_the_input_of_a_layer(family: str, mode: str) -
     arch = architecture(family, 2)
     recipe = replace(FULL, recompute="full")
     measured = one_layer(family, mode, recipe)
-    assert measured.per_token == arch.hidden_size * modules(arch, mode, recipe).stream
+    assert measured.per_token == arch.hidden_size * make_modules(arch, mode, recipe).stream
 
 
 @pytest.mark.parametrize("recipe", [FULL, LORA], ids=["full", "lora"])
@@ -217,9 +217,9 @@ def test_layers_with_and_without_sliding_window_attention(recipe: Recipe) -> Non
     (two, more_of_two), (three, more_of_three) = counted
     windowed = (more_of_three - more_of_two - three + two) / SEQ_LEN
     arch = replace(architecture("gemma3_text", 4), sliding_window=16, sliding_window_layers=3)
-    here = modules(arch, "bf16", recipe)
-    assert windowed == total(list_saved_tensors(arch, False, here._replace(windowed=True)))
-    assert one_layer("gemma3_text", "bf16", recipe).per_token == total(
+    here = make_modules(arch, "bf16", recipe)
+    assert windowed == sum_bytes_per_token(list_saved_tensors(arch, False, here._replace(windowed=True)))
+    assert one_layer("gemma3_text", "bf16", recipe).per_token == sum_bytes_per_token(
         list_saved_tensors(arch, False, here._replace(windowed=False))
     )
     of_a_layer = [
@@ -235,7 +235,9 @@ def test_layers_with_and_without_sliding_window_attention(recipe: Recipe) -> Non
 def test_eager_attention_saves_the_listed_tensors(family: str, mode: str, recipe: Recipe) -> None:
     arch, recipe = architecture(family, 2), replace(recipe, attention="eager")
     measured = one_layer(family, mode, recipe)
-    assert measured.per_token == total(list_saved_tensors(arch, is_moe(family), modules(arch, mode, recipe)))
+    assert measured.per_token == sum_bytes_per_token(
+        list_saved_tensors(arch, is_moe(family), make_modules(arch, mode, recipe))
+    )
 
 
 @pytest.mark.parametrize("recipe", [FULL, LORA], ids=["full", "lora"])
@@ -243,7 +245,9 @@ def test_eager_attention_with_selective_recomputation(recipe: Recipe) -> None:
     recipe = replace(recipe, recompute="selective", attention="eager")
     arch = architecture("llama", 2)
     measured = one_layer("llama", "bf16", recipe)
-    assert measured.per_token == total(list_kept_by_selective(arch, False, modules(arch, "bf16", recipe)))
+    assert measured.per_token == sum_bytes_per_token(
+        list_kept_by_selective(arch, False, make_modules(arch, "bf16", recipe))
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -252,7 +256,9 @@ def test_dropout_saves_its_masks(family: str, mode: str) -> None:
     """A CPU rank then has no fused attention either: scores, their mask and the product of both."""
     arch, recipe = architecture(family, 2), replace(FULL, dropout=0.25)
     measured = one_layer(family, mode, recipe)
-    assert measured.per_token == total(list_saved_tensors(arch, is_moe(family), modules(arch, mode, recipe)))
+    assert measured.per_token == sum_bytes_per_token(
+        list_saved_tensors(arch, is_moe(family), make_modules(arch, mode, recipe))
+    )
 
 
 @pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj"), ("v_proj", "gate_proj", "up_proj")])
@@ -263,7 +269,9 @@ def test_adapters_with_dropout_save_an_input_each(
 ) -> None:
     arch, recipe = architecture(family, 2), replace(LORA, lora_targets=targets, lora_dropout=0.25)
     measured = one_layer(family, mode, recipe)
-    assert measured.per_token == total(list_saved_tensors(arch, False, modules(arch, mode, recipe)))
+    assert measured.per_token == sum_bytes_per_token(
+        list_saved_tensors(arch, False, make_modules(arch, mode, recipe))
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -272,7 +280,9 @@ def test_offloaded_activations_are_copied_to_the_host_once(family: str, mode: st
     """On a CPU the host's memory is the same: as much as without, and not a copy for each use."""
     arch = architecture(family, 2)
     measured = one_layer(family, mode, replace(FULL, recompute="offload"))
-    assert measured.per_token == total(list_saved_tensors(arch, is_moe(family), modules(arch, mode, FULL)))
+    assert measured.per_token == sum_bytes_per_token(
+        list_saved_tensors(arch, is_moe(family), make_modules(arch, mode, FULL))
+    )
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
@@ -280,11 +290,11 @@ def test_with_recompute_interval_2_every_second_layer_is_recomputed(recompute: s
     recipe = replace(FULL, recompute=recompute, recompute_interval=2)
     two, four = (kept_bytes(architecture("llama", layers), "bf16", recipe) for layers in (2, 4))
     arch = architecture("llama", 2)
-    plan_modules = modules(arch, "bf16", FULL)
+    plan_modules = make_modules(arch, "bf16", FULL)
     kept = arch.hidden_size * 2
     if recompute == "selective":
-        kept = total(list_kept_by_selective(arch, False, plan_modules))
-    per_token = total(list_saved_tensors(arch, False, plan_modules)) + kept
+        kept = sum_bytes_per_token(list_kept_by_selective(arch, False, plan_modules))
+    per_token = sum_bytes_per_token(list_saved_tensors(arch, False, plan_modules)) + kept
     assert [more - fewer for fewer, more in zip(two, four, strict=True)] == [
         rows * SEQ_LEN * per_token for rows in (2, 3)
     ]
@@ -328,9 +338,9 @@ def test_a_layer_with_an_nf4_base_saves_the_listed_tensors(
     monkeypatch.setattr(sys.modules[__name__], "add_adapters_of", with_nf4)
     recipe = Recipe(method="qlora", lora_rank=RANK, lora_targets=targets)
     arch = architecture(family, 2)
-    predicted = modules(arch, mode, recipe)._replace(quantized=True)
+    predicted = make_modules(arch, mode, recipe)._replace(quantized=True)
     measured = one_layer(family, mode, recipe)
-    assert measured.per_token == total(list_saved_tensors(arch, False, predicted))
+    assert measured.per_token == sum_bytes_per_token(list_saved_tensors(arch, False, predicted))
     assert measured.constant == compute_weight_casts(arch, False, predicted)
 
 
@@ -364,9 +374,9 @@ def test_a_layer_with_an_int8_base_saves_the_listed_tensors(
         method="lora", quantization="int8", lora_rank=RANK, lora_targets=targets, lora_dropout=dropout
     )
     arch = architecture(family, 2)
-    predicted = modules(arch, mode, recipe)._replace(quantized=True, int8_base=True)
+    predicted = make_modules(arch, mode, recipe)._replace(quantized=True, int8_base=True)
     measured = one_layer(family, mode, recipe)
-    assert measured.per_token == total(list_saved_tensors(arch, False, predicted))
+    assert measured.per_token == sum_bytes_per_token(list_saved_tensors(arch, False, predicted))
     assert compute_weight_casts(arch, False, predicted) == 0
     # The scales, of which forward makes a view: part of the weights, counted with them.
     assert measured.constant == sum(4 * out for _, (out, _) in arch.layer_linears(0))
@@ -381,16 +391,16 @@ def test_saved_tensors_of_llama_equal_a_hand_count() -> None:
         weights = {p.untyped_storage()._cdata for p in model.parameters()}
         storages: dict[int, Any] = {}
 
-        def keep(tensor: Any, into: dict[int, Any] = storages) -> Any:
+        def keep_storage(tensor: Any, into: dict[int, Any] = storages) -> Any:
             into[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
             return tensor
 
         ids = torch.randint(1, arch.vocab_size, (2, SEQ_LEN))
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(keep_storage, lambda tensor: tensor):
             out = model(input_ids=ids, labels=ids)
         counted.append(sum(s.nbytes() for key, s in storages.items() if key not in weights))
         del out
     h, ffn, heads, kv = arch.hidden_size, arch.intermediate_size, 6, 2
     by_hand = 2 * (4 * h + 4 + 2 * h + 2 * h) + 2 * 2 * heads * 32 + 2 * 2 * kv * 32 + 4 * heads + 8 * ffn
     assert counted[1] - counted[0] == 2 * SEQ_LEN * by_hand
-    assert total(list_saved_tensors(arch, False, modules(arch, "bf16", FULL))) == by_hand
+    assert sum_bytes_per_token(list_saved_tensors(arch, False, make_modules(arch, "bf16", FULL))) == by_hand

@@ -37,19 +37,19 @@ def plan_of(stage: int, pp: int = 1, *, tied: bool = False, **recipe: Any) -> An
 
 
 def drawn_whole(plan: Any) -> list[float]:
-    """Losses of one process whose weights are drawn by name, without an engine."""
+    """Return the losses of one process whose weights are initialized by name, without an engine."""
     from shardscope.training.model import lora
     from shardscope.training.model.model import build_model
     from shardscope.training.optimizers.optimizers import build_optimizer
     from shardscope.training.weights.initial_weights import FreshWeights, build_initialized
 
-    def make() -> Any:
+    def make_model() -> Any:
         made = build_model(plan.architecture)
         if not plan.recipe.has_adapters:
             return made
         return lora.add_adapters(made, plan.architecture, plan.recipe, in_fp32=False)
 
-    model = build_initialized(make, lambda made: FreshWeights(made, seed=3, device=torch.device("cpu")))
+    model = build_initialized(make_model, lambda made: FreshWeights(made, seed=3, device=torch.device("cpu")))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = build_optimizer("adamw", trained, RATE, 0.1, model)
     losses = []
@@ -73,7 +73,7 @@ def set_up(ctx: StandInContext, plan: Any) -> Any:
     return engine
 
 
-def trained(ctx: StandInContext) -> dict[str, list[float]]:
+def train_every_way(ctx: StandInContext) -> dict[str, list[float]]:
     building.HOST_BUILD_BYTES = 0
     found = {}
     for name, fields in LAYOUTS.items():
@@ -87,16 +87,16 @@ def trained(ctx: StandInContext) -> dict[str, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[float]]]:
-    return on_ranks(2, plan_of(3), trained, tmp_path_factory.mktemp("drawn"))
+def rank_losses(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[float]]]:
+    return on_ranks(2, plan_of(3), train_every_way, tmp_path_factory.mktemp("drawn"))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_sharded_random_initialization_gives_one_model(
-    name: str, losses: list[dict[str, list[float]]]
+    name: str, rank_losses: list[dict[str, list[float]]]
 ) -> None:
     expected = drawn_whole(plan_of(**LAYOUTS[name]))
-    for rank in losses:
+    for rank in rank_losses:
         assert rank[name] == pytest.approx(expected, abs=1e-4)
 
 
@@ -106,7 +106,7 @@ def most_held(ctx: StandInContext) -> dict[str, float]:
 
     found: dict[str, float] = {}
 
-    def watched(name: str, make: Any, plan: Any) -> Any:
+    def record_most_held(name: str, make: Any, plan: Any) -> Any:
         def run(*args: Any, **options: Any) -> Any:
             with most_anonymous() as most:
                 made = make(*args, **options)
@@ -125,7 +125,7 @@ def most_held(ctx: StandInContext) -> dict[str, float]:
     ):
         plan = replace(plan_of(**layout), architecture=wide)
         own = getattr(module, made)
-        setattr(module, made, watched(name, own, plan))
+        setattr(module, made, record_most_held(name, own, plan))
         set_up(ctx, plan)
         setattr(module, made, own)
     return found

@@ -56,7 +56,7 @@ def test_a_short_soak_leaves_nothing(tmp_path: Path) -> None:
     assert all(f"| {name} | 1 |" in written for name in FEW)
 
 
-def begin(tmp_path: Path) -> Before:
+def record_environment(tmp_path: Path) -> Before:
     """In a test's body: pytest writes to the environment at its beginning."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -68,7 +68,7 @@ def describe_residue(before: Before, *ports: int) -> str:
 
 
 @pytest.fixture
-def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+def marked_process() -> Iterator[subprocess.Popen[bytes]]:
     """Start a process in its own session whose environment has only the mark."""
     process = subprocess.Popen(["sleep", "100"], env={MARK: "test/1"}, start_new_session=True)
     yield process
@@ -77,24 +77,24 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_residual_processes_are_found_by_mark_session_and_parent(
-    sleeper: subprocess.Popen[bytes], tmp_path: Path
+    marked_process: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    before = begin(tmp_path)
-    seconds_until(lambda: psutil.Process(sleeper.pid).name() == "sleep", 5)
-    assert f"a process: {sleeper.pid} (sleeping" in describe_residue(before)
-    pids = {process.pid for process in find_residual_processes("another", (sleeper.pid,), ())}
-    assert sleeper.pid in pids
-    sleeper.kill()
+    before = record_environment(tmp_path)
+    seconds_until(lambda: psutil.Process(marked_process.pid).name() == "sleep", 5)
+    assert f"a process: {marked_process.pid} (sleeping" in describe_residue(before)
+    pids = {process.pid for process in find_residual_processes("another", (marked_process.pid,), ())}
+    assert marked_process.pid in pids
+    marked_process.kill()
     # What the product has to reap and did not is left as well; other dead orphans are buried.
-    seconds_until(lambda: psutil.Process(sleeper.pid).status() == psutil.STATUS_ZOMBIE, 5)
-    assert [process.pid for process in find_residual_processes("another", (), (sleeper.pid,))] == [
-        sleeper.pid
+    seconds_until(lambda: psutil.Process(marked_process.pid).status() == psutil.STATUS_ZOMBIE, 5)
+    assert [process.pid for process in find_residual_processes("another", (), (marked_process.pid,))] == [
+        marked_process.pid
     ]
     assert find_residual_processes("another", (), ()) == []
 
 
 def test_every_other_residue_is_reported(tmp_path: Path) -> None:
-    before = begin(tmp_path)
+    before = record_environment(tmp_path)
     assert describe_residue(before) == ""
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait, name="left-over")
@@ -123,7 +123,7 @@ def test_every_other_residue_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not residue.SHARED_MEMORY.is_dir(), reason="needs /dev/shm: run it on Linux")
 def test_shared_memory_is_residue_once_no_process_uses_it(tmp_path: Path) -> None:
-    before = begin(tmp_path)
+    before = record_environment(tmp_path)
     with tempfile.NamedTemporaryFile(dir=residue.SHARED_MEMORY, delete=False) as file:
         assert "shared memory" not in describe_residue(before)
     assert f"shared memory: {file.name}" in describe_residue(before)

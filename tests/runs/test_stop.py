@@ -51,7 +51,7 @@ def rank_pid(run: Run, rank: int) -> int:
     return int(json.loads((run.folder / "ranks" / f"rank-{rank}.json").read_text())["pid"])
 
 
-def begun(run: Run) -> bool:
+def has_begun(run: Run) -> bool:
     return {m["rank"] for m in run.metrics()} == {0, 1}
 
 
@@ -59,7 +59,7 @@ def test_fault_02_03_stop_mid_step_and_twice(
     plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = launch(plan, tasks.Log(10_000, 0.5), folder=tmp_path)
-    seconds_until(lambda: begun(run))
+    seconds_until(lambda: has_begun(run))
     seconds_until(lambda: run.status == "running", 5)
     assert not run.reads_stop_requests, "this task never looks"
     monkeypatch.setenv("JPY_SESSION_NAME", "/home/me/lessons/my first.ipynb")
@@ -136,7 +136,7 @@ print(run.wait(10))
 def test_fault_08_kernel_killed(tmp_path: Path) -> None:
     kernel = start_kernel(tmp_path, "Log(10_000, 0.2)")
     run = Run.attach(tmp_path)
-    seconds_until(lambda: begun(run))
+    seconds_until(lambda: has_begun(run))
     kernel.kill()
     kernel.wait()
     assert seconds_until(lambda: not processes_of(tmp_path), 5) < 5
@@ -146,7 +146,7 @@ def test_fault_08_kernel_killed(tmp_path: Path) -> None:
 def test_fault_07_a_run_that_outlives_its_kernel(tmp_path: Path) -> None:
     kernel = start_kernel(tmp_path, "Log(10_000, 0.2)", outlive=True)
     run = Run.attach(tmp_path)
-    seconds_until(lambda: begun(run))
+    seconds_until(lambda: has_begun(run))
     kernel.kill()
     kernel.wait()
     count = len(run.metrics())
@@ -159,7 +159,7 @@ def test_fault_07_a_run_that_outlives_its_kernel(tmp_path: Path) -> None:
 @pytest.mark.parametrize("who", ["supervisor", "launcher"])
 def test_fault_09_supervisor_or_launcher_killed(who: str, plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.deaf, folder=tmp_path)
-    seconds_until(lambda: begun(run))
+    seconds_until(lambda: has_begun(run))
     supervisor = supervisor_of(run)
     if who == "supervisor":
         os.kill(supervisor, signal.SIGKILL)
@@ -174,7 +174,7 @@ def test_fault_09_supervisor_or_launcher_killed(who: str, plan: Any, tmp_path: P
 
 def test_a_terminated_supervisor_stops_its_run(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.Log(10_000, 0.2), folder=tmp_path)
-    seconds_until(lambda: begun(run))
+    seconds_until(lambda: has_begun(run))
     os.kill(supervisor_of(run), signal.SIGTERM)
     assert run.wait(5) == "stopped" and "SIGTERM" in run.reason
 
@@ -191,7 +191,7 @@ def test_fault_23_a_supervisor_whose_log_is_full_continues(monkeypatch: pytest.M
 @pytest.mark.parametrize("task", [tasks.deaf, tasks.frozen])
 def test_fault_04_05_ranks_that_ignore_signals(task: Any, plan: Any, tmp_path: Path) -> None:
     run = launch(plan, task, folder=tmp_path)
-    seconds_until(lambda: begun(run))
+    seconds_until(lambda: has_begun(run))
     run.stop()
     assert seconds_until(lambda: run.status == "stopped", 5) < 3.5
     assert not [p for p in processes_of(tmp_path) if p.pid != supervisor_of(run)]

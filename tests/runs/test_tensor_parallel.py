@@ -47,7 +47,7 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
 
 
 def compare(family: str) -> dict[str, Any]:
-    """Loss of the whole model and of its two parts, and the largest difference between their gradients."""
+    """Return the loss of the whole model and of its two parts, and their gradients' largest difference."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import loss_parallel
@@ -87,23 +87,23 @@ def compare(family: str) -> dict[str, Any]:
     return {"whole": whole.item(), "parts": loss.full_tensor().item(), "worst_gradient": worst, "cut": cut}
 
 
-def compared(ctx: StandInContext) -> dict[str, dict[str, Any]]:
+def compare_every_family(ctx: StandInContext) -> dict[str, dict[str, Any]]:
     return {family: compare(family) for family in TENSOR_PARALLEL_FAMILIES}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def family_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     ranks: list[dict[str, dict[str, Any]]] = on_ranks(
-        2, tiny_plan("fsdp2", 2), compared, tmp_path_factory.mktemp("ranks")
+        2, tiny_plan("fsdp2", 2), compare_every_family, tmp_path_factory.mktemp("ranks")
     )
     return ranks[0]
 
 
 @pytest.mark.parametrize("family", TENSOR_PARALLEL_FAMILIES)
 def test_two_tensor_parallel_ranks_compute_the_same_as_one(
-    found: dict[str, dict[str, Any]], family: str
+    family_results: dict[str, dict[str, Any]], family: str
 ) -> None:
-    one = found[family]
+    one = family_results[family]
     assert one["parts"] == pytest.approx(one["whole"], rel=1e-6)
     assert one["worst_gradient"] < 1e-5
     # Embedding, head and the projections of both layers, biases among them.
