@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import many_runs, other_searcher, picker, planning, search, training
-from benchmarks.spread import spread
+from benchmarks.spread import compute_spread
 
 IMPORT_BUDGET_SECONDS = 0.3
 MEMORY_BUDGET_MICROSECONDS = 200
@@ -27,82 +27,84 @@ FIRST_STEP_BUDGET = 1.3
 TOKENS_BUDGET = 0.98
 
 
-def row(name: str, value: str, budget: str = "", holds: bool | str | None = None, note: str = "") -> None:
+def print_row(
+    name: str, value: str, budget: str = "", holds: bool | str | None = None, note: str = ""
+) -> None:
     """Print one line of the table; ``holds`` is what is said of it where that is neither "ok" nor "OVER"."""
     verdict = "" if holds is None else "ok" if holds is True else holds or "OVER"
     print(f"{name:<48}{value:>12}  {budget:>9}  {verdict:<6} {note}".rstrip(), flush=True)
 
 
-def planner() -> None:
-    """Importing and predicting."""
+def measure_planner() -> None:
+    """Measure importing and predicting."""
     seconds, heavy = planning.import_seconds()
     holds = seconds < IMPORT_BUDGET_SECONDS and not heavy
     note = f"brings {', '.join(heavy)}" if heavy else "no torch, pandas, plotly or transformers"
-    row("import shardscope", f"{seconds:.3f} s", f"{IMPORT_BUDGET_SECONDS} s", holds, note)
+    print_row("import shardscope", f"{seconds:.3f} s", f"{IMPORT_BUDGET_SECONDS} s", holds, note)
     for name, (fresh, again) in planning.memory_microseconds().items():
         budget, holds = f"{MEMORY_BUDGET_MICROSECONDS} us", fresh < MEMORY_BUDGET_MICROSECONDS
         note = f"on a plan just made; asked again {again:.0f} us"
         if name == planning.STAGED:
-            row(
+            print_row(
                 f"plan.memory()  {name}",
                 f"{fresh:.0f} us",
                 note=f"{note}; three stages, each as long as a plan",
             )
         else:
-            row(f"plan.memory()  {name}", f"{fresh:.0f} us", budget, holds, note)
+            print_row(f"plan.memory()  {name}", f"{fresh:.0f} us", budget, holds, note)
     for name, (fresh, again) in planning.step_microseconds().items():
         budget, holds = f"{TIME_BUDGET_MICROSECONDS} us", fresh < TIME_BUDGET_MICROSECONDS
         note = f"on a plan just made; asked again {again:.0f} us"
         if name == planning.STAGED:
-            row(f"plan.step()    {name}", f"{fresh:.0f} us", note=f"{note}; three stages")
+            print_row(f"plan.step()    {name}", f"{fresh:.0f} us", note=f"{note}; three stages")
         else:
-            row(f"plan.step()    {name}", f"{fresh:.0f} us", budget, holds, note)
+            print_row(f"plan.step()    {name}", f"{fresh:.0f} us", budget, holds, note)
 
 
-def searcher() -> None:
-    """Every plan for a large model on a large cluster."""
+def measure_search() -> None:
+    """Measure the search of every plan for a large model on a large cluster."""
     found = search.measure()
     name = f"search  {search.MODEL}, 16,384 GPUs"
     note = f"{found.num_plans:,} plans, memory and step; in a fresh process {found.first_seconds:.2f} s"
     budget = f"{SEARCH_BUDGET_SECONDS:g} s"
     holds = found.again_seconds < SEARCH_BUDGET_SECONDS
-    row(name, f"{found.again_seconds:.2f} s", budget, holds, note)
+    print_row(name, f"{found.again_seconds:.2f} s", budget, holds, note)
     speed = found.plans_per_second
     note = f"by the processor's clock, {found.again_cpu_seconds:.2f} s"
-    row("plans searched a second and core", f"{speed / 1e6:.2f} M", "1 M", speed >= PLANS_BUDGET, note)
+    print_row("plans searched a second and core", f"{speed / 1e6:.2f} M", "1 M", speed >= PLANS_BUDGET, note)
     other = other_searcher.measure()
     if other is None:
         note = "not at hand: LLM_ANALYSIS_PYTHON names an interpreter that has it"
-        row("the same asked of llm-analysis", "-", note=note)
+        print_row("the same asked of llm-analysis", "-", note=note)
         return
     rate = other.layouts_per_second
     answered = f"{other.num_answered:,} of {other.num_asked:,} layouts answered, one by one"
     note = f"{answered}; ours / its {speed / rate:,.0f}"
-    row("the same asked of llm-analysis", f"{rate:,.0f}", note=note)
+    print_row("the same asked of llm-analysis", f"{rate:,.0f}", note=note)
 
 
-def lister() -> None:
-    """Listing thousands of runs."""
+def measure_listing() -> None:
+    """Measure the listing of thousands of runs."""
     with tempfile.TemporaryDirectory() as folder:
-        first, again = many_runs.measure(Path(folder))
+        first, again = many_runs.measure_listing(Path(folder))
     name = f"ss.runs() of {again.num_runs:,} runs, as a table"
     note = f"in a fresh process; the first time {first.seconds:.2f} s"
     holds = again.seconds < LIST_BUDGET_SECONDS
-    row(name, f"{again.seconds:.2f} s", f"{LIST_BUDGET_SECONDS:g} s", holds, note)
+    print_row(name, f"{again.seconds:.2f} s", f"{LIST_BUDGET_SECONDS:g} s", holds, note)
     budget = f"{LIST_BUDGET_BYTES / 2**20:.0f} MiB"
     holds = first.resident_bytes < LIST_BUDGET_BYTES
-    row("memory of that process", f"{first.resident_bytes / 2**20:.0f} MiB", budget, holds)
+    print_row("memory of that process", f"{first.resident_bytes / 2**20:.0f} MiB", budget, holds)
 
 
-def trainer(frameworks: list[str], num_starts: int, num_turns: int) -> None:
-    """Launching and training, against the bare script of the same job."""
+def measure_training(frameworks: list[str], num_starts: int, num_turns: int) -> None:
+    """Measure launching and training, against the bare script of the same job."""
     for framework in frameworks:
         with tempfile.TemporaryDirectory() as folder:
             found = training.compare(framework, num_starts, num_turns, Path(folder))
         starts = [comparison.first_step_seconds for comparison in found]
         ratios = sorted(own / bare for own, bare in starts)
         ours, theirs = (median(seconds[side] for seconds in starts) for side in (0, 1))
-        row(
+        print_row(
             f"{framework}: launch to first step / bare torchrun",
             f"{median(ratios):.3f} x",
             f"{FIRST_STEP_BUDGET} x",
@@ -110,34 +112,36 @@ def trainer(frameworks: list[str], num_starts: int, num_turns: int) -> None:
             f"{ratios[0]:.3f} to {ratios[-1]:.3f} in {len(ratios)} starts; {ours:.2f} and {theirs:.2f} s",
         )
         turns = [pair for comparison in found for pair in comparison.turns]
-        speed = spread(bare.step_seconds / own.step_seconds for own, bare in turns)
+        speed = compute_spread(bare.step_seconds / own.step_seconds for own, bare in turns)
         ours, theirs = (median(pair[side].step_seconds for pair in turns) for side in (0, 1))
-        row(
+        print_row(
             f"{framework}: steady tokens/s / bare torchrun",
             f"{speed.median:.3f} x",
             f"{TOKENS_BUDGET} x",
             speed.against(TOKENS_BUDGET),
             f"{speed.low:.3f} to {speed.high:.3f} of {speed.number} turns; {ours:.3f} and {theirs:.3f} s",
         )
-        work = spread(own.processor_seconds / bare.processor_seconds for own, bare in turns)
+        work = compute_spread(own.processor_seconds / bare.processor_seconds for own, bare in turns)
         ours, theirs = (median(pair[side].processor_seconds for pair in turns) for side in (0, 1))
-        row(
+        print_row(
             f"{framework}: processor time of a step / bare",
             f"{work.median:.3f} x",
             note=f"{work.low:.3f} to {work.high:.3f} of {work.number} turns; {ours:.3f} and {theirs:.3f} s",
         )
 
 
-def browser() -> None:
-    """From a picker to the redrawn chart, in a real JupyterLab."""
+def measure_browser() -> None:
+    """Measure from a picker to the redrawn chart, in a real JupyterLab."""
     times = picker.measure()
     budget = f"{picker.BUDGET_MS} ms"
     if times is None:
-        row("picker to redrawn chart, p90", "-", budget, None, "no Chromium here: apt-get install chromium")
+        print_row(
+            "picker to redrawn chart, p90", "-", budget, None, "no Chromium here: apt-get install chromium"
+        )
         return
     p90 = times["picker_to_redrawn_chart_p90_ms"]
     note = f"median {times['picker_to_redrawn_chart_median_ms']:.0f} ms of {picker.CHANGES} changes"
-    row("picker to redrawn chart, p90", f"{p90:.0f} ms", budget, p90 < picker.BUDGET_MS, note)
+    print_row("picker to redrawn chart, p90", f"{p90:.0f} ms", budget, p90 < picker.BUDGET_MS, note)
 
 
 def main() -> None:
@@ -148,11 +152,11 @@ def main() -> None:
     names = list(training.LAYOUTS)
     parser.add_argument("--frameworks", nargs="*", default=names, choices=names)
     parts = {
-        "planning": planner,
-        "search": searcher,
-        "runs": lister,
-        "browser": browser,
-        "training": lambda: trainer(arguments.frameworks, arguments.starts, arguments.turns),
+        "planning": measure_planner,
+        "search": measure_search,
+        "runs": measure_listing,
+        "browser": measure_browser,
+        "training": lambda: measure_training(arguments.frameworks, arguments.starts, arguments.turns),
     }
     parser.add_argument("--only", nargs="*", default=list(parts), choices=list(parts), help="default: all")
     arguments = parser.parse_args()
@@ -163,7 +167,7 @@ def main() -> None:
         f"{cores} cores, load {os.getloadavg()[0]:.1f}; OVER, UNDER: not within the budget; "
         "unsure: within the noise of it\n"
     )
-    row("what", "measured", "budget")
+    print_row("what", "measured", "budget")
     for name in arguments.only:
         parts[name]()
 

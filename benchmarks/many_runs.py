@@ -37,7 +37,7 @@ class Listed(NamedTuple):
     """Of the whole process."""
 
 
-def measure(folder: Path) -> list[Listed]:
+def measure_listing(folder: Path) -> list[Listed]:
     """Write runs into ``folder`` and list them twice: the second list finds what the first one kept."""
     _write_runs(folder)
     lists = []

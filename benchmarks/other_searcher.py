@@ -58,12 +58,12 @@ def measure() -> Other | None:
     if looked.returncode:
         return None
     done = subprocess.run(
-        [python, "-c", _ASK, json.dumps(_question())], check=True, capture_output=True, text=True
+        [python, "-c", _ASK, json.dumps(_make_question())], check=True, capture_output=True, text=True
     )
     return Other(*json.loads(done.stdout.splitlines()[-1]))
 
 
-def _question() -> dict[str, object]:
+def _make_question() -> dict[str, object]:
     model, cluster = ss.models[MODEL], ss.Cluster.parse(CLUSTER)
     gpu = cluster.gpu
     tps = [1 << power for power in range(4)]

@@ -43,7 +43,7 @@ def measure() -> dict[str, float] | None:
         page = browser.new_page(viewport={"width": 1500, "height": 1200})
         open_studio(page, lab)
         page.evaluate(LISTEN)
-        times = [change(page, model, number) for number, model in enumerate(models())]
+        times = [change(page, model, number) for number, model in enumerate(list_models())]
     return {
         "picker_to_redrawn_chart_median_ms": statistics.median(times),
         "picker_to_redrawn_chart_p90_ms": statistics.quantiles(times, n=10)[-1],
@@ -61,8 +61,8 @@ def open_studio(page: Any, lab: Any) -> None:
     page.wait_for_timeout(2000)
 
 
-def models() -> list[str]:
-    """Models in turn, so that every change is one."""
+def list_models() -> list[str]:
+    """List models in turn, so that each one is a change."""
     names = ["llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "mixtral-8x7b"]
     return [names[number % len(names)] for number in range(CHANGES)]
 

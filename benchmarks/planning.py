@@ -36,8 +36,8 @@ STAGED = "llama-3.1-405b, FSDP2 tp8 pp16"
 """Its first, middle and last stages are each computed as a whole plan is: shown, but beside the budget."""
 
 
-def plans() -> dict[str, ss.Plan]:
-    """Plans of each framework that a person really makes, and one whose pipeline is as long as they get."""
+def make_plans() -> dict[str, ss.Plan]:
+    """Make usual plans of each framework, and one with as long a pipeline as plans have."""
     recipe = ss.Recipe(seq_len=8192, global_batch_size=1024)
     small, large = ss.models["llama-3.1-8b"], ss.models["llama-3.1-405b"]
     node, many = ss.Cluster.parse("8xh100-sxm-80gb"), ss.Cluster.parse("128x8xh100-sxm-80gb")
@@ -58,12 +58,12 @@ def plans() -> dict[str, ss.Plan]:
 
 def memory_microseconds() -> dict[str, tuple[float, float]]:
     """Median microseconds of ``plan.memory()``: on a plan just made, as under a slider, and asked again."""
-    return {name: _fresh_and_again(plan, ss.Plan.memory) for name, plan in plans().items()}
+    return {name: _fresh_and_again(plan, ss.Plan.memory) for name, plan in make_plans().items()}
 
 
 def step_microseconds() -> dict[str, tuple[float, float]]:
     """The same of ``plan.step()``."""
-    return {name: _fresh_and_again(plan, ss.Plan.step) for name, plan in plans().items()}
+    return {name: _fresh_and_again(plan, ss.Plan.step) for name, plan in make_plans().items()}
 
 
 def _fresh_and_again(plan: ss.Plan, ask: Callable[[ss.Plan], object]) -> tuple[float, float]:

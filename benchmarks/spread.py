@@ -29,8 +29,8 @@ class Spread:
         return "UNDER" if self.high < least else "unsure"
 
 
-def spread(ratios: Iterable[float]) -> Spread:
-    """Raises ``statistics.StatisticsError`` of none."""
+def compute_spread(ratios: Iterable[float]) -> Spread:
+    """Compute the spread. Raises ``statistics.StatisticsError`` without ratios."""
     found = sorted(ratios)
     left_out = _left_out(len(found))
     return Spread(

@@ -81,14 +81,14 @@ def shardscope_side(plan: ss.Plan, num_steps: int, folder: Path) -> Iterator[tup
     run = ss.launch(plan, task, folder=folder)
     files = RunFolder(run.folder)
 
-    def why() -> str:
+    def describe_failure() -> str:
         return f"the run is {run.status}: {run.reason}\n{run.error}"
 
     while (supervisor := (read_json(files.supervisor) or {}).get("pid")) is None:
         if run.status in FINAL:
-            raise RuntimeError(why())
+            raise RuntimeError(describe_failure())
         time.sleep(0.01)
-    side = Side(supervisor, files.events(0), is_over=lambda: run.status in FINAL, why=why)
+    side = Side(supervisor, files.events(0), is_over=lambda: run.status in FINAL, why=describe_failure)
     try:
         yield side, files.events(0)
     finally:

@@ -15,6 +15,6 @@ def offer_for(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport) -> Launc
     return build_offer(plan, machine, report, TaskPicker(RunOptions()))
 
 
-def verdict(plan: ss.Plan, report: MemoryReport) -> str:
+def read_verdict(plan: ss.Plan, report: MemoryReport) -> str:
     """Return the second line of the Studio's head."""
     return write_verdict(plan, report, assess_plan(plan, report))

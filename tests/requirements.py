@@ -35,22 +35,22 @@ EXTRAS = {
 
 def needs(module: str, minversion: str | None = None) -> Any:
     """Import and return ``module``. Skip the test, or at module level the whole file, if it is missing."""
-    imported = pytest.importorskip(module, reason=why(module, minversion))
+    imported = pytest.importorskip(module, reason=explain_missing(module, minversion))
     if minversion is not None and Version(imported.__version__) < Version(minversion):
-        pytest.skip(why(module, minversion), allow_module_level=True)
+        pytest.skip(explain_missing(module, minversion), allow_module_level=True)
     return imported
 
 
 def needs_installed(package: str) -> pytest.MarkDecorator:
     """Return a mark for tests whose subprocesses import ``package``; it is not imported here."""
     is_installed = importlib.util.find_spec(package) is not None
-    return pytest.mark.skipif(not is_installed, reason=why(package))
+    return pytest.mark.skipif(not is_installed, reason=explain_missing(package))
 
 
 def skip_without(package: str) -> None:
     """Skip the running test if ``package`` is not installed."""
     if importlib.util.find_spec(package) is None:
-        pytest.skip(why(package))
+        pytest.skip(explain_missing(package))
 
 
 THOROUGH = os.environ.get("SHARDSCOPE_TESTS") == "all"
@@ -85,7 +85,7 @@ def with_fp16_where_it_can_be(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=[mark] if "fp16" in name else []) for name in names]
 
 
-def why(module: str, minversion: str | None = None) -> str:
+def explain_missing(module: str, minversion: str | None = None) -> str:
     """Return the reason of a skip if ``module`` is missing: the command that installs it."""
     package = module.partition(".")[0]
     version = f" {minversion} or newer" if minversion else ""

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from tests.accuracy.document import KINDS, put
+from tests.accuracy.document import KINDS, replace_part
 from tests.accuracy.memory_report import memory_report
 from tests.accuracy.own_runs_report import own_report
 from tests.accuracy.rehearsals import read_rehearsals, rehearsal_report, stored_files
@@ -39,18 +39,20 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"left out: {words}", file=sys.stderr)
     if broken and not rows:
         return 2
-    report = time_report(score_time(rows)) if chosen.kind == "time" else _memory(rows, bool(chosen.rows))
+    report = (
+        time_report(score_time(rows)) if chosen.kind == "time" else _report_memory(rows, bool(chosen.rows))
+    )
     # Its last line is the kind's closing one.
     print(report, end="")
     if chosen.write is not None:
         chosen.write.parent.mkdir(exist_ok=True)
         chosen.write.write_text(report, encoding="utf-8")
     elif not chosen.rows:
-        put(chosen.kind, report)
+        replace_part(chosen.kind, report)
     return 0
 
 
-def _memory(rows: list[Row], is_of_others: bool) -> str:
+def _report_memory(rows: list[Row], is_of_others: bool) -> str:
     score = score_memory(rows)
     return memory_report(score) if is_of_others else full_report(score)
 

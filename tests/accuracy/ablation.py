@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-from tests.accuracy.measurement_kinds import compared
-from tests.accuracy.own_code import OwnCode, changed, said_of
-from tests.accuracy.rows import source
+from tests.accuracy.measurement_kinds import predict_measured_kind
+from tests.accuracy.own_code import OwnCode, add_own_code, said_of
+from tests.accuracy.rows import read_source
 from tests.accuracy.scoring import Scored
 
 SEEN = (
@@ -40,16 +40,16 @@ class Without(NamedTuple):
     """Absolute, with all of it but the piece."""
 
 
-def without(name: OwnCode, rows: Sequence[Scored]) -> list[Without]:
-    """Every row beside which the piece ran."""
+def score_without(name: OwnCode, rows: Sequence[Scored]) -> list[Without]:
+    """Score every row with which the piece ran, without it."""
     found = []
     for row in rows:
         own = row.mapped.own_code
         # A run that is measured twice counts once: as tensors, which is what the pieces are.
         if name in own and not row.mapped.row.get("same_run"):
             rest = tuple(other for other in own if other != name)
-            report = changed(row.mapped.plan, row.mapped.plan.memory(), rest)
-            error = compared(row.mapped.row, report).point / row.measured - 1
+            report = add_own_code(row.mapped.plan, row.mapped.plan.memory(), rest)
+            error = predict_measured_kind(row.mapped.row, report).point / row.measured - 1
             found.append(Without(row, abs(row.error), abs(error)))
     return found
 
@@ -59,7 +59,7 @@ def ablation_report(rows: Sequence[Scored]) -> str:
     named: dict[OwnCode, set[str]] = defaultdict(set)
     for row in rows:
         for name in row.mapped.own_code:
-            named[name].add(source(row.mapped.row))
+            named[name].add(read_source(row.mapped.row))
     if not named:
         return ""
     lines = [
@@ -78,21 +78,21 @@ def ablation_report(rows: Sequence[Scored]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for name, sources in sorted(named.items()):
-        found = without(name, rows)
+        found = score_without(name, rows)
         of_role: dict[str, list[Without]] = defaultdict(list)
         for one in found:
-            of_role[_role(one.row)].append(one)
-        cells = [_figures(of_role[role]) for role in ("calibration", "judge", "read")]
+            of_role[_find_role(one.row)].append(one)
+        cells = [_format_figures(of_role[role]) for role in ("calibration", "judge", "read")]
         cells.append(MISSING.get(name, "no"))
         lines.append(f"| {said_of(name)} | {', '.join(sorted(sources))} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _role(row: Scored) -> str:
+def _find_role(row: Scored) -> str:
     return "read" if row.mapped.row.get("id") in SEEN else str(row.mapped.row.get("role") or "judge")
 
 
-def _figures(some: list[Without]) -> str:
+def _format_figures(some: list[Without]) -> str:
     if not some:
         return "–"
     errors = [median(one.with_error for one in some), median(one.without_error for one in some)]

@@ -39,8 +39,8 @@ RECIPES: tuple[dict[str, Any], ...] = (
 )
 
 
-def plans(framework: str) -> list[Plan]:
-    """Every recipe with every model, under each layout of ``framework``."""
+def sample_plans(framework: str) -> list[Plan]:
+    """Make plans of every recipe with every model, under each layout of ``framework``."""
     cluster = Cluster.parse("8xh100-sxm-80gb")
     found: list[Plan] = []
     for name in MODELS:
@@ -57,7 +57,7 @@ def main() -> None:
     """Make what is missing, and compare."""
     for framework in LAYOUTS:
         file = STORED / f"{framework}-adapters.jsonl"
-        store(framework, plans(framework), file, seed=0)
+        store(framework, sample_plans(framework), file, seed=0)
         show(framework, [file])
 
 

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tests.accuracy.defaults import default
+from tests.accuracy.defaults import read_default
 from tests.accuracy.frameworks import Framework
 from tests.accuracy.own_code import is_four_bit
-from tests.accuracy.rows import Row, number, text
+from tests.accuracy.rows import Row, join_fields, read_number
 from tests.accuracy.unmapped_rows import UnmappedError
 
 import shardscope as ss
@@ -45,33 +45,33 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 def with_adapters(row: Row) -> Row:
     """The row with ``lora`` and ``qlora`` where only its framework, precision or model's name say so."""
-    said, precision = text(row, "framework"), text(row, "precision")
+    said, precision = join_fields(row, "framework"), join_fields(row, "precision")
     more: dict[str, Any] = {}
-    if not _stated(row, "qlora"):
+    if not _is_stated(row, "qlora"):
         lora = row.get("lora")
-        kind = text(lora, "type", "kind", "method") if isinstance(lora, Mapping) else str(lora).lower()
+        kind = join_fields(lora, "type", "kind", "method") if isinstance(lora, Mapping) else str(lora).lower()
         if re.search(r"\bqlora\b", f"{said} {kind}") or re.search(
-            r"(?:bnb|nf4)[-_ ]?4?bit$", text(row, "model")
+            r"(?:bnb|nf4)[-_ ]?4?bit$", join_fields(row, "model")
         ):
             more["qlora"] = "nf4"
         elif (found := re.search(r"\bnf4\b|\b4[- ]?bit\b|int4", precision)) or (
             row.get("lora") and (found := re.search(r"\b8[- ]?bit\b|\bint8\b", precision))
         ):
             more["qlora"] = found[0]
-    if not _stated(row, "lora") and (more or re.search(r"\blora\b", said)):
+    if not _is_stated(row, "lora") and (more or re.search(r"\blora\b", said)):
         more["lora"] = True
     return {**row, **more} if more else row
 
 
-def _stated(row: Row, key: str) -> bool:
+def _is_stated(row: Row, key: str) -> bool:
     return key in row and str(row[key]).lower() not in ("", "none")
 
 
-def adapters(
+def read_adapters(
     row: Row, kind: Framework, arch: ss.Architecture, scripts: Mapping[str, Any], assumed: list[str]
 ) -> dict[str, Any]:
-    """Fields of a ``Recipe``; none for a row without adapters. Raises ``UnmappedError`` for other kinds."""
-    stated, quantised = row.get("lora"), text(row, "qlora")
+    """Return the adapter fields of a ``Recipe``, if any. Raises ``UnmappedError`` for other kinds."""
+    stated, quantised = row.get("lora"), join_fields(row, "qlora")
     has_base = quantised not in _NOT
     if (
         stated is None or (isinstance(stated, dict) and not stated) or str(stated).lower() in _NOT
@@ -89,13 +89,17 @@ def adapters(
     if lora.get("emb_trainable"):
         raise UnmappedError("embeddings trained beside adapters")
     words = str(lora.get("kind") or "")
-    rank = _rank(stated, lora, words) or scripts.get("rank") or default(row, "rank", assumed, "LoRA rank")
+    rank = (
+        _read_lora_rank(stated, lora, words)
+        or scripts.get("rank")
+        or read_default(row, "rank", assumed, "LoRA rank")
+    )
     if rank is None:
         raise UnmappedError("LoRA rank not stated")
     targets = next((lora[key] for key in _TARGET_KEYS if lora.get(key)), None)
     targets = targets or _said_targets(words) or scripts.get("targets")
     targets = None if str(targets).lower() == "default" else targets
-    targets = targets or default(row, "targets", assumed, "LoRA targets")
+    targets = targets or read_default(row, "targets", assumed, "LoRA targets")
     if not targets:
         assumed.append("LoRA targets not stated: all of attention's")
     fields: dict[str, Any] = {
@@ -125,14 +129,14 @@ def _check_base(row: Row, quantised: str) -> None:
         raise UnmappedError(f"a base quantised as {row['qlora']!r}")
 
 
-def _rank(stated: object, lora: Mapping[str, Any], words: str) -> int | None:
+def _read_lora_rank(stated: object, lora: Mapping[str, Any], words: str) -> int | None:
     if isinstance(stated, int | float) and not isinstance(stated, bool):
-        return number({"rank": stated}, "rank")
+        return read_number({"rank": stated}, "rank")
     for key in ("rank", "r", "lora_r", "lora_rank"):
         value = lora.get(key)
         if isinstance(value, str) and value.strip().isdigit():
             value = int(value)
-        found = number({key: value}, key)
+        found = read_number({key: value}, key)
         if found:
             return found
     match = re.search(r"(?:\br(?:ank)?|lora_r)\s*[=: ]?\s*(\d+)|^(\d+)$", words)

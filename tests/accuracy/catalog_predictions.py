@@ -11,8 +11,8 @@ from shardscope.timing.calibration.store import FOLDER_VARIABLE
 
 
 @contextmanager
-def uncalibrated() -> Iterator[None]:
-    """Keeps out what was calibrated on this machine, which others' runs know nothing of."""
+def ignore_calibrations() -> Iterator[None]:
+    """Ignore the calibrations of this machine, which do not hold for the rows' machines."""
     before = os.environ.get(FOLDER_VARIABLE)
     with tempfile.TemporaryDirectory() as empty:
         os.environ[FOLDER_VARIABLE] = empty

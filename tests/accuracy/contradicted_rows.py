@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.accuracy.rows import Row, text
+from tests.accuracy.rows import Row, join_fields
 from tests.accuracy.unmapped_rows import UnmappedError
 
 
@@ -14,5 +14,5 @@ def check_not_contradicted(row: Row) -> None:
     of 1 and 36.66 and 36.65 GiB reserved, and the one on 128 micro-batches of 2 and 48.55. So the chart shows
     the reserved memory of one micro-batch size, whatever ran.
     """
-    if text(row, "table").startswith("dp_scaling.html"):
+    if join_fields(row, "table").startswith("dp_scaling.html"):
         raise UnmappedError("one figure for all ranks, which the same source's banner contradicts")

@@ -13,15 +13,15 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 DOCUMENT = ROOT / "docs" / "accuracy.md"
 
 
-def parts(text: str) -> dict[Kind, str]:
-    """The document's parts, as their kinds wrote them; an empty text for one that is not there."""
+def split_parts(text: str) -> dict[Kind, str]:
+    """Return the document's parts by kind; an empty text for a missing one."""
     memory, heading, time = text.partition(HEADING)
     return {"memory": memory.rstrip("\n") + "\n" if memory.strip() else "", "time": heading + time}
 
 
-def put(kind: Kind, report: str, path: Path = DOCUMENT) -> None:
-    """Writes the part of ``kind`` anew and leaves the other one as it is."""
-    found = parts(path.read_text(encoding="utf-8")) if path.is_file() else dict.fromkeys(KINDS, "")
+def replace_part(kind: Kind, report: str, path: Path = DOCUMENT) -> None:
+    """Write the part of ``kind`` anew and leave the other one as it is."""
+    found = split_parts(path.read_text(encoding="utf-8")) if path.is_file() else dict.fromkeys(KINDS, "")
     found[kind] = report
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(part for part in found.values() if part), encoding="utf-8")

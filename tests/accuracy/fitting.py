@@ -17,12 +17,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from tests.accuracy.catalog_predictions import uncalibrated
+from tests.accuracy.catalog_predictions import ignore_calibrations
 from tests.accuracy.row_plans import Mapped
-from tests.accuracy.rows import read, source
+from tests.accuracy.rows import read, read_source
 from tests.accuracy.time_own_code import beside_seconds
-from tests.accuracy.time_row_plans import timed
-from tests.accuracy.time_rows import configurations, step_seconds, time_files, tokens_rate
+from tests.accuracy.time_row_plans import map_timed_row
+from tests.accuracy.time_rows import list_configurations, step_seconds, time_files, tokens_rate
 from tests.accuracy.uncalibrated_stacks import OTHER_FRAMEWORKS
 from tests.accuracy.unmapped_rows import UnmappedError
 
@@ -65,7 +65,7 @@ class Constant(NamedTuple):
     @property
     def value(self) -> float:
         """Return the constant's current value."""
-        return float(_table(self)[self.key])
+        return float(_find_table(self)[self.key])
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -84,8 +84,8 @@ class Fitted(NamedTuple):
     source: str
 
 
-def constants() -> list[Constant]:
-    """All that are fitted: those that the catalogue has for a generation of its own, and its links."""
+def list_constants() -> list[Constant]:
+    """List all fitted constants: those of the catalog for one GPU generation, and its links."""
     found = []
     for table, key in BOUNDS:
         for name, fields in load_toml("efficiency").get(table, {}).items():
@@ -100,11 +100,11 @@ def constants() -> list[Constant]:
 def calibration_rows() -> list[Fitted]:
     """Every configuration of grade A and role ``calibration`` that has a plan in a framework of ours."""
     found = []
-    for one in configurations(read(time_files())):
+    for one in list_configurations(read(time_files())):
         if one.row.get("role") != "calibration":
             continue
         try:
-            mapped = timed(one.measured)
+            mapped = map_timed_row(one.measured)
         except UnmappedError:
             continue
         if mapped.framework in OTHER_FRAMEWORKS:
@@ -114,7 +114,7 @@ def calibration_rows() -> list[Fitted]:
         if rate is not None:
             seconds = recipe.global_batch_size * recipe.seq_len / mapped.plan.world_size / rate
         assert seconds is not None
-        found.append(Fitted(mapped, math.log(seconds), source(one.row)))
+        found.append(Fitted(mapped, math.log(seconds), read_source(one.row)))
     return found
 
 
@@ -128,7 +128,7 @@ def log_errors(rows: Sequence[Fitted]) -> list[float]:
     return found
 
 
-def loss(rows: Sequence[Fitted]) -> float:
+def compute_loss(rows: Sequence[Fitted]) -> float:
     """Compute the loss that the fit minimizes: 0 to 1."""
     by_source: dict[str, list[float]] = defaultdict(list)
     for row, error in zip(rows, log_errors(rows), strict=True):
@@ -138,28 +138,30 @@ def loss(rows: Sequence[Fitted]) -> float:
     return total / sum(weights.values())
 
 
-def fit(rows: Sequence[Fitted], chosen: Sequence[Constant], rounds: int = 4) -> dict[Constant, float]:
-    """The values that make the loss smallest, found along one constant after another."""
-    with restored():
-        best, factor = loss(rows), 1.3
+def fit_constants(
+    rows: Sequence[Fitted], chosen: Sequence[Constant], rounds: int = 4
+) -> dict[Constant, float]:
+    """Find the values with the smallest loss, along one constant after another."""
+    with restore_constants():
+        best, factor = compute_loss(rows), 1.3
         for _ in range(rounds):
             for constant in chosen:
-                best = _along(rows, constant, best, factor)
+                best = _search_along(rows, constant, best, factor)
             factor = 1 + (factor - 1) / 2
         return {constant: constant.value for constant in chosen}
 
 
-def _along(rows: Sequence[Fitted], constant: Constant, best: float, factor: float) -> float:
-    """Steps up or down while that helps."""
+def _search_along(rows: Sequence[Fitted], constant: Constant, best: float, factor: float) -> float:
+    """Step up or down while that helps."""
     low, high = constant.bounds
     for step_factor in (factor, 1 / factor):
         moved = False
         while True:
             was = constant.value
-            _table(constant)[constant.key] = min(high, max(low, was * step_factor))
-            found = loss(rows)
+            _find_table(constant)[constant.key] = min(high, max(low, was * step_factor))
+            found = compute_loss(rows)
             if found >= best - 1e-6:
-                _table(constant)[constant.key] = was
+                _find_table(constant)[constant.key] = was
                 break
             best, moved = found, True
         if moved:
@@ -167,28 +169,28 @@ def _along(rows: Sequence[Fitted], constant: Constant, best: float, factor: floa
     return best
 
 
-def matters(rows: Sequence[Fitted], constant: Constant) -> int:
-    """Rows whose step changes by a thousandth or more if the constant changes by a tenth."""
-    with restored():
+def count_affected_rows(rows: Sequence[Fitted], constant: Constant) -> int:
+    """Count the rows whose step changes by a thousandth or more if the constant changes by a tenth."""
+    with restore_constants():
         before = log_errors(rows)
-        _table(constant)[constant.key] = constant.value * 0.9
+        _find_table(constant)[constant.key] = constant.value * 0.9
         after = log_errors(rows)
     return sum(abs(a - b) > 1e-3 for a, b in zip(before, after, strict=True))
 
 
 @contextmanager
-def restored() -> Iterator[None]:
-    """Puts every constant back at the end."""
-    kept = {constant: constant.value for constant in constants()}
+def restore_constants() -> Iterator[None]:
+    """Restore every constant at the end."""
+    kept = {constant: constant.value for constant in list_constants()}
     try:
         yield
     finally:
         for constant, value in kept.items():
-            _table(constant)[constant.key] = value
+            _find_table(constant)[constant.key] = value
         look_up_rates.cache_clear()
 
 
-def _table(constant: Constant) -> dict[str, float]:
+def _find_table(constant: Constant) -> dict[str, float]:
     return load_efficiency()[constant.table][constant.name]
 
 
@@ -198,24 +200,24 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--only", nargs="*", default=[], help="constants whose names contain one of these")
     chosen = parser.parse_args(arguments)
-    with uncalibrated():
-        _fit(chosen.only, chosen.rounds)
+    with ignore_calibrations():
+        _print_fit(chosen.only, chosen.rounds)
 
 
-def _fit(only: Sequence[str], rounds: int) -> None:
+def _print_fit(only: Sequence[str], rounds: int) -> None:
     rows = calibration_rows()
-    wanted = [one for one in constants() if not only or any(word in str(one) for word in only)]
-    known = [(constant, matters(rows, constant)) for constant in wanted]
-    print(f"{len(rows)} calibration rows, loss {loss(rows):.4f}")
-    found = fit(rows, [constant for constant, count in known if count], rounds)
+    wanted = [one for one in list_constants() if not only or any(word in str(one) for word in only)]
+    known = [(constant, count_affected_rows(rows, constant)) for constant in wanted]
+    print(f"{len(rows)} calibration rows, loss {compute_loss(rows):.4f}")
+    found = fit_constants(rows, [constant for constant, count in known if count], rounds)
     for constant, count in known:
         print(
             f"{constant} = {found.get(constant, constant.value):.4g} (was {constant.value:.4g}), {count} rows"
         )
-    with restored():
+    with restore_constants():
         for constant, value in found.items():
-            _table(constant)[constant.key] = value
-        print(f"loss {loss(rows):.4f}")
+            _find_table(constant)[constant.key] = value
+        print(f"loss {compute_loss(rows):.4f}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from tests.accuracy.rows import Row, number, text
+from tests.accuracy.rows import Row, join_fields, read_number
 from tests.accuracy.unmapped_rows import UnmappedError
 
 _NOT_OURS = (
@@ -58,23 +58,23 @@ class Framework(NamedTuple):
     """As the report groups rows: nanotron and Megatron-DeepSpeed apart from Megatron."""
 
 
-def framework(row: Row) -> Framework:
-    """The framework. Raises ``UnmappedError`` for those that we do not model."""
-    words = said(row)
+def find_framework(row: Row) -> Framework:
+    """Return the framework. Raises ``UnmappedError`` for those that we do not model."""
+    words = read_framework_text(row)
     if not words:
         raise UnmappedError("framework not stated")
     for pattern, what in _NOT_OURS:
         if re.search(pattern, words.replace("_", " ")):
             raise UnmappedError(f"{what} is not modelled")
-    return _engine(row, words) or _trainer(row, words) or _refused(row)
+    return _find_engine(row, words) or _find_trainer(row, words) or _raise_unmapped(row)
 
 
-def said(row: Row) -> str:
-    """The framework in the row's words, or those of the script that its source runs."""
+def read_framework_text(row: Row) -> str:
+    """Return the row's own text on its framework, or that of the script that its source runs."""
     if "QwenLM/Qwen@" in str(row.get("source_url")) and "Full" in str(row.get("table")):
         # finetune/finetune_ds.sh, on one GPU too: ds_config_zero3.json.
         return "deepspeed zero3"
-    return text(row, "framework")
+    return join_fields(row, "framework")
 
 
 def with_degrees(row: Row) -> Row:
@@ -82,9 +82,9 @@ def with_degrees(row: Row) -> Row:
 
     Raises ``UnmappedError`` where those name a parallelism whose degree nobody says.
     """
-    words, found = said(row), dict[str, int]()
+    words, found = read_framework_text(row), dict[str, int]()
     for key in ("tp", "pp", "cp", "ep"):
-        if number(row, key) is not None:
+        if read_number(row, key) is not None:
             continue
         if match := re.search(rf"(?<![a-z]){key}[-_ =:]?(\d+)(?![a-z\d])", words):
             found[key] = int(match[1])
@@ -95,7 +95,7 @@ def with_degrees(row: Row) -> Row:
 
 def zero_stages(row: Row) -> set[int]:
     """The ZeRO stages that the row names, in numbers or in the words of the ZeRO papers."""
-    words = said(row)
+    words = read_framework_text(row)
     stages = {int(one) for found in _ZERO_STAGE.findall(words) for one in found if one}
     if not stages:
         # Rajbhandari et al. 2020, section 5: P_os, P_os+g, P_os+g+p; Ren et al. 2021 is stage 2, and
@@ -116,8 +116,8 @@ def zero_stages(row: Row) -> set[int]:
     return stages
 
 
-def _engine(row: Row, words: str) -> Framework | None:
-    """The engine that the words name, those first whose names contain others'."""
+def _find_engine(row: Row, words: str) -> Framework | None:
+    """Return the engine that the words name; names that contain others come first."""
     is_megatron = re.search(r"megatron|\bmcore\b|flagscale", words) or (
         "nemo" in words and not re.search(r"automodel|fsdp", words)
     )
@@ -150,11 +150,11 @@ def _engine(row: Row, words: str) -> Framework | None:
     return None
 
 
-def _trainer(row: Row, words: str) -> Framework | None:
-    """A trainer that names no engine: one GPU, or its own way of sharding."""
+def _find_trainer(row: Row, words: str) -> Framework | None:
+    """Return a trainer that names no engine: one GPU, or its own way of sharding."""
     if not _TRAINERS.search(words):
         return None
-    if number(row, "n_gpus") == 1 or re.search(r"single|\b(?:1|one)[- ](?:gpu|device|card)", words):
+    if read_number(row, "n_gpus") == 1 or re.search(r"single|\b(?:1|one)[- ](?:gpu|device|card)", words):
         return Framework("ddp", "one GPU")
     for pattern, name in _SHARDING:
         if re.search(pattern, words):
@@ -162,5 +162,5 @@ def _trainer(row: Row, words: str) -> Framework | None:
     raise UnmappedError(f"how {row['framework']!r} spreads the model over several GPUs is not stated")
 
 
-def _refused(row: Row) -> Framework:
+def _raise_unmapped(row: Row) -> Framework:
     raise UnmappedError(f"framework {row['framework']!r} is not one of ours, and is not modelled")

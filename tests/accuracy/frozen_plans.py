@@ -71,9 +71,9 @@ def draw_plans() -> list[ss.Plan]:
         for name in sampler.LAYOUTS:
             plans += sampler.plans(name, SEED, SAMPLED)
     for name in recipe_sampling.FRAMEWORKS:
-        plans += recipe_sampling.plans(name, SEED, SAMPLED)
+        plans += recipe_sampling.sample_plans(name, SEED, SAMPLED)
     for name in adapter_sampling.LAYOUTS:
-        plans += adapter_sampling.plans(name)
+        plans += adapter_sampling.sample_plans(name)
     plans += draw_catalogue()
     return list({plan.to_json(): plan for plan in plans}.values())
 
@@ -116,14 +116,14 @@ def _draw_plan(draw: Random, arch: ss.Architecture, framework: str) -> ss.Plan |
         plan = ss.Plan(arch, cluster, recipe, layout)
     except (ValueError, IndexError):
         return None
-    layout = _vary(draw, layout, ANY_OPTIONS[framework], lambda one: replace(plan, layout=one))
+    layout = _vary_fields(draw, layout, ANY_OPTIONS[framework], lambda one: replace(plan, layout=one))
     linears = tuple(dict.fromkeys(target for target, _ in arch.lora_shapes))
     values = ANY_RECIPE | {"lora_targets": (None, linears[:1], linears[-1:], linears)}
     for field in values:
         if listed := list_supported(layout, field):
             values[field] = tuple(value for value in values[field] if value is None or value in listed)
     plan = replace(plan, layout=layout)
-    varied = _vary(draw, recipe, values, lambda one: replace(plan, recipe=one))
+    varied = _vary_fields(draw, recipe, values, lambda one: replace(plan, recipe=one))
     # Each of these needs another choice beside it, and comes together by chance once in hundreds of plans.
     for changes in ({"attention": "flash", "packing": True}, {"method": "lora", "quantization": "nf4"}):
         if draw.random() < 0.1:
@@ -131,7 +131,9 @@ def _draw_plan(draw: Random, arch: ss.Architecture, framework: str) -> ss.Plan |
     return replace(plan, recipe=varied)
 
 
-def _vary(draw: Random, noun: Any, values: dict[str, tuple[Any, ...]], check: Callable[[Any], object]) -> Any:
+def _vary_fields(
+    draw: Random, noun: Any, values: dict[str, tuple[Any, ...]], check: Callable[[Any], object]
+) -> Any:
     """Return ``noun`` with about a third of the fields changed; a value that is refused stays as it was."""
     for field, choices in values.items():
         if draw.random() > 0.35 or (field.startswith("lora_") and not noun.has_adapters):

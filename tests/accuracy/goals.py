@@ -6,8 +6,8 @@ from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
 
-from tests.accuracy.measurement_kinds import kind
-from tests.accuracy.scoring import Fit, MemoryScore, Scored, overall_line, summary
+from tests.accuracy.measurement_kinds import find_kind
+from tests.accuracy.scoring import Fit, MemoryScore, Scored, overall_line, summarize_groups
 
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 
@@ -29,7 +29,15 @@ class Goal(NamedTuple):
 def goals_report(score: MemoryScore) -> str:
     """The goals, fits-or-not, signs and widths of bands."""
     return "\n\n".join(
-        part for part in (_two(score), _goals(score), _fits(score), _signs(score), _widths(score)) if part
+        part
+        for part in (
+            _format_both_scores(score),
+            _format_goals(score),
+            _format_fits(score),
+            _format_signs(score),
+            _format_widths(score),
+        )
+        if part
     )
 
 
@@ -38,7 +46,7 @@ def alone_line(score: MemoryScore) -> str:
     return overall_line(score.by_product).replace("overall memory:", "plan.memory() alone:", 1)
 
 
-def _two(score: MemoryScore) -> str:
+def _format_both_scores(score: MemoryScore) -> str:
     described = sum(row.is_described for row in score.scored)
     return (
         "Every row is scored twice: by `plan.memory()` **alone**, which is the product, and with what ran "
@@ -52,25 +60,25 @@ def _two(score: MemoryScore) -> str:
 
 def exact_goals(rows: tuple[Scored, ...]) -> bool:
     """Return whether the medians and the 90th percentile of point errors are within 3 % and 8 %."""
-    found = summary(MemoryScore(rows, (), (), len(rows)).groups)
+    found = summarize_groups(MemoryScore(rows, (), (), len(rows)).groups)
     return found is not None and found[0] <= 0.03 and found[1] <= 0.08
 
 
-def inside(rows: tuple[Scored, ...]) -> float:
-    """The share of rows in their band."""
+def compute_share_inside(rows: tuple[Scored, ...]) -> float:
+    """Return the share of rows in their band."""
     return sum(row.inside for row in rows) / len(rows)
 
 
-def _point(rows: tuple[Scored, ...]) -> str:
-    found = summary(MemoryScore(rows, (), (), len(rows)).groups)
+def _format_point(rows: tuple[Scored, ...]) -> str:
+    found = summarize_groups(MemoryScore(rows, (), (), len(rows)).groups)
     return f"{100 * found[0]:.1f} %, p90 {100 * found[1]:.1f} %" if found else ""
 
 
-def _inside(rows: tuple[Scored, ...]) -> str:
-    return f"{100 * inside(rows):.0f} % inside"
+def _format_share_inside(rows: tuple[Scored, ...]) -> str:
+    return f"{100 * compute_share_inside(rows):.0f} % inside"
 
 
-def _goals(score: MemoryScore) -> str:
+def _format_goals(score: MemoryScore) -> str:
     lines = [
         "## Against the goals",
         "",
@@ -83,8 +91,8 @@ def _goals(score: MemoryScore) -> str:
         described = sum(row.is_described for row in goal.rows)
         lines.append(
             f"| {goal.what} | {len(goal.rows)} | {described} | "
-            f"{_cell(goal, tuple(row.by_product for row in goal.rows))} | "
-            f"{_cell(goal, goal.rows) if described else 'the same'} | {goal.goal} |"
+            f"{_format_cell(goal, tuple(row.by_product for row in goal.rows))} | "
+            f"{_format_cell(goal, goal.rows) if described else 'the same'} | {goal.goal} |"
         )
     known = [why for _, why in score.unmapped if not why.endswith("is not modelled")]
     of_known = score.num_rows - len(score.unmapped) + len(known)
@@ -92,45 +100,55 @@ def _goals(score: MemoryScore) -> str:
         share = 1 - len(known) / of_known
         lines.append(
             f"| rows of known frameworks with a plan | {of_known} | – | {100 * share:.0f} %, "
-            f"{_verdict(share >= 0.8)} | the same | 80 % |"
+            f"{_format_verdict(share >= 0.8)} | the same | 80 % |"
         )
     return "\n".join(lines)
 
 
 def _all_goals(score: MemoryScore) -> list[Goal]:
-    by_kind = {name: tuple(row for row in score.scored if kind(row.mapped.row) == name) for name in KINDS}
+    by_kind = {
+        name: tuple(row for row in score.scored if find_kind(row.mapped.row) == name) for name in KINDS
+    }
     found: list[Goal] = []
     exact = by_kind["allocated"]
     if exact:
         what = "allocated and active: median of source medians"
-        found.append(Goal(what, exact, _point, exact_goals, "3 %, p90 8 %"))
+        found.append(Goal(what, exact, _format_point, exact_goals, "3 %, p90 8 %"))
         plain = tuple(row for row in exact if not row.is_described)
         if plain and len(plain) < len(exact):
-            found.append(Goal("the same, rows with nothing beside the plan", plain, _point))
+            found.append(Goal("the same, rows with nothing beside the plan", plain, _format_point))
     for name in ("reserved", "nvidia-smi"):
         if by_kind[name]:
-            found.append(Goal(name, by_kind[name], _inside, lambda rows: inside(rows) >= 0.8, "80 % inside"))
+            found.append(
+                Goal(
+                    name,
+                    by_kind[name],
+                    _format_share_inside,
+                    lambda rows: compute_share_inside(rows) >= 0.8,
+                    "80 % inside",
+                )
+            )
             ours = tuple(row for row in by_kind[name] if row.mapped.framework != "nanotron")
             if ours and len(ours) < len(by_kind[name]):
                 what = f"{name}, without nanotron, which the product has no layout for"
-                found.append(Goal(what, ours, _inside))
+                found.append(Goal(what, ours, _format_share_inside))
             plain = tuple(row for row in by_kind[name] if not row.is_described)
             if plain and len(plain) < len(by_kind[name]):
-                found.append(Goal(f"{name}, rows with nothing beside the plan", plain, _inside))
+                found.append(Goal(f"{name}, rows with nothing beside the plan", plain, _format_share_inside))
     if by_kind["unknown"]:
-        found.append(Goal("unknown what was read", by_kind["unknown"], _inside))
+        found.append(Goal("unknown what was read", by_kind["unknown"], _format_share_inside))
     return found
 
 
-def _cell(goal: Goal, rows: tuple[Scored, ...]) -> str:
-    return goal.figure(rows) + (f": {_verdict(goal.is_met(rows))}" if goal.is_met else "")
+def _format_cell(goal: Goal, rows: tuple[Scored, ...]) -> str:
+    return goal.figure(rows) + (f": {_format_verdict(goal.is_met(rows))}" if goal.is_met else "")
 
 
-def _verdict(is_met: bool) -> str:
+def _format_verdict(is_met: bool) -> str:
     return "reached" if is_met else "**missed**"
 
 
-def _fits(score: MemoryScore) -> str:
+def _format_fits(score: MemoryScore) -> str:
     if not score.fits:
         return ""
     constant = sum(fit.ran for fit in score.fits) / len(score.fits)
@@ -172,7 +190,7 @@ def _fit_figures(fits: tuple[Fit, ...]) -> str:
     return f"{len(fits)} | {100 * right / len(fits):.1f} % | {caught} of {len(out)} | {wrongly}"
 
 
-def _signs(score: MemoryScore) -> str:
+def _format_signs(score: MemoryScore) -> str:
     lines = [
         "## Signs",
         "",
@@ -184,20 +202,20 @@ def _signs(score: MemoryScore) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in KINDS:
-        rows = [row for row in score.scored if kind(row.mapped.row) == name]
+        rows = [row for row in score.scored if find_kind(row.mapped.row) == name]
         if rows:
-            both = (_sign([row.by_product for row in rows]), _sign(rows))
+            both = (_format_sign([row.by_product for row in rows]), _format_sign(rows))
             lines.append(f"| {name} | {len(rows)} | {both[0]} | {both[1]} |")
     return "\n".join(lines)
 
 
-def _sign(rows: list[Scored]) -> str:
+def _format_sign(rows: list[Scored]) -> str:
     under = sum(row.error < 0 for row in rows)
     over = sum(row.error > 0 for row in rows)
     return f"{under} | {over} | {100 * median(row.error for row in rows):+.1f} %"
 
 
-def _widths(score: MemoryScore) -> str:
+def _format_widths(score: MemoryScore) -> str:
     lines = [
         "## Widths of bands",
         "",
@@ -209,15 +227,15 @@ def _widths(score: MemoryScore) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name in ("reserved", "nvidia-smi", "unknown"):
-        rows = tuple(row for row in score.scored if kind(row.mapped.row) == name)
+        rows = tuple(row for row in score.scored if find_kind(row.mapped.row) == name)
         alone = tuple(row.by_product for row in rows)
         for by, some in (("alone", alone), ("described", rows)):
             if some and (by == "alone" or any(row.is_described for row in rows)):
-                lines.append(f"| {name} | {by} | {_width(some)} |")
+                lines.append(f"| {name} | {by} | {_format_width(some)} |")
     return "\n".join(lines)
 
 
-def _width(rows: tuple[Scored, ...]) -> str:
+def _format_width(rows: tuple[Scored, ...]) -> str:
     ratios = [row.predicted.high / row.predicted.low for row in rows]
     wide = tuple(row for row, ratio in zip(rows, ratios, strict=True) if ratio > WIDE)
     narrow = tuple(row for row, ratio in zip(rows, ratios, strict=True) if ratio <= WIDE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.accuracy.model_names import plain
+from tests.accuracy.model_names import normalize_name
 
 import shardscope as ss
 from shardscope.core.architecture import LatentAttention, MixtureOfExperts
@@ -12,19 +12,19 @@ from shardscope.core.architecture import LatentAttention, MixtureOfExperts
 
 def beyond_the_catalogue(name: str) -> ss.Architecture | None:
     """The model of that name in any spelling; None if it is not one of these."""
-    found = plain(name)
+    found = normalize_name(name)
     for pattern, make in (
-        (r"moonlight16b.*", _moonlight),
+        (r"moonlight16b.*", _make_moonlight),
         (r"kimik2.*", _kimi_k2),
         (r"grok1.*", _grok_1),
-        (r"llama4maverick.*", _maverick),
+        (r"llama4maverick.*", _make_maverick),
     ):
         if re.fullmatch(pattern, found):
             return make()
     return None
 
 
-def _moonlight() -> ss.Architecture:
+def _make_moonlight() -> ss.Architecture:
     # moonshotai/Moonlight-16B-A3B: DeepSeek-V3's layers without a query rank.
     return ss.Architecture(
         name="moonlight-16b-a3b",
@@ -95,7 +95,7 @@ def _grok_1() -> ss.Architecture:
     )
 
 
-def _maverick() -> ss.Architecture:
+def _make_maverick() -> ss.Architecture:
     # meta-llama/Llama-4-Maverick-17B-128E, its text model: every second layer has experts and a shared one.
     return ss.Architecture(
         name="llama-4-maverick",

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import re
 
-from tests.accuracy.frameworks import Framework, said, zero_stages
-from tests.accuracy.row_vocabulary import moved
-from tests.accuracy.rows import Row, number, text
+from tests.accuracy.frameworks import Framework, read_framework_text, zero_stages
+from tests.accuracy.row_vocabulary import read_offloaded
+from tests.accuracy.rows import Row, join_fields, read_number
 from tests.accuracy.unmapped_rows import UnmappedError
 
 import shardscope as ss
 
 
-def layout(row: Row, kind: Framework, num_layers: int) -> tuple[ss.Layout, list[str]]:
-    """The layout and what had to be assumed about it."""
-    degrees = {key: number(row, key) or 1 for key in ("tp", "pp", "cp", "ep")}
-    words, away = said(row), moved(row) - {"activations"}
+def read_layout(row: Row, kind: Framework, num_layers: int) -> tuple[ss.Layout, list[str]]:
+    """Return the layout and what had to be assumed about it."""
+    degrees = {key: read_number(row, key) or 1 for key in ("tp", "pp", "cp", "ep")}
+    words, away = read_framework_text(row), read_offloaded(row) - {"activations"}
     if kind.family == "ddp":
         if any(degree > 1 for degree in degrees.values()):
             raise UnmappedError("DDP with other degrees")
-        if kind.name == "one GPU" and number(row, "n_gpus") != 1:
+        if kind.name == "one GPU" and read_number(row, "n_gpus") != 1:
             raise UnmappedError("one GPU that are several")
         if away:
             raise UnmappedError(f"{' and '.join(sorted(away))} in host memory without ZeRO or FSDP")
         return ss.Layout.ddp(), []
-    vpp, assumed = _vpp(row, words, degrees["pp"], num_layers)
+    vpp, assumed = _read_vpp(row, words, degrees["pp"], num_layers)
     if kind.family == "fsdp2":
-        return _fsdp(row, words, degrees, vpp, away, assumed), assumed
+        return _read_fsdp(row, words, degrees, vpp, away, assumed), assumed
     if kind.family == "deepspeed":
-        return _zero(row, words, degrees, away, assumed), assumed
+        return _read_zero(row, words, degrees, away, assumed), assumed
     if away:
         raise UnmappedError("Megatron with its optimizer in host memory")
     return ss.Layout.megatron(
@@ -40,7 +40,7 @@ def layout(row: Row, kind: Framework, num_layers: int) -> tuple[ss.Layout, list[
     ), assumed
 
 
-def _fsdp(
+def _read_fsdp(
     row: Row, words: str, degrees: dict[str, int], vpp: int, away: frozenset[str], assumed: list[str]
 ) -> ss.Layout:
     if degrees["ep"] > 1:
@@ -50,7 +50,7 @@ def _fsdp(
     if away == {"optimizer"}:
         # CPUOffloadPolicy moves parameters, gradients and optimizer together.
         raise UnmappedError("FSDP with its optimizer alone in host memory")
-    num_gpus = number(row, "n_gpus") or 1
+    num_gpus = read_number(row, "n_gpus") or 1
     replicate = 1
     shard = re.search(r"(?:fsdp\d?|shard\w*)\s*[=:]\s*(\d+)", words)
     if re.search(r"hsdp|hybrid", words):
@@ -58,7 +58,7 @@ def _fsdp(
             replicate = int(found[1])
         elif not shard:
             # HYBRID_SHARD's own process groups: shards in a node, copies between nodes.
-            replicate = number(row, "nodes") or max(1, num_gpus // 8)
+            replicate = read_number(row, "nodes") or max(1, num_gpus // 8)
             assumed.append(f"hybrid sharding: {replicate} copies, one a node")
     if shard:
         other = int(shard[1]) * degrees["tp"] * degrees["pp"] * degrees["cp"]
@@ -79,13 +79,13 @@ def _fsdp(
 
 def _expert_tp(row: Row, degrees: dict[str, int]) -> dict[str, int]:
     """Experts whole on each rank, where their parallelism leaves no room for the others' tp."""
-    replicas = (number(row, "n_gpus") or 1) // (degrees["tp"] * degrees["pp"])
+    replicas = (read_number(row, "n_gpus") or 1) // (degrees["tp"] * degrees["pp"])
     whole = degrees["ep"] > 1 and degrees["tp"] > 1 and replicas % degrees["ep"] != 0
     return {"etp": 1} if whole else {}
 
 
-def _vpp(row: Row, said: str, pp: int, num_layers: int) -> tuple[int, list[str]]:
-    stated = number(row, "vpp")
+def _read_vpp(row: Row, said: str, pp: int, num_layers: int) -> tuple[int, list[str]]:
+    stated = read_number(row, "vpp")
     if stated is not None or pp == 1:
         return stated or 1, []
     if "interleaved" not in said and "1f1b-i" not in said:
@@ -96,7 +96,7 @@ def _vpp(row: Row, said: str, pp: int, num_layers: int) -> tuple[int, list[str]]
     raise UnmappedError("interleaved schedule without its chunks")
 
 
-def _zero(
+def _read_zero(
     row: Row, words: str, degrees: dict[str, int], away: frozenset[str], assumed: list[str]
 ) -> ss.Layout:
     stages = zero_stages(row)
@@ -135,7 +135,7 @@ def _distributed_optimizer(row: Row, words: str, kind: Framework, assumed: list[
     stages = zero_stages(row)
     if stages:
         return 0 not in stages
-    optimizer = text(row, "optimizer")
+    optimizer = join_fields(row, "optimizer")
     if re.search(r"(?:no|without|non|w/o)[- ]*dist", f"{words} {optimizer}"):
         return False
     if "distributed" in f"{words} {optimizer}" or re.search(r"dist[-_ ]?opt", f"{words} {optimizer}"):

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import replace
 
-from tests.accuracy.rows import Row, number, status, text
+from tests.accuracy.rows import Row, join_fields, read_number, read_status
 from tests.accuracy.unmapped_rows import UnmappedError
 
 import shardscope as ss
@@ -39,39 +39,39 @@ _TOP_SHARE = 1.6
 """No chip has more than this times its largest memory in the catalogue: "GH200 480GB" is its host's."""
 
 
-def cluster(row: Row) -> tuple[ss.Cluster, list[str]]:
-    """The GPUs that the row names, and what had to be assumed about them.
+def read_cluster(row: Row) -> tuple[ss.Cluster, list[str]]:
+    """Return the GPUs that the row names, and what had to be assumed about them.
 
     Raises ``UnmappedError`` where none is named, or an unknown one.
     """
-    name = text(row, "gpu")
+    name = join_fields(row, "gpu")
     if not name:
         raise UnmappedError("GPU not stated")
     num_gpus = _num_gpus(row, name)
     if num_gpus is None:
         raise UnmappedError("number of GPUs not stated")
-    nodes = number(row, "nodes") or (num_gpus // 8 if num_gpus % 8 == 0 else 1)
+    nodes = read_number(row, "nodes") or (num_gpus // 8 if num_gpus % 8 == 0 else 1)
     if num_gpus % nodes:
         nodes = 1
-    gpu, assumed = _gpu(row, _WORDS_PER_GPU.sub("", name))
+    gpu, assumed = _read_gpu(row, _WORDS_PER_GPU.sub("", name))
     return ss.Cluster.of(gpu, num_gpus // nodes, nodes), assumed
 
 
 def _num_gpus(row: Row, name: str) -> int | None:
     """The GPUs of the run: stated, in front of the card's name, or the product of all degrees."""
-    stated = number(row, "n_gpus")
+    stated = read_number(row, "n_gpus")
     if stated:
         return stated
     if found := _WORDS_PER_GPU.match(name):
-        return int(found[1]) * (number(row, "nodes") or 1)
-    if re.search(r"\bsingle\b|\b(?:1|one)[- ](?:gpu|device|card)", text(row, "framework")):
+        return int(found[1]) * (read_number(row, "nodes") or 1)
+    if re.search(r"\bsingle\b|\b(?:1|one)[- ](?:gpu|device|card)", join_fields(row, "framework")):
         return 1
-    if number(row, "dp"):
-        return math.prod(number(row, key) or 1 for key in ("dp", "tp", "pp", "cp"))
+    if read_number(row, "dp"):
+        return math.prod(read_number(row, key) or 1 for key in ("dp", "tp", "pp", "cp"))
     return None
 
 
-def _gpu(row: Row, name: str) -> tuple[Gpu, list[str]]:
+def _read_gpu(row: Row, name: str) -> tuple[Gpu, list[str]]:
     name = re.sub(r"[_ ]+", "-", name)
     match = _CHIP.search(name)
     if not match:
@@ -95,7 +95,7 @@ def _gpu(row: Row, name: str) -> tuple[Gpu, list[str]]:
         memory_gb = memory_gb or _PROFESSIONAL.get(chip)
         if memory_gb is None:
             raise UnmappedError(f"GPU {row['gpu']!r} is not in the catalogue, and its memory is not stated")
-        return _resized(ss.gpus[largest], memory_gb), [f"{row['gpu']}: {largest} with its own memory"]
+        return _resize_memory(ss.gpus[largest], memory_gb), [f"{row['gpu']}: {largest} with its own memory"]
     raise UnmappedError(f"GPU {row['gpu']!r} is not in the catalogue")
 
 
@@ -125,7 +125,7 @@ def _with_memory(
         held = peak if isinstance(peak, int | float) and peak > 0 else 0
         first = next((gpu for gpu in chosen if gpu.usable_bytes >= held * GIB), chosen[-1])
         several = len({gpu.memory_bytes for gpu in cards.values()}) > 1
-        if several and status(row) == "oom":
+        if several and read_status(row) == "oom":
             raise UnmappedError("memory of the card that was not enough is not stated")
         return first, [f"memory of {chip} not stated: {first.memory_bytes // GIB} GB"] if several else []
     nearest = min(cards.values(), key=lambda gpu: abs(gpu.memory_bytes / GIB - memory_gb))
@@ -135,11 +135,11 @@ def _with_memory(
     if len(cards) == 1 and abs(nearest.memory_bytes / GIB - memory_gb) <= 0.07 * memory_gb:
         # One card, whose memory data sheets, drivers and clouds round each in their own way.
         return nearest, []
-    return _resized(nearest, memory_gb), []
+    return _resize_memory(nearest, memory_gb), []
 
 
-def _resized(gpu: Gpu, memory_gb: float) -> Gpu:
-    """The same chip with other memory (H100 with 96 GB): the driver leaves the same share of it."""
+def _resize_memory(gpu: Gpu, memory_gb: float) -> Gpu:
+    """Return the same chip with other memory (H100 with 96 GB): the driver leaves the same share of it."""
     memory = int(memory_gb * GIB)
     return replace(
         gpu,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
-from tests.accuracy.rows import Row, text
+from tests.accuracy.rows import Row, join_fields
 
 from shardscope.memory.overheads import libraries as overheads
 from shardscope.memory.overheads.band import TENSORS, compute_allocated_and_freed
@@ -25,9 +25,9 @@ class Compared(NamedTuple):
     """At the moment of the point."""
 
 
-def kind(row: Row) -> Kind:
+def find_kind(row: Row) -> Kind:
     """Return which bytes the row's peak counts."""
-    said = text(row, "memory_kind")
+    said = join_fields(row, "memory_kind")
     if "reserved" in said:
         return "reserved"
     if "alloc" in said or "active" in said:
@@ -43,23 +43,25 @@ def measured_bytes(row: Row) -> float:
     Megatron-Bridge prints bytes / 1e9 to five digits (training/utils/train_utils.py, ``report_memory``). Its
     pages call the same figures GB here and GiB there, and all have those five digits (158.220, 62.166).
     """
-    said = text(row, "memory_kind")
+    said = join_fields(row, "memory_kind")
     converted = "peak_memory_gib" in str(row.get("derived_fields"))
-    decimal = re.search(r"\bgb\b", said) and "treated as gib" not in text(row, "notes") and not converted
+    decimal = (
+        re.search(r"\bgb\b", said) and "treated as gib" not in join_fields(row, "notes") and not converted
+    )
     if "NVIDIA-NeMo/Megatron-Bridge" in str(row.get("source_url")):
         decimal = True
     return float(row["peak_memory_gib"]) * (1e9 if decimal else GIB)
 
 
-def compared(row: Row, report: MemoryReport, held_back: int = 0) -> Compared:
-    """The predicted bytes of the row's own kind, on the ranks that it speaks of.
+def predict_measured_kind(row: Row, report: MemoryReport, held_back: int = 0) -> Compared:
+    """Predict the bytes of the row's kind of measurement, on the ranks that it is about.
 
     Up to ``held_back`` bytes stay reserved that no tensor uses: how many is chance, so half is the point.
     They are some of what the band's top allows the allocator in any case, not more on top of it.
     """
-    stages, what = on_ranks(row, report), kind(row)
+    stages, what = on_ranks(row, report), find_kind(row)
     if what == "allocated":
-        point, moment = max(_tensors(stages), key=lambda found: found[0])
+        point, moment = max(_list_tensor_bytes(stages), key=lambda found: found[0])
         return Compared(point, point, point, dict(moment.components))
     if what == "reserved":
         low, point, high, moment = _with_gaps(stages)
@@ -68,17 +70,17 @@ def compared(row: Row, report: MemoryReport, held_back: int = 0) -> Compared:
         return Compared(low, point + held // 2, high, dict(moment.components))
     if what == "unknown":
         # Most frameworks print what is allocated; a person may have read nvidia-smi.
-        point, moment = max(_tensors(stages), key=lambda found: found[0])
+        point, moment = max(_list_tensor_bytes(stages), key=lambda found: found[0])
         return Compared(point, point, report.high_bytes, dict(moment.components))
     return Compared(report.low_bytes, report.peak_bytes, report.high_bytes, dict(report.components))
 
 
 def on_ranks(row: Row, report: MemoryReport) -> tuple[StageMemory, ...]:
     """The stages that the row speaks of: the first, or all."""
-    return report.by_stage[:1] if "rank 0" in text(row, "memory_kind", "notes") else report.by_stage
+    return report.by_stage[:1] if "rank 0" in join_fields(row, "memory_kind", "notes") else report.by_stage
 
 
-def _tensors(stages: tuple[StageMemory, ...]) -> list[tuple[int, PhaseMemory]]:
+def _list_tensor_bytes(stages: tuple[StageMemory, ...]) -> list[tuple[int, PhaseMemory]]:
     return [(tensor_bytes(moment), moment) for stage in stages for moment in stage.phases]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.accuracy.layouts import Framework
 from tests.accuracy.own_code import is_bridge, is_moonlight_recipe
-from tests.accuracy.rows import Row, text
+from tests.accuracy.rows import Row, join_fields
 
 import shardscope as ss
 
@@ -34,13 +34,15 @@ def megatron_options(row: Row, kind: Framework) -> tuple[Row, dict[str, Any]]:
     """
     if kind.family != "megatron" or kind.name == "nanotron":
         return row, {}
-    said, options = text(row, "optimizer"), dict[str, Any]()
+    said, options = join_fields(row, "optimizer"), dict[str, Any]()
     if is_moonlight_recipe(row) or _PRECISION_AWARE.search(said):
         options["use_precision_aware_optimizer"] = True
         if is_moonlight_recipe(row) or _MOMENTS_IN_BF16.search(said):
             options.update(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
-    is_fast_recipe = is_bridge(row) and ("ep overlap" in text(row, "table") or is_moonlight_recipe(row))
-    if is_fast_recipe or _GRADIENTS_IN_BF16.search(text(row, "optimizer", "precision")):
+    is_fast_recipe = is_bridge(row) and (
+        "ep overlap" in join_fields(row, "table") or is_moonlight_recipe(row)
+    )
+    if is_fast_recipe or _GRADIENTS_IN_BF16.search(join_fields(row, "optimizer", "precision")):
         options["grad_reduce_in_fp32"] = False
     if is_fast_recipe:
         options["cross_entropy_fusion_impl"] = "te"
@@ -48,7 +50,10 @@ def megatron_options(row: Row, kind: Framework) -> tuple[Row, dict[str, Any]]:
     if "use_precision_aware_optimizer" in options:
         # Other frameworks' and plain Adam's moments in bf16 are words that nobody here knows.
         patterns += [_MOMENTS_IN_BF16, _PRECISION_AWARE]
-    return {**row, **{key: _without(row, key, patterns) for key in ("optimizer", "precision")}}, options
+    return {
+        **row,
+        **{key: _remove_options(row, key, patterns) for key in ("optimizer", "precision")},
+    }, options
 
 
 def with_options(what: ss.Recipe, spread: ss.Layout, options: dict[str, Any]) -> tuple[ss.Recipe, ss.Layout]:
@@ -58,7 +63,7 @@ def with_options(what: ss.Recipe, spread: ss.Layout, options: dict[str, Any]) ->
     return what, replace(spread, **options)
 
 
-def _without(row: Row, key: str, patterns: list[re.Pattern[str]]) -> Any:
+def _remove_options(row: Row, key: str, patterns: list[re.Pattern[str]]) -> Any:
     found = row.get(key)
     if not isinstance(found, str):
         return found

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from tests.accuracy.measurement_kinds import kind, on_ranks, tensor_bytes
+from tests.accuracy.measurement_kinds import find_kind, on_ranks, tensor_bytes
 from tests.accuracy.own_code import with_communication
-from tests.accuracy.rows import source
-from tests.accuracy.scoring import Scored, predicted
+from tests.accuracy.rows import read_source
+from tests.accuracy.scoring import Scored, predict_row
 
 from shardscope.memory.overheads import libraries as overheads
 from shardscope.memory.overheads.band import compute_allocated_and_freed
@@ -25,10 +25,10 @@ def held_share(row: Scored) -> float:
     band's top has them. Negative where these alone are more than was measured.
     """
     plan = row.mapped.plan
-    stages = on_ranks(row.mapped.row, predicted(row.mapped)[0])
+    stages = on_ranks(row.mapped.row, predict_row(row.mapped)[0])
     gpu = plan.cluster.gpu
     beside = 0
-    if kind(row.mapped.row) == "nvidia-smi":
+    if find_kind(row.mapped.row) == "nvidia-smi":
         beside = overheads.estimate_runtime(gpu.vendor, gpu.architecture).high
         beside += max(buffers.high for _, buffers in with_communication(plan, stages))
     return min(
@@ -46,7 +46,7 @@ def chosen_share(rows: Iterable[Scored]) -> float:
     """
     by_source: dict[str, list[float]] = defaultdict(list)
     for row in rows:
-        by_source[source(row.mapped.row)].append(held_share(row))
+        by_source[read_source(row.mapped.row)].append(held_share(row))
     weighted = sorted((share, 1 / len(some)) for some in by_source.values() for share in some)
     below = 0.0
     for share, weight in weighted:
@@ -61,7 +61,8 @@ def of_calibration(rows: Iterable[Scored]) -> list[Scored]:
     return [
         row
         for row in rows
-        if row.mapped.row.get("role") == "calibration" and kind(row.mapped.row) in ("reserved", "nvidia-smi")
+        if row.mapped.row.get("role") == "calibration"
+        and find_kind(row.mapped.row) in ("reserved", "nvidia-smi")
     ]
 
 
@@ -70,7 +71,7 @@ def gaps_report(rows: Sequence[Scored]) -> list[str]:
     found = of_calibration(rows)
     if len(found) < 4:
         return []
-    sources = {source(row.mapped.row) for row in found}
+    sources = {read_source(row.mapped.row) for row in found}
     return [
         "",
         f"The band's top was chosen by a rule (`tests/accuracy/memory_band.py`) from the {len(found)} rows "

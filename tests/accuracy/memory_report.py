@@ -6,20 +6,20 @@ from collections import defaultdict
 from statistics import correlation, median
 
 from tests.accuracy.ablation import ablation_report
-from tests.accuracy.error_reasons import reason
+from tests.accuracy.error_reasons import find_reason
 from tests.accuracy.goals import alone_line, goals_report
 from tests.accuracy.nvidia_smi_pairs import pairs_report
 from tests.accuracy.row_counts import counted_table
-from tests.accuracy.rows import source
+from tests.accuracy.rows import read_source
 from tests.accuracy.scoring import (
     MemoryScore,
     Scored,
-    absolute,
+    compute_percentile,
     format_gib,
     is_described,
     overall_line,
-    percentile,
-    predicted,
+    predict_row,
+    sort_absolute_errors,
 )
 
 from shardscope.memory.report import COMPONENTS
@@ -52,11 +52,11 @@ def memory_report(score: MemoryScore, *sections: str) -> str:
         _by_component(score),
         pairs_report(score.scored),
         *sections,
-        _worst(score),
-        _fits(score),
+        _format_worst(score),
+        _format_fits(score),
         ablation_report(score.scored),
-        _assumed(score),
-        _unmapped(score),
+        _format_assumed(score),
+        _format_unmapped(score),
         alone_line(score),
         overall_line(score),
     ]
@@ -75,29 +75,29 @@ def _by_source(score: MemoryScore) -> str:
     for (name, what), rows in score.groups.items():
         for role in ("calibration", "judge"):
             some = [row for row in rows if (row.mapped.row.get("role") or "judge") == role]
-            lines += [f"| {name} | {what} | {role} | {figures}" for figures in _both(some)]
+            lines += [f"| {name} | {what} | {role} | {figures}" for figures in _format_both_scores(some)]
     return "\n".join(lines)
 
 
-def _both(rows: list[Scored]) -> list[str]:
-    """The cells of ``rows`` by the product alone and, where that differs, as described."""
+def _format_both_scores(rows: list[Scored]) -> list[str]:
+    """Format the cells of ``rows`` by the product alone and, where that differs, as described."""
     if not rows:
         return []
-    found = [f"alone | {_figures([row.by_product for row in rows])} |"]
+    found = [f"alone | {_format_figures([row.by_product for row in rows])} |"]
     if any(row.is_described for row in rows):
-        found.append(f"described | {_figures(rows)} |")
+        found.append(f"described | {_format_figures(rows)} |")
     return found
 
 
-def _figures(rows: list[Scored]) -> str:
-    errors = absolute(rows)
+def _format_figures(rows: list[Scored]) -> str:
+    errors = sort_absolute_errors(rows)
     bias = median(row.error for row in rows)
     inside = sum(row.inside for row in rows) / len(rows)
     # A point without a band holds nothing.
     has_bands = any(row.predicted.low < row.predicted.high for row in rows)
     under, over = sum(row.error < 0 for row in rows), sum(row.error > 0 for row in rows)
     return (
-        f"{len(rows)} | {100 * median(errors):.1f} % | {100 * percentile(errors, 0.9):.1f} % | "
+        f"{len(rows)} | {100 * median(errors):.1f} % | {100 * compute_percentile(errors, 0.9):.1f} % | "
         f"{100 * bias:+.1f} % | {under} | {over} | " + (f"{100 * inside:.0f} %" if has_bands else "–")
     )
 
@@ -113,7 +113,7 @@ def _by_framework(score: MemoryScore) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, rows in sorted(groups.items()):
-        lines += [f"| {name} | {figures}" for figures in _both(rows)]
+        lines += [f"| {name} | {figures}" for figures in _format_both_scores(rows)]
     return "\n".join(lines)
 
 
@@ -134,21 +134,21 @@ def _by_component(score: MemoryScore) -> str:
         for component in names:
             shares = [row.predicted.components.get(component, 0) / row.predicted.point for row in rows]
             cells.append(
-                f"{100 * median(shares):.0f} % ({_correlation(shares, [row.error for row in rows])})"
+                f"{100 * median(shares):.0f} % ({_format_correlation(shares, [row.error for row in rows])})"
             )
         lines.append(f"| {name} | {what} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _correlation(first: list[float], second: list[float]) -> str:
-    """Spearman's, or a dash where either hardly varies."""
+def _format_correlation(first: list[float], second: list[float]) -> str:
+    """Format Spearman's correlation, or a dash where either hardly varies."""
     if len(first) < 5 or len(set(first)) < 3 or len(set(second)) < 3:
         return "–"
     ranks = [[float(sorted(values).index(value)) for value in values] for values in (first, second)]
     return f"{correlation(ranks[0], ranks[1]):+.1f}"
 
 
-def _worst(score: MemoryScore) -> str:
+def _format_worst(score: MemoryScore) -> str:
     lines = [
         "## The worst rows of each source",
         "",
@@ -157,20 +157,20 @@ def _worst(score: MemoryScore) -> str:
         "| row | what | measured | predicted | band | error | alone | largest components | why |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for rows in sorted(score.groups.values(), key=lambda rows: -absolute(rows)[-1]):
+    for rows in sorted(score.groups.values(), key=lambda rows: -sort_absolute_errors(rows)[-1]):
         for row in sorted(rows, key=lambda row: -abs(row.error))[:5]:
             band = f"{format_gib(row.predicted.low)} to {format_gib(row.predicted.high)}"
             lines.append(
-                f"| {row.mapped.row.get('id')} | {_what(row)} | {format_gib(row.measured)} | "
+                f"| {row.mapped.row.get('id')} | {_describe_plan(row)} | {format_gib(row.measured)} | "
                 f"{format_gib(row.predicted.point)} | "
                 f"{band if row.predicted.low < row.predicted.high else ''} | "
-                f"{100 * row.error:+.1f} % | {100 * row.by_product.error:+.1f} % | {_largest(row)} | "
-                f"{reason(row)} |"
+                f"{100 * row.error:+.1f} % | {100 * row.by_product.error:+.1f} % | {_format_largest(row)} | "
+                f"{find_reason(row)} |"
             )
     return "\n".join(lines)
 
 
-def _what(row: Scored) -> str:
+def _describe_plan(row: Scored) -> str:
     plan = row.mapped.plan
     recipe = plan.recipe
     return (
@@ -179,12 +179,12 @@ def _what(row: Scored) -> str:
     )
 
 
-def _largest(row: Scored) -> str:
+def _format_largest(row: Scored) -> str:
     found = sorted(row.predicted.components.items(), key=lambda item: -item[1])[:4]
     return ", ".join(f"{name} {format_gib(value)}" for name, value in found if value)
 
 
-def _fits(score: MemoryScore) -> str:
+def _format_fits(score: MemoryScore) -> str:
     wrong = [fit for fit in score.fits if fit.ran != fit.predicted or fit.ran != fit.alone]
     if not wrong:
         return ""
@@ -197,10 +197,10 @@ def _fits(score: MemoryScore) -> str:
     for fit in wrong:
         reports = {"alone": (fit.mapped.plan.memory(), fit.alone)}
         if is_described(fit.mapped):
-            reports["described"] = (predicted(fit.mapped)[0], fit.predicted)
+            reports["described"] = (predict_row(fit.mapped)[0], fit.predicted)
         row, ran = fit.mapped.row, "yes" if fit.ran else "no"
         lines += [
-            f"| {row.get('id')} | {source(row)} | {ran} | {by} | {format_gib(report.peak_bytes)} | "
+            f"| {row.get('id')} | {read_source(row)} | {ran} | {by} | {format_gib(report.peak_bytes)} | "
             f"{format_gib(report.usable_bytes)} |"
             for by, (report, said) in reports.items()
             if said != fit.ran
@@ -208,11 +208,11 @@ def _fits(score: MemoryScore) -> str:
     return "\n".join(lines)
 
 
-def _assumed(score: MemoryScore) -> str:
-    pairs = ((source(one.mapped.row), words) for one in score.scored for words in one.mapped.assumed)
+def _format_assumed(score: MemoryScore) -> str:
+    pairs = ((read_source(one.mapped.row), words) for one in score.scored for words in one.mapped.assumed)
     return counted_table("What rows leave open, and was assumed", "assumed", pairs)
 
 
-def _unmapped(score: MemoryScore) -> str:
-    pairs = ((source(row), why) for row, why in score.unmapped)
+def _format_unmapped(score: MemoryScore) -> str:
+    pairs = ((read_source(row), why) for row, why in score.unmapped)
     return counted_table("Rows without a plan", "reason", pairs)

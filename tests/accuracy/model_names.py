@@ -109,18 +109,18 @@ _SAME = (
 def by_name(name: str) -> ss.Architecture | None:
     """The model of that name in any spelling ("meta-llama/Llama-2-7b-hf", "LLaMA 2 7B"); None if unknown."""
     for with_dates in (True, False):
-        wanted = plain(name, with_dates=with_dates)
-        found = _found(wanted)
+        wanted = normalize_name(name, with_dates=with_dates)
+        found = _find_architecture(wanted)
         for pattern, same in _SAME:
             if found is None and re.fullmatch(pattern, wanted):
-                found = _found(re.sub(rf"^(?:{pattern})$", same, wanted))
+                found = _find_architecture(re.sub(rf"^(?:{pattern})$", same, wanted))
         if found is not None:
             return found
     return _gpt_of_size(name)
 
 
-def plain(name: str, *, with_dates: bool = True) -> str:
-    """Without owner, tuning and punctuation: ``meta-llama/Meta-Llama-3-8B`` -> ``llama38b``."""
+def normalize_name(name: str, *, with_dates: bool = True) -> str:
+    """Remove owner, tuning and punctuation: ``meta-llama/Meta-Llama-3-8B`` -> ``llama38b``."""
     name = name.lower().split("/")[-1] if re.match(r"[\w.-]+/[\w.-]+", name) else name.lower()
     # Qwen-1_8B has 1.8 billion, LLAMA3_8B eight.
     name = re.sub(r"(?<=[- ])(\d)_(\d)(?=b\b)", r"\1.\2", name)
@@ -139,16 +139,16 @@ def plain(name: str, *, with_dates: bool = True) -> str:
 
 
 @lru_cache(maxsize=1)
-def _catalogue() -> dict[str, str]:
+def _list_catalog_names() -> dict[str, str]:
     # "Qwen3 235B" is its only model of that size, active parameters said or not.
-    without_active = {re.sub(r"(?<=b)a\d+b$", "", plain(key)): key for key in ss.models}
-    return without_active | {plain(key): key for key in (*ss.models, *_LLAMA_SHAPED)}
+    without_active = {re.sub(r"(?<=b)a\d+b$", "", normalize_name(key)): key for key in ss.models}
+    return without_active | {normalize_name(key): key for key in (*ss.models, *_LLAMA_SHAPED)}
 
 
-def _found(wanted: str) -> ss.Architecture | None:
-    known = _catalogue()
+def _find_architecture(wanted: str) -> ss.Architecture | None:
+    known = _list_catalog_names()
     if wanted in known:
-        return _architecture(known[wanted])
+        return _make_architecture(known[wanted])
     # "phi-2 2.7B", "DeepSeek-V3 671B", "GPT-2 1.5B": names without a size, and the size.
     size = _SIZE.search(wanted)
     if not size:
@@ -161,20 +161,20 @@ def _found(wanted: str) -> ss.Architecture | None:
         keys = [known[stem]] if stem in known else []
         keys += [key for key in ("gpt2-medium", "gpt2-large", "gpt2-xl") if stem == "gpt2"]
         for key in keys:
-            found = _architecture(key)
-            if abs(_parameters(number) / found.num_parameters - 1) < _NEAR and not _SIZE.search(stem):
+            found = _make_architecture(key)
+            if abs(_read_parameters(number) / found.num_parameters - 1) < _NEAR and not _SIZE.search(stem):
                 return found
     return None
 
 
-def _parameters(size: re.Match[str]) -> float:
+def _read_parameters(size: re.Match[str]) -> float:
     return float(size[1].replace("p", ".")) * _UNITS[size[2]]
 
 
-def _architecture(key: str) -> ss.Architecture:
+def _make_architecture(key: str) -> ss.Architecture:
     if key in ss.models:
         return ss.models[key]
-    return llama(key, _LLAMA_SHAPED[key])
+    return make_llama(key, _LLAMA_SHAPED[key])
 
 
 def _gpt_of_size(name: str) -> ss.Architecture | None:
@@ -182,25 +182,25 @@ def _gpt_of_size(name: str) -> ss.Architecture | None:
     # "GPT3-13B" has 13 billion, "GPT 3.6B" 3.6.
     sized = re.sub(r"gpt[-_ ]?[23][-_ :(]+(?=\d)", "gpt-", name.lower())
     match = re.fullmatch(
-        r"(?:megatron(?:lm)?)?gpt(\d+(?:p\d+)?[mbt])|(\d+(?:p\d+)?[mbt])gpt[23]?", plain(sized)
+        r"(?:megatron(?:lm)?)?gpt(\d+(?:p\d+)?[mbt])|(\d+(?:p\d+)?[mbt])gpt[23]?", normalize_name(sized)
     )
     size = _SIZE.fullmatch(match[1] or match[2]) if match else None
     return _gpt_near(size) if size else None
 
 
 def _gpt_near(size: re.Match[str]) -> ss.Architecture | None:
-    stated = _parameters(size)
+    stated = _read_parameters(size)
     for parameters, (layers, hidden, heads) in _GPT3.items():
         if abs(stated / parameters - 1) < 0.01:
             shape = Shape(layers, hidden, heads, heads, 4 * hidden, _GPT_VOCAB)
-            return gpt(f"gpt-3-{size[0].replace('p', '.')}", shape)
+            return make_gpt(f"gpt-3-{size[0].replace('p', '.')}", shape)
     megatron = [arch for key, arch in ss.models.items() if key.startswith(("megatron-gpt", "gpt-3"))]
     nearest = min(megatron, key=lambda arch: abs(stated / arch.num_parameters - 1))
     return nearest if abs(stated / nearest.num_parameters - 1) < 0.01 else None
 
 
-def llama(name: str, shape: Shape, *, tied: bool = False) -> ss.Architecture:
-    """A decoder of Llama's layers, or with biases of Qwen's."""
+def make_llama(name: str, shape: Shape, *, tied: bool = False) -> ss.Architecture:
+    """Make a decoder of Llama's layers, with Qwen's biases if the shape has them."""
     return ss.Architecture(
         name=name,
         model_type="qwen2" if shape.bias else "llama",
@@ -217,8 +217,8 @@ def llama(name: str, shape: Shape, *, tied: bool = False) -> ss.Architecture:
     )
 
 
-def gpt(name: str, shape: Shape, seq_len: int = 2048) -> ss.Architecture:
-    """Megatron's GPT: two-matrix MLP, LayerNorm, biases, learned positions, tied embedding."""
+def make_gpt(name: str, shape: Shape, seq_len: int = 2048) -> ss.Architecture:
+    """Make Megatron's GPT: two-matrix MLP, LayerNorm, biases, learned positions, tied embedding."""
     return ss.Architecture(
         name=name,
         model_type="gpt2",

@@ -27,8 +27,8 @@ RUNTIME = overheads.estimate_runtime("nvidia", "hopper")
 """All rows are of H100s."""
 
 
-def layer(arch: Architecture) -> list[SavedTensor]:
-    """What ``LlamaDecoderLayer`` keeps for backward (src/nanotron/models/llama.py), in bytes a token."""
+def list_layer_tensors(arch: Architecture) -> list[SavedTensor]:
+    """List what ``LlamaDecoderLayer`` saves (src/nanotron/models/llama.py), in bytes per token."""
     width, hidden, c = get_attention_widths(arch), arch.hidden_size, HALF
     # Without grouped queries the projection is laid out anew as one tensor, which the queries, rotated in
     # place, are a view of: its keys and values stay although new ones are rotated beside them.
@@ -75,7 +75,7 @@ class _Sizes(NamedTuple):
     """One hidden state of the whole sequence."""
 
 
-def _sizes(plan: Plan) -> _Sizes:
+def _compute_sizes(plan: Plan) -> _Sizes:
     arch, degrees, recipe = plan.architecture, plan.degrees, plan.recipe
     num_layers, is_last = plan.stage_layers[0], degrees.pp == 1
     tokens, tp = recipe.micro_batch_size * recipe.seq_len, degrees.tp
@@ -88,7 +88,7 @@ def _sizes(plan: Plan) -> _Sizes:
         weights += arch.hidden_size + (0 if arch.tie_word_embeddings else ends)
     per_token = sum(
         ceil_div(saved.bytes_per_token, tp if splits or saved.cut_by != "sequence" else 1)
-        for saved in layer(arch)
+        for saved in list_layer_tensors(arch)
     )
     gathered = tokens * arch.hidden_size * HALF
     sharded = splits_optimizer(plan)
@@ -133,17 +133,17 @@ def held_back_bytes(plan: Plan) -> int:
     two gathered inputs and two outputs before reduce-scatter, the CPU being ahead by a whole forward. (One
     forward, and not backward too, was chosen by calibration rows, of which 94 % lie in the band.)
     """
-    sizes = _sizes(plan)
+    sizes = _compute_sizes(plan)
     held = 2 * HALF * sizes.parameters if splits_optimizer(plan) else 0
     if plan.degrees.tp > 1:
         held += 4 * plan.stage_layers[0] * sizes.gathered
     return held
 
 
-def memory(plan: Plan) -> MemoryReport:
-    """The first stage's memory. The plan carries its layers and degrees in Megatron's words."""
-    sizes = _sizes(plan)
-    moments = tuple(_moments(plan, sizes))
+def predict_memory(plan: Plan) -> MemoryReport:
+    """Predict the first stage's memory. The plan has its layers and degrees as Megatron's options."""
+    sizes = _compute_sizes(plan)
+    moments = tuple(_list_phases(plan, sizes))
     stage = StageMemory(stage=0, num_layers=plan.stage_layers[0], find_phases=lambda: moments)
     groups = (plan.degrees.tp, plan.degrees.pp, plan.degrees.data_parallel)
 
@@ -155,7 +155,7 @@ def memory(plan: Plan) -> MemoryReport:
     )
 
 
-def _moments(plan: Plan, sizes: _Sizes) -> list[PhaseMemory]:
+def _list_phases(plan: Plan, sizes: _Sizes) -> list[PhaseMemory]:
     groups = (plan.degrees.tp, plan.degrees.pp, plan.degrees.data_parallel)
     rest: dict[Component, int] = {
         **sizes.state,
@@ -172,32 +172,32 @@ def _moments(plan: Plan, sizes: _Sizes) -> list[PhaseMemory]:
         )
     norm = 2 * ceil_div(sizes.gathered, plan.degrees.tp) if sizes.sharded_logits else 0
     return [
-        _moment("rest", 0.0, rest, {}),
+        _make_phase("rest", 0.0, rest, {}),
         # Logits cast to fp32, and their softmax, which the loss makes beside them and keeps.
-        _moment(
+        _make_phase(
             "forward", 0.33, rest, {"activations": forward + norm, "logits": 2 * FP32 * sizes.sharded_logits}
         ),
         # Its gradient, made in place, is cast to half precision.
-        _moment(
+        _make_phase(
             "backward",
             0.34,
             rest,
             {"activations": forward + norm, "logits": (FP32 + HALF) * sizes.sharded_logits},
         ),
-        _moment("backward", 0.36, rest, {"activations": forward + sizes.working}),
+        _make_phase("backward", 0.36, rest, {"activations": forward + sizes.working}),
         # All half-precision gradients are there before the first is added to the fp32 ones
         # (optim/gradient_accumulator.py, backward).
-        _moment(
+        _make_phase(
             "backward",
             0.97,
             rest,
             {"activations": waiting, "gradients": rest["gradients"] + half_gradients},
         ),
-        _moment("optimizer", 0.98, rest, after),
+        _make_phase("optimizer", 0.98, rest, after),
     ]
 
 
-def _moment(
+def _make_phase(
     phase: Phase, fraction: float, rest: dict[Component, int], more: dict[Component, int]
 ) -> PhaseMemory:
     terms: dict[Component, Term] = {

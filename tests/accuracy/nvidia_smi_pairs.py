@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-from tests.accuracy.measurement_kinds import kind
+from tests.accuracy.measurement_kinds import find_kind
 from tests.accuracy.memory_band import gaps_report
-from tests.accuracy.scoring import Scored, percentile
+from tests.accuracy.scoring import Scored, compute_percentile
 
 
 class Pair(NamedTuple):
@@ -36,19 +36,19 @@ class Pair(NamedTuple):
         return f"{'one GPU' if self.seen.mapped.plan.world_size == 1 else 'several GPUs'}, {where}"
 
 
-def pairs(rows: Sequence[Scored]) -> list[Pair]:
-    """Every run with both figures among ``rows``."""
+def list_pairs(rows: Sequence[Scored]) -> list[Pair]:
+    """List every run with both figures among ``rows``."""
     by_id = {str(row.mapped.row.get("id")): row for row in rows}
     return [
         Pair(by_id[str(first)], row)
         for row in rows
-        if (first := row.mapped.row.get("same_run")) in by_id and kind(row.mapped.row) == "nvidia-smi"
+        if (first := row.mapped.row.get("same_run")) in by_id and find_kind(row.mapped.row) == "nvidia-smi"
     ]
 
 
 def pairs_report(rows: Sequence[Scored]) -> str:
     """The section of docs/accuracy.md."""
-    found = pairs(rows)
+    found = list_pairs(rows)
     if not found:
         return ""
     lines = [
@@ -65,11 +65,13 @@ def pairs_report(rows: Sequence[Scored]) -> str:
     groups: dict[str, list[Pair]] = defaultdict(list)
     for pair in found:
         groups[pair.group].append(pair)
-    lines += [f"| {name} | {_figures(some)} |" for name, some in [*sorted(groups.items()), ("all", found)]]
-    return "\n".join([*lines, *gaps_report(rows), *_qwen(rows, groups)])
+    lines += [
+        f"| {name} | {_format_figures(some)} |" for name, some in [*sorted(groups.items()), ("all", found)]
+    ]
+    return "\n".join([*lines, *gaps_report(rows), *_explain_qwen(rows, groups)])
 
 
-def _qwen(rows: Sequence[Scored], groups: dict[str, list[Pair]]) -> list[str]:
+def _explain_qwen(rows: Sequence[Scored], groups: dict[str, list[Pair]]) -> list[str]:
     """Explain why the rows of Qwen's README exceed their tensors."""
     theirs = [row for row in rows if "Qwen" in row.group[0]]
     alike = groups.get("one GPU, logits at the peak")
@@ -90,24 +92,24 @@ def _qwen(rows: Sequence[Scored], groups: dict[str, list[Pair]]) -> list[str]:
         "padding and flash attention are as planned, by the scripts and the README. What is left is "
         f"{ratios['described'][0]:.2f} to {ratios['described'][-1]:.2f} times the tensors, in the median "
         f"{median(ratios['described']):.2f} ({median(ratios['alone']):.2f} by the product alone): as in the "
-        f"runs above on one GPU with logits at their peak, where nvidia-smi saw {_span(alike)}. So "
+        f"runs above on one GPU with logits at their peak, where nvidia-smi saw {_format_span(alike)}. So "
         "they were most likely read off nvidia-smi. If their GB are decimal, as those of the same README's "
         "inference table are (14B in bf16 after 2,048 tokens: weights and cache are 30.0 decimal GB, printed "
         "are 30.15), 7 points of it are the unit. No constant was fitted to any of this.",
     ]
 
 
-def _span(some: Sequence[Pair]) -> str:
-    """From the least to the most of some runs, and the median."""
+def _format_span(some: Sequence[Pair]) -> str:
+    """Format the smallest and the largest ratio of some runs, and the median."""
     ratios = sorted(pair.ratio for pair in some)
     return f"{ratios[0]:.2f} to {ratios[-1]:.2f} times what was allocated, in the median {median(ratios):.2f}"
 
 
-def _figures(some: list[Pair]) -> str:
+def _format_figures(some: list[Pair]) -> str:
     ratios = sorted(pair.ratio for pair in some)
     roomy = [pair.ratio for pair in some if pair.has_room]
     inside = sum(pair.seen.by_product.inside for pair in some)
     return (
-        f"{len(some)} | {ratios[0]:.2f} | {median(ratios):.2f} | {percentile(ratios, 0.9):.2f} | "
+        f"{len(some)} | {ratios[0]:.2f} | {median(ratios):.2f} | {compute_percentile(ratios, 0.9):.2f} | "
         f"{ratios[-1]:.2f} | {f'{median(roomy):.2f}' if roomy else '–'} | {inside} of {len(some)}"
     )

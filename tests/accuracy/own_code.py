@@ -11,7 +11,7 @@ from typing import Literal
 
 from tests.accuracy.kbit import kbit_training
 from tests.accuracy.qwen_code import no_ddp, zero2_over_gptq
-from tests.accuracy.rows import Row, number, text
+from tests.accuracy.rows import Row, join_fields, read_number
 
 from shardscope import Plan, Recipe
 from shardscope.core.precision import FP32, widths
@@ -40,20 +40,20 @@ _Change = Callable[[Plan, tuple[PhaseMemory, ...]], tuple[PhaseMemory, ...]]
 def own_code(row: Row, framework: str, recipe: Recipe) -> tuple[OwnCode, ...]:
     """Return the modelled code that the row's source ran."""
     found: list[OwnCode] = []
-    table = text(row, "table")
+    table = join_fields(row, "table")
     if table == "baseline-peft-bnb" and framework == "one GPU":
         found.append("kbit_training")
-    if framework == "one GPU" and recipe.method == "full" and number(row, "grad_accum") == 1:
+    if framework == "one GPU" and recipe.method == "full" and read_number(row, "grad_accum") == 1:
         found.append("no_buckets")
     if "foak" in table and "liger" not in table:
         found.append("unsloth_loss")
-    if "refs/a100_80gb.csv" in str(row.get("source_url")) and "tral" in text(row, "model"):
+    if "refs/a100_80gb.csv" in str(row.get("source_url")) and "tral" in join_fields(row, "model"):
         found.append("rotary_caches")
     if framework == "FSDP1" and recipe.has_adapters and recipe.recompute == "full":
         found.append("fsdp1_hooks")
     if framework == "Megatron-DeepSpeed" and recipe.precision == "bf16-mixed":
         found.append("bf16_optimizer")
-    if is_torchtitan(row) and "selective" in text(row, "activation_checkpointing"):
+    if is_torchtitan(row) and "selective" in join_fields(row, "activation_checkpointing"):
         found.append("torchtitan_policy")
     if "QwenLM/Qwen@" in str(row.get("source_url")) and framework == "one GPU" and recipe.has_adapters:
         found.append("zero2_over_gptq" if recipe.method == "qlora" else "no_ddp")
@@ -62,7 +62,7 @@ def own_code(row: Row, framework: str, recipe: Recipe) -> tuple[OwnCode, ...]:
 
 def is_four_bit(row: Row) -> bool:
     """Return whether a frozen base is in 4 bits."""
-    said = text(row, "qlora")
+    said = join_fields(row, "qlora")
     return said not in ("", "false", "none") and not ("8" in said and "4" not in said)
 
 
@@ -73,7 +73,7 @@ def is_torchtitan(row: Row) -> bool:
 
 def is_moonlight_recipe(row: Row) -> bool:
     """Return whether Megatron-Bridge's recipe for Moonlight ran, with its precision-aware optimizer."""
-    return is_bridge(row) and "moonlight" in text(row, "model")
+    return is_bridge(row) and "moonlight" in join_fields(row, "model")
 
 
 def is_bridge(row: Row) -> bool:
@@ -81,11 +81,11 @@ def is_bridge(row: Row) -> bool:
     return "NVIDIA-NeMo/Megatron-Bridge" in str(row.get("source_url"))
 
 
-def changed(plan: Plan, report: MemoryReport, own: tuple[OwnCode, ...]) -> MemoryReport:
-    """The report with the source's own code in it."""
+def add_own_code(plan: Plan, report: MemoryReport, own: tuple[OwnCode, ...]) -> MemoryReport:
+    """Return the report with the memory of the source's own code."""
     if not own:
         return report
-    stages = tuple(_changed(plan, stage, own) for stage in report.by_stage)
+    stages = tuple(_add_own_code_to_stage(plan, stage, own) for stage in report.by_stage)
     worst = max(stages, key=lambda stage: stage.peak_bytes)
     return replace(
         report,
@@ -108,7 +108,7 @@ def with_communication(
     ]
 
 
-def _changed(plan: Plan, stage: StageMemory, own: tuple[OwnCode, ...]) -> StageMemory:
+def _add_own_code_to_stage(plan: Plan, stage: StageMemory, own: tuple[OwnCode, ...]) -> StageMemory:
     moments = stage.phases
     for name in own:
         moments = _CHANGES[name](plan, moments)
@@ -130,7 +130,7 @@ def _no_buckets(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[PhaseMemo
             here = 0
         elif moment.phase == "backward" and moment.fraction < _LATE:
             here = min(here, head)
-        found.append(_with(moment, {"gradients": here}))
+        found.append(_add_bytes(moment, {"gradients": here}))
     return tuple(found)
 
 
@@ -146,7 +146,7 @@ def _unsloth_loss(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[PhaseMe
     half = widths[plan.recipe.precision].compute
     sizes = {"forward": (half + FP32) * each, "backward": 2 * FP32 * each}
     return tuple(
-        _with(moment, {"logits": sizes[moment.phase]}) if moment.components["logits"] else moment
+        _add_bytes(moment, {"logits": sizes[moment.phase]}) if moment.components["logits"] else moment
         for moment in moments
     )
 
@@ -160,7 +160,7 @@ def _rotary_caches(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[PhaseM
     arch, c = plan.architecture, widths[plan.recipe.precision].compute
     caches = arch.num_hidden_layers * arch.max_position_embeddings * arch.head_dim * 2 * c
     return tuple(
-        _with(moment, {"parameters": moment.components["parameters"] + caches}) for moment in moments
+        _add_bytes(moment, {"parameters": moment.components["parameters"] + caches}) for moment in moments
     )
 
 
@@ -179,7 +179,7 @@ def _fsdp1_hooks(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[PhaseMem
     last = [moment for moment in moments if moment.phase == "backward" and moment.fraction > _LATE]
     fullest = max(last, key=lambda moment: moment.components["activations"])
     more: dict[Component, int] = {"activations": fullest.components["activations"] + kept}
-    return tuple(_with(moment, more) if moment is fullest else moment for moment in moments)
+    return tuple(_add_bytes(moment, more) if moment is fullest else moment for moment in moments)
 
 
 def _bf16_optimizer(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[PhaseMemory, ...]:
@@ -188,7 +188,7 @@ def _bf16_optimizer(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[Phase
     deepspeed/runtime/bf16_optimizer.py (``fp32_groups_gradients_flat``), and pipe/engine.py, which adds each
     micro-batch's with ``clear_lp_grads=False``: 2 + 4 bytes where Megatron-core's own buffer has 4.
     """
-    return tuple(_scaled(moment, "gradients", 3, 2) for moment in moments)
+    return tuple(_scale_component(moment, "gradients", 3, 2) for moment in moments)
 
 
 def _torchtitan_policy(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[PhaseMemory, ...]:
@@ -207,15 +207,15 @@ def _torchtitan_policy(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[Ph
     each = (products + width.output) * c + FP32 * arch.num_attention_heads
     kept = each * (arch.num_hidden_layers - 1) * recipe.micro_batch_size * recipe.seq_len
     return tuple(
-        _with(moment, {"activations": moment.components["activations"] + kept})
+        _add_bytes(moment, {"activations": moment.components["activations"] + kept})
         if moment.phase == "forward" or (moment.phase == "backward" and moment.fraction < _LATE)
         else moment
         for moment in moments
     )
 
 
-def _scaled(moment: PhaseMemory, name: Component, times: int, over: int) -> PhaseMemory:
-    return _with(moment, {name: moment.components[name] * times // over})
+def _scale_component(moment: PhaseMemory, name: Component, times: int, over: int) -> PhaseMemory:
+    return _add_bytes(moment, {name: moment.components[name] * times // over})
 
 
 def said_of(name: OwnCode) -> str:
@@ -223,7 +223,7 @@ def said_of(name: OwnCode) -> str:
     return str(_CHANGES[name].__doc__).strip().splitlines()[0]
 
 
-def _with(moment: PhaseMemory, more: Mapping[Component, int]) -> PhaseMemory:
+def _add_bytes(moment: PhaseMemory, more: Mapping[Component, int]) -> PhaseMemory:
     terms = dict(moment.terms)
     terms.update({name: Term(num_bytes, lambda: "the source's own code") for name, num_bytes in more.items()})
     return PhaseMemory.from_terms(moment.phase, moment.fraction, terms)

@@ -34,7 +34,11 @@ def own_rows(
         sizes["reserved (torch.cuda peak)"] = allocated_bytes + beside["fragmentation"]
         if "runtime" in beside:
             sizes["nvidia-smi/device"] = sizes["reserved (torch.cuda peak)"] + beside["runtime"]
-    common = _configuration(plan) | {"date": date, "versions": dict(versions), "plan": plan.to_dict()}
+    common = _describe_configuration(plan) | {
+        "date": date,
+        "versions": dict(versions),
+        "plan": plan.to_dict(),
+    }
     if step_seconds is not None:
         common["step_time_s"] = step_seconds
     name = f"own-{date}-{plan.layout.framework}-{plan.architecture.name}-{plan.recipe.method}"
@@ -62,13 +66,13 @@ def append(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("\n".join([*lines, *map(json.dumps, rows)]) + "\n", encoding="utf-8")
 
 
-def planned(row: Row) -> ss.Plan | None:
-    """The plan that one of our own rows has in full; None for a row of others. ``ValueError`` if refused."""
+def read_plan(row: Row) -> ss.Plan | None:
+    """Return the plan that our own rows have in full; None for others. ``ValueError`` if refused."""
     found = row.get("plan")
     return ss.Plan.from_dict(found) if row.get("source") == SOURCE and isinstance(found, Mapping) else None
 
 
-def _configuration(plan: ss.Plan) -> dict[str, Any]:
+def _describe_configuration(plan: ss.Plan) -> dict[str, Any]:
     recipe, degrees, gpu = plan.recipe, plan.degrees, plan.cluster.gpu
     rank = (recipe.lora_rank or 16) if recipe.has_adapters else None
     return {

@@ -38,8 +38,8 @@ NUM_STEPS = 3
 """The third is the one that counts (``WATCHED_STEPS``)."""
 
 
-def drawn(draw: random.Random) -> ss.Plan | None:
-    """A plan that CPU ranks train; None where the draw is refused."""
+def draw_plan(draw: random.Random) -> ss.Plan | None:
+    """Draw a plan that CPU ranks can train; None where the draw is refused."""
     values = {name: draw.choice(of) for name, of in CHOICES.items()}
     if values["recompute"] != "none":
         values["recompute_interval"] = draw.choice((1, 1, 2))
@@ -90,7 +90,7 @@ def main() -> int:
     chosen = parser.parse_args()
     draw, rows, refused = random.Random(chosen.seed), [], 0
     while len(rows) < chosen.count:
-        plan = drawn(draw)
+        plan = draw_plan(draw)
         if plan is None:
             refused += 1
             continue

@@ -30,7 +30,8 @@ def own_report(score: MemoryScore) -> str:
         plan = row.mapped.plan
         groups.setdefault((plan.layout.title, plan.recipe.method), []).append(row)
     lines += [
-        f"| {title} | {method} | {_figures(rows)} |" for (title, method), rows in sorted(groups.items())
+        f"| {title} | {method} | {_format_figures(rows)} |"
+        for (title, method), rows in sorted(groups.items())
     ]
     lines += [
         "",
@@ -41,21 +42,21 @@ def own_report(score: MemoryScore) -> str:
     ]
     for row in sorted(score.scored, key=lambda row: -abs(row.error))[:WORST]:
         lines.append(
-            f"| {row.mapped.row.get('id')} | {_what(row)} | {row.measured / MIB:.2f} MiB | "
+            f"| {row.mapped.row.get('id')} | {_describe_plan(row)} | {row.measured / MIB:.2f} MiB | "
             f"{row.predicted.point / MIB:.2f} MiB | {100 * row.error:+.2f} % |"
         )
     lines += [f"- without a plan: {row.get('id')}: {why}" for row, why in score.unmapped]
     return "\n".join(lines)
 
 
-def _figures(rows: list[Scored]) -> str:
+def _format_figures(rows: list[Scored]) -> str:
     errors = [abs(row.error) for row in rows]
     within = [sum(error <= limit for error in errors) for limit in (0.003, 0.01)]
     worst = max(rows, key=lambda row: abs(row.error)).error
     return f"{len(rows)} | {100 * median(errors):.2f} % | {within[0]} | {within[1]} | {100 * worst:+.2f} %"
 
 
-def _what(row: Scored) -> str:
+def _describe_plan(row: Scored) -> str:
     plan = row.mapped.plan
     recipe, layout = plan.recipe, plan.layout
     parts = [

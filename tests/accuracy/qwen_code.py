@@ -24,9 +24,9 @@ def no_ddp(plan: Plan, moments: Iterable[PhaseMemory]) -> tuple[PhaseMemory, ...
 
     Of several micro-batches a step they stay from the first backward to the step.
     """
-    trained = FP32 * _adapters(plan)
+    trained = FP32 * _count_adapter_parameters(plan)
     return tuple(
-        _with(moment, {"gradients": trained * (moment.phase in ("forward", "backward", "optimizer"))})
+        _add_bytes(moment, {"gradients": trained * (moment.phase in ("forward", "backward", "optimizer"))})
         for moment in moments
     )
 
@@ -48,7 +48,7 @@ def zero2_over_gptq(plan: Plan, moments: Iterable[PhaseMemory]) -> tuple[PhaseMe
     theirs = Plan(arch, plan.cluster, recipe, layout).memory().worst_stage
     packed = min(moment.components["parameters"] for moment in moments)
     # The plan has adapters in fp32, ZeRO beside their fp32 copies in fp16.
-    packed -= (FP32 - HALF) * _adapters(plan)
+    packed -= (FP32 - HALF) * _count_adapter_parameters(plan)
     smaller = theirs.at("rest").components["parameters"] - packed
     numel, _, _ = measure_layer_linears(arch, False, "nf4_double")
     last = arch.hidden_size * arch.intermediate_size
@@ -61,17 +61,17 @@ def zero2_over_gptq(plan: Plan, moments: Iterable[PhaseMemory]) -> tuple[PhaseMe
         }
         if moment.phase == "backward" and parts["activations"] and not parts["logits"]:
             more["activations"] = parts["activations"] + HALF * (numel - last) + (FP32 + 1) * last
-        found.append(_with(moment, more))
+        found.append(_add_bytes(moment, more))
     return tuple(found)
 
 
-def _adapters(plan: Plan) -> int:
+def _count_adapter_parameters(plan: Plan) -> int:
     targets = plan.recipe.lora_targets or ()
     sizes = [sum(shape) for name, shape in plan.architecture.lora_shapes if name in targets]
     return (plan.recipe.lora_rank or 16) * sum(sizes) * plan.architecture.num_hidden_layers
 
 
-def _with(moment: PhaseMemory, more: dict[Component, int]) -> PhaseMemory:
+def _add_bytes(moment: PhaseMemory, more: dict[Component, int]) -> PhaseMemory:
     terms = dict(moment.terms)
     terms.update({name: Term(num_bytes, lambda: "Qwen's own scripts") for name, num_bytes in more.items()})
     return PhaseMemory.from_terms(moment.phase, moment.fraction, terms)

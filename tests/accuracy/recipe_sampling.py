@@ -36,16 +36,16 @@ BASES: tuple[dict[str, Any], ...] = (
 )
 
 
-def architecture(draw: Random) -> Architecture:
+def draw_architecture(draw: Random) -> Architecture:
     """Sample an architecture as :mod:`wide_sampling` does, but none that takes long."""
     while True:
-        found = wide_sampling.architecture(draw)
+        found = wide_sampling.draw_architecture(draw)
         if found.num_parameters <= MAX_PARAMETERS:
             return found
 
 
-def choices(draw: Random) -> dict[str, Any]:
-    """One of the new values at least, two as often as not."""
+def draw_choices(draw: Random) -> dict[str, Any]:
+    """Draw at least one of the new values; two half of the time."""
     chosen: dict[str, Any] = {}
     for name in draw.sample(
         ("optimizer", "loss", "recompute", "base", "base", "dropout"), draw.choice((1, 2, 2))
@@ -66,8 +66,8 @@ def choices(draw: Random) -> dict[str, Any]:
     return chosen
 
 
-def recipe(draw: Random, data_parallel: int) -> Recipe:
-    """The usual choices, and over them the new ones."""
+def draw_recipe(draw: Random, data_parallel: int) -> Recipe:
+    """Draw the usual choices, and over them the new ones."""
     micro = draw.choice((1, 1, 2))
     values: dict[str, Any] = {
         "seq_len": draw.choice((256, 512, 1024, 2048)),
@@ -76,20 +76,20 @@ def recipe(draw: Random, data_parallel: int) -> Recipe:
         "precision": draw.choice(("bf16-mixed", "bf16-mixed", "bf16", "bf16", "fp32")),
         "recompute": draw.choice(("none", "none", "full", "selective")),
     }
-    return Recipe(**(values | choices(draw)))
+    return Recipe(**(values | draw_choices(draw)))
 
 
-def plans(framework: str, seed: int, count: int) -> list[Plan]:
-    """``count`` plans of "ddp" or "fsdp2" that a rehearsal plays; more of them begin with the same ones."""
+def sample_plans(framework: str, seed: int, count: int) -> list[Plan]:
+    """Sample ``count`` "ddp" or "fsdp2" plans for rehearsals; larger counts begin with the same."""
     found: list[Plan] = []
     draw = Random(f"recipes {framework} {seed}")
     while len(found) < count:
         name = "2xcpu" if draw.random() < wide_sampling.CPU_SHARE else draw.choice(sampling.CLUSTERS)
-        cluster, arch = Cluster.parse(name), architecture(draw)
+        cluster, arch = Cluster.parse(name), draw_architecture(draw)
         layout: Layout = wide_sampling.LAYOUTS[framework](draw, cluster.num_gpus)
         try:
             free = layout.compute_degrees(arch, cluster, Recipe())
-            plan = Plan(arch, cluster, recipe(draw, free.data_parallel), layout)
+            plan = Plan(arch, cluster, draw_recipe(draw, free.data_parallel), layout)
         except ValueError:
             continue
         played = all(getattr(plan.recipe, field) in values for field, values in REHEARSED.items())
@@ -118,7 +118,7 @@ def main() -> None:
     for framework in chosen.framework:
         file = stored_file(framework, chosen.sample)
         if chosen.make:
-            store(framework, plans(framework, seed, chosen.make), file, seed)
+            store(framework, sample_plans(framework, seed, chosen.make), file, seed)
         show(framework, [file] if file.exists() else [])
 
 

@@ -6,12 +6,18 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tests.accuracy.adapters import QUANTISED, adapters
-from tests.accuracy.defaults import default, software
+from tests.accuracy.adapters import QUANTISED, read_adapters
+from tests.accuracy.defaults import find_software, read_default
 from tests.accuracy.frameworks import Framework
 from tests.accuracy.own_code import is_four_bit, is_moonlight_recipe
-from tests.accuracy.row_vocabulary import attention, interval, moved, optimizer, recomputation
-from tests.accuracy.rows import Row, number, text
+from tests.accuracy.row_vocabulary import (
+    read_attention,
+    read_interval,
+    read_offloaded,
+    read_optimizer,
+    read_recomputation,
+)
+from tests.accuracy.rows import Row, join_fields, read_number
 from tests.accuracy.unmapped_rows import UnmappedError
 
 import shardscope as ss
@@ -49,64 +55,64 @@ _SELECTIVE = frozenset(
 """Words of Megatron's selective recomputation that speak of attention, or of nothing else."""
 
 
-def recipe(
+def read_recipe(
     row: Row, kind: Framework, arch: ss.Architecture, data_parallel: int
 ) -> tuple[ss.Recipe, list[str]]:
-    """The recipe and what had to be assumed about it. Raises ``UnmappedError`` if it cannot say so."""
+    """Return the recipe and what was assumed. Raises ``UnmappedError`` if a recipe cannot express the row."""
     scripts = next((facts for key, facts in _SCRIPTS.items() if key in str(row.get("source_url"))), {})
     assumed: list[str] = []
     # What the row itself says goes before its source's scripts.
     stated = {key: value for key, value in row.items() if value is not None}
     row = {**{key: scripts[key] for key in ("precision", "flash_attention") if key in scripts}, **stated}
-    seq_len = number(row, "seq_len")
+    seq_len = read_number(row, "seq_len")
     if seq_len is None:
         raise UnmappedError("sequence length not stated")
-    micro, batch = _batches(row, data_parallel)
-    what = adapters(row, kind, arch, scripts, assumed)
+    micro, batch = _read_batches(row, data_parallel)
+    what = read_adapters(row, kind, arch, scripts, assumed)
     fields: dict[str, Any] = {
         "seq_len": seq_len,
         "micro_batch_size": micro,
         "global_batch_size": batch,
         **what,
-        "precision": _precision(row, kind, bool(what), assumed),
-        "optimizer": _optimizer(row, kind, scripts, assumed),
-        "kernels": _kernels(row, kind),
-        "attention": _attention(row, kind, assumed),
+        "precision": _read_precision(row, kind, bool(what), assumed),
+        "optimizer": _read_optimizer(row, kind, scripts, assumed),
+        "kernels": _read_kernels(row, kind),
+        "attention": _read_attention(row, kind, assumed),
         "dropout": scripts.get("dropout", 0.0),
-        **_recompute(row, kind, scripts, assumed),
+        **_read_recompute(row, kind, scripts, assumed),
     }
     if kind.family != "megatron":
-        loss = default(row, "loss", assumed, "loss")
+        loss = read_default(row, "loss", assumed, "loss")
         fields |= {"loss": loss} if loss else {}
     if fields["kernels"] == "compiled" and (
         fields.get("recompute") == "selective" and fields["precision"] != "fp8-mixed"
     ):
         fields["kernels"] = None
         assumed.append("compiled: not said, for the plan's selective recomputation is of uncompiled modules")
-    if "foak" in text(row, "table") and "liger" in text(row, "table"):
+    if "foak" in join_fields(row, "table") and "liger" in join_fields(row, "table"):
         # FMS-acceleration takes Liger's loss only; norms and rotations are kernels of its own.
         fields["loss"] = "fused"
-    if is_four_bit(row) and re.search(r"mixtral|moe|a3b", text(row, "model")):
+    if is_four_bit(row) and re.search(r"mixtral|moe|a3b", join_fields(row, "model")):
         # transformers 4 had a Linear for each expert, which bitsandbytes quantises; 5 has bare parameters.
         raise UnmappedError("experts in 4 bits, which transformers' modules no longer allow")
-    if "gptq" in text(row, "qlora"):
+    if "gptq" in join_fields(row, "qlora"):
         assumed.append("GPTQ's 4 bits counted as NF4's")
     return ss.Recipe(**fields), assumed
 
 
-def _batches(row: Row, data_parallel: int) -> tuple[int, int]:
-    micro, batch, steps = (number(row, key) for key in ("micro_batch", "global_batch", "grad_accum"))
+def _read_batches(row: Row, data_parallel: int) -> tuple[int, int]:
+    micro, batch, steps = (read_number(row, key) for key in ("micro_batch", "global_batch", "grad_accum"))
     if micro is None and batch and steps and batch % (data_parallel * steps) == 0:
         micro = batch // (data_parallel * steps)
     if micro is None and batch == data_parallel:
         micro = 1
     if micro is None:
         raise UnmappedError("micro-batch not stated")
-    seq_len = number(row, "seq_len")
+    seq_len = read_number(row, "seq_len")
     if batch and seq_len and batch >= _TOKENS and batch % seq_len == 0:
         batch //= seq_len
     if batch is None:
-        pp = number(row, "pp") or 1
+        pp = read_number(row, "pp") or 1
         if steps is None and pp > 1:
             raise UnmappedError("micro-batches in a step not stated")
         batch = micro * data_parallel * (steps or 1)
@@ -115,9 +121,9 @@ def _batches(row: Row, data_parallel: int) -> tuple[int, int]:
     return micro, batch
 
 
-def _precision(row: Row, kind: Framework, adapters: bool, assumed: list[str]) -> str:
-    said = text(row, "precision")
-    if re.search(r"float8|fp8", text(row, "framework")) and not re.search(r"8|fp4", said):
+def _read_precision(row: Row, kind: Framework, adapters: bool, assumed: list[str]) -> str:
+    said = join_fields(row, "precision")
+    if re.search(r"float8|fp8", join_fields(row, "framework")) and not re.search(r"8|fp4", said):
         # "FSDP2 + Float8".
         said = f"fp8 {said}"
     if refused := re.search(r"fp4|int8[- ](?:train|mixed)|fp6|1[- ]?bit|ternary|\bqat\b", said):
@@ -135,7 +141,7 @@ def _precision(row: Row, kind: Framework, adapters: bool, assumed: list[str]) ->
     if said and not half and not (adapters and QUANTISED.search(said)):
         raise UnmappedError(f"precision {row['precision']!r}")
     if not said and kind.family in ("ddp", "fsdp2"):
-        own = default(row, "precision", assumed, "precision")
+        own = read_default(row, "precision", assumed, "precision")
         if own is None and not adapters:
             raise UnmappedError("precision not stated")
         if own is None:
@@ -151,13 +157,13 @@ def _precision(row: Row, kind: Framework, adapters: bool, assumed: list[str]) ->
     # half: peft's own (autocast_adapter_dtype), and a GradScaler takes no others. Not over int8, which the
     # product plans without autocast.
     mixed = bool(re.search(r"\bamp|mixed|master", said))
-    known = software(row)
+    known = find_software(row)
     says_pure = re.search(r"\d[-_ ]true|pure|full bf16|stochastic", said)
     if known and known.facts.get("mixed") and not (adapters or mixed or says_pure):
         assumed.append(f"weights that train in fp32, as {known.name} casts them")
         mixed = True
     pure = (says_pure or (known and known.facts.get("precision") == "bf16")) and not mixed
-    is_int8 = adapters and text(row, "qlora") not in ("", "false", "none") and not is_four_bit(row)
+    is_int8 = adapters and join_fields(row, "qlora") not in ("", "false", "none") and not is_four_bit(row)
     if pure or is_int8 or (kind.family == "ddp" and not mixed and not adapters):
         if not adapters and not pure:
             assumed.append("weights in half precision too")
@@ -165,19 +171,19 @@ def _precision(row: Row, kind: Framework, adapters: bool, assumed: list[str]) ->
     return "fp16-mixed" if is_fp16 else "bf16-mixed"
 
 
-def _optimizer(row: Row, kind: Framework, scripts: Mapping[str, Any], assumed: list[str]) -> str:
+def _read_optimizer(row: Row, kind: Framework, scripts: Mapping[str, Any], assumed: list[str]) -> str:
     if re.search(
         r"(?:optim\w*|step)[-_ ](?:in|fused[-_ ]into)[-_ ](?:the[-_ ])?(?:bwd|backward)",
-        text(row, "table", "framework"),
+        join_fields(row, "table", "framework"),
     ):
         raise UnmappedError("an optimizer that steps inside backward")
-    found, is_stated = optimizer(row, kind.family, str(scripts.get("optimizer", "adamw")))
+    found, is_stated = read_optimizer(row, kind.family, str(scripts.get("optimizer", "adamw")))
     if row.get("optimizer") is None and "optimizer" not in scripts:
         assumed.append("optimizer not stated: AdamW")
     if is_stated or "optimizer" in scripts or kind.family in ("deepspeed", "megatron"):
         return found
     # torch.optim.AdamW without a word takes its multi-tensor operations on a GPU.
-    known = software(row)
+    known = find_software(row)
     own = known.facts.get("optimizer") if known else None
     name = known.name if known and own else "PyTorch"
     own = str(own or "adamw_foreach")
@@ -185,8 +191,8 @@ def _optimizer(row: Row, kind: Framework, scripts: Mapping[str, Any], assumed: l
     return own
 
 
-def _kernels(row: Row, kind: Framework) -> str | None:
-    said = text(row, "table", "framework")
+def _read_kernels(row: Row, kind: Framework) -> str | None:
+    said = join_fields(row, "table", "framework")
     if kind.family == "megatron":
         return None
     if "liger" in said and "foak" not in said:
@@ -194,41 +200,43 @@ def _kernels(row: Row, kind: Framework) -> str | None:
     return "compiled" if row.get("torch_compile") is True else None
 
 
-def _attention(row: Row, kind: Framework, assumed: list[str]) -> str | None:
-    found, is_default = attention(row, kind.family)
+def _read_attention(row: Row, kind: Framework, assumed: list[str]) -> str | None:
+    found, is_default = read_attention(row, kind.family)
     if is_default:
         assumed.append("no FlashAttention: PyTorch's own fused attention")
     return found
 
 
-def _recompute(row: Row, kind: Framework, scripts: Mapping[str, Any], assumed: list[str]) -> dict[str, Any]:
+def _read_recompute(
+    row: Row, kind: Framework, scripts: Mapping[str, Any], assumed: list[str]
+) -> dict[str, Any]:
     stated = row.get("activation_checkpointing")
     if stated is None:
         stated = scripts.get("activation_checkpointing")
     if stated is None:
-        stated = default(row, "recompute", assumed, "recomputation")
+        stated = read_default(row, "recompute", assumed, "recomputation")
     if stated is None:
         if kind.family != "megatron":
             raise UnmappedError("recomputation not stated")
         assumed.append("recomputation not stated: none")
         return {}
     said = str(stated).lower()
-    fields = _selective(row, kind, said, assumed)
+    fields = _read_selective(row, kind, said, assumed)
     if fields is None:
-        fields = recomputation(stated, kind.family)
-    if "activations" in moved(row):
+        fields = read_recomputation(stated, kind.family)
+    if "activations" in read_offloaded(row):
         if fields:
             raise UnmappedError("recomputation whose layer inputs are in host memory: no formula")
         return {"recompute": "offload"}
     return fields
 
 
-def _selective(row: Row, kind: Framework, said: str, assumed: list[str]) -> dict[str, Any] | None:
-    """Fields for selective recomputation; None where the words speak of another."""
+def _read_selective(row: Row, kind: Framework, said: str, assumed: list[str]) -> dict[str, Any] | None:
+    """Return the fields for selective recomputation; None if the text names another kind."""
     plain = r"|^(?:recompute[-_ ]|core[-_ ])*att(?:n|ention)\b" if kind.family == "megatron" else ""
     if not re.search(rf"selective|\bsac\b|core[-_ ]att{plain}", said) or re.search(r"offload|^no", said):
         return None
-    if every := interval(said):
+    if every := read_interval(said):
         # Whole layers, every so-manieth, go by that name too.
         return every
     what = set(re.findall(r"[a-z]+", said)) - _SELECTIVE

@@ -25,7 +25,7 @@ from typing import Any
 
 from tests.accuracy import wide_sampling
 from tests.accuracy.rehearsals import COMPONENTS, STORED, Rehearsed, read_rehearsals
-from tests.accuracy.sampling import LAYOUTS, plans
+from tests.accuracy.sampling import LAYOUTS, sample_plans
 
 from shardscope.core.plan import Plan
 
@@ -40,10 +40,10 @@ def stored_file(framework: str, *, wide: int = 0) -> Path:
     return STORED / f"{framework}{ending}.jsonl"
 
 
-def make(framework: str, count: int, *, wide: int = 0) -> None:
+def rehearse_samples(framework: str, count: int, *, wide: int = 0) -> None:
     """Rehearse those of the first ``count`` sampled plans that are not stored yet, one after another."""
     seed = HELD_OUT_SEEDS[wide] if wide else SEED
-    sampled = (wide_sampling.plans if wide else plans)(framework, seed, count)
+    sampled = (wide_sampling.sample_plans if wide else sample_plans)(framework, seed, count)
     store(framework, sampled, stored_file(framework, wide=wide), seed)
 
 
@@ -126,7 +126,7 @@ def main() -> None:
     chosen = parser.parse_args()
     for framework in chosen.framework:
         if chosen.make:
-            make(framework, chosen.make, wide=chosen.wide)
+            rehearse_samples(framework, chosen.make, wide=chosen.wide)
         file = stored_file(framework, wide=chosen.wide)
         show(framework, [file] if file.exists() else [])
 

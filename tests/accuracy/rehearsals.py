@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tests.accuracy.measurement_kinds import tensor_bytes
 from tests.accuracy.rows import ROOT
-from tests.accuracy.scoring import format_gib, percentile
+from tests.accuracy.scoring import compute_percentile, format_gib
 
 import shardscope as ss
 
@@ -89,7 +89,7 @@ def rehearsal_report(rows: list[Rehearsed], refused: list[str]) -> str:
         "",
         f"{len(rows)} stored rehearsals (tests/fixtures/rehearsals): the framework's own code on fake "
         "tensors. Errors are of all tensors at the peak; those of components are shares of the whole. Goal: "
-        f"within 1 % for 95 %, never worse than 3 %; of stored plans it is {_verdict(rows)}.",
+        f"within 1 % for 95 %, never worse than 3 %; of stored plans it is {_format_verdict(rows)}.",
         "",
         "Stored plans are no unseen ones. `held-out` samples were drawn by their own seed over what a "
         "rehearsal plays (neither quantised bases nor kernels, losses and optimizers that it refuses) and "
@@ -121,7 +121,7 @@ def rehearsal_report(rows: list[Rehearsed], refused: list[str]) -> str:
         groups[row.name.partition(":")[0]].append(row)
     for name, some in [*sorted(groups.items()), ("all", rows)]:
         if some:
-            lines.append(f"| {name} | {_figures(some)} |")
+            lines.append(f"| {name} | {_format_figures(some)} |")
     worst = sorted(rows, key=lambda row: -abs(row.error))[:10]
     lines += [
         "",
@@ -134,32 +134,32 @@ def rehearsal_report(rows: list[Rehearsed], refused: list[str]) -> str:
             f"| {row.name} | {plan.architecture.name}, {plan.layout.description} on {plan.world_size}, "
             f"{plan.recipe.method}, {plan.recipe.precision}, recompute {plan.recipe.recompute} | "
             f"{format_gib(sum(row.stored.values()))} | {format_gib(sum(row.predicted.values()))} | "
-            f"{100 * row.error:+.1f} % | {_where(row)} |"
+            f"{100 * row.error:+.1f} % | {_format_components(row)} |"
         )
     lines += ["", *(f"- refused today: {name}" for name in refused)]
     return "\n".join(lines).rstrip()
 
 
-def _verdict(rows: list[Rehearsed]) -> str:
+def _format_verdict(rows: list[Rehearsed]) -> str:
     errors = sorted(abs(row.error) for row in rows)
     within = sum(error <= 0.01 for error in errors) / max(1, len(errors))
     return "reached" if rows and within >= 0.95 and errors[-1] <= 0.03 else "**missed**"
 
 
-def _figures(rows: list[Rehearsed]) -> str:
+def _format_figures(rows: list[Rehearsed]) -> str:
     errors = sorted(abs(row.error) for row in rows)
     within = [sum(error <= limit for error in errors) / len(errors) for limit in (0.01, 0.03)]
     parts = []
     for name in COMPONENTS:
         shares = sorted(abs(row.component_error(name)) for row in rows)
-        parts.append(f"{100 * percentile(shares, 0.9):.1f} %")
+        parts.append(f"{100 * compute_percentile(shares, 0.9):.1f} %")
     return (
         f"{len(rows)} | {100 * within[0]:.1f} % | {100 * within[1]:.1f} % | "
-        f"{100 * percentile(errors, 0.5):.2f} % | {100 * errors[-1]:.1f} % | " + " | ".join(parts)
+        f"{100 * compute_percentile(errors, 0.5):.2f} % | {100 * errors[-1]:.1f} % | " + " | ".join(parts)
     )
 
 
-def _where(row: Rehearsed) -> str:
+def _format_components(row: Rehearsed) -> str:
     found = sorted(COMPONENTS, key=lambda name: -abs(row.component_error(name)))[:2]
     return ", ".join(f"{name} {100 * row.component_error(name):+.1f} %" for name in found)
 

@@ -8,28 +8,28 @@ from pathlib import Path
 from typing import Any
 
 
-def objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Line numbers of a file, each with its object, or with why it has none; empty lines are left out.
+def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Yield line numbers, each with its object or the reason why it has none; empty lines are skipped.
 
     Lines end where JSON lines do: a sign that other readers take for an end may stand within a text. A file
     that is one JSON list counts its elements. Bytes that are no UTF-8 make a line no row, not a file no file.
     """
     whole = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     if whole.lstrip()[:1] == b"[":
-        found = _parsed(whole)
+        found = _parse_line(whole)
         if isinstance(found, list):
-            yield from ((number, _object(element)) for number, element in enumerate(found, start=1))
+            yield from ((number, _check_object(element)) for number, element in enumerate(found, start=1))
             return
     for number, line in enumerate(whole.split(b"\n"), start=1):
         if line.strip():
-            yield number, _object(_parsed(line))
+            yield number, _check_object(_parse_line(line))
 
 
 class _Broken(str):
     """An error message for a line that could not be read."""
 
 
-def _parsed(text: bytes) -> Any:
+def _parse_line(text: bytes) -> Any:
     try:
         return json.loads(text.decode("utf-8"))
     except UnicodeDecodeError:
@@ -38,7 +38,7 @@ def _parsed(text: bytes) -> Any:
         return _Broken(f"is no JSON: {error}")
 
 
-def _object(found: Any) -> dict[str, Any] | str:
+def _check_object(found: Any) -> dict[str, Any] | str:
     if isinstance(found, dict):
         return found
     return str(found) if isinstance(found, _Broken) else "is no JSON object"

@@ -60,8 +60,8 @@ _UNITS = {
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
-def tidy(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row in the form that every reader here takes; what cannot be read stays as it is.
+def normalize_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row in the form that every reader here takes; values that cannot be read stay.
 
     Numbers may be text ("8", "8.0", "4,096", "8k", "70B", "80 GB", "4x8"), lists of one, or floats; flags may
     be words; lists of words become one text; "n/a" and its like become a missing key.
@@ -72,11 +72,11 @@ def tidy(row: Mapping[str, Any]) -> dict[str, Any]:
         if value is None or _says_nothing(key, value):
             continue
         if key in COUNTS or key in _MEASURED:
-            value = _number(key, value)
+            value = _parse_number(key, value)
         elif key in _WORDS and isinstance(value, list | tuple):
             value = " + ".join(map(str, value))
         if key in _FLAGS:
-            value = _flag(value)
+            value = _parse_flag(value)
         found[key] = value
     return found
 
@@ -90,7 +90,7 @@ def _says_nothing(key: str, value: object) -> bool:
     return said in _NOT_SAID or (said == "none" and key in _NOTHING_IS_NONE)
 
 
-def _number(key: str, value: object) -> object:
+def _parse_number(key: str, value: object) -> object:
     if not isinstance(value, str):
         return value
     said = _THOUSANDS.sub("", value.strip().lower())
@@ -109,7 +109,7 @@ def _number(key: str, value: object) -> object:
     return int(number) if number.is_integer() else number
 
 
-def _flag(value: object) -> object:
+def _parse_flag(value: object) -> object:
     if isinstance(value, str):
         said = value.strip().lower()
         return True if said in _YES else False if said in _NO else value

@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 from tests.accuracy.adapters import with_adapters
 from tests.accuracy.contradicted_rows import check_not_contradicted
-from tests.accuracy.frameworks import Framework, framework, with_degrees
-from tests.accuracy.layouts import layout
-from tests.accuracy.machines import cluster
+from tests.accuracy.frameworks import Framework, find_framework, with_degrees
+from tests.accuracy.layouts import read_layout
+from tests.accuracy.machines import read_cluster
 from tests.accuracy.megatron_options import megatron_options, with_options
-from tests.accuracy.models import architecture
+from tests.accuracy.models import read_architecture
 from tests.accuracy.own_code import OwnCode, own_code
-from tests.accuracy.own_rows import planned
-from tests.accuracy.recipes import recipe
-from tests.accuracy.row_normalization import tidy
-from tests.accuracy.rows import Row, number
+from tests.accuracy.own_rows import read_plan
+from tests.accuracy.recipes import read_recipe
+from tests.accuracy.row_normalization import normalize_row
+from tests.accuracy.rows import Row, read_number
 from tests.accuracy.unmapped_rows import UnmappedError
 
 import shardscope as ss
@@ -39,36 +39,36 @@ class Mapped(NamedTuple):
     """A pipeline schedule that no engine of ours runs; None: the plan's own."""
 
 
-def mapped(row: Row) -> Mapped:
-    """The plan that the row describes. Raises ``UnmappedError`` with the reason where there is none."""
-    return guarded(_mapped, row)
+def map_row(row: Row) -> Mapped:
+    """Return the plan that the row describes. Raises ``UnmappedError`` with the reason if there is none."""
+    return call_or_raise_unmapped(_map_checked_row, row)
 
 
-def guarded(make: Callable[[Row], Mapped], row: Row) -> Mapped:
-    """``make(row)``, whose every failure is a reason that the report counts."""
+def call_or_raise_unmapped(make: Callable[[Row], Mapped], row: Row) -> Mapped:
+    """Return ``make(row)``; raise ``UnmappedError`` for every failure, so that the report counts it."""
     try:
         return make(row)
     except UnmappedError:
         raise
     except ValueError as error:
-        raise UnmappedError(f"refused: {_short(error)}") from None
+        raise UnmappedError(f"refused: {_shorten_error(error)}") from None
     except Exception as error:
         # A defect of ours or a row of another form: counted by name, so that others are scored all the same.
         raise UnmappedError(f"failed: {type(error).__name__}: {str(error)[:80]}") from error
 
 
-def _mapped(row: Row) -> Mapped:
-    plan = planned(row)
+def _map_checked_row(row: Row) -> Mapped:
+    plan = read_plan(row)
     if plan is not None:
         return Mapped(row, plan, plan.layout.framework, (), ())
-    row = with_degrees(with_adapters(tidy(row)))
+    row = with_degrees(with_adapters(normalize_row(row)))
     check_not_contradicted(row)
-    kind = framework(row)
+    kind = find_framework(row)
     row, options = megatron_options(row, kind)
-    arch, about_model = architecture(row)
-    machines, about_machines = cluster(row)
-    spread, about_layout = layout(row, kind, arch.num_hidden_layers)
-    what, about_recipe = recipe(row, kind, arch, data_parallel(row, kind, machines.num_gpus))
+    arch, about_model = read_architecture(row)
+    machines, about_machines = read_cluster(row)
+    spread, about_layout = read_layout(row, kind, arch.num_hidden_layers)
+    what, about_recipe = read_recipe(row, kind, arch, data_parallel(row, kind, machines.num_gpus))
     what, spread = with_options(what, spread, options)
     what, about_type = stored_type(what, spread)
     plan, about_plan = _plan(arch, machines, what, spread)
@@ -102,7 +102,7 @@ def _plan(
                 (detail for detail in details if f"Recipe.{detail[0]} is" in str(error)), ("", None)
             )
             if not field or getattr(what, field) == default:
-                raise UnmappedError(f"refused: {_short(error)}") from None
+                raise UnmappedError(f"refused: {_shorten_error(error)}") from None
             left_out.append(f"without {field}={getattr(what, field)!r}, for which there is no formula")
             what = replace(what, **{field: default})
         else:
@@ -113,7 +113,7 @@ def data_parallel(row: Row, kind: Framework, num_gpus: int) -> int:
     """Ranks that tp, pp and cp leave."""
     taken = 1
     for key in ("tp", "pp", "cp"):
-        taken *= number(row, key) or 1
+        taken *= read_number(row, key) or 1
     if num_gpus % taken:
         raise UnmappedError("degrees do not divide the GPUs")
     return num_gpus // taken
@@ -121,7 +121,7 @@ def data_parallel(row: Row, kind: Framework, num_gpus: int) -> int:
 
 def checked_data_parallel(row: Row, plan: ss.Plan) -> None:
     """Raises ``UnmappedError`` where the row states other data-parallel ranks than the plan has."""
-    stated = number(row, "dp")
+    stated = read_number(row, "dp")
     # FSDP's tables count context-parallel ranks among those that shard, or not.
     if stated is not None and stated not in (
         plan.degrees.data_parallel,
@@ -130,6 +130,6 @@ def checked_data_parallel(row: Row, plan: ss.Plan) -> None:
         raise UnmappedError("degrees contradict the number of GPUs")
 
 
-def _short(error: ValueError) -> str:
-    """``Recipe.precision is 'fp8-mixed'`` of a refusal's whole sentence."""
+def _shorten_error(error: ValueError) -> str:
+    """Return ``Recipe.precision is 'fp8-mixed'`` of the whole error message."""
     return str(error).split("; allowed")[0][:90]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tests.accuracy.rows import Row, text
+from tests.accuracy.rows import Row, join_fields
 from tests.accuracy.unmapped_rows import UnmappedError
 
 
-def _tokens(said: str) -> list[str]:
+def _split_words(said: str) -> list[str]:
     return [word for word in re.split(r"[^a-z0-9]+", said.lower()) if word]
 
 
@@ -46,7 +46,7 @@ _MOVED_ALL = {
     "enabled",
 }
 _FILLING = set(
-    _tokens(
+    _split_words(
         "offload offloading offloaded to and the only in with of fsdp fsdp1 gpu fsdp2 zero zero2 zero3 "
         "deepspeed ds memory mem pinned gradient gradients grad grads fp32 z2 z3 infinity policy "
         "cpuoffloadpolicy pin stage stage3 stage2"
@@ -61,21 +61,21 @@ def _in_framework(words: str) -> str | None:
     return "activations" if "activation" in words else "cpu"
 
 
-def moved(row: Row) -> frozenset[str]:
-    """What lives in host memory: ``optimizer``, ``params``, ``activations``; ``all`` where only that it does.
+def read_offloaded(row: Row) -> frozenset[str]:
+    """Return the offloaded kinds: ``optimizer``, ``params``, ``activations``; ``all`` if none is named.
 
     With ``nvme`` where it is on a disk. Raises ``UnmappedError`` for a word that is not known.
     """
     stated = row.get("offload")
     if stated is None:
-        stated = _in_framework(text(row, "framework"))
+        stated = _in_framework(join_fields(row, "framework"))
     if stated is None or stated is False:
         return frozenset()
     if isinstance(stated, dict):
         stated = " ".join(
             f"{key} {value}" for key, value in stated.items() if value not in (None, False, "none")
         )
-    words = [word for word in _tokens(str(stated)) if word not in _FILLING]
+    words = [word for word in _split_words(str(stated)) if word not in _FILLING]
     found = {what for what, names in _MOVED.items() if names.intersection(words)}
     known = _NONE | _MOVED_ALL | set().union(*_MOVED.values())
     negated = bool(_NONE.intersection(words))
@@ -89,14 +89,14 @@ def moved(row: Row) -> frozenset[str]:
 
 
 _ADAMW = set(
-    _tokens(
+    _split_words(
         "adam adamw fusedadam fusedadamw cpuadam deepspeedcpuadam distributedfusedadam adamwscale "
         "decoupledadamw pagedadamw adamw8bit pagedadamw8bit adam8bit"
     )
 )
 _OTHERS = ("adafactor", "muon", "lion", "sgd")
 _PLAIN = set(
-    _tokens(
+    _split_words(
         "w torch pytorch fused foreach apex te bnb bitsandbytes torchao ao deepspeed distributed dist "
         "optimizer hf megatron paged 8bit 8 bit 32bit 32 multi tensor fp32 states state with default cpu "
         "mcore anyprecision and the for momentum 0 9 moments composer decoupled non no not without zero "
@@ -105,8 +105,8 @@ _PLAIN = set(
 )
 
 
-def optimizer(row: Row, family: str, default: str) -> tuple[str, bool]:
-    """The optimizer, and whether its kernel is stated. Raises ``UnmappedError`` for one that is not known.
+def read_optimizer(row: Row, family: str, default: str) -> tuple[str, bool]:
+    """Return the optimizer, and whether its kernel is stated. Raises ``UnmappedError`` for unknown ones.
 
     A name that only contains a known one (Adam-mini, BAdam, GaLore's AdamW, 1-bit Adam) is another optimizer.
     """
@@ -117,7 +117,7 @@ def optimizer(row: Row, family: str, default: str) -> tuple[str, bool]:
     # Betas and rates are no part of the name.
     said = re.sub(r"(fused|foreach)\s*[=:]\s*true", r"\1", said)
     said = re.sub(r"(?:\b(?:lr|beta|b[12]|eps|weight[-_ ]?decay|wd|learning[-_ ]rate)|β)[^,;)]*", "", said)
-    words = _tokens(re.sub(r"\([^()]*[=<>][^()]*\)", "", said))
+    words = _split_words(re.sub(r"\([^()]*[=<>][^()]*\)", "", said))
     eight = any("8bit" in word for word in words) or re.search(r"\bint8\b", said) is not None
     paged = any("paged" in word for word in words)
     if "1bit" in words or re.search(r"\b0/1\b|4bit|\bfp8\b|bf16|bfloat16|precision", said):
@@ -166,9 +166,9 @@ _ONLY_SOME = re.compile(
 )
 
 
-def recomputation(stated: object, family: str) -> dict[str, Any]:
-    """Fields of a ``Recipe`` for what the row says of recomputation, but for "selective", which has words of
-    its own. Raises ``UnmappedError`` for what has no formula, or is not known."""
+def read_recomputation(stated: object, family: str) -> dict[str, Any]:
+    """Return a ``Recipe``'s fields for the row's recomputation, except "selective", which has its own
+    function. Raises ``UnmappedError`` for kinds without a formula, or unknown ones."""
     said = str(stated).strip().lower()
     if stated is False or _NEGATED.match(said):
         return {}
@@ -179,7 +179,7 @@ def recomputation(stated: object, family: str) -> dict[str, Any]:
         raise UnmappedError("recomputation whose layer inputs are in host memory: no formula")
     if offloads:
         return {"recompute": "offload"}
-    if every := interval(said):
+    if every := read_interval(said):
         return every
     counts = [int(part) for found in _SOME_LAYERS.findall(said) for part in found if part]
     if any(count != 1 for count in counts) or (counts and family == "megatron" and "block" in said):
@@ -190,8 +190,8 @@ def recomputation(stated: object, family: str) -> dict[str, Any]:
     return {"recompute": "full"}
 
 
-def interval(said: str) -> dict[str, Any] | None:
-    """Fields for whole layers, every so-manieth ("1/2", "every 3 layers"); None if nothing says so."""
+def read_interval(said: str) -> dict[str, Any] | None:
+    """Return the fields for every n-th layer ("1/2", "every 3 layers"); None if nothing states it."""
     found = _INTERVAL.search(said)
     if not found:
         return None
@@ -209,8 +209,8 @@ _UNFUSED = re.compile(
 )
 
 
-def attention(row: Row, family: str) -> tuple[str | None, bool]:
-    """``eager`` or None, and whether a plain no was read as PyTorch's own fused attention.
+def read_attention(row: Row, family: str) -> tuple[str | None, bool]:
+    """Return ``eager`` or None, and whether a plain no was read as PyTorch's own fused attention.
 
     transformers runs that wherever FlashAttention's own package is left out; Megatron runs plain operations.
     Raises ``UnmappedError`` for a kernel that is not known.

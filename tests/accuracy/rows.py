@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.accuracy.row_files import objects
-from tests.accuracy.row_normalization import tidy
+from tests.accuracy.row_files import read_objects
+from tests.accuracy.row_normalization import normalize_row
 from tests.accuracy.unmapped_rows import UnmappedError
 
 Row = Mapping[str, Any]
@@ -40,18 +40,18 @@ def read(files: Iterable[Path], broken: list[str] | None = None) -> list[Row]:
     """
     found: dict[str, Row] = {}
     for path in files:
-        for number, row in objects(path):
+        for number, row in read_objects(path):
             if isinstance(row, str):
                 words = f"{path.name}, line {number} {row}: a row is one JSON object"
                 if broken is None:
                     raise ValueError(words)
                 broken.append(words)
                 continue
-            found.setdefault(str(row.get("id", f"{path.name}:{number}")), tidy(row))
+            found.setdefault(str(row.get("id", f"{path.name}:{number}")), normalize_row(row))
     return list(found.values())
 
 
-def source(row: Row) -> str:
+def read_source(row: Row) -> str:
     """Return the publisher of the row."""
     return str(row.get("source") or "source not stated")
 
@@ -63,7 +63,7 @@ def is_scored(row: Row) -> bool:
 
 def says_memory(row: Row) -> bool:
     """Return whether the row has a peak, or says that there was not enough."""
-    return has_peak(row) or status(row) == "oom"
+    return has_peak(row) or read_status(row) == "oom"
 
 
 def has_peak(row: Row) -> bool:
@@ -72,8 +72,8 @@ def has_peak(row: Row) -> bool:
     return isinstance(peak, int | float) and not isinstance(peak, bool) and 0 < peak < 1e6
 
 
-def status(row: Row) -> str | None:
-    """``ok`` or ``oom``; None where other failures are mixed in, or nothing is said."""
+def read_status(row: Row) -> str | None:
+    """Return ``ok`` or ``oom``; None if other failures are mixed in, or nothing is stated."""
     said = re.sub(r"[^a-z]+", " ", str(row.get("status") or "").lower()).strip()
     if said in _RAN:
         return "ok"
@@ -82,11 +82,11 @@ def status(row: Row) -> str | None:
     return "ok" if not said and has_peak(row) else None
 
 
-def sampled(rows: Iterable[Row]) -> list[Row]:
-    """All rows, but of a large source a sample that is the same on every machine and in every order."""
+def sample_rows(rows: Iterable[Row]) -> list[Row]:
+    """Sample a large source, the same on every machine and in every order; keep all other rows."""
     by_source: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        by_source[source(row)].append(row)
+        by_source[read_source(row)].append(row)
     kept: list[Row] = []
     for name in sorted(by_source):
         group = sorted(by_source[name], key=lambda row: str(row.get("id")))
@@ -97,13 +97,13 @@ def sampled(rows: Iterable[Row]) -> list[Row]:
     return kept
 
 
-def text(row: Row, *keys: str) -> str:
-    """The named fields as one lower-case text, missing ones left out."""
+def join_fields(row: Row, *keys: str) -> str:
+    """Join the named fields to one lower-case text; missing ones are left out."""
     return " ".join(str(row[key]) for key in keys if row.get(key) is not None).lower()
 
 
-def number(row: Row, key: str) -> int | None:
-    """A whole number that the row has, or None. Raises ``UnmappedError`` for words that are no number."""
+def read_number(row: Row, key: str) -> int | None:
+    """Return a whole number of the row, or None. Raises ``UnmappedError`` for other text."""
     value = row.get(key)
     if isinstance(value, str | list | tuple | dict) or value is True:
         # "2 or 4" is not the same as nothing, of which readers make a default.

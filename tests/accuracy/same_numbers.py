@@ -57,10 +57,13 @@ Row = dict[str, Any]
 
 def plan_numbers(plan: ss.Plan) -> Row:
     """Return the numbers of ``plan.memory()`` and ``plan.step()``; of a refusal, the field."""
-    return {"memory": _or_refusal(lambda: _memory(plan)), "step": _or_refusal(lambda: _step(plan))}
+    return {
+        "memory": _or_refusal(lambda: _predict_memory(plan)),
+        "step": _or_refusal(lambda: _predict_step(plan)),
+    }
 
 
-def _memory(plan: ss.Plan) -> Row:
+def _predict_memory(plan: ss.Plan) -> Row:
     report = plan.memory()
     fields = ("verdict", "peak_phase", "peak_bytes", "low_bytes", "high_bytes", "usable_bytes", "host_bytes")
     return {
@@ -68,13 +71,13 @@ def _memory(plan: ss.Plan) -> Row:
         "nvme_bytes": report.nvme_bytes,
         "peak": _not_zero(report.components),
         "at": {phase: _not_zero(report.at(phase)) for phase in PHASES},
-        "stages": [_stage(stage) for stage in report.by_stage],
+        "stages": [_fingerprint_stage(stage) for stage in report.by_stage],
     }
 
 
-def _stage(stage: StageMemory) -> str:
+def _fingerprint_stage(stage: StageMemory) -> str:
     moments = [(one.phase, one.fraction, one.components) for one in stage.phases]
-    return fingerprint(
+    return compute_fingerprint(
         [
             [stage.stage, stage.num_layers, stage.host_bytes, stage.nvme_bytes],
             [(phase, fraction, dict(parts)) for phase, fraction, parts in moments],
@@ -82,7 +85,7 @@ def _stage(stage: StageMemory) -> str:
     )
 
 
-def _step(plan: ss.Plan) -> Row:
+def _predict_step(plan: ss.Plan) -> Row:
     report = plan.step()
     fields = (
         "seconds",
@@ -102,7 +105,7 @@ def _step(plan: ss.Plan) -> Row:
         "parts": _not_zero(report.parts),
         "hidden": _not_zero(report.hidden),
         "communication": [
-            f"{one.part} {one.collective} {fingerprint(list(one))}" for one in report.communication
+            f"{one.part} {one.collective} {compute_fingerprint(list(one))}" for one in report.communication
         ],
     }
 
@@ -112,14 +115,14 @@ def search_numbers(arch: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe
     ranking = ss.search(arch, cluster, recipe)
     frame = ranking.to_frame()
     # "layout" is a sentence for the reader.
-    columns = {name: fingerprint(frame[name].tolist()) for name in frame.columns if name != "layout"}
+    columns = {name: compute_fingerprint(frame[name].tolist()) for name in frame.columns if name != "layout"}
     instead = ranking.instead
     return {
         "best": ranking.best.to_dict() if ranking.num_feasible else None,
         "num_evaluated": ranking.num_evaluated,
         "num_feasible": ranking.num_feasible,
         "refused": sorted(ranking.refused),
-        "rows": fingerprint(frame.index.tolist()),
+        "rows": compute_fingerprint(frame.index.tolist()),
         "columns": columns,
         "instead": instead.best.to_dict() if instead is not None and instead.num_feasible else None,
     }
@@ -141,7 +144,7 @@ def finding_numbers(plan: ss.Plan) -> Row:
     return {
         "names": [one.name for one in findings],
         **{
-            one.name: [one.severity, one.number, one.plan and fingerprint(one.plan.to_dict())]
+            one.name: [one.severity, one.number, one.plan and compute_fingerprint(one.plan.to_dict())]
             for one in findings
         },
     }
@@ -151,17 +154,17 @@ def repair_numbers(plan: ss.Plan) -> list[Row]:
     """Return the changed plan of each repair, the bytes that it saves and the seconds that it costs."""
     return [
         {
-            "plan": fingerprint(one.plan.to_dict()),
+            "plan": compute_fingerprint(one.plan.to_dict()),
             "bytes_won": one.bytes_won,
-            "seconds_lost": _number(one.seconds_lost),
+            "seconds_lost": _format_number(one.seconds_lost),
         }
         for one in plan.repairs()
     ]
 
 
-def fingerprint(value: Any) -> str:
+def compute_fingerprint(value: Any) -> str:
     """Return a short hash of the exact text of a nested value."""
-    return "#" + sha256(_text(value).encode()).hexdigest()[:12]
+    return "#" + sha256(_encode(value).encode()).hexdigest()[:12]
 
 
 def _or_refusal(compute: Callable[[], Row]) -> Row:
@@ -176,11 +179,11 @@ def _not_zero(parts: Mapping[Any, Any]) -> Row:
     return {name: value for name, value in parts.items() if value}
 
 
-def _number(value: float) -> float | str:
+def _format_number(value: float) -> float | str:
     return value if value == value else "nan"  # JSON has no NaN.
 
 
-def _text(value: Any) -> str:
+def _encode(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), default=lambda one: one.item())
 
 
@@ -195,7 +198,7 @@ def read_lines(path: Path) -> list[Any]:
 def write_lines(path: Path, rows: Iterable[Any]) -> None:
     """Write rows as gzipped lines of JSON; the same rows give the same bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(_text(row) + "\n" for row in rows)
+    text = "".join(_encode(row) + "\n" for row in rows)
     path.write_bytes(gzip.compress(text.encode(), compresslevel=9, mtime=0))
 
 
@@ -215,7 +218,7 @@ def store_plans() -> None:
     shared: dict[str, dict[str, int]] = {"architecture": {}, "cluster": {}}
     for row in (*plans, *questions):
         for noun, known in shared.items():
-            row[noun] = known.setdefault(_text(row[noun]), len(known))
+            row[noun] = known.setdefault(_encode(row[noun]), len(known))
     tables = {noun: [json.loads(text) for text in known] for noun, known in shared.items()}
     write_lines(PLANS, [tables, questions, *plans])
 
@@ -291,13 +294,13 @@ class Frozen:
 def compute(jobs: Sequence[tuple[str, int]]) -> Iterator[Any]:
     """Yield the numbers of each job as JSON holds them, from as many processes as there are cores."""
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        yield from pool.map(_answer, jobs, chunksize=8)
+        yield from pool.map(_compute_answer, jobs, chunksize=8)
 
 
 _frozen: Frozen | None = None
 
 
-def _answer(job: tuple[str, int]) -> Any:
+def _compute_answer(job: tuple[str, int]) -> Any:
     global _frozen
     _frozen = _frozen or Frozen()
     return as_stored(_frozen.answer(*job))
@@ -305,7 +308,7 @@ def _answer(job: tuple[str, int]) -> Any:
 
 def as_stored(answer: Any) -> Any:
     """Return an answer as JSON gives it back."""
-    return json.loads(_text(answer))
+    return json.loads(_encode(answer))
 
 
 def use_stored_calibration(folder: Path) -> None:
@@ -324,22 +327,22 @@ def sums_are_compensated() -> bool:
     return sum([0.1] * 10) == 1.0
 
 
-def differences(before: Any, after: Any, is_exact: bool = True, path: str = "") -> Iterator[str]:
+def find_differences(before: Any, after: Any, is_exact: bool = True, path: str = "") -> Iterator[str]:
     """Yield a line for each place where two nested answers differ: its path, what it was, what it is."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in {**before, **after}:
             inside = f"{path}.{key}" if path else str(key)
-            yield from differences(before.get(key), after.get(key), is_exact, inside)
+            yield from find_differences(before.get(key), after.get(key), is_exact, inside)
     elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         for index, (one, other) in enumerate(zip(before, after, strict=True)):
-            yield from differences(one, other, is_exact, f"{path}[{index}]")
-    elif not _same(before, after, is_exact):
-        yield f"{path}: {_shown(before)} before, {_shown(after)} now"
+            yield from find_differences(one, other, is_exact, f"{path}[{index}]")
+    elif not _are_same(before, after, is_exact):
+        yield f"{path}: {_shorten(before)} before, {_shorten(after)} now"
 
 
-def _same(before: Any, after: Any, is_exact: bool) -> bool:
+def _are_same(before: Any, after: Any, is_exact: bool) -> bool:
     if is_exact or type(before) is not type(after):
-        return _text(before) == _text(after)
+        return _encode(before) == _encode(after)
     if isinstance(before, float):
         return abs(before - after) <= ROUNDING * abs(before)
     if isinstance(before, str) and "#" in before:
@@ -347,8 +350,8 @@ def _same(before: Any, after: Any, is_exact: bool) -> bool:
     return bool(before == after)
 
 
-def _shown(value: Any) -> str:
-    text = "nothing" if value is None else _text(value)
+def _shorten(value: Any) -> str:
+    text = "nothing" if value is None else _encode(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
@@ -360,7 +363,7 @@ def check(jobs: Sequence[tuple[str, int]], stored: Sequence[Any], answers: Itera
     frozen = Frozen()
     found = []
     for job, answer in zip(jobs, answers, strict=True):
-        if lines := list(differences(stored_answers[job], answer, is_exact)):
+        if lines := list(find_differences(stored_answers[job], answer, is_exact)):
             found.append("\n    ".join([frozen.name(*job), *lines[:SHOWN]]))
     return found
 

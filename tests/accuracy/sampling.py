@@ -35,8 +35,8 @@ FAMILIES = (
 """Drawn evenly: a dense Llama is what most people train."""
 
 
-def architecture(draw: Random) -> Architecture:
-    """A few layers of one family, in sizes like those of published models."""
+def draw_architecture(draw: Random) -> Architecture:
+    """Draw a few layers of one family, in sizes like those of published models."""
     family = draw.choice(FAMILIES)
     head_dim = draw.choice((64, 128))
     heads = draw.choice((8, 12, 16, 32))
@@ -70,7 +70,7 @@ def architecture(draw: Random) -> Architecture:
     if family == "mistral" and draw.random() < 0.4:
         values |= {"sliding_window": 1024, "sliding_window_layers": values["num_hidden_layers"]}
     if family in ("mixtral", "qwen3_moe", "deepseek_v3"):
-        values["mixture_of_experts"] = _experts(draw, family, values["intermediate_size"])
+        values["mixture_of_experts"] = _draw_experts(draw, family, values["intermediate_size"])
     if family == "deepseek_v3":
         values["latent_attention"] = LatentAttention(
             q_lora_rank=draw.choice((None, 768)),
@@ -83,7 +83,7 @@ def architecture(draw: Random) -> Architecture:
     return Architecture(**values)
 
 
-def _experts(draw: Random, family: str, width: int) -> MixtureOfExperts:
+def _draw_experts(draw: Random, family: str, width: int) -> MixtureOfExperts:
     narrow = 64 * draw.choice((6, 12, 22))
     return MixtureOfExperts(
         num_experts=8 if family == "mixtral" else draw.choice((16, 64)),
@@ -94,8 +94,8 @@ def _experts(draw: Random, family: str, width: int) -> MixtureOfExperts:
     )
 
 
-def recipe(draw: Random, data_parallel: int) -> Recipe:
-    """Precision, method, recomputation, optimizer and batch."""
+def draw_recipe(draw: Random, data_parallel: int) -> Recipe:
+    """Draw precision, method, recomputation, optimizer and batch."""
     micro = draw.choice((1, 1, 2, 4))
     method = draw.choice(("full", "full", "full", "lora"))
     return Recipe(
@@ -110,13 +110,13 @@ def recipe(draw: Random, data_parallel: int) -> Recipe:
     )
 
 
-def ddp(draw: Random, world_size: int) -> Layout:
-    """DDP has nothing to choose."""
+def draw_ddp(draw: Random, world_size: int) -> Layout:
+    """Return the only DDP layout."""
     return Layout.ddp()
 
 
-def fsdp2(draw: Random, world_size: int) -> Layout:
-    """Copies, and what becomes of gathered parameters after forward."""
+def draw_fsdp2(draw: Random, world_size: int) -> Layout:
+    """Draw replicas, and whether all-gathered parameters are resharded after forward."""
     copies = [degree for degree in (1, 1, 1, 2, 4) if world_size % degree == 0]
     replicate = draw.choice(copies)
     shard = world_size // replicate
@@ -126,7 +126,7 @@ def fsdp2(draw: Random, world_size: int) -> Layout:
 
 
 def fsdp2_tp(draw: Random, world_size: int) -> Layout:
-    """FSDP2 over tensor-parallel ranks, of which :func:`fsdp2` draws none."""
+    """FSDP2 over tensor-parallel ranks, of which :func:`draw_fsdp2` draws none."""
     replicate = draw.choice([degree for degree in (1, 1, 1, 2) if world_size % degree == 0])
     return Layout.fsdp2(
         tp=draw.choice((2, 2, 4, 8)),
@@ -136,7 +136,7 @@ def fsdp2_tp(draw: Random, world_size: int) -> Layout:
 
 
 def fsdp2_pp(draw: Random, world_size: int) -> Layout:
-    """FSDP2 in pipeline stages, of which :func:`fsdp2` draws none."""
+    """FSDP2 in pipeline stages, of which :func:`draw_fsdp2` draws none."""
     return Layout.fsdp2(
         pp=draw.choice((2, 2, 4, 8)),
         replicate=draw.choice([degree for degree in (1, 1, 1, 2) if world_size % degree == 0]),
@@ -144,8 +144,8 @@ def fsdp2_pp(draw: Random, world_size: int) -> Layout:
     )
 
 
-def deepspeed(draw: Random, world_size: int) -> Layout:
-    """ZeRO stages, and buckets smaller than a model and larger."""
+def draw_deepspeed(draw: Random, world_size: int) -> Layout:
+    """Draw a ZeRO stage, and buckets smaller than a model and larger."""
     return Layout.zero(
         stage=draw.choice((0, 1, 2, 2, 3, 3, 3)),
         reduce_bucket_size=draw.choice((500_000_000, 500_000_000, 100_000_000, 20_000_000)),
@@ -171,7 +171,7 @@ def deepspeed_offload(draw: Random, world_size: int) -> Layout:
 
 
 def deepspeed_nvme(draw: Random, world_size: int) -> Layout:
-    """ZeRO-3 with the optimizer, the parameters or both in files, of which :func:`deepspeed` draws none."""
+    """Draw ZeRO-3 with the optimizer, the parameters or both in files, unlike :func:`draw_deepspeed`."""
     state, weights = draw.choice((("nvme", None), (None, "nvme"), ("nvme", "nvme"), ("cpu", "nvme")))
     return Layout.zero(
         3,
@@ -195,8 +195,8 @@ def deepspeed_tp(draw: Random, world_size: int) -> Layout:
     )
 
 
-def megatron(draw: Random, world_size: int) -> Layout:
-    """Tensor, pipeline and expert parallel, chunks, and where sequence and optimizer are split."""
+def draw_megatron(draw: Random, world_size: int) -> Layout:
+    """Draw tensor, pipeline and expert parallelism, chunks, sequence parallelism, distributed optimizer."""
     tp, pp = draw.choice((1, 1, 2, 2, 4, 8)), draw.choice((1, 1, 2, 4))
     return Layout.megatron(
         tp=tp,
@@ -210,7 +210,7 @@ def megatron(draw: Random, world_size: int) -> Layout:
 
 
 def megatron_pp(draw: Random, world_size: int) -> Layout:
-    """Megatron in pipeline stages, of which :func:`megatron` draws few that a small model can be cut into."""
+    """Draw Megatron in pipeline stages that a small model can be cut into (:func:`draw_megatron`: few)."""
     pp = draw.choice((2, 2, 2, 4, 4, 8))
     tp = draw.choice((1, 1, 2, 4))
     return Layout.megatron(
@@ -224,9 +224,9 @@ def megatron_pp(draw: Random, world_size: int) -> Layout:
     )
 
 
-def runnable(layout: Layout, arch: Architecture, drawn: Recipe) -> Layout:
-    """``layout``, or what of it runs: megatron-core's distributed optimizer is Adam's, and tp splits no
-    experts that have biases. So an index stays the plan that it was before such were refused."""
+def make_runnable(layout: Layout, arch: Architecture, drawn: Recipe) -> Layout:
+    """Drop what does not run: megatron-core's distributed optimizer is Adam's, and tp splits no
+    experts that have biases. So each index keeps the plan that it was before such plans were refused."""
     if layout.framework != "megatron":
         return layout
     changes: dict[str, Any] = {}
@@ -238,32 +238,32 @@ def runnable(layout: Layout, arch: Architecture, drawn: Recipe) -> Layout:
 
 
 LAYOUTS: dict[str, Callable[[Random, int], Layout]] = {
-    "ddp": ddp,
-    "fsdp2": fsdp2,
+    "ddp": draw_ddp,
+    "fsdp2": draw_fsdp2,
     "fsdp2-tp": fsdp2_tp,
     "fsdp2-pp": fsdp2_pp,
-    "deepspeed": deepspeed,
+    "deepspeed": draw_deepspeed,
     "deepspeed-offload": deepspeed_offload,
     "deepspeed-nvme": deepspeed_nvme,
     "deepspeed-tp": deepspeed_tp,
-    "megatron": megatron,
+    "megatron": draw_megatron,
     "megatron-pp": megatron_pp,
 }
 """How each framework's layouts are drawn: ``f(draw, world_size)``. A framework adds itself here, and behind a
 hyphen a part of its space that has a sample of its own."""
 
 
-def plans(framework: str, seed: int, count: int) -> list[Plan]:
-    """``count`` plans of one framework; the same seed gives the same ones, a larger count the same first."""
+def sample_plans(framework: str, seed: int, count: int) -> list[Plan]:
+    """Sample ``count`` plans of one framework; the same seed gives the same ones, a larger count more."""
     found: list[Plan] = []
     draw = Random(f"{framework} {seed}")
     while len(found) < count:
         cluster = Cluster.parse(draw.choice(CLUSTERS))
-        layout, arch = LAYOUTS[framework](draw, cluster.num_gpus), architecture(draw)
+        layout, arch = LAYOUTS[framework](draw, cluster.num_gpus), draw_architecture(draw)
         try:
             free = layout.compute_degrees(arch, cluster, Recipe())
-            drawn = recipe(draw, free.data_parallel)
-            found.append(Plan(arch, cluster, drawn, runnable(layout, arch, drawn)))
+            drawn = draw_recipe(draw, free.data_parallel)
+            found.append(Plan(arch, cluster, drawn, make_runnable(layout, arch, drawn)))
         except ValueError:
             continue
     return found

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from types import MappingProxyType
 
-from tests.accuracy.rows import Row, text
+from tests.accuracy.rows import Row, join_fields
 
 import shardscope as ss
 from shardscope.prediction.pipeline import compute_bubbles
@@ -24,7 +24,7 @@ _ZERO_BUBBLE: tuple[tuple[str, Schedule, tuple[str, ...]], ...] = (
 
 def with_schedule(row: Row) -> tuple[Row, Schedule | None, tuple[str, ...]]:
     """The row as one of 1F1B, the zero-bubble schedule that it ran, if any, and what was assumed about it."""
-    words = text(row, "framework")
+    words = join_fields(row, "framework")
     for pattern, schedule, assumed in _ZERO_BUBBLE:
         plain = re.sub(pattern, "1f1b", words)
         if plain != words:
@@ -32,8 +32,8 @@ def with_schedule(row: Row) -> tuple[Row, Schedule | None, tuple[str, ...]]:
     return row, None, ()
 
 
-def under(schedule: Schedule | None, plan: ss.Plan, report: StepReport) -> StepReport:
-    """The step of ``plan`` with the bubble that the product tells of ``schedule``; None is the plan's own."""
+def apply_schedule(schedule: Schedule | None, plan: ss.Plan, report: StepReport) -> StepReport:
+    """Return the step of ``plan`` with the bubble of ``schedule``; None is the plan's own schedule."""
     if schedule is None:
         return report
     return replace(

@@ -8,10 +8,10 @@ from statistics import median
 from typing import NamedTuple
 
 from tests.accuracy import nanotron
-from tests.accuracy.measurement_kinds import GIB, Compared, compared, kind, measured_bytes
-from tests.accuracy.own_code import changed
-from tests.accuracy.row_plans import Mapped, mapped
-from tests.accuracy.rows import Row, has_peak, is_scored, sampled, says_memory, source, status
+from tests.accuracy.measurement_kinds import GIB, Compared, find_kind, measured_bytes, predict_measured_kind
+from tests.accuracy.own_code import add_own_code
+from tests.accuracy.row_plans import Mapped, map_row
+from tests.accuracy.rows import Row, has_peak, is_scored, read_source, read_status, sample_rows, says_memory
 from tests.accuracy.unmapped_rows import UnmappedError
 
 from shardscope.memory.report import MemoryReport
@@ -50,7 +50,7 @@ class Scored(NamedTuple):
     @property
     def group(self) -> tuple[str, str]:
         """Source and kind of memory: what is scored apart."""
-        return source(self.mapped.row), kind(self.mapped.row)
+        return read_source(self.mapped.row), find_kind(self.mapped.row)
 
 
 class Fit(NamedTuple):
@@ -99,36 +99,36 @@ class MemoryScore(NamedTuple):
 
 def score_memory(rows: Iterable[Row]) -> MemoryScore:
     """Scores every row of grade A that says something about memory."""
-    chosen = sampled(row for row in rows if is_scored(row) and says_memory(row))
+    chosen = sample_rows(row for row in rows if is_scored(row) and says_memory(row))
     scored: list[Scored] = []
     fits: list[Fit] = []
     unmapped: list[tuple[Row, str]] = []
     for row in chosen:
         try:
-            found = mapped(row)
+            found = map_row(row)
         except UnmappedError as reason:
             unmapped.append((row, str(reason)))
             continue
         product = found.plan.memory()
-        report, held_back = predicted(found)
+        report, held_back = predict_row(found)
         # A row that ran out of memory may print the peak it had before: not the one it needed.
-        if has_peak(row) and status(row) != "oom":
-            with_code = compared(row, report, held_back)
-            scored.append(Scored(found, measured_bytes(row), with_code, compared(row, product)))
+        if has_peak(row) and read_status(row) != "oom":
+            with_code = predict_measured_kind(row, report, held_back)
+            scored.append(Scored(found, measured_bytes(row), with_code, predict_measured_kind(row, product)))
         # A run that is measured twice ran once.
-        if status(row) is not None and not row.get("same_run"):
+        if read_status(row) is not None and not row.get("same_run"):
             warned = product.is_tight or not product.fits
-            fits.append(Fit(found, status(row) == "ok", report.fits, product.fits, warned))
+            fits.append(Fit(found, read_status(row) == "ok", report.fits, product.fits, warned))
     return MemoryScore(tuple(scored), tuple(fits), tuple(unmapped), len(chosen))
 
 
-def predicted(found: Mapped) -> tuple[MemoryReport, int]:
-    """The row's memory by its framework's own model, and what that may keep reserved beside its tensors."""
+def predict_row(found: Mapped) -> tuple[MemoryReport, int]:
+    """Predict the row's memory by its framework's own model, and the bytes that it may keep reserved."""
     if found.framework == "nanotron":
-        return nanotron.memory(found.plan), nanotron.held_back_bytes(found.plan)
+        return nanotron.predict_memory(found.plan), nanotron.held_back_bytes(found.plan)
     product = found.plan.memory()
     try:
-        return changed(found.plan, product, found.own_code), 0
+        return add_own_code(found.plan, product, found.own_code), 0
     except ValueError:
         # What was described is code of known runs; a row of other sizes may have no such plan.
         return product, 0
@@ -139,31 +139,31 @@ def is_described(found: Mapped) -> bool:
     return found.framework == "nanotron" or bool(found.own_code)
 
 
-def absolute(rows: Sequence[Scored]) -> list[float]:
-    """Absolute relative errors, smallest first."""
+def sort_absolute_errors(rows: Sequence[Scored]) -> list[float]:
+    """Return the absolute relative errors, smallest first."""
     return sorted(abs(row.error) for row in rows)
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that ``share`` of all are not above. ``values`` is sorted and not empty."""
+def compute_percentile(values: Sequence[float], share: float) -> float:
+    """Return the smallest of ``values`` (sorted, not empty) that ``share`` of them do not exceed."""
     index = max(0, -(-int(share * 1000 * len(values)) // 1000) - 1)
     return values[min(index, len(values) - 1)]
 
 
-def summary(groups: dict[tuple[str, str], list[Scored]]) -> tuple[float, float] | None:
-    """Median of the sources' medians, and the 90th percentile over all their rows; None without rows."""
+def summarize_groups(groups: dict[tuple[str, str], list[Scored]]) -> tuple[float, float] | None:
+    """Return the median of the sources' medians and the 90th percentile of all rows; None without rows."""
     if not groups:
         return None
-    medians = [median(absolute(rows)) for rows in groups.values()]
-    return median(medians), percentile(
-        sorted(error for rows in groups.values() for error in absolute(rows)), 0.9
+    medians = [median(sort_absolute_errors(rows)) for rows in groups.values()]
+    return median(medians), compute_percentile(
+        sorted(error for rows in groups.values() for error in sort_absolute_errors(rows)), 0.9
     )
 
 
 def overall_line(score: MemoryScore) -> str:
     """The one line that ends the report of a kind."""
     groups = score.groups
-    found = summary(groups)
+    found = summarize_groups(groups)
     sources = len({name for name, _ in groups})
     words = (
         "no row scored"

@@ -6,8 +6,8 @@ import re
 from dataclasses import replace
 from math import gcd
 
-from tests.accuracy.machines import cluster
-from tests.accuracy.rows import Row, number, text
+from tests.accuracy.machines import read_cluster
+from tests.accuracy.rows import Row, join_fields, read_number
 
 import shardscope as ss
 from shardscope.core.cluster import Gpu, Link
@@ -28,28 +28,28 @@ _NVLINKS = {
 
 def timed_cluster(row: Row) -> tuple[ss.Cluster, list[str]]:
     """The row's GPUs with the speeds that matter to time. Raises ``UnmappedError`` where none are named."""
-    found, assumed = cluster(row)
-    name = text(row, "gpu")
+    found, assumed = read_cluster(row)
+    name = join_fields(row, "gpu")
     per_node, num_gpus = found.gpus_per_node, found.num_gpus
     domain = next((size for chip, size in _DOMAINS if chip in name), None)
-    if domain is not None and number(row, "nodes") is None:
+    if domain is not None and read_number(row, "nodes") is None:
         # Whole trays of four, and as many racks as the GPUs come in: 64 of 72, for 256.
         per_node = num_gpus if num_gpus <= domain else gcd(num_gpus, 64)
         assumed = [*assumed, f"NVLink joins {per_node} GPUs"] if num_gpus > domain else assumed
-    gpu = _gpu(name, found.gpu, "torchtitan" in text(row, "source"))
+    gpu = _correct_gpu(name, found.gpu, "torchtitan" in join_fields(row, "source"))
     # Links are those of the catalogue's card: of another name it knows none.
     known = ss.gpus["h100-sxm-80gb"] if gpu.name.startswith("h100-sxm") else ss.gpus.get(found.gpu.name, gpu)
     made = replace(ss.Cluster.of(known, per_node, num_gpus // per_node), gpu=gpu)
-    elsewhere = next((words for name, words in _NETWORKS.items() if name in text(row, "source")), "")
-    stated = _network(text(row, "interconnect") or elsewhere, made)
+    elsewhere = next((words for name, words in _NETWORKS.items() if name in join_fields(row, "source")), "")
+    stated = _read_network(join_fields(row, "interconnect") or elsewhere, made)
     if stated:
         made = replace(made, inter_node_link=stated)
-    inside = next((link for name, link in _NVLINKS.items() if name in text(row, "source")), None)
+    inside = next((link for name, link in _NVLINKS.items() if name in join_fields(row, "source")), None)
     return (replace(made, intra_node_link=inside) if inside else made), assumed
 
 
-def _gpu(name: str, gpu: Gpu, is_torchtitan: bool) -> Gpu:
-    """The card by its own datasheet where the catalogue has a relative's."""
+def _correct_gpu(name: str, gpu: Gpu, is_torchtitan: bool) -> Gpu:
+    """Return the GPU by its own datasheet where the catalog has a related model's."""
     if "gb300" in name:
         # GB300 NVL72 (nvidia.com/en-us/data-center/gb300-nvl72), a 72nd: FP8 10 and BF16 5 PFLOP/s with
         # sparsity, 1,400 W; HGX's B300 has nine tenths of it.
@@ -79,8 +79,8 @@ def _gpu(name: str, gpu: Gpu, is_torchtitan: bool) -> Gpu:
     return gpu
 
 
-def _network(said: str, machines: ss.Cluster) -> Link | None:
-    """The stated speed between nodes, for one GPU; None where nothing is stated."""
+def _read_network(said: str, machines: ss.Cluster) -> Link | None:
+    """Return the stated speed between nodes, for one GPU; None if none is stated."""
     found = re.search(r"(\d+(?:\.\d+)?)\s*gb(?:ps|it/s|/s)", said)
     if not found:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tests.accuracy.row_plans import Mapped
-from tests.accuracy.rows import text
+from tests.accuracy.rows import join_fields
 
 from shardscope.memory.state.quantization import measure_layer_linears
 from shardscope.timing.calibration.curves import select_rates
@@ -30,13 +30,13 @@ scripts/performance/configs: qwen3_workload_base_configs.py, deepseek_workload_b
 def beside_seconds(mapped: Mapped, report: StepReport) -> float:
     """Seconds that the row's own code adds to a step of its plan, or saves (below zero)."""
     if "zero2_over_gptq" in mapped.own_code:
-        return _unpacking(mapped)
+        return _compute_unpacking_seconds(mapped)
     if sends_once_to_a_node(mapped):
         return _sent_once(mapped, report)
     return 0.0
 
 
-def _unpacking(mapped: Mapped) -> float:
+def _compute_unpacking_seconds(mapped: Mapped) -> float:
     plan = mapped.plan
     rates = select_rates(plan.cluster)
     numel, _, _ = measure_layer_linears(plan.architecture, False, "nf4_double")
@@ -47,8 +47,8 @@ def _unpacking(mapped: Mapped) -> float:
 
 def sends_once_to_a_node(mapped: Mapped) -> bool:
     """Whether a token crosses once to each node that has experts of its own, not once for each of them."""
-    said = text(mapped.row, "source", "model")
-    return "megatron-bridge" in said and bool(_FLEX.search(text(mapped.row, "model")))
+    said = join_fields(mapped.row, "source", "model")
+    return "megatron-bridge" in said and bool(_FLEX.search(join_fields(mapped.row, "model")))
 
 
 def _sent_once(mapped: Mapped, report: StepReport) -> float:

@@ -7,19 +7,19 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from tests.accuracy.row_counts import counted_table
-from tests.accuracy.rows import source
-from tests.accuracy.scoring import percentile
+from tests.accuracy.rows import read_source
+from tests.accuracy.scoring import compute_percentile
 from tests.accuracy.time_scoring import (
     TimeScore,
     TimeScored,
-    absolute,
+    compute_spearman,
     overall_line,
     rank_correlation,
     rank_correlation_of_layouts,
-    spearman,
-    summary,
+    sort_absolute_errors,
+    summarize_groups,
 )
-from tests.accuracy.uncalibrated_stacks import apart_lines, calibrated, described_line
+from tests.accuracy.uncalibrated_stacks import apart_lines, described_line, select_calibrated
 
 from shardscope.timing.report import PARTS
 
@@ -59,31 +59,33 @@ def time_report(score: TimeScore) -> str:
         HEADING,
         "Written by `make accuracy`; do not edit.",
         _HOW,
-        _goals(score),
+        _format_goals(score),
         _by_source(score),
-        _by("## By framework", "framework", score, lambda one: one.mapped.framework),
-        _by("## By GPU", "GPU", score, lambda one: one.mapped.plan.cluster.gpu.name),
-        _by("## By what is trained, and in which precision", "method, precision", score, _method),
-        _by("## By degrees above one", "degrees", score, _degrees),
+        _format_groups("## By framework", "framework", score, lambda one: one.mapped.framework),
+        _format_groups("## By GPU", "GPU", score, lambda one: one.mapped.plan.cluster.gpu.name),
+        _format_groups(
+            "## By what is trained, and in which precision", "method, precision", score, _describe_method
+        ),
+        _format_groups("## By degrees above one", "degrees", score, _describe_degrees),
         _by_part(score),
-        _worst(score),
-        _assumed(score),
-        _unmapped(score),
+        _format_worst(score),
+        _format_assumed(score),
+        _format_unmapped(score),
         apart_lines(score),
         described_line(score),
-        overall_line(calibrated(score).by_product),
+        overall_line(select_calibrated(score).by_product),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _goals(score: TimeScore) -> str:
+def _format_goals(score: TimeScore) -> str:
     lines = [
         "## Against the goals",
         "",
         "| rows | configurations | median of source medians (goal 8 %) | p90 (goal 25 %) |",
         "|---|---|---|---|",
     ]
-    known = calibrated(score)
+    known = select_calibrated(score)
     for name, some in (
         ("judge", known.only("judge").by_product),
         ("calibration", known.only("calibration").by_product),
@@ -91,7 +93,7 @@ def _goals(score: TimeScore) -> str:
         ("judge, with what ran beside it described", known.only("judge")),
         ("both, with what ran beside it described", known),
     ):
-        found = summary(some.by_source)
+        found = summarize_groups(some.by_source)
         if found is None:
             continue
         verdicts = [
@@ -129,27 +131,26 @@ def _by_source(score: TimeScore) -> str:
         for role in ("calibration", "judge"):
             some = [row for row in rows if row.role == role]
             if some:
-                lines.append(
-                    f"| {name} | {role} | {_figures(some)} | {_rank(rank_correlation(some))} | "
-                    f"{_rank(rank_correlation_of_layouts(some))} |"
-                )
+                over_all = _format_rank_correlation(rank_correlation(some))
+                of_layouts = _format_rank_correlation(rank_correlation_of_layouts(some))
+                lines.append(f"| {name} | {role} | {_format_figures(some)} | {over_all} | {of_layouts} |")
     return "\n".join(lines)
 
 
-def _rank(value: float | None) -> str:
+def _format_rank_correlation(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def _figures(rows: Sequence[TimeScored]) -> str:
-    errors = absolute(rows)
+def _format_figures(rows: Sequence[TimeScored]) -> str:
+    errors = sort_absolute_errors(rows)
     slower, faster = sum(row.error > 0 for row in rows), sum(row.error < 0 for row in rows)
     return (
-        f"{len(rows)} | {100 * median(errors):.1f} % | {100 * percentile(errors, 0.9):.1f} % | "
+        f"{len(rows)} | {100 * median(errors):.1f} % | {100 * compute_percentile(errors, 0.9):.1f} % | "
         f"{100 * median(row.error for row in rows):+.1f} % | {slower} | {faster}"
     )
 
 
-def _by(heading: str, what: str, score: TimeScore, name: Callable[[TimeScored], str]) -> str:
+def _format_groups(heading: str, what: str, score: TimeScore, name: Callable[[TimeScored], str]) -> str:
     groups: dict[str, list[TimeScored]] = defaultdict(list)
     for one in score.scored:
         groups[name(one)].append(one)
@@ -159,16 +160,16 @@ def _by(heading: str, what: str, score: TimeScore, name: Callable[[TimeScored], 
         f"| {what} | configurations | median | p90 | bias | slower | faster |",
         "|---|---|---|---|---|---|---|",
     ]
-    lines += [f"| {key} | {_figures(rows)} |" for key, rows in sorted(groups.items())]
+    lines += [f"| {key} | {_format_figures(rows)} |" for key, rows in sorted(groups.items())]
     return "\n".join(lines)
 
 
-def _method(one: TimeScored) -> str:
+def _describe_method(one: TimeScored) -> str:
     recipe = one.mapped.plan.recipe
     return f"{recipe.method}, {recipe.precision}"
 
 
-def _degrees(one: TimeScored) -> str:
+def _describe_degrees(one: TimeScored) -> str:
     degrees = one.mapped.plan.degrees
     named = [name for name in ("tp", "pp", "cp", "ep") if getattr(degrees, name) > 1]
     if one.mapped.plan.cluster.num_nodes > 1 and degrees.data_parallel > 1:
@@ -192,29 +193,29 @@ def _by_part(score: TimeScore) -> str:
         cells = []
         for part in names:
             shares = [row.report.parts[part] / row.report.seconds for row in rows]
-            grows = spearman(shares, [row.error for row in rows]) if len(rows) >= 5 else None
+            grows = compute_spearman(shares, [row.error for row in rows]) if len(rows) >= 5 else None
             cells.append(f"{100 * median(shares):.0f} % ({'–' if grows is None else f'{grows:+.1f}'})")
         lines.append(f"| {source_name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _worst(score: TimeScore) -> str:
+def _format_worst(score: TimeScore) -> str:
     lines = [
         "## The worst configurations of each source",
         "",
         "| row | what | measured | predicted | error | largest parts |",
         "|---|---|---|---|---|---|",
     ]
-    for rows in sorted(score.by_source.values(), key=lambda rows: -absolute(rows)[-1]):
+    for rows in sorted(score.by_source.values(), key=lambda rows: -sort_absolute_errors(rows)[-1]):
         for row in sorted(rows, key=lambda row: (-abs(row.error), str(row.mapped.row.get("id"))))[:5]:
             lines.append(
-                f"| {row.mapped.row.get('id')} | {_what(row)} | {row.measured:.3g} s | "
-                f"{row.seconds:.3g} s | {100 * row.error:+.1f} % | {_largest(row)} |"
+                f"| {row.mapped.row.get('id')} | {_describe_plan(row)} | {row.measured:.3g} s | "
+                f"{row.seconds:.3g} s | {100 * row.error:+.1f} % | {_format_largest(row)} |"
             )
     return "\n".join(lines)
 
 
-def _what(row: TimeScored) -> str:
+def _describe_plan(row: TimeScored) -> str:
     plan = row.mapped.plan
     recipe = plan.recipe
     return (
@@ -224,18 +225,18 @@ def _what(row: TimeScored) -> str:
     )
 
 
-def _largest(row: TimeScored) -> str:
+def _format_largest(row: TimeScored) -> str:
     found = sorted(row.report.parts.items(), key=lambda item: -item[1])[:4]
     return ", ".join(
         f"{name.replace('_', ' ')} {100 * value / row.report.seconds:.0f} %" for name, value in found if value
     )
 
 
-def _assumed(score: TimeScore) -> str:
+def _format_assumed(score: TimeScore) -> str:
     pairs = ((one.source, words) for one in score.scored for words in one.mapped.assumed)
     return counted_table("What rows leave open, and was assumed", "assumed", pairs)
 
 
-def _unmapped(score: TimeScore) -> str:
-    pairs = ((source(row), why) for row, why in score.unmapped)
+def _format_unmapped(score: TimeScore) -> str:
+    pairs = ((read_source(row), why) for row, why in score.unmapped)
     return counted_table("Rows without a plan", "reason", pairs)

@@ -12,17 +12,23 @@ from dataclasses import replace
 from typing import Any
 
 from tests.accuracy.adapters import with_adapters
-from tests.accuracy.frameworks import Framework, framework, with_degrees
-from tests.accuracy.layouts import layout
+from tests.accuracy.frameworks import Framework, find_framework, with_degrees
+from tests.accuracy.layouts import read_layout
 from tests.accuracy.megatron_options import megatron_options, with_options
 from tests.accuracy.models import whole_architecture
 from tests.accuracy.nanotron_layout import NanotronLayout
 from tests.accuracy.own_code import own_code
-from tests.accuracy.own_rows import planned
-from tests.accuracy.recipes import recipe
-from tests.accuracy.row_normalization import tidy
-from tests.accuracy.row_plans import Mapped, checked_data_parallel, data_parallel, guarded, stored_type
-from tests.accuracy.rows import Row, number, text
+from tests.accuracy.own_rows import read_plan
+from tests.accuracy.recipes import read_recipe
+from tests.accuracy.row_normalization import normalize_row
+from tests.accuracy.row_plans import (
+    Mapped,
+    call_or_raise_unmapped,
+    checked_data_parallel,
+    data_parallel,
+    stored_type,
+)
+from tests.accuracy.rows import Row, join_fields, read_number
 from tests.accuracy.schedules import with_schedule
 from tests.accuracy.time_machines import timed_cluster
 from tests.accuracy.unmapped_rows import UnmappedError
@@ -33,25 +39,25 @@ _LIGHT = frozenset(["mla_up_proj", "layernorm", "norm", "moe_act", "core_attn", 
 """Modules whose recomputation Megatron-core offers because it costs hardly any time."""
 
 
-def timed(row: Row) -> Mapped:
-    """The plan whose step the row measured. Raises ``UnmappedError`` with the reason where there is none."""
-    return guarded(_timed, row)
+def map_timed_row(row: Row) -> Mapped:
+    """Return the plan whose step the row measured. Raises ``UnmappedError`` if there is none."""
+    return call_or_raise_unmapped(_map_checked_row, row)
 
 
-def _timed(row: Row) -> Mapped:
-    plan = planned(row)
+def _map_checked_row(row: Row) -> Mapped:
+    plan = read_plan(row)
     if plan is not None:
         plan.step()
         return Mapped(row, plan, plan.layout.framework, (), ())
-    row, schedule, about_schedule = with_schedule(with_degrees(with_adapters(tidy(row))))
-    kind = framework(row)
+    row, schedule, about_schedule = with_schedule(with_degrees(with_adapters(normalize_row(row))))
+    kind = find_framework(row)
     row, left_out = _without_what_weighs_little(row, kind)
     row, options = megatron_options(row, kind)
     arch, about_model = whole_architecture(row)
     machines, about_machines = timed_cluster(row)
     row, about_batch = _whole_batches(row, kind, machines.num_gpus)
-    spread, about_layout = layout(row, kind, arch.num_hidden_layers)
-    what, about_recipe = recipe(row, kind, arch, data_parallel(row, kind, machines.num_gpus))
+    spread, about_layout = read_layout(row, kind, arch.num_hidden_layers)
+    what, about_recipe = read_recipe(row, kind, arch, data_parallel(row, kind, machines.num_gpus))
     if is_nvidias_own(row):
         options |= {"grad_reduce_in_fp32": False, "cross_entropy_fusion_impl": "te"}
     what, spread = with_options(what, spread, options)
@@ -78,13 +84,13 @@ def _without_what_weighs_little(row: Row, kind: Framework) -> tuple[Row, list[st
     """The row in words that a plan has, where the rest costs a step next to no time."""
     changed: dict[str, Any] = {}
     assumed: list[str] = []
-    said, about = text(row, "precision"), text(row, "framework", "source")
+    said, about = join_fields(row, "precision"), join_fields(row, "framework", "source")
     if "tf32" in said:
         raise UnmappedError("fp32 weights whose products run in TF32, which no recipe says")
     if re.search(r"fp8|mxfp8|float8", said) and kind.family == "megatron":
         # Delayed, current, blockwise and MX scaling multiply at the same speed; their casts differ.
         changed["precision"] = "fp8"
-    again = text(row, "activation_checkpointing")
+    again = join_fields(row, "activation_checkpointing")
     modules = set(re.findall(r"[a-z_]+", again)) - {"selective", "and", "recompute", "modules"}
     if kind.family == "megatron" and modules and modules <= _LIGHT and modules != {"core_attn"}:
         changed["activation_checkpointing"] = "none"
@@ -98,17 +104,21 @@ def _without_what_weighs_little(row: Row, kind: Framework) -> tuple[Row, list[st
         assumed.append("recomputation not stated: none")
     if row.get("optimizer") is None and kind.family == "megatron":
         changed["optimizer"] = "Adam (distributed)" if _has_distributed_optimizer(row) else None
-    is_340b = re.search(r"nemotron4? 340b", text(row, "model"))
-    if "dgxc" in about and is_340b and (number(row, "pp") or 1) > 1 and number(row, "vpp") is None:
+    is_340b = re.search(r"nemotron4? 340b", join_fields(row, "model"))
+    if "dgxc" in about and is_340b and (read_number(row, "pp") or 1) > 1 and read_number(row, "vpp") is None:
         # NVIDIA/dgxc-benchmarking, nemotron/README_340b.md: VP=12 at every scale of its H100.
         changed["vpp"] = 12
         assumed.append("interleaving not stated: 12 chunks, as the recipe's own page has")
-    is_70b = re.search(r"llama3[_ ]70b", text(row, "model")) and is_nvidias_own(row)
-    if is_70b and (number(row, "pp") or 1) > 1 and number(row, "vpp") is None:
+    is_70b = re.search(r"llama3[_ ]70b", join_fields(row, "model")) and is_nvidias_own(row)
+    if is_70b and (read_number(row, "pp") or 1) > 1 and read_number(row, "vpp") is None:
         # Megatron-Bridge, scripts/performance/configs/llama/llama3_workload_base_configs.py: 5 on every GPU.
         changed["vpp"] = 5
         assumed.append("interleaving not stated: 5 chunks, as the recipe has")
-    if number(row, "cp") == 16 and number(row, "dp") == 4 and "llama 3" in text(row, "source", "model"):
+    if (
+        read_number(row, "cp") == 16
+        and read_number(row, "dp") == 4
+        and "llama 3" in join_fields(row, "source", "model")
+    ):
         # Its table prints 4 where 16,384 GPUs in tp 8, cp 16, pp 16 leave 8.
         changed["dp"] = None
     return {**row, **changed}, assumed
@@ -116,7 +126,7 @@ def _without_what_weighs_little(row: Row, kind: Framework) -> tuple[Row, list[st
 
 def _has_distributed_optimizer(row: Row) -> bool:
     # NeMo's recipes: distributed_fused_adam_with_cosine_annealing, and DistributedOptimizer in mcore's.
-    return "nemo" in text(row, "framework", "source") or "dgxc" in text(row, "source")
+    return "nemo" in join_fields(row, "framework", "source") or "dgxc" in join_fields(row, "source")
 
 
 def is_nvidias_own(row: Row) -> bool:
@@ -125,13 +135,13 @@ def is_nvidias_own(row: Row) -> bool:
     Megatron-Bridge's perf_recipes/_common.py (``_benchmark_common``); NeMo's
     ``pretrain_performance_optimizations``.
     """
-    megatron = "megatron" in text(row, "framework")
-    return megatron and bool(re.search(r"megatron-bridge performance|dgxc", text(row, "source")))
+    megatron = "megatron" in join_fields(row, "framework")
+    return megatron and bool(re.search(r"megatron-bridge performance|dgxc", join_fields(row, "source")))
 
 
 def _whole_batches(row: Row, kind: Framework, num_gpus: int) -> tuple[Row, list[str]]:
     """The row with a global batch of whole micro-batches: the last one of a rank may have been smaller."""
-    micro, batch = number(row, "micro_batch"), number(row, "global_batch")
+    micro, batch = read_number(row, "micro_batch"), read_number(row, "global_batch")
     if micro is None or batch is None or batch >= 100_000:
         return row, []
     each = micro * data_parallel(row, kind, num_gpus)
@@ -173,7 +183,7 @@ def _plan(
         except (ValueError, LookupError) as error:
             # Megatron's own schedule looks stages up that come out even, whatever nanotron's do.
             said = str(error)
-            changed = _relative(arch, what, spread, said)
+            changed = _find_relative(arch, what, spread, said)
             if changed is None:
                 raise UnmappedError(f"refused: {said.split('; allowed')[0][:90]}") from None
             arch, what, words = changed
@@ -182,10 +192,10 @@ def _plan(
             return plan, left_out
 
 
-def _relative(
+def _find_relative(
     arch: ss.Architecture, what: ss.Recipe, spread: ss.Layout, refusal: str
 ) -> tuple[ss.Architecture, ss.Recipe, str] | None:
-    """The nearest model and recipe that are not refused for this, and how they differ; None: too far."""
+    """Return the nearest model and recipe that are not refused, and how they differ; None if too far."""
     for field in ("lora_dropout", "dropout"):
         if f"Recipe.{field} is" in refusal and getattr(what, field):
             words = f"without {field}={getattr(what, field)!r}, for which there is no formula"

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from tests.accuracy.rows import MEASURED, SHARED, Row, default_files, is_scored, sampled, source
+from tests.accuracy.rows import MEASURED, SHARED, Row, default_files, is_scored, read_source, sample_rows
 
 TIMES = MEASURED / "time"
 """Rows that say nothing of memory."""
@@ -38,15 +38,15 @@ def says_time(row: Row) -> bool:
 
 def tokens_rate(row: Row) -> float | None:
     """Tokens a second of one GPU; None where the row does not say."""
-    return _positive(row.get("tokens_per_s_per_gpu"))
+    return _parse_positive(row.get("tokens_per_s_per_gpu"))
 
 
 def step_seconds(row: Row) -> float | None:
     """Seconds of one optimizer step; None where the row does not say."""
-    return _positive(row.get("step_time_s"))
+    return _parse_positive(row.get("step_time_s"))
 
 
-def _positive(value: object) -> float | None:
+def _parse_positive(value: object) -> float | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and 0 < value < 1e12 else None  # type: ignore[operator, arg-type]
 
@@ -69,8 +69,8 @@ class Configuration(NamedTuple):
         return {**kept, "step_time_s": median(steps)} if len(steps) == len(self.rows) else self.row
 
 
-def configurations(rows: Iterable[Row]) -> list[Configuration]:
-    """Every configuration of grade A that says how fast it was; of a large source a fixed sample.
+def list_configurations(rows: Iterable[Row]) -> list[Configuration]:
+    """List every configuration of grade A with a speed; of a large source a fixed sample.
 
     NVIDIA's tables come with each release, so that one configuration may have several figures: their median
     counts once. Other sources' rows are runs of their own.
@@ -80,23 +80,23 @@ def configurations(rows: Iterable[Row]) -> list[Configuration]:
     for row in rows:
         if not (is_scored(row) and says_time(row)):
             continue
-        if _REPEATING.search(source(row)):
-            groups[_key(row)].append(row)
+        if _REPEATING.search(read_source(row)):
+            groups[_find_key(row)].append(row)
         else:
             singles.append(row)
-    found = [_configuration(group) for group in groups.values()]
+    found = [_make_configuration(group) for group in groups.values()]
     first = {id(one.row): one for one in found}
-    kept = sampled([*singles, *(one.row for one in found)])
+    kept = sample_rows([*singles, *(one.row for one in found)])
     return [first.get(id(row)) or Configuration(row, (row,)) for row in kept]
 
 
-def _configuration(group: list[Row]) -> Configuration:
+def _make_configuration(group: list[Row]) -> Configuration:
     rows = tuple(sorted(group, key=lambda row: str(row.get("id"))))
     return Configuration(rows[0], rows)
 
 
-def _key(row: Row) -> str:
-    """All that says which configuration it is, the model's name without brackets and release."""
+def _find_key(row: Row) -> str:
+    """Return all that identifies a configuration, the model's name without brackets and release."""
     said = {key: value for key, value in row.items() if key not in _NO_CONFIGURATION and value is not None}
     name = re.sub(r"[^a-z0-9]+", "", str(said.get("model", "")).lower().replace("dense", ""))
     return json.dumps({**said, "model": name, "role": row.get("role")}, sort_keys=True, default=str)

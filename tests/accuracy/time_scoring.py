@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from tests.accuracy.catalog_predictions import uncalibrated
+from tests.accuracy.catalog_predictions import ignore_calibrations
 from tests.accuracy.row_plans import Mapped
-from tests.accuracy.rows import Row, source
-from tests.accuracy.schedules import under
-from tests.accuracy.scoring import percentile
+from tests.accuracy.rows import Row, read_source
+from tests.accuracy.schedules import apply_schedule
+from tests.accuracy.scoring import compute_percentile
 from tests.accuracy.time_own_code import beside_seconds
-from tests.accuracy.time_row_plans import timed
-from tests.accuracy.time_rows import configurations, step_seconds, tokens_rate
+from tests.accuracy.time_row_plans import map_timed_row
+from tests.accuracy.time_rows import list_configurations, step_seconds, tokens_rate
 from tests.accuracy.unmapped_rows import UnmappedError
 
 from shardscope.timing.report import StepReport
@@ -55,7 +55,7 @@ class TimeScored(NamedTuple):
     @property
     def source(self) -> str:
         """Return the publisher of the measurement."""
-        return source(self.mapped.row)
+        return read_source(self.mapped.row)
 
     @property
     def role(self) -> str:
@@ -105,27 +105,27 @@ class TimeScore(NamedTuple):
 
 def score_time(rows: Iterable[Row]) -> TimeScore:
     """Scores every configuration of grade A that says how fast it was, by the catalogue's constants."""
-    with uncalibrated():
-        return _scored(rows)
+    with ignore_calibrations():
+        return _score_rows(rows)
 
 
-def _scored(rows: Iterable[Row]) -> TimeScore:
+def _score_rows(rows: Iterable[Row]) -> TimeScore:
     scored: list[TimeScored] = []
     unmapped: list[tuple[Row, str]] = []
-    for found in configurations(rows):
+    for found in list_configurations(rows):
         try:
-            plan = timed(found.measured)
-            report = under(plan.schedule, plan.plan, plan.plan.step())
+            plan = map_timed_row(found.measured)
+            report = apply_schedule(plan.schedule, plan.plan, plan.plan.step())
         except UnmappedError as reason:
             unmapped.append((found.row, str(reason)))
             continue
-        measured = _measured(found.measured, report)
+        measured = _compute_measured_seconds(found.measured, report)
         scored.append(TimeScored(plan, measured, report, len(found.rows), beside_seconds(plan, report)))
     return TimeScore(tuple(scored), tuple(unmapped))
 
 
-def _measured(row: Row, report: StepReport) -> float:
-    """Seconds of one step of the plan at the row's rate.
+def _compute_measured_seconds(row: Row, report: StepReport) -> float:
+    """Compute the seconds of one step of the plan at the row's rate.
 
     By tokens a second where the row has them: a plan's batch may be rounded, and what a table calls a step
     may be another.
@@ -137,8 +137,8 @@ def _measured(row: Row, report: StepReport) -> float:
     return report.num_tokens / report.num_gpus / rate
 
 
-def absolute(rows: Sequence[TimeScored]) -> list[float]:
-    """Absolute relative errors, smallest first."""
+def sort_absolute_errors(rows: Sequence[TimeScored]) -> list[float]:
+    """Return the absolute relative errors, smallest first."""
     return sorted(abs(row.error) for row in rows)
 
 
@@ -146,7 +146,7 @@ def rank_correlation(rows: Sequence[TimeScored]) -> float | None:
     """Spearman's, between predicted and measured tokens a second of one GPU; None for fewer than five."""
     if len(rows) < 5:
         return None
-    return spearman(
+    return compute_spearman(
         [row.predicted_rate for row in rows],
         [row.tokens_per_second_per_gpu for row in rows],
     )
@@ -166,16 +166,16 @@ def rank_correlation_of_layouts(rows: Sequence[TimeScored]) -> float | None:
     return sum(size * rank for size, rank in found) / sum(size for size, _ in found) if found else None
 
 
-def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """The rank correlation, ties at the mean of their ranks; None where one side does not vary."""
-    ranks = [_ranks(first), _ranks(second)]
+def compute_spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Compute the rank correlation, ties at their mean rank; None where one side does not vary."""
+    ranks = [_rank_values(first), _rank_values(second)]
     middle = (len(first) - 1) / 2
     both = sum((a - middle) * (b - middle) for a, b in zip(*ranks, strict=True))
     squares = [sum((rank - middle) ** 2 for rank in one) for one in ranks]
     return both / (squares[0] * squares[1]) ** 0.5 if min(squares) > 0 else None
 
 
-def _ranks(values: Sequence[float]) -> list[float]:
+def _rank_values(values: Sequence[float]) -> list[float]:
     order = sorted(range(len(values)), key=values.__getitem__)
     ranks = [0.0] * len(values)
     start = 0
@@ -189,26 +189,26 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return ranks
 
 
-def summary(groups: dict[str, list[TimeScored]]) -> tuple[float, float] | None:
-    """Median of the sources' medians, and the 90th percentile over all their rows; None without rows."""
+def summarize_groups(groups: dict[str, list[TimeScored]]) -> tuple[float, float] | None:
+    """Return the median of the sources' medians and the 90th percentile of all rows; None without rows."""
     if not groups:
         return None
-    errors = {name: absolute(rows) for name, rows in groups.items()}
+    errors = {name: sort_absolute_errors(rows) for name, rows in groups.items()}
     medians = [median(found) for found in errors.values()]
-    return median(medians), percentile(sorted(one for found in errors.values() for one in found), 0.9)
+    return median(medians), compute_percentile(sorted(one for found in errors.values() for one in found), 0.9)
 
 
-def counted(score: TimeScore) -> str:
-    """Sources, and rows that were scored of those that say how fast they were."""
+def count_scored(score: TimeScore) -> str:
+    """Count sources, and scored rows among those that state a speed."""
     return f"{len(score.by_source)} sources, {len(score.scored)} of {score.num_configurations} rows"
 
 
 def overall_line(score: TimeScore) -> str:
     """The one line that ends the report of a kind."""
-    found = summary(score.by_source)
+    found = summarize_groups(score.by_source)
     words = (
         "no row scored"
         if found is None
         else f"median of source medians {100 * found[0]:.1f} %, p90 {100 * found[1]:.1f} %"
     )
-    return f"overall time: {counted(score)}, {words}"
+    return f"overall time: {count_scored(score)}, {words}"

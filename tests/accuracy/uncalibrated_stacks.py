@@ -6,8 +6,14 @@ from collections import defaultdict
 from statistics import median
 
 from tests.accuracy.row_plans import Mapped
-from tests.accuracy.scoring import percentile
-from tests.accuracy.time_scoring import TimeScore, TimeScored, absolute, counted, summary
+from tests.accuracy.scoring import compute_percentile
+from tests.accuracy.time_scoring import (
+    TimeScore,
+    TimeScored,
+    count_scored,
+    sort_absolute_errors,
+    summarize_groups,
+)
 
 from shardscope.catalog import load_efficiency
 
@@ -21,19 +27,19 @@ def is_calibrated(mapped: Mapped) -> bool:
     return mapped.framework not in OTHER_FRAMEWORKS and mapped.plan.cluster.gpu.architecture in generations
 
 
-def calibrated(score: TimeScore) -> TimeScore:
-    """Without the stacks for which nothing was calibrated."""
+def select_calibrated(score: TimeScore) -> TimeScore:
+    """Select the rows of stacks for which something was calibrated."""
     return TimeScore(tuple(one for one in score.scored if is_calibrated(one.mapped)), score.unmapped)
 
 
 def described_line(score: TimeScore) -> str:
     """The closing line's figures with foreign code described, which no plan says."""
-    known = calibrated(score)
-    found = summary(known.by_source)
+    known = select_calibrated(score)
+    found = summarize_groups(known.by_source)
     if found is None:
         return ""
     return (
-        f"with what ran beside it described: {counted(known)}, "
+        f"with what ran beside it described: {count_scored(known)}, "
         f"median of source medians {100 * found[0]:.1f} %, p90 {100 * found[1]:.1f} %"
     )
 
@@ -49,14 +55,14 @@ def apart_lines(score: TimeScore) -> str:
         return ""
     lines = [
         f"never calibrated, apart from the last line: {name}, {len({one.source for one in rows})} sources, "
-        f"{len(rows)} rows, median {100 * median(absolute(rows)):.1f} %, "
-        f"p90 {100 * percentile(absolute(rows), 0.9):.1f} %"
+        f"{len(rows)} rows, median {100 * median(sort_absolute_errors(rows)):.1f} %, "
+        f"p90 {100 * compute_percentile(sort_absolute_errors(rows), 0.9):.1f} %"
         for name, rows in sorted(stacks.items())
     ]
-    found = summary(score.by_source)
+    found = summarize_groups(score.by_source)
     assert found is not None
     lines.append(
-        f"with them: {counted(score)}, median of source medians {100 * found[0]:.1f} %, "
+        f"with them: {count_scored(score)}, median of source medians {100 * found[0]:.1f} %, "
         f"p90 {100 * found[1]:.1f} %"
     )
     return "\n\n".join(lines)

@@ -45,10 +45,10 @@ FAMILIES = (
 """Those of the catalogue when the samples were stored: one more would change every plan of a seed."""
 
 
-def architecture(draw: Random) -> Architecture:
-    """A few layers of any family: of sizes as :mod:`sampling` draws them, or of a published model's."""
+def draw_architecture(draw: Random) -> Architecture:
+    """Draw a few layers of any family: sizes as :mod:`sampling` draws them, or a published model's."""
     if draw.random() < 0.4:
-        return sampling.architecture(draw)
+        return sampling.draw_architecture(draw)
     family = draw.choice(FAMILIES)
     published = [one for one in models.values() if one.model_type == family and one.hidden_size <= MAX_HIDDEN]
     model = draw.choice(published)
@@ -65,8 +65,8 @@ def architecture(draw: Random) -> Architecture:
     return replace(model, name=f"{layers} layers of {model.name}", **changes)
 
 
-def recipe(draw: Random, layout: Layout, arch: Architecture, data_parallel: int) -> Recipe:
-    """Every choice that the layout offers."""
+def draw_recipe(draw: Random, layout: Layout, arch: Architecture, data_parallel: int) -> Recipe:
+    """Draw every choice that the layout offers."""
     chosen: dict[str, Any] = {}
     for field, (usual, share) in USUAL.items():
         values = list_supported(layout, field)
@@ -77,7 +77,7 @@ def recipe(draw: Random, layout: Layout, arch: Architecture, data_parallel: int)
     if adapted:
         chosen["lora_rank"] = draw.choice((None, 8, 64))
         chosen["lora_dropout"] = draw.choice((0.0, 0.0, 0.05))
-        chosen["lora_targets"] = _targets(draw, arch)
+        chosen["lora_targets"] = _draw_lora_targets(draw, arch)
     if draw.random() < 0.06:
         chosen["dropout"] = 0.1
     if chosen["attention"] == "flash":
@@ -91,7 +91,7 @@ def recipe(draw: Random, layout: Layout, arch: Architecture, data_parallel: int)
     )
 
 
-def _targets(draw: Random, arch: Architecture) -> tuple[str, ...] | None:
+def _draw_lora_targets(draw: Random, arch: Architecture) -> tuple[str, ...] | None:
     """Sample the modules with adapters: the default of the recipe, all projections, or one of them."""
     every = tuple(
         dict.fromkeys(name for i in range(arch.num_hidden_layers) for name, _ in arch.layer_linears(i))
@@ -99,8 +99,8 @@ def _targets(draw: Random, arch: Architecture) -> tuple[str, ...] | None:
     return draw.choice((None, every, (draw.choice(every),)))
 
 
-def fsdp2(draw: Random, world_size: int) -> Layout:
-    """Copies, any number of ranks to reshard to, and shards in host memory."""
+def draw_fsdp2(draw: Random, world_size: int) -> Layout:
+    """Draw replicas, any number of ranks to reshard to, and shards in host memory."""
     replicate = draw.choice([degree for degree in (1, 1, 1, 2, 4) if world_size % degree == 0])
     shard = world_size // replicate
     divisors = [degree for degree in (2, 3, 4, 6, 8, 16) if shard % degree == 0]
@@ -109,23 +109,23 @@ def fsdp2(draw: Random, world_size: int) -> Layout:
     return Layout.fsdp2(replicate=replicate, reshard_after_forward=reshard, offload=offload)
 
 
-LAYOUTS = {**sampling.LAYOUTS, "fsdp2": fsdp2}
+LAYOUTS = {**sampling.LAYOUTS, "fsdp2": draw_fsdp2}
 """How each framework's layouts are drawn here."""
 
 
-def plans(framework: str, seed: int, count: int) -> list[Plan]:
-    """``count`` plans of one framework; the same seed gives the same ones, a larger count the same first."""
+def sample_plans(framework: str, seed: int, count: int) -> list[Plan]:
+    """Sample ``count`` plans of one framework; the same seed gives the same ones, a larger count more."""
     found: list[Plan] = []
     draw = Random(f"wide {framework} {seed}")
     while len(found) < count:
         name = draw.choice(sampling.CLUSTERS)
         cluster = Cluster.parse("2xcpu" if draw.random() < CPU_SHARE else name)
-        arch = architecture(draw)
+        arch = draw_architecture(draw)
         try:
             layout = LAYOUTS[framework](draw, cluster.num_gpus)
             free = layout.compute_degrees(arch, cluster, Recipe())
-            drawn = recipe(draw, layout, arch, free.data_parallel)
-            found.append(Plan(arch, cluster, drawn, sampling.runnable(layout, arch, drawn)))
+            drawn = draw_recipe(draw, layout, arch, free.data_parallel)
+            found.append(Plan(arch, cluster, drawn, sampling.make_runnable(layout, arch, drawn)))
         except ValueError:
             continue
     return found

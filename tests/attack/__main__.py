@@ -16,7 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.attack.fuzzing import Outcome, attack
+from tests.attack.fuzzing import Outcome, run_tries
 from tests.attack.recorded_runs import record_runs
 
 ARTIFACTS = Path("artifacts/attack")
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     started_at = time.monotonic()
 
     def make_tries(part: list[int]) -> None:
-        for outcome in attack(part, options.seed, recorded, options.keep):
+        for outcome in run_tries(part, options.seed, recorded, options.keep):
             outcomes.append(outcome)
             if outcome.wrong or options.only is not None:
                 print(describe(outcome), flush=True)

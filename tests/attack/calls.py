@@ -145,7 +145,7 @@ def load_model(run: Run) -> None:
             add_trained_adapters(model, files.adapters)
 
 
-def merge(use: Use) -> None:
+def merge_weights(use: Use) -> None:
     def merge_here(files: ModelFiles, folder: Path, report: object) -> None:
         with _as_in_a_process():
             merge_adapters(files, folder)
@@ -261,7 +261,7 @@ def list_free(use: Use) -> None:
 
 def show_run(use: Use) -> None:
     assert use.run is not None
-    with _view(lambda: RunView(use.run)) as view:
+    with _render_view(lambda: RunView(use.run)) as view:
         deadline = time.monotonic() + DRAW_SECONDS
         while view._is_watching and not (view.status and view._sampled):
             if time.monotonic() > deadline:
@@ -272,7 +272,7 @@ def show_run(use: Use) -> None:
 
 
 def show_runs(use: Use) -> None:
-    with _view(RunsView) as view:
+    with _render_view(RunsView) as view:
         if f">{GOOD}<" not in view.table.value:
             raise WrongError("another run has no row in the Runs tab")
         good = next(summary.run for summary in view._rows.values() if summary.name == GOOD)
@@ -283,11 +283,11 @@ def show_runs(use: Use) -> None:
 
 
 @contextmanager
-def _view(make: Callable[[], Any]) -> Any:
+def _render_view(make: Callable[[], Any]) -> Any:
     view = make()
     try:
         yield view
-        for part in _parts(view):
+        for part in _list_parts(view):
             # Those of ours set it as the HTML of an element.
             if isinstance(part, widgets.HTML | anywidget.AnyWidget):
                 check_html(getattr(part, "value", None))
@@ -296,10 +296,10 @@ def _view(make: Callable[[], Any]) -> Any:
         view.close()
 
 
-def _parts(view: Any) -> Iterable[Any]:
+def _list_parts(view: Any) -> Iterable[Any]:
     yield view
     for child in getattr(view, "children", ()):
-        yield from _parts(child)
+        yield from _list_parts(child)
 
 
 # ---- what changes the run, last
@@ -344,7 +344,7 @@ CALLS: dict[str, Callable[[Use], None]] = {
     "run.chat": _of_run(open_chat),
     "run.chat(base=True)": _of_run(open_chat_with_base),
     "the model of run.chat": _of_run(load_model),
-    "ss.merge": merge,
+    "ss.merge": merge_weights,
     "run._repr_html_": _of_run(lambda run: check_html(run._repr_html_())),
     "run.wait": _of_run(wait),
     "ss.runs": list_runs,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.attack.mutations import HOSTILE_TEXTS, Surroundings, mutate
+from tests.attack.mutations import HOSTILE_TEXTS, Surroundings, mutate_run
 from tests.attack.recorded_runs import NAMES, make_living
 
 CALL_SECONDS = 2.0
@@ -138,7 +138,7 @@ class Worker:
         return answer
 
 
-def attack(
+def run_tries(
     numbers: list[int], seed: int, recorded: Path, failed_folder: Path | None = None
 ) -> Iterator[Outcome]:
     """Make the tries of these numbers. Failed ones are copied to ``failed_folder``."""
@@ -151,16 +151,16 @@ def attack(
             shutil.copytree(recorded / name, runs / name)
         try:
             for number in numbers:
-                yield _try(number, seed, recorded, Path(parent) / str(number), worker, failed_folder)
+                yield _run_try(number, seed, recorded, Path(parent) / str(number), worker, failed_folder)
                 shutil.rmtree(Path(parent) / str(number))
         finally:
             worker.close()
 
 
-def _try(
+def _run_try(
     number: int, seed: int, recorded: Path, parent: Path, worker: Worker, failed_folder: Path | None
 ) -> Outcome:
-    damaged, around, damage = _prepare(number, seed, recorded, parent)
+    damaged, around, damage = _prepare_runs(number, seed, recorded, parent)
     outcome = Outcome(number, damage)
     before = _read_outside(parent, damaged)
     late: list[tuple[str, str]] = []
@@ -182,7 +182,7 @@ def _try(
     # The machine may have been busy: what was late is tried once more, on the folder as it was.
     for name, wrong in late:
         shutil.rmtree(parent)
-        damaged, around, _ = _prepare(number, seed, recorded, parent)
+        damaged, around, _ = _prepare_runs(number, seed, recorded, parent)
         again = dict(worker.open(damaged, list(dict.fromkeys(["Run.attach", name]))))
         if again.get(name, wrong) is not None:
             outcome.wrong.append(f"{name}: {again.get(name, wrong)}")
@@ -191,7 +191,9 @@ def _try(
     return outcome
 
 
-def _prepare(number: int, seed: int, recorded: Path, parent: Path) -> tuple[Path, Surroundings, list[str]]:
+def _prepare_runs(
+    number: int, seed: int, recorded: Path, parent: Path
+) -> tuple[Path, Surroundings, list[str]]:
     """Copy two recorded runs to ``parent``, damage one. Return it, what is around it, and the damage."""
     draw = random.Random(f"{seed} {number}")
     kind = draw.choice(NAMES)
@@ -207,7 +209,7 @@ def _prepare(number: int, seed: int, recorded: Path, parent: Path) -> tuple[Path
     around.folder.mkdir()
     around.precious.write_text('{"world_size": 2, "status": "the user\'s own file"}\n')
     (around.folder / "rank-0.jsonl").write_text('{"step": 0, "rank": 0, "time": 1.0, "loss": 7.0}\n')
-    return damaged, around, [f"a run that is {kind}", *mutate(draw, damaged, around)]
+    return damaged, around, [f"a run that is {kind}", *mutate_run(draw, damaged, around)]
 
 
 def _read_outside(parent: Path, damaged: Path) -> dict[str, tuple[Any, ...]]:
@@ -237,4 +239,4 @@ def _copy_failed(number: int, seed: int, recorded: Path, failed_folder: Path) ->
     parent = failed_folder / f"{seed}-{number}"
     shutil.rmtree(parent, ignore_errors=True)
     parent.mkdir(parents=True)
-    _prepare(number, seed, recorded, parent)
+    _prepare_runs(number, seed, recorded, parent)

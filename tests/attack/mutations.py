@@ -81,7 +81,7 @@ Mutation = Callable[[random.Random, Path, Surroundings], str | None]
 """Changes the folder and returns what it did; None if there was nothing to change."""
 
 
-def mutate(rng: random.Random, path: Path, around: Surroundings) -> list[str]:
+def mutate_run(rng: random.Random, path: Path, around: Surroundings) -> list[str]:
     """Damage the run in ``path`` in one to three ways. Return their descriptions."""
     descriptions: list[str] = []
     count = rng.choice((1, 1, 1, 2, 3))
@@ -106,7 +106,7 @@ def flip_bytes(rng: random.Random, path: Path, _: Surroundings) -> str | None:
     for _ in range(count):
         changed[rng.randrange(len(changed))] = rng.randrange(256)
     file.write_bytes(changed)
-    return f"{count} bytes of {_name(file, path)} are others"
+    return f"{count} bytes of {_format_name(file, path)} are others"
 
 
 def truncate(rng: random.Random, path: Path, _: Surroundings) -> str | None:
@@ -115,7 +115,7 @@ def truncate(rng: random.Random, path: Path, _: Surroundings) -> str | None:
         return None
     length = rng.choice((0, 1, rng.randrange(len(data))))
     file.write_bytes(data[:length])
-    return f"{_name(file, path)} ends after {length} bytes"
+    return f"{_format_name(file, path)} ends after {length} bytes"
 
 
 def replace_encoding(rng: random.Random, path: Path, _: Surroundings) -> str | None:
@@ -128,7 +128,7 @@ def replace_encoding(rng: random.Random, path: Path, _: Surroundings) -> str | N
         ("has carriage returns", data.replace(b"\n", b"\r\r\n")),
     ))  # fmt: skip
     file.write_bytes(encoded)
-    return f"{_name(file, path)} {how}"
+    return f"{_format_name(file, path)} {how}"
 
 
 def append_long_line(rng: random.Random, path: Path, _: Surroundings) -> str | None:
@@ -144,7 +144,9 @@ def append_long_line(rng: random.Random, path: Path, _: Surroundings) -> str | N
     end = rng.choice((b"", b"\n"))
     with file.open("ab") as opened:
         opened.write(line + end)
-    return f"{_name(file, path)} ends in a line of {len(line):,} bytes{'' if end else ' without its end'}"
+    return (
+        f"{_format_name(file, path)} ends in a line of {len(line):,} bytes{'' if end else ' without its end'}"
+    )
 
 
 def append_many_lines(rng: random.Random, path: Path, _: Surroundings) -> str | None:
@@ -162,7 +164,7 @@ def append_many_lines(rng: random.Random, path: Path, _: Surroundings) -> str | 
                 record[f"metric-{n}"] = n
             text = "{}" if kind == "empty" else str(n) if kind == "numbers" else json.dumps(record)
             opened.write(text + "\n")
-    return f"{_name(file, path)} has {count:,} more lines ({kind})"
+    return f"{_format_name(file, path)} has {count:,} more lines ({kind})"
 
 
 def nest_deeply(rng: random.Random, path: Path, _: Surroundings) -> str | None:
@@ -172,14 +174,16 @@ def nest_deeply(rng: random.Random, path: Path, _: Surroundings) -> str | None:
     value = f"{opening * depth}1{closing * depth}"
     whole = rng.choice((True, False))
     file.write_text((value if whole else f'{{"world_size": 2, "plan": {value}, "status": {value}}}') + "\n")
-    return f"{_name(file, path)} nests {depth:,} deep"
+    return f"{_format_name(file, path)} nests {depth:,} deep"
 
 
 # ---- values
 
 
 def replace_value(rng: random.Random, path: Path, around: Surroundings) -> str | None:
-    return _change_record(rng, path, lambda record: _replace_somewhere(rng, record, _hostile(rng, around)))
+    return _change_record(
+        rng, path, lambda record: _replace_somewhere(rng, record, _draw_hostile_value(rng, around))
+    )
 
 
 def replace_run_json_value(rng: random.Random, path: Path, around: Surroundings) -> str | None:
@@ -187,7 +191,7 @@ def replace_run_json_value(rng: random.Random, path: Path, around: Surroundings)
         if not isinstance(record, dict) or not record:
             return None
         key = rng.choice(sorted(record))
-        record[key], words = _hostile(rng, around)
+        record[key], words = _draw_hostile_value(rng, around)
         return f"{key} is {words}"
 
     return _change_record(rng, path, change, "run.json")
@@ -196,14 +200,18 @@ def replace_run_json_value(rng: random.Random, path: Path, around: Surroundings)
 def replace_plan_value(rng: random.Random, path: Path, around: Surroundings) -> str | None:
     def change(record: Any) -> str | None:
         plan = record.get("plan") if isinstance(record, dict) else None
-        return _replace_somewhere(rng, plan, _hostile(rng, around)) if isinstance(plan, dict) else None
+        return (
+            _replace_somewhere(rng, plan, _draw_hostile_value(rng, around))
+            if isinstance(plan, dict)
+            else None
+        )
 
     return _change_record(rng, path, change, "run.json")
 
 
 def change_keys(rng: random.Random, path: Path, around: Surroundings) -> str | None:
     def change(record: Any) -> str | None:
-        spots = [spot for spot in _containers(record) if isinstance(spot, dict) and spot]
+        spots = [spot for spot in _list_containers(record) if isinstance(spot, dict) and spot]
         if not spots:
             return None
         spot = rng.choice(spots)
@@ -213,29 +221,29 @@ def change_keys(rng: random.Random, path: Path, around: Surroundings) -> str | N
         if kind == "renamed":
             spot[rng.choice((key.upper(), f" {key}", *HOSTILE_TEXTS))] = value
         elif kind == "twice":
-            other, _ = _hostile(rng, around)
-            spot[RawJson(f"{json.dumps(key)}: {_encode(value)}, {json.dumps(key)}")] = other
+            other, _ = _draw_hostile_value(rng, around)
+            spot[RawJson(f"{json.dumps(key)}: {_encode_json(value)}, {json.dumps(key)}")] = other
         return f"{key} is {kind}"
 
     return _change_record(rng, path, change)
 
 
 def add_status(rng: random.Random, path: Path, around: Surroundings) -> str | None:
-    value, words = rng.choice(((rng.choice(STATUSES), "known"), _hostile(rng, around)))
+    value, words = rng.choice(((rng.choice(STATUSES), "known"), _draw_hostile_value(rng, around)))
     if rng.random() < 0.3:  # Then the last status is what is shown.
         (path / "supervisor.json").unlink(missing_ok=True)
-    reason, _ = rng.choice((("as it was", ""), _hostile(rng, around)))
+    reason, _ = rng.choice((("as it was", ""), _draw_hostile_value(rng, around)))
     when = rng.choice((1.0, 4e9, 9e15, -1e12, "soon", None, RawJson("1e999")))
     record = {"time": when, "status": value, "reason": reason, "error": rng.choice((None, HOSTILE_TEXTS[1]))}
-    return _append(path, "status.jsonl", record, f"a status that is {words}, at {when}")
+    return _append_text(path, "status.jsonl", record, f"a status that is {words}, at {when}")
 
 
 def add_metrics(rng: random.Random, path: Path, around: Surroundings) -> str | None:
-    value, words = _hostile(rng, around)
+    value, words = _draw_hostile_value(rng, around)
     name = rng.choice(("loss", "step", "rank", "time", "step_seconds", "memory_bytes", *HOSTILE_TEXTS))
     rank = rng.choice((0, 1))
     record = {"step": 9, "rank": rank, "time": 1.0, "loss": 1.0, name: value}
-    return _append(path, f"events/rank-{rank}.jsonl", record, f"{name} that is {words}")
+    return _append_text(path, f"events/rank-{rank}.jsonl", record, f"{name} that is {words}")
 
 
 def add_failure(rng: random.Random, path: Path, around: Surroundings) -> str | None:
@@ -262,13 +270,13 @@ def add_failure(rng: random.Random, path: Path, around: Surroundings) -> str | N
         "text": rng.choice(HOSTILE_TEXTS),
         "gpu": 0,
     }
-    record[rng.choice(sorted(record))], words = _hostile(rng, around)
+    record[rng.choice(sorted(record))], words = _draw_hostile_value(rng, around)
     status = path / "status.jsonl"
     # An earlier mutation may have put a FIFO, a socket or a link there, whose opening would hang or fail.
     is_ordinary = not status.is_symlink() and (status.is_file() or not status.exists())
     if rng.random() < 0.5 and is_ordinary:
         status.write_text('{"time": 1.0, "status": "failed", "reason": "r"}\n')
-    return _append(path, file, record, f"a record with a value that is {words}")
+    return _append_text(path, file, record, f"a record with a value that is {words}")
 
 
 def add_output(rng: random.Random, path: Path, around: Surroundings) -> str | None:
@@ -280,7 +288,7 @@ def add_output(rng: random.Random, path: Path, around: Surroundings) -> str | No
         return None
     with file.open("a") as opened:
         opened.write(f"{text}\n" * rng.choice((1, 100)))
-    return f"{_name(file, path)} ends in {text!a}"
+    return f"{_format_name(file, path)} ends in {text!a}"
 
 
 def change_ranks(rng: random.Random, path: Path, around: Surroundings) -> str | None:
@@ -306,7 +314,7 @@ def change_ranks(rng: random.Random, path: Path, around: Surroundings) -> str | 
 
 def change_times(rng: random.Random, path: Path, _: Surroundings) -> str | None:
     when = rng.choice((0.0, 1.0, 4e9, 9e9))
-    for file in _files(path):
+    for file in _list_files(path):
         os.utime(file, (when, when))
     return f"every file is of {when:.0f} s after 1970"
 
@@ -326,12 +334,12 @@ def replace_by_special(rng: random.Random, path: Path, around: Surroundings) -> 
         target, _data = _some_file(rng, path)
     kind = rng.choice(KINDS)
     try:
-        _remove(target)
+        _remove_path(target)
         target.parent.mkdir(exist_ok=True)
         SPECIALS[kind](target, around)
     except OSError:  # Its folder is something else already.
         return None
-    return f"{_name(target, path)} is {kind}"
+    return f"{_format_name(target, path)} is {kind}"
 
 
 def _make_socket(target: Path, _: Surroundings) -> None:
@@ -383,11 +391,11 @@ def swap_files(rng: random.Random, path: Path, _: Surroundings) -> str | None:
     first, data = _some_file(rng, path)
     second, _data = _some_file(rng, path)
     second.write_bytes(data)
-    return f"{_name(second, path)} is a copy of {_name(first, path)}"
+    return f"{_format_name(second, path)} is a copy of {_format_name(first, path)}"
 
 
 def delete_files(rng: random.Random, path: Path, _: Surroundings) -> str | None:
-    files = _files(path)
+    files = _list_files(path)
     left = rng.choice((len(files) - 1, len(files) // 2, 1, 0))
     for file in rng.sample(files, len(files) - max(0, left)):
         file.unlink()
@@ -399,7 +407,7 @@ def delete_files(rng: random.Random, path: Path, _: Surroundings) -> str | None:
 
 def plant_pickles(rng: random.Random, path: Path, around: Surroundings) -> str | None:
     payload = pickle.dumps(_Evil(around.canary), protocol=rng.choice((0, 2, 5)))
-    metadata = [file for file in _files(path) if file.name in (".metadata", "metadata.pt")]
+    metadata = [file for file in _list_files(path) if file.name in (".metadata", "metadata.pt")]
     name = rng.choice(
         ("task.pkl", "memory_snapshots/rank-0.pickle", ".metadata", "checkpoint", "traces/rank-0.json.gz")
     )
@@ -414,7 +422,7 @@ def plant_pickles(rng: random.Random, path: Path, around: Surroundings) -> str |
         (folder / "position.json").write_text('{"num_steps_done": 999999, "seed": 0}')
     else:
         file = path / ("task.pkl" if name == ".metadata" else name)
-        _remove(file)
+        _remove_path(file)
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(payload)
     return f"an evil pickle is planted: {name}"
@@ -433,12 +441,12 @@ def plant_trace(rng: random.Random, path: Path, _: Surroundings) -> str | None:
     ))  # fmt: skip
     target = path / "traces" / rng.choice(("rank-0.json.gz", "rank-1.json.gz", "more.json.gz"))
     try:
-        _remove(target)
+        _remove_path(target)
         target.parent.mkdir(exist_ok=True)
         target.write_bytes(data)
     except OSError:
         return None
-    return f"{_name(target, path)} is another trace"
+    return f"{_format_name(target, path)} is another trace"
 
 
 def plant_code(rng: random.Random, path: Path, around: Surroundings) -> str:
@@ -491,8 +499,8 @@ MUTATIONS: tuple[Mutation, ...] = (
 # ---- helpers
 
 
-def _hostile(rng: random.Random, around: Surroundings) -> tuple[Any, str]:
-    """A value of another type, size or meaning, and its words."""
+def _draw_hostile_value(rng: random.Random, around: Surroundings) -> tuple[Any, str]:
+    """Draw a value of another type, size or meaning, and its description."""
     text = rng.choice(HOSTILE_TEXTS)
     if rng.random() < 0.25:
         return text, "hostile HTML"
@@ -523,16 +531,16 @@ def _hostile(rng: random.Random, around: Surroundings) -> tuple[Any, str]:
     ))  # fmt: skip
 
 
-def _containers(value: Any) -> list[Any]:
+def _list_containers(value: Any) -> list[Any]:
     found = [value] if isinstance(value, dict | list) else []
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for item in inside:
-        found += _containers(item)
+        found += _list_containers(item)
     return found
 
 
 def _replace_somewhere(rng: random.Random, record: Any, hostile: tuple[Any, str]) -> str | None:
-    spots = [spot for spot in _containers(record) if spot]
+    spots = [spot for spot in _list_containers(record) if spot]
     if not spots:
         return None
     spot = rng.choice(spots)
@@ -559,21 +567,21 @@ def _change_record(
     try:
         record = json.loads(lines[number])
         words = change(record)
-        encoded = _encode(record).encode(errors="surrogatepass")
+        encoded = _encode_json(record).encode(errors="surrogatepass")
     except (ValueError, RecursionError):  # It was damaged before.
         return None
     if words is None:
         return None
     lines[number] = encoded
     file.write_bytes(b"\n".join(lines) + b"\n")
-    return f"in {_name(file, path)}, {words}"
+    return f"in {_format_name(file, path)}, {words}"
 
 
-def _append(path: Path, name: str, record: dict[str, Any], words: str) -> str | None:
+def _append_text(path: Path, name: str, record: dict[str, Any], words: str) -> str | None:
     file = path / name
     if os.path.lexists(file) and (file.is_symlink() or not file.is_file()):
         return None
-    text = _encode(record) + "\n"
+    text = _encode_json(record) + "\n"
     try:
         file.parent.mkdir(exist_ok=True)
         if file.suffix == ".jsonl":
@@ -586,23 +594,23 @@ def _append(path: Path, name: str, record: dict[str, Any], words: str) -> str | 
     return f"{name} has {words}"
 
 
-def _encode(value: Any) -> str:
-    """JSON as Python's encoder writes it, but for :class:`RawJson`."""
+def _encode_json(value: Any) -> str:
+    """Encode as JSON as Python's encoder does, except :class:`RawJson`."""
     if isinstance(value, RawJson):
         return str(value)
     if isinstance(value, dict):
         items = (
-            f"{key if isinstance(key, RawJson) else json.dumps(key)}: {_encode(item)}"
+            f"{key if isinstance(key, RawJson) else json.dumps(key)}: {_encode_json(item)}"
             for key, item in value.items()
         )
         return "{" + ", ".join(items) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_encode, value)) + "]"
+        return "[" + ", ".join(map(_encode_json, value)) + "]"
     return json.dumps(value)
 
 
-def _files(path: Path) -> list[Path]:
-    """Regular files of the run, in an order that is the same each time."""
+def _list_files(path: Path) -> list[Path]:
+    """List the regular files of the run, in an order that is the same each time."""
     found = []
     for place, folders, names in os.walk(path):
         folders.sort()
@@ -612,7 +620,7 @@ def _files(path: Path) -> list[Path]:
 
 def _some_file(rng: random.Random, path: Path, suffixes: tuple[str, ...] = ()) -> tuple[Path, bytes]:
     """A file and what is in it; files at the top, which every use reads, as often as all others."""
-    files = [file for file in _files(path) if not suffixes or file.suffix in suffixes]
+    files = [file for file in _list_files(path) if not suffixes or file.suffix in suffixes]
     top = [file for file in files if file.parent == path]
     chosen = rng.choice(top if top and rng.random() < 0.5 else files) if files else path / "run.json"
     if not chosen.exists() or chosen.stat().st_size > 2**24:
@@ -620,11 +628,11 @@ def _some_file(rng: random.Random, path: Path, suffixes: tuple[str, ...] = ()) -
     return chosen, chosen.read_bytes()
 
 
-def _name(file: Path, path: Path) -> str:
+def _format_name(file: Path, path: Path) -> str:
     return str(file.relative_to(path))
 
 
-def _remove(target: Path) -> None:
+def _remove_path(target: Path) -> None:
     if target.is_dir() and not target.is_symlink():
         shutil.rmtree(target)
     else:

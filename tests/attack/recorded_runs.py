@@ -43,8 +43,10 @@ def record_runs(folder: Path) -> None:
     base = folder.with_name(f"{folder.name}-base")
     shutil.rmtree(base, ignore_errors=True)
     write_chat_folder(base, tie_word_embeddings=True)
-    _record(plan, ss.Pretrain(num_steps=8, save_every=8, profile=True), launched, "stopped", "finished")
-    _record(plan, ss.Pretrain(num_steps=8, text=_write_deleted_text(launched)), launched, "failed", "failed")
+    _record_run(plan, ss.Pretrain(num_steps=8, save_every=8, profile=True), launched, "stopped", "finished")
+    _record_run(
+        plan, ss.Pretrain(num_steps=8, text=_write_deleted_text(launched)), launched, "failed", "failed"
+    )
     # Change the status to stopped after the last step: a finished run cannot be resumed.
     _replace_last_status(launched / "stopped", "stopped", "run.stop() was called")
     shutil.copytree(launched / "stopped", launched / "living")
@@ -61,14 +63,14 @@ def make_living(path: Path) -> None:
     RunFolder(path).supervisor.write_text(json.dumps(record) + "\n")
 
 
-def _record(plan: ss.Plan, task: ss.Pretrain | ss.Finetune, folder: Path, name: str, status: str) -> None:
+def _record_run(plan: ss.Plan, task: ss.Pretrain | ss.Finetune, folder: Path, name: str, status: str) -> None:
     run = ss.launch(plan, task, name=name, folder=folder)
     if isinstance(task, ss.Pretrain) and task.text is not None:
         task.text.unlink()
     ended = run.wait(SECONDS)
     if ended != status:
         raise RuntimeError(f"the run to record is {ended}, not {status}: {run.reason}\n{run.error}")
-    _trim(run.folder)
+    _remove_large_files(run.folder)
 
 
 def _record_finetune(base: Path, folder: Path) -> None:
@@ -76,7 +78,7 @@ def _record_finetune(base: Path, folder: Path) -> None:
     plan = ss.Plan(ss.Architecture.from_hf(base), ss.Cluster.parse("2xcpu"), recipe, ss.Layout.ddp())
     rows = [{"prompt": "Who hunts the whale?", "completion": "Captain Ahab does."}] * 4
     task = ss.Finetune(base, rows, num_steps=2, export=True, sample_prompts=1, max_new_tokens=4)
-    _record(plan, task, folder, "adapters", "finished")
+    _record_run(plan, task, folder, "adapters", "finished")
 
 
 def _replace_export(path: Path, weights: Path) -> None:
@@ -93,7 +95,7 @@ def _write_deleted_text(folder: Path) -> Path:
     return text
 
 
-def _trim(path: Path) -> None:
+def _remove_large_files(path: Path) -> None:
     for trace in (path / "traces").glob("*.json.gz"):
         record = json.loads(gzip.decompress(trace.read_bytes()))
         record["traceEvents"] = record["traceEvents"][:MAX_EVENTS]

@@ -44,7 +44,7 @@ FOLD_OF = {
 """Label of an input -> title of the fold that it belongs to."""
 
 
-def fill(page: Any, label: str, text: str) -> None:
+def fill_input(page: Any, label: str, text: str) -> None:
     """Type into the first input of the row that ``label`` names, and leave it."""
     fold = open_fold(page, FOLD_OF.get(label, label))
     row = fold.locator(".ss-row", has=page.get_by_text(label)).first

@@ -10,7 +10,7 @@ from typing import Any
 
 from playwright.sync_api import expect
 from served import Lab
-from studio_page import choose_tab, fill, open_fold, open_studio, save_screenshot, use_theme
+from studio_page import choose_tab, fill_input, open_fold, open_studio, save_screenshot, use_theme
 from test_one_screen import find_overflowing
 from tests.requirements import needs, thorough
 from tests.weights_folders import write_chat_folder
@@ -40,7 +40,7 @@ def test_data_is_previewed_and_its_length_applied(lab: Lab, browser: Any, tmp_pa
     page = browser.new_page(viewport={"width": 1440, "height": 900})
     try:
         open_studio(page, lab)
-        fill(page, "Model", str(folder))
+        fill_input(page, "Model", str(folder))
         fold = open_fold(page, "Task")
         expect(fold.locator(".ss-row .widget-label", has_text="Data")).to_be_visible()
         box = fold.locator(".ss-row", has=page.get_by_text("Data", exact=True)).locator("input")

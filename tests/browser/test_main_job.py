@@ -15,7 +15,7 @@ from studio_page import (
     SCREENSHOTS,
     TIMEOUT_MS,
     choose_tab,
-    fill,
+    fill_input,
     open_fold,
     read_chart,
     save_screenshot,
@@ -107,13 +107,13 @@ def run_all_cells(page: Any, lab: Lab) -> None:
 def check_chart_and_verdict_follow_the_model(page: Any) -> None:
     sentence, bars = page.locator(".ss-head").inner_text(), read_chart(page)
     assert "Llama 3.1 8B" in sentence and "Fits: " in sentence
-    fill(page, "Model", "llama-3.1-70b")
+    fill_input(page, "Model", "llama-3.1-70b")
     page.wait_for_selector(".ss-verdict[data-state='does not fit']")
     page.wait_for_function(PARAMETERS_DIFFER, arg=json.dumps(bars["parameters"]))
     after = read_chart(page)
     expect(page.locator(".ss-verdict")).to_contain_text("Does not fit: needs", use_inner_text=True)
     assert after["parameters"][0] > 8 * bars["parameters"][0]
-    fill(page, "Model", "llama-3.1-8b")
+    fill_input(page, "Model", "llama-3.1-8b")
     page.wait_for_selector(".ss-verdict[data-state=fits]")
     page.wait_for_function(f"before => !({PARAMETERS_DIFFER})(before)", arg=json.dumps(bars["parameters"]))
     assert read_chart(page) == bars
@@ -121,7 +121,7 @@ def check_chart_and_verdict_follow_the_model(page: Any) -> None:
 
 def check_invalid_input_keeps_the_chart(page: Any) -> None:
     before = page.locator(".ss-headline").inner_text(), read_chart(page)
-    fill(page, "Sequence", "-5")
+    fill_input(page, "Sequence", "-5")
     error = page.locator(".ss-side .ss-error [role=alert]")
     error.wait_for()
     assert "Recipe.seq_len is -5; allowed: a whole number from 1 to" in error.get_attribute("title")
@@ -129,7 +129,7 @@ def check_invalid_input_keeps_the_chart(page: Any) -> None:
     save_screenshot(page, "bad_input")
     page.locator(".ss-side .ss-error button").click()  # The fix is a button at the input.
     error.wait_for(state="detached")
-    fill(page, "Sequence", "4096")
+    fill_input(page, "Sequence", "4096")
     boxes = [open_fold(page, "Training").locator(".ss-row", has_text=name) for name in ("Sequence", "Batch")]
     border = "box => getComputedStyle(box).borderTopColor"
     page.locator(".ss-fold-line").first.focus()
@@ -139,7 +139,7 @@ def check_invalid_input_keeps_the_chart(page: Any) -> None:
 
 def make_plan_fit_and_undo(page: Any) -> None:
     """The fix changes the inputs; the notice describes the change and can undo it."""
-    fill(page, "Batch", "4")
+    fill_input(page, "Batch", "4")
     page.wait_for_selector(".ss-verdict[data-state='does not fit']")
     chips = page.locator(".ss-memory .ss-chip")
     chips.first.wait_for()
@@ -153,7 +153,7 @@ def make_plan_fit_and_undo(page: Any) -> None:
     expect(notice).to_contain_text("Made it fit", use_inner_text=True)
     notice.get_by_role("button", name="Undo").click()
     page.wait_for_selector(".ss-verdict[data-state='does not fit']")
-    fill(page, "Batch", "1")
+    fill_input(page, "Batch", "1")
     page.wait_for_selector(".ss-verdict[data-state=fits]")
 
 
@@ -166,9 +166,9 @@ def check_model_input_offers_all_models(page: Any) -> None:
     box.press("Tab")
     assert box.input_value() == "llama-3.1-8b"
     expect(page.locator(".ss-side .ss-error [role=alert]")).to_have_count(0)
-    fill(page, "Model", "qwen3-8b")
+    fill_input(page, "Model", "qwen3-8b")
     page.wait_for_function("() => document.querySelector('.ss-head').innerText.includes('Qwen3 8B')")
-    fill(page, "Model", "llama-3.1-8b")
+    fill_input(page, "Model", "llama-3.1-8b")
     page.wait_for_function("() => document.querySelector('.ss-head').innerText.includes('Llama 3.1 8B')")
 
 
@@ -193,7 +193,7 @@ def check_memory_over_one_step(page: Any) -> None:
 
 def start_run(page: Any, steps: int) -> None:
     """Press the main button, which is visible wherever the Studio is scrolled."""
-    fill(page, "Steps", str(steps))
+    fill_input(page, "Steps", str(steps))
     button = page.locator(".ss-head .ss-main-button")
     expect(button).to_have_text("Try a tiny model on 2 CPU ranks", use_inner_text=True)
     page.wait_for_function("() => !document.querySelector('.ss-head .ss-main-button').disabled")

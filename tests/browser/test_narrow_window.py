@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 from served import Lab
-from studio_page import SCREENSHOTS, choose, fill, open_fold, open_studio
+from studio_page import SCREENSHOTS, choose, fill_input, open_fold, open_studio
 from tests.requirements import thorough
 
 pytestmark = thorough()
@@ -48,7 +48,7 @@ def test_inputs_and_results_fit_beside_the_file_browser(page: Any) -> None:
 
 
 def test_make_it_fit_asks_before_changing_the_framework(page: Any) -> None:
-    fill(page, "Model", "llama-3.1-405b")
+    fill_input(page, "Model", "llama-3.1-405b")
     nodes = open_fold(page, "GPUs").locator("input").nth(1)
     nodes.fill("8")
     nodes.press("Enter")

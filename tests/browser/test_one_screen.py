@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import TimeoutError, expect
 from served import Lab
-from studio_page import SCREENSHOTS, fill, open_fold, open_studio, use_theme
+from studio_page import SCREENSHOTS, fill_input, open_fold, open_studio, use_theme
 from tests.requirements import few, thorough
 
 pytestmark = thorough()
@@ -89,7 +89,7 @@ def test_head_keeps_its_height_and_position(open_page: Callable[..., Any]) -> No
     head = page.locator(".ss-head")
     before = head.bounding_box()
     open_fold(page, "Model")
-    fill(page, "Model", "llama-3.1-405b")
+    fill_input(page, "Model", "llama-3.1-405b")
     page.wait_for_selector(".ss-verdict[data-state='does not fit']")
     assert head.bounding_box() == before, "nothing below the head may move when the verdict changes"
     page.locator(".ss-panel").evaluate("panel => panel.scrollTo(0, 10000)")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 from served import Lab
-from studio_page import NOTEBOOK, SCREENSHOTS, choose_tab, fill, open_fold, use_theme
+from studio_page import NOTEBOOK, SCREENSHOTS, choose_tab, fill_input, open_fold, use_theme
 from tests.requirements import thorough
 
 pytestmark = thorough()
@@ -77,7 +77,7 @@ def check_head_and_time_follow_the_model(page: Any) -> None:
     rates, bars = page.locator(".ss-rates").inner_text(), read_predicted_parts(page)
     assert "tokens/s per GPU" in rates and "per M tokens" in rates and bars["matrices"] > 0
     table = page.locator(".ss-step .ss-parts").last.inner_text()
-    fill(page, "Model", "llama-3.1-70b")
+    fill_input(page, "Model", "llama-3.1-70b")
     page.wait_for_function("before => document.querySelector('.ss-rates').innerText !== before", arg=rates)
     page.wait_for_function(
         "before => document.querySelector('.ss-step .js-plotly-plot').data[0].x[0] !== before",
@@ -89,7 +89,7 @@ def check_head_and_time_follow_the_model(page: Any) -> None:
     expect(page.locator(".ss-head"), "no rate of a plan that does not fit").not_to_contain_text(
         "tokens/s", use_inner_text=True
     )
-    fill(page, "Model", "llama-3.1-8b")
+    fill_input(page, "Model", "llama-3.1-8b")
     page.wait_for_selector(".ss-verdict[data-state=fits]")
     page.locator(".ss-step [data-opens='MFU, %'] .ss-name").click()
     expect(page.locator(".ss-step")).to_contain_text(
@@ -128,8 +128,8 @@ FINDINGS_ARE_STABLE = """() => {
 
 
 def count_findings_and_fix_one(page: Any) -> None:
-    fill(page, "Model", "llama-3.1-8b")
-    fill(page, "Batch", "4")
+    fill_input(page, "Model", "llama-3.1-8b")
+    fill_input(page, "Batch", "4")
     count = page.locator(".ss-tabs button", has_text="Checks").locator("sup")
     choose_tab(page, "Checks")
     # The tab shows the previous plan's number until the new plan is checked.
@@ -170,11 +170,11 @@ def apply_advice(page: Any) -> None:
 def check_outdated_advice_is_disabled(page: Any) -> None:
     """Check that outdated advice looks disabled, and is, until the input is restored."""
     again = page.get_by_role("button", name="Update advice")
-    fill(page, "Sequence", "2048")
+    fill_input(page, "Sequence", "2048")
     page.locator(".ss-advice.ss-old .ss-frozen").wait_for()
     expect(page.locator(".ss-plans")).to_contain_text("before an input changed", use_inner_text=True)
     again.wait_for()
-    fill(page, "Sequence", "4096")
+    fill_input(page, "Sequence", "4096")
     page.locator(".ss-advice.ss-old").wait_for(state="detached")
     again.wait_for(state="hidden")
 

@@ -69,13 +69,13 @@ def record(plan: ss.Plan, run: ss.Run, measured: int) -> None:
         measured,
         run.memory().components,
         date=time.strftime("%Y-%m-%d", time.gmtime()),
-        versions={name: found for name in ("torch", "transformers") if (found := installed(name))},
+        versions={name: found for name in ("torch", "transformers") if (found := find_version(name))},
         step_seconds=steady[len(steady) // 2],
     )
     append(OWN, rows)
 
 
-def installed(package: str) -> str | None:
+def find_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:

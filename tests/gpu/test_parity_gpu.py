@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.parity.launches import outcomes
-from tests.parity.report import line
+from tests.parity.launches import run_rows
+from tests.parity.report import format_line
 from tests.parity.table import ALONE_ON_A_GPU, ROWS, Row
 
 import shardscope as ss
@@ -21,7 +21,7 @@ def test_a_row_is_the_single_process_on_gpus(row: Row, one_gpu: ss.Cluster, tmp_
         pytest.skip(
             f"needs {row.num_ranks} GPUs, and here are {here.num_gpus}: run it on a machine that has them"
         )
-    (outcome,) = outcomes([row], folder=tmp_path, here=here)
+    (outcome,) = run_rows([row], folder=tmp_path, here=here)
     if outcome.verdict == "not here":
         pytest.skip(f"{outcome.why} Or install what is missing, or run all of tests/gpu, also in 16 bits")
-    assert outcome.holds, line(outcome)
+    assert outcome.holds, format_line(outcome)

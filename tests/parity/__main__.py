@@ -7,9 +7,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.parity.launches import NotAloneError, outcomes
+from tests.parity.launches import NotAloneError, run_rows
 from tests.parity.machine import Machine
-from tests.parity.report import DOCUMENT, document, line
+from tests.parity.report import DOCUMENT, format_document, format_line
 from tests.parity.table import ROWS, Row
 
 
@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     if chosen.seed < 0:
         parser.error("--seed must be 0 or more")
-    rows = picked(chosen.rows)
+    rows = select_rows(chosen.rows)
     if not rows:
         parser.error(
             f"no row has {' or '.join(chosen.rows)} in its name; rows: {', '.join(r.name for r in ROWS)}"
@@ -32,24 +32,25 @@ def main(arguments: list[str] | None = None) -> int:
     done = []
     with tempfile.TemporaryDirectory(prefix="shardscope-parity-") as scratch:
         try:
-            for outcome in outcomes(rows, folder=chosen.keep or Path(scratch), seed=chosen.seed):
+            for outcome in run_rows(rows, folder=chosen.keep or Path(scratch), seed=chosen.seed):
                 done.append(outcome)
-                print(f"{line(outcome)}  {outcome.seconds:.0f} s", flush=True)
+                print(f"{format_line(outcome)}  {outcome.seconds:.0f} s", flush=True)
         except NotAloneError as error:
             print(error, file=sys.stderr)
             return 2
     path = chosen.write or (DOCUMENT if is_whole else None)
     if path is not None:
         path.write_text(
-            document(done, device="CPU ranks over gloo", versions=Machine.here().libraries), encoding="utf-8"
+            format_document(done, device="CPU ranks over gloo", versions=Machine.here().libraries),
+            encoding="utf-8",
         )
     broken = [outcome for outcome in done if not outcome.holds]
     print(f"{len(done) - len(broken)} of {len(done)} rows hold" + (f"; {path} is written" if path else ""))
     return 1 if broken else 0
 
 
-def picked(words: list[str] | None) -> list[Row]:
-    """The rows whose names have one of ``words``; all without."""
+def select_rows(words: list[str] | None) -> list[Row]:
+    """Select the rows whose names have one of ``words``; all without."""
     return [row for row in ROWS if not words or any(word in row.name for word in words)]
 
 

@@ -16,7 +16,7 @@ def with_adapters(model: torch.nn.Module, recipe: Any) -> torch.nn.Module:
     if recipe.method == "qlora" or recipe.quantization:
         # What packing draws for modules that it fills at once is no part of the adapters' draw.
         with torch.random.fork_rng(devices=[]):
-            pack(model, recipe)
+            pack_linears(model, recipe)
     config = LoraConfig(
         r=recipe.lora_rank,
         lora_alpha=2 * recipe.lora_rank,
@@ -28,8 +28,8 @@ def with_adapters(model: torch.nn.Module, recipe: Any) -> torch.nn.Module:
     return adapted
 
 
-def pack(model: Any, recipe: Any) -> None:
-    """Every Linear but the head's, as QLoRA's authors do (artidoro/qlora, ``qlora.py``)."""
+def pack_linears(model: Any, recipe: Any) -> None:
+    """Pack every Linear except the head's, as QLoRA's authors do (artidoro/qlora, ``qlora.py``)."""
     import bitsandbytes as bnb
     import torch
 

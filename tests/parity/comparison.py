@@ -112,8 +112,8 @@ def compare(
     if short or len(own.losses) != row.num_ranks:
         why = f"ranks {short} did not log {len(expected)} losses"
         return Outcome(row=row, verdict="failed", why=why)
-    loss, step = _largest(own.losses, expected, relative=False)
-    norm, norm_step = _largest(own.norms, norms, relative=True)
+    loss, step = _find_largest_difference(own.losses, expected, relative=False)
+    norm, norm_step = _find_largest_difference(own.norms, norms, relative=True)
     why = []
     if not loss <= LOSS_TOLERANCE:
         why.append(f"loss {loss:.1e} off at step {step + 1}")
@@ -131,12 +131,12 @@ def compare(
         norm_difference=norm,
         first_loss=own.losses[0][0],
         last_loss=own.losses[0][-1],
-        bytes_by_stage=_bytes(plan, [records[rank]["parity"] for rank in range(row.num_ranks)]),
+        bytes_by_stage=_compare_bytes(plan, [records[rank]["parity"] for rank in range(row.num_ranks)]),
     )
 
 
-def _bytes(plan: Plan, records: Sequence[Mapping[str, Any]]) -> tuple[Bytes, ...]:
-    """Of a plan that keeps state in files, those; beside them are buffers, which are not told apart."""
+def _compare_bytes(plan: Plan, records: Sequence[Mapping[str, Any]]) -> tuple[Bytes, ...]:
+    """Compare bytes with the plan: of state on NVMe the files, else each component of each stage."""
     if planned := plan.memory().nvme_bytes:
         held = max(int(record["files"]) for record in records)
         return (Bytes(stage=0, held={"files": held}, planned={"files": planned}, tolerance=FILES_TOLERANCE),)
@@ -169,10 +169,10 @@ def bytes_by_stage(plan: Plan, held: Sequence[Mapping[str, int]]) -> tuple[Bytes
     return tuple(found)
 
 
-def _largest(
+def _find_largest_difference(
     ranks: Sequence[Sequence[float]], expected: Sequence[float], *, relative: bool
 ) -> tuple[float, int]:
-    """The largest difference and its step; what is not a number is infinitely far."""
+    """Return the largest difference and its step; a value that is not a number counts as infinite."""
     largest, at = 0.0, 0
     for own in ranks:
         for step, (value, right) in enumerate(zip(own, expected, strict=True)):

@@ -24,7 +24,7 @@ class NotAloneError(RuntimeError):
     """The single process itself did not finish, so there is nothing to compare with."""
 
 
-def outcomes(
+def run_rows(
     rows: Sequence[Row],
     *,
     folder: Path,
@@ -41,7 +41,7 @@ def outcomes(
     for row in rows:
         began = time.monotonic()
         name = row.alone.name
-        if name not in alone and not missing(row):
+        if name not in alone and not list_missing_packages(row):
             alone[name] = single_process(row.alone, folder, here, seed, num_steps)
             began = time.monotonic()
         right = alone.get(name)
@@ -49,8 +49,8 @@ def outcomes(
         yield dataclasses.replace(outcome, seconds=time.monotonic() - began)
 
 
-def missing(row: Row) -> list[str]:
-    """Packages that the row runs and that are not here."""
+def list_missing_packages(row: Row) -> list[str]:
+    """List the packages that the row needs and that are not installed."""
     return [module for module in row.modules if importlib.util.find_spec(module) is None]
 
 
@@ -67,7 +67,7 @@ def one_row(
     row: Row, alone: Curve | None, *, folder: Path, here: ss.Cluster | None, seed: int, num_steps: int
 ) -> Outcome:
     """Plan, launch, wait, compare."""
-    absent = missing(row)
+    absent = list_missing_packages(row)
     if absent or alone is None:
         return Outcome(row=row, verdict="not here", why=f"{', '.join(absent)} is not installed")
     try:
@@ -77,7 +77,7 @@ def one_row(
         refusal = str(error)
     stopped = "" if here and here.gpu.vendor != "cpu" else row.stopped_on_cpu
     if refusal is not None:
-        return refused(row, refusal, stopped)
+        return judge_refusal(row, refusal, stopped)
     if stopped:
         why = f"no longer refused on CPU ranks; the table says it is stopped by {stopped!r}"
         return Outcome(row=row, verdict="failed", why=why)
@@ -92,8 +92,8 @@ def one_row(
     return compare(row, plan, alone, Curve.of(run.metrics(), row.num_ranks), records)
 
 
-def refused(row: Row, refusal: str, stopped: str) -> Outcome:
-    """A refusal is right where the table expects it, or where it asks for what is to be installed here."""
+def judge_refusal(row: Row, refusal: str, stopped: str) -> Outcome:
+    """Judge a refusal: right if the table expects it, or if a package is missing here."""
     if stopped and stopped in refusal:
         return Outcome(row=row, verdict="refused", why=refusal)
     if not stopped and row.needs and any(word in refusal for word in row.needs):

@@ -21,7 +21,7 @@ class Machine:
     @classmethod
     def here(cls) -> Machine:
         """This one. CUDA is not touched, so that ranks may still fork from this process."""
-        return cls(cluster=ss.Cluster.detect(), versions=_versions())
+        return cls(cluster=ss.Cluster.detect(), versions=_read_versions())
 
     @property
     def on_gpus(self) -> bool:
@@ -49,19 +49,19 @@ class Machine:
         return f"{self.device}; {self.libraries}"
 
 
-def _versions() -> dict[str, str]:
+def _read_versions() -> dict[str, str]:
     found = {"shardscope": ss.__version__} if hasattr(ss, "__version__") else {}
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if (driver := _driver()) is not None:
+    if (driver := _read_driver_version()) is not None:
         found["NVIDIA driver"] = driver
     return {**found, "Python": platform.python_version()}
 
 
-def _driver() -> str | None:
+def _read_driver_version() -> str | None:
     try:
         import pynvml
 

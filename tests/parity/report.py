@@ -47,21 +47,23 @@ compares the real one with attention to a whole sequence before its first step, 
 tests/gpu/test_megatron_context_gpu.py trains with it where there are two GPUs and Transformer Engine."""
 
 
-def line(outcome: Outcome) -> str:
-    """One row, as it ends."""
+def format_line(outcome: Outcome) -> str:
+    """Format one row, as it ends."""
     row = outcome.row
-    head = f"{row.name:<38} {row.num_ranks} {verdict(outcome):<12}"
+    head = f"{row.name:<38} {row.num_ranks} {format_verdict(outcome):<12}"
     if outcome.verdict in ("same", "differs"):
-        numbers = f"loss {_small(outcome.loss_difference)}  norm {_small(outcome.norm_difference)}"
-        tail = f"{numbers}  {outcome.first_loss:.4f} -> {outcome.last_loss:.4f}  {bytes_words(outcome)}"
+        loss = _format_difference(outcome.loss_difference)
+        norm = _format_difference(outcome.norm_difference)
+        curve = f"{outcome.first_loss:.4f} -> {outcome.last_loss:.4f}"
+        tail = f"loss {loss}  norm {norm}  {curve}  {bytes_words(outcome)}"
         why = f"  {outcome.why}" if outcome.why else ""
     else:
         tail, why = outcome.why, ""
     return f"{head} {tail}{why}".rstrip()
 
 
-def verdict(outcome: Outcome) -> str:
-    """The verdict; a curve that is the same over other bytes than planned does not hold."""
+def format_verdict(outcome: Outcome) -> str:
+    """Return the verdict; equal curves over other bytes than planned do not hold."""
     return "bytes differ" if outcome.verdict == "same" and not outcome.holds else outcome.verdict
 
 
@@ -71,15 +73,15 @@ def bytes_words(outcome: Outcome) -> str:
     return "bytes exact" if not off else f"bytes: {' / '.join(off)}"
 
 
-def document(outcomes: Sequence[Outcome], *, device: str, versions: str) -> str:
-    """The whole report as Markdown; ``device`` says what the ranks were."""
+def format_document(outcomes: Sequence[Outcome], *, device: str, versions: str) -> str:
+    """Format the whole report as Markdown; ``device`` describes the ranks."""
     held = [outcome for outcome in outcomes if outcome.verdict == "same"]
     parts = [
         "# One loss curve",
         "Written by `make parity`; do not edit.",
         _HOW,
         f"Run on {device}, with {versions}. {len(held)} of {len(outcomes)} rows equal the single process.",
-        table(outcomes),
+        format_table(outcomes),
         what_they_were(outcomes),
         without_a_run(outcomes),
         _NOT_RUN,
@@ -87,8 +89,8 @@ def document(outcomes: Sequence[Outcome], *, device: str, versions: str) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """Rows with their numbers."""
+def format_table(outcomes: Sequence[Outcome]) -> str:
+    """Format the rows with their numbers."""
     lines = [
         "| row | ranks | verdict | loss, furthest off | gradient norm | loss, first to last | bytes held |",
         "|---|---|---|---|---|---|---|",
@@ -98,9 +100,9 @@ def table(outcomes: Sequence[Outcome]) -> str:
         cells = [
             outcome.row.name,
             str(outcome.row.num_ranks),
-            verdict(outcome) if outcome.holds else f"**{verdict(outcome)}**",
-            f"{_small(outcome.loss_difference)} (step {outcome.at_step + 1})" if ran else "–",
-            _small(outcome.norm_difference) if ran else "–",
+            format_verdict(outcome) if outcome.holds else f"**{format_verdict(outcome)}**",
+            f"{_format_difference(outcome.loss_difference)} (step {outcome.at_step + 1})" if ran else "–",
+            _format_difference(outcome.norm_difference) if ran else "–",
             f"{outcome.first_loss:.4f} to {outcome.last_loss:.4f}" if ran else "–",
             (bytes_words(outcome).removeprefix("bytes").lstrip(": ") if ran else "–"),
         ]
@@ -117,14 +119,14 @@ def what_they_were(outcomes: Sequence[Outcome]) -> str:
 def without_a_run(outcomes: Sequence[Outcome]) -> str:
     """Rows that have no curve, and what stops them; an empty text if there are none."""
     said = [
-        f"- {outcome.row.name}, {outcome.verdict}: {outcome.why}{_call(outcome)}"
+        f"- {outcome.row.name}, {outcome.verdict}: {outcome.why}{_format_call(outcome)}"
         for outcome in outcomes
         if outcome.verdict not in ("same", "differs")
     ]
     return "\n".join(["## Rows that did not run, and what stops them", "", *said]) if said else ""
 
 
-def _call(outcome: Outcome) -> str:
+def _format_call(outcome: Outcome) -> str:
     call = outcome.row.stopping_call
     return f" The call that stops it on CPU ranks: {call}." if call and outcome.verdict == "refused" else ""
 
@@ -144,18 +146,18 @@ def speed_table(speeds: Sequence[Speed]) -> str:
             speed.name,
             f"{rate:,.0f}",
             "not known here" if expected is None else f"{expected:,.0f}",
-            _mib(speed.measured_bytes),
-            _mib(speed.predicted_bytes),
+            _format_mib(speed.measured_bytes),
+            _format_mib(speed.predicted_bytes),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _mib(num_bytes: int | None) -> str:
+def _format_mib(num_bytes: int | None) -> str:
     return "not measured" if num_bytes is None else f"{num_bytes / 2**20:,.1f} MiB"
 
 
-def _small(difference: float) -> str:
+def _format_difference(difference: float) -> str:
     if not math.isfinite(difference):
         return "infinite"
     return "0" if difference == 0 else f"{difference:.1e}"

@@ -54,8 +54,8 @@ def plan_of(name: str, machine: Machine) -> ss.Plan:
     return ss.Plan(ss.Architecture.of_size(model), cluster, recipe, LAYOUTS[name]())
 
 
-def speeds(machine: Machine, folder: Path, names: tuple[str, ...] | None = None) -> Iterator[Speed]:
-    """One run after another, each as soon as it ended.
+def measure_speeds(machine: Machine, folder: Path, names: tuple[str, ...] | None = None) -> Iterator[Speed]:
+    """Yield the speed of one run after another, each as soon as it ended.
 
     ``names`` are of ``LAYOUTS``, by default all; one on CPU ranks, whose speed is of no use to anybody.
     """
@@ -70,10 +70,10 @@ def speeds(machine: Machine, folder: Path, names: tuple[str, ...] | None = None)
             continue
         steps = NUM_STEPS if machine.on_gpus else NUM_STEPS_ON_CPU
         task = ss.Pretrain(num_steps=steps, learning_rate=3e-4)
-        yield _measured(name, plan, ss.launch(plan, task, folder=folder, name=f"speed {name}"))
+        yield _read_speed(name, plan, ss.launch(plan, task, folder=folder, name=f"speed {name}"))
 
 
-def _measured(name: str, plan: ss.Plan, run: ss.Run) -> Speed:
+def _read_speed(name: str, plan: ss.Plan, run: ss.Run) -> Speed:
     if run.wait(SECONDS) != "finished":
         run.stop()
         return Speed(name=name, run=run, why=f"the run is {run.status}: {run.reason}")

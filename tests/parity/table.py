@@ -84,8 +84,8 @@ class Row:
         return Plan(architecture, cluster, Recipe(**{**sizes, "micro_batch_size": rows, **recipe}), layout)
 
 
-def llama() -> Architecture:
-    """Four layers, grouped heads, a gated MLP: a step of it takes milliseconds."""
+def make_llama() -> Architecture:
+    """Make four layers, grouped heads, a gated MLP: a step of it takes milliseconds."""
     return Architecture(
         name="4-layer Llama",
         model_type="llama",
@@ -100,15 +100,15 @@ def llama() -> Architecture:
     )
 
 
-def mixtral() -> Architecture:
-    """The same with four experts a layer, two of them for each token."""
+def make_mixtral() -> Architecture:
+    """Make the same with four experts a layer, two of them for each token."""
     experts = MixtureOfExperts(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
-    return replace(llama(), name="4-expert Mixtral", model_type="mixtral", mixture_of_experts=experts)
+    return replace(make_llama(), name="4-expert Mixtral", model_type="mixtral", mixture_of_experts=experts)
 
 
 def many_token_llama() -> Architecture:
     """Of embedding and head two ranks have 2 MiB each: ZeRO writes no file under one."""
-    return replace(llama(), name="Llama of 16,384 tokens", vocab_size=16_384)
+    return replace(make_llama(), name="Llama of 16,384 tokens", vocab_size=16_384)
 
 
 _ADAPTERS: Mapping[str, Any] = {
@@ -124,42 +124,42 @@ TRAINED: Mapping[Trained, Mapping[str, Any]] = {
 """Of a recipe."""
 
 FAMILIES: Mapping[Family, Callable[[], Architecture]] = {
-    "llama": llama,
-    "mixtral": mixtral,
+    "llama": make_llama,
+    "mixtral": make_mixtral,
     "llama of many tokens": many_token_llama,
 }
 
 
-def _row(name: str, num_ranks: int, framework: str, **fields: Any) -> Row:
+def _make_row(name: str, num_ranks: int, framework: str, **fields: Any) -> Row:
     names = ("family", "trained", "num_micro_batches", "stopped_on_cpu", "stopping_call", "needs", "fast")
     own = {key: fields.pop(key) for key in names if key in fields}
     return Row(name=name, num_ranks=num_ranks, framework=framework, layout=fields, **own)
 
 
 ROWS: tuple[Row, ...] = (
-    _row("ddp(2)", 2, "ddp", fast=True),
-    _row("fsdp2(2)", 2, "fsdp2", fast=True),
-    _row("fsdp2(4)", 4, "fsdp2"),
-    _row("hsdp(2x2)", 4, "fsdp2", shard=2, replicate=2, fast=True),
-    _row("fsdp2(2) x tp(2)", 4, "fsdp2", shard=2, tp=2, fast=True),
-    _row("fsdp2 cp(2)", 2, "fsdp2", cp=2, fast=True),
-    _row("fsdp2(2) x cp(2)", 4, "fsdp2", shard=2, cp=2),
-    _row("hsdp(2) x cp(2)", 4, "fsdp2", shard=1, replicate=2, cp=2),
-    _row("fsdp2 pp(2)", 2, "fsdp2", pp=2, num_micro_batches=4, fast=True),
-    _row("fsdp2 pp(2) vpp(2)", 2, "fsdp2", pp=2, vpp=2, num_micro_batches=4),
-    _row("fsdp2 pp(2), GPipe", 2, "fsdp2", pp=2, num_micro_batches=4, pipeline_schedule="GPipe"),
-    _row("zero-0(2)", 2, "zero", stage=0),
-    _row("zero-1(2)", 2, "zero", stage=1),
-    _row("zero-2(2)", 2, "zero", stage=2),
-    _row("zero-3(2)", 2, "zero", stage=3, fast=True),
-    _row("zero-0 tp(2)", 2, "zero", stage=0, tp=2),
-    _row("zero-1(2) x tp(2)", 4, "zero", stage=1, tp=2),
-    _row("zero-2(2) x tp(2)", 4, "zero", stage=2, tp=2),
-    _row("zero-0 pp(2) x dp(2)", 4, "zero", stage=0, pp=2, num_micro_batches=4),
-    _row("zero-1 pp(2)", 2, "zero", stage=1, pp=2, num_micro_batches=4),
-    _row("zero-1 pp(2) x dp(2)", 4, "zero", stage=1, pp=2, num_micro_batches=4),
-    _row("zero-3(2) + cpu", 2, "zero", stage=3, offload_optimizer="cpu", offload_params="cpu"),
-    _row(
+    _make_row("ddp(2)", 2, "ddp", fast=True),
+    _make_row("fsdp2(2)", 2, "fsdp2", fast=True),
+    _make_row("fsdp2(4)", 4, "fsdp2"),
+    _make_row("hsdp(2x2)", 4, "fsdp2", shard=2, replicate=2, fast=True),
+    _make_row("fsdp2(2) x tp(2)", 4, "fsdp2", shard=2, tp=2, fast=True),
+    _make_row("fsdp2 cp(2)", 2, "fsdp2", cp=2, fast=True),
+    _make_row("fsdp2(2) x cp(2)", 4, "fsdp2", shard=2, cp=2),
+    _make_row("hsdp(2) x cp(2)", 4, "fsdp2", shard=1, replicate=2, cp=2),
+    _make_row("fsdp2 pp(2)", 2, "fsdp2", pp=2, num_micro_batches=4, fast=True),
+    _make_row("fsdp2 pp(2) vpp(2)", 2, "fsdp2", pp=2, vpp=2, num_micro_batches=4),
+    _make_row("fsdp2 pp(2), GPipe", 2, "fsdp2", pp=2, num_micro_batches=4, pipeline_schedule="GPipe"),
+    _make_row("zero-0(2)", 2, "zero", stage=0),
+    _make_row("zero-1(2)", 2, "zero", stage=1),
+    _make_row("zero-2(2)", 2, "zero", stage=2),
+    _make_row("zero-3(2)", 2, "zero", stage=3, fast=True),
+    _make_row("zero-0 tp(2)", 2, "zero", stage=0, tp=2),
+    _make_row("zero-1(2) x tp(2)", 4, "zero", stage=1, tp=2),
+    _make_row("zero-2(2) x tp(2)", 4, "zero", stage=2, tp=2),
+    _make_row("zero-0 pp(2) x dp(2)", 4, "zero", stage=0, pp=2, num_micro_batches=4),
+    _make_row("zero-1 pp(2)", 2, "zero", stage=1, pp=2, num_micro_batches=4),
+    _make_row("zero-1 pp(2) x dp(2)", 4, "zero", stage=1, pp=2, num_micro_batches=4),
+    _make_row("zero-3(2) + cpu", 2, "zero", stage=3, offload_optimizer="cpu", offload_params="cpu"),
+    _make_row(
         "zero-3(2) + nvme, many tokens",
         2,
         "zero",
@@ -169,27 +169,27 @@ ROWS: tuple[Row, ...] = (
         offload_params="nvme",
         needs=("libaio", "async_io"),
     ),
-    _row("megatron tp2", 2, "megatron", tp=2, sequence_parallel=False),
-    _row("megatron tp2 + sequence parallel", 2, "megatron", tp=2, sequence_parallel=True),
-    _row("megatron pp2", 2, "megatron", pp=2, num_micro_batches=4),
-    _row("megatron tp2 x pp2", 4, "megatron", tp=2, pp=2, sequence_parallel=False, num_micro_batches=4),
-    _row("megatron pp2 vpp2", 2, "megatron", pp=2, vpp=2, num_micro_batches=4, fast=True),
-    _row("megatron dp2", 2, "megatron", distributed_optimizer=False),
-    _row("megatron dp2 + distributed optimizer", 2, "megatron"),
-    _row("ddp(2), LoRA", 2, "ddp", trained="LoRA"),
-    _row("fsdp2(2), LoRA", 2, "fsdp2", trained="LoRA"),
-    _row("zero-2(2), LoRA", 2, "zero", stage=2, trained="LoRA"),
-    _row("zero-3(2), LoRA", 2, "zero", stage=3, trained="LoRA"),
-    _row("ddp(2), QLoRA", 2, "ddp", trained="QLoRA"),
-    _row("fsdp2(2), QLoRA", 2, "fsdp2", trained="QLoRA", fast=True),
-    _row("hsdp(2x2), QLoRA", 4, "fsdp2", shard=2, replicate=2, trained="QLoRA"),
-    _row("ddp(2), LoRA over int8", 2, "ddp", trained="LoRA over int8"),
-    _row("ddp(2), Mixtral", 2, "ddp", family="mixtral"),
-    _row("fsdp2(2), Mixtral", 2, "fsdp2", family="mixtral"),
-    _row("zero-1 ep(2), Mixtral", 2, "zero", stage=1, ep=2, family="mixtral"),
-    _row("zero-2 ep(2), Mixtral", 2, "zero", stage=2, ep=2, family="mixtral"),
-    _row("megatron ep2, Mixtral", 2, "megatron", ep=2, family="mixtral", fast=True),
-    _row(
+    _make_row("megatron tp2", 2, "megatron", tp=2, sequence_parallel=False),
+    _make_row("megatron tp2 + sequence parallel", 2, "megatron", tp=2, sequence_parallel=True),
+    _make_row("megatron pp2", 2, "megatron", pp=2, num_micro_batches=4),
+    _make_row("megatron tp2 x pp2", 4, "megatron", tp=2, pp=2, sequence_parallel=False, num_micro_batches=4),
+    _make_row("megatron pp2 vpp2", 2, "megatron", pp=2, vpp=2, num_micro_batches=4, fast=True),
+    _make_row("megatron dp2", 2, "megatron", distributed_optimizer=False),
+    _make_row("megatron dp2 + distributed optimizer", 2, "megatron"),
+    _make_row("ddp(2), LoRA", 2, "ddp", trained="LoRA"),
+    _make_row("fsdp2(2), LoRA", 2, "fsdp2", trained="LoRA"),
+    _make_row("zero-2(2), LoRA", 2, "zero", stage=2, trained="LoRA"),
+    _make_row("zero-3(2), LoRA", 2, "zero", stage=3, trained="LoRA"),
+    _make_row("ddp(2), QLoRA", 2, "ddp", trained="QLoRA"),
+    _make_row("fsdp2(2), QLoRA", 2, "fsdp2", trained="QLoRA", fast=True),
+    _make_row("hsdp(2x2), QLoRA", 4, "fsdp2", shard=2, replicate=2, trained="QLoRA"),
+    _make_row("ddp(2), LoRA over int8", 2, "ddp", trained="LoRA over int8"),
+    _make_row("ddp(2), Mixtral", 2, "ddp", family="mixtral"),
+    _make_row("fsdp2(2), Mixtral", 2, "fsdp2", family="mixtral"),
+    _make_row("zero-1 ep(2), Mixtral", 2, "zero", stage=1, ep=2, family="mixtral"),
+    _make_row("zero-2 ep(2), Mixtral", 2, "zero", stage=2, ep=2, family="mixtral"),
+    _make_row("megatron ep2, Mixtral", 2, "megatron", ep=2, family="mixtral", fast=True),
+    _make_row(
         "megatron cp2",
         2,
         "megatron",
@@ -207,14 +207,14 @@ QUICK: tuple[Row, ...] = tuple(row for row in ROWS if row.name in ("ddp(2)", "fs
 """What a notebook shows on CPU ranks, in seconds."""
 
 ALONE_ON_A_GPU: tuple[Row, ...] = (
-    _row("ddp(1)", 1, "ddp"),
-    _row("fsdp2(1)", 1, "fsdp2"),
-    _row("zero-1(1)", 1, "zero", stage=1),
-    _row("zero-3(1)", 1, "zero", stage=3),
-    _row("zero-3(1) + cpu", 1, "zero", stage=3, offload_optimizer="cpu", offload_params="cpu"),
-    _row("megatron(1)", 1, "megatron"),
-    _row("ddp(1), QLoRA", 1, "ddp", trained="QLoRA"),
-    _row("fsdp2(1), QLoRA", 1, "fsdp2", trained="QLoRA"),
-    _row("ddp(1), LoRA over int8", 1, "ddp", trained="LoRA over int8"),
+    _make_row("ddp(1)", 1, "ddp"),
+    _make_row("fsdp2(1)", 1, "fsdp2"),
+    _make_row("zero-1(1)", 1, "zero", stage=1),
+    _make_row("zero-3(1)", 1, "zero", stage=3),
+    _make_row("zero-3(1) + cpu", 1, "zero", stage=3, offload_optimizer="cpu", offload_params="cpu"),
+    _make_row("megatron(1)", 1, "megatron"),
+    _make_row("ddp(1), QLoRA", 1, "ddp", trained="QLoRA"),
+    _make_row("fsdp2(1), QLoRA", 1, "fsdp2", trained="QLoRA"),
+    _make_row("ddp(1), LoRA over int8", 1, "ddp", trained="LoRA over int8"),
 )
 """Each engine's own path through one GPU: real kernels, no one to talk to."""

@@ -14,8 +14,8 @@ from pathlib import Path
 from tests.parity import launches
 from tests.parity.comparison import Outcome
 from tests.parity.machine import Machine
-from tests.parity.report import line, speed_table, table, what_they_were, without_a_run
-from tests.parity.speed import Speed, speeds
+from tests.parity.report import format_line, format_table, speed_table, what_they_were, without_a_run
+from tests.parity.speed import Speed, measure_speeds
 from tests.parity.table import ALONE_ON_A_GPU, QUICK, ROWS, Row
 
 REPORT = "shardscope_report.md"
@@ -31,34 +31,34 @@ def rows_for(machine: Machine) -> tuple[Row, ...]:
     return tuple(row for row in (*ALONE_ON_A_GPU, *ROWS) if row.num_ranks <= machine.num_ranks)
 
 
-def parity(machine: Machine, folder: Path, rows: Sequence[Row] | None = None) -> list[Outcome]:
+def verify_rows(machine: Machine, folder: Path, rows: Sequence[Row] | None = None) -> list[Outcome]:
     """Run the rows, printing each as it ends."""
     done = []
     here = machine.cluster if machine.on_gpus else None
-    for outcome in launches.outcomes(rows or rows_for(machine), folder=folder, here=here):
+    for outcome in launches.run_rows(rows or rows_for(machine), folder=folder, here=here):
         done.append(outcome)
-        print(f"{line(outcome)}  {outcome.seconds:.0f} s", flush=True)
+        print(f"{format_line(outcome)}  {outcome.seconds:.0f} s", flush=True)
     return done
 
 
-def measure(machine: Machine, folder: Path, names: tuple[str, ...] | None = None) -> list[Speed]:
+def print_speeds(machine: Machine, folder: Path, names: tuple[str, ...] | None = None) -> list[Speed]:
     """Run each framework shortly, printing what came of it."""
     done = []
-    for speed in speeds(machine, folder, names):
+    for speed in measure_speeds(machine, folder, names):
         done.append(speed)
         said = speed.why or f"{speed.tokens_per_second:,.0f} tokens/s"
         print(f"{speed.name:<10} {said}", flush=True)
     return done
 
 
-def report(machine: Machine, outcomes: Sequence[Outcome], measured: Sequence[Speed]) -> str:
-    """Markdown, with nothing in it that names a host, a folder or a person."""
+def write_report(machine: Machine, outcomes: Sequence[Outcome], measured: Sequence[Speed]) -> str:
+    """Return the report as Markdown, with nothing in it that names a host, a folder or a user."""
     same = sum(outcome.holds and outcome.verdict == "same" for outcome in outcomes)
     parts = [
         "# Shardscope on this machine",
         f"{machine.device}. {machine.libraries}.",
         f"## One loss curve: {same} of {len(outcomes)} rows equal the single process",
-        table(outcomes),
+        format_table(outcomes),
         what_they_were(outcomes),
         without_a_run(outcomes),
         "## Speed and memory, beside what was predicted",
@@ -76,12 +76,12 @@ def main(arguments: list[str] | None = None) -> int:
     print(machine)
     with tempfile.TemporaryDirectory(prefix="shardscope-verify-") as scratch:
         try:
-            outcomes = parity(machine, Path(scratch))
+            outcomes = verify_rows(machine, Path(scratch))
         except launches.NotAloneError as error:
             print(error, file=sys.stderr)
             return 2
-        measured = measure(machine, Path(scratch))
-        chosen.write.write_text(report(machine, outcomes, measured), encoding="utf-8")
+        measured = print_speeds(machine, Path(scratch))
+        chosen.write.write_text(write_report(machine, outcomes, measured), encoding="utf-8")
     print(f"{chosen.write} is written; nothing was sent anywhere")
     return 0 if all(outcome.holds for outcome in outcomes) else 1
 

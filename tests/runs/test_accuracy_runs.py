@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.accuracy.own_rows import planned
-from tests.accuracy.own_runs import drawn, run
+from tests.accuracy.own_rows import read_plan
+from tests.accuracy.own_runs import draw_plan, run
 from tests.accuracy.rows import OWN, Row, read
 from tests.requirements import few, thorough
 
@@ -31,7 +31,7 @@ def read_stored_rows(framework: str, method: str) -> list[Row]:
 )
 def test_stored_measurements_equal_a_run_of_today(framework: str, method: str, tmp_path: Path) -> None:
     row = read_stored_rows(framework, method)[0]
-    plan = planned(row)
+    plan = read_plan(row)
     assert plan is not None
     again = run(plan, tmp_path)
     assert again["peak_memory_gib"] == pytest.approx(row["peak_memory_gib"], rel=0.002)
@@ -39,9 +39,11 @@ def test_stored_measurements_equal_a_run_of_today(framework: str, method: str, t
 
 
 def test_randomly_drawn_plans_are_supported_by_their_engines() -> None:
-    plans = [drawn(random.Random(seed)) for seed in range(60)]
+    plans = [draw_plan(random.Random(seed)) for seed in range(60)]
     made = [plan for plan in plans if plan is not None]
-    assert made == [plan for plan in (drawn(random.Random(seed)) for seed in range(60)) if plan is not None]
+    assert made == [
+        plan for plan in (draw_plan(random.Random(seed)) for seed in range(60)) if plan is not None
+    ]
     assert len(made) > 30
     assert {plan.layout.framework for plan in made} == {"ddp", "fsdp2"}
     assert len({plan.architecture.model_type for plan in made}) > 8

@@ -17,8 +17,8 @@ needs("transformers")
 from gloo_ranks import StandInContext, on_ranks  # noqa: E402
 from tests.parity import rank_training  # noqa: E402
 from tests.parity.comparison import Curve, Outcome, compare  # noqa: E402
-from tests.parity.launches import refused  # noqa: E402
-from tests.parity.report import document, line  # noqa: E402
+from tests.parity.launches import judge_refusal  # noqa: E402
+from tests.parity.report import format_document, format_line  # noqa: E402
 from tests.parity.table import ROWS, Row  # noqa: E402
 
 from shardscope.frameworks.engines import before_fork  # noqa: E402
@@ -89,7 +89,7 @@ def test_the_loss_curve_equals_the_single_processs(
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     outcome = outcome_of(row, reference_curves, tmp_path)
     assert outcome.verdict == "same", outcome.why
-    assert outcome.holds, line(outcome)
+    assert outcome.holds, format_line(outcome)
     assert row.framework_name in outcome.sentence.lower().replace("-", ""), outcome.sentence
 
 
@@ -107,7 +107,7 @@ def test_every_row_is_trained_or_has_a_reason(row: Row) -> None:
     if row.stopped_on_cpu:
         assert refusal is not None and row.stopped_on_cpu in refusal
     elif refusal is not None:
-        assert refused(row, refusal, "").verdict == "not here", refusal
+        assert judge_refusal(row, refusal, "").verdict == "not here", refusal
 
 
 def make_curve(*, losses: list[float], norms: list[float] | None = None, num_ranks: int = 1) -> Curve:
@@ -144,8 +144,8 @@ def test_deviations_fail_a_row() -> None:
     fuller = {**records, 1: {"engine": {}, "parity": {"held": {**held, "gradients": held["gradients"] + 4}}}}
     off = compare_curves(make_curve(losses=[6.0, 5.0, 4.0], num_ranks=2), records=fuller)
     assert off.verdict == "same" and not off.holds
-    assert "gradients 854,276 held, 854,272 planned" in line(off)
-    text = document(
-        [off, refused(row, "Layout.cp is 2; allowed: 1", "Layout.cp is 2")], device="x", versions="y"
+    assert "gradients 854,276 held, 854,272 planned" in format_line(off)
+    text = format_document(
+        [off, judge_refusal(row, "Layout.cp is 2; allowed: 1", "Layout.cp is 2")], device="x", versions="y"
     )
     assert "1 of 2 rows equal" in text and "refused: Layout.cp is 2; allowed: 1" in text

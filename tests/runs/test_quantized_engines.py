@@ -233,7 +233,7 @@ def test_a_checkpoint_of_adapters_resumes(name: str, rank_results: tuple[list[di
 def test_adapters_open_in_peft(name: str, rank_results: tuple[list[dict[str, Any]], Path]) -> None:
     """Over a base that bitsandbytes packs the same way, they have the loss of the engine's next step."""
     from peft import PeftModel
-    from tests.parity.adapters import pack
+    from tests.parity.adapters import pack_linears
 
     from shardscope.training.model.model import build_model
 
@@ -243,7 +243,7 @@ def test_adapters_open_in_peft(name: str, rank_results: tuple[list[dict[str, Any
     base = build_model(plan.architecture)
     if plan.recipe.precision != "fp32":
         base = base.to(torch.bfloat16)
-    pack(base, plan.recipe)
+    pack_linears(base, plan.recipe)
     model = PeftModel.from_pretrained(base, str(out), autocast_adapter_dtype=False).train()
     tokens = torch.randint(0, 64, (8, 64), generator=torch.Generator().manual_seed(9))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled="mixed" in plan.recipe.precision):

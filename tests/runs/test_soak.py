@@ -57,7 +57,7 @@ def test_a_short_soak_leaves_nothing(tmp_path: Path) -> None:
 
 
 def record_environment(tmp_path: Path) -> Before:
-    """In a test's body: pytest writes to the environment at its beginning."""
+    """Record the environment, in a test's body: pytest writes to the environment at its beginning."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     return Before("test/1", scratch)

@@ -48,7 +48,7 @@ def _stop_at_start(launched: Launched, rng: random.Random) -> None:
     launched.run.stop()
 
 
-def _stop(launched: Launched, rng: random.Random) -> None:
+def _stop_process(launched: Launched, rng: random.Random) -> None:
     launched.wait_for_steps(rng)
     launched.start_clock()
     launched.run.stop()
@@ -176,7 +176,7 @@ FAULTS = (
         ends_by_itself=True,
     ),
     Fault(name="stop during start-up", inject=_stop_at_start, expected=STOPPED),
-    Fault(name="stop mid step", inject=_stop, expected=STOPPED + "$"),
+    Fault(name="stop mid step", inject=_stop_process, expected=STOPPED + "$"),
     Fault(name="stop twice at once", inject=_stop_twice, expected=STOPPED + "$"),
     Fault(
         name="stop with a checkpoint",
@@ -192,13 +192,13 @@ FAULTS = (
     ),
     Fault(
         name="stop of ranks that ignore SIGTERM",
-        inject=_stop,
+        inject=_stop_process,
         expected=STOPPED + "$",
         make_task=lambda *_: tasks.IgnoresSignals(),
     ),
     Fault(
         name="stop of ranks that left processes",
-        inject=_stop,
+        inject=_stop_process,
         expected=STOPPED + "$",
         make_task=lambda *_: tasks.LeavesChildren(),
     ),

@@ -118,12 +118,12 @@ def find_residue_in_folder(folder: Path, secret: bytes = b"") -> list[str]:
         residue += [
             path
             for path in paths
-            if PARTIAL_FILE.fullmatch(path.name) or (secret and _contains(path, secret))
+            if PARTIAL_FILE.fullmatch(path.name) or (secret and _contains_secret(path, secret))
         ]
     return [f"in the run folder: {path.relative_to(folder)}" for path in sorted(residue)]
 
 
-def _contains(path: Path, secret: bytes) -> bool:
+def _contains_secret(path: Path, secret: bytes) -> bool:
     return path.is_file() and secret in path.read_bytes()
 
 

@@ -63,19 +63,19 @@ class Fails(Steps):
             FAILURES[self.how]()
 
 
-def _raises() -> None:
+def _raise_lookup_error() -> None:
     raise LookupError("the soak's own")
 
 
-def _segfaults() -> None:
+def _segfault() -> None:
     ctypes.string_at(0)
 
 
 FAILURES: dict[str, Callable[[], object]] = {
-    "raises": _raises,
+    "raises": _raise_lookup_error,
     "exits": lambda: sys.exit(3),
     "exits at once": lambda: os._exit(7),
-    "segfaults": _segfaults,
+    "segfaults": _segfault,
 }
 
 
@@ -88,7 +88,7 @@ class IgnoresSignals(Steps):
 
     def before_step(self, ctx: Any, step: int) -> None:
         if self.raising and ctx.rank == ctx.world_size - 1 and step == 3:
-            _raises()
+            _raise_lookup_error()
         if step == 0:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)

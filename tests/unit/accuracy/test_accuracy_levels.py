@@ -6,11 +6,11 @@ from statistics import median
 
 import pytest
 from tests.accuracy.__main__ import full_report
-from tests.accuracy.document import DOCUMENT, parts
-from tests.accuracy.measurement_kinds import kind
+from tests.accuracy.document import DOCUMENT, split_parts
+from tests.accuracy.measurement_kinds import find_kind
 from tests.accuracy.memory_band import chosen_share, held_share, of_calibration
 from tests.accuracy.rows import MEASURED, read
-from tests.accuracy.scoring import MemoryScore, absolute, percentile, score_memory
+from tests.accuracy.scoring import MemoryScore, compute_percentile, score_memory, sort_absolute_errors
 
 from shardscope.memory.overheads import libraries as overheads
 
@@ -46,7 +46,7 @@ def test_median_memory_error_of_each_group_is_within_its_limit(
             for row in group_rows
         ]
         assert rows
-        assert 100 * median(absolute(rows)) <= percent
+        assert 100 * median(sort_absolute_errors(rows)) <= percent
 
 
 def test_every_group_of_rows_has_a_limit(score: MemoryScore) -> None:
@@ -82,17 +82,17 @@ def test_fits_predictions_are_more_accurate_than_always_fits(score: MemoryScore)
 
 
 def test_90_percent_of_allocated_rows_are_within_5_percent(score: MemoryScore) -> None:
-    errors = sorted(abs(row.error) for row in score.scored if kind(row.mapped.row) == "allocated")
+    errors = sorted(abs(row.error) for row in score.scored if find_kind(row.mapped.row) == "allocated")
     assert len(errors) > 50
-    assert percentile(errors, 0.9) <= 0.05
+    assert compute_percentile(errors, 0.9) <= 0.05
 
 
 def test_90_percent_of_allocated_rows_without_own_code_are_within_5_percent(score: MemoryScore) -> None:
     """Predictions of ``plan.memory()`` alone, without modelled code of the publishers."""
-    rows = [row for row in score.scored if kind(row.mapped.row) == "allocated" and not row.is_described]
+    rows = [row for row in score.scored if find_kind(row.mapped.row) == "allocated" and not row.is_described]
     assert len(rows) >= 10
     assert all(row.predicted == row.alone for row in rows)
-    assert percentile(absolute(rows), 0.9) <= 0.05
+    assert compute_percentile(sort_absolute_errors(rows), 0.9) <= 0.05
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_90_percent_of_allocated_rows_without_own_code_are_within_5_percent(scor
 def test_error_bands_contain_enough_rows_and_are_narrow_enough(
     score: MemoryScore, name: str, what: str, share: float, width: float
 ) -> None:
-    rows = [row for row in score.scored if kind(row.mapped.row) == what and name in row.group[0]]
+    rows = [row for row in score.scored if find_kind(row.mapped.row) == what and name in row.group[0]]
     assert sum(row.inside for row in rows) >= share * len(rows)
     assert median(row.predicted.high / row.predicted.low for row in rows) <= width
 
@@ -131,7 +131,7 @@ def test_judge_rows_are_in_their_bands_as_often_as_calibration_rows(score: Memor
         rows = [
             row
             for row in score.scored
-            if kind(row.mapped.row) in ("reserved", "nvidia-smi")
+            if find_kind(row.mapped.row) in ("reserved", "nvidia-smi")
             and name in row.group[0]
             and row.mapped.row["role"] == role
         ]
@@ -142,7 +142,7 @@ def test_judge_rows_are_in_their_bands_as_often_as_calibration_rows(score: Memor
 def test_memory_figures_in_accuracy_md_are_up_to_date(score: MemoryScore) -> None:
     """All figures are compared: after changing a formula, run `make accuracy` and commit the file."""
     fresh = full_report(score)
-    stored = parts(DOCUMENT.read_text(encoding="utf-8"))["memory"]
+    stored = split_parts(DOCUMENT.read_text(encoding="utf-8"))["memory"]
     changed = [line for line in fresh.splitlines() if line not in set(stored.splitlines())]
     assert not changed, f"docs/accuracy.md is not of this code; run `make accuracy`. Changed: {changed[:5]}"
     assert fresh == stored

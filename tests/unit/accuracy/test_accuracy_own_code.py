@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 import pytest
-from tests.accuracy.ablation import without
+from tests.accuracy.ablation import score_without
 from tests.accuracy.own_code import OwnCode
 from tests.accuracy.rows import MEASURED, read
 from tests.accuracy.scoring import Scored, score_memory
@@ -32,7 +32,7 @@ def test_each_piece_of_own_code_reduces_the_median_error(
     calibration: list[Scored], name: OwnCode, with_it: float, without_it: float
 ) -> None:
     """The median error is small with all pieces and large without this one."""
-    ablations = without(name, calibration)
+    ablations = score_without(name, calibration)
     assert ablations
     assert median(one.with_error for one in ablations) <= with_it
     assert median(one.without_error for one in ablations) >= without_it

@@ -5,18 +5,18 @@ from __future__ import annotations
 from statistics import median
 
 import pytest
-from tests.accuracy.document import DOCUMENT, parts
+from tests.accuracy.document import DOCUMENT, split_parts
 from tests.accuracy.rows import SHARED, read
 from tests.accuracy.time_report import time_report
 from tests.accuracy.time_rows import time_files
 from tests.accuracy.time_scoring import (
     TimeScore,
-    absolute,
     rank_correlation,
     score_time,
-    summary,
+    sort_absolute_errors,
+    summarize_groups,
 )
-from tests.accuracy.uncalibrated_stacks import calibrated
+from tests.accuracy.uncalibrated_stacks import select_calibrated
 
 # Source -> limit of the median absolute error on its judge rows in percent, with a small margin.
 MEDIANS = {
@@ -56,7 +56,7 @@ def test_median_time_error_of_each_source_is_within_its_limit(
     score: TimeScore, name: str, percent: float
 ) -> None:
     (rows,) = [rows for source, rows in score.only("judge").by_source.items() if name in source]
-    assert 100 * median(absolute(rows)) <= percent
+    assert 100 * median(sort_absolute_errors(rows)) <= percent
 
 
 @pytest.mark.parametrize(("name", "least"), RANKS.items())
@@ -76,10 +76,10 @@ def test_every_source_has_a_limit(score: TimeScore) -> None:
 
 def test_time_errors_are_within_the_goals(score: TimeScore) -> None:
     """On judge rows and on all rows, with the publishers' own code modelled and without."""
-    every = calibrated(score)
+    every = select_calibrated(score)
     for one in (every, every.only("judge")):
         for rows in (one, one.by_product):
-            errors = summary(rows.by_source)
+            errors = summarize_groups(rows.by_source)
             assert errors is not None
             assert errors[0] <= 0.08
             assert errors[1] <= 0.25
@@ -92,7 +92,7 @@ def test_85_percent_of_rows_have_a_plan_and_no_time_prediction_fails(score: Time
 
 def test_time_figures_in_accuracy_md_are_up_to_date(score: TimeScore) -> None:
     """All figures are compared: after changing a formula, run `make accuracy` and commit the file."""
-    fresh, stored = time_report(score), parts(DOCUMENT.read_text(encoding="utf-8"))["time"]
+    fresh, stored = time_report(score), split_parts(DOCUMENT.read_text(encoding="utf-8"))["time"]
     changed = [line for line in fresh.splitlines() if line not in set(stored.splitlines())]
     assert not changed, f"docs/accuracy.md is not of this code; run `make accuracy`. Changed: {changed[:5]}"
     assert fresh == stored

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
-from tests.accuracy.sampling import plans as sampled
+from tests.accuracy.sampling import sample_plans as sampled
 from tests.requirements import examples
 from tests.unit.random_plans import plans
 

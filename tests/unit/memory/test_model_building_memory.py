@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.launch_offers import offer_for, verdict
+from tests.launch_offers import offer_for, read_verdict
 from tests.requirements import thorough
 
 import shardscope as ss
@@ -131,7 +131,7 @@ def test_a_node_too_small_to_build_the_model_does_not_fit(plan_with_little_host_
     assert report.fits and not fits(plan_with_little_host_memory, report)
     (shortage,) = find_shortages(plan_with_little_host_memory, report)
     assert (shortage.name, shortage.needed_bytes) == (BUILDING_NEED, 8 * 4 * LLAMA.num_parameters)
-    text = verdict(plan_with_little_host_memory, report)
+    text = read_verdict(plan_with_little_host_memory, report)
     assert all(fact in text for fact in ("Does not fit", "239 GiB", "host memory", "128"))
 
 

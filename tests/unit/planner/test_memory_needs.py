@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.launch_offers import offer_for, verdict
+from tests.launch_offers import offer_for, read_verdict
 
 import shardscope as ss
 from shardscope.planner.memory_needs import find_shortages, fits, list_host_and_nvme_needs, list_memory_needs
@@ -47,7 +47,7 @@ def test_a_plan_that_needs_too_much_host_memory_does_not_fit(too_much_for_the_ho
     assert lacking.short_bytes == 8 * report.host_bytes - plan.cluster.host_memory_bytes  # type: ignore[operator]
     said = re.fullmatch(
         r"Does not fit: needs ([\d,]+) GiB of host memory on each node, which has 2,048",
-        verdict(plan, report),
+        read_verdict(plan, report),
     )
     assert said and int(said[1].replace(",", "")) == pytest.approx(8 * report.host_bytes / GIB, abs=1)
 
@@ -56,7 +56,7 @@ def test_two_shortages_are_both_named(too_much_for_the_host: ss.Plan) -> None:
     plan = replace(
         too_much_for_the_host, recipe=ss.Recipe(seq_len=65_536, global_batch_size=8, recompute="none")
     )
-    said = verdict(plan, plan.memory())
+    said = read_verdict(plan, plan.memory())
     pattern = r"Does not fit: needs [\d,]+ GiB on each GPU, which has 79\.1 and [\d,]+ GiB of host memory on"
     assert re.match(pattern, said)
 
@@ -66,11 +66,11 @@ def test_a_need_of_unknown_host_memory_is_named() -> None:
     report = plan.memory()
     assert plan.cluster.host_memory_bytes is None and fits(plan, report)
     needed = round(report.host_bytes / GIB)
-    said = verdict(plan, report)
+    said = read_verdict(plan, report)
     assert said.startswith("Fits if ") and f"{needed} GiB of host memory" in said
     # Known, it is no part of the sentence any more.
-    assert "host" not in verdict(with_host(plan, 2**40), report)
-    lacks = verdict(with_host(plan, 2**36), report)
+    assert "host" not in read_verdict(with_host(plan, 2**40), report)
+    lacks = read_verdict(with_host(plan, 2**36), report)
     assert lacks.startswith("Does not fit") and "of host memory" in lacks
 
 
@@ -80,9 +80,9 @@ def test_nvme_is_a_kind_of_memory() -> None:
     report = plan.memory()
     drives = next(place for place in list_host_and_nvme_needs(plan, report) if place.name == "NVMe")
     assert drives.needed_bytes == 8 * report.nvme_bytes and drives.room_bytes is None
-    assert re.fullmatch(r"Fits if the node has [\d,]+ GiB of NVMe", verdict(plan, report))
+    assert re.fullmatch(r"Fits if the node has [\d,]+ GiB of NVMe", read_verdict(plan, report))
     small = replace(plan, cluster=replace(plan.cluster, nvme_bytes=2**30))
-    assert re.search(r"needs [\d,]+ GiB on NVMe on each node, which has 1", verdict(small, report))
+    assert re.search(r"needs [\d,]+ GiB on NVMe on each node, which has 1", read_verdict(small, report))
 
 
 def test_pipeline_stages_of_one_node_are_added_up() -> None:
@@ -164,7 +164,7 @@ def test_paged_state_that_fits_on_the_gpu_costs_no_time() -> None:
     assert count_paged_bytes(plan, report) > 50 * GIB
     assert count_evicted_bytes(plan, report) == count_travelling_bytes(plan, report) == 0
     assert list_host_and_nvme_needs(plan, report) == ()
-    assert "host" not in verdict(plan, report)
+    assert "host" not in read_verdict(plan, report)
     plain = paged("h200-sxm-141gb", optimizer="adamw")
     assert plan.step().seconds == pytest.approx(plain.step().seconds, rel=0.01)
 

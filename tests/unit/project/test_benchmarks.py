@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from benchmarks.side import Side
-from benchmarks.spread import spread
+from benchmarks.spread import compute_spread
 from tests.requirements import thorough
 
 BUSY = """
@@ -46,7 +46,7 @@ def test_alternating_jobs_yield_the_ratio_of_their_cpu_times(tmp_path: Path) -> 
             side.wait_for(1)
             side.hold()
         pairs = [(short.take_turn(4), long.take_turn(4)) for _ in range(3)]
-    ratio = spread(other.processor_seconds / one.processor_seconds for one, other in pairs)
+    ratio = compute_spread(other.processor_seconds / one.processor_seconds for one, other in pairs)
     # On a busy machine a step takes more wall-clock time, but not more CPU time.
     assert ratio.median == pytest.approx(2, rel=0.25)
     assert ratio.low <= ratio.median <= ratio.high

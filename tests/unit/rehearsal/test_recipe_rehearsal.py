@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.accuracy.recipe_sampling import FRAMEWORKS, SEEDS, plans, stored_file
+from tests.accuracy.recipe_sampling import FRAMEWORKS, SEEDS, sample_plans, stored_file
 from tests.accuracy.rehearsal_samples import in_words, is_same
 from tests.accuracy.rehearsals import STORED, Rehearsed, read_rehearsals
 from tests.requirements import few, thorough
@@ -41,7 +41,7 @@ def has_unpredicted_reduction_buffer(row: Rehearsed) -> bool:
 def test_predictions_agree_with_both_samples(framework: str, sample: str) -> None:
     rows, rejected = read_rehearsals([stored_file(framework, sample)])
     assert not rejected and len(rows) >= 25
-    sampled = plans(framework, SEEDS[sample], len(rows))
+    sampled = sample_plans(framework, SEEDS[sample], len(rows))
     stored = {row.name.partition(":")[2]: row.plan for row in rows}
     # CPU ranks share the memory of the machine on which the plans were sampled.
     assert all(is_same(stored[str(index)], plan) for index, plan in enumerate(sampled))
@@ -59,7 +59,7 @@ def test_offloaded_tensors_in_host_memory_are_predicted(framework: str, sample: 
     compared = 0
     for line in stored_file(framework, sample).read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        plan = plans(framework, SEEDS[sample], int(row["name"]) + 1)[-1]
+        plan = sample_plans(framework, SEEDS[sample], int(row["name"]) + 1)[-1]
         if plan.recipe.recompute == "offload":
             rehearsed = max(stage["host_bytes"] for stage in row["stages"])
             assert plan.memory().host_bytes == pytest.approx(rehearsed, rel=0.025), row["name"]

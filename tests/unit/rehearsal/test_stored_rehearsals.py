@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.accuracy.rehearsal_samples import HELD_OUT_SEEDS, SEED, in_words, is_same, stored_file
 from tests.accuracy.rehearsals import COMPONENTS, STORED, Rehearsed, read_rehearsals
-from tests.accuracy.sampling import plans
+from tests.accuracy.sampling import sample_plans
 from tests.requirements import few
 
 import shardscope as ss
@@ -112,7 +112,7 @@ def test_predicted_training_state_is_exact(framework: str) -> None:
 
 @pytest.mark.parametrize("framework", MODULES)
 def test_the_seed_determines_the_sample(framework: str) -> None:
-    sampled = plans(framework, SEED, 12)
+    sampled = sample_plans(framework, SEED, 12)
     stored = {row.name.partition(":")[2]: row.plan for row in read_rows(framework)}
     indices = [index for index in range(12) if str(index) in stored]
     assert len(indices) >= 10
@@ -136,7 +136,7 @@ def test_repeating_a_stored_rehearsal_gives_the_same_bytes(framework: str, index
 @pytest.mark.parametrize("framework", few(MODULES, ["ddp"]))
 def test_rehearsals_run_the_attention_of_the_recipe(framework: str) -> None:
     """ "eager" allocates the scores of every query and key, as predicted."""
-    cluster = plans(framework, SEED, 1)[0].cluster
+    cluster = sample_plans(framework, SEED, 1)[0].cluster
     arch = replace(Architecture.of_size("60m"), num_hidden_layers=3)
     peak_bytes = {}
     for attention in ("eager", "sdpa"):

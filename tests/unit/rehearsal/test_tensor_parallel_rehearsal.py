@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.accuracy.rehearsal_samples import SEED, in_words, is_same
 from tests.accuracy.rehearsals import STORED, Rehearsed, read_rehearsals
-from tests.accuracy.sampling import plans
+from tests.accuracy.sampling import sample_plans
 from tests.in_process_rehearsal import rehearsed_here
 from tests.requirements import thorough
 
@@ -47,7 +47,7 @@ def test_predicted_training_state_is_exact() -> None:
 
 
 def test_the_seed_determines_the_sample() -> None:
-    sampled = plans("fsdp2-tp", SEED, 12)
+    sampled = sample_plans("fsdp2-tp", SEED, 12)
     stored = {row.name.partition(":")[2]: row.plan for row in read_rows()}
     indices = [index for index in range(12) if str(index) in stored]
     assert len(indices) >= 4

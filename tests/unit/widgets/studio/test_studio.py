@@ -15,7 +15,7 @@ import pytest
 from fake_runs import until
 from ipywidgets import Button, ToggleButtons, Widget
 from ipywidgets.widgets.widget import _remove_buffers
-from tests.launch_offers import offer_for, verdict
+from tests.launch_offers import offer_for, read_verdict
 from tests.requirements import few, skip_without, thorough
 from traitlets import TraitError
 
@@ -221,9 +221,9 @@ def test_gpu_and_model_ids_are_formatted_as_display_names() -> None:
 def test_verdict_states_required_and_available_memory() -> None:
     recipe, cluster = ss.Recipe(), ss.Cluster.parse("8xh100-sxm-80gb")
     fits = ss.Plan(ss.models["llama-3.1-8b"], cluster, recipe, ss.Layout.fsdp2())
-    assert re.fullmatch(r"Fits: [\d.]+ of 79\.1 GiB on each GPU", verdict(fits, fits.memory()))
+    assert re.fullmatch(r"Fits: [\d.]+ of 79\.1 GiB on each GPU", read_verdict(fits, fits.memory()))
     too_large = ss.Plan(ss.models["llama-3.1-70b"], cluster, recipe, ss.Layout.fsdp2())
-    text = verdict(too_large, too_large.memory())
+    text = read_verdict(too_large, too_large.memory())
     assert re.match(r"Does not fit: needs [\d,.]+ GiB on each GPU, which has 79\.1", text)
 
 
@@ -243,7 +243,7 @@ def test_low_memory_headroom_is_reported_as_tight(seq_len: int, pattern: str, no
     plan = ss.Plan(ss.models["llama-3.1-8b"], cluster, recipe, ss.Layout.fsdp2())
     report = plan.memory()
     assert report.high_bytes <= report.usable_bytes
-    assert re.fullmatch(pattern, verdict(plan, report))
+    assert re.fullmatch(pattern, read_verdict(plan, report))
     assert offer_for(plan, cluster, report).note.startswith(note)
     assert bool(offer_for(plan, cluster, report).note) == bool(note)
 
@@ -346,7 +346,7 @@ def test_headline_describes_the_selected_model_or_an_error_is_shown(studio: Stud
         num_headlines += 1
         assert studio.plan.architecture.name == name
         assert strip_tags(studio.headline.value).startswith(f"{format_name(name)} on"), name
-        assert verdict(studio.plan, studio.plan.memory()) in strip_tags(studio.headline.value), name
+        assert read_verdict(studio.plan, studio.plan.memory()) in strip_tags(studio.headline.value), name
         assert FRAMEWORKS[framework] in strip_tags(studio.headline.value), name
     assert num_headlines > 70
 
