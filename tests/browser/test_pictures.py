@@ -19,7 +19,7 @@ from test_one_screen import SIZES, find_overflowing, is_clickable, scroll_to_stu
 from tests.requirements import thorough
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from written_runs import fail, write_run
+from written_runs import write_failure, write_run
 
 TABS = ("Memory", "Time", "Plans", "Checks", "Runs", "Trace")
 VERDICT_SIGNS = {"fits": "✓", "does not fit": "✕"}
@@ -33,7 +33,9 @@ def page(lab: Lab, browser: Any) -> Iterator[Any]:
     runs, now = lab.folder / "runs", time.time()
     for number, name in enumerate(("pictured", "pictured-2")):
         write_run(name, parent=runs, num_done=40, has_trace=True, created=now - 86_400 + 3_600 * number)
-    fail(write_run("pictured-failed", "failed", parent=runs, num_done=6, created=now - 600), 1, ERROR)
+    write_failure(
+        write_run("pictured-failed", "failed", parent=runs, num_done=6, created=now - 600), 1, ERROR
+    )
     page = browser.new_page(viewport={"width": 1440, "height": 900}, device_scale_factor=2)
     open_studio(page, lab)
     choose_tab(page, "Plans")

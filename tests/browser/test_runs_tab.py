@@ -16,7 +16,7 @@ from tests.requirements import needs, thorough
 import shardscope as ss
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from written_runs import fail, write_run
+from written_runs import write_failure, write_run
 
 pytestmark = thorough()
 
@@ -93,7 +93,9 @@ def page(lab: Lab, browser: Any, offline: Any) -> Any:
     write_run("first", parent=runs, num_done=40, has_trace=True)
     write_run("second", parent=runs, number=1, task=ss.Pretrain(num_steps=40, learning_rate=3e-4))
     write_run("stopped", "stopped", parent=runs, number=2, num_done=25, checkpoint=25)
-    fail(write_run("failed", "failed", parent=runs, number=3, num_done=6, is_own_task=True), 1, ERROR)
+    write_failure(
+        write_run("failed", "failed", parent=runs, number=3, num_done=6, is_own_task=True), 1, ERROR
+    )
     write_run("evil", "<img src=x onerror='window.wasRun = 1'>", parent=runs, number=4, reason="<b>bold</b>")
     page = run_cell(lab, browser, CELL)
     offline(page)

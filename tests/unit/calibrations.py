@@ -24,13 +24,13 @@ LINK_BYTES_PER_SECOND = 1.5e9
 LINK_LATENCY_SECONDS = 3e-5
 
 
-def product(size: int, precision: str = "fp32", flops: float = FLOPS) -> dict[str, Any]:
+def make_matmul(size: int, precision: str = "fp32", flops: float = FLOPS) -> dict[str, Any]:
     """Return a measured square matmul, with the time of MatrixRate.seconds."""
     seconds = 2 * (size**3 + HALF_SIZE * 3 * size**2) / flops
     return {"precision": precision, "rows": size, "inner": size, "columns": size, "seconds": seconds}
 
 
-def attention(seq_len: int) -> dict[str, Any]:
+def make_attention(seq_len: int) -> dict[str, Any]:
     """Return a measured causal attention of 8 heads of 64, with the time of the step's formula."""
     flops = 2.0 * 8 * seq_len**2 * 64 * (1 + HALF_KEYS / seq_len)
     return {
@@ -43,7 +43,7 @@ def attention(seq_len: int) -> dict[str, Any]:
     }
 
 
-def collective(name: str, num_bytes: int, cluster: ss.Cluster) -> dict[str, Any]:
+def make_collective(name: str, num_bytes: int, cluster: ss.Cluster) -> dict[str, Any]:
     """Return a measured collective, with the time of timing/collectives.py over a known link."""
     link = LinkRate("a link", LINK_BYTES_PER_SECOND, LINK_LATENCY_SECONDS)
     rates = replace(look_up_rates(cluster), inside=link)
@@ -52,7 +52,7 @@ def collective(name: str, num_bytes: int, cluster: ss.Cluster) -> dict[str, Any]
     return {"collective": name, "num_bytes": num_bytes, "seconds": took}
 
 
-def calibration(cluster: str = "2xcpu", **changes: Any) -> Calibration:
+def make_calibration(cluster: str = "2xcpu", **changes: Any) -> Calibration:
     """Build a calibration as ``ss.calibrate`` returns it for ``cluster``, with ``changes`` to its fields."""
     parsed = ss.Cluster.parse(cluster)
     ranks = parsed.num_gpus
@@ -71,16 +71,18 @@ def calibration(cluster: str = "2xcpu", **changes: Any) -> Calibration:
         "kernel_seconds": KERNEL_SECONDS,
         "host_updates_per_second": 2e8,
         "matrix_products": [
-            product(size, precision) for precision in ("fp32", "bf16") for size in (128, 256, 512, 1024, 2048)
+            make_matmul(size, precision)
+            for precision in ("fp32", "bf16")
+            for size in (128, 256, 512, 1024, 2048)
         ],
-        "attention": [attention(seq_len) for seq_len in (64, 256, 1024)],
+        "attention": [make_attention(seq_len) for seq_len in (64, 256, 1024)],
         "memory_passes": [
             {"num_bytes": size, "seconds": KERNEL_SECONDS + size / MEMORY_BYTES_PER_SECOND}
             for size in (2**16, 2**20, 2**24, 2**27)
         ],
         "host_copies": [],
         "collectives": [
-            collective(name, size, parsed)
+            make_collective(name, size, parsed)
             for name in ("all_reduce", "all_gather", "reduce_scatter")
             for size in (2**14, 2**18, 2**22, 2**26)
         ] if ranks > 1 else [],

@@ -19,10 +19,10 @@ class NvmlError(Exception):
 def pretend_cards(monkeypatch: pytest.MonkeyPatch, free: list[int], users: list[Any] | None = None) -> None:
     """H100s with so many bytes free; on the first, processes as (pid, bytes)."""
 
-    def memory(handle: int, version: object = None) -> SimpleNamespace:
+    def get_memory_info(handle: int, version: object = None) -> SimpleNamespace:
         return SimpleNamespace(total=TOTAL, free=free[handle], reserved=2**29)
 
-    def processes(handle: int) -> list[SimpleNamespace]:
+    def list_processes(handle: int) -> list[SimpleNamespace]:
         found = users if handle == 0 and users else []
         return [SimpleNamespace(pid=pid, usedGpuMemory=num_bytes) for pid, num_bytes in found]
 
@@ -35,8 +35,8 @@ def pretend_cards(monkeypatch: pytest.MonkeyPatch, free: list[int], users: list[
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}",
         nvmlDeviceGetName=lambda _: "NVIDIA H100 80GB HBM3",
-        nvmlDeviceGetMemoryInfo=memory,
-        nvmlDeviceGetComputeRunningProcesses=processes,
+        nvmlDeviceGetMemoryInfo=get_memory_info,
+        nvmlDeviceGetComputeRunningProcesses=list_processes,
     )
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

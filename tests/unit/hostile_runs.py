@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from written_runs import PLAN, fail, write_run
+from written_runs import PLAN, write_failure, write_run
 
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import append_line, write_json
@@ -32,7 +32,7 @@ def write_full_run(name: str, status: str = "running", *, parent: Path | str = "
     folder.memory_snapshot(0).parent.mkdir()
     folder.memory_snapshot(0).write_bytes(b"N.")
     for rank in (0, 1):
-        fail(path, rank, text)
+        write_failure(path, rank, text)
         write_json(folder.rank(rank), {"pid": 2**22 + rank, "started": 1.0, "looks_for_stop": True})
         folder.stacks(rank).write_text(text)
         memory = {"device": "cpu", "step": 2, "phases": {"rest": {"parameters": 2**20}}}

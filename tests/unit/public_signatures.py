@@ -32,13 +32,13 @@ def describe_interface() -> str:
     for package in (ss, shardscope_widgets):
         for name in sorted(package.__all__):
             lines += _describe(name, getattr(package, name))
-    for answer in (*_answers(), Chat, Choice, Choices, Context, Sweep):
+    for answer in (*_make_answers(), Chat, Choice, Choices, Context, Sweep):
         kind = answer if isinstance(answer, type) else type(answer)
         lines += _describe(kind.__name__, kind)
     return "\n".join(dict.fromkeys(lines)) + "\n"
 
 
-def _answers() -> Iterator[Any]:
+def _make_answers() -> Iterator[Any]:
     """Yield one object of each class that public functions return."""
     plan = ss.Plan(
         ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.ddp()
@@ -56,7 +56,7 @@ def _describe(name: str, value: Any) -> Iterator[str]:
     if not callable(value):
         yield f"{name}: {type(value).__name__}"
         return
-    yield f"{name}{_signature(value)}"
+    yield f"{name}{_format_signature(value)}"
     if not isinstance(value, type):
         return
     fields = getattr(value, "__dataclass_fields__", {})  # Those of __init__ are in its signature.
@@ -68,22 +68,22 @@ def _describe(name: str, value: Any) -> Iterator[str]:
 
 def _describe_member(name: str, member: Any) -> str:
     if isinstance(member, property):
-        return f"{name} -> {_returned(member.fget)}"
+        return f"{name} -> {_format_return(member.fget)}"
     if isinstance(member, functools.cached_property):
-        return f"{name} -> {_returned(member.func)}"
+        return f"{name} -> {_format_return(member.func)}"
     if isinstance(member, staticmethod | classmethod):
-        return f"{name}{_signature(member.__func__)}  [{type(member).__name__}]"
-    return f"{name}{_signature(member)}" if inspect.isfunction(member) else name
+        return f"{name}{_format_signature(member.__func__)}  [{type(member).__name__}]"
+    return f"{name}{_format_signature(member)}" if inspect.isfunction(member) else name
 
 
-def _signature(function: Any) -> str:
+def _format_signature(function: Any) -> str:
     signature = inspect.signature(function)
     parameters = []
     for one in signature.parameters.values():
         if inspect.isfunction(one.default):
             one = one.replace(default=_Words("..."))  # A function would be shown with its address.
-        parameters.append(one.replace(annotation=_annotation(one.annotation)))
-    returned = _annotation(signature.return_annotation)
+        parameters.append(one.replace(annotation=_format_annotation(one.annotation)))
+    returned = _format_annotation(signature.return_annotation)
     return str(signature.replace(parameters=parameters, return_annotation=returned))
 
 
@@ -97,7 +97,7 @@ class _Words:
         return self.text
 
 
-def _annotation(annotation: Any) -> Any:
+def _format_annotation(annotation: Any) -> Any:
     if annotation is inspect.Signature.empty:
         return annotation
     if isinstance(annotation, ForwardRef):
@@ -106,8 +106,8 @@ def _annotation(annotation: Any) -> Any:
     return _Words(MODULE.sub("", text))
 
 
-def _returned(function: Any) -> str:
-    return repr(_annotation(inspect.signature(function).return_annotation))
+def _format_return(function: Any) -> str:
+    return repr(_format_annotation(inspect.signature(function).return_annotation))
 
 
 def main() -> None:

@@ -144,7 +144,7 @@ ANY_OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
 @st.composite
 def recipes(draw: Any) -> Recipe:
     """Whatever a recipe can be by itself; no framework may run it."""
-    return _varied(draw, draw(sizes()), ANY_RECIPE, lambda recipe: None)
+    return _vary_fields(draw, draw(sizes()), ANY_RECIPE, lambda recipe: None)
 
 
 @st.composite
@@ -160,7 +160,9 @@ def plans(draw: Any, framework: str | None = None) -> Plan:
         offered = layout.list_valid_values(arch, cluster, recipe)[field]
         wanted = {f: getattr(layout, f) for f in layout.choices} | {field: draw(st.sampled_from(offered))}
         layout = layout.find_nearest_valid(wanted, arch, cluster, recipe)
-    layout = _varied(draw, layout, ANY_OPTIONS[name], lambda changed: Plan(arch, cluster, recipe, changed))
+    layout = _vary_fields(
+        draw, layout, ANY_OPTIONS[name], lambda changed: Plan(arch, cluster, recipe, changed)
+    )
     linears = tuple(dict.fromkeys(target for target, _ in arch.lora_shapes))
     fields = ANY_RECIPE | {"lora_targets": (None, linears[:1], linears[-1:], linears)}
     for field in fields:
@@ -169,7 +171,7 @@ def plans(draw: Any, framework: str | None = None) -> Plan:
     return Plan(
         arch,
         cluster,
-        _varied(draw, recipe, fields, lambda changed: Plan(arch, cluster, changed, layout)),
+        _vary_fields(draw, recipe, fields, lambda changed: Plan(arch, cluster, changed, layout)),
         layout,
     )
 
@@ -185,7 +187,9 @@ def sizes(draw: Any) -> Recipe:
     )
 
 
-def _varied(draw: Any, noun: Any, fields: dict[str, tuple[Any, ...]], check: Callable[[Any], object]) -> Any:
+def _vary_fields(
+    draw: Any, noun: Any, fields: dict[str, tuple[Any, ...]], check: Callable[[Any], object]
+) -> Any:
     """``noun`` with each of ``fields`` drawn anew; a value that ``check`` or the noun refuses is left out.
 
     Drawing on, instead of rejecting the whole, keeps what rarely goes together from starving the rest.

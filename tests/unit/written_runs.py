@@ -78,7 +78,7 @@ def write_run(
         append_line(folder.status, end)
     for rank in range(plan.world_size):
         for step in range(num_done):
-            append_line(folder.events(rank), metrics(step, rank, began))
+            append_line(folder.events(rank), make_metrics(step, rank, began))
         folder.log(rank).write_text(f"rank {rank} is up\n" + ("" if is_live else "rank is done\n"))
     if checkpoint is not None:
         position = {"num_steps_done": checkpoint, "seed": task.seed}
@@ -90,8 +90,8 @@ def write_run(
     return folder.path
 
 
-def metrics(step: int, rank: int, began: float) -> dict[str, Any]:
-    """One line as ``Pretrain`` logs it; the first step is far slower than all others."""
+def make_metrics(step: int, rank: int, began: float) -> dict[str, Any]:
+    """Make one line as ``Pretrain`` logs it; the first step is far slower than all others."""
     seconds = 2.4 if step == 0 else 0.25 + 0.01 * math.sin(step) + 0.004 * rank
     return {
         "step": step,
@@ -109,7 +109,7 @@ def metrics(step: int, rank: int, began: float) -> dict[str, Any]:
     }
 
 
-def fail(path: Path, rank: int, error: str) -> None:
+def write_failure(path: Path, rank: int, error: str) -> None:
     """Write the exception that ended ``rank``, into its record and its log."""
     folder = RunFolder(path)
     record = {"rank": rank, "time": CREATED, "monotonic": 5.0, "type": "ValueError", "traceback": error}

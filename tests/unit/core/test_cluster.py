@@ -199,10 +199,10 @@ def pretend_driver(
 ) -> None:
     """Replace pynvml by a fake whose GPUs are (name, bytes); handles are their indices."""
 
-    def memory(handle: int, version: object = None) -> SimpleNamespace:
+    def get_memory_info(handle: int, version: object = None) -> SimpleNamespace:
         return SimpleNamespace(total=devices[handle][1], reserved=2**29)
 
-    def missing(_: int) -> None:
+    def raise_nvml_error(_: int) -> None:
         raise NvmlError
 
     fake = SimpleNamespace(
@@ -214,11 +214,11 @@ def pretend_driver(
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}abc",
         nvmlDeviceGetName=lambda handle: devices[handle][0],
-        nvmlDeviceGetMemoryInfo=memory,
+        nvmlDeviceGetMemoryInfo=get_memory_info,
         nvmlDeviceGetArchitecture=lambda _: 10,
         nvmlDeviceGetPowerManagementDefaultLimit=lambda _: 575_000,
         nvmlDeviceGetMaxPcieLinkGeneration=lambda _: 5,
-        nvmlDeviceGetMaxPcieLinkWidth=missing if visible == "no-pcie" else lambda _: 16,
+        nvmlDeviceGetMaxPcieLinkWidth=raise_nvml_error if visible == "no-pcie" else lambda _: 16,
     )
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     if visible in (None, "no-pcie"):

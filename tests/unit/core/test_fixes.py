@@ -231,12 +231,12 @@ def test_the_search_for_a_fix_is_bounded() -> None:
     tries = []
     original = Recipe.__post_init__
 
-    def counting(self: Recipe) -> None:
+    def count_checks(self: Recipe) -> None:
         tries.append(self)
         original(self)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(FieldError):
-        patch.setattr(Recipe, "__post_init__", counting)
+        patch.setattr(Recipe, "__post_init__", count_checks)
         build_plan(
             (
                 "gpt2",

@@ -309,22 +309,24 @@ def test_hidden_size_must_be_divisible_by_attention_heads() -> None:
 
 
 def test_sliding_windows_by_family() -> None:
-    def windows(**keys: object) -> tuple[int | None, int]:
+    def read_windows(**keys: object) -> tuple[int | None, int]:
         arch = Architecture.from_hf({**LLAMA, "num_key_value_heads": 4, **keys})
         return arch.sliding_window, arch.sliding_window_layers
 
-    assert windows(model_type="llama", sliding_window=8) == (None, 0)
-    assert windows(model_type="mistral") == (4096, 2)
-    assert windows(model_type="mistral", sliding_window=None) == (None, 0)
-    assert windows(model_type="gemma2", num_hidden_layers=3) == (4096, 2)
-    assert windows(model_type="qwen2", sliding_window=8) == (None, 0)
-    assert windows(model_type="qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=1) == (
+    assert read_windows(model_type="llama", sliding_window=8) == (None, 0)
+    assert read_windows(model_type="mistral") == (4096, 2)
+    assert read_windows(model_type="mistral", sliding_window=None) == (None, 0)
+    assert read_windows(model_type="gemma2", num_hidden_layers=3) == (4096, 2)
+    assert read_windows(model_type="qwen2", sliding_window=8) == (None, 0)
+    assert read_windows(
+        model_type="qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=1
+    ) == (
         8,
         1,
     )
-    assert windows(model_type="phi3", sliding_window=2047) == (2047, 2)
+    assert read_windows(model_type="phi3", sliding_window=2047) == (2047, 2)
     layer_types = ["full_attention", "sliding_attention"]
-    assert windows(model_type="gemma2", layer_types=layer_types) == (4096, 1)
+    assert read_windows(model_type="gemma2", layer_types=layer_types) == (4096, 1)
 
 
 # -------------------------------------------------------------------------------------------- files

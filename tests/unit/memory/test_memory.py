@@ -146,15 +146,17 @@ def test_host_memory_bands_are_not_limited_to_the_usable_bytes() -> None:
 
 
 def test_plans_over_80_percent_of_a_gpu_are_tight() -> None:
-    def report(seq_len: int) -> MemoryReport:
+    def predict_memory(seq_len: int) -> MemoryReport:
         recipe = ss.Recipe(seq_len=seq_len, global_batch_size=8)
         return ss.Plan(LLAMA_8B, ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.fsdp2()).memory()
 
-    found = {report(length).is_tight: report(length) for length in (2048, 4096, 6144, 7168, 8192)}
+    found = {
+        predict_memory(length).is_tight: predict_memory(length) for length in (2048, 4096, 6144, 7168, 8192)
+    }
     assert found[True].peak_bytes > 0.8 * found[True].usable_bytes
     assert found[False].peak_bytes <= 0.8 * found[False].usable_bytes
     # A plan that does not fit is not tight.
-    assert not report(32768).is_tight
+    assert not predict_memory(32768).is_tight
 
 
 @pytest.mark.parametrize("layout", [ss.Layout.ddp(), ss.Layout.fsdp2(), ss.Layout.zero(3), ss.Layout.zero(1)])
@@ -461,13 +463,15 @@ def test_saved_tensors_on_a_gpu_equal_those_counted_on_a_cpu() -> None:
 
 
 def test_unfused_attention_memory_is_quadratic_in_seq_len() -> None:
-    def attention(arch: Architecture, seq_len: int) -> int:
+    def count_attention_bytes(arch: Architecture, seq_len: int) -> int:
         tensors = list_saved_tensors(arch, False, Modules("transformers", False, 2, seq_len))
         return seq_len * sum(t.bytes_per_token for t in tensors if t.operator == "attention")
 
-    assert attention(LLAMA, 4096) == 2 * attention(LLAMA, 2048)
+    assert count_attention_bytes(LLAMA, 4096) == 2 * count_attention_bytes(LLAMA, 2048)
     scores = GEMMA.num_attention_heads * (2 + 4 + 2)
-    assert attention(GEMMA, 4096) - 2 * attention(GEMMA, 2048) == scores * (4096**2 - 2 * 2048**2)
+    assert count_attention_bytes(GEMMA, 4096) - 2 * count_attention_bytes(GEMMA, 2048) == scores * (
+        4096**2 - 2 * 2048**2
+    )
 
 
 def test_expert_parallelism_keeps_the_total_number_of_tokens() -> None:

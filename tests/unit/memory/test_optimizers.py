@@ -149,7 +149,7 @@ def test_paged_moments_are_counted_on_the_host() -> None:
     paged, small = reports["paged_adamw"], reports["paged_adamw"].at("rest")["optimizer"]
     # Vectors stay on the GPU: all other tensors have over 100,000 elements.
     assert paged.host_bytes + small == 8 * arch.num_parameters
-    assert small == 8 * sum(p.numel for p in _vectors(arch))
+    assert small == 8 * sum(p.numel for p in _list_vectors(arch))
     assert paged.at("optimizer")["optimizer"] - small == 8 * arch.vocab_size * arch.hidden_size
     assert "managed memory" in paged.worst_stage.at("rest").terms["optimizer"].explain()
     eight = reports["adamw_8bit"].at("rest")["optimizer"]
@@ -163,7 +163,7 @@ class _Size:
         self.numel = numel
 
 
-def _vectors(arch: Architecture) -> list[_Size]:
+def _list_vectors(arch: Architecture) -> list[_Size]:
     inside = [p for layer in range(arch.num_hidden_layers) for p in arch.layer_shapes(layer)]
     return [_Size(p.shape[0]) for p in inside if len(p.shape) == 1] + [_Size(arch.hidden_size)]
 

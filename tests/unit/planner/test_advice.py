@@ -21,11 +21,11 @@ from shardscope.planner.repairs.single_changes import OFFLOADS
 H100 = "h100-sxm-80gb"
 
 
-def advice(model: str, cluster: str, familiar_with: tuple[str, ...] = (), **recipe: Any) -> Advice:
+def recommend_plan(model: str, cluster: str, familiar_with: tuple[str, ...] = (), **recipe: Any) -> Advice:
     return recommend(ss.models[model], ss.Cluster.parse(cluster), ss.Recipe(**recipe), familiar_with)
 
 
-def framework(found: Advice) -> str:
+def get_framework(found: Advice) -> str:
     assert found.plan is not None, found.why
     return found.plan.layout.framework
 
@@ -34,8 +34,8 @@ def framework(found: Advice) -> str:
 
 
 def test_a_small_model_on_one_gpu_is_one_process() -> None:
-    found = advice("gpt2", "l4-24gb", seq_len=1024, micro_batch_size=4)
-    assert framework(found) == "ddp"
+    found = recommend_plan("gpt2", "l4-24gb", seq_len=1024, micro_batch_size=4)
+    assert get_framework(found) == "ddp"
     assert found.plan is not None
     assert found.plan.recipe.recompute == "none"
     assert [turn.taken for turn in found.path if "fit on one GPU" in turn.question] == [True]
@@ -43,8 +43,8 @@ def test_a_small_model_on_one_gpu_is_one_process() -> None:
 
 
 def test_one_billion_parameters_on_a_small_gpu_need_offload_and_alternatives_are_named() -> None:
-    found = advice("llama-3.2-1b", "rtx-4090-24gb")
-    assert framework(found) == "deepspeed"
+    found = recommend_plan("llama-3.2-1b", "rtx-4090-24gb")
+    assert get_framework(found) == "deepspeed"
     assert found.plan is not None
     assert found.plan.layout.offload_optimizer == "cpu"  # type: ignore[attr-defined]
     others = [plan for plan, _ in found.alternatives]
@@ -54,26 +54,26 @@ def test_one_billion_parameters_on_a_small_gpu_need_offload_and_alternatives_are
 
 
 def test_eight_billion_on_a_node_is_sharded_by_torch() -> None:
-    found = advice("llama-3.1-8b", f"8x{H100}")
-    assert framework(found) == "fsdp2"
+    found = recommend_plan("llama-3.1-8b", f"8x{H100}")
+    assert get_framework(found) == "fsdp2"
     assert found.plan is not None
     assert found.plan.degrees.shard == 8
     assert found.plan.degrees.tp == found.plan.degrees.pp == 1
 
 
 def test_zero_2_is_advised_if_unsharded_weights_fit() -> None:
-    found = advice("qwen3-1.7b", f"8x{H100}", micro_batch_size=2)
-    if framework(found) == "fsdp2":
+    found = recommend_plan("qwen3-1.7b", f"8x{H100}", micro_batch_size=2)
+    if get_framework(found) == "fsdp2":
         assert found.plan is not None
         assert found.plan.layout.reshard_after_forward is False  # type: ignore[attr-defined]
     else:
-        assert framework(found) == "ddp"
+        assert get_framework(found) == "ddp"
 
 
 @pytest.mark.parametrize("card", ["l4-24gb", "rtx-4090-24gb"])
 def test_adapters_on_one_gpu(card: str) -> None:
-    found = advice("llama-3.1-8b", card, method="lora")
-    assert framework(found) == "ddp"
+    found = recommend_plan("llama-3.1-8b", card, method="lora")
+    assert get_framework(found) == "ddp"
     assert found.plan is not None
     assert found.plan.recipe.method == "lora"
     assert "fine-tuning" in found.path[0].answer
@@ -81,8 +81,10 @@ def test_adapters_on_one_gpu(card: str) -> None:
 
 @thorough()
 def test_a_plan_that_is_two_per_cent_faster_is_no_reason_for_another_framework() -> None:
-    found = advice("llama-3.1-8b", "2xrtx-4090-24gb", seq_len=2048, global_batch_size=16, method="lora")
-    assert framework(found) == "ddp"
+    found = recommend_plan(
+        "llama-3.1-8b", "2xrtx-4090-24gb", seq_len=2048, global_batch_size=16, method="lora"
+    )
+    assert get_framework(found) == "ddp"
     assert found.plan is not None
     for plan, _ in found.alternatives:
         assert PAYS * plan.step().seconds < found.plan.step().seconds or (
@@ -96,7 +98,7 @@ def test_a_plan_that_is_two_per_cent_faster_is_no_reason_for_another_framework()
 )
 def test_no_smaller_number_of_nodes_fits(model: str, cluster: str) -> None:
     """With half of the advised number of nodes, no plan fits well."""
-    found = advice(model, cluster, global_batch_size=16)
+    found = recommend_plan(model, cluster, global_batch_size=16)
     (more,) = [plan for plan, _ in found.alternatives if plan.cluster.num_nodes > 1]
     assert more.cluster.num_nodes & (more.cluster.num_nodes - 1) == 0
     half = replace(more.cluster, num_nodes=more.cluster.num_nodes // 2)
@@ -111,25 +113,25 @@ def test_no_smaller_number_of_nodes_fits(model: str, cluster: str) -> None:
 
 
 def test_eight_billion_parameters_on_four_consumer_gpus_are_offloaded() -> None:
-    found = advice("llama-3.1-8b", "4xrtx-4090-24gb")
-    assert framework(found) == "deepspeed"
+    found = recommend_plan("llama-3.1-8b", "4xrtx-4090-24gb")
+    assert get_framework(found) == "deepspeed"
     assert "Check that each node has" in found.why, "the catalogue does not know the host's memory"
     assert any(plan.cluster.num_nodes > 1 for plan, _ in found.alternatives)
 
 
 @thorough()
 def test_seventy_billion_on_one_node_offloads_and_on_four_does_not() -> None:
-    alone = advice("llama-3.1-70b", f"8x{H100}")
-    assert framework(alone) == "deepspeed"
+    alone = recommend_plan("llama-3.1-70b", f"8x{H100}")
+    assert get_framework(alone) == "deepspeed"
     assert any(plan.cluster.num_nodes == 4 for plan, _ in alone.alternatives)
-    four = advice("llama-3.1-70b", f"4x8x{H100}")
-    assert framework(four) == "fsdp2"
+    four = recommend_plan("llama-3.1-70b", f"4x8x{H100}")
+    assert get_framework(four) == "fsdp2"
     assert any("70.6B" in turn.question for turn in four.path), "30B to 70B and tight is asked"
 
 
 def test_405_billion_parameters_on_a_thousand_gpus_get_megatron() -> None:
-    found = advice("llama-3.1-405b", f"128x8x{H100}", seq_len=8192, global_batch_size=2048)
-    assert framework(found) == "megatron"
+    found = recommend_plan("llama-3.1-405b", f"128x8x{H100}", seq_len=8192, global_batch_size=2048)
+    assert get_framework(found) == "megatron"
     assert found.plan is not None
     assert 1 < found.plan.degrees.tp <= 8, "tensor parallel stays inside a node"
     assert found.plan.degrees.pp > 1
@@ -140,8 +142,8 @@ def test_405_billion_parameters_on_a_thousand_gpus_get_megatron() -> None:
 
 
 def test_mixtures_of_experts_get_expert_parallelism() -> None:
-    found = advice("mixtral-8x7b", f"16x8x{H100}", global_batch_size=1024)
-    assert framework(found) == "megatron"
+    found = recommend_plan("mixtral-8x7b", f"16x8x{H100}", global_batch_size=1024)
+    assert get_framework(found) == "megatron"
     assert found.plan is not None
     assert found.plan.degrees.ep == 8
     turn = next(turn for turn in found.path if "experts" in turn.question)
@@ -151,7 +153,7 @@ def test_mixtures_of_experts_get_expert_parallelism() -> None:
 
 @thorough()
 def test_a_mixture_of_experts_on_too_few_nodes_names_a_sufficient_number() -> None:
-    found = advice("deepseek-v3", f"16x8x{H100}", global_batch_size=1024)
+    found = recommend_plan("deepseek-v3", f"16x8x{H100}", global_batch_size=1024)
     turn = next(turn for turn in found.path if "experts" in turn.question)
     assert not turn.taken
     assert "too little" in turn.answer
@@ -161,11 +163,11 @@ def test_a_mixture_of_experts_on_too_few_nodes_names_a_sufficient_number() -> No
 
 
 def test_fp16_is_advised_on_gpus_without_bf16() -> None:
-    found = advice("gpt2", "8xv100-sxm-32gb", seq_len=1024)
+    found = recommend_plan("gpt2", "8xv100-sxm-32gb", seq_len=1024)
     assert found.plan is not None and "fp16-mixed" in found.why
     fp16 = [plan for plan, _ in found.alternatives if plan.recipe.precision == "fp16-mixed"]
     assert fp16 and fp16[0].layout == found.plan.layout and fp16[0].step().seconds > 0
-    there = advice("gpt2", "8xa100-sxm-80gb", seq_len=1024)
+    there = recommend_plan("gpt2", "8xa100-sxm-80gb", seq_len=1024)
     assert not any(plan.recipe.precision == "fp16-mixed" for plan, _ in there.alternatives)
 
 
@@ -180,8 +182,8 @@ def test_more_recomputation_makes_room_for_a_larger_micro_batch(
     model: str, cluster: str, tokens: int, recompute: Any
 ) -> None:
     """Over slow links a larger micro-batch saves more gathers than recomputation costs."""
-    plan = advice(model, cluster, seq_len=tokens).plan
-    asked = advice(model, cluster, seq_len=tokens, recompute=recompute).plan
+    plan = recommend_plan(model, cluster, seq_len=tokens).plan
+    asked = recommend_plan(model, cluster, seq_len=tokens, recompute=recompute).plan
     assert plan is not None and asked is not None
     assert not plan.memory().is_tight
     assert plan.recipe.recompute == recompute and plan.recipe.micro_batch_size > 1
@@ -189,7 +191,7 @@ def test_more_recomputation_makes_room_for_a_larger_micro_batch(
 
 
 def test_slow_links_keep_tensor_parallelism_inside_a_node() -> None:
-    found = advice("llama-3.1-8b", "4x8xrtx-4090-24gb")
+    found = recommend_plan("llama-3.1-8b", "4x8xrtx-4090-24gb")
     assert found.plan is not None
     assert found.plan.degrees.tp == 1
     turn = next(turn for turn in found.path if "links" in turn.question)
@@ -210,8 +212,8 @@ def test_where_sharding_waits_for_ethernet_a_pipeline_crosses_nodes(model: str, 
 
 
 def test_cpu_ranks_have_no_predicted_time() -> None:
-    found = advice("gpt2", "2xcpu", seq_len=256)
-    assert framework(found) == "ddp"
+    found = recommend_plan("gpt2", "2xcpu", seq_len=256)
+    assert get_framework(found) == "ddp"
     assert "CPU rank" in found.path[1].question
     assert "No time is predicted" in found.why or "Predicted" in found.why
     assert not any("host memory" in turn.question for turn in found.path), "their memory is the host's"
@@ -240,14 +242,14 @@ def test_nearest_misses_are_listed_if_nothing_fits() -> None:
 
 
 def test_a_recipe_that_no_framework_runs_is_explained() -> None:
-    found = advice("gpt2", "l4-24gb", seq_len=4096)
+    found = recommend_plan("gpt2", "l4-24gb", seq_len=4096)
     assert found.plan is None
     assert "seq_len=1024" in found.why
     assert found.alternatives == ()
 
 
 def test_a_batch_smaller_than_the_gpus_leaves_room_for_other_degrees() -> None:
-    found = advice("llama-3.1-8b", f"16x8x{H100}", global_batch_size=64)
+    found = recommend_plan("llama-3.1-8b", f"16x8x{H100}", global_batch_size=64)
     assert found.plan is not None
     assert found.plan.degrees.data_parallel <= 64
     assert "global_batch_size" in found.path[1].answer
@@ -255,10 +257,10 @@ def test_a_batch_smaller_than_the_gpus_leaves_room_for_other_degrees() -> None:
 
 
 def test_an_uneven_batch_gets_the_nearest_even_one() -> None:
-    found = advice("llama-3.1-8b", f"8x{H100}", global_batch_size=100)
+    found = recommend_plan("llama-3.1-8b", f"8x{H100}", global_batch_size=100)
     offered = [(plan, words) for plan, words in found.alternatives if "nearest that every GPU" in words]
     assert [plan.recipe.global_batch_size for plan, _ in offered] == [96]
-    even = advice("llama-3.1-8b", f"8x{H100}", global_batch_size=96)
+    even = recommend_plan("llama-3.1-8b", f"8x{H100}", global_batch_size=96)
     assert not any("nearest that every GPU" in words for _, words in even.alternatives)
 
 
@@ -266,23 +268,23 @@ def test_an_uneven_batch_gets_the_nearest_even_one() -> None:
 
 
 def test_a_familiar_framework_is_kept_if_it_is_as_good() -> None:
-    ours = advice("llama-3.1-8b", f"8x{H100}")
-    theirs = advice("llama-3.1-8b", f"8x{H100}", ("deepspeed",))
-    assert framework(ours) == "fsdp2"
-    assert framework(theirs) == "deepspeed"
+    ours = recommend_plan("llama-3.1-8b", f"8x{H100}")
+    theirs = recommend_plan("llama-3.1-8b", f"8x{H100}", ("deepspeed",))
+    assert get_framework(ours) == "fsdp2"
+    assert get_framework(theirs) == "deepspeed"
     asked = theirs.path[-1]
     assert "DeepSpeed" in asked.question
     assert asked.taken
 
 
 def test_a_familiar_framework_is_not_advised_if_it_does_not_fit() -> None:
-    found = advice("llama-3.1-8b", f"8x{H100}", ("ddp",))
-    assert framework(found) == "fsdp2"
+    found = recommend_plan("llama-3.1-8b", f"8x{H100}", ("ddp",))
+    assert get_framework(found) == "fsdp2"
     assert "does not fit" in found.path[-1].answer
 
 
 def test_accelerate_is_named_if_it_starts_the_plan() -> None:
-    found = advice("llama-3.1-8b", f"8x{H100}", ("accelerate",))
+    found = recommend_plan("llama-3.1-8b", f"8x{H100}", ("accelerate",))
     turn = next(turn for turn in found.path if "one script" in turn.question)
     assert turn.taken
     assert "FSDP2" in turn.answer
@@ -371,7 +373,7 @@ def test_more_host_memory_never_makes_advice_disappear(arch: ss.Architecture, cl
 
 
 def test_advice_as_text_and_as_html() -> None:
-    found = advice("llama-3.1-8b", f"8x{H100}")
+    found = recommend_plan("llama-3.1-8b", f"8x{H100}")
     text, html = str(found), found._repr_html_()
     for turn in found.path:
         assert turn.question in text
@@ -384,7 +386,7 @@ def test_a_missing_peak_is_named_if_no_time_is_predicted() -> None:
     cluster = ss.Cluster.parse(f"8x{H100}")
     blind = replace(cluster, gpu=replace(cluster.gpu, name="unheard-of", peak_flops={}))
     found = recommend(ss.models["llama-3.1-8b"], blind, ss.Recipe())
-    assert framework(found) == "fsdp2"
+    assert get_framework(found) == "fsdp2"
     assert "No time is predicted" in found.why
     assert "peak" in found.why
     assert len(found.alternatives) <= 2

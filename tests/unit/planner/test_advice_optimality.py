@@ -24,7 +24,7 @@ H100 = "h100-sxm-80gb"
 LLAMA, EIGHT = ss.models["llama-3.1-8b"], ss.Cluster.parse(f"8x{H100}")
 
 
-def outdoes(plan: ss.Plan, other: ss.Plan, wanted: ss.Recipe) -> bool:
+def is_better(plan: ss.Plan, other: ss.Plan, wanted: ss.Recipe) -> bool:
     try:
         is_faster = plan.step().seconds < other.step().seconds
     except ValueError:
@@ -95,7 +95,7 @@ def test_no_equally_simple_plan_is_faster_and_leaner_than_the_advised_one(
     rivals = [turn.plan for turn in found.path] + [plan for plan, _ in found.alternatives] + [current]
     for rival in rivals:
         if rival is not None and rival.memory().fits and is_comparable(rival, found.plan):
-            assert not outdoes(rival, found.plan, nouns[2]), (rival, found.plan)
+            assert not is_better(rival, found.plan, nouns[2]), (rival, found.plan)
     check_numbers(found)
 
 

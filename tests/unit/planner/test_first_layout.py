@@ -15,14 +15,14 @@ from shardscope.planner.verdict import assess_plan
 H100 = "h100-sxm-80gb"
 
 
-def first(framework: str, model: str, cluster: str, **recipe: Any) -> ss.Plan:
+def make_first_plan(framework: str, model: str, cluster: str, **recipe: Any) -> ss.Plan:
     nouns = ss.models[model], ss.Cluster.parse(cluster), ss.Recipe(**recipe)
     return ss.Plan(*nouns, choose_first_layout(framework, *nouns))
 
 
 def test_405b_with_megatron_has_tensor_parallelism_in_nodes_and_stages_across() -> None:
     """No layout of Megatron-core fits there; its default is short by 2,946 GiB on each GPU."""
-    plan = first("megatron", "llama-3.1-405b", f"8x8x{H100}")
+    plan = make_first_plan("megatron", "llama-3.1-405b", f"8x8x{H100}")
     default = replace(plan, layout=ss.Layout.megatron())
     assert (plan.degrees.tp, plan.degrees.pp) == (8, 8)
     assert plan.memory().peak_bytes * 10 < default.memory().peak_bytes
@@ -39,7 +39,7 @@ def test_405b_with_megatron_has_tensor_parallelism_in_nodes_and_stages_across() 
     ],
 )
 def test_the_first_layout_fits_with_the_unchanged_recipe(framework: str, model: str, cluster: str) -> None:
-    plan = first(framework, model, cluster)
+    plan = make_first_plan(framework, model, cluster)
     assert assess_plan(plan).state == "fits"
     assert plan.degrees.tp <= plan.cluster.gpus_per_node
     assert plan.recipe == ss.Recipe()
@@ -47,13 +47,13 @@ def test_the_first_layout_fits_with_the_unchanged_recipe(framework: str, model: 
 
 @pytest.mark.parametrize("model", ["llama-3.2-1b", "llama-3.1-8b"])
 def test_defaults_that_fit_and_are_about_as_fast_stay(model: str) -> None:
-    assert first("fsdp2", model, f"8x{H100}").layout == ss.Layout.fsdp2()
-    assert first("deepspeed", model, f"8x{H100}").layout == ss.Layout.zero()
-    assert first("ddp", model, f"8x{H100}").layout == ss.Layout.ddp()
+    assert make_first_plan("fsdp2", model, f"8x{H100}").layout == ss.Layout.fsdp2()
+    assert make_first_plan("deepspeed", model, f"8x{H100}").layout == ss.Layout.zero()
+    assert make_first_plan("ddp", model, f"8x{H100}").layout == ss.Layout.ddp()
 
 
 def test_a_layout_is_simple_for_its_speed() -> None:
-    plan = first("megatron", "llama-3.1-8b", f"8x{H100}")
+    plan = make_first_plan("megatron", "llama-3.1-8b", f"8x{H100}")
     found = ss.search(plan.architecture, plan.cluster, plan.recipe, ["megatron"])
     same = found.feasible & (found.recompute == "none") & (found.column("micro_batch_size") == 1)
     fastest = float(found.step_seconds[same].min())
@@ -71,5 +71,5 @@ def test_there_is_always_a_layout_of_that_framework(framework: str, cluster: str
 
 
 def test_few_gpus_start_with_offload_if_nothing_else_fits() -> None:
-    plan = first("fsdp2", "llama-3.1-8b", "rtx-4090-24gb", recompute="full", global_batch_size=4)
+    plan = make_first_plan("fsdp2", "llama-3.1-8b", "rtx-4090-24gb", recompute="full", global_batch_size=4)
     assert plan.layout == ss.Layout.fsdp2(offload="cpu") and plan.memory().fits

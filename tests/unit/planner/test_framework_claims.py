@@ -20,7 +20,7 @@ from shardscope.planner.claims import (
 
 
 @pytest.fixture(scope="module")
-def checked() -> Claims:
+def checked_claims() -> Claims:
     return claims()
 
 
@@ -28,18 +28,18 @@ def find_our_number(claim: Claim, what: str) -> float:
     return claim.get_number(what).computed
 
 
-def test_every_claim_has_numbers_a_verdict_and_a_reason(checked: Claims) -> None:
-    assert len(checked) == len(CHECKED) == 10
-    assert len({claim.name for claim in checked}) == 10
-    for claim in checked:
+def test_every_claim_has_numbers_a_verdict_and_a_reason(checked_claims: Claims) -> None:
+    assert len(checked_claims) == len(CHECKED) == 10
+    assert len({claim.name for claim in checked_claims}) == 10
+    for claim in checked_claims:
         assert claim.verdict in get_args(Verdict)
         assert claim.numbers and claim.statement and claim.why.endswith(".")
         assert "*" not in claim.statement + claim.why, "plain text, which nobody renders"
         assert len({number.name for number in claim.numbers}) == len(claim.numbers)
 
 
-def test_the_claim_of_840_gb_is_corrected_to_1120_gb(checked: Claims) -> None:
-    claim = checked.named("70b-needs-840-gb")
+def test_the_claim_of_840_gb_is_corrected_to_1120_gb(checked_claims: Claims) -> None:
+    claim = checked_claims.named("70b-needs-840-gb")
     assert claim.verdict == "wrong"
     assert find_our_number(claim, "training state of 70e9 parameters") == pytest.approx(1120)
     assert find_our_number(claim, "both moments") == pytest.approx(560)
@@ -48,8 +48,8 @@ def test_the_claim_of_840_gb_is_corrected_to_1120_gb(checked: Claims) -> None:
     assert by_plan == pytest.approx(16 * ss.models["llama-3.1-70b"].num_parameters / 1e9, rel=0.005)
 
 
-def test_four_gpus_need_282_gb_each(checked: Claims) -> None:
-    claim = checked.named("four-96-gb-cards-train-70b")
+def test_four_gpus_need_282_gb_each(checked_claims: Claims) -> None:
+    claim = checked_claims.named("four-96-gb-cards-train-70b")
     assert claim.verdict == "wrong"
     number = ss.models["llama-3.1-70b"].num_parameters
     assert find_our_number(claim, "training state a GPU with ZeRO-3") == pytest.approx(
@@ -62,8 +62,8 @@ def test_four_gpus_need_282_gb_each(checked: Claims) -> None:
     assert find_our_number(claim, "weights a GPU with ZeRO-2") > find_our_number(claim, "the GPU")
 
 
-def test_savings_of_4x_and_8x_refer_to_the_whole_training_state(checked: Claims) -> None:
-    claim = checked.named("zero-saves-4x-and-8x")
+def test_savings_of_4x_and_8x_refer_to_the_whole_training_state(checked_claims: Claims) -> None:
+    claim = checked_claims.named("zero-saves-4x-and-8x")
     assert claim.verdict == "half right"
     assert find_our_number(claim, "optimizer, stage 1 over 64 GPUs") == pytest.approx(64, rel=0.001)
     assert find_our_number(claim, "gradients, stage 2 over 64 GPUs") > 30
@@ -79,8 +79,8 @@ def test_savings_of_4x_and_8x_refer_to_the_whole_training_state(checked: Claims)
     )
 
 
-def test_lora_of_70b_fits_on_a_node(checked: Claims) -> None:
-    claim = checked.named("70b-lora-fits-on-8xh100")
+def test_lora_of_70b_fits_on_a_node(checked_claims: Claims) -> None:
+    claim = checked_claims.named("70b-lora-fits-on-8xh100")
     assert claim.verdict == "right"
     usable = find_our_number(claim, "usable of a GPU")
     assert (
@@ -90,8 +90,8 @@ def test_lora_of_70b_fits_on_a_node(checked: Claims) -> None:
     )
 
 
-def test_175b_fits_on_one_gpu_but_trains_too_slowly(checked: Claims) -> None:
-    claim = checked.named("175b-on-one-gpu-with-nvme")
+def test_175b_fits_on_one_gpu_but_trains_too_slowly(checked_claims: Claims) -> None:
+    claim = checked_claims.named("175b-on-one-gpu-with-nvme")
     assert claim.verdict == "right"
     assert find_our_number(claim, "peak on the GPU") < 80
     # bf16 weights, and in fp32 main weights, gradients and two moments: 18 bytes a parameter.
@@ -100,8 +100,8 @@ def test_175b_fits_on_one_gpu_but_trains_too_slowly(checked: Claims) -> None:
     assert find_our_number(claim, "GPT-3's 300e9 tokens") > 50
 
 
-def test_the_cost_of_offload_falls_with_the_batch_size(checked: Claims) -> None:
-    claim = checked.named("cpu-offload-halves-nvme-a-tenth")
+def test_the_cost_of_offload_falls_with_the_batch_size(checked_claims: Claims) -> None:
+    claim = checked_claims.named("cpu-offload-halves-nvme-a-tenth")
     assert claim.verdict == "depends"
     for where, said in (("CPU", 2.0), ("NVMe", 10.0)):
         slower = [find_our_number(claim, f"{where}, {batch} sequences a step") for batch in (8, 64, 512)]
@@ -109,15 +109,15 @@ def test_the_cost_of_offload_falls_with_the_batch_size(checked: Claims) -> None:
         assert slower[0] > said > slower[-1] > 1, "the claim is one point of the curve"
 
 
-def test_fsdp2_is_not_5_times_as_fast_as_zero_3(checked: Claims) -> None:
-    claim = checked.named("fsdp2-5x-zero-3")
+def test_fsdp2_is_not_5_times_as_fast_as_zero_3(checked_claims: Claims) -> None:
+    claim = checked_claims.named("fsdp2-5x-zero-3")
     assert claim.verdict == "wrong"
     for number in claim.numbers:
         assert 0.5 < number.computed < 1.5, number
 
 
-def test_fsdp2_exceeds_the_claimed_limit_of_200_tflops(checked: Claims) -> None:
-    claim = checked.named("fsdp2-tops-out-at-200")
+def test_fsdp2_exceeds_the_claimed_limit_of_200_tflops(checked_claims: Claims) -> None:
+    claim = checked_claims.named("fsdp2-tops-out-at-200")
     assert claim.verdict == "wrong"
     assert find_our_number(claim, "FSDP2, Llama 3.1 8B, 8 H100") > 250
     assert find_our_number(claim, "FSDP2, Llama 3.1 70B, 64 H100") > 250
@@ -128,8 +128,8 @@ def test_fsdp2_exceeds_the_claimed_limit_of_200_tflops(checked: Claims) -> None:
     )
 
 
-def test_400_tflops_are_40_percent_of_the_peak(checked: Claims) -> None:
-    claim = checked.named("400-is-near-the-peak")
+def test_400_tflops_are_40_percent_of_the_peak(checked_claims: Claims) -> None:
+    claim = checked_claims.named("400-is-near-the-peak")
     assert claim.verdict == "wrong"
     assert claim.numbers[0].computed == pytest.approx(40.4, abs=0.1)
 
@@ -155,9 +155,9 @@ def test_verdicts_follow_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory_claims.check_70b_on_four_gpus().verdict == "right"
 
 
-def test_llama_405b_is_within_a_quarter_of_the_measurement(checked: Claims) -> None:
+def test_llama_405b_is_within_a_quarter_of_the_measurement(checked_claims: Claims) -> None:
     """The model is within a quarter of the measurement; beyond a tenth the claim states the error."""
-    claim = checked.named("llama-405b-at-400")
+    claim = checked_claims.named("llama-405b-at-400")
     assert find_our_number(claim, "8 x 16 x 128") == 16_384
     short, long = (
         claim.get_number("8,192 tokens, 16 micro-batches"),
@@ -170,11 +170,11 @@ def test_llama_405b_is_within_a_quarter_of_the_measurement(checked: Claims) -> N
             assert claim.verdict == "depends" and f"({100 * (number.ratio - 1):+.0f} %)" in claim.why
 
 
-def test_claims_are_shown_as_a_table(checked: Claims) -> None:
-    html = checked.to_html()
+def test_claims_are_shown_as_a_table(checked_claims: Claims) -> None:
+    html = checked_claims.to_html()
     assert html.count("<tr>") == 11 and "<script" not in html
-    frame = checked.to_frame()
-    assert len(frame) == sum(len(claim.numbers) for claim in checked)
-    assert checked._repr_html_() == html
+    frame = checked_claims.to_frame()
+    assert len(frame) == sum(len(claim.numbers) for claim in checked_claims)
+    assert checked_claims._repr_html_() == html
     with pytest.raises(LookupError, match="70b-needs-840-gb"):
-        checked.named("70b")
+        checked_claims.named("70b")

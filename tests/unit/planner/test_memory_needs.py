@@ -28,7 +28,7 @@ def with_host(plan: ss.Plan, num_bytes: int | None) -> ss.Plan:
     return replace(plan, cluster=replace(plan.cluster, host_memory_bytes=num_bytes))
 
 
-def words(html: str) -> str:
+def strip_tags(html: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html)).strip()
 
 
@@ -133,10 +133,10 @@ def test_all_views_report_a_shortage_of_host_memory(too_much_for_the_host: ss.Pl
     studio.architecture.name.value = "llama-3.1-405b"
     studio.apply(replace(too_much_for_the_host, recipe=too_much_for_the_host.recipe))
     assert studio.plan.memory().fits
-    head = words(studio.headline.value)
+    head = strip_tags(studio.headline.value)
     assert "ss-lacks" in studio.headline.value and "host memory" in head and "2,048" in head
     assert studio.fit_search.is_busy or studio.memory.repairs.make_it_fit.layout.display == ""
-    assert "of 2,048 GiB on each node" in words(studio.memory.caption.value)
+    assert "of 2,048 GiB on each node" in strip_tags(studio.memory.caption.value)
 
 
 def test_the_launch_button_checks_host_memory(too_much_for_the_host: ss.Plan) -> None:
@@ -152,25 +152,25 @@ def test_the_launch_button_checks_host_memory(too_much_for_the_host: ss.Plan) ->
 # ------------------------------------------------------------------------------------ paged optimizers
 
 
-def paged(
+def make_paged_plan(
     cluster: str = "a100-sxm-80gb", model: str = "llama-2-7b", optimizer: str = "paged_adamw"
 ) -> ss.Plan:
     return plan_of(model, cluster, ss.Layout.ddp(), optimizer=optimizer, global_batch_size=1)
 
 
 def test_paged_state_that_fits_on_the_gpu_costs_no_time() -> None:
-    plan = paged("h200-sxm-141gb")
+    plan = make_paged_plan("h200-sxm-141gb")
     report = plan.memory()
     assert count_paged_bytes(plan, report) > 50 * GIB
     assert count_evicted_bytes(plan, report) == count_travelling_bytes(plan, report) == 0
     assert list_host_and_nvme_needs(plan, report) == ()
     assert "host" not in read_verdict(plan, report)
-    plain = paged("h200-sxm-141gb", optimizer="adamw")
+    plain = make_paged_plan("h200-sxm-141gb", optimizer="adamw")
     assert plan.step().seconds == pytest.approx(plain.step().seconds, rel=0.01)
 
 
 def test_evicted_pages_are_transferred_in_each_step() -> None:
-    plan = paged()
+    plan = make_paged_plan()
     report = plan.memory()
     moments = count_paged_bytes(plan, report)
     away = count_evicted_bytes(plan, report)
@@ -184,7 +184,7 @@ def test_evicted_pages_are_transferred_in_each_step() -> None:
 
 
 def test_pages_evicted_only_at_the_peak_are_transferred_once() -> None:
-    plan = paged("h100-sxm-80gb", "llama-3.2-1b")
+    plan = make_paged_plan("h100-sxm-80gb", "llama-3.2-1b")
     recipe = replace(plan.recipe, recompute="none", micro_batch_size=1, seq_len=4096)
     for seq_len in range(4096, 65_536, 1024):
         longer = replace(plan, recipe=replace(recipe, seq_len=seq_len))
@@ -200,14 +200,14 @@ def test_pages_evicted_only_at_the_peak_are_transferred_once() -> None:
 
 
 def test_offloaded_activations_are_not_pages() -> None:
-    plan = paged()
+    plan = make_paged_plan()
     both = replace(plan, recipe=replace(plan.recipe, recompute="offload"))
     report = both.memory()
     assert count_paged_bytes(both, report) == count_paged_bytes(plan, plan.memory()) < report.host_bytes
 
 
 def test_paging_is_never_reported_as_faster() -> None:
-    plan = paged(optimizer="adamw")
+    plan = make_paged_plan(optimizer="adamw")
     assert not plan.memory().fits
     steps = {step.plan.recipe.optimizer: step for step in find_steps(plan)}
     mend = steps["paged_adamw"]

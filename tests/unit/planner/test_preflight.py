@@ -36,7 +36,7 @@ def found_in(plan: ss.Plan, name: str, task: object = None) -> Finding | None:
     return found[0] if found else None
 
 
-def one(plan: ss.Plan, name: str) -> Finding:
+def find_only(plan: ss.Plan, name: str) -> Finding:
     found = found_in(plan, name)
     assert found is not None, [finding.name for finding in plan.findings()]
     return found
@@ -71,7 +71,7 @@ def test_findings_have_distinct_names() -> None:
 
 def test_missing_recomputation_is_reported_if_memory_is_short() -> None:
     plan = plan_of(micro_batch_size=2)
-    finding = one(plan, "recomputation-off")
+    finding = find_only(plan, "recomputation-off")
     assert finding.severity == "danger" and finding.plan is not None
     won = plan.memory().peak_bytes - finding.plan.memory().peak_bytes
     assert finding.number == won / 2**30
@@ -82,7 +82,7 @@ def test_missing_recomputation_is_reported_if_memory_is_short() -> None:
 
 def test_unnecessary_recomputation_is_reported() -> None:
     plan = plan_of(recompute="full")
-    finding = one(plan, "recomputation-on")
+    finding = find_only(plan, "recomputation-on")
     assert finding.plan is not None
     assert finding.number == plan.step().seconds - finding.plan.step().seconds > 0
     assert finding.plan.memory().fits and not finding.plan.memory().is_tight
@@ -95,7 +95,7 @@ def test_unnecessary_recomputation_is_reported() -> None:
 def test_fewer_micro_batches_than_stages_are_reported() -> None:
     layout = ss.Layout.megatron(tp=8, pp=8)
     plan = plan_of("llama-3.1-70b", "8x8xh100-sxm-80gb", layout, global_batch_size=4)
-    finding = one(plan, "fewer-micro-batches-than-stages")
+    finding = find_only(plan, "fewer-micro-batches-than-stages")
     step = plan.step()
     assert finding.number == pytest.approx(100 * step.parts["bubble"] / step.seconds)
     # 7 idle slots beside 4 busy ones.
@@ -110,7 +110,7 @@ def test_a_smaller_micro_batch_comes_before_a_larger_batch() -> None:
     plan = plan_of(
         "llama-3.1-70b", "8x8xh100-sxm-80gb", layout, global_batch_size=16, micro_batch_size=4, seq_len=2048
     )
-    finding = one(plan, "fewer-micro-batches-than-stages")
+    finding = find_only(plan, "fewer-micro-batches-than-stages")
     assert finding.plan is not None
     assert finding.plan.recipe.global_batch_size == 16 and finding.plan.num_micro_batches >= 8
 
@@ -129,7 +129,7 @@ def test_a_smaller_micro_batch_comes_before_a_larger_batch() -> None:
 def test_collectives_that_could_overlap_with_computation(layout: ss.Layout, change: str) -> None:
     recipe: dict[str, Any] = {"seq_len": 8192, "global_batch_size": 2048, "recompute": "full"}
     plan = plan_of("llama-3.1-405b", "2048x8xh100-sxm-80gb", layout, **recipe)
-    finding = one(plan, "collectives-not-overlapped")
+    finding = find_only(plan, "collectives-not-overlapped")
     assert finding.change == change and finding.plan is not None
     slow, fast = plan.step(), finding.plan.step()
     assert finding.number == pytest.approx(100 * (1 - fast.seconds / slow.seconds)) and finding.number > 0.5
@@ -145,7 +145,7 @@ def test_deepspeed_overlaps_by_itself_in_stage_3_only() -> None:
         for stage in (1, 2, 3)
     }
     for stage in (1, 2):
-        assert one(staged[stage], "collectives-not-overlapped").change == "overlap_comm=True"
+        assert find_only(staged[stage], "collectives-not-overlapped").change == "overlap_comm=True"
     assert found_in(staged[3], "collectives-not-overlapped") is None
     ranks = plan_of("gpt2", "2xcpu", ss.Layout.megatron(), precision="fp32", seq_len=512)
     assert found_in(ranks, "collectives-not-overlapped") is None, "nothing covers what a CPU rank sends"
@@ -162,7 +162,7 @@ def test_tensor_parallel_across_nodes() -> None:
         global_batch_size=64,
         recompute="full",
     )
-    finding = one(plan, "tensor-parallel-over-slow-link")
+    finding = find_only(plan, "tensor-parallel-over-slow-link")
     step = plan.step()
     assert finding.number == pytest.approx(100 * step.parts["tensor_parallel"] / step.seconds)
     assert "infiniband-ndr" in finding.why
@@ -172,7 +172,7 @@ def test_tensor_parallel_across_nodes() -> None:
 
 def test_tensor_parallel_over_pcie() -> None:
     plan = plan_of("llama-3.1-8b", "8xl40s-48gb", ss.Layout.megatron(tp=8), global_batch_size=64)
-    finding = one(plan, "tensor-parallel-over-slow-link")
+    finding = find_only(plan, "tensor-parallel-over-slow-link")
     assert finding.number is not None and finding.number > 20
     assert plan.cluster.intra_node_link.name in finding.why
 
@@ -189,7 +189,7 @@ def test_tensor_parallel_inside_a_node_with_nvlink() -> None:
 
 def test_resharding_after_forward_with_enough_memory_is_reported() -> None:
     plan = plan_of("llama-3.2-1b", "2x8xl40s-48gb", seq_len=1024, global_batch_size=64)
-    finding = one(plan, "gathers-again-though-room")
+    finding = find_only(plan, "gathers-again-though-room")
     assert finding.plan is not None
     assert finding.number == plan.step().seconds - finding.plan.step().seconds > 0
     assert finding.plan.layout.reshard_after_forward is False  # type: ignore[attr-defined]
@@ -198,7 +198,7 @@ def test_resharding_after_forward_with_enough_memory_is_reported() -> None:
 
 def test_too_many_shards_are_reported() -> None:
     plan = plan_of("llama-3.2-1b", "64x8xh100-sxm-80gb", seq_len=1024, global_batch_size=512)
-    finding = one(plan, "sharded-too-finely")
+    finding = find_only(plan, "sharded-too-finely")
     arch = plan.architecture
     layer = sum(arch.layer_parameters(0).values())
     assert finding.number == layer * widths["bf16-mixed"].compute / 512
@@ -211,7 +211,7 @@ def test_too_many_shards_are_reported() -> None:
 
 
 def test_fp16_on_a_gpu_with_bf16_is_reported() -> None:
-    finding = one(plan_of(precision="fp16-mixed"), "fp16-though-bf16-is-there")
+    finding = find_only(plan_of(precision="fp16-mixed"), "fp16-though-bf16-is-there")
     assert finding.number == 65_504
     assert finding.plan is not None and finding.plan.recipe.precision == "bf16-mixed"
     on_volta = plan_of("gpt2", "8xv100-sxm-32gb", precision="fp16-mixed", seq_len=1024)
@@ -222,7 +222,7 @@ def test_fp16_on_a_gpu_with_bf16_is_reported() -> None:
 @pytest.mark.parametrize("card", ["v100-sxm-32gb", "t4-16gb"])
 def test_bf16_on_a_gpu_without_it_is_reported(card: str) -> None:
     plan = plan_of("gpt2", f"8x{card}", ss.Layout.ddp(), seq_len=1024)
-    finding = one(plan, "bf16-is-not-there")
+    finding = find_only(plan, "bf16-is-not-there")
     assert finding.severity == "warning" and finding.plan is not None
     assert finding.plan.recipe == replace(plan.recipe, precision="fp16-mixed")
     assert finding.number == plan.cluster.gpu.peak_flops["fp16"] / 1e12
@@ -233,20 +233,20 @@ def test_bf16_on_a_gpu_without_it_is_reported(card: str) -> None:
 def test_reductions_in_half_precision() -> None:
     name = "reductions-in-half-precision"
     plan = plan_of(layout=ss.Layout.zero(stage=2))
-    finding = one(plan, name)
+    finding = find_only(plan, name)
     # Seven additions of 8 significant bits each.
     assert finding.number == pytest.approx(100 * 7**0.5 / 256)
     assert finding.severity == "hint" and finding.change == "communication_data_type='fp32'"
     assert finding.plan is not None and found_in(finding.plan, name) is None
     parted = plan_of("mixtral-8x7b", layout=ss.Layout.zero(stage=2, ep=8))
-    in_words = one(parted, name)
+    in_words = find_only(parted, name)
     assert "in the DeepSpeed configuration" in in_words.change and "sums in fp32" in in_words.change
     assert in_words.plan is not None and found_in(in_words.plan, name) is None
     many = plan_of(cluster="32x8xh100-sxm-80gb", layout=ss.Layout.zero(stage=2), global_batch_size=256)
-    assert one(many, name).severity == "warning"
+    assert find_only(many, name).severity == "warning"
     assert found_in(plan_of(), name) is None, "FSDP2's engine reduces in fp32"
     megatron = plan_of(layout=ss.Layout.megatron(grad_reduce_in_fp32=False))
-    mended = one(megatron, name).plan
+    mended = find_only(megatron, name).plan
     assert mended is not None and found_in(mended, name) is None
     assert found_in(plan_of(layout=ss.Layout.megatron()), name) is None
     assert found_in(plan_of(cluster="h100-sxm-80gb", layout=ss.Layout.zero(stage=0)), name) is None
@@ -256,19 +256,19 @@ def test_a_fix_that_the_recipe_refuses_is_text_only() -> None:
     recipe = {"precision": "bf16", "kernels": "compiled", "recompute": "full"}
     plan = plan_of("llama-3.2-1b", layout=ss.Layout.ddp(), **recipe)
     for name in ("updates-round-away", "reductions-in-half-precision"):
-        assert "Mixed precision (bf16)" in one(plan, name).change
+        assert "Mixed precision (bf16)" in find_only(plan, name).change
 
 
 def test_a_supported_precision_that_does_not_fit_is_reported_as_such() -> None:
     plan = plan_of("gpt2-xl", "8xv100-sxm-32gb", ss.Layout.ddp(), seq_len=512, precision="bf16")
-    finding = one(plan, "bf16-is-not-there")
+    finding = find_only(plan, "bf16-is-not-there")
     assert fits(plan, plan.memory()) and finding.plan is not None
     assert not fits(finding.plan, finding.plan.memory()) and "which lacks" in finding.change
 
 
 def test_updates_below_bf16_resolution_are_reported() -> None:
     plan = plan_of(precision="bf16")
-    finding = one(plan, "updates-round-away")
+    finding = find_only(plan, "updates-round-away")
     assert finding.number == 100 / 256
     with_task = found_in(plan, "updates-round-away", ss.Pretrain(learning_rate=1e-3))
     assert with_task is not None and "0.26" in with_task.why, "1e-3 x 256"
@@ -277,7 +277,7 @@ def test_updates_below_bf16_resolution_are_reported() -> None:
     assert found_in(plan_of(precision="bf16", layout=ss.Layout.zero()), "updates-round-away") is None
     # What fits only in bf16 is told what wider numbers lack.
     full = plan_of("qwen2.5-14b", precision="bf16", micro_batch_size=2, recompute="selective")
-    wide = one(full, "updates-round-away")
+    wide = find_only(full, "updates-round-away")
     assert wide.plan is not None and fits(full, full.memory())
     short = wide.plan.memory().peak_bytes - wide.plan.memory().usable_bytes
     assert short > 0 and f"which lacks {format_gib(short)} GiB of GPU memory" in wide.change
@@ -288,7 +288,7 @@ def test_updates_below_bf16_resolution_are_reported() -> None:
 
 def test_an_unaligned_vocabulary_is_reported() -> None:
     plan = plan_of("gpt2", "8xa100-sxm-80gb", seq_len=1024)
-    finding = one(plan, "width-misses-matrix-units")
+    finding = find_only(plan, "width-misses-matrix-units")
     assert finding.number == 50_257
     assert finding.plan is not None and finding.plan.architecture.vocab_size == 50_304
     assert found_in(finding.plan, "width-misses-matrix-units") is None
@@ -297,7 +297,7 @@ def test_an_unaligned_vocabulary_is_reported() -> None:
 
 
 def test_an_unaligned_number_of_tokens_is_reported() -> None:
-    finding = one(plan_of(seq_len=1001), "width-misses-matrix-units")
+    finding = find_only(plan_of(seq_len=1001), "width-misses-matrix-units")
     assert finding.severity == "hint" and finding.number == 1001
     assert finding.plan is not None and finding.plan.recipe.seq_len == 1008
 
@@ -305,7 +305,7 @@ def test_an_unaligned_number_of_tokens_is_reported() -> None:
 def test_a_width_too_small_for_tp_is_reported() -> None:
     arch = replace(ss.models["llama-3.1-8b"], intermediate_size=14_368)
     plan = ss.Plan(arch, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.megatron(tp=8))
-    finding = one(plan, "width-misses-matrix-units")
+    finding = find_only(plan, "width-misses-matrix-units")
     assert finding.number == 14_368 / 8
     assert finding.plan is not None and 14_368 // finding.plan.degrees.tp % 8 == 0
 
@@ -325,7 +325,7 @@ def test_a_width_that_is_slower_on_a100() -> None:
         return ss.Plan(arch, ss.Cluster.parse(f"8x{gpu}"), recipe, ss.Layout.megatron(tp=8))
 
     slow, even = plan_of_width(14_400), plan_of_width(14_336)
-    finding = one(slow, "width-off-128-bytes")
+    finding = find_only(slow, "width-off-128-bytes")
     assert "7,200" in finding.why and "queries" in finding.why
     assert found_in(even, "width-off-128-bytes") is None
     each_flop = [plan.step().parts["matrices"] / plan.step().model_flops for plan in (slow, even)]
@@ -338,7 +338,7 @@ def test_a_vocabulary_with_much_padding_is_reported() -> None:
     arch = replace(ss.models["llama-2-7b"], vocab_size=33_000)
     layout = ss.Layout.megatron(tp=32)
     plan = ss.Plan(arch, ss.Cluster.parse("4x8xh100-sxm-80gb"), ss.Recipe(global_batch_size=64), layout)
-    finding = one(plan, "vocabulary-padded-much")
+    finding = find_only(plan, "vocabulary-padded-much")
     # To the next multiple of 128 x 32.
     assert finding.number == pytest.approx(100 * (1 - 33_000 / 36_864))
     assert finding.plan is not None
@@ -347,7 +347,7 @@ def test_a_vocabulary_with_much_padding_is_reported() -> None:
     # Where tp cannot be less, for the model would not fit, the vocabulary can be more.
     small = replace(arch, vocab_size=129)
     plan = ss.Plan(small, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.megatron(tp=1))
-    finding = one(plan, "vocabulary-padded-much")
+    finding = find_only(plan, "vocabulary-padded-much")
     assert finding.plan is not None and finding.plan.architecture.vocab_size == 256
     assert finding.plan.architecture.name == f"{small.name}-vocab-256"
     assert found_in(finding.plan, "vocabulary-padded-much") is None
@@ -364,7 +364,7 @@ def test_a_vocabulary_with_much_padding_is_reported() -> None:
 def test_a_width_that_tp_cannot_align_gets_another_model(width: str, changed: dict[str, int]) -> None:
     arch = replace(ss.models["llama-2-7b"], name="mine", **changed)
     plan = ss.Plan(arch, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2())
-    finding = one(plan, "width-misses-matrix-units")
+    finding = find_only(plan, "width-misses-matrix-units")
     assert width in finding.why and finding.plan is not None
     assert finding.plan.architecture.name.startswith("mine-") and "A model with" in finding.change
     (field, value), *_ = [
@@ -386,7 +386,7 @@ def test_a_shortage_of_host_memory_is_reported() -> None:
         recompute="full",
     )  # fmt: skip
     small = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=2**37, nvme_bytes=2**43))
-    finding = one(small, "out-of-host-memory")
+    finding = find_only(small, "out-of-host-memory")
     assert finding.severity == "danger" and finding.number is not None and finding.number > 100
     large = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=2**41))
     assert found_in(large, "out-of-host-memory") is None
@@ -397,9 +397,9 @@ def test_short_or_unknown_nvme_is_reported() -> None:
     plan = plan_of("llama-3.1-70b", "h100-sxm-80gb", layout, recompute="full")
     unknown = replace(plan, cluster=replace(plan.cluster, nvme_bytes=None))
     needed = plan.memory().nvme_bytes
-    assert one(unknown, "nvme-not-known").number == needed / 2**30
+    assert find_only(unknown, "nvme-not-known").number == needed / 2**30
     small = replace(plan, cluster=replace(plan.cluster, nvme_bytes=2**38))
-    assert one(small, "out-of-nvme").number == (needed - 2**38) / 2**30
+    assert find_only(small, "out-of-nvme").number == (needed - 2**38) / 2**30
     large = replace(plan, cluster=replace(plan.cluster, nvme_bytes=2**43))
     assert not {"out-of-nvme", "nvme-not-known"} & {finding.name for finding in large.findings()}
 
@@ -408,7 +408,7 @@ def test_unknown_host_memory_that_building_the_model_needs() -> None:
     layout = ss.Layout.fsdp2(offload="cpu")
     plan = plan_of("llama-3.1-8b", "8xh100-sxm-80gb", layout, recompute="full")
     unknown = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=None))
-    finding = one(unknown, "host-memory-not-known")
+    finding = find_only(unknown, "host-memory-not-known")
     assert finding.number == pytest.approx(8 * plan.memory().host_bytes / 2**30)
     assert found_in(plan, "host-memory-not-known") is None
     # All ranks of a node load the model at the same time, before any of it is sharded.
@@ -417,17 +417,17 @@ def test_unknown_host_memory_that_building_the_model_needs() -> None:
     (making,) = [place for place in list_memory_needs(plan, plan.memory()) if place.name.endswith("is made")]
     room = making.needed_bytes - 2**30
     small = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=room))
-    assert one(small, name).number == 1.0
+    assert find_only(small, name).number == 1.0
     assert found_in(plan, name) is None
     unknown = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=None))
-    assert one(unknown, "host-memory-at-start-not-known").number == making.needed_bytes / 2**30
+    assert find_only(unknown, "host-memory-at-start-not-known").number == making.needed_bytes / 2**30
 
 
 def test_a_gpu_that_is_nearly_full() -> None:
     name = "card-nearly-full"
     # Already of one sequence and whole layers: another layout would have to do it.
     plan = plan_of("qwen3-30b-a3b", layout=ss.Layout.megatron(ep=8), recompute="full", micro_batch_size=1)
-    finding, memory = one(plan, name).run_search(), plan.memory()
+    finding, memory = find_only(plan, name).run_search(), plan.memory()
     assert memory.is_tight and finding.severity == "warning"
     assert finding.plan is not None and not finding.plan.memory().is_tight
     assert type(finding.plan.layout) is not type(plan.layout) and finding.plan.layout.title in finding.change
@@ -435,7 +435,7 @@ def test_a_gpu_that_is_nearly_full() -> None:
     eased = plan_of(
         "gpt2", "l4-24gb", ss.Layout.ddp(), seq_len=1024, micro_batch_size=12, global_batch_size=12
     )
-    mended = one(eased, name).plan
+    mended = find_only(eased, name).plan
     assert mended is not None and mended.memory().fits and not mended.memory().is_tight
     assert found_in(plan_of("gpt2", seq_len=1024), name) is None
     full = plan_of(micro_batch_size=2)
@@ -445,7 +445,7 @@ def test_a_gpu_that_is_nearly_full() -> None:
 @thorough()
 def test_a_shortage_of_gpu_memory_has_the_cheapest_repair() -> None:
     plan = plan_of("llama-3.1-8b", layout=ss.Layout.ddp(), recompute="full")
-    finding = one(plan, "out-of-gpu-memory")
+    finding = find_only(plan, "out-of-gpu-memory")
     report = plan.memory()
     assert finding.number == (report.peak_bytes - report.usable_bytes) / 2**30
     same = [repair for repair in plan.repairs() if repair.plan.recipe.method == "full"]
@@ -453,7 +453,7 @@ def test_a_shortage_of_gpu_memory_has_the_cheapest_repair() -> None:
     assert same[0].seconds_lost <= best.seconds_lost, "narrower numbers may be cheaper, and come last"
     assert (finding.plan, finding.change) == (best.plan, best.change)
     assert finding.plan is not None and fits(finding.plan, finding.plan.memory())
-    hopeless = one(plan_of("llama-3.1-405b", micro_batch_size=8), "out-of-gpu-memory").run_search()
+    hopeless = find_only(plan_of("llama-3.1-405b", micro_batch_size=8), "out-of-gpu-memory").run_search()
     assert hopeless.plan is not None and fits(hopeless.plan, hopeless.plan.memory())
     nodes = hopeless.plan.cluster.num_nodes
     assert nodes > 1 and f"GPUs 8xh100-sxm-80gb → {nodes}x8xh100-sxm-80gb" in hopeless.change
@@ -492,7 +492,7 @@ def test_the_fix_of_a_tied_checkpoint_keeps_offload() -> None:
     layout = ss.Layout.zero(offload_optimizer="cpu", offload_params="cpu")
     plan = plan_of("llama-3.1-70b", layout=layout, recompute="full")
     assert fits(plan, plan.memory())
-    finding = one(plan, "checkpoint-tied-to-ranks")
+    finding = find_only(plan, "checkpoint-tied-to-ranks")
     assert finding.plan is not None and fits(finding.plan, finding.plan.memory())
     assert getattr(finding.plan.layout, "offload", None) == "cpu"
 

@@ -32,7 +32,7 @@ def plan_of(model: str = "llama-2-7b", layout: ss.Layout | None = None, **recipe
     return ss.Plan(ss.models[model], cluster, ss.Recipe(**recipe), layout or ss.Layout.fsdp2())
 
 
-def tiny(**recipe: Any) -> ss.Plan:
+def make_tiny_plan(**recipe: Any) -> ss.Plan:
     return ss.Plan(
         ss.Architecture.of_size("2m"),
         ss.Cluster.parse("2xcpu"),
@@ -146,7 +146,7 @@ def test_lions_rate_is_three_to_ten_times_smaller_than_adamws() -> None:
 
 
 def test_small_models_use_the_rule_of_kaplan_et_al() -> None:
-    found = found_in(tiny(), "learning-rate-against-batch", ss.Pretrain(learning_rate=0.05))
+    found = found_in(make_tiny_plan(), "learning-rate-against-batch", ss.Pretrain(learning_rate=0.05))
     assert found is not None and found.severity == "danger" and "equation D.1" in found.why
     # 0.003239 - 0.0001395 ln(1.46e6) = 0.00126
     assert found.change == "learning_rate=0.001" and found.number == pytest.approx(0.05 / 0.0013)
@@ -211,7 +211,7 @@ def test_ranks_that_read_the_same_text() -> None:
 def test_tokens_of_the_users_text_are_estimated_from_its_bytes(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a" * 10_239)
-    plan = tiny(seq_len=1024, global_batch_size=20)
+    plan = make_tiny_plan(seq_len=1024, global_batch_size=20)
     finding = found_in(plan, "ranks-read-the-same-text", ss.Pretrain(text=text, num_steps=1))
     assert finding is not None and finding.number == 2.0
     text.write_text("a" * 30_000)
@@ -219,15 +219,15 @@ def test_tokens_of_the_users_text_are_estimated_from_its_bytes(tmp_path: Path) -
 
 
 def test_a_text_that_is_read_many_times() -> None:
-    plan = tiny(seq_len=128, global_batch_size=64)
+    plan = make_tiny_plan(seq_len=128, global_batch_size=64)
     finding = found_in(plan, "text-read-many-times", ss.Pretrain(num_steps=500))
     assert finding is not None
     assert finding.number == 500 * 64 / (SHIPPED_TOKENS // 128)
     assert found_in(plan, "text-read-many-times", ss.Pretrain(num_steps=150)) is None
 
 
-def fast(seq_len: int) -> ss.Plan:
-    """Half a million tokens a step, over one node."""
+def make_fast_plan(seq_len: int) -> ss.Plan:
+    """Make a plan of half a million tokens a step, over one node."""
     return ss.Plan(
         ss.models["gpt2"],
         ss.Cluster.parse("8xb200-sxm-180gb"),
@@ -241,7 +241,7 @@ def own_loader(ctx: Any) -> None:
 
 
 def test_data_loading_that_is_faster_than_usual_storage() -> None:
-    plan = fast(256)
+    plan = make_fast_plan(256)
     finding = found_in(plan, "data-loading", own_loader)
     assert finding is not None and finding.severity == "warning"
     samples = plan.recipe.global_batch_size / plan.step().seconds
@@ -263,7 +263,7 @@ def test_data_loading_that_is_faster_than_usual_storage() -> None:
 def test_a_batch_that_no_text_has_windows_for_gets_shorter_ones(tmp_path: Path) -> None:
     text = tmp_path / "short.txt"
     text.write_text("a" * 4095)
-    plan = tiny(seq_len=256, micro_batch_size=16, global_batch_size=64)
+    plan = make_tiny_plan(seq_len=256, micro_batch_size=16, global_batch_size=64)
     task = ss.Pretrain(text=text, num_steps=1)
     finding = found_in(plan, "ranks-read-the-same-text", task)
     assert finding is not None and finding.plan is not None
@@ -281,7 +281,7 @@ def test_a_batch_for_a_short_text_leaves_no_stage_without_micro_batches() -> Non
     assert finding.plan.recipe.global_batch_size == 64 and finding.plan.recipe.seq_len < 32768
     for name in ("ranks-read-the-same-text", "fewer-micro-batches-than-stages"):
         assert found_in(finding.plan, name, task) is None
-    finding = found_in(tiny(seq_len=2**20, global_batch_size=8), "ranks-read-the-same-text", task)
+    finding = found_in(make_tiny_plan(seq_len=2**20, global_batch_size=8), "ranks-read-the-same-text", task)
     assert finding is not None and f"seq_len={SHIPPED_TOKENS // 8}" in finding.change
 
 
@@ -304,8 +304,8 @@ def test_ranks_that_share_a_sequence_each_read_it() -> None:
 # --------------------------------------------------------------------------------------- checkpoint
 
 
-def saved(folder: Path, plan: ss.Plan, steps: int = 100) -> Path:
-    """A checkpoint folder as a run of ``plan`` leaves it, as far as the preflight reads it."""
+def save_checkpoint(folder: Path, plan: ss.Plan, steps: int = 100) -> Path:
+    """Write a checkpoint folder as a run of ``plan`` leaves it, as far as the preflight reads it."""
     checkpoint = folder / "checkpoints" / f"step-{steps:06d}"
     checkpoint.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"plan": json.loads(plan.to_json())}))
@@ -313,19 +313,19 @@ def saved(folder: Path, plan: ss.Plan, steps: int = 100) -> Path:
     return checkpoint
 
 
-def names(plan: ss.Plan, path: Path) -> set[str]:
+def list_findings(plan: ss.Plan, path: Path) -> set[str]:
     found = plan.findings(ss.Pretrain(resume=path, num_steps=200))
     return {finding.name for finding in found if finding.name.startswith("checkpoint-of")}
 
 
 def test_a_checkpoint_of_the_same_plan_has_no_finding(tmp_path: Path) -> None:
-    path = saved(tmp_path, plan_of())
-    assert names(plan_of(), path) == set()
-    assert names(plan_of(layout=ss.Layout.ddp()), path) == set(), "DDP and FSDP2 share a format"
+    path = save_checkpoint(tmp_path, plan_of())
+    assert list_findings(plan_of(), path) == set()
+    assert list_findings(plan_of(layout=ss.Layout.ddp()), path) == set(), "DDP and FSDP2 share a format"
 
 
 def test_a_checkpoint_of_another_batch(tmp_path: Path) -> None:
-    path = saved(tmp_path, plan_of(global_batch_size=64))
+    path = save_checkpoint(tmp_path, plan_of(global_batch_size=64))
     task = ss.Pretrain(resume=path, num_steps=200)
     plan = plan_of(global_batch_size=128)
     finding = found_in(plan, "checkpoint-of-another-batch", task)
@@ -336,22 +336,24 @@ def test_a_checkpoint_of_another_batch(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_optimizer(tmp_path: Path) -> None:
-    path = saved(tmp_path, plan_of(optimizer="adamw"))
+    path = save_checkpoint(tmp_path, plan_of(optimizer="adamw"))
     task = ss.Pretrain(resume=path, num_steps=200)
     finding = found_in(plan_of(optimizer="lion"), "checkpoint-of-another-optimizer", task)
     assert finding is not None and finding.severity == "danger" and "optimizer='adamw'" in finding.why
     assert finding.plan is not None and finding.plan.recipe.optimizer == "adamw"
-    assert names(plan_of(optimizer="adamw_foreach"), path) == set(), "it keeps the same of each weight"
+    assert list_findings(plan_of(optimizer="adamw_foreach"), path) == set(), (
+        "it keeps the same of each weight"
+    )
 
 
 def test_a_checkpoint_of_another_model_or_format(tmp_path: Path) -> None:
-    path = saved(tmp_path, plan_of("llama-3.1-8b"))
-    assert names(plan_of(), path) == {"checkpoint-of-another-model"}
-    assert names(plan_of("llama-3.1-8b", ss.Layout.zero()), path) == {"checkpoint-of-another-format"}
+    path = save_checkpoint(tmp_path, plan_of("llama-3.1-8b"))
+    assert list_findings(plan_of(), path) == {"checkpoint-of-another-model"}
+    assert list_findings(plan_of("llama-3.1-8b", ss.Layout.zero()), path) == {"checkpoint-of-another-format"}
     task = ss.Pretrain(resume=path, num_steps=200)
     for now in (plan_of(), plan_of("llama-3.1-8b", ss.Layout.zero())):
         (found,) = [one for one in now.findings(task) if one.name.startswith("checkpoint-of-another")]
-        assert found.plan is not None and names(found.plan, path) == set()
+        assert found.plan is not None and list_findings(found.plan, path) == set()
 
 
 @pytest.mark.parametrize(
@@ -367,7 +369,7 @@ def test_a_checkpoint_of_another_model_or_format(tmp_path: Path) -> None:
 def test_a_checkpoint_of_other_adapters_or_of_another_base(
     recipe: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    path = saved(tmp_path, plan_of(method="qlora"))
+    path = save_checkpoint(tmp_path, plan_of(method="qlora"))
     plan = plan_of(**recipe)
     finding = found_in(plan, "checkpoint-of-other-weights", ss.Pretrain(resume=path, num_steps=200))
     assert finding is not None and finding.severity == "danger" and words in finding.why
@@ -375,12 +377,12 @@ def test_a_checkpoint_of_other_adapters_or_of_another_base(
         "adapters of rank 16 on k_proj, o_proj, q_proj, v_proj, over a base in NF4 with double quantisation"
     )
     assert f"holds {held}, " in finding.why
-    assert finding.plan is not None and names(finding.plan, path) == set()
-    assert names(plan_of(method="qlora", lora_rank=16), path) == set()
+    assert finding.plan is not None and list_findings(finding.plan, path) == set()
+    assert list_findings(plan_of(method="qlora", lora_rank=16), path) == set()
 
 
 def test_a_checkpoint_of_other_ranks(tmp_path: Path) -> None:
-    path = saved(tmp_path, plan_of(layout=ss.Layout.zero()))
+    path = save_checkpoint(tmp_path, plan_of(layout=ss.Layout.zero()))
     fewer = ss.Plan(
         ss.models["llama-2-7b"], ss.Cluster.parse("4xh100-sxm-80gb"), ss.Recipe(), ss.Layout.zero()
     )
@@ -392,9 +394,9 @@ def test_a_checkpoint_of_other_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"plan": {"shardscope": "Plan"}}'])
 def test_a_damaged_run_beside_a_checkpoint_is_not_judged(tmp_path: Path, content: str) -> None:
-    path = saved(tmp_path, plan_of("llama-3.1-8b"))
+    path = save_checkpoint(tmp_path, plan_of("llama-3.1-8b"))
     (tmp_path / "run.json").write_text(content)
-    assert names(plan_of(), path) == set()
+    assert list_findings(plan_of(), path) == set()
 
 
 # ------------------------------------------------------------------------------------------ profile
@@ -411,7 +413,7 @@ class Earlier:
 
 
 def test_a_plan_that_was_never_profiled(tmp_path: Path) -> None:
-    name, plan = "never-profiled", tiny()
+    name, plan = "never-profiled", make_tiny_plan()
     finding = found_in(plan, name, ss.Pretrain())
     assert finding is not None and finding.number == 0
     assert found_in(plan, name, ss.Pretrain(profile=True)) is None
@@ -421,12 +423,12 @@ def test_a_plan_that_was_never_profiled(tmp_path: Path) -> None:
     assert told is not None and told.number == 2
     seen = Earlier(plan, tmp_path / "seen", 2)
     assert found_in(plan, name, ss.Pretrain(), [*blind, seen]) is None
-    other = Earlier(tiny(seq_len=64), tmp_path / "other", 2)
+    other = Earlier(make_tiny_plan(seq_len=64), tmp_path / "other", 2)
     assert found_in(plan, name, ss.Pretrain(), [other]) is not None
 
 
 def test_runs_of_a_wrong_type_are_refused() -> None:
-    plan = tiny()
+    plan = make_tiny_plan()
     assert plan.findings(runs=None) == plan.findings()
     wrong: tuple[Any, ...] = ([1], 3, "runs", [None], [plan])
     for runs in wrong:
@@ -435,15 +437,15 @@ def test_runs_of_a_wrong_type_are_refused() -> None:
 
 
 def test_a_function_that_profiles_itself() -> None:
-    def looks(ctx: Any) -> None:
+    def profile_itself(ctx: Any) -> None:
         with ctx.profile():
             pass
 
     def does_not(ctx: Any) -> None:
         ctx.log(loss=1.0)
 
-    assert found_in(tiny(), "never-profiled", looks) is None
-    assert found_in(tiny(), "never-profiled", does_not) is not None
+    assert found_in(make_tiny_plan(), "never-profiled", profile_itself) is None
+    assert found_in(make_tiny_plan(), "never-profiled", does_not) is not None
 
 
 class TrainsWeights:
@@ -457,14 +459,16 @@ def test_bf16_on_cpu_ranks_without_bf16_instructions(monkeypatch: pytest.MonkeyP
     has_bf16 = "shardscope.planner.checks.precision.multiplies_in_bf16"
     monkeypatch.setattr(has_bf16, lambda: False)
     for precision in ("bf16", "bf16-mixed"):
-        finding = found_in(tiny(precision=precision), name, task)
+        finding = found_in(make_tiny_plan(precision=precision), name, task)
         assert finding is not None and finding.plan is not None and finding.number == 3
         assert finding.plan.recipe.precision == "fp32" and found_in(finding.plan, name, task) is None
-    assert found_in(tiny(), name) is None and found_in(tiny(), name, ss.Pretrain()) is None
+    assert (
+        found_in(make_tiny_plan(), name) is None and found_in(make_tiny_plan(), name, ss.Pretrain()) is None
+    )
     assert found_in(plan_of(), name, task) is None, "GPUs have it"
     for known in (True, None):
         monkeypatch.setattr(has_bf16, lambda known=known: known)
-        assert found_in(tiny(), name, task) is None
+        assert found_in(make_tiny_plan(), name, task) is None
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ def plan_of(
     )  # type: ignore[arg-type]
 
 
-def changed(one: ss.Plan, other: ss.Plan) -> set[str]:
-    """Fields of recipe and layout in which two plans differ; another framework counts as one."""
+def list_changed_fields(one: ss.Plan, other: ss.Plan) -> set[str]:
+    """List the fields of recipe and layout in which two plans differ; another framework counts as one."""
     return {difference.field for difference in find_differences(one, other)}
 
 
@@ -72,15 +72,15 @@ def test_a_repair_unpacks_into_its_four_fields() -> None:
 )
 def test_each_kind_of_change_is_offered_if_it_is_sufficient(plan: ss.Plan, field: str) -> None:
     assert not plan.memory().fits
-    mends = [repair for repair in plan.repairs() if changed(plan, repair.plan) == {field}]
-    assert mends, [(repair.change, changed(plan, repair.plan)) for repair in plan.repairs()]
+    mends = [repair for repair in plan.repairs() if list_changed_fields(plan, repair.plan) == {field}]
+    assert mends, [(repair.change, list_changed_fields(plan, repair.plan)) for repair in plan.repairs()]
     assert all(repair.plan.memory().fits for repair in mends)
 
 
 def test_the_smallest_sufficient_step_is_offered() -> None:
     plan = plan_of(micro_batch_size=8, seq_len=2048)
     assert not plan.memory().fits
-    (mend,) = [r for r in plan.repairs() if changed(plan, r.plan) == {"micro_batch_size"}]
+    (mend,) = [r for r in plan.repairs() if list_changed_fields(plan, r.plan) == {"micro_batch_size"}]
     doubled = replace(
         mend.plan, recipe=replace(mend.plan.recipe, micro_batch_size=2 * mend.plan.recipe.micro_batch_size)
     )
@@ -136,12 +136,12 @@ def test_a_change_without_formulas_is_skipped(monkeypatch: pytest.MonkeyPatch) -
     plan = plan_of(micro_batch_size=2)
     memory = ss.Plan.memory
 
-    def told(self: ss.Plan) -> object:
+    def record_call(self: ss.Plan) -> object:
         if self.recipe.recompute == "selective":
             raise ValueError("no formulas")
         return memory(self)
 
-    monkeypatch.setattr(ss.Plan, "memory", told)
+    monkeypatch.setattr(ss.Plan, "memory", record_call)
     repairs = plan.repairs()
     assert repairs and all(repair.plan.recipe.recompute != "selective" for repair in repairs)
 
@@ -168,7 +168,7 @@ def test_every_change_is_a_plan_one_step_away(plan: ss.Plan) -> None:
     for ladder in list_ladders(plan):
         for change in ladder:
             assert change.text
-            fields = changed(plan, change.plan) - {"shard"}
+            fields = list_changed_fields(plan, change.plan) - {"shard"}
             assert len(fields) == 1, (change.text, fields)
             assert change.plan.world_size == plan.world_size
             assert change.plan.architecture == plan.architecture

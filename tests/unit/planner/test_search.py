@@ -28,7 +28,7 @@ SIX = ss.Cluster.parse("2x3xa100-sxm-80gb")
 SAMPLE = 12
 
 
-def numbers(plan: Plan) -> tuple[Any, ...]:
+def list_varied_fields(plan: Plan) -> tuple[Any, ...]:
     """Return the fields in which plans of one search differ."""
     layout: Any = plan.layout
     names = (
@@ -42,7 +42,7 @@ def numbers(plan: Plan) -> tuple[Any, ...]:
 def grid_of(framework: str, arch: Any, cluster: Any, recipe: Any) -> list[tuple[Any, ...]]:
     """Every plan of the grid, made: none is refused."""
     return [
-        numbers(found.build_plan(cluster, row))
+        list_varied_fields(found.build_plan(cluster, row))
         for found in list_candidates(framework, arch, cluster, recipe)
         for row in range(found.num_plans)
     ]
@@ -111,7 +111,7 @@ def test_the_grid_has_all_valid_plans(framework: str, arch: Any) -> None:
     with without_fix_search():  # nobody reads the fixes
         for layout, one in product(every_layout(framework, arch, cluster, recipe), recipes):
             try:
-                taken.add(numbers(Plan(arch, cluster, one, layout)))
+                taken.add(list_varied_fields(Plan(arch, cluster, one, layout)))
             except ValueError:
                 continue
     assert len(found) == len(set(found))

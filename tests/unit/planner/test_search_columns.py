@@ -104,13 +104,13 @@ def test_columns_with_different_keys_combine_in_any_order(table: Any, order: lis
     """Keys that tell the same rows apart are one to whoever joins them, under whatever names they come."""
     rows, columns, plain = table
 
-    def made(numbers: dict[str, Any]) -> list[Any]:
+    def combine(numbers: dict[str, Any]) -> list[Any]:
         a, b, c = (numbers[name] for name in KEYS)
         five = [100 * a + b, 100 * b + c, 100 * c + a, group_equal(a * b + c), group_equal(c % 3) + 10 * a]
         return [five[place] for place in order]
 
-    first, second, third, *more = made(columns)
-    x, y, z, *others = made(plain)
+    first, second, third, *more = combine(columns)
+    x, y, z, *others = combine(plain)
     assert (
         rows.expand(where(first > second, third, more[0])).tolist() == np.where(x > y, z, others[0]).tolist()
     )
@@ -168,11 +168,11 @@ def test_tuple_results_become_columns() -> None:
     rows = Rows([np.arange(6) % 3])
     asked = []
 
-    def pair(number: int) -> Pair:
+    def make_pair(number: int) -> Pair:
         asked.append(number)
         return Pair(number // 2, 9)
 
-    found = map_distinct(pair, rows.build_column(1, np.arange(6) % 3))
+    found = map_distinct(make_pair, rows.build_column(1, np.arange(6) % 3))
     assert sorted(asked) == [0, 1, 2]
     assert isinstance(found, Pair)
     assert isinstance(found.first, Column)
@@ -197,7 +197,7 @@ def test_properties_and_methods_are_evaluated_over_columns() -> None:
     assert several.times(3).values.tolist() == [6, 30, 12]
 
 
-def played(arch: Any, numbers: tuple[int, ...], dense: Layer, moe: Layer) -> SchedulePeaks:
+def simulate_schedule(arch: Any, numbers: tuple[int, ...], dense: Layer, moe: Layer) -> SchedulePeaks:
     """Simulate the bytes of a stage, step by step through its schedule."""
     pp, vpp, number, micro_batches = numbers
     layers = count_chunk_layers(arch, pp, vpp, number)
@@ -259,7 +259,7 @@ def test_stage_bytes_equal_the_simulated_schedule(data: st.DataObject) -> None:
 
     plan: Any = Stand
     found = compute_schedule_peaks(plan, number, dense, moe)
-    expected = played(arch, (pp, vpp, number, micro_batches), dense, moe)
+    expected = simulate_schedule(arch, (pp, vpp, number, micro_batches), dense, moe)
     assert found._replace(dense=0, moe=0) == expected
 
 
@@ -285,15 +285,15 @@ def test_repeated_calls_return_the_cached_column() -> None:
 def test_partials_are_cached_and_defaults_distinguish_functions() -> None:
     asked: list[tuple[int, int]] = []
 
-    def scaled(by: int, number: int) -> int:
+    def scale(by: int, number: int) -> int:
         asked.append((by, number))
         return by * number
 
     rows = Rows([np.arange(4)])
     column = rows.build_column(1, np.array([1, 2, 3, 4]))
-    first = map_distinct(partial(scaled, 2), column)
-    assert map_distinct(partial(scaled, 2), column) is first and len(asked) == 4
-    assert map_distinct(partial(scaled, 3), column).values.tolist() == [3, 6, 9, 12]
+    first = map_distinct(partial(scale, 2), column)
+    assert map_distinct(partial(scale, 2), column) is first and len(asked) == 4
+    assert map_distinct(partial(scale, 3), column).values.tolist() == [3, 6, 9, 12]
     found = [map_distinct(lambda number, by=by: by * number, column).values.tolist() for by in (2, 5)]
     assert found == [[2, 4, 6, 8], [5, 10, 15, 20]]
 
@@ -310,18 +310,18 @@ def test_the_cache_is_keyed_by_column_identity() -> None:
     asked: list[Any] = []
 
     @cache_by_numbers
-    def half(number: Any) -> Any:
+    def halve(number: Any) -> Any:
         asked.append(number)
         return number / 2
 
     rows = Rows([np.arange(2)])
     column = rows.build_column(1, np.array([2, 4]))
-    assert half(column) is half(column) and len(asked) == 1
-    assert half(rows.build_column(1, np.array([6, 8]))).values.tolist() == [3, 4]
-    assert half(1) == half(1) == 0.5 and len(asked) == 3
-    assert half(np.array([2, 4])).tolist() == half(np.array([2, 4])).tolist() == [1, 2]
+    assert halve(column) is halve(column) and len(asked) == 1
+    assert halve(rows.build_column(1, np.array([6, 8]))).values.tolist() == [3, 4]
+    assert halve(1) == halve(1) == 0.5 and len(asked) == 3
+    assert halve(np.array([2, 4])).tolist() == halve(np.array([2, 4])).tolist() == [1, 2]
     rows.clear_results()
-    half(column)
+    halve(column)
     assert len(asked) == 6
 
 

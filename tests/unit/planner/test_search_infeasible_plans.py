@@ -20,15 +20,15 @@ def ranking() -> Ranking:
     return ss.search(ss.models["llama-3.1-70b"], cluster, ss.Recipe())
 
 
-def some(rows: np.ndarray) -> list[int]:
+def sample_rows(rows: np.ndarray) -> list[int]:
     return rows[:: max(1, len(rows) // 40)].tolist()
 
 
 def test_infeasible_plans_name_the_memory_that_is_short(ranking: Ranking) -> None:
-    for row in some(np.flatnonzero(ranking.is_feasible)):
+    for row in sample_rows(np.flatnonzero(ranking.is_feasible)):
         assert assess_plan(ranking.plan(row)).state != "does not fit"
         assert ranking.why_not(row).startswith("cannot be launched here: ") or ranking.why_not(row) == ""
-    for row in some(np.flatnonzero(~ranking.is_feasible)):
+    for row in sample_rows(np.flatnonzero(~ranking.is_feasible)):
         verdict = assess_plan(ranking.plan(row))
         assert verdict.state == "does not fit"
         for place in verdict.shortages:
@@ -38,7 +38,7 @@ def test_infeasible_plans_name_the_memory_that_is_short(ranking: Ranking) -> Non
 
 def test_a_shortage_of_host_memory_has_both_numbers(ranking: Ranking) -> None:
     on_the_gpu = ranking.peak_bytes <= ranking.cluster.usable_bytes_per_gpu
-    rows = some(np.flatnonzero(on_the_gpu & ~ranking.is_feasible & (ranking.host_bytes > 410 * 2**30)))
+    rows = sample_rows(np.flatnonzero(on_the_gpu & ~ranking.is_feasible & (ranking.host_bytes > 410 * 2**30)))
     assert rows, "else this tests nothing"
     for row in rows:
         needed = format_gib(int(ranking.host_bytes[row]))
@@ -47,7 +47,7 @@ def test_a_shortage_of_host_memory_has_both_numbers(ranking: Ranking) -> None:
 
 
 def test_plans_that_no_engine_runs_are_reported_as_such(ranking: Ranking) -> None:
-    rows = some(np.flatnonzero(ranking.is_feasible))
+    rows = sample_rows(np.flatnonzero(ranking.is_feasible))
     refused = [row for row in rows if ranking.why_not_launched(row)]
     for row in rows:
         plan = ranking.plan(row)

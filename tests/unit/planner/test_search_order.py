@@ -30,12 +30,12 @@ def ranking(request: pytest.FixtureRequest) -> Ranking:
 
 
 @pytest.fixture(scope="module")
-def unsized() -> Ranking:
+def ranking_of_unknown_hosts() -> Ranking:
     """Some plans fit by themselves and some with a host whose memory nobody said."""
     return ss.search(MODEL, ss.Cluster.parse("8xa10-24gb"), ss.Recipe(seq_len=1024))
 
 
-def plainness(plan: Plan) -> tuple[int, int, int]:
+def count_options(plan: Plan) -> tuple[int, int, int]:
     """Return the number of options that are set, the chunks per stage, and the peak bytes."""
     layout: Any = plan.layout
     values = [getattr(layout, name, 1) for name in ("tp", "pp", "vpp", "cp", "ep", "replicate")]
@@ -50,10 +50,10 @@ def test_the_simplest_of_the_fastest_plans_is_first(ranking: Ranking) -> None:
     alike = np.flatnonzero(ranking.feasible & (ranking.step_seconds <= AS_FAST * fastest))
     assert len(alike) > 1
     assert set(ranking.order[: len(alike)]) == set(alike)
-    told = [plainness(ranking.plan(int(row))) for row in ranking.order[: min(len(alike), 40)]]
+    told = [count_options(ranking.plan(int(row))) for row in ranking.order[: min(len(alike), 40)]]
     assert told == sorted(told)
-    least = min(plainness(ranking.plan(int(row))) for row in alike[:: max(1, len(alike) // 100)])
-    assert plainness(ranking.best) <= least
+    least = min(count_options(ranking.plan(int(row))) for row in alike[:: max(1, len(alike) // 100)])
+    assert count_options(ranking.best) <= least
 
 
 def test_the_rest_is_ordered_by_speed(ranking: Ranking) -> None:
@@ -76,23 +76,29 @@ def test_pipeline_chunks_that_gain_less_than_the_error_are_not_first() -> None:
     assert found.headroom_bytes[found.order[0]] > 2**30
 
 
-def test_plans_that_need_memory_of_unknown_size_come_last(unsized: Ranking) -> None:
-    known = unsized.is_room_known[unsized.order]
+def test_plans_that_need_memory_of_unknown_size_come_last(ranking_of_unknown_hosts: Ranking) -> None:
+    known = ranking_of_unknown_hosts.is_room_known[ranking_of_unknown_hosts.order]
     assert 0 < known.sum() < len(known)
     assert known[: known.sum()].all()
-    assert unsized.host_bytes[unsized.order[0]] == 0
-    assert (unsized.host_bytes[unsized.order[known.sum() :]] > 0).all()
-    seconds = unsized.step_seconds[unsized.order]
+    assert ranking_of_unknown_hosts.host_bytes[ranking_of_unknown_hosts.order[0]] == 0
+    assert (ranking_of_unknown_hosts.host_bytes[ranking_of_unknown_hosts.order[known.sum() :]] > 0).all()
+    seconds = ranking_of_unknown_hosts.step_seconds[ranking_of_unknown_hosts.order]
     assert seconds[known.sum() :].min() > 0
     assert (np.diff(seconds[known.sum() :]) >= -1e-8 * seconds.min()).all()
 
 
-def test_the_number_of_such_plans_and_the_reason_are_reported(unsized: Ranking) -> None:
-    hosted = unsized.feasible & (unsized.host_bytes > 0)
-    assert f"{hosted.sum():,} of the {unsized.num_feasible:,} plans" in unsized.unsaid
-    assert f"{format_gib(int(unsized.host_bytes[hosted].min()))} GiB" in unsized.unsaid
-    assert "after the others" in unsized.unsaid
-    assert unsized.unsaid in repr(unsized)
+def test_the_number_of_such_plans_and_the_reason_are_reported(ranking_of_unknown_hosts: Ranking) -> None:
+    hosted = ranking_of_unknown_hosts.feasible & (ranking_of_unknown_hosts.host_bytes > 0)
+    assert (
+        f"{hosted.sum():,} of the {ranking_of_unknown_hosts.num_feasible:,} plans"
+        in ranking_of_unknown_hosts.unsaid
+    )
+    assert (
+        f"{format_gib(int(ranking_of_unknown_hosts.host_bytes[hosted].min()))} GiB"
+        in ranking_of_unknown_hosts.unsaid
+    )
+    assert "after the others" in ranking_of_unknown_hosts.unsaid
+    assert ranking_of_unknown_hosts.unsaid in repr(ranking_of_unknown_hosts)
 
 
 @thorough()

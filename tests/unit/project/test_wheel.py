@@ -73,7 +73,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 
 @pytest.fixture(scope="module")
-def unpacked(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unpacked_wheel(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("unpacked")
     wheel.extractall(folder)
     return folder
@@ -155,14 +155,16 @@ def run_without_extras(unpacked: Path, code: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.parametrize("code", [PLANNER, STUDIO], ids=["planner", "studio"])
-def test_fault_21_wheel_works_without_the_extras(unpacked: Path, code: str) -> None:
-    done = run_without_extras(unpacked, code)
+def test_fault_21_wheel_works_without_the_extras(unpacked_wheel: Path, code: str) -> None:
+    done = run_without_extras(unpacked_wheel, code)
     assert done.returncode == 0, done.stderr
 
 
-def test_fault_21_launch_from_the_wheel_raises_with_the_missing_extra(unpacked: Path, tmp_path: Path) -> None:
+def test_fault_21_launch_from_the_wheel_raises_with_the_missing_extra(
+    unpacked_wheel: Path, tmp_path: Path
+) -> None:
     done = run_without_extras(
-        unpacked,
+        unpacked_wheel,
         f"""
 import shardscope as ss
 plan = ss.Plan(

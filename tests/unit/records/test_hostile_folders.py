@@ -140,7 +140,7 @@ if os.getuid() == 0:
     KINDS["device"] = lambda path: os.mknod(path, 0o20600, os.makedev(1, 5))  # /dev/zero itself
 
 
-def plant(folder: Path, name: str, kind: str) -> None:
+def plant_file(folder: Path, name: str, kind: str) -> None:
     path = folder / name
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -250,10 +250,10 @@ def test_fault_55_every_call_returns_for_any_kind_of_file(
     write_run("whole", number=1)
     path = write_full_run("odd")
     run = ss.Run.attach(path)
-    plant(path, name, kind)
+    plant_file(path, name, kind)
     for call in list_calls_on_run(run):
         call_within_limit(call)
-    plant(path, name, kind)  # Setting a note, or caching a summary, may have replaced it.
+    plant_file(path, name, kind)  # Setting a note, or caching a summary, may have replaced it.
     for call in list_calls_on_folder(path):
         call_within_limit(call)
     check_lists(path)
@@ -378,7 +378,7 @@ JSON_FILES = (
 
 
 @pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def example_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with every file, the cached summary included, beside an intact run."""
     parent = tmp_path_factory.mktemp("example") / "runs"
     write_run("whole", number=1, parent=parent)
@@ -394,13 +394,13 @@ def copy_example(example: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", JSON_FILES)
-def test_fault_49_text_in_any_field_of_a_run_folder_is_escaped(name: str, example: Path) -> None:
-    record = json.loads((example / name).read_text().splitlines()[0])
+def test_fault_49_text_in_any_field_of_a_run_folder_is_escaped(name: str, example_runs: Path) -> None:
+    record = json.loads((example_runs / name).read_text().splitlines()[0])
     paths = list(list_fields(record))
     # Each value, or its key; a sample takes one per file.
     step = 1 if includes_slow_tests() else len(paths)
     for index, field in enumerate(paths[::step]):
-        path = copy_example(example)
+        path = copy_example(example_runs)
         # The name proves that a damaged folder is shown at all.
         path = path.rename(path.with_name("<img src=x onerror=alert(1)>"))
         plant_text(path, name, field, EVIL, is_key=index % 2 == 1)
@@ -408,8 +408,8 @@ def test_fault_49_text_in_any_field_of_a_run_folder_is_escaped(name: str, exampl
         shutil.rmtree("runs")
 
 
-def test_fault_49_text_in_all_fields_of_a_run_folder_is_escaped(example: Path) -> None:
-    path = copy_example(example)
+def test_fault_49_text_in_all_fields_of_a_run_folder_is_escaped(example_runs: Path) -> None:
+    path = copy_example(example_runs)
     path = path.rename(path.with_name(EVIL.replace("/", "")))
     plant_text_everywhere(path, EVIL)
     assert_only_text(path)

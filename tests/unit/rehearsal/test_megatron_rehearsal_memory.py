@@ -35,10 +35,10 @@ def test_no_operator_runs_on_real_tensors(
 ) -> None:
     """torch runs an operator without a fake version on real zeros of the same sizes: once 21 GB of them."""
 
-    def fallback(mode: Any, operator: Any, *args: Any) -> None:
+    def raise_assertion_error(mode: Any, operator: Any, *args: Any) -> None:
         raise AssertionError(f"{operator} would run on real tensors")
 
-    monkeypatch.setattr(fake_tensor, "run_fallback_kernel", fallback)
+    monkeypatch.setattr(fake_tensor, "run_fallback_kernel", raise_assertion_error)
     run_rehearsal(SMALL, {"precision": precision, "optimizer": optimizer}, distributed_optimizer=False)
 
 

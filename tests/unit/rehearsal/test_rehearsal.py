@@ -89,11 +89,11 @@ def test_the_caller_needs_no_torch() -> None:
 def test_an_exception_in_the_callback_ends_the_process() -> None:
     before = find_child_processes()
 
-    def enough(words: str, fraction: float) -> None:
+    def raise_keyboard_interrupt(words: str, fraction: float) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_small_plan(ss.Layout.fsdp2()).rehearse(progress=enough)
+        build_small_plan(ss.Layout.fsdp2()).rehearse(progress=raise_keyboard_interrupt)
     assert find_child_processes() == before
 
 

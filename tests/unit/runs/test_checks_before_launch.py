@@ -27,8 +27,8 @@ def plan_of(ranks: int, layout: Layout, **recipe: Any) -> Plan:
     return Plan(TINY, Cluster.parse(f"{ranks}xcpu"), Recipe(**fields), layout)
 
 
-def saved(folder: Path, plan: Plan, asked_name: str | None = None, **position: Any) -> Path:
-    """A checkpoint as a run of ``plan`` leaves it, as far as a kernel reads it."""
+def save_checkpoint(folder: Path, plan: Plan, asked_name: str | None = None, **position: Any) -> Path:
+    """Write a checkpoint as a run of ``plan`` leaves it, as far as a kernel reads it."""
     folder.mkdir(parents=True, exist_ok=True)
     described = {"plan": json.loads(plan.to_json()), "asked_name": asked_name, "created": 1.0}
     (folder / "run.json").write_text(json.dumps(described))
@@ -158,7 +158,7 @@ def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", LOADS)
 def test_fault_31_a_checkpoint_that_the_engine_loads_is_accepted(case: str, tmp_path: Path) -> None:
     before, now = LOADS[case]
-    task = Pretrain(resume=saved(tmp_path, before))
+    task = Pretrain(resume=save_checkpoint(tmp_path, before))
     task.check(now)
     assert "checkpoint-tied-to-ranks" not in {
         finding.name for finding in now.findings(task) if now.layout.framework != "deepspeed"
@@ -168,7 +168,7 @@ def test_fault_31_a_checkpoint_that_the_engine_loads_is_accepted(case: str, tmp_
 @pytest.mark.parametrize("case", REFUSED)
 def test_fault_31_a_checkpoint_that_the_engine_cannot_load_raises(case: str, tmp_path: Path) -> None:
     before, now, why, fix, fields = REFUSED[case]
-    path = saved(tmp_path, before)
+    path = save_checkpoint(tmp_path, before)
     task = Pretrain(resume=path)
     with pytest.raises(ValueError, match=r"^Pretrain\.resume is ") as refused:
         task.check(now)
@@ -186,7 +186,7 @@ def test_fault_31_a_checkpoint_that_the_engine_cannot_load_raises(case: str, tmp
 @needs_installed("torch")
 @needs_installed("accelerate")
 def test_fault_31_a_resume_path_is_checked_before_ranks_start(tmp_path: Path) -> None:
-    saved(tmp_path / "a", plan_of(2, L.zero(stage=2)), asked_name="a")
+    save_checkpoint(tmp_path / "a", plan_of(2, L.zero(stage=2)), asked_name="a")
     with pytest.raises(ValueError, match=r"Pretrain\.resume is .*ZeRO stage 2.*Nearest fix: stage=2"):
         launch(plan_of(2, L.zero(stage=3)), Pretrain(resume=True), name="a", folder=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["a"], "no run was made"
@@ -200,7 +200,7 @@ def test_fault_31_a_resume_path_is_checked_before_ranks_start(tmp_path: Path) ->
 def test_fault_31_adapters_do_not_resume_over_a_base_of_another_seed(tmp_path: Path) -> None:
     """They would, without a word: a checkpoint of adapters has no base."""
     plan = plan_of(2, L.ddp(), method="lora")
-    path = saved(tmp_path, plan, seed=3, frozen_base=Pretrain(seed=3).frozen_base())
+    path = save_checkpoint(tmp_path, plan, seed=3, frozen_base=Pretrain(seed=3).frozen_base())
     Pretrain(resume=path, seed=3).check(plan)
     other = Pretrain(resume=path, seed=4)
     with pytest.raises(
@@ -212,7 +212,7 @@ def test_fault_31_adapters_do_not_resume_over_a_base_of_another_seed(tmp_path: P
     assert danger.task == Pretrain(resume=path, seed=3)
     # All weights are in a checkpoint of them: only the order of the text is another.
     whole = plan_of(2, L.ddp())
-    path = saved(tmp_path / "whole", whole, seed=3)
+    path = save_checkpoint(tmp_path / "whole", whole, seed=3)
     other = Pretrain(resume=path, seed=4)
     other.check(whole)
     (warning,) = (found for found in whole.findings(other) if found.name == "checkpoint-of-another-seed")
@@ -225,7 +225,7 @@ def test_fault_31_adapters_do_not_resume_over_a_base_of_another_seed(tmp_path: P
 def test_fault_31_adapters_do_not_resume_over_other_weights(tmp_path: Path) -> None:
     plan = plan_of(2, L.ddp(), method="lora")
     first, copy = write_folder(tmp_path / "first"), tmp_path / "copy"
-    path = saved(tmp_path / "run", plan, frozen_base=Finetune(weights=first).frozen_base())
+    path = save_checkpoint(tmp_path / "run", plan, frozen_base=Finetune(weights=first).frozen_base())
     # Wherever the same weights lie, and in however many files.
     shutil.copytree(first, copy)
     for same in (copy, write_folder(tmp_path / "shards", shards=3)):
@@ -244,16 +244,16 @@ def test_fault_31_adapters_do_not_resume_over_other_weights(tmp_path: Path) -> N
     ):
         with pytest.raises(ValueError, match=rf"over a base of the weights in {first}, .*{words}"):
             check_loads(path, plan, "x", seed=0, frozen_base=task.frozen_base())
-    path = saved(tmp_path / "drawn", plan, frozen_base=Pretrain(seed=3).frozen_base())
+    path = save_checkpoint(tmp_path / "drawn", plan, frozen_base=Pretrain(seed=3).frozen_base())
     with pytest.raises(ValueError, match=r"Nearest fix: Pretrain with seed=3, as before"):
         check_loads(path, plan, "x", seed=3, frozen_base=Finetune(weights=first).frozen_base())
 
 
 def test_fault_31_findings_read_no_base_without_adapters(tmp_path: Path) -> None:
     whole, adapted = plan_of(2, L.ddp()), plan_of(2, L.ddp(), method="lora")
-    task = Finetune(weights=write_folder(tmp_path / "gone"), resume=saved(tmp_path / "run", whole))
+    task = Finetune(weights=write_folder(tmp_path / "gone"), resume=save_checkpoint(tmp_path / "run", whole))
     over = {"frozen_base": {"seed": 1}}
-    other = Finetune(weights=tmp_path / "gone", resume=saved(tmp_path / "other", adapted, **over))
+    other = Finetune(weights=tmp_path / "gone", resume=save_checkpoint(tmp_path / "other", adapted, **over))
     shutil.rmtree(tmp_path / "gone")
     for plan, asked in ((whole, task), (adapted, other)):
         assert "checkpoint-over-another-base" not in {finding.name for finding in plan.findings(asked)}

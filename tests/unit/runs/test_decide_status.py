@@ -13,7 +13,7 @@ RETURNED = {"exit": "finished"}
 AT_WORK = {"ready": 1.0}
 
 
-def failure(rank: int | None, reason: str) -> Failure:
+def make_failure(rank: int | None, reason: str) -> Failure:
     return Failure(rank=rank, time=1.0, reason=reason, text=reason, raised="", is_consequence=False)
 
 
@@ -38,7 +38,7 @@ def test_fault_52_no_exit_code_makes_a_run_failed(code: int) -> None:
 
 
 def test_events_after_every_task_returned_are_in_the_reason() -> None:
-    late = failure(1, "rank 1 exited with code 7 after its task had returned")
+    late = make_failure(1, "rank 1 exited with code 7 after its task had returned")
     status, reason = decide([RETURNED, RETURNED], 1, failures=[late])
     assert status == "finished" and reason.endswith(late.reason)
     left = "process 7 (sleep)"
@@ -58,7 +58,7 @@ def test_a_stop_is_a_failure_only_if_a_rank_failed_before() -> None:
     assert decide([AT_WORK], -9, **stop, was_ended=True) == ("stopped", "Stop was pressed")
     status, reason = decide([RETURNED], 0, **stop)
     assert status == "stopped" and "every rank returned" in reason
-    died = [failure(0, "rank 0 raised ValueError: x")]
+    died = [make_failure(0, "rank 0 raised ValueError: x")]
     assert decide([AT_WORK], 1, **stop, failures=died) == ("failed", "rank 0 raised ValueError: x")
 
 

@@ -208,26 +208,28 @@ def test_fault_10_only_the_last_error_in_a_log_counts(tmp_path: Path) -> None:
     log = f'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    x()\n{TORCH_2_5}\nbye\n'
     folder.log(0).write_text(log)
 
-    def reason(code: int | None) -> str:
+    def read_reason(code: int | None) -> str:
         folder.exits.unlink(missing_ok=True)
         append_line(folder.exits, {"time": 2.0, "rank": 0, "code": code})
         return explain_failures(find_failures(folder, 2), {}).reason
 
-    assert reason(7) == reason(None)
-    assert reason(7).startswith("rank 0 ran out of GPU memory") and "2.10 GiB, 0.40 free of 79.1" in reason(7)
-    assert reason(-11).startswith("rank 0 crashed with SIGSEGV")
+    assert read_reason(7) == read_reason(None)
+    assert read_reason(7).startswith(
+        "rank 0 ran out of GPU memory"
+    ) and "2.10 GiB, 0.40 free of 79.1" in read_reason(7)
+    assert read_reason(-11).startswith("rank 0 crashed with SIGSEGV")
     folder.log(0).write_text("".join(f"[rank0]: {line}\n" for line in log.splitlines()))
-    assert reason(7).startswith("rank 0 ran out of GPU memory")
+    assert read_reason(7).startswith("rank 0 ran out of GPU memory")
     folder.log(0).write_text(f'{log}Traceback ...\n  File "a.py", line 9, in g\nKeyError: 1\n')
-    assert reason(7).startswith("rank 0 exited with code 7")
+    assert read_reason(7).startswith("rank 0 exited with code 7")
     folder.log(0).write_text(f"warning: {TORCH_2_5}\n")
-    assert reason(7).startswith("rank 0 exited with code 7")
-    assert reason(-6).startswith("rank 0 aborted with SIGABRT")
+    assert read_reason(7).startswith("rank 0 exited with code 7")
+    assert read_reason(-6).startswith("rank 0 aborted with SIGABRT")
     said = "terminate called after throwing an instance of"
     folder.log(0).write_text(f"{said} 'std::bad_alloc'\n  what():  std::bad_alloc\nFatal Python error: A\n")
-    assert "host memory" in reason(-6)
+    assert "host memory" in read_reason(-6)
     folder.log(0).write_text(f"{said} 'c10::OutOfMemoryError'\n  what():  CUDA out of memory.\n")
-    assert "GPU memory" in reason(-6)
+    assert "GPU memory" in read_reason(-6)
 
 
 def test_used_memory_is_read_from_the_cgroup_with_the_limit(

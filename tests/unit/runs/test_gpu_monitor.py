@@ -32,8 +32,8 @@ def folder_with(tmp_path: Path, gpus: object) -> RunFolder:
     return folder
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> list[str]:
-    """A driver; what it is asked for first and last is written down."""
+def pretend_driver(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> list[str]:
+    """Replace the driver. Return the list of its start and shutdown calls."""
     told: list[str] = []
 
     def refuse(*_: object) -> None:
@@ -54,26 +54,26 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> list[str]:
     return told
 
 
-def until(holds: Callable[[], Any], seconds: float = 10) -> Any:
+def wait_until(holds: Callable[[], Any], seconds: float = 10) -> Any:
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.01)
     return holds()
 
 
-def look(watch: GpuSampler, times: int) -> None:
+def request_samples(watch: GpuSampler, times: int) -> None:
     for count in range(times):
         watch.request_sample()
-        assert until(lambda count=count: len(list(read_lines(watch.folder.gpu_samples))) > count)
+        assert wait_until(lambda count=count: len(list(read_lines(watch.folder.gpu_samples))) > count)
 
 
 def test_each_rank_has_the_readings_of_its_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    told = pretend(monkeypatch)
+    told = pretend_driver(monkeypatch)
     folder = folder_with(tmp_path, [5, 3])
     watch = GpuSampler(folder)
-    look(watch, 2)
+    request_samples(watch, 2)
     watch.finish()
-    assert until(lambda: told == ["init", "shutdown"]), "asked once, and given back"
+    assert wait_until(lambda: told == ["init", "shutdown"]), "asked once, and given back"
     records = read_gpu_samples(folder, [5, 3])
     assert [(r["rank"], r["gpu"], r["utilisation_percent"]) for r in records] == [(0, 5, 95), (1, 3, 93)] * 2
     assert {r["temperature_celsius"] for r in records} == {65, 63}
@@ -85,11 +85,11 @@ def test_each_rank_has_the_readings_of_its_gpu(monkeypatch: pytest.MonkeyPatch, 
 def test_a_slow_driver_call_delays_no_other_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     answers = threading.Event()
 
-    def slow(handle: int) -> int:
+    def sleep_in_driver(handle: int) -> int:
         answers.wait(20)
         return 1000
 
-    pretend(monkeypatch, nvmlDeviceGetPowerUsage=slow)
+    pretend_driver(monkeypatch, nvmlDeviceGetPowerUsage=sleep_in_driver)
     folder = folder_with(tmp_path, [0])
     beside = PeriodicChecks(folder, 2, print)
     for _ in range(20):
@@ -125,12 +125,12 @@ def test_without_a_driver_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tm
     def fail() -> None:
         raise NvmlError("Driver Not Loaded")
 
-    pretend(monkeypatch, nvmlInit=fail)
+    pretend_driver(monkeypatch, nvmlInit=fail)
     folder = folder_with(tmp_path, [0])
     watch = GpuSampler(folder)
     threads = set(threading.enumerate())
     watch.request_sample()
-    assert until(lambda: threads.issuperset(threading.enumerate()))
+    assert wait_until(lambda: threads.issuperset(threading.enumerate()))
     watch.request_sample()
     assert not folder.gpu_samples.exists()
 
@@ -140,14 +140,14 @@ def test_the_sample_file_is_bounded_and_keeps_first_and_latest_samples(
 ) -> None:
     monkeypatch.setattr(card_watch, "MAX_SAMPLES", 40)
     monkeypatch.setattr(card_watch, "DENSE_SAMPLES", 10)
-    pretend(monkeypatch)
+    pretend_driver(monkeypatch)
     now = map(float, itertools.count())
     monkeypatch.setattr(card_watch, "read_sample", lambda *_: GpuSample(next(now), {"power_watts": [100.0]}))
     folder = folder_with(tmp_path, [0])
     watch = GpuSampler(folder)
     for second in range(300):
         watch.request_sample()
-        assert until(lambda second=second: times_of(folder)[-1:] == [second])
+        assert wait_until(lambda second=second: times_of(folder)[-1:] == [second])
     times = times_of(folder)
     assert len(times) <= 40 and times == sorted(times)
     assert times[0] == 0.0 and times[-10:] == [float(second) for second in range(290, 300)]

@@ -64,7 +64,7 @@ def ranks(folder: RunFolder, request: pytest.FixtureRequest) -> Iterator[list[su
         process.stdout.close()
 
 
-def steps(first: int, count: int, seconds: float = 0.1) -> list[dict[str, Any]]:
+def make_steps(first: int, count: int, seconds: float = 0.1) -> list[dict[str, Any]]:
     return [{"step": step, "time": 1000 + step * seconds} for step in range(first, first + count)]
 
 
@@ -74,14 +74,16 @@ def wait(watch: HangDetector, seconds: float) -> list[str]:
     for _ in range(int(seconds)):
         deadline = time.monotonic() + 5
         while (
-            watch._seconds_since_request is not None and not answered(watch) and time.monotonic() < deadline
+            watch._seconds_since_request is not None
+            and not has_answered(watch)
+            and time.monotonic() < deadline
         ):
             time.sleep(0.01)
         said.append(watch.check({}, 1.0))
     return [words for words in said if words]
 
 
-def answered(watch: HangDetector) -> bool:
+def has_answered(watch: HangDetector) -> bool:
     """Return whether every process that can answer has; the last line of its stack is in this file."""
     pids = {rank: (read_json(watch.folder.rank(rank)) or {})["pid"] for rank in watch._stacks.marks}
     return all(
@@ -93,7 +95,7 @@ def answered(watch: HangDetector) -> bool:
 
 def test_fault_05_a_hang_is_reported_once_and_cleared(folder: RunFolder, ranks: list[Any]) -> None:
     watch = HangDetector(folder, 2, least_seconds=10)
-    assert watch.check({0: steps(0, 11), 1: steps(0, 10)}, 1.0) is None
+    assert watch.check({0: make_steps(0, 11), 1: make_steps(0, 10)}, 1.0) is None
     assert wait(watch, 10) == []
     (words,) = wait(watch, 50)
     facts = ("no step for 12 s", "0.1 s", "rank 1 reached only step 9", "others step 10")
@@ -101,9 +103,9 @@ def test_fault_05_a_hang_is_reported_once_and_cleared(folder: RunFolder, ranks: 
     assert "rank 1: wait (<string>:" in words and words.endswith("in its log")
     log = folder.log(0).read_text()
     assert "no step for 12 s" in log and log.count(" in wait\n") == 1
-    assert watch.check({0: steps(11, 1)}, 1.0) is None and watch.hangs
-    assert watch.check({0: steps(12, 1), 1: steps(10, 3)}, 1.0) == "steps are logged again"
-    assert watch.check({0: steps(13, 1), 1: steps(13, 1)}, 1.0) is None
+    assert watch.check({0: make_steps(11, 1)}, 1.0) is None and watch.hangs
+    assert watch.check({0: make_steps(12, 1), 1: make_steps(10, 3)}, 1.0) == "steps are logged again"
+    assert watch.check({0: make_steps(13, 1), 1: make_steps(13, 1)}, 1.0) is None
 
 
 def test_hanging_ranks_get_a_shorter_checkpoint_deadline(folder: RunFolder) -> None:
@@ -132,10 +134,10 @@ def test_hanging_ranks_get_a_shorter_checkpoint_deadline(folder: RunFolder) -> N
 def test_fault_23_a_hang_is_reported_and_cleared_without_writable_logs(folder: RunFolder) -> None:
     folder.log(0).mkdir()
     watch = HangDetector(folder, 1, least_seconds=2)
-    watch.check({0: steps(0, 10)}, 1.0)
+    watch.check({0: make_steps(0, 10)}, 1.0)
     (words,) = wait(watch, 8)
     assert words.startswith("no step for ") and watch.hangs
-    assert watch.check({0: steps(10, 1)}, 1.0) == "steps are logged again"
+    assert watch.check({0: make_steps(10, 1)}, 1.0) == "steps are logged again"
 
 
 def test_the_final_status_does_not_wait_for_the_last_writes(
@@ -149,12 +151,12 @@ def test_the_final_status_does_not_wait_for_the_last_writes(
     half = folder.error(0).with_name(".rank-0.json.999999999")  # Of a rank that was killed while it wrote.
     half.touch()
 
-    def pieces() -> Iterator[None]:
+    def yield_pieces() -> Iterator[None]:
         for _ in range(3):
             had_status.append(folder.status.exists())
             yield
 
-    monkeypatch.setattr(supervisor.checks, "finish", pieces)
+    monkeypatch.setattr(supervisor.checks, "finish", yield_pieces)
     supervisor._finish()
     assert had_status == [False, True, True]
     assert not half.exists()
@@ -163,10 +165,10 @@ def test_the_final_status_does_not_wait_for_the_last_writes(
 
 def test_restarted_step_counts_and_other_records_are_progress(folder: RunFolder) -> None:
     watch = HangDetector(folder, 1, least_seconds=5)
-    watch.check({0: steps(0, 10)}, 1.0)
+    watch.check({0: make_steps(0, 10)}, 1.0)
     for _ in range(5):  # Each time four seconds after the last.
         assert wait(watch, 3) == []
-        assert watch.check({0: steps(0, 2)}, 1.0) is None
+        assert watch.check({0: make_steps(0, 2)}, 1.0) is None
     for _ in range(5):
         assert wait(watch, 3) == []
         assert watch.check({0: [{"step": 1, "time": 5000.0, "validation": 1.0}]}, 1.0) is None
@@ -175,7 +177,7 @@ def test_restarted_step_counts_and_other_records_are_progress(folder: RunFolder)
 
 def test_slow_steps_have_a_limit_of_many_medians(folder: RunFolder, ranks: list[Any]) -> None:
     watch = HangDetector(folder, 2, least_seconds=10)
-    watch.check({0: steps(0, 6, seconds=30.0)}, 1.0)
+    watch.check({0: make_steps(0, 6, seconds=30.0)}, 1.0)
     assert wait(watch, 600) == []
     assert len(wait(watch, 10)) == 1
 
@@ -183,7 +185,7 @@ def test_slow_steps_have_a_limit_of_many_medians(folder: RunFolder, ranks: list[
 @pytest.mark.parametrize("ranks", [("save_checkpoint", "wait")], indirect=True)
 def test_a_checkpoint_extends_the_limit_but_not_forever(folder: RunFolder, ranks: list[Any]) -> None:
     watch = HangDetector(folder, 2, least_seconds=2)
-    watch.check({0: steps(0, 10), 1: steps(0, 10)}, 1.0)
+    watch.check({0: make_steps(0, 10), 1: make_steps(0, 10)}, 1.0)
     assert wait(watch, 2 * BUSY_FACTOR - 1) == []
     (words,) = wait(watch, 8)
     assert "rank 0 is at a checkpoint" in words
@@ -192,9 +194,9 @@ def test_a_checkpoint_extends_the_limit_but_not_forever(folder: RunFolder, ranks
 def test_start_up_ended_ranks_and_a_suspended_machine_are_not_hangs(folder: RunFolder) -> None:
     watch = HangDetector(folder, 2, least_seconds=2)
     assert wait(watch, 100) == []  # Nothing logged yet: loading, compiling, or a task that logs nothing.
-    watch.check({0: steps(0, 5)}, 1.0)
+    watch.check({0: make_steps(0, 5)}, 1.0)
     assert wait(watch, 100) == []  # Four times are too few for a median.
-    watch.check({0: steps(5, 5)}, 1.0)
+    watch.check({0: make_steps(5, 5)}, 1.0)
     assert watch.check({}, 3600.0) is None and watch.ranks[0].still_seconds == 5.0
     write_json(folder.rank(0), {"pid": 1, "started": 1.0, "exit": "finished"})
     assert wait(watch, 100) == []
@@ -209,7 +211,7 @@ def test_fault_05_the_report_names_ranks_that_are_stopped_or_gone(
     while read_process_state(ranks[0].pid) != "T":
         time.sleep(0.01)
     watch = HangDetector(folder, 2, least_seconds=2)
-    watch.check({0: steps(0, 10)}, 1.0)
+    watch.check({0: make_steps(0, 10)}, 1.0)
     (words,) = wait(watch, 10)
     assert f"rank 0: process {ranks[0].pid} is stopped" in words
     assert "rank 1: it did not answer" in words

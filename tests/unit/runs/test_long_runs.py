@@ -26,7 +26,7 @@ def write(folder: RunFolder, rank: int, records: list[dict[str, Any]]) -> None:
         file.writelines(encode(record) for record in records)
 
 
-def line(step: int, rank: int, **metrics: Any) -> dict[str, Any]:
+def make_line(step: int, rank: int, **metrics: Any) -> dict[str, Any]:
     return {"step": step, "rank": rank, "time": float(step), **metrics}
 
 
@@ -36,16 +36,18 @@ def test_latest_and_highest_memory_of_each_rank_are_read(
     monkeypatch.setattr(records, "PIECE_BYTES", 100)
     told = LoggedMemory(folder, 4)
     assert told.read() == []
-    write(folder, 0, [line(0, 0, loss=1.0), line(1, 0, memory_bytes=7, peak_memory_bytes=30)])
-    write(folder, 0, [line(2, 0, memory_bytes=9, peak_memory_bytes=20), line(3, 0, loss=2.0)])
-    write(folder, 1, [line(4, 1, peak_memory_bytes=5)])
-    write(folder, 3, [line(5, 3, words='say "memory_bytes": 8, "peak_memory_bytes": 9}', memory_bytes=1.5)])
+    write(folder, 0, [make_line(0, 0, loss=1.0), make_line(1, 0, memory_bytes=7, peak_memory_bytes=30)])
+    write(folder, 0, [make_line(2, 0, memory_bytes=9, peak_memory_bytes=20), make_line(3, 0, loss=2.0)])
+    write(folder, 1, [make_line(4, 1, peak_memory_bytes=5)])
+    write(
+        folder, 3, [make_line(5, 3, words='say "memory_bytes": 8, "peak_memory_bytes": 9}', memory_bytes=1.5)]
+    )
     assert told.read() == [
         {"rank": 0, "memory_bytes": 9, "step": 2, "time": 2.0, "peak_memory_bytes": 30},
         {"rank": 1, "memory_bytes": None, "step": 4, "time": 4.0, "peak_memory_bytes": 5},
     ]
     with folder.events(0).open("ab") as file:
-        half = encode(line(6, 0, memory_bytes=50))
+        half = encode(make_line(6, 0, memory_bytes=50))
         file.write(half[:-9])
     assert told.read()[0]["peak_memory_bytes"] == 30
     with folder.events(0).open("ab") as file:
@@ -53,7 +55,7 @@ def test_latest_and_highest_memory_of_each_rank_are_read(
     assert told.read()[0] == {
         "rank": 0, "memory_bytes": 50, "step": 6, "time": 6.0, "peak_memory_bytes": 50
     }  # fmt: skip
-    folder.events(0).write_bytes(encode(line(0, 0, memory_bytes=3)))
+    folder.events(0).write_bytes(encode(make_line(0, 0, memory_bytes=3)))
     assert told.read()[0]["peak_memory_bytes"] == 3
 
 
@@ -63,7 +65,9 @@ def long_run(folder: RunFolder) -> Run:
         folder,
         0,
         [
-            line(step, 0, loss=1.0, step_seconds=0.25, memory_bytes=1000, peak_memory_bytes=2000 + step % 7)
+            make_line(
+                step, 0, loss=1.0, step_seconds=0.25, memory_bytes=1000, peak_memory_bytes=2000 + step % 7
+            )
             for step in range(NUM_LINES)
         ],
     )

@@ -68,16 +68,18 @@ def write_copies(parent: Path, num_runs: int) -> None:
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Path:
+def folder_of_one_run(tmp_path: Path) -> Path:
     """One run, for what is imported with the first list."""
     write_copies(tmp_path / "small", 1)
     return tmp_path / "small"
 
 
 @thorough()
-def test_fault_58_a_list_of_many_runs_needs_a_few_kilobytes_each(tmp_path: Path, small: Path) -> None:
+def test_fault_58_a_list_of_many_runs_needs_a_few_kilobytes_each(
+    tmp_path: Path, folder_of_one_run: Path
+) -> None:
     write_copies(tmp_path / "runs", 300)
-    num_runs, held, peak = run_alone(LISTED.format(then=""), tmp_path / "runs", small)
+    num_runs, held, peak = run_alone(LISTED.format(then=""), tmp_path / "runs", folder_of_one_run)
     # 100 MiB for 5,000 are 20 KiB for one.
     assert num_runs == 300 and held < 300 * 12 * 2**10 and peak < 300 * 20 * 2**10, (held, peak)
 
@@ -90,7 +92,7 @@ def test_fault_58_five_thousand_runs_are_listed_in_a_hundred_megabytes(tmp_path:
     assert num_runs == 5000 and num_rows == 1 + 200 and num_bytes < 100 * 2**20
 
 
-def test_fault_58_a_list_keeps_no_metrics(tmp_path: Path, small: Path) -> None:
+def test_fault_58_a_list_keeps_no_metrics(tmp_path: Path, folder_of_one_run: Path) -> None:
     """Neither do its table, frame, curves and comparison: parsed metrics take several times their bytes."""
     for number, name in enumerate(("a", "b")):
         path = write_run(name, num_done=0, number=number, parent=tmp_path / "runs")
@@ -101,7 +103,7 @@ def test_fault_58_a_list_keeps_no_metrics(tmp_path: Path, small: Path) -> None:
                     file.write(json.dumps(line | {f"metric_{n}": step + 0.5 for n in range(40)}) + "\n")
     size = sum(RunFolder(path).events(rank).stat().st_size for rank in (0, 1))
     then = "found.to_frame(), found.curves('loss'), found.compare('a', 'b')._repr_html_()"
-    _, held, peak = run_alone(LISTED.format(then=then), tmp_path / "runs", small)
+    _, held, peak = run_alone(LISTED.format(then=then), tmp_path / "runs", folder_of_one_run)
     assert held < size / 2 and peak < size, (held, peak, size)
 
 

@@ -12,7 +12,7 @@ from shardscope.runs.watch import pace as pace_module
 from shardscope.runs.watch.pace import Pace
 
 
-def records(rank: int, steps: range, seconds: float, every: float | None = None) -> list[dict[str, Any]]:
+def make_records(rank: int, steps: range, seconds: float, every: float | None = None) -> list[dict[str, Any]]:
     between = seconds if every is None else every
     return [
         {"step": step, "rank": rank, "time": 1000.0 + between * step, "step_seconds": seconds}
@@ -23,7 +23,7 @@ def records(rank: int, steps: range, seconds: float, every: float | None = None)
 def test_the_slowest_of_many_ranks_is_found() -> None:
     pace = Pace()
     for rank in range(12):
-        pace.add(records(rank, range(30), 1.5 if rank == 10 else 1.0, every=1.5))
+        pace.add(make_records(rank, range(30), 1.5 if rank == 10 else 1.0, every=1.5))
     slowest = pace.slowest
     assert slowest is not None
     assert (slowest.rank, slowest.num_ranks, slowest.steps_behind) == (10, 12, 0)
@@ -33,22 +33,22 @@ def test_the_slowest_of_many_ranks_is_found() -> None:
 def test_equally_fast_ranks_are_even() -> None:
     pace = Pace()
     for rank in range(2):
-        pace.add(records(rank, range(30), 1.0 + 0.001 * rank))
+        pace.add(make_records(rank, range(30), 1.0 + 0.001 * rank))
     assert pace.slowest is not None and pace.slowest.is_even
 
 
 def test_only_recent_steps_count() -> None:
     pace = Pace()
-    pace.add(records(0, range(100), 1.0))
-    pace.add(records(1, range(50), 9.0, every=1.0))
-    pace.add(records(1, range(50, 100), 1.0))
+    pace.add(make_records(0, range(100), 1.0))
+    pace.add(make_records(1, range(50), 9.0, every=1.0))
+    pace.add(make_records(1, range(50, 100), 1.0))
     assert pace.slowest is not None and pace.slowest.is_even
 
 
 def test_a_rank_that_stopped_logging_is_behind() -> None:
     pace = Pace()
-    pace.add(records(0, range(40), 1.0))
-    pace.add(records(1, range(20), 1.0))
+    pace.add(make_records(0, range(40), 1.0))
+    pace.add(make_records(1, range(20), 1.0))
     assert pace.slowest is not None
     assert (pace.slowest.rank, pace.slowest.steps_behind) == (1, 20)
     assert not pace.slowest.is_even
@@ -57,7 +57,7 @@ def test_a_rank_that_stopped_logging_is_behind() -> None:
 def test_remaining_time_includes_time_between_steps() -> None:
     pace = Pace()
     # A step takes a second, and a checkpoint between steps another one.
-    pace.add(records(0, range(10), 1.0, every=2.0))
+    pace.add(make_records(0, range(10), 1.0, every=2.0))
     assert pace.seconds_per_step == pytest.approx(2.0)
     now = 1000.0 + 2.0 * 9
     assert pace.seconds_left(100, now) == pytest.approx(180.0)
@@ -89,7 +89,7 @@ def test_malformed_records_are_skipped(odd: Any) -> None:
 def test_pace_keeps_only_the_latest_steps() -> None:
     pace = Pace()
     tracemalloc.start()
-    pace.add(records(0, range(100_000), 1.0))
+    pace.add(make_records(0, range(100_000), 1.0))
     # Other threads of this process allocate meanwhile: only what pace.py allocated counts.
     snapshot = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, pace_module.__file__)])
     tracemalloc.stop()

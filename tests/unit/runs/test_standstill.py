@@ -54,18 +54,20 @@ def wait(watch: StandstillDetector, seconds: int, new: Any = (), *, has_steps: b
     """Return the reports of some looks, one second apart by the fake clock."""
     said = []
     for _ in range(seconds):
-        size = _answered(watch)
+        size = _count_answers(watch)
         said.append(watch.check(dict(new), 1.0, has_steps=has_steps))
         deadline = time.monotonic() + 5
         while (
-            watch._seconds_since_request == 0.0 and _answered(watch) == size and time.monotonic() < deadline
+            watch._seconds_since_request == 0.0
+            and _count_answers(watch) == size
+            and time.monotonic() < deadline
         ):
             time.sleep(0.01)
     return [words for words in said if words]
 
 
-def _answered(watch: StandstillDetector) -> int:
-    """Stacks of this file's ranks end in the module."""
+def _count_answers(watch: StandstillDetector) -> int:
+    """Count the recorded stacks; those of this file's ranks end in the module."""
     path = watch.folder.stacks(0)
     return path.read_bytes().count(b" in <module>\n") if path.exists() else 0
 
@@ -121,11 +123,11 @@ def test_output_cpu_time_and_file_access_are_activity(
     watch = StandstillDetector(folder, 1, quiet_seconds=60)
     now = [Activity(7.0, 0, 0)]
 
-    def moves() -> dict[int, Activity]:
+    def read_activity() -> dict[int, Activity]:
         now.append(Activity(*(a + b for a, b in zip(now[-1], sign, strict=True))))
         return {0: now[-1]}
 
-    monkeypatch.setattr(watch, "_read_activity", moves)
+    monkeypatch.setattr(watch, "_read_activity", read_activity)
     assert wait(watch, 300) == [] and not folder.log(0).exists()
     monkeypatch.undo()
     assert len(wait(watch, 100)) == 1

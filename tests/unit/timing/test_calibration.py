@@ -19,7 +19,7 @@ from calibrations import (
     LINK_BYTES_PER_SECOND,
     LINK_LATENCY_SECONDS,
     MEMORY_BYTES_PER_SECOND,
-    calibration,
+    make_calibration,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,12 +34,12 @@ CPU = ss.Cluster.parse("2xcpu")
 
 
 def test_calibration_survives_a_json_round_trip() -> None:
-    one = calibration()
+    one = make_calibration()
     assert Calibration.from_json(one.to_json()) == one
 
 
 def test_fitted_rates_equal_the_speeds_of_the_measurements() -> None:
-    rates = calibration().rates(CPU)
+    rates = make_calibration().rates(CPU)
     for precision in ("fp32", "bf16"):
         rate = rates.get_matmul_rate(precision)
         assert rate.flops_per_second == pytest.approx(FLOPS, rel=1e-3)
@@ -59,7 +59,7 @@ def test_fitted_rates_equal_the_speeds_of_the_measurements() -> None:
 
 def test_unmeasured_rates_are_those_of_the_catalog() -> None:
     cluster = ss.Cluster.parse("8xh100-sxm-80gb")
-    one = calibration("1xh100-sxm-80gb", collectives=[], attention=[])
+    one = make_calibration("1xh100-sxm-80gb", collectives=[], attention=[])
     rates, known = one.rates(cluster), look_up_rates(cluster)
     assert rates.inside == known.inside
     assert rates.between == known.between
@@ -72,7 +72,9 @@ def test_unmeasured_rates_are_those_of_the_catalog() -> None:
 
 def test_collective_times_are_interpolated_from_measurements() -> None:
     calls = [{"collective": "all_gather", "num_bytes": 4**k, "seconds": 1e-4 * 3**k} for k in (5, 7, 9)]
-    rates = calibration("8xh100-sxm-80gb", collectives=calls).rates(ss.Cluster.parse("2x8xh100-sxm-80gb"))
+    rates = make_calibration("8xh100-sxm-80gb", collectives=calls).rates(
+        ss.Cluster.parse("2x8xh100-sxm-80gb")
+    )
 
     def compute_seconds(num_bytes: Any, ranks: Any, messages: Any = 1, name: Any = "all_gather") -> Any:
         return compute_call_seconds(name, num_bytes, ranks, 1, messages, 8, rates)
@@ -98,7 +100,7 @@ def test_noisy_collective_times_never_fall_with_the_size() -> None:
         {"collective": "all_reduce", "num_bytes": size, "seconds": seconds}
         for size, seconds in ((2**14, 2e-4), (2**16, 1e-4), (2**18, 3e-4))
     ]
-    curve = calibration(collectives=calls).rates(CPU).collectives["all_reduce"]
+    curve = make_calibration(collectives=calls).rates(CPU).collectives["all_reduce"]
     assert [curve.seconds(2**power, 1) for power in (14, 16, 18)] == pytest.approx([1e-4, 1e-4, 3e-4])
 
 
@@ -108,18 +110,22 @@ def test_host_copies_have_the_speed_of_the_slower_direction() -> None:
         for way, speed in (("to_gpu", 20e9), ("to_host", 10e9))
         for size in (2**20, 2**24, 2**28)
     ]
-    host = calibration("1xh100-sxm-80gb", host_copies=copies).rates(ss.Cluster.parse("1xh100-sxm-80gb")).host
+    host = (
+        make_calibration("1xh100-sxm-80gb", host_copies=copies)
+        .rates(ss.Cluster.parse("1xh100-sxm-80gb"))
+        .host
+    )
     assert host.bytes_per_second == pytest.approx(10e9, rel=1e-6)
     assert host.latency_seconds == pytest.approx(1e-5, rel=1e-6)
 
 
 def test_the_source_says_if_the_machine_was_busy() -> None:
-    assert "busy" not in calibration(load=0.1).source
-    assert "busy, load 1.8" in calibration(load=1.8).source
+    assert "busy" not in make_calibration(load=0.1).source
+    assert "busy, load 1.8" in make_calibration(load=1.8).source
 
 
 def test_to_frame_has_a_row_per_measurement() -> None:
-    one = calibration()
+    one = make_calibration()
     frame = one.to_frame()
     points = (one.matrix_products, one.attention, one.memory_passes, one.host_copies, one.collectives)
     assert len(frame) == sum(map(len, points))
@@ -157,11 +163,11 @@ def test_to_frame_has_a_row_per_measurement() -> None:
 )
 def test_invalid_fields_are_rejected(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=r"allowed|cannot be made"):
-        calibration(**{field: value})
+        make_calibration(**{field: value})
 
 
 def test_an_unknown_format_version_is_rejected() -> None:
-    text = json.loads(calibration().to_json())
+    text = json.loads(make_calibration().to_json())
     text["version"] = 99
     with pytest.raises(ValueError, match="version"):
         Calibration.from_json(json.dumps(text))

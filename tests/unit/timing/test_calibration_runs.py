@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from calibrations import calibration
+from calibrations import make_calibration
 
 import shardscope as ss
 from shardscope.records.folder import RunFolder
@@ -54,13 +54,13 @@ def log_steps(folder: RunFolder, num_steps: int, seconds: float) -> None:
 
 def test_the_step_is_predicted_at_launch_if_there_is_a_calibration(plan: ss.Plan) -> None:
     assert predict_step(plan) is None
-    store_calibration(calibration())
+    store_calibration(make_calibration())
     prediction = predict_step(plan)
-    assert prediction == {"step_seconds": plan.step().seconds, "from": calibration().source}
+    assert prediction == {"step_seconds": plan.step().seconds, "from": make_calibration().source}
 
 
 def test_a_finished_run_is_compared_with_its_prediction(folder: RunFolder, plan: ss.Plan) -> None:
-    store_calibration(calibration())
+    store_calibration(make_calibration())
     run_json, seconds = build_run_json(plan), 1.5 * plan.step().seconds
     log_steps(folder, SKIPPED_STEPS + MIN_STEPS, seconds)
     assert store_measured_step(folder, run_json)

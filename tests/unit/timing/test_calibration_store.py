@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from calibrations import FLOPS, KERNEL_SECONDS, calibration, product
+from calibrations import FLOPS, KERNEL_SECONDS, make_calibration, make_matmul
 
 import shardscope as ss
 from shardscope.machine.host import count_cores
@@ -87,7 +87,7 @@ def test_an_invalid_folder_is_rejected(value: Any) -> None:
 
 
 def test_stored_files_are_readable_by_their_user_only(folder: Path) -> None:
-    path = store_calibration(calibration())
+    path = store_calibration(make_calibration())
     assert path.parent == folder / "calibration"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -100,7 +100,7 @@ def test_predictions_use_the_calibration_of_this_machine() -> None:
     with pytest.raises(ValueError, match=r"ss\.calibrate\(\)"):
         plan().step()
     assert select_rates(CPU) is look_up_rates(CPU)
-    store_calibration(calibration())
+    store_calibration(make_calibration())
     assert select_rates(CPU).get_matmul_rate("fp32").flops_per_second == pytest.approx(FLOPS, rel=1e-3)
     report = plan().step()
     assert report.seconds > 0
@@ -108,11 +108,11 @@ def test_predictions_use_the_calibration_of_this_machine() -> None:
 
 
 def test_cpu_ranks_overlap_neither_communication_nor_kernel_launches() -> None:
-    store_calibration(calibration())
+    store_calibration(make_calibration())
     report = plan("fsdp2").step()
     assert report.parts["gathers"] > 0 and not any(report.hidden.values())
     slow_start = 1e-3
-    store_calibration(calibration(kernel_seconds=slow_start))
+    store_calibration(make_calibration(kernel_seconds=slow_start))
     counted = select_rates(CPU).get_passes("transformers")
     kernels = plan("fsdp2").architecture.num_hidden_layers * (
         counted.kernels_forward + counted.kernels_backward
@@ -122,13 +122,13 @@ def test_cpu_ranks_overlap_neither_communication_nor_kernel_launches() -> None:
 
 
 def test_a_new_calibration_replaces_cached_predictions() -> None:
-    store_calibration(calibration())
+    store_calibration(make_calibration())
     before = select_rates(CPU).get_matmul_rate("fp32").flops_per_second
-    faster = [product(size, flops=2 * FLOPS) for size in (128, 512, 2048)]
+    faster = [make_matmul(size, flops=2 * FLOPS) for size in (128, 512, 2048)]
     a_plan = plan()
     slow = a_plan.step()
     assert a_plan.step() is slow, "computed once"
-    store_calibration(calibration(matrix_products=faster))
+    store_calibration(make_calibration(matrix_products=faster))
     assert select_rates(CPU).get_matmul_rate("fp32").flops_per_second == pytest.approx(2 * before, rel=1e-2)
     assert a_plan.step().parts["matrices"] == pytest.approx(slow.parts["matrices"] / 2, rel=1e-2)
     record = read_record(build_record_path("cpu", find_data_folder()))
@@ -136,35 +136,35 @@ def test_a_new_calibration_replaces_cached_predictions() -> None:
 
 
 def test_cpu_calibrations_require_equal_ranks_and_cores() -> None:
-    store_calibration(calibration())
+    store_calibration(make_calibration())
     assert find_calibration(ss.Cluster.parse("4xcpu")) is None
-    store_calibration(calibration("4xcpu"))
+    store_calibration(make_calibration("4xcpu"))
     assert find_calibration(ss.Cluster.parse("4xcpu")) is not None
     assert find_calibration(CPU) is not None, "the one of two ranks is kept"
-    store_calibration(calibration(num_cores=count_cores() + 1))
+    store_calibration(make_calibration(num_cores=count_cores() + 1))
     assert find_calibration(CPU) is None
 
 
 def test_cpu_calibrations_of_another_host_are_ignored(folder: Path) -> None:
-    store_calibration(calibration(machine="another-host"))
+    store_calibration(make_calibration(machine="another-host"))
     assert (folder / "calibration" / "another-host--cpu.json").is_file()
     assert find_calibration(CPU) is None
 
 
 def test_gpu_calibrations_of_another_host_with_equal_gpus_are_used() -> None:
     assert find_calibration(H100) is None
-    store_calibration(calibration("8xh100-sxm-80gb", machine="node-7"))
+    store_calibration(make_calibration("8xh100-sxm-80gb", machine="node-7"))
     nearest = find_calibration(H100)
     assert nearest is not None and nearest.machine == "node-7"
     assert "node-7" in select_rates(H100).source
-    store_calibration(calibration("8xh100-sxm-80gb"))
+    store_calibration(make_calibration("8xh100-sxm-80gb"))
     assert f"of {get_machine_name()} " in select_rates(H100).source, "this host's own comes first"
     assert find_calibration(ss.Cluster.parse("8xh200-sxm-141gb")) is None
 
 
 def test_calibrations_of_equal_gpu_count_come_first_then_the_largest() -> None:
     for ranks in (1, 4):
-        store_calibration(calibration(f"{ranks}xh100-sxm-80gb"))
+        store_calibration(make_calibration(f"{ranks}xh100-sxm-80gb"))
     for ranks, num_ranks in ((1, 1), (4, 4), (8, 4)):
         nearest = find_calibration(ss.Cluster.parse(f"{ranks}xh100-sxm-80gb"))
         assert nearest is not None and nearest.num_ranks == num_ranks
@@ -184,7 +184,7 @@ def test_calibrations_of_equal_gpu_count_come_first_then_the_largest() -> None:
     ],
 )
 def test_a_damaged_file_is_named_and_replaced_by_a_new_calibration(text: str) -> None:
-    path = store_calibration(calibration())
+    path = store_calibration(make_calibration())
     if text == "NAN":
         text = path.read_text().replace(f'"kernel_seconds": {KERNEL_SECONDS}', '"kernel_seconds": NaN')
         assert "NaN" in text
@@ -192,8 +192,8 @@ def test_a_damaged_file_is_named_and_replaced_by_a_new_calibration(text: str) ->
     with pytest.raises(ValueError, match="is no stored calibration") as error:
         select_rates(CPU)
     assert str(path) in str(error.value) and "ss.calibrate()" in str(error.value)
-    store_calibration(calibration())
-    assert select_rates(CPU).source == calibration().source
+    store_calibration(make_calibration())
+    assert select_rates(CPU).source == make_calibration().source
     assert path.with_suffix(".damaged").read_text() == text, "what was there is kept aside"
 
 
@@ -209,7 +209,7 @@ def test_a_too_large_file_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unwritable_folder_is_named_in_the_error(tmp_path: Path) -> None:
     blocked = tmp_path / "a-file"
     blocked.write_text("")
-    for attempt in (lambda: check_writable(blocked), lambda: store_calibration(calibration(), blocked)):
+    for attempt in (lambda: check_writable(blocked), lambda: store_calibration(make_calibration(), blocked)):
         with pytest.raises(NotStoredError, match=r"measurements cannot be kept in .*SHARDSCOPE_DATA_HOME"):
             attempt()
 
@@ -241,12 +241,12 @@ def test_stored_steps_are_limited_and_survive_a_new_calibration() -> None:
     for number in range(MAX_RUNS + 3):
         record = record.with_step(build_step(plan(), run=f"run-{number}", predicted=None))
     assert len(record.steps) == MAX_RUNS and record.steps[-1].run == f"run-{MAX_RUNS + 2}"
-    assert record.with_calibration(calibration()).steps == record.steps
+    assert record.with_calibration(make_calibration()).steps == record.steps
     assert MachineRecord.from_json(record.to_json()) == record
 
 
 def test_the_residual_covers_runs_of_equal_model_and_framework() -> None:
-    store_calibration(calibration())
+    store_calibration(make_calibration())
     a_plan = plan("fsdp2")
     assert find_residual(a_plan) is None
     store_step(build_step(a_plan, 1.1), "cpu")
@@ -276,7 +276,7 @@ def test_the_residual_covers_runs_of_equal_model_and_framework() -> None:
 
 
 def test_finished_runs_do_not_change_predictions() -> None:
-    store_calibration(calibration())
+    store_calibration(make_calibration())
     a_plan = plan()
     before = a_plan.step().seconds
     store_step(build_step(a_plan, 100 * before, predicted=before), "cpu")
@@ -302,15 +302,15 @@ def test_invalid_measured_steps_are_rejected(field: str, value: Any) -> None:
 
 
 def test_the_median_step_excludes_the_first_steps() -> None:
-    def lines(seconds: list[float]) -> list[dict[str, Any]]:
+    def make_lines(seconds: list[float]) -> list[dict[str, Any]]:
         return [
             {"step": step, "rank": rank, "step_seconds": seconds_of_step}
             for step, seconds_of_step in enumerate(seconds)
             for rank in (0, 1)
         ]
 
-    assert compute_median_step(lines([9.0, 9.0, 9.0, 1.0, 1.0, 2.0, 1.0, 1.0])) == (5, 1.0)
-    assert compute_median_step(lines([1.0] * 7)) is None, "too few"
+    assert compute_median_step(make_lines([9.0, 9.0, 9.0, 1.0, 1.0, 2.0, 1.0, 1.0])) == (5, 1.0)
+    assert compute_median_step(make_lines([1.0] * 7)) is None, "too few"
     assert compute_median_step([{"step": step, "loss": 1.0} for step in range(50)]) is None
     odd = [
         {"step": step, "step_seconds": seconds_of_step}

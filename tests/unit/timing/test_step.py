@@ -283,12 +283,12 @@ def test_megatron_overlap_flags_reduce_exposed_communication() -> None:
 def test_cpu_offload_is_slower_and_nvme_offload_slowest() -> None:
     nvme = replace(EIGHT, nvme_bytes=2**44, nvme_bandwidth_bytes_per_second=20e9)
 
-    def seconds(**where: str) -> float:
+    def predict_seconds(**where: str) -> float:
         layout = ss.Layout.zero(**where)  # type: ignore[arg-type]
         return ss.Plan(ss.models["llama-3.1-8b"], nvme, ss.Recipe(), layout).step().seconds
 
-    none, host = seconds(), seconds(offload_optimizer="cpu")
-    assert none < host < seconds(offload_optimizer="nvme")
+    none, host = predict_seconds(), predict_seconds(offload_optimizer="cpu")
+    assert none < host < predict_seconds(offload_optimizer="nvme")
 
 
 # ------------------------------------------------------------------------------------- missing figures

@@ -56,7 +56,7 @@ def a_processor_with_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardscope.frameworks.deepspeed.limits.multiplies_in_fp16", lambda: True)
 
 
-def said(layout: ss.Layout, **recipe: Any) -> str | None:
+def read_reason(layout: ss.Layout, **recipe: Any) -> str | None:
     """Return the reason why the plan cannot be trained; None if it can."""
     try:
         plan = ss.Plan(SMALL, FOUR, ss.Recipe(seq_len=64, global_batch_size=8, **recipe), layout)
@@ -72,7 +72,7 @@ def said(layout: ss.Layout, **recipe: Any) -> str | None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_base_and_precision_is_trained_or_refused_by_name(layout: str) -> None:
     for base, precision in product(BASES, PRECISIONS):
-        why = said(LAYOUTS[layout], precision=precision, **BASES[base])
+        why = read_reason(LAYOUTS[layout], precision=precision, **BASES[base])
         if precision in TRAINED.get(layout, {}).get(base, ()):
             assert why is None, (layout, base, precision, why)
             continue
@@ -87,5 +87,5 @@ def test_each_base_and_precision_is_trained_or_refused_by_name(layout: str) -> N
 @needs_installed("megatron")
 @pytest.mark.parametrize("layout", ["zero-0", "zero-1", "zero-2", "zero-3", "zero-1 pp", "megatron"])
 def test_the_fix_for_a_4_bit_base_is_an_engine_that_trains_it(layout: str) -> None:
-    why = said(LAYOUTS[layout], precision="bf16-mixed", method="qlora")
+    why = read_reason(LAYOUTS[layout], precision="bf16-mixed", method="qlora")
     assert why is not None and why.endswith("Nearest fix: layout=Layout.fsdp2().")

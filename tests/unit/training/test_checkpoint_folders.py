@@ -13,7 +13,7 @@ from shardscope.training.checkpoints.choice import choose_for_rank, find_newest_
 from shardscope.training.checkpoints.folders import checkpoint_path, delete_older, list_checkpoints
 
 
-def checkpoint(run: Path, steps: int, *, whole: bool = True) -> Path:
+def make_checkpoint(run: Path, steps: int, *, whole: bool = True) -> Path:
     path = checkpoint_path(run, steps)
     if whole:
         return write_checkpoint(path, {"num_steps_done": steps})
@@ -32,8 +32,8 @@ def run_folder(parent: Path, name: str, asked: str | None, created: float, plan:
 def test_fault_30_only_complete_checkpoints_count(tmp_path: Path) -> None:
     assert find_newest_checkpoint(tmp_path) is None
     for steps in (900, 1_000_000, 10):
-        checkpoint(tmp_path, steps)
-    checkpoint(tmp_path, 2_000_000, whole=False)
+        make_checkpoint(tmp_path, steps)
+    make_checkpoint(tmp_path, 2_000_000, whole=False)
     for other in ("step-abc", ".step-3000000.partial", ".step-3000001.old"):
         (tmp_path / "checkpoints" / other).mkdir()
         (tmp_path / "checkpoints" / other / "position.json").write_text("{}")
@@ -44,8 +44,8 @@ def test_fault_30_only_complete_checkpoints_count(tmp_path: Path) -> None:
 
 def test_the_latest_checkpoints_are_kept(tmp_path: Path) -> None:
     for steps in (10, 20, 30):
-        checkpoint(tmp_path, steps)
-    half = checkpoint(tmp_path, 40, whole=False)
+        make_checkpoint(tmp_path, steps)
+    half = make_checkpoint(tmp_path, 40, whole=False)
     delete_older(tmp_path, 2)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         *("step-000020", "step-000030", "step-000040")
@@ -59,15 +59,15 @@ def test_a_run_resumes_from_the_latest_run_of_its_name(tmp_path: Path) -> None:
     first = run_folder(tmp_path, "a", "a", 1.0)
     second = run_folder(tmp_path, "a-2", "a", 2.0)
     # Launched later, and under another name that only begins alike.
-    checkpoint(run_folder(tmp_path, "a-b", "a-b", 3.0), 50)
+    make_checkpoint(run_folder(tmp_path, "a-b", "a-b", 3.0), 50)
     (tmp_path / "a-broken").mkdir()
     now = run_folder(tmp_path, "a-3", "a", 4.0)
     assert choose_for_rank(now).checkpoint is None
-    old = checkpoint(first, 30)
+    old = make_checkpoint(first, 30)
     assert choose_for_rank(now).checkpoint == old
-    newer = checkpoint(second, 20)
+    newer = make_checkpoint(second, 20)
     assert choose_for_rank(now).checkpoint == newer, "the latest run, not the most steps"
-    own = checkpoint(now, 5)
+    own = make_checkpoint(now, 5)
     assert choose_for_rank(now).checkpoint == own
     unnamed = run_folder(tmp_path, "2026", None, 5.0)
     assert choose_for_rank(unnamed).checkpoint is None
@@ -77,10 +77,10 @@ def test_resume_takes_runs_and_checkpoints(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     run = run_folder(tmp_path / "runs", "a", "a", 1.0)
-    path = checkpoint(run, 10)
+    path = make_checkpoint(run, 10)
     for named in ("a", "runs/a", run, path, str(path)):
         assert Pretrain(resume=named).resume_from == path  # type: ignore[arg-type]
-    later = checkpoint(run, 20)
+    later = make_checkpoint(run, 20)
     assert Pretrain(resume=run).resume_from == later
     assert Pretrain(resume=path).resume_from == path
     assert Pretrain(resume=True).resume_from is None and Pretrain().resume_from is None
@@ -100,7 +100,7 @@ def plan_of(arch: str, layout: Layout) -> Plan:
 
 def test_fault_31_a_checkpoint_that_does_not_load_is_refused_in_the_kernel(tmp_path: Path) -> None:
     saved_by = plan_of("gpt2", Layout.fsdp2())
-    path = checkpoint(run_folder(tmp_path, "a", "a", 1.0, saved_by), 10)
+    path = make_checkpoint(run_folder(tmp_path, "a", "a", 1.0, saved_by), 10)
     task = Pretrain(resume=path)
     task.check(saved_by)
     task.check(plan_of("gpt2", Layout.ddp()))

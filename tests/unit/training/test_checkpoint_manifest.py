@@ -39,10 +39,10 @@ def own_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return key_path()
 
 
-def saved(
+def save_checkpoint(
     run: Path, name: str = "exp", created: float = 1.0, steps: int = 10, *, signed: bool = True
 ) -> Path:
-    """A run folder with one checkpoint: its metadata, a file of tensors and one of DeepSpeed's archives."""
+    """Write a run folder with one checkpoint: metadata, a file of tensors and a DeepSpeed archive."""
     run.mkdir(parents=True, exist_ok=True)
     (run / "run.json").write_text(json.dumps({"asked_name": name, "created": created}))
     path = run / "checkpoints" / f"step-{steps:06d}"
@@ -56,12 +56,12 @@ def saved(
 
 
 def test_the_key_is_created_once_and_readable_by_its_user_only(tmp_path: Path, own_key: Path) -> None:
-    saved(tmp_path / "runs" / "a")
+    save_checkpoint(tmp_path / "runs" / "a")
     assert own_key == tmp_path / "state" / "shardscope" / "checkpoint.key"
     assert stat.S_IMODE(own_key.stat().st_mode) == 0o600
     assert stat.S_IMODE(own_key.parent.stat().st_mode) == 0o700
     key = read_key()
-    saved(tmp_path / "runs" / "b")
+    save_checkpoint(tmp_path / "runs" / "b")
     assert read_key() == key and len(key) == 32
 
 
@@ -101,7 +101,7 @@ def truncate(key: Path) -> None:
 def test_fault_50_a_key_that_others_may_know_proves_nothing(
     damage: Callable[[Path], None], words: str, tmp_path: Path, own_key: Path
 ) -> None:
-    path = saved(tmp_path / "runs" / "a")
+    path = save_checkpoint(tmp_path / "runs" / "a")
     damage(own_key)
     with pytest.raises(UnsignedError, match=words) as refused:
         check_signed(path)
@@ -111,10 +111,10 @@ def test_fault_50_a_key_that_others_may_know_proves_nothing(
 def test_fault_50_no_checkpoint_is_signed_with_a_key_that_others_may_know(
     tmp_path: Path, own_key: Path
 ) -> None:
-    saved(tmp_path / "runs" / "a")
+    save_checkpoint(tmp_path / "runs" / "a")
     own_key.chmod(0o644)
     with pytest.raises(UnsignedError, match="has mode 0644"):
-        saved(tmp_path / "runs" / "b")
+        save_checkpoint(tmp_path / "runs" / "b")
 
 
 def change_metadata(path: Path) -> None:
@@ -189,7 +189,7 @@ def nest_manifest(path: Path) -> None:
 def test_fault_50_a_changed_checkpoint_proves_nothing(
     change: Callable[[Path], None], words: str, tmp_path: Path
 ) -> None:
-    path = saved(tmp_path / "runs" / "a")
+    path = save_checkpoint(tmp_path / "runs" / "a")
     check_signed(path)
     change(path)
     with pytest.raises(UnsignedError, match=words):
@@ -197,8 +197,8 @@ def test_fault_50_a_changed_checkpoint_proves_nothing(
 
 
 def test_fault_50_a_manifest_of_another_checkpoint_proves_nothing(tmp_path: Path) -> None:
-    own = saved(tmp_path / "runs" / "a")
-    stranger = saved(tmp_path / "runs" / "b", steps=90, signed=False)
+    own = save_checkpoint(tmp_path / "runs" / "a")
+    stranger = save_checkpoint(tmp_path / "runs" / "b", steps=90, signed=False)
     (stranger / ".metadata").write_bytes(b"evil")
     shutil.copy(own / MANIFEST_FILE, stranger)
     with pytest.raises(UnsignedError, match="was changed after it was saved"):
@@ -208,8 +208,8 @@ def test_fault_50_a_manifest_of_another_checkpoint_proves_nothing(tmp_path: Path
 def test_fault_50_an_old_checkpoint_in_a_newer_folder_is_not_used(tmp_path: Path) -> None:
     """Its files are the user's own, but it is not part of the newer run."""
     runs = tmp_path / "runs"
-    saved(runs / "other", name="other", created=1.0)
-    newest = saved(runs / "exp", created=2.0)
+    save_checkpoint(runs / "other", name="other", created=1.0)
+    newest = save_checkpoint(runs / "exp", created=2.0)
     copied = shutil.copytree(runs / "other", runs / "exp-9")
     (copied / "run.json").write_text(json.dumps({"asked_name": "exp", "created": 9.0}))
     choice = choose_by_name(runs, "exp")
@@ -220,7 +220,7 @@ def test_fault_50_an_old_checkpoint_in_a_newer_folder_is_not_used(tmp_path: Path
 def test_fault_50_checkpoints_that_this_user_did_not_save_are_named(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     for number in range(5):
-        saved(runs / f"exp-{number}", created=float(number), signed=False)
+        save_checkpoint(runs / f"exp-{number}", created=float(number), signed=False)
     choice = choose_by_name(runs, "exp")
     assert choice.checkpoint is None and len(choice.skipped) == 5
     newest = runs / "exp-4" / "checkpoints" / "step-000010"
@@ -234,15 +234,15 @@ def test_fault_50_checkpoints_that_this_user_did_not_save_are_named(tmp_path: Pa
     assert Pretrain(resume=newest).resume_from == newest, "who names it takes it"
     check_any_usable(Choice(checkpoint=None), "Pretrain.resume")
 
-    own = saved(runs / "exp-own", created=3.5)
+    own = save_checkpoint(runs / "exp-own", created=3.5)
     choice = choose_by_name(runs, "exp")
     assert (choice.checkpoint, [taken.path for taken in choice.skipped]) == (own, [newest])
 
 
 def test_fault_50_a_launch_warns_of_checkpoints_that_it_skips(tmp_path: Path) -> None:
     plan = Plan(models["gpt2"], Cluster.parse("2xcpu"), Recipe(seq_len=64, global_batch_size=2), Layout.ddp())
-    saved(tmp_path / "exp", created=1.0)
-    saved(tmp_path / "exp-2", created=2.0, signed=False)
+    save_checkpoint(tmp_path / "exp", created=1.0)
+    save_checkpoint(tmp_path / "exp-2", created=2.0, signed=False)
     with pytest.warns(RuntimeWarning, match=r"Pretrain\.resume: not used: .*exp-2"):
         Pretrain(resume=True).check_launch(plan, tmp_path, "exp")
     shutil.rmtree(tmp_path / "exp")
@@ -251,7 +251,7 @@ def test_fault_50_a_launch_warns_of_checkpoints_that_it_skips(tmp_path: Path) ->
 
 
 def test_fault_50_the_checkpoint_named_in_run_json_is_not_trusted(tmp_path: Path) -> None:
-    stranger = saved(tmp_path / "elsewhere", signed=False)
+    stranger = save_checkpoint(tmp_path / "elsewhere", signed=False)
     run = tmp_path / "runs" / "a"
     run.mkdir(parents=True)
     (run / "run.json").write_text(json.dumps({"asked_name": "a", "created": 1.0}))
@@ -264,7 +264,7 @@ def test_fault_50_the_checkpoint_named_in_run_json_is_not_trusted(tmp_path: Path
 
 
 def test_pickled_ranges_of_tensor_files_are_hashed(tmp_path: Path) -> None:
-    path = saved(tmp_path / "runs" / "a", signed=False)
+    path = save_checkpoint(tmp_path / "runs" / "a", signed=False)
     sign_checkpoint(path, read_run(tmp_path / "runs" / "a"), {"__0_0.distcp": [(7, 7)]}, {})
     content = bytearray((path / "__0_0.distcp").read_bytes())
     content[0:7] = b"TENSORS"

@@ -25,7 +25,7 @@ from shardscope.training.data.windows import Windows, read_tokens  # noqa: E402
 from shardscope.training.optimizers.schedule import Schedule  # noqa: E402
 
 
-def windows(num_ranks: int, rank: int, rows: int, *, num_tokens: int = 1000, seed: int = 0) -> Windows:
+def make_windows(num_ranks: int, rank: int, rows: int, *, num_tokens: int = 1000, seed: int = 0) -> Windows:
     tokens = np.arange(num_tokens, dtype=np.int32)
     return Windows(tokens=tokens, seq_len=10, rows=rows, rank=rank, num_ranks=num_ranks, seed=seed)
 
@@ -107,23 +107,23 @@ def test_a_file_that_is_no_text_is_refused(content: bytes, tmp_path: Path) -> No
 
 def test_ranks_read_disjoint_windows_of_one_global_batch() -> None:
     for step in range(30):
-        alone = windows(1, 0, 8).list_indices(step)
-        shares = [windows(4, rank, 2).list_indices(step) for rank in range(4)]
+        alone = make_windows(1, 0, 8).list_indices(step)
+        shares = [make_windows(4, rank, 2).list_indices(step) for rank in range(4)]
         assert [index for share in shares for index in share] == alone
 
 
 def test_an_epoch_reads_every_window_once_then_shuffles_again() -> None:
-    deck = windows(1, 0, 10)
+    deck = make_windows(1, 0, 10)
     first = [index for step in range(10) for index in deck.list_indices(step)]
     second = [index for step in range(10, 20) for index in deck.list_indices(step)]
     assert sorted(first) == sorted(second) == list(range(100))
     assert first != second
-    assert windows(1, 0, 10, seed=1).list_indices(0) != deck.list_indices(0)
+    assert make_windows(1, 0, 10, seed=1).list_indices(0) != deck.list_indices(0)
 
 
 def test_a_batch_is_its_windows() -> None:
     needs("torch")
-    deck = windows(2, 1, 3)
+    deck = make_windows(2, 1, 3)
     batch = deck.build_batch(5)
     assert batch["input_ids"].shape == batch["labels"].shape == (3, 10)
     assert (batch["input_ids"][:, 0] // 10).tolist() == deck.list_indices(5)
@@ -131,7 +131,7 @@ def test_a_batch_is_its_windows() -> None:
 
 def test_a_text_shorter_than_a_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^Recipe.seq_len is 10; allowed: at most the 9 tokens"):
-        windows(1, 0, 1, num_tokens=9)
+        make_windows(1, 0, 1, num_tokens=9)
 
 
 def test_the_rate_rises_then_falls_to_a_tenth() -> None:

@@ -139,7 +139,7 @@ def test_adapters_require_peft(monkeypatch: pytest.MonkeyPatch) -> None:
         why = why_not_trained(plan_of(layout, method="lora"))
         assert why is not None and why.endswith('Nearest fix: pip install "shardscope[train]".')
 
-    assert "peft" in extra("train")
+    assert "peft" in list_extra_packages("train")
 
 
 @pytest.mark.parametrize(
@@ -165,10 +165,10 @@ def test_a_quantized_base_requires_bitsandbytes(
     with pytest.raises(ValueError, match=re.escape(why)):
         ss.launch(plan, Pretrain(), folder=tmp_path)
     assert not list(tmp_path.iterdir())
-    assert "bitsandbytes" in extra("qlora")
+    assert "bitsandbytes" in list_extra_packages("qlora")
 
 
-def extra(name: str) -> set[str]:
+def list_extra_packages(name: str) -> set[str]:
     """Return the packages that an extra of this project installs."""
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))
     found = project["project"]["optional-dependencies"][name]

@@ -23,7 +23,7 @@ from shardscope.training.weights.weights_folder import WeightsFolder  # noqa: E4
 FAMILY_OF_EACH_KIND = ("llama", "mixtral", "deepseek_v3", "gpt2", "gpt_neox")
 
 
-def saved(family: str, folder: Path) -> Any:
+def save_model(family: str, folder: Path) -> Any:
     """Return a model of ``family``, which transformers saves to ``folder`` in several files."""
     torch.manual_seed(3)
     model = build_model(architecture(family, 2))
@@ -38,7 +38,7 @@ def weights_of(folder: Path) -> StoredWeights:
 
 @pytest.mark.parametrize("family", few(FAMILIES, FAMILY_OF_EACH_KIND))
 def test_files_that_transformers_wrote_are_read(family: str, tmp_path: Path) -> None:
-    model = saved(family, tmp_path)
+    model = save_model(family, tmp_path)
     folder = WeightsFolder.open(tmp_path, "weights")
     cluster, recipe = ss.Cluster.parse("1xcpu"), ss.Recipe(seq_len=32)
     folder.check_plan(ss.Plan(architecture(family, 2), cluster, recipe, ss.Layout.ddp()))
@@ -66,7 +66,7 @@ def test_a_routers_stored_bias_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_region_equals_that_region_of_the_whole_tensor(family: str, tmp_path: Path) -> None:
-    model = saved(family, tmp_path)
+    model = save_model(family, tmp_path)
     stored = weights_of(tmp_path)
     by_name = TensorsByName(stored)
     assert set(by_name) == {name for name, _ in model.named_parameters()}
@@ -92,7 +92,7 @@ def test_a_region_equals_that_region_of_the_whole_tensor(family: str, tmp_path: 
 
 
 def test_16_bit_weights_are_cast_to_the_target_type(tmp_path: Path) -> None:
-    model = saved("llama", tmp_path).to(torch.bfloat16)
+    model = save_model("llama", tmp_path).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     read = build_initialized(lambda: build_model(architecture("llama", 2)), lambda _: weights_of(tmp_path))
     for name, parameter in model.named_parameters():

@@ -96,7 +96,7 @@ def test_fault_32_a_damaged_file_is_refused(what: str, tmp_path: Path) -> None:
         ss.Finetune(weights=folder).check(plan_of(folder))
 
 
-def entry(dtype: Any = "F32", shape: Any = (2, 2), offsets: Any = (0, 16)) -> dict[str, Any]:
+def make_entry(dtype: Any = "F32", shape: Any = (2, 2), offsets: Any = (0, 16)) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
@@ -106,15 +106,18 @@ ENTRIES: dict[str, tuple[Any, str]] = {
     "nested too deeply": (b'{"a":' + b"[" * 200_000, "not JSON"),
     "a name twice": (b'{"a":1,"a":2}', "duplicate key"),
     "a tensor that is a number": ({"a": 1}, "an object of dtype, shape and data_offsets"),
-    "a dtype nobody knows": ({"a": entry(dtype="F33")}, "a dtype is 'F33'.*Nearest fix: save it as BF16"),
-    "a dtype that is none": ({"a": entry(dtype=None)}, "a dtype is None"),
-    "a negative size": ({"a": entry(shape=[-2, -2])}, "whole numbers from 0"),
-    "a size that is a fraction": ({"a": entry(shape=[2.0, 2])}, "whole numbers from 0"),
-    "a huge shape": ({"a": entry(shape=[2**62, 2**62])}, "stored without gaps"),
-    "offsets backwards": ({"a": entry(offsets=[16, 0])}, "begin and end"),
-    "fewer bytes than the shape takes": ({"a": entry(offsets=[0, 12])}, "as many as 2x2 numbers of F32"),
-    "bytes between tensors": ({"a": entry(), "b": entry(offsets=[20, 36])}, "bytes from 16 on"),
-    "tensors over each other": ({"a": entry(), "b": entry(offsets=[8, 24])}, "bytes from 16 on"),
+    "a dtype nobody knows": (
+        {"a": make_entry(dtype="F33")},
+        "a dtype is 'F33'.*Nearest fix: save it as BF16",
+    ),
+    "a dtype that is none": ({"a": make_entry(dtype=None)}, "a dtype is None"),
+    "a negative size": ({"a": make_entry(shape=[-2, -2])}, "whole numbers from 0"),
+    "a size that is a fraction": ({"a": make_entry(shape=[2.0, 2])}, "whole numbers from 0"),
+    "a huge shape": ({"a": make_entry(shape=[2**62, 2**62])}, "stored without gaps"),
+    "offsets backwards": ({"a": make_entry(offsets=[16, 0])}, "begin and end"),
+    "fewer bytes than the shape takes": ({"a": make_entry(offsets=[0, 12])}, "as many as 2x2 numbers of F32"),
+    "bytes between tensors": ({"a": make_entry(), "b": make_entry(offsets=[20, 36])}, "bytes from 16 on"),
+    "tensors over each other": ({"a": make_entry(), "b": make_entry(offsets=[8, 24])}, "bytes from 16 on"),
 }
 
 

@@ -45,7 +45,7 @@ def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
 Change = Callable[[Path, Path], object]
 
 
-def link(name: str) -> Change:
+def link_outside(name: str) -> Change:
     """Replace ``name`` by a link to the file outside."""
 
     def change(folder: Path, outside: Path) -> None:
@@ -56,7 +56,7 @@ def link(name: str) -> Change:
     return change
 
 
-def say(**said: Any) -> Change:
+def change_config(**said: Any) -> Change:
     """Write tokenizer_config.json; ``{outside}`` in text is the file's path."""
 
     def change(folder: Path, outside: Path) -> None:
@@ -66,7 +66,7 @@ def say(**said: Any) -> Change:
     return change
 
 
-def both(*changes: Change) -> Change:
+def combine_changes(*changes: Change) -> Change:
     def change(folder: Path, outside: Path) -> None:
         for one in changes:
             one(folder, outside)
@@ -76,32 +76,37 @@ def both(*changes: Change) -> Change:
 
 OUT = "it links out of it"
 LEADS_OUT: dict[str, tuple[Change, str]] = {
-    "the tokenizer": (link("tokenizer.json"), OUT),
-    "what it says of itself": (link("tokenizer_config.json"), OUT),
-    "a chat template": (link("chat_template.jinja"), OUT),
-    "a chat template in its folder": (link("additional_chat_templates/tools.jinja"), OUT),
+    "the tokenizer": (link_outside("tokenizer.json"), OUT),
+    "what it says of itself": (link_outside("tokenizer_config.json"), OUT),
+    "a chat template": (link_outside("chat_template.jinja"), OUT),
+    "a chat template in its folder": (link_outside("additional_chat_templates/tools.jinja"), OUT),
     "the folder of chat templates": (
         lambda folder, outside: (folder / "additional_chat_templates").symlink_to(outside.parent),
         OUT,
     ),
-    "a family's own file": (link("tekken.json"), OUT),
-    "a sentencepiece model of any name": (link("some.model"), OUT),
+    "a family's own file": (link_outside("tekken.json"), OUT),
+    "a sentencepiece model of any name": (link_outside("some.model"), OUT),
     "a tokenizer of a later version": (
-        both(link("tokenizer.4.0.0.json"), say(fast_tokenizer_files=["tokenizer.4.0.0.json"])),
+        combine_changes(
+            link_outside("tokenizer.4.0.0.json"), change_config(fast_tokenizer_files=["tokenizer.4.0.0.json"])
+        ),
         OUT,
     ),
     "another name": (
-        say(fast_tokenizer_files=["tokenizer.4.0.0.json"]),
+        change_config(fast_tokenizer_files=["tokenizer.4.0.0.json"]),
         r"fast_tokenizer_files is \['tokenizer\.4\.0\.0\.json'\]; allowed: none",
     ),
-    "a path": (say(vocab_file="{outside}"), r"vocab_file is '.*; allowed: a file in"),
+    "a path": (change_config(vocab_file="{outside}"), r"vocab_file is '.*; allowed: a file in"),
     "a path from the folder": (
-        say(merges_file="../outside/x.json"),
+        change_config(merges_file="../outside/x.json"),
         r"merges_file is .*; allowed: a file in",
     ),
-    "a path for a vocabulary": (say(vocab="{outside}"), r"vocab is .*; allowed: none"),
-    "arguments that are paths": (say(init_inputs=["{outside}"]), r"init_inputs is .*; allowed: none"),
-    "packed weights": (say(gguf_file="../outside/x.json"), r"gguf_file is .*; allowed: none"),
+    "a path for a vocabulary": (change_config(vocab="{outside}"), r"vocab is .*; allowed: none"),
+    "arguments that are paths": (
+        change_config(init_inputs=["{outside}"]),
+        r"init_inputs is .*; allowed: none",
+    ),
+    "packed weights": (change_config(gguf_file="../outside/x.json"), r"gguf_file is .*; allowed: none"),
     "no JSON": (
         lambda folder, outside: (folder / "tokenizer_config.json").write_text("{"),
         "is 'not JSON: ",
@@ -124,7 +129,7 @@ def test_fault_32_a_tokenizer_with_files_outside_of_the_folder_is_refused(what: 
 
 def test_a_tokenizer_folder_with_all_usual_files_is_accepted(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
-    said = say(
+    said = change_config(
         special_tokens_map_file="/somebody/elses/special_tokens_map.json",
         tokenizer_file=None,
         vocab_file="x" * 10_000,

@@ -52,7 +52,7 @@ def first_stage(a_plan: Plan) -> Stage:
     return count_stage_weights(a_plan, find_stage_shapes(a_plan.architecture, a_plan.stage_layers).kinds[0])
 
 
-def zero(stage: int, cluster: ss.Cluster = EIGHT, arch: ss.Architecture = LLAMA, **rest: Any) -> Plan:
+def make_plan(stage: int, cluster: ss.Cluster = EIGHT, arch: ss.Architecture = LLAMA, **rest: Any) -> Plan:
     known = ss.Layout.zero().__dataclass_fields__
     options = {name: rest.pop(name) for name in list(rest) if name in known}
     rest.setdefault("global_batch_size", cluster.num_gpus)
@@ -61,7 +61,7 @@ def zero(stage: int, cluster: ss.Cluster = EIGHT, arch: ss.Architecture = LLAMA,
 
 def test_zero_0_needs_16_bytes_per_parameter_and_24_in_the_optimizer_step() -> None:
     """bf16 runs FP16_Optimizer, not BF16_Optimizer (deepspeed/runtime/engine.py)."""
-    report = zero(0).memory()
+    report = make_plan(0).memory()
     rest, update = report.at("rest"), report.at("optimizer")
     assert (rest["parameters"], rest["gradients"], rest["optimizer"]) == (2 * P, 0, 12 * P)
     assert update["gradients"] == 2 * P
@@ -71,9 +71,11 @@ def test_zero_0_needs_16_bytes_per_parameter_and_24_in_the_optimizer_step() -> N
 
 
 def test_fp32_needs_no_main_copy_in_stage_0_only() -> None:
-    assert zero(0, precision="fp32").memory().at("rest")["optimizer"] == 8 * P
+    assert make_plan(0, precision="fp32").memory().at("rest")["optimizer"] == 8 * P
     # ZeRO clones its partition of the weights even if they are fp32.
-    assert zero(1, precision="fp32").memory().at("rest")["optimizer"] == pytest.approx(12 * P / 8, rel=1e-6)
+    assert make_plan(1, precision="fp32").memory().at("rest")["optimizer"] == pytest.approx(
+        12 * P / 8, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("stage", few([0, 1, 2, 3], [1]))
@@ -81,7 +83,7 @@ def test_fp32_needs_no_main_copy_in_stage_0_only() -> None:
 def test_an_update_needs_no_more_on_cpu_ranks(stage: int, precision: str) -> None:
     """The engine's AdamW is fused on both, and needs nothing besides its moments."""
     on_cpu, on_gpu = (
-        zero(stage, ss.Cluster.parse(cluster), precision=precision, kernels="transformers").memory()
+        make_plan(stage, ss.Cluster.parse(cluster), precision=precision, kernels="transformers").memory()
         for cluster in ("2xcpu", "2xh100-sxm-80gb")
     )
     # DeepSpeed's own FusedAdam runs on GPUs only; stage 0 has all gradients in fp32 twice with it.
@@ -92,7 +94,7 @@ def test_an_update_needs_no_more_on_cpu_ranks(stage: int, precision: str) -> Non
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 def test_zero_partitions_over_the_ranks(ranks: int) -> None:
     cluster = ss.Cluster.parse(f"{ranks}xh100-sxm-80gb")
-    rest = {stage: zero(stage, cluster).memory().at("rest") for stage in (1, 2, 3)}
+    rest = {stage: make_plan(stage, cluster).memory().at("rest") for stage in (1, 2, 3)}
     for stage in (1, 2, 3):
         assert rest[stage]["optimizer"] == pytest.approx(12 * P / ranks, rel=1e-4)
     assert rest[1]["parameters"] == rest[2]["parameters"] == pytest.approx(2 * P, rel=1e-6)
@@ -106,7 +108,7 @@ def test_figure_1_of_the_zero_paper() -> None:
     cluster = ss.Cluster.parse("8x8xh100-sxm-80gb")
     whole = 2 * arch.vocab_size * arch.hidden_size
     for stage, gigabytes in ((0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)):
-        report = zero(stage, cluster, arch).memory()
+        report = make_plan(stage, cluster, arch).memory()
         rest = report.at("rest")
         gradients = 2 * arch.num_parameters if stage < 2 else report.at("optimizer")["gradients"]
         predicted = (rest["parameters"] + rest["optimizer"] + gradients) * scale / 1e9
@@ -284,19 +286,26 @@ def test_saved_views_keep_released_experts_allocated(name: str) -> None:
 
 
 def test_buckets_and_thresholds_change_memory() -> None:
-    def staging(stage: int, phase: str, **options: Any) -> int:
-        return zero(stage, **options).memory().at(phase)["gather_buffers"]  # type: ignore[arg-type]
+    def predict_staging_bytes(stage: int, phase: str, **options: Any) -> int:
+        return make_plan(stage, **options).memory().at(phase)["gather_buffers"]  # type: ignore[arg-type]
 
     tiny = {"reduce_bucket_size": 1_000_000}
-    assert staging(3, "rest") - staging(3, "rest", **tiny) == 2 * (500_000_000 - 1_000_000)
-    end = {True: zero(2, overlap_comm=True, **tiny), False: zero(2, overlap_comm=False, **tiny)}
+    assert predict_staging_bytes(3, "rest") - predict_staging_bytes(3, "rest", **tiny) == 2 * (
+        500_000_000 - 1_000_000
+    )
+    end = {True: make_plan(2, overlap_comm=True, **tiny), False: make_plan(2, overlap_comm=False, **tiny)}
     more, less = (end[x].memory().timeline[-2][2]["gather_buffers"] for x in (True, False))
     assert more - less == 2 * 1_000_000
     # A short distance alone releases nothing more: DeepSpeed keeps parameters that prefetching has skipped.
-    no_reuse = staging(3, "forward", stage3_max_reuse_distance=0)
-    assert no_reuse == staging(3, "forward")
-    assert staging(3, "forward", stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=0) < no_reuse / 2
-    update = [zero(3, sub_group_size=size).memory().at("optimizer")["optimizer"] for size in (10**9, 10**6)]
+    no_reuse = predict_staging_bytes(3, "forward", stage3_max_reuse_distance=0)
+    assert no_reuse == predict_staging_bytes(3, "forward")
+    assert (
+        predict_staging_bytes(3, "forward", stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=0)
+        < no_reuse / 2
+    )
+    update = [
+        make_plan(3, sub_group_size=size).memory().at("optimizer")["optimizer"] for size in (10**9, 10**6)
+    ]
     assert update[0] > update[1]
 
 
@@ -317,7 +326,7 @@ def test_options_outside_of_deepspeeds_ranges_raise(field: str, value: object) -
 
 def test_options_survive_json_and_reach_deepspeed() -> None:
     layout = {"stage3_prefetch_bucket_size": 7, "offload_params": "nvme", "offload_params_max_in_cpu": 9}
-    plan = zero(3, **layout, offload_params_buffer_count=80)
+    plan = make_plan(3, **layout, offload_params_buffer_count=80)
     again = Plan.from_json(plan.to_json())
     assert again == plan
     config = build_deepspeed_config(again)["zero_optimization"]
@@ -327,16 +336,16 @@ def test_options_survive_json_and_reach_deepspeed() -> None:
 
 def test_offload_moves_bytes_to_the_host() -> None:
     part = P / 8
-    here = zero(3).memory()
+    here = make_plan(3).memory()
     assert (here.host_bytes, here.nvme_bytes) == (0, 0)
-    there = zero(3, offload_optimizer="cpu").memory()
+    there = make_plan(3, offload_optimizer="cpu").memory()
     assert there.at("rest")["optimizer"] == there.at("rest")["gradients"] == 0
     # fp32 main copies, two moments and fp32 gradients, and the reduced gradients in bf16.
     assert there.host_bytes == pytest.approx((16 + 2) * part, rel=1e-4)
-    both = zero(3, offload_optimizer="cpu", offload_params="cpu").memory()
+    both = make_plan(3, offload_optimizer="cpu", offload_params="cpu").memory()
     assert both.at("rest")["parameters"] == 0
     assert both.host_bytes - there.host_bytes == here.at("rest")["parameters"]
-    two = zero(2, offload_optimizer="cpu").memory()
+    two = make_plan(2, offload_optimizer="cpu").memory()
     largest = LLAMA.vocab_size * LLAMA.hidden_size
     # Stages 1 and 2: main copies, moments, fp32 gradients, updated bf16 weights, one staging tensor.
     assert two.host_bytes == pytest.approx((16 + 2) * part + 2 * largest, rel=1e-4)
@@ -347,7 +356,7 @@ def test_weights_are_flattened_on_the_host_if_two_copies_do_not_fit() -> None:
     """deepspeed/runtime/zero/stage_1_and_2.py: flatten_on_accelerator."""
     llama = ss.models["llama-3.1-8b"]
     there, here = (
-        zero(1, ss.Cluster.parse(f"8x{gpu}"), llama).memory().at("initialisation")["parameters"]
+        make_plan(1, ss.Cluster.parse(f"8x{gpu}"), llama).memory().at("initialisation")["parameters"]
         for gpu in ("h100-sxm-80gb", "l4-24gb")
     )
     assert there == 2 * here
@@ -355,13 +364,13 @@ def test_weights_are_flattened_on_the_host_if_two_copies_do_not_fit() -> None:
 
 def test_offloaded_gradients_need_no_gpu_memory_in_backward() -> None:
     for stage in (2, 3):
-        report = zero(stage, offload_optimizer="cpu", global_batch_size=16).memory()
+        report = make_plan(stage, offload_optimizer="cpu", global_batch_size=16).memory()
         assert {moment.components["gradients"] for moment in report.worst_stage.phases} == {0}
 
 
 def test_offload_to_nvme_keeps_buffers_on_the_host() -> None:
-    report = zero(3, offload_optimizer="nvme", sub_group_size=10_000_000).memory()
-    sizes = list_stage_tensors(zero(3), first_stage(zero(3))).trained
+    report = make_plan(3, offload_optimizer="nvme", sub_group_size=10_000_000).memory()
+    sizes = list_stage_tensors(make_plan(3), first_stage(make_plan(3))).trained
     part = sum_partitions(sizes, 8)
     # Main copies, moments, and the gradients that have at least a mebibyte in fp32.
     large = sum(size // 8 for size in sizes if 4 * size // 8 >= 2**20)
@@ -373,14 +382,14 @@ def test_offload_to_nvme_keeps_buffers_on_the_host() -> None:
 
 def test_weights_on_nvme_have_files_even_if_they_stay_in_memory() -> None:
     """DeepSpeed writes what ``zero.Init`` partitions, and reads it back once if it fits (stage3.py)."""
-    sizes = list_stage_tensors(zero(3), first_stage(zero(3))).trained
+    sizes = list_stage_tensors(make_plan(3), first_stage(make_plan(3))).trained
     part = sum_partitions(sizes, 8)
     large = sum(size // 8 for size in sizes if 2 * size // 8 >= 2**20)
-    room = zero(3, offload_params="nvme").memory()
+    room = make_plan(3, offload_params="nvme").memory()
     assert room.nvme_bytes == 2 * large
     assert room.host_bytes == pytest.approx(2 * part + 5 * 2 * 100_000_000, rel=1e-5)
     enough = {"stage3_prefetch_bucket_size": 0, "offload_params_buffer_count": 80}
-    files = zero(3, offload_params="nvme", offload_params_max_in_cpu=0, **enough).memory()
+    files = make_plan(3, offload_params="nvme", offload_params_max_in_cpu=0, **enough).memory()
     assert files.nvme_bytes == room.nvme_bytes
     # Partitions under a mebibyte stay in memory; the buffer has a sub-group's unpartitioned tensors.
     whole = 2 * sum(sizes)
@@ -390,15 +399,15 @@ def test_weights_on_nvme_have_files_even_if_they_stay_in_memory() -> None:
 def test_every_parameter_that_stays_all_gathered_needs_a_buffer() -> None:
     """A small model fails DeepSpeed's assertion at the sixth; a large one keeps few (test_nvme_ranks.py)."""
     eight = ss.models["llama-3.1-8b"]
-    assert zero(3, arch=eight, offload_params="nvme", offload_params_max_in_cpu=0).layout
+    assert make_plan(3, arch=eight, offload_params="nvme", offload_params_max_in_cpu=0).layout
     with pytest.raises(FieldError, match="holds a buffer") as caught:
-        zero(3, offload_params="nvme", offload_params_max_in_cpu=0, offload_params_buffer_count=5)
+        make_plan(3, offload_params="nvme", offload_params_max_in_cpu=0, offload_params_buffer_count=5)
     assert caught.value.field == "Layout.offload_params_buffer_count"
     fixed = dict(change.split("=") for change in caught.value.fix.split(", "))
     options = {name: int(value) for name, value in fixed.items()}
-    assert zero(3, offload_params="nvme", offload_params_max_in_cpu=0, **options).layout
+    assert make_plan(3, offload_params="nvme", offload_params_max_in_cpu=0, **options).layout
     # Parameters that fit into host memory need none.
-    assert zero(3, offload_params="nvme").layout.offload_params_buffer_count == 5
+    assert make_plan(3, offload_params="nvme").layout.offload_params_buffer_count == 5
 
 
 def test_stage_0_in_a_pipeline_partitions_main_copies_of_bf16() -> None:
@@ -419,7 +428,7 @@ def test_stage_0_in_a_pipeline_partitions_main_copies_of_bf16() -> None:
 @pytest.mark.parametrize("name", ["llama-3.1-405b", "mixtral-8x7b", "deepseek-v3", "llama-3.1-8b"])
 def test_defaults_of_nvme_swapping_are_chosen_so_that_it_runs(name: str) -> None:
     """DeepSpeed's defaults where they work; otherwise more buffers, or no prefetching."""
-    open_plan = zero(3, arch=ss.models[name], offload_params="nvme")
+    open_plan = make_plan(3, arch=ss.models[name], offload_params="nvme")
     settled = open_plan.layout
     assert isinstance(settled, ZeroLayout)
     assert settled.offload_params_buffer_count is not None
@@ -437,7 +446,7 @@ def test_experts_are_partitioned_over_their_replicas_only() -> None:
     experts = mixtral.parameter_groups["experts"]
     dense = mixtral.num_parameters - experts
     for stage in (1, 2):
-        rest = zero(stage, arch=mixtral, ep=8).memory().at("rest")
+        rest = make_plan(stage, arch=mixtral, ep=8).memory().at("rest")
         assert rest["optimizer"] == pytest.approx(12 * (dense / 8 + experts / 8), rel=1e-5)
 
 
@@ -490,7 +499,7 @@ needs_deepspeed = needs_installed("deepspeed")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_deepspeed_allocates_the_predicted_bytes(stage: int) -> None:
     arch = replace(LLAMA, num_hidden_layers=2, vocab_size=32_003)
-    plan = zero(stage, ss.Cluster.parse("2x8xh100-sxm-80gb"), arch, seq_len=512, global_batch_size=32)
+    plan = make_plan(stage, ss.Cluster.parse("2x8xh100-sxm-80gb"), arch, seq_len=512, global_batch_size=32)
     # Stage 3 as users call it, in a separate process.
     report = plan.rehearse() if stage == 3 else rehearsed_here(plan)
     predicted = plan.memory()
@@ -523,13 +532,13 @@ def test_unsupported_rehearsals_raise_with_the_field() -> None:
     from shardscope.frameworks.deepspeed.rehearsal.rehearse import check_plan
 
     with pytest.raises(FieldError, match=r"Layout\.tp"):
-        check_plan(zero(1, pp=2, tp=2))
+        check_plan(make_plan(1, pp=2, tp=2))
 
 
 @given(st.integers(0, 3), st.sampled_from(("none", "full")))
 @settings(max_examples=examples(10), deadline=None)
 def test_every_term_has_an_explanation(stage: int, recompute: str) -> None:
-    report = zero(stage, recompute=recompute).memory()
+    report = make_plan(stage, recompute=recompute).memory()
     for moment in report.worst_stage.phases:
         for term in moment.terms.values():
             assert term.explain()
@@ -558,7 +567,7 @@ def test_other_optimizers_losses_and_offloaded_activations(stage: int, recipe: d
 
     if recipe.get("optimizer") == "adamw_8bit":
         needs("bitsandbytes")
-    plan = zero(stage, arch=ss.Architecture.of_size("60m"), seq_len=512, **recipe)
+    plan = make_plan(stage, arch=ss.Architecture.of_size("60m"), seq_len=512, **recipe)
     predicted = plan.memory()
     (rehearsed,) = rehearse(plan, lambda message, fraction: None)
     peak_bytes = sum(predicted.components[name] for name in TENSOR_COMPONENTS)
@@ -571,4 +580,4 @@ def test_a_chunked_loss_needs_a_head_that_is_not_partitioned() -> None:
     from shardscope.frameworks.deepspeed.rehearsal.rehearse import check_plan
 
     with pytest.raises(FieldError, match=r"Recipe\.loss.*all-gathers a weight when its module runs"):
-        check_plan(zero(3, loss="chunked"))
+        check_plan(make_plan(3, loss="chunked"))

@@ -94,12 +94,12 @@ def test_without_a_compiler_compiled_functions_run_eagerly(
 ) -> None:
     called: list[bool] = []
 
-    def twice(tensor: Any) -> Any:
+    def double(tensor: Any) -> Any:
         called.append(torch.compiler.is_compiling())
         return 2 * tensor
 
     monkeypatch.setattr(jit, "can_compile", lambda: expected)
-    compiled = torch.compile(twice, backend=lambda graph, inputs: graph.forward)
+    compiled = torch.compile(double, backend=lambda graph, inputs: graph.forward)
     with jit.compile_if_possible():
         assert compiled(torch.ones(2)).tolist() == [2, 2]
     assert called == [expected]

@@ -19,16 +19,16 @@ SCORES = GPT.num_attention_heads * SEQ
 OUTPUT = 2 * GPT.hidden_size
 
 
-def modules(compute: int = 2, dropout: float = 0.0) -> Modules:
+def make_modules(compute: int = 2, dropout: float = 0.0) -> Modules:
     return Modules("megatron", False, compute, SEQ, dropout=dropout, attention="eager")
 
 
 def test_fused_softmax_saves_scores_and_probabilities() -> None:
-    attention = compute_eager_attention(GPT, modules(), 1, 0)
+    attention = compute_eager_attention(GPT, make_modules(), 1, 0)
     assert attention.saved == 2 * SCORES
     assert attention.forward == 4 * SCORES + 2 * OUTPUT
     assert attention.gradients == 2 * SCORES + 2 * OUTPUT
-    dropped = compute_eager_attention(GPT, modules(dropout=0.1), 1, 0)
+    dropped = compute_eager_attention(GPT, make_modules(dropout=0.1), 1, 0)
     # Korthikanti et al. 2022, eq. 1: 5 a s^2 b.
     assert dropped.saved == 5 * SCORES
 
@@ -36,7 +36,7 @@ def test_fused_softmax_saves_scores_and_probabilities() -> None:
 @pytest.mark.parametrize("rows", [3, 96])
 def test_torch_softmax_saves_fp32_scores_and_one_mask_per_call(rows: int) -> None:
     mask = SCORES // rows
-    half, full = (compute_eager_attention(GPT, modules(compute), 1, rows) for compute in (2, 4))
+    half, full = (compute_eager_attention(GPT, make_modules(compute), 1, rows) for compute in (2, 4))
     assert half.saved == 6 * SCORES + mask
     # The product, its fp32 copy, the softmax and its cast; and with few rows the mask while it is built.
     assert half.forward >= 12 * SCORES + mask
@@ -45,15 +45,15 @@ def test_torch_softmax_saves_fp32_scores_and_one_mask_per_call(rows: int) -> Non
     # Autograd's copies of a gradient that goes through a view.
     assert full.gradients + full.saved == 16 * SCORES + mask + 2 * OUTPUT
     # Dropout saves its own output instead of the cast.
-    dropped = compute_eager_attention(GPT, modules(dropout=0.1), 1, rows)
+    dropped = compute_eager_attention(GPT, make_modules(dropout=0.1), 1, rows)
     assert dropped.saved == 7 * SCORES + mask
 
 
 def test_torch_softmax_runs_where_the_fused_kernel_does_not() -> None:
-    assert not takes_plain_softmax(modules(), 96)
-    assert takes_plain_softmax(modules(), 3) and takes_plain_softmax(modules(4), 96)
-    assert takes_plain_softmax(modules()._replace(seq_len=8192), 96)
-    assert not takes_plain_softmax(modules()._replace(attention=None, seq_len=8192), 96)
+    assert not takes_plain_softmax(make_modules(), 96)
+    assert takes_plain_softmax(make_modules(), 3) and takes_plain_softmax(make_modules(4), 96)
+    assert takes_plain_softmax(make_modules()._replace(seq_len=8192), 96)
+    assert not takes_plain_softmax(make_modules()._replace(attention=None, seq_len=8192), 96)
 
 
 def test_key_value_heads_are_repeated_to_the_query_heads_of_a_rank() -> None:
@@ -62,4 +62,4 @@ def test_key_value_heads_are_repeated_to_the_query_heads_of_a_rank() -> None:
     assert [repeats_heads(grouped, tp) for tp in (1, 8, 16, 32)] == [True, True, True, False]
     assert [copies_query(grouped, tp) for tp in (1, 8, 16, 32)] == [True, False, False, False]
     # With more ranks than groups, the fused projection is all-gathered on every rank.
-    assert [list_fused_projection(grouped, modules(), tp)[0].cut_by for tp in (8, 16)] == ["tp", "whole"]
+    assert [list_fused_projection(grouped, make_modules(), tp)[0].cut_by for tp in (8, 16)] == ["tp", "whole"]

@@ -23,7 +23,9 @@ LLAMA_8B = ss.models["llama-3.1-8b"]
 HIDDEN, INNER, KEYS, HEADS = 4096, 14_336, 1024, 32
 
 
-def saved(arch: Any, *, moe: bool = False, eight: bool = True, recompute: str = "none", **more: Any) -> int:
+def count_saved_bytes(
+    arch: Any, *, moe: bool = False, eight: bool = True, recompute: str = "none", **more: Any
+) -> int:
     modules = Modules("megatron", False, 2, 4096, eight_bit_inputs=eight, **more)
     return compute_layer(
         arch, moe, modules, recompute, ShardCounts(1, 1, 1, 1, gradient_copies=2 * eight)
@@ -42,23 +44,29 @@ def test_a_llama_layer_by_hand() -> None:
     products = HIDDEN + HIDDEN + HIDDEN + INNER  # inputs of qkv, proj, fc1 and fc2 in 8 bits
     attention = 2 * (HIDDEN + 2 * KEYS + HIDDEN) + 4 * HEADS  # operands, output, one statistic per head
     activation = 2 * (2 * INNER)  # SwiGLU's input
-    assert saved(LLAMA_8B) == norms + products + attention + activation
+    assert count_saved_bytes(LLAMA_8B) == norms + products + attention + activation
     # In bf16 the two norms' outputs and fc2's input have two bytes, and proj's is attention's own.
-    assert saved(LLAMA_8B, eight=False) - saved(LLAMA_8B) == 2 * HIDDEN + INNER - HIDDEN
+    assert (
+        count_saved_bytes(LLAMA_8B, eight=False) - count_saved_bytes(LLAMA_8B) == 2 * HIDDEN + INNER - HIDDEN
+    )
 
 
 def test_eager_attention_saves_no_output_of_its_own() -> None:
-    difference = saved(LLAMA_8B, eight=False, attention="eager") - saved(LLAMA_8B, attention="eager")
+    difference = count_saved_bytes(LLAMA_8B, eight=False, attention="eager") - count_saved_bytes(
+        LLAMA_8B, attention="eager"
+    )
     assert difference == 2 * HIDDEN + INNER + HIDDEN
 
 
 def test_recomputed_attention_saves_no_output_of_its_own() -> None:
-    difference = saved(LLAMA_8B, eight=False, recompute="selective") - saved(LLAMA_8B, recompute="selective")
+    difference = count_saved_bytes(LLAMA_8B, eight=False, recompute="selective") - count_saved_bytes(
+        LLAMA_8B, recompute="selective"
+    )
     assert difference == 2 * HIDDEN + INNER + HIDDEN
 
 
 def test_a_recomputed_layer_saves_its_input_in_bf16() -> None:
-    assert saved(LLAMA_8B, recompute="full") == 2 * HIDDEN
+    assert count_saved_bytes(LLAMA_8B, recompute="full") == 2 * HIDDEN
 
 
 def test_experts_by_hand() -> None:
@@ -67,7 +75,10 @@ def test_experts_by_hand() -> None:
     routed = experts.num_experts_per_tok * (MOE.hidden_size + experts.moe_intermediate_size)
     # qkv's input; tokens and activations of experts; proj's copy comes on top. The router's is bf16.
     output = MOE.num_attention_heads * MOE.head_dim
-    assert saved(MOE, moe=True, eight=False) - saved(MOE, moe=True) == MOE.hidden_size + routed - output
+    assert (
+        count_saved_bytes(MOE, moe=True, eight=False) - count_saved_bytes(MOE, moe=True)
+        == MOE.hidden_size + routed - output
+    )
 
 
 def test_latent_attention_by_hand() -> None:
@@ -76,7 +87,7 @@ def test_latent_attention_by_hand() -> None:
     # Both products that read the first norm copy its output, as many bytes as it has in bf16.
     inputs = LATENT.hidden_size + (latent.q_lora_rank or 0) + latent.kv_lora_rank + LATENT.intermediate_size
     output = LATENT.num_attention_heads * latent.v_head_dim
-    assert saved(LATENT, eight=False) - saved(LATENT) == inputs - output
+    assert count_saved_bytes(LATENT, eight=False) - count_saved_bytes(LATENT) == inputs - output
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def plan(
     return Plan(arch, ss.Cluster.parse(cluster), full_recipe, ss.Layout.megatron(**layout))
 
 
-def saved(
+def count_saved_bytes(
     tp: int, sequence_parallel: bool, recompute: str = "none", attention: str | None = "eager"
 ) -> float:
     modules = Modules("megatron", False, 2, S, dropout=0.1, attention=attention)
@@ -45,23 +45,23 @@ def saved(
 def test_saved_bytes_equal_korthikanti_table_2(tp: int) -> None:
     """Korthikanti et al. 2022, table 2: bytes of a layer over s b, with dropout and eager attention."""
     scores = 5 * A * S
-    assert saved(1, False) - STATISTICS == 34 * H + scores
-    assert saved(tp, False) - STATISTICS == 10 * H + 24 * H / tp + scores / tp
-    assert saved(tp, True) - STATISTICS / tp == 34 * H / tp + scores / tp
-    assert saved(tp, False, "selective") - STATISTICS == 10 * H + 24 * H / tp
-    assert saved(tp, True, "selective") - STATISTICS / tp == 34 * H / tp
-    assert saved(tp, False, "full") == 2 * H
-    assert saved(tp, True, "full") == 2 * H / tp
+    assert count_saved_bytes(1, False) - STATISTICS == 34 * H + scores
+    assert count_saved_bytes(tp, False) - STATISTICS == 10 * H + 24 * H / tp + scores / tp
+    assert count_saved_bytes(tp, True) - STATISTICS / tp == 34 * H / tp + scores / tp
+    assert count_saved_bytes(tp, False, "selective") - STATISTICS == 10 * H + 24 * H / tp
+    assert count_saved_bytes(tp, True, "selective") - STATISTICS / tp == 34 * H / tp
+    assert count_saved_bytes(tp, False, "full") == 2 * H
+    assert count_saved_bytes(tp, True, "full") == 2 * H / tp
 
 
 def test_fused_attention_saves_one_number_per_query_and_head() -> None:
-    assert saved(1, False, attention=None) - STATISTICS == 34 * H + 4 * A
+    assert count_saved_bytes(1, False, attention=None) - STATISTICS == 34 * H + 4 * A
 
 
 def test_selective_recomputation_saves_little_with_fused_attention() -> None:
     # Only the softmax statistics go. With rotary positions, the saved view of the values then keeps the whole
     # fused output alive.
-    unrecomputed, selective = (saved(1, False, how, None) for how in ("none", "selective"))
+    unrecomputed, selective = (count_saved_bytes(1, False, how, None) for how in ("none", "selective"))
     assert unrecomputed - selective == 4 * A
     modules = Modules("megatron", False, 2, S)
     saved_bytes = [
@@ -142,13 +142,16 @@ def test_backward_of_experts_is_over_before_that_of_earlier_dense_layers() -> No
 
 
 def test_experts_have_their_own_tensor_parallelism() -> None:
-    def experts(**layout: Any) -> int:
+    def predict_parameter_bytes(**layout: Any) -> int:
         return plan(MOE, **layout).memory().by_stage[0].at("rest").components["parameters"]
 
     undivided = 2 * MOE.parameter_groups["experts"]
     # ep 4 x tp 2 and ep 8 x etp 1 both shard the experts over eight ranks.
-    assert experts(tp=2, ep=4) == experts(tp=2, ep=8, etp=1)
-    assert experts(tp=2, ep=2, etp=1) - experts(tp=2, ep=4, etp=1) == undivided // 4
+    assert predict_parameter_bytes(tp=2, ep=4) == predict_parameter_bytes(tp=2, ep=8, etp=1)
+    assert (
+        predict_parameter_bytes(tp=2, ep=2, etp=1) - predict_parameter_bytes(tp=2, ep=4, etp=1)
+        == undivided // 4
+    )
     with pytest.raises(ValueError, match=r"Layout\.etp"):
         plan(LLAMA, tp=2, etp=1)
     with pytest.raises(ValueError, match=r"Layout\.etp"):
@@ -156,11 +159,13 @@ def test_experts_have_their_own_tensor_parallelism() -> None:
 
 
 def test_imbalance_and_capacity_factor_increase_activations() -> None:
-    def activations(**recipe: Any) -> int:
+    def predict_activation_bytes(**recipe: Any) -> int:
         return plan(MOE, recipe=recipe, ep=8).memory().by_stage[0].at("backward").components["activations"]
 
-    assert activations(expert_imbalance=2.0) > activations() > 0
-    assert activations(expert_capacity_factor=2.0) == activations(expert_imbalance=2.0)
+    assert predict_activation_bytes(expert_imbalance=2.0) > predict_activation_bytes() > 0
+    assert predict_activation_bytes(expert_capacity_factor=2.0) == predict_activation_bytes(
+        expert_imbalance=2.0
+    )
 
 
 def test_the_distributed_optimizer_pads_buffers_to_equal_shards() -> None:
@@ -173,12 +178,15 @@ def test_the_distributed_optimizer_pads_buffers_to_equal_shards() -> None:
 
 
 def test_dropout_saves_one_byte_per_element_of_each_branch() -> None:
-    def activations(dropout: float) -> int:
+    def predict_activation_bytes(dropout: float) -> int:
         report = plan(LLAMA, recipe={"dropout": dropout}).memory().by_stage[0]
         return report.at("forward").components["activations"]
 
     layers_and_embedding = 2 * LLAMA.num_hidden_layers + 1
-    assert activations(0.1) - activations(0.0) == 4096 * LLAMA.hidden_size * layers_and_embedding
+    assert (
+        predict_activation_bytes(0.1) - predict_activation_bytes(0.0)
+        == 4096 * LLAMA.hidden_size * layers_and_embedding
+    )
 
 
 @pytest.mark.parametrize("arch", [LLAMA, MOE, LATENT, GPT], ids=lambda arch: arch.name)
@@ -216,8 +224,10 @@ def test_eager_attention_has_no_context_parallelism() -> None:
 def test_the_all_gathered_sequence_shares_the_buffer_of_eager_attention() -> None:
     """GlobalMemoryBuffer: one buffer of the name "mpu" for each dtype, of the larger size."""
 
-    def buffers(**recipe: Any) -> int:
+    def predict_buffer_bytes(**recipe: Any) -> int:
         return plan(LLAMA, recipe=recipe, tp=2).memory().by_stage[0].at("rest").components["gather_buffers"]
 
     scores = LLAMA.num_attention_heads // 2 * 4096**2
-    assert buffers(attention="eager") - buffers() == 2 * (scores - 4096 * LLAMA.hidden_size)
+    assert predict_buffer_bytes(attention="eager") - predict_buffer_bytes() == 2 * (
+        scores - 4096 * LLAMA.hidden_size
+    )

@@ -57,7 +57,7 @@ def write_lines(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def preview(rows: list[dict[str, Any]], tokenizer: Any = None, **options: Any) -> Preview:
+def preview_rows(rows: list[dict[str, Any]], tokenizer: Any = None, **options: Any) -> Preview:
     format = recognize_format("Finetune.data", list(rows[0]), options.pop("columns", None))
     chosen = {"num_shown": 5, "seq_len": None, "loss_on": "completions", "bad_rows": "refuse", **options}
     opened = open_rows("Finetune.data", rows)
@@ -66,7 +66,7 @@ def preview(rows: list[dict[str, Any]], tokenizer: Any = None, **options: Any) -
     )
 
 
-def learned(row: Any) -> str:
+def read_learned_text(row: Any) -> str:
     """Return the learned text of a preview's row; "|" separates learned pieces."""
     pieces = [
         token if bears_loss else "|" for token, bears_loss in zip(row.tokens, row.bears_loss, strict=True)
@@ -120,13 +120,13 @@ CASES: list[tuple[str, list[dict[str, Any]], list[str]]] = [
 def test_the_completion_and_its_end_token_bear_loss(
     name: str, rows: list[dict[str, Any]], expected: list[str]
 ) -> None:
-    shown = preview(rows)
+    shown = preview_rows(rows)
     assert shown.format.name == name
-    assert [learned(row) for row in shown.rows] == expected
+    assert [read_learned_text(row) for row in shown.rows] == expected
 
 
 def test_the_rest_of_a_row_is_the_templates_prompt() -> None:
-    row = preview([{"prompt": "Who?", "completion": "Ahab"}]).rows[0]
+    row = preview_rows([{"prompt": "Who?", "completion": "Ahab"}]).rows[0]
     assert "".join(row.tokens) == "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\nAhab<|im_end|>\n"
 
 
@@ -138,32 +138,35 @@ def test_the_rest_of_a_row_is_the_templates_prompt() -> None:
 def test_generation_marks_and_prompt_lengths_give_the_same_mask(
     template: str, loss_on: str, expected: str
 ) -> None:
-    shown = preview([{"messages": TALK}], create_tokenizer(template), loss_on=loss_on)
-    assert learned(shown.rows[0]) == expected
+    shown = preview_rows([{"messages": TALK}], create_tokenizer(template), loss_on=loss_on)
+    assert read_learned_text(shown.rows[0]) == expected
 
 
 def test_every_token_bears_loss_if_requested() -> None:
-    row = preview([{"messages": TALK}], loss_on="all").rows[0]
+    row = preview_rows([{"messages": TALK}], loss_on="all").rows[0]
     assert all(row.bears_loss)
 
 
 def test_a_template_that_changes_earlier_turns_is_refused_with_a_fix() -> None:
     tokenizer = create_tokenizer(FORGETFUL)
     with pytest.raises(ValueError, match=r"row 1.*loss_on='last'"):
-        preview([{"messages": TALK}], tokenizer)
-    assert learned(preview([{"messages": TALK}], tokenizer, loss_on="last").rows[0]) == "At sea<|im_end|>"
+        preview_rows([{"messages": TALK}], tokenizer)
+    assert (
+        read_learned_text(preview_rows([{"messages": TALK}], tokenizer, loss_on="last").rows[0])
+        == "At sea<|im_end|>"
+    )
 
 
 def test_without_a_template_pairs_are_plain_text_and_messages_are_refused() -> None:
     tokenizer = create_tokenizer(None)
-    row = preview([{"prompt": "Who? ", "completion": "Ahab"}], tokenizer).rows[0]
-    assert "".join(row.tokens) == "Who? Ahab<|im_end|>" and learned(row) == "Ahab<|im_end|>"
+    row = preview_rows([{"prompt": "Who? ", "completion": "Ahab"}], tokenizer).rows[0]
+    assert "".join(row.tokens) == "Who? Ahab<|im_end|>" and read_learned_text(row) == "Ahab<|im_end|>"
     with pytest.raises(ValueError, match="no chat template"):
-        preview([{"messages": TALK}], tokenizer)
+        preview_rows([{"messages": TALK}], tokenizer)
 
 
 def test_a_character_of_several_tokens_is_shown_once() -> None:
-    row = preview([{"prompt": "?", "completion": "Ahab 🐋 ü"}]).rows[0]
+    row = preview_rows([{"prompt": "?", "completion": "Ahab 🐋 ü"}]).rows[0]
     assert "Ahab 🐋 ü<|im_end|>" in "".join(row.tokens)
 
 
@@ -172,9 +175,9 @@ def test_a_character_of_several_tokens_is_shown_once() -> None:
 
 def test_truncation_is_counted_and_rows_without_loss_are_left_out() -> None:
     rows = [{"prompt": "Who?", "completion": "Ahab"}, {"prompt": "whale " * 60, "completion": "Yes"}]
-    full = preview(rows)
+    full = preview_rows(rows)
     short = min(full.lengths)
-    shown = preview(rows, seq_len=short)
+    shown = preview_rows(rows, seq_len=short)
     assert shown.counts.num_truncated_rows == 1 == shown.counts.num_rows_without_loss
     assert shown.counts.num_truncated_tokens == max(full.lengths) - short
     assert len(shown.rows) == 1 and "1 rows are left out" in str(shown)
@@ -182,7 +185,7 @@ def test_truncation_is_counted_and_rows_without_loss_are_left_out() -> None:
 
 def test_data_whose_rows_are_all_cut_before_the_completion_is_refused() -> None:
     with pytest.raises(ValueError, match=r"larger Recipe\.seq_len"):
-        preview([{"prompt": "whale " * 60, "completion": "Yes"}], seq_len=8)
+        preview_rows([{"prompt": "whale " * 60, "completion": "Yes"}], seq_len=8)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +205,9 @@ def test_data_whose_rows_are_all_cut_before_the_completion_is_refused() -> None:
 def test_a_better_sequence_length_is_recommended(
     lengths: list[int], seq_len: int, expected: int | None, reason: str
 ) -> None:
-    shown = replace(preview([{"prompt": "Who?", "completion": "Ahab"}]), lengths=lengths, seq_len=seq_len)
+    shown = replace(
+        preview_rows([{"prompt": "Who?", "completion": "Ahab"}]), lengths=lengths, seq_len=seq_len
+    )
     advice = shown.recommend_length(512)
     assert (advice.seq_len if advice else None) == expected
     if advice is not None:
@@ -212,7 +217,7 @@ def test_a_better_sequence_length_is_recommended(
 
 def test_a_preview_counts_as_training_does() -> None:
     rows = [{"prompt": f"{'whale ' * n}?", "completion": "Ahab"} for n in range(1, 30)]
-    shown = preview(rows, seq_len=24)
+    shown = preview_rows(rows, seq_len=24)
     format = recognize_format("data", list(rows[0]))
     counts = RowCounts()
     encoder = Encoder(create_tokenizer(), "completions")
@@ -237,8 +242,8 @@ def test_a_preview_counts_as_training_does() -> None:
 def test_a_malformed_row_is_refused_by_number_or_skipped(row: dict[str, Any], reason: str) -> None:
     rows = [{"prompt": "Where?", "completion": "At sea"}, row]
     with pytest.raises(ValueError, match=f"row 2.*{reason}.*bad_rows='skip'"):
-        preview(rows)
-    shown = preview(rows, bad_rows="skip")
+        preview_rows(rows)
+    shown = preview_rows(rows, bad_rows="skip")
     assert shown.counts.num_bad_rows == 1 and reason in str(shown)
 
 
@@ -323,12 +328,12 @@ def test_an_unreadable_source_is_refused_with_the_nearest_fix(
 
 
 def test_html_of_a_preview_escapes_the_data() -> None:
-    html = preview([{"prompt": "<script>alert(1)</script>", "completion": "<b>Ahab</b>"}]).to_html()
+    html = preview_rows([{"prompt": "<script>alert(1)</script>", "completion": "<b>Ahab</b>"}]).to_html()
     assert "<script>" not in html and "<b>" not in html and "&lt;b&gt;" in html
 
 
 def test_html_marks_learned_tokens_and_shows_special_ones_and_line_breaks() -> None:
-    row = preview([{"prompt": "Who?", "completion": "Captain\nAhab"}])
+    row = preview_rows([{"prompt": "Who?", "completion": "Captain\nAhab"}])
     assert "<mark>Captain<i>↵</i>\nAhab<i>&lt;|im_end|&gt;</i></mark>\n</pre>" in row.to_html()
     assert "<i>&lt;|im_start|&gt;</i>user\nWho?<i>&lt;|im_end|&gt;</i>" in row.rows_to_html()
 
@@ -342,4 +347,4 @@ def test_html_marks_learned_tokens_and_shows_special_ones_and_line_breaks() -> N
     ],
 )
 def test_short_title_of_a_format_has_only_renamed_columns(row: dict[str, Any], title: str) -> None:
-    assert preview([row]).format.short_title == title
+    assert preview_rows([row]).format.short_title == title

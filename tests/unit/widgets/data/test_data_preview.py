@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_runs import until
+from fake_runs import wait_until
 from tests.requirements import needs
 from tests.weights_folders import write_chat_folder
 
@@ -50,7 +50,7 @@ def write_questions(path: Path, num_rows: int = 120) -> Path:
 def enter_data(studio: Studio, path: Path) -> None:
     studio.task.text.value = str(path)
     # The worker is idle once the observers of its answer are done.
-    assert until(lambda: not studio.task.data._reader.is_busy, READ_SECONDS)
+    assert wait_until(lambda: not studio.task.data._reader.is_busy, READ_SECONDS)
     assert not studio.task.data.is_reading
 
 
@@ -85,7 +85,7 @@ def test_data_is_read_in_the_background(studio: Studio, tmp_path: Path, monkeypa
     assert "Reading" in studio.task.data.value and "Data" not in studio.tabs.names
     assert not studio.launch.button.disabled, "a launch reads the data again"
     may_continue.set()
-    assert until(lambda: not studio.task.data._reader.is_busy, READ_SECONDS)
+    assert wait_until(lambda: not studio.task.data._reader.is_busy, READ_SECONDS)
     assert "7 rows" in studio.task.data.value and set(readers) == {"shardscope-data"}
 
 
@@ -113,7 +113,7 @@ def test_a_long_sequence_is_shortened_by_one_press(studio: Studio, tmp_path: Pat
     wanted = panel.advice.seq_len
     panel.press_button("seq_len")
     assert studio.plan.recipe.seq_len == wanted and studio.recipe.seq_len.value == str(wanted)
-    assert until(lambda: not panel._reader.is_busy, READ_SECONDS)
+    assert wait_until(lambda: not panel._reader.is_busy, READ_SECONDS)
     assert panel.preview.seq_len == wanted and "Use a sequence" not in panel.value
     panel.press_button("seq_len")
     assert panel.error, "a late press changes nothing"
@@ -145,7 +145,7 @@ def test_malformed_data_is_an_error_at_the_input_until_the_file_is_repaired(
     write_questions(path, 2)
     os.utime(path, (1, 1))
     studio.recipe.set_fields({"seq_len": 256})  # Any change of the plan looks at the file again.
-    assert until(lambda: not studio.task.data._reader.is_busy, READ_SECONDS)
+    assert wait_until(lambda: not studio.task.data._reader.is_busy, READ_SECONDS)
     assert "2 rows" in studio.task.data.value
     assert not row.message and not studio.launch.button.disabled
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_runs import FakeRun, until
+from fake_runs import FakeRun, wait_until
 from ipywidgets.widgets.widget import _instances
 
 from shardscope_widgets import ChatView
@@ -76,21 +76,21 @@ def test_both_models_answer_side_by_side_and_texts_are_escaped() -> None:
     view, base, tuned = show(run)
     assert "&lt;base&gt;" in view.columns[0].heading.value
     type_and_send(view, "<b>capital?</b>")
-    assert until(lambda: run.chats[True].texts == run.chats[False].texts == ["<b>capital?</b>"])
-    assert until(lambda: "loading the model" in base.value)
+    assert wait_until(lambda: run.chats[True].texts == run.chats[False].texts == ["<b>capital?</b>"])
+    assert wait_until(lambda: "loading the model" in base.value)
     assert view.box.busy and not view.stop_button.disabled
     run.chats[True].allowed.release()
-    assert until(lambda: base.value.endswith("Par"))  # While the other one has no text yet.
+    assert wait_until(lambda: base.value.endswith("Par"))  # While the other one has no text yet.
     type_and_send(view, "too early")
     for chat in run.chats.values():
         chat.allowed.release(2)
-    assert until(lambda: not view.box.busy)
+    assert wait_until(lambda: not view.box.busy)
     assert "Paris" in base.value and "&lt;b&gt;capital?&lt;/b&gt;" in base.value
     assert "&lt;img src=x onerror=alert(1)&gt; &amp;" in tuned.value
     assert "<img" not in tuned.value and "too early" not in base.value and view.stop_button.disabled
     assert "Paris" in draw_picture(view) and "<img" not in draw_picture(view)
     type_and_send(view, "again")
-    assert until(lambda: run.chats[True].texts == ["<b>capital?</b>", "again"])
+    assert wait_until(lambda: run.chats[True].texts == ["<b>capital?</b>", "again"])
     assert base.value.index("Paris") < base.value.index("again")
     view.close()
 
@@ -101,14 +101,14 @@ def test_stop_keeps_what_was_answered_and_clear_forgets_it() -> None:
     type_and_send(view, "count")
     for chat in run.chats.values():
         chat.allowed.release()
-    assert until(lambda: base.value.endswith("one ") and tuned.value.endswith("eins "))
+    assert wait_until(lambda: base.value.endswith("one ") and tuned.value.endswith("eins "))
     view.stop_button.click()
-    assert until(lambda: not view.box.busy)
+    assert wait_until(lambda: not view.box.busy)
     assert "one" in base.value and "two" not in base.value and "zwei" not in tuned.value
     type_and_send(view, "count")
-    assert until(lambda: len(run.chats[True].texts) == len(run.chats[False].texts) == 2)
+    assert wait_until(lambda: len(run.chats[True].texts) == len(run.chats[False].texts) == 2)
     view.clear_button.click()
-    assert until(lambda: not view.box.busy)
+    assert wait_until(lambda: not view.box.busy)
     assert base.value == tuned.value == "" and run.chats[True].num_resets == 1
     view.close()
 
@@ -119,7 +119,7 @@ def test_an_error_is_shown_where_the_answer_would_be() -> None:
     type_and_send(view, "hello")
     for chat in run.chats.values():
         chat.allowed.release()
-    assert until(lambda: not view.box.busy)
+    assert wait_until(lambda: not view.box.busy)
     assert "role='alert'>no &lt;memory&gt; left" in base.value and "fine" in tuned.value
     view.close()
 
@@ -133,10 +133,10 @@ def test_closing_while_both_answer_ends_their_processes_and_leaves_no_widgets() 
     view, *_ = show(run)
     assert len(_instances) > registered
     type_and_send(view, "count")
-    assert until(lambda: len(run.chats[True].texts) == len(run.chats[False].texts) == 1)
+    assert wait_until(lambda: len(run.chats[True].texts) == len(run.chats[False].texts) == 1)
     view.close()
     assert all(chat.is_closed for chat in run.chats.values())
-    assert until(lambda: threads.issuperset(threading.enumerate()))
+    assert wait_until(lambda: threads.issuperset(threading.enumerate()))
     del view, _
     gc.collect()
     assert len(_instances) == registered

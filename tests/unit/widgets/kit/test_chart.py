@@ -18,28 +18,28 @@ PLAN = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), s
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def sent_states(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The states that charts send."""
     states: list[dict[str, Any]] = []
     monkeypatch.setattr(Chart, "_send", lambda self, message, buffers=None: states.append(message["state"]))
     return states
 
 
-def test_each_change_sends_the_whole_figure_once(sent: list[dict[str, Any]]) -> None:
+def test_each_change_sends_the_whole_figure_once(sent_states: list[dict[str, Any]]) -> None:
     chart = Chart([{"type": "bar", "x": [1.0], "y": [2.0]}], layout={"height": 100})
-    sent.clear()
+    sent_states.clear()
     with chart.batch_update():
         chart.data[0].x, chart.layout.height = [3.0], 200
-    (state,) = sent
+    (state,) = sent_states
     assert list(state) == ["_figure"], "no state of plotly's own protocol"
     assert state["_figure"]["data"][0]["y"] == [2.0] and state["_figure"]["data"][0]["x"] == [3.0]
     assert state["_figure"]["layout"]["height"] == 200
     chart.redraw([{"x": [4.0]}], {"height": 200})
-    assert sent[-1]["_figure"]["data"][0]["x"] == [4.0]
-    count = len(sent)
+    assert sent_states[-1]["_figure"]["data"][0]["x"] == [4.0]
+    count = len(sent_states)
     chart.add_traces([{"type": "scatter", "x": [0.0], "y": [1.0]}])
     chart.layout.height = 300
-    assert len(sent) == count + 2 and len(sent[-1]["_figure"]["data"]) == 2
+    assert len(sent_states) == count + 2 and len(sent_states[-1]["_figure"]["data"]) == 2
 
 
 def test_reloaded_page_receives_the_current_figure() -> None:

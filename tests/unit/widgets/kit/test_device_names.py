@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from calibrations import calibration
+from calibrations import make_calibration
 
 import shardscope as ss
 from shardscope.planner.verdict import assess_plan
@@ -31,7 +31,7 @@ CPU = ss.Cluster.parse("2xcpu")
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ss.Plan:
     """A plan on CPU ranks of a calibrated machine, so that it has rates."""
     monkeypatch.setenv("SHARDSCOPE_DATA_HOME", str(tmp_path / "data"))
-    store_calibration(calibration())
+    store_calibration(make_calibration())
     recipe = ss.Recipe(seq_len=64, global_batch_size=4, precision="fp32")
     return ss.Plan(ss.Architecture.of_size("2m"), CPU, recipe, ss.Layout.fsdp2())
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_runs import FakeRun, record, until
+from fake_runs import FakeRun, record, wait_until
 from ipywidgets import Widget
 from ipywidgets.widgets.widget import _instances
 from tests.faults import includes_slow_tests
@@ -70,7 +70,7 @@ def test_fault_43_closed_views_leave_no_widgets_or_threads(name: str) -> None:
         assert len(_instances) > registered
         view.close()
         del view
-    assert until(lambda: threads.issuperset(threading.enumerate())), threading.enumerate()
+    assert wait_until(lambda: threads.issuperset(threading.enumerate())), threading.enumerate()
     gc.collect()
     assert len(_instances) == registered
     assert not [ref for ref in alive if ref() is not None]
@@ -79,21 +79,21 @@ def test_fault_43_closed_views_leave_no_widgets_or_threads(name: str) -> None:
 def test_fault_26_opening_and_closing_views_does_not_affect_the_run() -> None:
     run = FakeRun([record(loss=1.0)])
     first, second = RunView(run), RunView(run)
-    assert until(lambda: first.num_steps == second.num_steps == 1)
+    assert wait_until(lambda: first.num_steps == second.num_steps == 1)
     first.close()
     run.records.append(record(step=1, loss=0.5))
-    assert until(lambda: second.num_steps == 2)
+    assert wait_until(lambda: second.num_steps == 2)
     assert run.status == "running", "closing a view does not stop the run"
     third = RunView(run)
-    assert until(lambda: third.num_steps == 2), "a later view shows all steps"
+    assert wait_until(lambda: third.num_steps == 2), "a later view shows all steps"
     third.stop_button.click()
-    assert until(lambda: second.status == third.status == "stopped")
+    assert wait_until(lambda: second.status == third.status == "stopped")
 
 
 def test_fault_42_a_thousand_updates_per_second_cause_few_redraws() -> None:
     run = FakeRun([record(loss=9.0)])
     view = RunView(run)
-    assert until(lambda: view.num_steps == 1)
+    assert wait_until(lambda: view.num_steps == 1)
     batch_sizes: list[int] = []
     add_records = view.figure.add_records
 
@@ -106,7 +106,7 @@ def test_fault_42_a_thousand_updates_per_second_cause_few_redraws() -> None:
     for step in range(1, 1001):
         run.records.append(record(step=step, loss=float(step)))
         time.sleep(max(0.0, began + step / 1000 - time.monotonic()))
-    assert until(lambda: view.num_steps == 1001)
+    assert wait_until(lambda: view.num_steps == 1001)
     run.status = "finished"
     assert sum(batch_sizes) == 1000 and len(batch_sizes) <= 4 * (time.monotonic() - began) + 2, batch_sizes
     assert "1,000.000" in view.table.value, "the last value is shown"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_runs import FakeRun, record, until
+from fake_runs import FakeRun, record, wait_until
 from IPython.core.events import EventManager
 
 import shardscope as ss
@@ -102,6 +102,6 @@ def test_fault_47_static_output_has_the_final_state_of_a_run() -> None:
     run.write("<b>printed</b>")
     run.status = "finished"
     view = RunView(run)
-    assert until(lambda: view.status == "finished" and "2.500" in view.facts.value)
+    assert wait_until(lambda: view.status == "finished" and "2.500" in view.facts.value)
     text = read_static_text(view)
     assert "finished" in text and "2.500" in text and "&lt;b&gt;printed" in text

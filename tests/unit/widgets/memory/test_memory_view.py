@@ -55,7 +55,7 @@ def strip_tags(html: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html)).strip()
 
 
-def until(condition: Any, seconds: float = 10) -> bool:
+def wait_until(condition: Any, seconds: float = 10) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -369,7 +369,7 @@ def test_make_it_fit_button_lists_and_applies_its_changes() -> None:
     applied: list[ss.Plan] = []
     view = MemoryView(plan, on_apply=applied.append)
     panel = view.repairs
-    assert until(lambda: panel.make_it_fit.layout.display == "", 60)
+    assert wait_until(lambda: panel.make_it_fit.layout.display == "", 60)
     assert panel.make_it_fit.description == "Make it fit"
     text = strip_tags(panel.fit_words.value)
     fit = make_it_fit(plan)
@@ -395,13 +395,13 @@ def test_fit_search_skips_superseded_plans(monkeypatch: pytest.MonkeyPatch) -> N
     for plan in plans[1:]:
         view.show(plan)
     may_continue.set()
-    assert until(lambda: not view.repairs.fit_search.is_busy)
+    assert wait_until(lambda: not view.repairs.fit_search.is_busy)
     assert len(searched) <= 2 and searched[-1] == plans[-1]
 
 
 def test_standalone_view_shows_the_fitting_plan_after_make_it_fit() -> None:
     view = MemoryView(build_plan(micro_batch_size=2))
-    assert until(lambda: view.repairs.make_it_fit.layout.display == "", 60)
+    assert wait_until(lambda: view.repairs.make_it_fit.layout.display == "", 60)
     view.repairs.make_it_fit.click()
     assert view.plan is not None and fits(view.plan, view.plan.memory())
 
@@ -503,12 +503,12 @@ def test_rehearsal_shows_progress_and_then_its_row(monkeypatch: pytest.MonkeyPat
     expected = estimate_seconds(view.plan)
     assert describe_duration(expected) == "about 40 s" and describe_duration(expected) in panel.button.tooltip
     panel.button.click()
-    assert until(lambda: panel.progress.value == 0.5)
+    assert wait_until(lambda: panel.progress.value == 0.5)
     assert panel.button.disabled and panel.cancel.layout.display == ""
     assert "forward" in panel.words.value
     assert view.caption.layout.display == "none", "progress replaces the caption"
     may_continue.set()
-    assert until(lambda: not panel.button.disabled)
+    assert wait_until(lambda: not panel.button.disabled)
     assert "rehearsed" in read_bars(view) and view.caption.layout.display == ""
     view.show(build_plan(seq_len=2048))
     assert "about 5 s" in panel.button.tooltip, "the estimate uses the duration of the last rehearsal"
@@ -555,14 +555,18 @@ def test_duration_estimate_is_refined_from_progress() -> None:
 
 
 def test_rehearsal_estimate_grows_with_layers_and_micro_batches() -> None:
-    def seconds(**recipe: Any) -> float:
+    def estimate_plan_seconds(**recipe: Any) -> float:
         return estimate_seconds(build_plan(**recipe))
 
-    assert seconds(global_batch_size=8) < seconds(global_batch_size=16) < seconds(global_batch_size=24)
-    assert seconds(global_batch_size=24) == seconds(global_batch_size=64), (
+    assert (
+        estimate_plan_seconds(global_batch_size=8)
+        < estimate_plan_seconds(global_batch_size=16)
+        < estimate_plan_seconds(global_batch_size=24)
+    )
+    assert estimate_plan_seconds(global_batch_size=24) == estimate_plan_seconds(global_batch_size=64), (
         "no more micro-batches than these are rehearsed"
     )
-    assert estimate_seconds(build_plan("llama-3.1-70b")) > seconds()
+    assert estimate_seconds(build_plan("llama-3.1-70b")) > estimate_plan_seconds()
 
 
 def test_rehearsal_can_be_cancelled_and_shows_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -579,15 +583,15 @@ def test_rehearsal_can_be_cancelled_and_shows_its_error(monkeypatch: pytest.Monk
     view.rehearse.button.click()
     assert started.wait(10)
     view.rehearse.cancel.click()
-    assert until(lambda: "Cancelled" in view.rehearse.words.value)
-    assert until(lambda: not view.rehearse.button.disabled)
+    assert wait_until(lambda: "Cancelled" in view.rehearse.words.value)
+    assert wait_until(lambda: not view.rehearse.button.disabled)
 
     def raise_value_error(self: ss.Plan, progress: Any = None, timeout: float = 0) -> Any:
         raise ValueError("Layout.pp is 2; allowed: <1>. Nearest fix: pp=1.")
 
     monkeypatch.setattr(ss.Plan, "rehearse", raise_value_error, raising=False)
     view.rehearse.button.click()
-    assert until(lambda: "allowed: &lt;1&gt;" in view.rehearse.words.value)
+    assert wait_until(lambda: "allowed: &lt;1&gt;" in view.rehearse.words.value)
     assert list(read_bars(view)) == ["predicted"]
 
 

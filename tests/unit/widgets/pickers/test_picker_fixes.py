@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_runs import until
+from fake_runs import wait_until
 from tests.requirements import few, thorough
 from tests.weights_folders import write_folder
 
@@ -221,7 +221,7 @@ def test_undone_fix_does_not_return_with_its_framework() -> None:
     before, fit = studio.plan, make_it_fit(studio.plan)
     assert fit is not None and fit.plan.layout.framework == "deepspeed"
     studio.fit.button.click()
-    assert until(lambda: "data-act" in studio.notice.value, 120)
+    assert wait_until(lambda: "data-act" in studio.notice.value, 120)
     assert studio.plan == before, "a change of framework needs a confirmation"
     studio.notice.press_button(offered_action(studio))
     assert studio.plan == fit.plan
@@ -280,9 +280,9 @@ def test_make_it_fit_confirms_a_framework_change_and_can_be_undone() -> None:
     for button in (studio.fit.button, panel.make_it_fit):
         if button is panel.make_it_fit:
             panel.show_repairs(studio.plan, studio.plan.memory())
-            assert until(lambda: panel.make_it_fit.layout.display == "", 120)
+            assert wait_until(lambda: panel.make_it_fit.layout.display == "", 120)
         button.click()
-        assert until(lambda: "No Megatron-core layout fits." in unescape(studio.notice.value), 120)
+        assert wait_until(lambda: "No Megatron-core layout fits." in unescape(studio.notice.value), 120)
         assert studio.plan == before
         label = offered_action(studio)
         assert label.startswith("Use DeepSpeed ZeRO-3")
@@ -303,9 +303,9 @@ def test_make_it_fit_within_the_framework_is_applied_at_once() -> None:
     for button in (studio.fit.button, panel.make_it_fit):
         if button is panel.make_it_fit:
             panel.show_repairs(studio.plan, studio.plan.memory())
-            assert until(lambda: panel.make_it_fit.layout.display == "", 60)
+            assert wait_until(lambda: panel.make_it_fit.layout.display == "", 60)
         button.click()
-        assert until(lambda: "Made it fit" in studio.notice.value, 60)
+        assert wait_until(lambda: "Made it fit" in studio.notice.value, 60)
         assert studio.plan.layout.framework == before.layout.framework
         studio.notice.press_button("Undo")
         assert studio.plan == before

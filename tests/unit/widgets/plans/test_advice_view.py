@@ -8,7 +8,7 @@ from html import unescape
 from typing import Any
 
 import pytest
-from fake_runs import until
+from fake_runs import wait_until
 
 import shardscope as ss
 from shardscope.core.number_format import format_gib
@@ -141,9 +141,9 @@ def test_standalone_view_requests_advice_and_repeats_the_request(monkeypatch: py
     assert view.work.button.layout.display == "none", "there is no earlier request to repeat"
     question = PLAN.architecture, PLAN.cluster, PLAN.recipe
     view.ask(*question, familiar_with=["fsdp2"], on_found=answered.set)
-    assert until(lambda: view.advice is not None and not view.work.is_busy) and answered.is_set()
+    assert wait_until(lambda: view.advice is not None and not view.work.is_busy) and answered.is_set()
     view.work.button.click()
-    assert until(lambda: len(requests) == 2 and not view.work.is_busy)
+    assert wait_until(lambda: len(requests) == 2 and not view.work.is_busy)
     assert requests == [(*question, ["fsdp2"])] * 2 and view.work.button.layout.display == ""
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from fake_runs import until
+from fake_runs import wait_until
 from tests.requirements import thorough
 
 import shardscope as ss
@@ -37,9 +37,9 @@ def page() -> Iterator[PlansPage]:
     """Yield a page whose first advice has arrived."""
     plans_page = PlansPage(on_apply=lambda _: None)
     plans_page.set_plan(build_plan())
-    assert until(lambda: is_answered(plans_page))
+    assert wait_until(lambda: is_answered(plans_page))
     yield plans_page
-    assert until(lambda: not plans_page.ask.is_busy)
+    assert wait_until(lambda: not plans_page.ask.is_busy)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_toggling_a_framework_requests_advice_that_prefers_it(
     before = page.advice.advice
     assert before is not None and before.plan is not None and before.plan.layout.framework == "fsdp2"
     page.familiar.press_button("deepspeed")
-    assert until(lambda: is_answered(page) and page.advice.advice is not before)
+    assert wait_until(lambda: is_answered(page) and page.advice.advice is not before)
     after = page.advice.advice
     assert after is not None and after.plan is not None and after.plan.layout.framework == "deepspeed"
     assert advice_requests == [(), ("deepspeed",)] and read_toggle_states(page)["deepspeed"] == "true"
@@ -96,11 +96,11 @@ def test_several_toggles_are_passed_in_a_fixed_order(
 ) -> None:
     for name in reversed(TITLES):
         page.familiar.press_button(name)
-        assert until(lambda: is_answered(page))
+        assert wait_until(lambda: is_answered(page))
     assert advice_requests[-1] == tuple(TITLES), "every framework is a valid argument"
     assert set(read_toggle_states(page).values()) == {"true"}
     page.familiar.press_button("ddp")
-    assert until(lambda: is_answered(page))
+    assert wait_until(lambda: is_answered(page))
     assert advice_requests[-1] == tuple(TITLES)[1:] and read_toggle_states(page)["ddp"] == "false"
     assert not page.familiar.error
 
@@ -125,7 +125,7 @@ def test_toggles_during_a_request_are_combined_into_the_next_request(
     page.familiar.press_button("ddp")
     assert not page.about.value, "advice is being computed: no button is shown"
     release_advice()
-    assert until(lambda: len(advice_requests) == 2 and is_answered(page))
+    assert wait_until(lambda: len(advice_requests) == 2 and is_answered(page))
     assert advice_requests == [(), ("ddp", "deepspeed")], "one request for both toggles"
     assert "ss-old" not in page.advice._dom_classes and not page.about.value
     page.advice.words.press_button("plan")
@@ -143,10 +143,10 @@ def test_outdated_advice_is_marked_and_can_be_refreshed(
     page.set_plan(build_plan(seq_len=2048))
     assert "Llama 3.1 8B on 8 GPUs" in page.about.value
     release_advice()
-    assert until(lambda: is_answered(page))
+    assert wait_until(lambda: is_answered(page))
     assert "before an input changed" in page.about.value and page.ask.button.layout.display == ""
     page.ask.button.click()
-    assert until(lambda: is_answered(page) and not page.about.value)
+    assert wait_until(lambda: is_answered(page) and not page.about.value)
     assert page.ask.button.layout.display == "none" and "ss-old" not in page.advice._dom_classes
 
 
@@ -158,10 +158,10 @@ def test_cancel_also_drops_the_queued_request(
     page.familiar.press_button("deepspeed")
     page.ask.cancel.click()
     release_advice()
-    assert until(lambda: not page.ask.is_busy)
+    assert wait_until(lambda: not page.ask.is_busy)
     assert advice_requests == [()] and "Cancelled" in page.ask.words.value
     page.ask.button.click()
-    assert until(lambda: is_answered(page) and not page.about.value)
+    assert wait_until(lambda: is_answered(page) and not page.about.value)
     assert advice_requests == [(), ("deepspeed",)]
 
 
@@ -174,7 +174,7 @@ def test_closing_the_page_drops_the_queued_request(
     page.close()
     page.ask.close()
     release_advice()
-    assert until(lambda: not page.ask.is_busy)
+    assert wait_until(lambda: not page.ask.is_busy)
     assert advice_requests == [()]
 
 
@@ -192,11 +192,11 @@ def test_failed_request_keeps_old_advice_marked_and_can_be_retried(
         page.familiar.press_button("megatron")
         assert not page.about.value
         may_continue.set()
-        assert until(lambda: "a figure is not known" in page.ask.words.value and not page.ask.is_busy)
+        assert wait_until(lambda: "a figure is not known" in page.ask.words.value and not page.ask.is_busy)
     assert page.about.value and page.ask.button.layout.display == ""
     assert "ss-old" in page.advice._dom_classes
     page.ask.button.click()
-    assert until(lambda: is_answered(page) and not page.about.value)
+    assert wait_until(lambda: is_answered(page) and not page.about.value)
 
 
 @thorough()
@@ -206,10 +206,10 @@ def test_toggles_do_not_affect_the_search(page: PlansPage, monkeypatch: pytest.M
     monkeypatch.setattr(ss, "search", lambda *question, **_: searches.append(question) or ranking)
     assert page.familiar.layout.display == ""
     page.mode.value = "search"
-    assert until(lambda: page.ranking.ranking is ranking and not page.search.is_busy)
+    assert wait_until(lambda: page.ranking.ranking is ranking and not page.search.is_busy)
     assert page.familiar.layout.display == "none", "the search always covers every framework"
     page.familiar.press_button("ddp")
-    assert until(lambda: is_answered(page))
+    assert wait_until(lambda: is_answered(page))
     assert "ss-old" not in page.ranking._dom_classes and not page.about.value
     assert not page.ranking.table.frozen and len(searches) == 1
     page.mode.value = "advice"
@@ -222,15 +222,15 @@ def test_toggles_are_kept_when_the_plan_changes(advice_requests: list[tuple[str,
     """The toggles describe the team, not the plan: changing the plan does not reset them."""
     studio = Studio()
     studio.tabs.value = "Plans"
-    assert until(lambda: is_answered(studio.plans))
+    assert wait_until(lambda: is_answered(studio.plans))
     plan = studio.plan
     studio.plans.familiar.press_button("deepspeed")
     assert studio.plan is plan
-    assert until(lambda: is_answered(studio.plans))
+    assert wait_until(lambda: is_answered(studio.plans))
     studio.recipe.seq_len.value = "2048"
     assert "before an input changed" in studio.plans.about.value
     studio.plans.ask.button.click()
-    assert until(lambda: is_answered(studio.plans))
+    assert wait_until(lambda: is_answered(studio.plans))
     assert advice_requests == [(), ("deepspeed",), ("deepspeed",)] and not studio.plans.about.value
     studio.close()
 
@@ -243,7 +243,7 @@ def test_changing_the_plan_requests_advice_unless_it_is_the_advised_one(
     assert advised is not None and advice_requests == [()]
     page.set_plan(ss.Plan(MODEL, GPUS, ss.Recipe(), ss.Layout.ddp()))
     assert not page.about.value, "the next advice is being computed"
-    assert until(lambda: is_answered(page) and len(advice_requests) == 2)
+    assert wait_until(lambda: is_answered(page) and len(advice_requests) == 2)
     assert page.advice.answer is not None and page.advice.answer.plan is not None
     assert "Keep the current plan" not in page.advice.words.value
     assert page.advice.words.value.count("data-act='plan'") == 1
@@ -260,7 +260,7 @@ def test_plan_change_during_a_request_is_requested_afterwards(
     page.set_plan(build_plan())
     page.set_plan(ss.Plan(MODEL, GPUS, ss.Recipe(), ss.Layout.ddp()))
     release_advice()
-    assert until(lambda: len(advice_requests) == 2 and is_answered(page))
+    assert wait_until(lambda: len(advice_requests) == 2 and is_answered(page))
     assert "ss-old" not in page.advice._dom_classes and not page.about.value
 
 
@@ -275,6 +275,6 @@ def test_failed_request_for_a_changed_plan_is_not_repeated(
 
     monkeypatch.setattr(ss, "recommend", raise_value_error)
     page.set_plan(ss.Plan(MODEL, GPUS, ss.Recipe(), ss.Layout.ddp()))
-    assert until(lambda: not page.ask.is_busy and bool(attempts))
+    assert wait_until(lambda: not page.ask.is_busy and bool(attempts))
     assert len(attempts) == 1 and "for another current plan" in page.about.value
     assert "ss-old" in page.advice._dom_classes and page.ask.button.layout.display == ""

@@ -60,7 +60,7 @@ def read_row_indices(view: RankingView) -> list[int]:
     return [int(index) for index in re.findall(r"<tr data-act='apply:(\d+)'", view.table.value)]
 
 
-def until(condition: Callable[[], bool], seconds: float = 60) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -474,12 +474,12 @@ def test_search_runs_in_a_thread_with_progress_and_can_be_cancelled(
     page = PlansPage(on_apply=lambda _: None)
     page.mode.value = "search"
     page.set_plan(build_plan())
-    assert until(lambda: page.search.progress.value == 0.5)
+    assert wait_until(lambda: page.search.progress.value == 0.5)
     assert threads[0] is not threading.main_thread()
     assert "1,234 of 9,999 plans" in page.search.words.value and page.search.button.disabled
     page.search.cancel.click()
-    assert until(lambda: "Cancelled" in page.search.words.value)
-    assert until(lambda: not page.search.button.disabled) and page.ranking.ranking is None
+    assert wait_until(lambda: "Cancelled" in page.search.words.value)
+    assert wait_until(lambda: not page.search.button.disabled) and page.ranking.ranking is None
 
 
 def test_standalone_view_shows_progress_searches_again_and_cancels() -> None:
@@ -487,15 +487,15 @@ def test_standalone_view_shows_progress_searches_again_and_cancels() -> None:
     assert view.work.button.layout.display == "none", "there is no earlier search to repeat"
     view.search(MODEL, GPUS, ss.Recipe(), ["fsdp2"], on_found=lambda: rankings.append(view.ranking))
     assert view.work.progress.layout.display == view.work.cancel.layout.display == ""
-    assert until(lambda: rankings and not view.work.is_busy), view.work.words.value
+    assert wait_until(lambda: rankings and not view.work.is_busy), view.work.words.value
     first = rankings[0]
     assert first is not None and set(first.to_frame()["framework"]) == {"fsdp2"} and view.figure is not None
     view.work.button.click()
-    assert until(lambda: len(rankings) == 2 and not view.work.is_busy)
+    assert wait_until(lambda: len(rankings) == 2 and not view.work.is_busy)
     assert rankings[1].num_evaluated == first.num_evaluated and rankings[1] is not first
     view.work.button.click()
     view.work.cancel.click()
-    assert until(lambda: "Cancelled" in view.work.words.value) and view.ranking is rankings[1]
+    assert wait_until(lambda: "Cancelled" in view.work.words.value) and view.ranking is rankings[1]
 
 
 def test_closing_the_view_stops_its_search(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,7 +512,7 @@ def test_closing_the_view_stops_its_search(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(ss, "search", search_endlessly)
     view = RankingView()
     view.search(MODEL, GPUS, ss.Recipe())
-    assert until(lambda: view.work.progress.value == 0.5)
+    assert wait_until(lambda: view.work.progress.value == 0.5)
     view.close()
     assert ended.wait(10)
 
@@ -542,7 +542,7 @@ def test_search_starts_on_first_view_and_not_on_input_changes(
     page.mode.value = "search"
     assert not requests, "there is no plan to search for yet"
     page.set_plan(build_plan())
-    assert until(lambda: page.ranking.ranking is ranking and not page.search.is_busy)
+    assert wait_until(lambda: page.ranking.ranking is ranking and not page.search.is_busy)
     assert len(requests) == 1 and "ss-old" not in page.ranking._dom_classes
     assert read_current_mark(page.ranking)
     page.set_plan(build_plan(micro_batch_size=2, recompute="full"))
@@ -556,7 +556,7 @@ def test_search_starts_on_first_view_and_not_on_input_changes(
     page.ranking.table.press_button(act)
     assert not applied and page.ranking.room.disabled, "a frozen view ignores clicks"
     page.search.button.click()
-    assert until(lambda: len(requests) == 2 and not page.search.is_busy)
+    assert wait_until(lambda: len(requests) == 2 and not page.search.is_busy)
     assert requests[-1].seq_len == 2048 and "ss-old" not in page.ranking._dom_classes
     page.ranking.table.press_button(act)
     assert len(applied) == 1 and not page.ranking.room.disabled and not page.about.value
@@ -571,14 +571,14 @@ def test_search_error_is_shown_escaped_on_the_plans_page(monkeypatch: pytest.Mon
     page = PlansPage(on_apply=lambda _: None)
     page.mode.value = "search"
     page.set_plan(build_plan())
-    assert until(lambda: "ss.calibrate()" in page.search.words.value)
+    assert wait_until(lambda: "ss.calibrate()" in page.search.words.value)
     assert "&lt;none&gt;" in page.search.words.value and "role='alert'" in page.search.words.value
 
 
 def test_advice_is_computed_in_the_background() -> None:
     page = PlansPage(on_apply=lambda _: None)
     page.set_plan(build_plan())
-    assert until(lambda: page.advice.advice is not None and not page.ask.is_busy)
+    assert wait_until(lambda: page.advice.advice is not None and not page.ask.is_busy)
     advice = page.advice.advice
     assert advice is not None and advice.plan is not None
     assert advice.plan.architecture == MODEL

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fake_gpus import GIB, TOTAL, pretend_cards
-from fake_runs import until
+from fake_runs import wait_until
 
 import shardscope as ss
 from shardscope.machine.processes import identify_machine, read_start_time
@@ -78,7 +78,7 @@ def test_view_refreshes_on_request_and_escapes_process_names(monkeypatch: pytest
     pretend_cards(monkeypatch, [TOTAL, 6 * GIB])
     monkeypatch.setattr(free_now_module, "_describe_process", lambda pid: "<img src=x>")
     view.places.press_button("look")
-    assert until(lambda: "6.00 of 79.6 GiB" in view.places.value)
+    assert wait_until(lambda: "6.00 of 79.6 GiB" in view.places.value)
     pretend_cards(monkeypatch, [GIB], [(5, GIB)])
     view.places.read_now()
     assert "&lt;img src=x&gt;" in view.places.value and "<img" not in view.places.value

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from fake_runs import PLAN, FakeRun, record, until
+from fake_runs import PLAN, FakeRun, record, wait_until
 
 from shardscope.runs.explain.predicted_metrics import PredictedMetrics
 from shardscope_widgets import RunView
@@ -47,7 +47,7 @@ def show_finished_run(run: FakeRun) -> RunView:
     run.status = "finished"
     ended: list[Any] = []
     view = RunView(run, on_end=ended.append)
-    assert until(lambda: ended == [run])
+    assert wait_until(lambda: ended == [run])
     return view
 
 
@@ -114,10 +114,10 @@ def test_user_task_has_its_own_charts_and_no_predictions() -> None:
 def test_predictions_appear_once_the_model_matches_the_plan() -> None:
     run = FakeRun([record(0, loss=1.0, step_seconds=0.5)])
     view = RunView(run)
-    assert until(lambda: view.figure is not None and read_titles(view) == ["loss", "step time, ms"])
+    assert wait_until(lambda: view.figure is not None and read_titles(view) == ["loss", "step time, ms"])
     assert read_predictions(view) == {}
     run.prediction = EXPECTED
-    assert until(lambda: read_predictions(view) == {"step time, ms": 200.0})
+    assert wait_until(lambda: read_predictions(view) == {"step time, ms": 200.0})
     run.status = "finished"
 
 
@@ -167,13 +167,13 @@ def test_progress_bar_is_accessible_and_remaining_time_is_shown() -> None:
     now = time.time()
     run = make_engine_run([make_record(step) | {"time": now - 10 + step} for step in range(10)])
     view = RunView(run)
-    assert until(lambda: "aria-valuenow='10'" in view.progress.value)
+    assert wait_until(lambda: "aria-valuenow='10'" in view.progress.value)
     assert "role='progressbar'" in view.progress.value and "aria-valuemax='40'" in view.progress.value
     match = re.search(r"about (\d+) s remaining", strip_markup(view.facts.value))
     assert match is not None and 28 <= int(match[1]) <= 30
     run.history = tuple({"time": when, "status": "", "reason": ""} for when in (5.0, 305.0))
     run.status = "finished"
-    assert until(lambda: "5 minutes total time" in strip_markup(view.facts.value))
+    assert wait_until(lambda: "5 minutes total time" in strip_markup(view.facts.value))
     assert "remaining" not in view.facts.value
 
 
@@ -194,21 +194,21 @@ def test_save_and_stop_is_offered_and_stop_stays_enabled() -> None:
     assert RunView(FakeRun([])).save_button.layout.display == "none"
     run = make_engine_run([make_record(0)])
     view = RunView(run)
-    assert until(lambda: view.status == "running")
+    assert wait_until(lambda: view.status == "running")
     view.save_button.click()
-    assert until(lambda: view.status == "stopping")
+    assert wait_until(lambda: view.status == "stopping")
     assert view.save_button.disabled and not view.stop_button.disabled
     view.stop_button.click()
-    assert until(lambda: view.status == "stopped") and run.pressed_buttons == ["Save and stop", "Stop"]
+    assert wait_until(lambda: view.status == "stopped") and run.pressed_buttons == ["Save and stop", "Stop"]
 
 
 def test_save_and_stop_appears_once_a_function_reads_stop_requests() -> None:
     run = FakeRun([record(loss=1.0)])
     view = RunView(run)
-    assert until(lambda: view.status == "running")
+    assert wait_until(lambda: view.status == "running")
     assert view.save_button.layout.display == "none"
     run.has_looked = True
-    assert until(lambda: view.save_button.layout.display == "")
+    assert wait_until(lambda: view.save_button.layout.display == "")
     assert "ctx.should_stop" in view.save_button.tooltip and not view.save_button.disabled
     run.status = "finished"
 
@@ -219,28 +219,28 @@ def test_log_search_works_during_and_after_the_run() -> None:
     run.write("".join(f"line {number}\n" for number in range(3000)) + "\x1b[31mOops\x1b[0m <b>\n", rank=11)
     view = RunView(run)
     view.logs.whose.value = 11
-    assert until(lambda: "<span class='ss-t-red'>Oops</span> &lt;b&gt;" in view.logs.pane.value)
+    assert wait_until(lambda: "<span class='ss-t-red'>Oops</span> &lt;b&gt;" in view.logs.pane.value)
     assert len(view.logs.pane.value) < 40_000 and "the last 16 KiB" in view.logs.found.value
     view.logs.words.value = "line 12"
-    assert until(lambda: view.logs.found.value == "111 of 3,001 lines")
+    assert wait_until(lambda: view.logs.found.value == "111 of 3,001 lines")
     assert "<mark>line 12</mark>99" in view.logs.pane.value
     run.status = "finished"
-    assert until(lambda: view.status == "finished")
+    assert wait_until(lambda: view.status == "finished")
     view.logs.words.value = "oops"
-    assert until(lambda: view.logs.found.value == "1 of 3,001 lines")
+    assert wait_until(lambda: view.logs.found.value == "1 of 3,001 lines")
     view.logs.words.value = "nowhere"
-    assert until(lambda: "no matching line" in view.logs.pane.value)
+    assert wait_until(lambda: "no matching line" in view.logs.pane.value)
     view.logs.words.value = ""
-    assert until(lambda: "ss-t-red" in view.logs.pane.value)
+    assert wait_until(lambda: "ss-t-red" in view.logs.pane.value)
     view.logs.whose.value = "supervisor"
-    assert until(lambda: "no output" in view.logs.pane.value)
+    assert wait_until(lambda: "no output" in view.logs.pane.value)
 
 
 def test_fault_22_page_receives_a_bounded_part_of_the_log() -> None:
     run = FakeRun([])
     run.write(b"\x1b[3" + b"1mx\x1b[32m<" * 2_000_000 + b"\xff\xfe")
     view = RunView(run)
-    assert until(lambda: len(view.logs.pane.value) > 1000)
+    assert wait_until(lambda: len(view.logs.pane.value) > 1000)
     assert len(view.logs.pane.value) < 250_000
     run.status = "finished"
 
@@ -308,9 +308,9 @@ def read_fact_names(view: RunView) -> list[str]:
 def test_facts_and_rows_exist_before_the_first_values() -> None:
     run = make_engine_run([])
     view = RunView(run)  # type: ignore[arg-type]
-    assert until(lambda: len(read_fact_names(view)) == 5)
+    assert wait_until(lambda: len(read_fact_names(view)) == 5)
     rows = view.table.value.count("<th scope='row'>")
     run.records += [make_record(step, rank) for step in range(12) for rank in (0, 1)]
-    assert until(lambda: "2.500" in view.facts.value)
+    assert wait_until(lambda: "2.500" in view.facts.value)
     assert len(read_fact_names(view)) == 5 and view.table.value.count("<th scope='row'>") == rows
     run.status = "finished"

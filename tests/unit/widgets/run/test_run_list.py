@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_runs import until
-from written_runs import CREATED, fail, write_run
+from fake_runs import wait_until
+from written_runs import CREATED, write_failure, write_run
 
 import shardscope as ss
 from shardscope.records.folder import RunFolder
@@ -107,7 +107,7 @@ def test_run_with_an_unreadable_plan_is_listed_and_opened(plan: str) -> None:
     (row,) = read_rows(view)
     assert "odd" in row and "finished" in row and "plan cannot be read" in row
     press(view, "open", "odd")
-    assert until(lambda: view.run_view.status == "finished")
+    assert wait_until(lambda: view.run_view.status == "finished")
     view.close()
 
 
@@ -119,7 +119,7 @@ def test_text_of_a_run_folder_is_escaped(views: list[Any]) -> None:
     path = write_run("odd", reason=EVIL, num_done=0, number=1)
     append_line(RunFolder(path).events(0), {"step": EVIL, "loss": EVIL, "rank": 0, "time": 0.0})
     ugly = write_run("<i>'ugly\"", "failed", reason=EVIL)
-    fail(ugly, 0, EVIL)
+    write_failure(ugly, 0, EVIL)
     view = RunsView()
     views.append(view)
     assert any("evil" in row and "damaged" in row for row in read_rows(view))
@@ -127,7 +127,7 @@ def test_text_of_a_run_folder_is_escaped(views: list[Any]) -> None:
     press(view, "open", "odd")
     assert "data-status='finished'" in view.run_view.head.value
     view.open(ss.Run.attach(ugly))
-    assert until(lambda: "&lt;img" in view.run_view.error.value)
+    assert wait_until(lambda: "&lt;img" in view.run_view.error.value)
     for part in (view.bar, view.run_view.head, view.run_view.error):
         assert_no_markup(part.value)
 
@@ -151,7 +151,7 @@ def test_row_opens_the_run_and_back_returns_to_the_list(views: list[Any]) -> Non
     view = RunsView(on_end=ended.append)
     views.append(view)
     press(view, "open", "yesterday")
-    assert until(lambda: view.run_view.status == "finished" and "40 of 40" in view.run_view.facts.value)
+    assert wait_until(lambda: view.run_view.status == "finished" and "40 of 40" in view.run_view.facts.value)
     assert not view.is_list_shown
     view.bar.press_button("back")
     assert view.is_list_shown and ended == [], "on_end is not called for a run that had already ended"
@@ -164,9 +164,9 @@ def test_on_end_is_called_for_a_run_opened_while_active(views: list[Any]) -> Non
     views.append(view)
     run = ss.Run.attach(path)
     view.open(run)
-    assert until(lambda: view.run_view.status == "running")
+    assert wait_until(lambda: view.run_view.status == "running")
     append_line(RunFolder(path).status, {"time": CREATED + 70, "status": "finished", "reason": "done"})
-    assert until(lambda: ended == [run])
+    assert wait_until(lambda: ended == [run])
     assert "finished" in read_rows(view)[0], "the list is updated too"
 
 
@@ -184,7 +184,7 @@ def test_on_end_is_called_while_another_run_is_shown(
     view.bar.press_button("back")
     press(view, "open", "yesterday")
     append_line(RunFolder(path).status, {"time": CREATED + 70, "status": "finished", "reason": "done"})
-    assert until(lambda: ended == [run])
+    assert wait_until(lambda: ended == [run])
     view.read_folder()
     assert ended == [run], "once"
 
@@ -197,10 +197,12 @@ def test_list_updates_active_runs_automatically(views: list[Any], monkeypatch: p
     views.append(view)
     assert "3 of 40" in read_rows(view)[0]
     append_line(RunFolder(path).events(0), {"step": 11, "rank": 0, "time": 0.0, "loss": 1.25})
-    assert until(lambda: "1.250" in read_rows(view)[0] and "12 of 40" in read_rows(view)[0])
+    assert wait_until(lambda: "1.250" in read_rows(view)[0] and "12 of 40" in read_rows(view)[0])
     append_line(RunFolder(path).status, {"time": CREATED + 70, "status": "stopped", "reason": "enough"})
-    assert until(lambda: "stopped" in read_rows(view)[0])
-    assert until(lambda: threads.issuperset(threading.enumerate())), "without active runs there is no thread"
+    assert wait_until(lambda: "stopped" in read_rows(view)[0])
+    assert wait_until(lambda: threads.issuperset(threading.enumerate())), (
+        "without active runs there is no thread"
+    )
 
 
 def test_two_runs_are_compared_and_a_third_replaces_the_first() -> None:
@@ -340,7 +342,7 @@ def test_resume_is_disabled_while_a_resumed_run_is_active(
     assert len(launched) == 1
     end = {"time": CREATED + 590, "status": "finished", "reason": "done"}
     append_line(RunFolder(launched[0]).status, end)
-    assert until(lambda: "aria-disabled" not in find_resume_button(view, "other"))
+    assert wait_until(lambda: "aria-disabled" not in find_resume_button(view, "other"))
 
 
 def test_resume_is_disabled_if_another_run_continues_the_same_one(views: list[Any]) -> None:
@@ -405,10 +407,10 @@ def test_trace_opens_in_the_list_or_through_the_callback(views: list[Any]) -> No
 
 def test_failed_run_shows_the_log_of_the_failed_rank(views: list[Any]) -> None:
     path = write_run("failed", "failed", reason="rank 1 raised ValueError: bad batch")
-    fail(path, 1, "Traceback (most recent call last):\nValueError: bad batch\n")
+    write_failure(path, 1, "Traceback (most recent call last):\nValueError: bad batch\n")
     view = RunView(ss.Run.attach(path))
     views.append(view)
-    assert until(lambda: view.logs.whose.value == 1 and "bad batch" in view.logs.pane.value)
+    assert wait_until(lambda: view.logs.whose.value == 1 and "bad batch" in view.logs.pane.value)
     assert "ValueError: bad batch" in view.error.value
 
 
@@ -416,23 +418,23 @@ def test_log_chosen_by_the_user_is_kept_when_the_run_fails(views: list[Any]) -> 
     path = write_run("failing", "running")
     view = RunView(ss.Run.attach(path))
     views.append(view)
-    assert until(lambda: view.status == "running")
+    assert wait_until(lambda: view.status == "running")
     view.logs.whose.value = "supervisor"
-    fail(path, 1, "ValueError: bad batch\n")
+    write_failure(path, 1, "ValueError: bad batch\n")
     append_line(RunFolder(path).status, {"time": CREATED, "status": "failed", "reason": "rank 1"})
-    assert until(lambda: view.status == "failed" and "bad batch" in view.error.value)
+    assert wait_until(lambda: view.status == "failed" and "bad batch" in view.error.value)
     assert view.logs.whose.value == "supervisor"
 
 
 def test_next_run_starts_with_the_log_of_rank_0(views: list[Any]) -> None:
     path = write_run("failed", "failed")
-    fail(path, 1, "ValueError: bad batch\n")
+    write_failure(path, 1, "ValueError: bad batch\n")
     view = RunView(ss.Run.attach(path))
     views.append(view)
-    assert until(lambda: view.logs.whose.value == 1)
+    assert wait_until(lambda: view.logs.whose.value == 1)
     view.show(ss.Run.attach(write_run("whole", number=1)))
     assert view.logs.whose.value == 0
-    assert until(lambda: "rank 0 is up" in view.logs.pane.value)
+    assert wait_until(lambda: "rank 0 is up" in view.logs.pane.value)
 
 
 def test_studio_runs_tab_lists_the_runs_of_its_folder(views: list[Any]) -> None:

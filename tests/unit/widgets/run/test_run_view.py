@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_runs import FakeRun, record, until
+from fake_runs import FakeRun, record, wait_until
 
 from shardscope_widgets import RunView
 from shardscope_widgets.run.figure import RunFigure
@@ -17,21 +17,21 @@ def test_fault_45_invalid_loss_keeps_the_view_and_stop_working(loss: Any) -> Non
     invalid_record = record(loss=loss, tokens_per_second=loss, peak_memory_bytes=loss)
     run = FakeRun([invalid_record, record(step=None, loss=1.0)])
     view = RunView(run)
-    assert until(lambda: view.status == "running")
+    assert wait_until(lambda: view.status == "running")
     assert not view.stop_button.disabled
     run.records.append(record(step=1, loss=2.5))
-    assert until(lambda: "2.500" in view.facts.value)
+    assert wait_until(lambda: "2.500" in view.facts.value)
     view.stop_button.click()
-    assert until(lambda: view.status == "stopped")
+    assert wait_until(lambda: view.status == "stopped")
 
 
 def test_fault_60_view_shows_the_share_of_metric_lines_read() -> None:
     run = FakeRun([record(loss=2.5)])
     view = RunView(run)
-    assert until(lambda: "2.500" in view.facts.value) and "lines are shown" not in view.facts.value
+    assert wait_until(lambda: "2.500" in view.facts.value) and "lines are shown" not in view.facts.value
     run.follower.num_skipped_bytes = 3
     run.records.append(record(step=1, loss=2.25))
-    assert until(lambda: "2.250" in view.facts.value and "25 %" in view.facts.value)
+    assert wait_until(lambda: "2.250" in view.facts.value and "25 %" in view.facts.value)
     assert "of the logged lines are shown" in view.facts.value
     run.status = "finished"
 
@@ -42,11 +42,11 @@ def test_fault_45_on_end_is_called_once_although_the_last_refresh_fails(
     ended: list[Any] = []
     run = FakeRun([record(loss=1.0)])
     view = RunView(run, on_end=ended.append)
-    assert until(lambda: view.status == "running")
+    assert wait_until(lambda: view.status == "running")
     monkeypatch.setattr(view, "_show_numbers", lambda *_: 1 / 0)
     run.records.append(record(step=1, loss=1.0))
     run.status = "finished"
-    assert until(lambda: ended == [run])
+    assert wait_until(lambda: ended == [run])
     assert "run cannot be shown" in view.error.value
 
 
@@ -54,16 +54,16 @@ def test_rank_output_is_shown_without_any_metrics() -> None:
     run = FakeRun([])
     view = RunView(run)
     run.write("<b>hello</b>")
-    assert until(lambda: "&lt;b&gt;hello&lt;/b&gt;" in view.logs.pane.value)
+    assert wait_until(lambda: "&lt;b&gt;hello&lt;/b&gt;" in view.logs.pane.value)
     run.status = "finished"
 
 
 def test_new_reason_is_shown_without_a_status_change() -> None:
     run = FakeRun([record(loss=1.0)])
     view = RunView(run)  # type: ignore[arg-type]
-    assert until(lambda: "because" in view.head.value)
+    assert wait_until(lambda: "because" in view.head.value)
     run.reason = "no step for 61 s; rank 1: wait (my.py:7)"
-    assert until(lambda: "no step for 61 s" in view.head.value)
+    assert wait_until(lambda: "no step for 61 s" in view.head.value)
     run.status = "stopped"
 
 
@@ -71,7 +71,7 @@ def test_profiler_messages_are_removed_from_the_log() -> None:
     run = FakeRun([])
     view = RunView(run)
     run.write("step 1\nUSDT:2026-11-21 Handler.cpp:52] profiler_start\nstep 2\nERROR: kept")
-    assert until(lambda: "step 2" in view.logs.pane.value)
+    assert wait_until(lambda: "step 2" in view.logs.pane.value)
     assert "step 1\nstep 2\nERROR: kept" in view.logs.pane.value
     run.status = "finished"
 
@@ -79,9 +79,9 @@ def test_profiler_messages_are_removed_from_the_log() -> None:
 def test_number_of_points_is_bounded_and_both_ends_are_kept() -> None:
     run = FakeRun([record(step=step, loss=float(step)) for step in range(5 * MAX_POINTS)])
     view = RunView(run)
-    assert until(lambda: view.num_steps == 5 * MAX_POINTS)
+    assert wait_until(lambda: view.num_steps == 5 * MAX_POINTS)
     # The view's thread adds the trace first and sets its points after that.
-    assert until(lambda: len(view.figure.widget.data) == 1 and len(view.figure.widget.data[0].x) > 0)
+    assert wait_until(lambda: len(view.figure.widget.data) == 1 and len(view.figure.widget.data[0].x) > 0)
     line = view.figure.widget.data[0]
     assert MAX_POINTS // 2 <= len(line.x) <= MAX_POINTS
     assert line.x[0] == 0 and line.x[-1] > 4.9 * MAX_POINTS
@@ -91,10 +91,10 @@ def test_number_of_points_is_bounded_and_both_ends_are_kept() -> None:
 def test_second_run_starts_with_empty_curves() -> None:
     first, second = FakeRun([record(loss=1.0)]), FakeRun([])
     view = RunView(first)
-    assert until(lambda: view.num_steps == 1)
+    assert wait_until(lambda: view.num_steps == 1)
     figure = view.figure
     view.show(second)
-    assert until(lambda: view.num_steps == 0)
+    assert wait_until(lambda: view.num_steps == 0)
     assert view.figure is figure and len(view.figure.widget.data[0].x) == 0
     first.status = second.status = "finished"
 
@@ -129,9 +129,9 @@ def test_view_masks_secrets_before_the_supervisor_does(monkeypatch: pytest.Monke
     run = FakeRun([])
     view = RunView(run)  # type: ignore[arg-type]
     run.write("the key is supersecretvalue1234\n")
-    assert until(lambda: "the key is ****" in view.logs.pane.value)
+    assert wait_until(lambda: "the key is ****" in view.logs.pane.value)
     view.logs.words.value = "the key"
-    assert until(lambda: "mark" in view.logs.pane.value)
+    assert wait_until(lambda: "mark" in view.logs.pane.value)
     assert "supersecret" not in str(view.logs.get_state()) + str(view.logs.pane.get_state())
     run.status = "finished"
     view.close()
@@ -142,8 +142,8 @@ def test_log_is_read_again_after_a_secret_was_masked() -> None:
     run = FakeRun([])
     view = RunView(run)  # type: ignore[arg-type]
     run.write("the key is supersecretvalue1234\n")
-    assert until(lambda: "supersecret" in view.logs.pane.value)
+    assert wait_until(lambda: "supersecret" in view.logs.pane.value)
     run.write(f"the key is {'*' * 20}\n")
-    assert until(lambda: "supersecret" not in view.logs.pane.value)
+    assert wait_until(lambda: "supersecret" not in view.logs.pane.value)
     run.status = "finished"
     view.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fake_runs import until
+from fake_runs import wait_until
 from ipywidgets import Button, ToggleButtons, Widget
 from ipywidgets.widgets.widget import _remove_buffers
 from tests.launch_offers import offer_for, read_verdict
@@ -668,7 +668,7 @@ def test_export_button_writes_plan_files_and_keeps_edited_files(
 
     def press_export() -> str:
         panel.button.click()
-        assert until(lambda: not panel.is_busy, seconds=60)
+        assert wait_until(lambda: not panel.is_busy, seconds=60)
         return strip_tags(panel.words.value)
 
     message = press_export()
