@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.fault_words import FAULTS, HEADINGS
+from tests.fault_table import FAULTS, HEADINGS
 
 TESTS = Path(__file__).parent
 DOCUMENT = TESTS.parent / "docs" / "reliability.md"

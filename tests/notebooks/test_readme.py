@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from tests.fault_words import FAULTS
+from tests.fault_table import FAULTS
 from tests.requirements import needs, thorough
 
 import shardscope as ss

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests import faults
-from tests.fault_words import FAULTS, HEADINGS
+from tests.fault_table import FAULTS, HEADINGS
 
 
 def test_reliability_md_is_up_to_date() -> None:

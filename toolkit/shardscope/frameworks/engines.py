@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 ENGINES = {
     "ddp": "ddp.engine.engine:DdpEngine",
-    "fsdp2": "fsdp2.engine.choice:create_engine",
-    "deepspeed": "deepspeed.engine.choice:create_engine",
+    "fsdp2": "fsdp2.engine.create_engine:create_engine",
+    "deepspeed": "deepspeed.engine.create_engine:create_engine",
     "megatron": "megatron.engine.engine:MegatronEngine",
 }
 """Training engines, as ``module:class`` below ``shardscope.frameworks``; imported on a rank only."""

@@ -58,6 +58,7 @@ def _build_report(plan: Plan, rates: Rates, parts: dict[Part, float], slowest: S
             part, plan, rates, explain_schedule(plan) if part == "bubble" else ""
         ),
         find_residual=lambda: find_residual(plan),
+        on_gpu=plan.on_gpu,
     )
 
 

@@ -116,6 +116,8 @@ class StepReport:
     find_residual: Callable[[], Residual | None] | None = field(default=None, repr=False, compare=False)
     """Computes :attr:`residual`; lazy."""
     tier: Literal["predicted", "measured"] = "predicted"
+    on_gpu: bool = True
+    """Whether the ranks run on GPUs; rates of CPU ranks are shown per rank."""
 
     @cached_property
     def communication(self) -> tuple[Communication, ...]:
@@ -276,9 +278,10 @@ class StepReport:
 
     def _summary(self) -> str:
         mfu = "" if self.mfu is None else f", MFU {100 * self.mfu:.0f} %"
+        device = "GPU" if self.on_gpu else "rank"
         return (
             f"{self.tier} step: {format_seconds(self.seconds)}, {self.tokens_per_second_per_gpu:,.0f} "
-            f"tokens/s per GPU, {self.tflops_per_gpu:.0f} TFLOP/s{mfu}"
+            f"tokens/s per {device}, {self.tflops_per_gpu:.0f} TFLOP/s{mfu}"
         )
 
     def _tflops(self, flops: float) -> float:

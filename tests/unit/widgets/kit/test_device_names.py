@@ -51,6 +51,12 @@ def test_rates_of_cpu_ranks_are_per_rank(plan: ss.Plan) -> None:
     assert "GPU" not in render_headline(plan, plan.memory(), assess_plan(plan))
 
 
+def test_the_step_report_of_cpu_ranks_names_no_gpu(plan: ss.Plan) -> None:
+    report = plan.step()
+    assert "tokens/s per rank" in repr(report) and "GPU" not in repr(report)
+    assert "tokens/s per rank" in report._repr_html_() and "GPU" not in report._repr_html_()
+
+
 def test_time_view_of_cpu_ranks_names_no_gpu(plan: ss.Plan) -> None:
     text = read_screen(StepView(plan, machine=CPU))
     assert "TFLOP/s per rank" in text and "Of all CPU ranks together." in text and "GPU" not in text

@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from shardscope.core.errors import refuse
 from shardscope.core.ops import ceil_div
-from shardscope.frameworks.fsdp2.engine.choice import create_engine
+from shardscope.frameworks.fsdp2.engine.create_engine import create_engine
 from shardscope.frameworks.fsdp2.engine.pipeline import PipelinedEngine
 from shardscope.frameworks.fsdp2.layout import get_layout
 from shardscope.frameworks.fsdp2.limits import SPLIT_TRAINED, check_pipeline, check_tensor_parallel
