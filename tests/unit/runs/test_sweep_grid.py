@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_gpus import TOTAL, pretend_cards
-from fake_runs import until
+from fake_runs import wait_until
 from tests.requirements import needs_installed
 from written_runs import PLAN, write_run
 
@@ -133,14 +133,14 @@ def test_runs_start_as_others_end_and_a_sweep_is_found_again(tmp_path: Path, sta
     sweep = ss.sweep(PLAN, TASK, over, name="lr", folder=tmp_path)
     assert [run.name for run in sweep] == ["lr,learning_rate=0.001"] and sweep.status == "running"
     assert ss.sweep(PLAN, TASK, over, name="lr", folder=tmp_path) is sweep
-    assert not until(lambda: len(sweep) > 1, 0.1)
+    assert not wait_until(lambda: len(sweep) > 1, 0.1)
     sweep[0].stop()  # One run: the others go on.
     end(sweep[0], "stopped")
-    assert until(lambda: len(sweep) == 2)
+    assert wait_until(lambda: len(sweep) == 2)
     with pytest.raises(ValueError, match="stopped, starting, waiting"):
         sweep.best()
     end(sweep[1])
-    assert until(lambda: len(sweep) == 3)
+    assert wait_until(lambda: len(sweep) == 3)
     sweep.stop()
     assert sweep.status == "running"
     with pytest.raises(ValueError, match=r"0\.1' is|being stopped.*sweep\.wait\(\)"):
@@ -188,9 +188,9 @@ def test_runs_side_by_side_get_gpus_of_their_own(
     with pytest.raises(ValueError, match=r"at_once is 3; .* 1 to 2"):
         ss.sweep(plan, TASK, RATES, at_once=3, folder=tmp_path)
     sweep = ss.sweep(plan, TASK, {"seed": [1, 2, 3]}, at_once=2, folder=tmp_path)
-    assert until(lambda: len(sweep) == 2) and started == [[0, 1], [2, 3]]
+    assert wait_until(lambda: len(sweep) == 2) and started == [[0, 1], [2, 3]]
     end(sweep[0])
-    assert until(lambda: len(sweep) == 3) and started[2] == [0, 1]
+    assert wait_until(lambda: len(sweep) == 3) and started[2] == [0, 1]
     assert [run.gpus for run in sweep] == [[0, 1], [2, 3], [0, 1]]
     assert select_visible_devices(None, [2, 3]) == "2,3"
     assert select_visible_devices("GPU-a,GPU-b,GPU-c", [2, 0]) == "GPU-c,GPU-a"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from written_runs import PLAN, metrics, write_run
+from written_runs import PLAN, make_metrics, write_run
 
 import shardscope as ss
 from shardscope.machine.processes import list_descendants
@@ -92,9 +92,9 @@ def test_metrics_are_reported_while_the_run_trains_and_to_its_end(stand_in: Path
     folder = write_tracked_run(tmp_path)
     process = start_process(folder, "tensorboard", "wandb")
     wait_for(lambda: len(read_calls(stand_in)) == 4)
-    append_line(folder.events(0), metrics(3, 0, 1.0))
+    append_line(folder.events(0), make_metrics(3, 0, 1.0))
     append_line(folder.events(0), {"step": 3, "rank": 0, "validation_loss": float("nan"), "note": "text"})
-    append_line(folder.events(1), metrics(99, 1, 1.0))
+    append_line(folder.events(1), make_metrics(99, 1, 1.0))
     process.finish()
     start, *calls, end = read_calls(stand_in)
     assert (start["init"]["project"], start["init"]["name"]) == ("shardscope", "my-run")
@@ -105,7 +105,7 @@ def test_metrics_are_reported_while_the_run_trains_and_to_its_end(stand_in: Path
     assert config["task"] == {"seed": 1, "weights": "llama"} and config["versions"] == {"torch": "2.13"}
     assert config["plan"] == json.loads(PLAN.to_json())
     assert [call["step"] for call in calls] == [0, 1, 2, 3, 3] and end["finished"]
-    assert calls[0]["metrics"]["loss"] == metrics(0, 0, 0.0)["loss"]
+    assert calls[0]["metrics"]["loss"] == make_metrics(0, 0, 0.0)["loss"]
     assert not {"step", "rank", "time"} & set(calls[0]["metrics"])
     assert [*calls[-1]["metrics"]] == ["validation_loss"]
     assert not read_calls(stand_in, "trackio") and folder.supervisor_log.read_text() == ""
@@ -232,7 +232,7 @@ def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (file,) = (folder.path / "wandb").glob("offline-run-*/run-*.wandb")
     content = file.read_bytes()
     for number in range(3):
-        assert str(metrics(number, 0, 0.0)["loss"]).encode() in content
+        assert str(make_metrics(number, 0, 0.0)["loss"]).encode() in content
     assert b"my-run" in content and b"secret-place" not in content
     assert folder.supervisor_log.read_text() == ""
 
@@ -245,4 +245,4 @@ def test_trackio_writes_its_local_database(tmp_path: Path, monkeypatch: pytest.M
     with sqlite3.connect(tmp_path / "trackio" / "shardscope.db") as database:
         rows = list(database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step"))
     assert [(name, step) for name, step, _ in rows] == [("my-run", 0), ("my-run", 1), ("my-run", 2)]
-    assert json.loads(rows[1][2])["loss"] == metrics(1, 0, 0.0)["loss"]
+    assert json.loads(rows[1][2])["loss"] == make_metrics(1, 0, 0.0)["loss"]

@@ -214,7 +214,7 @@ def test_a_fine_tune_on_rows_is_as_long_as_its_epochs(studio: Studio, tmp_path: 
     task: Any = studio.launch.task
     assert task.num_steps is None and task.num_epochs is None, "the task's own default"
     # On two CPU ranks of this machine: 120 rows, 8 a step.
-    assert until(lambda: options.length.value.startswith("45 steps of 8 sequences"), READ_SECONDS)
+    assert wait_until(lambda: options.length.value.startswith("45 steps of 8 sequences"), READ_SECONDS)
     options.epochs.value = "1.5"
     task = studio.launch.task
     assert task.num_epochs == 1.5 and options.answer == "1.5 epochs, with trace"
@@ -234,7 +234,7 @@ def test_inputs_show_the_recommended_setting_and_its_reason_on_hover(studio: Stu
     recipe, options = studio.recipe, studio.options
     own = "Sequence length in tokens"
     enter_data(studio, write_questions(tmp_path / "questions.jsonl"))
-    assert until(lambda: "padding" in recipe.seq_len.tooltip, READ_SECONDS)
+    assert wait_until(lambda: "padding" in recipe.seq_len.tooltip, READ_SECONDS)
     assert recipe.seq_len.tooltip.startswith(f"{own}\nRecommended: ")
     assert "instead of 512. " in recipe.seq_len.tooltip
     assert "Recommended: fp32 instead of bf16-mixed. On CPU ranks" in recipe.precision.tooltip

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_runs import until
+from fake_runs import wait_until
 from written_runs import write_run
 
 import shardscope as ss
@@ -65,7 +65,7 @@ def write_merged(run: ss.Run) -> None:
 
 
 def find_panel(view: RunView) -> ModelPanel:
-    assert until(lambda: bool(view.model_place.children))
+    assert wait_until(lambda: bool(view.model_place.children))
     (panel,) = view.model_place.children
     assert isinstance(panel, ModelPanel)
     return panel
@@ -77,10 +77,10 @@ def test_the_run_view_merges_without_blocking_and_shows_the_path(tmp_path: Path,
     words = panel.work.words.value
     assert "LoRA adapters over &lt;i&gt;llama" in words and "secret-place" not in words
     panel.work.button.click()  # Returns although the merge is not allowed to end.
-    assert until(lambda: "writing" in panel.work.words.value and panel.work.progress.value == 0.7)
+    assert wait_until(lambda: "writing" in panel.work.words.value and panel.work.progress.value == 0.7)
     assert panel.work.button.disabled
     merge.allowed.set()
-    assert until(lambda: not panel.work.is_busy)
+    assert wait_until(lambda: not panel.work.is_busy)
     words = panel.work.words.value
     assert "a&lt;b&gt;/merged" in words and "<b>" not in words
     assert words.count("data-copy=") == 2 and "convert_hf_to_gguf.py" in words and "not tested" in words
@@ -100,24 +100,24 @@ def test_an_error_is_shown_and_the_button_works_again(tmp_path: Path, merge: Fak
     merge.error = ValueError("the base <b>has changed</b>")
     merge.allowed.set()
     panel.work.button.click()
-    assert until(lambda: "role='alert'" in panel.work.words.value)
+    assert wait_until(lambda: "role='alert'" in panel.work.words.value)
     assert "the base &lt;b&gt;has changed" in panel.work.words.value
-    assert until(lambda: not panel.work.button.disabled)
+    assert wait_until(lambda: not panel.work.button.disabled)
     panel.close()
 
 
 def test_cancel_and_closing_end_the_merge(tmp_path: Path, merge: FakeMerge) -> None:
     panel = ModelPanel(write_adapter_run(tmp_path))
     panel.work.button.click()
-    assert until(lambda: bool(merge.started))
+    assert wait_until(lambda: bool(merge.started))
     panel.work.cancel.click()
-    assert until(lambda: "Cancelled" in panel.work.words.value) and merge.is_cancelled
+    assert wait_until(lambda: "Cancelled" in panel.work.words.value) and merge.is_cancelled
     merge.is_cancelled = False
-    assert until(lambda: not panel.work.is_busy)
+    assert wait_until(lambda: not panel.work.is_busy)
     panel.work.button.click()
-    assert until(lambda: len(merge.started) == 2)
+    assert wait_until(lambda: len(merge.started) == 2)
     panel.close()
-    assert until(lambda: merge.is_cancelled)
+    assert wait_until(lambda: merge.is_cancelled)
 
 
 def test_a_merge_goes_on_while_the_view_shows_another_run(tmp_path: Path, merge: FakeMerge) -> None:
@@ -125,14 +125,14 @@ def test_a_merge_goes_on_while_the_view_shows_another_run(tmp_path: Path, merge:
     view = RunView(first)
     panel = find_panel(view)
     panel.work.button.click()
-    assert until(lambda: bool(merge.started))
+    assert wait_until(lambda: bool(merge.started))
     view.show(second)
     assert find_panel(view).run is second
     view.show(first)
     assert find_panel(view) is panel and panel.work.is_busy and not merge.is_cancelled
     view.show(second)
     view.close()
-    assert until(lambda: merge.is_cancelled)
+    assert wait_until(lambda: merge.is_cancelled)
 
 
 @pytest.mark.parametrize("status", ["running", "failed", "finished"])
