@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from fake_runs import FakeRun, record, until
+from fake_runs import FakeRun, record, wait_until
 
 from shardscope.records.samples import append_samples, read_samples
 from shardscope_widgets import RunView
@@ -28,17 +28,17 @@ def test_the_view_shows_the_first_the_best_and_the_latest_answers_while_training
     assert list_cells(view.samples.html.value) == ["Before training", "Who?", "not generated yet"]
     add(run, 0, "I am <b>not</b> sure", is_complete=False)
     expected = ["Before training", "Who?", "I am &lt;b&gt;not&lt;/b&gt; sure …"]
-    assert until(lambda: list_cells(view.samples.html.value) == expected)
+    assert wait_until(lambda: list_cells(view.samples.html.value) == expected)
     # The loss of the initial weights is the lowest, but they are never the best.
     for step, loss, text in ((0, 3.0, "a mate"), (1, 2.0, "Ahab"), (2, 2.5, "")):
         run.records.append(record(step=step, validation_loss=loss))
         add(run, step + 1, text)
     heads = ["Before training", "After 2 steps · best", "After 3 steps"]
     answers = ["Ahab", "an empty answer"]
-    assert until(lambda: list_cells(view.samples.html.value) == [*heads, "Who?", expected[2], *answers])
+    assert wait_until(lambda: list_cells(view.samples.html.value) == [*heads, "Who?", expected[2], *answers])
     run.records.append(record(step=3, validation_loss=1.5))
     add(run, 4, "Captain Ahab")
-    assert until(lambda: "After 4 steps · best" in view.samples.html.value)
+    assert wait_until(lambda: "After 4 steps · best" in view.samples.html.value)
     assert list_cells(view.samples.html.value)[-2:] == [expected[2], "Captain Ahab"]
     run.status = "finished"
 
@@ -47,7 +47,7 @@ def test_a_task_without_prompts_has_no_samples() -> None:
     run = FakeRun([record(loss=1.0)])
     run.task_fields = {"num_steps": 3}
     view = RunView(run)  # type: ignore[arg-type]
-    assert until(lambda: view.status == "running") and not view.samples.html.value
+    assert wait_until(lambda: view.status == "running") and not view.samples.html.value
     run.status = "finished"
 
 
