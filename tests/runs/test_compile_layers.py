@@ -21,7 +21,7 @@ def test_compiled_layers_share_one_graph(recompute: str, monkeypatch: pytest.Mon
     """Without inductor, which would make kernels of it."""
     from torch._dynamo.utils import counters
 
-    from shardscope.training.model.compiled import check_compiled, compile_layers
+    from shardscope.training.model.compile_layers import check_compiled, compile_layers
     from shardscope.training.model.model import build_model
     from shardscope.training.model.recompute import apply_recompute
 
@@ -47,7 +47,7 @@ def test_compiled_layers_share_one_graph(recompute: str, monkeypatch: pytest.Mon
 
 def test_a_disabled_compiler_contradicts_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile gives back what it was given, and the run would be an eager one."""
-    from shardscope.training.model.compiled import check_compiled, compile_layers
+    from shardscope.training.model.compile_layers import check_compiled, compile_layers
     from shardscope.training.model.model import build_model
 
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")

@@ -17,7 +17,7 @@ from shardscope.catalog import links
 from shardscope.core.fixes import without_fix_search
 from shardscope.core.layout import Layout, list_divisors
 from shardscope.core.plan import Plan
-from shardscope.frameworks.grid import list_micro_batch_sizes
+from shardscope.frameworks.search_grid import list_micro_batch_sizes
 from shardscope.planner.memory_needs import fits, list_memory_needs
 from shardscope.planner.search.candidates import list_candidates
 from shardscope.planner.search.ranking import AS_FAST, Ranking

@@ -265,7 +265,7 @@ def test_fault_61_secrets_set_during_the_run_are_masked(
     receiver.close_write_end()
     log = tmp_path / "log"
     log.write_text(f"set in mid run, of a worker, is no secret, {long}\n")
-    assert LogCleaner(log, receiver.secrets).clean() > 3
+    assert LogCleaner(log, receiver.read_secrets).clean() > 3
     assert re.fullmatch(r"\*{14}, \*{11}, is no secret, \*+\n", log.read_text())
     assert redact("of a worker") == "*" * 11
 

@@ -330,5 +330,5 @@ def test_fault_10_the_oom_counter_of_this_processs_own_cgroup_is_read(tmp_path: 
     own.mkdir(parents=True)
     (own / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
     assert count() == (1, 12)
-    assert OomKills(3, None).since(OomKills(1, 7)) == (2, None)
+    assert OomKills(3, None).subtract(OomKills(1, 7)) == (2, None)
     assert read_oom_kills(tmp_path / "none", tmp_path, tmp_path / "none") == (None, None)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
     from shardscope.frameworks.defaults import FrameworkDefaults
-    from shardscope.frameworks.grid import Grid
+    from shardscope.frameworks.search_grid import Grid
     from shardscope.memory.report import Term
     from shardscope.memory.state.stages import Stage, StageShape, StageShapes
     from shardscope.memory.state.training_state import TrainingState
@@ -104,7 +104,9 @@ class Framework:
 
     def build_grids(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
         """Return the framework's layouts that a search evaluates."""
-        grids: list[Grid] = _import_module(self.name, "grid").build_grids(architecture, cluster, recipe)
+        grids: list[Grid] = _import_module(self.name, "search_grid").build_grids(
+            architecture, cluster, recipe
+        )
         return grids
 
     def defaults(self) -> FrameworkDefaults:

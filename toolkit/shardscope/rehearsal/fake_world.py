@@ -116,7 +116,7 @@ def _hide_dtensor_shapes(tracker: Tracker) -> Iterator[None]:
 
     def pause(original: Callable[P, R]) -> Callable[P, R]:
         def propagate_untracked(*args: P.args, **kwargs: P.kwargs) -> R:
-            with tracker.paused():
+            with tracker.pause():
                 return original(*args, **kwargs)
 
         return propagate_untracked
@@ -129,7 +129,7 @@ def _hide_dtensor_shapes(tracker: Tracker) -> Iterator[None]:
 @contextlib.contextmanager
 def real_tensors(tracker: Tracker) -> Iterator[None]:
     """Use real tensors inside :func:`fake_tensors`, for code that reads the values of a small tensor."""
-    with unset_fake_temporarily(), tracker.paused():
+    with unset_fake_temporarily(), tracker.pause():
         yield
 
 

@@ -102,7 +102,7 @@ def set_up_engine(engine: TorchEngine, tracker: Tracker, *, built_on_host: bool)
     plan = engine.plan
     engine.fresh_weights = True
     weights_context = quantized_weights() if plan.recipe.base_quantization else nullcontext()
-    tracking_context = tracker.paused() if built_on_host else nullcontext()
+    tracking_context = tracker.pause() if built_on_host else nullcontext()
     with tracking_context, torch.device(engine.ctx.device), weights_context:
         module = engine._module = engine.wrap(
             lambda: build_model(plan.architecture, plan.recipe.dropout, plan.recipe.attention)
@@ -179,7 +179,7 @@ def labelled_methods(
         def labelled_method(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> R:
             if before is not None:
                 before(self)
-            with tracker.labelling("gather_buffers"):
+            with tracker.label_new_storages("gather_buffers"):
                 return original(self, *args, **kwargs)
 
         return labelled_method

@@ -86,7 +86,7 @@ class Tracker(TorchDispatchMode):
             self._phases.append(None)
 
     @contextlib.contextmanager
-    def labelling(self, component: Component) -> Iterator[None]:
+    def label_new_storages(self, component: Component) -> Iterator[None]:
         """Label new storages inside as this component."""
         self._labelling.append(component)
         try:
@@ -95,7 +95,7 @@ class Tracker(TorchDispatchMode):
             self._labelling.pop()
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Ignore all storages inside: a real run has them in host memory or not at all."""
         self._paused += 1
         try:

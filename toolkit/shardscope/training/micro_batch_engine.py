@@ -25,7 +25,7 @@ from shardscope.training.checkpoints.position import describe_position
 from shardscope.training.engine import BuildModel, BuildOptimizer, Context, Engine
 from shardscope.training.generation import choose_tokens
 from shardscope.training.model import lora, quantized
-from shardscope.training.model.compiled import check_compiled, compile_layers
+from shardscope.training.model.compile_layers import check_compiled, compile_layers
 from shardscope.training.model.loss import apply_chunked_loss
 from shardscope.training.model.on_meta import build_on_meta
 from shardscope.training.model.recompute import apply_recompute, check_recompute

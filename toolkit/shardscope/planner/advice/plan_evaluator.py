@@ -177,10 +177,10 @@ class PlanEvaluator:
         recipe = self.recipe
         # Divisors keep the number of sequences of a step; gradients of more micro-batches are accumulated.
         sizes = list(reversed(list_divisors(recipe.micro_batch_size)))
-        moves = self.cluster.host_memory_bytes is not None  # Do not rely on memory of unknown size.
-        for again in _list_more_recomputation(recipe, layout, moves):
+        can_offload = self.cluster.host_memory_bytes is not None  # Do not rely on memory of unknown size.
+        for recompute in _list_more_recomputation(recipe, layout, can_offload):
             for loss in _list_losses(recipe, layout):
-                changed = replace(recipe, recompute=again, loss=loss)
+                changed = replace(recipe, recompute=recompute, loss=loss)
                 recipes = [replace(changed, micro_batch_size=size) for size in sizes]
                 yield [one for one in recipes if one != recipe]
 

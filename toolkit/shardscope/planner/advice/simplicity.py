@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from shardscope.frameworks.grid import DATA_PARALLEL, DEGREES
 from shardscope.frameworks.registry import frameworks
+from shardscope.frameworks.search_grid import DATA_PARALLEL, DEGREES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -8,8 +8,8 @@ import numpy as np
 
 from shardscope.core.errors import check_choice
 from shardscope.core.plan import Plan
-from shardscope.frameworks.grid import MICRO_BATCH_SIZE
 from shardscope.frameworks.registry import frameworks, is_trained
+from shardscope.frameworks.search_grid import MICRO_BATCH_SIZE
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.advice.plan_evaluator import has_offload
 from shardscope.planner.search.candidates import Candidates, list_candidates

@@ -12,8 +12,8 @@ from shardscope.core.fixes import without_fix_search
 from shardscope.core.layout import Degrees
 from shardscope.core.plan import Plan
 from shardscope.core.serialization import replace_fields
-from shardscope.frameworks.grid import MICRO_BATCH_SIZE, Columns, Grid, select_rows
 from shardscope.frameworks.registry import frameworks
+from shardscope.frameworks.search_grid import MICRO_BATCH_SIZE, Columns, Grid, select_rows
 from shardscope.prediction.batch.deduplicate import find_distinct
 from shardscope.prediction.batch.object_batch import build_batch
 from shardscope.prediction.batch.table import Table, split_columns

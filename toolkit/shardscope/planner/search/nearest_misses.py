@@ -10,7 +10,7 @@ import numpy as np
 
 from shardscope.core.cluster import name_device
 from shardscope.core.number_format import format_gib
-from shardscope.frameworks.grid import DEGREES, MICRO_BATCH_SIZE
+from shardscope.frameworks.search_grid import DEGREES, MICRO_BATCH_SIZE
 
 if TYPE_CHECKING:
     from shardscope.planner.search.ranking import Ranking

@@ -13,8 +13,8 @@ import numpy as np
 from shardscope.core.cluster import name_device
 from shardscope.core.html_table import render_html_table
 from shardscope.core.number_format import format_gib
-from shardscope.frameworks.grid import DEGREES, MICRO_BATCH_SIZE
 from shardscope.frameworks.registry import why_not_trained
+from shardscope.frameworks.search_grid import DEGREES, MICRO_BATCH_SIZE
 from shardscope.planner.memory_needs import WHILE_MADE
 from shardscope.planner.search.nearest_misses import Miss, explain_no_plan, find_nearest_misses
 from shardscope.timing.report import HOUR_SECONDS

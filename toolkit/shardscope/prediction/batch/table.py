@@ -11,7 +11,7 @@ import numpy as np
 from shardscope.core.layout import Degrees
 from shardscope.core.plan import Plan
 from shardscope.core.recipe import Recipe
-from shardscope.frameworks.grid import DATA_PARALLEL, MICRO_BATCH_SIZE, Columns, select_rows
+from shardscope.frameworks.search_grid import DATA_PARALLEL, MICRO_BATCH_SIZE, Columns, select_rows
 from shardscope.memory.activations.modules.attention import broadcasts_views
 from shardscope.memory.state.stages import Stage, StageShape, StageShapes
 from shardscope.prediction.batch.deduplicate import Distinct, encode_values, find_distinct_rows

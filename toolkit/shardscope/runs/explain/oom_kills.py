@@ -21,7 +21,7 @@ class OomKills(NamedTuple):
     """Kills in this process's memory cgroup, which contains its child processes."""
     machine: int | None
 
-    def since(self, before: OomKills) -> OomKills:
+    def subtract(self, before: OomKills) -> OomKills:
         """Return the difference from an earlier count."""
         pairs = zip(self, before, strict=True)
         return OomKills(*(None if now is None or then is None else now - then for now, then in pairs))

@@ -63,7 +63,7 @@ class SecretReceiver:
         """Close the write end in this process, once the launcher has inherited it."""
         os.close(self._for_launcher)
 
-    def secrets(self) -> list[str]:
+    def read_secrets(self) -> list[str]:
         """Return all known secrets, including those sent so far."""
         with contextlib.suppress(OSError):  # BlockingIOError: the pipe is empty and still open.
             while data := os.read(self._pipe, 2**16):

@@ -94,7 +94,7 @@ class Supervisor:
             folder,
             self.world_size,
             self._log,
-            self.secrets.secrets,
+            self.secrets.read_secrets,
             writes_tensorboard="tensorboard" in report_to,
         )
         self.leftovers = LeftoverDetector(folder, self.world_size)

@@ -64,7 +64,7 @@ class HostMemoryMonitor:
         return self._oom_kills().any_kill is True or (seen is not None and seen.is_full)
 
     def _oom_kills(self) -> OomKills:
-        return read_oom_kills().since(self._kills_before)
+        return read_oom_kills().subtract(self._kills_before)
 
 
 def read_free_host_memory() -> tuple[int, int]:

@@ -92,10 +92,10 @@ def _decay_linearly(schedule: Schedule, step: int) -> float:
 def _decay_to(final: float) -> Callable[[Schedule, int], float]:
     """Return a half cosine from 1 to ``final``."""
 
-    def decay(schedule: Schedule, step: int) -> float:
+    def follow_cosine(schedule: Schedule, step: int) -> float:
         return final + (1 - final) * (1 + math.cos(math.pi * schedule.progress_at(step))) / 2
 
-    return decay
+    return follow_cosine
 
 
 def _decay_by_square_root(schedule: Schedule, step: int) -> float:

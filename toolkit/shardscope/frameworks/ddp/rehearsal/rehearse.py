@@ -51,10 +51,10 @@ class _RehearsedDdpEngine(DdpEngine):
 
     def wrap(self, build_model: BuildModel) -> torch.nn.Module:
         # Build in host memory, untracked: only the parameters, then the buckets, are allocated on the device.
-        with self._tracker.paused():
+        with self._tracker.pause():
             self._host_model = super().build_on_host(build_model)
         self._tracker.label(self._host_model.parameters(), "parameters")
-        with self._tracker.labelling("gradients"):
+        with self._tracker.label_new_storages("gradients"):
             module = super().wrap(build_model)
         assert isinstance(module, DistributedDataParallel)
         # A lambda: DDP compares a hook's annotations with classes (_check_comm_hook), and those of a function

@@ -152,7 +152,7 @@ def build_model(
     with (
         deepspeed.zero.Init(config_dict_or_path=config) if inside_init else contextlib.nullcontext(),
         # A model built on the host takes no device memory: AutoTP moves only shards to the device.
-        tracker.paused() if built_on_host else contextlib.nullcontext(),
+        tracker.pause() if built_on_host else contextlib.nullcontext(),
         _skip_initialization(),
     ):
         model: torch.nn.Module = AutoModelForCausalLM.from_config(

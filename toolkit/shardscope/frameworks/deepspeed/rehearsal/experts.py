@@ -27,9 +27,9 @@ def replace_moe_layers(plan: Plan, model: torch.nn.Module, tracker: Tracker) -> 
 
     ep = int(plan.degrees.ep)
     # DeepSpeed's layers copy transformers' weights, on the host; only the result moves to the device.
-    with tracker.paused():
+    with tracker.pause():
         replace_experts(model, ep=ep, ep_rank=dist.get_rank() % ep)
-    with tracker.labelling("parameters"):
+    with tracker.label_new_storages("parameters"):
         for parameter in model.parameters():
             parameter.data = torch.empty_like(parameter.data)
 

@@ -60,7 +60,7 @@ def label_allocations(tracker: Tracker, plan: Plan) -> Iterator[None]:
         # Staging memory of collectives.
         for owner, methods in STAGING.items():
             for method in methods:
-                wrap(owner, method, lambda _: tracker.labelling("gather_buffers"))
+                wrap(owner, method, lambda _: tracker.label_new_storages("gather_buffers"))
         # AutoTP moves shards and whatever is not sharded to the device.
         if plan.degrees.tp > 1:
             wrap(ENGINE, "_apply_autotp_partitioning", labels.label_parameters)
@@ -83,11 +83,11 @@ def _wrap_method(owner: type, name: str, find_context: CallContext) -> Iterator[
     original = owner.__dict__[name]
 
     @functools.wraps(original)
-    def method(*args: object, **kwargs: object) -> object:
+    def call_in_context(*args: object, **kwargs: object) -> object:
         with find_context(args):
             return original(*args, **kwargs)
 
-    setattr(owner, name, method)
+    setattr(owner, name, call_in_context)
     try:
         yield
     finally:

@@ -98,12 +98,12 @@ class _StageRehearsal:
 
         plan, pp, number = self.plan, self.plan.degrees.pp, self.number
         # Every rank builds the full model on the host (memory/building.py), and moves its own stage.
-        with self.tracker.paused(), torch.device(self.device):
+        with self.tracker.pause(), torch.device(self.device):
             model = build_model(plan, self.deepspeed, config, self.tracker)
         first = sum(plan.stage_layers[:number])
         layers = range(first, first + plan.stage_layers[number])
         part = extract_stage(model, layers, is_first=number == 0, is_last=number == pp - 1)
-        with self.tracker.labelling("parameters"):
+        with self.tracker.label_new_storages("parameters"):
             for parameter in part.parameters():
                 parameter.data = torch.empty_like(parameter.data)
         del model
@@ -135,7 +135,7 @@ class _StageRehearsal:
         dtype = next(engine.module.parameters()).dtype
 
         def allocate(_: int) -> object:
-            with self.tracker.labelling("gather_buffers"):
+            with self.tracker.label_new_storages("gather_buffers"):
                 return engine._allocate_or_extend_buffers(0, shape, dtype)
 
         return allocate

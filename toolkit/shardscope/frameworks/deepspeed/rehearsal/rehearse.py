@@ -103,7 +103,7 @@ def _run_steps(
     num_micro_batches = min(plan.num_micro_batches, MAX_MICRO_BATCHES)
     config = build_config(plan, num_micro_batches, files.folder)
     note_progress("building the model", 0.1)
-    with tracker.labelling("parameters"), torch.device(device):
+    with tracker.label_new_storages("parameters"), torch.device(device):
         model = build_model(plan, deepspeed, config, tracker)
     note_progress("deepspeed.initialize", 0.2)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -49,11 +49,11 @@ class _Stage(PhasedStage):
     """Number of micro-batches of the plan."""
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        with self.tracker.labelling("gather_buffers"):
+        with self.tracker.label_new_storages("gather_buffers"):
             super()._setup_forward_recv_info(self.num_planned, has_backward)
 
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        with self.tracker.labelling("gather_buffers"):
+        with self.tracker.label_new_storages("gather_buffers"):
             super()._setup_backward_recv_info(self.num_planned)
         # torch stores the number of micro-batches that it got, and checks their indices against it.
         self.chunks = num_microbatches
@@ -96,7 +96,7 @@ def _create_schedule(
     plan, module = engine.plan, engine.chunks[0]
     shape = (plan.recipe.micro_batch_size, plan.recipe.seq_len)
     dtype = engine.compute_dtype
-    with tracker.paused(), torch.device(engine.ctx.device):
+    with tracker.pause(), torch.device(engine.ctx.device):
         # Used for their shapes only: real stages exchange these once, before the first step.
         ids = torch.zeros(shape, dtype=torch.int64)
         hidden = torch.empty((*shape, plan.architecture.hidden_size), dtype=dtype, requires_grad=True)

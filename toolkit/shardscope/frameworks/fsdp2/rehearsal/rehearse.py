@@ -127,7 +127,7 @@ def _untracked_build(engine: Fsdp2Engine, tracker: Tracker) -> Iterator[None]:
     build_on_host = engine.build_on_host
 
     def build_untracked(build_model: BuildModel) -> torch.nn.Module:
-        with tracker.paused():
+        with tracker.pause():
             return build_on_host(build_model)
 
     with patch_attributes([(engine, "build_on_host", build_untracked)]):

@@ -301,7 +301,7 @@ class FusedRegions:
         self._inside = True
         try:
             with (
-                tracker.paused(),
+                tracker.pause(),
                 torch.autograd.graph.saved_tensors_hooks(record_saved, lambda tensor: tensor),
             ):
                 out = function(*args, **kwargs)

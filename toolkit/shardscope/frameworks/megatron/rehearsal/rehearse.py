@@ -192,13 +192,13 @@ class _StageRehearsal:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         layout = get_layout(self.plan)
-        with tracker.labelling("parameters"):
+        with tracker.label_new_storages("parameters"):
             models = [self._build_model(config, chunk) for chunk in range(self.plan.degrees.vpp)]
         options = DistributedDataParallelConfig(
             grad_reduce_in_fp32=reduces_in_fp32(layout, self.plan.recipe),
             use_distributed_optimizer=layout.distributed_optimizer,
         )
-        with tracker.labelling("gradients"):
+        with tracker.label_new_storages("gradients"):
             chunks = [
                 DistributedDataParallel(config, options, model, disable_bucketing=chunk > 0)
                 for chunk, model in enumerate(models)
@@ -225,7 +225,7 @@ class _StageRehearsal:
             params_dtype=self.dtype,
             use_distributed_optimizer=get_layout(self.plan).distributed_optimizer,
         )
-        with tracker.labelling("optimizer"):
+        with tracker.label_new_storages("optimizer"):
             return get_megatron_optimizer(options, chunks, use_gloo_process_groups=False)
 
     def _build_model(self, config: TransformerConfig, chunk: int) -> GPTModel:
@@ -332,7 +332,7 @@ def _list_replacements(tracker: Tracker) -> list[Replacement]:
     get_dummy_gradient = layers.get_dummy_wgrad
 
     def get_labelled_gradient(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
-        with tracker.labelling("gather_buffers"):
+        with tracker.label_new_storages("gather_buffers"):
             gradient: torch.Tensor = get_dummy_gradient(shape, dtype, zero)
         return gradient
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shardscope.core.layout import OptionValue, check_experts, check_heads, check_layers, list_divisors
 from shardscope.core.serialization import replace_fields
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
-from shardscope.frameworks.grid import (
+from shardscope.frameworks.search_grid import (
     DATA_PARALLEL,
     Columns,
     Grid,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.frameworks.ddp.layout import DdpLayout
-from shardscope.frameworks.grid import Grid, combine_degrees
+from shardscope.frameworks.search_grid import Grid, combine_degrees
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

@@ -1,6 +1,6 @@
 """Layouts that a search evaluates: one grid has the layouts of one framework, as rows of integer columns.
 
-Each framework's own ``grid.py`` enumerates them, with the checks of its layout class.
+Each framework's own ``search_grid.py`` enumerates them, with the checks of its layout class.
 """
 
 from __future__ import annotations

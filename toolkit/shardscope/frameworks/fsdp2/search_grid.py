@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Literal
 
 from shardscope.core.layout import Degrees, check_context, check_heads, check_layers, list_divisors
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
-from shardscope.frameworks.grid import SEQUENCES_AT_ONCE, Grid, combine_degrees, filter_rows, filter_valid
+from shardscope.frameworks.search_grid import (
+    SEQUENCES_AT_ONCE,
+    Grid,
+    combine_degrees,
+    filter_rows,
+    filter_valid,
+)
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

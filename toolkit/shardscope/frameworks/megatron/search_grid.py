@@ -7,7 +7,9 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from shardscope.core.layout import Degrees, check_context, check_experts, check_heads, list_divisors
-from shardscope.frameworks.grid import (
+from shardscope.frameworks.megatron.families import check_family
+from shardscope.frameworks.megatron.layout import MegatronLayout, splits_evenly
+from shardscope.frameworks.search_grid import (
     DATA_PARALLEL,
     MICRO_BATCH_SIZE,
     SEQUENCES_AT_ONCE,
@@ -18,8 +20,6 @@ from shardscope.frameworks.grid import (
     filter_valid,
     select_rows,
 )
-from shardscope.frameworks.megatron.families import check_family
-from shardscope.frameworks.megatron.layout import MegatronLayout, splits_evenly
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
