@@ -17,8 +17,8 @@ It runs in the child, calls ``note_progress(text, fraction_done)`` regularly, an
 - ``tracker.Tracker``: follows every storage. ``with tracker.phase("forward")`` sets the phase. A new storage
   gets the label of the innermost ``with tracker.label_new_storages("gather_buffers")``, otherwise the phase's
   default (``DEFAULTS``: activations, and optimizer in the optimizer phase); tensors whose last dimension is
-  in ``tracker.logit_widths`` are logits. ``tracker.label(tensors, "gradients")`` relabels storages for the whole
-  step: peaks are computed at the end. ``with tracker.pause()`` ignores storages (a model built in host
+  in ``tracker.logit_widths`` are logits. ``tracker.label(tensors, "gradients")`` relabels storages for the
+  whole step: peaks are computed at the end. ``with tracker.pause()`` ignores storages (a model built in host
   memory); ``label`` adds such tensors. ``tracker.restart()`` begins the measured step;
 - ``tracker.build_stage(number, num_layers)``: the :class:`~shardscope.rehearsal.result.RehearsedStage`.
 
