@@ -86,7 +86,7 @@ def test_the_validation_loss_is_that_of_transformers_and_training_is_the_same(
     folder, layout, options = small_model(tmp_path, "llama"), ALL_LAYOUTS[name], {"num_steps": 3}
     without = launch(folder, ROWS, tmp_path / "runs", layout, **options)
     options |= {"validation": VALIDATION_ROWS, "validate_every": 1, "export": True}
-    options |= {"sample_prompts": PROMPTS, "max_new_tokens": NEW_TOKENS}
+    options |= {"sample_prompts": PROMPTS, "sample_every": 1, "max_new_tokens": NEW_TOKENS}
     run = launch(folder, ROWS, tmp_path / "runs", layout, **options)
     losses = list_values(run, "validation_loss")
     # Before the first step, and after each.

@@ -123,3 +123,37 @@ def test_prompts_of_the_data_end_before_the_last_answer_and_long_or_malformed_ro
     prompts = list(read_prompts(Tokenizer(), rows, format, range(4), max_tokens=8))  # type: ignore[arg-type]
     assert [prompt.text for prompt in prompts] == ["c", "g"]
     assert prompts[0].ids == tuple(map(ord, "abc"))
+
+
+def test_generations_take_a_quarter_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardscope.training import samples
+
+    clock = [100.0]
+
+    def generate(*_: object) -> list[list[int]]:
+        clock[0] += 10
+        return [[1]]
+
+    monkeypatch.setattr(samples, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(samples, "generate_greedily", generate)
+    monkeypatch.setattr(samples.dist, "broadcast", lambda *_, **__: None)
+    ctx: Any = SimpleNamespace(rank=1)
+    for is_limited, expected in ((True, [20, 40, 50, 80, 100]), (False, [*range(10, 101, 10)])):
+        tokenizer: Any = None
+        task = samples.SampleGenerations(
+            prompts=(),
+            every=10,
+            max_new_tokens=4,
+            end_ids=frozenset(),
+            tokenizer=tokenizer,
+            is_limited=is_limited,
+        )
+        engine: Any = SimpleNamespace(num_steps_done=0)
+        task.run(ctx, engine)
+        steps = []
+        for engine.num_steps_done in range(1, 101):
+            clock[0] += 2
+            if task.is_due(engine.num_steps_done, 100):
+                steps.append(engine.num_steps_done)
+                task.run(ctx, engine)
+        assert steps == expected

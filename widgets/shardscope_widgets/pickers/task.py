@@ -45,8 +45,9 @@ DATA_HINTS: dict[Kind, str] = {
     "finetune": "A JSONL, JSON, CSV or Parquet file of chats, question-answer pairs or texts, or a text file",
 }
 DATA_LABELS: dict[Kind, str] = {"pretrain": "Text", "finetune": "Data"}
-SAMPLE_PROMPTS = 3
-"""Prompts of the data that a run answers while it trains."""
+SAMPLE_PROMPTS, SAMPLE_TOKENS = 3, 32
+"""Prompts of the data that a run answers while it trains, and the length of an answer: of a short run on CPU
+ranks, longer ones would take most of the time."""
 WITHOUT_TEXT = "If empty, trains on Moby-Dick, which ships with Shardscope."
 
 
@@ -258,7 +259,7 @@ class TaskPicker(Picker):
             fields["data"] = text
             preview = self.data.preview
             if preview is not None and preview.format.name != "text":
-                fields["sample_prompts"] = SAMPLE_PROMPTS
+                fields |= {"sample_prompts": SAMPLE_PROMPTS, "max_new_tokens": SAMPLE_TOKENS}
         elif text and not (self.kind == "finetune" and is_structured(text)):
             # The tiny model of a trial has a tokenizer without a chat template: it reads text only.
             fields["text"] = Path(text).expanduser()

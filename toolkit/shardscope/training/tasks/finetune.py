@@ -108,8 +108,9 @@ class Finetune(TextTask):
     texts, each as a user's message, or the number of prompts to take from the first rows of the validation
     data (without, of the data). Generation is greedy, and takes a forward for each token."""
     sample_every: int | None = None
-    """Steps between generations; None: those of ``validate_every``, or a tenth of the run. The initial and
-    the last weights have one, too."""
+    """Steps between generations; None: those of ``validate_every``, or a tenth of the run, as far as they
+    take at most a quarter of the time, and after half of the steps. The initial and the last weights have
+    one, too."""
     max_new_tokens: int = 64
     """Maximum number of tokens of an answer to a prompt; both together have at most ``seq_len``."""
 
@@ -310,6 +311,7 @@ class Finetune(TextTask):
             max_new_tokens=min(self.max_new_tokens, seq_len - 1),
             end_ids=frozenset(find_end_ids(tokenizer, self.folder.eos_token_id)),
             tokenizer=tokenizer,
+            is_limited=self.sample_every is None,
         )
 
     def _encode_prompts(self, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> tuple[Prompt, ...]:
