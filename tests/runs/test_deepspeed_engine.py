@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.requirements import needs, needs_installed, with_fp16_where_it_can_be
+from tests.requirements import needs, needs_installed, thorough, with_fp16_where_it_can_be
 
 torch = needs("torch")
 needs("transformers")
-pytestmark = needs_installed("deepspeed")
+# make test has a parity row of this framework.
+pytestmark = [needs_installed("deepspeed"), thorough()]
 
 from finetuned_models import beside_alone  # noqa: E402
 from gloo_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.requirements import needs, needs_installed
+from tests.requirements import needs, needs_installed, thorough
 
 from shardscope import Architecture, Cluster, Layout, Plan, Recipe
 from shardscope.core.layer_parts import MixtureOfExperts
@@ -22,7 +22,8 @@ from finetuned_models import beside_alone  # noqa: E402
 from gloo_ranks import StandInContext, on_ranks  # noqa: E402
 from single_process import RATE, curves_alone  # noqa: E402
 
-pytestmark = needs_installed("megatron")
+# make test has a parity row of this framework.
+pytestmark = [needs_installed("megatron"), thorough()]
 """Imported on the ranks alone: a rehearsal in this process has to import it in its own way."""
 NUM_STEPS = 3
 GLOBAL_ROWS = 4

@@ -104,6 +104,7 @@ def test_megatron_itself_rejects_biases_in_sharded_experts(megatron_checks: OwnC
     assert message == "AssertionError: Bias in Moe is only supported when ETP==1"
 
 
+@thorough()
 def test_top_1_routing_uses_softmax_before_top_k(megatron_checks: OwnChecks) -> None:
     assert MOE.mixture_of_experts is not None
     one = replace(MOE, mixture_of_experts=replace(MOE.mixture_of_experts, num_experts_per_tok=1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.requirements import few
+from tests.requirements import few, thorough
 
 import shardscope as ss
 from shardscope.memory.activations.forward import compute_layer_activations
@@ -96,6 +96,7 @@ def test_unsupported_options_with_compiled_kernels_are_rejected(field: str, opti
     assert refusal.value.field == field  # type: ignore[attr-defined]
 
 
+@thorough()
 def test_rehearsal_of_compiled_kernels_is_rejected() -> None:
     with pytest.raises(ValueError, match="'compiled'"):
         build_plan().rehearse()

@@ -129,7 +129,7 @@ FIXED_ERRORS = {
 }
 
 
-@pytest.mark.parametrize("case", few(FIXED_ERRORS, list(FIXED_ERRORS)[-1:]))
+@pytest.mark.parametrize("case", few(FIXED_ERRORS, []))
 def test_errors_found_by_held_out_plans_stay_fixed(case: str) -> None:
     """The framework's own code runs on fake tensors; before the fixes each prediction was over 1 % off."""
     a_plan = FIXED_ERRORS[case]

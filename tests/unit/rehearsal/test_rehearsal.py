@@ -73,6 +73,7 @@ def test_a_rehearsed_report_has_the_terms_of_a_prediction(framework: str) -> Non
     assert "fake tensors" in report.explain("parameters")
 
 
+@thorough()
 def test_the_caller_needs_no_torch() -> None:
     code = (
         "import sys, shardscope as ss\n"
