@@ -38,10 +38,17 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory, browser: Any) -> Iterator[Lab]:
-    """JupyterLab whose working folder holds a copy of the notebooks."""
+def shared_lab(tmp_path_factory: pytest.TempPathFactory, browser: Any) -> Iterator[Lab]:
+    """JupyterLab of all files of tests."""
     with running_lab(tmp_path_factory.mktemp("lab")) as lab:
         yield lab
+
+
+@pytest.fixture(scope="module")
+def lab(shared_lab: Lab) -> Lab:
+    """JupyterLab as it was started: what tests of other files saved, set and left running is gone."""
+    shared_lab.restore()
+    return shared_lab
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
+NOTEBOOKS = REPOSITORY / "notebooks"
+NOT_COPIED = shutil.ignore_patterns("runs", ".ipynb_checkpoints")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 CHROMIUM_FLAGS = [
     "--no-sandbox",
@@ -47,11 +49,29 @@ class Lab:
 
     def kernels(self) -> list[str]:
         """Return the ids of the running kernels."""
-        request = urllib.request.Request(
-            f"{self.url}/api/kernels", headers={"Authorization": f"token {self.token}"}
-        )
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with self._request("kernels") as answer:
             return [kernel["id"] for kernel in json.load(answer)]
+
+    def restore(self) -> None:
+        """End all kernels; restore the working folder, and the settings, such as the theme."""
+        with self._request("sessions") as answer:
+            sessions = [session["id"] for session in json.load(answer)]
+        for session in sessions:
+            self._request(f"sessions/{session}", method="DELETE", seconds=30).close()
+        shutil.rmtree(self.folder.parent / "settings", ignore_errors=True)
+        # Not the folder itself, in which the server works.
+        for entry in self.folder.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        shutil.copytree(NOTEBOOKS, self.folder, ignore=NOT_COPIED, dirs_exist_ok=True)
+
+    def _request(self, path: str, method: str = "GET", seconds: float = 10) -> Any:
+        request = urllib.request.Request(
+            f"{self.url}/api/{path}", headers={"Authorization": f"token {self.token}"}, method=method
+        )
+        return urllib.request.urlopen(request, timeout=seconds)
 
 
 @contextmanager
@@ -72,9 +92,7 @@ def running_lab(home: Path, base_url: str = "/") -> Iterator[Lab]:
     ``base_url`` is the path under which it is served, such as JupyterHub's ``/user/name/``.
     """
     folder = home / "notebooks"
-    shutil.copytree(
-        REPOSITORY / "notebooks", folder, ignore=shutil.ignore_patterns("runs", ".ipynb_checkpoints")
-    )
+    shutil.copytree(NOTEBOOKS, folder, ignore=NOT_COPIED)
     token, port = secrets.token_hex(16), _free_port()
     environment = {
         **os.environ,
