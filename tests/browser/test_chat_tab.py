@@ -27,7 +27,7 @@ class FakeChat:
     def close(self): pass
 
 class FakeRun:
-    name, model = "lora-on-questions", Path(".")
+    name, model, folder, status = "lora-on-questions", Path("."), Path("."), "finished"
     recorded_base = {"weights": "/models/smollm2-135m-instruct"}
     def chat(self, base=False):
         return FakeChat("<b>bold</b> I am a helpful assistant. How can I help you today?" if base
