@@ -41,10 +41,14 @@ ALL_LAYOUTS = {**LAYOUTS, **MORE_LAYOUTS}
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
 
 
-def launch(folder: Path, data: object, runs: Path, layout: Layout, **options: Any) -> Any:
+def launch(
+    folder: Path, data: object, runs: Path, layout: Layout, *, finish: bool = False, **options: Any
+) -> Any:
     recipe = ss.Recipe(seq_len=SEQ_LEN, micro_batch_size=1, global_batch_size=4, precision="fp32")
     plan = ss.Plan(ss.Architecture.from_hf(folder), ss.Cluster.parse("2xcpu"), recipe, layout)
     run = ss.launch(plan, ss.Finetune(folder, data, **options), folder=runs)
+    if finish:
+        run.finish()
     assert run.wait(150) == "finished", run.error
     return run
 
@@ -151,3 +155,15 @@ def test_early_stopping_keeps_and_exports_the_best_weights_also_after_a_resume(t
     assert len(list_values(second, "validation_loss")) == 1
     assert "stopped early: 3 validations without a lower loss" in second.logs(0)
     assert evaluate(second.model) == pytest.approx(losses[1], abs=1e-3)
+
+
+@thorough()
+def test_a_run_that_is_asked_to_finish_exports_its_best_weights(tmp_path: Path) -> None:
+    folder = small_model(tmp_path, "llama")
+    options: dict[str, Any] = {"validation": VALIDATION_ROWS, "early_stopping": 3, "export": True}
+    run = launch(folder, ROWS, tmp_path / "runs", Layout.ddp(), num_steps=100_000, finish=True, **options)
+    assert run.keeps_best and "ending the training early, by request" in run.logs(0)
+    losses = list_values(run, "validation_loss")
+    assert len(losses) == 2, "before training, and after the last step"
+    assert len(list_values(run, "loss")) < 10
+    assert evaluate(run.model) == pytest.approx(losses[1], abs=1e-3)

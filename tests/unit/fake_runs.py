@@ -45,6 +45,7 @@ class FakeRun:
     world_size = 2
     trains_the_plan = False
     has_looked = False
+    keeps_best = False
     num_steps: int | None = None
     prediction: PredictedMetrics | None = None
     task_fields: dict[str, Any] | None = None
@@ -85,6 +86,9 @@ class FakeRun:
     @property
     def reads_stop_requests(self) -> bool:
         return self.trains_the_plan or self.has_looked
+
+    def finish(self) -> None:
+        self.pressed_buttons.append("Stop and keep the best")
 
     def press(self, button: str) -> None:
         self.pressed_buttons.append(button)

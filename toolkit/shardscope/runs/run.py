@@ -437,6 +437,24 @@ class Run:
             refuse("run.stop checkpoint", True, never, "run.stop()")
         self._request_stop(checkpoint=checkpoint)
 
+    @property
+    def keeps_best(self) -> bool:
+        """Whether :meth:`finish` exports the weights of the lowest validation loss."""
+        fields = self.task_fields or {}
+        return fields.get("early_stopping") is not None and fields.get("export") is True
+
+    def finish(self) -> None:
+        """Request the end of the training after its next step, and return immediately.
+
+        Unlike :meth:`stop` the run ends as a complete one, ``finished``: it is validated once more, and
+        ``export`` writes the last weights, or with ``early_stopping`` the best ones. For ``ss.Pretrain`` and
+        ``ss.Finetune``. Raises ``ValueError`` for other tasks, and ``OSError`` if the folder cannot be
+        written.
+        """
+        if not self.trains_the_plan:
+            refuse("run.finish", "a task of your own", "a Pretrain or a Finetune", "run.stop()")
+        self.send("finish")
+
     def press(self, button: Button) -> None:
         """Request the stop of ``button`` on behalf of the user; the run's final reason names the button."""
         self._request_stop(checkpoint=button == "Save and stop", button=button)

@@ -52,8 +52,8 @@ def train(
     """Train from ``engine.num_steps_done`` to ``schedule.num_steps``. Return False if stopped by command.
 
     Between steps all ranks obey the same commands: "stop" saves a checkpoint and returns; "checkpoint" saves
-    one and continues, as happens every ``save_every`` steps; "profile" records the next steps, the first of
-    them as a warmup. ``profile`` records a few steps without a command, at least one. Raises ``RuntimeError``
+    one and continues, as happens every ``save_every`` steps; "finish" makes the next step the last one;
+    "profile" records the next steps, the first of them as a warmup. ``profile`` records a few steps without a command, at least one. Raises ``RuntimeError``
     if two ranks would read the same sample in one step, and if loss or gradient are not finite, in which case
     the checkpoints from before are kept.
     """
@@ -61,7 +61,7 @@ def train(
     check_ranks_read_different_samples(batches, first, ctx.device)
     seen: list[int] = []
     printed_steps = choose_printed_steps(first, schedule.num_steps)
-    checkpoint_requested = False
+    checkpoint_requested = is_last = False
     checkpoints = Checkpoints(ctx, engine, keep_last)
     is_stopped = False
     # A resumed run may already have all of its steps.
@@ -85,6 +85,8 @@ def train(
                 save_checkpoint = is_stopped = True
                 break
             checkpoint_requested |= commands.checkpoint
+            # After one more step: before the first one an optimizer has no state to save.
+            is_last = commands.finish
             is_due = save_every is not None and step % save_every == 0 and step > first
             # An optimizer has no state before its first step, so a checkpoint requested there comes after it.
             if is_due or (checkpoint_requested and step):
@@ -116,19 +118,19 @@ def train(
                 )
             recorder.count_step()
             snapshot.count_step()
-            is_last = False
-            if validation is not None and validation.is_due(step + 1, schedule.num_steps):
+            if validation is not None and (is_last or validation.is_due(step + 1, schedule.num_steps)):
                 if validation.run(ctx, engine):
                     checkpoints.begin_save(validation.best_checkpoint)
-                is_last = validation.is_exhausted
+                if validation.is_exhausted and not is_last:
+                    is_last = True
+                    print(
+                        f"stopped early: {validation.num_without_improvement} validations without a lower "
+                        f"loss than {validation.best_loss:.4g}",
+                        flush=True,
+                    )
             if samples is not None and (is_last or samples.is_due(step + 1, schedule.num_steps)):
                 samples.run(ctx, engine)
-            if validation is not None and is_last:
-                print(
-                    f"stopped early: {validation.num_without_improvement} validations without a lower loss "
-                    f"than {validation.best_loss:.4g}",
-                    flush=True,
-                )
+            if is_last:
                 break
     ctx.record("data", _describe_data(batches, first, engine.num_steps_done, seen))
     # save_every includes the last step, but not that of a resumed run without steps: it is saved already.
@@ -277,6 +279,8 @@ class Commands:
 
     stop: bool = False
     checkpoint: bool = False
+    finish: bool = False
+    """Whether to end the training with the next step, as a complete one."""
     profile_steps: int = 0
     """Number of steps to profile; 0 if not requested."""
     memory_snapshot: bool = False
@@ -286,28 +290,35 @@ class Commands:
 def poll_commands(ctx: TrainingContext, profile_steps: int) -> Commands:
     """Read the new commands since the last call. Call it once per step on every rank.
 
-    Commands are ``{"command": "checkpoint"}``, ``{"command": "memory_snapshot"}`` and ``{"command":
-    "profile", "steps": n}``, whose ``steps`` default to ``profile_steps``. Anything else is logged and
+    Commands are ``{"command": "checkpoint"}``, ``{"command": "finish"}``, ``{"command": "memory_snapshot"}``
+    and ``{"command": "profile", "steps": n}``, whose ``steps`` default to ``profile_steps``. Anything else is logged and
     ignored: a typo must not end a training run.
     """
     stop, commands = ctx.poll()
-    checkpoint, memory_snapshot, num_steps = False, False, 0
+    checkpoint, finish, memory_snapshot, num_steps = False, False, False, 0
     for command in commands:
         try:
             match command["command"]:
                 case "checkpoint":
                     checkpoint = True
+                case "finish":
+                    print("ending the training early, by request", flush=True)
+                    finish = True
                 case "memory_snapshot":
                     memory_snapshot = True
                 case "profile":
                     num_steps = _read_profile_steps(command, profile_steps)
                 case name:
-                    known = "'checkpoint', 'memory_snapshot', 'profile', 'stop'"
+                    known = "'checkpoint', 'finish', 'memory_snapshot', 'profile', 'stop'"
                     raise ValueError(f"command is {name!r}; allowed: {known}.")
         except ValueError as error:
             print(f"ignored a command: {error}", flush=True)
     return Commands(
-        stop=stop, checkpoint=checkpoint, profile_steps=num_steps, memory_snapshot=memory_snapshot
+        stop=stop,
+        checkpoint=checkpoint,
+        finish=finish,
+        profile_steps=num_steps,
+        memory_snapshot=memory_snapshot,
     )
 
 

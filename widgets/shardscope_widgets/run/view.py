@@ -40,6 +40,10 @@ SHARE_OF_KERNEL = 0.1
 MAX_PAUSE_SECONDS = 2.0
 """Maximum seconds between two drawings, however long one takes."""
 SAVE_TOOLTIP = "Finish the current step, save a checkpoint and end this run"
+FINISH_TOOLTIP = (
+    "Finish the current step, validate, and export the weights with the lowest validation loss: the run ends as "
+    "a complete one"
+)
 SHOULD_STOP_TOOLTIP = "Set ctx.should_stop: the task ends by itself, and its own code decides what it saves"
 NO_RUN = "No run yet. A run that you launch or open appears here."
 PLACEHOLDER = "–"
@@ -65,7 +69,7 @@ class RunView(View):
         self._expected: PredictedMetrics | None = None
         self._latest: dict[int, dict[str, object]] = {}
         self._shown_status: tuple[str, str] = ("", "")
-        self._stop_requested = False
+        self._stop_requested = self._finish_requested = False
         self._sampled = 0.0
         self._gpu_time = 0.0
         # The number of columns of charts depends on the width, which only the browser knows.
@@ -80,6 +84,14 @@ class RunView(View):
             layout=widgets.Layout(display="none"),
         )
         self.save_button.on_click(lambda _: self._press_run_button("Save and stop"))
+        self.finish_button = controls.create_button(
+            "Stop and keep the best",
+            "ss-ghost",
+            tooltip=FINISH_TOOLTIP,
+            layout=widgets.Layout(display="none"),
+            disabled=True,
+        )
+        self.finish_button.on_click(lambda _: self._press_finish())
         # Disabled until the first refresh has read whether the run is still active.
         self.stop_button = controls.create_button("Stop", "ss-ghost", tooltip="End this run", disabled=True)
         self.stop_button.on_click(lambda _: self._press_run_button("Stop"))
@@ -101,7 +113,8 @@ class RunView(View):
         self.table = controls.create_html()
         # The buttons never shrink: a long plan in the heading is truncated instead.
         buttons = widgets.HBox(
-            [self.save_button, self.stop_button], layout=controls.share_layout(flex="0 0 auto")
+            [self.finish_button, self.save_button, self.stop_button],
+            layout=controls.share_layout(flex="0 0 auto"),
         )
         top = widgets.HBox([self.head, buttons], layout=controls.share_layout())
         top.add_class("ss-run-top")
@@ -131,7 +144,7 @@ class RunView(View):
             self._expected = run.predicted_metrics()
             self._latest = {}
             self._shown_status = ("", "")
-            self._stop_requested = False
+            self._stop_requested = self._finish_requested = False
             self._sampled = self._gpu_time = 0.0
             self.num_steps = 0
             if self.figure is None:
@@ -175,7 +188,8 @@ class RunView(View):
             has_ended = status in FINAL
             self.stop_button.disabled = has_ended or self._stop_requested
             self.save_button.disabled = status not in ("starting", "running")
-            for button in (self.stop_button, self.save_button):
+            self.finish_button.disabled = self.save_button.disabled or self._finish_requested
+            for button in (self.stop_button, self.save_button, self.finish_button):
                 (button.add_class if has_ended else button.remove_class)("ss-off")
             self.status = status
             self._show_status(run, status)
@@ -205,6 +219,7 @@ class RunView(View):
         """Show "Save and stop" if the task supports it; for a user's function, once it has checked for it."""
         self.save_button.tooltip = SAVE_TOOLTIP if run.trains_the_plan else SHOULD_STOP_TOOLTIP
         self.save_button.layout.display = "" if run.reads_stop_requests else "none"
+        self.finish_button.layout.display = "" if run.keeps_best else "none"
 
     def _add_records(self, new: list[dict[str, object]]) -> None:
         """Add new records to the numbers and the charts."""
@@ -318,6 +333,16 @@ class RunView(View):
             self.run.press(button)
         except OSError as error:
             self._stop_requested = False
+            self.error.value = _render_alert(str(error))
+
+    def _press_finish(self) -> None:
+        if self.run is None:
+            return
+        self._finish_requested = self.finish_button.disabled = True
+        try:
+            self.run.finish()
+        except OSError as error:
+            self._finish_requested = False
             self.error.value = _render_alert(str(error))
 
     def _show_status(self, run: ss.Run, status: str) -> None:

@@ -202,6 +202,20 @@ def test_save_and_stop_is_offered_and_stop_stays_enabled() -> None:
     assert wait_until(lambda: view.status == "stopped") and run.pressed_buttons == ["Save and stop", "Stop"]
 
 
+def test_a_run_with_early_stopping_can_be_stopped_and_keep_the_best() -> None:
+    assert RunView(FakeRun([])).finish_button.layout.display == "none"
+    run = make_engine_run([make_record(0)])
+    run.keeps_best = True
+    view = RunView(run)
+    assert view.finish_button.layout.display == ""
+    assert wait_until(lambda: view.status == "running" and not view.finish_button.disabled)
+    view.finish_button.click()
+    assert run.pressed_buttons == ["Stop and keep the best"]
+    view.refresh()
+    assert view.finish_button.disabled and not view.stop_button.disabled, "one request is enough"
+    run.status = "finished"
+
+
 def test_save_and_stop_appears_once_a_function_reads_stop_requests() -> None:
     run = FakeRun([record(loss=1.0)])
     view = RunView(run)
