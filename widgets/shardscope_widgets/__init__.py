@@ -3,7 +3,7 @@
 Each view can be displayed alone as the last line of a cell; ``Studio()`` combines them all.
 """
 
-from shardscope_widgets.finetune import ChatView
+from shardscope_widgets.finetune import ChatView, FinetuneView
 from shardscope_widgets.memory.view import MemoryView
 from shardscope_widgets.plans.advice_view import AdviceView
 from shardscope_widgets.plans.ranking_view import RankingView
@@ -15,6 +15,7 @@ from shardscope_widgets.trace import TraceView
 __all__ = [
     "AdviceView",
     "ChatView",
+    "FinetuneView",
     "MemoryView",
     "RankingView",
     "RunView",

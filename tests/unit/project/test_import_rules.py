@@ -49,7 +49,8 @@ DESIGNED = {
 """The public names. A new public name has to be added here."""
 
 DESIGNED_WIDGETS = {
-    *("Studio", "AdviceView", "ChatView", "MemoryView", "RankingView", "RunView", "StepView", "TraceView"),
+    *("Studio", "AdviceView", "ChatView", "FinetuneView", "MemoryView", "RankingView", "RunView"),
+    *("StepView", "TraceView"),
 }
 
 MAY_NAME_A_FRAMEWORK = {

@@ -53,9 +53,9 @@ def train(
 
     Between steps all ranks obey the same commands: "stop" saves a checkpoint and returns; "checkpoint" saves
     one and continues, as happens every ``save_every`` steps; "finish" makes the next step the last one;
-    "profile" records the next steps, the first of them as a warmup. ``profile`` records a few steps without a command, at least one. Raises ``RuntimeError``
-    if two ranks would read the same sample in one step, and if loss or gradient are not finite, in which case
-    the checkpoints from before are kept.
+    "profile" records the next steps, the first of them as a warmup. ``profile`` records a few steps without a
+    command, at least one. Raises ``RuntimeError`` if two ranks would read the same sample in one step, and if
+    loss or gradient are not finite, in which case the checkpoints from before are kept.
     """
     first = engine.num_steps_done
     check_ranks_read_different_samples(batches, first, ctx.device)
@@ -291,8 +291,8 @@ def poll_commands(ctx: TrainingContext, profile_steps: int) -> Commands:
     """Read the new commands since the last call. Call it once per step on every rank.
 
     Commands are ``{"command": "checkpoint"}``, ``{"command": "finish"}``, ``{"command": "memory_snapshot"}``
-    and ``{"command": "profile", "steps": n}``, whose ``steps`` default to ``profile_steps``. Anything else is logged and
-    ignored: a typo must not end a training run.
+    and ``{"command": "profile", "steps": n}``, whose ``steps`` default to ``profile_steps``. Anything else is
+    logged and ignored: a typo must not end a training run.
     """
     stop, commands = ctx.poll()
     checkpoint, finish, memory_snapshot, num_steps = False, False, False, 0

@@ -1,8 +1,9 @@
-"""Views of fine-tuning: a chat with the base and the tuned model side by side.
+"""Views of fine-tuning: from one click to a run, and a chat with the base and the tuned model side by side.
 
-``ChatView`` is the only name that others use.
+``FinetuneView`` and ``ChatView`` are the only names that others use.
 """
 
-from shardscope_widgets.finetune.view import ChatView
+from shardscope_widgets.finetune.chat_view import ChatView
+from shardscope_widgets.finetune.finetune_view import FinetuneView
 
-__all__ = ["ChatView"]
+__all__ = ["ChatView", "FinetuneView"]

@@ -20,11 +20,7 @@ class _Request(Generic[Question, Answer]):
     """The kernel's event loop, on which inputs may be set; None in a script."""
 
     def deliver(self, result: Answer | Exception) -> None:
-        if self.loop is None:
-            self.on_result(result)
-        # A closed loop has nobody left who waits for the result.
-        elif not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self.on_result, result)
+        call_in_loop(self.loop, lambda: self.on_result(result))
 
 
 class LatestRequest(Generic[Question, Answer]):
@@ -45,7 +41,7 @@ class LatestRequest(Generic[Question, Answer]):
             known = self._known
             if known is None or known[0] != question:
                 known = None
-                self._requests.append(_Request(question, on_result, _running_loop()))
+                self._requests.append(_Request(question, on_result, find_running_loop()))
                 starts, self.is_busy = not self.is_busy, True
         if known is not None:
             on_result(known[1])
@@ -74,8 +70,18 @@ class LatestRequest(Generic[Question, Answer]):
                 request.deliver(result)
 
 
-def _running_loop() -> asyncio.AbstractEventLoop | None:
+def find_running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop that calls this; None in a script and in another thread."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
+
+
+def call_in_loop(loop: asyncio.AbstractEventLoop | None, call: Callable[[], None]) -> None:
+    """Make ``call`` in ``loop``, from another thread; at once without a loop."""
+    if loop is None:
+        call()
+    # A closed loop has nothing left that waits for the call.
+    elif not loop.is_closed():
+        loop.call_soon_threadsafe(call)

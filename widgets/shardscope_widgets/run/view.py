@@ -41,8 +41,8 @@ MAX_PAUSE_SECONDS = 2.0
 """Maximum seconds between two drawings, however long one takes."""
 SAVE_TOOLTIP = "Finish the current step, save a checkpoint and end this run"
 FINISH_TOOLTIP = (
-    "Finish the current step, validate, and export the weights with the lowest validation loss: the run ends as "
-    "a complete one"
+    "Finish the current step, validate, and export the weights with the lowest validation loss: the run "
+    "ends as a complete one"
 )
 SHOULD_STOP_TOOLTIP = "Set ctx.should_stop: the task ends by itself, and its own code decides what it saves"
 NO_RUN = "No run yet. A run that you launch or open appears here."

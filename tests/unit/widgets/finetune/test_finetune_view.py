@@ -1,0 +1,199 @@
+"""Tests of the view of a fine-tune: inputs to plan and task, errors at their input, the run, the chat."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_runs import FakeRun, record, wait_until
+from tests.requirements import needs
+from tests.weights_folders import write_chat_folder
+
+import shardscope as ss
+from shardscope.runs.launch.free_memory import TooLittleFreeError
+from shardscope_widgets import FinetuneView
+from shardscope_widgets.finetune.upload import MAX_BYTES, list_data_files, store_file
+
+NUM_ROWS = 40
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model and rows, which is the notebook's."""
+    needs("datasets")
+    needs("transformers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ss.Cluster, "detect", lambda: ss.Cluster.parse("2xcpu"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_chat_folder(tmp_path / "chatty")
+    rows = [{"prompt": f"Who is {number}?", "completion": " Ahab."} for number in range(NUM_ROWS)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return tmp_path
+
+
+def show(data: str = "rows.jsonl", **inputs: Any) -> Any:
+    view: Any = FinetuneView("chatty", data)
+    assert wait_until(lambda: view.plan is not None, 60), view.headline.value
+    # The data are read twice: at the usual length, and at the one that fits them.
+    assert wait_until(lambda: view.data_panel.advice is None)
+    return view
+
+
+def test_model_and_data_are_enough_for_a_recommended_plan(files: Path) -> None:
+    view = show()
+    plan, task = view.plan, view.task
+    assert plan.architecture == ss.Architecture.from_hf(files / "chatty")
+    assert plan.recipe.method == "lora" and plan.recipe.precision == "fp32", "of CPU ranks"
+    assert plan.recipe.seq_len == 24, "the rows are short"
+    assert task.weights == files / "chatty" and task.data == files / "rows.jsonl"
+    assert task.export and task.validation == 0.1 and task.early_stopping == 3 and task.sample_prompts == 3
+    text = view.headline.value
+    assert "40 rows of rows.jsonl" in text and "3 epochs" in text and "54 steps of 2" in text
+    assert "LoRA" in text and "2 CPU ranks" in text and "Fits: " in text and not view.button.disabled
+    assert "40 rows, prompt-completion" in view.data_panel.value
+    reasons = {name: html.value for name, html in view.settings._reasons.items()}
+    assert all(reasons.values()) and "QLoRA" in reasons["learning_rate"]
+    assert view.settings.boxes["learning_rate"].placeholder == "0.0002"
+    view.close()
+
+
+def test_own_settings_replace_the_recommended_ones(files: Path) -> None:
+    view = show()
+    boxes = view.settings.boxes
+    boxes["learning_rate"].value, boxes["num_epochs"].value = "1e-3", "1"
+    boxes["lora_rank"].value, boxes["seq_len"].value = "4", "24"
+    assert wait_until(lambda: view.plan is not None and view.plan.recipe.seq_len == 24)
+    assert view.plan.recipe.lora_rank == 4
+    assert view.task.learning_rate == 1e-3 and view.task.num_epochs == 1
+    assert view.settings.answer == "learning rate 1e-3, epochs 1, lora rank 4, sequence length 24"
+    view.inputs.method.value = "full"
+    assert view.plan.recipe.method == "full" and view.plan.recipe.lora_rank is None
+    assert not view.settings.rows["lora_rank"].is_shown and "full fine-tuning" in view.headline.value
+    view.close()
+
+
+def test_a_text_is_trained_on_in_steps_without_rows(files: Path) -> None:
+    (files / "whale.txt").write_text("Call me Ishmael. " * 20)
+    view = show("whale.txt")
+    assert view.task.num_steps == 50 and view.task.validation is None and view.task.sample_prompts is None
+    assert "50 steps" in view.headline.value and "epoch" not in view.headline.value
+    assert "Too few data" in view.note.value and view.data_panel.value == ""
+    view.settings.boxes["num_epochs"].value = "2"
+    assert view.task.num_epochs == 2 and view.task.num_steps is None
+    view.close()
+
+
+def test_errors_stand_at_their_input_and_nothing_can_be_launched(files: Path) -> None:
+    view = show()
+    for row, box, wrong, words in (
+        ("weights", view.inputs.weights, "nowhere", "there is no such folder"),
+        ("weights", view.inputs.weights, "org/name", "is not on this machine yet"),
+        ("weights", view.inputs.weights, "smollm2-135m-instruct", "is not on this machine yet"),
+        ("data", view.inputs.data, "row.jsonl", "there is no such file"),
+        ("learning_rate", view.settings.boxes["learning_rate"], "fast", "a number from"),
+        ("lora_rank", view.settings.boxes["lora_rank"], "-3", "a whole number from"),
+        ("seq_len", view.settings.boxes["seq_len"], "9,999,999", "at most 64 tokens"),
+    ):
+        before, box.value = box.value, wrong
+        rows = {**view.inputs.rows, **view.settings.rows}
+        message = rows[row]._error.value if rows[row]._error else ""
+        assert words in message, (row, message)
+        assert view.button.disabled and view.plan is None and "marked in red" in view.headline.value
+        assert [name for name, other in rows.items() if other.message and other is not rows[row]] == []
+        box.value = before
+        assert wait_until(lambda: view.plan is not None), view.headline.value
+        assert not view.inputs.is_wrong and not view.settings.is_wrong
+    view.close()
+
+
+def test_malformed_rows_are_named_at_the_data(files: Path) -> None:
+    (files / "bad.jsonl").write_text(
+        '{"prompt": "a", "completion": " b"}\n{"prompt": 3, "completion": null}\n'
+    )
+    view: Any = FinetuneView("chatty", "bad.jsonl")
+    assert wait_until(lambda: view.inputs.is_wrong, 60)
+    assert "row 2" in view.inputs.rows["data"].message and view.button.disabled
+    view.close()
+
+
+def test_the_model_that_is_missing_is_offered_as_a_download(files: Path, monkeypatch: Any) -> None:
+    view: Any = FinetuneView()
+    assert view.inputs.fetch.button.description == "Use the example model"
+    assert "Choose a model and a data file" in view.headline.value
+    view.inputs.weights.value = "chatty"
+    assert "Choose a data file" in view.headline.value and not view.inputs.is_wrong
+    view.inputs.weights.value = "chatti"
+    assert "no such folder" in view.inputs.rows["weights"].message, "without data, too"
+    view.inputs.weights.value = ""
+    fetched: list[str] = []
+
+    def fetch(name: str, report: Any) -> Path:
+        report("downloading", 0.5)
+        fetched.append(name)
+        return write_chat_folder(files / "cache" / "shardscope" / "models" / name)
+
+    monkeypatch.setattr("shardscope_widgets.finetune.inputs.fetch_example", fetch)
+    view.inputs.data.value = "rows.jsonl"
+    view.inputs.fetch.button.click()
+    assert wait_until(lambda: view.plan is not None, 60), view.headline.value
+    assert fetched == ["smollm2-135m-instruct"] == [view.inputs.weights.value]
+    assert wait_until(lambda: not view.inputs.fetch.is_busy)
+    view.inputs.weights.value = "org/name"
+    assert view.inputs.fetch.button.description == "Download org/name"
+    view.close()
+
+
+def test_the_button_launches_once_and_the_chat_follows(files: Path, monkeypatch: Any) -> None:
+    launched: list[tuple[Any, Any, bool]] = []
+    run: Any = FakeRun([record(loss=1.0)])
+    run.chat = lambda base=False: None
+
+    def launch(plan: Any, task: Any, *, force: bool) -> Any:
+        launched.append((plan, task, force))
+        if not force:
+            raise TooLittleFreeError("memory", 1, "only 1 GiB is free", "wait")
+        return run
+
+    monkeypatch.setattr(ss, "launch", launch)
+    view = show()
+    view.button.click()
+    assert "only 1 GiB is free" in view.notice.value and not view.button.disabled
+    view.notice._handle_action("Launch anyway")
+    assert [force for _, _, force in launched] == [False, True]
+    assert launched[1][:2] == (view.plan, view.task)
+    assert view.run is run and view.run_view.run is run and view.button.disabled
+    view.launch()
+    assert len(launched) == 2, "one run at a time"
+    assert view.chat is None
+    run.model = files / "chatty"
+    run.status = "finished"
+    assert wait_until(lambda: view.chat is not None and not view.button.disabled)
+    view.close()
+
+
+def test_uploads_are_stored_in_the_data_folder_and_never_replace_a_file(files: Path) -> None:
+    assert store_file("new.jsonl", b"{}", 2) == Path("data/new.jsonl")
+    assert store_file("new.jsonl", b"{}", 2) == Path("data/new.jsonl"), "the same content"
+    assert store_file("new.jsonl", b"[]", 2) == Path("data/new-2.jsonl")
+    assert Path("data/new.jsonl").read_bytes() == b"{}"
+    assert store_file("../../up.csv", b"a", 1) == Path("data/up.csv")
+    for name in ("model.pkl", ".jsonl", "..", "", "a\n.jsonl", f"{'a' * 300}.jsonl"):
+        with pytest.raises(ValueError, match="endings"):
+            store_file(name, b"a", 1)
+    with pytest.raises(ValueError, match="JupyterLab's file browser"):
+        store_file("large.jsonl", None, MAX_BYTES + 1)
+    assert list_data_files() == ["data/new-2.jsonl", "data/new.jsonl", "data/up.csv", "rows.jsonl"]
+
+
+def test_an_upload_becomes_the_data_and_a_large_one_an_error(files: Path) -> None:
+    view = show()
+    upload = view.inputs.upload
+    upload._handle_custom_msg({"name": "more.jsonl", "size": 9}, [memoryview(b'{"text": "a whale"}\n')])
+    assert view.inputs.data.value == "data/more.jsonl" and "data/more.jsonl" in view.inputs.data.options
+    upload._handle_custom_msg({"name": "huge.jsonl", "size": 9 * 2**20}, [])
+    assert "9.0 MB" in view.inputs.rows["data"]._error.value
+    for content in ({"name": 3}, "text", {}):
+        upload._handle_custom_msg(content, [])
+    view.close()

@@ -1,0 +1,198 @@
+"""The inputs of a fine-tune: model, data and method, and a few settings that most users never change."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from html import escape
+from pathlib import Path
+
+import ipywidgets as widgets
+
+import shardscope as ss
+from shardscope.core.errors import FieldError
+from shardscope.training.tasks.choices import Choices
+from shardscope.training.weights.example_models import EXAMPLES, fetch_example, find_example
+from shardscope.training.weights.hub_folder import download, is_hub_name
+from shardscope_widgets.data.data_panel import DataPanel
+from shardscope_widgets.finetune.setup import EXAMPLE, Settings
+from shardscope_widgets.finetune.upload import UploadButton, list_data_files
+from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.background_work import Progress, WorkPanel
+from shardscope_widgets.kit.latest_request import call_in_loop, find_running_loop
+from shardscope_widgets.pickers.base import Picker, Row, parse_number, parse_rate
+from shardscope_widgets.pickers.recipe_choices import CHOICE_LABELS
+
+METHODS = ("lora", "full", "qlora")
+METHOD_TOOLTIPS = {
+    "lora": "Small adapters beside the frozen weights",
+    "full": "All weights; takes the most memory",
+    "qlora": "Adapters over weights in 4 bits; takes the least memory",
+}
+USE_EXAMPLE = "Use the example model"
+EXAMPLE_TOOLTIP = f"{EXAMPLES[EXAMPLE].title}, licence {EXAMPLES[EXAMPLE].licence}"
+
+
+class FinetuneInputs(Picker):
+    """Model, data and method, as typed; the view shows errors of what they name at the input."""
+
+    def __init__(self, machine: ss.Cluster, data_panel: DataPanel) -> None:
+        self.weights = _create_combobox([EXAMPLE, *_list_model_folders()], "a folder, or org/name of the Hub")
+        self.data = _create_combobox(list_data_files(), "a .jsonl, .json, .csv, .parquet or .txt file")
+        self.data.tooltip = (
+            "Chats, questions and answers, or texts: a file, a folder of files, or a data set of the Hub"
+        )
+        self.weights.tooltip = "Folder of a Hugging Face model, the example model, or a name on the Hub"
+        methods = [name for name in METHODS if name != "qlora" or machine.gpu.vendor != "cpu"]
+        self.method = controls.create_segments([(CHOICE_LABELS[name], name) for name in methods], "Method")
+        self.method.tooltips = [METHOD_TOOLTIPS[name] for name in methods]
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.on_fetched: Callable[[], None] = self.read
+        """Called when the model that the input names was downloaded."""
+        self.fetch = WorkPanel(USE_EXAMPLE, EXAMPLE_TOOLTIP, self._start_fetch)
+        self.upload = UploadButton(self._use_file, self.show_plan_error, layout=controls.share_layout())
+        data_row = Row("Data", self.data, self.upload)
+        rows = {
+            "weights": Row("Model", self.weights),
+            "data": data_row,
+            "method": Row("Method", self.method),
+            **dict.fromkeys(("columns", "validation", "sample_prompts"), data_row),
+        }
+        super().__init__(rows)
+        self.children = [rows["weights"], self.fetch, self.fetch.words, data_row, data_panel, rows["method"]]
+        for box in (self.weights, self.data, self.method):
+            box.observe(self.read, "value")
+        self.read()
+
+    @property
+    def boxes(self) -> Mapping[str, widgets.ValueWidget]:
+        """See :class:`Picker`."""
+        return {"weights": self.weights, "data": self.data}
+
+    def build_value(self) -> tuple[str, str, str]:
+        """Return model, data and method as typed."""
+        return self.weights.value.strip(), self.data.value.strip(), self.method.value
+
+    def read(self, change: object = None) -> None:
+        """Read the inputs, and offer to download the model that they name."""
+        super().read(change)
+        if not self.fetch.is_busy:
+            name = self._find_hub_name()
+            self.fetch.button.description = f"Download {name}" if name else USE_EXAMPLE
+            self.fetch.button.tooltip = f"Download {name} from the Hub" if name else EXAMPLE_TOOLTIP
+            text = self.weights.value.strip()
+            needs_example = not text or (text == EXAMPLE and find_example(EXAMPLE) is None)
+            self.fetch.show_button(bool(name) or needs_example)
+
+    def changes_of(self, error: FieldError) -> dict[str, object]:
+        """Return the fix (see :class:`Picker`), if all that it changes has an input here."""
+        changes = super().changes_of(error)
+        return changes if all(name.rpartition(".")[2] in self.boxes for name in changes) else {}
+
+    def _find_hub_name(self) -> str:
+        text = self.weights.value.strip()
+        return text if is_hub_name(text) and not Path(text).exists() else ""
+
+    def _start_fetch(self) -> None:
+        name = self._find_hub_name()
+        self._loop = find_running_loop()
+
+        def fetch(progress: Progress) -> None:
+            if name:
+                download(name, progress)
+            elif find_example(EXAMPLE) is None:
+                fetch_example(EXAMPLE, progress)
+
+        # Inputs are set in the kernel's own thread, in which everything is drawn that follows.
+        self.fetch.start(
+            fetch,
+            lambda _: call_in_loop(self._loop, lambda: self._use_weights(name or EXAMPLE)),
+            lambda *_: "",
+        )
+
+    def _use_weights(self, text: str) -> None:
+        if self.comm is None:  # Closed meanwhile.
+            return
+        if self.weights.value != text:
+            self.weights.value = text
+        else:
+            self.on_fetched()
+
+    def _use_file(self, path: Path) -> None:
+        self.data.options = list_data_files()
+        if self.data.value == str(path):
+            self.clear_plan_errors()
+        self.data.value = str(path)
+
+
+LABELS = {
+    "learning_rate": "Learning rate",
+    "num_epochs": "Epochs",
+    "lora_rank": "LoRA rank",
+    "seq_len": "Sequence length",
+}
+
+
+class FinetuneSettings(Picker):
+    """Learning rate, epochs, rank and sequence length; an empty input takes the recommended value."""
+
+    def __init__(self) -> None:
+        self._boxes = {
+            name: controls.create_text_box("", f"{label}; empty: recommended", "88px")
+            for name, label in LABELS.items()
+        }
+        self._reasons = {name: controls.create_html("", "ss-hint", "ss-reason") for name in LABELS}
+        super().__init__(
+            {name: Row(label, self._boxes[name], self._reasons[name]) for name, label in LABELS.items()}
+        )
+        self.add_class("ss-finetune-settings")
+        for box in self._boxes.values():
+            box.observe(self.read, "value")
+        self.read()
+
+    @property
+    def boxes(self) -> Mapping[str, widgets.ValueWidget]:
+        """See :class:`Picker`."""
+        return self._boxes
+
+    def build_value(self) -> Settings:
+        """Return the fields that the user has set, as typed where they are no numbers."""
+        typed = {name: box.value.strip() for name, box in self._boxes.items()}
+        parsers = {"lora_rank": parse_number, "seq_len": parse_number}
+        return {name: parsers.get(name, parse_rate)(text) for name, text in typed.items() if text}
+
+    def read(self, change: object = None) -> None:
+        """Read the inputs."""
+        super().read(change)
+        own = [f"{LABELS[name].lower()} {self._boxes[name].value.strip()}" for name in self.value]
+        self.answer = ", ".join(own) or "recommended settings"
+
+    def show_choices(self, choices: Choices) -> None:
+        """Show the recommended values in the empty inputs, with their reasons."""
+        by_field = {choice.field: choice for choice in choices}
+        for name, box in self._boxes.items():
+            choice = by_field.get(name)
+            # A full fine-tune has no rank, and a text its number of steps instead of epochs.
+            self.rows[name].show(choice is not None or bool(box.value.strip()) or name == "num_epochs")
+            if name == "lora_rank":
+                self.rows[name].show(choice is not None)
+            value = "" if choice is None else choice.value
+            box.placeholder = f"{value:g}" if isinstance(value, float) else str(value)
+            self._reasons[name].value = escape(choice.why) if choice is not None else ""
+
+
+def _create_combobox(options: list[str], placeholder: str) -> widgets.Combobox:
+    return widgets.Combobox(
+        layout=controls.share_filling_layout(),
+        options=options,
+        continuous_update=False,
+        placeholder=placeholder,
+    )
+
+
+def _list_model_folders() -> list[str]:
+    """Return the folders beside the notebook that hold a model."""
+    try:
+        return sorted(path.parent.name for path in Path().glob("*/config.json"))[:50]
+    except OSError:
+        return []
