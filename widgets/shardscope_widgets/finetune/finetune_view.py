@@ -13,6 +13,7 @@ import traitlets
 
 import shardscope as ss
 from shardscope.core.number_format import format_count
+from shardscope.memory.report import MemoryReport
 from shardscope.planner.verdict import assess_plan
 from shardscope.records.folder import FINAL
 from shardscope.runs.launch.free_memory import TooLittleFreeError
@@ -42,7 +43,10 @@ NOTHING_CHOSEN = (
     "Choose a model and a data file. All other settings are recommended ones, with their reasons."
 )
 NO_MODEL, NO_DATA = "Choose a model.", "Choose a data file to train on."
+NOT_HERE = "is not on this machine yet: download it with the button below its name."
 READING, WRONG = "Reading the data…", "Correct the input marked in red first."
+TIERS = ("predicted", "measured")
+"""Rows of the memory chart."""
 IS_ACTIVE = "A run is active: see below."
 
 
@@ -61,12 +65,14 @@ class FinetuneView(View):
     def __init__(self, weights: str | Path = "", data: str | Path = "") -> None:
         self._machine = ss.Cluster.detect()
         self._setup: Setup | None = None
+        self._measured: tuple[ss.Plan, MemoryReport] | None = None
+        """The plan of the last run, with the memory that it took."""
         self._is_updating = False
         # Without an event loop, the data are read and reported in another thread.
         self._lock = threading.RLock()
         self._seq_len: tuple[object, int] | None = None
         """The data, and the sequence length that fits them."""
-        self.headline = controls.create_html(f"<div class='ss-what'>{NOTHING_CHOSEN}</div>", "ss-headline")
+        self.headline = controls.create_html("", "ss-headline")
         self.notice = Notice()
         self.data_panel = DataPanel(on_length=self._use_length)
         self.inputs = FinetuneInputs(self._machine, self.data_panel)
@@ -113,6 +119,7 @@ class FinetuneView(View):
         self.settings.observe(self.update, "value")
         self.data_panel.observe(self.update, ["preview", "problem"])
         self.inputs.weights.value, self.inputs.data.value = str(weights), str(data)
+        self.update()
 
     @property
     def task(self) -> ss.Finetune | None:
@@ -150,7 +157,11 @@ class FinetuneView(View):
         if not weights_text:
             self.data_panel.set_task(None, None)
             return None, NO_MODEL if data else NOTHING_CHOSEN
-        base, settings = ss.Finetune(find_weights(weights_text), data or None), self.settings.value
+        weights, settings = find_weights(weights_text), self.settings.value
+        if weights is None:
+            self.data_panel.set_task(None, None)
+            return None, f"{weights_text} {NOT_HERE}"
+        base = ss.Finetune(weights, data or None)
         if not data:
             self.data_panel.set_task(None, None)
             return None, NO_DATA
@@ -204,7 +215,10 @@ class FinetuneView(View):
         if self.figure is None:
             self.figure = create_memory_figure(lambda _: None)
             self._memory_place.children = [self.figure, self.caption]
-        shown = ShownMemory(setup.plan, {"predicted": setup.report})
+        reports = {"predicted": setup.report}
+        if self._measured is not None and self._measured[0] == setup.plan:
+            reports["measured"] = self._measured[1]
+        shown = ShownMemory(setup.plan, reports, tiers=TIERS)
         draw_memory(self.figure, shown)
         self.caption.value = write_caption(shown)
 
@@ -260,7 +274,10 @@ class FinetuneView(View):
     def _run_ended(self, run: ss.Run) -> None:
         if self.comm is None or self.run is not run:  # Closed, or another run started meanwhile.
             return
-        self._show_button()
+        measured = run.memory()
+        if measured.tensor_bytes:
+            self._measured = (run.plan, measured)
+        self.update()
         if run.model is not None and self.chat is None:
             # The run's view below has the button that merges the adapters.
             self.chat = ChatView(run, with_merge=False)
@@ -281,11 +298,8 @@ def render_summary(setup: Setup, num_rows: int | None) -> str:
     epochs = task.num_epochs or (DEFAULT_EPOCHS if task.num_steps is None else None)
     passes = f" in {epochs:g} epoch{'s' * (epochs != 1)}" if epochs is not None else ""
     num_steps = setup.length.num_steps
-    steps = (
-        ""
-        if num_steps is None
-        else f", {format_count(num_steps, 'step')} of {plan.recipe.global_batch_size:,}"
-    )
+    batch = format_count(plan.recipe.global_batch_size, "sequence")
+    steps = "" if num_steps is None else f", {format_count(num_steps, 'step')} of {batch}"
     rank = f" of rank {plan.recipe.adapter_rank}" if plan.recipe.has_adapters else ""
     method = CHOICE_LABELS[plan.recipe.method] if plan.recipe.has_adapters else "full fine-tuning"
     what = (

@@ -21,14 +21,13 @@ from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
 from shardscope_widgets.kit.latest_request import call_in_loop, find_running_loop
 from shardscope_widgets.pickers.base import Picker, Row, parse_number, parse_rate
-from shardscope_widgets.pickers.recipe_choices import CHOICE_LABELS
 
-METHODS = ("lora", "full", "qlora")
-METHOD_TOOLTIPS = {
-    "lora": "Small adapters beside the frozen weights",
-    "full": "All weights; takes the most memory",
-    "qlora": "Adapters over weights in 4 bits; takes the least memory",
+METHODS = {
+    "lora": ("LoRA", "Small adapters beside the frozen weights"),
+    "full": ("Full", "All weights; takes the most memory"),
+    "qlora": ("QLoRA", "Adapters over weights in 4 bits; takes the least memory"),
 }
+"""Method -> label and tooltip."""
 USE_EXAMPLE = "Use the example model"
 EXAMPLE_TOOLTIP = f"{EXAMPLES[EXAMPLE].title}, licence {EXAMPLES[EXAMPLE].licence}"
 
@@ -44,8 +43,8 @@ class FinetuneInputs(Picker):
         )
         self.weights.tooltip = "Folder of a Hugging Face model, the example model, or a name on the Hub"
         methods = [name for name in METHODS if name != "qlora" or machine.gpu.vendor != "cpu"]
-        self.method = controls.create_segments([(CHOICE_LABELS[name], name) for name in methods], "Method")
-        self.method.tooltips = [METHOD_TOOLTIPS[name] for name in methods]
+        self.method = controls.create_segments([(METHODS[name][0], name) for name in methods], "Method")
+        self.method.tooltips = [METHODS[name][1] for name in methods]
         self._loop: asyncio.AbstractEventLoop | None = None
         self.on_fetched: Callable[[], None] = self.read
         """Called when the model that the input names was downloaded."""

@@ -46,24 +46,15 @@ class Setup:
     length: Length
 
 
-def find_weights(text: str) -> Path:
+def find_weights(text: str) -> Path | None:
     """Return the folder that ``text`` names: a path, an example model, or a model of the Hub in its cache.
 
-    Raises ``ValueError`` for one that would have to be downloaded first.
+    None for a model that would have to be downloaded first.
     """
     path = Path(text).expanduser()
     if path.exists() or not (text in EXAMPLES or is_hub_name(text)):
         return path
-    folder = find_example(text) if text in EXAMPLES else find_in_cache(text)
-    if folder is None:
-        refuse(
-            "Finetune.weights",
-            text,
-            "a model that is on this machine",
-            "download it with the button below",
-            f"{text} is not on this machine yet",
-        )
-    return folder
+    return find_example(text) if text in EXAMPLES else find_in_cache(text)
 
 
 def build_first_plan(

@@ -18,8 +18,6 @@ from shardscope_widgets.memory.rows import Bar, Mode, ShownMemory, list_bars
 GIB = 2**30
 ROW_PIXELS, STAGE_PIXELS, TOP_PIXELS, BOTTOM_PIXELS = 32, 20, 2, 20
 LEFT_PIXELS, RIGHT_PIXELS = 96, 108
-NUM_ROWS = 3
-"""Rows that are always present: they set the minimum height of the chart in both modes."""
 TIMELINE_LABEL_PIXELS = 14
 TIMELINE_END = 0.98
 PHASES = (("forward", 0.0), ("backward", 0.34), ("optimizer", TIMELINE_END))
@@ -156,7 +154,7 @@ def draw_memory(figure: Chart, shown: ShownMemory, mode: Mode = "peak") -> None:
     rows = list_bars(shown, mode)
     pixels = STAGE_PIXELS if mode == "stages" else ROW_PIXELS
     # The timeline is as high as the bars, so that the content below does not move.
-    inner = max(ROW_PIXELS * NUM_ROWS, pixels * len(rows))
+    inner = max(ROW_PIXELS * len(shown.tiers), pixels * len(rows))
     is_timeline = mode == "step"
     # Of two overlapping subplots the upper one receives all clicks and hovers, so the other is collapsed.
     bars_domain, timeline_domain = (

@@ -63,6 +63,8 @@ class ShownMemory(NamedTuple):
     reports: Mapping[str, MemoryReport]
     """Tier -> report; ``predicted`` is always present."""
     pins: tuple[Pin, ...] = ()
+    tiers: tuple[str, ...] = TIERS
+    """Tiers with a row, also before there is a report."""
 
     @property
     def report(self) -> MemoryReport:
@@ -87,7 +89,7 @@ def list_bars(shown: ShownMemory, mode: Mode = "peak") -> list[Bar]:
 def _build_tier_bars(shown: ShownMemory) -> list[Bar]:
     """Return the worst rank in each tier; a tier without a report keeps its row."""
     rows = []
-    for tier in TIERS:
+    for tier in shown.tiers:
         report = shown.reports.get(tier)
         if report is None:
             rows.append(Bar(tier, tier, {}, shown.report.usable_bytes, note=EMPTY_NOTES[tier]))
