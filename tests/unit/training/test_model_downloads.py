@@ -1,0 +1,85 @@
+"""Tests of downloads of models: in processes that end with their progress, and from the Hub's cache."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.requirements import needs
+from tests.weights_folders import write_folder
+
+from shardscope.training.weights.example_models import find_example, run_process
+from shardscope.training.weights.hub_folder import download, find_in_cache, is_hub_name
+
+NAME = "acme/small-llama"
+
+
+def test_a_process_is_killed_when_its_progress_is_cancelled(tmp_path: Path) -> None:
+    started = time.monotonic()
+
+    def report() -> None:
+        if time.monotonic() - started > 0.5:
+            raise KeyboardInterrupt
+
+    code = f"import time; time.sleep(8); open({str(tmp_path / 'left')!r}, 'w')"
+    with pytest.raises(KeyboardInterrupt):
+        run_process([sys.executable, "-c", code], report)
+    assert time.monotonic() - started < 6, "not waited for"
+
+
+def test_a_process_returns_its_output_or_raises_with_its_end() -> None:
+    assert run_process([sys.executable, "-c", "print('done')"], lambda: None) == "done\n"
+    with pytest.raises(RuntimeError, match="exit code 3:\nno such thing"):
+        run_process(
+            [sys.executable, "-c", "import sys; print('no such thing', file=sys.stderr); sys.exit(3)"],
+            lambda: None,
+        )
+
+
+def test_an_example_that_was_not_fetched_is_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert find_example("smollm2-135m-instruct") is None
+    folder = tmp_path / "shardscope" / "models" / "smollm2-135m-instruct"
+    folder.mkdir(parents=True)
+    assert find_example("smollm2-135m-instruct") == folder
+    with pytest.raises(ValueError, match="example_model name"):
+        find_example("smollm")
+
+
+def test_a_model_in_the_cache_of_the_hub_is_found_when_it_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs("huggingface_hub")
+    from huggingface_hub import constants, file_download
+
+    for module in (constants, file_download.constants):
+        monkeypatch.setattr(module, "HF_HUB_CACHE", str(tmp_path))
+    assert find_in_cache(NAME) is None
+    home = tmp_path / "models--acme--small-llama"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text("abc")
+    folder = write_folder(home / "snapshots" / "abc")
+    assert find_in_cache(NAME) == folder
+    (folder / "model.safetensors").unlink()
+    assert find_in_cache(NAME) is None, "only the configuration was downloaded"
+
+
+def test_a_hub_that_cannot_be_reached_is_named_after_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("huggingface_hub")
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{filename}")
+    with pytest.raises(RuntimeError, match=f"{NAME} cannot be downloaded"):
+        download(NAME, lambda message, fraction: None)
+
+
+def test_names_of_the_hub_differ_from_paths() -> None:
+    assert is_hub_name(NAME)
+    assert not any(
+        map(is_hub_name, ("llama", "./acme/llama", "/acme/llama", "~/llama", "a/b/c", "a b/c", ""))
+    )
