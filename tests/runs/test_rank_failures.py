@@ -170,7 +170,12 @@ def test_fault_25_the_clock_is_set_during_a_run(
     hook, clock = tmp_path / "hook", tmp_path / "clock"
     hook.mkdir()
     here = str(Path(__file__).parent)
-    lines = ["import sys", f"sys.path.append({here!r})", "import jumping_clock", "jumping_clock.install()"]
+    lines = [
+        "import sys",
+        f"sys.path.append({here!r})",
+        "from jumping_clock import install_clock",
+        "install_clock()",
+    ]
     (hook / "sitecustomize.py").write_text("\n".join(lines))
     clock.write_text("0")
     monkeypatch.setenv(OFFSET, str(clock))
