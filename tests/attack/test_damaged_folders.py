@@ -9,7 +9,7 @@ import pytest
 from tests.attack.__main__ import describe
 from tests.attack.fuzzing import run_tries
 from tests.attack.recorded_runs import record_runs
-from tests.requirements import needs
+from tests.requirements import needs, thorough
 
 needs("torch")
 
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(
 NUM_FOLDERS = 5
 
 
+@thorough()
 def test_fault_55_damaged_run_folders_raise_only_documented_errors(tmp_path: Path) -> None:
     """Every public call answers or raises ``ValueError``, executes nothing and hides no other run."""
     record_runs(tmp_path / "recorded")

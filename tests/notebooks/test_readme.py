@@ -20,7 +20,7 @@ import shardscope as ss
 REPOSITORY = Path(__file__).parents[2]
 NOT_IN_REPOSITORY = (
     *("config.json", "FILES.md", "artifacts/soak/report.md"),
-    *("shardscope_report.md", "pretrain_gpt.py"),
+    *("shardscope_report.md", "pretrain_gpt.py", "convert_hf_to_gguf.py"),
 )
 """Files of other projects, and files that runs or machines with a GPU write."""
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")

@@ -552,12 +552,13 @@ def test_pretraining_learns_real_text(framework: str, tmp_path: Path) -> None:
         assert line["tokens_per_second_all_ranks"] == pytest.approx(2 * line["tokens_per_second"])
         assert line["rss_bytes"] > line["peak_memory_bytes"] >= line["memory_bytes"] > 0
         assert line["grad_norm"] > 0
-    what, *told, saved = first["printed"]
+    what, schedule, *told, saved = first["printed"]
     assert re.fullmatch(
         r"training tiny \(336,192 parameters\) on moby_dick.txt: [\d,]+ windows of 64 tokens, "
         r"8 per step on this rank",
         what,
     )
+    assert schedule.startswith("learning rate: "), schedule
     assert [line.split(":")[0] for line in told] == [f"step {n} of 40" for n in (1, *range(4, 41, 4))]
     assert saved == "saved checkpoints/step-000040"
     assert re.fullmatch(r"step 40 of 40: loss \d\.\d+, [\d,]+ tokens/s", told[-1])

@@ -63,7 +63,7 @@ def launch(folder: Path, data: object, layout: Layout, runs: Path, **options: An
     return ss.launch(plan, ss.Finetune(folder, data, num_steps=2, **options), folder=runs)
 
 
-@pytest.mark.parametrize("name", few(LAYOUTS, ["ddp", "fsdp2, two stages"]))
+@pytest.mark.parametrize("name", few(LAYOUTS, ["fsdp2, two stages"]))
 def test_the_first_loss_is_that_of_the_completions(name: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -79,6 +79,7 @@ def test_the_first_loss_is_that_of_the_completions(name: str, tmp_path: Path) ->
     assert "4 of 4 rows are examples" in run.logs(0)
 
 
+@thorough()
 def test_a_run_can_be_exported_and_its_data_is_recorded(tmp_path: Path) -> None:
     folder, data = small_model(tmp_path, "llama"), write_rows(tmp_path / "rows.jsonl", ROWS)
     run = launch(folder, data, Layout.ddp(), tmp_path / "runs", export=True, columns={"text": "completion"})
@@ -88,6 +89,7 @@ def test_a_run_can_be_exported_and_its_data_is_recorded(tmp_path: Path) -> None:
     assert recorded["data"] == str(data) and recorded["columns"] == {"text": "completion"}
 
 
+@thorough()
 def test_malformed_rows_are_refused_before_a_rank_starts_or_skipped(tmp_path: Path) -> None:
     folder = small_model(tmp_path, "llama")
     rows = [*ROWS, {"prompt": "Who?", "completion": ""}]

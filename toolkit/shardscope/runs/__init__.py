@@ -1,3 +1,3 @@
 """Real runs, each one folder on disk: launching, watching, stopping, explaining and comparing them;
-merging and chatting with trained models; calibration.
+merging, chatting with and publishing trained models; calibration.
 """
