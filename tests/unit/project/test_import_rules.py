@@ -294,6 +294,16 @@ def test_no_tracked_file_is_ignored_by_git() -> None:
     assert subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout == ""
 
 
+def test_no_package_has_over_twenty_modules() -> None:
+    sizes = Counter(
+        file.parent
+        for root in (TOOLKIT, WIDGETS)
+        for file in root.rglob("*.py")
+        if file.name != "__init__.py"
+    )
+    assert {folder.name: size for folder, size in sizes.items() if size > 20} == {}
+
+
 def test_test_files_have_names_of_their_own() -> None:
     # pytest imports them by their names alone: two of one name cannot be collected together.
     names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face Hub serves a repository, from one request.
+"""Checks whether the Hugging Face Hub serves a repository, with one request.
 
 ``huggingface_hub`` and ``datasets`` repeat a failing request for 23 seconds, which is long for a mistyped
 name on a machine without a network.

@@ -439,7 +439,7 @@ class Run:
 
     @property
     def keeps_best(self) -> bool:
-        """Whether :meth:`finish` exports the weights of the lowest validation loss."""
+        """Return whether :meth:`finish` exports the weights of the lowest validation loss."""
         fields = self.task_fields or {}
         return fields.get("early_stopping") is not None and fields.get("export") is True
 

@@ -30,7 +30,7 @@ PROJECT = "shardscope"
 
 
 class TrackedRun(Protocol):
-    """What ``init`` of both packages returns."""
+    """A run of trackio or wandb, as ``init`` of both packages returns it."""
 
     def log(self, metrics: dict[str, float], *, step: int) -> object: ...
     def finish(self) -> object: ...

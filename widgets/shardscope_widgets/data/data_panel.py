@@ -57,7 +57,7 @@ class DataPanel(Clickable):
 
     @property
     def is_reading(self) -> bool:
-        """Whether there is data of which nothing is known yet."""
+        """Return whether there is data of which nothing is known yet."""
         return self._question is not None and self.preview is None and self.problem is None
 
     def set_task(self, task: ss.Finetune | None, plan: ss.Plan | None) -> None:

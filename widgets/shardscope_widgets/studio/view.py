@@ -31,7 +31,6 @@ from shardscope_widgets.data.preview_view import PreviewView
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.debounce import Debounced
 from shardscope_widgets.kit.fold import Fold, Folds
-from shardscope_widgets.kit.full_window import FullWindow
 from shardscope_widgets.kit.notice import Notice
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.tabs import Tabs
@@ -55,8 +54,7 @@ from shardscope_widgets.run.launch_button import LaunchButton
 from shardscope_widgets.run.run_html import format_seconds
 from shardscope_widgets.run.runs_view import RunsView, count_runs
 from shardscope_widgets.run.view import RunView
-from shardscope_widgets.studio.fit_button import FitButton, write_fit_question
-from shardscope_widgets.studio.headline import render_headline
+from shardscope_widgets.studio.head import FitButton, FullWindow, render_headline, write_fit_question
 from shardscope_widgets.time.rates import render_rates
 from shardscope_widgets.time.rows import RunSteps, build_shown_step
 from shardscope_widgets.time.view import StepView

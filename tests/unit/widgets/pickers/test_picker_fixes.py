@@ -19,7 +19,7 @@ from shardscope.planner.repairs.first_layout import choose_first_layout
 from shardscope.planner.repairs.make_it_fit import Fit, make_it_fit
 from shardscope_widgets import Studio
 from shardscope_widgets.pickers import ArchitecturePicker, ClusterPicker, LayoutPicker, RecipePicker
-from shardscope_widgets.studio.fit_button import write_fit_question
+from shardscope_widgets.studio.head import write_fit_question
 
 
 def read_message(row: Any) -> str:
