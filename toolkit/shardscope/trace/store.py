@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, Self, TypedDict
 
 import msgspec
@@ -11,11 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from shardscope.trace.files import refuse_file
-from shardscope.trace.nesting import compute_nesting_depth
+from shardscope.trace.nesting import compute_nesting_depth, find_parents
 from shardscope.trace.recordings import Recording, read_recordings
 
 if TYPE_CHECKING:
+    from shardscope.trace.analysis.activity import Activity
+    from shardscope.trace.analysis.breakdown import BreakdownRow, IdleRow, OverlapRow, StepRow
     from shardscope.trace.summary import TraceSummary
+    from shardscope.trace.table import Table
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -130,6 +134,34 @@ class Trace:
         return f"<Trace: {len(self):,} slices, {len(self.ranks)} ranks, {self.duration_seconds:.3g} s>"
 
     @property
+    def end_ns(self) -> Int64s:
+        """End of each slice."""
+        return self.start_ns + self.duration_ns
+
+    @cached_property
+    def first_row_of_track(self) -> Int64s:
+        """Number of rows above each track, and at the end the number of all rows."""
+        rows = np.cumsum([track.num_rows for track in self.tracks], dtype=np.int64)
+        return np.concatenate((np.zeros(1, np.int64), rows))
+
+    @cached_property
+    def parents(self) -> Int64s:
+        """Slice around each slice in its track, one row above; -1 if there is none."""
+        row = self.first_row_of_track[:-1][self.track_index] + self.depth if len(self) else np.zeros(0, int)
+        num_rows = int(self.first_row_of_track[-1])
+        is_first_row = np.zeros(num_rows, dtype=bool)
+        is_first_row[self.first_row_of_track[:-1]] = True
+        row_bounds = np.searchsorted(row, np.arange(num_rows + 1))
+        return find_parents(self.start_ns, self.end_ns, row_bounds, is_first_row)
+
+    @cached_property
+    def activity(self) -> Activity:
+        """What each slice is (compute, communication, copy), and the spans and steps of each rank."""
+        from shardscope.trace.analysis.activity import Activity  # circular import
+
+        return Activity(self)
+
+    @property
     def duration_ns_total(self) -> int:
         """Nanoseconds from the first slice's start to the last slice's end."""
         return int((self.start_ns + self.duration_ns).max()) if len(self) else 0
@@ -169,6 +201,34 @@ class Trace:
         from shardscope.trace.summary import summarize  # circular import
 
         return summarize(self)
+
+    def breakdown(self) -> Table[BreakdownRow]:
+        """Return where each rank's time went: compute, communication, copies, idle. The parts add up.
+
+        ``compute + exposed communication + copies + idle = span``, the time from the rank's first slice to
+        its last. Of a rank with GPU streams, only they count; of a CPU rank, operators and collectives.
+        """
+        from shardscope.trace.analysis.breakdown import compute_breakdown  # circular import
+
+        return compute_breakdown(self)
+
+    def steps(self) -> Table[StepRow]:
+        """Return the columns of :meth:`breakdown` for each rank and ``ProfilerStep``; marks outliers."""
+        from shardscope.trace.analysis.breakdown import compute_steps  # circular import
+
+        return compute_steps(self)
+
+    def overlap(self) -> Table[OverlapRow]:
+        """Return how much of each rank's communication is overlapped with compute."""
+        from shardscope.trace.analysis.breakdown import compute_overlap  # circular import
+
+        return compute_overlap(self)
+
+    def idle(self) -> Table[IdleRow]:
+        """Return idle time by cause: host-bound, waiting for a collective, data loading or other."""
+        from shardscope.trace.analysis.breakdown import compute_idle  # circular import
+
+        return compute_idle(self)
 
     def _repr_html_(self) -> str:
         return self.summary()._repr_html_()

@@ -15,7 +15,7 @@ from typing import TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from shardscope.trace.nesting import find_parents, mark_recursive_calls
+from shardscope.trace.nesting import mark_recursive_calls
 from shardscope.trace.store import WRAPPER_CATEGORIES, Trace
 from shardscope.trace.table import Table
 
@@ -92,10 +92,8 @@ class Tiler:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.end_ns = trace.start_ns + trace.duration_ns
-        self.first_row_of_track = np.concatenate(
-            ([0], np.cumsum([track.num_rows for track in trace.tracks], dtype=np.int64))
-        ).astype(np.int64)
+        self.end_ns = trace.end_ns
+        self.first_row_of_track = trace.first_row_of_track
         self.num_rows = int(self.first_row_of_track[-1])
         row = (
             self.first_row_of_track[:-1][trace.track_index] + trace.depth
@@ -161,9 +159,9 @@ class Tiler:
         index = index[~self._is_frame[index]]
         # Time of each slice inside the range, and the time of its direct callees.
         inside = np.minimum(self.end_ns[index], t1_ns) - np.maximum(self.trace.start_ns[index], t0_ns)
-        has_caller = self._parents[index] >= 0
+        has_caller = self.trace.parents[index] >= 0
         by_caller = np.bincount(
-            self._parents[index[has_caller]], weights=inside[has_caller], minlength=len(self.trace)
+            self.trace.parents[index[has_caller]], weights=inside[has_caller], minlength=len(self.trace)
         )
         names = self.trace.name_index[index]
         size = len(self.trace.names)
@@ -190,15 +188,9 @@ class Tiler:
         return is_python[self.trace.track_index] if len(self.trace) else np.zeros(0, dtype=bool)
 
     @cached_property
-    def _parents(self) -> npt.NDArray[np.int64]:
-        is_first_row = np.zeros(self.num_rows, dtype=bool)
-        is_first_row[self.first_row_of_track[:-1]] = True
-        return find_parents(self.trace.start_ns, self.end_ns, self.row_bounds, is_first_row)
-
-    @cached_property
     def _is_recursive(self) -> npt.NDArray[np.bool_]:
         """Mask of slices nested in a slice of the same name, which includes their time already."""
-        return mark_recursive_calls(self._parents, self.trace.name_index)
+        return mark_recursive_calls(self.trace.parents, self.trace.name_index)
 
     def _find_visible(self, t0_ns: float, t1_ns: float) -> npt.NDArray[np.int64]:
         """Return indices of slices that overlap the range, in store order.

@@ -1,0 +1,294 @@
+"""What each slice of a trace is: compute, communication, copy or a wrapper; and each rank's span and steps.
+
+Of a rank with GPU streams only work on them counts. A rank without any (gloo, CPU) has operators as compute
+and the backend's annotations (``gloo:all_reduce``) as communication.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from shardscope.trace.analysis.intervals import Int64s, Intervals, Mask, merge_intervals
+from shardscope.trace.arguments import WorkArgs, decode_arguments
+from shardscope.trace.store import PYTHON_CATEGORY, WRAPPER_CATEGORIES, Trace
+
+Slices: TypeAlias = "slice[int, int, None]"
+
+COPY_CATEGORIES = frozenset({"gpu_memcpy", "gpu_memset", "Memcpy", "Memset"})
+RUNTIME_CATEGORIES = frozenset(
+    {"cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime", "Runtime"}
+)
+"""Categories of runtime calls, which carry the correlation id of what they launch."""
+
+COMMUNICATION_KERNELS = re.compile(
+    r"nccl|rccl|multimem_|deep_?ep|nvshmem|mscclpp|oneccl|\bhccl\b|cross_device_reduce|one_shot_all_reduce"
+    r"|two_shot_all_reduce",
+    re.IGNORECASE,
+)
+"""Names of kernels that communicate, for recordings without collectives' arguments."""
+HOST_COLLECTIVES = re.compile(r"(?:gloo|mpi|ucc|ccl|xccl):(\w+)")
+"""Annotations that ProcessGroupGloo and others put around a collective that runs on the CPU."""
+STEP = re.compile(r"ProfilerStep\s*#?(\d+)")
+DATA_LOADING = re.compile(r"DataLoader|data_loading|load_batch|next_batch|wait_for_batch", re.IGNORECASE)
+
+# Operators that only contain others. Their own time is dispatch, Python or blocking, and no arithmetic.
+_CONTAINERS = re.compile(
+    r"autograd::engine::|torch::autograd::|c10d::|_c10d_functional::|record_param_comms$|.*Backward\d*$"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One training step of one rank, in nanoseconds of the trace's clock."""
+
+    number: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankActivity:
+    """Work of one rank as sets of intervals."""
+
+    rank: int
+    index: Slices
+    """Slices of the rank: they are contiguous."""
+    on_gpu: bool
+    """Whether the rank has GPU streams; otherwise its CPU threads count."""
+    start_ns: int
+    end_ns: int
+    """From the first slice to the end of the last."""
+    steps: tuple[Step, ...]
+    compute: Intervals
+    communication: Intervals
+    copies: Intervals
+
+
+class Activity:
+    """Masks over all slices of a trace, and the activity of each rank."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.end_ns = trace.end_ns
+        tracks = trace.tracks
+        self.rank_of_track = np.array([track.rank for track in tracks], dtype=np.int64)
+        is_gpu_track = np.array([track.kind == "gpu" for track in tracks], dtype=bool)
+        self.on_gpu: Mask = is_gpu_track[trace.track_index] if len(trace) else np.zeros(0, bool)
+        self.is_wrapper = self._mask_categories(WRAPPER_CATEGORIES)
+        self.is_copy = self.on_gpu & self._mask_categories(COPY_CATEGORIES)
+        self.is_kernel = self.on_gpu & ~self.is_wrapper & ~self.is_copy
+        self.is_gpu_work = self.is_kernel | self.is_copy
+
+    def _mask_categories(self, categories: frozenset[str]) -> Mask:
+        wanted = np.array([name in categories for name in self.trace.categories], dtype=bool)
+        return wanted[self.trace.category_index] if len(self.trace) else np.zeros(0, dtype=bool)
+
+    def mask_names(self, pattern: re.Pattern[str], method: str = "search") -> Mask:
+        """Return a mask of the slices whose name matches; ``method`` is "search" or "match"."""
+        find = pattern.search if method == "search" else pattern.match
+        wanted = np.array([find(name) is not None for name in self.trace.names], dtype=bool)
+        return wanted[self.trace.name_index] if len(self.trace) else np.zeros(0, dtype=bool)
+
+    @cached_property
+    def work_args(self) -> dict[str, npt.NDArray[np.float64] | Int64s]:
+        """Columns of the arguments of GPU work and runtime calls; -1 for other slices and where absent."""
+        index = np.flatnonzero(self.is_gpu_work | self._mask_categories(RUNTIME_CATEGORIES))
+        decoded = decode_arguments(self.trace._args, index, WorkArgs)
+        correlation = np.full(len(self.trace), -1, np.int64)
+        columns = [np.full(len(self.trace), -1.0) for _ in range(3)]
+        correlation[index] = [args.correlation for args in decoded]
+        for column, name in zip(columns, ("bytes", "occupancy", "blocks_per_sm"), strict=True):
+            column[index] = [getattr(args, name) for args in decoded]
+        return {
+            "correlation": correlation,
+            "bytes": columns[0],
+            "occupancy": columns[1],
+            "blocks_per_sm": columns[2],
+        }
+
+    @cached_property
+    def launches(self) -> Int64s:
+        """Index of the runtime call that launched each GPU slice; -1 if it was not recorded."""
+        trace, launches = self.trace, np.full(len(self.trace), -1, np.int64)
+        correlation = np.asarray(self.work_args["correlation"], np.int64)
+        is_runtime = self._mask_categories(RUNTIME_CATEGORIES) & ~self.on_gpu & (correlation >= 0)
+        # Correlation ids are unique within one process, so ranks are matched one after the other.
+        for index in self.slices_of_ranks:
+            calls = np.flatnonzero(is_runtime[index]) + index.start
+            work = np.flatnonzero(self.is_gpu_work[index] & (correlation[index] >= 0)) + index.start
+            if not len(calls) or not len(work):
+                continue
+            calls = calls[np.argsort(correlation[calls], kind="stable")]
+            # The last of several calls of one id is the innermost: cuda_driver inside of cuda_runtime.
+            found = np.searchsorted(correlation[calls], correlation[work], side="right") - 1
+            matches = (found >= 0) & (correlation[calls[found]] == correlation[work])
+            launches[work] = np.where(matches, calls[found], -1)
+        assert len(launches) == len(trace)
+        return launches
+
+    @cached_property
+    def slices_of_ranks(self) -> list[Slices]:
+        """Slices of each rank, in the order of ``trace.ranks``. Tracks are in that order too."""
+        ranks = self.rank_of_track[self.trace.track_index] if len(self.trace) else np.zeros(0, np.int64)
+        first = np.searchsorted(ranks, self.trace.ranks, side="left").tolist()
+        last = np.searchsorted(ranks, self.trace.ranks, side="right").tolist()
+        return [slice(a, b) for a, b in zip(first, last, strict=True)]
+
+    @cached_property
+    def is_communication(self) -> Mask:
+        """Mask of communication: kernels on ranks with GPU streams, host collectives on ranks without.
+
+        A kernel communicates if its arguments name a collective, if ``record_param_comms`` launched it, or by
+        its name. Python frames and CPU operators never do.
+        """
+        trace = self.trace
+        is_communication = self.is_kernel & self.mask_names(COMMUNICATION_KERNELS)
+        unknown = np.flatnonzero(self.is_kernel & ~is_communication)
+        raw = trace._args
+        has_args = [b'"Collective name"' in bytes(raw[position]) for position in unknown.tolist()]
+        is_communication[unknown[np.array(has_args, dtype=bool)]] = True
+        if "record_param_comms" in trace.names:
+            # Old recordings have the collective on the CPU only: look at the operators around the launch.
+            is_call = trace.name_index == trace.names.index("record_param_comms")
+            unknown = np.flatnonzero(self.is_kernel & ~is_communication & (self.launches >= 0))
+            is_communication[unknown[self._is_inside(self.launches[unknown], is_call)]] = True
+        return is_communication | self.is_host_collective & ~self.rank_has_gpu[self._rank_position]
+
+    @cached_property
+    def is_host_collective(self) -> Mask:
+        """Mask of the annotations of collectives that run on the CPU."""
+        return ~self.on_gpu & self.is_wrapper & self.mask_names(HOST_COLLECTIVES, "match")
+
+    def _is_inside(self, index: Int64s, is_around: Mask) -> Mask:
+        """Return whether any slice around each slice of ``index`` is in the mask."""
+        inside = np.zeros(len(index), dtype=bool)
+        slices = index.copy()
+        positions = np.arange(len(index))
+        while len(positions):
+            slices = self.trace.parents[slices]
+            inside[positions] |= np.where(slices >= 0, is_around[slices], False)
+            continues = (slices >= 0) & ~inside[positions]
+            slices, positions = slices[continues], positions[continues]
+        return inside
+
+    @cached_property
+    def _rank_position(self) -> npt.NDArray[np.int64]:
+        position = np.zeros(len(self.trace), np.int64)
+        for number, index in enumerate(self.slices_of_ranks):
+            position[index] = number
+        return position
+
+    @cached_property
+    def rank_has_gpu(self) -> Mask:
+        """Whether each rank, in the order of ``trace.ranks``, has work on GPU streams."""
+        return np.array([bool(self.is_gpu_work[index].any()) for index in self.slices_of_ranks], dtype=bool)
+
+    @cached_property
+    def is_compute(self) -> Mask:
+        """Mask of compute: kernels that do not communicate, and on ranks without a GPU operators."""
+        on_gpu_rank = self.rank_has_gpu[self._rank_position] if len(self.trace) else np.zeros(0, bool)
+        return np.where(on_gpu_rank, self.is_kernel & ~self.is_communication, self._is_cpu_compute)
+
+    @cached_property
+    def _is_cpu_compute(self) -> Mask:
+        trace = self.trace
+        if self.rank_has_gpu.all():
+            return np.zeros(len(trace), dtype=bool)
+        is_runtime = self._mask_categories(RUNTIME_CATEGORIES)
+        is_operator = ~self.on_gpu & ~self.is_wrapper & ~is_runtime
+        # Names without a namespace are Python functions (autograd.Function, record_function): they may wait
+        # for communication inside, so they count only if nothing was recorded inside of them.
+        is_leaf = np.ones(len(trace), dtype=bool)
+        is_leaf[trace.parents[trace.parents >= 0]] = False
+        is_named = np.array(["::" in name for name in trace.names], dtype=bool)
+        is_container = self.mask_names(_CONTAINERS, "match")
+        is_operator &= ~is_container & (is_named[trace.name_index] | is_leaf) if len(trace) else is_operator
+        # What gloo's own thread does inside a collective is part of it.
+        candidates = np.flatnonzero(is_operator & self._is_on_collective_track)
+        is_operator[candidates[self._is_inside(candidates, self.is_host_collective)]] = False
+        return is_operator
+
+    @cached_property
+    def _is_on_collective_track(self) -> Mask:
+        has_collective = np.zeros(len(self.trace.tracks), dtype=bool)
+        has_collective[self.trace.track_index[self.is_host_collective]] = True
+        return has_collective[self.trace.track_index] if len(self.trace) else np.zeros(0, dtype=bool)
+
+    @cached_property
+    def ranks(self) -> list[RankActivity]:
+        """Activity of each rank, in the order of ``trace.ranks``."""
+        return [self._describe_rank(number) for number in range(len(self.trace.ranks))]
+
+    def _describe_rank(self, number: int) -> RankActivity:
+        trace, index = self.trace, self.slices_of_ranks[number]
+        start, end = trace.start_ns[index], self.end_ns[index]
+        on_gpu = bool(self.rank_has_gpu[number])
+        first = int(start.min()) if len(start) else 0
+
+        def merge(mask: Mask) -> Intervals:
+            return merge_intervals(start[mask[index]], end[mask[index]])
+
+        return RankActivity(
+            rank=trace.ranks[number],
+            index=index,
+            on_gpu=on_gpu,
+            start_ns=first,
+            end_ns=int(end.max()) if len(end) else 0,
+            steps=self._find_steps(index, on_gpu),
+            compute=merge(self.is_compute),
+            communication=merge(self.is_communication),
+            copies=merge(self.is_copy),
+        )
+
+    @cached_property
+    def _step_numbers(self) -> Int64s:
+        """Step number of each name; -1 for other names."""
+        matches = [STEP.match(name) for name in self.trace.names]
+        return np.array([int(match[1][:9]) if match else -1 for match in matches], np.int64)
+
+    def _find_steps(self, index: Slices, on_gpu: bool) -> tuple[Step, ...]:
+        """Return the steps of one rank. A step lasts until the next begins, so that steps add up.
+
+        The last one lasts until the GPU has done what was launched in it.
+        """
+        trace = self.trace
+        numbers = self._step_numbers[trace.name_index[index]] if len(trace) else np.zeros(0, np.int64)
+        marks = np.flatnonzero(numbers >= 0) + index.start
+        if np.any(~self.on_gpu[marks]):
+            marks = marks[~self.on_gpu[marks]]  # the GPU's copies of the marks are of the same steps
+        marks = marks[np.argsort(trace.start_ns[marks], kind="stable")]
+        _, first = np.unique(self._step_numbers[trace.name_index[marks]], return_index=True)
+        marks = marks[np.sort(first)]
+        if not len(marks):
+            return ()
+        starts = trace.start_ns[marks]
+        end = int(self.end_ns[marks[-1]])
+        if on_gpu:
+            work = np.flatnonzero(self.is_gpu_work[index]) + index.start
+            launches = self.launches[work]
+            launched_at = np.where(launches >= 0, trace.start_ns[launches], trace.start_ns[work])
+            of_step = work[(launched_at >= starts[-1]) & (launched_at < end)]
+            end = max(end, int(self.end_ns[of_step].max(initial=0)))
+        ends = [*starts[1:].tolist(), end]
+        names = self._step_numbers[trace.name_index[marks]].tolist()
+        return tuple(
+            Step(number=number, start_ns=start, end_ns=stop)
+            for number, start, stop in zip(names, starts.tolist(), ends, strict=True)
+        )
+
+    @property
+    def is_python(self) -> Mask:
+        """Mask of Python frames."""
+        return self._mask_categories(frozenset({PYTHON_CATEGORY}))
+
+    @cached_property
+    def num_steps(self) -> int:
+        """Number of steps that every rank with steps recorded; at least 1, so that figures per step exist."""
+        counts = [len(rank.steps) for rank in self.ranks if rank.steps]
+        return min(counts) if counts else 1

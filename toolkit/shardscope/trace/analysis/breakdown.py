@@ -1,0 +1,276 @@
+"""Where the time of each rank and step went: compute, communication, copies and idle time by cause."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple, TypedDict, get_type_hints
+
+import numpy as np
+
+from shardscope.trace.analysis.activity import DATA_LOADING, RankActivity
+from shardscope.trace.analysis.intervals import (
+    Int64s,
+    Intervals,
+    intersect,
+    measure_within,
+    merge_intervals,
+    subtract,
+    unite,
+)
+from shardscope.trace.store import Trace
+from shardscope.trace.table import Table
+
+HOST_BOUND, COLLECTIVE_WAIT, DATA_WAIT, OTHER = (
+    "host-bound",
+    "waiting for a collective",
+    "data loading",
+    "other",
+)
+CAUSES = (HOST_BOUND, COLLECTIVE_WAIT, DATA_WAIT, OTHER)
+"""Causes of idle time. Host-bound: the work that ends the gap was launched after the gap had begun."""
+
+_BARRIERS = re.compile(r"^c10d::(?:monitored_)?barrier")
+
+MIN_STEPS_FOR_OUTLIERS = 5
+_OUTLIER_DEVIATIONS = 5.0
+_OUTLIER_SHARE = 0.1
+
+
+class BreakdownRow(TypedDict):
+    """Times of one rank. ``compute + exposed communication + copies + idle = span``."""
+
+    rank: int
+    compute_seconds: float
+    communication_seconds: float
+    overlapped_seconds: float
+    """Communication during which the rank also computes."""
+    exposed_communication_seconds: float
+    copy_seconds: float
+    """Copies that neither compute nor communication covers."""
+    idle_seconds: float
+    span_seconds: float
+    start_seconds: float
+    """Start of the span, in the trace's time; not a column of the data frame."""
+
+
+class StepRow(BreakdownRow):
+    """Times of one step of one rank."""
+
+    step: int
+    """Number that ``ProfilerStep`` has."""
+    is_outlier: bool
+    """Whether it took much longer than the rank's other steps; needs five steps."""
+
+
+class OverlapRow(TypedDict):
+    """Overlapped communication of one rank."""
+
+    rank: int
+    overlapped_seconds: float
+    communication_seconds: float
+    share: float | None
+    """Overlapped part of the communication; None if there is none."""
+
+
+class IdleRow(TypedDict):
+    """Idle time of one rank by one of :data:`CAUSES`."""
+
+    rank: int
+    cause: str
+    seconds: float
+    share: float
+    """Share of the rank's span."""
+    track: str
+    """Track of the work that ends the longest gap. This and the next two are no columns of the frame."""
+    start_seconds: float
+    """Start of the longest gap."""
+    end_seconds: float
+
+
+_BREAKDOWN_COLUMNS = tuple(name for name in get_type_hints(BreakdownRow) if name != "start_seconds")
+_STEP_COLUMNS = ("rank", "step", *_BREAKDOWN_COLUMNS[1:], "is_outlier")
+
+
+class _Parts(NamedTuple):
+    """Nanoseconds of several windows of one rank, each an array with an entry per window."""
+
+    compute: Int64s
+    communication: Int64s
+    overlapped: Int64s
+    copies: Int64s
+    idle: Int64s
+    span: Int64s
+
+
+def compute_breakdown(trace: Trace) -> Table[BreakdownRow]:
+    """Return one row per rank; see :meth:`Trace.breakdown`."""
+    rows = []
+    for rank in trace.activity.ranks:
+        start, end = np.array([rank.start_ns]), np.array([rank.end_ns])
+        rows += _make_rows(rank, start, _measure_parts(rank, start, end))
+    return Table(rows, _BREAKDOWN_COLUMNS)
+
+
+def compute_steps(trace: Trace) -> Table[StepRow]:
+    """Return one row per rank and step; see :meth:`Trace.steps`."""
+    rows: list[StepRow] = []
+    for rank in trace.activity.ranks:
+        start = np.array([step.start_ns for step in rank.steps], np.int64)
+        end = np.array([step.end_ns for step in rank.steps], np.int64)
+        is_outlier = mark_outliers(end - start)
+        for row, step, outlier in zip(
+            _make_rows(rank, start, _measure_parts(rank, start, end)), rank.steps, is_outlier, strict=True
+        ):
+            rows.append({**row, "step": step.number, "is_outlier": outlier})
+    return Table(rows, _STEP_COLUMNS)
+
+
+def mark_outliers(durations: Int64s) -> list[bool]:
+    """Return whether each step took much longer than the median step: by a tenth and by five deviations.
+
+    The deviation is the median one, scaled to a normal distribution's (Leys et al. 2013, eq. 1).
+    """
+    if len(durations) < MIN_STEPS_FOR_OUTLIERS:
+        return [False] * len(durations)
+    median = np.median(durations)
+    deviation = 1.4826 * np.median(np.abs(durations - median))
+    limit = median + max(_OUTLIER_DEVIATIONS * deviation, _OUTLIER_SHARE * median)
+    return [bool(duration > limit) for duration in durations]
+
+
+def compute_overlap(trace: Trace) -> Table[OverlapRow]:
+    """Return one row per rank; see :meth:`Trace.overlap`."""
+    columns = tuple(get_type_hints(OverlapRow))
+    rows: list[OverlapRow] = []
+    for row in compute_breakdown(trace):
+        communication = row["communication_seconds"]
+        rows.append(
+            {
+                "rank": row["rank"],
+                "overlapped_seconds": row["overlapped_seconds"],
+                "communication_seconds": communication,
+                "share": row["overlapped_seconds"] / communication if communication else None,
+            }
+        )
+    return Table(rows, columns)
+
+
+def compute_idle(trace: Trace) -> Table[IdleRow]:
+    """Return one row per rank and cause; see :meth:`Trace.idle`."""
+    rows: list[IdleRow] = []
+    for rank in trace.activity.ranks:
+        span = max(rank.end_ns - rank.start_ns, 1)
+        for cause, gaps in find_idle(trace, rank).items():
+            lengths = gaps.end - gaps.start
+            longest = int(np.argmax(lengths)) if len(lengths) else -1
+            start, end = (int(gaps.start[longest]), int(gaps.end[longest])) if longest >= 0 else (0, 0)
+            rows.append(
+                {
+                    "rank": rank.rank,
+                    "cause": cause,
+                    "seconds": gaps.total_ns / 1e9,
+                    "share": gaps.total_ns / span,
+                    "track": _find_next_track(trace, rank, end) if longest >= 0 else "",
+                    "start_seconds": start / 1e9,
+                    "end_seconds": end / 1e9,
+                }
+            )
+    return Table(rows, ("rank", "cause", "seconds", "share"))
+
+
+def find_idle(trace: Trace, rank: RankActivity) -> dict[str, Intervals]:
+    """Return the rank's idle time by cause, every name of :data:`CAUSES`. The sets are disjoint.
+
+    Where several causes hold, data loading comes first, then waiting for a collective.
+    """
+    whole = merge_intervals(np.array([rank.start_ns]), np.array([rank.end_ns]))
+    left = gaps = subtract(whole, unite(rank.compute, rank.communication, rank.copies))
+    candidates = {
+        DATA_WAIT: _find_data_loading(trace, rank),
+        COLLECTIVE_WAIT: _find_host_collectives(trace, rank),
+        HOST_BOUND: _find_host_bound(trace, rank, gaps) if rank.on_gpu else _find_python_time(trace, rank),
+    }
+    found: dict[str, Intervals] = {}
+    for cause, intervals in candidates.items():
+        found[cause] = intersect(left, intervals)
+        left = subtract(left, intervals)
+    found[OTHER] = left
+    return {cause: found[cause] for cause in CAUSES}
+
+
+def _find_data_loading(trace: Trace, rank: RankActivity) -> Intervals:
+    activity, index = trace.activity, rank.index
+    loads = activity.mask_names(DATA_LOADING)[index] & ~activity.on_gpu[index] & ~activity.is_python[index]
+    return merge_intervals(trace.start_ns[index][loads], activity.end_ns[index][loads])
+
+
+def _find_host_collectives(trace: Trace, rank: RankActivity) -> Intervals:
+    """Return when a collective ran on the CPU of a rank with a GPU: a barrier or an exchange over gloo."""
+    activity, index = trace.activity, rank.index
+    is_barrier = activity.mask_names(_BARRIERS)[index] & ~activity.is_python[index]
+    waits = activity.is_host_collective[index] | (is_barrier & ~activity.on_gpu[index])
+    return merge_intervals(trace.start_ns[index][waits], activity.end_ns[index][waits])
+
+
+def _find_host_bound(trace: Trace, rank: RankActivity, gaps: Intervals) -> Intervals:
+    """Return the gaps of a GPU whose next work was launched after the gap had begun: nothing was queued."""
+    activity = trace.activity
+    work = np.flatnonzero(activity.is_gpu_work[rank.index]) + rank.index.start
+    work = work[np.argsort(trace.start_ns[work], kind="stable")]
+    following = np.searchsorted(trace.start_ns[work], gaps.end, side="left")
+    has_next = following < len(work)
+    launches = activity.launches[work[np.minimum(following, len(work) - 1)]]
+    launched_late = has_next & (launches >= 0) & (trace.start_ns[launches] >= gaps.start)
+    return Intervals(gaps.start[launched_late], gaps.end[launched_late])
+
+
+def _find_python_time(trace: Trace, rank: RankActivity) -> Intervals:
+    """Return when a CPU rank was inside of a step or any other slice: idle time there is Python's."""
+    activity, index = trace.activity, rank.index
+    inside = ~activity.on_gpu[index]
+    return merge_intervals(trace.start_ns[index][inside], activity.end_ns[index][inside])
+
+
+def _find_next_track(trace: Trace, rank: RankActivity, time_ns: int) -> str:
+    """Return the track whose work begins at or after a time first."""
+    activity, index = trace.activity, rank.index
+    works = (activity.is_compute | activity.is_communication | activity.is_copy)[index]
+    starts = np.where(
+        works & (trace.start_ns[index] >= time_ns), trace.start_ns[index], np.iinfo(np.int64).max
+    )
+    if not len(starts) or not np.any(works & (trace.start_ns[index] >= time_ns)):
+        return ""
+    return trace.tracks[int(trace.track_index[index][int(np.argmin(starts))])].name
+
+
+def _measure_parts(rank: RankActivity, start: Int64s, end: Int64s) -> _Parts:
+    """Return the parts of each window from ``start`` to ``end``."""
+    compute, communication = rank.compute, rank.communication
+    works = unite(compute, communication)
+    busy = unite(works, rank.copies)
+    measured = {
+        "compute": measure_within(compute, start, end),
+        "communication": measure_within(communication, start, end),
+        "overlapped": measure_within(intersect(compute, communication), start, end),
+        "copies": measure_within(busy, start, end) - measure_within(works, start, end),
+    }
+    return _Parts(**measured, idle=end - start - measure_within(busy, start, end), span=end - start)
+
+
+def _make_rows(rank: RankActivity, start: Int64s, parts: _Parts) -> list[BreakdownRow]:
+    return [
+        {
+            "rank": rank.rank,
+            "compute_seconds": compute / 1e9,
+            "communication_seconds": communication / 1e9,
+            "overlapped_seconds": overlapped / 1e9,
+            "exposed_communication_seconds": (communication - overlapped) / 1e9,
+            "copy_seconds": copies / 1e9,
+            "idle_seconds": idle / 1e9,
+            "span_seconds": span / 1e9,
+            "start_seconds": first / 1e9,
+        }
+        for first, compute, communication, overlapped, copies, idle, span in zip(
+            start.tolist(), *(part.tolist() for part in parts), strict=True
+        )
+    ]
