@@ -11,7 +11,8 @@ from tests.requirements import needs
 from tests.weights_folders import write_folder
 
 import shardscope as ss
-from shardscope.training.tasks.choices import recommend, recommend_rate
+from shardscope.planner.checks.usual_rates import find_usual_rate
+from shardscope.training.tasks.choices import recommend, recommend_epochs, recommend_rate
 
 needs("transformers")
 needs("datasets")
@@ -42,8 +43,9 @@ def test_choices_follow_the_data_the_machine_and_the_method(folder: Path) -> Non
     assert recipe.precision == "fp32" and "3 to 4 times as long" in choices["precision"].why
     assert longest <= recipe.seq_len < longest + 8 and "padding" in choices["seq_len"].why
     assert recipe.lora_targets == ALL_LINEAR and choices["lora_targets"].current == ATTENTION
-    # 60 rows in batches of 64 are 3 steps in 3 epochs; batches of 4 are 45.
-    assert choices.num_steps == 3 and recipe.global_batch_size == 4
+    # 60 rows in batches of 64 are one step an epoch; in batches of 4, three epochs are 45.
+    assert choices.num_steps == 15 and recipe.global_batch_size == 4
+    assert choices["num_epochs"].value == 14, "210 steps"
     # Two for each of the ranks.
     assert recipe.micro_batch_size == 2 and "by plan.memory()" in choices["micro_batch_size"].why
     assert all(choice.why.endswith(".") and choice.summary for choice in choices)
@@ -57,32 +59,51 @@ def test_choices_follow_the_data_the_machine_and_the_method(folder: Path) -> Non
 
 def test_fields_at_none_resolve_to_the_choices(folder: Path) -> None:
     rows = [*ROWS] * 20
-    for method, rate in (("full", 2e-5), ("lora", 2e-4)):
+    for method, rate in (("full", 1e-4), ("lora", 1e-3)):
         plan, task = build_plan(folder, method=method), ss.Finetune(folder, rows, validation=0.1)
         choices = task.choices(plan)
         schedule = task.build_schedule(plan, choices.num_steps)
-        assert choices.num_steps == 51, "3 epochs of 1,080 of 1,200 rows"
+        assert choices.num_steps == 203, "12 epochs of 1,080 of 1,200 rows"
         assert choices["learning_rate"].value == task.peak_rate(plan) == schedule.peak == rate
-        assert choices["warmup_steps"].value == schedule.warmup_steps == 5
+        assert choices["warmup_steps"].value == schedule.warmup_steps == 20
         assert choices["lr_scheduler_type"].value is task.lr_scheduler_type is schedule.kind
-        assert choices["num_epochs"].value == 3 and task.num_epochs is None
-    other = replace(task, num_steps=7, learning_rate=1e-3, warmup_steps=2, lr_scheduler_type="linear")
+        assert choices["num_epochs"].value == choices["num_epochs"].current == 12 and task.num_epochs is None
+    other = replace(task, num_steps=7, learning_rate=3e-3, warmup_steps=2, lr_scheduler_type="linear")
     choices = other.choices(plan)
     names = ("learning_rate", "lr_scheduler_type", "warmup_steps", "num_epochs")
-    assert [choices[name].current for name in names] == [1e-3, "linear", 2, "7 steps"]
+    assert [choices[name].current for name in names] == [3e-3, "linear", 2, "7 steps"]
     assert not any(choices[name].is_current for name in names)
 
 
 def test_the_rate_grows_with_large_batches_and_falls_for_large_models() -> None:
     def rate(model: str, method: Any, batch: int) -> float:
         recipe = ss.Recipe(method=method, seq_len=4096, global_batch_size=batch)
-        return recommend_rate(
-            ss.Plan(ss.models[model], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.fsdp2())
-        ).value
+        plan = ss.Plan(ss.models[model], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.fsdp2())
+        return recommend_rate(plan, on_examples=True).value
 
     assert [rate("llama-3.1-8b", "full", batch) for batch in (8, 64, 256)] == [2e-5, 2e-5, 4e-5]
     assert [rate("llama-3.1-8b", "lora", batch) for batch in (8, 64, 256)] == [2e-4, 2e-4, 4e-4]
     assert rate("llama-3.1-70b", "lora", 64) == 1e-4 and rate("llama-3.1-70b", "full", 64) == 2e-5
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_small_models_learn_examples_at_higher_rates_which_no_check_warns_about(method: Any) -> None:
+    for size in ("135m", "350m", "390m"):
+        recipe = ss.Recipe(method=method, seq_len=72, global_batch_size=4)
+        plan = ss.Plan(ss.Architecture.of_size(size), ss.Cluster.parse("2xcpu"), recipe, ss.Layout.ddp())
+        on_text, on_examples = (recommend_rate(plan, on_examples=flag) for flag in (False, True))
+        assert on_examples.value == 5 * on_text.value == (1e-3 if method == "lora" else 1e-4)
+        assert "small models" in on_examples.why and "small models" not in on_text.why
+        usual = find_usual_rate(plan, begins_from_weights=True)
+        assert usual is not None and usual.allows(on_examples.value)
+
+
+def test_few_examples_are_read_more_often() -> None:
+    # 86 and 60 rows in batches of 4, then rows for more steps than usual.
+    assert [recommend_epochs(steps).value for steps in (21.5, 15, 1, 0.1)] == [10, 14, 15, 15]
+    assert "three passes would be 65 steps, 10 are 215" in recommend_epochs(21.5).why
+    for steps in (None, 67, 10_000):
+        assert recommend_epochs(steps).value == 3 and "Three passes" in recommend_epochs(steps).why
 
 
 @pytest.mark.parametrize(

@@ -80,11 +80,16 @@ def split_rows(num_rows: int, fraction: float, seed: int) -> tuple[list[int], li
 
     A ``fraction`` of the rows, drawn by ``seed``, is for validation; at least one row is for each.
     """
-    num_validation = min(max(1, round(num_rows * fraction)), num_rows - 1)
+    num_validation = count_validation_rows(num_rows, fraction)
     # Another order than that of any epoch.
     drawn = _shuffle_samples(num_rows, seed, 2**31)[:num_validation].tolist()
     is_drawn = set(drawn)
     return [row for row in range(num_rows) if row not in is_drawn], sorted(drawn)
+
+
+def count_validation_rows(num_rows: int, fraction: float) -> int:
+    """Return how many of ``num_rows`` are for validation; at least one row is for training as well."""
+    return min(max(1, round(num_rows * fraction)), num_rows - 1)
 
 
 @lru_cache(maxsize=4)

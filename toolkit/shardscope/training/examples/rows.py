@@ -46,11 +46,6 @@ def is_text(source: object) -> bool:
     return isinstance(source, Path) and source.is_file() and LOADERS.get(source.suffix.lower()) == TEXT_LOADER
 
 
-def is_structured(path: str) -> bool:
-    """Return whether a path names a file of rows, by its suffix."""
-    return LOADERS.get(Path(path).suffix.lower(), TEXT_LOADER) != TEXT_LOADER
-
-
 class Rows(Protocol):
     """Rows by index, such as a ``datasets.Dataset``, which maps its file into memory."""
 

@@ -22,6 +22,7 @@ from shardscope.planner.checks.precision import CPU_SLOWDOWN
 from shardscope.planner.checks.usual_rates import scale_rate
 from shardscope.planner.memory_needs import fits
 from shardscope.prediction.support import FUSED_IN_EXPERTS
+from shardscope.training.data.batches import count_validation_rows
 from shardscope.training.optimizers.schedule import count_warmup_steps
 
 if TYPE_CHECKING:
@@ -41,8 +42,18 @@ LARGE_ADAPTER_RATE = 1e-4
 """Learning rate of QLoRA for 33B and 65B, from the same table."""
 LARGE_FROM = 30e9
 """Parameters from which :data:`LARGE_ADAPTER_RATE` is the default."""
+SMALL_BELOW = 4e8
+"""Parameters below which a model learns examples at :data:`SMALL_FULL_RATE`."""
+SMALL_FULL_RATE, SMALL_ADAPTER_RATE = 1e-4, 1e-3
+"""5e-5 * (2000 / hidden size)^0.781, the best rate of Llama models on examples, and ten times that for LoRA
+(Schulman et al. 2025, "LoRA Without Regret"): for hidden sizes from 576 to 960, rounded."""
 DEFAULT_EPOCHS = 3.0
 """Passes over the data of Stanford Alpaca (Taori et al. 2023)."""
+MAX_EPOCHS = 15.0
+"""Passes over the 1,000 rows of LIMA (Zhou et al. 2023, arXiv:2305.11206, section 3)."""
+USUAL_STEPS = 200
+"""Optimizer steps for which few examples are read more than :data:`DEFAULT_EPOCHS` times. Measured:
+SmolLM2-135M-Instruct learned 37 of 40 paraphrases of sixty rows in 120 steps, at 1e-3."""
 TEXT_STEPS = 50
 MAX_MICRO_BATCH = 64
 WORTH_A_SETTING = 1.02
@@ -126,6 +137,13 @@ class Rate(NamedTuple):
     why: str
 
 
+class Epochs(NamedTuple):
+    """A number of epochs with its reason."""
+
+    value: float
+    why: str
+
+
 def recommend(task: Finetune, plan: Plan, preview: Preview | None) -> Choices:
     """Return the recommended settings of ``task`` under ``plan``.
 
@@ -154,27 +172,39 @@ def recommend(task: Finetune, plan: Plan, preview: Preview | None) -> Choices:
     best = _change(best, "micro_batch_size", value) or best
     size = recipe.micro_batch_size
     choices.append(Choice(name="Recipe.micro_batch_size", value=value, current=size, why=why))
-    num_steps, seconds = estimate_length(task, plan, preview)
-    task_fields = _choose_task_fields(task, plan, best, num_steps)
-    return Choices(all=(*choices, *task_fields), plan=best, num_steps=num_steps, seconds=seconds)
+    length = estimate_length(task, plan, preview)
+    task_fields = _choose_task_fields(task, plan, best, length, preview)
+    return Choices(
+        all=(*choices, *task_fields), plan=best, num_steps=length.num_steps, seconds=length.seconds
+    )
 
 
 class Length(NamedTuple):
-    """Length of a run: steps, and predicted seconds; None where they are not known."""
+    """Length of a run; None where it is not known, and no epochs for a text."""
 
     num_steps: int | None
+    num_epochs: float | None
     seconds: float | None
 
 
 def estimate_length(task: Finetune, plan: Plan, preview: Preview | None) -> Length:
-    """Return the length of the run of ``task`` with ``plan``, validations not included."""
-    num_steps = count_steps(task, plan, preview)
+    """Return the length of the run of ``task`` with ``plan``; validations are not included in its time."""
+    num_steps, epochs = task.num_steps, task.num_epochs
+    steps_per_epoch = _count_steps_per_epoch(task, plan, preview)
+    if num_steps is None and steps_per_epoch is not None:
+        epochs = recommend_epochs(steps_per_epoch).value if epochs is None else epochs
+        num_steps = max(1, math.ceil(epochs * steps_per_epoch))
     step = None if num_steps is None else predict_step(plan)
-    return Length(num_steps, None if step is None or num_steps is None else num_steps * step.seconds)
+    seconds = None if step is None or num_steps is None else num_steps * step.seconds
+    return Length(num_steps, epochs, seconds)
 
 
-def _choose_task_fields(task: Finetune, plan: Plan, best: Plan, num_steps: int | None) -> Iterator[Choice]:
-    rate = recommend_rate(best)
+def _choose_task_fields(
+    task: Finetune, plan: Plan, best: Plan, length: Length, preview: Preview | None
+) -> Iterator[Choice]:
+    num_steps = length.num_steps
+    is_examples = task.plain_text is None
+    rate = recommend_rate(best, on_examples=is_examples)
     current: object = task.peak_rate(plan)
     yield Choice(name="Finetune.learning_rate", value=rate.value, current=current, why=rate.why)
     yield Choice(
@@ -193,7 +223,7 @@ def _choose_task_fields(task: Finetune, plan: Plan, best: Plan, num_steps: int |
         why="A tenth of the steps, at most 100: AdamW's second moment settles over about "
         f"{WARM_UP_STEPS} (Ma & Yarats 2021, arXiv:1910.04209), which is too many for a short run.",
     )
-    if task.plain_text is not None:
+    if not is_examples:
         yield Choice(
             name="Finetune.num_steps",
             value=TEXT_STEPS,
@@ -202,22 +232,33 @@ def _choose_task_fields(task: Finetune, plan: Plan, best: Plan, num_steps: int |
             "the loss falls.",
         )
         return
+    value, why = recommend_epochs(_count_steps_per_epoch(task, best, preview))
+    current = f"{task.num_steps:,} steps" if task.num_steps else length.num_epochs or DEFAULT_EPOCHS
     yield Choice(
         name="Finetune.num_epochs",
-        value=DEFAULT_EPOCHS,
-        current=f"{task.num_steps:,} steps" if task.num_steps else task.num_epochs or DEFAULT_EPOCHS,
-        why="Three passes over the data, as Stanford Alpaca's (Taori et al. 2023); a validation loss with "
-        "early_stopping tells whether fewer are better.",
+        value=value,
+        current=current,
+        why=why,
     )
 
 
 # ---- Values that None resolves to
 
 
-def recommend_rate(plan: Plan) -> Rate:
-    """Return the peak learning rate for the plan's method and batch."""
+def recommend_rate(plan: Plan, *, on_examples: bool) -> Rate:
+    """Return the peak learning rate for the plan's model, method and batch.
+
+    ``on_examples``: the task trains on rows, not on one long text.
+    """
     num_parameters, recipe = plan.architecture.num_parameters, plan.recipe
-    if recipe.has_adapters:
+    if on_examples and num_parameters < SMALL_BELOW:
+        rate = SMALL_ADAPTER_RATE if recipe.has_adapters else SMALL_FULL_RATE
+        method = "LoRA" if recipe.has_adapters else "all weights"
+        why = (
+            f"the best for {method} of small models, which take higher rates than large ones (Schulman et "
+            'al. 2025, "LoRA Without Regret")'
+        )
+    elif recipe.has_adapters:
         is_large = num_parameters >= LARGE_FROM
         rate, sizes = (LARGE_ADAPTER_RATE, "33B and 65B") if is_large else (ADAPTER_RATE, "7B and 13B")
         why = f"QLoRA's for {sizes}, in all its batches (Dettmers et al. 2023, arXiv:2305.14314, table 9)"
@@ -235,23 +276,33 @@ def recommend_rate(plan: Plan) -> Rate:
     )
 
 
-def count_steps(
-    task: Finetune, plan: Plan, preview: Preview | None, global_batch_size: int | None = None
-) -> int | None:
-    """Return the task's number of optimizer steps; None if the number of examples is not known.
+def recommend_epochs(steps_per_epoch: float | None) -> Epochs:
+    """Return the passes over the examples; ``steps_per_epoch`` is None if their number is not known."""
+    if steps_per_epoch is None or DEFAULT_EPOCHS * steps_per_epoch >= USUAL_STEPS:
+        return Epochs(
+            DEFAULT_EPOCHS,
+            "Three passes over the data, as Stanford Alpaca's (Taori et al. 2023); a validation loss with "
+            "early_stopping tells whether fewer are better.",
+        )
+    epochs = float(min(MAX_EPOCHS, math.ceil(USUAL_STEPS / steps_per_epoch)))
+    return Epochs(
+        epochs,
+        f"Few examples: three passes would be {math.ceil(DEFAULT_EPOCHS * steps_per_epoch):,} steps, "
+        f"{epochs:g} are {math.ceil(epochs * steps_per_epoch):,}. LIMA's 1,000 rows were read "
+        f"{MAX_EPOCHS:g} times (Zhou et al. 2023, arXiv:2305.11206); a validation loss with early_stopping "
+        "tells whether fewer are better.",
+    )
 
-    ``global_batch_size`` is another one than the plan's.
-    """
-    if task.num_steps is not None:
-        return task.num_steps
+
+def _count_steps_per_epoch(task: Finetune, plan: Plan, preview: Preview | None) -> float | None:
+    """Return the steps that read each example once; None if the number of examples is not known."""
     if preview is None:
         return None
-    counts = preview.counts
-    num_rows = preview.num_rows * counts.num_examples / max(1, counts.num_rows)
+    counts, num_rows = preview.counts, preview.num_rows
     if isinstance(task.validation, float):
-        num_rows *= 1 - task.validation
-    epochs = DEFAULT_EPOCHS if task.num_epochs is None else task.num_epochs
-    return max(1, math.ceil(epochs * num_rows / (global_batch_size or plan.recipe.global_batch_size)))
+        num_rows -= count_validation_rows(num_rows, task.validation)
+    num_examples = num_rows * counts.num_examples / max(1, counts.num_rows)
+    return num_examples / plan.recipe.global_batch_size
 
 
 # ---- The recipe
@@ -323,18 +374,18 @@ def choose_global_batch(task: Finetune, plan: Plan, preview: Preview | None) -> 
     """Return the plan's global batch, or a smaller one where few examples would make too few steps."""
     now, ranks = plan.recipe.global_batch_size, plan.degrees.data_parallel
     usual = "Batches of 16 to 128 sequences are usual (Dettmers et al. 2023, table 9; Taori et al. 2023)"
-    num_steps = None if task.num_steps is not None else count_steps(task, plan, preview)
-    if num_steps is None or num_steps >= WARM_UP_STEPS:
+    steps_per_epoch = None if task.num_steps is not None else _count_steps_per_epoch(task, plan, preview)
+    if steps_per_epoch is None or DEFAULT_EPOCHS * steps_per_epoch >= WARM_UP_STEPS:
         return Reasoned(now, f"{usual}.")
-    size = now
-    while size % (2 * ranks) == 0 and (count_steps(task, plan, preview, size) or 0) < WARM_UP_STEPS:
+    size, num_steps = now, math.ceil(DEFAULT_EPOCHS * steps_per_epoch)
+    while size % (2 * ranks) == 0 and DEFAULT_EPOCHS * steps_per_epoch * now / size < WARM_UP_STEPS:
         size //= 2
     if size == now:
         return Reasoned(now, f"{usual}; this one is the smallest for {ranks} ranks.")
     return Reasoned(
         size,
-        f"{usual}, but {now:,} would make {num_steps:,} steps of these data, and AdamW's second moment alone "
-        f"settles over about {WARM_UP_STEPS} (Ma & Yarats 2021, arXiv:1910.04209).",
+        f"{usual}, but {now:,} would make {num_steps:,} steps of three passes over these data, and AdamW's "
+        f"second moment alone settles over about {WARM_UP_STEPS} (Ma & Yarats 2021, arXiv:1910.04209).",
     )
 
 

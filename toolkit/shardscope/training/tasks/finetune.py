@@ -35,7 +35,13 @@ from shardscope.training.examples.token_table import (
     describe_counts,
     iterate_encoded,
 )
-from shardscope.training.tasks.choices import DEFAULT_EPOCHS, TEXT_STEPS, Choices, recommend, recommend_rate
+from shardscope.training.tasks.choices import (
+    TEXT_STEPS,
+    Choices,
+    recommend,
+    recommend_epochs,
+    recommend_rate,
+)
 from shardscope.training.tasks.text_task import MAX_STEPS, TextTask, resolve_text
 from shardscope.training.weights.base_sample import hash_base
 from shardscope.training.weights.weights_folder import WeightsFolder
@@ -75,8 +81,9 @@ class Finetune(TextTask):
     """Folder of a Hugging Face checkpoint: config.json, tokenizer, and model.safetensors or several such
     files with an index, in fp32, bf16 or fp16. Nothing in it is unpickled, and nothing is downloaded."""
     learning_rate: float | None = None
-    """Peak learning rate; None: 2e-5, or 2e-4 for adapters, 1e-4 from 30 billion parameters. More for
-    batches of over 262,144 tokens. See :meth:`choices`."""
+    """Peak learning rate; None: 2e-5, or 2e-4 for adapters, 1e-4 from 30 billion parameters; on examples,
+    1e-4 and 1e-3 for models below 400 million. More for batches of over 262,144 tokens. See
+    :meth:`choices`."""
     data: object = field(default=None, kw_only=False)
     """Data to train on: a JSONL, JSON, CSV, TSV or Parquet file, a folder of them, a data set's name on the
     Hub, a ``datasets.Dataset``, a pandas frame or a list of dicts, whose format is recognized (text, prompt
@@ -93,7 +100,8 @@ class Finetune(TextTask):
     """Total number of optimizer steps, including those before a ``resume``; 1 to 10,000,000. None: those of
     ``num_epochs``, or 50 for plain text if that is None, too."""
     num_epochs: float | None = None
-    """Passes over the examples, instead of ``num_steps``. None: 3, unless ``num_steps`` is set."""
+    """Passes over the examples, instead of ``num_steps``. None: 3, or more, up to 15, where these would be
+    fewer than 200 steps; unless ``num_steps`` is set."""
     validation: object = None
     """Data to compute a validation loss on: a fraction of the rows, above 0 and below 0.5, which are drawn by
     ``seed`` and not trained on (of plain text, the last part), or another data source of the same kind."""
@@ -275,7 +283,8 @@ class Finetune(TextTask):
         )
         num_steps = self.num_steps
         if num_steps is None:
-            num_epochs = DEFAULT_EPOCHS if self.num_epochs is None else self.num_epochs
+            recommended = recommend_epochs(batches.steps_per_epoch).value
+            num_epochs = recommended if self.num_epochs is None else self.num_epochs
             num_steps = max(1, math.ceil(num_epochs * batches.steps_per_epoch))
         if for_validation is None:
             return batches, num_steps, None
@@ -483,7 +492,7 @@ class Finetune(TextTask):
         """See :class:`TextTask`."""
         if self.learning_rate is not None:
             return self.learning_rate
-        return recommend_rate(plan).value
+        return recommend_rate(plan, on_examples=self.plain_text is None).value
 
     def encode(self) -> Callable[[str], TokenIds]:
         """Return the encode function of the folder's tokenizer."""
