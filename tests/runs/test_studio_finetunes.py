@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,13 @@ from shardscope.training.data.weights_tokenizer import WeightsTokenizer  # noqa:
 from shardscope.training.data.windows import read_tokens  # noqa: E402
 from shardscope.training.weights.weights_folder import WeightsFolder  # noqa: E402
 from shardscope_widgets import Studio  # noqa: E402
+
+
+def wait_until(holds: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.05)
+    return holds()
 
 
 @pytest.fixture
@@ -75,14 +84,15 @@ def test_the_studios_fine_tune_on_rows_trains_its_epochs_in_fp32(folder: Path, t
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     studio: Any = Studio()
-    studio.architecture.name.value = str(folder)
-    studio.task.text.value = str(data)
+    studio.tabs.value = "Fine-tune"
+    form = studio.finetune.form
+    form.inputs.weights.value, form.inputs.data.value = str(folder), str(data)
+    form.settings.boxes["num_epochs"].value = "3"
+    assert wait_until(lambda: form.setup is not None, 60)
     studio.options.profile.value = False
-    assert studio.plan.recipe.precision == "bf16-mixed", "of the GPUs that are not here"
     studio.launch.button.click()
     run = studio.run
     assert run is not None and run.wait(300) == "finished", run and run.reason
     # Two ranks read a row each: two steps an epoch.
     assert run.num_steps == 6 and run.plan.recipe.precision == "fp32"
-    assert "fp32, which is faster there, instead of bf16-mixed" in run.note
     studio.close()

@@ -11,12 +11,13 @@ import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
+from shardscope.training.examples.rows import describe_source, open_rows, resolve_source
 from shardscope.training.tasks.choices import Choices
 from shardscope.training.weights.example_models import EXAMPLES, fetch_example, find_example
 from shardscope.training.weights.hub_folder import download, is_hub_name
 from shardscope_widgets.data.data_panel import DataPanel
-from shardscope_widgets.finetune.setup import EXAMPLE, Settings
-from shardscope_widgets.finetune.upload import UploadButton, list_data_files
+from shardscope_widgets.finetune.setup import EXAMPLE, RECIPE_FIELDS, Settings
+from shardscope_widgets.finetune.upload import FIELD, UploadButton, list_data_files
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
 from shardscope_widgets.kit.latest_request import call_in_loop, find_running_loop
@@ -33,11 +34,24 @@ EXAMPLE_TOOLTIP = f"{EXAMPLES[EXAMPLE].title}, licence {EXAMPLES[EXAMPLE].licenc
 
 
 class FinetuneInputs(Picker):
-    """Model, data and method, as typed; the view shows errors of what they name at the input."""
+    """Model, data and method, as typed; the view shows errors of what they name at the input.
 
-    def __init__(self, machine: ss.Cluster, data_panel: DataPanel) -> None:
+    ``data`` is what the input begins with: a path or a name, or rows in memory, which its text then names.
+    Raises ``ValueError`` for rows that cannot be read.
+    """
+
+    def __init__(self, machine: ss.Cluster, data_panel: DataPanel, data: object = "") -> None:
+        self._rows: object = None
+        self._rows_name = ""
+        files = list_data_files()
+        if not isinstance(data, str | Path):
+            self._rows_name = describe_source(data)
+            # A frame compares by its cells: a data set is compared, and read, as one object.
+            self._rows = open_rows(FIELD, resolve_source(FIELD, data))
+            files.insert(0, self._rows_name)
         self.weights = _create_combobox([EXAMPLE, *_list_model_folders()], "a folder, or org/name of the Hub")
-        self.data = _create_combobox(list_data_files(), "a .jsonl, .json, .csv, .parquet or .txt file")
+        self.data = _create_combobox(files, "a .jsonl, .json, .csv, .parquet or .txt file")
+        self.data.value = self._rows_name or str(data)
         self.data.tooltip = (
             "Chats, questions and answers, or texts: a file, a folder of files, or a data set of the Hub"
         )
@@ -68,13 +82,17 @@ class FinetuneInputs(Picker):
         """See :class:`Picker`."""
         return {"weights": self.weights, "data": self.data}
 
-    def build_value(self) -> tuple[str, str, str]:
-        """Return model, data and method as typed."""
-        return self.weights.value.strip(), self.data.value.strip(), self.method.value
+    def build_value(self) -> tuple[str, object, str]:
+        """Return model, data and method as typed; for the name of rows in memory, the rows."""
+        data = self.data.value.strip()
+        is_rows = bool(data) and data == self._rows_name
+        return self.weights.value.strip(), self._rows if is_rows else data, self.method.value
 
     def read(self, change: object = None) -> None:
         """Read the inputs, and offer to download the model that they name."""
         super().read(change)
+        names = [Path(box.value.strip()).name for box in (self.weights, self.data)]
+        self.answer = ", ".join(filter(None, [*names, METHODS[self.method.value][0]]))
         if not self.fetch.is_busy:
             name = self._find_hub_name()
             self.fetch.button.description = f"Download {name}" if name else USE_EXAMPLE
@@ -118,7 +136,7 @@ class FinetuneInputs(Picker):
             self.on_fetched()
 
     def _use_file(self, path: Path) -> None:
-        self.data.options = list_data_files()
+        self.data.options = [*filter(None, [self._rows_name]), *list_data_files()]
         if self.data.value == str(path):
             self.clear_plan_errors()
         self.data.value = str(path)
@@ -133,16 +151,20 @@ LABELS = {
 
 
 class FinetuneSettings(Picker):
-    """Learning rate, epochs, rank and sequence length; an empty input takes the recommended value."""
+    """Learning rate and epochs, and with ``has_recipe`` rank and sequence length.
 
-    def __init__(self) -> None:
+    An empty input takes the recommended value.
+    """
+
+    def __init__(self, *, has_recipe: bool = True) -> None:
+        labels = {name: label for name, label in LABELS.items() if has_recipe or name not in RECIPE_FIELDS}
         self._boxes = {
             name: controls.create_text_box("", f"{label}; empty: recommended", "88px")
-            for name, label in LABELS.items()
+            for name, label in labels.items()
         }
-        self._reasons = {name: controls.create_html("", "ss-hint", "ss-reason") for name in LABELS}
+        self._reasons = {name: controls.create_html("", "ss-hint", "ss-reason") for name in labels}
         super().__init__(
-            {name: Row(label, self._boxes[name], self._reasons[name]) for name, label in LABELS.items()}
+            {name: Row(label, self._boxes[name], self._reasons[name]) for name, label in labels.items()}
         )
         self.add_class("ss-finetune-settings")
         for box in self._boxes.values():

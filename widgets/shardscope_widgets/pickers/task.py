@@ -1,9 +1,13 @@
-"""The task picker: pretrain, fine-tune the weights of a folder, or run the user's own code."""
+"""The task picker: pretrain, fine-tune the weights of a folder, or run the user's own code.
+
+A fine-tune on rows has a form of its own, whose state the picker is given (:class:`FormState`).
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import FunctionType
@@ -16,10 +20,9 @@ import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.core.serialization import replace_fields
 from shardscope.planner.checks.usual_rates import limit_rate
-from shardscope.training.examples.rows import is_structured, is_text
-from shardscope.training.tasks.choices import DEFAULT_EPOCHS, recommend_rate
+from shardscope.training.tasks.choices import recommend_rate
+from shardscope.training.tasks.text_task import resolve_text
 from shardscope_widgets.checks.user_code import list_notebook_functions
-from shardscope_widgets.data.data_panel import DataPanel
 from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.base import Picker, Row, parse_number, parse_rate
 
@@ -34,21 +37,24 @@ KIND_LABELS: dict[Kind, str] = {
 }
 KIND_SUMMARIES: dict[Kind, str] = {"pretrain": "Pretrain", "finetune": "Fine-tune", "own": "My code"}
 CODE, A_SCRIPT = "Task.code", "the path of a .py file"
+BY_CODE, BY_FORM = "by the code", "on the Fine-tune tab"
 NO_WEIGHTS = (
     "Adapters on random weights learn nothing useful: choose a folder with weights as the model, and "
     "fine-tune it."
 )
 UNUSED_WEIGHTS = "Training starts from random weights; the folder's weights are not used."
 SHIPPED_TEXT = "Moby-Dick"
-DATA_HINTS: dict[Kind, str] = {
-    "pretrain": "A UTF-8 text file to train on",
-    "finetune": "A JSONL, JSON, CSV or Parquet file of chats, question-answer pairs or texts, or a text file",
-}
-DATA_LABELS: dict[Kind, str] = {"pretrain": "Text", "finetune": "Data"}
-SAMPLE_PROMPTS, SAMPLE_TOKENS = 3, 32
-"""Prompts of the data that a run answers while it trains, and the length of an answer: of a short run on CPU
-ranks, longer ones would take most of the time."""
+TEXT_HINT = "A UTF-8 text file to train on; rows, such as a .jsonl file, are for the Fine-tune tab"
+ON_TAB = "Model, data and settings are on the Fine-tune tab."
 WITHOUT_TEXT = "If empty, trains on Moby-Dick, which ships with Shardscope."
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormState:
+    """What the form of a fine-tune on rows leads to: its task, or why there is none yet."""
+
+    task: ss.Finetune | None
+    message: str = ""
 
 
 class KindChange(TypedDict):
@@ -62,9 +68,6 @@ class RunOptions(Picker):
 
     def __init__(self) -> None:
         self.steps = controls.create_text_box(40, "Optimizer steps", "64px")
-        self.epochs = controls.create_text_box(
-            "", "Epochs: passes over the data", "64px", placeholder=f"{DEFAULT_EPOCHS:g}"
-        )
         self.rate = controls.create_text_box(
             "", "Peak learning rate; empty: the default for this model", "72px"
         )
@@ -75,61 +78,45 @@ class RunOptions(Picker):
             "Keep running if the kernel stops",
             "If unchecked, the run stops with the kernel. A run that continues is in the Runs tab.",
         )
-        self._row = row = Row("", self.steps, self.epochs, self.rate)
+        self._row = row = Row("Steps, learning rate", self.steps, self.rate)
         row.add_class("ss-two-lines")
-        self.length = controls.create_html("", "ss-hint")
-        """Predicted length of the run."""
-        self._training = (row, self.length, self.profile)
-        self.has_steps = True
-        """Whether the task takes steps and a learning rate; the user's own code has its own."""
-        self.counts_epochs = False
-        """Whether the task trains on rows, in epochs."""
+        self.set_by = ""
+        """What has a length and a learning rate of its own: the user's code, or a form; empty for neither."""
         super().__init__(
-            {"num_steps": row, "num_epochs": row, "learning_rate": row},
-            controls.stack_vertically(self.length, self.profile, self.outlive),
+            {"num_steps": row, "learning_rate": row},
+            controls.stack_vertically(self.profile, self.outlive),
         )
-        for control in (self.steps, self.epochs, self.rate, self.profile, self.outlive):
+        for control in (self.steps, self.rate, self.profile, self.outlive):
             control.observe(self.read, "value")
         self.read()
 
     @property
     def boxes(self) -> dict[str, widgets.ValueWidget]:
         """See :class:`Picker`."""
-        return {"num_steps": self.steps, "num_epochs": self.epochs, "learning_rate": self.rate}
+        return {"num_steps": self.steps, "learning_rate": self.rate}
 
     def build_value(self) -> tuple[object, ...]:
         """Return the inputs as typed; the task itself validates them."""
-        length = self.epochs if self.counts_epochs else self.steps
-        return (length.value, self.rate.value, self.profile.value, self.outlive.value)
+        return (self.steps.value, self.rate.value, self.profile.value, self.outlive.value)
 
     def read(self, change: object = None) -> None:
         """Read the inputs and update the answer."""
         super().read(change)
-        for part in self._training:
-            (part.remove_class if self.has_steps else part.add_class)("ss-off")
-        for box, is_shown in ((self.steps, not self.counts_epochs), (self.epochs, self.counts_epochs)):
-            (box.remove_class if is_shown else box.add_class)("ss-off")
-        self._row.name.value = f"{'Epochs' if self.counts_epochs else 'Steps'}, learning rate"
-        length = f"{self.steps.value} steps"
-        if self.counts_epochs:
-            epochs = self.epochs.value.strip() or f"{DEFAULT_EPOCHS:g}"
-            length = f"{epochs} epoch{'s' * (epochs != '1')}"
+        self._row.show(not self.set_by)
+        is_traced = self.set_by != BY_CODE
+        (self.profile.remove_class if is_traced else self.profile.add_class)("ss-off")
         parts = [
-            length if self.has_steps else "set by the code",
-            "with trace" if self.profile.value and self.has_steps else "",
+            f"set {self.set_by}" if self.set_by else f"{self.steps.value} steps",
+            "with trace" if self.profile.value and is_traced else "",
             "survives the kernel" if self.outlive.value else "",
         ]
         self.answer = ", ".join(filter(None, parts))
 
-    def read_fields(self, *, by_epochs: bool) -> dict[str, object]:
-        """Return the fields of a training task, whose length is ``by_epochs`` or in steps."""
-        typed, epochs = self.rate.value.strip(), self.epochs.value.strip()
-        length: dict[str, object] = {"num_steps": parse_number(self.steps.value)}
-        if by_epochs:
-            # None for both is the task's own number of epochs.
-            length = {"num_steps": None, "num_epochs": parse_rate(epochs) if epochs else None}
+    def read_fields(self) -> dict[str, object]:
+        """Return the fields of a training task."""
+        typed = self.rate.value.strip()
         return {
-            **length,
+            "num_steps": parse_number(self.steps.value),
             "profile": self.profile.value,
             "learning_rate": parse_rate(typed) if typed else None,
         }
@@ -138,8 +125,6 @@ class RunOptions(Picker):
         """Set the inputs to those of ``task``; a default learning rate is left empty."""
         if task.num_steps is not None:
             self.steps.value = str(task.num_steps)
-        epochs = getattr(task, "num_epochs", None)
-        self.epochs.value = "" if epochs is None else f"{epochs:g}"
         self.profile.value = task.profile
         self.rate.value = "" if task.learning_rate in (None, usual_rate) else f"{task.learning_rate:g}"
 
@@ -148,7 +133,7 @@ class TaskPicker(Picker):
     """The kind of task and its inputs: a text, or the path or name of the user's code.
 
     :meth:`set_plan` sets whether the model is a folder with weights: fine-tuning is then available, and the
-    default until the user chooses something else. :attr:`data` reads a file of examples in the background.
+    default until the user chooses something else. :attr:`form` goes before what is chosen here.
     """
 
     kind = traitlets.Enum(list(KIND_LABELS), "pretrain", help="The kind of task.")
@@ -164,10 +149,13 @@ class TaskPicker(Picker):
         self._chosen: Kind | None = None
         """The kind that the user chose while fine-tuning was available, or "own" at any time."""
         self._offering = False
-        self.data = DataPanel(on_length=self._change_length)
+        self.form: FormState | None = None
+        """The form that has the task; None while the inputs here have it."""
+        self._form_task: ss.Finetune | None = None
+        """The last task of a form."""
         # Fine-tuning is offered only once the model is a folder with weights (_offer_kinds).
         self.menu = controls.create_dropdown(options=[(KIND_LABELS["pretrain"], "pretrain")], tooltip="Task")
-        self.text = controls.create_text_box("", DATA_HINTS["pretrain"], placeholder=SHIPPED_TEXT)
+        self.text = controls.create_text_box("", TEXT_HINT, placeholder=SHIPPED_TEXT)
         self.code = controls.create_text_box(
             "", "Path of a script, or name of a function f(ctx) in this notebook"
         )
@@ -179,8 +167,7 @@ class TaskPicker(Picker):
         rows = {"kind": kind_row, "text": self._text_row, "data": self._text_row, "code": self._code_row}
         # Fields of tasks without an input of their own: their errors are shown at the nearest one.
         others = {"weights": rows["kind"], "source": self._code_row, "arguments": self._code_row}
-        super().__init__({**rows, **others}, controls.stack_vertically(self.data, self.note))
-        self.data.observe(self.read, "problem")
+        super().__init__({**rows, **others}, self.note)
         self.menu.observe(self._choose_kind, "value")
         for control in (self.text, self.code):
             control.observe(self.read, "value")
@@ -193,12 +180,29 @@ class TaskPicker(Picker):
         self._offer_kinds()
         if is_other:
             self.read()  # The answer includes the folder's name.
-        self.data.set_task(self._find_examples(), plan)
         self._show_data_note()
         self.show_usual_rate(plan)
 
+    def set_form(self, form: FormState | None) -> None:
+        """Let ``form`` have the task, or with None the inputs here. A new task makes fine-tuning the kind."""
+        if form == self.form:
+            return
+        self.form = form
+        if form is not None and form.task is not None and form.task != self._form_task:
+            self._form_task, self._chosen = form.task, "finetune"
+            self._offer_kinds()
+        self.read()
+
+    @property
+    def mode(self) -> Kind:
+        """The kind of task that would be launched."""
+        return "finetune" if self.form is not None else self.kind
+
     def _show_data_note(self) -> None:
         """Show which weights and which text a run would train on."""
+        if self.form is not None:
+            self.note.value = ON_TAB
+            return
         if self.kind == "own":
             note = "The code sets its own model, data, steps and learning rate."
         elif self._plan is not None and self.adapts_random_weights(self._plan):
@@ -210,18 +214,20 @@ class TaskPicker(Picker):
 
     def adapts_random_weights(self, plan: ss.Plan) -> bool:
         """Return whether adapters would be trained on random weights."""
-        return self.kind == "pretrain" and plan.recipe.has_adapters
+        return self.mode == "pretrain" and plan.recipe.has_adapters
 
     def show_usual_rate(self, plan: ss.Plan, *, as_trial: bool = False) -> None:
         """Show the default learning rate of an empty input, which depends on the plan."""
         usual = limit_rate(ss.Pretrain.learning_rate, plan)
-        if self.kind == "finetune" and not as_trial:
-            usual = recommend_rate(plan).value
+        if self.mode == "finetune" and not as_trial:
+            usual = recommend_rate(plan, on_examples=False).value
         self.options.rate.placeholder = f"{usual:g}"
 
     @property
     def missing(self) -> str:
         """The input that the user still has to fill in; empty if none."""
+        if self.form is not None:
+            return self.form.message
         needs_code = self.kind == "own" and not self.code.value.strip()
         return "Enter a script or a function as Code first." if needs_code else ""
 
@@ -229,19 +235,22 @@ class TaskPicker(Picker):
     def verb(self) -> str:
         """The main button's label: a verb and the subject."""
         verbs = {"pretrain": "Launch", "finetune": "Fine-tune", "own": "Run"}
-        return f"{verbs[self.kind]} {self.subject}".strip()
+        return f"{verbs[self.mode]} {self.subject}".strip()
 
     @property
     def subject(self) -> str:
         """Short name of the folder or of the code."""
-        if self.kind == "pretrain":
+        if self.mode == "pretrain":
             return ""
-        name = self._weights.name if self.kind == "finetune" and self._weights else Path(self.code.value).name
+        weights = self.weights_folder
+        name = weights.name if weights is not None else "" if self.form else Path(self.code.value).name
         return name if len(name) <= 18 else f"{name[:17]}…"
 
     @property
     def weights_folder(self) -> Path | None:
         """The folder whose weights are fine-tuned; None for another kind of task."""
+        if self.form is not None:
+            return self.form.task.weights if self.form.task is not None else None
         return self._weights if self.kind == "finetune" else None
 
     def build_task(self, plan: ss.Plan, *, as_trial: bool = False) -> Callable[[Context], object]:
@@ -249,27 +258,22 @@ class TaskPicker(Picker):
 
         ``as_trial``: ``plan`` is of a tiny model that replaces the user's and has no weights folder.
         """
-        if self.kind == "own":
+        if self.form is not None and not as_trial:
+            if self.form.task is None:
+                raise ValueError(self.form.message)
+            return replace_fields(self.form.task, {"profile": self.options.profile.value})
+        if self.mode == "own":
             return self._read_user_code()
         text = self.text.value.strip()
-        trains_weights = self.kind == "finetune" and not as_trial
-        fields = self.options.read_fields(by_epochs=trains_weights and self.trains_rows)
-        if text and trains_weights:
-            # Not a Path: it may be a data set's name on the Hub.
-            fields["data"] = text
-            preview = self.data.preview
-            if preview is not None and preview.format.name != "text":
-                fields |= {"sample_prompts": SAMPLE_PROMPTS, "max_new_tokens": SAMPLE_TOKENS}
-        elif text and not (self.kind == "finetune" and is_structured(text)):
-            # The tiny model of a trial has a tokenizer without a chat template: it reads text only.
+        fields = self.options.read_fields()
+        if text:
             fields["text"] = Path(text).expanduser()
         # A trial trains a tiny model with random weights, because the folder's weights do not match it.
-        if trains_weights:
+        if self.mode == "finetune" and not as_trial:
+            if "text" in fields:
+                fields["data"] = resolve_text("Finetune.data", cast("Path", fields.pop("text")))
             # Without a folder, Finetune raises the error that names the field.
-            task = replace_fields(ss.Finetune(weights=cast("Path", self._weights)), fields)
-            if self.data.problem is not None:
-                raise self.data.problem.with_traceback(None)
-            return task
+            return replace_fields(ss.Finetune(weights=cast("Path", self._weights)), fields)
         if fields["learning_rate"] is None:
             fields["learning_rate"] = limit_rate(ss.Pretrain.learning_rate, plan)
         return replace_fields(ss.Pretrain(), fields)
@@ -284,52 +288,19 @@ class TaskPicker(Picker):
         near = error.fix if error.field == CODE and error.fix != A_SCRIPT else ""
         return {CODE: near} if near else super().changes_of(error)
 
-    def build_value(self) -> tuple[str, ...]:
-        """Return the inputs as typed and what is wrong with the data; :meth:`build_task` validates them."""
-        return (self.kind, self.text.value, self.code.value, str(self.data.problem or ""))
+    def build_value(self) -> tuple[object, ...]:
+        """Return the inputs as typed, which :meth:`build_task` validates, and the form."""
+        return (self.kind, self.text.value, self.code.value, self.form)
 
     def read(self, change: object = None) -> None:
         """Read the inputs, and show the rows of the chosen kind."""
-        self.data.set_task(self._find_examples(), self._plan)
         super().read(change)
-        is_own = self.kind == "own"
-        (self._text_row.add_class if is_own else self._text_row.remove_class)("ss-off")
-        (self._code_row.remove_class if is_own else self._code_row.add_class)("ss-off")
-        self.text.tooltip = DATA_HINTS.get(self.kind, "")
-        self._text_row.name.value = DATA_LABELS.get(self.kind, "")
-        self.answer = f"{KIND_SUMMARIES[self.kind]} {self.subject}".strip()
+        self._text_row.show(self.mode != "own" and self.form is None)
+        self._code_row.show(self.mode == "own")
+        self.answer = f"{KIND_SUMMARIES[self.mode]} {self.subject}".strip()
         self._show_data_note()
-        self.options.has_steps, self.options.counts_epochs = self.kind != "own", self.trains_rows
+        self.options.set_by = BY_FORM if self.form is not None else BY_CODE if self.kind == "own" else ""
         self.options.read()
-
-    @property
-    def trains_rows(self) -> bool:
-        """Whether the task fine-tunes on rows, which are trained on in epochs, and not on one long text."""
-        text = self.text.value.strip()
-        if self.kind != "finetune" or not text:
-            return False
-        try:
-            return not is_text(Path(text).expanduser())
-        except (OSError, RuntimeError, ValueError):  # The launch button shows the error at its input.
-            return False
-
-    def _find_examples(self) -> ss.Finetune | None:
-        """Return the task that reads the file or folder of examples in the input; None if there is none."""
-        text = self.text.value.strip()
-        if self.kind != "finetune" or self._weights is None or not text:
-            return None
-        try:
-            # A data set on the Hub would be downloaded as soon as its name is typed.
-            if not Path(text).expanduser().exists():
-                return None
-            task = ss.Finetune(self._weights, text)
-        except (ValueError, OSError, RuntimeError):  # The launch button shows the error at its input.
-            return None
-        return task if task.plain_text is None else None
-
-    def _change_length(self, seq_len: int) -> None:
-        """Change the plan's sequence length, as a fix."""
-        self.on_fix(self.complete({"Recipe.seq_len": seq_len}))
 
     def _offer_kinds(self) -> None:
         kinds = [kind for kind in KIND_LABELS if kind != "finetune" or self._weights is not None]

@@ -54,6 +54,8 @@ def build_offer(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport, task: 
     The plan itself if its GPUs are present. Otherwise a fine-tune or the user's own code on CPU ranks if
     enough memory is free, else a tiny model with random weights, which the label mentions.
     """
+    if task.form is not None and task.missing:
+        return LaunchOffer(label=task.verb, note=task.missing)
     label = f"{task.verb} on {count_devices(plan.cluster)}"
     # Looked up, not imported: torch takes seconds to import, and planning needs none of these.
     missing = [
@@ -63,7 +65,7 @@ def build_offer(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport, task: 
         return LaunchOffer(
             label=label, note=f'Training needs {", ".join(missing)}: pip install "shardscope[train]"'
         )
-    if task.kind == "own":
+    if task.mode == "own":
         return _offer_own_code(plan, machine, task, label)
     warning = NO_WEIGHTS if task.adapts_random_weights(plan) else ""
     too_large = ""
@@ -77,7 +79,7 @@ def build_offer(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport, task: 
             note = "" if verdict.state == "fits" else verdict.reason
             return LaunchOffer(label=label, plan=plan, note=_join_sentences(warning, note))
     # Fine-tuning the real weights slowly is worth more than a trial with random ones.
-    elif task.kind == "finetune":
+    elif task.mode == "finetune":
         moved = _move_to_cpu(plan)
         if moved is not None:
             return LaunchOffer(label=_label_on_ranks(task), plan=moved, note=_describe_move(plan, moved))
@@ -203,7 +205,7 @@ def _offer_trial(plan: ss.Plan, warning: str, task: TaskPicker) -> LaunchOffer:
         check_trained(trial.plan)
     except ValueError as error:
         return LaunchOffer(label=TRIAL, note=str(error))
-    weights = "random weights in place of the folder's, " if task.kind == "finetune" else ""
+    weights = "random weights in place of the folder's, " if task.mode == "finetune" else ""
     differences = ", ".join(trial.differences)
     note = f"Trial run: the same framework on this machine, with {weights}{differences}."
     return LaunchOffer(label=TRIAL, plan=trial.plan, is_trial=True, note=_join_sentences(warning, note))

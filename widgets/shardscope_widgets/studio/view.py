@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from html import escape
+from pathlib import Path
 from typing import TypeVar
 
 import ipywidgets as widgets
@@ -23,11 +23,11 @@ from shardscope.planner.checks.usual_rates import limit_rate
 from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope.planner.verdict import Verdict, assess_plan
 from shardscope.records.folder import FINAL
-from shardscope.training.tasks.choices import Length, estimate_length, recommend
+from shardscope.training.tasks.choices import recommend
 from shardscope_widgets.checks.findings import sort_worst_first, summarize_findings
 from shardscope_widgets.checks.script import ScriptChecks
 from shardscope_widgets.checks.view import ChecksView
-from shardscope_widgets.data.preview_view import PreviewView
+from shardscope_widgets.finetune import FinetunePage
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.debounce import Debounced
 from shardscope_widgets.kit.fold import Fold, Folds
@@ -51,24 +51,22 @@ from shardscope_widgets.pickers.open_plan import OpenPlan
 from shardscope_widgets.plans.page import PlansPage
 from shardscope_widgets.run.export_panel import ExportPanel
 from shardscope_widgets.run.launch_button import LaunchButton
-from shardscope_widgets.run.run_html import format_seconds
 from shardscope_widgets.run.runs_view import RunsView, count_runs
 from shardscope_widgets.run.view import RunView
 from shardscope_widgets.studio.head import FitButton, FullWindow, render_headline, write_fit_question
 from shardscope_widgets.time.rates import render_rates
 from shardscope_widgets.time.rows import RunSteps, build_shown_step
 from shardscope_widgets.time.view import StepView
-from shardscope_widgets.trace import TraceView
+from shardscope_widgets.trace import TracePage
 
-TABS = ("Memory", "Time", "Plans", "Checks", "Runs", "Trace")
-DATA = "Data"
-"""The tab before them while there are examples to fine-tune on."""
+FINE_TUNE = "Fine-tune"
+TABS = ("Memory", "Time", "Plans", "Checks", FINE_TUNE, "Runs", "Trace")
 PAUSE_SECONDS = 0.25
 """Delay after the last input before fixes and findings are computed: both are slower than the rest."""
 MAX_FIXES = 4
 """Maximum number of fixes applied in sequence."""
 TRACE_PIXELS = 480
-NO_TRACE = 'No trace yet. Launch a run with "Record a trace" checked, or open a trace in the Runs tab.'
+TRACE_FOLLOWS = "The trace appears here when the run has ended."
 Page = TypeVar("Page", bound=widgets.Widget)
 
 
@@ -87,11 +85,15 @@ class Studio(View):
         """The plan, with the findings about it, its task and earlier runs."""
         self._drawn: dict[str, object] = {}
         """Tab -> the plan that its page currently shows."""
+        self._formed: ss.Plan | None = None
+        """The plan of the Fine-tune tab's form that was applied last."""
         self._measured: list[tuple[ss.Plan, RunSteps]] = []
         """Measured steps, stored until the Time view is created."""
         self._make_questions()
         self._make_pages()
-        self.sheet = Sheet("pickers", "memory", "time", "plans", "checks", "run", "data", "studio")
+        self.sheet = Sheet(
+            "pickers", "memory", "time", "plans", "checks", "run", "data", "studio", "finetune"
+        )
         body = _create_box(self.questions, self._main, kind="ss-body")
         super().__init__([self.sheet, self._make_head(), self.notice, body])
         for name in ("ss-root", "ss-studio"):
@@ -137,7 +139,6 @@ class Studio(View):
             picker.on_fix = self._apply_fix
         for picker in (self.task, *self._pickers):
             picker.complete = self._complete_fix
-        self.task.data.on_show = self._show_preview
         self.questions = Folds(list(self.folds.values()))
         self.questions.add_class("ss-side")
 
@@ -158,19 +159,18 @@ class Studio(View):
             on_pin=self._toggle_pin, on_apply=self.apply, on_fit=self._offer_fit, fit_search=self.fit_search
         )
         self.tabs = Tabs(TABS)
-        self.trace_holder = widgets.VBox([_create_hint(NO_TRACE)])
+        self.trace = TracePage(TRACE_PIXELS)
         self._pages: dict[str, widgets.Box] = {
             "Memory": widgets.VBox([self.memory]),
-            **{name: widgets.VBox() for name in ("Time", "Plans", "Checks", "Runs")},
-            "Trace": self.trace_holder,
-            DATA: widgets.VBox(),
+            **{name: widgets.VBox() for name in ("Time", "Plans", "Checks", FINE_TUNE, "Runs")},
+            "Trace": self.trace,
         }
         self._drawers: dict[str, Callable[[], None]] = {
             "Memory": lambda: self.memory.show(self.plan, self._report),
             "Time": lambda: self.time.show(self.plan),
             "Plans": lambda: self.plans.set_plan(self.plan),
             "Checks": self._draw_checks,
-            DATA: lambda: self.data.show(self.task.data.preview, self.task.data.advice),
+            FINE_TUNE: self._show_finetune,
         }
         panel = widgets.VBox(list(self._pages.values()), layout=controls.share_layout())
         panel.add_class("ss-panel")
@@ -193,7 +193,7 @@ class Studio(View):
         for picker in (self.task, self.options):
             picker.observe(self._recheck, "value")
         self.architecture.observe(self._change_weights, "weights_folder")
-        self.task.data.observe(self._update_preview, ["preview", "problem"])
+        self.task.observe(self._use_form, "kind")
         self.tabs.observe(self._show_page, "value")
 
     @cached_property
@@ -206,9 +206,16 @@ class Studio(View):
         return self._put_on_page("Time", view)
 
     @cached_property
-    def data(self) -> PreviewView:
-        """The Data tab's view."""
-        return self._put_on_page(DATA, PreviewView(on_length=self.task.data.use_length))
+    def finetune(self) -> FinetunePage:
+        """The Fine-tune tab's page, which begins with the plan's model."""
+        page = FinetunePage(
+            self.cluster.machine,
+            on_change=self._use_form,
+            on_apply=self._apply_form,
+            on_end=self._run_ended,
+        )
+        page.form.inputs.weights.value = str(self.architecture.weights_folder or "")
+        return self._put_on_page(FINE_TUNE, page)
 
     @cached_property
     def plans(self) -> PlansPage:
@@ -277,10 +284,15 @@ class Studio(View):
             self._offer_launch()  # The weights folder may have changed.
         self.plan = plan
 
-    def apply(self, plan: ss.Plan) -> None:
-        """Set all inputs to match ``plan``. Every change of the plan goes through this method."""
+    def apply(self, plan: ss.Plan, weights: Path | None = None) -> None:
+        """Set all inputs to match ``plan``, whose model is in the folder ``weights`` if that is given.
+
+        Every change of the plan goes through this method.
+        """
         self._planning = True
         try:
+            if weights is not None:
+                self.architecture.set_fields({"model": str(weights)})
             if plan.cluster != self.cluster.value or self.cluster.is_wrong:
                 self.cluster.set_value(plan.cluster)
             if plan.architecture != self.architecture.value or self.architecture.is_wrong:
@@ -428,6 +440,7 @@ class Studio(View):
         self.task.set_plan(self.plan, self.architecture.weights_folder)
         if self._report is not None:
             self.launch.set_plan(self.plan, self._report)
+            self._use_form()
 
     def _change_weights(self, change: object) -> None:
         """Offer to fine-tune from another folder, whose model may be the same."""
@@ -454,6 +467,7 @@ class Studio(View):
         if self.tabs.value == "Runs":
             self.runs.read_folder()
         self._draw_shown()
+        self._use_form()
         self._show_staleness()
 
     def _toggle_pin(self, plan: ss.Plan) -> None:
@@ -468,23 +482,30 @@ class Studio(View):
             if view in vars(self):
                 getattr(self, view).pins = self.pins
 
-    # ---- data
+    # ---- fine-tune
 
-    def _update_preview(self, change: object) -> None:
-        """Offer the Data tab if there is a preview, and redraw its page."""
-        data, is_open = self.task.data, self.tabs.value == DATA
-        has_page = data.preview is not None or (is_open and data.is_reading)
-        names = [*([DATA] if has_page else []), *TABS]
-        # Before its name is removed: the page would look for a selected tab in vain.
-        if self.tabs.value not in names:
-            self.tabs.value = TABS[0]
-        self.tabs.names = names
-        self._drawn.pop(DATA, None)
+    def _use_form(self, change: object = None) -> None:
+        """Plan what the Fine-tune tab's form leads to, and launch its task while it is the form's turn."""
+        page = vars(self).get("finetune")
+        if page is None or self._planning:
+            return
+        setup = page.form.setup
+        if setup is not None and setup.plan != self._formed:
+            self._formed = setup.plan
+            if not page.is_following:
+                self.apply(setup.plan, setup.task.weights)
+        has_turn = self.tabs.value == FINE_TUNE or (self.task.kind == "finetune" and page.has_data)
+        self.task.set_form(page.read_state(self.architecture.weights_folder) if has_turn else None)
+        self._drawn.pop(FINE_TUNE, None)
         self._draw_shown()
-        self._pause.request()
 
-    def _show_preview(self) -> None:
-        self.tabs.value = DATA
+    def _apply_form(self) -> None:
+        self._formed = None
+        self._use_form()
+
+    def _show_finetune(self) -> None:
+        state = self.finetune.read_state(self.architecture.weights_folder)
+        self.finetune.show(state, self.launch.current.plan or self.plan)
 
     # ---- checks
 
@@ -518,7 +539,10 @@ class Studio(View):
         self._pause.request()
 
     def _apply_task(self, task: object) -> None:
-        if isinstance(task, ss.Pretrain | ss.Finetune):
+        if isinstance(task, ss.Finetune) and self.task.form is not None:
+            rate = task.learning_rate
+            self.finetune.form.settings.set_fields({"learning_rate": "" if rate is None else f"{rate:g}"})
+        elif isinstance(task, ss.Pretrain | ss.Finetune):
             self.options.set_task(task, limit_rate(ss.Pretrain.learning_rate, self.plan))
 
     def _on_pause(self) -> None:
@@ -529,21 +553,15 @@ class Studio(View):
         self.tabs.set_badge("Runs", num_runs, f"{format_count(num_runs, 'run')} in this folder", "")
 
     def _show_recommendations(self) -> None:
-        """Show the recommended settings of a fine-tune on hover of their inputs, and its length."""
-        reasons: dict[str, str] = {}
-        length = ""
+        """Show the recommended settings of a fine-tune on hover of their inputs."""
         task = self._build_finetune(self.plan)
-        preview = self.task.data.preview
+        reasons: dict[str, str] = {}
         if task is not None:
+            preview = self.finetune.form.preview_of_data if self.task.form is not None else None
             for choice in recommend(task, self.plan, preview):
                 reasons[choice.field] = f"Recommended: {choice.summary}. {choice.why}"
-            # The launch may move the plan to CPU ranks, with smaller batches.
-            launched = self.launch.current.plan or self.plan
-            if not self.launch.current.is_trial:
-                length = _describe_length(estimate_length(task, launched, preview), launched)
         self.recipe.show_reasons(reasons)
         self.options.show_reasons(reasons)
-        self.options.length.value = escape(length)
 
     def _build_finetune(self, plan: ss.Plan) -> ss.Finetune | None:
         """Return the fine-tune given by the inputs; None for another task, or while an input is wrong."""
@@ -559,7 +577,11 @@ class Studio(View):
         """Show a run that the button started."""
         self.run = run
         self.notice.show_message("")
-        self._show_trace(_create_hint("The trace appears here when the run has ended."))
+        self.trace.show_hint(TRACE_FOLLOWS)
+        if self.task.form is not None:
+            self.finetune.watch(run)
+            self.tabs.value = FINE_TUNE
+            return
         self.runs.open(run)
         self.tabs.value = "Runs"
         if run.status in FINAL:  # The run ended before it was opened: no other event reports its end.
@@ -569,7 +591,7 @@ class Studio(View):
         """Handle a run started by Resume like one started by the launch button."""
         self.launch.busy = True
         self.run = run
-        self._show_trace(_create_hint("The trace appears here when the run has ended."))
+        self.trace.show_hint(TRACE_FOLLOWS)
 
     def _show_launch_error(self, message: str, retry: Callable[[], None] | None) -> None:
         self.notice.show_message(message, {"Launch anyway": retry} if retry else {}, is_error=True)
@@ -581,7 +603,7 @@ class Studio(View):
         self._keep_measured(run)
         vars(self).pop("_earlier_runs", None)
         self._recheck()
-        self._show_trace_of(run)
+        self.trace.show_run(run)
 
     def _keep_measured(self, run: ss.Run) -> None:
         """Show the measurements of the run next to the prediction of its plan."""
@@ -603,34 +625,8 @@ class Studio(View):
     # ---- traces
 
     def _open_trace(self, run: ss.Run) -> None:
-        self._show_trace_of(run)
+        self.trace.show_run(run)
         self.tabs.value = "Trace"
-
-    def _show_trace_of(self, run: ss.Run) -> None:
-        try:
-            self._show_trace(TraceView(run.trace(), height=TRACE_PIXELS))
-        except (ValueError, OSError) as error:
-            self._show_trace(_create_hint(str(error)))
-
-    def _show_trace(self, view: widgets.Widget) -> None:
-        """Show ``view`` in the Trace tab and close the previous one, which may hold a whole trace."""
-        before = self.trace_holder.children
-        # Replace first: closing a widget that is still displayed would show an error.
-        self.trace_holder.children = [view]
-        for old in before:
-            old.close()
-
-
-def _describe_length(length: Length, plan: ss.Plan) -> str:
-    """Return the length of a run of ``plan`` in a few words; empty if it is not known."""
-    if length.num_steps is None:
-        return ""
-    words = f"{format_count(length.num_steps, 'step')} of {plan.recipe.global_batch_size:,} sequences"
-    return words if length.seconds is None else f"{words}, about {format_seconds(length.seconds)}"
-
-
-def _create_hint(text: str) -> widgets.HTML:
-    return controls.create_html(escape(text), "ss-hint")
 
 
 def _create_box(*children: widgets.Widget, kind: str) -> widgets.Box:

@@ -1,5 +1,5 @@
 """All ranks of a trace on one time axis."""
 
-from shardscope_widgets.trace.view import TraceView
+from shardscope_widgets.trace.view import TracePage, TraceView
 
-__all__ = ["TraceView"]
+__all__ = ["TracePage", "TraceView"]

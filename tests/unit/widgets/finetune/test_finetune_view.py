@@ -34,11 +34,11 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def show(data: str = "rows.jsonl", **inputs: Any) -> Any:
+def show(data: Any = "rows.jsonl") -> Any:
     view: Any = FinetuneView("chatty", data)
     assert wait_until(lambda: view.plan is not None, 60), view.headline.value
     # The data are read twice: at the usual length, and at the one that fits them.
-    assert wait_until(lambda: view.data_panel.advice is None)
+    assert wait_until(lambda: view.form.data_panel.advice is None)
     return view
 
 
@@ -51,27 +51,60 @@ def test_model_and_data_are_enough_for_a_recommended_plan(files: Path) -> None:
     assert task.weights == files / "chatty" and task.data == files / "rows.jsonl"
     assert task.export and task.validation == 0.1 and task.early_stopping == 3 and task.sample_prompts == 3
     text = view.headline.value
-    assert "40 rows of rows.jsonl" in text and "3 epochs" in text and "54 steps of 2 sequences" in text
+    assert "40 rows of rows.jsonl" in text and "12 epochs" in text and "216 steps of 2 sequences" in text
     assert "LoRA" in text and "2 CPU ranks" in text and "Fits: " in text and not view.button.disabled
-    assert "40 rows, prompt-completion" in view.data_panel.value
-    reasons = {name: html.value for name, html in view.settings._reasons.items()}
-    assert all(reasons.values()) and "QLoRA" in reasons["learning_rate"]
-    assert view.settings.boxes["learning_rate"].placeholder == "0.0002"
+    assert "40 rows, prompt-completion" in view.form.data_panel.value
+    reasons = {name: html.value for name, html in view.form.settings._reasons.items()}
+    assert all(reasons.values()) and "small models" in reasons["learning_rate"]
+    assert "12 are 216" in reasons["num_epochs"]
+    placeholders = {name: box.placeholder for name, box in view.form.settings.boxes.items()}
+    assert placeholders == {"learning_rate": "0.001", "num_epochs": "12", "lora_rank": "16", "seq_len": "24"}
     view.close()
+
+
+@pytest.mark.parametrize("kind", ["frame", "dataset", "rows"])
+def test_rows_in_memory_are_data_as_a_file_is(files: Path, kind: str) -> None:
+    import datasets
+    import pandas
+
+    rows = [{"prompt": f"Who is {number}?", "completion": " Ahab."} for number in range(NUM_ROWS)]
+    data: Any = {
+        "frame": lambda: pandas.DataFrame(rows),
+        "dataset": lambda: datasets.Dataset.from_list(rows),
+        "rows": lambda: rows,
+    }[kind]()
+    view = show(data)
+    name = {"frame": "a DataFrame", "dataset": "a Dataset", "rows": "a list"}[kind]
+    assert view.form.inputs.data.value == f"{name} of 40 rows" == view.form.inputs.data.options[0]
+    assert view.task.data.column_names == ["prompt", "completion"] and len(view.task.data) == NUM_ROWS
+    assert "learns <b>40 rows</b> in 12 epochs" in view.headline.value
+    view.form.inputs.data.value = "rows.jsonl"
+    assert wait_until(lambda: view.task is not None and view.task.data == files / "rows.jsonl")
+    view.form.inputs.data.value = f"{name} of 40 rows"
+    assert wait_until(lambda: view.task is not None and not isinstance(view.task.data, Path))
+    view.close()
+
+
+def test_rows_that_cannot_be_read_are_refused_as_by_finetune(files: Path) -> None:
+    import pandas
+
+    for data, words in ((pandas.DataFrame(), "at least one row"), (3, "a pandas DataFrame")):
+        with pytest.raises(ValueError, match=rf"^Finetune\.data .*{words}"):
+            FinetuneView("chatty", data)
 
 
 def test_own_settings_replace_the_recommended_ones(files: Path) -> None:
     view = show()
-    boxes = view.settings.boxes
+    boxes = view.form.settings.boxes
     boxes["learning_rate"].value, boxes["num_epochs"].value = "1e-3", "1"
     boxes["lora_rank"].value, boxes["seq_len"].value = "4", "24"
     assert wait_until(lambda: view.plan is not None and view.plan.recipe.seq_len == 24)
     assert view.plan.recipe.lora_rank == 4
     assert view.task.learning_rate == 1e-3 and view.task.num_epochs == 1
-    assert view.settings.answer == "learning rate 1e-3, epochs 1, lora rank 4, sequence length 24"
-    view.inputs.method.value = "full"
+    assert view.form.settings.answer == "learning rate 1e-3, epochs 1, lora rank 4, sequence length 24"
+    view.form.inputs.method.value = "full"
     assert view.plan.recipe.method == "full" and view.plan.recipe.lora_rank is None
-    assert not view.settings.rows["lora_rank"].is_shown and "full fine-tuning" in view.headline.value
+    assert not view.form.settings.rows["lora_rank"].is_shown and "full fine-tuning" in view.headline.value
     view.close()
 
 
@@ -80,8 +113,8 @@ def test_a_text_is_trained_on_in_steps_without_rows(files: Path) -> None:
     view = show("whale.txt")
     assert view.task.num_steps == 50 and view.task.validation is None and view.task.sample_prompts is None
     assert "50 steps" in view.headline.value and "epoch" not in view.headline.value
-    assert "Too few data" in view.note.value and view.data_panel.value == ""
-    view.settings.boxes["num_epochs"].value = "2"
+    assert "Too few data" in view.form.note.value and view.form.data_panel.value == ""
+    view.form.settings.boxes["num_epochs"].value = "2"
     assert view.task.num_epochs == 2 and view.task.num_steps is None
     view.close()
 
@@ -89,21 +122,21 @@ def test_a_text_is_trained_on_in_steps_without_rows(files: Path) -> None:
 def test_errors_stand_at_their_input_and_nothing_can_be_launched(files: Path) -> None:
     view = show()
     for row, box, wrong, words in (
-        ("weights", view.inputs.weights, "nowhere", "there is no such folder"),
-        ("data", view.inputs.data, "row.jsonl", "there is no such file"),
-        ("learning_rate", view.settings.boxes["learning_rate"], "fast", "a number from"),
-        ("lora_rank", view.settings.boxes["lora_rank"], "-3", "a whole number from"),
-        ("seq_len", view.settings.boxes["seq_len"], "9,999,999", "at most 64 tokens"),
+        ("weights", view.form.inputs.weights, "nowhere", "there is no such folder"),
+        ("data", view.form.inputs.data, "row.jsonl", "there is no such file"),
+        ("learning_rate", view.form.settings.boxes["learning_rate"], "fast", "a number from"),
+        ("lora_rank", view.form.settings.boxes["lora_rank"], "-3", "a whole number from"),
+        ("seq_len", view.form.settings.boxes["seq_len"], "9,999,999", "at most 64 tokens"),
     ):
         before, box.value = box.value, wrong
-        rows = {**view.inputs.rows, **view.settings.rows}
+        rows = {**view.form.inputs.rows, **view.form.settings.rows}
         message = rows[row]._error.value if rows[row]._error else ""
         assert words in message, (row, message)
         assert view.button.disabled and view.plan is None and "marked in red" in view.headline.value
         assert [name for name, other in rows.items() if other.message and other is not rows[row]] == []
         box.value = before
         assert wait_until(lambda: view.plan is not None), view.headline.value
-        assert not view.inputs.is_wrong and not view.settings.is_wrong
+        assert not view.form.inputs.is_wrong and not view.form.settings.is_wrong
     view.close()
 
 
@@ -112,20 +145,20 @@ def test_malformed_rows_are_named_at_the_data(files: Path) -> None:
         '{"prompt": "a", "completion": " b"}\n{"prompt": 3, "completion": null}\n'
     )
     view: Any = FinetuneView("chatty", "bad.jsonl")
-    assert wait_until(lambda: view.inputs.is_wrong, 60)
-    assert "row 2" in view.inputs.rows["data"].message and view.button.disabled
+    assert wait_until(lambda: view.form.inputs.is_wrong, 60)
+    assert "row 2" in view.form.inputs.rows["data"].message and view.button.disabled
     view.close()
 
 
 def test_the_model_that_is_missing_is_offered_as_a_download(files: Path, monkeypatch: Any) -> None:
     view: Any = FinetuneView()
-    assert view.inputs.fetch.button.description == "Use the example model"
+    assert view.form.inputs.fetch.button.description == "Use the example model"
     assert "Choose a model and a data file" in view.headline.value
-    view.inputs.weights.value = "chatty"
-    assert "Choose a data file" in view.headline.value and not view.inputs.is_wrong
-    view.inputs.weights.value = "chatti"
-    assert "no such folder" in view.inputs.rows["weights"].message, "without data, too"
-    view.inputs.weights.value = ""
+    view.form.inputs.weights.value = "chatty"
+    assert "Choose a data file" in view.headline.value and not view.form.inputs.is_wrong
+    view.form.inputs.weights.value = "chatti"
+    assert "no such folder" in view.form.inputs.rows["weights"].message, "without data, too"
+    view.form.inputs.weights.value = ""
     fetched: list[str] = []
 
     def fetch(name: str, report: Any) -> Path:
@@ -134,14 +167,14 @@ def test_the_model_that_is_missing_is_offered_as_a_download(files: Path, monkeyp
         return write_chat_folder(files / "cache" / "shardscope" / "models" / name)
 
     monkeypatch.setattr("shardscope_widgets.finetune.inputs.fetch_example", fetch)
-    view.inputs.data.value = "rows.jsonl"
-    view.inputs.fetch.button.click()
+    view.form.inputs.data.value = "rows.jsonl"
+    view.form.inputs.fetch.button.click()
     assert wait_until(lambda: view.plan is not None, 60), view.headline.value
-    assert fetched == ["smollm2-135m-instruct"] == [view.inputs.weights.value]
-    assert wait_until(lambda: not view.inputs.fetch.is_busy)
-    view.inputs.weights.value = "org/name"
-    assert view.inputs.fetch.button.description == "Download org/name"
-    assert "org/name is not on this machine yet" in view.headline.value and not view.inputs.is_wrong
+    assert fetched == ["smollm2-135m-instruct"] == [view.form.inputs.weights.value]
+    assert wait_until(lambda: not view.form.inputs.fetch.is_busy)
+    view.form.inputs.weights.value = "org/name"
+    assert view.form.inputs.fetch.button.description == "Download org/name"
+    assert "org/name is not on this machine yet" in view.headline.value and not view.form.inputs.is_wrong
     view.close()
 
 
@@ -164,13 +197,13 @@ def test_the_button_launches_once_and_the_chat_follows(files: Path, monkeypatch:
     view.notice._handle_action("Launch anyway")
     assert [force for _, _, force in launched] == [False, True]
     assert launched[1][:2] == (view.plan, view.task)
-    assert view.run is run and view.run_view.run is run and view.button.disabled
+    assert view.run is run and view.outcome.run_view.run is run and view.button.disabled
     view.launch()
     assert len(launched) == 2, "one run at a time"
-    assert view.chat is None
+    assert view.outcome.chat is None
     run.model = files / "chatty"
     run.status = "finished"
-    assert wait_until(lambda: view.chat is not None and not view.button.disabled)
+    assert wait_until(lambda: view.outcome.chat is not None and not view.button.disabled)
     view.close()
 
 
@@ -190,11 +223,14 @@ def test_uploads_are_stored_in_the_data_folder_and_never_replace_a_file(files: P
 
 def test_an_upload_becomes_the_data_and_a_large_one_an_error(files: Path) -> None:
     view = show()
-    upload = view.inputs.upload
+    upload = view.form.inputs.upload
     upload._handle_custom_msg({"name": "more.jsonl", "size": 9}, [memoryview(b'{"text": "a whale"}\n')])
-    assert view.inputs.data.value == "data/more.jsonl" and "data/more.jsonl" in view.inputs.data.options
+    assert (
+        view.form.inputs.data.value == "data/more.jsonl"
+        and "data/more.jsonl" in view.form.inputs.data.options
+    )
     upload._handle_custom_msg({"name": "huge.jsonl", "size": 9 * 2**20}, [])
-    assert "9.0 MB" in view.inputs.rows["data"]._error.value
+    assert "9.0 MB" in view.form.inputs.rows["data"]._error.value
     for content in ({"name": 3}, "text", {}):
         upload._handle_custom_msg(content, [])
     view.close()

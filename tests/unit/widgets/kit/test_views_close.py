@@ -45,7 +45,7 @@ def make_finetune_view() -> FinetuneView:
     """Return a view with a plan and an active run."""
     view = FinetuneView(WEIGHTS, "text.txt")
     assert view.plan is not None
-    view._watch_run(FakeRun([record(loss=1.0)]))  # type: ignore[arg-type]
+    view.outcome.watch(FakeRun([record(loss=1.0)]))  # type: ignore[arg-type]
     return view
 
 

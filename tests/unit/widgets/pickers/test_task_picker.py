@@ -159,17 +159,17 @@ def test_run_options_are_passed_to_the_task(picker: TaskPicker, folder: Path) ->
     assert picker.build_task(build_plan(folder)).learning_rate is None and options.rate.placeholder == "2e-05"
 
 
-def test_a_file_of_examples_is_data_to_fine_tune_on_and_no_text_to_pretrain_on(folder: Path) -> None:
+def test_a_file_of_examples_is_no_text_to_train_on(folder: Path) -> None:
     chat = folder.parent / "chat.jsonl"
     chat.write_text('{"prompt": "Who?", "completion": "Ahab"}\n')
     studio: Any = Studio()
     studio.architecture.name.value = str(folder)
     studio.task.text.value = str(chat)
     row = studio.task.rows["data"]
-    assert not row.message and studio.task.build_task(studio.plan).data == chat
-    studio.task.menu.value = "pretrain"
-    assert "plain UTF-8 text" in row.message and studio.launch.button.disabled
-    assert "chat.jsonl is JSON lines" in row.children[-1].value, "a short message at the input"
+    for kind in ("finetune", "pretrain"):
+        studio.task.menu.value = kind
+        assert "plain UTF-8 text" in row.message and studio.launch.button.disabled
+        assert "chat.jsonl is JSON lines" in row.children[-1].value, "a short message at the input"
     studio.task.text.value = ""
     assert not row.message and not studio.launch.button.disabled
 
@@ -178,7 +178,7 @@ def test_a_missing_data_file_is_rejected_at_the_input(folder: Path) -> None:
     studio: Any = Studio()
     studio.architecture.name.value = str(folder)
     studio.task.text.value = str(folder.parent / "absent.jsonl")
-    assert "there is no such file" in studio.task.rows["data"].message and studio.launch.button.disabled
+    assert "an existing text file" in studio.task.rows["data"].message and studio.launch.button.disabled
 
 
 def test_own_code_runs_as_a_script_or_a_function(picker: TaskPicker, tmp_path: Path) -> None:

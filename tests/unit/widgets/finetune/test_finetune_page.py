@@ -1,0 +1,170 @@
+"""Tests of the Studio's Fine-tune tab: its form leads to the Studio's plan, button and run."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_runs import FakeRun, record, wait_until
+from tests.requirements import needs
+from tests.weights_folders import write_chat_folder
+
+import shardscope as ss
+from shardscope_widgets import Studio
+from shardscope_widgets.finetune.page import OTHER_MODEL
+
+needs("datasets")
+needs("transformers")
+needs("torch")
+
+NUM_ROWS = 40
+READ_SECONDS = 60.0
+
+
+@pytest.fixture
+def studio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A Studio on a machine without GPUs, beside a model and rows."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ss.Cluster, "detect", lambda: ss.Cluster.parse("2xcpu"))
+    write_chat_folder(tmp_path / "chatty")
+    rows = [{"prompt": f"Who is {number}?", "completion": " Ahab."} for number in range(NUM_ROWS)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    studio = Studio()
+    yield studio
+    studio.close()
+
+
+def fill(studio: Any, weights: str = "chatty", data: str = "rows.jsonl") -> None:
+    studio.tabs.value = "Fine-tune"
+    inputs = studio.finetune.form.inputs
+    inputs.weights.value, inputs.data.value = weights, data
+    assert wait_until(lambda: studio.finetune.form.setup is not None, READ_SECONDS)
+    assert wait_until(lambda: not studio.finetune.form.data_panel._reader.is_busy, READ_SECONDS)
+
+
+def test_model_and_data_become_the_studios_plan_and_the_main_buttons_task(studio: Any) -> None:
+    button, before = studio.launch.button, studio.plan
+    studio.tabs.value = "Fine-tune"
+    assert button.description == "Fine-tune" and button.disabled and studio.plan is before
+    assert "Choose a model and a data file" in button.tooltip
+    fill(studio)
+    plan, setup = studio.plan, studio.finetune.form.setup
+    assert plan.architecture == setup.plan.architecture and plan.recipe.seq_len == 24
+    assert (plan.recipe.method, plan.recipe.precision, plan.cluster) == ("lora", "fp32", setup.plan.cluster)
+    assert button.description == "Fine-tune chatty on 2 CPU ranks" and not button.disabled
+    assert "LoRA rank 16" in studio.headline.value and "Fits" in studio.headline.value
+    assert "12 epochs, 216 steps of 2 sequences" in studio.finetune.summary.value
+    task = studio.launch.task
+    assert task.data == Path("rows.jsonl").absolute() and task.sample_prompts == 3 and task.profile
+    studio.options.profile.value = False
+    assert not studio.launch.task.profile
+    # The inputs of other tasks are not shown: they would not be used.
+    assert not studio.task.rows["data"].is_shown and not studio.options.rows["num_steps"].is_shown
+    assert studio.options.answer == "set on the Fine-tune tab"
+    for tab in ("Memory", "Checks"):
+        studio.tabs.value = tab
+        assert button.description == "Fine-tune chatty on 2 CPU ranks"
+
+
+def test_a_change_on_the_left_is_kept_and_shown_on_the_tab(studio: Any) -> None:
+    fill(studio)
+    studio.recipe.set_fields({"method": "full"})
+    assert studio.plan.recipe.method == "full" and studio.launch.task.data is not None
+    page = studio.finetune
+    assert page.form.inputs.method.value == "full" and "full fine-tuning" in page.summary.value
+    studio.recipe.set_fields({"global_batch_size": 4})
+    assert "of 4 sequences" in page.summary.value
+    page.form.settings.boxes["num_epochs"].value = "1"
+    assert studio.plan.recipe.global_batch_size == 4, "epochs change no plan"
+    assert studio.launch.task.num_epochs == 1 and "1 epoch, 9 steps of 4" in page.summary.value
+    assert set(page.form.settings.boxes) == {"learning_rate", "num_epochs"}, "the rest is on the left"
+
+
+def test_another_model_on_the_left_is_not_trained_on_the_forms_data(studio: Any) -> None:
+    fill(studio)
+    studio.architecture.name.value = "llama-3.1-8b"
+    assert studio.launch.button.disabled and studio.launch.note.value == OTHER_MODEL
+    assert OTHER_MODEL in studio.finetune.notice.value
+    studio.tabs.value = "Memory"
+    assert studio.launch.button.description == "Try a tiny model on 2 CPU ranks"
+    studio.tabs.value = "Fine-tune"
+    studio.finetune.notice._handle_action("Plan with this model")
+    assert studio.architecture.weights_folder == Path("chatty").absolute()
+    assert studio.launch.button.description == "Fine-tune chatty on 2 CPU ranks"
+    assert not studio.finetune.notice.value
+
+
+def test_a_wrong_input_of_the_form_disables_the_button_on_every_tab(studio: Any) -> None:
+    fill(studio)
+    inputs = studio.finetune.form.inputs
+    inputs.data.value = "row.jsonl"
+    assert "there is no such file" in inputs.rows["data"].message
+    for tab in ("Fine-tune", "Memory"):
+        studio.tabs.value = tab
+        assert studio.launch.button.disabled and "marked in red" in studio.launch.note.value
+    inputs.data.value = ""
+    assert not studio.launch.button.disabled, "the task below Task, which trains on a text"
+    assert isinstance(studio.launch.task, ss.Finetune) and studio.launch.task.plain_text is not None
+
+
+def test_the_tab_begins_with_the_model_on_the_left(studio: Any) -> None:
+    studio.architecture.name.value = "chatty"
+    studio.tabs.value = "Fine-tune"
+    assert studio.finetune.form.inputs.weights.value == str(Path("chatty").absolute())
+    assert "Choose a data file" in studio.finetune.summary.value
+
+
+def test_pretraining_can_be_chosen_again(studio: Any) -> None:
+    fill(studio)
+    studio.tabs.value = "Memory"
+    studio.task.menu.value = "pretrain"
+    assert isinstance(studio.launch.task, ss.Pretrain) and studio.options.rows["num_steps"].is_shown
+    studio.task.menu.value = "finetune"
+    assert studio.launch.task.data == Path("rows.jsonl").absolute()
+
+
+def test_the_run_and_the_chat_appear_on_the_tab(studio: Any, monkeypatch: Any) -> None:
+    launched: list[Any] = []
+    run: Any = FakeRun([record(loss=1.0)])
+    run.memory = lambda: SimpleNamespace(tensor_bytes=0)
+    run.chat = lambda base=False: None
+    ended_in: list[str] = []
+
+    def read_trace() -> Any:
+        ended_in.append(threading.current_thread().name)
+        raise ValueError("no trace")
+
+    run.trace = read_trace
+
+    def launch(plan: Any, task: Any, **options: Any) -> Any:
+        launched.append((plan, task))
+        return run
+
+    monkeypatch.setattr(ss, "launch", launch)
+    fill(studio)
+    studio.tabs.value = "Memory"
+    studio.launch.button.click()
+    assert launched == [(studio.plan, studio.launch.task)]
+    page = studio.finetune
+    assert studio.tabs.value == "Fine-tune" and page.outcome.run_view.run is run
+    assert studio.launch.button.disabled and not page.inputs.head.expanded
+    assert page.inputs.head.answer == "chatty, rows.jsonl, LoRA"
+    run.model = Path("chatty").absolute()
+    run.status = "finished"
+    assert wait_until(lambda: page.outcome.chat is not None and not studio.launch.button.disabled)
+    assert wait_until(lambda: ended_in == ["shardscope-run-view"]), (
+        "a large trace is not read in the kernel's own thread"
+    )
+
+
+def test_a_checks_fix_of_the_rate_sets_the_forms_input(studio: Any) -> None:
+    fill(studio)
+    box = studio.finetune.form.settings.boxes["learning_rate"]
+    box.value = "0.5"
+    studio._apply_task(replace(studio.launch.task, learning_rate=3e-4))
+    assert box.value == "0.0003" and studio.launch.task.learning_rate == 3e-4

@@ -1,0 +1,191 @@
+"""The form of a fine-tune: its inputs, and the plan and task that they lead to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+
+import shardscope as ss
+from shardscope.core.number_format import format_count
+from shardscope.training.examples.preview import Preview
+from shardscope.training.tasks.choices import Length
+from shardscope_widgets.data.data_panel import DataPanel
+from shardscope_widgets.data.preview_view import PreviewView
+from shardscope_widgets.finetune.inputs import FinetuneInputs, FinetuneSettings
+from shardscope_widgets.finetune.setup import Setup, build_first_plan, build_setup, find_weights
+from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.display_names import describe_devices
+from shardscope_widgets.kit.fold import Fold
+from shardscope_widgets.pickers.recipe_choices import CHOICE_LABELS
+from shardscope_widgets.run.run_html import format_seconds
+
+NOTHING_CHOSEN = (
+    "Choose a model and a data file. Nothing else is needed for a good result; Advanced shows the rest."
+)
+NO_MODEL, NO_DATA = "Choose a model.", "Choose a data file to train on."
+NOT_HERE = "is not on this machine yet: download it with the button below its name."
+READING, WRONG = "Reading the data…", "Correct the input marked in red first."
+
+
+class FinetuneForm:
+    """Inputs and their result: ``setup``, or ``message``, which says why there is none.
+
+    ``on_change()`` is called after every change of them; the view places ``inputs``, ``folds`` and ``note``.
+    ``has_recipe``: the form has inputs for fields of the recipe as well.
+    """
+
+    def __init__(
+        self,
+        machine: ss.Cluster,
+        weights: str | Path = "",
+        data: object = "",
+        *,
+        on_change: Callable[[], None],
+        has_recipe: bool = True,
+    ) -> None:
+        self._machine, self._on_change = machine, on_change
+        self.setup: Setup | None = None
+        self.message = ""
+        self._is_updating, self._is_closed = False, False
+        # Without an event loop, the data are read and reported in another thread.
+        self._lock = threading.RLock()
+        self._seq_len: tuple[object, int] | None = None
+        """The data, and the sequence length that fits them."""
+        self.data_panel = DataPanel(on_length=self._use_length)
+        self.inputs = FinetuneInputs(machine, self.data_panel, data)
+        self.settings = FinetuneSettings(has_recipe=has_recipe)
+        self.note = controls.create_html("", "ss-hint")
+        self.preview = PreviewView(on_length=self.data_panel.use_length)
+        self.folds = {
+            "Data": Fold("What the model learns", self.preview),
+            "Advanced": Fold("Advanced", self.settings),
+        }
+        self.folds["Advanced"].follow_picker(self.settings)
+        self.data_panel.on_show = self._show_preview
+        self.inputs.on_fetched = self.update
+        self.inputs.observe(self.update, "value")
+        self.settings.observe(self.update, "value")
+        self.data_panel.observe(self.update, ["preview", "problem"])
+        self.inputs.weights.value = str(weights)
+        self.update()
+
+    @property
+    def preview_of_data(self) -> Preview | None:
+        """The data as they were last read."""
+        preview = self.data_panel.preview
+        return preview if isinstance(preview, Preview) else None
+
+    def close(self) -> None:
+        """Ignore what is still being read or downloaded."""
+        self._is_closed = True
+
+    def update(self, change: object = None) -> None:
+        """Build plan and task from the inputs, or tell what is missing or wrong."""
+        with self._lock:
+            if not self._is_updating and not self._is_closed:
+                self._update()
+
+    def _update(self) -> None:
+        self._is_updating = True
+        for picker in (self.inputs, self.settings):
+            picker.clear_plan_errors()
+        setup, message = None, ""
+        try:
+            setup, message = self._build_setup()
+        except ValueError as error:
+            self.show_error(error)
+            message = WRONG
+        except Exception as error:  # An exception raised in a handler would not be shown.
+            self.show_error(ValueError(f"Internal error of Shardscope: {type(error).__name__}: {error}"))
+            raise
+        finally:
+            self._is_updating = False
+            self._show(setup, message)
+
+    def _build_setup(self) -> tuple[Setup | None, str]:
+        """Return the setup; None with the reason while an input is empty or being read."""
+        weights_text, data, method = self.inputs.value
+        if not weights_text:
+            self.data_panel.set_task(None, None)
+            return None, NO_MODEL if data else NOTHING_CHOSEN
+        weights, settings = find_weights(weights_text), self.settings.value
+        if weights is None:
+            self.data_panel.set_task(None, None)
+            return None, f"{weights_text} {NOT_HERE}"
+        base = ss.Finetune(weights, data or None)
+        if not data:
+            self.data_panel.set_task(None, None)
+            return None, NO_DATA
+        source = (base.weights, base.data)
+        seq_len = self._seq_len[1] if self._seq_len and self._seq_len[0] == source else None
+        first = build_first_plan(base.weights, self._machine, method, settings, seq_len)
+        if base.plain_text is not None:
+            self.data_panel.set_task(None, None)
+            return build_setup(base, first, settings, None), ""
+        self.data_panel.set_task(base, first)
+        if self.data_panel.problem is not None:
+            raise self.data_panel.problem.with_traceback(None)
+        preview = self.preview_of_data
+        if preview is None:
+            return None, READING
+        if self.data_panel.advice is not None and "seq_len" not in settings and seq_len is None:
+            # The length that fits the data: they are read once more, cut to it.
+            self._seq_len = (source, self.data_panel.advice.seq_len)
+            first = build_first_plan(base.weights, self._machine, method, settings, self._seq_len[1])
+            self.data_panel.set_task(base, first)
+        return build_setup(base, first, settings, preview), ""
+
+    def show_error(self, error: ValueError) -> None:
+        """Show ``error`` at the input that it names."""
+        field = str(getattr(error, "field", "")).rpartition(".")[2]
+        owner = self.settings if field in self.settings.rows else self.inputs
+        owner.show_plan_error(error)
+
+    def _use_length(self, seq_len: int) -> None:
+        self.settings.set_fields({"seq_len": seq_len})
+
+    def _show(self, setup: Setup | None, message: str) -> None:
+        self.setup, self.message = setup, message
+        preview = self.preview_of_data
+        if preview is not None:
+            self.preview.show(preview, self.data_panel.advice)
+        (self.folds["Data"].remove_class if preview is not None else self.folds["Data"].add_class)("ss-off")
+        self.note.value = "" if setup is None else escape(describe_validation(setup.task))
+        if setup is not None:
+            self.settings.show_choices(setup.choices)
+        self._on_change()
+
+    def _show_preview(self) -> None:
+        self.folds["Data"].head.expanded = True
+
+
+def render_summary(plan: ss.Plan, task: ss.Finetune, length: Length, num_rows: int | None) -> str:
+    """Return what the button will do as HTML; ``num_rows`` is None for a text."""
+    rows = "" if num_rows is None else format_count(num_rows, "row")
+    # A frame has no name.
+    name = task.data.name if isinstance(task.data, Path) else task.data if isinstance(task.data, str) else ""
+    data = " of ".join(filter(None, [rows, name]))
+    batch = format_count(plan.recipe.global_batch_size, "sequence")
+    steps = "" if length.num_steps is None else f", {format_count(length.num_steps, 'step')} of {batch}"
+    epochs = length.num_epochs
+    passes = f" in {epochs:g} epoch{'s' * (epochs != 1)}" if epochs is not None else ""
+    rank = f" of rank {plan.recipe.adapter_rank}" if plan.recipe.has_adapters else ""
+    method = CHOICE_LABELS[plan.recipe.method] if plan.recipe.has_adapters else "full fine-tuning"
+    seconds = f", about {format_seconds(length.seconds)}" if length.seconds is not None else ""
+    return (
+        f"<div class='ss-what' role='status'><b>{escape(task.weights.name)}</b> learns "
+        f"<b>{escape(data)}</b>{passes}{steps}, with <b>{escape(method)}</b>{rank} on "
+        f"<b>{escape(describe_devices(plan.cluster))}</b>{seconds}</div>"
+    )
+
+
+def describe_validation(task: ss.Finetune) -> str:
+    """Return how the run decides which weights it keeps."""
+    if not isinstance(task.validation, float):
+        return "Too few data to hold some out for validation: the last weights are kept."
+    return (
+        f"{task.validation:.0%} of the data are held out for validation. The weights with the lowest loss on "
+        f"them are kept, and training ends after {task.early_stopping} validations without a lower one."
+    )
