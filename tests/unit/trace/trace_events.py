@@ -59,8 +59,9 @@ def step(number: int, start: int, end: int) -> dict[str, Any]:
 def write_ranks(folder: Path, ranks: dict[int, Events], **document: Any) -> Path:
     """Write one file a rank, all on one wall clock."""
     folder.mkdir(parents=True, exist_ok=True)
+    more = document.pop("info", {})
     for rank, events in ranks.items():
-        info = {"rank": rank, "world_size": len(ranks), "backend": "nccl"} | document.pop("info", {})
+        info = {"rank": rank, "world_size": len(ranks), "backend": "nccl"} | more
         data = {"traceEvents": events, "distributedInfo": info, "baseTimeNanoseconds": BASE_NS, **document}
         (folder / f"rank-{rank}.json").write_text(json.dumps(data))
     return folder

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from shardscope.records.json_files import read_json
 from shardscope.trace.files import list_trace_files, read_bytes, refuse_file
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
 
 _NO_ARGS = msgspec.Raw(b"")
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -33,6 +39,18 @@ class Event(msgspec.Struct, gc=False):
     args: msgspec.Raw = _NO_ARGS
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProcessGroup:
+    """One process group of a rank, from ``distributedInfo.pg_config``."""
+
+    name: str
+    description: str
+    """"TENSOR_MODEL_PARALLEL_GROUP", "mesh_dp", "default_pg"; empty if torch knows none."""
+    size: int
+    ranks: tuple[int, ...] | None
+    """Global ranks in order; None if the file has them incomplete, as large worlds do."""
+
+
 class _NameArgs(msgspec.Struct):
     name: str = ""
 
@@ -44,11 +62,13 @@ class _Document(msgspec.Struct):
     traceEvents: list[Event] | None = None  # noqa: N815 - Chrome's spelling
     distributedInfo: msgspec.Raw = _NO_ARGS  # noqa: N815
     baseTimeNanoseconds: msgspec.Raw = _NO_ARGS  # noqa: N815
+    deviceProperties: msgspec.Raw = _NO_ARGS  # noqa: N815
 
 
 class _LooseDocument(msgspec.Struct):
     traceEvents: list[msgspec.Raw] | None = None  # noqa: N815
     distributedInfo: msgspec.Raw = _NO_ARGS  # noqa: N815
+    deviceProperties: msgspec.Raw = _NO_ARGS  # noqa: N815
     baseTimeNanoseconds: msgspec.Raw = _NO_ARGS  # noqa: N815
 
 
@@ -74,6 +94,14 @@ class Recording:
     """``process_name`` metadata: "python", "trainer 3"."""
     thread_names: dict[tuple[int | str, int | str], str]
     """``thread_name`` metadata by process and thread: "pt_autograd_0"."""
+    process_groups: dict[str, ProcessGroup]
+    """Process groups of the rank by name."""
+    device_names: dict[int, str]
+    """Names of the machine's GPUs by index, as the driver spells them."""
+    memory: list[Event]
+    """``[memory]`` instants, which ``profile_memory=True`` records at every allocation and free."""
+    memory_us: npt.NDArray[np.float64]
+    """Their ``ts``, NaN where absent."""
     oddities: Counter[str] = field(default_factory=Counter)
     """Messages about what was left out or corrected -> count."""
 
@@ -96,6 +124,7 @@ def read_recording(path: Path) -> Recording:
     # counted.
     slices: list[Event] = []
     metadata: list[Event] = []
+    memory: list[Event] = []
     for event in events:
         if event.ph == "X":
             # Category "Trace" is the profiler's record of its own window, not work of the rank.
@@ -103,6 +132,8 @@ def read_recording(path: Path) -> Recording:
                 slices.append(event)
         elif event.ph == "M":
             metadata.append(event)
+        elif event.ph == "i" and event.name == "[memory]":
+            memory.append(event)
         else:
             oddities[_OTHER_PHASES.get(event.ph, "events of an unknown kind left out")] += 1
     # Both fields are decoded leniently: a trace without rank or clock is still readable.
@@ -123,8 +154,63 @@ def read_recording(path: Path) -> Recording:
             (event.pid, event.tid): _parse_thread_name(text)
             for event, text in _iterate_names(metadata, "thread_name")
         },
+        process_groups=_read_process_groups(info.get("pg_config")),
+        device_names=_read_device_names(_decode_raw(document.deviceProperties)),
+        memory=memory,
+        memory_us=_to_float_array(event.ts for event in memory),
         oddities=oddities,
     )
+
+
+def find_plan(source: object) -> Plan | None:
+    """Return the plan of the run that ``source`` belongs to; None without a readable ``run.json``."""
+    from shardscope.core.plan import Plan
+
+    folder = getattr(source, "folder", source)
+    if not isinstance(folder, str | os.PathLike):
+        return None
+    path = Path(folder)
+    # A run's folder, its "traces", or one file in there.
+    for candidate in (path, path.parent, path.parent.parent):
+        record = read_json(candidate / "run.json")
+        if record is None:
+            continue
+        try:
+            return Plan.from_json(json.dumps(record.get("plan")))
+        except ValueError:
+            return None  # of an older version, or damaged
+    return None
+
+
+def _read_process_groups(config: object) -> dict[str, ProcessGroup]:
+    """Return the groups of ``pg_config``; entries that are no groups are left out."""
+    groups: dict[str, ProcessGroup] = {}
+    for entry in config if isinstance(config, list) else []:
+        if not isinstance(entry, dict):
+            continue
+        name, description = str(entry.get("pg_name", "")), str(entry.get("pg_desc", ""))
+        ranks, size = entry.get("ranks"), _read_small_int(entry.get("pg_size"))
+        numbers = [_read_small_int(rank) for rank in ranks] if isinstance(ranks, list) else []
+        members = tuple(number for number in numbers if number is not None)
+        is_complete = bool(members) and len(members) == len(numbers) and size in (None, len(members))
+        groups[name] = ProcessGroup(
+            name=name,
+            description="" if description == "undefined" else description[:_MAX_NAME_CHARACTERS],
+            size=size or len(members),
+            ranks=members if is_complete else None,
+        )
+    return groups
+
+
+def _read_device_names(properties: object) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for entry in properties if isinstance(properties, list) else []:
+        if not isinstance(entry, dict):
+            continue
+        index = _read_small_int(entry.get("id"))
+        if index is not None and isinstance(entry.get("name"), str):
+            names[index] = entry["name"][:_MAX_NAME_CHARACTERS]
+    return names
 
 
 _MAX_NAME_CHARACTERS = 100
@@ -198,6 +284,7 @@ def _decode_document(path: Path, text: bytes, oddities: Counter[str]) -> _Docume
         traceEvents=events,
         distributedInfo=loose.distributedInfo,
         baseTimeNanoseconds=loose.baseTimeNanoseconds,
+        deviceProperties=loose.deviceProperties,
     )
 
 
@@ -238,6 +325,7 @@ def _decode_leniently(path: Path, text: bytes, oddities: Counter[str]) -> _Loose
     return _LooseDocument(
         traceEvents=None if events is None else [_encode_raw(event) for event in events],
         distributedInfo=_encode_raw(data.get("distributedInfo")),
+        deviceProperties=_encode_raw(data.get("deviceProperties")),
         baseTimeNanoseconds=_encode_raw(data.get("baseTimeNanoseconds")),
     )
 

@@ -13,11 +13,14 @@ import numpy.typing as npt
 
 from shardscope.trace.files import refuse_file
 from shardscope.trace.nesting import compute_nesting_depth, find_parents
-from shardscope.trace.recordings import Recording, read_recordings
+from shardscope.trace.recordings import Recording, find_plan, read_recordings
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.trace.analysis.activity import Activity
     from shardscope.trace.analysis.breakdown import BreakdownRow, IdleRow, OverlapRow, StepRow
+    from shardscope.trace.analysis.collectives import Collectives
+    from shardscope.trace.analysis.stragglers import Stragglers
     from shardscope.trace.summary import TraceSummary
     from shardscope.trace.table import Table
 
@@ -100,10 +103,21 @@ class Trace:
         self.categories: list[str] = []
         self.tracks: list[Track] = []
         builder = _Builder(self)
-        starts = _align_clocks(recordings, self.notes)
+        starts, shifts = _align_clocks(recordings, self.notes)
+        self.process_groups = {
+            _require_rank(recording.rank): recording.process_groups for recording in recordings
+        }
+        """Process groups of each rank by name, as far as the files know them."""
+        self.world_size = max([recording.world_size or 0 for recording in recordings] + [len(recordings)])
+        """Ranks of the job, of which some may not be in the folder."""
+        self.plan: Plan | None = None
+        """The plan of the run that the trace belongs to; None if it is not in a run's folder."""
         for recording, start_ns in zip(recordings, starts, strict=True):
             builder.add_recording(recording, start_ns)
-        builder.store_columns()
+        origin_ns = builder.store_columns()
+        self.device_names = _find_device_names(recordings, self.tracks)
+        """Name of each rank's GPU, as the driver spells it; ranks without one are left out."""
+        self._memory_samples = _read_memory_samples(recordings, shifts, origin_ns)
         _note_oddities(recordings, self.notes)
         _note_missing_ranks(recordings, self.notes)
         if not len(self):
@@ -125,7 +139,9 @@ class Trace:
         hosts. Without it every rank starts at 0, and ``notes`` has a message about that. Raises
         ``ValueError`` with the file, the problem and the fix.
         """
-        return cls(read_recordings(source))
+        trace = cls(read_recordings(source))
+        trace.plan = find_plan(source)
+        return trace
 
     def __len__(self) -> int:
         return len(self.start_ns)
@@ -230,6 +246,22 @@ class Trace:
 
         return compute_idle(self)
 
+    def collectives(self, plan: Plan | None = None) -> Collectives:
+        """Return every collective call, with its bytes, bandwidth, arrival skew and exposed time.
+
+        ``plan`` tells the mesh's axis of a process group; default: the plan of the run that was traced. The
+        result's ``sum_by_axis()`` adds up calls, and ``what_if(axis, link_speed)`` is the step without them.
+        """
+        from shardscope.trace.analysis.collectives import find_collectives  # circular import
+
+        return find_collectives(self, plan)
+
+    def stragglers(self) -> Stragglers:
+        """Return how late each rank arrives at collectives, and whether that is more than chance."""
+        from shardscope.trace.analysis.stragglers import find_stragglers  # circular import
+
+        return find_stragglers(self)
+
     def _repr_html_(self) -> str:
         return self.summary()._repr_html_()
 
@@ -319,7 +351,8 @@ class _Builder:
             add_track(key, np.flatnonzero((key_index == key) & is_frame), "python")
         self.columns.append((start_ns, duration_ns, name_index, category_index, track_index, depth))
 
-    def store_columns(self) -> None:
+    def store_columns(self) -> int:
+        """Sort the columns, shift them to begin at 0, and return what 0 is."""
         trace = self.trace
         trace.names, trace.categories = list(self.names), list(self.categories)
         start, duration, name, category, track, depth = (
@@ -332,6 +365,47 @@ class _Builder:
         trace.name_index, trace.category_index = name[order], category[order]
         trace.track_index, trace.depth = track[order], depth[order]
         trace._args = [self.args[index] for index in order.tolist()]
+        return int(origin)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySamples:
+    """``[memory]`` instants of one rank: one for each allocation and free."""
+
+    rank: int
+    time_ns: Int64s
+    """On the trace's clock."""
+    args: list[msgspec.Raw]
+
+
+def _read_memory_samples(
+    recordings: list[Recording], shifts: list[int], origin_ns: int
+) -> list[MemorySamples]:
+    """Return the memory samples of each rank on the trace's clock, by time."""
+    samples = []
+    for recording, shift_ns in zip(recordings, shifts, strict=True):
+        readable = np.flatnonzero(
+            np.isfinite(recording.memory_us) & (np.abs(recording.memory_us) < 2**62 / 1e3)
+        )
+        time_ns = _to_ns(recording.memory_us[readable], recording.base_ns) - shift_ns - origin_ns
+        order = np.argsort(time_ns, kind="stable")
+        args = [recording.memory[index].args.copy() for index in readable[order].tolist()]
+        samples.append(MemorySamples(rank=_require_rank(recording.rank), time_ns=time_ns[order], args=args))
+    return samples
+
+
+def _find_device_names(recordings: list[Recording], tracks: list[Track]) -> dict[int, str]:
+    """Return the name of each rank's GPU: the process id of its streams is the GPU's index."""
+    names: dict[int, str] = {}
+    known = {_require_rank(recording.rank): recording.device_names for recording in recordings}
+    for track in tracks:
+        devices = known[track.rank]
+        if track.kind == "gpu" and track.rank not in names and devices:
+            fallback = next(iter(devices.values()))
+            names[track.rank] = (
+                devices.get(track.process, fallback) if isinstance(track.process, int) else fallback
+            )
+    return names
 
 
 def _assign_ranks(recordings: list[Recording]) -> list[Recording]:
@@ -358,8 +432,8 @@ def _assign_ranks(recordings: list[Recording]) -> list[Recording]:
     return sorted(recordings, key=lambda recording: _require_rank(recording.rank))
 
 
-def _align_clocks(recordings: list[Recording], notes: list[str]) -> list[Int64s]:
-    """Return the start of each slice on a common clock, for each recording.
+def _align_clocks(recordings: list[Recording], notes: list[str]) -> tuple[list[Int64s], list[int]]:
+    """Return the start of each slice on a common clock, for each recording, and the shift of its clock.
 
     It is the wall clock if all ranks have it and their recordings overlap; otherwise each rank starts at 0.
     """
@@ -367,23 +441,36 @@ def _align_clocks(recordings: list[Recording], notes: list[str]) -> list[Int64s]
     spans = [
         (int(start[start != _ABSENT].min()), int(start.max())) for start in starts if np.any(start != _ABSENT)
     ]
+    unshifted = [0] * len(recordings)
     if len(spans) < 2:
-        return starts
+        return starts, unshifted
     # Files of one run overlap in time. Without an overlap they are of different runs, or of hosts whose
     # clocks differ, and a common axis would be mostly empty.
     on_wall_clock = all(first > _EPOCH_NS for first, _ in spans)
     together = max(first for first, _ in spans) <= min(last for _, last in spans)
     if on_wall_clock and together:
-        return starts
+        return starts, unshifted
     notes.append(
         "ranks were recorded at times that do not overlap: each starts at 0, so skew between them is hidden"
         if on_wall_clock
         else "no wall clock in the files: each rank starts at 0, so skew between them is hidden"
     )
-    return [_shift_to_zero(start) for start in starts]
+    shifts = [int(start[start != _ABSENT].min(initial=2**62)) for start in starts]
+    shifted = [
+        np.where(start == _ABSENT, _ABSENT, start - shift)
+        for start, shift in zip(starts, shifts, strict=True)
+    ]
+    return shifted, shifts
 
 
 _ABSENT = np.iinfo(np.int64).min
+
+
+def _to_ns(time_us: npt.NDArray[np.float64], base_ns: int) -> Int64s:
+    # Nanoseconds since 1970 exceed float64's 53 bits, so integer part and fraction are scaled separately.
+    whole_us = np.floor(time_us)
+    fraction_ns = np.rint((time_us - whole_us) * 1000).astype(np.int64)
+    return np.asarray(whole_us.astype(np.int64) * 1000 + fraction_ns + base_ns, np.int64)
 
 
 def _read_start_ns(recording: Recording) -> Int64s:
@@ -393,12 +480,7 @@ def _read_start_ns(recording: Recording) -> Int64s:
     if not readable.any():
         _count_oddity(recording, "slices without a readable ts left out", len(readable))
         return start
-    # Nanoseconds since 1970 exceed float64's 53 bits, so integer part and fraction are scaled separately.
-    whole_us = np.floor(recording.start_us[readable])
-    fraction_us = recording.start_us[readable] - whole_us
-    start[readable] = (
-        whole_us.astype(np.int64) * 1000 + np.rint(fraction_us * 1000).astype(np.int64) + recording.base_ns
-    )
+    start[readable] = _to_ns(recording.start_us[readable], recording.base_ns)
     present = np.sort(start[readable])
     median = int(present[(len(present) - 1) // 2])  # lower median: with two slices, one of them is kept
     far = readable & (np.abs(start - median) > _FAR_NS)
@@ -406,14 +488,6 @@ def _read_start_ns(recording: Recording) -> Int64s:
     _count_oddity(recording, "slices without a readable ts left out", int((~readable).sum()))
     _count_oddity(recording, "slices more than a day from the others left out", int(far.sum()))
     return start
-
-
-def _shift_to_zero(start: Int64s) -> Int64s:
-    is_present = start != _ABSENT
-    shifted = start.copy()
-    if is_present.any():
-        shifted[is_present] -= start[is_present].min()
-    return shifted
 
 
 def _read_durations(recording: Recording, start_ns: Int64s) -> tuple[Int64s, npt.NDArray[np.bool_]]:

@@ -1,0 +1,349 @@
+"""Tests of collectives and stragglers on hand-made traces with known answers."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trace_events import (
+    Events,
+    all_reduce,
+    annotation,
+    copy,
+    gpu_events,
+    kernel,
+    launch,
+    load_ranks,
+    operator,
+    step,
+    to_ns,
+)
+
+import shardscope as ss
+from shardscope.trace import Trace
+from shardscope.trace.analysis.collectives import find_bus_factor, name_kind
+from shardscope.trace.analysis.groups import find_axis
+
+COLUMNS = [
+    "rank",
+    "name",
+    "kind",
+    "group",
+    "axis",
+    "num_bytes",
+    "skew_seconds",
+    "transfer_seconds",
+    "algorithm_bandwidth",
+    "bus_bandwidth",
+    "exposed_seconds",
+]
+
+
+def arguments(kind: str, elements: int, size: int, group: str = "0", **more: Any) -> dict[str, Any]:
+    return {
+        "Collective name": kind,
+        "In msg nelems": elements,
+        "Out msg nelems": elements,
+        "Group size": size,
+        "dtype": "BFloat16",
+        "Process Group Name": group,
+        "Process Group Ranks": str(list(range(size))),
+        **more,
+    }
+
+
+def test_the_shortest_duration_is_the_transfer_and_the_rest_is_skew(tmp_path: Path) -> None:
+    """TraceLens's rule: three ranks arrive at 0, 100 and 300 and leave together at 1,000."""
+    args = arguments("allreduce", 3_000_000, 3)
+    trace = load_ranks(
+        tmp_path, {rank: [all_reduce(start, 1000, **args)] for rank, start in enumerate((0, 100, 300))}
+    )
+    rows = trace.collectives()
+    assert [to_ns(row["transfer_seconds"]) for row in rows] == [700] * 3
+    assert [to_ns(row["skew_seconds"]) for row in rows] == [300, 200, 0]
+    assert [row["num_bytes"] for row in rows] == [6_000_000] * 3
+    assert rows[0]["algorithm_bandwidth"] == pytest.approx(6e6 / 700e-9)
+    assert rows[0]["bus_bandwidth"] == pytest.approx(6e6 / 700e-9 * 2 * 2 / 3)
+    assert len({row["call"] for row in rows}) == 1
+    assert list(rows.to_frame().columns) == COLUMNS
+
+
+def test_clocks_do_not_matter_for_the_skew_of_named_groups(tmp_path: Path) -> None:
+    args = arguments("allreduce", 8, 2)
+    here, there = [all_reduce(0, 500, **args)], [all_reduce(5000, 5100, **args), kernel(0, 1)]
+    rows = load_ranks(tmp_path, {0: here, 1: there}).collectives()
+    assert [to_ns(row["skew_seconds"]) for row in rows] == [400, 0]
+
+
+def test_full_vector_bytes_of_gathers_and_scatters(tmp_path: Path) -> None:
+    events = [
+        kernel(
+            0, 10, "ncclDevKernel_AllGather", **arguments("_allgather_base", 50, 2) | {"Out msg nelems": 100}
+        ),
+        kernel(
+            20,
+            30,
+            "ncclDevKernel_ReduceScatter",
+            **arguments("_reduce_scatter_base", 100, 2) | {"Out msg nelems": 50},
+        ),
+        kernel(40, 50, "ncclDevKernel_SendRecv", **arguments("all_to_allv", 70, 2)),
+    ]
+    rows = load_ranks(tmp_path, {0: events, 1: events}).collectives()[:3]
+    assert [(row["kind"], row["num_bytes"]) for row in rows] == [
+        ("all_gather", 200),
+        ("reduce_scatter", 200),
+        ("all_to_all", 140),
+    ]
+    assert [row["bus_bandwidth"] / row["algorithm_bandwidth"] for row in rows] == [0.5, 0.5, 0.5]
+
+
+def test_a_single_rank_of_many_has_no_transfer_time(tmp_path: Path) -> None:
+    trace = load_ranks(tmp_path, {3: [all_reduce(0, 10, **arguments("allreduce", 8, 4))]})
+    (row,) = trace.collectives()
+    assert (row["skew_seconds"], row["transfer_seconds"], row["bus_bandwidth"]) == (None, None, None)
+    assert to_ns(row["exposed_seconds"]) == 10 and row["call"] == -1
+    assert "unknown, one rank" in trace.stragglers().text
+
+
+def test_ranks_that_recorded_other_steps_match_by_step(tmp_path: Path) -> None:
+    """The second rank's profiler began a step later: its first call is the first one's second."""
+    args = arguments("allreduce", 8, 2)
+    first = [step(1, 0, 100), step(2, 100, 200), all_reduce(10, 90, **args), all_reduce(110, 190, **args)]
+    second = [step(2, 100, 200), all_reduce(160, 190, **args)]
+    rows = load_ranks(tmp_path, {0: first, 1: second}).collectives()
+    assert [row["transfer_seconds"] for row in rows] == [None, pytest.approx(30e-9), pytest.approx(30e-9)]
+    assert to_ns(rows[1]["skew_seconds"]) == 50
+
+
+def test_pipeline_messages_of_larger_groups_are_not_paired(tmp_path: Path) -> None:
+    """A middle stage sends and receives: its n-th message is not the first stage's n-th."""
+    args = arguments("send", 8, 3)
+    events = [kernel(0, 10, "ncclDevKernel_SendRecv", **args)]
+    rows = load_ranks(tmp_path, {0: events, 1: [*events, *events], 2: events}).collectives()
+    assert all(row["transfer_seconds"] is None for row in rows)
+
+
+def test_older_recordings_have_kind_and_bytes_in_the_annotation_around_the_launch(tmp_path: Path) -> None:
+    """Before Kineto named collectives in kernels, the CPU operators around the launch had them."""
+    events = [
+        operator(0, 90, "record_param_comms"),
+        annotation(5, 80, "nccl:all_reduce", **{"Input Dims": [[10, 10]], "Input type": ["float"]}),
+        launch(10, 20, 1),
+        kernel(100, 200, "ncclKernel_SendRecv_RING", correlation=1),
+    ]
+    (row,) = load_ranks(tmp_path, {0: events}).collectives()
+    assert (row["kind"], row["num_bytes"]) == ("all_reduce", 400)
+
+
+def test_gloo_ranks_have_the_same_table(tmp_path: Path) -> None:
+    shard = {"Input Dims": [[100]], "Input type": ["float"]}
+    groups = [{"pg_name": "0", "pg_desc": "default_pg", "pg_size": 2, "ranks": [0, 1]}]
+    ranks = {
+        rank: [operator(0, 40), annotation(start, 100, "gloo:all_gather", tid=200, **shard)]
+        for rank, start in enumerate((30, 60))
+    }
+    trace = load_ranks(tmp_path, ranks, info={"backend": "gloo", "pg_config": groups})
+    rows = trace.collectives()
+    assert [(row["kind"], row["num_bytes"]) for row in rows] == [("all_gather", 800)] * 2
+    assert [to_ns(row["skew_seconds"]) for row in rows] == [30, 0]
+    assert [to_ns(row["exposed_seconds"]) for row in rows] == [60, 40]
+
+
+def test_calls_without_a_group_match_only_if_they_run_at_the_same_time(tmp_path: Path) -> None:
+    """Two pairs of tensor-parallel ranks on gloo: nothing names the group of each."""
+    shape = {"Input Dims": [[100]], "Input type": ["float"]}
+    trace = load_ranks(
+        tmp_path,
+        {
+            0: [annotation(0, 50, "gloo:all_reduce", **shape), operator(0, 1)],
+            1: [annotation(60, 99, "gloo:all_reduce", **shape), operator(0, 1)],
+        },
+    )
+    assert all(row["transfer_seconds"] is None for row in trace.collectives())
+
+
+@given(st.lists(gpu_events(), min_size=1, max_size=3))
+def test_exposed_times_add_up_and_nothing_is_negative(ranks: list[Events]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        trace = load_ranks(Path(folder), dict(enumerate(ranks)))
+    rows = trace.collectives()
+    for of_rank in trace.breakdown():
+        exposed = sum(to_ns(row["exposed_seconds"]) for row in rows if row["rank"] == of_rank["rank"])
+        assert exposed == to_ns(of_rank["exposed_communication_seconds"])
+    for row in rows:
+        assert row["exposed_seconds"] >= 0 and (row["skew_seconds"] or 0) >= 0
+        if row["transfer_seconds"] is not None:
+            assert to_ns(row["skew_seconds"] + row["transfer_seconds"]) == to_ns(row["seconds"])
+
+
+PLAN = ss.Plan(
+    ss.models["llama-3.1-8b"],
+    ss.Cluster.parse("2x8xh100-sxm-80gb"),
+    ss.Recipe(global_batch_size=64),
+    ss.Layout.megatron(tp=2, pp=2, cp=2),
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "description", "axis"),
+    [
+        ((0, 1), "", "tp"),
+        ((0, 2), "", "cp"),
+        ((0, 4), "", "dp"),
+        ((0, 8), "", "pp"),
+        ((0, 2, 4, 6), "", "cp+dp"),
+        (tuple(range(16)), "default_pg", "tp+cp+dp+pp"),
+        (None, "TENSOR_MODEL_PARALLEL_GROUP", "tp"),
+        (None, "DATA_PARALLEL_GROUP_WITH_CP", "dp"),
+        (None, "EXPERT_DATA_PARALLEL_GROUP", "dp"),
+        (None, "EXPERT_MODEL_PARALLEL_GROUP", "ep"),
+        (None, "PIPELINE_MODEL_PARALLEL_GROUP", "pp"),
+        (None, "CONTEXT_PARALLEL_GROUP", "cp"),
+        (None, "mesh_dp_shard", "dp"),
+        (None, "mesh_tp", "tp"),
+        (None, "default_pg", ""),
+    ],
+)
+def test_the_axis_of_a_group_comes_from_the_mesh_or_its_name(
+    ranks: tuple[int, ...] | None, description: str, axis: str
+) -> None:
+    assert find_axis(ranks, description, PLAN.degrees) == axis
+
+
+def test_expert_parallel_groups_are_neighbours_among_data_parallel_ranks() -> None:
+    degrees = ss.Plan(
+        ss.models["mixtral-8x7b"],
+        ss.Cluster.parse("8xh100-sxm-80gb"),
+        ss.Recipe(),
+        ss.Layout.zero(stage=1, ep=4),
+    ).degrees
+    assert find_axis((0, 1, 2, 3), "", degrees) == "ep"
+    assert find_axis((0, 4), "", degrees) == "dp"
+
+
+def test_what_if_without_an_axis_and_with_a_faster_link(tmp_path: Path) -> None:
+    """A step of 1,000 has 300 of exposed transfer on tp; of dp's 200, compute hides 150."""
+    events = [
+        step(1, 0, 1000),
+        kernel(0, 500),
+        all_reduce(
+            500, 800, **arguments("allreduce", 8, 2, "tp", **{"Process Group Description": "mesh_tp"})
+        ),
+        all_reduce(
+            350, 550, 21, **arguments("allreduce", 8, 2, "dp", **{"Process Group Description": "mesh_dp"})
+        ),
+    ]
+    calls = load_ranks(tmp_path, {0: events, 1: events}).collectives()
+    by_axis = {row["axis"]: row for row in calls.sum_by_axis()}
+    # From 500 to 550 both run: the earlier one has it.
+    assert {axis: to_ns(row["exposed_seconds"]) for axis, row in by_axis.items()} == {"tp": 250, "dp": 50}
+    assert to_ns(calls.what_if("tp").changed_seconds) == 750
+    assert to_ns(calls.what_if("tp", link_speed=2).changed_seconds) == 850
+    assert to_ns(calls.what_if("dp", link_speed=2).changed_seconds) == 950
+    assert to_ns(calls.what_if("tp", link_speed=0.5).changed_seconds) == 1300
+    assert "a step would take" in str(calls.what_if("tp"))
+    with pytest.raises(ValueError, match="'pp' has no collectives"):
+        calls.what_if("pp")
+    with pytest.raises(ValueError, match="not positive"):
+        calls.what_if("tp", 0)
+
+
+def make_arrivals(delays: np.ndarray, transfer: int = 1000) -> dict[int, Events]:
+    """Return ranks that arrive ``delays`` (calls x ranks) after each call's begin and leave together."""
+    num_calls, num_ranks = delays.shape
+    args = arguments("allreduce", 8, num_ranks)
+    ranks: dict[int, Events] = {rank: [step(0, 0, 100_000 * num_calls)] for rank in range(num_ranks)}
+    for call in range(num_calls):
+        begin = 100_000 * call
+        end = begin + int(delays[call].max()) + transfer
+        for rank in range(num_ranks):
+            ranks[rank].append(all_reduce(begin + int(delays[call, rank]), end, **args))
+    return ranks
+
+
+@pytest.mark.parametrize(("num_ranks", "num_calls"), [(2, 30), (8, 30), (8, 1), (4, 600)])
+def test_equal_ranks_have_no_stragglers(tmp_path: Path, num_ranks: int, num_calls: int) -> None:
+    """HTA names two stragglers of any eight ranks."""
+    delays = np.random.default_rng(1).integers(0, 50_000, (num_calls, num_ranks))
+    result = load_ranks(tmp_path, make_arrivals(delays)).stragglers()
+    assert result.text.startswith("Stragglers: none")
+    assert not any(row["is_straggler"] for row in result)
+
+
+def test_equal_ranks_are_rarely_named() -> None:
+    """Of 100 traces of equal ranks, about one may name a straggler by chance."""
+    random = np.random.default_rng(2)
+    named = 0
+    for _ in range(100):
+        with tempfile.TemporaryDirectory() as folder:
+            delays = (random.exponential(10_000, (12, 3))).astype(int)
+            named += any(
+                row["is_straggler"] for row in load_ranks(Path(folder), make_arrivals(delays)).stragglers()
+            )
+    assert named <= 4
+
+
+@pytest.mark.parametrize("num_calls", [30, 600])
+def test_a_slow_rank_is_named_with_what_it_costs(tmp_path: Path, num_calls: int) -> None:
+    delays = np.random.default_rng(1).integers(0, 1_000, (num_calls, 8))
+    delays[:, 5] += 20_000
+    result = load_ranks(tmp_path, make_arrivals(delays)).stragglers()
+    assert [row["rank"] for row in result if row["is_straggler"]] == [5]
+    row = result[5]
+    assert row["late_seconds"] == pytest.approx(num_calls * 20_000e-9, rel=0.05)
+    assert row["p_value"] <= 0.01 and "rank 5 arrives" in result.text
+    assert list(result.to_frame().columns) == ["rank", "late_seconds", "p_value", "is_straggler"]
+
+
+def test_a_significant_delay_of_no_consequence_is_no_straggler(tmp_path: Path) -> None:
+    delays = np.zeros((200, 4), int)
+    delays[:, 2] = 5  # always last, by 5 ns of 100,000
+    result = load_ranks(tmp_path, make_arrivals(delays)).stragglers()
+    assert result[2]["p_value"] < 0.01 and not result[2]["is_straggler"]
+
+
+def test_two_calls_of_two_ranks_prove_nothing(tmp_path: Path) -> None:
+    delays = np.array([[0, 40_000], [0, 40_000]])
+    result = load_ranks(tmp_path, make_arrivals(delays)).stragglers()
+    assert result[1]["late_seconds"] > 0 and not result[1]["is_straggler"]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "all_reduce"),
+        ("multimem_all_reduce_kernel", "all_reduce"),
+        ("_allgather_base", "all_gather"),
+        ("all_gather_into_tensor_coalesced", "all_gather"),
+        ("ncclDevKernel_ReduceScatter_Sum_f32", "reduce_scatter"),
+        ("ncclKernel_SendRecv_RING_SIMPLE", "send_recv"),
+        ("alltoallv", "all_to_all"),
+        ("ncclDevKernel_Broadcast", "broadcast"),
+        ("deep_ep::internode::dispatch", "other"),
+    ],
+)
+def test_kinds_of_collectives(text: str, kind: str) -> None:
+    assert name_kind(text) == kind
+
+
+def test_bus_factors_are_those_of_nccl_tests() -> None:
+    assert find_bus_factor("all_reduce", 8) == 1.75
+    assert find_bus_factor("all_gather", 8) == find_bus_factor("reduce_scatter", 8) == 0.875
+    assert find_bus_factor("broadcast", 8) == 1 and find_bus_factor("all_reduce", 0) is None
+
+
+def test_recorded_gloo_ranks_have_skew_and_transfer() -> None:
+    trace = Trace.load(Path(__file__).parents[2] / "fixtures" / "trace_2_ranks")
+    rows = trace.collectives()
+    assert len(rows) == 4 and {row["kind"] for row in rows} == {"all_reduce"}
+    assert all(row["transfer_seconds"] > 0 and row["num_bytes"] is None for row in rows)
+    assert [row["rank"] for row in trace.stragglers()] == [0, 1]
+
+
+def test_copies_are_no_collectives(tmp_path: Path) -> None:
+    assert len(load_ranks(tmp_path, {0: [copy(0, 10), kernel(10, 20)]}).collectives()) == 0

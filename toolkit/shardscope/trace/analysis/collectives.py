@@ -1,0 +1,461 @@
+"""Every collective call: bytes, bandwidth, arrival skew apart from transfer time, and exposed time."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypedDict, get_type_hints
+
+import msgspec
+import numpy as np
+
+from shardscope.timing.report import format_seconds
+from shardscope.trace.analysis.groups import GroupFinder
+from shardscope.trace.analysis.intervals import Int64s, find_exclusive_parts, measure_within
+from shardscope.trace.arguments import CollectiveArgs, ShapeArgs, decode_arguments, read_shape
+from shardscope.trace.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardscope.core.plan import Plan
+    from shardscope.trace.store import Trace
+
+KINDS = (
+    ("reduce_scatter", r"reduce_?scatter"),
+    ("all_reduce", r"all_?reduce"),
+    ("all_gather", r"all_?gather"),
+    ("all_to_all", r"all_?to_?all"),
+    ("send_recv", r"send|recv"),
+    ("broadcast", r"broadcast"),
+    ("barrier", r"barrier"),
+    ("reduce", r"reduce"),
+    ("gather", r"gather"),
+    ("scatter", r"scatter"),
+)
+_ANNOTATION = re.compile(r"(?:nccl|rccl|gloo|mpi|ucc|xccl|hccl):(\w+)")
+_ELEMENT_BYTES = {
+    "float": 4, "double": 8, "half": 2, "bfloat16": 2, "long": 8, "longint": 8, "int": 4, "short": 2,
+    "shortint": 2, "char": 1, "signedchar": 1, "byte": 1, "unsignedchar": 1, "bool": 1,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "complexfloat": 8,
+}  # fmt: skip
+
+
+class CollectiveRow(TypedDict):
+    """One call on one rank. None: the recording does not tell."""
+
+    rank: int
+    name: str
+    """Name of the kernel, or of the annotation on CPU ranks."""
+    kind: str
+    """``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``send_recv``, ..."""
+    group: str
+    """Description or name of the process group; empty if unknown."""
+    axis: str
+    """Axis of the mesh: "tp", "cp", "ep", "dp", "pp", or several joined by "+"; empty if unknown."""
+    num_bytes: int | None
+    """Bytes of the full vector: the output of an all-gather, the input of a reduction."""
+    skew_seconds: float | None
+    """Time before the last rank arrived: the duration beyond the shortest one of all ranks."""
+    transfer_seconds: float | None
+    """The shortest duration across ranks; None if only one rank's call was recorded."""
+    algorithm_bandwidth: float | None
+    """Bytes over the transfer time, in bytes/s."""
+    bus_bandwidth: float | None
+    """The same scaled by what each link carries, so that it compares with a link's speed."""
+    exposed_seconds: float
+    """Time during which the rank computes nothing; concurrent calls share it, so it adds up."""
+    track: str
+    """The track. This and the next ones are no columns of the data frame."""
+    start_seconds: float
+    seconds: float
+    call: int
+    """The same number on all ranks that took part in it; -1 if no other rank's was found."""
+
+
+_MORE_KEYS = {"track", "start_seconds", "seconds", "call"}
+COLUMNS = tuple(name for name in get_type_hints(CollectiveRow) if name not in _MORE_KEYS)
+
+
+class AxisRow(TypedDict):
+    """Calls of one kind along one axis, per step and averaged over ranks."""
+
+    axis: str
+    kind: str
+    num_calls: float
+    seconds: float
+    skew_seconds: float | None
+    transfer_seconds: float | None
+    exposed_seconds: float
+    bus_bandwidth: float | None
+    """Median over calls, in bytes/s."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """The step with an axis's communication changed."""
+
+    axis: str
+    link_speed: float
+    """Times today's link speed; infinite: without the communication."""
+    seconds: float
+    """Seconds of a step of the slowest rank now."""
+    changed_seconds: float
+    """The same with the change; another rank may be the slowest."""
+
+    @property
+    def gain_seconds(self) -> float:
+        """Seconds that a step gains."""
+        return self.seconds - self.changed_seconds
+
+    @property
+    def text(self) -> str:
+        """The result as a sentence."""
+        what = (
+            f"Without the exposed communication of {self.axis or 'unknown groups'}"
+            if self.link_speed == float("inf")
+            else f"With a link {self.link_speed:g} times as fast for {self.axis or 'unknown groups'}"
+        )
+        now, changed = format_seconds(self.seconds), format_seconds(self.changed_seconds)
+        return f"{what}, a step would take {changed} instead of {now}."
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Collectives(Table[CollectiveRow]):
+    """Every collective call of every rank."""
+
+    def __init__(self, trace: Trace, rows: list[CollectiveRow]) -> None:
+        super().__init__(rows, COLUMNS)
+        self._trace = trace
+
+    def sum_by_axis(self) -> Table[AxisRow]:
+        """Return the calls summed by axis and kind, per step and averaged over ranks, most exposed first."""
+        sums: dict[tuple[str, str], list[CollectiveRow]] = defaultdict(list)
+        for row in self:
+            sums[row["axis"], row["kind"]].append(row)
+        scale = 1 / (self._trace.activity.num_steps * max(len({row["rank"] for row in self}), 1))
+        rows: list[AxisRow] = []
+        for (axis, kind), calls in sums.items():
+            skews = [row["skew_seconds"] for row in calls if row["skew_seconds"] is not None]
+            transfers = [row["transfer_seconds"] for row in calls if row["transfer_seconds"] is not None]
+            bandwidths = [row["bus_bandwidth"] for row in calls if row["bus_bandwidth"] is not None]
+            rows.append(
+                {
+                    "axis": axis,
+                    "kind": kind,
+                    "num_calls": len(calls) * scale,
+                    "seconds": sum(row["seconds"] for row in calls) * scale,
+                    "skew_seconds": sum(skews) * scale if skews else None,
+                    "transfer_seconds": sum(transfers) * scale if transfers else None,
+                    "exposed_seconds": sum(row["exposed_seconds"] for row in calls) * scale,
+                    "bus_bandwidth": float(np.median(bandwidths)) if bandwidths else None,
+                }
+            )
+        rows.sort(key=lambda row: -row["exposed_seconds"])
+        return Table(rows, tuple(get_type_hints(AxisRow)))
+
+    def what_if(self, axis: str, link_speed: float = float("inf")) -> WhatIf:
+        """Return the step's seconds if the axis's links were ``link_speed`` times as fast.
+
+        Infinite, the default: without its exposed communication, skew included. A faster link shortens the
+        transfer, not the skew, and gains no more than what is exposed; a slower one is taken to be exposed in
+        full. Raises ``ValueError`` if the axis has no calls or ``link_speed`` is not positive.
+        """
+        axes = sorted({row["axis"] for row in self})
+        if axis not in axes:
+            raise ValueError(
+                f"what_if axis {axis!r} has no collectives. Allowed: {axes}. Fix: pass one of them."
+            )
+        if not link_speed > 0:
+            raise ValueError(
+                f"what_if link_speed {link_speed} is not positive. Fix: 2.0 for twice the speed."
+            )
+        gains: dict[int, float] = defaultdict(float)
+        for row in self:
+            if row["axis"] != axis:
+                continue
+            transfer = row["seconds"] if row["transfer_seconds"] is None else row["transfer_seconds"]
+            exposed = row["exposed_seconds"]
+            shorter = transfer - transfer / link_speed
+            gains[row["rank"]] += exposed if link_speed == float("inf") else min(exposed, shorter)
+        # A step is as long as its slowest rank's.
+        steps = list_step_seconds(self._trace)
+        return WhatIf(
+            axis=axis,
+            link_speed=link_speed,
+            seconds=max(seconds for seconds, _ in steps.values()),
+            changed_seconds=max(seconds - gains[rank] / count for rank, (seconds, count) in steps.items()),
+        )
+
+
+def list_step_seconds(trace: Trace) -> dict[int, tuple[float, int]]:
+    """Return the mean seconds of a step, and the number of steps, of each rank; its span if it has none."""
+    result: dict[int, tuple[float, int]] = {}
+    for rank in trace.activity.ranks:
+        steps = [step.end_ns - step.start_ns for step in rank.steps] or [rank.end_ns - rank.start_ns]
+        result[rank.rank] = (sum(steps) / len(steps) / 1e9, len(steps))
+    return result
+
+
+@dataclass(kw_only=True)
+class _Call:
+    """One call on one rank, while it is assembled."""
+
+    index: int
+    rank: int
+    kind: str
+    group: str = ""
+    description: str = ""
+    group_ranks: tuple[int, ...] | None = None
+    group_size: int = 0
+    elements: int = -1
+    num_bytes: int | None = None
+    key: tuple[object, ...] = field(default=())
+    call: int = -1
+    transfer_ns: int | None = None
+
+
+CallDurations = dict[int, dict[int, int]]
+"""Duration in nanoseconds by rank, for each call that several ranks recorded."""
+
+
+def find_collectives(trace: Trace, plan: Plan | None = None) -> Collectives:
+    """Return every collective call; see :meth:`Trace.collectives`."""
+    plan = plan or trace.plan
+    calls = _list_calls(trace, GroupFinder(trace, plan.degrees if plan else None))
+    _match_calls(trace, calls)
+    exposed = _measure_exposed(trace, [call.index for call in calls])
+    finder = GroupFinder(trace, plan.degrees if plan else None)
+    rows = [_make_row(trace, finder, call, int(ns)) for call, ns in zip(calls, exposed.tolist(), strict=True)]
+    return Collectives(trace, rows)
+
+
+def _make_row(trace: Trace, finder: GroupFinder, call: _Call, exposed_ns: int) -> CollectiveRow:
+    duration, transfer = int(trace.duration_ns[call.index]), call.transfer_ns
+    bandwidth = call.num_bytes / transfer * 1e9 if call.num_bytes and transfer else None
+    factor = find_bus_factor(call.kind, call.group_size)
+    return {
+        "rank": call.rank,
+        "name": trace.names[trace.name_index[call.index]],
+        "kind": call.kind,
+        "group": call.description or call.group,
+        "axis": finder.find_axis(call.rank, call.group_ranks, call.description),
+        "num_bytes": call.num_bytes,
+        "skew_seconds": None if transfer is None else (duration - transfer) / 1e9,
+        "transfer_seconds": None if transfer is None else transfer / 1e9,
+        "algorithm_bandwidth": bandwidth,
+        "bus_bandwidth": bandwidth * factor if bandwidth is not None and factor is not None else None,
+        "exposed_seconds": exposed_ns / 1e9,
+        "track": trace.tracks[trace.track_index[call.index]].name,
+        "start_seconds": int(trace.start_ns[call.index]) / 1e9,
+        "seconds": duration / 1e9,
+        "call": call.call,
+    }
+
+
+def find_bus_factor(kind: str, num_ranks: int) -> float | None:
+    """Return bus over algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md); None if the size is unknown."""
+    if kind in ("broadcast", "reduce", "send_recv"):
+        return 1.0
+    if num_ranks < 2:
+        return None
+    share = (num_ranks - 1) / num_ranks
+    return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "all_to_all": share}.get(
+        kind
+    )
+
+
+def name_kind(text: str) -> str:
+    """Return the kind of collective in a name of a kernel, an argument or an annotation."""
+    lowered = text.lower().replace("_coalesced", "")
+    for kind, pattern in KINDS:
+        if re.search(pattern, lowered):
+            return kind
+    return "other"
+
+
+def _list_calls(trace: Trace, finder: GroupFinder) -> list[_Call]:
+    """Return the calls of all ranks by rank and start."""
+    activity = trace.activity
+    index = np.flatnonzero(activity.is_communication)
+    ranks = activity.rank_of_track[trace.track_index[index]]
+    index = index[np.lexsort((trace.start_ns[index], ranks))]
+    kinds = [name_kind(name) for name in trace.names]
+    arguments = decode_arguments(trace._args, index, CollectiveArgs)
+    calls = []
+    for position, args in zip(index.tolist(), arguments, strict=True):
+        rank = trace.tracks[trace.track_index[position]].rank
+        call = _Call(index=position, rank=rank, kind=kinds[trace.name_index[position]])
+        dims: ShapeArgs | None = None
+        if not args.collective:
+            args, annotation, dims = _read_operators_around(trace, position)
+            call.kind = name_kind(annotation) if annotation else call.kind
+        if args.collective:
+            call.kind = name_kind(args.collective)
+        _set_group(finder, call, args)
+        _set_bytes(call, args, dims)
+        calls.append(call)
+    return calls
+
+
+def _read_operators_around(trace: Trace, position: int) -> tuple[CollectiveArgs, str, ShapeArgs | None]:
+    """Return arguments, kind and shapes from where the call was launched: older recordings, gloo."""
+    activity = trace.activity
+    args, annotation, dims = CollectiveArgs(), "", None
+    around = int(activity.launches[position]) if activity.on_gpu[position] else position
+    while around >= 0:
+        name = trace.names[trace.name_index[around]]
+        match = _ANNOTATION.match(name)
+        if match and not annotation:
+            annotation = match[1]
+            (dims,) = decode_arguments(trace._args, np.array([around]), ShapeArgs)
+        if name == "record_param_comms":
+            (args,) = decode_arguments(trace._args, np.array([around]), CollectiveArgs)
+            break
+        around = int(trace.parents[around])
+    return args, annotation, dims
+
+
+def _set_group(finder: GroupFinder, call: _Call, args: CollectiveArgs) -> None:
+    group = finder.find_group(call.rank, args.group)
+    call.group, call.description = args.group, args.description
+    if args.description == "undefined":
+        call.description = ""
+    if group is not None:
+        call.group_ranks, call.group_size = group.ranks, group.size
+        call.description = call.description or (group.description if args.group else "")
+    elif not args.group:
+        call.group_size = finder.find_size(call.rank)
+    if args.group_size > 0:
+        call.group_size = args.group_size
+    if call.group_ranks is None and args.group_ranks:
+        try:
+            # "[0, 1, ..., 127]" of a large group is incomplete, and no JSON.
+            members = msgspec.json.decode(args.group_ranks, type=tuple[int, ...])
+        except msgspec.MsgspecError:
+            members = ()
+        if len(members) == call.group_size:
+            call.group_ranks = members
+
+
+def _set_bytes(call: _Call, args: CollectiveArgs, dims: ShapeArgs | None) -> None:
+    """Set the bytes of the full vector from in and out elements, or from the shapes of the annotation."""
+    if args.in_elements >= 0 and args.dtype:
+        call.elements = max(args.in_elements, args.out_elements)
+        width = _ELEMENT_BYTES.get(args.dtype.lower().replace("c10::", "").replace(" ", ""))
+        call.num_bytes = call.elements * width if width else None
+        return
+    if dims is None or not dims.dims or not dims.types:
+        return
+    shape = read_shape(dims.dims[0])
+    width = _ELEMENT_BYTES.get(dims.types[0].lower().replace("c10::", "").replace(" ", ""))
+    if shape is None or width is None:
+        return
+    call.elements = int(np.prod(shape, dtype=object))
+    # The annotation has the input: of an all-gather that is one rank's shard.
+    if call.kind != "all_gather":
+        call.num_bytes = call.elements * width
+    elif call.group_size > 0:
+        call.num_bytes = call.elements * width * call.group_size
+
+
+def _match_calls(trace: Trace, calls: list[_Call]) -> None:
+    """Find the calls that are one collective on several ranks, and set its transfer time.
+
+    The n-th call of a kind in a group on one rank is the n-th on every other, as NCCL and gloo require it.
+    The ranks leave a collective together, so the shortest duration is that of the rank that came last: the
+    transfer; what others took longer, they waited (TraceLens, docs on NCCL analysis).
+    """
+    by_key: dict[tuple[object, ...], dict[int, list[_Call]]] = defaultdict(lambda: defaultdict(list))
+    for call in calls:
+        # A stage's sends and receives pair with several others': only groups of two pair up in order.
+        if call.kind == "send_recv" and call.group_size != 2:
+            continue
+        # Calls that do not name their group (gloo's annotations) may be of several: equal sizes tell more.
+        named = (call.group,) if call.group else ("", call.elements)
+        key = (call.group_ranks, call.kind, *named)
+        by_key[key][call.rank].append(call)
+    number = 0
+    for by_rank in by_key.values():
+        if len(by_rank) < 2:
+            continue
+        is_known = next(iter(by_rank.values()))[0].group_ranks is not None
+        for together in _pair_up(trace, by_rank):
+            if not is_known and not _overlap(trace, together):
+                continue
+            transfer = min(int(trace.duration_ns[call.index]) for call in together)
+            is_whole_world = len(together) == trace.world_size
+            for call in together:
+                call.call, call.transfer_ns = number, transfer
+                if call.group_size == 0 and is_whole_world:
+                    call.group_size = len(together)
+            number += 1
+
+
+def _pair_up(trace: Trace, by_rank: Mapping[int, list[_Call]]) -> list[list[_Call]]:
+    """Return the calls of the ranks that belong together: the n-th, or the n-th of each step."""
+    if len({len(calls) for calls in by_rank.values()}) == 1:
+        return [list(together) for together in zip(*by_rank.values(), strict=True)]
+    # One rank recorded more: its profiler began earlier or ended later. Steps of one number still match.
+    by_step: dict[tuple[int, int], list[_Call]] = defaultdict(list)
+    for rank, calls in by_rank.items():
+        steps = find_steps(trace, rank, np.array([call.index for call in calls]))
+        seen: dict[int, int] = defaultdict(int)
+        for call, step in zip(calls, steps, strict=True):
+            by_step[step, seen[step]].append(call)
+            seen[step] += 1
+    counts: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for (step, _), together in by_step.items():
+        for call in together:
+            counts[step][call.rank] += 1
+    return [
+        together
+        for (step, _), together in by_step.items()
+        if step >= 0 and len(together) == len(by_rank) and len(set(counts[step].values())) == 1
+    ]
+
+
+def find_steps(trace: Trace, rank: int, index: Int64s) -> list[int]:
+    """Return the step number in which each slice of one rank was launched; -1 outside of all steps."""
+    activity = trace.activity
+    described = activity.ranks[trace.ranks.index(rank)]
+    if not described.steps:
+        return [-1] * len(index)
+    launches = np.where(activity.on_gpu[index], activity.launches[index], index)
+    times = np.where(launches >= 0, trace.start_ns[launches], trace.start_ns[index])
+    starts = np.array([step.start_ns for step in described.steps])
+    position = np.searchsorted(starts, times, side="right") - 1
+    return [
+        described.steps[number].number if number >= 0 and time <= described.steps[number].end_ns else -1
+        for number, time in zip(position.tolist(), times.tolist(), strict=True)
+    ]
+
+
+def _overlap(trace: Trace, together: list[_Call]) -> bool:
+    """Return whether the ranks' calls share a moment, as one collective does on a common clock."""
+    index = [call.index for call in together]
+    return int(trace.start_ns[index].max()) <= int(trace.activity.end_ns[index].min())
+
+
+def _measure_exposed(trace: Trace, index: list[int]) -> Int64s:
+    """Return each call's nanoseconds without compute; of concurrent calls the earliest one has them."""
+    activity, calls = trace.activity, np.array(index, np.int64)
+    exposed = np.zeros(len(calls), np.int64)
+    ranks = activity.rank_of_track[trace.track_index[calls]] if len(calls) else calls
+    for rank in activity.ranks:
+        mine = np.flatnonzero(ranks == rank.rank)
+        start, end = find_exclusive_parts(trace.start_ns[calls[mine]], activity.end_ns[calls[mine]])
+        exposed[mine] = (end - start) - measure_within(rank.compute, start, end)
+    return exposed
+
+
+def list_durations(collectives: Collectives) -> CallDurations:
+    """Return the durations of each call that several ranks recorded."""
+    durations: CallDurations = defaultdict(dict)
+    for row in collectives:
+        if row["call"] >= 0:
+            durations[row["call"]][row["rank"]] = round(row["seconds"] * 1e9)
+    return durations
