@@ -14,6 +14,9 @@ Count = Annotated[int, msgspec.Meta(ge=-1, le=2**62)]
 """A number that fits a column of int64; larger ones are malformed."""
 
 
+_ABSENT = msgspec.Raw(b"")
+
+
 class WorkArgs(msgspec.Struct, gc=False):
     """Arguments of kernels, copies and launches; -1 where absent or malformed."""
 
@@ -40,13 +43,11 @@ class CollectiveArgs(msgspec.Struct, gc=False):
 
 
 class ShapeArgs(msgspec.Struct, gc=False):
-    """Shapes and types of an operator's inputs; None if the profiler recorded none."""
+    """Shapes and types of an operator's inputs, undecoded: few of many calls differ in them."""
 
-    dims: list[msgspec.Raw] | None = msgspec.field(default=None, name="Input Dims")
-    types: list[str] | None = msgspec.field(default=None, name="Input type")
-    values: list[msgspec.Raw] | None = msgspec.field(default=None, name="Concrete Inputs")
-    sequence_number: Count = msgspec.field(default=-1, name="Sequence number")
-    forward_thread: Count = msgspec.field(default=0, name="Fwd thread id")
+    dims: msgspec.Raw = msgspec.field(default=_ABSENT, name="Input Dims")
+    types: msgspec.Raw = msgspec.field(default=_ABSENT, name="Input type")
+    values: msgspec.Raw = msgspec.field(default=_ABSENT, name="Concrete Inputs")
 
 
 Args = TypeVar("Args", WorkArgs, CollectiveArgs, ShapeArgs)
@@ -67,9 +68,33 @@ def decode_arguments(raw: Sequence[msgspec.Raw], index: Int64s, kind: type[Args]
     return decoded
 
 
-def read_shape(raw: msgspec.Raw) -> tuple[int, ...] | None:
-    """Return one entry of ``Input Dims`` as a shape; None for a list of tensors or anything else."""
+def read_shapes(args: ShapeArgs) -> list[tuple[int, ...] | None]:
+    """Return the shape of each input; None for a list of tensors. Empty if there are none."""
     try:
-        return tuple(msgspec.json.decode(raw, type=list[int]))
+        entries = msgspec.json.decode(args.dims, type=list[msgspec.Raw])
     except _UNREADABLE:
-        return None
+        return []
+    shapes: list[tuple[int, ...] | None] = []
+    for entry in entries:
+        try:
+            shapes.append(tuple(msgspec.json.decode(entry, type=list[Count])))
+        except _UNREADABLE:
+            shapes.append(None)
+    return shapes
+
+
+def read_texts(raw: msgspec.Raw) -> list[str]:
+    """Return a list of texts, such as ``Input type`` or ``Concrete Inputs``; empty if it is none."""
+    try:
+        entries = msgspec.json.decode(raw, type=list[msgspec.Raw])
+    except _UNREADABLE:
+        return []
+    # A list of tensors has a list of types: it is no text, but keeps its place.
+    return [_read_text(entry) for entry in entries]
+
+
+def _read_text(raw: msgspec.Raw) -> str:
+    try:
+        return msgspec.json.decode(raw, type=str)
+    except _UNREADABLE:
+        return ""

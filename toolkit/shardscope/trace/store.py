@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from shardscope.trace.analysis.activity import Activity
     from shardscope.trace.analysis.breakdown import BreakdownRow, IdleRow, OverlapRow, StepRow
     from shardscope.trace.analysis.collectives import Collectives
+    from shardscope.trace.analysis.critical_path import CriticalPath
+    from shardscope.trace.analysis.kernels import Kernels
     from shardscope.trace.analysis.stragglers import Stragglers
     from shardscope.trace.summary import TraceSummary
     from shardscope.trace.table import Table
@@ -261,6 +263,25 @@ class Trace:
         from shardscope.trace.analysis.stragglers import find_stragglers  # circular import
 
         return find_stragglers(self)
+
+    def kernels(self) -> Kernels:
+        """Return kernels by rank and name: class, calls, time, TFLOP/s and bytes/s, most time first.
+
+        Ranks without a GPU have operators, by self time. ``sum_by_kind()`` adds up the classes.
+        """
+        from shardscope.trace.analysis.kernels import find_kernels  # circular import
+
+        return find_kernels(self)
+
+    def critical_path(self, step: int | None = None) -> CriticalPath:
+        """Return the chain of work and waits that ends last, in order of time, across streams and ranks.
+
+        Its parts touch, so their seconds add up. ``step``: only of the step with this number. Raises
+        ``ValueError`` for a step that was not recorded.
+        """
+        from shardscope.trace.analysis.critical_path import find_critical_path  # circular import
+
+        return find_critical_path(self, step)
 
     def _repr_html_(self) -> str:
         return self.summary()._repr_html_()

@@ -80,12 +80,14 @@ class Activity:
         self.rank_of_track = np.array([track.rank for track in tracks], dtype=np.int64)
         is_gpu_track = np.array([track.kind == "gpu" for track in tracks], dtype=bool)
         self.on_gpu: Mask = is_gpu_track[trace.track_index] if len(trace) else np.zeros(0, bool)
-        self.is_wrapper = self._mask_categories(WRAPPER_CATEGORIES)
-        self.is_copy = self.on_gpu & self._mask_categories(COPY_CATEGORIES)
+        # Before 1.11 torch wrote steps as operators.
+        self.is_wrapper = self.mask_categories(WRAPPER_CATEGORIES) | self.mask_names(STEP, "match")
+        self.is_copy = self.on_gpu & self.mask_categories(COPY_CATEGORIES)
         self.is_kernel = self.on_gpu & ~self.is_wrapper & ~self.is_copy
         self.is_gpu_work = self.is_kernel | self.is_copy
 
-    def _mask_categories(self, categories: frozenset[str]) -> Mask:
+    def mask_categories(self, categories: frozenset[str]) -> Mask:
+        """Return a mask of the slices of these categories."""
         wanted = np.array([name in categories for name in self.trace.categories], dtype=bool)
         return wanted[self.trace.category_index] if len(self.trace) else np.zeros(0, dtype=bool)
 
@@ -98,7 +100,7 @@ class Activity:
     @cached_property
     def work_args(self) -> dict[str, npt.NDArray[np.float64] | Int64s]:
         """Columns of the arguments of GPU work and runtime calls; -1 for other slices and where absent."""
-        index = np.flatnonzero(self.is_gpu_work | self._mask_categories(RUNTIME_CATEGORIES))
+        index = np.flatnonzero(self.is_gpu_work | self.mask_categories(RUNTIME_CATEGORIES))
         decoded = decode_arguments(self.trace._args, index, WorkArgs)
         correlation = np.full(len(self.trace), -1, np.int64)
         columns = [np.full(len(self.trace), -1.0) for _ in range(3)]
@@ -117,7 +119,7 @@ class Activity:
         """Index of the runtime call that launched each GPU slice; -1 if it was not recorded."""
         trace, launches = self.trace, np.full(len(self.trace), -1, np.int64)
         correlation = np.asarray(self.work_args["correlation"], np.int64)
-        is_runtime = self._mask_categories(RUNTIME_CATEGORIES) & ~self.on_gpu & (correlation >= 0)
+        is_runtime = self.mask_categories(RUNTIME_CATEGORIES) & ~self.on_gpu & (correlation >= 0)
         # Correlation ids are unique within one process, so ranks are matched one after the other.
         for index in self.slices_of_ranks:
             calls = np.flatnonzero(is_runtime[index]) + index.start
@@ -157,28 +159,30 @@ class Activity:
             # Old recordings have the collective on the CPU only: look at the operators around the launch.
             is_call = trace.name_index == trace.names.index("record_param_comms")
             unknown = np.flatnonzero(self.is_kernel & ~is_communication & (self.launches >= 0))
-            is_communication[unknown[self._is_inside(self.launches[unknown], is_call)]] = True
-        return is_communication | self.is_host_collective & ~self.rank_has_gpu[self._rank_position]
+            is_communication[unknown[self.find_around(self.launches[unknown], is_call) >= 0]] = True
+        return is_communication | self.is_host_collective & ~self.rank_has_gpu[self.rank_position]
 
     @cached_property
     def is_host_collective(self) -> Mask:
         """Mask of the annotations of collectives that run on the CPU."""
         return ~self.on_gpu & self.is_wrapper & self.mask_names(HOST_COLLECTIVES, "match")
 
-    def _is_inside(self, index: Int64s, is_around: Mask) -> Mask:
-        """Return whether any slice around each slice of ``index`` is in the mask."""
-        inside = np.zeros(len(index), dtype=bool)
-        slices = index.copy()
-        positions = np.arange(len(index))
+    def find_around(self, index: Int64s, is_around: Mask) -> Int64s:
+        """Return the innermost slice of the mask around each slice of ``index``; -1 if there is none."""
+        found = np.full(len(index), -1, np.int64)
+        slices, positions = index.copy(), np.arange(len(index))
+        # One level outwards a round, for all slices at once.
         while len(positions):
             slices = self.trace.parents[slices]
-            inside[positions] |= np.where(slices >= 0, is_around[slices], False)
-            continues = (slices >= 0) & ~inside[positions]
+            matches = (slices >= 0) & is_around[slices]
+            found[positions[matches]] = slices[matches]
+            continues = (slices >= 0) & ~matches
             slices, positions = slices[continues], positions[continues]
-        return inside
+        return found
 
     @cached_property
-    def _rank_position(self) -> npt.NDArray[np.int64]:
+    def rank_position(self) -> npt.NDArray[np.int64]:
+        """Position of each slice's rank in ``trace.ranks``."""
         position = np.zeros(len(self.trace), np.int64)
         for number, index in enumerate(self.slices_of_ranks):
             position[index] = number
@@ -192,7 +196,7 @@ class Activity:
     @cached_property
     def is_compute(self) -> Mask:
         """Mask of compute: kernels that do not communicate, and on ranks without a GPU operators."""
-        on_gpu_rank = self.rank_has_gpu[self._rank_position] if len(self.trace) else np.zeros(0, bool)
+        on_gpu_rank = self.rank_has_gpu[self.rank_position] if len(self.trace) else np.zeros(0, bool)
         return np.where(on_gpu_rank, self.is_kernel & ~self.is_communication, self._is_cpu_compute)
 
     @cached_property
@@ -200,7 +204,7 @@ class Activity:
         trace = self.trace
         if self.rank_has_gpu.all():
             return np.zeros(len(trace), dtype=bool)
-        is_runtime = self._mask_categories(RUNTIME_CATEGORIES)
+        is_runtime = self.mask_categories(RUNTIME_CATEGORIES)
         is_operator = ~self.on_gpu & ~self.is_wrapper & ~is_runtime
         # Names without a namespace are Python functions (autograd.Function, record_function): they may wait
         # for communication inside, so they count only if nothing was recorded inside of them.
@@ -211,7 +215,7 @@ class Activity:
         is_operator &= ~is_container & (is_named[trace.name_index] | is_leaf) if len(trace) else is_operator
         # What gloo's own thread does inside a collective is part of it.
         candidates = np.flatnonzero(is_operator & self._is_on_collective_track)
-        is_operator[candidates[self._is_inside(candidates, self.is_host_collective)]] = False
+        is_operator[candidates[self.find_around(candidates, self.is_host_collective) >= 0]] = False
         return is_operator
 
     @cached_property
@@ -285,7 +289,7 @@ class Activity:
     @property
     def is_python(self) -> Mask:
         """Mask of Python frames."""
-        return self._mask_categories(frozenset({PYTHON_CATEGORY}))
+        return self.mask_categories(frozenset({PYTHON_CATEGORY}))
 
     @cached_property
     def num_steps(self) -> int:

@@ -13,7 +13,8 @@ import numpy as np
 from shardscope.timing.report import format_seconds
 from shardscope.trace.analysis.groups import GroupFinder
 from shardscope.trace.analysis.intervals import Int64s, find_exclusive_parts, measure_within
-from shardscope.trace.arguments import CollectiveArgs, ShapeArgs, decode_arguments, read_shape
+from shardscope.trace.analysis.operator_costs import find_element_bytes
+from shardscope.trace.arguments import CollectiveArgs, ShapeArgs, decode_arguments, read_shapes, read_texts
 from shardscope.trace.table import Table
 
 if TYPE_CHECKING:
@@ -35,11 +36,6 @@ KINDS = (
     ("scatter", r"scatter"),
 )
 _ANNOTATION = re.compile(r"(?:nccl|rccl|gloo|mpi|ucc|xccl|hccl):(\w+)")
-_ELEMENT_BYTES = {
-    "float": 4, "double": 8, "half": 2, "bfloat16": 2, "long": 8, "longint": 8, "int": 4, "short": 2,
-    "shortint": 2, "char": 1, "signedchar": 1, "byte": 1, "unsignedchar": 1, "bool": 1,
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "complexfloat": 8,
-}  # fmt: skip
 
 
 class CollectiveRow(TypedDict):
@@ -127,9 +123,11 @@ class WhatIf:
 class Collectives(Table[CollectiveRow]):
     """Every collective call of every rank."""
 
-    def __init__(self, trace: Trace, rows: list[CollectiveRow]) -> None:
+    def __init__(self, trace: Trace, rows: list[CollectiveRow], slices: list[int]) -> None:
         super().__init__(rows, COLUMNS)
         self._trace = trace
+        self.slices = slices
+        """Index of each call's slice in the trace."""
 
     def sum_by_axis(self) -> Table[AxisRow]:
         """Return the calls summed by axis and kind, per step and averaged over ranks, most exposed first."""
@@ -230,7 +228,7 @@ def find_collectives(trace: Trace, plan: Plan | None = None) -> Collectives:
     exposed = _measure_exposed(trace, [call.index for call in calls])
     finder = GroupFinder(trace, plan.degrees if plan else None)
     rows = [_make_row(trace, finder, call, int(ns)) for call, ns in zip(calls, exposed.tolist(), strict=True)]
-    return Collectives(trace, rows)
+    return Collectives(trace, rows, [call.index for call in calls])
 
 
 def _make_row(trace: Trace, finder: GroupFinder, call: _Call, exposed_ns: int) -> CollectiveRow:
@@ -345,13 +343,14 @@ def _set_bytes(call: _Call, args: CollectiveArgs, dims: ShapeArgs | None) -> Non
     """Set the bytes of the full vector from in and out elements, or from the shapes of the annotation."""
     if args.in_elements >= 0 and args.dtype:
         call.elements = max(args.in_elements, args.out_elements)
-        width = _ELEMENT_BYTES.get(args.dtype.lower().replace("c10::", "").replace(" ", ""))
+        width = find_element_bytes(args.dtype)
         call.num_bytes = call.elements * width if width else None
         return
-    if dims is None or not dims.dims or not dims.types:
+    if dims is None:
         return
-    shape = read_shape(dims.dims[0])
-    width = _ELEMENT_BYTES.get(dims.types[0].lower().replace("c10::", "").replace(" ", ""))
+    shapes, types = read_shapes(dims), read_texts(dims.types)
+    shape = shapes[0] if shapes else None
+    width = find_element_bytes(types[0]) if types else None
     if shape is None or width is None:
         return
     call.elements = int(np.prod(shape, dtype=object))

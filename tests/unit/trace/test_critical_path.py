@@ -1,0 +1,187 @@
+"""Tests of the critical path: known chains, and that its parts touch on any trace."""
+
+from __future__ import annotations
+
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trace_events import (
+    Events,
+    all_reduce,
+    annotation,
+    copy,
+    cpu_events,
+    gpu_events,
+    kernel,
+    launch,
+    load_ranks,
+    make_slice,
+    operator,
+    step,
+    to_ns,
+)
+
+from shardscope.trace import Trace
+from shardscope.trace.analysis.critical_path import PYTHON, WAIT, CriticalPath
+
+ARGS = {"Collective name": "allreduce", "In msg nelems": 8, "Group size": 2, "Process Group Ranks": "[0, 1]"}
+
+
+def shorten(path: CriticalPath) -> list[tuple[int, str, int]]:
+    return [(row["rank"], row["name"], to_ns(row["seconds"])) for row in path]
+
+
+def check_that_parts_touch(path: CriticalPath) -> None:
+    """Each part begins where the one before it ends, so the seconds add up to the path's span."""
+    for before, after in pairwise(path):
+        assert to_ns(before["start_seconds"] + before["seconds"]) == to_ns(after["start_seconds"])
+    assert all(row["seconds"] > 0 for row in path)
+
+
+def test_a_stream_of_queued_kernels_is_the_path(tmp_path: Path) -> None:
+    """The launches are early, so only the first one is on the path."""
+    events = [
+        operator(0, 40, "aten::mm"),
+        launch(10, 20, 1),
+        launch(20, 30, 2),
+        kernel(50, 5_000, "first_gemm", correlation=1),
+        kernel(5_100, 9_000, "second_gemm", correlation=2),
+    ]
+    path = load_ranks(tmp_path, {0: events}).critical_path()
+    assert shorten(path) == [
+        (0, "aten::mm", 10),
+        (0, "cudaLaunchKernel", 40),
+        (0, "first_gemm", 4950),
+        (0, WAIT, 100),
+        (0, "second_gemm", 3900),
+    ]
+    check_that_parts_touch(path)
+    assert list(path.to_frame().columns) == ["rank", "track", "name", "start_seconds", "seconds"]
+    assert path.sum_by_kind()[0]["kind"] == "compute" and to_ns(path.seconds) == 9000
+
+
+def test_a_late_launch_puts_the_host_on_the_path(tmp_path: Path) -> None:
+    events = [
+        operator(0, 10, "aten::mm"),
+        launch(0, 10, 1),
+        kernel(10, 20, correlation=1),
+        operator(5_000, 5_100, "aten::slow_preparation"),
+        launch(5_100, 5_200, 2),
+        kernel(5_300, 9_000, "late_gemm", correlation=2),
+    ]
+    path = load_ranks(tmp_path, {0: events}).critical_path()
+    assert shorten(path) == [
+        (0, "aten::mm", 10),
+        (0, PYTHON, 4_990),
+        (0, "aten::slow_preparation", 100),
+        (0, "cudaLaunchKernel", 200),
+        (0, "late_gemm", 3_700),
+    ]
+
+
+def test_the_host_that_waited_for_the_gpu_leads_back_to_it(tmp_path: Path) -> None:
+    """loss.item(): a kernel, the synchronization that waits for it, and the launch after it."""
+    wait = make_slice("cudaStreamSynchronize", 100, 5_050, cat="cuda_runtime", pid=100, tid=100)
+    events = [
+        launch(0, 10, 1),
+        kernel(20, 5_000, "first_gemm", correlation=1),
+        wait,
+        launch(5_100, 5_120, 2),
+        kernel(5_150, 9_000, "second_gemm", correlation=2),
+    ]
+    names = [name for _, name, _ in shorten(load_ranks(tmp_path, {0: events}).critical_path())]
+    assert names == [
+        "cudaLaunchKernel", "first_gemm", "cudaStreamSynchronize", PYTHON, "cudaLaunchKernel", "second_gemm",
+    ]  # fmt: skip
+
+
+def test_the_path_goes_through_the_rank_that_arrives_last(tmp_path: Path) -> None:
+    """Rank 0 waits in the all-reduce from 100; rank 1 computes until 8,000: its kernel is on the path."""
+    early = [
+        launch(0, 5, 1),
+        kernel(10, 100, "fast_gemm", 7, correlation=1),
+        launch(5, 9, 2),
+        all_reduce(100, 9_000, 7, correlation=2, **ARGS),
+        launch(9, 10, 3),
+        kernel(9_000, 9_900, "after", 7, correlation=3),
+    ]
+    late = [
+        launch(0, 5, 1),
+        kernel(10, 8_000, "slow_gemm", 7, correlation=1),
+        launch(5, 9, 2),
+        all_reduce(8_000, 9_000, 7, correlation=2, **ARGS),
+    ]
+    path = load_ranks(tmp_path, {0: early, 1: late}).critical_path()
+    assert [(rank, name.split("_")[0], ns) for rank, name, ns in shorten(path)] == [
+        (1, "cudaLaunchKernel", 10),
+        (1, "slow", 7_990),
+        (0, "ncclDevKernel", 1_000),
+        (0, "after", 900),
+    ]
+    check_that_parts_touch(path)
+
+
+def test_gloo_ranks_have_a_path_through_the_late_rank(tmp_path: Path) -> None:
+    shape = {"Input Dims": [[100]], "Input type": ["float"]}
+    early = [
+        operator(0, 100, "aten::mm"),
+        annotation(100, 900, "gloo:all_reduce", 200, **shape),
+        operator(910, 1_000, "aten::mul"),
+    ]
+    late = [operator(0, 800, "aten::slow"), annotation(800, 900, "gloo:all_reduce", 200, **shape)]
+    path = load_ranks(tmp_path, {0: early, 1: late}).critical_path()
+    assert shorten(path) == [
+        (1, "aten::slow", 800),
+        (0, "gloo:all_reduce", 100),
+        (0, PYTHON, 10),
+        (0, "aten::mul", 90),
+    ]
+
+
+def test_the_path_of_one_step(tmp_path: Path) -> None:
+    events = [step(7, 0, 100), step(8, 100, 200), operator(20, 90, "aten::a"), operator(110, 190, "aten::b")]
+    trace = load_ranks(tmp_path, {0: events})
+    path = trace.critical_path(step=8)
+    assert shorten(path) == [(0, PYTHON, 10), (0, "aten::b", 80), (0, PYTHON, 10)]
+    with pytest.raises(ValueError, match=r"step 9 was not recorded. Allowed: \[7, 8\]"):
+        trace.critical_path(step=9)
+
+
+@given(st.lists(st.one_of(gpu_events(), cpu_events()), min_size=1, max_size=3))
+def test_parts_of_any_path_touch_and_end_last(ranks: list[Events]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        trace = load_ranks(Path(folder), dict(enumerate(ranks)))
+    path = trace.critical_path()
+    check_that_parts_touch(path)
+    end = max(rank.end_ns for rank in trace.activity.ranks)
+    assert to_ns(path[-1]["start_seconds"] + path[-1]["seconds"]) == end
+    first = path[0]
+    assert to_ns(first["start_seconds"]) <= max(rank.start_ns for rank in trace.activity.ranks)
+
+
+def test_copies_to_pageable_memory_hold_up_the_host(tmp_path: Path) -> None:
+    events = [
+        launch(0, 5, 1),
+        kernel(10, 4_000, "gemm", 7, correlation=1),
+        launch(20, 4_500, 2),
+        copy(4_000, 4_400, 7, correlation=2),
+        launch(4_600, 4_610, 3),
+        kernel(4_700, 9_000, "next_gemm", 7, correlation=3),
+    ]
+    names = [name for _, name, _ in shorten(load_ranks(tmp_path, {0: events}).critical_path())]
+    assert names[:3] == ["cudaLaunchKernel", "gemm", "Memcpy HtoD (Pinned -> Device)"]
+
+
+def test_an_empty_trace_has_an_empty_path(tmp_path: Path) -> None:
+    path = load_ranks(tmp_path, {0: []}).critical_path()
+    assert len(path) == 0 and path.seconds == 0
+
+
+def test_recorded_gloo_ranks_have_a_path() -> None:
+    path = Trace.load(Path(__file__).parents[2] / "fixtures" / "trace_2_ranks").critical_path()
+    check_that_parts_touch(path)
+    assert {row["kind"] for row in path.sum_by_kind()} == {"compute", "communication", "host"}

@@ -1,0 +1,376 @@
+"""Kernels by name and class: time, calls, TFLOP/s and bytes/s against the GPU's peaks, and occupancy.
+
+Ranks without a GPU have operators instead of kernels, by their self time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import TYPE_CHECKING, TypedDict, get_type_hints
+
+import numpy as np
+
+from shardscope.catalog import gpus, load_table
+from shardscope.trace.analysis.activity import Activity
+from shardscope.trace.analysis.collectives import KINDS as COLLECTIVE_KINDS
+from shardscope.trace.analysis.collectives import name_kind
+from shardscope.trace.analysis.intervals import Int64s
+from shardscope.trace.analysis.operator_costs import COUNTED_OPERATORS, Cost, count_cost
+from shardscope.trace.arguments import ShapeArgs, decode_arguments
+from shardscope.trace.table import Table
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from shardscope.core.cluster import Gpu
+    from shardscope.trace.store import Trace
+
+KERNEL_KINDS = (
+    ("attention", r"flash|fmha|attention|mha_|_attn_|sdpa"),
+    ("normalization", r"layer_?norm|rms_?norm|batch_?norm|group_?norm|\bbn_|cudnn::bn|_norm_"),
+    ("optimizer", r"adam|multi_tensor_apply|fused_sgd|lamb_|FusedOptimizer"),
+    ("convolution", r"conv|winograd|dgrad|wgrad|cudnn.*nn_v\d|scudnn"),
+    (
+        "matmul",
+        r"gemm|gemv|cutlass|cublas|nvjet|\bwgmma|Cijk_|triton_(?:mm|tem)|matmul|splitKreduce|\bdot_kernel",
+    ),
+    ("embedding", r"embedding|embedding_bag|indexSelect|index_select"),
+    (
+        "copy",
+        r"CatArray|direct_copy|copy_kernel|memcpy|memset|nchwToNhwc|nhwcToNchw|transpose_readWrite|chunk_cat"
+        r"|split_with_sizes_copy",
+    ),
+    (
+        "elementwise",
+        r"elementwise|triton_poi|triton__|fused_(?:dropout|add|mul)|Functor|pointwise|swiglu|gelu|silu",
+    ),
+    ("reduction", r"reduce_kernel|triton_(?:red|per)|softmax|SoftMax|nll_loss|cross_entropy|cub::|reduce"),
+)
+OPERATOR_KINDS = (
+    ("attention", r"scaled_dot_product|flash|attention"),
+    ("normalization", r"(?:layer|rms|batch|group)_norm"),
+    ("optimizer", r"_fused_adam|_fused_sgd|_foreach_"),
+    ("convolution", r"conv"),
+    (
+        "matmul",
+        r"::(?:mm|addmm|bmm|baddbmm|matmul|linear|_scaled_mm|dot|mv|addmv|einsum|_grouped_mm)(?:_out)?$",
+    ),
+    ("embedding", r"embedding|index_select|::index|scatter|gather$"),
+    ("copy", r"copy|::clone|::cat|::to$|contiguous|::fill_|zero_|::zeros|::stack|chunk_cat"),
+    (
+        "reduction",
+        r"::(?:sum|mean|max|min|norm|linalg_vector_norm|argmax|cumsum|topk|sort|any|all|.*softmax.*|nll_loss.*"
+        r"|.*cross_entropy.*)",
+    ),
+    (
+        "elementwise",
+        r"::(?:add|sub|mul|div|neg|pow|rsqrt|sqrt|exp|log|silu|gelu|relu|sigmoid|tanh|where|cos|sin|clamp"
+        r"|threshold|abs|eq|ne|lt|gt|le|ge|masked_fill|dropout|addcmul|addcdiv|lerp|bitwise|logical|isfinite"
+        r"|reciprocal|maximum|minimum|tril|triu|arange)",
+    ),
+)
+"""Classes of kernels by their name, and of operators by theirs; the first that matches."""
+
+TENSOR_CORE = re.compile(
+    r"[hsi]884|[hsic]1688|16816|hmma|i8816|i16832|tensorop|xmma|wgmma|gmma|nvjet|mma_|_mma|umma|tcgen05|sm90_|sm100_"
+    r"|flash_(?:fwd|bwd)|fmha",
+    re.IGNORECASE,
+)
+"""Names of kernels that use tensor cores (torch_tb_profiler's list, and those of Hopper and Blackwell)."""
+MATRIX_KINDS = frozenset({"matmul", "convolution", "attention"})
+OPTIMIZER_STEP = re.compile(r"^Optimizer\.step")
+
+_PEAK_OF_TYPE = {
+    "c10::bfloat16": "bf16",
+    "c10::half": "fp16",
+    "half": "fp16",
+    "c10::float8_e4m3fn": "fp8",
+    "float": "fp32",
+}
+
+
+class KernelRow(TypedDict):
+    """All calls of one kernel, or operator, on one rank. None: the recording does not tell."""
+
+    rank: int
+    name: str
+    kind: str
+    """``matmul``, ``attention``, ``normalization``, ``elementwise``, ``copy``, a collective, ..."""
+    num_calls: int
+    total_seconds: float
+    """Of operators on CPU ranks the self time: without what they call."""
+    mean_seconds: float
+    share: float
+    """Share of the rank's kernel time, or self time."""
+    tflops: float | None
+    """Rate of the calls whose operator has shapes in the recording."""
+    bytes_per_second: float | None
+    """Recorded for copies; for operators with shapes their operands and results, each moved once."""
+    peak_share: float | None
+    """Share of the GPU's peak for the operands' type. This and the next are no columns of the frame."""
+    bandwidth_share: float | None
+    """Share of the GPU's memory bandwidth."""
+    occupancy: float | None
+    """Mean achieved occupancy by time, 0 to 1, as CUPTI estimates it."""
+    uses_tensor_cores: bool | None
+    """Of matmuls, convolutions and attention on a GPU; by the kernel's name."""
+    track: str
+    """Track of the longest call."""
+    start_seconds: float
+    """Start of the longest call."""
+    longest_seconds: float
+
+
+_MORE_KEYS = (
+    "peak_share",
+    "bandwidth_share",
+    "occupancy",
+    "uses_tensor_cores",
+    "track",
+    "start_seconds",
+    "longest_seconds",
+)
+COLUMNS = tuple(name for name in get_type_hints(KernelRow) if name not in _MORE_KEYS)
+
+
+class KindRow(TypedDict):
+    """All kernels of one class on one rank."""
+
+    rank: int
+    kind: str
+    num_calls: int
+    total_seconds: float
+    share: float
+
+
+class Kernels(Table[KernelRow]):
+    """Kernels of every rank by name, most time first."""
+
+    def __init__(self, rows: list[KernelRow]) -> None:
+        super().__init__(rows, COLUMNS)
+
+    def sum_by_kind(self) -> Table[KindRow]:
+        """Return the kernels summed by class, most time first."""
+        sums: dict[tuple[int, str], KindRow] = {}
+        for row in self:
+            total = sums.setdefault(
+                (row["rank"], row["kind"]),
+                {
+                    "rank": row["rank"],
+                    "kind": row["kind"],
+                    "num_calls": 0,
+                    "total_seconds": 0.0,
+                    "share": 0.0,
+                },
+            )
+            total["num_calls"] += row["num_calls"]
+            total["total_seconds"] += row["total_seconds"]
+            total["share"] += row["share"]
+        rows = sorted(sums.values(), key=lambda row: (row["rank"], -row["total_seconds"]))
+        return Table(rows, tuple(get_type_hints(KindRow)))
+
+    @property
+    def tensor_core_share(self) -> float | None:
+        """Share of the time of matmuls, convolutions and attention on tensor cores; None without a GPU."""
+        used = sum(row["total_seconds"] for row in self if row["uses_tensor_cores"])
+        total = sum(row["total_seconds"] for row in self if row["uses_tensor_cores"] is not None)
+        return used / total if total else None
+
+
+def find_gpu(name: str | None) -> Gpu | None:
+    """Return the catalogue's GPU of a driver's name; None if it is not in there."""
+    for known, entry in load_table("gpus").items():
+        if name is not None and name in entry.get("nvml_names", ()):
+            return gpus[known]
+    return None
+
+
+def find_kinds(trace: Trace) -> npt.NDArray[np.int32]:
+    """Return the class of each slice of work as an index into :func:`list_kinds`; -1 for other slices."""
+    activity, kinds = trace.activity, list_kinds()
+    numbers = {kind: number for number, kind in enumerate(kinds)}
+    of_kernel = np.array([numbers[_match(KERNEL_KINDS, name)] for name in trace.names], np.int32)
+    of_operator = np.array([numbers[_match(OPERATOR_KINDS, name)] for name in trace.names], np.int32)
+    of_collective = np.array([numbers[name_kind(name)] for name in trace.names], np.int32)
+    found = np.full(len(trace), -1, np.int32)
+    if not len(trace):
+        return found
+    names = trace.name_index
+    kernels = np.flatnonzero(activity.is_kernel)
+    found[kernels] = of_kernel[names[kernels]]
+    # A kernel whose name says nothing has the class of the operator that launched it.
+    unknown = kernels[(found[kernels] == numbers["other"]) & (activity.launches[kernels] >= 0)]
+    around = trace.parents[activity.launches[unknown]]
+    found[unknown] = np.where(around >= 0, of_operator[names[around]], numbers["other"])
+    operators = np.flatnonzero(activity.is_compute & ~activity.is_kernel)
+    found[operators] = of_operator[names[operators]]
+    found[activity.is_copy] = numbers["copy"]
+    # What runs inside of optimizer.step() is the optimizer, whatever its kernels are called.
+    is_step = activity.mask_names(OPTIMIZER_STEP)
+    if is_step.any():
+        works = np.flatnonzero(found >= 0)
+        origin = np.where(activity.on_gpu[works], activity.launches[works], works)
+        inside = (origin >= 0) & (activity.find_around(np.maximum(origin, 0), is_step) >= 0)
+        found[works[inside]] = numbers["optimizer"]
+    is_collective = activity.is_communication
+    found[is_collective] = of_collective[names[is_collective]]
+    return found
+
+
+def list_kinds() -> list[str]:
+    """Return all classes; :func:`find_kinds` gives indices into this list."""
+    kinds = [kind for kind, _ in (*KERNEL_KINDS, *OPERATOR_KINDS)]
+    return list(dict.fromkeys([*kinds, *(kind for kind, _ in COLLECTIVE_KINDS), "other"]))
+
+
+def _match(patterns: tuple[tuple[str, str], ...], name: str) -> str:
+    return next((kind for kind, pattern in patterns if re.search(pattern, name)), "other")
+
+
+def measure_work_ns(trace: Trace) -> Int64s:
+    """Return the nanoseconds of each slice of work: a kernel's duration, an operator's self time, else 0."""
+    activity = trace.activity
+    work = np.zeros(len(trace), np.int64)
+    on_gpu = activity.is_gpu_work
+    work[on_gpu] = trace.duration_ns[on_gpu]
+    on_cpu = np.flatnonzero((activity.is_compute | activity.is_communication) & ~on_gpu)
+    if len(on_cpu):
+        nested = trace.parents >= 0
+        callees = np.bincount(
+            trace.parents[nested], weights=trace.duration_ns[nested], minlength=len(trace)
+        ).astype(np.int64)
+        # Of a collective all time is communication, gloo's own operators included.
+        own = np.where(activity.is_communication[on_cpu], 0, callees[on_cpu])
+        work[on_cpu] = trace.duration_ns[on_cpu] - own
+    return work
+
+
+def find_kernels(trace: Trace) -> Kernels:
+    """Return one row per rank and kernel; see :meth:`Trace.kernels`."""
+    activity = trace.activity
+    kinds, kind_names = find_kinds(trace), list_kinds()
+    work = measure_work_ns(trace)
+    index = np.flatnonzero(kinds >= 0)
+    flops, moved, precisions = _count_costs(trace, activity, index, kinds, kind_names)
+    occupancy = np.asarray(activity.work_args["occupancy"], np.float64)[index]
+    # One number for each combination of rank, name and class.
+    keys = (activity.rank_position[index] * len(trace.names) + trace.name_index[index]) * len(kind_names)
+    unique, first, group = np.unique(keys + kinds[index], return_index=True, return_inverse=True)
+
+    def add_up(values: npt.NDArray[np.float64] | Int64s) -> npt.NDArray[np.float64]:
+        return np.asarray(np.bincount(group, weights=values, minlength=len(unique)), np.float64)
+
+    own = work[index]
+    counts, total = np.bincount(group, minlength=len(unique)), add_up(own)
+    flops_sum, flops_ns = add_up(flops), add_up(np.where(flops > 0, own, 0))
+    bytes_sum, bytes_ns = add_up(moved), add_up(np.where(moved > 0, own, 0))
+    occupied, occupied_ns = (
+        add_up(np.where(occupancy >= 0, occupancy * own, 0)),
+        add_up(np.where(occupancy >= 0, own, 0)),
+    )
+    longest = (
+        index[np.lexsort((-own, group))][np.concatenate(([0], np.cumsum(counts)[:-1]))]
+        if len(index)
+        else index
+    )
+    rank_total = {
+        rank.rank: max(int(own[activity.rank_position[index] == number].sum()), 1)
+        for number, rank in enumerate(activity.ranks)
+    }
+    known_gpus = {rank: find_gpu(name) for rank, name in trace.device_names.items()}
+    rows: list[KernelRow] = []
+    for number, slice_index in enumerate(index[first].tolist()):
+        rank = trace.tracks[trace.track_index[slice_index]].rank
+        name, kind = trace.names[trace.name_index[slice_index]], kind_names[kinds[slice_index]]
+        gpu = known_gpus.get(rank)
+        tensor_cores = (
+            bool(TENSOR_CORE.search(name)) if kind in MATRIX_KINDS and activity.on_gpu[slice_index] else None
+        )
+        rate = flops_sum[number] / flops_ns[number] * 1e9 if flops_ns[number] else None
+        speed = bytes_sum[number] / bytes_ns[number] * 1e9 if bytes_ns[number] else None
+        peak = _find_peak(gpu, precisions[first[number]], bool(tensor_cores))
+        is_copy = bool(activity.is_copy[slice_index])
+        bandwidth = gpu.memory_bandwidth_bytes_per_second if gpu and not is_copy else None
+        far = int(longest[number])
+        rows.append(
+            {
+                "rank": rank,
+                "name": name,
+                "kind": kind,
+                "num_calls": int(counts[number]),
+                "total_seconds": float(total[number]) / 1e9,
+                "mean_seconds": float(total[number]) / int(counts[number]) / 1e9,
+                "share": float(total[number]) / rank_total[rank],
+                "tflops": None if rate is None else rate / 1e12,
+                "bytes_per_second": speed,
+                "peak_share": rate / peak if rate is not None and peak else None,
+                "bandwidth_share": speed / bandwidth if speed is not None and bandwidth else None,
+                "occupancy": float(occupied[number] / occupied_ns[number]) / 100
+                if occupied_ns[number]
+                else None,
+                "uses_tensor_cores": tensor_cores,
+                "track": trace.tracks[trace.track_index[far]].name,
+                "start_seconds": int(trace.start_ns[far]) / 1e9,
+                "longest_seconds": int(trace.duration_ns[far]) / 1e9,
+            }
+        )
+    rows.sort(key=lambda row: (row["rank"], -row["total_seconds"], row["name"]))
+    return Kernels(rows)
+
+
+def _find_peak(gpu: Gpu | None, dtype: str, uses_tensor_cores: bool) -> float | None:
+    """Return the GPU's peak FLOP/s for operands of a type; fp32 on tensor cores is TF32."""
+    precision = _PEAK_OF_TYPE.get(dtype.lower())
+    if gpu is None or precision is None:
+        return None
+    if precision == "fp32" and uses_tensor_cores:
+        precision = "tf32"
+    return gpu.peak_flops.get(precision)
+
+
+def _count_costs(
+    trace: Trace, activity: Activity, index: Int64s, kinds: npt.NDArray[np.int32], kind_names: list[str]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], list[str]]:
+    """Return FLOPs, bytes and operand type of each slice of work; 0 and "" where unknown."""
+    flops, moved = np.zeros(len(index)), np.zeros(len(index))
+    precisions = [""] * len(index)
+    recorded = np.asarray(activity.work_args["bytes"], np.float64)[index]
+    moved[activity.is_copy[index] & (recorded > 0)] = recorded[activity.is_copy[index] & (recorded > 0)]
+    # The operator of a kernel is the innermost one with a formula around its launch.
+    is_counted = np.array([name in COUNTED_OPERATORS for name in trace.names], dtype=bool)
+    candidates = np.flatnonzero(~activity.is_copy[index] & ~activity.is_communication[index])
+    if not len(candidates) or not is_counted.any():
+        return flops, moved, precisions
+    is_counted_slice = is_counted[trace.name_index] & ~activity.on_gpu
+    works = index[candidates]
+    launches = activity.launches[works]
+    operators = np.where(
+        activity.on_gpu[works],
+        np.where(launches >= 0, activity.find_around(np.maximum(launches, 0), is_counted_slice), -1),
+        np.where(is_counted_slice[works], works, -1),
+    )
+    candidates, operators = candidates[operators >= 0], operators[operators >= 0]
+    by_operator: dict[int, list[int]] = defaultdict(list)
+    for candidate, operator in zip(candidates.tolist(), operators.tolist(), strict=True):
+        by_operator[operator].append(candidate)
+    costs: dict[tuple[str, bytes, bytes, bytes], Cost | None] = {}
+    unique = np.array(list(by_operator), np.int64)
+    for operator, args in zip(unique.tolist(), decode_arguments(trace._args, unique, ShapeArgs), strict=True):
+        name = trace.names[trace.name_index[operator]]
+        key = (name, bytes(args.dims), bytes(args.types), bytes(args.values))
+        if key not in costs:
+            costs[key] = count_cost(name, args)
+        cost, launched = costs[key], by_operator[operator]
+        if cost is None:
+            continue
+        # Of several kernels of one operator (split-K and its reduction) the longest of the class does it.
+        if cost.flops:
+            right = [one for one in launched if kind_names[kinds[index[one]]] in MATRIX_KINDS]
+        else:
+            right = launched if len(launched) == 1 else []
+        if not right:
+            continue
+        chosen = max(right, key=lambda one: int(trace.duration_ns[index[one]]))
+        flops[chosen], moved[chosen], precisions[chosen] = cost.flops, cost.num_bytes, cost.dtype
+    return flops, moved, precisions
