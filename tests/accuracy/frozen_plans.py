@@ -1,16 +1,18 @@
 """Plans and questions whose answers :mod:`same_numbers` stores, drawn once by a fixed seed.
 
-The plans come from four sources: the two samples of every framework that are also rehearsed
-(:mod:`sampling`, :mod:`wide_sampling`), the samples of adapters and optimizers, and :func:`draw_catalogue`,
-which takes each model of the catalogue at its full size under each framework. What is drawn is stored as plan
-JSON: a later change of a sampler, a catalogue entry or a default does not change a stored plan.
+The plans come from five sources: the two samples of every framework that are also rehearsed
+(:mod:`sampling`, :mod:`wide_sampling`), the samples of adapters and optimizers, :func:`draw_catalogue`, which
+takes each model of the catalogue at its full size under each framework, and :func:`list_packed`. They are
+stored as plan JSON: a later change of a sampler, a catalogue entry or a default does not change a stored
+plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 from random import Random
 from typing import Any, NamedTuple
 
@@ -75,6 +77,7 @@ def draw_plans() -> list[ss.Plan]:
     for name in adapter_sampling.LAYOUTS:
         plans += adapter_sampling.sample_plans(name)
     plans += draw_catalogue()
+    plans += list_packed()
     return list({plan.to_json(): plan for plan in plans}.values())
 
 
@@ -87,6 +90,23 @@ def draw_catalogue() -> Iterator[ss.Plan]:
             draw = Random(f"{SEED} {name} {framework}")
             drawn = (_draw_plan(draw, arch, framework) for _ in range(ATTEMPTS))
             yield from islice((plan for plan in drawn if plan is not None), wanted)
+
+
+def list_packed() -> Iterator[ss.Plan]:
+    """Yield plans with packed documents, which SDPA separates by a mask."""
+    layouts = (ss.Layout.ddp(), ss.Layout.fsdp2(), ss.Layout.zero(stage=2), ss.Layout.zero(stage=3))
+    recipes: tuple[dict[str, Any], ...] = (
+        {},
+        {"method": "lora", "recompute": "full"},
+        {"precision": "fp32", "seq_len": 1020},
+    )
+    for name in ("llama-3.2-1b", "qwen3-0.6b", "gpt2", "gemma-2b", "smollm2-135m"):
+        for cluster in ("8xh100-sxm-80gb", "2xcpu"):
+            for layout, changes in product(layouts, recipes):
+                fields = {"seq_len": 1024, "micro_batch_size": 2, "global_batch_size": 32, **changes}
+                recipe = ss.Recipe(packing=True, **fields)
+                with suppress(ValueError):
+                    yield ss.Plan(ss.models[name], ss.Cluster.parse(cluster), recipe, layout)
 
 
 def _draw_cluster(draw: Random) -> ss.Cluster:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardscope.core.architecture import MODEL_TYPES, Architecture
 from shardscope.core.recipe import Recipe
+from shardscope.families.registry import list_families_with
 from shardscope.memory.activations.forward import (
     compute_layer_activations,
     compute_weight_casts,
@@ -31,6 +32,7 @@ from shardscope.memory.activations.forward import (
 from shardscope.memory.activations.modules.first_layer import list_unsaved_in_first_layer
 from shardscope.memory.activations.modules.saved import Modules
 from shardscope.memory.state.lora import find_adapter_targets
+from shardscope.training.document_masks import add_document_mask
 from shardscope.training.model.lora import add_adapters
 from shardscope.training.model.model import build_model
 from shardscope.training.model.recompute import apply_recompute
@@ -53,6 +55,7 @@ def make_modules(arch: Architecture, mode: str, recipe: Recipe) -> Modules:
         dropout=recipe.dropout,
         attention=recipe.attention,
         adapter_dropout=recipe.lora_dropout > 0,
+        masks_documents=recipe.packing,
     )
 
 
@@ -97,7 +100,8 @@ def kept_bytes(
         casting = torch.autocast("cpu", torch.bfloat16) if mode == "autocast" else contextlib.nullcontext()
         alive = Alive()
         with alive, casting:
-            out = model(input_ids=ids, labels=ids)
+            dtype = torch.float32 if mode == "fp32" else torch.bfloat16
+            out = model(**add_document_mask({"input_ids": ids, "labels": ids}, recipe, dtype))
         found.append(alive.num_bytes(weights))
         del out
     return found
@@ -227,6 +231,24 @@ def test_layers_with_and_without_sliding_window_attention(recipe: Recipe) -> Non
         for windowed in (True, False, None)
     ]
     assert 4 * of_a_layer[2] == 3 * of_a_layer[0] + of_a_layer[1] + (-of_a_layer[0] * 3 - of_a_layer[1]) % 4
+
+
+PACKABLE = list_families_with("document_masks")
+PACKED = [name for name in FAMILIES if architecture(name, 2).model_type in PACKABLE and "window" not in name]
+
+
+@pytest.mark.parametrize(
+    "recipe", [FULL, LORA, replace(FULL, recompute="full")], ids=["full", "lora", "again"]
+)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", PACKED)
+def test_a_mask_of_documents_is_no_tensor_of_a_layer(family: str, mode: str, recipe: Recipe) -> None:
+    """All layers save one mask, which drops out of the difference between three layers and two."""
+    arch, recipe = architecture(family, 2), replace(recipe, packing=True)
+    modules = make_modules(arch, mode, recipe)
+    measured = one_layer(family, mode, recipe)
+    of_a_layer = compute_layer_activations(arch, is_moe(family), modules, recipe.recompute, 1, 1)
+    assert measured.per_token == of_a_layer.saved
 
 
 @pytest.mark.parametrize("recipe", [FULL, LORA], ids=["full", "lora"])

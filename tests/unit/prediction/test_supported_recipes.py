@@ -79,6 +79,56 @@ def test_the_fix_of_an_unsupported_option_works() -> None:
                 ss.Plan(ss.models["llama-3.1-8b"], CLUSTERS["8xh100-sxm-80gb"], fixed_recipe, layout)
 
 
+@pytest.mark.parametrize(
+    ("model", "layout", "change", "reason"),
+    [
+        ("glm-4-9b", ss.Layout.ddp(), {}, "glm): a mask of documents is known to work with llama"),
+        ("gemma-2-9b", ss.Layout.ddp(), {}, "gemma2"),
+        ("llama-3.1-8b", ss.Layout.ddp(), {"attention": "eager"}, "attention='eager'"),
+        ("mistral-7b", ss.Layout.ddp(), {"seq_len": 4096}, "seq_len=4096 and the sliding window of"),
+        ("llama-3.1-8b", ss.Layout.fsdp2(pp=2), {}, "pp=2: stages pass on hidden states"),
+        ("llama-3.1-8b", ss.Layout.fsdp2(cp=2), {}, "cp=2: ring attention takes no mask"),
+        ("llama-3.1-8b", ss.Layout.fsdp2(tp=2), {}, "tp=2"),
+        ("llama-3.1-8b", ss.Layout.ddp(), {"kernels": "compiled"}, "kernels='compiled'"),
+        ("llama-3.1-8b", ss.Layout.ddp(), {"recompute": "offload"}, "recompute='offload'"),
+        ("llama-3.1-8b", ss.Layout.megatron(), {}, "Megatron"),
+    ],
+)
+def test_packing_without_a_mask_that_attention_takes_is_rejected(
+    model: str, layout: ss.Layout, change: dict[str, Any], reason: str
+) -> None:
+    recipe = replace(ss.Recipe(seq_len=512, global_batch_size=64), **change)
+    cluster = CLUSTERS["8xh100-sxm-80gb"]
+    assert ss.Plan(ss.models[model], cluster, recipe, layout)
+    with pytest.raises(FieldError) as caught:
+        ss.Plan(ss.models[model], cluster, replace(recipe, packing=True), layout)
+    error = caught.value
+    assert (error.field, error.fix) == ("Recipe.packing", "packing=False")
+    assert str(error).startswith("Recipe.packing is True; allowed: False with") and reason in str(error)
+
+
+def test_a_mask_of_documents_is_in_the_activations_and_the_time() -> None:
+    """One mask for all layers, in rows of a multiple of 8; attention multiplies all keys, not half."""
+    recipe = ss.Recipe(seq_len=1020, micro_batch_size=2, global_batch_size=64, precision="bf16")
+    for cluster in CLUSTERS.values():
+        unpacked, packed, longer = (
+            ss.Plan(ss.models["gpt2"], cluster, one, ss.Layout.fsdp2())
+            for one in (recipe, replace(recipe, packing=True), replace(recipe, packing=True, seq_len=1024))
+        )
+        # GPT-2 has no grouped queries, so that keys and values are the same, and no rotary tables.
+        mask, positions = 2 * 1020 * 1024 * 2, 8 * 2 * 1020
+        before, after = (plan.memory().at("forward")["activations"] for plan in (unpacked, packed))
+        assert after - before == mask + positions
+        assert longer.memory().peak_bytes > packed.memory().peak_bytes
+    steps = [
+        ss.Plan(ss.models["gpt2"], CLUSTERS["8xh100-sxm-80gb"], one, ss.Layout.fsdp2()).step()
+        for one in (recipe, replace(recipe, packing=True))
+    ]
+    assert steps[1].parts["attention"] == pytest.approx(2 * steps[0].parts["attention"])
+    assert "all seq_len x seq_len" in steps[1].explain("attention")
+    assert "causal FLOPs" in steps[0].explain("attention")
+
+
 def test_engines_reject_options_they_do_not_train() -> None:
     from shardscope.frameworks.registry import why_not_trained
 

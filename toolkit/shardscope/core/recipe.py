@@ -91,7 +91,8 @@ class Recipe(Serializable):
     dropout: float = 0.0
     """Probability of all dropouts of the model family, 0 to 0.99."""
     packing: bool = False
-    """Several documents in one sequence, separated in attention, instead of padding."""
+    """Several documents in one sequence, separated in attention, instead of padding: by FlashAttention's
+    offsets, or by a mask for SDPA, which takes micro_batch_size x seq_len x seq_len numbers."""
     quantization: Quantization | None = None
     """Quantization of the frozen base of adapters: LLM.int8 (Dettmers et al. 2022) or NF4; None: not
     quantized, or NF4 with ``method="qlora"``."""

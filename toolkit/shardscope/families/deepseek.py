@@ -66,12 +66,17 @@ def _add_layer_parts(
     return {**fields, "head_dim": rope_head_dim, "latent_attention": latent_attention}
 
 
-DEEPSEEK_V2 = Family(model_type="deepseek_v2", read=_read_deepseek_v2, router="softmax_upcast")
+DEEPSEEK_V2 = Family(
+    model_type="deepseek_v2",
+    read=_read_deepseek_v2,
+    supports=frozenset({"document_masks"}),
+    router="softmax_upcast",
+)
 
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     read=_read_deepseek_v3,
-    supports=frozenset({"pipeline_stages"}),
+    supports=frozenset({"pipeline_stages", "document_masks"}),
     has_group_limited_routing=True,
     # ``num_mtp_layers`` is 1 by default; files have that layer's weights, modeling_deepseek_v3.py has no
     # module for them.

@@ -141,7 +141,14 @@ FALCON = Family(
 STARCODER2 = Family(
     model_type="starcoder2",
     read=_read_starcoder2,
-    supports=frozenset({"pipeline_stages", "fsdp2_tensor_parallel", "fsdp2_context_parallel"}),
+    supports=frozenset(
+        {
+            "pipeline_stages",
+            "fsdp2_tensor_parallel",
+            "fsdp2_context_parallel",
+            "document_masks",
+        }
+    ),
     activation="gelu_pytorch_tanh",
     may_have_experts=False,
     names=Names(up="c_fc", down="c_proj"),

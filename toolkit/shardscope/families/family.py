@@ -27,6 +27,7 @@ Support = Literal[
     "liger_kernels",
     "compiled_layers",
     "attention_choice",
+    "document_masks",
     "dropout",
 ]
 """Features that only some families support in training, rehearsal or prediction.
@@ -45,6 +46,8 @@ Support = Literal[
 - ``megatron_script``: the exported Megatron-core training script trains it.
 - ``liger_kernels``: ``apply_liger_kernel_to_...`` replaces every norm and the whole MLP, and no more.
 - ``compiled_layers``: saved tensors of its compiled layers have formulas (RMSNorm, a gated MLP, SDPA).
+- ``document_masks``: its layers pass a prepared 4-D mask to SDPA unchanged and accept positions, so that
+  packed documents can be separated.
 - ``attention_choice``: ``Recipe.attention`` may differ from the family's default and has formulas.
 - ``dropout``: masks have formulas: all of GPT-2's, and those of attention in other families.
 """
@@ -52,7 +55,7 @@ Support = Literal[
 LLAMA_SUPPORT: frozenset[Support] = frozenset({
     "pipeline_stages", "fsdp2_tensor_parallel", "fsdp2_context_parallel", "autotp_rehearsal",
     "autotp_training", "megatron_weights", "megatron_script", "liger_kernels", "compiled_layers",
-    "attention_choice", "dropout",
+    "attention_choice", "document_masks", "dropout",
 })  # fmt: skip
 """Features of Llama and of the dense families with the same layers."""
 

@@ -74,7 +74,7 @@ GEMMA = Family(
     read=_read_gemma,
     supports=frozenset({
         "pipeline_stages", "fsdp2_tensor_parallel", "fsdp2_context_parallel", "autotp_rehearsal",
-        "autotp_training", "compiled_layers",
+        "autotp_training", "compiled_layers", "document_masks",
     }),
     activation="gelu_pytorch_tanh",
     may_have_experts=False,
@@ -101,7 +101,7 @@ GEMMA2 = Family(
 GEMMA3_TEXT = Family(
     model_type="gemma3_text",
     read=_read_gemma3_text,
-    supports=frozenset({"fsdp2_tensor_parallel", "compiled_layers"}),
+    supports=frozenset({"fsdp2_tensor_parallel", "compiled_layers", "document_masks"}),
     activation="gelu_pytorch_tanh",
     norms_per_layer=(4,),
     may_have_experts=False,

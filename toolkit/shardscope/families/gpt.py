@@ -78,7 +78,7 @@ def _read_gpt_oss(config: HfConfig) -> Fields:
 GPT2 = Family(
     model_type="gpt2",
     read=_read_gpt2,
-    supports=frozenset({"fsdp2_context_parallel", "megatron_weights", "dropout"}),
+    supports=frozenset({"fsdp2_context_parallel", "megatron_weights", "document_masks", "dropout"}),
     activation="gelu_new",
     activation_key="activation_function",
     may_have_experts=False,
@@ -101,6 +101,7 @@ GPT2 = Family(
 
 GPT_NEOX = Family(
     model_type="gpt_neox",
+    supports=frozenset({"document_masks"}),
     read=_read_gpt_neox,
     activation="gelu",
     parallel_residual=(True, False),

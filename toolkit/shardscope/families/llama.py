@@ -61,7 +61,7 @@ GRANITE = Family(
     read=_read_granite,
     supports=frozenset({
         "pipeline_stages", "fsdp2_tensor_parallel", "fsdp2_context_parallel", "autotp_rehearsal",
-        "autotp_training", "compiled_layers",
+        "autotp_training", "compiled_layers", "document_masks",
     }),
     may_have_experts=False,
 )  # fmt: skip
@@ -69,7 +69,7 @@ GRANITE = Family(
 OLMO2 = Family(
     model_type="olmo2",
     read=_read_olmo2,
-    supports=frozenset({"pipeline_stages", "fsdp2_context_parallel", "compiled_layers"}),
+    supports=frozenset({"pipeline_stages", "fsdp2_context_parallel", "compiled_layers", "document_masks"}),
     may_have_experts=False,
     unlike_megatron_core="norms behind attention and MLP, and one for all query heads together",
     names=Names(norms=("post_attention_layernorm", "post_feedforward_layernorm")),
@@ -82,6 +82,7 @@ OLMO2 = Family(
 
 NEMOTRON = Family(
     model_type="nemotron",
+    supports=frozenset({"document_masks"}),
     read=_read_nemotron,
     activation="relu2",
     may_have_experts=False,
@@ -96,7 +97,7 @@ SEED_OSS = Family(
     # Without "dropout": residual_dropout adds masks after attention and MLP, which have no formula.
     supports=frozenset({
         "pipeline_stages", "fsdp2_tensor_parallel", "fsdp2_context_parallel", "compiled_layers",
-        "attention_choice",
+        "attention_choice", "document_masks",
     }),
     may_have_experts=False,
 )  # fmt: skip

@@ -37,7 +37,7 @@ MIXTRAL = Family(
     read=_read_mixtral,
     supports=frozenset({
         "pipeline_stages", "fsdp2_context_parallel", "deepspeed_moe", "megatron_weights", "attention_choice",
-        "dropout",
+        "document_masks", "dropout",
     }),
     normalizes_top_k=True,
     # conversion_mapping.py, "mixtral": the files' w1 and w3 become gate_up_proj, w2 becomes down_proj.

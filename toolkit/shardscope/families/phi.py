@@ -37,6 +37,7 @@ def _read_phi3(config: HfConfig) -> Fields:
 
 PHI = Family(
     model_type="phi",
+    supports=frozenset({"document_masks"}),
     read=_read_phi,
     activation="gelu_new",
     norms_per_layer=(1,),
@@ -58,7 +59,7 @@ PHI = Family(
 PHI3 = Family(
     model_type="phi3",
     read=_read_phi3,
-    supports=frozenset({"pipeline_stages", "fsdp2_context_parallel"}),
+    supports=frozenset({"pipeline_stages", "fsdp2_context_parallel", "document_masks"}),
     longrope_aliases=("su", "yarn"),
     may_have_experts=False,
     names=Names(fused_qkv="qkv_proj", fused_gate_up="gate_up_proj"),

@@ -97,7 +97,8 @@ QWEN3_MOE = Family(
     model_type="qwen3_moe",
     read=_read_qwen3_moe,
     supports=frozenset({
-        "pipeline_stages", "fsdp2_context_parallel", "megatron_weights", "attention_choice", "dropout",
+        "pipeline_stages", "fsdp2_context_parallel", "megatron_weights", "attention_choice", "document_masks",
+        "dropout",
     }),
     router="softmax_cast",
     is_zero3_leaf=True,
@@ -107,6 +108,7 @@ QWEN3_MOE = Family(
 
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
+    supports=frozenset({"document_masks"}),
     read=_read_qwen2_moe,
     unlike_megatron_core="a gate before its shared expert",
     names=Names(shared_experts="mlp.shared_expert"),

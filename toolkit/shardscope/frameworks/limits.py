@@ -67,7 +67,6 @@ TRAINED = {
     "loss": (None, "full", "chunked"),
     "dropout": (0.0,),
     "lora_dropout": (0.0,),
-    "packing": (False,),
 }
 """Recipe values that the plain PyTorch engines train, by field. Other values can only be planned, so that a
 run never differs from its plan. Expert imbalance is missing: a run measures it, it is not an option."""
@@ -84,7 +83,6 @@ REHEARSED: Mapping[str, tuple[object, ...]] = {
     "kernels": (None, "transformers"),
     "attention": (None, "eager", "sdpa"),
     "loss": (None, "full", "chunked"),
-    "packing": (False,),
 }
 """Recipe values that can be rehearsed, by field: more than ``TRAINED``, for fake tensors need no kernels."""
 
@@ -94,7 +92,6 @@ WHY_NOT_REHEARSED = {
     "kernels": "Liger's and torch.compile's kernels need real tensors on a GPU",
     "attention": "FlashAttention's kernels run on a GPU only",
     "loss": "Liger's kernel runs on a GPU only",
-    "packing": "FlashAttention's kernels run on a GPU only",
 }
 """Reasons why other values cannot be rehearsed on fake tensors, by field."""
 

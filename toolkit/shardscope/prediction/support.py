@@ -33,6 +33,7 @@ SUPPORT = {
 
 DROPOUT_FAMILIES = list_families_with("dropout")
 CHOOSABLE = list_families_with("attention_choice")
+PACKABLE = list_families_with("document_masks")
 
 FUSED_IN_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 """Projection names that in peft also match routed experts (its ``transformers_weight_conversion.py``)."""
@@ -272,13 +273,45 @@ def _check_interval(plan: Plan) -> None:
 
 
 def _check_packing(plan: Plan) -> None:
-    """Check that packing uses FlashAttention's sequence offsets: a mask has no formula."""
+    """Check that attention can separate packed documents: by FlashAttention's offsets, or by SDPA's mask."""
     if not plan.recipe.packing:
         return
     if not plan.layout.supports_packing:
         refuse("Recipe.packing", True, f"False with {plan.layout.title}", {"packing": False})
-    if plan.recipe.attention != "flash":
-        refuse("Recipe.packing", True, "False unless attention='flash'", {"attention": "flash"})
+    if plan.recipe.attention == "flash":
+        return
+    if reason := _find_mask_problem(plan):
+        refuse("Recipe.packing", True, f"False with {reason}", {"packing": False})
+
+
+def _find_mask_problem(plan: Plan) -> str | None:
+    """Return why SDPA cannot be given a mask of packed documents, or None."""
+    arch, recipe, degrees = plan.architecture, plan.recipe, plan.degrees
+    if arch.model_type not in PACKABLE:
+        return (
+            f"{arch.name} ({arch.model_type}): a mask of documents is known to work with "
+            f"{', '.join(PACKABLE)}"
+        )
+    if recipe.attention == "eager":
+        return "attention='eager', whose scores with a mask have no formula"
+    if arch.sliding_window_layers and arch.sliding_window and recipe.seq_len >= arch.sliding_window:
+        # transformers passes a prepared mask to all layers, and no longer adds their window to it
+        # (masking_utils.py, create_sliding_window_causal_mask).
+        return (
+            f"seq_len={recipe.seq_len} and the sliding window of {arch.name}, {arch.sliding_window} tokens, "
+            "which a mask of documents would replace"
+        )
+    if degrees.pp > 1:
+        return f"pp={degrees.pp}: stages pass on hidden states and no mask"
+    if degrees.cp > 1:
+        return f"cp={degrees.cp}: ring attention takes no mask"
+    if degrees.tp > 1:
+        return f"tp={degrees.tp}, for which a mask of documents has no formula"
+    if plan.kernels == "compiled":
+        return "kernels='compiled', whose saved tensors with a mask have no formula"
+    if recipe.recompute == "offload":
+        return "recompute='offload', which would copy the mask of documents to the host for each layer"
+    return None
 
 
 def _check_attention(plan: Plan) -> None:

@@ -20,6 +20,7 @@ from shardscope.rehearsal.quantization import (
     quantized_weights,
 )
 from shardscope.rehearsal.result import RehearsedStage
+from shardscope.training.document_masks import add_document_mask
 from shardscope.training.model.model import build_model
 from shardscope.training.model.quantized import list_scales
 from shardscope.training.optimizers import gradients, optimizers
@@ -151,7 +152,8 @@ def _run_micro_batch(
             # Values do not matter: no operator's shape or memory depends on them.
             ids = torch.zeros(shape, dtype=torch.int64, device=engine.ctx.device)
             batch = {"input_ids": ids, "labels": torch.zeros_like(ids)}
-            loss = engine._compute_loss(batch) * weight
+            inputs = add_document_mask(batch, plan.recipe, engine.compute_dtype)
+            loss = engine._compute_loss(inputs) * weight
         with tracker.phase("backward"):
             loss.backward()
 

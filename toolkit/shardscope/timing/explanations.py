@@ -23,6 +23,9 @@ def explain_part(part: Part, plan: Plan, rates: Rates, suffix: str) -> str:
         rates.get_attention_rate(HALF_PEAKS[recipe.precision], plan.kernels),
     )
     passes = rates.get_passes(plan.kernels)
+    # With FlashAttention, packed documents are separated by offsets and not by a mask.
+    has_mask = recipe.packing and recipe.attention != "flash"
+    keys = "all seq_len x seq_len (a mask of packed documents skips none)" if has_mask else "causal"
     # With a capacity, the tokens beyond it are dropped, so it replaces the imbalance (Fedus et al. 2021).
     load = recipe.expert_capacity_factor or recipe.expert_imbalance
     memory = f"{rates.get_memory_bandwidth() / 1e12:.2f} TB/s"
@@ -36,7 +39,7 @@ def explain_part(part: Part, plan: Plan, rates: Rates, suffix: str) -> str:
             "every score, masked or not, as two plain products forward and four backward, at the speed of "
             "matrices"
             if recipe.attention == "eager"
-            else f"causal FLOPs of the fused kernel at {attention.forward / 1e12:,.0f} TFLOP/s forward and, "
+            else f"{keys} FLOPs of the fused kernel at {attention.forward / 1e12:,.0f} TFLOP/s forward and, "
             f"five products, {attention.backward / 1e12:,.0f} backward (Dao 2023)"
         ),
         "elementwise": (

@@ -189,7 +189,8 @@ class LayerWork:
         """Return the seconds of core attention, forward and backward.
 
         Fused: the causal part of two matmuls forward and five backward (Dao 2023, section 3.1), slower for
-        fewer keys. Eager: the full matmuls, two forward and four backward.
+        fewer keys. Eager: the full matmuls, two forward and four backward. A mask of packed documents: the
+        full matmuls too, because kernels skip blocks of keys by ``is_causal`` and not by a mask.
         """
         arch, modules, tp = self.arch, self.modules, self.plan.degrees.tp
         seq_len = self.plan.recipe.seq_len
@@ -200,8 +201,12 @@ class LayerWork:
         # torch 2.13, utils/flop_counter.py: sdpa_flop_count has two matmuls, sdpa_backward_flop_count five,
         # because the scores are computed again.
         rate = self.rates.get_attention_rate(HALF_PEAKS[self.plan.recipe.precision], modules.kernels)
+        is_causal = not modules.masks_documents
         flops = (
-            self.tokens * count_attention_flops_per_token(arch, seq_len) / tp * (1 + rate.half_keys / seq_len)
+            self.tokens
+            * count_attention_flops_per_token(arch, seq_len, causal=is_causal)
+            / tp
+            * (1 + rate.half_keys / seq_len)
         )
         return flops / rate.forward, 2.5 * flops / rate.backward
 

@@ -154,12 +154,13 @@ def count_adapters(arch: Architecture, moe: bool, recipe: Recipe) -> int:
 
 
 @lru_cache(maxsize=1024)
-def count_attention_flops_per_token(arch: Architecture, seq_len: int) -> float:
-    """Return forward FLOPs per token of one layer's two causal attention matmuls, averaged over layers.
+def count_attention_flops_per_token(arch: Architecture, seq_len: int, *, causal: bool = True) -> float:
+    """Return forward FLOPs per token of one layer's two attention matmuls, averaged over layers.
 
-    This is a third of forward and backward in :meth:`Architecture.flops_per_token`.
+    This is a third of forward and backward in :meth:`Architecture.flops_per_token`. ``causal``: only the
+    keys up to each query are multiplied.
     """
-    flops = arch.flops_per_token(seq_len) - 6.0 * arch.matrix_parameters_per_token
+    flops = arch.flops_per_token(seq_len, causal=causal) - 6.0 * arch.matrix_parameters_per_token
     return flops / 3 / arch.num_hidden_layers
 
 

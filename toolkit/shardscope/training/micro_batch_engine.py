@@ -22,6 +22,7 @@ from shardscope.training.accounting import tensors
 from shardscope.training.accounting.memory_watch import MemoryWatch
 from shardscope.training.accounting.precision import check_precision, check_precision_of_copies
 from shardscope.training.checkpoints.position import describe_position
+from shardscope.training.document_masks import add_document_mask
 from shardscope.training.engine import BuildModel, BuildOptimizer, Context, Engine
 from shardscope.training.generation import choose_tokens
 from shardscope.training.model import lora, quantized
@@ -191,10 +192,12 @@ class MicroBatchEngine(Engine):
         for index, micro in enumerate(micros):
             with self.gradient_sync(last=index == len(micros) - 1):
                 with watch.phase("forward"):
-                    on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in micro.items()}
+                    on_device = self._prepare_inputs(micro)
                     loss_share = self._compute_loss(on_device) * weights[index]
                 with watch.phase("backward"):
                     self.backward(loss_share)
+                # A mask of documents must not stay for the optimizer's phase.
+                del on_device
             total += loss_share.detach().float()
         # gloo has no average, so sum here and divide below. The all-reduce overlaps with the optimizer step.
         loss_reduction = dist.all_reduce(total, async_op=True)
@@ -222,8 +225,7 @@ class MicroBatchEngine(Engine):
         micros, weights = micro_batches.split_for_evaluation(batch, self.plan.num_micro_batches)
         total = torch.zeros((), device=device)
         for micro, weight in zip(micros, weights, strict=True):
-            on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in micro.items()}
-            total += self._compute_loss(on_device).float() * weight
+            total += self._compute_loss(self._prepare_inputs(micro)).float() * weight
         dist.all_reduce(total)
         return float(total / dist.get_world_size())
 
@@ -318,6 +320,11 @@ class MicroBatchEngine(Engine):
     def _describe_position(self) -> dict[str, object]:
         """Return the position of the training for a checkpoint."""
         return {**describe_position(self), "world_size": dist.get_world_size()}
+
+    def _prepare_inputs(self, micro: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return a micro-batch on the device, with the mask of its documents if the recipe packs them."""
+        on_device = {name: tensor.to(self.ctx.device, non_blocking=True) for name, tensor in micro.items()}
+        return add_document_mask(on_device, self.recipe, self.compute_dtype)
 
     def _compute_loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
         output = self._module(**micro)

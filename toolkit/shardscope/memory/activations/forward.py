@@ -35,7 +35,7 @@ from shardscope.memory.activations.modules.gpt2 import list_gpt2_tensors
 from shardscope.memory.activations.modules.layernorm import list_layernorm_tensors, upcasts_norms
 from shardscope.memory.activations.modules.liger import list_liger_tensors
 from shardscope.memory.activations.modules.megatron import list_megatron_selective, list_megatron_tensors
-from shardscope.memory.activations.modules.saved import Modules, SavedTensor, list_stream_readers
+from shardscope.memory.activations.modules.saved import INT64, Modules, SavedTensor, list_stream_readers
 from shardscope.memory.activations.modules.selective import compute_int8_inputs, list_selective_tensors
 from shardscope.memory.state.lora import find_adapter_targets
 
@@ -57,6 +57,10 @@ class LayerActivations(NamedTuple):
     recomputed: int
     """Bytes that backward recomputes or fetches before the layer's backward starts."""
 
+
+MASK_ALIGNMENT = 8
+"""Number of which the rows of a document mask have a multiple: CUDA's memory-efficient kernel would copy any
+other mask in each layer (ATen/native/transformers/attention.cpp, preprocess_mask)."""
 
 FAMILIES_WITH_ACTIVATIONS = frozenset(FAMILIES)
 """Families tested tensor by tensor against transformers' modules (tests/runs/test_saved_tensors.py)."""
@@ -107,6 +111,7 @@ def find_modules(plan: Plan) -> Modules:
         eight_bit_inputs=recipe.precision == "fp8-mixed" and plan.kernels == "megatron",
         upcasts_norms=autocast and plan.on_gpu and upcasts_norms(plan.architecture),
         keeps_frozen_inputs=lora and plan.layout.keeps_frozen_inputs and uses_linear,
+        masks_documents=recipe.packing and recipe.attention != "flash",
     )
 
 
@@ -363,7 +368,7 @@ def compute_kept_masks(
     (transformers/masking_utils.py): numbers with eager attention, booleans with SDPA, which needs no mask for
     plain causal attention.
     """
-    if recompute not in ("full", "selective") or modules.kernels == "megatron":
+    if recompute not in ("full", "selective") or modules.kernels == "megatron" or modules.masks_documents:
         return 0
     # The mask is an argument of every layer, so checkpoint keeps it with the layer's input. The layers of a
     # kind share one mask.
@@ -373,6 +378,22 @@ def compute_kept_masks(
         return len(set(recomputed)) * modules.seq_len * modules.stream
     needed = any(recomputed) or not any(windows)  # Falcon needs one without windows
     return modules.seq_len if needed and passes_mask(architecture, modules) else 0
+
+
+def compute_document_mask(architecture: Architecture, modules: Modules) -> int:
+    """Return the bytes per token of the mask that separates packed documents, once for all layers.
+
+    One number per query and key, in rows of a multiple of 8 (training/document_masks.py). An additive mask in
+    the compute dtype is neither converted by SDPA nor cast by autocast, so every layer saves the same tensor.
+    Also counted: the position ids, and with rotary positions the tables of cosines and sines, which have a
+    row for each token (transformers, LlamaRotaryEmbedding.forward).
+    """
+    if not modules.masks_documents:
+        return 0
+    latent = architecture.latent_attention
+    rotated = architecture.head_dim if latent is None else latent.qk_rope_head_dim
+    tables = 2 * rotated * modules.stream if architecture.position_embedding == "rope" else 0
+    return ceil_div(modules.seq_len, MASK_ALIGNMENT) * MASK_ALIGNMENT * modules.compute + INT64 + tables
 
 
 @lru_cache(maxsize=4096)

@@ -17,6 +17,7 @@ from shardscope.families.registry import find_family
 from shardscope.memory.activations.float8 import compute_layer_working
 from shardscope.memory.activations.forward import (
     LayerActivations,
+    compute_document_mask,
     compute_kept_masks,
     compute_layer_activations,
     compute_unsaved_at_start,
@@ -216,23 +217,24 @@ class TransformersActivations:
     # ---- Before and after the layers ----
 
     def _compute_before_layers(self) -> int:
-        """Return bytes per token saved before the layers: its id, and the masks of recomputed layers.
+        """Return bytes per token saved before the layers: its id, and masks that layers share.
 
         The tensors that the first layer need not save under adapters are subtracted.
         """
         arch, modules, recipe = self.plan.architecture, self.modules, self.plan.recipe
+        documents = compute_document_mask(arch, modules)
         if recipe.recompute != "none" or not recipe.has_adapters:
             masks = compute_kept_masks(arch, modules, recipe.recompute, recipe.recompute_interval)
             if not is_eager(arch, modules) and not find_family(arch).always_passes_mask:
                 # Boolean window masks are the same for all sequences, and exist once.
                 masks = ceil_div(masks, recipe.micro_batch_size)
-            return self.stage.is_first * TOKEN_ID_BYTES + masks
+            return self.stage.is_first * TOKEN_ID_BYTES + masks + documents
         unsaved = map_distinct(
             lambda tp, num_shards: compute_unsaved_at_start(arch, modules, tp, num_shards),
             self.plan.degrees.tp,
             self.num_stream_shards,
         )
-        return self.stage.is_first * (TOKEN_ID_BYTES - unsaved)
+        return self.stage.is_first * (TOKEN_ID_BYTES - unsaved) + documents
 
     def _compute_after_layers(self) -> int:
         """Return bytes per token saved after the layers: by the final norm, and the head's input."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.training.examples.encoding import Encoded, Encoder, LossOn
 from shardscope.training.examples.formats import Format
+from shardscope.training.examples.packed_windows import pack_lengths
 from shardscope.training.examples.rows import Rows
 from shardscope.training.examples.token_table import BadRows, RowCounts, check_examples, iterate_encoded
 
@@ -82,6 +84,14 @@ class Preview:
         """Return the share of padding in unpacked rows of ``seq_len`` tokens."""
         return 1 - sum(min(length, seq_len) for length in self.lengths) / (len(self.lengths) * seq_len)
 
+    def count_windows(self, seq_len: int) -> int:
+        """Return the number of windows of ``seq_len`` tokens that packing makes of the measured examples."""
+        return len(pack_lengths(self.lengths, seq_len))
+
+    def compute_packing_gain(self, seq_len: int) -> float:
+        """Return the number of examples that share a window of ``seq_len`` tokens, on average."""
+        return len(self.lengths) / self.count_windows(seq_len)
+
     def cut_at(self, seq_len: int) -> float:
         """Return the share of all tokens that rows of ``seq_len`` tokens cut off."""
         return sum(max(0, length - seq_len) for length in self.lengths) / sum(self.lengths)
@@ -138,9 +148,7 @@ class Preview:
                     f"A sequence length of {self.seq_len:,} cuts {counts.num_truncated_rows:,} of "
                     f"{measured:,} rows and {self.cut_at(self.seq_len):.1%} of all tokens."
                 )
-            lines.append(
-                f"Unpacked rows of {self.seq_len:,} tokens are {self.padding_at(self.seq_len):.0%} padding."
-            )
+            lines.append(self._describe_packing(self.seq_len))
         if counts.num_rows_without_loss:
             lines.append(
                 f"{counts.num_rows_without_loss:,} rows are left out: truncation cuts off all tokens that "
@@ -149,6 +157,18 @@ class Preview:
         if counts.num_bad_rows:
             lines.append(f"{counts.num_bad_rows:,} malformed rows are skipped: {'; '.join(counts.bad_rows)}.")
         return lines
+
+    def _describe_packing(self, seq_len: int) -> str:
+        line = f"Unpacked rows of {seq_len:,} tokens are {self.padding_at(seq_len):.0%} padding."
+        gain = self.compute_packing_gain(seq_len)
+        if gain <= 1:
+            return line
+        padding = 1 - (1 - self.padding_at(seq_len)) * gain
+        num_windows = math.ceil(self.num_rows / gain)
+        return (
+            f"{line} Packing makes {num_windows:,} windows of {self.num_rows:,} rows, {gain:.1f} times fewer "
+            f"steps per epoch, with {padding:.0%} padding."
+        )
 
     def to_html(self) -> str:
         """Return a self-contained HTML fragment: sentences, then each row with its learned tokens marked."""

@@ -83,7 +83,9 @@ def _run_forward(
     from transformers.modeling_outputs import CausalLMOutput
 
     # The body without the head, whose matmul belongs to the chunks.
-    inputs = {name: value for name, value in other_inputs.items() if name == "attention_mask"}
+    inputs = {
+        name: value for name, value in other_inputs.items() if name in ("attention_mask", "position_ids")
+    }
     hidden = model.base_model(input_ids=input_ids, **inputs).last_hidden_state
     if labels is None:
         kept = hidden if logits_to_keep is None else hidden[:, logits_to_keep]

@@ -6,7 +6,7 @@ The fields of a ``Finetune`` that are None resolve to the same values.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
@@ -58,6 +58,8 @@ TEXT_STEPS = 50
 MAX_MICRO_BATCH = 64
 WORTH_A_SETTING = 1.02
 """Speedup from which a larger micro-batch is recommended."""
+WORTH_PACKING = 1.5
+"""Examples per packed row from which packing is recommended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,11 +155,17 @@ def recommend(task: Finetune, plan: Plan, preview: Preview | None) -> Choices:
     recipe, best = plan.recipe, plan
     choices: list[Choice] = []
     # In this order, because memory and time depend on all of these, and the micro-batch on memory and time.
-    settings = {"precision": choose_precision(plan), "seq_len": choose_length(task, plan, preview)}
+    settings: dict[str, Callable[[], Reasoned]] = {
+        "precision": lambda: choose_precision(plan),
+        "seq_len": lambda: choose_length(task, plan, preview),
+        # With the recommended precision and length.
+        "packing": lambda: choose_packing(task, best, preview),
+    }
     if recipe.has_adapters:
-        settings["lora_rank"] = choose_rank(plan)
-        settings["lora_targets"] = choose_targets(plan)
-    for field, (value, why) in settings.items():
+        settings["lora_rank"] = lambda: choose_rank(plan)
+        settings["lora_targets"] = lambda: choose_targets(plan)
+    for field, choose in settings.items():
+        value, why = choose()
         current = _read_recipe(plan, field)
         changed = best if value == current else _change(best, field, value)
         if changed is None:
@@ -301,8 +309,10 @@ def _count_steps_per_epoch(task: Finetune, plan: Plan, preview: Preview | None) 
     counts, num_rows = preview.counts, preview.num_rows
     if isinstance(task.validation, float):
         num_rows -= count_validation_rows(num_rows, task.validation)
-    num_examples = num_rows * counts.num_examples / max(1, counts.num_rows)
-    return num_examples / plan.recipe.global_batch_size
+    num_samples = num_rows * counts.num_examples / max(1, counts.num_rows)
+    if plan.recipe.packing:
+        num_samples /= preview.compute_packing_gain(plan.recipe.seq_len)
+    return num_samples / plan.recipe.global_batch_size
 
 
 # ---- The recipe
@@ -340,13 +350,39 @@ def choose_length(task: Finetune, plan: Plan, preview: Preview | None) -> Reason
         why = f"A text is cut into windows of any length; the model was made for at most {longest:,} tokens."
         return Reasoned(min(now, longest), why)
     advice = preview.recommend_length(longest)
-    if advice is not None:
+    # Packed rows have little padding at any length.
+    if advice is not None and not (plan.recipe.packing and advice.seq_len < now):
         return Reasoned(advice.seq_len, advice.why)
     why = (
         f"{preview.padding_at(now):.0%} of rows of {now:,} tokens are padding, and {preview.cut_at(now):.1%} "
         "of the data are cut off."
     )
     return Reasoned(now, why)
+
+
+def choose_packing(task: Finetune, plan: Plan, preview: Preview | None) -> Reasoned:
+    """Return whether several examples should share a row: where that makes an epoch much shorter."""
+    now, seq_len = plan.recipe.packing, plan.recipe.seq_len
+    if preview is None:
+        if task.plain_text is None:
+            return Reasoned(now, "task.preview() shows what packing wins.")
+        return Reasoned(False, "A text is cut into full windows, which have no padding to save.")
+    gain = preview.compute_packing_gain(seq_len)
+    if gain <= 1:
+        return Reasoned(False, f"No two examples fit into {seq_len:,} tokens together.")
+    wins = f"Packing puts {gain:.1f} examples of these data into a row of {seq_len:,} tokens"
+    if gain < WORTH_PACKING:
+        cost = "the mask that separates them takes memory, and attention the time of a full row"
+        return Reasoned(now, f"{wins}; {cost}.")
+    unpacked, packed = (replace_plan_fields(plan, recipe={"packing": packing}) for packing in (False, True))
+    steps = [None if one is None else predict_step(one) for one in (unpacked, packed)]
+    if steps[0] is not None and steps[1] is not None and steps[1].seconds >= gain * steps[0].seconds:
+        return Reasoned(False, f"{wins}, but a step takes as many times as long by plan.step().")
+    return Reasoned(
+        True,
+        f"{wins}, {gain:.1f} times fewer steps per epoch, and no example sees another (position ids restart, "
+        "and attention is block-diagonal).",
+    )
 
 
 def choose_rank(plan: Plan) -> Reasoned:
@@ -443,6 +479,6 @@ def _format(value: object) -> str:
         return ", ".join(str(name) for name in value)
     if isinstance(value, float):
         return f"{value:g}"
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return str(value)

@@ -20,6 +20,12 @@ from shardscope.training.examples.batches import ExampleBatches, find_padding_id
 from shardscope.training.examples.conversation import Prompt, encode_conversation, find_end_ids, read_prompts
 from shardscope.training.examples.encoding import LOSS_ON, Encoder, LossOn
 from shardscope.training.examples.formats import Format, recognize_format
+from shardscope.training.examples.packed_windows import (
+    PackedBatches,
+    Packing,
+    describe_packing,
+    pack_table,
+)
 from shardscope.training.examples.preview import Preview, preview_examples
 from shardscope.training.examples.rows import Rows, describe_source, is_text, open_rows, resolve_source
 from shardscope.training.examples.source_record import COUNTS, describe_examples, describe_file, save_counts
@@ -366,19 +372,42 @@ class Finetune(TextTask):
         import torch.distributed as dist
 
         tokenizer, seq_len = WeightsTokenizer(self.folder).load(), ctx.plan.recipe.seq_len
+        packs = ctx.plan.recipe.packing
         if ctx.rank == 0:
             self._write_tokens(ctx.folder, tokenizer, seq_len)
+            for name in (TOKENS, VALIDATION_TOKENS) if packs else ():
+                self._pack_tokens(ctx.folder / name, seq_len)
         dist.barrier()
-        training = ExampleBatches(
-            table=TokenTable.load(ctx.folder / TOKENS),
-            seq_len=seq_len,
-            padding_id=find_padding_id(tokenizer),
-            **self.share_of_rank(ctx),
-        )
-        if self.validation is None:
-            return training, None
-        table = TokenTable.load(ctx.folder / VALIDATION_TOKENS)
-        return training, replace(training, table=table, in_order=True)
+        padding_id, share = find_padding_id(tokenizer), self.share_of_rank(ctx)
+
+        def load_batches(name: str) -> Batches:
+            folder, in_order = ctx.folder / name, name == VALIDATION_TOKENS
+            table = TokenTable.load(folder)
+            if not packs:
+                return ExampleBatches(
+                    table=table, seq_len=seq_len, padding_id=padding_id, in_order=in_order, **share
+                )
+            packing = Packing.load(folder)
+            return PackedBatches(
+                table=table,
+                packing=packing,
+                seq_len=seq_len,
+                padding_id=padding_id,
+                in_order=in_order,
+                **share,
+            )
+
+        training = load_batches(TOKENS)
+        return training, None if self.validation is None else load_batches(VALIDATION_TOKENS)
+
+    def _pack_tokens(self, folder: Path, seq_len: int) -> None:
+        """Assign the examples whose tokens are in ``folder`` to windows, and log what that wins."""
+        if not folder.exists():
+            return  # There is no validation.
+        table = TokenTable.load(folder)
+        packing = pack_table(table, seq_len)
+        packing.save(folder)
+        print(describe_packing(table, packing, seq_len), flush=True)
 
     def _split_text(self, ctx: TrainingContext) -> tuple[Batches, Batches | None]:
         """Return windows for training and validation."""

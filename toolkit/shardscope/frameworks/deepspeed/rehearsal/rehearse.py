@@ -32,6 +32,7 @@ from shardscope.frameworks.deepspeed.rehearsal.fake_files import FakeFiles, fake
 from shardscope.frameworks.deepspeed.rehearsal.pipeline import rehearse_stages
 from shardscope.memory.activations.head import resolve_loss
 from shardscope.rehearsal.result import RehearsedStage
+from shardscope.training.document_masks import add_document_mask
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -110,6 +111,7 @@ def _run_steps(
     engine, optimizer = initialize_engine(plan, deepspeed, model, config)
     label_state(tracker, engine, optimizer)
     shape = (plan.recipe.micro_batch_size, plan.recipe.seq_len)
+    dtype = next(model.parameters()).dtype
     for step in range(NUM_STEPS):
         # Only the last step is reported: see NUM_STEPS.
         if step == NUM_STEPS - 1:
@@ -119,7 +121,8 @@ def _run_steps(
             note_progress(f"step {step + 1} of {NUM_STEPS}", done)
             with tracker.phase("forward"):
                 ids = torch.zeros(shape, dtype=torch.int64, device=device)
-                loss = engine(input_ids=ids, labels=ids).loss
+                inputs = add_document_mask({"input_ids": ids, "labels": ids}, plan.recipe, dtype)
+                loss = engine(**inputs).loss
             with tracker.phase("backward"):
                 engine.backward(loss)
             del loss

@@ -56,9 +56,10 @@ def find_window_layers(num_layers: int, num_sliding: int) -> tuple[bool, ...]:
 def passes_mask(arch: Architecture, modules: Modules) -> bool:
     """Return whether transformers passes a mask, which the kernel saves.
 
-    Some families always pass one; others only for a sliding window shorter than the sequence.
+    Some families always pass one; others only for packed documents, or for a sliding window shorter than the
+    sequence.
     """
-    if find_family(arch).always_passes_mask:
+    if modules.masks_documents or find_family(arch).always_passes_mask:
         return True
     if modules.attention == "flash":
         # FlashAttention takes windows and packed documents as integer arguments, without a mask.
@@ -108,8 +109,9 @@ def list_kernel_tensors(
     elif find_family(arch).values_are_views and not (modules.quantized and modules.normed > c):
         # A quantized base returns its input's dtype, which autocast then copies.
         value = width.query + 2 * width.key
-    if has_mask:
-        # The kernel saves the mask in the operands' dtype.
+    if has_mask and not modules.masks_documents:
+        # SDPA converts a boolean mask to the operands' dtype, and so each layer saves one of its own
+        # (ATen/native/transformers/attention.cpp, convert_boolean_attn_mask).
         tensors.append(SavedTensor("attention", modules.seq_len * c, "whole"))
     latent = arch.latent_attention
     if latent is not None:

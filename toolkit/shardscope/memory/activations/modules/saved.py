@@ -76,6 +76,8 @@ class Modules(NamedTuple):
     attention)."""
     keeps_frozen_inputs: bool = False
     """Frozen projections save their inputs too (DeepSpeed's own ``linear`` in ZeRO-3)."""
+    masks_documents: bool = False
+    """SDPA gets an additive mask that separates packed documents: one tensor, which all layers share."""
 
     @property
     def trained(self) -> bool:

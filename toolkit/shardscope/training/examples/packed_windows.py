@@ -1,0 +1,162 @@
+"""Packed windows: several examples in one row of a batch, best fit decreasing.
+
+Lengths alone decide which examples share a window, so the table of tokens stays as it is, mapped into memory.
+trl's ``pack_dataset(strategy="bfd")`` (1.16, data_utils.py) makes the same choice for 1,000 examples at a
+time, but writes all tokens again, as lists of an Arrow table, and is no dependency of ours.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardscope.training.data.batches import Batches
+from shardscope.training.examples.token_table import TokenTable
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardscope.training.examples.token_table import OffsetArray
+
+EXAMPLES, WINDOWS = "packed_examples.npy", "packed_windows.npy"
+
+
+def pack_lengths(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
+    """Return the windows of ``seq_len`` tokens, each as the indices of its examples.
+
+    The longest examples are placed first, each into the window with the least space that it fits (best fit
+    decreasing). Lengths beyond ``seq_len`` fill a window of their own.
+    """
+    windows: list[list[int]] = []
+    # Windows by the space that is left in them, and these spaces in order.
+    by_space: dict[int, list[list[int]]] = {}
+    spaces: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = min(lengths[index], seq_len)
+        position = bisect_left(spaces, length)
+        if position == len(spaces):
+            window, space = list[int](), seq_len
+            windows.append(window)
+        else:
+            space = spaces[position]
+            window = by_space[space].pop()
+            if not by_space[space]:
+                del by_space[space], spaces[position]
+        window.append(index)
+        left = space - length
+        if left not in by_space:
+            by_space[left] = []
+            insort(spaces, left)
+        by_space[left].append(window)
+    return windows
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Packing:
+    """Examples of each window: window ``i`` has ``examples[starts[i]:starts[i + 1]]``."""
+
+    examples: OffsetArray
+    """Indices of examples, int64."""
+    starts: OffsetArray
+    """Int64, shape ``[num_windows + 1]``."""
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, window: int) -> list[int]:
+        return [int(index) for index in self.examples[self.starts[window] : self.starts[window + 1]]]
+
+    def save(self, folder: Path) -> None:
+        """Write both arrays into the folder of the tokens."""
+        import numpy
+
+        numpy.save(folder / EXAMPLES, self.examples)
+        numpy.save(folder / WINDOWS, self.starts)
+
+    @classmethod
+    def load(cls, folder: Path) -> Packing:
+        """Return the packing of ``folder``, mapped into memory."""
+        import numpy
+
+        examples, starts = (
+            numpy.load(folder / name, mmap_mode="r", allow_pickle=False) for name in (EXAMPLES, WINDOWS)
+        )
+        return cls(examples=examples, starts=starts)
+
+
+def pack_table(table: TokenTable, seq_len: int) -> Packing:
+    """Return the windows of all examples of ``table``."""
+    import numpy
+
+    windows = pack_lengths(numpy.diff(table.offsets).tolist(), seq_len)
+    return Packing(
+        examples=numpy.asarray([index for window in windows for index in window], dtype=numpy.int64),
+        starts=numpy.cumsum([0, *map(len, windows)], dtype=numpy.int64),
+    )
+
+
+def describe_packing(table: TokenTable, packing: Packing, seq_len: int) -> str:
+    """Return a sentence for the log: what packing wins."""
+    return (
+        f"packing: {len(table):,} examples in {len(packing):,} windows of {seq_len:,} tokens; padding is "
+        f"{1 - len(table.ids) / (len(packing) * seq_len):.0%} instead of "
+        f"{1 - len(table.ids) / (len(table) * seq_len):.0%}"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedBatches(Batches):
+    """One window per row. ``position_ids`` begin at 0 in each example, from which the engine makes a mask.
+
+    Labels are -100 for padding, for tokens that bear no loss, and for the first token of each example, which
+    would be predicted from the example before it.
+    """
+
+    table: TokenTable
+    packing: Packing
+    seq_len: int
+    padding_id: int
+
+    @property
+    def num_samples(self) -> int:
+        """Number of windows."""
+        return len(self.packing)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all examples, without padding."""
+        return len(self.table.ids)
+
+    @property
+    def title(self) -> str:
+        """See :class:`Batches`."""
+        return f"{len(self.table):,} examples of {self.num_tokens:,} tokens, in {self.num_samples:,} windows"
+
+    def build_batch(self, step: int) -> dict[str, torch.Tensor]:
+        """See :class:`Batches`."""
+        import torch
+
+        from shardscope.training.micro_batches import IGNORED_LABEL
+
+        input_ids = torch.full((self.rows, self.seq_len), self.padding_id, dtype=torch.int64)
+        labels = torch.full_like(input_ids, IGNORED_LABEL)
+        # Padding is a document of its own, and an empty row is nothing else.
+        position_ids = torch.arange(self.seq_len).repeat(self.rows, 1)
+        for row, window in enumerate(self.list_indices(step)):
+            start = 0
+            for index in self.packing[window]:
+                ids, bears_loss = self.table[index]
+                tokens = torch.from_numpy(ids.astype("int64"))
+                end = start + len(tokens)
+                input_ids[row, start:end] = tokens
+                # An array of its own: torch warns of a view of the read-only file.
+                learned = torch.from_numpy(bears_loss.copy())
+                labels[row, start:end] = torch.where(learned, tokens, IGNORED_LABEL)
+                labels[row, start] = IGNORED_LABEL
+                # What follows the example begins at 0, too.
+                position_ids[row, end:] = torch.arange(self.seq_len - end)
+                start = end
+        return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
