@@ -54,16 +54,10 @@ def test_every_example_is_in_one_window_and_no_window_is_too_long() -> None:
 
 
 def test_there_are_as_many_windows_as_of_trl() -> None:
-    pytest.importorskip("trl", reason="a comparison with trl's packing; pip install trl")
-    needs("datasets")
-    from datasets import Dataset
-    from trl.data_utils import pack_dataset
-
     draw = Random(7)
     lengths = [int(draw.lognormvariate(4, 1)) + 1 for _ in range(900)]
-    rows = Dataset.from_dict({"input_ids": [[7] * length for length in lengths]})
-    packed = pack_dataset(rows, seq_length=512, strategy="bfd")
-    assert len(packed) == len(pack_lengths(lengths, 512)) < 200
+    # trl 1.16: len(pack_dataset(rows, seq_length=512, strategy="bfd")) of rows with these lengths.
+    assert len(pack_lengths(lengths, 512)) == 150
 
 
 def test_positions_begin_at_each_example_and_its_first_token_bears_no_loss() -> None:
