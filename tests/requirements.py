@@ -29,6 +29,7 @@ EXTRAS = {
     "torch": "train",
     "torchao": "test",
     "transformers": "train",
+    "trl": "test",
 }
 """For each package, the smallest extra of pyproject.toml that installs it."""
 

@@ -60,6 +60,7 @@ MAY_NAME_A_FRAMEWORK = {
     "code that compares a value called kernels asks for that, not for the framework, and is let through",
     "runs/checks/fsdp1.py": "a guide from FSDP1 to FSDP2, whose table of names is in FSDP2's folder",
     "prediction/support.py": "the fix of a method that a framework lacks is Layout.fsdp2(), which has all",
+    "training/preferences/settings.py": "the fix of a framework that trains no pairs is Layout.fsdp2()",
     "export/reading.py": "Plan.from_deepspeed() and Plan.from_megatron() are public names",
     "runs/launch/launch.py": "a package whose version run.json keeps",
 }

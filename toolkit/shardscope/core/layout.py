@@ -75,6 +75,8 @@ class Layout(Serializable):
     """Overrides for tiny runs on CPU ranks: fields whose other values need a GPU library -> CPU value."""
     runs_all_forwards_first: ClassVar[bool] = False
     """Whether a pipeline stage runs all forwards of a step before the first backward."""
+    trains_pairs: ClassVar[bool] = True
+    """Whether its engine trains preference pairs (DPO), whose loss it computes from the logits itself."""
     own_formulas: ClassVar[frozenset[str]] = frozenset()
     """Recipe fields with a framework-specific formula in the memory model."""
     joins_attention_by_heads: ClassVar[bool] = False

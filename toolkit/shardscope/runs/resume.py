@@ -39,6 +39,8 @@ NEWER_FIELDS = {
     "sample_prompts": None,
     "sample_every": None,
     "max_new_tokens": 64,
+    "objective": "sft",
+    "dpo_beta": 0.1,
 }
 """Fields that runs of older versions have not recorded, with the value that stands for what they did."""
 

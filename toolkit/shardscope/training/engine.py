@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardscope.core.plan import Plan
+    from shardscope.training.preferences.dpo import Dpo
     from shardscope.training.weights.stored_weights import StoredWeights
 
 BuildModel = Callable[[], "torch.nn.Module"]
@@ -114,6 +115,9 @@ class Engine(ABC):
     frozen_base: Mapping[str, object] | None = None
     """Identification of the frozen base of adapters, saved with each checkpoint, which does not contain the
     base. Set it before ``setup``."""
+    objective: Dpo | None = None
+    """Loss over pairs of rows in place of the model's own; batches are those of ``PairBatches`` then. Set it
+    before ``setup``. Only engines whose ranks each have the logits of whole rows support it."""
     validation_state: Mapping[str, object] | None = None
     """State of early stopping, saved with each checkpoint so that a resumed run continues it."""
     max_grad_norm: float | None = 1.0
@@ -131,6 +135,8 @@ class Engine(ABC):
         """Number of optimizer steps so far, including those before a loaded checkpoint."""
         self.grad_norm = float("nan")
         """Norm of the whole model's gradient in the last step, before clipping."""
+        self.step_metrics: dict[str, float] = {}
+        """The objective's own metrics of the last step, the same on all ranks."""
         self.bytes_after_step: dict[str, int] = {}
         """Bytes of parameters, gradients and optimizer after the last step."""
         self.peak_tensor_bytes = 0

@@ -341,6 +341,7 @@ def collect_step_metrics(engine: Engine, result: StepResult) -> dict[str, float]
         "loss": result.loss,
         "learning_rate": result.learning_rate,
         "grad_norm": engine.grad_norm,
+        **engine.step_metrics,
         "step_seconds": result.seconds,
         "tokens_per_second": result.num_tokens / result.seconds,
         "tokens_per_second_all_ranks": result.num_tokens * engine.num_data_ranks / result.seconds,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -31,6 +31,8 @@ from shardscope.training.model.loss import apply_chunked_loss
 from shardscope.training.model.on_meta import build_on_meta
 from shardscope.training.model.recompute import apply_recompute, check_recompute
 from shardscope.training.optimizers import optimizers
+from shardscope.training.preferences.dpo import disabled_adapters, sum_log_probabilities
+from shardscope.training.preferences.pairs import LABELS, REFERENCE
 from shardscope.training.weights import pretrained
 from shardscope.training.weights.initial_weights import (
     CPU,
@@ -166,8 +168,23 @@ class MicroBatchEngine(Engine):
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> float:
         # Before anything runs: the watch reads the peak of the initialization when it is created.
         self._watch = self._watch or MemoryWatch(self)
+        batch = self._add_reference(batch)
         with self.evaluation():
             return self._evaluate(batch)
+
+    def compute_log_probabilities(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the log-probability of each row's labels, without dropout and gradients.
+
+        ``batch`` is one of ``PairBatches``. Called by all ranks together, each with as many rows.
+        """
+        self._watch = self._watch or MemoryWatch(self)
+        with self.evaluation():
+            return torch.cat(
+                [
+                    self._compute_log_probabilities(micro)
+                    for micro in micro_batches.split_batch(batch, self.plan.num_micro_batches)
+                ]
+            )
 
     def predict_next(self, input_ids: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         self._watch = self._watch or MemoryWatch(self)
@@ -185,6 +202,8 @@ class MicroBatchEngine(Engine):
 
     def _run_step(self, batch: Mapping[str, torch.Tensor], watch: MemoryWatch) -> float:
         device = self.ctx.device
+        with watch.phase("forward") if self.objective else nullcontext():
+            batch = self._add_reference(batch)
         micros = micro_batches.split_batch(batch, self.plan.num_micro_batches)
         weights = micro_batches.LossWeights(micros)
         # Summed on the device: reading each micro-batch's loss would synchronize host and device.
@@ -208,7 +227,17 @@ class MicroBatchEngine(Engine):
         # The only synchronization of host and device in a step.
         numbers: list[float] = torch.stack([total / dist.get_world_size(), norm]).tolist()
         loss, self.grad_norm = numbers
+        if self.objective is not None:
+            self.step_metrics = self.objective.take_metrics().rewards
         return loss
+
+    def _add_reference(self, batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return ``batch``, for DPO with the reference's log-probabilities of its rows."""
+        if self.objective is None or REFERENCE in batch:
+            return batch
+        # All micro-batches before the first backward: frameworks order forwards and backwards of a step.
+        with disabled_adapters(self.model):
+            return {**batch, REFERENCE: self.compute_log_probabilities(batch)}
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -326,7 +355,15 @@ class MicroBatchEngine(Engine):
         on_device = {name: tensor.to(self.ctx.device, non_blocking=True) for name, tensor in micro.items()}
         return add_document_mask(on_device, self.recipe, self.compute_dtype)
 
+    def _compute_log_probabilities(self, micro: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        device = self.ctx.device
+        logits = self._compute_logits(input_ids=micro["input_ids"].to(device), use_cache=False)
+        return sum_log_probabilities(logits, micro[LABELS].to(device))
+
     def _compute_loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self.objective is not None:
+            logits = self._compute_logits(input_ids=micro["input_ids"], use_cache=False)
+            return self.objective.compute_loss(logits, micro)
         output = self._module(**micro)
         loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
         return loss

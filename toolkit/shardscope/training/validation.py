@@ -76,11 +76,16 @@ class Validation:
 
         The initial weights are never the best: an optimizer has no state to save before its first step.
         """
-        loss = compute_mean_loss(engine, self.batches)
+        if engine.objective is not None:
+            metrics = engine.objective.validate(engine, self.batches)
+            loss, others = metrics.loss, metrics.rewards
+        else:
+            loss = compute_mean_loss(engine, self.batches)
+            others = {"perplexity": math.exp(loss) if loss < MAX_EXPONENT else math.inf}
         step = max(0, engine.num_steps_done - 1)
-        perplexity = math.exp(loss) if loss < MAX_EXPONENT else math.inf
         if ctx.rank == 0:
-            ctx.log(step=step, validation_loss=loss, validation_perplexity=perplexity)
+            named = {f"validation_{name}": value for name, value in others.items()}
+            ctx.log(step=step, validation_loss=loss, **named)
         print(f"validation after {engine.num_steps_done:,} steps: loss {loss:.4g}", flush=True)
         if self.patience is None or engine.num_steps_done == 0:
             return False

@@ -67,6 +67,11 @@ TRAINING_PANELS = (
     Panel(metric="learning_rate", title="learning rate", exponents="e"),
 )
 """Metrics logged by every task that trains the plan."""
+PREFERENCE_PANELS = (
+    Panel(metric="reward_margin", title="reward margin", decimals=3),
+    Panel(metric="reward_accuracy", title="reward accuracy", from_zero=True, decimals=2),
+)
+"""Metrics of training on preference pairs (DPO)."""
 GPU_PANELS = (
     Panel(metric="utilisation_percent", title="GPU busy, %", by="minute", is_percent=True, decimals=0),
     Panel(metric="temperature_celsius", title="GPU temperature, °C", by="minute", from_zero=True, decimals=0),
@@ -77,12 +82,13 @@ MAX_OWN = 3
 """Maximum charts of metrics named by a user's function, in order of appearance."""
 MAX_NAMES = 64
 """Maximum metrics read, in case a task logs a new name at every step."""
-SLOTS = len(TRAINING_PANELS) + len(GPU_PANELS) + MAX_OWN
+SLOTS = len(TRAINING_PANELS) + len(PREFERENCE_PANELS) + len(GPU_PANELS) + MAX_OWN
 NOT_DRAWN = frozenset({
     *("step", "rank", "time", "memory_bytes", "rss_bytes", "tokens_per_second_all_ranks"),
+    *("chosen_reward", "rejected_reward", "validation_chosen_reward", "validation_rejected_reward"),
 })  # fmt: skip
 """Metrics that are not drawn, because another chart shows the same or more."""
-_KNOWN = {panel.metric: panel for panel in (*TRAINING_PANELS, *GPU_PANELS)}
+_KNOWN = {panel.metric: panel for panel in (*TRAINING_PANELS, *PREFERENCE_PANELS, *GPU_PANELS)}
 
 
 def list_panels(metrics: Collection[str]) -> list[Panel]:

@@ -61,6 +61,7 @@ class MegatronLayout(Layout):
     own_formulas: ClassVar[frozenset[str]] = frozenset({"dropout", "expert_imbalance"})
     supported_recompute: ClassVar[tuple[str, ...]] = ("none", "selective", "full")
     supports_packing: ClassVar[bool] = False
+    trains_pairs: ClassVar[bool] = False
     supports_recompute_interval: ClassVar[bool] = False
     """``recompute_num_layers`` counts layers of a chunk, or the first layers, not every n-th layer."""
     on_cpu_ranks: ClassVar[Mapping[str, OptionValue]] = MappingProxyType({

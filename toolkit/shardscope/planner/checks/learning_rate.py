@@ -21,7 +21,8 @@ NAME = "learning-rate-against-batch"
 def check_learning_rate(case: Case) -> Iterator[Finding]:
     """Report a learning rate far from those of published runs of this size, scaled to the batch."""
     rate = getattr(case.task, "learning_rate", None)
-    if not rate:
+    # The published runs are supervised; DPO takes rates a twentieth as large.
+    if not rate or getattr(case.task, "objective", "sft") == "dpo":
         return
     begins_from_weights = getattr(case.task, "weights", None) is not None
     # Fine-tuning takes smaller rates than training from random weights, so weights= selects other references.

@@ -138,7 +138,11 @@ def _build_front_matter(run: Run, base: str | None, *, has_adapters: bool) -> st
     data = ModelCardData(
         library_name="peft" if has_adapters else "transformers",
         pipeline_tag="text-generation",
-        tags=["shardscope", *([recipe.method] if recipe.has_adapters else [])],
+        tags=[
+            "shardscope",
+            *([recipe.method] if recipe.has_adapters else []),
+            *(["dpo"] if _learns_preferences(run) else []),
+        ],
         license=licence.get("license"),
         license_name=licence.get("license_name"),
         license_link=licence.get("license_link"),
@@ -176,6 +180,12 @@ def _describe_model(run: Run, plan: Plan, base: str | None, *, is_merged: bool) 
     if recipe.has_adapters:
         kind = "Adapters merged into their base," if is_merged else "LoRA adapters,"
     sentences = [f"{kind} {trained} by Shardscope on {format_code(str(plan.cluster))}."]
+    if _learns_preferences(run):
+        reference = "the base without adapters" if recipe.has_adapters else "the base"
+        sentences.append(
+            "They were trained by direct preference optimization (DPO, arXiv:2305.18290) on pairs of a "
+            f"chosen and a rejected answer; the reference is {reference}."
+        )
     if is_merged and recipe.base_quantization:
         sentences.append(
             f"They were trained over the base in {recipe.base_quantization}, and merged into the base as it "
@@ -248,6 +258,8 @@ def _list_training(run: Run, plan: Plan) -> Iterator[Row]:
     for name, value in sorted(shown.items()):
         if value is None or value is False or name in (*IN_OTHER_SECTIONS, *WITHOUT_EFFECT):
             continue
+        if name == "dpo_beta" and not _learns_preferences(run):
+            continue
         yield format_code(name), format_code(_format_value(value))
 
 
@@ -266,7 +278,9 @@ def _list_results(run: Run) -> Iterator[Row]:
             (f"validation, best: after {losses.best_step:,} steps", losses.best),
             ("validation, last", losses.last),
         ):
-            yield label, f"{loss:.4g}", f"{math.exp(loss):.4g}" if loss < MAX_EXPONENT else "inf"
+            perplexity = f"{math.exp(loss):.4g}" if loss < MAX_EXPONENT else "inf"
+            # DPO's loss is that of a pair, not of a token.
+            yield label, f"{loss:.4g}", "" if _learns_preferences(run) else perplexity
 
 
 def _list_measured(run: Run, plan: Plan) -> Iterator[Row]:
@@ -312,6 +326,11 @@ def _read_record(run: Run, name: str) -> Mapping[str, object]:
     """Return what rank 0 recorded under ``name``; empty if nothing."""
     record = (read_json(RunFolder(run.folder).engine_report(0)) or {}).get(name)
     return record if isinstance(record, dict) else {}
+
+
+def _learns_preferences(run: Run) -> bool:
+    """Return whether the run was trained on preference pairs."""
+    return (run.task_fields or {}).get("objective") == "dpo"
 
 
 def _read_first_losses(run: Run) -> dict[int, float]:

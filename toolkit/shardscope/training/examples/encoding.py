@@ -63,8 +63,29 @@ class Encoder:
             return Encoded(ids=ids, bears_loss=[True] * len(ids))
         return self.encode_messages(example.messages)
 
-    def encode_messages(self, messages: Sequence[Message]) -> Encoded:
-        """Return the tokens of a conversation."""
+    def encode_pair(self, example: Example) -> tuple[Encoded, Encoded]:
+        """Return the tokens of the chosen and of the rejected side of a preference pair, untruncated.
+
+        Only answers bear loss. In two plain texts they begin at the first token that differs: what both have
+        in common has the same probability, which the difference of the two does not depend on.
+        """
+        if example.messages:
+            first = example.num_prompt_messages
+            return self.encode_messages(example.messages, first), self.encode_messages(
+                example.rejected, first
+            )
+        chosen, rejected = (
+            self._encode_text(text) + self._end() for text in (example.text, example.rejected_text)
+        )
+        pairs = zip(chosen, rejected, strict=False)
+        start = next(
+            (index for index, (one, other) in enumerate(pairs) if one != other),
+            min(len(chosen), len(rejected)),
+        )
+        return _learn_from(chosen, start), _learn_from(rejected, start)
+
+    def encode_messages(self, messages: Sequence[Message], first_turn: int = 0) -> Encoded:
+        """Return the tokens of a conversation, of which turns before ``first_turn`` bear no loss."""
         if not self.has_template:
             return self._encode_without_template(messages)
         ids = self._render(messages)
@@ -72,9 +93,15 @@ class Encoder:
             return Encoded(ids=ids, bears_loss=[True] * len(ids))
         assert self._template is not None
         if GENERATION_MARK.search(self._template) and self._loss_on == "completions":
-            return Encoded(ids=ids, bears_loss=self._read_generation_marks(messages))
+            marks = self._read_generation_marks(messages)
+            if first_turn:
+                start = self._find_turn(messages, first_turn, ids)[0]
+                marks[:start] = [False] * start
+            return Encoded(ids=ids, bears_loss=marks)
         bears_loss = [False] * len(ids)
         for index in self._list_learned_turns(messages):
+            if index < first_turn:
+                continue
             start, end = self._find_turn(messages, index, ids)
             bears_loss[start:end] = [True] * (end - start)
         return Encoded(ids=ids, bears_loss=bears_loss)
@@ -135,3 +162,8 @@ class Encoder:
 
     def _end(self) -> list[int]:
         return [] if self._eos is None else [self._eos]
+
+
+def _learn_from(ids: list[int], start: int) -> Encoded:
+    """Return ``ids``, of which those from ``start`` bear loss."""
+    return Encoded(ids=ids, bears_loss=[index >= start for index in range(len(ids))])

@@ -102,6 +102,10 @@ class Example:
     """Plain text, every token of which bears loss; empty for a conversation."""
     rejected: tuple[Message, ...] = ()
     """The conversation with the rejected answer, of a preference pair."""
+    rejected_text: str = ""
+    """The rejected one of two plain texts, of a preference pair without a prompt column."""
+    num_prompt_messages: int = 0
+    """Messages before the answers of a preference pair, the same in both conversations."""
 
 
 def recognize_format(
@@ -179,14 +183,7 @@ def read_example(format: Format, row: Row) -> Example:
         return Example(messages=_read_messages(row[columns["messages"]], columns["messages"]))
     system = _read_system(row)
     if format.name == "preference":
-        prompt: tuple[Message, ...] = system
-        if "prompt" in columns:
-            prompt += _read_turn(row, columns["prompt"], "user")
-        chosen = prompt + _read_turn(row, columns["chosen"], "assistant")
-        rejected = prompt + _read_turn(row, columns["rejected"], "assistant")
-        if chosen == rejected:
-            raise ValueError(f"{columns['chosen']} and {columns['rejected']} are the same")
-        return Example(messages=_check_turns(chosen), rejected=_check_turns(rejected))
+        return _read_pair(format, row, system)
     if format.name == "instruction":
         instruction = _read_text(row, columns["instruction"])
         given = row[columns["input"]] if "input" in columns else None
@@ -199,6 +196,40 @@ def read_example(format: Format, row: Row) -> Example:
         question = _read_turn(row, columns["prompt"], "user")
         answer = _read_turn(row, columns["completion"], "assistant")
     return Example(messages=_check_turns(system + question + answer))
+
+
+def _read_pair(format: Format, row: Row, system: tuple[Message, ...]) -> Example:
+    """Return a preference pair.
+
+    The prompt is a column or, without one, what both conversations have in common (trl calls that an
+    implicit prompt). Where the conversations contain the prompt, the column only repeats it, as in
+    UltraFeedback's binarized form.
+    """
+    names = (format.columns["chosen"], format.columns["rejected"])
+    chosen, rejected = (_read_turn(row, name, "assistant") for name in names)
+    if chosen == rejected:
+        raise ValueError(f"{names[0]} and {names[1]} are the same")
+    if "prompt" not in format.columns and all(isinstance(row[name], str) for name in names):
+        return Example(text=chosen[0]["content"], rejected_text=rejected[0]["content"])
+    if "prompt" in format.columns and {chosen[0]["role"], rejected[0]["role"]} == {"assistant"}:
+        prompt = system + _read_turn(row, format.columns["prompt"], "user")
+        num_prompt = len(prompt)
+    else:
+        prompt = () if chosen[0]["role"] == "system" else system
+        pairs = zip(chosen, rejected, strict=False)
+        num_prompt = len(prompt) + next(
+            (index for index, (one, other) in enumerate(pairs) if one != other),
+            min(len(chosen), len(rejected)),
+        )
+    conversations = (prompt + chosen, prompt + rejected)
+    for name, messages in zip(names, conversations, strict=True):
+        answer = messages[num_prompt:]
+        if not any(turn["role"] == "assistant" and turn["content"].strip() for turn in answer):
+            raise ValueError(f"{name} has no answer after the prompt")
+        if answer[0]["role"] != "assistant":
+            raise ValueError(f"{names[0]} and {names[1]} have different prompts")
+        _check_turns(messages)
+    return Example(messages=conversations[0], rejected=conversations[1], num_prompt_messages=num_prompt)
 
 
 def _read_system(row: Row) -> tuple[Message, ...]:

@@ -43,6 +43,8 @@ class PreviewRow:
     """For each token, whether the model learns to predict it."""
     is_special: list[bool]
     """For each token, whether it is one of the tokenizer's special tokens."""
+    side: str = ""
+    """"chosen" or "rejected", of a preference pair; empty for other rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +154,7 @@ class Preview:
         if counts.num_rows_without_loss:
             lines.append(
                 f"{counts.num_rows_without_loss:,} rows are left out: truncation cuts off all tokens that "
-                "bear loss."
+                f"bear loss ({counts.named_rows_without_loss})."
             )
         if counts.num_bad_rows:
             lines.append(f"{counts.num_bad_rows:,} malformed rows are skipped: {'; '.join(counts.bad_rows)}.")
@@ -236,7 +238,8 @@ def _render_row(row: PreviewRow) -> str:
     if len(row.tokens) > MAX_SHOWN_TOKENS:
         pieces.append(f"<i> … {len(row.tokens) - MAX_SHOWN_TOKENS:,} more tokens</i>")
     counts = f"{len(row.ids):,} tokens, {sum(row.bears_loss):,} learned"
-    title = f'<div class="title"><strong>Row {row.index + 1:,}</strong><span>{counts}</span></div>'
+    name = f"Row {row.index + 1:,}" + (f", {row.side}" if row.side else "")
+    title = f'<div class="title"><strong>{name}</strong><span>{counts}</span></div>'
     # The parser drops a line break right after <pre>: a row that starts with one needs a second.
     return f'<div class="row">{title}<pre>\n{"".join(pieces)}</pre></div>'
 
@@ -259,7 +262,7 @@ def preview_examples(
     which no row can be trained on.
     """
     encoder, counts = Encoder(tokenizer, loss_on), RowCounts()
-    indices = _choose_rows(len(rows), num_shown)
+    indices = choose_rows(len(rows), num_shown)
     shown: list[PreviewRow] = []
     lengths: list[int] = []
     for index, encoded in iterate_encoded(
@@ -267,9 +270,9 @@ def preview_examples(
     ):
         lengths.append(len(encoded.ids))
         cut = encoded if seq_len is None else encoded.truncate(seq_len)
-        _count_truncation(counts, encoded, cut)
+        _count_truncation(counts, index, encoded, cut)
         if len(shown) < num_shown and cut.num_loss_tokens:
-            shown.append(_describe_row(tokenizer, index, cut))
+            shown.append(describe_row(tokenizer, index, cut))
     check_examples(field, counts, seq_len)
     return Preview(
         source=source,
@@ -283,7 +286,7 @@ def preview_examples(
     )
 
 
-def _choose_rows(num_rows: int, num_shown: int) -> Sequence[int]:
+def choose_rows(num_rows: int, num_shown: int) -> Sequence[int]:
     """Return the indices of the first ``num_shown`` rows and of others, evenly spaced."""
     if num_rows <= MAX_SAMPLED_ROWS:
         return range(num_rows)
@@ -291,7 +294,7 @@ def _choose_rows(num_rows: int, num_shown: int) -> Sequence[int]:
     return sorted({*range(num_shown), *(int(number * spacing) for number in range(MAX_SAMPLED_ROWS))})
 
 
-def _count_truncation(counts: RowCounts, encoded: Encoded, cut: Encoded) -> None:
+def _count_truncation(counts: RowCounts, index: int, encoded: Encoded, cut: Encoded) -> None:
     """Correct ``counts``, which were made without truncation so that full lengths are known."""
     num_cut = len(encoded.ids) - len(cut.ids)
     if not num_cut:
@@ -301,12 +304,15 @@ def _count_truncation(counts: RowCounts, encoded: Encoded, cut: Encoded) -> None
     counts.num_tokens -= num_cut
     counts.num_loss_tokens -= encoded.num_loss_tokens - cut.num_loss_tokens
     if not cut.num_loss_tokens:
-        counts.num_rows_without_loss += 1
+        counts.leave_out(index)
         counts.num_examples -= 1
         counts.num_tokens -= len(cut.ids)
 
 
-def _describe_row(tokenizer: PreTrainedTokenizerBase, index: int, encoded: Encoded) -> PreviewRow:
+def describe_row(
+    tokenizer: PreTrainedTokenizerBase, index: int, encoded: Encoded, side: str = ""
+) -> PreviewRow:
+    """Return one example as the model reads it."""
     special = set(tokenizer.all_special_ids)
     return PreviewRow(
         index=index,
@@ -314,6 +320,7 @@ def _describe_row(tokenizer: PreTrainedTokenizerBase, index: int, encoded: Encod
         ids=encoded.ids,
         bears_loss=encoded.bears_loss,
         is_special=[token_id in special for token_id in encoded.ids],
+        side=side,
     )
 
 

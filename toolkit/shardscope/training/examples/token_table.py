@@ -47,6 +47,20 @@ class RowCounts:
     num_bad_rows: int = 0
     num_rows_without_loss: int = 0
     """Rows left out because truncation cut off all tokens that bear loss."""
+    rows_without_loss: list[int] = field(default_factory=list)
+    """Numbers of the first of these rows, from 1."""
+
+    def leave_out(self, index: int) -> None:
+        """Count the row ``index`` as one without a token that bears loss."""
+        self.num_rows_without_loss += 1
+        if len(self.rows_without_loss) < MAX_NAMED_ROWS:
+            self.rows_without_loss.append(index + 1)
+
+    @property
+    def named_rows_without_loss(self) -> str:
+        """Numbers of the first rows without loss, such as "row 3, row 8, ...", for messages."""
+        more = ", ..." if self.num_rows_without_loss > len(self.rows_without_loss) else ""
+        return ", ".join(f"row {number:,}" for number in self.rows_without_loss) + more
 
 
 def iterate_encoded(
@@ -71,7 +85,7 @@ def iterate_encoded(
         try:
             encoded = encoder.encode(read_example(format, rows[index]))
         except ValueError as error:
-            _handle_bad_row(field, index, rows[index], error, bad_rows, counts)
+            handle_bad_row(field, index, rows[index], error, bad_rows, counts)
             continue
         cut = encoded if seq_len is None else encoded.truncate(seq_len)
         if len(cut.ids) < len(encoded.ids):
@@ -79,7 +93,7 @@ def iterate_encoded(
             counts.num_truncated_tokens += len(encoded.ids) - len(cut.ids)
         # trl trained on such rows silently: their mean loss is over no token (trl issues 3728 and 3927).
         if not cut.num_loss_tokens:
-            counts.num_rows_without_loss += 1
+            counts.leave_out(index)
             continue
         counts.num_examples += 1
         counts.num_tokens += len(cut.ids)
@@ -87,9 +101,10 @@ def iterate_encoded(
         yield index, cut
 
 
-def _handle_bad_row(
+def handle_bad_row(
     field: str, index: int, row: Row, error: ValueError, bad_rows: BadRows, counts: RowCounts
 ) -> None:
+    """Raise ``ValueError`` naming ``field`` and the row, or count the row if ``bad_rows`` is "skip"."""
     if bad_rows == "refuse":
         _refuse_row(field, index, row, error)
     counts.num_bad_rows += 1
@@ -122,7 +137,8 @@ def check_examples(field: str, counts: RowCounts, seq_len: int | None) -> None:
     if counts.num_rows_without_loss:
         refuse(
             field,
-            f"{counts.num_rows_without_loss:,} rows without a token that bears loss",
+            f"{counts.num_rows_without_loss:,} rows without a token that bears loss "
+            f"({counts.named_rows_without_loss})",
             f"rows whose completion starts within the first {seq_len:,} tokens",
             f"a larger Recipe.seq_len than {seq_len:,}, or shorter prompts",
         )
@@ -148,7 +164,8 @@ def describe_counts(counts: RowCounts, seq_len: int) -> list[str]:
         )
     if counts.num_rows_without_loss:
         lines.append(
-            f"{counts.num_rows_without_loss:,} rows are left out: their tokens that bear loss are all cut off"
+            f"{counts.num_rows_without_loss:,} rows are left out: their tokens that bear loss are all cut "
+            f"off ({counts.named_rows_without_loss})"
         )
     if counts.num_bad_rows:
         lines.append(f"{counts.num_bad_rows:,} malformed rows are skipped: {'; '.join(counts.bad_rows)}")

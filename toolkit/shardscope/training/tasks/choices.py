@@ -24,12 +24,20 @@ from shardscope.planner.memory_needs import fits
 from shardscope.prediction.support import FUSED_IN_EXPERTS
 from shardscope.training.data.batches import count_validation_rows
 from shardscope.training.optimizers.schedule import count_warmup_steps
+from shardscope.training.preferences.settings import (
+    DEFAULT_BETA,
+    PAIR_RATE_SHARE,
+    SIDES,
+    describe_reference,
+    estimate_reference_seconds,
+)
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.memory.report import MemoryReport
     from shardscope.timing.report import StepReport
     from shardscope.training.examples.preview import Preview
+    from shardscope.training.preferences.settings import Objective
     from shardscope.training.tasks.finetune import Finetune
 
 FULL_RATE = 2e-5
@@ -176,7 +184,7 @@ def recommend(task: Finetune, plan: Plan, preview: Preview | None) -> Choices:
     best = _change(best, "global_batch_size", value) or best
     size = recipe.global_batch_size
     choices.append(Choice(name="Recipe.global_batch_size", value=value, current=size, why=why))
-    value, why = choose_micro_batch(best)
+    value, why = choose_micro_batch(best, count_sequences(task))
     best = _change(best, "micro_batch_size", value) or best
     size = recipe.micro_batch_size
     choices.append(Choice(name="Recipe.micro_batch_size", value=value, current=size, why=why))
@@ -204,7 +212,15 @@ def estimate_length(task: Finetune, plan: Plan, preview: Preview | None) -> Leng
         num_steps = max(1, math.ceil(epochs * steps_per_epoch))
     step = None if num_steps is None else predict_step(plan)
     seconds = None if step is None or num_steps is None else num_steps * step.seconds
+    if task.objective == "dpo" and step is not None and seconds is not None:
+        num_pairs = None if preview is None else preview.num_rows
+        seconds += estimate_reference_seconds(plan, step, num_steps or 0, num_pairs)
     return Length(num_steps, epochs, seconds)
+
+
+def count_sequences(task: Finetune) -> int:
+    """Return the number of sequences that one row of the data is: 2 for a preference pair."""
+    return SIDES if task.objective == "dpo" else 1
 
 
 def _choose_task_fields(
@@ -212,7 +228,7 @@ def _choose_task_fields(
 ) -> Iterator[Choice]:
     num_steps = length.num_steps
     is_examples = task.plain_text is None
-    rate = recommend_rate(best, on_examples=is_examples)
+    rate = recommend_rate(best, on_examples=is_examples, objective=task.objective)
     current: object = task.peak_rate(plan)
     yield Choice(name="Finetune.learning_rate", value=rate.value, current=current, why=rate.why)
     yield Choice(
@@ -231,6 +247,14 @@ def _choose_task_fields(
         why="A tenth of the steps, at most 100: AdamW's second moment settles over about "
         f"{WARM_UP_STEPS} (Ma & Yarats 2021, arXiv:1910.04209), which is too many for a short run.",
     )
+    if task.objective == "dpo":
+        yield Choice(
+            name="Finetune.dpo_beta",
+            value=DEFAULT_BETA,
+            current=task.dpo_beta,
+            why="That of Rafailov et al. 2023 (arXiv:2305.18290, appendix B), and trl's default; less of it "
+            f"lets the model go further from the reference. {describe_reference(plan)}",
+        )
     if not is_examples:
         yield Choice(
             name="Finetune.num_steps",
@@ -253,11 +277,18 @@ def _choose_task_fields(
 # ---- Values that None resolves to
 
 
-def recommend_rate(plan: Plan, *, on_examples: bool) -> Rate:
+def recommend_rate(plan: Plan, *, on_examples: bool, objective: Objective = "sft") -> Rate:
     """Return the peak learning rate for the plan's model, method and batch.
 
     ``on_examples``: the task trains on rows, not on one long text.
     """
+    if objective == "dpo":
+        supervised = recommend_rate(plan, on_examples=on_examples)
+        return Rate(
+            float(f"{supervised.value * PAIR_RATE_SHARE:.2g}"),
+            f"A twentieth of the supervised rate, as DPO's 1e-6 (Rafailov et al. 2023, appendix B; trl's "
+            f"default) is of {FULL_RATE:g}. {supervised.why}",
+        )
     num_parameters, recipe = plan.architecture.num_parameters, plan.recipe
     if on_examples and num_parameters < SMALL_BELOW:
         rate = SMALL_ADAPTER_RATE if recipe.has_adapters else SMALL_FULL_RATE
@@ -312,7 +343,7 @@ def _count_steps_per_epoch(task: Finetune, plan: Plan, preview: Preview | None) 
     num_samples = num_rows * counts.num_examples / max(1, counts.num_rows)
     if plan.recipe.packing:
         num_samples /= preview.compute_packing_gain(plan.recipe.seq_len)
-    return num_samples / plan.recipe.global_batch_size
+    return num_samples * count_sequences(task) / plan.recipe.global_batch_size
 
 
 # ---- The recipe
@@ -408,7 +439,7 @@ def choose_targets(plan: Plan) -> Reasoned:
 
 def choose_global_batch(task: Finetune, plan: Plan, preview: Preview | None) -> Reasoned:
     """Return the plan's global batch, or a smaller one where few examples would make too few steps."""
-    now, ranks = plan.recipe.global_batch_size, plan.degrees.data_parallel
+    now, ranks = plan.recipe.global_batch_size, plan.degrees.data_parallel * count_sequences(task)
     usual = "Batches of 16 to 128 sequences are usual (Dettmers et al. 2023, table 9; Taori et al. 2023)"
     steps_per_epoch = None if task.num_steps is not None else _count_steps_per_epoch(task, plan, preview)
     if steps_per_epoch is None or DEFAULT_EPOCHS * steps_per_epoch >= WARM_UP_STEPS:
@@ -417,7 +448,7 @@ def choose_global_batch(task: Finetune, plan: Plan, preview: Preview | None) -> 
     while size % (2 * ranks) == 0 and DEFAULT_EPOCHS * steps_per_epoch * now / size < WARM_UP_STEPS:
         size //= 2
     if size == now:
-        return Reasoned(now, f"{usual}; this one is the smallest for {ranks} ranks.")
+        return Reasoned(now, f"{usual}; this one is the smallest for {plan.degrees.data_parallel} ranks.")
     return Reasoned(
         size,
         f"{usual}, but {now:,} would make {num_steps:,} steps of three passes over these data, and AdamW's "
@@ -425,16 +456,19 @@ def choose_global_batch(task: Finetune, plan: Plan, preview: Preview | None) -> 
     )
 
 
-def choose_micro_batch(plan: Plan) -> Reasoned:
+def choose_micro_batch(plan: Plan, multiple: int = 1) -> Reasoned:
     """Return the fastest predicted micro-batch that fits, the smallest of about equal ones.
 
-    Where no time is predicted, as on CPU ranks without a calibration, the largest one that fits.
+    It is a multiple of ``multiple``, the sequences of a row of the data. Where no time is predicted, as on
+    CPU ranks without a calibration, it is the largest that fits.
     """
     recipe = plan.recipe
     most = min(MAX_MICRO_BATCH, recipe.global_batch_size // plan.degrees.data_parallel)
     sizes = sorted({recipe.micro_batch_size, *(2**power for power in range(max(1, most).bit_length()))})
     fitting: list[tuple[Plan, MemoryReport, StepReport | None]] = []
     for size in sizes:
+        if size % multiple:
+            continue
         changed = replace_plan_fields(plan, recipe={"micro_batch_size": size})
         report = None if changed is None else predict_memory(changed)
         if changed is not None and report is not None and fits(changed, report):

@@ -41,6 +41,15 @@ from shardscope.training.examples.token_table import (
     describe_counts,
     iterate_encoded,
 )
+from shardscope.training.preferences.pairs import PairBatches, count_shared_pairs, iterate_pairs
+from shardscope.training.preferences.preview import preview_pairs
+from shardscope.training.preferences.settings import (
+    DEFAULT_BETA,
+    OBJECTIVES,
+    SIDES,
+    Objective,
+    check_pair_plan,
+)
 from shardscope.training.tasks.choices import (
     TEXT_STEPS,
     Choices,
@@ -101,6 +110,13 @@ class Finetune(TextTask):
     """Tokens that bear loss: "completions" (every turn of the assistant), "last" (its last turn) or "all"."""
     bad_rows: BadRows = "refuse"
     """What happens to a malformed row: "refuse" the data, or "skip" the row, counted in the log."""
+    objective: Objective = "sft"
+    """What is learned: "sft", the answers of the data (supervised fine-tuning); or "dpo", to prefer the
+    chosen answer of each pair to the rejected one (direct preference optimization, Rafailov et al. 2023). A
+    pair is two sequences of the batch sizes. The frozen reference is the initial model; with adapters, the
+    model without them."""
+    dpo_beta: float = DEFAULT_BETA
+    """With "dpo", how strongly the model is held to the reference (beta in the paper), above 0 to 10."""
 
     num_steps: int | None = None
     """Total number of optimizer steps, including those before a ``resume``; 1 to 10,000,000. None: those of
@@ -133,6 +149,7 @@ class Finetune(TextTask):
         "columns",
         "loss_on",
         "bad_rows",
+        "objective",
         "validation",
         "sample_prompts",
     }
@@ -150,6 +167,7 @@ class Finetune(TextTask):
         check_choice(self._field("bad_rows"), self.bad_rows, BAD_ROWS)
         if self.data is not None:
             self._resolve_source("data")
+        self._check_objective()
         self._check_validation()
         self._check_samples()
         self._check_length()
@@ -157,6 +175,19 @@ class Finetune(TextTask):
     def _resolve_source(self, name: str) -> None:
         source = resolve_source(self._field(name), getattr(self, name))
         object.__setattr__(self, name, resolve_text(self._field(name), source) if is_text(source) else source)
+
+    def _check_objective(self) -> None:
+        field = self._field("objective")
+        check_choice(field, self.objective, OBJECTIVES)
+        check_number(self._field("dpo_beta"), self.dpo_beta, low=1e-6, high=10.0)
+        if self.objective != "dpo":
+            return
+        if self.data is None or is_text(self.data):
+            kind = "Moby-Dick" if self.data is None else "a text file"
+            refuse(field, "dpo", f'"sft" for {kind}, which has no preference pairs', {"objective": "sft"})
+        if self.loss_on == "all":
+            allowed = '"completions" or "last" with objective="dpo": the prompt is the same on both sides'
+            refuse(self._field("loss_on"), "all", allowed, {"loss_on": "completions"})
 
     def _check_validation(self) -> None:
         for name in ("validate_every", "early_stopping"):
@@ -243,7 +274,8 @@ class Finetune(TextTask):
             allowed = "examples; a text file is read as one long text, every token of which bears loss"
             refuse(self._field("data"), str(self.plain_text), allowed, "a .jsonl file of rows")
         name, rows = self._field("data"), self._open_rows()
-        return preview_examples(
+        preview_rows = preview_pairs if self.objective == "dpo" else preview_examples
+        return preview_rows(
             name,
             describe_source(self.data),
             rows,
@@ -271,11 +303,12 @@ class Finetune(TextTask):
     def _recognize_format(self, rows: Rows, name: str = "data") -> Format:
         field = self._field(name)
         format = recognize_format(field, rows.column_names, self.columns)
-        if format.name == "preference":
-            prompt = format.columns.get("prompt", format.columns["chosen"])
-            fix = {"columns": {"prompt": prompt, "completion": format.columns["chosen"]}}
-            allowed = "rows with one answer; preference pairs need DPO, which is not implemented yet"
-            refuse(field, f"data of the format {format.title}", allowed, fix)
+        if (format.name == "preference") != (self.objective == "dpo"):
+            is_pair = format.name == "preference"
+            kind = 'preference pairs (prompt, chosen, rejected) with objective="dpo"'
+            allowed = 'rows with one answer with objective="sft"' if is_pair else kind
+            value = f"data of the format {format.title}"
+            refuse(field, value, allowed, {"objective": "dpo" if is_pair else "sft"})
         return format
 
     def prepare_data(
@@ -292,6 +325,8 @@ class Finetune(TextTask):
             recommended = recommend_epochs(batches.steps_per_epoch).value
             num_epochs = recommended if self.num_epochs is None else self.num_epochs
             num_steps = max(1, math.ceil(num_epochs * batches.steps_per_epoch))
+        if self.objective == "dpo" and not ctx.plan.recipe.has_adapters:
+            batches, for_validation = self._add_reference(ctx, batches, for_validation, resumed)
         if for_validation is None:
             return batches, num_steps, None
         every = self.validate_every or max(1, num_steps // 10)
@@ -299,6 +334,19 @@ class Finetune(TextTask):
         state = position.get("validation")
         state = state if isinstance(state, dict) else {}
         return batches, num_steps, Validation.resume(for_validation, every, self.early_stopping, state)
+
+    def _add_reference(
+        self, ctx: TrainingContext, batches: Batches, for_validation: Batches | None, resumed: Path | None
+    ) -> tuple[Batches, Batches | None]:
+        """Return the batches of pairs with the log-probabilities under the initial weights."""
+        from shardscope.training.preferences.reference import add_stored_reference
+
+        field = self._field("resume")
+        batches = add_stored_reference(ctx.engine, batches, ctx.folder / TOKENS, resumed, field)
+        if for_validation is not None:
+            folder = ctx.folder / VALIDATION_TOKENS
+            for_validation = add_stored_reference(ctx.engine, for_validation, folder, resumed, field)
+        return batches, for_validation
 
     def prepare_samples(
         self, ctx: TrainingContext, num_steps: int, validation: Validation | None
@@ -383,6 +431,17 @@ class Finetune(TextTask):
         def load_batches(name: str) -> Batches:
             folder, in_order = ctx.folder / name, name == VALIDATION_TOKENS
             table = TokenTable.load(folder)
+            if self.objective == "dpo":
+                pair_share = share.copy()
+                pair_share["rows"] //= SIDES
+                return PairBatches(
+                    table=table,
+                    seq_len=seq_len,
+                    padding_id=padding_id,
+                    pairs_per_micro_batch=ctx.plan.recipe.micro_batch_size // SIDES,
+                    in_order=in_order,
+                    **pair_share,
+                )
             if not packs:
                 return ExampleBatches(
                     table=table, seq_len=seq_len, padding_id=padding_id, in_order=in_order, **share
@@ -445,8 +504,10 @@ class Finetune(TextTask):
             if self.validation is None:
                 return
             validation = self._write_table(folder / VALIDATION_TOKENS, tokenizer, seq_len, "validation")
-        print(f"the validation loss is that of {len(validation):,} examples", flush=True)
-        if num_shared := count_shared_examples(training, validation):
+        num_examples = len(validation) // (SIDES if self.objective == "dpo" else 1)
+        print(f"the validation loss is that of {num_examples:,} examples", flush=True)
+        count_shared = count_shared_pairs if self.objective == "dpo" else count_shared_examples
+        if num_shared := count_shared(training, validation):
             print(
                 f"warning: {num_shared:,} validation examples are also trained on, which lowers the "
                 "validation loss",
@@ -463,7 +524,8 @@ class Finetune(TextTask):
     ) -> TokenTable:
         """Tokenize rows of the source in the field ``name`` into ``folder``, and log how many there are."""
         rows, counts, field = self._open_rows(name), RowCounts(), self._field(name)
-        encoded = iterate_encoded(
+        iterate = iterate_pairs if self.objective == "dpo" else iterate_encoded
+        encoded = iterate(
             field,
             rows,
             self._recognize_format(rows, name),
@@ -507,6 +569,10 @@ class Finetune(TextTask):
         from shardscope.training.weights.stored_weights import StoredWeights
 
         folder = self.folder
+        if self.objective == "dpo":
+            from shardscope.training.preferences.dpo import Dpo
+
+            engine.objective = Dpo(self.dpo_beta)
         # The engine reads them when it builds the model, and only what this rank keeps.
         engine.weights = StoredWeights(folder, plan.architecture)
         config = folder.config
@@ -521,7 +587,8 @@ class Finetune(TextTask):
         """See :class:`TextTask`."""
         if self.learning_rate is not None:
             return self.learning_rate
-        return recommend_rate(plan, on_examples=self.plain_text is None).value
+        is_examples = self.plain_text is None
+        return recommend_rate(plan, on_examples=is_examples, objective=self.objective).value
 
     def encode(self) -> Callable[[str], TokenIds]:
         """Return the encode function of the folder's tokenizer."""
@@ -556,6 +623,8 @@ class Finetune(TextTask):
         """See :class:`TextTask`."""
         folder = self.folder
         folder.check_plan(plan)
+        if self.objective == "dpo":
+            check_pair_plan(plan)
         if self.plain_text is None:
             self._check_rows()
         check_config(plan, folder.config)
