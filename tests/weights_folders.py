@@ -98,5 +98,5 @@ def write_index(folder: Path, places: Mapping[str, str]) -> None:
 
 def read_index(folder: Path) -> dict[str, str]:
     """The file of each tensor, by its name."""
-    found: dict[str, str] = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    return found
+    record: dict[str, str] = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    return record

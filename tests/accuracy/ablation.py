@@ -42,7 +42,7 @@ class Without(NamedTuple):
 
 def score_without(name: OwnCode, rows: Sequence[Scored]) -> list[Without]:
     """Score every row with which the piece ran, without it."""
-    found = []
+    results = []
     for row in rows:
         own = row.mapped.own_code
         # A run that is measured twice counts once: as tensors, which is what the pieces are.
@@ -50,8 +50,8 @@ def score_without(name: OwnCode, rows: Sequence[Scored]) -> list[Without]:
             rest = tuple(other for other in own if other != name)
             report = add_own_code(row.mapped.plan, row.mapped.plan.memory(), rest)
             error = predict_measured_kind(row.mapped.row, report).point / row.measured - 1
-            found.append(Without(row, abs(row.error), abs(error)))
-    return found
+            results.append(Without(row, abs(row.error), abs(error)))
+    return results
 
 
 def ablation_report(rows: Sequence[Scored]) -> str:

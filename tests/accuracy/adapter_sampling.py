@@ -42,15 +42,15 @@ RECIPES: tuple[dict[str, Any], ...] = (
 def sample_plans(framework: str) -> list[Plan]:
     """Make plans of every recipe with every model, under each layout of ``framework``."""
     cluster = Cluster.parse("8xh100-sxm-80gb")
-    found: list[Plan] = []
+    plans: list[Plan] = []
     for name in MODELS:
         arch = replace(models[name], name=f"2 layers of {name}", num_hidden_layers=2, vocab_size=8_000)
         every = tuple(target for target, _ in arch.layer_linears(find_first_layer(arch, False)))
         for chosen in RECIPES:
             common = {"method": "lora", "lora_rank": 16, "lora_targets": every}
             recipe = Recipe(seq_len=4096, micro_batch_size=2, global_batch_size=16, **{**common, **chosen})
-            found += [Plan(arch, cluster, recipe, layout) for layout in LAYOUTS[framework]]
-    return found
+            plans += [Plan(arch, cluster, recipe, layout) for layout in LAYOUTS[framework]]
+    return plans
 
 
 def main() -> None:

@@ -77,14 +77,14 @@ def read_adapters(
         stated is None or (isinstance(stated, dict) and not stated) or str(stated).lower() in _NOT
     ) and not has_base:
         return {}
-    said = "" if isinstance(stated, bool | None) else str(stated).lower()
-    lora = stated if isinstance(stated, Mapping) else {"kind": said}
+    text = "" if isinstance(stated, bool | None) else str(stated).lower()
+    lora = stated if isinstance(stated, Mapping) else {"kind": text}
     adapter = str(lora.get("type") or lora.get("peft_type") or "LORA").upper().replace("-", "")
-    if "FULL" in adapter or said.startswith("full"):
+    if "FULL" in adapter or text.startswith("full"):
         return {}
     if adapter not in ("LORA", "QLORA", "RSLORA"):
         raise UnmappedError(f"adapters of another kind: {adapter}")
-    if lora.get("use_dora") or "dora" in said.replace("'use_dora': false", ""):
+    if lora.get("use_dora") or "dora" in text.replace("'use_dora': false", ""):
         raise UnmappedError("adapters of another kind: DORA")
     if lora.get("emb_trainable"):
         raise UnmappedError("embeddings trained beside adapters")
@@ -160,18 +160,18 @@ def target_names(
     if not targets:
         return None
     known = tuple(dict.fromkeys(target for target, _ in arch.lora_shapes))
-    said = " ".join(map(str, targets)) if isinstance(targets, list | tuple) else str(targets).split("(")[0]
-    said = said.strip().lower()
-    if re.fullmatch(r"\W*(?:all|linears?|all\b.*(?:linear|mlp|modules|layers|projections)\w*.*)\W*", said):
+    text = " ".join(map(str, targets)) if isinstance(targets, list | tuple) else str(targets).split("(")[0]
+    text = text.strip().lower()
+    if re.fullmatch(r"\W*(?:all|linears?|all\b.*(?:linear|mlp|modules|layers|projections)\w*.*)\W*", text):
         # peft leaves fused experts alone, which are no Linear.
         return tuple(name for name in known if name not in _MLP or not arch.num_moe_layers)
-    if said in ("attention", "attn", "all attention", "attention layers"):
+    if text in ("attention", "attn", "all attention", "attention layers"):
         return None
-    if re.fullmatch(r"attn ?\+ ?mlp|attention (?:and|\+) mlp|attn,? ?mlp", said):
+    if re.fullmatch(r"attn ?\+ ?mlp|attention (?:and|\+) mlp|attn,? ?mlp", text):
         return known
-    if has_letters and re.fullmatch(r"[qkvo]{2,4}", said):
-        said = ",".join(said)
-    words = [word for word in re.split(r"[,\s+/]+", said) if word and word != "and"]
+    if has_letters and re.fullmatch(r"[qkvo]{2,4}", text):
+        text = ",".join(text)
+    words = [word for word in re.split(r"[,\s+/]+", text) if word and word != "and"]
     names = [_LETTERS.get(word, word) for word in words]
     if not all(re.fullmatch(r"[a-z_0-9]+", name) for name in names):
         raise UnmappedError(f"LoRA targets {targets!r}")
@@ -182,11 +182,11 @@ def _as_fused(names: list[str], known: tuple[str, ...]) -> tuple[str, ...]:
     """The names, with one fused matrix for those of query, key and value where the model has that instead."""
     if not {"q_proj", "k_proj", "v_proj"} <= set(names) or "q_proj" in known:
         return tuple(names)
-    found = []
+    results = []
     for name in names:
         fused = next((own for own in _FUSED.get(name, ()) if own in known), None)
         if name in known or fused:
-            found.append(name if name in known else fused or name)
+            results.append(name if name in known else fused or name)
         elif name not in ("k_proj", "v_proj", "up_proj"):
-            found.append(name)
-    return tuple(found)
+            results.append(name)
+    return tuple(results)

@@ -86,20 +86,20 @@ class Fitted(NamedTuple):
 
 def list_constants() -> list[Constant]:
     """List all fitted constants: those of the catalog for one GPU generation, and its links."""
-    found = []
+    constants = []
     for table, key in BOUNDS:
         for name, fields in load_toml("efficiency").get(table, {}).items():
             has_generations = len(load_efficiency()[table]) > 1 and table != "link"
             # What somebody has counted is no matter of fitting.
             is_counted = str(fields["source"]).startswith("counted")
             if key in fields and not is_counted and not (has_generations and name == "default"):
-                found.append(Constant(table, name, key))
-    return found
+                constants.append(Constant(table, name, key))
+    return constants
 
 
 def calibration_rows() -> list[Fitted]:
     """Every configuration of grade A and role ``calibration`` that has a plan in a framework of ours."""
-    found = []
+    results = []
     for one in list_configurations(read(time_files())):
         if one.row.get("role") != "calibration":
             continue
@@ -114,18 +114,18 @@ def calibration_rows() -> list[Fitted]:
         if rate is not None:
             seconds = recipe.global_batch_size * recipe.seq_len / mapped.plan.world_size / rate
         assert seconds is not None
-        found.append(Fitted(mapped, math.log(seconds), read_source(one.row)))
-    return found
+        results.append(Fitted(mapped, math.log(seconds), read_source(one.row)))
+    return results
 
 
 def log_errors(rows: Sequence[Fitted]) -> list[float]:
     """log(predicted / measured) of each row, with the constants as they are now."""
     look_up_rates.cache_clear()
-    found = []
+    results = []
     for row in rows:
         report = row.mapped.plan.step()
-        found.append(math.log(report.seconds + beside_seconds(row.mapped, report)) - row.log_seconds)
-    return found
+        results.append(math.log(report.seconds + beside_seconds(row.mapped, report)) - row.log_seconds)
+    return results
 
 
 def compute_loss(rows: Sequence[Fitted]) -> float:

@@ -60,8 +60,8 @@ def _format_both_scores(score: MemoryScore) -> str:
 
 def exact_goals(rows: tuple[Scored, ...]) -> bool:
     """Return whether the medians and the 90th percentile of point errors are within 3 % and 8 %."""
-    found = summarize_groups(MemoryScore(rows, (), (), len(rows)).groups)
-    return found is not None and found[0] <= 0.03 and found[1] <= 0.08
+    summaries = summarize_groups(MemoryScore(rows, (), (), len(rows)).groups)
+    return summaries is not None and summaries[0] <= 0.03 and summaries[1] <= 0.08
 
 
 def compute_share_inside(rows: tuple[Scored, ...]) -> float:
@@ -70,8 +70,8 @@ def compute_share_inside(rows: tuple[Scored, ...]) -> float:
 
 
 def _format_point(rows: tuple[Scored, ...]) -> str:
-    found = summarize_groups(MemoryScore(rows, (), (), len(rows)).groups)
-    return f"{100 * found[0]:.1f} %, p90 {100 * found[1]:.1f} %" if found else ""
+    summaries = summarize_groups(MemoryScore(rows, (), (), len(rows)).groups)
+    return f"{100 * summaries[0]:.1f} %, p90 {100 * summaries[1]:.1f} %" if summaries else ""
 
 
 def _format_share_inside(rows: tuple[Scored, ...]) -> str:
@@ -109,17 +109,17 @@ def _all_goals(score: MemoryScore) -> list[Goal]:
     by_kind = {
         name: tuple(row for row in score.scored if find_kind(row.mapped.row) == name) for name in KINDS
     }
-    found: list[Goal] = []
+    goals: list[Goal] = []
     exact = by_kind["allocated"]
     if exact:
         what = "allocated and active: median of source medians"
-        found.append(Goal(what, exact, _format_point, exact_goals, "3 %, p90 8 %"))
+        goals.append(Goal(what, exact, _format_point, exact_goals, "3 %, p90 8 %"))
         plain = tuple(row for row in exact if not row.is_described)
         if plain and len(plain) < len(exact):
-            found.append(Goal("the same, rows with nothing beside the plan", plain, _format_point))
+            goals.append(Goal("the same, rows with nothing beside the plan", plain, _format_point))
     for name in ("reserved", "nvidia-smi"):
         if by_kind[name]:
-            found.append(
+            goals.append(
                 Goal(
                     name,
                     by_kind[name],
@@ -131,13 +131,15 @@ def _all_goals(score: MemoryScore) -> list[Goal]:
             ours = tuple(row for row in by_kind[name] if row.mapped.framework != "nanotron")
             if ours and len(ours) < len(by_kind[name]):
                 what = f"{name}, without nanotron, which the product has no layout for"
-                found.append(Goal(what, ours, _format_share_inside))
+                goals.append(Goal(what, ours, _format_share_inside))
             plain = tuple(row for row in by_kind[name] if not row.is_described)
             if plain and len(plain) < len(by_kind[name]):
-                found.append(Goal(f"{name}, rows with nothing beside the plan", plain, _format_share_inside))
+                goals.append(
+                    Goal(f"{name}, rows with nothing beside the plan", plain, _format_share_inside)
+                )
     if by_kind["unknown"]:
-        found.append(Goal("unknown what was read", by_kind["unknown"], _format_share_inside))
-    return found
+        goals.append(Goal("unknown what was read", by_kind["unknown"], _format_share_inside))
+    return goals
 
 
 def _format_cell(goal: Goal, rows: tuple[Scored, ...]) -> str:

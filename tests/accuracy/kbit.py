@@ -29,7 +29,7 @@ def kbit_training(plan: Plan, moments: Iterable[PhaseMemory]) -> tuple[PhaseMemo
     wide = find_modules(plan)._replace(upcasts_norms=True)
     more = compute_frozen_base_bytes(plan, stage, FP32) - compute_frozen_base_bytes(plan, stage, HALF)
     copy = HALF * stage.head
-    found = []
+    results = []
     theirs = moments_of(plan, wide, stage, model.compute_training_state(plan, stage))
     for moment in sorted(theirs, key=lambda moment: moment.fraction):
         parts = moment.components
@@ -40,5 +40,5 @@ def kbit_training(plan: Plan, moments: Iterable[PhaseMemory]) -> tuple[PhaseMemo
         terms = dict(moment.terms)
         for name, size in changes.items():
             terms[name] = Term(size, lambda: "as prepare_model_for_kbit_training leaves it")
-        found.append(PhaseMemory.from_terms(moment.phase, moment.fraction, terms))
-    return tuple(found)
+        results.append(PhaseMemory.from_terms(moment.phase, moment.fraction, terms))
+    return tuple(results)

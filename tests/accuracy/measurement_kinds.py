@@ -27,12 +27,12 @@ class Compared(NamedTuple):
 
 def find_kind(row: Row) -> Kind:
     """Return which bytes the row's peak counts."""
-    said = join_fields(row, "memory_kind")
-    if "reserved" in said:
+    text = join_fields(row, "memory_kind")
+    if "reserved" in text:
         return "reserved"
-    if "alloc" in said or "active" in said:
+    if "alloc" in text or "active" in text:
         return "allocated"
-    if re.search(r"nvidia|smi|device|nvml|nvitop|gpustat|wandb|mem_get_info|process", said):
+    if re.search(r"nvidia|smi|device|nvml|nvitop|gpustat|wandb|mem_get_info|process", text):
         return "nvidia-smi"
     return "unknown"
 
@@ -43,10 +43,10 @@ def measured_bytes(row: Row) -> float:
     Megatron-Bridge prints bytes / 1e9 to five digits (training/utils/train_utils.py, ``report_memory``). Its
     pages call the same figures GB here and GiB there, and all have those five digits (158.220, 62.166).
     """
-    said = join_fields(row, "memory_kind")
+    text = join_fields(row, "memory_kind")
     converted = "peak_memory_gib" in str(row.get("derived_fields"))
     decimal = (
-        re.search(r"\bgb\b", said) and "treated as gib" not in join_fields(row, "notes") and not converted
+        re.search(r"\bgb\b", text) and "treated as gib" not in join_fields(row, "notes") and not converted
     )
     if "NVIDIA-NeMo/Megatron-Bridge" in str(row.get("source_url")):
         decimal = True

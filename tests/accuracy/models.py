@@ -76,9 +76,9 @@ def _find_named(row: Row) -> ss.Architecture | None:
     for field in ("model_ref", "model"):
         if row.get(field):
             name = str(row[field])
-            found = beyond_the_catalogue(name) or by_name(name)
-            if found is not None:
-                return found
+            architecture = beyond_the_catalogue(name) or by_name(name)
+            if architecture is not None:
+                return architecture
     return None
 
 

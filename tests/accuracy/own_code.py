@@ -39,31 +39,31 @@ _Change = Callable[[Plan, tuple[PhaseMemory, ...]], tuple[PhaseMemory, ...]]
 
 def own_code(row: Row, framework: str, recipe: Recipe) -> tuple[OwnCode, ...]:
     """Return the modelled code that the row's source ran."""
-    found: list[OwnCode] = []
+    results: list[OwnCode] = []
     table = join_fields(row, "table")
     if table == "baseline-peft-bnb" and framework == "one GPU":
-        found.append("kbit_training")
+        results.append("kbit_training")
     if framework == "one GPU" and recipe.method == "full" and read_number(row, "grad_accum") == 1:
-        found.append("no_buckets")
+        results.append("no_buckets")
     if "foak" in table and "liger" not in table:
-        found.append("unsloth_loss")
+        results.append("unsloth_loss")
     if "refs/a100_80gb.csv" in str(row.get("source_url")) and "tral" in join_fields(row, "model"):
-        found.append("rotary_caches")
+        results.append("rotary_caches")
     if framework == "FSDP1" and recipe.has_adapters and recipe.recompute == "full":
-        found.append("fsdp1_hooks")
+        results.append("fsdp1_hooks")
     if framework == "Megatron-DeepSpeed" and recipe.precision == "bf16-mixed":
-        found.append("bf16_optimizer")
+        results.append("bf16_optimizer")
     if is_torchtitan(row) and "selective" in join_fields(row, "activation_checkpointing"):
-        found.append("torchtitan_policy")
+        results.append("torchtitan_policy")
     if "QwenLM/Qwen@" in str(row.get("source_url")) and framework == "one GPU" and recipe.has_adapters:
-        found.append("zero2_over_gptq" if recipe.method == "qlora" else "no_ddp")
-    return tuple(found)
+        results.append("zero2_over_gptq" if recipe.method == "qlora" else "no_ddp")
+    return tuple(results)
 
 
 def is_four_bit(row: Row) -> bool:
     """Return whether a frozen base is in 4 bits."""
-    said = join_fields(row, "qlora")
-    return said not in ("", "false", "none") and not ("8" in said and "4" not in said)
+    text = join_fields(row, "qlora")
+    return text not in ("", "false", "none") and not ("8" in text and "4" not in text)
 
 
 def is_torchtitan(row: Row) -> bool:
@@ -123,15 +123,15 @@ def _no_buckets(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[PhaseMemo
     """
     arch = plan.architecture
     head = arch.vocab_size * arch.hidden_size * widths[plan.recipe.precision].compute
-    found = []
+    results = []
     for moment in moments:
         here = moment.components["gradients"]
         if moment.phase in ("initialisation", "rest", "forward") or moment.components["logits"]:
             here = 0
         elif moment.phase == "backward" and moment.fraction < _LATE:
             here = min(here, head)
-        found.append(_add_bytes(moment, {"gradients": here}))
-    return tuple(found)
+        results.append(_add_bytes(moment, {"gradients": here}))
+    return tuple(results)
 
 
 def _unsloth_loss(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[PhaseMemory, ...]:

@@ -52,7 +52,7 @@ def zero2_over_gptq(plan: Plan, moments: Iterable[PhaseMemory]) -> tuple[PhaseMe
     smaller = theirs.at("rest").components["parameters"] - packed
     numel, _, _ = measure_layer_linears(arch, False, "nf4_double")
     last = arch.hidden_size * arch.intermediate_size
-    found = []
+    results = []
     for moment in theirs.phases:
         parts = moment.components
         more: dict[Component, int] = {
@@ -61,8 +61,8 @@ def zero2_over_gptq(plan: Plan, moments: Iterable[PhaseMemory]) -> tuple[PhaseMe
         }
         if moment.phase == "backward" and parts["activations"] and not parts["logits"]:
             more["activations"] = parts["activations"] + HALF * (numel - last) + (FP32 + 1) * last
-        found.append(_add_bytes(moment, more))
-    return tuple(found)
+        results.append(_add_bytes(moment, more))
+    return tuple(results)
 
 
 def _count_adapter_parameters(plan: Plan) -> int:

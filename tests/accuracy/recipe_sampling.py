@@ -81,9 +81,9 @@ def draw_recipe(draw: Random, data_parallel: int) -> Recipe:
 
 def sample_plans(framework: str, seed: int, count: int) -> list[Plan]:
     """Sample ``count`` "ddp" or "fsdp2" plans for rehearsals; larger counts begin with the same."""
-    found: list[Plan] = []
+    plans: list[Plan] = []
     draw = Random(f"recipes {framework} {seed}")
-    while len(found) < count:
+    while len(plans) < count:
         name = "2xcpu" if draw.random() < wide_sampling.CPU_SHARE else draw.choice(sampling.CLUSTERS)
         cluster, arch = Cluster.parse(name), draw_architecture(draw)
         layout: Layout = wide_sampling.LAYOUTS[framework](draw, cluster.num_gpus)
@@ -98,8 +98,8 @@ def sample_plans(framework: str, seed: int, count: int) -> list[Plan]:
         was_refused = in_few_bits and plan.recipe.precision != "bf16"
         # A mask of biases is played, and has no formula to hold against it.
         if played and not was_refused and arch.position_embedding != "alibi":
-            found.append(plan)
-    return found
+            plans.append(plan)
+    return plans
 
 
 def stored_file(framework: str, sample: str = "recipes") -> Path:

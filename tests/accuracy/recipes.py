@@ -122,43 +122,43 @@ def _read_batches(row: Row, data_parallel: int) -> tuple[int, int]:
 
 
 def _read_precision(row: Row, kind: Framework, adapters: bool, assumed: list[str]) -> str:
-    said = join_fields(row, "precision")
-    if re.search(r"float8|fp8", join_fields(row, "framework")) and not re.search(r"8|fp4", said):
+    text = join_fields(row, "precision")
+    if re.search(r"float8|fp8", join_fields(row, "framework")) and not re.search(r"8|fp4", text):
         # "FSDP2 + Float8".
-        said = f"fp8 {said}"
-    if refused := re.search(r"fp4|int8[- ](?:train|mixed)|fp6|1[- ]?bit|ternary|\bqat\b", said):
+        text = f"fp8 {text}"
+    if refused := re.search(r"fp4|int8[- ](?:train|mixed)|fp6|1[- ]?bit|ternary|\bqat\b", text):
         raise UnmappedError("4-bit training" if refused[0] == "fp4" else f"precision {row['precision']!r}")
-    if re.search(r"fp8[-_ ]?(?:param|weight|primary|optim|lm\b)|ms-?amp|\bcoat\b", said) or (
-        kind.family == "megatron" and "fp8 current" in said
+    if re.search(r"fp8[-_ ]?(?:param|weight|primary|optim|lm\b)|ms-?amp|\bcoat\b", text) or (
+        kind.family == "megatron" and "fp8 current" in text
     ):
         # Megatron-Bridge's recipe of that name (training/mixed_precision.py).
         raise UnmappedError("fp8 with weights in 8 bits too (fp8_param_gather)")
-    if "fp8" in said or "float8" in said:
+    if "fp8" in text or "float8" in text:
         return "fp8-mixed"
-    half = _HALF.search(said)
-    if not half and _SINGLE.search(said):
+    half = _HALF.search(text)
+    if not half and _SINGLE.search(text):
         return "fp32"
-    if said and not half and not (adapters and QUANTISED.search(said)):
+    if text and not half and not (adapters and QUANTISED.search(text)):
         raise UnmappedError(f"precision {row['precision']!r}")
-    if not said and kind.family in ("ddp", "fsdp2"):
+    if not text and kind.family in ("ddp", "fsdp2"):
         own = read_default(row, "precision", assumed, "precision")
         if own is None and not adapters:
             raise UnmappedError("precision not stated")
         if own is None:
             assumed.append("precision not stated: bf16 under adapters")
-        said = str(own or "bf16")
-    elif not said:
+        text = str(own or "bf16")
+    elif not text:
         assumed.append("precision not stated: bf16-mixed")
-    is_fp16 = re.search(r"(?<!b)fp-?16|(?<!b)float16|(?<![a-z\d-])16[- _]?mixed", said)
+    is_fp16 = re.search(r"(?<!b)fp-?16|(?<!b)float16|(?<![a-z\d-])16[- _]?mixed", text)
     if kind.family in ("megatron", "deepspeed"):
         return "fp16-mixed" if is_fp16 else "bf16-mixed"
     # A model on one GPU is in half precision if it is loaded so; FSDP keeps what it trains in fp32
     # (Accelerate's own upcast), unless the row says otherwise. Adapters are in fp32 over a frozen base in
     # half: peft's own (autocast_adapter_dtype), and a GradScaler takes no others. Not over int8, which the
     # product plans without autocast.
-    mixed = bool(re.search(r"\bamp|mixed|master", said))
+    mixed = bool(re.search(r"\bamp|mixed|master", text))
     known = find_software(row)
-    says_pure = re.search(r"\d[-_ ]true|pure|full bf16|stochastic", said)
+    says_pure = re.search(r"\d[-_ ]true|pure|full bf16|stochastic", text)
     if known and known.facts.get("mixed") and not (adapters or mixed or says_pure):
         assumed.append(f"weights that train in fp32, as {known.name} casts them")
         mixed = True
@@ -192,10 +192,10 @@ def _read_optimizer(row: Row, kind: Framework, scripts: Mapping[str, Any], assum
 
 
 def _read_kernels(row: Row, kind: Framework) -> str | None:
-    said = join_fields(row, "table", "framework")
+    text = join_fields(row, "table", "framework")
     if kind.family == "megatron":
         return None
-    if "liger" in said and "foak" not in said:
+    if "liger" in text and "foak" not in text:
         return "liger"
     return "compiled" if row.get("torch_compile") is True else None
 
@@ -220,8 +220,8 @@ def _read_recompute(
             raise UnmappedError("recomputation not stated")
         assumed.append("recomputation not stated: none")
         return {}
-    said = str(stated).lower()
-    fields = _read_selective(row, kind, said, assumed)
+    text = str(stated).lower()
+    fields = _read_selective(row, kind, text, assumed)
     if fields is None:
         fields = read_recomputation(stated, kind.family)
     if "activations" in read_offloaded(row):

@@ -43,7 +43,7 @@ def stored_files() -> list[Path]:
 
 def read_rehearsals(files: Iterable[Path]) -> tuple[list[Rehearsed], list[str]]:
     """Every stored rehearsal, and the names of those whose plan is refused today."""
-    found: list[Rehearsed] = []
+    rehearsals: list[Rehearsed] = []
     refused: list[str] = []
     for path in files:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -53,10 +53,10 @@ def read_rehearsals(files: Iterable[Path]) -> tuple[list[Rehearsed], list[str]]:
             name = f"{path.stem}:{row.get('name', number)}"
             try:
                 plan = ss.Plan.from_json(row["plan"]) if isinstance(row["plan"], str) else _plan(row["plan"])
-                found.append(Rehearsed(name, plan, _stored_peak(row), _predicted_peak(plan)))
+                rehearsals.append(Rehearsed(name, plan, _stored_peak(row), _predicted_peak(plan)))
             except ValueError as error:
                 refused.append(f"{name}: {str(error)[:120]}")
-    return found, refused
+    return rehearsals, refused
 
 
 def _plan(data: Mapping[str, Any]) -> ss.Plan:

@@ -66,7 +66,7 @@ def normalize_row(row: Mapping[str, Any]) -> dict[str, Any]:
     Numbers may be text ("8", "8.0", "4,096", "8k", "70B", "80 GB", "4x8"), lists of one, or floats; flags may
     be words; lists of words become one text; "n/a" and its like become a missing key.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for key, value in row.items():
         value = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
         if value is None or _says_nothing(key, value):
@@ -77,8 +77,8 @@ def normalize_row(row: Mapping[str, Any]) -> dict[str, Any]:
             value = " + ".join(map(str, value))
         if key in _FLAGS:
             value = _parse_flag(value)
-        found[key] = value
-    return found
+        results[key] = value
+    return results
 
 
 def _says_nothing(key: str, value: object) -> bool:
@@ -86,21 +86,21 @@ def _says_nothing(key: str, value: object) -> bool:
         return True
     if not isinstance(value, str):
         return isinstance(value, list | tuple) and not value
-    said = value.strip().lower()
-    return said in _NOT_SAID or (said == "none" and key in _NOTHING_IS_NONE)
+    text = value.strip().lower()
+    return text in _NOT_SAID or (text == "none" and key in _NOTHING_IS_NONE)
 
 
 def _parse_number(key: str, value: object) -> object:
     if not isinstance(value, str):
         return value
-    said = _THOUSANDS.sub("", value.strip().lower())
+    text = _THOUSANDS.sub("", value.strip().lower())
     # "2048 (packed)", "max 4096".
-    said = re.sub(r"^(?:max(?:imum)?|up to|<=|≤|about|ca\.?)\s*|\s*\([^()]*\)$", "", said)
-    if product := _TIMES.fullmatch(said):
+    text = re.sub(r"^(?:max(?:imum)?|up to|<=|≤|about|ca\.?)\s*|\s*\([^()]*\)$", "", text)
+    if product := _TIMES.fullmatch(text):
         return int(product[1]) * int(product[2]) if key in ("n_gpus", "global_batch") else value
-    if key == "peak_memory_gib" and (mib := re.fullmatch(r"([\d.]+)\s*mi?b", said)):
+    if key == "peak_memory_gib" and (mib := re.fullmatch(r"([\d.]+)\s*mi?b", text)):
         return float(mib[1]) / 1024
-    match = _NUMBER.fullmatch(said)
+    match = _NUMBER.fullmatch(text)
     if not match or (match[3] and match[3] not in _UNITS):
         return value
     # A sequence of 8k tokens has 8,192; a vocabulary of 128k and 70B parameters are round thousands.
@@ -111,7 +111,7 @@ def _parse_number(key: str, value: object) -> object:
 
 def _parse_flag(value: object) -> object:
     if isinstance(value, str):
-        said = value.strip().lower()
-        return True if said in _YES else False if said in _NO else value
+        text = value.strip().lower()
+        return True if text in _YES else False if text in _NO else value
     # bool is left as it is; 1 and 0 mean the same.
     return bool(value) if isinstance(value, int) and value in (0, 1) else value

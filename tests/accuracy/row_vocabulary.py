@@ -113,14 +113,14 @@ def read_optimizer(row: Row, family: str, default: str) -> tuple[str, bool]:
     stated = row.get("optimizer")
     if stated is None:
         return default, False
-    said = str(stated).lower().replace("-bit", "bit").replace("_bit", "bit").replace(" bit", "bit")
+    text = str(stated).lower().replace("-bit", "bit").replace("_bit", "bit").replace(" bit", "bit")
     # Betas and rates are no part of the name.
-    said = re.sub(r"(fused|foreach)\s*[=:]\s*true", r"\1", said)
-    said = re.sub(r"(?:\b(?:lr|beta|b[12]|eps|weight[-_ ]?decay|wd|learning[-_ ]rate)|β)[^,;)]*", "", said)
-    words = _split_words(re.sub(r"\([^()]*[=<>][^()]*\)", "", said))
-    eight = any("8bit" in word for word in words) or re.search(r"\bint8\b", said) is not None
+    text = re.sub(r"(fused|foreach)\s*[=:]\s*true", r"\1", text)
+    text = re.sub(r"(?:\b(?:lr|beta|b[12]|eps|weight[-_ ]?decay|wd|learning[-_ ]rate)|β)[^,;)]*", "", text)
+    words = _split_words(re.sub(r"\([^()]*[=<>][^()]*\)", "", text))
+    eight = any("8bit" in word for word in words) or re.search(r"\bint8\b", text) is not None
     paged = any("paged" in word for word in words)
-    if "1bit" in words or re.search(r"\b0/1\b|4bit|\bfp8\b|bf16|bfloat16|precision", said):
+    if "1bit" in words or re.search(r"\b0/1\b|4bit|\bfp8\b|bf16|bfloat16|precision", text):
         raise UnmappedError(f"optimizer {stated!r}")
     names = {re.sub(r"(?:8|32)bit$|^paged|^dist(?:ributed)?", "", word) for word in words}
     glued = names - _PLAIN - {"", "int8"}
@@ -137,10 +137,10 @@ def read_optimizer(row: Row, family: str, default: str) -> tuple[str, bool]:
         if "foreach" in words or ("torch" in words and "fused" not in words):
             # transformers' adamw_torch is torch.optim.AdamW as it comes.
             return "adamw_foreach", True
-        return ("adamw", True) if re.search(r"fused|apex|\bte\b|cpu|decoupled", said) else (default, False)
+        return ("adamw", True) if re.search(r"fused|apex|\bte\b|cpu|decoupled", text) else (default, False)
     if len(glued) == 1 and not eight and not paged:
         name = glued.pop()
-        if name in _OTHERS and not re.search(r"(?:no|without|w/o)[- ]momentum", said):
+        if name in _OTHERS and not re.search(r"(?:no|without|w/o)[- ]momentum", text):
             return name, True
     raise UnmappedError(f"optimizer {stated!r}")
 
@@ -169,23 +169,23 @@ _ONLY_SOME = re.compile(
 def read_recomputation(stated: object, family: str) -> dict[str, Any]:
     """Return a ``Recipe``'s fields for the row's recomputation, except "selective", which has its own
     function. Raises ``UnmappedError`` for kinds without a formula, or unknown ones."""
-    said = str(stated).strip().lower()
-    if stated is False or _NEGATED.match(said):
+    text = str(stated).strip().lower()
+    if stated is False or _NEGATED.match(text):
         return {}
-    offloads = re.search(r"offload|unsloth|\bcpu\b|\bhost\b", said)
+    offloads = re.search(r"offload|unsloth|\bcpu\b|\bhost\b", text)
     if offloads and (
-        re.search(r"unsloth|smart", said) or _WHOLE.search(re.sub(r"activation[-_ ]?offload\w*", "", said))
+        re.search(r"unsloth|smart", text) or _WHOLE.search(re.sub(r"activation[-_ ]?offload\w*", "", text))
     ):
         raise UnmappedError("recomputation whose layer inputs are in host memory: no formula")
     if offloads:
         return {"recompute": "offload"}
-    if every := read_interval(said):
+    if every := read_interval(text):
         return every
-    counts = [int(part) for found in _SOME_LAYERS.findall(said) for part in found if part]
-    if any(count != 1 for count in counts) or (counts and family == "megatron" and "block" in said):
+    counts = [int(part) for found in _SOME_LAYERS.findall(text) for part in found if part]
+    if any(count != 1 for count in counts) or (counts and family == "megatron" and "block" in text):
         raise UnmappedError(f"recomputation of some layers: {stated!r}")
-    in_parts = _PARTS.search(said) and not re.search(r"full|\ball\b|layers?\b", said)
-    if in_parts or _ONLY_SOME.search(said) or not _WHOLE.search(said):
+    in_parts = _PARTS.search(text) and not re.search(r"full|\ball\b|layers?\b", text)
+    if in_parts or _ONLY_SOME.search(text) or not _WHOLE.search(text):
         raise UnmappedError(f"recomputation {stated!r}")
     return {"recompute": "full"}
 
@@ -218,13 +218,13 @@ def read_attention(row: Row, family: str) -> tuple[str | None, bool]:
     stated = row.get("flash_attention")
     if stated is None or stated is True:
         return None, False
-    said = str(stated).lower()
-    if stated is False or _UNFUSED.search(said):
-        plain_no = stated is False or re.match(r"(?:none|no|false|off|disabled|0|n)\b", said)
+    text = str(stated).lower()
+    if stated is False or _UNFUSED.search(text):
+        plain_no = stated is False or re.match(r"(?:none|no|false|off|disabled|0|n)\b", text)
         if plain_no and family != "megatron":
             return None, True
         return "eager", False
-    if not _FUSED.search(said):
+    if not _FUSED.search(text):
         raise UnmappedError(f"attention {stated!r}")
     # Megatron's and PyTorch's own fused kernels keep what FlashAttention keeps.
     return None, False

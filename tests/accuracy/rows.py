@@ -38,7 +38,7 @@ def read(files: Iterable[Path], broken: list[str] | None = None) -> list[Row]:
 
     Lines that are no JSON object are left out and named in ``broken``; without it they raise ``ValueError``.
     """
-    found: dict[str, Row] = {}
+    results: dict[str, Row] = {}
     for path in files:
         for number, row in read_objects(path):
             if isinstance(row, str):
@@ -47,8 +47,8 @@ def read(files: Iterable[Path], broken: list[str] | None = None) -> list[Row]:
                     raise ValueError(words)
                 broken.append(words)
                 continue
-            found.setdefault(str(row.get("id", f"{path.name}:{number}")), normalize_row(row))
-    return list(found.values())
+            results.setdefault(str(row.get("id", f"{path.name}:{number}")), normalize_row(row))
+    return list(results.values())
 
 
 def read_source(row: Row) -> str:
@@ -74,12 +74,12 @@ def has_peak(row: Row) -> bool:
 
 def read_status(row: Row) -> str | None:
     """Return ``ok`` or ``oom``; None if other failures are mixed in, or nothing is stated."""
-    said = re.sub(r"[^a-z]+", " ", str(row.get("status") or "").lower()).strip()
-    if said in _RAN:
+    text = re.sub(r"[^a-z]+", " ", str(row.get("status") or "").lower()).strip()
+    if text in _RAN:
         return "ok"
-    if said in _RAN_OUT:
+    if text in _RAN_OUT:
         return "oom"
-    return "ok" if not said and has_peak(row) else None
+    return "ok" if not text and has_peak(row) else None
 
 
 def sample_rows(rows: Iterable[Row]) -> list[Row]:

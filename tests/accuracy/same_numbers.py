@@ -361,11 +361,11 @@ def check(jobs: Sequence[tuple[str, int]], stored: Sequence[Any], answers: Itera
     is_exact = header["sums_are_compensated"] == sums_are_compensated()
     stored_answers = {(kind, index): answer for kind, index, answer in before}
     frozen = Frozen()
-    found = []
+    results = []
     for job, answer in zip(jobs, answers, strict=True):
         if lines := list(find_differences(stored_answers[job], answer, is_exact)):
-            found.append("\n    ".join([frozen.name(*job), *lines[:SHOWN]]))
-    return found
+            results.append("\n    ".join([frozen.name(*job), *lines[:SHOWN]]))
+    return results
 
 
 def main() -> int:

@@ -255,15 +255,15 @@ hyphen a part of its space that has a sample of its own."""
 
 def sample_plans(framework: str, seed: int, count: int) -> list[Plan]:
     """Sample ``count`` plans of one framework; the same seed gives the same ones, a larger count more."""
-    found: list[Plan] = []
+    plans: list[Plan] = []
     draw = Random(f"{framework} {seed}")
-    while len(found) < count:
+    while len(plans) < count:
         cluster = Cluster.parse(draw.choice(CLUSTERS))
         layout, arch = LAYOUTS[framework](draw, cluster.num_gpus), draw_architecture(draw)
         try:
             free = layout.compute_degrees(arch, cluster, Recipe())
             drawn = draw_recipe(draw, free.data_parallel)
-            found.append(Plan(arch, cluster, drawn, make_runnable(layout, arch, drawn)))
+            plans.append(Plan(arch, cluster, drawn, make_runnable(layout, arch, drawn)))
         except ValueError:
             continue
-    return found
+    return plans

@@ -163,12 +163,12 @@ def summarize_groups(groups: dict[tuple[str, str], list[Scored]]) -> tuple[float
 def overall_line(score: MemoryScore) -> str:
     """The one line that ends the report of a kind."""
     groups = score.groups
-    found = summarize_groups(groups)
+    summaries = summarize_groups(groups)
     sources = len({name for name, _ in groups})
     words = (
         "no row scored"
-        if found is None
-        else (f"median of source medians {100 * found[0]:.1f} %, p90 {100 * found[1]:.1f} %")
+        if summaries is None
+        else (f"median of source medians {100 * summaries[0]:.1f} %, p90 {100 * summaries[1]:.1f} %")
     )
     return f"overall memory: {sources} sources, {len(score.scored)} of {score.num_rows} rows, {words}"
 

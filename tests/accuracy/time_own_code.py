@@ -47,8 +47,8 @@ def _compute_unpacking_seconds(mapped: Mapped) -> float:
 
 def sends_once_to_a_node(mapped: Mapped) -> bool:
     """Whether a token crosses once to each node that has experts of its own, not once for each of them."""
-    said = join_fields(mapped.row, "source", "model")
-    return "megatron-bridge" in said and bool(_FLEX.search(join_fields(mapped.row, "model")))
+    text = join_fields(mapped.row, "source", "model")
+    return "megatron-bridge" in text and bool(_FLEX.search(join_fields(mapped.row, "model")))
 
 
 def _sent_once(mapped: Mapped, report: StepReport) -> float:

@@ -93,12 +93,12 @@ def _format_goals(score: TimeScore) -> str:
         ("judge, with what ran beside it described", known.only("judge")),
         ("both, with what ran beside it described", known),
     ):
-        found = summarize_groups(some.by_source)
-        if found is None:
+        summaries = summarize_groups(some.by_source)
+        if summaries is None:
             continue
         verdicts = [
             f"{100 * value:.1f} %: {'reached' if value <= goal else '**missed**'}"
-            for value, goal in zip(found, _GOALS, strict=False)
+            for value, goal in zip(summaries, _GOALS, strict=False)
         ]
         lines.append(f"| {name} | {len(some.scored)} | {' | '.join(verdicts)} |")
     lines += [
@@ -108,10 +108,10 @@ def _format_goals(score: TimeScore) -> str:
     ]
     for source_name, rows in known.by_source.items():
         layouts = {(row.mapped.plan.degrees, row.mapped.plan.layout.framework) for row in rows}
-        found = rank_correlation(rows)
-        if found is not None and len(layouts) >= _SWEEP:
-            verdict = "reached" if found >= _GOALS[2] else "**missed**"
-            lines.append(f"| {source_name} | {len(rows)} | {len(layouts)} | {found:.2f}: {verdict} |")
+        summaries = rank_correlation(rows)
+        if summaries is not None and len(layouts) >= _SWEEP:
+            verdict = "reached" if summaries >= _GOALS[2] else "**missed**"
+            lines.append(f"| {source_name} | {len(rows)} | {len(layouts)} | {summaries:.2f}: {verdict} |")
     return "\n".join(lines)
 
 

@@ -182,10 +182,10 @@ def _plan(
             plan.step()
         except (ValueError, LookupError) as error:
             # Megatron's own schedule looks stages up that come out even, whatever nanotron's do.
-            said = str(error)
-            changed = _find_relative(arch, what, spread, said)
+            text = str(error)
+            changed = _find_relative(arch, what, spread, text)
             if changed is None:
-                raise UnmappedError(f"refused: {said.split('; allowed')[0][:90]}") from None
+                raise UnmappedError(f"refused: {text.split('; allowed')[0][:90]}") from None
             arch, what, words = changed
             left_out.append(words)
         else:

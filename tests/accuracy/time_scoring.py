@@ -205,10 +205,10 @@ def count_scored(score: TimeScore) -> str:
 
 def overall_line(score: TimeScore) -> str:
     """The one line that ends the report of a kind."""
-    found = summarize_groups(score.by_source)
+    summaries = summarize_groups(score.by_source)
     words = (
         "no row scored"
-        if found is None
-        else f"median of source medians {100 * found[0]:.1f} %, p90 {100 * found[1]:.1f} %"
+        if summaries is None
+        else f"median of source medians {100 * summaries[0]:.1f} %, p90 {100 * summaries[1]:.1f} %"
     )
     return f"overall time: {count_scored(score)}, {words}"

@@ -35,12 +35,12 @@ def select_calibrated(score: TimeScore) -> TimeScore:
 def described_line(score: TimeScore) -> str:
     """The closing line's figures with foreign code described, which no plan says."""
     known = select_calibrated(score)
-    found = summarize_groups(known.by_source)
-    if found is None:
+    summaries = summarize_groups(known.by_source)
+    if summaries is None:
         return ""
     return (
         f"with what ran beside it described: {count_scored(known)}, "
-        f"median of source medians {100 * found[0]:.1f} %, p90 {100 * found[1]:.1f} %"
+        f"median of source medians {100 * summaries[0]:.1f} %, p90 {100 * summaries[1]:.1f} %"
     )
 
 
@@ -59,10 +59,10 @@ def apart_lines(score: TimeScore) -> str:
         f"p90 {100 * compute_percentile(sort_absolute_errors(rows), 0.9):.1f} %"
         for name, rows in sorted(stacks.items())
     ]
-    found = summarize_groups(score.by_source)
-    assert found is not None
+    summaries = summarize_groups(score.by_source)
+    assert summaries is not None
     lines.append(
-        f"with them: {count_scored(score)}, median of source medians {100 * found[0]:.1f} %, "
-        f"p90 {100 * found[1]:.1f} %"
+        f"with them: {count_scored(score)}, median of source medians {100 * summaries[0]:.1f} %, "
+        f"p90 {100 * summaries[1]:.1f} %"
     )
     return "\n\n".join(lines)

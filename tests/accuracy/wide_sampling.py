@@ -115,9 +115,9 @@ LAYOUTS = {**sampling.LAYOUTS, "fsdp2": draw_fsdp2}
 
 def sample_plans(framework: str, seed: int, count: int) -> list[Plan]:
     """Sample ``count`` plans of one framework; the same seed gives the same ones, a larger count more."""
-    found: list[Plan] = []
+    plans: list[Plan] = []
     draw = Random(f"wide {framework} {seed}")
-    while len(found) < count:
+    while len(plans) < count:
         name = draw.choice(sampling.CLUSTERS)
         cluster = Cluster.parse("2xcpu" if draw.random() < CPU_SHARE else name)
         arch = draw_architecture(draw)
@@ -125,7 +125,7 @@ def sample_plans(framework: str, seed: int, count: int) -> list[Plan]:
             layout = LAYOUTS[framework](draw, cluster.num_gpus)
             free = layout.compute_degrees(arch, cluster, Recipe())
             drawn = draw_recipe(draw, layout, arch, free.data_parallel)
-            found.append(Plan(arch, cluster, drawn, sampling.make_runnable(layout, arch, drawn)))
+            plans.append(Plan(arch, cluster, drawn, sampling.make_runnable(layout, arch, drawn)))
         except ValueError:
             continue
-    return found
+    return plans

@@ -611,11 +611,11 @@ def _encode_json(value: Any) -> str:
 
 def _list_files(path: Path) -> list[Path]:
     """List the regular files of the run, in an order that is the same each time."""
-    found = []
+    files = []
     for place, folders, names in os.walk(path):
         folders.sort()
-        found += [Path(place, name) for name in sorted(names)]
-    return [file for file in found if not file.is_symlink() and file.is_file()]
+        files += [Path(place, name) for name in sorted(names)]
+    return [file for file in files if not file.is_symlink() and file.is_file()]
 
 
 def _some_file(rng: random.Random, path: Path, suffixes: tuple[str, ...] = ()) -> tuple[Path, bytes]:

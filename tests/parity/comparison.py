@@ -151,11 +151,11 @@ def bytes_by_stage(plan: Plan, held: Sequence[Mapping[str, int]]) -> tuple[Bytes
     """
     stages = plan.memory().by_stage
     ranks = len(held) // len(stages)
-    found = []
+    results = []
     for number, stage in enumerate(stages):
         own = held[number * ranks : (number + 1) * ranks]
         stays, planned = stage.at("rest").components, stage.at("optimizer").components
-        found.append(
+        results.append(
             Bytes(
                 stage=number,
                 held={name: max(int(rank[name]) for rank in own) for name in HELD},
@@ -166,7 +166,7 @@ def bytes_by_stage(plan: Plan, held: Sequence[Mapping[str, int]]) -> tuple[Bytes
                 },
             )
         )
-    return tuple(found)
+    return tuple(results)
 
 
 def _find_largest_difference(

@@ -21,7 +21,7 @@ def held_by_stage(ctx: Any) -> dict[str, Any]:
     # Nothing is compiled: gloo does without DeepSpeed's shared-memory collectives.
     get_accelerator().create_op_builder = lambda name: None
     connect_deepspeed("gloo", ctx.rank)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     plan = ctx.plan
     for stage in (1, 2, 3):
         config = build_deepspeed_config(
@@ -46,9 +46,9 @@ def held_by_stage(ctx: Any) -> dict[str, Any]:
             engine.step()
             losses.append(float(loss))
         assert losses[1] < losses[0]
-        found[str(stage)] = {**measure_state_bytes(optimizer), "gradients": kept}
+        results[str(stage)] = {**measure_state_bytes(optimizer), "gradients": kept}
         engine.destroy()
-    return found
+    return results
 
 
 def count_storage_bytes(tensors: Any) -> int:

@@ -20,14 +20,14 @@ def make_plan(ranks: int = 2, cluster: str = "") -> Plan:
 
 def processes_of(folder: Path) -> list[psutil.Process]:
     """Every process of the runs below ``folder``: supervisor, launcher, ranks and what they started."""
-    found = []
+    results = []
     for process in psutil.process_iter():
         try:
             if process.status() != psutil.STATUS_ZOMBIE and str(folder) in " ".join(process.cmdline()):
-                found.append(process)
+                results.append(process)
         except psutil.Error:
             continue
-    return found
+    return results
 
 
 def seconds_until(condition: Callable[[], Any], timeout: float = 60.0) -> float:

@@ -234,11 +234,11 @@ def several_scripts(ctx: StandInContext) -> dict[str, Any]:
     os.environ.update(RANK=str(ctx.rank), LOCAL_RANK=str(ctx.rank), WORLD_SIZE="2", ACCELERATE_USE_CPU="1")
     os.environ.update(LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", DS_ACCELERATOR="cpu")
     ddp, arch = tiny_plan("ddp", 2, seq_len=16), tiny_llama()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def record_script(name: str, plan: ss.Plan, function: Any, *arguments: Any) -> None:
         own, error = case_of(ctx, plan, function, *arguments)
-        found[name] = {"engine": own.records.get("engine", {}), "lines": own.lines, "error": error}
+        results[name] = {"engine": own.records.get("engine", {}), "lines": own.lines, "error": error}
 
     record_script("ddp", ddp, accelerate_scripts.train_llama, arch)
     four = tiny_plan("ddp", 2, num_micro_batches=4)
@@ -270,7 +270,7 @@ def several_scripts(ctx: StandInContext) -> dict[str, Any]:
     for stage in (1, 3):
         zero = tiny_plan("zero", 2, precision="bf16-mixed", layout={"stage": stage})
         record_script(f"zero-{stage}", zero, zero_llama, arch)
-    return found
+    return results
 
 
 def in_bf16(architecture: Any) -> None:

@@ -43,15 +43,15 @@ print(json.dumps({"calibration": one.to_dict(), "heavy": heavy}), flush=True)
 
 def ranks_of(kernel: int) -> list[psutil.Process]:
     """The measuring processes that process ``kernel`` started."""
-    found = []
+    results = []
     for each in psutil.process_iter():
         try:
             line = each.cmdline()
             if "shardscope.runs.calibrate.rank" in line and str(kernel) in line:
-                found += [each] if each.status() != psutil.STATUS_ZOMBIE else []
+                results += [each] if each.status() != psutil.STATUS_ZOMBIE else []
         except psutil.Error:
             continue
-    return found
+    return results
 
 
 @pytest.fixture(autouse=True)

@@ -42,12 +42,12 @@ def plan_of(name: str) -> Any:
 
 def train_every_plan(ctx: StandInContext) -> dict[str, Any]:
     """Return the losses, bytes and reduction types of every plan."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in PLANS:
         again = [_train_plan(ctx, plan_of(name)) for _ in range(TIMES)]
         least = min(sum(one["phases"]["backward"].values()) for one in again)
-        found[name] = {**again[0], "backward": least}
-    return {**found, "contradiction": _read_contradiction(ctx)}
+        results[name] = {**again[0], "backward": least}
+    return {**results, "contradiction": _read_contradiction(ctx)}
 
 
 def _read_contradiction(ctx: StandInContext) -> str:

@@ -133,7 +133,7 @@ def resume_and_export(ctx: StandInContext) -> dict[str, Any]:
     """Resume a checkpoint in a new engine, open an export with transformers, and collect refusals."""
     from transformers import AutoModelForCausalLM
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in ("zero-1", "zero-3 bf16"):
         engine = set_up_engine(ctx, plan_of(name))
         for step in range(SAVED_AFTER):
@@ -148,15 +148,15 @@ def resume_and_export(ctx: StandInContext) -> dict[str, Any]:
             loss = float(opened(input_ids=ids, labels=ids).loss)
         done = engine.num_steps_done
         again = [engine.step(take_rank_rows(ctx, step)) for step in range(SAVED_AFTER, NUM_STEPS)]
-        found[name] = {"again": again, "done": done, "exported": loss, "type": str(opened.dtype)}
+        results[name] = {"again": again, "done": done, "exported": loss, "type": str(opened.dtype)}
     if extensions.is_built("cpu_adam"):
-        found["to the host"] = moved_to_the_host(ctx)
+        results["to the host"] = moved_to_the_host(ctx)
         engine = set_up_engine(ctx, plan_of("zero-3"))
     try:
         engine.load("kept/zero-1")
     except ValueError as refusal:
-        found["refusal"] = str(refusal)
-    return found
+        results["refusal"] = str(refusal)
+    return results
 
 
 def train_adapters(ctx: StandInContext) -> dict[str, Any]:
@@ -200,12 +200,12 @@ def types_of_parts(ctx: StandInContext) -> list[str]:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    made: list[str] = []
+    results: list[str] = []
     truth, accelerator = deepspeed.zero.Init, get_accelerator()
 
     def record_types(**options: Any) -> Any:
         init = truth(**options)
-        made.append(str(init.dtype))
+        results.append(str(init.dtype))
         return init
 
     deepspeed.zero.Init = record_types
@@ -217,7 +217,7 @@ def types_of_parts(ctx: StandInContext) -> list[str]:
     finally:
         deepspeed.zero.Init = truth
         del accelerator.is_fp16_supported
-    return made
+    return results
 
 
 @pytest.fixture(scope="module")

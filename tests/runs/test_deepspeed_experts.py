@@ -75,7 +75,7 @@ def train_every_plan(ctx: StandInContext) -> dict[str, Any]:
     from shardscope.training.accounting import memory_watch
 
     memory_watch.WATCHED_STEPS = ()  # The census looks at every operator.
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     names = [*PLANS, *(ON_HOST if extensions.is_built("cpu_adam") else ())]
     for name in names if ctx.world_size == 2 else OVER_FOUR:
         engine = set_up_engine(ctx, plan_of(name, ctx.world_size))
@@ -83,15 +83,15 @@ def train_every_plan(ctx: StandInContext) -> dict[str, Any]:
         for step in range(NUM_STEPS):
             losses.append(engine.step(take_rank_rows(ctx, step)))
             norms.append(engine.grad_norm)
-        found[name] = {
+        results[name] = {
             "losses": losses,
             "norms": norms,
             "held": engine.held_at_update,
             "engine": ctx.records["engine"],
         }
     if ctx.world_size == 2:
-        found["kept"] = {name: resume_and_export(ctx, name) for name in ("zero-0", "zero-1 bf16")}
-    return found
+        results["kept"] = {name: resume_and_export(ctx, name) for name in ("zero-0", "zero-1 bf16")}
+    return results
 
 
 def resume_and_export(ctx: StandInContext, name: str) -> dict[str, Any]:

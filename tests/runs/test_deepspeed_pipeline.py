@@ -71,7 +71,7 @@ def train_every_plan(ctx: StandInContext) -> dict[str, Any]:
     from shardscope.training.accounting import memory_watch
 
     watched = memory_watch.WATCHED_STEPS
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, fields in (PLANS if ctx.world_size == 2 else OVER_FOUR).items():
         if "fp16" in name and multiplies_in_fp16() is False:
             continue
@@ -82,7 +82,7 @@ def train_every_plan(ctx: StandInContext) -> dict[str, Any]:
         for step in range(NUM_STEPS):
             losses.append(engine.step(take_rank_rows(engine, step)))
             norms.append(engine.grad_norm)
-        found[name] = {
+        results[name] = {
             "losses": losses,
             "norms": norms,
             "held": engine.held_at_update,
@@ -90,17 +90,17 @@ def train_every_plan(ctx: StandInContext) -> dict[str, Any]:
             "phases": ctx.records["memory"]["phases"] if memory_watch.WATCHED_STEPS else {},
         }
     if ctx.world_size == 2:
-        found["kept"] = resume_and_export(ctx)
-        found["other batch"] = refused_batch(ctx)
-        found["held up"] = held_up(ctx)
-    return found
+        results["kept"] = resume_and_export(ctx)
+        results["other batch"] = refused_batch(ctx)
+        results["held up"] = held_up(ctx)
+    return results
 
 
 def resume_and_export(ctx: StandInContext) -> dict[str, Any]:
     """Resume a checkpoint in a new engine, and open an export with transformers."""
     from transformers import AutoModelForCausalLM
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in ("zero-0, tied", "zero-1 bf16"):
         plan = plan_of(2, **PLANS[name])
         engine = set_up_engine(ctx, plan)
@@ -116,8 +116,8 @@ def resume_and_export(ctx: StandInContext) -> dict[str, Any]:
         with torch.no_grad():
             loss = float(opened(**whole_batch(SAVED_AFTER)).loss)
         again = [engine.step(take_rank_rows(engine, step)) for step in range(SAVED_AFTER, NUM_STEPS)]
-        found[name] = {"again": again, "went_on": went_on, "exported": loss, "type": str(opened.dtype)}
-    return found
+        results[name] = {"again": again, "went_on": went_on, "exported": loss, "type": str(opened.dtype)}
+    return results
 
 
 def held_up(ctx: StandInContext) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def train_every_plan(ctx: StandInContext) -> dict[str, Any]:
     from shardscope.training.model.model import build_model
 
     memory_watch.WATCHED_STEPS = ()  # The census looks at every operator.
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for method in ("full", "lora"):
         ctx.plan = plan_of(method)
         engine = ctx.engine = type(ctx.engine)(ctx)
@@ -58,8 +58,8 @@ def train_every_plan(ctx: StandInContext) -> dict[str, Any]:
         for number in range(3):
             rows = make_batch(number).chunk(ctx.world_size)[ctx.rank]
             losses.append(engine.step({"input_ids": rows, "labels": rows.clone()}))
-        found[method] = {"losses": losses, "second": held[-2:], "engine": ctx.records["engine"]}
-    return found
+        results[method] = {"losses": losses, "second": held[-2:], "engine": ctx.records["engine"]}
+    return results
 
 
 def make_batch(step: int) -> Any:

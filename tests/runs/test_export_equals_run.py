@@ -70,11 +70,11 @@ def script_made(folder: Path, text: Path, model: Path | None) -> dict[str, Any]:
     sys.path.insert(0, str(folder))
     spec.loader.exec_module(script)
     sys.path.remove(str(folder))
-    made: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     train_step = script.train_step
 
     def record_batch(module: Any, *given: Any) -> Any:
-        made.update({} if made else parts_of(module))
+        results.update({} if results else parts_of(module))
         return train_step(module, *given)
 
     script.train_step = record_batch
@@ -94,7 +94,7 @@ def script_made(folder: Path, text: Path, model: Path | None) -> dict[str, Any]:
     return {
         "losses": [float(words[3]) for words in lines],
         "saved": str(folder / "saved"),
-        **made,
+        **results,
     }
 
 

@@ -227,17 +227,17 @@ def test_torch_accepts_the_exported_fully_shard_arguments(name: str) -> None:
 
     plan = PLANS[name]
     text = next(file.text for file in list_files(plan) if file.name == "fsdp2_arguments.json")
-    found = json.loads(text)
-    types = {key: getattr(torch, kind) for key, kind in found["MixedPrecisionPolicy"].items()}
+    record = json.loads(text)
+    types = {key: getattr(torch, kind) for key, kind in record["MixedPrecisionPolicy"].items()}
     policy = MixedPrecisionPolicy(**types)
     assert policy.reduce_dtype is torch.float32
-    if found["CPUOffloadPolicy"]:
-        assert CPUOffloadPolicy(**found["CPUOffloadPolicy"]).pin_memory is True
+    if record["CPUOffloadPolicy"]:
+        assert CPUOffloadPolicy(**record["CPUOffloadPolicy"]).pin_memory is True
     product = 1
-    for size in found["init_device_mesh"]["mesh_shape"]:
+    for size in record["init_device_mesh"]["mesh_shape"]:
         product *= size
     assert product == plan.world_size
-    assert len(found["init_device_mesh"]["mesh_dim_names"]) == len(found["init_device_mesh"]["mesh_shape"])
+    assert len(record["init_device_mesh"]["mesh_dim_names"]) == len(record["init_device_mesh"]["mesh_shape"])
 
 
 # ------------------------------------------------------------------------------------------------ Megatron

@@ -97,11 +97,11 @@ def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def losses_of(
     ctx: StandInContext, models: dict[str, Path], framework: str, names: tuple[str, ...]
 ) -> dict[str, list[float]]:
-    found = {}
+    results = {}
     for name in names:
         model, layout, recipe = CASES[framework][name]
-        found[name] = train_on_ranks(ctx, models[model], plan_of(models[model], layout, **recipe))
-    return found
+        results[name] = train_on_ranks(ctx, models[model], plan_of(models[model], layout, **recipe))
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -141,14 +141,14 @@ WIDE = {**SIZES, "model_type": "llama", "hidden_size": 512, "intermediate_size":
 
 def most_held(ctx: StandInContext, small: Path, wide: Path) -> dict[str, float]:
     """Return the peak of a rank's host memory during setup, as a share of the fp32 model."""
-    found = {}
+    results = {}
     for layout in (Layout.fsdp2(), Layout.ddp()):
         set_up_engine(ctx, small, plan_of(small, layout))  # What is imported and made once, is.
         plan = plan_of(wide, layout)
         with most_anonymous() as most:
             own = set_up_engine(ctx, wide, plan)
-        found[own.plan.layout.framework] = most[0] / (4 * plan.architecture.num_parameters)
-    return found
+        results[own.plan.layout.framework] = most[0] / (4 * plan.architecture.num_parameters)
+    return results
 
 
 def most_held_by_stage_3(ctx: StandInContext, small: Path, wide: Path) -> float:
@@ -230,8 +230,8 @@ def test_a_pretrained_model_is_fine_tuned_and_exported(
     text = tmp_path / "text.txt"
     text.write_text("It was the whale, and nothing but the whale. " * 400)
     folder = Path(shutil.copytree(model_folders["tied"], tmp_path / "tied"))
-    said = json.loads((folder / "config.json").read_text()) | {"attention_dropout": 0.25}
-    (folder / "config.json").write_text(json.dumps(said))
+    record = json.loads((folder / "config.json").read_text()) | {"attention_dropout": 0.25}
+    (folder / "config.json").write_text(json.dumps(record))
     task = ss.Finetune(weights=folder, num_steps=4, learning_rate=1e-3, data=text, export=True)
     plan = plan_of(folder, Layout.fsdp2())
     run = ss.launch(plan, task, folder=tmp_path / "runs")
@@ -253,7 +253,7 @@ def test_a_pretrained_model_is_fine_tuned_and_exported(
     assert tokenizer.decode(tokenizer("the whale")["input_ids"]) == "the whale"
 
     exported = json.loads((out / "config.json").read_text())
-    assert exported == said | {"dtype": "float32"}, "the folder's own, dropout and all"
+    assert exported == record | {"dtype": "float32"}, "the folder's own, dropout and all"
 
     again = ss.Finetune(weights=out)
     again.check(plan_of(out, Layout.fsdp2()))

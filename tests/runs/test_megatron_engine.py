@@ -151,7 +151,7 @@ def train_case(ctx: StandInContext, case: Plan) -> dict[str, Any]:
 def read_refusals(ctx: StandInContext) -> dict[str, str]:
     """Return the engine's errors for another module, optimizer or batch, by name."""
     case = plan(make_llama(num_hidden_layers=2), layout={})
-    found = {}
+    refusals = {}
 
     def record_error(name: str, build_model: Any, build_optimizer: Any = None, whole: Any = None) -> None:
         own = make_context(ctx, case)
@@ -159,7 +159,7 @@ def read_refusals(ctx: StandInContext) -> dict[str, str]:
             own.engine.setup(build_model, build_optimizer)
             own.engine.step(take_rank_rows(whole, own.engine))
         except (ValueError, RuntimeError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
+            refusals[name] = f"{type(error).__name__}: {error}"
 
     whole = make_batch(0)
     record_error("module", lambda: torch.nn.Linear(4, 4))
@@ -169,14 +169,14 @@ def read_refusals(ctx: StandInContext) -> dict[str, str]:
     unlabelled = {**whole, "labels": whole["labels"].clone()}
     unlabelled["labels"][0] = -100
     record_error("labels", lambda: build(case), None, unlabelled)
-    return found
+    return refusals
 
 
 def read_contradictions(ctx: StandInContext) -> dict[str, str]:
     """Return the engine's errors if Megatron-core built something else than planned."""
     from shardscope.frameworks.megatron.engine import model
 
-    found = {}
+    contradictions = {}
     planned = plan(make_llama(num_hidden_layers=2), layout={"tp": 2})
     groups, buffers = model.init_model_parallel, model.wrap_chunks
     model.init_model_parallel = lambda plan: groups(
@@ -185,7 +185,7 @@ def read_contradictions(ctx: StandInContext) -> dict[str, str]:
     try:
         make_context(ctx, planned).engine.setup(lambda: build(planned))
     except RuntimeError as error:
-        found["groups"] = str(error)
+        contradictions["groups"] = str(error)
     finally:
         model.init_model_parallel = groups
     data = plan(make_llama(num_hidden_layers=2), layout={})
@@ -196,10 +196,10 @@ def read_contradictions(ctx: StandInContext) -> dict[str, str]:
     try:
         make_context(ctx, data).engine.setup(lambda: build(data))
     except RuntimeError as error:
-        found["optimizer"] = str(error)
+        contradictions["optimizer"] = str(error)
     finally:
         model.wrap_chunks, model.build_optimizer = buffers, optimizer
-    return found
+    return contradictions
 
 
 def step_without_clipping(ctx: StandInContext) -> dict[str, Any]:

@@ -241,7 +241,7 @@ def found_on_a_rank(folder: Path, ctx: StandInContext) -> dict[str, Any]:
 
     from shardscope.frameworks.megatron.weights.export import gather_state_dict
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     torch.manual_seed(3)
     ids = torch.randint(0, SHAPE["vocab_size"], (2, 32))
     for name, (family, layout) in ({family: (family, {}) for family in FAMILIES} | CUTS).items():
@@ -257,14 +257,14 @@ def found_on_a_rank(folder: Path, ctx: StandInContext) -> dict[str, Any]:
                 case["logits"] = float((logits[..., : wanted.shape[-1]] - wanted).abs().max())
                 case["size"] = float(wanted.abs().max())
                 case["padding"] = float(logits[..., wanted.shape[-1] :].max())
-        found[name] = case
+        results[name] = case
     for name, (before, after, beside) in CHECKPOINTS.items():
         path = folder / name.replace(" ", "-")
-        found[name] = resume_at_other_degrees(path, ctx.rank, plan(**before), plan(**after), beside)
+        results[name] = resume_at_other_degrees(path, ctx.rank, plan(**before), plan(**after), beside)
     for name, case in EXPORTS.items():
-        found[name] = export_and_reload(folder / name.replace(" ", "-"), ctx.rank, *case)
-    found["processes"] = [[child.pid, read_start_time(child.pid)] for child in psutil.Process().children()]
-    return found
+        results[name] = export_and_reload(folder / name.replace(" ", "-"), ctx.rank, *case)
+    results["processes"] = [[child.pid, read_start_time(child.pid)] for child in psutil.Process().children()]
+    return results
 
 
 @pytest.fixture(scope="module")

@@ -52,9 +52,9 @@ def new_context(ctx: StandInContext, plan: ss.Plan, name: str) -> StandInContext
     from shardscope.frameworks.engines import get_engine_class
 
     folder = ctx.folder / name.replace(" ", "-")
-    made = StandInContext(ctx.rank, ctx.world_size, plan, folder, ctx.device)
-    made.engine = get_engine_class(plan)(made)
-    return made
+    context = StandInContext(ctx.rank, ctx.world_size, plan, folder, ctx.device)
+    context.engine = get_engine_class(plan)(context)
+    return context
 
 
 def batch_of(ctx: StandInContext, step: int) -> dict[str, Any]:
@@ -83,13 +83,13 @@ def read_parameter_bytes(engine: Any) -> dict[str, Any]:
 
 def train_and_resume(ctx: StandInContext, name: str) -> dict[str, Any]:
     """Train, save, take two more steps; repeat them from the checkpoint; compare adapters with peft's."""
-    made = new_context(ctx, plan_of(name), name)
-    engine = set_up(made)
+    context = new_context(ctx, plan_of(name), name)
+    engine = set_up(context)
     before = read_parameter_bytes(engine)
-    losses = [engine.step(batch_of(made, step)) for step in range(NUM_STEPS)]
+    losses = [engine.step(batch_of(context, step)) for step in range(NUM_STEPS)]
     after = read_parameter_bytes(engine)
     engine.save("here")
-    went_on = [engine.step(batch_of(made, 7)), engine.step(batch_of(made, 8))]
+    went_on = [engine.step(batch_of(context, 7)), engine.step(batch_of(context, 8))]
     held, peak = engine.memory(), engine.peak_tensor_bytes
     again = new_context(ctx, plan_of(name), name)
     resumed = set_up(again)
@@ -103,8 +103,8 @@ def train_and_resume(ctx: StandInContext, name: str) -> dict[str, Any]:
         "next": resumed.step(batch_of(again, 9)),
         "held": held,
         "peak": peak,
-        "engine": made.records["engine"],
-        "saved_bytes": sum(file.stat().st_size for file in (made.folder / "here").iterdir()),
+        "engine": context.records["engine"],
+        "saved_bytes": sum(file.stat().st_size for file in (context.folder / "here").iterdir()),
     }
 
 
@@ -134,12 +134,12 @@ def read_refusals(ctx: StandInContext) -> dict[str, str]:
         "none": (replace(nf4, recipe=replace(nf4.recipe, quantization=None)), pretrained_in_nf4(ctx)),
         "storage": (plan_of("fsdp2 qlora bf16-mixed"), pretrained_in_nf4(ctx)),
     }
-    said = {}
+    refusals = {}
     for name, (plan, build) in cases.items():
         with pytest.raises(RuntimeError) as refused:
             set_up(new_context(ctx, plan, name), build)
-        said[name] = str(refused.value)
-    return said
+        refusals[name] = str(refused.value)
+    return refusals
 
 
 def own_base(ctx: StandInContext, name: str, storage: str) -> dict[str, Any]:
@@ -152,10 +152,10 @@ def own_base(ctx: StandInContext, name: str, storage: str) -> dict[str, Any]:
     )
     losses = []
     for build in builds:
-        made = new_context(ctx, plan_of(name), f"own {name}")
-        engine = set_up(made, build)
-        losses.append([engine.step(batch_of(made, step)) for step in range(NUM_STEPS)])
-    return {"losses": losses, "engine": made.records["engine"], "held": engine.memory()}
+        context = new_context(ctx, plan_of(name), f"own {name}")
+        engine = set_up(context, build)
+        losses.append([engine.step(batch_of(context, step)) for step in range(NUM_STEPS)])
+    return {"losses": losses, "engine": context.records["engine"], "held": engine.memory()}
 
 
 def all_cases(ctx: StandInContext) -> dict[str, Any]:

@@ -124,16 +124,16 @@ def test_the_chunked_loss_applies_each_familys_head(arch: Architecture, tokens: 
     ids = torch.randint(0, arch.vocab_size, (tokens // 20, 20))
     labels = ids.clone()
     labels[:, ::7] = -100
-    found = []
+    results = []
     for chunked in (False, True):
         if chunked:
             apply_chunked_loss(model)
         model.zero_grad()
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
-        found.append((loss.detach(), [p.grad.clone() for p in model.parameters()]))
-    torch.testing.assert_close(found[0][0], found[1][0])
-    for one, other in zip(found[0][1], found[1][1], strict=True):
+        results.append((loss.detach(), [p.grad.clone() for p in model.parameters()]))
+    torch.testing.assert_close(results[0][0], results[1][0])
+    for one, other in zip(results[0][1], results[1][1], strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-3)
 
 

@@ -121,17 +121,17 @@ def new_context(ctx: StandInContext, plan: Any, name: str, **more: Any) -> Stand
     from shardscope.frameworks.engines import get_engine_class
 
     folder = ctx.folder / name
-    made = StandInContext(ctx.rank, ctx.world_size, plan, folder, ctx.device, **more)
-    made.engine = get_engine_class(plan)(made)
-    return made
+    context = StandInContext(ctx.rank, ctx.world_size, plan, folder, ctx.device, **more)
+    context.engine = get_engine_class(plan)(context)
+    return context
 
 
 def train(ctx: StandInContext, plan: Any, name: str, *, stop: int | None = None, **task: Any) -> Any:
     from shardscope.training.tasks.pretrain import Pretrain
 
-    made = new_context(ctx, plan, name, stop_at_look=stop)
-    Pretrain(num_steps=5, learning_rate=1e-2, **task)(made)
-    return made
+    context = new_context(ctx, plan, name, stop_at_look=stop)
+    Pretrain(num_steps=5, learning_rate=1e-2, **task)(context)
+    return context
 
 
 EXACT = (
@@ -185,11 +185,11 @@ def set_up(ctx: Any) -> None:
 
 def saved_beside_training(ctx: StandInContext) -> list[Any]:
     """Steps after ``begin_save`` are in no checkpoint; the second rank count to load it is another."""
-    made = new_context(ctx, tiny_plan("fsdp2", 2), "beside")
-    set_up(made)
-    made.engine.step(batch_of(made, 0))
-    wait = made.engine.begin_save("one")
-    went_on = [made.engine.step(batch_of(made, step)) for step in (1, 2)]
+    context = new_context(ctx, tiny_plan("fsdp2", 2), "beside")
+    set_up(context)
+    context.engine.step(batch_of(context, 0))
+    wait = context.engine.begin_save("one")
+    went_on = [context.engine.step(batch_of(context, step)) for step in (1, 2)]
     wait()
     again = new_context(ctx, tiny_plan("fsdp2", 2), "beside")
     again.engine.seed = 7
@@ -220,20 +220,20 @@ def random_numbers_go_on(ctx: StandInContext) -> list[Any]:
 
 
 def half_a_checkpoint(ctx: StandInContext) -> str:
-    made = new_context(ctx, tiny_plan("ddp", 2), "half")
-    set_up(made)
-    (made.folder / "step-000001").mkdir(parents=True, exist_ok=True)
+    context = new_context(ctx, tiny_plan("ddp", 2), "half")
+    set_up(context)
+    (context.folder / "step-000001").mkdir(parents=True, exist_ok=True)
     with pytest.raises(FileNotFoundError) as refused:
-        made.engine.load("step-000001")
+        context.engine.load("step-000001")
     return str(refused.value)
 
 
 def of_another_optimizer(ctx: StandInContext) -> list[str]:
     """Lion's one moment has the name of Adam's first: torch would load it without a word."""
-    made = new_context(ctx, tiny_plan("ddp", 2), "adam")
-    set_up(made)
-    made.engine.step(batch_of(made, 0))
-    made.engine.save("one")
+    context = new_context(ctx, tiny_plan("ddp", 2), "adam")
+    set_up(context)
+    context.engine.step(batch_of(context, 0))
+    context.engine.save("one")
     refused = []
     for optimizer in ("lion", "sgd"):
         again = new_context(ctx, tiny_plan("ddp", 2, optimizer=optimizer), "adam")
@@ -269,21 +269,21 @@ def compare_exports(ctx: StandInContext) -> list[Any]:
         "bf16": tiny_plan("ddp", 2, precision="bf16"),
         "adapters": tiny_plan("fsdp2", 2, method="lora", lora_rank=4),
     }
-    found = []
+    results = []
     both = [batch_of(replace(ctx, rank=rank), 1) for rank in (0, 1)]
     whole = {key: torch.cat([batch[key] for batch in both]) for key in ("input_ids", "labels")}
     for name, plan in plans.items():
-        made = new_context(ctx, plan, f"export-{name}")
-        out = made.folder / "out"
-        set_up(made)
-        made.engine.step(batch_of(made, 0))
+        context = new_context(ctx, plan, f"export-{name}")
+        out = context.folder / "out"
+        set_up(context)
+        context.engine.step(batch_of(context, 0))
         if name == "tied":
-            tensors = made.engine.full_tensors()
-            write_pretrained(out, made.engine.model, tensors, max_file_bytes=200_000)
+            tensors = context.engine.full_tensors()
+            write_pretrained(out, context.engine.model, tensors, max_file_bytes=200_000)
         else:
-            made.engine.export("out")
-            made.engine.export("out")  # onto an older one
-        expected = made.engine.step(batch_of(made, 1))
+            context.engine.export("out")
+            context.engine.export("out")  # onto an older one
+        expected = context.engine.step(batch_of(context, 1))
         if name == "adapters":
             torch.manual_seed(0)
             model = PeftModel.from_pretrained(build_model(plan.architecture), str(out))
@@ -293,8 +293,8 @@ def compare_exports(ctx: StandInContext) -> list[Any]:
             loss = float(model(**whole).loss)
         files = sorted(path.name for path in out.iterdir())
         kind = str(next(model.parameters()).dtype)
-        found.append([name, expected, loss, files, model.config.architectures, kind])
-    return found
+        results.append([name, expected, loss, files, model.config.architectures, kind])
+    return results
 
 
 @pytest.fixture(scope="module")

@@ -94,7 +94,7 @@ def kept_bytes(
     if input_needs_gradient:
         model.enable_input_require_grads()
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    found = []
+    results = []
     for rows in (2, 3):
         ids = torch.randint(1, arch.vocab_size, (rows, SEQ_LEN))
         casting = torch.autocast("cpu", torch.bfloat16) if mode == "autocast" else contextlib.nullcontext()
@@ -102,9 +102,9 @@ def kept_bytes(
         with alive, casting:
             dtype = torch.float32 if mode == "fp32" else torch.bfloat16
             out = model(**add_document_mask({"input_ids": ids, "labels": ids}, recipe, dtype))
-        found.append(alive.num_bytes(weights))
+        results.append(alive.num_bytes(weights))
         del out
-    return found
+    return results
 
 
 class Measured(NamedTuple):
@@ -325,14 +325,14 @@ def test_with_recompute_interval_2_every_second_layer_is_recomputed(recompute: s
 def test_offloading_changes_no_gradient() -> None:
     arch = architecture("llama", 3)
     ids = torch.randint(1, arch.vocab_size, (2, SEQ_LEN))
-    found = []
+    results = []
     for recompute in ("none", "offload"):
         torch.manual_seed(0)
         model = build_model(arch)
         assert apply_recompute(model, recompute, 2) == (2 if recompute == "offload" else 0)
         model(input_ids=ids, labels=ids).loss.backward()
-        found.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        results.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("targets", [None, *TARGETS])

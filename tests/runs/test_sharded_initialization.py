@@ -75,15 +75,15 @@ def set_up(ctx: StandInContext, plan: Any) -> Any:
 
 def train_every_way(ctx: StandInContext) -> dict[str, list[float]]:
     building.HOST_BUILD_BYTES = 0
-    found = {}
+    results = {}
     for name, fields in LAYOUTS.items():
         engine = set_up(ctx, plan_of(**fields))
         share = partial(torch.chunk, chunks=engine.num_data_ranks)
-        found[name] = [
+        results[name] = [
             engine.step({key: share(rows)[engine.data_rank] for key, rows in whole_batch(step).items()})
             for step in range(NUM_STEPS)
         ]
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +104,13 @@ def most_held(ctx: StandInContext) -> dict[str, float]:
     """Return the peak of a rank's host memory during initialization, as a share of the fp32 model."""
     from shardscope.frameworks.deepspeed.engine import engine, pipeline
 
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
 
     def record_most_held(name: str, make: Any, plan: Any) -> Any:
         def run(*args: Any, **options: Any) -> Any:
             with most_anonymous() as most:
                 made = make(*args, **options)
-            found[name] = most[0] / (4 * plan.architecture.num_parameters)
+            results[name] = most[0] / (4 * plan.architecture.num_parameters)
             return made
 
         return run
@@ -128,7 +128,7 @@ def most_held(ctx: StandInContext) -> dict[str, float]:
         setattr(module, made, record_most_held(name, own, plan))
         set_up(ctx, plan)
         setattr(module, made, own)
-    return found
+    return results
 
 
 @asks_linux

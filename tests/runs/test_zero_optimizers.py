@@ -68,9 +68,9 @@ def test_zero_trains_with_each_optimizer_and_its_state_is_as_predicted() -> None
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     line = next(line for line in ran.stdout.splitlines() if line.startswith("FOUND"))
-    found = json.loads(line.removeprefix("FOUND"))
+    record = json.loads(line.removeprefix("FOUND"))
     numel = 2 * 96 * 160
-    assert found == {
+    assert record == {
         f"{name} {stage}": compute_flat_state(name, numel)
         for name in ("adamw_8bit", "adafactor")
         for stage in (1, 2, 3)

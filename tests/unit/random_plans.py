@@ -83,12 +83,12 @@ ARCHITECTURES = (LLAMA, MOE, LATENT, GEMMA)
 
 def _one_of_each_family() -> tuple[Architecture, ...]:
     """The catalogue's first of each family, but those above and ALiBi, which no prediction knows."""
-    found: dict[str, Architecture] = {}
+    results: dict[str, Architecture] = {}
     for arch in ss.models.values():
         if arch.position_embedding != "alibi":
-            found.setdefault(arch.model_type, arch)
+            results.setdefault(arch.model_type, arch)
     # A law doubles the sequence, beyond where learned positions would end.
-    return tuple(replace(arch, max_position_embeddings=2**14) for arch in found.values())
+    return tuple(replace(arch, max_position_embeddings=2**14) for arch in results.values())
 
 
 EVERY_FAMILY = (*[LLAMA] * 5, *ARCHITECTURES, *_one_of_each_family())

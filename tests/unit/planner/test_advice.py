@@ -34,61 +34,61 @@ def get_framework(found: Advice) -> str:
 
 
 def test_a_small_model_on_one_gpu_is_one_process() -> None:
-    found = recommend_plan("gpt2", "l4-24gb", seq_len=1024, micro_batch_size=4)
-    assert get_framework(found) == "ddp"
-    assert found.plan is not None
-    assert found.plan.recipe.recompute == "none"
-    assert [turn.taken for turn in found.path if "fit on one GPU" in turn.question] == [True]
-    assert not any("Megatron" in turn.why for turn in found.path), "one GPU has nothing to split over"
+    advice = recommend_plan("gpt2", "l4-24gb", seq_len=1024, micro_batch_size=4)
+    assert get_framework(advice) == "ddp"
+    assert advice.plan is not None
+    assert advice.plan.recipe.recompute == "none"
+    assert [turn.taken for turn in advice.path if "fit on one GPU" in turn.question] == [True]
+    assert not any("Megatron" in turn.why for turn in advice.path), "one GPU has nothing to split over"
 
 
 def test_one_billion_parameters_on_a_small_gpu_need_offload_and_alternatives_are_named() -> None:
-    found = recommend_plan("llama-3.2-1b", "rtx-4090-24gb")
-    assert get_framework(found) == "deepspeed"
-    assert found.plan is not None
-    assert found.plan.layout.offload_optimizer == "cpu"  # type: ignore[attr-defined]
-    others = [plan for plan, _ in found.alternatives]
+    advice = recommend_plan("llama-3.2-1b", "rtx-4090-24gb")
+    assert get_framework(advice) == "deepspeed"
+    assert advice.plan is not None
+    assert advice.plan.layout.offload_optimizer == "cpu"  # type: ignore[attr-defined]
+    others = [plan for plan, _ in advice.alternatives]
     assert any(plan.recipe.optimizer == "adamw_8bit" for plan in others)
     assert any(plan.recipe.has_adapters for plan in others)
-    assert "host memory" in found.why
+    assert "host memory" in advice.why
 
 
 def test_eight_billion_on_a_node_is_sharded_by_torch() -> None:
-    found = recommend_plan("llama-3.1-8b", f"8x{H100}")
-    assert get_framework(found) == "fsdp2"
-    assert found.plan is not None
-    assert found.plan.degrees.shard == 8
-    assert found.plan.degrees.tp == found.plan.degrees.pp == 1
+    advice = recommend_plan("llama-3.1-8b", f"8x{H100}")
+    assert get_framework(advice) == "fsdp2"
+    assert advice.plan is not None
+    assert advice.plan.degrees.shard == 8
+    assert advice.plan.degrees.tp == advice.plan.degrees.pp == 1
 
 
 def test_zero_2_is_advised_if_unsharded_weights_fit() -> None:
-    found = recommend_plan("qwen3-1.7b", f"8x{H100}", micro_batch_size=2)
-    if get_framework(found) == "fsdp2":
-        assert found.plan is not None
-        assert found.plan.layout.reshard_after_forward is False  # type: ignore[attr-defined]
+    advice = recommend_plan("qwen3-1.7b", f"8x{H100}", micro_batch_size=2)
+    if get_framework(advice) == "fsdp2":
+        assert advice.plan is not None
+        assert advice.plan.layout.reshard_after_forward is False  # type: ignore[attr-defined]
     else:
-        assert get_framework(found) == "ddp"
+        assert get_framework(advice) == "ddp"
 
 
 @pytest.mark.parametrize("card", ["l4-24gb", "rtx-4090-24gb"])
 def test_adapters_on_one_gpu(card: str) -> None:
-    found = recommend_plan("llama-3.1-8b", card, method="lora")
-    assert get_framework(found) == "ddp"
-    assert found.plan is not None
-    assert found.plan.recipe.method == "lora"
-    assert "fine-tuning" in found.path[0].answer
+    advice = recommend_plan("llama-3.1-8b", card, method="lora")
+    assert get_framework(advice) == "ddp"
+    assert advice.plan is not None
+    assert advice.plan.recipe.method == "lora"
+    assert "fine-tuning" in advice.path[0].answer
 
 
 @thorough()
 def test_a_plan_that_is_two_per_cent_faster_is_no_reason_for_another_framework() -> None:
-    found = recommend_plan(
+    advice = recommend_plan(
         "llama-3.1-8b", "2xrtx-4090-24gb", seq_len=2048, global_batch_size=16, method="lora"
     )
-    assert get_framework(found) == "ddp"
-    assert found.plan is not None
-    for plan, _ in found.alternatives:
-        assert PAYS * plan.step().seconds < found.plan.step().seconds or (
-            PAYS * plan.memory().peak_bytes < found.plan.memory().peak_bytes
+    assert get_framework(advice) == "ddp"
+    assert advice.plan is not None
+    for plan, _ in advice.alternatives:
+        assert PAYS * plan.step().seconds < advice.plan.step().seconds or (
+            PAYS * plan.memory().peak_bytes < advice.plan.memory().peak_bytes
         ), "an alternative does something better that counts"
 
 
@@ -98,8 +98,8 @@ def test_a_plan_that_is_two_per_cent_faster_is_no_reason_for_another_framework()
 )
 def test_no_smaller_number_of_nodes_fits(model: str, cluster: str) -> None:
     """With half of the advised number of nodes, no plan fits well."""
-    found = recommend_plan(model, cluster, global_batch_size=16)
-    (more,) = [plan for plan, _ in found.alternatives if plan.cluster.num_nodes > 1]
+    advice = recommend_plan(model, cluster, global_batch_size=16)
+    (more,) = [plan for plan, _ in advice.alternatives if plan.cluster.num_nodes > 1]
     assert more.cluster.num_nodes & (more.cluster.num_nodes - 1) == 0
     half = replace(more.cluster, num_nodes=more.cluster.num_nodes // 2)
     fewer = recommend(more.architecture, half, ss.Recipe(global_batch_size=half.num_gpus))
@@ -113,10 +113,10 @@ def test_no_smaller_number_of_nodes_fits(model: str, cluster: str) -> None:
 
 
 def test_eight_billion_parameters_on_four_consumer_gpus_are_offloaded() -> None:
-    found = recommend_plan("llama-3.1-8b", "4xrtx-4090-24gb")
-    assert get_framework(found) == "deepspeed"
-    assert "Check that each node has" in found.why, "the catalogue does not know the host's memory"
-    assert any(plan.cluster.num_nodes > 1 for plan, _ in found.alternatives)
+    advice = recommend_plan("llama-3.1-8b", "4xrtx-4090-24gb")
+    assert get_framework(advice) == "deepspeed"
+    assert "Check that each node has" in advice.why, "the catalogue does not know the host's memory"
+    assert any(plan.cluster.num_nodes > 1 for plan, _ in advice.alternatives)
 
 
 @thorough()
@@ -130,43 +130,43 @@ def test_seventy_billion_on_one_node_offloads_and_on_four_does_not() -> None:
 
 
 def test_405_billion_parameters_on_a_thousand_gpus_get_megatron() -> None:
-    found = recommend_plan("llama-3.1-405b", f"128x8x{H100}", seq_len=8192, global_batch_size=2048)
-    assert get_framework(found) == "megatron"
-    assert found.plan is not None
-    assert 1 < found.plan.degrees.tp <= 8, "tensor parallel stays inside a node"
-    assert found.plan.degrees.pp > 1
-    links = next(turn for turn in found.path if "links" in turn.question)
+    advice = recommend_plan("llama-3.1-405b", f"128x8x{H100}", seq_len=8192, global_batch_size=2048)
+    assert get_framework(advice) == "megatron"
+    assert advice.plan is not None
+    assert 1 < advice.plan.degrees.tp <= 8, "tensor parallel stays inside a node"
+    assert advice.plan.degrees.pp > 1
+    links = next(turn for turn in advice.path if "links" in turn.question)
     assert "no tensor parallelism across nodes" in links.answer
     assert "450 GB/s" in links.number
     assert "50 between" in links.number
 
 
 def test_mixtures_of_experts_get_expert_parallelism() -> None:
-    found = recommend_plan("mixtral-8x7b", f"16x8x{H100}", global_batch_size=1024)
-    assert get_framework(found) == "megatron"
-    assert found.plan is not None
-    assert found.plan.degrees.ep == 8
-    turn = next(turn for turn in found.path if "experts" in turn.question)
+    advice = recommend_plan("mixtral-8x7b", f"16x8x{H100}", global_batch_size=1024)
+    assert get_framework(advice) == "megatron"
+    assert advice.plan is not None
+    assert advice.plan.degrees.ep == 8
+    turn = next(turn for turn in advice.path if "experts" in turn.question)
     assert turn.taken
     assert "8 experts" in turn.number
 
 
 @thorough()
 def test_a_mixture_of_experts_on_too_few_nodes_names_a_sufficient_number() -> None:
-    found = recommend_plan("deepseek-v3", f"16x8x{H100}", global_batch_size=1024)
-    turn = next(turn for turn in found.path if "experts" in turn.question)
+    advice = recommend_plan("deepseek-v3", f"16x8x{H100}", global_batch_size=1024)
+    turn = next(turn for turn in advice.path if "experts" in turn.question)
     assert not turn.taken
     assert "too little" in turn.answer
-    more = [plan for plan, _ in found.alternatives if plan.cluster.num_nodes > 16]
+    more = [plan for plan, _ in advice.alternatives if plan.cluster.num_nodes > 16]
     assert more
     assert more[0].degrees.ep > 8
 
 
 def test_fp16_is_advised_on_gpus_without_bf16() -> None:
-    found = recommend_plan("gpt2", "8xv100-sxm-32gb", seq_len=1024)
-    assert found.plan is not None and "fp16-mixed" in found.why
-    fp16 = [plan for plan, _ in found.alternatives if plan.recipe.precision == "fp16-mixed"]
-    assert fp16 and fp16[0].layout == found.plan.layout and fp16[0].step().seconds > 0
+    advice = recommend_plan("gpt2", "8xv100-sxm-32gb", seq_len=1024)
+    assert advice.plan is not None and "fp16-mixed" in advice.why
+    fp16 = [plan for plan, _ in advice.alternatives if plan.recipe.precision == "fp16-mixed"]
+    assert fp16 and fp16[0].layout == advice.plan.layout and fp16[0].step().seconds > 0
     there = recommend_plan("gpt2", "8xa100-sxm-80gb", seq_len=1024)
     assert not any(plan.recipe.precision == "fp16-mixed" for plan, _ in there.alternatives)
 
@@ -183,18 +183,18 @@ def test_more_recomputation_makes_room_for_a_larger_micro_batch(
 ) -> None:
     """Over slow links a larger micro-batch saves more gathers than recomputation costs."""
     plan = recommend_plan(model, cluster, seq_len=tokens).plan
-    asked = recommend_plan(model, cluster, seq_len=tokens, recompute=recompute).plan
-    assert plan is not None and asked is not None
+    advice = recommend_plan(model, cluster, seq_len=tokens, recompute=recompute).plan
+    assert plan is not None and advice is not None
     assert not plan.memory().is_tight
     assert plan.recipe.recompute == recompute and plan.recipe.micro_batch_size > 1
-    assert plan.step().seconds == pytest.approx(asked.step().seconds, rel=0.02)
+    assert plan.step().seconds == pytest.approx(advice.step().seconds, rel=0.02)
 
 
 def test_slow_links_keep_tensor_parallelism_inside_a_node() -> None:
-    found = recommend_plan("llama-3.1-8b", "4x8xrtx-4090-24gb")
-    assert found.plan is not None
-    assert found.plan.degrees.tp == 1
-    turn = next(turn for turn in found.path if "links" in turn.question)
+    advice = recommend_plan("llama-3.1-8b", "4x8xrtx-4090-24gb")
+    assert advice.plan is not None
+    assert advice.plan.degrees.tp == 1
+    turn = next(turn for turn in advice.path if "links" in turn.question)
     assert turn.answer.startswith("Yes, 10 times")
 
 
@@ -202,63 +202,63 @@ def test_slow_links_keep_tensor_parallelism_inside_a_node() -> None:
 @pytest.mark.parametrize(("model", "nodes"), [("llama-3.1-8b", 4), ("llama-3.1-70b", 8)])
 def test_where_sharding_waits_for_ethernet_a_pipeline_crosses_nodes(model: str, nodes: int) -> None:
     cluster = replace(ss.Cluster.parse(f"{nodes}x8x{H100}"), inter_node_link=links["ethernet-25g"])
-    found = recommend(ss.models[model], cluster, ss.Recipe(global_batch_size=128))
-    assert found.plan is not None
-    assert found.plan.degrees.pp > 1
-    assert found.plan.degrees.tp <= 8
-    turn = next(turn for turn in found.path if "hundreds of GPUs" in turn.question)
+    advice = recommend(ss.models[model], cluster, ss.Recipe(global_batch_size=128))
+    assert advice.plan is not None
+    assert advice.plan.degrees.pp > 1
+    assert advice.plan.degrees.tp <= 8
+    turn = next(turn for turn in advice.path if "hundreds of GPUs" in turn.question)
     assert "waits for state to cross nodes" in turn.answer
     assert turn.taken
 
 
 def test_cpu_ranks_have_no_predicted_time() -> None:
-    found = recommend_plan("gpt2", "2xcpu", seq_len=256)
-    assert get_framework(found) == "ddp"
-    assert "CPU rank" in found.path[1].question
-    assert "No time is predicted" in found.why or "Predicted" in found.why
-    assert not any("host memory" in turn.question for turn in found.path), "their memory is the host's"
+    advice = recommend_plan("gpt2", "2xcpu", seq_len=256)
+    assert get_framework(advice) == "ddp"
+    assert "CPU rank" in advice.path[1].question
+    assert "No time is predicted" in advice.why or "Predicted" in advice.why
+    assert not any("host memory" in turn.question for turn in advice.path), "their memory is the host's"
 
 
 # ------------------------------------------------------------------------------------- nothing fits
 
 
 def test_13_gpus_get_a_divisible_batch_as_an_alternative() -> None:
-    found = recommend(ss.models["gpt2"], ss.Cluster.parse("13xh100-sxm-80gb"), ss.Recipe(seq_len=1024))
-    assert found.plan is None
-    assert any("a global batch of 65" in words for _, words in found.alternatives)
+    advice = recommend(ss.models["gpt2"], ss.Cluster.parse("13xh100-sxm-80gb"), ss.Recipe(seq_len=1024))
+    assert advice.plan is None
+    assert any("a global batch of 65" in words for _, words in advice.alternatives)
 
 
 def test_nearest_misses_are_listed_if_nothing_fits() -> None:
     cluster = replace(ss.Cluster.parse("2xt4-16gb"), host_memory_bytes=2**36, nvme_bytes=2**37)
-    found = recommend(ss.models["llama-3.1-70b"], cluster, ss.Recipe(precision="fp16-mixed"))
-    assert found.plan is None
-    assert "Nothing fits" in found.why
-    assert "too little" in found.why
-    missed = [words for _, words in found.alternatives if words.startswith("Nearest miss")]
+    advice = recommend(ss.models["llama-3.1-70b"], cluster, ss.Recipe(precision="fp16-mixed"))
+    assert advice.plan is None
+    assert "Nothing fits" in advice.why
+    assert "too little" in advice.why
+    missed = [words for _, words in advice.alternatives if words.startswith("Nearest miss")]
     assert missed
     assert all("too little" in words for words in missed)
-    assert not any(turn.taken for turn in found.path[1:])
-    assert str(found)
+    assert not any(turn.taken for turn in advice.path[1:])
+    assert str(advice)
 
 
 def test_a_recipe_that_no_framework_runs_is_explained() -> None:
-    found = recommend_plan("gpt2", "l4-24gb", seq_len=4096)
-    assert found.plan is None
-    assert "seq_len=1024" in found.why
-    assert found.alternatives == ()
+    advice = recommend_plan("gpt2", "l4-24gb", seq_len=4096)
+    assert advice.plan is None
+    assert "seq_len=1024" in advice.why
+    assert advice.alternatives == ()
 
 
 def test_a_batch_smaller_than_the_gpus_leaves_room_for_other_degrees() -> None:
-    found = recommend_plan("llama-3.1-8b", f"16x8x{H100}", global_batch_size=64)
-    assert found.plan is not None
-    assert found.plan.degrees.data_parallel <= 64
-    assert "global_batch_size" in found.path[1].answer
-    assert any("same reason" in turn.answer for turn in found.path)
+    advice = recommend_plan("llama-3.1-8b", f"16x8x{H100}", global_batch_size=64)
+    assert advice.plan is not None
+    assert advice.plan.degrees.data_parallel <= 64
+    assert "global_batch_size" in advice.path[1].answer
+    assert any("same reason" in turn.answer for turn in advice.path)
 
 
 def test_an_uneven_batch_gets_the_nearest_even_one() -> None:
-    found = recommend_plan("llama-3.1-8b", f"8x{H100}", global_batch_size=100)
-    offered = [(plan, words) for plan, words in found.alternatives if "nearest that every GPU" in words]
+    advice = recommend_plan("llama-3.1-8b", f"8x{H100}", global_batch_size=100)
+    offered = [(plan, words) for plan, words in advice.alternatives if "nearest that every GPU" in words]
     assert [plan.recipe.global_batch_size for plan, _ in offered] == [96]
     even = recommend_plan("llama-3.1-8b", f"8x{H100}", global_batch_size=96)
     assert not any("nearest that every GPU" in words for _, words in even.alternatives)
@@ -278,14 +278,14 @@ def test_a_familiar_framework_is_kept_if_it_is_as_good() -> None:
 
 
 def test_a_familiar_framework_is_not_advised_if_it_does_not_fit() -> None:
-    found = recommend_plan("llama-3.1-8b", f"8x{H100}", ("ddp",))
-    assert get_framework(found) == "fsdp2"
-    assert "does not fit" in found.path[-1].answer
+    advice = recommend_plan("llama-3.1-8b", f"8x{H100}", ("ddp",))
+    assert get_framework(advice) == "fsdp2"
+    assert "does not fit" in advice.path[-1].answer
 
 
 def test_accelerate_is_named_if_it_starts_the_plan() -> None:
-    found = recommend_plan("llama-3.1-8b", f"8x{H100}", ("accelerate",))
-    turn = next(turn for turn in found.path if "one script" in turn.question)
+    advice = recommend_plan("llama-3.1-8b", f"8x{H100}", ("accelerate",))
+    turn = next(turn for turn in advice.path if "one script" in turn.question)
     assert turn.taken
     assert "FSDP2" in turn.answer
 
@@ -340,23 +340,23 @@ def test_any_model_on_any_cluster_gets_advice(
     recipe = ss.Recipe(
         seq_len=tokens, micro_batch_size=micro, global_batch_size=micro * sequences, method=method
     )
-    found = recommend(arch, cluster, recipe, familiar)
-    assert found.why
-    assert len(found.path) >= 2
-    for turn in found.path:
+    advice = recommend(arch, cluster, recipe, familiar)
+    assert advice.why
+    assert len(advice.path) >= 2
+    for turn in advice.path:
         assert turn.question.endswith("?")
         assert turn.answer
-    if found.plan is None:
-        assert all(plan is not None and words for plan, words in found.alternatives)
+    if advice.plan is None:
+        assert all(plan is not None and words for plan, words in advice.alternatives)
         return
-    plan = found.plan
+    plan = advice.plan
     assert fits(plan, plan.memory()), "what is advised fits"
     same = ("seq_len", "global_batch_size", "method", "precision", "optimizer", "lora_rank", "packing")
     assert all(getattr(plan.recipe, name) == getattr(recipe, name) for name in same), "what is learnt stays"
     assert plan.recipe.micro_batch_size <= max(micro, LARGEST_MICRO_BATCH)
     assert (plan.architecture, plan.cluster) == (arch, cluster)
-    assert any(turn.taken for turn in found.path[1:])
-    assert all(other.layout is not None and words.endswith(".") for other, words in found.alternatives)
+    assert any(turn.taken for turn in advice.path[1:])
+    assert all(other.layout is not None and words.endswith(".") for other, words in advice.alternatives)
 
 
 @thorough()
@@ -373,20 +373,20 @@ def test_more_host_memory_never_makes_advice_disappear(arch: ss.Architecture, cl
 
 
 def test_advice_as_text_and_as_html() -> None:
-    found = recommend_plan("llama-3.1-8b", f"8x{H100}")
-    text, html = str(found), found._repr_html_()
-    for turn in found.path:
+    advice = recommend_plan("llama-3.1-8b", f"8x{H100}")
+    text, html = str(advice), advice._repr_html_()
+    for turn in advice.path:
         assert turn.question in text
     assert "<script" not in html
-    assert html.count("<tr") == len(found.path) + 1
+    assert html.count("<tr") == len(advice.path) + 1
     assert text.startswith("Start with FSDP2")
 
 
 def test_a_missing_peak_is_named_if_no_time_is_predicted() -> None:
     cluster = ss.Cluster.parse(f"8x{H100}")
     blind = replace(cluster, gpu=replace(cluster.gpu, name="unheard-of", peak_flops={}))
-    found = recommend(ss.models["llama-3.1-8b"], blind, ss.Recipe())
-    assert get_framework(found) == "fsdp2"
-    assert "No time is predicted" in found.why
-    assert "peak" in found.why
-    assert len(found.alternatives) <= 2
+    advice = recommend(ss.models["llama-3.1-8b"], blind, ss.Recipe())
+    assert get_framework(advice) == "fsdp2"
+    assert "No time is predicted" in advice.why
+    assert "peak" in advice.why
+    assert len(advice.alternatives) <= 2

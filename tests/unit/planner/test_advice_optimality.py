@@ -86,26 +86,26 @@ def test_no_equally_simple_plan_is_faster_and_leaner_than_the_advised_one(
         current = ss.Plan(*nouns, layout)
     except ValueError:
         current = None
-    found = recommend(*nouns, current=current)
-    assert len(found.alternatives) <= 2
-    if found.plan is None:
+    advice = recommend(*nouns, current=current)
+    assert len(advice.alternatives) <= 2
+    if advice.plan is None:
         return
     if current is not None and not current.memory().fits:
-        assert found.plan != current
-    rivals = [turn.plan for turn in found.path] + [plan for plan, _ in found.alternatives] + [current]
+        assert advice.plan != current
+    rivals = [turn.plan for turn in advice.path] + [plan for plan, _ in advice.alternatives] + [current]
     for rival in rivals:
-        if rival is not None and rival.memory().fits and is_comparable(rival, found.plan):
-            assert not is_better(rival, found.plan, nouns[2]), (rival, found.plan)
-    check_numbers(found)
+        if rival is not None and rival.memory().fits and is_comparable(rival, advice.plan):
+            assert not is_better(rival, advice.plan, nouns[2]), (rival, advice.plan)
+    check_numbers(advice)
 
 
 def test_the_plan_on_screen_is_kept_if_it_is_as_good() -> None:
     """It was advised to take 54.6 GiB and 4.24 s in place of 54.0 GiB and 4.13 s."""
     current = ss.Plan(LLAMA, EIGHT, ss.Recipe(), ss.Layout.fsdp2())
-    found = recommend(LLAMA, EIGHT, ss.Recipe(), current=current)
-    assert found.plan == current
-    assert "Keep the current plan" in found.why
-    turn = next(turn for turn in found.path if "on screen" in turn.question)
+    advice = recommend(LLAMA, EIGHT, ss.Recipe(), current=current)
+    assert advice.plan == current
+    assert "Keep the current plan" in advice.why
+    turn = next(turn for turn in advice.path if "on screen" in turn.question)
     assert turn.taken
     assert recommend(LLAMA, EIGHT, ss.Recipe()).plan == current
 
@@ -123,23 +123,23 @@ def test_the_plan_on_screen_is_kept_if_it_is_as_good() -> None:
     ids=["slower", "does not fit", "another cluster", "another task"],
 )
 def test_a_plan_on_screen_that_is_not_as_good_is_not_kept(current: ss.Plan) -> None:
-    found = recommend(LLAMA, EIGHT, ss.Recipe(), current=current)
-    assert found.plan is not None and found.plan != current
-    assert found.why.startswith("Start with")
+    advice = recommend(LLAMA, EIGHT, ss.Recipe(), current=current)
+    assert advice.plan is not None and advice.plan != current
+    assert advice.why.startswith("Start with")
 
 
 def test_a_much_faster_plan_is_an_alternative_with_its_cost() -> None:
-    found = recommend(LLAMA, EIGHT, ss.Recipe())
-    assert found.plan is not None
-    plan, words = found.alternatives[0]
-    assert PAYS * plan.step().seconds < found.plan.step().seconds
+    advice = recommend(LLAMA, EIGHT, ss.Recipe())
+    assert advice.plan is not None
+    plan, words = advice.alternatives[0]
+    assert PAYS * plan.step().seconds < advice.plan.step().seconds
     assert "faster" in words and "GiB more" in words
     assert plan.layout.title in words
 
 
 def test_plans_that_cannot_be_launched_are_marked() -> None:
-    found = recommend(LLAMA, ss.Cluster.parse("2xrtx-4090-24gb"), ss.Recipe(method="lora", seq_len=2048))
-    for plan, words in found.alternatives:
+    advice = recommend(LLAMA, ss.Cluster.parse("2xrtx-4090-24gb"), ss.Recipe(method="lora", seq_len=2048))
+    for plan, words in advice.alternatives:
         assert ("Cannot be launched here" in words) == (why_not_trained(plan) is not None)
 
 
@@ -148,9 +148,9 @@ def test_an_alternative_is_never_the_plan_on_screen(familiar: tuple[str, ...]) -
     """A team that knows FSDP2 was offered, as an alternative, the Megatron-core plan that it had."""
     recipe = ss.Recipe(micro_batch_size=2)
     current = ss.Plan(LLAMA, EIGHT, recipe, ss.Layout.megatron(tp=2))
-    found = recommend(LLAMA, EIGHT, recipe, familiar, current=current)
-    assert found.alternatives
-    assert not any(does_the_same(plan, current) for plan, _ in found.alternatives)
+    advice = recommend(LLAMA, EIGHT, recipe, familiar, current=current)
+    assert advice.alternatives
+    assert not any(does_the_same(plan, current) for plan, _ in advice.alternatives)
 
 
 SETTINGS = list(product(["llama-3.1-8b", "llama-3.2-1b"], SCREENS[:2], [{}, {"attention": "eager"}]))
@@ -166,15 +166,15 @@ def test_the_memory_view_offers_nothing_faster_than_the_advice_does(
 ) -> None:
     """Chips offered Liger kernels, "12.2 GiB less, 7 % faster", where the advice knew of nothing faster."""
     current = ss.Plan(ss.models[model], EIGHT, ss.Recipe(**recipe), layout)
-    found = recommend(current.architecture, EIGHT, current.recipe, current=current)
+    advice = recommend(current.architecture, EIGHT, current.recipe, current=current)
     seconds = current.step().seconds
     savings = find_savings(current, current.memory())
     gains = [(one, describe_cost(one.seconds_lost, seconds)) for one in savings]
     faster = [(one, gain) for one, gain in gains if "faster" in gain]
-    if found.plan != current:
-        assert found.why.startswith("Start with")  # Chips of a plan that is to be left are no second answer.
+    if advice.plan != current:
+        assert advice.why.startswith("Start with")  # Chips of a plan that is to be left are no second answer.
         return
-    words = dict(found.alternatives)
+    words = dict(advice.alternatives)
     for one, gain in faster:
         assert gain in words[one.plan] and format_gib(one.bytes_won) in words[one.plan]
 

@@ -54,10 +54,10 @@ def test_findings_of_common_plans_have_a_fix(name: str) -> None:
             plan = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse(cluster), ss.Recipe(**recipe), layout)
         except ValueError:  # Refused in words: nothing to find.
             continue
-        found = plan.findings()
-        number += len(found)
-        assert not without_a_click(found), (str(plan.cluster), recipe)
-        for one in found:
+        findings = plan.findings()
+        number += len(findings)
+        assert not without_a_click(findings), (str(plan.cluster), recipe)
+        for one in findings:
             if one.search is not None:
                 mended = one.run_search().plan
                 assert mended is not None and one.name not in [each.name for each in mended.findings()]

@@ -54,9 +54,9 @@ def test_defaults_that_fit_and_are_about_as_fast_stay(model: str) -> None:
 
 def test_a_layout_is_simple_for_its_speed() -> None:
     plan = make_first_plan("megatron", "llama-3.1-8b", f"8x{H100}")
-    found = ss.search(plan.architecture, plan.cluster, plan.recipe, ["megatron"])
-    same = found.feasible & (found.recompute == "none") & (found.column("micro_batch_size") == 1)
-    fastest = float(found.step_seconds[same].min())
+    ranking = ss.search(plan.architecture, plan.cluster, plan.recipe, ["megatron"])
+    same = ranking.feasible & (ranking.recompute == "none") & (ranking.column("micro_batch_size") == 1)
+    fastest = float(ranking.step_seconds[same].min())
     assert plan.step().seconds <= NEAR * fastest
     assert sum(getattr(plan.degrees, name) > 1 for name in ("tp", "pp", "cp", "vpp")) == 1
 

@@ -31,27 +31,27 @@ def plan_of(
 
 
 def found_in(plan: ss.Plan, name: str, task: object = None) -> Finding | None:
-    found = [finding for finding in plan.findings(task) if finding.name == name]
-    assert len(found) <= 1, found
-    return found[0] if found else None
+    findings = [finding for finding in plan.findings(task) if finding.name == name]
+    assert len(findings) <= 1, findings
+    return findings[0] if findings else None
 
 
 def find_only(plan: ss.Plan, name: str) -> Finding:
-    found = found_in(plan, name)
-    assert found is not None, [finding.name for finding in plan.findings()]
-    return found
+    findings = found_in(plan, name)
+    assert findings is not None, [finding.name for finding in plan.findings()]
+    return findings
 
 
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(plan=plans())
 def test_every_plan_can_be_checked(plan: ss.Plan) -> None:
     """Never an exception, never a name twice, the worst first; a mended plan no longer has its finding."""
-    found = plan.findings()
-    names = [finding.name for finding in found]
+    findings = plan.findings()
+    names = [finding.name for finding in findings]
     assert len(set(names)) == len(names)
-    order = [SEVERITIES.index(finding.severity) for finding in found]
+    order = [SEVERITIES.index(finding.severity) for finding in findings]
     assert order == sorted(order)
-    for finding in found:
+    for finding in findings:
         assert finding.why.endswith(".") and finding.change and finding.name == finding.name.lower()
         if finding.plan is None:
             continue
@@ -523,11 +523,11 @@ def test_every_framework_has_defaults() -> None:
 def test_an_unused_option_is_reported(layout: ss.Layout, named: str, where: str) -> None:
     recipe = ss.Recipe(precision="fp32" if "half precision" in where else "bf16-mixed")
     plan = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, layout)
-    (found,) = [finding for finding in plan.findings() if finding.name == "option-without-use"]
-    assert named in found.why and where in found.why and found.number == 1
-    assert found.plan is not None and getattr(found.plan.layout, named) != getattr(layout, named)
-    assert found.plan.memory().components == plan.memory().components
-    assert not any(finding.name == "option-without-use" for finding in found.plan.findings())
+    (findings,) = [finding for finding in plan.findings() if finding.name == "option-without-use"]
+    assert named in findings.why and where in findings.why and findings.number == 1
+    assert findings.plan is not None and getattr(findings.plan.layout, named) != getattr(layout, named)
+    assert findings.plan.memory().components == plan.memory().components
+    assert not any(finding.name == "option-without-use" for finding in findings.plan.findings())
 
 
 @pytest.mark.parametrize(

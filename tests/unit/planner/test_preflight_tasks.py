@@ -42,9 +42,9 @@ def make_tiny_plan(**recipe: Any) -> ss.Plan:
 
 
 def found_in(plan: ss.Plan, name: str, task: object = None, runs: Any = ()) -> Finding | None:
-    found = [finding for finding in plan.findings(task, runs) if finding.name == name]
-    assert len(found) <= 1, found
-    return found[0] if found else None
+    findings = [finding for finding in plan.findings(task, runs) if finding.name == name]
+    assert len(findings) <= 1, findings
+    return findings[0] if findings else None
 
 
 # ------------------------------------------------------------------------------------ learning rate
@@ -146,10 +146,10 @@ def test_lions_rate_is_three_to_ten_times_smaller_than_adamws() -> None:
 
 
 def test_small_models_use_the_rule_of_kaplan_et_al() -> None:
-    found = found_in(make_tiny_plan(), "learning-rate-against-batch", ss.Pretrain(learning_rate=0.05))
-    assert found is not None and found.severity == "danger" and "equation D.1" in found.why
+    findings = found_in(make_tiny_plan(), "learning-rate-against-batch", ss.Pretrain(learning_rate=0.05))
+    assert findings is not None and findings.severity == "danger" and "equation D.1" in findings.why
     # 0.003239 - 0.0001395 ln(1.46e6) = 0.00126
-    assert found.change == "learning_rate=0.001" and found.number == pytest.approx(0.05 / 0.0013)
+    assert findings.change == "learning_rate=0.001" and findings.number == pytest.approx(0.05 / 0.0013)
 
 
 @pytest.mark.parametrize("size", ["2m", "30m", "125m", "350m", "1.3b", "7b", "13b", "70b", "175b", "405b"])
@@ -314,8 +314,8 @@ def save_checkpoint(folder: Path, plan: ss.Plan, steps: int = 100) -> Path:
 
 
 def list_findings(plan: ss.Plan, path: Path) -> set[str]:
-    found = plan.findings(ss.Pretrain(resume=path, num_steps=200))
-    return {finding.name for finding in found if finding.name.startswith("checkpoint-of")}
+    findings = plan.findings(ss.Pretrain(resume=path, num_steps=200))
+    return {finding.name for finding in findings if finding.name.startswith("checkpoint-of")}
 
 
 def test_a_checkpoint_of_the_same_plan_has_no_finding(tmp_path: Path) -> None:
@@ -352,8 +352,8 @@ def test_a_checkpoint_of_another_model_or_format(tmp_path: Path) -> None:
     assert list_findings(plan_of("llama-3.1-8b", ss.Layout.zero()), path) == {"checkpoint-of-another-format"}
     task = ss.Pretrain(resume=path, num_steps=200)
     for now in (plan_of(), plan_of("llama-3.1-8b", ss.Layout.zero())):
-        (found,) = [one for one in now.findings(task) if one.name.startswith("checkpoint-of-another")]
-        assert found.plan is not None and list_findings(found.plan, path) == set()
+        (findings,) = [one for one in now.findings(task) if one.name.startswith("checkpoint-of-another")]
+        assert findings.plan is not None and list_findings(findings.plan, path) == set()
 
 
 @pytest.mark.parametrize(
@@ -419,8 +419,8 @@ def test_a_plan_that_was_never_profiled(tmp_path: Path) -> None:
     assert found_in(plan, name, ss.Pretrain(profile=True)) is None
     assert found_in(plan, name) is None, "nothing is run"
     blind = [Earlier(plan, tmp_path / str(number), 0) for number in range(2)]
-    told = found_in(plan, name, ss.Pretrain(), blind)
-    assert told is not None and told.number == 2
+    findings = found_in(plan, name, ss.Pretrain(), blind)
+    assert findings is not None and findings.number == 2
     seen = Earlier(plan, tmp_path / "seen", 2)
     assert found_in(plan, name, ss.Pretrain(), [*blind, seen]) is None
     other = Earlier(make_tiny_plan(seq_len=64), tmp_path / "other", 2)

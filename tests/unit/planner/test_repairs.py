@@ -42,13 +42,13 @@ def test_a_plan_that_fits_needs_no_repair() -> None:
 
 def test_a_repair_unpacks_into_its_four_fields() -> None:
     plan = plan_of(micro_batch_size=4, seq_len=8192)
-    found = plan.repairs()
-    assert found
-    for change, mended, bytes_won, seconds_lost in found:
+    repairs = plan.repairs()
+    assert repairs
+    for change, mended, bytes_won, seconds_lost in repairs:
         assert change and mended.memory().fits
         assert bytes_won == plan.memory().peak_bytes - mended.memory().peak_bytes > 0
         assert math.isfinite(seconds_lost)
-    lost = [repair.seconds_lost for repair in found]
+    lost = [repair.seconds_lost for repair in repairs]
     assert lost == sorted(lost)
 
 
@@ -109,12 +109,12 @@ def test_offload_to_a_host_that_is_too_small_is_not_offered() -> None:
 def test_one_gpu_may_offload_to_its_host() -> None:
     """Nobody to shard with; a 4090 cannot hold 7B and its state, the host beside it can."""
     plan = plan_of("llama-2-7b", "rtx-4090-24gb", ss.Layout.ddp(), global_batch_size=1, recompute="full")
-    found = {repair.change: repair.plan for repair in plan.repairs()}
-    state = found["Offload training state to the host with FSDP2"]
+    repairs = {repair.change: repair.plan for repair in plan.repairs()}
+    state = repairs["Offload training state to the host with FSDP2"]
     assert state.layout == ss.Layout.fsdp2(offload="cpu") and state.memory().fits
-    optimizer = found["Offload the optimizer to the host with DeepSpeed ZeRO-3"]
+    optimizer = repairs["Offload the optimizer to the host with DeepSpeed ZeRO-3"]
     assert optimizer.layout == ss.Layout.zero(3, offload_optimizer="cpu") and optimizer.memory().fits
-    assert not any(change.startswith("Shard") for change in found), "there is nobody to shard with"
+    assert not any(change.startswith("Shard") for change in repairs), "there is nobody to shard with"
     # Where the optimizer alone is not enough, parameters follow it.
     larger = plan_of("llama-2-13b", "rtx-4090-24gb", ss.Layout.ddp(), global_batch_size=1, recompute="full")
     both = {repair.change: repair.plan.layout for repair in larger.repairs()}
@@ -177,15 +177,15 @@ def test_every_change_is_a_plan_one_step_away(plan: ss.Plan) -> None:
 @settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans())
 def test_repairs_of_any_plan_are_all_enough_and_none_is_much_slower(plan: ss.Plan) -> None:
-    found = plan.repairs()
+    repairs = plan.repairs()
     if fits(plan, plan.memory()):
-        assert found == [] == find_steps(plan)
-    assert all(fits(repair.plan, repair.plan.memory()) for repair in found)
-    assert all(repair.bytes_won > 0 for repair in found)
-    for repair in found:
+        assert repairs == [] == find_steps(plan)
+    assert all(fits(repair.plan, repair.plan.memory()) for repair in repairs)
+    assert all(repair.bytes_won > 0 for repair in repairs)
+    for repair in repairs:
         if not math.isnan(repair.seconds_lost):
             assert repair.plan.step().seconds <= 3 * plan.step().seconds * (1 + 1e-9)
-    assert all(": saves " in words for words in describe_repairs(plan, found))
+    assert all(": saves " in words for words in describe_repairs(plan, repairs))
     enough = {fits(step.plan, step.plan.memory()) for step in find_steps(plan)}
     assert len(enough) <= 1
 

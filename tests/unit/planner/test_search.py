@@ -84,15 +84,15 @@ def every_layout(framework: str, arch: Any, cluster: Any, recipe: Any) -> list[L
         make = Layout.megatron
     else:
         return [Layout.ddp()]
-    found = []
+    results = []
     for fields in tried:
         try:
             layout = make(**fields)
             layout.compute_degrees(arch, cluster, recipe)
         except ValueError:
             continue
-        found.append(layout)
-    return found
+        results.append(layout)
+    return results
 
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2", "deepspeed", "megatron"])
@@ -387,11 +387,14 @@ def test_a_recipe_without_valid_plans_is_refused() -> None:
 
 
 def test_progress_rises_and_can_end_it() -> None:
-    told: list[tuple[str, float]] = []
+    results: list[tuple[str, float]] = []
     ss.search(
-        LLAMA, NODE, ss.Recipe(global_batch_size=8), progress=lambda words, done: told.append((words, done))
+        LLAMA,
+        NODE,
+        ss.Recipe(global_batch_size=8),
+        progress=lambda words, done: results.append((words, done)),
     )
-    fractions = [done for _, done in told]
+    fractions = [done for _, done in results]
     assert fractions == sorted(fractions)
     assert fractions[-1] == 1.0
 
@@ -416,11 +419,11 @@ def test_rows_beyond_the_plans_are_refused(ranking: Ranking) -> None:
 def test_few_plans_row_by_row_and_many_deduplicated_give_the_same_numbers(
     arch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = []
+    results = []
     for most in (0, 10**9):
         monkeypatch.setattr(table, "FEW_ROWS", most)
-        found.append(ss.search(arch, NODE, ss.Recipe(seq_len=1024, global_batch_size=64)))
-    by_keys, by_rows = found
+        results.append(ss.search(arch, NODE, ss.Recipe(seq_len=1024, global_batch_size=64)))
+    by_keys, by_rows = results
     for field in ("peak_bytes", "host_bytes", "nvme_bytes", "making_bytes"):
         assert np.array_equal(getattr(by_keys, field), getattr(by_rows, field)), field
     # Sums begin with what fewest keys decide.

@@ -166,14 +166,14 @@ def test_tuple_results_become_columns() -> None:
         second: int
 
     rows = Rows([np.arange(6) % 3])
-    asked = []
+    results = []
 
     def make_pair(number: int) -> Pair:
-        asked.append(number)
+        results.append(number)
         return Pair(number // 2, 9)
 
     found = map_distinct(make_pair, rows.build_column(1, np.arange(6) % 3))
-    assert sorted(asked) == [0, 1, 2]
+    assert sorted(results) == [0, 1, 2]
     assert isinstance(found, Pair)
     assert isinstance(found.first, Column)
     assert rows.expand(found.first).tolist() == [0, 0, 1, 0, 0, 1]
@@ -283,16 +283,16 @@ def test_repeated_calls_return_the_cached_column() -> None:
 
 
 def test_partials_are_cached_and_defaults_distinguish_functions() -> None:
-    asked: list[tuple[int, int]] = []
+    results: list[tuple[int, int]] = []
 
     def scale(by: int, number: int) -> int:
-        asked.append((by, number))
+        results.append((by, number))
         return by * number
 
     rows = Rows([np.arange(4)])
     column = rows.build_column(1, np.array([1, 2, 3, 4]))
     first = map_distinct(partial(scale, 2), column)
-    assert map_distinct(partial(scale, 2), column) is first and len(asked) == 4
+    assert map_distinct(partial(scale, 2), column) is first and len(results) == 4
     assert map_distinct(partial(scale, 3), column).values.tolist() == [3, 6, 9, 12]
     found = [map_distinct(lambda number, by=by: by * number, column).values.tolist() for by in (2, 5)]
     assert found == [[2, 4, 6, 8], [5, 10, 15, 20]]
@@ -307,22 +307,22 @@ def test_nested_tuples_are_looked_up_whole() -> None:
 
 
 def test_the_cache_is_keyed_by_column_identity() -> None:
-    asked: list[Any] = []
+    results: list[Any] = []
 
     @cache_by_numbers
     def halve(number: Any) -> Any:
-        asked.append(number)
+        results.append(number)
         return number / 2
 
     rows = Rows([np.arange(2)])
     column = rows.build_column(1, np.array([2, 4]))
-    assert halve(column) is halve(column) and len(asked) == 1
+    assert halve(column) is halve(column) and len(results) == 1
     assert halve(rows.build_column(1, np.array([6, 8]))).values.tolist() == [3, 4]
-    assert halve(1) == halve(1) == 0.5 and len(asked) == 3
+    assert halve(1) == halve(1) == 0.5 and len(results) == 3
     assert halve(np.array([2, 4])).tolist() == halve(np.array([2, 4])).tolist() == [1, 2]
     rows.clear_results()
     halve(column)
-    assert len(asked) == 6
+    assert len(results) == 6
 
 
 def test_grouped_rows_equal_single_rows() -> None:

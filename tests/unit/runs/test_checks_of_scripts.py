@@ -74,7 +74,7 @@ def line_of(source: str, text: str) -> int:
 
 
 def test_every_use_of_fsdp1_is_reported_with_line_and_replacement() -> None:
-    found = {(one.name, one.line): one for one in check_script(OLD)}
+    findings = {(one.name, one.line): one for one in check_script(OLD)}
     for name, text, change in (
         ("fsdp1", "model = FSDP(", "fully_shard(layer)"),
         ("fsdp1-shard-grad-op", "SHARD_GRAD_OP", "reshard_after_forward=False"),
@@ -90,15 +90,15 @@ def test_every_use_of_fsdp1_is_reported_with_line_and_replacement() -> None:
         ("fsdp1-full-state-dict-config", "FSDP.state_dict_type", "StateDictOptions"),
         ("checkpoint-gathered-on-one-rank", "StateDictType.FULL_STATE_DICT", "torch.distributed.checkpoint"),
     ):
-        finding = found[name, line_of(OLD, text)]
+        finding = findings[name, line_of(OLD, text)]
         assert change in finding.change and finding.why.startswith(f"Line {finding.line}: "), name
     severities = [SEVERITIES.index(finding.severity) for finding in check_script(OLD)]
     assert severities == sorted(severities)
 
 
 def test_mixed_precision_and_optimizer_state_of_fsdp1_are_warnings() -> None:
-    found = by_name(OLD)
-    precision, state = found["fsdp1-mixed-precision"], found["fsdp1-optimizer-state"]
+    findings = by_name(OLD)
+    precision, state = findings["fsdp1-mixed-precision"], findings["fsdp1-optimizer-state"]
     assert {precision.severity, state.severity} == {"warning"}
     assert precision.line == line_of(OLD, "MixedPrecision(")
     assert "every fully_shard call" in precision.change and "loaded in fp32" in precision.change
@@ -149,8 +149,8 @@ def test_every_replaced_name_exists_in_torchs_fsdp1() -> None:
     ],
 )
 def test_sharding_strategies_are_reported_with_their_replacement(source: str) -> None:
-    found = by_name(source, PLAN)["fsdp1-shard-grad-op"]
-    assert found.line == 1 and "reshard_after_forward=False" in found.change
+    finding = by_name(source, PLAN)["fsdp1-shard-grad-op"]
+    assert finding.line == 1 and "reshard_after_forward=False" in finding.change
     assert by_name("args = TrainingArguments(fsdp=True)\n", PLAN) == {}
 
 
@@ -170,8 +170,8 @@ fsdp_config:
   fsdp_state_dict_type: FULL_STATE_DICT
   fsdp_use_orig_params: true
 """
-    found = by_name(config, PLAN)
-    assert {name: one.line for name, one in found.items()} == {
+    findings = by_name(config, PLAN)
+    assert {name: one.line for name, one in findings.items()} == {
         "fsdp1": 4,
         "fsdp1-full-shard": 5,
         "fsdp1-backward-prefetch": 6,
@@ -189,8 +189,8 @@ fsdp_config:
 
 def test_a_data_loader_without_a_sampler_is_reported() -> None:
     source = "from torch.utils.data import DataLoader\nloader = DataLoader(data, shuffle=True)\n"
-    found = by_name(source, PLAN)["ranks-read-the-same-data"]
-    assert (found.severity, found.line, found.number) == ("danger", 2, 16)
+    finding = by_name(source, PLAN)["ranks-read-the-same-data"]
+    assert (finding.severity, finding.line, finding.number) == ("danger", 2, 16)
     assert "ranks-read-the-same-data" in by_name(source)
     alone = ss.Plan(PLAN.architecture, ss.Cluster.parse("h100-sxm-80gb"), ss.Recipe(), ss.Layout.ddp())
     assert by_name(source, alone) == {}
@@ -204,8 +204,8 @@ def test_a_sampler_over_ranks_of_one_replica_is_reported() -> None:
     )
     layout = ss.Layout.fsdp2(tp=4)
     plan = ss.Plan(PLAN.architecture, PLAN.cluster, ss.Recipe(), layout)
-    found = by_name(source, plan)["sampler-over-all-ranks"]
-    assert found.number == 4 and "num_replicas=4" in found.change
+    finding = by_name(source, plan)["sampler-over-all-ranks"]
+    assert finding.number == 4 and "num_replicas=4" in finding.change
     assert by_name(source, PLAN) == {}
 
 
@@ -502,8 +502,8 @@ def test_unusual_syntax_is_parsed_completely(source: str) -> None:
 
 def test_fp16_without_loss_scaling_is_reported() -> None:
     source = "model = model.to(torch.float16)\nloss = model(batch)\nloss.backward()\n"
-    found = by_name(source)["fp16-without-loss-scaling"]
-    assert (found.severity, found.line, found.number) == ("danger", 1, 2.0**-24)
+    finding = by_name(source)["fp16-without-loss-scaling"]
+    assert (finding.severity, finding.line, finding.number) == ("danger", 1, 2.0**-24)
     assert by_name("scaler = torch.amp.GradScaler()\n" + source) == {}
     assert by_name(source.replace("float16", "bfloat16")) == {}
 
@@ -567,19 +567,19 @@ INIT = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
 
 def test_a_full_state_dict_on_every_rank_is_reported() -> None:
     source = "options = StateDictOptions(full_state_dict=True)\n"
-    found = by_name(source, PLAN)["checkpoint-gathered-on-every-rank"]
-    assert found.severity == "danger" and "cpu_offload=True" in found.change
-    assert found.number == PLAN.architecture.num_parameters * 4 / 2**30
+    finding = by_name(source, PLAN)["checkpoint-gathered-on-every-rank"]
+    assert finding.severity == "danger" and "cpu_offload=True" in finding.change
+    assert finding.number == PLAN.architecture.num_parameters * 4 / 2**30
     with_optimizer = by_name(source + "get_optimizer_state_dict(model, optimizer)\n", PLAN)
-    assert with_optimizer["checkpoint-gathered-on-every-rank"].number == 3 * found.number
+    assert with_optimizer["checkpoint-gathered-on-every-rank"].number == 3 * finding.number
     old = "config = FullStateDictConfig(offload_to_cpu=True)\nkind = StateDictType.FULL_STATE_DICT\n"
     assert by_name(old)["checkpoint-gathered-on-every-rank"].line == 2
 
 
 def test_a_full_state_dict_on_rank_0_is_a_hint() -> None:
     source = "options = StateDictOptions(full_state_dict=True, cpu_offload=True)\n"
-    found = by_name(source, PLAN)["checkpoint-gathered-on-one-rank"]
-    assert found.severity == "hint" and "torch.distributed.checkpoint.save" in found.change
+    finding = by_name(source, PLAN)["checkpoint-gathered-on-one-rank"]
+    assert finding.severity == "hint" and "torch.distributed.checkpoint.save" in finding.change
     large = ss.Plan(
         ss.models["llama-3.1-405b"], ss.Cluster.parse("64x8xh100-sxm-80gb"), ss.Recipe(global_batch_size=512),
         ss.Layout.fsdp2(),
@@ -601,9 +601,9 @@ def test_a_full_state_dict_on_rank_0_is_a_hint() -> None:
     ],
 )
 def test_a_file_written_by_every_rank_is_reported(save: str) -> None:
-    found = by_name(INIT + save)["every-rank-saves"]
-    assert found.line == line_of(INIT + save, "torch.save(" if "torch" in save else "save_pretrained")
-    assert "get_rank() == 0" in found.change
+    finding = by_name(INIT + save)["every-rank-saves"]
+    assert finding.line == line_of(INIT + save, "torch.save(" if "torch" in save else "save_pretrained")
+    assert "get_rank() == 0" in finding.change
     assert by_name(save) == {}, "one process"
 
 
@@ -640,8 +640,8 @@ def test_a_file_written_by_one_rank_is_not_reported(save: str) -> None:
     ],
 )
 def test_a_hard_coded_device_is_reported(line: str) -> None:
-    found = by_name(INIT + line)["device-hard-coded"]
-    assert found.line == 3 and "LOCAL_RANK" in found.change
+    finding = by_name(INIT + line)["device-hard-coded"]
+    assert finding.line == 3 and "LOCAL_RANK" in finding.change
     assert by_name(line.replace("DistributedDataParallel", "wrap")) == {}, "one process may use GPU 0"
 
 
@@ -670,8 +670,8 @@ def test_a_device_selected_by_rank_is_not_reported(line: str) -> None:
     ],
 )
 def test_a_hard_coded_rank_is_reported(line: str) -> None:
-    found = by_name(line)["rank-hard-coded"]
-    assert found.severity == "danger" and "get_rank" in found.change
+    finding = by_name(line)["rank-hard-coded"]
+    assert finding.severity == "danger" and "get_rank" in finding.change
     assert "rank-hard-coded" not in by_name("dist.init_process_group('nccl', rank=rank, world_size=-1)\n")
 
 
@@ -697,8 +697,8 @@ LOOP = "for batch in rows:\n    model(batch).backward()\n    optimizer.step()\n"
 
 @pytest.mark.parametrize("source", [LOOP, "def step(batch):\n    loss.backward()\n    self.opt.step()\n"])
 def test_a_missing_zero_grad_is_reported(source: str) -> None:
-    found = by_name(source)["gradients-never-zeroed"]
-    assert found.severity == "danger" and found.line == 3 and "zero_grad" in found.change
+    finding = by_name(source)["gradients-never-zeroed"]
+    assert finding.severity == "danger" and finding.line == 3 and "zero_grad" in finding.change
 
 
 @pytest.mark.parametrize(

@@ -52,10 +52,10 @@ TORCH_2_5 = (
 
 @pytest.mark.parametrize("text", [TORCH_1, TORCH_2_0, TORCH_2_1, TORCH_2_5])
 def test_out_of_memory_messages_of_every_torch_version_are_parsed_alike(text: str) -> None:
-    found = parse_shortage(f"Traceback (most recent call last):\n  File ...\n{text}\n")
-    assert found is not None
+    shortage = parse_shortage(f"Traceback (most recent call last):\n  File ...\n{text}\n")
+    assert shortage is not None
     others = round(12.5 * GIB) + 512 * MIB if text is TORCH_2_5 else 0
-    assert found == Shortage(
+    assert shortage == Shortage(
         memory_kind="GPU memory",
         requested_bytes=round(2.1 * GIB),
         free_bytes=410 * MIB,
@@ -94,8 +94,8 @@ def test_out_of_memory_messages_of_every_torch_version_are_parsed_alike(text: st
 def test_out_of_memory_messages_of_other_libraries_are_parsed(
     text: str, place: str, asked: int | None
 ) -> None:
-    found = parse_shortage(text)
-    assert found is not None and (found.memory_kind, found.requested_bytes, found.free_bytes) == (
+    shortage = parse_shortage(text)
+    assert shortage is not None and (shortage.memory_kind, shortage.requested_bytes, shortage.free_bytes) == (
         place,
         asked,
         None,

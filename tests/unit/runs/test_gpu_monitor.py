@@ -34,15 +34,15 @@ def folder_with(tmp_path: Path, gpus: object) -> RunFolder:
 
 def pretend_driver(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> list[str]:
     """Replace the driver. Return the list of its start and shutdown calls."""
-    told: list[str] = []
+    results: list[str] = []
 
     def refuse(*_: object) -> None:
         raise NvmlError("Not Supported")
 
     fake = SimpleNamespace(
         NVMLError=NvmlError,
-        nvmlInit=lambda: told.append("init"),
-        nvmlShutdown=lambda: told.append("shutdown"),
+        nvmlInit=lambda: results.append("init"),
+        nvmlShutdown=lambda: results.append("shutdown"),
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=90 + handle, memory=0),
         nvmlDeviceGetTemperature=lambda handle, sensor: 60 + handle,
@@ -51,7 +51,7 @@ def pretend_driver(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> list[st
     )
     vars(fake).update(functions)
     monkeypatch.setitem(sys.modules, "pynvml", fake)
-    return told
+    return results
 
 
 def wait_until(holds: Callable[[], Any], seconds: float = 10) -> Any:

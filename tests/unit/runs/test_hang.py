@@ -70,7 +70,7 @@ def make_steps(first: int, count: int, seconds: float = 0.1) -> list[dict[str, A
 
 def wait(watch: HangDetector, seconds: float) -> list[str]:
     """Return the reports while nothing is logged for ``seconds``; processes answer within each look."""
-    said = []
+    results = []
     for _ in range(int(seconds)):
         deadline = time.monotonic() + 5
         while (
@@ -79,8 +79,8 @@ def wait(watch: HangDetector, seconds: float) -> list[str]:
             and time.monotonic() < deadline
         ):
             time.sleep(0.01)
-        said.append(watch.check({}, 1.0))
-    return [words for words in said if words]
+        results.append(watch.check({}, 1.0))
+    return [words for words in results if words]
 
 
 def has_answered(watch: HangDetector) -> bool:

@@ -45,20 +45,20 @@ def attach(folder: Path, plan: ss.Plan, engine: Any = None, **description: Any) 
 
 def test_a_run_that_trains_the_plan_has_predicted_metrics(tmp_path: Path) -> None:
     run = attach(tmp_path, ON_GPUS, trains_the_plan=True, predicted=STEP, num_steps=40)
-    found = run.predicted_metrics()
-    assert found is not None and run.num_steps == 40 and run.trains_the_plan
-    assert found.step_seconds == 0.5 and found.step_source == "the calibration of here"
-    assert found.tokens_per_second == 64 * 512 / 8 / 0.5
-    assert found.peak_memory_bytes == sum_predicted_tensors(ON_GPUS.memory())
-    assert found.get("loss") is None and found.get("step_seconds") == 0.5
+    metrics = run.predicted_metrics()
+    assert metrics is not None and run.num_steps == 40 and run.trains_the_plan
+    assert metrics.step_seconds == 0.5 and metrics.step_source == "the calibration of here"
+    assert metrics.tokens_per_second == 64 * 512 / 8 / 0.5
+    assert metrics.peak_memory_bytes == sum_predicted_tensors(ON_GPUS.memory())
+    assert metrics.get("loss") is None and metrics.get("step_seconds") == 0.5
 
 
 def test_cpu_ranks_are_compared_with_tensors_that_outlive_a_step(tmp_path: Path) -> None:
-    found = attach(tmp_path, ON_CPUS, trains_the_plan=True).predicted_metrics()
+    metrics = attach(tmp_path, ON_CPUS, trains_the_plan=True).predicted_metrics()
     parts = ON_CPUS.memory().at("optimizer")
-    assert found is not None and found.step_seconds is None and found.tokens_per_second is None
-    assert found.peak_memory_bytes == parts["parameters"] + parts["gradients"] + parts["optimizer"]
-    assert "optimizer" in found.memory_content
+    assert metrics is not None and metrics.step_seconds is None and metrics.tokens_per_second is None
+    assert metrics.peak_memory_bytes == parts["parameters"] + parts["gradients"] + parts["optimizer"]
+    assert "optimizer" in metrics.memory_content
 
 
 @pytest.mark.parametrize("engine", [None, "x", {}, {"num_parameters": 12}, {"sentence": "FSDP2"}])
@@ -69,15 +69,15 @@ def test_a_function_that_trains_another_model_has_no_predictions(tmp_path: Path,
 
 def test_a_function_that_trains_the_plans_model_has_predictions(tmp_path: Path) -> None:
     engine = {"num_parameters": ON_GPUS.architecture.num_parameters}
-    found = attach(tmp_path, ON_GPUS, engine, trains_the_plan=False, predicted=STEP).predicted_metrics()
-    assert found is not None and found.step_seconds == 0.5
+    metrics = attach(tmp_path, ON_GPUS, engine, trains_the_plan=False, predicted=STEP).predicted_metrics()
+    assert metrics is not None and metrics.step_seconds == 0.5
 
 
 @pytest.mark.parametrize("seconds", ["x", -1, True, 0, "NaN"])
 def test_a_damaged_step_prediction_is_none(tmp_path: Path, seconds: Any) -> None:
     predicted = {"step_seconds": seconds}
-    found = attach(tmp_path, ON_GPUS, trains_the_plan=True, predicted=predicted).predicted_metrics()
-    assert found is not None and found.step_seconds is None
+    metrics = attach(tmp_path, ON_GPUS, trains_the_plan=True, predicted=predicted).predicted_metrics()
+    assert metrics is not None and metrics.step_seconds is None
 
 
 def test_a_run_with_an_unreadable_plan_has_no_predictions(tmp_path: Path) -> None:

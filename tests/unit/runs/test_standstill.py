@@ -52,10 +52,10 @@ def rank(folder: RunFolder, request: pytest.FixtureRequest) -> Iterator[subproce
 
 def wait(watch: StandstillDetector, seconds: int, new: Any = (), *, has_steps: bool = False) -> list[str]:
     """Return the reports of some looks, one second apart by the fake clock."""
-    said = []
+    results = []
     for _ in range(seconds):
         size = _count_answers(watch)
-        said.append(watch.check(dict(new), 1.0, has_steps=has_steps))
+        results.append(watch.check(dict(new), 1.0, has_steps=has_steps))
         deadline = time.monotonic() + 5
         while (
             watch._seconds_since_request == 0.0
@@ -63,7 +63,7 @@ def wait(watch: StandstillDetector, seconds: int, new: Any = (), *, has_steps: b
             and time.monotonic() < deadline
         ):
             time.sleep(0.01)
-    return [words for words in said if words]
+    return [words for words in results if words]
 
 
 def _count_answers(watch: StandstillDetector) -> int:

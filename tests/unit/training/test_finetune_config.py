@@ -132,10 +132,10 @@ def test_an_exported_config_has_the_folders_values(said: dict[str, Any], tmp_pat
     finally:
         torch.distributed.destroy_process_group()
     ss.Finetune(weights=folder).complete_export(out, plan_of(folder))
-    found = json.loads((out / "config.json").read_text())
+    record = json.loads((out / "config.json").read_text())
     own = {"mixtral": "MixtralForCausalLM", "gpt2": "GPT2LMHeadModel"}[said["model_type"]]
     left = {name: value for name, value in said.items() if name not in ("torch_dtype", "auto_map")}
-    assert found == left | {"architectures": [own], "dtype": "float32"}
+    assert record == left | {"architectures": [own], "dtype": "float32"}
     assert {entry.name for entry in out.iterdir()} >= {"config.json", "tokenizer.json"}
     assert not list(out.glob(".*"))
     opened = transformers.AutoConfig.from_pretrained(out)
