@@ -13,13 +13,13 @@ from shardscope.memory.report import MemoryReport
 from shardscope.rehearsal.result import RehearsedStage, build_report
 
 
-def stages_of(plan: Plan) -> list[RehearsedStage]:
+def list_stages(plan: Plan) -> list[RehearsedStage]:
     """Rehearse every pipeline stage of ``plan`` with its framework's own code on fake tensors."""
     framework: Any = import_module(f"shardscope.frameworks.{plan.layout.framework}.rehearsal.rehearse")
     stages: list[RehearsedStage] = framework.rehearse(plan, lambda words, fraction: None)
     return stages
 
 
-def rehearsed_here(plan: Plan) -> MemoryReport:
+def rehearse_in_this_process(plan: Plan) -> MemoryReport:
     """Return the report of ``plan.rehearse()``, computed in this process."""
-    return build_report(plan, stages_of(plan))
+    return build_report(plan, list_stages(plan))

@@ -42,7 +42,7 @@ def write_header(path: Path, header: Any, num_bytes: int) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(num_bytes))
 
 
-def tensors_of(config: Mapping[str, Any], dtype: str = "F32") -> dict[str, tuple[str, tuple[int, ...]]]:
+def read_tensors(config: Mapping[str, Any], dtype: str = "F32") -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the tensors in the files of a model of ``config``."""
     arch = Architecture.from_hf(dict(config))
     pieces = (piece for source in find_sources(arch, ()).values() for piece in source.list_stored())
@@ -55,7 +55,7 @@ def write_folder(folder: Path, *, shards: int = 1, **config: Any) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     shutil.copy(SHIPPED_TOKENIZER, folder / "tokenizer.json")
-    tensors = tensors_of(config)
+    tensors = read_tensors(config)
     if shards == 1:
         write_file(folder / "model.safetensors", tensors)
         return folder

@@ -8,7 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from tests.accuracy.measurement_kinds import predict_measured_kind
-from tests.accuracy.own_code import OwnCode, add_own_code, said_of
+from tests.accuracy.own_code import OwnCode, add_own_code, describe
 from tests.accuracy.rows import read_source
 from tests.accuracy.scoring import Scored
 
@@ -84,7 +84,7 @@ def ablation_report(rows: Sequence[Scored]) -> str:
             of_role[_find_role(one.row)].append(one)
         cells = [_format_figures(of_role[role]) for role in ("calibration", "judge", "read")]
         cells.append(MISSING.get(name, "no"))
-        lines.append(f"| {said_of(name)} | {', '.join(sorted(sources))} | {' | '.join(cells)} |")
+        lines.append(f"| {describe(name)} | {', '.join(sorted(sources))} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

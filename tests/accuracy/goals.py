@@ -134,9 +134,7 @@ def _all_goals(score: MemoryScore) -> list[Goal]:
                 goals.append(Goal(what, ours, _format_share_inside))
             plain = tuple(row for row in by_kind[name] if not row.is_described)
             if plain and len(plain) < len(by_kind[name]):
-                goals.append(
-                    Goal(f"{name}, rows with nothing beside the plan", plain, _format_share_inside)
-                )
+                goals.append(Goal(f"{name}, rows with nothing beside the plan", plain, _format_share_inside))
     if by_kind["unknown"]:
         goals.append(Goal("unknown what was read", by_kind["unknown"], _format_share_inside))
     return goals

@@ -218,7 +218,7 @@ def _scale_component(moment: PhaseMemory, name: Component, times: int, over: int
     return _add_bytes(moment, {name: moment.components[name] * times // over})
 
 
-def said_of(name: OwnCode) -> str:
+def describe(name: OwnCode) -> str:
     """One line about a piece of own code."""
     return str(_CHANGES[name].__doc__).strip().splitlines()[0]
 

@@ -40,7 +40,7 @@ class Speed:
     predicted_bytes: int | None = None
 
 
-def plan_of(name: str, machine: Machine) -> ss.Plan:
+def make_plan(name: str, machine: Machine) -> ss.Plan:
     """A Llama of 350 million parameters on all GPUs; of 2 million on two CPU ranks."""
     cluster = machine.cluster
     if machine.on_gpus:
@@ -61,7 +61,7 @@ def measure_speeds(machine: Machine, folder: Path, names: tuple[str, ...] | None
     """
     for name in names or (tuple(LAYOUTS) if machine.on_gpus else ("fsdp2",)):
         try:
-            plan = plan_of(name, machine)
+            plan = make_plan(name, machine)
             refusal = why_not_trained(plan)
         except ValueError as error:
             refusal = str(error)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import make_plan, processes_of
+from run_helpers import list_processes, make_plan
 from tests.soak.residue import is_free
 
 from shardscope.records.folder import FINAL
@@ -41,7 +41,7 @@ def bounded_time() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-def files_in(folder: Path, pattern: str) -> list[Path]:
+def list_files(folder: Path, pattern: str) -> list[Path]:
     """Those below ``folder``, of which somebody may be removing a part meanwhile: rglob would raise."""
     return [
         Path(place, name) for place, _, names in os.walk(folder) for name in fnmatch.filter(names, pattern)
@@ -53,19 +53,19 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
     yield
     # A supervisor whose run has ended still looks for secrets in what was printed: of 100 MB, for seconds.
     deadline = time.monotonic() + 60
-    while (left := processes_of(tmp_path)) and time.monotonic() < deadline:
+    while (left := list_processes(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.05)
     for process in left:
         process.kill()
     assert not left, f"processes left: {left}"
-    for file in files_in(tmp_path, "rank-*.json"):
+    for file in list_files(tmp_path, "rank-*.json"):
         if file.parent.name != "ranks":
             continue
         port = json.loads(file.read_text()).get("port")
         while not is_free(int(port)) and time.monotonic() < deadline:
             time.sleep(0.05)  # Of ranks that were killed the kernel still closes connections.
         assert is_free(int(port)), f"port {port} is taken"
-    assert not files_in(tmp_path, "task.pkl"), "a task was left on disk"
-    for file in files_in(tmp_path, "supervisor.log"):
+    assert not list_files(tmp_path, "task.pkl"), "a task was left on disk"
+    for file in list_files(tmp_path, "supervisor.log"):
         run = Run.attach(file.parent)
         assert run.status in FINAL and run.reason, f"{run} does not say how it ended"

@@ -117,7 +117,7 @@ def export_with_script(plan: ss.Plan, folder: Path) -> None:
             shutil.copy(Path(ss.__file__).parent / "frameworks/megatron/files" / name, folder)
 
 
-def plan_of(name: str) -> ss.Plan:
+def make_plan(name: str) -> ss.Plan:
     framework = name.partition(" ")[0].partition("-")[0]
     return tiny_plan(framework, 4 if name in FOUR else 2, **{**TWO, **FOUR}[name])
 

@@ -86,7 +86,7 @@ def train_alone(folder: Path) -> list[float]:
     return losses
 
 
-def plan_of(folder: Path, layout: Any, **recipe: Any) -> Plan:
+def make_plan(folder: Path, layout: Any, **recipe: Any) -> Plan:
     fields = {"micro_batch_size": 1, "global_batch_size": ROWS, "seq_len": SEQ_LEN, "precision": "fp32"}
     arch = Architecture.from_hf(folder)
     return Plan(arch, Cluster.parse("2xcpu"), Recipe(**{**fields, **recipe}), layout)
@@ -105,13 +105,13 @@ def set_up_engine(ctx: StandInContext, folder: Path, plan: Plan) -> StandInConte
     return own
 
 
-def beside_alone(ctx: StandInContext, name: str, layout: Any) -> dict[str, list[float]]:
+def train_beside_single_process(ctx: StandInContext, name: str, layout: Any) -> dict[str, list[float]]:
     """Return the losses of an engine on two ranks and of one process, from the same model files."""
     folder = ctx.folder / "models" / name
     if ctx.rank == 0:  # save_pretrained writes on no other rank.
         small_model(folder.parent, name)
     torch.distributed.barrier()
-    return {"losses": train_on_ranks(ctx, folder, plan_of(folder, layout)), "alone": train_alone(folder)}
+    return {"losses": train_on_ranks(ctx, folder, make_plan(folder, layout)), "alone": train_alone(folder)}
 
 
 def train_on_ranks(ctx: StandInContext, folder: Path, plan: Plan) -> list[float]:

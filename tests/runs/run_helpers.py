@@ -18,7 +18,7 @@ def make_plan(ranks: int = 2, cluster: str = "") -> Plan:
     return Plan(Architecture.of_size("2m"), Cluster.parse(cluster or f"{ranks}xcpu"), recipe, Layout.ddp())
 
 
-def processes_of(folder: Path) -> list[psutil.Process]:
+def list_processes(folder: Path) -> list[psutil.Process]:
     """Every process of the runs below ``folder``: supervisor, launcher, ranks and what they started."""
     results = []
     for process in psutil.process_iter():

@@ -27,10 +27,10 @@ def whole_batch(step: int) -> dict[str, Any]:
 @functools.cache
 def plain_torch(architecture: Architecture) -> dict[str, list[float]]:
     """The same of :func:`whole_batch`."""
-    return curves_alone(architecture, map(whole_batch, range(NUM_STEPS)))
+    return train_in_one_process(architecture, map(whole_batch, range(NUM_STEPS)))
 
 
-def curves_alone(
+def train_in_one_process(
     architecture: Architecture, batches: Iterable[dict[str, Any]], optimizer_name: str = "adamw"
 ) -> dict[str, list[float]]:
     """The loss and the gradient's norm of a step on each batch: plain autograd, no engine."""

@@ -212,7 +212,7 @@ def as_if_on_gpus() -> None:
     PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
 
 
-def case_of(
+def find_case(
     ctx: StandInContext, plan: ss.Plan, function: Any, *arguments: Any
 ) -> tuple[StandInContext, dict[str, Any]]:
     """Run one script on this rank as a run of its own. Return its context, and its error if it failed."""
@@ -237,7 +237,7 @@ def several_scripts(ctx: StandInContext) -> dict[str, Any]:
     results: dict[str, Any] = {}
 
     def record_script(name: str, plan: ss.Plan, function: Any, *arguments: Any) -> None:
-        own, error = case_of(ctx, plan, function, *arguments)
+        own, error = find_case(ctx, plan, function, *arguments)
         results[name] = {"engine": own.records.get("engine", {}), "lines": own.lines, "error": error}
 
     record_script("ddp", ddp, accelerate_scripts.train_llama, arch)

@@ -41,7 +41,7 @@ print(json.dumps({"calibration": one.to_dict(), "heavy": heavy}), flush=True)
 """
 
 
-def ranks_of(kernel: int) -> list[psutil.Process]:
+def list_ranks(kernel: int) -> list[psutil.Process]:
     """The measuring processes that process ``kernel`` started."""
     results = []
     for each in psutil.process_iter():
@@ -82,7 +82,7 @@ def test_two_cpu_ranks_are_measured_stored_and_used(folder: Path) -> None:
     assert kernel.returncode == 0, complaint
     *steps, last = map(json.loads, out.splitlines())
     assert last["heavy"] == [], "the kernel imports no torch"
-    assert not ranks_of(kernel.pid)
+    assert not list_ranks(kernel.pid)
     words = [step["progress"][0] for step in steps]
     assert "measuring matrix products" in words and "measuring collectives" in words and words[-1] == "done"
     fractions = [step["progress"][1] for step in steps]
@@ -115,12 +115,12 @@ def test_an_exception_in_the_progress_callback_ends_the_calibration(folder: Path
 
     def cancel_on_first_measurement(words: str, _fraction: float) -> None:
         if words.startswith("measuring"):
-            assert len(ranks_of(os.getpid())) == 2
+            assert len(list_ranks(os.getpid())) == 2
             raise CancelledError
 
     with pytest.raises(CancelledError):
         ss.calibrate(TWO_RANKS, seconds=60, progress=cancel_on_first_measurement)
-    assert not ranks_of(os.getpid())
+    assert not list_ranks(os.getpid())
     assert not list((folder / "calibration").glob("*.json"))
     with lock_file(
         build_record_path("cpu", folder).with_name("measuring-" + build_record_path("cpu", folder).name),
@@ -135,10 +135,10 @@ def test_a_killed_kernel_leaves_no_rank() -> None:
     for line in kernel.stdout:
         if "measuring" in line:
             break
-    assert len(ranks_of(kernel.pid)) == 2
+    assert len(list_ranks(kernel.pid)) == 2
     kernel.send_signal(signal.SIGKILL)
     kernel.communicate()
-    seconds_until(lambda: not ranks_of(kernel.pid), timeout=10)
+    seconds_until(lambda: not list_ranks(kernel.pid), timeout=10)
 
 
 def test_the_error_output_of_a_failed_rank_is_reported(
@@ -149,14 +149,14 @@ def test_the_error_output_of_a_failed_rank_is_reported(
     monkeypatch.syspath_prepend(str(tmp_path / "broken"))
     with pytest.raises(CalibrationError, match="this torch is broken"):
         ss.calibrate(TWO_RANKS, seconds=5)
-    assert not ranks_of(os.getpid())
+    assert not list_ranks(os.getpid())
 
 
 def test_a_calibration_that_takes_too_long_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "START_SECONDS", -7.0)
     with pytest.raises(TimeoutError, match="longer than"):
         ss.calibrate(TWO_RANKS, seconds=5)
-    assert not ranks_of(os.getpid())
+    assert not list_ranks(os.getpid())
 
 
 def test_a_second_calibration_at_the_same_time_raises(folder: Path) -> None:

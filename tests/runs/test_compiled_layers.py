@@ -44,7 +44,7 @@ WINDOWED = ("mistral with a window", "gemma3_text in windows")
 FULL = Recipe()
 
 
-def model_of(family: str) -> Architecture:
+def make_model(family: str) -> Architecture:
     """Heads of a width that flash attention takes as it is."""
     return replace(architecture(family, 2), head_dim=32)
 
@@ -118,8 +118,8 @@ def looked_at(node: Any) -> Any:
     """Return the node whose storage a view keeps alive; for parts of a split, that of the whole."""
     while node.op == "call_function":
         name = node.target.__name__.split(".")[0]
-        parts_of = node.args[0].target if name == "getitem" else None
-        if name not in VIEWS and getattr(parts_of, "__name__", "").split(".")[0] not in VIEWS:
+        list_parts = node.args[0].target if name == "getitem" else None
+        if name not in VIEWS and getattr(list_parts, "__name__", "").split(".")[0] not in VIEWS:
             break
         node = node.args[0]
     return node
@@ -155,7 +155,7 @@ def count_listed_bytes(arch: Architecture, here: Modules) -> int:
     ),
 )
 def test_a_compiled_layer_saves_the_listed_tensors(family: str, mode: str) -> None:
-    arch = model_of(family)
+    arch = make_model(family)
     assert kept_bytes(forward_graphs(arch, mode, FULL, True)[-1]) == count_listed_bytes(
         arch, make_modules(arch, mode, FULL)
     )
@@ -180,7 +180,7 @@ def test_a_compiled_layer_saves_the_listed_tensors(family: str, mode: str) -> No
 def test_frozen_projections_with_adapters_save_no_inputs(
     family: str, targets: tuple[str, ...] | None, mode: str
 ) -> None:
-    arch = model_of(family)
+    arch = make_model(family)
     recipe = Recipe(method="lora", lora_rank=RANK, lora_targets=targets)
     here = make_modules(arch, mode, recipe)
     first, last = forward_graphs(arch, mode, recipe, True)
@@ -193,20 +193,20 @@ def test_frozen_projections_with_adapters_save_no_inputs(
 
 @pytest.mark.parametrize("family", few(["llama", "gemma3_text"], ["llama"]))
 def test_a_recomputed_layer_saves_only_its_input(family: str) -> None:
-    arch = model_of(family)
+    arch = make_model(family)
     found = forward_graphs(arch, "bf16", replace(FULL, recompute="full"), True)[-1]
     assert kept_bytes(found) == TOKENS * 2 * arch.hidden_size
 
 
 @pytest.mark.parametrize("on_gpu", few([True, False], [True]))
 def test_a_compiled_fp32_layer_with_multi_head_attention_saves_the_listed_tensors(on_gpu: bool) -> None:
-    arch = replace(model_of("llama"), num_key_value_heads=6)
+    arch = replace(make_model("llama"), num_key_value_heads=6)
     found = kept_bytes(forward_graphs(arch, "fp32", FULL, on_gpu)[-1])
     assert found == count_listed_bytes(arch, make_modules(arch, "fp32", FULL, on_gpu))
 
 
 def test_saved_tensors_of_a_compiled_llama_equal_a_hand_count() -> None:
-    arch = model_of("llama")
+    arch = make_model("llama")
     h, ffn, heads, kv = arch.hidden_size, arch.intermediate_size, 6 * 32, 2 * 32
     products_and_attention = 2 * (h + ffn + ffn) + 2 * (2 * heads + 2 * kv) + 4 * 6
     read_by_products = 2 * (h + h + ffn)

@@ -14,18 +14,18 @@ torch = needs("torch")
 needs("transformers")
 
 from gloo_ranks import StandInContext, on_ranks  # noqa: E402
-from test_fsdp2_parallelism import LLAMA, STATE, TIED, batch_of, plan_of, set_up, train_plan  # noqa: E402
+from test_fsdp2_parallelism import LLAMA, STATE, TIED, make_batch, make_plan, set_up, train_plan  # noqa: E402
 
 from shardscope import Cluster, Plan  # noqa: E402
 from shardscope.frameworks.fsdp2.limits import CONTEXT_PARALLEL_FAMILIES  # noqa: E402
 from shardscope.frameworks.registry import why_not_trained  # noqa: E402
 
 CASES: dict[str, Plan] = {
-    "shard2 x cp2, recomputed": plan_of(4, cp=2, recompute="full"),
-    "copies2 x cp2, tied": plan_of(4, TIED, rows=2, cp=2, replicate=2, recompute="selective"),
-    "cp4": plan_of(4, cp=4),
+    "shard2 x cp2, recomputed": make_plan(4, cp=2, recompute="full"),
+    "copies2 x cp2, tied": make_plan(4, TIED, rows=2, cp=2, replicate=2, recompute="selective"),
+    "cp4": make_plan(4, cp=4),
 }
-HALF = plan_of(2, cp=2, precision="bf16-mixed")
+HALF = make_plan(2, cp=2, precision="bf16-mixed")
 LONG = replace(HALF, recipe=replace(HALF.recipe, seq_len=512, precision="fp32"))
 KEPT_FAMILIES = ("llama", "mixtral", "gpt2")
 
@@ -39,13 +39,17 @@ def four_ranks(ctx: StandInContext) -> dict[str, Any]:
 
 
 def train_alone(ctx: StandInContext) -> list[dict[str, Any]]:
-    plans = (plan_of(1, LLAMA, rows=4), plan_of(1, TIED, rows=4), plan_of(1, rows=4, precision="bf16-mixed"))
+    plans = (
+        make_plan(1, LLAMA, rows=4),
+        make_plan(1, TIED, rows=4),
+        make_plan(1, rows=4, precision="bf16-mixed"),
+    )
     return [train_plan(ctx, plan) for plan in plans]
 
 
 @pytest.fixture(scope="module")
 def reference_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = on_ranks(1, plan_of(1), train_alone, tmp_path_factory.mktemp("alone"))[0]
+    found: list[dict[str, Any]] = on_ranks(1, make_plan(1), train_alone, tmp_path_factory.mktemp("alone"))[0]
     return found
 
 
@@ -132,7 +136,7 @@ def read_error(ctx: StandInContext, plan: Plan, batch: Any = None, build: Any = 
     try:
         engine = get_engine_class(plan)(copy_context(ctx, plan))
         engine.setup(build or (lambda: build_model(plan.architecture)))
-        engine.step(batch or batch_of(engine, 0))
+        engine.step(batch or make_batch(engine, 0))
     except (ValueError, RuntimeError) as error:
         return str(error)
     return "trained"
@@ -158,14 +162,14 @@ def run_broken_ring(ctx: StandInContext, kind: str) -> str:
     from shardscope.frameworks.fsdp2.engine import context_parallel, ring
     from shardscope.training.model.model import build_model
 
-    plan = plan_of(2, cp=2)
+    plan = make_plan(2, cp=2)
     if kind == "not the plan's group":
         made = context_parallel.init_device_mesh
 
-        def ranks_alone(kind: str, shape: Any, mesh_dim_names: Any) -> Any:
+        def train_ranks_in_one_process(kind: str, shape: Any, mesh_dim_names: Any) -> Any:
             return made(kind, (2, 1) if "cp" in mesh_dim_names else shape, mesh_dim_names=mesh_dim_names)
 
-        context_parallel.init_device_mesh = ranks_alone
+        context_parallel.init_device_mesh = train_ranks_in_one_process
         try:
             return read_error(ctx, plan)
         finally:
@@ -203,20 +207,20 @@ BROKEN = {
 
 def resume_with_whole_sequences(ctx: StandInContext) -> dict[str, Any]:
     """Resume a context-parallel checkpoint on ranks with whole sequences, from other weights."""
-    plan, other = plan_of(2, cp=2), plan_of(2)
+    plan, other = make_plan(2, cp=2), make_plan(2)
     engine = set_up(copy_context(ctx, plan), plan)
-    engine.step(batch_of(engine, 0))
+    engine.step(make_batch(engine, 0))
     engine.save("checkpoint")
     engine.export("model")
-    went_on = engine.step(batch_of(engine, 1))
+    went_on = engine.step(make_batch(engine, 1))
     again = set_up(copy_context(ctx, other), other, seed=7)
     again.load("checkpoint")
     back = set_up(copy_context(ctx, plan), plan, seed=8)
     back.load("checkpoint")
     return {
         "went_on": went_on,
-        "whole": again.step(batch_of(again, 1)),
-        "parts": back.step(batch_of(back, 1)),
+        "whole": again.step(make_batch(again, 1)),
+        "parts": back.step(make_batch(back, 1)),
         "done": again.num_steps_done,
     }
 
@@ -230,11 +234,11 @@ def two_ranks(ctx: StandInContext) -> dict[str, Any]:
     return {
         "families": {family: compare(family, mesh) for family in KEPT_FAMILIES},
         "half": train_plan(ctx, HALF),
-        "host": train_plan(ctx, plan_of(2, cp=2, offload="cpu")),
+        "host": train_plan(ctx, make_plan(2, cp=2, offload="cpu")),
         "long": train_plan(ctx, LONG)["phases"]["forward"]["activations"],
         "saved": resume_with_whole_sequences(ctx),
-        "masked": read_error(ctx, plan_of(2, cp=2), batch=masked),
-        "short": read_error(ctx, plan_of(2, cp=2), batch={"input_ids": tokens, "labels": tokens}),
+        "masked": read_error(ctx, make_plan(2, cp=2), batch=masked),
+        "short": read_error(ctx, make_plan(2, cp=2), batch={"input_ids": tokens, "labels": tokens}),
         "broken": {kind: run_broken_ring(ctx, kind) for kind in BROKEN},
     }
 
@@ -288,7 +292,7 @@ def test_context_parallelism_trains_in_half_precision_and_with_offloading(
 
 
 def train_adapters(ctx: StandInContext) -> list[dict[str, Any]]:
-    plans = (plan_of(2, method="lora", lora_rank=4, cp=cp) for cp in (2, 1))
+    plans = (make_plan(2, method="lora", lora_rank=4, cp=cp) for cp in (2, 1))
     return [train_plan(ctx, plan) for plan in plans]
 
 
@@ -350,17 +354,17 @@ def on_old_gpus(plan: Plan) -> Plan:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (plan_of(4, cp=2, tp=2), "Layout.tp is 2; allowed: 1 with cp > 1 to train with FSDP2"),
-        (plan_of(4, cp=2, pp=2), "Layout.pp is 2; allowed: 1 with cp > 1 to train with FSDP2"),
-        (plan_of(2, architecture("gpt_neox", 2), cp=2), "was not tested with other families"),
-        (plan_of(2, architecture("mistral with a window", 2), cp=2), "sliding_window=16 with cp > 1"),
+        (make_plan(4, cp=2, tp=2), "Layout.tp is 2; allowed: 1 with cp > 1 to train with FSDP2"),
+        (make_plan(4, cp=2, pp=2), "Layout.pp is 2; allowed: 1 with cp > 1 to train with FSDP2"),
+        (make_plan(2, architecture("gpt_neox", 2), cp=2), "was not tested with other families"),
+        (make_plan(2, architecture("mistral with a window", 2), cp=2), "sliding_window=16 with cp > 1"),
         (
-            on_old_gpus(plan_of(2, cp=2, precision="bf16-mixed")),
+            on_old_gpus(make_plan(2, cp=2, precision="bf16-mixed")),
             "whose fused attention does not support bf16",
         ),
-        (plan_of(2, cp=2, recompute="offload"), "Recipe.recompute is 'offload'; allowed: "),
-        (plan_of(2, cp=2, loss="chunked"), "Recipe.loss is 'chunked'; allowed: None, 'full'"),
-        (plan_of(2, cp=2, dropout=0.1), "Recipe.dropout is 0.1; allowed: 0.0 for this engine"),
+        (make_plan(2, cp=2, recompute="offload"), "Recipe.recompute is 'offload'; allowed: "),
+        (make_plan(2, cp=2, loss="chunked"), "Recipe.loss is 'chunked'; allowed: None, 'full'"),
+        (make_plan(2, cp=2, dropout=0.1), "Recipe.dropout is 0.1; allowed: 0.0 for this engine"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

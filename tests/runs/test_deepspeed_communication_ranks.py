@@ -36,7 +36,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def plan_of(name: str) -> Any:
+def make_plan(name: str) -> Any:
     return tiny_plan("zero", 2, architecture=LLAMA, layout=PLANS[name], precision="bf16-mixed")
 
 
@@ -44,7 +44,7 @@ def train_every_plan(ctx: StandInContext) -> dict[str, Any]:
     """Return the losses, bytes and reduction types of every plan."""
     results: dict[str, Any] = {}
     for name in PLANS:
-        again = [_train_plan(ctx, plan_of(name)) for _ in range(TIMES)]
+        again = [_train_plan(ctx, make_plan(name)) for _ in range(TIMES)]
         least = min(sum(one["phases"]["backward"].values()) for one in again)
         results[name] = {**again[0], "backward": least}
     return {**results, "contradiction": _read_contradiction(ctx)}
@@ -61,7 +61,7 @@ def _read_contradiction(ctx: StandInContext) -> str:
 
     engine.build_deepspeed_config = omit_communication_type
     try:
-        _train_plan(ctx, plan_of("zero-2 in fp32"))
+        _train_plan(ctx, make_plan("zero-2 in fp32"))
     except RuntimeError as error:
         return str(error)
     finally:
@@ -107,7 +107,7 @@ class _Reduced(TorchDispatchMode):
 
 @pytest.fixture(scope="module")
 def rank_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    plan = plan_of("zero-2")
+    plan = make_plan("zero-2")
     before_fork(plan, "cpu")
     return on_ranks(2, plan, train_every_plan, tmp_path_factory.mktemp("types"))
 
@@ -142,7 +142,7 @@ def test_state_bytes_do_not_depend_on_the_communication_dtype(
     name: str, rank_results: list[dict[str, Any]]
 ) -> None:
     """To the byte: sums come back in half precision."""
-    report = plan_of(name).memory()
+    report = make_plan(name).memory()
     held = [rank[name]["held"] for rank in rank_results]
     assert max(one["parameters"] for one in held) == report.at("rest")["parameters"]
     assert max(one["gradients"] for one in held) == report.at("optimizer")["gradients"]
@@ -153,6 +153,6 @@ def test_state_bytes_do_not_depend_on_the_communication_dtype(
 def test_backward_memory_is_as_predicted(name: str, rank_results: list[dict[str, Any]]) -> None:
     """All tensors of the first rank, whose part is predicted; the second one's comes first in backward."""
     measured = rank_results[0][name]["backward"]
-    predicted = plan_of(name).memory().at("backward")
+    predicted = make_plan(name).memory().at("backward")
     tensors = sum(size for part, size in predicted.items() if part in TENSOR_COMPONENTS)
     assert tensors == pytest.approx(measured, rel=0.01)

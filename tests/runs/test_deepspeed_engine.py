@@ -13,9 +13,9 @@ needs("transformers")
 # make test has a parity row of this framework.
 pytestmark = [needs_installed("deepspeed"), thorough()]
 
-from finetuned_models import beside_alone  # noqa: E402
+from finetuned_models import train_beside_single_process  # noqa: E402
 from gloo_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
-from single_process import RATE, curves_alone  # noqa: E402
+from single_process import RATE, train_in_one_process  # noqa: E402
 
 from shardscope import Layout  # noqa: E402
 from shardscope.core.errors import FieldError  # noqa: E402
@@ -47,7 +47,7 @@ ON_HOST: dict[str, dict[str, Any]] = {
 }
 
 
-def plan_of(name: str) -> Any:
+def make_plan(name: str) -> Any:
     return tiny_plan("zero", 2, **{**PLANS, **ON_HOST}[name])
 
 
@@ -82,7 +82,7 @@ def train_every_plan(ctx: StandInContext) -> dict[str, Any]:
     found["at update"] = at_update(ctx)
     memory_watch.WATCHED_STEPS = ()  # The census looks at every operator.
     for name in names:
-        engine = set_up_engine(ctx, plan_of(name))
+        engine = set_up_engine(ctx, make_plan(name))
         losses, norms = [], []
         for step in range(NUM_STEPS):
             losses.append(engine.step(take_rank_rows(ctx, step)))
@@ -97,7 +97,7 @@ def train_every_plan(ctx: StandInContext) -> dict[str, Any]:
     found["adapters"] = train_adapters(ctx)
     found["contradiction"] = read_contradiction(ctx)
     found["types of parts"] = types_of_parts(ctx)
-    found["from files"] = beside_alone(ctx, "tied", Layout.zero(stage=3))
+    found["from files"] = train_beside_single_process(ctx, "tied", Layout.zero(stage=3))
     return found
 
 
@@ -105,7 +105,7 @@ def at_update(ctx: StandInContext) -> int:
     """Return the working bytes of ZeRO-1's update: the least of ``TIMES`` runs."""
     seen = []
     for _ in range(TIMES):
-        engine = set_up_engine(ctx, plan_of("zero-1"))
+        engine = set_up_engine(ctx, make_plan("zero-1"))
         for step in range(NUM_STEPS):
             engine.step(take_rank_rows(ctx, step))
         held = ctx.records["memory"]["phases"]["optimizer"]
@@ -115,16 +115,16 @@ def at_update(ctx: StandInContext) -> int:
 
 def plain_torch() -> dict[str, Any]:
     ids = [whole_batch(step) for step in range(NUM_STEPS)]
-    return curves_alone(tiny_llama(), [{"input_ids": rows, "labels": rows} for rows in ids])
+    return train_in_one_process(tiny_llama(), [{"input_ids": rows, "labels": rows} for rows in ids])
 
 
 def moved_to_the_host(ctx: StandInContext) -> list[float]:
     """Return the losses of an optimizer on the host that resumes a checkpoint of one on the device."""
-    engine = set_up_engine(ctx, plan_of("zero-2, two micro-batches"))
+    engine = set_up_engine(ctx, make_plan("zero-2, two micro-batches"))
     for step in range(SAVED_AFTER):
         engine.step(take_rank_rows(ctx, step))
     engine.save("kept/on the device")
-    engine = set_up_engine(ctx, plan_of("zero-2 on the host"), seed=7)
+    engine = set_up_engine(ctx, make_plan("zero-2 on the host"), seed=7)
     engine.load("kept/on the device")
     return [engine.step(take_rank_rows(ctx, step)) for step in range(SAVED_AFTER, NUM_STEPS)]
 
@@ -135,11 +135,11 @@ def resume_and_export(ctx: StandInContext) -> dict[str, Any]:
 
     results: dict[str, Any] = {}
     for name in ("zero-1", "zero-3 bf16"):
-        engine = set_up_engine(ctx, plan_of(name))
+        engine = set_up_engine(ctx, make_plan(name))
         for step in range(SAVED_AFTER):
             engine.step(take_rank_rows(ctx, step))
         engine.save(f"kept/{name}")
-        engine = set_up_engine(ctx, plan_of(name), seed=7)
+        engine = set_up_engine(ctx, make_plan(name), seed=7)
         engine.load(f"kept/{name}")
         engine.export(f"exported/{name}")
         opened = AutoModelForCausalLM.from_pretrained(ctx.folder / "exported" / name)
@@ -151,7 +151,7 @@ def resume_and_export(ctx: StandInContext) -> dict[str, Any]:
         results[name] = {"again": again, "done": done, "exported": loss, "type": str(opened.dtype)}
     if extensions.is_built("cpu_adam"):
         results["to the host"] = moved_to_the_host(ctx)
-        engine = set_up_engine(ctx, plan_of("zero-3"))
+        engine = set_up_engine(ctx, make_plan("zero-3"))
     try:
         engine.load("kept/zero-1")
     except ValueError as refusal:
@@ -187,7 +187,7 @@ def read_contradiction(ctx: StandInContext) -> str:
 
     engine.build_deepspeed_config = change_stage
     try:
-        set_up_engine(ctx, plan_of("zero-2, two micro-batches"))
+        set_up_engine(ctx, make_plan("zero-2, two micro-batches"))
     except RuntimeError as error:
         return str(error)
     finally:
@@ -213,7 +213,7 @@ def types_of_parts(ctx: StandInContext) -> list[str]:
         for supported in (True, False):
             accelerator.is_fp16_supported = lambda supported=supported: supported
             for name in ("zero-3", "zero-3 bf16"):
-                set_up_engine(ctx, plan_of(name))
+                set_up_engine(ctx, make_plan(name))
     finally:
         deepspeed.zero.Init = truth
         del accelerator.is_fp16_supported
@@ -222,7 +222,7 @@ def types_of_parts(ctx: StandInContext) -> list[str]:
 
 @pytest.fixture(scope="module")
 def rank_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    plan = plan_of("zero-1")
+    plan = make_plan("zero-1")
     before_fork(plan, "cpu")
     if extensions.is_built("cpu_adam"):
         extensions.load_extension("cpu_adam")
@@ -256,7 +256,7 @@ def test_stage_3_loads_pretrained_weights(rank_results: list[dict[str, Any]]) ->
 @pytest.mark.parametrize("name", with_fp16_where_it_can_be([*PLANS, *ON_HOST]))
 def test_measured_bytes_equal_the_prediction(name: str, rank_results: list[dict[str, Any]]) -> None:
     """To the byte, of the rank that holds most; what an update works with is no state."""
-    report = plan_of(name).memory()
+    report = make_plan(name).memory()
     ranks = [select_result(rank_results, name, rank)["held"] for rank in range(2)]
     assert max(rank["parameters"] for rank in ranks) == report.at("rest")["parameters"]
     assert max(rank["gradients"] for rank in ranks) == report.at("optimizer")["gradients"]
@@ -265,7 +265,7 @@ def test_measured_bytes_equal_the_prediction(name: str, rank_results: list[dict[
 
 def test_optimizer_step_memory_is_as_predicted(rank_results: list[dict[str, Any]]) -> None:
     """The engine's AdamW is fused: a plain one would need twice its part beside its moments."""
-    predicted = plan_of("zero-1").memory().at("optimizer")["optimizer"]
+    predicted = make_plan("zero-1").memory().at("optimizer")["optimizer"]
     assert 0 <= max(rank["at update"] for rank in rank_results) - predicted < 4096
 
 
@@ -296,7 +296,7 @@ def test_the_engine_record_describes_the_run(
     record = select_result(rank_results, name)["engine"]
     assert record["sentence"] == sentence
     assert record["num_parameters"] == record["num_trained_parameters"] == tiny_llama().num_parameters
-    assert record["stage"] == plan_of(name).layout.stage and record["data_parallel"] == 2
+    assert record["stage"] == make_plan(name).layout.stage and record["data_parallel"] == 2
     halves = 1 if record["stage"] == 0 else 2
     assert record["num_weights_updated_here"] * halves == tiny_llama().num_parameters
 

@@ -46,7 +46,7 @@ OVER_FOUR: dict[str, dict[str, Any]] = {
 """Every two ranks have all experts: those of a rank are another one's too."""
 
 
-def plan_of(name: str, num_ranks: int = 2) -> Any:
+def make_plan(name: str, num_ranks: int = 2) -> Any:
     """Four rows a step, of which each rank has as many, in micro-batches of one."""
     fields = {
         "micro_batch_size": 1,
@@ -78,7 +78,7 @@ def train_every_plan(ctx: StandInContext) -> dict[str, Any]:
     results: dict[str, Any] = {}
     names = [*PLANS, *(ON_HOST if extensions.is_built("cpu_adam") else ())]
     for name in names if ctx.world_size == 2 else OVER_FOUR:
-        engine = set_up_engine(ctx, plan_of(name, ctx.world_size))
+        engine = set_up_engine(ctx, make_plan(name, ctx.world_size))
         losses, norms = [], []
         for step in range(NUM_STEPS):
             losses.append(engine.step(take_rank_rows(ctx, step)))
@@ -98,13 +98,13 @@ def resume_and_export(ctx: StandInContext, name: str) -> dict[str, Any]:
     """Resume a checkpoint in a new engine, and open an export with transformers."""
     from transformers import AutoModelForCausalLM
 
-    engine = set_up_engine(ctx, plan_of(name))
+    engine = set_up_engine(ctx, make_plan(name))
     for step in range(SAVED_AFTER):
         engine.step(take_rank_rows(ctx, step))
     wait = engine.begin_save(f"kept/{name}")
     went_on = engine.step(take_rank_rows(ctx, SAVED_AFTER))
     wait()
-    engine = set_up_engine(ctx, plan_of(name), seed=7)
+    engine = set_up_engine(ctx, make_plan(name), seed=7)
     engine.load(f"kept/{name}")
     engine.export(f"exported/{name}")
     opened = AutoModelForCausalLM.from_pretrained(ctx.folder / "exported" / name)
@@ -125,7 +125,7 @@ def results_by_plan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[
     """The results of each rank, by plan."""
     by_plan: dict[str, list[dict[str, Any]]] = {}
     for num_ranks, name in ((2, "zero-1"), (4, "zero-1 over four")):
-        plan = plan_of(name, num_ranks)
+        plan = make_plan(name, num_ranks)
         before_fork(plan, "cpu")
         if extensions.is_built("cpu_adam"):
             extensions.load_extension("cpu_adam")
@@ -148,7 +148,7 @@ def test_losses_equal_those_of_plain_torch(
     name: str, results_by_plan: dict[str, list[dict[str, Any]]]
 ) -> None:
     ranks = select_results(results_by_plan, name)
-    plan = plan_of(name, len(ranks))
+    plan = make_plan(name, len(ranks))
     expected, half = plain_torch(plan.architecture), plan.recipe.precision != "fp32"
     for rank in ranks:
         assert rank["losses"] == pytest.approx(expected["losses"], abs=0.05 if half else 1e-4)
@@ -160,7 +160,7 @@ def test_losses_equal_those_of_plain_torch(
 def test_measured_bytes_equal_the_prediction(
     name: str, results_by_plan: dict[str, list[dict[str, Any]]]
 ) -> None:
-    report, ranks = plan_of(name).memory(), [rank["held"] for rank in select_results(results_by_plan, name)]
+    report, ranks = make_plan(name).memory(), [rank["held"] for rank in select_results(results_by_plan, name)]
     assert max(held["parameters"] for held in ranks) == report.at("rest")["parameters"]
     assert max(held["gradients"] for held in ranks) == report.at("optimizer")["gradients"]
     assert max(held["optimizer"] for held in ranks) == report.at("rest")["optimizer"]
@@ -172,7 +172,7 @@ def test_experts_replicated_over_ranks_have_the_predicted_bytes(
     name: str, results_by_plan: dict[str, list[dict[str, Any]]]
 ) -> None:
     """With ZeRO: gradients are of whole tensors, of which the planned rank is the one that holds most."""
-    report = plan_of(name, 4).memory()
+    report = make_plan(name, 4).memory()
     for rank in results_by_plan[name]:
         assert rank["held"]["parameters"] == report.at("rest")["parameters"]
         assert rank["held"]["optimizer"] == report.at("rest")["optimizer"]

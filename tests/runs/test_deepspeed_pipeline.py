@@ -32,7 +32,7 @@ def make_llama(*, tied: bool) -> Architecture:
     return replace(made, num_hidden_layers=3, vocab_size=256)
 
 
-def plan_of(num_ranks: int, *, stage: int, tied: bool = False, **recipe: Any) -> Any:
+def make_plan(num_ranks: int, *, stage: int, tied: bool = False, **recipe: Any) -> Any:
     """Two stages; all data-parallel ranks share the same four rows, in micro-batches of one."""
     fields = {"global_batch_size": ROWS, "micro_batch_size": 1, **recipe}
     layout = {"stage": stage, "pp": 2}
@@ -77,7 +77,7 @@ def train_every_plan(ctx: StandInContext) -> dict[str, Any]:
             continue
         # The census looks at every operator: one kind of engine is enough.
         memory_watch.WATCHED_STEPS = watched if name == "zero-1" else ()
-        engine = set_up_engine(ctx, plan_of(ctx.world_size, **fields))
+        engine = set_up_engine(ctx, make_plan(ctx.world_size, **fields))
         losses, norms = [], []
         for step in range(NUM_STEPS):
             losses.append(engine.step(take_rank_rows(engine, step)))
@@ -102,7 +102,7 @@ def resume_and_export(ctx: StandInContext) -> dict[str, Any]:
 
     results: dict[str, Any] = {}
     for name in ("zero-0, tied", "zero-1 bf16"):
-        plan = plan_of(2, **PLANS[name])
+        plan = make_plan(2, **PLANS[name])
         engine = set_up_engine(ctx, plan)
         for step in range(SAVED_AFTER):
             engine.step(take_rank_rows(engine, step))
@@ -124,7 +124,7 @@ def held_up(ctx: StandInContext) -> dict[str, Any]:
     """Save a checkpoint whose writing is held up for a step, and one whose part a rank cannot write."""
     from shardscope.frameworks.deepspeed.engine.checkpointing import StagedFiles
 
-    plan, write, may_go_on = plan_of(2, **PLANS["zero-1"]), StagedFiles.write, threading.Event()
+    plan, write, may_go_on = make_plan(2, **PLANS["zero-1"]), StagedFiles.write, threading.Event()
 
     def fail_on_rank_1(files: StagedFiles) -> None:
         if ctx.rank == 1:
@@ -166,7 +166,7 @@ def results_by_plan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[
     """The results of each rank, by plan."""
     by_plan: dict[str, list[dict[str, Any]]] = {}
     for num_ranks in (2, 4):
-        plan = plan_of(num_ranks, stage=1)
+        plan = make_plan(num_ranks, stage=1)
         before_fork(plan, "cpu")
         ranks = on_ranks(num_ranks, plan, train_every_plan, tmp_path_factory.mktemp("pipeline"))
         by_plan |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
@@ -192,7 +192,7 @@ def test_measured_bytes_of_each_stage_equal_the_prediction(
 ) -> None:
     """To the byte, of the rank that holds most; what an update works with is no state."""
     fields, ranks = {**PLANS, **OVER_FOUR}[name], results_by_plan[name]
-    stages = plan_of(len(ranks), **fields).memory().by_stage
+    stages = make_plan(len(ranks), **fields).memory().by_stage
     each = len(ranks) // len(stages)
     for number, report in enumerate(stages):
         own = [rank["held"] for rank in ranks[number * each : (number + 1) * each]]

@@ -43,7 +43,7 @@ OVER_FOUR: dict[str, dict[str, Any]] = {
 KEPT_FAMILIES = ("qwen3",)
 
 
-def plan_of(name: str, num_ranks: int = 2) -> Any:
+def make_named_plan(name: str, num_ranks: int = 2) -> Any:
     """Four rows a step in micro-batches of one, of which each group of two ranks has as many."""
     fields: dict[str, Any] = {"architecture": LLAMA, **{**PLANS, **OVER_FOUR}[name]}
     return make_plan(num_ranks, **fields)
@@ -91,7 +91,7 @@ def all_of_them(ctx: StandInContext) -> dict[str, Any]:
 
     memory_watch.WATCHED_STEPS = ()  # The census looks at every operator.
     names = PLANS if ctx.world_size == 2 else OVER_FOUR
-    found: dict[str, Any] = {name: train_plan(ctx, plan_of(name, ctx.world_size)) for name in names}
+    found: dict[str, Any] = {name: train_plan(ctx, make_named_plan(name, ctx.world_size)) for name in names}
     if ctx.world_size == 2:
         found["kept"] = {name: resume_and_export(ctx, name) for name in ("zero-1 tied", "zero-2 bf16")}
         for family in KEPT_FAMILIES:
@@ -111,7 +111,7 @@ def left_whole(ctx: StandInContext) -> str:
     own = DeepSpeedEngine._apply_autotp_partitioning
     DeepSpeedEngine._apply_autotp_partitioning = lambda self, *_: {}
     try:
-        set_up_engine(ctx, plan_of("zero-0"))
+        set_up_engine(ctx, make_named_plan("zero-0"))
     except RuntimeError as error:
         return str(error)
     finally:
@@ -123,13 +123,13 @@ def resume_and_export(ctx: StandInContext, name: str) -> dict[str, Any]:
     """Resume a checkpoint in a new engine, and open an export with transformers."""
     from transformers import AutoModelForCausalLM
 
-    engine = set_up_engine(ctx, plan_of(name))
+    engine = set_up_engine(ctx, make_named_plan(name))
     for step in range(SAVED_AFTER):
         engine.step(take_rank_rows(engine, step))
     wait = engine.begin_save(f"kept/{name}")
     went_on = engine.step(take_rank_rows(engine, SAVED_AFTER))
     wait()
-    engine = set_up_engine(ctx, plan_of(name), seed=7)
+    engine = set_up_engine(ctx, make_named_plan(name), seed=7)
     engine.load(f"kept/{name}")
     engine.export(f"exported/{name}")
     opened = AutoModelForCausalLM.from_pretrained(ctx.folder / "exported" / name)
@@ -152,7 +152,7 @@ def results_by_plan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The results of each rank, by plan."""
     by_plan: dict[str, Any] = {}
     for num_ranks, name in ((2, "zero-0"), (4, "zero-1 over four")):
-        plan = plan_of(name, num_ranks)
+        plan = make_named_plan(name, num_ranks)
         before_fork(plan, "cpu")
         ranks = on_ranks(num_ranks, plan, all_of_them, tmp_path_factory.mktemp("tensors"))
         by_plan |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
@@ -162,7 +162,7 @@ def results_by_plan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @thorough()
 @pytest.mark.parametrize("name", [*PLANS, *OVER_FOUR])
 def test_losses_equal_those_of_plain_torch(name: str, results_by_plan: dict[str, Any]) -> None:
-    plan = plan_of(name, len(results_by_plan[name]))
+    plan = make_named_plan(name, len(results_by_plan[name]))
     expected, half = plain_torch(plan.architecture), plan.recipe.precision != "fp32"
     for rank, one in enumerate(results_by_plan[name]):
         assert one["losses"] == pytest.approx(expected["losses"], abs=0.02 if half else 1e-5)
@@ -173,22 +173,22 @@ def test_losses_equal_those_of_plain_torch(name: str, results_by_plan: dict[str,
 @thorough()
 @pytest.mark.parametrize("name", [*PLANS, *OVER_FOUR])
 def test_measured_bytes_equal_the_prediction(name: str, results_by_plan: dict[str, Any]) -> None:
-    report = plan_of(name, len(results_by_plan[name])).memory()
+    report = make_named_plan(name, len(results_by_plan[name])).memory()
     held = [rank["held"] for rank in results_by_plan[name]]
     assert {one["parameters"] for one in held} == {report.at("rest")["parameters"]}
     assert {one["optimizer"] for one in held} == {report.at("rest")["optimizer"]}
     assert max(one["gradients"] for one in held) == report.at("optimizer")["gradients"]
 
 
-def families_alone(ctx: StandInContext) -> dict[str, Any]:
+def train_families_in_one_process(ctx: StandInContext) -> dict[str, Any]:
     return {family: train_plan(ctx, make_plan(architecture=of_family(family))) for family in AUTOTP_TRAINED}
 
 
 @pytest.fixture(scope="module")
 def family_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    plan = plan_of("zero-0")
+    plan = make_named_plan("zero-0")
     before_fork(plan, "cpu")
-    ranks = on_ranks(2, plan, families_alone, tmp_path_factory.mktemp("families"))
+    ranks = on_ranks(2, plan, train_families_in_one_process, tmp_path_factory.mktemp("families"))
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 

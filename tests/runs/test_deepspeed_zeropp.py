@@ -20,7 +20,7 @@ THRESHOLD = 4000
 """Of a tiny model's tensors: its matrices are cut, its norms stay gathered."""
 
 
-def plan_of(method: str) -> Any:
+def make_plan(method: str) -> Any:
     layout = {
         "stage": 3,
         "zero_hpz_partition_size": 2,
@@ -42,7 +42,7 @@ def train_every_plan(ctx: StandInContext) -> dict[str, Any]:
     memory_watch.WATCHED_STEPS = ()  # The census looks at every operator.
     results: dict[str, Any] = {}
     for method in ("full", "lora"):
-        ctx.plan = plan_of(method)
+        ctx.plan = make_plan(method)
         engine = ctx.engine = type(ctx.engine)(ctx)
         engine.learning_rate = 1e-2
         engine.setup(lambda: build_model(tiny_llama()))
@@ -68,7 +68,7 @@ def make_batch(step: int) -> Any:
 
 @pytest.fixture(scope="module")
 def rank_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    plan = plan_of("full")
+    plan = make_plan("full")
     before_fork(plan, "cpu")
     folder: Path = tmp_path_factory.mktemp("hpz")
     return on_ranks(4, plan, train_every_plan, folder)
@@ -97,7 +97,7 @@ def test_secondary_partitions_have_the_predicted_size(
     method: str, rank_results: list[dict[str, Any]]
 ) -> None:
     """Before the update those of all that forward released, after it those of what is frozen."""
-    report, none = plan_of(method).memory(), tiny_report(method)
+    report, none = make_plan(method).memory(), tiny_report(method)
     for phase, seen in zip(("optimizer", "rest"), rank_results[0][method]["second"], strict=True):
         planned = report.at(phase)["gather_buffers"] - none.at(phase)["gather_buffers"]
         assert {rank[method]["second"][phase == "rest"] for rank in rank_results} == {seen} == {planned}
@@ -107,7 +107,7 @@ def tiny_report(method: str) -> Any:
     """The same plan's without second partitions."""
     from dataclasses import replace
 
-    plan = plan_of(method)
+    plan = make_plan(method)
     return replace(plan, layout=replace(plan.layout, zero_hpz_partition_size=1)).memory()
 
 

@@ -27,7 +27,7 @@ from shardscope.runs.launch.launch import launch  # noqa: E402
 NUM_STEPS = 5
 
 
-def batch_of(ctx: StandInContext, step: int, global_rows: int = 4) -> dict[str, Any]:
+def make_batch(ctx: StandInContext, step: int, global_rows: int = 4) -> dict[str, Any]:
     """This rank's rows of a global batch that does not depend on the number of ranks."""
     tokens = torch.randint(0, 64, (global_rows, 64), generator=torch.Generator().manual_seed(step))
     rows = tokens.chunk(ctx.world_size)[ctx.rank]
@@ -44,7 +44,7 @@ def set_up(ctx: StandInContext) -> None:
 
 def five_losses(ctx: StandInContext) -> dict[str, Any]:
     set_up(ctx)
-    losses = [ctx.engine.step(batch_of(ctx, step)) for step in range(NUM_STEPS)]
+    losses = [ctx.engine.step(make_batch(ctx, step)) for step in range(NUM_STEPS)]
     return {
         "losses": losses,
         "grad_norm": ctx.engine.grad_norm,
@@ -76,7 +76,7 @@ def test_the_reference_losses_are_plain_torchs(reference_result: dict[str, Any])
     ctx = StandInContext(rank=0, world_size=1, plan=None, folder=Path())
     losses = []
     for step in range(NUM_STEPS):
-        loss = model(**batch_of(ctx, step)).loss
+        loss = model(**make_batch(ctx, step)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -151,7 +151,7 @@ def test_recomputation_changes_no_loss(
 
 def uneven_labels(ctx: StandInContext) -> float:
     set_up(ctx)
-    batch = batch_of(ctx, 0)
+    batch = make_batch(ctx, 0)
     rows = torch.arange(4).chunk(ctx.world_size)[ctx.rank]
     for row, number in enumerate(rows.tolist()):
         batch["labels"][row, : 15 * number] = -100
@@ -195,22 +195,22 @@ def save_and_go_on(ctx: StandInContext) -> dict[str, Any]:
 
     set_up(ctx)
     for step in range(3):
-        ctx.engine.step(batch_of(ctx, step))
+        ctx.engine.step(make_batch(ctx, step))
     path = ctx.folder / "checkpoints" / "three"
     ctx.engine.save(path)
     ctx.engine.save(path)  # onto an older one
-    went_on = [ctx.engine.step(batch_of(ctx, step)) for step in (3, 4)]
+    went_on = [ctx.engine.step(make_batch(ctx, step)) for step in (3, 4)]
     ctx.engine = type(ctx.engine)(ctx)
     ctx.engine.seed = 7
     set_up(ctx)
     ctx.engine.load(path)
     done = ctx.engine.num_steps_done
-    again = [ctx.engine.step(batch_of(ctx, step)) for step in (3, 4)]
+    again = [ctx.engine.step(make_batch(ctx, step)) for step in (3, 4)]
     ctx.engine = DdpEngine(ctx)
     ctx.engine.seed = 7
     set_up(ctx)
     ctx.engine.load(path)
-    other = [ctx.engine.step(batch_of(ctx, step)) for step in (3, 4)]
+    other = [ctx.engine.step(make_batch(ctx, step)) for step in (3, 4)]
     left = sorted(child.name for child in path.parent.iterdir())
     return {"went_on": went_on, "again": again, "ddp": other, "done": done, "left": left}
 
@@ -229,18 +229,18 @@ def train_adapters(ctx: StandInContext) -> dict[str, Any]:
     from shardscope.training.optimizers.gradients import local_shard
 
     before = {name: local_shard(p.detach()).clone() for name, p in ctx.engine.model.named_parameters()}
-    losses = [ctx.engine.step(batch_of(ctx, 0)) for _ in range(NUM_STEPS)]
+    losses = [ctx.engine.step(make_batch(ctx, 0)) for _ in range(NUM_STEPS)]
     after = {name: local_shard(p.detach()) for name, p in ctx.engine.model.named_parameters()}
     changed = [name for name in after if not torch.equal(after[name], before[name])]
     ctx.engine.save(ctx.folder / "adapter")
-    expected = ctx.engine.step(batch_of(ctx, 1))
+    expected = ctx.engine.step(make_batch(ctx, 1))
     ctx.engine = type(ctx.engine)(ctx)
     set_up(ctx)
     ctx.engine.load(ctx.folder / "adapter")
     return {
         "losses": losses,
         "changed": changed,
-        "pair": [expected, ctx.engine.step(batch_of(ctx, 1))],
+        "pair": [expected, ctx.engine.step(make_batch(ctx, 1))],
         "num_trained_parameters": ctx.records["engine"]["num_trained_parameters"],
         "dtypes": {
             trains: sorted({str(p.dtype) for p in ctx.engine.model.parameters() if p.requires_grad == trains})
@@ -412,7 +412,7 @@ def test_pretraining_a_large_plan_never_builds_the_whole_model(tmp_path: Path) -
 
 def no_labels(ctx: StandInContext) -> str:
     set_up(ctx)
-    batch = batch_of(ctx, 0)
+    batch = make_batch(ctx, 0)
     if ctx.rank == 1:
         batch["labels"][:] = -100
     try:
@@ -464,7 +464,7 @@ def test_clipping_can_be_set_and_left_out(framework: str, tmp_path: Path) -> Non
 
 def saved_beside(ctx: StandInContext) -> int:
     set_up(ctx)
-    ctx.engine.step(batch_of(ctx, 0))
+    ctx.engine.step(make_batch(ctx, 0))
     ctx.engine.save("kept/one")
     again = type(ctx.engine)(ctx)
     ctx.engine = again

@@ -22,7 +22,7 @@ needs("transformers")
 needs("tokenizers")
 load_file = needs("safetensors.torch").load_file
 
-from exported_plans import FOUR, MORE, STORED, TWO, export_with_script, plan_of, select_plan_names  # noqa: E402
+from exported_plans import FOUR, MORE, STORED, TWO, export_with_script, make_plan, select_plan_names  # noqa: E402
 from finetuned_models import small_model  # noqa: E402
 from gloo_ranks import StandInContext, on_ranks, tiny_llama  # noqa: E402
 
@@ -41,7 +41,7 @@ A_START = 24
 """Plans of one start of ranks, which has no more than a minute and a half."""
 
 
-def run_made(
+def run_task(
     ctx: StandInContext, plan: ss.Plan, folder: Path, text: Path, model: Path | None
 ) -> dict[str, Any]:
     """Return the losses that the task logs, and the weights that its engine trains and exports."""
@@ -57,7 +57,7 @@ def run_made(
     return {"losses": losses, "trained": trained, "exported": str(folder / "export")}
 
 
-def script_made(folder: Path, text: Path, model: Path | None) -> dict[str, Any]:
+def run_script(folder: Path, text: Path, model: Path | None) -> dict[str, Any]:
     """Run ``train.py`` on rank 0 in the existing process group; return its output and model facts."""
     spec = importlib.util.spec_from_file_location(
         f"exported_{folder.name.replace('-', '_')}", folder / "train.py"
@@ -74,7 +74,7 @@ def script_made(folder: Path, text: Path, model: Path | None) -> dict[str, Any]:
     train_step = script.train_step
 
     def record_batch(module: Any, *given: Any) -> Any:
-        results.update({} if results else parts_of(module))
+        results.update({} if results else list_parts(module))
         return train_step(module, *given)
 
     script.train_step = record_batch
@@ -109,7 +109,7 @@ class StaysUp:
         return (lambda *given, **named: None) if name in ends else getattr(self.own, name)
 
 
-def parts_of(wrapper: Any) -> dict[str, Any]:
+def list_parts(wrapper: Any) -> dict[str, Any]:
     """Return the wrapper, the kinds of tensors, and the elements that this rank holds and trains."""
     stage = getattr(wrapper, "zero_optimization_stage", None)
     model = wrapper if stage is None else wrapper.module
@@ -130,23 +130,23 @@ def train_run_and_script(ctx: StandInContext, some: list[str]) -> dict[str, Any]
     os.environ.update(RANK=str(ctx.rank), LOCAL_RANK=str(ctx.rank), WORLD_SIZE=size, DS_ACCELERATOR="cpu")
     text, found = ctx.folder / "text.txt", {}
     for name in some:
-        with made_so(name):
+        with prepare_options(name):
             model = find_initial_model(ctx.folder, name)
-            found[name] = {"run": run_made(ctx, plan_of(name), home_of(ctx, name), text, model)}
+            found[name] = {"run": run_task(ctx, make_plan(name), make_run_folder(ctx, name), text, model)}
     for name in found:
-        framework = plan_of(name).layout.framework
+        framework = make_plan(name).layout.framework
         if framework == "deepspeed":
             connect_deepspeed("gloo", ctx.rank)
         if framework == "megatron":
             leave_model_parallel()
-        with made_so(name):
-            found[name]["script"] = script_made(
-                home_of(ctx, name), text, find_initial_model(ctx.folder, name)
+        with prepare_options(name):
+            found[name]["script"] = run_script(
+                make_run_folder(ctx, name), text, find_initial_model(ctx.folder, name)
             )
     return found
 
 
-def home_of(ctx: StandInContext, name: str) -> Path:
+def make_run_folder(ctx: StandInContext, name: str) -> Path:
     """Return the folder to which its plan was exported."""
     return ctx.folder / name.replace(" ", "-")
 
@@ -156,7 +156,7 @@ def find_initial_model(folder: Path, name: str) -> Path | None:
     return folder / "models" / STORED[name] if name in STORED else None
 
 
-def made_so(name: str) -> contextlib.AbstractContextManager[None]:
+def prepare_options(name: str) -> contextlib.AbstractContextManager[None]:
     """Return the context that the setup of plan ``name`` needs."""
     return drawn_by_shard() if "drawn" in name else contextlib.nullcontext()
 
@@ -190,9 +190,9 @@ def results_by_plan(
         for model in {STORED[name] for name in some if name in STORED}:
             small_model(folder / "models", model)
         for name in some:
-            with made_so(name):
-                export_with_script(plan_of(name), folder / name.replace(" ", "-"))
-        ranks = on_ranks(num_ranks, plan_of(some[0]), partial(train_run_and_script, some=some), folder)
+            with prepare_options(name):
+                export_with_script(make_plan(name), folder / name.replace(" ", "-"))
+        ranks = on_ranks(num_ranks, make_plan(some[0]), partial(train_run_and_script, some=some), folder)
         by_plan |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
     return by_plan
 
@@ -218,7 +218,7 @@ def test_the_exported_script_has_the_same_losses_as_the_run(
 def test_the_exported_script_builds_what_the_plan_says(
     name: str, results_by_plan: dict[str, list[dict[str, Any]]]
 ) -> None:
-    plan, ranks = plan_of(name), [rank["script"] for rank in results_by_plan[name]]
+    plan, ranks = make_plan(name), [rank["script"] for rank in results_by_plan[name]]
     arch, degrees, made = plan.architecture, plan.degrees, ranks[0]
     if plan.layout.framework == "fsdp2":
         assert made["kinds"] == ["DTensor"]
@@ -246,7 +246,7 @@ def test_the_exported_script_builds_what_the_plan_says(
 def test_transformers_opens_the_exported_scripts_checkpoint(
     name: str, results_by_plan: dict[str, list[dict[str, Any]]]
 ) -> None:
-    plan, saved = plan_of(name), Path(results_by_plan[name][0]["script"]["saved"])
+    plan, saved = make_plan(name), Path(results_by_plan[name][0]["script"]["saved"])
     if plan.recipe.has_adapters:
         assert (saved / "adapter_model.safetensors").is_file()
         return
@@ -260,7 +260,7 @@ def test_transformers_opens_the_exported_scripts_checkpoint(
     assert opened.config.use_cache, "whoever opens it may want to generate"
 
 
-def tensors_in(folder: Path) -> dict[str, Any]:
+def read_tensor_names(folder: Path) -> dict[str, Any]:
     return {name: one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()}
 
 
@@ -269,8 +269,8 @@ def tensors_in(folder: Path) -> dict[str, Any]:
 def test_the_exported_script_saves_the_same_weights_as_the_run(
     name: str, results_by_plan: dict[str, list[dict[str, Any]]]
 ) -> None:
-    saved = tensors_in(Path(results_by_plan[name][0]["script"]["saved"]))
-    exported = tensors_in(Path(results_by_plan[name][0]["run"]["exported"]))
+    saved = read_tensor_names(Path(results_by_plan[name][0]["script"]["saved"]))
+    exported = read_tensor_names(Path(results_by_plan[name][0]["run"]["exported"]))
     assert {name: one.shape for name, one in saved.items()} == {n: one.shape for n, one in exported.items()}
     # Adam's step is as long for a gradient that is nothing but rounding; half precision rounds weights too.
     close = 1e-2 if "bf16" in name else 2e-3

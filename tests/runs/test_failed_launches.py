@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import run_tasks as tasks
-from run_helpers import make_plan, processes_of, seconds_until
+from run_helpers import list_processes, make_plan, seconds_until
 from test_final_status import start_kernel
 from tests.faults import includes_slow_tests
 from tests.requirements import few
@@ -54,7 +54,7 @@ class NoDescriptors:
 def check_nothing_left(folder: Path, before: set[int]) -> None:
     """Nothing of a launch in ``folder``: no file, no process, no lease but those of ``before``."""
     assert not list(folder.iterdir())
-    seconds_until(lambda: not processes_of(folder), 5)
+    seconds_until(lambda: not list_processes(folder), 5)
     seconds_until(lambda: lease._leases.write_ends <= before, 5)
 
 
@@ -245,7 +245,7 @@ def test_fault_61_ctrl_c_inside_launch_leaves_nothing(tmp_path: Path, lease_desc
             run.wait(60)
             continue
         assert not folder.exists(), f"point {point}: {list(folder.rglob('*'))}"
-        seconds_until(lambda folder=folder: not processes_of(folder), 5)
+        seconds_until(lambda folder=folder: not list_processes(folder), 5)
     assert num_whole <= num_points // 10
     seconds_until(lambda: lease._leases.write_ends <= lease_descriptors, 5)
 

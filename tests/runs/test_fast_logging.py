@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 import run_tasks as tasks
-from run_helpers import processes_of, seconds_until
+from run_helpers import list_processes, seconds_until
 
 from shardscope.records.json_files import read_lines
 from shardscope.runs.launch.launch import launch
@@ -23,7 +23,9 @@ def test_fault_60_metrics_logged_faster_than_they_are_read(plan: Any, tmp_path: 
     run = launch(plan, tasks.floods, folder=tmp_path)
     events = [run.folder / "events" / f"rank-{rank}.jsonl" for rank in range(2)]
     seconds_until(lambda: all(path.exists() for path in events))
-    supervisor = next(p for p in processes_of(tmp_path) if "shardscope.runs.launch.supervisor" in p.cmdline())
+    supervisor = next(
+        p for p in list_processes(tmp_path) if "shardscope.runs.launch.supervisor" in p.cmdline()
+    )
     peak: list[int] = []
     watch = threading.Thread(target=_keep_peak, args=(supervisor, peak))
     watch.start()
@@ -53,7 +55,7 @@ def _keep_peak(process: psutil.Process, peak: list[int]) -> None:
 def test_fault_61_a_secret_that_a_rank_sets_in_its_environment(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.sets_a_secret, folder=tmp_path)
     assert run.wait(60) == "failed"
-    seconds_until(lambda: not processes_of(tmp_path), timeout=20)
+    seconds_until(lambda: not list_processes(tmp_path), timeout=20)
     secret = b"".join((b"fetched ", b"in mid run"))
     for file in run.folder.rglob("*"):
         assert not file.is_file() or secret not in file.read_bytes(), file

@@ -16,8 +16,8 @@ import psutil
 import pytest
 import run_tasks
 import status_tasks as tasks
-from run_helpers import make_plan, processes_of, seconds_until
-from test_stop import has_begun, supervisor_of
+from run_helpers import list_processes, make_plan, seconds_until
+from test_stop import find_supervisor, has_begun
 from tests.requirements import few, thorough
 
 from shardscope.core.errors import FieldError
@@ -94,7 +94,7 @@ def test_fault_51_a_killed_supervisor_is_cleaned_up_after_with_sigchld_ignored(t
     assert kernel.stdout is not None and kernel.stdout.readline() == "begun\n"
     run = Run.attach(tmp_path / "run")
     child = int(run.metrics()[0]["child"])
-    os.kill(supervisor_of(run), 9)
+    os.kill(find_supervisor(run), 9)
     seconds_until(lambda: not psutil.pid_exists(child), 8)
     seconds_until(lambda: not (run.folder / "tmp").exists(), 8)
     assert run.status == "lost"
@@ -153,7 +153,7 @@ def test_fault_56_leftover_threads_and_processes_do_not_keep_a_run_alive(
         assert "in for_ever" in run.logs(last) and "a thread is still running" in run.logs(last)
         assert run.error is None
     assert ", process " in two.reason
-    seconds_until(lambda: not processes_of(tmp_path), 5)
+    seconds_until(lambda: not list_processes(tmp_path), 5)
 
 
 @thorough()
@@ -188,7 +188,7 @@ def test_a_stop_counts_if_it_was_requested_before_the_tasks_returned(is_first: b
     """The supervisor is halted, so that it reads the stop after the task has returned."""
     run = launch(make_plan(1), tasks.returns_for_a_stop_or_a_file, folder=tmp_path)
     seconds_until(run.metrics, 60)
-    supervisor = psutil.Process(supervisor_of(run))
+    supervisor = psutil.Process(find_supervisor(run))
     supervisor.suspend()
     try:
         if is_first:
@@ -296,10 +296,10 @@ def supervise_again(run: Run) -> str:
 def test_fault_61_a_second_supervisor_leaves_the_run_alone(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, run_tasks.Log(10_000, 0.1, polite=True), folder=tmp_path)
     seconds_until(lambda: has_begun(run) and run.status == "running")
-    supervisor, history = supervisor_of(run), run.history
+    supervisor, history = find_supervisor(run), run.history
     assert "already has a running supervisor" in supervise_again(run)
-    assert run.status == "running" and run.history == history and supervisor_of(run) == supervisor
+    assert run.status == "running" and run.history == history and find_supervisor(run) == supervisor
     run.stop(checkpoint=True)
     assert run.wait(30) == "stopped"
     assert "was started before" in supervise_again(run)
-    assert run.status == "stopped" and supervisor_of(run) == supervisor
+    assert run.status == "stopped" and find_supervisor(run) == supervisor

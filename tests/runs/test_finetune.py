@@ -20,7 +20,7 @@ needs("transformers")
 from finetuned_models import (  # noqa: E402
     MODELS,
     SIZES,
-    plan_of,
+    make_plan,
     set_up_engine,
     small_model,
     train_alone,
@@ -94,13 +94,13 @@ def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: small_model(parent, name) for name in MODELS}
 
 
-def losses_of(
+def read_losses(
     ctx: StandInContext, models: dict[str, Path], framework: str, names: tuple[str, ...]
 ) -> dict[str, list[float]]:
     results = {}
     for name in names:
         model, layout, recipe = CASES[framework][name]
-        results[name] = train_on_ranks(ctx, models[model], plan_of(models[model], layout, **recipe))
+        results[name] = train_on_ranks(ctx, models[model], make_plan(models[model], layout, **recipe))
     return results
 
 
@@ -118,8 +118,8 @@ def test_every_engine_starts_with_the_pretrained_models_loss(
     skip_without(start.partition(",")[0])
     cases = CASES[framework]
     model, layout, recipe = cases[names[0]]
-    first = plan_of(model_folders[model], layout, **recipe)
-    body = partial(losses_of, models=model_folders, framework=framework, names=names)
+    first = make_plan(model_folders[model], layout, **recipe)
+    body = partial(read_losses, models=model_folders, framework=framework, names=names)
     results = on_ranks(2, first, body, tmp_path)
     for result in results:
         for name in names:
@@ -143,8 +143,8 @@ def most_held(ctx: StandInContext, small: Path, wide: Path) -> dict[str, float]:
     """Return the peak of a rank's host memory during setup, as a share of the fp32 model."""
     results = {}
     for layout in (Layout.fsdp2(), Layout.ddp()):
-        set_up_engine(ctx, small, plan_of(small, layout))  # What is imported and made once, is.
-        plan = plan_of(wide, layout)
+        set_up_engine(ctx, small, make_plan(small, layout))  # What is imported and made once, is.
+        plan = make_plan(wide, layout)
         with most_anonymous() as most:
             own = set_up_engine(ctx, wide, plan)
         results[own.plan.layout.framework] = most[0] / (4 * plan.architecture.num_parameters)
@@ -155,7 +155,7 @@ def most_held_by_stage_3(ctx: StandInContext, small: Path, wide: Path) -> float:
     """Return the same of ZeRO-3 while the model is read and sharded, before the optimizer state is made."""
     from shardscope.frameworks.deepspeed.engine import engine
 
-    set_up_engine(ctx, small, plan_of(small, Layout.zero(stage=3)))
+    set_up_engine(ctx, small, make_plan(small, Layout.zero(stage=3)))
     cut, found = engine.partition_one_by_one, [0]
 
     def record_most_held(*args: Any, **options: Any) -> None:
@@ -164,7 +164,7 @@ def most_held_by_stage_3(ctx: StandInContext, small: Path, wide: Path) -> float:
         found[0] = most[0]
 
     engine.partition_one_by_one = record_most_held
-    plan = plan_of(wide, Layout.zero(stage=3))
+    plan = make_plan(wide, Layout.zero(stage=3))
     set_up_engine(ctx, wide, plan)
     return found[0] / (4 * plan.architecture.num_parameters)
 
@@ -174,15 +174,15 @@ def most_held_by_stage_3(ctx: StandInContext, small: Path, wide: Path) -> float:
 def test_no_zero_3_rank_holds_the_whole_model(model_folders: dict[str, Path], tmp_path: Path) -> None:
     skip_without("deepspeed")
     wide = write_model(tmp_path / "wide", WIDE, torch.bfloat16, max_shard_size="16MB")
-    plan, body = plan_of(wide, Layout.zero(stage=3)), partial(most_held_by_stage_3, wide=wide)
+    plan, body = make_plan(wide, Layout.zero(stage=3)), partial(most_held_by_stage_3, wide=wide)
     for held in on_ranks(2, plan, partial(body, small=model_folders["llama"]), tmp_path / "ranks"):
         assert 0.4 < held < 0.85, "its half, and the largest matrix whole"
 
 
 def most_held_packed(ctx: StandInContext, small: Path, wide: Path, layout: Any) -> float:
     """Return the same of a base in NF4, whose matrices are packed one by one."""
-    set_up_engine(ctx, small, plan_of(small, layout, **NF4))
-    plan = plan_of(wide, layout, **NF4)
+    set_up_engine(ctx, small, make_plan(small, layout, **NF4))
+    plan = make_plan(wide, layout, **NF4)
     with most_anonymous() as most:
         set_up_engine(ctx, wide, plan)
     return most[0] / (4 * plan.architecture.num_parameters)
@@ -201,7 +201,7 @@ def test_no_rank_holds_an_unquantized_base(
     skip_without("bitsandbytes")
     wide = write_model(tmp_path / "wide", WIDER, torch.bfloat16, max_shard_size="100MB")
     body = partial(most_held_packed, small=model_folders["llama"], wide=wide, layout=layout)
-    for held in on_ranks(2, plan_of(wide, layout, **NF4), body, tmp_path / "ranks"):
+    for held in on_ranks(2, make_plan(wide, layout, **NF4), body, tmp_path / "ranks"):
         # What stays is 0.15 of it, one of twelve matrices as it is packed 0.28.
         assert 0.3 < held < 0.7
 
@@ -210,7 +210,7 @@ def test_no_rank_holds_an_unquantized_base(
 @asks_linux
 def test_no_fsdp2_rank_holds_the_whole_model(model_folders: dict[str, Path], tmp_path: Path) -> None:
     wide = write_model(tmp_path / "wide", WIDE, torch.bfloat16, max_shard_size="16MB")
-    plan = plan_of(wide, Layout.fsdp2())
+    plan = make_plan(wide, Layout.fsdp2())
     for held in on_ranks(
         2, plan, partial(most_held, small=model_folders["llama"], wide=wide), tmp_path / "ranks"
     ):
@@ -233,7 +233,7 @@ def test_a_pretrained_model_is_fine_tuned_and_exported(
     record = json.loads((folder / "config.json").read_text()) | {"attention_dropout": 0.25}
     (folder / "config.json").write_text(json.dumps(record))
     task = ss.Finetune(weights=folder, num_steps=4, learning_rate=1e-3, data=text, export=True)
-    plan = plan_of(folder, Layout.fsdp2())
+    plan = make_plan(folder, Layout.fsdp2())
     run = ss.launch(plan, task, folder=tmp_path / "runs")
     assert run.wait(120) == "finished", run.error
     losses = [line["loss"] for line in run.metrics() if line["rank"] == 0]
@@ -256,5 +256,5 @@ def test_a_pretrained_model_is_fine_tuned_and_exported(
     assert exported == record | {"dtype": "float32"}, "the folder's own, dropout and all"
 
     again = ss.Finetune(weights=out)
-    again.check(plan_of(out, Layout.fsdp2()))
-    assert plan_of(out, Layout.fsdp2()).architecture.parameter_groups == plan.architecture.parameter_groups
+    again.check(make_plan(out, Layout.fsdp2()))
+    assert make_plan(out, Layout.fsdp2()).architecture.parameter_groups == plan.architecture.parameter_groups

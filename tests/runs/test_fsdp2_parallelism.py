@@ -27,7 +27,7 @@ LLAMA = replace(tiny_llama(), num_hidden_layers=LAYERS)
 TIED = replace(LLAMA, tie_word_embeddings=True)
 
 
-def plan_of(world_size: int, arch: Architecture = LLAMA, rows: int = 1, **fields: Any) -> Plan:
+def make_plan(world_size: int, arch: Architecture = LLAMA, rows: int = 1, **fields: Any) -> Plan:
     """``ROWS`` rows a step in micro-batches of ``rows``, however many ranks share them."""
     names = ("recompute", "precision", "method", "lora_rank", "loss", "dropout")
     recipe = {name: fields.pop(name) for name in names if name in fields}
@@ -44,15 +44,15 @@ def plan_of(world_size: int, arch: Architecture = LLAMA, rows: int = 1, **fields
 
 
 CASES: dict[str, Plan] = {
-    "shard2 x tp2": plan_of(4, tp=2),
-    "copies2 x tp2, tied": plan_of(4, TIED, rows=2, tp=2, replicate=2),
-    "pp2 x tp2, recomputed": plan_of(4, pp=2, tp=2, recompute="full"),
-    "pp4, tied": plan_of(4, TIED, pp=4),
-    "pp2 x vpp2 x shard2": plan_of(4, pp=2, vpp=2),
+    "shard2 x tp2": make_plan(4, tp=2),
+    "copies2 x tp2, tied": make_plan(4, TIED, rows=2, tp=2, replicate=2),
+    "pp2 x tp2, recomputed": make_plan(4, pp=2, tp=2, recompute="full"),
+    "pp4, tied": make_plan(4, TIED, pp=4),
+    "pp2 x vpp2 x shard2": make_plan(4, pp=2, vpp=2),
 }
 
 
-def batch_of(engine: Any, step: int, seq_len: int = SEQ_LEN) -> dict[str, Any]:
+def make_batch(engine: Any, step: int, seq_len: int = SEQ_LEN) -> dict[str, Any]:
     """This rank's share of a global batch of which some labels do not count, more in later rows."""
     tokens = torch.randint(0, 64, (ROWS, seq_len), generator=torch.Generator().manual_seed(step))
     labels = tokens.clone()
@@ -76,7 +76,7 @@ def train_plan(ctx: StandInContext, plan: Plan) -> dict[str, Any]:
     engine = set_up(ctx, plan)
     found: dict[str, Any] = {"losses": [], "norms": []}
     for step in range(NUM_STEPS):
-        found["losses"].append(engine.step(batch_of(engine, step, plan.recipe.seq_len)))
+        found["losses"].append(engine.step(make_batch(engine, step, plan.recipe.seq_len)))
         found["norms"].append(engine.grad_norm)
     return {
         **found,
@@ -95,17 +95,17 @@ def all_cases(ctx: StandInContext) -> dict[str, Any]:
 
 def resume_in_other_stages(ctx: StandInContext) -> dict[str, Any]:
     """Resume a checkpoint of two interleaved stages in two plain ones with tp, from other weights."""
-    plan, other = CASES["pp2 x vpp2 x shard2"], plan_of(4, pp=2, tp=2)
+    plan, other = CASES["pp2 x vpp2 x shard2"], make_plan(4, pp=2, tp=2)
     ctx = StandInContext(ctx.rank, ctx.world_size, plan, ctx.folder, ctx.device)
     engine = set_up(ctx, plan)
-    engine.step(batch_of(engine, 0))
+    engine.step(make_batch(engine, 0))
     engine.save("checkpoint")
     engine.export("model")
-    went_on = engine.step(batch_of(engine, 1))
+    went_on = engine.step(make_batch(engine, 1))
     again = set_up(StandInContext(ctx.rank, ctx.world_size, other, ctx.folder, ctx.device), other, seed=7)
     again.load("checkpoint")
     again.export("model again")
-    whole = plan_of(4)
+    whole = make_plan(4)
     refuses = set_up(StandInContext(ctx.rank, ctx.world_size, whole, ctx.folder, ctx.device), whole)
     try:
         refuses.load("checkpoint")
@@ -114,19 +114,19 @@ def resume_in_other_stages(ctx: StandInContext) -> dict[str, Any]:
         words = str(error)
     return {
         "went_on": went_on,
-        "again": again.step(batch_of(again, 1)),
+        "again": again.step(make_batch(again, 1)),
         "done": again.num_steps_done,
         "words": words,
     }
 
 
 def train_alone(ctx: StandInContext) -> list[dict[str, Any]]:
-    return [train_plan(ctx, plan_of(1, arch, rows=ROWS)) for arch in (LLAMA, TIED)]
+    return [train_plan(ctx, make_plan(1, arch, rows=ROWS)) for arch in (LLAMA, TIED)]
 
 
 @pytest.fixture(scope="module")
 def reference_results(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
-    one, tied = on_ranks(1, plan_of(1, rows=ROWS), train_alone, tmp_path_factory.mktemp("alone"))[0]
+    one, tied = on_ranks(1, make_plan(1, rows=ROWS), train_alone, tmp_path_factory.mktemp("alone"))[0]
     return {False: one, True: tied}
 
 
@@ -202,7 +202,7 @@ def test_pipeline_stages_export_one_model(rank_results: Any, folder: Any) -> Non
         data_rank, num_data_ranks = 0, 1
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    batch = batch_of(Alone(), 1)
+    batch = make_batch(Alone(), 1)
     kept = (batch["labels"][:, 1:] != -100).sum(dim=1)
     with torch.no_grad():
         rows = [
@@ -246,9 +246,9 @@ def test_pipeline_stages_of_each_family_compute_the_same(family: str) -> None:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (plan_of(4, architecture("mixtral", 2), tp=2), "cannot shard fused projections and experts"),
-        (plan_of(4, architecture("gpt2", 2), pp=2), "cannot be split into stages"),
-        (plan_of(2, replace(LLAMA, intermediate_size=127), tp=2), "DTensor needs shards of equal size"),
+        (make_plan(4, architecture("mixtral", 2), tp=2), "cannot shard fused projections and experts"),
+        (make_plan(4, architecture("gpt2", 2), pp=2), "cannot be split into stages"),
+        (make_plan(2, replace(LLAMA, intermediate_size=127), tp=2), "DTensor needs shards of equal size"),
     ],
 )
 def test_models_that_cannot_be_split_raise(plan: Plan, words: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import run_tasks as tasks
-from run_helpers import make_plan, processes_of, seconds_until
+from run_helpers import list_processes, make_plan, seconds_until
 
 import shardscope as ss
 from shardscope import Architecture, Plan
@@ -149,7 +149,7 @@ def test_nothing_listens_to_other_machines(ranks: int, tmp_path: Path) -> None:
     seconds_until(lambda: {line["rank"] for line in run.metrics()} == set(range(ranks)))
     addresses = {
         connection.laddr.ip
-        for process in processes_of(tmp_path)
+        for process in list_processes(tmp_path)
         for connection in process.net_connections(kind="inet")
         if connection.status == psutil.CONN_LISTEN
     }
@@ -341,7 +341,7 @@ while not second.metrics():
     assert outlives.status == "running"
     outlives.stop()
     assert outlives.wait(10) == "stopped"
-    for process in processes_of(tmp_path):
+    for process in list_processes(tmp_path):
         if "-c" in process.cmdline():
             process.kill()
 
@@ -349,7 +349,9 @@ while not second.metrics():
 def test_the_supervisor_uses_little_memory(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.Log(1000, 0.1), folder=tmp_path)
     seconds_until(run.metrics)
-    supervisor = next(p for p in processes_of(tmp_path) if "shardscope.runs.launch.supervisor" in p.cmdline())
+    supervisor = next(
+        p for p in list_processes(tmp_path) if "shardscope.runs.launch.supervisor" in p.cmdline()
+    )
     assert not [m for m in psutil.Process(supervisor.pid).memory_maps() if "libtorch" in m.path]
     run.stop()
     assert run.wait(10) == "stopped"

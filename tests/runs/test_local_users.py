@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import run_tasks as tasks
-from run_helpers import make_plan, processes_of, seconds_until
+from run_helpers import list_processes, make_plan, seconds_until
 from tests.requirements import few
 
 from shardscope.runs.launch.launch import launch
@@ -63,7 +63,7 @@ def test_fault_59_another_local_user_reaches_no_store(ranks: int, tmp_path: Path
     """Neither the launcher's store nor the ranks' can be reached; the run continues."""
     run = launch(make_plan(ranks), tasks.Sums(), folder=tmp_path)
     seconds_until(lambda: {line["rank"] for line in run.metrics()} == set(range(ranks)))
-    processes = processes_of(tmp_path)
+    processes = list_processes(tmp_path)
     ports = sorted(_find_listening_ports(processes))
     attempt = json.dumps([ports, [process.pid for process in processes]])
     done = subprocess.run(

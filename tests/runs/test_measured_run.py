@@ -14,7 +14,7 @@ from shardscope.memory.report import MemoryReport
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
 
 
-def plan_of(layout: ss.Layout, **recipe: Any) -> ss.Plan:
+def make_plan(layout: ss.Layout, **recipe: Any) -> ss.Plan:
     fields: dict[str, Any] = {"seq_len": 128, "micro_batch_size": 2, "global_batch_size": 8, **recipe}
     return ss.Plan(ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), ss.Recipe(**fields), layout)
 
@@ -24,7 +24,7 @@ def plan_of(layout: ss.Layout, **recipe: Any) -> ss.Plan:
     few([("ddp", "none"), ("fsdp2", "none"), ("fsdp2", "full")], [("fsdp2", "full")]),
 )
 def test_measured_components_equal_the_predicted_ones(framework: str, recompute: str, tmp_path: Path) -> None:
-    plan = plan_of(getattr(ss.Layout, framework)(), recompute=recompute)
+    plan = make_plan(getattr(ss.Layout, framework)(), recompute=recompute)
     run = ss.launch(plan, ss.Pretrain(num_steps=3, memory_snapshot=True), folder=tmp_path)
     assert run.wait(120) == "finished", run.error
     report, predicted = run.memory(), plan.memory()

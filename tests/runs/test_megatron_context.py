@@ -26,7 +26,7 @@ from all_gather_attention import (  # noqa: E402
     instead_of_transformer_engine,
 )
 from gloo_ranks import StandInContext, on_ranks, tiny_llama  # noqa: E402
-from single_process import RATE, curves_alone  # noqa: E402
+from single_process import RATE, train_in_one_process  # noqa: E402
 
 pytestmark = [needs_installed("megatron"), thorough()]
 NUM_STEPS = 4
@@ -47,26 +47,26 @@ def make_mixtral() -> Architecture:
     return replace(LLAMA, model_type="mixtral", mixture_of_experts=experts)
 
 
-def plan_of(num_ranks: int, architecture: Architecture = LLAMA, **fields: Any) -> Plan:
+def make_plan(num_ranks: int, architecture: Architecture = LLAMA, **fields: Any) -> Plan:
     recipe = {name: fields.pop(name) for name in ("precision", "recompute") if name in fields}
     sizes = {"seq_len": SEQ_LEN, "global_batch_size": ROWS, "precision": "fp32", **recipe}
     return Plan(architecture, Cluster.parse(f"{num_ranks}xcpu"), Recipe(**sizes), Layout.megatron(**fields))
 
 
 TWO: dict[str, Plan] = {
-    "cp2": plan_of(2, cp=2),
-    "cp2, whole optimizer, recomputed": plan_of(2, cp=2, distributed_optimizer=False, recompute="full"),
-    "cp2, learned positions, selective": plan_of(2, make_gpt2(), cp=2, recompute="selective"),
-    "cp2, experts on two": plan_of(2, make_mixtral(), cp=2, ep=2),
-    "cp2, bf16": plan_of(2, cp=2, precision="bf16-mixed"),
+    "cp2": make_plan(2, cp=2),
+    "cp2, whole optimizer, recomputed": make_plan(2, cp=2, distributed_optimizer=False, recompute="full"),
+    "cp2, learned positions, selective": make_plan(2, make_gpt2(), cp=2, recompute="selective"),
+    "cp2, experts on two": make_plan(2, make_mixtral(), cp=2, ep=2),
+    "cp2, bf16": make_plan(2, cp=2, precision="bf16-mixed"),
 }
 FOUR: dict[str, Plan] = {
-    "cp2 x dp2": plan_of(4, cp=2, overlap_grad_reduce=True, overlap_param_gather=True),
-    "cp2 x tp2": plan_of(4, cp=2, tp=2),
-    "cp2 x pp2": plan_of(4, cp=2, pp=2),
-    "cp2 x pp2, vpp2": plan_of(4, replace(LLAMA, num_hidden_layers=4), cp=2, pp=2, vpp=2),
-    "cp4": plan_of(4, cp=4),
-    "cp2 x dp2, experts on four": plan_of(4, make_mixtral(), cp=2, ep=4),
+    "cp2 x dp2": make_plan(4, cp=2, overlap_grad_reduce=True, overlap_param_gather=True),
+    "cp2 x tp2": make_plan(4, cp=2, tp=2),
+    "cp2 x pp2": make_plan(4, cp=2, pp=2),
+    "cp2 x pp2, vpp2": make_plan(4, replace(LLAMA, num_hidden_layers=4), cp=2, pp=2, vpp=2),
+    "cp4": make_plan(4, cp=4),
+    "cp2 x dp2, experts on four": make_plan(4, make_mixtral(), cp=2, ep=4),
 }
 CASES = {**TWO, **FOUR}
 LOOSE = {"cp2, bf16": 2e-2}
@@ -88,7 +88,7 @@ def make_batch(step: int) -> dict[str, Any]:
 def train_alone(plan: Plan) -> dict[str, list[float]]:
     """Train in one process, the whole batch at once."""
     batches = [make_batch(step) for step in range(NUM_STEPS)]
-    return curves_alone(plan.architecture, batches, plan.recipe.optimizer)
+    return train_in_one_process(plan.architecture, batches, plan.recipe.optimizer)
 
 
 def set_up(ctx: StandInContext, plan: Plan, seed: int = 0) -> Any:
@@ -102,7 +102,7 @@ def set_up(ctx: StandInContext, plan: Plan, seed: int = 0) -> Any:
     return engine
 
 
-def step_of(engine: Any, number: int) -> float:
+def compute_step(engine: Any, number: int) -> float:
     rows = {
         name: rows.chunk(engine.num_data_ranks)[engine.data_rank] for name, rows in make_batch(number).items()
     }
@@ -114,7 +114,7 @@ def train_plan(ctx: StandInContext, plan: Plan) -> dict[str, Any]:
     engine = set_up(ctx, plan)
     losses, norms = [], []
     for number in range(NUM_STEPS):
-        losses.append(step_of(engine, number))
+        losses.append(compute_step(engine, number))
         norms.append(engine.grad_norm)
     return {
         "losses": losses,
@@ -156,7 +156,7 @@ def attention_of_another(ctx: StandInContext) -> str:
         engine_model.choose_attention = before
 
 
-def positions_here() -> list[int]:
+def list_local_positions() -> list[int]:
     """Return this rank's positions of a sequence of eight tokens."""
     from shardscope.frameworks.megatron.engine.context_parallel import shard_sequences
 
@@ -166,17 +166,17 @@ def positions_here() -> list[int]:
 
 def resume_with_whole_sequences(ctx: StandInContext) -> dict[str, Any]:
     """Resume a context-parallel checkpoint on ranks with whole sequences, from other weights."""
-    plan, other = TWO["cp2"], plan_of(2)
+    plan, other = TWO["cp2"], make_plan(2)
     engine = set_up(ctx, plan)
-    step_of(engine, 0)
+    compute_step(engine, 0)
     engine.save("checkpoint")
     engine.export("model")
-    found: dict[str, Any] = {"went_on": step_of(engine, 1)}
+    found: dict[str, Any] = {"went_on": compute_step(engine, 1)}
     # One engine after another: each ends the groups of the one before it.
     for name, where in (("parts", plan), ("whole", other)):
         again = set_up(ctx, where, seed=7)
         again.load("checkpoint")
-        found[name] = step_of(again, 1)
+        found[name] = compute_step(again, 1)
         found[f"{name} done"] = again.num_steps_done
     return found
 
@@ -195,7 +195,7 @@ def more_on_two(ctx: StandInContext) -> dict[str, Any]:
 def on_two(ctx: StandInContext) -> dict[str, Any]:
     return {
         **full_region(ctx, [*KEPT]),
-        "positions": positions_here(),
+        "positions": list_local_positions(),
         "keys": read_error(ctx, TWO["cp2"], KeysStayAtHome),
         "gradients": read_error(ctx, TWO["cp2"], NothingComesBack),
         "another": attention_of_another(ctx),

@@ -18,9 +18,9 @@ from shardscope.core.layer_parts import MixtureOfExperts
 torch = needs("torch")
 needs("transformers")
 
-from finetuned_models import beside_alone  # noqa: E402
+from finetuned_models import train_beside_single_process  # noqa: E402
 from gloo_ranks import StandInContext, on_ranks  # noqa: E402
-from single_process import RATE, curves_alone  # noqa: E402
+from single_process import RATE, train_in_one_process  # noqa: E402
 
 # make test has a parity row of this framework.
 pytestmark = [needs_installed("megatron"), thorough()]
@@ -116,7 +116,7 @@ def build(case: Plan) -> Any:
 def train_alone(case: Plan) -> dict[str, Any]:
     """Train in one process, the whole batch at once."""
     batches = [make_batch(step) for step in range(NUM_STEPS)]
-    found = curves_alone(case.architecture, batches, case.recipe.optimizer)
+    found = train_in_one_process(case.architecture, batches, case.recipe.optimizer)
     return {"losses": found["losses"], "norm": found["norms"][-1]}
 
 
@@ -259,7 +259,7 @@ def run_every_case(ctx: StandInContext) -> dict[str, Any]:
         "refusals": read_refusals(ctx),
         "contradictions": read_contradictions(ctx),
         "freely": step_without_clipping(ctx),
-        "from files": beside_alone(ctx, "mixtral", Layout.megatron(ep=2)),
+        "from files": train_beside_single_process(ctx, "mixtral", Layout.megatron(ep=2)),
         "resumed": resumed_at_other_degrees(ctx),
     }
 

@@ -106,7 +106,7 @@ _GROUPS_ARE_FOR: dict[str, Any] = {}
 
 
 @contextlib.contextmanager
-def model_of(plan: Plan) -> Iterator[tuple[Any, Any, Any]]:
+def make_model(plan: Plan) -> Iterator[tuple[Any, Any, Any]]:
     """transformers' model, this rank's chunks of Megatron's with its weights, and their config."""
     import torch
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -143,7 +143,7 @@ def compute_largest_difference(source: Any, found: dict[str, Any]) -> float:
     return max(float((wanted[name] - found[name]).abs().max()) for name in wanted)
 
 
-def logits_of(chunk: Any, ids: Any) -> Any:
+def compute_logits(chunk: Any, ids: Any) -> Any:
     """[batch, seq_len, vocab_size] of a model that is whole but for tensor parallelism."""
     import torch
     import torch.distributed as dist
@@ -175,7 +175,7 @@ def make_trained_chunks(plan: Plan) -> Iterator[tuple[list[Any], Any, Any]]:
     from shardscope.frameworks.megatron.engine.optimizer_numbers import OptimizerNumbers
     from shardscope.frameworks.megatron.weights.load import load_hf
 
-    with model_of(plan) as (source, models, config):
+    with make_model(plan) as (source, models, config):
         chunks = model.wrap_chunks(plan, config, models)
         numbers = OptimizerNumbers(learning_rate=0.01, weight_decay=0.1)
         optimizer = model.build_optimizer(plan, config, chunks, numbers, None)
@@ -225,7 +225,7 @@ def export_and_reload(
 
     from shardscope.frameworks.megatron.weights.export import export_hf
 
-    with model_of(plan(family, **layout)) as (source, chunks, _):
+    with make_model(plan(family, **layout)) as (source, chunks, _):
         export_hf(chunks, architecture(family), source.config, path, max_file_bytes=limit)
     if rank:
         return {}
@@ -245,7 +245,7 @@ def found_on_a_rank(folder: Path, ctx: StandInContext) -> dict[str, Any]:
     torch.manual_seed(3)
     ids = torch.randint(0, SHAPE["vocab_size"], (2, 32))
     for name, (family, layout) in ({family: (family, {}) for family in FAMILIES} | CUTS).items():
-        with model_of(plan(family, **layout)) as (source, chunks, _):
+        with make_model(plan(family, **layout)) as (source, chunks, _):
             back = gather_state_dict(chunks, architecture(family))
             case: dict[str, Any] = {
                 "back": compute_largest_difference(source, back) if ctx.rank == 0 else len(back)
@@ -253,7 +253,7 @@ def found_on_a_rank(folder: Path, ctx: StandInContext) -> dict[str, Any]:
             if name in WITH_LOGITS:
                 with torch.no_grad():
                     wanted = source(ids).logits
-                logits = logits_of(chunks[0], ids)
+                logits = compute_logits(chunks[0], ids)
                 case["logits"] = float((logits[..., : wanted.shape[-1]] - wanted).abs().max())
                 case["size"] = float(wanted.abs().max())
                 case["padding"] = float(logits[..., wanted.shape[-1] :].max())

@@ -73,7 +73,7 @@ def _make_curve(results: list[dict[str, Any]]) -> Curve:
     return Curve.of([line for result in results for line in result["lines"]], len(results))
 
 
-def outcome_of(row: Row, alone: Any, folder: Path, body: Any = train_curve) -> Outcome:
+def find_outcome(row: Row, alone: Any, folder: Path, body: Any = train_curve) -> Outcome:
     results = on_ranks(row.num_ranks, row.plan(), body, folder)
     records = {rank: result["records"] for rank, result in enumerate(results)}
     return compare(row, row.plan(), alone(row.alone), _make_curve(results), records)
@@ -87,7 +87,7 @@ def test_the_loss_curve_equals_the_single_processs(
     for module in row.modules:
         skip_without(module.partition(".")[0])
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    outcome = outcome_of(row, reference_curves, tmp_path)
+    outcome = find_outcome(row, reference_curves, tmp_path)
     assert outcome.verdict == "same", outcome.why
     assert outcome.holds, format_line(outcome)
     assert row.framework_name in outcome.sentence.lower().replace("-", ""), outcome.sentence
@@ -95,7 +95,9 @@ def test_the_loss_curve_equals_the_single_processs(
 
 def test_a_learning_rate_that_is_three_percent_off_is_detected(reference_curves: Any, tmp_path: Path) -> None:
     """The tolerance is far below what a small mistake makes of the curve."""
-    outcome = outcome_of(Row(name="", num_ranks=1, framework="ddp"), reference_curves, tmp_path, wrong_curve)
+    outcome = find_outcome(
+        Row(name="", num_ranks=1, framework="ddp"), reference_curves, tmp_path, wrong_curve
+    )
     assert outcome.verdict == "differs" and not outcome.holds
     assert outcome.loss_difference > 10 * 1e-4
 

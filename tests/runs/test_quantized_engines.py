@@ -42,7 +42,7 @@ SMALL_BYTES = 2 * 2 * 2048 * 64
 """Of embedding and head in half precision: a checkpoint without the base has less."""
 
 
-def plan_of(name: str, **recipe: Any) -> ss.Plan:
+def make_plan(name: str, **recipe: Any) -> ss.Plan:
     framework, kind, precision = name.split()
     fields = {"precision": precision, "lora_rank": 4, "lora_targets": TARGETS, **KINDS[kind], **recipe}
     return tiny_plan(framework, 2, num_micro_batches=2, layout=CASES[name][1], **fields)
@@ -57,7 +57,7 @@ def new_context(ctx: StandInContext, plan: ss.Plan, name: str) -> StandInContext
     return context
 
 
-def batch_of(ctx: StandInContext, step: int) -> dict[str, Any]:
+def make_batch(ctx: StandInContext, step: int) -> dict[str, Any]:
     tokens = torch.randint(0, 64, (8, 64), generator=torch.Generator().manual_seed(step))
     rows = tokens.chunk(ctx.world_size)[ctx.rank]
     return {"input_ids": rows, "labels": rows.clone()}
@@ -83,24 +83,24 @@ def read_parameter_bytes(engine: Any) -> dict[str, Any]:
 
 def train_and_resume(ctx: StandInContext, name: str) -> dict[str, Any]:
     """Train, save, take two more steps; repeat them from the checkpoint; compare adapters with peft's."""
-    context = new_context(ctx, plan_of(name), name)
+    context = new_context(ctx, make_plan(name), name)
     engine = set_up(context)
     before = read_parameter_bytes(engine)
-    losses = [engine.step(batch_of(context, step)) for step in range(NUM_STEPS)]
+    losses = [engine.step(make_batch(context, step)) for step in range(NUM_STEPS)]
     after = read_parameter_bytes(engine)
     engine.save("here")
-    went_on = [engine.step(batch_of(context, 7)), engine.step(batch_of(context, 8))]
+    went_on = [engine.step(make_batch(context, 7)), engine.step(make_batch(context, 8))]
     held, peak = engine.memory(), engine.peak_tensor_bytes
-    again = new_context(ctx, plan_of(name), name)
+    again = new_context(ctx, make_plan(name), name)
     resumed = set_up(again)
     resumed.load("here")
-    same = [resumed.step(batch_of(again, 7)), resumed.step(batch_of(again, 8))]
+    same = [resumed.step(make_batch(again, 7)), resumed.step(make_batch(again, 8))]
     resumed.export("out")
     return {
         "losses": losses,
         "changed": [key for key in after if not torch.equal(after[key], before[key])],
         "went_on": [went_on, same],
-        "next": resumed.step(batch_of(again, 9)),
+        "next": resumed.step(make_batch(again, 9)),
         "held": held,
         "peak": peak,
         "engine": context.records["engine"],
@@ -127,12 +127,12 @@ def pretrained_in_nf4(ctx: StandInContext, storage: str = "uint8", double: bool 
 
 def read_refusals(ctx: StandInContext) -> dict[str, str]:
     """Return the errors for bases that are not the plan's."""
-    qlora, nf4 = plan_of("ddp qlora bf16-mixed"), plan_of("ddp nf4 fp16-mixed", precision="bf16-mixed")
+    qlora, nf4 = make_plan("ddp qlora bf16-mixed"), make_plan("ddp nf4 fp16-mixed", precision="bf16-mixed")
     cases = {
         "double": (nf4, pretrained_in_nf4(ctx)),
         "single": (qlora, pretrained_in_nf4(ctx, double=False)),
         "none": (replace(nf4, recipe=replace(nf4.recipe, quantization=None)), pretrained_in_nf4(ctx)),
-        "storage": (plan_of("fsdp2 qlora bf16-mixed"), pretrained_in_nf4(ctx)),
+        "storage": (make_plan("fsdp2 qlora bf16-mixed"), pretrained_in_nf4(ctx)),
     }
     refusals = {}
     for name, (plan, build) in cases.items():
@@ -152,9 +152,9 @@ def own_base(ctx: StandInContext, name: str, storage: str) -> dict[str, Any]:
     )
     losses = []
     for build in builds:
-        context = new_context(ctx, plan_of(name), f"own {name}")
+        context = new_context(ctx, make_plan(name), f"own {name}")
         engine = set_up(context, build)
-        losses.append([engine.step(batch_of(context, step)) for step in range(NUM_STEPS)])
+        losses.append([engine.step(make_batch(context, step)) for step in range(NUM_STEPS)])
     return {"losses": losses, "engine": context.records["engine"], "held": engine.memory()}
 
 
@@ -188,7 +188,7 @@ def rank_results(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[st
 def test_adapters_train_over_a_frozen_quantized_base(
     name: str, rank_results: tuple[list[dict[str, Any]], Path]
 ) -> None:
-    plan, case = plan_of(name), rank_results[0][0][name]
+    plan, case = make_plan(name), rank_results[0][0][name]
     assert case["losses"][-1] < case["losses"][0]
     assert case["losses"] == rank_results[0][1][name]["losses"]
     assert all("lora_" in key for key in case["changed"])
@@ -210,7 +210,7 @@ def test_adapters_train_over_a_frozen_quantized_base(
 def test_rank_memory_of_a_quantized_plan_is_as_planned(
     name: str, rank_results: tuple[list[dict[str, Any]], Path]
 ) -> None:
-    case, planned = rank_results[0][0][name], plan_of(name).memory().at("optimizer")
+    case, planned = rank_results[0][0][name], make_plan(name).memory().at("optimizer")
     held = case["held"]
     gradients = case["peak"] - held["parameters"] - held["optimizer"]
     assert (held["parameters"], gradients, held["optimizer"]) == (
@@ -237,7 +237,7 @@ def test_adapters_open_in_peft(name: str, rank_results: tuple[list[dict[str, Any
 
     from shardscope.training.model.model import build_model
 
-    plan, out = plan_of(name), rank_results[1] / name.replace(" ", "-") / "out"
+    plan, out = make_plan(name), rank_results[1] / name.replace(" ", "-") / "out"
     assert sorted(path.name for path in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     torch.manual_seed(0)
     base = build_model(plan.architecture)
@@ -260,7 +260,7 @@ def test_a_base_quantized_by_the_task_is_accepted(
     case = rank_results[0][0][f"own {framework}"]
     ours, theirs = case["losses"]
     assert theirs == pytest.approx(ours, abs=1e-3)
-    planned = plan_of(f"{framework} qlora bf16-mixed").memory().at("optimizer")
+    planned = make_plan(f"{framework} qlora bf16-mixed").memory().at("optimizer")
     assert case["held"]["parameters"] == planned["parameters"]
     assert (
         "over a frozen base quantized to NF4 with double quantization (14 Linears)"
@@ -286,7 +286,7 @@ def test_another_base_than_the_plans_raises(rank_results: tuple[list[dict[str, A
 @pytest.mark.usefixtures("bounded_time", "nothing_left")
 def test_qlora_as_a_launched_run(framework: str, tmp_path: Path) -> None:
     """``launch`` with ``Pretrain``: it trains, says what it was, saves, exports, and goes on from there."""
-    plan = plan_of(f"{framework} qlora bf16-mixed")
+    plan = make_plan(f"{framework} qlora bf16-mixed")
     task = ss.Pretrain(num_steps=3, learning_rate=1e-2, save_checkpoint=True, export=True)
     run = ss.launch(plan, task, folder=tmp_path, name="first")
     assert run.wait() == "finished", run.error

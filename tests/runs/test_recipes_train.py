@@ -18,7 +18,7 @@ from shardscope.core.architecture import Architecture  # noqa: E402
 NUM_STEPS = 4
 
 
-def batch_of(ctx: StandInContext, step: int) -> dict[str, Any]:
+def make_batch(ctx: StandInContext, step: int) -> dict[str, Any]:
     tokens = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(step))
     rows = tokens.chunk(ctx.world_size)[ctx.rank]
     return {"input_ids": rows, "labels": rows.clone()}
@@ -30,11 +30,11 @@ def train(ctx: StandInContext) -> dict[str, Any]:
 
     ctx.engine.setup(lambda: build_model(ctx.plan.architecture))
     ctx.engine.set_learning_rate(3e-3)
-    losses = [ctx.engine.step(batch_of(ctx, 0)) for _ in range(NUM_STEPS)]
+    losses = [ctx.engine.step(make_batch(ctx, 0)) for _ in range(NUM_STEPS)]
     ctx.engine.save(ctx.folder / "here")
-    after = ctx.engine.step(batch_of(ctx, 1)), ctx.engine.step(batch_of(ctx, 1))
+    after = ctx.engine.step(make_batch(ctx, 1)), ctx.engine.step(make_batch(ctx, 1))
     ctx.engine.load(ctx.folder / "here")
-    again = ctx.engine.step(batch_of(ctx, 1)), ctx.engine.step(batch_of(ctx, 1))
+    again = ctx.engine.step(make_batch(ctx, 1)), ctx.engine.step(make_batch(ctx, 1))
     return {
         "losses": losses,
         "after": after,

@@ -170,7 +170,7 @@ def run_every_case(ctx: StandInContext) -> dict[str, Any]:
     }
 
 
-def batch_of(ctx: Any, step: int) -> dict[str, Any]:
+def make_batch(ctx: Any, step: int) -> dict[str, Any]:
     tokens = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(step))
     mine = tokens.chunk(ctx.world_size)[ctx.rank]
     return {"input_ids": mine, "labels": mine.clone()}
@@ -187,15 +187,15 @@ def saved_beside_training(ctx: StandInContext) -> list[Any]:
     """Steps after ``begin_save`` are in no checkpoint; the second rank count to load it is another."""
     context = new_context(ctx, tiny_plan("fsdp2", 2), "beside")
     set_up(context)
-    context.engine.step(batch_of(context, 0))
+    context.engine.step(make_batch(context, 0))
     wait = context.engine.begin_save("one")
-    went_on = [context.engine.step(batch_of(context, step)) for step in (1, 2)]
+    went_on = [context.engine.step(make_batch(context, step)) for step in (1, 2)]
     wait()
     again = new_context(ctx, tiny_plan("fsdp2", 2), "beside")
     again.engine.seed = 7
     set_up(again)
     again.engine.load("one")
-    return [went_on, [again.engine.step(batch_of(again, step)) for step in (1, 2)]]
+    return [went_on, [again.engine.step(make_batch(again, step)) for step in (1, 2)]]
 
 
 def draw_random_numbers() -> list[float]:
@@ -232,7 +232,7 @@ def of_another_optimizer(ctx: StandInContext) -> list[str]:
     """Lion's one moment has the name of Adam's first: torch would load it without a word."""
     context = new_context(ctx, tiny_plan("ddp", 2), "adam")
     set_up(context)
-    context.engine.step(batch_of(context, 0))
+    context.engine.step(make_batch(context, 0))
     context.engine.save("one")
     refused = []
     for optimizer in ("lion", "sgd"):
@@ -270,20 +270,20 @@ def compare_exports(ctx: StandInContext) -> list[Any]:
         "adapters": tiny_plan("fsdp2", 2, method="lora", lora_rank=4),
     }
     results = []
-    both = [batch_of(replace(ctx, rank=rank), 1) for rank in (0, 1)]
+    both = [make_batch(replace(ctx, rank=rank), 1) for rank in (0, 1)]
     whole = {key: torch.cat([batch[key] for batch in both]) for key in ("input_ids", "labels")}
     for name, plan in plans.items():
         context = new_context(ctx, plan, f"export-{name}")
         out = context.folder / "out"
         set_up(context)
-        context.engine.step(batch_of(context, 0))
+        context.engine.step(make_batch(context, 0))
         if name == "tied":
             tensors = context.engine.full_tensors()
             write_pretrained(out, context.engine.model, tensors, max_file_bytes=200_000)
         else:
             context.engine.export("out")
             context.engine.export("out")  # onto an older one
-        expected = context.engine.step(batch_of(context, 1))
+        expected = context.engine.step(make_batch(context, 1))
         if name == "adapters":
             torch.manual_seed(0)
             model = PeftModel.from_pretrained(build_model(plan.architecture), str(out))
@@ -355,7 +355,7 @@ def test_exports_open_in_transformers(rank_results: tuple[list[Any], Path]) -> N
 def loaded_on_one(ctx: StandInContext) -> list[float]:
     set_up(ctx)
     ctx.engine.load(ctx.folder.parent / "beside" / "one")
-    return [ctx.engine.step(batch_of(ctx, step)) for step in (1, 2)]
+    return [ctx.engine.step(make_batch(ctx, step)) for step in (1, 2)]
 
 
 @thorough()

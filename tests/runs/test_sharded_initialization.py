@@ -29,7 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def plan_of(stage: int, pp: int = 1, *, tied: bool = False, **recipe: Any) -> Any:
+def make_plan(stage: int, pp: int = 1, *, tied: bool = False, **recipe: Any) -> Any:
     """On two ranks; over as many rows as :func:`drawn_whole` has."""
     llama = replace(tiny_llama(tie_word_embeddings=tied), num_hidden_layers=3, vocab_size=256)
     fields = {"global_batch_size": ROWS, "micro_batch_size": 1, **recipe}
@@ -77,7 +77,7 @@ def train_every_way(ctx: StandInContext) -> dict[str, list[float]]:
     building.HOST_BUILD_BYTES = 0
     results = {}
     for name, fields in LAYOUTS.items():
-        engine = set_up(ctx, plan_of(**fields))
+        engine = set_up(ctx, make_plan(**fields))
         share = partial(torch.chunk, chunks=engine.num_data_ranks)
         results[name] = [
             engine.step({key: share(rows)[engine.data_rank] for key, rows in whole_batch(step).items()})
@@ -88,14 +88,14 @@ def train_every_way(ctx: StandInContext) -> dict[str, list[float]]:
 
 @pytest.fixture(scope="module")
 def rank_losses(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[float]]]:
-    return on_ranks(2, plan_of(3), train_every_way, tmp_path_factory.mktemp("drawn"))
+    return on_ranks(2, make_plan(3), train_every_way, tmp_path_factory.mktemp("drawn"))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_sharded_random_initialization_gives_one_model(
     name: str, rank_losses: list[dict[str, list[float]]]
 ) -> None:
-    expected = drawn_whole(plan_of(**LAYOUTS[name]))
+    expected = drawn_whole(make_plan(**LAYOUTS[name]))
     for rank in rank_losses:
         assert rank[name] == pytest.approx(expected, abs=1e-4)
 
@@ -117,13 +117,13 @@ def most_held(ctx: StandInContext) -> dict[str, float]:
 
     wide = replace(tiny_llama(), hidden_size=512, intermediate_size=2048, vocab_size=8192, head_dim=128)
     wide = replace(wide, num_hidden_layers=4)
-    set_up(ctx, plan_of(3))  # What is imported and made once, is.
+    set_up(ctx, make_plan(3))  # What is imported and made once, is.
     building.HOST_BUILD_BYTES = 0
     for name, module, made, layout in (
         ("zero-3", engine, "partition_one_by_one", {"stage": 3}),
         ("pp", pipeline, "build_initialized", {"stage": 1, "pp": 2}),
     ):
-        plan = replace(plan_of(**layout), architecture=wide)
+        plan = replace(make_plan(**layout), architecture=wide)
         own = getattr(module, made)
         setattr(module, made, record_most_held(name, own, plan))
         set_up(ctx, plan)
@@ -133,7 +133,7 @@ def most_held(ctx: StandInContext) -> dict[str, float]:
 
 @asks_linux
 def test_no_rank_builds_the_whole_model(tmp_path: Path) -> None:
-    first, last = on_ranks(2, plan_of(3), most_held, tmp_path)
+    first, last = on_ranks(2, make_plan(3), most_held, tmp_path)
     # Its half, and the largest matrix twice: as it is drawn, and where it is cut.
     assert max(first["zero-3"], last["zero-3"]) < 0.85
     assert max(first["pp"], last["pp"]) < 0.8

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import run_tasks as tasks
-from run_helpers import make_plan, processes_of, seconds_until
+from run_helpers import list_processes, make_plan, seconds_until
 
 import shardscope as ss
 from shardscope.runs.launch.launch import launch
@@ -43,7 +43,7 @@ def start_kernel(folder: Path, task: str, *, outlive: bool = False) -> subproces
     return kernel
 
 
-def supervisor_of(run: Run) -> int:
+def find_supervisor(run: Run) -> int:
     return int(json.loads((run.folder / "supervisor.json").read_text())["pid"])
 
 
@@ -66,7 +66,7 @@ def test_fault_02_03_stop_mid_step_and_twice(
     run.press("Stop")
     run.stop()
     assert seconds_until(lambda: run.status == "stopped", 5) < 5
-    assert seconds_until(lambda: not processes_of(tmp_path), 1) < 1
+    assert seconds_until(lambda: not list_processes(tmp_path), 1) < 1
     assert run.reason == "Stop was pressed in my first.ipynb" and run.error is None
     run.stop()
     assert run.status == "stopped"
@@ -139,7 +139,7 @@ def test_fault_08_kernel_killed(tmp_path: Path) -> None:
     seconds_until(lambda: has_begun(run))
     kernel.kill()
     kernel.wait()
-    assert seconds_until(lambda: not processes_of(tmp_path), 5) < 5
+    assert seconds_until(lambda: not list_processes(tmp_path), 5) < 5
     assert run.status == "stopped" and run.reason == "the kernel that launched it ended"
 
 
@@ -160,22 +160,22 @@ def test_fault_07_a_run_that_outlives_its_kernel(tmp_path: Path) -> None:
 def test_fault_09_supervisor_or_launcher_killed(who: str, plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.deaf, folder=tmp_path)
     seconds_until(lambda: has_begun(run))
-    supervisor = supervisor_of(run)
+    supervisor = find_supervisor(run)
     if who == "supervisor":
         os.kill(supervisor, signal.SIGKILL)
         assert run.wait(5) == "lost" and "supervisor" in run.reason
     else:
-        launchers = [p for p in processes_of(tmp_path) if p.ppid() == supervisor]
+        launchers = [p for p in list_processes(tmp_path) if p.ppid() == supervisor]
         launchers[0].kill()
         assert run.wait(5) == "failed" and "the launcher was killed by SIGKILL: " in run.reason
-    assert seconds_until(lambda: not processes_of(tmp_path), 5) < 5
+    assert seconds_until(lambda: not list_processes(tmp_path), 5) < 5
     run.stop()
 
 
 def test_a_terminated_supervisor_stops_its_run(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.Log(10_000, 0.2), folder=tmp_path)
     seconds_until(lambda: has_begun(run))
-    os.kill(supervisor_of(run), signal.SIGTERM)
+    os.kill(find_supervisor(run), signal.SIGTERM)
     assert run.wait(5) == "stopped" and "SIGTERM" in run.reason
 
 
@@ -194,7 +194,7 @@ def test_fault_04_05_ranks_that_ignore_signals(task: Any, plan: Any, tmp_path: P
     seconds_until(lambda: has_begun(run))
     run.stop()
     assert seconds_until(lambda: run.status == "stopped", 5) < 3.5
-    assert not [p for p in processes_of(tmp_path) if p.pid != supervisor_of(run)]
+    assert not [p for p in list_processes(tmp_path) if p.pid != find_supervisor(run)]
     assert run.error is None
 
 
@@ -203,7 +203,7 @@ def test_processes_that_ranks_started_end_with_the_run(tmp_path: Path) -> None:
     seconds_until(run.metrics)
     run.stop()
     assert run.wait(5) == "stopped"
-    assert seconds_until(lambda: not processes_of(tmp_path), 1) < 1
+    assert seconds_until(lambda: not list_processes(tmp_path), 1) < 1
 
 
 def test_fault_24_the_run_folder_is_deleted(plan: Any, tmp_path: Path) -> None:
@@ -211,4 +211,4 @@ def test_fault_24_the_run_folder_is_deleted(plan: Any, tmp_path: Path) -> None:
     assert run.wait(30) == "lost" and run.reason == "its folder is gone"
     assert run.metrics() is not None and run.logs(0) == ""
     run.stop()
-    assert seconds_until(lambda: not processes_of(tmp_path), 8) < 8
+    assert seconds_until(lambda: not list_processes(tmp_path), 8) < 8

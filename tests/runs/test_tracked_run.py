@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import make_plan, processes_of, seconds_until
+from run_helpers import list_processes, make_plan, seconds_until
 from tests.requirements import needs, thorough
 
 needs("torch")
@@ -56,7 +56,7 @@ def read_calls(file: Path) -> list[dict[str, Any]]:
 def test_a_run_reports_all_of_its_steps(stand_in: Path, tmp_path: Path) -> None:
     run = ss.launch(make_plan(), ss.Pretrain(num_steps=6, report_to="wandb"), folder=tmp_path / "runs")
     assert run.wait(100) == "finished", run.error
-    seconds_until(lambda: not processes_of(run.folder), 20)
+    seconds_until(lambda: not list_processes(run.folder), 20)
     *calls, end = read_calls(stand_in)
     logged = {record["step"]: record["loss"] for record in run.metrics() if record["rank"] == 0}
     assert end == {} and {call["step"]: call["loss"] for call in calls} == logged
@@ -71,5 +71,5 @@ def test_the_process_ends_with_a_killed_supervisor(stand_in: Path, tmp_path: Pat
     run = ss.launch(make_plan(), task, folder=tmp_path / "runs")
     seconds_until(lambda: len(read_calls(stand_in)) > 2, 60)
     os.kill((read_json(RunFolder(run.folder).supervisor) or {})["pid"], signal.SIGKILL)
-    seconds_until(lambda: not processes_of(run.folder), 20)
+    seconds_until(lambda: not list_processes(run.folder), 20)
     assert read_calls(stand_in)[-1] == {} and run.wait(20) == "lost"

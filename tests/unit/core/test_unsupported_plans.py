@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.in_process_rehearsal import rehearsed_here
+from tests.in_process_rehearsal import rehearse_in_this_process
 from tests.requirements import needs, thorough
 
 import shardscope as ss
@@ -86,6 +86,6 @@ def test_the_rehearsal_that_an_error_suggests_runs(framework: str) -> None:
         needs(module)
     plan = build_plan(ALIBI, layout, layers=2)
     # FSDP2's runs in a separate process, to which a family without formulas has to be passed.
-    report = plan.rehearse(timeout=300) if layout.framework == "fsdp2" else rehearsed_here(plan)
+    report = plan.rehearse(timeout=300) if layout.framework == "fsdp2" else rehearse_in_this_process(plan)
     assert report.tier == "rehearsed"
     assert report.components["activations"] > 0 and report.components["communication"] > 0

@@ -20,7 +20,7 @@ from shardscope.planner.repairs.combined_changes import (
 from shardscope.planner.repairs.repairs import find_repairs
 
 
-def plan_of(model: str, cluster: str, layout: ss.Layout, **recipe: Any) -> ss.Plan:
+def make_plan(model: str, cluster: str, layout: ss.Layout, **recipe: Any) -> ss.Plan:
     return ss.Plan(ss.models[model], ss.Cluster.parse(cluster), ss.Recipe(**recipe), layout)
 
 
@@ -29,10 +29,12 @@ def has_room(plan: ss.Plan) -> bool:
 
 
 STEP_BY_STEP = [
-    plan_of("llama-3.1-8b", "rtx-4090-24gb", ss.Layout.ddp()),
-    plan_of("llama-3.1-8b", "8xa100-sxm-80gb", ss.Layout.ddp(), micro_batch_size=16, global_batch_size=1024),
-    plan_of("llama-3.1-70b", "8xh100-sxm-80gb", ss.Layout.zero(stage=2), seq_len=32768, recompute="full"),
-    plan_of("mixtral-8x7b", "8xa100-sxm-80gb", ss.Layout.zero(stage=2), global_batch_size=8),
+    make_plan("llama-3.1-8b", "rtx-4090-24gb", ss.Layout.ddp()),
+    make_plan(
+        "llama-3.1-8b", "8xa100-sxm-80gb", ss.Layout.ddp(), micro_batch_size=16, global_batch_size=1024
+    ),
+    make_plan("llama-3.1-70b", "8xh100-sxm-80gb", ss.Layout.zero(stage=2), seq_len=32768, recompute="full"),
+    make_plan("mixtral-8x7b", "8xa100-sxm-80gb", ss.Layout.zero(stage=2), global_batch_size=8),
 ]
 
 
@@ -51,7 +53,7 @@ def test_several_changes_fit_where_no_single_one_does(plan: ss.Plan) -> None:
 
 def test_changes_are_all_differences_and_nothing_else() -> None:
     """Changes that a later step undid are not listed."""
-    plan = plan_of("gemma-3-12b", "2xa100-sxm-40gb", ss.Layout.ddp(), seq_len=32768)
+    plan = make_plan("gemma-3-12b", "2xa100-sxm-40gb", ss.Layout.ddp(), seq_len=32768)
     way = combine_changes(plan)
     assert way is not None and way.plan.recipe.recompute == "full"
     assert "recompute none → full" in way.text and "activations" not in way.text
@@ -71,7 +73,7 @@ def test_a_search_keeps_the_options_of_the_same_framework() -> None:
         pp=8, use_precision_aware_optimizer=True, exp_avg_dtype="bf16", overlap_grad_reduce=True
     )
     cluster = "4x8xh100-sxm-80gb"
-    plan = plan_of("llama-3.1-70b", cluster, layout, global_batch_size=8, recompute="full")
+    plan = make_plan("llama-3.1-70b", cluster, layout, global_batch_size=8, recompute="full")
     way = search_change(plan)
     assert way is not None and has_room(way.plan)
     kept = {name: getattr(way.plan.layout, name) for name in ("exp_avg_dtype", "overlap_grad_reduce")}
@@ -81,7 +83,7 @@ def test_a_search_keeps_the_options_of_the_same_framework() -> None:
 
 
 def test_the_framework_changes_if_only_a_search_finds_a_plan() -> None:
-    plan = plan_of("llama-3.1-70b", "8xh100-sxm-80gb", ss.Layout.megatron(tp=8), precision="fp16-mixed")
+    plan = make_plan("llama-3.1-70b", "8xh100-sxm-80gb", ss.Layout.megatron(tp=8), precision="fp16-mixed")
     way = combine_changes(plan)
     assert way is not None and has_room(way.plan) and way.plan.cluster == plan.cluster
     assert way.plan == ss.search(plan.architecture, plan.cluster, plan.recipe).best
@@ -89,7 +91,7 @@ def test_the_framework_changes_if_only_a_search_finds_a_plan() -> None:
 
 
 def test_requested_headroom_stays_free() -> None:
-    plan = plan_of("llama-3.1-8b", "8xh100-sxm-80gb", ss.Layout.fsdp2())
+    plan = make_plan("llama-3.1-8b", "8xh100-sxm-80gb", ss.Layout.fsdp2())
     free = 40 * 2**30
     way = search_change(plan, headroom_bytes=free)
     assert way is not None
@@ -99,14 +101,14 @@ def test_requested_headroom_stays_free() -> None:
 
 
 def test_adapters_are_tried_before_more_nodes() -> None:
-    plan = plan_of("llama-3.1-70b", "8xv100-sxm-32gb", ss.Layout.fsdp2(), precision="fp16-mixed")
+    plan = make_plan("llama-3.1-70b", "8xv100-sxm-32gb", ss.Layout.fsdp2(), precision="fp16-mixed")
     way = combine_changes(plan)
     assert way is not None and has_room(way.plan)
     assert way.plan.recipe.method != "full" and way.plan.cluster == plan.cluster
 
 
 def test_the_fewest_nodes_are_added_if_nothing_else_fits() -> None:
-    plan = plan_of("llama-3.1-405b", "8xh100-sxm-80gb", ss.Layout.fsdp2(), micro_batch_size=8)
+    plan = make_plan("llama-3.1-405b", "8xh100-sxm-80gb", ss.Layout.fsdp2(), micro_batch_size=8)
     cpu = replace(plan.cluster, host_memory_bytes=2**38)
     plan = replace(plan, cluster=cpu)
     way = find_on_more_nodes([PlanChange((), plan)], has_room)
@@ -117,7 +119,7 @@ def test_the_fewest_nodes_are_added_if_nothing_else_fits() -> None:
     layout = replace(way.plan.layout, shard=None)  # type: ignore[call-arg]
     assert not has_room(replace(way.plan, cluster=half, layout=layout))
     assert find_on_more_nodes([PlanChange((), plan)], lambda plan: False) is None
-    ranks = plan_of("llama-3.1-70b", "2xcpu", ss.Layout.ddp(), precision="fp32")
+    ranks = make_plan("llama-3.1-70b", "2xcpu", ss.Layout.ddp(), precision="fp32")
     assert find_on_more_nodes([PlanChange((), ranks)], has_room) is None, "there is one machine"
     smaller = combine_changes(ranks)
     assert smaller is not None and has_room(smaller.plan) and smaller.plan.cluster == ranks.cluster

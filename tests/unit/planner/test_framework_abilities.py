@@ -37,7 +37,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 EVERY = [(name, key) for name in (*frameworks, "accelerate") for key in COLUMNS]
 
 
-def plan_of(key: str, layout: ss.Layout, recipe: dict[str, Any]) -> ss.Plan:
+def make_plan(key: str, layout: ss.Layout, recipe: dict[str, Any]) -> ss.Plan:
     arch = WITH_EXPERTS if key == "expert" else DENSE
     return ss.Plan(arch, CLUSTER, ss.Recipe(seq_len=2048, **recipe), layout)
 
@@ -51,7 +51,7 @@ def test_plans_accept_the_abilities_of_the_table(framework: str, key: str) -> No
             assert_nothing_has_it(framework, key)
         return
     assert cell.layout is not None
-    plan = plan_of(key, cell.layout, dict(cell.recipe))
+    plan = make_plan(key, cell.layout, dict(cell.recipe))
     if key in DEGREES:
         assert getattr(plan.degrees, DEGREES[key]) == 2
     if key == "data":
@@ -69,7 +69,7 @@ def assert_nothing_has_it(framework: str, key: str) -> None:
     layout_class = frameworks[framework].layout_class
     if key in RECIPES:
         with pytest.raises(FieldError):
-            plan_of(key, layout_class(), RECIPES[key])
+            make_plan(key, layout_class(), RECIPES[key])
     elif key in DEGREES:
         with pytest.raises(ValueError, match="key"):
             layout_class(**{DEGREES[key]: 2})

@@ -21,7 +21,7 @@ from shardscope.planner.verdict import assess_plan
 H100 = "h100-sxm-80gb"
 
 
-def plan_of(model: str, cluster: str, layout: ss.Layout, **recipe: Any) -> ss.Plan:
+def make_plan(model: str, cluster: str, layout: ss.Layout, **recipe: Any) -> ss.Plan:
     return ss.Plan(ss.models[model], ss.Cluster.parse(cluster), ss.Recipe(**recipe), layout)
 
 
@@ -29,7 +29,7 @@ def plan_of(model: str, cluster: str, layout: ss.Layout, **recipe: Any) -> ss.Pl
 def test_405b_on_eight_nodes_with_megatron_fits_with_another_framework() -> None:
     """No layout of Megatron-core does there, and no single change is enough."""
     for layout in (ss.Layout.megatron(), ss.Layout.megatron(tp=8, pp=8)):
-        plan = plan_of("llama-3.1-405b", f"8x8x{H100}", layout)
+        plan = make_plan("llama-3.1-405b", f"8x8x{H100}", layout)
         assert not plan.repairs()
         fit = make_it_fit(plan)
         assert fit is not None and assess_plan(fit.plan).state == "fits"
@@ -41,10 +41,10 @@ def test_405b_on_eight_nodes_with_megatron_fits_with_another_framework() -> None
 @pytest.mark.parametrize(
     "plan",
     [
-        plan_of("llama-3.1-405b", f"16x8x{H100}", ss.Layout.megatron(), global_batch_size=512),
-        plan_of("llama-3.1-405b", f"8x8x{H100}", ss.Layout.fsdp2()),
-        pytest.param(plan_of("llama-3.1-70b", f"8x8x{H100}", ss.Layout.zero()), marks=thorough()),
-        plan_of("llama-3.1-8b", f"8x{H100}", ss.Layout.fsdp2(), micro_batch_size=4, seq_len=8192),
+        make_plan("llama-3.1-405b", f"16x8x{H100}", ss.Layout.megatron(), global_batch_size=512),
+        make_plan("llama-3.1-405b", f"8x8x{H100}", ss.Layout.fsdp2()),
+        pytest.param(make_plan("llama-3.1-70b", f"8x8x{H100}", ss.Layout.zero()), marks=thorough()),
+        make_plan("llama-3.1-8b", f"8x{H100}", ss.Layout.fsdp2(), micro_batch_size=4, seq_len=8192),
     ],
     ids=lambda plan: f"{plan.architecture.name} {plan.layout.title}",
 )
@@ -59,7 +59,7 @@ def test_the_framework_stays_where_it_has_a_plan_that_fits(plan: ss.Plan) -> Non
 
 
 def test_the_plan_is_near_the_fastest_with_the_fewest_changes() -> None:
-    plan = plan_of("llama-3.1-8b", f"8x{H100}", ss.Layout.fsdp2(), micro_batch_size=2)
+    plan = make_plan("llama-3.1-8b", f"8x{H100}", ss.Layout.fsdp2(), micro_batch_size=2)
     fit = make_it_fit(plan)
     assert fit is not None and fit.changes == ("micro batch size 2 → 1",)
     steps = [step for step in find_steps(plan) if assess_plan(step.plan).state == "fits"]
@@ -83,17 +83,17 @@ def test_the_first_layout_of_a_framework_can_be_made_to_fit() -> None:
 
 @thorough()
 def test_more_gpus_or_adapters_come_last_and_are_named() -> None:
-    fit = make_it_fit(plan_of("llama-3.1-405b", f"8x{H100}", ss.Layout.fsdp2()))
+    fit = make_it_fit(make_plan("llama-3.1-405b", f"8x{H100}", ss.Layout.fsdp2()))
     assert fit is not None and assess_plan(fit.plan).runs
     assert any("method" in change or "GPUs" in change or "model" in change for change in fit.changes)
 
 
 def test_a_plan_that_fits_needs_nothing() -> None:
-    assert make_it_fit(plan_of("llama-3.1-8b", f"8x{H100}", ss.Layout.fsdp2())) is None
+    assert make_it_fit(make_plan("llama-3.1-8b", f"8x{H100}", ss.Layout.fsdp2())) is None
 
 
 def test_a_plan_with_unknown_host_memory_is_not_reported_as_fitting() -> None:
-    plan = plan_of("llama-3.1-8b", "rtx-4090-24gb", ss.Layout.ddp())
+    plan = make_plan("llama-3.1-8b", "rtx-4090-24gb", ss.Layout.ddp())
     fit = make_it_fit(plan)
     assert fit is not None and assess_plan(fit.plan).state == "unknown"
     known = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=2**39))

@@ -19,7 +19,7 @@ GIB = 2**30
 BOTH_OFFLOADS = ss.Layout.zero(3, offload_optimizer="cpu", offload_params="cpu")
 
 
-def plan_of(model: str, cluster: str, layout: ss.Layout, **recipe: Any) -> ss.Plan:
+def make_plan(model: str, cluster: str, layout: ss.Layout, **recipe: Any) -> ss.Plan:
     settings = {"global_batch_size": 8, "recompute": "full", **recipe}
     return ss.Plan(ss.models[model], ss.Cluster.parse(cluster), ss.Recipe(**settings), layout)
 
@@ -34,7 +34,7 @@ def strip_tags(html: str) -> str:
 
 @pytest.fixture
 def too_much_for_the_host() -> ss.Plan:
-    return plan_of("llama-3.1-405b", "8xh100-sxm-80gb", BOTH_OFFLOADS)
+    return make_plan("llama-3.1-405b", "8xh100-sxm-80gb", BOTH_OFFLOADS)
 
 
 def test_a_plan_that_needs_too_much_host_memory_does_not_fit(too_much_for_the_host: ss.Plan) -> None:
@@ -62,7 +62,7 @@ def test_two_shortages_are_both_named(too_much_for_the_host: ss.Plan) -> None:
 
 
 def test_a_need_of_unknown_host_memory_is_named() -> None:
-    plan = plan_of("llama-2-13b", "rtx-4090-24gb", BOTH_OFFLOADS)
+    plan = make_plan("llama-2-13b", "rtx-4090-24gb", BOTH_OFFLOADS)
     report = plan.memory()
     assert plan.cluster.host_memory_bytes is None and fits(plan, report)
     needed = round(report.host_bytes / GIB)
@@ -76,7 +76,7 @@ def test_a_need_of_unknown_host_memory_is_named() -> None:
 
 def test_nvme_is_a_kind_of_memory() -> None:
     layout = ss.Layout.zero(3, offload_optimizer="nvme")
-    plan = plan_of("llama-2-13b", "8xh100-sxm-80gb", layout)
+    plan = make_plan("llama-2-13b", "8xh100-sxm-80gb", layout)
     report = plan.memory()
     drives = next(place for place in list_host_and_nvme_needs(plan, report) if place.name == "NVMe")
     assert drives.needed_bytes == 8 * report.nvme_bytes and drives.room_bytes is None
@@ -87,7 +87,7 @@ def test_nvme_is_a_kind_of_memory() -> None:
 
 def test_pipeline_stages_of_one_node_are_added_up() -> None:
     """Stages differ, and a node of eight has all four of them, two ranks each."""
-    plan = plan_of("llama-2-13b", "8xh100-sxm-80gb", ss.Layout.fsdp2(pp=4, offload="cpu"))
+    plan = make_plan("llama-2-13b", "8xh100-sxm-80gb", ss.Layout.fsdp2(pp=4, offload="cpu"))
     report = plan.memory()
     by_stage = [stage.host_bytes for stage in report.by_stage]
     assert len(set(by_stage)) > 1, "else this tests nothing"
@@ -103,7 +103,7 @@ def test_pipeline_stages_of_one_node_are_added_up() -> None:
 
 def test_cpu_ranks_use_host_memory() -> None:
     layout = ss.Layout.zero(3, offload_optimizer="nvme")
-    plan = plan_of("llama-3.2-1b", "2xcpu", layout, global_batch_size=2, seq_len=512)
+    plan = make_plan("llama-3.2-1b", "2xcpu", layout, global_batch_size=2, seq_len=512)
     report = plan.memory()
     (host,) = (place for place in list_memory_needs(plan, report) if place.name == "host memory")
     assert host.needed_bytes == 2 * (report.host_bytes + report.peak_bytes)
@@ -122,7 +122,7 @@ def test_repairs_save_the_memory_that_is_short(too_much_for_the_host: ss.Plan) -
         assert repair.bytes_won == 8 * report.host_bytes - host.needed_bytes > 0
         assert " GiB a node of host memory, " in describe_repairs(plan, [repair])[0]
     # With a third of the model, state that need not be on the host may come back.
-    smaller = with_host(plan_of("llama-3.1-8b", "8xh100-sxm-80gb", BOTH_OFFLOADS), 100 * GIB)
+    smaller = with_host(make_plan("llama-3.1-8b", "8xh100-sxm-80gb", BOTH_OFFLOADS), 100 * GIB)
     changes = {repair.change for repair in smaller.repairs()}
     assert "Keep the optimizer on the GPU" in changes
     assert all(fits(repair.plan, repair.plan.memory()) for repair in smaller.repairs())
@@ -141,7 +141,7 @@ def test_all_views_report_a_shortage_of_host_memory(too_much_for_the_host: ss.Pl
 
 def test_the_launch_button_checks_host_memory(too_much_for_the_host: ss.Plan) -> None:
     layout = ss.Layout.fsdp2(offload="cpu")
-    plan = with_host(plan_of("llama-3.1-70b", "8xh100-sxm-80gb", layout), 1000 * GIB)
+    plan = with_host(make_plan("llama-3.1-70b", "8xh100-sxm-80gb", layout), 1000 * GIB)
     offer = offer_for(plan, plan.cluster, plan.memory())
     assert offer.is_trial
     assert all(fact in offer.note for fact in ("1,051 GiB of host memory", "which has 1,000"))
@@ -155,7 +155,7 @@ def test_the_launch_button_checks_host_memory(too_much_for_the_host: ss.Plan) ->
 def make_paged_plan(
     cluster: str = "a100-sxm-80gb", model: str = "llama-2-7b", optimizer: str = "paged_adamw"
 ) -> ss.Plan:
-    return plan_of(model, cluster, ss.Layout.ddp(), optimizer=optimizer, global_batch_size=1)
+    return make_plan(model, cluster, ss.Layout.ddp(), optimizer=optimizer, global_batch_size=1)
 
 
 def test_paged_state_that_fits_on_the_gpu_costs_no_time() -> None:

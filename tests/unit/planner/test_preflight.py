@@ -19,7 +19,7 @@ from shardscope.planner.checks.nearby_widths import align_width
 from shardscope.planner.memory_needs import fits, list_memory_needs
 
 
-def plan_of(
+def make_plan(
     model: str = "llama-3.1-8b",
     cluster: str = "8xh100-sxm-80gb",
     layout: ss.Layout | None = None,
@@ -30,14 +30,14 @@ def plan_of(
     )
 
 
-def found_in(plan: ss.Plan, name: str, task: object = None) -> Finding | None:
+def find_by_name(plan: ss.Plan, name: str, task: object = None) -> Finding | None:
     findings = [finding for finding in plan.findings(task) if finding.name == name]
     assert len(findings) <= 1, findings
     return findings[0] if findings else None
 
 
 def find_only(plan: ss.Plan, name: str) -> Finding:
-    findings = found_in(plan, name)
+    findings = find_by_name(plan, name)
     assert findings is not None, [finding.name for finding in plan.findings()]
     return findings
 
@@ -70,23 +70,26 @@ def test_findings_have_distinct_names() -> None:
 
 
 def test_missing_recomputation_is_reported_if_memory_is_short() -> None:
-    plan = plan_of(micro_batch_size=2)
+    plan = make_plan(micro_batch_size=2)
     finding = find_only(plan, "recomputation-off")
     assert finding.severity == "danger" and finding.plan is not None
     won = plan.memory().peak_bytes - finding.plan.memory().peak_bytes
     assert finding.number == won / 2**30
     assert finding.plan.memory().fits and finding.plan.recipe.recompute in ("selective", "full")
-    assert found_in(plan, "out-of-gpu-memory") is None, "said once"
-    assert found_in(plan_of(micro_batch_size=1), "recomputation-off") is None
+    assert find_by_name(plan, "out-of-gpu-memory") is None, "said once"
+    assert find_by_name(make_plan(micro_batch_size=1), "recomputation-off") is None
 
 
 def test_unnecessary_recomputation_is_reported() -> None:
-    plan = plan_of(recompute="full")
+    plan = make_plan(recompute="full")
     finding = find_only(plan, "recomputation-on")
     assert finding.plan is not None
     assert finding.number == plan.step().seconds - finding.plan.step().seconds > 0
     assert finding.plan.memory().fits and not finding.plan.memory().is_tight
-    assert found_in(plan_of(micro_batch_size=8, seq_len=4096, recompute="full"), "recomputation-on") is None
+    assert (
+        find_by_name(make_plan(micro_batch_size=8, seq_len=4096, recompute="full"), "recomputation-on")
+        is None
+    )
 
 
 # ------------------------------------------------------------------------------------------ pipeline
@@ -94,7 +97,7 @@ def test_unnecessary_recomputation_is_reported() -> None:
 
 def test_fewer_micro_batches_than_stages_are_reported() -> None:
     layout = ss.Layout.megatron(tp=8, pp=8)
-    plan = plan_of("llama-3.1-70b", "8x8xh100-sxm-80gb", layout, global_batch_size=4)
+    plan = make_plan("llama-3.1-70b", "8x8xh100-sxm-80gb", layout, global_batch_size=4)
     finding = find_only(plan, "fewer-micro-batches-than-stages")
     step = plan.step()
     assert finding.number == pytest.approx(100 * step.parts["bubble"] / step.seconds)
@@ -102,12 +105,12 @@ def test_fewer_micro_batches_than_stages_are_reported() -> None:
     assert finding.number == pytest.approx(100 * 7 / 11, rel=0.1)
     assert finding.plan is not None and finding.plan.num_micro_batches >= 8
     enough = replace(plan, recipe=replace(plan.recipe, global_batch_size=8))
-    assert found_in(enough, "fewer-micro-batches-than-stages") is None
+    assert find_by_name(enough, "fewer-micro-batches-than-stages") is None
 
 
 def test_a_smaller_micro_batch_comes_before_a_larger_batch() -> None:
     layout = ss.Layout.megatron(tp=8, pp=8)
-    plan = plan_of(
+    plan = make_plan(
         "llama-3.1-70b", "8x8xh100-sxm-80gb", layout, global_batch_size=16, micro_batch_size=4, seq_len=2048
     )
     finding = find_only(plan, "fewer-micro-batches-than-stages")
@@ -128,34 +131,34 @@ def test_a_smaller_micro_batch_comes_before_a_larger_batch() -> None:
 )
 def test_collectives_that_could_overlap_with_computation(layout: ss.Layout, change: str) -> None:
     recipe: dict[str, Any] = {"seq_len": 8192, "global_batch_size": 2048, "recompute": "full"}
-    plan = plan_of("llama-3.1-405b", "2048x8xh100-sxm-80gb", layout, **recipe)
+    plan = make_plan("llama-3.1-405b", "2048x8xh100-sxm-80gb", layout, **recipe)
     finding = find_only(plan, "collectives-not-overlapped")
     assert finding.change == change and finding.plan is not None
     slow, fast = plan.step(), finding.plan.step()
     assert finding.number == pytest.approx(100 * (1 - fast.seconds / slow.seconds)) and finding.number > 0.5
     hidden = fast.hidden["gradients"] + fast.hidden["gathers"]
     assert hidden > slow.hidden["gradients"] + slow.hidden["gathers"]
-    assert found_in(finding.plan, "collectives-not-overlapped") is None
+    assert find_by_name(finding.plan, "collectives-not-overlapped") is None
 
 
 def test_deepspeed_overlaps_by_itself_in_stage_3_only() -> None:
     recipe: dict[str, Any] = {"seq_len": 1024, "global_batch_size": 32, "micro_batch_size": 2}
     staged = {
-        stage: plan_of("llama-3.2-1b", "2x8xa100-sxm-80gb", ss.Layout.zero(stage), **recipe)
+        stage: make_plan("llama-3.2-1b", "2x8xa100-sxm-80gb", ss.Layout.zero(stage), **recipe)
         for stage in (1, 2, 3)
     }
     for stage in (1, 2):
         assert find_only(staged[stage], "collectives-not-overlapped").change == "overlap_comm=True"
-    assert found_in(staged[3], "collectives-not-overlapped") is None
-    ranks = plan_of("gpt2", "2xcpu", ss.Layout.megatron(), precision="fp32", seq_len=512)
-    assert found_in(ranks, "collectives-not-overlapped") is None, "nothing covers what a CPU rank sends"
+    assert find_by_name(staged[3], "collectives-not-overlapped") is None
+    ranks = make_plan("gpt2", "2xcpu", ss.Layout.megatron(), precision="fp32", seq_len=512)
+    assert find_by_name(ranks, "collectives-not-overlapped") is None, "nothing covers what a CPU rank sends"
 
 
 # ----------------------------------------------------------------------------------- tensor parallel
 
 
 def test_tensor_parallel_across_nodes() -> None:
-    plan = plan_of(
+    plan = make_plan(
         "llama-3.1-70b",
         "8x8xh100-sxm-80gb",
         ss.Layout.megatron(tp=16, pp=1),
@@ -171,112 +174,112 @@ def test_tensor_parallel_across_nodes() -> None:
 
 
 def test_tensor_parallel_over_pcie() -> None:
-    plan = plan_of("llama-3.1-8b", "8xl40s-48gb", ss.Layout.megatron(tp=8), global_batch_size=64)
+    plan = make_plan("llama-3.1-8b", "8xl40s-48gb", ss.Layout.megatron(tp=8), global_batch_size=64)
     finding = find_only(plan, "tensor-parallel-over-slow-link")
     assert finding.number is not None and finding.number > 20
     assert plan.cluster.intra_node_link.name in finding.why
 
 
 def test_tensor_parallel_inside_a_node_with_nvlink() -> None:
-    plan = plan_of(
+    plan = make_plan(
         "llama-3.1-70b", "8x8xh100-sxm-80gb", ss.Layout.megatron(tp=4, pp=4), global_batch_size=256
     )
-    assert found_in(plan, "tensor-parallel-over-slow-link") is None
+    assert find_by_name(plan, "tensor-parallel-over-slow-link") is None
 
 
 # ------------------------------------------------------------------------------------------ sharding
 
 
 def test_resharding_after_forward_with_enough_memory_is_reported() -> None:
-    plan = plan_of("llama-3.2-1b", "2x8xl40s-48gb", seq_len=1024, global_batch_size=64)
+    plan = make_plan("llama-3.2-1b", "2x8xl40s-48gb", seq_len=1024, global_batch_size=64)
     finding = find_only(plan, "gathers-again-though-room")
     assert finding.plan is not None
     assert finding.number == plan.step().seconds - finding.plan.step().seconds > 0
     assert finding.plan.layout.reshard_after_forward is False  # type: ignore[attr-defined]
-    assert found_in(finding.plan, "gathers-again-though-room") is None
+    assert find_by_name(finding.plan, "gathers-again-though-room") is None
 
 
 def test_too_many_shards_are_reported() -> None:
-    plan = plan_of("llama-3.2-1b", "64x8xh100-sxm-80gb", seq_len=1024, global_batch_size=512)
+    plan = make_plan("llama-3.2-1b", "64x8xh100-sxm-80gb", seq_len=1024, global_batch_size=512)
     finding = find_only(plan, "sharded-too-finely")
     arch = plan.architecture
     layer = sum(arch.layer_parameters(0).values())
     assert finding.number == layer * widths["bf16-mixed"].compute / 512
     assert finding.plan is not None and finding.plan.degrees.shard < 512
     assert finding.plan.step().tokens_per_second > plan.step().tokens_per_second
-    assert found_in(plan_of("llama-3.1-8b"), "sharded-too-finely") is None
+    assert find_by_name(make_plan("llama-3.1-8b"), "sharded-too-finely") is None
 
 
 # ----------------------------------------------------------------------------------------- precision
 
 
 def test_fp16_on_a_gpu_with_bf16_is_reported() -> None:
-    finding = find_only(plan_of(precision="fp16-mixed"), "fp16-though-bf16-is-there")
+    finding = find_only(make_plan(precision="fp16-mixed"), "fp16-though-bf16-is-there")
     assert finding.number == 65_504
     assert finding.plan is not None and finding.plan.recipe.precision == "bf16-mixed"
-    on_volta = plan_of("gpt2", "8xv100-sxm-32gb", precision="fp16-mixed", seq_len=1024)
-    assert found_in(on_volta, "fp16-though-bf16-is-there") is None
-    assert found_in(plan_of(), "fp16-though-bf16-is-there") is None
+    on_volta = make_plan("gpt2", "8xv100-sxm-32gb", precision="fp16-mixed", seq_len=1024)
+    assert find_by_name(on_volta, "fp16-though-bf16-is-there") is None
+    assert find_by_name(make_plan(), "fp16-though-bf16-is-there") is None
 
 
 @pytest.mark.parametrize("card", ["v100-sxm-32gb", "t4-16gb"])
 def test_bf16_on_a_gpu_without_it_is_reported(card: str) -> None:
-    plan = plan_of("gpt2", f"8x{card}", ss.Layout.ddp(), seq_len=1024)
+    plan = make_plan("gpt2", f"8x{card}", ss.Layout.ddp(), seq_len=1024)
     finding = find_only(plan, "bf16-is-not-there")
     assert finding.severity == "warning" and finding.plan is not None
     assert finding.plan.recipe == replace(plan.recipe, precision="fp16-mixed")
     assert finding.number == plan.cluster.gpu.peak_flops["fp16"] / 1e12
-    for there in (finding.plan, plan_of("gpt2", "8xa100-sxm-80gb", seq_len=1024)):
-        assert found_in(there, "bf16-is-not-there") is None
+    for there in (finding.plan, make_plan("gpt2", "8xa100-sxm-80gb", seq_len=1024)):
+        assert find_by_name(there, "bf16-is-not-there") is None
 
 
 def test_reductions_in_half_precision() -> None:
     name = "reductions-in-half-precision"
-    plan = plan_of(layout=ss.Layout.zero(stage=2))
+    plan = make_plan(layout=ss.Layout.zero(stage=2))
     finding = find_only(plan, name)
     # Seven additions of 8 significant bits each.
     assert finding.number == pytest.approx(100 * 7**0.5 / 256)
     assert finding.severity == "hint" and finding.change == "communication_data_type='fp32'"
-    assert finding.plan is not None and found_in(finding.plan, name) is None
-    parted = plan_of("mixtral-8x7b", layout=ss.Layout.zero(stage=2, ep=8))
+    assert finding.plan is not None and find_by_name(finding.plan, name) is None
+    parted = make_plan("mixtral-8x7b", layout=ss.Layout.zero(stage=2, ep=8))
     in_words = find_only(parted, name)
     assert "in the DeepSpeed configuration" in in_words.change and "sums in fp32" in in_words.change
-    assert in_words.plan is not None and found_in(in_words.plan, name) is None
-    many = plan_of(cluster="32x8xh100-sxm-80gb", layout=ss.Layout.zero(stage=2), global_batch_size=256)
+    assert in_words.plan is not None and find_by_name(in_words.plan, name) is None
+    many = make_plan(cluster="32x8xh100-sxm-80gb", layout=ss.Layout.zero(stage=2), global_batch_size=256)
     assert find_only(many, name).severity == "warning"
-    assert found_in(plan_of(), name) is None, "FSDP2's engine reduces in fp32"
-    megatron = plan_of(layout=ss.Layout.megatron(grad_reduce_in_fp32=False))
+    assert find_by_name(make_plan(), name) is None, "FSDP2's engine reduces in fp32"
+    megatron = make_plan(layout=ss.Layout.megatron(grad_reduce_in_fp32=False))
     mended = find_only(megatron, name).plan
-    assert mended is not None and found_in(mended, name) is None
-    assert found_in(plan_of(layout=ss.Layout.megatron()), name) is None
-    assert found_in(plan_of(cluster="h100-sxm-80gb", layout=ss.Layout.zero(stage=0)), name) is None
+    assert mended is not None and find_by_name(mended, name) is None
+    assert find_by_name(make_plan(layout=ss.Layout.megatron()), name) is None
+    assert find_by_name(make_plan(cluster="h100-sxm-80gb", layout=ss.Layout.zero(stage=0)), name) is None
 
 
 def test_a_fix_that_the_recipe_refuses_is_text_only() -> None:
     recipe = {"precision": "bf16", "kernels": "compiled", "recompute": "full"}
-    plan = plan_of("llama-3.2-1b", layout=ss.Layout.ddp(), **recipe)
+    plan = make_plan("llama-3.2-1b", layout=ss.Layout.ddp(), **recipe)
     for name in ("updates-round-away", "reductions-in-half-precision"):
         assert "Mixed precision (bf16)" in find_only(plan, name).change
 
 
 def test_a_supported_precision_that_does_not_fit_is_reported_as_such() -> None:
-    plan = plan_of("gpt2-xl", "8xv100-sxm-32gb", ss.Layout.ddp(), seq_len=512, precision="bf16")
+    plan = make_plan("gpt2-xl", "8xv100-sxm-32gb", ss.Layout.ddp(), seq_len=512, precision="bf16")
     finding = find_only(plan, "bf16-is-not-there")
     assert fits(plan, plan.memory()) and finding.plan is not None
     assert not fits(finding.plan, finding.plan.memory()) and "which lacks" in finding.change
 
 
 def test_updates_below_bf16_resolution_are_reported() -> None:
-    plan = plan_of(precision="bf16")
+    plan = make_plan(precision="bf16")
     finding = find_only(plan, "updates-round-away")
     assert finding.number == 100 / 256
-    with_task = found_in(plan, "updates-round-away", ss.Pretrain(learning_rate=1e-3))
+    with_task = find_by_name(plan, "updates-round-away", ss.Pretrain(learning_rate=1e-3))
     assert with_task is not None and "0.26" in with_task.why, "1e-3 x 256"
-    assert finding.plan is not None and found_in(finding.plan, "updates-round-away") is None
-    assert found_in(plan_of(precision="bf16", method="lora"), "updates-round-away") is None
-    assert found_in(plan_of(precision="bf16", layout=ss.Layout.zero()), "updates-round-away") is None
+    assert finding.plan is not None and find_by_name(finding.plan, "updates-round-away") is None
+    assert find_by_name(make_plan(precision="bf16", method="lora"), "updates-round-away") is None
+    assert find_by_name(make_plan(precision="bf16", layout=ss.Layout.zero()), "updates-round-away") is None
     # What fits only in bf16 is told what wider numbers lack.
-    full = plan_of("qwen2.5-14b", precision="bf16", micro_batch_size=2, recompute="selective")
+    full = make_plan("qwen2.5-14b", precision="bf16", micro_batch_size=2, recompute="selective")
     wide = find_only(full, "updates-round-away")
     assert wide.plan is not None and fits(full, full.memory())
     short = wide.plan.memory().peak_bytes - wide.plan.memory().usable_bytes
@@ -287,17 +290,17 @@ def test_updates_below_bf16_resolution_are_reported() -> None:
 
 
 def test_an_unaligned_vocabulary_is_reported() -> None:
-    plan = plan_of("gpt2", "8xa100-sxm-80gb", seq_len=1024)
+    plan = make_plan("gpt2", "8xa100-sxm-80gb", seq_len=1024)
     finding = find_only(plan, "width-misses-matrix-units")
     assert finding.number == 50_257
     assert finding.plan is not None and finding.plan.architecture.vocab_size == 50_304
-    assert found_in(finding.plan, "width-misses-matrix-units") is None
-    assert found_in(plan_of(), "width-misses-matrix-units") is None
-    assert found_in(plan_of("gpt2", "2xcpu", seq_len=1024), "width-misses-matrix-units") is None
+    assert find_by_name(finding.plan, "width-misses-matrix-units") is None
+    assert find_by_name(make_plan(), "width-misses-matrix-units") is None
+    assert find_by_name(make_plan("gpt2", "2xcpu", seq_len=1024), "width-misses-matrix-units") is None
 
 
 def test_an_unaligned_number_of_tokens_is_reported() -> None:
-    finding = find_only(plan_of(seq_len=1001), "width-misses-matrix-units")
+    finding = find_only(make_plan(seq_len=1001), "width-misses-matrix-units")
     assert finding.severity == "hint" and finding.number == 1001
     assert finding.plan is not None and finding.plan.recipe.seq_len == 1008
 
@@ -327,11 +330,13 @@ def test_a_width_that_is_slower_on_a100() -> None:
     slow, even = plan_of_width(14_400), plan_of_width(14_336)
     finding = find_only(slow, "width-off-128-bytes")
     assert "7,200" in finding.why and "queries" in finding.why
-    assert found_in(even, "width-off-128-bytes") is None
+    assert find_by_name(even, "width-off-128-bytes") is None
     each_flop = [plan.step().parts["matrices"] / plan.step().model_flops for plan in (slow, even)]
     assert 1 + 0.8 * finding.number / 100 < each_flop[0] / each_flop[1] < 1 + 1.1 * finding.number / 100
-    assert found_in(plan_of_width(14_400, "h100-sxm-80gb"), "width-off-128-bytes") is None, "no run says so"
-    assert found_in(plan_of(), "width-off-128-bytes") is None
+    assert find_by_name(plan_of_width(14_400, "h100-sxm-80gb"), "width-off-128-bytes") is None, (
+        "no run says so"
+    )
+    assert find_by_name(make_plan(), "width-off-128-bytes") is None
 
 
 def test_a_vocabulary_with_much_padding_is_reported() -> None:
@@ -342,15 +347,15 @@ def test_a_vocabulary_with_much_padding_is_reported() -> None:
     # To the next multiple of 128 x 32.
     assert finding.number == pytest.approx(100 * (1 - 33_000 / 36_864))
     assert finding.plan is not None
-    assert found_in(finding.plan, "vocabulary-padded-much") is None
-    assert found_in(plan_of(layout=ss.Layout.megatron(tp=8)), "vocabulary-padded-much") is None
+    assert find_by_name(finding.plan, "vocabulary-padded-much") is None
+    assert find_by_name(make_plan(layout=ss.Layout.megatron(tp=8)), "vocabulary-padded-much") is None
     # Where tp cannot be less, for the model would not fit, the vocabulary can be more.
     small = replace(arch, vocab_size=129)
     plan = ss.Plan(small, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.megatron(tp=1))
     finding = find_only(plan, "vocabulary-padded-much")
     assert finding.plan is not None and finding.plan.architecture.vocab_size == 256
     assert finding.plan.architecture.name == f"{small.name}-vocab-256"
-    assert found_in(finding.plan, "vocabulary-padded-much") is None
+    assert find_by_name(finding.plan, "vocabulary-padded-much") is None
 
 
 @pytest.mark.parametrize(
@@ -373,7 +378,7 @@ def test_a_width_that_tp_cannot_align_gets_another_model(width: str, changed: di
         if getattr(finding.plan.architecture, name) != changed[name]
     ]
     assert changed[field] < value < changed[field] + 8
-    after = found_in(finding.plan, "width-misses-matrix-units")
+    after = find_by_name(finding.plan, "width-misses-matrix-units")
     assert after is None or width not in after.why
 
 
@@ -381,7 +386,7 @@ def test_a_width_that_tp_cannot_align_gets_another_model(width: str, changed: di
 
 
 def test_a_shortage_of_host_memory_is_reported() -> None:
-    plan = plan_of(
+    plan = make_plan(
         "llama-3.1-70b", "h100-sxm-80gb", ss.Layout.zero(offload_optimizer="cpu", offload_params="cpu"),
         recompute="full",
     )  # fmt: skip
@@ -389,12 +394,12 @@ def test_a_shortage_of_host_memory_is_reported() -> None:
     finding = find_only(small, "out-of-host-memory")
     assert finding.severity == "danger" and finding.number is not None and finding.number > 100
     large = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=2**41))
-    assert found_in(large, "out-of-host-memory") is None
+    assert find_by_name(large, "out-of-host-memory") is None
 
 
 def test_short_or_unknown_nvme_is_reported() -> None:
     layout = ss.Layout.zero(offload_optimizer="nvme", offload_params="nvme")
-    plan = plan_of("llama-3.1-70b", "h100-sxm-80gb", layout, recompute="full")
+    plan = make_plan("llama-3.1-70b", "h100-sxm-80gb", layout, recompute="full")
     unknown = replace(plan, cluster=replace(plan.cluster, nvme_bytes=None))
     needed = plan.memory().nvme_bytes
     assert find_only(unknown, "nvme-not-known").number == needed / 2**30
@@ -406,19 +411,19 @@ def test_short_or_unknown_nvme_is_reported() -> None:
 
 def test_unknown_host_memory_that_building_the_model_needs() -> None:
     layout = ss.Layout.fsdp2(offload="cpu")
-    plan = plan_of("llama-3.1-8b", "8xh100-sxm-80gb", layout, recompute="full")
+    plan = make_plan("llama-3.1-8b", "8xh100-sxm-80gb", layout, recompute="full")
     unknown = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=None))
     finding = find_only(unknown, "host-memory-not-known")
     assert finding.number == pytest.approx(8 * plan.memory().host_bytes / 2**30)
-    assert found_in(plan, "host-memory-not-known") is None
+    assert find_by_name(plan, "host-memory-not-known") is None
     # All ranks of a node load the model at the same time, before any of it is sharded.
     name = "out-of-host-memory-at-start"
-    plan = plan_of("llama-3.2-1b", layout=ss.Layout.ddp())
+    plan = make_plan("llama-3.2-1b", layout=ss.Layout.ddp())
     (making,) = [place for place in list_memory_needs(plan, plan.memory()) if place.name.endswith("is made")]
     room = making.needed_bytes - 2**30
     small = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=room))
     assert find_only(small, name).number == 1.0
-    assert found_in(plan, name) is None
+    assert find_by_name(plan, name) is None
     unknown = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=None))
     assert find_only(unknown, "host-memory-at-start-not-known").number == making.needed_bytes / 2**30
 
@@ -426,25 +431,25 @@ def test_unknown_host_memory_that_building_the_model_needs() -> None:
 def test_a_gpu_that_is_nearly_full() -> None:
     name = "card-nearly-full"
     # Already of one sequence and whole layers: another layout would have to do it.
-    plan = plan_of("qwen3-30b-a3b", layout=ss.Layout.megatron(ep=8), recompute="full", micro_batch_size=1)
+    plan = make_plan("qwen3-30b-a3b", layout=ss.Layout.megatron(ep=8), recompute="full", micro_batch_size=1)
     finding, memory = find_only(plan, name).run_search(), plan.memory()
     assert memory.is_tight and finding.severity == "warning"
     assert finding.plan is not None and not finding.plan.memory().is_tight
     assert type(finding.plan.layout) is not type(plan.layout) and finding.plan.layout.title in finding.change
     assert finding.number == pytest.approx(100 * memory.peak_bytes / memory.usable_bytes)
-    eased = plan_of(
+    eased = make_plan(
         "gpt2", "l4-24gb", ss.Layout.ddp(), seq_len=1024, micro_batch_size=12, global_batch_size=12
     )
     mended = find_only(eased, name).plan
     assert mended is not None and mended.memory().fits and not mended.memory().is_tight
-    assert found_in(plan_of("gpt2", seq_len=1024), name) is None
-    full = plan_of(micro_batch_size=2)
-    assert not full.memory().fits and found_in(full, name) is None, "what does not fit is said as such"
+    assert find_by_name(make_plan("gpt2", seq_len=1024), name) is None
+    full = make_plan(micro_batch_size=2)
+    assert not full.memory().fits and find_by_name(full, name) is None, "what does not fit is said as such"
 
 
 @thorough()
 def test_a_shortage_of_gpu_memory_has_the_cheapest_repair() -> None:
-    plan = plan_of("llama-3.1-8b", layout=ss.Layout.ddp(), recompute="full")
+    plan = make_plan("llama-3.1-8b", layout=ss.Layout.ddp(), recompute="full")
     finding = find_only(plan, "out-of-gpu-memory")
     report = plan.memory()
     assert finding.number == (report.peak_bytes - report.usable_bytes) / 2**30
@@ -453,12 +458,12 @@ def test_a_shortage_of_gpu_memory_has_the_cheapest_repair() -> None:
     assert same[0].seconds_lost <= best.seconds_lost, "narrower numbers may be cheaper, and come last"
     assert (finding.plan, finding.change) == (best.plan, best.change)
     assert finding.plan is not None and fits(finding.plan, finding.plan.memory())
-    hopeless = find_only(plan_of("llama-3.1-405b", micro_batch_size=8), "out-of-gpu-memory").run_search()
+    hopeless = find_only(make_plan("llama-3.1-405b", micro_batch_size=8), "out-of-gpu-memory").run_search()
     assert hopeless.plan is not None and fits(hopeless.plan, hopeless.plan.memory())
     nodes = hopeless.plan.cluster.num_nodes
     assert nodes > 1 and f"GPUs 8xh100-sxm-80gb → {nodes}x8xh100-sxm-80gb" in hopeless.change
     assert "method full → lora" in hopeless.change
-    assert found_in(plan_of(), "out-of-gpu-memory") is None
+    assert find_by_name(make_plan(), "out-of-gpu-memory") is None
 
 
 # --------------------------------------------------------------------------------------- checkpoints
@@ -477,20 +482,20 @@ def test_a_shortage_of_gpu_memory_has_the_cheapest_repair() -> None:
     ids=lambda value: value.description if isinstance(value, ss.Layout) else str(value),
 )
 def test_checkpoint_formats_tied_to_the_number_of_ranks(layout: ss.Layout, ranks: int | None) -> None:
-    plan = plan_of("llama-3.2-1b", "2x8xh100-sxm-80gb", layout)
-    finding = found_in(plan, "checkpoint-tied-to-ranks")
+    plan = make_plan("llama-3.2-1b", "2x8xh100-sxm-80gb", layout)
+    finding = find_by_name(plan, "checkpoint-tied-to-ranks")
     assert (None if finding is None else finding.number) == ranks
     if finding is None:
         return
     # What loads over any ranks cuts model and state the same way.
-    assert finding.plan is not None and found_in(finding.plan, "checkpoint-tied-to-ranks") is None
+    assert finding.plan is not None and find_by_name(finding.plan, "checkpoint-tied-to-ranks") is None
     assert (finding.plan.degrees.tp, finding.plan.degrees.shard) == (plan.degrees.tp, plan.degrees.shard)
     assert finding.plan.layout.description in finding.change and "ds_to_universal" in finding.change
 
 
 def test_the_fix_of_a_tied_checkpoint_keeps_offload() -> None:
     layout = ss.Layout.zero(offload_optimizer="cpu", offload_params="cpu")
-    plan = plan_of("llama-3.1-70b", layout=layout, recompute="full")
+    plan = make_plan("llama-3.1-70b", layout=layout, recompute="full")
     assert fits(plan, plan.memory())
     finding = find_only(plan, "checkpoint-tied-to-ranks")
     assert finding.plan is not None and fits(finding.plan, finding.plan.memory())
@@ -500,7 +505,7 @@ def test_the_fix_of_a_tied_checkpoint_keeps_offload() -> None:
 def test_every_framework_has_defaults() -> None:
     for name, framework in frameworks.items():
         defaults = framework.defaults()
-        plan = plan_of("llama-3.2-1b", layout=framework.layout_class())
+        plan = make_plan("llama-3.2-1b", layout=framework.layout_class())
         assert defaults.get_reduce_type(plan) in ("fp32", "bf16", "fp16")
         assert defaults.pad_vocab_size(plan) >= plan.architecture.vocab_size
         assert defaults.get_checkpoint_format(plan).source, name

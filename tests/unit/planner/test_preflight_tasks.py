@@ -27,7 +27,7 @@ from shardscope.runs.checks.text import SHIPPED_TOKENS
 from shardscope.training.tasks.choices import ADAPTER_RATE, FULL_RATE
 
 
-def plan_of(model: str = "llama-2-7b", layout: ss.Layout | None = None, **recipe: Any) -> ss.Plan:
+def make_plan(model: str = "llama-2-7b", layout: ss.Layout | None = None, **recipe: Any) -> ss.Plan:
     cluster = ss.Cluster.parse("8xh100-sxm-80gb")
     return ss.Plan(ss.models[model], cluster, ss.Recipe(**recipe), layout or ss.Layout.fsdp2())
 
@@ -41,7 +41,7 @@ def make_tiny_plan(**recipe: Any) -> ss.Plan:
     )
 
 
-def found_in(plan: ss.Plan, name: str, task: object = None, runs: Any = ()) -> Finding | None:
+def find_by_name(plan: ss.Plan, name: str, task: object = None, runs: Any = ()) -> Finding | None:
     findings = [finding for finding in plan.findings(task, runs) if finding.name == name]
     assert len(findings) <= 1, findings
     return findings[0] if findings else None
@@ -67,8 +67,8 @@ def test_scaling_rules_compose_over_batch_sizes(rate: float, one: float, two: fl
 
 
 def test_a_rate_that_is_too_high_for_the_batch() -> None:
-    plan = plan_of(global_batch_size=64, seq_len=4096)
-    finding = found_in(plan, "learning-rate-against-batch", ss.Pretrain(learning_rate=1e-3, num_steps=1))
+    plan = make_plan(global_batch_size=64, seq_len=4096)
+    finding = find_by_name(plan, "learning-rate-against-batch", ss.Pretrain(learning_rate=1e-3, num_steps=1))
     assert finding is not None and finding.severity == "danger"
     # LLaMA 7B had 3e-4 at 4M tokens; this plan has 262,144.
     ratio = 64 * 4096 / 4e6
@@ -80,20 +80,20 @@ def test_a_rate_that_is_too_high_for_the_batch() -> None:
 
 def test_a_rate_that_is_right_for_the_batch() -> None:
     name = "learning-rate-against-batch"
-    plan = plan_of(global_batch_size=1024, seq_len=4096)
-    assert found_in(plan, name, ss.Pretrain(learning_rate=3e-4)) is None
-    assert found_in(plan, name) is None, "a plan alone has no learning rate"
-    low = found_in(plan, name, ss.Pretrain(learning_rate=1e-6))
+    plan = make_plan(global_batch_size=1024, seq_len=4096)
+    assert find_by_name(plan, name, ss.Pretrain(learning_rate=3e-4)) is None
+    assert find_by_name(plan, name) is None, "a plan alone has no learning rate"
+    low = find_by_name(plan, name, ss.Pretrain(learning_rate=1e-6))
     assert low is not None and low.severity == "hint"
-    sgd = plan_of(global_batch_size=64, optimizer="sgd")
-    assert found_in(sgd, name, ss.Pretrain(learning_rate=1e-3)) is None
+    sgd = make_plan(global_batch_size=64, optimizer="sgd")
+    assert find_by_name(sgd, name, ss.Pretrain(learning_rate=1e-3)) is None
 
 
 def test_no_finding_without_a_published_run_of_the_size() -> None:
     assert find_reference(2e6) is None and find_reference(3e12) is None
     assert find_small_reference(300.0) is None and find_small_reference(1e9) is None
     for optimizer in ("sgd", "adafactor"):
-        plan = plan_of(global_batch_size=64, optimizer=optimizer, layout=ss.Layout.ddp())
+        plan = make_plan(global_batch_size=64, optimizer=optimizer, layout=ss.Layout.ddp())
         assert find_usual_rate(plan, begins_from_weights=False) is None
         assert find_usual_rate(plan, begins_from_weights=True) is None
     for run in REFERENCES:
@@ -123,18 +123,18 @@ class Tuning:
 def test_a_rate_that_is_far_too_high_is_reported_with_the_rule(
     recipe: dict[str, Any], task: Any, source: str, advised: float
 ) -> None:
-    plan = plan_of(global_batch_size=64, seq_len=4096, layout=ss.Layout.ddp(), **recipe)
-    finding = found_in(plan, "learning-rate-against-batch", task)
+    plan = make_plan(global_batch_size=64, seq_len=4096, layout=ss.Layout.ddp(), **recipe)
+    finding = find_by_name(plan, "learning-rate-against-batch", task)
     assert finding is not None and finding.severity == "danger" and source in finding.why
     assert finding.change == f"learning_rate={advised:g}"
     if isinstance(task, ss.Pretrain):
         assert isinstance(finding.task, ss.Pretrain) and finding.task.learning_rate == advised
-        assert found_in(plan, "learning-rate-against-batch", finding.task) is None
+        assert find_by_name(plan, "learning-rate-against-batch", finding.task) is None
 
 
 def test_lions_rate_is_three_to_ten_times_smaller_than_adamws() -> None:
     of = {
-        name: find_usual_rate(plan_of(optimizer=name), begins_from_weights=False)
+        name: find_usual_rate(make_plan(optimizer=name), begins_from_weights=False)
         for name in ("adamw", "lion")
     }
     adamw, lion = of["adamw"], of["lion"]
@@ -146,7 +146,7 @@ def test_lions_rate_is_three_to_ten_times_smaller_than_adamws() -> None:
 
 
 def test_small_models_use_the_rule_of_kaplan_et_al() -> None:
-    findings = found_in(make_tiny_plan(), "learning-rate-against-batch", ss.Pretrain(learning_rate=0.05))
+    findings = find_by_name(make_tiny_plan(), "learning-rate-against-batch", ss.Pretrain(learning_rate=0.05))
     assert findings is not None and findings.severity == "danger" and "equation D.1" in findings.why
     # 0.003239 - 0.0001395 ln(1.46e6) = 0.00126
     assert findings.change == "learning_rate=0.001" and findings.number == pytest.approx(0.05 / 0.0013)
@@ -170,13 +170,13 @@ def test_the_defaults_of_finetune_have_no_finding(size: str, batch: int) -> None
 
 
 def test_a_short_warm_up() -> None:
-    plan = plan_of()
-    finding = found_in(plan, "short-warm-up", ss.Pretrain(num_steps=5000, warmup_steps=0))
+    plan = make_plan()
+    finding = find_by_name(plan, "short-warm-up", ss.Pretrain(num_steps=5000, warmup_steps=0))
     assert finding is not None and finding.number == 0 and WARM_UP_STEPS == 40
     assert "40" in finding.change
     for warm_up in (None, 40, 500):
         task = ss.Pretrain(num_steps=5000, warmup_steps=warm_up)
-        assert found_in(plan, "short-warm-up", task) is None
+        assert find_by_name(plan, "short-warm-up", task) is None
 
 
 def test_beta_2_is_that_of_pretrain() -> None:
@@ -198,32 +198,32 @@ def test_the_shipped_text_has_the_stated_number_of_tokens() -> None:
 
 
 def test_ranks_that_read_the_same_text() -> None:
-    plan = plan_of(global_batch_size=512, seq_len=4096)
-    finding = found_in(plan, "ranks-read-the-same-text", ss.Pretrain(num_steps=1))
+    plan = make_plan(global_batch_size=512, seq_len=4096)
+    finding = find_by_name(plan, "ranks-read-the-same-text", ss.Pretrain(num_steps=1))
     assert finding is not None and finding.severity == "danger"
     windows = SHIPPED_TOKENS // 4096
     assert finding.number == 512 / windows
     assert finding.plan is not None and finding.plan.recipe.global_batch_size <= windows
-    assert found_in(finding.plan, "ranks-read-the-same-text", ss.Pretrain(num_steps=1)) is None
-    assert found_in(plan, "ranks-read-the-same-text") is None
+    assert find_by_name(finding.plan, "ranks-read-the-same-text", ss.Pretrain(num_steps=1)) is None
+    assert find_by_name(plan, "ranks-read-the-same-text") is None
 
 
 def test_tokens_of_the_users_text_are_estimated_from_its_bytes(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a" * 10_239)
     plan = make_tiny_plan(seq_len=1024, global_batch_size=20)
-    finding = found_in(plan, "ranks-read-the-same-text", ss.Pretrain(text=text, num_steps=1))
+    finding = find_by_name(plan, "ranks-read-the-same-text", ss.Pretrain(text=text, num_steps=1))
     assert finding is not None and finding.number == 2.0
     text.write_text("a" * 30_000)
-    assert found_in(plan, "ranks-read-the-same-text", ss.Pretrain(text=text, num_steps=1)) is None
+    assert find_by_name(plan, "ranks-read-the-same-text", ss.Pretrain(text=text, num_steps=1)) is None
 
 
 def test_a_text_that_is_read_many_times() -> None:
     plan = make_tiny_plan(seq_len=128, global_batch_size=64)
-    finding = found_in(plan, "text-read-many-times", ss.Pretrain(num_steps=500))
+    finding = find_by_name(plan, "text-read-many-times", ss.Pretrain(num_steps=500))
     assert finding is not None
     assert finding.number == 500 * 64 / (SHIPPED_TOKENS // 128)
-    assert found_in(plan, "text-read-many-times", ss.Pretrain(num_steps=150)) is None
+    assert find_by_name(plan, "text-read-many-times", ss.Pretrain(num_steps=150)) is None
 
 
 def make_fast_plan(seq_len: int) -> ss.Plan:
@@ -242,22 +242,22 @@ def own_loader(ctx: Any) -> None:
 
 def test_data_loading_that_is_faster_than_usual_storage() -> None:
     plan = make_fast_plan(256)
-    finding = found_in(plan, "data-loading", own_loader)
+    finding = find_by_name(plan, "data-loading", own_loader)
     assert finding is not None and finding.severity == "warning"
     samples = plan.recipe.global_batch_size / plan.step().seconds
     assert finding.number == pytest.approx(samples) and samples > 3_000
     assert f"{samples:,.0f} sequences a second" in finding.why
     assert f"{samples * 256 * 4 / 1e6:,.1f} MB/s of tokens" in finding.why and "AWS gp3" in finding.why
-    alone = found_in(plan, "data-loading")
+    alone = find_by_name(plan, "data-loading")
     assert alone is not None and alone.severity == "hint"
     assert alone.task is None, "the shipped text has not so many windows"
     fewer = ss.Recipe(seq_len=256, micro_batch_size=64, global_batch_size=512)
-    alone = found_in(replace(plan, recipe=fewer), "data-loading")
+    alone = find_by_name(replace(plan, recipe=fewer), "data-loading")
     assert alone is not None and isinstance(alone.task, ss.Pretrain)
-    assert found_in(plan, "data-loading", alone.task) is None, "what it offers has its tokens in memory"
+    assert find_by_name(plan, "data-loading", alone.task) is None, "what it offers has its tokens in memory"
     assert "num_workers=4" in finding.change
-    assert found_in(plan, "data-loading", ss.Pretrain(num_steps=1)) is None, "it has its tokens in memory"
-    assert found_in(plan_of(), "data-loading", own_loader) is None
+    assert find_by_name(plan, "data-loading", ss.Pretrain(num_steps=1)) is None, "it has its tokens in memory"
+    assert find_by_name(make_plan(), "data-loading", own_loader) is None
 
 
 def test_a_batch_that_no_text_has_windows_for_gets_shorter_ones(tmp_path: Path) -> None:
@@ -265,10 +265,10 @@ def test_a_batch_that_no_text_has_windows_for_gets_shorter_ones(tmp_path: Path) 
     text.write_text("a" * 4095)
     plan = make_tiny_plan(seq_len=256, micro_batch_size=16, global_batch_size=64)
     task = ss.Pretrain(text=text, num_steps=1)
-    finding = found_in(plan, "ranks-read-the-same-text", task)
+    finding = find_by_name(plan, "ranks-read-the-same-text", task)
     assert finding is not None and finding.plan is not None
     assert finding.plan.recipe.seq_len == 64 and "seq_len=64" in finding.change
-    assert found_in(finding.plan, "ranks-read-the-same-text", task) is None
+    assert find_by_name(finding.plan, "ranks-read-the-same-text", task) is None
 
 
 def test_a_batch_for_a_short_text_leaves_no_stage_without_micro_batches() -> None:
@@ -276,12 +276,14 @@ def test_a_batch_for_a_short_text_leaves_no_stage_without_micro_batches() -> Non
     cluster, recipe = ss.Cluster.parse("2x8xh100-sxm-80gb"), ss.Recipe(seq_len=32768, recompute="full")
     plan = ss.Plan(ss.models["llama-3.1-8b"], cluster, recipe, ss.Layout.megatron(pp=4))
     task = ss.Pretrain(num_steps=3)
-    finding = found_in(plan, "ranks-read-the-same-text", task)
+    finding = find_by_name(plan, "ranks-read-the-same-text", task)
     assert finding is not None and finding.plan is not None
     assert finding.plan.recipe.global_batch_size == 64 and finding.plan.recipe.seq_len < 32768
     for name in ("ranks-read-the-same-text", "fewer-micro-batches-than-stages"):
-        assert found_in(finding.plan, name, task) is None
-    finding = found_in(make_tiny_plan(seq_len=2**20, global_batch_size=8), "ranks-read-the-same-text", task)
+        assert find_by_name(finding.plan, name, task) is None
+    finding = find_by_name(
+        make_tiny_plan(seq_len=2**20, global_batch_size=8), "ranks-read-the-same-text", task
+    )
     assert finding is not None and f"seq_len={SHIPPED_TOKENS // 8}" in finding.change
 
 
@@ -295,7 +297,7 @@ def test_ranks_that_share_a_sequence_each_read_it() -> None:
         ("2x8xb200-sxm-180gb", ss.Layout.megatron(tp=2)),
     ):
         plan = ss.Plan(ss.models["gpt2"], ss.Cluster.parse(cluster), tiny_step, layout)
-        finding = found_in(plan, "data-loading", own_loader)
+        finding = find_by_name(plan, "data-loading", own_loader)
         assert finding is not None and finding.number is not None
         samples.append(finding.number * plan.step().seconds)
     assert samples == pytest.approx([1024, 512, 1024])
@@ -319,39 +321,41 @@ def list_findings(plan: ss.Plan, path: Path) -> set[str]:
 
 
 def test_a_checkpoint_of_the_same_plan_has_no_finding(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, plan_of())
-    assert list_findings(plan_of(), path) == set()
-    assert list_findings(plan_of(layout=ss.Layout.ddp()), path) == set(), "DDP and FSDP2 share a format"
+    path = save_checkpoint(tmp_path, make_plan())
+    assert list_findings(make_plan(), path) == set()
+    assert list_findings(make_plan(layout=ss.Layout.ddp()), path) == set(), "DDP and FSDP2 share a format"
 
 
 def test_a_checkpoint_of_another_batch(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, plan_of(global_batch_size=64))
+    path = save_checkpoint(tmp_path, make_plan(global_batch_size=64))
     task = ss.Pretrain(resume=path, num_steps=200)
-    plan = plan_of(global_batch_size=128)
-    finding = found_in(plan, "checkpoint-of-another-batch", task)
+    plan = make_plan(global_batch_size=128)
+    finding = find_by_name(plan, "checkpoint-of-another-batch", task)
     assert finding is not None and finding.number == 100 * 64 and "never read" in finding.why
     assert finding.plan is not None and finding.plan.recipe.global_batch_size == 64
-    smaller = found_in(plan_of(global_batch_size=32), "checkpoint-of-another-batch", task)
+    smaller = find_by_name(make_plan(global_batch_size=32), "checkpoint-of-another-batch", task)
     assert smaller is not None and "read again" in smaller.why
 
 
 def test_a_checkpoint_of_another_optimizer(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, plan_of(optimizer="adamw"))
+    path = save_checkpoint(tmp_path, make_plan(optimizer="adamw"))
     task = ss.Pretrain(resume=path, num_steps=200)
-    finding = found_in(plan_of(optimizer="lion"), "checkpoint-of-another-optimizer", task)
+    finding = find_by_name(make_plan(optimizer="lion"), "checkpoint-of-another-optimizer", task)
     assert finding is not None and finding.severity == "danger" and "optimizer='adamw'" in finding.why
     assert finding.plan is not None and finding.plan.recipe.optimizer == "adamw"
-    assert list_findings(plan_of(optimizer="adamw_foreach"), path) == set(), (
+    assert list_findings(make_plan(optimizer="adamw_foreach"), path) == set(), (
         "it keeps the same of each weight"
     )
 
 
 def test_a_checkpoint_of_another_model_or_format(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, plan_of("llama-3.1-8b"))
-    assert list_findings(plan_of(), path) == {"checkpoint-of-another-model"}
-    assert list_findings(plan_of("llama-3.1-8b", ss.Layout.zero()), path) == {"checkpoint-of-another-format"}
+    path = save_checkpoint(tmp_path, make_plan("llama-3.1-8b"))
+    assert list_findings(make_plan(), path) == {"checkpoint-of-another-model"}
+    assert list_findings(make_plan("llama-3.1-8b", ss.Layout.zero()), path) == {
+        "checkpoint-of-another-format"
+    }
     task = ss.Pretrain(resume=path, num_steps=200)
-    for now in (plan_of(), plan_of("llama-3.1-8b", ss.Layout.zero())):
+    for now in (make_plan(), make_plan("llama-3.1-8b", ss.Layout.zero())):
         (findings,) = [one for one in now.findings(task) if one.name.startswith("checkpoint-of-another")]
         assert findings.plan is not None and list_findings(findings.plan, path) == set()
 
@@ -369,34 +373,34 @@ def test_a_checkpoint_of_another_model_or_format(tmp_path: Path) -> None:
 def test_a_checkpoint_of_other_adapters_or_of_another_base(
     recipe: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    path = save_checkpoint(tmp_path, plan_of(method="qlora"))
-    plan = plan_of(**recipe)
-    finding = found_in(plan, "checkpoint-of-other-weights", ss.Pretrain(resume=path, num_steps=200))
+    path = save_checkpoint(tmp_path, make_plan(method="qlora"))
+    plan = make_plan(**recipe)
+    finding = find_by_name(plan, "checkpoint-of-other-weights", ss.Pretrain(resume=path, num_steps=200))
     assert finding is not None and finding.severity == "danger" and words in finding.why
     held = (
         "adapters of rank 16 on k_proj, o_proj, q_proj, v_proj, over a base in NF4 with double quantisation"
     )
     assert f"holds {held}, " in finding.why
     assert finding.plan is not None and list_findings(finding.plan, path) == set()
-    assert list_findings(plan_of(method="qlora", lora_rank=16), path) == set()
+    assert list_findings(make_plan(method="qlora", lora_rank=16), path) == set()
 
 
 def test_a_checkpoint_of_other_ranks(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, plan_of(layout=ss.Layout.zero()))
+    path = save_checkpoint(tmp_path, make_plan(layout=ss.Layout.zero()))
     fewer = ss.Plan(
         ss.models["llama-2-7b"], ss.Cluster.parse("4xh100-sxm-80gb"), ss.Recipe(), ss.Layout.zero()
     )
     task = ss.Pretrain(resume=path, num_steps=200)
-    finding = found_in(fewer, "checkpoint-of-other-ranks", task)
+    finding = find_by_name(fewer, "checkpoint-of-other-ranks", task)
     assert finding is not None and finding.number == 8 and "ds_to_universal" in finding.change
-    assert found_in(plan_of(layout=ss.Layout.zero()), "checkpoint-of-other-ranks", task) is None
+    assert find_by_name(make_plan(layout=ss.Layout.zero()), "checkpoint-of-other-ranks", task) is None
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"plan": {"shardscope": "Plan"}}'])
 def test_a_damaged_run_beside_a_checkpoint_is_not_judged(tmp_path: Path, content: str) -> None:
-    path = save_checkpoint(tmp_path, plan_of("llama-3.1-8b"))
+    path = save_checkpoint(tmp_path, make_plan("llama-3.1-8b"))
     (tmp_path / "run.json").write_text(content)
-    assert list_findings(plan_of(), path) == set()
+    assert list_findings(make_plan(), path) == set()
 
 
 # ------------------------------------------------------------------------------------------ profile
@@ -414,17 +418,17 @@ class Earlier:
 
 def test_a_plan_that_was_never_profiled(tmp_path: Path) -> None:
     name, plan = "never-profiled", make_tiny_plan()
-    finding = found_in(plan, name, ss.Pretrain())
+    finding = find_by_name(plan, name, ss.Pretrain())
     assert finding is not None and finding.number == 0
-    assert found_in(plan, name, ss.Pretrain(profile=True)) is None
-    assert found_in(plan, name) is None, "nothing is run"
+    assert find_by_name(plan, name, ss.Pretrain(profile=True)) is None
+    assert find_by_name(plan, name) is None, "nothing is run"
     blind = [Earlier(plan, tmp_path / str(number), 0) for number in range(2)]
-    findings = found_in(plan, name, ss.Pretrain(), blind)
+    findings = find_by_name(plan, name, ss.Pretrain(), blind)
     assert findings is not None and findings.number == 2
     seen = Earlier(plan, tmp_path / "seen", 2)
-    assert found_in(plan, name, ss.Pretrain(), [*blind, seen]) is None
+    assert find_by_name(plan, name, ss.Pretrain(), [*blind, seen]) is None
     other = Earlier(make_tiny_plan(seq_len=64), tmp_path / "other", 2)
-    assert found_in(plan, name, ss.Pretrain(), [other]) is not None
+    assert find_by_name(plan, name, ss.Pretrain(), [other]) is not None
 
 
 def test_runs_of_a_wrong_type_are_refused() -> None:
@@ -444,8 +448,8 @@ def test_a_function_that_profiles_itself() -> None:
     def does_not(ctx: Any) -> None:
         ctx.log(loss=1.0)
 
-    assert found_in(make_tiny_plan(), "never-profiled", profile_itself) is None
-    assert found_in(make_tiny_plan(), "never-profiled", does_not) is not None
+    assert find_by_name(make_tiny_plan(), "never-profiled", profile_itself) is None
+    assert find_by_name(make_tiny_plan(), "never-profiled", does_not) is not None
 
 
 class TrainsWeights:
@@ -459,16 +463,17 @@ def test_bf16_on_cpu_ranks_without_bf16_instructions(monkeypatch: pytest.MonkeyP
     has_bf16 = "shardscope.planner.checks.precision.multiplies_in_bf16"
     monkeypatch.setattr(has_bf16, lambda: False)
     for precision in ("bf16", "bf16-mixed"):
-        finding = found_in(make_tiny_plan(precision=precision), name, task)
+        finding = find_by_name(make_tiny_plan(precision=precision), name, task)
         assert finding is not None and finding.plan is not None and finding.number == 3
-        assert finding.plan.recipe.precision == "fp32" and found_in(finding.plan, name, task) is None
+        assert finding.plan.recipe.precision == "fp32" and find_by_name(finding.plan, name, task) is None
     assert (
-        found_in(make_tiny_plan(), name) is None and found_in(make_tiny_plan(), name, ss.Pretrain()) is None
+        find_by_name(make_tiny_plan(), name) is None
+        and find_by_name(make_tiny_plan(), name, ss.Pretrain()) is None
     )
-    assert found_in(plan_of(), name, task) is None, "GPUs have it"
+    assert find_by_name(make_plan(), name, task) is None, "GPUs have it"
     for known in (True, None):
         monkeypatch.setattr(has_bf16, lambda known=known: known)
-        assert found_in(make_tiny_plan(), name, task) is None
+        assert find_by_name(make_tiny_plan(), name, task) is None
 
 
 @pytest.mark.parametrize(

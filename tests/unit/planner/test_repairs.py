@@ -19,7 +19,7 @@ from shardscope.planner.repairs.single_changes import list_ladders
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 
 
-def plan_of(
+def make_plan(
     model: str = "llama-3.1-8b",
     cluster: str = "8xh100-sxm-80gb",
     layout: ss.Layout | None = None,
@@ -36,12 +36,12 @@ def list_changed_fields(one: ss.Plan, other: ss.Plan) -> set[str]:
 
 
 def test_a_plan_that_fits_needs_no_repair() -> None:
-    assert plan_of().memory().fits
-    assert plan_of().repairs() == []
+    assert make_plan().memory().fits
+    assert make_plan().repairs() == []
 
 
 def test_a_repair_unpacks_into_its_four_fields() -> None:
-    plan = plan_of(micro_batch_size=4, seq_len=8192)
+    plan = make_plan(micro_batch_size=4, seq_len=8192)
     repairs = plan.repairs()
     assert repairs
     for change, mended, bytes_won, seconds_lost in repairs:
@@ -55,18 +55,18 @@ def test_a_repair_unpacks_into_its_four_fields() -> None:
 @pytest.mark.parametrize(
     ("plan", "field"),
     [
-        (plan_of(micro_batch_size=2), "recompute"),
-        (plan_of(micro_batch_size=4, seq_len=2048), "micro_batch_size"),
+        (make_plan(micro_batch_size=2), "recompute"),
+        (make_plan(micro_batch_size=4, seq_len=2048), "micro_batch_size"),
         (
-            plan_of("llama-3.1-70b", "8x8xh100-sxm-80gb", ss.Layout.fsdp2(replicate=8), recompute="full"),
+            make_plan("llama-3.1-70b", "8x8xh100-sxm-80gb", ss.Layout.fsdp2(replicate=8), recompute="full"),
             "replicate",
         ),
-        (plan_of("llama-3.1-8b", layout=ss.Layout.zero(stage=0), recompute="full"), "stage"),
-        (plan_of("llama-3.1-8b", layout=ss.Layout.ddp(), recompute="full"), "framework"),
-        (plan_of("llama-3.1-8b", "h100-sxm-80gb", recompute="full"), "offload"),
-        (plan_of("llama-3.1-8b", "h100-sxm-80gb", recompute="full"), "method"),
-        (plan_of("llama-3.1-70b", "4x8xh100-sxm-80gb", ss.Layout.megatron(tp=4, pp=2)), "pp"),
-        (plan_of("llama-3.1-70b", "4x8xh100-sxm-80gb", ss.Layout.megatron(tp=4, pp=2)), "tp"),
+        (make_plan("llama-3.1-8b", layout=ss.Layout.zero(stage=0), recompute="full"), "stage"),
+        (make_plan("llama-3.1-8b", layout=ss.Layout.ddp(), recompute="full"), "framework"),
+        (make_plan("llama-3.1-8b", "h100-sxm-80gb", recompute="full"), "offload"),
+        (make_plan("llama-3.1-8b", "h100-sxm-80gb", recompute="full"), "method"),
+        (make_plan("llama-3.1-70b", "4x8xh100-sxm-80gb", ss.Layout.megatron(tp=4, pp=2)), "pp"),
+        (make_plan("llama-3.1-70b", "4x8xh100-sxm-80gb", ss.Layout.megatron(tp=4, pp=2)), "tp"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -78,7 +78,7 @@ def test_each_kind_of_change_is_offered_if_it_is_sufficient(plan: ss.Plan, field
 
 
 def test_the_smallest_sufficient_step_is_offered() -> None:
-    plan = plan_of(micro_batch_size=8, seq_len=2048)
+    plan = make_plan(micro_batch_size=8, seq_len=2048)
     assert not plan.memory().fits
     (mend,) = [r for r in plan.repairs() if list_changed_fields(plan, r.plan) == {"micro_batch_size"}]
     doubled = replace(
@@ -89,7 +89,7 @@ def test_the_smallest_sufficient_step_is_offered() -> None:
 
 def test_no_change_is_offered_if_none_is_sufficient() -> None:
     """The ones on the way to a combination are for the combination."""
-    plan = plan_of("llama-3.1-405b", micro_batch_size=8)
+    plan = make_plan("llama-3.1-405b", micro_batch_size=8)
     assert plan.repairs() == []
     found = find_steps(plan)
     assert 0 < len(found) <= 6
@@ -99,7 +99,7 @@ def test_no_change_is_offered_if_none_is_sufficient() -> None:
 
 
 def test_offload_to_a_host_that_is_too_small_is_not_offered() -> None:
-    plan = plan_of("llama-3.1-8b", "h100-sxm-80gb", recompute="full")
+    plan = make_plan("llama-3.1-8b", "h100-sxm-80gb", recompute="full")
     offloads = {r.change for r in plan.repairs() if "host" in r.change}
     assert offloads
     small = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=2**34))
@@ -108,7 +108,7 @@ def test_offload_to_a_host_that_is_too_small_is_not_offered() -> None:
 
 def test_one_gpu_may_offload_to_its_host() -> None:
     """Nobody to shard with; a 4090 cannot hold 7B and its state, the host beside it can."""
-    plan = plan_of("llama-2-7b", "rtx-4090-24gb", ss.Layout.ddp(), global_batch_size=1, recompute="full")
+    plan = make_plan("llama-2-7b", "rtx-4090-24gb", ss.Layout.ddp(), global_batch_size=1, recompute="full")
     repairs = {repair.change: repair.plan for repair in plan.repairs()}
     state = repairs["Offload training state to the host with FSDP2"]
     assert state.layout == ss.Layout.fsdp2(offload="cpu") and state.memory().fits
@@ -116,7 +116,7 @@ def test_one_gpu_may_offload_to_its_host() -> None:
     assert optimizer.layout == ss.Layout.zero(3, offload_optimizer="cpu") and optimizer.memory().fits
     assert not any(change.startswith("Shard") for change in repairs), "there is nobody to shard with"
     # Where the optimizer alone is not enough, parameters follow it.
-    larger = plan_of("llama-2-13b", "rtx-4090-24gb", ss.Layout.ddp(), global_batch_size=1, recompute="full")
+    larger = make_plan("llama-2-13b", "rtx-4090-24gb", ss.Layout.ddp(), global_batch_size=1, recompute="full")
     both = {repair.change: repair.plan.layout for repair in larger.repairs()}
     assert both["Offload the optimizer and parameters to the host with DeepSpeed ZeRO-3"] == ss.Layout.zero(
         3, offload_optimizer="cpu", offload_params="cpu"
@@ -124,16 +124,16 @@ def test_one_gpu_may_offload_to_its_host() -> None:
 
 
 def test_another_framework_has_the_least_sufficient_offload() -> None:
-    plan = plan_of("llama-2-7b", "2xh100-sxm-80gb", ss.Layout.ddp(), global_batch_size=2)
+    plan = make_plan("llama-2-7b", "2xh100-sxm-80gb", ss.Layout.ddp(), global_batch_size=2)
     assert "Shard training state with FSDP2" in {repair.change for repair in plan.repairs()}
-    plan = plan_of("llama-2-13b", "2xa100-sxm-40gb", ss.Layout.ddp(), global_batch_size=2, recompute="full")
+    plan = make_plan("llama-2-13b", "2xa100-sxm-40gb", ss.Layout.ddp(), global_batch_size=2, recompute="full")
     changes = {repair.change for repair in plan.repairs()}
     assert "Offload training state to the host with FSDP2" in changes
     assert "Shard training state with FSDP2" not in changes
 
 
 def test_a_change_without_formulas_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_of(micro_batch_size=2)
+    plan = make_plan(micro_batch_size=2)
     memory = ss.Plan.memory
 
     def record_call(self: ss.Plan) -> object:
@@ -148,7 +148,7 @@ def test_a_change_without_formulas_is_skipped(monkeypatch: pytest.MonkeyPatch) -
 
 def test_paged_state_with_offloaded_activations_of_every_other_layer() -> None:
     """To tell pages from activations on the host, the plan is asked again without the latter."""
-    plan = plan_of(
+    plan = make_plan(
         "llama-2-7b", "2xa100-sxm-40gb", ss.Layout.ddp(), optimizer="paged_adamw", recompute="offload",
         recompute_interval=2, global_batch_size=2,
     )  # fmt: skip
@@ -156,7 +156,7 @@ def test_paged_state_with_offloaded_activations_of_every_other_layer() -> None:
 
 
 def test_the_text_of_a_button() -> None:
-    plan = plan_of(micro_batch_size=2)
+    plan = make_plan(micro_batch_size=2)
     words = describe_repairs(plan, plan.repairs())
     selective = next(text for text in words if text.startswith("Recompute selectively: saves "))
     assert selective.endswith(("slower", "as fast")) and " GiB, about " in selective
@@ -191,7 +191,7 @@ def test_repairs_of_any_plan_are_all_enough_and_none_is_much_slower(plan: ss.Pla
 
 
 def test_a_sufficient_change_that_is_sixty_times_as_slow_is_not_offered() -> None:
-    plan = plan_of(
+    plan = make_plan(
         "llama-3.1-405b", "8x8xh100-sxm-80gb", ss.Layout.fsdp2(offload="cpu"), global_batch_size=64
     )
     slow = [step for step in find_steps(plan) if step.plan.step().seconds > 3 * plan.step().seconds]
@@ -206,7 +206,7 @@ def test_a_sufficient_change_that_is_sixty_times_as_slow_is_not_offered() -> Non
 
 
 def test_an_unknown_time_is_nan() -> None:
-    plan = plan_of("llama-3.1-8b", "2xcpu")
+    plan = make_plan("llama-3.1-8b", "2xcpu")
     steps = find_steps(plan)
     assert steps and all(math.isnan(step.seconds_lost) for step in steps)
     assert "time unknown" in describe_repairs(plan, steps)[0]

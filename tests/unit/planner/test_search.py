@@ -39,7 +39,7 @@ def list_varied_fields(plan: Plan) -> tuple[Any, ...]:
     return (plan.recipe.micro_batch_size, plan.recipe.recompute, *options)
 
 
-def grid_of(framework: str, arch: Any, cluster: Any, recipe: Any) -> list[tuple[Any, ...]]:
+def list_grid(framework: str, arch: Any, cluster: Any, recipe: Any) -> list[tuple[Any, ...]]:
     """Every plan of the grid, made: none is refused."""
     return [
         list_varied_fields(found.build_plan(cluster, row))
@@ -100,7 +100,7 @@ def every_layout(framework: str, arch: Any, cluster: Any, recipe: Any) -> list[L
 def test_the_grid_has_all_valid_plans(framework: str, arch: Any) -> None:
     arch = replace(arch, num_hidden_layers=6)
     cluster, recipe = SIX, ss.Recipe(seq_len=1024, global_batch_size=24)
-    found = grid_of(framework, arch, cluster, recipe)
+    found = list_grid(framework, arch, cluster, recipe)
     taken = set()
     recipes = [
         replace(recipe, micro_batch_size=size, recompute=recompute)

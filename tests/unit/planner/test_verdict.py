@@ -14,7 +14,7 @@ from shardscope.planner.memory_needs import list_memory_needs
 from shardscope.planner.verdict import assess_plan
 
 
-def plan_of(
+def make_plan(
     layout: ss.Layout | None = None,
     cluster: str = "8xh100-sxm-80gb",
     model: str = "llama-3.1-8b",
@@ -26,7 +26,7 @@ def plan_of(
 
 
 def test_a_plan_that_fits_reports_how_much_it_needs() -> None:
-    plan = plan_of()
+    plan = make_plan()
     verdict = assess_plan(plan)
     assert verdict.state == "fits" == plan.memory().verdict
     assert format_gib(plan.memory().peak_bytes) in verdict.reason and not verdict.shortages
@@ -34,7 +34,7 @@ def test_a_plan_that_fits_reports_how_much_it_needs() -> None:
 
 
 def test_a_plan_over_80_percent_of_its_gpu_is_tight() -> None:
-    plan = plan_of(seq_len=6144)
+    plan = make_plan(seq_len=6144)
     report = plan.memory()
     assert report.fits and report.is_tight
     verdict = assess_plan(plan)
@@ -44,7 +44,7 @@ def test_a_plan_over_80_percent_of_its_gpu_is_tight() -> None:
 
 
 def test_a_band_whose_top_is_over_the_limit_is_tight() -> None:
-    plan = plan_of()
+    plan = make_plan()
     report = plan.memory()
     above = replace(report, find_band=lambda: (report.low_bytes, report.usable_bytes + 2**30))
     verdict = assess_plan(plan, above)
@@ -53,11 +53,11 @@ def test_a_band_whose_top_is_over_the_limit_is_tight() -> None:
 
 
 def test_every_kind_of_memory_that_is_short_is_named() -> None:
-    over = assess_plan(plan_of(model="llama-3.1-405b"))
+    over = assess_plan(make_plan(model="llama-3.1-405b"))
     assert over.state == "does not fit" and not over.runs
     assert [place.name for place in over.shortages] == ["GPU memory"]
     assert format_gib(over.shortages[0].needed_bytes) in over.reason and "each GPU" in over.reason
-    offloaded = plan_of(ss.Layout.zero(3, offload_optimizer="cpu"))
+    offloaded = make_plan(ss.Layout.zero(3, offload_optimizer="cpu"))
     small = replace(offloaded, cluster=replace(offloaded.cluster, host_memory_bytes=2**36))
     host = assess_plan(small)
     assert host.state == "does not fit" and small.memory().fits
@@ -65,7 +65,7 @@ def test_every_kind_of_memory_that_is_short_is_named() -> None:
 
 
 def test_a_need_of_unknown_memory_is_no_fit() -> None:
-    plan = plan_of(ss.Layout.zero(3, offload_optimizer="cpu"), "8xl40s-48gb", recompute="full")
+    plan = make_plan(ss.Layout.zero(3, offload_optimizer="cpu"), "8xl40s-48gb", recompute="full")
     assert plan.memory().fits and plan.cluster.host_memory_bytes is None
     verdict = assess_plan(plan)
     assert verdict.state == "unknown" and "not known" in verdict.reason
@@ -73,12 +73,13 @@ def test_a_need_of_unknown_memory_is_no_fit() -> None:
     known = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=2**40))
     assert assess_plan(known).state == "fits"
     # Ranks of DDP load the model through host memory.
-    assert assess_plan(plan_of(ss.Layout.ddp(), "8xl40s-48gb", "llama-3.2-1b")).state == "unknown"
+    assert assess_plan(make_plan(ss.Layout.ddp(), "8xl40s-48gb", "llama-3.2-1b")).state == "unknown"
 
 
 def test_cpu_ranks_are_not_called_gpus() -> None:
     assert (
-        "CPU rank" in assess_plan(plan_of(ss.Layout.ddp(), "2xcpu", "llama-3.1-70b", precision="fp32")).reason
+        "CPU rank"
+        in assess_plan(make_plan(ss.Layout.ddp(), "2xcpu", "llama-3.1-70b", precision="fp32")).reason
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.in_process_rehearsal import rehearsed_here
+from tests.in_process_rehearsal import rehearse_in_this_process
 from tests.requirements import few, needs
 
 import shardscope as ss
@@ -51,7 +51,7 @@ def test_prediction_equals_rehearsal(arch: ss.Architecture, precision: str) -> N
     needs("torch")
     needs("transformers")
     a_plan = build_plan(arch, "v100-sxm-32gb", precision)
-    assert rehearsed_here(a_plan).peak_bytes == pytest.approx(a_plan.memory().peak_bytes, rel=0.002)
+    assert rehearse_in_this_process(a_plan).peak_bytes == pytest.approx(a_plan.memory().peak_bytes, rel=0.002)
 
 
 def test_flash_attention_is_rejected() -> None:

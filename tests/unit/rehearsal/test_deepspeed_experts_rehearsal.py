@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.in_process_rehearsal import stages_of
+from tests.in_process_rehearsal import list_stages
 from tests.requirements import few, needs, needs_installed, thorough
 
 needs("torch")
@@ -43,7 +43,7 @@ def build_plan(layout: dict[str, Any], recipe: dict[str, Any], config: dict[str,
 @pytest.mark.parametrize("name", few(PLANS, {"zero-2, every layer recomputed"}))
 def test_prediction_equals_rehearsal_of_deepspeed_experts(name: str) -> None:
     plan = build_plan(*PLANS[name], {"num_experts_per_tok": 3} if "three" in name else {})
-    [stage] = stages_of(plan)
+    [stage] = list_stages(plan)
     predicted = plan.memory()
     for phase in ("rest", "forward", "backward", "optimizer"):
         expected = sum(predicted.at(phase).get(part, 0) for part in TENSOR_COMPONENTS)

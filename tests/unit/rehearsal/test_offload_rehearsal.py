@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.accuracy.rehearsal_samples import in_words
 from tests.accuracy.rehearsals import STORED, read_rehearsals
-from tests.in_process_rehearsal import rehearsed_here
+from tests.in_process_rehearsal import rehearse_in_this_process
 from tests.requirements import needs_installed, thorough
 
 import shardscope as ss
@@ -140,7 +140,7 @@ def test_fsdp2_cpu_offload_moves_the_training_state_to_the_host(values: Any, rec
 
 @needs_deepspeed
 def test_the_report_has_host_and_device_bytes() -> None:
-    report = rehearsed_here(build_small_plan(ss.Layout.zero(3, offload_optimizer="cpu")))
+    report = rehearse_in_this_process(build_small_plan(ss.Layout.zero(3, offload_optimizer="cpu")))
     assert report.host_bytes > 0 and report.components["optimizer"] < 2**20
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tests.in_process_rehearsal import rehearsed_here
+from tests.in_process_rehearsal import rehearse_in_this_process
 from tests.requirements import few, thorough
 
 import shardscope as ss
@@ -130,7 +130,7 @@ def test_an_8b_plan_is_rehearsed_at_any_world_size() -> None:
         ss.Recipe(global_batch_size=1024),
         ss.Layout.fsdp2(replicate=16),
     )
-    report = rehearsed_here(plan)
+    report = rehearse_in_this_process(plan)
     assert sum_tensors(report.components) == pytest.approx(sum_tensors(plan.memory().components), rel=0.01)
 
 
@@ -214,7 +214,7 @@ def test_experts_in_fp32_are_rehearsed_on_cpu_ranks_too() -> None:
     """torch's grouped matmul of routed experts supports only bf16 on fake tensors."""
     large = Plan(ss.models["mixtral-8x7b"], EIGHT, ss.Recipe(precision="fp32"), ss.Layout.ddp())
     plan = build_cpu_trial(large).plan
-    assert sum_tensors(rehearsed_here(plan).components) == pytest.approx(
+    assert sum_tensors(rehearse_in_this_process(plan).components) == pytest.approx(
         sum_tensors(plan.memory().components), rel=0.01
     )
 

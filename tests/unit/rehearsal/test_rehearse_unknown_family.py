@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.in_process_rehearsal import rehearsed_here
+from tests.in_process_rehearsal import rehearse_in_this_process
 from tests.requirements import needs, thorough
 
 import shardscope as ss
@@ -34,7 +34,7 @@ def test_a_config_without_its_family_has_the_same_rehearsal() -> None:
         ss.Layout.fsdp2(),
     )
     unknown = replace(known, architecture=UnknownFamily.from_config(CONFIG, "mine"))
-    of_known, of_unknown = rehearsed_here(known), rehearsed_here(unknown)
+    of_known, of_unknown = rehearse_in_this_process(known), rehearse_in_this_process(unknown)
     assert of_unknown.tier == "rehearsed"
     assert dict(of_unknown.components) == dict(of_known.components)
     rotary_tables = 2 * 4 * 64 // 2

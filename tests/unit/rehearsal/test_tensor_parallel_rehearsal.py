@@ -10,7 +10,7 @@ import pytest
 from tests.accuracy.rehearsal_samples import SEED, in_words, is_same
 from tests.accuracy.rehearsals import STORED, Rehearsed, read_rehearsals
 from tests.accuracy.sampling import sample_plans
-from tests.in_process_rehearsal import rehearsed_here
+from tests.in_process_rehearsal import rehearse_in_this_process
 from tests.requirements import thorough
 
 import shardscope as ss
@@ -69,7 +69,7 @@ def test_large_layers_with_tp_and_replicas() -> None:
         ss.Recipe(global_batch_size=8),
         ss.Layout.fsdp2(replicate=2, tp=4),
     )
-    report = rehearsed_here(plan)
+    report = rehearse_in_this_process(plan)
     rehearsed, predicted = (
         sum(one.components[name] for name in TENSOR_COMPONENTS) for one in (report, plan.memory())
     )

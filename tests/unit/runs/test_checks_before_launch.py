@@ -22,7 +22,7 @@ L = Layout
 TINY = Architecture.of_size("2m")
 
 
-def plan_of(ranks: int, layout: Layout, **recipe: Any) -> Plan:
+def make_plan(ranks: int, layout: Layout, **recipe: Any) -> Plan:
     fields = {"seq_len": 64, "global_batch_size": 4, "precision": "fp32", **recipe}
     return Plan(TINY, Cluster.parse(f"{ranks}xcpu"), Recipe(**fields), layout)
 
@@ -36,112 +36,112 @@ def save_checkpoint(folder: Path, plan: Plan, asked_name: str | None = None, **p
 
 
 LOADS = {
-    "megatron tp 2 to 1": (plan_of(2, L.megatron(tp=2)), plan_of(2, L.megatron())),
-    "megatron pp 2 to 1": (plan_of(2, L.megatron(pp=2)), plan_of(2, L.megatron())),
-    "megatron pp 1 to tp 2": (plan_of(2, L.megatron()), plan_of(2, L.megatron(tp=2))),
-    "megatron to fewer ranks": (plan_of(2, L.megatron(tp=2)), plan_of(1, L.megatron())),
-    "fsdp2 to fewer ranks": (plan_of(2, L.fsdp2()), plan_of(1, L.ddp())),
-    "fsdp2 stages to others": (plan_of(2, L.fsdp2(pp=2)), plan_of(4, L.fsdp2(pp=2))),
+    "megatron tp 2 to 1": (make_plan(2, L.megatron(tp=2)), make_plan(2, L.megatron())),
+    "megatron pp 2 to 1": (make_plan(2, L.megatron(pp=2)), make_plan(2, L.megatron())),
+    "megatron pp 1 to tp 2": (make_plan(2, L.megatron()), make_plan(2, L.megatron(tp=2))),
+    "megatron to fewer ranks": (make_plan(2, L.megatron(tp=2)), make_plan(1, L.megatron())),
+    "fsdp2 to fewer ranks": (make_plan(2, L.fsdp2()), make_plan(1, L.ddp())),
+    "fsdp2 stages to others": (make_plan(2, L.fsdp2(pp=2)), make_plan(4, L.fsdp2(pp=2))),
     "the same Adam, many tensors at once": (
-        plan_of(2, L.ddp()),
-        plan_of(2, L.ddp(), optimizer="adamw_foreach"),
+        make_plan(2, L.ddp()),
+        make_plan(2, L.ddp(), optimizer="adamw_foreach"),
     ),
-    "another precision": (plan_of(2, L.ddp()), plan_of(2, L.ddp(), precision="bf16")),
+    "another precision": (make_plan(2, L.ddp()), make_plan(2, L.ddp(), precision="bf16")),
     "zero in bf16 by either name": (
-        plan_of(2, L.zero(), precision="bf16"),
-        plan_of(2, L.zero(), precision="bf16-mixed"),
+        make_plan(2, L.zero(), precision="bf16"),
+        make_plan(2, L.zero(), precision="bf16-mixed"),
     ),
-    "zero as it was": (plan_of(2, L.zero(stage=2)), plan_of(2, L.zero(stage=2))),
+    "zero as it was": (make_plan(2, L.zero(stage=2)), make_plan(2, L.zero(stage=2))),
 }
 REFUSED = {
     "zero-3 to more ranks": (
-        plan_of(1, L.zero()),
-        plan_of(2, L.zero()),
+        make_plan(1, L.zero()),
+        make_plan(2, L.zero()),
         "saved with 1 data-parallel rank, and this plan has 2 data-parallel ranks",
         "1 rank, as before",
         None,
     ),
     "zero-3 to fewer ranks": (
-        plan_of(2, L.zero()),
-        plan_of(1, L.zero()),
+        make_plan(2, L.zero()),
+        make_plan(1, L.zero()),
         "saved with 2 data-parallel ranks, and this plan has 1 data-parallel rank",
         "2 ranks, as before",
         None,
     ),
     "zero-2 to zero-3": (
-        plan_of(2, L.zero(stage=2)),
-        plan_of(2, L.zero(stage=3)),
+        make_plan(2, L.zero(stage=2)),
+        make_plan(2, L.zero(stage=3)),
         "saved with ZeRO stage 2, and this plan has ZeRO stage 3",
         "stage=2, as before",
         {"stage": 2},
     ),
     "zero-0 to fewer ranks": (
-        plan_of(2, L.zero(stage=0)),
-        plan_of(1, L.zero(stage=0)),
+        make_plan(2, L.zero(stage=0)),
+        make_plan(1, L.zero(stage=0)),
         "saved with 2 data-parallel ranks",
         "2 ranks, as before",
         None,
     ),
     "zero-3 in another type": (
-        plan_of(2, L.zero()),
-        plan_of(2, L.zero(), precision="bf16-mixed"),
+        make_plan(2, L.zero()),
+        make_plan(2, L.zero(), precision="bf16-mixed"),
         "saved with weights of fp32, and this plan has weights of bf16",
         "precision='fp32', as before",
         {"precision": "fp32"},
     ),
     "zero-2 to zero-1 in another type": (
-        plan_of(2, L.zero(stage=2), precision="fp16-mixed"),
-        plan_of(2, L.zero(stage=1)),
+        make_plan(2, L.zero(stage=2), precision="fp16-mixed"),
+        make_plan(2, L.zero(stage=1)),
         "saved with ZeRO stage 2 and weights of fp16, and this plan has ZeRO stage 1 and weights of fp32",
         "stage=2, precision='fp16-mixed', as before",
         {"stage": 2, "precision": "fp16-mixed"},
     ),
     "zero-1 without stages": (
-        plan_of(2, L.zero(stage=1, pp=2)),
-        plan_of(2, L.zero(stage=1)),
+        make_plan(2, L.zero(stage=1, pp=2)),
+        make_plan(2, L.zero(stage=1)),
         "saved with 1 data-parallel rank and 2 pipeline stages, and this plan has 2 data-parallel ranks and "
         "1 pipeline stage",
         "pp=2, as before",
         {"pp": 2},
     ),
     "megatron's optimizer replicated on every rank": (
-        plan_of(2, L.megatron(tp=2)),
-        plan_of(2, L.megatron(distributed_optimizer=False)),
+        make_plan(2, L.megatron(tp=2)),
+        make_plan(2, L.megatron(distributed_optimizer=False)),
         "saved with the distributed optimizer, and this plan has an optimizer replicated on every rank",
         "distributed_optimizer=True, as before",
         {"distributed_optimizer": True},
     ),
     "fsdp2 without stages": (
-        plan_of(2, L.fsdp2(pp=2)),
-        plan_of(2, L.fsdp2()),
+        make_plan(2, L.fsdp2(pp=2)),
+        make_plan(2, L.fsdp2()),
         "saved with pipeline stages, and this plan has no pipeline stages",
         "pp=2, as before",
         {"pp": 2},
     ),
     "fsdp2 with stages": (
-        plan_of(2, L.ddp()),
-        plan_of(2, L.fsdp2(pp=2)),
+        make_plan(2, L.ddp()),
+        make_plan(2, L.fsdp2(pp=2)),
         "saved with no pipeline stages, and this plan has pipeline stages",
         "pp=1, as before",
         {"pp": 1},
     ),
     "a pipeline without stages in DDP": (
-        plan_of(2, L.fsdp2(pp=2)),
-        plan_of(2, L.ddp()),
+        make_plan(2, L.fsdp2(pp=2)),
+        make_plan(2, L.ddp()),
         "saved with pipeline stages, and this plan has no pipeline stages",
         "FSDP2 with pp=2, as before",
         None,
     ),
     "adamw to sgd": (
-        plan_of(2, L.ddp()),
-        plan_of(2, L.ddp(), optimizer="sgd"),
+        make_plan(2, L.ddp()),
+        make_plan(2, L.ddp(), optimizer="sgd"),
         "holds what optimizer='adamw' keeps, and this plan's is 'sgd'",
         "optimizer='adamw', as before",
         {"optimizer": "adamw"},
     ),
     "lion to adamw": (
-        plan_of(2, L.fsdp2(), optimizer="lion"),
-        plan_of(2, L.fsdp2()),
+        make_plan(2, L.fsdp2(), optimizer="lion"),
+        make_plan(2, L.fsdp2()),
         "holds what optimizer='lion' keeps",
         "optimizer='lion', as before",
         {"optimizer": "lion"},
@@ -186,20 +186,20 @@ def test_fault_31_a_checkpoint_that_the_engine_cannot_load_raises(case: str, tmp
 @needs_installed("torch")
 @needs_installed("accelerate")
 def test_fault_31_a_resume_path_is_checked_before_ranks_start(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "a", plan_of(2, L.zero(stage=2)), asked_name="a")
+    save_checkpoint(tmp_path / "a", make_plan(2, L.zero(stage=2)), asked_name="a")
     with pytest.raises(ValueError, match=r"Pretrain\.resume is .*ZeRO stage 2.*Nearest fix: stage=2"):
-        launch(plan_of(2, L.zero(stage=3)), Pretrain(resume=True), name="a", folder=tmp_path)
+        launch(make_plan(2, L.zero(stage=3)), Pretrain(resume=True), name="a", folder=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["a"], "no run was made"
     others = Pretrain(resume=True)
-    others.check_launch(plan_of(2, L.zero(stage=2)), tmp_path, "a")
-    others.check_launch(plan_of(2, L.zero(stage=3)), tmp_path, "b")
-    others.check_launch(plan_of(2, L.zero(stage=3)), tmp_path, None)
-    others.check_launch(plan_of(2, L.zero(stage=3)), tmp_path / "nowhere", "a")
+    others.check_launch(make_plan(2, L.zero(stage=2)), tmp_path, "a")
+    others.check_launch(make_plan(2, L.zero(stage=3)), tmp_path, "b")
+    others.check_launch(make_plan(2, L.zero(stage=3)), tmp_path, None)
+    others.check_launch(make_plan(2, L.zero(stage=3)), tmp_path / "nowhere", "a")
 
 
 def test_fault_31_adapters_do_not_resume_over_a_base_of_another_seed(tmp_path: Path) -> None:
     """They would, without a word: a checkpoint of adapters has no base."""
-    plan = plan_of(2, L.ddp(), method="lora")
+    plan = make_plan(2, L.ddp(), method="lora")
     path = save_checkpoint(tmp_path, plan, seed=3, frozen_base=Pretrain(seed=3).frozen_base())
     Pretrain(resume=path, seed=3).check(plan)
     other = Pretrain(resume=path, seed=4)
@@ -211,7 +211,7 @@ def test_fault_31_adapters_do_not_resume_over_a_base_of_another_seed(tmp_path: P
     (danger,) = (found for found in plan.findings(other) if found.name == "checkpoint-over-another-base")
     assert danger.task == Pretrain(resume=path, seed=3)
     # All weights are in a checkpoint of them: only the order of the text is another.
-    whole = plan_of(2, L.ddp())
+    whole = make_plan(2, L.ddp())
     path = save_checkpoint(tmp_path / "whole", whole, seed=3)
     other = Pretrain(resume=path, seed=4)
     other.check(whole)
@@ -223,7 +223,7 @@ def test_fault_31_adapters_do_not_resume_over_a_base_of_another_seed(tmp_path: P
 
 
 def test_fault_31_adapters_do_not_resume_over_other_weights(tmp_path: Path) -> None:
-    plan = plan_of(2, L.ddp(), method="lora")
+    plan = make_plan(2, L.ddp(), method="lora")
     first, copy = write_folder(tmp_path / "first"), tmp_path / "copy"
     path = save_checkpoint(tmp_path / "run", plan, frozen_base=Finetune(weights=first).frozen_base())
     # Wherever the same weights lie, and in however many files.
@@ -250,7 +250,7 @@ def test_fault_31_adapters_do_not_resume_over_other_weights(tmp_path: Path) -> N
 
 
 def test_fault_31_findings_read_no_base_without_adapters(tmp_path: Path) -> None:
-    whole, adapted = plan_of(2, L.ddp()), plan_of(2, L.ddp(), method="lora")
+    whole, adapted = make_plan(2, L.ddp()), make_plan(2, L.ddp(), method="lora")
     task = Finetune(weights=write_folder(tmp_path / "gone"), resume=save_checkpoint(tmp_path / "run", whole))
     over = {"frozen_base": {"seed": 1}}
     other = Finetune(weights=tmp_path / "gone", resume=save_checkpoint(tmp_path / "other", adapted, **over))
@@ -299,7 +299,7 @@ def test_a_function_that_uses_ctx_engine_is_recognized() -> None:
 @needs_installed("accelerate")
 @needs_installed("megatron")
 def test_a_function_on_an_engine_that_does_not_train_the_plan_raises(tmp_path: Path) -> None:
-    plan = plan_of(2, L.megatron(cp=2))
+    plan = make_plan(2, L.megatron(cp=2))
     with pytest.raises(
         ValueError, match=r"^Layout\.cp is 2; allowed: 1 to train .*Nearest fix: layout=Layout\.fsdp2\(cp=2\)"
     ):

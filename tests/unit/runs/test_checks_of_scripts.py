@@ -66,7 +66,7 @@ def by_name(source: str, plan: ss.Plan | None = None) -> dict[str, Any]:
     return {finding.name: finding for finding in check_script(source, plan)}
 
 
-def line_of(source: str, text: str) -> int:
+def find_line(source: str, text: str) -> int:
     return next(number for number, line in enumerate(source.splitlines(), 1) if text in line)
 
 
@@ -90,7 +90,7 @@ def test_every_use_of_fsdp1_is_reported_with_line_and_replacement() -> None:
         ("fsdp1-full-state-dict-config", "FSDP.state_dict_type", "StateDictOptions"),
         ("checkpoint-gathered-on-one-rank", "StateDictType.FULL_STATE_DICT", "torch.distributed.checkpoint"),
     ):
-        finding = findings[name, line_of(OLD, text)]
+        finding = findings[name, find_line(OLD, text)]
         assert change in finding.change and finding.why.startswith(f"Line {finding.line}: "), name
     severities = [SEVERITIES.index(finding.severity) for finding in check_script(OLD)]
     assert severities == sorted(severities)
@@ -100,9 +100,9 @@ def test_mixed_precision_and_optimizer_state_of_fsdp1_are_warnings() -> None:
     findings = by_name(OLD)
     precision, state = findings["fsdp1-mixed-precision"], findings["fsdp1-optimizer-state"]
     assert {precision.severity, state.severity} == {"warning"}
-    assert precision.line == line_of(OLD, "MixedPrecision(")
+    assert precision.line == find_line(OLD, "MixedPrecision(")
     assert "every fully_shard call" in precision.change and "loaded in fp32" in precision.change
-    assert state.line == line_of(OLD, "FSDP.optim_state_dict")
+    assert state.line == find_line(OLD, "FSDP.optim_state_dict")
     assert "after fully_shard" in state.change and "set_optimizer_state_dict" in state.change
     own = by_name("model = FullyShardedDataParallel(model)\ntorch.save(optimizer.state_dict(), path)\n")
     assert own["fsdp1-optimizer-state"].line == 2
@@ -602,7 +602,7 @@ def test_a_full_state_dict_on_rank_0_is_a_hint() -> None:
 )
 def test_a_file_written_by_every_rank_is_reported(save: str) -> None:
     finding = by_name(INIT + save)["every-rank-saves"]
-    assert finding.line == line_of(INIT + save, "torch.save(" if "torch" in save else "save_pretrained")
+    assert finding.line == find_line(INIT + save, "torch.save(" if "torch" in save else "save_pretrained")
     assert "get_rank() == 0" in finding.change
     assert by_name(save) == {}, "one process"
 

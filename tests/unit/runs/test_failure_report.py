@@ -112,12 +112,12 @@ def test_other_errors_are_not_parsed_as_out_of_memory() -> None:
         assert parse_shortage(text) is None
 
 
-def plan_of(layout: ss.Layout, cluster: str = "8xh100-sxm-80gb") -> ss.Plan:
+def make_plan(layout: ss.Layout, cluster: str = "8xh100-sxm-80gb") -> ss.Plan:
     return ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse(cluster), ss.Recipe(), layout)
 
 
 def test_a_plan_predicted_not_to_fit_gets_the_planners_repairs() -> None:
-    plan, shortage = plan_of(ss.Layout.ddp()), parse_shortage(TORCH_2_1)
+    plan, shortage = make_plan(ss.Layout.ddp()), parse_shortage(TORCH_2_1)
     assert shortage is not None
     told = format_memory_numbers(shortage, plan)
     assert all(fact in told for fact in ("2.10 GiB", "0.40 free of 79.1", "predicted peak 202"))
@@ -127,7 +127,7 @@ def test_a_plan_predicted_not_to_fit_gets_the_planners_repairs() -> None:
 
 
 def test_a_plan_predicted_to_fit_gets_repairs_that_save_the_missing_bytes() -> None:
-    plan, shortage = plan_of(ss.Layout.fsdp2()), parse_shortage(TORCH_2_1)
+    plan, shortage = make_plan(ss.Layout.fsdp2()), parse_shortage(TORCH_2_1)
     assert shortage is not None and plan.memory().fits and plan.repairs() == []
     assert "saves" in suggest_fix(shortage, plan, trains_the_plan=True)
     # Nothing wins as much as the whole peak.
@@ -149,7 +149,7 @@ def run_folder(tmp_path: Path, plan: ss.Plan, **more: Any) -> RunFolder:
 
 
 def test_the_error_of_a_run_has_numbers_a_fix_and_the_ranks_that_lost_their_peer(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path, plan_of(ss.Layout.ddp()), trains_the_plan=True)
+    folder = run_folder(tmp_path, make_plan(ss.Layout.ddp()), trains_the_plan=True)
     lost = {
         "time": 1.0,
         "summary": "raised DistBackendError: NCCL error",
@@ -183,8 +183,8 @@ def test_fault_10_the_fix_after_a_kill_is_for_host_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shortage = Shortage(memory_kind="host memory")
-    assert suggest_fix(shortage, plan_of(ss.Layout.fsdp2()), trains_the_plan=True) == ""
-    on_cpus = plan_of(ss.Layout.ddp(), "2xcpu")
+    assert suggest_fix(shortage, make_plan(ss.Layout.fsdp2()), trains_the_plan=True) == ""
+    on_cpus = make_plan(ss.Layout.ddp(), "2xcpu")
     words = suggest_fix(shortage, on_cpus, trains_the_plan=True)
     assert words.startswith("What would have prevented it")
     # None at all where somebody else sent the signal.
@@ -204,7 +204,7 @@ def test_fault_10_the_fix_after_a_kill_is_for_host_memory(
 
 def test_fault_10_only_the_last_error_in_a_log_counts(tmp_path: Path) -> None:
     """A log tells of shortages that were handled; what follows the last traceback is the end."""
-    folder = run_folder(tmp_path, plan_of(ss.Layout.ddp()))
+    folder = run_folder(tmp_path, make_plan(ss.Layout.ddp()))
     log = f'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    x()\n{TORCH_2_5}\nbye\n'
     folder.log(0).write_text(log)
 
@@ -246,7 +246,7 @@ def test_used_memory_is_read_from_the_cgroup_with_the_limit(
     limit = find_memory_limit(membership, tmp_path)
     assert limit == (4 * GIB, job) and read_used_bytes(job) == 2 * GIB and read_used_bytes(job / "step") == 0
     monkeypatch.setattr(host_watch, "find_memory_limit", lambda: limit)
-    watch = HostMemoryMonitor(run_folder(tmp_path, plan_of(ss.Layout.ddp(), "2xcpu")), 1)
+    watch = HostMemoryMonitor(run_folder(tmp_path, make_plan(ss.Layout.ddp(), "2xcpu")), 1)
     watch.pids[0] = os.getpid()
     watch.sample()
     assert watch.seen[0].total_bytes == 4 * GIB and watch.seen[0].free_bytes <= 2 * GIB
@@ -257,7 +257,7 @@ def test_fault_10_the_reason_of_a_killed_rank_has_host_memory_numbers(
 ) -> None:
     counted = [OomKills(3, 8)]
     monkeypatch.setattr(host_watch, "read_oom_kills", lambda: counted[-1])
-    watch = HostMemoryMonitor(run_folder(tmp_path, plan_of(ss.Layout.ddp(), "2xcpu")), 2)
+    watch = HostMemoryMonitor(run_folder(tmp_path, make_plan(ss.Layout.ddp(), "2xcpu")), 2)
     still = "counted no out-of-memory kill"
     assert watch.describe_kill(None) == watch.describe_kill(0) and still in watch.describe_kill(0)
     watch.seen[0] = HostSample(rank_bytes=21 * GIB, free_bytes=20 * GIB, total_bytes=24 * GIB)

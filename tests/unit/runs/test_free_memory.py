@@ -22,7 +22,7 @@ from shardscope.runs.launch.free_memory import TooLittleFreeError, check_free_me
 from shardscope.runs.watch import host_monitor as host_watch
 
 
-def plan_of(size: str = "1b") -> ss.Plan:
+def make_plan(size: str = "1b") -> ss.Plan:
     return ss.Plan(
         ss.Architecture.of_size(size), ss.Cluster.parse("2xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2()
     )
@@ -40,7 +40,7 @@ def test_free_memory_and_processes_are_read_from_the_driver(monkeypatch: pytest.
 
 
 def test_free_memory_counts_only_on_the_gpus_that_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_of()
+    plan = make_plan()
     peak = plan.memory().peak_bytes
     pretend_cards(monkeypatch, [peak, peak, 0])
     assert check_free_memory(plan, read_gpu_states()[:2], needs_peak=True) == ""
@@ -48,7 +48,7 @@ def test_free_memory_counts_only_on_the_gpus_that_are_used(monkeypatch: pytest.M
 
 
 def test_less_free_memory_than_the_peak_raises_or_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_of()
+    plan = make_plan()
     pretend_cards(monkeypatch, [TOTAL, plan.memory().peak_bytes - 1])
     words = check_free_memory(plan, read_gpu_states(), needs_peak=False)
     assert words.startswith("GPU 1 has ") and "the plan's predicted peak is " in words
@@ -106,7 +106,7 @@ def test_a_built_in_task_raises_and_a_function_warns(monkeypatch: pytest.MonkeyP
     with pytest.raises(
         ValueError, match=rf"GPU 0 is '2.00 of 79.6 GiB free'; allowed: at least .*predicted peak .*{who}"
     ):
-        ss.launch(plan_of(), ss.Pretrain(num_steps=2), folder=tmp_path)
+        ss.launch(make_plan(), ss.Pretrain(num_steps=2), folder=tmp_path)
     assert not list(tmp_path.iterdir())
 
     def train(ctx: Any) -> None:
@@ -114,20 +114,20 @@ def test_a_built_in_task_raises_and_a_function_warns(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(launch_module, "_start_supervisor", lambda *_: None)
     with pytest.warns(RuntimeWarning, match="GPU 0 has 2.00 of 79.6 GiB free"):
-        forced = ss.launch(plan_of(), ss.Pretrain(num_steps=2), folder=tmp_path, name="forced", force=True)
+        forced = ss.launch(make_plan(), ss.Pretrain(num_steps=2), folder=tmp_path, name="forced", force=True)
     append_line(forced.folder / "status.jsonl", {"time": 1.0, "status": "stopped", "reason": "x"})
     with pytest.warns(RuntimeWarning, match="GPU 0 has 2.00 of 79.6 GiB free"):
-        run = ss.launch(plan_of(), train, folder=tmp_path)
+        run = ss.launch(make_plan(), train, folder=tmp_path)
     assert "2.00 of 79.6 GiB free" in run.reason and run.gpus == [0, 1]
     # The second launch while the first holds the cards, whose memory may still be free.
     pretend_cards(monkeypatch, [TOTAL, TOTAL, TOTAL])
     with pytest.warns(
         RuntimeWarning, match=rf"^the run {run.name} is starting on GPU 0, 1: run\.stop\(\) ends it$"
     ):
-        second = ss.launch(plan_of(), train, folder=tmp_path, name="second")
+        second = ss.launch(make_plan(), train, folder=tmp_path, name="second")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
     with pytest.warns(RuntimeWarning) as said:
-        ss.launch(plan_of(), train, folder=tmp_path, name="third")
+        ss.launch(make_plan(), train, folder=tmp_path, name="third")
     assert str(said[0].message).count(" on GPU 0: run.stop()") == 2
     for each in (run, second):
         append_line(each.folder / "status.jsonl", {"time": 1.0, "status": "stopped", "reason": "x"})
@@ -141,7 +141,7 @@ def test_a_built_in_task_raises_and_a_function_warns(monkeypatch: pytest.MonkeyP
 
 
 def test_on_an_idle_gpu_that_is_too_small_the_fix_is_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_of("30b")
+    plan = make_plan("30b")
     pretend_cards(monkeypatch, [TOTAL, TOTAL])
     with pytest.raises(ValueError, match=r"launch\.plan on GPU 0") as caught:
         check_free_memory(plan, read_gpu_states(), needs_peak=True)

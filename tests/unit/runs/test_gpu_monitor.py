@@ -147,8 +147,8 @@ def test_the_sample_file_is_bounded_and_keeps_first_and_latest_samples(
     watch = GpuSampler(folder)
     for second in range(300):
         watch.request_sample()
-        assert wait_until(lambda second=second: times_of(folder)[-1:] == [second])
-    times = times_of(folder)
+        assert wait_until(lambda second=second: read_times(folder)[-1:] == [second])
+    times = read_times(folder)
     assert len(times) <= 40 and times == sorted(times)
     assert times[0] == 0.0 and times[-10:] == [float(second) for second in range(290, 300)]
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
@@ -156,7 +156,7 @@ def test_the_sample_file_is_bounded_and_keeps_first_and_latest_samples(
     watch.finish()
 
 
-def times_of(folder: RunFolder) -> list[float]:
+def read_times(folder: RunFolder) -> list[float]:
     return [line["time"] for line in read_lines(folder.gpu_samples)]
 
 

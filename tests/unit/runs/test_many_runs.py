@@ -107,7 +107,7 @@ def test_fault_58_a_list_keeps_no_metrics(tmp_path: Path, folder_of_one_run: Pat
     assert held < size / 2 and peak < size, (held, peak, size)
 
 
-def frame_of(parent: Path) -> pd.DataFrame:
+def make_frame(parent: Path) -> pd.DataFrame:
     return ss.runs(parent).to_frame()
 
 
@@ -115,14 +115,14 @@ def test_a_cached_summary_is_equal_and_reads_no_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_run("one", parent=tmp_path)
-    first = frame_of(tmp_path)
+    first = make_frame(tmp_path)
     assert (path / "summary.json").stat().st_mode & 0o777 == 0o600
 
     def compute(*_: object) -> None:
         raise AssertionError("the metrics of an ended run are read again")
 
     monkeypatch.setattr(totals, "_compute_from_files", compute)
-    pd.testing.assert_frame_equal(first, frame_of(tmp_path))
+    pd.testing.assert_frame_equal(first, make_frame(tmp_path))
     assert first["steps"][0] == 20 and math.isclose(
         first["loss"][0], ss.runs(tmp_path)[0].metrics()[19]["loss"]
     )
@@ -130,11 +130,11 @@ def test_a_cached_summary_is_equal_and_reads_no_metrics(
 
 def test_an_active_run_has_no_cached_summary_and_a_changed_run_is_read_again(tmp_path: Path) -> None:
     path = write_run("one", "running", parent=tmp_path)
-    assert frame_of(tmp_path)["steps"][0] == 20 and not (path / "summary.json").exists()
+    assert make_frame(tmp_path)["steps"][0] == 20 and not (path / "summary.json").exists()
     append_line(RunFolder(path).status, {"time": 2e9, "status": "finished", "reason": "done"})
-    assert frame_of(tmp_path)["steps"][0] == 20 and (path / "summary.json").exists()
+    assert make_frame(tmp_path)["steps"][0] == 20 and (path / "summary.json").exists()
     append_line(RunFolder(path).events(0), {"step": 99, "rank": 0, "time": 1.0, "loss": 0.125})
-    changed = frame_of(tmp_path)
+    changed = make_frame(tmp_path)
     assert changed["steps"][0] == 21 and changed["loss"][0] == 0.125
 
 
@@ -153,11 +153,11 @@ def test_an_active_run_has_no_cached_summary_and_a_changed_run_is_read_again(tmp
 )
 def test_a_forged_summary_is_ignored(tmp_path: Path, forged: dict[str, object]) -> None:
     path = write_run("one", "failed", parent=tmp_path)
-    first = frame_of(tmp_path)
+    first = make_frame(tmp_path)
     kept = json.loads((path / "summary.json").read_text())
     (path / "summary.json").write_text(json.dumps({**kept, **forged}))
-    pd.testing.assert_frame_equal(first, frame_of(tmp_path))
-    assert list(frame_of(tmp_path)["status"]) == ["failed"]
+    pd.testing.assert_frame_equal(first, make_frame(tmp_path))
+    assert list(make_frame(tmp_path)["status"]) == ["failed"]
 
 
 def test_the_html_table_shows_the_newest_runs_and_to_frame_all(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from shardscope.runs.explain.measured import (
 MIB = 2**20
 
 
-def plan_of(cluster: str = "2xcpu", layout: ss.Layout | None = None) -> ss.Plan:
+def make_plan(cluster: str = "2xcpu", layout: ss.Layout | None = None) -> ss.Plan:
     recipe = ss.Recipe(seq_len=128, global_batch_size=8)
     return ss.Plan(
         ss.Architecture.of_size("2m"), ss.Cluster.parse(cluster), recipe, layout or ss.Layout.fsdp2()
@@ -52,7 +52,7 @@ def cuda_record() -> dict[str, Any]:
 
 
 def test_a_cpu_rank_reports_every_counted_component() -> None:
-    report = build_measured_memory(plan_of(), {0: cpu_record(), 1: cpu_record(activations=6 * MIB)}, [])
+    report = build_measured_memory(make_plan(), {0: cpu_record(), 1: cpu_record(activations=6 * MIB)}, [])
     assert report.tier == "measured"
     assert report.peak_phase == "forward"
     assert report.components == {
@@ -75,7 +75,7 @@ def test_a_cpu_rank_reports_every_counted_component() -> None:
 
 
 def test_a_gpu_rank_reports_unattributed_bytes_as_other() -> None:
-    plan = plan_of("h100-sxm-80gb")
+    plan = make_plan("h100-sxm-80gb")
     report = build_measured_memory(plan, {0: cuda_record()}, [])
     assert report.peak_phase == "backward"
     assert report.components["other"] == 3 * MIB
@@ -89,7 +89,7 @@ def test_a_gpu_rank_reports_unattributed_bytes_as_other() -> None:
 
 
 def test_the_error_compares_tensors_only_in_one_sentence() -> None:
-    plan = plan_of()
+    plan = make_plan()
     predicted = sum_predicted_tensors(plan.memory())
     assert predicted == max(
         sum(v for n, v in parts.items() if n not in ("communication", "runtime", "fragmentation"))
@@ -109,7 +109,7 @@ def test_the_error_compares_tensors_only_in_one_sentence() -> None:
 
 def test_a_users_function_has_only_a_total() -> None:
     ranks = [{"rank": 0, "memory_bytes": 5, "peak_memory_bytes": 7 * MIB, "step": 3, "time": 0.0}]
-    report = build_measured_memory(plan_of(), {}, ranks)
+    report = build_measured_memory(make_plan(), {}, ranks)
     assert report.components == {"other": 7 * MIB}
     assert "only a total is known" in report.explain("activations")
     assert [rank["peak_memory_bytes"] for rank in report] == [7 * MIB]
@@ -120,7 +120,7 @@ def test_a_users_function_has_only_a_total() -> None:
     [{}, {"memory": None}, {"memory": []}, {"memory": {"phases": 3}}, {"memory": {"phases": {"rest": 7}}}],
 )
 def test_malformed_memory_records_are_ignored(record: dict[str, Any]) -> None:
-    report = build_measured_memory(plan_of(), {0: record}, [])
+    report = build_measured_memory(make_plan(), {0: record}, [])
     assert isinstance(report, MeasuredMemory)
     assert list(report) == [] and report.peak_bytes == 0 and report.error is None
     assert report.sentence.startswith("No rank ")
@@ -129,7 +129,7 @@ def test_malformed_memory_records_are_ignored(record: dict[str, Any]) -> None:
 
 def test_negative_and_unknown_numbers_are_left_out() -> None:
     phases = {"rest": {"parameters": -1, "gradients": True, "luck": 4, "optimizer": 5}}
-    report = build_measured_memory(plan_of(), {0: {"memory": {"phases": phases}}}, [])
+    report = build_measured_memory(make_plan(), {0: {"memory": {"phases": phases}}}, [])
     assert report.components == {"optimizer": 5}
 
 

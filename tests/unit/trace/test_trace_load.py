@@ -34,7 +34,7 @@ def write_trace(path: Path, events: Any, **more: Any) -> Path:
     return path
 
 
-def notes_of(path: Path) -> str:
+def read_notes(path: Path) -> str:
     return " | ".join(Trace.load(path).notes)
 
 

@@ -94,15 +94,15 @@ def test_resume_takes_runs_and_checkpoints(tmp_path: Path, monkeypatch: pytest.M
             Pretrain(resume=bad)  # type: ignore[arg-type]
 
 
-def plan_of(arch: str, layout: Layout) -> Plan:
+def make_plan(arch: str, layout: Layout) -> Plan:
     return Plan(models[arch], Cluster.parse("2xcpu"), Recipe(seq_len=512, global_batch_size=2), layout)
 
 
 def test_fault_31_a_checkpoint_that_does_not_load_is_refused_in_the_kernel(tmp_path: Path) -> None:
-    saved_by = plan_of("gpt2", Layout.fsdp2())
+    saved_by = make_plan("gpt2", Layout.fsdp2())
     path = make_checkpoint(run_folder(tmp_path, "a", "a", 1.0, saved_by), 10)
     task = Pretrain(resume=path)
     task.check(saved_by)
-    task.check(plan_of("gpt2", Layout.ddp()))
+    task.check(make_plan("gpt2", Layout.ddp()))
     with pytest.raises(ValueError, match=r"this plan trains llama-3\.2-1b"):
-        task.check(plan_of("llama-3.2-1b", Layout.fsdp2()))
+        task.check(make_plan("llama-3.2-1b", Layout.fsdp2()))

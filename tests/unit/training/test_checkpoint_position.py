@@ -16,12 +16,12 @@ from shardscope.training.checkpoints.manifest import MANIFEST_FILE  # noqa: E402
 from shardscope.training.checkpoints.position import describe_position, read_position, write_position  # noqa: E402
 
 
-def plan_of(layout: Layout) -> Plan:
+def make_plan(layout: Layout) -> Plan:
     recipe = Recipe(seq_len=64, global_batch_size=4, precision="fp32")
     return Plan(Architecture.of_size("2m"), Cluster.parse("2xcpu"), recipe, layout)
 
 
-def engine_of(plan: Plan, **fields: Any) -> Any:
+def make_engine(plan: Plan, **fields: Any) -> Any:
     framework = plan.layout.framework
     values = {"num_steps_done": 2, "seed": 5, "frozen_base": None, **fields}
     return SimpleNamespace(framework=framework, plan=plan, validation_state=None, **values)
@@ -39,8 +39,8 @@ SHARED = {("ddp", "fsdp2"), ("fsdp2", "ddp")}
 @pytest.mark.parametrize("saved", LAYOUTS)
 @pytest.mark.parametrize("read", LAYOUTS)
 def test_a_checkpoint_of_another_format_is_refused(saved: str, read: str, tmp_path: Path) -> None:
-    before, now = plan_of(LAYOUTS[saved]), plan_of(LAYOUTS[read])
-    write_position(tmp_path, describe_position(engine_of(before)))
+    before, now = make_plan(LAYOUTS[saved]), make_plan(LAYOUTS[read])
+    write_position(tmp_path, describe_position(make_engine(before)))
     if saved == read or (saved, read) in SHARED:
         assert read_position(tmp_path, now)["num_steps_done"] == 2
         return
@@ -51,15 +51,15 @@ def test_a_checkpoint_of_another_format_is_refused(saved: str, read: str, tmp_pa
 
 
 def test_an_adapter_checkpoint_identifies_its_base(tmp_path: Path) -> None:
-    plan = plan_of(LAYOUTS["ddp"])
-    assert "frozen_base" not in describe_position(engine_of(plan))
-    write_position(tmp_path, describe_position(engine_of(plan, frozen_base={"seed": 5})))
+    plan = make_plan(LAYOUTS["ddp"])
+    assert "frozen_base" not in describe_position(make_engine(plan))
+    write_position(tmp_path, describe_position(make_engine(plan, frozen_base={"seed": 5})))
     found = read_position(tmp_path, plan)
     assert (found["frozen_base"], found["seed"]) == ({"seed": 5}, 5)
 
 
 def test_a_checkpoint_of_an_older_version_is_read(tmp_path: Path) -> None:
-    plan = plan_of(LAYOUTS["ddp"])
+    plan = make_plan(LAYOUTS["ddp"])
     old = {"framework": "ddp", "world_size": 2, "num_steps_done": 7}
     write_position(tmp_path, old)
     assert read_position(tmp_path, plan) == old
@@ -67,15 +67,15 @@ def test_a_checkpoint_of_an_older_version_is_read(tmp_path: Path) -> None:
 
 def test_an_incomplete_checkpoint_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"it has no position\.json"):
-        read_position(tmp_path, plan_of(LAYOUTS["ddp"]))
+        read_position(tmp_path, make_plan(LAYOUTS["ddp"]))
 
 
 def test_fault_50_a_checkpoint_that_cannot_be_signed_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = plan_of(LAYOUTS["ddp"])
+    plan = make_plan(LAYOUTS["ddp"])
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/no/such/folder")
-    write_position(tmp_path, describe_position(engine_of(plan)))
+    write_position(tmp_path, describe_position(make_engine(plan)))
     assert read_position(tmp_path, plan)["num_steps_done"] == 2
     assert not (tmp_path / MANIFEST_FILE).exists()
     words = capsys.readouterr().out

@@ -27,7 +27,7 @@ SAME_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def plan_of(folder: Path) -> ss.Plan:
+def make_plan(folder: Path) -> ss.Plan:
     arch = ss.Architecture.from_hf(str(folder))
     return ss.Plan(
         arch, ss.Cluster.parse("2xcpu"), ss.Recipe(seq_len=32, global_batch_size=4), ss.Layout.ddp()
@@ -46,7 +46,7 @@ def test_fault_32_a_config_that_names_another_is_refused(tmp_path: Path) -> None
     (folder / "config.4.0.0.json").symlink_to(tmp_path / "outside.json")
     words = r"^Finetune\.weights/config\.json configuration_files is .*; allowed: none: config\.json alone"
     with pytest.raises(ValueError, match=words):
-        ss.Finetune(weights=folder).check(plan_of(folder))
+        ss.Finetune(weights=folder).check(make_plan(folder))
 
 
 def test_the_checked_config_is_built_even_if_it_names_another(
@@ -131,7 +131,7 @@ def test_an_exported_config_has_the_folders_values(said: dict[str, Any], tmp_pat
         write_pretrained(out, model, model.named_parameters())
     finally:
         torch.distributed.destroy_process_group()
-    ss.Finetune(weights=folder).complete_export(out, plan_of(folder))
+    ss.Finetune(weights=folder).complete_export(out, make_plan(folder))
     record = json.loads((out / "config.json").read_text())
     own = {"mixtral": "MixtralForCausalLM", "gpt2": "GPT2LMHeadModel"}[said["model_type"]]
     left = {name: value for name, value in said.items() if name not in ("torch_dtype", "auto_map")}
@@ -145,7 +145,7 @@ def test_an_exported_config_has_the_folders_values(said: dict[str, Any], tmp_pat
 def test_adapters_are_exported_without_a_config(tmp_path: Path) -> None:
     needs("transformers")
     folder, out = write_folder(tmp_path / "model"), tmp_path / "export"
-    plan = plan_of(folder)
+    plan = make_plan(folder)
     recipe = ss.Recipe(seq_len=32, global_batch_size=4, method="lora")
     ss.Finetune(weights=folder).complete_export(
         out, ss.Plan(plan.architecture, plan.cluster, recipe, plan.layout)

@@ -84,19 +84,19 @@ def test_a_short_run_is_recorded_too(num_left: int, expected: tuple[int, int, in
     assert plan_recording(1000, 3, 2) == (2, 1, 3)
 
 
-def plan_of(layout: Any = None, cluster: str = "4xcpu", vocab_size: int = 2048, **recipe: Any) -> Plan:
+def make_plan(layout: Any = None, cluster: str = "4xcpu", vocab_size: int = 2048, **recipe: Any) -> Plan:
     arch = replace(ss.Architecture.of_size("2m"), vocab_size=vocab_size, num_hidden_layers=4)
     fields = {"seq_len": 64, "global_batch_size": 64, **recipe}
     return Plan(arch, ss.Cluster.parse(cluster), ss.Recipe(**fields), layout or ss.Layout.ddp())
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused() -> None:
-    Pretrain().check(plan_of())
-    Pretrain().check(plan_of(vocab_size=128_256))
+    Pretrain().check(make_plan())
+    Pretrain().check(make_plan(vocab_size=128_256))
     with pytest.raises(ValueError, match=r"Architecture.vocab_size is 512; allowed: at least 2,048"):
-        Pretrain().check(plan_of(vocab_size=512))
+        Pretrain().check(make_plan(vocab_size=512))
     with pytest.raises(ValueError, match=r"Recipe.seq_len is 1; allowed: at least 2"):
-        Pretrain().check(plan_of(seq_len=1))
+        Pretrain().check(make_plan(seq_len=1))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused() -> None:
 def test_a_plan_that_no_engine_runs_is_refused_before_a_rank_starts(
     layout: Any, words: str, tmp_path: Path
 ) -> None:
-    plan = plan_of(layout)
+    plan = make_plan(layout)
     why = why_not_trained(plan)
     assert why is not None and why.startswith(words)
     with pytest.raises(ValueError, match=re.escape(why)):
@@ -127,16 +127,16 @@ def test_a_plan_that_no_engine_runs_is_refused_before_a_rank_starts(
 
 def test_plans_that_engines_run_are_accepted() -> None:
     for layout in (ss.Layout.ddp(), ss.Layout.fsdp2(), ss.Layout.fsdp2(replicate=2, offload="cpu")):
-        assert why_not_trained(plan_of(layout)) is None
+        assert why_not_trained(make_plan(layout)) is None
     for name in frameworks:
-        why = why_not_trained(plan_of(frameworks[name].layout_class()))
+        why = why_not_trained(make_plan(frameworks[name].layout_class()))
         assert why is None or "installed" in why
 
 
 def test_adapters_require_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
     for layout in (ss.Layout.ddp(), ss.Layout.fsdp2()):
-        why = why_not_trained(plan_of(layout, method="lora"))
+        why = why_not_trained(make_plan(layout, method="lora"))
         assert why is not None and why.endswith('Nearest fix: pip install "shardscope[train]".')
 
     assert "peft" in list_extra_packages("train")
@@ -158,7 +158,7 @@ def test_a_quantized_base_requires_bitsandbytes(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "bitsandbytes" else find(name, *a)
     )
-    plan = plan_of(**recipe)
+    plan = make_plan(**recipe)
     why = why_not_trained(plan)
     assert why is not None and why.startswith(field)
     assert why.endswith('Nearest fix: pip install "shardscope[qlora]".')

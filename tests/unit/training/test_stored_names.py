@@ -31,7 +31,7 @@ def save_model(family: str, folder: Path) -> Any:
     return model
 
 
-def weights_of(folder: Path) -> StoredWeights:
+def open_weights(folder: Path) -> StoredWeights:
     found = WeightsFolder.open(folder, "weights")
     return StoredWeights(found, found.architecture)
 
@@ -42,7 +42,7 @@ def test_files_that_transformers_wrote_are_read(family: str, tmp_path: Path) -> 
     folder = WeightsFolder.open(tmp_path, "weights")
     cluster, recipe = ss.Cluster.parse("1xcpu"), ss.Recipe(seq_len=32)
     folder.check_plan(ss.Plan(architecture(family, 2), cluster, recipe, ss.Layout.ddp()))
-    read = build_initialized(lambda: build_model(architecture(family, 2)), lambda _: weights_of(tmp_path))
+    read = build_initialized(lambda: build_model(architecture(family, 2)), lambda _: open_weights(tmp_path))
     assert [name for name, _ in read.named_parameters()] == [name for name, _ in model.named_parameters()]
     for name, parameter in model.named_parameters():
         assert torch.equal(read.get_parameter(name), parameter), name
@@ -58,7 +58,7 @@ def test_a_routers_stored_bias_is_read(tmp_path: Path) -> None:
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     model.get_buffer(bias).copy_(torch.arange(16.0))
     model.save_pretrained(tmp_path)
-    read = build_initialized(lambda: build_model(arch), lambda _: weights_of(tmp_path))
+    read = build_initialized(lambda: build_model(arch), lambda _: open_weights(tmp_path))
     assert read.get_buffer(bias).tolist() == list(range(16))
     assert is_unused(arch, "model.layers.2.eh_proj.weight"), "its layer for a second token"
     assert not is_unused(arch, "model.layers.1.eh_proj.weight")
@@ -67,7 +67,7 @@ def test_a_routers_stored_bias_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_region_equals_that_region_of_the_whole_tensor(family: str, tmp_path: Path) -> None:
     model = save_model(family, tmp_path)
-    stored = weights_of(tmp_path)
+    stored = open_weights(tmp_path)
     by_name = TensorsByName(stored)
     assert set(by_name) == {name for name, _ in model.named_parameters()}
     for name, parameter in model.named_parameters():
@@ -94,7 +94,7 @@ def test_a_region_equals_that_region_of_the_whole_tensor(family: str, tmp_path: 
 def test_16_bit_weights_are_cast_to_the_target_type(tmp_path: Path) -> None:
     model = save_model("llama", tmp_path).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
-    read = build_initialized(lambda: build_model(architecture("llama", 2)), lambda _: weights_of(tmp_path))
+    read = build_initialized(lambda: build_model(architecture("llama", 2)), lambda _: open_weights(tmp_path))
     for name, parameter in model.named_parameters():
         assert read.get_parameter(name).dtype == torch.float32
         assert torch.equal(read.get_parameter(name), parameter.float())

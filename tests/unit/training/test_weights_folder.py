@@ -18,7 +18,7 @@ from tests.requirements import needs
 from tests.weights_folders import (
     LLAMA,
     read_index,
-    tensors_of,
+    read_tensors,
     write_file,
     write_folder,
     write_header,
@@ -33,7 +33,7 @@ FIRST = "model-00001-of-00002.safetensors"
 NORM = "model.norm.weight"
 
 
-def plan_of(folder: Path, **recipe: Any) -> ss.Plan:
+def make_plan(folder: Path, **recipe: Any) -> ss.Plan:
     arch = ss.Architecture.from_hf(str(folder))
     fields = {"seq_len": 32, "global_batch_size": 4, **recipe}
     return ss.Plan(arch, ss.Cluster.parse("2xcpu"), ss.Recipe(**fields), ss.Layout.ddp())
@@ -43,9 +43,9 @@ def test_a_complete_folder_is_accepted(tmp_path: Path) -> None:
     one, two = write_folder(tmp_path / "one"), write_folder(tmp_path / "two", shards=2)
     for folder in (one, two):
         task = ss.Finetune(weights=folder)
-        task.check(plan_of(folder))
+        task.check(make_plan(folder))
         assert pickle.loads(pickle.dumps(task)) == task
-        assert len(task.folder.tensors) == len(tensors_of(LLAMA))
+        assert len(task.folder.tensors) == len(read_tensors(LLAMA))
     (tmp_path / "link").symlink_to(two)
     assert ss.Finetune(weights=tmp_path / "link").weights == two
 
@@ -93,7 +93,7 @@ def test_fault_32_a_damaged_file_is_refused(what: str, tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=rf"^Finetune\.weights/model\.safetensors is .*{words}.*Nearest fix: "
     ):
-        ss.Finetune(weights=folder).check(plan_of(folder))
+        ss.Finetune(weights=folder).check(make_plan(folder))
 
 
 def make_entry(dtype: Any = "F32", shape: Any = (2, 2), offsets: Any = (0, 16)) -> dict[str, Any]:
@@ -158,11 +158,11 @@ def test_fault_32_41_a_path_that_is_no_regular_file_is_refused_at_once(tmp_path:
     (folder / FILE).unlink()
     os.mkfifo(folder / FILE)
     with pytest.raises(ValueError, match="allowed: a regular file"):
-        ss.Finetune(weights=folder).check(plan_of(folder))
+        ss.Finetune(weights=folder).check(make_plan(folder))
     (folder / FILE).unlink()
     (folder / FILE).mkdir()
     with pytest.raises(ValueError, match="allowed: a regular file"):
-        ss.Finetune(weights=folder).check(plan_of(folder))
+        ss.Finetune(weights=folder).check(make_plan(folder))
 
 
 # ---- an index
@@ -235,12 +235,12 @@ def test_fault_32_an_index_with_wrong_files_is_refused(what: str, tmp_path: Path
     if isinstance(places, dict):
         write_index(folder, places)
     with pytest.raises(ValueError, match=rf"^Finetune\.weights.*{words}.*Nearest fix: "):
-        ss.Finetune(weights=folder).check(plan_of(folder))
+        ss.Finetune(weights=folder).check(make_plan(folder))
 
 
 def test_fault_32_launching_starts_nothing(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", shards=2)
-    task, plan = ss.Finetune(weights=folder), plan_of(folder)
+    task, plan = ss.Finetune(weights=folder), make_plan(folder)
     (folder / FIRST).write_bytes((folder / FIRST).read_bytes()[:-7])
     with pytest.raises(ValueError, match="the file is truncated"):
         ss.launch(plan, task, folder=tmp_path / "runs")
@@ -254,12 +254,12 @@ def test_links_of_the_hubs_cache_to_its_blobs_are_followed(tmp_path: Path) -> No
     for number, file in enumerate(sorted(snapshot.iterdir())):
         blob = file.rename(model / "blobs" / f"{number}")
         file.symlink_to(Path("../../blobs") / blob.name)
-    ss.Finetune(weights=snapshot).check(plan_of(snapshot))
+    ss.Finetune(weights=snapshot).check(make_plan(snapshot))
     (snapshot / FIRST).unlink()
     (snapshot / FIRST).symlink_to("../../../outside.safetensors")
     write_file(tmp_path / "outside.safetensors", {})
     with pytest.raises(ValueError, match="it links out of it"):
-        ss.Finetune(weights=snapshot).check(plan_of(snapshot))
+        ss.Finetune(weights=snapshot).check(make_plan(snapshot))
 
 
 # ---- against the plan's architecture
@@ -294,12 +294,12 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 @pytest.mark.parametrize("what", TENSORS)
 def test_fault_32_weights_of_another_model_are_refused(what: str, tmp_path: Path) -> None:
-    folder, tensors = write_folder(tmp_path / "model"), tensors_of(LLAMA)
+    folder, tensors = write_folder(tmp_path / "model"), read_tensors(LLAMA)
     change, words = TENSORS[what]
     change(tensors)
     write_file(folder / FILE, tensors)
     with pytest.raises(ValueError, match=rf"^Finetune\.weights.*{words}.*Nearest fix: "):
-        ss.Finetune(weights=folder).check(plan_of(folder))
+        ss.Finetune(weights=folder).check(make_plan(folder))
 
 
 def test_buffers_that_older_versions_stored_are_ignored(tmp_path: Path) -> None:
@@ -309,13 +309,13 @@ def test_buffers_that_older_versions_stored_are_ignored(tmp_path: Path) -> None:
         "model.layers.0.self_attn.rotary_emb.inv_freq": ("F32", (4,)),
         "lm_head.weight": ("F32", (2048, 16)),
     }
-    write_file(folder / FILE, {**tensors_of(tied), **old})
-    ss.Finetune(weights=folder).check(plan_of(folder))
+    write_file(folder / FILE, {**read_tensors(tied), **old})
+    ss.Finetune(weights=folder).check(make_plan(folder))
     # A tied head alone is the embedding, and a base model's names lack the causal one's prefix.
-    own = tensors_of(tied)
+    own = read_tensors(tied)
     own["lm_head.weight"] = own.pop("model.embed_tokens.weight")
     write_file(folder / FILE, {name.removeprefix("model."): tensor for name, tensor in own.items()})
-    ss.Finetune(weights=folder).check(plan_of(folder))
+    ss.Finetune(weights=folder).check(make_plan(folder))
 
 
 def test_a_plan_of_another_model_is_refused_with_the_folders_value(tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def test_a_plan_of_another_model_is_refused_with_the_folders_value(tmp_path: Pat
     with pytest.raises(
         ValueError, match=r"^Architecture\.intermediate_size is 48; allowed: 32, as model/conf.*"
     ):
-        ss.Finetune(weights=folder).check(plan_of(other))
+        ss.Finetune(weights=folder).check(make_plan(other))
 
 
 FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -363,7 +363,7 @@ def test_packed_weights_are_refused(tmp_path: Path) -> None:
     config = {**LLAMA, "quantization_config": {"quant_method": "fp8"}}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"quantization_config is .*; allowed: none: packed weights"):
-        ss.Finetune(weights=folder).check(plan_of(folder))
+        ss.Finetune(weights=folder).check(make_plan(folder))
 
 
 # ---- the task
@@ -372,9 +372,9 @@ def test_packed_weights_are_refused(tmp_path: Path) -> None:
 def test_the_rate_is_that_of_the_method(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     task = ss.Finetune(weights=folder)
-    assert task.peak_rate(plan_of(folder)) == 2e-5
-    assert task.peak_rate(plan_of(folder, method="lora")) == 2e-4
-    assert ss.Finetune(weights=folder, learning_rate=1e-6).peak_rate(plan_of(folder)) == 1e-6
+    assert task.peak_rate(make_plan(folder)) == 2e-5
+    assert task.peak_rate(make_plan(folder, method="lora")) == 2e-4
+    assert ss.Finetune(weights=folder, learning_rate=1e-6).peak_rate(make_plan(folder)) == 1e-6
     with pytest.raises(ValueError, match=r"^Finetune\.learning_rate is -1"):
         ss.Finetune(weights=folder, learning_rate=-1.0)
     with pytest.raises(ValueError, match=r"^Finetune\.num_steps is 0"):

@@ -13,7 +13,7 @@ from tests.weights_folders import write_folder
 import shardscope as ss
 
 
-def plan_of(folder: Path, **recipe: Any) -> ss.Plan:
+def make_plan(folder: Path, **recipe: Any) -> ss.Plan:
     arch = ss.Architecture.from_hf(str(folder))
     fields = {"seq_len": 32, "global_batch_size": 4, **recipe}
     return ss.Plan(arch, ss.Cluster.parse("2xcpu"), ss.Recipe(**fields), ss.Layout.ddp())
@@ -23,21 +23,21 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"^Finetune\.weights is .*: it has none of tokenizer\.json"):
-        ss.Finetune(weights=folder).check(plan_of(folder))
+        ss.Finetune(weights=folder).check(make_plan(folder))
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", vocab_size=2040)
     words = r"last id of its tokenizer is 2047; allowed: at most 2,039: the model's embedding has 2,040 rows"
     with pytest.raises(ValueError, match=words):
-        ss.Finetune(weights=folder).check(plan_of(folder))
+        ss.Finetune(weights=folder).check(make_plan(folder))
 
 
 def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     (folder / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
     with pytest.raises(ValueError, match=r"^Finetune\.weights/tokenizer\.json is .*; allowed: a tokenizer"):
-        ss.Finetune(weights=folder).check(plan_of(folder))
+        ss.Finetune(weights=folder).check(make_plan(folder))
 
 
 # ---- what lies outside
@@ -124,7 +124,7 @@ def test_fault_32_a_tokenizer_with_files_outside_of_the_folder_is_refused(what: 
     change, words = LEADS_OUT[what]
     change(folder, outside)
     with pytest.raises(ValueError, match=rf"^Finetune\.weights.*{words}.*Nearest fix: "):
-        ss.Finetune(weights=folder).check(plan_of(folder))
+        ss.Finetune(weights=folder).check(make_plan(folder))
 
 
 def test_a_tokenizer_folder_with_all_usual_files_is_accepted(tmp_path: Path) -> None:
@@ -145,4 +145,4 @@ def test_a_tokenizer_folder_with_all_usual_files_is_accepted(tmp_path: Path) -> 
     for name in (".git", "runs", "pytorch_model.bin"):
         (tmp_path / f"other {name}").mkdir()
         (folder / name).symlink_to(tmp_path / f"other {name}")
-    ss.Finetune(weights=folder).check(plan_of(folder))
+    ss.Finetune(weights=folder).check(make_plan(folder))

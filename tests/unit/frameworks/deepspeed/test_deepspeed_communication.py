@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.in_process_rehearsal import stages_of
+from tests.in_process_rehearsal import list_stages
 from tests.requirements import few, needs_installed
 from tests.unit.random_plans import LLAMA, MOE
 
@@ -248,7 +248,7 @@ def test_deepspeed_allocates_the_predicted_bytes(name: str) -> None:
     stage, options, recipe = REHEARSED[name]
     arch = replace(WIDE, num_hidden_layers=4) if "pp" in options else WIDE
     example = plan(stage, arch, {"seq_len": 32, "global_batch_size": 8, **recipe}, **options, **FP32)
-    for rehearsed, predicted in zip(stages_of(example), example.memory().by_stage, strict=True):
+    for rehearsed, predicted in zip(list_stages(example), example.memory().by_stage, strict=True):
         peak = max(
             sum(predicted.at(phase).components[part] for part in TENSOR_COMPONENTS)
             for phase in ("forward", "backward", "optimizer")

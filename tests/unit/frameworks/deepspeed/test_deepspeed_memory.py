@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from random_plans import LLAMA, plans
-from tests.in_process_rehearsal import rehearsed_here, stages_of
+from tests.in_process_rehearsal import list_stages, rehearse_in_this_process
 from tests.requirements import examples, few, needs, needs_installed, thorough
 
 import shardscope as ss
@@ -501,7 +501,7 @@ def test_deepspeed_allocates_the_predicted_bytes(stage: int) -> None:
     arch = replace(LLAMA, num_hidden_layers=2, vocab_size=32_003)
     plan = make_plan(stage, ss.Cluster.parse("2x8xh100-sxm-80gb"), arch, seq_len=512, global_batch_size=32)
     # Stage 3 as users call it, in a separate process.
-    report = plan.rehearse() if stage == 3 else rehearsed_here(plan)
+    report = plan.rehearse() if stage == 3 else rehearse_in_this_process(plan)
     predicted = plan.memory()
     assert report.tier == "rehearsed"
     for name in ("parameters", "gradients", "optimizer", "gather_buffers"):
@@ -519,7 +519,7 @@ def test_stored_rehearsals_equal_those_of_the_installed_deepspeed() -> None:
     file = STORED / "deepspeed.jsonl"
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     for row in sorted(rows, key=lambda row: row["seconds"])[:3]:
-        again = stages_of(Plan.from_dict(row["plan"]))
+        again = list_stages(Plan.from_dict(row["plan"]))
         # Which vectors share a flat buffer moves its padding by kilobytes.
         assert [stage.peak.num_bytes for stage in again] == pytest.approx(
             [max(sum(m["components"].values()) for m in stage["moments"]) for stage in row["stages"]],

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.in_process_rehearsal import stages_of
+from tests.in_process_rehearsal import list_stages
 from tests.requirements import needs, needs_installed, thorough
 from tests.unit.random_plans import LLAMA
 
@@ -42,7 +42,7 @@ def test_peak_during_gradient_reduction_is_predicted(name: str) -> None:
         ss.Recipe(seq_len=32, global_batch_size=8),
         ss.Layout.zero(**PLANS[name]),
     )
-    for rehearsed, predicted in zip(stages_of(plan), plan.memory().by_stage, strict=True):
+    for rehearsed, predicted in zip(list_stages(plan), plan.memory().by_stage, strict=True):
         peak = max(
             sum(predicted.at(phase).components[part] for part in TENSOR_COMPONENTS)
             for phase in ("forward", "backward", "optimizer")

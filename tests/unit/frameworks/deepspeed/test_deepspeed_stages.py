@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.in_process_rehearsal import stages_of
+from tests.in_process_rehearsal import list_stages
 from tests.requirements import few, needs, needs_installed, thorough
 
 needs("torch")
@@ -46,7 +46,7 @@ def build_plan(name: str) -> ss.Plan:
 @pytest.mark.parametrize("name", few(PLANS, {"zero-1 bf16"}))
 def test_every_stage_allocates_the_predicted_bytes(name: str) -> None:
     plan = build_plan(name)
-    stages = stages_of(plan)
+    stages = list_stages(plan)
     assert [stage.num_layers for stage in stages] == list(plan.stage_layers)
     for stage, predicted in zip(stages, plan.memory().by_stage, strict=True):
         assert "PipelineEngine" in stage.note
