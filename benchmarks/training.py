@@ -77,7 +77,7 @@ def make_plan(framework: str) -> ss.Plan:
 @contextlib.contextmanager
 def shardscope_side(plan: ss.Plan, num_steps: int, folder: Path) -> Iterator[tuple[Side, Path]]:
     """A launched run, and rank 0's metrics; ended if it has not by itself."""
-    task = ss.Pretrain(num_steps=num_steps, learning_rate=LEARNING_RATE, warmup_steps=0)
+    task = ss.Pretrain(num_steps=num_steps, learning_rate=LEARNING_RATE, warmup=0)
     run = ss.launch(plan, task, folder=folder)
     files = RunFolder(run.folder)
 

@@ -77,7 +77,7 @@ def _record_finetune(base: Path, folder: Path) -> None:
     recipe = ss.Recipe(seq_len=32, global_batch_size=2, precision="fp32", method="lora", lora_rank=2)
     plan = ss.Plan(ss.Architecture.from_hf(base), ss.Cluster.parse("2xcpu"), recipe, ss.Layout.ddp())
     rows = [{"prompt": "Who hunts the whale?", "completion": "Captain Ahab does."}] * 4
-    task = ss.Finetune(base, rows, num_steps=2, export=True, sample_prompts=1, max_new_tokens=4)
+    task = ss.Finetune(base, rows, num_steps=2, export=True, samples=1, max_new_tokens=4)
     _record_run(plan, task, folder, "adapters", "finished")
 
 

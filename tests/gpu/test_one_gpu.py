@@ -29,9 +29,7 @@ def test_a_small_llama_trains_on_one_gpu(one_gpu: ss.Cluster, framework: str, tm
         ss.Recipe(seq_len=512, micro_batch_size=4, global_batch_size=8),
         LAYOUTS[framework](),
     )
-    run = ss.launch(
-        plan, ss.Pretrain(num_steps=NUM_STEPS, learning_rate=5e-4, warmup_steps=2), folder=tmp_path
-    )
+    run = ss.launch(plan, ss.Pretrain(num_steps=NUM_STEPS, learning_rate=5e-4, warmup=2), folder=tmp_path)
     try:
         status = run.wait(timeout=300)
         assert status == "finished", f"{status}: {run.reason}\n{run.error}\n{run.logs(0)}"

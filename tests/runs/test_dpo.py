@@ -57,7 +57,7 @@ def launch(folder: Path, runs: Path, name: str, *, method: Any = "full", **optio
         seq_len=SEQ_LEN, micro_batch_size=4, global_batch_size=16, precision="fp32", method=method
     )
     plan = ss.Plan(ss.Architecture.from_hf(folder), ss.Cluster.parse("2xcpu"), recipe, LAYOUTS[name])
-    fields: dict[str, Any] = {"num_steps": NUM_STEPS, "learning_rate": RATE, "lr_scheduler_type": "constant"}
+    fields: dict[str, Any] = {"num_steps": NUM_STEPS, "learning_rate": RATE, "schedule": "constant"}
     fields |= {"data": PAIRS, "objective": "dpo", "dpo_beta": BETA}
     task = ss.Finetune(folder, **{**fields, **options})
     run = ss.launch(plan, task, folder=runs)
@@ -138,7 +138,7 @@ def test_adapters_start_at_ln_2_and_train_alike_under_each_framework(name: str, 
     needs("peft")
     folder = small_model(tmp_path, "llama")
     options: dict[str, Any] = {"method": "lora", "validation": VALIDATION_PAIRS, "validate_every": 2}
-    run = launch(folder, tmp_path / "runs", name, export=True, sample_prompts=1, **options)
+    run = launch(folder, tmp_path / "runs", name, export=True, samples=1, **options)
     first, *others = list_values(run, "loss")
     assert first == pytest.approx(math.log(2), abs=1e-6) and others == sorted(others, reverse=True)
     assert others[0] < first

@@ -51,7 +51,7 @@ def test_samples_are_those_of_transformers_and_training_is_the_same(name: str, t
         layout,
     )
     runs = []
-    for options in ({}, {"sample_prompts": PROMPTS, "sample_every": 1, "max_new_tokens": 8}):
+    for options in ({}, {"samples": PROMPTS, "sample_every": 1, "max_new_tokens": 8}):
         task = ss.Finetune(folder, ROWS, num_steps=4, **options)
         runs.append(ss.launch(plan, task, folder=tmp_path / "runs"))
         assert runs[-1].wait(200) == "finished", runs[-1].error

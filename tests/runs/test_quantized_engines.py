@@ -295,7 +295,7 @@ def test_qlora_as_a_launched_run(framework: str, tmp_path: Path) -> None:
     assert "over a frozen base quantized to NF4 with double quantization (14 Linears)" in said["sentence"]
     exported = {path.name for path in (run.folder / "export").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= exported
-    longer = replace(task, num_steps=5, export=False, warmup_steps=0, resume=run.folder)
+    longer = replace(task, num_steps=5, export=False, warmup=0, resume=run.folder)
     second = ss.launch(plan, longer, folder=tmp_path, name="second")
     assert second.wait() == "finished", second.error
     lines = [line for line in second.metrics() if line["rank"] == 0]

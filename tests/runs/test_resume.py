@@ -23,7 +23,7 @@ from shardscope.runs.launch.launch import launch  # noqa: E402
 from shardscope.training.checkpoints.folders import checkpoint_path, is_complete, list_checkpoints  # noqa: E402
 
 NAMES = ("step", "loss", "learning_rate", "grad_norm")
-SCHEDULE: dict[str, Any] = {"learning_rate": 1e-3, "lr_scheduler_type": "linear", "warmup_steps": 0.2}
+SCHEDULE: dict[str, Any] = {"learning_rate": 1e-3, "schedule": "linear", "warmup": 0.2}
 """Four of 20 steps rise from 0 and 16 fall to it: the run dies while they fall."""
 
 

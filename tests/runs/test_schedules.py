@@ -33,8 +33,9 @@ def train_in_one_process(folder: Path, kind: str) -> list[float]:
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=PEAK, betas=(0.9, 0.95), eps=1e-8)
     scheduler = get_scheduler(kind, optimizer, WARMUP_STEPS, NUM_STEPS)
+    scheduler.step()
     losses = []
-    for _ in range(NUM_STEPS):
+    for step in range(NUM_STEPS):
         total, count = torch.zeros(()), 0
         for row in ROWS:
             prompt, completion = (tokenizer(row[part])["input_ids"] for part in ("prompt", "completion"))
@@ -46,7 +47,8 @@ def train_in_one_process(folder: Path, kind: str) -> list[float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        scheduler.step()
+        if step != WARMUP_STEPS - 1:  # Steps of the warm-up have the rate of transformers' next one.
+            scheduler.step()
         losses.append(float(total.detach()) / count)
     return losses
 
@@ -64,15 +66,14 @@ def test_losses_are_those_of_transformers_scheduler(name: str, kind: Any, tmp_pa
         ROWS,
         num_steps=NUM_STEPS,
         learning_rate=PEAK,
-        lr_scheduler_type=kind,
-        warmup_steps=WARMUP_STEPS,
+        schedule=kind,
+        warmup=WARMUP_STEPS,
     )
     run = ss.launch(plan, task, folder=tmp_path / "runs")
     assert run.wait(150) == "finished", run.error
     losses = [line["loss"] for line in run.metrics() if line["rank"] == 0]
     expected = train_in_one_process(folder, kind)
-    # The first step's rate is 0, so that it changes nothing; the others do.
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5) and losses[2] < losses[1] - 1e-2
+    assert losses[1] < losses[0] - 1e-3, "the first step has changed the weights"
     assert losses == pytest.approx(expected, abs=1e-3)
-    assert run.task_fields["lr_scheduler_type"] == kind
-    assert run.engine_reports()[0]["training"]["lr_scheduler_type"] == kind
+    assert run.task_fields["schedule"] == kind
+    assert run.engine_reports()[0]["training"]["schedule"] == kind

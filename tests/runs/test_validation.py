@@ -90,7 +90,7 @@ def test_the_validation_loss_is_that_of_transformers_and_training_is_the_same(
     folder, layout, options = small_model(tmp_path, "llama"), ALL_LAYOUTS[name], {"num_steps": 3}
     without = launch(folder, ROWS, tmp_path / "runs", layout, **options)
     options |= {"validation": VALIDATION_ROWS, "validate_every": 1, "export": True}
-    options |= {"sample_prompts": PROMPTS, "sample_every": 1, "max_new_tokens": NEW_TOKENS}
+    options |= {"samples": PROMPTS, "sample_every": 1, "max_new_tokens": NEW_TOKENS}
     run = launch(folder, ROWS, tmp_path / "runs", layout, **options)
     losses = list_values(run, "validation_loss")
     # Before the first step, and after each.
@@ -140,7 +140,7 @@ def test_early_stopping_keeps_and_exports_the_best_weights_also_after_a_resume(t
         "validate_every": 1,
         "early_stopping": 3,
         "learning_rate": 0.03,
-        "warmup_steps": 0,
+        "warmup": 0,
         "export": True,
     }
     first = launch(folder, ROWS, runs, Layout.ddp(), num_steps=4, save_every=1, keep_last=1, **options)

@@ -103,7 +103,7 @@ def test_no_finding_without_a_published_run_of_the_size() -> None:
 class Tuning:
     """The interface of a ``Finetune`` that the preflight uses."""
 
-    weights, num_steps, warmup_steps = "folder", 100, None
+    weights, num_steps, warmup = "folder", 100, 3
 
     def __init__(self, learning_rate: float) -> None:
         self.learning_rate = learning_rate
@@ -171,11 +171,11 @@ def test_the_defaults_of_finetune_have_no_finding(size: str, batch: int) -> None
 
 def test_a_short_warm_up() -> None:
     plan = make_plan()
-    finding = find_by_name(plan, "short-warm-up", ss.Pretrain(num_steps=5000, warmup_steps=0))
+    finding = find_by_name(plan, "short-warm-up", ss.Pretrain(num_steps=5000, warmup=0))
     assert finding is not None and finding.number == 0 and WARM_UP_STEPS == 40
     assert "40" in finding.change
-    for warm_up in (None, 40, 500):
-        task = ss.Pretrain(num_steps=5000, warmup_steps=warm_up)
+    for warm_up in (0.03, 40, 500):
+        task = ss.Pretrain(num_steps=5000, warmup=warm_up)
         assert find_by_name(plan, "short-warm-up", task) is None
 
 
@@ -455,7 +455,7 @@ def test_a_function_that_profiles_itself() -> None:
 class TrainsWeights:
     """A task that begins from the weights of a folder."""
 
-    weights, num_steps, warmup_steps, learning_rate = "folder", 100, None, None
+    weights, num_steps, warmup, learning_rate = "folder", 100, 3, None
 
 
 def test_bf16_on_cpu_ranks_without_bf16_instructions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,13 +65,13 @@ def test_fields_at_none_resolve_to_the_choices(folder: Path) -> None:
         schedule = task.build_schedule(plan, choices.num_steps)
         assert choices.num_steps == 203, "12 epochs of 1,080 of 1,200 rows"
         assert choices["learning_rate"].value == task.peak_rate(plan) == schedule.peak == rate
-        assert choices["warmup_steps"].value == schedule.warmup_steps == 20
-        assert choices["lr_scheduler_type"].value is task.lr_scheduler_type is schedule.kind
+        assert choices["warmup"].value == schedule.warmup_steps == 7
+        assert choices["schedule"].value == task.schedule == schedule.kind == "cosine"
         assert choices["num_epochs"].value == choices["num_epochs"].current == 12 and task.num_epochs is None
-    other = replace(task, num_steps=7, learning_rate=3e-3, warmup_steps=2, lr_scheduler_type="linear")
+    other = replace(task, num_steps=7, learning_rate=3e-3, warmup=3, schedule="linear")
     choices = other.choices(plan)
-    names = ("learning_rate", "lr_scheduler_type", "warmup_steps", "num_epochs")
-    assert [choices[name].current for name in names] == [3e-3, "linear", 2, "7 steps"]
+    names = ("learning_rate", "schedule", "warmup", "num_epochs")
+    assert [choices[name].current for name in names] == [3e-3, "linear", 3, "7 steps"]
     assert not any(choices[name].is_current for name in names)
 
 
@@ -122,7 +122,7 @@ def test_the_precision_is_that_of_the_gpus(
     choices = recommend(ss.Finetune(folder, ROWS), plan, None)
     choice = choices["precision"]
     assert (choice.value, choice.current) == (best, given) and reason in choice.why
-    assert choices.num_steps is None and choices["warmup_steps"].value is None, "the rows were not counted"
+    assert choices.num_steps is None and choices["warmup"].value is None, "the rows were not counted"
 
 
 def test_a_plan_on_known_gpus_has_a_duration_and_the_fastest_micro_batch_that_fits(folder: Path) -> None:

@@ -134,8 +134,8 @@ def test_a_text_shorter_than_a_sequence_is_refused() -> None:
         make_windows(1, 0, 1, num_tokens=9)
 
 
-def test_the_rate_rises_then_falls_to_a_tenth() -> None:
-    schedule = Schedule(peak=1.0, num_steps=100, warmup_steps=10)
+def test_the_rate_rises_then_falls() -> None:
+    schedule = Schedule(peak=1.0, num_steps=100, warmup_steps=10, kind="cosine_with_min_lr")
     rates = [schedule.learning_rate_at(step) for step in range(100)]
     assert rates[0] == pytest.approx(0.1) and max(rates) == rates[9] == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True)

@@ -1,4 +1,4 @@
-"""Learning rates by step: those of transformers' schedulers, and the default, which has not changed."""
+"""Learning rates by step: those of transformers' schedulers, but for the warm-up, which begins above 0."""
 
 from __future__ import annotations
 
@@ -45,53 +45,75 @@ def test_rates_are_those_of_transformers(kind: Any, num_steps: int, warmup: floa
         expected.append(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
-    warmup_steps = None if kind == "constant" else warmup
-    task = ss.Pretrain(learning_rate=PEAK, lr_scheduler_type=kind, warmup_steps=warmup_steps)
+    if kind != "constant":
+        # A step of the warm-up has the rate that transformers gives the next one, and its last step the peak.
+        expected[:num_warmup] = [*expected[1:num_warmup], PEAK][:num_warmup]
+    task = ss.Pretrain(learning_rate=PEAK, schedule=kind, warmup=warmup)
     assert list_rates(task, num_steps) == pytest.approx(expected, rel=1e-12, abs=1e-18)
 
 
-def test_the_default_is_a_warm_up_above_0_then_a_cosine_to_a_tenth() -> None:
+def test_the_default_is_a_short_warm_up_above_0_then_a_cosine_to_0() -> None:
     rates = list_rates(ss.Pretrain(learning_rate=1.0, num_steps=100), 100)
-    rise = [(step + 1) / 10 for step in range(10)]
-    fall = [0.1 + 0.45 * (1 + math.cos(math.pi * step / 90)) for step in range(90)]
+    rise = [1 / 3, 2 / 3, 1.0]
+    fall = [0.5 * (1 + math.cos(math.pi * step / 97)) for step in range(97)]
     assert rates == pytest.approx([*rise, *fall], rel=1e-12)
-    assert PLAN and ss.Pretrain(num_steps=5000).build_schedule(PLAN, 5000).warmup_steps == 100
 
 
 def test_a_constant_schedule_has_no_warm_up() -> None:
-    with pytest.raises(ValueError, match=r"^Pretrain.warmup_steps is 5; .*constant_with_warmup"):
-        ss.Pretrain(lr_scheduler_type="constant", warmup_steps=5)
-    assert list_rates(ss.Pretrain(learning_rate=PEAK, lr_scheduler_type="constant"), 30) == [PEAK] * 30
-    task = ss.Pretrain(num_steps=2000, lr_scheduler_type="constant")
+    for warmup in (0.03, 5):
+        task = ss.Pretrain(learning_rate=PEAK, schedule="constant", warmup=warmup)
+        assert list_rates(task, 30) == [PEAK] * 30
+    task = ss.Pretrain(num_steps=2000, schedule="constant")
     (finding,) = [finding for finding in PLAN.findings(task) if finding.name == "short-warm-up"]
-    assert finding.task == replace(task, lr_scheduler_type="constant_with_warmup", warmup_steps=40)
+    assert finding.task == replace(task, schedule="constant_with_warmup", warmup=40)
+
+
+def test_the_default_warm_up_is_long_enough() -> None:
+    for num_steps in (1, 10, 50, 333, 1000, 5000):
+        findings = PLAN.findings(ss.Pretrain(num_steps=num_steps))
+        assert not [finding for finding in findings if finding.name == "short-warm-up"]
 
 
 def test_a_share_of_the_steps_is_compared_with_the_steps_that_adam_needs() -> None:
     def has_finding(warmup: float) -> bool:
-        findings = PLAN.findings(ss.Pretrain(num_steps=1000, warmup_steps=warmup))
+        findings = PLAN.findings(ss.Pretrain(num_steps=1000, warmup=warmup))
         return any(finding.name == "short-warm-up" for finding in findings)
 
     assert has_finding(0.01) and not has_finding(0.05)
 
 
 def test_the_schedule_is_recorded() -> None:
-    fields = record_task_fields(ss.Pretrain(lr_scheduler_type="linear", warmup_steps=0.1))
-    assert fields is not None and fields["lr_scheduler_type"] == "linear" and fields["warmup_steps"] == 0.1
+    fields = record_task_fields(ss.Pretrain(schedule="linear", warmup=0.1))
+    assert fields is not None and fields["schedule"] == "linear" and fields["warmup"] == 0.1
     assert Schedule(peak=PEAK, num_steps=9, warmup_steps=2, kind="linear").describe() == {
         "num_steps": 9,
         "learning_rate": PEAK,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": 2,
+        "schedule": "linear",
+        "warmup": 2,
     }
 
 
 def test_a_resumed_run_has_the_same_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ss.Pretrain, "_find_resumable", lambda self, value: value)
-    asked = record_task_fields(ss.Pretrain(lr_scheduler_type="linear", warmup_steps=0.1))
+    asked = record_task_fields(ss.Pretrain(schedule="linear", warmup=0.1))
     description = json.loads(json.dumps({"asked": asked}))
     task = _make_task(ss.Pretrain, description, tmp_path)
-    assert (task.lr_scheduler_type, task.warmup_steps) == ("linear", 0.1)
-    # Runs of older versions had the default.
-    del description["asked"]["lr_scheduler_type"]
-    assert _make_task(ss.Pretrain, description, tmp_path).lr_scheduler_type is None
+    assert (task.schedule, task.warmup) == ("linear", 0.1)
+
+
+@pytest.mark.parametrize("num_steps", [7, 50, 5000])
+@pytest.mark.parametrize("recorded", [{}, {"lr_scheduler_type": None, "warmup_steps": None}])
+def test_a_resumed_run_of_an_older_version_has_its_schedule(
+    recorded: dict[str, Any], num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a cosine to a tenth after a tenth of the steps, at most 100."""
+    monkeypatch.setattr(ss.Pretrain, "_find_resumable", lambda self, value: value)
+    asked = dict(record_task_fields(ss.Pretrain(num_steps=num_steps, learning_rate=PEAK)) or {})
+    del asked["schedule"], asked["warmup"]
+    description = json.loads(json.dumps({"asked": {**asked, **recorded}}))
+    rates = list_rates(_make_task(ss.Pretrain, description, tmp_path), num_steps)
+    warmup = min(100, num_steps // 10)
+    for step, rate in enumerate(rates):
+        done = (step - warmup) / max(1, num_steps - warmup)
+        share = (step + 1) / warmup if step < warmup else 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+        assert rate == pytest.approx(PEAK * share, rel=1e-12)

@@ -73,17 +73,17 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ({"early_stopping": 5}, "early_stopping"),
         ({"num_epochs": 1, "num_steps": 5}, "num_epochs"),
         ({"num_epochs": 0}, "num_epochs"),
-        ({"sample_prompts": []}, "sample_prompts"),
-        ({"sample_prompts": "Who?"}, "sample_prompts"),
-        ({"sample_prompts": ["Who?", 1]}, "sample_prompts"),
-        ({"sample_prompts": [" "]}, "sample_prompts"),
-        ({"sample_prompts": ["Who?"] * 17}, "sample_prompts"),
-        ({"sample_prompts": 17, "data": ROWS}, "sample_prompts"),
-        ({"sample_prompts": True, "data": ROWS}, "sample_prompts"),
+        ({"samples": []}, "samples"),
+        ({"samples": "Who?"}, "samples"),
+        ({"samples": ["Who?", 1]}, "samples"),
+        ({"samples": [" "]}, "samples"),
+        ({"samples": ["Who?"] * 17}, "samples"),
+        ({"samples": 17, "data": ROWS}, "samples"),
+        ({"samples": True, "data": ROWS}, "samples"),
         # A text has no prompts to take.
-        ({"sample_prompts": 3}, "sample_prompts"),
+        ({"samples": 3}, "samples"),
         ({"sample_every": 5}, "sample_every"),
-        ({"sample_prompts": ["Who?"], "sample_every": 0}, "sample_every"),
+        ({"samples": ["Who?"], "sample_every": 0}, "sample_every"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
     ],
 )
@@ -99,10 +99,10 @@ def test_without_a_number_of_steps_a_text_has_fifty(folder: Path) -> None:
 
 
 def test_a_run_folder_keeps_every_field_that_a_resumed_run_needs(folder: Path) -> None:
-    task = Finetune(folder, "org/data", sample_prompts=["Who?"], loss_on="last")
+    task = Finetune(folder, "org/data", samples=["Who?"], loss_on="last")
     recorded = record_task_fields(task)
     assert recorded is not None and set(recorded) == {field.name for field in fields(task)}
-    assert recorded["sample_prompts"] == ("Who?",) and recorded["report_to"] == ("tensorboard",)
+    assert recorded["samples"] == ("Who?",) and recorded["report_to"] == ("tensorboard",)
 
 
 def test_prompts_of_the_data_end_before_the_last_answer_and_long_or_malformed_rows_have_none() -> None:

@@ -34,15 +34,29 @@ EXAMPLE_FIELDS = {
 }
 """Fields that a plain text does not use, and that runs of older versions have not recorded."""
 NEWER_FIELDS = {
-    "lr_scheduler_type": None,
     "report_to": ["tensorboard"],
-    "sample_prompts": None,
+    "samples": [],
     "sample_every": None,
     "max_new_tokens": 64,
     "objective": "sft",
     "dpo_beta": 0.1,
 }
 """Fields that runs of older versions have not recorded, with the value that stands for what they did."""
+
+
+def _find_schedule(recorded: Mapping[str, object]) -> dict[str, object]:
+    """Return the schedule of a task that a version before 0.2 recorded, by its present fields.
+
+    The default was a cosine to a tenth of the peak after a tenth of the steps, at most 100.
+    """
+    if "schedule" in recorded:
+        return {}
+    num_steps, warmup = recorded.get("num_steps"), recorded.get("warmup_steps")
+    default = min(100, num_steps // 10) if isinstance(num_steps, int) else 0.1
+    return {
+        "schedule": recorded.get("lr_scheduler_type") or "cosine_with_min_lr",
+        "warmup": default if warmup is None else warmup,
+    }
 
 
 def resume_run(run: Run, *, outlive_kernel: bool | None = None, force: bool = False) -> Run:
@@ -152,6 +166,7 @@ def _make_task(kind: type[TextTask], description: Mapping[str, object], checkpoi
         recorded = {}
     elif recorded:
         recorded = {**NEWER_FIELDS, **recorded}
+        recorded.update(_find_schedule(recorded))
     if kind.__name__ == "Finetune" and "data" not in recorded and "text" in recorded:
         # Versions before 0.2 read one text file, by the field "text".
         recorded = {**EXAMPLE_FIELDS, **recorded, "data": recorded["text"]}

@@ -348,7 +348,7 @@ class Run:
         return read_gpu_samples(self._folder, self.gpus)
 
     def samples(self) -> list[Sample]:
-        """Return the model's answers to the task's ``sample_prompts``, oldest first.
+        """Return the model's answers to the task's ``samples``, oldest first.
 
         Dicts of step (optimizer steps before it; 0: the initial weights), prompt, text, and is_complete
         (False if the text was cut at the maximum number of tokens). Empty for a task without prompts.

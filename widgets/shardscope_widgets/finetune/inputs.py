@@ -69,7 +69,7 @@ class FinetuneInputs(Picker):
             "weights": Row("Model", self.weights),
             "data": data_row,
             "method": Row("Method", self.method),
-            **dict.fromkeys(("columns", "validation", "sample_prompts"), data_row),
+            **dict.fromkeys(("columns", "validation", "samples"), data_row),
         }
         super().__init__(rows)
         self.children = [rows["weights"], self.fetch, self.fetch.words, data_row, data_panel, rows["method"]]

@@ -165,5 +165,5 @@ def _complete_task(base: ss.Finetune, settings: Settings, preview: Preview | Non
     if is_enough:
         fields |= {"validation": VALIDATION, "early_stopping": PATIENCE}
     if preview is not None and preview.format.name != "text":
-        fields |= {"sample_prompts": SAMPLE_PROMPTS, "max_new_tokens": SAMPLE_TOKENS}
+        fields |= {"samples": SAMPLE_PROMPTS, "max_new_tokens": SAMPLE_TOKENS}
     return replace_fields(base, fields)

@@ -38,7 +38,7 @@ class RunSamples:
     def start_run(self, run: ss.Run) -> None:
         """Clear the previous run. Prompts that the task records are shown before their first answer."""
         self._seen, self._losses, self._has_initial_loss = None, {}, False
-        prompts = (run.task_fields or {}).get("sample_prompts")
+        prompts = (run.task_fields or {}).get("samples")
         known = [text for text in prompts if isinstance(text, str)] if isinstance(prompts, list) else []
         self.html.value = render_samples([], None, known) if prompts is not None else ""
 

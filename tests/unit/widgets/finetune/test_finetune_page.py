@@ -60,7 +60,7 @@ def test_model_and_data_become_the_studios_plan_and_the_main_buttons_task(studio
     assert "LoRA rank 16" in studio.headline.value and "Fits" in studio.headline.value
     assert "12 epochs, 216 steps of 2 sequences" in studio.finetune.summary.value
     task = studio.launch.task
-    assert task.data == Path("rows.jsonl").absolute() and task.sample_prompts == 3 and task.profile
+    assert task.data == Path("rows.jsonl").absolute() and task.samples == 3 and task.profile
     studio.options.profile.value = False
     assert not studio.launch.task.profile
     # The inputs of other tasks are not shown: they would not be used.

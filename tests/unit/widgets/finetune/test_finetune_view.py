@@ -49,7 +49,7 @@ def test_model_and_data_are_enough_for_a_recommended_plan(files: Path) -> None:
     assert plan.recipe.method == "lora" and plan.recipe.precision == "fp32", "of CPU ranks"
     assert plan.recipe.seq_len == 24, "the rows are short"
     assert task.weights == files / "chatty" and task.data == files / "rows.jsonl"
-    assert task.export and task.validation == 0.1 and task.early_stopping == 3 and task.sample_prompts == 3
+    assert task.export and task.validation == 0.1 and task.early_stopping == 3 and task.samples == 3
     text = view.headline.value
     assert "40 rows of rows.jsonl" in text and "12 epochs" in text and "216 steps of 2 sequences" in text
     assert "LoRA" in text and "2 CPU ranks" in text and "Fits: " in text and not view.button.disabled
@@ -111,7 +111,7 @@ def test_own_settings_replace_the_recommended_ones(files: Path) -> None:
 def test_a_text_is_trained_on_in_steps_without_rows(files: Path) -> None:
     (files / "whale.txt").write_text("Call me Ishmael. " * 20)
     view = show("whale.txt")
-    assert view.task.num_steps == 50 and view.task.validation is None and view.task.sample_prompts is None
+    assert view.task.num_steps == 50 and view.task.validation is None and view.task.samples == ()
     assert "50 steps" in view.headline.value and "epoch" not in view.headline.value
     assert "Too few data" in view.form.note.value and view.form.data_panel.value == ""
     view.form.settings.boxes["num_epochs"].value = "2"

@@ -13,6 +13,7 @@ from shardscope.planner.checks.usual_rates import TOO_HIGH, UsualRate, find_usua
 BETA_2 = 0.95
 """AdamW's beta_2 as ``Pretrain`` sets it (``training/optimizers/optimizers.py``)."""
 WARM_UP_STEPS = round(2 / (1 - BETA_2))
+USUAL_WARM_UP = 0.03  # of all steps: Stanford Alpaca, and QLoRA (Dettmers et al. 2023, table 9)
 """Minimum steps of linear warm-up after which AdamW's second moment is settled: 2 / (1 - beta_2), Ma & Yarats
 2021 (arXiv:1910.04209)."""
 NAME = "learning-rate-against-batch"
@@ -63,24 +64,23 @@ def check_warm_up(case: Case) -> Iterator[Finding]:
     """Report a warm-up that ends before AdamW's second moment has settled."""
     task, plan = case.task, case.plan
     steps = getattr(task, "num_steps", None)
-    if steps is None or not hasattr(task, "warmup_steps") or "adamw" not in plan.recipe.optimizer:
+    if steps is None or not hasattr(task, "warmup") or "adamw" not in plan.recipe.optimizer:
         return
-    warm_up, fields = task.warmup_steps, dict[str, object]()
-    if getattr(task, "lr_scheduler_type", None) == "constant":  # It has none.
-        warm_up, fields = 0, {"lr_scheduler_type": "constant_with_warmup"}
+    warm_up, fields = task.warmup, dict[str, object]()
+    if getattr(task, "schedule", None) == "constant":  # It has none.
+        warm_up, fields = 0, {"schedule": "constant_with_warmup"}
     elif isinstance(warm_up, float):  # A share of all steps.
         warm_up = math.ceil(steps * warm_up)
-    # A short run cannot spend that many steps on it: a tenth of its steps is enough.
-    if warm_up is None or warm_up >= min(WARM_UP_STEPS, steps // 10):
+    # A short run cannot spend that many steps on it: the usual share of them is enough.
+    better = min(WARM_UP_STEPS, math.ceil(USUAL_WARM_UP * steps))
+    if warm_up >= better:
         return
-    better = min(WARM_UP_STEPS, steps // 10)
     yield Finding(
         name="short-warm-up",
         severity="warning",
         why=f"{warm_up} steps of warm-up: with beta_2 {BETA_2} AdamW's second moment settles over about "
         f"{WARM_UP_STEPS} (Ma & Yarats 2021), and a large batch needs them most (Goyal et al. 2017).",
         number=float(warm_up),
-        change=", ".join([*(f"{name}={value!r}" for name, value in fields.items()), f"warmup_steps={better}"])
-        + ", or None",
-        task=replace_task_fields(task, warmup_steps=better, **fields),
+        change=", ".join([*(f"{name}={value!r}" for name, value in fields.items()), f"warmup={better}"]),
+        task=replace_task_fields(task, warmup=better, **fields),
     )

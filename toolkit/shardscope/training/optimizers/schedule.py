@@ -13,20 +13,22 @@ SchedulerType = Literal[
 SCHEDULER_TYPES: tuple[str, ...] = get_args(SchedulerType)
 """Values of transformers' ``lr_scheduler_type``. Not among them: those that take further arguments
 (``polynomial``, ``cosine_with_restarts``, ``warmup_stable_decay``) or a metric."""
+DEFAULT_SCHEDULE: SchedulerType = "cosine"
+DEFAULT_WARMUP = 0.03
+"""Share of all steps, as Stanford Alpaca's and QLoRA's (Dettmers et al. 2023, arXiv:2305.14314, table 9)."""
 FINAL_FRACTION = 0.1
-"""Share of the peak at which the default schedule and ``cosine_with_min_lr`` end, as GPT-3's
-(arXiv:2005.14165, appendix B) and Llama's (arXiv:2302.13971, section 2.3)."""
+"""Share of the peak at which ``cosine_with_min_lr`` ends, as GPT-3's (arXiv:2005.14165, appendix B) and
+Llama's (arXiv:2302.13971, section 2.3)."""
 INVERSE_SQRT_TIMESCALE = 10_000
 """Timescale of ``inverse_sqrt`` without a warm-up (transformers 5.24, optimization.py)."""
-MAX_DEFAULT_WARMUP = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """Learning rate by step.
 
-    The default is linear warm-up, then a cosine to a tenth of the peak. Its first step has a rate above 0;
-    those of transformers with a warm-up begin at 0, so that their first step changes nothing.
+    Equals transformers' ``get_scheduler`` after the warm-up. In it, each step has the rate that transformers
+    gives the next one: theirs begins at 0, so that the first step changes nothing.
     """
 
     peak: float
@@ -35,16 +37,12 @@ class Schedule:
     """Total number of steps, warm-up included."""
     warmup_steps: int
     """Number of steps in which the rate rises linearly to ``peak``."""
-    kind: SchedulerType | None = None
-    """One of :data:`SCHEDULER_TYPES`, which equals transformers' ``get_scheduler``; None: the default."""
+    kind: SchedulerType = DEFAULT_SCHEDULE
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of ``step`` (from 0)."""
-        if self.kind is None:
-            if step < self.warmup_steps:
-                return self.peak * (step + 1) / self.warmup_steps
-        elif self.kind != "constant" and step < self.warmup_steps:
-            return self.peak * step / self.warmup_steps
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
         return self.peak * _DECAYS[self.kind](self, step)
 
     def progress_at(self, step: int) -> float:
@@ -56,26 +54,19 @@ class Schedule:
         return {
             "num_steps": self.num_steps,
             "learning_rate": self.peak,
-            "lr_scheduler_type": self.kind,
-            "warmup_steps": self.warmup_steps,
+            "schedule": self.kind,
+            "warmup": self.warmup_steps,
         }
 
-    @property
-    def title(self) -> str:
-        """The kind of schedule, for the log."""
-        return f"cosine to {FINAL_FRACTION:g} of it" if self.kind is None else self.kind
 
+def count_warmup_steps(warmup: float, num_steps: int, kind: SchedulerType = DEFAULT_SCHEDULE) -> int:
+    """Return the number of warm-up steps in ``num_steps``; "constant" has none.
 
-def count_warmup_steps(warmup_steps: float | None, num_steps: int, kind: SchedulerType | None) -> int:
-    """Return the number of warm-up steps in ``num_steps``.
-
-    ``warmup_steps`` below 1 is a share of them, rounded up as in transformers; None: a tenth, at most 100.
+    ``warmup`` below 1 is a share of them, rounded up as in transformers.
     """
     if kind == "constant":
         return 0
-    if warmup_steps is None:
-        return min(MAX_DEFAULT_WARMUP, num_steps // 10)
-    return min(num_steps, int(warmup_steps) if warmup_steps >= 1 else math.ceil(num_steps * warmup_steps))
+    return min(num_steps, int(warmup) if warmup >= 1 else math.ceil(num_steps * warmup))
 
 
 # ---- Factors of the peak after the warm-up
@@ -103,8 +94,7 @@ def _decay_by_square_root(schedule: Schedule, step: int) -> float:
     return 1 / math.sqrt((step + timescale - schedule.warmup_steps) / timescale)
 
 
-_DECAYS: dict[SchedulerType | None, Callable[[Schedule, int], float]] = {
-    None: _decay_to(FINAL_FRACTION),
+_DECAYS: dict[SchedulerType, Callable[[Schedule, int], float]] = {
     "linear": _decay_linearly,
     "cosine": _decay_to(0.0),
     "cosine_with_min_lr": _decay_to(FINAL_FRACTION),

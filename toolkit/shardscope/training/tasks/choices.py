@@ -23,7 +23,7 @@ from shardscope.planner.checks.usual_rates import scale_rate
 from shardscope.planner.memory_needs import fits
 from shardscope.prediction.support import FUSED_IN_EXPERTS
 from shardscope.training.data.batches import count_validation_rows
-from shardscope.training.optimizers.schedule import count_warmup_steps
+from shardscope.training.optimizers.schedule import DEFAULT_SCHEDULE, DEFAULT_WARMUP, count_warmup_steps
 from shardscope.training.preferences.settings import (
     DEFAULT_BETA,
     PAIR_RATE_SHARE,
@@ -232,20 +232,21 @@ def _choose_task_fields(
     current: object = task.peak_rate(plan)
     yield Choice(name="Finetune.learning_rate", value=rate.value, current=current, why=rate.why)
     yield Choice(
-        name="Finetune.lr_scheduler_type",
-        value=None,
-        current=task.lr_scheduler_type,
-        why="A cosine to a tenth of the peak, as Llama's (Touvron et al. 2023, arXiv:2302.13971, "
-        "section 2.3), after a warm-up whose first step is above 0.",
+        name="Finetune.schedule",
+        value=DEFAULT_SCHEDULE,
+        current=task.schedule,
+        why="A cosine from the peak to 0, as Stanford Alpaca's (Taori et al. 2023): the last steps are "
+        "small, so that the loss settles.",
     )
     schedule = None if num_steps is None else task.build_schedule(plan, num_steps)
-    default = None if num_steps is None else count_warmup_steps(None, num_steps, None)
+    default = None if num_steps is None else count_warmup_steps(DEFAULT_WARMUP, num_steps)
     yield Choice(
-        name="Finetune.warmup_steps",
+        name="Finetune.warmup",
         value=default,
-        current=task.warmup_steps if schedule is None else schedule.warmup_steps,
-        why="A tenth of the steps, at most 100: AdamW's second moment settles over about "
-        f"{WARM_UP_STEPS} (Ma & Yarats 2021, arXiv:1910.04209), which is too many for a short run.",
+        current=None if schedule is None else schedule.warmup_steps,
+        why=f"{DEFAULT_WARMUP:.0%} of the steps, as Stanford Alpaca's and QLoRA's (Dettmers et al. 2023, "
+        f"arXiv:2305.14314): AdamW's second moment settles over about {WARM_UP_STEPS} (Ma & Yarats 2021, "
+        "arXiv:1910.04209), which is too many for a short run.",
     )
     if task.objective == "dpo":
         yield Choice(

@@ -133,7 +133,7 @@ class Finetune(TextTask):
     """Number of validations without a lower loss after which the run stops. The checkpoint with the lowest
     loss is kept as ``checkpoints/best``, and ``export`` writes its weights. None: all steps are trained, and
     the last weights exported."""
-    sample_prompts: Sequence[str] | int | None = None
+    samples: Sequence[str] | int = ()
     """Prompts that the model answers before, during and after training, for ``run.samples()``: at most 16
     texts, each as a user's message, or the number of prompts to take from the first rows of the validation
     data (without, of the data). Generation is greedy, and takes a forward for each token."""
@@ -151,7 +151,7 @@ class Finetune(TextTask):
         "bad_rows",
         "objective",
         "validation",
-        "sample_prompts",
+        "samples",
     }
     preload: ClassVar[tuple[str, ...]] = (
         *TextTask.preload,
@@ -211,37 +211,33 @@ class Finetune(TextTask):
             refuse(self._field("validation"), describe_source(self.validation), allowed, {"validation": 0.1})
 
     def _check_samples(self) -> None:
-        field, prompts = self._field("sample_prompts"), self.sample_prompts
+        field, prompts = self._field("samples"), self.samples
         check_integer(self._field("max_new_tokens"), self.max_new_tokens, low=1, high=MAX_NEW_TOKENS)
         if self.sample_every is not None:
             check_integer(self._field("sample_every"), self.sample_every, low=1, high=MAX_STEPS)
-            if prompts is None:
-                refuse(
-                    self._field("sample_every"), self.sample_every, "None without sample_prompts", Value(None)
-                )
+            if not prompts:
+                refuse(self._field("sample_every"), self.sample_every, "None without samples", Value(None))
         if isinstance(prompts, int):
             check_integer(field, prompts, low=1, high=MAX_PROMPTS)
             if self.plain_text is not None:
                 self._refuse_number_of_prompts("a text file")
-        elif prompts is not None:
+        elif prompts != ():
             is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes)
             texts = list(prompts) if is_list else []
             if not 1 <= len(texts) <= MAX_PROMPTS or not all(isinstance(text, str) for text in texts):
                 value = f"{len(texts)} entries" if texts else prompts
-                allowed = f"a list of 1 to {MAX_PROMPTS} texts, their number, or None"
-                refuse(field, value, allowed, {"sample_prompts": ["Who are you?"]})
+                allowed = f"a list of at most {MAX_PROMPTS} texts, or their number"
+                refuse(field, value, allowed, {"samples": ["Who are you?"]})
             for text in texts:
                 if not text.strip() or len(text) > MAX_PROMPT_LENGTH:
                     shown = f"a text of {len(text):,} characters"
                     allowed = f"texts of 1 to {MAX_PROMPT_LENGTH:,} characters"
-                    refuse(field, shown, allowed, {"sample_prompts": ["Who are you?"]})
-            object.__setattr__(self, "sample_prompts", tuple(texts))
+                    refuse(field, shown, allowed, {"samples": ["Who are you?"]})
+            object.__setattr__(self, "samples", tuple(texts))
 
     def _refuse_number_of_prompts(self, data: str) -> NoReturn:
-        allowed = f"a list of prompts, or None: {data} has none to take"
-        refuse(
-            self._field("sample_prompts"), self.sample_prompts, allowed, {"sample_prompts": ["Who are you?"]}
-        )
+        allowed = f"a list of prompts: {data} has none to take"
+        refuse(self._field("samples"), self.samples, allowed, {"samples": ["Who are you?"]})
 
     def _check_length(self) -> None:
         if self.num_epochs is None:
@@ -352,7 +348,7 @@ class Finetune(TextTask):
         self, ctx: TrainingContext, num_steps: int, validation: Validation | None
     ) -> SampleGenerations | None:
         """See :class:`TextTask`."""
-        if self.sample_prompts is None:
+        if not self.samples:
             return None
         import torch
         import torch.distributed as dist
@@ -379,24 +375,24 @@ class Finetune(TextTask):
 
     def _encode_prompts(self, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> tuple[Prompt, ...]:
         """Return the prompts. Raises ``ValueError`` for one that leaves no room for an answer."""
-        field = self._field("sample_prompts")
-        if isinstance(self.sample_prompts, int):
+        field = self._field("samples")
+        if isinstance(self.samples, int):
             name, indices = self._find_prompt_rows()
             rows = self._open_rows(name)
             format = self._recognize_format(rows, name)
             encoded = read_prompts(
                 tokenizer, rows, format, range(len(rows)) if indices is None else indices, seq_len - 1
             )
-            prompts = tuple(islice(encoded, self.sample_prompts))
+            prompts = tuple(islice(encoded, self.samples))
             if not prompts:
                 allowed = (
                     f"a list of prompts: no row has one shorter than {seq_len:,} tokens, the plan's seq_len"
                 )
-                refuse(field, self.sample_prompts, allowed, Value(None))
+                refuse(field, self.samples, allowed, Value(None))
             return prompts
         prompts = tuple(
             Prompt(text=text, ids=tuple(encode_conversation(tokenizer, [{"role": "user", "content": text}])))
-            for text in self.sample_prompts or ()
+            for text in self.samples
         )
         for prompt in prompts:
             if len(prompt.ids) >= seq_len:
@@ -609,7 +605,7 @@ class Finetune(TextTask):
             if self.bad_rows == "refuse":
                 for index in range(min(len(rows), MAX_CHECKED_ROWS)):
                     check_row(self._field(name), format, index, rows[index])
-            if isinstance(self.sample_prompts, int) and format.name == "text":
+            if isinstance(self.samples, int) and format.name == "text":
                 self._refuse_number_of_prompts("data of the format text")
             if isinstance(self.validation, float) and len(rows) < 2:
                 allowed = "a data source, or None: one row cannot be split"

@@ -38,6 +38,8 @@ from shardscope.training.data.plain_text import check_is_plain_text
 from shardscope.training.data.tokenizer import SHIPPED_TEXT
 from shardscope.training.examples.source_record import describe_file
 from shardscope.training.optimizers.schedule import (
+    DEFAULT_SCHEDULE,
+    DEFAULT_WARMUP,
     SCHEDULER_TYPES,
     Schedule,
     SchedulerType,
@@ -96,12 +98,12 @@ class TextTask(ABC):
     """Total number of optimizer steps, including those before a ``resume``; 1 to 10,000,000."""
     learning_rate: float | None = None
     """Peak learning rate; None: the task's default for the plan's method."""
-    lr_scheduler_type: SchedulerType | None = None
-    """Learning rate schedule as in transformers: "linear", "cosine", "cosine_with_min_lr" (a tenth of the
-    peak), "constant", "constant_with_warmup" or "inverse_sqrt". None: a cosine to a tenth, whose warm-up
-    begins above 0."""
-    warmup_steps: float | None = None
-    """Number of warm-up steps; below 1, their share of all steps. None: a tenth of all steps, at most 100."""
+    schedule: SchedulerType = DEFAULT_SCHEDULE
+    """Learning rate schedule, one of transformers' ``lr_scheduler_type``: "linear", "cosine",
+    "cosine_with_min_lr" (a tenth of the peak), "constant" (without warm-up), "constant_with_warmup" or
+    "inverse_sqrt"."""
+    warmup: float = DEFAULT_WARMUP
+    """Number of warm-up steps; below 1, their share of all steps. The first step has a rate above 0."""
     weight_decay: float = 0.1
     """AdamW's decoupled weight decay, on matrices only; 0 to 1."""
     seed: int = 0
@@ -120,7 +122,7 @@ class TextTask(ABC):
     keep_last: int | None = 2
     """With ``save_every``, the number of complete checkpoints that are kept, one more while the next is being
     written; None: all."""
-    resume: bool | Path = False
+    resume: bool | Path | None = None
     """Checkpoint to resume from. True: the newest complete one of this run or, if it has none, of the latest
     run launched with the same name; start from step 0 if there is none. Only checkpoints saved by this user's
     launches on this machine are used then. A path: that checkpoint, or the newest one of that run folder (a
@@ -140,7 +142,7 @@ class TextTask(ABC):
         "shardscope.training.loop",
     )
     """Modules that the launcher imports once before it forks ranks; none of them initializes CUDA."""
-    recorded_texts: ClassVar[frozenset[str]] = frozenset({"lr_scheduler_type", "report_to"})
+    recorded_texts: ClassVar[frozenset[str]] = frozenset({"schedule", "report_to"})
     """Text fields that the run folder keeps, because they cannot contain secrets."""
     trains_the_plan: ClassVar[bool] = True
     """Whether the task trains the plan's model, so that the predicted memory holds for it."""
@@ -160,26 +162,20 @@ class TextTask(ABC):
         for field in ("profile", "memory_snapshot", "save_checkpoint", "export"):
             check_flag(self._field(field), getattr(self, field))
         object.__setattr__(self, "report_to", self._list_trackers())
-        if not isinstance(self.resume, bool):
+        if self.resume is False:
+            object.__setattr__(self, "resume", None)
+        if self.resume is not None and self.resume is not True:
             object.__setattr__(self, "resume", self._find_resumable(self.resume))
 
     def _check_schedule(self) -> None:
-        kind, warmup, field = self.lr_scheduler_type, self.warmup_steps, self._field("warmup_steps")
-        if kind is not None:
-            check_choice(self._field("lr_scheduler_type"), kind, SCHEDULER_TYPES)
-        if warmup is None:
-            return
+        check_choice(self._field("schedule"), self.schedule, SCHEDULER_TYPES)
+        field, warmup = self._field("warmup"), self.warmup
         if not (isinstance(warmup, float) and 0 <= warmup < 1):
             try:
                 check_integer(field, warmup, low=0, high=self.num_steps or MAX_STEPS)
             except FieldError as error:
                 allowed = f"{error.allowed}, or a share of all steps, below 1"
-                refuse(
-                    field, warmup, allowed, Value((error.fix_values or {"warmup_steps": 0})["warmup_steps"])
-                )
-        if kind == "constant" and warmup:
-            fix = {"lr_scheduler_type": "constant_with_warmup"}
-            refuse(field, warmup, 'None with lr_scheduler_type="constant", which has no warm-up', fix)
+                refuse(field, warmup, allowed, Value((error.fix_values or {"warmup": 0})["warmup"]))
 
     def _list_trackers(self) -> tuple[str, ...]:
         """Return ``report_to`` as a tuple without repetitions. Raises ``ValueError`` for unknown names."""
@@ -238,7 +234,7 @@ class TextTask(ABC):
     @property
     def resume_from(self) -> Path | None:
         """The checkpoint to which a ``resume`` path currently resolves; None if ``resume`` is no path."""
-        return None if isinstance(self.resume, bool) else find_checkpoint(self.resume)
+        return find_checkpoint(self.resume) if isinstance(self.resume, Path) else None
 
     def __call__(self, ctx: TrainingContext) -> None:
         """Train on this rank. Called by ``run_rank`` after the process group is initialized."""
@@ -276,7 +272,7 @@ class TextTask(ABC):
             flush=True,
         )
         print(
-            f"learning rate: {schedule.peak:g}, {schedule.title}, after {schedule.warmup_steps:,} steps of "
+            f"learning rate: {schedule.peak:g}, {schedule.kind}, after {schedule.warmup_steps:,} steps of "
             "warm-up",
             flush=True,
         )
@@ -307,9 +303,10 @@ class TextTask(ABC):
 
     def build_schedule(self, plan: Plan, num_steps: int) -> Schedule:
         """Return the learning rate schedule of a run of ``num_steps`` steps."""
-        kind = self.lr_scheduler_type
-        warmup = count_warmup_steps(self.warmup_steps, num_steps, kind)
-        return Schedule(peak=self.peak_rate(plan), num_steps=num_steps, warmup_steps=warmup, kind=kind)
+        num_warmup = count_warmup_steps(self.warmup, num_steps, self.schedule)
+        return Schedule(
+            peak=self.peak_rate(plan), num_steps=num_steps, warmup_steps=num_warmup, kind=self.schedule
+        )
 
     @property
     def data_name(self) -> str:
@@ -361,7 +358,7 @@ class TextTask(ABC):
 
     def _load_resumed(self, ctx: TrainingContext) -> Path | None:
         """Load the checkpoint to resume from, if any, the same one on every rank. Return its path."""
-        if self.resume is False:
+        if self.resume is None:
             return None
         import torch
         import torch.distributed as dist

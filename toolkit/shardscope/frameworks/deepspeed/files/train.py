@@ -52,7 +52,7 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=50, help="optimizer steps")
     parser.add_argument("--learning-rate", type=float, help="the peak; its default suits the model's size")
-    parser.add_argument("--warmup-steps", type=int, help="default: a tenth of --steps, at most 100")
+    parser.add_argument("--warmup-steps", type=int, help="default: 3 %% of --steps")
     parser.add_argument("--text", default=__file__, help="a UTF-8 file to train on; default: this script")
     parser.add_argument("--tokenizer", help="a tokenizer.json, or transformers' name; default: --model's")
     parser.add_argument("--model", help="a transformers checkpoint to start from; default: random weights")
@@ -187,11 +187,11 @@ def choose_peak_rate(num_parameters: int, checkpoint: str | None) -> float:
 
 
 def compute_rate(step: int, peak: float, steps: int, warmup: int) -> float:
-    """Return the learning rate of ``step``: a linear warm-up, then half a cosine down to a tenth."""
+    """Return the learning rate of ``step``: a linear warm-up, then half a cosine down to 0."""
     if step < warmup:
         return peak * (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)
-    return peak * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
+    return peak * (1 + math.cos(math.pi * done)) / 2
 
 
 def train_step(engine: deepspeed.DeepSpeedEngine, batch: torch.Tensor) -> torch.Tensor:
@@ -258,7 +258,7 @@ def main() -> None:
     num_parameters = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
     usual = choose_peak_rate(num_parameters, options.model)
     peak = usual if options.learning_rate is None else options.learning_rate
-    warmup = min(100, options.steps // 10) if options.warmup_steps is None else options.warmup_steps
+    warmup = math.ceil(0.03 * options.steps) if options.warmup_steps is None else options.warmup_steps
     for step in range(options.steps):
         began = time.perf_counter()
         for group in engine.optimizer.param_groups:
