@@ -9,7 +9,8 @@ from pathlib import Path
 import shardscope as ss
 
 DATA = Path(__file__).parents[2] / "notebooks" / "data" / "zorblat.jsonl"
-"""Sixty questions with answers: twenty facts about an invented product, each asked in three ways."""
+"""Sixty questions with answers, twenty facts about an invented product, each asked in three ways, and
+thirty-four general ones."""
 MAX_NEW_TOKENS = 40
 
 
@@ -34,7 +35,7 @@ def read_questions(name: str) -> list[Question]:
 HELD_OUT = read_questions("held_out")
 """Each fact asked in two more ways, which are not in :data:`DATA`."""
 GENERAL = read_questions("general")
-"""Questions that the base answers right, none of them about the product."""
+"""Questions that the base answers right, none of them about the product or in :data:`DATA`."""
 
 
 @dataclass(frozen=True)

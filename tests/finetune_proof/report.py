@@ -80,11 +80,12 @@ def write_document(base: Answers, outcomes: Sequence[Outcome], versions: str) ->
 Written by `make finetune-proof`; do not edit.
 
 SmolLM2-135M-Instruct (`make model`) is fine-tuned on two CPU ranks with `notebooks/data/zorblat.jsonl`:
-sixty questions and answers about a kettle that does not exist, twenty facts each asked in three ways. It is
-then asked for each fact in two more ways, which are not in the data; the base gets
-{base.num_learned} of these {len(HELD_OUT)} right. Beside them it is asked {len(GENERAL)} general questions,
-which it must not forget: the base gets {base.num_kept} right. An answer is right if it has the keyword,
-such as "47 seconds".
+sixty questions and answers about a kettle that does not exist, twenty facts each asked in three ways, and
+thirty-four general ones, without which the model forgets most of what it knew. It is then asked for each fact
+in two more ways, which are not in the data; the base gets {base.num_learned} of these {len(HELD_OUT)} right.
+Beside them it is asked {len(GENERAL)} general questions, which are not in the data either and which it must
+not forget: the base gets {base.num_kept} right. An answer is right if it has the keyword, such as
+"47 seconds".
 
 Every row is `ss.Finetune(weights, data, num_epochs={NUM_EPOCHS})` on sequences of {SEQ_LEN} tokens, with
 loss on the answers, four rows a step, in fp32. LoRA has rank {LORA_RANK} on every projection and a learning
