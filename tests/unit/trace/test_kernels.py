@@ -76,7 +76,7 @@ def test_kernels_have_the_class_of_their_name(name: str, kind: str) -> None:
         ("aten::native_layer_norm", "normalization"),
         ("aten::copy_", "copy"),
         ("aten::_log_softmax", "reduction"),
-        ("aten::view", "other"),
+        ("aten::view", "view"),
     ],
 )
 def test_operators_of_cpu_ranks_have_classes_too(name: str, kind: str) -> None:

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from shardscope.trace.analysis.breakdown import BreakdownRow, IdleRow, OverlapRow, StepRow
     from shardscope.trace.analysis.collectives import Collectives
     from shardscope.trace.analysis.critical_path import CriticalPath
+    from shardscope.trace.analysis.diff import Diff
     from shardscope.trace.analysis.kernels import Kernels
+    from shardscope.trace.analysis.plan_comparison import PlanComparison
     from shardscope.trace.analysis.stragglers import Stragglers
-    from shardscope.trace.summary import TraceSummary
+    from shardscope.trace.analysis.summary import TraceSummary
     from shardscope.trace.table import Table
 
 Int32s = npt.NDArray[np.int32]
@@ -212,11 +214,14 @@ class Trace:
         }
 
     def summary(self) -> TraceSummary:
-        """Return a summary: sentences, times per rank, and the names with most self time.
+        """Return what an expert would say first, times per rank, and names with most self time.
+
+        Each of ``findings`` has its numbers, where to look and, for a run's trace, the change of its plan
+        that is predicted to help.
 
         It is shown as HTML tables in notebooks and as text otherwise.
         """
-        from shardscope.trace.summary import summarize  # circular import
+        from shardscope.trace.analysis.summary import summarize  # circular import
 
         return summarize(self)
 
@@ -282,6 +287,31 @@ class Trace:
         from shardscope.trace.analysis.critical_path import find_critical_path  # circular import
 
         return find_critical_path(self, step)
+
+    def diff(self, other: Trace) -> Diff:
+        """Return the kernels, collectives and gaps of a step here and in ``other``, largest difference first.
+
+        Traces of other hardware and other numbers of steps or ranks compare: seconds are the mean of a step
+        of a rank, and kernels that only one has are counted under the operator that launched them.
+        """
+        from shardscope.trace.analysis.diff import compare_traces  # circular import
+
+        return compare_traces(self, other)
+
+    def compare(self, plan: Plan | None = None) -> PlanComparison:
+        """Return the parts of ``plan.step()`` beside what the trace measured of them.
+
+        Default: the plan of the run that was traced. Raises ``ValueError`` if there is none or it has no
+        prediction.
+        """
+        from shardscope.trace.analysis.plan_comparison import compare_with_plan  # circular import
+
+        plan = plan or self.plan
+        if plan is None:
+            raise ValueError(
+                "This trace belongs to no run, so its plan is unknown. Fix: trace.compare(plan)."
+            )
+        return compare_with_plan(self, plan)
 
     def _repr_html_(self) -> str:
         return self.summary()._repr_html_()

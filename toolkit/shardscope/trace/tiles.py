@@ -46,10 +46,7 @@ COMMUNICATION_NAMES = re.compile(
     r"nccl|rccl|multimem_|\bgloo\b|c10d|record_param_comms|deep_?ep|nvshmem|mscclpp|oneccl|\bhccl\b",
     re.IGNORECASE,
 )
-
-
-COPY_CATEGORIES = frozenset({"gpu_memcpy", "gpu_memset", "Memcpy", "Memset"})
-
+"""Names that are drawn in the color of communication, calls on the CPU included."""
 
 Column = npt.NDArray[np.float64 | np.int64 | np.int32 | np.uint8 | np.bool_]
 

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 KERNEL_KINDS = (
     ("attention", r"flash|fmha|attention|mha_|_attn_|sdpa"),
+    ("embedding", r"embedding|indexSelect|index_select"),
     ("normalization", r"layer_?norm|rms_?norm|batch_?norm|group_?norm|\bbn_|cudnn::bn|_norm_"),
     ("optimizer", r"adam|multi_tensor_apply|fused_sgd|lamb_|FusedOptimizer"),
     ("convolution", r"conv|winograd|dgrad|wgrad|cudnn.*nn_v\d|scudnn"),
     (
         "matmul",
-        r"gemm|gemv|cutlass|cublas|nvjet|\bwgmma|Cijk_|triton_(?:mm|tem)|matmul|splitKreduce|\bdot_kernel",
+        r"(?<!fb)gemm|gemv|cutlass|cublas|nvjet|\bwgmma|Cijk_|triton_(?:mm|tem)|matmul|splitKreduce|\bdot_kernel",
     ),
-    ("embedding", r"embedding|embedding_bag|indexSelect|index_select"),
     (
         "copy",
         r"CatArray|direct_copy|copy_kernel|memcpy|memset|nchwToNhwc|nhwcToNchw|transpose_readWrite|chunk_cat"
@@ -64,6 +64,11 @@ OPERATOR_KINDS = (
         r"|.*cross_entropy.*)",
     ),
     (
+        "view",
+        r"::(?:view|reshape|_reshape_alias|slice|t|transpose|as_strided|expand|permute|unsqueeze|squeeze|select"
+        r"|split|split_with_sizes|chunk|narrow|_unsafe_view|detach|detach_|alias|unbind)$",
+    ),
+    (
         "elementwise",
         r"::(?:add|sub|mul|div|neg|pow|rsqrt|sqrt|exp|log|silu|gelu|relu|sigmoid|tanh|where|cos|sin|clamp"
         r"|threshold|abs|eq|ne|lt|gt|le|ge|masked_fill|dropout|addcmul|addcdiv|lerp|bitwise|logical|isfinite"
@@ -78,6 +83,8 @@ TENSOR_CORE = re.compile(
     re.IGNORECASE,
 )
 """Names of kernels that use tensor cores (torch_tb_profiler's list, and those of Hopper and Blackwell)."""
+_OTHER_VENDORS = re.compile(r"^(?:AMD|Intel)|Instinct", re.IGNORECASE)
+CUDA_CATEGORIES = frozenset({"kernel", "Kernel"})
 MATRIX_KINDS = frozenset({"matmul", "convolution", "attention"})
 OPTIMIZER_STEP = re.compile(r"^Optimizer\.step")
 
@@ -279,14 +286,18 @@ def find_kernels(trace: Trace) -> Kernels:
         for number, rank in enumerate(activity.ranks)
     }
     known_gpus = {rank: find_gpu(name) for rank, name in trace.device_names.items()}
+    # The names are those of NVIDIA's libraries: of other vendors nothing is known.
+    is_cuda = activity.is_kernel & activity.mask_categories(CUDA_CATEGORIES)
+    is_other_vendor = any(_OTHER_VENDORS.search(name) for name in trace.device_names.values()) or any(
+        name.startswith("Cijk_") for name in trace.names
+    )
     rows: list[KernelRow] = []
     for number, slice_index in enumerate(index[first].tolist()):
         rank = trace.tracks[trace.track_index[slice_index]].rank
         name, kind = trace.names[trace.name_index[slice_index]], kind_names[kinds[slice_index]]
         gpu = known_gpus.get(rank)
-        tensor_cores = (
-            bool(TENSOR_CORE.search(name)) if kind in MATRIX_KINDS and activity.on_gpu[slice_index] else None
-        )
+        may_use = kind in MATRIX_KINDS and is_cuda[slice_index] and not is_other_vendor
+        tensor_cores = bool(TENSOR_CORE.search(name)) if may_use else None
         rate = flops_sum[number] / flops_ns[number] * 1e9 if flops_ns[number] else None
         speed = bytes_sum[number] / bytes_ns[number] * 1e9 if bytes_ns[number] else None
         peak = _find_peak(gpu, precisions[first[number]], bool(tensor_cores))

@@ -1,0 +1,273 @@
+"""Tests of what the summary says, of diff and of the comparison with a plan, on traces with known answers."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trace_events import (
+    Events,
+    all_reduce,
+    annotation,
+    copy,
+    cpu_events,
+    gpu_events,
+    kernel,
+    launch,
+    load_ranks,
+    operator,
+    step,
+)
+
+import shardscope as ss
+from shardscope.trace import Trace
+from shardscope.trace.analysis.suggestions import suggest_change
+
+
+def load(folder: Path, ranks: dict[int, Events]) -> Trace:
+    """Load ranks whose events are in microseconds here, because texts have no shorter unit."""
+    for event in [event for events in ranks.values() for event in events]:
+        event["ts"], event["dur"] = 1000 * event["ts"], 1000 * event["dur"]
+    return load_ranks(folder, ranks)
+
+
+def to_us(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+ARGS = {
+    "Collective name": "allreduce",
+    "In msg nelems": 2**20,
+    "Out msg nelems": 2**20,
+    "Group size": 2,
+    "dtype": "BFloat16",
+    "Process Group Name": "1",
+    "Process Group Ranks": "[0, 1]",
+}
+
+
+def make_step(number: int, start: int, gemm: int = 500, exposed: int = 200, idle: int = 100) -> Events:
+    """Return a step: a matmul, an exposed all-reduce, and a gap until the next launch."""
+    correlation = 10 * number
+    end = start + gemm + exposed + idle
+    return [
+        step(number, start, end),
+        launch(start, start + 1, correlation),
+        kernel(start, start + gemm, "ampere_bf16_s16816gemm_bf16_128x128", correlation=correlation),
+        launch(start + 2, start + 3, correlation + 1),
+        all_reduce(start + gemm, start + gemm + exposed, correlation=correlation + 1, **ARGS),
+    ]
+
+
+def make_run(num_steps: int = 6, num_ranks: int = 2) -> dict[int, Events]:
+    return {
+        rank: [event for number in range(num_steps) for event in make_step(number, 800 * number)]
+        for rank in range(num_ranks)
+    }
+
+
+PLAN = ss.Plan(
+    ss.Architecture.of_size("1.3b"),
+    ss.Cluster.parse("2xh100-sxm-80gb"),
+    ss.Recipe(global_batch_size=16, recompute="full"),
+    ss.Layout.megatron(tp=2),
+)
+
+
+def test_the_first_sentences_say_what_was_recorded_and_where_the_time_goes(tmp_path: Path) -> None:
+    summary = load(tmp_path, make_run()).summary()
+    size, shares, *_ = summary.sentences
+    assert size == "2 ranks, 6 steps of 800 µs; 60 slices in 4.80 ms."
+    assert shares == "GPU time of a step: 62 % compute, 25 % exposed communication, 12 % idle."
+
+
+def test_causes_come_with_their_numbers_and_where_to_look(tmp_path: Path) -> None:
+    summary = load(tmp_path, make_run()).summary()
+    exposed = next(finding for finding in summary.findings if finding.text.startswith("Exposed"))
+    assert (
+        "Exposed all-reduce: 200 µs (25 %) of a step, in 1 call of 2 MiB on average; 0 % of" in exposed.text
+    )
+    assert (exposed.rank, exposed.track, exposed.start_seconds) == (0, "stream 20", pytest.approx(500e-6))
+    assert exposed.end_seconds == pytest.approx(700e-6)
+    idle = next(finding for finding in summary.findings if "host-bound" in finding.text)
+    assert "The GPU idles 83.3 µs (10 %) of a step" in idle.text and "gap is 100 µs on rank 0" in idle.text
+    # Most costly first.
+    texts = [finding.text for finding in summary.findings]
+    assert texts.index(exposed.text) < texts.index(idle.text)
+    assert any(text.startswith("Stragglers: none") for text in texts)
+
+
+def test_a_runs_summary_has_the_change_of_its_plan_that_helps(tmp_path: Path) -> None:
+    trace = load(tmp_path, make_run())
+    trace.plan = PLAN
+    summary = trace.summary()
+    exposed = next(
+        finding for finding in summary.findings if finding.text.startswith("Exposed all-reduce of tp")
+    )
+    assert exposed.plan is not None and exposed.plan.degrees.tp == 1
+    assert "Change: tp=1 instead of 2, predicted to gain 204 ms (20 %) of a step." in exposed.text
+    matmul = next(finding for finding in summary.findings if finding.text.startswith("Matmul kernels"))
+    assert matmul.plan is not None and matmul.plan.recipe.recompute == "none"
+    assert matmul.gain_seconds == pytest.approx(PLAN.step().seconds - matmul.plan.step().seconds)
+    assert "Change: recompute='none' instead of 'full', predicted to gain" in matmul.text
+    assert any(text.startswith("A step is predicted to take") for text in summary.sentences)
+    assert list(summary.to_frame()["sentence"]) == list(summary.sentences)
+
+
+def test_suggested_plans_fit_and_are_faster() -> None:
+    suggestion = suggest_change(PLAN, "tp")
+    assert suggestion is not None and suggestion.plan.memory().fits
+    assert suggestion.plan.step().seconds == pytest.approx(PLAN.step().seconds - suggestion.gain_seconds)
+    assert suggest_change(suggestion.plan, "tp") is None  # nothing is left to halve
+    # 8B parameters do not fit one GPU, so nobody suggests it.
+    large = ss.Plan(ss.models["llama-3.1-8b"], PLAN.cluster, PLAN.recipe, PLAN.layout)
+    assert suggest_change(large, "tp") is None
+    # A figure that nobody publishes: no prediction, no suggestion.
+    unknown = ss.Plan(
+        PLAN.architecture, ss.Cluster.parse("2xv100-sxm-32gb"), ss.Recipe(precision="bf16"), ss.Layout.ddp()
+    )
+    assert suggest_change(unknown, "host") is None
+
+
+def test_slow_steps_are_named_with_what_they_have_more_of(tmp_path: Path) -> None:
+    events = [event for number in range(6) for event in make_step(number, 800 * number)]
+    events += make_step(6, 4800, exposed=900)
+    events += [step(7, 6300, 6301)]
+    summary = load(tmp_path, {0: events}).summary()
+    (slow,) = (finding for finding in summary.findings if finding.text.startswith("Step "))
+    assert slow.text == (
+        "Step 6 of rank 0 took 1.50 ms, the median is 800 µs: 700 µs more exposed communication."
+    )
+
+
+def test_data_loading_and_copies_have_sentences(tmp_path: Path) -> None:
+    events = [
+        step(0, 0, 1000),
+        annotation(0, 600, "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"),
+        copy(600, 700, bytes=1_000_000),
+        launch(690, 695, 1),
+        kernel(700, 1000, "volta_sgemm_128x32_nt", correlation=1),
+    ]
+    text = str(load(tmp_path, {0: events}).summary())
+    assert "The GPU idles 600 µs (60 %) of a step because the data loader has no batch yet" in text
+    assert (
+        "Copies that nothing covers: 100 µs (10 %) of a step; first Memcpy HtoD (Pinned -> Device) at 10 GB/s"
+        in text
+    )
+    assert "Only 0 % of the time of matmuls, convolutions and attention is on tensor cores" in text
+
+
+def test_devices_without_tensor_cores_are_not_accused(tmp_path: Path) -> None:
+    events = [step(0, 0, 1000), kernel(0, 1000, "Cijk_Ailk_Bljk_BBS_BH_MT128x128x32")]
+    assert "tensor cores" not in str(load(tmp_path, {0: events}).summary())
+
+
+@given(st.lists(st.one_of(gpu_events(), cpu_events()), min_size=1, max_size=2))
+def test_any_trace_has_a_summary(ranks: list[Events]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        trace = load(Path(folder), dict(enumerate(ranks)))
+    summary = trace.summary()
+    assert len(summary.sentences) >= 2 and "nan" not in str(summary)
+    assert "<li>" in summary._repr_html_()
+    for finding in summary.findings:
+        if finding.start_seconds is not None:
+            assert 0 <= finding.start_seconds <= finding.end_seconds <= trace.duration_seconds + 1e-9
+
+
+def test_diff_is_per_step_and_rank(tmp_path: Path) -> None:
+    """The other trace has twice the steps, one rank, and a matmul of 700 instead of 500."""
+    here = load(tmp_path / "here", make_run(num_steps=5))
+    slower = [event for number in range(10) for event in make_step(number, 1000 * number, gemm=700)]
+    diff = here.diff(load(tmp_path / "there", {0: slower}))
+    assert list(diff.to_frame().columns) == ["name", "kind", "seconds", "other_seconds", "difference_seconds"]
+    first = diff[0]
+    assert (first["name"], first["kind"]) == ("ampere_bf16_s16816gemm_bf16_128x128", "matmul")
+    assert [to_us(first[key]) for key in ("seconds", "other_seconds", "difference_seconds")] == [
+        500,
+        700,
+        200,
+    ]
+    by_kind = {row["kind"]: row for row in diff}
+    assert to_us(by_kind["all_reduce"]["difference_seconds"]) == 0
+    assert "gemm" in diff.text and "200 µs more" in diff.text
+
+
+def test_kernels_of_other_hardware_are_compared_by_operator(tmp_path: Path) -> None:
+    def make(name: str, length: int) -> Events:
+        shape = [step(0, 0, 1000), operator(0, 50, "aten::mm"), launch(10, 20, 1)]
+        return [*shape, kernel(100, 100 + length, name, correlation=1)]
+
+    here = load(tmp_path / "v100", {0: make("volta_sgemm_128x32_nt", 800)})
+    diff = here.diff(load(tmp_path / "a100", {0: make("ampere_sgemm_128x32_nt", 300)}))
+    (row,) = (row for row in diff if row["kind"] == "matmul")
+    assert (row["name"], to_us(row["seconds"]), to_us(row["other_seconds"])) == ("aten::mm", 800, 300)
+
+
+@given(st.one_of(gpu_events(), cpu_events()))
+def test_a_trace_does_not_differ_from_itself(events: Events) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        trace = load(Path(folder), {0: events})
+    diff = trace.diff(trace)
+    assert all(row["difference_seconds"] == 0 for row in diff) and "No kernel" in diff.text
+
+
+def test_parts_of_a_plan_beside_their_measurement(tmp_path: Path) -> None:
+    """Matmul 500, attention 100, all-reduce of tp 200, optimizer 50, a copy of 30, idle 120 of 1,000."""
+    events = [
+        step(0, 0, 1000),
+        kernel(0, 500, "ampere_bf16_s16816gemm"),
+        kernel(500, 600, "void flash_fwd_kernel<Flash_fwd_kernel_traits>"),
+        all_reduce(600, 800, **ARGS),
+        kernel(800, 850, "void multi_tensor_apply_kernel<FusedAdamMathFunctor>"),
+        copy(850, 880),
+    ]
+    result = load(tmp_path, {0: events, 1: [dict(event) for event in events]}).compare(PLAN)
+    assert list(result.to_frame().columns) == ["part", "predicted_seconds", "measured_seconds"]
+    measured = {row["part"]: row["measured_seconds"] for row in result}
+    known = {part: to_us(seconds) for part, seconds in measured.items() if seconds}
+    assert known == {
+        "matrices": 500,
+        "attention": 100,
+        "tensor_parallel": 200,
+        "optimizer": 50,
+        "offload": 30,
+        "idle": 120,
+        "step": 1000,
+    }
+    predicted = PLAN.step()
+    assert {row["part"]: row["predicted_seconds"] for row in result}["matrices"] == predicted.parts[
+        "matrices"
+    ]
+    assert result[-1]["predicted_seconds"] == predicted.seconds
+    assert measured["recomputation"] is None
+    assert "Largest difference: matrices takes 500 µs" in result.text
+
+
+@given(gpu_events())
+def test_measured_parts_add_up_to_the_step(events: Events) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        trace = load(Path(folder), {0: events})
+    *parts, total = trace.compare(PLAN)
+    assert sum(to_us(row["measured_seconds"] or 0) for row in parts) == pytest.approx(
+        to_us(total["measured_seconds"] or 0), abs=len(parts)
+    )
+    assert all((row["measured_seconds"] or 0) >= 0 for row in parts)
+
+
+def test_a_trace_of_no_run_asks_for_the_plan(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Fix: trace.compare\(plan\)"):
+        load(tmp_path, make_run()).compare()
+
+
+def test_a_run_folder_brings_its_plan(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "traces"
+    load(folder, make_run())
+    (tmp_path / "run" / "run.json").write_text('{"plan": ' + PLAN.to_json() + "}")
+    for source in (tmp_path / "run", folder, folder / "rank-0.json"):
+        plan = Trace.load(source).plan
+        assert plan is not None and plan.degrees.tp == 2
+    (tmp_path / "run" / "run.json").write_text('{"plan": {"architecture": 3}}')
+    assert Trace.load(folder).plan is None

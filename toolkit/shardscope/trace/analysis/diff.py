@@ -1,0 +1,138 @@
+"""Two traces compared per step: which kernels, collectives and gaps take longer in the other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, TypedDict, get_type_hints
+
+import numpy as np
+
+from shardscope.timing.report import format_seconds
+from shardscope.trace.analysis.breakdown import find_idle
+from shardscope.trace.analysis.intervals import measure_within
+from shardscope.trace.analysis.kernels import find_kinds, list_kinds, measure_work_ns
+from shardscope.trace.table import Table
+
+if TYPE_CHECKING:
+    from shardscope.trace.store import Trace
+
+IDLE = "idle"
+"""Kind of a row of idle time; its name is the cause."""
+MIN_SHARE = 0.01
+"""Least difference that the text names, as a share of the step."""
+NUM_NAMED = 3
+"""Number of differences that the text names."""
+
+
+class DiffRow(TypedDict):
+    """Seconds of one step, averaged over ranks and steps, in both traces."""
+
+    name: str
+    """Kernel, operator, collective, or cause of idle time. A kernel that only one of the traces has is
+    counted under the operator that launched it: other hardware has other kernels for it."""
+    kind: str
+    """Class of the kernel, or "idle"."""
+    seconds: float
+    other_seconds: float
+    difference_seconds: float
+    """Positive: the other trace takes longer."""
+
+
+class Diff(Table[DiffRow]):
+    """Differences, largest first, and the largest in a sentence."""
+
+    def __init__(self, rows: list[DiffRow], text: str) -> None:
+        super().__init__(rows, tuple(get_type_hints(DiffRow)))
+        self.text = text
+
+
+def compare_traces(trace: Trace, other: Trace) -> Diff:
+    """Return what differs; see :meth:`Trace.diff`."""
+    works = [_sum_work(one) for one in (trace, other)]
+    names = [{name for name, _, _ in work} for work in works]
+    common = names[0] & names[1]
+    sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for side, work in enumerate(works):
+        for (name, kind, operator), seconds in work.items():
+            sums[name if name in common or not operator else operator, kind][side] += seconds
+    for side, one in enumerate((trace, other)):
+        for cause, seconds in _sum_idle(one).items():
+            sums[cause, IDLE][side] += seconds
+    rows: list[DiffRow] = [
+        {
+            "name": name,
+            "kind": kind,
+            "seconds": here,
+            "other_seconds": there,
+            "difference_seconds": there - here,
+        }
+        for (name, kind), (here, there) in sums.items()
+        if here or there
+    ]
+    rows.sort(key=lambda row: (-abs(row["difference_seconds"]), row["name"]))
+    return Diff(rows, _describe(rows, measure_step(trace), measure_step(other)))
+
+
+def list_windows(trace: Trace) -> dict[int, tuple[int, int, int]]:
+    """Return begin, end and number of the steps of each rank; of a rank without steps its span, as one."""
+    return {
+        rank.rank: (rank.steps[0].start_ns, rank.steps[-1].end_ns, len(rank.steps))
+        if rank.steps
+        else (rank.start_ns, rank.end_ns, 1)
+        for rank in trace.activity.ranks
+    }
+
+
+def measure_step(trace: Trace) -> float:
+    """Return the seconds of a step, averaged over ranks and steps."""
+    spans = [(end - start) / count for start, end, count in list_windows(trace).values()]
+    return sum(spans) / max(len(spans), 1) / 1e9
+
+
+def _sum_work(trace: Trace) -> dict[tuple[str, str, str], float]:
+    """Return seconds per step and rank by name, class and launching operator ("" if unknown)."""
+    activity = trace.activity
+    kinds, work_ns, kind_names = find_kinds(trace), measure_work_ns(trace), list_kinds()
+    index = np.flatnonzero(kinds >= 0)
+    ranks = activity.rank_of_track[trace.track_index[index]]
+    weights = np.zeros(len(index))
+    for rank, (start, end, count) in list_windows(trace).items():
+        inside = (ranks == rank) & (trace.start_ns[index] >= start) & (trace.start_ns[index] <= end)
+        weights[inside] = 1 / count / len(trace.ranks) / 1e9
+    launches = activity.launches[index]
+    around = np.where(launches >= 0, trace.parents[launches], -1)
+    operators = np.where(around >= 0, trace.name_index[around], -1)
+    keys = np.stack([trace.name_index[index], kinds[index], operators], axis=1)
+    unique, group = np.unique(keys, axis=0, return_inverse=True)
+    seconds = np.bincount(group.ravel(), weights=work_ns[index] * weights, minlength=len(unique))
+    return {
+        (trace.names[name], kind_names[kind], trace.names[operator] if operator >= 0 else ""): total
+        for (name, kind, operator), total in zip(unique.tolist(), seconds.tolist(), strict=True)
+    }
+
+
+def _sum_idle(trace: Trace) -> dict[str, float]:
+    """Return idle seconds per step and rank by cause."""
+    idle: dict[str, float] = defaultdict(float)
+    windows = list_windows(trace)
+    for rank in trace.activity.ranks:
+        start, end, count = windows[rank.rank]
+        for cause, gaps in find_idle(trace, rank).items():
+            (inside,) = measure_within(gaps, np.array([start]), np.array([end])).tolist()
+            idle[cause] += inside / count / len(trace.ranks) / 1e9
+    return dict(idle)
+
+
+def _describe(rows: list[DiffRow], seconds: float, other_seconds: float) -> str:
+    here, there = format_seconds(seconds), format_seconds(other_seconds)
+    change = f", {100 * (other_seconds / seconds - 1):+.0f} %" if seconds else ""
+    text = f"A step takes {here} here and {there} in the other trace{change}."
+    named = [row for row in rows[:NUM_NAMED] if abs(row["difference_seconds"]) >= MIN_SHARE * seconds]
+    if not named:
+        return f"{text} No kernel, collective or gap differs by more than 1 % of the step."
+    parts = [
+        f"{row['name'][:60]} ({row['kind']}) {format_seconds(abs(row['difference_seconds']))} "
+        f"{'more' if row['difference_seconds'] > 0 else 'less'}"
+        for row in named
+    ]
+    return f"{text} Largest differences there: {', '.join(parts)}."

@@ -1,0 +1,149 @@
+"""A plan's predicted step beside the measured one, part by part."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, TypedDict, get_type_hints
+
+import numpy as np
+
+from shardscope.timing.report import PARTS, format_seconds
+from shardscope.trace.analysis.activity import RankActivity
+from shardscope.trace.analysis.collectives import find_collectives
+from shardscope.trace.analysis.diff import list_windows
+from shardscope.trace.analysis.intervals import find_exclusive_parts, measure_within
+from shardscope.trace.analysis.kernels import find_kinds, list_kinds, measure_work_ns
+from shardscope.trace.table import Table
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+    from shardscope.trace.store import Trace
+
+IDLE, UNKNOWN_COMMUNICATION, STEP = "idle", "other communication", "step"
+"""Parts that only a measurement has, and the sum."""
+
+_PART_OF_KIND = {
+    "matmul": "matrices",
+    "convolution": "matrices",
+    "attention": "attention",
+    "optimizer": "optimizer",
+}
+_PART_OF_AXIS = {
+    "tp": "tensor_parallel",
+    "cp": "context_parallel",
+    "ep": "expert_parallel",
+    "pp": "pipeline_transfers",
+}
+_LOSS = re.compile(r"log_?softmax|nll_loss|cross_?entropy", re.IGNORECASE)
+
+
+class ComparisonRow(TypedDict):
+    """One part of the step."""
+
+    part: str
+    """A part of ``plan.step().parts``, "idle", "other communication", or "step", the sum of all."""
+    predicted_seconds: float | None
+    """None: a plan predicts no such part."""
+    measured_seconds: float | None
+    """On the slowest rank, averaged over steps. None: the trace cannot tell it from another part."""
+
+
+class PlanComparison(Table[ComparisonRow]):
+    """Predicted beside measured parts, and the largest difference in a sentence."""
+
+    def __init__(self, rows: list[ComparisonRow], text: str) -> None:
+        super().__init__(rows, tuple(get_type_hints(ComparisonRow)))
+        self.text = text
+
+
+def compare_with_plan(trace: Trace, plan: Plan) -> PlanComparison:
+    """Return the parts; see :meth:`Trace.compare`. Raises ``ValueError`` if the plan has no prediction."""
+    report = plan.step()
+    rank = max(
+        trace.activity.ranks, key=lambda one: one.compute.total_ns + one.communication.total_ns, default=None
+    )
+    measured = _measure_parts(trace, plan, rank) if rank is not None else {}
+    rows: list[ComparisonRow] = []
+    for part in PARTS:
+        predicted = report.parts[part]
+        # Recomputed kernels are those of forward; a stage waits for others in its receives.
+        is_apart = part not in ("recomputation", "bubble")
+        seconds = measured.get(part, 0.0) if is_apart else None
+        if predicted or seconds:
+            rows.append({"part": part, "predicted_seconds": predicted, "measured_seconds": seconds})
+    for extra in (UNKNOWN_COMMUNICATION, IDLE):
+        if measured.get(extra):
+            rows.append({"part": extra, "predicted_seconds": None, "measured_seconds": measured[extra]})
+    total = sum(measured.values())
+    rows.append({"part": STEP, "predicted_seconds": report.seconds, "measured_seconds": total})
+    return PlanComparison(rows, _describe(rows))
+
+
+def _measure_parts(trace: Trace, plan: Plan, rank: RankActivity) -> dict[str, float]:
+    """Return one rank's seconds of each part, per step. They add up to the step."""
+    activity = trace.activity
+    start, end, count = list_windows(trace)[rank.rank]
+    parts: dict[str, float] = {}
+
+    def add(part: str, nanoseconds: int) -> None:
+        parts[part] = parts.get(part, 0.0) + nanoseconds / count / 1e9
+
+    # 1. Compute. Concurrent kernels share their time, so that the parts add up to the time with compute.
+    kinds, kind_names = find_kinds(trace), list_kinds()
+    if rank.on_gpu:
+        works = np.flatnonzero(activity.is_compute[rank.index]) + rank.index.start
+        begins, ends = find_exclusive_parts(trace.start_ns[works], activity.end_ns[works])
+        own = np.minimum(ends, end) - np.maximum(begins, start)
+    else:
+        works = np.flatnonzero(activity.is_compute[rank.index]) + rank.index.start
+        inside = (trace.start_ns[works] >= start) & (trace.start_ns[works] < end)
+        own = np.where(inside, measure_work_ns(trace)[works], 0)
+        # Threads that compute at the same time share the time: scale their sum to the union.
+        (union,) = measure_within(rank.compute, np.array([start]), np.array([end])).tolist()
+        own = own * (min(union / own.sum(), 1.0) if own.sum() else 1.0)
+    is_loss = activity.mask_names(_LOSS)
+    for index, nanoseconds in zip(works.tolist(), own.tolist(), strict=True):
+        if nanoseconds > 0:
+            kind = "loss" if is_loss[index] else kind_names[kinds[index]]
+            add("loss" if kind == "loss" else _PART_OF_KIND.get(kind, "elementwise"), nanoseconds)
+    # 2. Exposed communication by the axis of its group, 3. copies beside it, 4. the rest.
+    for row in find_collectives(trace, plan):
+        begin = row["start_seconds"] * 1e9
+        if row["rank"] == rank.rank and start <= begin < end:
+            add(_find_part(row["axis"], row["kind"]), round(row["exposed_seconds"] * 1e9))
+    busy = sum(parts.values())
+    breakdown = trace.steps() if rank.steps else trace.breakdown()
+    copies = sum(row["copy_seconds"] for row in breakdown if row["rank"] == rank.rank)
+    if copies:
+        add("offload", round(copies * 1e9))
+    span = (end - start) / count / 1e9
+    parts[IDLE] = max(span - busy - copies / count, 0.0)
+    return parts
+
+
+def _find_part(axis: str, kind: str) -> str:
+    """Return the part of the step that a collective is in."""
+    if axis in _PART_OF_AXIS:
+        return _PART_OF_AXIS[axis]
+    # Data parallelism, with or without another axis (dp+cp): parameters are gathered, gradients reduced.
+    if "dp" in axis.split("+"):
+        return "gathers" if kind in ("all_gather", "broadcast") else "gradients"
+    return UNKNOWN_COMMUNICATION
+
+
+def _describe(rows: list[ComparisonRow]) -> str:
+    """Return the step's seconds and the part that differs most."""
+    *parts, step = rows
+    predicted, measured = step["predicted_seconds"] or 0.0, step["measured_seconds"] or 0.0
+    text = f"A step is predicted to take {format_seconds(predicted)} and takes {format_seconds(measured)}."
+    known = [row for row in parts if row["measured_seconds"] is not None]
+    if not known:
+        return text
+    worst = max(known, key=lambda row: abs((row["measured_seconds"] or 0) - (row["predicted_seconds"] or 0)))
+    wanted, seen = worst["predicted_seconds"] or 0.0, worst["measured_seconds"] or 0.0
+    name = worst["part"].replace("_", " ")
+    if worst["part"] == IDLE:
+        return f"{text} Most of the difference: {format_seconds(seen)} idle, which a plan does not predict."
+    return (
+        f"{text} Largest difference: {name} takes {format_seconds(seen)}, predicted {format_seconds(wanted)}."
+    )

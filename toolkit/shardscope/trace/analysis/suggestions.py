@@ -1,0 +1,96 @@
+"""Changes of a plan that would help against what a trace shows, with their predicted gain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from shardscope.core.serialization import replace_fields
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+
+Topic = Literal["tp", "cp", "ep", "dp", "pp", "host", "elementwise", "precision", "copies", "recomputation"]
+"""What costs time: communication along an axis, launches, a class of kernels, copies."""
+
+MIN_GAIN = 0.01
+"""Least predicted gain of a change that is suggested, as a share of the step."""
+
+_LAYOUT_TEXTS = {
+    "reshard_after_forward": "keep parameters gathered after forward (reshard_after_forward=False)",
+    "overlap_comm": "overlap communication (overlap_comm=True)",
+    "offload": "keep the training state on the GPU",
+    "offload_optimizer": "keep the optimizer on the GPU",
+    "offload_params": "keep parameters on the GPU",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """One changed plan that fits, and what it is predicted to gain."""
+
+    text: str
+    plan: Plan
+    gain_seconds: float
+    """Predicted seconds that a step gets shorter."""
+    share: float
+    """The same as a share of the predicted step."""
+
+
+def suggest_change(plan: Plan, topic: Topic) -> Suggestion | None:
+    """Return the change that is predicted to gain most against ``topic``; None if none fits and gains 1 %."""
+    try:
+        seconds = plan.step().seconds
+    except ValueError:
+        return None  # a figure of the GPU is unknown
+    best: Suggestion | None = None
+    for text, layout, recipe in _list_changes(plan, topic):
+        try:
+            changed = replace(
+                plan,
+                layout=replace_fields(plan.layout, layout) if layout else plan.layout,
+                recipe=replace_fields(plan.recipe, recipe) if recipe else plan.recipe,
+            )
+            if not changed.memory().fits:
+                continue
+            gain = seconds - changed.step().seconds
+        except ValueError:
+            continue  # this plan cannot run, or has no formula
+        if gain >= MIN_GAIN * seconds and (best is None or gain > best.gain_seconds):
+            best = Suggestion(text=text, plan=changed, gain_seconds=gain, share=gain / seconds)
+    return best
+
+
+def _list_changes(plan: Plan, topic: Topic) -> Iterator[tuple[str, dict[str, object], dict[str, object]]]:
+    """Yield the text of each change, with the changed fields of the layout and of the recipe."""
+    layout, recipe, degrees = plan.layout, plan.recipe, plan.degrees
+    axes = {"tp": degrees.tp, "cp": degrees.cp, "ep": degrees.ep, "pp": degrees.pp}
+    if topic in axes and axes[topic] > 1 and hasattr(layout, topic):
+        yield f"{topic}={axes[topic] // 2} instead of {axes[topic]}", {topic: axes[topic] // 2}, {}
+    if topic == "pp":
+        yield f"vpp={2 * degrees.vpp} virtual stages", {"vpp": 2 * degrees.vpp}, {}
+    if topic == "dp":
+        for field, value in (("reshard_after_forward", False), ("overlap_comm", True)):
+            if getattr(layout, field, value) != value:
+                yield _LAYOUT_TEXTS[field], {field: value}, {}
+        stage = getattr(layout, "stage", 0)
+        for lower in range(1, stage):
+            yield f"ZeRO stage {lower} instead of {stage}", {"stage": lower}, {}
+    if topic in ("dp", "host") and plan.num_micro_batches > 1:
+        size = 2 * recipe.micro_batch_size
+        yield f"micro-batches of {size} instead of {recipe.micro_batch_size}", {}, {"micro_batch_size": size}
+    if topic in ("host", "elementwise"):
+        for kernels in ("compiled", "liger"):
+            if recipe.kernels != kernels and kernels in layout.supported_kernels:
+                yield f"{kernels} kernels", {}, {"kernels": kernels}
+    if topic == "precision" and recipe.precision == "fp32":
+        yield "mixed precision (bf16-mixed)", {}, {"precision": "bf16-mixed"}
+    if topic == "recomputation" and recipe.recompute != "none":
+        for kind in ("none", "selective"):
+            if kind != recipe.recompute:
+                yield f"recompute={kind!r} instead of {recipe.recompute!r}", {}, {"recompute": kind}
+    if topic == "copies":
+        for field in ("offload", "offload_optimizer", "offload_params"):
+            if getattr(layout, field, None) is not None:
+                yield _LAYOUT_TEXTS[field], {field: None}, {}

@@ -1,0 +1,534 @@
+"""``trace.summary()``: what an expert would say first, each sentence with its numbers and where to look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+import numpy as np
+
+from shardscope.core.html_table import render_html_table
+from shardscope.timing.report import format_seconds
+from shardscope.trace.analysis.breakdown import (
+    COLLECTIVE_WAIT,
+    DATA_WAIT,
+    HOST_BOUND,
+    OTHER,
+    BreakdownRow,
+    IdleRow,
+    StepRow,
+)
+from shardscope.trace.analysis.collectives import CollectiveRow, Collectives
+from shardscope.trace.analysis.diff import list_windows, measure_step
+from shardscope.trace.analysis.kernels import MATRIX_KINDS, KernelRow, Kernels
+from shardscope.trace.analysis.suggestions import Topic, suggest_change
+from shardscope.trace.nesting import compute_union_ns
+from shardscope.trace.store import Trace
+from shardscope.trace.table import Table
+from shardscope.trace.tiles import NameTotals, Tiler
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from shardscope.core.plan import Plan
+
+NO_BREAK = "\u00a0"
+NUM_OPERATORS = 10
+SHOWN_RANKS = 32
+MAX_NAME_CHARACTERS = 120
+MIN_SHARE = 0.02
+"""Least share of a step that has a sentence of its own."""
+MAX_CAUSES = 5
+"""Number of causes with a sentence, most time first."""
+
+
+class RankTimes(TypedDict):
+    """Times of one rank."""
+
+    rank: int
+    slices: int
+    start_seconds: float
+    span_seconds: float
+    cpu_busy_seconds: float
+    gpu_busy_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    exposed_communication_seconds: float
+    idle_seconds: float
+
+
+TimeColumn = Literal[
+    "span_seconds",
+    "cpu_busy_seconds",
+    "gpu_busy_seconds",
+    "compute_seconds",
+    "communication_seconds",
+    "exposed_communication_seconds",
+    "idle_seconds",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sentence:
+    """One result of the summary."""
+
+    text: str
+    rank: int | None = None
+    """The rank, track and time to look at; None if the sentence is about the whole trace."""
+    track: str | None = None
+    start_seconds: float | None = None
+    end_seconds: float | None = None
+    plan: Plan | None = None
+    """A changed plan that would help; None if there is none."""
+    gain_seconds: float | None = None
+    """Predicted seconds that a step gains with that plan."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class SentenceRow(TypedDict):
+    """One sentence as a row."""
+
+    sentence: str
+    rank: int | None
+    track: str | None
+    start_seconds: float | None
+    end_seconds: float | None
+    gain_seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceSummary:
+    """Sentences and numbers of a trace, shown as HTML tables in notebooks."""
+
+    findings: tuple[Sentence, ...]
+    """Main results, most important first: each a text with its numbers, where to look, and a changed plan."""
+    ranks: Table[RankTimes]
+    """A row per rank: the columns of :class:`RankTimes`.
+
+    Busy means that at least one operator, runtime call or kernel ran; annotations and Python frames do not
+    count, because they span idle time too. The other times are those of ``trace.breakdown()``.
+    """
+    operators: Table[NameTotals]
+    """Operators and kernels by self time: ``name``, ``slices``, ``self_seconds``, ``total_seconds``."""
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """Texts of :attr:`findings`."""
+        return tuple(finding.text for finding in self.findings)
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return the sentences as a pandas data frame, with where to look and what a change would gain."""
+        rows: list[SentenceRow] = [
+            {
+                "sentence": finding.text,
+                "rank": finding.rank,
+                "track": finding.track,
+                "start_seconds": finding.start_seconds,
+                "end_seconds": finding.end_seconds,
+                "gain_seconds": finding.gain_seconds,
+            }
+            for finding in self.findings
+        ]
+        return Table(rows, tuple(SentenceRow.__annotations__)).to_frame()
+
+    def __str__(self) -> str:
+        lines = [*self.sentences, "", "Most self time:"]
+        for row in self.operators:
+            name, seconds = row["name"][:MAX_NAME_CHARACTERS], format_seconds(row["self_seconds"])
+            lines.append(f"  {name}: {seconds} in {row['slices']:,} calls")
+        return "\n".join(lines if self.operators else self.sentences)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        items = "".join(f"<li>{escape(sentence)}</li>" for sentence in self.sentences)
+        names = [
+            (
+                row["name"][:MAX_NAME_CHARACTERS],
+                row["slices"],
+                format_seconds(row["self_seconds"]),
+                format_seconds(row["total_seconds"]),
+            )
+            for row in self.operators
+        ]
+        operators = (
+            render_html_table(("name", "calls", "self", "total"), names, "Most self time") if names else ""
+        )
+        return f"<ul>{items}</ul>{self.render_rank_table()}{operators}"
+
+    def render_rank_table(self) -> str:
+        """Return the table of ranks, up to :data:`SHOWN_RANKS`, without the columns that are empty."""
+        columns: dict[str, TimeColumn] = {
+            "span": "span_seconds",
+            "CPU busy": "cpu_busy_seconds",
+            "GPU busy": "gpu_busy_seconds",
+            "compute": "compute_seconds",
+            "communication": "communication_seconds",
+            "exposed communication": "exposed_communication_seconds",
+            "idle": "idle_seconds",
+        }
+        # A trace of CPU ranks has no GPU times: leave those columns out.
+        shown = {title: key for title, key in columns.items() if any(row[key] for row in self.ranks)}
+        rows = [
+            (row["rank"], row["slices"], *(_format_with_share(row, key) for key in shown.values()))
+            for row in self.ranks[:SHOWN_RANKS]
+        ]
+        caption = (
+            f"The first {SHOWN_RANKS} of {len(self.ranks):,} ranks" if len(self.ranks) > SHOWN_RANKS else ""
+        )
+        return render_html_table(("rank", "slices", *shown), rows, caption)
+
+
+def _format_with_share(row: RankTimes, key: TimeColumn) -> str:
+    """Return seconds as text, with their share of the rank's span."""
+    seconds, span = row[key], row["span_seconds"]
+    text = format_seconds(seconds)
+    if key != "span_seconds" and span:
+        text += f" ({100 * seconds / span:.0f} %)"
+    return text.replace(" ", NO_BREAK)
+
+
+def summarize(trace: Trace) -> TraceSummary:
+    """Return the summary of ``trace``; see :meth:`Trace.summary`."""
+    # All names, because annotations are removed from the list only afterwards.
+    totals = Tiler(trace).sum_by_name(0, max(trace.duration_ns_total, 1), limit=len(trace.names))
+    annotations = {trace.names[i] for i in np.unique(trace.name_index[trace.activity.is_wrapper])}
+    operators = Table([row for row in totals if row["name"] not in annotations][:NUM_OPERATORS])
+    return TraceSummary(
+        findings=tuple(_write_sentences(trace)) if len(trace) else (Sentence(text=_describe_size(trace)),),
+        ranks=Table(_list_rank_times(trace)),
+        operators=operators,
+    )
+
+
+def _list_rank_times(trace: Trace) -> list[RankTimes]:
+    activity = trace.activity
+    works = ~activity.is_wrapper
+
+    def sum_busy_seconds(index: slice[int, int, None], on_gpu: bool) -> float:
+        mask = works[index] & (activity.on_gpu[index] == on_gpu)
+        return compute_union_ns(trace.start_ns[index][mask], activity.end_ns[index][mask]) / 1e9
+
+    return [
+        {
+            "rank": row["rank"],
+            "slices": rank.index.stop - rank.index.start,
+            "start_seconds": row["start_seconds"],
+            "span_seconds": row["span_seconds"],
+            "cpu_busy_seconds": sum_busy_seconds(rank.index, False),
+            "gpu_busy_seconds": sum_busy_seconds(rank.index, True),
+            "compute_seconds": row["compute_seconds"],
+            "communication_seconds": row["communication_seconds"],
+            "exposed_communication_seconds": row["exposed_communication_seconds"],
+            "idle_seconds": row["idle_seconds"],
+        }
+        for rank, row in zip(activity.ranks, trace.breakdown(), strict=True)
+    ]
+
+
+class _Cause(TypedDict):
+    """Something that costs time in every step."""
+
+    seconds: float
+    """Seconds of a step."""
+    text: str
+    look: tuple[int, str, float, float]
+    """Rank, track, begin and end in seconds."""
+    topics: tuple[Topic, ...]
+    """What a change of the plan would be against, most specific first."""
+
+
+def _write_sentences(trace: Trace) -> Iterator[Sentence]:
+    """Yield the sentences: what was recorded, where a step's time goes, what costs most, and comparisons."""
+    steps, step_seconds = trace.steps(), measure_step(trace)
+    yield Sentence(text=_describe_size(trace))
+    yield Sentence(text=_describe_shares(trace, steps))
+    collectives, kernels = trace.collectives(), trace.kernels()
+    causes = [
+        *_find_exposed_communication(trace, collectives, step_seconds),
+        *_find_idle(trace, step_seconds),
+        *_find_kernels(trace, kernels, step_seconds),
+        *_find_copies(trace, kernels, step_seconds),
+    ]
+    causes.sort(key=lambda cause: -cause["seconds"])
+    suggested: set[str] = set()
+    for cause in causes[:MAX_CAUSES]:
+        yield _suggest(trace.plan, cause, suggested)
+    for row in steps:
+        if row["is_outlier"]:
+            yield _describe_outlier(steps, row)
+    if len(trace.ranks) > 1:
+        yield Sentence(text=trace.stragglers().text)
+    if trace.plan is not None:
+        # Without a calibration of this machine there is no prediction.
+        with suppress(ValueError):
+            yield Sentence(text=trace.compare().text)
+
+
+def _describe_size(trace: Trace) -> str:
+    num_ranks = "1 rank" if len(trace.ranks) == 1 else f"{len(trace.ranks):,} ranks"
+    if trace.world_size > len(trace.ranks):
+        num_ranks += f" of {trace.world_size:,}"
+    recorded = f"{len(trace):,} slices in {format_seconds(trace.duration_seconds)}"
+    counts = {count for _, _, count in list_windows(trace).values()} if len(trace) else set()
+    if not any(rank.steps for rank in trace.activity.ranks):
+        return f"{num_ranks}, {recorded}, without marks of steps."
+    num_steps = min(counts)
+    steps = "1 step" if num_steps == 1 else f"{num_steps:,} steps"
+    return f"{num_ranks}, {steps} of {format_seconds(measure_step(trace))}; {recorded}."
+
+
+def _describe_shares(trace: Trace, steps: Table[StepRow]) -> str:
+    """Return where the time goes, as shares: the range over ranks where they differ."""
+    rows: Table[StepRow] | Table[BreakdownRow] = steps or trace.breakdown()
+    shares: dict[str, list[float]] = {}
+    for rank in trace.ranks:
+        mine = [row for row in rows if row["rank"] == rank]
+        span = sum(row["span_seconds"] for row in mine)
+        if not span:
+            continue
+        for title, key in _SHARES:
+            shares.setdefault(title, []).append(100 * sum(row[key] for row in mine) / span)
+    parts = [
+        f"{_format_range(min(values), max(values))} % {title}"
+        for title, values in shares.items()
+        if max(values) >= 0.5 or title in ("compute", "idle")
+    ]
+    subject = "GPU time" if any(rank.on_gpu for rank in trace.activity.ranks) else "Time of CPU ranks"
+    whole = "of a step" if steps else "of the recording"
+    return f"{subject} {whole}: {', '.join(parts)}." if parts else "No step has any length."
+
+
+_SHARES: tuple[
+    tuple[str, Literal["compute_seconds", "exposed_communication_seconds", "copy_seconds", "idle_seconds"]],
+    ...,
+] = (
+    ("compute", "compute_seconds"),
+    ("exposed communication", "exposed_communication_seconds"),
+    ("copies", "copy_seconds"),
+    ("idle", "idle_seconds"),
+)
+
+
+def _format_range(low: float, high: float) -> str:
+    return f"{low:.0f}" if f"{low:.0f}" == f"{high:.0f}" else f"{low:.0f} to {high:.0f}"
+
+
+def _format_share(seconds: float, step_seconds: float) -> str:
+    return f"{format_seconds(seconds)} ({100 * seconds / step_seconds:.0f} %)"
+
+
+def _find_exposed_communication(
+    trace: Trace, collectives: Collectives, step_seconds: float
+) -> Iterator[_Cause]:
+    """Yield the exposed communication of each axis and kind that takes 2 % of a step."""
+    for row in collectives.sum_by_axis():
+        if row["exposed_seconds"] < MIN_SHARE * step_seconds:
+            continue
+        calls = [call for call in collectives if (call["axis"], call["kind"]) == (row["axis"], row["kind"])]
+        longest = max(calls, key=lambda call: call["exposed_seconds"])
+        name = row["kind"].replace("_", "-")
+        of_axis = f" of {row['axis']}" if row["axis"] else ""
+        text = (
+            f"Exposed {name}{of_axis}: {_format_share(row['exposed_seconds'], step_seconds)} of a step, in "
+            f"{_count(row['num_calls'], 'call')}{_describe_bytes(calls)}"
+        )
+        if row["skew_seconds"] is not None and row["seconds"]:
+            share = 100 * row["skew_seconds"] / row["seconds"]
+            text += f"; {share:.0f} % of their time is waiting for the last rank"
+        axes = [axis for axis in ("tp", "cp", "ep", "pp", "dp") if axis in row["axis"].split("+")]
+        yield {
+            "seconds": row["exposed_seconds"],
+            "text": f"{text}.",
+            "look": _look_at_call(longest),
+            "topics": tuple(axes),
+        }
+
+
+def _count(number: float, what: str) -> str:
+    text = f"{number:,.0f}" if number >= 10 else f"{number:.3g}"
+    return f"{text} {what}" if text == "1" else f"{text} {what}s"
+
+
+def _look_at_call(call: CollectiveRow) -> tuple[int, str, float, float]:
+    return call["rank"], call["track"], call["start_seconds"], call["start_seconds"] + call["seconds"]
+
+
+def _describe_bytes(calls: list[CollectiveRow]) -> str:
+    sizes = [call["num_bytes"] for call in calls if call["num_bytes"] is not None]
+    if len(sizes) < len(calls) or not sizes:
+        return ""
+    mean = sum(sizes) / len(sizes)
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if mean >= size:
+            return f" of {mean / size:.3g} {unit} on average"
+    return f" of {mean:.3g} bytes on average"
+
+
+_IDLE_TEXTS = {
+    HOST_BOUND: "the host launches work too late (host-bound)",
+    COLLECTIVE_WAIT: "the host waits for a collective",
+    DATA_WAIT: "the data loader has no batch yet",
+    OTHER: "of something else: its work was queued already, or no launch of it is recorded",
+}
+
+
+def _find_idle(trace: Trace, step_seconds: float) -> Iterator[_Cause]:
+    """Yield the causes of idle time, averaged over ranks."""
+    counts = {rank: count for rank, (_, _, count) in list_windows(trace).items()}
+    on_gpu = any(rank.on_gpu for rank in trace.activity.ranks)
+    rows = trace.idle()
+    for cause, reason in _IDLE_TEXTS.items():
+        mine = [row for row in rows if row["cause"] == cause]
+        seconds = sum(row["seconds"] / counts[row["rank"]] for row in mine) / max(len(mine), 1)
+        if seconds < MIN_SHARE * step_seconds:
+            continue
+        longest = max(mine, key=lambda row: row["end_seconds"] - row["start_seconds"])
+        gap = format_seconds(longest["end_seconds"] - longest["start_seconds"])
+        if on_gpu:
+            text = f"The GPU idles {_format_share(seconds, step_seconds)} of a step because {reason}"
+        elif cause == OTHER:
+            continue  # before and after the first and last operator
+        elif cause == HOST_BOUND:
+            text = (
+                f"Between operators (Python, dispatch): {_format_share(seconds, step_seconds)} of a step on "
+                "CPU ranks"
+            )
+        else:
+            text = f"CPU ranks idle {_format_share(seconds, step_seconds)} of a step because {reason}"
+        yield {
+            "seconds": seconds,
+            "text": f"{text}; the longest gap is {gap} on rank {longest['rank']}.",
+            "look": _look_at_gap(longest),
+            "topics": ("host",) if cause == HOST_BOUND else (),
+        }
+
+
+def _look_at_gap(row: IdleRow) -> tuple[int, str, float, float]:
+    return row["rank"], row["track"], row["start_seconds"], row["end_seconds"]
+
+
+def _find_kernels(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterator[_Cause]:
+    """Yield the class of kernels that takes most of the compute, and matmuls without tensor cores."""
+    scale = 1 / (trace.activity.num_steps * len(trace.ranks))
+    compute: dict[str, float] = {}
+    for row in kernels:
+        if row["kind"] not in _NO_COMPUTE:
+            compute[row["kind"]] = compute.get(row["kind"], 0.0) + row["total_seconds"] * scale
+    total = sum(compute.values())
+    if not total:
+        return
+    what = "kernels" if any(rank.on_gpu for rank in trace.activity.ranks) else "operators"
+    for kind in sorted(compute, key=lambda one: -compute[one])[:1]:
+        mine = [row for row in kernels if row["kind"] == kind]
+        top = max(mine, key=lambda row: row["total_seconds"])
+        title = "Unclassified" if kind == "other" else kind.capitalize()
+        text = (
+            f"{title} {what} take most compute, {_format_share(compute[kind], step_seconds)} of a step; "
+            f"first {top['name'][:60]}, {_count(top['num_calls'], 'call')} of "
+            f"{format_seconds(top['mean_seconds'])}"
+        )
+        if top["tflops"] is not None and top["peak_share"] is not None:
+            text += f" at {top['tflops']:.3g} TFLOP/s, {100 * top['peak_share']:.0f} % of the GPU's peak"
+        elif top["bytes_per_second"] is not None and top["bandwidth_share"] is not None:
+            text += f" at {100 * top['bandwidth_share']:.0f} % of the memory's bandwidth"
+        # A step that recomputes runs its forward twice, whatever its kernels are.
+        topics: tuple[Topic, ...] = ("recomputation",)
+        if kind not in MATRIX_KINDS:
+            topics = ("elementwise", "recomputation")
+        yield {
+            "seconds": compute[kind],
+            "text": f"{text}.",
+            "look": _look_at_kernel(top),
+            "topics": topics,
+        }
+    share = kernels.tensor_core_share
+    matrices = sum(compute.get(kind, 0.0) for kind in MATRIX_KINDS)
+    if share is not None and share < 0.5 and matrices >= MIN_SHARE * step_seconds:
+        slow = max(
+            (row for row in kernels if row["uses_tensor_cores"] is False),
+            key=lambda row: row["total_seconds"],
+        )
+        yield {
+            "seconds": matrices * (1 - share),
+            "text": f"Only {100 * share:.0f} % of the time of matmuls, convolutions and attention is on "
+            f"tensor cores: {_format_share(matrices * (1 - share), step_seconds)} of a step is not.",
+            "look": _look_at_kernel(slow),
+            "topics": ("precision",),
+        }
+
+
+def _look_at_kernel(row: KernelRow) -> tuple[int, str, float, float]:
+    return row["rank"], row["track"], row["start_seconds"], row["start_seconds"] + row["longest_seconds"]
+
+
+_NO_COMPUTE = frozenset(
+    {"copy", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast", "barrier",
+     "reduce", "gather", "scatter"}
+)  # fmt: skip
+"""Classes of :meth:`Trace.kernels` that compute nothing."""
+
+
+def _find_copies(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterator[_Cause]:
+    """Yield copies that nothing covers, if they take 2 % of a step."""
+    rows = trace.breakdown()
+    counts = {rank: count for rank, (_, _, count) in list_windows(trace).items()}
+    seconds = sum(row["copy_seconds"] / counts[row["rank"]] for row in rows) / len(rows)
+    copies = [row for row in kernels if row["kind"] == "copy" and row["bytes_per_second"] is not None]
+    if seconds < MIN_SHARE * step_seconds or not copies:
+        return
+    top = max(copies, key=lambda row: row["total_seconds"])
+    rate = (top["bytes_per_second"] or 0.0) / 1e9
+    yield {
+        "seconds": seconds,
+        "text": f"Copies that nothing covers: {_format_share(seconds, step_seconds)} of a step; first "
+        f"{top['name'][:60]} at {rate:.3g} GB/s.",
+        "look": _look_at_kernel(top),
+        "topics": ("copies",),
+    }
+
+
+def _suggest(plan: Plan | None, cause: _Cause, suggested: set[str]) -> Sentence:
+    """Return the cause as a sentence, with the change that is predicted to help most, if it is a new one."""
+    rank, track, start, end = cause["look"]
+    suggestions = [suggest_change(plan, topic) for topic in cause["topics"]] if plan is not None else []
+    found = [one for one in suggestions if one is not None]
+    best = max(found, key=lambda one: one.gain_seconds, default=None)
+    if best is None or best.text in suggested:
+        return Sentence(
+            text=cause["text"], rank=rank, track=track or None, start_seconds=start, end_seconds=end
+        )
+    suggested.add(best.text)
+    gain = f"{format_seconds(best.gain_seconds)} ({100 * best.share:.0f} %)"
+    return Sentence(
+        text=f"{cause['text']} Change: {best.text}, predicted to gain {gain} of a step.",
+        rank=rank,
+        track=track or None,
+        start_seconds=start,
+        end_seconds=end,
+        plan=best.plan,
+        gain_seconds=best.gain_seconds,
+    )
+
+
+def _describe_outlier(steps: Table[StepRow], row: StepRow) -> Sentence:
+    """Return what a step that took long has more of than its rank's median step."""
+    others = [one for one in steps if one["rank"] == row["rank"]]
+    usual = float(np.median([one["span_seconds"] for one in others]))
+    title, more = max(
+        ((title, row[key] - float(np.median([one[key] for one in others]))) for title, key in _SHARES),
+        key=lambda pair: pair[1],
+    )
+    return Sentence(
+        text=f"Step {row['step']} of rank {row['rank']} took {format_seconds(row['span_seconds'])}, the "
+        f"median is {format_seconds(usual)}: {format_seconds(max(more, 0.0))} more {title}.",
+        rank=row["rank"],
+        start_seconds=row["start_seconds"],
+        end_seconds=row["start_seconds"] + row["span_seconds"],
+    )
