@@ -180,6 +180,7 @@ def test_a_preview_shows_both_sides_and_counts_pairs() -> None:
     assert len(shown.rows) == 6 and len(shown.lengths) == 8
     assert shown.counts.num_examples == shown.num_rows == 4
     assert shown.counts.num_tokens == sum(shown.lengths)
+    assert "Packing" not in str(preview_rows(PAIRS, seq_len=256)), "pairs are not packed"
     assert "Row 2, rejected" in shown.to_html() and "At home<i>" in shown.to_html()
 
 
@@ -338,6 +339,8 @@ def test_choices_of_pairs_have_even_batches_and_small_rates(folder: Path) -> Non
     # 60 pairs are 120 sequences, 15 times in batches of 64; batches of 8 make 45 steps in 3 passes.
     assert choices.num_steps == 29 and choices.plan.recipe.global_batch_size == 8
     assert choices.plan.recipe.micro_batch_size % 2 == 0
+    # Rows so short would be packed in a supervised fine-tune.
+    assert choices["packing"].value is False and "sides of a preference pair" in choices["packing"].why
     # A twentieth of the supervised rate of a small model.
     assert choices["learning_rate"].value == task.peak_rate(plan) == 5e-5
     assert choices["dpo_beta"].is_current and "one more forward in each step" in choices["dpo_beta"].why

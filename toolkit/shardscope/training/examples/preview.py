@@ -162,6 +162,8 @@ class Preview:
 
     def _describe_packing(self, seq_len: int) -> str:
         line = f"Unpacked rows of {seq_len:,} tokens are {self.padding_at(seq_len):.0%} padding."
+        if any(row.side for row in self.rows):
+            return line  # Preference pairs are not packed.
         gain = self.compute_packing_gain(seq_len)
         if gain <= 1:
             return line

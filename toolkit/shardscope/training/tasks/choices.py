@@ -395,6 +395,8 @@ def choose_length(task: Finetune, plan: Plan, preview: Preview | None) -> Reason
 def choose_packing(task: Finetune, plan: Plan, preview: Preview | None) -> Reasoned:
     """Return whether several examples should share a row: where that makes an epoch much shorter."""
     now, seq_len = plan.recipe.packing, plan.recipe.seq_len
+    if task.objective == "dpo":
+        return Reasoned(False, "The two sides of a preference pair are rows of their own.")
     if preview is None:
         if task.plain_text is None:
             return Reasoned(now, "task.preview() shows what packing wins.")
