@@ -50,7 +50,13 @@ class ShapeArgs(msgspec.Struct, gc=False):
     values: msgspec.Raw = msgspec.field(default=_ABSENT, name="Concrete Inputs")
 
 
-Args = TypeVar("Args", WorkArgs, CollectiveArgs, ShapeArgs)
+class SequenceArgs(msgspec.Struct, gc=False):
+    """The number that autograd gives an operator and its node in backward; -1 if there is none."""
+
+    sequence_number: Count = msgspec.field(default=-1, name="Sequence number")
+
+
+Args = TypeVar("Args", WorkArgs, CollectiveArgs, ShapeArgs, SequenceArgs)
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from shardscope.trace.analysis.critical_path import CriticalPath
     from shardscope.trace.analysis.diff import Diff
     from shardscope.trace.analysis.kernels import Kernels
+    from shardscope.trace.analysis.memory import MemoryRow
+    from shardscope.trace.analysis.modules import ModuleRow
     from shardscope.trace.analysis.plan_comparison import PlanComparison
     from shardscope.trace.analysis.stragglers import Stragglers
     from shardscope.trace.analysis.summary import TraceSummary
@@ -121,7 +123,8 @@ class Trace:
         origin_ns = builder.store_columns()
         self.device_names = _find_device_names(recordings, self.tracks)
         """Name of each rank's GPU, as the driver spells it; ranks without one are left out."""
-        self._memory_samples = _read_memory_samples(recordings, shifts, origin_ns)
+        self.memory_samples = _read_memory_samples(recordings, shifts, origin_ns)
+        """``[memory]`` instants of each rank, undecoded."""
         _note_oddities(recordings, self.notes)
         _note_missing_ranks(recordings, self.notes)
         if not len(self):
@@ -287,6 +290,21 @@ class Trace:
         from shardscope.trace.analysis.critical_path import find_critical_path  # circular import
 
         return find_critical_path(self, step)
+
+    def memory(self) -> Table[MemoryRow]:
+        """Return each device's memory over time, if recorded with ``profile_memory=True``; else no rows.
+
+        Of more than 2,000 records of a device, the highest of each equal part of the time.
+        """
+        from shardscope.trace.analysis.memory import find_memory  # circular import
+
+        return find_memory(self)
+
+    def modules(self) -> Table[ModuleRow]:
+        """Return the time of each ``nn.Module``, if recorded with ``with_stack=True``; else no rows."""
+        from shardscope.trace.analysis.modules import find_modules  # circular import
+
+        return find_modules(self)
 
     def diff(self, other: Trace) -> Diff:
         """Return the kernels, collectives and gaps of a step here and in ``other``, largest difference first.

@@ -1,0 +1,92 @@
+"""Memory over time, from the allocator's ``[memory]`` records of a trace with ``profile_memory=True``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypedDict, get_type_hints
+
+import msgspec
+import numpy as np
+
+from shardscope.trace.analysis.intervals import Int64s
+from shardscope.trace.table import Table
+
+if TYPE_CHECKING:
+    from shardscope.trace.store import MemorySamples, Trace
+
+MAX_POINTS = 2_000
+"""Most points of one device: of more, the highest of each equal part of the time."""
+_DEVICES = {0: "cpu", 1: "cuda", 20: "hip"}
+"""c10/core/DeviceType.h."""
+
+
+class MemoryRow(TypedDict):
+    """Memory of one device of a rank at one time."""
+
+    rank: int
+    device: str
+    """"cpu", "cuda:0", ..."""
+    seconds: float
+    """Time in the trace."""
+    allocated_bytes: int
+    """Bytes of tensors. Without totals in the records, those that the recording saw allocated or freed."""
+    reserved_bytes: int | None
+    """Bytes that the caching allocator holds; None on the CPU."""
+
+
+class _Record(msgspec.Struct, gc=False):
+    device_type: int = msgspec.field(default=-1, name="Device Type")
+    device: int = msgspec.field(default=0, name="Device Id")
+    change: int = msgspec.field(default=0, name="Bytes")
+    allocated: int = msgspec.field(default=0, name="Total Allocated")
+    reserved: int = msgspec.field(default=0, name="Total Reserved")
+
+
+def find_memory(trace: Trace) -> Table[MemoryRow]:
+    """Return the rows of all devices; see :meth:`Trace.memory`."""
+    rows: list[MemoryRow] = []
+    for samples in trace.memory_samples:
+        rows += _list_rows(samples)
+    return Table(rows, tuple(get_type_hints(MemoryRow)))
+
+
+def _list_rows(samples: MemorySamples) -> list[MemoryRow]:
+    decoder = msgspec.json.Decoder(_Record, strict=False)
+    of_device: dict[tuple[int, int], list[tuple[int, _Record]]] = {}
+    for time_ns, raw in zip(samples.time_ns.tolist(), samples.args, strict=True):
+        try:
+            record = decoder.decode(raw)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            continue
+        of_device.setdefault((record.device_type, record.device), []).append((time_ns, record))
+    rows: list[MemoryRow] = []
+    for (device_type, device), records in sorted(of_device.items()):
+        name = _DEVICES.get(device_type, f"device type {device_type}")
+        times = np.array([time for time, _ in records], np.int64)
+        # CPU records have no totals: add up what was allocated and freed.
+        totals = [float(record.allocated) for _, record in records]
+        if not any(totals):
+            changes = np.cumsum([float(record.change) for _, record in records])
+            # What was allocated before the recording is freed in it: at least that much was there.
+            totals = (changes - min(float(changes.min()), 0.0)).tolist()
+        allocated = np.array(totals)
+        for index in choose_points(times, allocated).tolist():
+            rows.append(
+                {
+                    "rank": samples.rank,
+                    "device": name if name == "cpu" else f"{name}:{device}",
+                    "seconds": int(times[index]) / 1e9,
+                    "allocated_bytes": int(allocated[index]),
+                    "reserved_bytes": None if name == "cpu" else records[index][1].reserved,
+                }
+            )
+    return rows
+
+
+def choose_points(times: Int64s, values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Int64s:
+    """Return the indices of at most :data:`MAX_POINTS` points, the highest of each part of the time."""
+    if len(times) <= MAX_POINTS:
+        return np.arange(len(times))
+    part = np.minimum((times - times[0]) * MAX_POINTS // max(int(times[-1] - times[0]), 1), MAX_POINTS - 1)
+    order = np.lexsort((-values, part))
+    first = np.unique(part[order], return_index=True)[1]
+    return np.sort(order[first])
