@@ -185,3 +185,33 @@ def test_recorded_gloo_ranks_have_a_path() -> None:
     path = Trace.load(Path(__file__).parents[2] / "fixtures" / "trace_2_ranks").critical_path()
     check_that_parts_touch(path)
     assert {row["kind"] for row in path.sum_by_kind()} == {"compute", "communication", "host"}
+
+
+def test_launch_delays_and_queue_lengths(tmp_path: Path) -> None:
+    """Three launches at 0, 10 and 20; they begin at 5, 100 and 200: at 20 two of them wait."""
+    events = [launch(10 * number, 10 * number + 5, number) for number in range(3)]
+    events += [
+        kernel(5, 100, correlation=0),
+        kernel(100, 200, correlation=1),
+        kernel(200, 205, correlation=2),
+    ]
+    events += [copy(300, 310), launch(400, 410, 9), all_reduce(395, 500, correlation=9)]
+    rows = load_ranks(tmp_path, {0: events}).launches()
+    assert [(row["track"], row["num_launches"], row["max_queue_length"]) for row in rows] == [
+        ("stream 7", 3, 2),
+        ("stream 20", 1, 0),  # clocks of host and GPU differ: it cannot begin before its launch
+    ]
+    first = rows[0]
+    assert (to_ns(first["median_delay_seconds"]), to_ns(first["max_delay_seconds"])) == (90, 180)
+    assert first["mean_queue_length"] == pytest.approx((5 + 90 + 180) / 200)
+    assert to_ns(first["start_seconds"]) == 20
+    assert "start_seconds" not in rows.to_frame().columns
+
+
+@given(gpu_events())
+def test_queues_are_never_negative(events: Events) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        rows = load_ranks(Path(folder), {0: events}).launches()
+    for row in rows:
+        assert 0 <= row["mean_queue_length"] <= row["max_queue_length"] + 1e-9
+        assert 0 <= row["median_delay_seconds"] <= row["max_delay_seconds"]

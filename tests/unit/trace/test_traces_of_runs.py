@@ -168,7 +168,7 @@ GPU_TRACES = (
 def test_real_gpu_traces_have_the_reference_breakdown(name: str) -> None:
     """All integers: unions of kernels on GPU streams, by a plain loop over the file."""
     if not (REAL / name).exists():
-        pytest.skip("no recorded traces of others; SHARDSCOPE_REAL_TRACES names a folder of them")
+        pytest.skip("no traces of others here; set SHARDSCOPE_REAL_TRACES to a folder of them")
     trace = Trace.load(REAL / name)
     files = sorted((REAL / name).iterdir()) if (REAL / name).is_dir() else [REAL / name]
     for row, path in zip(trace.breakdown(), files, strict=True):
@@ -189,7 +189,7 @@ def test_real_gpu_traces_have_the_reference_breakdown(name: str) -> None:
 
 def test_every_real_trace_has_every_analysis() -> None:
     if not REAL.is_dir():
-        pytest.skip("no recorded traces of others; SHARDSCOPE_REAL_TRACES names a folder of them")
+        pytest.skip("no traces of others here; set SHARDSCOPE_REAL_TRACES to a folder of them")
     for path in sorted(REAL.iterdir()):
         if path.suffix == ".md" or path.name.startswith("mtia"):  # 450,000 events: by hand
             continue

@@ -26,7 +26,6 @@ class WorkArgs(msgspec.Struct, gc=False):
     """Bytes that a copy moved."""
     occupancy: float = msgspec.field(default=-1.0, name="est. achieved occupancy %")
     """CUPTI's estimate, in percent."""
-    blocks_per_sm: float = msgspec.field(default=-1.0, name="blocks per SM")
 
 
 class CollectiveArgs(msgspec.Struct, gc=False):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardscope.trace.analysis.critical_path import CriticalPath
     from shardscope.trace.analysis.diff import Diff
     from shardscope.trace.analysis.kernels import Kernels
+    from shardscope.trace.analysis.launches import LaunchRow
     from shardscope.trace.analysis.memory import MemoryRow
     from shardscope.trace.analysis.modules import ModuleRow
     from shardscope.trace.analysis.plan_comparison import PlanComparison
@@ -280,6 +281,12 @@ class Trace:
         from shardscope.trace.analysis.kernels import find_kernels  # circular import
 
         return find_kernels(self)
+
+    def launches(self) -> Table[LaunchRow]:
+        """Return launch delays and queue lengths of each GPU stream: whether the host is ahead of it."""
+        from shardscope.trace.analysis.launches import find_launches  # circular import
+
+        return find_launches(self)
 
     def critical_path(self, step: int | None = None) -> CriticalPath:
         """Return the chain of work and waits that ends last, in order of time, across streams and ranks.

@@ -75,6 +75,7 @@ class Activity:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
+        self._masks: dict[object, Mask] = {}
         self.end_ns = trace.end_ns
         tracks = trace.tracks
         self.rank_of_track = np.array([track.rank for track in tracks], dtype=np.int64)
@@ -88,14 +89,22 @@ class Activity:
 
     def mask_categories(self, categories: frozenset[str]) -> Mask:
         """Return a mask of the slices of these categories."""
-        wanted = np.array([name in categories for name in self.trace.categories], dtype=bool)
-        return wanted[self.trace.category_index] if len(self.trace) else np.zeros(0, dtype=bool)
+        # Kept, because analyses ask for it once a rank.
+        if categories not in self._masks:
+            wanted = np.array([name in categories for name in self.trace.categories], dtype=bool)
+            self._masks[categories] = self._spread(wanted, self.trace.category_index)
+        return self._masks[categories]
+
+    def _spread(self, wanted: Mask, index: npt.NDArray[np.int32]) -> Mask:
+        return wanted[index] if len(self.trace) else np.zeros(0, dtype=bool)
 
     def mask_names(self, pattern: re.Pattern[str], method: str = "search") -> Mask:
         """Return a mask of the slices whose name matches; ``method`` is "search" or "match"."""
-        find = pattern.search if method == "search" else pattern.match
-        wanted = np.array([find(name) is not None for name in self.trace.names], dtype=bool)
-        return wanted[self.trace.name_index] if len(self.trace) else np.zeros(0, dtype=bool)
+        if (pattern, method) not in self._masks:
+            find = pattern.search if method == "search" else pattern.match
+            wanted = np.array([find(name) is not None for name in self.trace.names], dtype=bool)
+            self._masks[pattern, method] = self._spread(wanted, self.trace.name_index)
+        return self._masks[pattern, method]
 
     @cached_property
     def work_args(self) -> dict[str, npt.NDArray[np.float64] | Int64s]:
@@ -103,16 +112,11 @@ class Activity:
         index = np.flatnonzero(self.is_gpu_work | self.mask_categories(RUNTIME_CATEGORIES))
         decoded = decode_arguments(self.trace._args, index, WorkArgs)
         correlation = np.full(len(self.trace), -1, np.int64)
-        columns = [np.full(len(self.trace), -1.0) for _ in range(3)]
+        num_bytes, occupancy = np.full(len(self.trace), -1.0), np.full(len(self.trace), -1.0)
         correlation[index] = [args.correlation for args in decoded]
-        for column, name in zip(columns, ("bytes", "occupancy", "blocks_per_sm"), strict=True):
-            column[index] = [getattr(args, name) for args in decoded]
-        return {
-            "correlation": correlation,
-            "bytes": columns[0],
-            "occupancy": columns[1],
-            "blocks_per_sm": columns[2],
-        }
+        num_bytes[index] = [args.bytes for args in decoded]
+        occupancy[index] = [args.occupancy for args in decoded]
+        return {"correlation": correlation, "bytes": num_bytes, "occupancy": occupancy}
 
     @cached_property
     def launches(self) -> Int64s:

@@ -234,7 +234,7 @@ def _find_python_time(trace: Trace, rank: RankActivity) -> Intervals:
 def _find_next_track(trace: Trace, rank: RankActivity, time_ns: int) -> str:
     """Return the track whose work begins at or after a time first."""
     activity, index = trace.activity, rank.index
-    works = (activity.is_compute | activity.is_communication | activity.is_copy)[index]
+    works = activity.is_compute[index] | activity.is_communication[index] | activity.is_copy[index]
     starts = np.where(
         works & (trace.start_ns[index] >= time_ns), trace.start_ns[index], np.iinfo(np.int64).max
     )
