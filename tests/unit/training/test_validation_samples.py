@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 from tests.requirements import needs
 
 from shardscope import Finetune
+from shardscope.runs.resume import _make_task
 from shardscope.runs.task_fields import record_task_fields
 from shardscope.training.data.batches import split_rows
 from shardscope.training.examples.conversation import read_prompts
@@ -73,7 +75,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ({"early_stopping": 5}, "early_stopping"),
         ({"num_epochs": 1, "num_steps": 5}, "num_epochs"),
         ({"num_epochs": 0}, "num_epochs"),
-        ({"samples": []}, "samples"),
+        ({"samples": None}, "samples"),
         ({"samples": "Who?"}, "samples"),
         ({"samples": ["Who?", 1]}, "samples"),
         ({"samples": [" "]}, "samples"),
@@ -103,6 +105,23 @@ def test_a_run_folder_keeps_every_field_that_a_resumed_run_needs(folder: Path) -
     recorded = record_task_fields(task)
     assert recorded is not None and set(recorded) == {field.name for field in fields(task)}
     assert recorded["samples"] == ("Who?",) and recorded["report_to"] == ("tensorboard",)
+
+
+def test_a_run_of_an_older_version_resumes_with_its_text(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its field was ``text``, and it had none of the fields for examples."""
+    monkeypatch.setattr(Finetune, "_find_resumable", lambda self, value: value)
+    text = tmp_path / "book.txt"
+    text.write_text("Call me Ishmael.")
+    old = {"num_steps", "learning_rate", "weight_decay", "seed", "profile", "memory_snapshot", "log_every"}
+    old |= {"save_checkpoint", "save_every", "keep_last", "resume", "export", "weights"}
+    recorded = record_task_fields(Finetune(folder, text, num_steps=30)) or {}
+    asked = {name: value for name, value in recorded.items() if name in old} | {"text": str(text)}
+    description = json.loads(json.dumps({"asked": asked}, default=str))
+    task = _make_task(Finetune, description, tmp_path)
+    assert isinstance(task, Finetune)
+    assert (task.data, task.weights, task.num_steps, task.samples) == (text, folder, 30, ())
 
 
 def test_prompts_of_the_data_end_before_the_last_answer_and_long_or_malformed_rows_have_none() -> None:

@@ -221,10 +221,10 @@ class Finetune(TextTask):
             check_integer(field, prompts, low=1, high=MAX_PROMPTS)
             if self.plain_text is not None:
                 self._refuse_number_of_prompts("a text file")
-        elif prompts != ():
+        else:
             is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes)
             texts = list(prompts) if is_list else []
-            if not 1 <= len(texts) <= MAX_PROMPTS or not all(isinstance(text, str) for text in texts):
+            if not is_list or len(texts) > MAX_PROMPTS or not all(isinstance(text, str) for text in texts):
                 value = f"{len(texts)} entries" if texts else prompts
                 allowed = f"a list of at most {MAX_PROMPTS} texts, or their number"
                 refuse(field, value, allowed, {"samples": ["Who are you?"]})
