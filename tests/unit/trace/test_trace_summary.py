@@ -102,7 +102,7 @@ def test_causes_come_with_their_numbers_and_where_to_look(tmp_path: Path) -> Non
 
 def test_a_runs_summary_has_the_change_of_its_plan_that_helps(tmp_path: Path) -> None:
     trace = load(tmp_path, make_run())
-    trace.plan = PLAN
+    trace.plan, trace.trains_the_plan = PLAN, True
     summary = trace.summary()
     exposed = next(
         finding for finding in summary.findings if finding.text.startswith("Exposed all-reduce of tp")
@@ -115,6 +115,11 @@ def test_a_runs_summary_has_the_change_of_its_plan_that_helps(tmp_path: Path) ->
     assert "Change: recompute='none' instead of 'full', predicted to gain" in matmul.text
     assert any(text.startswith("A step is predicted to take") for text in summary.sentences)
     assert list(summary.to_frame()["sentence"]) == list(summary.sentences)
+    # The user's own function trains another model: the plan still tells axes, but neither parts nor changes.
+    trace.trains_the_plan = False
+    own = trace.summary()
+    assert any("all-reduce of tp" in text for text in own.sentences)
+    assert not any("predicted" in text for text in own.sentences)
 
 
 def test_suggested_plans_fit_and_are_faster() -> None:
@@ -265,9 +270,18 @@ def test_a_trace_of_no_run_asks_for_the_plan(tmp_path: Path) -> None:
 def test_a_run_folder_brings_its_plan(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "traces"
     load(folder, make_run())
-    (tmp_path / "run" / "run.json").write_text('{"plan": ' + PLAN.to_json() + "}")
+    record = '{"trains_the_plan": true, "plan": ' + PLAN.to_json() + "}"
+    (tmp_path / "run" / "run.json").write_text(record)
     for source in (tmp_path / "run", folder, folder / "rank-0.json"):
-        plan = Trace.load(source).plan
-        assert plan is not None and plan.degrees.tp == 2
+        trace = Trace.load(source)
+        assert trace.plan is not None and trace.plan.degrees.tp == 2 and trace.trains_the_plan
     (tmp_path / "run" / "run.json").write_text('{"plan": {"architecture": 3}}')
     assert Trace.load(folder).plan is None
+
+
+def test_a_gpu_rank_without_its_gpu_is_not_called_a_cpu_rank(tmp_path: Path) -> None:
+    """Recorded with ProfilerActivity.CPU only: launches, and none of what they launched."""
+    text = load(tmp_path, {0: [step(0, 0, 100), operator(0, 90), launch(10, 20, 1)]}).summary().sentences[1]
+    assert text.startswith(
+        "The GPUs' work was not recorded; time of the CPU threads that launch it, of a step:"
+    )

@@ -162,13 +162,16 @@ def read_recording(path: Path) -> Recording:
     )
 
 
-def find_plan(source: object) -> Plan | None:
-    """Return the plan of the run that ``source`` belongs to; None without a readable ``run.json``."""
+def find_plan(source: object) -> tuple[Plan | None, bool]:
+    """Return the plan of the run that ``source`` belongs to, and whether it trained the plan's model.
+
+    None without a readable ``run.json``.
+    """
     from shardscope.core.plan import Plan
 
     folder = getattr(source, "folder", source)
     if not isinstance(folder, str | os.PathLike):
-        return None
+        return None, False
     path = Path(folder)
     # A run's folder, its "traces", or one file in there.
     for candidate in (path, path.parent, path.parent.parent):
@@ -176,10 +179,10 @@ def find_plan(source: object) -> Plan | None:
         if record is None:
             continue
         try:
-            return Plan.from_json(json.dumps(record.get("plan")))
+            return Plan.from_json(json.dumps(record.get("plan"))), record.get("trains_the_plan") is True
         except ValueError:
-            return None  # of an older version, or damaged
-    return None
+            return None, False  # of an older version, or damaged
+    return None, False
 
 
 def _read_process_groups(config: object) -> dict[str, ProcessGroup]:

@@ -119,6 +119,8 @@ class Trace:
         """Ranks of the job, of which some may not be in the folder."""
         self.plan: Plan | None = None
         """The plan of the run that the trace belongs to; None if it is not in a run's folder."""
+        self.trains_the_plan = False
+        """Whether the run trained the plan's model, which the user's own function need not."""
         for recording, start_ns in zip(recordings, starts, strict=True):
             builder.add_recording(recording, start_ns)
         origin_ns = builder.store_columns()
@@ -148,7 +150,7 @@ class Trace:
         ``ValueError`` with the file, the problem and the fix.
         """
         trace = cls(read_recordings(source))
-        trace.plan = find_plan(source)
+        trace.plan, trace.trains_the_plan = find_plan(source)
         return trace
 
     def __len__(self) -> int:

@@ -102,13 +102,18 @@ def _sum_work(trace: Trace) -> dict[tuple[str, str, str], float]:
     launches = activity.launches[index]
     around = np.where(launches >= 0, trace.parents[launches], -1)
     operators = np.where(around >= 0, trace.name_index[around], -1)
-    keys = np.stack([trace.name_index[index], kinds[index], operators], axis=1)
-    unique, group = np.unique(keys, axis=0, return_inverse=True)
-    seconds = np.bincount(group.ravel(), weights=work_ns[index] * weights, minlength=len(unique))
-    return {
-        (trace.names[name], kind_names[kind], trace.names[operator] if operator >= 0 else ""): total
-        for (name, kind, operator), total in zip(unique.tolist(), seconds.tolist(), strict=True)
-    }
+    # One number for each combination; the last operator, -1, becomes 0.
+    num_operators = len(trace.names) + 1
+    keys = (trace.name_index[index].astype(np.int64) * len(kind_names) + kinds[index]) * num_operators
+    unique, group = np.unique(keys + operators + 1, return_inverse=True)
+    seconds = np.bincount(group, weights=work_ns[index] * weights, minlength=len(unique))
+    sums: dict[tuple[str, str, str], float] = {}
+    for key, total in zip(unique.tolist(), seconds.tolist(), strict=True):
+        combination, operator = divmod(key, num_operators)
+        name, kind = divmod(combination, len(kind_names))
+        launched_by = trace.names[operator - 1] if operator else ""
+        sums[trace.names[name], kind_names[kind], launched_by] = total
+    return sums
 
 
 def _sum_idle(trace: Trace) -> dict[str, float]:

@@ -14,6 +14,7 @@ from shardscope.trace.analysis.collectives import find_collectives, list_duratio
 from shardscope.trace.table import Table
 
 if TYPE_CHECKING:
+    from shardscope.trace.analysis.collectives import Collectives
     from shardscope.trace.store import Trace
 
 SIGNIFICANCE = 0.01
@@ -48,15 +49,15 @@ class Stragglers(Table[StragglerRow]):
         """Which ranks are stragglers; "none" is an answer."""
 
 
-def find_stragglers(trace: Trace) -> Stragglers:
-    """Return one row per rank; see :meth:`Trace.stragglers`.
+def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Stragglers:
+    """Return one row per rank; see :meth:`Trace.stragglers`. ``collectives`` saves finding them again.
 
     A rank that arrives last at a collective has the shortest duration there, so no common clock is needed.
     If ranks are equal, each call's delays could as well be those of any other order of ranks: shuffling them
     within each call gives the distribution of the largest delay among ranks, against which each rank is
     compared (Westfall and Young 1993, maxT).
     """
-    durations = list_durations(find_collectives(trace))
+    durations = list_durations(collectives or find_collectives(trace))
     position = {rank: number for number, rank in enumerate(trace.ranks)}
     # Calls of groups of one size are one matrix: a row per call, a column per rank of the group.
     by_size: dict[int, list[dict[int, int]]] = defaultdict(list)

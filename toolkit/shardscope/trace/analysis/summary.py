@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from shardscope.trace.analysis.breakdown import (
 from shardscope.trace.analysis.collectives import CollectiveRow, Collectives
 from shardscope.trace.analysis.diff import list_windows, measure_step
 from shardscope.trace.analysis.kernels import MATRIX_KINDS, KernelRow, Kernels
+from shardscope.trace.analysis.stragglers import find_stragglers
 from shardscope.trace.analysis.suggestions import Topic, suggest_change
 from shardscope.trace.nesting import compute_union_ns
 from shardscope.trace.store import Trace
@@ -257,18 +259,20 @@ def _write_sentences(trace: Trace) -> Iterator[Sentence]:
         *_find_copies(trace, kernels, step_seconds),
     ]
     causes.sort(key=lambda cause: -cause["seconds"])
+    # The user's own function need not train the plan's model: its changes and parts are not the plan's.
+    plan = trace.plan if trace.trains_the_plan else None
     suggested: set[str] = set()
     for cause in causes[:MAX_CAUSES]:
-        yield _suggest(trace.plan, cause, suggested)
+        yield _suggest(plan, cause, suggested)
     for row in steps:
         if row["is_outlier"]:
             yield _describe_outlier(steps, row)
     if len(trace.ranks) > 1:
-        yield Sentence(text=trace.stragglers().text)
-    if trace.plan is not None:
+        yield Sentence(text=find_stragglers(trace, collectives).text)
+    if plan is not None:
         # Without a calibration of this machine there is no prediction.
         with suppress(ValueError):
-            yield Sentence(text=trace.compare().text)
+            yield Sentence(text=trace.compare(plan).text)
 
 
 def _describe_size(trace: Trace) -> str:
@@ -301,9 +305,14 @@ def _describe_shares(trace: Trace, steps: Table[StepRow]) -> str:
         if max(values) >= 0.5 or title in ("compute", "idle")
     ]
     subject = "GPU time" if any(rank.on_gpu for rank in trace.activity.ranks) else "Time of CPU ranks"
+    if subject != "GPU time" and any(_LAUNCH.match(name) for name in trace.names):
+        subject = "The GPUs' work was not recorded; time of the CPU threads that launch it,"
     whole = "of a step" if steps else "of the recording"
     return f"{subject} {whole}: {', '.join(parts)}." if parts else "No step has any length."
 
+
+_LAUNCH = re.compile(r"(?:cuda|hip)Launch|nccl:|rccl:")
+"""Names on the CPU of a rank with a GPU."""
 
 _SHARES: tuple[
     tuple[str, Literal["compute_seconds", "exposed_communication_seconds", "copy_seconds", "idle_seconds"]],
