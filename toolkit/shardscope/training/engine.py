@@ -6,7 +6,7 @@ This module imports no torch, so that the launcher and tests can import it quick
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -120,6 +120,8 @@ class Engine(ABC):
     before ``setup``. Only engines whose ranks each have the logits of whole rows support it."""
     validation_state: Mapping[str, object] | None = None
     """State of early stopping, saved with each checkpoint so that a resumed run continues it."""
+    stream_positions: Sequence[object] | None = None
+    """Position of each data rank in streamed data, saved with each checkpoint."""
     max_grad_norm: float | None = 1.0
     """Maximum norm of the whole model's gradient, to which every step clips; None: no clipping. Set it before
     ``setup``: some frameworks are configured there."""

@@ -62,7 +62,7 @@ def train(
     seen: list[int] = []
     printed_steps = choose_printed_steps(first, schedule.num_steps)
     checkpoint_requested = is_last = False
-    checkpoints = Checkpoints(ctx, engine, keep_last)
+    checkpoints = Checkpoints(ctx, engine, batches, keep_last)
     is_stopped = False
     # A resumed run may already have all of its steps.
     if first >= schedule.num_steps:
@@ -178,8 +178,8 @@ def _run_step(engine: Engine, batches: Batches, schedule: Schedule, step: int) -
 class Checkpoints:
     """Checkpoints of one run: at most one in progress, and the latest ``keep_last`` kept (None: all)."""
 
-    def __init__(self, ctx: Context, engine: Engine, keep_last: int | None) -> None:
-        self._ctx, self._engine, self._keep_last = ctx, engine, keep_last
+    def __init__(self, ctx: Context, engine: Engine, batches: Batches, keep_last: int | None) -> None:
+        self._ctx, self._engine, self._batches, self._keep_last = ctx, engine, batches, keep_last
         self._wait: Callable[[], None] | None = None
         self._name = ""
 
@@ -191,6 +191,7 @@ class Checkpoints:
         # Engines allow one save at a time (Engine.begin_save); older ones are deleted when it is complete.
         self.wait_and_prune()
         path = path or checkpoint_path(self._ctx.folder, self._engine.num_steps_done)
+        self._engine.stream_positions = gather_positions(self._batches)
         self._wait = self._engine.begin_save(path)
         self._name = str(path.relative_to(self._ctx.folder))
 
@@ -210,6 +211,18 @@ class Checkpoints:
         print(f"saved {self._name}", flush=True)
         if self._keep_last is not None and self._ctx.rank == 0:
             delete_older(self._ctx.folder, self._keep_last)
+
+
+def gather_positions(batches: Batches) -> list[object] | None:
+    """Return the positions of all data ranks in streamed data; None if the data are not streamed."""
+    position = batches.describe_position()
+    if position is None:
+        return None
+    gathered: list[tuple[int, object] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (batches.rank, position))
+    # Ranks that share their data, such as tensor-parallel ones, have equal positions.
+    by_rank = dict(item for item in gathered if item is not None)
+    return [by_rank[rank] for rank in range(batches.num_ranks)]
 
 
 def _start_recording(recorder: Recorder, num_steps: int, *, num_left: int) -> None:

@@ -31,6 +31,8 @@ class Position(TypedDict):
     """Identification of the base of adapters, see ``Engine.frozen_base``."""
     validation: NotRequired[dict[str, object]]
     """State of early stopping, see ``Engine.validation_state``."""
+    stream: NotRequired[list[object]]
+    """Positions in streamed data, see ``Engine.stream_positions``."""
     optimizer: NotRequired[str]
     """Class of the optimizer (DDP and FSDP2)."""
     scaler: NotRequired[dict[str, object] | None]
@@ -51,6 +53,8 @@ def describe_position(engine: Engine) -> dict[str, object]:
         position["frozen_base"] = dict(engine.frozen_base)
     if engine.validation_state is not None:
         position["validation"] = dict(engine.validation_state)
+    if engine.stream_positions is not None:
+        position["stream"] = list(engine.stream_positions)
     return position
 
 

@@ -52,6 +52,10 @@ class Batches(ABC):
         All labels of an empty row are -100.
         """
 
+    def describe_position(self) -> dict[str, object] | None:
+        """Return the position in streamed data, as JSON; None if a step alone tells what is read."""
+        return None
+
     @property
     def steps_per_epoch(self) -> float:
         """Number of steps that read each sample once."""

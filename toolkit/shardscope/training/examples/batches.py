@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ from shardscope.training.examples.token_table import TokenTable
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
+
+    from shardscope.training.examples.token_table import TokenizedExample
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,22 +42,29 @@ class ExampleBatches(Batches):
 
     def build_batch(self, step: int) -> dict[str, torch.Tensor]:
         """See :class:`Batches`."""
-        import torch
+        examples = [self.table[index] for index in self.list_indices(step)]
+        return pad_examples(examples, self.rows, self.seq_len, self.padding_id)
 
-        from shardscope.training.micro_batches import IGNORED_LABEL
 
-        # Padding stands on the right, where causal attention keeps it from all tokens that matter: no
-        # attention mask is needed, and FlashAttention kernels stay usable.
-        input_ids = torch.full((self.rows, self.seq_len), self.padding_id, dtype=torch.int64)
-        labels = torch.full_like(input_ids, IGNORED_LABEL)
-        for row, index in enumerate(self.list_indices(step)):
-            ids, bears_loss = self.table[index]
-            tokens = torch.from_numpy(ids.astype("int64"))
-            input_ids[row, : len(tokens)] = tokens
-            # An array of its own: torch warns of a view of the read-only file.
-            learned = torch.from_numpy(bears_loss.copy())
-            labels[row, : len(tokens)] = torch.where(learned, tokens, IGNORED_LABEL)
-        return {"input_ids": input_ids, "labels": labels}
+def pad_examples(
+    examples: Sequence[TokenizedExample], rows: int, seq_len: int, padding_id: int
+) -> dict[str, torch.Tensor]:
+    """Return a batch of one example per row; further rows are empty."""
+    import torch
+
+    from shardscope.training.micro_batches import IGNORED_LABEL
+
+    # Padding stands on the right, where causal attention keeps it from all tokens that matter: no attention
+    # mask is needed, and FlashAttention kernels stay usable.
+    input_ids = torch.full((rows, seq_len), padding_id, dtype=torch.int64)
+    labels = torch.full_like(input_ids, IGNORED_LABEL)
+    for row, (ids, bears_loss) in enumerate(examples):
+        tokens = torch.from_numpy(ids.astype("int64"))
+        input_ids[row, : len(tokens)] = tokens
+        # An array of its own: torch warns of a view of the read-only file.
+        learned = torch.from_numpy(bears_loss.copy())
+        labels[row, : len(tokens)] = torch.where(learned, tokens, IGNORED_LABEL)
+    return {"input_ids": input_ids, "labels": labels}
 
 
 def find_padding_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -19,7 +19,7 @@ from shardscope.training.examples.token_table import TokenTable
 if TYPE_CHECKING:
     import torch
 
-    from shardscope.training.examples.token_table import OffsetArray
+    from shardscope.training.examples.token_table import OffsetArray, TokenizedExample
 
 EXAMPLES, WINDOWS = "packed_examples.npy", "packed_windows.npy"
 
@@ -137,26 +137,35 @@ class PackedBatches(Batches):
 
     def build_batch(self, step: int) -> dict[str, torch.Tensor]:
         """See :class:`Batches`."""
-        import torch
+        windows = [
+            [self.table[index] for index in self.packing[window]] for window in self.list_indices(step)
+        ]
+        return fill_windows(windows, self.rows, self.seq_len, self.padding_id)
 
-        from shardscope.training.micro_batches import IGNORED_LABEL
 
-        input_ids = torch.full((self.rows, self.seq_len), self.padding_id, dtype=torch.int64)
-        labels = torch.full_like(input_ids, IGNORED_LABEL)
-        # Padding is a document of its own, and an empty row is nothing else.
-        position_ids = torch.arange(self.seq_len).repeat(self.rows, 1)
-        for row, window in enumerate(self.list_indices(step)):
-            start = 0
-            for index in self.packing[window]:
-                ids, bears_loss = self.table[index]
-                tokens = torch.from_numpy(ids.astype("int64"))
-                end = start + len(tokens)
-                input_ids[row, start:end] = tokens
-                # An array of its own: torch warns of a view of the read-only file.
-                learned = torch.from_numpy(bears_loss.copy())
-                labels[row, start:end] = torch.where(learned, tokens, IGNORED_LABEL)
-                labels[row, start] = IGNORED_LABEL
-                # What follows the example begins at 0, too.
-                position_ids[row, end:] = torch.arange(self.seq_len - end)
-                start = end
-        return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+def fill_windows(
+    windows: Sequence[Sequence[TokenizedExample]], rows: int, seq_len: int, padding_id: int
+) -> dict[str, torch.Tensor]:
+    """Return a batch of one window per row, each with its examples; further rows are empty."""
+    import torch
+
+    from shardscope.training.micro_batches import IGNORED_LABEL
+
+    input_ids = torch.full((rows, seq_len), padding_id, dtype=torch.int64)
+    labels = torch.full_like(input_ids, IGNORED_LABEL)
+    # Padding is a document of its own, and an empty row is nothing else.
+    position_ids = torch.arange(seq_len).repeat(rows, 1)
+    for row, window in enumerate(windows):
+        start = 0
+        for ids, bears_loss in window:
+            tokens = torch.from_numpy(ids.astype("int64"))
+            end = start + len(tokens)
+            input_ids[row, start:end] = tokens
+            # An array of its own: torch warns of a view of the read-only file.
+            learned = torch.from_numpy(bears_loss.copy())
+            labels[row, start:end] = torch.where(learned, tokens, IGNORED_LABEL)
+            labels[row, start] = IGNORED_LABEL
+            # What follows the example begins at 0, too.
+            position_ids[row, end:] = torch.arange(seq_len - end)
+            start = end
+    return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}

@@ -70,7 +70,9 @@ class Preview:
     counts: RowCounts
     """Counts over the measured rows."""
     num_rows: int
-    """Number of rows of the data."""
+    """Number of rows of the data; of streamed data, of those at the beginning that were read."""
+    is_streamed: bool = False
+    """Whether the rows are the first ones of a stream."""
 
     @property
     def num_tokens_per_epoch(self) -> int:
@@ -134,8 +136,8 @@ class Preview:
         counts, measured = self.counts, len(self.lengths)
         sample = "" if counts.num_rows == self.num_rows else f" (measured on {counts.num_rows:,} of them)"
         lines = [
-            f"{self.num_rows:,} rows{sample}, format {self.format.title}.",
-            f"{self.num_tokens_per_epoch:,} tokens per epoch; "
+            f"{'The first ' * self.is_streamed}{self.num_rows:,} rows{sample}, format {self.format.title}.",
+            f"{self.num_tokens_per_epoch:,} tokens{' in them' if self.is_streamed else ' per epoch'}; "
             f"{counts.num_loss_tokens / max(1, counts.num_tokens):.0%} of them bear loss.",
             "Length in tokens: "
             + ", ".join(

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
-from shardscope.core.errors import find_similar, refuse
+from shardscope.core.errors import FieldError, find_similar, refuse
 from shardscope.machine.hub import HubProblem, find_hub_problem
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def open_rows(field: str, source: object) -> Rows:
     if isinstance(source, Path):
         rows = _read_folder(field, source) if source.is_dir() else _read_files(field, [source])
     elif isinstance(source, str):
-        rows = _read_hub(field, source)
+        rows = cast(Rows, load_hub(field, source, streaming=False))
     elif _is_frame(source):
         from datasets import Dataset
 
@@ -152,6 +152,11 @@ def _read_folder(field: str, folder: Path) -> Rows:
         from datasets import Dataset
 
         return cast(Rows, Dataset.load_from_disk(str(folder)))
+    return _read_files(field, list_files(field, folder))
+
+
+def list_files(field: str, folder: Path) -> list[Path]:
+    """Return the data files of a folder. Raises ``ValueError`` if there is none, or more than one kind."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix.lower() in LOADERS)
     if not files:
         refuse(field, str(folder), f"{ALLOWED}: this folder has no such file", "a folder of .jsonl files")
@@ -159,10 +164,26 @@ def _read_folder(field: str, folder: Path) -> Rows:
     if len(loaders) > 1:
         suffixes = ", ".join(sorted({path.suffix for path in files}))
         refuse(field, str(folder), f"files of one kind in a folder: this one has {suffixes}", str(files[0]))
-    return _read_files(field, files)
+    return files
 
 
 def _read_files(field: str, files: list[Path]) -> Rows:
+    try:
+        rows = load_files(field, files, streaming=False)
+    except FieldError:
+        raise
+    except Exception as error:  # DatasetGenerationError around whatever the parser raised.
+        if LOADERS[files[0].suffix.lower()] == "json":
+            _check_json_lines(field, files)
+        cause = error.__cause__ or error
+        text = str(cause).strip().splitlines()
+        reason = text[0] if text else type(cause).__name__
+        refuse(field, str(files[0]), f"a readable {files[0].suffix} file: {reason}", "a repaired file")
+    return cast(Rows, rows)
+
+
+def load_files(field: str, files: list[Path], *, streaming: bool) -> object:
+    """Return the rows of files of one kind as a ``Dataset``, or as an ``IterableDataset`` if streamed."""
     import datasets
 
     if not any(path.stat().st_size for path in files):
@@ -176,18 +197,10 @@ def _read_files(field: str, files: list[Path]) -> Rows:
     datasets.disable_progress_bars()
     # It would print its own traceback before the message that follows.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    try:
-        rows = datasets.load_dataset(
-            loader, data_files=[str(path) for path in files], split="train", **options
-        )
-    except Exception as error:  # DatasetGenerationError around whatever the parser raised.
-        if loader == "json":
-            _check_json_lines(field, files)
-        cause = error.__cause__ or error
-        text = str(cause).strip().splitlines()
-        reason = text[0] if text else type(cause).__name__
-        refuse(field, str(files[0]), f"a readable {files[0].suffix} file: {reason}", "a repaired file")
-    return cast(Rows, rows)
+    rows: object = datasets.load_dataset(
+        loader, data_files=[str(path) for path in files], split="train", streaming=streaming, **options
+    )
+    return rows
 
 
 def _check_json_lines(field: str, files: list[Path]) -> None:
@@ -244,7 +257,8 @@ def _shorten(line: bytes) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _read_hub(field: str, name: str) -> Rows:
+def load_hub(field: str, name: str, *, streaming: bool) -> object:
+    """Return the rows of a data set of the Hub as a ``Dataset``, or as an ``IterableDataset`` if streamed."""
     import datasets
 
     problem = find_hub_problem(name, README, "dataset")
@@ -252,7 +266,7 @@ def _read_hub(field: str, name: str) -> Rows:
     try:
         with _offline_datasets() if is_offline else nullcontext():
             # Without custom code: datasets 4 and later run none.
-            rows = datasets.load_dataset(name, split="train")
+            rows: object = datasets.load_dataset(name, split="train", streaming=streaming)
     except Exception as error:  # A gated data set, files of no known format: each its own exception.
         text = str(error).strip().splitlines()
         problem = problem or HubProblem(
@@ -260,7 +274,7 @@ def _read_hub(field: str, name: str) -> Rows:
         )
         allowed = f"a data set of the Hub that this machine can read: {problem.reason}"
         refuse(field, name, allowed, f"{problem.fix}, or a file on this machine")
-    return cast(Rows, rows)
+    return rows
 
 
 @contextmanager

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     BoolArray: TypeAlias = numpy.ndarray[tuple[int], numpy.dtype[numpy.bool_]]
     OffsetArray: TypeAlias = numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]
+    TokenizedExample: TypeAlias = tuple[TokenIds, BoolArray]
+    """Token ids, and whether each bears loss."""
 
 BadRows: TypeAlias = Literal["refuse", "skip"]
 """What happens to a malformed row: the whole data is refused, or the row is left out and counted."""
@@ -186,7 +188,7 @@ class TokenTable:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, index: int) -> tuple[TokenIds, BoolArray]:
+    def __getitem__(self, index: int) -> TokenizedExample:
         start, end = self.offsets[index], self.offsets[index + 1]
         return self.ids[start:end], self.bears_loss[start:end]
 

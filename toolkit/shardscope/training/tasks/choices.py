@@ -265,6 +265,8 @@ def _choose_task_fields(
             "the loss falls.",
         )
         return
+    if task.streaming:
+        return  # A stream has no epochs, and no usual number of steps.
     value, why = recommend_epochs(_count_steps_per_epoch(task, best, preview))
     current = f"{task.num_steps:,} steps" if task.num_steps else length.num_epochs or DEFAULT_EPOCHS
     yield Choice(

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
-from shardscope.core.errors import Value, check_choice, check_integer, check_number, refuse
+from shardscope.core.errors import Value, check_choice, check_flag, check_integer, check_number, refuse
 from shardscope.frameworks.registry import check_config
 from shardscope.records.json_files import read_json
 from shardscope.training.checkpoints.folders import POSITION_FILE
@@ -29,6 +29,8 @@ from shardscope.training.examples.packed_windows import (
 from shardscope.training.examples.preview import Preview, preview_examples
 from shardscope.training.examples.rows import Rows, describe_source, is_text, open_rows, resolve_source
 from shardscope.training.examples.source_record import COUNTS, describe_examples, describe_file, save_counts
+from shardscope.training.examples.streamed_batches import StreamedBatches, StreamedExamples, StreamReader
+from shardscope.training.examples.streamed_rows import check_streamable, read_first_rows
 from shardscope.training.examples.token_table import (
     BAD_ROWS,
     BadRows,
@@ -118,6 +120,11 @@ class Finetune(TextTask):
     dpo_beta: float = DEFAULT_BETA
     """With "dpo", how strongly the model is held to the reference (beta in the paper), above 0 to 10."""
 
+    streaming: bool = False
+    """Whether rows are read one after another while training, for data larger than memory or disk: nothing
+    is tokenized beforehand, each rank reads its share, and rows are shuffled in blocks of 1,000. ``data`` is
+    then a file, a folder or a name on the Hub, and ``num_steps`` the length."""
+
     num_steps: int | None = None
     """Total number of optimizer steps, including those before a ``resume``; 1 to 10,000,000. None: those of
     ``num_epochs``, or 50 for plain text if that is None, too."""
@@ -168,9 +175,28 @@ class Finetune(TextTask):
         if self.data is not None:
             self._resolve_source("data")
         self._check_objective()
+        self._check_streaming()
         self._check_validation()
         self._check_samples()
         self._check_length()
+
+    def _check_streaming(self) -> None:
+        check_flag(self._field("streaming"), self.streaming)
+        if not self.streaming:
+            return
+        if self.plain_text is not None:
+            allowed = "False with a text file, which is read as one long text"
+            refuse(self._field("streaming"), True, allowed, {"streaming": False})
+        if self.objective == "dpo":
+            allowed = 'False with objective="dpo": preference pairs are tokenized before training'
+            refuse(self._field("streaming"), True, allowed, {"streaming": False})
+        check_streamable(self._field("data"), self.data)
+        if self.num_steps is None:
+            allowed = "a number of steps with streaming=True: how many rows an epoch has is not known"
+            refuse(self._field("num_steps"), None, allowed, {"num_steps": 1000})
+        if isinstance(self.validation, float):
+            allowed = "another data source, or None with streaming=True: its rows are not counted"
+            refuse(self._field("validation"), self.validation, allowed, {"validation": None})
 
     def _resolve_source(self, name: str) -> None:
         source = resolve_source(self._field(name), getattr(self, name))
@@ -271,7 +297,7 @@ class Finetune(TextTask):
             refuse(self._field("data"), str(self.plain_text), allowed, "a .jsonl file of rows")
         name, rows = self._field("data"), self._open_rows()
         preview_rows = preview_pairs if self.objective == "dpo" else preview_examples
-        return preview_rows(
+        preview = preview_rows(
             name,
             describe_source(self.data),
             rows,
@@ -282,6 +308,7 @@ class Finetune(TextTask):
             loss_on=self.loss_on,
             bad_rows=self.bad_rows,
         )
+        return replace(preview, is_streamed=self.streaming)
 
     def choices(self, plan: Plan) -> Choices:
         """Return the recommended settings of this task and of the recipe of ``plan``, each with its reason.
@@ -294,6 +321,9 @@ class Finetune(TextTask):
         return recommend(self, plan, preview)
 
     def _open_rows(self, name: str = "data") -> Rows:
+        """Return the rows of a source; of a streamed one, the first rows."""
+        if self.streaming and name == "data":
+            return read_first_rows(self._field(name), self.data)
         return open_rows(self._field(name), getattr(self, name))
 
     def _recognize_format(self, rows: Rows, name: str = "data") -> Format:
@@ -313,8 +343,9 @@ class Finetune(TextTask):
         """See :class:`TextTask`."""
         from shardscope.training.validation import Validation
 
+        position = {} if resumed is None else read_json(resumed / POSITION_FILE) or {}
         batches, for_validation = (
-            self._read_examples(ctx) if self.plain_text is None else self._split_text(ctx)
+            self._read_examples(ctx, position) if self.plain_text is None else self._split_text(ctx)
         )
         num_steps = self.num_steps
         if num_steps is None:
@@ -326,7 +357,6 @@ class Finetune(TextTask):
         if for_validation is None:
             return batches, num_steps, None
         every = self.validate_every or max(1, num_steps // 10)
-        position = {} if resumed is None else read_json(resumed / POSITION_FILE) or {}
         state = position.get("validation")
         state = state if isinstance(state, dict) else {}
         return batches, num_steps, Validation.resume(for_validation, every, self.early_stopping, state)
@@ -408,10 +438,13 @@ class Finetune(TextTask):
             return "data", split_rows(len(self._open_rows()), self.validation, self.seed)[1]
         return ("data" if self.validation is None else "validation"), None
 
-    def _read_examples(self, ctx: TrainingContext) -> tuple[Batches, Batches | None]:
-        """Return batches for training and validation.
+    def _read_examples(
+        self, ctx: TrainingContext, position: Mapping[str, object]
+    ) -> tuple[Batches, Batches | None]:
+        """Return batches for training and validation; ``position`` is the resumed checkpoint's.
 
-        Rank 0 tokenizes the examples into the run folder, which all ranks map.
+        Rank 0 tokenizes the examples into the run folder, which all ranks map. Streamed ones are tokenized by
+        each rank while it trains.
         """
         import torch.distributed as dist
 
@@ -420,7 +453,8 @@ class Finetune(TextTask):
         if ctx.rank == 0:
             self._write_tokens(ctx.folder, tokenizer, seq_len)
             for name in (TOKENS, VALIDATION_TOKENS) if packs else ():
-                self._pack_tokens(ctx.folder / name, seq_len)
+                if (ctx.folder / name).exists():
+                    self._pack_tokens(ctx.folder / name, seq_len)
         dist.barrier()
         padding_id, share = find_padding_id(tokenizer), self.share_of_rank(ctx)
 
@@ -452,13 +486,40 @@ class Finetune(TextTask):
                 **share,
             )
 
-        training = load_batches(TOKENS)
+        training = self._read_stream(ctx, tokenizer, position) if self.streaming else load_batches(TOKENS)
         return training, None if self.validation is None else load_batches(VALIDATION_TOKENS)
+
+    def _read_stream(
+        self, ctx: TrainingContext, tokenizer: PreTrainedTokenizerBase, position: Mapping[str, object]
+    ) -> StreamedBatches:
+        """Return the batches of this rank's share of the stream, from where a resumed run stopped."""
+        share, recipe = self.share_of_rank(ctx), ctx.plan.recipe
+        examples = StreamedExamples(
+            field=self._field("data"),
+            source=self.data,
+            format=self._recognize_format(self._open_rows()),
+            encoder=Encoder(tokenizer, self.loss_on),
+            seq_len=recipe.seq_len,
+            bad_rows=self.bad_rows,
+            packs=recipe.packing,
+            seed=self.seed,
+            rank=share["rank"],
+            num_ranks=share["num_ranks"],
+        )
+        reader = StreamReader(examples)
+        positions = position.get("stream")
+        own = (
+            positions[examples.rank]
+            if isinstance(positions, list) and examples.rank < len(positions)
+            else None
+        )
+        reader.resume(own, ctx.engine.num_steps_done * share["rows"])
+        return StreamedBatches(
+            reader=reader, seq_len=recipe.seq_len, padding_id=find_padding_id(tokenizer), **share
+        )
 
     def _pack_tokens(self, folder: Path, seq_len: int) -> None:
         """Assign the examples whose tokens are in ``folder`` to windows, and log what that wins."""
-        if not folder.exists():
-            return  # There is no validation.
         table = TokenTable.load(folder)
         packing = pack_table(table, seq_len)
         packing.save(folder)
@@ -488,6 +549,10 @@ class Finetune(TextTask):
         return replace(windows, tokens=windows.tokens[:cut]), validation
 
     def _write_tokens(self, folder: Path, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> None:
+        if self.streaming:
+            if self.validation is not None:
+                self._write_table(folder / VALIDATION_TOKENS, tokenizer, seq_len, "validation")
+            return
         if isinstance(self.validation, float):
             num_rows = len(self._open_rows())
             for_training, for_validation = split_rows(num_rows, self.validation, self.seed)
@@ -542,9 +607,13 @@ class Finetune(TextTask):
     def describe_data(self, folder: Path) -> dict[str, object]:
         """See :class:`TextTask`."""
         is_examples = self.plain_text is None
-        record = (
-            describe_examples(self.data, folder / TOKENS) if is_examples else super().describe_data(folder)
-        )
+        if self.streaming:
+            # Without a hash, which would read all of it.
+            record: dict[str, object] = {"name": describe_source(self.data), "streamed": True}
+        elif is_examples:
+            record = describe_examples(self.data, folder / TOKENS)
+        else:
+            record = super().describe_data(folder)
         if isinstance(self.validation, float):
             counts = read_json(folder / VALIDATION_TOKENS / COUNTS) or {}
             record["validation"] = {"name": f"{self.validation:.0%} of the rows", **counts}
