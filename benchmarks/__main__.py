@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from benchmarks import many_runs, other_searcher, picker, planning, search, training
+from benchmarks import many_runs, other_searcher, picker, planning, search, trace_analysis, training
 from benchmarks.spread import compute_spread
 
 IMPORT_BUDGET_SECONDS = 0.3
@@ -23,6 +23,7 @@ SEARCH_BUDGET_SECONDS = 1.0
 PLANS_BUDGET = 1_000_000
 LIST_BUDGET_SECONDS = 2.0
 LIST_BUDGET_BYTES = 100 * 2**20
+ANALYSIS_BUDGET_SECONDS = 10.0
 FIRST_STEP_BUDGET = 1.3
 TOKENS_BUDGET = 0.98
 
@@ -96,6 +97,18 @@ def measure_listing() -> None:
     print_row("memory of that process", f"{first.resident_bytes / 2**20:.0f} MiB", budget, holds)
 
 
+def measure_traces() -> None:
+    """Measure loading and analyzing a large trace."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = trace_analysis.measure(Path(folder))
+    name = f"trace of {found.num_slices / 1e6:.1f} M slices"
+    print_row(f"{name}, loaded", f"{found.load_seconds:.1f} s", note="by the processor's clock")
+    total = sum(found.analysis_seconds.values())
+    note = ", ".join(f"{method} {seconds:.1f}" for method, seconds in found.analysis_seconds.items())
+    budget, holds = f"{ANALYSIS_BUDGET_SECONDS:g} s", total < ANALYSIS_BUDGET_SECONDS
+    print_row(f"{name}, analyzed", f"{total:.1f} s", budget, holds, note)
+
+
 def measure_training(frameworks: list[str], num_starts: int, num_turns: int) -> None:
     """Measure launching and training, against the bare script of the same job."""
     for framework in frameworks:
@@ -155,6 +168,7 @@ def main() -> None:
         "planning": measure_planner,
         "search": measure_search,
         "runs": measure_listing,
+        "traces": measure_traces,
         "browser": measure_browser,
         "training": lambda: measure_training(arguments.frameworks, arguments.starts, arguments.turns),
     }

@@ -22,6 +22,7 @@ from shardscope.runs.trained.chat import Chat
 from shardscope.training.tasks.choices import Choice, Choices
 
 STORED = Path(__file__).parents[1] / "fixtures" / "formats" / "public_signatures.txt"
+TRACE = STORED.parents[1] / "trace_2_ranks"
 PACKAGES = ("shardscope", "shardscope_widgets")
 MODULE = re.compile(r"\b(?:shardscope|shardscope_widgets|pathlib|collections\.abc|typing)\.(?:\w+\.)*(?=\w)")
 
@@ -50,6 +51,10 @@ def _make_answers() -> Iterator[Any]:
     yield ss.search(plan.architecture, plan.cluster, plan.recipe, ("ddp",))
     advice = ss.recommend(plan.architecture, plan.cluster, plan.recipe)
     yield from (advice, advice.path[0])
+    trace = ss.Trace.load(TRACE)
+    summary, collectives = trace.summary(), trace.collectives()
+    yield from (summary, summary.findings[0], collectives, collectives.what_if(collectives[0]["axis"]))
+    yield from (trace.kernels(), trace.stragglers(), trace.critical_path(), trace.diff(trace))
 
 
 def _describe(name: str, value: Any) -> Iterator[str]:

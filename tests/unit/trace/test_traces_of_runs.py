@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from benchmarks import trace_analysis
 
 from shardscope.trace import Trace
 
@@ -197,3 +198,27 @@ def test_every_real_trace_has_every_analysis() -> None:
         assert len(trace.summary().sentences) >= 3, path
         assert trace.critical_path().seconds > 0, path
         assert trace.diff(trace)[0]["difference_seconds"] == 0, path
+
+
+def test_a_repeated_trace_has_the_same_steps_again(tmp_path: Path) -> None:
+    """The trace of ``make bench``: every step is there again, and collectives match across ranks."""
+    one = Trace.load(RUNS / "fsdp2")
+    trace_analysis.write_repeated(tmp_path, 4 * len(one))
+    repeated = Trace.load(tmp_path)
+    assert len(repeated) == 4 * len(one) and len(repeated.steps()) == 4 * len(one.steps())
+    for row, again in zip(one.breakdown(), repeated.breakdown(), strict=True):
+        for part in ("compute_seconds", "communication_seconds", "overlapped_seconds"):
+            assert round(1e9 * again[part]) == pytest.approx(4 * round(1e9 * row[part]), abs=len(repeated))
+    rows, rows_again = one.collectives(), repeated.collectives()
+    assert len(rows_again) == 4 * len(rows)
+    assert all(row["transfer_seconds"] is not None for row in rows_again)
+    assert repeated.stragglers()[0]["late_seconds"] == pytest.approx(
+        one.stragglers()[0]["late_seconds"], rel=1e-3
+    )
+
+
+def test_the_benchmark_calls_every_analysis(tmp_path: Path) -> None:
+    found = trace_analysis.measure(tmp_path, num_events=1)
+    assert found.num_slices == len(Trace.load(RUNS / "fsdp2")) and set(found.analysis_seconds) == set(
+        trace_analysis.ANALYSES
+    )

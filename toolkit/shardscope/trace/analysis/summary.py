@@ -117,6 +117,9 @@ class TraceSummary:
     operators: Table[NameTotals]
     """Operators and kernels by self time: ``name``, ``slices``, ``self_seconds``, ``total_seconds``."""
 
+    def __iter__(self) -> Iterator[Sentence]:
+        return iter(self.findings)
+
     @property
     def sentences(self) -> tuple[str, ...]:
         """Texts of :attr:`findings`."""
