@@ -140,18 +140,24 @@ def test_a_preview_tells_what_packing_wins(folder: Path) -> None:
 
 
 def test_packing_is_recommended_where_it_wins_much(folder: Path) -> None:
-    plan, task = build_plan(folder), ss.Finetune(folder, answers(*[1] * 40, 90), num_epochs=3)
+    rows = answers(*[1] * 40, 90)
+    # In no order: a preview measures every third of them.
+    many = Random(1).sample(rows * 150, 41 * 150)
+    plan, task = build_plan(folder), ss.Finetune(folder, many, num_epochs=3)
     choices = task.choices(plan)
     assert choices["packing"].value is True and not choices["packing"].is_current
     assert "times fewer steps per epoch" in choices["packing"].why
     assert choices.plan.recipe.packing and choices["packing"].summary == "True instead of False"
-    # 41 rows are 10.25 steps of 4 an epoch; the two windows are half a step.
-    assert choices.num_steps == 31
+    assert choices.num_steps == 4613, "3 epochs of 6,150 rows in batches of 4"
     again = task.choices(choices.plan)
     changed = [choice.name for choice in again if not choice.is_current]
     assert [name for name in changed if name.startswith("Recipe.")] == []
     packed = build_plan(folder, packing=True)
-    assert task.choices(packed).num_steps == 2, "3 epochs of two windows"
+    # 41 rows fill 1.8 windows, and so 6,150 about 275.
+    assert task.choices(packed).num_steps == pytest.approx(3 * 275 / 4, rel=0.2)
+    few = ss.Finetune(folder, rows).choices(plan)["packing"]
+    assert few.value is False and "three passes over so few would be at most 5 steps" in few.why
+    assert ss.Finetune(folder, rows, num_steps=10).choices(plan)["packing"].value is True
     for data in (answers(*[90] * 50), None):
         other = ss.Finetune(folder, data).choices(packed)["packing"]
         assert other.value is False and not other.is_current

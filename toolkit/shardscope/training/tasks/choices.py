@@ -410,6 +410,11 @@ def choose_packing(task: Finetune, plan: Plan, preview: Preview | None) -> Reaso
     if gain < WORTH_PACKING:
         cost = "the mask that separates them takes memory, and attention the time of a full row"
         return Reasoned(now, f"{wins}; {cost}.")
+    num_windows = preview.num_rows / gain
+    num_steps = math.ceil(DEFAULT_EPOCHS * num_windows / plan.degrees.data_parallel)
+    if task.num_steps is None and num_steps < USUAL_STEPS:
+        # With the smallest batch: each rank reads one window.
+        return Reasoned(now, f"{wins}, but three passes over so few would be at most {num_steps:,} steps.")
     unpacked, packed = (replace_plan_fields(plan, recipe={"packing": packing}) for packing in (False, True))
     steps = [None if one is None else predict_step(one) for one in (unpacked, packed)]
     if steps[0] is not None and steps[1] is not None and steps[1].seconds >= gain * steps[0].seconds:
