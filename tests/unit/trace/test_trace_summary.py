@@ -285,3 +285,49 @@ def test_a_gpu_rank_without_its_gpu_is_not_called_a_cpu_rank(tmp_path: Path) -> 
     assert text.startswith(
         "The GPUs' work was not recorded; time of the CPU threads that launch it, of a step:"
     )
+
+
+COLLECTIVE_OF_MANY = {"Collective name": "allreduce", "Process Group Name": "x", "Group size": "many"}
+JUNK_GROUPS = {"pg_config": [1, {"pg_name": 3, "ranks": "all"}, {"ranks": [None]}]}
+ODD_RECORDINGS: dict[str, tuple[dict[int, Events], dict[str, object]]] = {
+    "one rank is empty": ({0: [], 1: [kernel(0, 10), all_reduce(2, 20)]}, {}),
+    "steps without work": ({0: [step(0, 0, 10), step(1, 10, 20)]}, {}),
+    "nothing has a length": ({0: [kernel(5, 5), all_reduce(5, 5), operator(0, 0)]}, {}),
+    "groups are junk": ({0: [all_reduce(0, 10, **COLLECTIVE_OF_MANY)]}, {"info": JUNK_GROUPS}),
+    "a collective's name is a number": ({0: [all_reduce(0, 10, **{"Collective name": 5})]}, {}),
+    "a step has a number of thirty digits": ({0: [step(10**30, 0, 10), kernel(0, 5)]}, {}),
+    "devices are junk": ({0: [kernel(0, 10)]}, {"deviceProperties": [{"id": "x"}, 3, {"id": 0, "name": 5}]}),
+    "one correlation id for all": (
+        {
+            0: [launch(i, i + 1, 1) for i in range(9)]
+            + [kernel(30 + i, 31 + i, correlation=1) for i in range(9)]
+        },
+        {},
+    ),
+    "slices are nested 900 deep": ({0: [operator(i, 2000 - i, "aten::x") for i in range(900)]}, {}),
+    "a rank of 128 that the head does not have": ({77: [kernel(0, 10), all_reduce(10, 20, **ARGS)]}, {}),
+}
+
+
+@pytest.mark.parametrize("what", ODD_RECORDINGS)
+def test_odd_recordings_have_every_table(tmp_path: Path, what: str) -> None:
+    ranks, document = ODD_RECORDINGS[what]
+    trace = load_ranks(tmp_path, ranks, **document)
+    for name in (
+        "breakdown", "steps", "overlap", "idle", "collectives", "stragglers", "kernels", "critical_path",
+        "launches", "memory", "modules", "summary",
+    ):  # fmt: skip
+        frame = getattr(trace, name)().to_frame()
+        assert len(frame.columns) > 1, name
+    assert trace.diff(trace).to_frame()["difference_seconds"].abs().sum() == 0
+
+
+def test_two_hundred_ranks_have_one_collective(tmp_path: Path) -> None:
+    """Every rank arrives a nanosecond after the one before: the last one waits for nobody."""
+    args = ARGS | {"Group size": 200, "Process Group Ranks": str(list(range(200)))}
+    ranks = {rank: [kernel(5, 50 + rank), all_reduce(50 + rank, 300, **args)] for rank in range(200)}
+    trace = load_ranks(tmp_path, ranks)
+    rows = trace.collectives()
+    assert len({row["call"] for row in rows}) == 1
+    assert [round(1e9 * (row["skew_seconds"] or 0)) for row in rows] == list(range(199, -1, -1))
+    assert "200 ranks" in trace.summary().sentences[0]

@@ -282,7 +282,7 @@ def _describe_size(trace: Trace) -> str:
     num_ranks = "1 rank" if len(trace.ranks) == 1 else f"{len(trace.ranks):,} ranks"
     if trace.world_size > len(trace.ranks):
         num_ranks += f" of {trace.world_size:,}"
-    recorded = f"{len(trace):,} slices in {format_seconds(trace.duration_seconds)}"
+    recorded = f"{_count(len(trace), 'slice')} in {format_seconds(trace.duration_seconds)}"
     counts = {count for _, _, count in list_windows(trace).values()} if len(trace) else set()
     if not any(rank.steps for rank in trace.activity.ranks):
         return f"{num_ranks}, {recorded}, without marks of steps."
