@@ -167,6 +167,65 @@ def test_calls_without_a_group_match_only_if_they_run_at_the_same_time(tmp_path:
     assert all(row["transfer_seconds"] is None for row in trace.collectives())
 
 
+def make_gloo_mesh(num_calls: int = 20) -> tuple[dict[int, Events], dict[str, Any]]:
+    """Return four CPU ranks with tp pairs (0, 1) and (2, 3): unnamed calls of tp, of dp and of all."""
+    random = np.random.default_rng(3)
+    ranks: dict[int, Events] = {rank: [operator(0, 1)] for rank in range(4)}
+    meshes = [("tp", [(0, 1), (2, 3)], 100), ("dp", [(0, 2), (1, 3)], 200), ("all", [(0, 1, 2, 3)], 1)]
+    now = 10
+    for _ in range(num_calls):
+        for _, groups, elements in meshes:
+            for group in groups:
+                # Each group has its own time within the step, and its ranks leave within 50 ns.
+                begin = now + int(random.integers(0, 100_000)) * (len(groups) > 1)
+                end = begin + 20_000
+                for rank in group:
+                    left = end + int(random.integers(0, 50))
+                    shape = {"Input Dims": [[elements]], "Input type": ["float"]}
+                    start = begin + int(random.integers(0, 15_000))
+                    ranks[rank].append(annotation(start, left, "gloo:all_reduce", 200, **shape))
+            now += 150_000
+    descriptions = {
+        (0, 1): "TENSOR_MODEL_PARALLEL_GROUP",
+        (2, 3): "TENSOR_MODEL_PARALLEL_GROUP",
+        (0, 2): "DATA_PARALLEL_GROUP",
+        (1, 3): "DATA_PARALLEL_GROUP",
+        (0, 1, 2, 3): "default_pg",
+    }
+    config = [
+        {"pg_name": str(number), "pg_desc": text, "pg_size": len(members), "ranks": list(members)}
+        for number, (members, text) in enumerate(descriptions.items())
+    ]
+    return ranks, {"backend": "gloo", "pg_config": config}
+
+
+def test_groups_of_gloo_calls_are_found_by_who_leaves_together(tmp_path: Path) -> None:
+    ranks, info = make_gloo_mesh()
+    rows = load_ranks(tmp_path, ranks, info=info).collectives()
+    axes = {100: "tp", 200: "dp", 1: ""}
+    assert {(row["num_bytes"], row["axis"]) for row in rows} == {(4 * n, axis) for n, axis in axes.items()}
+    members: dict[int, set[int]] = {}
+    for row in rows:
+        members.setdefault(row["call"], set()).add(row["rank"])
+    assert sorted({tuple(sorted(one)) for one in members.values()}) == [
+        (0, 1),
+        (0, 1, 2, 3),
+        (0, 2),
+        (1, 3),
+        (2, 3),
+    ]
+
+
+def test_groups_of_calls_at_unrelated_times_stay_unknown(tmp_path: Path) -> None:
+    """Clocks that differ by more than a call: nothing shows who was together."""
+    ranks, info = make_gloo_mesh()
+    for rank, events in ranks.items():
+        for event in events[1:]:
+            event["ts"] += 40 * rank
+    rows = load_ranks(tmp_path, ranks, info=info).collectives()
+    assert all(row["transfer_seconds"] is None and row["axis"] == "" for row in rows)
+
+
 @given(st.lists(gpu_events(), min_size=1, max_size=3))
 def test_exposed_times_add_up_and_nothing_is_negative(ranks: list[Events]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -207,6 +266,8 @@ PLAN = ss.Plan(
         (None, "mesh_dp_shard", "dp"),
         (None, "mesh_tp", "tp"),
         (None, "default_pg", ""),
+        (None, "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", ""),
+        (None, "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", ""),
     ],
 )
 def test_the_axis_of_a_group_comes_from_the_mesh_or_its_name(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict, get_type_hints
 
 import msgspec
 import numpy as np
 
 from shardscope.timing.report import format_seconds
-from shardscope.trace.analysis.groups import GroupFinder
+from shardscope.trace.analysis.groups import GroupFinder, Times, infer_groups, list_families
 from shardscope.trace.analysis.intervals import Int64s, find_exclusive_parts, measure_within
 from shardscope.trace.analysis.operator_costs import find_element_bytes
 from shardscope.trace.arguments import CollectiveArgs, ShapeArgs, decode_arguments, read_shapes, read_texts
@@ -211,7 +211,8 @@ class _Call:
     group_size: int = 0
     elements: int = -1
     num_bytes: int | None = None
-    key: tuple[object, ...] = field(default=())
+    shard_bytes: int | None = None
+    """Bytes of one rank's input of an all-gather, if only that is recorded."""
     call: int = -1
     transfer_ns: int | None = None
 
@@ -224,7 +225,11 @@ def find_collectives(trace: Trace, plan: Plan | None = None) -> Collectives:
     """Return every collective call; see :meth:`Trace.collectives`."""
     plan = plan or trace.plan
     calls = _list_calls(trace, GroupFinder(trace, plan.degrees if plan else None))
+    _infer_groups(trace, calls)
     _match_calls(trace, calls)
+    for call in calls:
+        if call.shard_bytes is not None and call.group_size > 0:
+            call.num_bytes = call.shard_bytes * call.group_size
     exposed = _measure_exposed(trace, [call.index for call in calls])
     finder = GroupFinder(trace, plan.degrees if plan else None)
     rows = [_make_row(trace, finder, call, int(ns)) for call, ns in zip(calls, exposed.tolist(), strict=True)]
@@ -357,8 +362,26 @@ def _set_bytes(call: _Call, args: CollectiveArgs, dims: ShapeArgs | None) -> Non
     # The annotation has the input: of an all-gather that is one rank's shard.
     if call.kind != "all_gather":
         call.num_bytes = call.elements * width
-    elif call.group_size > 0:
-        call.num_bytes = call.elements * width * call.group_size
+    else:
+        call.shard_bytes = call.elements * width
+
+
+def _infer_groups(trace: Trace, calls: list[_Call]) -> None:
+    """Set the group of calls that do not name it, from when ranks are in them together."""
+    families = list_families(trace)
+    by_size: dict[tuple[str, int], dict[int, list[_Call]]] = defaultdict(lambda: defaultdict(list))
+    for call in calls:
+        if not call.group and call.group_ranks is None:
+            by_size[call.kind, call.elements][call.rank].append(call)
+    for by_rank in by_size.values():
+        times = {}
+        for rank, mine in by_rank.items():
+            index = np.array([call.index for call in mine])
+            times[rank] = Times(trace.start_ns[index], trace.activity.end_ns[index])
+        groups = infer_groups(times, families)
+        for rank, mine in by_rank.items():
+            for call in mine if rank in groups else ():
+                call.group_ranks, call.group_size = groups[rank], len(groups[rank])
 
 
 def _match_calls(trace: Trace, calls: list[_Call]) -> None:

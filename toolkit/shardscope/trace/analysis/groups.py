@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from shardscope.trace.analysis.intervals import Int64s
 
 if TYPE_CHECKING:
     from shardscope.core.layout import Degrees
@@ -18,8 +24,8 @@ All four engines order ranks so: Megatron's ``tp-cp-ep-dp-pp``, torchtitan's mes
 
 # Descriptions that Megatron-Core (parallel_state.py) and DeviceMesh (``mesh_dp_shard``) give their groups.
 _DESCRIPTIONS = (
+    (r"_AND_|EXPERT.*TENSOR.*PIPELINE|^MODEL_PARALLEL|INSTANCE", ""),  # groups of several axes
     (r"EXPERT.*DATA|expert.*dp", "dp"),
-    (r"EXPERT.*TENSOR.*PIPELINE|^MODEL_PARALLEL", ""),
     (r"EXPERT.*TENSOR|TENSOR_MODEL|(?:^|[_-])tp(?:$|[_-])", "tp"),
     (r"EXPERT|(?:^|[_-])ep(?:$|[_-])", "ep"),
     (r"PIPELINE|EMBEDDING|(?:^|[_-])pp(?:$|[_-])", "pp"),
@@ -83,7 +89,7 @@ class GroupFinder:
         described = {
             find_axis(None, group.description, None)
             for group in self.groups.get(rank, {}).values()
-            if group.size > 1
+            if group.size > 1 and ranks in (None, group.ranks)
         } - {""}
         return described.pop() if len(described) == 1 and not description else ""
 
@@ -91,3 +97,68 @@ class GroupFinder:
 def _find_only_group(groups: dict[str, ProcessGroup]) -> ProcessGroup | None:
     several = [group for group in groups.values() if group.size > 1]
     return several[0] if len({group.ranks for group in several}) == 1 else None
+
+
+class Times(NamedTuple):
+    """Starts and ends of the calls of one kind and size on one rank, in order."""
+
+    start: Int64s
+    end: Int64s
+
+
+Ranks = tuple[int, ...]
+MIN_OVERLAP = 0.98
+"""Least share of calls that must share a moment on all ranks of a group."""
+MAX_SPREAD_RATIO = 5.0
+"""A larger group explains the calls as well as a smaller one if its ranks leave together within this."""
+
+
+def list_families(trace: Trace) -> list[list[Ranks]]:
+    """Return the ways in which process groups divide all ranks, such as into pairs; largest first."""
+    known = {
+        group.ranks
+        for groups in trace.process_groups.values()
+        for group in groups.values()
+        if group.ranks is not None and group.size > 1
+    }
+    by_shape: dict[Ranks, list[Ranks]] = defaultdict(list)
+    for ranks in known:
+        by_shape[tuple(rank - ranks[0] for rank in ranks)].append(ranks)
+    families = [
+        sorted(groups)
+        for groups in by_shape.values()
+        if sorted(rank for ranks in groups for rank in ranks) == sorted(trace.ranks)
+    ]
+    return sorted(families, key=lambda groups: (-len(groups[0]), groups))
+
+
+def infer_groups(times: Mapping[int, Times], families: list[list[Ranks]]) -> dict[int, Ranks]:
+    """Return the group of each rank, for calls that do not name it (gloo's annotations); empty if unclear.
+
+    Ranks of one collective are in it at the same time and leave it together. That holds for the true group,
+    and for smaller ones inside of it; hardly ever for others. ``families`` are sorted from large groups.
+    """
+    spreads = [_measure_spread(times, family) for family in families]
+    possible = [spread for spread in spreads if spread is not None]
+    for family, spread in zip(families, spreads, strict=True):
+        if spread is not None and spread <= MAX_SPREAD_RATIO * min(possible):
+            return {rank: ranks for ranks in family for rank in ranks}
+    return {}
+
+
+def _measure_spread(times: Mapping[int, Times], family: list[Ranks]) -> float | None:
+    """Return the median nanoseconds from the first to the last rank that leaves; None without a match."""
+    spreads: list[Int64s] = []
+    overlaps: list[np.ndarray[tuple[int], np.dtype[np.bool_]]] = []
+    for ranks in family:
+        mine = [times[rank] for rank in ranks if rank in times]
+        if not mine:
+            continue
+        if len(mine) < len(ranks) or len({len(one.start) for one in mine}) > 1:
+            return None
+        start, end = np.stack([one.start for one in mine]), np.stack([one.end for one in mine])
+        spreads.append(end.max(axis=0) - end.min(axis=0))
+        overlaps.append(start.max(axis=0) <= end.min(axis=0))
+    if not spreads or np.concatenate(overlaps).mean() < MIN_OVERLAP:
+        return None
+    return max(float(np.median(np.concatenate(spreads))), 1.0)
