@@ -109,6 +109,26 @@ def test_other_files_are_streamed_as_jsonl_is(folder: Path, tmp_path: Path, suff
     assert read(open_reader(folder, other), NUM_ROWS) == expected
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_reader_of_several_files_resumes_between_them(folder: Path, tmp_path: Path, suffix: str) -> None:
+    files = tmp_path / "files"
+    files.mkdir()
+    for index in range(4):
+        source = write_rows(tmp_path / f"{index}.jsonl", range(13 * index, 13 * index + 13))
+        rows: Any = open_rows("data", source)
+        {"jsonl": rows.to_json, "parquet": rows.to_parquet}[suffix](str(files / f"{index}.{suffix}"))
+    reader = open_reader(folder, files, 1, 2)
+    samples, positions = list[Any](), [reader.describe_position()]
+    for _ in range(40):
+        samples += read(reader, 1)
+        positions.append(reader.describe_position())
+    assert len(set(samples)) == 26
+    for done in range(0, 38, 3):
+        resumed = open_reader(folder, files, 1, 2)
+        resumed.resume(positions[done], done)
+        assert read(resumed, 2) == samples[done : done + 2], done
+
+
 @pytest.mark.parametrize("packs", [False, True])
 def test_a_resumed_reader_continues_with_the_next_sample(folder: Path, tmp_path: Path, packs: bool) -> None:
     source = write_rows(tmp_path / "rows.jsonl", range(NUM_ROWS))
