@@ -13,6 +13,7 @@ from tests.weights_folders import write_file, write_folder
 from written_runs import write_run
 
 import shardscope as ss
+from shardscope.runs.trained.child_environment import build_child_environment
 from shardscope.runs.trained.model_files import find_base, find_model, parse_adapter_config
 from shardscope.training.weights.base_sample import hash_base
 from shardscope.training.weights.weights_folder import WeightsFolder
@@ -182,3 +183,10 @@ def test_sizes_in_a_config_that_the_tensors_do_not_have_are_refused(tmp_path: Pa
 def test_bad_options_of_a_chat_are_refused(option: dict[str, Any], expected: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=expected):
         write_full_run(tmp_path).chat(**option)
+
+
+def test_threads_of_a_chat_wait_without_spinning_unless_the_user_says_so(monkeypatch: Any) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert build_child_environment()["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert build_child_environment()["OMP_WAIT_POLICY"] == "ACTIVE"

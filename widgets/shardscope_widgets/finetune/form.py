@@ -141,7 +141,7 @@ class FinetuneForm:
         """Show ``error`` at the input that it names."""
         field = str(getattr(error, "field", "")).rpartition(".")[2]
         owner = self.settings if field in self.settings.rows else self.inputs
-        owner.show_plan_error(error)
+        owner.show_plan_error(self.settings.correct_fix(error) if owner is self.settings else error)
 
     def _use_length(self, seq_len: int) -> None:
         self.settings.set_fields({"seq_len": seq_len})

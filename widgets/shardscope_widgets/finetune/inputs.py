@@ -10,7 +10,7 @@ from pathlib import Path
 import ipywidgets as widgets
 
 import shardscope as ss
-from shardscope.core.errors import FieldError
+from shardscope.core.errors import FieldError, Value
 from shardscope.training.examples.rows import describe_source, open_rows, resolve_source
 from shardscope.training.tasks.choices import Choices
 from shardscope.training.weights.example_models import EXAMPLES, fetch_example, find_example
@@ -181,6 +181,14 @@ class FinetuneSettings(Picker):
         typed = {name: box.value.strip() for name, box in self._boxes.items()}
         parsers = {"lora_rank": parse_number, "seq_len": parse_number}
         return {name: parsers.get(name, parse_rate)(text) for name, text in typed.items() if text}
+
+    def correct_fix(self, error: ValueError) -> ValueError:
+        """Return ``error`` with the recommended value as the fix, where the input is no number at all."""
+        field = getattr(error, "field", "").rpartition(".")[2]
+        typed, recommended = self.value.get(field), parse_rate(self._boxes[field].placeholder)
+        if not isinstance(error, FieldError) or not isinstance(typed, str) or isinstance(recommended, str):
+            return error
+        return FieldError(error.field, typed, error.allowed, Value(recommended))
 
     def read(self, change: object = None) -> None:
         """Read the inputs."""

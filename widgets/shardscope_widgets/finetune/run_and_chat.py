@@ -49,7 +49,7 @@ class RunAndChat(widgets.VBox):
             call_in_loop(loop, lambda: self._open_chat(run))
             self._on_end(run)
 
-        self.run_view = RunView(run, on_end=end)
+        self.run_view = RunView(run, on_end=end, samples_first=True)
         self._run_place.children = [self.run_view]
 
     def _open_chat(self, run: ss.Run) -> None:

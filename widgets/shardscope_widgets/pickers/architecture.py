@@ -12,6 +12,7 @@ import traitlets
 import shardscope as ss
 from shardscope.catalog import load_model_names
 from shardscope.core.errors import FieldError, refuse
+from shardscope.training.weights.example_models import EXAMPLES, find_example
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.numbers import format_short
 from shardscope_widgets.pickers.base import Picker, Row
@@ -70,6 +71,8 @@ class ArchitecturePicker(Picker):
             return ss.Architecture.of_size(text.replace(" ", ""))
         # Only local files: for any other Hub id the kernel would wait for the network.
         path = Path(text).expanduser() if text and _path_exists(text) else None
+        if path is None and text in EXAMPLES:
+            path = find_example(text)
         if path is not None and path.is_dir() and not (path / "config.json").is_file():
             allowed = "a folder with the model's config.json, and model.safetensors to fine-tune it"
             refuse("model", text, allowed, "the folder of a model", f"There is no config.json in {text[:60]}")
@@ -95,6 +98,14 @@ class ArchitecturePicker(Picker):
         # The fix of other errors, such as "a size such as 7b", cannot be typed into the input as it is.
         is_name = error.field == "model" and error.fix in ss.models
         return {"model": error.fix} if is_name else super().changes_of(error)
+
+    def set_folder(self, folder: Path) -> None:
+        """Set the input to ``folder``, or to the name of the example model that is in it."""
+        names = (name for name in EXAMPLES if (example := find_example(name)) and example == folder)
+        text = next(names, str(folder))
+        if self.name.value == text:
+            self.read()  # It may have been downloaded meanwhile.
+        self.name.value = text
 
     def set_value(self, architecture: ss.Architecture) -> None:
         """Set the input to an architecture of another view: its folder if it has one, else its name."""

@@ -166,7 +166,7 @@ class RecipePicker(Picker):
         # A fix or an opened file may set any field, also one without a row.
         names = [field.name for field in fields(recipe) if field.name not in self.rows]
         changed = [name for name in names if getattr(recipe, name) != getattr(default, name)]
-        parts = ", ".join(f"{name.replace('_', ' ')} {getattr(recipe, name)}" for name in changed)
+        parts = ", ".join(f"{name.replace('_', ' ')} {_format(getattr(recipe, name))}" for name in changed)
         self.also.value = f"Also set: {escape(parts)}" if parts else ""
         (self.also.remove_class if parts else self.also.add_class)("ss-off")
         self.reset.layout.display = "" if parts else "none"
@@ -201,6 +201,10 @@ class RecipePicker(Picker):
         if self.value is not None:
             self._list_hidden_changes()
             self.answer = _summarize_recipe(self.value)
+
+
+def _format(value: object) -> str:
+    return ", ".join(str(one) for one in value) if isinstance(value, tuple) else str(value)
 
 
 def _summarize_recipe(recipe: ss.Recipe) -> str:

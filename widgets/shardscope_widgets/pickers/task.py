@@ -37,7 +37,7 @@ KIND_LABELS: dict[Kind, str] = {
 }
 KIND_SUMMARIES: dict[Kind, str] = {"pretrain": "Pretrain", "finetune": "Fine-tune", "own": "My code"}
 CODE, A_SCRIPT = "Task.code", "the path of a .py file"
-BY_CODE, BY_FORM = "by the code", "on the Fine-tune tab"
+BY_CODE, BY_FORM = "set by the code", "see Fine-tune"
 NO_WEIGHTS = (
     "Adapters on random weights learn nothing useful: choose a folder with weights as the model, and "
     "fine-tune it."
@@ -81,7 +81,7 @@ class RunOptions(Picker):
         self._row = row = Row("Steps, learning rate", self.steps, self.rate)
         row.add_class("ss-two-lines")
         self.set_by = ""
-        """What has a length and a learning rate of its own: the user's code, or a form; empty for neither."""
+        """Where length and learning rate are set instead of here, in a few words; empty: here."""
         super().__init__(
             {"num_steps": row, "learning_rate": row},
             controls.stack_vertically(self.profile, self.outlive),
@@ -106,7 +106,7 @@ class RunOptions(Picker):
         is_traced = self.set_by != BY_CODE
         (self.profile.remove_class if is_traced else self.profile.add_class)("ss-off")
         parts = [
-            f"set {self.set_by}" if self.set_by else f"{self.steps.value} steps",
+            self.set_by or f"{self.steps.value} steps",
             "with trace" if self.profile.value and is_traced else "",
             "survives the kernel" if self.outlive.value else "",
         ]
@@ -235,7 +235,8 @@ class TaskPicker(Picker):
     def verb(self) -> str:
         """The main button's label: a verb and the subject."""
         verbs = {"pretrain": "Launch", "finetune": "Fine-tune", "own": "Run"}
-        return f"{verbs[self.mode]} {self.subject}".strip()
+        # Beside the button stands the model, and on the form's tab the data as well.
+        return f"{verbs[self.mode]} {'' if self.form is not None else self.subject}".strip()
 
     @property
     def subject(self) -> str:

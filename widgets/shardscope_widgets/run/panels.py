@@ -67,6 +67,8 @@ TRAINING_PANELS = (
     Panel(metric="learning_rate", title="learning rate", exponents="e"),
 )
 """Metrics logged by every task that trains the plan."""
+VALIDATION_PANEL = Panel(metric="validation_loss", title="validation loss", decimals=3)
+"""Chart beside the loss of a task with validation data."""
 PREFERENCE_PANELS = (
     Panel(metric="reward_margin", title="reward margin", decimals=3),
     Panel(metric="reward_accuracy", title="reward accuracy", from_zero=True, decimals=2),
@@ -82,13 +84,23 @@ MAX_OWN = 3
 """Maximum charts of metrics named by a user's function, in order of appearance."""
 MAX_NAMES = 64
 """Maximum metrics read, in case a task logs a new name at every step."""
-SLOTS = len(TRAINING_PANELS) + len(PREFERENCE_PANELS) + len(GPU_PANELS) + MAX_OWN
+SLOTS = len(TRAINING_PANELS) + 1 + len(PREFERENCE_PANELS) + len(GPU_PANELS) + MAX_OWN
 NOT_DRAWN = frozenset({
     *("step", "rank", "time", "memory_bytes", "rss_bytes", "tokens_per_second_all_ranks"),
     *("chosen_reward", "rejected_reward", "validation_chosen_reward", "validation_rejected_reward"),
+    "validation_perplexity",
 })  # fmt: skip
 """Metrics that are not drawn, because another chart shows the same or more."""
-_KNOWN = {panel.metric: panel for panel in (*TRAINING_PANELS, *PREFERENCE_PANELS, *GPU_PANELS)}
+_KNOWN = {
+    panel.metric: panel
+    for panel in (
+        TRAINING_PANELS[0],
+        VALIDATION_PANEL,
+        *TRAINING_PANELS[1:],
+        *PREFERENCE_PANELS,
+        *GPU_PANELS,
+    )
+}
 
 
 def list_panels(metrics: Collection[str]) -> list[Panel]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from math import isfinite
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import shardscope as ss
@@ -33,11 +34,10 @@ class RunSamples:
         self._seen: object = None
         self._losses: dict[int, float] = {}
         """Validation loss by the number of steps before it."""
-        self._has_initial_loss = False
 
     def start_run(self, run: ss.Run) -> None:
         """Clear the previous run. Prompts that the task records are shown before their first answer."""
-        self._seen, self._losses, self._has_initial_loss = None, {}, False
+        self._seen, self._losses = None, {}
         prompts = (run.task_fields or {}).get("samples")
         known = [text for text in prompts if isinstance(text, str)] if isinstance(prompts, list) else []
         self.html.value = render_samples([], None, known) if prompts is not None else ""
@@ -49,21 +49,20 @@ class RunSamples:
             if not is_number(loss) or not isfinite(loss) or not isinstance(step, int):
                 continue
             # The loss before the first step is logged at step 0, as that after it is.
-            if step == 0 and not self._has_initial_loss:
-                self._has_initial_loss = True
-            else:
-                self._losses[step + 1] = loss
+            is_initial = step == 0 and 0 not in self._losses
+            self._losses[0 if is_initial else step + 1] = loss
 
     def refresh(self, run: ss.Run) -> None:
         """Show the samples, if there are new ones or another is the best."""
-        best = min(self._losses, key=lambda step: self._losses[step], default=None)
-        seen = (_find_size(run), best)
+        trained = [step for step in self._losses if step]
+        best = min(trained, key=lambda step: self._losses[step], default=None)
+        seen = (_find_size(run), best, len(self._losses))
         if seen == self._seen or not seen[0]:
             return
         self._seen = seen
         samples = run.samples()
         if samples:
-            self.html.value = render_samples(samples, best)
+            self.html.value = render_samples(samples, best, losses=self._losses)
 
 
 def _find_size(run: ss.Run) -> int:
@@ -73,8 +72,16 @@ def _find_size(run: ss.Run) -> int:
         return 0
 
 
-def render_samples(samples: Sequence[Sample], best: int | None, prompts: Sequence[str] = ()) -> str:
-    """Return the samples as HTML. ``prompts`` are shown where there is no sample yet."""
+def render_samples(
+    samples: Sequence[Sample],
+    best: int | None,
+    prompts: Sequence[str] = (),
+    losses: Mapping[int, float] = MappingProxyType({}),
+) -> str:
+    """Return the samples as HTML. ``prompts`` are shown where there is no sample yet.
+
+    ``losses`` are validation losses by step.
+    """
     by_prompt: dict[str, dict[int, Sample]] = {prompt: {} for prompt in prompts[:MAX_PROMPTS]}
     for sample in samples:
         if sample["prompt"] in by_prompt or len(by_prompt) < MAX_PROMPTS:
@@ -82,7 +89,7 @@ def render_samples(samples: Sequence[Sample], best: int | None, prompts: Sequenc
     columns = _choose_columns(sorted({sample["step"] for sample in samples}), best)
     if not by_prompt:
         return "<h2>Samples</h2><p class='ss-hint'>Generated before the first step.</p>"
-    heads = "".join(_render_head(title) for _, title in columns)
+    heads = "".join(_render_head(title, losses.get(step)) for step, title in columns)
     rows = "".join(
         f"<tr class='ss-asked'><th scope='rowgroup' colspan='{len(columns)}'>{_shorten(prompt)}</th></tr>"
         f"<tr>{''.join(_render_answer(answers.get(step), title) for step, title in columns)}</tr>"
@@ -107,9 +114,10 @@ def _choose_columns(steps: Sequence[int], best: int | None) -> list[tuple[int, s
     return columns
 
 
-def _render_head(title: str) -> str:
+def _render_head(title: str, loss: float | None) -> str:
     why = " title='The lowest validation loss so far'" if title.endswith(BEST) else ""
-    return f"<th scope='col'{why}>{escape(title).replace(BEST, ' · <b>best</b>')}</th>"
+    known = "" if loss is None else f"<div class='ss-hint'>validation loss {loss:.3f}</div>"
+    return f"<th scope='col'{why}>{escape(title).replace(BEST, ' · <b>best</b>')}{known}</th>"
 
 
 def _name_step(step: int) -> str:

@@ -27,7 +27,7 @@ from shardscope_widgets.run.figure import RunFigure
 from shardscope_widgets.run.log import RunLog
 from shardscope_widgets.run.memory import RunMemory
 from shardscope_widgets.run.model_panel import ModelPanel, has_adapters
-from shardscope_widgets.run.panels import MAX_NAMES, TRAINING_PANELS, is_number
+from shardscope_widgets.run.panels import MAX_NAMES, TRAINING_PANELS, VALIDATION_PANEL, is_number
 from shardscope_widgets.run.samples import RunSamples
 
 POLL_SECONDS = 0.25
@@ -52,13 +52,20 @@ PLACEHOLDER = "–"
 class RunView(View):
     """A live view of ``run``, read from its folder at most four times a second; a run can have many views.
 
-    ``on_end(run)`` is called once the run has ended and everything that it logged is drawn.
+    ``on_end(run)`` is called once the run has ended and everything that it logged is drawn. ``samples_first``
+    shows samples above the charts.
     """
 
     status = traitlets.Unicode("", help="The run's status as last shown.").tag(sync=False)
     num_steps = traitlets.Int(0, help="Steps that rank 0 has logged.").tag(sync=False)
 
-    def __init__(self, run: ss.Run | None = None, *, on_end: Callable[[ss.Run], None] | None = None) -> None:
+    def __init__(
+        self,
+        run: ss.Run | None = None,
+        *,
+        on_end: Callable[[ss.Run], None] | None = None,
+        samples_first: bool = False,
+    ) -> None:
         self.run: ss.Run | None = None
         self._on_end = on_end
         self._lock = threading.RLock()
@@ -119,7 +126,10 @@ class RunView(View):
         top = widgets.HBox([self.head, buttons], layout=controls.share_layout())
         top.add_class("ss-run-top")
         # The log comes before parts that appear after some steps, so that it does not move.
-        parts = [self.error, self.model_place, self.facts, self._figure_place, self.samples.html, self.table]
+        answers = [self._figure_place, self.samples.html]
+        if samples_first:
+            answers.reverse()
+        parts = [self.error, self.model_place, self.facts, *answers, self.table]
         self._body = widgets.VBox(
             [*parts, self.logs, self.memory.html, self.engine],
             layout=widgets.Layout(display="none"),
@@ -153,6 +163,8 @@ class RunView(View):
             # A training task logs these for certain: their empty charts are shown at once, so that nothing
             # moves later. The metrics of a user's function are unknown until they arrive.
             trained = [panel.metric for panel in TRAINING_PANELS] if run.trains_the_plan else []
+            if trained and (run.task_fields or {}).get("validation") is not None:
+                trained.append(VALIDATION_PANEL.metric)
             self.figure.fit_width(self._sheet.width)
             self.figure.start_run(run.world_size, self._expected, run.num_steps, trained)
             self.samples.start_run(run)

@@ -292,7 +292,7 @@ class Studio(View):
         self._planning = True
         try:
             if weights is not None:
-                self.architecture.set_fields({"model": str(weights)})
+                self.architecture.set_folder(weights)
             if plan.cluster != self.cluster.value or self.cluster.is_wrong:
                 self.cluster.set_value(plan.cluster)
             if plan.architecture != self.architecture.value or self.architecture.is_wrong:

@@ -56,7 +56,7 @@ def test_model_and_data_become_the_studios_plan_and_the_main_buttons_task(studio
     plan, setup = studio.plan, studio.finetune.form.setup
     assert plan.architecture == setup.plan.architecture and plan.recipe.seq_len == 24
     assert (plan.recipe.method, plan.recipe.precision, plan.cluster) == ("lora", "fp32", setup.plan.cluster)
-    assert button.description == "Fine-tune chatty on 2 CPU ranks" and not button.disabled
+    assert button.description == "Fine-tune on 2 CPU ranks" and not button.disabled
     assert "LoRA rank 16" in studio.headline.value and "Fits" in studio.headline.value
     assert "12 epochs, 216 steps of 2 sequences" in studio.finetune.summary.value
     task = studio.launch.task
@@ -65,10 +65,10 @@ def test_model_and_data_become_the_studios_plan_and_the_main_buttons_task(studio
     assert not studio.launch.task.profile
     # The inputs of other tasks are not shown: they would not be used.
     assert not studio.task.rows["data"].is_shown and not studio.options.rows["num_steps"].is_shown
-    assert studio.options.answer == "set on the Fine-tune tab"
+    assert studio.options.answer == "see Fine-tune"
     for tab in ("Memory", "Checks"):
         studio.tabs.value = tab
-        assert button.description == "Fine-tune chatty on 2 CPU ranks"
+        assert button.description == "Fine-tune on 2 CPU ranks"
 
 
 def test_a_change_on_the_left_is_kept_and_shown_on_the_tab(studio: Any) -> None:
@@ -95,7 +95,7 @@ def test_another_model_on_the_left_is_not_trained_on_the_forms_data(studio: Any)
     studio.tabs.value = "Fine-tune"
     studio.finetune.notice._handle_action("Plan with this model")
     assert studio.architecture.weights_folder == Path("chatty").absolute()
-    assert studio.launch.button.description == "Fine-tune chatty on 2 CPU ranks"
+    assert studio.launch.button.description == "Fine-tune on 2 CPU ranks"
     assert not studio.finetune.notice.value
 
 

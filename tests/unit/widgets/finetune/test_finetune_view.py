@@ -234,3 +234,16 @@ def test_an_upload_becomes_the_data_and_a_large_one_an_error(files: Path) -> Non
     for content in ({"name": 3}, "text", {}):
         upload._handle_custom_msg(content, [])
     view.close()
+
+
+def test_a_text_instead_of_a_number_is_fixed_by_the_recommended_value(files: Path) -> None:
+    view = show()
+    box = view.form.settings.boxes["learning_rate"]
+    box.value = "fast"
+    row = view.form.settings.rows["learning_rate"]
+    assert "Nearest fix: 0.001" in row.message
+    row._press_fix("fix")
+    assert box.value == "0.001" and view.task.learning_rate == 1e-3 and not view.form.settings.is_wrong
+    box.value = "-1"
+    assert "Nearest fix: 0." in row.message, "of a number, the nearest one"
+    view.close()

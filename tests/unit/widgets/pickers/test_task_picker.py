@@ -220,3 +220,17 @@ def test_script_with_a_syntax_error_is_reported(tmp_path: Path) -> None:
     assert studio.launch.button.disabled and "line 1" in studio.launch.note.value
     studio.task.code.value = "nowhere.py"
     assert "nowhere.py" in studio.task.rows["code"].message
+
+
+def test_the_example_model_is_chosen_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    name = "smollm2-135m-instruct"
+    studio: Any = Studio()
+    studio.architecture.name.value = name
+    assert studio.architecture.is_wrong, "it is not downloaded yet"
+    folder = write_folder(tmp_path / "shardscope" / "models" / name)
+    studio.architecture.set_folder(folder)
+    assert studio.architecture.name.value == name and studio.architecture.weights_folder == folder
+    other = write_folder(tmp_path / "other")
+    studio.architecture.set_folder(other)
+    assert studio.architecture.name.value == str(other) and studio.architecture.weights_folder == other

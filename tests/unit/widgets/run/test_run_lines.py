@@ -67,6 +67,8 @@ def test_known_metrics_come_before_user_metrics() -> None:
     names = ["accuracy", "power_watts", "rss_bytes", "loss", "a", "b", "c", "step"]
     assert [panel.metric for panel in list_panels(names)] == ["loss", "power_watts", "accuracy", "a", "b"]
     assert len(list_panels([panel.metric for panel in (*TRAINING_PANELS, *GPU_PANELS)])) == 9
+    names = ["validation_perplexity", "grad_norm", "validation_loss", "loss"]
+    assert [panel.metric for panel in list_panels(names)] == ["loss", "validation_loss", "grad_norm"]
 
 
 def test_panel_formats_numbers() -> None:

@@ -18,7 +18,8 @@ def add(run: FakeRun, step: int, text: str, prompt: str = "Who?", *, is_complete
 
 
 def list_cells(html: str) -> list[str]:
-    return [re.sub("<[^>]*>", "", cell) for cell in re.findall("<t[hd].*?</t[hd]>", html)]
+    cells = re.findall("<t[hd].*?</t[hd]>", html)
+    return [re.sub("<[^>]*>", "", cell.replace("<div", ", <div")) for cell in cells]
 
 
 def test_the_view_shows_the_first_the_best_and_the_latest_answers_while_training() -> None:
@@ -27,18 +28,22 @@ def test_the_view_shows_the_first_the_best_and_the_latest_answers_while_training
     view = RunView(run)  # type: ignore[arg-type]
     assert list_cells(view.samples.html.value) == ["Before training", "Who?", "not generated yet"]
     add(run, 0, "I am <b>not</b> sure", is_complete=False)
-    expected = ["Before training", "Who?", "I am &lt;b&gt;not&lt;/b&gt; sure …"]
+    expected = ["Before training, validation loss 0.100", "Who?", "I am &lt;b&gt;not&lt;/b&gt; sure …"]
     assert wait_until(lambda: list_cells(view.samples.html.value) == expected)
     # The loss of the initial weights is the lowest, but they are never the best.
     for step, loss, text in ((0, 3.0, "a mate"), (1, 2.0, "Ahab"), (2, 2.5, "")):
         run.records.append(record(step=step, validation_loss=loss))
         add(run, step + 1, text)
-    heads = ["Before training", "After 2 steps · best", "After 3 steps"]
+    heads = [
+        expected[0],
+        "After 2 steps · best, validation loss 2.000",
+        "After 3 steps, validation loss 2.500",
+    ]
     answers = ["Ahab", "an empty answer"]
     assert wait_until(lambda: list_cells(view.samples.html.value) == [*heads, "Who?", expected[2], *answers])
     run.records.append(record(step=3, validation_loss=1.5))
     add(run, 4, "Captain Ahab")
-    assert wait_until(lambda: "After 4 steps · best" in view.samples.html.value)
+    assert wait_until(lambda: "After 4 steps · <b>best</b>" in view.samples.html.value)
     assert list_cells(view.samples.html.value)[-2:] == [expected[2], "Captain Ahab"]
     run.status = "finished"
 
