@@ -19,7 +19,7 @@ needs("peft")
 
 
 NOTEBOOK = "one_click.ipynb"
-NUM_ROWS = 24
+NUM_ROWS = 50
 TRAINING_MS = 300_000
 
 

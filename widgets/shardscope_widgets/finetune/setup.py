@@ -25,8 +25,9 @@ GPU_SEQ_LEN = 2048
 CPU_BATCH, GPU_BATCH = 8, 32
 """Sequences per step before the data are known; ``choose_global_batch`` lowers them for few rows."""
 VALIDATION, PATIENCE = 0.1, 3
-MIN_ROWS, MIN_TEXT_BYTES = 20, 200_000
-"""Data from which a tenth is held out for validation: at least two rows, or some windows of a text."""
+MIN_ROWS, MIN_TEXT_BYTES = 50, 200_000
+"""Data from which a tenth is held out for validation: at least five rows, or some windows of a text. The loss
+of one or two rows would end a run by chance."""
 SAMPLE_PROMPTS, SAMPLE_TOKENS = 3, 32
 RECIPE_FIELDS = ("lora_rank", "seq_len")
 """Settings of the recipe; the others are the task's."""

@@ -22,7 +22,7 @@ needs("datasets")
 needs("transformers")
 needs("torch")
 
-NUM_ROWS = 40
+NUM_ROWS = 60
 READ_SECONDS = 60.0
 
 
@@ -58,7 +58,7 @@ def test_model_and_data_become_the_studios_plan_and_the_main_buttons_task(studio
     assert (plan.recipe.method, plan.recipe.precision, plan.cluster) == ("lora", "fp32", setup.plan.cluster)
     assert button.description == "Fine-tune on 2 CPU ranks" and not button.disabled
     assert "LoRA rank 16" in studio.headline.value and "Fits" in studio.headline.value
-    assert "12 epochs, 216 steps of 2 sequences" in studio.finetune.summary.value
+    assert "15 epochs, 203 steps of 4 sequences" in studio.finetune.summary.value
     task = studio.launch.task
     assert task.data == Path("rows.jsonl").absolute() and task.samples == 3 and task.profile
     studio.options.profile.value = False
@@ -77,11 +77,11 @@ def test_a_change_on_the_left_is_kept_and_shown_on_the_tab(studio: Any) -> None:
     assert studio.plan.recipe.method == "full" and studio.launch.task.data is not None
     page = studio.finetune
     assert page.form.inputs.method.value == "full" and "full fine-tuning" in page.summary.value
-    studio.recipe.set_fields({"global_batch_size": 4})
-    assert "of 4 sequences" in page.summary.value
+    studio.recipe.set_fields({"global_batch_size": 8})
+    assert "of 8 sequences" in page.summary.value
     page.form.settings.boxes["num_epochs"].value = "1"
-    assert studio.plan.recipe.global_batch_size == 4, "epochs change no plan"
-    assert studio.launch.task.num_epochs == 1 and "1 epoch, 9 steps of 4" in page.summary.value
+    assert studio.plan.recipe.global_batch_size == 8, "epochs change no plan"
+    assert studio.launch.task.num_epochs == 1 and "1 epoch, 7 steps of 8" in page.summary.value
     assert set(page.form.settings.boxes) == {"learning_rate", "num_epochs"}, "the rest is on the left"
 
 

@@ -17,7 +17,7 @@ from shardscope.runs.launch.free_memory import TooLittleFreeError
 from shardscope_widgets import FinetuneView
 from shardscope_widgets.finetune.upload import MAX_BYTES, list_data_files, store_file
 
-NUM_ROWS = 40
+NUM_ROWS = 60
 
 
 @pytest.fixture
@@ -51,14 +51,14 @@ def test_model_and_data_are_enough_for_a_recommended_plan(files: Path) -> None:
     assert task.weights == files / "chatty" and task.data == files / "rows.jsonl"
     assert task.export and task.validation == 0.1 and task.early_stopping == 3 and task.samples == 3
     text = view.headline.value
-    assert "40 rows of rows.jsonl" in text and "12 epochs" in text and "216 steps of 2 sequences" in text
+    assert "60 rows of rows.jsonl" in text and "15 epochs" in text and "203 steps of 4 sequences" in text
     assert "LoRA" in text and "2 CPU ranks" in text and "Fits: " in text and not view.button.disabled
-    assert "40 rows, prompt-completion" in view.form.data_panel.value
+    assert "60 rows, prompt-completion" in view.form.data_panel.value
     reasons = {name: html.value for name, html in view.form.settings._reasons.items()}
     assert all(reasons.values()) and "small models" in reasons["learning_rate"]
-    assert "12 are 216" in reasons["num_epochs"]
+    assert "15 are 203" in reasons["num_epochs"]
     placeholders = {name: box.placeholder for name, box in view.form.settings.boxes.items()}
-    assert placeholders == {"learning_rate": "0.001", "num_epochs": "12", "lora_rank": "16", "seq_len": "24"}
+    assert placeholders == {"learning_rate": "0.001", "num_epochs": "15", "lora_rank": "16", "seq_len": "24"}
     view.close()
 
 
@@ -75,12 +75,12 @@ def test_rows_in_memory_are_data_as_a_file_is(files: Path, kind: str) -> None:
     }[kind]()
     view = show(data)
     name = {"frame": "a DataFrame", "dataset": "a Dataset", "rows": "a list"}[kind]
-    assert view.form.inputs.data.value == f"{name} of 40 rows" == view.form.inputs.data.options[0]
+    assert view.form.inputs.data.value == f"{name} of 60 rows" == view.form.inputs.data.options[0]
     assert view.task.data.column_names == ["prompt", "completion"] and len(view.task.data) == NUM_ROWS
-    assert "learns <b>40 rows</b> in 12 epochs" in view.headline.value
+    assert "learns <b>60 rows</b> in 15 epochs" in view.headline.value
     view.form.inputs.data.value = "rows.jsonl"
     assert wait_until(lambda: view.task is not None and view.task.data == files / "rows.jsonl")
-    view.form.inputs.data.value = f"{name} of 40 rows"
+    view.form.inputs.data.value = f"{name} of 60 rows"
     assert wait_until(lambda: view.task is not None and not isinstance(view.task.data, Path))
     view.close()
 
@@ -105,6 +105,13 @@ def test_own_settings_replace_the_recommended_ones(files: Path) -> None:
     view.form.inputs.method.value = "full"
     assert view.plan.recipe.method == "full" and view.plan.recipe.lora_rank is None
     assert not view.form.settings.rows["lora_rank"].is_shown and "full fine-tuning" in view.headline.value
+    view.close()
+
+
+def test_of_few_rows_none_are_held_out(files: Path) -> None:
+    view = show([{"prompt": f"Who is {number}?", "completion": " Ahab."} for number in range(49)])
+    assert view.task.validation is None and view.task.early_stopping is None and view.task.sample_prompts == 3
+    assert "Too few data" in view.form.note.value
     view.close()
 
 
