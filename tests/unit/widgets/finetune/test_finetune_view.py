@@ -110,7 +110,7 @@ def test_own_settings_replace_the_recommended_ones(files: Path) -> None:
 
 def test_of_few_rows_none_are_held_out(files: Path) -> None:
     view = show([{"prompt": f"Who is {number}?", "completion": " Ahab."} for number in range(49)])
-    assert view.task.validation is None and view.task.early_stopping is None and view.task.sample_prompts == 3
+    assert view.task.validation is None and view.task.early_stopping is None and view.task.samples == 3
     assert "Too few data" in view.form.note.value
     view.close()
 
