@@ -23,7 +23,7 @@ needs("transformers")
 needs("torch")
 
 NUM_ROWS = 60
-READ_SECONDS = 60.0
+READ_SECONDS = 180.0
 
 
 @pytest.fixture
