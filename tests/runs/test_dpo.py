@@ -19,6 +19,7 @@ from finetuned_models import small_model  # noqa: E402
 
 import shardscope as ss  # noqa: E402
 from shardscope import Layout  # noqa: E402
+from shardscope.runs.totals import compute_totals  # noqa: E402
 
 SEQ_LEN, RATE, NUM_STEPS, BETA = 32, 1e-3, 4, 0.2
 PAIRS = [
@@ -38,6 +39,17 @@ VALIDATION_PAIRS = [
     {"prompt": "Is it deep?", "chosen": " Yes", "rejected": " It may well be"},
 ]
 """Fewer than a global batch: some micro-batches are empty."""
+RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp, NF4": ("ddp", {"method": "qlora", "quantization": "nf4"}),
+    "fsdp2, NF4": ("fsdp2", {"method": "qlora", "quantization": "nf4"}),
+    "fsdp2, compiled": ("fsdp2", {"method": "lora", "kernels": "compiled"}),
+    "fsdp2, recomputed in bf16": (
+        "fsdp2",
+        {"method": "lora", "recompute": "full", "precision": "bf16-mixed"},
+    ),
+    "ZeRO-2, two micro-batches of one pair": ("ZeRO-2", {"method": "lora", "micro_batch_size": 2}),
+}
+"""Layout and recipe of more plans with adapters."""
 LAYOUTS = {
     "ddp": Layout.ddp(),
     "fsdp2": Layout.fsdp2(),
@@ -50,13 +62,20 @@ NAMES = ("loss", "reward_margin", "reward_accuracy", "chosen_reward", "rejected_
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
 
 
-def launch(folder: Path, runs: Path, name: str, *, method: Any = "full", **options: Any) -> Any:
+def launch(
+    folder: Path,
+    runs: Path,
+    name: str,
+    *,
+    method: Any = "full",
+    recipe: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
     if name.startswith("ZeRO"):
         skip_without("deepspeed")
-    recipe = ss.Recipe(
-        seq_len=SEQ_LEN, micro_batch_size=4, global_batch_size=16, precision="fp32", method=method
-    )
-    plan = ss.Plan(ss.Architecture.from_hf(folder), ss.Cluster.parse("2xcpu"), recipe, LAYOUTS[name])
+    sizes = {"seq_len": SEQ_LEN, "micro_batch_size": 4, "global_batch_size": 16}
+    made = ss.Recipe(**{**sizes, "precision": "fp32", "method": method, **(recipe or {})})
+    plan = ss.Plan(ss.Architecture.from_hf(folder), ss.Cluster.parse("2xcpu"), made, LAYOUTS[name])
     fields: dict[str, Any] = {"num_steps": NUM_STEPS, "learning_rate": RATE, "schedule": "constant"}
     fields |= {"data": PAIRS, "objective": "dpo", "dpo_beta": BETA}
     task = ss.Finetune(folder, **{**fields, **options})
@@ -125,32 +144,54 @@ def test_losses_of_full_fine_tuning_are_those_of_one_process(name: str, tmp_path
     assert not list_values(run, "validation_perplexity")
     margins = list_values(run, "reward_margin")
     assert margins == sorted(margins) and margins[0] == pytest.approx(0, abs=1e-6) and margins[-1] > 0.1
-    # The tensors that plan.memory() predicts for as many sequences of a supervised fine-tune.
-    memory = run.engine_reports()[0]["memory"]["phases"]["backward"]
-    predicted = run.plan.memory().to_frame().iloc[0]
-    assert memory["logits"] == predicted["logits"]
+    # plan.memory() knows nothing of the objective.
+    totals = compute_totals(run)
+    assert totals.tensor_bytes == pytest.approx(totals.predicted_tensor_bytes, rel=0.02)
     card = run.model_card()
     assert "direct preference optimization (DPO" in card and "\n- dpo\n" in card
 
 
-@pytest.mark.parametrize("name", few(LAYOUTS, ["fsdp2"]))
-def test_adapters_start_at_ln_2_and_train_alike_under_each_framework(name: str, tmp_path: Path) -> None:
+ADAPTED: dict[str, Any] = {"method": "lora", "validation": VALIDATION_PAIRS, "validate_every": 2}
+
+
+@pytest.fixture(scope="module")
+def run_of_whole_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run with adapters under DDP, which shards nothing."""
+    parent = tmp_path_factory.mktemp("ddp")
+    return launch(small_model(parent, "llama"), parent / "runs", "ddp", **ADAPTED)
+
+
+@pytest.mark.parametrize("name", few([name for name in LAYOUTS if name != "ddp"], ["fsdp2"]))
+def test_adapters_start_at_ln_2_and_train_alike_under_each_framework(
+    name: str, run_of_whole_models: Any, tmp_path: Path
+) -> None:
     needs("peft")
-    folder = small_model(tmp_path, "llama")
-    options: dict[str, Any] = {"method": "lora", "validation": VALIDATION_PAIRS, "validate_every": 2}
-    run = launch(folder, tmp_path / "runs", name, export=True, samples=1, **options)
+    folder, other = small_model(tmp_path, "llama"), run_of_whole_models
+    run = launch(folder, tmp_path / "runs", name, export=True, samples=1, max_new_tokens=4, **ADAPTED)
     first, *others = list_values(run, "loss")
     assert first == pytest.approx(math.log(2), abs=1e-6) and others == sorted(others, reverse=True)
     assert others[0] < first
     margins = list_values(run, "reward_margin")
     assert margins == sorted(margins) and margins[-1] > 0.01
     assert (run.model / "adapter_model.safetensors").is_file()
-    # The same global batch on one rank; DDP holds the whole model, so nothing is sharded there.
-    other = launch(folder, tmp_path / "runs", "ddp", **options)
     for metric in (*NAMES, "grad_norm", "validation_loss", "validation_reward_margin"):
         assert list_values(run, metric) == pytest.approx(list_values(other, metric), abs=1e-4), metric
     assert run.samples()[0]["prompt"] == VALIDATION_PAIRS[0]["prompt"]
     check_exported_adapters(run, folder, list_values(run, "validation_loss")[-1])
+
+
+@thorough()
+@pytest.mark.parametrize("name", RECIPES)
+def test_adapters_of_other_recipes_start_at_ln_2_too(name: str, tmp_path: Path) -> None:
+    needs("peft")
+    layout, recipe = RECIPES[name]
+    if "NF4" in name:
+        skip_without("bitsandbytes")
+    run = launch(small_model(tmp_path, "llama"), tmp_path / "runs", layout, recipe=recipe)
+    losses = list_values(run, "loss")
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.01
+    assert list_values(run, "reward_accuracy")[-1] == 1
 
 
 def check_exported_adapters(run: Any, folder: Path, validation_loss: float) -> None:

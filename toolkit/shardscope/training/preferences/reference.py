@@ -82,14 +82,14 @@ def read_reference(checkpoint: Path, name: str, table: TokenTable, field: str) -
             f"a checkpoint in the folder of its own DPO run: {stored} has no readable {REFERENCE_FILE}, the "
             "log-probabilities under the weights before the first step"
         )
-        refuse(field, str(checkpoint), allowed, "resume=False, to start at step 0")
+        refuse(field, str(checkpoint), allowed, "resume=None, to start at step 0")
     if (read_json(stored / REFERENCE_HASH) or {}).get("sha256") != hash_tokens(table):
         allowed = "a checkpoint of a run on the same pairs, cut to the same length: the SHA-256 differs"
         refuse(field, str(checkpoint), allowed, "the data and the Recipe.seq_len of that run")
     is_sound = reference.shape == (len(table),) and reference.dtype == numpy.float32
     if not is_sound or not numpy.isfinite(reference).all():
         allowed = f"a run whose {name}/{REFERENCE_FILE} has one finite number for each row"
-        refuse(field, str(checkpoint), allowed, "resume=False, to start at step 0")
+        refuse(field, str(checkpoint), allowed, "resume=None, to start at step 0")
     values: FloatArray = reference
     return values
 
