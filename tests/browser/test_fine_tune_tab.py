@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from opened_notebook import open_notebook
 from playwright.sync_api import expect
 from served import Lab
-from studio_page import SCREENSHOTS, choose_tab, open_studio, use_theme
+from studio_page import NOTEBOOK, SCREENSHOTS, choose_tab, use_theme
 from test_one_screen import find_overflowing
 from tests.requirements import needs, thorough
 
@@ -45,9 +46,11 @@ def test_the_example_model_is_fine_tuned_by_clicks(lab: Lab, browser: Any, offli
         pytest.skip("the example model is not here; to run this: make model")
     rows = (lab.folder / "data" / "zorblat.jsonl").read_text().splitlines(keepends=True)
     (lab.folder / DATA).write_text("".join(rows[:NUM_ROWS]))
-    page = browser.new_page(viewport={"width": 1440, "height": 900})
+    page = open_notebook(lab, browser, NOTEBOOK, viewport={"width": 1440, "height": 900})
     offline(page)
-    open_studio(page, lab)
+    page.locator(".jp-Notebook .cm-content").first.click()
+    page.keyboard.press("Shift+Enter")
+    page.wait_for_selector(".ss-memory .barlayer path", state="attached")
     page.locator(".ss-studio").scroll_into_view_if_needed()
     choose_tab(page, "Fine-tune")
     tab, button = page.locator(".ss-finetune"), page.locator(".ss-head .ss-main-button")
