@@ -38,6 +38,7 @@ NEWER_FIELDS = {
     "samples": [],
     "sample_every": None,
     "max_new_tokens": 64,
+    "streaming": False,
     "objective": "sft",
     "dpo_beta": 0.1,
 }
