@@ -18,6 +18,7 @@ from test_finetune_examples import LAYOUTS, ROWS, SEQ_LEN, compute_loss, write_r
 
 import shardscope as ss  # noqa: E402
 from shardscope import Layout  # noqa: E402
+from shardscope.records.terminal_text import plain_text  # noqa: E402
 
 VALIDATION_ROWS = [
     {"prompt": "Who is the captain of the ship?", "completion": " Ahab."},
@@ -54,7 +55,7 @@ def launch(
 
 
 def generate(folder: Path, texts: list[str], num_tokens: int = NEW_TOKENS) -> list[str]:
-    """Return the most likely continuations of ``texts``, in one process."""
+    """Return the most likely continuations of ``texts``, in one process, without control characters."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -64,7 +65,7 @@ def generate(folder: Path, texts: list[str], num_tokens: int = NEW_TOKENS) -> li
         tokens = model.generate(
             prompt, max_new_tokens=min(num_tokens, SEQ_LEN - len(prompt[0])), do_sample=False
         )
-        answers.append(tokenizer.decode(tokens[0, len(prompt[0]) :]))
+        answers.append(plain_text(tokenizer.decode(tokens[0, len(prompt[0]) :])))
     return answers
 
 
