@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +17,13 @@ from tests.requirements import thorough
 pytestmark = thorough()
 
 SEARCH_TIMEOUT_MS = 120_000
+STORED_RUNS = Path(__file__).parents[1] / "fixtures" / "formats" / "stored_runs"
 
 
 @pytest.fixture
 def page(lab: Lab, browser: Any, offline: Callable[[object], None]) -> Iterator[Any]:
-    """The Studio in a window of 1024 by 768 with the file browser open."""
+    """The Studio in a window of 1024 by 768 with the file browser open, and three runs in its folder."""
+    shutil.copytree(STORED_RUNS, lab.folder / "runs", dirs_exist_ok=True)
     page = browser.new_page(viewport={"width": 1440, "height": 900})
     page.set_default_timeout(60_000)
     offline(page)
@@ -41,6 +45,7 @@ def test_inputs_and_results_fit_beside_the_file_browser(page: Any) -> None:
     for box in (chart, batch):
         assert box["y"] + box["height"] <= 768 and box["x"] + box["width"] <= studio["x"] + studio["width"]
     assert batch["height"] < 40, "its text is on one line"
+    expect(page.locator(".ss-tabs button", has_text="Runs").locator("sup")).to_have_text("3")
     for tab in page.locator(".ss-tabs button").all():
         box = tab.bounding_box()
         assert box["x"] + box["width"] <= studio["x"] + studio["width"], tab.inner_text()
