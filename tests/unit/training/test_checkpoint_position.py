@@ -24,7 +24,9 @@ def make_plan(layout: Layout) -> Plan:
 def make_engine(plan: Plan, **fields: Any) -> Any:
     framework = plan.layout.framework
     values = {"num_steps_done": 2, "seed": 5, "frozen_base": None, **fields}
-    return SimpleNamespace(framework=framework, plan=plan, validation_state=None, **values)
+    return SimpleNamespace(
+        framework=framework, plan=plan, validation_state=None, stream_positions=None, **values
+    )
 
 
 LAYOUTS = {
