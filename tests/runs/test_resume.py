@@ -105,7 +105,10 @@ def test_fault_30_a_killed_run_resumes_exactly(run: str, tmp_path: Path) -> None
     resumed, straight = lines[0][:10], lines[0][10:]
     assert [row[0] for row in straight] == list(range(20))
     assert resumed == straight[10:]
-    rates = [*(1e-3 * step / 4 for step in range(4)), *(1e-3 * (20 - step) / 16 for step in range(4, 20))]
+    rates = [
+        *(1e-3 * (step + 1) / 4 for step in range(4)),
+        *(1e-3 * (20 - step) / 16 for step in range(4, 20)),
+    ]
     assert [row[2] for row in straight] == pytest.approx(rates, rel=1e-12)
     before = select_metrics([line for line in first.metrics() if line["rank"] == 0])
     assert before[:12] == straight[:12]
