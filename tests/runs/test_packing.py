@@ -42,7 +42,7 @@ def pack_documents(documents: list[Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("loss", ["full", "chunked"])
-@pytest.mark.parametrize("family", few(SMALL, ["llama", "gpt2", "gemma3_text", "qwen3_moe"]))
+@pytest.mark.parametrize("family", few(SMALL, ["llama"]))
 def test_packed_losses_are_those_of_the_documents(family: str, loss: str) -> None:
     torch.manual_seed(0)
     arch = architecture(family, 2)
@@ -76,7 +76,7 @@ LAYOUTS = {"ddp": Layout.ddp(), "fsdp2": Layout.fsdp2(), "zero-2": Layout.zero(s
 
 
 @pytest.mark.usefixtures("bounded_time", "nothing_left")
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", few(LAYOUTS, ["fsdp2"]))
 def test_ranks_train_packed_windows_in_the_predicted_memory(name: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.requirements import needs
+from tests.requirements import needs, thorough
 
 torch = needs("torch")
 needs("transformers")
@@ -96,6 +96,7 @@ def test_two_ranks_stream_and_resume_with_the_next_rows(
     assert len({round(loss, 4) for loss in losses.values()}) == 8, "other rows have other losses"
 
 
+@thorough()
 def test_a_packed_stream_starts_with_the_loss_of_its_rows(source: Path, tmp_path: Path) -> None:
     """Of a stream as long as one step, the loss is that of all its rows."""
     from transformers import AutoTokenizer

@@ -35,10 +35,8 @@ CASES = [
     for cluster in ("2xcpu", "2xa100-sxm-80gb")
 ]
 FEW = [
-    ("ddp", "mixed", "2xa100-sxm-80gb"),
     ("ddp", "lora", "2xcpu"),
     ("fsdp2", "recomputed", "2xa100-sxm-80gb"),
-    ("fsdp2", "fp32", "2xcpu"),
     ("zero-2", "selective", "2xa100-sxm-80gb"),
 ]
 
