@@ -1,4 +1,4 @@
-"""What each slice of a trace is: compute, communication, copy or a wrapper; and each rank's span and steps.
+"""Classification of slices as compute, communication, copies or wrappers; spans and steps of each rank.
 
 Of a rank with GPU streams only work on them counts. A rank without any (gloo, CPU) has operators as compute
 and the backend's annotations (``gloo:all_reduce``) as communication.
@@ -194,7 +194,7 @@ class Activity:
 
     @cached_property
     def rank_has_gpu(self) -> Mask:
-        """Whether each rank, in the order of ``trace.ranks``, has work on GPU streams."""
+        """Mask of the ranks with work on GPU streams, in the order of ``trace.ranks``."""
         return np.array([bool(self.is_gpu_work[index].any()) for index in self.slices_of_ranks], dtype=bool)
 
     @cached_property

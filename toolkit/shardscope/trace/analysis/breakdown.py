@@ -1,4 +1,4 @@
-"""Where the time of each rank and step went: compute, communication, copies and idle time by cause."""
+"""Breakdown of the time of each rank and step: compute, communication, copies, and idle time by cause."""
 
 from __future__ import annotations
 

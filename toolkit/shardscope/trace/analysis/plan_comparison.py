@@ -1,4 +1,4 @@
-"""A plan's predicted step beside the measured one, part by part."""
+"""Comparison of a plan's predicted step with the measured one, part by part."""
 
 from __future__ import annotations
 
