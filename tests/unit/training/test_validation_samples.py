@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,9 +95,18 @@ def test_values_that_mean_nothing_are_refused(values: dict[str, object], named: 
 
 
 def test_without_a_number_of_steps_a_text_has_fifty(folder: Path) -> None:
-    assert Finetune(folder).num_steps == 50
-    assert Finetune(folder, [{"text": "a"}]).num_steps is None
-    assert Finetune(folder, num_epochs=2).num_steps is None
+    text = Finetune(folder)
+    assert text.planned_steps == 50 and (record_task_fields(text) or {})["num_steps"] == 50
+    assert Finetune(folder, [{"text": "a"}]).planned_steps is None
+    assert Finetune(folder, num_epochs=2).planned_steps is None
+
+
+def test_other_data_or_epochs_do_not_keep_the_number_of_steps_of_a_text(folder: Path) -> None:
+    text = Finetune(folder)
+    assert replace(text, data=[{"text": "a"}]).planned_steps is None
+    assert replace(text, num_epochs=2).planned_steps is None
+    assert replace(Finetune(folder, [{"text": "a"}]), data=None).planned_steps == 50
+    assert replace(Finetune(folder, num_steps=7), data=[{"text": "a"}]).planned_steps == 7
 
 
 def test_a_run_folder_keeps_every_field_that_a_resumed_run_needs(folder: Path) -> None:

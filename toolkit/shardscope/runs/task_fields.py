@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.json_files import read_json
+from shardscope.training.tasks.text_task import TextTask
 
 if TYPE_CHECKING:
     from shardscope.planner.differences import Difference
@@ -36,6 +37,8 @@ def record_task_fields(task: object) -> dict[str, object] | None:
     if getattr(task, "trains_the_plan", False) is not True or not is_dataclass(task):
         return None
     values = {field.name: getattr(task, field.name) for field in fields(task)}
+    if isinstance(task, TextTask):  # A later version may resolve None to another number.
+        values["num_steps"] = task.planned_steps
     texts: frozenset[str] = getattr(task, "recorded_texts", frozenset())
     return {
         name: str(value) if isinstance(value, Path) else value

@@ -156,7 +156,7 @@ def _complete_task(base: ss.Finetune, settings: Settings, preview: Preview | Non
     """Return ``base`` with the user's values, and validation and samples where the data allow them."""
     fields: dict[str, object] = {"export": True, "learning_rate": settings.get("learning_rate")}
     if "num_epochs" in settings:
-        fields |= {"num_epochs": settings["num_epochs"], "num_steps": None}
+        fields["num_epochs"] = settings["num_epochs"]
     text = base.plain_text
     is_enough = (
         preview.num_rows >= MIN_ROWS

@@ -123,8 +123,8 @@ class RunOptions(Picker):
 
     def set_task(self, task: ss.Pretrain | ss.Finetune, usual_rate: float) -> None:
         """Set the inputs to those of ``task``; a default learning rate is left empty."""
-        if task.num_steps is not None:
-            self.steps.value = str(task.num_steps)
+        if task.planned_steps is not None:
+            self.steps.value = str(task.planned_steps)
         self.profile.value = task.profile
         self.rate.value = "" if task.learning_rate in (None, usual_rate) else f"{task.learning_rate:g}"
 

@@ -118,11 +118,11 @@ def test_of_few_rows_none_are_held_out(files: Path) -> None:
 def test_a_text_is_trained_on_in_steps_without_rows(files: Path) -> None:
     (files / "whale.txt").write_text("Call me Ishmael. " * 20)
     view = show("whale.txt")
-    assert view.task.num_steps == 50 and view.task.validation is None and view.task.samples == ()
+    assert view.task.planned_steps == 50 and view.task.validation is None and view.task.samples == ()
     assert "50 steps" in view.headline.value and "epoch" not in view.headline.value
     assert "Too few data" in view.form.note.value and view.form.data_panel.value == ""
     view.form.settings.boxes["num_epochs"].value = "2"
-    assert view.task.num_epochs == 2 and view.task.num_steps is None
+    assert view.task.num_epochs == 2 and view.task.planned_steps is None
     view.close()
 
 

@@ -63,7 +63,7 @@ def _explain_rate(rate: float, usual: UsualRate) -> str:
 def check_warm_up(case: Case) -> Iterator[Finding]:
     """Report a warm-up that ends before AdamW's second moment has settled."""
     task, plan = case.task, case.plan
-    steps = getattr(task, "num_steps", None)
+    steps = getattr(task, "planned_steps", None)
     if steps is None or not hasattr(task, "warmup") or "adamw" not in plan.recipe.optimizer:
         return
     warm_up, fields = task.warmup, dict[str, object]()

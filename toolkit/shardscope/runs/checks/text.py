@@ -47,7 +47,7 @@ def check_text_length(case: Case) -> Iterator[Finding]:
         )
         return
     # Second case: the whole run reads the text several times.
-    epochs = (getattr(case.task, "num_steps", None) or 0) * batch / windows
+    epochs = (getattr(case.task, "planned_steps", None) or 0) * batch / windows
     if epochs > MAX_EPOCHS:
         fewer = max(1, MAX_EPOCHS * windows // batch)
         yield Finding(
@@ -65,7 +65,7 @@ def _count_tokens(case: Case) -> int | None:
     """Return the number of tokens of the task's text or an upper bound; None without a task or file."""
     task = case.task
     text = getattr(task, "plain_text", None)
-    if text is None or not hasattr(task, "num_steps"):
+    if text is None or not hasattr(task, "planned_steps"):
         return None
     if text == SHIPPED_TEXT and getattr(task, "weights", None) is None:
         return SHIPPED_TOKENS

@@ -303,7 +303,7 @@ def trains_the_plan(task: object) -> bool:
 
 def _read_num_steps(task: object) -> int | None:
     """Return the number of steps of a built-in task, else None."""
-    num_steps = getattr(task, "num_steps", None) if trains_the_plan(task) else None
+    num_steps = getattr(task, "planned_steps", None) if trains_the_plan(task) else None
     return num_steps if isinstance(num_steps, int) and not isinstance(num_steps, bool) else None
 
 

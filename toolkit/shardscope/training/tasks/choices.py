@@ -205,7 +205,7 @@ class Length(NamedTuple):
 
 def estimate_length(task: Finetune, plan: Plan, preview: Preview | None) -> Length:
     """Return the length of the run of ``task`` with ``plan``; validations are not included in its time."""
-    num_steps, epochs = task.num_steps, task.num_epochs
+    num_steps, epochs = task.planned_steps, task.num_epochs
     steps_per_epoch = _count_steps_per_epoch(task, plan, preview)
     if num_steps is None and steps_per_epoch is not None:
         epochs = recommend_epochs(steps_per_epoch).value if epochs is None else epochs
@@ -260,7 +260,7 @@ def _choose_task_fields(
         yield Choice(
             name="Finetune.num_steps",
             value=TEXT_STEPS,
-            current=task.num_steps,
+            current=task.planned_steps,
             why="A text of any length has no usual number of steps: this one shows within minutes whether "
             "the loss falls.",
         )
@@ -268,7 +268,7 @@ def _choose_task_fields(
     if task.streaming:
         return  # A stream has no epochs, and no usual number of steps.
     value, why = recommend_epochs(_count_steps_per_epoch(task, best, preview))
-    current = f"{task.num_steps:,} steps" if task.num_steps else length.num_epochs or DEFAULT_EPOCHS
+    current = f"{task.planned_steps:,} steps" if task.planned_steps else length.num_epochs or DEFAULT_EPOCHS
     yield Choice(
         name="Finetune.num_epochs",
         value=value,
@@ -412,7 +412,7 @@ def choose_packing(task: Finetune, plan: Plan, preview: Preview | None) -> Reaso
         return Reasoned(now, f"{wins}; {cost}.")
     num_windows = preview.num_rows / gain
     num_steps = math.ceil(DEFAULT_EPOCHS * num_windows / plan.degrees.data_parallel)
-    if task.num_steps is None and num_steps < USUAL_STEPS:
+    if task.planned_steps is None and num_steps < USUAL_STEPS:
         # With the smallest batch: each rank reads one window.
         return Reasoned(now, f"{wins}, but three passes over so few would be at most {num_steps:,} steps.")
     unpacked, packed = (replace_plan_fields(plan, recipe={"packing": packing}) for packing in (False, True))
@@ -451,7 +451,7 @@ def choose_global_batch(task: Finetune, plan: Plan, preview: Preview | None) -> 
     """Return the plan's global batch, or a smaller one where few examples would make too few steps."""
     now, ranks = plan.recipe.global_batch_size, plan.degrees.data_parallel * count_sequences(task)
     usual = "Batches of 16 to 128 sequences are usual (Dettmers et al. 2023, table 9; Taori et al. 2023)"
-    steps_per_epoch = None if task.num_steps is not None else _count_steps_per_epoch(task, plan, preview)
+    steps_per_epoch = None if task.planned_steps is not None else _count_steps_per_epoch(task, plan, preview)
     if steps_per_epoch is None or DEFAULT_EPOCHS * steps_per_epoch >= WARM_UP_STEPS:
         return Reasoned(now, f"{usual}.")
     size, num_steps = now, math.ceil(DEFAULT_EPOCHS * steps_per_epoch)

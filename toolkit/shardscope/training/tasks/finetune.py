@@ -267,12 +267,17 @@ class Finetune(TextTask):
 
     def _check_length(self) -> None:
         if self.num_epochs is None:
-            if self.num_steps is None and self.plain_text is not None:
-                object.__setattr__(self, "num_steps", TEXT_STEPS)
             return
         check_number(self._field("num_epochs"), self.num_epochs, low=0.01, high=1e6)
         if self.num_steps is not None:
             refuse(self._field("num_epochs"), self.num_epochs, "None with num_steps", {"num_steps": None})
+
+    @property
+    def planned_steps(self) -> int | None:
+        """See :class:`TextTask`."""
+        # Not a default of the field: dataclasses.replace() with other data would keep it.
+        is_default = self.num_steps is None and self.num_epochs is None
+        return TEXT_STEPS if is_default and self.plain_text is not None else self.num_steps
 
     @property
     def plain_text(self) -> Path | None:
@@ -347,7 +352,7 @@ class Finetune(TextTask):
         batches, for_validation = (
             self._read_examples(ctx, position) if self.plain_text is None else self._split_text(ctx)
         )
-        num_steps = self.num_steps
+        num_steps = self.planned_steps
         if num_steps is None:
             recommended = recommend_epochs(batches.steps_per_epoch).value
             num_epochs = recommended if self.num_epochs is None else self.num_epochs

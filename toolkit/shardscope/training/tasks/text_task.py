@@ -309,6 +309,11 @@ class TextTask(ABC):
         )
 
     @property
+    def planned_steps(self) -> int | None:
+        """Total number of steps, as far as it is known before the data are read."""
+        return self.num_steps
+
+    @property
     def data_name(self) -> str:
         """Short name of the data, for the log."""
         return self.plain_text.name if self.plain_text is not None else ""
