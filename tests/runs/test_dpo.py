@@ -250,9 +250,9 @@ def test_the_loss_is_that_of_trl(tmp_path: Path) -> None:
     from shardscope.training.examples.encoding import Encoder
     from shardscope.training.examples.formats import recognize_format
     from shardscope.training.examples.rows import open_rows
-    from shardscope.training.examples.token_table import RowCounts, build_table
+    from shardscope.training.examples.token_table import RowCounts, build_table, iterate_encoded
     from shardscope.training.preferences.dpo import Dpo, sum_log_probabilities
-    from shardscope.training.preferences.pairs import LABELS, REFERENCE, PairBatches, iterate_pairs
+    from shardscope.training.preferences.pairs import LABELS, REFERENCE, PairBatches
 
     folder = small_model(tmp_path, "llama")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -277,7 +277,7 @@ def test_the_loss_is_that_of_trl(tmp_path: Path) -> None:
     rows, counts = open_rows("data", PAIRS), RowCounts()
     format, encoder = recognize_format("data", list(PAIRS[0])), Encoder(tokenizer, "completions")
     table = build_table(
-        iterate_pairs("data", rows, format, encoder, seq_len=SEQ_LEN, bad_rows="refuse", counts=counts)
+        iterate_encoded("data", rows, format, encoder, seq_len=SEQ_LEN, bad_rows="refuse", counts=counts)
     )
     batches = PairBatches(
         table=table, seq_len=SEQ_LEN, padding_id=0, pairs_per_micro_batch=8, rows=8, rank=0, num_ranks=1

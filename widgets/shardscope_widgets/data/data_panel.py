@@ -17,6 +17,11 @@ from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.kit.latest_request import LatestRequest
 
 READING = "<p role='status'>Reading the data…</p>"
+PAIRS = "Preference pairs: trained by DPO"
+WHY_PAIRS = (
+    "Each row has a chosen and a rejected answer: direct preference optimization (Rafailov et al. 2023) "
+    "raises the probability of the first over the second, and holds the model to the one it started from."
+)
 SHOW, SHORTEN = "preview", "seq_len"
 """Actions of the two buttons."""
 Stamp = tuple[int, int]
@@ -38,6 +43,8 @@ class DataQuestion:
 
 class DataPanel(Clickable):
     """Format and number of rows of a file of examples, read in the background.
+
+    Preference pairs are read as such, whatever the objective of the task.
 
     ``on_length`` is called with a better sequence length when its button is pressed.
     """
@@ -127,12 +134,13 @@ def _render_lines(preview: Preview | None, advice: LengthAdvice | None) -> str:
         return READING
     line = f"{format_count(preview.num_rows, 'row')}, {preview.format.short_title}"
     tooltip = escape(preview.sentences[0], quote=True)
+    objective = f"<p title='{escape(WHY_PAIRS, quote=True)}'>{PAIRS}</p>" if preview.has_pairs else ""
     show = (
         f"<button type='button' class='ss-act' data-act='{SHOW}' "
         "title='Show which tokens the model learns, and how long the rows are'>Preview</button>"
     )
     buttons = f"{show}{render_length_button(advice)}"
-    return f"<p role='status' title='{tooltip}'>{escape(line)}</p><div>{buttons}</div>"
+    return f"<p role='status' title='{tooltip}'>{escape(line)}</p>{objective}<div>{buttons}</div>"
 
 
 def _stamp(data: object) -> Stamp:
@@ -155,4 +163,4 @@ def _import_pandas() -> None:
 
 
 def _read_preview(question: DataQuestion) -> Preview:
-    return question.task.preview(seq_len=question.seq_len)
+    return question.task.match_objective().preview(seq_len=question.seq_len)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
 import shardscope as ss
 from shardscope.core.number_format import format_count
 from shardscope.training.examples.preview import Preview
+from shardscope.training.preferences.settings import describe_reference
 from shardscope.training.tasks.choices import Length
 from shardscope_widgets.data.data_panel import DataPanel
 from shardscope_widgets.data.preview_view import PreviewView
@@ -114,7 +116,7 @@ class FinetuneForm:
         if weights is None:
             self.data_panel.set_task(None, None)
             return None, f"{weights_text} {NOT_HERE}"
-        base = ss.Finetune(weights, data or None)
+        base = as_typed = ss.Finetune(weights, data or None)
         if not data:
             self.data_panel.set_task(None, None)
             return None, NO_DATA
@@ -130,11 +132,13 @@ class FinetuneForm:
         preview = self.preview_of_data
         if preview is None:
             return None, READING
+        if preview.has_pairs:
+            base = replace(base, objective="dpo")
         if self.data_panel.advice is not None and "seq_len" not in settings and seq_len is None:
             # The length that fits the data: they are read once more, cut to it.
             self._seq_len = (source, self.data_panel.advice.seq_len)
             first = build_first_plan(base.weights, self._machine, method, settings, self._seq_len[1])
-            self.data_panel.set_task(base, first)
+            self.data_panel.set_task(as_typed, first)
         return build_setup(base, first, settings, preview), ""
 
     def show_error(self, error: ValueError) -> None:
@@ -152,7 +156,7 @@ class FinetuneForm:
         if preview is not None:
             self.preview.show(preview, self.data_panel.advice)
         (self.folds["Data"].remove_class if preview is not None else self.folds["Data"].add_class)("ss-off")
-        self.note.value = "" if setup is None else escape(describe_validation(setup.task))
+        self.note.value = "" if setup is None else escape(describe_method(setup, preview))
         if setup is not None:
             self.settings.show_choices(setup.choices)
         self._on_change()
@@ -163,7 +167,8 @@ class FinetuneForm:
 
 def render_summary(plan: ss.Plan, task: ss.Finetune, length: Length, num_rows: int | None) -> str:
     """Return what the button will do as HTML; ``num_rows`` is None for a text."""
-    rows = "" if num_rows is None else format_count(num_rows, "row")
+    row = "preference pair" if task.objective == "dpo" else "row"
+    rows = "" if num_rows is None else format_count(num_rows, row)
     # A frame has no name.
     name = task.data.name if isinstance(task.data, Path) else task.data if isinstance(task.data, str) else ""
     data = " of ".join(filter(None, [rows, name]))
@@ -174,11 +179,20 @@ def render_summary(plan: ss.Plan, task: ss.Finetune, length: Length, num_rows: i
     rank = f" of rank {plan.recipe.adapter_rank}" if plan.recipe.has_adapters else ""
     method = CHOICE_LABELS[plan.recipe.method] if plan.recipe.has_adapters else "full fine-tuning"
     seconds = f", about {format_seconds(length.seconds)}" if length.seconds is not None else ""
+    by = " by <b>DPO</b>" if task.objective == "dpo" else ""
     return (
         f"<div class='ss-what' role='status'><b>{escape(task.weights.name)}</b> learns "
-        f"<b>{escape(data)}</b>{passes}{steps}, with <b>{escape(method)}</b>{rank} on "
+        f"<b>{escape(data)}</b>{by}{passes}{steps}, with <b>{escape(method)}</b>{rank} on "
         f"<b>{escape(describe_devices(plan.cluster))}</b>{seconds}</div>"
     )
+
+
+def describe_method(setup: Setup, preview: Preview | None) -> str:
+    """Return how the run decides which weights it keeps, and what the reference of DPO costs."""
+    validation = describe_validation(setup.task)
+    if setup.task.objective != "dpo":
+        return validation
+    return f"{validation} {describe_reference(setup.plan, None if preview is None else preview.num_rows)}"
 
 
 def describe_validation(task: ss.Finetune) -> str:

@@ -15,7 +15,14 @@ from shardscope.frameworks.registry import why_not_trained
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.memory_needs import fits
 from shardscope.training.examples.preview import Preview
-from shardscope.training.tasks.choices import Choices, Length, choose_micro_batch, estimate_length, recommend
+from shardscope.training.tasks.choices import (
+    Choices,
+    Length,
+    choose_micro_batch,
+    count_sequences,
+    estimate_length,
+    recommend,
+)
 from shardscope.training.weights.example_models import EXAMPLES, find_example
 from shardscope.training.weights.hub_folder import find_in_cache, is_hub_name
 from shardscope_widgets.run.launch_offer import CPU_PRECISION, CPU_SEQ_LEN, TRIAL_RANKS
@@ -108,7 +115,7 @@ def build_setup(base: ss.Finetune, first: ss.Plan, settings: Settings, preview: 
             first, layout=layout, recipe=replace_fields(first.recipe, {"recompute": recompute})
         )
         choices = recommend(task, candidate, preview)
-        plan = _apply_settings(choices.plan, settings)
+        plan = _apply_settings(choices.plan, settings, count_sequences(task))
         if (reason := why_not_trained(plan)) is not None:
             refusal = reason
             continue
@@ -140,15 +147,18 @@ def _describe_refusal(method: Method, report: MemoryReport | None, refusal: str)
     )
 
 
-def _apply_settings(plan: ss.Plan, settings: Settings) -> ss.Plan:
-    """Return the recommended ``plan`` with the user's own values, and a micro-batch for them."""
+def _apply_settings(plan: ss.Plan, settings: Settings, num_sequences: int) -> ss.Plan:
+    """Return the recommended ``plan`` with the user's own values, and a micro-batch for them.
+
+    ``num_sequences`` is that of a row of the data.
+    """
     own = {name: settings[name] for name in RECIPE_FIELDS if name in settings}
     if plan.recipe.method == "full":
         own.pop("lora_rank", None)
     if all(getattr(plan.recipe, name) == value for name, value in own.items()):
         return plan
     changed = replace(plan, recipe=replace_fields(plan.recipe, {**own, "micro_batch_size": 1}))
-    size = choose_micro_batch(changed).value
+    size = choose_micro_batch(changed, num_sequences).value
     return replace(changed, recipe=replace_fields(changed.recipe, {"micro_batch_size": size}))
 
 

@@ -109,7 +109,7 @@ CASES: list[tuple[str, list[dict[str, Any]], list[str]]] = [
             {"prompt": "Who?", "chosen": "Ahab", "rejected": "Nobody"},
             {"prompt": "Where?", "chosen": "At sea", "rejected": "At home"},
         ],
-        ["Ahab<|im_end|>", "At sea<|im_end|>"],
+        ["Ahab<|im_end|>", "Nobody<|im_end|>", "At sea<|im_end|>", "At home<|im_end|>"],
     ),
 ]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.requirements import needs
-from tests.weights_folders import write_folder
+from tests.weights_folders import write_chat_folder, write_folder
 
 import shardscope as ss
 from shardscope.planner.checks.case import Case
@@ -20,11 +20,15 @@ transformers = needs("transformers")
 from shardscope.training.data.tokenizer import SHIPPED_TOKENIZER  # noqa: E402
 from shardscope.training.examples.encoding import Encoder  # noqa: E402
 from shardscope.training.examples.formats import recognize_format  # noqa: E402
-from shardscope.training.examples.preview import Preview  # noqa: E402
+from shardscope.training.examples.preview import Preview, preview_examples  # noqa: E402
 from shardscope.training.examples.rows import open_rows  # noqa: E402
-from shardscope.training.examples.token_table import RowCounts, TokenTable, build_table  # noqa: E402
-from shardscope.training.preferences.pairs import LABELS, PairBatches, iterate_pairs  # noqa: E402
-from shardscope.training.preferences.preview import preview_pairs  # noqa: E402
+from shardscope.training.examples.token_table import (  # noqa: E402
+    RowCounts,
+    TokenTable,
+    build_table,
+    iterate_encoded,
+)
+from shardscope.training.preferences.pairs import LABELS, PairBatches  # noqa: E402
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -67,7 +71,7 @@ def preview_rows(rows: list[dict[str, Any]], tokenizer: Any = None, **options: A
     format = recognize_format("Finetune.data", list(rows[0]), options.pop("columns", None))
     chosen = {"num_shown": 5, "seq_len": None, "loss_on": "completions", "bad_rows": "refuse", **options}
     opened, tokenizer = open_rows("Finetune.data", rows), tokenizer or create_tokenizer()
-    return preview_pairs("Finetune.data", "rows", opened, format, tokenizer, **chosen)
+    return preview_examples("Finetune.data", "rows", opened, format, tokenizer, **chosen)
 
 
 def read_learned_text(row: Any) -> str:
@@ -236,7 +240,7 @@ def make_table(rows: list[dict[str, Any]]) -> TokenTable:
     counts, encoder = RowCounts(), Encoder(create_tokenizer(), "completions")
     format, opened = recognize_format("data", list(rows[0])), open_rows("data", rows)
     return build_table(
-        iterate_pairs("data", opened, format, encoder, seq_len=24, bad_rows="refuse", counts=counts)
+        iterate_encoded("data", opened, format, encoder, seq_len=24, bad_rows="refuse", counts=counts)
     )
 
 
@@ -384,3 +388,26 @@ def test_the_predicted_duration_includes_the_reference(folder: Path) -> None:
         alone = steps * plan.step().seconds
         # 320 pairs are ten batches of 64 sequences, so both have about ten forwards of the reference.
         assert seconds is not None and 1.2 * alone < seconds < 1.5 * alone
+
+
+def test_a_preview_of_pairs_tells_what_the_reference_costs_by_the_plan(tmp_path: Path) -> None:
+    task = ss.Finetune(write_chat_folder(tmp_path / "model"), PAIRS, objective="dpo")
+    assert "takes no memory" in task.preview().sentences[-1]
+    recipe = ss.Recipe(seq_len=64, micro_batch_size=2, global_batch_size=8, method="lora")
+    plan = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("1xh100-sxm-80gb"), recipe, ss.Layout.fsdp2())
+    preview = task.preview(plan=plan)
+    assert preview.seq_len == 64
+    assert "one more forward in each step, about " in preview.cost and "no memory" in preview.cost
+    full = replace(plan, recipe=replace(recipe, method="full"))
+    assert "one forward over all pairs before the first step, about " in task.preview(plan=full).cost
+    assert "by plan.step()" in task.preview(plan=full).cost
+    assert not ss.Finetune(task.weights, [{"text": "a"}]).preview(plan=plan).cost
+
+
+def test_a_task_takes_the_objective_of_its_data(tmp_path: Path) -> None:
+    task = ss.Finetune(write_chat_folder(tmp_path / "model"), PAIRS)
+    assert task.match_objective().objective == "dpo"
+    assert replace(task, data=[{"text": "a"}], objective="sft").match_objective() == replace(
+        task, data=[{"text": "a"}]
+    )
+    assert replace(task, data=None).match_objective().objective == "sft"

@@ -119,6 +119,35 @@ def test_the_tab_begins_with_the_model_on_the_left(studio: Any) -> None:
     assert "Choose a data file" in studio.finetune.summary.value
 
 
+def test_preference_pairs_are_trained_by_dpo_with_nothing_else_to_choose(studio: Any) -> None:
+    pairs = [
+        {"prompt": f"Who is {number}?", "chosen": " Ahab.", "rejected": " Nobody."}
+        for number in range(NUM_ROWS)
+    ]
+    Path("pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+    fill(studio, data="pairs.jsonl")
+    page, plan = studio.finetune, studio.plan
+    task = studio.launch.task
+    assert task.objective == "dpo" and not studio.launch.button.disabled
+    task.check(plan)
+    assert plan.recipe.micro_batch_size % 2 == 0 and not plan.recipe.packing
+    line = page.form.data_panel.value
+    assert "Preference pairs: trained by DPO" in line and "title='Each row has a chosen and a" in line
+    assert "learns <b>60 preference pairs of pairs.jsonl</b> by <b>DPO</b>" in page.summary.value
+    assert "The reference is the model without its adapters" in page.form.note.value
+    assert page.form.settings.boxes["learning_rate"].placeholder == "5e-05", (
+        "a twentieth of the supervised rate"
+    )
+    page.form.inputs.method.value = "full"
+    assert wait_until(lambda: studio.plan.recipe.method == "full", READ_SECONDS)
+    assert "The reference is the initial model: one forward over all pairs" in page.form.note.value
+    studio.launch.task.check(studio.plan)
+    page.form.inputs.data.value = "rows.jsonl"
+    assert wait_until(
+        lambda: page.form.setup is not None and page.form.setup.task.objective == "sft", READ_SECONDS
+    )
+
+
 def test_pretraining_can_be_chosen_again(studio: Any) -> None:
     fill(studio)
     studio.tabs.value = "Memory"

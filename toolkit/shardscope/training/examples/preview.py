@@ -71,8 +71,15 @@ class Preview:
     """Counts over the measured rows."""
     num_rows: int
     """Number of rows of the data; of streamed data, of those at the beginning that were read."""
+    cost: str = ""
+    """A sentence about what this objective costs beyond others; empty if it does not."""
     is_streamed: bool = False
     """Whether the rows are the first ones of a stream."""
+
+    @property
+    def has_pairs(self) -> bool:
+        """Return whether the rows are preference pairs."""
+        return self.format.name == "preference"
 
     @property
     def num_tokens_per_epoch(self) -> int:
@@ -160,12 +167,12 @@ class Preview:
             )
         if counts.num_bad_rows:
             lines.append(f"{counts.num_bad_rows:,} malformed rows are skipped: {'; '.join(counts.bad_rows)}.")
-        return lines
+        return [*lines, self.cost] if self.cost else lines
 
     def _describe_packing(self, seq_len: int) -> str:
         line = f"Unpacked rows of {seq_len:,} tokens are {self.padding_at(seq_len):.0%} padding."
-        if any(row.side for row in self.rows):
-            return line  # Preference pairs are not packed.
+        if self.has_pairs:
+            return line  # They are not packed.
         gain = self.compute_packing_gain(seq_len)
         if gain <= 1:
             return line
@@ -262,21 +269,28 @@ def preview_examples(
 ) -> Preview:
     """Return the preview of ``rows``, of which at most 2,000, evenly spaced, are measured.
 
+    Each side of a preference pair is a row of its own: tokens and lengths count both sides, rows and examples
+    are pairs.
+
     Raises ``ValueError`` naming ``field`` for malformed rows, if ``bad_rows`` is "refuse", and for data of
     which no row can be trained on.
     """
-    encoder, counts = Encoder(tokenizer, loss_on), RowCounts()
-    indices = choose_rows(len(rows), num_shown)
-    shown: list[PreviewRow] = []
-    lengths: list[int] = []
-    for index, encoded in iterate_encoded(
-        field, rows, format, encoder, seq_len=None, bad_rows=bad_rows, counts=counts, indices=indices
-    ):
-        lengths.append(len(encoded.ids))
-        cut = encoded if seq_len is None else encoded.truncate(seq_len)
-        _count_truncation(counts, index, encoded, cut)
-        if len(shown) < num_shown and cut.num_loss_tokens:
-            shown.append(describe_row(tokenizer, index, cut))
+    counts, lengths, shown = RowCounts(), list[int](), list[PreviewRow]()
+    sides = ("chosen", "rejected") if format.name == "preference" else ("",)
+    encoded = iterate_encoded(
+        field,
+        rows,
+        format,
+        Encoder(tokenizer, loss_on),
+        seq_len=seq_len,
+        bad_rows=bad_rows,
+        counts=counts,
+        indices=_choose_rows(len(rows), num_shown),
+        lengths=lengths,
+    )
+    for number, (index, example) in enumerate(encoded):
+        if len(shown) < num_shown * len(sides):
+            shown.append(_describe_row(tokenizer, index, example, sides[number % len(sides)]))
     check_examples(field, counts, seq_len)
     return Preview(
         source=source,
@@ -290,7 +304,7 @@ def preview_examples(
     )
 
 
-def choose_rows(num_rows: int, num_shown: int) -> Sequence[int]:
+def _choose_rows(num_rows: int, num_shown: int) -> Sequence[int]:
     """Return the indices of the first ``num_shown`` rows and of others, evenly spaced."""
     if num_rows <= MAX_SAMPLED_ROWS:
         return range(num_rows)
@@ -298,24 +312,7 @@ def choose_rows(num_rows: int, num_shown: int) -> Sequence[int]:
     return sorted({*range(num_shown), *(int(number * spacing) for number in range(MAX_SAMPLED_ROWS))})
 
 
-def _count_truncation(counts: RowCounts, index: int, encoded: Encoded, cut: Encoded) -> None:
-    """Correct ``counts``, which were made without truncation so that full lengths are known."""
-    num_cut = len(encoded.ids) - len(cut.ids)
-    if not num_cut:
-        return
-    counts.num_truncated_rows += 1
-    counts.num_truncated_tokens += num_cut
-    counts.num_tokens -= num_cut
-    counts.num_loss_tokens -= encoded.num_loss_tokens - cut.num_loss_tokens
-    if not cut.num_loss_tokens:
-        counts.leave_out(index)
-        counts.num_examples -= 1
-        counts.num_tokens -= len(cut.ids)
-
-
-def describe_row(
-    tokenizer: PreTrainedTokenizerBase, index: int, encoded: Encoded, side: str = ""
-) -> PreviewRow:
+def _describe_row(tokenizer: PreTrainedTokenizerBase, index: int, encoded: Encoded, side: str) -> PreviewRow:
     """Return one example as the model reads it."""
     special = set(tokenizer.all_special_ids)
     return PreviewRow(

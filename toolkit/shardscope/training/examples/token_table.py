@@ -58,6 +58,12 @@ class RowCounts:
         if len(self.rows_without_loss) < MAX_NAMED_ROWS:
             self.rows_without_loss.append(index + 1)
 
+    def skip(self, index: int, error: ValueError) -> None:
+        """Count the row ``index`` as a malformed one."""
+        self.num_bad_rows += 1
+        if len(self.bad_rows) < MAX_NAMED_ROWS:
+            self.bad_rows.append(f"row {index + 1}: {error}")
+
     @property
     def named_rows_without_loss(self) -> str:
         """Numbers of the first rows without loss, such as "row 3, row 8, ...", for messages."""
@@ -75,43 +81,43 @@ def iterate_encoded(
     bad_rows: BadRows,
     counts: RowCounts,
     indices: Sequence[int] | None = None,
+    lengths: list[int] | None = None,
 ) -> Iterator[tuple[int, Encoded]]:
     """Yield the index and the tokens of every example that can be trained on, and update ``counts``.
 
-    ``indices`` are those of the rows to read; None: all. Rows without a token that bears loss after
-    truncation to ``seq_len`` (None: no truncation) are left out and counted. Raises ``ValueError`` naming
-    ``field`` and the row for a malformed row, if ``bad_rows`` is "refuse".
+    A preference pair is yielded twice: its chosen side, then its rejected one. ``indices`` are those of the
+    rows to read; None: all. ``lengths`` gets the number of tokens before truncation. Rows without a token
+    that bears loss after truncation to ``seq_len`` (None: no truncation) are left out and counted, and pairs
+    whose sides are then the same. Raises ``ValueError`` naming ``field`` and the row for a malformed row, if
+    ``bad_rows`` is "refuse".
     """
+    is_pair = format.name == "preference"
     for index in range(len(rows)) if indices is None else indices:
         counts.num_rows += 1
         try:
-            encoded = encoder.encode(read_example(format, rows[index]))
+            example = read_example(format, rows[index])
+            sides = encoder.encode_pair(example) if is_pair else (encoder.encode(example),)
         except ValueError as error:
-            handle_bad_row(field, index, rows[index], error, bad_rows, counts)
+            if bad_rows == "refuse":
+                _refuse_row(field, index, rows[index], error)
+            counts.skip(index, error)
             continue
-        cut = encoded if seq_len is None else encoded.truncate(seq_len)
-        if len(cut.ids) < len(encoded.ids):
-            counts.num_truncated_rows += 1
-            counts.num_truncated_tokens += len(encoded.ids) - len(cut.ids)
+        cut = [side if seq_len is None else side.truncate(seq_len) for side in sides]
+        for side, kept in zip(sides, cut, strict=True):
+            if lengths is not None:
+                lengths.append(len(side.ids))
+            if len(kept.ids) < len(side.ids):
+                counts.num_truncated_rows += 1
+                counts.num_truncated_tokens += len(side.ids) - len(kept.ids)
         # trl trained on such rows silently: their mean loss is over no token (trl issues 3728 and 3927).
-        if not cut.num_loss_tokens:
+        if not all(side.num_loss_tokens for side in cut) or (is_pair and cut[0].ids == cut[1].ids):
             counts.leave_out(index)
             continue
         counts.num_examples += 1
-        counts.num_tokens += len(cut.ids)
-        counts.num_loss_tokens += cut.num_loss_tokens
-        yield index, cut
-
-
-def handle_bad_row(
-    field: str, index: int, row: Row, error: ValueError, bad_rows: BadRows, counts: RowCounts
-) -> None:
-    """Raise ``ValueError`` naming ``field`` and the row, or count the row if ``bad_rows`` is "skip"."""
-    if bad_rows == "refuse":
-        _refuse_row(field, index, row, error)
-    counts.num_bad_rows += 1
-    if len(counts.bad_rows) < MAX_NAMED_ROWS:
-        counts.bad_rows.append(f"row {index + 1}: {error}")
+        for side in cut:
+            counts.num_tokens += len(side.ids)
+            counts.num_loss_tokens += side.num_loss_tokens
+            yield index, side
 
 
 def check_row(field: str, format: Format, index: int, row: Row) -> None:
@@ -212,11 +218,19 @@ class TokenTable:
         return cls(ids=ids, bears_loss=bears_loss, offsets=offsets)
 
 
-def count_shared_examples(training: TokenTable, validation: TokenTable) -> int:
-    """Return how many validation examples have the same tokens as an example for training."""
+def count_shared_examples(training: TokenTable, validation: TokenTable, num_sides: int = 1) -> int:
+    """Return how many examples for validation have the same tokens as one for training.
+
+    ``num_sides`` entries of the tables are one example: 2 for preference pairs.
+    """
+    known = set(_hash_examples(training, num_sides))
+    return sum(number in known for number in _hash_examples(validation, num_sides))
+
+
+def _hash_examples(table: TokenTable, num_sides: int) -> Iterator[int]:
     # Hashes of 8 bytes: the tokens themselves may be gigabytes.
-    known = {hash(training[index][0].tobytes()) for index in range(len(training))}
-    return sum(hash(validation[index][0].tobytes()) in known for index in range(len(validation)))
+    for start in range(0, len(table), num_sides):
+        yield hash(tuple(table[start + side][0].tobytes() for side in range(num_sides)))
 
 
 def build_table(encoded: Iterator[tuple[int, Encoded]]) -> TokenTable:

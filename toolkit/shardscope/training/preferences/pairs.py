@@ -1,16 +1,13 @@
-"""Preference pairs as token ids, and batches of them: the chosen rows of a micro-batch, then the rejected."""
+"""Batches of preference pairs: the chosen rows of a micro-batch, then the rejected."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from shardscope.training.data.batches import Batches
-from shardscope.training.examples.encoding import Encoded, Encoder
-from shardscope.training.examples.formats import Format, read_example
-from shardscope.training.examples.rows import Rows
-from shardscope.training.examples.token_table import BadRows, RowCounts, TokenTable, handle_bad_row
+from shardscope.training.examples.token_table import TokenTable
 
 if TYPE_CHECKING:
     import numpy
@@ -23,57 +20,6 @@ LABELS = "pair_labels"
 micro-batches: in DPO every pair counts the same."""
 REFERENCE = "reference"
 """Name of the reference model's log-probability of each row's answer, fp32, shape ``[rows]``."""
-
-
-def iterate_pairs(
-    field: str,
-    rows: Rows,
-    format: Format,
-    encoder: Encoder,
-    *,
-    seq_len: int | None,
-    bad_rows: BadRows,
-    counts: RowCounts,
-    indices: Sequence[int] | None = None,
-    lengths: list[int] | None = None,
-) -> Iterator[tuple[int, Encoded]]:
-    """Yield the index and the tokens of each pair twice: of its chosen side, then of its rejected one.
-
-    A pair is left out and counted if truncation leaves no token of an answer, or makes both sides the same.
-    ``lengths`` gets the untruncated lengths of all sides. See ``iterate_encoded`` for the other arguments.
-    """
-    for index in range(len(rows)) if indices is None else indices:
-        counts.num_rows += 1
-        try:
-            sides = encoder.encode_pair(read_example(format, rows[index]))
-        except ValueError as error:
-            handle_bad_row(field, index, rows[index], error, bad_rows, counts)
-            continue
-        cut = [side if seq_len is None else side.truncate(seq_len) for side in sides]
-        for side, kept in zip(sides, cut, strict=True):
-            if lengths is not None:
-                lengths.append(len(side.ids))
-            if len(kept.ids) < len(side.ids):
-                counts.num_truncated_rows += 1
-                counts.num_truncated_tokens += len(side.ids) - len(kept.ids)
-        if not all(side.num_loss_tokens for side in cut) or cut[0].ids == cut[1].ids:
-            counts.leave_out(index)
-            continue
-        counts.num_examples += 1
-        for side in cut:
-            counts.num_tokens += len(side.ids)
-            counts.num_loss_tokens += side.num_loss_tokens
-            yield index, side
-
-
-def count_shared_pairs(training: TokenTable, validation: TokenTable) -> int:
-    """Return how many pairs for validation have the same tokens as a pair for training."""
-    known = {_hash_pair(training, pair) for pair in range(len(training) // 2)}
-    return sum(_hash_pair(validation, pair) in known for pair in range(len(validation) // 2))
-
-
-def _hash_pair(table: TokenTable, pair: int) -> int:
-    return hash((table[2 * pair][0].tobytes(), table[2 * pair + 1][0].tobytes()))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from shardscope.core.errors import refuse
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations.head import resolve_loss
+from shardscope.planner.checks.case import predict_step
+from shardscope.timing.report import format_seconds
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -69,11 +71,26 @@ def estimate_reference_seconds(plan: Plan, step: StepReport, num_steps: int, num
     return (num_pairs or 0) * SIDES / plan.recipe.global_batch_size * work / 3
 
 
-def describe_reference(plan: Plan) -> str:
-    """Return a sentence about what the reference costs."""
-    if plan.recipe.has_adapters:
-        return "The reference is the model without its adapters: one more forward in each step, no memory."
+def describe_reference(plan: Plan | None, num_pairs: int | None = None) -> str:
+    """Return a sentence about what the reference costs, with its time where ``plan.step()`` predicts it.
+
+    ``num_pairs`` is the number of pairs of the data; None: it is not known.
+    """
+    if plan is None:
+        return (
+            "The reference of DPO takes no memory: with adapters it is the model without them, one more "
+            "forward in each step; in full fine-tuning the initial model, one forward over all pairs before "
+            "the first step."
+        )
+    step, has_adapters = predict_step(plan), plan.recipe.has_adapters
+    seconds = None if step is None else estimate_reference_seconds(plan, step, 1, num_pairs)
+    known = f", about {format_seconds(seconds)} by plan.step()" if seconds else ""
+    if has_adapters:
+        return (
+            f"The reference is the model without its adapters: one more forward in each step{known}, and no "
+            "memory."
+        )
     return (
-        "The reference is the initial model: one forward over all pairs before the first step, whose results "
-        "are stored in the run."
+        f"The reference is the initial model: one forward over all pairs before the first step{known}, and "
+        "no memory, because its log-probabilities are stored in the run."
     )

@@ -43,14 +43,14 @@ from shardscope.training.examples.token_table import (
     describe_counts,
     iterate_encoded,
 )
-from shardscope.training.preferences.pairs import PairBatches, count_shared_pairs, iterate_pairs
-from shardscope.training.preferences.preview import preview_pairs
+from shardscope.training.preferences.pairs import PairBatches
 from shardscope.training.preferences.settings import (
     DEFAULT_BETA,
     OBJECTIVES,
     SIDES,
     Objective,
     check_pair_plan,
+    describe_reference,
 )
 from shardscope.training.tasks.choices import (
     TEXT_STEPS,
@@ -291,29 +291,41 @@ class Finetune(TextTask):
         """See :class:`TextTask`."""
         return super().data_name or describe_source(self.data)
 
-    def preview(self, n: int = 5, *, seq_len: int | None = None) -> Preview:
+    def preview(self, n: int = 5, *, seq_len: int | None = None, plan: Plan | None = None) -> Preview:
         """Return how the model will read the data: the first ``n`` examples token by token, and lengths.
 
-        ``seq_len`` is the length to which examples are cut (the plan's ``recipe.seq_len``); None: uncut.
-        Raises ``ValueError`` naming the field for malformed data, and for plain text, which has no examples.
+        ``seq_len`` is the length to which examples are cut; None: that of ``plan``, without a plan uncut.
+        With a plan, the cost of DPO's reference has its predicted time. Raises ``ValueError`` naming the
+        field for malformed data, and for plain text, which has no examples.
         """
         if self.plain_text is not None:
             allowed = "examples; a text file is read as one long text, every token of which bears loss"
             refuse(self._field("data"), str(self.plain_text), allowed, "a .jsonl file of rows")
         name, rows = self._field("data"), self._open_rows()
-        preview_rows = preview_pairs if self.objective == "dpo" else preview_examples
-        preview = preview_rows(
+        preview = preview_examples(
             name,
             describe_source(self.data),
             rows,
             self._recognize_format(rows),
             WeightsTokenizer(self.folder).load(),
             num_shown=n,
-            seq_len=seq_len,
+            seq_len=plan.recipe.seq_len if seq_len is None and plan is not None else seq_len,
             loss_on=self.loss_on,
             bad_rows=self.bad_rows,
         )
-        return replace(preview, is_streamed=self.streaming)
+        cost = describe_reference(plan, len(rows)) if self.objective == "dpo" else ""
+        return replace(preview, is_streamed=self.streaming, cost=cost)
+
+    def match_objective(self) -> Finetune:
+        """Return this task with the objective of its data: "dpo" for preference pairs, "sft" for others.
+
+        Raises ``ValueError`` naming the field for data of no known format.
+        """
+        if self.plain_text is not None:
+            return replace(self, objective="sft")
+        rows = self._open_rows()
+        format = recognize_format(self._field("data"), rows.column_names, self.columns)
+        return replace(self, objective="dpo" if format.name == "preference" else "sft")
 
     def choices(self, plan: Plan) -> Choices:
         """Return the recommended settings of this task and of the recipe of ``plan``, each with its reason.
@@ -570,10 +582,9 @@ class Finetune(TextTask):
             if self.validation is None:
                 return
             validation = self._write_table(folder / VALIDATION_TOKENS, tokenizer, seq_len, "validation")
-        num_examples = len(validation) // (SIDES if self.objective == "dpo" else 1)
-        print(f"the validation loss is that of {num_examples:,} examples", flush=True)
-        count_shared = count_shared_pairs if self.objective == "dpo" else count_shared_examples
-        if num_shared := count_shared(training, validation):
+        num_sides = SIDES if self.objective == "dpo" else 1
+        print(f"the validation loss is that of {len(validation) // num_sides:,} examples", flush=True)
+        if num_shared := count_shared_examples(training, validation, num_sides):
             print(
                 f"warning: {num_shared:,} validation examples are also trained on, which lowers the "
                 "validation loss",
@@ -590,8 +601,7 @@ class Finetune(TextTask):
     ) -> TokenTable:
         """Tokenize rows of the source in the field ``name`` into ``folder``, and log how many there are."""
         rows, counts, field = self._open_rows(name), RowCounts(), self._field(name)
-        iterate = iterate_pairs if self.objective == "dpo" else iterate_encoded
-        encoded = iterate(
+        encoded = iterate_encoded(
             field,
             rows,
             self._recognize_format(rows, name),
