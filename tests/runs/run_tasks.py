@@ -231,6 +231,19 @@ def profiles(ctx: Any) -> None:
             profile.step()
 
 
+def reads_stop_and_commands(ctx: Any) -> None:
+    """Collective steps that each read ``should_stop`` and ``commands()``."""
+    import torch
+    import torch.distributed as dist
+
+    while not ctx.should_stop:
+        with torch.profiler.record_function("my step"):
+            dist.all_reduce(torch.ones(8))
+        for command in ctx.commands():
+            ctx.log(command=command["command"])
+        ctx.log(loss=1.0)
+
+
 def accelerator(ctx: Any) -> None:
     """Accelerate finds the process group that is up."""
     from accelerate import Accelerator

@@ -18,6 +18,8 @@ FULL_BYTES = 2**20
 STATUSES: frozenset[str] = frozenset(get_args(Status))
 EXPORT = "export"
 """Subfolder of a run with the exported Hugging Face checkpoint."""
+RECORDINGS = "recordings"
+"""Subfolder of a run with the recordings that ``run.profile`` requested, a folder each."""
 MERGED = "merged"
 """Subfolder of a run with its adapters merged into their base."""
 FINAL: frozenset[str] = frozenset({"finished", "stopped", "failed", "lost"})
@@ -118,7 +120,7 @@ class RunFolder:
 
     @property
     def traces(self) -> Path:
-        """Folder of profiler traces, a file per rank."""
+        """Folder of the profiler traces of ``profile=True`` and ``ctx.profile()``, a file per rank."""
         return self.path / "traces"
 
     @property
@@ -147,9 +149,23 @@ class RunFolder:
         """Return the path of one rank's stack dump (faulthandler), written on request."""
         return self.path / "stacks" / f"rank-{rank}.txt"
 
-    def trace(self, rank: int) -> Path:
-        """Return the path of one rank's profiler trace."""
-        return self.traces / f"rank-{rank}.json.gz"
+    def trace(self, rank: int, recording: int = 0) -> Path:
+        """Return the path of one rank's profiler trace in one of the run's recordings."""
+        return self.recording(recording) / f"rank-{rank}.json.gz"
+
+    def recording(self, number: int) -> Path:
+        """Return the folder of one recording: 0 is the task's own, others are those of ``run.profile``."""
+        return self.path / RECORDINGS / str(number) if number else self.traces
+
+    def list_recordings(self) -> list[int]:
+        """Return the numbers of the recordings of which a rank has written its trace, oldest first."""
+        try:
+            names = [entry.name for entry in (self.path / RECORDINGS).iterdir()]
+        except OSError:
+            names = []
+        # The folder may come from anybody: int() also accepts digits of other scripts.
+        numbers = sorted(int(name) for name in names if name.isdecimal() and name.isascii() and name != "0")
+        return [number for number in (0, *numbers) if any(self.recording(number).glob("*.json.gz"))]
 
     def engine_report(self, rank: int) -> Path:
         """Return the path of the report of what one rank's engine built."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shardscope.core.errors import check_integer, check_number
 from shardscope.machine.os_errors import describe_shortage
-from shardscope.records.folder import STATUSES, RunFolder
+from shardscope.records.folder import RECORDINGS, STATUSES, RunFolder
 from shardscope.records.json_files import load_json
 from shardscope.records.json_values import is_int, is_number, parse_object
 from shardscope.records.regular_files import check_regular
@@ -41,12 +41,26 @@ def check_file_kinds(folder: RunFolder, *, inside: bool = False) -> None:
             if entry.name in FILES and not entry.is_file(follow_symlinks=False):
                 check_regular(folder.path / entry.name)
             elif entry.name in FOLDERS:
-                if not entry.is_dir(follow_symlinks=False):
-                    raise ValueError(
-                        f"{folder.path / entry.name} is damaged: it is a file or a link; allowed: a folder."
-                    )
+                _check_folder(entry)
                 if inside:
                     _check_inside(entry.path)
+            elif entry.name == RECORDINGS:
+                _check_folders(entry, inside=inside)
+
+
+def _check_folder(entry: os.DirEntry[str]) -> None:
+    if not entry.is_dir(follow_symlinks=False):
+        raise ValueError(f"{entry.path} is damaged: it is a file or a link; allowed: a folder.")
+
+
+def _check_folders(entry: os.DirEntry[str], *, inside: bool) -> None:
+    """Check a subfolder that has a folder of regular files for each recording."""
+    _check_folder(entry)
+    if inside:
+        with os.scandir(entry.path) as folders:
+            for folder in islice(folders, MAX_ENTRIES):
+                _check_folder(folder)
+                _check_inside(folder.path)
 
 
 def _check_inside(path: str) -> None:

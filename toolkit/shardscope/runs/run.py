@@ -6,7 +6,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,7 +41,6 @@ from shardscope.records.terminal_text import plain_text
 from shardscope.runs.explain.failure import find_failures
 from shardscope.runs.explain.failure_report import explain_failures
 from shardscope.runs.stop_request import Button, every_rank_reads_stops, find_notebook
-from shardscope.runs.task_fields import why_no_trace
 from shardscope.runs.watch.logged_memory import LoggedMemory, LoggedPeak
 
 if TYPE_CHECKING:
@@ -412,13 +411,41 @@ class Run:
         # Redact here too: the supervisor masks secrets in the file only some time after they are printed.
         return redact(plain_text(read_tail_text(self._folder.log(rank), max_bytes)))
 
-    def trace(self) -> Trace:
-        """Load the :class:`shardscope.Trace` of all ranks. Raises ``ValueError`` if nothing was recorded."""
-        if not any(self._folder.traces.glob("*.json.gz")):
-            raise ValueError(why_no_trace(self.name, self.status, self.task_fields))
+    def profile(
+        self,
+        num_steps: int = 3,
+        ranks: int | Sequence[int] | None = None,
+        shapes: bool = False,
+        stacks: bool = False,
+        memory: bool = False,
+        modules: bool = False,
+    ) -> int:
+        """Request a recording of the next steps of this live run; return its number at once.
+
+        After one more step the ranks record ``num_steps`` (1 to 1,000) with torch.profiler, all of them or
+        only ``ranks``, and train on; :meth:`trace` then opens the recording. Each option records more, and
+        slows the recorded steps down: the operators' input ``shapes``, Python ``stacks`` (which
+        ``trace.modules()`` needs), each allocation (``memory``), and a range for each layer (``modules``).
+        For tasks that train the plan, and functions that read ``ctx.should_stop`` once a step. Raises
+        ``ValueError`` if the run or its task cannot be recorded now, ``OSError`` if the folder cannot be
+        written.
+        """
+        from shardscope.runs.profiling_request import request_recording
+
+        return request_recording(
+            self, num_steps, ranks, shapes=shapes, stacks=stacks, memory=memory, modules=modules
+        )
+
+    def trace(self, recording: int | None = None) -> Trace:
+        """Load the :class:`shardscope.Trace` of all ranks that recorded.
+
+        ``recording`` is the number that :meth:`profile` returned, or 0 for that of ``profile=True`` and
+        ``ctx.profile()``; None: the newest one. Raises ``ValueError`` if it was not recorded, or not yet.
+        """
+        from shardscope.runs.profiling_request import find_recording
         from shardscope.trace import Trace
 
-        return Trace.load(self._folder.traces)
+        return Trace.load(find_recording(self, recording))
 
     def stop(self, checkpoint: bool = False) -> None:
         """Request a stop and return immediately; no effect on an ended run. ``run.wait()`` waits for the end.

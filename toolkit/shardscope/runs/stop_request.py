@@ -14,6 +14,7 @@ Button = Literal["Stop", "Save and stop"]
 """The buttons that request a stop; "Save and stop" with a checkpoint."""
 MAX_NAME = 100
 READS_STOPS = "looks_for_stop"
+READS_COMMANDS = "looks_for_commands"
 
 
 def find_notebook() -> str | None:
@@ -50,9 +51,9 @@ def was_stopped_by_sweep(folder: RunFolder) -> bool:
     return next(stops, {}).get("sweep") is True
 
 
-def record_stop_reader(folder: RunFolder, rank: int) -> None:
-    """Note in a rank's record that its task reads stop requests. Raises ``OSError``."""
-    write_json_on_full_disk(folder.rank(rank), {**(read_json(folder.rank(rank)) or {}), READS_STOPS: True})
+def record_reader(folder: RunFolder, rank: int, kind: str) -> None:
+    """Note in a rank's record that its task reads stop requests, or commands. Raises ``OSError``."""
+    write_json_on_full_disk(folder.rank(rank), {**(read_json(folder.rank(rank)) or {}), kind: True})
 
 
 def every_rank_reads_stops(folder: RunFolder, world_size: int) -> bool:
@@ -60,4 +61,16 @@ def every_rank_reads_stops(folder: RunFolder, world_size: int) -> bool:
 
     Otherwise a stop could hang the run: ranks that leave would be waited for by those that do not look.
     """
-    return all((read_json(folder.rank(rank)) or {}).get(READS_STOPS) is True for rank in range(world_size))
+    return _every_rank_reads(folder, world_size, READS_STOPS)
+
+
+def marks_steps(folder: RunFolder, world_size: int) -> bool:
+    """Return whether the task has read ``ctx.should_stop`` or ``ctx.commands()`` on every rank.
+
+    These calls are the boundaries of a function's steps: all ranks obey a request at the same one.
+    """
+    return any(_every_rank_reads(folder, world_size, kind) for kind in (READS_STOPS, READS_COMMANDS))
+
+
+def _every_rank_reads(folder: RunFolder, world_size: int, kind: str) -> bool:
+    return all((read_json(folder.rank(rank)) or {}).get(kind) is True for rank in range(world_size))

@@ -9,6 +9,8 @@ import zlib
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
+from shardscope.records.folder import RunFolder
+
 MAX_JSON_BYTES = 2 * 1024**3
 """Largest JSON after decompression; decoding needs several times as much memory."""
 
@@ -33,7 +35,7 @@ def list_trace_files(source: object) -> list[Path]:
     # A Run is recognized by its attribute: trace is a layer below runs and cannot import the class.
     folder = getattr(source, "folder", None)
     if folder is not None:
-        source = Path(folder) / "traces"
+        source = _find_newest_recording(RunFolder(folder))
         if not source.exists():
             refuse_file(source, "does not exist: this run recorded no trace", "launch it with profile=True")
     if not isinstance(source, str | os.PathLike):
@@ -45,15 +47,18 @@ def list_trace_files(source: object) -> list[Path]:
     if not path.is_dir():
         return [path]
     # A run's folder is accepted in place of its "traces".
-    inside = path / "traces"
-    if inside.is_dir():
-        path = inside
+    if (path / "traces").is_dir():
+        path = _find_newest_recording(RunFolder(path))
     files = sorted(entry for entry in path.iterdir() if entry.name.endswith(_SUFFIXES))
     if not files:
         refuse_file(
             path, "is a folder without *.json or *.json.gz", "give the folder that holds rank-0.json.gz"
         )
     return files
+
+
+def _find_newest_recording(folder: RunFolder) -> Path:
+    return folder.recording(max(folder.list_recordings(), default=0))
 
 
 def read_bytes(path: Path) -> bytes:

@@ -56,6 +56,9 @@ class StepProfile(Protocol):
         where: TracebackType | None,
     ) -> None: ...
     def step(self) -> None: ...
+    @property
+    def written(self) -> bool:
+        """Whether the trace is on disk."""
 
 
 class TrainingContext(Context, Protocol):
@@ -66,8 +69,13 @@ class TrainingContext(Context, Protocol):
     def poll(self) -> tuple[bool, list[dict[str, object]]]:
         """Return whether a stop was requested, and the other new commands."""
 
-    def profile(self, steps: int | None = None, *, warmup: int = 1, skip: int = 0) -> StepProfile:
-        """Return a profile that skips ``skip`` steps, warms up for ``warmup`` and records ``steps``."""
+    def record_steps(
+        self, steps: int, *, warmup: int, skip: int, recording: int, options: Mapping[str, bool]
+    ) -> StepProfile:
+        """Return a profile that skips ``skip`` steps, warms up for ``warmup`` and records ``steps``.
+
+        ``recording`` is its number, ``options`` those of ``torch.profiler.profile``.
+        """
 
 
 def _wait_for_nothing() -> None:
@@ -236,6 +244,10 @@ class Engine(ABC):
     @abstractmethod
     def memory(self) -> dict[str, int]:
         """Return this rank's current bytes: ``parameters``, ``gradients``, ``optimizer``, device totals."""
+
+    def list_layers(self) -> Mapping[str, torch.nn.Module]:
+        """Return the model's repeated layers by name, such as "layers.3"; empty before ``setup``."""
+        return {}
 
     def live_tensors(self) -> LiveTensors | None:
         """Return the tensors behind :meth:`memory`, for the census of a step; None if not supported."""

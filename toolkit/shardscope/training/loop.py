@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,20 +12,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
-from shardscope.core.errors import check_integer
 from shardscope.training.accounting.memory_watch import Snapshot
 from shardscope.training.accounting.tensors import read_device_bytes
 from shardscope.training.checkpoints.folders import checkpoint_path, delete_older
 from shardscope.training.data.batches import Batches
 from shardscope.training.optimizers.schedule import Schedule
-from shardscope.training.recording import Recorder
+from shardscope.training.recording import Recorder, RecordingRequest, read_request
 from shardscope.training.samples import SampleGenerations
 from shardscope.training.validation import Validation
 
 if TYPE_CHECKING:
     from shardscope.training.engine import Context, Engine, TrainingContext
 
-PROFILED_STEPS = 3
 SKIPPED_STEPS = 2
 """Steps skipped before profiling, if there are enough: the first ones allocate memory for the others."""
 SNAPSHOT_STEPS = 3
@@ -68,11 +66,13 @@ def train(
     if first >= schedule.num_steps:
         print(f"no steps are left to train: num_steps is {schedule.num_steps:,}", flush=True)
     # Context managers, so that a recording in progress also ends when a step fails.
-    with Recorder(ctx) as recorder, Snapshot(ctx) as snapshot:
+    with Recorder(ctx, engine.list_layers) as recorder, Snapshot(ctx) as snapshot:
         if memory_snapshot:
             snapshot.start(SNAPSHOT_STEPS)
         if profile:
-            recorder.start(PROFILED_STEPS, num_left=schedule.num_steps - first, skip=SKIPPED_STEPS)
+            recorder.start(
+                RecordingRequest(shapes=True), num_left=schedule.num_steps - first, skip=SKIPPED_STEPS
+            )
         if validation is not None and first == 0:
             validation.run(ctx, engine)
         if samples is not None:
@@ -80,7 +80,7 @@ def train(
             samples.run(ctx, engine)
         for step in range(first, schedule.num_steps):
             # Obey commands before the step; all ranks get the same ones at the same step.
-            commands = poll_commands(ctx, PROFILED_STEPS)
+            commands = poll_commands(ctx)
             if commands.stop:
                 save_checkpoint = is_stopped = True
                 break
@@ -94,8 +94,8 @@ def train(
                 checkpoint_requested = False
             if commands.memory_snapshot:
                 snapshot.start(SNAPSHOT_STEPS)
-            if commands.profile_steps:
-                _start_recording(recorder, commands.profile_steps, num_left=schedule.num_steps - step)
+            if commands.recording is not None:
+                recorder.obey(commands.recording, num_left=schedule.num_steps - step)
             # Run the step and report it.
             result = _run_step(engine, batches, schedule, step)
             seen += batches.list_indices(step)
@@ -225,14 +225,6 @@ def gather_positions(batches: Batches) -> list[object] | None:
     return [by_rank[rank] for rank in range(batches.num_ranks)]
 
 
-def _start_recording(recorder: Recorder, num_steps: int, *, num_left: int) -> None:
-    if recorder.is_recording:
-        print("ignored a command: profile, while a recording is in progress", flush=True)
-        return
-    print(f"recording {min(num_steps, max(1, num_left - 1)):,} steps", flush=True)
-    recorder.start(num_steps, num_left=num_left)
-
-
 def choose_printed_steps(first: int, num_steps: int) -> frozenset[int]:
     """Return the steps that are printed to the log: the first one and the end of each tenth of the run."""
     tenths = (num_steps * tenth // 10 - 1 for tenth in range(1, 11))
@@ -282,10 +274,6 @@ def _describe_data(batches: Batches, first: int, end: int, seen: list[int]) -> d
 # ---- Commands to a running training
 
 
-MAX_PROFILED_STEPS = 1000
-"""Maximum number of profiled steps: a longer trace would be gigabytes in the rank's memory."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Commands:
     """Commands of one poll, the same on every rank."""
@@ -294,21 +282,22 @@ class Commands:
     checkpoint: bool = False
     finish: bool = False
     """Whether to end the training with the next step, as a complete one."""
-    profile_steps: int = 0
-    """Number of steps to profile; 0 if not requested."""
+    recording: RecordingRequest | None = None
+    """The steps to profile; None if not requested."""
     memory_snapshot: bool = False
     """Whether to record torch's allocation history over the next steps into the run folder."""
 
 
-def poll_commands(ctx: TrainingContext, profile_steps: int) -> Commands:
+def poll_commands(ctx: TrainingContext) -> Commands:
     """Read the new commands since the last call. Call it once per step on every rank.
 
     Commands are ``{"command": "checkpoint"}``, ``{"command": "finish"}``, ``{"command": "memory_snapshot"}``
-    and ``{"command": "profile", "steps": n}``, whose ``steps`` default to ``profile_steps``. Anything else is
-    logged and ignored: a typo must not end a training run.
+    and ``{"command": "profile", ...}`` with the fields of :func:`read_request`. Anything else is logged and
+    ignored: a typo must not end a training run.
     """
     stop, commands = ctx.poll()
-    checkpoint, finish, memory_snapshot, num_steps = False, False, False, 0
+    checkpoint, finish, memory_snapshot = False, False, False
+    recording = None
     for command in commands:
         try:
             match command["command"]:
@@ -320,7 +309,7 @@ def poll_commands(ctx: TrainingContext, profile_steps: int) -> Commands:
                 case "memory_snapshot":
                     memory_snapshot = True
                 case "profile":
-                    num_steps = _read_profile_steps(command, profile_steps)
+                    recording = read_request(command)
                 case name:
                     known = "'checkpoint', 'finish', 'memory_snapshot', 'profile', 'stop'"
                     raise ValueError(f"command is {name!r}; allowed: {known}.")
@@ -330,13 +319,9 @@ def poll_commands(ctx: TrainingContext, profile_steps: int) -> Commands:
         stop=stop,
         checkpoint=checkpoint,
         finish=finish,
-        profile_steps=num_steps,
+        recording=recording,
         memory_snapshot=memory_snapshot,
     )
-
-
-def _read_profile_steps(command: Mapping[str, object], default: int) -> int:
-    return check_integer("profile steps", command.get("steps", default), low=1, high=MAX_PROFILED_STEPS)
 
 
 # ---- Metrics of a training step, per rank

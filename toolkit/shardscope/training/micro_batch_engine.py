@@ -33,6 +33,7 @@ from shardscope.training.model.recompute import apply_recompute, check_recompute
 from shardscope.training.optimizers import optimizers
 from shardscope.training.preferences.dpo import disabled_adapters, sum_log_probabilities
 from shardscope.training.preferences.pairs import LABELS, REFERENCE
+from shardscope.training.ranges import name_layers
 from shardscope.training.weights import pretrained
 from shardscope.training.weights.initial_weights import (
     CPU,
@@ -194,6 +195,9 @@ class MicroBatchEngine(Engine):
 
     def export(self, path: str | Path) -> None:
         pretrained.write_pretrained(self._resolve_in_run(path), self.model, self.full_tensors())
+
+    def list_layers(self) -> Mapping[str, torch.nn.Module]:
+        return name_layers(self.model) if hasattr(self, "model") else {}
 
     def memory(self) -> dict[str, int]:
         return {**self._count_tensor_bytes(), **tensors.read_device_bytes(self.ctx.device)}

@@ -10,6 +10,7 @@ from shardscope.core.errors import refuse
 from shardscope.core.finding import SEVERITIES, Finding
 from shardscope.planner import checks as preflight
 from shardscope.planner.checks.case import Case, replace_task_fields
+from shardscope.records.folder import RunFolder
 from shardscope.runs.checks import checkpoints, data, devices, fsdp1, loading, text, training_step
 from shardscope.runs.checks.script import MAX_CHARACTERS, Script
 from shardscope.runs.task_source import read_source
@@ -121,4 +122,4 @@ def _read_plan(run: Run) -> object:
 
 
 def _has_trace(run: Run) -> bool:
-    return any((run.folder / "traces").glob("rank-*"))
+    return bool(RunFolder(run.folder).list_recordings())

@@ -49,7 +49,7 @@ def store_measured_step(folder: RunFolder, description: Mapping[str, object]) ->
         return False
     num_steps, seconds = measured
     # The profiler slows its steps down. In a long run they do not change the median.
-    if num_steps < MIN_PROFILED_STEPS and any(folder.traces.glob("*.json.gz")):
+    if num_steps < MIN_PROFILED_STEPS and folder.list_recordings():
         return False
     # run.json may have been edited, or be of an older version.
     plan, predicted = description.get("plan"), description.get("predicted")

@@ -16,7 +16,8 @@ from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import RESERVED, encode, write_json
 from shardscope.runs.launch.commands import CommandFeed, PollTable
 from shardscope.runs.launch.profiling import Profile
-from shardscope.runs.stop_request import record_stop_reader
+from shardscope.runs.stop_request import READS_COMMANDS, READS_STOPS, record_reader
+from shardscope.training.recording import Recorder, RecordingRequest, read_request
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +56,8 @@ class Context:
         self._pending: deque[dict[str, object]] = deque(maxlen=MAX_PENDING)
         self._recorded: dict[str, object] = {}
         self._stop_requested = False
-        self._has_recorded_reader = False
+        self._step_reader = ""
+        self._recorded_readers: set[str] = set()
         self._last_step = -1
         self._events: int | None = None
         self._line_is_broken = False
@@ -65,6 +67,12 @@ class Context:
     def folder(self) -> Path:
         """The run folder."""
         return self._folder.path
+
+    @cached_property
+    def recorder(self) -> Recorder:
+        """The recorder of a function's steps, for ``run.profile``; ``run_rank`` ends it with the task."""
+        # Reading self.engine would build one for a task that has none.
+        return Recorder(self, lambda: self.engine.list_layers() if "engine" in self.__dict__ else {})
 
     @cached_property
     def engine(self) -> Engine:
@@ -122,29 +130,53 @@ class Context:
         Without ``steps`` the whole body is recorded. With ``steps``, call ``.step()`` on the object that
         ``with`` binds after each training step: the first ``skip`` steps run without the profiler, the next
         ``warmup`` run under it unrecorded, then ``steps`` are recorded. ``options`` are passed to
-        ``torch.profiler.profile``. A later recording replaces an earlier one.
+        ``torch.profiler.profile``. A later recording replaces an earlier one, but those of ``run.profile``.
         """
         return Profile(self._folder, self.rank, steps=steps, warmup=warmup, skip=skip, options=options)
+
+    def record_steps(
+        self, steps: int, *, warmup: int, skip: int, recording: int, options: Mapping[str, bool]
+    ) -> Profile:
+        """Return a profile like :meth:`profile`'s, for the recording of that number (0: the task's own)."""
+        profiler_options: ProfileOptions = {**options}  # type: ignore[typeddict-item]
+        return Profile(
+            self._folder,
+            self.rank,
+            steps=steps,
+            warmup=warmup,
+            skip=skip,
+            recording=recording,
+            options=profiler_options,
+        )
 
     @property
     def should_stop(self) -> bool:
         """Return whether a stop was requested.
 
-        Read it once per step on *every* rank: all get the same answer.
+        Read it once per step on *every* rank: all get the same answer. A recording that ``run.profile``
+        requests begins and ends here.
         """
-        return self._poll_for_stop()
+        stop_requested = self._poll_for_stop()
+        self._mark_step(READS_STOPS)
+        return stop_requested
 
     def commands(self) -> list[dict[str, object]]:
         """Return the commands other than stop since the last call, such as ``{"command": "profile", ...}``.
 
         Like ``should_stop`` this polls the control file: every rank must make the same calls in the same
-        order. At most the latest 1000 commands are kept.
+        order. At most the latest 1000 commands are kept. Requests of ``run.profile`` are obeyed here, and
+        not returned.
         """
         self._poll_commands()
+        self._note_reader(READS_COMMANDS)
+        self._mark_step(READS_COMMANDS)
         return self._pop_pending()
 
     def poll(self) -> tuple[bool, list[dict[str, object]]]:
-        """Return ``should_stop`` and ``commands()`` with one poll: each poll takes a lock of all ranks."""
+        """Return ``should_stop`` and all new commands with one poll: each poll takes a lock of all ranks.
+
+        For a training loop that records its steps itself.
+        """
         return self._poll_for_stop(), self._pop_pending()
 
     def record(self, name: str, mapping: Mapping[str, object]) -> None:
@@ -166,11 +198,33 @@ class Context:
 
     def _poll_for_stop(self) -> bool:
         self._poll_commands()
-        if not self._has_recorded_reader:
-            self._has_recorded_reader = True
-            with contextlib.suppress(OSError):  # A full disk: "Save and stop" is then not offered.
-                record_stop_reader(self._folder, self.rank)
+        self._note_reader(READS_STOPS)
         return self._stop_requested
+
+    def _note_reader(self, kind: str) -> None:
+        if kind not in self._recorded_readers:
+            self._recorded_readers.add(kind)
+            with contextlib.suppress(OSError):  # A full disk: "Save and stop" is then not offered.
+                record_reader(self._folder, self.rank, kind)
+
+    def _mark_step(self, reader: str) -> None:
+        """End a step of the recording in progress, and start a requested one.
+
+        A task may read both ``should_stop`` and ``commands()`` in a step: the one that was read when the
+        recording began counts.
+        """
+        if self.recorder.is_recording and self._step_reader == reader:
+            self.recorder.count_step()
+        for command in list(self._pending):
+            if command["command"] == "profile" and "recording" in command:
+                self._pending.remove(command)
+                with contextlib.suppress(ValueError):  # Not of run.profile: nobody waits for it.
+                    self._begin_recording(read_request(command), reader)
+
+    def _begin_recording(self, request: RecordingRequest, reader: str) -> None:
+        if not self.recorder.is_recording:
+            self._step_reader = reader
+        self.recorder.obey(request, num_left=None)
 
     def _pop_pending(self) -> list[dict[str, object]]:
         commands = list(self._pending)

@@ -45,8 +45,9 @@ class Profile:
         warmup: int,
         skip: int,
         options: ProfileOptions,
+        recording: int = 0,
     ) -> None:
-        self._path = folder.trace(rank)
+        self._path = folder.trace(rank, recording)
         self._partial = folder.temporary / f"{os.getpid()}-{self._path.name}"
         self._steps = None if steps is None else check_integer("steps", steps, low=1, high=MAX_STEPS)
         self._warmup = check_integer("warmup", warmup, low=0, high=MAX_STEPS)
@@ -92,6 +93,7 @@ class Profile:
 
     def _write(self, profiler: profile) -> None:
         self._partial.parent.mkdir(mode=0o700, exist_ok=True)
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Write beside the final name and rename: a reader never sees half a trace.
         profiler.export_chrome_trace(str(self._partial))
         self._partial.chmod(0o600)  # torch creates it with the user's umask.

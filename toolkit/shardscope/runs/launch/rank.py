@@ -55,7 +55,9 @@ def run_rank(
         context = _make_context(folder, plan, device_type, files)
         _write_marker(folder, rank, ready=time.time())
         # Only a return counts as finished: sys.exit(0) may come in the middle of a task that others wait in.
-        check_was_run(task(context))
+        # A recording in progress ends with the task, also with one that fails.
+        with context.recorder:
+            check_was_run(task(context))
         restore_output(log)
         context.close()
         # Leave the group before the marker: an error in its shutdown is a failure of this rank.

@@ -12,6 +12,7 @@ from shardscope.records.folder import RunFolder
 from shardscope.training.accounting import tensors
 from shardscope.training.accounting.census import Census
 from shardscope.training.engine import Context, Engine, LiveTensors
+from shardscope.training.ranges import name_range
 
 WATCHED_STEPS = (0, 2)
 """Measured steps, from 0. The third is representative (in the second DDP still rebuilds its buckets); the
@@ -61,10 +62,14 @@ class MemoryWatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the operators inside as one phase. After an error it stays open: the step has failed."""
+        """Measure the operators inside as one phase, and name them in recordings.
+
+        After an error the phase stays open: the step has failed.
+        """
         if self._census is not None:
             self._census.begin_phase(name)
-        yield
+        with name_range(name):
+            yield
         if self._is_measured:
             self._store_peaks(name)
 

@@ -29,6 +29,7 @@ from shardscope.training.accounting.precision import check_precision_of_copies
 from shardscope.training.checkpoints.position import describe_position
 from shardscope.training.engine import BuildModel, BuildOptimizer, Context, Engine, LiveTensors
 from shardscope.training.model.on_meta import build_on_meta
+from shardscope.training.ranges import name_layers
 from shardscope.training.weights.stored_weights import TensorsByName
 
 if TYPE_CHECKING:
@@ -201,6 +202,10 @@ class MegatronEngine(Engine):
         main = None if self.plan.recipe.precision == "bf16" else self.optimizer
         with self._on_device():
             export_hf(self._chunks, self.plan.architecture, self._hf_config, self._resolve_in_run(path), main)
+
+    def list_layers(self) -> Mapping[str, torch.nn.Module]:
+        chunks = self.model.children() if hasattr(self, "model") else ()
+        return {name: layer for chunk in chunks for name, layer in name_layers(chunk).items()}
 
     def memory(self) -> dict[str, int]:
         return {**self._count_tensor_bytes(), **tensors.read_device_bytes(self.ctx.device)}
