@@ -10,10 +10,11 @@ import pytest
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import read_json, write_json
 from shardscope.runs.stop_request import (
+    READS_STOPS,
     describe_stop_request,
     every_rank_reads_stops,
     find_notebook,
-    record_stop_reader,
+    record_reader,
 )
 
 
@@ -48,6 +49,6 @@ def test_stop_requests_count_as_read_once_every_rank_has_read_them(tmp_path: Pat
     for rank in (0, 1):
         write_json(folder.rank(rank), {"pid": 100 + rank})
         assert not every_rank_reads_stops(folder, 2)
-        record_stop_reader(folder, rank)
+        record_reader(folder, rank, READS_STOPS)
     assert every_rank_reads_stops(folder, 2)
     assert (read_json(folder.rank(1)) or {})["pid"] == 101, "what else is recorded of it stays"
