@@ -158,6 +158,6 @@ def test_a_memory_snapshot_can_be_requested_from_an_active_run() -> None:
 
     from shardscope.training.loop import poll_commands
 
-    assert poll_commands(Context(), 3).memory_snapshot
+    assert poll_commands(Context()).memory_snapshot
     with pytest.raises(ValueError, match=r"Pretrain\.memory_snapshot is 1; allowed"):
         ss.Pretrain(memory_snapshot=1)  # type: ignore[arg-type]
