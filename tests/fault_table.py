@@ -222,8 +222,10 @@ FAULTS = {
     38: Fault(
         "Odd traces: empty, truncated, a gzip bomb, over 2 GB, no events, events without duration or "
         "category, negative, huge, unsorted, NaN, ranks twice or missing, `<script>` in a name",
-        "Valid events are drawn, and notes count the others. A file that is not a trace raises `ValueError` "
-        "with its name and a fix. Names are shown as text.",
+        "Valid events are drawn, also those of a truncated or damaged file, and notes count the others. A "
+        "file that is not a trace raises `ValueError` with its name and a fix; in a folder it is left out, "
+        "with a note. Of several recordings of a rank the latest is shown. Ranks of different jobs raise "
+        "`ValueError` with the names of their files. Names are shown as text.",
     ),
     39: Fault(
         "A malicious pickle as a memory snapshot",

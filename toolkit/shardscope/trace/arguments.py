@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+from shardscope.trace.argument_blocks import EventArguments
 
 Int64s = npt.NDArray[np.int64]
 Count = Annotated[int, msgspec.Meta(ge=-1, le=2**62)]
@@ -18,10 +20,8 @@ _ABSENT = msgspec.Raw(b"")
 
 
 class WorkArgs(msgspec.Struct, gc=False):
-    """Arguments of kernels, copies and launches; -1 where absent or malformed."""
+    """Arguments of kernels and copies; -1 where absent or malformed."""
 
-    correlation: Count = -1
-    """Links a kernel to the runtime call that launched it."""
     bytes: float = -1.0
     """Bytes that a copy moved."""
     occupancy: float = msgspec.field(default=-1.0, name="est. achieved occupancy %")
@@ -59,17 +59,14 @@ Args = TypeVar("Args", WorkArgs, CollectiveArgs, ShapeArgs, SequenceArgs)
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-def decode_arguments(raw: Sequence[msgspec.Raw], index: Int64s, kind: type[Args]) -> list[Args]:
+def decode_arguments(arguments: EventArguments, index: Int64s, kind: type[Args]) -> list[Args]:
     """Return the arguments of the slices ``index`` as objects of ``kind``."""
     # Not strict: some exporters write numbers as strings.
     decoder = msgspec.json.Decoder(kind, strict=False)
-    absent = kind()
-    decoded = []
-    for position in index.tolist():
-        try:
-            decoded.append(decoder.decode(raw[position]))
-        except _UNREADABLE:
-            decoded.append(absent)
+    decoded = [kind()] * len(index)
+    for position, text in arguments.iterate(index):
+        with suppress(*_UNREADABLE):
+            decoded[position] = decoder.decode(text)
     return decoded
 
 

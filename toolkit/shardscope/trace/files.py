@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import stat
 import zlib
@@ -12,13 +11,15 @@ from typing import BinaryIO, NoReturn
 from shardscope.records.folder import RunFolder
 
 MAX_JSON_BYTES = 2 * 1024**3
-"""Largest JSON after decompression; decoding needs several times as much memory."""
+"""Largest JSON after decompression. It is never in memory as a whole."""
 
 MAX_RATIO = 400
 """Largest accepted gzip ratio. Kineto's JSON has 8 to 30, a decompression bomb 1,000."""
 
-_RATIO_FROM_BYTES = 32 * 1024**2
-_CHUNK_BYTES = 8 * 1024**2
+_RATIO_FROM_BYTES = 16 * 1024**2
+_PIECE_BYTES = 8 * 1024**2
+_PACKED_BYTES = 1024**2
+_GZIP_WBITS = 31  # zlib: a gzip header, and its checksum at the end
 _SUFFIXES = (".json", ".json.gz")
 
 
@@ -61,11 +62,8 @@ def _find_newest_recording(folder: RunFolder) -> Path:
     return folder.recording(max(folder.list_recordings(), default=0))
 
 
-def read_bytes(path: Path) -> bytes:
-    """Return the content of a trace file, decompressed if gzipped.
-
-    Raises ``ValueError`` for anything but a regular file within the size limits.
-    """
+def open_trace_file(path: Path) -> BinaryIO:
+    """Open a trace file. Raises ``ValueError`` for anything but a regular file that is not empty."""
     # O_NOFOLLOW below would fail with a message about too many links; this one names the target.
     if path.is_symlink():
         refuse_file(path, "is a symbolic link", f"load the file that it points to, {_resolve_link(path)}")
@@ -77,20 +75,111 @@ def read_bytes(path: Path) -> bytes:
     except OSError as error:
         refuse_file(path, f"cannot be opened ({error.strerror})", "check its permissions")
     status = os.fstat(handle)
-    if not stat.S_ISREG(status.st_mode):
+    if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
         os.close(handle)
-        refuse_file(path, "is a folder, pipe or device", "give a regular .json or .json.gz file")
-    # Check for gzip by its magic bytes, not by the file name.
-    with os.fdopen(handle, "rb") as file:
-        if status.st_size == 0:
+        if stat.S_ISREG(status.st_mode):
             refuse_file(path, "is empty", "record it again; the rank was probably killed while writing")
-        packed = file.read(2) == b"\x1f\x8b"
-        file.seek(0)
-        if packed:
-            return _decompress(path, file, status.st_size)
-        if status.st_size > MAX_JSON_BYTES:
+        refuse_file(path, "is a folder, pipe or device", "give a regular .json or .json.gz file")
+    return os.fdopen(handle, "rb")
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the whole content of a file, decompressed if gzipped. Raises ``ValueError``."""
+    stream = TextStream(path)
+    try:
+        pieces = list(iter(lambda: stream.read(_PIECE_BYTES), b""))
+    finally:
+        stream.close()
+    if stream.damage:
+        refuse_file(path, stream.damage, "copy or record it again; the rank was killed or the disk full")
+    return b"".join(pieces)
+
+
+class TextStream:
+    """The text of a trace file, decompressed piece by piece within the size limits.
+
+    A gzip file that is truncated or damaged ends at its last readable byte; ``damage`` says so.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file. Raises ``ValueError``, also for a plain file above the size limit."""
+        self.path = path
+        self.damage = ""
+        """Problem of the file ("is a truncated gzip file"); empty if there is none."""
+        self.num_file_bytes = 0
+        """Bytes read of the file, compressed ones if it is."""
+        self._file = open_trace_file(path)
+        self._file_bytes = os.fstat(self._file.fileno()).st_size
+        self._text_bytes = 0
+        # Check for gzip by its magic bytes, not by the file name.
+        is_packed = self._file.read(2) == b"\x1f\x8b"
+        self._file.seek(0)
+        self._unpacker = zlib.decompressobj(wbits=_GZIP_WBITS) if is_packed else None
+        self._packed = b""
+        if not is_packed and self._file_bytes > MAX_JSON_BYTES:
+            self.close()
             _refuse_size(path)
-        return file.read()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def read(self, num_bytes: int) -> bytes:
+        """Return the next ``num_bytes``, fewer at the end. Raises ``ValueError`` above the size limits."""
+        if self._unpacker is None:
+            piece = self._file.read(num_bytes)
+            self.num_file_bytes += len(piece)
+            return piece
+        pieces: list[bytes] = []
+        missing = num_bytes
+        while missing and not self.damage:
+            piece = self._unpack(missing)
+            if not piece:
+                break
+            pieces.append(piece)
+            missing -= len(piece)
+            self._text_bytes += len(piece)
+            self._check_size()
+        return b"".join(pieces)
+
+    def _unpack(self, num_bytes: int) -> bytes:
+        """Return up to ``num_bytes`` of text; nothing at the end of the file or at damage."""
+        assert self._unpacker is not None
+        while True:
+            if self._unpacker.eof:
+                # A file may have several gzip members; zeros after the last one are padding.
+                self._packed = self._unpacker.unused_data or self._read_packed()
+                if not self._packed.strip(b"\0"):
+                    return b""
+                self._unpacker = zlib.decompressobj(wbits=_GZIP_WBITS)
+            packed = self._packed or self._read_packed()
+            try:
+                piece = self._unpacker.decompress(packed, num_bytes)
+            except zlib.error as error:
+                self.damage = f"is a damaged gzip file ({error})"
+                return b""
+            self._packed = self._unpacker.unconsumed_tail
+            if piece:
+                return piece
+            if not packed and not self._unpacker.eof:
+                self.damage = "is a truncated gzip file"
+                return b""
+
+    def _read_packed(self) -> bytes:
+        packed = self._file.read(_PACKED_BYTES)
+        self.num_file_bytes += len(packed)
+        return packed
+
+    def _check_size(self) -> None:
+        if self._text_bytes > MAX_JSON_BYTES:
+            _refuse_size(self.path)
+        # Compared with the bytes unpacked so far: the file's size would allow a bomb that real data follows.
+        if self._text_bytes > _RATIO_FROM_BYTES and self._text_bytes > MAX_RATIO * self.num_file_bytes:
+            refuse_file(
+                self.path,
+                f"unpacks to more than {MAX_RATIO} times its size, which no profiler writes",
+                "do not trust this file; record the trace again",
+            )
 
 
 def _resolve_link(path: Path) -> Path:
@@ -98,30 +187,6 @@ def _resolve_link(path: Path) -> Path:
         return path.resolve()
     except (OSError, RuntimeError):  # circular link
         return path.readlink()
-
-
-def _decompress(path: Path, file: BinaryIO, packed_bytes: int) -> bytes:
-    # In chunks, so that a decompression bomb is noticed long before it fills the memory.
-    chunks: list[bytes] = []
-    total = 0
-    try:
-        with gzip.GzipFile(fileobj=file) as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
-                chunks.append(chunk)
-                total += len(chunk)
-                if total > MAX_JSON_BYTES:
-                    _refuse_size(path)
-                if total > _RATIO_FROM_BYTES and total > MAX_RATIO * packed_bytes:
-                    refuse_file(
-                        path,
-                        f"unpacks to more than {MAX_RATIO} times its size, which no profiler writes",
-                        "do not trust this file; record the trace again",
-                    )
-    except EOFError:
-        refuse_file(path, "is a truncated gzip file", "record it again; the rank was killed or the disk full")
-    except (gzip.BadGzipFile, zlib.error) as error:
-        refuse_file(path, f"is a damaged gzip file ({error})", "copy or record it again")
-    return b"".join(chunks)
 
 
 def _refuse_size(path: Path) -> NoReturn:

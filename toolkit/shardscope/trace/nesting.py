@@ -8,11 +8,16 @@ import numpy.typing as npt
 Int64s = npt.NDArray[np.int64]
 
 
+MAX_ROWS = 500
+"""Most rows of a track; Python stacks of real traces need 55."""
+
+
 def compute_nesting_depth(start_ns: Int64s, end_ns: Int64s) -> npt.NDArray[np.int32]:
     """Return the row of each slice of one track. Slices must be sorted by start, longer first on ties.
 
     A slice inside another is one row below it. A slice that outlives the one it started in (streams,
-    asynchronous work: pytorch#174555) gets the first free row, so that both stay visible.
+    asynchronous work: pytorch#174555) gets the first free row below the innermost one that contains it, so
+    that both stay visible. A slice for which no row below :data:`MAX_ROWS` is free gets ``MAX_ROWS``.
     """
     depth = np.zeros(len(start_ns), dtype=np.int32)
     # Slices one after another, as on most GPU streams: one row, without the loop.
@@ -20,11 +25,21 @@ def compute_nesting_depth(start_ns: Int64s, end_ns: Int64s) -> npt.NDArray[np.in
         return depth
     row_ends: list[int] = []  # end of the last slice of each row
     rows = [0] * len(start_ns)
+    full_until = 0  # no row is free before this time
     for index, (start, end) in enumerate(zip(start_ns.tolist(), end_ns.tolist(), strict=True)):
         # Leave the rows of slices that have ended.
         while row_ends and row_ends[-1] <= start:
             row_ends.pop()
-        if not row_ends or row_ends[-1] >= end:
+        if len(row_ends) == MAX_ROWS:
+            # The last row is in use. All rows are in use until the first of their ends.
+            if start < full_until:
+                rows[index] = MAX_ROWS
+                continue
+            full_until = min(row_ends)
+            if start < full_until:
+                rows[index] = MAX_ROWS
+                continue
+        elif not row_ends or row_ends[-1] >= end:
             rows[index] = len(row_ends)
             row_ends.append(end)
             continue
@@ -34,6 +49,9 @@ def compute_nesting_depth(start_ns: Int64s, end_ns: Int64s) -> npt.NDArray[np.in
             row -= 1
         while row < len(row_ends) and row_ends[row] > start:
             row += 1
+        if row == MAX_ROWS:
+            rows[index] = MAX_ROWS
+            continue
         if row == len(row_ends):
             row_ends.append(end)
         else:

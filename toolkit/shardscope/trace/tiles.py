@@ -15,8 +15,9 @@ from typing import TypedDict
 import numpy as np
 import numpy.typing as npt
 
+from shardscope.trace.categories import WRAPPER_CATEGORIES
 from shardscope.trace.nesting import mark_recursive_calls
-from shardscope.trace.store import WRAPPER_CATEGORIES, Trace
+from shardscope.trace.store import Trace
 from shardscope.trace.table import Table
 
 COLUMNS = (

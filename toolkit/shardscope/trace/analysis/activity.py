@@ -16,15 +16,15 @@ import numpy.typing as npt
 
 from shardscope.trace.analysis.intervals import Int64s, Intervals, Mask, merge_intervals
 from shardscope.trace.arguments import WorkArgs, decode_arguments
-from shardscope.trace.store import PYTHON_CATEGORY, WRAPPER_CATEGORIES, Trace
+from shardscope.trace.categories import (
+    COPY_CATEGORIES,
+    PYTHON_CATEGORY,
+    RUNTIME_CATEGORIES,
+    WRAPPER_CATEGORIES,
+)
+from shardscope.trace.store import Trace
 
 Slices: TypeAlias = "slice[int, int, None]"
-
-COPY_CATEGORIES = frozenset({"gpu_memcpy", "gpu_memset", "Memcpy", "Memset"})
-RUNTIME_CATEGORIES = frozenset(
-    {"cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime", "Runtime"}
-)
-"""Categories of runtime calls, which carry the correlation id of what they launch."""
 
 COMMUNICATION_KERNELS = re.compile(
     r"nccl|rccl|multimem_|deep_?ep|nvshmem|mscclpp|oneccl|\bhccl\b|cross_device_reduce|one_shot_all_reduce"
@@ -80,9 +80,12 @@ class Activity:
         tracks = trace.tracks
         self.rank_of_track = np.array([track.rank for track in tracks], dtype=np.int64)
         is_gpu_track = np.array([track.kind == "gpu" for track in tracks], dtype=bool)
+        is_async_track = np.array([track.kind == "async" for track in tracks], dtype=bool)
         self.on_gpu: Mask = is_gpu_track[trace.track_index] if len(trace) else np.zeros(0, bool)
         # Before 1.11 torch wrote steps as operators.
         self.is_wrapper = self.mask_categories(WRAPPER_CATEGORIES) | self.mask_names(STEP, "match")
+        # Asynchronous work runs on no thread: what ran of it on one is recorded there.
+        self.is_wrapper |= self._spread(is_async_track, trace.track_index)
         self.is_copy = self.on_gpu & self.mask_categories(COPY_CATEGORIES)
         self.is_kernel = self.on_gpu & ~self.is_wrapper & ~self.is_copy
         self.is_gpu_work = self.is_kernel | self.is_copy
@@ -107,22 +110,20 @@ class Activity:
         return self._masks[pattern, method]
 
     @cached_property
-    def work_args(self) -> dict[str, npt.NDArray[np.float64] | Int64s]:
-        """Columns of the arguments of GPU work and runtime calls; -1 for other slices and where absent."""
-        index = np.flatnonzero(self.is_gpu_work | self.mask_categories(RUNTIME_CATEGORIES))
-        decoded = decode_arguments(self.trace._args, index, WorkArgs)
-        correlation = np.full(len(self.trace), -1, np.int64)
+    def work_args(self) -> dict[str, npt.NDArray[np.float64]]:
+        """Columns of the arguments of GPU work; -1 for other slices and where absent."""
+        index = np.flatnonzero(self.is_gpu_work)
+        decoded = decode_arguments(self.trace.arguments, index, WorkArgs)
         num_bytes, occupancy = np.full(len(self.trace), -1.0), np.full(len(self.trace), -1.0)
-        correlation[index] = [args.correlation for args in decoded]
         num_bytes[index] = [args.bytes for args in decoded]
         occupancy[index] = [args.occupancy for args in decoded]
-        return {"correlation": correlation, "bytes": num_bytes, "occupancy": occupancy}
+        return {"bytes": num_bytes, "occupancy": occupancy}
 
     @cached_property
     def launches(self) -> Int64s:
         """Index of the runtime call that launched each GPU slice; -1 if it was not recorded."""
         trace, launches = self.trace, np.full(len(self.trace), -1, np.int64)
-        correlation = np.asarray(self.work_args["correlation"], np.int64)
+        correlation = trace.correlation
         is_runtime = self.mask_categories(RUNTIME_CATEGORIES) & ~self.on_gpu & (correlation >= 0)
         # Correlation ids are unique within one process, so ranks are matched one after the other.
         for index in self.slices_of_ranks:
@@ -156,9 +157,8 @@ class Activity:
         trace = self.trace
         is_communication = self.is_kernel & self.mask_names(COMMUNICATION_KERNELS)
         unknown = np.flatnonzero(self.is_kernel & ~is_communication)
-        raw = trace._args
-        has_args = [b'"Collective name"' in bytes(raw[position]) for position in unknown.tolist()]
-        is_communication[unknown[np.array(has_args, dtype=bool)]] = True
+        for position, text in trace.arguments.iterate(unknown):
+            is_communication[unknown[position]] |= b'"Collective name"' in text
         if "record_param_comms" in trace.names:
             # Old recordings have the collective on the CPU only: look at the operators around the launch.
             is_call = trace.name_index == trace.names.index("record_param_comms")

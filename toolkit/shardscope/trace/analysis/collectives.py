@@ -287,7 +287,7 @@ def _list_calls(trace: Trace, finder: GroupFinder) -> list[_Call]:
     ranks = activity.rank_of_track[trace.track_index[index]]
     index = index[np.lexsort((trace.start_ns[index], ranks))]
     kinds = [name_kind(name) for name in trace.names]
-    arguments = decode_arguments(trace._args, index, CollectiveArgs)
+    arguments = decode_arguments(trace.arguments, index, CollectiveArgs)
     calls = []
     for position, args in zip(index.tolist(), arguments, strict=True):
         rank = trace.tracks[trace.track_index[position]].rank
@@ -314,9 +314,9 @@ def _read_operators_around(trace: Trace, position: int) -> tuple[CollectiveArgs,
         match = _ANNOTATION.match(name)
         if match and not annotation:
             annotation = match[1]
-            (dims,) = decode_arguments(trace._args, np.array([around]), ShapeArgs)
+            (dims,) = decode_arguments(trace.arguments, np.array([around]), ShapeArgs)
         if name == "record_param_comms":
-            (args,) = decode_arguments(trace._args, np.array([around]), CollectiveArgs)
+            (args,) = decode_arguments(trace.arguments, np.array([around]), CollectiveArgs)
             break
         around = int(trace.parents[around])
     return args, annotation, dims

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict, get_type_hints
 
 import numpy as np
 
-from shardscope.trace.analysis.activity import RUNTIME_CATEGORIES, RankActivity
+from shardscope.trace.analysis.activity import RankActivity
 from shardscope.trace.analysis.collectives import find_collectives
 from shardscope.trace.analysis.intervals import Int64s, find_exclusive_parts, subtract
+from shardscope.trace.categories import RUNTIME_CATEGORIES
 from shardscope.trace.table import Table
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from shardscope.trace.analysis.intervals import Int64s
 
 if TYPE_CHECKING:
     from shardscope.core.layout import Degrees
-    from shardscope.trace.recordings import ProcessGroup
+    from shardscope.trace.loading.document import ProcessGroup
     from shardscope.trace.store import Trace
 
 AXES = ("tp", "cp", "ep", "dp", "pp")

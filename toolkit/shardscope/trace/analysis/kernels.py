@@ -367,7 +367,8 @@ def _count_costs(
         by_operator[operator].append(candidate)
     costs: dict[tuple[str, bytes, bytes, bytes], Cost | None] = {}
     unique = np.array(list(by_operator), np.int64)
-    for operator, args in zip(unique.tolist(), decode_arguments(trace._args, unique, ShapeArgs), strict=True):
+    shapes = decode_arguments(trace.arguments, unique, ShapeArgs)
+    for operator, args in zip(unique.tolist(), shapes, strict=True):
         name = trace.names[trace.name_index[operator]]
         key = (name, bytes(args.dims), bytes(args.types), bytes(args.values))
         if key not in costs:

@@ -130,9 +130,8 @@ def _find_modules_of_backward(
     nodes = activity.find_around(origins, is_node)
     found = np.full(len(origins), -1, np.int64)
     operators = np.flatnonzero(~activity.on_gpu[rank.index] & ~activity.is_wrapper[rank.index]) + first
-    numbers = np.array(
-        [args.sequence_number for args in decode_arguments(trace._args, operators, SequenceArgs)], np.int64
-    )
+    decoded = decode_arguments(trace.arguments, operators, SequenceArgs)
+    numbers = np.array([args.sequence_number for args in decoded], np.int64)
     number_of = dict(zip(operators.tolist(), numbers.tolist(), strict=True))
     makers = operators[(numbers >= 0) & ~is_node[operators] & (activity.find_around(operators, is_node) < 0)]
     module_of_number: dict[int, int] = {}

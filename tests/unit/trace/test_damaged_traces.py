@@ -1,0 +1,260 @@
+"""Tests of damaged recordings: what is readable is shown, the rest is counted, by event and by file."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import re
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardscope.trace import Trace
+from shardscope.trace import files as trace_files
+from shardscope.trace.loading import splitting
+from shardscope.trace.nesting import MAX_ROWS, compute_nesting_depth
+
+BASE_NS = 1_700_000_000_000_000_000
+NUM_EVENTS = 400
+
+
+def make_events(count: int = NUM_EVENTS, name: str = "op") -> list[dict[str, Any]]:
+    return [
+        {"ph": "X", "cat": "cpu_op", "name": f"{name}{i}", "pid": 1, "tid": 1, "ts": 10.0 * i, "dur": 5.0}
+        | {
+            "args": {
+                "Input Dims": [[i, 2], []],
+                "Input type": ["float", "float"],
+                "nested": [{"name": "a"}, {"name": "b"}],
+            }
+        }
+        for i in range(count)
+    ]
+
+
+def write_rank(folder: Path, rank: int, events: list[dict[str, Any]] | None = None, **info: Any) -> Path:
+    path = folder / f"rank-{rank}.json"
+    data = {
+        "distributedInfo": {"rank": rank, "world_size": 2} | info,
+        "traceEvents": make_events() if events is None else events,
+        "baseTimeNanoseconds": BASE_NS,
+    }
+    path.write_text(json.dumps(data, indent=1))
+    return path
+
+
+def notes_of(trace: Trace) -> str:
+    return " | ".join(trace.notes)
+
+
+@pytest.fixture(params=["one chunk", "many chunks"], autouse=True)
+def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read each file as one chunk, and as many."""
+    if request.param == "many chunks":
+        monkeypatch.setattr(splitting, "CHUNK_BYTES", 5_000)
+
+
+def test_every_chunking_reads_the_same_events(tmp_path: Path) -> None:
+    trace = Trace.load(write_rank(tmp_path, 0))
+    assert [trace.names[index] for index in trace.name_index] == [f"op{i}" for i in range(NUM_EVENTS)]
+    assert trace.start_ns.tolist() == [10_000 * i for i in range(NUM_EVENTS)]
+    assert [trace.args(i)["Input Dims"][0][0] for i in range(NUM_EVENTS)] == list(range(NUM_EVENTS))  # type: ignore[index]
+    assert trace.notes == ["one rank of 2"]
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7, 0.95])
+def test_fault_38_a_truncated_file_is_read_up_to_its_end(tmp_path: Path, share: float) -> None:
+    path = write_rank(tmp_path, 0)
+    text = path.read_bytes()
+    path.write_bytes(text[: int(len(text) * share)])
+    trace = Trace.load(path)
+    num_whole = text[: int(len(text) * share)].count(b'"dur"')
+    assert num_whole - 1 <= len(trace) <= num_whole
+    assert trace.ranks == [0]
+    assert "1 file that ends in the middle" in notes_of(trace)
+
+
+def test_fault_38_a_truncated_gzip_is_read_up_to_its_end(tmp_path: Path) -> None:
+    path = write_rank(tmp_path, 0)
+    random.seed(0)
+    noise = {"ph": "i", "name": "".join(random.choices("abcdef", k=3000)), "ts": 1.0}
+    data = json.loads(path.read_text()) | {"traceEvents": [*make_events(), *[noise] * 3]}
+    packed = gzip.compress(json.dumps(data).encode(), mtime=0)
+    (tmp_path / "rank-0.json.gz").write_bytes(packed[:-1000])
+    trace = Trace.load(tmp_path / "rank-0.json.gz")
+    assert len(trace) == NUM_EVENTS
+    assert "1 file that is a truncated gzip file, read up to there" in notes_of(trace)
+
+
+def test_fault_38_one_unescaped_backslash_costs_no_other_event(tmp_path: Path) -> None:
+    """torch wrote names and paths without escaping them: pytorch#98432."""
+    path = write_rank(tmp_path, 0)
+    text = path.read_text().replace('"op7"', r'"C:\work\op7"').replace('"op9"', r'"D:\dir\"')
+    path.write_text(text)
+    trace = Trace.load(path)
+    assert len(trace) == NUM_EVENTS
+    assert {r"C:\work\op7", "D:\\dir\\"} <= set(trace.names)
+    assert "2 events with an unescaped backslash repaired" in notes_of(trace)
+
+
+def test_fault_38_one_event_with_deep_arguments_costs_its_arguments_only(tmp_path: Path) -> None:
+    path = write_rank(tmp_path, 0)
+    deep = "[" * 100_000 + "]" * 100_000
+    marked = [*make_events(), make_events(1, "deep")[0] | {"args": {"x": "DEEP"}}, *make_events(3, "after")]
+    path = write_rank(tmp_path, 0, marked)
+    path.write_text(path.read_text().replace('"DEEP"', deep))
+    trace = Trace.load(path)
+    assert len(trace) == NUM_EVENTS + 4
+    assert "deep0" in trace.names
+    assert "1 events nested too deeply shown without their arguments" in notes_of(trace)
+
+
+def test_fault_38_garbage_between_events_costs_the_events_around_it(tmp_path: Path) -> None:
+    path = write_rank(tmp_path, 0)
+    text = path.read_bytes()
+    middle = text.index(b'"op200"')
+    path.write_bytes(text[:middle] + bytes(range(1, 32)) * 50 + text[middle:])
+    trace = Trace.load(path)
+    assert NUM_EVENTS - 2 <= len(trace) < NUM_EVENTS
+    assert "malformed events left out" in notes_of(trace)
+
+
+def test_fault_38_one_nan_is_read_without_its_number(tmp_path: Path) -> None:
+    path = write_rank(tmp_path, 0)
+    path.write_text(re.sub(r"\[\s*5,\s*2\s*\]", "[NaN, 2]", path.read_text()))
+    trace = Trace.load(path)
+    assert len(trace) == NUM_EVENTS
+    assert trace.args(5)["Input Dims"] == [[None, 2], []]
+    assert "1 events read leniently" in notes_of(trace)
+
+
+def test_fault_38_a_header_that_is_no_json_keeps_rank_and_clock(tmp_path: Path) -> None:
+    path = write_rank(tmp_path, 1)
+    text = path.read_text().replace('"distributedInfo"', r'"hostName": "C:\x", "distributedInfo"')
+    path.rename(tmp_path / "a.json").write_text(text)
+    trace = Trace.load(tmp_path / "a.json")
+    assert (len(trace), trace.ranks, trace.world_size) == (NUM_EVENTS, [1], 2)
+    assert "header that is not JSON" in notes_of(trace)
+
+
+def test_fault_38_an_events_key_in_a_string_is_not_the_list(tmp_path: Path) -> None:
+    path = write_rank(tmp_path, 0)
+    path.write_text(path.read_text().replace("{", '{"x": "\\"traceEvents\\": [", ', 1))
+    assert len(Trace.load(path)) == NUM_EVENTS
+
+
+def test_fault_38_a_long_footer_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    devices = [{"id": i, "name": f"GPU {i}" + "x" * 50} for i in range(300)]
+    data = {"traceEvents": make_events(), "other": [[1], "]"], "deviceProperties": devices}
+    path.write_text(json.dumps(data | {"distributedInfo": {"rank": 3, "world_size": 4}}))
+    trace = Trace.load(path)
+    assert (len(trace), trace.ranks, trace.notes) == (NUM_EVENTS, [3], ["one rank of 4"])
+
+
+def test_fault_38_one_truncated_rank_of_a_folder_stays_aligned(tmp_path: Path) -> None:
+    """The base time stands behind the events in Kineto's files: a truncated one has lost it."""
+    write_rank(tmp_path, 0)
+    path = write_rank(tmp_path, 1, make_events(name="late"))
+    text = path.read_bytes()
+    path.write_bytes(text[: len(text) // 2])
+    trace = Trace.load(tmp_path)
+    starts = {trace.names[n]: int(s) for n, s in zip(trace.name_index, trace.start_ns, strict=True)}
+    assert trace.ranks == [0, 1]
+    assert starts["op5"] == starts["late5"] == 50_000
+    assert "rank 1: no base time in rank-1.json" in notes_of(trace)
+    assert "rank 1: 1 file that ends in the middle" in notes_of(trace)
+
+
+@pytest.mark.parametrize("content", [b'{"model_type": "llama"}', b"", b"no json", b"\x1f\x8b\x08\x00"])
+def test_fault_38_a_stray_file_in_a_folder_is_left_out(tmp_path: Path, content: bytes) -> None:
+    write_rank(tmp_path, 0, world_size=1)
+    (tmp_path / "config.json").write_bytes(content)
+    trace = Trace.load(tmp_path)
+    assert len(trace) == NUM_EVENTS
+    assert len(trace.notes) == 1 and trace.notes[0].startswith("left out: ")
+    assert str(tmp_path / "config.json") in trace.notes[0]
+
+
+def test_fault_38_of_two_recordings_of_a_rank_the_latest_is_shown(tmp_path: Path) -> None:
+    write_rank(tmp_path, 0)
+    write_rank(tmp_path, 1)
+    later = [event | {"ts": event["ts"] + 1e5} for event in make_events(3, "later")]
+    path = write_rank(tmp_path, 1, later)
+    path.rename(tmp_path / "a-second-cycle.json")
+    write_rank(tmp_path, 1)
+    trace = Trace.load(tmp_path)
+    assert trace.ranks == [0, 1]
+    assert len(trace) == NUM_EVENTS + 3
+    assert "rank 1 has 2 recordings: a-second-cycle.json, the latest, is shown" in notes_of(trace)
+    assert "left out: rank-1.json" in notes_of(trace)
+
+
+def test_fault_38_ranks_of_different_jobs_are_refused_by_name(tmp_path: Path) -> None:
+    write_rank(tmp_path, 0, world_size=2)
+    write_rank(tmp_path, 1, world_size=8)
+    with pytest.raises(
+        ValueError, match=r"rank-1\.json is of a job with 8 ranks, and rank-0\.json .* 2\. Fix:"
+    ):
+        Trace.load(tmp_path)
+
+
+def test_fault_38_ranks_and_times_given_as_texts_keep_their_alignment(tmp_path: Path) -> None:
+    for rank, delay in ((0, 0.0), (1, 2.5)):
+        events = [event | {"ts": str(event["ts"] + delay), "dur": "5"} for event in make_events(4)]
+        path = write_rank(tmp_path, rank, events, world_size="2")
+        text = (
+            path.read_text()
+            .replace(str(BASE_NS), f'"{BASE_NS}"')
+            .replace(f'"rank": {rank}', f'"rank": "{rank}"')
+        )
+        path.rename(tmp_path / f"host-{'ba'[rank]}.json").write_text(text)
+    trace = Trace.load(tmp_path)
+    assert trace.ranks == [0, 1] and trace.world_size == 2
+    assert trace.start_ns.tolist() == [0, 10_000, 20_000, 30_000, 2_500, 12_500, 22_500, 32_500]
+    assert trace.notes == []
+
+
+def test_fault_38_a_bomb_of_events_is_refused_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace_files, "_RATIO_FROM_BYTES", 4 * 1024**2)
+    path = tmp_path / "rank-0.json.gz"
+    with gzip.open(path, "wb", compresslevel=9) as file:
+        file.write(b'{"traceEvents":[' + b'{"ph":"X","ts":1},' * 1_000_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="which no profiler writes"):
+            Trace.load(path)
+        assert tracemalloc.get_traced_memory()[1] < 400 * 1024**2
+    finally:
+        tracemalloc.stop()
+
+
+def test_slices_that_each_outlive_the_last_take_linear_time() -> None:
+    """Each of 20,000 slices overlaps all later ones: on rows without a limit this took 22 s."""
+    start = np.arange(20_000)
+    begin = time.process_time()
+    depth = compute_nesting_depth(start, start + 50_000)
+    assert time.process_time() - begin < 2
+    assert depth.tolist() == [min(index, MAX_ROWS) for index in range(20_000)]
+
+
+def test_slices_beyond_the_last_row_are_summed_up(tmp_path: Path) -> None:
+    events = [event | {"dur": 100_000.0} for event in make_events(MAX_ROWS + 40)]
+    # Apart from those, two that touch nothing: they use the first row again.
+    events += [event | {"ts": event["ts"] + 1e6} for event in make_events(2)]
+    trace = Trace.load(write_rank(tmp_path, 0, events, world_size=1))
+    assert trace.notes == [f"40 slices that overlap more than {MAX_ROWS} others summed up in an overflow row"]
+    assert trace.tracks[0].num_rows == MAX_ROWS + 1
+    (overflow,) = np.flatnonzero(trace.depth == MAX_ROWS).tolist()
+    shown = trace.slice(overflow)
+    assert (shown["name"], shown["category"], shown["args"]) == ("40 overlapping slices", "overflow", {})
+    assert len(trace) == MAX_ROWS + 3
+    assert shown["start_seconds"] == pytest.approx(MAX_ROWS * 10e-6)
+    assert shown["duration_seconds"] == pytest.approx(0.1 + 39 * 10e-6)

@@ -1,0 +1,25 @@
+"""Categories of events as profilers write them, by what they say about a slice."""
+
+from __future__ import annotations
+
+COPY_CATEGORIES = frozenset({"gpu_memcpy", "gpu_memset", "Memcpy", "Memset"})
+"""Copies on a device; torch wrote the capitalized ones before 1.11."""
+
+GPU_CATEGORIES = COPY_CATEGORIES | {"kernel", "gpu_user_annotation", "Kernel", "mtia_ccp_events"}
+"""Categories of work on a device."""
+
+RUNTIME_CATEGORIES = frozenset(
+    {"cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime", "Runtime"}
+)
+"""Categories of runtime calls, which carry the correlation id of what they launch."""
+
+PYTHON_CATEGORY = "python_function"
+"""Python stack frames, recorded with ``with_stack=True``: 38 to 55 rows in real traces."""
+
+OVERFLOW_CATEGORY = "overflow"
+"""Sums of slices for which a track has no row left; ours, no profiler's."""
+
+WRAPPER_CATEGORIES = frozenset(
+    {"user_annotation", "gpu_user_annotation", PYTHON_CATEGORY, "Trace", OVERFLOW_CATEGORY}
+)
+"""Categories of slices around work (ProfilerStep, stack frames). They span idle time too: not busy time."""

@@ -1,0 +1,187 @@
+"""Ranks of a file, folder or run: which files are which rank, and one time axis for all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from shardscope.trace.files import list_trace_files, refuse_file
+from shardscope.trace.loading.rank_columns import RankColumns
+from shardscope.trace.loading.reading import read_rank
+
+Progress = Callable[[float], object]
+"""Called with the share of the files that was read, 0 to 1. An exception that it raises ends the load."""
+
+_EPOCH_NS = 10**18  # the year 2001: times above it are wall clock, times below count from boot or zero
+_UNNUMBERED = "file without a rank, numbered by order"
+_MAX_LISTED = 8
+
+
+def read_ranks(source: object, progress: Progress | None = None) -> tuple[list[RankColumns], list[str]]:
+    """Return the columns of each rank by rank, and notes about files that were left out.
+
+    A file of a folder that is no trace is left out, and of several recordings of one rank all but the latest.
+    Raises ``ValueError`` if no file is left, and for files of different jobs.
+    """
+    paths = list_trace_files(source)
+    ranks, problems = _read_files(paths, progress or (lambda share: None))
+    if not ranks:
+        raise problems[0]
+    notes = [f"left out: {problem}" for problem in problems[:_MAX_LISTED]]
+    if len(problems) > _MAX_LISTED:
+        notes.append(f"{len(problems) - _MAX_LISTED:,} more files left out")
+    ranks = _choose_recordings(ranks, notes)
+    _check_same_job(ranks)
+    _number_ranks(ranks)
+    return sorted(ranks, key=get_rank), notes
+
+
+def get_rank(rank: RankColumns) -> int:
+    """Return the number of a rank, which every one has after :func:`read_ranks`."""
+    assert rank.texts.document.rank is not None
+    return rank.texts.document.rank
+
+
+def _read_files(paths: list[Path], progress: Progress) -> tuple[list[RankColumns], list[ValueError]]:
+    sizes = [path.stat().st_size if path.is_file() else 0 for path in paths]
+    total = max(sum(sizes), 1)
+    ranks: list[RankColumns] = []
+    problems: list[ValueError] = []
+    for position, path in enumerate(paths):
+        before = sum(sizes[:position])
+        try:
+            ranks.append(read_rank(path, partial(_report, progress, before, total)))
+        except ValueError as problem:
+            problems.append(problem)
+    return ranks, problems
+
+
+def _report(progress: Progress, bytes_before: int, total_bytes: int, num_bytes: int) -> None:
+    progress(min((bytes_before + num_bytes) / total_bytes, 1.0))
+
+
+def _choose_recordings(ranks: list[RankColumns], notes: list[str]) -> list[RankColumns]:
+    """Return the latest recording of each rank: the profiler may write one file a cycle of its schedule."""
+    recordings: dict[int, list[RankColumns]] = {}
+    for rank in ranks:
+        if rank.texts.document.rank is not None:
+            recordings.setdefault(rank.texts.document.rank, []).append(rank)
+    left_out: set[int] = set()
+    for number, several in recordings.items():
+        if len(several) == 1:
+            continue
+        latest = max(several, key=_find_begin)
+        others = [rank for rank in several if rank is not latest]
+        left_out |= {id(rank) for rank in others}
+        names = ", ".join(rank.path.name for rank in others[:_MAX_LISTED])
+        notes.append(
+            f"rank {number} has {len(several)} recordings: {latest.path.name}, the latest, is shown; "
+            f"left out: {names}"
+        )
+    return [rank for rank in ranks if id(rank) not in left_out]
+
+
+def _find_begin(rank: RankColumns) -> tuple[int, float]:
+    """Return when a recording began, and when its file was written for those without a clock."""
+    start_ns = rank.slices["start_ns"]
+    begin = int(start_ns.min()) if len(start_ns) else 0
+    return (begin if begin > _EPOCH_NS else 0, rank.path.stat().st_mtime)
+
+
+def _check_same_job(ranks: list[RankColumns]) -> None:
+    """Raise ``ValueError`` with the names of files whose jobs differ in their number of ranks."""
+    sizes: dict[int, RankColumns] = {}
+    for rank in ranks:
+        if rank.texts.document.world_size:
+            sizes.setdefault(rank.texts.document.world_size, rank)
+    if len(sizes) > 1:
+        (first_size, first), (size, other) = list(sizes.items())[:2]
+        refuse_file(
+            other.path,
+            f"is of a job with {size:,} ranks, and {first.path.name} is of one with {first_size:,}",
+            "keep the files of one job in the folder, or load one file",
+        )
+
+
+def _number_ranks(ranks: list[RankColumns]) -> None:
+    """Give files without a rank the free numbers in order of their names."""
+    taken = {rank.texts.document.rank for rank in ranks}
+    free = iter(number for number in range(len(ranks)) if number not in taken)
+    for rank in ranks:
+        if rank.texts.document.rank is None:
+            rank.texts.document.rank = next(free)
+            rank.texts.oddities[_UNNUMBERED] = 1
+
+
+def align_clocks(ranks: list[RankColumns], notes: list[str]) -> list[int]:
+    """Return what to subtract from each rank's times, so that all ranks are on one clock.
+
+    It is the wall clock if all ranks have it and their recordings overlap; otherwise each rank starts at 0.
+    """
+    shifts = _assume_base(ranks, notes)
+    spans = [
+        (int(rank.slices["start_ns"].min()) - shift, int(rank.slices["start_ns"].max()) - shift)
+        for rank, shift in zip(ranks, shifts, strict=True)
+        if len(rank.slices["start_ns"])
+    ]
+    if len(spans) < 2:
+        return shifts
+    # Files of one run overlap in time. Without an overlap they are of different runs, or of hosts whose
+    # clocks differ, and a common axis would be mostly empty.
+    on_wall_clock = all(first > _EPOCH_NS for first, _ in spans)
+    if on_wall_clock and max(first for first, _ in spans) <= min(last for _, last in spans):
+        return shifts
+    notes.append(
+        "ranks were recorded at times that do not overlap: each starts at 0, so skew between them is hidden"
+        if on_wall_clock
+        else "no wall clock in the files: each rank starts at 0, so skew between them is hidden"
+    )
+    return [int(rank.slices["start_ns"].min(initial=2**62)) for rank in ranks]
+
+
+def _assume_base(ranks: list[RankColumns], notes: list[str]) -> list[int]:
+    """Return a shift for each rank: 0, or the other ranks' base time where a truncated file has none.
+
+    Kineto writes the base time behind the events, and the same one in all ranks of a host.
+    """
+    shifts = [0] * len(ranks)
+    bases = Counter(rank.texts.document.base_ns for rank in ranks if rank.texts.document.base_ns)
+    if len(bases) != 1:
+        return shifts
+    (base_ns,) = bases
+    for position, rank in enumerate(ranks):
+        start_ns = rank.slices["start_ns"]
+        if not rank.texts.document.base_ns and len(start_ns) and int(start_ns.max()) < _EPOCH_NS:
+            shifts[position] = -base_ns
+            notes.append(
+                f"rank {get_rank(rank)}: no base time in {rank.path.name}, that of the other ranks is assumed"
+            )
+    return shifts
+
+
+def list_oddities(ranks: list[RankColumns]) -> list[str]:
+    """Return what was left out or corrected in the files, with counts and ranks."""
+    notes = []
+    for what in dict.fromkeys(what for rank in ranks for what in rank.texts.oddities):
+        of = [rank for rank in ranks if rank.texts.oddities.get(what)]
+        total = sum(rank.texts.oddities[what] for rank in of)
+        numbers = ", ".join(str(get_rank(rank)) for rank in of[:_MAX_LISTED])
+        where = "" if len(of) == len(ranks) else f"rank {numbers}: "
+        notes.append(f"{where}{total:,} {what}")
+    return notes
+
+
+def list_missing_ranks(ranks: list[RankColumns]) -> list[str]:
+    """Return a note about ranks of the job that have no file, if there are any."""
+    # range() is bounded because the world size comes from the file.
+    world_size = max((rank.texts.document.world_size or 0 for rank in ranks), default=0)
+    present = {get_rank(rank) for rank in ranks}
+    missing = [number for number in range(min(world_size, 10**6)) if number not in present]
+    if not missing:
+        return []
+    if len(present) == 1:
+        return [f"one rank of {world_size:,}"]
+    shown = ", ".join(map(str, missing[:_MAX_LISTED])) + (" ..." if len(missing) > _MAX_LISTED else "")
+    return [f"{len(missing):,} of {world_size:,} ranks are not in the folder: {shown}"]
