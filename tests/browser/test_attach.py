@@ -24,7 +24,7 @@ from tests.faults import slow_test
 import shardscope as ss
 
 OTHER_NOTEBOOK = "attach.ipynb"
-CHART_HAS_GROWN = "before => document.querySelector('.ss-run .js-plotly-plot').data[0]?.x.at(-1) > before"
+CHART_HAS_GROWN = "before => document.querySelector('.ss-run .js-plotly-plot')?.data?.[0]?.x.at(-1) > before"
 
 
 @slow_test

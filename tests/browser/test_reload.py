@@ -36,7 +36,7 @@ def test_fault_26_page_is_reloaded_and_opened_twice_during_a_run(
     second.goto(lab.notebook_url(NOTEBOOK))
     wait_for_chart(second)
     before = read_last_step(page)
-    grown = "before => document.querySelector('.ss-run .js-plotly-plot').data[0]?.x.at(-1) > before"
+    grown = "before => document.querySelector('.ss-run .js-plotly-plot')?.data?.[0]?.x.at(-1) > before"
     for each in (page, second):
         each.wait_for_function(grown, arg=before, timeout=STEP_TIMEOUT_MS)
     page.close()
