@@ -145,16 +145,17 @@ class Trace:
             notes.append("no slices: the profiler recorded nothing in its active steps")
 
     @classmethod
-    def load(cls, source: object, *, progress: Progress | None = None) -> Self:
+    def load(cls, source: object, *, progress: Progress | None = None, cache: bool = True) -> Self:
         """Read a trace file, a folder of ranks, or a run's traces.
 
         Kineto's microseconds count from ``baseTimeNanoseconds``, so ranks share the wall clock of their
         hosts. Without it every rank starts at 0, and ``notes`` has a message about that. Damaged files are
         read as far as possible: ``notes`` counts what was left out. ``progress`` is called with the share of
-        the files that was read; an exception that it raises ends the load. Raises ``ValueError`` with the
-        file, the problem and the fix.
+        the files that was read; an exception that it raises ends the load. Large files are read in several
+        processes, and ``cache`` keeps their columns in a folder beside them, ``.shardscope-cache``, for the
+        next time. Raises ``ValueError`` with the file, the problem and the fix.
         """
-        trace = cls(*read_ranks(source, progress))
+        trace = cls(*read_ranks(source, progress, cache=cache))
         trace.plan, trace.trains_the_plan = _find_plan(source)
         return trace
 

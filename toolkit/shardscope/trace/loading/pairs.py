@@ -20,13 +20,19 @@ _PAIRED = (chunks.BEGIN, chunks.END, chunks.ASYNC_BEGIN, chunks.ASYNC_END)
 
 
 def concatenate(pieces: list[Columns]) -> Columns:
-    """Return the rows of all pieces, one after the other."""
-    return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+    """Return the rows of all pieces, one after the other. The pieces are emptied, to save memory."""
+    return {name: np.concatenate([piece.pop(name) for piece in pieces]) for name in tuple(pieces[0])}
 
 
 def select(columns: Columns, index: npt.NDArray[np.int64], names: Iterable[str]) -> Columns:
     """Return the rows ``index`` of the columns ``names``."""
     return {name: columns[name][index] for name in names}
+
+
+def reorder(columns: Columns, index: npt.NDArray[np.int64]) -> None:
+    """Replace the columns by their rows ``index``, one after the other, to save memory."""
+    for name in columns:
+        columns[name] = columns[name][index]
 
 
 def narrow(columns: Columns) -> None:
@@ -88,7 +94,7 @@ def pair_ends(
         oddities["begin events without an end drawn to the last event"] += num_open
     if num_unmatched:
         oddities["end events without a begin left out"] += num_unmatched
-    paired = select(events, np.array(begins, np.int64), tuple(events))
+    paired = select(events, np.array(begins, np.int64), tuple(slices))
     end_ns = np.array(ends, np.int64)
     paired["duration_ns"] = np.where(end_ns == chunks.ABSENT, last_ns, end_ns) - paired["start_ns"]
     paired["key"] = np.array(of_key, np.int64)

@@ -31,6 +31,7 @@ _MARK_PHASES = (
     chunks.INSTANT,
     chunks.ASYNC_INSTANT,
 )
+_PLACED_COLUMNS = ("start_ns", "duration_ns", "name", "category", "key", "id", "row")
 MARK_COLUMNS = ("start_ns", "name", "category", "key", "track", "phase", "id", "row")
 
 
@@ -103,7 +104,7 @@ class RankBuilder:
         """Return the columns of the rank."""
         events = concatenate(self._pieces)
         self._pieces = []
-        events["row"] = np.arange(len(events["phase"]), dtype=np.int64)
+        events["row"] = as_integers(np.arange(len(events["phase"]), dtype=np.int32))
         names, categories, keys = list(self._names), list(self._categories), list(self._keys)
         # 1. Times on the wall clock, where the file has one. Events without a time have no place.
         start_ns = events["start_ns"]
@@ -114,9 +115,11 @@ class RankBuilder:
         # 2. Slices: complete events, and pairs of begin and end.
         slices = self._select_slices(events, is_present)
         slices = pair_ends(events, is_present, slices, keys, categories, self.oddities)
+        marks = _select_marks(events, is_present)
+        del events, start_ns, phase, is_present
         # 3. Tracks, and rows of slices that overlap.
         tracks, slices = place_slices(slices, names, categories, keys, self._texts, self.oddities)
-        marks = _collect_marks(events, is_present, keys, tracks)
+        marks["track"] = _find_tracks_of_keys(keys, tracks)[marks["key"]]
         slices = {name: slices[name] for name in SLICE_COLUMNS}
         narrow(slices)
         narrow(marks)
@@ -158,7 +161,7 @@ class RankBuilder:
         self._count("slices without dur shown with no length", absent & keep)
         self._count("slices with a negative dur shown with no length", negative & keep)
         self._count("slices longer than a day left out", huge & keep)
-        slices = select(events, np.flatnonzero(keep & ~huge), tuple(events))
+        slices = select(events, np.flatnonzero(keep & ~huge), _PLACED_COLUMNS)
         np.maximum(slices["duration_ns"], 0, out=slices["duration_ns"])
         return slices
 
@@ -167,19 +170,20 @@ class RankBuilder:
             self.oddities[what] += count
 
 
-def _collect_marks(
-    events: Columns, is_present: npt.NDArray[np.bool_], keys: list[Key], tracks: list[RankTrack]
-) -> Columns:
-    """Return flows, counters and instants, by time; ``track`` is that of their thread or stream, else -1."""
+def _select_marks(events: Columns, is_present: npt.NDArray[np.bool_]) -> Columns:
+    """Return flows, counters and instants, by time; all their columns but ``track``."""
     rows = np.flatnonzero(is_present & np.isin(events["phase"], _MARK_PHASES))
     rows = rows[np.argsort(events["start_ns"][rows], kind="stable")]
+    return select(events, rows, (name for name in MARK_COLUMNS if name != "track"))
+
+
+def _find_tracks_of_keys(keys: list[Key], tracks: list[RankTrack]) -> Int64s:
+    """Return the track of each thread or stream; -1 for those without slices."""
     track_of_key = np.full(len(keys), -1, np.int64)
     for position, track in enumerate(tracks):
         if track.kind in ("cpu", "gpu"):
             track_of_key[track.key] = position
-    marks = {name: events[name][rows] for name in MARK_COLUMNS if name != "track"}
-    marks["track"] = track_of_key[marks["key"]]
-    return {name: marks[name] for name in MARK_COLUMNS}
+    return track_of_key
 
 
 Text = TypeVar("Text", str, Key)

@@ -8,8 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from shardscope.trace.files import list_trace_files, refuse_file
+from shardscope.trace.loading.cache import read_cache, write_cache
+from shardscope.trace.loading.processes import WorkerPool, count_processes
 from shardscope.trace.loading.rank_columns import RankColumns
-from shardscope.trace.loading.reading import read_rank
+from shardscope.trace.loading.reading import DecodeChunks, decode_here, read_rank
 
 Progress = Callable[[float], object]
 """Called with the share of the files that was read, 0 to 1. An exception that it raises ends the load."""
@@ -17,16 +19,21 @@ Progress = Callable[[float], object]
 _EPOCH_NS = 10**18  # the year 2001: times above it are wall clock, times below count from boot or zero
 _UNNUMBERED = "file without a rank, numbered by order"
 _MAX_LISTED = 8
+_LARGE_BYTES = 4 * 1024**2
+"""Smallest file that is worth other processes; compressed, it has ten times as much JSON."""
 
 
-def read_ranks(source: object, progress: Progress | None = None) -> tuple[list[RankColumns], list[str]]:
+def read_ranks(
+    source: object, progress: Progress | None = None, *, cache: bool = True
+) -> tuple[list[RankColumns], list[str]]:
     """Return the columns of each rank by rank, and notes about files that were left out.
 
     A file of a folder that is no trace is left out, and of several recordings of one rank all but the latest.
-    Raises ``ValueError`` if no file is left, and for files of different jobs.
+    ``cache``: use and write caches beside large files. Raises ``ValueError`` if no file is left, and for
+    files of different jobs.
     """
     paths = list_trace_files(source)
-    ranks, problems = _read_files(paths, progress or (lambda share: None))
+    ranks, problems = _read_files(paths, progress or (lambda share: None), cache=cache)
     if not ranks:
         raise problems[0]
     notes = [f"left out: {problem}" for problem in problems[:_MAX_LISTED]]
@@ -44,22 +51,48 @@ def get_rank(rank: RankColumns) -> int:
     return rank.texts.document.rank
 
 
-def _read_files(paths: list[Path], progress: Progress) -> tuple[list[RankColumns], list[ValueError]]:
-    sizes = [path.stat().st_size if path.is_file() else 0 for path in paths]
-    total = max(sum(sizes), 1)
-    ranks: list[RankColumns] = []
-    problems: list[ValueError] = []
-    for position, path in enumerate(paths):
-        before = sum(sizes[:position])
-        try:
-            ranks.append(read_rank(path, partial(_report, progress, before, total)))
-        except ValueError as problem:
-            problems.append(problem)
-    return ranks, problems
+def _read_files(
+    paths: list[Path], progress: Progress, *, cache: bool
+) -> tuple[list[RankColumns], list[ValueError]]:
+    """Return the columns of each readable file, and the problems of the others."""
+    known = {path: rank for path in paths if cache and (rank := read_cache(path)) is not None}
+    missing = [path for path in paths if path not in known]
+    sizes = {path: path.stat().st_size if path.is_file() else 0 for path in missing}
+    read = dict.fromkeys(missing, 0)
+
+    def note_bytes(path: Path, num_bytes: int) -> None:
+        read[path] = num_bytes
+        progress(min(sum(read.values()) / max(sum(sizes.values()), 1), 1.0))
+
+    # Processes take a third of a second to start: small files are read here.
+    large = [path for path in missing if sizes[path] >= _LARGE_BYTES]
+    num_processes = count_processes() if large else 1
+    results: dict[Path, RankColumns | ValueError] = dict(known)
+    if num_processes > 1 and len(large) > 1:
+        with WorkerPool(min(num_processes, len(missing))) as pool:
+            found = pool.read_files(missing, note_bytes, write_caches=cache)
+            results |= dict(zip(missing, found, strict=True))
+    elif num_processes > 1:
+        with WorkerPool(num_processes) as pool:
+            results |= {path: _read_file(path, note_bytes, cache, pool.decode) for path in missing}
+    else:
+        results |= {path: _read_file(path, note_bytes, cache) for path in missing}
+    progress(1.0)
+    in_order = [results[path] for path in paths]
+    ranks = [result for result in in_order if isinstance(result, RankColumns)]
+    return ranks, [result for result in in_order if isinstance(result, ValueError)]
 
 
-def _report(progress: Progress, bytes_before: int, total_bytes: int, num_bytes: int) -> None:
-    progress(min((bytes_before + num_bytes) / total_bytes, 1.0))
+def _read_file(
+    path: Path, note_bytes: Callable[[Path, int], None], cache: bool, decode: DecodeChunks = decode_here
+) -> RankColumns | ValueError:
+    try:
+        rank = read_rank(path, partial(note_bytes, path), decode)
+    except ValueError as problem:
+        return problem
+    if cache:
+        write_cache(path, rank)
+    return rank
 
 
 def _choose_recordings(ranks: list[RankColumns], notes: list[str]) -> list[RankColumns]:

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardscope.trace.categories import GPU_CATEGORIES, OVERFLOW_CATEGORY, PYTHON_CATEGORY
-from shardscope.trace.loading.chunks import ChunkTexts, Int64s, Key
-from shardscope.trace.loading.pairs import ASYNC_PREFIX, Columns, concatenate, select
+from shardscope.trace.loading.chunks import ChunkTexts, Int64s, Key, as_integers
+from shardscope.trace.loading.pairs import ASYNC_PREFIX, Columns, concatenate, reorder, select
 from shardscope.trace.nesting import MAX_ROWS, compute_nesting_depth
 
 Kind = Literal["cpu", "gpu", "python", "async"]
@@ -73,63 +73,68 @@ def place_slices(
     names_of_used = _name_keys([keys[key] for key in used], [kinds[key] == "gpu" for key in used], texts)
     key_names = dict(zip(used, names_of_used, strict=True))
     # Slices by key, and of a key by start, longer first on ties.
-    order = np.lexsort((-slices["duration_ns"], slices["start_ns"], slices["key"]))
-    slices = select(slices, order, tuple(slices))
+    reorder(slices, np.lexsort((-slices["duration_ns"], slices["start_ns"], slices["key"])))
     bounds = np.searchsorted(slices["key"], np.arange(len(keys) + 1))
     python = categories.index(PYTHON_CATEGORY) if PYTHON_CATEGORY in categories else -1
     is_frame = slices["category"] == python
     end_ns = slices["start_ns"] + slices["duration_ns"]
-    overflow = _Overflow(names, categories)
+    overflow = _Overflow(slices, names, categories)
     tracks: list[RankTrack] = []
-    pieces: list[Columns] = []
+    order: list[Int64s] = []
+    depths: list[npt.NDArray[np.int32]] = []
     for key in _order_keys(kinds, keys, slices, is_frame):
         mine = np.arange(bounds[key], bounds[key + 1])
-        frames = is_frame[mine]
         # Python frames get separate tracks and do not count as busy time.
         parts: list[tuple[Kind, Int64s]] = [(kinds[key], mine)]
         if kinds[key] == "cpu":
+            frames = is_frame[mine]
             parts = [("cpu", mine[~frames]), ("python", mine[frames])]
         for kind, part in parts:
             if not len(part):
                 continue
             depth = compute_nesting_depth(slices["start_ns"][part], end_ns[part])
-            columns = select(slices, part[np.argsort(depth, kind="stable")], tuple(slices))
-            columns["depth"] = np.sort(depth)
-            columns = overflow.sum_up(columns)
-            columns["track"] = np.full(len(columns["depth"]), len(tracks), np.int32)
-            pieces.append(columns)
+            by_row = np.argsort(depth, kind="stable")
+            part, depth = overflow.sum_up(part[by_row], depth[by_row])
+            order.append(part)
+            depths.append(depth)
             tracks.append(
                 RankTrack(
                     key=key,
                     kind=kind,
                     name=f"Python stacks of {key_names[key]}" if kind == "python" else key_names[key],
-                    num_rows=int(columns["depth"][-1]) + 1,
-                    num_slices=len(columns["depth"]),
+                    num_rows=int(depth[-1]) + 1,
+                    num_slices=len(depth),
                 )
             )
     if overflow.num_slices:
         what = f"slices that overlap more than {MAX_ROWS} others summed up in an overflow row"
         oddities[what] += overflow.num_slices
-    if not pieces:
-        empty = np.zeros(0, np.int64)
-        return tracks, slices | {"track": empty, "depth": empty}
-    return tracks, concatenate(pieces)
+        slices = concatenate([slices, overflow.collect_sums()])
+    del slices["key"], end_ns, is_frame
+    reorder(slices, np.concatenate([np.zeros(0, np.int64), *order]))
+    slices["depth"] = as_integers(np.concatenate([np.zeros(0, np.int32), *depths]))
+    sizes = [len(depth) for depth in depths]
+    slices["track"] = as_integers(np.repeat(np.arange(len(tracks), dtype=np.int32), sizes))
+    return tracks, slices
 
 
 class _Overflow:
     """Sums up the slices beyond the last row of a track: those that touch become one slice."""
 
-    def __init__(self, names: list[str], categories: list[str]) -> None:
+    def __init__(self, slices: Columns, names: list[str], categories: list[str]) -> None:
         self.num_slices = 0
+        self._slices = slices
         self._names = names
         self._categories = categories
+        self._num_sums = 0
+        self._sums: list[Columns] = []
 
-    def sum_up(self, columns: Columns) -> Columns:
-        """Return the columns of a track, sorted by row, with sums in place of the slices of the last row."""
-        first = int(np.searchsorted(columns["depth"], MAX_ROWS))
-        if first == len(columns["depth"]):
-            return columns
-        beyond = select(columns, np.arange(first, len(columns["depth"])), tuple(columns))
+    def sum_up(self, index: Int64s, depth: npt.NDArray[np.int32]) -> tuple[Int64s, npt.NDArray[np.int32]]:
+        """Return the slices of a track and their rows, sorted by row, with sums in place of the last row."""
+        first = int(np.searchsorted(depth, MAX_ROWS))
+        if first == len(depth):
+            return index, depth
+        beyond = select(self._slices, index[first:], tuple(self._slices))
         start = beyond["start_ns"]
         reach = np.maximum.accumulate(start + beyond["duration_ns"])
         begins = np.flatnonzero(np.concatenate(([True], start[1:] > reach[:-1])))
@@ -142,7 +147,15 @@ class _Overflow:
         sums["category"] = np.full(len(begins), self._add_category())
         sums["id"] = np.full(len(begins), -1)
         sums["row"] = np.full(len(begins), -1)
-        return concatenate([select(columns, np.arange(first), tuple(columns)), sums])
+        self._sums.append(sums)
+        # They will stand behind all slices of the rank.
+        new = len(self._slices["start_ns"]) + self._num_sums + np.arange(len(begins))
+        self._num_sums += len(begins)
+        return np.concatenate([index[:first], new]), depth[: first + len(begins)]
+
+    def collect_sums(self) -> Columns:
+        """Return the sums of all tracks."""
+        return concatenate(self._sums)
 
     def _add_name(self, name: str) -> int:
         self._names.append(name)
