@@ -92,6 +92,20 @@ def test_unnecessary_recomputation_is_reported() -> None:
     )
 
 
+# ------------------------------------------------------------------------------------------ positions
+
+
+def test_a_sequence_beyond_rotary_positions_is_reported() -> None:
+    name = "longer-than-the-models-positions"
+    plan = make_plan("llama-2-7b", seq_len=8192)
+    finding = find_only(plan, name)
+    assert finding.severity == "warning" and finding.change == "seq_len=4096" and finding.number == 8192
+    assert "seq_len=8,192" in finding.why and "at most 4,096 tokens" in finding.why
+    assert finding.plan is not None and finding.plan.recipe.seq_len == 4096
+    assert find_by_name(finding.plan, name) is None
+    assert find_by_name(make_plan("llama-3.1-8b", seq_len=131072), name) is None
+
+
 # ------------------------------------------------------------------------------------------ pipeline
 
 

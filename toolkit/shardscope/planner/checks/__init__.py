@@ -36,6 +36,7 @@ CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     sharding.check_shard_size,
     options.check_overlap_options,
     options.check_unused_options,
+    options.check_rotary_positions,
     precision.check_fp16_range,
     precision.check_bf16_support,
     precision.check_bf16_on_cpu,

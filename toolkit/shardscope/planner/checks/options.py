@@ -1,4 +1,5 @@
-"""Layout options that are set but not read by the framework, and overlap that is switched off."""
+"""Layout options that are set but not read by the framework, overlap that is switched off, and sequences
+beyond the model's positions."""
 
 from __future__ import annotations
 
@@ -30,6 +31,29 @@ def check_unused_options(case: Case) -> Iterator[Finding]:
         number=float(len(unused)),
         change=", ".join(f"{name}={value!r}" for name, value in plain.items()),
         plan=replace_plan_fields(plan, layout=plain),
+    )
+
+
+def check_rotary_positions(case: Case) -> Iterator[Finding]:
+    """Report sequences longer than those for which a model with rotary positions was made.
+
+    Learned positions have no more rows, and a plan beyond them is refused.
+    """
+    plan = case.plan
+    arch, seq_len = plan.architecture, plan.recipe.seq_len
+    limit = arch.max_position_embeddings
+    # ALiBi was made for longer sequences than those of its training (Press et al. 2022).
+    if arch.position_embedding != "rope" or seq_len <= limit:
+        return
+    yield Finding(
+        name="longer-than-the-models-positions",
+        severity="warning",
+        why=f"seq_len={seq_len:,}, and {arch.name} was made for at most {limit:,} tokens "
+        "(max_position_embeddings): beyond them its rotary angles are new to it, and its loss rises steeply "
+        "(Chen et al. 2023, arXiv:2306.15595) until it has learned them.",
+        number=float(seq_len),
+        change=f"seq_len={limit}",
+        plan=replace_plan_fields(plan, recipe={"seq_len": limit}),
     )
 
 
