@@ -40,7 +40,8 @@ class FinetunePage(widgets.VBox):
         """Whether the form is being set to the Studio's plan, and so leads to no other one."""
         self.summary = controls.create_html("", "ss-headline")
         self.notice = Notice()
-        self.outcome = RunAndChat(on_end=on_end)
+        self._on_end = on_end
+        self.outcome = RunAndChat(on_end=self._run_ended)
         self.form = FinetuneForm(machine, on_change=on_change, has_recipe=False)
         self.inputs = Fold("Model and data", self.form.inputs, self.form.note, is_open=True)
         self.inputs.follow_picker(self.form.inputs)
@@ -91,4 +92,9 @@ class FinetunePage(widgets.VBox):
         """Show ``run`` in place of the form, which can be opened again."""
         for fold in (self.inputs, *self.form.folds.values()):
             fold.head.expanded = False
+        self.add_class("ss-is-training")
         self.outcome.watch(run)
+
+    def _run_ended(self, run: ss.Run) -> None:
+        self.remove_class("ss-is-training")
+        self._on_end(run)

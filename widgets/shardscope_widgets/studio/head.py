@@ -37,10 +37,11 @@ def render_headline(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> st
     plain = f"{model} on {gpus} with {layout}, {method}, {plan.recipe.precision}"
     short = FORM_FACTOR.sub("", NODES.sub(f"{plan.cluster.num_gpus:,}", gpus))
     # Full training is the rule, and its words would not fit beside the numbers in a window of 1,440 pixels.
-    how = "" if plan.recipe.method == "full" else f"{method}, "
+    # A method is not broken either: "LoRA rank" at the end of one line and "16" on the next.
+    how = "" if plan.recipe.method == "full" else f"<span class='ss-unbroken'>{escape(method)}</span>, "
     what = (
         f"<b>{escape(model)}</b> on <b>{escape(short)}</b> with <b>{escape(layout)}</b>, "
-        f"{escape(how)}{escape(plan.recipe.precision)}"
+        f"{how}{escape(plan.recipe.precision)}"
     )
     return (
         f"<div class='ss-what' title='{escape(plain, quote=True)}'>{what}</div>"
