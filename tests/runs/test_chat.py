@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,9 @@ from run_helpers import seconds_until  # noqa: E402
 
 import shardscope as ss  # noqa: E402
 from shardscope.machine.processes import read_start_time  # noqa: E402
+from shardscope.runs.trained.loading import add_trained_adapters  # noqa: E402
 from shardscope.runs.trained.merge import PHASES, merge_with_progress  # noqa: E402
+from shardscope.runs.trained.model_files import find_model  # noqa: E402
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
@@ -203,6 +207,41 @@ def test_merged_adapters_equal_those_of_peft(run: ss.Run, tmp_path: Path) -> Non
     assert not [path for path in run.folder.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.parametrize("variant", ["use_dora", "use_rslora"])
+def test_dora_and_rslora_are_merged_as_by_peft(variant: str, run: ss.Run, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / run.folder.name
+    shutil.copytree(run.folder, folder)
+    changed = ss.Run.attach(folder)
+    config = LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **{variant: True}
+    )
+    adapted = get_peft_model(load_with_peft(run, base=True), config)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter += 0.05 * torch.randn_like(parameter)
+    shutil.rmtree(folder / "export")
+    adapted.save_pretrained(folder / "export")
+    weights = AutoModelForCausalLM.from_pretrained(ss.merge(changed)).state_dict()
+    expected = adapted.merge_and_unload().state_dict()
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-5)
+    # Were the variant not read, the same tensors would be another model.
+    plain = replace(find_model(changed, "run").adapters, **{variant: False})
+    if variant == "use_dora":
+        with pytest.raises(ValueError, match="does not fit its base"):
+            add_trained_adapters(load_with_peft(run, base=True), plain)
+        return
+    other = add_trained_adapters(load_with_peft(run, base=True), plain).merge_and_unload().state_dict()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.allclose(other[name], weights[name], atol=1e-3)
+
+
 def test_a_cancelled_merge_leaves_nothing(run: ss.Run, tmp_path: Path) -> None:
     def cancel(phase: str, fraction: float) -> None:
         raise KeyboardInterrupt
@@ -214,8 +253,6 @@ def test_a_cancelled_merge_leaves_nothing(run: ss.Run, tmp_path: Path) -> None:
 
 @thorough()
 def test_adapters_that_do_not_fit_are_an_error_message(run: ss.Run, tmp_path: Path) -> None:
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(run.folder, copy)
     config = copy / "export" / "adapter_config.json"
