@@ -86,7 +86,9 @@ def test_the_example_model_is_fine_tuned_by_clicks(lab: Lab, browser: Any, offli
     answers = page.evaluate(SAMPLE_CELLS)
     first = [text for title, text in answers if title == before]
     assert first and first != [text for title, text in answers if title != before][: len(first)]
-    expect(run.locator(".js-plotly-plot").first).to_be_visible()
+    # Samples and the loss are in sight together, and the form is below them.
+    expect(run.locator(".ss-samples")).to_be_in_viewport(ratio=1)
+    expect(run.locator(".js-plotly-plot").first).to_be_in_viewport(ratio=0.25)
     take_pictures(page, "training")
 
     # Of a busy machine's minutes the rest would take many.
@@ -94,6 +96,7 @@ def test_the_example_model_is_fine_tuned_by_clicks(lab: Lab, browser: Any, offli
     chat = tab.locator(".ss-chat")
     expect(chat).to_be_visible(timeout=TRAIN_MS)
     prompt = chat.locator("textarea")
+    expect(prompt).to_be_in_viewport(ratio=1)
     prompt.fill(QUESTION)
     prompt.press("Enter")
     # Two processes load a model each, and the base has a lot to say.
