@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from shardscope.core.html_table import render_html_table
 from shardscope.core.number_format import format_gib
 from shardscope.trace.files import read_bytes, refuse_file
+
+if TYPE_CHECKING:
+    from shardscope.trace.memory_timeline import MemoryTimeline
 
 BEFORE = "allocated before the history begins"
 """Place of allocations that were made before the history was recorded."""
@@ -77,6 +81,12 @@ class MemorySnapshot:
         """Bytes of tensors in those segments."""
         return sum(segment.allocated_bytes for segment in self.segments)
 
+    def timeline(self) -> MemoryTimeline:
+        """Return the live bytes over the history by component, found by the frames of each allocation."""
+        from shardscope.trace.memory_timeline import load_memory_timeline
+
+        return load_memory_timeline(self.path)
+
     def _repr_html_(self) -> str:
         rows = [(live.frame, format_gib(live.num_bytes), live.num_allocations) for live in self.at_peak]
         caption = (
@@ -98,7 +108,9 @@ class MemorySnapshot:
 
 
 @dataclass
-class _Allocation:
+class Allocation:
+    """One allocation that was live at some time of the history."""
+
     num_bytes: int
     frames: object
     begins: int
@@ -122,26 +134,10 @@ def load_memory_snapshot(path: str | Path) -> MemorySnapshot:
 
     Raises ``ValueError`` for a file that is not a snapshot, is damaged, or references any global.
     """
-    # 1. Unpickle without running code, and check each part: the file may come from anybody.
     path = Path(path)
-    snapshot = _unpickle(path)
-    if not isinstance(snapshot, Mapping):
-        _refuse_snapshot(path, f"holds a {type(snapshot).__name__}, not the dict of a memory snapshot")
-    segments = _read_dicts(path, snapshot, "segments")
-    # A snapshot may have segments of several devices: use the one with the most memory.
-    device_bytes: dict[int, int] = {}
-    for segment in segments:
-        device = _read_number(path, segment, "device", 0)
-        device_bytes[device] = device_bytes.get(device, 0) + _read_number(path, segment, "total_size")
-    device = max(device_bytes, key=lambda number: device_bytes[number], default=0)
-    segments = [segment for segment in segments if _read_number(path, segment, "device", 0) == device]
-    # 2. The history of that device. Its list is empty if only the state was recorded, not the history.
-    traces = snapshot.get("device_traces", [])
-    if not isinstance(traces, list):
-        _refuse_snapshot(path, "has no list of device_traces")
-    events = _check_dicts(path, traces[device], "device_traces") if device < len(traces) else []
+    segments, events = _read_history(path)
     peak, at_peak = _sum_at_peak(path, _list_allocations(path, segments, events), len(events))
-    # 3. The segments as they were when the snapshot was taken, which is usually after the peak.
+    # The segments as they were when the snapshot was taken, which is usually after the peak.
     segment_sizes = [
         SegmentBytes(
             kind=str(segment.get("segment_type", "large")),
@@ -160,9 +156,89 @@ def load_memory_snapshot(path: str | Path) -> MemorySnapshot:
     )
 
 
+def load_history(path: str | Path) -> tuple[list[Allocation], list[int] | None]:
+    """Return the allocations of a snapshot, and the times of its events in microseconds, if it has them.
+
+    Raises ``ValueError`` like :func:`load_memory_snapshot`.
+    """
+    path = Path(path)
+    segments, events = _read_history(path)
+    has_times = bool(events) and all("time_us" in event for event in events)
+    times_us = [_read_number(path, event, "time_us") for event in events] if has_times else None
+    return _list_allocations(path, segments, events), times_us
+
+
+def _read_history(path: Path) -> tuple[list[Fields], list[Fields]]:
+    """Return the segments and the events of the device with the most memory. Raises ``ValueError``."""
+    # 1. Unpickle without running code, and check each part: the file may come from anybody.
+    snapshot = _unpickle(path)
+    if not isinstance(snapshot, Mapping):
+        _refuse_snapshot(path, f"holds a {type(snapshot).__name__}, not the dict of a memory snapshot")
+    segments = _read_dicts(path, snapshot, "segments")
+    # A snapshot may have segments of several devices: use the one with the most memory.
+    device_bytes: dict[int, int] = {}
+    for segment in segments:
+        device = _read_number(path, segment, "device", 0)
+        device_bytes[device] = device_bytes.get(device, 0) + _read_number(path, segment, "total_size")
+    device = max(device_bytes, key=lambda number: device_bytes[number], default=0)
+    segments = [segment for segment in segments if _read_number(path, segment, "device", 0) == device]
+    # 2. The history of that device. Its list is empty if only the state was recorded, not the history.
+    traces = snapshot.get("device_traces", [])
+    if not isinstance(traces, list):
+        _refuse_snapshot(path, "has no list of device_traces")
+    events = _check_dicts(path, traces[device], "device_traces") if device < len(traces) else []
+    return segments, events
+
+
+_SHORT_TEXT = b"|".join(re.escape(bytes([size])) + b".{%d}" % size for size in range(256))
+_FIXED_OPCODES = re.compile(
+    rb"(?:[\x81\x94\x85\x86\x87\x88\x89\x8f-\x93\x97\x98()0-2NQRabdelostu\]}]"  # without an argument
+    rb"|[hqK].|\x80.|M.{2}|[Jj].{4}|r..[\x00-\x3f]\x00|[G\x95].{8}|[\x8aU\x8cC](?:%b))*+" % _SHORT_TEXT,
+    re.DOTALL,
+)
+"""A run of opcodes (CPython, Lib/pickle.py) of which none can make the memo large."""
+_SIZE_BYTES = {b"\x8b": 4, b"X": 4, b"T": 4, b"B": 4, b"\x8d": 8, b"\x8e": 8, b"\x96": 8}
+"""Opcodes followed by the size of their text or bytes, and the bytes of that size."""
+
+
+def _check_memo(data: bytes) -> None:
+    """Raise ``UnpicklingError`` if the memo would need more entries than the file can fill.
+
+    The unpickler allocates the memo up to the largest index at once: a file of 20 bytes takes gigabytes.
+    """
+    place = 0
+    while True:
+        run = _FIXED_OPCODES.match(data, place)
+        assert run is not None, "it may be empty"
+        place = run.end()
+        opcode = data[place : place + 1]
+        if opcode in _SIZE_BYTES:
+            start = place + 1 + _SIZE_BYTES[opcode]
+            place = start + int.from_bytes(data[place + 1 : start], "little")
+        elif opcode == b"r":
+            index = int.from_bytes(data[place + 1 : place + 5], "little")
+            place += 5
+            _check_memo_index(index, data)
+        elif opcode and opcode in b"IFLSVgPp":
+            end = data.find(b"\n", place)
+            if opcode == b"p" and end > 0:
+                _check_memo_index(int(data[place + 1 : end]), data)
+            place = end + 1 or len(data)
+        else:
+            return  # The end, or an opcode that the unpickler refuses: it reads no further than here.
+
+
+def _check_memo_index(index: int, data: bytes) -> None:
+    # An entry takes at least two bytes: the object's opcode, and the one that puts it into the memo.
+    if index > len(data) // 2:
+        raise pickle.UnpicklingError(f"has {len(data):,} bytes and refers to memo entry {index:,}")
+
+
 def _unpickle(path: Path) -> object:
     try:
-        return _PlainUnpickler(io.BytesIO(read_bytes(path))).load()
+        data = read_bytes(path)
+        _check_memo(data)
+        return _PlainUnpickler(io.BytesIO(data)).load()
     except _BROKEN as error:
         # read_bytes' own error already names the file and a fix.
         if isinstance(error, ValueError) and str(path) in str(error):
@@ -170,10 +246,10 @@ def _unpickle(path: Path) -> object:
         _refuse_snapshot(path, f"is no memory snapshot ({str(error) or type(error).__name__})")
 
 
-def _list_allocations(path: Path, segments: Sequence[Fields], events: Sequence[Fields]) -> list[_Allocation]:
+def _list_allocations(path: Path, segments: Sequence[Fields], events: Sequence[Fields]) -> list[Allocation]:
     """Return all allocations that were live at some time of the history."""
-    allocations: list[_Allocation] = []
-    alive: dict[int, _Allocation] = {}
+    allocations: list[Allocation] = []
+    alive: dict[int, Allocation] = {}
     # Match each free with its alloc by address. A free without one was allocated before the history.
     for index, event in enumerate(events):
         action = event.get("action")
@@ -181,12 +257,12 @@ def _list_allocations(path: Path, segments: Sequence[Fields], events: Sequence[F
             continue
         address, num_bytes = _read_number(path, event, "addr"), _read_number(path, event, "size")
         if action == "alloc":
-            alive[address] = _Allocation(num_bytes, event.get("frames"), index, len(events))
+            alive[address] = Allocation(num_bytes, event.get("frames"), index, len(events))
             allocations.append(alive[address])
         elif known := alive.pop(address, None):
             known.ends = index
         else:
-            allocations.append(_Allocation(num_bytes, BEFORE, -1, index))
+            allocations.append(Allocation(num_bytes, BEFORE, -1, index))
     # Active blocks without an alloc event were allocated before the history and never freed.
     for segment in segments:
         place = _read_number(path, segment, "address", 0)
@@ -196,12 +272,12 @@ def _list_allocations(path: Path, segments: Sequence[Fields], events: Sequence[F
             place = address + size
             if block.get("state") == "active_allocated" and address not in alive:
                 num_bytes = _read_number(path, block, "requested_size", size)
-                allocations.append(_Allocation(num_bytes, block.get("frames") or BEFORE, -1, len(events)))
+                allocations.append(Allocation(num_bytes, block.get("frames") or BEFORE, -1, len(events)))
     return allocations
 
 
 def _sum_at_peak(
-    path: Path, allocations: Sequence[_Allocation], num_events: int
+    path: Path, allocations: Sequence[Allocation], num_events: int
 ) -> tuple[int, tuple[LiveBytes, ...]]:
     """Return the peak in bytes, and the live bytes at the peak by place in the code."""
     # A running sum over the net change of bytes at each event gives the peak.

@@ -41,10 +41,12 @@ class Ranges:
     def __init__(self) -> None:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._close: dict[str, Callable[[], None]] = {}
+        self._before: Callable[[str], Callable[[], None]] | None = None
 
     def begin(self, device: torch.device, layers: Mapping[str, torch.nn.Module]) -> None:
         """Name phases from now on, and the forward of each of ``layers``."""
         global _open_range
+        self._before = _open_range
         _open_range = _open_with_nvtx if device.type == "cuda" else _open_in_profiler
         for name, layer in layers.items():
             self._hooks.append(layer.register_forward_pre_hook(self._make_opening_hook(name)))
@@ -52,9 +54,9 @@ class Ranges:
             self._hooks.append(layer.register_forward_hook(self._make_closing_hook(name), always_call=True))
 
     def end(self) -> None:
-        """Name nothing any more."""
+        """Name nothing any more, but what was named before."""
         global _open_range
-        _open_range = None
+        _open_range = self._before
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

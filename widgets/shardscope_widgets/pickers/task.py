@@ -125,7 +125,7 @@ class RunOptions(Picker):
         """Set the inputs to those of ``task``; a default learning rate is left empty."""
         if task.planned_steps is not None:
             self.steps.value = str(task.planned_steps)
-        self.profile.value = task.profile
+        self.profile.value = task.profile is True
         self.rate.value = "" if task.learning_rate in (None, usual_rate) else f"{task.learning_rate:g}"
 
 

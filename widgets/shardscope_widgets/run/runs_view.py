@@ -87,7 +87,7 @@ class RunsView(View):
         self._list = widgets.VBox([self.toolbar, scroll], layout=widgets.Layout())
         # One run, two runs or a trace, below a row with the back button.
         self.bar = Clickable(self._handle_action, "ss-runs-bar")
-        self.run_view = RunView(on_end=self._run_ended)
+        self.run_view = RunView(on_end=self._run_ended, on_open_trace=self._open_trace)
         self.comparison = ComparisonView()
         self._trace_place = widgets.VBox(layout=widgets.Layout(display="none"))
         self._page = widgets.VBox(

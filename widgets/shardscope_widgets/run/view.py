@@ -28,6 +28,7 @@ from shardscope_widgets.run.log import RunLog
 from shardscope_widgets.run.memory import RunMemory
 from shardscope_widgets.run.model_panel import ModelPanel, has_adapters
 from shardscope_widgets.run.panels import MAX_NAMES, TRAINING_PANELS, VALIDATION_PANEL, is_number
+from shardscope_widgets.run.recording_panel import RecordingPanel
 from shardscope_widgets.run.samples import RunSamples
 
 POLL_SECONDS = 0.25
@@ -52,8 +53,8 @@ PLACEHOLDER = "–"
 class RunView(View):
     """A live view of ``run``, read from its folder at most four times a second; a run can have many views.
 
-    ``on_end(run)`` is called once the run has ended and everything that it logged is drawn. ``samples_first``
-    shows samples above the charts.
+    ``on_end(run)`` is called once the run has ended and everything that it logged is drawn; ``on_open_trace``
+    shows a run's newest trace. ``samples_first`` shows samples above the charts.
     """
 
     status = traitlets.Unicode("", help="The run's status as last shown.").tag(sync=False)
@@ -64,10 +65,11 @@ class RunView(View):
         run: ss.Run | None = None,
         *,
         on_end: Callable[[ss.Run], None] | None = None,
+        on_open_trace: Callable[[ss.Run], None] | None = None,
         samples_first: bool = False,
     ) -> None:
         self.run: ss.Run | None = None
-        self._on_end = on_end
+        self._on_end, self._on_open_trace = on_end, on_open_trace
         self._lock = threading.RLock()
         self._is_watching = False
         """Whether a thread is about to refresh the view again."""
@@ -107,6 +109,8 @@ class RunView(View):
         # Created with the first run: a FigureWidget sends 5 MB of front end, which planning does not need.
         self.figure: RunFigure | None = None
         self._figure_place = widgets.VBox(layout=widgets.Layout())
+        self.recording: RecordingPanel | None = None
+        self._recording_place = widgets.VBox(layout=controls.share_layout())
         # Filled when the run has ended with adapters.
         self.model_place = widgets.VBox(layout=controls.share_layout())
         self._merging: dict[Path, ModelPanel] = {}
@@ -131,7 +135,7 @@ class RunView(View):
             answers.reverse()
         parts = [self.error, self.model_place, self.facts, *answers, self.table]
         self._body = widgets.VBox(
-            [*parts, self.logs, self.memory.html, self.engine],
+            [*parts, self.logs, self._recording_place, self.memory.html, self.engine],
             layout=widgets.Layout(display="none"),
             tabbable=True,
         )
@@ -160,6 +164,10 @@ class RunView(View):
             if self.figure is None:
                 self.figure = RunFigure()
                 self._figure_place.children = [self.figure.widget]
+                self.recording = RecordingPanel(self._on_open_trace)
+                self._recording_place.children = [self.recording]
+            assert self.recording is not None, "both are created together"
+            self.recording.start_run(run)
             # A training task logs these for certain: their empty charts are shown at once, so that nothing
             # moves later. The metrics of a user's function are unknown until they arrive.
             trained = [panel.metric for panel in TRAINING_PANELS] if run.trains_the_plan else []
@@ -267,6 +275,8 @@ class RunView(View):
                 self._gpu_time = samples[-1]["time"]
                 self.figure.show_gpu_samples(samples, samples[0]["time"])
         self._offer_saving(run)
+        if self.recording is not None:
+            self.recording.refresh(run, self.status)
         # The engine record and the measured memory are in the same file of each rank.
         self.engine.value = _render_engine(self.memory.refresh(run, self._latest))
 

@@ -279,7 +279,7 @@ def _call_notebook_launcher(
 
 
 if __name__ == "__main__":
-    die_with_parent(int(sys.argv[2]))
+    die_with_parent(int(sys.argv[2]) or os.getppid())  # 0: nsys is the parent.
     keep_exit_codes()
     send_new_secrets(int(sys.argv[3]))
     exit_code = main(RunFolder(sys.argv[1]))

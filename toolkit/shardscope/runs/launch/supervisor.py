@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from types import FrameType
 from typing import Literal
 
@@ -54,6 +55,8 @@ FAILURE_GRACE_SECONDS = 3.0
 """Time that torch elastic gets to end the other ranks after one died; by itself it takes 30 s."""
 MARKER_PATIENCE_SECONDS = 10.0
 """Time that the final status waits for rank records that exist and cannot be read."""
+NSYS_GRACE_SECONDS = 600.0
+"""Time that Nsight Systems gets to write its report after the task has returned."""
 FINISH_SECONDS = 1.0
 """Time that the final status waits for the last writes of the periodic checks; the rest follows it."""
 
@@ -98,6 +101,10 @@ class Supervisor:
             writes_tensorboard="tensorboard" in report_to,
         )
         self.leftovers = LeftoverDetector(folder, self.world_size)
+        self.nsys = isinstance(fields, dict) and fields.get("profile") == "nsys"
+        if self.nsys:
+            # It writes its report after the ranks have returned.
+            self.leftovers.grace_seconds = max(self.leftovers.grace_seconds, NSYS_GRACE_SECONDS)
         self.ended_leftovers = ""
         """Description of the leftover processes that were killed; empty if there were none."""
         self.last_check = time.monotonic()
@@ -136,12 +143,14 @@ class Supervisor:
         with open_to_append(self.folder.launcher_log) as log:
             self.launcher = subprocess.Popen(
                 [
+                    *(build_nsys_command(self.folder) if self.nsys else ()),
                     sys.executable,
                     "-P",
                     "-m",
                     "shardscope.runs.launch.launcher",
                     str(self.folder.path),
-                    str(os.getpid()),
+                    # Under nsys its parent is another process, whose id only the launcher knows.
+                    "0" if self.nsys else str(os.getpid()),
                     str(self.secrets.for_launcher),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -150,6 +159,10 @@ class Supervisor:
                 env=build_launcher_environment(
                     dict(os.environ), self.world_size, str(self.description.get("device"))
                 ),
+                # nsys knows nothing of this process: it is killed with it, and the launcher with nsys.
+                preexec_fn=partial(processes.die_with_parent, os.getpid())  # noqa: PLW1509 - one thread
+                if self.nsys
+                else None,
                 process_group=0,
                 pass_fds=(self.secrets.for_launcher,),
             )
@@ -443,6 +456,21 @@ class Supervisor:
     def _log(text: str) -> None:
         with contextlib.suppress(OSError):  # A full disk must not end the supervisor before its ranks.
             print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=sys.stderr, flush=True)
+
+
+def build_nsys_command(folder: RunFolder) -> list[str]:
+    """Return the start of the command that runs the launcher under Nsight Systems.
+
+    The ranks fork from the launcher and start no program of their own, so one report has all of them.
+    """
+    return [
+        "nsys",
+        "profile",
+        f"--output={folder.traces / 'all-ranks'}",
+        "--force-overwrite=true",
+        "--trace=cuda,nvtx,osrt",
+        "--trace-fork-before-exec=true",
+    ]
 
 
 def lock_run(folder: RunFolder) -> int | None:

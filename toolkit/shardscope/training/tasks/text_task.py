@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypedDict
+from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
 
 from shardscope.core.errors import (
     FieldError,
@@ -108,8 +109,9 @@ class TextTask(ABC):
     """AdamW's decoupled weight decay, on matrices only; 0 to 1."""
     seed: int = 0
     """Seed of random weights and of the order of the text; 0 to 2^31 - 1."""
-    profile: bool = False
-    """Whether to record a few steady steps on every rank with torch.profiler (the last of a short run)."""
+    profile: bool | Literal["nsys"] = False
+    """Whether to record a few steady steps on every rank with torch.profiler (the last of a short run).
+    "nsys": run all ranks under Nsight Systems (``nsys profile``), with NVTX ranges of phases and layers."""
     memory_snapshot: bool = False
     """Whether to record torch's GPU allocation history over the first steps, for torch's memory viewer."""
     log_every: int = 1
@@ -142,7 +144,7 @@ class TextTask(ABC):
         "shardscope.training.loop",
     )
     """Modules that the launcher imports once before it forks ranks; none of them initializes CUDA."""
-    recorded_texts: ClassVar[frozenset[str]] = frozenset({"schedule", "report_to"})
+    recorded_texts: ClassVar[frozenset[str]] = frozenset({"schedule", "report_to", "profile"})
     """Text fields that the run folder keeps, because they cannot contain secrets."""
     trains_the_plan: ClassVar[bool] = True
     """Whether the task trains the plan's model, so that the predicted memory holds for it."""
@@ -159,7 +161,9 @@ class TextTask(ABC):
         for field in ("save_every", "keep_last"):
             if getattr(self, field) is not None:
                 check_integer(self._field(field), getattr(self, field), low=1, high=10**7)
-        for field in ("profile", "memory_snapshot", "save_checkpoint", "export"):
+        if self.profile != "nsys" and not isinstance(self.profile, bool):
+            refuse(self._field("profile"), self.profile, "True, False or 'nsys'", Value(True))
+        for field in ("memory_snapshot", "save_checkpoint", "export"):
             check_flag(self._field(field), getattr(self, field))
         object.__setattr__(self, "report_to", self._list_trackers())
         if self.resume is False:
@@ -245,6 +249,7 @@ class TextTask(ABC):
         import torch
 
         from shardscope.training.loop import train
+        from shardscope.training.ranges import Ranges
 
         # Settings that engines read in setup().
         plan, engine = ctx.plan, ctx.engine
@@ -276,13 +281,15 @@ class TextTask(ABC):
             "warm-up",
             flush=True,
         )
+        if self.profile == "nsys":
+            Ranges().begin(ctx.device, engine.list_layers())  # To the end of the process, as nsys records.
         is_complete = train(
             ctx,
             engine,
             batches,
             schedule,
             log_every=self.log_every,
-            profile=self.profile,
+            profile=self.profile is True,
             save_checkpoint=self.save_checkpoint,
             save_every=self.save_every,
             keep_last=self.keep_last if self.save_every else None,
@@ -406,8 +413,11 @@ class TextTask(ABC):
 
     def check_launch(self, plan: Plan, folder: Path, name: str | None) -> None:
         """Raise ``ValueError`` if a run ``name`` in ``folder`` could not load the checkpoint that
-        ``resume=True`` would choose now, or if a tracker's package is missing."""
+        ``resume=True`` would choose now, or if a tracker's package or nsys is missing."""
         self._check_trackers()
+        if self.profile == "nsys" and shutil.which("nsys") is None:
+            allowed = "True or False: there is no nsys on PATH (NVIDIA Nsight Systems)"
+            refuse(self._field("profile"), self.profile, allowed, Value(True))
         if self.resume is not True or name is None:
             return
         # The ranks choose again when they start; this warns in the notebook, before anything runs.
