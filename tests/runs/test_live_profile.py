@@ -63,9 +63,9 @@ def read_losses(run: ss.Run) -> list[object]:
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
 def test_live_run_is_profiled_and_trains_on_with_the_same_losses(framework: str, tmp_path: Path) -> None:
-    plain = launch_training(tmp_path / "plain", framework, num_steps=150)
+    plain = launch_training(tmp_path / "plain", framework, num_steps=90)
     assert plain.wait(120) == "finished", plain.error
-    run = launch_training(tmp_path / "profiled", framework, num_steps=150)
+    run = launch_training(tmp_path / "profiled", framework, num_steps=90)
     wait_for_steps(run)
     with pytest.raises(ValueError, match=r"rank.* is 2; allowed: a whole number from 0 to 1"):
         run.profile(ranks=[0, 2])
