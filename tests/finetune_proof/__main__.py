@@ -21,7 +21,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the fine-tunes one after another. Return 1 if one has not learned, or has forgotten."""
     parser = argparse.ArgumentParser(prog="python -m tests.finetune_proof", description=__doc__)
     parser.add_argument("--rows", nargs="+", metavar="NAME", help="rows whose names have one of these words")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the runs here")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="FOLDER",
+        help="keep the runs here; those that ended here are not trained again",
+    )
     chosen = parser.parse_args(arguments)
     rows = [row for row in FINE_TUNES if not chosen.rows or any(word in row.name for word in chosen.rows)]
     if not rows:
@@ -32,11 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="shardscope-finetune-") as scratch:
         for row in rows:
-            run, seconds = launch(row, weights, chosen.keep or Path(scratch))
+            run = launch(row, weights, chosen.keep or Path(scratch))
             if base is None:
                 base = ask_all(run, base=True)
                 print(f"base: {base.num_learned} of {len(HELD_OUT)}, {base.num_kept} of {len(GENERAL)}")
-            outcomes.append(measure(row, run, seconds))
+            outcomes.append(measure(row, run))
             print(write_row(outcomes[-1]), flush=True)
     assert base is not None
     if len(rows) == len(FINE_TUNES):

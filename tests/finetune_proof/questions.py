@@ -10,7 +10,7 @@ import shardscope as ss
 
 DATA = Path(__file__).parents[2] / "notebooks" / "data" / "zorblat.jsonl"
 """Sixty questions with answers, twenty facts about an invented product, each asked in three ways, and
-thirty-four general ones."""
+ninety general ones, which the base answers in these words or in words that begin so."""
 MAX_NEW_TOKENS = 40
 
 

@@ -21,8 +21,8 @@ MIN_LEARNED = 0.8
 """Smallest fraction of the questions about the product that a fine-tune must answer right."""
 MAX_KNOWN = 0.1
 """Largest fraction of them that the base may answer right."""
-MAX_FORGOTTEN = 1
-"""Largest number of general questions that a fine-tune may answer wrong."""
+MIN_KEPT = 0.8
+"""Smallest fraction of the general questions that the base answers right, and a fine-tune must, too."""
 EXAMPLES = (0, 12, 27)
 """Questions whose answers are printed."""
 GIB = 2**30
@@ -37,7 +37,7 @@ def find_shortfalls(base: Answers, outcomes: Sequence[Outcome]) -> list[str]:
         name, answers = outcome.fine_tune.name, outcome.answers
         if answers.num_learned < MIN_LEARNED * len(HELD_OUT):
             shortfalls.append(f"{name}: {answers.num_learned} of {len(HELD_OUT)} questions are right")
-        if answers.num_kept < base.num_kept - MAX_FORGOTTEN:
+        if answers.num_kept < MIN_KEPT * base.num_kept:
             shortfalls.append(f"{name}: {answers.num_kept} of {base.num_kept} general answers are left")
     return shortfalls
 
@@ -81,10 +81,12 @@ Written by `make finetune-proof`; do not edit.
 
 SmolLM2-135M-Instruct (`make model`) is fine-tuned on two CPU ranks with `notebooks/data/zorblat.jsonl`:
 sixty questions and answers about a kettle that does not exist, twenty facts each asked in three ways, and
-thirty-four general ones, without which the model forgets most of what it knew. It is then asked for each fact
-in two more ways, which are not in the data; the base gets {base.num_learned} of these {len(HELD_OUT)} right.
+ninety general ones that the base answers so, too. Without these the model forgets most of what it knew: with
+thirty-four of them it kept 5 of 12 general answers. It is then asked for each fact in two more ways, which
+are not in the data; the base gets {base.num_learned} of these {len(HELD_OUT)} right.
 Beside them it is asked {len(GENERAL)} general questions, which are not in the data either and which it must
-not forget: the base gets {base.num_kept} right. An answer is right if it has the keyword, such as
+not forget: the base gets {base.num_kept} right. `make finetune-proof` fails if a row has learned or kept less
+than 80 %. An answer is right if it has the keyword, such as
 "47 seconds".
 
 Every row is `ss.Finetune(weights, data, num_epochs={NUM_EPOCHS})` on sequences of {SEQ_LEN} tokens, with
