@@ -35,7 +35,7 @@ COSTS = {
 """Processor time of a recorded step over that of one that is not, without options and with one alone: DDP, 2M
 parameters, 64 tokens, torch 2.13, November 2026, `python -m benchmarks.profiling_costs`. Single measurements
 differed by 0.07."""
-COSTS_SOURCE = "Measured on 2 CPU ranks, a tiny model."
+COSTS_SOURCE = "Measured with a tiny model on 2 CPU ranks."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,17 +143,18 @@ def describe_state(state: RecordingState | None) -> str:
 
 
 def describe_cost() -> str:
-    """Return what a recorded step costs, without options and with each one."""
+    """Return what a recorded step costs, without options and with them."""
+    costs = [cost for name, cost in COSTS.items() if name != "plain"]
     return (
-        f"Processor time of a recorded step over others': {COSTS['plain']:.1f}, and with one option as "
-        f"it says. {COSTS_SOURCE}"
+        f"A recorded step takes about {COSTS['plain']:.2f} times the processor time of other steps, and "
+        f"{min(costs):.2f} to {max(costs):.2f} times with one of these options. {COSTS_SOURCE}"
     )
 
 
 def _create_option(name: str, tooltip: str) -> widgets.Checkbox:
     return widgets.Checkbox(
         value=False,
-        description=f"{name} ({COSTS[name]:.1f})",
+        description=name,
         indent=False,
         layout=controls.share_fixed_layout(),
         tooltip=tooltip,
