@@ -78,6 +78,10 @@ class EventText:
     def __iter__(self) -> Iterator[bytes]:
         """Yield texts of whole events, separated by commas, then read the footer."""
         while piece := self._stream.read(CHUNK_BYTES):
+            if not piece.strip() and self._rest.rstrip()[-1:] in (b"]", b"}", b","):
+                # Padding between values, which must not count as a part of an event.
+                self._rest = self._rest.rstrip()
+                continue
             text = self._rest + piece
             boundary = _find_last_boundary(text)
             if boundary is not None:
