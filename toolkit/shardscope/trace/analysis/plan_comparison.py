@@ -49,7 +49,7 @@ class ComparisonRow(TypedDict):
 
 
 class PlanComparison(Table[ComparisonRow]):
-    """Predicted beside measured parts, and the largest difference in a sentence."""
+    """Predicted and measured seconds of each part of a step, and a sentence about the largest difference."""
 
     def __init__(self, rows: list[ComparisonRow], text: str) -> None:
         super().__init__(rows, tuple(get_type_hints(ComparisonRow)))

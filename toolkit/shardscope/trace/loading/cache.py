@@ -1,4 +1,4 @@
-"""Caches of loaded files beside them, so that a trace opens in under a second the second time.
+"""Cache of a loaded trace file, stored beside it and memory-mapped when the file is opened again.
 
 A cache is only another form of its trace, trusted as little, and holds no pickle. It belongs to a file of one
 size and time of change; one that is stale, damaged or of another version is ignored and written again.

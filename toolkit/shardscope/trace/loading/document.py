@@ -1,4 +1,4 @@
-"""What a file says about its rank besides events: rank, world size, clock, process groups and GPUs."""
+"""Metadata of a trace file: rank, world size, clock, process groups and GPU names."""
 
 from __future__ import annotations
 
