@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from html import escape
 from typing import Protocol, runtime_checkable
 
 import anywidget
-import ipywidgets as widgets
 import numpy as np
 import traitlets
 
-import shardscope as ss
 from shardscope.core.errors import check_integer
 from shardscope.trace import Trace
 from shardscope.trace.tiles import COLUMNS, Tiler
-from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.front_end import front_end_text
 from shardscope_widgets.trace.picture import draw_picture
 from shardscope_widgets.trace.requests import Request, RequestError, read_request
@@ -252,36 +248,3 @@ class TraceView(anywidget.AnyWidget):
 def _shorten(value: object) -> object:
     text = str(value)
     return value if len(text) <= 200 else text[:197] + "..."
-
-
-NO_TRACE = 'No trace yet. Launch a run with "Record a trace" checked, or open a trace in the Runs tab.'
-
-
-class TracePage(widgets.VBox):
-    """The Studio's Trace tab: the trace of one run, or a hint."""
-
-    def __init__(self, height: int) -> None:
-        self._height = height
-        super().__init__([_create_hint(NO_TRACE)])
-
-    def show_run(self, run: ss.Run) -> None:
-        """Show the trace of ``run``, or why it has none."""
-        try:
-            self._replace(TraceView(run.trace(), height=self._height))
-        except (ValueError, OSError) as error:
-            self.show_hint(str(error))
-
-    def show_hint(self, text: str) -> None:
-        """Show ``text`` instead of a trace."""
-        self._replace(_create_hint(text))
-
-    def _replace(self, view: widgets.Widget) -> None:
-        # Replace first: closing a widget that is still displayed would show an error. The view before it may
-        # hold a whole trace.
-        before, self.children = self.children, [view]
-        for old in before:
-            old.close()
-
-
-def _create_hint(text: str) -> widgets.HTML:
-    return controls.create_html(escape(text), "ss-hint")
