@@ -21,7 +21,9 @@ from playwright.sync_api import expect
 from shardscope.trace import Trace
 from shardscope_widgets.trace import TraceView
 
-SYNCED_TRAITS = ["viewport_seconds", "search", "selected", "num_matches", "error", "height"]
+SYNCED_TRAITS = [
+    "viewport_seconds", "search", "selected", "num_matches", "error", "height", "_revealed", "_path_number",
+]  # fmt: skip
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "trace_2_ranks"
 
 PAGE = """<!doctype html><html><head><meta charset="utf-8">
@@ -55,6 +57,7 @@ const model = {
   off: (event, handler) => { handlers[event] = handlers[event].filter((one) => one !== handler); },
 };
 window.model = model;
+window.sync = () => post("/sync", {}); // fetches what Python changed
 window.handlers = handlers;
 window.close_view = front.render({ model, el: document.getElementById("view") });
 </script></body></html>"""
@@ -64,6 +67,8 @@ window.close_view = front.render({ model, el: document.getElementById("view") })
 def serve_page(view: TraceView, background: str = "white") -> Iterator[str]:
     """Serve a page that shows ``view`` and passes messages both ways; yield its address."""
     sent: list[dict[str, Any]] = []
+    known: dict[str, Any] = {}
+    """The traits as the page has them."""
     lock = threading.Lock()
 
     def record_message(content: dict[str, Any], buffers: list[Any] | None = None) -> None:
@@ -88,6 +93,7 @@ def serve_page(view: TraceView, background: str = "white") -> Iterator[str]:
             elif self.path == "/style.css":
                 self.respond(str(view._css), "text/css")
             elif self.path == "/state":
+                known.update(view.get_state(SYNCED_TRAITS))
                 self.respond(json.dumps(view.get_state()), "application/json")
             else:
                 self.respond(PAGE.replace("BACKGROUND", background), "text/html")
@@ -95,15 +101,15 @@ def serve_page(view: TraceView, background: str = "white") -> Iterator[str]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with lock:
-                before = view.get_state(SYNCED_TRAITS)
                 if self.path == "/state":
+                    known.update(body)
                     view.set_state(body)
-                else:
+                elif self.path == "/message":
                     view._handle_custom_msg(body, [])
                 messages, sent[:] = list(sent), []
-                known = {**before, **body} if self.path == "/state" else before
                 after = view.get_state(SYNCED_TRAITS)
                 state = {key: value for key, value in after.items() if value != known[key]}
+                known.update(state)
             self.respond(json.dumps({"messages": messages, "state": state}), "application/json")
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -515,3 +521,39 @@ def test_fault_64_canvas_is_readable_without_css_variables(open_view: Any, view:
             "return [...data].filter((_, i) => i % 4 === 0); })()"
         )
         assert max(colours) > 240 and min(colours) < 140
+
+
+def test_interval_shown_from_python_scrolls_to_the_track_and_unfolds_it(open_view: Any) -> None:
+    view = TraceView(PYTHON_STACKS, height=200)
+    with open_view(view) as page:
+        page.locator(".ss-trace-rank").first.click()
+        frames = next(track for track in view.trace.tracks if track.kind == "python")
+        view.show_interval(0.001, 0.002, rank=0, track=frames.name)
+        page.evaluate("sync()")
+        page.wait_for_selector(".ss-trace-stack[aria-expanded=true]")
+        wait_until_settled(page)
+        t0, t1 = read_viewport(page)
+        assert 0 < t0 < 0.001 and 0.002 < t1 < 0.003
+        stage, line = (page.locator(f".ss-trace-{part}").first.bounding_box() for part in ("stage", "stack"))
+        assert stage["y"] <= line["y"] < stage["y"] + stage["height"] - 20
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_critical_path_is_outlined_over_the_slices(open_view: Any, view: TraceView, dark: bool) -> None:
+    reds = """(() => { const canvas = document.querySelector("canvas");
+      const { data } = canvas.getContext("2d").getImageData(170, 26, canvas.width - 180, canvas.height - 30);
+      let count = 0;
+      for (let i = 0; i < data.length; i += 4) {
+        count += data[i] > 180 && data[i + 1] < 100 && data[i + 2] < 100;
+      }
+      return count; })()"""
+    with open_view(view, dark=dark) as page:
+        assert page.evaluate(reds) == 0
+        view.highlight_path(view.trace.critical_path())
+        page.evaluate("sync()")
+        wait_until_settled(page)
+        assert page.evaluate(reds) > 300
+        view.highlight_path(None)
+        page.evaluate("sync()")
+        wait_until_settled(page)
+        assert page.evaluate(reds) == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypedDict
@@ -77,12 +78,17 @@ class Tile:
     @property
     def buffers(self) -> list[memoryview]:
         """Bytes of the columns, in the order of :data:`COLUMNS`."""
-        return [
-            memoryview(self.columns[name].astype(kind).data).cast("B")
-            if len(self.columns[name])
-            else memoryview(b"")
-            for name, kind in COLUMNS
-        ]
+        return pack_columns(self.columns, COLUMNS)
+
+
+def pack_columns(
+    columns: Mapping[str, Column], kinds: Sequence[tuple[str, str]] = COLUMNS
+) -> list[memoryview]:
+    """Return the bytes of columns, in the order and types of ``kinds``."""
+    return [
+        memoryview(columns[name].astype(kind).data).cast("B") if len(columns[name]) else memoryview(b"")
+        for name, kind in kinds
+    ]
 
 
 class Tiler:

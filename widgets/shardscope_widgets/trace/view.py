@@ -11,9 +11,10 @@ import anywidget
 import numpy as np
 import traitlets
 
-from shardscope.core.errors import check_integer
+from shardscope.core.errors import check_choice, check_integer, check_number
 from shardscope.trace import Trace
-from shardscope.trace.tiles import COLUMNS, Tiler
+from shardscope.trace.path_marks import PATH_COLUMNS, PathMarks
+from shardscope.trace.tiles import COLUMNS, Tiler, pack_columns
 from shardscope_widgets.kit.front_end import front_end_text
 from shardscope_widgets.trace.picture import draw_picture
 from shardscope_widgets.trace.requests import Request, RequestError, read_request
@@ -21,14 +22,17 @@ from shardscope_widgets.trace.requests import Request, RequestError, read_reques
 MAX_SEARCH_CHARACTERS = 500
 MAX_NAME_CHARACTERS = 400
 MAX_ARGS = 40
-_FOREIGN_TRAITS = frozenset({"error", "height", "num_matches", "selected", "_scene"})
+LEAST_MARGIN_SECONDS = 1e-7
+_FOREIGN_TRAITS = frozenset(
+    {"error", "height", "num_matches", "selected", "_path_number", "_revealed", "_scene"}
+)
 
 
 MimeBundle = tuple[dict[str, object], dict[str, object]]
 """Data and metadata of an output by MIME type."""
 _MODULE_PARTS = (
     "shapes.js", "colours.js", "words.js", "places.js", "page.js", "state.js", "requests.js", "viewport.js",
-    "folding.js", "drawing.js", "slices.js", "pointer.js", "keyboard.js", "search.js",
+    "folding.js", "drawing.js", "slices.js", "path.js", "pointer.js", "keyboard.js", "search.js",
     "surroundings.js", "view.js",
 )  # fmt: skip
 
@@ -102,18 +106,69 @@ class TraceView(anywidget.AnyWidget):
     height = traitlets.Int(480).tag(sync=True)
     """Height of the drawing in pixels."""
     _scene = traitlets.Dict().tag(sync=True)
+    _revealed = traitlets.Dict().tag(sync=True)
+    """Rank and first row of the track that :meth:`show_interval` scrolled to last."""
+    _path_number = traitlets.Int(0).tag(sync=True)
+    """Counts the paths that were highlighted; tiles of an earlier one are requested again."""
 
     def __init__(self, trace: object, *, height: int = 480) -> None:
         self.trace = _load_trace(trace)
         self._tiler = Tiler(self.trace)
         self._match = np.zeros(len(self.trace), dtype=bool)
         self._span_ns = max(self.trace.duration_ns_total, 1000)
+        self._path: PathMarks | None = None
         super().__init__(
             height=check_integer("TraceView.height", height, low=160, high=4000),
             viewport_seconds=(0.0, self._span_ns / 1e9),
             _scene=self._describe_trace(),
         )
         self.on_msg(self._handle_message)
+
+    def show_interval(
+        self, start_seconds: float, end_seconds: float, *, rank: int | None = None, track: str | None = None
+    ) -> None:
+        """Move the view to an interval, with a margin of a tenth of it on both sides.
+
+        ``rank`` and ``track`` (a track's name, such as "stream 7") unfold that rank and track and scroll to
+        it. Raises ``ValueError`` for times that are not finite or not ascending, and for a rank or track that
+        is not in the trace.
+        """
+        start = check_number("show_interval.start_seconds", start_seconds, low=-1e6, high=1e6)
+        end = check_number("show_interval.end_seconds", end_seconds, low=-1e6, high=1e6)
+        if end < start:
+            raise ValueError(
+                f"show_interval.end_seconds is {end:g}, before start_seconds {start:g}. Fix: swap them."
+            )
+        revealed = self._find_track(rank, track)
+        margin = max((end - start) / 10, LEAST_MARGIN_SECONDS)
+        self.viewport_seconds = (start - margin, end + margin)
+        if revealed:
+            # Scroll again to where the user scrolled away from: an equal value would not be sent.
+            self._revealed = {**revealed, "number": self._revealed.get("number", 0) + 1}
+
+    def _find_track(self, rank: int | None, name: str | None) -> dict[str, int]:
+        """Return rank and first row of a track, of a rank alone its number. Raises ``ValueError``."""
+        if rank is not None:
+            check_choice("show_interval.rank", rank, self.trace.ranks)
+        if name is None:
+            return {} if rank is None else {"rank": int(rank)}
+        positions = {
+            track.name: position
+            for position, track in reversed(list(enumerate(self.trace.tracks)))
+            if rank is None or track.rank == rank
+        }
+        position = positions[check_choice("show_interval.track", name, positions)]
+        first_row = int(self._tiler.first_row_of_track[position])
+        return {"rank": self.trace.tracks[position].rank, "first_row": first_row}
+
+    def highlight_path(self, rows: Iterable[Mapping[str, object]] | None) -> None:
+        """Outline the parts of a path, such as ``trace.critical_path()``, over the slices; None: of none.
+
+        A row has ``rank``, ``track``, ``name``, ``start_seconds`` and ``seconds``, or ``index``, the number
+        of a slice. Raises ``ValueError`` for rows that are not of this trace.
+        """
+        self._path = None if rows is None else PathMarks.find(self.trace, rows)
+        self._path_number += 1
 
     @cached_property
     def _picture(self) -> str:
@@ -133,6 +188,7 @@ class TraceView(anywidget.AnyWidget):
             "span_ns": self._span_ns,
             "num_slices": len(self.trace),
             "columns": [list(column) for column in COLUMNS],
+            "path_columns": [list(column) for column in PATH_COLUMNS],
             "ranks": self.trace.ranks,
             "notes": self.trace.notes,
             "tracks": [
@@ -200,8 +256,13 @@ class TraceView(anywidget.AnyWidget):
             "t1_ns": tile.t1_ns,
             "width": request.width,
             "search": self.search,
+            "path": self._path_number,
         }
-        self.send(reply, buffers=tile.buffers)
+        buffers = tile.buffers
+        if self._path is not None:
+            path = self._path.cut(request.t0_ns, request.t1_ns, request.width)
+            buffers += pack_columns(path, PATH_COLUMNS)
+        self.send(reply, buffers=buffers)
 
     def _answer_names(self, request: Request) -> None:
         names = self.trace.names

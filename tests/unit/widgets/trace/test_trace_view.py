@@ -14,6 +14,7 @@ import pytest
 from IPython.core.formatters import DisplayFormatter
 
 from shardscope.trace import Trace
+from shardscope.trace.path_marks import PATH_COLUMNS
 from shardscope.trace.tiles import COLUMNS
 from shardscope_widgets.trace import TraceView
 
@@ -80,6 +81,48 @@ def test_answers_requests_for_names_and_totals(view: TraceView) -> None:
     handle_message(view, {"type": "totals", "id": 3, "t0_ns": 0, "t1_ns": view.trace.duration_ns_total})
     rows = view.sent[-1][0]["rows"]
     assert rows and rows[0]["self_seconds"] >= rows[-1]["self_seconds"]
+
+
+def test_show_interval_moves_the_view_with_a_margin(view: TraceView) -> None:
+    view.show_interval(0.001, 0.002, rank=1)
+    assert view.viewport_seconds == pytest.approx((0.0009, 0.0021))
+    track = view.trace.tracks[-1]
+    view.show_interval(0.001, 0.001, rank=track.rank, track=track.name)
+    start, end = view.viewport_seconds
+    assert start < 0.001 < end
+    for wrong in [
+        {"rank": 7},
+        {"rank": 0, "track": "stream 99"},
+        {"track": 5},
+        {"start_seconds": 0.003},
+        {"end_seconds": float("nan")},
+        {"start_seconds": None},
+    ]:
+        with pytest.raises(ValueError, match="show_interval"):
+            view.show_interval(**{"start_seconds": 0.001, "end_seconds": 0.002, **wrong})
+    assert view.viewport_seconds == (start, end)
+
+
+def test_highlighted_path_comes_with_the_tiles(view: TraceView) -> None:
+    path = view.trace.critical_path()
+    view.highlight_path(path)
+    handle_message(view, tile_request(view, width=16_000))
+    starts, ends, rows, is_slice = (
+        np.frombuffer(buffer, kind)
+        for buffer, (_, kind) in zip(view.sent[-1][1][len(COLUMNS) :], PATH_COLUMNS, strict=True)
+    )
+    assert starts[0] / 1e9 == pytest.approx(path[0]["start_seconds"])
+    assert float((ends - starts).sum()) / 1e9 == pytest.approx(path.seconds, rel=0.05)
+    assert is_slice.any() and {view._tiler.num_rows > row for row in rows.tolist()} == {True}
+    view.highlight_path([{"index": 5}])
+    handle_message(view, tile_request(view))
+    assert np.frombuffer(view.sent[-1][1][len(COLUMNS)], "<f8").tolist() == [int(view.trace.start_ns[5])]
+    view.highlight_path(None)
+    handle_message(view, tile_request(view))
+    assert len(view.sent[-1][1]) == len(COLUMNS)
+    for wrong in [{}, {"rank": 99, "start_seconds": 0, "seconds": 1}, {"rank": 0, "start_seconds": "0"}]:
+        with pytest.raises(ValueError, match="Fix: "):
+            view.highlight_path([wrong])
 
 
 def test_selection_reads_back_and_clears(view: TraceView) -> None:

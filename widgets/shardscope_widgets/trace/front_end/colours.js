@@ -6,6 +6,7 @@ const COMMUNICATION = "#8b6b4a"; // one of the nine component colours, the same 
 const INK_ON_LIGHT = "#1d2329";
 const INK_ON_DARK = "#e8ebee";
 const FONT = "system-ui, sans-serif";
+const PATH = { light: "#c1121f", dark: "#ff5c5c" };
 const LEAST_CONTRAST = 3; // WCAG's least for large text; below it, text counts as lost in its background
 
 // The fallbacks of style.css. An element that is not attached yet has no variables: a canvas painted with them is black.
@@ -77,6 +78,7 @@ function readTheme(root, ctx) {
     // Indexed by the tile's colour numbers: muted, communication, then the hues.
     fills: [mix(background, rgb(ctx, soft, fallback.soft), dark ? 0.3 : 0.24), COMMUNICATION, ...HUES.map(hue)],
     texts: [dark ? INK_ON_DARK : INK_ON_LIGHT, "#ffffff", ...HUES.map(() => (dark ? INK_ON_DARK : INK_ON_LIGHT))],
+    path: dark ? PATH.dark : PATH.light,
     font: style.fontFamily || FONT,
   };
 }

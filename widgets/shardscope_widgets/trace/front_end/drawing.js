@@ -21,6 +21,7 @@ function draw(view) {
   const ticks = drawGrid(view);
   drawHeaders(view);
   const drawn = drawSlices(view);
+  drawPath(view);
   drawTrackNames(view);
   drawRuler(view, ticks);
   drawScrollbar(view);

@@ -55,13 +55,22 @@ const ARRAYS = /** @type {Record<string, any>} */ ({ "<f8": Float64Array, "<u4":
 
 /** @param {Scene} scene @param {any} message @param {DataView[]} buffers @returns {Tile} */
 function readTile(scene, message, buffers) {
+  const { t0_ns: t0, t1_ns: t1, width, search, path: pathNumber } = message;
+  const columns = readColumns(scene.columns, buffers);
+  const rest = buffers.slice(scene.columns.length);
+  const path = rest.length ? readColumns(scene.path_columns, rest) : null;
+  return { t0, t1, width, search, pathNumber, columns, path };
+}
+
+/** @param {[string, string][]} kinds name and type of each column @param {DataView[]} buffers */
+function readColumns(kinds, buffers) {
   const columns = /** @type {Record<string, any>} */ ({});
-  scene.columns.forEach(([name, kind], i) => {
+  kinds.forEach(([name, kind], i) => {
     const view = buffers[i];
     // Copied, because a typed array needs its bytes aligned and a message part may start anywhere.
     columns[name] = new ARRAYS[kind](view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
   });
-  return { t0: message.t0_ns, t1: message.t1_ns, width: message.width, search: message.search, columns };
+  return columns;
 }
 
 /** First mark of `row` that ends after `time`. @param {Tile} tile @param {number} row @param {number} time */

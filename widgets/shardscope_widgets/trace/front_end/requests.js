@@ -7,7 +7,8 @@ function askPython(view, request) {
   return view.lastId;
 }
 
-/** Ask for a tile when the one at hand ends inside the view, is too coarse or too fine, or shows another search.
+/** Ask for a tile when the one at hand ends inside the view, is too coarse or too fine, or shows another search
+ * or path.
  * @param {View} view */
 function askForTile(view) {
   const { scene, pending, tile, t0, t1 } = view;
@@ -18,7 +19,9 @@ function askForTile(view) {
   const resolution = tile ? (tile.t1 - tile.t0) / tile.width / (span / plot) : Infinity;
   const edge = (/** @type {number} */ time) => Math.min(Math.max(time, 0), scene.span_ns);
   const covered = tile && edge(t0) >= tile.t0 && edge(t1) <= tile.t1;
-  if (tile && covered && resolution < 1.3 && resolution > 0.3 && tile.search === view.model.get("search")) return;
+  const isCurrent =
+    tile && tile.search === view.model.get("search") && tile.pathNumber === view.model.get("_path_number");
+  if (isCurrent && covered && resolution < 1.3 && resolution > 0.3) return;
   // One view more on each side, so that panning has something to draw while the next tile is cut.
   const request = { type: "tile", t0_ns: t0 - span, t1_ns: t1 + span, width: Math.min(3 * Math.round(plot), 16384) };
   pending.tile = askPython(view, request);

@@ -19,6 +19,8 @@ function followModel(view) {
       scheduleDraw(view);
     },
     "change:viewport_seconds": () => followStretch(view),
+    "change:_revealed": () => revealTrack(view, model.get("_revealed")),
+    "change:_path_number": () => scheduleDraw(view),
     "change:error": () => (page.error.textContent = model.get("error")),
     "change:height": () => (page.stage.style.height = `${model.get("height")}px`),
   });
@@ -48,6 +50,7 @@ function render({ model, el }) {
   const unfollow = [followModel(view), followSize(view), followTheme(view)];
 
   rearrange(view);
+  revealTrack(view, model.get("_revealed") ?? {});
   showMatchCount(view);
   fillDetails(page.details, model.get("selected"), false);
   page.error.textContent = model.get("error");

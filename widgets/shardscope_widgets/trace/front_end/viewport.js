@@ -70,6 +70,23 @@ function revealSlice(view, slice, zoomTo = false) {
   if (top < scroll || top + ROW > scroll + height - RULER) scrollRowsTo(view, top - (height - RULER) / 2);
 }
 
+/** Unfold a rank, or one of its tracks, and scroll to it. @param {View} view
+ * @param {{rank?: number, first_row?: number}} target nothing: the rows stay as they are */
+function revealTrack(view, { rank, first_row: firstRow }) {
+  if (rank === undefined) return;
+  view.folded.delete(rank);
+  const track = view.scene.tracks.find((one) => one.first_row === firstRow);
+  if (track?.kind === "python") view.shownStacks.add(track.first_row);
+  rearrange(view);
+  const { headers, bands } = view.places;
+  const header = headers.find((one) => one.rank === rank)?.top ?? 0;
+  const band = bands.find((one) => one.track === track);
+  // The rank's header stays in sight where it can.
+  const room = view.height - RULER;
+  const isNear = !band || band.top + Math.min(band.height, room / 2) - header < room;
+  scrollRowsTo(view, isNear ? header : band.top - NAME_LINE);
+}
+
 /** @param {View} view */
 function zoomToSelected(view) {
   const selected = view.model.get("selected");
