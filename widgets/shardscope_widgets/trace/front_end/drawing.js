@@ -22,6 +22,7 @@ function draw(view) {
   drawHeaders(view);
   const drawn = drawSlices(view);
   drawPath(view);
+  drawArrows(view);
   drawTrackNames(view);
   drawRuler(view, ticks);
   drawScrollbar(view);

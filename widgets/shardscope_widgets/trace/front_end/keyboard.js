@@ -31,9 +31,6 @@ function followKeys(view) {
     view.page.tip.hidden = true;
     action(view);
   });
-  const { canvas, details } = view.page;
-  // Without the focus the same keys are JupyterLab's: they are named only while they work.
-  for (const type of ["focus", "blur"]) {
-    listen(view, canvas, type, () => fillDetails(details, view.model.get("selected"), type === "focus"));
-  }
+  const showHint = () => view.model.get("selected") || showDetails(view);
+  for (const type of ["focus", "blur"]) listen(view, view.page.canvas, type, showHint);
 }

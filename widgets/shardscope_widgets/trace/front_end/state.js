@@ -40,6 +40,7 @@ function openView(model, root, scene, page) {
     names: /** @type {Map<number, string>} */ (new Map()),
     textWidths: /** @type {Map<string, number>} */ (new Map()),
     matchNumber: 0,
+    isToBeRevealed: false, // the slice that is selected next
     // Ids start at random, since every view of this model hears every reply.
     lastId: Math.floor(Math.random() * 2 ** 40),
     pending: { tile: 0, since: 0, names: 0, totals: 0, find: 0 },

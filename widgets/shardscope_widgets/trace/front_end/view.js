@@ -7,7 +7,9 @@ function followModel(view) {
     "msg:custom": (/** @type {any} */ message, /** @type {DataView[]} */ buffers) =>
       REPLIES[message?.type]?.(view, message, buffers),
     "change:selected": () => {
-      fillDetails(page.details, model.get("selected"), document.activeElement === page.canvas);
+      showDetails(view);
+      if (view.isToBeRevealed && model.get("selected")) revealSlice(view, model.get("selected"));
+      view.isToBeRevealed = false;
       scheduleDraw(view);
     },
     "change:search": () => {
@@ -52,7 +54,7 @@ function render({ model, el }) {
   rearrange(view);
   revealTrack(view, model.get("_revealed") ?? {});
   showMatchCount(view);
-  fillDetails(page.details, model.get("selected"), false);
+  showDetails(view);
   page.error.textContent = model.get("error");
 
   return () => {
