@@ -630,7 +630,7 @@ def test_collective_is_connected_with_that_of_the_other_rank(
     view = TraceView(write_gpu_ranks(tmp_path))
     with open_view(view, dark=dark) as page:
         select(page, find_index(view, "AllReduce"))
-        link = page.locator(".ss-trace-link", has_text="On rank 1:")
+        link = page.locator(".ss-trace-link", has_text="on rank 1:")
         expect(link).to_contain_text("20.00 µs later")
         link.click()
         wait_until_settled(page)
@@ -646,3 +646,42 @@ def test_click_shows_the_python_callers_of_an_operator(open_view: Any) -> None:
         callers = page.locator(".ss-trace-details li").all_text_contents()
         assert any(".py(" in name for name in callers)
         expect(page.locator(".ss-trace-details")).to_contain_text("Module: MultiheadAttention_")
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_area_is_measured_and_added_up(open_view: Any, tmp_path: Path, dark: bool) -> None:
+    view = TraceView(write_gpu_ranks(tmp_path))
+    with open_view(view, dark=dark) as page:
+        x, y = find_pixel(page, view, find_index(view, "gemm_kernel"))
+        page.keyboard.down("Shift")
+        page.mouse.move(x - 200, y)
+        page.mouse.down()
+        page.mouse.move(x + 250, y + 2, steps=4)
+        page.mouse.up()
+        page.keyboard.up("Shift")
+        details = page.locator(".ss-trace-details")
+        expect(details.locator("tr", has_text="gemm_kernel")).to_contain_text("29.00 µs")
+        expect(details.locator("tr", has_text="kernel").last).to_contain_text("29.00 µs")
+        expect(details).to_contain_text("on 1 track")
+        assert read_viewport(page) == pytest.approx((0, view.trace.duration_seconds))  # it did not pan
+        duration = page.locator(".ss-trace-head b").text_content().split(" of ")[1].split(" on ")[0]
+        assert duration in read_drawn_texts(page)  # the bracket on the ruler
+        page.locator("canvas").focus()
+        page.keyboard.press("Escape")
+        expect(details).not_to_contain_text("Area")
+
+
+def test_area_is_marked_by_keyboard(open_view: Any, tmp_path: Path) -> None:
+    view = TraceView(write_gpu_ranks(tmp_path))
+    with open_view(view) as page:
+        select(page, find_index(view, "aten::linear"))
+        page.locator("canvas").focus()
+        page.keyboard.press("m")
+        title = page.locator(".ss-trace-head b")
+        expect(title).to_have_text("Area of 29.00 µs on 1 track")
+        page.keyboard.press("m")
+        expect(title).to_have_text("Area of 29.00 µs on 3 tracks")
+        page.keyboard.press("Shift+ArrowRight")
+        expect(title).to_have_text("Area of 31.00 µs on 3 tracks")
+        page.keyboard.press("Escape")
+        expect(title).to_have_text("aten::linear")

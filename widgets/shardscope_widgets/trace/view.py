@@ -33,7 +33,7 @@ MimeBundle = tuple[dict[str, object], dict[str, object]]
 """Data and metadata of an output by MIME type."""
 _MODULE_PARTS = (
     "shapes.js", "colours.js", "words.js", "places.js", "page.js", "state.js", "requests.js", "viewport.js",
-    "folding.js", "drawing.js", "slices.js", "path.js", "arrows.js", "details.js", "pointer.js",
+    "folding.js", "drawing.js", "slices.js", "path.js", "arrows.js", "area.js", "details.js", "pointer.js",
     "keyboard.js", "search.js", "surroundings.js", "view.js",
 )  # fmt: skip
 
@@ -247,6 +247,7 @@ class TraceView(anywidget.AnyWidget):
             "totals": self._answer_totals,
             "select": self._answer_select,
             "find": self._answer_find,
+            "area": self._answer_area,
         }
         answers[request.type](request)
 
@@ -276,6 +277,11 @@ class TraceView(anywidget.AnyWidget):
         rows = self._tiler.sum_by_name(request.t0_ns, request.t1_ns)
         shown = [{**row, "name": row["name"][:MAX_NAME_CHARACTERS]} for row in rows]
         self.send({"type": "totals", "id": request.id, "rows": shown})
+
+    def _answer_area(self, request: Request) -> None:
+        sums = self._tiler.sum_area(request.t0_ns, request.t1_ns, request.tracks)
+        names = [{**row, "name": row["name"][:MAX_NAME_CHARACTERS]} for row in sums.names]
+        self.send({"type": "area", "id": request.id, "names": names, "categories": sums.categories})
 
     def _answer_select(self, request: Request) -> None:
         self._select_slice(request.index)

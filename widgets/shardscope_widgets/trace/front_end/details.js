@@ -1,16 +1,18 @@
 // The box below the drawing: the selected slice with its arguments and callers, or hints.
 
 const HINT =
-  "Click a slice for its details, or a rank to fold or unfold it. Wheel: zoom. Drag: pan. Double click: zoom to a slice.";
+  "Click a slice for its details, or a rank to fold or unfold it. Wheel: zoom. Drag: pan. Double click: zoom to a slice. " +
+  "Shift and drag: measure and add up an area.";
 const HINT_OF_KEYS =
-  "W and S zoom, A and D pan, arrows pan and scroll, 0 shows all, F zooms to the selected slice, / searches.";
+  "W and S zoom, A and D pan, arrows pan and scroll, 0 shows all, F zooms to the selected slice, M measures, / searches.";
 const MAX_LINKS = 8;
 
 /** @param {View} view */
 function showDetails(view) {
   const { details, canvas } = view.page;
   const slice = view.model.get("selected");
-  details.classList.toggle("ss-on", Boolean(slice));
+  details.classList.toggle("ss-on", Boolean(slice || view.isAreaShown));
+  if (view.isAreaShown) return fillArea(view, details);
   if (slice) return fillSlice(view, details, slice);
   // Without the focus the same keys are JupyterLab's: they are named only while they work.
   details.replaceChildren(element("div", "ss-trace-hint", document.activeElement === canvas ? HINT_OF_KEYS : HINT));
@@ -80,10 +82,13 @@ function listConnections(view, slice) {
     const words = {
       launch: other === source ? "Launched by" : "Launches",
       flow: other === source ? "Flow from" : "Flow to",
-      collective: `On rank ${other.rank}:`,
+      collective: "",
     };
-    const where = kind === "collective" ? describeArrival(other.start_ns - source.start_ns) : other.track;
-    const link = element("button", "ss-trace-link", `${words[/** @type {keyof words} */ (kind)]} ${other.name}, ${where}`);
+    const text =
+      kind === "collective"
+        ? `Same collective on rank ${other.rank}: ${describeArrival(other.start_ns - source.start_ns)}`
+        : `${words[/** @type {keyof words} */ (kind)]} ${other.name}, ${other.track}`;
+    const link = element("button", "ss-trace-link", text);
     listen(view, link, "click", () => {
       view.isToBeRevealed = true;
       askToSelect(view, other.index);

@@ -18,14 +18,18 @@ const KEYS = {
   pageup: (view) => scrollRowsTo(view, view.scroll - view.height / 2),
   pagedown: (view) => scrollRowsTo(view, view.scroll + view.height / 2),
   f: (view) => zoomToSelected(view),
-  escape: (view) => askToSelect(view, null),
+  m: (view) => markSelected(view),
+  "shift+arrowleft": (view) => moveAreaEnd(view, -1),
+  "shift+arrowright": (view) => moveAreaEnd(view, 1),
+  escape: (view) => (view.area ? markArea(view, null) : askToSelect(view, null)),
   "/": (view) => view.page.search.focus(),
 };
 
 /** @param {View} view */
 function followKeys(view) {
   listen(view, view.page.canvas, "keydown", (/** @type {KeyboardEvent} */ event) => {
-    const action = KEYS[event.key.toLowerCase()];
+    const key = event.key.toLowerCase();
+    const action = (event.shiftKey && KEYS[`shift+${key}`]) || KEYS[key];
     if (!action || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
     view.page.tip.hidden = true;

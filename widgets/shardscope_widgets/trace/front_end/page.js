@@ -57,8 +57,9 @@ function buildPage(root, scene) {
   return { search, count, span, fit, stage, canvas, gutter, tip, details, error, totals };
 }
 
-/** @param {HTMLElement} table @param {{name: string, slices: number, seconds: number}[]} rows */
-function fillTotals(table, rows) {
+/** @param {HTMLElement} table @param {any[]} rows of name, slices, self_seconds, total_seconds @param {string} caption
+ * @param {string} what the names are of */
+function fillTotals(table, rows, caption = TOTALS, what = "Name") {
   const line = (/** @type {string} */ tag, /** @type {string[]} */ cells) => {
     const row = element("tr", "");
     row.append(...cells.map((cell) => element(tag, "", cell)));
@@ -72,6 +73,6 @@ function fillTotals(table, rows) {
     time(row.self_seconds),
     time(row.total_seconds),
   ]);
-  const head = line("th", ["Name", "Slices", "Self", "Total"]);
-  table.replaceChildren(element("caption", "", TOTALS), head, ...body.map((cells) => line("td", cells)));
+  const head = line("th", [what, "Slices", "Self", "Total"]);
+  table.replaceChildren(...(caption ? [element("caption", "", caption)] : []), head, ...body.map((cells) => line("td", cells)));
 }

@@ -7,6 +7,7 @@ function followModel(view) {
     "msg:custom": (/** @type {any} */ message, /** @type {DataView[]} */ buffers) =>
       REPLIES[message?.type]?.(view, message, buffers),
     "change:selected": () => {
+      view.isAreaShown = view.isAreaShown && !model.get("selected");
       showDetails(view);
       if (view.isToBeRevealed && model.get("selected")) revealSlice(view, model.get("selected"));
       view.isToBeRevealed = false;
@@ -62,6 +63,7 @@ function render({ model, el }) {
     cancelAnimationFrame(view.frame);
     clearTimeout(view.settleTimer);
     clearTimeout(view.searchTimer);
+    clearTimeout(view.areaTimer);
     for (const stop of unfollow) stop();
   };
 }
