@@ -65,7 +65,7 @@ PAUSE_SECONDS = 0.25
 """Delay after the last input before fixes and findings are computed: both are slower than the rest."""
 MAX_FIXES = 4
 """Maximum number of fixes applied in sequence."""
-TRACE_PIXELS = 480
+TRACE_PIXELS = 340
 TRACE_FOLLOWS = "The trace appears here when the run has ended."
 Page = TypeVar("Page", bound=widgets.Widget)
 
@@ -92,7 +92,7 @@ class Studio(View):
         self._make_questions()
         self._make_pages()
         self.sheet = Sheet(
-            "pickers", "memory", "time", "plans", "checks", "run", "data", "studio", "finetune"
+            "pickers", "memory", "time", "plans", "checks", "run", "data", "studio", "finetune", "trace"
         )
         body = _create_box(self.questions, self._main, kind="ss-body")
         super().__init__([self.sheet, self._make_head(), self.notice, body])
@@ -159,7 +159,7 @@ class Studio(View):
             on_pin=self._toggle_pin, on_apply=self.apply, on_fit=self._offer_fit, fit_search=self.fit_search
         )
         self.tabs = Tabs(TABS)
-        self.trace = TracePage(TRACE_PIXELS)
+        self.trace = TracePage(TRACE_PIXELS, on_apply=self._apply_traced)
         self._pages: dict[str, widgets.Box] = {
             "Memory": widgets.VBox([self.memory]),
             **{name: widgets.VBox() for name in ("Time", "Plans", "Checks", FINE_TUNE, "Runs")},
@@ -627,6 +627,12 @@ class Studio(View):
     def _open_trace(self, run: ss.Run) -> None:
         self.trace.show_run(run)
         self.tabs.value = "Trace"
+
+    def _apply_traced(self, plan: ss.Plan) -> None:
+        """Apply the change of the traced run's plan that a sentence of its trace suggests."""
+        before = self.plan
+        self.apply(plan)
+        self.notice.show_message("Applied the changed plan of the run.", {"Undo": lambda: self.apply(before)})
 
 
 def _create_box(*children: widgets.Widget, kind: str) -> widgets.Box:

@@ -254,6 +254,8 @@ def _write_sentences(trace: Trace) -> Iterator[Sentence]:
     steps, step_seconds = trace.steps(), measure_step(trace)
     yield Sentence(text=_describe_size(trace))
     yield Sentence(text=_describe_shares(trace, steps))
+    if not step_seconds:
+        return  # nothing that was recorded has any length
     collectives, kernels = trace.collectives(), trace.kernels()
     causes = [
         *_find_exposed_communication(trace, collectives, step_seconds),

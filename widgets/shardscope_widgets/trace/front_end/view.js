@@ -7,10 +7,7 @@ function followModel(view) {
     "msg:custom": (/** @type {any} */ message, /** @type {DataView[]} */ buffers) =>
       REPLIES[message?.type]?.(view, message, buffers),
     "change:selected": () => {
-      view.isAreaShown = view.isAreaShown && !model.get("selected");
-      showDetails(view);
-      if (view.isToBeRevealed && model.get("selected")) revealSlice(view, model.get("selected"));
-      view.isToBeRevealed = false;
+      fillDetails(page.details, model.get("selected"), document.activeElement === page.canvas);
       scheduleDraw(view);
     },
     "change:search": () => {
@@ -55,7 +52,7 @@ function render({ model, el }) {
   rearrange(view);
   revealTrack(view, model.get("_revealed") ?? {});
   showMatchCount(view);
-  showDetails(view);
+  fillDetails(page.details, model.get("selected"), false);
   page.error.textContent = model.get("error");
 
   return () => {
@@ -63,7 +60,6 @@ function render({ model, el }) {
     cancelAnimationFrame(view.frame);
     clearTimeout(view.settleTimer);
     clearTimeout(view.searchTimer);
-    clearTimeout(view.areaTimer);
     for (const stop of unfollow) stop();
   };
 }

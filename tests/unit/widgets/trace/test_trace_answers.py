@@ -1,0 +1,219 @@
+"""Tests of the Trace tab without a browser: opening, sentences, tables, and what is not in a trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.requirements import few
+from written_runs import write_run
+
+import shardscope as ss
+from shardscope.trace import Trace
+from shardscope.trace.analysis.summary import Sentence
+from shardscope_widgets.kit.static_picture import draw_picture
+from shardscope_widgets.trace import TracePage, TraceView
+from shardscope_widgets.trace.findings_list import FindingsList
+from shardscope_widgets.trace.page import TraceAnswers
+
+FIXTURES = Path(__file__).parents[3] / "fixtures"
+RUNS = FIXTURES / "traces_of_runs"
+
+
+def write_traced_run(parent: Path, framework: str = "fsdp2") -> ss.Run:
+    """Write a finished run with a stored trace of its framework."""
+    source = RUNS / framework
+    plan = ss.Plan.from_json(json.dumps(json.loads((source / "run.json").read_text())["plan"]))
+    folder = write_run("traced", parent=parent, plan=plan)
+    shutil.copytree(source / "traces", folder / "traces", dirs_exist_ok=True)
+    return ss.Run.attach(folder)
+
+
+def wait_for(is_done: Callable[[], Any], seconds: float = 60.0) -> Any:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := is_done():
+            return found
+        time.sleep(0.01)
+    raise AssertionError("waited in vain")
+
+
+def open_page(run: ss.Run, **options: Any) -> TraceAnswers:
+    page = TracePage(240, **options)
+    page.show_run(run)
+    return wait_for(lambda: isinstance(page.children[0], TraceAnswers) and page.children[0])
+
+
+def show_tab(answers: TraceAnswers, name: str) -> str:
+    """Choose a tab and return its HTML when it is computed."""
+    panel = answers.panel
+    panel.tabs.value = name
+    wait_for(lambda: "Computing" not in panel.table.value and panel.table.value)
+    assert panel.page is None or panel.page.html == panel.table.value
+    return panel.table.value
+
+
+def show_all_tabs(answers: TraceAnswers) -> dict[str, str]:
+    """Return tab -> HTML."""
+    html = {}
+    for name in answers.panel.tabs.names:
+        html[name] = show_tab(answers, name)
+    return html
+
+
+def create_answers(path: Path) -> TraceAnswers:
+    answers = TraceAnswers(TraceView(Trace.load(path, cache=False)), on_apply=lambda plan: None)
+    answers.start()
+    return answers
+
+
+def write_trace(path: Path, events: list[dict[str, Any]]) -> Path:
+    with gzip.open(path, "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    return path
+
+
+def test_run_is_opened_and_its_sentences_and_rows_move_the_view(tmp_path: Path) -> None:
+    answers = open_page(write_traced_run(tmp_path))
+    wait_for(lambda: "data-act='show:" in answers.findings.value)
+    before = answers.view.viewport_seconds
+    act = answers.findings.value.partition("data-act='show:")[2].partition("'")[0]
+    answers.findings.press_button(f"show:{act}")
+    shown = answers.view.viewport_seconds
+    assert shown != before and shown[1] - shown[0] < before[1] - before[0]
+    assert "all-gather of dp" in show_tab(answers, "Collectives")
+    answers.panel.table.press_button("look:0")
+    assert answers.view.viewport_seconds != shown
+    for act in ("show:99", "show:x", "look:0"):
+        answers.findings.press_button(act)
+        assert "Ignored" in answers.findings.error
+    answers.close()
+
+
+@pytest.mark.parametrize("framework", few(["ddp", "fsdp2", "megatron", "zero3"], ["megatron"]))
+def test_every_table_of_a_cpu_trace_says_something(tmp_path: Path, framework: str) -> None:
+    answers = open_page(write_traced_run(tmp_path, framework))
+    html = show_all_tabs(answers)
+    assert all(len(text) > 60 and "Traceback" not in text for text in html.values())
+    for name in ("Time by rank", "Steps", "Kernels", "Collectives", "Idle", "Critical path"):
+        assert "<table" in html[name], name
+    assert "ss-error" not in "".join(html.values())
+    # What such a trace lacks is a sentence, with what would record it.
+    assert "stacks" in html["Modules"] and "<table" not in html["Modules"]
+    answers.close()
+
+
+def test_trace_of_a_gpu_with_stacks_has_modules_and_no_plan() -> None:
+    answers = create_answers(FIXTURES / "trace_with_stacks")
+    html = show_all_tabs(answers)
+    assert "Sequential_0" in html["Modules"] and "sm90_gemm" in html["Kernels"]
+    answers.close()
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [],
+        [{"ph": "X", "cat": "cpu_op", "name": "aten::<b>mm</b>", "pid": 1, "tid": 1, "ts": 1.0, "dur": 0}],
+    ],
+    ids=["empty", "one slice of no length"],
+)
+def test_trace_with_next_to_nothing_gives_sentences(tmp_path: Path, events: list[dict[str, Any]]) -> None:
+    answers = create_answers(write_trace(tmp_path / "rank-0.json.gz", events))
+    html = "".join(show_all_tabs(answers).values())
+    assert "ss-error" not in html and "<b>mm" not in html
+    wait_for(lambda: "1 rank" in answers.findings.value)
+    answers.close()
+
+
+def test_names_from_a_trace_are_escaped(tmp_path: Path) -> None:
+    name = "aten::<img src=x onerror=alert(1)>'\""
+    events = [
+        {"ph": "X", "cat": "cpu_op", "name": name, "pid": 1, "tid": 1, "ts": 10.0 * i, "dur": 5.0}
+        for i in range(3)
+    ]
+    answers = create_answers(write_trace(tmp_path / "rank-0.json.gz", events))
+    html = "".join(show_all_tabs(answers).values()) + answers.findings.value
+    assert "&lt;img" in html and "<img" not in html
+    answers.close()
+
+
+def test_critical_path_is_drawn_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = open_page(write_traced_run(tmp_path))
+    drawn: list[Any] = []
+    monkeypatch.setattr(answers.view, "highlight_path", drawn.append)
+    show_tab(answers, "Critical path")
+    assert answers.panel.path_button.layout.display == ""
+    answers.panel.path_button.click()
+    answers.panel.path_button.click()
+    assert len(drawn[0]) > 100 and drawn[1] is None
+    answers.panel.tabs.value = "Steps"
+    assert answers.panel.path_button.layout.display == "none"
+    answers.close()
+
+
+def test_changed_plan_of_a_sentence_is_applied() -> None:
+    plan = ss.Plan(
+        ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2()
+    )
+    applied: list[ss.Plan] = []
+    findings = FindingsList(lambda sentence: None, applied.append)
+    many = [
+        Sentence(text=f"Sentence {number}.", rank=0, start_seconds=0, end_seconds=1) for number in range(6)
+    ]
+    change = Sentence(text="Too many all-gathers.", plan=plan, gain_seconds=0.0123)
+    findings.show_sentences([Sentence(text="8 ranks."), change, *many])
+    assert "Apply this plan: predicted gain" in findings.value and "12.3" in findings.value
+    findings.press_button("apply:1")
+    assert applied == [plan]
+    assert "Sentence 5" not in findings.value
+    findings.press_button("all")
+    assert "Sentence 5" in findings.value
+    findings.press_button("apply:2")
+    assert findings.error and len(applied) == 1
+
+
+def test_run_without_a_trace_gives_its_reason(tmp_path: Path) -> None:
+    page = TracePage(240)
+    page.show_run(ss.Run.attach(write_run("untraced", parent=tmp_path)))
+    opening = page.children[0]
+    wait_for(lambda: "untraced" in opening.children[1].value)
+    assert "Traceback" not in opening.children[1].value
+
+
+def test_opening_can_be_cancelled_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, started, load = write_traced_run(tmp_path), threading.Event(), Trace.load
+
+    def load_slowly(source: Any, *, progress: Callable[[float], object], **options: Any) -> Trace:
+        for number in range(2000):
+            progress(number / 2000)
+            started.set()
+            time.sleep(0.01)
+        raise AssertionError("not cancelled")
+
+    monkeypatch.setattr(Trace, "load", load_slowly)
+    page = TracePage(240)
+    page.show_run(run)
+    assert started.wait(30)
+    opening = page.children[0].children[0]
+    assert opening.progress.layout.display == "" and opening.button.layout.display == "none"
+    opening.cancel.click()
+    wait_for(lambda: opening.button.layout.display == "")
+    monkeypatch.setattr(Trace, "load", load)
+    opening.button.click()
+    wait_for(lambda: isinstance(page.children[0], TraceAnswers))
+
+
+def test_static_picture_has_the_sentences_the_bars_and_the_table(tmp_path: Path) -> None:
+    answers = open_page(write_traced_run(tmp_path))
+    wait_for(lambda: "<table" in answers.panel.table.value and "<li>" in answers.findings.value)
+    html = draw_picture(answers)
+    assert "exposed comm." in html and "svg" in html and "<button" not in html and "of a step" in html
+    answers.close()

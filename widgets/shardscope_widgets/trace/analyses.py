@@ -1,0 +1,430 @@
+"""The analyses of a trace as pages of the panel: tables of their first rows, with units."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from shardscope.core.number_format import format_count
+from shardscope.timing.report import format_seconds
+from shardscope.trace import Trace
+from shardscope.trace.analysis.critical_path import CriticalPath
+from shardscope_widgets.kit.numbers import Scale, format_three_digits
+from shardscope_widgets.trace.analysis_page import (
+    MAX_ROWS,
+    NONE,
+    AnalysisPage,
+    Heading,
+    Interval,
+    Row,
+    TableWriter,
+)
+
+RECORD_SHAPES = "run.profile(shapes=True)"
+NO_GPU = "This is a trace of CPU ranks"
+
+
+def has_gpu_work(trace: Trace) -> bool:
+    """Return whether the work of a GPU was recorded."""
+    return any(rank.on_gpu for rank in trace.activity.ranks)
+
+
+def describe_steps(trace: Trace) -> AnalysisPage:
+    """Return the steps of all ranks, slowest first."""
+    steps = sorted(trace.steps(), key=lambda row: -row["span_seconds"])
+    if not steps:
+        return AnalysisPage(
+            sentences=[
+                "The recording has no marks of steps. torch.profiler writes them where prof.step() is called "
+                "after each step; runs of Shardscope do."
+            ]
+        )
+    scale = Scale.for_seconds(steps[0]["span_seconds"])
+    writer = TableWriter()
+    rows = [
+        Row(
+            (
+                f"step {row['step']} of rank {row['rank']}",
+                scale.format(row["span_seconds"]),
+                scale.format(row["compute_seconds"]),
+                scale.format(row["exposed_communication_seconds"]),
+                scale.format(row["copy_seconds"]),
+                scale.format(row["idle_seconds"]),
+            ),
+            Interval(row["start_seconds"], row["start_seconds"] + row["span_seconds"], row["rank"]),
+            "much longer than the others" if row["is_outlier"] else "",
+        )
+        for row in steps
+    ]
+    headings = (
+        Heading("step"),
+        Heading(f"total, {scale.unit}"),
+        Heading("compute"),
+        Heading("exposed comm.", "communication during which the rank computes nothing"),
+        Heading("copies", "copies that neither compute nor communication covers"),
+        Heading("idle"),
+    )
+    num_outliers = sum(row["is_outlier"] for row in steps)
+    spans = [row["span_seconds"] for row in steps]
+    count = f"{format_count(len(steps), 'step')} of {format_count(len(trace.ranks), 'rank')}"
+    shortest, longest = format_seconds(min(spans)), format_seconds(max(spans))
+    sentence = f"{count} took {shortest} to {longest}; slowest first."
+    if num_outliers:
+        sentence += f" {num_outliers:,} took much longer than the rank's others."
+    return AnalysisPage(
+        sentences=[sentence], tables=[writer.write(headings, rows)], intervals=writer.intervals
+    )
+
+
+def describe_kernels(trace: Trace) -> AnalysisPage:
+    """Return kernels by name, averaged over ranks, and the share of each class in a sentence."""
+    kernels = trace.kernels()
+    on_gpu = has_gpu_work(trace)
+    if not kernels:
+        return AnalysisPage(sentences=["No kernel and no operator was recorded."])
+    names: dict[tuple[str, str], list[int]] = defaultdict(list)
+    kinds: dict[str, float] = defaultdict(float)
+    total = sum(row["total_seconds"] for row in kernels)
+    for number, row in enumerate(kernels):
+        names[row["name"], row["kind"]].append(number)
+        kinds[row["kind"]] += row["total_seconds"]
+    num_ranks = max(len(trace.ranks), 1)
+    groups = [(key, [kernels[number] for number in numbers]) for key, numbers in names.items()]
+    groups.sort(key=lambda group: -sum(row["total_seconds"] for row in group[1]))
+    scale = Scale.for_seconds(sum(row["total_seconds"] for row in groups[0][1]) / num_ranks)
+    shown = [row for _, group in groups[:MAX_ROWS] for row in group]
+    has_flops = any(row["tflops"] is not None for row in shown)
+    has_bytes = any(row["bytes_per_second"] is not None for row in shown)
+    has_occupancy = any(row["occupancy"] is not None for row in shown)
+    headings = [
+        Heading("kernel" if on_gpu else "operator"),
+        Heading("class", is_text=True),
+        Heading("calls", "calls of one rank"),
+        Heading(f"total, {scale.unit}", "mean over ranks" + ("" if on_gpu else ", without what it calls")),
+        Heading("mean"),
+        Heading("share", "share of all kernel time"),
+    ]
+    headings += [Heading("TFLOP/s")] * has_flops + [Heading("GB/s")] * has_bytes
+    headings += [Heading("occupancy", "achieved occupancy, as CUPTI estimates it")] * has_occupancy
+    writer = TableWriter()
+    rows = []
+    for (name, kind), group in groups:
+        seconds = sum(row["total_seconds"] for row in group)
+        calls = sum(row["num_calls"] for row in group)
+        longest = max(group, key=lambda row: row["longest_seconds"])
+        weights = [row["total_seconds"] for row in group]
+        cells = [
+            name,
+            _name_kind(kind),
+            f"{calls / num_ranks:,.0f}" if calls >= num_ranks else "< 1",
+            scale.format(seconds / num_ranks),
+            format_seconds(seconds / max(calls, 1)),
+            _format_share(seconds / total if total else 0.0),
+        ]
+        if has_flops:
+            flops = _average([row["tflops"] for row in group], weights)
+            cells.append(NONE if flops is None else format_three_digits(flops))
+        if has_bytes:
+            moved = _average([row["bytes_per_second"] for row in group], weights)
+            cells.append(NONE if moved is None else format_three_digits(moved / 1e9))
+        if has_occupancy:
+            occupancy = _average([row["occupancy"] for row in group], weights)
+            cells.append(NONE if occupancy is None else _format_share(occupancy))
+        start = longest["start_seconds"]
+        interval = Interval(
+            start, start + longest["longest_seconds"], longest["rank"], longest["track"] or None
+        )
+        rows.append(Row(cells, interval))
+    shares = ", ".join(
+        f"{_name_kind(kind)} {_format_share(seconds / total)}"
+        for kind, seconds in sorted(kinds.items(), key=lambda item: -item[1])[:6]
+        if total
+    )
+    sentences = [f"By class: {shares}."]
+    if not on_gpu:
+        sentences.append(
+            f"{NO_GPU}: operators by the time that they compute themselves, without tensor cores and "
+            "occupancy."
+        )
+    elif kernels.tensor_core_share is not None:
+        share = _format_share(kernels.tensor_core_share)
+        sentences.append(f"{share} of the time of matmuls, convolutions and attention is on tensor cores.")
+    if not has_flops:
+        sentences.append(f"Without shapes in the recording there are no TFLOP/s: {RECORD_SHAPES}.")
+    return AnalysisPage(
+        sentences=sentences, tables=[writer.write(headings, rows)], intervals=writer.intervals
+    )
+
+
+def describe_collectives(trace: Trace) -> AnalysisPage:
+    """Return collectives by mesh axis and kind, per step, and what a step would take without each axis."""
+    collectives = trace.collectives()
+    if not collectives:
+        alone = trace.world_size == 1
+        return AnalysisPage(
+            sentences=[
+                "One rank alone has no collectives."
+                if alone
+                else "No collective was recorded on any rank of this trace."
+            ]
+        )
+    rows = collectives.sum_by_axis()
+    scale = Scale.for_seconds(max(row["seconds"] for row in rows))
+    writer = TableWriter()
+    written = []
+    for row in rows:
+        calls = [one for one in collectives if (one["axis"], one["kind"]) == (row["axis"], row["kind"])]
+        longest = max(calls, key=lambda one: one["exposed_seconds"])
+        start = longest["start_seconds"]
+        sizes = [one["num_bytes"] for one in calls if one["num_bytes"] is not None]
+        bandwidth = row["bus_bandwidth"]
+        written.append(
+            Row(
+                (
+                    _name_kind(row["kind"]) + (f" of {row['axis']}" if row["axis"] else ""),
+                    f"{row['num_calls']:,.0f}" if row["num_calls"] >= 10 else f"{row['num_calls']:.3g}",
+                    _format_bytes(sum(sizes) / len(sizes)) if sizes else NONE,
+                    scale.format(row["seconds"]),
+                    NONE if row["skew_seconds"] is None else scale.format(row["skew_seconds"]),
+                    NONE if row["transfer_seconds"] is None else scale.format(row["transfer_seconds"]),
+                    scale.format(row["exposed_seconds"]),
+                    NONE if bandwidth is None else format_three_digits(bandwidth / 1e9),
+                ),
+                Interval(start, start + longest["seconds"], longest["rank"], longest["track"]),
+            )
+        )
+    headings = (
+        Heading("collective"),
+        Heading("calls a step"),
+        Heading("mean size"),
+        Heading(f"total, {scale.unit}", "of one step, mean over ranks"),
+        Heading("waiting", "time before the last rank arrived"),
+        Heading("transfer", "the shortest duration of all ranks"),
+        Heading("exposed", "time during which the rank computes nothing"),
+        Heading("bus GB/s", "median; compares with the speed of a link"),
+    )
+    sentences = [
+        collectives.what_if(axis).text
+        for axis in dict.fromkeys(row["axis"] for row in rows if row["exposed_seconds"] > 0)
+    ]
+    if all(row["transfer_seconds"] is None for row in rows):
+        sentences.append(
+            "Only one rank of each collective is in this trace, so waiting and transfer cannot be told apart."
+        )
+    return AnalysisPage(
+        sentences=sentences, tables=[writer.write(headings, written)], intervals=writer.intervals
+    )
+
+
+def describe_idle(trace: Trace) -> AnalysisPage:
+    """Return idle time by cause and rank, most first, and the launch delays of GPU streams."""
+    idle = sorted((row for row in trace.idle() if row["seconds"] > 0), key=lambda row: -row["seconds"])
+    if not idle:
+        return AnalysisPage(sentences=["No rank was idle during the recording."])
+    scale = Scale.for_seconds(idle[0]["seconds"])
+    writer = TableWriter()
+    rows = [
+        Row(
+            (
+                f"{row['cause']}, rank {row['rank']}",
+                scale.format(row["seconds"]),
+                _format_share(row["share"]),
+                format_seconds(row["end_seconds"] - row["start_seconds"]),
+            ),
+            _create_interval(row["start_seconds"], row["end_seconds"], row["rank"], row["track"]),
+        )
+        for row in idle
+    ]
+    headings = (
+        Heading("idle time"),
+        Heading(f"total, {scale.unit}"),
+        Heading("share", "share of the rank's recording"),
+        Heading("longest gap"),
+    )
+    tables = [writer.write(headings, rows)]
+    launches = trace.launches()
+    sentences = []
+    if has_gpu_work(trace):
+        sentences.append("Host-bound: the work that ends the gap was launched after the gap had begun.")
+    else:
+        sentences.append(
+            f"{NO_GPU}: host-bound is the time between operators, in Python and the dispatcher. Launch "
+            "delays are those of GPU streams."
+        )
+    if launches:
+        delays = [
+            Row(
+                (
+                    f"{row['track']}, rank {row['rank']}",
+                    f"{row['num_launches']:,}",
+                    format_seconds(row["median_delay_seconds"]),
+                    format_seconds(row["max_delay_seconds"]),
+                    f"{row['mean_queue_length']:,.1f}",
+                    f"{row['max_queue_length']:,}",
+                ),
+                _create_interval(
+                    row["start_seconds"],
+                    row["start_seconds"] + row["max_delay_seconds"],
+                    row["rank"],
+                    row["track"],
+                ),
+            )
+            for row in launches
+        ]
+        delay_headings = (
+            Heading("stream"),
+            Heading("launches"),
+            Heading("median delay", "from the launch to the begin of the work"),
+            Heading("longest delay"),
+            Heading("mean queue", "launched work that has not begun"),
+            Heading("longest queue"),
+        )
+        tables.append(writer.write(delay_headings, delays, title="Launches"))
+    return AnalysisPage(sentences=sentences, tables=tables, intervals=writer.intervals)
+
+
+def describe_stragglers(trace: Trace) -> AnalysisPage:
+    """Return how late each rank arrives at collectives, latest first."""
+    stragglers = trace.stragglers()
+    if len(trace.ranks) < 2 or all(row["p_value"] is None for row in stragglers):
+        return AnalysisPage(sentences=[stragglers.text])
+    rows = sorted(stragglers, key=lambda row: -row["late_seconds"])
+    scale = Scale.for_seconds(max(rows[0]["late_seconds"], 1e-9))
+    writer = TableWriter()
+    written = [
+        Row(
+            (
+                f"rank {row['rank']}",
+                scale.format(row["late_seconds"]),
+                NONE if row["p_value"] is None else f"{row['p_value']:.2g}",
+                "straggler" if row["is_straggler"] else "",
+            )
+        )
+        for row in rows
+    ]
+    headings = (
+        Heading("rank"),
+        Heading(f"late per step, {scale.unit}", "after the median of the other ranks"),
+        Heading("p", "chance that some rank of equal ones would be as late"),
+        Heading("", is_text=True),
+    )
+    return AnalysisPage(sentences=[stragglers.text], tables=[writer.write(headings, written)])
+
+
+def describe_critical_path(trace: Trace) -> AnalysisPage:
+    """Return what the critical path consists of, by kind in a sentence and by name in a table."""
+    path: CriticalPath = trace.critical_path()
+    if not path:
+        return AnalysisPage(sentences=["Nothing was recorded that a critical path could go through."])
+    shares = ", ".join(f"{row['kind']} {_format_share(row['share'])}" for row in path.sum_by_kind())
+    num_ranks = len({row["rank"] for row in path})
+    across = f" across {num_ranks:,} ranks" if num_ranks > 1 else ""
+    sentence = (
+        f"The chain of work and waits that ends last: {format_seconds(path.seconds)} in {len(path):,} "
+        f"parts{across}; {shares}. Only what is on it makes the step shorter."
+    )
+    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for number, row in enumerate(path):
+        groups[row["name"], row["kind"]].append(number)
+    totals = [
+        ((name, kind), numbers, sum(path[number]["seconds"] for number in numbers))
+        for (name, kind), numbers in groups.items()
+    ]
+    totals.sort(key=lambda total: -total[2])
+    scale = Scale.for_seconds(totals[0][2])
+    writer = TableWriter()
+    rows = []
+    for (name, kind), numbers, seconds in totals:
+        longest = path[max(numbers, key=lambda number: path[number]["seconds"])]
+        start = longest["start_seconds"]
+        rows.append(
+            Row(
+                (
+                    name,
+                    kind,
+                    f"{len(numbers):,}",
+                    scale.format(seconds),
+                    _format_share(seconds / path.seconds if path.seconds else 0.0),
+                    format_seconds(longest["seconds"]),
+                ),
+                _create_interval(start, start + longest["seconds"], longest["rank"], longest["track"]),
+            )
+        )
+    headings = (
+        Heading("part of the path"),
+        Heading("kind", is_text=True),
+        Heading("times"),
+        Heading(f"total, {scale.unit}"),
+        Heading("share", "share of the path"),
+        Heading("longest"),
+    )
+    return AnalysisPage(
+        sentences=[sentence],
+        tables=[writer.write(headings, rows)],
+        intervals=writer.intervals,
+        path=list(path),
+    )
+
+
+def describe_modules(trace: Trace) -> AnalysisPage:
+    """Return the time of each ``nn.Module``, averaged over ranks, most first."""
+    modules = trace.modules()
+    if not modules:
+        return AnalysisPage(
+            sentences=[
+                "Time by nn.Module needs Python stacks, which this recording does not have: record with "
+                "run.profile(stacks=True), or torch.profiler's with_stack=True."
+            ]
+        )
+    num_ranks = len(trace.ranks)
+    totals: dict[str, list[float]] = {}
+    for row in modules:
+        total = totals.setdefault(row["module"], [0.0, 0.0, 0.0, 0.0])
+        values = (row["num_calls"], row["forward_seconds"], row["backward_seconds"], row["host_seconds"])
+        for position, value in enumerate(values):
+            total[position] += value / num_ranks
+    ordered = sorted(totals.items(), key=lambda item: (-item[1][1] - item[1][2], -item[1][3]))
+    scale = Scale.for_seconds(max(max(values[1:]) for values in totals.values()))
+    work = "kernels" if has_gpu_work(trace) else "operators"
+    writer = TableWriter()
+    rows = [
+        Row((name, f"{calls:,.0f}", scale.format(forward), scale.format(backward), scale.format(host)))
+        for name, (calls, forward, backward, host) in ordered
+    ]
+    headings = (
+        Heading("module"),
+        Heading("calls"),
+        Heading(f"forward, {scale.unit}", f"{work} launched in its forward, modules inside left out"),
+        Heading("backward", f"{work} of the backward of those operators"),
+        Heading("on the CPU", "duration of its calls, with the modules inside"),
+    )
+    sentence = f"Time of the {work} of each module, without the modules inside; mean over ranks."
+    return AnalysisPage(sentences=[sentence], tables=[writer.write(headings, rows)])
+
+
+def _create_interval(start: float, end: float, rank: int, track: str) -> Interval | None:
+    return Interval(start, end, rank, track or None) if end > start else None
+
+
+def _average(values: Sequence[float | None], weights: Iterable[float]) -> float | None:
+    """Return the mean of the known values, weighted; None if none is known."""
+    known = [
+        (value, weight) for value, weight in zip(values, weights, strict=True) if value is not None and weight
+    ]
+    total = sum(weight for _, weight in known)
+    return sum(value * weight for value, weight in known) / total if total else None
+
+
+def _name_kind(kind: str) -> str:
+    return "unclassified" if kind == "other" else kind.replace("_", "-")
+
+
+def _format_share(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.095 or not share else f"{100 * share:.1f} %"
+
+
+def _format_bytes(num_bytes: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{format_three_digits(num_bytes / size)} {unit}"
+    return f"{num_bytes:,.0f} B"

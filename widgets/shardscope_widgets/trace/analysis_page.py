@@ -1,0 +1,126 @@
+"""One page of the analysis: its sentence, its table, and the intervals that its rows show in the view."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import NamedTuple
+
+import plotly.graph_objects as go
+
+MAX_ROWS = 12
+"""Most rows of a table: a trace has thousands of kernels, and the first ones are what matters."""
+NONE = "–"
+
+
+class Interval(NamedTuple):
+    """What the view shows when a row is pressed."""
+
+    start_seconds: float
+    end_seconds: float
+    rank: int | None = None
+    track: str | None = None
+
+
+class Heading(NamedTuple):
+    """The heading of one column."""
+
+    title: str
+    hint: str = ""
+    """Longer text, shown on hover."""
+    is_text: bool = False
+    """Whether its cells are words, aligned left."""
+    swatch: str = ""
+    """CSS of the colour that the column has in the chart above the table; empty without one."""
+    pattern: str = ""
+    """CSS class of its pattern."""
+
+
+class Row(NamedTuple):
+    """One row: plain text for each column, and the interval that it shows in the view."""
+
+    cells: Sequence[str]
+    interval: Interval | None = None
+    note: str = ""
+    """Text below the first cell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnalysisPage:
+    """What one tab of the analysis shows."""
+
+    sentences: Sequence[str] = ()
+    """Plain text above the table."""
+    tables: Sequence[str] = ()
+    """HTML of each table."""
+    intervals: Mapping[str, Interval] = field(default_factory=dict)
+    """Action of a row -> what it shows in the view."""
+    figures: Sequence[go.Figure] = ()
+    """Charts above the table."""
+    path: Sequence[Mapping[str, object]] = ()
+    """Parts of the critical path, which the view can draw."""
+
+    @property
+    def html(self) -> str:
+        """The sentences and the tables as HTML."""
+        text = "".join(f"<p>{escape(sentence)}</p>" for sentence in self.sentences)
+        return text + "".join(self.tables)
+
+
+class TableWriter:
+    """Writes the tables of one page, with a separate action for each row that shows an interval."""
+
+    def __init__(self) -> None:
+        self.intervals: dict[str, Interval] = {}
+
+    def write(
+        self, headings: Sequence[Heading], rows: Iterable[Row], *, title: str = "", most: int = MAX_ROWS
+    ) -> str:
+        """Return a table of the first ``most`` rows as HTML; a line below it says how many there are."""
+        all_rows = list(rows)
+        head = "".join(_render_heading(heading) for heading in headings)
+        body = "".join(self._render_row(row, headings) for row in all_rows[:most])
+        more = (
+            f"<p class='ss-hint'>The first {most} of {len(all_rows):,}.</p>" if len(all_rows) > most else ""
+        )
+        caption = f"<h2>{escape(title)}</h2>" if title else ""
+        return (
+            f"{caption}<div class='ss-scroll'><table class='ss-table ss-analysed' data-roving>"
+            f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more}"
+        )
+
+    def _render_row(self, row: Row, headings: Sequence[Heading]) -> str:
+        first, *rest = row.cells
+        name = f"<span class='ss-cut' title='{escape(first, quote=True)}'>{escape(first)}</span>"
+        act = ""
+        if row.interval is not None:
+            key = f"look:{len(self.intervals)}"
+            self.intervals[key] = row.interval
+            act = f" data-act='{key}'"
+            # The whole row can be pressed; the button is for the keyboard and screen readers.
+            name = f"<button type='button'{act} title='Show in the trace'>{name}</button>"
+        note = f"<div class='ss-hint'>{escape(row.note)}</div>" if row.note else ""
+        cells = "".join(
+            f"<td{_align(heading)}>{_render_cell(text, heading)}</td>"
+            for text, heading in zip(rest, headings[1:], strict=True)
+        )
+        return f"<tr{act}><td>{name}{note}</td>{cells}</tr>"
+
+
+def _render_heading(heading: Heading) -> str:
+    hint = f" title='{escape(heading.hint, quote=True)}'" if heading.hint else ""
+    mark = ""
+    if heading.swatch:
+        mark = f"<i class='ss-mark {heading.pattern}' style='background-color:{heading.swatch}'></i>"
+    return f"<th scope='col'{_align(heading)}{hint}>{mark}{escape(heading.title)}</th>"
+
+
+def _render_cell(text: str, heading: Heading) -> str:
+    if not heading.is_text:
+        return escape(text)
+    return f"<span class='ss-cut' title='{escape(text, quote=True)}'>{escape(text)}</span>"
+
+
+def _align(heading: Heading) -> str:
+    return " class='ss-text'" if heading.is_text else ""
