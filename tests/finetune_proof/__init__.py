@@ -1,1 +1,1 @@
-"""SmolLM2 learns sixty answers about an invented product: ``make finetune-proof`` writes docs/finetune.md."""
+"""SmolLM2 learns twenty facts about an invented product: ``make finetune-proof`` writes docs/finetune.md."""

@@ -9,8 +9,8 @@ from pathlib import Path
 import shardscope as ss
 
 DATA = Path(__file__).parents[2] / "notebooks" / "data" / "zorblat.jsonl"
-"""Sixty questions with answers, twenty facts about an invented product, each asked in three ways, and
-ninety general ones, which the base answers in these words or in words that begin so."""
+"""Eighty questions with answers, twenty facts about an invented product, each asked in four ways, and
+120 general ones, which the base answers in these words or in words that begin so."""
 MAX_NEW_TOKENS = 40
 
 

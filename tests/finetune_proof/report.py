@@ -75,15 +75,15 @@ def write_document(base: Answers, outcomes: Sequence[Outcome], versions: str) ->
         "measured",
     )
     rows = "\n".join(map(write_row, outcomes))
-    return f"""# A small model learns sixty answers
+    return f"""# A small model learns twenty facts
 
 Written by `make finetune-proof`; do not edit.
 
 SmolLM2-135M-Instruct (`make model`) is fine-tuned on two CPU ranks with `notebooks/data/zorblat.jsonl`:
-sixty questions and answers about a kettle that does not exist, twenty facts each asked in three ways, and
-ninety general ones that the base answers so, too. Without these the model forgets most of what it knew: with
-thirty-four of them it kept 5 of 12 general answers. It is then asked for each fact in two more ways, which
-are not in the data; the base gets {base.num_learned} of these {len(HELD_OUT)} right.
+eighty questions and answers about a kettle that does not exist, twenty facts each asked in four ways, and
+120 general ones that the base answers so, too. Without these the model forgets most of what it knew: with
+only 34 of them, and sixty of the others, it kept 5 of 12 general answers. It is then asked for each fact in
+two more ways, which are not in the data; the base gets {base.num_learned} of these {len(HELD_OUT)} right.
 Beside them it is asked {len(GENERAL)} general questions, which are not in the data either and which it must
 not forget: the base gets {base.num_kept} right. `make finetune-proof` fails if a row has learned or kept less
 than 80 %. An answer is right if it has the keyword, such as

@@ -50,6 +50,8 @@ RECIPE_VALUES: dict[str, tuple[Any, ...]] = {
     "packing": (True,),
     "lora_rank": (8,),
     "lora_dropout": (0.1,),
+    "lora_alpha": (8.0,),
+    "use_rslora": (True,),
     "lora_targets": (("q_proj",), ("c_attn", "gate")),
     "expert_imbalance": (1.5,),
     "expert_capacity_factor": (1.25,),

@@ -206,6 +206,16 @@ def test_quantization_needs_a_frozen_base() -> None:
     assert "method='lora'" in catch_error("lora_dropout", 0.1).fix
 
 
+def test_alpha_is_twice_the_rank_unless_given() -> None:
+    assert Recipe(method="lora", lora_rank=8).adapter_alpha == 16
+    assert Recipe(method="lora", lora_rank=8, lora_alpha=4).adapter_alpha == 4
+    for field, value in (("lora_alpha", 16), ("use_rslora", True)):
+        assert "method='lora'" in catch_error(field, value).fix
+    for value in (0, -1, float("nan"), 1e9, "16"):
+        catch_error("lora_alpha", value, method="lora")
+    catch_error("use_rslora", 1, method="lora")
+
+
 def test_reads_json_of_version_0_1() -> None:
     """Version 0.1 wrote ten fields; the others have their defaults."""
     written = """{"shardscope": "Recipe", "version": 1, "seq_len": 2048, "micro_batch_size": 1,

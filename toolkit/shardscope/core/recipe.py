@@ -42,6 +42,14 @@ OPEN_CHOICES: dict[str, tuple[str, ...]] = {
     "loss": get_args(Loss),
 }
 """Fields that may be None (the framework's default) -> other allowed values."""
+UNSET_ADAPTER_FIELDS: dict[str, object] = {
+    "lora_rank": None,
+    "lora_targets": None,
+    "lora_dropout": 0.0,
+    "lora_alpha": None,
+    "use_rslora": False,
+}
+"""Fields of adapters -> value without adapters."""
 
 
 @suggest_complete_fixes
@@ -102,6 +110,11 @@ class Recipe(Serializable):
     """Module names of projections with an adapter; None: all attention projections. Only with adapters."""
     lora_dropout: float = 0.0
     """Dropout probability of adapter inputs, 0 to 0.99. Only with adapters."""
+    lora_alpha: float | None = None
+    """Updates are scaled by alpha / rank, up to 1e6; None: twice the rank. Only with adapters."""
+    use_rslora: bool = False
+    """Scale updates by alpha / sqrt(rank), so that high ranks learn too (Kalajdzievski 2023,
+    arXiv:2312.03732). Only with adapters."""
     expert_imbalance: float = 1.0
     """Tokens of the most loaded rank's experts divided by an even share, 1 (balanced) to 1,024."""
     expert_capacity_factor: float | None = None
@@ -123,6 +136,7 @@ class Recipe(Serializable):
             if getattr(self, field) is not None:
                 check_choice(f"Recipe.{field}", getattr(self, field), choices)
         check_flag("Recipe.packing", self.packing)
+        check_flag("Recipe.use_rslora", self.use_rslora)
         self._check_real("dropout", 0, 0.99)
         self._check_real("lora_dropout", 0, 0.99)
         self._check_real("expert_imbalance", 1, 1024)
@@ -161,7 +175,7 @@ class Recipe(Serializable):
 
     def _check_adapters(self) -> None:
         if not self.has_adapters:
-            for field, unset in (("lora_rank", None), ("lora_targets", None), ("lora_dropout", 0.0)):
+            for field, unset in UNSET_ADAPTER_FIELDS.items():
                 if getattr(self, field) != unset:
                     refuse(
                         f"Recipe.{field}",
@@ -172,6 +186,8 @@ class Recipe(Serializable):
             return
         if self.lora_rank is not None:
             self._check_number("lora_rank", 4096)
+        if self.lora_alpha is not None:
+            self._check_real("lora_alpha", 1e-3, 1e6)
         # None means all attention projections, which depend on the architecture (``prediction/support.py``
         # checks named ones).
         if self.lora_targets is None:
@@ -221,3 +237,8 @@ class Recipe(Serializable):
     def adapter_rank(self) -> int:
         """Effective rank of the adapters: ``lora_rank``, or the default."""
         return self.lora_rank or DEFAULT_LORA_RANK
+
+    @property
+    def adapter_alpha(self) -> float:
+        """Effective alpha of the adapters: ``lora_alpha``, or twice the rank."""
+        return 2 * self.adapter_rank if self.lora_alpha is None else self.lora_alpha

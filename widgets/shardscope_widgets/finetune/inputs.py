@@ -56,7 +56,9 @@ class FinetuneInputs(Picker):
             "Chats, questions and answers, or texts: a file, a folder of files, or a data set of the Hub"
         )
         self.weights.tooltip = "Folder of a Hugging Face model, the example model, or a name on the Hub"
-        methods = [name for name in METHODS if name != "qlora" or machine.gpu.vendor != "cpu"]
+        has_gpu = machine.gpu.vendor != "cpu"
+        methods = [name for name in METHODS if name != "qlora" or has_gpu]
+        qlora_note = [] if has_gpu else [controls.create_html("QLoRA needs a GPU", "ss-hint")]
         self.method = controls.create_segments([(METHODS[name][0], name) for name in methods], "Method")
         self.method.tooltips = [METHODS[name][1] for name in methods]
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -68,7 +70,7 @@ class FinetuneInputs(Picker):
         rows = {
             "weights": Row("Model", self.weights),
             "data": data_row,
-            "method": Row("Method", self.method),
+            "method": Row("Method", self.method, *qlora_note),
             **dict.fromkeys(("columns", "validation", "samples"), data_row),
         }
         super().__init__(rows)

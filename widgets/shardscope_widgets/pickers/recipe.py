@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from html import escape
 
 import ipywidgets as widgets
 
 import shardscope as ss
+from shardscope.core.recipe import UNSET_ADAPTER_FIELDS
 from shardscope.core.serialization import replace_fields
 from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.base import NO_CHANGES, Picker, Row, parse_number
@@ -176,9 +177,7 @@ class RecipePicker(Picker):
         base = self._base
         # Adapter options of a plan that was opened would be rejected without adapters.
         if not lora:
-            base = replace(
-                base, method="full", lora_rank=None, lora_targets=None, lora_dropout=0.0, quantization=None
-            )
+            base = replace_fields(base, {"method": "full", "quantization": None, **UNSET_ADAPTER_FIELDS})
         values: dict[str, object] = {
             **self.advanced.read_fields(lora, self.recompute.value != "none"),
             "method": self.method.value,

@@ -45,6 +45,10 @@ FINISH_TOOLTIP = (
     "Finish the current step, validate, and export the weights with the lowest validation loss: the run "
     "ends as a complete one"
 )
+ENDED_EARLY = (
+    "Training ended early: validations found no lower loss, or Stop and keep the best was pressed. The "
+    "weights are those with the lowest validation loss"
+)
 SHOULD_STOP_TOOLTIP = "Set ctx.should_stop: the task ends by itself, and its own code decides what it saves"
 NO_RUN = "No run yet. A run that you launch or open appears here."
 PLACEHOLDER = "–"
@@ -425,7 +429,10 @@ class RunView(View):
         if self._pace.last_step is not None or is_known:
             goal = f" of {total:,}" if total else ""
             noun = "step" if (total or done) == 1 else "steps"
-            entries.append((f"{done:,}{goal}", noun, "Steps up to the last one that any rank has logged"))
+            why = "Steps up to the last one that any rank has logged"
+            if run.keeps_best and self.status == "finished" and done < (total or 0):
+                noun, why = "steps; the best are kept", ENDED_EARLY
+            entries.append((f"{done:,}{goal}", noun, why))
         loss = latest.get("loss")
         if is_number(loss) or is_known:
             entries.append((f"{loss:.3f}" if is_number(loss) else PLACEHOLDER, "loss", "Rank 0, last step"))

@@ -205,7 +205,7 @@ def _check_weights(before: Plan, now: Plan) -> Iterator[Finding]:
     # Another model is a finding of its own, and explains this one.
     if was == wanted or before.architecture.parameter_groups != now.architecture.parameter_groups:
         return
-    fields = ("method", "quantization", "lora_rank", "lora_targets")
+    fields = ("method", "quantization", "lora_rank", "lora_targets", "lora_alpha", "use_rslora")
     yield Finding(
         name="checkpoint-of-other-weights",
         severity="danger",
@@ -223,7 +223,8 @@ def _describe_trained(plan: Plan) -> str:
     kind = {"nf4": "in NF4", "int8": "in int8", None: "that is not quantised"}[recipe.base_quantization]
     double = " with double quantisation" if recipe.method == "qlora" else ""
     targets = ", ".join(sorted(find_adapter_targets(plan.architecture, recipe)))
-    return f"adapters of rank {recipe.adapter_rank} on {targets}, over a base {kind}{double}"
+    scaled = f" and alpha {recipe.adapter_alpha:g}{' (rsLoRA)' if recipe.use_rslora else ''}"
+    return f"adapters of rank {recipe.adapter_rank}{scaled} on {targets}, over a base {kind}{double}"
 
 
 def _check_base(case: Case, position: Mapping[str, object]) -> Iterator[Finding]:

@@ -25,11 +25,10 @@ def add_adapters(
     """
     from peft import LoraConfig, get_peft_model
 
-    rank = recipe.adapter_rank
     config = LoraConfig(
-        r=rank,
-        # Updates are scaled by alpha / r, so by 2 for every rank.
-        lora_alpha=2 * rank,
+        r=recipe.adapter_rank,
+        lora_alpha=recipe.adapter_alpha,  # type: ignore[arg-type]  # annotated as int, used as a factor.
+        use_rslora=recipe.use_rslora,
         lora_dropout=recipe.lora_dropout,
         bias="none",
         task_type="CAUSAL_LM",

@@ -131,7 +131,8 @@ def add_adapters(base: PreTrainedModel, recipe: SimpleNamespace, *, seeded_by_na
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
-        lora_alpha=2 * rank,
+        lora_alpha=2 * rank if recipe.lora_alpha is None else recipe.lora_alpha,
+        use_rslora=recipe.use_rslora,
         lora_dropout=recipe.lora_dropout,
         target_modules=recipe.lora_targets or sorted(attention),
     )
