@@ -42,6 +42,10 @@ class Handler(BaseHTTPRequestHandler):
     server: StandIn
 
     def do_GET(self) -> None:
+        if self.path == "/api/agent-harnesses":
+            # huggingface_hub asks for this list once a day, whatever it is used for, and sends no token.
+            self.send_error(404)
+            return
         self._answer({"id": "me/tuned", "private": self.server.is_private, "siblings": []})
 
     def do_POST(self) -> None:
