@@ -209,7 +209,7 @@ def describe_collectives(trace: Trace) -> AnalysisPage:
     ]
     if all(row["transfer_seconds"] is None for row in rows):
         sentences.append(
-            "Only one rank of each collective is in this trace, so waiting and transfer cannot be told apart."
+            "This trace has only one rank of each collective, so waiting and transfer cannot be separated."
         )
     return AnalysisPage(
         sentences=sentences, tables=[writer.write(headings, written)], intervals=writer.intervals
