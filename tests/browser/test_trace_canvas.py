@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import expect
+from tests.unit.trace.trace_events import all_reduce, kernel, launch, operator, step, write_ranks
 
 from shardscope.trace import Trace
 from shardscope_widgets.trace import TraceView
@@ -557,3 +558,130 @@ def test_critical_path_is_outlined_over_the_slices(open_view: Any, view: TraceVi
         page.evaluate("sync()")
         wait_until_settled(page)
         assert page.evaluate(reds) == 0
+
+
+def write_gpu_ranks(folder: Path) -> Path:
+    """Write two ranks with a launch, its kernel and an all-reduce, for which rank 1 is late."""
+    group = {"Collective name": "allreduce", "Process Group Name": "0", "Group size": 2, "In msg nelems": 8}
+    ranks = {
+        rank: [
+            step(1, 0, 100_000),
+            operator(1_000, 30_000, "aten::linear"),
+            operator(2_000, 20_000, "aten::addmm", **{"Input Dims": [[8, 16], [16, 4]]}),
+            launch(4_000, 9_000, 5),
+            kernel(15_000, 40_000, "gemm_kernel", correlation=5),
+            launch(31_000, 33_000, 6),
+            kernel(41_000, 45_000, "gemm_kernel", correlation=6),
+            launch(46_000, 48_000, 7),
+            all_reduce(50_000 + 20_000 * rank, 90_000, correlation=7, **group),
+        ]
+        for rank in (0, 1)
+    }
+    return write_ranks(folder, ranks)
+
+
+def find_index(view: TraceView, name: str, rank: int = 0, nth: int = 0) -> int:
+    """Return the slice with this name of a rank."""
+    trace = view.trace
+    named = [i for i in range(len(trace)) if name in trace.names[trace.name_index[i]]]
+    return [i for i in named if trace.tracks[trace.track_index[i]].rank == rank][nth]
+
+
+def select(page: Any, index: int) -> None:
+    page.evaluate(f"model.send({{type: 'select', id: 1, index: {index}}})")
+    page.wait_for_selector(".ss-trace-details.ss-on")
+    wait_until_settled(page)
+
+
+def test_arrows_and_links_lead_from_a_kernel_to_its_launch_and_back(open_view: Any, tmp_path: Path) -> None:
+    view = TraceView(write_gpu_ranks(tmp_path))
+    pixels = "document.querySelector('canvas').toDataURL()"
+    with open_view(view) as page:
+        select(page, find_index(view, "gemm_kernel"))
+        details = page.locator(".ss-trace-details")
+        expect(details).to_contain_text("2 calls")
+        expect(details).to_contain_text("total 29.00 µs, 29.0 % of its time")
+        expect(details).to_contain_text("min 4.000 µs · max 25.00 µs")
+        expect(details).to_contain_text("2 calls on other ranks")
+        assert details.locator("li").all_text_contents()[:3] == [
+            "cudaLaunchKernel",
+            "aten::addmm",
+            "aten::linear",
+        ]
+        with_arrow = page.evaluate(pixels)
+        page.evaluate("model.set('selected', {...model.get('selected'), connections: []})")
+        wait_until_settled(page)
+        assert page.evaluate(pixels) != with_arrow
+        select(page, find_index(view, "gemm_kernel", nth=1))
+        link = details.locator("button", has_text="Launched by cudaLaunchKernel")
+        link.focus()
+        page.keyboard.press("Enter")
+        wait_until_settled(page)
+        assert view.selected is not None and view.selected["name"] == "cudaLaunchKernel"
+        page.keyboard.press("Escape")  # the drawing has the focus again
+        wait_until_settled(page)
+        assert view.selected is None
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_collective_is_connected_with_that_of_the_other_rank(
+    open_view: Any, tmp_path: Path, dark: bool
+) -> None:
+    view = TraceView(write_gpu_ranks(tmp_path))
+    with open_view(view, dark=dark) as page:
+        select(page, find_index(view, "AllReduce"))
+        link = page.locator(".ss-trace-link", has_text="on rank 1:")
+        expect(link).to_contain_text("20.00 µs later")
+        link.click()
+        wait_until_settled(page)
+        assert view.selected is not None and view.selected["rank"] == 1
+
+
+def test_click_shows_the_python_callers_of_an_operator(open_view: Any) -> None:
+    view = TraceView(PYTHON_STACKS)
+    trace = view.trace
+    with open_view(view) as page:
+        operators = [i for i in range(len(trace)) if trace.names[trace.name_index[i]] == "aten::linear"]
+        select(page, operators[0])
+        callers = page.locator(".ss-trace-details li").all_text_contents()
+        assert any(".py(" in name for name in callers)
+        expect(page.locator(".ss-trace-details")).to_contain_text("Module: MultiheadAttention_")
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_area_is_measured_and_added_up(open_view: Any, tmp_path: Path, dark: bool) -> None:
+    view = TraceView(write_gpu_ranks(tmp_path))
+    with open_view(view, dark=dark) as page:
+        x, y = find_pixel(page, view, find_index(view, "gemm_kernel"))
+        page.keyboard.down("Shift")
+        page.mouse.move(x - 200, y)
+        page.mouse.down()
+        page.mouse.move(x + 250, y + 2, steps=4)
+        page.mouse.up()
+        page.keyboard.up("Shift")
+        details = page.locator(".ss-trace-details")
+        expect(details.locator("tr", has_text="gemm_kernel")).to_contain_text("29.00 µs")
+        expect(details.locator("tr", has_text="kernel").last).to_contain_text("29.00 µs")
+        expect(details).to_contain_text("on 1 track")
+        assert read_viewport(page) == pytest.approx((0, view.trace.duration_seconds))  # it did not pan
+        duration = page.locator(".ss-trace-head b").text_content().split(" of ")[1].split(" on ")[0]
+        assert duration in read_drawn_texts(page)  # the bracket on the ruler
+        page.locator("canvas").focus()
+        page.keyboard.press("Escape")
+        expect(details).not_to_contain_text("Area")
+
+
+def test_area_is_marked_by_keyboard(open_view: Any, tmp_path: Path) -> None:
+    view = TraceView(write_gpu_ranks(tmp_path))
+    with open_view(view) as page:
+        select(page, find_index(view, "aten::linear"))
+        page.locator("canvas").focus()
+        page.keyboard.press("m")
+        title = page.locator(".ss-trace-head b")
+        expect(title).to_have_text("Area of 29.00 µs on 1 track")
+        page.keyboard.press("m")
+        expect(title).to_have_text("Area of 29.00 µs on 3 tracks")
+        page.keyboard.press("Shift+ArrowRight")
+        expect(title).to_have_text("Area of 31.00 µs on 3 tracks")
+        page.keyboard.press("Escape")
+        expect(title).to_have_text("aten::linear")

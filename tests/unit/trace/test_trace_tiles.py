@@ -169,3 +169,31 @@ def test_colour_depends_on_the_kind_of_slice(tiler: Tiler) -> None:
 def test_an_empty_search_matches_nothing(tiler: Tiler) -> None:
     assert not tiler.find_matches("  ").any()
     assert 0 < tiler.find_matches("ADDMM").sum() < len(tiler.trace)
+
+
+def test_area_adds_up_by_name_and_category_on_its_tracks(tmp_path: Path) -> None:
+    events = [
+        {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur}
+        for cat, name, tid, ts, dur in [
+            ("cpu_op", "outer", 1, 0, 100),
+            ("cpu_op", "inner", 1, 10, 40),
+            ("user_annotation", "note", 1, 120, 20),
+            ("cpu_op", "other", 2, 0, 100),
+        ]
+    ]
+    (tmp_path / "rank-0.json").write_text(json.dumps({"traceEvents": events}))
+    tiler = Tiler(Trace.load(tmp_path))
+    track = next(i for i, one in enumerate(tiler.trace.tracks) if one.thread == "1")
+    sums = tiler.sum_area(0, 130_000, [track])
+    seconds = {
+        row["name"]: (row["slices"], round(row["self_seconds"] * 1e6), round(row["total_seconds"] * 1e6))
+        for row in [*sums.names, *sums.categories]
+    }
+    assert seconds == {
+        "outer": (1, 60, 100),
+        "inner": (1, 40, 40),
+        "note": (1, 10, 10),
+        "cpu_op": (2, 100, 100),
+        "user_annotation": (1, 10, 10),
+    }
+    assert tiler.sum_area(0, 130_000, []).names == []

@@ -63,6 +63,14 @@ class NameTotals(TypedDict):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AreaTotals:
+    """Totals of an interval on some tracks."""
+
+    names: Table[NameTotals]
+    categories: Table[NameTotals]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tile:
     """Marks of all rows between two times. ``columns`` has one array per entry of :data:`COLUMNS`."""
 
@@ -161,22 +169,55 @@ class Tiler:
         """
         index = self._find_visible(t0_ns, t1_ns)
         index = index[~self._is_frame[index]]
+        return self._sum_by(index, self.trace.name_index, self.trace.names, t0_ns, t1_ns, limit)
+
+    def sum_area(self, t0_ns: float, t1_ns: float, tracks: Sequence[int], limit: int = 12) -> AreaTotals:
+        """Return the totals between two times on the tracks with these positions, by name and by category.
+
+        Python stacks count only where no other track is given.
+        """
+        index = self._find_visible(t0_ns, t1_ns)
+        is_wanted = np.zeros(len(self.trace.tracks) + 1, dtype=bool)
+        is_wanted[list(tracks)] = True
+        index = index[is_wanted[self.trace.track_index[index]]]
+        operators = index[~self._is_frame[index]]
+        index = operators if len(operators) else index
+        trace = self.trace
+        by_category = self._sum_by(index, trace.category_index, trace.categories, t0_ns, t1_ns, limit)
+        for row in by_category:
+            row["name"] = row["name"] or "no category"
+        return AreaTotals(
+            names=self._sum_by(index, trace.name_index, trace.names, t0_ns, t1_ns, limit),
+            categories=by_category,
+        )
+
+    def _sum_by(
+        self,
+        index: npt.NDArray[np.int64],
+        group_index: npt.NDArray[np.int32],
+        groups: list[str],
+        t0_ns: float,
+        t1_ns: float,
+        limit: int,
+    ) -> Table[NameTotals]:
+        """Return the totals of slices by name or category; ``group_index`` has that of each slice."""
         # Time of each slice inside the range, and the time of its direct callees.
         inside = np.minimum(self.end_ns[index], t1_ns) - np.maximum(self.trace.start_ns[index], t0_ns)
         has_caller = self.trace.parents[index] >= 0
         by_caller = np.bincount(
             self.trace.parents[index[has_caller]], weights=inside[has_caller], minlength=len(self.trace)
         )
-        names = self.trace.name_index[index]
-        size = len(self.trace.names)
+        names = group_index[index]
+        size = len(groups)
         self_seconds = np.bincount(names, weights=inside - by_caller[index], minlength=size) / 1e9
-        is_outermost = ~self._is_recursive[index]
+        recursive = self._is_recursive if groups is self.trace.names else self._is_inside_category
+        is_outermost = ~recursive[index]
         total_seconds = np.bincount(names[is_outermost], weights=inside[is_outermost], minlength=size) / 1e9
         slices = np.bincount(names, minlength=size)
         order = np.lexsort((-total_seconds, -self_seconds))[:limit]
         return Table(
             {
-                "name": self.trace.names[i],
+                "name": groups[i],
                 "slices": int(slices[i]),
                 "self_seconds": float(self_seconds[i]),
                 "total_seconds": float(total_seconds[i]),
@@ -195,6 +236,11 @@ class Tiler:
     def _is_recursive(self) -> npt.NDArray[np.bool_]:
         """Mask of slices nested in a slice of the same name, which includes their time already."""
         return mark_recursive_calls(self.trace.parents, self.trace.name_index)
+
+    @cached_property
+    def _is_inside_category(self) -> npt.NDArray[np.bool_]:
+        """Mask of slices nested in a slice of the same category."""
+        return mark_recursive_calls(self.trace.parents, self.trace.category_index)
 
     def _find_visible(self, t0_ns: float, t1_ns: float) -> npt.NDArray[np.int64]:
         """Return indices of slices that overlap the range, in store order.

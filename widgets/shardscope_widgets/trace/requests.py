@@ -28,6 +28,7 @@ class Request:
     width: int = 0
     index: int | None = None
     indices: list[int] = field(default_factory=list)
+    tracks: list[int] = field(default_factory=list)
     direction: int = 1
 
 
@@ -37,6 +38,7 @@ _FIELDS = {
     "names": {"indices"},
     "select": {"index"},
     "find": {"direction"},
+    "area": {"t0_ns", "t1_ns", "tracks"},
 }
 
 
@@ -59,7 +61,10 @@ def read_request(content: object, trace: Trace, span_ns: int) -> Request:
     if "index" in wanted and content["index"] is not None:
         request = replace(request, index=_read_whole_number(content, "index", 0, len(trace) - 1))
     if "indices" in wanted:
-        request = replace(request, indices=_read_indices(content["indices"], len(trace.names)))
+        request = replace(request, indices=_read_indices(content, "indices", len(trace.names), MAX_NAMES))
+    if "tracks" in wanted:
+        size = len(trace.tracks)
+        request = replace(request, tracks=_read_indices(content, "tracks", size, size))
     if "direction" in wanted:
         is_forward = _read_whole_number(content, "direction", -1, 1) >= 0
         request = replace(request, direction=1 if is_forward else -1)
@@ -86,9 +91,10 @@ def _read_whole_number(content: Mapping[str, object], key: str, low: int, high: 
     return value
 
 
-def _read_indices(value: object, size: int) -> list[int]:
-    if not isinstance(value, list) or len(value) > MAX_NAMES:
-        raise RequestError(f"indices was not a list of at most {MAX_NAMES:,} numbers.")
+def _read_indices(content: Mapping[str, object], key: str, size: int, most: int) -> list[int]:
+    value = content[key]
+    if not isinstance(value, list) or len(value) > most:
+        raise RequestError(f"{key} was not a list of at most {most:,} numbers.")
     if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < size for i in value):
-        raise RequestError(f"indices has other values than whole numbers from 0 to {size - 1:,}.")
+        raise RequestError(f"{key} has other values than whole numbers from 0 to {size - 1:,}.")
     return value

@@ -13,6 +13,7 @@ import traitlets
 
 from shardscope.core.errors import check_choice, check_integer, check_number
 from shardscope.trace import Trace
+from shardscope.trace.analysis.selection import SelectionContext, find_module
 from shardscope.trace.path_marks import PATH_COLUMNS, PathMarks
 from shardscope.trace.tiles import COLUMNS, Tiler, pack_columns
 from shardscope_widgets.kit.front_end import front_end_text
@@ -32,8 +33,8 @@ MimeBundle = tuple[dict[str, object], dict[str, object]]
 """Data and metadata of an output by MIME type."""
 _MODULE_PARTS = (
     "shapes.js", "colours.js", "words.js", "places.js", "page.js", "state.js", "requests.js", "viewport.js",
-    "folding.js", "drawing.js", "slices.js", "path.js", "pointer.js", "keyboard.js", "search.js",
-    "surroundings.js", "view.js",
+    "folding.js", "drawing.js", "slices.js", "path.js", "arrows.js", "area.js", "details.js", "pointer.js",
+    "keyboard.js", "search.js", "surroundings.js", "view.js",
 )  # fmt: skip
 
 
@@ -98,7 +99,8 @@ class TraceView(anywidget.AnyWidget):
     search = traitlets.Unicode("").tag(sync=True)
     """Text that highlighted names contain, ignoring case."""
     selected = traitlets.Instance(dict, allow_none=True).tag(sync=True)
-    """The clicked slice: name, category, rank, track, start_seconds, duration_seconds, args; or None."""
+    """The clicked slice, or None: name, category, rank, track, start_seconds, duration_seconds, args, row,
+    callers (innermost first), module, statistics of its name, connections to other slices."""
     num_matches = traitlets.Int(0).tag(sync=True)
     """Number of slices that match the search."""
     error = traitlets.Unicode("").tag(sync=True)
@@ -117,6 +119,7 @@ class TraceView(anywidget.AnyWidget):
         self._match = np.zeros(len(self.trace), dtype=bool)
         self._span_ns = max(self.trace.duration_ns_total, 1000)
         self._path: PathMarks | None = None
+        self._context = SelectionContext(self.trace)
         super().__init__(
             height=check_integer("TraceView.height", height, low=160, high=4000),
             viewport_seconds=(0.0, self._span_ns / 1e9),
@@ -244,6 +247,7 @@ class TraceView(anywidget.AnyWidget):
             "totals": self._answer_totals,
             "select": self._answer_select,
             "find": self._answer_find,
+            "area": self._answer_area,
         }
         answers[request.type](request)
 
@@ -274,6 +278,11 @@ class TraceView(anywidget.AnyWidget):
         shown = [{**row, "name": row["name"][:MAX_NAME_CHARACTERS]} for row in rows]
         self.send({"type": "totals", "id": request.id, "rows": shown})
 
+    def _answer_area(self, request: Request) -> None:
+        sums = self._tiler.sum_area(request.t0_ns, request.t1_ns, request.tracks)
+        names = [{**row, "name": row["name"][:MAX_NAME_CHARACTERS]} for row in sums.names]
+        self.send({"type": "area", "id": request.id, "names": names, "categories": sums.categories})
+
     def _answer_select(self, request: Request) -> None:
         self._select_slice(request.index)
 
@@ -302,8 +311,38 @@ class TraceView(anywidget.AnyWidget):
         slice_ = self.trace.slice(index)
         # A profiler may record shapes and stacks of any length as arguments.
         args = dict(list(slice_["args"].items())[:MAX_ARGS])
-        row = int(self._tiler.row[index])
-        self.selected = {**slice_, "args": {key: _shorten(value) for key, value in args.items()}, "row": row}
+        callers = self._context.find_callers(index)
+        self.selected = {
+            **slice_,
+            "args": {key: _shorten(value) for key, value in args.items()},
+            "row": int(self._tiler.row[index]),
+            "callers": [name[:MAX_NAME_CHARACTERS] for name in callers],
+            "module": find_module(callers, args),
+            "statistics": self._context.measure_name(index),
+            "connections": [
+                {
+                    "kind": connection["kind"],
+                    "source": self._describe_end(connection["source"]),
+                    "target": self._describe_end(connection["target"]),
+                }
+                for connection in self._context.find_connections(index)
+            ],
+        }
+
+    def _describe_end(self, index: int) -> dict[str, object]:
+        """Return what the front end needs to draw and name one end of an arrow."""
+        trace = self.trace
+        track = trace.tracks[trace.track_index[index]]
+        start = int(trace.start_ns[index])
+        return {
+            "index": index,
+            "name": trace.names[trace.name_index[index]][:MAX_NAME_CHARACTERS],
+            "rank": track.rank,
+            "track": track.name,
+            "row": int(self._tiler.row[index]),
+            "start_ns": start,
+            "end_ns": start + int(trace.duration_ns[index]),
+        }
 
 
 def _shorten(value: object) -> object:

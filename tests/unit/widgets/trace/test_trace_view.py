@@ -181,6 +181,7 @@ def test_viewport_must_be_two_ascending_times(view: TraceView) -> None:
         {"type": "names", "id": 1, "indices": [0, "1"]},
         {"type": "names", "id": 1, "indices": "0" * 10**6},
         {"type": "find", "id": 1, "direction": 9},
+        {"type": "area", "id": 1, "t0_ns": 0, "t1_ns": 1000, "tracks": [99]},
     ],
 )
 def test_fault_44_invalid_messages_are_reported_and_ignored(view: TraceView, content: Any) -> None:

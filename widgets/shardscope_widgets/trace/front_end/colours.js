@@ -78,6 +78,7 @@ function readTheme(root, ctx) {
     // Indexed by the tile's colour numbers: muted, communication, then the hues.
     fills: [mix(background, rgb(ctx, soft, fallback.soft), dark ? 0.3 : 0.24), COMMUNICATION, ...HUES.map(hue)],
     texts: [dark ? INK_ON_DARK : INK_ON_LIGHT, "#ffffff", ...HUES.map(() => (dark ? INK_ON_DARK : INK_ON_LIGHT))],
+    arrow: dark ? "#ffffff" : "#111518",
     path: dark ? PATH.dark : PATH.light,
     font: style.fontFamily || FONT,
   };

@@ -22,6 +22,8 @@ function draw(view) {
   drawHeaders(view);
   const drawn = drawSlices(view);
   drawPath(view);
+  drawArea(view);
+  drawArrows(view);
   drawTrackNames(view);
   drawRuler(view, ticks);
   drawScrollbar(view);
@@ -57,14 +59,18 @@ function drawRuler(view, ticks) {
   ctx.fillRect(0, RULER - 1, width, 1);
   ctx.font = `11px ${theme.font}`;
   const [size, unit] = unitOf(Math.max(ticks.step, 1));
+  const bracket = placeBracket(view);
   for (const time of ticks.times) {
     const x = Math.round(xOf(view, time));
     ctx.fillStyle = theme.line;
     ctx.fillRect(x, RULER - 6, 1, 6);
     ctx.fillStyle = theme.soft;
     const label = `${Math.round(time / size).toLocaleString("en")} ${unit}`;
-    if (x + 4 + ctx.measureText(label).width < width) ctx.fillText(label, x + 4, RULER / 2);
+    const right = x + 4 + ctx.measureText(label).width;
+    const isFree = !bracket || right < bracket.x - 6 || x + 4 > bracket.x + bracket.wide + 6;
+    if (right < width && isFree) ctx.fillText(label, x + 4, RULER / 2);
   }
+  if (bracket) drawBracket(view, bracket);
   ctx.fillStyle = theme.background;
   ctx.fillRect(0, 0, view.gutterWidth, RULER - 1);
 }

@@ -18,22 +18,23 @@ const KEYS = {
   pageup: (view) => scrollRowsTo(view, view.scroll - view.height / 2),
   pagedown: (view) => scrollRowsTo(view, view.scroll + view.height / 2),
   f: (view) => zoomToSelected(view),
-  escape: (view) => askToSelect(view, null),
+  m: (view) => markSelected(view),
+  "shift+arrowleft": (view) => moveAreaEnd(view, -1),
+  "shift+arrowright": (view) => moveAreaEnd(view, 1),
+  escape: (view) => (view.area ? markArea(view, null) : askToSelect(view, null)),
   "/": (view) => view.page.search.focus(),
 };
 
 /** @param {View} view */
 function followKeys(view) {
   listen(view, view.page.canvas, "keydown", (/** @type {KeyboardEvent} */ event) => {
-    const action = KEYS[event.key.toLowerCase()];
+    const key = event.key.toLowerCase();
+    const action = (event.shiftKey && KEYS[`shift+${key}`]) || KEYS[key];
     if (!action || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
     view.page.tip.hidden = true;
     action(view);
   });
-  const { canvas, details } = view.page;
-  // Without the focus the same keys are JupyterLab's: they are named only while they work.
-  for (const type of ["focus", "blur"]) {
-    listen(view, canvas, type, () => fillDetails(details, view.model.get("selected"), type === "focus"));
-  }
+  const showHint = () => view.model.get("selected") || showDetails(view);
+  for (const type of ["focus", "blur"]) listen(view, view.page.canvas, type, showHint);
 }

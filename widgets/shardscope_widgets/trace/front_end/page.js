@@ -8,11 +8,6 @@ function element(tag, className, text = "") {
   return node;
 }
 
-const HINT =
-  "Click a slice for its details, or a rank to fold or unfold it. Wheel: zoom. Drag: pan. Double click: zoom to a slice.";
-const HINT_OF_KEYS =
-  "W and S zoom, A and D pan, arrows pan and scroll, 0 shows all, F zooms to the selected slice, / searches.";
-
 const TOTALS =
   "Self time excludes nested calls, total time includes them; only self times add up. All ranks, threads and streams, without Python stacks.";
 
@@ -44,7 +39,7 @@ function buildPage(root, scene) {
   stage.append(canvas, gutter, tip);
   if (!scene.num_slices) stage.append(element("div", "ss-trace-empty", "Empty trace: the profiler recorded no slices."));
 
-  const details = element("div", "ss-trace-details", HINT);
+  const details = element("div", "ss-trace-details");
   details.setAttribute("aria-live", "polite");
   const error = element("div", "ss-trace-error");
   error.setAttribute("role", "alert");
@@ -62,8 +57,9 @@ function buildPage(root, scene) {
   return { search, count, span, fit, stage, canvas, gutter, tip, details, error, totals };
 }
 
-/** @param {HTMLElement} table @param {{name: string, slices: number, seconds: number}[]} rows */
-function fillTotals(table, rows) {
+/** @param {HTMLElement} table @param {any[]} rows of name, slices, self_seconds, total_seconds @param {string} caption
+ * @param {string} what the names are of */
+function fillTotals(table, rows, caption = TOTALS, what = "Name") {
   const line = (/** @type {string} */ tag, /** @type {string[]} */ cells) => {
     const row = element("tr", "");
     row.append(...cells.map((cell) => element(tag, "", cell)));
@@ -77,27 +73,6 @@ function fillTotals(table, rows) {
     time(row.self_seconds),
     time(row.total_seconds),
   ]);
-  const head = line("th", ["Name", "Slices", "Self", "Total"]);
-  table.replaceChildren(element("caption", "", TOTALS), head, ...body.map((cells) => line("td", cells)));
-}
-
-/** @param {HTMLElement} box @param {any} slice the `selected` trait @param {boolean} hasFocus of the drawing */
-function fillDetails(box, slice, hasFocus) {
-  box.classList.toggle("ss-on", Boolean(slice));
-  if (!slice) return void (box.textContent = hasFocus ? HINT_OF_KEYS : HINT);
-  const start = Math.round(slice.start_seconds * 1e9);
-  const facts = [
-    `rank ${slice.rank} · ${slice.track}`,
-    slice.category || "no category",
-    `start ${shownPoint(start)}`,
-    `duration ${shownPoint(Math.round(slice.duration_seconds * 1e9))}`,
-  ];
-  const args = Object.entries(slice.args ?? {}).map(
-    ([key, value]) => `${key} ${typeof value === "string" ? value : JSON.stringify(value)}`,
-  );
-  box.replaceChildren(
-    element("div", "", slice.name),
-    element("span", "", facts.join(" · ")),
-    element("small", "", args.length ? " · " + args.join(" · ") : ""),
-  );
+  const head = line("th", [what, "Slices", "Self", "Total"]);
+  table.replaceChildren(...(caption ? [element("caption", "", caption)] : []), head, ...body.map((cells) => line("td", cells)));
 }

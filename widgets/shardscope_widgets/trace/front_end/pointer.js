@@ -58,7 +58,7 @@ function turnWheel(view, event, x) {
 /** @param {View} view */
 function followPointer(view) {
   const { canvas, tip } = view.page;
-  /** @type {{x: number, y: number, moved: boolean} | null} */
+  /** @type {{x: number, y: number, moved: boolean, marks: boolean} | null} */
   let grip = null;
   const at = (/** @type {MouseEvent} */ event) => {
     const box = canvas.getBoundingClientRect();
@@ -71,15 +71,23 @@ function followPointer(view) {
   listen(view, canvas, "pointerdown", (/** @type {PointerEvent} */ event) => {
     if (event.button !== 0) return;
     const [x, y] = at(event);
-    grip = { x, y, moved: false };
+    grip = { x, y, moved: false, marks: event.shiftKey && x >= view.gutterWidth && y > RULER };
     canvas.setPointerCapture(event.pointerId);
   });
   listen(view, canvas, "pointermove", (/** @type {PointerEvent} */ event) => {
     const [x, y] = at(event);
+    if (grip?.marks) {
+      if (Math.abs(x - grip.x) > 3) grip.moved = true;
+      if (!grip.moved) return;
+      const [t0, t1] = [grip.x, x].map((one) => timeAt(view, Math.max(one, view.gutterWidth))).sort((a, b) => a - b);
+      tip.hidden = true;
+      markArea(view, { t0, t1, tracks: tracksBetween(view, grip.y, y) });
+      return;
+    }
     if (grip && (grip.moved || Math.hypot(x - grip.x, y - grip.y) > 3)) {
       pan(view, grip.x - x);
       scrollRowsTo(view, view.scroll + grip.y - y);
-      grip = { x, y, moved: true };
+      grip = { x, y, moved: true, marks: false };
       tip.hidden = true;
       canvas.classList.add("ss-panning");
       return;

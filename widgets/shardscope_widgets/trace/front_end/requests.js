@@ -73,6 +73,11 @@ const REPLIES = {
     if (message.id !== view.pending.totals) return;
     fillTotals(/** @type {HTMLElement} */ (view.page.totals.querySelector("table")), message.rows);
   },
+  area: (view, message) => {
+    if (message.id !== view.pending.area) return;
+    view.areaSums = message;
+    showDetails(view);
+  },
   found: (view, message) => {
     if (message.id !== view.pending.find) return;
     view.matchNumber = message.position;

@@ -40,12 +40,17 @@ function openView(model, root, scene, page) {
     names: /** @type {Map<number, string>} */ (new Map()),
     textWidths: /** @type {Map<string, number>} */ (new Map()),
     matchNumber: 0,
+    area: /** @type {Area | null} */ (null),
+    areaSums: /** @type {{names: any[], categories: any[]} | null} */ (null),
+    isAreaShown: false, // in the details, and not the selected slice
+    isToBeRevealed: false, // the slice that is selected next
     // Ids start at random, since every view of this model hears every reply.
     lastId: Math.floor(Math.random() * 2 ** 40),
-    pending: { tile: 0, since: 0, names: 0, totals: 0, find: 0 },
+    pending: { tile: 0, since: 0, names: 0, totals: 0, find: 0, area: 0 },
     frame: 0,
     settleTimer: 0,
     searchTimer: 0,
+    areaTimer: 0,
   };
 }
 

@@ -7,7 +7,10 @@ function followModel(view) {
     "msg:custom": (/** @type {any} */ message, /** @type {DataView[]} */ buffers) =>
       REPLIES[message?.type]?.(view, message, buffers),
     "change:selected": () => {
-      fillDetails(page.details, model.get("selected"), document.activeElement === page.canvas);
+      view.isAreaShown = view.isAreaShown && !model.get("selected");
+      showDetails(view);
+      if (view.isToBeRevealed && model.get("selected")) revealSlice(view, model.get("selected"));
+      view.isToBeRevealed = false;
       scheduleDraw(view);
     },
     "change:search": () => {
@@ -52,7 +55,7 @@ function render({ model, el }) {
   rearrange(view);
   revealTrack(view, model.get("_revealed") ?? {});
   showMatchCount(view);
-  fillDetails(page.details, model.get("selected"), false);
+  showDetails(view);
   page.error.textContent = model.get("error");
 
   return () => {
@@ -60,6 +63,7 @@ function render({ model, el }) {
     cancelAnimationFrame(view.frame);
     clearTimeout(view.settleTimer);
     clearTimeout(view.searchTimer);
+    clearTimeout(view.areaTimer);
     for (const stop of unfollow) stop();
   };
 }
