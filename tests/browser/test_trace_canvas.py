@@ -685,3 +685,34 @@ def test_area_is_marked_by_keyboard(open_view: Any, tmp_path: Path) -> None:
         expect(title).to_have_text("Area of 31.00 µs on 3 tracks")
         page.keyboard.press("Escape")
         expect(title).to_have_text("aten::linear")
+
+
+def write_counters(folder: Path) -> Path:
+    """Write a rank with memory records, a counter and an instant."""
+    events = [operator(0, 100_000), operator(10_000, 20_000, "aten::empty")]
+    for time, total in [(5, 1), (20, 3), (60, 2)]:
+        args = {"Device Type": 1, "Device Id": 0, "Bytes": 1, "Total Allocated": total << 30}
+        events.append({"ph": "i", "name": "[memory]", "pid": 100, "tid": 100, "ts": time, "args": args})
+    for time, value in [(0, 10), (50, 90)]:
+        args = {"percent": value}
+        events.append({"ph": "C", "name": "GPU use", "pid": 0, "tid": 0, "ts": time, "args": args})
+    events.append({"ph": "i", "name": "checkpoint saved", "pid": 100, "tid": 100, "ts": 30, "s": "t"})
+    return write_ranks(folder, {0: events})
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_counters_are_step_lines_and_instants_are_ticks(open_view: Any, tmp_path: Path, dark: bool) -> None:
+    view = TraceView(write_counters(tmp_path))
+    with open_view(view, dark=dark) as page:
+        texts = read_drawn_texts(page)
+        assert {"cuda:0 allocated", "up to 3 GiB", "GPU use", "up to 90"} <= set(texts)
+        box = page.locator(".ss-trace canvas").bounding_box()
+        left, wide = box["x"] + 168, box["width"] - 168
+        tip = page.locator(".ss-trace-tip")
+        top = box["y"] + 24 + 24 + 6 + 36 + 8 + 20  # ruler, header, a track of two rows
+        page.mouse.move(left + 0.4 * wide, top)
+        expect(tip).to_contain_text("cuda:0 allocated: 3 GiB")
+        page.mouse.move(left + 0.8 * wide, top)
+        expect(tip).to_contain_text("cuda:0 allocated: 2 GiB")
+        page.mouse.move(left + 0.3 * wide, box["y"] + 24 + 24 + 3)
+        expect(tip).to_contain_text("checkpoint saved")

@@ -14,6 +14,7 @@ import traitlets
 from shardscope.core.errors import check_choice, check_integer, check_number
 from shardscope.trace import Trace
 from shardscope.trace.analysis.selection import SelectionContext, find_module
+from shardscope.trace.counters import COUNTER_COLUMNS, INSTANT_COLUMNS, MarkTiler
 from shardscope.trace.path_marks import PATH_COLUMNS, PathMarks
 from shardscope.trace.tiles import COLUMNS, Tiler, pack_columns
 from shardscope_widgets.kit.front_end import front_end_text
@@ -33,8 +34,8 @@ MimeBundle = tuple[dict[str, object], dict[str, object]]
 """Data and metadata of an output by MIME type."""
 _MODULE_PARTS = (
     "shapes.js", "colours.js", "words.js", "places.js", "page.js", "state.js", "requests.js", "viewport.js",
-    "folding.js", "drawing.js", "slices.js", "path.js", "arrows.js", "area.js", "details.js", "pointer.js",
-    "keyboard.js", "search.js", "surroundings.js", "view.js",
+    "folding.js", "drawing.js", "slices.js", "counters.js", "path.js", "arrows.js", "area.js", "details.js",
+    "pointer.js", "keyboard.js", "search.js", "surroundings.js", "view.js",
 )  # fmt: skip
 
 
@@ -116,6 +117,7 @@ class TraceView(anywidget.AnyWidget):
     def __init__(self, trace: object, *, height: int = 480) -> None:
         self.trace = _load_trace(trace)
         self._tiler = Tiler(self.trace)
+        self._mark_tiler = MarkTiler(self.trace)
         self._match = np.zeros(len(self.trace), dtype=bool)
         self._span_ns = max(self.trace.duration_ns_total, 1000)
         self._path: PathMarks | None = None
@@ -192,6 +194,18 @@ class TraceView(anywidget.AnyWidget):
             "num_slices": len(self.trace),
             "columns": [list(column) for column in COLUMNS],
             "path_columns": [list(column) for column in PATH_COLUMNS],
+            "counter_columns": [list(column) for column in COUNTER_COLUMNS],
+            "instant_columns": [list(column) for column in INSTANT_COLUMNS],
+            "counters": [
+                {
+                    "rank": counter.rank,
+                    "name": counter.name[:MAX_NAME_CHARACTERS],
+                    "is_bytes": counter.is_bytes,
+                    "low": min(float(counter.value.min()), 0.0),
+                    "high": float(counter.value.max()),
+                }
+                for counter in self._mark_tiler.counters
+            ],
             "ranks": self.trace.ranks,
             "notes": self.trace.notes,
             "tracks": [
@@ -262,10 +276,14 @@ class TraceView(anywidget.AnyWidget):
             "search": self.search,
             "path": self._path_number,
         }
-        buffers = tile.buffers
+        span = (request.t0_ns, request.t1_ns, request.width)
+        buffers = [
+            *tile.buffers,
+            *pack_columns(self._mark_tiler.cut_counters(*span), COUNTER_COLUMNS),
+            *pack_columns(self._mark_tiler.cut_instants(*span), INSTANT_COLUMNS),
+        ]
         if self._path is not None:
-            path = self._path.cut(request.t0_ns, request.t1_ns, request.width)
-            buffers += pack_columns(path, PATH_COLUMNS)
+            buffers += pack_columns(self._path.cut(*span), PATH_COLUMNS)
         self.send(reply, buffers=buffers)
 
     def _answer_names(self, request: Request) -> None:

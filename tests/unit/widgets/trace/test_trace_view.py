@@ -14,11 +14,14 @@ import pytest
 from IPython.core.formatters import DisplayFormatter
 
 from shardscope.trace import Trace
+from shardscope.trace.counters import COUNTER_COLUMNS, INSTANT_COLUMNS
 from shardscope.trace.path_marks import PATH_COLUMNS
 from shardscope.trace.tiles import COLUMNS
 from shardscope_widgets.trace import TraceView
 
 FIXTURE = Path(__file__).parents[3] / "fixtures" / "trace_2_ranks"
+
+NUM_BUFFERS = len([*COLUMNS, *COUNTER_COLUMNS, *INSTANT_COLUMNS])
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +74,7 @@ def test_tile_is_sent_as_binary_columns(view: TraceView) -> None:
     handle_message(view, tile_request(view))
     ((reply, buffers),) = view.sent
     assert reply["type"] == "tile" and reply["id"] == 1
-    assert len(buffers) == len(COLUMNS)
+    assert len(buffers) == NUM_BUFFERS
     assert int(np.frombuffer(buffers[4], "<u4").sum()) == len(view.trace)
 
 
@@ -109,17 +112,17 @@ def test_highlighted_path_comes_with_the_tiles(view: TraceView) -> None:
     handle_message(view, tile_request(view, width=16_000))
     starts, ends, rows, is_slice = (
         np.frombuffer(buffer, kind)
-        for buffer, (_, kind) in zip(view.sent[-1][1][len(COLUMNS) :], PATH_COLUMNS, strict=True)
+        for buffer, (_, kind) in zip(view.sent[-1][1][NUM_BUFFERS:], PATH_COLUMNS, strict=True)
     )
     assert starts[0] / 1e9 == pytest.approx(path[0]["start_seconds"])
     assert float((ends - starts).sum()) / 1e9 == pytest.approx(path.seconds, rel=0.05)
     assert is_slice.any() and {view._tiler.num_rows > row for row in rows.tolist()} == {True}
     view.highlight_path([{"index": 5}])
     handle_message(view, tile_request(view))
-    assert np.frombuffer(view.sent[-1][1][len(COLUMNS)], "<f8").tolist() == [int(view.trace.start_ns[5])]
+    assert np.frombuffer(view.sent[-1][1][NUM_BUFFERS], "<f8").tolist() == [int(view.trace.start_ns[5])]
     view.highlight_path(None)
     handle_message(view, tile_request(view))
-    assert len(view.sent[-1][1]) == len(COLUMNS)
+    assert len(view.sent[-1][1]) == NUM_BUFFERS
     for wrong in [{}, {"rank": 99, "start_seconds": 0, "seconds": 1}, {"rank": 0, "start_seconds": "0"}]:
         with pytest.raises(ValueError, match="Fix: "):
             view.highlight_path([wrong])

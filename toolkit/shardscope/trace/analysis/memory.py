@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict, get_type_hints
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias, TypedDict, get_type_hints
 
 import msgspec
 import numpy as np
@@ -12,6 +13,8 @@ from shardscope.trace.table import Table
 
 if TYPE_CHECKING:
     from shardscope.trace.store import MemorySamples, Trace
+
+Floats: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.float64]]"
 
 MAX_POINTS = 2_000
 """Most points of one device: of more, the highest of each equal part of the time."""
@@ -49,7 +52,21 @@ def find_memory(trace: Trace) -> Table[MemoryRow]:
     return Table(rows, tuple(get_type_hints(MemoryRow)))
 
 
-def _list_rows(samples: MemorySamples) -> list[MemoryRow]:
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """All records of one device of a rank, by time."""
+
+    name: str
+    """"cpu", "cuda:0", ..."""
+    time_ns: Int64s
+    allocated_bytes: Floats
+    """Bytes of tensors. Without totals in the records, those that the recording saw allocated or freed."""
+    reserved_bytes: Floats | None
+    """Bytes that the caching allocator holds; None on the CPU."""
+
+
+def read_devices(samples: MemorySamples) -> list[DeviceMemory]:
+    """Return the memory of each device in the records of a rank."""
     decoder = msgspec.json.Decoder(_Record, strict=False)
     of_device: dict[tuple[int, int], list[tuple[int, _Record]]] = {}
     for time_ns, raw in zip(samples.time_ns.tolist(), samples.args, strict=True):
@@ -58,31 +75,42 @@ def _list_rows(samples: MemorySamples) -> list[MemoryRow]:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             continue
         of_device.setdefault((record.device_type, record.device), []).append((time_ns, record))
-    rows: list[MemoryRow] = []
+    devices: list[DeviceMemory] = []
     for (device_type, device), records in sorted(of_device.items()):
         name = _DEVICES.get(device_type, f"device type {device_type}")
-        times = np.array([time for time, _ in records], np.int64)
         # CPU records have no totals: add up what was allocated and freed.
         totals = [float(record.allocated) for _, record in records]
         if not any(totals):
             changes = np.cumsum([float(record.change) for _, record in records])
             # What was allocated before the recording is freed in it: at least that much was there.
             totals = (changes - min(float(changes.min()), 0.0)).tolist()
-        allocated = np.array(totals)
-        for index in choose_points(times, allocated).tolist():
-            rows.append(
-                {
-                    "rank": samples.rank,
-                    "device": name if name == "cpu" else f"{name}:{device}",
-                    "seconds": int(times[index]) / 1e9,
-                    "allocated_bytes": int(allocated[index]),
-                    "reserved_bytes": None if name == "cpu" else records[index][1].reserved,
-                }
+        reserved = np.array([float(record.reserved) for _, record in records])
+        devices.append(
+            DeviceMemory(
+                name=name if name == "cpu" else f"{name}:{device}",
+                time_ns=np.array([time for time, _ in records], np.int64),
+                allocated_bytes=np.array(totals),
+                reserved_bytes=None if name == "cpu" else reserved,
             )
-    return rows
+        )
+    return devices
 
 
-def choose_points(times: Int64s, values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Int64s:
+def _list_rows(samples: MemorySamples) -> list[MemoryRow]:
+    return [
+        {
+            "rank": samples.rank,
+            "device": device.name,
+            "seconds": int(device.time_ns[index]) / 1e9,
+            "allocated_bytes": int(device.allocated_bytes[index]),
+            "reserved_bytes": None if device.reserved_bytes is None else int(device.reserved_bytes[index]),
+        }
+        for device in read_devices(samples)
+        for index in choose_points(device.time_ns, device.allocated_bytes).tolist()
+    ]
+
+
+def choose_points(times: Int64s, values: Floats) -> Int64s:
     """Return the indices of at most :data:`MAX_POINTS` points, the highest of each part of the time."""
     if len(times) <= MAX_POINTS:
         return np.arange(len(times))

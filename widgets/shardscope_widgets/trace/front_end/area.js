@@ -118,6 +118,7 @@ function fillArea(view, box) {
   const { area, areaSums } = view;
   if (!area) return;
   const head = element("div", "ss-trace-head");
+  box.classList.add("ss-trace-area");
   head.append(
     element("b", "", `Area of ${shownTime(area.t1 - area.t0)} on ${counted(area.tracks.length, "track")}`),
     element("div", "", `from ${shownPoint(Math.round(area.t0))} to ${shownPoint(Math.round(area.t1))} · Escape removes it`),
@@ -128,8 +129,8 @@ function fillArea(view, box) {
   fillTotals(byName, areaSums.names, AREA_TOTALS, "Name");
   const byCategory = element("table", "");
   fillTotals(byCategory, areaSums.categories, "", "Category");
-  const sections = [byName, byCategory].map((table, i) => {
-    const section = element("section", i ? "" : "ss-trace-wide");
+  const sections = [byName, byCategory].map((table) => {
+    const section = element("section", "");
     section.append(table);
     return section;
   });

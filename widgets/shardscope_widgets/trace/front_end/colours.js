@@ -6,6 +6,7 @@ const COMMUNICATION = "#8b6b4a"; // one of the nine component colours, the same 
 const INK_ON_LIGHT = "#1d2329";
 const INK_ON_DARK = "#e8ebee";
 const FONT = "system-ui, sans-serif";
+const COUNTER = "#2f6f9f"; // the first hue, dark enough for a line on white
 const PATH = { light: "#c1121f", dark: "#ff5c5c" };
 const LEAST_CONTRAST = 3; // WCAG's least for large text; below it, text counts as lost in its background
 
@@ -79,6 +80,7 @@ function readTheme(root, ctx) {
     fills: [mix(background, rgb(ctx, soft, fallback.soft), dark ? 0.3 : 0.24), COMMUNICATION, ...HUES.map(hue)],
     texts: [dark ? INK_ON_DARK : INK_ON_LIGHT, "#ffffff", ...HUES.map(() => (dark ? INK_ON_DARK : INK_ON_LIGHT))],
     arrow: dark ? "#ffffff" : "#111518",
+    counter: dark ? HUES[0] : COUNTER,
     path: dark ? PATH.dark : PATH.light,
     font: style.fontFamily || FONT,
   };

@@ -12,6 +12,7 @@ function showDetails(view) {
   const { details, canvas } = view.page;
   const slice = view.model.get("selected");
   details.classList.toggle("ss-on", Boolean(slice || view.isAreaShown));
+  details.classList.remove("ss-trace-area");
   if (view.isAreaShown) return fillArea(view, details);
   if (slice) return fillSlice(view, details, slice);
   // Without the focus the same keys are JupyterLab's: they are named only while they work.

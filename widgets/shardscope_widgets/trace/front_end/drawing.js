@@ -21,6 +21,8 @@ function draw(view) {
   const ticks = drawGrid(view);
   drawHeaders(view);
   const drawn = drawSlices(view);
+  drawCounters(view);
+  drawInstants(view);
   drawPath(view);
   drawArea(view);
   drawArrows(view);

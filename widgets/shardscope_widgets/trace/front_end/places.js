@@ -11,6 +11,7 @@ function arrange(scene, folded, shownStacks, isNarrow) {
   const headers = /** @type {{rank: number, top: number, height: number, tracks: Track[]}[]} */ ([]);
   const bands = /** @type {{track: Track, top: number, height: number, tall: number}[]} */ ([]);
   const stacks = /** @type {{track: Track, top: number, isShown: boolean, hasOperators: boolean}[]} */ ([]);
+  const counters = /** @type {{number: number, top: number}[]} */ ([]);
   let y = 0;
   const addBand = (/** @type {Track} */ track, /** @type {number} */ tall) => {
     bands.push({ track, top: y, height: track.num_rows * tall, tall });
@@ -44,11 +45,18 @@ function arrange(scene, folded, shownStacks, isNarrow) {
       addBand(track, !isFolded ? ROW : track.kind === "gpu" ? thin + 2 : thin); // streams are few and matter most
       y += gap;
     }
+    for (const [number, counter] of scene.counters.entries()) {
+      if (counter.rank !== rank || isFolded) continue;
+      y += COUNTER_GAP + (isNarrow ? NAME_LINE : 0);
+      counters.push({ number, top: y });
+      y += COUNTER_HEIGHT;
+    }
+    if (!isFolded && counters.length) y += COUNTER_GAP;
     if (!isFolded) continue;
     y = Math.max(y + FOLD_MARGIN, header.top + HEADER);
     header.height = y - header.top;
   }
-  return { rowTop, rowTall, headers, bands, stacks, height: y };
+  return { rowTop, rowTall, headers, bands, stacks, counters, height: y };
 }
 
 const ARRAYS = /** @type {Record<string, any>} */ ({ "<f8": Float64Array, "<u4": Uint32Array, u1: Uint8Array });
@@ -56,10 +64,18 @@ const ARRAYS = /** @type {Record<string, any>} */ ({ "<f8": Float64Array, "<u4":
 /** @param {Scene} scene @param {any} message @param {DataView[]} buffers @returns {Tile} */
 function readTile(scene, message, buffers) {
   const { t0_ns: t0, t1_ns: t1, width, search, path: pathNumber } = message;
-  const columns = readColumns(scene.columns, buffers);
-  const rest = buffers.slice(scene.columns.length);
-  const path = rest.length ? readColumns(scene.path_columns, rest) : null;
-  return { t0, t1, width, search, pathNumber, columns, path };
+  let used = 0;
+  const [columns, counters, instants, path] = [
+    scene.columns,
+    scene.counter_columns,
+    scene.instant_columns,
+    scene.path_columns,
+  ].map((kinds) => {
+    const mine = buffers.slice(used, (used += kinds.length));
+    return mine.length ? readColumns(kinds, mine) : null;
+  });
+  if (!columns || !counters || !instants) throw new Error("A tile without its columns");
+  return { t0, t1, width, search, pathNumber, columns, counters, instants, path };
 }
 
 /** @param {[string, string][]} kinds name and type of each column @param {DataView[]} buffers */

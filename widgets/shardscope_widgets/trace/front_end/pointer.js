@@ -17,21 +17,28 @@ function hitAt(view, x, y) {
 
 /** @param {View} view @param {number} x @param {number} y */
 function showTip(view, x, y) {
-  const { tile, width, height } = view;
+  const { tile } = view;
   const { tip } = view.page;
   const hover = hitAt(view, x, y);
-  view.hover = hover;
-  tip.hidden = !hover;
+  const other = describeMarkAt(view, x, y);
+  view.hover = other ? null : hover;
+  tip.hidden = !hover && !other;
+  if (other) return fillTip(view, x, y, other);
   if (!hover || !tile) return;
   const { name, count, start, duration } = tile.columns;
   const { mark } = hover;
   const run = count[mark] > 1;
   const title = view.names.get(name[mark]) ?? "…";
   const facts = `start ${shownPoint(Math.round(start[mark]))} · ${shownTime(duration[mark])}`;
-  tip.replaceChildren(
-    element("div", "", run ? `${counted(count[mark], "slice")}, the longest ${title}` : title),
-    element("small", "", run ? `${facts} in all · zoom in to tell them apart` : facts),
-  );
+  fillTip(view, x, y, [
+    run ? `${counted(count[mark], "slice")}, the longest ${title}` : title,
+    run ? `${facts} in all · zoom in to tell them apart` : facts,
+  ]);
+}
+
+/** @param {View} view @param {number} x @param {number} y @param {[string, string]} texts title and facts */
+function fillTip({ width, height, page: { tip } }, x, y, [title, facts]) {
+  tip.replaceChildren(element("div", "", title), element("small", "", facts));
   const box = tip.getBoundingClientRect();
   tip.style.left = `${Math.max(Math.min(x + 12, width - box.width - 8), 4)}px`;
   tip.style.top = `${y + 18 + box.height > height ? Math.max(y - box.height - 10, 0) : y + 18}px`;

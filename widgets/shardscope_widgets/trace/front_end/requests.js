@@ -31,7 +31,7 @@ function askForTile(view) {
 /** @param {View} view */
 function askForNames(view) {
   if (view.pending.names || !view.tile) return;
-  const missing = [...new Set(view.tile.columns.name)].filter((name) => !view.names.has(name)).slice(0, 5000);
+  const missing = [...new Set([...view.tile.columns.name, ...view.tile.instants.name])].filter((name) => !view.names.has(name)).slice(0, 5000);
   if (missing.length) view.pending.names = askPython(view, { type: "names", indices: missing });
 }
 

@@ -6,9 +6,10 @@
  * @typedef {{rank: number, thread: string, name: string, kind: string, first_row: number, num_rows: number,
  *   num_slices: number}} Track
  * @typedef {{span_ns: number, num_slices: number, columns: [string, string][], path_columns: [string, string][],
- *   ranks: number[], notes: string[], tracks: Track[]}} Scene
+ *   counter_columns: [string, string][], instant_columns: [string, string][], ranks: number[], notes: string[],
+ *   tracks: Track[], counters: Counter[]}} Scene
  * @typedef {{t0: number, t1: number, width: number, search: string, pathNumber: number, columns: Record<string, any>,
- *   path: Record<string, any> | null}} Tile
+ *   counters: Record<string, any>, instants: Record<string, any>, path: Record<string, any> | null}} Tile
  * @typedef {{mark: number, row: number}} Hit
  */
 

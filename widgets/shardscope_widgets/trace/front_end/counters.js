@@ -1,0 +1,120 @@
+// Counters as step lines below a rank's tracks, and instants as ticks on the tracks.
+
+/** @typedef {{rank: number, name: string, is_bytes: boolean, low: number, high: number}} Counter */
+
+const COUNTER_HEIGHT = 40;
+const COUNTER_GAP = 8;
+const BYTE_UNITS = /** @type {[number, string][]} */ ([[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]]);
+
+/** @param {Counter} counter @param {number} value */
+function shownValue(counter, value) {
+  const [size, unit] = BYTE_UNITS.find(([one]) => Math.abs(value) >= one) ?? [1, "B"];
+  if (!counter.is_bytes) return value.toLocaleString("en", { maximumSignificantDigits: 4 });
+  return `${(value / size).toLocaleString("en", { maximumSignificantDigits: 4 })} ${unit}`;
+}
+
+/** @param {View} view */
+function drawCounters(view) {
+  const { ctx, theme, tile, scene, places, scroll, gutterWidth, width, height, isNarrow } = view;
+  for (const { number, top } of places.counters) {
+    const counter = scene.counters[number];
+    const y = RULER + top - scroll;
+    if (y > height || y + COUNTER_HEIGHT < RULER) continue;
+    const scale = (COUNTER_HEIGHT - 4) / (counter.high - counter.low || 1);
+    const heightOf = (/** @type {number} */ value) => y + COUNTER_HEIGHT - (value - counter.low) * scale;
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(gutterWidth, RULER, plotWidth(view), height);
+    ctx.clip();
+    if (tile) {
+      const { first, time, value } = tile.counters;
+      ctx.beginPath();
+      let last = NaN;
+      for (let i = first[number]; i < first[number + 1]; i++) {
+        const x = Math.min(Math.max(xOf(view, time[i]), gutterWidth - 2), width + 2);
+        if (i > first[number]) ctx.lineTo(x, heightOf(last));
+        ctx.lineTo(x, heightOf(value[i]));
+        last = value[i];
+      }
+      if (!Number.isNaN(last)) ctx.lineTo(width + 2, heightOf(last));
+      ctx.strokeStyle = theme.counter;
+      ctx.lineWidth = 1.5;
+      ctx.stroke();
+      if (!Number.isNaN(last)) {
+        ctx.lineTo(width + 2, heightOf(counter.low));
+        ctx.lineTo(Math.max(xOf(view, time[first[number]]), gutterWidth - 2), heightOf(counter.low));
+        ctx.globalAlpha = 0.2;
+        ctx.fillStyle = theme.counter;
+        ctx.fill();
+        ctx.globalAlpha = 1;
+      }
+    }
+    ctx.restore();
+    ctx.fillStyle = theme.line;
+    ctx.fillRect(gutterWidth, y + COUNTER_HEIGHT, width - gutterWidth, 1);
+    const left = isNarrow ? 8 : 24;
+    const room = (isNarrow ? width : gutterWidth) - left - 8;
+    ctx.font = `12px ${theme.font}`;
+    ctx.fillStyle = theme.soft;
+    const nameY = isNarrow ? y - NAME_LINE / 2 : y + 12;
+    const name = fitText(ctx, isNarrow ? `${counter.name} · up to ${shownValue(counter, counter.high)}` : counter.name, room);
+    ctx.fillText(name, left, nameY);
+    if (isNarrow) continue;
+    ctx.font = `11px ${theme.font}`;
+    ctx.fillText(fitText(ctx, `up to ${shownValue(counter, counter.high)}`, room), left, y + 28);
+  }
+}
+
+/** @param {View} view */
+function drawInstants(view) {
+  const { ctx, theme, tile, places, scroll, gutterWidth, height } = view;
+  if (!tile?.instants.time.length) return;
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(gutterWidth, RULER, plotWidth(view), height);
+  ctx.clip();
+  ctx.fillStyle = theme.ink;
+  const { time, row } = tile.instants;
+  for (let i = 0; i < time.length; i++) {
+    const tall = places.rowTall[row[i]];
+    const y = RULER + places.rowTop[row[i]] - scroll;
+    if (!tall || y > height || y + tall < RULER) continue;
+    const x = xOf(view, time[i]);
+    if (x < gutterWidth - 4) continue;
+    const size = tall >= READABLE_ROW ? 4 : 2;
+    ctx.beginPath();
+    ctx.moveTo(x - size, y - 3);
+    ctx.lineTo(x + size, y - 3);
+    ctx.lineTo(x, y - 3 + 1.5 * size);
+    ctx.fill();
+    ctx.fillRect(x - 0.5, y - 3, 1, tall + 2);
+  }
+  ctx.restore();
+}
+
+/** Title and facts of the counter or instant under the pointer, or null. @param {View} view @param {number} x
+ * @param {number} y @returns {[string, string] | null} */
+function describeMarkAt(view, x, y) {
+  const { tile, scene, places, scroll, names } = view;
+  if (!tile || x < view.gutterWidth || y < RULER) return null;
+  const top = y - RULER + scroll;
+  const at = timeAt(view, x);
+  const place = places.counters.find((one) => top >= one.top && top <= one.top + COUNTER_HEIGHT);
+  if (place) {
+    const { first, time, value } = tile.counters;
+    let found = -1;
+    for (let i = first[place.number]; i < first[place.number + 1] && time[i] <= at; i++) found = i;
+    const counter = scene.counters[place.number];
+    if (found < 0) return null;
+    return [`${counter.name}: ${shownValue(counter, value[found])}`, `since ${shownPoint(Math.round(time[found]))}`];
+  }
+  const { time, row, name, count } = tile.instants;
+  for (let i = 0; i < time.length; i++) {
+    const distance = top - places.rowTop[row[i]];
+    if (Math.abs(xOf(view, time[i]) - x) > 4 || distance < -4 || distance > 5) continue;
+    const title = names.get(name[i]) ?? "…";
+    const others = count[i] > 1 ? ` and ${counted(count[i] - 1, "more instant")}` : "";
+    return [`${title}${others}`, `instant at ${shownPoint(Math.round(time[i]))}`];
+  }
+  return null;
+}
