@@ -31,6 +31,7 @@ from shardscope.trace.nesting import find_parents
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
+    from shardscope.timing.calibration.traced import TracedRates
     from shardscope.trace.analysis.activity import Activity
     from shardscope.trace.analysis.breakdown import BreakdownRow, IdleRow, OverlapRow, StepRow
     from shardscope.trace.analysis.collectives import Collectives
@@ -371,6 +372,24 @@ class Trace:
                 "This trace belongs to no run, so its plan is unknown. Fix: trace.compare(plan)."
             )
         return compare_with_plan(self, plan)
+
+    def measured_rates(self, plan: Plan | None = None) -> TracedRates:
+        """Return the speeds of matmuls and collectives in this trace, for the calibration of its machine.
+
+        ``rates.store()`` makes ``plan.step()`` use them until the next ``ss.calibrate()``. The speed of
+        matmuls is the ratio of their predicted to their measured seconds; collectives of one size have the
+        median of their transfer times, without waiting for the last rank, if the group is on one node.
+        Default: the plan of the run that was traced. Raises ``ValueError`` if there is none, it has no
+        prediction, or nothing was measured.
+        """
+        from shardscope.trace.analysis.measured_rates import measure_rates  # circular import
+
+        plan = plan or self.plan
+        if plan is None:
+            raise ValueError(
+                "This trace belongs to no run, so its plan is unknown. Fix: trace.measured_rates(plan)."
+            )
+        return measure_rates(self, plan)
 
     def _repr_html_(self) -> str:
         return self.summary()._repr_html_()

@@ -159,7 +159,7 @@ class Studio(View):
             on_pin=self._toggle_pin, on_apply=self.apply, on_fit=self._offer_fit, fit_search=self.fit_search
         )
         self.tabs = Tabs(TABS)
-        self.trace = TracePage(TRACE_PIXELS, on_apply=self._apply_traced)
+        self.trace = TracePage(TRACE_PIXELS, on_apply=self._apply_traced, on_rates=self._predict_again)
         self._pages: dict[str, widgets.Box] = {
             "Memory": widgets.VBox([self.memory]),
             **{name: widgets.VBox() for name in ("Time", "Plans", "Checks", FINE_TUNE, "Runs")},
@@ -627,6 +627,13 @@ class Studio(View):
     def _open_trace(self, run: ss.Run) -> None:
         self.trace.show_run(run)
         self.tabs.value = "Trace"
+
+    def _predict_again(self) -> None:
+        """Show predictions again, whose rates have changed."""
+        self._drawn.clear()
+        self._show_rates()
+        self._draw_shown()
+        self._recheck()
 
     def _apply_traced(self, plan: ss.Plan) -> None:
         """Apply the change of the traced run's plan that a sentence of its trace suggests."""

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import plotly.graph_objects as go
 
+from shardscope_widgets.kit.numbers import keep_units
+
 MAX_ROWS = 12
 """Most rows of a table: a trace has thousands of kernels, and the first ones are what matters."""
 NONE = "–"
@@ -44,6 +46,9 @@ class Row(NamedTuple):
     interval: Interval | None = None
     note: str = ""
     """Text below the first cell."""
+    swatch: tuple[str, str] | None = None
+    """CSS of its colour in the chart above the table, and CSS class of its pattern."""
+    is_total: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +65,17 @@ class AnalysisPage:
     """Charts above the table."""
     path: Sequence[Mapping[str, object]] = ()
     """Parts of the critical path, which the view can draw."""
+    may_change: bool = False
+    """Whether it depends on more than the trace, so that it is computed again when it is shown again."""
+    has_rates: bool = False
+    """Whether the trace can give measured rates to the calibration."""
+    uses_rates: bool = False
+    """Whether predictions use measured rates."""
 
     @property
-    def html(self) -> str:
-        """The sentences and the tables as HTML."""
-        text = "".join(f"<p>{escape(sentence)}</p>" for sentence in self.sentences)
-        return text + "".join(self.tables)
+    def text(self) -> str:
+        """The sentences as HTML."""
+        return "".join(f"<p>{keep_units(escape(sentence))}</p>" for sentence in self.sentences)
 
 
 class TableWriter:
@@ -100,20 +110,25 @@ class TableWriter:
             act = f" data-act='{key}'"
             # The whole row can be pressed; the button is for the keyboard and screen readers.
             name = f"<button type='button'{act} title='Show in the trace'>{name}</button>"
+        if row.swatch is not None:
+            name = _render_swatch(*row.swatch) + name
         note = f"<div class='ss-hint'>{escape(row.note)}</div>" if row.note else ""
         cells = "".join(
             f"<td{_align(heading)}>{_render_cell(text, heading)}</td>"
             for text, heading in zip(rest, headings[1:], strict=True)
         )
-        return f"<tr{act}><td>{name}{note}</td>{cells}</tr>"
+        kind = " class='ss-total'" if row.is_total else ""
+        return f"<tr{act}{kind}><td>{name}{note}</td>{cells}</tr>"
 
 
 def _render_heading(heading: Heading) -> str:
     hint = f" title='{escape(heading.hint, quote=True)}'" if heading.hint else ""
-    mark = ""
-    if heading.swatch:
-        mark = f"<i class='ss-mark {heading.pattern}' style='background-color:{heading.swatch}'></i>"
+    mark = _render_swatch(heading.swatch, heading.pattern) if heading.swatch else ""
     return f"<th scope='col'{_align(heading)}{hint}>{mark}{escape(heading.title)}</th>"
+
+
+def _render_swatch(colour: str, pattern: str) -> str:
+    return f"<i class='ss-mark {pattern}' style='background-color:{colour}'></i>"
 
 
 def _render_cell(text: str, heading: Heading) -> str:

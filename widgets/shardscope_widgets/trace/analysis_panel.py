@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 import ipywidgets as widgets
+import plotly.graph_objects as go
 
 from shardscope.runs.explain.measured import MeasuredMemory
 from shardscope.trace import Trace
@@ -25,10 +26,12 @@ from shardscope_widgets.trace.analyses import (
 )
 from shardscope_widgets.trace.analysis_page import AnalysisPage, Interval
 from shardscope_widgets.trace.breakdown_figure import describe_breakdown
+from shardscope_widgets.trace.comparison_figure import PlanAgainstTrace
 from shardscope_widgets.trace.memory_figure import describe_memory
 
-CRITICAL_PATH, MEMORY = "Critical path", "Memory"
+CRITICAL_PATH, PLAN = "Critical path", "Plan against trace"
 COMPUTING = "Computing …"
+USE_RATES, REMOVE_RATES = "Use the measured rates", "Predict without them"
 DRAW_PATH, REMOVE_PATH = "Draw it in the view", "Remove it from the view"
 
 PathListener = Callable[[Sequence[Mapping[str, object]] | None], None]
@@ -38,8 +41,9 @@ PathListener = Callable[[Sequence[Mapping[str, object]] | None], None]
 class AnalysisPanel(widgets.VBox):
     """Tables and charts of one trace. ``on_show`` receives the interval of a row that was pressed.
 
-    ``on_path`` receives the parts of the critical path to draw over the slices, or None. ``measured`` is the
-    run's memory, whose snapshot has a chart.
+    ``on_path`` receives the parts of the critical path to draw over the slices, or None. ``on_rates`` is
+    called when predictions have begun or ceased to use the measured rates. ``measured`` is the run's memory,
+    whose snapshot has a chart.
     """
 
     def __init__(
@@ -48,9 +52,11 @@ class AnalysisPanel(widgets.VBox):
         *,
         on_show: Callable[[Interval], None],
         on_path: PathListener,
+        on_rates: Callable[[], None] = lambda: None,
         measured: MeasuredMemory | None = None,
     ) -> None:
-        self._on_show, self._on_path = on_show, on_path
+        self._on_show, self._on_path, self._on_rates = on_show, on_path, on_rates
+        self._plan = PlanAgainstTrace(trace)
         self._describe: dict[str, Callable[[], AnalysisPage]] = {
             "Time by rank": lambda: describe_breakdown(trace),
             "Steps": lambda: describe_steps(trace),
@@ -59,12 +65,18 @@ class AnalysisPanel(widgets.VBox):
             "Idle": lambda: describe_idle(trace),
             "Stragglers": lambda: describe_stragglers(trace),
             CRITICAL_PATH: lambda: describe_critical_path(trace),
-            MEMORY: lambda: describe_memory(trace, measured),
+            "Memory": lambda: describe_memory(trace, measured),
             "Modules": lambda: describe_modules(trace),
+            PLAN: self._plan.describe,
         }
-        self._requests: LatestRequest[str, AnalysisPage] = LatestRequest(
-            lambda name: self._describe[name](), "shardscope-analysis"
+        self._requests: LatestRequest[tuple[str, int], AnalysisPage] = LatestRequest(
+            lambda question: self._describe[question[0]](), "shardscope-analysis"
         )
+        self._rate_requests: LatestRequest[int, None] = LatestRequest(
+            lambda _: self._change_rates(), "shardscope-rates"
+        )
+        self._num_requests = 0
+        """Requests so far, which tells a page that may change from the same one earlier."""
         self._pages: dict[str, AnalysisPage] = {}
         self._charts: dict[str, list[Chart]] = {}
         self._is_path_drawn = False
@@ -75,8 +87,14 @@ class AnalysisPanel(widgets.VBox):
             DRAW_PATH, "ss-ghost", "ss-small", layout=widgets.Layout(display="none")
         )
         self.path_button.on_click(lambda _: self._toggle_path())
+        self.rates_button = controls.create_button(
+            USE_RATES, "ss-ghost", "ss-small", layout=widgets.Layout(display="none")
+        )
+        self.rates_button.on_click(lambda _: self._request_rates())
+        self._buttons = (self.path_button, self.rates_button)
+        self.text = controls.create_html()
         self.table = Clickable(self._handle_action)
-        self._body = widgets.VBox([self.path_button, self.table], layout=controls.share_layout())
+        self._body = widgets.VBox([self.text, *self._buttons, self.table], layout=controls.share_layout())
         self._body.add_class("ss-analysis-body")
         super().__init__([self.tabs, self._body], layout=controls.share_layout())
         self.add_class("ss-view")
@@ -93,18 +111,19 @@ class AnalysisPanel(widgets.VBox):
 
     def _show_tab(self, change: object = None) -> None:
         name = self.tabs.value
-        if name in self._pages:
+        if name in self._pages and not self._pages[name].may_change:
             self._show_page(name)
             return
-        self._set_body([], f"<p class='ss-hint'>{COMPUTING}</p>")
-        self._requests.request(name, lambda result: self._receive(name, result))
+        self._pages.pop(name, None)
+        self._set_body(f"<p class='ss-hint'>{COMPUTING}</p>")
+        self._num_requests += 1
+        self._requests.request((name, self._num_requests), lambda result: self._receive(name, result))
 
     def _receive(self, name: str, result: AnalysisPage | Exception) -> None:
         if isinstance(result, Exception):
             # Not stored: the next click tries again.
             if name == self.tabs.value:
-                text = str(result) if isinstance(result, ValueError) else f"{type(result).__name__}: {result}"
-                self._set_body([], f"<p class='ss-error' role='alert'>{escape(text[:400])}</p>")
+                self._set_body(_render_error(result))
             return
         self._pages[name] = result
         if name == self.tabs.value:
@@ -112,17 +131,23 @@ class AnalysisPanel(widgets.VBox):
 
     def _show_page(self, name: str) -> None:
         page = self._pages[name]
-        if name not in self._charts:
-            self._charts[name] = [_create_chart(figure) for figure in page.figures]
-        self._set_body(self._charts[name], page.html)
+        charts = self._charts.setdefault(name, [])
+        for chart, figure in zip(charts, page.figures, strict=False):
+            _redraw(chart, figure)
+        charts += [_create_chart(figure) for figure in page.figures[len(charts) :]]
+        self._set_body(page.text, charts[: len(page.figures)], "".join(page.tables))
         self.path_button.layout.display = "" if page.path else "none"
+        self.rates_button.layout.display = "" if page.has_rates else "none"
+        self.rates_button.disabled = False
+        self.rates_button.description = REMOVE_RATES if page.has_rates and page.uses_rates else USE_RATES
 
-    def _set_body(self, charts: Sequence[Chart], html: str) -> None:
-        self.path_button.layout.display = "none"
-        children = (self.path_button, *charts, self.table)
+    def _set_body(self, text: str, charts: Sequence[Chart] = (), table: str = "") -> None:
+        for button in self._buttons:
+            button.layout.display = "none"
+        children = (self.text, *self._buttons, *charts, self.table)
         if self._body.children != children:
             self._body.children = children
-        self.table.value = html
+        self.text.value, self.table.value = text, table
 
     def _handle_action(self, act: str) -> None:
         interval = self.page.intervals.get(act) if self.page is not None else None
@@ -138,6 +163,27 @@ class AnalysisPanel(widgets.VBox):
         self._on_path(page.path if self._is_path_drawn else None)
         self.path_button.description = REMOVE_PATH if self._is_path_drawn else DRAW_PATH
 
+    def _request_rates(self) -> None:
+        # In the background: the trace's collectives may have to be found first.
+        self.rates_button.disabled = True
+        self._num_requests += 1
+        self._rate_requests.request(self._num_requests, self._receive_rates)
+
+    def _change_rates(self) -> None:
+        if self._plan.is_using_rates:
+            self._plan.remove_measured_rates()
+        else:
+            self._plan.use_measured_rates()
+
+    def _receive_rates(self, result: Exception | None) -> None:
+        if isinstance(result, Exception):
+            self.rates_button.disabled = False
+            self.text.value = _render_error(result)
+            return
+        self._on_rates()
+        if self.tabs.value == PLAN:
+            self._show_tab()
+
     def close(self) -> None:
         """Close the charts of tabs that are not shown as well."""
         for charts in self._charts.values():
@@ -146,7 +192,21 @@ class AnalysisPanel(widgets.VBox):
         super().close()
 
 
-def _create_chart(figure: object) -> Chart:
+def _render_error(error: Exception) -> str:
+    is_known = isinstance(error, ValueError | OSError)
+    text = str(error) if is_known else f"{type(error).__name__}: {error}"
+    return f"<p class='ss-error' role='alert'>{escape(text[:400])}</p>"
+
+
+def _redraw(chart: Chart, figure: go.Figure) -> None:
+    """Draw ``figure`` in a chart that drew one with the same traces."""
+    with chart.batch_update():
+        for old, new in zip(chart.data, figure.data, strict=True):
+            old.update(new.to_plotly_json(), overwrite=True)
+        chart.layout.update(figure.layout.to_plotly_json(), overwrite=True)
+
+
+def _create_chart(figure: go.Figure) -> Chart:
     chart = Chart(figure)
     chart._config = {"displayModeBar": False, "responsive": True}
     return chart

@@ -10,13 +10,12 @@ from shardscope.timing.report import format_seconds
 from shardscope.trace import Trace
 from shardscope.trace.analysis.breakdown import CAUSES
 from shardscope_widgets.kit.numbers import Scale
-from shardscope_widgets.kit.theme import FONT, PART_COLOURS, PATTERN_CLASSES
+from shardscope_widgets.kit.theme import PART_COLOURS, PATTERN_CLASSES
 from shardscope_widgets.trace.analysis_page import AnalysisPage, Heading, Interval, Row, TableWriter
+from shardscope_widgets.trace.stacked_bars import BarPart, draw_stacked_bars
 
 MAX_RANKS = 64
 """Most ranks that are drawn: of more, those with the least compute."""
-LEFT_PIXELS, RIGHT_PIXELS = 64, 72
-SMALL = {"size": 12}
 
 
 class Part(NamedTuple):
@@ -99,74 +98,19 @@ def describe_breakdown(trace: Trace) -> AnalysisPage:
 
 def _draw(values: dict[int, tuple[float, ...]], scale: Scale, present: list[int]) -> go.Figure:
     ranks = list(values)
-    labels = [f"rank {rank}" for rank in ranks]
-    figure = go.Figure()
-    for number in present:
-        part = PARTS[number]
-        figure.add_bar(
-            name=part.title,
-            orientation="h",
-            y=labels,
-            x=[values[rank][number] * scale.factor for rank in ranks],
-            customdata=[
-                f"<b>rank {rank}</b><br>{part.title}: {format_seconds(values[rank][number])}, "
+    parts = [
+        BarPart(
+            PARTS[number].title,
+            PARTS[number].colour,
+            PARTS[number].pattern,
+            [values[rank][number] for rank in ranks],
+            [
+                f"<b>rank {rank}</b><br>{PARTS[number].title}: {format_seconds(values[rank][number])}, "
                 f"{100 * values[rank][number] / (sum(values[rank]) or 1):.0f} %"
                 for rank in ranks
             ],
-            hovertemplate="%{customdata}<extra></extra>",
-            marker={
-                "color": part.colour,
-                "line": {"width": 0},
-                "pattern": {
-                    "shape": part.pattern,
-                    "size": 6,
-                    "solidity": 0.3,
-                    "fillmode": "overlay",
-                    "fgcolor": "rgba(255,255,255,0.75)",
-                },
-            },
         )
-    longest = max(sum(parts) for parts in values.values())
-    row_pixels = 26 if len(ranks) <= 8 else 18 if len(ranks) <= 32 else 14
-    totals = [
-        {
-            "x": 1,
-            "xref": "paper",
-            "xanchor": "left",
-            "xshift": 6,
-            "y": label,
-            "text": f"{scale.format(sum(values[rank]))} {scale.unit}",
-            "showarrow": False,
-            "font": SMALL,
-        }
-        for rank, label in zip(ranks, labels, strict=True)
+        for number in present
     ]
-    return figure.update_layout(
-        barmode="stack",
-        bargap=0.25,
-        autosize=True,
-        height=row_pixels * len(ranks) + 6,
-        margin={"l": LEFT_PIXELS, "r": RIGHT_PIXELS, "t": 2, "b": 4},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        showlegend=False,
-        font=FONT,
-        hovermode="closest",
-        hoverlabel={"align": "left"},
-        xaxis={"visible": False, "fixedrange": True, "range": [0, 1.01 * longest * scale.factor]},
-        yaxis={
-            "fixedrange": True,
-            "showgrid": False,
-            "zeroline": False,
-            "type": "category",
-            "range": [len(ranks) - 0.5, -0.5],
-            "categoryorder": "array",
-            "categoryarray": labels,
-            "tickvals": labels,
-            "ticks": "outside",
-            "ticklen": 6,
-            "tickcolor": "rgba(0,0,0,0)",
-            "tickfont": SMALL,
-        },
-        annotations=totals,
-    )
+    row_pixels = 26 if len(ranks) <= 8 else 18 if len(ranks) <= 32 else 14
+    return draw_stacked_bars([f"rank {rank}" for rank in ranks], parts, scale, row_pixels)

@@ -31,8 +31,8 @@ OPEN_LABEL = "Open the trace"
 class TraceAnswers(View):
     """One trace: what costs time as sentences, all ranks on one time axis, and tables below.
 
-    ``on_apply`` receives the changed plan of a sentence. ``measured`` is the memory of the run that was
-    traced.
+    ``on_apply`` receives the changed plan of a sentence. ``on_rates`` is called when predictions have begun
+    or ceased to use the rates that the trace measured. ``measured`` is the memory of the traced run.
     """
 
     def __init__(
@@ -40,12 +40,17 @@ class TraceAnswers(View):
         view: TraceView,
         *,
         on_apply: Callable[[ss.Plan], None],
+        on_rates: Callable[[], None] = lambda: None,
         measured: MeasuredMemory | None = None,
     ) -> None:
         self.view = view
         self.findings = FindingsList(self._show_sentence, on_apply)
         self.panel = AnalysisPanel(
-            view.trace, on_show=self.show_interval, on_path=self._draw_path, measured=measured
+            view.trace,
+            on_show=self.show_interval,
+            on_path=self._draw_path,
+            on_rates=on_rates,
+            measured=measured,
         )
         self._summaries: LatestRequest[str, TraceSummary] = LatestRequest(
             lambda _: view.trace.summary(), "shardscope-summary"
@@ -87,11 +92,17 @@ class TraceAnswers(View):
 class TracePage(widgets.VBox):
     """The Studio's Trace tab: the trace of one run, the progress of opening it, or a hint.
 
-    ``on_apply`` receives the changed plan of a sentence.
+    ``on_apply`` and ``on_rates`` are those of :class:`TraceAnswers`.
     """
 
-    def __init__(self, height: int, *, on_apply: Callable[[ss.Plan], None] = lambda plan: None) -> None:
-        self._height, self._on_apply = height, on_apply
+    def __init__(
+        self,
+        height: int,
+        *,
+        on_apply: Callable[[ss.Plan], None] = lambda plan: None,
+        on_rates: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._height, self._on_apply, self._on_rates = height, on_apply, on_rates
         self._opening: WorkPanel | None = None
         super().__init__([_create_hint(NO_TRACE)])
 
@@ -133,7 +144,7 @@ class TracePage(widgets.VBox):
         with suppress(ValueError, OSError):  # of a damaged run folder; the trace is readable nevertheless
             measured = run.memory()
         view = TraceView(trace, height=self._height)
-        return TraceAnswers(view, on_apply=self._on_apply, measured=measured)
+        return TraceAnswers(view, on_apply=self._on_apply, on_rates=self._on_rates, measured=measured)
 
     def show_hint(self, text: str) -> None:
         """Show ``text`` instead of a trace."""

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from calibrations import make_calibration
 from tests.requirements import few
 from written_runs import write_run
 
 import shardscope as ss
+from shardscope.timing.calibration.store import store_calibration
 from shardscope.trace import Trace
 from shardscope.trace.analysis.summary import Sentence
+from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.static_picture import draw_picture
 from shardscope_widgets.trace import TracePage, TraceView
 from shardscope_widgets.trace.findings_list import FindingsList
@@ -55,9 +58,8 @@ def show_tab(answers: TraceAnswers, name: str) -> str:
     """Choose a tab and return its HTML when it is computed."""
     panel = answers.panel
     panel.tabs.value = name
-    wait_for(lambda: "Computing" not in panel.table.value and panel.table.value)
-    assert panel.page is None or panel.page.html == panel.table.value
-    return panel.table.value
+    wait_for(lambda: panel.text.value + panel.table.value and "Computing" not in panel.text.value)
+    return panel.text.value + panel.table.value
 
 
 def show_all_tabs(answers: TraceAnswers) -> dict[str, str]:
@@ -145,12 +147,40 @@ def test_names_from_a_trace_are_escaped(tmp_path: Path) -> None:
     answers.close()
 
 
+def test_measured_rates_move_the_prediction_and_can_be_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDSCOPE_DATA_HOME", str(tmp_path / "data"))
+    answers = open_page(write_traced_run(tmp_path))
+    assert "Measure this machine" in show_tab(answers, "Plan against trace")
+    assert answers.panel.rates_button.layout.display == "none"
+    store_calibration(make_calibration("2xcpu"))
+    changed: list[str] = []
+    panel, plan = answers.panel, answers.view.trace.plan
+    panel._on_rates = lambda: changed.append("rates")
+    show_tab(answers, "Steps")
+    before = show_tab(answers, "Plan against trace")
+    assert plan is not None and "<table" in before
+    wait_for(lambda: panel.rates_button.layout.display == "")
+    seconds = plan.step().seconds
+    panel.rates_button.click()
+    wait_for(lambda: "measured rates move the prediction" in panel.text.value)
+    assert plan.step().seconds != seconds and changed == ["rates"]
+    (chart,) = [child for child in panel._body.children if isinstance(child, Chart)]
+    assert list(chart.data[0].y) == ["before", "predicted", "measured"]
+    wait_for(lambda: not panel.rates_button.disabled)
+    panel.rates_button.click()
+    wait_for(lambda: panel.table.value and "before" not in panel.table.value)
+    assert plan.step().seconds == seconds and panel.text.value + panel.table.value == before
+    answers.close()
+
+
 def test_critical_path_is_drawn_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = open_page(write_traced_run(tmp_path))
     drawn: list[Any] = []
     monkeypatch.setattr(answers.view, "highlight_path", drawn.append)
     show_tab(answers, "Critical path")
-    assert answers.panel.path_button.layout.display == ""
+    wait_for(lambda: answers.panel.path_button.layout.display == "")
     answers.panel.path_button.click()
     answers.panel.path_button.click()
     assert len(drawn[0]) > 100 and drawn[1] is None

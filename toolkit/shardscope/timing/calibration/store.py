@@ -12,7 +12,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -22,6 +22,7 @@ from shardscope.core.serialization import Serializable
 from shardscope.machine.host import count_cores
 from shardscope.timing.calibration.curves import Calibration
 from shardscope.timing.calibration.finished_runs import MAX_RUNS, MeasuredStep
+from shardscope.timing.calibration.traced import TracedRates, apply_traced_rates
 
 if TYPE_CHECKING:
     from shardscope.core.cluster import Cluster
@@ -51,12 +52,16 @@ class MachineRecord(Serializable):
     """At most one for each number of ranks; the newest last."""
     steps: tuple[MeasuredStep, ...] = ()
     """Measured steps of finished runs; the newest last."""
+    traced: TracedRates | None = None
+    """Speeds that the trace of a run measured, used in place of the calibration's."""
 
     def __post_init__(self) -> None:
         for name, noun in (("calibrations", Calibration), ("steps", MeasuredStep)):
             entries = getattr(self, name)
             if not isinstance(entries, tuple) or not all(isinstance(entry, noun) for entry in entries):
                 refuse(f"MachineRecord.{name}", entries, f"a tuple of {noun.__name__}", "ss.calibrate()")
+        if self.traced is not None and not isinstance(self.traced, TracedRates):
+            refuse("MachineRecord.traced", self.traced, "TracedRates or None", Value(None))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
@@ -67,18 +72,21 @@ class MachineRecord(Serializable):
             if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
                 refuse(f"MachineRecord.{name}", entries, f"a list of {noun.__name__}", "ss.calibrate()")
             fields[name] = tuple(noun.from_dict(entry) for entry in entries)
+        traced = data.get("traced")
+        if isinstance(traced, Mapping):
+            fields["traced"] = TracedRates.from_dict(traced)
         return super().from_dict(fields)
 
     def with_calibration(self, calibration: Calibration) -> MachineRecord:
         """Return a copy with ``calibration`` instead of an earlier one with as many ranks."""
         remaining = [one for one in self.calibrations if one.num_ranks != calibration.num_ranks]
         newest = (*remaining, calibration)[-MAX_CALIBRATIONS:]
-        return MachineRecord(machine=self.machine, gpu=self.gpu, calibrations=newest, steps=self.steps)
+        return replace(self, calibrations=newest)
 
     def with_step(self, step: MeasuredStep) -> MachineRecord:
         """Return a copy with one more measured step; the oldest is dropped beyond ``MAX_RUNS``."""
         newest = (*self.steps, step)[-MAX_RUNS:]
-        return MachineRecord(machine=self.machine, gpu=self.gpu, calibrations=self.calibrations, steps=newest)
+        return replace(self, steps=newest)
 
 
 def find_data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
@@ -188,6 +196,45 @@ def store_step(step: MeasuredStep, gpu: str, folder: str | os.PathLike[str] | No
     return path
 
 
+def store_traced_rates(traced: TracedRates, folder: str | os.PathLike[str] | None = None) -> Path:
+    """Store the speeds that a trace measured instead of earlier ones. Return the file's path.
+
+    Raises :class:`NotStoredError`, and ``ValueError`` for a damaged file.
+    """
+    return _replace_traced_rates(traced.gpu, traced, folder)
+
+
+def remove_traced_rates(gpu: str, folder: str | os.PathLike[str] | None = None) -> None:
+    """Predict from the calibration alone again. Raises as :func:`store_traced_rates` does."""
+    _replace_traced_rates(gpu, None, folder)
+
+
+def _replace_traced_rates(
+    gpu: str, traced: TracedRates | None, folder: str | os.PathLike[str] | None
+) -> Path:
+    path = build_record_path(gpu, find_data_folder(folder))
+    with lock_file(path):
+        record = read_record(path) or MachineRecord(machine=get_machine_name(), gpu=gpu)
+        _write_record(path, replace(record, traced=traced))
+    return path
+
+
+def find_traced_rates(cluster: Cluster, folder: str | os.PathLike[str] | None = None) -> TracedRates | None:
+    """Return the speeds of a trace that predictions for ``cluster`` use; None if they use none.
+
+    Those of a trace that was compared with another calibration do not count. Raises as :func:`read_record`
+    does.
+    """
+    from shardscope.timing.rates import look_up_rates
+
+    record = read_record(build_record_path(cluster.gpu.name, find_data_folder(folder)))
+    if record is None or record.traced is None:
+        return None
+    calibration = find_calibration(cluster, folder)
+    base = look_up_rates(cluster).source if calibration is None else calibration.source
+    return record.traced if record.traced.base == base else None
+
+
 def check_writable(folder: str | os.PathLike[str] | None = None) -> None:
     """Raise :class:`NotStoredError` early, before a minute of measurements that could not be stored."""
     place = find_data_folder(folder) / "calibration"
@@ -233,8 +280,12 @@ def _parse_record(path: Path, _modified: int, size: int, _inode: int) -> Machine
 @lru_cache(maxsize=64)
 def _compute_rates(cluster: Cluster, folder: str, *_stamps: object) -> Rates | None:
     # The stamps are part of the cache key: a changed file is read again.
+    from shardscope.timing.rates import look_up_rates
+
     calibration = find_calibration(cluster, Path(folder).parent)
-    return None if calibration is None else calibration.rates(cluster)
+    rates = None if calibration is None else calibration.rates(cluster)
+    traced = find_traced_rates(cluster, Path(folder).parent)
+    return rates if traced is None else apply_traced_rates(rates or look_up_rates(cluster), traced)
 
 
 @lru_cache(maxsize=8)

@@ -1,0 +1,131 @@
+"""Test of the Trace tab's sentences and tables in a real JupyterLab, on a stored trace of a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opened_notebook import open_notebook, run_all_cells, write_notebook
+from playwright.sync_api import expect
+from served import Lab
+from studio_page import save_screenshot, use_theme
+from tests.requirements import thorough
+
+import shardscope as ss
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from written_runs import write_run
+
+UNIT_TESTS = Path(__file__).parents[1] / "unit"
+
+# The main job opens a trace as well.
+pytestmark = thorough()
+
+NOTEBOOK = "trace_analysis.ipynb"
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "traces_of_runs" / "fsdp2"
+# A calibration of its own: the machine's, or none, would be the same for all tests.
+CELL = f"""
+import os, sys, tempfile
+os.environ["SHARDSCOPE_DATA_HOME"] = tempfile.mkdtemp()
+sys.path.append({str(UNIT_TESTS)!r})
+from calibrations import make_calibration
+from shardscope.timing.calibration.store import store_calibration
+store_calibration(make_calibration("2xcpu"))
+from shardscope_widgets import Studio
+studio = Studio()
+studio
+"""
+VIEWPORT = (
+    "(() => { const { t0, t1 } = document.querySelector('.ss-trace canvas').dataset; return [t0, t1]; })()"
+)
+# What leaves the page of the Studio on the right, except what scrolls or is cut on purpose.
+OVERFLOWING = """() => {
+    const panel = document.querySelector('.ss-panel');
+    const edge = panel.getBoundingClientRect().right + 1;
+    return [...panel.querySelectorAll('*')]
+        .filter(each => each.checkVisibility())
+        .filter(each => !each.closest('.ss-scroll, svg, .ss-off-screen, .ss-cut, .ss-trace'))
+        .filter(each => { const box = each.getBoundingClientRect(); return box.width && box.right > edge; })
+        .map(each => each.className || each.tagName);
+}"""
+TABLE_SCROLLS = (
+    "() => [...document.querySelectorAll('.ss-analysis .ss-scroll')]"
+    ".some(each => each.scrollWidth > each.clientWidth + 1)"
+)
+
+
+@pytest.fixture
+def page(lab: Lab, browser: Any, offline: Any) -> Any:
+    plan = ss.Plan.from_json(json.dumps(json.loads((FIXTURE / "run.json").read_text())["plan"]))
+    folder = write_run("traced", parent=lab.folder / "runs", plan=plan)
+    shutil.copytree(FIXTURE / "traces", folder / "traces", dirs_exist_ok=True)
+    write_notebook(lab, NOTEBOOK, CELL)
+    page = open_notebook(lab, browser, NOTEBOOK, viewport={"width": 1280, "height": 800})
+    offline(page)
+    page.keyboard.press("Control+b")
+    run_all_cells(page, 1)
+    yield page
+    page.close()
+
+
+def choose_analysis(page: Any, name: str) -> Any:
+    """Choose a tab of the analysis, wait until it is computed, and return its body."""
+    page.locator(".ss-analysis-tabs button", has_text=name).click()
+    body = page.locator(".ss-analysis-body")
+    expect(body).not_to_contain_text("Computing")
+    return body
+
+
+def test_trace_tab_answers_why_a_step_is_slow(page: Any) -> None:
+    page.locator(".ss-tabs button", has_text="Runs").click()
+    page.get_by_role("button", name="Open the trace of traced").first.click()
+    page.locator(".ss-tabs [aria-selected=true]", has_text="Trace").wait_for()
+    page.wait_for_selector(".ss-trace canvas[data-t0]")
+    expect(page.locator(".ss-findings-of-trace li")).to_have_count(3)
+    page.wait_for_function("+document.querySelector('.ss-trace canvas').dataset.slices > 100")
+    save_screenshot(page, "trace_analysis_light")
+
+    # A sentence moves the view, and so does a row of a table, which the view is scrolled back for.
+    before = page.evaluate(VIEWPORT)
+    page.locator(".ss-findings-of-trace").get_by_role("button", name="Show in the trace").first.click()
+    page.wait_for_function(f"before => {VIEWPORT}[0] !== before[0]", arg=before)
+    before = page.evaluate(VIEWPORT)
+    body = choose_analysis(page, "Kernels")
+    body.locator("tbody tr").first.click()
+    page.wait_for_function(f"before => {VIEWPORT}[0] !== before[0]", arg=before)
+    expect(page.locator(".ss-trace canvas")).to_be_in_viewport(ratio=0.5)
+
+    for name in page.locator(".ss-analysis-tabs button").all_text_contents():
+        body = choose_analysis(page, name)
+        assert len(body.inner_text()) > 40, name
+        for width in (1280, 1000):
+            page.set_viewport_size({"width": width, "height": 800})
+            page.wait_for_timeout(200)
+            assert page.evaluate(OVERFLOWING) == [], (name, width)
+            assert not page.evaluate(TABLE_SCROLLS), (name, width)
+    page.set_viewport_size({"width": 1280, "height": 800})
+
+    body = choose_analysis(page, "Critical path")
+    body.get_by_role("button", name="Draw it in the view").click()
+    expect(body.get_by_role("button", name="Remove it from the view")).to_be_visible()
+
+    # The measured rates move the prediction, and can be taken back.
+    body = choose_analysis(page, "Plan against trace")
+    step = body.locator("tbody tr", has_text="step").last
+    predicted = step.locator("td").nth(1).inner_text()
+    body.get_by_role("button", name="Use the measured rates").click()
+    expect(body).to_contain_text("move the prediction from")
+    expect(step.locator("td").nth(1)).to_have_text(predicted)
+    assert step.locator("td").nth(2).inner_text() != predicted
+    body.scroll_into_view_if_needed()
+    save_screenshot(page, "trace_plan_light")
+    use_theme(page, "JupyterLab Dark", light="false")
+    save_screenshot(page, "trace_plan_dark")
+    body.get_by_role("button", name="Predict without them").click()
+    expect(body).not_to_contain_text("move the prediction from")
+    expect(step.locator("td").nth(1)).to_have_text(predicted)
+    use_theme(page, "JupyterLab Light", light="true")
