@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import expect
+from tests.requirements import few, thorough
 from tests.unit.trace.trace_events import all_reduce, kernel, launch, operator, step, write_ranks
 
 from shardscope.trace import Trace
@@ -524,6 +525,7 @@ def test_fault_64_canvas_is_readable_without_css_variables(open_view: Any, view:
         assert max(colours) > 240 and min(colours) < 140
 
 
+@thorough()
 def test_interval_shown_from_python_scrolls_to_the_track_and_unfolds_it(open_view: Any) -> None:
     view = TraceView(PYTHON_STACKS, height=200)
     with open_view(view) as page:
@@ -539,7 +541,7 @@ def test_interval_shown_from_python_scrolls_to_the_track_and_unfolds_it(open_vie
         assert stage["y"] <= line["y"] < stage["y"] + stage["height"] - 20
 
 
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("dark", few([False, True]))
 def test_critical_path_is_outlined_over_the_slices(open_view: Any, view: TraceView, dark: bool) -> None:
     reds = """(() => { const canvas = document.querySelector("canvas");
       const { data } = canvas.getContext("2d").getImageData(170, 26, canvas.width - 180, canvas.height - 30);
@@ -623,7 +625,7 @@ def test_arrows_and_links_lead_from_a_kernel_to_its_launch_and_back(open_view: A
         assert view.selected is None
 
 
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("dark", few([True, False]))
 def test_collective_is_connected_with_that_of_the_other_rank(
     open_view: Any, tmp_path: Path, dark: bool
 ) -> None:
@@ -637,6 +639,7 @@ def test_collective_is_connected_with_that_of_the_other_rank(
         assert view.selected is not None and view.selected["rank"] == 1
 
 
+@thorough()
 def test_click_shows_the_python_callers_of_an_operator(open_view: Any) -> None:
     view = TraceView(PYTHON_STACKS)
     trace = view.trace
@@ -648,7 +651,7 @@ def test_click_shows_the_python_callers_of_an_operator(open_view: Any) -> None:
         expect(page.locator(".ss-trace-details")).to_contain_text("Module: MultiheadAttention_")
 
 
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("dark", few([True, False]))
 def test_area_is_measured_and_added_up(open_view: Any, tmp_path: Path, dark: bool) -> None:
     view = TraceView(write_gpu_ranks(tmp_path))
     with open_view(view, dark=dark) as page:
@@ -671,6 +674,7 @@ def test_area_is_measured_and_added_up(open_view: Any, tmp_path: Path, dark: boo
         expect(details).not_to_contain_text("Area")
 
 
+@thorough()
 def test_area_is_marked_by_keyboard(open_view: Any, tmp_path: Path) -> None:
     view = TraceView(write_gpu_ranks(tmp_path))
     with open_view(view) as page:
@@ -700,7 +704,7 @@ def write_counters(folder: Path) -> Path:
     return write_ranks(folder, {0: events})
 
 
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("dark", few([True, False]))
 def test_counters_are_step_lines_and_instants_are_ticks(open_view: Any, tmp_path: Path, dark: bool) -> None:
     view = TraceView(write_counters(tmp_path))
     with open_view(view, dark=dark) as page:
@@ -716,3 +720,73 @@ def test_counters_are_step_lines_and_instants_are_ticks(open_view: Any, tmp_path
         expect(tip).to_contain_text("cuda:0 allocated: 2 GiB")
         page.mouse.move(left + 0.3 * wide, box["y"] + 24 + 24 + 3)
         expect(tip).to_contain_text("checkpoint saved")
+
+
+def test_track_is_pinned_and_moved_by_keyboard(open_view: Any) -> None:
+    view = TraceView(PYTHON_STACKS, height=220)
+    with open_view(view) as page:
+        page.locator("canvas").focus()
+        for key in ("j", "j", "p"):
+            page.keyboard.press(key)
+        texts = read_drawn_texts(page)
+        assert "rank 0 · stream 20" in texts and "stream 20" not in texts
+        for _ in range(4):
+            page.keyboard.press("PageDown")
+        assert "rank 0 · stream 20" in read_drawn_texts(page)  # it does not scroll
+        page.keyboard.press("p")
+        page.keyboard.press("Shift+K")
+        texts = read_drawn_texts(page)
+        assert texts.index("stream 20") < texts.index("stream 7")
+        page.keyboard.press("Shift+J")
+        texts = read_drawn_texts(page)
+        assert texts.index("stream 7") < texts.index("stream 20")
+        expect(page.locator(".ss-trace-status")).to_contain_text("stream 20 of rank 0, place 2")
+
+
+@thorough()
+def test_track_is_pinned_and_carried_by_pointer(open_view: Any) -> None:
+    view = TraceView(PYTHON_STACKS)
+    with open_view(view) as page:
+        box = page.locator(".ss-trace canvas").bounding_box()
+        first = box["y"] + 24 + 24 + 3 + 9
+        page.mouse.move(box["x"] + 40, first)
+        page.locator(".ss-trace-pin").click()
+        assert "rank 0 · stream 7" in read_drawn_texts(page)
+        page.mouse.move(box["x"] + 40, box["y"] + 24 + 10)
+        page.locator(".ss-trace-pin").click()
+        page.mouse.move(box["x"] + 40, first)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 40, first + 42, steps=3)
+        page.mouse.up()
+        texts = read_drawn_texts(page)
+        assert texts.index("stream 20") < texts.index("stream 7")
+
+
+@pytest.mark.parametrize("width", few([390, 1180]))
+def test_question_mark_lists_all_keys(open_view: Any, view: TraceView, width: int) -> None:
+    with open_view(view, width=width) as page:
+        page.locator("canvas").focus()
+        page.keyboard.press("?")
+        sheet = page.locator(".ss-trace-help")
+        expect(sheet).to_be_visible()
+        expect(sheet).to_contain_text("next match")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        page.keyboard.press("Escape")
+        expect(sheet).to_be_hidden()
+        assert page.evaluate("document.activeElement.tagName") == "CANVAS"
+
+
+@thorough()
+def test_buttons_and_n_visit_the_matches(open_view: Any, view: TraceView) -> None:
+    with open_view(view) as page:
+        expect(page.locator(".ss-trace-next")).to_be_disabled()
+        page.locator(".ss-trace-search").fill("addmm")
+        page.wait_for_function("+document.querySelector('canvas').dataset.matches > 0")
+        page.locator(".ss-trace-next").click()
+        count = page.locator(".ss-trace-count")
+        expect(count).to_have_text(f"match 1 of {view.num_matches}")
+        page.locator("canvas").focus()
+        page.keyboard.press("n")
+        expect(count).to_have_text(f"match 2 of {view.num_matches}")
+        page.keyboard.press("Shift+N")
+        expect(count).to_have_text(f"match 1 of {view.num_matches}")

@@ -34,8 +34,8 @@ MimeBundle = tuple[dict[str, object], dict[str, object]]
 """Data and metadata of an output by MIME type."""
 _MODULE_PARTS = (
     "shapes.js", "colours.js", "words.js", "places.js", "page.js", "state.js", "requests.js", "viewport.js",
-    "folding.js", "drawing.js", "slices.js", "counters.js", "path.js", "arrows.js", "area.js", "details.js",
-    "pointer.js", "keyboard.js", "search.js", "surroundings.js", "view.js",
+    "folding.js", "tracks.js", "drawing.js", "slices.js", "counters.js", "path.js", "arrows.js", "area.js",
+    "details.js", "pointer.js", "help.js", "keyboard.js", "search.js", "surroundings.js", "view.js",
 )  # fmt: skip
 
 
@@ -81,8 +81,8 @@ class TraceView(anywidget.AnyWidget):
     """All ranks of a trace on one time axis: threads and streams as tracks, calls nested below their callers.
 
     ``TraceView(trace)``, ``TraceView(run)`` or ``TraceView(path)``. Wheel or W/S zooms, drag or A/D pans, 0
-    shows all, / searches. ``view.viewport_seconds``, ``view.selected`` and ``view.search`` can be read; the
-    first and last can be set. Raises ``ValueError`` if there is no readable trace.
+    shows all, / searches, ? lists all keys. ``view.viewport_seconds``, ``view.selected`` and ``view.search``
+    can be read; the first and last can be set. Raises ``ValueError`` if there is no readable trace.
     """
 
     _esm = "\n".join(

@@ -32,8 +32,8 @@ function tracksBetween(view, y0, y1) {
   const [low, high] = [y0, y1].sort((a, b) => a - b);
   return view.places.bands
     .filter(({ top, height }) => {
-      const y = RULER + top - view.scroll;
-      return y < high && y + height > low;
+      const y = yOfTop(view, top);
+      return y < high && y + height > Math.max(low, upperEdge(view, top));
     })
     .map(({ track }) => track);
 }
@@ -78,7 +78,9 @@ function drawArea(view) {
   ctx.fillStyle = theme.accent;
   ctx.globalAlpha = 0.16;
   for (const { track, top, height: high } of view.places.bands) {
-    if (area.tracks.includes(track)) ctx.fillRect(left, RULER + top - view.scroll - 1, right - left, high + 2);
+    if (!area.tracks.includes(track)) continue;
+    const y = Math.max(yOfTop(view, top) - 1, upperEdge(view, top));
+    ctx.fillRect(left, y, right - left, Math.max(yOfTop(view, top) + high + 1 - y, 0));
   }
   ctx.globalAlpha = 1;
   for (const x of [left, right]) ctx.fillRect(Math.round(x) - 0.5, RULER, 1, height);

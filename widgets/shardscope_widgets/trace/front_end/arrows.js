@@ -45,8 +45,9 @@ function chainCollectives(connections) {
 }
 
 /** @param {View} view @param {number} row */
-function middleOfRow({ places, scroll }, row) {
-  return RULER + places.rowTop[row] - scroll + Math.max(places.rowTall[row], 2) / 2;
+function middleOfRow(view, row) {
+  const { places } = view;
+  return yOfTop(view, places.rowTop[row]) + Math.max(places.rowTall[row], 2) / 2;
 }
 
 /** @param {CanvasRenderingContext2D} ctx @param {number[]} from @param {number[]} to @param {boolean} isLevel both

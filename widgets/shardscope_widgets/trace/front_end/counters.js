@@ -67,7 +67,7 @@ function drawCounters(view) {
 
 /** @param {View} view */
 function drawInstants(view) {
-  const { ctx, theme, tile, places, scroll, gutterWidth, height } = view;
+  const { ctx, theme, tile, places, gutterWidth, height } = view;
   if (!tile?.instants.time.length) return;
   ctx.save();
   ctx.beginPath();
@@ -77,8 +77,8 @@ function drawInstants(view) {
   const { time, row } = tile.instants;
   for (let i = 0; i < time.length; i++) {
     const tall = places.rowTall[row[i]];
-    const y = RULER + places.rowTop[row[i]] - scroll;
-    if (!tall || y > height || y + tall < RULER) continue;
+    const y = yOfTop(view, places.rowTop[row[i]]);
+    if (!tall || y > height || y < upperEdge(view, places.rowTop[row[i]])) continue;
     const x = xOf(view, time[i]);
     if (x < gutterWidth - 4) continue;
     const size = tall >= READABLE_ROW ? 4 : 2;
@@ -95,9 +95,9 @@ function drawInstants(view) {
 /** Title and facts of the counter or instant under the pointer, or null. @param {View} view @param {number} x
  * @param {number} y @returns {[string, string] | null} */
 function describeMarkAt(view, x, y) {
-  const { tile, scene, places, scroll, names } = view;
+  const { tile, scene, places, names } = view;
   if (!tile || x < view.gutterWidth || y < RULER) return null;
-  const top = y - RULER + scroll;
+  const top = contentAt(view, y);
   const at = timeAt(view, x);
   const place = places.counters.find((one) => top >= one.top && top <= one.top + COUNTER_HEIGHT);
   if (place) {

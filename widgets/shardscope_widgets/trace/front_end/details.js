@@ -4,7 +4,7 @@ const HINT =
   "Click a slice for its details, or a rank to fold or unfold it. Wheel: zoom. Drag: pan. Double click: zoom to a slice. " +
   "Shift and drag: measure and add up an area.";
 const HINT_OF_KEYS =
-  "W and S zoom, A and D pan, arrows pan and scroll, 0 shows all, F zooms to the selected slice, M measures, / searches.";
+  "W and S zoom, A and D pan, arrows pan and scroll, 0 shows all, F zooms to the selected slice, M measures, / searches, ? lists all keys.";
 const MAX_LINKS = 8;
 
 /** @param {View} view */

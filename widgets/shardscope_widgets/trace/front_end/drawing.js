@@ -19,14 +19,25 @@ function draw(view) {
   ctx.fillRect(0, 0, width, height);
   ctx.textBaseline = "middle";
   const ticks = drawGrid(view);
+  clipRows(view, false);
   drawHeaders(view);
-  const drawn = drawSlices(view);
+  let drawn = drawSlices(view, false);
   drawCounters(view);
+  drawTrackNames(view, false);
+  ctx.restore();
+  if (view.sticky) {
+    clipRows(view, true);
+    drawn += drawSlices(view, true);
+    drawTrackNames(view, true);
+    ctx.fillStyle = theme.soft;
+    ctx.fillRect(0, RULER + view.sticky - 1, width, 1);
+    ctx.restore();
+  }
   drawInstants(view);
   drawPath(view);
   drawArea(view);
   drawArrows(view);
-  drawTrackNames(view);
+  placePinButton(view);
   drawRuler(view, ticks);
   drawScrollbar(view);
   page.span.textContent = `${shownTime(t1 - t0)} of ${shownTime(scene.span_ns)}`;
@@ -37,6 +48,14 @@ function draw(view) {
     matches: model.get("num_matches"),
     frameMs: (performance.now() - began).toFixed(2),
   });
+}
+
+/** Draw only where the pinned tracks are, or only where the others are. @param {View} view @param {boolean} isPinned */
+function clipRows({ ctx, width, height, sticky }, isPinned) {
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(0, RULER + (isPinned ? 0 : sticky), width, isPinned ? sticky : height);
+  ctx.clip();
 }
 
 /** Times of the ruler's ticks; their lines stand behind the slices. @param {View} view */
@@ -82,13 +101,13 @@ function drawHeaders(view) {
   const { ctx, theme, width, height, scroll, rankButtons, stackButtons } = view;
   for (const { track, top } of view.places.stacks) {
     const button = stackButtons.get(track.first_row);
-    if (button) button.style.transform = `translateY(${top - scroll}px)`;
+    if (button) button.style.transform = `translateY(${top - scroll - view.sticky}px)`;
   }
   ctx.font = `12px ${theme.font}`;
   ctx.textAlign = "right";
   view.places.headers.forEach(({ rank, top, height: tall, tracks }, i) => {
     const y = RULER + top - scroll;
-    rankButtons[i].style.transform = `translateY(${top - scroll}px)`;
+    rankButtons[i].style.transform = `translateY(${top - scroll - view.sticky}px)`;
     rankButtons[i].style.height = `${tall}px`;
     if (y > height || y + tall < RULER) return;
     ctx.fillStyle = theme.line;
@@ -114,8 +133,8 @@ function fitText(ctx, text, room) {
   return text.slice(0, kept) + "…";
 }
 
-/** @param {View} view */
-function drawTrackNames(view) {
+/** @param {View} view @param {boolean} isPinned of the pinned tracks, or of all others */
+function drawTrackNames(view, isPinned) {
   const { ctx, theme, width, height, gutterWidth, isNarrow } = view;
   if (!isNarrow) {
     ctx.fillStyle = theme.line;
@@ -123,16 +142,25 @@ function drawTrackNames(view) {
   }
   ctx.font = `12px ${theme.font}`;
   for (const { track, top, height: high, tall } of view.places.bands) {
-    const y = RULER + top - view.scroll;
+    if (top < view.sticky !== isPinned) continue;
+    const y = yOfTop(view, top);
     // The line of Python stacks is a button, and has their name.
     if (track.kind === "python" || tall < READABLE_ROW || y - NAME_LINE > height || y + high < RULER) continue;
-    const left = isNarrow ? 8 : 24;
-    const name = fitText(ctx, track.name, (isNarrow ? width : gutterWidth) - left - 8);
+    const ofRank = view.pinned.includes(track);
+    const left = isNarrow || ofRank ? 8 : 24;
+    const isCurrent = track === view.currentTrack;
+    const label = ofRank ? `rank ${track.rank} · ${track.name}` : track.name;
+    const buttonRoom = isCurrent || track === view.hoverTrack ? 20 : 0;
+    const name = fitText(ctx, label, -buttonRoom + (isNarrow ? width : gutterWidth) - left - 8);
     if (isNarrow) {
       ctx.fillStyle = theme.background;
       ctx.fillRect(left - 2, y - NAME_LINE, ctx.measureText(name).width + 4, NAME_LINE);
     }
-    ctx.fillStyle = theme.soft;
+    if (isCurrent) {
+      ctx.fillStyle = theme.accent;
+      ctx.fillRect(0, y - (isNarrow ? NAME_LINE : 0), 3, high + (isNarrow ? NAME_LINE : 0));
+    }
+    ctx.fillStyle = isCurrent ? theme.ink : theme.soft;
     ctx.fillText(name, left, isNarrow ? y - NAME_LINE / 2 : y + ROW / 2);
   }
 }

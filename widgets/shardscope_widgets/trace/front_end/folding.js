@@ -33,8 +33,8 @@ function revealOnFocus(view, button, findTop) {
   listen(view, button, "focus", () => {
     stage.scrollTop = gutter.scrollTop = 0; // the browser scrolls to what it focuses; the canvas would not follow
     const top = findTop();
-    const isHidden = top < view.scroll || top + HEADER > view.scroll + view.height - RULER;
-    if (isHidden) scrollRowsTo(view, top);
+    const isHidden = top < view.scroll + view.sticky || top + HEADER > view.scroll + view.height - RULER;
+    if (isHidden) scrollRowsTo(view, top - view.sticky);
   });
 }
 
@@ -55,7 +55,11 @@ function unfoldRow(view, row) {
 
 /** @param {View} view */
 function rearrange(view) {
-  view.places = arrange(view.scene, view.folded, view.shownStacks, view.isNarrow);
+  view.places = arrange(view.scene, view.folded, view.shownStacks, view.isNarrow, view.order, view.pinned);
+  // Pinned tracks that would leave too little for others scroll as well.
+  const { pinnedHeight } = view.places;
+  view.sticky = pinnedHeight <= 0.6 * (view.height - RULER) ? pinnedHeight : 0;
+  view.page.gutter.style.top = `${RULER + view.sticky}px`;
   view.places.headers.forEach(({ rank }, i) =>
     view.rankButtons[i].setAttribute("aria-expanded", String(!view.folded.has(rank))),
   );
@@ -76,8 +80,8 @@ function rearrange(view) {
 /** The unfolded rank whose header is at `y` of the canvas. @param {View} view @param {number} y */
 function headerAt(view, y) {
   if (y <= RULER) return undefined;
-  const top = y - RULER + view.scroll;
+  const top = contentAt(view, y);
   return view.places.headers.find(
-    (header) => !view.folded.has(header.rank) && top >= header.top && top < header.top + HEADER,
+    (header) => top >= view.sticky && !view.folded.has(header.rank) && top >= header.top && top < header.top + HEADER,
   );
 }

@@ -19,9 +19,16 @@ function buildPage(root, scene) {
   search.setAttribute("aria-label", "Search slices by name; Enter goes to the next match, Shift+Enter back");
   const count = element("span", "ss-trace-count");
   count.setAttribute("role", "status");
+  const find = element("div", "ss-trace-find");
+  const [previous, next] = [element("button", "ss-trace-previous", "‹"), element("button", "ss-trace-next", "›")];
+  previous.setAttribute("aria-label", "Previous match");
+  next.setAttribute("aria-label", "Next match");
+  find.append(search, previous, next);
   const span = element("span", "ss-trace-span");
   const fit = element("button", "ss-trace-fit", "Show all");
-  bar.append(search, count, span, fit);
+  const helpButton = element("button", "ss-trace-help-button", "?");
+  helpButton.setAttribute("aria-label", "Keys and gestures");
+  bar.append(find, count, span, fit, helpButton);
 
   const stage = element("div", "ss-trace-stage");
   const canvas = /** @type {HTMLCanvasElement} */ (element("canvas", ""));
@@ -30,13 +37,21 @@ function buildPage(root, scene) {
   canvas.setAttribute(
     "aria-label",
     `Trace of ${counted(scene.ranks.length, "rank")}, ${counted(scene.num_slices, "slice")}. ` +
-      "W and S zoom, A and D pan, arrow up and down scroll, 0 shows all, slash searches. " +
+      "W and S zoom, A and D pan, arrow up and down scroll, 0 shows all, slash searches, question mark lists all keys. " +
       "The table below lists where the time went.",
   );
   const gutter = element("div", "ss-trace-gutter");
   const tip = element("div", "ss-trace-tip");
   tip.hidden = true;
-  stage.append(canvas, gutter, tip);
+  const pin = element("button", "ss-trace-pin", "↑");
+  pin.hidden = true;
+  const help = element("div", "ss-trace-help");
+  help.hidden = true;
+  help.setAttribute("role", "dialog");
+  help.setAttribute("aria-label", "Keys and gestures");
+  const status = element("div", "ss-trace-status");
+  status.setAttribute("role", "status");
+  stage.append(canvas, gutter, pin, tip, help, status);
   if (!scene.num_slices) stage.append(element("div", "ss-trace-empty", "Empty trace: the profiler recorded no slices."));
 
   const details = element("div", "ss-trace-details");
@@ -54,7 +69,8 @@ function buildPage(root, scene) {
     root.append(notes);
   }
   root.append(error);
-  return { search, count, span, fit, stage, canvas, gutter, tip, details, error, totals };
+  const inStage = { stage, canvas, gutter, pin, tip, help, status };
+  return { search, previous, next, count, span, fit, helpButton, ...inStage, details, error, totals };
 }
 
 /** @param {HTMLElement} table @param {any[]} rows of name, slices, self_seconds, total_seconds @param {string} caption

@@ -4,7 +4,7 @@ const LEAST_STEP_PX = 3; // lines closer than this would be a band
 
 /** @param {View} view */
 function drawPath(view) {
-  const { ctx, theme, tile, places, t0, t1, width, height, scroll, gutterWidth } = view;
+  const { ctx, theme, tile, places, t0, t1, width, height, gutterWidth } = view;
   const path = tile?.path;
   if (!path || !path.start.length) return;
   ctx.save();
@@ -18,7 +18,7 @@ function drawPath(view) {
   for (let part = 0; part < path.start.length; part++) {
     const row = path.row[part];
     const tall = places.rowTall[row];
-    const top = RULER + places.rowTop[row] - scroll;
+    const top = yOfTop(view, places.rowTop[row]);
     const middle = path.is_slice[part] ? top + Math.max(tall, 1) / 2 : top - 1;
     const left = Math.max(xOf(view, path.start[part]), gutterWidth - 4);
     const right = Math.min(xOf(view, path.end[part]), width + 4);
@@ -28,7 +28,7 @@ function drawPath(view) {
       lastStep = left;
     }
     before = middle;
-    if (!isInView || tall === 0 || top > height || top + tall < RULER) continue;
+    if (!isInView || tall === 0 || top > height || top + tall < upperEdge(view, places.rowTop[row])) continue;
     const wide = Math.max(right - left, 2);
     if (!path.is_slice[part]) ctx.fillRect(left, top - 2, wide, 2); // above, where it hides no name
     else if (tall < READABLE_ROW || wide < 6) ctx.fillRect(left, top, wide, Math.max(tall - 1, 2));

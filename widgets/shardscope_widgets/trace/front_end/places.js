@@ -3,8 +3,9 @@
 /** Heights from the top of the scrolled content. A folded rank is one band with all its rows, too thin for names;
  * it leaves Python stacks out. Python stacks are one line, and below it their rows if they are shown.
  * @param {Scene} scene @param {Set<number>} folded ranks @param {Set<number>} shownStacks first rows of tracks
- * @param {boolean} isNarrow track names stand above their rows, not beside them */
-function arrange(scene, folded, shownStacks, isNarrow) {
+ * @param {boolean} isNarrow track names stand above their rows, not beside them
+ * @param {Map<number, Track[]>} order of each rank's tracks @param {Track[]} pinned above all ranks */
+function arrange(scene, folded, shownStacks, isNarrow, order, pinned) {
   const numRows = scene.tracks.reduce((sum, track) => sum + track.num_rows, 0);
   const rowTop = new Float64Array(numRows);
   const rowTall = new Float64Array(numRows); // 0 where a row is not shown
@@ -19,13 +20,20 @@ function arrange(scene, folded, shownStacks, isNarrow) {
     rowTall.fill(tall, track.first_row, track.first_row + track.num_rows);
     y += track.num_rows * tall;
   };
+  for (const track of pinned) {
+    y += TRACK_GAP / 2 + (isNarrow ? NAME_LINE : 0);
+    addBand(track, ROW);
+    y += TRACK_GAP / 2;
+  }
+  const pinnedHeight = pinned.length ? (y += 1) : 0; // and a line
   for (const rank of scene.ranks) {
-    const tracks = scene.tracks.filter((track) => track.rank === rank);
+    const all = order.get(rank) ?? [];
+    const tracks = all.filter((track) => !pinned.includes(track));
     const isFolded = folded.has(rank);
     const rows = tracks.reduce((sum, track) => sum + (track.kind === "python" ? 0 : track.num_rows), 0);
     const thin = Math.min(Math.max(Math.floor(48 / Math.max(rows, 1)), 1), 4);
     const gap = isFolded ? 1 : TRACK_GAP / 2;
-    const header = { rank, top: y, height: HEADER, tracks };
+    const header = { rank, top: y, height: HEADER, tracks: all };
     headers.push(header);
     y += isFolded ? FOLD_MARGIN : HEADER;
     for (const [i, track] of tracks.entries()) {
@@ -56,7 +64,7 @@ function arrange(scene, folded, shownStacks, isNarrow) {
     y = Math.max(y + FOLD_MARGIN, header.top + HEADER);
     header.height = y - header.top;
   }
-  return { rowTop, rowTall, headers, bands, stacks, counters, height: y };
+  return { rowTop, rowTall, headers, bands, stacks, counters, pinnedHeight, height: y };
 }
 
 const ARRAYS = /** @type {Record<string, any>} */ ({ "<f8": Float64Array, "<u4": Uint32Array, u1: Uint8Array });

@@ -4,7 +4,7 @@
 function hitAt(view, x, y) {
   const { tile, t0, t1 } = view;
   if (!tile || x < view.gutterWidth || y < RULER) return null;
-  const top = y - RULER + view.scroll;
+  const top = contentAt(view, y);
   const band = view.places.bands.find((place) => top >= place.top && top < place.top + place.height);
   if (!band) return null;
   const row = band.track.first_row + Math.floor((top - band.top) / band.tall);
@@ -48,6 +48,11 @@ function fillTip({ width, height, page: { tip } }, x, y, [title, facts]) {
 function clickAt(view, x, y) {
   const header = headerAt(view, y);
   if (header) return foldOrUnfold(view, view.folded, header.rank);
+  const named = namedBandAt(view, x, y);
+  if (named) {
+    view.currentTrack = named.track;
+    return scheduleDraw(view);
+  }
   const hit = hitAt(view, x, y);
   askToSelect(view, hit && view.tile ? view.tile.columns.index[hit.mark] : null);
 }
@@ -65,7 +70,7 @@ function turnWheel(view, event, x) {
 /** @param {View} view */
 function followPointer(view) {
   const { canvas, tip } = view.page;
-  /** @type {{x: number, y: number, moved: boolean, marks: boolean} | null} */
+  /** @type {{x: number, y: number, moved: boolean, marks: boolean, track?: Track} | null} */
   let grip = null;
   const at = (/** @type {MouseEvent} */ event) => {
     const box = canvas.getBoundingClientRect();
@@ -79,6 +84,7 @@ function followPointer(view) {
     if (event.button !== 0) return;
     const [x, y] = at(event);
     grip = { x, y, moved: false, marks: event.shiftKey && x >= view.gutterWidth && y > RULER };
+    grip.track = namedBandAt(view, x, y)?.track;
     canvas.setPointerCapture(event.pointerId);
   });
   listen(view, canvas, "pointermove", (/** @type {PointerEvent} */ event) => {
@@ -91,6 +97,11 @@ function followPointer(view) {
       markArea(view, { t0, t1, tracks: tracksBetween(view, grip.y, y) });
       return;
     }
+    if (grip?.track) {
+      if (Math.abs(y - grip.y) > 3) grip.moved = true;
+      if (grip.moved) carryTrack(view, grip.track, y);
+      return;
+    }
     if (grip && (grip.moved || Math.hypot(x - grip.x, y - grip.y) > 3)) {
       pan(view, grip.x - x);
       scrollRowsTo(view, view.scroll + grip.y - y);
@@ -99,6 +110,7 @@ function followPointer(view) {
       canvas.classList.add("ss-panning");
       return;
     }
+    view.hoverTrack = namedBandAt(view, x, y)?.track ?? null;
     showTip(view, x, y);
     scheduleDraw(view);
   });
@@ -110,8 +122,13 @@ function followPointer(view) {
     clickAt(view, x, y);
   });
   listen(view, canvas, "pointercancel", letGo);
-  listen(view, canvas, "pointerleave", () => {
+  listen(view, view.page.pin, "click", () => {
+    const track = view.hoverTrack ?? view.currentTrack;
+    if (track) pinOrUnpin(view, track);
+  });
+  listen(view, canvas, "pointerleave", (/** @type {PointerEvent} */ event) => {
     view.hover = null;
+    if (event.relatedTarget !== view.page.pin) view.hoverTrack = null;
     tip.hidden = true;
     scheduleDraw(view);
   });

@@ -3,6 +3,7 @@
 /** @param {View} view */
 function showMatchCount({ model, scene, page, matchNumber }) {
   const matches = model.get("num_matches");
+  for (const button of [page.previous, page.next]) /** @type {HTMLButtonElement} */ (button).disabled = !matches;
   let text = counted(scene.num_slices, "slice");
   if (matchNumber) text = `match ${matchNumber.toLocaleString("en")} of ${matches.toLocaleString("en")}`;
   else if (model.get("search").trim()) text = `${matches.toLocaleString("en")} of ${text}`;
@@ -29,6 +30,8 @@ function followSearchBox(view) {
     clearTimeout(view.searchTimer);
     view.searchTimer = setTimeout(() => sendSearch(view), SETTLE_MS);
   });
+  listen(view, view.page.next, "click", () => askForMatch(view, 1));
+  listen(view, view.page.previous, "click", () => askForMatch(view, -1));
   listen(view, search, "keydown", (/** @type {KeyboardEvent} */ event) => {
     if (event.key === "Enter") {
       sendSearch(view);

@@ -1,8 +1,9 @@
 // The slices of the tile at hand, their names and frames.
 
-/** @param {View} view @returns {number} how many slices the drawn marks stand for */
-function drawSlices(view) {
-  const { ctx, theme, tile, places, hover, t0, t1, width, height, scroll, gutterWidth } = view;
+/** @param {View} view @param {boolean} isPinned of the pinned tracks, or of all others
+ * @returns {number} how many slices the drawn marks stand for */
+function drawSlices(view, isPinned) {
+  const { ctx, theme, tile, places, hover, t0, t1, width, height, gutterWidth } = view;
   if (!tile) return 0;
   ctx.save();
   ctx.beginPath();
@@ -15,7 +16,8 @@ function drawSlices(view) {
   const scale = plotWidth(view) / (t1 - t0);
   let drawn = 0;
   for (let row = 0; row < places.rowTop.length; row++) {
-    const y = RULER + places.rowTop[row] - scroll;
+    if (places.rowTop[row] < view.sticky !== isPinned) continue;
+    const y = yOfTop(view, places.rowTop[row]);
     const tall = places.rowTall[row];
     if (tall === 0 || y > height || y + tall < RULER) continue;
     const readable = tall >= READABLE_ROW;

@@ -7,11 +7,12 @@ function openView(model, root, scene, page) {
   const [t0, t1] = model.get("viewport_seconds").map((/** @type {number} */ seconds) => seconds * 1e9);
   const folded = /** @type {Set<number>} */ (new Set());
   const shownStacks = /** @type {Set<number>} */ (new Set());
-  let places = arrange(scene, folded, shownStacks, false);
+  const order = new Map(scene.ranks.map((rank) => [rank, scene.tracks.filter((track) => track.rank === rank)]));
+  let places = arrange(scene, folded, shownStacks, false, order, []);
   // Ranks are there to be compared: where they do not fit on two screens, all are shown small first.
   if (scene.ranks.length > 1 && places.height > 2 * model.get("height")) {
     for (const rank of scene.ranks) folded.add(rank);
-    places = arrange(scene, folded, shownStacks, false);
+    places = arrange(scene, folded, shownStacks, false, order, []);
   }
   return {
     model,
@@ -32,6 +33,11 @@ function openView(model, root, scene, page) {
     isNarrow: false,
     folded, // ranks
     shownStacks, // first rows of the Python stacks that are unfolded
+    order, // tracks of each rank
+    pinned: /** @type {Track[]} */ ([]),
+    sticky: 0, // height of the pinned tracks, which do not scroll
+    currentTrack: /** @type {Track | null} */ (null), // that P and J act on
+    hoverTrack: /** @type {Track | null} */ (null),
     places,
     rankButtons: /** @type {HTMLElement[]} */ ([]),
     stackButtons: /** @type {Map<number, HTMLElement>} */ (new Map()),
@@ -64,6 +70,16 @@ function listen(view, target, type, action, options = {}) {
 
 /** @param {View} view */
 const plotWidth = (view) => Math.max(view.width - view.gutterWidth, 1);
+
+/** Height on the canvas of a height of the content. @param {View} view @param {number} top */
+const yOfTop = (view, top) => RULER + top - (top < view.sticky ? 0 : view.scroll);
+
+/** Height of the content at a height of the canvas. @param {View} view @param {number} y */
+const contentAt = (view, y) => y - RULER + (y - RULER < view.sticky ? 0 : view.scroll);
+
+/** Where something at this height of the content becomes visible on the canvas.
+ * @param {View} view @param {number} top */
+const upperEdge = (view, top) => RULER + (top < view.sticky ? 0 : view.sticky);
 
 /** @param {View} view @param {number} time */
 const xOf = (view, time) => view.gutterWidth + ((time - view.t0) / (view.t1 - view.t0)) * plotWidth(view);

@@ -9,7 +9,7 @@ function measure(view) {
   const isNarrow = view.width < NARROW;
   view.gutterWidth = isNarrow ? NARROW_GUTTER : GUTTER;
   for (const button of view.rankButtons) button.style.width = `${view.gutterWidth}px`;
-  if (isNarrow !== view.isNarrow && view.width > 0) {
+  if ((isNarrow !== view.isNarrow || view.pinned.length) && view.width > 0) {
     view.isNarrow = isNarrow;
     rearrange(view);
   }

@@ -45,6 +45,7 @@ function render({ model, el }) {
   const view = openView(model, root, scene, page);
   guardKeys(root, view.closing.signal);
   addFoldButtons(view);
+  addHelp(view);
   followPointer(view);
   followKeys(view);
   followSearchBox(view);

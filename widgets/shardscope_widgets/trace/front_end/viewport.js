@@ -67,7 +67,8 @@ function revealSlice(view, slice, zoomTo = false) {
     showStretch(view, from, from + span);
   }
   const top = places.rowTop[slice.row];
-  if (top < scroll || top + ROW > scroll + height - RULER) scrollRowsTo(view, top - (height - RULER) / 2);
+  if (top < view.sticky) return;
+  if (top < scroll + view.sticky || top + ROW > scroll + height - RULER) scrollRowsTo(view, top - (height - RULER) / 2);
 }
 
 /** Unfold a rank, or one of its tracks, and scroll to it. @param {View} view
@@ -79,12 +80,14 @@ function revealTrack(view, { rank, first_row: firstRow }) {
   if (track?.kind === "python") view.shownStacks.add(track.first_row);
   rearrange(view);
   const { headers, bands } = view.places;
+  view.currentTrack = track && track.kind !== "python" ? track : view.currentTrack;
   const header = headers.find((one) => one.rank === rank)?.top ?? 0;
   const band = bands.find((one) => one.track === track);
   // The rank's header stays in sight where it can.
-  const room = view.height - RULER;
+  if (band && band.top < view.sticky) return scheduleDraw(view);
+  const room = view.height - RULER - view.sticky;
   const isNear = !band || band.top + Math.min(band.height, room / 2) - header < room;
-  scrollRowsTo(view, isNear ? header : band.top - NAME_LINE);
+  scrollRowsTo(view, (isNear ? header : band.top - NAME_LINE) - view.sticky);
 }
 
 /** @param {View} view */
