@@ -541,7 +541,7 @@ def test_interval_shown_from_python_scrolls_to_the_track_and_unfolds_it(open_vie
         assert stage["y"] <= line["y"] < stage["y"] + stage["height"] - 20
 
 
-@pytest.mark.parametrize("dark", few([False, True]))
+@pytest.mark.parametrize("dark", few([False, True], kept=[False]))
 def test_critical_path_is_outlined_over_the_slices(open_view: Any, view: TraceView, dark: bool) -> None:
     reds = """(() => { const canvas = document.querySelector("canvas");
       const { data } = canvas.getContext("2d").getImageData(170, 26, canvas.width - 180, canvas.height - 30);
@@ -625,7 +625,7 @@ def test_arrows_and_links_lead_from_a_kernel_to_its_launch_and_back(open_view: A
         assert view.selected is None
 
 
-@pytest.mark.parametrize("dark", few([True, False]))
+@pytest.mark.parametrize("dark", few([True, False], kept=[True]))
 def test_collective_is_connected_with_that_of_the_other_rank(
     open_view: Any, tmp_path: Path, dark: bool
 ) -> None:
@@ -651,7 +651,7 @@ def test_click_shows_the_python_callers_of_an_operator(open_view: Any) -> None:
         expect(page.locator(".ss-trace-details")).to_contain_text("Module: MultiheadAttention_")
 
 
-@pytest.mark.parametrize("dark", few([True, False]))
+@pytest.mark.parametrize("dark", few([True, False], kept=[True]))
 def test_area_is_measured_and_added_up(open_view: Any, tmp_path: Path, dark: bool) -> None:
     view = TraceView(write_gpu_ranks(tmp_path))
     with open_view(view, dark=dark) as page:
@@ -704,7 +704,7 @@ def write_counters(folder: Path) -> Path:
     return write_ranks(folder, {0: events})
 
 
-@pytest.mark.parametrize("dark", few([True, False]))
+@pytest.mark.parametrize("dark", few([True, False], kept=[True]))
 def test_counters_are_step_lines_and_instants_are_ticks(open_view: Any, tmp_path: Path, dark: bool) -> None:
     view = TraceView(write_counters(tmp_path))
     with open_view(view, dark=dark) as page:
@@ -762,7 +762,7 @@ def test_track_is_pinned_and_carried_by_pointer(open_view: Any) -> None:
         assert texts.index("stream 20") < texts.index("stream 7")
 
 
-@pytest.mark.parametrize("width", few([390, 1180]))
+@pytest.mark.parametrize("width", few([390, 1180], kept=[1180]))
 def test_question_mark_lists_all_keys(open_view: Any, view: TraceView, width: int) -> None:
     with open_view(view, width=width) as page:
         page.locator("canvas").focus()
