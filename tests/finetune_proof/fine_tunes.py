@@ -13,7 +13,7 @@ from shardscope.runs.explain.measured import sum_predicted_tensors
 
 SEQ_LEN = 64
 LORA_RANK = 16
-NUM_EPOCHS = 4
+NUM_EPOCHS = 5
 RUN_SECONDS = 3600.0
 FIRST_STEPS = 3
 """Steps that are not timed: they allocate, and threads start."""
@@ -41,8 +41,8 @@ class FineTune:
         return ss.Plan(ss.Architecture.from_hf(weights), ss.Cluster.parse("2xcpu"), recipe, self.layout)
 
 
-LORA_RATE, FULL_RATE = 1e-3, 4e-5
-"""Higher than the defaults, which are for thousands of rows: here are 200, and 200 steps."""
+LORA_RATE, FULL_RATE = 1e-3, 3e-5
+"""Higher than the defaults, which are for thousands of rows: here are 200, and 250 steps."""
 FINE_TUNES = [
     FineTune(name="LoRA, DDP", layout=ss.Layout.ddp(), method="lora", learning_rate=LORA_RATE),
     FineTune(name="LoRA, FSDP2", layout=ss.Layout.fsdp2(), method="lora", learning_rate=LORA_RATE),
