@@ -790,3 +790,72 @@ def test_buttons_and_n_visit_the_matches(open_view: Any, view: TraceView) -> Non
         expect(count).to_have_text(f"match 2 of {view.num_matches}")
         page.keyboard.press("Shift+N")
         expect(count).to_have_text(f"match 1 of {view.num_matches}")
+
+
+def read_details(page: Any, index: int) -> str:
+    page.evaluate(f"window.model?.send({{type: 'select', id: 1, index: {index}}})")
+    page.wait_for_selector(".ss-trace-details.ss-on")
+    wait_until_settled(page)
+    return str(page.locator(".ss-trace-details").inner_text())
+
+
+@pytest.mark.parametrize("dark", few([True, False], kept=[True]))
+def test_saved_page_works_from_disk_without_a_network(browser: Any, tmp_path: Path, dark: bool) -> None:
+    view = TraceView(write_gpu_ranks(tmp_path / "trace"))
+    path = view.to_html(tmp_path / "trace.html")
+    page = browser.new_page(viewport={"width": 1180, "height": 800}, color_scheme="dark" if dark else "light")
+    requests: list[str] = []
+    failures: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("pageerror", lambda error: failures.append(str(error)))
+    page.context.set_offline(True)
+    try:
+        page.goto(path.as_uri())
+        page.wait_for_function("+document.querySelector('canvas')?.dataset.slices > 0")
+        assert int(page.locator("canvas").get_attribute("data-slices")) == len(view.trace)
+        assert {"stream 7", "gemm_kernel", "ProfilerStep#1"} <= set(read_drawn_texts(page))
+        page.mouse.click(*find_pixel(page, view, find_index(view, "gemm_kernel")))
+        details = page.locator(".ss-trace-details")
+        expect(details).to_contain_text("2 calls · total 29.00 µs, 29.0 % of its time")
+        expect(details.locator("li").first).to_have_text("cudaLaunchKernel")
+        details.locator("button", has_text="Launched by").click()
+        expect(page.locator(".ss-trace-head b")).to_have_text("cudaLaunchKernel")
+        page.locator(".ss-trace-search").fill("allreduce")
+        expect(page.locator(".ss-trace-count")).to_contain_text("2 of 18 slices")
+        page.keyboard.press("Enter")
+        expect(details).to_contain_text("Same collective on rank 1: 20.00 µs later")
+        expect(details).to_contain_text("Group size")
+        page.locator(".ss-trace canvas").focus()
+        page.keyboard.press("m")
+        expect(details.locator("tr", has_text="AllReduce")).to_contain_text("40.00 µs")
+        page.locator(".ss-trace-totals summary").click()
+        expect(page.locator(".ss-trace-totals td").first).to_have_text(
+            view._tiler.sum_by_name(0, view._span_ns)[0]["name"]
+        )
+        assert requests == [path.as_uri()] and not failures
+    finally:
+        page.close()
+
+
+@thorough()
+@pytest.mark.parametrize("folder", [FIXTURE, FIXTURE.parent / "trace_with_stacks"])
+def test_saved_page_says_what_the_live_view_says(
+    browser: Any, open_view: Any, tmp_path: Path, folder: Path
+) -> None:
+    view = TraceView(folder)
+    indices = [5, len(view.trace) // 3, len(view.trace) // 2, len(view.trace) - 1]
+    with open_view(view) as page:
+        live = [read_details(page, index) for index in indices]
+        drawn = page.locator("canvas").get_attribute("data-slices")
+    page = browser.new_page(viewport={"width": 1180, "height": 800})
+    try:
+        text = view.to_html(tmp_path / "trace.html").read_text()
+        (tmp_path / "trace.html").write_text(
+            text.replace("render({ model, el: place", "render({ model: (window.model = model), el: place")
+        )
+        page.goto((tmp_path / "trace.html").as_uri())
+        page.wait_for_function("+document.querySelector('canvas')?.dataset.slices > 0")
+        assert page.locator("canvas").get_attribute("data-slices") == drawn
+        assert [read_details(page, index) for index in indices] == live
+    finally:
+        page.close()

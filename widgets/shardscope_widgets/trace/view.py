@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import anywidget
@@ -20,6 +22,7 @@ from shardscope.trace.tiles import COLUMNS, Tiler, pack_columns
 from shardscope_widgets.kit.front_end import front_end_text
 from shardscope_widgets.trace.picture import draw_picture
 from shardscope_widgets.trace.requests import Request, RequestError, read_request
+from shardscope_widgets.trace.saved_page import choose_slices, write_page
 
 MAX_SEARCH_CHARACTERS = 500
 MAX_NAME_CHARACTERS = 400
@@ -165,6 +168,47 @@ class TraceView(anywidget.AnyWidget):
         position = positions[check_choice("show_interval.track", name, positions)]
         first_row = int(self._tiler.first_row_of_track[position])
         return {"rank": self.trace.tracks[position].rank, "first_row": first_row}
+
+    def to_html(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        start_seconds: float | None = None,
+        end_seconds: float | None = None,
+    ) -> Path:
+        """Write one HTML file that shows the trace without Python or a network, and return its path.
+
+        It has the slices that overlap the interval, by default all, with their arguments, up to 128 MiB of
+        them; what is highlighted and searched for stays so. A page of 100,000 slices has about 5 MB. Raises
+        ``ValueError`` for more than 500,000 slices, with an interval that fits, and ``OSError`` if the file
+        cannot be written.
+        """
+        bounds = [
+            None if value is None else check_number(f"to_html.{name}", value, low=-1e6, high=1e6)
+            for name, value in (("start_seconds", start_seconds), ("end_seconds", end_seconds))
+        ]
+        kept = choose_slices(self.trace, *bounds)
+        state = self.get_state(["search", "num_matches", "height", "_path_number"])
+        first, last = (bounds[0] or 0.0), bounds[1]
+        whole = self._span_ns / 1e9
+        state |= {
+            "viewport_seconds": self.viewport_seconds if bounds == [None, None] else (first, last or whole),
+            "selected": None,
+            "error": "",
+            "_revealed": {},
+            "_scene": {**self._scene, "num_slices": len(kept)},
+        }
+        return write_page(
+            path,
+            state,
+            self._tiler,
+            self._mark_tiler,
+            self._path,
+            kept,
+            css=str(self._css),
+            script="\n".join([str(self._esm), front_end_text("trace/front_end", "saved_trace.js")]),
+            picture=self._picture,
+        )
 
     def highlight_path(self, rows: Iterable[Mapping[str, object]] | None) -> None:
         """Outline the parts of a path, such as ``trace.critical_path()``, over the slices; None: of none.

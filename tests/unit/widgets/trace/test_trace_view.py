@@ -17,7 +17,7 @@ from shardscope.trace import Trace
 from shardscope.trace.counters import COUNTER_COLUMNS, INSTANT_COLUMNS
 from shardscope.trace.path_marks import PATH_COLUMNS
 from shardscope.trace.tiles import COLUMNS
-from shardscope_widgets.trace import TraceView
+from shardscope_widgets.trace import TraceView, saved_page
 
 FIXTURE = Path(__file__).parents[3] / "fixtures" / "trace_2_ranks"
 
@@ -284,3 +284,26 @@ def test_fault_43_closed_trace_views_are_garbage_collected(trace: Trace) -> None
         del view
     gc.collect()
     assert sum(ref() is not None for ref in alive) <= 1
+
+
+def test_saved_page_is_one_file_with_escaped_text(tmp_path: Path) -> None:
+    name = "</script><script>alert(1)</script>"
+    event = {"ph": "X", "cat": "op", "name": name, "pid": 1, "tid": 1, "ts": 1.0, "dur": 9.0}
+    (tmp_path / "rank-0.json").write_text(json.dumps({"traceEvents": [event]}))
+    path = TraceView(tmp_path).to_html(tmp_path / "page.html")
+    text = path.read_text()
+    assert "alert(1)</script>" not in text and text.count("<script") == 2
+    assert "http://" not in text.replace("http://www.w3.org/2000/svg", "") and "https://" not in text
+
+
+def test_saved_page_of_a_large_trace_is_refused_with_a_part_that_fits(
+    view: TraceView, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved_page, "MAX_SLICES", len(view.trace) - 1)
+    with pytest.raises(ValueError, match=r"Fix: .*end_seconds") as refusal:
+        view.to_html(tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+    end = float(str(refusal.value).rsplit("end_seconds=", 1)[1].split(")")[0])
+    assert view.to_html(tmp_path / "page.html", end_seconds=end).exists()
+    with pytest.raises(ValueError, match="start_seconds"):
+        view.to_html(tmp_path / "page.html", start_seconds="soon")
