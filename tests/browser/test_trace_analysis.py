@@ -124,6 +124,7 @@ def test_trace_tab_answers_why_a_step_is_slow(page: Any) -> None:
     body.scroll_into_view_if_needed()
     save_screenshot(page, "trace_plan_light")
     use_theme(page, "JupyterLab Dark", light="false")
+    page.wait_for_selector("#jupyterlab-splash", state="detached")
     save_screenshot(page, "trace_plan_dark")
     body.get_by_role("button", name="Predict without them").click()
     expect(body).not_to_contain_text("move the prediction from")

@@ -91,14 +91,14 @@ def _count_leading(sentences: Sequence[Sentence]) -> int:
 def _render_item(number: int, sentence: Sentence) -> str:
     text = keep_units(escape(sentence.text))
     spoken = escape(sentence.text, quote=True)
-    buttons = ""
+    apply = show = ""
     if sentence.plan is not None:
         gain = "" if sentence.gain_seconds is None else format_seconds(sentence.gain_seconds)
         label = f"Apply this plan: predicted gain {keep_units(escape(gain))}" if gain else "Apply this plan"
-        buttons += f"<button type='button' class='ss-act' data-act='apply:{number}'>{label}</button>"
+        apply = f"<button type='button' class='ss-act' data-act='apply:{number}'>{label}</button>"
     if can_show(sentence):
-        buttons += (
+        show = (
             f"<button type='button' class='ss-act' data-act='show:{number}' "
             f"aria-label='Show in the trace: {spoken}'>Show</button>"
         )
-    return f"<li><span>{text}</span><span class='ss-item-acts'>{buttons}</span></li>"
+    return f"<li><div>{text}{apply}</div>{show}</li>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
 import shutil
 import threading
 import time
@@ -17,6 +18,7 @@ from tests.requirements import few
 from written_runs import write_run
 
 import shardscope as ss
+from shardscope.records.folder import RunFolder
 from shardscope.timing.calibration.store import store_calibration
 from shardscope.trace import Trace
 from shardscope.trace.analysis.summary import Sentence
@@ -172,6 +174,26 @@ def test_measured_rates_move_the_prediction_and_can_be_taken_back(
     panel.rates_button.click()
     wait_for(lambda: panel.table.value and "before" not in panel.table.value)
     assert plan.step().seconds == seconds and panel.text.value + panel.table.value == before
+    answers.close()
+
+
+def test_memory_snapshot_of_the_run_is_drawn_and_a_damaged_one_explained(tmp_path: Path) -> None:
+    run = write_traced_run(tmp_path)
+    frames = [{"filename": "/env/torch/optim/adam.py", "line": 99, "name": "step"}]
+    events = [
+        {"action": action, "addr": 1, "size": 4 * 2**20, "frames": frames, "stream": 0, "time_us": time_us}
+        for action, time_us in (("alloc", 1_000), ("free_completed", 9_000))
+    ]
+    path = RunFolder(run.folder).memory_snapshot(0)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [events]}))
+    answers = open_page(run)
+    assert "memory snapshot of rank 0" in show_tab(answers, "Memory")
+    wait_for(lambda: any(isinstance(child, Chart) for child in answers.panel._body.children))
+    answers.close()
+    path.write_bytes(b"no pickle")
+    answers = open_page(run)
+    assert "rank-0.pickle" in show_tab(answers, "Memory")
     answers.close()
 
 
