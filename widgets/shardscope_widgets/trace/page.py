@@ -131,13 +131,19 @@ class TracePage(widgets.VBox):
             self._replace(answers)
             answers.start()
 
-        def explain_end(change: object) -> None:
-            # It was cancelled or failed: it can be tried again.
-            if not opening.button.disabled and opening is self._opening:
+        loaded: list[TraceAnswers] = []
+
+        def finish(answers: TraceAnswers) -> None:
+            loaded.append(answers)
+            call_in_loop(loop, lambda: show(answers))
+
+        def offer_again(change: object) -> None:
+            # It was cancelled or failed.
+            if not opening.button.disabled and opening is self._opening and not loaded:
                 opening.show_button(True)
 
-        opening.button.observe(explain_end, "disabled")
-        opening.start(open_trace, lambda answers: call_in_loop(loop, lambda: show(answers)), lambda *_: "")
+        opening.button.observe(offer_again, "disabled")
+        opening.start(open_trace, finish, lambda *_: "")
 
     def _build_answers(self, trace: Trace, run: ss.Run) -> TraceAnswers:
         measured = None
