@@ -6,6 +6,7 @@ A small page on the loopback address stands in for JupyterLab, so that the tests
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -859,3 +860,15 @@ def test_saved_page_says_what_the_live_view_says(
         assert [read_details(page, index) for index in indices] == live
     finally:
         page.close()
+
+
+def test_download_is_one_chrome_trace_of_all_ranks(open_view: Any, tmp_path: Path) -> None:
+    view = TraceView(write_gpu_ranks(tmp_path / "trace"))
+    with open_view(view) as page:
+        with page.expect_download() as waiting:
+            page.locator(".ss-trace-download").click()
+        waiting.value.save_as(tmp_path / "trace.json.gz")
+        events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
+        assert sum(event["ph"] == "X" for event in events) == len(view.trace)
+        assert {event["pid"] for event in events} == {0, 1}
+        expect(page.locator(".ss-trace-download")).to_have_text("Download")

@@ -391,6 +391,16 @@ class Trace:
             )
         return measure_rates(self, plan)
 
+    def to_chrome(self, path: str | os.PathLike[str]) -> Path:
+        """Write one Chrome trace of all ranks, for Perfetto; compressed if ``path``, the result, ends in .gz.
+
+        Slices, flows, counters and instants have their arguments, and times on the common time axis. Raises
+        ``OSError`` if the file cannot be written.
+        """
+        from shardscope.trace.chrome_export import write_chrome  # circular import
+
+        return write_chrome(self, path)
+
     def _repr_html_(self) -> str:
         return self.summary()._repr_html_()
 

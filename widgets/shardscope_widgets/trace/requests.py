@@ -39,6 +39,7 @@ _FIELDS = {
     "select": {"index"},
     "find": {"direction"},
     "area": {"t0_ns", "t1_ns", "tracks"},
+    "download": set(),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +17,7 @@ import traitlets
 from shardscope.core.errors import check_choice, check_integer, check_number
 from shardscope.trace import Trace
 from shardscope.trace.analysis.selection import SelectionContext, find_module
+from shardscope.trace.chrome_export import iterate_chrome
 from shardscope.trace.counters import COUNTER_COLUMNS, INSTANT_COLUMNS, MarkTiler
 from shardscope.trace.path_marks import PATH_COLUMNS, PathMarks
 from shardscope.trace.tiles import COLUMNS, Tiler, pack_columns
@@ -28,6 +30,9 @@ MAX_SEARCH_CHARACTERS = 500
 MAX_NAME_CHARACTERS = 400
 MAX_ARGS = 40
 LEAST_MARGIN_SECONDS = 1e-7
+MAX_DOWNLOAD_SLICES = 500_000
+"""Most slices of a download: the kernel is busy for some seconds."""
+PIECE_BYTES = 4 * 1024**2
 _FOREIGN_TRAITS = frozenset(
     {"error", "height", "num_matches", "selected", "_path_number", "_revealed", "_scene"}
 )
@@ -196,7 +201,7 @@ class TraceView(anywidget.AnyWidget):
             "selected": None,
             "error": "",
             "_revealed": {},
-            "_scene": {**self._scene, "num_slices": len(kept)},
+            "_scene": {**self._scene, "num_slices": len(kept), "can_download": False},
         }
         return write_page(
             path,
@@ -236,6 +241,7 @@ class TraceView(anywidget.AnyWidget):
         return {
             "span_ns": self._span_ns,
             "num_slices": len(self.trace),
+            "can_download": len(self.trace) > 0,
             "columns": [list(column) for column in COLUMNS],
             "path_columns": [list(column) for column in PATH_COLUMNS],
             "counter_columns": [list(column) for column in COUNTER_COLUMNS],
@@ -306,6 +312,7 @@ class TraceView(anywidget.AnyWidget):
             "select": self._answer_select,
             "find": self._answer_find,
             "area": self._answer_area,
+            "download": self._answer_download,
         }
         answers[request.type](request)
 
@@ -344,6 +351,18 @@ class TraceView(anywidget.AnyWidget):
         sums = self._tiler.sum_area(request.t0_ns, request.t1_ns, request.tracks)
         names = [{**row, "name": row["name"][:MAX_NAME_CHARACTERS]} for row in sums.names]
         self.send({"type": "area", "id": request.id, "names": names, "categories": sums.categories})
+
+    def _answer_download(self, request: Request) -> None:
+        """Send one compressed Chrome trace of all ranks, which the front end gives to the browser."""
+        if len(self.trace) > MAX_DOWNLOAD_SLICES:
+            self.error = (
+                f"A download has up to {MAX_DOWNLOAD_SLICES:,} slices; this trace has {len(self.trace):,}. "
+                'Fix: trace.to_chrome("trace.json.gz").'
+            )
+            return
+        packed = gzip.compress(b"".join(iterate_chrome(self.trace)), 6)
+        pieces = [memoryview(packed)[i : i + PIECE_BYTES] for i in range(0, len(packed), PIECE_BYTES)]
+        self.send({"type": "download", "id": request.id, "name": "trace.json.gz"}, buffers=pieces)
 
     def _answer_select(self, request: Request) -> None:
         self._select_slice(request.index)

@@ -28,7 +28,10 @@ function buildPage(root, scene) {
   const fit = element("button", "ss-trace-fit", "Show all");
   const helpButton = element("button", "ss-trace-help-button", "?");
   helpButton.setAttribute("aria-label", "Keys and gestures");
-  bar.append(find, count, span, fit, helpButton);
+  const download = element("button", "ss-trace-download", "Download");
+  download.title = "One Chrome trace of all ranks, for Perfetto";
+  download.hidden = !scene.can_download;
+  bar.append(find, count, span, fit, download, helpButton);
 
   const stage = element("div", "ss-trace-stage");
   const canvas = /** @type {HTMLCanvasElement} */ (element("canvas", ""));
@@ -70,7 +73,7 @@ function buildPage(root, scene) {
   }
   root.append(error);
   const inStage = { stage, canvas, gutter, pin, tip, help, status };
-  return { search, previous, next, count, span, fit, helpButton, ...inStage, details, error, totals };
+  return { search, previous, next, count, span, fit, download, helpButton, ...inStage, details, error, totals };
 }
 
 /** @param {HTMLElement} table @param {any[]} rows of name, slices, self_seconds, total_seconds @param {string} caption

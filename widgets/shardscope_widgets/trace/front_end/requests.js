@@ -51,6 +51,19 @@ function askForMatch(view, direction) {
   view.pending.find = askPython(view, { type: "find", direction });
 }
 
+/** @param {View} view */
+function askForDownload(view) {
+  setDownloading(view, true);
+  askPython(view, { type: "download" });
+}
+
+/** @param {View} view @param {boolean} isRunning */
+function setDownloading(view, isRunning) {
+  const button = /** @type {HTMLButtonElement} */ (view.page.download);
+  button.disabled = isRunning;
+  button.textContent = isRunning ? "Writing…" : "Download";
+}
+
 /** @type {Record<string, (view: View, message: any, buffers: DataView[]) => void>} */
 const REPLIES = {
   tile: (view, message, buffers) => {
@@ -77,6 +90,14 @@ const REPLIES = {
     if (message.id !== view.pending.area) return;
     view.areaSums = message;
     showDetails(view);
+  },
+  download: (view, message, buffers) => {
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob(/** @type {BlobPart[]} */ (buffers), { type: "application/gzip" }));
+    link.download = message.name;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), REPLY_MS);
+    setDownloading(view, false);
   },
   found: (view, message) => {
     if (message.id !== view.pending.find) return;

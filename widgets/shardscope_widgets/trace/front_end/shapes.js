@@ -5,7 +5,8 @@
 /**
  * @typedef {{rank: number, thread: string, name: string, kind: string, first_row: number, num_rows: number,
  *   num_slices: number}} Track
- * @typedef {{span_ns: number, num_slices: number, columns: [string, string][], path_columns: [string, string][],
+ * @typedef {{span_ns: number, num_slices: number, can_download: boolean, columns: [string, string][],
+ *   path_columns: [string, string][],
  *   counter_columns: [string, string][], instant_columns: [string, string][], ranks: number[], notes: string[],
  *   tracks: Track[], counters: Counter[]}} Scene
  * @typedef {{t0: number, t1: number, width: number, search: string, pathNumber: number, columns: Record<string, any>,

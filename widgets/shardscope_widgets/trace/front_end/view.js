@@ -24,7 +24,10 @@ function followModel(view) {
     "change:viewport_seconds": () => followStretch(view),
     "change:_revealed": () => revealTrack(view, model.get("_revealed")),
     "change:_path_number": () => scheduleDraw(view),
-    "change:error": () => (page.error.textContent = model.get("error")),
+    "change:error": () => {
+      page.error.textContent = model.get("error");
+      setDownloading(view, false);
+    },
     "change:height": () => (page.stage.style.height = `${model.get("height")}px`),
   });
   for (const [event, handler] of Object.entries(handlers)) model.on(event, handler);
@@ -50,6 +53,7 @@ function render({ model, el }) {
   followKeys(view);
   followSearchBox(view);
   listen(view, page.fit, "click", () => showAll(view));
+  listen(view, page.download, "click", () => askForDownload(view));
   listen(view, page.totals, "toggle", () => askForTotals(view));
   const unfollow = [followModel(view), followSize(view), followTheme(view)];
 
