@@ -234,22 +234,6 @@ def test_fault_38_unsorted_events_keep_nanoseconds(tmp_path: Path) -> None:
     assert sorted(trace.duration_ns.tolist()) == [250, 1500]
 
 
-def test_ranks_without_a_wall_clock_start_at_zero_with_a_note(tmp_path: Path) -> None:
-    write_trace(tmp_path / "rank-0.json", [make_event(ts=5000)])
-    write_trace(tmp_path / "rank-1.json", [make_event(ts=900)])
-    trace = Trace.load(tmp_path)
-    assert trace.start_ns.tolist() == [0, 0]
-    assert any("no wall clock" in note for note in trace.notes)
-
-
-def test_ranks_recorded_on_different_days_start_at_zero_with_a_note(tmp_path: Path) -> None:
-    write_trace(tmp_path / "rank-0.json", [make_event(ts=1.7e15)])
-    write_trace(tmp_path / "rank-1.json", [make_event(ts=1.7e15 + 9e10)])
-    trace = Trace.load(tmp_path)
-    assert trace.duration_ns_total == 10_000
-    assert any("do not overlap" in note for note in trace.notes)
-
-
 def test_fault_38_rank_is_read_from_content_then_name_then_order(tmp_path: Path) -> None:
     write_trace(tmp_path / "a.json", [make_event()], distributedInfo={"rank": 5, "world_size": 8})
     write_trace(tmp_path / "b_rank-2.json", [make_event()])

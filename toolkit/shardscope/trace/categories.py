@@ -1,6 +1,8 @@
-"""Categories of events as profilers write them, by what they say about a slice."""
+"""Categories and names of events as profilers write them, by what they say about a slice."""
 
 from __future__ import annotations
+
+import re
 
 COPY_CATEGORIES = frozenset({"gpu_memcpy", "gpu_memset", "Memcpy", "Memset"})
 """Copies on a device; torch wrote the capitalized ones before 1.11."""
@@ -23,3 +25,14 @@ WRAPPER_CATEGORIES = frozenset(
     {"user_annotation", "gpu_user_annotation", PYTHON_CATEGORY, "Trace", OVERFLOW_CATEGORY}
 )
 """Categories of slices around work (ProfilerStep, stack frames). They span idle time too: not busy time."""
+
+COMMUNICATION_KERNELS = re.compile(
+    r"nccl|rccl|multimem_|deep_?ep|nvshmem|mscclpp|oneccl|\bhccl\b|cross_device_reduce|one_shot_all_reduce"
+    r"|two_shot_all_reduce",
+    re.IGNORECASE,
+)
+"""Names of kernels that communicate, for recordings without collectives' arguments."""
+HOST_COLLECTIVES = re.compile(r"(?:gloo|mpi|ucc|ccl|xccl):(\w+)")
+"""Annotations that ProcessGroupGloo and others put around a collective that runs on the CPU."""
+STEP = re.compile(r"ProfilerStep\s*#?(\d+)")
+"""Annotation of a training step, from ``profiler.step()``."""

@@ -15,13 +15,13 @@ import numpy.typing as npt
 
 from shardscope.records.json_files import read_json
 from shardscope.trace.argument_blocks import EventArguments
+from shardscope.trace.loading.alignment import Align, align_ranks, check_align
 from shardscope.trace.loading.chunks import INSTANT
-from shardscope.trace.loading.rank_columns import RankColumns
+from shardscope.trace.loading.rank_columns import RankColumns, get_rank
 from shardscope.trace.loading.ranks import (
     Progress,
-    align_clocks,
-    get_rank,
     list_missing_ranks,
+    list_missing_steps,
     list_oddities,
     read_ranks,
 )
@@ -93,7 +93,7 @@ class Trace:
     without one). ``marks`` has flows, counters and instants. Arguments stay compressed until asked for.
     """
 
-    def __init__(self, ranks: list[RankColumns], notes: list[str]) -> None:
+    def __init__(self, ranks: list[RankColumns], notes: list[str], align: Align = "clock") -> None:
         """Put the ranks on one time axis; use :meth:`load`."""
         self.ranks: list[int] = [get_rank(rank) for rank in ranks]
         self.notes: list[str] = notes
@@ -122,7 +122,7 @@ class Trace:
             for rank in ranks
             for track in rank.texts.tracks
         ]
-        columns = _RankMerger(ranks, align_clocks(ranks, notes))
+        columns = _RankMerger(ranks, align_ranks(ranks, align, notes))
         self.names = columns.names
         self.categories = columns.categories
         self.start_ns: Int64s = columns.merge_times()
@@ -141,22 +141,36 @@ class Trace:
         }
         self.device_names = _find_device_names(known_devices, self.tracks)
         """Name of each rank's GPU, as the driver spells it; ranks without one are left out."""
-        notes += [*list_oddities(ranks), *list_missing_ranks(ranks)]
+        notes += [*list_oddities(ranks), *list_missing_ranks(ranks), *list_missing_steps(ranks)]
         if not len(self):
             notes.append("no slices: the profiler recorded nothing in its active steps")
 
     @classmethod
-    def load(cls, source: object, *, progress: Progress | None = None, cache: bool = True) -> Self:
+    def load(
+        cls,
+        source: object,
+        *,
+        align: Align = "clock",
+        progress: Progress | None = None,
+        cache: bool = True,
+    ) -> Self:
         """Read a trace file, a folder of ranks, or a run's traces.
 
-        Kineto's microseconds count from ``baseTimeNanoseconds``, so ranks share the wall clock of their
-        hosts. Without it every rank starts at 0, and ``notes`` has a message about that. Damaged files are
-        read as far as possible: ``notes`` counts what was left out. ``progress`` is called with the share of
-        the files that was read; an exception that it raises ends the load. Large files are read in several
-        processes, and ``cache`` keeps their columns in a folder beside them, ``.shardscope-cache``, for the
-        next time. Raises ``ValueError`` with the file, the problem and the fix.
+        ``align`` puts the ranks on one time axis: by the wall clock of their hosts ("clock"); so that they
+        leave their collectives together ("collectives"), where clocks differ; or by the clock and by hand,
+        ``{rank: seconds}`` to move it to later times. Without a common clock, "clock" falls back to
+        collectives, and without these every rank starts at 0; ``notes`` says so, and also if collectives
+        show that clocks differ.
+
+        Damaged files are read as far as possible: ``notes`` counts what was left out. ``progress`` is called
+        with the share of the files that was read; an exception that it raises ends the load. Large files are
+        read in several processes, and ``cache`` keeps their columns in a folder beside them,
+        ``.shardscope-cache``, for the next time.
+
+        Raises ``ValueError`` with the file, the problem and the fix; also for files of different runs.
         """
-        trace = cls(*read_ranks(source, progress, cache=cache))
+        check_align(align)
+        trace = cls(*read_ranks(source, progress, cache=cache), align)
         trace.plan, trace.trains_the_plan = _find_plan(source)
         return trace
 

@@ -17,24 +17,18 @@ import numpy.typing as npt
 from shardscope.trace.analysis.intervals import Int64s, Intervals, Mask, merge_intervals
 from shardscope.trace.arguments import WorkArgs, decode_arguments
 from shardscope.trace.categories import (
+    COMMUNICATION_KERNELS,
     COPY_CATEGORIES,
+    HOST_COLLECTIVES,
     PYTHON_CATEGORY,
     RUNTIME_CATEGORIES,
+    STEP,
     WRAPPER_CATEGORIES,
 )
 from shardscope.trace.store import Trace
 
 Slices: TypeAlias = "slice[int, int, None]"
 
-COMMUNICATION_KERNELS = re.compile(
-    r"nccl|rccl|multimem_|deep_?ep|nvshmem|mscclpp|oneccl|\bhccl\b|cross_device_reduce|one_shot_all_reduce"
-    r"|two_shot_all_reduce",
-    re.IGNORECASE,
-)
-"""Names of kernels that communicate, for recordings without collectives' arguments."""
-HOST_COLLECTIVES = re.compile(r"(?:gloo|mpi|ucc|ccl|xccl):(\w+)")
-"""Annotations that ProcessGroupGloo and others put around a collective that runs on the CPU."""
-STEP = re.compile(r"ProfilerStep\s*#?(\d+)")
 DATA_LOADING = re.compile(r"DataLoader|data_loading|load_batch|next_batch|wait_for_batch", re.IGNORECASE)
 
 # Operators that only contain others. Their own time is dispatch, Python or blocking, and no arithmetic.

@@ -66,6 +66,12 @@ class RankColumns(msgspec.Struct, kw_only=True):
         return ArgumentBlocks(self.argument_bytes, self.texts.block_bytes, self.texts.block_events)
 
 
+def get_rank(rank: RankColumns) -> int:
+    """Return the number of a rank, which every one has after :func:`read_ranks`."""
+    assert rank.texts.document.rank is not None
+    return rank.texts.document.rank
+
+
 class RankBuilder:
     """Builder of a rank's columns: adds chunk by chunk, then makes slices, tracks and rows."""
 

@@ -1,24 +1,25 @@
-"""Ranks of a file, folder or run: which files are which rank, and one time axis for all."""
+"""Ranks of a file, folder or run: reading their files, and which file is which rank."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from shardscope.trace.categories import STEP
 from shardscope.trace.files import list_trace_files, refuse_file
 from shardscope.trace.loading.cache import read_cache, write_cache
 from shardscope.trace.loading.processes import WorkerPool, count_processes
-from shardscope.trace.loading.rank_columns import RankColumns
+from shardscope.trace.loading.rank_columns import RankColumns, get_rank
 from shardscope.trace.loading.reading import DecodeChunks, decode_here, read_rank
 
 Progress = Callable[[float], object]
 """Called with the share of the files that was read, 0 to 1. An exception that it raises ends the load."""
 
-_EPOCH_NS = 10**18  # the year 2001: times above it are wall clock, times below count from boot or zero
+_EPOCH_NS = 10**18  # the year 2001: times above it are wall clock
 _UNNUMBERED = "file without a rank, numbered by order"
 _MAX_LISTED = 8
+_MAX_STEPS = 100_000
 _LARGE_BYTES = 4 * 1024**2
 """Smallest file that is worth other processes; compressed, it has ten times as much JSON."""
 
@@ -43,12 +44,6 @@ def read_ranks(
     _check_same_job(ranks)
     _number_ranks(ranks)
     return sorted(ranks, key=get_rank), notes
-
-
-def get_rank(rank: RankColumns) -> int:
-    """Return the number of a rank, which every one has after :func:`read_ranks`."""
-    assert rank.texts.document.rank is not None
-    return rank.texts.document.rank
 
 
 def _read_files(
@@ -148,52 +143,6 @@ def _number_ranks(ranks: list[RankColumns]) -> None:
             rank.texts.oddities[_UNNUMBERED] = 1
 
 
-def align_clocks(ranks: list[RankColumns], notes: list[str]) -> list[int]:
-    """Return what to subtract from each rank's times, so that all ranks are on one clock.
-
-    It is the wall clock if all ranks have it and their recordings overlap; otherwise each rank starts at 0.
-    """
-    shifts = _assume_base(ranks, notes)
-    spans = [
-        (int(rank.slices["start_ns"].min()) - shift, int(rank.slices["start_ns"].max()) - shift)
-        for rank, shift in zip(ranks, shifts, strict=True)
-        if len(rank.slices["start_ns"])
-    ]
-    if len(spans) < 2:
-        return shifts
-    # Files of one run overlap in time. Without an overlap they are of different runs, or of hosts whose
-    # clocks differ, and a common axis would be mostly empty.
-    on_wall_clock = all(first > _EPOCH_NS for first, _ in spans)
-    if on_wall_clock and max(first for first, _ in spans) <= min(last for _, last in spans):
-        return shifts
-    notes.append(
-        "ranks were recorded at times that do not overlap: each starts at 0, so skew between them is hidden"
-        if on_wall_clock
-        else "no wall clock in the files: each rank starts at 0, so skew between them is hidden"
-    )
-    return [int(rank.slices["start_ns"].min(initial=2**62)) for rank in ranks]
-
-
-def _assume_base(ranks: list[RankColumns], notes: list[str]) -> list[int]:
-    """Return a shift for each rank: 0, or the other ranks' base time where a truncated file has none.
-
-    Kineto writes the base time behind the events, and the same one in all ranks of a host.
-    """
-    shifts = [0] * len(ranks)
-    bases = Counter(rank.texts.document.base_ns for rank in ranks if rank.texts.document.base_ns)
-    if len(bases) != 1:
-        return shifts
-    (base_ns,) = bases
-    for position, rank in enumerate(ranks):
-        start_ns = rank.slices["start_ns"]
-        if not rank.texts.document.base_ns and len(start_ns) and int(start_ns.max()) < _EPOCH_NS:
-            shifts[position] = -base_ns
-            notes.append(
-                f"rank {get_rank(rank)}: no base time in {rank.path.name}, that of the other ranks is assumed"
-            )
-    return shifts
-
-
 def list_oddities(ranks: list[RankColumns]) -> list[str]:
     """Return what was left out or corrected in the files, with counts and ranks."""
     notes = []
@@ -206,6 +155,40 @@ def list_oddities(ranks: list[RankColumns]) -> list[str]:
     return notes
 
 
+def list_missing_steps(ranks: list[RankColumns]) -> list[str]:
+    """Return notes about steps that a rank did not record though others did, or that lie between its own.
+
+    So it is if the profiler of a rank stopped in the middle, or began later.
+    """
+    of_rank = {
+        get_rank(rank): {int(match[1][:9]) for name in rank.texts.names if (match := STEP.match(name))}
+        for rank in ranks
+    }
+    steps = set().union(*of_rank.values())
+    missing: dict[tuple[int, ...], list[int]] = {}
+    for rank, mine in of_rank.items():
+        if absent := sorted(steps - mine):
+            missing.setdefault(tuple(absent), []).append(rank)
+    notes = [
+        f"rank {_list_numbers(numbers)}: {_name_steps(absent)} not recorded, though other ranks did"
+        for absent, numbers in list(missing.items())[:_MAX_LISTED]
+    ]
+    # Bounded, because the numbers come from the file.
+    if steps and max(steps) - min(steps) < _MAX_STEPS:
+        between = tuple(sorted(set(range(min(steps), max(steps))) - steps))
+        if between:
+            notes.append(f"{_name_steps(between)} between others not recorded")
+    return notes
+
+
+def _name_steps(numbers: Sequence[int]) -> str:
+    return f"{'step' if len(numbers) == 1 else 'steps'} {_list_numbers(numbers)}"
+
+
+def _list_numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:_MAX_LISTED])) + (" ..." if len(numbers) > _MAX_LISTED else "")
+
+
 def list_missing_ranks(ranks: list[RankColumns]) -> list[str]:
     """Return a note about ranks of the job that have no file, if there are any."""
     # range() is bounded because the world size comes from the file.
@@ -216,5 +199,4 @@ def list_missing_ranks(ranks: list[RankColumns]) -> list[str]:
         return []
     if len(present) == 1:
         return [f"one rank of {world_size:,}"]
-    shown = ", ".join(map(str, missing[:_MAX_LISTED])) + (" ..." if len(missing) > _MAX_LISTED else "")
-    return [f"{len(missing):,} of {world_size:,} ranks are not in the folder: {shown}"]
+    return [f"{len(missing):,} of {world_size:,} ranks are not in the folder: {_list_numbers(missing)}"]
