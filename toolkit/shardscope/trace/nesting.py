@@ -23,6 +23,9 @@ def compute_nesting_depth(start_ns: Int64s, end_ns: Int64s) -> npt.NDArray[np.in
     # Slices one after another, as on most GPU streams: one row, without the loop.
     if len(start_ns) < 2 or bool(np.all(start_ns[1:] >= end_ns[:-1])):
         return depth
+    nested = _count_enclosing(start_ns, end_ns)
+    if nested is not None:
+        return nested
     row_ends: list[int] = []  # end of the last slice of each row
     rows = [0] * len(start_ns)
     full_until = 0  # no row is free before this time
@@ -59,6 +62,29 @@ def compute_nesting_depth(start_ns: Int64s, end_ns: Int64s) -> npt.NDArray[np.in
         rows[index] = row
     depth[:] = rows
     return depth
+
+
+def _count_enclosing(start_ns: Int64s, end_ns: Int64s) -> npt.NDArray[np.int32] | None:
+    """Return how many slices are around each one; None if one outlives another or rows would run out.
+
+    Calls of one thread are such, and counting them needs no loop. The order is that of the caller.
+    """
+    position = np.arange(len(start_ns))
+    # Around a slice are those before it that have not ended. Points of time at its start that come after it
+    # have ended by then too, and are not before it.
+    num_points = np.concatenate(([0], np.cumsum(start_ns == end_ns)))
+    later_points = num_points[np.searchsorted(start_ns, start_ns, side="right")] - num_points[:-1]
+    num_ended = np.searchsorted(np.sort(end_ns), start_ns, side="right") - later_points
+    depth = position - num_ended
+    if int(depth.max()) >= MAX_ROWS:
+        return None
+    # The last slice before, one row above, must contain it.
+    order = np.argsort(depth.astype(np.int16), kind="stable")
+    keys = depth[order] * len(order) + order
+    num_outermost = int(np.searchsorted(depth[order], 1))
+    inner = order[num_outermost:]
+    parents = order[np.searchsorted(keys, keys[num_outermost:] - len(order)) - 1]
+    return None if np.any(end_ns[parents] < end_ns[inner]) else depth.astype(np.int32)
 
 
 def compute_union_ns(start_ns: Int64s, end_ns: Int64s) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from operator import attrgetter
 from typing import TypeVar, cast
@@ -87,19 +87,25 @@ def decode_chunk(text: bytes) -> Chunk:
     """Decode the events of ``text``, which are separated by commas."""
     oddities: Counter[str] = Counter()
     events = decode_events(text, oddities)
-    metadata = [event for event in events if event.ph == "M"]
+    metadata: list[Event] = []
+    codes = list(map(PHASES.get, map(attrgetter("ph"), events)))
     # Category "Trace" is the profiler's record of its own window, not work of the rank.
-    rows = [event for event in events if event.ph in PHASES and event.cat != "Trace"]
-    num_windows = sum(event.cat == "Trace" and event.ph in PHASES for event in events)
-    unknown = len(events) - len(metadata) - len(rows) - num_windows
-    if unknown:
-        oddities[UNKNOWN_PHASE] += unknown
-    names, name = _index_texts([event.name for event in rows])
-    categories, category = _index_texts([event.cat for event in rows])
-    keys, key = _index_texts([(event.pid, event.tid) for event in rows])
+    if None in codes or "Trace" in set(map(attrgetter("cat"), events)):
+        metadata = [event for event in events if event.ph == "M"]
+        rows = [event for event in events if event.ph in PHASES and event.cat != "Trace"]
+        num_windows = sum(event.cat == "Trace" and event.ph in PHASES for event in events)
+        unknown = len(events) - len(metadata) - len(rows) - num_windows
+        if unknown:
+            oddities[UNKNOWN_PHASE] += unknown
+        codes = [PHASES[event.ph] for event in rows]
+    else:
+        rows = events
+    names, name = _index_texts(map(attrgetter("name"), rows), len(rows))
+    categories, category = _index_texts(map(attrgetter("cat"), rows), len(rows))
+    keys, key = _index_texts(map(attrgetter("pid", "tid"), rows), len(rows))
     arguments, block_bytes = _pack_arguments(rows)
     columns = {
-        "phase": as_integers(np.frombuffer(bytes([PHASES[event.ph] for event in rows]), np.uint8)),
+        "phase": as_integers(np.array(codes, np.uint8)),
         "start_ns": _to_ns(np.array([event.ts for event in rows], np.float64)),
         "duration_ns": _read_durations(np.array([event.dur for event in rows], np.float64)),
         "name": as_integers(name),
@@ -116,11 +122,12 @@ def decode_chunk(text: bytes) -> Chunk:
 Text = TypeVar("Text", str, Key)
 
 
-def _index_texts(values: list[Text]) -> tuple[list[Text], Int32s]:
-    """Return the different values and the index of each one."""
-    different = list(dict.fromkeys(values))
-    index = {value: position for position, value in enumerate(different)}
-    return different, np.fromiter(map(index.__getitem__, values), np.int32, len(values))
+def _index_texts(values: Iterable[Text], count: int) -> tuple[list[Text], Int32s]:
+    """Return the different values in order and the index of each one."""
+    known: defaultdict[Text, int] = defaultdict()
+    known.default_factory = known.__len__  # a new value gets the next index
+    index = np.fromiter(map(known.__getitem__, values), np.int32, count)
+    return list(known), index
 
 
 def _to_ns(time_us: Floats) -> Int64s:
