@@ -69,22 +69,27 @@ def _count_enclosing(start_ns: Int64s, end_ns: Int64s) -> npt.NDArray[np.int32] 
 
     Calls of one thread are such, and counting them needs no loop. The order is that of the caller.
     """
-    position = np.arange(len(start_ns))
     # Around a slice are those before it that have not ended. Points of time at its start that come after it
-    # have ended by then too, and are not before it.
-    num_points = np.concatenate(([0], np.cumsum(start_ns == end_ns)))
-    later_points = num_points[np.searchsorted(start_ns, start_ns, side="right")] - num_points[:-1]
-    num_ended = np.searchsorted(np.sort(end_ns), start_ns, side="right") - later_points
-    depth = position - num_ended
+    # have ended by then too, and are not before it. Of int32, because all this is held at the same time.
+    depth = np.arange(len(start_ns), dtype=np.int32)
+    depth -= np.searchsorted(np.sort(end_ns), start_ns, side="right").astype(np.int32)
+    is_point = start_ns == end_ns
+    if is_point.any():
+        num_points = np.concatenate(([0], np.cumsum(is_point, dtype=np.int32)))
+        last = np.searchsorted(start_ns, start_ns, side="right")
+        depth += (num_points[last] - num_points[:-1]).astype(np.int32)
     if int(depth.max()) >= MAX_ROWS:
         return None
     # The last slice before, one row above, must contain it.
     order = np.argsort(depth.astype(np.int16), kind="stable")
-    keys = depth[order] * len(order) + order
-    num_outermost = int(np.searchsorted(depth[order], 1))
-    inner = order[num_outermost:]
-    parents = order[np.searchsorted(keys, keys[num_outermost:] - len(order)) - 1]
-    return None if np.any(end_ns[parents] < end_ns[inner]) else depth.astype(np.int32)
+    by_depth = depth[order]
+    bounds = np.searchsorted(by_depth, np.arange(int(by_depth[-1]) + 2))
+    for row in range(1, len(bounds) - 1):
+        above, inner = order[bounds[row - 1] : bounds[row]], order[bounds[row] : bounds[row + 1]]
+        parents = above[np.searchsorted(above, inner) - 1]
+        if np.any(end_ns[parents] < end_ns[inner]):
+            return None
+    return depth
 
 
 def compute_union_ns(start_ns: Int64s, end_ns: Int64s) -> int:
