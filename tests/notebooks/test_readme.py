@@ -175,6 +175,13 @@ def test_readme_numbers_match_the_reports_on_parity_and_faults() -> None:
     assert f"| {len(FAULTS)} kinds of faults" in find_row("a fault leaves nothing behind and is reported")
 
 
+def test_readme_numbers_match_the_report_on_fine_tuning() -> None:
+    rows = re.findall(r"\| (\d+) of 40 \| (\d+) of 24 \|", read_page("docs/finetune.md"))
+    learned, kept = (min(map(int, column)) for column in zip(*rows, strict=True))
+    row = find_row("a fine-tune learns, and forgets little")
+    assert f"at least {learned} of 40" in row and f"{kept} of 24" in row and len(rows) == 4
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_public_names_in_the_pages_exist(page: str) -> None:
     for name in re.findall(r"\bss\.(\w+)", read_page(page)):
