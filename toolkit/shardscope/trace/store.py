@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -93,8 +94,14 @@ class Trace:
     without one). ``marks`` has flows, counters and instants. Arguments stay compressed until asked for.
     """
 
-    def __init__(self, ranks: list[RankColumns], notes: list[str], align: Align = "clock") -> None:
-        """Put the ranks on one time axis; use :meth:`load`."""
+    def __init__(
+        self, ranks: list[RankColumns], notes: list[str], shifts: list[int], origin_ns: int | None = None
+    ) -> None:
+        """Put the ranks on one time axis; use :meth:`load`.
+
+        ``shifts`` are subtracted from the times of each rank, and then ``origin_ns``; default: the start of
+        the first slice.
+        """
         self.ranks: list[int] = [get_rank(rank) for rank in ranks]
         self.notes: list[str] = notes
         """Messages about what was repaired, left out or assumed while loading, with counts."""
@@ -122,20 +129,10 @@ class Trace:
             for rank in ranks
             for track in rank.texts.tracks
         ]
-        columns = _RankMerger(ranks, align_ranks(ranks, align, notes))
-        self.names = columns.names
-        self.categories = columns.categories
-        self.start_ns: Int64s = columns.merge_times()
-        self.duration_ns: Int64s = columns.merge("slices", "duration_ns")
-        self.name_index: Int32s = columns.merge("slices", "name").astype(np.int32, copy=False)
-        self.category_index: Int32s = columns.merge("slices", "category").astype(np.int32, copy=False)
-        self.track_index: Int32s = columns.merge("slices", "track").astype(np.int32, copy=False)
-        self.depth: Int16s = columns.merge("slices", "depth").astype(np.int16, copy=False)
-        self.correlation: Int64s = columns.merge("slices", "id")
-        self.arguments: EventArguments = columns.merge_arguments("slices")
-        """Arguments of the slices as JSON text."""
-        self.marks: Marks = columns.merge_marks()
-        """Flows, counters and instants."""
+        # Columns of all ranks are put together when they are first asked for.
+        self._columns = _RankMerger(ranks, shifts, origin_ns)
+        self.names = self._columns.names
+        self.categories = self._columns.categories
         known_devices = {
             number: document.device_names for number, document in zip(self.ranks, documents, strict=True)
         }
@@ -170,12 +167,81 @@ class Trace:
         Raises ``ValueError`` with the file, the problem and the fix; also for files of different runs.
         """
         check_align(align)
-        trace = cls(*read_ranks(source, progress, cache=cache), align)
+        ranks, notes = read_ranks(source, progress, cache=cache)
+        trace = cls(ranks, notes, align_ranks(ranks, align, notes))
         trace.plan, trace.trains_the_plan = _find_plan(source)
         return trace
 
+    def select_ranks(self, ranks: Iterable[int]) -> Trace:
+        """Return a trace of some ranks on the same time axis; the others stay unread.
+
+        Raises ``ValueError`` for a rank that was not recorded.
+        """
+        wanted = set(ranks)
+        if unknown := sorted(wanted - set(self.ranks)):
+            raise ValueError(
+                f"Rank {unknown[0]!r} was not recorded; allowed: those in trace.ranks. Fix: leave it out."
+            )
+        chosen = self._columns.select(wanted)
+        trace = Trace(*chosen, self._columns.origin_ns)
+        trace.world_size, trace.plan, trace.trains_the_plan = (
+            self.world_size,
+            self.plan,
+            self.trains_the_plan,
+        )
+        return trace
+
+    def release(self) -> None:
+        """Give memory of columns that are in mapped files back to the system."""
+        self._columns.release()
+
+    @cached_property
+    def start_ns(self) -> Int64s:
+        """Start of each slice, from the trace's first slice."""
+        return self._columns.merge_times()
+
+    @cached_property
+    def duration_ns(self) -> Int64s:
+        """Duration of each slice."""
+        return self._columns.merge("slices", "duration_ns")
+
+    @cached_property
+    def name_index(self) -> Int32s:
+        """Index of each slice's name."""
+        return self._columns.merge("slices", "name").astype(np.int32, copy=False)
+
+    @cached_property
+    def category_index(self) -> Int32s:
+        """Index of each slice's category."""
+        return self._columns.merge("slices", "category").astype(np.int32, copy=False)
+
+    @cached_property
+    def track_index(self) -> Int32s:
+        """Index of each slice's track."""
+        return self._columns.merge("slices", "track").astype(np.int32, copy=False)
+
+    @cached_property
+    def depth(self) -> Int16s:
+        """Row of each slice inside its track."""
+        return self._columns.merge("slices", "depth").astype(np.int16, copy=False)
+
+    @cached_property
+    def correlation(self) -> Int64s:
+        """Id that a kernel and its launch have in common; -1 without one."""
+        return self._columns.merge("slices", "id")
+
+    @cached_property
+    def arguments(self) -> EventArguments:
+        """Arguments of the slices as JSON text."""
+        return self._columns.merge_arguments("slices")
+
+    @cached_property
+    def marks(self) -> Marks:
+        """Flows, counters and instants."""
+        return self._columns.merge_marks()
+
     def __len__(self) -> int:
-        return len(self.start_ns)
+        return self._columns.num_slices
 
     def __repr__(self) -> str:
         return f"<Trace: {len(self):,} slices, {len(self.ranks)} ranks, {self.duration_seconds:.3g} s>"
@@ -272,11 +338,13 @@ class Trace:
         Each of ``findings`` has its numbers, where to look and, for a run's trace, the change of its plan
         that is predicted to help.
 
-        It is shown as HTML tables in notebooks and as text otherwise.
+        It is shown as HTML tables in notebooks and as text otherwise. More than 32 ranks are read one after
+        the other, in the memory of a few: the tables are of all, the sentences of some.
         """
-        from shardscope.trace.analysis.summary import summarize  # circular import
+        from shardscope.trace.analysis.many_ranks import MAX_TOGETHER, summarize_many  # circular import
+        from shardscope.trace.analysis.summary import summarize
 
-        return summarize(self)
+        return summarize_many(self) if len(self.ranks) > MAX_TOGETHER else summarize(self)
 
     def breakdown(self) -> Table[BreakdownRow]:
         """Return where each rank's time went: compute, communication, copies, idle. The parts add up.
@@ -432,15 +500,16 @@ class MemorySamples:
 class _RankMerger:
     """Columns of all ranks, one after the other, with names and times in common."""
 
-    def __init__(self, ranks: list[RankColumns], shifts: list[int]) -> None:
+    def __init__(self, ranks: list[RankColumns], shifts: list[int], origin_ns: int | None) -> None:
         self._ranks = ranks
         self._shifts = shifts
         begins = [
             int(rank.slices["start_ns"].min()) - shift
             for rank, shift in zip(ranks, shifts, strict=True)
-            if len(rank.slices["start_ns"])
+            if len(rank.slices["start_ns"]) and origin_ns is None
         ]
-        self._origin_ns = min(begins, default=0)
+        self.release()
+        self.origin_ns = min(begins, default=0) if origin_ns is None else origin_ns
         names: dict[str, int] = {}
         categories: dict[str, int] = {}
         num_tracks = 0
@@ -457,11 +526,25 @@ class _RankMerger:
             num_tracks += len(texts.tracks)
         self.names, self.categories = list(names), list(categories)
 
+    @property
+    def num_slices(self) -> int:
+        return sum(len(rank.slices["row"]) for rank in self._ranks)
+
+    def select(self, numbers: set[int]) -> tuple[list[RankColumns], list[str], list[int]]:
+        """Return ranks by number, no notes, and their shifts."""
+        chosen = [position for position, rank in enumerate(self._ranks) if get_rank(rank) in numbers]
+        return [self._ranks[position] for position in chosen], [], [self._shifts[one] for one in chosen]
+
+    def release(self) -> None:
+        """Give memory of mapped columns back to the system."""
+        for rank in self._ranks:
+            rank.release()
+
     def merge_times(self, kind: Literal["slices", "marks"] = "slices") -> Int64s:
         """Return the times of all ranks from the trace's first slice."""
         return np.concatenate(
             [
-                getattr(rank, kind)["start_ns"] - (shift + self._origin_ns)
+                getattr(rank, kind)["start_ns"] - (shift + self.origin_ns)
                 for rank, shift in zip(self._ranks, self._shifts, strict=True)
             ]
         )

@@ -201,18 +201,23 @@ def _format_with_share(row: RankTimes, key: TimeColumn) -> str:
 
 def summarize(trace: Trace) -> TraceSummary:
     """Return the summary of ``trace``; see :meth:`Trace.summary`."""
-    # All names, because annotations are removed from the list only afterwards.
-    totals = Tiler(trace).sum_by_name(0, max(trace.duration_ns_total, 1), limit=len(trace.names))
-    annotations = {trace.names[i] for i in np.unique(trace.name_index[trace.activity.is_wrapper])}
-    operators = Table([row for row in totals if row["name"] not in annotations][:NUM_OPERATORS])
     return TraceSummary(
         findings=tuple(_write_sentences(trace)) if len(trace) else (Sentence(text=_describe_size(trace)),),
-        ranks=Table(_list_rank_times(trace)),
-        operators=operators,
+        ranks=Table(list_rank_times(trace)),
+        operators=Table(sum_operators(trace)[:NUM_OPERATORS]),
     )
 
 
-def _list_rank_times(trace: Trace) -> list[RankTimes]:
+def sum_operators(trace: Trace) -> list[NameTotals]:
+    """Return the totals of operators and kernels by name, most self time first."""
+    # All names, because annotations are removed from the list only afterwards.
+    totals = Tiler(trace).sum_by_name(0, max(trace.duration_ns_total, 1), limit=len(trace.names))
+    annotations = {trace.names[i] for i in np.unique(trace.name_index[trace.activity.is_wrapper])}
+    return [row for row in totals if row["name"] not in annotations]
+
+
+def list_rank_times(trace: Trace) -> list[RankTimes]:
+    """Return the times of each rank."""
     activity = trace.activity
     works = ~activity.is_wrapper
 

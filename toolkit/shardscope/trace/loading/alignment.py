@@ -70,7 +70,7 @@ def align_ranks(ranks: list[RankColumns], align: Align, notes: list[str]) -> lis
     """
     shifts = _assume_base(ranks, notes)
     spans = [
-        (int(rank.slices["start_ns"].min()) - shift, int(rank.slices["start_ns"].max()) - shift)
+        _find_span(rank, shift)
         for rank, shift in zip(ranks, shifts, strict=True)
         if len(rank.slices["start_ns"])
     ]
@@ -97,6 +97,14 @@ def align_ranks(ranks: list[RankColumns], align: Align, notes: list[str]) -> lis
     if moved is None:
         notes.append(f"{problem}: each rank starts at 0, so skew between them is hidden")
     return moved or starts
+
+
+def _find_span(rank: RankColumns, shift: int) -> tuple[int, int]:
+    """Return the starts of a rank's first and last slice."""
+    start_ns = rank.slices["start_ns"]
+    span = int(start_ns.min()) - shift, int(start_ns.max()) - shift
+    rank.release()
+    return span
 
 
 def _list_starts(ranks: list[RankColumns]) -> list[int]:
@@ -268,6 +276,7 @@ def _list_calls(rank: RankColumns, shift: int, *, with_groups: bool) -> _Calls:
     ends = (slices["start_ns"][index] + slices["duration_ns"][index] - shift).tolist()
     keys: list[tuple[object, ...]] = [(names[name],) for name in slices["name"][index].tolist()]
     if not with_groups:
+        rank.release()
         return _Calls(ends=_group_ends(keys, ends))
     decoder = msgspec.json.Decoder(CollectiveArgs, strict=False)
     for position, text in rank.arguments.iterate(slices["row"][index].astype(np.int64)):
@@ -277,6 +286,7 @@ def _list_calls(rank: RankColumns, shift: int, *, with_groups: bool) -> _Calls:
             continue
         keys[position] += (args.group, args.group_ranks, args.in_elements)
     steps = _find_steps(rank, index)
+    rank.release()
     in_steps = [((*key, step), end) for key, step, end in zip(keys, steps, ends, strict=True) if step >= 0]
     return _Calls(
         ends=_group_ends(keys, ends),

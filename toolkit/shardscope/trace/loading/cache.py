@@ -51,7 +51,9 @@ def read_rank_file(file: Path, path: Path) -> RankColumns | None:
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             return None
-        return unpack_rank(map_file(handle), path)
+        rank = unpack_rank(map_file(handle), path)
+        rank.release()
+        return rank
     except (ColumnError, OSError, ValueError):
         return None
     finally:
@@ -78,6 +80,20 @@ def write_cache(path: Path, rank: RankColumns) -> Path | None:
     except OSError:
         return None
     return cache
+
+
+def map_rank(rank: RankColumns) -> RankColumns:
+    """Return the rank with its columns in a temporary file without a name, mapped into memory.
+
+    The system can take the memory back. A rank stays as it is where no file can be written.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="shardscope-trace-") as folder:
+            file = Path(folder) / "columns"
+            write_rank_file(file, rank)
+            return read_rank_file(file, rank.path) or rank
+    except OSError:
+        return rank
 
 
 def write_rank_file(file: Path, rank: RankColumns) -> None:

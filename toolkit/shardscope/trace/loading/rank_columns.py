@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections import Counter
 from pathlib import Path
 from typing import TypeVar
@@ -59,6 +60,12 @@ class RankColumns(msgspec.Struct, kw_only=True):
     marks: Columns
     """:data:`MARK_COLUMNS` of flows, counters and instants, by time."""
     argument_bytes: bytes | memoryview
+
+    def release(self) -> None:
+        """Give the memory of a mapped file back to the system, which reads it again when it is used."""
+        data = self.argument_bytes
+        if isinstance(data, memoryview) and isinstance(data.obj, mmap.mmap):
+            data.obj.madvise(mmap.MADV_DONTNEED)
 
     @property
     def arguments(self) -> ArgumentBlocks:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardscope.trace.categories import STEP
 from shardscope.trace.files import list_trace_files, refuse_file
-from shardscope.trace.loading.cache import read_cache, write_cache
+from shardscope.trace.loading.cache import map_rank, read_cache, read_rank_file, write_cache
 from shardscope.trace.loading.processes import WorkerPool, count_processes
 from shardscope.trace.loading.rank_columns import RankColumns, get_rank
 from shardscope.trace.loading.reading import DecodeChunks, decode_here, read_rank
@@ -20,6 +20,8 @@ _EPOCH_NS = 10**18  # the year 2001: times above it are wall clock
 _UNNUMBERED = "file without a rank, numbered by order"
 _MAX_LISTED = 8
 _MAX_STEPS = 100_000
+MAX_IN_MEMORY = 16
+"""Most files whose columns are in memory; of more, they are in mapped files."""
 _LARGE_BYTES = 4 * 1024**2
 """Smallest file that is worth other processes; compressed, it has ten times as much JSON."""
 
@@ -63,15 +65,16 @@ def _read_files(
     large = [path for path in missing if sizes[path] >= _LARGE_BYTES]
     num_processes = count_processes() if large else 1
     results: dict[Path, RankColumns | ValueError] = dict(known)
+    is_mapped = len(paths) > MAX_IN_MEMORY
     if num_processes > 1 and len(large) > 1:
         with WorkerPool(min(num_processes, len(missing))) as pool:
             found = pool.read_files(missing, note_bytes, write_caches=cache)
             results |= dict(zip(missing, found, strict=True))
     elif num_processes > 1:
         with WorkerPool(num_processes) as pool:
-            results |= {path: _read_file(path, note_bytes, cache, pool.decode) for path in missing}
+            results |= {path: _read_file(path, note_bytes, cache, is_mapped, pool.decode) for path in missing}
     else:
-        results |= {path: _read_file(path, note_bytes, cache) for path in missing}
+        results |= {path: _read_file(path, note_bytes, cache, is_mapped) for path in missing}
     progress(1.0)
     in_order = [results[path] for path in paths]
     ranks = [result for result in in_order if isinstance(result, RankColumns)]
@@ -79,14 +82,19 @@ def _read_files(
 
 
 def _read_file(
-    path: Path, note_bytes: Callable[[Path, int], None], cache: bool, decode: DecodeChunks = decode_here
+    path: Path,
+    note_bytes: Callable[[Path, int], None],
+    cache: bool,
+    is_mapped: bool,
+    decode: DecodeChunks = decode_here,
 ) -> RankColumns | ValueError:
     try:
         rank = read_rank(path, partial(note_bytes, path), decode)
     except ValueError as problem:
         return problem
-    if cache:
-        write_cache(path, rank)
+    written = write_cache(path, rank) if cache else None
+    if is_mapped:
+        return (read_rank_file(written, path) if written else None) or map_rank(rank)
     return rank
 
 

@@ -1,0 +1,103 @@
+"""Tests of folders of many ranks: their columns are read when needed, and the summary takes little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.faults import slow_test
+from tests.unit.trace.trace_events import Events, all_reduce, kernel, load_ranks, operator, step
+
+from shardscope.trace import Trace
+from shardscope.trace.analysis.many_ranks import MAX_TOGETHER, choose_ranks
+from shardscope.trace.analysis.summary import summarize
+
+NUM_RANKS = MAX_TOGETHER + 8
+
+
+def make_rank(rank: int) -> Events:
+    """Return two steps of 1 us; rank 7 computes longest."""
+    events: Events = []
+    for number in range(2):
+        begin, compute = 1000 * number + rank, 400 + 100 * (rank == 7)
+        events += [
+            step(number, begin, begin + 1000),
+            kernel(begin, begin + compute),
+            all_reduce(begin + compute, begin + 800),
+            operator(begin + 100, begin + 200, f"aten::op{rank % 3}"),
+        ]
+    return events
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Trace:
+    return load_ranks(tmp_path, {rank: make_rank(rank) for rank in range(NUM_RANKS)})
+
+
+def test_the_tables_are_those_of_all_ranks_together(trace: Trace) -> None:
+    together, summary = summarize(trace), trace.summary()
+    assert list(summary.ranks) == list(together.ranks)
+    assert sorted(
+        (row["name"], row["slices"], round(row["total_seconds"] * 1e9)) for row in summary.operators
+    ) == (
+        sorted((row["name"], row["slices"], round(row["total_seconds"] * 1e9)) for row in together.operators)
+    )
+    assert f"{NUM_RANKS} ranks" in summary.sentences[0]
+    assert len(summary.sentences) > 3
+
+
+def test_some_ranks_are_a_trace_on_the_same_axis(trace: Trace) -> None:
+    some = trace.select_ranks([9, 3])
+    assert (some.ranks, some.world_size, len(some)) == ([3, 9], NUM_RANKS, 16)
+    assert int(some.start_ns.min()) == 3
+    kept = np.isin([track.rank for track in trace.tracks], some.ranks)[trace.track_index]
+    assert np.array_equal(some.start_ns, trace.start_ns[kept])
+    with pytest.raises(ValueError, match=r"Rank 99 was not recorded.*Fix:"):
+        trace.select_ranks([1, 99])
+
+
+def test_slowest_and_fastest_ranks_are_compared() -> None:
+    chosen = choose_ranks({rank: 1.0 + rank % 50 for rank in range(200)} | {17: 99.0, 60: 0.1})
+    assert {17, 60} <= set(chosen) and len(chosen) == 8
+    assert choose_ranks({4: 1.0, 2: 2.0}) == [2, 4]
+
+
+_MEASURE = """
+import resource, sys
+from shardscope.trace import Trace
+from shardscope.trace.analysis import many_ranks, breakdown, kernels
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+trace = Trace.load(sys.argv[1])
+summary = trace.summary()
+print(len(trace), len(summary.ranks), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+@slow_test
+def test_fault_38_the_summary_of_200_ranks_takes_the_memory_of_a_few(tmp_path: Path) -> None:
+    """Two million slices: their columns have 90 MB, and what is derived from them several times that."""
+    events = [event for number in range(1250) for event in _shift(make_rank(0), number)]
+    first = tmp_path / "rank-0.json"
+    first.write_text(json.dumps({"traceEvents": events}))
+    for rank in range(1, 200):
+        os.link(first, tmp_path / f"rank-{rank}.json")
+    command = [sys.executable, "-c", _MEASURE, str(tmp_path)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    num_slices, num_ranks, growth_mib = map(int, output.split())
+    assert (num_slices, num_ranks) == (2_000_000, 200)
+    assert growth_mib < 80
+
+
+def _shift(events: Events, number: int) -> Events:
+    """Return the events of two steps at a later time."""
+    return [
+        event
+        | {"ts": event["ts"] + 2 * number}
+        | ({"name": f"ProfilerStep#{2 * number + int(event['name'][-1])}"} if "#" in event["name"] else {})
+        for event in events
+    ]
