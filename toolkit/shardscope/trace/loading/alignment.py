@@ -162,17 +162,13 @@ def _assume_base(ranks: list[RankColumns], notes: list[str]) -> list[int]:
     return shifts
 
 
-Ends = dict[tuple[object, ...], Int64s]
-"""Ends of calls by what they have in common on all ranks, in the order of their starts."""
-
-
 @dataclass(kw_only=True)
 class _Calls:
-    """Ends of the collective calls of one rank."""
+    """Collective calls of one rank: arrays by what they have in common on all ranks, in order of start."""
 
-    ends: Ends
-    ends_in_steps: Ends = field(default_factory=dict)
-    """The same by step too; empty without steps."""
+    ends: dict[tuple[object, ...], Int64s]
+    steps: dict[tuple[object, ...], Int64s] = field(default_factory=dict)
+    """Step of each call, -1 outside; empty without steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,20 +248,39 @@ def _note_differing_clocks(ranks: list[RankColumns], shifts: list[int], notes: l
 
 def _compare_ends(one: _Calls, other: _Calls) -> _Offset | None:
     """Return how much later the calls of ``other`` end; None if the two have none in common."""
-    in_steps = bool(one.ends_in_steps and other.ends_in_steps)
-    ours, theirs = (each.ends_in_steps if in_steps else each.ends for each in (one, other))
-    # Another number of calls: one recording began earlier or ended in the middle.
-    keys = [key for key in ours if key in theirs and len(ours[key]) == len(theirs[key])]
-    if not keys:
+    pairs = []
+    for key in one.ends.keys() & other.ends.keys():
+        ours, theirs = one.ends[key], other.ends[key]
+        if one.steps and other.steps:
+            ours, theirs = _select_common_steps(ours, one.steps[key], theirs, other.steps[key])
+        # Another number of calls: one recording began earlier or ended in the middle.
+        if len(ours) == len(theirs):
+            pairs.append((ours, theirs))
+    ends = np.concatenate([ours for ours, _ in pairs]) if pairs else np.zeros(0, np.int64)
+    if not len(ends):
         return None
-    ends = np.concatenate([ours[key] for key in keys])
-    late_ns = np.concatenate([theirs[key] for key in keys]) - ends
+    late_ns = np.concatenate([theirs for _, theirs in pairs]) - ends
     median_ns = int(np.median(late_ns))
     spread_ns = int(np.median(np.abs(late_ns - median_ns)))
     limit = max(_MAX_SPREAD_NS, _MAX_SPREAD_SHARE * float(np.ptp(ends)))
     return _Offset(
         median_ns=median_ns, spread_ns=spread_ns, num_calls=len(ends), is_consistent=spread_ns <= limit
     )
+
+
+def _select_common_steps(
+    ours: Int64s, our_steps: Int64s, theirs: Int64s, their_steps: Int64s
+) -> tuple[Int64s, Int64s]:
+    """Return the calls of steps in which both ranks have as many, by step."""
+    here, our_counts = np.unique(our_steps, return_counts=True)
+    there, their_counts = np.unique(their_steps, return_counts=True)
+    steps, a, b = np.intersect1d(here, there, return_indices=True)
+    steps = steps[(our_counts[a] == their_counts[b]) & (steps >= 0)]
+    selected = []
+    for ends, of in ((ours, our_steps), (theirs, their_steps)):
+        order = np.argsort(of, kind="stable")
+        selected.append(ends[order][np.isin(of[order], steps)])
+    return selected[0], selected[1]
 
 
 def _list_calls(rank: RankColumns, shift: int, *, with_groups: bool) -> _Calls:
@@ -277,7 +292,7 @@ def _list_calls(rank: RankColumns, shift: int, *, with_groups: bool) -> _Calls:
     keys: list[tuple[object, ...]] = [(names[name],) for name in slices["name"][index].tolist()]
     if not with_groups:
         rank.release()
-        return _Calls(ends=_group_ends(keys, ends))
+        return _Calls(ends=_group(keys, ends))
     decoder = msgspec.json.Decoder(CollectiveArgs, strict=False)
     for position, text in rank.arguments.iterate(slices["row"][index].astype(np.int64)):
         try:
@@ -287,18 +302,15 @@ def _list_calls(rank: RankColumns, shift: int, *, with_groups: bool) -> _Calls:
         keys[position] += (args.group, args.group_ranks, args.in_elements)
     steps = _find_steps(rank, index)
     rank.release()
-    in_steps = [((*key, step), end) for key, step, end in zip(keys, steps, ends, strict=True) if step >= 0]
-    return _Calls(
-        ends=_group_ends(keys, ends),
-        ends_in_steps=_group_ends([key for key, _ in in_steps], [end for _, end in in_steps]),
-    )
+    has_steps = max(steps, default=-1) >= 0
+    return _Calls(ends=_group(keys, ends), steps=_group(keys, steps) if has_steps else {})
 
 
-def _group_ends(keys: list[tuple[object, ...]], ends: list[int]) -> Ends:
+def _group(keys: list[tuple[object, ...]], values: list[int]) -> dict[tuple[object, ...], Int64s]:
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for key, end in zip(keys, ends, strict=True):
-        groups[key].append(end)
-    return {key: np.array(values, np.int64) for key, values in groups.items()}
+    for key, value in zip(keys, values, strict=True):
+        groups[key].append(value)
+    return {key: np.array(numbers, np.int64) for key, numbers in groups.items()}
 
 
 def _find_collectives(rank: RankColumns) -> Int64s:
