@@ -223,7 +223,9 @@ def _describe_trained(plan: Plan) -> str:
     kind = {"nf4": "in NF4", "int8": "in int8", None: "that is not quantised"}[recipe.base_quantization]
     double = " with double quantisation" if recipe.method == "qlora" else ""
     targets = ", ".join(sorted(find_adapter_targets(plan.architecture, recipe)))
-    scaled = f" and alpha {recipe.adapter_alpha:g}{' (rsLoRA)' if recipe.use_rslora else ''}"
+    is_usual = recipe.adapter_alpha == 2 * recipe.adapter_rank and not recipe.use_rslora
+    scaled = "" if is_usual else f" and alpha {recipe.adapter_alpha:g}"
+    scaled += " (rsLoRA)" if recipe.use_rslora else ""
     return f"adapters of rank {recipe.adapter_rank}{scaled} on {targets}, over a base {kind}{double}"
 
 
