@@ -62,8 +62,8 @@ def choose(page: Any, label: str, option: str) -> None:
 
 def choose_tab(page: Any, tab: str) -> None:
     """Choose a tab."""
-    page.locator(".ss-tabs button", has_text=tab).click()
-    page.locator(".ss-tabs [aria-selected=true]", has_text=tab).wait_for()
+    page.locator(".ss-tabs:not(.ss-analysis-tabs) button", has_text=tab).click()
+    page.locator(".ss-tabs:not(.ss-analysis-tabs) [aria-selected=true]", has_text=tab).wait_for()
 
 
 def wait_for_verdict(page: Any, state: str) -> None:

@@ -42,7 +42,7 @@ def test_fault_46_high_contrast_keeps_legends_and_selected_states(browser: Any) 
         expected = [background for background, _ in page.evaluate(COLOURS, legend)]
         page.emulate_media(forced_colors="active")
         assert actual == expected and len(set(actual)) > 8, "swatches keep their colours"
-        (_, chosen), (_, other) = page.evaluate(COLOURS, ".ss-tabs button")
+        (_, chosen), (_, other) = page.evaluate(COLOURS, ".ss-tabs:not(.ss-analysis-tabs) button")
         assert chosen != other, "the chosen tab is underlined"
         (chosen, _), (other, _) = page.evaluate(COLOURS, ".ss-seg button")
         assert chosen != other, "the chosen segment is filled"

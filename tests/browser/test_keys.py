@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 from opened_notebook import KERNEL_IS_IDLE, TIMEOUT_MS, open_notebook, write_notebook
 from served import Lab
-from tests.requirements import few
+from tests.requirements import thorough
 
 NOTEBOOK = "keys.ipynb"
+# `make test` presses keys in the whole job.
+pytestmark = thorough()
+
 SOURCE = """import ipywidgets
 import shardscope as ss
 from shardscope_widgets import MemoryView, Studio
@@ -80,7 +83,7 @@ def page(lab: Lab, browser: Any) -> Iterator[Any]:
     page.close()
 
 
-@pytest.mark.parametrize("focused", few(FOCUS_TARGETS, ["a select", "a chart"]))
+@pytest.mark.parametrize("focused", FOCUS_TARGETS)
 def test_fault_62_keys_in_a_widget_do_not_change_the_notebook(focused: str, page: Any, lab: Lab) -> None:
     kernels, before = lab.kernels(), page.evaluate(NOTEBOOK_STATE)
     target = page.locator(FOCUS_TARGETS[focused]).first

@@ -63,7 +63,7 @@ def test_fault_26_27_48_plan_launch_stop_and_open_the_trace(lab: Lab, browser: A
 
     use_theme(page, "JupyterLab Dark", light="false")
     for tab in ("Memory", "Runs", "Trace"):
-        page.locator(".ss-tabs button", has_text=tab).click()
+        page.locator(".ss-tabs:not(.ss-analysis-tabs) button", has_text=tab).click()
         page.wait_for_timeout(800)
         page.locator(".ss-studio").scroll_into_view_if_needed()
         save_screenshot(page, f"{tab}_dark")
@@ -79,7 +79,7 @@ def test_memory_is_rehearsed_and_shown_over_one_step(lab: Lab, browser: Any, off
     check_model_input_offers_all_models(page)
     check_memory_over_one_step(page)
     rehearse_memory(page)
-    page.locator(".ss-tabs button", has_text="Memory").focus()
+    page.locator(".ss-tabs:not(.ss-analysis-tabs) button", has_text="Memory").focus()
     page.locator(".ss-studio").screenshot(path=str(SCREENSHOTS / "studio_light.png"))
     page.close()
 
@@ -215,7 +215,7 @@ def wait_for_step(page: Any) -> None:
 
 
 def check_page_is_unchanged_after_reload(page: Any) -> None:
-    page.locator(".ss-tabs button", has_text="Memory").click()
+    page.locator(".ss-tabs:not(.ss-analysis-tabs) button", has_text="Memory").click()
     page.locator(".ss-studio .ss-memory .js-plotly-plot").wait_for()
     bars = read_chart(page)
     page.get_by_role("menuitem", name="File", exact=True).click()

@@ -106,7 +106,7 @@ def test_full_window_opens_and_closes(open_page: Callable[..., Any]) -> None:
     page.get_by_role("button", name="Full window").click()
     assert page.locator(".ss-studio").bounding_box() == {"x": 0, "y": 0, "width": 1024, "height": 768}
     for tab in ("Time", "Memory"):
-        page.locator(".ss-tabs button", has_text=tab).click()
+        page.locator(".ss-tabs:not(.ss-analysis-tabs) button", has_text=tab).click()
     # Charts take the new width.
     page.wait_for_function(
         "() => document.querySelector('.ss-memory .main-svg').getBoundingClientRect().width > 600"

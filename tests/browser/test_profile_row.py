@@ -7,10 +7,12 @@ from typing import Any
 from playwright.sync_api import expect
 from served import Lab
 from studio_page import TIMEOUT_MS, choose_tab, fill_input, open_fold, open_studio, save_screenshot, use_theme
+from tests.requirements import thorough
 
 RUN_TIMEOUT_MS = 240_000
 
 
+@thorough()
 def test_next_steps_of_a_live_run_are_recorded_and_opened(lab: Lab, browser: Any, offline: Any) -> None:
     page = browser.new_page(viewport={"width": 1440, "height": 900})
     page.set_default_timeout(TIMEOUT_MS)
@@ -33,7 +35,7 @@ def test_next_steps_of_a_live_run_are_recorded_and_opened(lab: Lab, browser: Any
     fold.scroll_into_view_if_needed()
     save_screenshot(page, "profile_row_dark")
     fold.get_by_role("button", name="Open trace").click()
-    page.locator(".ss-tabs [aria-selected=true]", has_text="Trace").wait_for()
+    page.locator(".ss-tabs:not(.ss-analysis-tabs) [aria-selected=true]", has_text="Trace").wait_for()
     expect(page.locator(".ss-studio canvas").first).to_be_visible()
     save_screenshot(page, "profile_row_trace")
     # The run has trained on all the while.

@@ -113,7 +113,7 @@ def type_token_budget(page: Any) -> None:
 
 
 FINDINGS_ARE_STABLE = """() => {
-    const tabs = [...document.querySelectorAll('.ss-tabs button')];
+    const tabs = [...document.querySelectorAll('.ss-tabs:not(.ss-analysis-tabs) button')];
     const tab = tabs.find(one => one.innerText.includes('Checks'));
     const counted = Number(tab.querySelector('sup')?.innerText);
     const listed = document.querySelectorAll('.ss-findings li').length;
@@ -130,7 +130,7 @@ FINDINGS_ARE_STABLE = """() => {
 def count_findings_and_fix_one(page: Any) -> None:
     fill_input(page, "Model", "llama-3.1-8b")
     fill_input(page, "Batch", "4")
-    count = page.locator(".ss-tabs button", has_text="Checks").locator("sup")
+    count = page.locator(".ss-tabs:not(.ss-analysis-tabs) button", has_text="Checks").locator("sup")
     choose_tab(page, "Checks")
     # The tab shows the previous plan's number until the new plan is checked.
     page.wait_for_function(FINDINGS_ARE_STABLE)
@@ -231,13 +231,13 @@ def apply_row_of_all_layouts(page: Any) -> None:
 
 
 def move_through_tabs_by_keyboard(page: Any) -> None:
-    chosen = page.locator(".ss-tabs [aria-selected=true]")
+    chosen = page.locator(".ss-tabs:not(.ss-analysis-tabs) [aria-selected=true]")
     chosen.focus()
     page.keyboard.press("ArrowLeft")
-    page.locator(".ss-tabs [aria-selected=true]", has_text="Time").wait_for()
+    page.locator(".ss-tabs:not(.ss-analysis-tabs) [aria-selected=true]", has_text="Time").wait_for()
     page.locator(".ss-step").wait_for()
     page.keyboard.press("Home")
-    page.locator(".ss-tabs [aria-selected=true]", has_text="Memory").wait_for()
+    page.locator(".ss-tabs:not(.ss-analysis-tabs) [aria-selected=true]", has_text="Memory").wait_for()
 
 
 def check_nothing_overflows(page: Any, theme: str, widths: tuple[int, ...]) -> None:

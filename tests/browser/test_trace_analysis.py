@@ -81,9 +81,9 @@ def choose_analysis(page: Any, name: str) -> Any:
 
 
 def test_trace_tab_answers_why_a_step_is_slow(page: Any) -> None:
-    page.locator(".ss-tabs button", has_text="Runs").click()
+    page.locator(".ss-tabs:not(.ss-analysis-tabs) button", has_text="Runs").click()
     page.get_by_role("button", name="Open the trace of traced").first.click()
-    page.locator(".ss-tabs [aria-selected=true]", has_text="Trace").wait_for()
+    page.locator(".ss-tabs:not(.ss-analysis-tabs) [aria-selected=true]", has_text="Trace").wait_for()
     page.wait_for_selector(".ss-trace canvas[data-t0]")
     expect(page.locator(".ss-findings-of-trace li")).to_have_count(3)
     page.wait_for_function("+document.querySelector('.ss-trace canvas').dataset.slices > 100")

@@ -91,7 +91,7 @@ class Mouse(InputDevice):
     go_to = press_visible
 
     def choose_tab(self, name: str) -> None:
-        self.press(self.page.locator(".ss-tabs button", has_text=name))
+        self.press(self.page.locator(".ss-tabs:not(.ss-analysis-tabs) button", has_text=name))
 
 
 class Keyboard(InputDevice):
@@ -110,8 +110,8 @@ class Keyboard(InputDevice):
         self.page.keyboard.press("Enter")
 
     def choose_tab(self, name: str) -> None:
-        self.go_to(self.page.locator(".ss-tabs [aria-selected=true]"))
-        chosen = self.page.locator(".ss-tabs [aria-selected=true]", has_text=name)
+        self.go_to(self.page.locator(".ss-tabs:not(.ss-analysis-tabs) [aria-selected=true]"))
+        chosen = self.page.locator(".ss-tabs:not(.ss-analysis-tabs) [aria-selected=true]", has_text=name)
         for _ in range(6):
             if chosen.count():
                 return
@@ -165,7 +165,7 @@ def test_whole_workflow_by_mouse_and_by_keyboard(
     open_yesterdays_run(device)
     save_screenshot(page, f"whole_job_{device_name}_3_yesterday")
     device.press(page.locator("button[data-act^='trace:'] >> visible=true").first)
-    page.locator(".ss-tabs [aria-selected=true]", has_text="Trace").wait_for()
+    page.locator(".ss-tabs:not(.ss-analysis-tabs) [aria-selected=true]", has_text="Trace").wait_for()
     page.wait_for_function(
         "() => Number(document.querySelector('.ss-trace canvas[data-slices]')?.dataset.slices) >= 4"
     )

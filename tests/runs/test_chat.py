@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.requirements import needs, thorough
+from tests.requirements import few, needs, thorough
 
 torch = needs("torch")
 needs("transformers")
@@ -207,7 +207,7 @@ def test_merged_adapters_equal_those_of_peft(run: ss.Run, tmp_path: Path) -> Non
     assert not [path for path in run.folder.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize("variant", ["use_dora", "use_rslora"])
+@pytest.mark.parametrize("variant", few(["use_dora", "use_rslora"], ["use_dora"]))
 def test_dora_and_rslora_are_merged_as_by_peft(variant: str, run: ss.Run, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM

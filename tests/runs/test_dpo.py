@@ -161,7 +161,8 @@ def run_of_whole_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return launch(small_model(parent, "llama"), parent / "runs", "ddp", **ADAPTED)
 
 
-@pytest.mark.parametrize("name", few([name for name in LAYOUTS if name != "ddp"], ["fsdp2"]))
+@thorough()
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "ddp"])
 def test_adapters_start_at_ln_2_and_train_alike_under_each_framework(
     name: str, run_of_whole_models: Any, tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ def test_exported_torchrun_sh_starts_train_py(tmp_path: Path) -> None:
     assert "step 2 loss" in run_command(["./torchrun.sh", "--steps", "2"], tmp_path)
 
 
+@thorough()
 def test_another_number_of_ranks_than_the_plans_raises(tmp_path: Path) -> None:
     plan = ss.Plan(MODEL, ss.Cluster.parse("2xcpu"), ss.Recipe(**RECIPE), ss.Layout.ddp())
     plan.export(tmp_path)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import run_tasks as tasks
 from run_helpers import seconds_until
+from tests.requirements import few, thorough
 
 import shardscope as ss
 from shardscope.records.folder import RunFolder
@@ -61,7 +62,7 @@ def read_losses(run: ss.Run) -> list[object]:
     return [record["loss"] for record in run.metrics() if record["rank"] == 0 and "loss" in record]
 
 
-@pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("framework", few(["ddp", "fsdp2"], ["ddp"]))
 def test_live_run_is_profiled_and_trains_on_with_the_same_losses(framework: str, tmp_path: Path) -> None:
     plain = launch_training(tmp_path / "plain", framework, num_steps=90)
     assert plain.wait(120) == "finished", plain.error
@@ -100,6 +101,7 @@ def test_live_run_is_profiled_and_trains_on_with_the_same_losses(framework: str,
     assert ss.Trace.load(run.folder).ranks == [1]
 
 
+@thorough()
 def test_recording_of_the_task_itself_is_kept_and_refuses_another(tmp_path: Path) -> None:
     run = launch_training(tmp_path, profile=True)
     seconds_until(lambda: read_recording_state(run) is not None or run.status == "failed", 120)
@@ -120,6 +122,7 @@ def test_recording_of_the_task_itself_is_kept_and_refuses_another(tmp_path: Path
     )
 
 
+@thorough()
 def test_function_is_profiled_between_its_reads_of_should_stop(plan: Any, tmp_path: Path) -> None:
     run = ss.launch(plan, tasks.reads_stop_and_commands, folder=tmp_path)
     seconds_until(lambda: run.reads_stop_requests or run.status == "failed")
@@ -160,6 +163,7 @@ def test_stop_while_recording_is_clean(tmp_path: Path) -> None:
         assert run.trace(number).ranks
 
 
+@thorough()
 def test_save_and_stop_while_recording_writes_the_steps_so_far(tmp_path: Path) -> None:
     run = launch_training(tmp_path)
     wait_for_steps(run)
@@ -172,6 +176,7 @@ def test_save_and_stop_while_recording_writes_the_steps_so_far(tmp_path: Path) -
     assert set(counts) == {0, 1} and 3 < counts[0] < 1000 and counts[0] == counts[1]
 
 
+@thorough()
 def test_rank_that_dies_while_profiling_leaves_the_trace_of_the_others(tmp_path: Path) -> None:
     run = launch_training(tmp_path)
     wait_for_steps(run)

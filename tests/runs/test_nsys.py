@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from run_helpers import make_plan, seconds_until
+from tests.requirements import thorough
 
 import shardscope as ss
 
@@ -45,6 +46,7 @@ def test_ranks_run_under_nsys(record: Path, tmp_path: Path) -> None:
     assert len([line for line in run.metrics() if "loss" in line]) == 2 * 3
 
 
+@thorough()
 def test_run_under_nsys_is_stopped(record: Path, tmp_path: Path) -> None:
     run = ss.launch(make_plan(2), ss.Pretrain(num_steps=100_000, profile="nsys"), folder=tmp_path / "runs")
     seconds_until(lambda: len(run.metrics()) > 2 or run.status == "failed")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.requirements import few, needs, thorough
+from tests.requirements import needs, thorough
 
 torch = needs("torch")
 needs("transformers")
@@ -58,7 +58,8 @@ def typical_loss(folder: Path, seq_len: int) -> float:
         return float(model(input_ids=rows, labels=rows).loss)
 
 
-@pytest.mark.parametrize("method", few(["full", "lora"], ["lora"]))
+@thorough()
+@pytest.mark.parametrize("method", ["full", "lora"])
 def test_the_studios_main_button_fine_tunes_a_model_folder(folder: Path, method: str) -> None:
     studio: Any = Studio()
     studio.recipe.method.value = method
