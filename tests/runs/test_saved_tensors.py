@@ -29,6 +29,7 @@ from shardscope.memory.activations.forward import (
     list_kept_by_selective,
     list_saved_tensors,
 )
+from shardscope.memory.activations.modules.dora import DORA_FAMILIES, compute_dora_vectors
 from shardscope.memory.activations.modules.first_layer import list_unsaved_in_first_layer
 from shardscope.memory.activations.modules.saved import Modules
 from shardscope.memory.state.lora import find_adapter_targets
@@ -55,6 +56,7 @@ def make_modules(arch: Architecture, mode: str, recipe: Recipe) -> Modules:
         dropout=recipe.dropout,
         attention=recipe.attention,
         adapter_dropout=recipe.lora_dropout > 0,
+        uses_dora=recipe.use_dora,
         masks_documents=recipe.packing,
     )
 
@@ -133,6 +135,7 @@ PAIRS = [(family, mode) for family in FAMILIES for mode in MODES]
 TURNS = [(family, MODES[turn % 3]) for turn, family in enumerate(FAMILIES)]
 """Every family in one mode."""
 PLAIN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "seed_oss")
+ALL_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TARGETS = (("q_proj", "down_proj"), ("gate_proj", "up_proj", "down_proj"))
 
 
@@ -157,6 +160,20 @@ def test_a_layer_with_adapters_saves_the_listed_tensors(family: str, mode: str) 
     predicted = make_modules(arch, mode, LORA)
     measured = one_layer(family, mode, LORA)
     assert measured.per_token == sum_bytes_per_token(list_saved_tensors(arch, is_moe(family), predicted))
+
+
+@pytest.mark.parametrize("targets", few([None, *TARGETS, ALL_PROJECTIONS], [ALL_PROJECTIONS]))
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", few(DORA_FAMILIES, ["qwen2"]))
+def test_a_layer_with_dora_saves_the_listed_tensors(
+    family: str, mode: str, targets: tuple[str, ...] | None
+) -> None:
+    arch, recipe = architecture(family, 2), replace(LORA, use_dora=True, lora_targets=targets)
+    predicted = make_modules(arch, mode, recipe)
+    measured = one_layer(family, mode, recipe)
+    assert measured.per_token == sum_bytes_per_token(list_saved_tensors(arch, False, predicted))
+    casts = compute_weight_casts(arch, False, predicted)
+    assert measured.constant == casts + compute_dora_vectors(arch, predicted, "none")
 
 
 @pytest.mark.parametrize(("family", "mode"), few(PAIRS, TURNS))

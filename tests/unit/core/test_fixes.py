@@ -52,6 +52,7 @@ RECIPE_VALUES: dict[str, tuple[Any, ...]] = {
     "lora_dropout": (0.1,),
     "lora_alpha": (8.0,),
     "use_rslora": (True,),
+    "use_dora": (True,),
     "lora_targets": (("q_proj",), ("c_attn", "gate")),
     "expert_imbalance": (1.5,),
     "expert_capacity_factor": (1.25,),

@@ -216,6 +216,14 @@ def test_alpha_is_twice_the_rank_unless_given() -> None:
     catch_error("use_rslora", 1, method="lora")
 
 
+def test_dora_needs_adapters_over_an_unquantized_base() -> None:
+    assert Recipe(method="lora", use_dora=True).use_dora
+    assert "method='lora'" in catch_error("use_dora", True).fix
+    catch_error("use_dora", 1, method="lora")
+    for quantized in ({"method": "qlora"}, {"method": "lora", "quantization": "nf4"}):
+        assert "use_dora=False" in catch_error("use_dora", True, **quantized).fix
+
+
 def test_reads_json_of_version_0_1() -> None:
     """Version 0.1 wrote ten fields; the others have their defaults."""
     written = """{"shardscope": "Recipe", "version": 1, "seq_len": 2048, "micro_batch_size": 1,

@@ -27,6 +27,7 @@ CHANGES: list[dict[str, Any]] = [
     {"method": "lora", "quantization": "nf4"},
     {"method": "lora", "quantization": "int8"},
     {"method": "lora", "lora_dropout": 0.1},
+    {"method": "lora", "use_dora": True},
     {"recompute": "full", "recompute_interval": 2},
     {"recompute": "offload", "recompute_interval": 3},
     {"dropout": 0.1},
@@ -143,3 +144,30 @@ def test_engines_reject_options_they_do_not_train() -> None:
         assert text in why
     ok = ss.Plan(ss.Architecture.of_size("2m"), two, ss.Recipe(seq_len=64), ss.Layout.ddp())
     assert why_not_trained(ok) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "change"),
+    [
+        (ss.Layout.zero(), "llama-3.1-8b", {}),
+        (ss.Layout.zero(stage=2), "llama-3.1-8b", {}),
+        (ss.Layout.fsdp2(offload="cpu"), "llama-3.1-8b", {}),
+        (ss.Layout.fsdp2(tp=2), "llama-3.1-8b", {}),
+        (ss.Layout.ddp(), "gpt2", {}),
+        (ss.Layout.ddp(), "mixtral-8x7b", {}),
+        (ss.Layout.ddp(), "llama-3.1-8b", {"lora_dropout": 0.1}),
+        (ss.Layout.ddp(), "llama-3.1-8b", {"recompute": "selective"}),
+        (ss.Layout.ddp(), "llama-3.1-8b", {"recompute": "offload"}),
+        (ss.Layout.ddp(), "llama-3.1-8b", {"kernels": "liger"}),
+        (ss.Layout.ddp(), "llama-3.1-8b", {"kernels": "compiled"}),
+        (ss.Layout.ddp(), "llama-3.1-8b", {"attention": "eager"}),
+    ],
+)
+def test_dora_is_rejected_where_it_cannot_be_predicted(
+    layout: ss.Layout, model: str, change: dict[str, Any]
+) -> None:
+    recipe = ss.Recipe(method="lora", seq_len=512, **change)
+    plan = ss.Plan(ss.models[model], CLUSTERS["8xh100-sxm-80gb"], recipe, layout)
+    with pytest.raises(FieldError, match="use_dora=False") as caught:
+        replace(plan, recipe=replace(recipe, use_dora=True))
+    assert caught.value.field == "Recipe.use_dora"

@@ -166,6 +166,11 @@ class Layout(Serializable):
         """Raise ``ValueError`` for combinations of valid fields that the framework's code rejects."""
 
     @property
+    def supports_dora(self) -> bool:
+        """Return whether peft's DoRA finds whole matrices in forward, and the memory model has formulas."""
+        return False
+
+    @property
     def keeps_frozen_inputs(self) -> bool:
         """Return whether frozen projections save their inputs although they need no weight gradient."""
         return False

@@ -48,6 +48,7 @@ UNSET_ADAPTER_FIELDS: dict[str, object] = {
     "lora_dropout": 0.0,
     "lora_alpha": None,
     "use_rslora": False,
+    "use_dora": False,
 }
 """Fields of adapters -> value without adapters."""
 
@@ -115,6 +116,9 @@ class Recipe(Serializable):
     use_rslora: bool = False
     """Scale updates by alpha / sqrt(rank), so that high ranks learn too (Kalajdzievski 2023,
     arXiv:2312.03732). Only with adapters."""
+    use_dora: bool = False
+    """Train the magnitudes of the adapted matrices' rows, and their directions by adapters (Liu et al. 2024,
+    arXiv:2402.09353). Only with adapters over an unquantized base."""
     expert_imbalance: float = 1.0
     """Tokens of the most loaded rank's experts divided by an even share, 1 (balanced) to 1,024."""
     expert_capacity_factor: float | None = None
@@ -137,6 +141,7 @@ class Recipe(Serializable):
                 check_choice(f"Recipe.{field}", getattr(self, field), choices)
         check_flag("Recipe.packing", self.packing)
         check_flag("Recipe.use_rslora", self.use_rslora)
+        check_flag("Recipe.use_dora", self.use_dora)
         self._check_real("dropout", 0, 0.99)
         self._check_real("lora_dropout", 0, 0.99)
         self._check_real("expert_imbalance", 1, 1024)
@@ -214,6 +219,13 @@ class Recipe(Serializable):
             )
         if self.method == "qlora" and self.quantization == "int8":
             refuse("Recipe.quantization", "int8", '"nf4" or None with method="qlora"', {"quantization": None})
+        if self.use_dora and self.base_quantization:
+            refuse(
+                "Recipe.use_dora",
+                True,
+                "False over a quantized base, of which peft's DoRA dequantizes a copy in each forward",
+                {"use_dora": False},
+            )
         if self.has_adapters and self.precision == "fp8-mixed":
             refuse(
                 "Recipe.precision",

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Fix, find_nearest, refuse
 from shardscope.families.registry import find_family, list_families_with
+from shardscope.memory.activations.forward import find_modules
 from shardscope.memory.activations.head import resolve_loss
+from shardscope.memory.activations.modules.attention import compute_saved_scores
 from shardscope.memory.activations.modules.compiled import COMPILED_FAMILIES
+from shardscope.memory.activations.modules.dora import DORA_FAMILIES, has_known_dora
 from shardscope.memory.activations.modules.liger import LIGER_FAMILIES
 
 if TYPE_CHECKING:
@@ -99,6 +102,7 @@ def check_supported(plan: Plan) -> None:
     _check_experts(plan)
     _check_interval(plan)
     _check_packing(plan)
+    _check_dora(plan)
     plan.layout.check_together(plan.architecture, plan.recipe, plan.degrees)
 
 
@@ -312,6 +316,41 @@ def _find_mask_problem(plan: Plan) -> str | None:
     if recipe.recompute == "offload":
         return "recompute='offload', which would copy the mask of documents to the host for each layer"
     return None
+
+
+DORA_ALLOWED: dict[str, tuple[object, ...]] = {
+    "kernels": (None, "transformers"),
+    "attention": (None, "sdpa"),
+    "recompute": ("none", "full"),
+    "recompute_interval": (1,),
+    "dropout": (0.0,),
+    "lora_dropout": (0.0,),
+    "packing": (False,),
+}
+"""Values of other fields for which DoRA has formulas (``memory/activations/modules/dora.py``)."""
+
+
+def _check_dora(plan: Plan) -> None:
+    """Check that DoRA's products in forward have formulas: by layout, family, and other fields."""
+    arch, recipe = plan.architecture, plan.recipe
+    if not recipe.use_dora:
+        return
+    reason = None
+    if not plan.layout.supports_dora:
+        reason = f"{plan.layout.description}: only DDP, and FSDP2 without offloading, have formulas"
+    elif split := [name for name in ("tp", "pp", "cp") if getattr(plan.degrees, name) > 1]:
+        reason = f"{split[0]} > 1, with which peft's DoRA was never run"
+    elif not has_known_dora(arch):
+        reason = f"{arch.name} ({arch.model_type}): its layers are known in {', '.join(DORA_FAMILIES)}"
+    elif compute_saved_scores(arch, find_modules(plan)):
+        reason = f"{arch.name} in {recipe.precision} here, whose attention stores its scores"
+    else:
+        for field, values in DORA_ALLOWED.items():
+            if getattr(recipe, field) not in values:
+                reason = f"{field}={getattr(recipe, field)!r}, for which there is no formula"
+                break
+    if reason:
+        refuse("Recipe.use_dora", True, f"False with {reason}", {"use_dora": False})
 
 
 def _check_attention(plan: Plan) -> None:

@@ -19,6 +19,7 @@ from shardscope.timing.matmul import (
     count_adapter_products,
     count_adapters,
     count_attention_flops_per_token,
+    count_dora_products,
     count_eager_attention,
     count_layer_products,
 )
@@ -47,6 +48,11 @@ _ADAPTER_KERNELS = (8, 12)
 """Kernels of one adapter on top of its base, forward and backward: peft/tuners/lora/layer.py, ``Linear``,
 counted with torch's dispatcher with fp32 adapters under autocast, as peft casts them; 4 and 8 in a single
 dtype."""
+
+_DORA_KERNELS = (13, 8)
+"""Kernels that DoRA adds, line by line: peft 0.21, tuners/lora/dora.py, ``DoraLinearLayer.forward``."""
+_DORA_PASSES = 6
+"""Reads and writes of the matrix for its norm: the scaled product, the sum with the base, and the norm."""
 
 
 class Operators(NamedTuple):
@@ -119,6 +125,8 @@ class LayerWork:
         adapters = (
             count_adapter_products(arch, moe, recipe, tp).seconds(self.tokens, self.rate) if frozen else 0.0
         )
+        dora = count_dora_products(arch, moe, recipe) if recipe.use_dora else (0, 0, 0)
+        dora_products = self.rate.seconds(*dora[:2]) if recipe.use_dora else 0.0
         attention, attention_back = self._compute_attention()
         # All other operators are memory-bound. Their traffic is proportional to what they save for backward
         # (``catalog/efficiency.toml``, [passes]); residual additions, casts and sorting are counted on top.
@@ -129,6 +137,7 @@ class LayerWork:
             sorted_bytes = self._count_sort_bytes()
             moved, moved_back = moved + sorted_bytes, moved_back + sorted_bytes
         elementwise = (self.passes.forward * saved + _ADDS * stream + moved) / self.memory
+        elementwise += _DORA_PASSES * dora[2] * self.modules.compute / self.memory
         elementwise_back = (self.passes.backward * saved + _ADDS * stream + moved_back) / self.memory
         merged, merged_back = self._compute_merge()
         elementwise, elementwise_back = elementwise + merged, elementwise_back + merged_back
@@ -136,10 +145,10 @@ class LayerWork:
         passes = self.passes
         num_adapters = count_adapters(arch, moe, recipe) if frozen else 0
         forward = self._add_launch_time(
-            Operators(matrices + adapters, attention, elementwise),
+            Operators(matrices + adapters + dora_products, attention, elementwise),
             passes.kernels_forward
             + moe * passes.kernels_experts_forward
-            + num_adapters * _ADAPTER_KERNELS[0],
+            + num_adapters * (_ADAPTER_KERNELS[0] + recipe.use_dora * _DORA_KERNELS[0]),
         )
         # Gradients of inputs and of weights are one matmul each (Kaplan et al. 2020, section 2.1); a frozen
         # matrix has only the first.
@@ -147,7 +156,7 @@ class LayerWork:
             Operators((1 if frozen else 2) * matrices + 2 * adapters, attention_back, elementwise_back),
             passes.kernels_backward
             + moe * passes.kernels_experts_backward
-            + num_adapters * _ADAPTER_KERNELS[1],
+            + num_adapters * (_ADAPTER_KERNELS[1] + recipe.use_dora * _DORA_KERNELS[1]),
         )
         both = Operators(
             forward.matrices + backward.matrices,

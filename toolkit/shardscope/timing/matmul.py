@@ -147,6 +147,22 @@ def _list_adapter_products(arch: Architecture, moe: bool, recipe: Recipe, tp: in
     return Products(weights, edges)
 
 
+def count_dora_products(arch: Architecture, moe: bool, recipe: Recipe) -> tuple[int, int, int]:
+    """Return multiplied pairs, their moved numbers, and the numbers of adapted matrices, of one layer.
+
+    peft's DoRA multiplies both adapter matrices with the identity in each forward (peft 0.21,
+    tuners/lora/dora.py, ``get_lora_weight``).
+    """
+    targets, rank = find_adapter_targets(arch, recipe), recipe.adapter_rank
+    pairs = moved = matrices = 0
+    for target, (out, inner) in arch.layer_linears(find_first_layer(arch, moe)):
+        if target in targets:
+            pairs += inner * rank * (inner + out)
+            moved += inner * (inner + out) + rank * (3 * inner + out)
+            matrices += inner * out
+    return pairs, moved, matrices
+
+
 def count_adapters(arch: Architecture, moe: bool, recipe: Recipe) -> int:
     """Return the number of adapters in one layer."""
     targets = find_adapter_targets(arch, recipe)

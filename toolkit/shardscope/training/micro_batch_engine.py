@@ -298,6 +298,7 @@ class MicroBatchEngine(Engine):
                 if self.weights is not None:
                     # With the values that WithAdapters gives to engines that initialize shard by shard.
                     initialize_adapters(model, self.seed)
+                    lora.reset_magnitudes(model)
             elif self.recipe.precision == "bf16":
                 cast_parameters(model, torch.bfloat16)
         # compile_layers compiles the forward that recomputes, so it comes last.

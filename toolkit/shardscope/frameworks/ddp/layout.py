@@ -41,6 +41,10 @@ class DdpLayout(Layout):
         """Return the degrees with a replica on each of the ``left`` ranks."""
         return Degrees(data_parallel=left, replicate=left)
 
+    @property
+    def supports_dora(self) -> bool:
+        return True
+
     def check_together(self, architecture: Architecture, recipe: Recipe, degrees: Degrees) -> None:
         """Raise ``ValueError`` for quantization with kernels or a precision that was never measured.
 

@@ -175,6 +175,10 @@ class Fsdp2Layout(Layout):
             cp=self.cp,
         )
 
+    @property
+    def supports_dora(self) -> bool:
+        return self.offload is None
+
     def check_together(self, architecture: Architecture, recipe: Recipe, degrees: Degrees) -> None:
         """Raise ``ValueError`` for combinations of options that are not supported.
 

@@ -29,6 +29,7 @@ from shardscope.memory.activations.modules.compiled import (
     compute_compiled_recomputation,
     list_compiled_tensors,
 )
+from shardscope.memory.activations.modules.dora import list_dora_tensors
 from shardscope.memory.activations.modules.experts import list_expert_tensors
 from shardscope.memory.activations.modules.first_layer import list_unsaved_in_first_layer
 from shardscope.memory.activations.modules.gpt2 import list_gpt2_tensors
@@ -100,6 +101,7 @@ def find_modules(plan: Plan) -> Modules:
         targets=find_adapter_targets(plan.architecture, recipe) if lora else None,
         adapter_rank=recipe.adapter_rank if lora else 0,
         adapter_dropout=lora and recipe.lora_dropout > 0,
+        uses_dora=recipe.use_dora,
         on_gpu=plan.on_gpu,
         dropout=recipe.dropout,
         attention=recipe.attention,
@@ -257,6 +259,7 @@ def list_saved_tensors(architecture: Architecture, moe: bool, modules: Modules) 
     return (
         *tensors,
         *_list_adapter_tensors(architecture, moe, modules),
+        *list_dora_tensors(architecture, moe, modules),
         *_list_wide_branches(architecture, modules),
     )
 

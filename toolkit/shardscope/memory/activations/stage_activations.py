@@ -18,6 +18,7 @@ from shardscope.memory.activations.float8 import compute_layer_working
 from shardscope.memory.activations.forward import (
     LayerActivations,
     compute_document_mask,
+    compute_kept_for_recomputation,
     compute_kept_masks,
     compute_layer_activations,
     compute_unsaved_at_start,
@@ -34,6 +35,7 @@ from shardscope.memory.activations.head import (
 )
 from shardscope.memory.activations.largest_layer import LargestLayer, find_largest_layer
 from shardscope.memory.activations.modules.attention import is_eager
+from shardscope.memory.activations.modules.dora import compute_dora_peaks, compute_dora_vectors
 from shardscope.memory.activations.modules.layer_peaks import LayerPeak, compute_layer_peaks
 from shardscope.memory.report import Term
 from shardscope.memory.state.quantization import find_largest_matrix
@@ -99,6 +101,11 @@ class TransformersActivations:
         # A micro-batch in flight keeps the saved tensors of one chunk of the stage's layers.
         saved = sum([kind.num_layers * kind.activations.saved for kind in self.kinds])
         self.saved_by_layers = ceil_div(self.tokens * saved, self.num_chunks) * self.chunks_in_flight
+        if modules.uses_dora:
+            self.saved_by_layers += sum(
+                kind.num_layers * compute_dora_vectors(plan.architecture, modules, kind.recompute)
+                for kind in self.kinds
+            )
         """Bytes of all layers' activations, of all micro-batches in flight."""
         self.saved_before_layers = self.tokens * self._compute_before_layers()
         """Bytes of one micro-batch."""
@@ -509,6 +516,13 @@ def _build_kind(
         LayerPeak(tokens * activations + dequantized_width * dequantized, finished, matrix, experts, casts)
         for activations, finished, matrix, experts, casts, dequantized in peaks.backward
     ]
+    forward = tokens * peaks.forward
+    if modules.uses_dora:
+        stream = arch.hidden_size * modules.stream
+        kept_inputs = compute_kept_for_recomputation(arch, moe, modules, recompute, stream)
+        in_forward, in_backward = compute_dora_peaks(arch, modules, recompute, tokens, kept_inputs)
+        forward = maximum(forward, in_forward)
+        backward = [LayerPeak(num_bytes) for num_bytes in in_backward]
     # The casts to 8 bits inside of one Linear's backward are a candidate of their own.
     if plan.recipe.precision == "fp8-mixed":
         stream = ceil_div(arch.hidden_size * modules.stream, num_stream_shards)
@@ -523,8 +537,8 @@ def _build_kind(
         num_layers=num_layers,
         first_index=first,
         last_index=last,
-        saved=tokens * layer.saved,
-        forward=tokens * peaks.forward + dequantized,
+        saved=tokens * layer.saved + compute_dora_vectors(arch, modules, recompute),
+        forward=forward + dequantized,
         backward=tuple(backward),
         casts=casts,
         casts_after_forward=copies * casts,

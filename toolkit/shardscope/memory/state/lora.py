@@ -37,13 +37,14 @@ def count_layer_adapters(
 ) -> tuple[int, int]:
     """Return one layer's adapter weights, and the largest shard of them over ``num_shards`` ranks.
 
-    A is (rank, in) and B is (out, rank); each is sharded by rows, rounded up.
+    A is (rank, in) and B is (out, rank); each is sharded by rows, rounded up, and so are DoRA's magnitudes.
     """
     targets, rank = find_adapter_targets(architecture, recipe), recipe.adapter_rank
     numel = shard = 0
     for target, (out, inner) in architecture.layer_linears(find_first_layer(architecture, moe)):
         if target in targets:
-            numel += rank * (inner + out)
+            # With DoRA a magnitude for each row of the matrix.
+            numel += rank * (inner + out) + recipe.use_dora * out
             # With fewer rows than ranks, A's shard is one row on some ranks and empty on the others.
-            shard += ceil_div(rank, num_shards) * inner + ceil_div(out, num_shards) * rank
+            shard += ceil_div(rank, num_shards) * inner + ceil_div(out, num_shards) * (rank + recipe.use_dora)
     return numel, shard

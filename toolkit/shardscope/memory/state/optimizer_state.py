@@ -221,11 +221,12 @@ def _list_trained_shapes(
             for shape in list_rank_shapes(arch, moe, tp, ep)
         ]
     rank, targets = adapted.adapter_rank, find_adapter_targets(arch, adapted)
-    # peft's lora_A, then lora_B.
+    # peft's lora_A, lora_B, and DoRA's lora_magnitude_vector.
     shapes = []
     for target, (out, inner) in arch.layer_linears(find_first_layer(arch, moe)):
         if target in targets:
             shapes += [(1, rank, inner, "adapter"), (1, out, rank, "adapter")]
+            shapes += [(1, out, 1, "adapter")] * adapted.use_dora
     return shapes
 
 

@@ -205,7 +205,7 @@ def _check_weights(before: Plan, now: Plan) -> Iterator[Finding]:
     # Another model is a finding of its own, and explains this one.
     if was == wanted or before.architecture.parameter_groups != now.architecture.parameter_groups:
         return
-    fields = ("method", "quantization", "lora_rank", "lora_targets", "lora_alpha", "use_rslora")
+    fields = ("method", "quantization", "lora_rank", "lora_targets", "lora_alpha", "use_rslora", "use_dora")
     yield Finding(
         name="checkpoint-of-other-weights",
         severity="danger",
@@ -226,6 +226,7 @@ def _describe_trained(plan: Plan) -> str:
     is_usual = recipe.adapter_alpha == 2 * recipe.adapter_rank and not recipe.use_rslora
     scaled = "" if is_usual else f" and alpha {recipe.adapter_alpha:g}"
     scaled += " (rsLoRA)" if recipe.use_rslora else ""
+    scaled += " with magnitudes (DoRA)" if recipe.use_dora else ""
     return f"adapters of rank {recipe.adapter_rank}{scaled} on {targets}, over a base {kind}{double}"
 
 

@@ -8,6 +8,7 @@ import torch
 
 from shardscope.core.number_format import format_count
 from shardscope.memory.state.lora import find_adapter_targets
+from shardscope.training.optimizers.gradients import local_shard
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -29,6 +30,7 @@ def add_adapters(
         r=recipe.adapter_rank,
         lora_alpha=recipe.adapter_alpha,  # type: ignore[arg-type]  # annotated as int, used as a factor.
         use_rslora=recipe.use_rslora,
+        use_dora=recipe.use_dora,
         lora_dropout=recipe.lora_dropout,
         bias="none",
         task_type="CAUSAL_LM",
@@ -36,6 +38,18 @@ def add_adapters(
     )
     adapted: torch.nn.Module = get_peft_model(model, config, autocast_adapter_dtype=in_fp32)
     return adapted
+
+
+def reset_magnitudes(model: torch.nn.Module) -> None:
+    """Set DoRA's magnitudes to the norms of the base's rows, as peft does if these have their values.
+
+    Shards of both have the same rows.
+    """
+    with torch.no_grad():
+        for module in model.modules():
+            for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
+                weight, into = local_shard(module.base_layer.weight), local_shard(magnitude.weight)
+                into.copy_(torch.linalg.vector_norm(weight, dim=1, dtype=into.dtype))
 
 
 def describe_adapters(num_weights: int, base: BaseRecord | None) -> str:

@@ -133,6 +133,7 @@ def add_adapters(base: PreTrainedModel, recipe: SimpleNamespace, *, seeded_by_na
         r=rank,
         lora_alpha=2 * rank if recipe.lora_alpha is None else recipe.lora_alpha,
         use_rslora=recipe.use_rslora,
+        use_dora=recipe.use_dora,
         lora_dropout=recipe.lora_dropout,
         target_modules=recipe.lora_targets or sorted(attention),
     )

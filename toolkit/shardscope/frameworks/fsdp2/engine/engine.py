@@ -29,6 +29,7 @@ from shardscope.frameworks.fsdp2.layout import Fsdp2Layout, get_layout, get_resh
 from shardscope.training.engine import BuildModel
 from shardscope.training.generation import choose_tokens
 from shardscope.training.micro_batch_engine import MIXED_TYPES
+from shardscope.training.model.lora import reset_magnitudes
 from shardscope.training.model.on_meta import allocate_parameters, build_on_meta
 from shardscope.training.model.recompute import list_decoder_layers
 from shardscope.training.optimizers import gradients
@@ -126,6 +127,7 @@ class Fsdp2Engine(TorchEngine):
         weights, device = self.initial_weights_of(model, self.ctx.device), self.ctx.device
         materialize(model, weights, device=self._home, compute=device)
         fill_buffers(model, weights)
+        reset_magnitudes(model)
 
     def _shard_model(self, model: torch.nn.Module) -> None:
         """Shard ``model`` bottom-up: one ``fully_shard`` group per decoder layer, and the root."""

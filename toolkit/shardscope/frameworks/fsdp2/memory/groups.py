@@ -225,4 +225,5 @@ def _list_tensors(
             out, inner = linears[target]
             rank = adapter_recipe.adapter_rank
             tensors += [(ceil_div(rank * size, tp), True) for size in (inner, out)]
+            tensors += [(out, True)] * adapter_recipe.use_dora
     return tensors

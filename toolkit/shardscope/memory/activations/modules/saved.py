@@ -45,6 +45,8 @@ class Modules(NamedTuple):
     adapter_rank: int = 0
     adapter_dropout: bool = False
     """Dropout before adapters, so that each saves its own input."""
+    uses_dora: bool = False
+    """Adapters are DoRA's (``modules/dora.py``)."""
     windowed: bool | None = None
     """Whether this layer has a sliding window, in a model with both kinds; None: yes if any layer has one."""
     on_gpu: bool = True
