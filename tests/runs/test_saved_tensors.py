@@ -162,7 +162,9 @@ def test_a_layer_with_adapters_saves_the_listed_tensors(family: str, mode: str) 
     assert measured.per_token == sum_bytes_per_token(list_saved_tensors(arch, is_moe(family), predicted))
 
 
-@pytest.mark.parametrize("targets", few([None, *TARGETS, ALL_PROJECTIONS], [ALL_PROJECTIONS]))
+@pytest.mark.parametrize(
+    "targets", few([(None,), *((one,) for one in TARGETS), (ALL_PROJECTIONS,)], [(ALL_PROJECTIONS,)])
+)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", few(DORA_FAMILIES, ["qwen2"]))
 def test_a_layer_with_dora_saves_the_listed_tensors(

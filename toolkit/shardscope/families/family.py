@@ -26,6 +26,7 @@ Support = Literal[
     "megatron_script",
     "liger_kernels",
     "compiled_layers",
+    "dora",
     "attention_choice",
     "document_masks",
     "dropout",
@@ -46,6 +47,7 @@ Support = Literal[
 - ``megatron_script``: the exported Megatron-core training script trains it.
 - ``liger_kernels``: ``apply_liger_kernel_to_...`` replaces every norm and the whole MLP, and no more.
 - ``compiled_layers``: saved tensors of its compiled layers have formulas (RMSNorm, a gated MLP, SDPA).
+- ``dora``: saved tensors and peaks of its layers with DoRA have formulas, which are tested.
 - ``document_masks``: its layers pass a prepared 4-D mask to SDPA unchanged and accept positions, so that
   packed documents can be separated.
 - ``attention_choice``: ``Recipe.attention`` may differ from the family's default and has formulas.
@@ -54,7 +56,7 @@ Support = Literal[
 
 LLAMA_SUPPORT: frozenset[Support] = frozenset({
     "pipeline_stages", "fsdp2_tensor_parallel", "fsdp2_context_parallel", "autotp_rehearsal",
-    "autotp_training", "megatron_weights", "megatron_script", "liger_kernels", "compiled_layers",
+    "autotp_training", "megatron_weights", "megatron_script", "liger_kernels", "compiled_layers", "dora",
     "attention_choice", "document_masks", "dropout",
 })  # fmt: skip
 """Features of Llama and of the dense families with the same layers."""

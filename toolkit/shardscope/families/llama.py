@@ -96,7 +96,7 @@ SEED_OSS = Family(
     read=_read_seed_oss,
     # Without "dropout": residual_dropout adds masks after attention and MLP, which have no formula.
     supports=frozenset({
-        "pipeline_stages", "fsdp2_tensor_parallel", "fsdp2_context_parallel", "compiled_layers",
+        "pipeline_stages", "fsdp2_tensor_parallel", "fsdp2_context_parallel", "compiled_layers", "dora",
         "attention_choice", "document_masks",
     }),
     may_have_experts=False,

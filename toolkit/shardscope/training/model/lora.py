@@ -48,7 +48,8 @@ def reset_magnitudes(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for module in model.modules():
             for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
-                weight, into = local_shard(module.base_layer.weight), local_shard(magnitude.weight)
+                base = module.get_submodule("base_layer").get_parameter("weight")
+                weight, into = local_shard(base), local_shard(magnitude.weight)
                 into.copy_(torch.linalg.vector_norm(weight, dim=1, dtype=into.dtype))
 
 

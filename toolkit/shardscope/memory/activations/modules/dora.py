@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardscope.core.ops import maximum
 from shardscope.core.precision import FP32
 from shardscope.families.parameter_shapes import find_first_layer
+from shardscope.families.registry import list_families_with
 from shardscope.memory.activations.modules.attention import (
     get_attention_widths,
     list_kernel_tensors,
@@ -31,7 +32,7 @@ _PENDING = {"k_proj": ("q_proj",), "v_proj": ("q_proj", "k_proj")}
 """Projections whose outputs nothing has read yet when another one runs."""
 
 
-DORA_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss")
+DORA_FAMILIES = list_families_with("dora")
 """Families with such layers, which are tested."""
 
 
