@@ -125,6 +125,7 @@ class MicroBatchEngine(Engine):
         if self.weights is not None:
             self.weights.close()
         self._module.train()
+        quantized.keep_packing(self.model)
         base = quantized.check_base(self.model, self.recipe, sharded=self.shards_parameters)
         # read_back() comes last: a framework that shards counts the full trainable parameters itself.
         built: dict[str, object] = {

@@ -171,6 +171,18 @@ def is_quantized(tensor: torch.Tensor) -> bool:
     return any(getattr(tensor, name, None) is not None for name in ("quant_state", "SCB"))
 
 
+def keep_packing(model: torch.nn.Module) -> None:
+    """Make NF4 Linears keep the order of their packed weights in forwards without gradients.
+
+    On CPUs with AVX512-BF16 bitsandbytes repacks the weights in place for its inference kernel (0.50,
+    ``Linear4bit.forward``, where ``training`` is False). Under FSDP2 they are a group's gathered copy, so the
+    next all-gather restores the old order under a state that says the new one.
+    """
+    for linear in _find_quantized_linears(model):
+        if hasattr(linear, "support_avx512bf16_for_cpu"):
+            linear.support_avx512bf16_for_cpu = False
+
+
 def check_base(model: torch.nn.Module, recipe: Recipe, *, sharded: bool) -> BaseRecord | None:
     """Read back how the base is quantized; None if it is not. Raises ``RuntimeError`` if not as planned.
 
