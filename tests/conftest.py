@@ -7,6 +7,11 @@ import shutil
 import tempfile
 
 import pytest
+from hypothesis import settings
+from tests.requirements import THOROUGH, skip_unsampled
+
+# The same examples of property tests everywhere; --hypothesis-profile=default draws new ones.
+settings.register_profile("same", settings.get_profile("ci"), max_examples=100 if THOROUGH else 20)
 
 FOLDER = pytest.StashKey[str]()
 
@@ -20,6 +25,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["SHARDSCOPE_DATA_HOME"] = config.stash[FOLDER]
     # The key of this user's checkpoints.
     os.environ["XDG_STATE_HOME"] = config.stash[FOLDER]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`make test` runs a sample of the cases of large parametrized tests."""
+    skip_unsampled(items)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -64,6 +64,31 @@ def thorough() -> pytest.MarkDecorator:
     )
 
 
+def sample(number: int) -> pytest.MarkDecorator:
+    """Return a mark for a parametrized test: `make test` runs ``number`` of its cases, `make test-all` all.
+
+    The cases are spread evenly, the first among them.
+    """
+    return pytest.mark.sample(number)
+
+
+def skip_unsampled(items: Iterable[pytest.Item]) -> None:
+    """Mark the cases that :func:`sample` leaves to `make test-all` as skipped."""
+    if THOROUGH:
+        return
+    cases: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample"):
+            cases.setdefault((str(item.path), item.nodeid.partition("[")[0]), []).append(item)
+    for items_of_one in cases.values():
+        mark = items_of_one[0].get_closest_marker("sample")
+        assert mark is not None
+        step = max(1, -(-len(items_of_one) // mark.args[0]))
+        for index, item in enumerate(items_of_one):
+            if index % step:
+                item.add_marker(thorough())
+
+
 def examples(number: int) -> int:
     """Return hypothesis's ``max_examples``: ``number`` in `make test-all`, else an eighth, at least 5."""
     return number if THOROUGH else max(number // 8, 5)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import expect
-from tests.requirements import few, thorough
+from tests.requirements import few, sample, thorough
 from tests.unit.trace.trace_events import all_reduce, kernel, launch, operator, step, write_ranks
 
 from shardscope.trace import Trace
@@ -213,6 +213,7 @@ def test_wheel_zooms_at_the_pointer_and_updates_the_viewport(open_view: Any, vie
         assert view.viewport_seconds == pytest.approx(after)
 
 
+@thorough()
 def test_drag_pans_without_zooming(open_view: Any, view: TraceView) -> None:
     with open_view(view) as page:
         x, y = find_center(page)
@@ -296,6 +297,7 @@ def test_search_counts_highlights_and_visits_the_matches(open_view: Any, view: T
         assert t0 <= first["start_seconds"] <= t1
 
 
+@thorough()
 def test_fault_46_rank_is_collapsed_by_keyboard(open_view: Any, view: TraceView) -> None:
     with open_view(view) as page:
         first, second = page.locator(".ss-trace-rank").all()
@@ -311,6 +313,7 @@ def test_fault_46_rank_is_collapsed_by_keyboard(open_view: Any, view: TraceView)
         assert second.bounding_box()["y"] - first.bounding_box()["y"] == pytest.approx(before)
 
 
+@thorough()
 def test_totals_table_follows_the_viewport(open_view: Any, view: TraceView) -> None:
     with open_view(view) as page:
         page.locator(".ss-trace-totals summary").click()
@@ -319,6 +322,7 @@ def test_totals_table_follows_the_viewport(open_view: Any, view: TraceView) -> N
         assert first == view._tiler.sum_by_name(0, view._span_ns)[0]["name"]
 
 
+@thorough()
 def test_viewport_is_set_from_python(open_view: Any, view: TraceView) -> None:
     with open_view(view) as page:
         page.evaluate("model.set('viewport_seconds', [0.002, 0.004])")
@@ -326,6 +330,7 @@ def test_viewport_is_set_from_python(open_view: Any, view: TraceView) -> None:
         assert read_viewport(page) == pytest.approx((0.002, 0.004))
 
 
+@thorough()
 def test_fault_46_canvas_follows_jupyterlabs_theme(open_view: Any, view: TraceView) -> None:
     corner = (
         "[...document.querySelector('canvas').getContext('2d').getImageData(4, 4, 1, 1).data].slice(0, 3)"
@@ -355,12 +360,14 @@ def test_fault_38_script_in_a_name_is_escaped(open_view: Any, tmp_path: Path) ->
         assert page.evaluate("window.hacked") is None
 
 
+@thorough()
 def test_empty_trace_shows_a_message(open_view: Any, tmp_path: Path) -> None:
     (tmp_path / "rank-0.json").write_text('{"traceEvents": []}')
     with open_view(TraceView(tmp_path)) as page:
         expect(page.locator(".ss-trace-empty")).to_contain_text("recorded no slices")
 
 
+@thorough()
 def test_fault_44_invalid_message_is_reported_and_the_view_keeps_working(
     open_view: Any, view: TraceView
 ) -> None:
@@ -373,6 +380,7 @@ def test_fault_44_invalid_message_is_reported_and_the_view_keeps_working(
         assert read_viewport(page)[1] < view.trace.duration_seconds
 
 
+@thorough()
 def test_fault_46_nothing_overflows_on_narrow_pages(open_view: Any, view: TraceView) -> None:
     with open_view(view, width=320) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= 320
@@ -407,6 +415,7 @@ def test_gpu_streams_are_visible_and_python_stacks_collapsed(open_view: Any) -> 
         assert int(page.locator("canvas").get_attribute("data-slices")) == drawn
 
 
+@thorough()
 def test_match_in_a_collapsed_stack_expands_it(open_view: Any) -> None:
     view = TraceView(PYTHON_STACKS)
     with open_view(view) as page:
@@ -440,6 +449,7 @@ def read_drawn_texts(page: Any) -> list[str]:
     return [str(text) for text, _ in texts]
 
 
+@sample(1)
 @pytest.mark.parametrize(("width", "scale"), [(390, 1), (390, 3), (590, 2), (1180, 1)])
 def test_track_names_are_not_cut_off_on_narrow_or_scaled_pages(
     open_view: Any, width: int, scale: float
@@ -453,6 +463,7 @@ def test_track_names_are_not_cut_off_on_narrow_or_scaled_pages(
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+@sample(1)
 @pytest.mark.parametrize("width", [390, 700, 1180])
 def test_canvas_keeps_its_position_while_the_search_reports(
     open_view: Any, view: TraceView, width: int
@@ -470,6 +481,7 @@ def test_canvas_keeps_its_position_while_the_search_reports(
         assert canvas.bounding_box() == before
 
 
+@thorough()
 def test_focus_ring_of_the_search_box_is_not_cut_off(open_view: Any, view: TraceView) -> None:
     """JupyterLab clips an output to the view."""
     with open_view(view) as page:
@@ -488,6 +500,7 @@ def test_focus_ring_of_the_search_box_is_not_cut_off(open_view: Any, view: Trace
 CORNER_PIXEL = "[...canvas.getContext('2d').getImageData(4, 4, 1, 1).data].slice(0, 3)"
 
 
+@sample(1)
 @pytest.mark.parametrize("dark", [False, True])
 def test_fault_64_view_rendered_before_it_is_attached_has_the_theme(
     open_view: Any, view: TraceView, dark: bool
@@ -513,6 +526,7 @@ def test_fault_64_view_rendered_before_it_is_attached_has_the_theme(
         assert corner == expected and (max(corner) < 60 if dark else min(corner) > 240)
 
 
+@thorough()
 def test_fault_64_canvas_is_readable_without_css_variables(open_view: Any, view: TraceView) -> None:
     with open_view(view) as page:
         page.evaluate("document.querySelector('link').remove()")
@@ -626,6 +640,7 @@ def test_arrows_and_links_lead_from_a_kernel_to_its_launch_and_back(open_view: A
         assert view.selected is None
 
 
+@thorough()
 @pytest.mark.parametrize("dark", few([True, False], kept=[True]))
 def test_collective_is_connected_with_that_of_the_other_rank(
     open_view: Any, tmp_path: Path, dark: bool
@@ -705,6 +720,7 @@ def write_counters(folder: Path) -> Path:
     return write_ranks(folder, {0: events})
 
 
+@thorough()
 @pytest.mark.parametrize("dark", few([True, False], kept=[True]))
 def test_counters_are_step_lines_and_instants_are_ticks(open_view: Any, tmp_path: Path, dark: bool) -> None:
     view = TraceView(write_counters(tmp_path))
@@ -723,6 +739,7 @@ def test_counters_are_step_lines_and_instants_are_ticks(open_view: Any, tmp_path
         expect(tip).to_contain_text("checkpoint saved")
 
 
+@thorough()
 def test_track_is_pinned_and_moved_by_keyboard(open_view: Any) -> None:
     view = TraceView(PYTHON_STACKS, height=220)
     with open_view(view) as page:
@@ -763,6 +780,7 @@ def test_track_is_pinned_and_carried_by_pointer(open_view: Any) -> None:
         assert texts.index("stream 20") < texts.index("stream 7")
 
 
+@thorough()
 @pytest.mark.parametrize("width", few([390, 1180], kept=[1180]))
 def test_question_mark_lists_all_keys(open_view: Any, view: TraceView, width: int) -> None:
     with open_view(view, width=width) as page:

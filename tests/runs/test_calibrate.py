@@ -73,6 +73,7 @@ def start_kernel(seconds: float) -> subprocess.Popen[str]:
     )
 
 
+@thorough()
 def test_two_cpu_ranks_are_measured_stored_and_used(folder: Path) -> None:
     kernel = start_kernel(8.0)
     try:

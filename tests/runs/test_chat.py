@@ -120,6 +120,7 @@ def test_a_chat_streams_what_transformers_generates(run: ss.Run) -> None:
         chat.send("Who?")
 
 
+@thorough()
 def test_an_answer_can_be_left_and_the_chat_goes_on(run: ss.Run) -> None:
     with run.chat(max_new_tokens=30) as chat:
         answer = chat.send("Who?")
@@ -170,6 +171,7 @@ def test_a_chat_without_references_ends(run: ss.Run) -> None:
     seconds_until(lambda: has_ended(pid), 10)
 
 
+@thorough()
 def test_merged_adapters_equal_those_of_peft(run: ss.Run, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -207,6 +209,7 @@ def test_merged_adapters_equal_those_of_peft(run: ss.Run, tmp_path: Path) -> Non
     assert not [path for path in run.folder.iterdir() if path.name.startswith(".")]
 
 
+@thorough()
 @pytest.mark.parametrize("variant", few(["use_dora", "use_rslora"], ["use_dora"]))
 def test_dora_and_rslora_are_merged_as_by_peft(variant: str, run: ss.Run, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model

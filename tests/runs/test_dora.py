@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.requirements import few, needs
+from tests.requirements import few, needs, thorough
 
 torch = needs("torch")
 needs("transformers")
@@ -81,6 +81,7 @@ def base(tmp_path: Path) -> Path:
     return small_model(tmp_path, "llama")
 
 
+@thorough()
 @pytest.mark.parametrize("layout", few([ss.Layout.ddp(), ss.Layout.fsdp2()], [ss.Layout.ddp()]))
 def test_trained_magnitudes_are_exported_and_merged(layout: ss.Layout, base: Path, tmp_path: Path) -> None:
     from peft import PeftModel

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.requirements import few, needs, thorough
+from tests.requirements import few, needs, sample, thorough
 
 torch = needs("torch")
 needs("transformers")
@@ -117,6 +117,7 @@ def test_fsdp2_on_two_ranks(reference_result: dict[str, Any], tmp_path: Path) ->
     assert first["memory"]["gradients"] == 0
 
 
+@sample(1)
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
 def test_gradient_accumulation_equals_the_large_batch(
     framework: str, reference_result: dict[str, Any], tmp_path: Path
@@ -135,6 +136,7 @@ def test_hybrid_sharding_with_accumulation(reference_result: dict[str, Any], tmp
     assert "sharded over 1 rank in each of 2 copies (gloo, cpu)" in result["engine"]["sentence"]
 
 
+@sample(1)
 @pytest.mark.parametrize(
     ("framework", "recompute"),
     few(
@@ -164,6 +166,7 @@ def test_every_labelled_token_is_weighted_once(tmp_path: Path) -> None:
     assert abs(on_ranks(2, plan, uneven_labels, tmp_path / "two")[0] - expected) < 1e-5
 
 
+@sample(2)
 @pytest.mark.parametrize(
     ("framework", "fields"),
     [
@@ -215,6 +218,7 @@ def save_and_go_on(ctx: StandInContext) -> dict[str, Any]:
     return {"went_on": went_on, "again": again, "ddp": other, "done": done, "left": left}
 
 
+@sample(1)
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
 def test_a_checkpoint_continues_exactly(framework: str, tmp_path: Path) -> None:
     result = on_ranks(2, tiny_plan(framework, 2), save_and_go_on, tmp_path)[0]
@@ -251,6 +255,7 @@ def train_adapters(ctx: StandInContext) -> dict[str, Any]:
     }
 
 
+@sample(1)
 @pytest.mark.parametrize(
     ("framework", "precision"),
     few(
@@ -328,6 +333,7 @@ def without_ddp(ctx: StandInContext) -> str:
     return read_refusal(ctx)
 
 
+@sample(1)
 @pytest.mark.parametrize(
     ("framework", "body", "words"),
     [
@@ -349,6 +355,7 @@ def built_on_meta(ctx: StandInContext) -> dict[str, Any]:
     return five_losses(ctx)
 
 
+@sample(1)
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_initialized_from_meta_do_not_depend_on_world_size(tied: bool, tmp_path: Path) -> None:
     llama = tiny_llama(tie_word_embeddings=tied)
@@ -506,6 +513,7 @@ def train_classifier(ctx: StandInContext) -> list[float]:
     return [ctx.engine.step(share) for _ in range(3)]
 
 
+@sample(1)
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_a_classification_loss_weights_every_label_once(

@@ -21,7 +21,7 @@ import run_tasks as tasks
 from run_helpers import list_processes, make_plan, seconds_until
 from test_final_status import start_kernel
 from tests.faults import includes_slow_tests
-from tests.requirements import few
+from tests.requirements import few, thorough
 
 from shardscope.records import json_files as records
 from shardscope.runs import run as run_module
@@ -250,6 +250,7 @@ def test_fault_61_ctrl_c_inside_launch_leaves_nothing(tmp_path: Path, lease_desc
     seconds_until(lambda: lease._leases.write_ends <= lease_descriptors, 5)
 
 
+@thorough()
 def test_fault_61_threads_that_launch_one_name_at_the_same_instant(tmp_path: Path) -> None:
     barrier, results = threading.Barrier(3), []
 

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import run_tasks as tasks
 from run_helpers import list_processes, seconds_until
+from tests.requirements import thorough
 
 from shardscope.records.json_files import read_lines
 from shardscope.runs.launch.launch import launch
@@ -19,6 +20,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time", "nothin
 MAX_BYTES = 150 * 2**20
 
 
+@thorough()
 def test_fault_60_metrics_logged_faster_than_they_are_read(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.floods, folder=tmp_path)
     events = [run.folder / "events" / f"rank-{rank}.jsonl" for rank in range(2)]

@@ -18,7 +18,7 @@ import run_tasks
 import status_tasks as tasks
 from run_helpers import list_processes, make_plan, seconds_until
 from test_stop import find_supervisor, has_begun
-from tests.requirements import few, thorough
+from tests.requirements import few, sample, thorough
 
 from shardscope.core.errors import FieldError
 from shardscope.frameworks.accelerate.script import Script
@@ -86,6 +86,7 @@ time.sleep(10)
 """
 
 
+@thorough()
 @pytest.mark.skipif(sys.platform != "linux", reason="needs env --ignore-signal, of GNU: run it on Linux")
 def test_fault_51_a_killed_supervisor_is_cleaned_up_after_with_sigchld_ignored(tmp_path: Path) -> None:
     kernel = start_kernel(
@@ -102,6 +103,7 @@ def test_fault_51_a_killed_supervisor_is_cleaned_up_after_with_sigchld_ignored(t
     kernel.communicate()
 
 
+@sample(1)
 @pytest.mark.parametrize(
     ("ranks", "first"),
     few([(4, "none"), *((1, harm) for harm in tasks.Output.HARMS)], [(4, "none"), (1, "without_flush")]),
@@ -113,6 +115,7 @@ def test_fault_52_a_task_without_output_finishes(ranks: int, first: str, tmp_pat
     assert all(f"rank {rank} speaks" in run.logs(rank) for rank in range(ranks))
 
 
+@thorough()
 def test_fault_52_a_task_without_output_fails_with_its_own_exception(tmp_path: Path) -> None:
     run = launch(make_plan(1), tasks.FailsWithoutOutput("none"), folder=tmp_path)
     assert run.wait(90) == "failed"
@@ -174,6 +177,7 @@ class Daemon:
             tasks.leaves_a_thread_and_a_daemon(ctx)
 
 
+@thorough()
 def test_fault_56_a_stop_after_the_end_changes_nothing(tmp_path: Path) -> None:
     run = launch(make_plan(1), tasks.leaves_a_thread_and_a_daemon, folder=tmp_path)
     marker = run.folder / "ranks" / "rank-0.json"
@@ -183,6 +187,7 @@ def test_fault_56_a_stop_after_the_end_changes_nothing(tmp_path: Path) -> None:
     assert run.wait(10) == "finished"
 
 
+@sample(1)
 @pytest.mark.parametrize("is_first", [True, False], ids=["stop_first", "return_first"])
 def test_a_stop_counts_if_it_was_requested_before_the_tasks_returned(is_first: bool, tmp_path: Path) -> None:
     """The supervisor is halted, so that it reads the stop after the task has returned."""
@@ -215,6 +220,7 @@ def test_fault_56_an_asynchronous_save_is_not_cut_off(
     assert (run.folder / "saved.bin").stat().st_size == 30 * 2**20
 
 
+@thorough()
 def test_a_crash_after_the_task_returned_is_in_the_reason_of_a_finished_run(tmp_path: Path) -> None:
     run = launch(make_plan(1), tasks.crashes_at_exit, folder=tmp_path)
     assert run.wait(60) == "finished"
@@ -254,6 +260,7 @@ def test_fault_57_a_returned_coroutine_fails_the_run(tmp_path: Path) -> None:
     assert "the task returned the coroutine asynchronous, which never ran" in run.reason
 
 
+@sample(1)
 @pytest.mark.parametrize(
     ("ranks", "task", "reason"),
     [
@@ -278,6 +285,7 @@ print(100 < len(run.metrics()) < 4000, 50_000 < (run.folder / "logs" / "rank-0.l
 """
 
 
+@thorough()
 def test_fault_61_a_file_size_limit_costs_only_output(tmp_path: Path) -> None:
     """EFBIG, as ENOSPC: what is printed and logged beyond is lost, and the run goes on."""
     status, sizes = run_kernel(LIMITED, tmp_path)
@@ -293,6 +301,7 @@ def supervise_again(run: Run) -> str:
     return done.stderr
 
 
+@thorough()
 def test_fault_61_a_second_supervisor_leaves_the_run_alone(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, run_tasks.Log(10_000, 0.1, polite=True), folder=tmp_path)
     seconds_until(lambda: has_begun(run) and run.status == "running")

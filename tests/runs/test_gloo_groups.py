@@ -36,6 +36,7 @@ print("done")
 """
 
 
+@thorough()
 def test_gloo_groups_have_one_thread_on_the_configured_interfaces() -> None:
     for interfaces in ("lo", "lo,lo", ""):
         done = subprocess.run(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from memory_cgroup import limited_memory
+from tests.requirements import thorough
 
 from shardscope.runs.run import Run
 
@@ -28,6 +29,7 @@ print(run.wait(100))
 """
 
 
+@thorough()
 @pytest.mark.usefixtures("bounded_time", "nothing_left")
 def test_fault_10_the_kernels_oom_killer_ends_a_rank(tmp_path: Path) -> None:
     """The run has its own memory cgroup, so that no other process runs out of memory."""

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import run_tasks as tasks
 from run_helpers import list_processes, make_plan, seconds_until
+from tests.requirements import sample, thorough
 
 import shardscope as ss
 from shardscope import Architecture, Plan
@@ -65,6 +66,7 @@ def test_a_run_finishes_with_metrics_of_both_ranks(plan: Any, tmp_path: Path) ->
     assert run.status == "finished" and not (run.folder / "control.jsonl").exists()
 
 
+@thorough()
 def test_a_single_rank_has_a_process_group(tmp_path: Path) -> None:
     run = launch(make_plan(1), tasks.collective, name="alone", folder=tmp_path)
     assert run.wait(60) == "finished", run.error
@@ -143,6 +145,7 @@ if __name__ == "__main__":
     assert done.stdout.split() == ["stopped", "42"], done.stderr
 
 
+@sample(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nothing_listens_to_other_machines(ranks: int, tmp_path: Path) -> None:
     run = launch(make_plan(ranks), tasks.Log(count=600, seconds=0.1, polite=True), folder=tmp_path)
@@ -196,6 +199,7 @@ def test_fault_22_accelerate_and_a_noisy_rank(plan: Any, tmp_path: Path) -> None
     assert len(noisy.logs(0, max_bytes=10)) <= 10
 
 
+@thorough()
 def test_no_rank_starts_before_all_have_joined(plan: Any, tmp_path: Path) -> None:
     """One that left at once would close its connection before a slower one has noticed that it was made."""
     run = launch(plan, tasks.LateToJoin(), folder=tmp_path)
@@ -307,6 +311,7 @@ def test_no_token_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert not file.is_file() or b"hf_secret" not in file.read_bytes(), file
 
 
+@thorough()
 def test_garbage_collection_of_a_handle_ends_no_run(tmp_path: Path) -> None:
     import gc
 
@@ -346,6 +351,7 @@ while not second.metrics():
             process.kill()
 
 
+@thorough()
 def test_the_supervisor_uses_little_memory(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.Log(1000, 0.1), folder=tmp_path)
     seconds_until(run.metrics)
@@ -357,6 +363,7 @@ def test_the_supervisor_uses_little_memory(plan: Any, tmp_path: Path) -> None:
     assert run.wait(10) == "stopped"
 
 
+@thorough()
 def test_a_launch_with_the_name_of_a_damaged_run_gets_a_number(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     for file in ("run.json", "status.jsonl"):

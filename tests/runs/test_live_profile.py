@@ -146,6 +146,7 @@ def test_function_without_step_boundaries_is_refused(plan: Any, tmp_path: Path) 
     assert run.wait(30) == "stopped"
 
 
+@thorough()
 def test_stop_while_recording_is_clean(tmp_path: Path) -> None:
     run = launch_training(tmp_path)
     wait_for_steps(run)

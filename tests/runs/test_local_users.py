@@ -14,7 +14,7 @@ import psutil
 import pytest
 import run_tasks as tasks
 from run_helpers import list_processes, make_plan, seconds_until
-from tests.requirements import few
+from tests.requirements import few, thorough
 
 from shardscope.runs.launch.launch import launch
 
@@ -86,6 +86,7 @@ def _find_listening_ports(processes: list[psutil.Process]) -> set[int]:
     }
 
 
+@thorough()
 @as_another_user
 def test_another_local_user_of_these_tests_reaches_an_open_store() -> None:
     """The user of the test above reaches a store that is open."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from families import FAMILIES, architecture
-from tests.requirements import few, needs, skip_without
+from tests.requirements import few, needs, skip_without, thorough
 
 torch = needs("torch")
 needs("transformers")
@@ -75,6 +75,7 @@ def test_rows_without_position_ids_are_one_document_each() -> None:
 LAYOUTS = {"ddp": Layout.ddp(), "fsdp2": Layout.fsdp2(), "zero-2": Layout.zero(stage=2)}
 
 
+@thorough()
 @pytest.mark.usefixtures("bounded_time", "nothing_left")
 @pytest.mark.parametrize("name", few(LAYOUTS, ["fsdp2"]))
 def test_ranks_train_packed_windows_in_the_predicted_memory(name: str, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import run_tasks as tasks
 from jumping_clock import OFFSET
 from run_helpers import make_plan, seconds_until
 from test_stop import has_begun, rank_pid
-from tests.requirements import few
+from tests.requirements import few, sample, thorough
 
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import append_line, read_json, write_json
@@ -60,6 +60,7 @@ def test_fault_10_11_12_13_rank_1_fails_while_rank_0_waits(
     assert run.error is not None and error in run.error and len(run.error) < 70_000
 
 
+@sample(1)
 @pytest.mark.parametrize(
     ("how", "reason"),
     few(
@@ -99,6 +100,7 @@ def test_fault_04_a_rank_fails_while_another_ignores_sigterm(plan: Any, tmp_path
     assert run.reason == "rank 1 raised LookupError: rank 1 first"
 
 
+@thorough()
 def test_a_task_that_cannot_be_imported_fails_the_run(plan: Any, tmp_path: Path) -> None:
     task = tasks.Log()
     task.preload = ("no_such_module_anywhere",)  # type: ignore[attr-defined]
@@ -107,6 +109,7 @@ def test_a_task_that_cannot_be_imported_fails_the_run(plan: Any, tmp_path: Path)
     assert "the launcher raised ModuleNotFoundError" in run.reason and "no_such_module" in run.reason
 
 
+@thorough()
 @pytest.mark.parametrize("ranks", few([1, 2], [2]))
 def test_fault_14_a_port_taken_between_choosing_and_binding(ranks: int) -> None:
     """Nobody binds it: it is only what MASTER_PORT says. A group that a task makes anew needs none either."""
@@ -259,6 +262,7 @@ def test_fault_11_the_launcher_waits_for_the_threads_that_watch_its_ranks(tmp_pa
     assert time.monotonic() - started < 10
 
 
+@thorough()
 def test_a_failure_is_logged_without_torchs_compiler() -> None:
     """Which torch imports to write an exception into its log: a failed run would end seconds later."""
     code = """

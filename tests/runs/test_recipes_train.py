@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.requirements import needs
+from tests.requirements import needs, sample
 
 torch = needs("torch")
 needs("transformers")
@@ -44,6 +44,7 @@ def train(ctx: StandInContext) -> dict[str, Any]:
     }
 
 
+@sample(2)
 @pytest.mark.parametrize(
     ("framework", "optimizer", "name"),
     [
@@ -66,6 +67,7 @@ def test_each_optimizer_trains_and_resumes(framework: str, optimizer: str, name:
     assert first["held"] == pytest.approx(plan.memory().at("rest")["optimizer"], abs=2000)
 
 
+@sample(1)
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
 def test_the_chunked_loss_equals_the_plain_loss(framework: str, precision: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from families import FAMILIES, NARROW_VALUES, architecture
-from tests.requirements import few, needs
+from tests.requirements import few, needs, sample
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -143,6 +143,7 @@ def test_every_family_has_a_small_model() -> None:
     assert {architecture(family, 2).model_type for family in FAMILIES} == set(MODEL_TYPES)
 
 
+@sample(24)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_saves_the_listed_tensors(family: str, mode: str) -> None:
@@ -154,6 +155,7 @@ def test_a_layer_saves_the_listed_tensors(family: str, mode: str) -> None:
     assert abs(measured.constant - compute_weight_casts(arch, is_moe(family), predicted)) <= 20_000
 
 
+@sample(8)
 @pytest.mark.parametrize(("family", "mode"), few(PAIRS, TURNS))
 def test_a_layer_with_adapters_saves_the_listed_tensors(family: str, mode: str) -> None:
     arch = architecture(family, 2)
@@ -178,6 +180,7 @@ def test_a_layer_with_dora_saves_the_listed_tensors(
     assert measured.constant == casts + compute_dora_vectors(arch, predicted, "none")
 
 
+@sample(6)
 @pytest.mark.parametrize(("family", "mode"), few(PAIRS, TURNS))
 def test_the_first_layer_saves_less_while_embeddings_are_frozen(family: str, mode: str) -> None:
     assert_the_first_layer_lacks_what_the_list_says(family, mode, LORA)
@@ -197,6 +200,7 @@ def assert_the_first_layer_lacks_what_the_list_says(family: str, mode: str, reci
     assert (difference[1] - difference[0]) / SEQ_LEN == unsaved + stays * arch.hidden_size * here.stream
 
 
+@sample(3)
 @pytest.mark.parametrize(
     "targets", [("o_proj",), ("v_proj",), ("up_proj",), ("gate_proj",), ("down_proj",)], ids="".join
 )
@@ -208,6 +212,7 @@ def test_the_first_layer_saves_nothing_before_its_first_adapter(
     assert_the_first_layer_lacks_what_the_list_says(family, mode, replace(LORA, lora_targets=targets))
 
 
+@sample(6)
 @pytest.mark.parametrize("adapters", few([False, True], [False]))
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - NARROW_VALUES))
 def test_selective_recomputation_saves_matmuls_and_attention(family: str, adapters: bool) -> None:
@@ -221,6 +226,7 @@ def test_selective_recomputation_saves_matmuls_and_attention(family: str, adapte
     )
 
 
+@sample(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
 def test_full_recomputation_saves_the_input_of_a_layer(family: str, mode: str) -> None:
@@ -256,6 +262,7 @@ PACKABLE = list_families_with("document_masks")
 PACKED = [name for name in FAMILIES if architecture(name, 2).model_type in PACKABLE and "window" not in name]
 
 
+@sample(15)
 @pytest.mark.parametrize(
     "recipe", [FULL, LORA, replace(FULL, recompute="full")], ids=["full", "lora", "again"]
 )
@@ -270,6 +277,7 @@ def test_a_mask_of_documents_is_no_tensor_of_a_layer(family: str, mode: str, rec
     assert measured.per_token == of_a_layer.saved
 
 
+@sample(3)
 @pytest.mark.parametrize("recipe", [FULL, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", few(PLAIN, ("llama", "qwen3_moe")))
@@ -291,6 +299,7 @@ def test_eager_attention_with_selective_recomputation(recipe: Recipe) -> None:
     )
 
 
+@sample(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3", "gpt2"])
 def test_dropout_saves_its_masks(family: str, mode: str) -> None:
@@ -302,6 +311,7 @@ def test_dropout_saves_its_masks(family: str, mode: str) -> None:
     )
 
 
+@sample(3)
 @pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj"), ("v_proj", "gate_proj", "up_proj")])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", few(["llama", "qwen2"], ["qwen2"]))
@@ -315,6 +325,7 @@ def test_adapters_with_dropout_save_an_input_each(
     )
 
 
+@sample(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
 def test_offloaded_activations_are_copied_to_the_host_once(family: str, mode: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import run_tasks as tasks
 from run_helpers import list_processes, make_plan, seconds_until
+from tests.requirements import sample, thorough
 
 import shardscope as ss
 from shardscope.runs.launch.launch import launch
@@ -72,6 +73,7 @@ def test_fault_02_03_stop_mid_step_and_twice(
     assert run.status == "stopped"
 
 
+@sample(1)
 @pytest.mark.parametrize("delay", [0.0, 0.3, 1.5])
 def test_fault_01_stop_during_start_up(delay: float, plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.Log(10_000, 0.5), folder=tmp_path)
@@ -99,6 +101,7 @@ def test_stop_with_checkpoint_ends_at_the_same_step_on_every_rank(plan: Any, tmp
     assert "malformed" in (run.folder / "supervisor.log").read_text()
 
 
+@thorough()
 def test_stop_with_checkpoint_raises_for_a_script(tmp_path: Path) -> None:
     """Refused at once, not after the ten minutes that a checkpoint may take; a plain stop works."""
     run = launch(make_plan(1), ss.Script(tasks.own_loop), folder=tmp_path)
@@ -117,6 +120,7 @@ def test_stop_with_checkpoint_raises_for_a_script(tmp_path: Path) -> None:
     assert run.wait(5) == "stopped"
 
 
+@thorough()
 def test_fault_07_another_process_attaches_and_stops(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.Log(10_000, 0.2), folder=tmp_path)
     code = f"""
@@ -156,6 +160,7 @@ def test_fault_07_a_run_that_outlives_its_kernel(tmp_path: Path) -> None:
     assert run.wait(5) == "stopped"
 
 
+@sample(1)
 @pytest.mark.parametrize("who", ["supervisor", "launcher"])
 def test_fault_09_supervisor_or_launcher_killed(who: str, plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.deaf, folder=tmp_path)
@@ -172,6 +177,7 @@ def test_fault_09_supervisor_or_launcher_killed(who: str, plan: Any, tmp_path: P
     run.stop()
 
 
+@thorough()
 def test_a_terminated_supervisor_stops_its_run(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.Log(10_000, 0.2), folder=tmp_path)
     seconds_until(lambda: has_begun(run))
@@ -188,6 +194,7 @@ def test_fault_23_a_supervisor_whose_log_is_full_continues(monkeypatch: pytest.M
     Supervisor._log("could not write status 'running': [Errno 28] No space left on device")
 
 
+@sample(1)
 @pytest.mark.parametrize("task", [tasks.deaf, tasks.frozen])
 def test_fault_04_05_ranks_that_ignore_signals(task: Any, plan: Any, tmp_path: Path) -> None:
     run = launch(plan, task, folder=tmp_path)
@@ -198,6 +205,7 @@ def test_fault_04_05_ranks_that_ignore_signals(task: Any, plan: Any, tmp_path: P
     assert run.error is None
 
 
+@thorough()
 def test_processes_that_ranks_started_end_with_the_run(tmp_path: Path) -> None:
     run = launch(make_plan(1), tasks.with_children, folder=tmp_path)
     seconds_until(run.metrics)

@@ -55,6 +55,7 @@ def losses_of(run: Any) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in run.metrics() if "loss" in line and line["rank"] == 0}
 
 
+@thorough()
 def test_two_ranks_stream_and_resume_with_the_next_rows(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.requirements import few, needs, skip_without, thorough
+from tests.requirements import few, needs, sample, skip_without, thorough
 
 torch = needs("torch")
 needs("transformers")
@@ -173,6 +173,7 @@ def loaded_as_a_stranger(ctx: StandInContext, framework: str, attacks: list[Any]
     return results
 
 
+@sample(2)
 @pytest.mark.parametrize("name", few(FORMATS, [name for name in FORMATS if name != "Megatron"]))
 def test_fault_50_no_pickle_of_an_untrusted_checkpoint_runs(name: str, tmp_path: Path) -> None:
     framework, layout, attacks = FORMATS[name]

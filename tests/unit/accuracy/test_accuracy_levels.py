@@ -11,6 +11,7 @@ from tests.accuracy.measurement_kinds import find_kind
 from tests.accuracy.memory_band import chosen_share, held_share, of_calibration
 from tests.accuracy.rows import MEASURED, read
 from tests.accuracy.scoring import MemoryScore, compute_percentile, score_memory, sort_absolute_errors
+from tests.requirements import sample
 
 from shardscope.memory.overheads import libraries as overheads
 
@@ -34,6 +35,7 @@ def score() -> MemoryScore:
     return score_memory(read(sorted(path for path in MEASURED.glob("*.jsonl") if path.name != "own.jsonl")))
 
 
+@sample(3)
 @pytest.mark.parametrize(("group", "percents"), MEDIANS.items(), ids=[" ".join(name) for name in MEDIANS])
 def test_median_memory_error_of_each_group_is_within_its_limit(
     score: MemoryScore, group: tuple[str, str], percents: tuple[float, float]

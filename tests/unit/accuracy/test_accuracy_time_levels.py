@@ -17,6 +17,7 @@ from tests.accuracy.time_scoring import (
     summarize_groups,
 )
 from tests.accuracy.uncalibrated_stacks import select_calibrated
+from tests.requirements import sample
 
 # Source -> limit of the median absolute error on its judge rows in percent, with a small margin.
 MEDIANS = {
@@ -51,6 +52,7 @@ def score() -> TimeScore:
     return score_time(read(path for path in time_files() if path != SHARED))
 
 
+@sample(3)
 @pytest.mark.parametrize(("name", "percent"), MEDIANS.items())
 def test_median_time_error_of_each_source_is_within_its_limit(
     score: TimeScore, name: str, percent: float

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 from IPython.core.formatters import DisplayFormatter
+from tests.requirements import sample
 
 import shardscope as ss
 from shardscope.core.html_table import render_html_fields, render_html_table
@@ -57,6 +58,7 @@ def render_html(value: object) -> str:
     return str(data.get("text/html", ""))
 
 
+@sample(6)
 @pytest.mark.parametrize("name", OBJECTS)
 def test_public_objects_display_as_html_tables(name: str) -> None:
     html = render_html(OBJECTS[name]())

@@ -20,7 +20,7 @@ import pytest
 from exported_scripts import import_script
 from hypothesis import given, settings
 from random_plans import plans
-from tests.requirements import examples, needs
+from tests.requirements import examples, needs, sample
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
@@ -53,6 +53,7 @@ def render_texts(plan: ss.Plan) -> dict[str, str]:
     return {file.name: file.text for file in list_files(plan)}
 
 
+@sample(2)
 @pytest.mark.parametrize("framework", FAMILIES)
 def test_an_export_reads_back_as_the_same_plan(framework: str) -> None:
     @settings(deadline=None, max_examples=examples(60))
@@ -69,6 +70,7 @@ def test_an_export_reads_back_as_the_same_plan(framework: str) -> None:
     round_trip()
 
 
+@sample(2)
 @pytest.mark.parametrize("framework", FAMILIES)
 def test_each_config_file_restores_its_layout_without_plan_json(framework: str) -> None:
     """A config file without plan.json is read as a plan whose export has the same text."""

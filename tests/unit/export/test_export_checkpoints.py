@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from exported_scripts import import_script
 from tests.accuracy.sampling import GPT2
-from tests.requirements import needs
+from tests.requirements import needs, sample
 
 import shardscope as ss
 from shardscope.core.architecture import MixtureOfExperts
@@ -84,6 +84,7 @@ def build_plan(family: str, layout: str, **degrees: int) -> ss.Plan:
     return ss.Plan(arch, ss.Cluster.parse("2xh100-sxm-80gb"), recipe, getattr(ss.Layout, layout)(**degrees))
 
 
+@sample(6)
 @pytest.mark.parametrize(
     ("framework", "family"), combine_with_frameworks(*((family,) for family in FAMILIES))
 )
@@ -99,6 +100,7 @@ def test_checkpoints_with_the_planned_shapes_are_read(family: str, framework: st
     assert read.rope_parameters["factor"] == LLAMA3["factor"]
 
 
+@sample(6)
 @pytest.mark.parametrize(
     ("framework", "family", "other", "message"),
     combine_with_frameworks(

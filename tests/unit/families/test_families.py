@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from tests.requirements import few
+from tests.requirements import few, sample
 
 import shardscope as ss
 from shardscope.catalog import models
@@ -26,6 +26,7 @@ def test_every_family_has_a_catalog_model_and_activation_formulas() -> None:
 # --------------------------------------------------------------------------------------------- FLOPs
 
 
+@sample(8)
 @pytest.mark.parametrize("name", few(sorted(models), [arch.name for arch in ONE_OF_EACH.values()]))
 def test_flops_are_6_per_matrix_parameter_plus_attention_scores(name: str) -> None:
     """Count FLOPs again, tensor by tensor (Kaplan et al. 2020, section 2.1; PaLM, appendix B)."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.requirements import examples, few, needs
+from tests.requirements import examples, few, needs, sample
 
 from shardscope.catalog import get_config, models
 from shardscope.core.architecture import MODEL_TYPES, Architecture
@@ -67,6 +67,7 @@ def assert_same_parameters(config: dict[str, Any]) -> None:
     assert sum(arch.parameter_groups.values()) == arch.num_parameters
 
 
+@sample(5)
 @pytest.mark.parametrize(
     "name", few(models, {arch.model_type: name for name, arch in models.items()}.values())
 )
@@ -234,6 +235,7 @@ def small_configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
     return config
 
 
+@sample(5)
 @pytest.mark.parametrize("family", MODEL_TYPES)
 @settings(
     max_examples=examples(25), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -247,6 +249,7 @@ def test_llama_with_every_bias_has_the_parameters_of_transformers() -> None:
     assert_same_parameters({**LLAMA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True})
 
 
+@sample(5)
 @pytest.mark.parametrize("family", MODEL_TYPES)
 @settings(
     max_examples=examples(15), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

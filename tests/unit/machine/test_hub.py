@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.requirements import needs
+from tests.requirements import needs, thorough
 
 needs("huggingface_hub")
 
@@ -100,6 +100,7 @@ def test_a_mistyped_name_is_refused_after_one_request(endpoint: str, tmp_path: P
     assert max(seconds) < 15
 
 
+@thorough()
 def test_a_hub_that_cannot_be_reached_is_reported_at_once(tmp_path: Path) -> None:
     needs("datasets")
     # The discard port: nothing listens on it.

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from tests.requirements import few, thorough
+from tests.requirements import few, sample, thorough
 
 import shardscope as ss
 from shardscope.core.number_format import format_gib
@@ -110,6 +110,7 @@ def test_the_plan_on_screen_is_kept_if_it_is_as_good() -> None:
     assert recommend(LLAMA, EIGHT, ss.Recipe()).plan == current
 
 
+@sample(1)
 @pytest.mark.parametrize(
     "current",
     [
@@ -137,12 +138,14 @@ def test_a_much_faster_plan_is_an_alternative_with_its_cost() -> None:
     assert plan.layout.title in words
 
 
+@thorough()
 def test_plans_that_cannot_be_launched_are_marked() -> None:
     advice = recommend(LLAMA, ss.Cluster.parse("2xrtx-4090-24gb"), ss.Recipe(method="lora", seq_len=2048))
     for plan, words in advice.alternatives:
         assert ("Cannot be launched here" in words) == (why_not_trained(plan) is not None)
 
 
+@sample(1)
 @pytest.mark.parametrize("familiar", [("fsdp2",), ("deepspeed",)], ids=str)
 def test_an_alternative_is_never_the_plan_on_screen(familiar: tuple[str, ...]) -> None:
     """A team that knows FSDP2 was offered, as an alternative, the Megatron-core plan that it had."""
@@ -156,6 +159,7 @@ def test_an_alternative_is_never_the_plan_on_screen(familiar: tuple[str, ...]) -
 SETTINGS = list(product(["llama-3.1-8b", "llama-3.2-1b"], SCREENS[:2], [{}, {"attention": "eager"}]))
 
 
+@sample(1)
 @pytest.mark.parametrize(
     ("model", "layout", "recipe"),
     few(SETTINGS, SETTINGS[::4]),

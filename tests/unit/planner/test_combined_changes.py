@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.requirements import thorough
 
 import shardscope as ss
 from shardscope.planner.differences import Difference, find_differences
@@ -51,6 +52,7 @@ def test_several_changes_fit_where_no_single_one_does(plan: ss.Plan) -> None:
     assert way.plan.recipe.global_batch_size == plan.recipe.global_batch_size
 
 
+@thorough()
 def test_changes_are_all_differences_and_nothing_else() -> None:
     """Changes that a later step undid are not listed."""
     plan = make_plan("gemma-3-12b", "2xa100-sxm-40gb", ss.Layout.ddp(), seq_len=32768)
@@ -90,6 +92,7 @@ def test_the_framework_changes_if_only_a_search_finds_a_plan() -> None:
     assert way.plan.layout.title in way.text
 
 
+@thorough()
 def test_requested_headroom_stays_free() -> None:
     plan = make_plan("llama-3.1-8b", "8xh100-sxm-80gb", ss.Layout.fsdp2())
     free = 40 * 2**30
@@ -100,6 +103,7 @@ def test_requested_headroom_stays_free() -> None:
     assert search_change(plan, headroom_bytes=79 * 2**30) is None
 
 
+@thorough()
 def test_adapters_are_tried_before_more_nodes() -> None:
     plan = make_plan("llama-3.1-70b", "8xv100-sxm-32gb", ss.Layout.fsdp2(), precision="fp16-mixed")
     way = combine_changes(plan)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from random_plans import plans
-from tests.requirements import examples, few
+from tests.requirements import examples, few, sample
 
 import shardscope as ss
 from shardscope.planner.checks import Finding
@@ -45,6 +45,7 @@ def without_a_click(found: list[Finding]) -> list[str]:
     return [one.name for one in looked if one.plan is None and one.task is None and one.question is None]
 
 
+@sample(1)
 @pytest.mark.parametrize("name", few(LAYOUTS, ["fsdp2", "megatron-tp"]))
 def test_findings_of_common_plans_have_a_fix(name: str) -> None:
     layout = LAYOUTS[name]

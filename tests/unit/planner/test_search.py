@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.requirements import few
+from tests.requirements import few, sample, thorough
 from tests.unit.random_plans import LATENT, LLAMA, MOE
 
 import shardscope as ss
@@ -95,6 +95,7 @@ def every_layout(framework: str, arch: Any, cluster: Any, recipe: Any) -> list[L
     return results
 
 
+@sample(2)
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2", "deepspeed", "megatron"])
 @pytest.mark.parametrize("arch", few([LLAMA, MOE, LATENT], [MOE]), ids=lambda arch: arch.name)
 def test_the_grid_has_all_valid_plans(framework: str, arch: Any) -> None:
@@ -156,6 +157,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
+@sample(1)
 @pytest.mark.parametrize("case", few(CASES, list(CASES)[:2]))
 def test_the_search_has_the_numbers_of_each_single_plan(case: str) -> None:
     arch, cluster, fields = CASES[case]
@@ -290,6 +292,7 @@ def test_an_unnamed_network_is_refused() -> None:
     assert ss.Plan(LLAMA, named, ss.Recipe(), ss.Layout.fsdp2()).step().seconds > 0
 
 
+@thorough()
 def test_the_chunked_loss_is_reported_if_only_it_fits() -> None:
     model = ss.models["llama-3.1-8b"]
     small = replace(ss.Cluster.parse("1xrtx-3090-24gb"), host_memory_bytes=512 * 2**30)

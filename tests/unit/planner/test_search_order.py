@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.requirements import thorough
+from tests.requirements import sample, thorough
 
 import shardscope as ss
 from shardscope.core.number_format import format_gib
@@ -45,6 +45,7 @@ def count_options(plan: Plan) -> tuple[int, int, int]:
     return turned_on, getattr(layout, "vpp", 1), plan.memory().peak_bytes
 
 
+@sample(1)
 def test_the_simplest_of_the_fastest_plans_is_first(ranking: Ranking) -> None:
     fastest = ranking.step_seconds[ranking.feasible].min()
     alike = np.flatnonzero(ranking.feasible & (ranking.step_seconds <= AS_FAST * fastest))

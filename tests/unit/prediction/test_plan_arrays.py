@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.requirements import examples
+from tests.requirements import examples, sample
 from tests.unit.random_plans import plans
 
 import shardscope as ss
@@ -46,6 +46,7 @@ def list_neighbors(a_plan: Plan) -> list[Plan]:
     return neighbors
 
 
+@sample(2)
 @pytest.mark.parametrize("framework", LAYOUTS)
 @settings(max_examples=examples(25), deadline=None)
 @given(st.data())

@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from tests.requirements import sample
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
@@ -38,6 +39,7 @@ CHANGES: list[dict[str, Any]] = [
 ]
 
 
+@sample(8)
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -95,6 +96,11 @@ def list_files(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.py"))
 
 
+@cache
+def parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def list_imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """Yield the modules that a file imports anywhere, by statement or by ``import_module("...")``."""
     for node in ast.walk(tree):
@@ -127,7 +133,7 @@ def test_toolkit_imports_no_user_interface_library() -> None:
     violations = [
         f"{file.relative_to(TOOLKIT)}:{line} imports {module}"
         for file in files
-        for module, line in list_imports(ast.parse(file.read_text(encoding="utf-8")))
+        for module, line in list_imports(parse(file))
         if module.partition(".")[0] in DRAWING
     ]
     assert not violations, violations
@@ -189,9 +195,7 @@ def undocumented_members(cls: type) -> Iterator[str]:
 
 def test_every_module_has_a_docstring() -> None:
     files = [*list_files(TOOLKIT), *list_files(WIDGETS)] if WIDGETS.is_dir() else list_files(TOOLKIT)
-    undocumented = [
-        str(file) for file in files if not ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
-    ]
+    undocumented = [str(file) for file in files if not ast.get_docstring(parse(file))]
     assert not undocumented, undocumented
 
 
@@ -202,7 +206,7 @@ def test_framework_names_occur_only_in_their_folders() -> None:
         outside += list_files(WIDGETS)
     names_by_file: dict[str, list[str]] = {}
     for file in outside:
-        lines = list(framework_names_in_code(ast.parse(file.read_text(encoding="utf-8"))))
+        lines = list(framework_names_in_code(parse(file)))
         if lines:
             root = TOOLKIT if file.is_relative_to(TOOLKIT) else WIDGETS
             names_by_file[str(file.relative_to(root))] = lines
@@ -217,7 +221,7 @@ def test_family_names_occur_only_in_the_families_package() -> None:
     names_by_file = {}
     for file in list_files(TOOLKIT):
         path = file.relative_to(TOOLKIT)
-        lines = list(family_names_in_code(ast.parse(file.read_text(encoding="utf-8"))))
+        lines = list(family_names_in_code(parse(file)))
         if lines and path.parts[0] != "families":
             names_by_file[str(path)] = lines
     extra = {name: lines for name, lines in names_by_file.items() if name not in MAY_NAME_A_FAMILY}
@@ -267,7 +271,7 @@ def test_only_registries_import_modules_by_name() -> None:
     allowed = {"__init__.py", "frameworks/registry.py", "frameworks/engines.py"}
     violations = []
     for file in list_files(TOOLKIT):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in ast.walk(parse(file)):
             if isinstance(node, ast.Call) and _get_name(node.func) in ("import_module", "__import__"):
                 named = ast.unparse(node.args[0])
                 if "shardscope" in named and str(file.relative_to(TOOLKIT)) not in allowed:
@@ -315,7 +319,7 @@ def test_frameworks_do_not_import_each_other() -> None:
     violations = []
     for name in frameworks:
         for file in list_files(TOOLKIT / "frameworks" / name):
-            for module, line in list_imports(ast.parse(file.read_text(encoding="utf-8"))):
+            for module, line in list_imports(parse(file)):
                 parts = module.split(".")
                 others = set(frameworks) - {name}
                 if parts[:2] == ["shardscope", "frameworks"] and len(parts) > 2 and parts[2] in others:

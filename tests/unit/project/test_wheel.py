@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from tests.requirements import needs
+from tests.requirements import needs, sample
 
 needs("build")
 needs("hatchling")
@@ -154,6 +154,7 @@ def run_without_extras(unpacked: Path, code: str) -> subprocess.CompletedProcess
     )
 
 
+@sample(1)
 @pytest.mark.parametrize("code", [PLANNER, STUDIO], ids=["planner", "studio"])
 def test_fault_21_wheel_works_without_the_extras(unpacked_wheel: Path, code: str) -> None:
     done = run_without_extras(unpacked_wheel, code)

@@ -19,6 +19,7 @@ import pytest
 from hostile_runs import plant_text, plant_text_everywhere, write_full_run
 from ipywidgets import Widget
 from tests.faults import includes_slow_tests
+from tests.requirements import sample
 from written_runs import PLAN, write_run
 
 import shardscope as ss
@@ -241,6 +242,7 @@ def list_cases() -> list[tuple[str, str]]:
     return all_cases if includes_slow_tests() else all_cases[::17]
 
 
+@sample(8)
 @pytest.mark.parametrize(("name", "kind"), list_cases(), ids=lambda value: value.replace("/", "-"))
 def test_fault_55_every_call_returns_for_any_kind_of_file(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -393,6 +395,7 @@ def copy_example(example: Path) -> Path:
     return Path("runs") / example.name
 
 
+@sample(3)
 @pytest.mark.parametrize("name", JSON_FILES)
 def test_fault_49_text_in_any_field_of_a_run_folder_is_escaped(name: str, example_runs: Path) -> None:
     record = json.loads((example_runs / name).read_text().splitlines()[0])
@@ -415,6 +418,7 @@ def test_fault_49_text_in_all_fields_of_a_run_folder_is_escaped(example_runs: Pa
     assert_only_text(path)
 
 
+@sample(2)
 @pytest.mark.parametrize("status", [EVIL, "Finished", "", None, 3, ["finished"], {}, True])
 def test_fault_49_unknown_status_marks_the_run_as_damaged(status: object) -> None:
     write_run("whole", number=1)

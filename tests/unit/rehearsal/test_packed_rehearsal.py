@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.in_process_rehearsal import rehearse_in_this_process
-from tests.requirements import few, needs, skip_without
+from tests.requirements import few, needs, sample, skip_without
 
 import shardscope as ss
 
@@ -41,6 +41,7 @@ FEW = [
 ]
 
 
+@sample(1)
 @pytest.mark.parametrize(("name", "recipe", "cluster"), few(CASES, FEW))
 def test_predicted_memory_of_packed_windows_is_the_rehearsed_one(
     name: str, recipe: str, cluster: str

@@ -9,7 +9,7 @@ import pytest
 from tests.accuracy.rehearsal_samples import HELD_OUT_SEEDS, SEED, in_words, is_same, stored_file
 from tests.accuracy.rehearsals import COMPONENTS, STORED, Rehearsed, read_rehearsals
 from tests.accuracy.sampling import sample_plans
-from tests.requirements import few
+from tests.requirements import few, sample
 
 import shardscope as ss
 from shardscope.core.architecture import Architecture
@@ -119,6 +119,7 @@ def test_the_seed_determines_the_sample(framework: str) -> None:
     assert all(is_same(stored[str(index)], sampled[index]) for index in indices)
 
 
+@sample(1)
 @pytest.mark.parametrize(
     ("framework", "index"),
     few(

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.requirements import thorough
 
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import append_line, read_lines, write_json
@@ -135,6 +136,7 @@ def test_without_a_driver_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tm
     assert not folder.gpu_samples.exists()
 
 
+@thorough()
 def test_the_sample_file_is_bounded_and_keeps_first_and_latest_samples(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

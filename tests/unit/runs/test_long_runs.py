@@ -7,6 +7,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
+from tests.requirements import thorough
 
 import shardscope as ss
 from shardscope.records import json_files as records
@@ -80,6 +81,7 @@ def long_run(folder: RunFolder) -> Run:
     return Run.attach(folder.path)
 
 
+@thorough()
 def test_memory_of_a_long_run_parses_one_line(long_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = []
 

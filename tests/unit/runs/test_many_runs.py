@@ -92,6 +92,7 @@ def test_fault_58_five_thousand_runs_are_listed_in_a_hundred_megabytes(tmp_path:
     assert num_runs == 5000 and num_rows == 1 + 200 and num_bytes < 100 * 2**20
 
 
+@thorough()
 def test_fault_58_a_list_keeps_no_metrics(tmp_path: Path, folder_of_one_run: Path) -> None:
     """Neither do its table, frame, curves and comparison: parsed metrics take several times their bytes."""
     for number, name in enumerate(("a", "b")):

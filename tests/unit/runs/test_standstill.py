@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.requirements import sample
 
 from shardscope.machine.processes import read_start_time
 from shardscope.records.folder import RunFolder
@@ -114,6 +115,7 @@ def test_a_delay_reason_on_the_stack_extends_the_limit(
     assert len(wait(watch, 40)) == 1
 
 
+@sample(1)
 @pytest.mark.parametrize(
     "sign", [Activity(0.5, 0, 0), Activity(0.0, 2**20, 0), Activity(0.0, 0, 1)], ids=["cpu", "files", "log"]
 )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.requirements import thorough
 from trace_events import (
     Events,
     all_reduce,
@@ -336,6 +337,7 @@ def test_equal_ranks_have_no_stragglers(tmp_path: Path, num_ranks: int, num_call
     assert not any(row["is_straggler"] for row in result)
 
 
+@thorough()
 def test_equal_ranks_are_rarely_named() -> None:
     """Of 100 traces of equal ranks, about one may name a straggler by chance."""
     random = np.random.default_rng(2)

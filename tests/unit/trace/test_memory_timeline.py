@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.requirements import thorough
 
 from shardscope.trace.memory_snapshot import load_memory_snapshot
 from shardscope.trace.memory_timeline import MAX_POINTS, load_memory_timeline
@@ -120,6 +121,7 @@ def test_snapshot_without_times_or_history_has_a_timeline(tmp_path: Path) -> Non
     assert (empty.peak_bytes, dict(empty.at_peak), len(empty.table())) == (0, {}, 1)
 
 
+@thorough()
 def test_long_history_keeps_its_peak_in_the_table(tmp_path: Path) -> None:
     num_events = 50_000
     events = [{"action": "alloc", "addr": n, "size": 1, "frames": FORWARD} for n in range(num_events // 2)]

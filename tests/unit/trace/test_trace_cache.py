@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.requirements import sample
 
 from shardscope.trace import Trace
 from shardscope.trace.loading import cache as caches
@@ -91,6 +92,7 @@ def test_a_read_only_folder_has_no_cache(folder: Path) -> None:
         folder.chmod(0o700)
 
 
+@sample(3)
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.2, 0.5, 0.8])
 @pytest.mark.parametrize("kind", ["truncated", "overwritten"])
 def test_a_damaged_cache_is_ignored(folder: Path, share: float, kind: str) -> None:

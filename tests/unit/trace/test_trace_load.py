@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.faults import slow_test
+from tests.requirements import sample
 
 from shardscope.trace import Trace
 from shardscope.trace import files as trace_files
@@ -420,6 +421,7 @@ def test_arguments_are_decoded_on_request(tmp_path: Path) -> None:
     assert trace.args(1) == {}
 
 
+@sample(3)
 @pytest.mark.skipif(
     not REAL.is_dir(), reason="too large for the repository; set SHARDSCOPE_REAL_TRACES to a folder of traces"
 )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from benchmarks import trace_analysis
+from tests.requirements import sample, thorough
 
 from shardscope.trace import Trace
 
@@ -165,6 +166,7 @@ GPU_TRACES = (
 )
 
 
+@sample(1)
 @pytest.mark.parametrize("name", GPU_TRACES)
 def test_real_gpu_traces_have_the_reference_breakdown(name: str) -> None:
     """All integers: unions of kernels on GPU streams, by a plain loop over the file."""
@@ -188,6 +190,7 @@ def test_real_gpu_traces_have_the_reference_breakdown(name: str) -> None:
         assert round(row["span_seconds"] * 1e9) == span
 
 
+@thorough()
 def test_every_real_trace_has_every_analysis() -> None:
     if not REAL.is_dir():
         pytest.skip("no traces of others here; set SHARDSCOPE_REAL_TRACES to a folder of them")

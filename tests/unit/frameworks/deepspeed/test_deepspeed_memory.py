@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from random_plans import LLAMA, plans
 from tests.in_process_rehearsal import list_stages, rehearse_in_this_process
-from tests.requirements import examples, few, needs, needs_installed, thorough
+from tests.requirements import examples, few, needs, needs_installed, sample, thorough
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
@@ -479,6 +479,7 @@ which all weights are trained were rehearsed again with the engine's two groups,
 reducing a norm allocates the gradients that ZeRO-2 keeps, which one group had hidden (up to 7 %)."""
 
 
+@sample(5)
 @pytest.mark.parametrize("name", LEVELS)
 def test_stored_rehearsals_are_predicted(name: str) -> None:
     from tests.accuracy.rehearsals import STORED, read_rehearsals

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.requirements import needs
+from tests.requirements import needs, sample
 from tests.weights_folders import write_folder
 
 needs("transformers")
@@ -109,6 +109,7 @@ def test_other_files_are_streamed_as_jsonl_is(folder: Path, tmp_path: Path, suff
     assert read(open_reader(folder, other), NUM_ROWS) == expected
 
 
+@sample(1)
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_reader_of_several_files_resumes_between_them(folder: Path, tmp_path: Path, suffix: str) -> None:
     files = tmp_path / "files"
@@ -129,6 +130,7 @@ def test_a_reader_of_several_files_resumes_between_them(folder: Path, tmp_path: 
         assert read(resumed, 2) == samples[done : done + 2], done
 
 
+@sample(1)
 @pytest.mark.parametrize("packs", [False, True])
 def test_a_resumed_reader_continues_with_the_next_sample(folder: Path, tmp_path: Path, packs: bool) -> None:
     source = write_rows(tmp_path / "rows.jsonl", range(NUM_ROWS))

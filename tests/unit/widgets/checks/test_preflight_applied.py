@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.requirements import sample
 
 import shardscope as ss
 from shardscope_widgets import Studio
 
 
+@sample(3)
 @pytest.mark.parametrize(
     ("model", "layout", "recipe", "name"),
     [

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_runs import FakeRun, record, wait_until
-from tests.requirements import needs
+from tests.requirements import needs, sample
 from tests.weights_folders import write_chat_folder
 
 import shardscope as ss
@@ -62,6 +62,7 @@ def test_model_and_data_are_enough_for_a_recommended_plan(files: Path) -> None:
     view.close()
 
 
+@sample(1)
 @pytest.mark.parametrize("kind", ["frame", "dataset", "rows"])
 def test_rows_in_memory_are_data_as_a_file_is(files: Path, kind: str) -> None:
     import datasets

@@ -15,7 +15,7 @@ from fake_runs import FakeRun, record, wait_until
 from ipywidgets import Widget
 from ipywidgets.widgets.widget import _instances
 from tests.faults import includes_slow_tests
-from tests.requirements import few
+from tests.requirements import few, sample
 from tests.weights_folders import write_folder
 
 import shardscope as ss
@@ -70,6 +70,7 @@ VIEWS: dict[str, tuple[Callable[[], Any], int]] = {
 """Name -> factory, and the number of views that `make test` creates: a hundred take a minute."""
 
 
+@sample(1)
 @pytest.mark.parametrize("name", few(VIEWS, ["studio", "finetune"]))
 def test_fault_43_closed_views_leave_no_widgets_or_threads(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fake_runs import wait_until
-from tests.requirements import few, thorough
+from tests.requirements import few, sample, thorough
 from tests.weights_folders import write_folder
 
 import shardscope as ss
@@ -61,6 +61,7 @@ INVALID_INPUTS: list[dict[str, str]] = [
 ]
 
 
+@sample(3)
 @pytest.mark.parametrize("framework", few(["ddp", "fsdp2", "deepspeed", "megatron"], ["fsdp2"]))
 @pytest.mark.parametrize("typed", INVALID_INPUTS, ids=str)
 def test_one_click_on_a_fix_makes_a_valid_plan(studio: Any, framework: str, typed: dict[str, str]) -> None:
@@ -269,6 +270,7 @@ def test_studio_shows_each_opened_plan_and_clears_old_notices(tmp_path: Path) ->
     studio.close()
 
 
+@thorough()
 def test_make_it_fit_confirms_a_framework_change_and_can_be_undone() -> None:
     """Regression: the head's button changed the framework without asking, the Memory tab's had no Undo."""
     studio = Studio()

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.requirements import thorough
+from tests.requirements import sample, thorough
 
 import shardscope as ss
 from shardscope.core.number_format import format_gib
@@ -209,12 +209,14 @@ def test_clicking_a_mark_applies_its_plan_unless_the_view_is_frozen(ranking: Any
     assert len(applied) == 1, "a frozen view ignores clicks"
 
 
+@sample(2)
 @pytest.mark.parametrize("customdata", [None, "x", -1, 10**9, [1], {}])
 def test_fault_44_click_on_a_removed_mark_is_ignored(ranking: Any, customdata: object) -> None:
     view = show_all_plans(ranking, on_apply=lambda _: pytest.fail("applied"))
     click(view, 0, 0, customdata)
 
 
+@sample(3)
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.65, 0.67, 0.7, 0.8, 0.9, 0.99])
 def test_no_line_crosses_the_label_of_the_current_plan(ranking: Any, share: float) -> None:
     figure = RankingView(ranking).figure
@@ -302,6 +304,7 @@ def test_table_lists_best_plans_first_with_memory_and_throughput(ranking: Any) -
     assert f"{ranking.num_evaluated:,} plans evaluated" in strip_tags(view.caption.value)
 
 
+@sample(1)
 @pytest.mark.parametrize(
     "column", ["peak_bytes", "step_seconds", "headroom_bytes", "framework", "cost_per_token"]
 )
@@ -371,6 +374,7 @@ def test_clicking_a_row_applies_and_highlights_its_plan(ranking: Any) -> None:
     assert list(ring.y) == pytest.approx([ranking.tokens_per_second_per_gpu[third]])
 
 
+@sample(2)
 @pytest.mark.parametrize(
     "act", ["apply:999999999", "apply:-1", "apply:x", "sort:__class__", "page:7", "", ":"]
 )
@@ -413,6 +417,7 @@ def test_excluded_framework_is_listed_with_its_reason() -> None:
         assert f"{build_signs()[name].title} : {' '.join(why.split())}" in strip_tags(view.table.value)
 
 
+@thorough()
 def test_rows_that_cannot_be_launched_show_the_reason() -> None:
     recipe = ss.Recipe(seq_len=2048, global_batch_size=16, method="lora")
     ranking = ss.search(ss.models["llama-3.1-8b"], ss.Cluster.parse("2xrtx-4090-24gb"), recipe)
@@ -425,6 +430,7 @@ def test_rows_that_cannot_be_launched_show_the_reason() -> None:
     assert escape(next(filter(None, refusals)), quote=True) in view.table.value
 
 
+@thorough()
 def test_plans_with_unknown_host_memory_are_noted_under_the_table() -> None:
     ranking = ss.search(MODEL, ss.Cluster.parse("8xa10-24gb"), ss.Recipe(seq_len=1024))
     assert ranking.unsaid

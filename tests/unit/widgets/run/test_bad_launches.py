@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from fake_gpus import GIB, TOTAL, pretend_cards
-from tests.requirements import needs_installed
+from tests.requirements import needs_installed, sample
 
 import shardscope as ss
 from shardscope.records.json_files import append_line
@@ -104,6 +104,7 @@ def test_fault_24_deleted_run_folder_is_shown_as_lost(studio: Studio) -> None:
     view.close()
 
 
+@sample(2)
 @pytest.mark.parametrize("count", ["0", "-1", "1e9", "two", ""])
 def test_fault_18_invalid_gpu_count_disables_the_launch(studio: Studio, count: str) -> None:
     plan = studio.plan

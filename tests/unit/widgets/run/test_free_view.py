@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fake_gpus import GIB, TOTAL, pretend_cards
 from fake_runs import wait_until
+from tests.requirements import sample, thorough
 
 import shardscope as ss
 from shardscope.machine.processes import identify_machine, read_start_time
@@ -86,6 +87,7 @@ def test_view_refreshes_on_request_and_escapes_process_names(monkeypatch: pytest
     view.places.read_in_background()  # A late click raises nothing.
 
 
+@thorough()
 def test_view_does_not_import_torch() -> None:
     code = """
 import sys
@@ -96,6 +98,7 @@ assert "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+@sample(1)
 @pytest.mark.parametrize("outlive", [False, True])
 def test_studio_passes_outlive_kernel_to_launch(monkeypatch: pytest.MonkeyPatch, outlive: bool) -> None:
     from shardscope_widgets import Studio

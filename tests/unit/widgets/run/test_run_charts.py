@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fake_runs import PLAN, FakeRun, record, wait_until
+from tests.requirements import thorough
 
 from shardscope.runs.explain.predicted_metrics import PredictedMetrics
 from shardscope_widgets import RunView
@@ -216,6 +217,7 @@ def test_a_run_with_early_stopping_can_be_stopped_and_keep_the_best() -> None:
     run.status = "finished"
 
 
+@thorough()
 def test_save_and_stop_appears_once_a_function_reads_stop_requests() -> None:
     run = FakeRun([record(loss=1.0)])
     view = RunView(run)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fake_runs import wait_until
+from tests.requirements import sample
 from written_runs import CREATED, write_failure, write_run
 
 import shardscope as ss
@@ -98,6 +99,7 @@ def test_damaged_folder_is_one_row_and_hides_no_other_run(damage: str) -> None:
     assert "damaged" in row and "run.json" in row and "<b>" not in view.table.value.replace("<b class", "")
 
 
+@sample(1)
 @pytest.mark.parametrize("plan", ["null", '{"x": 1}', "[]", '"text"'])
 def test_run_with_an_unreadable_plan_is_listed_and_opened(plan: str) -> None:
     path = write_run("odd")

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 from fake_runs import FakeRun, record, wait_until
+from tests.requirements import sample
 
 from shardscope_widgets import RunView
 from shardscope_widgets.run.figure import RunFigure
 from shardscope_widgets.run.lines import MAX_POINTS
 
 
+@sample(2)
 @pytest.mark.parametrize("loss", [None, "n/a", float("nan"), float("inf"), True, [1]])
 def test_fault_45_invalid_loss_keeps_the_view_and_stop_working(loss: Any) -> None:
     invalid_record = record(loss=loss, tokens_per_second=loss, peak_memory_bytes=loss)
