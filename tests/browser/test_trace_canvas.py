@@ -270,6 +270,48 @@ def test_hover_and_click_describe_the_slice(open_view: Any, view: TraceView) -> 
         expect(page.locator(".ss-trace-details")).to_contain_text(f"rank {view.selected['rank']}")
 
 
+def test_hover_and_click_are_exact_where_tiles_are_rounded(
+    open_view: Any, view: TraceView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardscope.trace.tile_encoding._EXACT_BYTES", 1e9)
+    index = int(view.trace.duration_ns[: view.trace.tracks[0].num_slices].argmax())
+    with open_view(view) as page:
+        page.mouse.move(*find_pixel(page, view, index))
+        tip = page.locator(".ss-trace-tip")
+        expect(tip).to_contain_text(f"start {int(view.trace.start_ns[index]) / 1e6:.6f} ms")
+        page.mouse.click(*find_pixel(page, view, index))
+        page.wait_for_selector(".ss-trace-details.ss-on")
+        wait_until_settled(page)
+        assert view.selected is not None and view.selected["index"] == index
+
+
+def test_rows_are_sent_when_they_come_into_view(open_view: Any) -> None:
+    view = TraceView(PYTHON_STACKS, height=160)
+    sent: set[int] = set()
+    with open_view(view) as page:
+        send = view.send
+
+        def record_rows(content: dict[str, Any], buffers: list[Any] | None = None) -> None:
+            sent.update(content.get("rows", []) if content["type"] == "tile" else [])
+            send(content, buffers)
+
+        view.send = record_rows
+        position = next(i for i, track in enumerate(view.trace.tracks) if track.kind == "python")
+        first, last = view._tiler.first_row_of_track[position : position + 2].tolist()
+        wait_until_settled(page)
+        assert not sent
+        page.locator(".ss-trace-stack").focus()  # scrolls to it
+        page.keyboard.press("Enter")
+        wait_until_settled(page)
+        assert first in sent and last - 1 not in sent
+        page.locator("canvas").focus()
+        for _ in range(30):
+            page.keyboard.press("PageDown")
+        wait_until_settled(page)
+        assert view._tiler.num_rows - 1 in sent
+        assert int(page.locator("canvas").get_attribute("data-slices")) > 0
+
+
 def test_search_counts_highlights_and_visits_the_matches(open_view: Any, view: TraceView) -> None:
     with open_view(view) as page:
         pixels = "document.querySelector('canvas').toDataURL()"

@@ -11,7 +11,7 @@ import pytest
 
 from shardscope.trace import Trace
 from shardscope.trace.nesting import compute_union_ns
-from shardscope.trace.tiles import COLUMNS, COMMUNICATION, MUTED, Tiler
+from shardscope.trace.tiles import COMMUNICATION, MUTED, Tiler
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "trace_2_ranks"
 
@@ -91,18 +91,10 @@ def test_nanoseconds_are_exact_far_from_the_start(tmp_path: Path) -> None:
     assert (int(column["start"][0]), int(column["duration"][0])) == (3_600_000_000_001, 2)
 
 
-def test_buffers_are_the_columns_in_order(tiler: Tiler) -> None:
-    tile = tiler.build_tile(0, tiler.trace.duration_ns_total, 400)
-    for (name, kind), buffer in zip(COLUMNS, tile.buffers, strict=True):
-        assert np.frombuffer(buffer, dtype=kind).tolist() == pytest.approx(
-            np.asarray(tile.columns[name]).astype(kind).tolist()
-        )
-
-
 def test_an_empty_trace_gives_empty_tiles(tmp_path: Path) -> None:
     tiler = build_tiler(tmp_path, [])
     tile = tiler.build_tile(0, 1000, 100, tiler.find_matches("x"))
-    assert tile.num_marks == 0 and len(tile.buffers) == len(COLUMNS)
+    assert tile.num_marks == 0
     assert tiler.sum_by_name(0, 1000) == []
 
 

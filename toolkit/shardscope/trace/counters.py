@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -34,10 +35,18 @@ class Counter:
     time_ns: Int64s
     value: npt.NDArray[np.float64]
 
+    def count_samples(self, t0_ns: float, t1_ns: float, width: int) -> int:
+        """Return how many samples :meth:`cut` has at most."""
+        first, last = self._find_range(t0_ns, t1_ns)
+        return min(last - first, 2 * width)
+
+    def _find_range(self, t0_ns: float, t1_ns: float) -> tuple[int, int]:
+        first = max(int(np.searchsorted(self.time_ns, t0_ns, side="right")) - 1, 0)
+        return first, int(np.searchsorted(self.time_ns, t1_ns, side="right"))
+
     def cut(self, t0_ns: float, t1_ns: float, width: int) -> tuple[Int64s, npt.NDArray[np.float64]]:
         """Return times and values between two times and just before: per pixel the highest and the last."""
-        first = max(int(np.searchsorted(self.time_ns, t0_ns, side="right")) - 1, 0)
-        last = int(np.searchsorted(self.time_ns, t1_ns, side="right"))
+        first, last = self._find_range(t0_ns, t1_ns)
         time, value = self.time_ns[first:last], self.value[first:last]
         if len(time) <= 2 * width:
             return time, value
@@ -73,9 +82,12 @@ class MarkTiler:
         order = np.lexsort((self._time, self._row))
         self._row, self._time, self._name = self._row[order], self._time[order], self._name[order]
 
-    def cut_counters(self, t0_ns: float, t1_ns: float, width: int) -> dict[str, Column]:
-        """Return the columns of :data:`COUNTER_COLUMNS` between two times."""
-        pieces = [counter.cut(t0_ns, t1_ns, width) for counter in self.counters]
+    def cut_counters(
+        self, t0_ns: float, t1_ns: float, width: int, numbers: Sequence[int] | None = None
+    ) -> dict[str, Column]:
+        """Return the columns of :data:`COUNTER_COLUMNS` between two times, of all or of some counters."""
+        chosen = self.counters if numbers is None else [self.counters[number] for number in numbers]
+        pieces = [counter.cut(t0_ns, t1_ns, width) for counter in chosen]
         counts = [len(time) for time, _ in pieces]
         return {
             "first": np.concatenate(([0], np.cumsum(counts, dtype=np.int64))),
@@ -83,9 +95,17 @@ class MarkTiler:
             "value": np.concatenate([value for _, value in pieces]) if pieces else np.zeros(0),
         }
 
-    def cut_instants(self, t0_ns: float, t1_ns: float, width: int) -> dict[str, Column]:
-        """Return the columns of :data:`INSTANT_COLUMNS` between two times; those of one pixel are one."""
-        mine = np.flatnonzero((self._time >= t0_ns) & (self._time <= t1_ns))
+    def cut_instants(
+        self, t0_ns: float, t1_ns: float, width: int, rows: Sequence[int] | None = None
+    ) -> dict[str, Column]:
+        """Return the columns of :data:`INSTANT_COLUMNS` between two times; those of one pixel are one.
+
+        ``rows``: only of these; default: of all.
+        """
+        is_wanted = (self._time >= t0_ns) & (self._time <= t1_ns)
+        if rows is not None:
+            is_wanted &= np.isin(self._row, rows)
+        mine = np.flatnonzero(is_wanted)
         time, row = self._time[mine], self._row[mine]
         pixel = np.floor((time - t0_ns) / ((t1_ns - t0_ns) / width)).astype(np.int64)
         is_first = np.ones(len(mine), dtype=bool)

@@ -39,6 +39,11 @@ class PathMarks:
         start, end, row, is_slice = np.array(found, np.int64).reshape(len(found), 4).T
         return cls(start_ns=start, end_ns=end, row=row, is_slice=is_slice.astype(bool))
 
+    def count_parts(self, t0_ns: float, t1_ns: float, width: int) -> int:
+        """Return about how many parts :meth:`cut` has at most."""
+        seen = int(np.count_nonzero((self.end_ns >= t0_ns) & (self.start_ns <= t1_ns)))
+        return min(seen, 4 * width)
+
     def cut(self, t0_ns: float, t1_ns: float, width: int) -> dict[str, Column]:
         """Return the columns of :data:`PATH_COLUMNS` between two times, as drawn ``width`` pixels wide.
 

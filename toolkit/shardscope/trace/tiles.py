@@ -21,23 +21,6 @@ from shardscope.trace.nesting import mark_recursive_calls
 from shardscope.trace.store import Trace
 from shardscope.trace.table import Table
 
-COLUMNS = (
-    ("start", "<f8"),
-    ("duration", "<f8"),
-    ("index", "<u4"),
-    ("name", "<u4"),
-    ("count", "<u4"),
-    ("row_first", "<u4"),
-    ("colour", "u1"),
-    ("density", "u1"),
-    ("match", "u1"),
-)
-"""Name and type of each buffer of a tile, in order; little-endian, as every browser reads them.
-
-Times are nanoseconds from the trace's first slice in float64, exact up to 104 days. float32 would lose
-sub-microseconds beyond 16 s.
-"""
-
 # Indices of the colors in colours.js of the Trace view.
 NUM_HUES = 6
 MUTED, COMMUNICATION, FIRST_HUE = 0, 1, 2
@@ -72,7 +55,12 @@ class AreaTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """Marks of all rows between two times. ``columns`` has one array per entry of :data:`COLUMNS`."""
+    """Marks of some or all rows between two times, by row and time.
+
+    ``columns``: ``start`` and ``duration`` (nanoseconds), ``first`` (first slice), ``count`` (slices),
+    ``index`` (the slice that names it), ``name``, ``colour``, ``density`` (share that slices cover, of 255),
+    ``match``; and ``row_first``, where the marks of each row begin, with their number as last entry.
+    """
 
     t0_ns: float
     t1_ns: float
@@ -83,15 +71,8 @@ class Tile:
         """Number of rectangles to draw."""
         return len(self.columns["start"])
 
-    @property
-    def buffers(self) -> list[memoryview]:
-        """Bytes of the columns, in the order of :data:`COLUMNS`."""
-        return pack_columns(self.columns, COLUMNS)
 
-
-def pack_columns(
-    columns: Mapping[str, Column], kinds: Sequence[tuple[str, str]] = COLUMNS
-) -> list[memoryview]:
+def pack_columns(columns: Mapping[str, Column], kinds: Sequence[tuple[str, str]]) -> list[memoryview]:
     """Return the bytes of columns, in the order and types of ``kinds``."""
     return [
         memoryview(columns[name].astype(kind).data).cast("B") if len(columns[name]) else memoryview(b"")
@@ -125,11 +106,19 @@ class Tiler:
         return np.asarray(names[self.trace.name_index])
 
     def build_tile(
-        self, t0_ns: float, t1_ns: float, width: int, matches: npt.NDArray[np.bool_] | None = None
+        self,
+        t0_ns: float,
+        t1_ns: float,
+        width: int,
+        matches: npt.NDArray[np.bool_] | None = None,
+        rows: Sequence[int] | None = None,
     ) -> Tile:
-        """Return the marks that overlap ``t0_ns..t1_ns`` when drawn ``width`` pixels wide."""
+        """Return the marks that overlap ``t0_ns..t1_ns`` when drawn ``width`` pixels wide.
+
+        ``rows``: only of these, in ascending order; default: of all.
+        """
         # 1. The slices that are visible at all.
-        index = self._find_visible(t0_ns, t1_ns)
+        index = self._find_visible(t0_ns, t1_ns, rows)
         start = self.trace.start_ns[index]
         duration = self.trace.duration_ns[index]
         match = matches[index] if matches is not None else np.zeros(len(index), dtype=bool)
@@ -150,6 +139,7 @@ class Tiler:
             columns={
                 "start": begin,
                 "duration": extent,
+                "first": index[first],
                 "index": index[shown],
                 "name": name,
                 "count": count,
@@ -159,6 +149,19 @@ class Tiler:
                 "match": match[shown],
             },
         )
+
+    def count_marks(
+        self, t0_ns: float, t1_ns: float, width: int, rows: Sequence[int]
+    ) -> npt.NDArray[np.int64]:
+        """Return about how many marks each of ``rows`` has at most in such a tile."""
+        return np.array([min(high - low, width) for low, high in self._list_ranges(t0_ns, t1_ns, rows)], int)
+
+    def choose_representative(self, first: int, count: int, matches: npt.NDArray[np.bool_]) -> int:
+        """Return the slice that names a mark of ``count`` slices from ``first`` on."""
+        run = slice(first, first + count)
+        duration, match = self.trace.duration_ns[run], matches[run]
+        start = np.zeros(1, np.int64)
+        return first + int(_choose_representatives(duration, match, start, np.array([count]))[0])
 
     def sum_by_name(self, t0_ns: float, t1_ns: float, limit: int = 12) -> Table[NameTotals]:
         """Return the names with most self time between two times, over all ranks: name, slices, seconds.
@@ -242,18 +245,26 @@ class Tiler:
         """Mask of slices nested in a slice of the same category."""
         return mark_recursive_calls(self.trace.parents, self.trace.category_index)
 
-    def _find_visible(self, t0_ns: float, t1_ns: float) -> npt.NDArray[np.int64]:
-        """Return indices of slices that overlap the range, in store order.
+    def _find_visible(
+        self, t0_ns: float, t1_ns: float, rows: Sequence[int] | None = None
+    ) -> npt.NDArray[np.int64]:
+        """Return indices of slices that overlap the range, in store order; ``rows``: only of these."""
+        ranges = self._list_ranges(t0_ns, t1_ns, range(self.num_rows) if rows is None else rows)
+        pieces = [np.arange(low, high, dtype=np.int64) for low, high in ranges if low < high]
+        return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
+
+    def _list_ranges(self, t0_ns: float, t1_ns: float, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the first slice of each row that overlaps the range, and the end of those that do.
 
         Starts and ends both ascend within a row, so binary search finds them.
         """
-        pieces = []
-        for first, last in zip(self.row_bounds[:-1].tolist(), self.row_bounds[1:].tolist(), strict=True):
+        ranges = []
+        for row in rows:
+            first, last = int(self.row_bounds[row]), int(self.row_bounds[row + 1])
             low = first + int(np.searchsorted(self.end_ns[first:last], t0_ns, side="left"))
             high = first + int(np.searchsorted(self.trace.start_ns[first:last], t1_ns, side="right"))
-            if low < high:
-                pieces.append(np.arange(low, high, dtype=np.int64))
-        return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
+            ranges.append((low, max(low, high)))
+        return ranges
 
     def _mark_starts(
         self,

@@ -29,21 +29,27 @@ class Request:
     index: int | None = None
     indices: list[int] = field(default_factory=list)
     tracks: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    counters: list[int] = field(default_factory=list)
+    wants_path: bool = False
+    count: int = 1
     direction: int = 1
 
 
 _FIELDS = {
-    "tile": {"t0_ns", "t1_ns", "width"},
+    "tile": {"t0_ns", "t1_ns", "width", "rows", "counters", "wants_path"},
     "totals": {"t0_ns", "t1_ns"},
     "names": {"indices"},
     "select": {"index"},
+    "pick": {"index", "count"},
+    "mark": {"index", "count"},
     "find": {"direction"},
     "area": {"t0_ns", "t1_ns", "tracks"},
     "download": set(),
 }
 
 
-def read_request(content: object, trace: Trace, span_ns: int) -> Request:
+def read_request(content: object, trace: Trace, span_ns: int, num_counters: int) -> Request:
     """Return the request in ``content``. Raises :class:`RequestError` naming the invalid field."""
     if not isinstance(content, dict):
         raise RequestError(f"A message was {type(content).__name__}; allowed: an object.")
@@ -59,13 +65,24 @@ def read_request(content: object, trace: Trace, span_ns: int) -> Request:
         request = replace(request, t0_ns=t0_ns, t1_ns=t1_ns)
     if "width" in wanted:
         request = replace(request, width=_read_whole_number(content, "width", 1, MAX_WIDTH))
-    if "index" in wanted and content["index"] is not None:
+    if kind in ("mark", "pick") or ("index" in wanted and content["index"] is not None):
         request = replace(request, index=_read_whole_number(content, "index", 0, len(trace) - 1))
     if "indices" in wanted:
         request = replace(request, indices=_read_indices(content, "indices", len(trace.names), MAX_NAMES))
     if "tracks" in wanted:
         size = len(trace.tracks)
         request = replace(request, tracks=_read_indices(content, "tracks", size, size))
+    if "count" in wanted:
+        most = len(trace) - (request.index or 0)
+        request = replace(request, count=_read_whole_number(content, "count", 1, most))
+    if "rows" in wanted:
+        num_rows = int(trace.first_row_of_track[-1])
+        request = replace(
+            request,
+            rows=_read_indices(content, "rows", num_rows, num_rows),
+            counters=_read_indices(content, "counters", num_counters, num_counters),
+            wants_path=_read_flag(content, "wants_path"),
+        )
     if "direction" in wanted:
         is_forward = _read_whole_number(content, "direction", -1, 1) >= 0
         request = replace(request, direction=1 if is_forward else -1)
@@ -89,6 +106,13 @@ def _read_whole_number(content: Mapping[str, object], key: str, low: int, high: 
     value = content[key]
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise RequestError(f"{key} was {str(value)[:40]}; allowed: a whole number from {low:,} to {high:,}.")
+    return value
+
+
+def _read_flag(content: Mapping[str, object], key: str) -> bool:
+    value = content[key]
+    if not isinstance(value, bool):
+        raise RequestError(f"{key} was {str(value)[:40]}; allowed: true or false.")
     return value
 
 

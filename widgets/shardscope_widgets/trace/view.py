@@ -18,9 +18,10 @@ from shardscope.core.errors import check_choice, check_integer, check_number
 from shardscope.trace import Trace
 from shardscope.trace.analysis.selection import SelectionContext, find_module
 from shardscope.trace.chrome_export import iterate_chrome
-from shardscope.trace.counters import COUNTER_COLUMNS, INSTANT_COLUMNS, MarkTiler
-from shardscope.trace.path_marks import PATH_COLUMNS, PathMarks
-from shardscope.trace.tiles import COLUMNS, Tiler, pack_columns
+from shardscope.trace.counters import MarkTiler
+from shardscope.trace.path_marks import PathMarks
+from shardscope.trace.tile_encoding import TileEncoder, TileRequest
+from shardscope.trace.tiles import Tiler
 from shardscope_widgets.kit.front_end import front_end_text
 from shardscope_widgets.trace.picture import draw_picture
 from shardscope_widgets.trace.requests import Request, RequestError, read_request
@@ -41,9 +42,10 @@ _FOREIGN_TRAITS = frozenset(
 MimeBundle = tuple[dict[str, object], dict[str, object]]
 """Data and metadata of an output by MIME type."""
 _MODULE_PARTS = (
-    "shapes.js", "colours.js", "words.js", "places.js", "page.js", "state.js", "requests.js", "viewport.js",
-    "folding.js", "tracks.js", "drawing.js", "slices.js", "counters.js", "path.js", "arrows.js", "area.js",
-    "details.js", "pointer.js", "help.js", "keyboard.js", "search.js", "surroundings.js", "view.js",
+    "shapes.js", "colours.js", "words.js", "places.js", "tiles.js", "page.js", "state.js", "requests.js",
+    "viewport.js", "folding.js", "tracks.js", "drawing.js", "slices.js", "counters.js", "path.js",
+    "arrows.js", "area.js", "details.js", "pointer.js", "help.js", "keyboard.js", "search.js",
+    "surroundings.js", "view.js",
 )  # fmt: skip
 
 
@@ -126,6 +128,7 @@ class TraceView(anywidget.AnyWidget):
         self.trace = _load_trace(trace)
         self._tiler = Tiler(self.trace)
         self._mark_tiler = MarkTiler(self.trace)
+        self._encoder = TileEncoder(self._tiler, self._mark_tiler)
         self._match = np.zeros(len(self.trace), dtype=bool)
         self._span_ns = max(self.trace.duration_ns_total, 1000)
         self._path: PathMarks | None = None
@@ -242,10 +245,6 @@ class TraceView(anywidget.AnyWidget):
             "span_ns": self._span_ns,
             "num_slices": len(self.trace),
             "can_download": len(self.trace) > 0,
-            "columns": [list(column) for column in COLUMNS],
-            "path_columns": [list(column) for column in PATH_COLUMNS],
-            "counter_columns": [list(column) for column in COUNTER_COLUMNS],
-            "instant_columns": [list(column) for column in INSTANT_COLUMNS],
             "counters": [
                 {
                     "rank": counter.rank,
@@ -299,7 +298,7 @@ class TraceView(anywidget.AnyWidget):
 
     def _handle_message(self, _: object, content: object, __: object) -> None:
         try:
-            request = read_request(content, self.trace, self._span_ns)
+            request = read_request(content, self.trace, self._span_ns, len(self._mark_tiler.counters))
         except RequestError as refusal:
             self.error = str(refusal)
             return
@@ -307,9 +306,11 @@ class TraceView(anywidget.AnyWidget):
             self.error = ""
         answers = {
             "tile": self._answer_tile,
+            "mark": self._answer_mark,
             "names": self._answer_names,
             "totals": self._answer_totals,
             "select": self._answer_select,
+            "pick": self._answer_pick,
             "find": self._answer_find,
             "area": self._answer_area,
             "download": self._answer_download,
@@ -317,7 +318,15 @@ class TraceView(anywidget.AnyWidget):
         answers[request.type](request)
 
     def _answer_tile(self, request: Request) -> None:
-        tile = self._tiler.build_tile(request.t0_ns, request.t1_ns, request.width, self._match)
+        wanted = TileRequest(
+            t0_ns=request.t0_ns,
+            t1_ns=request.t1_ns,
+            width=request.width,
+            rows=request.rows,
+            counters=request.counters,
+            wants_path=request.wants_path,
+        )
+        tile = self._encoder.encode(wanted, self._path, self._match)
         reply = {
             "type": "tile",
             "id": request.id,
@@ -326,16 +335,23 @@ class TraceView(anywidget.AnyWidget):
             "width": request.width,
             "search": self.search,
             "path": self._path_number,
+            "has_path": tile.has_path or self._path is None,
+            "tick_ns": tile.tick_ns,
+            "rows": tile.rows,
+            "counters": tile.counters,
+            "columns": [list(column) for column in tile.columns],
         }
-        span = (request.t0_ns, request.t1_ns, request.width)
-        buffers = [
-            *tile.buffers,
-            *pack_columns(self._mark_tiler.cut_counters(*span), COUNTER_COLUMNS),
-            *pack_columns(self._mark_tiler.cut_instants(*span), INSTANT_COLUMNS),
-        ]
-        if self._path is not None:
-            buffers += pack_columns(self._path.cut(*span), PATH_COLUMNS)
-        self.send(reply, buffers=buffers)
+        self.send(reply, buffers=[memoryview(tile.data)])
+
+    def _answer_mark(self, request: Request) -> None:
+        """Send the exact times of a mark, whose tile may have rounded ones."""
+        if request.index is None:
+            return
+        last = request.index + request.count - 1
+        start = int(self.trace.start_ns[request.index])
+        end = int(self.trace.start_ns[last]) + int(self.trace.duration_ns[last])
+        times = {"start_ns": start, "duration_ns": end - start}
+        self.send({"type": "mark", "id": request.id, "index": request.index, **times})
 
     def _answer_names(self, request: Request) -> None:
         names = self.trace.names
@@ -366,6 +382,12 @@ class TraceView(anywidget.AnyWidget):
 
     def _answer_select(self, request: Request) -> None:
         self._select_slice(request.index)
+
+    def _answer_pick(self, request: Request) -> None:
+        """Select the slice that names a mark of several."""
+        if request.index is not None:
+            index = self._tiler.choose_representative(request.index, request.count, self._match)
+            self._select_slice(index)
 
     def _answer_find(self, request: Request) -> None:
         """Select the match after (or before) the selected slice in time, and bring it into view."""

@@ -14,14 +14,10 @@ import pytest
 from IPython.core.formatters import DisplayFormatter
 
 from shardscope.trace import Trace
-from shardscope.trace.counters import COUNTER_COLUMNS, INSTANT_COLUMNS
-from shardscope.trace.path_marks import PATH_COLUMNS
-from shardscope.trace.tiles import COLUMNS
+from shardscope.trace.tile_encoding import TICKS_PER_PIXEL, decode_columns
 from shardscope_widgets.trace import TraceView, saved_page
 
 FIXTURE = Path(__file__).parents[3] / "fixtures" / "trace_2_ranks"
-
-NUM_BUFFERS = len([*COLUMNS, *COUNTER_COLUMNS, *INSTANT_COLUMNS])
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +44,17 @@ def tile_request(view: TraceView, **changed: Any) -> dict[str, Any]:
         "t0_ns": 0,
         "t1_ns": view.trace.duration_ns_total,
         "width": 800,
+        "rows": list(range(view._tiler.num_rows)),
+        "counters": [],
+        "wants_path": False,
         **changed,
     }
+
+
+def read_reply(view: TraceView) -> tuple[dict[str, Any], Any]:
+    """Return the latest reply with a tile, and its columns."""
+    reply, (data,) = view.sent[-1]
+    return reply, decode_columns(reply["columns"], bytes(data))
 
 
 def test_fault_48_front_end_loads_nothing_from_the_network(view: TraceView) -> None:
@@ -72,10 +77,28 @@ def test_rejects_invalid_height(trace: Trace, height: Any) -> None:
 
 def test_tile_is_sent_as_binary_columns(view: TraceView) -> None:
     handle_message(view, tile_request(view))
-    ((reply, buffers),) = view.sent
+    reply, columns = read_reply(view)
     assert reply["type"] == "tile" and reply["id"] == 1
-    assert len(buffers) == NUM_BUFFERS
-    assert int(np.frombuffer(buffers[4], "<u4").sum()) == len(view.trace)
+    assert reply["rows"] == list(range(view._tiler.num_rows))
+    assert int(columns["count"].sum()) == len(view.trace)
+
+
+def test_mark_of_several_slices_is_measured_and_picked(view: TraceView) -> None:
+    row = int(np.diff(view._tiler.row_bounds).argmax())
+    handle_message(view, tile_request(view, width=20, rows=[row]))
+    _, columns = read_reply(view)
+    largest = int(columns["count"].argmax())
+    first = int(columns["row_slice"][0] + columns["count"][:largest].sum())
+    count = int(columns["count"][largest])
+    assert count > 1
+    mine = slice(first, first + count)
+    start, end = view.trace.start_ns[mine], view.trace.end_ns[mine]
+    handle_message(view, {"type": "mark", "id": 2, "index": first, "count": count})
+    assert view.sent[-1][0]["start_ns"] == int(start[0])
+    assert view.sent[-1][0]["duration_ns"] == int(end[-1] - start[0])
+    handle_message(view, {"type": "pick", "id": 3, "index": first, "count": count})
+    assert view.selected is not None
+    assert view.selected["index"] == first + int(view.trace.duration_ns[mine].argmax())
 
 
 def test_answers_requests_for_names_and_totals(view: TraceView) -> None:
@@ -109,20 +132,19 @@ def test_show_interval_moves_the_view_with_a_margin(view: TraceView) -> None:
 def test_highlighted_path_comes_with_the_tiles(view: TraceView) -> None:
     path = view.trace.critical_path()
     view.highlight_path(path)
-    handle_message(view, tile_request(view, width=16_000))
-    starts, ends, rows, is_slice = (
-        np.frombuffer(buffer, kind)
-        for buffer, (_, kind) in zip(view.sent[-1][1][NUM_BUFFERS:], PATH_COLUMNS, strict=True)
-    )
-    assert starts[0] / 1e9 == pytest.approx(path[0]["start_seconds"])
-    assert float((ends - starts).sum()) / 1e9 == pytest.approx(path.seconds, rel=0.05)
-    assert is_slice.any() and {view._tiler.num_rows > row for row in rows.tolist()} == {True}
+    handle_message(view, tile_request(view, width=16_000, rows=[0], wants_path=True))
+    reply, columns = read_reply(view)
+    tick = (reply["t1_ns"] - reply["t0_ns"]) // reply["width"] // TICKS_PER_PIXEL
+    begin = reply["t0_ns"] - (reply["t1_ns"] - reply["t0_ns"]) + columns["path_gap"][0] * tick
+    assert reply["has_path"] and begin / 1e9 == pytest.approx(path[0]["start_seconds"], abs=1e-6)
+    assert float(columns["path_extent"].sum()) * tick / 1e9 == pytest.approx(path.seconds, rel=0.05)
+    assert columns["path_is_slice"].any() and columns["path_row"].max() < view._tiler.num_rows
     view.highlight_path([{"index": 5}])
-    handle_message(view, tile_request(view))
-    assert np.frombuffer(view.sent[-1][1][NUM_BUFFERS], "<f8").tolist() == [int(view.trace.start_ns[5])]
+    handle_message(view, tile_request(view, wants_path=True))
+    assert read_reply(view)[1]["path_row"].tolist() == [int(view._tiler.row[5])]
     view.highlight_path(None)
-    handle_message(view, tile_request(view))
-    assert len(view.sent[-1][1]) == NUM_BUFFERS
+    handle_message(view, tile_request(view, wants_path=True))
+    assert "path_row" not in read_reply(view)[1]
     for wrong in [{}, {"rank": 99, "start_seconds": 0, "seconds": 1}, {"rank": 0, "start_seconds": "0"}]:
         with pytest.raises(ValueError, match="Fix: "):
             view.highlight_path([wrong])
@@ -160,6 +182,18 @@ def test_viewport_must_be_two_ascending_times(view: TraceView) -> None:
     assert view.viewport_seconds == (0.001, 0.002)
 
 
+TILE = {
+    "type": "tile",
+    "id": 1,
+    "t0_ns": 0,
+    "t1_ns": 1000,
+    "width": 800,
+    "rows": [0],
+    "counters": [],
+    "wants_path": False,
+}
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -170,14 +204,22 @@ def test_viewport_must_be_two_ascending_times(view: TraceView) -> None:
         {"type": "rm"},
         {"type": ["tile"]},
         {"type": "tile"},
-        {"type": "tile", "id": 1, "t0_ns": 0, "t1_ns": 1000, "width": 800, "extra": 1},
-        {"type": "tile", "id": 1, "t0_ns": 1000, "t1_ns": 0, "width": 800},
-        {"type": "tile", "id": 1, "t0_ns": float("nan"), "t1_ns": 1, "width": 800},
-        {"type": "tile", "id": 1, "t0_ns": 0, "t1_ns": 1e300, "width": 800},
-        {"type": "tile", "id": 1, "t0_ns": "0", "t1_ns": 1, "width": 800},
-        {"type": "tile", "id": 1, "t0_ns": 0, "t1_ns": 1000, "width": 10**9},
-        {"type": "tile", "id": 1, "t0_ns": 0, "t1_ns": 1000, "width": True},
-        {"type": "tile", "id": "x", "t0_ns": 0, "t1_ns": 1000, "width": 10},
+        {**TILE, "extra": 1},
+        {**TILE, "t0_ns": 1000, "t1_ns": 0},
+        {**TILE, "t0_ns": float("nan")},
+        {**TILE, "t1_ns": 1e300},
+        {**TILE, "t0_ns": "0"},
+        {**TILE, "width": 10**9},
+        {**TILE, "width": True},
+        {**TILE, "id": "x"},
+        {**TILE, "rows": [-1]},
+        {**TILE, "rows": [10**6]},
+        {**TILE, "rows": 5},
+        {**TILE, "counters": [99]},
+        {**TILE, "wants_path": "yes"},
+        {"type": "mark", "id": 1, "index": None, "count": 1},
+        {"type": "mark", "id": 1, "index": 0, "count": 10**9},
+        {"type": "pick", "id": 1, "index": 0, "count": 0},
         {"type": "select", "id": 1, "index": -1},
         {"type": "select", "id": 1, "index": 10**9},
         {"type": "names", "id": 1, "indices": list(range(100_000))},

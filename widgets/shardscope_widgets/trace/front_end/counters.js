@@ -15,7 +15,7 @@ function shownValue(counter, value) {
 
 /** @param {View} view */
 function drawCounters(view) {
-  const { ctx, theme, tile, scene, places, scroll, gutterWidth, width, height, isNarrow } = view;
+  const { ctx, theme, scene, places, scroll, gutterWidth, width, height, isNarrow } = view;
   for (const { number, top } of places.counters) {
     const counter = scene.counters[number];
     const y = RULER + top - scroll;
@@ -26,13 +26,14 @@ function drawCounters(view) {
     ctx.beginPath();
     ctx.rect(gutterWidth, RULER, plotWidth(view), height);
     ctx.clip();
-    if (tile) {
-      const { first, time, value } = tile.counters;
+    const samples = view.counters.get(number);
+    if (samples) {
+      const { time, value } = samples;
       ctx.beginPath();
       let last = NaN;
-      for (let i = first[number]; i < first[number + 1]; i++) {
+      for (let i = 0; i < time.length; i++) {
         const x = Math.min(Math.max(xOf(view, time[i]), gutterWidth - 2), width + 2);
-        if (i > first[number]) ctx.lineTo(x, heightOf(last));
+        if (i > 0) ctx.lineTo(x, heightOf(last));
         ctx.lineTo(x, heightOf(value[i]));
         last = value[i];
       }
@@ -42,7 +43,7 @@ function drawCounters(view) {
       ctx.stroke();
       if (!Number.isNaN(last)) {
         ctx.lineTo(width + 2, heightOf(counter.low));
-        ctx.lineTo(Math.max(xOf(view, time[first[number]]), gutterWidth - 2), heightOf(counter.low));
+        ctx.lineTo(Math.max(xOf(view, time[0]), gutterWidth - 2), heightOf(counter.low));
         ctx.globalAlpha = 0.2;
         ctx.fillStyle = theme.counter;
         ctx.fill();
@@ -67,27 +68,27 @@ function drawCounters(view) {
 
 /** @param {View} view */
 function drawInstants(view) {
-  const { ctx, theme, tile, places, gutterWidth, height } = view;
-  if (!tile?.instants.time.length) return;
+  const { ctx, theme, places, gutterWidth, height } = view;
   ctx.save();
   ctx.beginPath();
   ctx.rect(gutterWidth, RULER, plotWidth(view), height);
   ctx.clip();
   ctx.fillStyle = theme.ink;
-  const { time, row } = tile.instants;
-  for (let i = 0; i < time.length; i++) {
-    const tall = places.rowTall[row[i]];
-    const y = yOfTop(view, places.rowTop[row[i]]);
-    if (!tall || y > height || y < upperEdge(view, places.rowTop[row[i]])) continue;
-    const x = xOf(view, time[i]);
-    if (x < gutterWidth - 4) continue;
+  for (const [row, { instants }] of view.rows) {
+    const tall = places.rowTall[row];
+    const y = yOfTop(view, places.rowTop[row]);
+    if (!tall || y > height || y < upperEdge(view, places.rowTop[row])) continue;
     const size = tall >= READABLE_ROW ? 4 : 2;
-    ctx.beginPath();
-    ctx.moveTo(x - size, y - 3);
-    ctx.lineTo(x + size, y - 3);
-    ctx.lineTo(x, y - 3 + 1.5 * size);
-    ctx.fill();
-    ctx.fillRect(x - 0.5, y - 3, 1, tall + 2);
+    for (const time of instants.time) {
+      const x = xOf(view, time);
+      if (x < gutterWidth - 4 || x > view.width + 4) continue;
+      ctx.beginPath();
+      ctx.moveTo(x - size, y - 3);
+      ctx.lineTo(x + size, y - 3);
+      ctx.lineTo(x, y - 3 + 1.5 * size);
+      ctx.fill();
+      ctx.fillRect(x - 0.5, y - 3, 1, tall + 2);
+    }
   }
   ctx.restore();
 }
@@ -95,23 +96,24 @@ function drawInstants(view) {
 /** Title and facts of the counter or instant under the pointer, or null. @param {View} view @param {number} x
  * @param {number} y @returns {[string, string] | null} */
 function describeMarkAt(view, x, y) {
-  const { tile, scene, places, names } = view;
-  if (!tile || x < view.gutterWidth || y < RULER) return null;
+  const { scene, places, names } = view;
+  if (x < view.gutterWidth || y < RULER) return null;
   const top = contentAt(view, y);
   const at = timeAt(view, x);
   const place = places.counters.find((one) => top >= one.top && top <= one.top + COUNTER_HEIGHT);
   if (place) {
-    const { first, time, value } = tile.counters;
-    let found = -1;
-    for (let i = first[place.number]; i < first[place.number + 1] && time[i] <= at; i++) found = i;
+    const samples = view.counters.get(place.number);
+    const found = samples ? samples.time.findLastIndex((/** @type {number} */ time) => time <= at) : -1;
     const counter = scene.counters[place.number];
-    if (found < 0) return null;
-    return [`${counter.name}: ${shownValue(counter, value[found])}`, `since ${shownPoint(Math.round(time[found]))}`];
+    if (!samples || found < 0) return null;
+    return [`${counter.name}: ${shownValue(counter, samples.value[found])}`, `since ${shownPoint(Math.round(samples.time[found]))}`];
   }
-  const { time, row, name, count } = tile.instants;
-  for (let i = 0; i < time.length; i++) {
-    const distance = top - places.rowTop[row[i]];
-    if (Math.abs(xOf(view, time[i]) - x) > 4 || distance < -4 || distance > 5) continue;
+  for (const [row, { instants }] of view.rows) {
+    const distance = top - places.rowTop[row];
+    if (!places.rowTall[row] || distance < -4 || distance > 5) continue;
+    const { time, name, count } = instants;
+    const i = time.findIndex((/** @type {number} */ one) => Math.abs(xOf(view, one) - x) <= 4);
+    if (i < 0) continue;
     const title = names.get(name[i]) ?? "…";
     const others = count[i] > 1 ? ` and ${counted(count[i] - 1, "more instant")}` : "";
     return [`${title}${others}`, `instant at ${shownPoint(Math.round(time[i]))}`];

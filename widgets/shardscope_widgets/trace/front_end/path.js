@@ -4,8 +4,7 @@ const LEAST_STEP_PX = 3; // lines closer than this would be a band
 
 /** @param {View} view */
 function drawPath(view) {
-  const { ctx, theme, tile, places, t0, t1, width, height, gutterWidth } = view;
-  const path = tile?.path;
+  const { ctx, theme, path, places, t0, t1, width, height, gutterWidth } = view;
   if (!path || !path.start.length) return;
   ctx.save();
   ctx.beginPath();

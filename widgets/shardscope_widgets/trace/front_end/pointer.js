@@ -2,38 +2,50 @@
 
 /** @param {View} view @param {number} x @param {number} y @returns {Hit | null} */
 function hitAt(view, x, y) {
-  const { tile, t0, t1 } = view;
-  if (!tile || x < view.gutterWidth || y < RULER) return null;
+  const { t0, t1 } = view;
+  if (x < view.gutterWidth || y < RULER) return null;
   const top = contentAt(view, y);
   const band = view.places.bands.find((place) => top >= place.top && top < place.top + place.height);
   if (!band) return null;
   const row = band.track.first_row + Math.floor((top - band.top) / band.tall);
+  const marks = view.rows.get(row);
+  if (!marks) return null;
   const time = timeAt(view, x);
   const slack = (t1 - t0) / plotWidth(view); // a mark is drawn at least one pixel wide
-  const mark = firstMarkAfter(tile, row, time - slack);
-  const found = mark < tile.columns.row_first[row + 1] && tile.columns.start[mark] <= time + slack / 2;
-  return found ? { mark, row } : null;
+  const mark = firstMarkAfter(marks, time - slack);
+  const found = mark < marks.start.length && marks.start[mark] <= time + slack / 2;
+  return found ? { mark, row, marks } : null;
 }
 
 /** @param {View} view @param {number} x @param {number} y */
 function showTip(view, x, y) {
-  const { tile } = view;
   const { tip } = view.page;
   const hover = hitAt(view, x, y);
   const other = describeMarkAt(view, x, y);
+  view.pointer = [x, y];
   view.hover = other ? null : hover;
   tip.hidden = !hover && !other;
   if (other) return fillTip(view, x, y, other);
-  if (!hover || !tile) return;
-  const { name, count, start, duration } = tile.columns;
-  const { mark } = hover;
-  const run = count[mark] > 1;
-  const title = view.names.get(name[mark]) ?? "…";
-  const facts = `start ${shownPoint(Math.round(start[mark]))} · ${shownTime(duration[mark])}`;
+  if (!hover) return;
+  const { mark, marks } = hover;
+  const count = marks.count[mark];
+  const title = view.names.get(marks.name[mark]) ?? "…";
+  const facts = describeTimes(view, marks, mark);
   fillTip(view, x, y, [
-    run ? `${counted(count[mark], "slice")}, the longest ${title}` : title,
-    run ? `${facts} in all · zoom in to tell them apart` : facts,
+    count > 1 ? `${counted(count, "slice")}, the longest ${title}` : title,
+    count > 1 ? `${facts} in all · zoom in to tell them apart` : facts,
   ]);
+}
+
+/** Start and duration, to the nanosecond once they are known so. @param {View} view @param {RowMarks} marks
+ * @param {number} mark */
+function describeTimes(view, marks, mark) {
+  const { exact } = view;
+  const isKnown = !marks.isExact && exact?.slice === marks.slice[mark];
+  const [start, duration] = isKnown ? [exact.start, exact.duration] : [marks.start[mark], marks.duration[mark]];
+  if (marks.isExact || isKnown) return `start ${shownPoint(Math.round(start))} · ${shownTime(duration)}`;
+  askForMark(view, marks, mark);
+  return `start about ${shownTime(start)} · about ${shownTime(duration)}`;
 }
 
 /** @param {View} view @param {number} x @param {number} y @param {[string, string]} texts title and facts */
@@ -54,7 +66,8 @@ function clickAt(view, x, y) {
     return scheduleDraw(view);
   }
   const hit = hitAt(view, x, y);
-  askToSelect(view, hit && view.tile ? view.tile.columns.index[hit.mark] : null);
+  if (hit) askToPick(view, hit.marks, hit.mark);
+  else askToSelect(view, null);
 }
 
 /** @param {View} view @param {WheelEvent} event @param {number} x */

@@ -7,32 +7,38 @@ function askPython(view, request) {
   return view.lastId;
 }
 
-/** Ask for a tile when the one at hand ends inside the view, is too coarse or too fine, or shows another search
- * or path.
+/** Ask for what the rows in view lack, then for what those around them do. A reply may have only the first of them.
  * @param {View} view */
 function askForTile(view) {
-  const { scene, pending, tile, t0, t1 } = view;
+  const { scene, pending, t0, t1 } = view;
   const waiting = pending.tile && performance.now() - pending.since < REPLY_MS;
   if (waiting || view.width === 0 || !scene.num_slices) return;
-  const plot = plotWidth(view);
-  const span = t1 - t0;
-  const resolution = tile ? (tile.t1 - tile.t0) / tile.width / (span / plot) : Infinity;
-  const edge = (/** @type {number} */ time) => Math.min(Math.max(time, 0), scene.span_ns);
-  const covered = tile && edge(t0) >= tile.t0 && edge(t1) <= tile.t1;
-  const isCurrent =
-    tile && tile.search === view.model.get("search") && tile.pathNumber === view.model.get("_path_number");
-  if (isCurrent && covered && resolution < 1.3 && resolution > 0.3) return;
+  const missing = [0, view.height / 2]
+    .map((margin) => listMissing(view, margin))
+    .find(({ rows, counters, wants_path: wantsPath }) => rows.length || counters.length || wantsPath);
+  if (!missing) return;
   // One view more on each side, so that panning has something to draw while the next tile is cut.
-  const request = { type: "tile", t0_ns: t0 - span, t1_ns: t1 + span, width: Math.min(3 * Math.round(plot), 16384) };
-  pending.tile = askPython(view, request);
+  const span = t1 - t0;
+  const [from, to] = [Math.max(t0 - span, 0), Math.min(t1 + span, scene.span_ns)];
+  if (to <= from) return;
+  const width = Math.min(Math.max(Math.round((plotWidth(view) * (to - from)) / span), 1), 16384);
+  pending.tile = askPython(view, { type: "tile", t0_ns: from, t1_ns: to, width, ...missing });
   pending.since = performance.now();
 }
 
 /** @param {View} view */
 function askForNames(view) {
-  if (view.pending.names || !view.tile) return;
-  const missing = [...new Set([...view.tile.columns.name, ...view.tile.instants.name])].filter((name) => !view.names.has(name)).slice(0, 5000);
-  if (missing.length) view.pending.names = askPython(view, { type: "names", indices: missing });
+  if (view.pending.names || !view.unnamed.size) return;
+  view.pending.names = askPython(view, { type: "names", indices: [...view.unnamed].slice(0, 5000) });
+}
+
+/** Ask for the times of a mark, where its tile has rounded ones. @param {View} view @param {RowMarks} marks
+ * @param {number} mark */
+function askForMark(view, { slice, count }, mark) {
+  const { pending } = view;
+  if (pending.mark && performance.now() - pending.markSince < REPLY_MS) return; // its reply asks again
+  pending.mark = askPython(view, { type: "mark", index: slice[mark], count: count[mark] });
+  pending.markSince = performance.now();
 }
 
 /** @param {View} view */
@@ -45,6 +51,12 @@ function askForTotals(view) {
 
 /** @param {View} view @param {number | null} index of the slice; null selects none */
 const askToSelect = (view, index) => askPython(view, { type: "select", index });
+
+/** Select the slice that names a mark. @param {View} view @param {RowMarks} marks @param {number} mark */
+function askToPick(view, { slice, count }, mark) {
+  if (count[mark] === 1) askToSelect(view, slice[mark]);
+  else askPython(view, { type: "pick", index: slice[mark], count: count[mark] });
+}
 
 /** @param {View} view @param {1 | -1} direction in time */
 function askForMatch(view, direction) {
@@ -64,23 +76,33 @@ function setDownloading(view, isRunning) {
   button.textContent = isRunning ? "Writing…" : "Download";
 }
 
-/** @type {Record<string, (view: View, message: any, buffers: DataView[]) => void>} */
+/** @type {Record<string, (view: View, message: any, buffers: DataView[]) => void | Promise<void>>} */
 const REPLIES = {
-  tile: (view, message, buffers) => {
+  tile: async (view, message, buffers) => {
     if (message.id !== view.pending.tile) return;
+    const tile = message.tile ?? (await readTile(message, buffers[0]));
+    if (view.closing.signal.aborted || message.id !== view.pending.tile) return;
     view.pending.tile = 0;
-    view.tile = readTile(view.scene, message, buffers);
+    keepTile(view, tile);
+    for (const name of tile.names) if (!view.names.has(name)) view.unnamed.add(name);
     view.hover = null;
     askForNames(view);
     scheduleDraw(view);
   },
   names: (view, message) => {
-    message.indices.forEach((/** @type {number} */ index, /** @type {number} */ i) =>
-      view.names.set(index, message.names[i]),
-    );
+    message.indices.forEach((/** @type {number} */ index, /** @type {number} */ i) => {
+      view.names.set(index, message.names[i]);
+      view.unnamed.delete(index);
+    });
     if (message.id === view.pending.names) view.pending.names = 0;
     askForNames(view);
     scheduleDraw(view);
+  },
+  mark: (view, message) => {
+    if (message.id !== view.pending.mark) return;
+    view.pending.mark = 0;
+    view.exact = { slice: message.index, start: message.start_ns, duration: message.duration_ns };
+    if (view.hover && !view.page.tip.hidden) showTip(view, view.pointer[0], view.pointer[1]);
   },
   totals: (view, message) => {
     if (message.id !== view.pending.totals) return;

@@ -16,7 +16,7 @@ async function readSavedTrace(text) {
   const buffer = await new Response(stream).arrayBuffer();
   const headBytes = new DataView(buffer).getUint32(0, true);
   const head = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, headBytes)));
-  const kinds = /** @type {Record<string, any>} */ ({ ...ARRAYS, "<i4": Int32Array });
+  const kinds = /** @type {Record<string, any>} */ ({ "<f8": Float64Array, "<u4": Uint32Array, "<i4": Int32Array, u1: Uint8Array });
   const columns = /** @type {Columns} */ ({});
   let at = 4 + headBytes;
   for (const [name, kind, count] of head.columns) {
@@ -63,87 +63,105 @@ class SavedTrace {
     return this.columns.name.reduce((/** @type {number} */ sum, /** @type {number} */ name) => sum + this.matches[name], 0);
   }
 
-  /** Call `visit` with each row's first and last slice between two times. @param {number} t0 @param {number} t1
-   * @param {(row: number, low: number, high: number) => void} visit */
-  visitRows(t0, t1, visit) {
+  /** First and last slice of a row between two times. @param {number} row @param {number} t0 @param {number} t1 */
+  findRange(row, t0, t1) {
     const { start, duration, row_first: bounds } = this.columns;
-    for (let row = 0; row < this.numRows; row++) {
-      const low = bisect(bounds[row], bounds[row + 1], (i) => start[i] + duration[i] >= t0);
-      visit(row, low, bisect(low, bounds[row + 1], (i) => start[i] > t1));
-    }
+    const low = bisect(bounds[row], bounds[row + 1], (i) => start[i] + duration[i] >= t0);
+    return [low, bisect(low, bounds[row + 1], (i) => start[i] > t1)];
   }
 
-  /** @param {number} t0 @param {number} t1 @param {number} width @returns {ArrayBuffer[]} */
-  buildTile(t0, t1, width) {
+  /** @param {any} request @param {string} search @param {number} number of the path @returns {Tile} */
+  buildTile({ t0_ns: t0, t1_ns: t1, width, rows, counters, wants_path: wantsPath }, search, number) {
+    const stretch = { t0, t1, width };
+    const instants = this.cut("instant", ["time", "row", "name", "count"], "time", "time", t0, t1);
+    const names = /** @type {Set<number>} */ (new Set());
+    const tile = {
+      rows: /** @type {Map<number, RowMarks>} */ (new Map()),
+      counters: /** @type {Map<number, Samples>} */ (new Map()),
+      path: wantsPath ? { ...stretch, number, start: [], end: [], row: [], is_slice: [] } : null,
+      names: /** @type {number[]} */ ([]),
+    };
+    for (const row of rows) {
+      const mine = instants.row.map((/** @type {number} */ one, /** @type {number} */ i) => (one === row ? i : -1)).filter((/** @type {number} */ i) => i >= 0);
+      const pick = (/** @type {any[]} */ values) => mine.map((/** @type {number} */ i) => values[i]);
+      const ticks = { time: pick(instants.time), name: pick(instants.name), count: pick(instants.count) };
+      const marks = this.listMarks(row, t0, t1, width);
+      tile.rows.set(row, { ...stretch, search, isExact: true, ...marks, instants: ticks });
+      for (const name of [...marks.name, ...ticks.name]) names.add(name);
+    }
+    for (const counter of counters) tile.counters.set(counter, { ...stretch, ...this.cutCounter(counter, t0, t1) });
+    if (tile.path && this.saved.has_path) Object.assign(tile.path, this.cut("path", ["start", "end", "row", "is_slice"], "start", "end", t0, t1));
+    tile.names = [...names];
+    return tile;
+  }
+
+  /** @param {number} row @param {number} t0 @param {number} t1 @param {number} width */
+  listMarks(row, t0, t1, width) {
     const { start, duration, name, colour } = this.columns;
     const pixel = (t1 - t0) / width;
-    const tile = /** @type {Record<string, number[]>} */ ({});
-    for (const [column] of this.scene.columns) tile[column] = [];
-    this.visitRows(t0, t1, (row, low, high) => {
-      tile.row_first.push(tile.start.length);
-      for (let first = low, last; first < high; first = last) {
-        const at = Math.floor((start[first] - t0) / pixel);
-        let [busy, shown, isSmall] = [duration[first], first, duration[first] < pixel];
-        for (last = first + 1; last < high && isSmall; last++) {
-          isSmall = duration[last] < pixel && Math.floor((start[last] - t0) / pixel) === at;
-          if (!isSmall) break;
-          busy += duration[last];
-          const difference = this.matches[name[last]] - this.matches[name[shown]];
-          if (difference > 0 || (difference === 0 && duration[last] > duration[shown])) shown = last;
-        }
-        const extent = start[last - 1] + duration[last - 1] - start[first];
-        tile.start.push(start[first]);
-        tile.duration.push(extent);
-        tile.index.push(shown);
-        tile.name.push(name[shown]);
-        tile.count.push(last - first);
-        tile.colour.push(colour[name[shown]]);
-        tile.density.push(Math.min((255 * busy) / Math.max(extent, 1), 255));
-        tile.match.push(this.matches[name[shown]]);
+    const list = () => /** @type {number[]} */ ([]);
+    const marks = { start: list(), duration: list(), slice: list(), name: list(), count: list(), colour: list(), density: list(), match: list() };
+    const [low, high] = this.findRange(row, t0, t1);
+    for (let first = low, last; first < high; first = last) {
+      const at = Math.floor((start[first] - t0) / pixel);
+      let [busy, isSmall] = [duration[first], duration[first] < pixel];
+      for (last = first + 1; last < high && isSmall; last++) {
+        isSmall = duration[last] < pixel && Math.floor((start[last] - t0) / pixel) === at;
+        if (!isSmall) break;
+        busy += duration[last];
       }
-    });
-    tile.row_first.push(tile.start.length);
-    const packed = (/** @type {[string, string][]} */ kinds, /** @type {Record<string, any>} */ columns) =>
-      kinds.map(([column, kind]) => ARRAYS[kind].from(columns[column]).buffer);
-    return [
-      ...packed(this.scene.columns, tile),
-      ...packed(this.scene.counter_columns, this.cutCounters(t0, t1)),
-      ...packed(this.scene.instant_columns, this.cut("instant", this.scene.instant_columns, "time", "time", t0, t1)),
-      ...(this.saved.has_path ? packed(this.scene.path_columns, this.cut("path", this.scene.path_columns, "start", "end", t0, t1)) : []),
-    ];
+      const shown = this.chooseSlice(first, last - first);
+      const extent = start[last - 1] + duration[last - 1] - start[first];
+      marks.start.push(start[first]);
+      marks.duration.push(extent);
+      marks.slice.push(first);
+      marks.name.push(name[shown]);
+      marks.count.push(last - first);
+      marks.colour.push(colour[name[shown]]);
+      marks.density.push(Math.min((255 * busy) / Math.max(extent, 1), 255));
+      marks.match.push(this.matches[name[shown]]);
+    }
+    return marks;
   }
 
-  /** @param {string} prefix of the saved columns @param {[string, string][]} kinds @param {string} from
-   * @param {string} to names of the columns of times @param {number} t0 @param {number} t1 */
-  cut(prefix, kinds, from, to, t0, t1) {
+  /** The slice that names a mark. @param {number} first @param {number} count */
+  chooseSlice(first, count) {
+    const { duration, name } = this.columns;
+    let shown = first;
+    for (let i = first + 1; i < first + count; i++) {
+      const difference = this.matches[name[i]] - this.matches[name[shown]];
+      if (difference > 0 || (difference === 0 && duration[i] > duration[shown])) shown = i;
+    }
+    return shown;
+  }
+
+  /** @param {string} prefix of the saved columns @param {string[]} names of columns @param {string} from
+   * @param {string} to names of the columns of times @param {number} t0 @param {number} t1
+   * @returns {Record<string, any>} */
+  cut(prefix, names, from, to, t0, t1) {
     const kept = /** @type {number[]} */ ([]);
     const [starts, ends] = [this.columns[`${prefix}_${from}`], this.columns[`${prefix}_${to}`]];
     for (let i = 0; i < starts.length; i++) if (starts[i] <= t1 && ends[i] >= t0) kept.push(i);
-    return Object.fromEntries(kinds.map(([column]) => [column, kept.map((i) => this.columns[`${prefix}_${column}`][i])]));
+    return Object.fromEntries(names.map((column) => [column, kept.map((i) => this.columns[`${prefix}_${column}`][i])]));
   }
 
-  /** @param {number} t0 @param {number} t1 */
-  cutCounters(t0, t1) {
+  /** @param {number} number @param {number} t0 @param {number} t1 */
+  cutCounter(number, t0, t1) {
     const { counter_first: first, counter_time: time, counter_value: value } = this.columns;
-    const cut = { first: [0], time: /** @type {number[]} */ ([]), value: /** @type {number[]} */ ([]) };
-    for (let number = 0; number + 1 < first.length; number++) {
-      const low = Math.max(bisect(first[number], first[number + 1], (i) => time[i] > t0) - 1, first[number]);
-      const high = bisect(low, first[number + 1], (i) => time[i] > t1);
-      cut.time.push(...time.subarray(low, high));
-      cut.value.push(...value.subarray(low, high));
-      cut.first.push(cut.time.length);
-    }
-    return cut;
+    const low = Math.max(bisect(first[number], first[number + 1], (i) => time[i] > t0) - 1, first[number]);
+    const high = bisect(low, first[number + 1], (i) => time[i] > t1);
+    return { time: time.subarray(low, high), value: value.subarray(low, high) };
   }
 
   /** @param {number} t0 @param {number} t1 @param {Set<number> | null} tracks null: all, without Python stacks */
   sum(t0, t1, tracks) {
     const { start, duration, name, category, parent, is_recursive: isRecursive, is_inside_category: isInside } = this.columns;
     const found = /** @type {number[]} */ ([]);
-    this.visitRows(t0, t1, (row, low, high) => {
-      if (tracks && !tracks.has(this.trackOfRow[row])) return;
+    for (let row = 0; row < this.numRows; row++) {
+      if (tracks && !tracks.has(this.trackOfRow[row])) continue;
+      const [low, high] = this.findRange(row, t0, t1);
       for (let i = low; i < high; i++) found.push(i);
-    });
+    }
     const isFrame = (/** @type {number} */ i) => this.scene.tracks[this.trackOfRow[this.rowOfSlice[i]]].kind === "python";
     const operators = found.filter((i) => !isFrame(i));
     const counted = operators.length || !tracks ? operators : found;
@@ -328,14 +346,12 @@ function openSavedModel(saved) {
     state[key] = value;
     fire(`change:${key}`);
   };
-  const answers = /** @type {Record<string, (request: any) => [any, ArrayBuffer[]?] | null>} */ ({
-    tile: ({ t0_ns: t0, t1_ns: t1, width }) => [
-      { t0_ns: t0, t1_ns: t1, width, search: state.search, path: state._path_number },
-      trace.buildTile(t0, t1, width),
-    ],
-    names: ({ indices }) => [{ indices, names: indices.map((/** @type {number} */ i) => saved.names[i]) }],
-    totals: ({ t0_ns: t0, t1_ns: t1 }) => [{ rows: trace.sum(t0, t1, null).names }],
-    area: ({ t0_ns: t0, t1_ns: t1, tracks }) => [trace.sum(t0, t1, new Set(tracks))],
+  const answers = /** @type {Record<string, (request: any) => any>} */ ({
+    tile: (request) => ({ tile: trace.buildTile(request, state.search, state._path_number) }),
+    names: ({ indices }) => ({ indices, names: indices.map((/** @type {number} */ i) => saved.names[i]) }),
+    totals: ({ t0_ns: t0, t1_ns: t1 }) => ({ rows: trace.sum(t0, t1, null).names }),
+    area: ({ t0_ns: t0, t1_ns: t1, tracks }) => trace.sum(t0, t1, new Set(tracks)),
+    pick: ({ index, count }) => answers.select({ index: trace.chooseSlice(index, count) }),
     select: ({ index }) => {
       set("selected", index === null ? null : trace.describeSlice(index));
       return null;
@@ -344,7 +360,7 @@ function openSavedModel(saved) {
       const match = trace.findMatch(model, direction);
       if (!match) return null;
       set("selected", trace.describeSlice(match.index));
-      return [{ position: match.position }];
+      return { position: match.position };
     },
   });
   const model = {
@@ -356,9 +372,9 @@ function openSavedModel(saved) {
     save_changes: () => {},
     send: (/** @type {any} */ request) =>
       setTimeout(() => {
-        const [reply, buffers = []] = answers[request.type](request) ?? [];
+        const reply = answers[request.type](request);
         const type = request.type === "find" ? "found" : request.type;
-        if (reply) fire("msg:custom", { ...reply, type, id: request.id }, buffers.map((buffer) => new DataView(buffer)));
+        if (reply) fire("msg:custom", { ...reply, type, id: request.id }, []);
       }),
     on: (/** @type {string} */ event, /** @type {Function} */ handler) => (handlers[event] ??= []).push(handler),
     off: (/** @type {string} */ event, /** @type {Function} */ handler) => {

@@ -5,13 +5,15 @@
 /**
  * @typedef {{rank: number, thread: string, name: string, kind: string, first_row: number, num_rows: number,
  *   num_slices: number}} Track
- * @typedef {{span_ns: number, num_slices: number, can_download: boolean, columns: [string, string][],
- *   path_columns: [string, string][],
- *   counter_columns: [string, string][], instant_columns: [string, string][], ranks: number[], notes: string[],
+ * @typedef {{span_ns: number, num_slices: number, can_download: boolean, ranks: number[], notes: string[],
  *   tracks: Track[], counters: Counter[]}} Scene
- * @typedef {{t0: number, t1: number, width: number, search: string, pathNumber: number, columns: Record<string, any>,
- *   counters: Record<string, any>, instants: Record<string, any>, path: Record<string, any> | null}} Tile
- * @typedef {{mark: number, row: number}} Hit
+ * @typedef {{t0: number, t1: number, width: number}} Stretch of time, at a width in pixels
+ * @typedef {Stretch & {search: string, isExact: boolean, start: any, duration: any, slice: any, name: any, count: any,
+ *   colour: any, density: any, match: any, instants: {time: any, name: any, count: any}}} RowMarks slice: the first one
+ * @typedef {Stretch & {time: any, value: any}} Samples
+ * @typedef {Stretch & {number: number, start: any, end: any, row: any, is_slice: any}} Path
+ * @typedef {{rows: Map<number, RowMarks>, counters: Map<number, Samples>, path: Path | null, names: number[]}} Tile
+ * @typedef {{mark: number, row: number, marks: RowMarks}} Hit
  */
 
 const RULER = 24;
@@ -29,3 +31,4 @@ const MIN_SPAN_NS = 50;
 const MIN_TEXT_PX = 26;
 const SETTLE_MS = 150;
 const REPLY_MS = 5000;
+const MAX_KEPT_ROWS = 1000; // of a trace with thousands, those near the view

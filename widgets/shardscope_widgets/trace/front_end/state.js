@@ -41,9 +41,14 @@ function openView(model, root, scene, page) {
     places,
     rankButtons: /** @type {HTMLElement[]} */ ([]),
     stackButtons: /** @type {Map<number, HTMLElement>} */ (new Map()),
-    tile: /** @type {Tile | null} */ (null),
+    rows: /** @type {Map<number, RowMarks>} */ (new Map()),
+    counters: /** @type {Map<number, Samples>} */ (new Map()),
+    path: /** @type {Path | null} */ (null),
     hover: /** @type {Hit | null} */ (null),
+    exact: /** @type {{slice: number, start: number, duration: number} | null} */ (null), // times of the mark under the pointer
+    pointer: [0, 0],
     names: /** @type {Map<number, string>} */ (new Map()),
+    unnamed: /** @type {Set<number>} */ (new Set()), // names to ask for
     textWidths: /** @type {Map<string, number>} */ (new Map()),
     matchNumber: 0,
     area: /** @type {Area | null} */ (null),
@@ -52,7 +57,7 @@ function openView(model, root, scene, page) {
     isToBeRevealed: false, // the slice that is selected next
     // Ids start at random, since every view of this model hears every reply.
     lastId: Math.floor(Math.random() * 2 ** 40),
-    pending: { tile: 0, since: 0, names: 0, totals: 0, find: 0, area: 0 },
+    pending: { tile: 0, since: 0, names: 0, totals: 0, find: 0, area: 0, mark: 0, markSince: 0 },
     frame: 0,
     settleTimer: 0,
     searchTimer: 0,
