@@ -97,7 +97,7 @@ def test_malformed_rows_are_refused_before_a_rank_starts_or_skipped(tmp_path: Pa
         launch(folder, rows, Layout.ddp(), tmp_path / "runs")
     run = launch(folder, rows, Layout.ddp(), tmp_path / "runs", bad_rows="skip")
     assert run.wait(150) == "finished", run.error
-    assert "1 malformed rows are skipped: row 5: completion is empty" in run.logs(0)
+    assert "skipped: 1 malformed row (row 5: completion is empty)" in run.logs(0)
     assert run.model is None
 
 

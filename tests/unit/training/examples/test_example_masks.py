@@ -161,6 +161,7 @@ def test_without_a_template_pairs_are_plain_text_and_messages_are_refused() -> N
     tokenizer = create_tokenizer(None)
     row = preview_rows([{"prompt": "Who? ", "completion": "Ahab"}], tokenizer).rows[0]
     assert "".join(row.tokens) == "Who? Ahab<|im_end|>" and read_learned_text(row) == "Ahab<|im_end|>"
+    assert "no chat template" in str(preview_rows([{"prompt": "Who? ", "completion": "Ahab"}], tokenizer))
     with pytest.raises(ValueError, match="no chat template"):
         preview_rows([{"messages": TALK}], tokenizer)
 
@@ -180,7 +181,7 @@ def test_truncation_is_counted_and_rows_without_loss_are_left_out() -> None:
     shown = preview_rows(rows, seq_len=short)
     assert shown.counts.num_truncated_rows == 1 == shown.counts.num_rows_without_loss
     assert shown.counts.num_truncated_tokens == max(full.lengths) - short
-    assert len(shown.rows) == 1 and "1 rows are left out" in str(shown)
+    assert len(shown.rows) == 1 and "Left out: 1 row," in str(shown)
 
 
 def test_data_whose_rows_are_all_cut_before_the_completion_is_refused() -> None:

@@ -226,10 +226,10 @@ def test_pairs_whose_answers_are_cut_off_are_left_out_and_named() -> None:
     long = {"prompt": "whale " * 60, "chosen": "Yes", "rejected": "No"}
     same_start = {"prompt": "Who?", "chosen": "Ahab " * 30 + "A", "rejected": "Ahab " * 30 + "B"}
     shown = preview_rows([PAIRS[0], long, PAIRS[1], same_start], seq_len=32)
-    assert "2 rows are left out" in str(shown) and "(row 2, row 4)" in str(shown)
+    assert "Left out: 2 rows," in str(shown) and "(rows 2, 4)" in str(shown)
     assert [row.index for row in shown.rows] == [0, 0, 2, 2]
     assert shown.counts.num_examples == 2 and len(shown.lengths) == 8
-    with pytest.raises(ValueError, match=r"1 rows without a token that bears loss \(row 1\).*larger Recipe"):
+    with pytest.raises(ValueError, match=r"1 row without a token that bears loss.*in row 1\..*larger Recipe"):
         preview_rows([long], seq_len=32)
 
 

@@ -12,7 +12,14 @@ from shardscope.training.examples.encoding import Encoded, Encoder, LossOn
 from shardscope.training.examples.formats import Format
 from shardscope.training.examples.packed_windows import pack_lengths
 from shardscope.training.examples.rows import Rows
-from shardscope.training.examples.token_table import BadRows, RowCounts, check_examples, iterate_encoded
+from shardscope.training.examples.token_table import (
+    BadRows,
+    RowCounts,
+    check_examples,
+    count_rows,
+    describe_skipped_rows,
+    iterate_encoded,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,6 +82,10 @@ class Preview:
     """A sentence about what this objective costs beyond others; empty if it does not."""
     is_streamed: bool = False
     """Whether the rows are the first ones of a stream."""
+    has_template: bool = True
+    """Whether the tokenizer has a chat template."""
+    num_shared_rows: int | None = 0
+    """Rows of the validation data that are trained on as well; None: not counted, as there are too many."""
 
     @property
     def has_pairs(self) -> bool:
@@ -160,13 +171,22 @@ class Preview:
                     f"{measured:,} rows and {self.cut_at(self.seq_len):.1%} of all tokens."
                 )
             lines.append(self._describe_packing(self.seq_len))
+        if not self.has_template and self.format.name != "text":
+            lines.append(
+                "The tokenizer has no chat template: the model reads the completion right after the prompt."
+            )
         if counts.num_rows_without_loss:
             lines.append(
-                f"{counts.num_rows_without_loss:,} rows are left out: truncation cuts off all tokens that "
-                f"bear loss ({counts.named_rows_without_loss})."
+                f"Left out: {count_rows(counts.num_rows_without_loss)}, of which truncation cuts off all "
+                f"tokens that bear loss ({counts.named_rows_without_loss})."
             )
         if counts.num_bad_rows:
-            lines.append(f"{counts.num_bad_rows:,} malformed rows are skipped: {'; '.join(counts.bad_rows)}.")
+            lines.append(f"S{describe_skipped_rows(counts)[1:]}.")
+        if self.num_shared_rows:
+            lines.append(
+                f"Rows of the validation data that are trained on as well: {self.num_shared_rows:,}. Their "
+                "validation loss shows what was memorized."
+            )
         return [*lines, self.cost] if self.cost else lines
 
     def _describe_packing(self, seq_len: int) -> str:
@@ -276,12 +296,13 @@ def preview_examples(
     which no row can be trained on.
     """
     counts, lengths, shown = RowCounts(), list[int](), list[PreviewRow]()
+    encoder = Encoder(tokenizer, loss_on)
     sides = ("chosen", "rejected") if format.name == "preference" else ("",)
     encoded = iterate_encoded(
         field,
         rows,
         format,
-        Encoder(tokenizer, loss_on),
+        encoder,
         seq_len=seq_len,
         bad_rows=bad_rows,
         counts=counts,
@@ -301,6 +322,7 @@ def preview_examples(
         loss_on=loss_on,
         counts=counts,
         num_rows=len(rows),
+        has_template=encoder.has_template,
     )
 
 

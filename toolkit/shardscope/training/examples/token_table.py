@@ -66,9 +66,12 @@ class RowCounts:
 
     @property
     def named_rows_without_loss(self) -> str:
-        """Numbers of the first rows without loss, such as "row 3, row 8, ...", for messages."""
-        more = ", ..." if self.num_rows_without_loss > len(self.rows_without_loss) else ""
-        return ", ".join(f"row {number:,}" for number in self.rows_without_loss) + more
+        """Numbers of the first rows without loss for messages, such as "rows 3, 8 and 4 more"."""
+        named = ", ".join(f"{number:,}" for number in self.rows_without_loss)
+        more = self.num_rows_without_loss - len(self.rows_without_loss)
+        return f"row{'s' * (self.num_rows_without_loss > 1)} {named}" + (
+            f" and {more:,} more" if more else ""
+        )
 
 
 def iterate_encoded(
@@ -145,9 +148,9 @@ def check_examples(field: str, counts: RowCounts, seq_len: int | None) -> None:
     if counts.num_rows_without_loss:
         refuse(
             field,
-            f"{counts.num_rows_without_loss:,} rows without a token that bears loss "
-            f"({counts.named_rows_without_loss})",
-            f"rows whose completion starts within the first {seq_len:,} tokens",
+            f"{count_rows(counts.num_rows_without_loss)} without a token that bears loss",
+            f"rows whose completion starts within the first {seq_len:,} tokens; too late in "
+            f"{counts.named_rows_without_loss}",
             f"a larger Recipe.seq_len than {seq_len:,}, or shorter prompts",
         )
     named = "; ".join(counts.bad_rows)
@@ -172,12 +175,22 @@ def describe_counts(counts: RowCounts, seq_len: int) -> list[str]:
         )
     if counts.num_rows_without_loss:
         lines.append(
-            f"{counts.num_rows_without_loss:,} rows are left out: their tokens that bear loss are all cut "
+            f"left out: {count_rows(counts.num_rows_without_loss)}, whose tokens that bear loss are all cut "
             f"off ({counts.named_rows_without_loss})"
         )
     if counts.num_bad_rows:
-        lines.append(f"{counts.num_bad_rows:,} malformed rows are skipped: {'; '.join(counts.bad_rows)}")
+        lines.append(describe_skipped_rows(counts))
     return lines
+
+
+def describe_skipped_rows(counts: RowCounts) -> str:
+    """Return how many malformed rows are skipped, and the first of them with the reasons."""
+    return f"skipped: {count_rows(counts.num_bad_rows, 'malformed row')} ({'; '.join(counts.bad_rows)})"
+
+
+def count_rows(number: int, noun: str = "row") -> str:
+    """Return the number and the noun, such as "1 row" or "2,000 rows"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -28,6 +28,7 @@ from shardscope.training.examples.packed_windows import (
 )
 from shardscope.training.examples.preview import Preview, preview_examples
 from shardscope.training.examples.rows import Rows, describe_source, is_text, open_rows, resolve_source
+from shardscope.training.examples.shared_rows import count_shared_rows
 from shardscope.training.examples.source_record import COUNTS, describe_examples, describe_file, save_counts
 from shardscope.training.examples.streamed_batches import StreamedBatches, StreamedExamples, StreamReader
 from shardscope.training.examples.streamed_rows import check_streamable, read_first_rows
@@ -314,7 +315,21 @@ class Finetune(TextTask):
             bad_rows=self.bad_rows,
         )
         cost = describe_reference(plan, len(rows)) if self.objective == "dpo" else ""
-        return replace(preview, is_streamed=self.streaming, cost=cost)
+        return replace(
+            preview, is_streamed=self.streaming, cost=cost, num_shared_rows=self._count_shared_rows(rows)
+        )
+
+    def _count_shared_rows(self, rows: Rows) -> int | None:
+        """Return how many rows for validation are also trained on; None if they are not compared."""
+        if self.validation is None or self.streaming:
+            return 0 if self.validation is None else None
+        format = self._recognize_format(rows)
+        if isinstance(self.validation, float):
+            for_training, for_validation = split_rows(len(rows), self.validation, self.seed)
+            return count_shared_rows((rows, format, for_training), (rows, format, for_validation))
+        others = self._open_rows("validation")
+        other_format = self._recognize_format(others, "validation")
+        return count_shared_rows((rows, format, range(len(rows))), (others, other_format, range(len(others))))
 
     def match_objective(self) -> Finetune:
         """Return this task with the objective of its data: "dpo" for preference pairs, "sft" for others.

@@ -1,0 +1,47 @@
+"""Rows of the validation data that are trained on as well are counted before a launch, in the preview."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.requirements import needs
+from tests.weights_folders import write_folder
+
+import shardscope as ss
+from shardscope.training.examples import shared_rows
+
+needs("transformers")
+needs("datasets")
+
+ROWS = [{"prompt": f"Who is number {number}?", "completion": "Ahab."} for number in range(40)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("weights") / "small")
+
+
+def test_a_preview_counts_validation_rows_that_are_trained_on(folder: Path) -> None:
+    # The same rows in another format.
+    shared = [{"instruction": row["prompt"], "output": row["completion"]} for row in ROWS[:3]]
+    others = [{"instruction": "Who else?", "output": "Ishmael."}]
+    preview = ss.Finetune(folder, ROWS, validation=shared + others).preview()
+    assert preview.num_shared_rows == 3 and "trained on as well: 3." in str(preview)
+
+
+def test_repeated_rows_are_shared_by_a_fraction_for_validation(folder: Path) -> None:
+    assert ss.Finetune(folder, ROWS, validation=0.2).preview().num_shared_rows == 0
+    # Each of the eight rows for validation has a second copy, which is for training unless drawn as well.
+    assert ss.Finetune(folder, ROWS * 2, validation=0.1).preview().num_shared_rows in range(4, 9)
+
+
+def test_without_validation_data_nothing_is_shared(folder: Path) -> None:
+    preview = ss.Finetune(folder, ROWS).preview()
+    assert preview.num_shared_rows == 0 and "validation" not in str(preview)
+
+
+def test_large_data_are_not_compared_in_a_preview(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_rows, "MAX_COMPARED_ROWS", 30)
+    preview = ss.Finetune(folder, ROWS, validation=ROWS[:2]).preview()
+    assert preview.num_shared_rows is None and "validation" not in str(preview)
