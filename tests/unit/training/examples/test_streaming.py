@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.requirements import needs, sample
+from tests.requirements import needs, sample, thorough
 from tests.weights_folders import write_folder
 
 needs("transformers")
@@ -97,6 +97,25 @@ def test_the_ranks_read_each_row_once_in_a_pass(folder: Path, tmp_path: Path, nu
         second_pass += other
     expected = sorted((ids,) for ids in encode_rows(folder, range(NUM_ROWS)))
     assert sorted(first_pass) == sorted(second_pass) == expected
+
+
+@thorough()
+def test_memory_of_a_reader_does_not_grow_with_the_data(folder: Path, tmp_path: Path) -> None:
+    import psutil
+
+    num_rows, text = 500, "The whale is white. " * 5000
+    source = tmp_path / "large.jsonl"
+    with source.open("w") as file:
+        for number in range(num_rows):
+            file.write(json.dumps({"prompt": f"Number {number}?", "completion": text}) + "\n")
+    reader = open_reader(folder, source)
+    held = []
+    for _ in range(num_rows // 20):
+        read(reader, 20)
+        held.append(psutil.Process().memory_info().rss)
+    # A block of rows and the reader's own buffers are filled by then.
+    growth = max(held) - held[len(held) // 3]
+    assert source.stat().st_size > 40 * 2**20 and growth < source.stat().st_size / 4, held
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet", "arrow folder"])
