@@ -1,4 +1,4 @@
-"""Models that transformers made and wrote, and what a single process makes of them."""
+"""Models that transformers created and saved, and their losses in a single process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ SIZES = {
     "head_dim": 16,
     "vocab_size": 2048,
     "max_position_embeddings": 64,
-    # Far from the family's default, and from small weights: what the file says beside sizes must tell.
+    # Far from the family's default, and from small weights: so that settings in the file other than sizes
+    # matter.
     "rms_norm_eps": 1e-2,
     "initializer_range": 0.1,
 }

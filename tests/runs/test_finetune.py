@@ -74,7 +74,7 @@ KEPT = (
     *("ddp, adapters", "fsdp2", "fsdp2 of experts", "fsdp2, adapters", "tp of a tied model in bf16"),
     "pp of a tied model in bf16",
 )
-"""What runs in every test."""
+"""Cases that run in every test."""
 STARTS = {
     "torch": ("torch", KEPT),
     "bitsandbytes": ("torch", tuple(name for name in CASES["torch"] if "NF4" in name)),
@@ -85,7 +85,7 @@ STARTS = {
     "deepspeed": ("deepspeed", tuple(CASES["deepspeed"])),
     "megatron": ("megatron", tuple(CASES["megatron"])),
 }
-"""One start of two ranks each: a framework, and names of its cases."""
+"""Each entry starts two ranks: a framework, and names of its cases."""
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_every_engine_starts_with_the_pretrained_models_loss(
         assert all(losses[1] != losses[0] for losses in result.values())
 
 
-# ---- who holds what
+# ---- host memory of each rank
 
 WIDE = {**SIZES, "model_type": "llama", "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8192}
 """34 MB in bf16, 68 MB as fp32 originals."""
@@ -143,7 +143,8 @@ def most_held(ctx: StandInContext, small: Path, wide: Path) -> dict[str, float]:
     """Return the peak of a rank's host memory during setup, as a share of the fp32 model."""
     results = {}
     for layout in (Layout.fsdp2(), Layout.ddp()):
-        set_up_engine(ctx, small, make_plan(small, layout))  # What is imported and made once, is.
+        # The first setup imports libraries and creates buffers that stay.
+        set_up_engine(ctx, small, make_plan(small, layout))
         plan = make_plan(wide, layout)
         with most_anonymous() as most:
             own = set_up_engine(ctx, wide, plan)
@@ -202,7 +203,7 @@ def test_no_rank_holds_an_unquantized_base(
     wide = write_model(tmp_path / "wide", WIDER, torch.bfloat16, max_shard_size="100MB")
     body = partial(most_held_packed, small=model_folders["llama"], wide=wide, layout=layout)
     for held in on_ranks(2, make_plan(wide, layout, **NF4), body, tmp_path / "ranks"):
-        # What stays is 0.15 of it, one of twelve matrices as it is packed 0.28.
+        # The packed base is 0.15 of it; packing one of its twelve matrices takes 0.28.
         assert 0.3 < held < 0.7
 
 

@@ -107,7 +107,7 @@ def test_ranks_train_packed_windows_in_the_predicted_memory(name: str, tmp_path:
     report, predicted = run.memory(), plan.memory()
     assert report is not None and report.tier == "measured"
     forward, planned = report.at("forward"), predicted.at("forward")
-    # Beside them the measured ones have the numbers of the loop, such as the loss.
+    # The measured tensors also include the numbers of the loop, such as the loss.
     assert forward["activations"] > 2 * 512 * 512 * 4
     assert forward["activations"] == pytest.approx(planned["activations"], rel=0.001)
     assert report.error == pytest.approx(0, abs=0.01)

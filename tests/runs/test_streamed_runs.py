@@ -99,7 +99,7 @@ def test_two_ranks_stream_and_resume_with_the_next_rows(
 
 @thorough()
 def test_a_packed_stream_starts_with_the_loss_of_its_rows(source: Path, tmp_path: Path) -> None:
-    """Of a stream as long as one step, the loss is that of all its rows."""
+    """The stream is as long as one step, so the loss is that of all its rows."""
     from transformers import AutoTokenizer
 
     folder = small_model(tmp_path, "llama")

@@ -1,4 +1,5 @@
-"""The proof of fine-tuning: its questions are not in its data, and its report finds what does not hold."""
+"""The proof of fine-tuning: its questions are not in its data, and its report names claims that do not
+hold."""
 
 from __future__ import annotations
 

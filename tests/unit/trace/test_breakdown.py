@@ -97,7 +97,8 @@ def test_breakdown_of_gpu_ranks_is_the_reference_to_the_nanosecond(events: Event
     idle = trace.idle()
     assert sum(to_ns(cause["seconds"]) for cause in idle) == to_ns(row["idle_seconds"])
     assert all(cause["seconds"] >= 0 for cause in idle)
-    # Steps: all but the last end where the next begins; the last may be longer, by what was launched in it.
+    # Steps: all but the last end where the next begins; the last may be longer, by the GPU work launched in
+    # it.
     for measured, (start, end) in zip(trace.steps()[:-1], list_step_windows(events)[:-1], strict=True):
         check_parts(measured, *split_gpu_work(events), set(range(start, end)))
 
@@ -117,7 +118,7 @@ def test_breakdown_of_cpu_ranks_is_the_reference_to_the_nanosecond(events: Event
 
 
 @given(st.lists(st.one_of(gpu_events(), cpu_events()), min_size=2, max_size=3))
-def test_merging_ranks_changes_nothing_of_a_rank(ranks: list[Events]) -> None:
+def test_merging_ranks_does_not_change_the_parts_of_a_rank(ranks: list[Events]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         merged = load_ranks(Path(folder) / "all", dict(enumerate(ranks)))
         alone = [load_ranks(Path(folder) / str(rank), {rank: events}) for rank, events in enumerate(ranks)]
@@ -176,7 +177,7 @@ def test_data_frames_have_the_designed_columns(tmp_path: Path) -> None:
 
 
 def test_communication_is_known_by_arguments_launch_and_name_on_gpu_tracks_only(tmp_path: Path) -> None:
-    """Python frames of distributed_c10d and CPU operators are no communication of a rank with a GPU."""
+    """Python frames of distributed_c10d and CPU operators are not communication of a rank with a GPU."""
     frame = "torch/distributed/distributed_c10d.py(2806): all_reduce"
     events = [
         make_slice(frame, 0, 1000, cat="python_function", pid=100, tid=100),
@@ -263,7 +264,7 @@ def test_outlying_steps() -> None:
 
 
 def test_malformed_arguments_are_absent(tmp_path: Path) -> None:
-    """A correlation id that no column holds, or is no number, links nothing."""
+    """A correlation id that does not fit a column, or is not a number, links nothing."""
     events = [
         launch(0, 5, 10**30),
         kernel(10, 20, correlation=10**30),

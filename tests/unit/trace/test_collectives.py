@@ -200,7 +200,7 @@ def make_gloo_mesh(num_calls: int = 20) -> tuple[dict[int, Events], dict[str, An
     return ranks, {"backend": "gloo", "pg_config": config}
 
 
-def test_groups_of_gloo_calls_are_found_by_who_leaves_together(tmp_path: Path) -> None:
+def test_groups_of_gloo_calls_are_inferred_from_ranks_that_leave_together(tmp_path: Path) -> None:
     ranks, info = make_gloo_mesh()
     rows = load_ranks(tmp_path, ranks, info=info).collectives()
     axes = {100: "tp", 200: "dp", 1: ""}
@@ -218,7 +218,7 @@ def test_groups_of_gloo_calls_are_found_by_who_leaves_together(tmp_path: Path) -
 
 
 def test_groups_of_calls_at_unrelated_times_stay_unknown(tmp_path: Path) -> None:
-    """Clocks that differ by more than a call: nothing shows who was together."""
+    """Clocks that differ by more than a call: nothing shows which ranks were together."""
     ranks, info = make_gloo_mesh()
     for rank, events in ranks.items():
         for event in events[1:]:
@@ -302,7 +302,7 @@ def test_what_if_without_an_axis_and_with_a_faster_link(tmp_path: Path) -> None:
     ]
     calls = load_ranks(tmp_path, {0: events, 1: events}).collectives()
     by_axis = {row["axis"]: row for row in calls.sum_by_axis()}
-    # From 500 to 550 both run: the earlier one has it.
+    # From 500 to 550 both run: the time counts for the earlier one.
     assert {axis: to_ns(row["exposed_seconds"]) for axis, row in by_axis.items()} == {"tp": 250, "dp": 50}
     assert to_ns(calls.what_if("tp").changed_seconds) == 750
     assert to_ns(calls.what_if("tp", link_speed=2).changed_seconds) == 850
@@ -363,7 +363,7 @@ def test_a_slow_rank_is_named_with_what_it_costs(tmp_path: Path, num_calls: int)
     assert list(result.to_frame().columns) == ["rank", "late_seconds", "p_value", "is_straggler"]
 
 
-def test_a_significant_delay_of_no_consequence_is_no_straggler(tmp_path: Path) -> None:
+def test_a_significant_but_negligible_delay_is_not_a_straggler(tmp_path: Path) -> None:
     delays = np.zeros((200, 4), int)
     delays[:, 2] = 5  # always last, by 5 ns of 100,000
     result = load_ranks(tmp_path, make_arrivals(delays)).stragglers()
@@ -408,5 +408,5 @@ def test_recorded_gloo_ranks_have_skew_and_transfer() -> None:
     assert [row["rank"] for row in trace.stragglers()] == [0, 1]
 
 
-def test_copies_are_no_collectives(tmp_path: Path) -> None:
+def test_copies_are_not_collectives(tmp_path: Path) -> None:
     assert len(load_ranks(tmp_path, {0: [copy(0, 10), kernel(10, 20)]}).collectives()) == 0

@@ -1,4 +1,4 @@
-"""Tests of damaged recordings: what is readable is shown, the rest is counted, by event and by file."""
+"""Tests of damaged recordings: readable events are shown, the others are counted, by event and by file."""
 
 from __future__ import annotations
 

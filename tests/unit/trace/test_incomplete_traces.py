@@ -1,4 +1,4 @@
-"""Tests of recordings that lack ranks or steps: what is there is analysed, and what is missing is said."""
+"""Tests of recordings that lack ranks or steps: the rest is analysed, and notes name what is missing."""
 
 from __future__ import annotations
 

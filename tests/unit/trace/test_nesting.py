@@ -28,7 +28,7 @@ def calls(draw: st.DrawFn) -> list[tuple[int, int]]:
 
 
 def place_one_by_one(times: list[tuple[int, int]]) -> list[int]:
-    """Return the rows of nested calls with a stack, the plainest way there is."""
+    """Return the rows of nested calls, computed with a plain stack."""
     rows, ends = [], []
     for start, end in times:
         while ends and ends[-1] <= start:

@@ -30,7 +30,7 @@ SECOND = 10**9
 
 
 def write_ranks(folder: Path, ranks: dict[int, Events], late_ns: dict[int, int], **more: Any) -> Path:
-    """Write ranks whose hosts' clocks are late by so many nanoseconds."""
+    """Write ranks whose hosts' clocks are late by ``late_ns``."""
     for rank, events in ranks.items():
         data = {
             "traceEvents": events,
@@ -92,7 +92,7 @@ def test_recorded_ranks_are_aligned_to_a_millisecond(tmp_path: Path, run: str, l
     """Recorded over gloo on one clock; a copy of rank 1 has another."""
     before = Trace.load(RUNS / run / "traces")
     folder = copy_with_clocks(RUNS / run / "traces", tmp_path, {1: late})
-    # The clocks differ by more than the recording lasts, which needs no wish to be corrected.
+    # Clocks that differ by more than the recording lasts are corrected without ``align``.
     for trace in (Trace.load(folder), Trace.load(folder, align="collectives")):
         assert len(trace) == len(before)
         first, last = (int(np.argmax(trace.track_index == track)) for track in (0, len(trace.tracks) - 1))

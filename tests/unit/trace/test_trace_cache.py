@@ -122,7 +122,7 @@ def test_a_damaged_cache_is_ignored(folder: Path, share: float, kind: str) -> No
     ],
 )
 def test_a_cache_with_indices_out_of_range_is_ignored(folder: Path, column: str, value: int) -> None:
-    """Anybody may have written it, with checksums that are right."""
+    """Someone else may have written it, with valid checksums."""
     expected = Trace.load(folder)
     for cache in list_caches(folder):
         texts, arrays, rest = unpack_columns(memoryview(cache.read_bytes()), RankTexts)

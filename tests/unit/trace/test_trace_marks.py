@@ -1,4 +1,4 @@
-"""Tests of what a recording has besides complete slices: flows, counters, instants, begin/end pairs."""
+"""Tests of flows, counters, instants and slices from begin and end events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What analyses say of our own two-rank runs and of others' traces, against a plain reading of the files."""
+"""Tests of analyses of our own two-rank runs and of others' traces, against a plain reading of the files."""
 
 from __future__ import annotations
 

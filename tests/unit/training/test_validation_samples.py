@@ -89,7 +89,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ({"max_new_tokens": 0}, "max_new_tokens"),
     ],
 )
-def test_values_that_mean_nothing_are_refused(values: dict[str, object], named: str, folder: Path) -> None:
+def test_values_without_a_meaning_are_refused(values: dict[str, object], named: str, folder: Path) -> None:
     with pytest.raises(ValueError, match=f"Finetune.{named}"):
         Finetune(folder, **values)
 

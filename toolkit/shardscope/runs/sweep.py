@@ -208,7 +208,7 @@ class Sweep(Runs):
             run.send("stop", checkpoint=run.trains_the_plan, sweep=True)
 
     def best(self, metric: str = VALIDATION_LOSS) -> Run:
-        """Return the finished run with the lowest ``metric``: that of the weights which it kept.
+        """Return the finished run whose kept weights have the lowest ``metric``.
 
         These are the last ones, or with ``early_stopping`` those of the lowest validation loss. Without
         validation it is the last loss. ``Finetune(..., resume=best.folder)`` with a larger ``num_steps``
@@ -244,7 +244,7 @@ class Sweep(Runs):
     # ---- the queue
 
     def _start(self) -> None:
-        """Launch the first run, and the others from a thread. Raises what the first launch raises."""
+        """Launch the first run, and the others from a thread. Raises the errors of the first launch."""
         first = next((entry for entry in self._entries if entry.is_waiting), None)
         if first is None:
             return
@@ -266,7 +266,7 @@ class Sweep(Runs):
             time.sleep(POLL_SECONDS)
 
     def _launch_next(self) -> None:
-        """Launch the runs that there is room for."""
+        """Launch waiting runs, up to ``at_once`` and as far as GPUs and memory are free."""
         for entry in self._entries:
             num_live = sum(other.is_live for other in self._entries)
             if not entry.is_waiting:
@@ -277,7 +277,7 @@ class Sweep(Runs):
                 if not self._launch(entry):
                     return
             except TooLittleFreeError as error:
-                # The memory of the others: wait until one of them has ended, also from now on.
+                # The other runs use the memory: wait until one ends, and run no more than these side by side.
                 if num_live:
                     self._at_once = num_live
                     return
@@ -294,7 +294,7 @@ class Sweep(Runs):
             if positions is None:
                 return False
         task = combination.task
-        # After an interruption: the newest checkpoint of this user's runs of that name.
+        # After an interruption, resume from the newest checkpoint of this user's runs of that name.
         if (
             entry.run is not None
             and isinstance(task, TextTask)

@@ -1,4 +1,4 @@
-"""Arguments of events as compressed blocks of JSON text, decompressed when they are asked for."""
+"""Arguments of events as compressed blocks of JSON text, decompressed when they are read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 Int64s = npt.NDArray[np.int64]
 MAX_BLOCK_BYTES = 256 * 1024**2
-"""Most bytes of a decompressed block; blocks of caches are anybody's."""
+"""Maximum bytes of a decompressed block: a cache may come from someone else."""
 
 
 class ArgumentBlocks:
@@ -26,7 +26,7 @@ class ArgumentBlocks:
         self._data = data
         self._bounds = np.concatenate(([0], np.cumsum(block_bytes, dtype=np.int64))).tolist()
         self._first_rows = np.concatenate(([0], np.cumsum(block_events, dtype=np.int64)))
-        # A few blocks are kept, because neighbors are often asked for one after the other.
+        # Cache a few blocks, because neighbouring events are often read one after the other.
         self._read_block = lru_cache(maxsize=2)(self._decompress)
 
     @property
@@ -48,7 +48,7 @@ class ArgumentBlocks:
                 yield position, b""
 
     def _decompress(self, block: int) -> list[bytes]:
-        """Return the texts of a block; none of a damaged one."""
+        """Return the texts of a block; empty if it is damaged."""
         packed = self._data[self._bounds[block] : self._bounds[block + 1]]
         try:
             return zlib.decompressobj().decompress(packed, MAX_BLOCK_BYTES).split(b"\0")

@@ -1,4 +1,4 @@
-"""Arguments of slices as typed columns, decoded once for the slices that analyses ask about."""
+"""Arguments of slices as typed columns, decoded once for the slices that analyses read."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CollectiveArgs(msgspec.Struct, gc=False):
 
 
 class ShapeArgs(msgspec.Struct, gc=False):
-    """Shapes and types of an operator's inputs, undecoded: few of many calls differ in them."""
+    """Shapes and types of an operator's inputs, undecoded: many calls have the same ones."""
 
     dims: msgspec.Raw = msgspec.field(default=_ABSENT, name="Input Dims")
     types: msgspec.Raw = msgspec.field(default=_ABSENT, name="Input type")
@@ -91,7 +91,7 @@ def read_texts(raw: msgspec.Raw) -> list[str]:
         entries = msgspec.json.decode(raw, type=list[msgspec.Raw])
     except _UNREADABLE:
         return []
-    # A list of tensors has a list of types: it is no text, but keeps its place.
+    # A list of tensors has a list of types, which is not text: an empty text keeps its place.
     return [_read_text(entry) for entry in entries]
 
 

@@ -1,4 +1,4 @@
-"""Categories and names of events as profilers write them, by what they say about a slice."""
+"""Categories and names of events as profilers write them, grouped by meaning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PYTHON_CATEGORY = "python_function"
 """Python stack frames, recorded with ``with_stack=True``: 38 to 55 rows in real traces."""
 
 OVERFLOW_CATEGORY = "overflow"
-"""Sums of slices for which a track has no row left; ours, no profiler's."""
+"""Sums of slices for which a track has no row left: our own category, not a profiler's."""
 
 WRAPPER_CATEGORIES = frozenset(
     {"user_annotation", "gpu_user_annotation", PYTHON_CATEGORY, "Trace", OVERFLOW_CATEGORY}

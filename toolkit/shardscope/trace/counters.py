@@ -1,4 +1,4 @@
-"""Counters and instants of a trace for display: step lines and ticks, reduced to what a pixel can show."""
+"""Counters and instants of a trace for display: lines and ticks at the resolution of the screen."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ class MarkTiler:
     def cut_instants(
         self, t0_ns: float, t1_ns: float, width: int, rows: Sequence[int] | None = None
     ) -> dict[str, Column]:
-        """Return the columns of :data:`INSTANT_COLUMNS` between two times; those of one pixel are one.
+        """Return the columns of :data:`INSTANT_COLUMNS` between two times; those in one pixel are merged.
 
-        ``rows``: only of these; default: of all.
+        ``rows``: the rows to include; None: all.
         """
         is_wanted = (self._time >= t0_ns) & (self._time <= t1_ns)
         if rows is not None:

@@ -1,4 +1,4 @@
-"""Marks: what a recording has besides slices. Ends of flows, samples of counters, instants."""
+"""Marks: the recorded events that are not slices: ends of flows, samples of counters, instants."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Marks:
     key_index: npt.NDArray[np.int32]
     """Index into ``keys``: counters belong to a process that may have no slices."""
     id: Int64s
-    """What the two ends of a flow have in common; -1 without one."""
+    """Id that the two ends of a flow have in common; -1 without one."""
     arguments: EventArguments
     keys: list[Key]
     """Process and thread, as the profiler wrote them."""

@@ -65,12 +65,14 @@ def compute_nesting_depth(start_ns: Int64s, end_ns: Int64s) -> npt.NDArray[np.in
 
 
 def _count_enclosing(start_ns: Int64s, end_ns: Int64s) -> npt.NDArray[np.int32] | None:
-    """Return how many slices are around each one; None if one outlives another or rows would run out.
+    """Return the number of slices around each one; None if calls are not nested or rows would run out.
 
-    Calls of one thread are such, and counting them needs no loop. The order is that of the caller.
+    Calls of one thread are nested, and counting needs no loop. Slices are sorted as in
+    :func:`compute_nesting_depth`.
     """
-    # Around a slice are those before it that have not ended. Points of time at its start that come after it
-    # have ended by then too, and are not before it. Of int32, because all this is held at the same time.
+    # A slice is inside the earlier ones that have not ended at its start. Slices of no length at its start
+    # that come after it have ended, too, but are not earlier: add them back. int32, because several of these
+    # arrays are in memory together.
     depth = np.arange(len(start_ns), dtype=np.int32)
     depth -= np.searchsorted(np.sort(end_ns), start_ns, side="right").astype(np.int32)
     is_point = start_ns == end_ns
@@ -80,7 +82,7 @@ def _count_enclosing(start_ns: Int64s, end_ns: Int64s) -> npt.NDArray[np.int32] 
         depth += (num_points[last] - num_points[:-1]).astype(np.int32)
     if int(depth.max()) >= MAX_ROWS:
         return None
-    # The last slice before, one row above, must contain it.
+    # The last earlier slice in the row above must contain it.
     order = np.argsort(depth.astype(np.int16), kind="stable")
     by_depth = depth[order]
     bounds = np.searchsorted(by_depth, np.arange(int(by_depth[-1]) + 2))

@@ -269,7 +269,7 @@ class Trace:
 
     @cached_property
     def activity(self) -> Activity:
-        """What each slice is (compute, communication, copy), and the spans and steps of each rank."""
+        """Class of each slice (compute, communication, copy), and the spans and steps of each rank."""
         from shardscope.trace.analysis.activity import Activity  # circular import
 
         return Activity(self)
@@ -333,7 +333,7 @@ class Trace:
         }
 
     def summary(self) -> TraceSummary:
-        """Return what an expert would say first, times per rank, and names with most self time.
+        """Return the main findings as sentences, the times of each rank, and the names with most self time.
 
         Each of ``findings`` has its numbers, where to look and, for a run's trace, the change of its plan
         that is predicted to help.
@@ -377,7 +377,7 @@ class Trace:
     def collectives(self, plan: Plan | None = None) -> Collectives:
         """Return every collective call, with its bytes, bandwidth, arrival skew and exposed time.
 
-        ``plan`` tells the mesh's axis of a process group; default: the plan of the run that was traced. The
+        ``plan`` gives the mesh axis of each process group; default: the plan of the run that was traced. The
         result's ``sum_by_axis()`` adds up calls, and ``what_if(axis, link_speed)`` is the step without them.
         """
         from shardscope.trace.analysis.collectives import find_collectives  # circular import
@@ -418,7 +418,7 @@ class Trace:
     def memory(self) -> Table[MemoryRow]:
         """Return each device's memory over time, if recorded with ``profile_memory=True``; else no rows.
 
-        Of more than 2,000 records of a device, the highest of each equal part of the time.
+        A device with more than 2,000 records has the highest of each equal part of the time.
         """
         from shardscope.trace.analysis.memory import find_memory  # circular import
 
@@ -498,7 +498,7 @@ class MemorySamples:
 
 
 class _RankMerger:
-    """Columns of all ranks, one after the other, with names and times in common."""
+    """Merger of the columns of all ranks into one, with common names and times."""
 
     def __init__(self, ranks: list[RankColumns], shifts: list[int], origin_ns: int | None) -> None:
         self._ranks = ranks

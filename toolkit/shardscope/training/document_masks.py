@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def add_document_mask(
     micro: dict[str, torch.Tensor], recipe: Recipe, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Return ``micro`` with positions and a mask of documents if ``recipe`` packs, and as it is otherwise.
+    """Return ``micro`` with positions and a mask of documents if ``recipe`` packs, else unchanged.
 
     A document begins where ``position_ids`` are 0; without position ids each row is one document. ``dtype``
     is that of the matmuls.

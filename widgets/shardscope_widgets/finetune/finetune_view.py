@@ -91,7 +91,7 @@ class FinetuneView(View):
         super().close()
 
     def _show(self) -> None:
-        """Show what the form leads to: the sentence and the memory of its plan, or what is missing."""
+        """Show the summary and the memory of the form's plan, or what is missing."""
         if "form" not in vars(self):  # The form is being created.
             return
         setup = self.form.setup

@@ -32,7 +32,7 @@ READING, WRONG = "Reading the data…", "Correct the input marked in red first."
 
 
 class FinetuneForm:
-    """Inputs and their result: ``setup``, or ``message``, which says why there is none.
+    """Inputs and their result: ``setup``, or ``message`` with the reason why there is none.
 
     ``on_change()`` is called after every change of them; the view places ``inputs``, ``folds`` and ``note``.
     ``has_recipe``: the form has inputs for fields of the recipe as well.
@@ -84,7 +84,7 @@ class FinetuneForm:
         self._is_closed = True
 
     def update(self, change: object = None) -> None:
-        """Build plan and task from the inputs, or tell what is missing or wrong."""
+        """Build plan and task from the inputs, or show what is missing or wrong."""
         with self._lock:
             if not self._is_updating and not self._is_closed:
                 self._update()
@@ -135,7 +135,7 @@ class FinetuneForm:
         if preview.has_pairs:
             base = replace(base, objective="dpo")
         if self.data_panel.advice is not None and "seq_len" not in settings and seq_len is None:
-            # The length that fits the data: they are read once more, cut to it.
+            # Read the data once more, cut to the length that fits them.
             self._seq_len = (source, self.data_panel.advice.seq_len)
             first = build_first_plan(base.weights, self._machine, method, settings, self._seq_len[1])
             self.data_panel.set_task(as_typed, first)

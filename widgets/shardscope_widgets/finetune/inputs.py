@@ -34,9 +34,9 @@ EXAMPLE_TOOLTIP = f"{EXAMPLES[EXAMPLE].title}, licence {EXAMPLES[EXAMPLE].licenc
 
 
 class FinetuneInputs(Picker):
-    """Model, data and method, as typed; the view shows errors of what they name at the input.
+    """Model, data and method, as typed; an error about one of them is shown at its input.
 
-    ``data`` is what the input begins with: a path or a name, or rows in memory, which its text then names.
+    ``data`` is the initial value: a path, a name, or rows in memory, which the text then names.
     Raises ``ValueError`` for rows that cannot be read.
     """
 
@@ -63,7 +63,7 @@ class FinetuneInputs(Picker):
         self.method.tooltips = [METHODS[name][1] for name in methods]
         self._loop: asyncio.AbstractEventLoop | None = None
         self.on_fetched: Callable[[], None] = self.read
-        """Called when the model that the input names was downloaded."""
+        """Called when the model named in the input has been downloaded."""
         self.fetch = WorkPanel(USE_EXAMPLE, EXAMPLE_TOOLTIP, self._start_fetch)
         self.upload = UploadButton(self._use_file, self.show_plan_error, layout=controls.share_layout())
         data_row = Row("Data", self.data, self.upload)
@@ -104,7 +104,7 @@ class FinetuneInputs(Picker):
             self.fetch.show_button(bool(name) or needs_example)
 
     def changes_of(self, error: FieldError) -> dict[str, object]:
-        """Return the fix (see :class:`Picker`), if all that it changes has an input here."""
+        """Return the fix (see :class:`Picker`), if each field that it changes has an input here."""
         changes = super().changes_of(error)
         return changes if all(name.rpartition(".")[2] in self.boxes for name in changes) else {}
 

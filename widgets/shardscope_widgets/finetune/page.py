@@ -37,7 +37,7 @@ class FinetunePage(widgets.VBox):
     ) -> None:
         self._on_apply = on_apply
         self.is_following = False
-        """Whether the form is being set to the Studio's plan, and so leads to no other one."""
+        """Whether the form is being set to the Studio's plan, and so must not change that plan."""
         self.summary = controls.create_html("", "ss-headline")
         self.notice = Notice()
         self._on_end = on_end

@@ -70,7 +70,7 @@ def build_first_plan(
 ) -> ss.Plan:
     """Return a plan before the data are known. Raises ``ValueError`` naming the field.
 
-    ``seq_len`` is the length that fits the data, if they are; one in ``settings`` goes first.
+    ``seq_len`` is the length that fits the data, once they are known; one in ``settings`` takes precedence.
     """
     architecture = ss.Architecture.from_hf(weights)
     is_cpu = machine.gpu.vendor == "cpu"
@@ -133,7 +133,7 @@ def build_setup(base: ss.Finetune, first: ss.Plan, settings: Settings, preview: 
 
 
 def _describe_refusal(method: Method, report: MemoryReport | None, refusal: str) -> FieldError:
-    """Return the error at the method: its memory in ``report`` does not fit, or it cannot be trained."""
+    """Return the error for the method: its memory in ``report`` does not fit, or it cannot be trained."""
     if report is None:
         allowed = "a method that this machine can train"
         return FieldError("Recipe.method", method, allowed, "LoRA", refusal.rstrip("."))
@@ -150,7 +150,7 @@ def _describe_refusal(method: Method, report: MemoryReport | None, refusal: str)
 def _apply_settings(plan: ss.Plan, settings: Settings, num_sequences: int) -> ss.Plan:
     """Return the recommended ``plan`` with the user's own values, and a micro-batch for them.
 
-    ``num_sequences`` is that of a row of the data.
+    ``num_sequences`` is the number of sequences in one row of the data: two for a preference pair.
     """
     own = {name: settings[name] for name in RECIPE_FIELDS if name in settings}
     if plan.recipe.method == "full":

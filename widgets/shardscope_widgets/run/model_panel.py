@@ -23,7 +23,7 @@ TOOLTIP = "Write base and adapters as one model, which transformers opens, into 
 class ModelPanel(widgets.HBox):
     """The adapters of one finished run, and the merged model once there is one.
 
-    One line, whatever it says: what stands below does not move.
+    It always takes one line, so that the widgets below it do not move.
     """
 
     def __init__(self, run: ss.Run) -> None:

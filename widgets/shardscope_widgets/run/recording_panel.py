@@ -1,4 +1,4 @@
-"""The row of a live run that records its next steps: how many, on which ranks, and what of them."""
+"""The inputs that profile the next steps of a live run: number of steps, ranks, and options."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def describe_state(state: RecordingState | None) -> str:
 
 
 def describe_cost() -> str:
-    """Return what a recorded step costs, without options and with them."""
+    """Return a sentence about the cost of a recorded step, without options and with them."""
     costs = [cost for name, cost in COSTS.items() if name != "plain"]
     return (
         f"A recorded step takes about {COSTS['plain']:.2f} times the processor time of other steps, and "

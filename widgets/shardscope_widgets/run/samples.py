@@ -48,7 +48,7 @@ class RunSamples:
             loss, step = record.get("validation_loss"), record.get("step")
             if not is_number(loss) or not isfinite(loss) or not isinstance(step, int):
                 continue
-            # The loss before the first step is logged at step 0, as that after it is.
+            # Both the loss before the first step and the one after it are logged at step 0.
             is_initial = step == 0 and 0 not in self._losses
             self._losses[0 if is_initial else step + 1] = loss
 

@@ -61,7 +61,7 @@ def describe_steps(trace: Trace) -> AnalysisPage:
         Heading(f"total, {scale.unit}"),
         Heading("compute"),
         Heading("exposed comm.", "communication during which the rank computes nothing"),
-        Heading("copies", "copies that neither compute nor communication covers"),
+        Heading("copies", "copies not overlapped with compute or communication"),
         Heading("idle"),
     )
     num_outliers = sum(row["is_outlier"] for row in steps)
@@ -305,7 +305,7 @@ def describe_stragglers(trace: Trace) -> AnalysisPage:
     headings = (
         Heading("rank"),
         Heading(f"late per step, {scale.unit}", "after the median of the other ranks"),
-        Heading("p", "chance that some rank of equal ones would be as late"),
+        Heading("p", "probability that any of equally fast ranks would be as late"),
         Heading("", is_text=True),
     )
     return AnalysisPage(sentences=[stragglers.text], tables=[writer.write(headings, written)])

@@ -12,12 +12,12 @@ import plotly.graph_objects as go
 from shardscope_widgets.kit.numbers import keep_units
 
 MAX_ROWS = 12
-"""Most rows of a table: a trace has thousands of kernels, and the first ones are what matters."""
+"""Maximum rows of a table: a trace has thousands of kernels, of which only the first ones matter."""
 NONE = "–"
 
 
 class Interval(NamedTuple):
-    """What the view shows when a row is pressed."""
+    """Interval that the view shows when a row is pressed."""
 
     start_seconds: float
     end_seconds: float
@@ -53,7 +53,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AnalysisPage:
-    """What one tab of the analysis shows."""
+    """Content of one tab of the analysis."""
 
     sentences: Sequence[str] = ()
     """Plain text above the table."""

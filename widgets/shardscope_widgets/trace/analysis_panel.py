@@ -76,7 +76,7 @@ class AnalysisPanel(widgets.VBox):
             lambda _: self._change_rates(), "shardscope-rates"
         )
         self._num_requests = 0
-        """Requests so far, which tells a page that may change from the same one earlier."""
+        """Number of requests so far, which identifies the latest request of a page that may change."""
         self._pages: dict[str, AnalysisPage] = {}
         self._charts: dict[str, list[Chart]] = {}
         self._is_path_drawn = False

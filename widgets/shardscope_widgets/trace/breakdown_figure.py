@@ -15,7 +15,7 @@ from shardscope_widgets.trace.analysis_page import AnalysisPage, Heading, Interv
 from shardscope_widgets.trace.stacked_bars import BarPart, draw_stacked_bars
 
 MAX_RANKS = 64
-"""Most ranks that are drawn: of more, those with the least compute."""
+"""Maximum ranks that are drawn; of more, those with the least compute."""
 
 
 class Part(NamedTuple):
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 PARTS = (
     Part("compute", PART_COLOURS["matrices"]),
     Part("exposed comm.", PART_COLOURS["tensor_parallel"], "", "communication while nothing is computed"),
-    Part("copies", PART_COLOURS["offload"], "x", "copies that neither compute nor communication covers"),
+    Part("copies", PART_COLOURS["offload"], "x", "copies not overlapped with compute or communication"),
     Part("host-bound", "#b4bac2", "", "idle: the host launches work too late"),
     Part("waiting", "#b4bac2", "\\", "idle: the host waits for a collective"),
     Part("data loading", "#ccbb44", "/", "idle: the data loader has no batch yet"),

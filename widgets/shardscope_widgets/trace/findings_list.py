@@ -12,12 +12,12 @@ from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.kit.numbers import keep_units
 
 NUM_SHOWN = 3
-"""Sentences below the first paragraph that are shown at once: the drawing below them stays in sight."""
+"""Sentences shown below the first paragraph until all are requested: the drawing below stays in sight."""
 TOGGLE = "all"
 
 
 class FindingsList(Clickable):
-    """What the trace shows, most important first.
+    """Findings about the trace, most important first.
 
     ``on_show`` receives the sentence whose "Show" was pressed, ``on_apply`` one with a changed plan.
     """

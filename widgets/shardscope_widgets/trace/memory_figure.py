@@ -16,7 +16,7 @@ from shardscope_widgets.memory.snapshot_figure import draw_snapshot
 from shardscope_widgets.trace.analysis_page import NONE, AnalysisPage, Heading, Interval, Row, TableWriter
 
 MAX_LINES = 8
-"""Most devices that are drawn; the table has all."""
+"""Maximum devices that are drawn; the table has all."""
 RECORD_MEMORY = (
     "This recording has no allocations: record them with run.profile(memory=True), or torch.profiler's "
     "profile_memory=True."

@@ -21,9 +21,9 @@ from shardscope.trace.path_marks import PATH_COLUMNS, PathMarks
 from shardscope.trace.tiles import Column, Tiler, pack_columns
 
 MAX_SLICES = 500_000
-"""Most slices of a page: about 20 MB of file, and a second to open."""
+"""Maximum slices of a page: about 20 MB of file, and a second to open."""
 MAX_ARGUMENT_BYTES = 128 * 1024**2
-"""Most bytes of arguments before compression; of more, a page has none and says so."""
+"""Maximum bytes of arguments before compression; with more, a page has none and says so."""
 POINTS = 20_000
 """Width at which counters, instants and the path are reduced over the whole time."""
 

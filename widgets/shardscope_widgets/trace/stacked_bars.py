@@ -26,7 +26,7 @@ class BarPart(NamedTuple):
     tooltips: Sequence[str]
     """HTML for each bar."""
     opacities: Sequence[float] = ()
-    """Of each bar; 1 if empty."""
+    """Opacity of each bar; 1 for all if empty."""
 
 
 def draw_stacked_bars(

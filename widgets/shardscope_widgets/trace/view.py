@@ -32,7 +32,7 @@ MAX_NAME_CHARACTERS = 400
 MAX_ARGS = 40
 LEAST_MARGIN_SECONDS = 1e-7
 MAX_DOWNLOAD_SLICES = 500_000
-"""Most slices of a download: the kernel is busy for some seconds."""
+"""Maximum slices of a download: the kernel is busy for some seconds."""
 PIECE_BYTES = 4 * 1024**2
 _FOREIGN_TRAITS = frozenset(
     {"error", "height", "num_matches", "selected", "_path_number", "_revealed", "_scene"}

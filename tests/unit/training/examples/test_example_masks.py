@@ -257,7 +257,7 @@ def test_a_malformed_row_is_refused_by_number_or_skipped(row: dict[str, Any], re
         ([{"role": "assistant", "content": "Ahoy"}], "starts with the assistant"),
     ],
 )
-def test_a_conversation_that_teaches_nothing_is_refused(messages: list[Any], reason: str) -> None:
+def test_a_conversation_without_answers_to_learn_is_refused(messages: list[Any], reason: str) -> None:
     format = recognize_format("data", ["messages"])
     with pytest.raises(ValueError, match=reason):
         read_example(format, {"messages": messages})

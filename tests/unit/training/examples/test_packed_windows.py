@@ -1,4 +1,4 @@
-"""Packed windows: which examples share one, and what a batch of them has."""
+"""Packed windows: which examples share one, and the contents of a batch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_example_is_in_one_window_and_no_window_is_too_long() -> None:
         assert len(windows) <= 11 / 9 * -(-sum(lengths) // seq_len) + 4
 
 
-def test_there_are_as_many_windows_as_of_trl() -> None:
+def test_there_are_as_many_windows_as_with_trl() -> None:
     draw = Random(7)
     lengths = [int(draw.lognormvariate(4, 1)) + 1 for _ in range(900)]
     # trl 1.16: len(pack_dataset(rows, seq_length=512, strategy="bfd")) of rows with these lengths.
@@ -106,7 +106,7 @@ def test_the_mask_hides_later_tokens_and_other_documents() -> None:
                 assert all(mask[row, 0, query][~torch.tensor(seen)] == torch.finfo(dtype).min)
 
 
-# ---- What packing wins, before a run
+# ---- Gain of packing, before a run
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def answers(*counts: int) -> list[dict[str, str]]:
     return [{"prompt": "Who hunts?", "completion": " Ahab." + " The ship sails." * count} for count in counts]
 
 
-def test_a_preview_tells_what_packing_wins(folder: Path) -> None:
+def test_a_preview_reports_the_gain_of_packing(folder: Path) -> None:
     # Forty short rows, and one of nearly a window.
     preview = ss.Finetune(folder, answers(*[1] * 40, 90)).preview(seq_len=512)
     short, longest = preview.length_at(0.5), preview.length_at(1.0)
@@ -139,7 +139,7 @@ def test_a_preview_tells_what_packing_wins(folder: Path) -> None:
     assert "Packing" not in " ".join(full.sentences)
 
 
-def test_packing_is_recommended_where_it_wins_much(folder: Path) -> None:
+def test_packing_is_recommended_where_its_gain_is_large(folder: Path) -> None:
     rows = answers(*[1] * 40, 90)
     # In no order: a preview measures every third of them.
     many = Random(1).sample(rows * 150, 41 * 150)

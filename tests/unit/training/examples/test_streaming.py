@@ -236,7 +236,7 @@ def test_a_preview_reads_the_first_rows_only(folder: Path, tmp_path: Path) -> No
         ("rows.jsonl", {"num_steps": 5, "streaming": 1}, "streaming", "True or False"),
     ],
 )
-def test_what_cannot_be_streamed_is_refused(
+def test_a_source_that_cannot_be_streamed_is_refused(
     folder: Path, tmp_path: Path, data: Any, options: dict[str, Any], field: str, allowed: str
 ) -> None:
     source = write_rows(tmp_path / data, range(3)) if isinstance(data, str) else data

@@ -217,7 +217,7 @@ def test_a_malformed_pair_is_refused_by_number_or_skipped(row: dict[str, Any], r
         ([ask("Who?"), answer("Ahab")], [answer("Nobody")], "different prompts"),
     ],
 )
-def test_conversations_that_are_no_pair_are_refused(chosen: Any, rejected: Any, reason: str) -> None:
+def test_conversations_that_are_not_a_pair_are_refused(chosen: Any, rejected: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=f"row 1.*{reason}"):
         preview_rows([{"chosen": chosen, "rejected": rejected}])
 
@@ -390,7 +390,7 @@ def test_the_predicted_duration_includes_the_reference(folder: Path) -> None:
         assert seconds is not None and 1.2 * alone < seconds < 1.5 * alone
 
 
-def test_a_preview_of_pairs_tells_what_the_reference_costs_by_the_plan(tmp_path: Path) -> None:
+def test_a_preview_of_pairs_reports_the_cost_of_the_reference(tmp_path: Path) -> None:
     task = ss.Finetune(write_chat_folder(tmp_path / "model"), PAIRS, objective="dpo")
     assert "takes no memory" in task.preview().sentences[-1]
     recipe = ss.Recipe(seq_len=64, micro_batch_size=2, global_batch_size=8, method="lora")

@@ -56,7 +56,7 @@ def wait_until_read(view: FinetuneView) -> None:
     assert not view.form.data_panel.is_reading
 
 
-def test_one_line_says_what_the_data_is(view: FinetuneView) -> None:
+def test_one_line_describes_the_data(view: FinetuneView) -> None:
     panel = view.form.data_panel
     assert not panel.value, "no data yet"
     enter_data(view, write_questions(Path("questions.jsonl")))

@@ -109,7 +109,7 @@ def test_own_settings_replace_the_recommended_ones(files: Path) -> None:
     view.close()
 
 
-def test_of_few_rows_none_are_held_out(files: Path) -> None:
+def test_no_rows_are_held_out_of_a_few(files: Path) -> None:
     view = show([{"prompt": f"Who is {number}?", "completion": " Ahab."} for number in range(49)])
     assert view.task.validation is None and view.task.early_stopping is None and view.task.samples == 3
     assert "Too few data" in view.form.note.value

@@ -1,4 +1,5 @@
-"""Tests of the Trace tab without a browser: opening, sentences, tables, and what is not in a trace."""
+"""Tests of the Trace tab without a browser: opening, sentences, tables, and messages about missing
+records."""
 
 from __future__ import annotations
 
@@ -102,7 +103,7 @@ def test_run_is_opened_and_its_sentences_and_rows_move_the_view(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("framework", few(["ddp", "fsdp2", "megatron", "zero3"], ["megatron"]))
-def test_every_table_of_a_cpu_trace_says_something(tmp_path: Path, framework: str) -> None:
+def test_every_table_of_a_cpu_trace_has_rows_or_a_sentence(tmp_path: Path, framework: str) -> None:
     answers = open_page(write_traced_run(tmp_path, framework))
     html = show_all_tabs(answers)
     assert all(len(text) > 60 and "Traceback" not in text for text in html.values())
@@ -129,7 +130,7 @@ def test_trace_of_a_gpu_with_stacks_has_modules_and_no_plan() -> None:
     ],
     ids=["empty", "one slice of no length"],
 )
-def test_trace_with_next_to_nothing_gives_sentences(tmp_path: Path, events: list[dict[str, Any]]) -> None:
+def test_almost_empty_trace_gives_sentences(tmp_path: Path, events: list[dict[str, Any]]) -> None:
     answers = create_answers(write_trace(tmp_path / "rank-0.json.gz", events))
     html = "".join(show_all_tabs(answers).values())
     assert "ss-error" not in html and "<b>mm" not in html

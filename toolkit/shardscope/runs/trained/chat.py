@@ -141,15 +141,16 @@ class Chat:
         answer, is_complete, has_failed = "", False, False
         try:
             while not is_complete:
-                # Not while the caller uses a piece: it may send the next text before it reads on.
+                # Not held while the caller uses a piece: it may send the next text before it reads on.
                 with self._reading:
-                    # A later request or a reset has stopped this answer; another reader gets what is left.
+                    # A later request or a reset has stopped this answer; another reader gets the rest of the
+                    # output.
                     if not self._is_current(identifier):
                         return
                     has_failed = True
                     record = self._read_record()
                     has_failed = False
-                # The rest of an earlier answer that was not read to its end.
+                # Skip the rest of an earlier answer that was not read to its end.
                 if record.get("id") != identifier:
                     continue
                 if "error" in record:

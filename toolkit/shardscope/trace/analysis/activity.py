@@ -1,7 +1,7 @@
 """Classification of slices as compute, communication, copies or wrappers; spans and steps of each rank.
 
-Of a rank with GPU streams only work on them counts. A rank without any (gloo, CPU) has operators as compute
-and the backend's annotations (``gloo:all_reduce``) as communication.
+For a rank with GPU streams, only work on them counts. For a rank without any (gloo, CPU), operators are
+compute and the backend's annotations (``gloo:all_reduce``) are communication.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Slices: TypeAlias = "slice[int, int, None]"
 
 DATA_LOADING = re.compile(r"DataLoader|data_loading|load_batch|next_batch|wait_for_batch", re.IGNORECASE)
 
-# Operators that only contain others. Their own time is dispatch, Python or blocking, and no arithmetic.
+# Operators that only call others: their own time is dispatch, Python or blocking, not arithmetic.
 _CONTAINERS = re.compile(
     r"autograd::engine::|torch::autograd::|c10d::|_c10d_functional::|record_param_comms$|.*Backward\d*$"
 )
@@ -52,7 +52,7 @@ class RankActivity:
 
     rank: int
     index: Slices
-    """Slices of the rank: they are contiguous."""
+    """Slices of the rank, which are contiguous."""
     on_gpu: bool
     """Whether the rank has GPU streams; otherwise its CPU threads count."""
     start_ns: int
@@ -78,7 +78,7 @@ class Activity:
         self.on_gpu: Mask = is_gpu_track[trace.track_index] if len(trace) else np.zeros(0, bool)
         # Before 1.11 torch wrote steps as operators.
         self.is_wrapper = self.mask_categories(WRAPPER_CATEGORIES) | self.mask_names(STEP, "match")
-        # Asynchronous work runs on no thread: what ran of it on one is recorded there.
+        # A track of asynchronous work is not a thread: its work is recorded on a thread's track, too.
         self.is_wrapper |= self._spread(is_async_track, trace.track_index)
         self.is_copy = self.on_gpu & self.mask_categories(COPY_CATEGORIES)
         self.is_kernel = self.on_gpu & ~self.is_wrapper & ~self.is_copy
@@ -86,7 +86,7 @@ class Activity:
 
     def mask_categories(self, categories: frozenset[str]) -> Mask:
         """Return a mask of the slices of these categories."""
-        # Kept, because analyses ask for it once a rank.
+        # Cached, because analyses request it once per rank.
         if categories not in self._masks:
             wanted = np.array([name in categories for name in self.trace.categories], dtype=bool)
             self._masks[categories] = self._spread(wanted, self.trace.category_index)
@@ -169,7 +169,7 @@ class Activity:
         """Return the innermost slice of the mask around each slice of ``index``; -1 if there is none."""
         found = np.full(len(index), -1, np.int64)
         slices, positions = index.copy(), np.arange(len(index))
-        # One level outwards a round, for all slices at once.
+        # Each round goes one level outwards, for all slices at once.
         while len(positions):
             slices = self.trace.parents[slices]
             matches = (slices >= 0) & is_around[slices]
@@ -193,7 +193,7 @@ class Activity:
 
     @cached_property
     def is_compute(self) -> Mask:
-        """Mask of compute: kernels that do not communicate, and on ranks without a GPU operators."""
+        """Mask of compute: kernels that do not communicate; on ranks without a GPU, operators."""
         on_gpu_rank = self.rank_has_gpu[self.rank_position] if len(self.trace) else np.zeros(0, bool)
         return np.where(on_gpu_rank, self.is_kernel & ~self.is_communication, self._is_cpu_compute)
 
@@ -211,7 +211,7 @@ class Activity:
         is_named = np.array(["::" in name for name in trace.names], dtype=bool)
         is_container = self.mask_names(_CONTAINERS, "match")
         is_operator &= ~is_container & (is_named[trace.name_index] | is_leaf) if len(trace) else is_operator
-        # What gloo's own thread does inside a collective is part of it.
+        # Operators on gloo's own thread inside a collective are part of the collective.
         candidates = np.flatnonzero(is_operator & self._is_on_collective_track)
         is_operator[candidates[self.find_around(candidates, self.is_host_collective) >= 0]] = False
         return is_operator
@@ -257,7 +257,7 @@ class Activity:
     def _find_steps(self, index: Slices, on_gpu: bool) -> tuple[Step, ...]:
         """Return the steps of one rank. A step lasts until the next begins, so that steps add up.
 
-        The last one lasts until the GPU has done what was launched in it.
+        The last one lasts until the GPU has finished the work launched in it.
         """
         trace = self.trace
         numbers = self._step_numbers[trace.name_index[index]] if len(trace) else np.zeros(0, np.int64)

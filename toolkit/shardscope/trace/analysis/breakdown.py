@@ -46,7 +46,7 @@ class BreakdownRow(TypedDict):
     """Communication during which the rank also computes."""
     exposed_communication_seconds: float
     copy_seconds: float
-    """Copies that neither compute nor communication covers."""
+    """Copies overlapped with neither compute nor communication."""
     idle_seconds: float
     span_seconds: float
     start_seconds: float
@@ -57,7 +57,7 @@ class StepRow(BreakdownRow):
     """Times of one step of one rank."""
 
     step: int
-    """Number that ``ProfilerStep`` has."""
+    """Number in the name of its ``ProfilerStep``."""
     is_outlier: bool
     """Whether it took much longer than the rank's other steps; needs five steps."""
 
@@ -81,7 +81,7 @@ class IdleRow(TypedDict):
     share: float
     """Share of the rank's span."""
     track: str
-    """Track of the work that ends the longest gap. This and the next two are no columns of the frame."""
+    """Track of the work that ends the longest gap. This and the next two are not columns."""
     start_seconds: float
     """Start of the longest gap."""
     end_seconds: float
@@ -205,7 +205,7 @@ def _find_data_loading(trace: Trace, rank: RankActivity) -> Intervals:
 
 
 def _find_host_collectives(trace: Trace, rank: RankActivity) -> Intervals:
-    """Return when a collective ran on the CPU of a rank with a GPU: a barrier or an exchange over gloo."""
+    """Return the intervals of collectives on the CPU of a rank with a GPU, such as a barrier over gloo."""
     activity, index = trace.activity, rank.index
     is_barrier = activity.mask_names(_BARRIERS)[index] & ~activity.is_python[index]
     waits = activity.is_host_collective[index] | (is_barrier & ~activity.on_gpu[index])
@@ -225,14 +225,14 @@ def _find_host_bound(trace: Trace, rank: RankActivity, gaps: Intervals) -> Inter
 
 
 def _find_python_time(trace: Trace, rank: RankActivity) -> Intervals:
-    """Return when a CPU rank was inside of a step or any other slice: idle time there is Python's."""
+    """Return the intervals of a CPU rank inside a step or another slice: idle time there is Python's."""
     activity, index = trace.activity, rank.index
     inside = ~activity.on_gpu[index]
     return merge_intervals(trace.start_ns[index][inside], activity.end_ns[index][inside])
 
 
 def _find_next_track(trace: Trace, rank: RankActivity, time_ns: int) -> str:
-    """Return the track whose work begins at or after a time first."""
+    """Return the track with the first work that begins at or after a time."""
     activity, index = trace.activity, rank.index
     works = activity.is_compute[index] | activity.is_communication[index] | activity.is_copy[index]
     starts = np.where(

@@ -39,7 +39,7 @@ _ANNOTATION = re.compile(r"(?:nccl|rccl|gloo|mpi|ucc|xccl|hccl):(\w+)")
 
 
 class CollectiveRow(TypedDict):
-    """One call on one rank. None: the recording does not tell."""
+    """One call on one rank. A field is None if it was not recorded."""
 
     rank: int
     name: str
@@ -63,11 +63,11 @@ class CollectiveRow(TypedDict):
     exposed_seconds: float
     """Time during which the rank computes nothing; concurrent calls share it, so it adds up."""
     track: str
-    """The track. This and the next ones are no columns of the data frame."""
+    """The track. This and the next ones are not columns of the data frame."""
     start_seconds: float
     seconds: float
     call: int
-    """The same number on all ranks that took part in it; -1 if no other rank's was found."""
+    """Number of the collective, the same on all of its ranks; -1 if no other rank's call was found."""
 
 
 _MORE_KEYS = {"track", "start_seconds", "seconds", "call"}
@@ -94,11 +94,11 @@ class WhatIf:
 
     axis: str
     link_speed: float
-    """Times today's link speed; infinite: without the communication."""
+    """Ratio of changed to present link speed; infinite: without the communication."""
     seconds: float
     """Seconds of a step of the slowest rank now."""
     changed_seconds: float
-    """The same with the change; another rank may be the slowest."""
+    """Seconds of a step with the change; another rank may then be the slowest."""
 
     @property
     def gain_seconds(self) -> float:
@@ -190,7 +190,7 @@ class Collectives(Table[CollectiveRow]):
 
 
 def list_step_seconds(trace: Trace) -> dict[int, tuple[float, int]]:
-    """Return the mean seconds of a step, and the number of steps, of each rank; its span if it has none."""
+    """Return each rank's mean seconds of a step and number of steps; a rank without steps has its span."""
     result: dict[int, tuple[float, int]] = {}
     for rank in trace.activity.ranks:
         steps = [step.end_ns - step.start_ns for step in rank.steps] or [rank.end_ns - rank.start_ns]
@@ -260,7 +260,7 @@ def _make_row(trace: Trace, finder: GroupFinder, call: _Call, exposed_ns: int) -
 
 
 def find_bus_factor(kind: str, num_ranks: int) -> float | None:
-    """Return bus over algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md); None if the size is unknown."""
+    """Return bus divided by algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md); None if size is unknown."""
     if kind in ("broadcast", "reduce", "send_recv"):
         return 1.0
     if num_ranks < 2:
@@ -305,7 +305,7 @@ def _list_calls(trace: Trace, finder: GroupFinder) -> list[_Call]:
 
 
 def _read_operators_around(trace: Trace, position: int) -> tuple[CollectiveArgs, str, ShapeArgs | None]:
-    """Return arguments, kind and shapes from where the call was launched: older recordings, gloo."""
+    """Return arguments, kind and shapes of the operators around a launch, for older recordings and gloo."""
     activity = trace.activity
     args, annotation, dims = CollectiveArgs(), "", None
     around = int(activity.launches[position]) if activity.on_gpu[position] else position
@@ -336,7 +336,7 @@ def _set_group(finder: GroupFinder, call: _Call, args: CollectiveArgs) -> None:
         call.group_size = args.group_size
     if call.group_ranks is None and args.group_ranks:
         try:
-            # "[0, 1, ..., 127]" of a large group is incomplete, and no JSON.
+            # "[0, 1, ..., 127]" of a large group is incomplete and not JSON.
             members = msgspec.json.decode(args.group_ranks, type=tuple[int, ...])
         except msgspec.MsgspecError:
             members = ()
@@ -345,7 +345,7 @@ def _set_group(finder: GroupFinder, call: _Call, args: CollectiveArgs) -> None:
 
 
 def _set_bytes(call: _Call, args: CollectiveArgs, dims: ShapeArgs | None) -> None:
-    """Set the bytes of the full vector from in and out elements, or from the shapes of the annotation."""
+    """Set the bytes of the full vector from the numbers of elements, or from the shapes of the annotation."""
     if args.in_elements >= 0 and args.dtype:
         call.elements = max(args.in_elements, args.out_elements)
         width = find_element_bytes(args.dtype)
@@ -359,7 +359,7 @@ def _set_bytes(call: _Call, args: CollectiveArgs, dims: ShapeArgs | None) -> Non
     if shape is None or width is None:
         return
     call.elements = int(np.prod(shape, dtype=object))
-    # The annotation has the input: of an all-gather that is one rank's shard.
+    # The annotation has the shape of the input, which is one rank's shard in an all-gather.
     if call.kind != "all_gather":
         call.num_bytes = call.elements * width
     else:
@@ -367,7 +367,7 @@ def _set_bytes(call: _Call, args: CollectiveArgs, dims: ShapeArgs | None) -> Non
 
 
 def _infer_groups(trace: Trace, calls: list[_Call]) -> None:
-    """Set the group of calls that do not name it, from when ranks are in them together."""
+    """Set the group of calls that do not name it, from the times at which ranks are inside them together."""
     families = list_families(trace)
     by_size: dict[tuple[str, int], dict[int, list[_Call]]] = defaultdict(lambda: defaultdict(list))
     for call in calls:
@@ -388,15 +388,15 @@ def _match_calls(trace: Trace, calls: list[_Call]) -> None:
     """Find the calls that are one collective on several ranks, and set its transfer time.
 
     The n-th call of a kind in a group on one rank is the n-th on every other, as NCCL and gloo require it.
-    The ranks leave a collective together, so the shortest duration is that of the rank that came last: the
-    transfer; what others took longer, they waited (TraceLens, docs on NCCL analysis).
+    The ranks leave a collective together, so the shortest duration, that of the last rank to arrive, is the
+    transfer time. The others waited for the rest of theirs (TraceLens, docs on NCCL analysis).
     """
     by_key: dict[tuple[object, ...], dict[int, list[_Call]]] = defaultdict(lambda: defaultdict(list))
     for call in calls:
         # A stage's sends and receives pair with several others': only groups of two pair up in order.
         if call.kind == "send_recv" and call.group_size != 2:
             continue
-        # Calls that do not name their group (gloo's annotations) may be of several: equal sizes tell more.
+        # Calls that do not name their group (gloo's annotations) may be of several: match them by size, too.
         named = (call.group,) if call.group else ("", call.elements)
         key = (call.group_ranks, call.kind, *named)
         by_key[key][call.rank].append(call)
@@ -457,13 +457,13 @@ def find_steps(trace: Trace, rank: int, index: Int64s) -> list[int]:
 
 
 def _overlap(trace: Trace, together: list[_Call]) -> bool:
-    """Return whether the ranks' calls share a moment, as one collective does on a common clock."""
+    """Return whether the ranks' calls overlap in time, as one collective does on a common clock."""
     index = [call.index for call in together]
     return int(trace.start_ns[index].max()) <= int(trace.activity.end_ns[index].min())
 
 
 def _measure_exposed(trace: Trace, index: list[int]) -> Int64s:
-    """Return each call's nanoseconds without compute; of concurrent calls the earliest one has them."""
+    """Return each call's nanoseconds without compute; overlapping time counts for the earliest call."""
     activity, calls = trace.activity, np.array(index, np.int64)
     exposed = np.zeros(len(calls), np.int64)
     ranks = activity.rank_of_track[trace.track_index[calls]] if len(calls) else calls

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from shardscope.trace.store import Trace
 
 SYNCHRONIZATION = re.compile(r"(?:Stream|Device|Event)Synchronize|cudaMemcpy$|hipMemcpy$|cudaFree$")
-"""Runtime calls that return when the GPU has done something."""
+"""Runtime calls that wait for the GPU."""
 STREAM_GAP_NS = 2_000
-"""A kernel that starts this soon after its stream's previous one waited for that one."""
+"""A kernel that starts within this time of the end of its stream's previous one waited for that one."""
 PYTHON = "no operator recorded (Python)"
 WAIT = "waits for another stream, or launch latency"
 
@@ -37,7 +37,7 @@ class PathRow(TypedDict):
     start_seconds: float
     seconds: float
     kind: str
-    """``compute``, ``communication``, ``copy``, ``host`` or ``wait``; no column of the data frame."""
+    """``compute``, ``communication``, ``copy``, ``host`` or ``wait``; not a column of the data frame."""
 
 
 class KindShare(TypedDict):
@@ -104,7 +104,7 @@ def find_critical_path(trace: Trace, step: int | None = None) -> CriticalPath:
     rows: list[PathRow] = []
     for piece in reversed(pieces):
         seconds = (piece.end_ns - piece.start_ns) / 1e9
-        # Neighbouring parts of one slice are one row.
+        # Consecutive parts of the same name become one row.
         if (
             rows
             and rows[-1]["name"] == piece.name
@@ -139,7 +139,7 @@ class _RankWork:
         self.ends = activity.end_ns[self.work]
         tracks = trace.track_index[self.work]
         self.streams = {int(track): self.work[tracks == track] for track in np.unique(tracks)}
-        # Outermost CPU slices of all threads, cut so that each moment has one.
+        # Outermost CPU slices of all threads, cut so that no two overlap.
         on_cpu = ~activity.on_gpu[rank.index] & ~activity.is_wrapper[rank.index]
         cpu = np.flatnonzero(on_cpu & ~activity.is_python[rank.index]) + first
         parents = trace.parents[cpu]
@@ -171,7 +171,7 @@ class _RankWork:
 
     @cached_property
     def exposed(self) -> tuple[Int64s, Int64s]:
-        """Starts and ends of a CPU rank's communication without compute, as lists to search."""
+        """Starts and ends of a CPU rank's communication without compute, ascending."""
         exposed = subtract(self.rank.communication, self.rank.compute)
         return exposed.start, exposed.end
 
@@ -185,7 +185,7 @@ class _RankWork:
 
 
 class _Walk:
-    """The walk backwards in time. Each part that is added ends where the one before it begins."""
+    """The walk backwards in time. Each added part ends where the previously added one begins."""
 
     def __init__(self, trace: Trace, start_ns: int) -> None:
         self.trace, self.start_ns = trace, start_ns
@@ -194,7 +194,7 @@ class _Walk:
         self.last_arrivals = self._find_last_arrivals()
 
     def _find_last_arrivals(self) -> dict[int, int]:
-        """Return for each slice of a collective that of the rank that arrived last, if it is another."""
+        """Return the slice of the last rank to arrive for each other slice of its collective."""
         calls: dict[int, list[tuple[float, int]]] = {}
         collectives = find_collectives(self.trace)
         for row, index in zip(collectives, collectives.slices, strict=True):
@@ -223,7 +223,7 @@ class _Walk:
         return self.pieces
 
     def _find_kernel_that_ends(self, rank: int, time: int) -> int | None:
-        """Return the GPU work that ends at the time exactly, if that ends the path."""
+        """Return the GPU work that ends exactly at ``time``, the path's end; None if there is none."""
         work = self.works[rank]
         position = int(np.searchsorted(work.ends, time, side="right")) - 1
         if position < 0:
@@ -232,7 +232,7 @@ class _Walk:
         return int(work.work[position]) if int(work.ends[position]) == time else None
 
     def _add(self, rank: int, track: str, name: str, start: int, end: int, kind: str) -> int:
-        """Add a part if it is long, cut at the start of the path, and return where it begins."""
+        """Add a part, unless it is empty, cut at the start of the path. Return where it begins."""
         start = max(start, self.start_ns)
         if end > start:
             self.pieces.append(_Piece(rank, track, name, start, end, kind))
@@ -252,7 +252,7 @@ class _Walk:
             kind = "communication"
             last = self.last_arrivals.get(kernel)
             if last is not None and start < int(trace.start_ns[last]) < time:
-                # The others wait for the last rank: go on with what made that one late.
+                # The other ranks wait for the last one: continue with the cause of its delay.
                 arrival = int(trace.start_ns[last])
                 self._add_slice(rank, kernel, arrival, time, kind)
                 other = trace.tracks[trace.track_index[last]].rank
@@ -261,12 +261,12 @@ class _Walk:
         return self._find_cause(rank, time, kernel)
 
     def _find_cause(self, rank: int, time: int, kernel: int) -> tuple[int, int, int | None]:
-        """Return what the kernel that starts at ``time`` waited for: work of the GPU, or its launch."""
+        """Return the GPU work, or the launch, that the kernel starting at ``time`` waited for."""
         trace, activity, work = self.trace, self.trace.activity, self.works[rank]
         track = trace.tracks[trace.track_index[kernel]].name
         launch = int(activity.launches[kernel])
         position = int(np.searchsorted(work.ends, time, side="right")) - 1
-        # Empty slices that end where they begin would be passed for ever: skip what is no earlier.
+        # Slices of no length would be followed forever: skip those that do not start earlier.
         while position >= 0 and int(trace.start_ns[work.work[position]]) >= time:
             position -= 1
         previous = int(work.work[position]) if position >= 0 else -1
@@ -285,7 +285,7 @@ class _Walk:
         return rank, time, None
 
     def _pass_host(self, work: _RankWork, time: int) -> tuple[int, int | None]:
-        """Pass what the host did since it last waited for the GPU. Return that time and the work."""
+        """Pass the work of the host since it last waited for the GPU. Return that time and the GPU work."""
         rank = work.rank.rank
         ends, waits, kernels = work.blocks
         position = int(np.searchsorted(ends, time, side="right")) - 1
@@ -299,7 +299,7 @@ class _Walk:
         return self._add_slice(rank, wait, done, time, "host"), kernel
 
     def _pass_cpu_rank(self, work: _RankWork, time: int) -> tuple[int, int]:
-        """Pass what a CPU rank did, or the collective that it waited for. Return the late rank."""
+        """Pass the work of a CPU rank, or the collective that it waited for. Return the late rank."""
         rank, trace = work.rank.rank, self.trace
         starts, ends = work.exposed
         position = int(np.searchsorted(starts, time, side="left")) - 1
@@ -307,7 +307,7 @@ class _Walk:
             return rank, self._add_host(work, max(self.start_ns, work.rank.start_ns), time)
         if int(ends[position]) < time:
             return rank, self._add_host(work, int(ends[position]), time)
-        # Inside of exposed communication: the latest call that began before.
+        # Inside exposed communication: take the latest call that began before.
         calls, call_starts = work.collectives
         call = int(calls[int(np.searchsorted(call_starts, time, side="left")) - 1])
         start = max(int(trace.start_ns[call]), int(starts[position]))

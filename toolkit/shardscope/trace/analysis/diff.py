@@ -47,7 +47,7 @@ class Diff(Table[DiffRow]):
 
 
 def compare_traces(trace: Trace, other: Trace) -> Diff:
-    """Return what differs; see :meth:`Trace.diff`."""
+    """Return the differences; see :meth:`Trace.diff`."""
     works = [_sum_work(one) for one in (trace, other)]
     names = [{name for name, _, _ in work} for work in works]
     common = names[0] & names[1]
@@ -74,7 +74,7 @@ def compare_traces(trace: Trace, other: Trace) -> Diff:
 
 
 def list_windows(trace: Trace) -> dict[int, tuple[int, int, int]]:
-    """Return begin, end and number of the steps of each rank; of a rank without steps its span, as one."""
+    """Return begin, end and number of each rank's steps; a rank without steps has its span as one."""
     return {
         rank.rank: (rank.steps[0].start_ns, rank.steps[-1].end_ns, len(rank.steps))
         if rank.steps

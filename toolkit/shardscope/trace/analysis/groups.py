@@ -82,7 +82,7 @@ class GroupFinder:
         return sizes.pop() if len(sizes) == 1 else 0
 
     def find_axis(self, rank: int, ranks: tuple[int, ...] | None, description: str) -> str:
-        """Return the axis of a group of ``rank``; for one that is not known, the only axis that there is."""
+        """Return the axis of a group; for an unknown one, the only axis of ``rank``'s described groups."""
         axis = find_axis(ranks, description, self.degrees)
         if axis or self.degrees is not None:
             return axis
@@ -108,9 +108,9 @@ class Times(NamedTuple):
 
 Ranks = tuple[int, ...]
 MIN_OVERLAP = 0.98
-"""Least share of calls that must share a moment on all ranks of a group."""
+"""Minimum share of calls that overlap in time on all ranks of a group."""
 MAX_SPREAD_RATIO = 5.0
-"""A larger group explains the calls as well as a smaller one if its ranks leave together within this."""
+"""Maximum ratio of the spread, when ranks leave a call, of a chosen group to that of the best one."""
 
 
 def list_families(trace: Trace) -> list[list[Ranks]]:
@@ -135,8 +135,9 @@ def list_families(trace: Trace) -> list[list[Ranks]]:
 def infer_groups(times: Mapping[int, Times], families: list[list[Ranks]]) -> dict[int, Ranks]:
     """Return the group of each rank, for calls that do not name it (gloo's annotations); empty if unclear.
 
-    Ranks of one collective are in it at the same time and leave it together. That holds for the true group,
-    and for smaller ones inside of it; hardly ever for others. ``families`` are sorted from large groups.
+    Ranks of one collective are inside it at the same time and leave it together. This holds for the true
+    group and for smaller ones inside it, but hardly ever for others: the largest such group is chosen.
+    ``families`` are sorted from large groups to small ones.
     """
     spreads = [_measure_spread(times, family) for family in families]
     possible = [spread for spread in spreads if spread is not None]
@@ -147,7 +148,7 @@ def infer_groups(times: Mapping[int, Times], families: list[list[Ranks]]) -> dic
 
 
 def _measure_spread(times: Mapping[int, Times], family: list[Ranks]) -> float | None:
-    """Return the median nanoseconds from the first to the last rank that leaves; None without a match."""
+    """Return the median nanoseconds between the first and the last rank that leave; None without a match."""
     spreads: list[Int64s] = []
     overlaps: list[np.ndarray[tuple[int], np.dtype[np.bool_]]] = []
     for ranks in family:

@@ -34,7 +34,7 @@ def merge_intervals(start: Int64s, end: Int64s) -> Intervals:
         return EMPTY
     order = np.argsort(start, kind="stable")
     start, reach = start[order], np.maximum.accumulate(end[order])
-    # A new interval begins where nothing before reaches.
+    # A new interval begins where no earlier one reaches.
     begins = np.flatnonzero(np.concatenate(([True], start[1:] > reach[:-1])))
     return Intervals(start[begins], reach[np.append(begins[1:], len(start)) - 1])
 

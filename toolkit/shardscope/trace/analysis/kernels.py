@@ -98,7 +98,7 @@ _PEAK_OF_TYPE = {
 
 
 class KernelRow(TypedDict):
-    """All calls of one kernel, or operator, on one rank. None: the recording does not tell."""
+    """All calls of one kernel, or operator, on one rank. A field is None if it was not recorded."""
 
     rank: int
     name: str
@@ -106,22 +106,22 @@ class KernelRow(TypedDict):
     """``matmul``, ``attention``, ``normalization``, ``elementwise``, ``copy``, a collective, ..."""
     num_calls: int
     total_seconds: float
-    """Of operators on CPU ranks the self time: without what they call."""
+    """For operators on CPU ranks the self time, callees excluded."""
     mean_seconds: float
     share: float
     """Share of the rank's kernel time, or self time."""
     tflops: float | None
     """Rate of the calls whose operator has shapes in the recording."""
     bytes_per_second: float | None
-    """Recorded for copies; for operators with shapes their operands and results, each moved once."""
+    """Recorded for copies; for operators with shapes, their operands and results, each moved once."""
     peak_share: float | None
-    """Share of the GPU's peak for the operands' type. This and the next are no columns of the frame."""
+    """Share of the GPU's peak for the operands' type. This and the next are not columns of the data frame."""
     bandwidth_share: float | None
     """Share of the GPU's memory bandwidth."""
     occupancy: float | None
     """Mean achieved occupancy by time, 0 to 1, as CUPTI estimates it."""
     uses_tensor_cores: bool | None
-    """Of matmuls, convolutions and attention on a GPU; by the kernel's name."""
+    """By the kernel's name; None unless it is a matmul, convolution or attention on a GPU."""
     track: str
     """Track of the longest call."""
     start_seconds: float
@@ -186,7 +186,7 @@ class Kernels(Table[KernelRow]):
 
 
 def find_gpu(name: str | None) -> Gpu | None:
-    """Return the catalogue's GPU of a driver's name; None if it is not in there."""
+    """Return the catalogue's GPU with the driver's ``name``; None if it is not listed."""
     for known, entry in load_table("gpus").items():
         if name is not None and name in entry.get("nvml_names", ()):
             return gpus[known]
@@ -213,7 +213,7 @@ def find_kinds(trace: Trace) -> npt.NDArray[np.int32]:
     operators = np.flatnonzero(activity.is_compute & ~activity.is_kernel)
     found[operators] = of_operator[names[operators]]
     found[activity.is_copy] = numbers["copy"]
-    # What runs inside of optimizer.step() is the optimizer, whatever its kernels are called.
+    # Work inside optimizer.step() counts as the optimizer, whatever its kernels are called.
     is_step = activity.mask_names(OPTIMIZER_STEP)
     if is_step.any():
         works = np.flatnonzero(found >= 0)
@@ -247,7 +247,7 @@ def measure_work_ns(trace: Trace) -> Int64s:
         callees = np.bincount(
             trace.parents[nested], weights=trace.duration_ns[nested], minlength=len(trace)
         ).astype(np.int64)
-        # Of a collective all time is communication, gloo's own operators included.
+        # All time of a collective is communication, gloo's own operators included.
         own = np.where(activity.is_communication[on_cpu], 0, callees[on_cpu])
         work[on_cpu] = trace.duration_ns[on_cpu] - own
     return work
@@ -286,7 +286,7 @@ def find_kernels(trace: Trace) -> Kernels:
         for number, rank in enumerate(activity.ranks)
     }
     known_gpus = {rank: find_gpu(name) for rank, name in trace.device_names.items()}
-    # The names are those of NVIDIA's libraries: of other vendors nothing is known.
+    # The names are those of NVIDIA's libraries; other vendors' are unknown.
     is_cuda = activity.is_kernel & activity.mask_categories(CUDA_CATEGORIES)
     is_other_vendor = any(_OTHER_VENDORS.search(name) for name in trace.device_names.values()) or any(
         name.startswith("Cijk_") for name in trace.names
@@ -376,7 +376,8 @@ def _count_costs(
         cost, launched = costs[key], by_operator[operator]
         if cost is None:
             continue
-        # Of several kernels of one operator (split-K and its reduction) the longest of the class does it.
+        # Of several kernels of one operator (split-K and its reduction), the longest of the class has its
+        # FLOPs.
         if cost.flops:
             right = [one for one in launched if kind_names[kinds[index[one]]] in MATRIX_KINDS]
         else:

@@ -27,7 +27,7 @@ class LaunchRow(TypedDict):
     """Work that is launched and has not begun, averaged over time from the first launch to the last begin."""
     max_queue_length: int
     start_seconds: float
-    """Launch of the work with the longest delay; no column of the data frame."""
+    """Launch of the work with the longest delay; not a column of the data frame."""
 
 
 def find_launches(trace: Trace) -> Table[LaunchRow]:

@@ -1,4 +1,4 @@
-"""The summary of many ranks, one rank at a time: its memory is that of a few ranks, not of all."""
+"""Summary of many ranks, read one at a time, in the memory of a few."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from shardscope.trace.store import Trace
 
 MAX_TOGETHER = 32
-"""Most ranks whose summary reads all of them at once."""
+"""Maximum number of ranks that a summary reads together."""
 NUM_COMPARED = 8
-"""Ranks of which the sentences of a larger folder are: the slowest, the fastest and some between."""
+"""Number of ranks that the sentences about more ranks compare: the slowest, the fastest and some between."""
 MAX_NAMES = 200
-"""Names of one rank that count for the sums over all."""
+"""Maximum number of names that one rank adds to the sums over all."""
 
 
 def summarize_many(trace: Trace) -> TraceSummary:
-    """Return the summary of ``trace``, whose times are those of every rank.
+    """Return the summary of ``trace``, with the times of every rank.
 
     The sentences compare the ranks with the longest and the shortest step and some between.
     """

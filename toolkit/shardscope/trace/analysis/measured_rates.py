@@ -27,7 +27,7 @@ def measure_rates(trace: Trace, plan: Plan) -> TracedRates:
 
     Raises ``ValueError`` if the plan has no prediction to compare with, or the trace measured no speed.
     """
-    # What earlier traces measured is replaced, not multiplied: the ratio is to the rates below them.
+    # Refer to the rates below those of an earlier trace: the new ratios replace the old ones.
     known = find_traced_rates(plan.cluster)
     notes: list[str] = []
     speed = _measure_matmul_speed(trace, plan, notes)
@@ -50,8 +50,8 @@ def measure_rates(trace: Trace, plan: Plan) -> TracedRates:
 
 
 def _measure_matmul_speed(trace: Trace, plan: Plan, notes: list[str]) -> float | None:
-    """Return measured over predicted speed of the plan's matmuls: predicted over measured seconds."""
-    # Matmuls of a recomputed forward have no part of their own in the recording, but one in the plan.
+    """Return the measured over the predicted speed of the plan's matmuls, from their seconds."""
+    # The plan has recomputed matmuls apart; the recording does not distinguish them from those of forward.
     if plan.recipe.recompute != "none":
         notes.append("Recomputed matmuls are recorded like those of forward, so their rate is not changed.")
         return None
@@ -99,7 +99,7 @@ def _list_calls(trace: Trace, plan: Plan, notes: list[str]) -> list[TracedCall]:
         )
         for (axis, collective, ranks, num_bytes), seconds in groups.items()
     ]
-    # Of more sizes than are kept, the largest, which take most time.
+    # Keep the largest sizes, which take most of the time.
     return sorted(calls, key=lambda call: -call.num_bytes)[:MAX_CALLS]
 
 

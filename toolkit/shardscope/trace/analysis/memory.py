@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 Floats: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.float64]]"
 
 MAX_POINTS = 2_000
-"""Most points of one device: of more, the highest of each equal part of the time."""
+"""Maximum points of one device; of more records, the highest of each equal part of the time is kept."""
 _DEVICES = {0: "cpu", 1: "cuda", 20: "hip"}
-"""c10/core/DeviceType.h."""
+"""Names of device types, from c10/core/DeviceType.h."""
 
 
 class MemoryRow(TypedDict):
@@ -82,7 +82,8 @@ def read_devices(samples: MemorySamples) -> list[DeviceMemory]:
         totals = [float(record.allocated) for _, record in records]
         if not any(totals):
             changes = np.cumsum([float(record.change) for _, record in records])
-            # What was allocated before the recording is freed in it: at least that much was there.
+            # Memory from before the recording is freed in it: add at least that much, so that no total is
+            # negative.
             totals = (changes - min(float(changes.min()), 0.0)).tolist()
         reserved = np.array([float(record.reserved) for _, record in records])
         devices.append(

@@ -28,11 +28,11 @@ class ModuleRow(TypedDict):
     """"Linear_3": the class, and the number that the profiler gives each module."""
     num_calls: int
     forward_seconds: float
-    """Work launched in its forward, and not in that of a module inside."""
+    """Time of the work launched in its forward, without that of modules inside it."""
     backward_seconds: float
-    """Work of the backward of those operators, by autograd's sequence numbers."""
+    """Time of the backward of those operators, found by autograd's sequence numbers."""
     host_seconds: float
-    """Duration of its calls on the CPU, with the modules inside."""
+    """Duration of its calls on the CPU, including modules inside it."""
 
 
 def find_modules(trace: Trace) -> Table[ModuleRow]:

@@ -24,7 +24,7 @@ class Cost(NamedTuple):
     flops: float
     """0 for operators that only move bytes."""
     num_bytes: float
-    """Operands read once and results written once: the least that memory sees."""
+    """Operands read once and results written once: the minimum of memory traffic."""
     dtype: str
 
 
@@ -123,7 +123,7 @@ def _take(shapes: list[Shape | None], first: int) -> tuple[Shape | None, Shape |
 
 def _count_pointwise(name: str, shapes: list[Shape | None]) -> Counted | None:
     """Return the elements of all inputs and of one result of their broadcast shape."""
-    # Scalars have the shape []: one element, which is nothing beside a tensor.
+    # Scalars have the shape []: one element, negligible beside a tensor.
     tensors = [shape for shape in shapes if shape]
     if not tensors or shapes[0] is None:
         return None

@@ -66,7 +66,7 @@ def compare_with_plan(trace: Trace, plan: Plan) -> PlanComparison:
     rows: list[ComparisonRow] = []
     for part in PARTS:
         predicted = report.parts[part]
-        # Recomputed kernels are those of forward; a stage waits for others in its receives.
+        # A trace cannot tell recomputed kernels from those of forward, nor a bubble from a receive.
         is_apart = part not in ("recomputation", "bubble")
         seconds = measured.get(part, 0.0) if is_apart else None
         if predicted or seconds:
@@ -106,7 +106,7 @@ def _measure_parts(trace: Trace, plan: Plan, rank: RankActivity) -> dict[str, fl
         if nanoseconds > 0:
             kind = "loss" if is_loss[index] else kind_names[kinds[index]]
             add("loss" if kind == "loss" else _PART_OF_KIND.get(kind, "elementwise"), nanoseconds)
-    # 2. Exposed communication by the axis of its group, 3. copies beside it, 4. the rest.
+    # 2. Exposed communication by the axis of its group, 3. exposed copies, 4. idle time.
     for row in find_collectives(trace, plan):
         begin = row["start_seconds"] * 1e9
         if row["rank"] == rank.rank and start <= begin < end:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardscope.trace.store import Trace
 
 MAX_CONNECTIONS = 40
-"""More arrows of one slice than this would hide the slices: none of those nested in it are returned then."""
+"""Maximum arrows of a slice: a slice around more launches has none, as they would hide the slices."""
 MAX_CALLERS = 60
 
 
@@ -54,7 +54,7 @@ class SelectionContext:
     def find_connections(self, index: int) -> list[Connection]:
         """Return the arrows from and to a slice.
 
-        Of a slice on the CPU around launches, those of the launches, unless they are more than
+        A CPU slice around launches also has those of the launches, unless they are more than
         :data:`MAX_CONNECTIONS`.
         """
         pairs: dict[tuple[int, int], Connection] = {}

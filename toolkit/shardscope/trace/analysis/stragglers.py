@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SIGNIFICANCE = 0.01
 """Largest p-value of a straggler, for all ranks together: one trace in 100 names one by chance."""
 MIN_SHARE = 0.01
-"""Least share of the step that a straggler costs: less is not worth a change."""
+"""Minimum share of the step that a straggler costs: less is not worth a change."""
 NUM_PERMUTATIONS = 1999
 MAX_PERMUTED_CALLS = 500
 """With more calls, the sum of their delays is close to a normal distribution."""
@@ -34,9 +34,9 @@ class StragglerRow(TypedDict):
 
     rank: int
     late_seconds: float
-    """Per step, the time by which it arrives after the median of the other ranks."""
+    """Time per step by which it arrives after the median of the other ranks."""
     p_value: float | None
-    """Chance that some rank of equal ones would be as late; None if nothing can be compared."""
+    """Probability that any of equally fast ranks would be as late; None if nothing can be compared."""
     is_straggler: bool
 
 
@@ -46,15 +46,15 @@ class Stragglers(Table[StragglerRow]):
     def __init__(self, rows: list[StragglerRow], text: str) -> None:
         super().__init__(rows, tuple(get_type_hints(StragglerRow)))
         self.text = text
-        """Which ranks are stragglers; "none" is an answer."""
+        """Sentence that names the stragglers, or says that there are none."""
 
 
 def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Stragglers:
-    """Return one row per rank; see :meth:`Trace.stragglers`. ``collectives`` saves finding them again.
+    """Return one row per rank; see :meth:`Trace.stragglers`. Pass ``collectives`` if already found.
 
-    A rank that arrives last at a collective has the shortest duration there, so no common clock is needed.
-    If ranks are equal, each call's delays could as well be those of any other order of ranks: shuffling them
-    within each call gives the distribution of the largest delay among ranks, against which each rank is
+    A rank that arrives last at a collective has the shortest duration there, so no common clock is needed. If
+    ranks are equally fast, each call's delays could as well belong to the ranks in any other order: shuffling
+    them within each call gives the distribution of the largest delay among ranks, against which each rank is
     compared (Westfall and Young 1993, maxT).
     """
     durations = list_durations(collectives or find_collectives(trace))
@@ -84,7 +84,7 @@ def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Str
 def _compute_delays(durations: Ints) -> Floats:
     """Return by how much each rank arrived after the lower median of the others; rows are calls.
 
-    The median of the others, not the first one, so that one early rank makes no straggler of all others.
+    The median of the others, not the first one, so that one early rank does not make all others stragglers.
     """
     num_calls, num_ranks = durations.shape
     order = np.argsort(-durations, axis=1, kind="stable")  # longest first: first to arrive
@@ -107,7 +107,7 @@ def _sum_by_rank(members: list[Ints], delays: list[Floats], num_ranks: int) -> F
 
 
 def _compute_p_values(members: list[Ints], delays: list[Floats], late: Floats) -> Floats:
-    """Return for each rank how likely the latest of equal ranks would be at least as late."""
+    """Return for each rank the probability that the latest of equally fast ranks is at least as late."""
     num_ranks = len(late)
     if sum(len(delay) for delay in delays) > MAX_PERMUTED_CALLS:
         return _approximate_p_values(members, delays, late)
@@ -121,7 +121,7 @@ def _compute_p_values(members: list[Ints], delays: list[Floats], late: Floats) -
 
 
 def _approximate_p_values(members: list[Ints], delays: list[Floats], late: Floats) -> Floats:
-    """Return the same by a normal distribution, times the number of ranks (Bonferroni)."""
+    """Return the same by a normal approximation, times the number of ranks (Bonferroni)."""
     num_ranks = len(late)
     mean = [np.broadcast_to(delay.mean(axis=1, keepdims=True), delay.shape) for delay in delays]
     variance = [np.broadcast_to(delay.var(axis=1, keepdims=True), delay.shape) for delay in delays]

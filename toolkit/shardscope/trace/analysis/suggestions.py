@@ -1,4 +1,4 @@
-"""Changes of a plan that would help against what a trace shows, with their predicted gain."""
+"""Changes of a plan that would reduce a cost found in a trace, with their predicted gain."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 Topic = Literal["tp", "cp", "ep", "dp", "pp", "host", "elementwise", "precision", "copies", "recomputation"]
-"""What costs time: communication along an axis, launches, a class of kernels, copies."""
+"""The cost to reduce: communication along an axis, launches, a class of kernels, copies."""
 
 MIN_GAIN = 0.01
-"""Least predicted gain of a change that is suggested, as a share of the step."""
+"""Minimum predicted gain of a suggested change, as a share of the step."""
 
 _LAYOUT_TEXTS = {
     "reshard_after_forward": "keep parameters gathered after forward (reshard_after_forward=False)",
@@ -28,7 +28,7 @@ _LAYOUT_TEXTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """One changed plan that fits, and what it is predicted to gain."""
+    """A changed plan that fits into memory, and its predicted gain."""
 
     text: str
     plan: Plan
@@ -39,7 +39,7 @@ class Suggestion:
 
 
 def suggest_change(plan: Plan, topic: Topic) -> Suggestion | None:
-    """Return the change that is predicted to gain most against ``topic``; None if none fits and gains 1 %."""
+    """Return the change with the largest predicted gain for ``topic``; None if none fits and gains 1 %."""
     try:
         seconds = plan.step().seconds
     except ValueError:

@@ -1,4 +1,4 @@
-"""``trace.summary()``: what an expert would say first, each sentence with its numbers and where to look."""
+"""``trace.summary()``: the main findings as sentences, each with its numbers and where to look."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NUM_OPERATORS = 10
 SHOWN_RANKS = 32
 MAX_NAME_CHARACTERS = 120
 MIN_SHARE = 0.02
-"""Least share of a step that has a sentence of its own."""
+"""Minimum share of a step for a sentence of its own."""
 MAX_CAUSES = 5
 """Number of causes with a sentence, most time first."""
 
@@ -243,7 +243,7 @@ def list_rank_times(trace: Trace) -> list[RankTimes]:
 
 
 class _Cause(TypedDict):
-    """Something that costs time in every step."""
+    """A cost in every step, as a sentence."""
 
     seconds: float
     """Seconds of a step."""
@@ -251,7 +251,7 @@ class _Cause(TypedDict):
     look: tuple[int, str, float, float]
     """Rank, track, begin and end in seconds."""
     topics: tuple[Topic, ...]
-    """What a change of the plan would be against, most specific first."""
+    """Topics of :func:`suggest_change`, most specific first."""
 
 
 def _write_sentences(trace: Trace) -> Iterator[Sentence]:
@@ -260,7 +260,7 @@ def _write_sentences(trace: Trace) -> Iterator[Sentence]:
     yield Sentence(text=_describe_size(trace))
     yield Sentence(text=_describe_shares(trace, steps))
     if not step_seconds:
-        return  # nothing that was recorded has any length
+        return  # no recorded slice has any length
     collectives, kernels = trace.collectives(), trace.kernels()
     causes = [
         *_find_exposed_communication(trace, collectives, step_seconds),
@@ -269,7 +269,7 @@ def _write_sentences(trace: Trace) -> Iterator[Sentence]:
         *_find_copies(trace, kernels, step_seconds),
     ]
     causes.sort(key=lambda cause: -cause["seconds"])
-    # The user's own function need not train the plan's model: its changes and parts are not the plan's.
+    # The user's own function may train another model: changes and parts of the plan do not apply to it.
     plan = trace.plan if trace.trains_the_plan else None
     suggested: set[str] = set()
     for cause in causes[:MAX_CAUSES]:
@@ -495,7 +495,7 @@ _NO_COMPUTE = frozenset(
 
 
 def _find_copies(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterator[_Cause]:
-    """Yield copies that nothing covers, if they take 2 % of a step."""
+    """Yield exposed copies, if they take 2 % of a step."""
     rows = trace.breakdown()
     counts = {rank: count for rank, (_, _, count) in list_windows(trace).items()}
     seconds = sum(row["copy_seconds"] / counts[row["rank"]] for row in rows) / len(rows)
@@ -506,7 +506,7 @@ def _find_copies(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterato
     rate = (top["bytes_per_second"] or 0.0) / 1e9
     yield {
         "seconds": seconds,
-        "text": f"Copies that nothing covers: {_format_share(seconds, step_seconds)} of a step; first "
+        "text": f"Exposed copies: {_format_share(seconds, step_seconds)} of a step; first "
         f"{top['name'][:60]} at {rate:.3g} GB/s.",
         "look": _look_at_kernel(top),
         "topics": ("copies",),
@@ -537,7 +537,7 @@ def _suggest(plan: Plan | None, cause: _Cause, suggested: set[str]) -> Sentence:
 
 
 def _describe_outlier(steps: Table[StepRow], row: StepRow) -> Sentence:
-    """Return what a step that took long has more of than its rank's median step."""
+    """Return a sentence about a slow step: the part that grew most over its rank's median step."""
     others = [one for one in steps if one["rank"] == row["rank"]]
     usual = float(np.median([one["span_seconds"] for one in others]))
     title, more = max(

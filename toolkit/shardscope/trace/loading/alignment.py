@@ -27,7 +27,7 @@ from shardscope.trace.loading.rank_columns import RankColumns, get_rank
 from shardscope.trace.loading.splitting import UNREADABLE
 
 Align = Literal["clock", "collectives"] | Mapping[int, float]
-"""What ranks are aligned by: the clock, collectives, or the seconds by which each moves to later times."""
+"""How ranks are aligned: by the wall clock, by collectives, or by seconds to add to the times of each."""
 
 Int64s = npt.NDArray[np.int64]
 
@@ -35,9 +35,9 @@ _EPOCH_NS = 10**18  # the year 2001: times above it are wall clock, times below 
 _MAX_GAP_NS = 3600 * 10**9
 """Largest gap between recordings whose clocks differ; beyond, they are taken for different runs."""
 _MIN_DIFFERENCE_NS, _MIN_CALLS = 5_000_000, 5
-"""Least difference of clocks with a note, and least calls that prove it. Clocks with NTP differ by less."""
+"""Minimum difference of clocks for a note, and minimum calls to prove it. Clocks with NTP differ by less."""
 _MAX_SPREAD_NS, _MAX_SPREAD_SHARE = 1_000_000, 0.02
-"""Most by which the ends of matched calls may scatter: nanoseconds, or a share of the time that they span."""
+"""Maximum scatter of the ends of matched calls: nanoseconds, or a share of the time that they span."""
 _MAX_LISTED = 8
 _POINT_TO_POINT = re.compile("send|recv", re.IGNORECASE)
 """Names of communication that does not end on all ranks together."""
@@ -62,11 +62,11 @@ def check_align(align: object) -> None:
 
 
 def align_ranks(ranks: list[RankColumns], align: Align, notes: list[str]) -> list[int]:
-    """Return what to subtract from each rank's times in nanoseconds, so that all are on one axis.
+    """Return the nanoseconds to subtract from each rank's times, so that all are on one axis.
 
-    By the clock: the wall clock if all ranks have it and their recordings overlap; else by collectives, and
-    ranks without any in common each start at 0. Raises ``ValueError`` for recordings more than an hour apart,
-    and for seconds of a rank that was not recorded.
+    ``"clock"`` is the wall clock if all ranks have one and their recordings overlap, and collectives if not;
+    ranks without collectives in common each start at 0. Raises ``ValueError`` for recordings more than an
+    hour apart, and for seconds of a rank that was not recorded.
     """
     shifts = _assume_base(ranks, notes)
     spans = [
@@ -164,20 +164,20 @@ def _assume_base(ranks: list[RankColumns], notes: list[str]) -> list[int]:
 
 @dataclass(kw_only=True)
 class _Calls:
-    """Collective calls of one rank: arrays by what they have in common on all ranks, in order of start."""
+    """Collective calls of one rank in order of start, by a key that is the same on all ranks."""
 
     ends: dict[tuple[object, ...], Int64s]
     steps: dict[tuple[object, ...], Int64s] = field(default_factory=dict)
-    """Step of each call, -1 outside; empty without steps."""
+    """Step of each call, -1 outside of steps; empty if no step was recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Offset:
-    """How much later the calls of one rank end than those of another one, in nanoseconds."""
+    """Offset of one rank's clock from another's, in nanoseconds, by the ends of their common calls."""
 
     median_ns: int
     spread_ns: int
-    """Median distance of the calls from it."""
+    """Median absolute deviation of the calls from the median."""
     num_calls: int
     is_consistent: bool
 
@@ -230,7 +230,7 @@ def _move_by_collectives(
 
 
 def _note_differing_clocks(ranks: list[RankColumns], shifts: list[int], notes: list[str]) -> None:
-    """Add a note if the ends of collectives show that clocks differ. Only names count: that is quick."""
+    """Add a note if the ends of collectives, matched by name only, show that clocks differ."""
     first = _list_calls(ranks[0], shifts[0], with_groups=False)
     late: dict[int, float] = {}
     for rank, shift in zip(ranks[1:], shifts[1:], strict=True):
@@ -247,13 +247,13 @@ def _note_differing_clocks(ranks: list[RankColumns], shifts: list[int], notes: l
 
 
 def _compare_ends(one: _Calls, other: _Calls) -> _Offset | None:
-    """Return how much later the calls of ``other`` end; None if the two have none in common."""
+    """Return by how much later the calls of ``other`` end; None without calls in common."""
     pairs = []
     for key in one.ends.keys() & other.ends.keys():
         ours, theirs = one.ends[key], other.ends[key]
         if one.steps and other.steps:
             ours, theirs = _select_common_steps(ours, one.steps[key], theirs, other.steps[key])
-        # Another number of calls: one recording began earlier or ended in the middle.
+        # If the numbers of calls differ, one recording began earlier or ended in the middle.
         if len(ours) == len(theirs):
             pairs.append((ours, theirs))
     ends = np.concatenate([ours for ours, _ in pairs]) if pairs else np.zeros(0, np.int64)
@@ -271,7 +271,7 @@ def _compare_ends(one: _Calls, other: _Calls) -> _Offset | None:
 def _select_common_steps(
     ours: Int64s, our_steps: Int64s, theirs: Int64s, their_steps: Int64s
 ) -> tuple[Int64s, Int64s]:
-    """Return the calls of steps in which both ranks have as many, by step."""
+    """Return the calls of the steps in which both ranks have equally many, sorted by step."""
     here, our_counts = np.unique(our_steps, return_counts=True)
     there, their_counts = np.unique(their_steps, return_counts=True)
     steps, a, b = np.intersect1d(here, there, return_indices=True)
@@ -284,7 +284,7 @@ def _select_common_steps(
 
 
 def _list_calls(rank: RankColumns, shift: int, *, with_groups: bool) -> _Calls:
-    """Return the ends of a rank's collectives by name, and by group and step too."""
+    """Return the ends of a rank's collectives by name; ``with_groups`` also by group, with their steps."""
     names, slices = rank.texts.names, rank.slices
     index = _find_collectives(rank)
     index = index[np.argsort(slices["start_ns"][index], kind="stable")]

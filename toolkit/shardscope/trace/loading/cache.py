@@ -1,7 +1,8 @@
-"""Cache of a loaded trace file, stored beside it and memory-mapped when the file is opened again.
+"""Cache of a trace file's columns: a file next to it, memory-mapped when the trace is opened again.
 
-A cache is only another form of its trace, trusted as little, and holds no pickle. It belongs to a file of one
-size and time of change; one that is stale, damaged or of another version is ignored and written again.
+A cache is trusted as little as the trace itself: it holds no pickle and is checked when it is read. Its name
+contains the size and modification time of the trace file. A stale or damaged cache, or one of another
+version, is ignored and written again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ FOLDER = ".shardscope-cache"
 
 
 def find_cache_path(path: Path) -> Path | None:
-    """Return where the cache of a trace file is; None if it is too small for one.
+    """Return the path of the cache of a trace file; None if the file is too small for one.
 
     The name has the size and time of the trace file: a changed file has another cache.
     """
@@ -44,7 +45,7 @@ def read_cache(path: Path) -> RankColumns | None:
 def read_rank_file(file: Path, path: Path) -> RankColumns | None:
     """Return the columns in ``file`` of the trace file ``path``, mapped into memory; None if unreadable."""
     try:
-        # A link, pipe or device in its place is not followed, and not waited for.
+        # Do not follow a link, nor wait for a pipe or device, in the place of the file.
         handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
@@ -85,7 +86,7 @@ def write_cache(path: Path, rank: RankColumns) -> Path | None:
 def map_rank(rank: RankColumns) -> RankColumns:
     """Return the rank with its columns in a temporary file without a name, mapped into memory.
 
-    The system can take the memory back. A rank stays as it is where no file can be written.
+    The system can then reclaim its memory. The rank is returned unchanged if no file can be written.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="shardscope-trace-") as folder:

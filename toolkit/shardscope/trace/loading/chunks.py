@@ -43,7 +43,7 @@ PHASES = {
 """Chrome's phases as numbers of a column. Metadata (M) names tracks and is no row."""
 
 ABSENT = int(np.iinfo(np.int64).min)
-"""Time of an event without a readable one."""
+"""Value of ``start_ns`` and ``duration_ns`` that are missing or unreadable."""
 BLOCK_EVENTS = 4096
 """Events of one block of arguments: a click decompresses a block, so it must not be large."""
 CORRELATED_CATEGORIES = GPU_CATEGORIES | RUNTIME_CATEGORIES

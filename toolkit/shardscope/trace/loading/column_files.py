@@ -1,7 +1,7 @@
-"""Columns and their texts as bytes: what processes send each other, and what caches hold.
+"""Columns and their texts as bytes, for caches and for messages between processes.
 
 The format is a line of JSON with the texts and the place of each array, then the arrays. Nothing in it is
-executed, and :func:`read_columns` checks everything that an index could reach.
+executed, and :func:`unpack_rank` checks that every index is in range.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Data = bytes | memoryview
 
 
 class ColumnError(ValueError):
-    """Bytes that are not columns, or damaged ones."""
+    """The error for bytes that are not columns, or are damaged."""
 
 
 class _Array(msgspec.Struct):
@@ -135,7 +135,7 @@ def unpack_rank(data: memoryview, path: Path) -> RankColumns:
 
 
 def _check_rank(texts: RankTexts, slices: Columns, marks: Columns, num_bytes: int) -> None:
-    """Raise :class:`ColumnError` for what would fail later: caches of a copied folder are anybody's."""
+    """Raise :class:`ColumnError` for columns that would fail later: a cache may come from someone else."""
     num_events = sum(texts.block_events)
     limits = {
         "name": len(texts.names),

@@ -57,7 +57,7 @@ def read_document(path: Path, header: bytes, footer: bytes) -> Document:
     devices = _decode_raw(before.deviceProperties) or _decode_raw(after.deviceProperties)
     facts: Mapping[str, object] = info if isinstance(info, dict) else {}
     if not facts and not _is_readable(header + b"]}"):
-        # A header that is not JSON: what matters most is found by its key.
+        # The header is not JSON: find the most important fields by their keys.
         facts = {key.decode(): int(number) for key, number in _RANK_IN_HEADER.findall(header)}
         match = _BASE_IN_HEADER.search(header)
         base = base or (match[1].decode() if match else None)

@@ -63,7 +63,7 @@ def _salvage_events(text: bytes, oddities: Counter[str]) -> list[Event]:
     """Return the events of text that is not JSON: split where one seems to end and the next to begin."""
     events: list[Event] = []
     text = text.strip().rstrip(b",")
-    # Splits may be inside of arguments: what is no event alone is tried together with what follows.
+    # A split may be inside arguments: a piece that is not an event is tried together with the next one.
     spans = [match.span() for match in EVENT_BOUNDARY.finditer(text)] if text else []
     begins = [0, *(end for _, end in spans)]
     ends = [*(begin for begin, _ in spans), len(text)]

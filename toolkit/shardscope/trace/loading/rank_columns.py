@@ -1,4 +1,4 @@
-"""Columns of one rank: the chunks of its file together, slices of begin/end pairs, rows of tracks."""
+"""Columns of one rank, joined from the chunks of its file: slices with tracks and rows, and marks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardscope.trace.loading.pairs import Columns, concatenate, narrow, pair_en
 from shardscope.trace.loading.tracks import RankTrack, TrackTexts, place_slices
 
 MAX_EVENTS = 20_000_000
-"""Most events of one file; 2 GiB of real JSON hold eight million."""
+"""Maximum events of one file; 2 GiB of real JSON hold eight million."""
 _FAR_NS = 24 * 3600 * 10**9
 
 SLICE_COLUMNS = ("start_ns", "duration_ns", "name", "category", "track", "depth", "id", "row")
@@ -37,7 +37,7 @@ MARK_COLUMNS = ("start_ns", "name", "category", "key", "track", "phase", "id", "
 
 
 class RankTexts(msgspec.Struct, kw_only=True):
-    """All of a rank that is no column; JSON in caches."""
+    """Data of a rank besides its columns; JSON in caches."""
 
     document: Document
     names: list[str]
@@ -166,7 +166,7 @@ class RankBuilder:
         return np.asarray(is_present & ~far, dtype=bool)
 
     def _select_slices(self, events: Columns, is_present: npt.NDArray[np.bool_]) -> Columns:
-        """Return the complete events (ph X) with durations that can be drawn."""
+        """Return the complete events (ph X) of at most a day; missing and negative durations become 0."""
         keep = is_present & (events["phase"] == chunks.SLICE)
         duration = events["duration_ns"]
         absent, negative, huge = duration == ABSENT, (duration < 0) & (duration != ABSENT), duration > _FAR_NS
@@ -184,7 +184,7 @@ class RankBuilder:
 
 
 def _select_marks(events: Columns, is_present: npt.NDArray[np.bool_]) -> Columns:
-    """Return flows, counters and instants, by time; all their columns but ``track``."""
+    """Return flows, counters and instants by time, without their column ``track``."""
     rows = np.flatnonzero(is_present & np.isin(events["phase"], _MARK_PHASES))
     rows = rows[np.argsort(events["start_ns"][rows], kind="stable")]
     return select(events, rows, (name for name in MARK_COLUMNS if name != "track"))

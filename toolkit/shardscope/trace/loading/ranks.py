@@ -21,7 +21,7 @@ _UNNUMBERED = "file without a rank, numbered by order"
 _MAX_LISTED = 8
 _MAX_STEPS = 100_000
 MAX_IN_MEMORY = 16
-"""Most files whose columns are in memory; of more, they are in mapped files."""
+"""Maximum files whose columns are held in memory; with more, they are in mapped files."""
 _LARGE_BYTES = 4 * 1024**2
 """Smallest file that is worth other processes; compressed, it has ten times as much JSON."""
 
@@ -31,7 +31,7 @@ def read_ranks(
 ) -> tuple[list[RankColumns], list[str]]:
     """Return the columns of each rank by rank, and notes about files that were left out.
 
-    A file of a folder that is no trace is left out, and of several recordings of one rank all but the latest.
+    Files of a folder that are not traces are left out, and all recordings of a rank but the latest.
     ``cache``: use and write caches beside large files. Raises ``ValueError`` if no file is left, and for
     files of different jobs.
     """
@@ -120,7 +120,7 @@ def _choose_recordings(ranks: list[RankColumns], notes: list[str]) -> list[RankC
 
 
 def _find_begin(rank: RankColumns) -> tuple[int, float]:
-    """Return when a recording began, and when its file was written for those without a clock."""
+    """Return when a recording began and, for one without a clock, when its file was written."""
     start_ns = rank.slices["start_ns"]
     begin = int(start_ns.min()) if len(start_ns) else 0
     return (begin if begin > _EPOCH_NS else 0, rank.path.stat().st_mtime)
@@ -166,7 +166,7 @@ def list_oddities(ranks: list[RankColumns]) -> list[str]:
 def list_missing_steps(ranks: list[RankColumns]) -> list[str]:
     """Return notes about steps that a rank did not record though others did, or that lie between its own.
 
-    So it is if the profiler of a rank stopped in the middle, or began later.
+    This happens if the profiler of a rank stopped in the middle, or began later.
     """
     of_rank = {
         get_rank(rank): {int(match[1][:9]) for name in rank.texts.names if (match := STEP.match(name))}

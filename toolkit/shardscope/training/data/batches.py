@@ -53,7 +53,7 @@ class Batches(ABC):
         """
 
     def describe_position(self) -> dict[str, object] | None:
-        """Return the position in streamed data, as JSON; None if a step alone tells what is read."""
+        """Return the position in streamed data, as JSON; None if the step alone determines it."""
         return None
 
     @property
@@ -85,7 +85,7 @@ def split_rows(num_rows: int, fraction: float, seed: int) -> tuple[list[int], li
     A ``fraction`` of the rows, drawn by ``seed``, is for validation; at least one row is for each.
     """
     num_validation = count_validation_rows(num_rows, fraction)
-    # Another order than that of any epoch.
+    # An order that no epoch has.
     drawn = _shuffle_samples(num_rows, seed, 2**31)[:num_validation].tolist()
     is_drawn = set(drawn)
     return [row for row in range(num_rows) if row not in is_drawn], sorted(drawn)

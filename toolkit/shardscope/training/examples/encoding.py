@@ -33,7 +33,7 @@ class Encoded:
 
     @property
     def num_loss_tokens(self) -> int:
-        """Number of tokens that bear loss. The first token of a row has none before it, and so never does."""
+        """Number of tokens that bear loss. The first one of a row never does: nothing precedes it."""
         return sum(self.bears_loss[1:])
 
 
@@ -85,7 +85,7 @@ class Encoder:
         return _learn_from(chosen, start), _learn_from(rejected, start)
 
     def encode_messages(self, messages: Sequence[Message], first_turn: int = 0) -> Encoded:
-        """Return the tokens of a conversation, of which turns before ``first_turn`` bear no loss."""
+        """Return the tokens of a conversation; turns before ``first_turn`` bear no loss."""
         if not self.has_template:
             return self._encode_without_template(messages)
         ids = self._render(messages)
@@ -120,7 +120,7 @@ class Encoder:
                 "has no fixed tokens",
                 "loss_on='last' or 'all', or a template with {% generation %} marks",
             )
-        # Templates write a line break after the end-of-turn token, which no generation gets to.
+        # Templates write a line break after the end-of-turn token, which a generation never reaches.
         end = len(with_turn)
         if self._eos in with_turn[len(prompt) :]:
             end = len(with_turn) - with_turn[::-1].index(self._eos)
@@ -165,5 +165,5 @@ class Encoder:
 
 
 def _learn_from(ids: list[int], start: int) -> Encoded:
-    """Return ``ids``, of which those from ``start`` bear loss."""
+    """Return ``ids``, with loss on those from ``start``."""
     return Encoded(ids=ids, bears_loss=[index >= start for index in range(len(ids))])

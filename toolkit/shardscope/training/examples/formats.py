@@ -25,10 +25,10 @@ ROLES: dict[FormatName, tuple[str, ...]] = {
 OPTIONAL_ROLES = {("preference", "prompt"), ("instruction", "input")}
 """Roles that may have no column: pairs of whole conversations have no prompt; Alpaca's input is optional."""
 SYSTEM_COLUMNS = ("system", "system_prompt")
-"""Columns with a system message for the row, in formats whose rows are no messages."""
+"""Columns with a system message for the row, in formats whose rows are not messages."""
 
-# Column names of public data sets, the format's own name first. instruction and prompt-completion pairs
-# differ in nothing but the optional input.
+# Column names of public data sets, the format's own name first. instruction and prompt-completion differ only
+# in the optional input.
 COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "text": ("text", "content"),
     "prompt": ("prompt", "question", "query", "instruction", "problem", "user"),
@@ -87,7 +87,7 @@ class Format:
 
     @property
     def short_title(self) -> str:
-        """Name, and the columns that are called otherwise: "prompt-completion (prompt = question)"."""
+        """Name, and the columns not named as their roles: "prompt-completion (prompt = question)"."""
         pairs = ", ".join(f"{role} = {column}" for role, column in self.columns.items() if role != column)
         return f"{self.name} ({pairs})" if pairs else self.name
 
@@ -187,7 +187,7 @@ def read_example(format: Format, row: Row) -> Example:
     if format.name == "instruction":
         instruction = _read_text(row, columns["instruction"])
         given = row[columns["input"]] if "input" in columns else None
-        # An empty input is Alpaca's way to say that there is none.
+        # An empty input in Alpaca's format means that there is none.
         if isinstance(given, str) and given.strip():
             instruction = f"{instruction}\n\n{given}"
         question: tuple[Message, ...] = ({"role": "user", "content": instruction},)
@@ -283,13 +283,13 @@ def _read_message(message: object, where: str) -> Message:
 
 
 def _check_turns(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Raise ``ValueError`` for a conversation without anything to learn: no, or only empty, answers."""
+    """Raise ``ValueError`` for a conversation without answers, or with empty ones only."""
     answers = [message["content"] for message in messages if message["role"] == "assistant"]
     if not answers:
         raise ValueError("no turn of the assistant, so that no token bears loss")
     if not any(answer.strip() for answer in answers):
         raise ValueError("every turn of the assistant is empty")
     if next(message["role"] for message in messages if message["role"] != "system") == "assistant":
-        # Templates render no prompt from no message.
+        # Templates cannot render a prompt without messages.
         raise ValueError("it starts with the assistant's turn; a turn of the user must come first")
     return messages

@@ -99,7 +99,7 @@ def pack_table(table: TokenTable, seq_len: int) -> Packing:
 
 
 def describe_packing(table: TokenTable, packing: Packing, seq_len: int) -> str:
-    """Return a sentence for the log: what packing wins."""
+    """Return a sentence for the log about the padding that packing saves."""
     return (
         f"packing: {len(table):,} examples in {len(packing):,} windows of {seq_len:,} tokens; padding is "
         f"{1 - len(table.ids) / (len(packing) * seq_len):.0%} instead of "
@@ -153,7 +153,7 @@ def fill_windows(
 
     input_ids = torch.full((rows, seq_len), padding_id, dtype=torch.int64)
     labels = torch.full_like(input_ids, IGNORED_LABEL)
-    # Padding is a document of its own, and an empty row is nothing else.
+    # Padding is a document of its own; an empty row is only padding.
     position_ids = torch.arange(seq_len).repeat(rows, 1)
     for row, window in enumerate(windows):
         start = 0
@@ -165,7 +165,7 @@ def fill_windows(
             learned = torch.from_numpy(bears_loss.copy())
             labels[row, start:end] = torch.where(learned, tokens, IGNORED_LABEL)
             labels[row, start] = IGNORED_LABEL
-            # What follows the example begins at 0, too.
+            # The next example, or the padding, begins at 0, too.
             position_ids[row, end:] = torch.arange(seq_len - end)
             start = end
     return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}

@@ -32,9 +32,9 @@ QUANTILES = (0.5, 0.9, 0.95, 1.0)
 MAX_PADDING, MAX_CUT = 0.3, 0.02
 """Shares of padding and of truncated tokens from which another sequence length is recommended."""
 MULTIPLE = 8
-"""Recommended sequence lengths are multiples of it, as matrix units like them."""
+"""Recommended sequence lengths are multiples of this: matrix units are fastest with them."""
 MUCH_LONGER = 1.5
-"""The longest example does not set the sequence length if it is so many times as long as 95 % of them."""
+"""If the longest example is this many times as long as 95 % of them, it does not set the sequence length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +79,9 @@ class Preview:
     num_rows: int
     """Number of rows of the data; of streamed data, of those at the beginning that were read."""
     cost: str = ""
-    """A sentence about what this objective costs beyond others; empty if it does not."""
+    """A sentence about the extra cost of the objective; empty if there is none."""
     is_streamed: bool = False
-    """Whether the rows are the first ones of a stream."""
+    """Whether the data is a stream, of which only the first rows were read."""
     has_template: bool = True
     """Whether the tokenizer has a chat template."""
     num_shared_rows: int | None = 0
@@ -111,7 +111,7 @@ class Preview:
         return len(pack_lengths(self.lengths, seq_len))
 
     def compute_packing_gain(self, seq_len: int) -> float:
-        """Return the number of examples that share a window of ``seq_len`` tokens, on average."""
+        """Return the average number of examples in a window of ``seq_len`` tokens."""
         return len(self.lengths) / self.count_windows(seq_len)
 
     def cut_at(self, seq_len: int) -> float:
@@ -192,7 +192,7 @@ class Preview:
     def _describe_packing(self, seq_len: int) -> str:
         line = f"Unpacked rows of {seq_len:,} tokens are {self.padding_at(seq_len):.0%} padding."
         if self.has_pairs:
-            return line  # They are not packed.
+            return line  # Pairs are not packed.
         gain = self.compute_packing_gain(seq_len)
         if gain <= 1:
             return line

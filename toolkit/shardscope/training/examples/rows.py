@@ -195,7 +195,7 @@ def load_files(field: str, files: list[Path], *, streaming: bool) -> object:
         # One row a file: "line" would make a training example of each line.
         options["sample_by"] = "document"
     datasets.disable_progress_bars()
-    # It would print its own traceback before the message that follows.
+    # ``datasets`` would log its own traceback before our error message.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     rows: object = datasets.load_dataset(
         loader, data_files=[str(path) for path in files], split="train", streaming=streaming, **options

@@ -30,7 +30,7 @@ again."""
 
 @dataclass(frozen=True, kw_only=True)
 class StreamedExamples:
-    """How one rank turns its share of a stream into examples."""
+    """One rank's share of a stream, and how it becomes examples."""
 
     field: str
     """Name of the source in error messages."""
@@ -101,9 +101,10 @@ class StreamReader:
         return {**position, "offset": self._offset, "num_ranks": self.examples.num_ranks}
 
     def resume(self, position: object, num_samples: int) -> None:
-        """Continue at ``position`` of :meth:`describe_position`, or else after ``num_samples`` samples.
+        """Continue at ``position`` of :meth:`describe_position`, or without one after ``num_samples``
+        samples.
 
-        A position does not hold for another number of ranks, which share the rows in another way.
+        A position is not valid for another number of ranks, which divide the rows differently.
         """
         data = position if isinstance(position, Mapping) else {}
         names = ("epoch", "block", "num_rows", "offset")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 REFERENCE_FILE = "reference.npy"
 """File beside the tokens of a run with the log-probability of each example's answer, fp32."""
 REFERENCE_HASH = "reference.json"
-"""File beside it with the SHA-256 of the tokens that it belongs to."""
+"""File with the SHA-256 of the tokens that these log-probabilities belong to."""
 
 
 def add_stored_reference(

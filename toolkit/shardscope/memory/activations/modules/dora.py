@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The projections of layers whose peaks are known, in forward order."""
+"""Projections of a layer in forward order. Peaks are known for layers with these only."""
 _MLP = PROJECTIONS[4:]
 _PENDING = {"k_proj": ("q_proj",), "v_proj": ("q_proj", "k_proj")}
-"""Projections whose outputs nothing has read yet when another one runs."""
+"""For a projection, the earlier ones whose outputs are still unread when it runs."""
 
 
 DORA_FAMILIES = list_families_with("dora")
-"""Families with such layers, which are tested."""
+"""Families whose layers have this structure, as tests confirm."""
 
 
 def has_known_dora(arch: Architecture) -> bool:
-    """Return whether the layers of ``arch`` are those of this module."""
+    """Return whether this module describes the layers of ``arch``."""
     return arch.model_type in DORA_FAMILIES and not arch.num_moe_layers
 
 
@@ -55,7 +55,7 @@ def list_dora_tensors(arch: Architecture, moe: bool, modules: Modules) -> list[S
 
 
 def compute_dora_vectors(arch: Architecture, modules: Modules, recompute: str) -> int:
-    """Return the bytes that one layer saves whatever its tokens: norms and two ratios for each row."""
+    """Return the bytes that one layer saves for any number of tokens: a norm and two ratios per output."""
     if not modules.uses_dora or recompute != "none":
         return 0
     return 3 * _get_wide(modules) * sum(out for out, _ in _list_adapted(arch, modules).values())
@@ -140,7 +140,7 @@ class _Layer:
         return [_Stage(name, saved) for name, saved in stages.items()]
 
     def _sum_to(self, name: str) -> int:
-        """Return the bytes saved by the modules up to ``name``, which is included."""
+        """Return the bytes saved by the modules up to and including ``name``."""
         names = [stage.name for stage in self.stages]
         return sum(stage.saved for stage in self.stages[: names.index(name) + 1])
 
