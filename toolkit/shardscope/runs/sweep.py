@@ -113,7 +113,7 @@ def sweep(
             allowed = "the name of no sweep that this kernel still runs with other values"
             refuse("sweep.name", name, allowed, "sweep.wait(), or sweep.stop() of that sweep")
         created = Sweep(name, parent, entries, at_once=at_once, force=force)
-        created._start()
+        created._start_launching()
         _active[parent / name] = created
     return created
 
@@ -243,13 +243,13 @@ class Sweep(Runs):
 
     # ---- the queue
 
-    def _start(self) -> None:
+    def _start_launching(self) -> None:
         """Launch the first run, and the others from a thread. Raises the errors of the first launch."""
         first = next((entry for entry in self._entries if entry.is_waiting), None)
         if first is None:
             return
         if not any(entry.is_live for entry in self._entries):
-            self._launch(first)
+            self._launch_run(first)
         threading.Thread(target=self._launch_all, name=f"shardscope-sweep-{self.name}", daemon=True).start()
 
     def _launch_all(self) -> None:
@@ -274,7 +274,7 @@ class Sweep(Runs):
             if num_live >= self._at_once:
                 return
             try:
-                if not self._launch(entry):
+                if not self._launch_run(entry):
                     return
             except TooLittleFreeError as error:
                 # The other runs use the memory: wait until one ends, and run no more than these side by side.
@@ -285,7 +285,7 @@ class Sweep(Runs):
             except (ValueError, OSError) as error:
                 entry.is_waiting, entry.problem = False, str(error)
 
-    def _launch(self, entry: _Entry) -> bool:
+    def _launch_run(self, entry: _Entry) -> bool:
         """Launch the run of ``entry``; return False if too few GPUs are free."""
         combination = entry.combination
         positions = None
@@ -372,17 +372,18 @@ class Sweep(Runs):
         )
         problems = "".join(f"<p>{escape(str(row['problem']))}</p>" for row in rows if row["problem"])
         return (
-            f"<p>{escape(self._describe())}</p><div style='overflow-x:auto'><table style='table-layout:auto'>"
+            f"<p>{escape(self._describe_statuses())}</p>"
+            "<div style='overflow-x:auto'><table style='table-layout:auto'>"
             f"<thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>{problems}"
         )
 
-    def _describe(self) -> str:
+    def _describe_statuses(self) -> str:
         statuses = [entry.status for entry in self._entries]
         counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
         return f"Sweep {self.name}: {self.status}; {len(statuses)} runs: {counts}."
 
     def __repr__(self) -> str:
-        return f"<{self._describe()}>"
+        return f"<{self._describe_statuses()}>"
 
 
 _active: dict[Path, Sweep] = {}

@@ -59,7 +59,8 @@ def build_grid(
     grid = [dict(zip(columns, values, strict=True)) for values in itertools.product(*columns.values())]
     names = _name_runs(name, grid)
     return [
-        _combine(plan, task, targets, values, run_name) for values, run_name in zip(grid, names, strict=True)
+        _build_combination(plan, task, targets, values, run_name)
+        for values, run_name in zip(grid, names, strict=True)
     ]
 
 
@@ -124,7 +125,7 @@ def _to_plain(field: str, value: object) -> FieldValue:
     return tuple(value)
 
 
-def _combine(
+def _build_combination(
     plan: Plan,
     task: Callable[[Context], object],
     targets: Mapping[str, tuple[str, str]],

@@ -54,8 +54,8 @@ class Counter:
         begins = np.flatnonzero(np.concatenate(([True], pixel[1:] != pixel[:-1])))
         ends = np.append(begins[1:], len(pixel)) - 1
         highest = np.lexsort((-value, pixel))[begins]
-        kept = np.union1d(highest, ends)
-        return time[kept], value[kept]
+        selected = np.union1d(highest, ends)
+        return time[selected], value[selected]
 
 
 class MarkTiler:
@@ -102,32 +102,32 @@ class MarkTiler:
 
         ``rows``: the rows to include; None: all.
         """
-        is_wanted = (self._time >= t0_ns) & (self._time <= t1_ns)
+        is_visible = (self._time >= t0_ns) & (self._time <= t1_ns)
         if rows is not None:
-            is_wanted &= np.isin(self._row, rows)
-        mine = np.flatnonzero(is_wanted)
-        time, row = self._time[mine], self._row[mine]
+            is_visible &= np.isin(self._row, rows)
+        visible = np.flatnonzero(is_visible)
+        time, row = self._time[visible], self._row[visible]
         pixel = np.floor((time - t0_ns) / ((t1_ns - t0_ns) / width)).astype(np.int64)
-        is_first = np.ones(len(mine), dtype=bool)
+        is_first = np.ones(len(visible), dtype=bool)
         is_first[1:] = (pixel[1:] != pixel[:-1]) | (row[1:] != row[:-1])
         first = np.flatnonzero(is_first)
         return {
             "time": time[first],
             "row": row[first],
-            "name": self._name[mine][first],
-            "count": np.diff(first, append=len(mine)),
+            "name": self._name[visible][first],
+            "count": np.diff(first, append=len(visible)),
         }
 
 
 def find_counters(trace: Trace) -> list[Counter]:
     """Return memory by device, from the allocator's records, and all counters, rank by rank."""
-    found: dict[int, list[Counter]] = defaultdict(list)
+    counters: dict[int, list[Counter]] = defaultdict(list)
     for samples in trace.memory_samples:
         for device in read_devices(samples):
             series = [("allocated", device.allocated_bytes)]
             if device.reserved_bytes is not None and device.reserved_bytes.any():
                 series.append(("reserved", device.reserved_bytes))
-            found[samples.rank] += [
+            counters[samples.rank] += [
                 Counter(
                     rank=samples.rank,
                     name=f"{device.name} {what}",
@@ -138,8 +138,8 @@ def find_counters(trace: Trace) -> list[Counter]:
                 for what, values in series
             ]
     for counter in _read_counter_events(trace):
-        found[counter.rank].append(counter)
-    return [counter for rank in trace.ranks for counter in found[rank][:MAX_COUNTERS_PER_RANK]]
+        counters[counter.rank].append(counter)
+    return [counter for rank in trace.ranks for counter in counters[rank][:MAX_COUNTERS_PER_RANK]]
 
 
 def _read_counter_events(trace: Trace) -> list[Counter]:

@@ -133,7 +133,7 @@ class TextStream:
         pieces: list[bytes] = []
         missing = num_bytes
         while missing and not self.damage:
-            piece = self._unpack(missing)
+            piece = self._decompress(missing)
             if not piece:
                 break
             pieces.append(piece)
@@ -142,7 +142,7 @@ class TextStream:
             self._check_size()
         return b"".join(pieces)
 
-    def _unpack(self, num_bytes: int) -> bytes:
+    def _decompress(self, num_bytes: int) -> bytes:
         """Return up to ``num_bytes`` of text; nothing at the end of the file or at damage."""
         assert self._unpacker is not None
         while True:

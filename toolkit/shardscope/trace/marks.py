@@ -88,15 +88,15 @@ def find_slices_at(trace: Trace, track_index: npt.NDArray[np.int32], time_ns: In
 
     The start of a slice is in it, and so is its end, which flows of launches may have.
     """
-    found = np.full(len(track_index), -1, np.int64)
+    innermost = np.full(len(track_index), -1, np.int64)
     if not len(trace):
-        return found
+        return innermost
     row = trace.first_row_of_track[:-1][trace.track_index] + trace.depth
     bounds = np.searchsorted(row, np.arange(int(trace.first_row_of_track[-1]) + 1))
     end_ns = trace.end_ns
     for track in np.unique(track_index[track_index >= 0]).tolist():
-        mine = np.flatnonzero(track_index == track)
-        times = time_ns[mine]
+        positions = np.flatnonzero(track_index == track)
+        times = time_ns[positions]
         first_row, last_row = trace.first_row_of_track[track : track + 2].tolist()
         # From the outermost row to the innermost one, which is kept.
         for first, end in zip(
@@ -104,5 +104,5 @@ def find_slices_at(trace: Trace, track_index: npt.NDArray[np.int32], time_ns: In
         ):
             slices = first + np.searchsorted(trace.start_ns[first:end], times, side="right") - 1
             inside = (slices >= first) & (end_ns[np.maximum(slices, 0)] >= times)
-            found[mine[inside]] = slices[inside]
-    return found
+            innermost[positions[inside]] = slices[inside]
+    return innermost

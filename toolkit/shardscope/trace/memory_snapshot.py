@@ -171,7 +171,7 @@ def load_history(path: str | Path) -> tuple[list[Allocation], list[int] | None]:
 def _read_history(path: Path) -> tuple[list[Fields], list[Fields]]:
     """Return the segments and the events of the device with the most memory. Raises ``ValueError``."""
     # 1. Unpickle without running code, and check each part: the file may come from anybody.
-    snapshot = _unpickle(path)
+    snapshot = _read_pickle(path)
     if not isinstance(snapshot, Mapping):
         _refuse_snapshot(path, f"holds a {type(snapshot).__name__}, not the dict of a memory snapshot")
     segments = _read_dicts(path, snapshot, "segments")
@@ -234,7 +234,7 @@ def _check_memo_index(index: int, data: bytes) -> None:
         raise pickle.UnpicklingError(f"has {len(data):,} bytes and refers to memo entry {index:,}")
 
 
-def _unpickle(path: Path) -> object:
+def _read_pickle(path: Path) -> object:
     try:
         data = read_bytes(path)
         _check_memo(data)

@@ -126,14 +126,14 @@ def build_memory_timeline(
     begins = np.array([allocation.begins + 1 for allocation in allocations], np.int64)
     ends = np.array([allocation.ends + 1 for allocation in allocations], np.int64)
     sizes = np.array([allocation.num_bytes for allocation in allocations], np.int64)
-    components = _attribute(allocations, begins, ends)
+    components = _find_components(allocations, begins, ends)
     num_bytes: dict[str, Int64s] = {}
     for name in (*_COMPONENTS, BEFORE_HISTORY, OTHER):
-        mine = components == name
-        if mine.any():
+        is_component = components == name
+        if is_component.any():
             changes = np.zeros(num_entries + 1, np.int64)
-            np.add.at(changes, begins[mine], sizes[mine])
-            np.subtract.at(changes, ends[mine], sizes[mine])
+            np.add.at(changes, begins[is_component], sizes[is_component])
+            np.subtract.at(changes, ends[is_component], sizes[is_component])
             num_bytes[name] = np.cumsum(changes)[:num_entries]
     if not num_bytes:
         num_bytes[OTHER] = np.zeros(num_entries, np.int64)
@@ -146,23 +146,23 @@ def build_memory_timeline(
     return MemoryTimeline(num_bytes={name: num_bytes[name] for name in largest}, seconds=seconds)
 
 
-def _attribute(allocations: Sequence[Allocation], begins: Int64s, ends: Int64s) -> npt.NDArray[np.str_]:
+def _find_components(allocations: Sequence[Allocation], begins: Int64s, ends: Int64s) -> npt.NDArray[np.str_]:
     """Return the component of each allocation."""
     hints: dict[int, int] = {}
-    found = np.array([_find_component(allocation.frames, hints) for allocation in allocations], np.int64)
+    components = np.array([_find_component(allocation.frames, hints) for allocation in allocations], np.int64)
     # Backward makes gradients, which stay for the optimizer, and temporaries, which it frees itself: those
     # that are freed before its last allocation count as activations, as in the census of a step.
-    in_backward = np.flatnonzero(found == _GRADIENTS)
+    in_backward = np.flatnonzero(components == _GRADIENTS)
     order = in_backward[np.argsort(begins[in_backward], kind="stable")]
     if len(order):
-        others = np.sort(begins[(found >= 0) & (found != _GRADIENTS)])
+        others = np.sort(begins[(components >= 0) & (components != _GRADIENTS)])
         # A backward is a stretch of such allocations without one of a forward or an optimizer in between.
         stretch = np.searchsorted(others, begins[order])
         last = np.append(np.flatnonzero(np.diff(stretch)), len(order) - 1)
         end_of_backward = begins[order[last]][np.searchsorted(last, np.arange(len(order)))]
-        found[order[ends[order] <= end_of_backward]] = _ACTIVATIONS
+        components[order[ends[order] <= end_of_backward]] = _ACTIVATIONS
     names = np.array([*_COMPONENTS, BEFORE_HISTORY, OTHER])
-    return names[found]
+    return names[components]
 
 
 def _find_component(frames: object, hints: dict[int, int]) -> int:

@@ -35,8 +35,8 @@ class PathMarks:
         Raises ``ValueError`` for a row without these fields or with ones that are not in the trace.
         """
         finder = _RowFinder(trace)
-        found = sorted(finder.find(part) for part in parts)
-        start, end, row, is_slice = np.array(found, np.int64).reshape(len(found), 4).T
+        entries = sorted(finder.find(part) for part in parts)
+        start, end, row, is_slice = np.array(entries, np.int64).reshape(len(entries), 4).T
         return cls(start_ns=start, end_ns=end, row=row, is_slice=is_slice.astype(bool))
 
     def count_parts(self, t0_ns: float, t1_ns: float, width: int) -> int:
@@ -100,11 +100,11 @@ class _RowFinder:
                 "Fix: pass the critical_path() of this trace."
             )
         first_row, last_row = trace.first_row_of_track[track : track + 2].tolist()
-        wanted = self.names.get(str(part.get("name")), -1)
+        name_index = self.names.get(str(part.get("name")), -1)
         for row in range(first_row, last_row):
             first, last = self.bounds[row : row + 2].tolist()
             position = first + int(np.searchsorted(trace.start_ns[first:last], start, side="right")) - 1
-            if position < first or trace.name_index[position] != wanted:
+            if position < first or trace.name_index[position] != name_index:
                 continue
             if int(trace.start_ns[position]) + int(trace.duration_ns[position]) > start:
                 return start, end, row, True

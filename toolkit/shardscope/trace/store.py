@@ -177,12 +177,12 @@ class Trace:
 
         Raises ``ValueError`` for a rank that was not recorded.
         """
-        wanted = set(ranks)
-        if unknown := sorted(wanted - set(self.ranks)):
+        numbers = set(ranks)
+        if unknown := sorted(numbers - set(self.ranks)):
             raise ValueError(
                 f"Rank {unknown[0]!r} was not recorded; allowed: those in trace.ranks. Fix: leave it out."
             )
-        chosen = self._columns.select(wanted)
+        chosen = self._columns.select(numbers)
         trace = Trace(*chosen, self._columns.origin_ns)
         trace.world_size, trace.plan, trace.trains_the_plan = (
             self.world_size,
@@ -293,11 +293,11 @@ class Trace:
         instants = instants[is_memory[marks.name_index[instants]]] if len(instants) else instants
         samples = []
         for position, rank in enumerate(self.ranks):
-            mine = instants[marks.rank_position[instants] == position]
-            args = [b""] * len(mine)
-            for sample, text in marks.arguments.iterate(mine):
+            rank_instants = instants[marks.rank_position[instants] == position]
+            args = [b""] * len(rank_instants)
+            for sample, text in marks.arguments.iterate(rank_instants):
                 args[sample] = text
-            samples.append(MemorySamples(rank=rank, time_ns=marks.time_ns[mine], args=args))
+            samples.append(MemorySamples(rank=rank, time_ns=marks.time_ns[rank_instants], args=args))
         return samples
 
     @property

@@ -99,10 +99,10 @@ class Tiler:
 
     def find_matches(self, text: str) -> npt.NDArray[np.bool_]:
         """Return a mask of slices with ``text`` in their name, case-insensitive; all False for empty text."""
-        wanted = text.casefold().strip()
-        if not wanted or not len(self.trace):
+        query = text.casefold().strip()
+        if not query or not len(self.trace):
             return np.zeros(len(self.trace), dtype=bool)
-        names = np.array([wanted in name.casefold() for name in self.trace.names], dtype=bool)
+        names = np.array([query in name.casefold() for name in self.trace.names], dtype=bool)
         return np.asarray(names[self.trace.name_index])
 
     def build_tile(
@@ -172,7 +172,7 @@ class Tiler:
         """
         index = self._find_visible(t0_ns, t1_ns)
         index = index[~self._is_frame[index]]
-        return self._sum_by(index, self.trace.name_index, self.trace.names, t0_ns, t1_ns, limit)
+        return self._sum_by_group(index, self.trace.name_index, self.trace.names, t0_ns, t1_ns, limit)
 
     def sum_area(self, t0_ns: float, t1_ns: float, tracks: Sequence[int], limit: int = 12) -> AreaTotals:
         """Return the totals between two times on the tracks with these positions, by name and by category.
@@ -186,15 +186,15 @@ class Tiler:
         operators = index[~self._is_frame[index]]
         index = operators if len(operators) else index
         trace = self.trace
-        by_category = self._sum_by(index, trace.category_index, trace.categories, t0_ns, t1_ns, limit)
+        by_category = self._sum_by_group(index, trace.category_index, trace.categories, t0_ns, t1_ns, limit)
         for row in by_category:
             row["name"] = row["name"] or "no category"
         return AreaTotals(
-            names=self._sum_by(index, trace.name_index, trace.names, t0_ns, t1_ns, limit),
+            names=self._sum_by_group(index, trace.name_index, trace.names, t0_ns, t1_ns, limit),
             categories=by_category,
         )
 
-    def _sum_by(
+    def _sum_by_group(
         self,
         index: npt.NDArray[np.int64],
         group_index: npt.NDArray[np.int32],

@@ -141,7 +141,7 @@ class ChatColumn(widgets.VBox):
             number, self._is_stopped = self._num_clears, False
             # The texts are data: escaped, never interpreted.
             self._turns.append(f"<b class='ss-asked'>You</b>\n{escape(text)}\n\n<b>Model</b>\n")
-        self._show(number, WAITING)
+        self._show_answer(number, WAITING)
         answer, drawn = "", 0.0
         try:
             chat = self._open_chat()
@@ -151,11 +151,11 @@ class ChatColumn(widgets.VBox):
                     break
                 if time.monotonic() - drawn >= SECONDS_BETWEEN_DRAWINGS:
                     drawn = time.monotonic()
-                    self._show(number, escape(answer))
+                    self._show_answer(number, escape(answer))
             shown = escape(answer)
         except Exception as error:  # An exception in a thread is not shown in a notebook.
             shown = f"{escape(answer)}<span class='ss-error' role='alert'>{escape(str(error))}</span>"
-        self._show(number, f"{shown}\n\n", ended=True)
+        self._show_answer(number, f"{shown}\n\n", ended=True)
 
     def stop(self) -> None:
         """End the current answer."""
@@ -189,7 +189,7 @@ class ChatColumn(widgets.VBox):
                 self._chat = self._start()
             return self._chat
 
-    def _show(self, number: int, answer: str, *, ended: bool = False) -> None:
+    def _show_answer(self, number: int, answer: str, *, ended: bool = False) -> None:
         with self._lock:
             if number != self._num_clears or self._has_ended:
                 return

@@ -60,7 +60,7 @@ class FinetuneView(View):
         self._memory_place.add_class("ss-finetune-memory")
         self.caption = controls.create_html("", "ss-hint")
         self.outcome = RunAndChat(on_end=self._run_ended)
-        self.form = FinetuneForm(ss.Cluster.detect(), weights, data, on_change=self._show)
+        self.form = FinetuneForm(ss.Cluster.detect(), weights, data, on_change=self._show_setup)
         launch = widgets.HBox([self.button, self.form.note], layout=controls.share_layout())
         launch.add_class("ss-finetune-launch")
         top = widgets.Box([self.form.inputs, self._memory_place], layout=controls.share_layout())
@@ -78,7 +78,7 @@ class FinetuneView(View):
         )
         for name in ("ss-root", "ss-finetune"):
             self.add_class(name)
-        self._show()
+        self._show_setup()
 
     @property
     def task(self) -> ss.Finetune | None:
@@ -90,7 +90,7 @@ class FinetuneView(View):
         self.form.close()
         super().close()
 
-    def _show(self) -> None:
+    def _show_setup(self) -> None:
         """Show the summary and the memory of the form's plan, or what is missing."""
         if "form" not in vars(self):  # The form is being created.
             return

@@ -87,9 +87,9 @@ class FinetuneForm:
         """Build plan and task from the inputs, or show what is missing or wrong."""
         with self._lock:
             if not self._is_updating and not self._is_closed:
-                self._update()
+                self._update_setup()
 
-    def _update(self) -> None:
+    def _update_setup(self) -> None:
         self._is_updating = True
         for picker in (self.inputs, self.settings):
             picker.clear_plan_errors()
@@ -104,7 +104,7 @@ class FinetuneForm:
             raise
         finally:
             self._is_updating = False
-            self._show(setup, message)
+            self._show_setup(setup, message)
 
     def _build_setup(self) -> tuple[Setup | None, str]:
         """Return the setup; None with the reason while an input is empty or being read."""
@@ -150,7 +150,7 @@ class FinetuneForm:
     def _use_length(self, seq_len: int) -> None:
         self.settings.set_fields({"seq_len": seq_len})
 
-    def _show(self, setup: Setup | None, message: str) -> None:
+    def _show_setup(self, setup: Setup | None, message: str) -> None:
         self.setup, self.message = setup, message
         preview = self.preview_of_data
         if preview is not None:

@@ -37,7 +37,7 @@ class RecordingPanel(widgets.VBox):
         )
         self.options = {name: _create_option(name, tooltip) for name, tooltip in OPTIONS.items()}
         self.button = controls.create_button("", "ss-ghost", "ss-small", tooltip="Record, and train on")
-        self.button.on_click(lambda _: self._press())
+        self.button.on_click(lambda _: self._start_recording())
         self.open_button = controls.create_button(
             "Open trace",
             "ss-ghost",
@@ -45,7 +45,7 @@ class RecordingPanel(widgets.VBox):
             tooltip="Show this recording",
             layout=widgets.Layout(display="none"),
         )
-        self.open_button.on_click(lambda _: self._open())
+        self.open_button.on_click(lambda _: self._open_trace())
         self.words = controls.create_html("", "ss-hint")
         inputs = _create_row(
             controls.create_label("Steps"), self.steps, controls.create_label("Ranks"), self.ranks
@@ -95,7 +95,7 @@ class RecordingPanel(widgets.VBox):
             "Profile the next step" if steps == "1" else f"Profile the next {steps} steps"
         )
 
-    def _press(self) -> None:
+    def _start_recording(self) -> None:
         run = self._run
         if run is None:
             return
@@ -108,7 +108,7 @@ class RecordingPanel(widgets.VBox):
             self._error = str(error)
         self.refresh(run, run.status)
 
-    def _open(self) -> None:
+    def _open_trace(self) -> None:
         if self._run is not None and self._on_open_trace is not None:
             self._on_open_trace(self._run)
 

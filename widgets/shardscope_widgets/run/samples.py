@@ -91,7 +91,8 @@ def render_samples(
         return "<h2>Samples</h2><p class='ss-hint'>Generated before the first step.</p>"
     heads = "".join(_render_head(title, losses.get(step)) for step, title in columns)
     rows = "".join(
-        f"<tr class='ss-asked'><th scope='rowgroup' colspan='{len(columns)}'>{_shorten(prompt)}</th></tr>"
+        f"<tr class='ss-asked'><th scope='rowgroup' colspan='{len(columns)}'>"
+        f"{_shorten_text(prompt)}</th></tr>"
         f"<tr>{''.join(_render_answer(answers.get(step), title) for step, title in columns)}</tr>"
         for prompt, answers in by_prompt.items()
     )
@@ -129,11 +130,11 @@ def _render_answer(sample: Sample | None, title: str) -> str:
     label = f" data-label='{escape(title, quote=True)}'"
     if sample is None:
         return f"<td class='ss-hint'{label}>not generated yet</td>"
-    text = _shorten(sample["text"].strip()) or "<span class='ss-hint'>an empty answer</span>"
+    text = _shorten_text(sample["text"].strip()) or "<span class='ss-hint'>an empty answer</span>"
     cut = "" if sample["is_complete"] else "<span class='ss-hint' title='Cut at max_new_tokens'> …</span>"
     return f"<td{label}>{text}{cut}</td>"
 
 
-def _shorten(text: str) -> str:
+def _shorten_text(text: str) -> str:
     """Return ``text`` as HTML, cut if it is long."""
     return escape(text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}…")

@@ -122,13 +122,13 @@ def describe_kernels(trace: Trace) -> AnalysisPage:
             _format_share(seconds / total if total else 0.0),
         ]
         if has_flops:
-            flops = _average([row["tflops"] for row in group], weights)
+            flops = _compute_mean([row["tflops"] for row in group], weights)
             cells.append(NONE if flops is None else format_three_digits(flops))
         if has_bytes:
-            moved = _average([row["bytes_per_second"] for row in group], weights)
+            moved = _compute_mean([row["bytes_per_second"] for row in group], weights)
             cells.append(NONE if moved is None else format_three_digits(moved / 1e9))
         if has_occupancy:
-            occupancy = _average([row["occupancy"] for row in group], weights)
+            occupancy = _compute_mean([row["occupancy"] for row in group], weights)
             cells.append(NONE if occupancy is None else _format_share(occupancy))
         start = longest["start_seconds"]
         interval = Interval(
@@ -406,7 +406,7 @@ def _create_interval(start: float, end: float, rank: int, track: str) -> Interva
     return Interval(start, end, rank, track or None) if end > start else None
 
 
-def _average(values: Sequence[float | None], weights: Iterable[float]) -> float | None:
+def _compute_mean(values: Sequence[float | None], weights: Iterable[float]) -> float | None:
     """Return the mean of the known values, weighted; None if none is known."""
     known = [
         (value, weight) for value, weight in zip(values, weights, strict=True) if value is not None and weight

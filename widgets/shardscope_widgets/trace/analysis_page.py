@@ -114,7 +114,7 @@ class TableWriter:
             name = _render_swatch(*row.swatch) + name
         note = f"<div class='ss-hint'>{escape(row.note)}</div>" if row.note else ""
         cells = "".join(
-            f"<td{_align(heading)}>{_render_cell(text, heading)}</td>"
+            f"<td{_get_alignment(heading)}>{_render_cell(text, heading)}</td>"
             for text, heading in zip(rest, headings[1:], strict=True)
         )
         kind = " class='ss-total'" if row.is_total else ""
@@ -124,7 +124,7 @@ class TableWriter:
 def _render_heading(heading: Heading) -> str:
     hint = f" title='{escape(heading.hint, quote=True)}'" if heading.hint else ""
     mark = _render_swatch(heading.swatch, heading.pattern) if heading.swatch else ""
-    return f"<th scope='col'{_align(heading)}{hint}>{mark}{escape(heading.title)}</th>"
+    return f"<th scope='col'{_get_alignment(heading)}{hint}>{mark}{escape(heading.title)}</th>"
 
 
 def _render_swatch(colour: str, pattern: str) -> str:
@@ -137,5 +137,5 @@ def _render_cell(text: str, heading: Heading) -> str:
     return f"<span class='ss-cut' title='{escape(text, quote=True)}'>{escape(text)}</span>"
 
 
-def _align(heading: Heading) -> str:
+def _get_alignment(heading: Heading) -> str:
     return " class='ss-text'" if heading.is_text else ""

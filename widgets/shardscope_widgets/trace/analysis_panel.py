@@ -117,9 +117,9 @@ class AnalysisPanel(widgets.VBox):
         self._pages.pop(name, None)
         self._set_body(f"<p class='ss-hint'>{COMPUTING}</p>")
         self._num_requests += 1
-        self._requests.request((name, self._num_requests), lambda result: self._receive(name, result))
+        self._requests.request((name, self._num_requests), lambda result: self._receive_page(name, result))
 
-    def _receive(self, name: str, result: AnalysisPage | Exception) -> None:
+    def _receive_page(self, name: str, result: AnalysisPage | Exception) -> None:
         if isinstance(result, Exception):
             # Not stored: the next click tries again.
             if name == self.tabs.value:
@@ -133,7 +133,7 @@ class AnalysisPanel(widgets.VBox):
         page = self._pages[name]
         charts = self._charts.setdefault(name, [])
         for chart, figure in zip(charts, page.figures, strict=False):
-            _redraw(chart, figure)
+            _redraw_chart(chart, figure)
         charts += [_create_chart(figure) for figure in page.figures[len(charts) :]]
         self._set_body(page.text, charts[: len(page.figures)], "".join(page.tables))
         self.path_button.layout.display = "" if page.path else "none"
@@ -198,7 +198,7 @@ def _render_error(error: Exception) -> str:
     return f"<p class='ss-error' role='alert'>{escape(text[:400])}</p>"
 
 
-def _redraw(chart: Chart, figure: go.Figure) -> None:
+def _redraw_chart(chart: Chart, figure: go.Figure) -> None:
     """Draw ``figure`` in a chart that drew one with the same traces."""
     with chart.batch_update():
         for old, new in zip(chart.data, figure.data, strict=True):

@@ -92,11 +92,11 @@ def describe_breakdown(trace: Trace) -> AnalysisPage:
         sentences=sentences,
         tables=[writer.write(headings, table_rows, most=MAX_RANKS)],
         intervals=writer.intervals,
-        figures=[_draw(values, scale, present)],
+        figures=[_draw_bars(values, scale, present)],
     )
 
 
-def _draw(values: dict[int, tuple[float, ...]], scale: Scale, present: list[int]) -> go.Figure:
+def _draw_bars(values: dict[int, tuple[float, ...]], scale: Scale, present: list[int]) -> go.Figure:
     ranks = list(values)
     parts = [
         BarPart(

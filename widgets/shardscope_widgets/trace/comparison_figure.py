@@ -86,7 +86,7 @@ class PlanAgainstTrace:
         return AnalysisPage(
             sentences=sentences,
             tables=[_write_table(rows, before, scale)],
-            figures=[_draw(rows, before, scale)],
+            figures=[_draw_bars(rows, before, scale)],
             may_change=True,
             has_rates=True,
             uses_rates=traced is not None,
@@ -130,7 +130,7 @@ def _write_table(rows: Parts, before: Mapping[str, float] | None, scale: Scale) 
     return TableWriter().write(headings, written, most=len(written))
 
 
-def _draw(rows: Parts, before: Mapping[str, float] | None, scale: Scale) -> go.Figure:
+def _draw_bars(rows: Parts, before: Mapping[str, float] | None, scale: Scale) -> go.Figure:
     bars: dict[str, dict[str, float]] = {BEFORE: dict(before)} if before is not None else {}
     bars[PREDICTED] = {part: predicted or 0.0 for part, (predicted, _) in rows.items()}
     bars[MEASURED] = {part: measured or 0.0 for part, (_, measured) in rows.items()}

@@ -36,9 +36,9 @@ class FindingsList(Clickable):
     def show_sentences(self, sentences: Sequence[Sentence]) -> None:
         """Show these sentences; those about the whole trace at the beginning are one paragraph."""
         self._sentences, self._shows_all = tuple(sentences), False
-        self._render()
+        self._render_list()
 
-    def _render(self) -> None:
+    def _render_list(self) -> None:
         num_leading = _count_leading(self._sentences)
         lead = " ".join(sentence.text for sentence in self._sentences[:num_leading])
         items = list(enumerate(self._sentences))[num_leading:]
@@ -60,7 +60,7 @@ class FindingsList(Clickable):
     def _handle_action(self, act: str) -> None:
         if act == TOGGLE:
             self._shows_all = not self._shows_all
-            self._render()
+            self._render_list()
             return
         verb, _, number = act.partition(":")
         # The list may have changed since the click was sent.

@@ -113,7 +113,7 @@ class TracePage(widgets.VBox):
         opening.show_button(False)
         page = widgets.VBox([opening, opening.words], layout=controls.share_layout())
         page.add_class("ss-opening")
-        self._replace(page, opening)
+        self._replace_page(page, opening)
 
         def open_trace(progress: Progress) -> TraceAnswers:
             progress("Opening the trace", 0.0)
@@ -128,7 +128,7 @@ class TracePage(widgets.VBox):
             if opening is not self._opening or opening.is_cancelled:
                 answers.close()
                 return
-            self._replace(answers)
+            self._replace_page(answers)
             answers.start()
 
         loaded: list[TraceAnswers] = []
@@ -154,9 +154,9 @@ class TracePage(widgets.VBox):
 
     def show_hint(self, text: str) -> None:
         """Show ``text`` instead of a trace."""
-        self._replace(_create_hint(text))
+        self._replace_page(_create_hint(text))
 
-    def _replace(self, page: widgets.Widget, opening: WorkPanel | None = None) -> None:
+    def _replace_page(self, page: widgets.Widget, opening: WorkPanel | None = None) -> None:
         # Replace first: closing a widget that is still displayed would show an error. The page before it may
         # hold a whole trace.
         before, self.children = self.children, [page]

@@ -56,26 +56,26 @@ def read_request(content: object, trace: Trace, span_ns: int, num_counters: int)
     kind = content.get("type")
     if not isinstance(kind, str) or kind not in _FIELDS:
         raise RequestError(f"A message of type {str(kind)[:40]!r}; allowed: {', '.join(_FIELDS)}.")
-    wanted = _FIELDS[kind] | {"type", "id"}
-    if set(content) != wanted:
-        raise RequestError(f"A {kind} message needs exactly {', '.join(sorted(wanted))}.")
+    fields = _FIELDS[kind] | {"type", "id"}
+    if set(content) != fields:
+        raise RequestError(f"A {kind} message needs exactly {', '.join(sorted(fields))}.")
     request = Request(type=kind, id=_read_whole_number(content, "id", 0, 2**53))
-    if "t0_ns" in wanted:
+    if "t0_ns" in fields:
         t0_ns, t1_ns = _read_interval(content, span_ns)
         request = replace(request, t0_ns=t0_ns, t1_ns=t1_ns)
-    if "width" in wanted:
+    if "width" in fields:
         request = replace(request, width=_read_whole_number(content, "width", 1, MAX_WIDTH))
-    if kind in ("mark", "pick") or ("index" in wanted and content["index"] is not None):
+    if kind in ("mark", "pick") or ("index" in fields and content["index"] is not None):
         request = replace(request, index=_read_whole_number(content, "index", 0, len(trace) - 1))
-    if "indices" in wanted:
+    if "indices" in fields:
         request = replace(request, indices=_read_indices(content, "indices", len(trace.names), MAX_NAMES))
-    if "tracks" in wanted:
+    if "tracks" in fields:
         size = len(trace.tracks)
         request = replace(request, tracks=_read_indices(content, "tracks", size, size))
-    if "count" in wanted:
+    if "count" in fields:
         most = len(trace) - (request.index or 0)
         request = replace(request, count=_read_whole_number(content, "count", 1, most))
-    if "rows" in wanted:
+    if "rows" in fields:
         num_rows = int(trace.first_row_of_track[-1])
         request = replace(
             request,
@@ -83,7 +83,7 @@ def read_request(content: object, trace: Trace, span_ns: int, num_counters: int)
             counters=_read_indices(content, "counters", num_counters, num_counters),
             wants_path=_read_flag(content, "wants_path"),
         )
-    if "direction" in wanted:
+    if "direction" in fields:
         is_forward = _read_whole_number(content, "direction", -1, 1) >= 0
         request = replace(request, direction=1 if is_forward else -1)
     return request

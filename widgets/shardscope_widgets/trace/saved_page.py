@@ -50,16 +50,16 @@ def choose_slices(trace: Trace, start_seconds: float | None, end_seconds: float 
     """Return the slices of a page. Raises ``ValueError`` if they are more than :data:`MAX_SLICES`."""
     start = 0.0 if start_seconds is None else start_seconds * 1e9
     end = float("inf") if end_seconds is None else end_seconds * 1e9
-    kept = np.flatnonzero((trace.end_ns >= start) & (trace.start_ns <= end))
-    if len(kept) > MAX_SLICES:
-        share = MAX_SLICES / len(kept)
+    selected = np.flatnonzero((trace.end_ns >= start) & (trace.start_ns <= end))
+    if len(selected) > MAX_SLICES:
+        share = MAX_SLICES / len(selected)
         first = max(start, 0.0) / 1e9
         last = first + 0.9 * share * (min(end, trace.duration_ns_total) / 1e9 - first)
         raise ValueError(
-            f"The page would have {len(kept):,} slices; allowed: up to {MAX_SLICES:,}. Fix: a part of the "
-            f"trace, such as to_html(path, start_seconds={first:.4g}, end_seconds={last:.4g})."
+            f"The page would have {len(selected):,} slices; allowed: up to {MAX_SLICES:,}. Fix: a part of "
+            f"the trace, such as to_html(path, start_seconds={first:.4g}, end_seconds={last:.4g})."
         )
-    return kept
+    return selected
 
 
 def write_page(
@@ -68,7 +68,7 @@ def write_page(
     tiler: Tiler,
     marks: MarkTiler,
     highlighted: PathMarks | None,
-    kept: Int64s,
+    slices: Int64s,
     *,
     css: str,
     script: str,
@@ -76,11 +76,11 @@ def write_page(
 ) -> Path:
     """Write the page of the slices ``kept`` and return its path. ``state`` has the front end's traits."""
     trace = tiler.trace
-    columns = _list_columns(tiler, kept)
-    arguments = _list_arguments(trace, kept)
+    columns = _list_columns(tiler, slices)
+    arguments = _list_arguments(trace, slices)
     columns |= arguments
     scene = state["_scene"]
-    if isinstance(scene, dict) and len(kept) and not arguments["args_first"][1]:
+    if isinstance(scene, dict) and len(slices) and not arguments["args_first"][1]:
         left_out = f"the arguments are left out: they have more than {MAX_ARGUMENT_BYTES >> 20} MiB"
         state = {**state, "_scene": {**scene, "notes": [*scene["notes"], left_out]}}
     span = (-1e15, 1e15)
@@ -115,11 +115,11 @@ def write_page(
     return target
 
 
-def _list_columns(tiler: Tiler, kept: Int64s) -> dict[str, tuple[str, bytes]]:
+def _list_columns(tiler: Tiler, slices: Int64s) -> dict[str, tuple[str, bytes]]:
     """Return type and bytes of each column of the slices; indices are those among ``kept``."""
     trace = tiler.trace
     place = np.full(len(trace) + 1, -1, np.int64)  # the last one, for index -1
-    place[kept] = np.arange(len(kept))
+    place[slices] = np.arange(len(slices))
     sources, targets = trace.flows
     sources, targets = place[sources], place[targets]
     has_both = (sources >= 0) & (targets >= 0)
@@ -127,28 +127,28 @@ def _list_columns(tiler: Tiler, kept: Int64s) -> dict[str, tuple[str, bytes]]:
     call = np.full(len(trace), -1, np.int64)
     call[collectives.slices] = [row["call"] for row in collectives]
     columns: dict[str, tuple[str, Column]] = {
-        "start": ("<f8", trace.start_ns[kept]),
-        "duration": ("<f8", trace.duration_ns[kept]),
-        "name": ("<u4", trace.name_index[kept]),
-        "category": ("<u4", trace.category_index[kept]),
-        "parent": ("<i4", place[trace.parents[kept]]),
-        "launch": ("<i4", place[trace.activity.launches[kept]]),
-        "call": ("<i4", call[kept]),
-        "row_first": ("<u4", np.searchsorted(tiler.row[kept], np.arange(tiler.num_rows + 1))),
+        "start": ("<f8", trace.start_ns[slices]),
+        "duration": ("<f8", trace.duration_ns[slices]),
+        "name": ("<u4", trace.name_index[slices]),
+        "category": ("<u4", trace.category_index[slices]),
+        "parent": ("<i4", place[trace.parents[slices]]),
+        "launch": ("<i4", place[trace.activity.launches[slices]]),
+        "call": ("<i4", call[slices]),
+        "row_first": ("<u4", np.searchsorted(tiler.row[slices], np.arange(tiler.num_rows + 1))),
         "colour": ("u1", tiler.name_colour),
-        "is_recursive": ("u1", mark_recursive_calls(trace.parents, trace.name_index)[kept]),
-        "is_inside_category": ("u1", mark_recursive_calls(trace.parents, trace.category_index)[kept]),
+        "is_recursive": ("u1", mark_recursive_calls(trace.parents, trace.name_index)[slices]),
+        "is_inside_category": ("u1", mark_recursive_calls(trace.parents, trace.category_index)[slices]),
         "flow_source": ("<i4", sources[has_both]),
         "flow_target": ("<i4", targets[has_both]),
     }
     return {name: (kind, values.astype(kind).tobytes()) for name, (kind, values) in columns.items()}
 
 
-def _list_arguments(trace: Trace, kept: Int64s) -> dict[str, tuple[str, bytes]]:
+def _list_arguments(trace: Trace, slices: Int64s) -> dict[str, tuple[str, bytes]]:
     """Return the arguments' text and where each slice's begins; empty columns if they are too long."""
-    texts = [b""] * len(kept)
+    texts = [b""] * len(slices)
     num_bytes = 0
-    for position, text in trace.arguments.iterate(kept):
+    for position, text in trace.arguments.iterate(slices):
         num_bytes += len(text)
         if num_bytes > MAX_ARGUMENT_BYTES:
             return {"args_first": ("<u4", b""), "args": ("u1", b"")}

@@ -195,7 +195,7 @@ class TraceView(anywidget.AnyWidget):
             None if value is None else check_number(f"to_html.{name}", value, low=-1e6, high=1e6)
             for name, value in (("start_seconds", start_seconds), ("end_seconds", end_seconds))
         ]
-        kept = choose_slices(self.trace, *bounds)
+        slices = choose_slices(self.trace, *bounds)
         state = self.get_state(["search", "num_matches", "height", "_path_number"])
         first, last = (bounds[0] or 0.0), bounds[1]
         whole = self._span_ns / 1e9
@@ -204,7 +204,7 @@ class TraceView(anywidget.AnyWidget):
             "selected": None,
             "error": "",
             "_revealed": {},
-            "_scene": {**self._scene, "num_slices": len(kept), "can_download": False},
+            "_scene": {**self._scene, "num_slices": len(slices), "can_download": False},
         }
         return write_page(
             path,
@@ -212,7 +212,7 @@ class TraceView(anywidget.AnyWidget):
             self._tiler,
             self._mark_tiler,
             self._path,
-            kept,
+            slices,
             css=str(self._css),
             script="\n".join([str(self._esm), front_end_text("trace/front_end", "saved_trace.js")]),
             picture=self._picture,
@@ -417,7 +417,7 @@ class TraceView(anywidget.AnyWidget):
         callers = self._context.find_callers(index)
         self.selected = {
             **slice_,
-            "args": {key: _shorten(value) for key, value in args.items()},
+            "args": {key: _shorten_value(value) for key, value in args.items()},
             "row": int(self._tiler.row[index]),
             "callers": [name[:MAX_NAME_CHARACTERS] for name in callers],
             "module": find_module(callers, args),
@@ -448,6 +448,6 @@ class TraceView(anywidget.AnyWidget):
         }
 
 
-def _shorten(value: object) -> object:
+def _shorten_value(value: object) -> object:
     text = str(value)
     return value if len(text) <= 200 else text[:197] + "..."

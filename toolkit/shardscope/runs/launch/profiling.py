@@ -69,7 +69,7 @@ class Profile:
             schedule = profiler.schedule(
                 wait=0, warmup=self._warmup, active=self._steps, repeat=1, skip_first=self._skip
             )
-            options |= {"schedule": schedule, "on_trace_ready": self._write}
+            options |= {"schedule": schedule, "on_trace_ready": self._write_trace}
         self._profiler = profiler.profile(**options)
         self._profiler.__enter__()
         return self
@@ -89,9 +89,9 @@ class Profile:
         # With a schedule torch calls _write itself, even if the block ends within the recorded steps.
         self._profiler.__exit__(kind, error, where)
         if self._steps is None:
-            self._write(self._profiler)
+            self._write_trace(self._profiler)
 
-    def _write(self, profiler: profile) -> None:
+    def _write_trace(self, profiler: profile) -> None:
         self._partial.parent.mkdir(mode=0o700, exist_ok=True)
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Write beside the final name and rename: a reader never sees half a trace.

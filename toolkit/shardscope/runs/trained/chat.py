@@ -93,7 +93,7 @@ class Chat:
             refuse("chat.send chat", "closed", "an open chat", "run.chat()")
         with self._lock:
             if self._last_id:
-                self._write({"stop": self._last_id})
+                self._write_request({"stop": self._last_id})
             self._last_id += 1
             request = {
                 "id": self._last_id,
@@ -101,21 +101,21 @@ class Chat:
                 "max_new_tokens": self._max_new_tokens,
                 "temperature": self._temperature,
             }
-            self._write(request)
+            self._write_request(request)
             return self._read_answer(self._last_id, text)
 
     def stop(self) -> None:
         """End the current answer early, from another thread: its iteration ends. No effect without one."""
         with self._lock:
             if self._last_id:
-                self._write({"stop": self._last_id})
+                self._write_request({"stop": self._last_id})
 
     def reset(self) -> None:
         """Forget the conversation, and stop the current answer."""
         with self._lock:
             self._messages = []
             if self._last_id:
-                self._write({"stop": self._last_id})
+                self._write_request({"stop": self._last_id})
                 # Its reader must not add it to the new conversation.
                 self._last_id += 1
 
@@ -164,7 +164,7 @@ class Chat:
             with self._lock:
                 if identifier == self._last_id and not has_failed:
                     if not is_complete:
-                        self._write({"stop": identifier})
+                        self._write_request({"stop": identifier})
                     self._messages += [
                         {"role": "user", "content": text},
                         {"role": "assistant", "content": answer},
@@ -190,7 +190,7 @@ class Chat:
         self.close()
         raise RuntimeError(f"The chat's process ended with exit code {code}:\n{end}")
 
-    def _write(self, record: dict[str, object]) -> None:
+    def _write_request(self, record: dict[str, object]) -> None:
         requests = self._process.stdin
         assert requests is not None
         # A process that has ended is reported where its answer is read.

@@ -62,14 +62,14 @@ class TextStream(BaseStreamer):
             self._ids = []
             return
         self._ids += value.flatten().tolist()
-        text = self._decode()
+        text = self._decode_text()
         # Text of a later token may change the end of the text before it: it is sent once it is stable.
         if text.startswith(self._sent) and not text.endswith(INCOMPLETE):
             self._send_new(text)
 
     def end(self) -> None:
         """Send the rest."""
-        text = self._decode()
+        text = self._decode_text()
         if text.startswith(self._sent):
             self._send_new(text)
 
@@ -78,7 +78,7 @@ class TextStream(BaseStreamer):
             self._send(text[len(self._sent) :])
             self._sent = text
 
-    def _decode(self) -> str:
+    def _decode_text(self) -> str:
         return decode_answer(self._tokenizer, self._ids or [])
 
 

@@ -119,7 +119,7 @@ def _run_process(files: ModelFiles, folder: Path, report: Report) -> None:
             env=environment,
         )
         try:
-            _wait(process, report)
+            _wait_for_end(process, report)
         except BaseException:  # Cancelled by ``report``, or Ctrl-C.
             process.kill()
             process.wait()
@@ -131,7 +131,7 @@ def _run_process(files: ModelFiles, folder: Path, report: Report) -> None:
             raise RuntimeError(f"Merging ended with exit code {process.returncode}: {cause}\n{output}")
 
 
-def _wait(process: subprocess.Popen[bytes], report: Report) -> None:
+def _wait_for_end(process: subprocess.Popen[bytes], report: Report) -> None:
     """Wait for the end of the process, and report the phase that it has printed last."""
     phases = ["starting"]
     output = process.stdout

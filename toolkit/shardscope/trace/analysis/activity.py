@@ -79,7 +79,7 @@ class Activity:
         # Before 1.11 torch wrote steps as operators.
         self.is_wrapper = self.mask_categories(WRAPPER_CATEGORIES) | self.mask_names(STEP, "match")
         # A track of asynchronous work is not a thread: its work is recorded on a thread's track, too.
-        self.is_wrapper |= self._spread(is_async_track, trace.track_index)
+        self.is_wrapper |= self._expand_to_slices(is_async_track, trace.track_index)
         self.is_copy = self.on_gpu & self.mask_categories(COPY_CATEGORIES)
         self.is_kernel = self.on_gpu & ~self.is_wrapper & ~self.is_copy
         self.is_gpu_work = self.is_kernel | self.is_copy
@@ -88,19 +88,19 @@ class Activity:
         """Return a mask of the slices of these categories."""
         # Cached, because analyses request it once per rank.
         if categories not in self._masks:
-            wanted = np.array([name in categories for name in self.trace.categories], dtype=bool)
-            self._masks[categories] = self._spread(wanted, self.trace.category_index)
+            is_listed = np.array([name in categories for name in self.trace.categories], dtype=bool)
+            self._masks[categories] = self._expand_to_slices(is_listed, self.trace.category_index)
         return self._masks[categories]
 
-    def _spread(self, wanted: Mask, index: npt.NDArray[np.int32]) -> Mask:
-        return wanted[index] if len(self.trace) else np.zeros(0, dtype=bool)
+    def _expand_to_slices(self, mask: Mask, index: npt.NDArray[np.int32]) -> Mask:
+        return mask[index] if len(self.trace) else np.zeros(0, dtype=bool)
 
     def mask_names(self, pattern: re.Pattern[str], method: str = "search") -> Mask:
         """Return a mask of the slices whose name matches; ``method`` is "search" or "match"."""
         if (pattern, method) not in self._masks:
             find = pattern.search if method == "search" else pattern.match
-            wanted = np.array([find(name) is not None for name in self.trace.names], dtype=bool)
-            self._masks[pattern, method] = self._spread(wanted, self.trace.name_index)
+            is_match = np.array([find(name) is not None for name in self.trace.names], dtype=bool)
+            self._masks[pattern, method] = self._expand_to_slices(is_match, self.trace.name_index)
         return self._masks[pattern, method]
 
     @cached_property
@@ -127,9 +127,9 @@ class Activity:
                 continue
             calls = calls[np.argsort(correlation[calls], kind="stable")]
             # The last of several calls of one id is the innermost: cuda_driver inside of cuda_runtime.
-            found = np.searchsorted(correlation[calls], correlation[work], side="right") - 1
-            matches = (found >= 0) & (correlation[calls[found]] == correlation[work])
-            launches[work] = np.where(matches, calls[found], -1)
+            latest = np.searchsorted(correlation[calls], correlation[work], side="right") - 1
+            matches = (latest >= 0) & (correlation[calls[latest]] == correlation[work])
+            launches[work] = np.where(matches, calls[latest], -1)
         assert len(launches) == len(trace)
         return launches
 
@@ -167,16 +167,16 @@ class Activity:
 
     def find_around(self, index: Int64s, is_around: Mask) -> Int64s:
         """Return the innermost slice of the mask around each slice of ``index``; -1 if there is none."""
-        found = np.full(len(index), -1, np.int64)
+        enclosing = np.full(len(index), -1, np.int64)
         slices, positions = index.copy(), np.arange(len(index))
         # Each round goes one level outwards, for all slices at once.
         while len(positions):
             slices = self.trace.parents[slices]
             matches = (slices >= 0) & is_around[slices]
-            found[positions[matches]] = slices[matches]
+            enclosing[positions[matches]] = slices[matches]
             continues = (slices >= 0) & ~matches
             slices, positions = slices[continues], positions[continues]
-        return found
+        return enclosing
 
     @cached_property
     def rank_position(self) -> npt.NDArray[np.int64]:

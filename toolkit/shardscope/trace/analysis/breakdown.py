@@ -190,12 +190,12 @@ def find_idle(trace: Trace, rank: RankActivity) -> dict[str, Intervals]:
         COLLECTIVE_WAIT: _find_host_collectives(trace, rank),
         HOST_BOUND: _find_host_bound(trace, rank, gaps) if rank.on_gpu else _find_python_time(trace, rank),
     }
-    found: dict[str, Intervals] = {}
+    by_cause: dict[str, Intervals] = {}
     for cause, intervals in candidates.items():
-        found[cause] = intersect(left, intervals)
+        by_cause[cause] = intersect(left, intervals)
         left = subtract(left, intervals)
-    found[OTHER] = left
-    return {cause: found[cause] for cause in CAUSES}
+    by_cause[OTHER] = left
+    return {cause: by_cause[cause] for cause in CAUSES}
 
 
 def _find_data_loading(trace: Trace, rank: RankActivity) -> Intervals:

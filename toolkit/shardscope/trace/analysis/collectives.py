@@ -375,12 +375,12 @@ def _infer_groups(trace: Trace, calls: list[_Call]) -> None:
             by_size[call.kind, call.elements][call.rank].append(call)
     for by_rank in by_size.values():
         times = {}
-        for rank, mine in by_rank.items():
-            index = np.array([call.index for call in mine])
+        for rank, rank_calls in by_rank.items():
+            index = np.array([call.index for call in rank_calls])
             times[rank] = Times(trace.start_ns[index], trace.activity.end_ns[index])
         groups = infer_groups(times, families)
-        for rank, mine in by_rank.items():
-            for call in mine if rank in groups else ():
+        for rank, rank_calls in by_rank.items():
+            for call in rank_calls if rank in groups else ():
                 call.group_ranks, call.group_size = groups[rank], len(groups[rank])
 
 
@@ -406,7 +406,7 @@ def _match_calls(trace: Trace, calls: list[_Call]) -> None:
             continue
         is_known = next(iter(by_rank.values()))[0].group_ranks is not None
         for together in _pair_up(trace, by_rank):
-            if not is_known and not _overlap(trace, together):
+            if not is_known and not _overlap_in_time(trace, together):
                 continue
             transfer = min(int(trace.duration_ns[call.index]) for call in together)
             is_whole_world = len(together) == trace.world_size
@@ -456,7 +456,7 @@ def find_steps(trace: Trace, rank: int, index: Int64s) -> list[int]:
     ]
 
 
-def _overlap(trace: Trace, together: list[_Call]) -> bool:
+def _overlap_in_time(trace: Trace, together: list[_Call]) -> bool:
     """Return whether the ranks' calls overlap in time, as one collective does on a common clock."""
     index = [call.index for call in together]
     return int(trace.start_ns[index].max()) <= int(trace.activity.end_ns[index].min())
@@ -468,9 +468,9 @@ def _measure_exposed(trace: Trace, index: list[int]) -> Int64s:
     exposed = np.zeros(len(calls), np.int64)
     ranks = activity.rank_of_track[trace.track_index[calls]] if len(calls) else calls
     for rank in activity.ranks:
-        mine = np.flatnonzero(ranks == rank.rank)
-        start, end = find_exclusive_parts(trace.start_ns[calls[mine]], activity.end_ns[calls[mine]])
-        exposed[mine] = (end - start) - measure_within(rank.compute, start, end)
+        positions = np.flatnonzero(ranks == rank.rank)
+        start, end = find_exclusive_parts(trace.start_ns[calls[positions]], activity.end_ns[calls[positions]])
+        exposed[positions] = (end - start) - measure_within(rank.compute, start, end)
     return exposed
 
 

@@ -145,9 +145,9 @@ class _RankWork:
         parents = trace.parents[cpu]
         outermost = cpu[(parents < 0) | activity.is_wrapper[np.maximum(parents, 0)]]
         start, end = find_exclusive_parts(trace.start_ns[outermost], activity.end_ns[outermost])
-        kept = np.flatnonzero(end > start)
-        kept = kept[np.argsort(start[kept], kind="stable")]
-        self.cpu, self.cpu_start, self.cpu_end = outermost[kept], start[kept], end[kept]
+        order = np.flatnonzero(end > start)
+        order = order[np.argsort(start[order], kind="stable")]
+        self.cpu, self.cpu_start, self.cpu_end = outermost[order], start[order], end[order]
 
     @cached_property
     def blocks(self) -> tuple[Int64s, Int64s, Int64s]:
@@ -179,9 +179,9 @@ class _RankWork:
     def collectives(self) -> tuple[Int64s, Int64s]:
         """Communication by start, and the starts."""
         activity, index = self.trace.activity, self.rank.index
-        found = np.flatnonzero(activity.is_communication[index]) + index.start
-        found = found[np.argsort(self.trace.start_ns[found], kind="stable")]
-        return found, self.trace.start_ns[found]
+        calls = np.flatnonzero(activity.is_communication[index]) + index.start
+        calls = calls[np.argsort(self.trace.start_ns[calls], kind="stable")]
+        return calls, self.trace.start_ns[calls]
 
 
 class _Walk:
@@ -231,7 +231,7 @@ class _Walk:
         # A step ends with the GPU's work where that is later than the host's.
         return int(work.work[position]) if int(work.ends[position]) == time else None
 
-    def _add(self, rank: int, track: str, name: str, start: int, end: int, kind: str) -> int:
+    def _add_part(self, rank: int, track: str, name: str, start: int, end: int, kind: str) -> int:
         """Add a part, unless it is empty, cut at the start of the path. Return where it begins."""
         start = max(start, self.start_ns)
         if end > start:
@@ -241,7 +241,7 @@ class _Walk:
     def _add_slice(self, rank: int, index: int, start: int, end: int, kind: str) -> int:
         trace = self.trace
         track, name = trace.tracks[trace.track_index[index]].name, trace.names[trace.name_index[index]]
-        return self._add(rank, track, name, start, end, kind)
+        return self._add_part(rank, track, name, start, end, kind)
 
     def _pass_kernel(self, rank: int, time: int, kernel: int) -> tuple[int, int, int | None]:
         """Pass one kernel or copy. Return the rank, time and kernel (None: the host) that it waited for."""
@@ -278,7 +278,7 @@ class _Walk:
             previous = before
         launched = int(trace.start_ns[launch]) if launch >= 0 else -1
         if previous >= 0 and int(activity.end_ns[previous]) > launched:
-            time = self._add(rank, track, WAIT, int(activity.end_ns[previous]), time, "wait")
+            time = self._add_part(rank, track, WAIT, int(activity.end_ns[previous]), time, "wait")
             return rank, time, previous
         if launch >= 0 and launched < time:
             return rank, self._add_slice(rank, launch, launched, time, "host"), None
@@ -329,10 +329,10 @@ class _Walk:
             index = int(work.cpu[number])
             track = trace.tracks[trace.track_index[index]].name
             piece_end = min(int(work.cpu_end[number]), end)
-            end = self._add(rank, track, PYTHON, piece_end, end, "host")
+            end = self._add_part(rank, track, PYTHON, piece_end, end, "host")
             kind = "compute" if trace.activity.is_compute[index] else "host"
             end = self._add_slice(rank, index, max(int(work.cpu_start[number]), start), end, kind)
-        return self._add(rank, track or _name_busiest_thread(trace, rank), PYTHON, start, end, "host")
+        return self._add_part(rank, track or _name_busiest_thread(trace, rank), PYTHON, start, end, "host")
 
 
 def _name_busiest_thread(trace: Trace, rank: int) -> str:

@@ -70,7 +70,7 @@ def compare_traces(trace: Trace, other: Trace) -> Diff:
         if here or there
     ]
     rows.sort(key=lambda row: (-abs(row["difference_seconds"]), row["name"]))
-    return Diff(rows, _describe(rows, measure_step(trace), measure_step(other)))
+    return Diff(rows, _describe_differences(rows, measure_step(trace), measure_step(other)))
 
 
 def list_windows(trace: Trace) -> dict[int, tuple[int, int, int]]:
@@ -128,7 +128,7 @@ def _sum_idle(trace: Trace) -> dict[str, float]:
     return dict(idle)
 
 
-def _describe(rows: list[DiffRow], seconds: float, other_seconds: float) -> str:
+def _describe_differences(rows: list[DiffRow], seconds: float, other_seconds: float) -> str:
     here, there = format_seconds(seconds), format_seconds(other_seconds)
     change = f", {100 * (other_seconds / seconds - 1):+.0f} %" if seconds else ""
     text = f"A step takes {here} here and {there} in the other trace{change}."

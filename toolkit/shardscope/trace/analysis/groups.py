@@ -95,8 +95,8 @@ class GroupFinder:
 
 
 def _find_only_group(groups: dict[str, ProcessGroup]) -> ProcessGroup | None:
-    several = [group for group in groups.values() if group.size > 1]
-    return several[0] if len({group.ranks for group in several}) == 1 else None
+    candidates = [group for group in groups.values() if group.size > 1]
+    return candidates[0] if len({group.ranks for group in candidates}) == 1 else None
 
 
 class Times(NamedTuple):
@@ -152,12 +152,12 @@ def _measure_spread(times: Mapping[int, Times], family: list[Ranks]) -> float | 
     spreads: list[Int64s] = []
     overlaps: list[np.ndarray[tuple[int], np.dtype[np.bool_]]] = []
     for ranks in family:
-        mine = [times[rank] for rank in ranks if rank in times]
-        if not mine:
+        group_times = [times[rank] for rank in ranks if rank in times]
+        if not group_times:
             continue
-        if len(mine) < len(ranks) or len({len(one.start) for one in mine}) > 1:
+        if len(group_times) < len(ranks) or len({len(one.start) for one in group_times}) > 1:
             return None
-        start, end = np.stack([one.start for one in mine]), np.stack([one.end for one in mine])
+        start, end = np.stack([one.start for one in group_times]), np.stack([one.end for one in group_times])
         spreads.append(end.max(axis=0) - end.min(axis=0))
         overlaps.append(start.max(axis=0) <= end.min(axis=0))
     if not spreads or np.concatenate(overlaps).mean() < MIN_OVERLAP:

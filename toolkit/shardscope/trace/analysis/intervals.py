@@ -49,13 +49,13 @@ def unite(*sets: Intervals) -> Intervals:
 def intersect(first: Intervals, second: Intervals) -> Intervals:
     """Return the time that is in both sets."""
     points = _list_points(first, second)
-    return _select(points, contains(first, points) & contains(second, points))
+    return _select_inside(points, contains(first, points) & contains(second, points))
 
 
 def subtract(first: Intervals, second: Intervals) -> Intervals:
     """Return the time that is in the first set and not in the second."""
     points = _list_points(first, second)
-    return _select(points, contains(first, points) & ~contains(second, points))
+    return _select_inside(points, contains(first, points) & ~contains(second, points))
 
 
 def contains(intervals: Intervals, times: Int64s) -> Mask:
@@ -101,7 +101,7 @@ def _list_points(first: Intervals, second: Intervals) -> Int64s:
     return np.sort(np.concatenate((first.start, first.end, second.start, second.end)), kind="stable")
 
 
-def _select(points: Int64s, is_inside: Mask) -> Intervals:
+def _select_inside(points: Int64s, is_inside: Mask) -> Intervals:
     """Return the intervals between neighbouring points where ``is_inside``, joined where they touch."""
     change = np.diff(np.concatenate(([0], is_inside.astype(np.int8), [0])))
     return Intervals(points[np.flatnonzero(change == 1)], points[np.flatnonzero(change == -1)])

@@ -197,32 +197,32 @@ def find_kinds(trace: Trace) -> npt.NDArray[np.int32]:
     """Return the class of each slice of work as an index into :func:`list_kinds`; -1 for other slices."""
     activity, kinds = trace.activity, list_kinds()
     numbers = {kind: number for number, kind in enumerate(kinds)}
-    of_kernel = np.array([numbers[_match(KERNEL_KINDS, name)] for name in trace.names], np.int32)
-    of_operator = np.array([numbers[_match(OPERATOR_KINDS, name)] for name in trace.names], np.int32)
+    of_kernel = np.array([numbers[_match_kind(KERNEL_KINDS, name)] for name in trace.names], np.int32)
+    of_operator = np.array([numbers[_match_kind(OPERATOR_KINDS, name)] for name in trace.names], np.int32)
     of_collective = np.array([numbers[name_kind(name)] for name in trace.names], np.int32)
-    found = np.full(len(trace), -1, np.int32)
+    kind_index = np.full(len(trace), -1, np.int32)
     if not len(trace):
-        return found
+        return kind_index
     names = trace.name_index
     kernels = np.flatnonzero(activity.is_kernel)
-    found[kernels] = of_kernel[names[kernels]]
+    kind_index[kernels] = of_kernel[names[kernels]]
     # A kernel whose name says nothing has the class of the operator that launched it.
-    unknown = kernels[(found[kernels] == numbers["other"]) & (activity.launches[kernels] >= 0)]
+    unknown = kernels[(kind_index[kernels] == numbers["other"]) & (activity.launches[kernels] >= 0)]
     around = trace.parents[activity.launches[unknown]]
-    found[unknown] = np.where(around >= 0, of_operator[names[around]], numbers["other"])
+    kind_index[unknown] = np.where(around >= 0, of_operator[names[around]], numbers["other"])
     operators = np.flatnonzero(activity.is_compute & ~activity.is_kernel)
-    found[operators] = of_operator[names[operators]]
-    found[activity.is_copy] = numbers["copy"]
+    kind_index[operators] = of_operator[names[operators]]
+    kind_index[activity.is_copy] = numbers["copy"]
     # Work inside optimizer.step() counts as the optimizer, whatever its kernels are called.
     is_step = activity.mask_names(OPTIMIZER_STEP)
     if is_step.any():
-        works = np.flatnonzero(found >= 0)
+        works = np.flatnonzero(kind_index >= 0)
         origin = np.where(activity.on_gpu[works], activity.launches[works], works)
         inside = (origin >= 0) & (activity.find_around(np.maximum(origin, 0), is_step) >= 0)
-        found[works[inside]] = numbers["optimizer"]
+        kind_index[works[inside]] = numbers["optimizer"]
     is_collective = activity.is_communication
-    found[is_collective] = of_collective[names[is_collective]]
-    return found
+    kind_index[is_collective] = of_collective[names[is_collective]]
+    return kind_index
 
 
 def list_kinds() -> list[str]:
@@ -231,7 +231,7 @@ def list_kinds() -> list[str]:
     return list(dict.fromkeys([*kinds, *(kind for kind, _ in COLLECTIVE_KINDS), "other"]))
 
 
-def _match(patterns: tuple[tuple[str, str], ...], name: str) -> str:
+def _match_kind(patterns: tuple[tuple[str, str], ...], name: str) -> str:
     return next((kind for kind, pattern in patterns if re.search(pattern, name)), "other")
 
 

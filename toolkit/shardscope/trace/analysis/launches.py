@@ -37,8 +37,8 @@ def find_launches(trace: Trace) -> Table[LaunchRow]:
     rows: list[LaunchRow] = []
     tracks = trace.track_index[work]
     for track in np.unique(tracks).tolist():
-        mine = work[tracks == track]
-        launched, begins = trace.start_ns[activity.launches[mine]], trace.start_ns[mine]
+        stream_work = work[tracks == track]
+        launched, begins = trace.start_ns[activity.launches[stream_work]], trace.start_ns[stream_work]
         # Clocks of host and GPU differ by a little: work cannot begin before its launch.
         begins = np.maximum(begins, launched)
         delays = begins - launched
@@ -47,7 +47,7 @@ def find_launches(trace: Trace) -> Table[LaunchRow]:
             {
                 "rank": trace.tracks[track].rank,
                 "track": trace.tracks[track].name,
-                "num_launches": len(mine),
+                "num_launches": len(stream_work),
                 "median_delay_seconds": float(np.median(delays)) / 1e9,
                 "max_delay_seconds": int(delays.max()) / 1e9,
                 "mean_queue_length": mean,

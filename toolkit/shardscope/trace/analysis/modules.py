@@ -86,7 +86,7 @@ def _find_modules_around(
     trace: Trace, modules: Int64s, origins: Int64s, is_module: np.ndarray[tuple[int], np.dtype[np.bool_]]
 ) -> Int64s:
     """Return the innermost module that runs on each slice's thread when it begins; -1 if none does."""
-    found = np.full(len(origins), -1, np.int64)
+    innermost = np.full(len(origins), -1, np.int64)
     threads = {
         (track.rank, track.process, track.thread): number
         for number, track in enumerate(trace.tracks)
@@ -97,20 +97,20 @@ def _find_modules_around(
     )
     stacks = stack_of_track[trace.track_index[origins]]
     for stack in np.unique(trace.track_index[modules]).tolist():
-        mine = modules[trace.track_index[modules] == stack]
-        mine = mine[np.argsort(trace.start_ns[mine], kind="stable")]
+        calls = modules[trace.track_index[modules] == stack]
+        calls = calls[np.argsort(trace.start_ns[calls], kind="stable")]
         positions = np.flatnonzero(stacks == stack)
         times = trace.start_ns[origins[positions]]
-        latest = np.searchsorted(trace.start_ns[mine], times, side="right") - 1
-        candidate = np.where(latest >= 0, mine[np.maximum(latest, 0)], -1)
+        latest = np.searchsorted(trace.start_ns[calls], times, side="right") - 1
+        candidate = np.where(latest >= 0, calls[np.maximum(latest, 0)], -1)
         # The latest module to begin may have ended: then the one around it runs, or the next one outwards.
         while True:
             ended = (candidate >= 0) & (trace.activity.end_ns[np.maximum(candidate, 0)] <= times)
             if not ended.any():
                 break
             candidate[ended] = trace.activity.find_around(candidate[ended], is_module)
-        found[positions] = candidate
-    return found
+        innermost[positions] = candidate
+    return innermost
 
 
 def _find_modules_of_backward(
@@ -128,7 +128,7 @@ def _find_modules_of_backward(
     activity, first = trace.activity, rank.index.start
     is_node = np.array([name.startswith(_BACKWARD) for name in trace.names], bool)[trace.name_index]
     nodes = activity.find_around(origins, is_node)
-    found = np.full(len(origins), -1, np.int64)
+    creators = np.full(len(origins), -1, np.int64)
     operators = np.flatnonzero(~activity.on_gpu[rank.index] & ~activity.is_wrapper[rank.index]) + first
     decoded = decode_arguments(trace.arguments, operators, SequenceArgs)
     numbers = np.array([args.sequence_number for args in decoded], np.int64)
@@ -141,5 +141,5 @@ def _find_modules_of_backward(
             module_of_number.setdefault(number_of[maker], module)
     for position, node in enumerate(nodes.tolist()):
         if node >= 0:
-            found[position] = module_of_number.get(number_of.get(node, -1), -1)
-    return found
+            creators[position] = module_of_number.get(number_of.get(node, -1), -1)
+    return creators

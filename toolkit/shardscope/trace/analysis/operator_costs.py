@@ -91,11 +91,11 @@ def _count_attention(
 
 
 _FORMULAS: dict[str, Callable[[list[Shape | None], list[str]], Counted | None]] = {
-    "aten::mm": lambda shapes, values: _count_matmul(*_take(shapes, 0), 0),
-    "aten::_scaled_mm": lambda shapes, values: _count_matmul(*_take(shapes, 0), 0),
-    "aten::bmm": lambda shapes, values: _count_matmul(*_take(shapes, 0), 0),
-    "aten::addmm": lambda shapes, values: _count_matmul(*_take(shapes, 1), 1),
-    "aten::baddbmm": lambda shapes, values: _count_matmul(*_take(shapes, 1), 1),
+    "aten::mm": lambda shapes, values: _count_matmul(*_select_operands(shapes, 0), 0),
+    "aten::_scaled_mm": lambda shapes, values: _count_matmul(*_select_operands(shapes, 0), 0),
+    "aten::bmm": lambda shapes, values: _count_matmul(*_select_operands(shapes, 0), 0),
+    "aten::addmm": lambda shapes, values: _count_matmul(*_select_operands(shapes, 1), 1),
+    "aten::baddbmm": lambda shapes, values: _count_matmul(*_select_operands(shapes, 1), 1),
     # Positions of is_causal: torch 2.13, native_functions.yaml.
     "aten::_scaled_dot_product_flash_attention": _count_attention(0, 4, 1.0),
     "aten::_scaled_dot_product_flash_attention_for_cpu": _count_attention(0, 4, 1.0),
@@ -117,7 +117,7 @@ COUNTED_OPERATORS = frozenset(_FORMULAS) | _POINTWISE
 """Operators with a formula."""
 
 
-def _take(shapes: list[Shape | None], first: int) -> tuple[Shape | None, Shape | None]:
+def _select_operands(shapes: list[Shape | None], first: int) -> tuple[Shape | None, Shape | None]:
     return (shapes[first], shapes[first + 1]) if len(shapes) > first + 1 else (None, None)
 
 

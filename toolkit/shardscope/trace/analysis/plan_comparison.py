@@ -76,7 +76,7 @@ def compare_with_plan(trace: Trace, plan: Plan) -> PlanComparison:
             rows.append({"part": extra, "predicted_seconds": None, "measured_seconds": measured[extra]})
     total = sum(measured.values())
     rows.append({"part": STEP, "predicted_seconds": report.seconds, "measured_seconds": total})
-    return PlanComparison(rows, _describe(rows))
+    return PlanComparison(rows, _describe_difference(rows))
 
 
 def _measure_parts(trace: Trace, plan: Plan, rank: RankActivity) -> dict[str, float]:
@@ -131,7 +131,7 @@ def _find_part(axis: str, kind: str) -> str:
     return UNKNOWN_COMMUNICATION
 
 
-def _describe(rows: list[ComparisonRow]) -> str:
+def _describe_difference(rows: list[ComparisonRow]) -> str:
     """Return the step's seconds and the part that differs most."""
     *parts, step = rows
     predicted, measured = step["predicted_seconds"] or 0.0, step["measured_seconds"] or 0.0
@@ -140,10 +140,8 @@ def _describe(rows: list[ComparisonRow]) -> str:
     if not known:
         return text
     worst = max(known, key=lambda row: abs((row["measured_seconds"] or 0) - (row["predicted_seconds"] or 0)))
-    wanted, seen = worst["predicted_seconds"] or 0.0, worst["measured_seconds"] or 0.0
+    takes, expected = (format_seconds(worst[key] or 0.0) for key in ("measured_seconds", "predicted_seconds"))
     name = worst["part"].replace("_", " ")
     if worst["part"] == IDLE:
-        return f"{text} Most of the difference: {format_seconds(seen)} idle, which a plan does not predict."
-    return (
-        f"{text} Largest difference: {name} takes {format_seconds(seen)}, predicted {format_seconds(wanted)}."
-    )
+        return f"{text} Most of the difference: {takes} idle, which a plan does not predict."
+    return f"{text} Largest difference: {name} takes {takes}, predicted {expected}."

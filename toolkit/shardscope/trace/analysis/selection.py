@@ -64,8 +64,8 @@ class SelectionContext:
             source = int(launches[target])
             pairs[source, target] = {"kind": "launch", "source": source, "target": target}
         sources, targets = self.trace.flows
-        mine = np.flatnonzero((sources == index) | (targets == index))[:MAX_CONNECTIONS]
-        for source, target in zip(sources[mine].tolist(), targets[mine].tolist(), strict=True):
+        arrows = np.flatnonzero((sources == index) | (targets == index))[:MAX_CONNECTIONS]
+        for source, target in zip(sources[arrows].tolist(), targets[arrows].tolist(), strict=True):
             if source != target:
                 pairs.setdefault((source, target), {"kind": "flow", "source": source, "target": target})
         calls, slices = self._collectives
@@ -87,8 +87,8 @@ class SelectionContext:
         start, end = int(trace.start_ns[index]), int(trace.activity.end_ns[index])
         inside = (trace.track_index[calls] == trace.track_index[index]) & (trace.start_ns[calls] >= start)
         inside &= (trace.activity.end_ns[calls] <= end) & (trace.depth[calls] > trace.depth[index])
-        found: Int64s = work[inside]
-        return found if len(found) <= MAX_CONNECTIONS else found[:0]
+        launched: Int64s = work[inside]
+        return launched if len(launched) <= MAX_CONNECTIONS else launched[:0]
 
     @cached_property
     def _collectives(self) -> tuple[Int64s, Int64s]:
@@ -140,11 +140,11 @@ class SelectionContext:
         same = trace.name_index == trace.name_index[index]
         same &= trace.category_index == trace.category_index[index]
         position = int(trace.activity.rank_position[index])
-        mine = trace.activity.slices_of_ranks[position]
-        calls = np.flatnonzero(same[mine]) + mine.start
+        rank_slices = trace.activity.slices_of_ranks[position]
+        calls = np.flatnonzero(same[rank_slices]) + rank_slices.start
         durations = trace.duration_ns[calls]
         total = float(durations[~self._is_recursive[calls]].sum())
-        span = int(trace.activity.end_ns[mine].max()) - int(trace.start_ns[mine].min())
+        span = int(trace.activity.end_ns[rank_slices].max()) - int(trace.start_ns[rank_slices].min())
         return {
             "rank": trace.ranks[position],
             "count": len(calls),

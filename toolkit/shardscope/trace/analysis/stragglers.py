@@ -78,7 +78,7 @@ def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Str
         p_value = None if p_values is None else float(p_values[number])
         is_late = p_value is not None and p_value <= SIGNIFICANCE and late_seconds >= MIN_SHARE * seconds
         rows.append({"rank": rank, "late_seconds": late_seconds, "p_value": p_value, "is_straggler": is_late})
-    return Stragglers(rows, _describe(rows, len(durations), steps))
+    return Stragglers(rows, _describe_stragglers(rows, len(durations), steps))
 
 
 def _compute_delays(durations: Ints) -> Floats:
@@ -131,20 +131,22 @@ def _approximate_p_values(members: list[Ints], delays: list[Floats], late: Float
     return np.asarray(np.minimum(tails * num_ranks, 1.0), np.float64)
 
 
-def _describe(rows: list[StragglerRow], num_calls: int, steps: dict[int, tuple[float, int]]) -> str:
+def _describe_stragglers(
+    rows: list[StragglerRow], num_calls: int, steps: dict[int, tuple[float, int]]
+) -> str:
     if not num_calls:
         return (
             "Stragglers: unknown, one rank alone cannot be compared."
             if len(rows) < 2
             else "Stragglers: unknown, no collective was recorded on several ranks."
         )
-    found = sorted((row for row in rows if row["is_straggler"]), key=lambda row: -row["late_seconds"])
+    stragglers = sorted((row for row in rows if row["is_straggler"]), key=lambda row: -row["late_seconds"])
     calls = "1 collective" if num_calls == 1 else f"{num_calls:,} collectives"
-    if not found:
+    if not stragglers:
         return f"Stragglers: none. No rank is late at {calls} by more than chance and 1 % of the step."
     parts = [
         f"rank {row['rank']} arrives {format_seconds(row['late_seconds'])} a step after the others "
         f"({100 * row['late_seconds'] / steps[row['rank']][0]:.0f} % of the step, p = {row['p_value']:.2g})"
-        for row in found
+        for row in stragglers
     ]
     return f"Stragglers: {', '.join(parts)}."

@@ -248,7 +248,7 @@ class _Cause(TypedDict):
     seconds: float
     """Seconds of a step."""
     text: str
-    look: tuple[int, str, float, float]
+    interval: tuple[int, str, float, float]
     """Rank, track, begin and end in seconds."""
     topics: tuple[Topic, ...]
     """Topics of :func:`suggest_change`, most specific first."""
@@ -273,7 +273,7 @@ def _write_sentences(trace: Trace) -> Iterator[Sentence]:
     plan = trace.plan if trace.trains_the_plan else None
     suggested: set[str] = set()
     for cause in causes[:MAX_CAUSES]:
-        yield _suggest(plan, cause, suggested)
+        yield _add_suggestion(plan, cause, suggested)
     for row in steps:
         if row["is_outlier"]:
             yield _describe_outlier(steps, row)
@@ -289,7 +289,7 @@ def _describe_size(trace: Trace) -> str:
     num_ranks = "1 rank" if len(trace.ranks) == 1 else f"{len(trace.ranks):,} ranks"
     if trace.world_size > len(trace.ranks):
         num_ranks += f" of {trace.world_size:,}"
-    recorded = f"{_count(len(trace), 'slice')} in {format_seconds(trace.duration_seconds)}"
+    recorded = f"{_format_count(len(trace), 'slice')} in {format_seconds(trace.duration_seconds)}"
     counts = {count for _, _, count in list_windows(trace).values()} if len(trace) else set()
     if not any(rank.steps for rank in trace.activity.ranks):
         return f"{num_ranks}, {recorded}, without marks of steps."
@@ -303,12 +303,12 @@ def _describe_shares(trace: Trace, steps: Table[StepRow]) -> str:
     rows: Table[StepRow] | Table[BreakdownRow] = steps or trace.breakdown()
     shares: dict[str, list[float]] = {}
     for rank in trace.ranks:
-        mine = [row for row in rows if row["rank"] == rank]
-        span = sum(row["span_seconds"] for row in mine)
+        rank_rows = [row for row in rows if row["rank"] == rank]
+        span = sum(row["span_seconds"] for row in rank_rows)
         if not span:
             continue
         for title, key in _SHARES:
-            shares.setdefault(title, []).append(100 * sum(row[key] for row in mine) / span)
+            shares.setdefault(title, []).append(100 * sum(row[key] for row in rank_rows) / span)
     parts = [
         f"{_format_range(min(values), max(values))} % {title}"
         for title, values in shares.items()
@@ -356,7 +356,7 @@ def _find_exposed_communication(
         of_axis = f" of {row['axis']}" if row["axis"] else ""
         text = (
             f"Exposed {name}{of_axis}: {_format_share(row['exposed_seconds'], step_seconds)} of a step, in "
-            f"{_count(row['num_calls'], 'call')}{_describe_bytes(calls)}"
+            f"{_format_count(row['num_calls'], 'call')}{_describe_bytes(calls)}"
         )
         if row["skew_seconds"] is not None and row["seconds"]:
             share = 100 * row["skew_seconds"] / row["seconds"]
@@ -365,17 +365,17 @@ def _find_exposed_communication(
         yield {
             "seconds": row["exposed_seconds"],
             "text": f"{text}.",
-            "look": _look_at_call(longest),
+            "interval": _locate_call(longest),
             "topics": tuple(axes),
         }
 
 
-def _count(number: float, what: str) -> str:
+def _format_count(number: float, what: str) -> str:
     text = f"{number:,.0f}" if number >= 10 else f"{number:.3g}"
     return f"{text} {what}" if text == "1" else f"{text} {what}s"
 
 
-def _look_at_call(call: CollectiveRow) -> tuple[int, str, float, float]:
+def _locate_call(call: CollectiveRow) -> tuple[int, str, float, float]:
     return call["rank"], call["track"], call["start_seconds"], call["start_seconds"] + call["seconds"]
 
 
@@ -404,11 +404,11 @@ def _find_idle(trace: Trace, step_seconds: float) -> Iterator[_Cause]:
     on_gpu = any(rank.on_gpu for rank in trace.activity.ranks)
     rows = trace.idle()
     for cause, reason in _IDLE_TEXTS.items():
-        mine = [row for row in rows if row["cause"] == cause]
-        seconds = sum(row["seconds"] / counts[row["rank"]] for row in mine) / max(len(mine), 1)
+        cause_rows = [row for row in rows if row["cause"] == cause]
+        seconds = sum(row["seconds"] / counts[row["rank"]] for row in cause_rows) / max(len(cause_rows), 1)
         if seconds < MIN_SHARE * step_seconds:
             continue
-        longest = max(mine, key=lambda row: row["end_seconds"] - row["start_seconds"])
+        longest = max(cause_rows, key=lambda row: row["end_seconds"] - row["start_seconds"])
         gap = format_seconds(longest["end_seconds"] - longest["start_seconds"])
         if on_gpu:
             text = f"The GPU idles {_format_share(seconds, step_seconds)} of a step because {reason}"
@@ -424,12 +424,12 @@ def _find_idle(trace: Trace, step_seconds: float) -> Iterator[_Cause]:
         yield {
             "seconds": seconds,
             "text": f"{text}; the longest gap is {gap} on rank {longest['rank']}.",
-            "look": _look_at_gap(longest),
+            "interval": _locate_gap(longest),
             "topics": ("host",) if cause == HOST_BOUND else (),
         }
 
 
-def _look_at_gap(row: IdleRow) -> tuple[int, str, float, float]:
+def _locate_gap(row: IdleRow) -> tuple[int, str, float, float]:
     return row["rank"], row["track"], row["start_seconds"], row["end_seconds"]
 
 
@@ -445,12 +445,12 @@ def _find_kernels(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterat
         return
     what = "kernels" if any(rank.on_gpu for rank in trace.activity.ranks) else "operators"
     for kind in sorted(compute, key=lambda one: -compute[one])[:1]:
-        mine = [row for row in kernels if row["kind"] == kind]
-        top = max(mine, key=lambda row: row["total_seconds"])
+        kind_rows = [row for row in kernels if row["kind"] == kind]
+        top = max(kind_rows, key=lambda row: row["total_seconds"])
         title = "Unclassified" if kind == "other" else kind.capitalize()
         text = (
             f"{title} {what} take most compute, {_format_share(compute[kind], step_seconds)} of a step; "
-            f"first {top['name'][:60]}, {_count(top['num_calls'], 'call')} of "
+            f"first {top['name'][:60]}, {_format_count(top['num_calls'], 'call')} of "
             f"{format_seconds(top['mean_seconds'])}"
         )
         if top["tflops"] is not None and top["peak_share"] is not None:
@@ -464,7 +464,7 @@ def _find_kernels(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterat
         yield {
             "seconds": compute[kind],
             "text": f"{text}.",
-            "look": _look_at_kernel(top),
+            "interval": _locate_kernel(top),
             "topics": topics,
         }
     share = kernels.tensor_core_share
@@ -478,12 +478,12 @@ def _find_kernels(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterat
             "seconds": matrices * (1 - share),
             "text": f"Only {100 * share:.0f} % of the time of matmuls, convolutions and attention is on "
             f"tensor cores: {_format_share(matrices * (1 - share), step_seconds)} of a step is not.",
-            "look": _look_at_kernel(slow),
+            "interval": _locate_kernel(slow),
             "topics": ("precision",),
         }
 
 
-def _look_at_kernel(row: KernelRow) -> tuple[int, str, float, float]:
+def _locate_kernel(row: KernelRow) -> tuple[int, str, float, float]:
     return row["rank"], row["track"], row["start_seconds"], row["start_seconds"] + row["longest_seconds"]
 
 
@@ -508,17 +508,17 @@ def _find_copies(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterato
         "seconds": seconds,
         "text": f"Exposed copies: {_format_share(seconds, step_seconds)} of a step; first "
         f"{top['name'][:60]} at {rate:.3g} GB/s.",
-        "look": _look_at_kernel(top),
+        "interval": _locate_kernel(top),
         "topics": ("copies",),
     }
 
 
-def _suggest(plan: Plan | None, cause: _Cause, suggested: set[str]) -> Sentence:
+def _add_suggestion(plan: Plan | None, cause: _Cause, suggested: set[str]) -> Sentence:
     """Return the cause as a sentence, with the change that is predicted to help most, if it is a new one."""
-    rank, track, start, end = cause["look"]
+    rank, track, start, end = cause["interval"]
     suggestions = [suggest_change(plan, topic) for topic in cause["topics"]] if plan is not None else []
-    found = [one for one in suggestions if one is not None]
-    best = max(found, key=lambda one: one.gain_seconds, default=None)
+    possible = [one for one in suggestions if one is not None]
+    best = max(possible, key=lambda one: one.gain_seconds, default=None)
     if best is None or best.text in suggested:
         return Sentence(
             text=cause["text"], rank=rank, track=track or None, start_seconds=start, end_seconds=end

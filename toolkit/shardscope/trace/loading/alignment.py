@@ -194,9 +194,9 @@ def _move_by_collectives(
     # Ranks without a group in common are aligned through others: from each aligned rank to its peers.
     late_ns: dict[int, int] = {0: 0}
     offsets: list[_Offset] = []
-    waiting = [0]
-    while waiting:
-        reference = waiting.pop(0)
+    queue = [0]
+    while queue:
+        reference = queue.pop(0)
         for position in range(len(ranks)):
             if position in late_ns:
                 continue
@@ -204,7 +204,7 @@ def _move_by_collectives(
             if offset is not None and offset.is_consistent:
                 late_ns[position] = late_ns[reference] + offset.median_ns
                 offsets.append(offset)
-                waiting.append(position)
+                queue.append(position)
     if not offsets:
         if not problem:
             notes.append("ranks have no collectives in common by which they could be aligned")
@@ -292,7 +292,7 @@ def _list_calls(rank: RankColumns, shift: int, *, with_groups: bool) -> _Calls:
     keys: list[tuple[object, ...]] = [(names[name],) for name in slices["name"][index].tolist()]
     if not with_groups:
         rank.release()
-        return _Calls(ends=_group(keys, ends))
+        return _Calls(ends=_group_by_key(keys, ends))
     decoder = msgspec.json.Decoder(CollectiveArgs, strict=False)
     for position, text in rank.arguments.iterate(slices["row"][index].astype(np.int64)):
         try:
@@ -303,10 +303,10 @@ def _list_calls(rank: RankColumns, shift: int, *, with_groups: bool) -> _Calls:
     steps = _find_steps(rank, index)
     rank.release()
     has_steps = max(steps, default=-1) >= 0
-    return _Calls(ends=_group(keys, ends), steps=_group(keys, steps) if has_steps else {})
+    return _Calls(ends=_group_by_key(keys, ends), steps=_group_by_key(keys, steps) if has_steps else {})
 
 
-def _group(keys: list[tuple[object, ...]], values: list[int]) -> dict[tuple[object, ...], Int64s]:
+def _group_by_key(keys: list[tuple[object, ...]], values: list[int]) -> dict[tuple[object, ...], Int64s]:
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for key, value in zip(keys, values, strict=True):
         groups[key].append(value)
@@ -353,10 +353,12 @@ def _find_steps(rank: RankColumns, index: Int64s) -> list[int]:
     if len(launches):
         launches = launches[np.argsort(slices["id"][launches], kind="stable")]
         ids = slices["id"][launches]
-        found = np.minimum(np.searchsorted(ids, slices["id"][index]), len(ids) - 1)
-        times = np.where(ids[found] == slices["id"][index], slices["start_ns"][launches[found]], times)
+        launch_position = np.minimum(np.searchsorted(ids, slices["id"][index]), len(ids) - 1)
+        times = np.where(
+            ids[launch_position] == slices["id"][index], slices["start_ns"][launches[launch_position]], times
+        )
     starts = slices["start_ns"][marks]
     position = np.searchsorted(starts, times, side="right") - 1
     inside = (position >= 0) & (times <= (starts + slices["duration_ns"][marks])[position])
-    found_steps: list[int] = np.where(inside, numbers[slices["name"][marks]][position], -1).tolist()
-    return found_steps
+    steps: list[int] = np.where(inside, numbers[slices["name"][marks]][position], -1).tolist()
+    return steps

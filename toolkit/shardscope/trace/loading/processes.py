@@ -69,12 +69,12 @@ class WorkerPool:
 
     def decode(self, texts: Iterable[bytes]) -> Iterator[Chunk]:
         """Decode chunks in order, as many at once as there are processes."""
-        waiting: list[Future[Chunk]] = []
+        futures: list[Future[Chunk]] = []
         for text in texts:
-            waiting.append(self._threads.submit(self._decode_chunk, text))
-            if len(waiting) > len(self._workers):
-                yield waiting.pop(0).result()
-        for future in waiting:
+            futures.append(self._threads.submit(self._decode_chunk, text))
+            if len(futures) > len(self._workers):
+                yield futures.pop(0).result()
+        for future in futures:
             yield future.result()
 
     def read_files(
@@ -98,7 +98,7 @@ class WorkerPool:
     def _decode_chunk(self, text: bytes) -> Chunk:
         worker = self._idle.get()
         try:
-            kind, data = _ask(worker, CHUNK, text)
+            kind, data = _send_request(worker, CHUNK, text)
             if kind != CHUNK:
                 raise _describe_end(worker)
             return unpack_chunk(memoryview(data))
@@ -111,7 +111,7 @@ class WorkerPool:
         path = Path(request.path)
         worker = self._idle.get()
         try:
-            kind, data = _ask(worker, FILE, msgspec.json.encode(request))
+            kind, data = _send_request(worker, FILE, msgspec.json.encode(request))
             while kind == PROGRESS:
                 progress.put((path, int.from_bytes(data, "little")))
                 kind, data = receive_message(_get_pipe(worker.stdout))
@@ -124,7 +124,7 @@ class WorkerPool:
             progress.put(None)
 
 
-def _ask(worker: subprocess.Popen[bytes], kind: bytes, data: bytes) -> tuple[bytes, bytes]:
+def _send_request(worker: subprocess.Popen[bytes], kind: bytes, data: bytes) -> tuple[bytes, bytes]:
     try:
         send_message(_get_pipe(worker.stdin), kind, [data])
     except OSError:

@@ -98,9 +98,9 @@ class RankBuilder:
     def add_chunk(self, chunk: Chunk) -> None:
         """Add the next chunk of the file. Raises ``ValueError`` above :data:`MAX_EVENTS`."""
         columns, texts = dict(chunk.columns), chunk.texts
-        columns["name"] = _remap(columns["name"], texts.names, self._names)
-        columns["category"] = _remap(columns["category"], texts.categories, self._categories)
-        columns["key"] = _remap(columns["key"], texts.keys, self._keys)
+        columns["name"] = _map_to_known(columns["name"], texts.names, self._names)
+        columns["category"] = _map_to_known(columns["category"], texts.categories, self._categories)
+        columns["key"] = _map_to_known(columns["key"], texts.keys, self._keys)
         num_events = len(columns["phase"])
         self._pieces.append(columns)
         self._arguments.append(chunk.arguments)
@@ -161,8 +161,8 @@ class RankBuilder:
             middle = (len(known) - 1) // 2
             far = is_present & (np.abs(start_ns - np.partition(known, middle)[middle]) > _FAR_NS)
         for kind, mask in (("slices", is_slice), ("other events", ~is_slice)):
-            self._count(f"{kind} without a readable ts left out", mask & ~is_present)
-            self._count(f"{kind} more than a day from the others left out", mask & far)
+            self._count_oddity(f"{kind} without a readable ts left out", mask & ~is_present)
+            self._count_oddity(f"{kind} more than a day from the others left out", mask & far)
         return np.asarray(is_present & ~far, dtype=bool)
 
     def _select_slices(self, events: Columns, is_present: npt.NDArray[np.bool_]) -> Columns:
@@ -171,14 +171,14 @@ class RankBuilder:
         duration = events["duration_ns"]
         absent, negative, huge = duration == ABSENT, (duration < 0) & (duration != ABSENT), duration > _FAR_NS
         # Slices without a usable duration are shown as points instead of being lost.
-        self._count("slices without dur shown with no length", absent & keep)
-        self._count("slices with a negative dur shown with no length", negative & keep)
-        self._count("slices longer than a day left out", huge & keep)
+        self._count_oddity("slices without dur shown with no length", absent & keep)
+        self._count_oddity("slices with a negative dur shown with no length", negative & keep)
+        self._count_oddity("slices longer than a day left out", huge & keep)
         slices = select(events, np.flatnonzero(keep & ~huge), _PLACED_COLUMNS)
         np.maximum(slices["duration_ns"], 0, out=slices["duration_ns"])
         return slices
 
-    def _count(self, what: str, mask: npt.NDArray[np.bool_]) -> None:
+    def _count_oddity(self, what: str, mask: npt.NDArray[np.bool_]) -> None:
         if count := int(np.count_nonzero(mask)):
             self.oddities[what] += count
 
@@ -202,7 +202,7 @@ def _find_tracks_of_keys(keys: list[Key], tracks: list[RankTrack]) -> Int64s:
 Text = TypeVar("Text", str, Key)
 
 
-def _remap(index: Int64s, texts: list[Text], known: dict[Text, int]) -> Int64s:
+def _map_to_known(index: Int64s, texts: list[Text], known: dict[Text, int]) -> Int64s:
     """Return indices into ``known``, to which new texts are added, in place of indices into ``texts``."""
     positions = [known.setdefault(text, len(known)) for text in texts]
     return as_integers(np.array(positions, np.int32)[index])

@@ -68,8 +68,8 @@ def _read_files(
     is_mapped = len(paths) > MAX_IN_MEMORY
     if num_processes > 1 and len(large) > 1:
         with WorkerPool(min(num_processes, len(missing))) as pool:
-            found = pool.read_files(missing, note_bytes, write_caches=cache)
-            results |= dict(zip(missing, found, strict=True))
+            outcomes = pool.read_files(missing, note_bytes, write_caches=cache)
+            results |= dict(zip(missing, outcomes, strict=True))
     elif num_processes > 1:
         with WorkerPool(num_processes) as pool:
             results |= {path: _read_file(path, note_bytes, cache, is_mapped, pool.decode) for path in missing}
@@ -105,15 +105,15 @@ def _choose_recordings(ranks: list[RankColumns], notes: list[str]) -> list[RankC
         if rank.texts.document.rank is not None:
             recordings.setdefault(rank.texts.document.rank, []).append(rank)
     left_out: set[int] = set()
-    for number, several in recordings.items():
-        if len(several) == 1:
+    for number, candidates in recordings.items():
+        if len(candidates) == 1:
             continue
-        latest = max(several, key=_find_begin)
-        others = [rank for rank in several if rank is not latest]
+        latest = max(candidates, key=_find_begin)
+        others = [rank for rank in candidates if rank is not latest]
         left_out |= {id(rank) for rank in others}
         names = ", ".join(rank.path.name for rank in others[:_MAX_LISTED])
         notes.append(
-            f"rank {number} has {len(several)} recordings: {latest.path.name}, the latest, is shown; "
+            f"rank {number} has {len(candidates)} recordings: {latest.path.name}, the latest, is shown; "
             f"left out: {names}"
         )
     return [rank for rank in ranks if id(rank) not in left_out]
@@ -143,8 +143,8 @@ def _check_same_job(ranks: list[RankColumns]) -> None:
 
 def _number_ranks(ranks: list[RankColumns]) -> None:
     """Give files without a rank the free numbers in order of their names."""
-    taken = {rank.texts.document.rank for rank in ranks}
-    free = iter(number for number in range(len(ranks)) if number not in taken)
+    used = {rank.texts.document.rank for rank in ranks}
+    free = iter(number for number in range(len(ranks)) if number not in used)
     for rank in ranks:
         if rank.texts.document.rank is None:
             rank.texts.document.rank = next(free)
@@ -164,7 +164,7 @@ def list_oddities(ranks: list[RankColumns]) -> list[str]:
 
 
 def list_missing_steps(ranks: list[RankColumns]) -> list[str]:
-    """Return notes about steps that a rank did not record though others did, or that lie between its own.
+    """Return notes about steps that a rank did not record though others did, or that no rank recorded.
 
     This happens if the profiler of a rank stopped in the middle, or began later.
     """
@@ -174,8 +174,8 @@ def list_missing_steps(ranks: list[RankColumns]) -> list[str]:
     }
     steps = set().union(*of_rank.values())
     missing: dict[tuple[int, ...], list[int]] = {}
-    for rank, mine in of_rank.items():
-        if absent := sorted(steps - mine):
+    for rank, recorded in of_rank.items():
+        if absent := sorted(steps - recorded):
             missing.setdefault(tuple(absent), []).append(rank)
     notes = [
         f"rank {_list_numbers(numbers)}: {_name_steps(absent)} not recorded, though other ranks did"

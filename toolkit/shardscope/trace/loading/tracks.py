@@ -83,12 +83,12 @@ def place_slices(
     order: list[Int64s] = []
     depths: list[npt.NDArray[np.int32]] = []
     for key in _order_keys(kinds, keys, slices, is_frame):
-        mine = np.arange(bounds[key], bounds[key + 1])
+        index = np.arange(bounds[key], bounds[key + 1])
         # Python frames get separate tracks and do not count as busy time.
-        parts: list[tuple[Kind, Int64s]] = [(kinds[key], mine)]
+        parts: list[tuple[Kind, Int64s]] = [(kinds[key], index)]
         if kinds[key] == "cpu":
-            frames = is_frame[mine]
-            parts = [("cpu", mine[~frames]), ("python", mine[frames])]
+            frames = is_frame[index]
+            parts = [("cpu", index[~frames]), ("python", index[frames])]
         for kind, part in parts:
             if not len(part):
                 continue

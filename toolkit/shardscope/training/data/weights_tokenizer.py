@@ -45,7 +45,7 @@ class WeightsTokenizer:
 
         The ids of a tokenizer without ``tokenizer.json`` are checked by the ranks, with transformers.
         """
-        vocabulary_files = [name for name in (FAST_FILE, *VOCABULARY_FILES) if self._exists(name)]
+        vocabulary_files = [name for name in (FAST_FILE, *VOCABULARY_FILES) if self._has_file(name)]
         if not vocabulary_files:
             names = ", ".join((FAST_FILE, *VOCABULARY_FILES))
             allowed = f"a folder with the model's tokenizer: it has none of {names}"
@@ -54,14 +54,14 @@ class WeightsTokenizer:
         self._check_links()
         for name in (
             *vocabulary_files,
-            *(name for name in EXTRA_FILES if self._exists(name)),
+            *(name for name in EXTRA_FILES if self._has_file(name)),
             *self._list_templates(),
         ):
             status = self._folder.resolve_file(name).stat()
             if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
                 allowed = f"a file of at most {MAX_BYTES:,} bytes"
                 refuse(f"{self._field}/{name}", status.st_size, allowed, "the model's own tokenizer")
-        if self._exists(CONFIG):
+        if self._has_file(CONFIG):
             self._check_config()
         # tokenizers is a small library; other formats need transformers, which takes seconds to import.
         if FAST_FILE in vocabulary_files:
@@ -156,5 +156,5 @@ class WeightsTokenizer:
             fix = "the tokenizer that the model was trained with"
             refuse(f"{self._field}: the last id of its tokenizer", largest, allowed, fix)
 
-    def _exists(self, name: str) -> bool:
+    def _has_file(self, name: str) -> bool:
         return (self._folder.path / name).exists() or (self._folder.path / name).is_symlink()

@@ -59,7 +59,7 @@ class Encoder:
     def encode(self, example: Example) -> Encoded:
         """Return the tokens of ``example``, untruncated."""
         if not example.messages:
-            ids = self._encode_text(example.text) + self._end()
+            ids = self._encode_text(example.text) + self._list_end_ids()
             return Encoded(ids=ids, bears_loss=[True] * len(ids))
         return self.encode_messages(example.messages)
 
@@ -75,7 +75,7 @@ class Encoder:
                 example.rejected, first
             )
         chosen, rejected = (
-            self._encode_text(text) + self._end() for text in (example.text, example.rejected_text)
+            self._encode_text(text) + self._list_end_ids() for text in (example.text, example.rejected_text)
         )
         pairs = zip(chosen, rejected, strict=False)
         start = next(
@@ -88,7 +88,7 @@ class Encoder:
         """Return the tokens of a conversation; turns before ``first_turn`` bear no loss."""
         if not self.has_template:
             return self._encode_without_template(messages)
-        ids = self._render(messages)
+        ids = self._render_messages(messages)
         if self._loss_on == "all":
             return Encoded(ids=ids, bears_loss=[True] * len(ids))
         assert self._template is not None
@@ -112,8 +112,8 @@ class Encoder:
 
     def _find_turn(self, messages: Sequence[Message], index: int, ids: list[int]) -> tuple[int, int]:
         """Return the token range of the assistant's turn ``index``: its text and its end-of-turn token."""
-        prompt = self._render(messages[:index], add_generation_prompt=True)
-        with_turn = ids if index == len(messages) - 1 else self._render(messages[: index + 1])
+        prompt = self._render_messages(messages[:index], add_generation_prompt=True)
+        with_turn = ids if index == len(messages) - 1 else self._render_messages(messages[: index + 1])
         if ids[: len(with_turn)] != with_turn or with_turn[: len(prompt)] != prompt:
             raise ExampleError(
                 f"the chat template changes earlier text when turn {index + 1} is added, so its completion "
@@ -133,7 +133,9 @@ class Encoder:
         assert not isinstance(rendered, str | list)
         return [bool(flag) for flag in rendered["assistant_masks"]]
 
-    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> list[int]:
+    def _render_messages(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False
+    ) -> list[int]:
         rendered = self._tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
         )
@@ -149,7 +151,7 @@ class Encoder:
                 "a chat_template.jinja in the weights folder, or rows of one prompt and one completion",
             )
         prompt, completion = (self._encode_text(message["content"]) for message in messages)
-        completion += self._end()
+        completion += self._list_end_ids()
         learns_prompt = self._loss_on == "all"
         return Encoded(
             ids=prompt + completion, bears_loss=[learns_prompt] * len(prompt) + [True] * len(completion)
@@ -160,7 +162,7 @@ class Encoder:
         ids: list[int] = encoded["input_ids"]
         return ids
 
-    def _end(self) -> list[int]:
+    def _list_end_ids(self) -> list[int]:
         return [] if self._eos is None else [self._eos]
 
 

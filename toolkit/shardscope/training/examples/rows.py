@@ -230,7 +230,7 @@ def _iterate_json_lines(field: str, path: Path) -> Iterator[tuple[int, Row]]:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            allowed = f"a JSON object on each line; line {number} is {_shorten(line)}"
+            allowed = f"a JSON object on each line; line {number} is {_shorten_line(line)}"
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
@@ -252,7 +252,7 @@ def _name_kind(value: object) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-def _shorten(line: bytes) -> str:
+def _shorten_line(line: bytes) -> str:
     text = line.decode("utf-8", errors="replace").strip()
     return text if len(text) <= 80 else f"{text[:77]}..."
 

@@ -95,8 +95,8 @@ class Choice:
     @property
     def summary(self) -> str:
         """The value, and what it replaces."""
-        value = _format(self.value)
-        return value if self.is_current else f"{value} instead of {_format(self.current)}"
+        value = _format_value(self.value)
+        return value if self.is_current else f"{value} instead of {_format_value(self.current)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,17 +175,17 @@ def recommend(task: Finetune, plan: Plan, preview: Preview | None) -> Choices:
     for field, choose in settings.items():
         value, why = choose()
         current = _read_recipe(plan, field)
-        changed = best if value == current else _change(best, field, value)
+        changed = best if value == current else _change_field(best, field, value)
         if changed is None:
-            value, why = current, f"{_format(value)} is usual, but this plan cannot run with it. {why}"
+            value, why = current, f"{_format_value(value)} is usual, but this plan cannot run with it. {why}"
         best = changed or best
         choices.append(Choice(name=f"Recipe.{field}", value=value, current=current, why=why))
     value, why = choose_global_batch(task, best, preview)
-    best = _change(best, "global_batch_size", value) or best
+    best = _change_field(best, "global_batch_size", value) or best
     size = recipe.global_batch_size
     choices.append(Choice(name="Recipe.global_batch_size", value=value, current=size, why=why))
     value, why = choose_micro_batch(best, count_sequences(task))
-    best = _change(best, "micro_batch_size", value) or best
+    best = _change_field(best, "micro_batch_size", value) or best
     size = recipe.micro_batch_size
     choices.append(Choice(name="Recipe.micro_batch_size", value=value, current=size, why=why))
     length = estimate_length(task, plan, preview)
@@ -496,7 +496,7 @@ def choose_micro_batch(plan: Plan, multiple: int = 1) -> Reasoned:
     )
 
 
-def _change(plan: Plan, field: str, value: object) -> Plan | None:
+def _change_field(plan: Plan, field: str, value: object) -> Plan | None:
     """Return ``plan`` with another field of its recipe, or None if it could not be trained."""
     fields = {field: value}
     if field == "global_batch_size":  # The present micro-batch may be larger; it is chosen afterwards.
@@ -517,7 +517,7 @@ def _read_recipe(plan: Plan, field: str) -> object:
     return getattr(plan.recipe, field)
 
 
-def _format(value: object) -> str:
+def _format_value(value: object) -> str:
     """Return a value as text."""
     if isinstance(value, tuple):
         return ", ".join(str(name) for name in value)

@@ -58,7 +58,7 @@ def compute_dora_vectors(arch: Architecture, modules: Modules, recompute: str) -
     """Return the bytes that one layer saves for any number of tokens: a norm and two ratios per output."""
     if not modules.uses_dora or recompute != "none":
         return 0
-    return 3 * _get_wide(modules) * sum(out for out, _ in _list_adapted(arch, modules).values())
+    return 3 * _get_element_bytes(modules) * sum(out for out, _ in _list_adapted(arch, modules).values())
 
 
 def compute_dora_peaks(
@@ -77,7 +77,7 @@ def compute_dora_peaks(
     return layer.compute_forward(tokens, is_saved=False), tuple(backward)
 
 
-def _get_wide(modules: Modules) -> int:
+def _get_element_bytes(modules: Modules) -> int:
     """Return the bytes per element of peft's arithmetic: fp32 if it casts inputs to fp32 adapters."""
     return FP32 if modules.recasts else modules.compute
 
@@ -111,11 +111,13 @@ class _Layer:
         self.attention_gradients = (width.output + inputs) * modules.compute
         self.stages = self._list_stages(arch)
         self.vectors = compute_dora_vectors(arch, modules, "none")
-        self.wide = _get_wide(modules)
+        self.element_bytes = _get_element_bytes(modules)
         self.waiting = self.hidden  # the stream's gradient
         if "down_proj" in self.adapted:
             # The gradient of the adapter's output before its scaling; autocast has casts to and from fp32.
-            self.waiting += arch.hidden_size * (self.wide + (modules.recasts and FP32 + modules.compute))
+            self.waiting += arch.hidden_size * (
+                self.element_bytes + (modules.recasts and FP32 + modules.compute)
+            )
 
     def _list_stages(self, arch: Architecture) -> list[_Stage]:
         modules = self.modules
@@ -158,7 +160,7 @@ class _Layer:
         self, name: str, is_saved: bool, is_recomputed: bool
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return bytes per token, and bytes of matrices, at the identity, at the norm and at the outputs."""
-        modules, wide, casts = self.modules, self.wide, self.modules.recasts
+        modules, element_bytes, casts = self.modules, self.element_bytes, self.modules.recasts
         (out, inner), c = self.adapted[name], modules.compute
         in_mlp, half = name in _MLP, out * c
         # The residual stream now, at the layer's input and at the model's, unless norms saved it or
@@ -182,13 +184,13 @@ class _Layer:
         matrix, square = out * inner, inner * inner
         graph = c * (square + modules.adapter_rank * inner) * is_saved
         identity = (casts * FP32 + c) * square + c * (modules.adapter_rank * inner + matrix)
-        kept = (2 if casts else 1) * wide * matrix
+        kept = (2 if casts else 1) * element_bytes * matrix
         # Both outputs, and three products; a recomputation stops before the second one.
         products = 1 if is_recomputed and name == "down_proj" else 3
-        outputs = own + (name in self.has_bias) * half + products * wide * out
+        outputs = own + (name in self.has_bias) * half + products * element_bytes * out
         return (
             (unread + half, unread + half, alive + outputs),
-            (identity, graph + kept + 2 * wide * matrix, graph + kept),
+            (identity, graph + kept + 2 * element_bytes * matrix, graph + kept),
         )
 
     def list_backward(self, tokens: int) -> list[int]:
