@@ -25,7 +25,7 @@ from trace_events import (
 import shardscope as ss
 from shardscope.trace import Trace
 from shardscope.trace.analysis.kernels import KERNEL_KINDS, OPERATOR_KINDS, find_gpu
-from shardscope.trace.analysis.kernels import _match as match_kind
+from shardscope.trace.analysis.kernels import _match_kind as match_kind
 
 COLUMNS = [
     "rank",
