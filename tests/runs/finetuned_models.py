@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from gloo_ranks import StandInContext
+from single_process import take_steps
 
 from shardscope import Architecture, Cluster, Finetune, Plan, Recipe
 from shardscope.frameworks.engines import get_engine_class
@@ -76,14 +77,7 @@ def train_alone(folder: Path) -> list[float]:
     # In eval: GPT-2's dropouts are 0.1 by themselves.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     optimizer = build_optimizer("adamw", list(model.parameters()), RATE)
-    losses = []
-    for step in range(NUM_STEPS):
-        loss = model(**make_batch(step)).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses, _ = take_steps(optimizer, (model(**make_batch(step)).loss for step in range(NUM_STEPS)))
     return losses
 
 

@@ -13,6 +13,7 @@ needs("transformers")
 pytestmark = [needs_installed("deepspeed"), thorough()]
 
 from gloo_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
+from single_process import take_steps  # noqa: E402
 
 from shardscope.frameworks.engines import before_fork  # noqa: E402
 
@@ -81,14 +82,8 @@ def test_losses_equal_those_of_plain_torch(rank_results: list[dict[str, Any]]) -
     torch.manual_seed(0)
     model = build_model(tiny_llama())
     optimizer = build_optimizer("adamw", list(model.parameters()), 1e-2)
-    losses = []
-    for step in range(3):
-        loss = model(input_ids=make_batch(step), labels=make_batch(step)).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    batches = ({"input_ids": make_batch(step), "labels": make_batch(step)} for step in range(3))
+    losses, _ = take_steps(optimizer, (model(**batch).loss for batch in batches))
     assert rank_results[0]["full"]["losses"] == pytest.approx(losses, abs=1e-4)
 
 

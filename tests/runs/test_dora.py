@@ -14,6 +14,7 @@ needs("peft")
 
 from finetuned_models import small_model  # noqa: E402
 from gloo_ranks import StandInContext, on_ranks, tiny_plan  # noqa: E402
+from single_process import take_steps  # noqa: E402
 from test_recipes_train import make_batch  # noqa: E402
 
 import shardscope as ss  # noqa: E402
@@ -53,14 +54,8 @@ def train_with_peft(plan: ss.Plan, seed: int) -> list[float]:
         {"params": [one for one in trained if one.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
-    whole, losses = StandInContext(0, 1, plan, Path()), []
-    for step in range(NUM_STEPS):
-        loss = model(**make_batch(whole, step)).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    whole = StandInContext(0, 1, plan, Path())
+    losses, _ = take_steps(optimizer, (model(**make_batch(whole, step)).loss for step in range(NUM_STEPS)))
     return losses
 
 

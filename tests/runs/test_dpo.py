@@ -16,6 +16,7 @@ needs("datasets")
 
 import numpy  # noqa: E402
 from finetuned_models import small_model  # noqa: E402
+from single_process import take_steps  # noqa: E402
 
 import shardscope as ss  # noqa: E402
 from shardscope import Layout  # noqa: E402
@@ -119,14 +120,7 @@ def train_alone(folder: Path) -> tuple[list[float], float]:
         return -torch.log(1 / (1 + torch.exp(-BETA * margins))).mean()
 
     optimizer = build_optimizer("adamw", list(policy.parameters()), RATE)
-    losses = []
-    for _ in range(NUM_STEPS):
-        loss = compute_loss(PAIRS)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses, _ = take_steps(optimizer, (compute_loss(PAIRS) for _ in range(NUM_STEPS)))
     with torch.no_grad():
         return losses, compute_loss(VALIDATION_PAIRS).item()
 

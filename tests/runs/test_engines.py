@@ -18,6 +18,7 @@ needs("transformers")
 
 from gloo_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 from run_helpers import seconds_until  # noqa: E402
+from single_process import take_steps  # noqa: E402
 
 from shardscope import models  # noqa: E402
 from shardscope.frameworks.registry import why_not_trained  # noqa: E402
@@ -74,14 +75,7 @@ def test_the_reference_losses_are_plain_torchs(reference_result: dict[str, Any])
     model = build_model(tiny_llama())
     optimizer = build_optimizer("adamw", list(model.parameters()), 1e-2)
     ctx = StandInContext(rank=0, world_size=1, plan=None, folder=Path())
-    losses = []
-    for step in range(NUM_STEPS):
-        loss = model(**make_batch(ctx, step)).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses, _ = take_steps(optimizer, (model(**make_batch(ctx, step)).loss for step in range(NUM_STEPS)))
     assert close(losses, reference_result["losses"], 1e-5)
     assert losses[-1] < losses[0]
 

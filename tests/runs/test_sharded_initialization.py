@@ -1,4 +1,4 @@
-"""Fresh weights of a large model: a rank of ZeRO-3 or of a pipeline draws what it keeps, and no more."""
+"""Random weights of a large model: a rank of ZeRO-3 or of a pipeline initializes only its own part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [needs_installed("deepspeed"), thorough()]
 
 from gloo_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 from host_memory import asks_linux, most_anonymous  # noqa: E402
-from single_process import NUM_STEPS, RATE, ROWS, whole_batch  # noqa: E402
+from single_process import NUM_STEPS, RATE, ROWS, take_steps, whole_batch  # noqa: E402
 
 from shardscope.frameworks.engines import get_engine_class  # noqa: E402
 from shardscope.memory.overheads import building  # noqa: E402
@@ -30,13 +30,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def make_plan(stage: int, pp: int = 1, *, tied: bool = False, **recipe: Any) -> Any:
-    """On two ranks; over as many rows as :func:`drawn_whole` has."""
+    """Return a plan for two ranks, on as many rows as :func:`train_alone` uses."""
     llama = replace(tiny_llama(tie_word_embeddings=tied), num_hidden_layers=3, vocab_size=256)
     fields = {"global_batch_size": ROWS, "micro_batch_size": 1, **recipe}
     return tiny_plan("zero", 2, architecture=llama, layout={"stage": stage, "pp": pp}, **fields)
 
 
-def drawn_whole(plan: Any) -> list[float]:
+def train_alone(plan: Any) -> list[float]:
     """Return the losses of one process whose weights are initialized by name, without an engine."""
     from shardscope.training.model import lora
     from shardscope.training.model.model import build_model
@@ -52,14 +52,7 @@ def drawn_whole(plan: Any) -> list[float]:
     model = build_initialized(make_model, lambda made: FreshWeights(made, seed=3, device=torch.device("cpu")))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = build_optimizer("adamw", trained, RATE, 0.1, model)
-    losses = []
-    for step in range(NUM_STEPS):
-        loss = model(**whole_batch(step)).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses, _ = take_steps(optimizer, (model(**whole_batch(step)).loss for step in range(NUM_STEPS)))
     return losses
 
 
@@ -88,14 +81,14 @@ def train_every_way(ctx: StandInContext) -> dict[str, list[float]]:
 
 @pytest.fixture(scope="module")
 def rank_losses(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[float]]]:
-    return on_ranks(2, make_plan(3), train_every_way, tmp_path_factory.mktemp("drawn"))
+    return on_ranks(2, make_plan(3), train_every_way, tmp_path_factory.mktemp("sharded"))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_sharded_random_initialization_gives_one_model(
     name: str, rank_losses: list[dict[str, list[float]]]
 ) -> None:
-    expected = drawn_whole(make_plan(**LAYOUTS[name]))
+    expected = train_alone(make_plan(**LAYOUTS[name]))
     for rank in rank_losses:
         assert rank[name] == pytest.approx(expected, abs=1e-4)
 
@@ -117,7 +110,7 @@ def most_held(ctx: StandInContext) -> dict[str, float]:
 
     wide = replace(tiny_llama(), hidden_size=512, intermediate_size=2048, vocab_size=8192, head_dim=128)
     wide = replace(wide, num_hidden_layers=4)
-    set_up(ctx, make_plan(3))  # What is imported and made once, is.
+    set_up(ctx, make_plan(3))  # The first setup imports libraries and creates buffers that stay.
     building.HOST_BUILD_BYTES = 0
     for name, module, made, layout in (
         ("zero-3", engine, "partition_one_by_one", {"stage": 3}),
@@ -134,8 +127,8 @@ def most_held(ctx: StandInContext) -> dict[str, float]:
 @asks_linux
 def test_no_rank_builds_the_whole_model(tmp_path: Path) -> None:
     first, last = on_ranks(2, make_plan(3), most_held, tmp_path)
-    # Its half, and the largest matrix twice: as it is drawn, and where it is cut.
+    # Its half, and the largest matrix twice: initialized, and as it is sharded.
     assert max(first["zero-3"], last["zero-3"]) < 0.85
     assert max(first["pp"], last["pp"]) < 0.8
-    # Two layers and an embedding, or as many and the head: the measure sees what stays.
+    # Two layers and an embedding, or two and the head, stay: a measurement without them is wrong.
     assert min(first["pp"], last["pp"]) > 0.4

@@ -9,30 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shardscope.trace.argument_blocks import EventArguments
-from shardscope.trace.loading.chunks import (
-    ASYNC_INSTANT,
-    COUNTER,
-    FLOW_END,
-    FLOW_START,
-    FLOW_STEP,
-    INSTANT,
-    Key,
-)
+from shardscope.trace.loading.chunks import FLOW_END, FLOW_START, FLOW_STEP, Key
 
 if TYPE_CHECKING:
     from shardscope.trace.store import Trace
 
 Int64s = npt.NDArray[np.int64]
-
-PHASE_NAMES = {
-    FLOW_START: "flow start",
-    FLOW_STEP: "flow step",
-    FLOW_END: "flow end",
-    COUNTER: "counter",
-    INSTANT: "instant",
-    ASYNC_INSTANT: "instant of asynchronous work",
-}
-"""Names of the values of ``Marks.phase``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +22,7 @@ class Marks:
     """Columns with one entry per mark, of each rank by time; ranks one after the other."""
 
     phase: npt.NDArray[np.int16]
-    """A key of :data:`PHASE_NAMES`."""
+    """A number of ``loading/chunks.py``, such as ``FLOW_START`` or ``COUNTER``."""
     time_ns: Int64s
     """On the trace's clock; before 0 for what happened before the first slice."""
     name_index: npt.NDArray[np.int32]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from html import escape
 
+import anywidget
 import ipywidgets as widgets
 
 import shardscope as ss
@@ -15,12 +16,12 @@ from shardscope.trace import Trace
 from shardscope.trace.analysis.summary import Sentence, TraceSummary
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
+from shardscope_widgets.kit.front_end import front_end_text
 from shardscope_widgets.kit.latest_request import LatestRequest, call_in_loop, find_running_loop
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.trace.analysis_page import Interval
 from shardscope_widgets.trace.analysis_panel import AnalysisPanel
 from shardscope_widgets.trace.findings_list import FindingsList
-from shardscope_widgets.trace.scroll import ScrollToNext
 from shardscope_widgets.trace.view import TraceView
 
 NO_TRACE = 'No trace yet. Launch a run with "Record a trace" checked, or open a trace in the Runs tab.'
@@ -28,8 +29,21 @@ SUMMARIZING = "Looking for what costs time …"
 OPEN_LABEL = "Open the trace"
 
 
+class ScrollToNext(anywidget.AnyWidget):
+    """An invisible widget that scrolls the widget after it into sight: tables below may have moved it."""
+
+    _esm = front_end_text("trace", "scroll.js")
+
+    def __init__(self) -> None:
+        super().__init__(layout=controls.share_layout())
+
+    def scroll(self) -> None:
+        """Scroll as far as needed; not at all if the next widget is in sight."""
+        self.send("show")
+
+
 class TraceAnswers(View):
-    """One trace: what costs time as sentences, all ranks on one time axis, and tables below.
+    """One trace: its findings as sentences, all ranks on one time axis, and tables below.
 
     ``on_apply`` receives the changed plan of a sentence. ``on_rates`` is called when predictions have begun
     or ceased to use the rates that the trace measured. ``measured`` is the memory of the traced run.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,14 +42,14 @@ class ExampleBatches(Batches):
 
     def build_batch(self, step: int) -> dict[str, torch.Tensor]:
         """See :class:`Batches`."""
-        examples = [self.table[index] for index in self.list_indices(step)]
-        return pad_examples(examples, self.rows, self.seq_len, self.padding_id)
+        examples = (self.table[index] for index in self.list_indices(step))
+        return pad_examples(enumerate(examples), self.rows, self.seq_len, self.padding_id)
 
 
 def pad_examples(
-    examples: Sequence[TokenizedExample], rows: int, seq_len: int, padding_id: int
+    examples: Iterable[tuple[int, TokenizedExample]], rows: int, seq_len: int, padding_id: int
 ) -> dict[str, torch.Tensor]:
-    """Return a batch of one example per row; further rows are empty."""
+    """Return a batch of ``rows`` rows. ``examples`` come with their row; other rows are empty."""
     import torch
 
     from shardscope.training.micro_batches import IGNORED_LABEL
@@ -58,7 +58,7 @@ def pad_examples(
     # mask is needed, and FlashAttention kernels stay usable.
     input_ids = torch.full((rows, seq_len), padding_id, dtype=torch.int64)
     labels = torch.full_like(input_ids, IGNORED_LABEL)
-    for row, (ids, bears_loss) in enumerate(examples):
+    for row, (ids, bears_loss) in examples:
         tokens = torch.from_numpy(ids.astype("int64"))
         input_ids[row, : len(tokens)] = tokens
         # An array of its own: torch warns of a view of the read-only file.

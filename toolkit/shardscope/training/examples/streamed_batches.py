@@ -231,4 +231,6 @@ class StreamedBatches(Batches):
         samples = [self.reader.next_sample() for _ in range(self.rows)]
         if self.reader.examples.packs:
             return fill_windows(samples, self.rows, self.seq_len, self.padding_id)
-        return pad_examples([sample[0] for sample in samples], self.rows, self.seq_len, self.padding_id)
+        return pad_examples(
+            enumerate(sample[0] for sample in samples), self.rows, self.seq_len, self.padding_id
+        )

@@ -163,7 +163,7 @@ def check_examples(field: str, counts: RowCounts, seq_len: int | None) -> None:
 
 
 def describe_counts(counts: RowCounts, seq_len: int) -> list[str]:
-    """Return sentences for the log: what is trained on, and what is cut or left out."""
+    """Return clauses for the log: the examples, and the rows that are cut or left out."""
     lines = [
         f"{counts.num_examples:,} of {counts.num_rows:,} rows are examples: {counts.num_tokens:,} tokens, of "
         f"which {counts.num_loss_tokens:,} bear loss"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from shardscope.training.data.batches import Batches
+from shardscope.training.examples.batches import pad_examples
 from shardscope.training.examples.token_table import TokenTable
 
 if TYPE_CHECKING:
@@ -61,23 +62,15 @@ class PairBatches(Batches):
         """
         import torch
 
-        from shardscope.training.micro_batches import IGNORED_LABEL
-
-        # Padding on the right needs no attention mask, as in ExampleBatches.
-        input_ids = torch.full((2 * self.rows, self.seq_len), self.padding_id, dtype=torch.int64)
-        labels = torch.full_like(input_ids, IGNORED_LABEL)
-        reference = torch.zeros(2 * self.rows)
-        for row, example in self.list_examples(step):
-            ids, bears_loss = self.table[example]
-            tokens = torch.from_numpy(ids.astype("int64"))
-            input_ids[row, : len(tokens)] = tokens
-            labels[row, : len(tokens)] = torch.where(
-                torch.from_numpy(bears_loss.copy()), tokens, IGNORED_LABEL
-            )
-            if self.reference is not None:
-                reference[row] = float(self.reference[example])
-        batch = {"input_ids": input_ids, LABELS: labels}
-        return batch if self.reference is None else {**batch, REFERENCE: reference}
+        numbers = list(self.list_examples(step))
+        examples = ((row, self.table[example]) for row, example in numbers)
+        batch = pad_examples(examples, 2 * self.rows, self.seq_len, self.padding_id)
+        batch[LABELS] = batch.pop("labels")
+        if self.reference is not None:
+            batch[REFERENCE] = torch.zeros(2 * self.rows)
+            for row, example in numbers:
+                batch[REFERENCE][row] = float(self.reference[example])
+        return batch
 
     def list_examples(self, step: int) -> Iterator[tuple[int, int]]:
         """Yield each row of this rank's batch at ``step`` with its index in the table."""
