@@ -24,7 +24,7 @@ from tests.faults import includes_slow_tests
 from tests.requirements import few, thorough
 
 from shardscope.records import json_files as records
-from shardscope.runs import run as run_module
+from shardscope.runs import run_status
 from shardscope.runs.launch import launch as launch_module
 from shardscope.runs.launch import lease
 from shardscope.runs.launch.launch import launch
@@ -67,7 +67,7 @@ def lease_descriptors() -> Iterator[set[int]]:
 def test_fault_53_a_run_trains_on_while_its_kernel_has_no_free_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "START_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(run_status, "START_GRACE_SECONDS", 0.2)
     run = launch(make_plan(1), ENDLESS, folder=tmp_path)
     seconds_until(lambda: run.status == "running")
     time.sleep(0.3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -12,23 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import check_flag, check_integer, check_number, refuse
-from shardscope.machine.os_errors import describe_os_error, is_absent
-from shardscope.machine.processes import identify_machine, is_alive
-from shardscope.records.folder import EXPORT, FINAL, STATUSES, RunFolder, checked_path, explain_write_error
+from shardscope.machine.processes import identify_machine
+from shardscope.records.folder import EXPORT, FINAL, RunFolder, checked_path, explain_write_error
 from shardscope.records.folder_checks import (
     check_file_kinds,
     check_supervisor,
-    check_transition,
     read_description,
 )
 from shardscope.records.follow import Follow
 from shardscope.records.json_files import (
-    MAX_LINES_BYTES,
     LineTail,
     append_line,
     finite_or_special,
     read_json,
-    read_json_if_present,
     read_lines,
     read_tail_text,
     write_json,
@@ -40,6 +35,7 @@ from shardscope.records.samples import Sample, read_samples
 from shardscope.records.terminal_text import plain_text
 from shardscope.runs.explain.failure import find_failures
 from shardscope.runs.explain.failure_report import explain_failures
+from shardscope.runs.run_status import RunStatus, is_transition
 from shardscope.runs.stop_request import Button, every_rank_reads_stops, find_notebook
 from shardscope.runs.watch.logged_memory import LoggedMemory, LoggedPeak
 
@@ -57,12 +53,8 @@ LONG_WAIT_SECONDS = 0.2
 PATIENT_AFTER_SECONDS = 3.0
 MAX_WAIT_SECONDS = 1e9
 """Upper bound of a timeout, about thirty years."""
-START_GRACE_SECONDS = 30.0
-"""Time after which a "starting" run whose supervisor has written no record counts as lost."""
 MAX_NAMES = 20
 """Maximum number of run names listed in an error message."""
-HEARTBEAT_PATIENCE_SECONDS = 30.0
-"""Time without a heartbeat after which a run supervised on another machine counts as lost."""
 
 
 class Run:
@@ -72,17 +64,14 @@ class Run:
         """Open a run. Raises ``ValueError`` if ``run.json`` or ``status.jsonl`` is damaged."""
         self._folder = folder
         self._lock = threading.Lock()
-        self._statuses = LineTail(folder.status)
-        self._last_transition: dict[str, object] = {"status": "starting", "reason": "", "time": time.time()}
         # run.json stays unparsed: the parsed plans of thousands of listed runs would fill the memory.
         description = read_description(folder)
         self._run_json = description.data
         self._world_size: int = description.world_size
         self._created: float = description.created
         self._metrics: list[dict[str, object]] = []
-        self._heartbeat = (0.0, time.monotonic())
         self._reads_stop_requests = False
-        self._check_status()
+        self._status = RunStatus(folder)
 
     @classmethod
     def attach(cls, folder: str | os.PathLike[str]) -> Run:
@@ -225,19 +214,19 @@ class Run:
     @property
     def status(self) -> str:
         """Current status: starting, running, stopping, finished, stopped, failed or lost."""
-        return str(self._read_state()["status"])
+        return str(self._status.read()["status"])
 
     @property
     def reason(self) -> str:
         """Reason of the current status, one line."""
-        return plain_text(str(self._read_state()["reason"] or ""))
+        return plain_text(str(self._status.read()["reason"] or ""))
 
     @property
     def error(self) -> str | None:
         """The traceback of the rank that failed first, or the end of its log if it left none."""
         # The supervisor stores the error with the final status. A lost run has none, but its ranks may have
         # written theirs.
-        state = self._read_state()
+        state = self._status.read()
         if "error" in state:
             return plain_text(str(state["error"]))
         if state["status"] in ("finished", "stopped"):
@@ -266,8 +255,8 @@ class Run:
         The time of "lost" is the supervisor's last heartbeat, or None if there was none.
         """
         keys = ("time", "status", "reason")
-        records = [record for record in read_lines(self._folder.status) if _is_transition(record)]
-        state = self._read_state()
+        records = [record for record in read_lines(self._folder.status) if is_transition(record)]
+        state = self._status.read()
         if state["status"] == "lost":
             try:
                 last_heartbeat: float | None = self._folder.supervisor.stat().st_mtime
@@ -535,110 +524,6 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({self.name!r}, {self.status}, {str(self.folder)!r})"
-
-    def _read_state(self) -> dict[str, object]:
-        """Return the last transition, or "lost" if no supervisor is left to write the next one."""
-        with self._lock:
-            self._read_status()
-            # A final status stays, whatever happened to the supervisor since.
-            if self._last_transition["status"] in FINAL:
-                return self._last_transition
-            try:
-                reason = self._explain_lost_supervisor()
-            except OSError as error:
-                return self._mark_outdated(error)
-            if reason is None:
-                return (
-                    self._last_transition
-                    if self._statuses.unreadable is None
-                    else self._mark_outdated(self._statuses.unreadable)
-                )
-            self._read_status()  # The run may have ended normally between the two checks.
-            return (
-                self._last_transition
-                if self._last_transition["status"] in FINAL
-                else {"status": "lost", "reason": reason}
-            )
-
-    def _mark_outdated(self, error: OSError) -> dict[str, object]:
-        """Return the last known status, with ``error`` as the reason why it may be outdated."""
-        cause = describe_os_error(error)
-        notice = f"status possibly outdated: the run's files or processes cannot be read now, {cause}"
-        reason = str(self._last_transition["reason"] or "")
-        return {**self._last_transition, "reason": f"{reason}; {notice}" if reason else notice}
-
-    def _check_status(self) -> None:
-        """Read ``status.jsonl`` for the first time. Raises ``ValueError`` if it is damaged."""
-        check_regular(self._folder.status)
-        records = self._statuses.read(MAX_LINES_BYTES)
-        if self._statuses.num_malformed and not records:
-            raise ValueError(f"{self._folder.status} is damaged: no line of it is a JSON object.")
-        for record in records:
-            if "status" in record:
-                check_transition(self._folder, record)
-                self._last_transition = {"reason": "", **record}
-
-    def _read_status(self) -> None:
-        for record in self._statuses.read(MAX_LINES_BYTES):
-            if _is_transition(record):
-                self._last_transition = {"reason": "", **record}
-
-    def _explain_lost_supervisor(self) -> str | None:
-        """Return why the supervisor is gone, or None if it is alive.
-
-        Raises ``OSError`` if the folder or the process table cannot be read now.
-        """
-        if not _is_folder(self.folder):
-            return "its folder is gone"
-        record = read_json_if_present(self._folder.supervisor) or {}
-        pid = record.get("pid")
-        # No valid record yet: the supervisor is still starting, or died before it could write one.
-        if record.get("started") is None or not isinstance(pid, int) or not 0 < pid < 2**31:
-            since = self._last_transition.get("time")
-            waited = time.time() - (since if isinstance(since, int | float) else 0)
-            return "its supervisor never started" if waited > START_GRACE_SECONDS else None
-        # On this machine the process itself can be checked; on another one only its heartbeat is visible.
-        if record.get("machine") == identify_machine():
-            started = record["started"]
-            if isinstance(started, int | float) and is_alive(pid, started):
-                return None
-        elif not self._has_lost_heartbeat():
-            return None
-        output = read_tail_text(self._folder.supervisor_log, 500).strip()
-        reason = (
-            f"its supervisor (process {pid}) is gone without a final status: killed, or the machine restarted"
-        )
-        return f"{reason}. Its log: {output}" if output else reason
-
-    def _has_lost_heartbeat(self) -> bool:
-        """Return whether the heartbeat is older than ``HEARTBEAT_PATIENCE_SECONDS``.
-
-        The age is measured with our own monotonic clock: the clocks of two machines may differ.
-        """
-        try:
-            beat = self._folder.supervisor.stat().st_mtime
-        except OSError as error:
-            if is_absent(error):
-                return True
-            raise
-        if beat != self._heartbeat[0]:
-            self._heartbeat = (beat, time.monotonic())
-        return time.monotonic() - self._heartbeat[1] > HEARTBEAT_PATIENCE_SECONDS
-
-
-def _is_transition(record: dict[str, object]) -> bool:
-    status = record.get("status")
-    return isinstance(status, str) and status in STATUSES
-
-
-def _is_folder(path: Path) -> bool:
-    """Return whether ``path`` is a folder. Raises ``OSError`` if it cannot be read now."""
-    try:
-        return stat.S_ISDIR(path.stat().st_mode)
-    except OSError as error:
-        if is_absent(error):
-            return False
-        raise
 
 
 def poll_intervals(timeout: float | None) -> Iterator[float]:

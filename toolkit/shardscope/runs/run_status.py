@@ -1,0 +1,138 @@
+"""Status of a run, from the transitions in its folder and whether its supervisor is alive."""
+
+from __future__ import annotations
+
+import stat
+import threading
+import time
+from pathlib import Path
+
+from shardscope.machine.os_errors import describe_os_error, is_absent
+from shardscope.machine.processes import identify_machine, is_alive
+from shardscope.records.folder import FINAL, STATUSES, RunFolder
+from shardscope.records.folder_checks import check_transition
+from shardscope.records.json_files import MAX_LINES_BYTES, LineTail, read_json_if_present, read_tail_text
+from shardscope.records.regular_files import check_regular
+
+START_GRACE_SECONDS = 30.0
+"""Time after which a "starting" run whose supervisor has written no record counts as lost."""
+HEARTBEAT_PATIENCE_SECONDS = 30.0
+"""Time without a heartbeat after which a run supervised on another machine counts as lost."""
+
+
+class RunStatus:
+    """Reader of one run's status; may be used from any thread."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        """Read ``status.jsonl`` for the first time. Raises ``ValueError`` if it is damaged."""
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._records = LineTail(folder.status)
+        self._last_transition: dict[str, object] = {"status": "starting", "reason": "", "time": time.time()}
+        self._heartbeat = (0.0, time.monotonic())
+        self._read_first_records()
+
+    def read(self) -> dict[str, object]:
+        """Return the last transition, or "lost" if no supervisor is left to write the next one."""
+        with self._lock:
+            self._read_records()
+            # A final status stays, whatever happened to the supervisor since.
+            if self._last_transition["status"] in FINAL:
+                return self._last_transition
+            try:
+                reason = self._explain_lost_supervisor()
+            except OSError as error:
+                return self._mark_outdated(error)
+            if reason is None:
+                return (
+                    self._last_transition
+                    if self._records.unreadable is None
+                    else self._mark_outdated(self._records.unreadable)
+                )
+            self._read_records()  # The run may have ended normally between the two checks.
+            return (
+                self._last_transition
+                if self._last_transition["status"] in FINAL
+                else {"status": "lost", "reason": reason}
+            )
+
+    def _mark_outdated(self, error: OSError) -> dict[str, object]:
+        """Return the last known status, with ``error`` as the reason why it may be outdated."""
+        cause = describe_os_error(error)
+        notice = f"status possibly outdated: the run's files or processes cannot be read now, {cause}"
+        reason = str(self._last_transition["reason"] or "")
+        return {**self._last_transition, "reason": f"{reason}; {notice}" if reason else notice}
+
+    def _read_first_records(self) -> None:
+        """Read ``status.jsonl`` for the first time. Raises ``ValueError`` if it is damaged."""
+        check_regular(self._folder.status)
+        records = self._records.read(MAX_LINES_BYTES)
+        if self._records.num_malformed and not records:
+            raise ValueError(f"{self._folder.status} is damaged: no line of it is a JSON object.")
+        for record in records:
+            if "status" in record:
+                check_transition(self._folder, record)
+                self._last_transition = {"reason": "", **record}
+
+    def _read_records(self) -> None:
+        for record in self._records.read(MAX_LINES_BYTES):
+            if is_transition(record):
+                self._last_transition = {"reason": "", **record}
+
+    def _explain_lost_supervisor(self) -> str | None:
+        """Return why the supervisor is gone, or None if it is alive.
+
+        Raises ``OSError`` if the folder or the process table cannot be read now.
+        """
+        if not _is_folder(self._folder.path):
+            return "its folder is gone"
+        record = read_json_if_present(self._folder.supervisor) or {}
+        pid = record.get("pid")
+        # No valid record yet: the supervisor is still starting, or died before it could write one.
+        if record.get("started") is None or not isinstance(pid, int) or not 0 < pid < 2**31:
+            since = self._last_transition.get("time")
+            waited = time.time() - (since if isinstance(since, int | float) else 0)
+            return "its supervisor never started" if waited > START_GRACE_SECONDS else None
+        # On this machine the process itself can be checked; on another one only its heartbeat is visible.
+        if record.get("machine") == identify_machine():
+            started = record["started"]
+            if isinstance(started, int | float) and is_alive(pid, started):
+                return None
+        elif not self._has_lost_heartbeat():
+            return None
+        output = read_tail_text(self._folder.supervisor_log, 500).strip()
+        reason = (
+            f"its supervisor (process {pid}) is gone without a final status: killed, or the machine restarted"
+        )
+        return f"{reason}. Its log: {output}" if output else reason
+
+    def _has_lost_heartbeat(self) -> bool:
+        """Return whether the heartbeat is older than ``HEARTBEAT_PATIENCE_SECONDS``.
+
+        The age is measured with our own monotonic clock: the clocks of two machines may differ.
+        """
+        try:
+            beat = self._folder.supervisor.stat().st_mtime
+        except OSError as error:
+            if is_absent(error):
+                return True
+            raise
+        if beat != self._heartbeat[0]:
+            self._heartbeat = (beat, time.monotonic())
+        return time.monotonic() - self._heartbeat[1] > HEARTBEAT_PATIENCE_SECONDS
+
+
+def is_transition(record: dict[str, object]) -> bool:
+    """Return whether a line of ``status.jsonl`` has a valid status."""
+    status = record.get("status")
+    return isinstance(status, str) and status in STATUSES
+
+
+def _is_folder(path: Path) -> bool:
+    """Return whether ``path`` is a folder. Raises ``OSError`` if it cannot be read now."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except OSError as error:
+        if is_absent(error):
+            return False
+        raise
