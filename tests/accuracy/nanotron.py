@@ -15,7 +15,7 @@ from shardscope import Architecture, Plan
 from shardscope.core.ops import ceil_div
 from shardscope.core.precision import FP32
 from shardscope.memory.activations.modules.attention import get_attention_widths
-from shardscope.memory.activations.modules.saved import SavedTensor
+from shardscope.memory.activations.modules.saved_tensors import SavedTensor
 from shardscope.memory.overheads import libraries as overheads
 from shardscope.memory.overheads.band import compute_band
 from shardscope.memory.report import Component, MemoryReport, Phase, PhaseMemory, StageMemory, Term

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from tests.operator_peak import Peak
 
 from shardscope.memory.activations import head
-from shardscope.memory.activations.modules.saved import Modules
+from shardscope.memory.activations.modules.saved_tensors import Modules
 from shardscope.training.model.loss import chunked_cross_entropy
 
 

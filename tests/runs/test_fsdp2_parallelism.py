@@ -221,7 +221,7 @@ def test_pipeline_stages_export_one_model(rank_results: Any, folder: Any) -> Non
 def test_pipeline_stages_of_each_family_compute_the_same(family: str) -> None:
     from shardscope.frameworks.fsdp2.engine.pipeline import StageModule
     from shardscope.training.model.model import build_model
-    from shardscope.training.model.parts import extract_stage
+    from shardscope.training.model.pipeline_stages import extract_stage
 
     torch.manual_seed(0)
     arch = architecture(family, 4)

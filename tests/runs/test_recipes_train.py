@@ -162,7 +162,7 @@ def test_a_quantized_base_equals_bitsandbytes(kind: Any) -> None:
     import shardscope as ss
     from shardscope.training.model.lora import add_adapters
     from shardscope.training.model.model import build_model
-    from shardscope.training.model.quantized import list_scales, quantize_base
+    from shardscope.training.model.quantization import list_scales, quantize_base
 
     arch = make_small_architecture("llama")
     recipe = ss.Recipe(method="lora", quantization=kind, precision="bf16", seq_len=32)

@@ -31,7 +31,7 @@ from shardscope.memory.activations.forward import (
 )
 from shardscope.memory.activations.modules.dora import DORA_FAMILIES, compute_dora_vectors
 from shardscope.memory.activations.modules.first_layer import list_unsaved_in_first_layer
-from shardscope.memory.activations.modules.saved import Modules
+from shardscope.memory.activations.modules.saved_tensors import Modules
 from shardscope.memory.state.lora import find_adapter_targets
 from shardscope.training.document_masks import add_document_mask
 from shardscope.training.model.lora import add_adapters

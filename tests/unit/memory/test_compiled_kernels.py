@@ -10,7 +10,7 @@ from tests.requirements import few, thorough
 import shardscope as ss
 from shardscope.memory.activations.forward import compute_layer_activations
 from shardscope.memory.activations.largest_layer import compute_layer_backward
-from shardscope.memory.activations.modules.saved import Modules
+from shardscope.memory.activations.modules.saved_tensors import Modules
 
 LLAMA = ss.models["llama-3.1-8b"]
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")

@@ -18,7 +18,7 @@ from shardscope.core.architecture import Architecture
 from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations.forward import compute_layer_activations, find_modules, list_saved_tensors
-from shardscope.memory.activations.modules.saved import Modules
+from shardscope.memory.activations.modules.saved_tensors import Modules
 from shardscope.memory.overheads import libraries as overheads
 from shardscope.memory.report import MemoryReport
 from shardscope.memory.state.lora import count_adapter_parameters, count_layer_adapters

@@ -14,7 +14,7 @@ from tests.requirements import sample
 from shardscope.trace import Trace
 from shardscope.trace.loading import cache as caches
 from shardscope.trace.loading import processes, ranks, splitting
-from shardscope.trace.loading.column_files import pack_columns, unpack_columns
+from shardscope.trace.loading.column_format import pack_columns, unpack_columns
 from shardscope.trace.loading.rank_columns import RankTexts
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "trace_2_ranks"

@@ -44,7 +44,7 @@ accept hidden states in place of the embedding's output."""
 
 
 def check_staged(plan: Plan) -> None:
-    """Raise ``ValueError`` for models that :mod:`shardscope.training.model.parts` cannot split in stages."""
+    """Raise ``ValueError`` for models that ``training/model/pipeline_stages.py`` cannot split in stages."""
     arch, recipe = plan.architecture, plan.recipe
     if arch.model_type not in STAGED_FAMILIES:
         refuse(

@@ -30,7 +30,7 @@ from shardscope.memory.state.training_state import PeakCandidate
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.memory.activations.modules.saved import Modules
+    from shardscope.memory.activations.modules.saved_tensors import Modules
     from shardscope.memory.state.stages import Stage
     from shardscope.memory.state.training_state import TrainingState
 

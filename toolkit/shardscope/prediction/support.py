@@ -12,7 +12,7 @@ from shardscope.families.registry import find_family, list_families_with
 from shardscope.memory.activations.forward import find_modules
 from shardscope.memory.activations.head import resolve_loss
 from shardscope.memory.activations.modules.attention import compute_saved_scores
-from shardscope.memory.activations.modules.compiled import COMPILED_FAMILIES
+from shardscope.memory.activations.modules.compiled_layers import COMPILED_FAMILIES
 from shardscope.memory.activations.modules.dora import DORA_FAMILIES, has_known_dora
 from shardscope.memory.activations.modules.liger import LIGER_FAMILIES
 
@@ -162,7 +162,7 @@ def _check_compiled(plan: Plan) -> None:
         )
     autocast = plan.layout.mixes_by_autocast and recipe.precision.endswith("mixed")
     # A minimum cut of the whole graph decides what is saved (torch 2.13, _functorch/partitioners.py), so each
-    # value needs a formula of its own; these have one (``memory/activations/modules/compiled.py``).
+    # value needs a formula of its own; these have one (``memory/activations/modules/compiled_layers.py``).
     counted: dict[str, tuple[object, ...]] = {
         "method": ("full", "lora"),
         "precision": ("bf16-mixed", "fp16-mixed", "bf16", "fp32"),

@@ -22,7 +22,7 @@ from shardscope.rehearsal.quantization import (
 from shardscope.rehearsal.result import RehearsedStage
 from shardscope.training.document_masks import add_document_mask
 from shardscope.training.model.model import build_model
-from shardscope.training.model.quantized import list_scales
+from shardscope.training.model.quantization import list_scales
 from shardscope.training.optimizers import gradients, optimizers
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from shardscope.timing.parallel import list_parallel_collectives
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
-    from shardscope.memory.activations.modules.saved import Modules
+    from shardscope.memory.activations.modules.saved_tensors import Modules
     from shardscope.timing.rates import MatrixRate, Rates
     from shardscope.timing.traffic import TimingModel, Transfer
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardscope.core.plan import Plan
-    from shardscope.memory.activations.modules.saved import Modules
+    from shardscope.memory.activations.modules.saved_tensors import Modules
     from shardscope.memory.state.stages import Stage
     from shardscope.timing.collective_sums import CollectiveCalls, CollectiveSums
     from shardscope.timing.rates import Rates

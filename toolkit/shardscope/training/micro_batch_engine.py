@@ -25,10 +25,10 @@ from shardscope.training.checkpoints.position import describe_position
 from shardscope.training.document_masks import add_document_mask
 from shardscope.training.engine import BuildModel, BuildOptimizer, Context, Engine
 from shardscope.training.generation import choose_tokens
-from shardscope.training.model import lora, quantized
+from shardscope.training.model import lora, quantization
 from shardscope.training.model.compile_layers import check_compiled, compile_layers
 from shardscope.training.model.loss import apply_chunked_loss
-from shardscope.training.model.on_meta import build_on_meta
+from shardscope.training.model.meta_device import build_on_meta
 from shardscope.training.model.recompute import apply_recompute, check_recompute
 from shardscope.training.optimizers import optimizers
 from shardscope.training.preferences.dpo import disabled_adapters, sum_log_probabilities
@@ -125,8 +125,8 @@ class MicroBatchEngine(Engine):
         if self.weights is not None:
             self.weights.close()
         self._module.train()
-        quantized.keep_packing(self.model)
-        base = quantized.check_base(self.model, self.recipe, sharded=self.shards_parameters)
+        quantization.keep_packing(self.model)
+        base = quantization.check_base(self.model, self.recipe, sharded=self.shards_parameters)
         # read_back() comes last: a framework that shards counts the full trainable parameters itself.
         built: dict[str, object] = {
             "num_trained_parameters": sum(parameter.numel() for parameter in trained),
@@ -341,7 +341,7 @@ class MicroBatchEngine(Engine):
         if recipe.base_quantization:
             weights = self.initial_weights_of(model) if self._quantizes_on_meta else None
             sharded = self.shards_parameters
-            quantized.quantize_base(model, recipe, sharded=sharded, compute=dtype, weights=weights)
+            quantization.quantize_base(model, recipe, sharded=sharded, compute=dtype, weights=weights)
         model = lora.add_adapters(model, self.plan.architecture, recipe, in_fp32=is_mixed)
         if recipe.precision == "bf16" and not recipe.base_quantization:
             # If the base is on the meta device, peft creates the adapters in fp32.
@@ -384,7 +384,7 @@ def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
     def cast_tensor(tensor: torch.Tensor) -> torch.Tensor:
         is_weight = isinstance(tensor, Parameter) and tensor.is_floating_point()
-        return tensor.to(dtype) if is_weight and not quantized.is_quantized(tensor) else tensor
+        return tensor.to(dtype) if is_weight and not quantization.is_quantized(tensor) else tensor
 
     model._apply(cast_tensor)
 

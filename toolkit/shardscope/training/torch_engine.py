@@ -15,7 +15,7 @@ from shardscope.training.accounting import tensors
 from shardscope.training.checkpoints import checkpoint
 from shardscope.training.engine import BuildModel, BuildOptimizer, Context, LiveTensors
 from shardscope.training.micro_batch_engine import MicroBatchEngine
-from shardscope.training.model import quantized
+from shardscope.training.model import quantization
 from shardscope.training.optimizers import gradients
 from shardscope.training.weights import pretrained
 
@@ -99,7 +99,7 @@ class TorchEngine(MicroBatchEngine):
         # Keep the lists: while a layer runs, a framework may replace its parameters by all-gathered ones, and
         # iterating over all modules in each step is slow.
         self._parameters = list(self.model.parameters())
-        self._scales = quantized.list_scales(self.model)
+        self._scales = quantization.list_scales(self.model)
         self.optimizer = self.create_optimizer(trained, self.model, build_optimizer)
         if self.recipe.precision == "fp16-mixed":
             # torch's default, 2^16, overflows in the first steps; the scaler adapts the scale anyway.

@@ -10,7 +10,7 @@ from random_plans import LLAMA
 import shardscope as ss
 from shardscope.frameworks.megatron.memory.eager_attention import compute_eager_attention, takes_plain_softmax
 from shardscope.memory.activations.modules.megatron import copies_query, list_fused_projection, repeats_heads
-from shardscope.memory.activations.modules.saved import Modules
+from shardscope.memory.activations.modules.saved_tensors import Modules
 
 GPT = ss.models["gpt-3-175b"]
 SEQ = 2048

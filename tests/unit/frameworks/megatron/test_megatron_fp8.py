@@ -16,7 +16,7 @@ from shardscope.core.errors import FieldError
 from shardscope.core.plan import Plan
 from shardscope.frameworks.megatron.fp8 import count_operand_copies
 from shardscope.frameworks.megatron.memory.layer import ShardCounts, compute_layer
-from shardscope.memory.activations.modules.saved import Modules
+from shardscope.memory.activations.modules.saved_tensors import Modules
 from shardscope.prediction.batch.memory import compute_peaks
 
 LLAMA_8B = ss.models["llama-3.1-8b"]

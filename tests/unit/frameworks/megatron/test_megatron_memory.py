@@ -17,7 +17,7 @@ from shardscope.frameworks.megatron.memory.pipeline import (
     compute_schedule_peaks,
     count_chunk_layers,
 )
-from shardscope.memory.activations.modules.saved import Modules
+from shardscope.memory.activations.modules.saved_tensors import Modules
 
 GPT = ss.models["gpt-3-175b"]
 H, A, S = 12_288, 96, 2048

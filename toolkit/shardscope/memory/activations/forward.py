@@ -25,7 +25,7 @@ from shardscope.memory.activations.modules.attention import (
     list_query_key_norms,
     passes_mask,
 )
-from shardscope.memory.activations.modules.compiled import (
+from shardscope.memory.activations.modules.compiled_layers import (
     compute_compiled_recomputation,
     list_compiled_tensors,
 )
@@ -36,8 +36,16 @@ from shardscope.memory.activations.modules.gpt2 import list_gpt2_tensors
 from shardscope.memory.activations.modules.layernorm import list_layernorm_tensors, upcasts_norms
 from shardscope.memory.activations.modules.liger import list_liger_tensors
 from shardscope.memory.activations.modules.megatron import list_megatron_selective, list_megatron_tensors
-from shardscope.memory.activations.modules.saved import INT64, Modules, SavedTensor, list_stream_readers
-from shardscope.memory.activations.modules.selective import compute_int8_inputs, list_selective_tensors
+from shardscope.memory.activations.modules.saved_tensors import (
+    INT64,
+    Modules,
+    SavedTensor,
+    list_stream_readers,
+)
+from shardscope.memory.activations.modules.selective_recompute import (
+    compute_int8_inputs,
+    list_selective_tensors,
+)
 from shardscope.memory.state.lora import find_adapter_targets
 
 if TYPE_CHECKING:

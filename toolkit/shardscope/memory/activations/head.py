@@ -16,7 +16,7 @@ from shardscope.memory.report import Term
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
-    from shardscope.memory.activations.modules.saved import Modules
+    from shardscope.memory.activations.modules.saved_tensors import Modules
 
 LOSS_CHUNK_TOKENS = 1024
 """Tokens per chunk of logits with ``loss="chunked"`` (training/model/loss.py)."""

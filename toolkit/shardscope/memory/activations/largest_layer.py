@@ -23,13 +23,13 @@ from shardscope.memory.activations.modules.attention import (
     is_eager,
 )
 from shardscope.memory.activations.modules.experts import list_expert_tensors
-from shardscope.memory.activations.modules.saved import list_stream_readers
+from shardscope.memory.activations.modules.saved_tensors import list_stream_readers
 from shardscope.memory.state.stages import count_layers_by_kind
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.memory.activations.forward import LayerActivations
-    from shardscope.memory.activations.modules.saved import Modules
+    from shardscope.memory.activations.modules.saved_tensors import Modules
     from shardscope.memory.activations.stage_activations import TransformersActivations
 
 

@@ -11,7 +11,7 @@ from shardscope.memory.activations.stage_activations import StageBackward
 from shardscope.memory.report import Component, Phase, Term, zero_term
 
 if TYPE_CHECKING:
-    from shardscope.memory.activations.modules.saved import Modules
+    from shardscope.memory.activations.modules.saved_tensors import Modules
     from shardscope.memory.activations.stage_activations import TransformersActivations
     from shardscope.memory.state.stages import Stage
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardscope.core.plan import Plan
-    from shardscope.memory.activations.modules.saved import Modules
+    from shardscope.memory.activations.modules.saved_tensors import Modules
     from shardscope.memory.state.stages import Stage
 
 T = TypeVar("T")

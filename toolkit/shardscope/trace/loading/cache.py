@@ -12,7 +12,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from shardscope.trace.loading.column_files import ColumnError, map_file, pack_rank, unpack_rank
+from shardscope.trace.loading.column_format import ColumnError, map_file, pack_rank, unpack_rank
 from shardscope.trace.loading.rank_columns import RankColumns
 
 MIN_FILE_BYTES = 2 * 1024**2

@@ -6,7 +6,7 @@ from typing import IO
 
 import msgspec
 
-from shardscope.trace.loading.column_files import Data
+from shardscope.trace.loading.column_format import Data
 
 CHUNK, FILE, PROGRESS, PROBLEM = b"C", b"F", b"P", b"E"
 

@@ -20,7 +20,7 @@ import msgspec
 
 from shardscope.trace.loading.cache import read_rank_file
 from shardscope.trace.loading.chunks import Chunk
-from shardscope.trace.loading.column_files import unpack_chunk
+from shardscope.trace.loading.column_format import unpack_chunk
 from shardscope.trace.loading.messages import (
     CHUNK,
     FILE,

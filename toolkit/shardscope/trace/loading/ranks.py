@@ -11,7 +11,7 @@ from shardscope.trace.files import list_trace_files, refuse_file
 from shardscope.trace.loading.cache import map_rank, read_cache, read_rank_file, write_cache
 from shardscope.trace.loading.processes import WorkerPool, count_processes
 from shardscope.trace.loading.rank_columns import RankColumns, get_rank
-from shardscope.trace.loading.reading import DecodeChunks, decode_here, read_rank
+from shardscope.trace.loading.rank_file import DecodeChunks, decode_here, read_rank
 
 Progress = Callable[[float], object]
 """Called with the share of the files that was read, 0 to 1. An exception that it raises ends the load."""

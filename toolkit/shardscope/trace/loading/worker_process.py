@@ -16,7 +16,7 @@ import msgspec
 
 from shardscope.trace.loading.cache import write_cache, write_rank_file
 from shardscope.trace.loading.chunks import decode_chunk
-from shardscope.trace.loading.column_files import pack_chunk
+from shardscope.trace.loading.column_format import pack_chunk
 from shardscope.trace.loading.messages import (
     CHUNK,
     FILE,
@@ -26,7 +26,7 @@ from shardscope.trace.loading.messages import (
     receive_message,
     send_message,
 )
-from shardscope.trace.loading.reading import read_rank
+from shardscope.trace.loading.rank_file import read_rank
 
 _REPORT_SECONDS = 0.1
 

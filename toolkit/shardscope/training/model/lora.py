@@ -13,7 +13,7 @@ from shardscope.training.optimizers.gradients import local_shard
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.recipe import Recipe
-    from shardscope.training.model.quantized import BaseRecord
+    from shardscope.training.model.quantization import BaseRecord
 
 
 def add_adapters(

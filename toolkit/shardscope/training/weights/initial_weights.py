@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from shardscope.training.model.on_meta import allocate_parameters, build_on_meta
+from shardscope.training.model.meta_device import allocate_parameters, build_on_meta
 
 INITIALIZER_STD = 0.02
 """GPT-2's, and the default ``initializer_range`` of every decoder family in transformers."""

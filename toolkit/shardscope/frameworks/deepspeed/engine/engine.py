@@ -22,7 +22,7 @@ from shardscope.training.accounting import tensors
 from shardscope.training.accounting.precision import check_precision_of_copies
 from shardscope.training.engine import BuildModel, BuildOptimizer, Context, LiveTensors
 from shardscope.training.micro_batch_engine import MIXED_TYPES, MicroBatchEngine
-from shardscope.training.model.on_meta import build_on_meta
+from shardscope.training.model.meta_device import build_on_meta
 from shardscope.training.optimizers import gradients
 from shardscope.training.weights.initial_weights import CPU, InitialWeights, fill_buffers, full_region
 from shardscope.training.weights.pretrained import FullTensors

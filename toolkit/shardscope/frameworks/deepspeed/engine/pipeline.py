@@ -20,7 +20,7 @@ from shardscope.training import micro_batches
 from shardscope.training.accounting.memory_watch import MemoryWatch
 from shardscope.training.engine import BuildModel, BuildOptimizer
 from shardscope.training.generation import broadcast_tokens, choose_tokens, run_stages
-from shardscope.training.model.parts import copy_shallow, extract_stage
+from shardscope.training.model.pipeline_stages import copy_shallow, extract_stage
 from shardscope.training.optimizers.gradients import clip_gradients
 from shardscope.training.weights import pretrained
 from shardscope.training.weights.initial_weights import build_initialized

@@ -2,7 +2,7 @@
 
 Source: ``deepspeed/runtime/engine.py`` (``_configure_distributed_model`` casts and moves a whole module) and
 ``deepspeed/runtime/zero/partition_parameters.py`` (``Init`` partitions tensors one by one). Pipeline stages
-are parts of a transformers model (:mod:`shardscope.training.model.parts`).
+are parts of a transformers model (:mod:`shardscope.training.model.pipeline_stages`).
 """
 
 from __future__ import annotations

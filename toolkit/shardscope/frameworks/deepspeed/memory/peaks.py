@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
     from shardscope.frameworks.deepspeed.memory.training_state import ElementCounts, LayerPhases
-    from shardscope.memory.activations.modules.saved import Modules
+    from shardscope.memory.activations.modules.saved_tensors import Modules
     from shardscope.memory.activations.stage_activations import StageBackward
     from shardscope.memory.state.stages import Stage
 

@@ -20,7 +20,7 @@ from shardscope.frameworks.deepspeed.rehearsal.engine import (
     initialize_engine,
     label_state,
 )
-from shardscope.training.model.parts import extract_stage
+from shardscope.training.model.pipeline_stages import extract_stage
 
 if TYPE_CHECKING:
     from deepspeed.runtime.pipe.engine import PipelineEngine

@@ -30,7 +30,7 @@ from shardscope.training.engine import BuildModel
 from shardscope.training.generation import choose_tokens
 from shardscope.training.micro_batch_engine import MIXED_TYPES
 from shardscope.training.model.lora import reset_magnitudes
-from shardscope.training.model.on_meta import allocate_parameters, build_on_meta
+from shardscope.training.model.meta_device import allocate_parameters, build_on_meta
 from shardscope.training.model.recompute import list_decoder_layers
 from shardscope.training.optimizers import gradients
 from shardscope.training.optimizers.gradients import local_shard

@@ -28,7 +28,7 @@ from shardscope.training import micro_batches
 from shardscope.training.accounting.memory_watch import MemoryWatch
 from shardscope.training.engine import BuildModel, BuildOptimizer
 from shardscope.training.generation import broadcast_tokens, run_stages
-from shardscope.training.model.parts import copy_shallow, extract_stage
+from shardscope.training.model.pipeline_stages import copy_shallow, extract_stage
 from shardscope.training.optimizers.gradients import local_shard
 from shardscope.training.weights import pretrained
 from shardscope.training.weights.stage_tensors import StageTensor, send_stages_to_rank_0

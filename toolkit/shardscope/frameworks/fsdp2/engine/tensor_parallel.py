@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from shardscope.training.model.on_meta import find_tied_names, tie_parameters
+from shardscope.training.model.meta_device import find_tied_names, tie_parameters
 from shardscope.training.model.recompute import list_decoder_layers
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_fc")

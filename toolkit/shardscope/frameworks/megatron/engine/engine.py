@@ -28,7 +28,7 @@ from shardscope.training.accounting.memory_watch import MemoryWatch
 from shardscope.training.accounting.precision import check_precision_of_copies
 from shardscope.training.checkpoints.position import describe_position
 from shardscope.training.engine import BuildModel, BuildOptimizer, Context, Engine, LiveTensors
-from shardscope.training.model.on_meta import build_on_meta
+from shardscope.training.model.meta_device import build_on_meta
 from shardscope.training.ranges import name_layers
 from shardscope.training.weights.stored_weights import TensorsByName
 

@@ -16,7 +16,7 @@ from shardscope.memory.activations.modules.megatron import repeats_heads
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
-    from shardscope.memory.activations.modules.saved import Modules
+    from shardscope.memory.activations.modules.saved_tensors import Modules
 
 
 class EagerAttention(NamedTuple):

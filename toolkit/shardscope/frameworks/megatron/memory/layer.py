@@ -20,7 +20,7 @@ from shardscope.memory.activations.modules.megatron import (
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
-    from shardscope.memory.activations.modules.saved import Modules, SavedTensor
+    from shardscope.memory.activations.modules.saved_tensors import Modules, SavedTensor
 
 
 class ShardCounts(NamedTuple):

@@ -37,7 +37,7 @@ from shardscope.memory.state.training_state import PeakCandidate, TrainingState
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
-    from shardscope.memory.activations.modules.saved import Modules
+    from shardscope.memory.activations.modules.saved_tensors import Modules
     from shardscope.memory.report import Component
 
 _DUMMIES = (

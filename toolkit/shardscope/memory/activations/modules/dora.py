@@ -20,7 +20,7 @@ from shardscope.memory.activations.modules.attention import (
     list_query_key_norms,
     passes_mask,
 )
-from shardscope.memory.activations.modules.saved import Modules, SavedTensor, list_stream_readers
+from shardscope.memory.activations.modules.saved_tensors import Modules, SavedTensor, list_stream_readers
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

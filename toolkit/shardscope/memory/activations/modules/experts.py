@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
 from shardscope.families.registry import find_family
-from shardscope.memory.activations.modules.saved import INT64, Modules, SavedTensor
+from shardscope.memory.activations.modules.saved_tensors import INT64, Modules, SavedTensor
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

@@ -19,13 +19,13 @@ from shardscope.memory.activations.modules.attention import (
     list_latent_tensors,
     list_query_key_norms,
 )
-from shardscope.memory.activations.modules.compiled import compute_unsaved_in_first_compiled_layer
+from shardscope.memory.activations.modules.compiled_layers import compute_unsaved_in_first_compiled_layer
 from shardscope.memory.activations.modules.layernorm import (
     casts_norms,
     compute_inner_bytes,
     compute_norm_statistics,
 )
-from shardscope.memory.activations.modules.saved import Modules, SavedTensor
+from shardscope.memory.activations.modules.saved_tensors import Modules, SavedTensor
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
 from shardscope.memory.activations.modules.attention import list_kernel_tensors
-from shardscope.memory.activations.modules.saved import Modules, SavedTensor
+from shardscope.memory.activations.modules.saved_tensors import Modules, SavedTensor
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

@@ -30,8 +30,8 @@ from shardscope.memory.activations.modules.attention import (
     passes_mask,
 )
 from shardscope.memory.activations.modules.experts import list_expert_tensors
-from shardscope.memory.activations.modules.saved import Modules, SavedTensor, list_stream_readers
-from shardscope.memory.activations.modules.selective import compute_int8_inputs
+from shardscope.memory.activations.modules.saved_tensors import Modules, SavedTensor, list_stream_readers
+from shardscope.memory.activations.modules.selective_recompute import compute_int8_inputs
 from shardscope.memory.state.stages import count_layer_weights
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from shardscope.families.parameter_names import list_parameter_names
 from shardscope.families.registry import find_family
 from shardscope.memory.activations.modules.attention import get_attention_widths, list_kernel_tensors
 from shardscope.memory.activations.modules.gpt2 import compute_unfused_gelu
-from shardscope.memory.activations.modules.saved import Modules, SavedTensor, list_stream_readers
+from shardscope.memory.activations.modules.saved_tensors import Modules, SavedTensor, list_stream_readers
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

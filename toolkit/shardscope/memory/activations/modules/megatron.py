@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
 from shardscope.memory.activations.modules.attention import get_attention_widths
-from shardscope.memory.activations.modules.saved import Modules, SavedTensor, Sharding
+from shardscope.memory.activations.modules.saved_tensors import Modules, SavedTensor, Sharding
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

@@ -11,7 +11,7 @@ from shardscope.core.precision import FP32
 from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.families.registry import find_family
 from shardscope.memory.activations.modules.attention import get_attention_widths, is_eager, uses_math_backend
-from shardscope.memory.activations.modules.saved import Modules, SavedTensor
+from shardscope.memory.activations.modules.saved_tensors import Modules, SavedTensor
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

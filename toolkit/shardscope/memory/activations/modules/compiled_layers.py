@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from shardscope.core.precision import FP32
 from shardscope.families.registry import find_family, list_families_with
 from shardscope.memory.activations.modules.attention import get_attention_widths, list_kernel_tensors
-from shardscope.memory.activations.modules.saved import Modules, SavedTensor, list_stream_readers
+from shardscope.memory.activations.modules.saved_tensors import Modules, SavedTensor, list_stream_readers
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
