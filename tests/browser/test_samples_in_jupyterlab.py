@@ -63,7 +63,9 @@ def test_samples_stand_side_by_side_in_both_themes(lab: Lab, browser: Any, offli
     pane = page.locator(".ss-samples")
     pane.wait_for(timeout=60_000)
     heads = pane.locator("thead th")
-    assert heads.all_inner_texts() == ["Before training", "After 12 steps · best", "After 20 steps"]
+    titles, losses = zip(*(text.split("\n") for text in heads.all_inner_texts()), strict=True)
+    assert titles == ("Before training", "After 12 steps · best", "After 20 steps")
+    assert losses == tuple(f"validation loss {loss}" for loss in ("3.400", "0.400", "0.500"))
     assert "<b>Nine</b> minutes\nof full sun." in pane.inner_text() and pane.locator("td b").count() == 0
     # The columns are equally wide, and no text is wider than its column.
     boxes = [head.bounding_box() for head in heads.all()]
