@@ -67,6 +67,8 @@ function readTheme(root, ctx) {
   };
   const hue = (/** @type {string} */ colour) => mix(rgb(ctx, colour, colour), background, dark ? 0.52 : 0.18);
   const soft = readable("soft");
+  // Indexed by the tile's colour numbers: muted, communication, then the hues.
+  const fills = [mix(background, rgb(ctx, soft, fallback.soft), dark ? 0.3 : 0.24), COMMUNICATION, ...HUES.map(hue)];
   return {
     dark,
     isOfPage: root.isConnected && value("bg") !== "",
@@ -76,8 +78,7 @@ function readTheme(root, ctx) {
     ink: readable("ink"),
     soft,
     accent: readable("accent"),
-    // Indexed by the tile's colour numbers: muted, communication, then the hues.
-    fills: [mix(background, rgb(ctx, soft, fallback.soft), dark ? 0.3 : 0.24), COMMUNICATION, ...HUES.map(hue)],
+    fillParts: fills.map((fill) => rgb(ctx, fill, fill)),
     texts: [dark ? INK_ON_DARK : INK_ON_LIGHT, "#ffffff", ...HUES.map(() => (dark ? INK_ON_DARK : INK_ON_LIGHT))],
     arrow: dark ? "#ffffff" : "#111518",
     counter: dark ? HUES[0] : COUNTER,

@@ -4,13 +4,14 @@
 
 const COUNTER_HEIGHT = 40;
 const COUNTER_GAP = 8;
+const FOUR_DIGITS = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
 const BYTE_UNITS = /** @type {[number, string][]} */ ([[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]]);
 
 /** @param {Counter} counter @param {number} value */
 function shownValue(counter, value) {
   const [size, unit] = BYTE_UNITS.find(([one]) => Math.abs(value) >= one) ?? [1, "B"];
-  if (!counter.is_bytes) return value.toLocaleString("en", { maximumSignificantDigits: 4 });
-  return `${(value / size).toLocaleString("en", { maximumSignificantDigits: 4 })} ${unit}`;
+  if (!counter.is_bytes) return FOUR_DIGITS.format(value);
+  return `${FOUR_DIGITS.format(value / size)} ${unit}`;
 }
 
 /** @param {View} view */

@@ -9,11 +9,11 @@ function scheduleDraw(view) {
 function draw(view) {
   view.frame = 0;
   if (view.width === 0) return;
+  const began = performance.now();
   if (view.dpr !== (window.devicePixelRatio || 1)) measure(view); // the page was zoomed, or moved to another screen
   if (!view.theme.isOfPage) view.theme = readTheme(view.root, view.ctx); // it was read before the view was attached
   const { ctx, theme, model, scene, page, width, height, dpr, t0, t1 } = view;
   askForTile(view);
-  const began = performance.now();
   ctx.setTransform(dpr, 0, 0, dpr, 0, 0);
   ctx.fillStyle = theme.background;
   ctx.fillRect(0, 0, width, height);
@@ -86,7 +86,7 @@ function drawRuler(view, ticks) {
     ctx.fillStyle = theme.line;
     ctx.fillRect(x, RULER - 6, 1, 6);
     ctx.fillStyle = theme.soft;
-    const label = `${Math.round(time / size).toLocaleString("en")} ${unit}`;
+    const label = `${NUMBERS.format(Math.round(time / size))} ${unit}`;
     const right = x + 4 + ctx.measureText(label).width;
     const isFree = !bracket || right < bracket.x - 6 || x + 4 > bracket.x + bracket.wide + 6;
     if (right < width && isFree) ctx.fillText(label, x + 4, RULER / 2);

@@ -44,6 +44,7 @@ function openView(model, root, scene, page) {
     rows: /** @type {Map<number, RowMarks>} */ (new Map()),
     counters: /** @type {Map<number, Samples>} */ (new Map()),
     path: /** @type {Path | null} */ (null),
+    lines: /** @type {{canvas: HTMLCanvasElement, ctx: CanvasRenderingContext2D, image: ImageData, words: Uint32Array} | null} */ (null),
     hover: /** @type {Hit | null} */ (null),
     exact: /** @type {{slice: number, start: number, duration: number} | null} */ (null), // times of the mark under the pointer
     pointer: [0, 0],

@@ -18,8 +18,10 @@ function shownPoint(ns) {
   return `${(ns / size).toFixed(Math.round(Math.log10(size)))} ${unit}`;
 }
 
+const NUMBERS = new Intl.NumberFormat("en"); // toLocaleString makes one each time, in each frame
+
 /** @param {number} count @param {string} noun */
-const counted = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+const counted = (count, noun) => `${NUMBERS.format(count)} ${noun}${count === 1 ? "" : "s"}`;
 
 /** The smallest 1, 2 or 5 times a power of ten that is at least `least`. @param {number} least */
 function roundStep(least) {
