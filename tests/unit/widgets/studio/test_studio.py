@@ -323,7 +323,7 @@ def test_invalid_num_steps_shows_an_error_and_disables_launch(studio: Studio, st
     assert studio.launch.button.disabled
 
 
-FRAMEWORKS = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed ZeRO-3", "megatron": "Megatron"}
+FRAMEWORKS = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed ZeRO", "megatron": "Megatron"}
 
 
 def read_errors(studio: Studio) -> list[str]:
