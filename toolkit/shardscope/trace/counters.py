@@ -36,7 +36,7 @@ class Counter:
     value: npt.NDArray[np.float64]
 
     def count_samples(self, t0_ns: float, t1_ns: float, width: int) -> int:
-        """Return how many samples :meth:`cut` has at most."""
+        """Return the maximum number of samples that :meth:`cut` returns."""
         first, last = self._find_range(t0_ns, t1_ns)
         return min(last - first, 2 * width)
 

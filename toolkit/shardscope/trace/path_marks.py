@@ -40,7 +40,7 @@ class PathMarks:
         return cls(start_ns=start, end_ns=end, row=row, is_slice=is_slice.astype(bool))
 
     def count_parts(self, t0_ns: float, t1_ns: float, width: int) -> int:
-        """Return about how many parts :meth:`cut` has at most."""
+        """Return an upper estimate of the number of parts that :meth:`cut` returns."""
         seen = int(np.count_nonzero((self.end_ns >= t0_ns) & (self.start_ns <= t1_ns)))
         return min(seen, 4 * width)
 

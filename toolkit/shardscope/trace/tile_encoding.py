@@ -20,7 +20,7 @@ from shardscope.trace.path_marks import PathMarks
 from shardscope.trace.tiles import Tile, Tiler
 
 MAX_BYTES = 65_536
-"""Most bytes of one tile."""
+"""Maximum bytes of one tile."""
 _ESTIMATED_BYTES = 60_000
 """Estimated bytes up to which rows are added: compression differs from one trace to the next."""
 _ROUNDED_BYTES, _EXACT_BYTES, _SAMPLE_BYTES, _PATH_BYTES = 2.4, 4.0, 7.0, 4.0
@@ -34,7 +34,7 @@ Numbers = npt.NDArray[np.int64 | np.int32 | np.float64 | np.uint8 | np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class TileRequest:
-    """Interval and width in pixels, and what the front end lacks of it, most needed first."""
+    """Interval, width in pixels, and the missing rows and counters, most needed first."""
 
     t0_ns: float
     t1_ns: float
@@ -48,8 +48,8 @@ class TileRequest:
 class EncodedTile:
     """One reply. ``columns`` has name, kind and number of values of each column in ``data``, in order.
 
-    A kind is a number of bytes, of which integers are made whose lowest bytes all come first, or "f4" or
-    "f8", floats. ``data`` is compressed by zlib.
+    A kind is the number of bytes of an integer, stored as all lowest bytes, then all next ones; or "f4" or
+    "f8", for floats. ``data`` is compressed by zlib.
     """
 
     t0_ns: float
@@ -203,7 +203,7 @@ class TileEncoder:
 
 
 def _add_path(columns: _Columns, path: PathMarks, request: TileRequest, tick_ns: int) -> None:
-    """Add the parts of the path, of which nothing but the drawing needs the times."""
+    """Add the parts of the path, with rounded times: only the drawing uses them."""
     cut = path.cut(request.t0_ns, request.t1_ns, request.width)
     margin = request.t1_ns - request.t0_ns
     low, high = request.t0_ns - margin, request.t1_ns + margin

@@ -115,7 +115,7 @@ class Tiler:
     ) -> Tile:
         """Return the marks that overlap ``t0_ns..t1_ns`` when drawn ``width`` pixels wide.
 
-        ``rows``: only of these, in ascending order; default: of all.
+        ``rows``: the rows to include, ascending; None: all.
         """
         # 1. The slices that are visible at all.
         index = self._find_visible(t0_ns, t1_ns, rows)
@@ -153,7 +153,7 @@ class Tiler:
     def count_marks(
         self, t0_ns: float, t1_ns: float, width: int, rows: Sequence[int]
     ) -> npt.NDArray[np.int64]:
-        """Return about how many marks each of ``rows`` has at most in such a tile."""
+        """Return an upper estimate of the number of marks of each of ``rows`` in such a tile."""
         return np.array([min(high - low, width) for low, high in self._list_ranges(t0_ns, t1_ns, rows)], int)
 
     def choose_representative(self, first: int, count: int, matches: npt.NDArray[np.bool_]) -> int:
@@ -248,7 +248,7 @@ class Tiler:
     def _find_visible(
         self, t0_ns: float, t1_ns: float, rows: Sequence[int] | None = None
     ) -> npt.NDArray[np.int64]:
-        """Return indices of slices that overlap the range, in store order; ``rows``: only of these."""
+        """Return indices of slices that overlap the range, in store order; ``rows``: in these rows only."""
         ranges = self._list_ranges(t0_ns, t1_ns, range(self.num_rows) if rows is None else rows)
         pieces = [np.arange(low, high, dtype=np.int64) for low, high in ranges if low < high]
         return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)

@@ -1,4 +1,4 @@
-// Brings the view below this element into sight: what a button further down shows is seen there.
+// Scrolls the view below this element into sight, where a button further down has shown something.
 
 function render({ model, el }) {
   el.style.display = "none";

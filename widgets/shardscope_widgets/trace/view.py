@@ -42,10 +42,10 @@ _FOREIGN_TRAITS = frozenset(
 MimeBundle = tuple[dict[str, object], dict[str, object]]
 """Data and metadata of an output by MIME type."""
 _MODULE_PARTS = (
-    "shapes.js", "colours.js", "words.js", "places.js", "tiles.js", "page.js", "state.js", "requests.js",
-    "viewport.js", "folding.js", "tracks.js", "drawing.js", "slices.js", "counters.js", "path.js",
-    "arrows.js", "area.js", "details.js", "pointer.js", "help.js", "keyboard.js", "search.js",
-    "surroundings.js", "view.js",
+    "types.js", "colours.js", "number_format.js", "layout.js", "tiles.js", "page.js", "state.js",
+    "requests.js", "viewport.js", "folding.js", "tracks.js", "drawing.js", "slices.js", "counters.js",
+    "path.js", "arrows.js", "area.js", "details.js", "pointer.js", "help.js", "keyboard.js", "search.js",
+    "page_changes.js", "view.js",
 )  # fmt: skip
 
 

@@ -8,13 +8,13 @@ from shardscope.training.examples.formats import Format, read_example
 from shardscope.training.examples.rows import Rows
 
 MAX_COMPARED_ROWS = 50_000
-"""Rows that a preview compares, which takes about a second. A run compares the tokens of all."""
+"""Maximum rows that a preview compares, which takes about a second. A run compares the tokens of all."""
 
 
 def count_shared_rows(
     training: tuple[Rows, Format, Sequence[int]], validation: tuple[Rows, Format, Sequence[int]]
 ) -> int | None:
-    """Return how many rows for validation have the text of one for training; None for too many rows.
+    """Return the number of validation rows with the text of a training row; None for too many rows.
 
     Both are the rows of a source, their format, and the indices of those that are read. Malformed rows count
     as different.

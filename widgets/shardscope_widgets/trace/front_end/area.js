@@ -87,7 +87,7 @@ function drawArea(view) {
   ctx.restore();
 }
 
-/** Where the ruler's bracket has its text, which no tick's may touch. @param {View} view */
+/** Place of the bracket's text on the ruler, which no tick's label may touch. @param {View} view */
 function placeBracket(view) {
   const { ctx, theme, area, gutterWidth, width } = view;
   if (!area) return null;

@@ -1,4 +1,4 @@
-// What the keys do while the drawing has the focus.
+// Actions of the keys while the drawing has the focus.
 
 /** @type {Record<string, (view: View) => void>} */
 const KEYS = {

@@ -1,4 +1,4 @@
-// The pointer: what it is on, and dragging, clicking and the wheel.
+// The pointer: the mark or track under it, dragging, clicking and the wheel.
 
 /** @param {View} view @param {number} x @param {number} y @returns {Hit | null} */
 function hitAt(view, x, y) {

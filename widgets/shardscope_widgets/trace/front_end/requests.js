@@ -1,4 +1,4 @@
-// Asking Python, and what its replies change.
+// Requests to Python, and the handling of its replies.
 
 /** @param {View} view @param {object} request @returns {number} the id that the reply will carry */
 function askPython(view, request) {
@@ -7,7 +7,7 @@ function askPython(view, request) {
   return view.lastId;
 }
 
-/** Ask for what the rows in view lack, then for what those around them do. A reply may have only the first of them.
+/** Request what is missing in the rows in view, then in those around them. A reply may have only the first of them.
  * @param {View} view */
 function askForTile(view) {
   const { scene, pending, t0, t1 } = view;
@@ -32,11 +32,11 @@ function askForNames(view) {
   view.pending.names = askPython(view, { type: "names", indices: [...view.unnamed].slice(0, 5000) });
 }
 
-/** Ask for the times of a mark, where its tile has rounded ones. @param {View} view @param {RowMarks} marks
+/** Request the exact times of a mark whose tile has rounded ones. @param {View} view @param {RowMarks} marks
  * @param {number} mark */
 function askForMark(view, { slice, count }, mark) {
   const { pending } = view;
-  if (pending.mark && performance.now() - pending.markSince < REPLY_MS) return; // its reply asks again
+  if (pending.mark && performance.now() - pending.markSince < REPLY_MS) return; // its reply sends the next request
   pending.mark = askPython(view, { type: "mark", index: slice[mark], count: count[mark] });
   pending.markSince = performance.now();
 }

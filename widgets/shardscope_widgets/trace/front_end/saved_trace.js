@@ -1,5 +1,5 @@
-// A saved page's stand-in for Python: it answers the view's requests from the columns in the page. The rules are those of
-// tiles.py (marks, sums) and selection.py (arrows, callers, statistics), where their reasons are.
+// The part of Python in a saved page: it answers the view's requests from the columns in the page. Its rules repeat those
+// of tiles.py (marks, sums) and selection.py (arrows, callers, statistics), where the reasons are.
 
 const MODULE_NAME = /^nn\.Module: /;
 const MAX_SAVED_CALLERS = 60;
@@ -335,7 +335,7 @@ class SavedTrace {
   }
 }
 
-/** What an anywidget model does, from a saved trace. @param {any} saved */
+/** The methods of an anywidget model that the view uses, for a saved trace. @param {any} saved */
 function openSavedModel(saved) {
   const trace = new SavedTrace(saved);
   const { state } = saved;

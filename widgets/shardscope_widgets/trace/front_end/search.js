@@ -1,4 +1,4 @@
-// The search box: what it sends, and the count beside it.
+// The search box: its requests, and the count of matches beside it.
 
 /** @param {View} view */
 function showMatchCount({ model, scene, page, matchNumber }) {

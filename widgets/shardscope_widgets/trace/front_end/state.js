@@ -1,4 +1,4 @@
-// What one view remembers. A view is this record, and the other parts are functions of it.
+// State of one view: the record that the functions of all other parts take.
 
 /** @param {any} model @param {HTMLElement} root
  * @param {Scene} scene @param {ReturnType<typeof buildPage>} page */
@@ -49,7 +49,7 @@ function openView(model, root, scene, page) {
     exact: /** @type {{slice: number, start: number, duration: number} | null} */ (null), // times of the mark under the pointer
     pointer: [0, 0],
     names: /** @type {Map<number, string>} */ (new Map()),
-    unnamed: /** @type {Set<number>} */ (new Set()), // names to ask for
+    unnamed: /** @type {Set<number>} */ (new Set()), // names to request
     textWidths: /** @type {Map<string, number>} */ (new Map()),
     matchNumber: 0,
     area: /** @type {Area | null} */ (null),

@@ -1,4 +1,4 @@
-// Tiles: what Python sends of a stretch of time, row by row, and which rows and counters lack it.
+// Tiles: the marks of a stretch of time, row by row, and which rows and counters still need theirs.
 
 /** @param {DataView} packed @returns {Promise<Uint8Array>} */
 async function inflate(packed) {
@@ -97,7 +97,7 @@ function readPath(message, columns) {
   return { t0, t1, width, number, start, end, row, is_slice: isSlice };
 }
 
-/** Keep what came; of rows far from the view, forget it. @param {View} view @param {Tile} tile */
+/** Store a tile, and drop rows that are far from the view. @param {View} view @param {Tile} tile */
 function keepTile(view, tile) {
   for (const [row, marks] of tile.rows) view.rows.set(row, marks);
   for (const [number, samples] of tile.counters) view.counters.set(number, samples);
@@ -121,7 +121,7 @@ function listRows(view, margin) {
   return rows;
 }
 
-/** Whether a part of a tile has the time in view, as fine as it is drawn. @param {View} view
+/** Whether a part of a tile covers the time in view at the resolution that is drawn. @param {View} view
  * @param {{t0: number, t1: number, width: number} | null | undefined} part */
 function isCurrent({ scene, t0, t1, width, gutterWidth }, part) {
   if (!part) return false;
@@ -130,7 +130,7 @@ function isCurrent({ scene, t0, t1, width, gutterWidth }, part) {
   return edge(t0) >= part.t0 && edge(t1) <= part.t1 && resolution < 1.3 && resolution > 0.3;
 }
 
-/** What is missing in view, and if nothing is, within `margin` pixels of it. @param {View} view @param {number} margin */
+/** Rows and counters that are missing in view or, if none are, within `margin` pixels of it. @param {View} view @param {number} margin */
 function listMissing(view, margin) {
   const search = view.model.get("search");
   const isMissing = (/** @type {number} */ row) => view.rows.get(row)?.search !== search || !isCurrent(view, view.rows.get(row));

@@ -11,7 +11,7 @@ function groupTracks(tracks) {
   return groups;
 }
 
-/** The tracks that stand where `track` does, in order: the pinned ones, or the others of its rank.
+/** The tracks among which `track` can move, in order: the pinned ones, or the others of its rank.
  * @param {View} view @param {Track} track */
 function listNeighbours(view, track) {
   return view.pinned.includes(track) ? view.pinned : (view.order.get(track.rank) ?? []);
@@ -23,7 +23,7 @@ function moveTrack(view, track, direction) {
   const groups = isPinned ? view.pinned.map((one) => [one]) : groupTracks(view.order.get(track.rank) ?? []);
   let from = groups.findIndex((group) => group.includes(track));
   const [moved] = groups.splice(from, 1);
-  // Past the places of the rank's pinned tracks, which are not there.
+  // Skip the rank's pinned tracks, which are drawn elsewhere.
   do from += direction;
   while (!isPinned && groups[from - (direction > 0 ? 1 : 0)]?.every((one) => view.pinned.includes(one)));
   groups.splice(Math.min(Math.max(from, 0), groups.length), 0, moved);

@@ -1,4 +1,4 @@
-// Which times and which rows are in view: zooming, panning, scrolling.
+// The times and rows in view: zooming, panning, scrolling.
 
 /** @param {View} view @param {number} from @param {number} to */
 function showStretch(view, from, to) {

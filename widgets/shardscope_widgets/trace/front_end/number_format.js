@@ -1,4 +1,4 @@
-// How times and counts read.
+// Times and counts as text.
 
 const UNITS = /** @type {[number, string][]} */ ([[1e9, "s"], [1e6, "ms"], [1e3, "µs"], [1, "ns"]]);
 

@@ -1,4 +1,4 @@
-// The page around the view: its size, whether it is in sight, and its theme.
+// Changes of the page around the view: size, visibility and theme.
 
 /** @param {View} view */
 function measure(view) {
@@ -23,8 +23,8 @@ function retheme(view) {
   scheduleDraw(view);
 }
 
-/** Follow the view's size: from nothing, that of a detached or hidden view, to what it is once it is attached or its
- * tab is shown. @param {View} view @returns {() => void} stops following */
+/** Follow the view's size, which is zero until the view is attached and its tab is shown.
+ * @param {View} view @returns {() => void} stops following */
 function followSize(view) {
   const onChange = () => {
     measure(view);

@@ -1,4 +1,4 @@
-// What Python sends, and the sizes and limits that all parts share. The parts of this folder are joined into one ES
+// Types of what Python sends, and the sizes and limits that all parts share. The parts of this folder are joined into one ES
 // module, in the order that view.py lists, because a notebook page cannot fetch a second file.
 // All times are nanoseconds from the trace's first slice, in float64.
 

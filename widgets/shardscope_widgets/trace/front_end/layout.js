@@ -1,4 +1,4 @@
-// Where ranks, tracks and rows stand, and which marks a row has at a time.
+// Layout: heights of ranks, tracks and rows, and the marks of a row at a time.
 
 /** Heights from the top of the scrolled content. A folded rank is one band with all its rows, too thin for names;
  * it leaves Python stacks out. Python stacks are one line, and below it their rows if they are shown.
