@@ -6,7 +6,6 @@ State flows one way: pickers -> ``studio.plan`` -> views.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -15,7 +14,6 @@ import ipywidgets as widgets
 import traitlets
 
 import shardscope as ss
-from shardscope.core.errors import FieldError
 from shardscope.core.number_format import format_count
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.checks import Finding
@@ -53,6 +51,7 @@ from shardscope_widgets.run.export_panel import ExportPanel
 from shardscope_widgets.run.launch_button import LaunchButton
 from shardscope_widgets.run.runs_view import RunsView, count_runs
 from shardscope_widgets.run.view import RunView
+from shardscope_widgets.studio.fixes import PickerFixes
 from shardscope_widgets.studio.head import FitButton, FullWindow, render_headline, write_fit_question
 from shardscope_widgets.time.rates import render_rates
 from shardscope_widgets.time.rows import RunSteps, build_shown_step
@@ -63,8 +62,6 @@ FINE_TUNE = "Fine-tune"
 TABS = ("Memory", "Time", "Plans", "Checks", FINE_TUNE, "Runs", "Trace")
 PAUSE_SECONDS = 0.25
 """Delay after the last input before fixes and findings are computed: both are slower than the rest."""
-MAX_FIXES = 4
-"""Maximum number of fixes applied in sequence."""
 TRACE_PIXELS = 340
 TRACE_FOLLOWS = "The trace appears here when the run has ended."
 Page = TypeVar("Page", bound=widgets.Widget)
@@ -113,6 +110,14 @@ class Studio(View):
         self.layout_picker = LayoutPicker()
         self.options = RunOptions()
         self.task = TaskPicker(self.options)
+        self._fixes = PickerFixes(
+            architecture=self.architecture,
+            cluster=self.cluster,
+            recipe=self.recipe,
+            layout=self.layout_picker,
+            task=self.task,
+            options=self.options,
+        )
         self.notice = Notice()
         self.notice.add_class("ss-strip")
         self.launch = LaunchButton(
@@ -138,7 +143,7 @@ class Studio(View):
             fold.follow_picker(picker)
             picker.on_fix = self._apply_fix
         for picker in (self.task, *self._pickers):
-            picker.complete = self._complete_fix
+            picker.complete = self._fixes.complete
         self.questions = Folds(list(self.folds.values()))
         self.questions.add_class("ss-side")
 
@@ -307,57 +312,13 @@ class Studio(View):
         self._replan()
 
     def _apply_fix(self, changes: Mapping[str, object]) -> None:
-        """Apply a suggested fix: set each changed input in its picker, as one update."""
-        # One update for all changes: each single one may be invalid together with the old values.
-        owners = {"Architecture": self.architecture, "Cluster": self.cluster, "Recipe": self.recipe}
+        """Apply a suggested fix as one update: a single change may be invalid together with old values."""
         self._planning = True
         try:
-            for name, value in changes.items():
-                owner, _, field = name.rpartition(".")
-                if isinstance(value, ss.Layout):
-                    self.layout_picker.set_value(value)
-                else:
-                    self._picker_of(owner, field, owners).set_fields({field: value})
+            self._fixes.set_inputs(changes)
         finally:
             self._planning = False
         self._replan()
-
-    def _complete_fix(self, changes: Mapping[str, object]) -> dict[str, object]:
-        """Extend a fix with the follow-up fixes that it needs, so that one click leads to a valid plan."""
-        complete = dict(changes)
-        for _ in range(MAX_FIXES):
-            try:
-                self._plan_with(complete).memory()
-            except FieldError as error:
-                # The same fix again would never end.
-                if not error.changes or error.changes.items() <= complete.items():
-                    break
-                complete |= error.changes
-            except ValueError:  # This error has no suggested fix.
-                break
-            else:
-                return complete
-        return dict(changes)
-
-    def _plan_with(self, changes: Mapping[str, object]) -> ss.Plan:
-        """Return the plan of the current inputs with a fix applied. Raises ``ValueError``."""
-        fields: dict[str, dict[str, object]] = {"Recipe": {}, "Cluster": {}, "Layout": {}}
-        for name, value in changes.items():
-            owner, _, field = name.rpartition(".")
-            fields.setdefault(owner, {})[field] = value
-        model = changes.get("model")
-        arch = ss.models[str(model)] if model else self.architecture.value
-        nouns = (arch, self.cluster.build_value(fields["Cluster"]), self.recipe.build_value(fields["Recipe"]))
-        layout = changes.get("Layout")
-        if not isinstance(layout, ss.Layout):
-            layout = self.layout_picker.layout_for(*nouns)
-        return ss.Plan(*nouns, replace(layout, **fields["Layout"]))
-
-    def _picker_of(self, owner: str, field: str, owners: Mapping[str, Picker]) -> Picker:
-        for picker in (self.task, self.options):
-            if field in picker.rows:
-                return picker
-        return owners.get(owner, self.layout_picker)
 
     def _open_plan(self, plan: ss.Plan) -> None:
         before = self.plan
@@ -416,8 +377,7 @@ class Studio(View):
     def _show_error(self, error: ValueError) -> None:
         # Errors other than FieldError also start with their field: "Architecture.model_type is ...".
         owner = getattr(error, "field", str(error)).partition(".")[0]
-        owners = {"Architecture": self.architecture, "Cluster": self.cluster, "Recipe": self.recipe}
-        owners.get(owner, self.layout_picker).show_plan_error(error)
+        self._fixes.find_owner(owner).show_plan_error(error)
 
     # ---- plan to views
 
