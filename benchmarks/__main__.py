@@ -110,13 +110,29 @@ def measure_listing() -> None:
 
 
 def measure_traces() -> None:
-    """Measure loading and analyzing a large trace."""
+    """Measure loading and analyzing a large trace, beside other readers of the same files."""
     with tempfile.TemporaryDirectory() as folder:
         found = trace_analysis.measure(Path(folder))
-        parse, load, _, again = (
-            trace_loading.measure(Path(folder), mode) for mode in ("parse", "load", "cache", "cache")
-        )
+        modes: tuple[trace_loading.Mode, ...] = ("parse", "orjson", "hta", "load", "cache", "cache")
+        parse, orjson, hta, load, _, again = (trace_loading.measure(Path(folder), mode) for mode in modes)
     name = f"trace of {found.num_slices / 1e6:.1f} M slices"
+    for what, other, missing in (
+        ("msgspec, parsed only", parse, ""),
+        ("orjson, parsed only", orjson, "not installed: pip install orjson"),
+        ("Holistic Trace Analysis", hta, "not installed: HTA_PYTHON names an interpreter that has it"),
+    ):
+        if other is None:
+            print_row(f"{name}, {what}", "-", note=missing)
+            continue
+        note = f"of the processor, peak {other.peak_bytes / 1e6:,.0f} MB; {other.num_events:,} events"
+        print_row(f"{name}, {what}", f"{other.processor_seconds:.1f} s", note=note)
+    assert parse and load and again  # these need nothing that may be missing
+    note = f"of the processor; {load.num_events / load.processor_seconds:,.0f} events/s"
+    print_row(f"{name}, loaded", f"{load.processor_seconds:.1f} s", note=note)
+    if hta is not None:
+        # Both have read the same files: a faster one has more events in a second.
+        ratio = hta.processor_seconds / load.processor_seconds
+        print_row(f"{name}, events/s of ours / HTA", f"{ratio:.1f} x", note="by the processor's clock")
     ratio = load.processor_seconds / parse.processor_seconds
     note = f"{load.processor_seconds:.1f} s of the processor against {parse.processor_seconds:.1f} s"
     budget, holds = f"{LOADING_BUDGET_RATIO:g} x", ratio < LOADING_BUDGET_RATIO
