@@ -631,7 +631,7 @@ def test_a_run_obeys_commands_at_the_same_step(tmp_path: Path) -> None:
     for rank in range(2):
         log = run.logs(rank)
         assert "ignored a command: profile steps is 'many'; allowed: " in log
-        assert "ignored a command: command is 'dance'; allowed: 'checkpoint', 'memory_snapshot', " in log
+        assert "ignored a command: command is 'dance'; allowed: " in log
         assert f"saved checkpoints/{asked.name}" in log
 
 

@@ -14,7 +14,7 @@ import shardscope as ss
 from shardscope.core.number_format import format_count
 from shardscope.training.examples.preview import LengthAdvice, Preview
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
-from shardscope_widgets.kit.latest_request import LatestRequest
+from shardscope_widgets.kit.latest_request import LatestRequest, call_in_loop, find_running_loop
 
 READING = "<p role='status'>Reading the data…</p>"
 PAIRS = "Preference pairs: trained by DPO"
@@ -79,7 +79,12 @@ class DataPanel(Clickable):
         if question is None or not question.is_same_data(before):
             self._show_result(None)
         if question is not None:
-            _import_pandas()
+            # After the cell or the input's handler that calls this, so that it is shown first.
+            call_in_loop(find_running_loop(), lambda: self._read(question))
+
+    def _read(self, question: DataQuestion) -> None:
+        if question == self._question:
+            _import_libraries()
             self._reader.request(question, lambda result: self._receive(question, result))
 
     def _receive(self, question: DataQuestion, result: Preview | Exception) -> None:
@@ -152,14 +157,18 @@ def _stamp(data: object) -> Stamp:
     return (0, 0) if status is None else (status.st_mtime_ns, status.st_size)
 
 
-def _import_pandas() -> None:
-    """Import pandas in the thread that draws, before ``datasets`` imports it in the reader's.
+def _import_libraries() -> None:
+    """Import what the reader needs in the thread that runs the notebook's cells: some seconds, once.
 
-    plotly reads ``pandas.Series`` as soon as ``sys.modules`` has pandas, also while another thread is still
-    importing it (plotly 6, ``_plotly_utils/basevalidators.py``, ``is_homogeneous_array``).
+    Another thread would import it while a cell imports the same. Transformers loads its modules when their
+    names are first read, and two threads see each other's half-loaded ones ("cannot import name
+    'AutoTokenizer'"). plotly reads ``pandas.Series`` as soon as ``sys.modules`` has pandas (plotly 6,
+    ``_plotly_utils/basevalidators.py``, ``is_homogeneous_array``).
     """
     with contextlib.suppress(ImportError):  # The reader reports what is missing.
+        import datasets  # noqa: F401
         import pandas  # noqa: F401
+        from transformers import AutoTokenizer  # noqa: F401
 
 
 def _read_preview(question: DataQuestion) -> Preview:

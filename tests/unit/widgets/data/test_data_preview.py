@@ -175,8 +175,8 @@ def test_pandas_is_imported_by_the_thread_that_draws_before_the_reader_starts(
 
         monkeypatch.setattr(owner, name, call)
 
-    record(data_panel, "_import_pandas")
+    record(data_panel, "_import_libraries")
     record(view.form.data_panel._reader, "request")
     enter_data(view, write_questions(Path("questions.jsonl")))
     thread = threading.current_thread().name
-    assert calls[:2] == [("_import_pandas", thread), ("request", thread)]
+    assert calls[:2] == [("_import_libraries", thread), ("request", thread)]
