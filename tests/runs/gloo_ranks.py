@@ -115,6 +115,9 @@ def on_ranks(world_size: int, plan: Any, body: Callable[[StandInContext], Any], 
         process.start()
     for process in ranks:
         process.join(RANK_SECONDS)
+    ends = [
+        "is alive" if process.is_alive() else f"ended with exit code {process.exitcode}" for process in ranks
+    ]
     for process in ranks:
         if process.is_alive():
             process.kill()
@@ -126,7 +129,7 @@ def on_ranks(world_size: int, plan: Any, body: Callable[[StandInContext], Any], 
     for rank in range(world_size):
         result = folder / f"rank-{rank}.json"
         if not result.exists():
-            raise AssertionError(f"rank {rank} wrote nothing within {RANK_SECONDS} s")
+            raise AssertionError(f"rank {rank} wrote nothing within {RANK_SECONDS} s and {ends[rank]}")
         results.append(json.loads(result.read_text()))
     return results
 

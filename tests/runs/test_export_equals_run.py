@@ -80,6 +80,8 @@ def run_script(folder: Path, text: Path, model: Path | None) -> dict[str, Any]:
     script.train_step = record_batch
     # The process group is up, and stays.
     script.dist = StaysUp(script.dist)
+    # DeepSpeed's ends its process.
+    script.exit_process = lambda: None
     if "drawn" in folder.name:
         script.WHOLE_BYTES = 0
     words = ["--steps", str(NUM_STEPS), "--text", str(text)]
