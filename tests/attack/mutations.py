@@ -45,7 +45,7 @@ RANK_FILES = (
     ("memory_snapshots", ".pickle"),
     ("what_it_was", ".json"),
 )
-STATUSES = ("starting", "running", "stopping", "finished", "stopped", "failed", "lost")
+STATUSES = ("queued", "starting", "running", "stopping", "finished", "stopped", "failed", "lost")
 
 
 @dataclass(frozen=True)

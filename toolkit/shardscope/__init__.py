@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shardscope.frameworks.accelerate.script import Script
     from shardscope.planner.advice.advice import recommend
     from shardscope.planner.search.search import search
+    from shardscope.runs.backends.slurm import Slurm
     from shardscope.runs.calibrate.process import calibrate
     from shardscope.runs.launch.launch import launch
     from shardscope.runs.run import Run
@@ -42,6 +43,7 @@ __all__ = [
     "Recipe",
     "Run",
     "Script",
+    "Slurm",
     "Trace",
     "calibrate",
     "example_model",
@@ -66,6 +68,7 @@ _modules = {
     "Recipe": "core.recipe",
     "Run": "runs.run",
     "Script": "frameworks.accelerate.script",
+    "Slurm": "runs.backends.slurm",
     "Trace": "trace",
     "calibrate": "runs.calibrate.process",
     "example_model": "training.weights.example_models",

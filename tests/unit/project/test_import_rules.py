@@ -43,7 +43,18 @@ HEAVY = {
 """Packages that neither ``import shardscope`` nor planning imports."""
 
 DESIGNED = {
-    *("Architecture", "Cluster", "Recipe", "Layout", "Plan", "Finetune", "Pretrain", "Run", "Script"),
+    *(
+        "Architecture",
+        "Cluster",
+        "Recipe",
+        "Layout",
+        "Plan",
+        "Finetune",
+        "Pretrain",
+        "Run",
+        "Script",
+        "Slurm",
+    ),
     *("Trace", "calibrate", "example_model", "gpus", "launch", "merge", "models", "recommend", "runs"),
     *("search", "sweep"),
 }

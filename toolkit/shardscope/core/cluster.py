@@ -249,9 +249,9 @@ class Cluster(Serializable):
     def parse(cls, text: str) -> Cluster:
         """Parse nodes x GPUs x type: "4x8xh100-sxm-80gb".
 
-        "8xh100-sxm-80gb" is one node, "h100-sxm-80gb" one GPU, "2xcpu" two CPU ranks on this machine. Case
-        and spaces do not matter. Raises ``ValueError`` for other text, with the GPU of the nearest name if
-        there is one.
+        "8xh100-sxm-80gb" is one node, "h100-sxm-80gb" one GPU, "2xcpu" two CPU ranks on this machine,
+        "2x1xcpu" one on each of two nodes. Case and spaces do not matter. Raises ``ValueError`` for other
+        text, with the GPU of the nearest name if there is one.
         """
         from shardscope.catalog import gpus
 
@@ -274,9 +274,6 @@ class Cluster(Serializable):
             )
             allowed, problem = f"{form}; types: {', '.join(gpus)}", f"{match[2]} is not in the catalogue"
             refuse("cluster", text, allowed, fix, problem=problem)
-        # CPU ranks are launched as processes of this machine.
-        if match[2] == "cpu" and nodes > 1:
-            refuse("cluster", text, "CPU ranks of this one machine", Value(f"{per_node}xcpu"))
         return cls.of(gpus[match[2]], per_node, nodes)
 
     @classmethod

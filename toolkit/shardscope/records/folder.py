@@ -12,7 +12,7 @@ from shardscope.core.errors import Value, refuse
 from shardscope.machine.os_errors import describe_shortage
 from shardscope.records.json_files import append_line
 
-Status = Literal["starting", "running", "stopping", "finished", "stopped", "failed", "lost"]
+Status = Literal["queued", "starting", "running", "stopping", "finished", "stopped", "failed", "lost"]
 FULL_BYTES = 2**20
 """Free disk space below which writes of a run may be lost."""
 STATUSES: frozenset[str] = frozenset(get_args(Status))
@@ -22,6 +22,10 @@ RECORDINGS = "recordings"
 """Subfolder of a run with the recordings that ``run.profile`` requested, a folder each."""
 MERGED = "merged"
 """Subfolder of a run with its adapters merged into their base."""
+NODES = "nodes"
+"""Subfolder of a scheduler's run: a folder for each node, which only that node writes."""
+SUBMISSION = "slurm"
+"""Subfolder of a Slurm run with the job script, the pickles and the logs of submitit."""
 FINAL: frozenset[str] = frozenset({"finished", "stopped", "failed", "lost"})
 
 
@@ -42,6 +46,35 @@ class RunFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
+
+    @property
+    def is_lead(self) -> bool:
+        """Return whether the supervisor of this folder writes the run's status."""
+        return True
+
+    def select_ranks(self, world_size: int) -> range:
+        """Return the ranks whose processes the supervisor of this folder watches."""
+        return range(world_size)
+
+    @property
+    def has_nodes(self) -> bool:
+        """Return whether the run is a scheduler's, with a folder for each node."""
+        return (self.path / NODES).is_dir()
+
+    def list_nodes(self) -> list[NodeFolder]:
+        """Return the folders of the nodes that have started, in order; none for a run of one machine."""
+        try:
+            names = [entry.name for entry in (self.path / NODES).iterdir()]
+        except OSError:
+            return []
+        # The folder may come from anybody: int() also accepts digits of other scripts.
+        numbers = sorted(int(name) for name in names if name.isdecimal() and name.isascii())
+        return [NodeFolder(self.path, number) for number in numbers]
+
+    @property
+    def job(self) -> Path:
+        """The scheduler's job of this run, written once at launch; missing for a run of this machine."""
+        return self.path / "job.json"
 
     @property
     def run_json(self) -> Path:
@@ -201,6 +234,82 @@ class RunFolder:
     def set_status(self, status: Status, reason: str, **more: object) -> None:
         """Append a status transition. Raises ``OSError``."""
         append_line(self.status, {"time": time.time(), "status": status, "reason": reason, **more})
+
+
+class NodeFolder(RunFolder):
+    """The paths of one node of a scheduler's run: what its supervisor and launcher write is in ``nodes/<n>``.
+
+    Node 0 also writes the run's status; files of ranks are where they are for a run of one machine.
+    """
+
+    NODE_SUBFOLDERS = ("logs", "errors", "tmp")
+
+    def __init__(self, path: str | os.PathLike[str], node: int, num_nodes: int = 1) -> None:
+        super().__init__(path)
+        self.node = node
+        self.num_nodes = num_nodes
+        self.own = self.path / NODES / str(node)
+
+    @property
+    def is_lead(self) -> bool:
+        return self.node == 0
+
+    def select_ranks(self, world_size: int) -> range:
+        ranks_per_node = world_size // self.num_nodes
+        return range(self.node * ranks_per_node, (self.node + 1) * ranks_per_node)
+
+    def create_own(self) -> None:
+        """Create this node's folders with mode 0700. Raises ``OSError``."""
+        self.own.mkdir(mode=0o700)
+        for name in self.NODE_SUBFOLDERS:
+            (self.own / name).mkdir(mode=0o700)
+
+    def create_peer(self, node: int) -> NodeFolder:
+        """Return the folder of another node of the same run."""
+        return NodeFolder(self.path, node, self.num_nodes)
+
+    @property
+    def status(self) -> Path:
+        return super().status if self.is_lead else self.own / "status.jsonl"
+
+    @property
+    def supervisor(self) -> Path:
+        return self.own / "supervisor.json"
+
+    @property
+    def supervisor_log(self) -> Path:
+        return self.own / "supervisor.log"
+
+    @property
+    def exits(self) -> Path:
+        return self.own / "exits.jsonl"
+
+    @property
+    def launcher_error(self) -> Path:
+        return self.own / "errors" / "launcher.json"
+
+    @property
+    def launcher_log(self) -> Path:
+        return self.own / "logs" / "launcher.log"
+
+    @property
+    def temporary(self) -> Path:
+        return self.own / "tmp"
+
+    @property
+    def node_json(self) -> Path:
+        """Name, address and network interface of this node; written once, before its supervisor starts."""
+        return self.own / "node.json"
+
+    @property
+    def rendezvous(self) -> Path:
+        """Address and port of the ranks' store, which the launcher of node 0 serves."""
+        return self.own / "rendezvous.json"
+
+    @property
+    def ended(self) -> Path:
+        """How the ranks of this node ended; written once, when no process of them is left."""
+        return self.own / "ended.json"
 
 
 def checked_path(field: str, value: object) -> Path:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from shardscope.core.errors import check_integer, check_number
 from shardscope.machine.os_errors import describe_shortage
-from shardscope.records.folder import RECORDINGS, STATUSES, RunFolder
-from shardscope.records.json_files import load_json
+from shardscope.records.folder import NODES, RECORDINGS, STATUSES, NodeFolder, RunFolder
+from shardscope.records.json_files import load_json, read_json
 from shardscope.records.json_values import is_int, is_number, parse_object
 from shardscope.records.regular_files import check_regular
 
@@ -21,12 +21,20 @@ MAX_ENTRIES = 4 * MAX_WORLD_SIZE
 """Most entries checked in each subfolder of a run folder."""
 FILES = frozenset({
     *("run.json", "status.jsonl", "control.jsonl", "supervisor.json", "supervisor.log", "task.pkl"),
-    *("exits.jsonl", "cards.jsonl", "samples.jsonl", "note.json", "metrics.csv", "summary.json"),
+    *("exits.jsonl", "cards.jsonl", "samples.jsonl", "note.json", "metrics.csv", "summary.json", "job.json"),
 })  # fmt: skip
 FOLDERS = frozenset({
     *("events", "logs", "errors", "ranks", "traces", "what_it_was", "stacks", "memory_snapshots"),
 })  # fmt: skip
 """Subfolders that contain regular files only."""
+
+
+def open_part(path: str, node: int | None) -> RunFolder:
+    """Return the folder of the run in ``path``, or of one of its nodes. Raises ``ValueError`` if damaged."""
+    if node is None:
+        return RunFolder(path)
+    num_nodes = (read_json(RunFolder(path).run_json) or {}).get("num_nodes")
+    return NodeFolder(path, node, check_integer("run.json num_nodes", num_nodes, low=1, high=MAX_WORLD_SIZE))
 
 
 def check_file_kinds(folder: RunFolder, *, inside: bool = False) -> None:
@@ -46,6 +54,10 @@ def check_file_kinds(folder: RunFolder, *, inside: bool = False) -> None:
                     _check_inside(entry.path)
             elif entry.name == RECORDINGS:
                 _check_folders(entry, inside=inside)
+            elif entry.name == NODES:
+                _check_folder(entry)
+                if inside:
+                    _check_nodes(entry.path)
 
 
 def _check_folder(entry: os.DirEntry[str]) -> None:
@@ -61,6 +73,21 @@ def _check_folders(entry: os.DirEntry[str], *, inside: bool) -> None:
             for folder in islice(folders, MAX_ENTRIES):
                 _check_folder(folder)
                 _check_inside(folder.path)
+
+
+def _check_nodes(path: str) -> None:
+    """Check the folders of nodes: regular files, and folders of regular files."""
+    with os.scandir(path) as nodes:
+        for node in islice(nodes, MAX_ENTRIES):
+            _check_folder(node)
+            with os.scandir(node.path) as entries:
+                for entry in islice(entries, MAX_ENTRIES):
+                    if entry.is_dir(follow_symlinks=False):
+                        # Temporary files are deleted, never read.
+                        if entry.name != "tmp":
+                            _check_inside(entry.path)
+                    elif not entry.is_file(follow_symlinks=False):
+                        check_regular(RunFolder(entry.path).path)
 
 
 def _check_inside(path: str) -> None:
@@ -165,10 +192,10 @@ def _build_list_check(is_right: Callable[[object], bool]) -> Callable[[object], 
 
 
 _DESCRIPTION: Mapping[str, Callable[[object], bool]] = {
-    **dict.fromkeys(("name", "asked_name", "machine", "task", "device", "pythonpath"), _is_text),
+    **dict.fromkeys(("name", "asked_name", "machine", "task", "device", "pythonpath", "scheduler"), _is_text),
     **dict.fromkeys(("trains_the_plan", "saves_when_asked", "outlive_kernel"), _is_flag),
     **dict.fromkeys(("predicted", "asked", "versions"), _is_mapping),
-    "num_steps": is_int,
+    **dict.fromkeys(("num_steps", "num_nodes"), is_int),
     "gpus": _build_list_check(is_int),
     "sys_path": _build_list_check(_is_text),
 }

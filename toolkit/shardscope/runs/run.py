@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -33,6 +34,7 @@ from shardscope.records.redaction import redact
 from shardscope.records.regular_files import NotRegularFileError, check_regular
 from shardscope.records.samples import Sample, read_samples
 from shardscope.records.terminal_text import plain_text
+from shardscope.runs.backends.slurm_job import SlurmError, cancel_waiting, read_job_id
 from shardscope.runs.explain.failure import find_failures
 from shardscope.runs.explain.failure_report import explain_failures
 from shardscope.runs.run_status import RunStatus, is_transition
@@ -213,7 +215,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """Current status: starting, running, stopping, finished, stopped, failed or lost."""
+        """Current status: queued, starting, running, stopping, finished, stopped, failed or lost."""
         return str(self._status.read()["status"])
 
     @property
@@ -259,7 +261,8 @@ class Run:
         state = self._status.read()
         if state["status"] == "lost":
             try:
-                last_heartbeat: float | None = self._folder.supervisor.stat().st_mtime
+                part = next(iter(self._folder.list_nodes()), self._folder)
+                last_heartbeat: float | None = part.supervisor.stat().st_mtime
             except OSError:
                 last_heartbeat = None
             records.append({**state, "time": last_heartbeat})
@@ -478,6 +481,11 @@ class Run:
     def _request_stop(self, **arguments: object) -> None:
         file_name = find_notebook()
         self.send("stop", **arguments, **({} if file_name is None else {"notebook": file_name}))
+        job_id = read_job_id(self._folder)
+        if job_id is not None and self.status == "queued":
+            # A job that waits has no supervisor to read the command; one that has started keeps its own.
+            with contextlib.suppress(SlurmError):  # Attached from a machine without Slurm's commands.
+                cancel_waiting(job_id)
 
     def send(self, command: str, **arguments: object) -> None:
         """Append a command for the supervisor or for ``ctx.commands()``; no effect on an ended run."""

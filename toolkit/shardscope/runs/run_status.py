@@ -9,10 +9,11 @@ from pathlib import Path
 
 from shardscope.machine.os_errors import describe_os_error, is_absent
 from shardscope.machine.processes import identify_machine, is_alive
-from shardscope.records.folder import FINAL, STATUSES, RunFolder
+from shardscope.records.folder import FINAL, STATUSES, NodeFolder, RunFolder
 from shardscope.records.folder_checks import check_transition
 from shardscope.records.json_files import MAX_LINES_BYTES, LineTail, read_json_if_present, read_tail_text
 from shardscope.records.regular_files import check_regular
+from shardscope.runs.backends.job_watch import JobWatch
 
 START_GRACE_SECONDS = 30.0
 """Time after which a "starting" run whose supervisor has written no record counts as lost."""
@@ -26,6 +27,9 @@ class RunStatus:
     def __init__(self, folder: RunFolder) -> None:
         """Read ``status.jsonl`` for the first time. Raises ``ValueError`` if it is damaged."""
         self._folder = folder
+        # On several nodes the supervisor of node 0 writes the status.
+        self._job = JobWatch(folder) if folder.has_nodes else None
+        self._supervised = NodeFolder(folder.path, 0) if self._job is not None else folder
         self._lock = threading.Lock()
         self._records = LineTail(folder.status)
         self._last_transition: dict[str, object] = {"status": "starting", "reason": "", "time": time.time()}
@@ -40,6 +44,10 @@ class RunStatus:
             if self._last_transition["status"] in FINAL:
                 return self._last_transition
             try:
+                if self._job is not None and self._is_waiting():
+                    since = self._last_transition.get("time")
+                    age = time.time() - since if isinstance(since, int | float) else 0.0
+                    return self._job.describe(age) or self._last_transition
                 reason = self._explain_lost_supervisor()
             except OSError as error:
                 return self._mark_outdated(error)
@@ -55,6 +63,10 @@ class RunStatus:
                 if self._last_transition["status"] in FINAL
                 else {"status": "lost", "reason": reason}
             )
+
+    def _is_waiting(self) -> bool:
+        """Return whether no node has started. Raises ``OSError`` if the folder cannot be read now."""
+        return _is_folder(self._folder.path) and read_json_if_present(self._supervised.supervisor) is None
 
     def _mark_outdated(self, error: OSError) -> dict[str, object]:
         """Return the last known status, with ``error`` as the reason why it may be outdated."""
@@ -86,7 +98,7 @@ class RunStatus:
         """
         if not _is_folder(self._folder.path):
             return "its folder is gone"
-        record = read_json_if_present(self._folder.supervisor) or {}
+        record = read_json_if_present(self._supervised.supervisor) or {}
         pid = record.get("pid")
         # No valid record yet: the supervisor is still starting, or died before it could write one.
         if record.get("started") is None or not isinstance(pid, int) or not 0 < pid < 2**31:
@@ -100,7 +112,7 @@ class RunStatus:
                 return None
         elif not self._has_lost_heartbeat():
             return None
-        output = read_tail_text(self._folder.supervisor_log, 500).strip()
+        output = read_tail_text(self._supervised.supervisor_log, 500).strip()
         reason = (
             f"its supervisor (process {pid}) is gone without a final status: killed, or the machine restarted"
         )
@@ -112,7 +124,7 @@ class RunStatus:
         The age is measured with our own monotonic clock: the clocks of two machines may differ.
         """
         try:
-            beat = self._folder.supervisor.stat().st_mtime
+            beat = self._supervised.supervisor.stat().st_mtime
         except OSError as error:
             if is_absent(error):
                 return True

@@ -18,6 +18,7 @@ from shardscope_widgets.run.figure import MAX_LINES
 from shardscope_widgets.run.panels import Panel, is_number
 
 STATUS_SIGNS = {
+    "queued": "◌",
     "starting": "◌",
     "running": "●",
     "stopping": "◐",
@@ -30,6 +31,7 @@ STATUS_SIGNS = {
 }
 """A shape for each status, so that it does not depend on colour alone."""
 STATUS_CLASSES = {
+    "queued": "ss-living",
     "starting": "ss-living",
     "running": "ss-living",
     "stopping": "ss-living",

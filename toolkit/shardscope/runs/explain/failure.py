@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,7 +52,8 @@ class Failure:
 
     rank: int | None
     time: float
-    """Seconds of this machine's monotonic clock, which is the same in all processes and never set back."""
+    """Seconds of this machine's monotonic clock, which is the same in all processes and never set back; of a
+    run on several nodes, seconds since the epoch."""
     reason: str
     """Reason, one line."""
     text: str
@@ -79,7 +80,7 @@ def find_failures(folder: RunFolder, world_size: int) -> list[Failure]:
     for record in _read_exits(folder):
         if record.rank not in raised:
             failures.append(_read_death(folder, record))
-    failures.append(_read_launcher_failure(folder))
+    failures += [_read_launcher_failure(part) for part in _list_parts(folder)]
     known = [failure for failure in failures if failure is not None]
     return sorted(known, key=lambda failure: (failure.is_consequence, failure.time))
 
@@ -148,8 +149,14 @@ def find_last_raised(log: str, code: int | None) -> str:
     return next((line for line in lines if line and not line.startswith(" ")), "")
 
 
-def _read_time(record: Mapping[str, object]) -> float:
-    known = (record.get(name) for name in ("monotonic", "time"))
+def _list_parts(folder: RunFolder) -> Sequence[RunFolder]:
+    """Return the folders of the run's nodes, or this folder: those with files of a launcher."""
+    return folder.list_nodes() or [folder]
+
+
+def _read_time(folder: RunFolder, record: Mapping[str, object]) -> float:
+    # Nodes have different monotonic clocks.
+    known = (record.get(name) for name in (("time",) if folder.has_nodes else ("monotonic", "time")))
     return next((float(value) for value in known if is_number(value)), 0.0)
 
 
@@ -159,7 +166,7 @@ def _read_exception(folder: RunFolder, rank: int) -> Failure | None:
         return None
     return Failure(
         rank=rank,
-        time=_read_time(record),
+        time=_read_time(folder, record),
         reason=f"rank {rank} {record.get('summary', 'failed')}",
         text=str(record.get("traceback", "")),
         raised=str(record.get("traceback", "")),
@@ -179,10 +186,10 @@ class _RankExit(NamedTuple):
 def _read_exits(folder: RunFolder) -> list[_RankExit]:
     """Return one record per ended rank: the time of its first record and the first known exit code."""
     exits: dict[int, _RankExit] = {}
-    for record in read_lines(folder.exits):
+    for record in (line for part in _list_parts(folder) for line in read_lines(part.exits)):
         rank, code = record.get("rank"), record.get("code")
         if is_int(rank) and (code is None or is_int(code)):
-            first = exits.setdefault(rank, _RankExit(rank, code, _read_time(record)))
+            first = exits.setdefault(rank, _RankExit(rank, code, _read_time(folder, record)))
             if first.code is None:
                 exits[rank] = first._replace(code=code)
     return list(exits.values())
@@ -218,7 +225,7 @@ def _read_launcher_failure(folder: RunFolder) -> Failure | None:
         return None
     return Failure(
         rank=None,
-        time=_read_time(record),
+        time=_read_time(folder, record),
         reason=f"the launcher {record.get('summary', 'failed')}",
         text=str(record.get("traceback", "")),
         raised=str(record.get("traceback", "")),

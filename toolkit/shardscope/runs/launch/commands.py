@@ -7,16 +7,22 @@ many bytes of the file count, and every other rank uses the same number at its o
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import LineTail
-from shardscope.records.regular_files import size_of
+from shardscope.records.regular_files import open_to_read, size_of
 
 NUM_SLOTS = 1024
 """Number of polls whose decision is kept; no rank runs that far ahead of another."""
+VISIBLE_SECONDS = 90.0
+"""Maximum wait for a command that another node has read."""
 SLOT = struct.Struct("<qq")
 """A decision: the number of the poll, from 1, and the file size in bytes."""
 
@@ -32,8 +38,12 @@ class PollTable:
         """Set the size of a new file before ranks open it. Raises ``OSError``."""
         os.ftruncate(descriptor, NUM_SLOTS * SLOT.size)
 
-    def __init__(self, path: str) -> None:
-        """Open the table at ``path``. Raises ``OSError``."""
+    def __init__(self, path: str, agree_with_nodes: Callable[[int, int], int] | None = None) -> None:
+        """Open the table at ``path``. Raises ``OSError``.
+
+        ``agree_with_nodes(poll, size)`` returns the size on which the nodes of a run agree; None: one node.
+        """
+        self._agree_with_nodes = agree_with_nodes
         # Each rank opens the file itself: an inherited descriptor would share its lock (flock(2)).
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._slots = mmap.mmap(self._descriptor, NUM_SLOTS * SLOT.size)
@@ -50,6 +60,8 @@ class PollTable:
                 return int(decided)
             # The slot holds an older poll, or (for a rank NUM_SLOTS behind) a newer one, which stays.
             if last < poll:
+                if self._agree_with_nodes is not None:
+                    size = self._agree_with_nodes(poll, size)
                 SLOT.pack_into(self._slots, offset, poll, size)
             return size
         finally:
@@ -76,4 +88,23 @@ class CommandFeed:
 
     def _agree_on_size(self) -> int:
         size = size_of(self._tail.path)
-        return size if self._table is None else self._table.agree_on_size(self._num_polls, size)
+        if self._table is None:
+            return size
+        decided = self._table.agree_on_size(self._num_polls, size)
+        if decided > size:  # Another node saw a line that is not visible here yet.
+            wait_for_size(self._tail.path, decided)
+        return decided
+
+
+def wait_for_size(path: Path, size: int) -> None:
+    """Wait until ``path`` has ``size`` bytes here, at most ``VISIBLE_SECONDS``.
+
+    An NFS client caches a file's attributes for up to a minute (nfs(5), acregmax), but reads them anew when
+    the file is opened.
+    """
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), open_to_read(path) as file:
+            if os.fstat(file.fileno()).st_size >= size:
+                return
+        time.sleep(0.01)

@@ -28,8 +28,13 @@ def add_toolkit_to_path(environment: dict[str, str]) -> dict[str, str]:
     return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def build_launcher_environment(inherited: dict[str, str], world_size: int, device: str) -> dict[str, str]:
-    """Return the launcher's environment for ``world_size`` ranks on ``device`` ("cpu" or "cuda")."""
+def build_launcher_environment(
+    inherited: dict[str, str], world_size: int, device: str, interface: str = "lo"
+) -> dict[str, str]:
+    """Return the launcher's environment for ``world_size`` ranks here on ``device`` ("cpu" or "cuda").
+
+    ``interface`` is the network interface over which ranks connect to each other.
+    """
     environment = {key: value for key, value in inherited.items() if key not in STALE}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // world_size)))
     environment["PYTHONUNBUFFERED"] = "1"
@@ -37,10 +42,10 @@ def build_launcher_environment(inherited: dict[str, str], world_size: int, devic
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if sys.platform == "linux":
         # By default gloo resolves the host name, which often fails on laptops and in containers.
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
         # By default NCCL listens on the first other interface; on one machine its data use no sockets anyway.
         # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
-        environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        environment.setdefault("NCCL_SOCKET_IFNAME", interface)
     if environment.get("MPLBACKEND", "").startswith("module://"):
         environment["MPLBACKEND"] = "Agg"  # The kernel's inline backend has no frontend in a rank.
     if device == "cpu":

@@ -28,9 +28,12 @@ from shardscope.frameworks.registry import check_trained
 from shardscope.machine.detection import read_gpu_states, select_visible_devices
 from shardscope.machine.host import count_cores
 from shardscope.machine.processes import identify_machine, read_start_time
-from shardscope.records.folder import FINAL, RunFolder, checked_path, explain_write_error
+from shardscope.records.folder import FINAL, NODES, RunFolder, checked_path, explain_write_error
 from shardscope.records.json_files import write_json
 from shardscope.records.regular_files import open_to_append
+from shardscope.runs.backends.slurm import Slurm, check_target
+from shardscope.runs.backends.slurm_job import SlurmError
+from shardscope.runs.backends.slurm_submission import check_submission, submit
 from shardscope.runs.explain.measured_step import predict_step
 from shardscope.runs.launch.environment import add_toolkit_to_path
 from shardscope.runs.launch.free_memory import check_free_host, check_free_memory, describe_runs_on_gpus
@@ -56,26 +59,31 @@ def launch(
     plan: Plan,
     task: Callable[[Context], object],
     name: str | None = None,
-    outlive_kernel: bool = False,
+    outlive_kernel: bool | None = None,
     folder: str | os.PathLike[str] | None = None,
     force: bool = False,
+    *,
+    on: Slurm | None = None,
 ) -> Run:
     """Start ``task(ctx)`` on every rank of ``plan`` and return at once.
 
-    The run folder is ``folder/name``; ``folder`` defaults to ``./runs`` and ``name`` to the current time. If
-    an ended run has that name, a number is appended. The run ends with this process unless
-    ``outlive_kernel``. A task may have a method ``check(plan)`` or ``check_launch(plan, folder, name)`` that
-    raises ``ValueError`` for a plan or folder it does not support. A function whose source uses
-    ``ctx.engine`` raises ``ValueError`` if no engine trains the plan.
+    ``on`` is None for this machine, or an ``ss.Slurm`` that submits one job with a process per node. The
+    run folder is ``folder/name``; ``folder`` defaults to ``./runs`` and ``name`` to the current time. If an
+    ended run has that name, a number is appended. A run of this machine ends with this process unless
+    ``outlive_kernel``; a Slurm run always outlives it. A task may have a method ``check(plan)`` or
+    ``check_launch(plan, folder, name)`` that raises ``ValueError`` for a plan or folder it does not support.
+    A function whose source uses ``ctx.engine`` raises ``ValueError`` if no engine trains the plan.
 
-    Raises ``ValueError`` for an invalid argument, a plan that this machine cannot run, a task that cannot be
-    pickled (the message names the object), or the name of a live run; ``TooLittleFreeError`` (a
-    ``ValueError``) if a GPU has less free memory than the predicted peak, unless ``force``; ``ImportError``
-    without the extra "train"; ``OSError`` if the folder cannot be written. The memory of the user's own
-    function is unknown, so too little free memory is only a ``RuntimeWarning`` there.
+    Raises ``ValueError`` for an invalid argument, a plan that this machine or the partition cannot run, a
+    task that cannot be pickled (the message names the object), or the name of a live run;
+    ``TooLittleFreeError`` (a ``ValueError``) if a GPU has less free memory than the predicted peak, unless
+    ``force``; ``ImportError`` without the extra "train" (on Slurm also "slurm"); ``OSError`` if the folder
+    cannot be written or Slurm does not answer. The memory of the user's own function is unknown, so too
+    little free memory is only a ``RuntimeWarning`` there. On Slurm it is not compared, and ``force`` skips
+    the check that the nodes see the folder.
     """
     return start_run(
-        plan, task, name=name, outlive_kernel=outlive_kernel, folder=folder, force=force, stacklevel=3
+        plan, task, name=name, outlive_kernel=outlive_kernel, folder=folder, force=force, on=on, stacklevel=3
     )
 
 
@@ -84,9 +92,10 @@ def start_run(
     task: Callable[[Context], object],
     *,
     name: str | None,
-    outlive_kernel: bool,
+    outlive_kernel: bool | None,
     folder: str | os.PathLike[str] | None,
     force: bool,
+    on: Slurm | None = None,
     gpu_positions: Sequence[int] | None = None,
     stacklevel: int = 2,
 ) -> Run:
@@ -95,11 +104,19 @@ def start_run(
     ``stacklevel`` is that of the warning about too little free memory.
     """
     # Cheap argument checks come first, so that a wrong call fails before anything is created.
-    check_flag("launch.outlive_kernel", outlive_kernel)
+    target = check_target(on)
+    outlives = target is not None
+    if outlive_kernel is not None:
+        outlives = check_flag("launch.outlive_kernel", outlive_kernel)
+        if target is not None and not outlives:
+            allowed = "True or None: a Slurm run outlives the kernel; run.stop() ends it"
+            refuse("launch.outlive_kernel", outlive_kernel, allowed, Value(True))
     check_flag("launch.force", force)
     parent = checked_path("launch.folder", DEFAULT_FOLDER if folder is None else folder)
     if name is not None:
         check_name("launch.name", name)
+    if target is not None:
+        return _launch_on_slurm(plan, task, target, parent, name, force=force)
     device = check_launch(plan, task, parent, name)
     # Compare the free memory with the predicted peak: other processes may hold the GPU.
     gpus: list[GpuState] = []
@@ -117,7 +134,7 @@ def start_run(
         warnings.warn(memory_warning, RuntimeWarning, stacklevel=stacklevel)
     # Pickle before anything is created: a task that cannot be pickled leaves no folder.
     payload = pack(task, plan)
-    description = _describe_run(plan, task, device, outlive_kernel)
+    description = _describe_run(plan, task, device, outlives)
     description |= {"asked_name": name, "gpus": [gpu.index for gpu in gpus]}
     # Create the folder under a hidden name and rename it when it is complete: no list shows half a run.
     pending = _PendingLaunch(parent, name)
@@ -128,14 +145,58 @@ def start_run(
             reason = "; ".join(filter(None, ("the supervisor is starting", memory_warning)))
             pending.folder.set_status("starting", reason)
             pending.publish(description)
-            pending.supervisor = _start_supervisor(pending.folder, outlive_kernel, gpu_positions)
+            pending.supervisor = _start_supervisor(pending.folder, outlives, gpu_positions)
             return Run(pending.folder)
     except BaseException as error:
-        # The launch failed: delete everything, so that the name can be used again.
+        _undo_launch(pending, error)
+        raise
+
+
+def _undo_launch(pending: _PendingLaunch, error: BaseException) -> None:
+    """Delete everything, so that the name can be used again. Raises ``OSError`` if a write had failed."""
+    with _delay_interrupt():
+        pending.undo()
+    if isinstance(error, OSError) and not isinstance(error, _NoRunError | SlurmError):
+        raise explain_write_error(pending.wanted, error) from error
+
+
+def _launch_on_slurm(
+    plan: Plan,
+    task: Callable[[Context], object],
+    target: Slurm,
+    parent: Path,
+    name: str | None,
+    *,
+    force: bool,
+) -> Run:
+    """Submit the run as one job of Slurm. Raises as :func:`launch` does."""
+    check_plan(plan)
+    check_task(task)
+    _check_extra()
+    _check_task_and_plan(plan, task, parent, name)
+    if getattr(task, "profile", None) == "nsys":  # It would write one report on every node.
+        refuse("task.profile", "nsys", "False or True on Slurm", Value(True))
+    partition = check_submission(plan, target, parent, force=force)
+    payload = pack(task, plan)
+    device = "cpu" if plan.cluster.gpu.name == "cpu" else "cuda"
+    description = _describe_run(plan, task, device, outlive_kernel=True)
+    # The processes of the run are on other machines, whose GPUs are not known yet.
+    description |= {"asked_name": name, "gpus": [], "machine": "", "scheduler": "slurm"}
+    description["num_nodes"] = plan.cluster.num_nodes
+    if target.python is not None:  # Another Python has its packages elsewhere.
+        description["sys_path"] = None
+    pending = _PendingLaunch(parent, name)
+    try:
         with _delay_interrupt():
-            pending.undo()
-        if isinstance(error, OSError) and not isinstance(error, _NoRunError):
-            raise explain_write_error(pending.wanted, error) from error
+            pending.create()
+            (pending.folder.path / NODES).mkdir(mode=0o700)
+            write_task(pending.folder, payload)
+            pending.folder.set_status("queued", f"being submitted to partition {partition.name}")
+            pending.publish(description)
+            submit(pending.folder, plan, target, partition)
+            return Run(pending.folder)
+    except BaseException as error:
+        _undo_launch(pending, error)
         raise
 
 
@@ -326,8 +387,8 @@ def _check_machine(plan: Plan) -> str:
         refuse(
             "plan.cluster.num_nodes",
             cluster.num_nodes,
-            "1 (launch uses this machine only)",
-            "a plan for one node",
+            "1 on this machine",
+            "on=ss.Slurm(...), or a plan for one node",
         )
     # CPU ranks run on every machine, also on one with GPUs, as a rehearsal.
     if cluster.gpu.name == "cpu":

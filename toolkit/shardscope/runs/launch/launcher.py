@@ -2,7 +2,8 @@
 
 It imports what the ranks need before the fork, never initializes CUDA, and records how each rank process
 ended. The supervisor starts it as ``python -m shardscope.runs.launch.launcher <folder> <pid of the
-supervisor> <pipe>``, with the pipe of ``new_secrets.py``.
+supervisor> <pipe> [node]``, with the pipe of ``new_secrets.py``. With a node it starts only that node's
+ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import TYPE_CHECKING, TypeVarTuple
 from shardscope.core.errors import check_integer
 from shardscope.frameworks.engines import before_fork
 from shardscope.machine.processes import die_with_parent, find_free_port, keep_exit_codes
-from shardscope.records.folder import RunFolder
-from shardscope.records.folder_checks import MAX_WORLD_SIZE
+from shardscope.records.folder import NodeFolder, RunFolder
+from shardscope.records.folder_checks import MAX_WORLD_SIZE, open_part
 from shardscope.records.json_files import append_line, read_json, read_lines, write_json
 from shardscope.runs.explain.exceptions import make_exception_record
 from shardscope.runs.launch.best_effort_output import flush_output
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from shardscope.core.plan import Plan
     from shardscope.runs.launch.context import Context
-    from shardscope.runs.launch.local_store import RendezvousFiles
+    from shardscope.runs.launch.local_store import Rendezvous
 
 Arguments = TypeVarTuple("Arguments")
 
@@ -48,13 +49,14 @@ def main(folder: RunFolder) -> int:
     world_size = check_integer(
         "run.json world_size", description.get("world_size"), low=1, high=MAX_WORLD_SIZE
     )
+    ranks = folder.select_ranks(world_size)
     device = str(description.get("device"))
     _restore_import_paths(description)
     # torch elastic creates a log folder (torch 2.13, elastic/multiprocessing/api.py, DefaultLogsSpecs) and
     # leaves it behind when it is killed; the supervisor deletes this one.
     tempfile.tempdir = str(folder.temporary)
     try:
-        task, plan = _load_before_fork(folder, world_size, device)
+        task, plan = _load_before_fork(folder, len(ranks), device)
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     except BaseException as error:
@@ -63,12 +65,15 @@ def main(folder: RunFolder) -> int:
     from shardscope.runs.launch.rank import run_rank
 
     # The hook must be installed before the first fork.
-    watch_ranks(folder, world_size)
+    watch_ranks(folder, ranks)
     arguments = (str(folder.path), os.getpid(), task, plan, device)
     try:
-        _call_notebook_launcher(run_rank, arguments, world_size, find_free_port())
+        if isinstance(folder, NodeFolder) and folder.num_nodes > 1:
+            _call_on_nodes(folder, run_rank, arguments, ranks)
+        else:
+            _call_notebook_launcher(run_rank, arguments, world_size, find_free_port())
     except ChildFailedError as error:
-        _record_missed_exits(folder, world_size, error.failures)
+        _record_missed_exits(folder, ranks, error.failures)
         return 1
     except SignalException as error:
         # The supervisor sent the signal, and torch elastic has ended the ranks. 128 + n is the shell's code.
@@ -93,12 +98,13 @@ def _restore_import_paths(description: Mapping[str, object]) -> None:
 
 
 def _load_before_fork(
-    folder: RunFolder, world_size: int, device: str
+    folder: RunFolder, num_ranks: int, device: str
 ) -> tuple[Callable[[Context], object], Plan]:
     """Return task and plan, after importing what the ranks need: they share the pages of this process."""
     # Take the task first: its file must not stay on disk, whatever fails later.
     payload = take_task(folder)
-    check_loopback()
+    if not isinstance(folder, NodeFolder) or folder.num_nodes == 1:
+        check_loopback()
     import torch
 
     use_plain_tracebacks()
@@ -106,7 +112,7 @@ def _load_before_fork(
     before_fork(plan, device)
     for module in getattr(task, "preload", ()):
         importlib.import_module(module)
-    if world_size > 1:
+    if num_ranks > 1:
         keep_exit_codes()  # A module of the task may have changed the SIGCHLD handler.
     # CUDA does not survive a fork: the ranks would raise (torch/cuda/__init__.py, _lazy_init). Raise here,
     # where the message can name the cause.
@@ -118,10 +124,11 @@ def _load_before_fork(
     return task, plan
 
 
-def _record_missed_exits(folder: RunFolder, world_size: int, failures: Mapping[int, ProcessFailure]) -> None:
+def _record_missed_exits(folder: RunFolder, ranks: range, failures: Mapping[int, ProcessFailure]) -> None:
     """Write the exit codes in torch elastic's error that the watching threads did not get."""
-    known = _read_exit_codes(folder, world_size)
-    for rank, failure in failures.items():
+    known = _read_exit_codes(folder, len(ranks))
+    for local_rank, failure in failures.items():
+        rank = ranks[local_rank]
         if known.get(rank) is None:
             _write_exit(folder, rank, failure.exitcode)
 
@@ -145,12 +152,12 @@ def use_plain_tracebacks() -> None:
             handler.addFilter(format_plainly)
 
 
-def watch_ranks(folder: RunFolder, world_size: int) -> None:
+def watch_ranks(folder: RunFolder, ranks: range) -> None:
     """Write to ``exits.jsonl`` how each forked rank ends, also the ranks that torch elastic does not report.
 
     The watching thread starts after the last fork, so that no rank is forked from a process with threads.
     """
-    if world_size == 1 or not hasattr(os, "waitid"):
+    if len(ranks) == 1 or not hasattr(os, "waitid"):
         return
     launcher, forked = os.getpid(), 0
 
@@ -158,8 +165,8 @@ def watch_ranks(folder: RunFolder, world_size: int) -> None:
         nonlocal forked
         forked += 1
         # The hook is inherited: in a rank that forks (a data loader), the process id is another one.
-        if forked == world_size and os.getpid() == launcher:
-            threading.Thread(target=_start_watching, args=(folder, world_size), daemon=True).start()
+        if forked == len(ranks) and os.getpid() == launcher:
+            threading.Thread(target=_start_watching, args=(folder, ranks), daemon=True).start()
 
     os.register_at_fork(after_in_parent=after_fork)
     _record_reaped_codes()
@@ -184,10 +191,10 @@ def _record_reaped_codes() -> None:
     popen_fork.Popen.poll = poll_and_record  # type: ignore[assignment, method-assign]
 
 
-def _start_watching(folder: RunFolder, world_size: int) -> None:
+def _start_watching(folder: RunFolder, ranks: range) -> None:
     # The process ids are known only to multiprocessing's objects inside torch elastic, so take them from the
     # ranks' own records.
-    waiting = set(range(world_size))
+    waiting = set(ranks)
     while waiting:
         for rank in sorted(waiting):
             record = read_json(folder.rank(rank))
@@ -219,7 +226,7 @@ def _wait_for_reaped_code(pid: int) -> int | None:
     return REAPED.get(pid)
 
 
-def _read_exit_codes(folder: RunFolder, world_size: int) -> dict[object, object]:
+def _read_exit_codes(folder: RunFolder, num_ranks: int) -> dict[object, object]:
     """Return the exit codes in ``exits.jsonl`` by rank, once there is a record of every rank.
 
     torch elastic ends all ranks before it raises, but may raise before our threads have written: then a rank
@@ -230,7 +237,7 @@ def _read_exit_codes(folder: RunFolder, world_size: int) -> dict[object, object]
         known: dict[object, object] = {
             record.get("rank"): record.get("code") for record in read_lines(folder.exits)
         }
-        if len(known) >= world_size or time.monotonic() > deadline:
+        if len(known) >= num_ranks or time.monotonic() > deadline:
             return known
         time.sleep(0.01)
 
@@ -249,7 +256,7 @@ def _write_exit(folder: RunFolder, rank: int, code: int | None, when: dict[str, 
 
 
 def _call_notebook_launcher(
-    function: Callable[[*Arguments, int, RendezvousFiles], None],
+    function: Callable[[*Arguments, int, Rendezvous], None],
     arguments: tuple[*Arguments],
     world_size: int,
     port: int,
@@ -278,11 +285,52 @@ def _call_notebook_launcher(
     )
 
 
+def _call_on_nodes(
+    folder: NodeFolder,
+    function: Callable[[*Arguments, int, Rendezvous], None],
+    arguments: tuple[*Arguments],
+    ranks: range,
+) -> None:
+    """Call ``function(*arguments, port, rendezvous)`` on the ranks of this node, one of ``folder.num_nodes``.
+
+    Return when the task has returned on these ranks; on node 0, on the ranks of all nodes.
+    """
+    from accelerate import notebook_launcher
+
+    from shardscope.runs.launch import node_store
+
+    node_store.register_rendezvous(folder.node)
+    rendezvous = node_store.NodeRendezvous(folder, Path(tempfile.gettempdir()))
+    address, port = rendezvous.endpoint
+    if len(ranks) == 1:
+        # notebook_launcher calls the function in this process then, and sets no variables.
+        os.environ |= {
+            "RANK": str(folder.node),
+            "WORLD_SIZE": str(folder.num_nodes),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
+    notebook_launcher(
+        function,
+        (*arguments, port, rendezvous),
+        num_processes=len(ranks),
+        num_nodes=folder.num_nodes,
+        node_rank=folder.node,
+        use_port=str(port),
+        master_addr=address,
+        rdzv_backend=node_store.BACKEND,
+        rdzv_endpoint=f"{address}:{port}",
+    )
+    rendezvous.wait_for_nodes()
+
+
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[2]) or os.getppid())  # 0: nsys is the parent.
     keep_exit_codes()
     send_new_secrets(int(sys.argv[3]))
-    exit_code = main(RunFolder(sys.argv[1]))
+    exit_code = main(open_part(sys.argv[1], int(sys.argv[4]) if len(sys.argv) > 4 else None))
     if "WORLD_SIZE" in os.environ:  # A single rank ran here: let its libraries run their exit handlers.
         sys.exit(exit_code)
     flush_output()

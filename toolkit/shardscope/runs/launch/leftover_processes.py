@@ -75,9 +75,7 @@ class LeftoverDetector:
     def _describe(self, launcher: int) -> str:
         """Describe ranks that did not exit and other processes; write the ranks' stacks to their logs."""
         pids = {
-            rank: pid
-            for rank in range(self.world_size)
-            if (pid := self._stacks.find_live_pid(rank)) is not None
+            rank: pid for rank in self._stacks.ranks if (pid := self._stacks.find_live_pid(rank)) is not None
         }
         # A rank's own log gets its stack, which shows the thread that is still running.
         replies = self._stacks.read_replies()

@@ -11,9 +11,10 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import parse_qs, urlparse
 
 from torch.distributed import FileStore, HashStore, PrefixStore, Store
@@ -51,12 +52,28 @@ class RendezvousFiles:
         store.set_timeout(timedelta(seconds=TIMEOUT_SECONDS))
         return store
 
+    def open_poll_table(self, agree_with_nodes: Callable[[int, int], int] | None = None) -> PollTable:
+        """Return this rank's view of the decisions at each poll for commands."""
+        return PollTable(self._table_path, agree_with_nodes)
+
+    def wait_for_nodes(self) -> None:
+        """Return: there is one node. ``NodeRendezvous`` waits."""
+
+
+class Rendezvous(Protocol):
+    """What ranks meet through: :class:`RendezvousFiles`, or ``NodeRendezvous`` on several nodes."""
+
+    def connect(self) -> Store:
+        """Return a new client of the ranks' store."""
+
     def open_poll_table(self) -> PollTable:
         """Return this rank's view of the decisions at each poll for commands."""
-        return PollTable(self._table_path)
+
+    def wait_for_nodes(self) -> None:
+        """Wait until the task has returned on every node, if this process serves the store."""
 
 
-def use_for_env_rendezvous(files: RendezvousFiles) -> None:
+def use_for_env_rendezvous(files: Rendezvous) -> None:
     """Make ``init_process_group`` with ``env://`` use ``files`` in this rank instead of a ``TCPStore``.
 
     Frameworks use the existing group; this is for code that destroys it and initializes another one. torch

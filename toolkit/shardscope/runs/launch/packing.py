@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardscope.records.folder import RunFolder
+from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.runs.launch.unpicklable import find_unpicklable, get_qualified_name
 
 if TYPE_CHECKING:
@@ -102,7 +102,10 @@ def write_task(folder: RunFolder, payload: bytes) -> None:
 
 
 def take_task(folder: RunFolder) -> bytes:
-    """Read the task and unlink it. Raises ``PermissionError`` if another user owns it or its folder."""
+    """Read the task and unlink it. Raises ``PermissionError`` if another user owns it or its folder.
+
+    The nodes of a scheduler's run share the file; the supervisor of node 0 unlinks it.
+    """
     # lstat: a symbolic link that another user planted counts as that user's.
     for path in (folder.path, folder.task):
         owner = Path(path).lstat().st_uid
@@ -111,7 +114,8 @@ def take_task(folder: RunFolder) -> bytes:
                 f"{path} belongs to user {owner}, and a pickled task runs code: not opened."
             )
     payload = folder.task.read_bytes()
-    folder.task.unlink()
+    if not isinstance(folder, NodeFolder):
+        folder.task.unlink()
     return payload
 
 

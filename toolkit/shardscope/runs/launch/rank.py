@@ -25,7 +25,7 @@ from shardscope.training.tasks.lazy_functions import check_was_run
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.runs.launch.context import Context
-    from shardscope.runs.launch.local_store import RendezvousFiles
+    from shardscope.runs.launch.local_store import Rendezvous
 
 EXIT_GRACE_SECONDS = 10.0
 """Time that a failed rank gets to exit: a broken process group can hang in its destructor."""
@@ -38,7 +38,7 @@ def run_rank(
     plan: Plan,
     device_type: str,
     port: int,
-    files: RendezvousFiles,
+    files: Rendezvous,
 ) -> None:
     """Run ``task(ctx)`` in this process. Return if the task returned, else exit with a nonzero code."""
     if os.getpid() != launcher:
@@ -97,7 +97,7 @@ def _redirect_output(folder: RunFolder, rank: int) -> int:
     return log
 
 
-def _make_context(folder: RunFolder, plan: Plan, device_type: str, files: RendezvousFiles) -> Context:
+def _make_context(folder: RunFolder, plan: Plan, device_type: str, files: Rendezvous) -> Context:
     """Initialize the process group and return the task's ``Context``."""
     import torch
     import torch.distributed as dist

@@ -1,7 +1,9 @@
 """The supervisor: one light process per run that starts the launcher, obeys commands and writes statuses.
 
 It runs no rank code and imports no torch, so it survives every crash of the ranks and can record it.
-``launch.py`` starts it as ``python -m shardscope.runs.launch.supervisor <folder> [lease read end]``.
+``launch.py`` starts it as ``python -m shardscope.runs.launch.supervisor <folder> [lease read end]``. On the
+nodes of a scheduler ``runs/backends/node_process.py`` starts it, as ``... <folder> --node <number>``: each
+supervises the ranks of its node, and that of node 0 also writes the run's status, once all nodes have ended.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from typing import Literal
 
 from shardscope.machine import processes
 from shardscope.machine.os_errors import describe_shortage, is_absent
-from shardscope.records.folder import RunFolder, Status
+from shardscope.records.folder import NODES, NodeFolder, RunFolder, Status
+from shardscope.records.folder_checks import open_part
 from shardscope.records.json_files import (
     LineTail,
+    append_line,
     delete_partial_files,
     read_json,
     read_json_if_present,
@@ -32,6 +36,8 @@ from shardscope.records.json_files import (
 )
 from shardscope.records.json_values import is_int, is_number
 from shardscope.records.regular_files import open_to_append
+from shardscope.runs.backends.peers import LOST_SECONDS, SIGNALLED_LOST_SECONDS, Peers
+from shardscope.runs.backends.slurm_job import describe_job_end
 from shardscope.runs.explain.exceptions import make_exception_record
 from shardscope.runs.explain.failure import Failure, find_failures, has_rank_died
 from shardscope.runs.explain.failure_report import FailureReport, explain_failures
@@ -74,6 +80,12 @@ class Supervisor:
         # run.json may be damaged: the supervisor must still end the run and write its status.
         world_size = self.description.get("world_size")
         self.world_size = world_size if is_int(world_size) else 1
+        self.ranks = folder.select_ranks(self.world_size)
+        """The ranks of this node."""
+        self.peers = Peers(folder) if isinstance(folder, NodeFolder) else None
+        """The other nodes that this one watches; None without a scheduler."""
+        self.lost_node = ""
+        """Which other node is lost; empty if none is."""
         self.ranks_are_up = False
         # In this order, "checkpoint" optional; "leave" while leftovers of a finished task are killed.
         self.phase: Literal["run", "checkpoint", "leave", "terminate", "kill"] = "run"
@@ -86,6 +98,8 @@ class Supervisor:
         self.save_requested_at = 0.0
         self.a_rank_died = False
         self.received_signal: int | None = None
+        self.stopped_by_signal = False
+        """Whether the stop came as a signal: from the scheduler, say, and not from the user."""
         self.next_heartbeat = 0.0
         self.secrets = SecretReceiver()
         # A user's function and runs of older versions have TensorBoard's files.
@@ -124,13 +138,16 @@ class Supervisor:
             "machine": processes.identify_machine(),
         }
         write_json(self.folder.supervisor, record, as_is=("machine",))
+        if isinstance(self.folder, NodeFolder) and self.folder.is_lead:
+            self._set_status("starting", f"job {self._read_node().get('job_id')} has started")
         self._obey_commands()  # A stop requested before this point needs no launcher at all.
         if self.stop_reason is None:
             try:
                 self._start_launcher()
             except OSError as error:
                 self._record_missing_launcher(error)
-            self._start_trackers()
+            if self.folder.is_lead:
+                self._start_trackers()
         while self.launcher is not None and self.launcher.poll() is None:
             self._advance()
             self._sleep()
@@ -152,12 +169,16 @@ class Supervisor:
                     # Under nsys its parent is another process, whose id only the launcher knows.
                     "0" if self.nsys else str(os.getpid()),
                     str(self.secrets.for_launcher),
+                    *([str(self.folder.node)] if isinstance(self.folder, NodeFolder) else ()),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=build_launcher_environment(
-                    dict(os.environ), self.world_size, str(self.description.get("device"))
+                    dict(os.environ),
+                    len(self.ranks),
+                    str(self.description.get("device")),
+                    self._read_interface(),
                 ),
                 # nsys knows nothing of this process: it is killed with it, and the launcher with nsys.
                 preexec_fn=partial(processes.die_with_parent, os.getpid())  # noqa: PLW1509 - one thread
@@ -167,6 +188,16 @@ class Supervisor:
                 pass_fds=(self.secrets.for_launcher,),
             )
         self.secrets.close_write_end()
+
+    def _read_interface(self) -> str:
+        """Return the network interface of this node over which its ranks reach those of other nodes."""
+        if not isinstance(self.folder, NodeFolder) or self.folder.num_nodes == 1:
+            return "lo"
+        return str(self._read_node().get("interface", "lo"))
+
+    def _read_node(self) -> dict[str, object]:
+        """Return name, address and interface of this node of a scheduler."""
+        return (read_json(self.folder.node_json) or {}) if isinstance(self.folder, NodeFolder) else {}
 
     def _start_trackers(self) -> None:
         """Start the process that reports to trackio and wandb; an error does not fail the run."""
@@ -187,10 +218,12 @@ class Supervisor:
     def _advance(self) -> None:
         now = time.monotonic()
         if self.received_signal is not None:
+            self.stopped_by_signal = self.stopped_by_signal or self.stop_reason is None
             self._terminate(f"the supervisor got {signal.Signals(self.received_signal).name}")
         if now >= self.next_heartbeat:
             self.next_heartbeat = now + HEARTBEAT_SECONDS
             self._send_heartbeat()
+            self._watch_peers(now)
         self._obey_commands()
         if not self.ranks_are_up and self.phase == "run":
             self._check_ranks_are_up()
@@ -216,6 +249,22 @@ class Supervisor:
         else:
             self.deadline = self._get_checkpoint_deadline(now)
             self._set_status("stopping", f"{self.stop_reason}; {message}")
+
+    def _watch_peers(self, now: float) -> None:
+        """End this node's ranks if another node is lost, or its ranks have ended without a result."""
+        if self.peers is None or self.phase in ("leave", "terminate", "kill"):
+            return
+        self.peers.look()
+        self.lost_node = self.peers.describe_lost()
+        failed = self.peers.find_failed()
+        if self.lost_node:
+            self._log(self.lost_node)
+            self._escalate_to_kill()
+        elif failed is not None:
+            # Ranks that wait for the other node's get an error by themselves, which names it.
+            self._log(f"node {failed.node} has ended: {failed.status}, {failed.reason}")
+            self.a_rank_died = True
+            self.deadline = min(self.deadline, now + FAILURE_GRACE_SECONDS)
 
     def _end_leftovers(self, seconds: float, launcher: int) -> None:
         left = self.leftovers.check(seconds, launcher)
@@ -283,7 +332,9 @@ class Supervisor:
             return
         if self.stop_reason is None:
             self.returned_first = self._has_returned_before(requested)
-        self.stop_reason, self.stop_time = reason, time.monotonic()
+        # The clocks of failures: nodes have only the epoch in common.
+        self.stop_time = time.monotonic() if self.peers is None else time.time()
+        self.stop_reason = reason
         self._set_status("stopping", reason)
         self._signal_all(signal.SIGTERM)
         self.phase, self.deadline = "terminate", time.monotonic() + TERMINATION_GRACE_SECONDS
@@ -294,6 +345,9 @@ class Supervisor:
             hangs = ", and seem to hang" if self.checks.hangs else ""
             self._terminate(f"the ranks did not save and stop within {waited:.0f} s{hangs}")
             return
+        self._escalate_to_kill()
+
+    def _escalate_to_kill(self) -> None:
         self.phase, self.deadline = "kill", time.monotonic() + 1.0
         self._signal_all(signal.SIGKILL)
 
@@ -304,6 +358,7 @@ class Supervisor:
                 processes.signal_process(self.launcher.pid, number)
 
     def _check_ranks_are_up(self) -> None:
+        # All ranks' records, also on several nodes: none of them starts before all have met.
         records = [read_json(self.folder.rank(rank)) for rank in range(self.world_size)]
         if all(record is not None and "ready" in record for record in records):
             self.ranks_are_up = True
@@ -333,6 +388,13 @@ class Supervisor:
             left = processes.list_descendants(self.trackers.pid)
             self._log(f"these processes could not be killed: {left}")
         shutil.rmtree(self.folder.temporary, ignore_errors=True)
+        if isinstance(self.folder, NodeFolder):
+            self._record_single_exit(self.folder)
+            self._end_node(self.folder)
+        if not self.folder.is_lead:
+            for _ in self._finish_checks():
+                pass
+            return
         self.folder.task.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             delete_partial_files(self.folder.path)
@@ -340,7 +402,7 @@ class Supervisor:
         pending, until = self._finish_checks(), time.monotonic() + FINISH_SECONDS
         while next(pending, None) and time.monotonic() < until:
             pass
-        failures = find_failures(self.folder, self.world_size)
+        failures = self._find_failures()
         failure = failures[0] if failures else None
         status, reason = self._decide_status(failures)
         # After a stop every rank dies by our signals; only a failure before it is worth reporting.
@@ -361,6 +423,62 @@ class Supervisor:
         # After the status: a tracker may take a minute. Then what it has left behind.
         self.trackers.finish()
         processes.kill_descendants()
+
+    def _record_single_exit(self, folder: NodeFolder) -> None:
+        """Record the exit code of a launcher that is the only rank of its node, and has no launcher above."""
+        if len(self.ranks) == 1 and self.launcher is not None and self.launcher.returncode:
+            record = {"time": time.time(), "rank": self.ranks[0], "code": self.launcher.returncode}
+            with contextlib.suppress(OSError):
+                append_line(folder.exits, record)
+
+    def _end_node(self, folder: NodeFolder) -> None:
+        """Write how this node's ranks ended, and on node 0 wait for the other nodes."""
+        markers = [self._read_marker(rank) for rank in self.ranks]
+        local = [failure for failure in self._find_failures() if failure.rank in (None, *self.ranks)]
+        verdict = self._decide_status(local, markers)
+        record = {"time": time.time(), "status": verdict.status, "reason": verdict.reason}
+        try:
+            write_json(folder.ended, record)
+        except OSError as error:
+            self._log(f"could not write {folder.ended}: {error}")
+        if not self.folder.is_lead:
+            self._set_status(verdict.status, verdict.reason)
+            return
+        assert self.peers is not None
+        patience = SIGNALLED_LOST_SECONDS if self.stopped_by_signal else LOST_SECONDS
+        while True:
+            if time.monotonic() >= self.next_heartbeat:
+                self.next_heartbeat = time.monotonic() + HEARTBEAT_SECONDS
+                self._send_heartbeat()
+            self.peers.look()
+            if self.peers.is_every_end_known(patience):
+                break
+            time.sleep(POLL_SECONDS)
+        self.lost_node = self.lost_node or self.peers.describe_lost(patience)
+        # A scheduler signals all processes of a job: the ranks may end before this process notices.
+        if self.received_signal is not None and self.stop_reason is None:
+            self.stopped_by_signal, self.stop_time = True, time.time()
+            self.stop_reason = f"the supervisor got {signal.Signals(self.received_signal).name}"
+        # Another node may have obeyed a stop that was not visible here yet.
+        if self.stop_reason is None:
+            self._obey_commands()
+        if self.stopped_by_signal and (end := describe_job_end(folder)):
+            self.stop_reason = end
+
+    def _find_failures(self) -> list[Failure]:
+        """Return all failures, that of a lost node first: the others follow from it."""
+        failures = find_failures(self.folder, self.world_size)
+        if not self.lost_node:
+            return failures
+        lost = Failure(
+            rank=None,
+            time=0.0,
+            reason=self.lost_node,
+            text=f"{self.lost_node}. The end of its log is in {NODES}/<node>/supervisor.log.",
+            raised="",
+            is_consequence=False,
+        )
+        return [lost, *failures]
 
     def _finish_checks(self) -> Iterator[bool]:
         for _ in self.checks.finish():
@@ -403,14 +521,24 @@ class Supervisor:
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._log(f"the measured step was not stored: {error}")
 
-    def _decide_status(self, failures: list[Failure]) -> Verdict:
+    def _decide_status(
+        self, failures: list[Failure], markers: list[dict[str, object]] | None = None
+    ) -> Verdict:
         ended = self.phase in ("terminate", "kill") and not self.a_rank_died
+        stop_reason = None if self.returned_first else self.stop_reason
+        if self.peers is not None:
+            # A stop reaches the nodes one after another: ranks that only lost their peers were ended by it.
+            ended = (self.phase in ("terminate", "kill") or bool(failures)) and all(
+                failure.is_consequence or failure.time >= self.stop_time for failure in failures
+            )
+            if self.lost_node and self.stopped_by_signal:
+                stop_reason = None
         return decide_status(
             Evidence(
-                markers=self._read_markers(),
+                markers=self._read_markers() if markers is None else markers,
                 failures=failures,
                 launcher_code=None if self.launcher is None else self.launcher.returncode,
-                stop_reason=None if self.returned_first else self.stop_reason,
+                stop_reason=stop_reason,
                 was_ended=ended,
                 left_behind=self.ended_leftovers,
                 is_disk_full=self.folder.is_on_full_disk,
@@ -437,11 +565,14 @@ class Supervisor:
                 time.sleep(POLL_SECONDS)
         return markers
 
+    def _read_marker(self, rank: int) -> dict[str, object]:
+        return read_json(self.folder.rank(rank)) or {}
+
     def _describe_killer(self) -> str:
         """Return the likely origin of the SIGKILL that ended the launcher; empty if it did not end so."""
         if self.launcher is None or self.launcher.returncode != -signal.SIGKILL:
             return ""
-        return self.checks.host.describe_kill(0 if self.world_size == 1 else None)
+        return self.checks.host.describe_kill(self.ranks[0] if len(self.ranks) == 1 else None)
 
     def _set_status(self, status: Status, reason: str, **more: object) -> None:
         try:
@@ -492,20 +623,25 @@ def lock_run(folder: RunFolder) -> int | None:
     except OSError:
         return None
     # The lock of a supervisor that has ended is gone, but its statuses are not.
-    statuses = {str(record.get("status")) for record in read_lines(folder.status)} - {"starting"}
+    statuses = {str(record.get("status")) for record in read_lines(folder.status)} - {"queued", "starting"}
     if statuses:
         raise ValueError(f"the run in {folder.path} was started before; its statuses: {', '.join(statuses)}.")
     return descriptor
 
 
 def main(arguments: list[str]) -> None:
-    """Supervise the run in ``arguments[0]``; ``arguments[1]``, if given, is the lease's read end."""
-    folder = RunFolder(arguments[0])
+    """Supervise the run in ``arguments[0]``.
+
+    Other arguments: the lease's read end, or ``--node`` and the number of this node.
+    """
+    node = int(arguments[2]) if arguments[1:2] == ["--node"] else None
+    folder = open_part(arguments[0], node)
     try:
         lock_run(folder)  # The descriptor is never closed.
     except ValueError as error:
         sys.exit(f"shardscope: {error}")
-    Supervisor(folder, int(arguments[1]) if len(arguments) > 1 else None).run()
+    lease = int(arguments[1]) if len(arguments) > 1 and node is None else None
+    Supervisor(folder, lease).run()
 
 
 if __name__ == "__main__":

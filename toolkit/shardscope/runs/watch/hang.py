@@ -74,7 +74,7 @@ class HangDetector:
     def __init__(self, folder: RunFolder, world_size: int, *, least_seconds: float | None = None) -> None:
         self.folder = folder
         self.least_seconds = read_hang_seconds() if least_seconds is None else least_seconds
-        self.ranks = {rank: Progress() for rank in range(world_size)}
+        self.ranks = {rank: Progress() for rank in folder.select_ranks(world_size)}
         self.hangs = False
         """Whether a hang was reported and no step was logged since."""
         self._seconds_since_request: float | None = None

@@ -33,7 +33,7 @@ class HostMemoryMonitor:
 
     def __init__(self, folder: RunFolder, world_size: int) -> None:
         self.folder = folder
-        self.pids: dict[int, int | None] = dict.fromkeys(range(world_size))
+        self.pids: dict[int, int | None] = dict.fromkeys(folder.select_ranks(world_size))
         self.seen: dict[int, HostSample] = {}
         self._kills_before = read_oom_kills()
 

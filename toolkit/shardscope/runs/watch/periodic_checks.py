@@ -55,17 +55,19 @@ class PeriodicChecks:
         self._disabled: set[str] = set() if writes_tensorboard else {TENSORBOARD}
         self._hang = HangDetector(folder, world_size)
         self._standstill = StandstillDetector(folder, world_size)
-        self._events = [
-            SampledLines(
+        # Each node watches its own ranks.
+        self.ranks = folder.select_ranks(world_size)
+        self._events = {
+            rank: SampledLines(
                 folder.events(rank),
-                piece_bytes=METRIC_BYTES_PER_CHECK // world_size,
-                max_behind_bytes=MAX_BEHIND_BYTES // world_size,
+                piece_bytes=METRIC_BYTES_PER_CHECK // len(self.ranks),
+                max_behind_bytes=MAX_BEHIND_BYTES // len(self.ranks),
             )
-            for rank in range(world_size)
-        ]
+            for rank in self.ranks
+        }
         self._is_sampling = False
-        self._scalars = [ScalarFile(folder.tensorboard / f"rank-{rank}") for rank in range(world_size)]
-        logs = [folder.launcher_log, folder.supervisor_log, *map(folder.log, range(world_size))]
+        self._scalars = {rank: ScalarFile(folder.tensorboard / f"rank-{rank}") for rank in self.ranks}
+        logs = [folder.launcher_log, folder.supervisor_log, *map(folder.log, self.ranks)]
         self._logs = [LogCleaner(path, secrets) for path in logs]
 
     @property
@@ -79,7 +81,7 @@ class PeriodicChecks:
         ``seconds`` have passed since the last call. Hangs are only checked while ``is_running``.
         """
         # The metrics are read once, for TensorBoard and for both hang detections.
-        new = {rank: lines.read() for rank, lines in enumerate(self._events)}
+        new = {rank: lines.read() for rank, lines in self._events.items()}
         self._try_check(TENSORBOARD, lambda: self._write_scalars(new))
         self._try_check("secrets in logs", lambda: self._redact_logs(BYTES_PER_CHECK // len(self._logs)))
         self._try_check("the host's memory", self.host.sample)
@@ -94,7 +96,7 @@ class PeriodicChecks:
 
     def _report_sampling(self) -> str | None:
         """Return a sentence when lines of metrics were skipped for the first time, else None."""
-        ranks = [str(rank) for rank, lines in enumerate(self._events) if lines.num_skipped_bytes]
+        ranks = [str(rank) for rank, lines in self._events.items() if lines.num_skipped_bytes]
         if self._is_sampling or not ranks:
             return None
         self._is_sampling = True
@@ -115,12 +117,15 @@ class PeriodicChecks:
             yield from self._try_each("secrets in logs", log.finish())
         # The metrics that were logged since the last check, a piece at a time.
         while True:
-            new = {rank: lines.read() for rank, lines in enumerate(self._events)}
+            new = {rank: lines.read() for rank, lines in self._events.items()}
             self._try_check(TENSORBOARD, functools.partial(self._write_scalars, new))
             yield
-            if not any(lines.is_behind for lines in self._events):
+            if not any(lines.is_behind for lines in self._events.values()):
                 break
-        yield from self._try_each("metrics.csv", write_csv_in_pieces(self.folder, self.world_size, self._log))
+        if self.folder.is_lead:  # Of all nodes' ranks.
+            yield from self._try_each(
+                "metrics.csv", write_csv_in_pieces(self.folder, self.world_size, self._log)
+            )
 
     def _write_scalars(self, new: dict[int, list[dict[str, object]]]) -> None:
         for rank, records in new.items():

@@ -23,13 +23,13 @@ class StackRequests:
 
     def __init__(self, folder: RunFolder, world_size: int) -> None:
         self.folder = folder
-        self.world_size = world_size
+        self.ranks = folder.select_ranks(world_size)
         self.marks: dict[int, int] = {}
         """Size of each rank's stack file at the last request, in bytes."""
 
     def send(self) -> None:
         """Request the stacks of every rank that can answer."""
-        for rank in range(self.world_size):
+        for rank in self.ranks:
             pid, path = self.find_live_pid(rank), self.folder.stacks(rank)
             # Without its handler the signal would kill the rank; the file exists once it is installed.
             if pid is not None and path.exists():
@@ -38,7 +38,7 @@ class StackRequests:
 
     def read_replies(self) -> dict[int, str]:
         """Return each rank's reply to the last request, or the reason why it cannot answer."""
-        return {rank: self._read_reply(rank) for rank in range(self.world_size)}
+        return {rank: self._read_reply(rank) for rank in self.ranks}
 
     def find_live_pid(self, rank: int) -> int | None:
         """Return the process id of ``rank``; None if it is gone or has not written its record."""

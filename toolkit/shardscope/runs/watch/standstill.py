@@ -139,7 +139,7 @@ class StandstillDetector:
 
     def _read_activity(self) -> dict[int, Activity]:
         activity = {}
-        for rank in range(self._stacks.world_size):
+        for rank in self._stacks.ranks:
             pid = self._stacks.find_live_pid(rank)
             if pid is not None:
                 activity[rank] = Activity(

@@ -1,0 +1,224 @@
+"""``ss.launch(on=ss.Slurm())`` on a real Slurm of two nodes: CPU ranks train as on one machine."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.cluster.two_node_slurm import TwoNodeSlurm
+from tests.requirements import needs, skip_without, thorough
+
+import shardscope as ss
+from shardscope.core.errors import FieldError
+from shardscope.records.folder import FINAL
+from shardscope.runs.run import Run
+
+needs("accelerate")
+
+STEPS = 4
+FRAMEWORKS = {
+    "ddp": (ss.Layout.ddp, "torch"),
+    "fsdp2": (ss.Layout.fsdp2, "torch"),
+    "zero": (partial(ss.Layout.zero, stage=3), "deepspeed"),
+    "megatron": (ss.Layout.megatron, "megatron"),
+}
+
+
+def make_plan(cluster: str, layout: object = None, batch: int = 4) -> ss.Plan:
+    recipe = ss.Recipe(seq_len=64, micro_batch_size=1, global_batch_size=batch, precision="fp32")
+    return ss.Plan(
+        ss.Architecture.of_size("2m"), ss.Cluster.parse(cluster), recipe, layout or ss.Layout.ddp()
+    )
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 300.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not true in time"
+        time.sleep(0.1)
+
+
+def train_until_stopped(ctx: object) -> None:
+    """Log a step ten times a second until a stop is requested; then save."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    while not ctx.should_stop:
+        dist.all_reduce(torch.ones(1))
+        ctx.log(value=1.0)
+        time.sleep(0.1)
+    (ctx.folder / f"saved-{ctx.rank}").write_text("saved")
+
+
+def launch_endless(slurm: TwoNodeSlurm, folder: Path) -> Run:
+    """Launch a run that both nodes have begun."""
+    run = ss.launch(make_plan("2x1xcpu"), train_until_stopped, folder=folder, on=ss.Slurm())
+    wait_for(lambda: {record["rank"] for record in run.metrics()} == {0, 1} or run.status in FINAL)
+    assert run.status == "running", (run.status, run.reason, run.error)
+    return run
+
+
+def list_processes(folder: Path) -> list[str]:
+    """Return the command lines of the run's processes."""
+    lines = []
+    for process in psutil.process_iter():
+        try:
+            line = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        if str(folder) in line and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            lines.append(line)
+    return lines
+
+
+def assert_nothing_is_left(run: Run, slurm: TwoNodeSlurm) -> None:
+    assert slurm.wait_until_empty() == []
+    wait_for(lambda: not list_processes(run.folder), 30)
+    assert not (run.folder / "task.pkl").exists()
+    assert run.folder.stat().st_mode & 0o777 == 0o700
+    assert (run.folder / "slurm").stat().st_mode & 0o777 == 0o700
+
+
+def losses(run: Run) -> list[float]:
+    assert run.status == "finished", (run.status, run.reason, run.error, run.logs(0))
+    return [float(record["loss"]) for record in run.metrics() if record["rank"] == 0 and "loss" in record]
+
+
+CASES = ["ddp", *(pytest.param(name, marks=thorough()) for name in FRAMEWORKS if name != "ddp")]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_nodes_train_as_one_machine(name: str, slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+    make_layout, package = FRAMEWORKS[name]
+    skip_without(package)
+    task = ss.Pretrain(num_steps=STEPS)
+    run = ss.launch(
+        make_plan("2x1xcpu", make_layout()), task, folder=tmp_path, name="nodes", on=ss.Slurm(time=30)
+    )
+    assert run.status in ("queued", "starting")
+    run.wait(360)
+    across = losses(run)
+    # Each node wrote its own files, and the job's script holds no more than what starts the processes.
+    names = [json.loads((run.folder / "nodes" / node / "node.json").read_text())["name"] for node in "01"]
+    assert sorted(names) == ["node1", "node2"]
+    here = ss.launch(make_plan("2xcpu", make_layout()), task, folder=tmp_path, name="machine")
+    here.wait(240)
+    assert across == pytest.approx(losses(here), abs=1e-5) and len(across) == STEPS
+    assert_nothing_is_left(run, slurm)
+
+
+@thorough()
+def test_two_ranks_on_each_node(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+    run = ss.launch(make_plan("2x2xcpu"), ss.Pretrain(num_steps=2), folder=tmp_path, on=ss.Slurm())
+    run.wait(360)
+    assert len(losses(run)) == 2
+    assert {record["rank"] for record in run.metrics()} == {0, 1, 2, 3}
+    assert_nothing_is_left(run, slurm)
+
+
+@thorough()
+def test_stop(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+    run = launch_endless(slurm, tmp_path)
+    run.stop()
+    assert run.wait(60) == "stopped" and run.reason == "run.stop() was called"
+    assert not (run.folder / "saved-0").exists()
+    assert_nothing_is_left(run, slurm)
+
+
+@thorough()
+def test_stop_with_checkpoint_from_another_handle(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+    run = launch_endless(slurm, tmp_path)
+    other = ss.Run.attach(run.folder)
+    other.stop(checkpoint=True)
+    assert run.wait(60) == "stopped", (run.status, run.reason)
+    # Both ranks left after the same step, and saved.
+    assert [(run.folder / f"saved-{rank}").read_text() for rank in (0, 1)] == ["saved", "saved"]
+    steps = [
+        max(int(record["step"]) for record in run.metrics() if record["rank"] == rank) for rank in (0, 1)
+    ]
+    assert steps[0] == steps[1]
+    assert_nothing_is_left(run, slurm)
+
+
+@thorough()
+def test_scancel_from_outside(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+    run = launch_endless(slurm, tmp_path)
+    job_id = json.loads((run.folder / "job.json").read_text())["job_id"]
+    slurm.run("scancel", job_id)
+    assert run.wait(60) == "stopped" and "scancel" in run.reason, (run.status, run.reason)
+    assert_nothing_is_left(run, slurm)
+
+
+@thorough()
+@pytest.mark.parametrize("lost", [0, 1])
+def test_lost_node(lost: int, slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+    run = launch_endless(slurm, tmp_path)
+    record = json.loads((run.folder / "nodes" / str(lost) / "node.json").read_text())
+    slurm.kill_node(record["name"])
+    began = time.monotonic()
+    try:
+        # The other node's ranks end by themselves.
+        wait_for(lambda: not list_processes(run.folder), 60)
+        waited = time.monotonic() - began
+        status = run.wait(60)
+        # Slurm gives a node up ten seconds after its daemon's last sign (SlurmdTimeout).
+        assert slurm.wait_until_empty(120) == []
+    finally:
+        slurm.start_node(record["name"])
+        slurm.wait_until_idle()
+    if lost == 0:
+        assert status == "lost", (status, run.reason)
+    else:
+        assert status == "failed" and f"node 1 ({record['name']}) is lost" in run.reason, (status, run.reason)
+    print(f"ranks of the other node ended after {waited:.0f} s")
+
+
+@thorough()
+def test_failing_rank_is_named(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+    def fail_on_rank_1(ctx: object) -> None:
+        import torch
+        import torch.distributed as dist
+
+        dist.all_reduce(torch.ones(1))
+        if ctx.rank == 1:
+            raise ValueError("this rank fails")
+        dist.all_reduce(torch.ones(1))
+
+    run = ss.launch(make_plan("2x1xcpu"), fail_on_rank_1, folder=tmp_path, on=ss.Slurm())
+    assert run.wait(300) == "failed"
+    assert "rank 1" in run.reason and "this rank fails" in run.error
+    assert_nothing_is_left(run, slurm)
+
+
+@thorough()
+def test_stop_of_a_waiting_job(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+    run = ss.launch(
+        make_plan("2x1xcpu"), train_until_stopped, folder=tmp_path, on=ss.Slurm(extra={"begin": "now+1hour"})
+    )
+    wait_for(lambda: "BeginTime" in run.reason and "estimated start" in run.reason, 60)
+    assert run.status == "queued"
+    run.stop()
+    assert run.wait(60) == "stopped" and "before any rank started" in run.reason
+    assert slurm.wait_until_empty() == []
+
+
+def test_what_the_partition_has_not_is_refused(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+    cases = [
+        (make_plan("2x1xcpu"), ss.Slurm(partition="debugg"), "Slurm.partition", "'debug'"),
+        (make_plan("3x1xcpu", batch=3), ss.Slurm(), "plan.cluster.num_nodes", "2 nodes"),
+        (make_plan("2x8xa100-sxm-80gb", batch=16), ss.Slurm(), "plan.cluster.gpus_per_node", "1 a100 GPU"),
+        (make_plan("2x1xh100-sxm-80gb"), ss.Slurm(), "plan.cluster.gpu", "1 a100 GPU"),
+        (make_plan("2x1xcpu"), ss.Slurm(extra={"nodelist": "node7"}), "launch.on", "Invalid node name"),
+    ]
+    for plan, target, field, text in cases:
+        with pytest.raises(FieldError) as refused:
+            ss.launch(plan, train_until_stopped, folder=tmp_path / "none", on=target)
+        assert refused.value.field == field and text in str(refused.value), str(refused.value)
+    assert not (tmp_path / "none").exists() and slurm.list_jobs() == []

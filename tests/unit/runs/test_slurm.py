@@ -1,0 +1,245 @@
+"""``ss.Slurm`` and the parts of a launch on Slurm that need no Slurm."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.requirements import skip_without
+
+import shardscope as ss
+from shardscope.core.errors import FieldError
+from shardscope.records.folder import NodeFolder, RunFolder
+from shardscope.records.json_files import append_line, write_json
+from shardscope.runs.backends import job_watch, slurm_submission
+from shardscope.runs.backends.node_process import find_address
+from shardscope.runs.backends.peers import Peers
+from shardscope.runs.backends.slurm import parse_minutes
+from shardscope.runs.backends.slurm_job import Job, clean_environment, parse_records
+from shardscope.runs.backends.slurm_submission import Node, Partition, build_parameters
+
+PARTITION = Partition("a100", 60, (Node("n1", "10.0.0.1", "n1", 64, (("a100", 8),)),) * 2)
+JOB_LINE = (
+    "JobId=7 JobName=x Priority=1 JobState=PENDING Reason=Resources Dependency=(null) ExitCode=0:0 "
+    "StartTime=2026-11-27T14:05:00 EndTime=2026-11-27T15:05:00 NodeList= Command=/a b/c StdErr=/x\n"
+)
+
+
+def make_plan(cluster: str) -> ss.Plan:
+    recipe = ss.Recipe(seq_len=64, global_batch_size=16)
+    return ss.Plan(ss.Architecture.of_size("2m"), ss.Cluster.parse(cluster), recipe, ss.Layout.ddp())
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"partition": "a b"}, "Slurm.partition"),
+        ({"partition": "a\n#SBATCH --uid=0"}, "Slurm.partition"),
+        ({"account": 3}, "Slurm.account"),
+        ({"constraint": "a; rm"}, "Slurm.constraint"),
+        ({"time": 0}, "Slurm.time"),
+        ({"time": "soon"}, "Slurm.time"),
+        ({"time": True}, "Slurm.time"),
+        ({"setup": "module load cuda"}, "Slurm.setup"),
+        ({"setup": ["a\nb"]}, "Slurm.setup"),
+        ({"setup": ["export HF_TOKEN=hf_" + "aB3" * 12]}, "Slurm.setup"),
+        ({"python": ""}, "Slurm.python"),
+        ({"extra": ["mem"]}, "Slurm.extra"),
+        ({"extra": {"nodes": 3}}, "Slurm.extra"),
+        ({"extra": {"ntasks_per_node": 3}}, "Slurm.extra"),
+        ({"extra": {"qos": "high"}}, "Slurm.extra"),
+        ({"extra": {"mem": 1.5}}, "Slurm.extra['mem']"),
+        ({"extra": {"mem": "1\n2"}}, "Slurm.extra['mem']"),
+    ],
+)
+def test_invalid_fields_raise(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(FieldError) as refused:
+        ss.Slurm(**fields)
+    assert refused.value.field == field and "Nearest fix" in str(refused.value)
+    assert "aB3" not in str(refused.value)
+
+
+def test_valid_fields_survive_pickling() -> None:
+    target = ss.Slurm(
+        partition="a100", time="1-12", setup=["module load cuda"], extra={"mem": "64G", "exclusive": True}
+    )
+    again = pickle.loads(pickle.dumps(target))
+    assert again == target and dict(again.extra) == dict(target.extra) and hash(again) == hash(target)
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [(5, 5), ("90", 90), ("30:30", 31), ("2:00:00", 120), ("1-12", 2160), ("1-00:30", 1470), ("0:0:1", 1)],
+)
+def test_time_limits_are_read_as_slurm_reads_them(text: int | str, minutes: int) -> None:
+    assert parse_minutes(text) == minutes
+
+
+def test_another_target_is_refused() -> None:
+    for value in ("slurm", ss.Slurm, 3):
+        with pytest.raises(FieldError, match=r"launch\.on"):
+            ss.launch(make_plan("2xcpu"), print, on=value)  # type: ignore[arg-type]
+    with pytest.raises(FieldError, match=r"launch\.outlive_kernel"):
+        ss.launch(make_plan("2xcpu"), print, on=ss.Slurm(), outlive_kernel=False)
+
+
+def test_a_machine_without_slurm_or_submitit_is_told_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(slurm_submission.importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(ImportError, match=r"shardscope\[slurm\]"):
+            slurm_submission.check_submission(make_plan("2xcpu"), ss.Slurm(), tmp_path, force=False)
+    skip_without("submitit")
+    with pytest.raises(FieldError, match="sbatch is not on PATH"):
+        slurm_submission.check_submission(make_plan("2xcpu"), ss.Slurm(), tmp_path, force=False)
+
+
+def test_importing_shardscope_imports_no_submitit() -> None:
+    code = "import shardscope as ss, sys; ss.Slurm(); print({'submitit', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_lines_of_scontrol_are_parsed() -> None:
+    (record,) = parse_records(JOB_LINE)
+    assert record["Reason"] == "Resources" and record["Command"] == "/a b/c" and record["NodeList"] == ""
+
+
+def test_an_allocation_around_the_kernel_is_not_passed_on() -> None:
+    environment = {"SLURM_NTASKS": "9", "SBATCH_QOS": "x", "SLURM_CONF": "/etc/slurm.conf", "HOME": "/h"}
+    assert clean_environment(environment) == {"SLURM_CONF": "/etc/slurm.conf", "HOME": "/h"}
+
+
+def test_parameters_follow_the_plan(tmp_path: Path) -> None:
+    plan = make_plan("2x4xa100-sxm-80gb")
+    target = ss.Slurm(qos="high", setup=["module load cuda"], extra={"mem": "64G"})
+    parameters = build_parameters(RunFolder(tmp_path / "my run"), plan, target, PARTITION)
+    assert parameters["nodes"] == 2 and parameters["ntasks_per_node"] == 1 and parameters["time"] == 60
+    assert parameters["job_name"] == "shardscope-my-run" and parameters["qos"] == "high"
+    additional = parameters["additional_parameters"]
+    assert isinstance(additional, dict)
+    # Half of the node's GPUs, so half of its cores.
+    assert additional["gres"] == "gpu:a100:4" and additional["cpus-per-task"] == 32
+    assert additional["no-requeue"] is True and additional["mem"] == "64G"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "field"),
+    [
+        ("3x8xa100-sxm-80gb", "plan.cluster.num_nodes"),
+        ("2x8xh100-sxm-80gb", "plan.cluster.gpu"),
+        ("2x16xa100-sxm-80gb", "plan.cluster.gpus_per_node"),
+    ],
+)
+def test_a_plan_larger_than_the_partition_is_refused(cluster: str, field: str) -> None:
+    recipe = ss.Recipe(seq_len=64, global_batch_size=96)
+    plan = ss.Plan(ss.Architecture.of_size("2m"), ss.Cluster.parse(cluster), recipe, ss.Layout.ddp())
+    with pytest.raises(FieldError) as refused:
+        slurm_submission._check_nodes(plan, PARTITION)
+    assert refused.value.field == field and "partition a100: 2 nodes with 8 a100 GPUs" in str(refused.value)
+
+
+def test_a_local_folder_is_refused_for_other_machines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(slurm_submission, "find_file_system", lambda path: "ext4")
+    with pytest.raises(FieldError, match=r"launch\.folder.*ext4"):
+        slurm_submission._check_folder(tmp_path, PARTITION)
+    monkeypatch.setattr(slurm_submission, "find_file_system", lambda path: "nfs4")
+    slurm_submission._check_folder(tmp_path, PARTITION)
+
+
+def test_this_machine_finds_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert find_address("127.0.0.1")[0] == "127.0.0.1"
+
+
+def make_nodes(tmp_path: Path) -> tuple[NodeFolder, NodeFolder]:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    (folder.path / "nodes").mkdir()
+    nodes = NodeFolder(folder.path, 0, 2), NodeFolder(folder.path, 1, 2)
+    for node in nodes:
+        node.create_own()
+        write_json(node.supervisor, {"pid": 1})
+        write_json(node.node_json, {"name": f"n{node.node}"})
+    return nodes
+
+
+def test_a_silent_node_is_lost_and_an_ended_one_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first, second = make_nodes(tmp_path)
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    peers, others = Peers(first), Peers(second)
+    peers.look()
+    others.look()
+    now[0] += 19
+    assert peers.describe_lost() == "" and not peers.is_every_end_known()
+    now[0] += 2
+    peers.look()
+    assert peers.describe_lost() == "node 1 (n1) is lost: no sign of it for 21 s"
+    assert others.describe_lost() == "node 0 (n0) is lost: no sign of it for 21 s"
+    write_json(second.ended, {"status": "failed", "reason": "rank 1 raised"})
+    peers.look()
+    assert peers.describe_lost() == "" and peers.is_every_end_known()
+    failed = peers.find_failed()
+    assert failed is not None and (failed.node, failed.status) == (1, "failed")
+
+
+def test_nodes_have_ranks_and_files_of_their_own(tmp_path: Path) -> None:
+    first, second = make_nodes(tmp_path)
+    assert first.select_ranks(8) == range(4) and second.select_ranks(8) == range(4, 8)
+    own = ("supervisor", "supervisor_log", "exits", "launcher_error", "launcher_log", "temporary", "status")
+    assert not {getattr(first, name) for name in own} & {getattr(second, name) for name in own}
+    assert first.status == RunFolder(first.path).status and first.events(5) == second.events(5)
+
+
+@pytest.mark.parametrize(
+    ("job", "stops", "status", "text"),
+    [
+        (Job("PENDING", "Resources", "2026-11-27T14:05:00", "", False), [], "queued", "2026-11-27 14:05:00"),
+        (Job("RUNNING", "", "", "n[1-2]", False), [], "starting", "n[1-2]"),
+        (Job("CANCELLED", "", "", "", False), [], "stopped", "cancelled (scancel) job 7 before it started"),
+        (Job("CANCELLED", "", "", "", False), [{"command": "stop"}], "stopped", "run.stop() was called"),
+        (Job("FAILED", "", "", "", False), [], "failed", "ended as FAILED"),
+        (None, [], "failed", "not known to Slurm any more"),
+    ],
+)
+def test_status_before_a_node_has_started(
+    job: Job | None,
+    stops: list[dict[str, object]],
+    status: str,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    (folder.path / "nodes").mkdir()
+    folder.set_status("queued", "being submitted")
+    description = {
+        "world_size": 2,
+        "num_nodes": 2,
+        "created": 1.0,
+        "plan": json.loads(make_plan("2xcpu").to_json()),
+    }
+    write_json(folder.run_json, description)
+    write_json(folder.job, {"job_id": "7"})
+    for stop in stops:
+        append_line(folder.control, stop)
+    monkeypatch.setattr(job_watch, "read_job", lambda job_id: job)
+    monkeypatch.setattr(job_watch, "PATIENCE_SECONDS", 0.0)
+    run = ss.Run.attach(folder.path)
+    while run.reason == "job 7":  # Slurm is asked in a thread.
+        pass
+    assert run.status == status and text in run.reason

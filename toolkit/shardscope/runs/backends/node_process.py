@@ -1,0 +1,112 @@
+"""The node process: one per node of a scheduler's job. It becomes the supervisor of that node's ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from shardscope.records.folder import NodeFolder
+from shardscope.records.folder_checks import open_part
+from shardscope.records.json_files import write_json
+from shardscope.runs.backends.slurm_job import SlurmError, parse_records, run_command
+
+VISIBLE_SECONDS = 60.0
+"""Time for the run folder to appear on a node: an NFS client caches that a name is missing (nfs(5))."""
+
+
+def run_node(path: str) -> None:
+    """Replace this process, a task of Slurm's step, by the supervisor of this node. Does not return.
+
+    ``exec`` sets the signals that submitit handles to their defaults. Raises ``FileNotFoundError`` if the run
+    folder is not visible on this node, ``OSError`` if the address of this node is none of its own.
+    """
+    node = int(os.environ["SLURM_NODEID"])
+    wait_for_folder(Path(path))
+    folder = open_part(path, node)
+    assert isinstance(folder, NodeFolder)
+    folder.create_own()
+    try:
+        _describe_node(folder)
+    except Exception as error:  # The other nodes must not wait for this one.
+        reason = f"node {node} did not start: {error}"
+        write_json(folder.ended, {"time": time.time(), "status": "failed", "reason": reason})
+        raise
+    log = os.open(folder.supervisor_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    # Slurm warns of the time limit by a signal that would end the supervisor.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    arguments = ["-P", "-m", "shardscope.runs.launch.supervisor", path, "--node", str(node)]
+    os.execv(sys.executable, [sys.executable, *arguments])
+
+
+def _describe_node(folder: NodeFolder) -> None:
+    """Write the name and the address of this node. Raises ``OSError``."""
+    name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    address, interface = find_address(name)
+    record = {
+        "name": name,
+        "host": socket.gethostname(),
+        "address": address,
+        "interface": interface,
+        "job_id": os.environ.get("SLURM_JOB_ID"),
+        "time": time.time(),
+    }
+    write_json(folder.node_json, record, as_is=("name", "host", "address", "interface"))
+
+
+def wait_for_folder(path: Path) -> None:
+    """Wait until the run folder is visible on this node. Raises ``FileNotFoundError`` if it does not come."""
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    while not (path / "run.json").exists():
+        if time.monotonic() > deadline:
+            raise FileNotFoundError(
+                f"{path} is not visible on {socket.gethostname()}: a run needs a shared folder"
+            )
+        time.sleep(0.5)
+
+
+def find_address(node: str) -> tuple[str, str]:
+    """Return this node's address on the cluster's network, and the interface that has it.
+
+    Slurm's address of the node is tried first: host names do not resolve everywhere. Raises ``OSError`` if
+    none of its names leads to an interface of this machine.
+    """
+    interfaces = list_addresses()
+    names = [*_read_slurm_names(node), socket.gethostname()]
+    for name in names:
+        try:
+            found = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+        except OSError:
+            continue
+        for address in found:
+            if address in interfaces:
+                return address, interfaces[address]
+    raise OSError(f"node {node}: none of {', '.join(names)} is an address of this machine's interfaces")
+
+
+def list_addresses() -> dict[str, str]:
+    """Return the interface of each IP address of this machine."""
+    import psutil
+
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {
+        entry.address.partition("%")[0]: interface
+        for interface, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family in families
+    }
+
+
+def _read_slurm_names(node: str) -> list[str]:
+    try:
+        records = parse_records(run_command("scontrol", "show", "node", "--oneliner", node))
+    except SlurmError:
+        return [node]
+    return [record[key] for record in records for key in ("NodeAddr", "NodeHostName") if key in record] or [
+        node
+    ]

@@ -1,0 +1,87 @@
+"""The other nodes of a run, as the supervisor of one node sees them in the run folder.
+
+Node 0 watches all others, and they watch node 0. A node writes ``ended.json`` when its ranks have ended. A
+node whose supervisor was killed, or that is cut off, only stops its heartbeat.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from shardscope.machine.os_errors import is_absent
+from shardscope.records.folder import NodeFolder
+from shardscope.records.json_files import read_json
+
+LOST_SECONDS = 20.0
+"""Time without a heartbeat, which is sent every two seconds, after which a node is lost."""
+SIGNALLED_LOST_SECONDS = 6.0
+"""The same once the scheduler ends the job, which leaves no time to wait."""
+START_SECONDS = 300.0
+"""Time for a node's supervisor to start: Python may be read from a slow shared file system."""
+
+
+class Ended(NamedTuple):
+    """How the ranks of another node ended."""
+
+    node: int
+    status: str
+    """finished, stopped or failed."""
+    reason: str
+
+
+class Peers:
+    """The nodes that the supervisor of ``folder`` watches; none for a run of one node."""
+
+    def __init__(self, folder: NodeFolder) -> None:
+        others = range(1, folder.num_nodes) if folder.is_lead else range(1)
+        self._folders = {node: folder.create_peer(node) for node in others}
+        self._beats: dict[int, tuple[float, float]] = {node: (0.0, time.monotonic()) for node in others}
+        self.ended: dict[int, Ended] = {}
+
+    def look(self) -> None:
+        """Read the heartbeats and ends of the nodes that have not ended."""
+        for node, folder in self._folders.items():
+            if node not in self.ended:
+                record = read_json(folder.ended)
+                if record is not None:
+                    status, reason = str(record.get("status")), str(record.get("reason"))
+                    self.ended[node] = Ended(node, status, reason)
+                self._look_at_heartbeat(node, folder)
+
+    def _look_at_heartbeat(self, node: int, folder: NodeFolder) -> None:
+        try:
+            beat = folder.supervisor.stat().st_mtime
+        except OSError as error:
+            if not is_absent(error):  # The file system may come back.
+                self._beats[node] = (self._beats[node][0], time.monotonic())
+            return
+        # The age is measured by our own clock: those of two nodes may differ.
+        if beat != self._beats[node][0]:
+            self._beats[node] = (beat, time.monotonic())
+
+    def find_failed(self) -> Ended | None:
+        """Return a node whose ranks ended before their task had returned; None if there is none."""
+        return next((ended for ended in self.ended.values() if ended.status != "finished"), None)
+
+    def describe_lost(self, patience_seconds: float = LOST_SECONDS) -> str:
+        """Return which nodes are lost, and for how long; empty if none is."""
+        texts = []
+        for node, (beat, seen) in self._beats.items():
+            silent = time.monotonic() - seen
+            if node not in self.ended and silent > (patience_seconds if beat else START_SECONDS):
+                what = f"no sign of it for {silent:.0f} s" if beat else "its supervisor never started"
+                texts.append(f"node {node}{self._name(node)} is lost: {what}")
+        return "; ".join(texts)
+
+    def is_every_end_known(self, patience_seconds: float = LOST_SECONDS) -> bool:
+        """Return whether each node has ended or is lost."""
+        now = time.monotonic()
+        return all(
+            node in self.ended or now - seen > (patience_seconds if beat else START_SECONDS)
+            for node, (beat, seen) in self._beats.items()
+        )
+
+    def _name(self, node: int) -> str:
+        name = (read_json(self._folders[node].node_json) or {}).get("name")
+        return f" ({name})" if isinstance(name, str) else ""

@@ -1,0 +1,142 @@
+"""``ss.Slurm``: where a run of several nodes is submitted, as the user describes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from shardscope.core.errors import Value, find_similar, refuse
+from shardscope.records.redaction import redact
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@+-]*")
+CONSTRAINT = re.compile(r"[A-Za-z0-9_.&|,*()\[\]:-]+")
+OPTION = re.compile(r"[a-z][a-z_-]*")
+TIME = re.compile(r"(?:(\d{1,4})-)?(\d{1,5})(?::(\d{1,2}))?(?::(\d{1,2}))?")
+"""Slurm's spelling (sbatch(1), --time): minutes, minutes:seconds, hours:minutes:seconds, days-hours..."""
+CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+"""Characters that end a line or change a terminal."""
+OWN_FIELDS = ("partition", "account", "qos", "time", "constraint")
+SET_BY_LAUNCH = frozenset({
+    *("array", "chdir", "error", "export", "gres", "gpus", "gpus-per-node", "gpus-per-task", "input"),
+    *("job-name", "no-requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "requeue"),
+    *("signal", "wrap"),
+})  # fmt: skip
+"""Options of sbatch that the plan or the run folder decide."""
+MAX_LINES = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm:
+    """A Slurm cluster as the target of ``ss.launch(plan, task, on=ss.Slurm(...))``.
+
+    Everything is optional: without ``partition`` the cluster's default one is used. Raises ``ValueError``
+    with the field, the value, what is allowed and the nearest fix.
+    """
+
+    partition: str | None = None
+    """Partition; None: the cluster's default."""
+    account: str | None = None
+    """Account that is charged."""
+    qos: str | None = None
+    """Quality of service."""
+    time: int | str | None = None
+    """Time limit in minutes, or as Slurm writes it ("2:00:00", "1-12"); None: the partition's default."""
+    constraint: str | None = None
+    """Node features, as sbatch's ``--constraint`` takes them."""
+    setup: Sequence[str] = ()
+    """Lines of shell before Python starts: ``module load cuda``. All nodes get their environment."""
+    python: str | None = None
+    """Command that starts Python on the nodes; None: the Python of this process."""
+    extra: Mapping[str, str | int | bool] = field(default_factory=dict, hash=False)
+    """Any other options of sbatch by name, such as ``{"mem": "64G", "exclusive": True}``."""
+
+    def __post_init__(self) -> None:
+        for name in ("partition", "account", "qos"):
+            _check_text(name, getattr(self, name), NAME, "a name without blanks, or None", "main")
+        _check_text("constraint", self.constraint, CONSTRAINT, "node features, or None", "a100")
+        if self.time is not None:
+            parse_minutes(self.time)
+        if isinstance(self.setup, str) or not isinstance(self.setup, Sequence) or len(self.setup) > MAX_LINES:
+            fix = Value([self.setup]) if isinstance(self.setup, str) else Value(["module load cuda"])
+            refuse("Slurm.setup", self.setup, "a list of shell lines", fix)
+        for line in self.setup:
+            _check_line("setup", line)
+        object.__setattr__(self, "setup", tuple(self.setup))
+        if self.python is not None:
+            _check_line("python", self.python)
+        self._check_extra()
+
+    def _check_extra(self) -> None:
+        allowed = "a mapping of sbatch's options to text, numbers or True"
+        if not isinstance(self.extra, Mapping):
+            refuse("Slurm.extra", self.extra, allowed, Value({"mem": "64G"}))
+        for name, value in self.extra.items():
+            if not isinstance(name, str) or not OPTION.fullmatch(name):
+                refuse("Slurm.extra", name, "names of sbatch's long options, without dashes before", "'mem'")
+            option = name.replace("_", "-")
+            if option in OWN_FIELDS:
+                refuse("Slurm.extra", name, "options without a field of their own", f"Slurm({name}=...)")
+            if option in SET_BY_LAUNCH:
+                fix = f"leave {name} out"
+                refuse("Slurm.extra", name, "options that neither the plan nor the run decides", fix)
+            if value is True or (isinstance(value, int) and not isinstance(value, bool)):
+                continue
+            if not isinstance(value, str):
+                refuse(f"Slurm.extra[{name!r}]", value, "text, a whole number or True", Value(str(value)))
+            _check_line(f"extra[{name!r}]", value)
+        object.__setattr__(self, "extra", MappingProxyType(dict(self.extra)))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return _restore, ({**fields, "extra": dict(self.extra)},)  # pickle refuses a read-only mapping
+
+
+def _restore(fields: dict[str, object]) -> Slurm:
+    return Slurm(**fields)  # type: ignore[arg-type]
+
+
+def check_target(value: object) -> Slurm | None:
+    """Return ``launch(on=)``. Raises ``ValueError`` unless it is None or a Slurm."""
+    if value is not None and not isinstance(value, Slurm):
+        is_meant = value is Slurm or (isinstance(value, str) and find_similar(value, ["slurm"]) is not None)
+        fix = "ss.Slurm()" if is_meant else Value(None)
+        refuse("launch.on", value, "None (this machine) or an ss.Slurm", fix)
+    return value
+
+
+def parse_minutes(value: object) -> int:
+    """Return a time limit in minutes, rounded up. Raises ``ValueError``."""
+    allowed = 'minutes from 1 on, or text as "2:00:00" or "1-12"'
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 1:
+            refuse("Slurm.time", value, allowed, Value(60))
+        return value
+    match = TIME.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        refuse("Slurm.time", value, allowed, Value("1:00:00"))
+    days, *parts = (int(part or 0) for part in match.groups())
+    if match[1] is not None or match[4] is not None:
+        hours, minutes, seconds = parts
+    else:
+        hours, (minutes, seconds) = 0, parts[:2]
+    total = -(-seconds // 60) + minutes + 60 * hours + 1440 * days
+    if total < 1:
+        refuse("Slurm.time", value, allowed, Value("1:00:00"))
+    return total
+
+
+def _check_text(name: str, value: object, form: re.Pattern[str], allowed: str, example: str) -> None:
+    if value is not None and (not isinstance(value, str) or not form.fullmatch(value)):
+        refuse(f"Slurm.{name}", value, allowed, Value(example))
+
+
+def _check_line(name: str, value: object) -> None:
+    """Refuse a value that is not one line of a job script, or has a secret in it."""
+    if not isinstance(value, str) or not value.strip() or CONTROL.search(value):
+        refuse(f"Slurm.{name}", value, "one line of text", "a line each, in a list")
+    # Job scripts can be read by administrators and are kept by the controller.
+    if redact(value) != value:
+        fix = "set it in the notebook's environment, which Slurm passes on, or read it from a file of yours"
+        refuse(f"Slurm.{name}", redact(value), "lines without passwords or tokens", fix)

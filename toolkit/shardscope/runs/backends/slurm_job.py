@@ -1,0 +1,152 @@
+"""What Slurm says about a job, a partition and nodes: ``scontrol show ... --oneliner``, parsed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import read_json
+
+SECONDS = 20.0
+"""Maximum time of one command: a busy controller may take seconds."""
+WAITING_STATES = frozenset(
+    {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESV_DEL_HOLD"}
+)
+LIVE_STATES = WAITING_STATES | {"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED", "RESIZING"}
+FIELD = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z:/_]*)=(.*?)(?=\s[A-Za-z][A-Za-z:/_]*=|$)")
+"""A field of a one-line record; a value may contain blanks."""
+
+
+class SlurmError(OSError):
+    """Slurm cannot be asked now, or did not do what was asked."""
+
+
+class Job(NamedTuple):
+    """State of one job."""
+
+    state: str
+    """PENDING, RUNNING, COMPLETING, CANCELLED, ..."""
+    reason: str
+    """Slurm's reason why it waits or ended; empty if there is none."""
+    start: str
+    """When it started, or is estimated to start, in Slurm's spelling; empty if unknown."""
+    nodes: str
+    preempted: bool
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether it has not started."""
+        return self.state in WAITING_STATES
+
+    @property
+    def is_live(self) -> bool:
+        """Return whether it waits or runs."""
+        return self.state in LIVE_STATES
+
+
+def run_command(*command: str, seconds: float = SECONDS) -> str:
+    """Return the output of a Slurm command. Raises ``SlurmError`` with its message if it fails."""
+    # In English, and without what an interactive allocation of the user has set.
+    environment = {**clean_environment(os.environ), "LC_ALL": "C"}
+    try:
+        done = subprocess.run(
+            command,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+        )
+    except FileNotFoundError as error:
+        raise SlurmError(f"{command[0]} is not on PATH: this machine has no Slurm commands") from error
+    except subprocess.TimeoutExpired as error:
+        raise SlurmError(f"{command[0]} did not answer within {seconds:.0f} s") from error
+    if done.returncode:
+        raise SlurmError(f"{command[0]}: {(done.stderr or done.stdout).strip()[-500:]}")
+    return done.stdout
+
+
+def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environment`` without the variables of an allocation in which the kernel may run.
+
+    srun and sbatch take them for options: a job would get the task count of that allocation.
+    """
+    ours = ("SLURM_CONF", "SLURM_CONF_SERVER")
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in ours or not name.startswith(("SLURM_", "SLURMD_", "SBATCH_", "SRUN_"))
+    }
+
+
+def parse_records(text: str) -> list[dict[str, str]]:
+    """Return the fields of each line of ``scontrol show ... --oneliner``."""
+    lines = (line for line in text.splitlines() if "=" in line)
+    return [{name: value.strip() for name, value in FIELD.findall(line)} for line in lines]
+
+
+def read_job(job_id: str) -> Job | None:
+    """Return a job's state; None if Slurm does not know it (any more). Raises ``SlurmError``."""
+    try:
+        records = parse_records(run_command("scontrol", "show", "job", "--oneliner", job_id))
+    except SlurmError as error:
+        if "Invalid job id" in str(error):
+            return None
+        raise
+    if not records:
+        return None
+    record = records[-1]
+    return Job(
+        state=record.get("JobState", ""),
+        reason=_read_text(record.get("Reason", "")),
+        start=_read_text(record.get("StartTime", "")),
+        nodes=_read_text(record.get("NodeList", "")),
+        preempted=bool(_read_text(record.get("PreemptTime", ""))),
+    )
+
+
+def _read_text(value: str) -> str:
+    return "" if value in ("None", "Unknown", "(null)", "N/A") else value
+
+
+def read_job_id(folder: RunFolder) -> str | None:
+    """Return the id of the run's job; None before it was submitted, and for a run of this machine."""
+    job_id = (read_json(folder.job) or {}).get("job_id")
+    # It becomes an argument of scontrol and scancel.
+    return job_id if isinstance(job_id, str) and job_id.isdecimal() and job_id.isascii() else None
+
+
+def describe_job_end(folder: RunFolder) -> str:
+    """Return why Slurm ends the job of the run, one line; empty if that is not known."""
+    job_id = read_job_id(folder)
+    try:
+        job = None if job_id is None else read_job(job_id)
+    except SlurmError:
+        return ""
+    return "" if job is None else f"Slurm {explain_end(job)} job {job_id}"
+
+
+def explain_end(job: Job) -> str:
+    """Return what Slurm did to a job that it ends, as a verb with what goes before its object."""
+    if job.state == "TIMEOUT" or job.reason == "TimeLimit":
+        return "ended at its time limit"
+    if job.preempted or job.state == "PREEMPTED":
+        return "preempted"
+    if job.state == "NODE_FAIL" or job.reason == "NodeDown":
+        return "lost a node of"
+    return "cancelled (scancel)"
+
+
+def cancel_waiting(job_id: str) -> None:
+    """Cancel a job if it has not started. Raises ``SlurmError``."""
+    run_command("scancel", "--state=PENDING", job_id)
+
+
+def cancel(job_id: str) -> None:
+    """Cancel a job. Raises ``SlurmError``."""
+    run_command("scancel", job_id)
