@@ -782,6 +782,27 @@ def test_counters_are_step_lines_and_instants_are_ticks(open_view: Any, tmp_path
 
 
 @thorough()
+def test_counter_is_pinned_like_a_track(open_view: Any, tmp_path: Path) -> None:
+    view = TraceView(write_counters(tmp_path), height=200)
+    with open_view(view) as page:
+        page.locator("canvas").focus()
+        for key in ("j", "j", "p"):  # the track, then its first counter
+            page.keyboard.press(key)
+        expect(page.locator(".ss-trace-status")).to_contain_text("cuda:0 allocated of rank 0 is pinned")
+        for _ in range(4):
+            page.keyboard.press("PageDown")
+        texts = read_drawn_texts(page)
+        assert any(text.startswith("rank 0 · cuda:0") for text in texts)
+        box = page.locator(".ss-trace canvas").bounding_box()
+        left, wide = box["x"] + 168, box["width"] - 168
+        page.mouse.move(left + 0.4 * wide, box["y"] + 24 + 8 + 20)
+        expect(page.locator(".ss-trace-tip")).to_contain_text("cuda:0 allocated: 3 GiB")
+        page.locator("canvas").focus()
+        page.keyboard.press("p")
+        texts = read_drawn_texts(page)
+        assert not any(text.startswith("rank 0 · cuda:0") for text in texts)
+
+
 def test_track_is_pinned_and_moved_by_keyboard(open_view: Any) -> None:
     view = TraceView(PYTHON_STACKS, height=220)
     with open_view(view) as page:
@@ -920,6 +941,67 @@ def test_saved_page_says_what_the_live_view_says(
         assert [read_details(page, index) for index in indices] == live
     finally:
         page.close()
+
+
+PERFETTO_STAND_IN = """<!doctype html><title>stand-in</title><script>
+window.addEventListener("message", async ({ data, source, origin }) => {
+  if (data === "PING") return ANSWERS && source.postMessage("PONG", origin);
+  if (!data.perfetto) return;
+  const stream = new Blob([data.perfetto.buffer]).stream().pipeThrough(new DecompressionStream("gzip"));
+  window.received = { ...JSON.parse(await new Response(stream).text()), title: data.perfetto.title };
+});
+</script>"""
+
+
+@contextmanager
+def serve_perfetto_stand_in(answers: bool) -> Iterator[str]:
+    """Serve a page that takes part in Perfetto's handshake as documented, and yield its origin.
+
+    It is a stand-in: tests do not reach ui.perfetto.dev.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(PERFETTO_STAND_IN.replace("ANSWERS", str(answers).lower()).encode())
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_trace_is_handed_to_a_stand_in_of_perfetto(
+    open_view: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    with serve_perfetto_stand_in(answers) as origin:
+        monkeypatch.setattr("shardscope_widgets.trace.view.PERFETTO_ORIGIN", origin)
+        view = TraceView(write_gpu_ranks(tmp_path / "trace"))
+        with open_view(view) as page:
+            button = page.locator(".ss-trace-perfetto")
+            with page.expect_popup() as waiting:
+                button.click()
+            window = waiting.value
+            if answers:
+                window.wait_for_function("window.received")
+                events = window.evaluate("received.traceEvents")
+                assert sum(event["ph"] == "X" for event in events) == len(view.trace)
+                assert window.evaluate("received.title") == "Shardscope: 2 ranks"
+                expect(page.locator(".ss-trace-error")).to_have_text("")
+            else:
+                error = page.locator(".ss-trace-error")
+                expect(error).to_contain_text("did not answer. Fix: press Download", timeout=60_000)
+            expect(button).to_have_text("Open in Perfetto")
+            window.close()
 
 
 def test_download_is_one_chrome_trace_of_all_ranks(open_view: Any, tmp_path: Path) -> None:

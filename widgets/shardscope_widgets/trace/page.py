@@ -99,7 +99,8 @@ class TraceAnswers(View):
             )
 
     def _draw_path(self, parts: Sequence[Mapping[str, object]] | None) -> None:
-        self.view.highlight_path(parts)
+        # The rows of a long path take seconds to find.
+        self.view._highlight_path_later(parts)
         self._scroll.scroll()
 
 

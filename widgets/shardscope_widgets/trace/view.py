@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gzip
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -23,6 +23,7 @@ from shardscope.trace.path_marks import PathMarks
 from shardscope.trace.tile_encoding import TileEncoder, TileRequest
 from shardscope.trace.tiles import Tiler
 from shardscope_widgets.kit.front_end import front_end_text
+from shardscope_widgets.trace.background_calls import BackgroundCalls
 from shardscope_widgets.trace.picture import draw_picture
 from shardscope_widgets.trace.requests import Request, RequestError, read_request
 from shardscope_widgets.trace.saved_page import choose_slices, write_page
@@ -33,6 +34,8 @@ MAX_ARGS = 40
 LEAST_MARGIN_SECONDS = 1e-7
 MAX_DOWNLOAD_SLICES = 500_000
 """Maximum slices of a download: the kernel is busy for some seconds."""
+PERFETTO_ORIGIN = "https://ui.perfetto.dev"
+"""Opened when the user clicks, and only then; nothing is loaded from there into the notebook."""
 PIECE_BYTES = 4 * 1024**2
 _FOREIGN_TRAITS = frozenset(
     {"error", "height", "num_matches", "selected", "_path_number", "_revealed", "_scene"}
@@ -44,8 +47,8 @@ MimeBundle = tuple[dict[str, object], dict[str, object]]
 _MODULE_PARTS = (
     "types.js", "colours.js", "number_format.js", "layout.js", "tiles.js", "page.js", "state.js",
     "requests.js", "viewport.js", "folding.js", "tracks.js", "drawing.js", "slices.js", "counters.js",
-    "path.js", "arrows.js", "area.js", "details.js", "pointer.js", "help.js", "keyboard.js", "search.js",
-    "page_changes.js", "view.js",
+    "path.js", "arrows.js", "area.js", "details.js", "perfetto.js", "pointer.js", "help.js",
+    "keyboard.js", "search.js", "page_changes.js", "view.js",
 )  # fmt: skip
 
 
@@ -129,6 +132,7 @@ class TraceView(anywidget.AnyWidget):
         self._tiler = Tiler(self.trace)
         self._mark_tiler = MarkTiler(self.trace)
         self._encoder = TileEncoder(self._tiler, self._mark_tiler)
+        self._worker = BackgroundCalls("shardscope-trace")
         self._match = np.zeros(len(self.trace), dtype=bool)
         self._span_ns = max(self.trace.duration_ns_total, 1000)
         self._path: PathMarks | None = None
@@ -204,7 +208,7 @@ class TraceView(anywidget.AnyWidget):
             "selected": None,
             "error": "",
             "_revealed": {},
-            "_scene": {**self._scene, "num_slices": len(slices), "can_download": False},
+            "_scene": {**self._scene, "num_slices": len(slices), "can_download": False, "perfetto": ""},
         }
         return write_page(
             path,
@@ -224,8 +228,20 @@ class TraceView(anywidget.AnyWidget):
         A row has ``rank``, ``track``, ``name``, ``start_seconds`` and ``seconds``, or ``index``, the number
         of a slice. Raises ``ValueError`` for rows that are not of this trace.
         """
-        self._path = None if rows is None else PathMarks.find(self.trace, rows)
-        self._path_number += 1
+        self._prepare_path(rows)()
+
+    def _highlight_path_later(self, rows: Iterable[Mapping[str, object]] | None) -> None:
+        """Do the same in the background, so that the kernel answers other messages meanwhile."""
+        self._worker.run(partial(self._prepare_path, rows))
+
+    def _prepare_path(self, rows: Iterable[Mapping[str, object]] | None) -> Callable[[], None]:
+        path = None if rows is None else PathMarks.find(self.trace, rows)
+
+        def show_path() -> None:
+            self._path = path
+            self._path_number += 1
+
+        return show_path
 
     @cached_property
     def _picture(self) -> str:
@@ -245,6 +261,8 @@ class TraceView(anywidget.AnyWidget):
             "span_ns": self._span_ns,
             "num_slices": len(self.trace),
             "can_download": len(self.trace) > 0,
+            "download_limit": MAX_DOWNLOAD_SLICES,
+            "perfetto": PERFETTO_ORIGIN,
             "counters": [
                 {
                     "rank": counter.rank,
@@ -308,6 +326,13 @@ class TraceView(anywidget.AnyWidget):
             "tile": self._answer_tile,
             "mark": self._answer_mark,
             "names": self._answer_names,
+        }
+        if request.type in answers:
+            answers[request.type](request)
+            return
+        # These read all slices, the first time for seconds: in a thread, in the order of the requests, so
+        # that the kernel answers other messages meanwhile.
+        slow_answers: dict[str, Callable[[Request], Callable[[], None]]] = {
             "totals": self._answer_totals,
             "select": self._answer_select,
             "pick": self._answer_pick,
@@ -315,7 +340,7 @@ class TraceView(anywidget.AnyWidget):
             "area": self._answer_area,
             "download": self._answer_download,
         }
-        answers[request.type](request)
+        self._worker.run(partial(slow_answers[request.type], request))
 
     def _answer_tile(self, request: Request) -> None:
         wanted = TileRequest(
@@ -358,42 +383,43 @@ class TraceView(anywidget.AnyWidget):
         texts = [names[index][:MAX_NAME_CHARACTERS] for index in request.indices]
         self.send({"type": "names", "id": request.id, "indices": request.indices, "names": texts})
 
-    def _answer_totals(self, request: Request) -> None:
+    def _answer_totals(self, request: Request) -> Callable[[], None]:
         rows = self._tiler.sum_by_name(request.t0_ns, request.t1_ns)
         shown = [{**row, "name": row["name"][:MAX_NAME_CHARACTERS]} for row in rows]
-        self.send({"type": "totals", "id": request.id, "rows": shown})
+        return partial(self.send, {"type": "totals", "id": request.id, "rows": shown})
 
-    def _answer_area(self, request: Request) -> None:
+    def _answer_area(self, request: Request) -> Callable[[], None]:
         sums = self._tiler.sum_area(request.t0_ns, request.t1_ns, request.tracks)
         names = [{**row, "name": row["name"][:MAX_NAME_CHARACTERS]} for row in sums.names]
-        self.send({"type": "area", "id": request.id, "names": names, "categories": sums.categories})
+        reply = {"type": "area", "id": request.id, "names": names, "categories": sums.categories}
+        return partial(self.send, reply)
 
-    def _answer_download(self, request: Request) -> None:
+    def _answer_download(self, request: Request) -> Callable[[], None]:
         """Send one compressed Chrome trace of all ranks, which the front end gives to the browser."""
         if len(self.trace) > MAX_DOWNLOAD_SLICES:
-            self.error = (
+            error = (
                 f"A download has up to {MAX_DOWNLOAD_SLICES:,} slices; this trace has {len(self.trace):,}. "
                 'Fix: trace.to_chrome("trace.json.gz").'
             )
-            return
+            return partial(setattr, self, "error", error)
         packed = gzip.compress(b"".join(iterate_chrome(self.trace)), 6)
         pieces = [memoryview(packed)[i : i + PIECE_BYTES] for i in range(0, len(packed), PIECE_BYTES)]
-        self.send({"type": "download", "id": request.id, "name": "trace.json.gz"}, buffers=pieces)
+        reply = {"type": "download", "id": request.id, "name": "trace.json.gz"}
+        return partial(self.send, reply, buffers=pieces)
 
-    def _answer_select(self, request: Request) -> None:
-        self._select_slice(request.index)
+    def _answer_select(self, request: Request) -> Callable[[], None]:
+        return self._select_slice(request.index)
 
-    def _answer_pick(self, request: Request) -> None:
+    def _answer_pick(self, request: Request) -> Callable[[], None]:
         """Select the slice that names a mark of several."""
-        if request.index is not None:
-            index = self._tiler.choose_representative(request.index, request.count, self._match)
-            self._select_slice(index)
+        first = request.index or 0
+        return self._select_slice(self._tiler.choose_representative(first, request.count, self._match))
 
-    def _answer_find(self, request: Request) -> None:
+    def _answer_find(self, request: Request) -> Callable[[], None]:
         """Select the match after (or before) the selected slice in time, and bring it into view."""
         matches = np.flatnonzero(self._match)
         if not len(matches):
-            return
+            return lambda: None
         matches = matches[np.argsort(self.trace.start_ns[matches], kind="stable")]
         # Continue from the selected match, or from the left edge of the view if none is selected.
         selected = (
@@ -404,18 +430,23 @@ class TraceView(anywidget.AnyWidget):
         else:
             after = int(np.searchsorted(self.trace.start_ns[matches], self.viewport_seconds[0] * 1e9))
             position = (after if request.direction > 0 else after - 1) % len(matches)
-        self._select_slice(int(matches[position]))
-        self.send({"type": "found", "id": request.id, "position": position + 1})
+        select = self._select_slice(int(matches[position]))
 
-    def _select_slice(self, index: int | None) -> None:
+        def show_match() -> None:
+            select()
+            self.send({"type": "found", "id": request.id, "position": position + 1})
+
+        return show_match
+
+    def _select_slice(self, index: int | None) -> Callable[[], None]:
+        """Return a call that sets ``selected`` to this slice; all that takes time is done before."""
         if index is None:
-            self.selected = None
-            return
+            return partial(setattr, self, "selected", None)
         slice_ = self.trace.slice(index)
         # A profiler may record shapes and stacks of any length as arguments.
         args = dict(list(slice_["args"].items())[:MAX_ARGS])
         callers = self._context.find_callers(index)
-        self.selected = {
+        selected = {
             **slice_,
             "args": {key: _shorten_value(value) for key, value in args.items()},
             "row": int(self._tiler.row[index]),
@@ -431,6 +462,7 @@ class TraceView(anywidget.AnyWidget):
                 for connection in self._context.find_connections(index)
             ],
         }
+        return partial(setattr, self, "selected", selected)
 
     def _describe_end(self, index: int) -> dict[str, object]:
         """Return what the front end needs to draw and name one end of an arrow."""

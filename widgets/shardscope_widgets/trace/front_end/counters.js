@@ -14,12 +14,13 @@ function shownValue(counter, value) {
   return `${FOUR_DIGITS.format(value / size)} ${unit}`;
 }
 
-/** @param {View} view */
-function drawCounters(view) {
-  const { ctx, theme, scene, places, scroll, gutterWidth, width, height, isNarrow } = view;
+/** @param {View} view @param {boolean} isPinned of the pinned counters, or of all others */
+function drawCounters(view, isPinned) {
+  const { ctx, theme, scene, places, gutterWidth, width, height, isNarrow } = view;
   for (const { number, top } of places.counters) {
     const counter = scene.counters[number];
-    const y = RULER + top - scroll;
+    if (top < view.sticky !== isPinned) continue;
+    const y = yOfTop(view, top);
     if (y > height || y + COUNTER_HEIGHT < RULER) continue;
     const scale = (COUNTER_HEIGHT - 4) / (counter.high - counter.low || 1);
     const heightOf = (/** @type {number} */ value) => y + COUNTER_HEIGHT - (value - counter.low) * scale;
@@ -54,12 +55,21 @@ function drawCounters(view) {
     ctx.restore();
     ctx.fillStyle = theme.line;
     ctx.fillRect(gutterWidth, y + COUNTER_HEIGHT, width - gutterWidth, 1);
-    const left = isNarrow ? 8 : 24;
-    const room = (isNarrow ? width : gutterWidth) - left - 8;
+    const track = view.counterTracks[number];
+    const isOfRank = view.pinned.includes(track);
+    const isCurrent = track === view.currentTrack;
+    if (isCurrent) {
+      ctx.fillStyle = theme.accent;
+      ctx.fillRect(0, y - (isNarrow ? NAME_LINE : 0), 3, COUNTER_HEIGHT + (isNarrow ? NAME_LINE : 0));
+    }
+    const left = isNarrow || isOfRank ? 8 : 24;
+    const buttonRoom = isCurrent || track === view.hoverTrack ? 20 : 0;
+    const room = (isNarrow ? width : gutterWidth) - left - 8 - buttonRoom;
+    const label = isOfRank ? `rank ${counter.rank} · ${counter.name}` : counter.name;
     ctx.font = `12px ${theme.font}`;
     ctx.fillStyle = theme.soft;
     const nameY = isNarrow ? y - NAME_LINE / 2 : y + 12;
-    const name = fitText(ctx, isNarrow ? `${counter.name} · up to ${shownValue(counter, counter.high)}` : counter.name, room);
+    const name = fitText(ctx, isNarrow ? `${label} · up to ${shownValue(counter, counter.high)}` : label, room);
     ctx.fillText(name, left, nameY);
     if (isNarrow) continue;
     ctx.font = `11px ${theme.font}`;

@@ -22,12 +22,13 @@ function draw(view) {
   clipRows(view, false);
   drawHeaders(view);
   let drawn = drawSlices(view, false);
-  drawCounters(view);
+  drawCounters(view, false);
   drawTrackNames(view, false);
   ctx.restore();
   if (view.sticky) {
     clipRows(view, true);
     drawn += drawSlices(view, true);
+    drawCounters(view, true);
     drawTrackNames(view, true);
     ctx.fillStyle = theme.soft;
     ctx.fillRect(0, RULER + view.sticky - 1, width, 1);

@@ -13,7 +13,7 @@ const HELP = /** @type {[string, string][]} */ ([
   ["Shift and drag", "measure and add up an area"],
   ["Shift+←, Shift+→", "move the end of the area"],
   ["J, K", "next track, previous track"],
-  ["P", "pin the track to the top, or unpin it"],
+  ["P", "pin the track or counter to the top, or unpin it"],
   ["Shift+J, Shift+K or drag", "move the track down, up"],
   ["Escape", "remove the area, then the selection"],
 ]);

@@ -13,6 +13,11 @@ function arrange(scene, folded, shownStacks, isNarrow, order, pinned) {
   const bands = /** @type {{track: Track, top: number, height: number, tall: number}[]} */ ([]);
   const stacks = /** @type {{track: Track, top: number, isShown: boolean, hasOperators: boolean}[]} */ ([]);
   const counters = /** @type {{number: number, top: number}[]} */ ([]);
+  const addCounter = (/** @type {number} */ number) => {
+    y += COUNTER_GAP + (isNarrow ? NAME_LINE : 0);
+    counters.push({ number, top: y });
+    y += COUNTER_HEIGHT;
+  };
   let y = 0;
   const addBand = (/** @type {Track} */ track, /** @type {number} */ tall) => {
     bands.push({ track, top: y, height: track.num_rows * tall, tall });
@@ -21,6 +26,8 @@ function arrange(scene, folded, shownStacks, isNarrow, order, pinned) {
     y += track.num_rows * tall;
   };
   for (const track of pinned) {
+    if (track.number !== undefined) addCounter(track.number);
+    if (track.number !== undefined) continue;
     y += TRACK_GAP / 2 + (isNarrow ? NAME_LINE : 0);
     addBand(track, ROW);
     y += TRACK_GAP / 2;
@@ -54,10 +61,8 @@ function arrange(scene, folded, shownStacks, isNarrow, order, pinned) {
       y += gap;
     }
     for (const [number, counter] of scene.counters.entries()) {
-      if (counter.rank !== rank || isFolded) continue;
-      y += COUNTER_GAP + (isNarrow ? NAME_LINE : 0);
-      counters.push({ number, top: y });
-      y += COUNTER_HEIGHT;
+      const isPinned = pinned.some((track) => track.number === number);
+      if (counter.rank === rank && !isFolded && !isPinned) addCounter(number);
     }
     if (!isFolded && counters.length) y += COUNTER_GAP;
     if (!isFolded) continue;

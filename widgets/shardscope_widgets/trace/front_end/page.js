@@ -31,7 +31,10 @@ function buildPage(root, scene) {
   const download = element("button", "ss-trace-download", "Download");
   download.title = "One Chrome trace of all ranks, for Perfetto";
   download.hidden = !scene.can_download;
-  bar.append(find, count, span, fit, download, helpButton);
+  const perfetto = element("button", "ss-trace-perfetto", "Open in Perfetto");
+  perfetto.title = "Opens ui.perfetto.dev and gives it this trace, which stays in the browser";
+  perfetto.hidden = !scene.can_download || !scene.perfetto;
+  bar.append(find, count, span, fit, download, perfetto, helpButton);
 
   const stage = element("div", "ss-trace-stage");
   const canvas = /** @type {HTMLCanvasElement} */ (element("canvas", ""));
@@ -73,7 +76,7 @@ function buildPage(root, scene) {
   }
   root.append(error);
   const inStage = { stage, canvas, gutter, pin, tip, help, status };
-  return { search, previous, next, count, span, fit, download, helpButton, ...inStage, details, error, totals };
+  return { search, previous, next, count, span, fit, download, perfetto, helpButton, ...inStage, details, error, totals };
 }
 
 /** @param {HTMLElement} table @param {any[]} rows of name, slices, self_seconds, total_seconds @param {string} caption

@@ -114,6 +114,7 @@ const REPLIES = {
     showDetails(view);
   },
   download: (view, message, buffers) => {
+    if (message.id === view.perfetto?.id) return handToPerfetto(view, buffers);
     const link = document.createElement("a");
     link.href = URL.createObjectURL(new Blob(/** @type {BlobPart[]} */ (buffers), { type: "application/gzip" }));
     link.download = message.name;

@@ -34,6 +34,9 @@ function openView(model, root, scene, page) {
     folded, // ranks
     shownStacks, // first rows of the Python stacks that are unfolded
     order, // tracks of each rank
+    counterTracks: scene.counters.map(({ rank, name }, number) => ({
+      ...{ rank, name, number, kind: "counter", thread: "", first_row: -1, num_rows: 0, num_slices: 0 },
+    })),
     pinned: /** @type {Track[]} */ ([]),
     sticky: 0, // height of the pinned tracks, which do not scroll
     currentTrack: /** @type {Track | null} */ (null), // that P and J act on
@@ -59,6 +62,7 @@ function openView(model, root, scene, page) {
     // Ids start at random, since every view of this model hears every reply.
     lastId: Math.floor(Math.random() * 2 ** 40),
     pending: { tile: 0, since: 0, names: 0, totals: 0, find: 0, area: 0, mark: 0, markSince: 0 },
+    perfetto: /** @type {Perfetto | null} */ (null), // while a trace is handed over
     frame: 0,
     settleTimer: 0,
     searchTimer: 0,

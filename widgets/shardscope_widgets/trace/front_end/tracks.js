@@ -20,6 +20,7 @@ function listNeighbours(view, track) {
 /** @param {View} view @param {Track} track @param {number} direction -1: up */
 function moveTrack(view, track, direction) {
   const isPinned = view.pinned.includes(track);
+  if (track.kind === "counter" && !isPinned) return announce(view, "A counter stays below its rank unless it is pinned");
   const groups = isPinned ? view.pinned.map((one) => [one]) : groupTracks(view.order.get(track.rank) ?? []);
   let from = groups.findIndex((group) => group.includes(track));
   const [moved] = groups.splice(from, 1);
@@ -44,8 +45,14 @@ function pinOrUnpin(view, track) {
   announce(view, `${track.name} of rank ${track.rank} ${isPinned ? "is back at its rank" : "is pinned to the top"}`);
 }
 
-/** The bands that can be pinned and moved. @param {View} view */
-const namedBands = (view) => view.places.bands.filter(({ track, tall }) => track.kind !== "python" && tall >= READABLE_ROW);
+/** The bands that can be pinned: tracks, which also move within their rank, and counters. @param {View} view */
+function namedBands(view) {
+  const tracks = view.places.bands.filter(({ track, tall }) => track.kind !== "python" && tall >= READABLE_ROW);
+  const counters = view.places.counters.map(({ number, top }) => ({
+    ...{ track: /** @type {Track} */ (view.counterTracks[number]), top, height: COUNTER_HEIGHT, tall: COUNTER_HEIGHT },
+  }));
+  return [...tracks, ...counters].sort((a, b) => a.top - b.top);
+}
 
 /** Go to the next track, or the one before. @param {View} view @param {number} direction */
 function stepTrack(view, direction) {
@@ -66,7 +73,7 @@ function withCurrentTrack(view, action) {
 
 /** Scroll to a track. @param {View} view @param {Track} track */
 function showTrack(view, track) {
-  const band = view.places.bands.find((one) => one.track === track);
+  const band = namedBands(view).find((one) => one.track === track);
   if (!band || band.top < view.sticky) return scheduleDraw(view);
   const isHidden = band.top < view.scroll + view.sticky || band.top + ROW > view.scroll + view.height - RULER;
   scrollRowsTo(view, isHidden ? band.top - view.sticky - HEADER : view.scroll);

@@ -4,8 +4,8 @@
 
 /**
  * @typedef {{rank: number, thread: string, name: string, kind: string, first_row: number, num_rows: number,
- *   num_slices: number}} Track
- * @typedef {{span_ns: number, num_slices: number, can_download: boolean, ranks: number[], notes: string[],
+ *   num_slices: number, number?: number}} Track a counter, too, can be pinned: its kind is "counter"
+ * @typedef {{span_ns: number, num_slices: number, can_download: boolean, download_limit: number, perfetto: string, ranks: number[], notes: string[],
  *   tracks: Track[], counters: Counter[]}} Scene
  * @typedef {{t0: number, t1: number, width: number}} Stretch of time, at a width in pixels
  * @typedef {Stretch & {search: string, isExact: boolean, start: any, duration: any, slice: any, name: any, count: any,

@@ -27,6 +27,7 @@ function followModel(view) {
     "change:error": () => {
       page.error.textContent = model.get("error");
       setDownloading(view, false);
+      stopPerfetto(view);
     },
     "change:height": () => (page.stage.style.height = `${model.get("height")}px`),
   });
@@ -54,6 +55,7 @@ function render({ model, el }) {
   followSearchBox(view);
   listen(view, page.fit, "click", () => showAll(view));
   listen(view, page.download, "click", () => askForDownload(view));
+  listen(view, page.perfetto, "click", () => openInPerfetto(view));
   listen(view, page.totals, "toggle", () => askForTotals(view));
   const unfollow = [followModel(view), followSize(view), followTheme(view)];
 
@@ -69,6 +71,7 @@ function render({ model, el }) {
     clearTimeout(view.settleTimer);
     clearTimeout(view.searchTimer);
     clearTimeout(view.areaTimer);
+    stopPerfetto(view);
     for (const stop of unfollow) stop();
   };
 }

@@ -1,0 +1,105 @@
+"""Tests that messages which read all slices are answered in a thread, so that the kernel's loop goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardscope_widgets.trace import TraceView
+from shardscope_widgets.trace.background_calls import BackgroundCalls
+
+FIXTURE = Path(__file__).parents[3] / "fixtures" / "trace_2_ranks"
+
+
+async def wait_until(is_done: Callable[[], object]) -> None:
+    for _ in range(3000):
+        if is_done():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not happen within 30 s")
+
+
+def record_thread(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, threads: dict[str, str]) -> None:
+    """Note the thread in which a method of ``owner`` is called."""
+    plain = getattr(owner, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        threads[name] = threading.current_thread().name
+        return plain(*args, **options)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def test_slow_messages_are_answered_in_a_thread_and_shown_in_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    view = TraceView(FIXTURE)
+    here = threading.current_thread().name
+    threads: dict[str, str] = {}
+    sent: list[dict[str, Any]] = []
+    for owner, name in [
+        (view._context, "find_connections"),
+        (view._tiler, "sum_by_name"),
+        (view._tiler, "sum_area"),
+        (view._tiler, "choose_representative"),
+    ]:
+        record_thread(monkeypatch, owner, name, threads)
+
+    def send(content: dict[str, Any], buffers: object = None) -> None:
+        sent.append(content)
+        threads[content["type"]] = threading.current_thread().name
+
+    monkeypatch.setattr(view, "send", send)
+    view.observe(lambda change: threads.update(selected=threading.current_thread().name), "selected")
+    end = view.trace.duration_ns_total
+
+    async def ask() -> None:
+        view.search = "addmm"
+        for content in [
+            {"type": "totals", "id": 1, "t0_ns": 0, "t1_ns": end},
+            {"type": "area", "id": 2, "t0_ns": 0, "t1_ns": end, "tracks": [0]},
+            {"type": "select", "id": 3, "index": 5},
+            {"type": "pick", "id": 4, "index": 5, "count": 2},
+            {"type": "find", "id": 5, "direction": 1},
+            {"type": "download", "id": 6},
+        ]:
+            view._handle_custom_msg(content, [])
+        await wait_until(lambda: len(sent) == 4)
+        view._highlight_path_later(view.trace.critical_path())
+        await wait_until(lambda: view._path_number == 1)
+
+    asyncio.run(ask())
+    assert [content["type"] for content in sent] == ["totals", "area", "found", "download"]
+    computed = {threads.pop(name) for name in ("find_connections", "sum_by_name", "sum_area")}
+    assert here not in computed | {threads.pop("choose_representative")}
+    assert set(threads.values()) == {here}
+    assert view.selected is not None and view._path is not None
+
+
+def test_an_error_in_the_thread_is_raised_in_the_loop() -> None:
+    errors: list[dict[str, Any]] = []
+
+    def fail() -> Callable[[], None]:
+        raise ValueError("no such slice")
+
+    async def ask() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        calls = BackgroundCalls("test")
+        calls.run(fail)
+        done = threading.Event()
+        calls.run(lambda: done.set)
+        await wait_until(done.is_set)
+
+    asyncio.run(ask())
+    assert str(errors[0]["exception"]) == "no such slice"
+
+
+def test_without_a_loop_calls_are_made_at_once() -> None:
+    done: list[int] = []
+    BackgroundCalls("test").run(lambda: lambda: done.append(1))
+    assert done == [1]
