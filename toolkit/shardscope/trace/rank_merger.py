@@ -21,12 +21,12 @@ class RankMerger:
     def __init__(self, ranks: list[RankColumns], shifts: list[int], origin_ns: int | None) -> None:
         self._ranks = ranks
         self._shifts = shifts
-        begins = [
-            int(rank.slices["start_ns"].min()) - shift
-            for rank, shift in zip(ranks, shifts, strict=True)
-            if len(rank.slices["start_ns"]) and origin_ns is None
-        ]
-        self.release()
+        begins: list[int] = []
+        for rank, shift in zip(ranks, shifts, strict=True):
+            if len(rank.slices["start_ns"]) and origin_ns is None:
+                begins.append(int(rank.slices["start_ns"].min()) - shift)
+            # One by one: together, the times of thousands of steps on hundreds of ranks have gigabytes.
+            rank.release()
         self.origin_ns = min(begins, default=0) if origin_ns is None else origin_ns
         names: dict[str, int] = {}
         categories: dict[str, int] = {}
