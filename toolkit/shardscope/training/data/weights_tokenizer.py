@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from shardscope.training.data.tokenizer import TokenIds
     from shardscope.training.weights.weights_folder import WeightsFolder
 
+LOADING = threading.Lock()
+"""Held while transformers opens a tokenizer: it loads modules when their names are first read, and two
+threads see each other's half-loaded ones."""
 FAST_FILE = "tokenizer.json"
 VOCABULARY_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tokenizer.tiktoken")
 """Vocabulary files of tokenizers without a ``tokenizer.json``."""
@@ -139,9 +143,10 @@ class WeightsTokenizer:
 
         path = self._folder.path
         try:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                path, local_files_only=True, trust_remote_code=False
-            )
+            with LOADING:
+                tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                    path, local_files_only=True, trust_remote_code=False
+                )
         except Exception as error:  # A missing library, custom code, a damaged file.
             lines = str(error).strip().splitlines() or [type(error).__name__]
             allowed = f"a folder whose tokenizer transformers opens as it is: {lines[0]}"

@@ -6,6 +6,7 @@ Imports no torch; ``datasets`` and pandas are imported on first use.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 Row: TypeAlias = Mapping[str, object]
 """One row of a data source: column -> value."""
 
+LOADING = threading.Lock()
+"""Held while ``datasets`` loads: the form of a fine-tune reads in its thread while a cell reads the same, and
+two threads delete each other's lock (tqdm 4, ``contrib/concurrent.py``, ``ensure_lock``)."""
 TEXT_LOADER = "text"
 LOADERS = {
     ".jsonl": "json",
@@ -197,9 +201,10 @@ def load_files(field: str, files: list[Path], *, streaming: bool) -> object:
     datasets.disable_progress_bars()
     # ``datasets`` would log its own traceback before our error message.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    rows: object = datasets.load_dataset(
-        loader, data_files=[str(path) for path in files], split="train", streaming=streaming, **options
-    )
+    with LOADING:
+        rows: object = datasets.load_dataset(
+            loader, data_files=[str(path) for path in files], split="train", streaming=streaming, **options
+        )
     return rows
 
 
@@ -264,7 +269,7 @@ def load_hub(field: str, name: str, *, streaming: bool) -> object:
     problem = find_hub_problem(name, README, "dataset")
     is_offline = problem is not None and problem.is_unreachable
     try:
-        with _offline_datasets() if is_offline else nullcontext():
+        with _offline_datasets() if is_offline else nullcontext(), LOADING:
             # Without custom code: datasets 4 and later run none.
             rows: object = datasets.load_dataset(name, split="train", streaming=streaming)
     except Exception as error:  # A gated data set, files of no known format: each its own exception.
