@@ -198,15 +198,15 @@ def test_memory_snapshot_of_the_run_is_drawn_and_a_damaged_one_explained(tmp_pat
     answers.close()
 
 
-def test_critical_path_is_drawn_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_critical_path_is_drawn_and_removed(tmp_path: Path) -> None:
     answers = open_page(write_traced_run(tmp_path))
-    drawn: list[Any] = []
-    monkeypatch.setattr(answers.view, "highlight_path", drawn.append)
+    view = answers.view
     show_tab(answers, "Critical path")
     wait_for(lambda: answers.panel.path_button.layout.display == "")
     answers.panel.path_button.click()
+    assert view._path is not None and len(view._path.row) > 100
     answers.panel.path_button.click()
-    assert len(drawn[0]) > 100 and drawn[1] is None
+    assert view._path is None and view._path_number == 2
     answers.panel.tabs.value = "Steps"
     assert answers.panel.path_button.layout.display == "none"
     answers.close()
