@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -66,14 +68,15 @@ def launch_endless(slurm: TwoNodeSlurm, folder: Path) -> Run:
 
 
 def list_processes(folder: Path) -> list[str]:
-    """Return the command lines of the run's processes."""
+    """Return the command lines of the run's supervisors, launchers and ranks."""
     lines = []
     for process in psutil.process_iter():
         try:
             line = " ".join(process.cmdline())
         except psutil.Error:
             continue
-        if str(folder) in line and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        is_ours = str(folder) in line and "shardscope.runs.launch" in line
+        if is_ours and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
             lines.append(line)
     return lines
 
@@ -133,10 +136,10 @@ def test_stop(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
 
 
 @thorough()
-def test_stop_with_checkpoint_from_another_handle(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+def test_stop_with_checkpoint_from_another_process(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
     run = launch_endless(slurm, tmp_path)
-    other = ss.Run.attach(run.folder)
-    other.stop(checkpoint=True)
+    code = f"import shardscope as ss; ss.Run.attach({str(run.folder)!r}).stop(checkpoint=True)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert run.wait(60) == "stopped", (run.status, run.reason)
     # Both ranks left after the same step, and saved.
     assert [(run.folder / f"saved-{rank}").read_text() for rank in (0, 1)] == ["saved", "saved"]

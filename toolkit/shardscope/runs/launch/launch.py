@@ -387,7 +387,7 @@ def _check_machine(plan: Plan) -> str:
         refuse(
             "plan.cluster.num_nodes",
             cluster.num_nodes,
-            "1 on this machine",
+            "1 (without on=, launch uses this machine only)",
             "on=ss.Slurm(...), or a plan for one node",
         )
     # CPU ranks run on every machine, also on one with GPUs, as a rehearsal.

@@ -37,7 +37,7 @@ from shardscope.records.json_files import (
 from shardscope.records.json_values import is_int, is_number
 from shardscope.records.regular_files import open_to_append
 from shardscope.runs.backends.peers import LOST_SECONDS, SIGNALLED_LOST_SECONDS, Peers
-from shardscope.runs.backends.slurm_job import describe_job_end
+from shardscope.runs.backends.slurm_job import SlurmError, cancel, describe_job_end, read_job_id
 from shardscope.runs.explain.exceptions import make_exception_record
 from shardscope.runs.explain.failure import Failure, find_failures, has_rank_died
 from shardscope.runs.explain.failure_report import FailureReport, explain_failures
@@ -155,6 +155,17 @@ class Supervisor:
             # Ranks read the same control file and may have obeyed a stop that was not read here yet.
             self._obey_commands()
         self._finish()
+        if self.lost_node:
+            self._cancel_job()
+
+    def _cancel_job(self) -> None:
+        """Take the job out of the queue: srun would wait for the lost node until Slurm gives it up."""
+        job_id = read_job_id(self.folder)
+        if job_id is not None:
+            try:
+                cancel(job_id)
+            except SlurmError as error:
+                self._log(f"job {job_id} was not cancelled: {error}")
 
     def _start_launcher(self) -> None:
         with open_to_append(self.folder.launcher_log) as log:
