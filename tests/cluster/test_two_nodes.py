@@ -127,8 +127,22 @@ def test_two_ranks_on_each_node(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
 
 
 @thorough()
-def test_stop(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+def test_stop(slurm: TwoNodeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = "hf_" + "aB3" * 12
+    monkeypatch.setenv("HF_TOKEN", token)
     run = launch_endless(slurm, tmp_path)
+    # The rendezvous listens on node 0's own address only.
+    meeting = json.loads((run.folder / "nodes" / "0" / "rendezvous.json").read_text())
+    listening = [
+        entry.laddr.ip
+        for entry in psutil.net_connections("tcp")
+        if entry.status == psutil.CONN_LISTEN and entry.laddr.port == meeting["port"]
+    ]
+    assert listening == [meeting["address"]]
+    # The token is in the ranks' environment, and nowhere that others read.
+    assert token not in slurm.run("scontrol", "show", "job", "--details")
+    texts = [path.read_bytes() for path in run.folder.rglob("*") if path.is_file()]
+    assert not any(token.encode() in text for text in texts)
     run.stop()
     assert run.wait(60) == "stopped" and run.reason == "run.stop() was called"
     assert not (run.folder / "saved-0").exists()
@@ -147,6 +161,19 @@ def test_stop_with_checkpoint_from_another_process(slurm: TwoNodeSlurm, tmp_path
         max(int(record["step"]) for record in run.metrics() if record["rank"] == rank) for rank in (0, 1)
     ]
     assert steps[0] == steps[1]
+    assert_nothing_is_left(run, slurm)
+
+
+@thorough()
+def test_a_run_outlives_the_process_that_launched_it(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+    code = (
+        "import shardscope as ss; recipe = ss.Recipe(seq_len=64, global_batch_size=2, precision='fp32');"
+        "plan = ss.Plan(ss.Architecture.of_size('2m'), ss.Cluster.parse('2x1xcpu'), recipe, ss.Layout.ddp());"
+        f"ss.launch(plan, ss.Pretrain(num_steps=2), folder={str(tmp_path)!r}, name='run', on=ss.Slurm())"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    run = ss.Run.attach(tmp_path / "run")
+    assert run.wait(300) == "finished", (run.status, run.reason, run.error)
     assert_nothing_is_left(run, slurm)
 
 

@@ -17,7 +17,7 @@ import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import append_line, write_json
-from shardscope.runs.backends import job_watch, slurm_submission
+from shardscope.runs.backends import job_watch, slurm_inventory, slurm_submission
 from shardscope.runs.backends.node_process import find_address
 from shardscope.runs.backends.peers import Peers
 from shardscope.runs.backends.slurm import parse_minutes
@@ -243,3 +243,31 @@ def test_status_before_a_node_has_started(
     while run.reason == "job 7":  # Slurm is asked in a thread.
         pass
     assert run.status == status and text in run.reason
+
+
+@pytest.mark.parametrize(
+    ("kinds", "gpu", "expected"),
+    [
+        ([(("h200", 8),)] * 3, None, "3 h200-sxm-141gb 8"),
+        ([(("a100", 4),)] * 2, "a100-sxm-80gb", "2 a100-sxm-80gb 4"),
+        ([(("nvidia_a100_80gb", 4),)] * 2, None, "2 a100-sxm-80gb 4"),
+        ([(("", 8),)] * 2, "h100-sxm-80gb", "2 h100-sxm-80gb 8"),
+        ([(), (("h200", 8),), (("h200", 4),), (("h200", 4),)], None, "2 h200-sxm-141gb 4"),
+        ([()] * 2, None, "2 cpu 2"),
+        ([(("a100", 4),)] * 2, None, "a100-sxm-40gb, a100-sxm-80gb"),
+        ([(("a100", 4),)] * 2, "h100-sxm-80gb", "a100-sxm-40gb, a100-sxm-80gb"),
+        ([()] * 2, "h100-sxm-80gb", "no GPUs"),
+    ],
+)
+def test_inventory_of_a_partition(
+    kinds: list[Any], gpu: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = tuple(Node(f"n{i}", "", "", 64, gpus, 2**39) for i, gpus in enumerate(kinds))
+    monkeypatch.setattr(slurm_inventory, "read_partition", lambda name: Partition("main", 0, nodes))
+    if "," in expected or expected == "no GPUs":
+        with pytest.raises(FieldError, match=expected):
+            ss.Slurm.inventory(gpu=gpu)
+        return
+    cluster = ss.Slurm.inventory(gpu=gpu)
+    assert f"{cluster.num_nodes} {cluster.gpu.name} {cluster.gpus_per_node}" == expected
+    assert cluster.host_memory_bytes == 2**39

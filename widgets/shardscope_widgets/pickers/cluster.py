@@ -107,7 +107,7 @@ class ClusterPicker(Picker):
             "num_nodes": parse_number(self.nodes.value),
             **changes,
         }
-        # CPU ranks of several nodes have no catalogue entry with links: Cluster.parse builds or rejects them.
+        # CPU ranks of several nodes have no catalogue entry with links: Cluster.parse builds them.
         if self._base.gpu.name == "cpu" and values["num_nodes"] != 1:
             return ss.Cluster.parse(f"{values['num_nodes']}x{values['gpus_per_node']}xcpu")
         # A value that still reads as it was shown stays exact: the inputs show at most ten digits.

@@ -6,9 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, find_similar, refuse
 from shardscope.records.redaction import redact
+
+if TYPE_CHECKING:
+    from shardscope.core.cluster import Cluster
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@+-]*")
 CONSTRAINT = re.compile(r"[A-Za-z0-9_.&|,*()\[\]:-]+")
@@ -67,6 +71,19 @@ class Slurm:
         if self.python is not None:
             _check_line("python", self.python)
         self._check_extra()
+
+    @staticmethod
+    def inventory(partition: str | None = None, gpu: str | None = None) -> Cluster:
+        """Return the nodes of a partition (None: the default one) that have the most frequent kind of GPUs.
+
+        ``gpu`` is the catalogue's name of the GPU type, needed where Slurm's name of it is ambiguous: "a100"
+        has 40 or 80 GB. Nodes in use are counted too. Raises ``ValueError`` if the partition does not exist
+        or the type is unclear, ``OSError`` if Slurm does not answer.
+        """
+        # Imported lazily: it imports this module.
+        from shardscope.runs.backends.slurm_inventory import read_inventory
+
+        return read_inventory(partition, gpu)
 
     def _check_extra(self) -> None:
         allowed = "a mapping of sbatch's options to text, numbers or True"

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardscope.catalog import gpus
 from shardscope.core.errors import Value, find_nearest, refuse
 from shardscope.records.folder import SUBMISSION, RunFolder
 from shardscope.records.json_files import write_json
@@ -36,8 +37,10 @@ GRES_GPU = re.compile(r"gpu(?::([A-Za-z][^:(,]*))?:(\d+)")
 
 def is_same_gpu(kind: str, gpu_name: str) -> bool:
     """Return whether Slurm's GPU type ``kind`` (empty: none) can be the catalogue's type ``gpu_name``."""
-    # Slurm's types are free names, most of them with a part of ours: a100, h100, a100-sxm4-80gb.
-    return not kind or re.split(r"[-_]", kind.lower())[0] in gpu_name.lower().split("-")
+    # Slurm has free names: a100, h100, nvidia_a100-sxm4-80gb. Of their parts those count that occur in
+    # the catalogue's names; without any, the type says nothing.
+    parts = {part for name in gpus for part in name.split("-")} & set(re.split(r"[-_]", kind.lower()))
+    return parts <= set(gpu_name.lower().split("-"))
 
 
 class Node(NamedTuple):
@@ -49,6 +52,8 @@ class Node(NamedTuple):
     num_cpus: int
     gpus: tuple[tuple[str, int], ...]
     """GPU types, as the cluster's administrator named them (empty: no name), and their counts."""
+    memory_bytes: int = 0
+    """Host memory that Slurm gives to jobs; 0: not known."""
 
     def count_gpus(self, gpu_name: str) -> int:
         """Return how many GPUs are of the catalogue's type ``gpu_name``, or of no named type."""
@@ -69,9 +74,9 @@ class Partition(NamedTuple):
             ", ".join(f"{count} {kind} GPU{'s' * (count != 1)}" for kind, count in node.gpus)
             for node in self.nodes
         }
-        gpus = " or ".join(kind or "no GPUs" for kind in sorted(kinds))
+        described = " or ".join(kind or "no GPUs" for kind in sorted(kinds))
         num_nodes = len(self.nodes)
-        return f"partition {self.name}: {num_nodes} node{'s' * (num_nodes != 1)} with {gpus}"
+        return f"partition {self.name}: {num_nodes} node{'s' * (num_nodes != 1)} with {described}"
 
 
 def check_submission(plan: Plan, target: Slurm, parent: Path, *, force: bool) -> Partition:
@@ -116,10 +121,12 @@ def read_partition(name: str | None) -> Partition:
     nodes = []
     for record in parse_records(run_command("scontrol", "show", "node", "--oneliner")):
         if chosen["PartitionName"] in record.get("Partitions", "").split(","):
-            gpus = tuple((kind, int(count)) for kind, count in GRES_GPU.findall(record.get("Gres", "")))
+            node_gpus = tuple((kind, int(count)) for kind, count in GRES_GPU.findall(record.get("Gres", "")))
             host = record.get("NodeHostName", "")
             cpus = int(record.get("CPUTot", "1"))
-            nodes.append(Node(record["NodeName"], record.get("NodeAddr", host), host, cpus, gpus))
+            memory = int(record.get("RealMemory", "0")) << 20  # scontrol(1): MiB.
+            address = record.get("NodeAddr", host)
+            nodes.append(Node(record["NodeName"], address, host, cpus, node_gpus, memory))
     return Partition(chosen["PartitionName"], minutes, tuple(nodes))
 
 
