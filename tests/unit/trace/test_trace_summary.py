@@ -108,7 +108,10 @@ def test_summary_of_a_run_suggests_a_changed_plan(tmp_path: Path) -> None:
         finding for finding in summary.findings if finding.text.startswith("Exposed all-reduce of tp")
     )
     assert exposed.plan is not None and exposed.plan.degrees.tp == 1
-    assert "Change: tp=1 instead of 2, predicted to gain 204 ms (20 %) of a step." in exposed.text
+    assert (
+        "Change: tp=1 instead of 2, predicted to gain 204 ms of the predicted 1.02 s of a step (20 %)."
+        in exposed.text
+    )
     matmul = next(finding for finding in summary.findings if finding.text.startswith("Matmul kernels"))
     assert matmul.plan is not None and matmul.plan.recipe.recompute == "none"
     assert matmul.gain_seconds == pytest.approx(PLAN.step().seconds - matmul.plan.step().seconds)

@@ -34,8 +34,8 @@ class Suggestion:
     plan: Plan
     gain_seconds: float
     """Predicted seconds that a step gets shorter."""
-    share: float
-    """The same as a share of the predicted step."""
+    predicted_seconds: float
+    """Predicted step of the plan as it is, which :attr:`gain_seconds` is a part of."""
 
 
 def suggest_change(plan: Plan, topic: Topic) -> Suggestion | None:
@@ -58,7 +58,7 @@ def suggest_change(plan: Plan, topic: Topic) -> Suggestion | None:
         except ValueError:
             continue  # this plan cannot run, or has no formula
         if gain >= MIN_GAIN * seconds and (best is None or gain > best.gain_seconds):
-            best = Suggestion(text=text, plan=changed, gain_seconds=gain, share=gain / seconds)
+            best = Suggestion(text=text, plan=changed, gain_seconds=gain, predicted_seconds=seconds)
     return best
 
 

@@ -524,9 +524,11 @@ def _add_suggestion(plan: Plan | None, cause: _Cause, suggested: set[str]) -> Se
             text=cause["text"], rank=rank, track=track or None, start_seconds=start, end_seconds=end
         )
     suggested.add(best.text)
-    gain = f"{format_seconds(best.gain_seconds)} ({100 * best.share:.0f} %)"
+    # Both are predicted: the measured step of the sentence before may be longer.
+    share = f"{100 * best.gain_seconds / best.predicted_seconds:.0f} %"
+    gain = f"{format_seconds(best.gain_seconds)} of the predicted {format_seconds(best.predicted_seconds)}"
     return Sentence(
-        text=f"{cause['text']} Change: {best.text}, predicted to gain {gain} of a step.",
+        text=f"{cause['text']} Change: {best.text}, predicted to gain {gain} of a step ({share}).",
         rank=rank,
         track=track or None,
         start_seconds=start,
