@@ -25,6 +25,7 @@ from shardscope.records.json_files import (
     read_tail_text,
     write_json,
 )
+from shardscope.runs.launch.run_end import read_markers
 from shardscope.runs.launch.supervisor import Supervisor
 from shardscope.runs.run import Run, runs
 from shardscope.runs.summaries import RunSummaries
@@ -178,14 +179,14 @@ def test_fault_53_a_supervisor_waits_for_records_that_it_cannot_read(
     """Without them a finished run would be reported as failed."""
     run = _run(tmp_path, None)
     write_json(run._folder.rank(0), {"exit": "finished"})
-    supervisor = Supervisor(run._folder, None)
+    logged: list[str] = []
     with monkeypatch.context() as patch:
         break_path("rank-0.json", errno.EMFILE, patch)
         timer = threading.Timer(0.5, patch.undo)
         timer.start()
-        assert supervisor._read_markers() == [{"exit": "finished"}]
+        assert read_markers(run._folder, 1, logged.append) == [{"exit": "finished"}]
     run._folder.rank(0).unlink()
-    assert supervisor._read_markers() == [{}]
+    assert read_markers(run._folder, 1, logged.append) == [{}]
 
 
 @pytest.mark.parametrize("number", OTHER_THAN_ABSENT)

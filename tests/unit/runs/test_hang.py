@@ -18,7 +18,7 @@ from shardscope.machine import processes
 from shardscope.machine.processes import read_start_time
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import read_json, read_lines, write_json
-from shardscope.runs.launch import supervisor as supervising
+from shardscope.runs.launch import run_end
 from shardscope.runs.launch.supervisor import Supervisor
 from shardscope.runs.watch.hang import BUSY_FACTOR, HangDetector
 from shardscope.runs.watch.stacks import (
@@ -144,7 +144,7 @@ def test_the_final_status_does_not_wait_for_the_last_writes(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "kill_descendants", lambda **_: True)
-    monkeypatch.setattr(supervising, "FINISH_SECONDS", 0.0)
+    monkeypatch.setattr(run_end, "FINISH_SECONDS", 0.0)
     supervisor, had_status = Supervisor(folder, None), []
     write_json(folder.supervisor, {})
     os.utime(folder.supervisor, (1, 1))

@@ -11,42 +11,31 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from types import FrameType
 from typing import Literal
 
 from shardscope.machine import processes
 from shardscope.machine.os_errors import describe_shortage, is_absent
-from shardscope.records.folder import NODES, NodeFolder, RunFolder, Status
+from shardscope.records.folder import NodeFolder, RunFolder, Status
 from shardscope.records.folder_checks import open_part
-from shardscope.records.json_files import (
-    LineTail,
-    append_line,
-    delete_partial_files,
-    read_json,
-    read_json_if_present,
-    read_lines,
-    write_json,
-)
+from shardscope.records.json_files import LineTail, read_json, read_lines, write_json
 from shardscope.records.json_values import is_int, is_number
 from shardscope.records.regular_files import open_to_append
 from shardscope.runs.backends.peers import LOST_SECONDS, SIGNALLED_LOST_SECONDS, Peers
 from shardscope.runs.backends.slurm_job import SlurmError, cancel, describe_job_end, read_job_id
 from shardscope.runs.explain.exceptions import make_exception_record
-from shardscope.runs.explain.failure import Failure, find_failures, has_rank_died
-from shardscope.runs.explain.failure_report import FailureReport, explain_failures
+from shardscope.runs.explain.failure import has_rank_died
 from shardscope.runs.launch.environment import build_launcher_environment
 from shardscope.runs.launch.leftover_processes import LeftoverDetector
 from shardscope.runs.launch.new_secrets import SecretReceiver
+from shardscope.runs.launch.run_end import Outcome, RunEnd
 from shardscope.runs.stop_request import describe_stop_request
 from shardscope.runs.trackers import TrackerProcess
-from shardscope.runs.verdict import Evidence, Verdict, decide_status
 from shardscope.runs.watch.periodic_checks import CHECK_SECONDS, PeriodicChecks
 
 POLL_SECONDS = 0.05
@@ -59,12 +48,8 @@ HANG_GRACE_SECONDS = 120.0
 """The same for ranks that seem to hang. Not zero: the detection may mistake a slow save for a hang."""
 FAILURE_GRACE_SECONDS = 3.0
 """Time that torch elastic gets to end the other ranks after one died; by itself it takes 30 s."""
-MARKER_PATIENCE_SECONDS = 10.0
-"""Time that the final status waits for rank records that exist and cannot be read."""
 NSYS_GRACE_SECONDS = 600.0
 """Time that Nsight Systems gets to write its report after the task has returned."""
-FINISH_SECONDS = 1.0
-"""Time that the final status waits for the last writes of the periodic checks; the rest follows it."""
 
 
 class Supervisor:
@@ -122,6 +107,7 @@ class Supervisor:
         self.ended_leftovers = ""
         """Description of the leftover processes that were killed; empty if there were none."""
         self.last_check = time.monotonic()
+        self.end = RunEnd(folder, self.description, self.world_size, self.checks, self.trackers, self._log)
 
     def run(self) -> None:
         """Start the launcher, watch it until it exits, clean up and write the final status."""
@@ -238,7 +224,7 @@ class Supervisor:
         self._obey_commands()
         if not self.ranks_are_up and self.phase == "run":
             self._check_ranks_are_up()
-        # No checks while the run ends: they take time, and `finish` does the last one anyway.
+        # No checks while the run ends: they take time, and `RunEnd` does the last one anyway.
         if self.phase in ("run", "checkpoint") and now - self.last_check >= CHECK_SECONDS:
             self._run_checks(now)
         if self._notice_dead_rank():
@@ -394,67 +380,35 @@ class Supervisor:
             self._terminate("the kernel that launched it ended")
 
     def _finish(self) -> None:
-        # Kill everything that the ranks started before reading records: nothing may change them any more.
-        if not processes.kill_descendants(except_for=self.trackers.pid):
-            left = processes.list_descendants(self.trackers.pid)
-            self._log(f"these processes could not be killed: {left}")
-        shutil.rmtree(self.folder.temporary, ignore_errors=True)
+        """Clean up after the ranks and write the final status."""
+        self.end.kill_processes()
         if isinstance(self.folder, NodeFolder):
-            self._record_single_exit(self.folder)
-            self._end_node(self.folder)
-        if not self.folder.is_lead:
-            for _ in self._finish_checks():
-                pass
-            return
-        self.folder.task.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            delete_partial_files(self.folder.path)
-        # The last GPU samples and the redaction of logs get a second before the status, the rest after it.
-        pending, until = self._finish_checks(), time.monotonic() + FINISH_SECONDS
-        while next(pending, None) and time.monotonic() < until:
-            pass
-        failures = self._find_failures()
-        failure = failures[0] if failures else None
-        status, reason = self._decide_status(failures)
-        # After a stop every rank dies by our signals; only a failure before it is worth reporting.
-        is_reported = failure is not None and (status == "failed" or failure.time < self.stop_time)
-        details: dict[str, object] = {}
-        if failure is not None and is_reported:
-            report = self._explain_failure(failures)
-            details = {"error": report.text, "rank": failure.rank}
-            # The report's reason is the failure's, with numbers. A stop's reason stays.
-            reason = report.reason if reason == failure.reason else reason
-        if status == "finished":
-            self._write_model_card()
-        self._set_status(status, reason, **details)
-        for _ in pending:
-            pass
-        if status == "finished":
-            self._store_measured_step()
-        # After the status: a tracker may take a minute. Then what it has left behind.
-        self.trackers.finish()
-        processes.kill_descendants()
+            verdict = self.end.record_node_end(self.folder, self._describe_outcome())
+            if self.folder.is_lead:
+                self._wait_for_peers(self.folder)
+            else:
+                self._set_status(verdict.status, verdict.reason)
+                self.end.finish_checks()
+                return
+        final = self.end.decide_final_status(self._describe_outcome())
+        self._set_status(final.status, final.reason, **final.details)
+        self.end.finish(final.status)
 
-    def _record_single_exit(self, folder: NodeFolder) -> None:
-        """Record the exit code of a launcher that is the only rank of its node, and has no launcher above."""
-        if len(self.ranks) == 1 and self.launcher is not None and self.launcher.returncode:
-            record = {"time": time.time(), "rank": self.ranks[0], "code": self.launcher.returncode}
-            with contextlib.suppress(OSError):
-                append_line(folder.exits, record)
+    def _describe_outcome(self) -> Outcome:
+        """Return what this process knows of the run's end."""
+        return Outcome(
+            launcher_code=None if self.launcher is None else self.launcher.returncode,
+            stop_reason=None if self.returned_first else self.stop_reason,
+            stop_time=self.stop_time,
+            stopped_by_signal=self.stopped_by_signal,
+            sent_signals=self.phase in ("terminate", "kill"),
+            a_rank_died=self.a_rank_died,
+            ended_leftovers=self.ended_leftovers,
+            lost_node=self.lost_node,
+        )
 
-    def _end_node(self, folder: NodeFolder) -> None:
-        """Write how this node's ranks ended, and on node 0 wait for the other nodes."""
-        markers = [self._read_marker(rank) for rank in self.ranks]
-        local = [failure for failure in self._find_failures() if failure.rank in (None, *self.ranks)]
-        verdict = self._decide_status(local, markers)
-        record = {"time": time.time(), "status": verdict.status, "reason": verdict.reason}
-        try:
-            write_json(folder.ended, record)
-        except OSError as error:
-            self._log(f"could not write {folder.ended}: {error}")
-        if not self.folder.is_lead:
-            self._set_status(verdict.status, verdict.reason)
-            return
+    def _wait_for_peers(self, folder: NodeFolder) -> None:
+        """Wait until each other node has ended or is lost, and find the stop that ended them."""
         assert self.peers is not None
         patience = SIGNALLED_LOST_SECONDS if self.stopped_by_signal else LOST_SECONDS
         while True:
@@ -475,115 +429,6 @@ class Supervisor:
             self._obey_commands()
         if self.stopped_by_signal and (end := describe_job_end(folder)):
             self.stop_reason = end
-
-    def _find_failures(self) -> list[Failure]:
-        """Return all failures, that of a lost node first: the others follow from it."""
-        failures = find_failures(self.folder, self.world_size)
-        if not self.lost_node:
-            return failures
-        lost = Failure(
-            rank=None,
-            time=0.0,
-            reason=self.lost_node,
-            text=f"{self.lost_node}. The end of its log is in {NODES}/<node>/supervisor.log.",
-            raised="",
-            is_consequence=False,
-        )
-        return [lost, *failures]
-
-    def _finish_checks(self) -> Iterator[bool]:
-        for _ in self.checks.finish():
-            with contextlib.suppress(OSError):
-                os.utime(self.folder.supervisor)  # Another machine sees only this heartbeat.
-            yield True
-
-    def _explain_failure(self, failures: list[Failure]) -> FailureReport:
-        try:
-            return explain_failures(failures, self.description, self.checks.host)
-        except Exception as error:  # Suggested fixes are optional; the failure itself is always reported.
-            self._log(f"no fix is suggested: {type(error).__name__}: {error}")
-            return FailureReport(failures[0].reason, failures[0].text)
-
-    def _write_model_card(self) -> None:
-        """Write README.md into the exported model, before the status says that the model is complete.
-
-        Here and not on a rank, because the metrics and the measured memory of all ranks are known only now.
-        An error here does not fail the run.
-        """
-        # Imported lazily: it would slow down the supervisor's start.
-        from shardscope.runs.run import Run
-
-        try:
-            run = Run(self.folder)
-            if run.model is not None and run.trains_the_plan:
-                from shardscope.runs.trained.model_card import write_model_card
-
-                write_model_card(run, run.model)
-        except Exception as error:
-            self._log(f"no model card was written: {type(error).__name__}: {error}")
-
-    def _store_measured_step(self) -> None:
-        """Keep the measured step time for later predictions; an error here does not fail the run."""
-        # Imported lazily: it would slow down the supervisor's start.
-        from shardscope.runs.explain.measured_step import store_measured_step
-
-        try:
-            store_measured_step(self.folder, self.description)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            self._log(f"the measured step was not stored: {error}")
-
-    def _decide_status(
-        self, failures: list[Failure], markers: list[dict[str, object]] | None = None
-    ) -> Verdict:
-        ended = self.phase in ("terminate", "kill") and not self.a_rank_died
-        stop_reason = None if self.returned_first else self.stop_reason
-        if self.peers is not None:
-            # A stop reaches the nodes one after another: ranks that only lost their peers were ended by it.
-            ended = (self.phase in ("terminate", "kill") or bool(failures)) and all(
-                failure.is_consequence or failure.time >= self.stop_time for failure in failures
-            )
-            if self.lost_node and self.stopped_by_signal:
-                stop_reason = None
-        return decide_status(
-            Evidence(
-                markers=self._read_markers() if markers is None else markers,
-                failures=failures,
-                launcher_code=None if self.launcher is None else self.launcher.returncode,
-                stop_reason=stop_reason,
-                was_ended=ended,
-                left_behind=self.ended_leftovers,
-                is_disk_full=self.folder.is_on_full_disk,
-                killer=self._describe_killer(),
-            )
-        )
-
-    def _read_markers(self) -> list[dict[str, object]]:
-        """Return each rank's record; empty where there is none.
-
-        Retry for ``MARKER_PATIENCE_SECONDS`` while a file cannot be read: without it a finished run would
-        count as failed.
-        """
-        # One deadline for all ranks: a file system that is gone must not cost ten seconds for each.
-        markers: list[dict[str, object]] = []
-        deadline = time.monotonic() + MARKER_PATIENCE_SECONDS
-        while len(markers) < self.world_size:
-            try:
-                markers.append(read_json_if_present(self.folder.rank(len(markers))) or {})
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    self._log(f"the record of rank {len(markers)} cannot be read: {error}")
-                    markers.append({})
-                time.sleep(POLL_SECONDS)
-        return markers
-
-    def _read_marker(self, rank: int) -> dict[str, object]:
-        return read_json(self.folder.rank(rank)) or {}
-
-    def _describe_killer(self) -> str:
-        """Return the likely origin of the SIGKILL that ended the launcher; empty if it did not end so."""
-        if self.launcher is None or self.launcher.returncode != -signal.SIGKILL:
-            return ""
-        return self.checks.host.describe_kill(self.ranks[0] if len(self.ranks) == 1 else None)
 
     def _set_status(self, status: Status, reason: str, **more: object) -> None:
         try:

@@ -1,0 +1,268 @@
+"""The end of a run: kill what the ranks left behind, decide the final status and explain a failure.
+
+The supervisor uses it once the launcher has exited. ``runs/verdict.py`` has the rules for the status; this
+module reads the facts for them from the run folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardscope.machine import processes
+from shardscope.records.folder import NODES, NodeFolder, RunFolder, Status
+from shardscope.records.json_files import (
+    append_line,
+    delete_partial_files,
+    read_json,
+    read_json_if_present,
+    write_json,
+)
+from shardscope.runs.explain.failure import Failure, find_failures
+from shardscope.runs.explain.failure_report import FailureReport, explain_failures
+from shardscope.runs.trackers import TrackerProcess
+from shardscope.runs.verdict import Evidence, Verdict, decide_status
+from shardscope.runs.watch.periodic_checks import PeriodicChecks
+
+FINISH_SECONDS = 1.0
+"""Time that the final status waits for the last writes of the periodic checks; the rest follows it."""
+MARKER_PATIENCE_SECONDS = 10.0
+"""Time that the final status waits for rank records that exist and cannot be read."""
+MARKER_RETRY_SECONDS = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The supervisor's own knowledge of how a run ended."""
+
+    launcher_code: int | None
+    """The launcher's exit code; None if it was not started."""
+    stop_reason: str | None
+    """Why the run was stopped; None if no stop came before the task had returned on every rank."""
+    stop_time: float
+    """When, on the clock of the failures; 0 without a stop."""
+    stopped_by_signal: bool
+    """Whether the stop came as a signal: from the scheduler, say, and not from the user."""
+    sent_signals: bool
+    """Whether the supervisor sent signals to the ranks for the stop."""
+    a_rank_died: bool
+    """Whether a rank died before those signals."""
+    ended_leftovers: str
+    """The processes that outlived every task and were killed for it; empty if there were none."""
+    lost_node: str
+    """Which other node is lost; empty if none is."""
+
+
+class FinalStatus(NamedTuple):
+    """A final status, its reason and the further fields of its line in ``status.jsonl``."""
+
+    status: Status
+    reason: str
+    details: dict[str, object]
+
+
+class RunEnd:
+    """The work at the end of one run, in the order of the methods.
+
+    ``log`` writes a line to the supervisor's log. ``description`` is ``run.json``.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        description: Mapping[str, object],
+        world_size: int,
+        checks: PeriodicChecks,
+        trackers: TrackerProcess,
+        log: Callable[[str], None],
+    ) -> None:
+        self.folder = folder
+        self.description = description
+        self.world_size = world_size
+        self.ranks = folder.select_ranks(world_size)
+        """The ranks of this node."""
+        self.checks = checks
+        self.trackers = trackers
+        self.log = log
+        self._last_checks = self._iterate_last_checks()
+
+    def kill_processes(self) -> None:
+        """Kill everything that the ranks started: nothing may change their records any more."""
+        if not processes.kill_descendants(except_for=self.trackers.pid):
+            left = processes.list_descendants(self.trackers.pid)
+            self.log(f"these processes could not be killed: {left}")
+        shutil.rmtree(self.folder.temporary, ignore_errors=True)
+
+    def record_node_end(self, folder: NodeFolder, outcome: Outcome) -> Verdict:
+        """Write how the ranks of this node ended, for node 0, and return it."""
+        # A launcher that is the only rank of its node has no launcher above that records its exit code.
+        if len(self.ranks) == 1 and outcome.launcher_code:
+            record = {"time": time.time(), "rank": self.ranks[0], "code": outcome.launcher_code}
+            with contextlib.suppress(OSError):
+                append_line(folder.exits, record)
+        markers = [read_json(folder.rank(rank)) or {} for rank in self.ranks]
+        failures = [
+            failure for failure in self._find_failures(outcome) if failure.rank in (None, *self.ranks)
+        ]
+        verdict = self._decide_status(outcome, failures, markers)
+        try:
+            ended = {"time": time.time(), "status": verdict.status, "reason": verdict.reason}
+            write_json(folder.ended, ended)
+        except OSError as error:
+            self.log(f"could not write {folder.ended}: {error}")
+        return verdict
+
+    def decide_final_status(self, outcome: Outcome) -> FinalStatus:
+        """Return the final status of the run, with the report of a failure.
+
+        The model card of a finished run is written before: its status says that the model is complete.
+        """
+        self.folder.task.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            delete_partial_files(self.folder.path)
+        # The last GPU samples and the redaction of logs get a second before the status, the rest after it.
+        until = time.monotonic() + FINISH_SECONDS
+        while next(self._last_checks, None) and time.monotonic() < until:
+            pass
+        failures = self._find_failures(outcome)
+        failure = failures[0] if failures else None
+        markers = read_markers(self.folder, self.world_size, self.log)
+        status, reason = self._decide_status(outcome, failures, markers)
+        # After a stop every rank dies by our signals; only a failure before it is worth reporting.
+        is_reported = failure is not None and (status == "failed" or failure.time < outcome.stop_time)
+        details: dict[str, object] = {}
+        if failure is not None and is_reported:
+            report = self._explain_failure(failures)
+            details = {"error": report.text, "rank": failure.rank}
+            # The report's reason is the failure's, with numbers. A stop's reason stays.
+            reason = report.reason if reason == failure.reason else reason
+        if status == "finished":
+            self._write_model_card()
+        return FinalStatus(status, reason, details)
+
+    def finish(self, status: Status) -> None:
+        """Do what the final status does not wait for."""
+        self.finish_checks()
+        if status == "finished":
+            self._store_measured_step()
+        # A tracker may take a minute. Then what it has left behind.
+        self.trackers.finish()
+        processes.kill_descendants()
+
+    def finish_checks(self) -> None:
+        """Do the rest of the last checks, such as the redaction of logs, however long it takes."""
+        for _ in self._last_checks:
+            pass
+
+    def _iterate_last_checks(self) -> Iterator[bool]:
+        for _ in self.checks.finish():
+            with contextlib.suppress(OSError):
+                os.utime(self.folder.supervisor)  # Another machine sees only this heartbeat.
+            yield True
+
+    def _find_failures(self, outcome: Outcome) -> list[Failure]:
+        """Return all failures, that of a lost node first: the others follow from it."""
+        failures = find_failures(self.folder, self.world_size)
+        if not outcome.lost_node:
+            return failures
+        lost = Failure(
+            rank=None,
+            time=0.0,
+            reason=outcome.lost_node,
+            text=f"{outcome.lost_node}. The end of its log is in {NODES}/<node>/supervisor.log.",
+            raised="",
+            is_consequence=False,
+        )
+        return [lost, *failures]
+
+    def _decide_status(
+        self, outcome: Outcome, failures: list[Failure], markers: list[dict[str, object]]
+    ) -> Verdict:
+        stop_reason = outcome.stop_reason
+        was_ended = outcome.sent_signals and not outcome.a_rank_died
+        if isinstance(self.folder, NodeFolder):
+            # A stop reaches the nodes one after another: ranks that only lost their peers were ended by it.
+            was_ended = (outcome.sent_signals or bool(failures)) and all(
+                failure.is_consequence or failure.time >= outcome.stop_time for failure in failures
+            )
+            if outcome.lost_node and outcome.stopped_by_signal:
+                stop_reason = None
+        return decide_status(
+            Evidence(
+                markers=markers,
+                failures=failures,
+                launcher_code=outcome.launcher_code,
+                stop_reason=stop_reason,
+                was_ended=was_ended,
+                left_behind=outcome.ended_leftovers,
+                is_disk_full=self.folder.is_on_full_disk,
+                killer=self._describe_killer(outcome),
+            )
+        )
+
+    def _describe_killer(self, outcome: Outcome) -> str:
+        """Return the likely origin of the SIGKILL that ended the launcher; empty if it did not end so."""
+        if outcome.launcher_code != -signal.SIGKILL:
+            return ""
+        return self.checks.host.describe_kill(self.ranks[0] if len(self.ranks) == 1 else None)
+
+    def _explain_failure(self, failures: list[Failure]) -> FailureReport:
+        try:
+            return explain_failures(failures, self.description, self.checks.host)
+        except Exception as error:  # Suggested fixes are optional; the failure itself is always reported.
+            self.log(f"no fix is suggested: {type(error).__name__}: {error}")
+            return FailureReport(failures[0].reason, failures[0].text)
+
+    def _write_model_card(self) -> None:
+        """Write README.md into the exported model, before the status says that the model is complete.
+
+        Here and not on a rank, because the metrics and the measured memory of all ranks are known only now.
+        An error here does not fail the run.
+        """
+        # Imported lazily: it would slow down the supervisor's start.
+        from shardscope.runs.run import Run
+
+        try:
+            run = Run(self.folder)
+            if run.model is not None and run.trains_the_plan:
+                from shardscope.runs.trained.model_card import write_model_card
+
+                write_model_card(run, run.model)
+        except Exception as error:
+            self.log(f"no model card was written: {type(error).__name__}: {error}")
+
+    def _store_measured_step(self) -> None:
+        """Keep the measured step time for later predictions; an error here does not fail the run."""
+        # Imported lazily: it would slow down the supervisor's start.
+        from shardscope.runs.explain.measured_step import store_measured_step
+
+        try:
+            store_measured_step(self.folder, self.description)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self.log(f"the measured step was not stored: {error}")
+
+
+def read_markers(folder: RunFolder, world_size: int, log: Callable[[str], None]) -> list[dict[str, object]]:
+    """Return each rank's record; empty where there is none.
+
+    Retry for ``MARKER_PATIENCE_SECONDS`` while a file cannot be read: without it a finished run would
+    count as failed.
+    """
+    # One deadline for all ranks: a file system that is gone must not cost ten seconds for each.
+    markers: list[dict[str, object]] = []
+    deadline = time.monotonic() + MARKER_PATIENCE_SECONDS
+    while len(markers) < world_size:
+        try:
+            markers.append(read_json_if_present(folder.rank(len(markers))) or {})
+        except OSError as error:
+            if time.monotonic() > deadline:
+                log(f"the record of rank {len(markers)} cannot be read: {error}")
+                markers.append({})
+            time.sleep(MARKER_RETRY_SECONDS)
+    return markers
