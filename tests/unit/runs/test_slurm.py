@@ -17,12 +17,13 @@ import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import append_line, write_json
-from shardscope.runs.backends import job_watch, slurm_inventory, slurm_submission
+from shardscope.runs.backends import job_watch, nodes, slurm_submission
 from shardscope.runs.backends.node_process import find_address
+from shardscope.runs.backends.nodes import Node
 from shardscope.runs.backends.peers import Peers
 from shardscope.runs.backends.slurm import parse_minutes
 from shardscope.runs.backends.slurm_job import Job, clean_environment, parse_records
-from shardscope.runs.backends.slurm_submission import Node, Partition, build_parameters
+from shardscope.runs.backends.slurm_submission import Partition, build_parameters
 
 PARTITION = Partition("a100", 60, (Node("n1", "10.0.0.1", "n1", 64, (("a100", 8),)),) * 2)
 JOB_LINE = (
@@ -143,18 +144,18 @@ def test_a_plan_larger_than_the_partition_is_refused(cluster: str, field: str) -
     recipe = ss.Recipe(seq_len=64, global_batch_size=96)
     plan = ss.Plan(ss.Architecture.of_size("2m"), ss.Cluster.parse(cluster), recipe, ss.Layout.ddp())
     with pytest.raises(FieldError) as refused:
-        slurm_submission._check_nodes(plan, PARTITION)
+        nodes.check_nodes(plan, PARTITION.pool)
     assert refused.value.field == field and "partition a100: 2 nodes with 8 a100 GPUs" in str(refused.value)
 
 
 def test_a_local_folder_is_refused_for_other_machines(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(slurm_submission, "find_file_system", lambda path: "ext4")
+    monkeypatch.setattr(nodes, "find_file_system", lambda path: "ext4")
     with pytest.raises(FieldError, match=r"launch\.folder.*ext4"):
-        slurm_submission._check_folder(tmp_path, PARTITION)
-    monkeypatch.setattr(slurm_submission, "find_file_system", lambda path: "nfs4")
-    slurm_submission._check_folder(tmp_path, PARTITION)
+        nodes.check_folder(tmp_path, PARTITION.pool)
+    monkeypatch.setattr(nodes, "find_file_system", lambda path: "nfs4")
+    nodes.check_folder(tmp_path, PARTITION.pool)
 
 
 def test_this_machine_finds_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,8 +263,8 @@ def test_status_before_a_node_has_started(
 def test_inventory_of_a_partition(
     kinds: list[Any], gpu: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes = tuple(Node(f"n{i}", "", "", 64, gpus, 2**39) for i, gpus in enumerate(kinds))
-    monkeypatch.setattr(slurm_inventory, "read_partition", lambda name: Partition("main", 0, nodes))
+    members = tuple(Node(f"n{i}", "", "", 64, gpus, 2**39) for i, gpus in enumerate(kinds))
+    monkeypatch.setattr(slurm_submission, "read_partition", lambda name: Partition("main", 0, members))
     if "," in expected or expected == "no GPUs":
         with pytest.raises(FieldError, match=expected):
             ss.Slurm.inventory(gpu=gpu)

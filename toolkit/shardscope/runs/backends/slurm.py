@@ -81,7 +81,7 @@ class Slurm:
         or the type is unclear, ``OSError`` if Slurm does not answer.
         """
         # Imported lazily: it imports this module.
-        from shardscope.runs.backends.slurm_inventory import read_inventory
+        from shardscope.runs.backends.slurm_submission import read_inventory
 
         return read_inventory(partition, gpu)
 

@@ -7,57 +7,33 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.catalog import gpus
 from shardscope.core.errors import Value, find_nearest, refuse
 from shardscope.records.folder import SUBMISSION, RunFolder
 from shardscope.records.json_files import write_json
-from shardscope.runs.backends.node_process import list_addresses
+from shardscope.runs.backends.nodes import (
+    Node,
+    NodePool,
+    build_cluster,
+    check_folder,
+    check_nodes,
+    is_same_gpu,
+)
 from shardscope.runs.backends.slurm import Slurm, parse_minutes
 from shardscope.runs.backends.slurm_job import clean_environment, parse_records, run_command
 from shardscope.runs.launch.environment import STALE, add_toolkit_to_path
 
 if TYPE_CHECKING:
+    from shardscope.core.cluster import Cluster
     from shardscope.core.plan import Plan
 
 SUBMIT_SECONDS = 120.0
-LOCAL_FILE_SYSTEMS = frozenset({
-    *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "vfat", "ntfs", "overlay", "tmpfs", "ramfs"),
-    "devtmpfs",
-})  # fmt: skip
-"""File systems of one machine; all others (nfs4, lustre, gpfs, beegfs, cephfs, ...) may be shared."""
 GRES_GPU = re.compile(r"gpu(?::([A-Za-z][^:(,]*))?:(\d+)")
 """GPUs of a node in Slurm's spelling: ``gpu:a100:8(S:0-1)`` or ``gpu:8``."""
-
-
-def is_same_gpu(kind: str, gpu_name: str) -> bool:
-    """Return whether Slurm's GPU type ``kind`` (empty: none) can be the catalogue's type ``gpu_name``."""
-    # Slurm has free names: a100, h100, nvidia_a100-sxm4-80gb. Of their parts those count that occur in
-    # the catalogue's names; without any, the type says nothing.
-    parts = {part for name in gpus for part in name.split("-")} & set(re.split(r"[-_]", kind.lower()))
-    return parts <= set(gpu_name.lower().split("-"))
-
-
-class Node(NamedTuple):
-    """One node of a partition."""
-
-    name: str
-    address: str
-    host: str
-    num_cpus: int
-    gpus: tuple[tuple[str, int], ...]
-    """GPU types, as the cluster's administrator named them (empty: no name), and their counts."""
-    memory_bytes: int = 0
-    """Host memory that Slurm gives to jobs; 0: not known."""
-
-    def count_gpus(self, gpu_name: str) -> int:
-        """Return how many GPUs are of the catalogue's type ``gpu_name``, or of no named type."""
-        return sum(count for kind, count in self.gpus if is_same_gpu(kind, gpu_name))
 
 
 class Partition(NamedTuple):
@@ -68,15 +44,10 @@ class Partition(NamedTuple):
     """Minutes that a job without a time limit gets; 0: no limit."""
     nodes: tuple[Node, ...]
 
-    def describe(self) -> str:
-        """Return its nodes as text, such as ``partition a100: 16 nodes with 8 a100 GPUs``."""
-        kinds = {
-            ", ".join(f"{count} {kind} GPU{'s' * (count != 1)}" for kind, count in node.gpus)
-            for node in self.nodes
-        }
-        described = " or ".join(kind or "no GPUs" for kind in sorted(kinds))
-        num_nodes = len(self.nodes)
-        return f"partition {self.name}: {num_nodes} node{'s' * (num_nodes != 1)} with {described}"
+    @property
+    def pool(self) -> NodePool:
+        """Its nodes."""
+        return NodePool(f"partition {self.name}", self.nodes)
 
 
 def check_submission(plan: Plan, target: Slurm, parent: Path, *, force: bool) -> Partition:
@@ -97,9 +68,9 @@ def check_submission(plan: Plan, target: Slurm, parent: Path, *, force: bool) ->
                 "start the notebook on a login node of the cluster",
             )
     partition = read_partition(target.partition)
-    _check_nodes(plan, partition)
+    check_nodes(plan, partition.pool)
     if not force:
-        _check_folder(parent, partition)
+        check_folder(parent, partition.pool)
     return partition
 
 
@@ -130,52 +101,12 @@ def read_partition(name: str | None) -> Partition:
     return Partition(chosen["PartitionName"], minutes, tuple(nodes))
 
 
-def _check_nodes(plan: Plan, partition: Partition) -> None:
-    """Raise ``ValueError`` unless the partition has the nodes and GPUs of the plan."""
-    cluster = plan.cluster
-    if cluster.num_nodes > len(partition.nodes):
-        fix = Value(len(partition.nodes)) if partition.nodes else "another partition"
-        refuse("plan.cluster.num_nodes", cluster.num_nodes, f"nodes of {partition.describe()}", fix)
-    if cluster.gpu.name == "cpu":
-        # As on one machine: ranks may share cores, but many more would never finish.
-        most = max(16, 4 * sorted(node.num_cpus for node in partition.nodes)[-cluster.num_nodes])
-        if cluster.gpus_per_node > most:
-            allowed = f"1 to {most} CPU ranks on a node of partition {partition.name}"
-            refuse("plan.cluster.gpus_per_node", cluster.gpus_per_node, allowed, Value(most))
-        return
-    counts = sorted((node.count_gpus(cluster.gpu.name) for node in partition.nodes), reverse=True)
-    most = counts[cluster.num_nodes - 1]
-    if most == 0:
-        fix = "a plan for the GPUs of this partition, or another partition"
-        refuse("plan.cluster.gpu", cluster.gpu.name, f"GPUs of {partition.describe()}", fix)
-    if cluster.gpus_per_node > most:
-        nodes = f"{cluster.num_nodes} node{'s' * (cluster.num_nodes > 1)}"
-        allowed = f"1 to {most} on {nodes} of {partition.describe()}"
-        refuse("plan.cluster.gpus_per_node", cluster.gpus_per_node, allowed, Value(most))
-
-
-def _check_folder(parent: Path, partition: Partition) -> None:
-    """Raise ``ValueError`` if other machines cannot see the run folder: its file system is a local one."""
-    here = set(list_addresses()) | {socket.gethostname()}
-    others = [node.name for node in partition.nodes if not {node.address, node.host} & here]
-    kind = find_file_system(parent)
-    if others and kind in LOCAL_FILE_SYSTEMS:
-        refuse(
-            "launch.folder",
-            str(parent.absolute()),
-            f"a folder on a file system that the nodes of partition {partition.name} share; this one is "
-            f"on {kind}, which belongs to this machine",
-            "folder= on your cluster's shared file system; force=True if this one is exported to the nodes",
-        )
-
-
-def find_file_system(path: Path) -> str:
-    """Return the type of the file system that ``path`` is or will be on, as mount(8) names it."""
-    import psutil
-
-    real = Path(os.path.realpath(path))
-    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
-    return next((mounts[folder] for folder in (real, *real.parents) if folder in mounts), "")
+def read_inventory(partition_name: str | None, gpu_name: str | None) -> Cluster:
+    """Return what :meth:`Slurm.inventory` does. Raises as it does."""
+    partition = read_partition(partition_name)
+    if not partition.nodes:
+        refuse("Slurm.partition", partition.name, "a partition with nodes", "another partition")
+    return build_cluster(partition.pool, gpu_name, "Slurm.inventory gpu")
 
 
 def submit(folder: RunFolder, plan: Plan, target: Slurm, partition: Partition) -> str:

@@ -1,0 +1,156 @@
+"""Nodes of a cluster, of Slurm or Ray, against a plan: their GPUs, the run folder that they share."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import socket
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardscope.catalog import gpus
+from shardscope.core.errors import Value, find_nearest, refuse
+from shardscope.runs.backends.node_process import list_addresses
+
+if TYPE_CHECKING:
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.plan import Plan
+
+LOCAL_FILE_SYSTEMS = frozenset({
+    *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "vfat", "ntfs", "overlay", "tmpfs", "ramfs"),
+    "devtmpfs",
+})  # fmt: skip
+"""File systems of one machine; all others (nfs4, lustre, gpfs, beegfs, cephfs, ...) may be shared."""
+
+
+def is_same_gpu(kind: str, gpu_name: str) -> bool:
+    """Return whether a cluster's GPU type ``kind`` (empty: none) can be the catalogue's ``gpu_name``."""
+    # Slurm has free names: a100, nvidia_a100-sxm4-80gb; Ray has A100. Of their parts those count that
+    # occur in the catalogue's names; without any, the type says nothing.
+    parts = {part for name in gpus for part in name.split("-")} & set(re.split(r"[-_]", kind.lower()))
+    return parts <= set(gpu_name.lower().split("-"))
+
+
+class Node(NamedTuple):
+    """One node of a cluster."""
+
+    name: str
+    address: str
+    host: str
+    num_cpus: int
+    gpus: tuple[tuple[str, int], ...]
+    """GPU types, as Slurm's administrator or Ray named them (empty: no name), and their counts."""
+    memory_bytes: int = 0
+    """Host memory that jobs can get; 0: not known."""
+
+    def count_gpus(self, gpu_name: str) -> int:
+        """Return how many GPUs are of the catalogue's type ``gpu_name``, or of no named type."""
+        return sum(count for kind, count in self.gpus if is_same_gpu(kind, gpu_name))
+
+
+class NodePool(NamedTuple):
+    """Nodes among which a run's are chosen: those of a partition, or of a Ray cluster."""
+
+    title: str
+    """Display name, as in "partition a100"."""
+    nodes: tuple[Node, ...]
+
+    def describe(self) -> str:
+        """Return its nodes as text, such as ``partition a100: 16 nodes with 8 a100 GPUs``."""
+        kinds = {
+            ", ".join(f"{count} {kind} GPU{'s' * (count != 1)}" for kind, count in node.gpus)
+            for node in self.nodes
+        }
+        described = " or ".join(kind or "no GPUs" for kind in sorted(kinds))
+        num_nodes = len(self.nodes)
+        return f"{self.title}: {num_nodes} node{'s' * (num_nodes != 1)} with {described}"
+
+
+def check_nodes(plan: Plan, pool: NodePool) -> None:
+    """Raise ``ValueError`` unless the cluster has the nodes and GPUs of the plan."""
+    cluster = plan.cluster
+    if cluster.num_nodes > len(pool.nodes):
+        fix = Value(len(pool.nodes)) if pool.nodes else "another cluster"
+        refuse("plan.cluster.num_nodes", cluster.num_nodes, f"nodes of {pool.describe()}", fix)
+    if cluster.gpu.name == "cpu":
+        # As on one machine: ranks may share cores, but many more would never finish.
+        most = max(16, 4 * sorted(node.num_cpus for node in pool.nodes)[-cluster.num_nodes])
+        if cluster.gpus_per_node > most:
+            allowed = f"1 to {most} CPU ranks on a node of {pool.title}"
+            refuse("plan.cluster.gpus_per_node", cluster.gpus_per_node, allowed, Value(most))
+        return
+    counts = sorted((node.count_gpus(cluster.gpu.name) for node in pool.nodes), reverse=True)
+    most = counts[cluster.num_nodes - 1]
+    if most == 0:
+        fix = "a plan for these GPUs, or another cluster"
+        refuse("plan.cluster.gpu", cluster.gpu.name, f"GPUs of {pool.describe()}", fix)
+    if cluster.gpus_per_node > most:
+        nodes = f"{cluster.num_nodes} node{'s' * (cluster.num_nodes > 1)}"
+        allowed = f"1 to {most} on {nodes} of {pool.describe()}"
+        refuse("plan.cluster.gpus_per_node", cluster.gpus_per_node, allowed, Value(most))
+
+
+def check_folder(parent: Path, pool: NodePool) -> None:
+    """Raise ``ValueError`` if other machines cannot see the run folder: its file system is a local one."""
+    here = set(list_addresses()) | {socket.gethostname()}
+    others = [node.name for node in pool.nodes if not {node.address, node.host} & here]
+    kind = find_file_system(parent)
+    if others and kind in LOCAL_FILE_SYSTEMS:
+        refuse(
+            "launch.folder",
+            str(parent.absolute()),
+            f"a folder on a file system that the nodes of {pool.title} share; this one is "
+            f"on {kind}, which belongs to this machine",
+            "folder= on your cluster's shared file system; force=True if this one is exported to the nodes",
+        )
+
+
+def find_file_system(path: Path) -> str:
+    """Return the type of the file system that ``path`` is or will be on, as mount(8) names it."""
+    import psutil
+
+    real = Path(os.path.realpath(path))
+    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    return next((mounts[folder] for folder in (real, *real.parents) if folder in mounts), "")
+
+
+def build_cluster(pool: NodePool, gpu_name: str | None, field: str) -> Cluster:
+    """Return the nodes that have the most frequent kind of GPUs; without GPUs, two CPU ranks on each node.
+
+    ``gpu_name`` is the catalogue's name of the GPUs, needed where the cluster's name of them is ambiguous.
+    Raises ``ValueError`` that names ``field`` if the type is unclear or not there.
+    """
+    # Imported lazily: it would slow down the start of the node process.
+    from shardscope.core.cluster import Cluster
+
+    groups = Counter(max(node.gpus, key=lambda group: group[1]) for node in pool.nodes if node.gpus)
+    if not groups:
+        if gpu_name is not None:
+            refuse(field, gpu_name, f"None: {pool.describe()}", Value(None))
+        cpus = min(node.num_cpus for node in pool.nodes)
+        cluster = Cluster.of(gpus["cpu"], max(1, min(2, cpus)), len(pool.nodes))
+        members = pool.nodes
+    else:
+        # A plan needs equal nodes: take the most frequent kind.
+        (kind, count), num_nodes = groups.most_common(1)[0]
+        members = tuple(node for node in pool.nodes if (kind, count) in node.gpus)
+        cluster = Cluster.of(gpus[_choose_gpu(kind, gpu_name, field)], count, num_nodes)
+    memory = min(node.memory_bytes for node in members)
+    return dataclasses.replace(cluster, host_memory_bytes=memory or cluster.host_memory_bytes)
+
+
+def _choose_gpu(kind: str, wanted: str | None, field: str) -> str:
+    """Return the catalogue's name of the GPU type ``kind``. Raises ``ValueError`` if it is ambiguous."""
+    candidates = [name for name in gpus if name != "cpu" and is_same_gpu(kind, name)]
+    if wanted is not None:
+        if wanted not in candidates:
+            options = candidates or list(gpus)
+            refuse(field, wanted, ", ".join(options), Value(find_nearest(wanted, options)))
+        return wanted
+    if len(candidates) != 1:
+        named = f"the cluster's type is {kind!r}" if kind else "the cluster has no type for its GPUs"
+        allowed = f"one of {', '.join(candidates or gpus)}: {named}"
+        refuse(field, None, allowed, Value((candidates or list(gpus))[0]))
+    return candidates[0]
