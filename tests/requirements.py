@@ -24,6 +24,7 @@ EXTRAS = {
     "jupyter_client": "lab",
     "megatron": "megatron",
     "peft": "train",
+    "ray": "ray",
     "safetensors": "train",
     "submitit": "slurm",
     "tokenizers": "train",

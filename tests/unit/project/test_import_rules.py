@@ -46,6 +46,7 @@ DESIGNED = {
     *(
         "Architecture",
         "Cluster",
+        "Ray",
         "Recipe",
         "Layout",
         "Plan",

@@ -26,6 +26,8 @@ NODES = "nodes"
 """Subfolder of a scheduler's run: a folder for each node, which only that node writes."""
 SUBMISSION = "slurm"
 """Subfolder of a Slurm run with the job script, the pickles and the logs of submitit."""
+RAY = "ray"
+"""Subfolder of a Ray run with the state of its coordinator, which alone writes it."""
 FINAL: frozenset[str] = frozenset({"finished", "stopped", "failed", "lost"})
 
 

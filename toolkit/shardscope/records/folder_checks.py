@@ -24,7 +24,7 @@ FILES = frozenset({
     *("exits.jsonl", "cards.jsonl", "samples.jsonl", "note.json", "metrics.csv", "summary.json", "job.json"),
 })  # fmt: skip
 FOLDERS = frozenset({
-    *("events", "logs", "errors", "ranks", "traces", "what_it_was", "stacks", "memory_snapshots"),
+    *("events", "logs", "errors", "ranks", "traces", "what_it_was", "stacks", "memory_snapshots", "ray"),
 })  # fmt: skip
 """Subfolders that contain regular files only."""
 

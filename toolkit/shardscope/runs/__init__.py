@@ -1,3 +1,3 @@
-"""Real runs, each one folder on disk: launching (on Slurm too: ``backends/``), watching, stopping, explaining
-and comparing them; merging, chatting with and publishing trained models; calibration.
+"""Real runs, each one folder on disk: launching (on Slurm and Ray too: ``backends/``), watching, stopping,
+explaining and comparing them; merging, chatting with and publishing trained models; calibration.
 """

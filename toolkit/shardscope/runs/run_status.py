@@ -9,11 +9,12 @@ from pathlib import Path
 
 from shardscope.machine.os_errors import describe_os_error, is_absent
 from shardscope.machine.processes import identify_machine, is_alive
-from shardscope.records.folder import FINAL, STATUSES, NodeFolder, RunFolder
+from shardscope.records.folder import FINAL, RAY, STATUSES, NodeFolder, RunFolder
 from shardscope.records.folder_checks import check_transition
 from shardscope.records.json_files import MAX_LINES_BYTES, LineTail, read_json_if_present, read_tail_text
 from shardscope.records.regular_files import check_regular
 from shardscope.runs.backends.job_watch import JobWatch
+from shardscope.runs.backends.ray_watch import RayWatch
 
 START_GRACE_SECONDS = 30.0
 """Time after which a "starting" run whose supervisor has written no record counts as lost."""
@@ -28,7 +29,9 @@ class RunStatus:
         """Read ``status.jsonl`` for the first time. Raises ``ValueError`` if it is damaged."""
         self._folder = folder
         # On several nodes the supervisor of node 0 writes the status.
-        self._job = JobWatch(folder) if folder.has_nodes else None
+        self._job: JobWatch | RayWatch | None = None
+        if folder.has_nodes:
+            self._job = RayWatch(folder) if (folder.path / RAY).is_dir() else JobWatch(folder)
         self._supervised = NodeFolder(folder.path, 0) if self._job is not None else folder
         self._lock = threading.Lock()
         self._records = LineTail(folder.status)
@@ -49,6 +52,8 @@ class RunStatus:
                     age = time.time() - since if isinstance(since, int | float) else 0.0
                     return self._job.describe(age) or self._last_transition
                 reason = self._explain_lost_supervisor()
+                if reason is not None and isinstance(self._job, RayWatch):
+                    reason = self._job.explain_lost() or reason
             except OSError as error:
                 return self._mark_outdated(error)
             if reason is None:

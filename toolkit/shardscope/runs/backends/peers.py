@@ -12,6 +12,7 @@ from typing import NamedTuple
 from shardscope.machine.os_errors import is_absent
 from shardscope.records.folder import NodeFolder
 from shardscope.records.json_files import read_json
+from shardscope.runs.backends.ray_watch import lost_node_file
 
 LOST_SECONDS = 20.0
 """Time without a heartbeat, which is sent every two seconds, after which a node is lost."""
@@ -38,6 +39,8 @@ class Peers:
         self._folders = {node: folder.create_peer(node) for node in others}
         self._beats: dict[int, tuple[float, float]] = {node: (0.0, time.monotonic()) for node in others}
         self.ended: dict[int, Ended] = {}
+        self._given_up: dict[int, str] = {}
+        """Why the scheduler has lost a node, where it knows."""
 
     def look(self) -> None:
         """Read the heartbeats and ends of the nodes that have not ended."""
@@ -48,6 +51,9 @@ class Peers:
                     status, reason = str(record.get("status")), str(record.get("reason"))
                     self.ended[node] = Ended(node, status, reason)
                 self._look_at_heartbeat(node, folder)
+                given_up = read_json(lost_node_file(folder, node))
+                if given_up is not None and node not in self.ended:
+                    self._given_up[node] = str(given_up.get("reason"))
 
     def _look_at_heartbeat(self, node: int, folder: NodeFolder) -> None:
         try:
@@ -69,7 +75,9 @@ class Peers:
         texts = []
         for node, (beat, seen) in self._beats.items():
             silent = time.monotonic() - seen
-            if node not in self.ended and silent > (patience_seconds if beat else START_SECONDS):
+            if node in self._given_up:
+                texts.append(f"node {node}{self._name(node)} is lost: {self._given_up[node]}")
+            elif node not in self.ended and silent > (patience_seconds if beat else START_SECONDS):
                 what = f"no sign of it for {silent:.0f} s" if beat else "its supervisor never started"
                 texts.append(f"node {node}{self._name(node)} is lost: {what}")
         return "; ".join(texts)
@@ -78,7 +86,9 @@ class Peers:
         """Return whether each node has ended or is lost."""
         now = time.monotonic()
         return all(
-            node in self.ended or now - seen > (patience_seconds if beat else START_SECONDS)
+            node in self.ended
+            or node in self._given_up
+            or now - seen > (patience_seconds if beat else START_SECONDS)
             for node, (beat, seen) in self._beats.items()
         )
 

@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from shardscope.core.errors import Value, find_similar, refuse
 from shardscope.records.redaction import redact
+from shardscope.runs.backends.ray import Ray
 
 if TYPE_CHECKING:
     from shardscope.core.cluster import Cluster
@@ -114,13 +115,19 @@ def _restore(fields: dict[str, object]) -> Slurm:
     return Slurm(**fields)  # type: ignore[arg-type]
 
 
-def check_target(value: object) -> Slurm | None:
-    """Return ``launch(on=)``. Raises ``ValueError`` unless it is None or a Slurm."""
-    if value is not None and not isinstance(value, Slurm):
-        is_meant = value is Slurm or (isinstance(value, str) and find_similar(value, ["slurm"]) is not None)
-        fix = "ss.Slurm()" if is_meant else Value(None)
-        refuse("launch.on", value, "None (this machine) or an ss.Slurm", fix)
+def check_target(value: object) -> Slurm | Ray | None:
+    """Return ``launch(on=)``. Raises ``ValueError`` unless it is None, a Slurm or a Ray."""
+    if value is not None and not isinstance(value, Slurm | Ray):
+        _refuse_target(value)
     return value
+
+
+def _refuse_target(value: object) -> NoReturn:
+    meant = {Slurm: "slurm", Ray: "ray"}.get(value) if isinstance(value, type) else None
+    if isinstance(value, str):
+        meant = find_similar(value, ["slurm", "ray"])
+    fix = f"ss.{meant.capitalize()}()" if meant is not None else Value(None)
+    refuse("launch.on", value, "None (this machine), an ss.Slurm or an ss.Ray", fix)
 
 
 def parse_minutes(value: object) -> int:

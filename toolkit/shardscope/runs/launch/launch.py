@@ -28,9 +28,16 @@ from shardscope.frameworks.registry import check_trained
 from shardscope.machine.detection import read_gpu_states, select_visible_devices
 from shardscope.machine.host import count_cores
 from shardscope.machine.processes import identify_machine, read_start_time
-from shardscope.records.folder import FINAL, NODES, RunFolder, checked_path, explain_write_error
+from shardscope.records.folder import FINAL, NODES, RAY, RunFolder, checked_path, explain_write_error
 from shardscope.records.json_files import write_json
 from shardscope.records.regular_files import open_to_append
+from shardscope.runs.backends.ray import Ray
+from shardscope.runs.backends.ray_submission import (
+    RayConnection,
+    RayError,
+    check_ray_submission,
+    submit_to_ray,
+)
 from shardscope.runs.backends.slurm import Slurm, check_target
 from shardscope.runs.backends.slurm_job import SlurmError
 from shardscope.runs.backends.slurm_submission import check_submission, submit
@@ -63,14 +70,15 @@ def launch(
     folder: str | os.PathLike[str] | None = None,
     force: bool = False,
     *,
-    on: Slurm | None = None,
+    on: Slurm | Ray | None = None,
 ) -> Run:
     """Start ``task(ctx)`` on every rank of ``plan`` and return at once.
 
-    ``on`` is None for this machine, or an ``ss.Slurm`` that submits one job with a process per node. The
-    run folder is ``folder/name``; ``folder`` defaults to ``./runs`` and ``name`` to the current time. If an
-    ended run has that name, a number is appended. A run of this machine ends with this process unless
-    ``outlive_kernel``; a Slurm run always outlives it. A task may have a method ``check(plan)`` or
+    ``on`` is None for this machine, an ``ss.Slurm`` that submits one job with a process per node, or an
+    ``ss.Ray`` that starts an actor on each node. The run folder is ``folder/name``; ``folder`` defaults to
+    ``./runs`` and ``name`` to the current time. If an ended run has that name, a number is appended. A run of
+    this machine ends with this process unless ``outlive_kernel``; one on a cluster always outlives it. A task
+    may have a method ``check(plan)`` or
     ``check_launch(plan, folder, name)`` that raises ``ValueError`` for a plan or folder it does not support.
     A function whose source uses ``ctx.engine`` raises ``ValueError`` if no engine trains the plan.
 
@@ -95,7 +103,7 @@ def start_run(
     outlive_kernel: bool | None,
     folder: str | os.PathLike[str] | None,
     force: bool,
-    on: Slurm | None = None,
+    on: Slurm | Ray | None = None,
     gpu_positions: Sequence[int] | None = None,
     stacklevel: int = 2,
 ) -> Run:
@@ -109,12 +117,14 @@ def start_run(
     if outlive_kernel is not None:
         outlives = check_flag("launch.outlive_kernel", outlive_kernel)
         if target is not None and not outlives:
-            allowed = "True or None: a Slurm run outlives the kernel; run.stop() ends it"
+            allowed = "True or None: a run on a cluster outlives the kernel; run.stop() ends it"
             refuse("launch.outlive_kernel", outlive_kernel, allowed, Value(True))
     check_flag("launch.force", force)
     parent = checked_path("launch.folder", DEFAULT_FOLDER if folder is None else folder)
     if name is not None:
         check_name("launch.name", name)
+    if isinstance(target, Ray):
+        return _launch_on_ray(plan, task, target, parent, name, force=force, stacklevel=stacklevel)
     if target is not None:
         return _launch_on_slurm(plan, task, target, parent, name, force=force)
     device = check_launch(plan, task, parent, name)
@@ -156,7 +166,7 @@ def _undo_launch(pending: _PendingLaunch, error: BaseException) -> None:
     """Delete everything, so that the name can be used again. Raises ``OSError`` if a write had failed."""
     with _delay_interrupt():
         pending.undo()
-    if isinstance(error, OSError) and not isinstance(error, _NoRunError | SlurmError):
+    if isinstance(error, OSError) and not isinstance(error, _NoRunError | SlurmError | RayError):
         raise explain_write_error(pending.wanted, error) from error
 
 
@@ -198,6 +208,52 @@ def _launch_on_slurm(
     except BaseException as error:
         _undo_launch(pending, error)
         raise
+
+
+def _launch_on_ray(
+    plan: Plan,
+    task: Callable[[Context], object],
+    target: Ray,
+    parent: Path,
+    name: str | None,
+    *,
+    force: bool,
+    stacklevel: int,
+) -> Run:
+    """Start the run on a Ray cluster. Raises as :func:`launch` does."""
+    check_plan(plan)
+    check_task(task)
+    _check_extra()
+    _check_task_and_plan(plan, task, parent, name)
+    if getattr(task, "profile", None) == "nsys":  # It would write one report on every node.
+        refuse("task.profile", "nsys", "False or True on Ray", Value(True))
+    payload = pack(task, plan)
+    device = "cpu" if plan.cluster.gpu.name == "cpu" else "cuda"
+    with RayConnection(target, inspects=True) as connection:
+        difference = check_ray_submission(connection, plan, parent, force=force)
+        if difference:
+            warnings.warn(difference, RuntimeWarning, stacklevel=stacklevel + 1)
+        description = _describe_run(plan, task, device, outlive_kernel=True)
+        # The processes of the run are on other machines, whose GPUs are not known yet.
+        description |= {"asked_name": name, "gpus": [], "machine": "", "scheduler": "ray"}
+        description["num_nodes"] = plan.cluster.num_nodes
+        # Another Python has its packages elsewhere, and a runtime environment sets its own import path.
+        if target.changes_imports or connection.python.get("prefix") != sys.prefix:
+            description |= {"sys_path": None, "pythonpath": None}
+        pending = _PendingLaunch(parent, name)
+        try:
+            with _delay_interrupt():
+                pending.create()
+                for part in (NODES, RAY):
+                    (pending.folder.path / part).mkdir(mode=0o700)
+                write_task(pending.folder, payload)
+                pending.folder.set_status("queued", f"being submitted to {connection.title}")
+                pending.publish(description)
+                submit_to_ray(connection, pending.folder, plan)
+                return Run(pending.folder)
+        except BaseException as error:
+            _undo_launch(pending, error)
+            raise
 
 
 def check_launch(plan: Plan, task: object, parent: Path, name: str | None) -> str:

@@ -27,6 +27,7 @@ from shardscope.records.json_files import LineTail, read_json, read_lines, write
 from shardscope.records.json_values import is_int, is_number
 from shardscope.records.regular_files import open_to_append
 from shardscope.runs.backends.peers import LOST_SECONDS, SIGNALLED_LOST_SECONDS, Peers
+from shardscope.runs.backends.ray_watch import describe_ray_end
 from shardscope.runs.backends.slurm_job import SlurmError, cancel, describe_job_end, read_job_id
 from shardscope.runs.explain.exceptions import make_exception_record
 from shardscope.runs.explain.failure import has_rank_died
@@ -427,7 +428,7 @@ class Supervisor:
         # Another node may have obeyed a stop that was not visible here yet.
         if self.stop_reason is None:
             self._obey_commands()
-        if self.stopped_by_signal and (end := describe_job_end(folder)):
+        if self.stopped_by_signal and (end := describe_job_end(folder) or describe_ray_end(folder)):
             self.stop_reason = end
 
     def _set_status(self, status: Status, reason: str, **more: object) -> None:

@@ -1,0 +1,247 @@
+"""``ss.Ray`` and the parts of a launch on Ray that need no Ray."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import shardscope as ss
+from shardscope.core.errors import FieldError
+from shardscope.records.folder import NodeFolder, RunFolder
+from shardscope.records.json_files import append_line, write_json
+from shardscope.runs.backends import node_process, nodes, ray_submission, ray_watch
+from shardscope.runs.backends.nodes import Node, NodePool
+from shardscope.runs.backends.peers import Peers
+from shardscope.runs.backends.ray_coordinator import Coordinator
+from shardscope.runs.backends.ray_node import find_interface
+from shardscope.runs.backends.ray_submission import build_bundle, check_ray_submission, select_nodes
+from shardscope.runs.backends.ray_submission_process import describe_error, describe_node
+from shardscope.runs.backends.ray_watch import RayWatch, State, lost_node_file, state_file
+from shardscope.runs.backends.slurm import check_target
+
+HEAD = Node("head", "10.0.0.1", "head", 0, (), 2**35)
+GPU_NODE = Node("n1", "10.0.0.2", "n1", 64, (("A100", 8),), 2**39)
+POOL = NodePool("the Ray cluster", (HEAD, GPU_NODE, GPU_NODE._replace(name="n2")))
+PYTHON = {"prefix": sys.prefix, "executable": sys.executable}
+
+
+def make_plan(cluster: str) -> ss.Plan:
+    recipe = ss.Recipe(seq_len=64, global_batch_size=96)
+    return ss.Plan(ss.Architecture.of_size("2m"), ss.Cluster.parse(cluster), recipe, ss.Layout.ddp())
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"address": ""}, "Ray.address"),
+        ({"address": "local"}, "Ray.address"),
+        ({"address": "10.0.0.1"}, "Ray.address"),
+        ({"address": None}, "Ray.address"),
+        ({"address": "http://10.0.0.1:8265"}, "Ray.address"),
+        ({"runtime_env": "pip"}, "Ray.runtime_env"),
+        ({"runtime_env": {"pips": ["torch"]}}, "Ray.runtime_env"),
+        ({"runtime_env": {"pip": {1, 2}}}, "Ray.runtime_env"),
+        ({"runtime_env": {"env_vars": {"HF_TOKEN": "hf_" + "aB3" * 12}}}, "Ray.runtime_env"),
+    ],
+)
+def test_a_wrong_field_is_refused(fields: dict[str, object], field: str) -> None:
+    with pytest.raises(FieldError) as refused:
+        ss.Ray(**fields)  # type: ignore[arg-type]
+    assert refused.value.field == field and "aB3aB3" not in str(refused.value)
+
+
+def test_a_ray_is_a_value() -> None:
+    target = ss.Ray(address="ray://head.example:10001", runtime_env={"env_vars": {"A": "1"}})
+    assert pickle.loads(pickle.dumps(target)) == target and not target.changes_imports
+    assert ss.Ray(runtime_env={"pip": ["shardscope"]}).changes_imports
+    assert check_target(target) is target
+
+
+def test_launch_names_both_targets() -> None:
+    for value, fix in (("ray", "ss.Ray()"), (ss.Ray, "ss.Ray()"), ("slurm", "ss.Slurm()"), (3, "None")):
+        with pytest.raises(FieldError, match=r"launch\.on") as refused:
+            ss.launch(make_plan("2xcpu"), print, on=value)  # type: ignore[arg-type]
+        assert fix in str(refused.value)
+
+
+def test_a_kernel_without_ray_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_submission.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"shardscope\[ray\]"):
+        ss.Ray.inventory()
+
+
+def test_the_kernel_does_not_import_ray() -> None:
+    code = (
+        "import shardscope as ss, sys; ss.Ray(); import shardscope.runs.launch.launch;"
+        "print({'ray', 'torch'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_nodes_are_read_as_ray_describes_them() -> None:
+    node = {
+        "NodeManagerAddress": "10.0.0.2",
+        "NodeManagerHostname": "n1",
+        "Resources": {"CPU": 64.0, "GPU": 8.0, "accelerator_type:A100": 1.0, "memory": 5.0e11},
+    }
+    expected = {"name": "n1", "address": "10.0.0.2", "host": "n1", "num_cpus": 64, "memory_bytes": 5 * 10**11}
+    assert describe_node(node) == {**expected, "gpus": [["A100", 8]]}
+    assert describe_node({"NodeManagerAddress": "a", "Resources": {}})["gpus"] == []
+
+
+def test_a_bundle_is_one_nodes_share() -> None:
+    # Half of a node's GPUs, and half of its cores. The head, which has none, does not count.
+    pool = select_nodes(POOL)
+    assert [node.name for node in pool.nodes] == ["n1", "n2"]
+    bundle = build_bundle(make_plan("2x4xa100-sxm-80gb"), pool)
+    assert bundle == {"GPU": 4.0, "CPU": 32.0, "accelerator_type:A100": ray_submission.GPU_SHARE}
+    assert build_bundle(make_plan("2x2xcpu"), pool) == {"CPU": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "python", "field", "text"),
+    [
+        ("3x8xa100-sxm-80gb", {}, "plan.cluster.num_nodes", "2 nodes with 8 A100 GPUs"),
+        ("2x8xh100-sxm-80gb", {}, "plan.cluster.gpu", "8 A100 GPUs"),
+        ("2x16xa100-sxm-80gb", {}, "plan.cluster.gpus_per_node", "8 A100 GPUs"),
+        ("2x8xa100-sxm-80gb", {"shardscope": None}, "launch.on", "has shardscope"),
+        ("2x8xa100-sxm-80gb", {"shardscope": "0.0.1"}, "launch.on", "shardscope 0.0.1"),
+        ("2x8xa100-sxm-80gb", {"torch": None}, "launch.on", "has torch"),
+        ("2x8xa100-sxm-80gb", {}, "launch.folder", "ext4"),
+    ],
+)
+def test_what_the_cluster_has_not_is_refused(
+    cluster: str,
+    python: dict[str, str | None],
+    field: str,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(ray_submission.importlib.metadata, "version", lambda name: "1.0")
+    monkeypatch.setattr(nodes, "find_file_system", lambda path: "ext4")
+    connection = make_connection({**PYTHON, "shardscope": "1.0", "torch": "1.0", **python})
+    with pytest.raises(FieldError) as refused:
+        check_ray_submission(connection, make_plan(cluster), tmp_path, force=False)
+    assert refused.value.field == field and text in str(refused.value), str(refused.value)
+
+
+def test_another_torch_is_a_warning_and_force_skips_the_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ray_submission.importlib.metadata, "version", lambda name: "1.0")
+    monkeypatch.setattr(ray_submission.platform, "python_version", lambda: "3.11.2")
+    python = {**PYTHON, "version": "3.11.2", "shardscope": "1.0", "torch": "0.9"}
+    plan = make_plan("2x8xa100-sxm-80gb")
+    warning = check_ray_submission(make_connection(python), plan, tmp_path, force=True)
+    assert warning == "torch 0.9 on the nodes, 1.0 here"
+
+
+def make_connection(python: dict[str, object]) -> ray_submission.RayConnection:
+    connection = ray_submission.RayConnection.__new__(ray_submission.RayConnection)
+    connection.target, connection.pool, connection.python = ss.Ray(), POOL, python
+    return connection
+
+
+def make_run(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    for name in ("nodes", "ray"):
+        (folder.path / name).mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("phase", "verdict", "status"),
+    [
+        ("waiting", "", "queued"),
+        ("starting", "", "starting"),
+        ("running", "", "starting"),
+        ("ended", "stopped", "stopped"),
+        ("ended", "failed", "failed"),
+        ("ended", "", "failed"),
+    ],
+)
+def test_status_before_a_node_has_started(phase: str, verdict: str, status: str, tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    write_json(state_file(folder), State(phase, "a reason", time.time(), verdict)._asdict())
+    assert RayWatch(folder).describe(1.0) == {"status": status, "reason": "a reason"}
+
+
+def test_a_silent_coordinator_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    watch = RayWatch(folder)
+    assert watch.describe(1.0) is None
+    overdue = watch.describe(ray_watch.SUBMIT_PATIENCE_SECONDS + 1)
+    assert overdue is not None and overdue["status"] == "lost"
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    write_json(state_file(folder), State("waiting", "for 2 nodes", time.time(), "")._asdict())
+    assert watch.describe(1.0) == {"status": "queued", "reason": "for 2 nodes"}
+    now[0] += ray_watch.PATIENCE_SECONDS + 1
+    lost = watch.describe(1.0)
+    assert lost is not None and lost["status"] == "lost" and "for 2 nodes" in str(lost["reason"])
+    os.utime(state_file(folder), (1, 1))  # A sign of life: the clocks of two machines may differ.
+    assert watch.describe(1.0) == {"status": "queued", "reason": "for 2 nodes"}
+
+
+def test_a_node_that_ray_has_lost_is_lost_at_once(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    first, second = NodeFolder(folder.path, 0, 2), NodeFolder(folder.path, 1, 2)
+    for node in (first, second):
+        node.create_own()
+        write_json(node.supervisor, {"pid": 1})
+    peers, others = Peers(first), Peers(second)
+    for lost in (0, 1):
+        write_json(lost_node_file(folder, lost), {"reason": "its Ray actor has ended"})
+    for watching, node in ((peers, 1), (others, 0)):
+        watching.look()
+        assert watching.describe_lost() == f"node {node} is lost: its Ray actor has ended"
+        assert watching.is_every_end_known()
+    # Its ranks had ended before.
+    write_json(second.ended, {"status": "finished", "reason": "returned"})
+    peers = Peers(first)
+    peers.look()
+    assert peers.describe_lost() == "" and peers.find_failed() is None
+
+
+def test_the_status_of_a_lost_node_0_has_rays_reason(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    assert RayWatch(folder).explain_lost() == ""
+    write_json(lost_node_file(folder, 0), {"reason": "its Ray actor has ended: killed"})
+    assert RayWatch(folder).explain_lost() == "node 0: its Ray actor has ended: killed"
+
+
+def test_errors_of_ray_are_one_line() -> None:
+    error = RuntimeError("Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module\n")
+    assert describe_error(error) == "RuntimeError: ModuleNotFoundError: No module"
+    assert describe_error(FileNotFoundError("/runs is not visible on n1")) == "/runs is not visible on n1"
+    assert describe_error(ValueError()) == "ValueError"
+
+
+def test_loopback_addresses_have_an_interface() -> None:
+    assert find_interface("127.0.0.7") == find_interface("127.0.0.1")
+    with pytest.raises(OSError, match=r"192\.0\.2\.77"):
+        find_interface("192.0.2.77")
+
+
+def test_a_folder_that_is_not_shared_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(node_process, "VISIBLE_SECONDS", 0.0)
+    with pytest.raises(FileNotFoundError, match="is not visible on"):
+        Coordinator(str(tmp_path / "elsewhere"), 2, {"CPU": 1.0}).start()
+
+
+def test_lines_of_control_stop_a_waiting_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    coordinator = Coordinator(str(folder.path), 2, {"CPU": 1.0})
+    append_line(folder.control, {"command": "profile"})
+    assert not coordinator._is_stopped()
+    append_line(folder.control, {"command": "stop"})
+    assert coordinator._is_stopped() and coordinator._stop == "run.stop() was called"

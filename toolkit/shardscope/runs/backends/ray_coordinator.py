@@ -1,0 +1,266 @@
+"""The coordinator of a run on Ray: a detached actor that requests nodes, starts their processes, cleans up.
+
+It owns the run's placement group and node actors, so that Ray removes them however it ends: a run leaves
+nothing on the cluster. Training needs it for nothing else: the nodes' supervisors meet in the run folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import LineTail, write_json
+from shardscope.runs.backends.node_process import wait_for_folder
+from shardscope.runs.backends.ray_node import NodeActor
+from shardscope.runs.backends.ray_submission_process import describe_error
+from shardscope.runs.backends.ray_watch import State, lost_node_file, state_file
+from shardscope.runs.stop_request import describe_stop_request
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+    from ray.util.placement_group import PlacementGroup
+
+POLL_SECONDS = 2.0
+HEAD_SECONDS = 20.0
+"""Time without an answer of Ray's head (GCS) after which the run ends. Ray's own limit is 60 s
+(gcs_rpc_server_reconnect_timeout_s), after which its nodes kill all actors."""
+END_SECONDS = 30.0
+"""Time for the other nodes' ranks to end after a node is lost."""
+STOP_SECONDS = 10.0
+"""Time for nodes that are still starting to begin, after a stop."""
+
+
+class Coordinator:
+    """The actor. Its methods return at once: the work is done in a thread."""
+
+    def __init__(self, run: str, num_nodes: int, bundle: Mapping[str, float]) -> None:
+        self._path = Path(run)
+        self._folder = RunFolder(run)
+        self._num_nodes = num_nodes
+        self._bundle = dict(bundle)
+        self._control = LineTail(self._folder.control)
+        self._state = State("waiting", "the coordinator has started", time.time(), "")
+        self._group: PlacementGroup | None = None
+        self._nodes: dict[int, ActorHandle[NodeActor]] = {}
+        self._answered = time.monotonic()
+        """When Ray's head last answered."""
+        self._lost = ""
+        """Why a node is lost, the first one's reason; empty if none is."""
+        self._end = ""
+        """Why the nodes were sent a signal; empty if they were not."""
+        self._stop = ""
+        """Who has requested a stop; empty if nobody has."""
+
+    def start(self) -> None:
+        """Begin. Raises ``FileNotFoundError`` if the run folder is not visible on this node."""
+        import ray
+
+        wait_for_folder(self._path)
+        self._write("waiting", "Ray looks for its nodes")
+        self._me = ray.get_runtime_context().current_actor
+        for work in (self._watch_head, self._keep_nodes, self._run):
+            threading.Thread(target=work, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._coordinate()
+        except BaseException as error:
+            self._write("ended", f"its Ray coordinator failed: {describe_error(error)}", "failed")
+            with contextlib.suppress(OSError):
+                state_file(self._folder).with_name("coordinator.log").write_text(traceback.format_exc())
+        self._give_back()
+
+    def _coordinate(self) -> None:
+        if not self._wait_for_nodes():
+            self._write("ended", f"{self._stop} before any rank started", "stopped")
+            return
+        self._write("starting", f"Ray starts a process on each of {self._num_nodes} nodes")
+        self._create_actors()
+        if self._start_nodes():
+            self._write("running", f"{self._num_nodes} nodes at work")
+        self._watch_nodes()
+
+    def _wait_for_nodes(self) -> bool:
+        """Wait for the placement group. Return False if a stop was requested before."""
+        import ray.util
+
+        # One bundle for each node; STRICT_SPREAD puts no two on the same one.
+        bundles = [self._bundle] * self._num_nodes
+        self._group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
+        while not self._group.wait(timeout_seconds=POLL_SECONDS):
+            if self._is_stopped():
+                return False
+            self._write("waiting", f"Ray's placement group waits: {self._describe_wait()}")
+        return not self._is_stopped()
+
+    def _describe_wait(self) -> str:
+        """Return what the run requests and what is free now."""
+        import ray
+
+        wanted = describe_resources(self._bundle)
+        nodes = f"{self._num_nodes} node{'s' * (self._num_nodes > 1)} with {wanted} free"
+        total = ray.available_resources()
+        free = describe_resources({name: total.get(name, 0.0) for name in self._bundle})
+        alive = sum(bool(node["Alive"]) for node in ray.nodes())
+        return f"{nodes} requested, on {alive} nodes together {free} free"
+
+    def _create_actors(self) -> None:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        for node in range(self._num_nodes):
+            strategy = PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=node
+            )
+            actor_class = ray.remote(
+                num_cpus=self._bundle.get("CPU", 0.0), num_gpus=self._bundle.get("GPU", 0.0), max_restarts=0
+            )(NodeActor)
+            self._nodes[node] = actor_class.options(scheduling_strategy=strategy).remote()
+
+    def _start_nodes(self) -> bool:
+        """Start the process of each node. Return whether all have started."""
+        cpus = self._bundle.get("CPU", 0.0)
+        starting = {
+            actor.start.remote(str(self._path), node, cpus): node for node, actor in self._nodes.items()
+        }
+        deadline = float("inf")
+        while starting and not self._is_head_lost():
+            for reference, error in self._collect(starting).items():
+                node = starting.pop(reference)
+                if error is not None:
+                    self._give_up(node, f"node {node} did not start: {error}")
+                    # The others are not started any more.
+                    return False
+            if self._is_stopped():
+                deadline = min(deadline, time.monotonic() + STOP_SECONDS)
+            if time.monotonic() > deadline:
+                for node in starting.values():
+                    self._give_up(node, f"node {node} had not started before the stop")
+                return False
+            self._touch()
+        return True
+
+    def _collect(self, references: Mapping[ObjectRef[object], int]) -> dict[ObjectRef[object], str | None]:
+        """Wait a moment. Return the calls that have returned, with the error of those that raised one."""
+        import ray
+
+        done, _ = ray.wait(list(references), num_returns=len(references), timeout=POLL_SECONDS)
+        answers: dict[ObjectRef[object], str | None] = {}
+        for reference in done:
+            try:
+                ray.get(reference)
+                answers[reference] = None
+            except Exception as error:
+                answers[reference] = describe_error(error)
+        return answers
+
+    def _watch_nodes(self) -> None:
+        """Ask the nodes until the supervisor of each has ended, or is lost."""
+        import ray
+
+        pending: dict[ObjectRef[Any], int] = {}
+        deadline = float("inf")
+        is_ended_here = False
+        while self._nodes and time.monotonic() < deadline:
+            for node, actor in self._nodes.items():
+                if node not in pending.values():
+                    pending[actor.poll.remote()] = node
+            began = time.monotonic()
+            for reference, error in self._collect(pending).items():
+                node = pending.pop(reference)
+                if error is not None:
+                    self._give_up(node, f"its Ray actor has ended: {error}")
+                    continue
+                code, output = ray.get(reference)
+                if code is not None:
+                    del self._nodes[node]
+                    if code:
+                        self._give_up(node, f"its process ended with exit code {code}: {output}")
+            if self._lost and deadline == float("inf"):
+                deadline = time.monotonic() + END_SECONDS
+            if self._is_head_lost() and not is_ended_here:
+                is_ended_here, deadline = True, time.monotonic() + END_SECONDS
+                self._end = f"Ray's head has not answered for {HEAD_SECONDS:.0f} s"
+                self._lost = self._lost or self._end
+                self._write("running", self._lost)
+                for actor in self._nodes.values():
+                    actor.end.remote()
+            self._touch()
+            # A node that answers at once must not be asked at once again.
+            time.sleep(max(0.0, POLL_SECONDS - (time.monotonic() - began)))
+        self._write("ended", self._lost or "all nodes have ended", "failed" if self._lost else "")
+
+    def _give_up(self, node: int, reason: str) -> None:
+        """Record that a node is lost: the supervisors of the others read it."""
+        self._nodes.pop(node, None)
+        self._lost = self._lost or f"node {node}: {reason}"
+        with contextlib.suppress(OSError):
+            write_json(lost_node_file(self._folder, node), {"time": time.time(), "reason": reason})
+        self._write("running", self._lost)
+
+    def _is_stopped(self) -> bool:
+        for command in self._control.read():
+            if command.get("command") == "stop" and not self._stop:
+                self._stop = describe_stop_request(command)
+        return bool(self._stop)
+
+    def _watch_head(self) -> None:
+        """Note when Ray's head answers: in a thread of its own, because a lost head lets calls wait."""
+        import ray
+
+        while True:
+            with contextlib.suppress(Exception):
+                ray.nodes()
+                self._answered = time.monotonic()
+            time.sleep(POLL_SECONDS)
+
+    def _keep_nodes(self) -> None:
+        """Tell the nodes that they are not alone: in a thread that no slow file system delays."""
+        while True:
+            for actor in list(self._nodes.values()):
+                with contextlib.suppress(Exception):
+                    actor.stay.remote()
+            time.sleep(POLL_SECONDS)
+
+    def _is_head_lost(self) -> bool:
+        return time.monotonic() - self._answered > HEAD_SECONDS
+
+    def _write(self, phase: str, reason: str, verdict: str = "") -> None:
+        self._state = State(phase, reason, time.time(), verdict, self._end)
+        with contextlib.suppress(OSError):
+            write_json(state_file(self._folder), self._state._asdict())
+
+    def _touch(self) -> None:
+        """Send a sign of life to the readers of the state."""
+        with contextlib.suppress(OSError):
+            os.utime(state_file(self._folder))
+
+    def _give_back(self) -> None:
+        """Remove everything that the run has on the cluster, this actor last."""
+        import ray
+        import ray.util
+
+        # Without the head these calls wait, and Ray removes all by itself.
+        threading.Timer(END_SECONDS, os._exit, (1,)).start()
+        for actor in self._nodes.values():
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+        if self._group is not None:
+            with contextlib.suppress(Exception):
+                ray.util.remove_placement_group(self._group)
+        with contextlib.suppress(Exception):
+            ray.kill(self._me)
+
+
+def describe_resources(resources: Mapping[str, float]) -> str:
+    """Return resources as text, such as ``8 GPU and 32 CPU``."""
+    names = [name for name in resources if not name.startswith("accelerator_type")]
+    return " and ".join(f"{resources[name]:g} {name}" for name in names)

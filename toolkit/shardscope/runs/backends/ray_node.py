@@ -1,0 +1,140 @@
+"""One node of a run on Ray: the actor that holds the node's resources, and the process that it starts.
+
+The actor runs no rank code: the process becomes the supervisor of the node's ranks, and is killed with the
+actor by the operating system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from shardscope.machine.processes import die_with_parent
+from shardscope.records.folder import NodeFolder
+from shardscope.records.folder_checks import open_part
+from shardscope.records.json_files import read_json, write_json
+from shardscope.runs.backends.node_process import list_addresses, wait_for_folder
+from shardscope.runs.launch.environment import add_toolkit_to_path
+
+ALONE_SECONDS = 24.0
+"""Time without a sign of the coordinator after which the node ends. More than the time after which the
+other nodes notice a lost one (``peers.py``), so that they can record its loss first."""
+END_SECONDS = 4.0
+"""Time from SIGTERM to SIGKILL for a supervisor."""
+MAX_OUTPUT = 500
+
+
+class NodeActor:
+    """The actor of one node, to which the coordinator speaks every few seconds."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._heard = time.monotonic()
+
+    def start(self, run: str, node: int, num_cpus: float) -> None:
+        """Start the node's process. Raises ``OSError``."""
+        import ray.util
+
+        # The parent-death signal comes when the thread ends that has started the process; an actor's methods
+        # run in its main thread.
+        assert threading.current_thread() is threading.main_thread()
+        environment = add_toolkit_to_path(dict(os.environ))
+        # Ray sets it to the CPUs of the actor, which are those of all ranks.
+        if environment.get("OMP_NUM_THREADS") == str(max(1, int(num_cpus))):
+            del environment["OMP_NUM_THREADS"]
+        environment.pop("PYTHONBREAKPOINT", None)  # Ray's debugger, which needs a Ray worker.
+        arguments = [run, str(node), str(os.getpid()), ray.util.get_node_ip_address()]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "shardscope.runs.backends.ray_node", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,  # Ctrl-C in `ray start --block` is not for it.
+        )
+        self._heard = time.monotonic()
+        threading.Thread(target=self._end_alone, daemon=True).start()
+
+    def poll(self) -> tuple[int | None, str]:
+        """Return the exit code of the node's process, None while it runs, and the last line of its output."""
+        assert self._process is not None
+        code = self._process.poll()
+        if code is None:
+            return None, ""
+        assert self._process.stderr is not None
+        # The process writes to the supervisor's log once it has one, so this is short.
+        lines = self._process.stderr.read().decode(errors="replace").strip().splitlines()
+        return code, lines[-1][-MAX_OUTPUT:] if lines else ""
+
+    def stay(self) -> None:
+        """Note that the coordinator is there."""
+        self._heard = time.monotonic()
+
+    def end(self) -> None:
+        """Ask the supervisor to end its ranks."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def _end_alone(self) -> None:
+        """End the node once the coordinator is lost, if Ray does not do it: its head may be lost too."""
+        assert self._process is not None
+        while time.monotonic() - self._heard < ALONE_SECONDS:
+            time.sleep(1.0)
+        self.end()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+        os._exit(1)  # What is left of the node's processes dies with this one.
+
+
+def run_ray_node(run: str, node: int, actor: int, address: str) -> None:
+    """Replace this process, a child of the actor, by the supervisor of this node. Does not return.
+
+    Raises ``FileNotFoundError`` if the run folder is not visible on this node, ``OSError`` if ``address`` is
+    none of its own.
+    """
+    die_with_parent(actor)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray's workers block it.
+    wait_for_folder(Path(run))
+    folder = open_part(run, node)
+    assert isinstance(folder, NodeFolder)
+    folder.create_own()
+    record = {
+        "name": socket.gethostname(),
+        "host": socket.gethostname(),
+        "address": address,
+        "interface": find_interface(address),
+        "job_id": (read_json(folder.job) or {}).get("job_id"),
+        "actor_pid": actor,
+        "ray_node_id": os.environ.get("RAY_NODE_ID"),
+        "time": time.time(),
+    }
+    write_json(folder.node_json, record, as_is=("name", "host", "address", "interface", "ray_node_id"))
+    log = os.open(folder.supervisor_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    # The parent-death signal stays over exec (prctl(2)).
+    arguments = ["-P", "-m", "shardscope.runs.launch.supervisor", run, "--node", str(node)]
+    os.execv(sys.executable, [sys.executable, *arguments])
+
+
+def find_interface(address: str) -> str:
+    """Return the network interface of this machine that has an address. Raises ``OSError`` if none has it."""
+    interfaces = list_addresses()
+    # All of 127.0.0.0/8 is the loopback interface's, which lists 127.0.0.1 only.
+    is_loopback = ipaddress.ip_address(address).is_loopback
+    interface = interfaces.get(address, interfaces.get("127.0.0.1") if is_loopback else None)
+    if interface is None:
+        raise OSError(f"Ray's address of this node, {address}, is none of its interfaces'")
+    return interface
+
+
+if __name__ == "__main__":
+    run_ray_node(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -1,0 +1,157 @@
+"""A process that is connected to a Ray cluster for one launch: it reports nodes, and starts a coordinator.
+
+``ray_submission.py`` starts it as ``python -m shardscope.runs.backends.ray_submission_process`` and sends a
+line of JSON for each request; each gets a line of JSON as its answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+
+NAMESPACE = "shardscope"
+"""Ray's namespace of the names of coordinators."""
+START_SECONDS = 150.0
+MAX_ERROR = 500
+
+
+def main() -> None:
+    """Connect, report the nodes, and start a coordinator if one is requested."""
+    # Ray and its workers print to standard output.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    request = json.loads(sys.stdin.readline())
+    try:
+        answer = connect(request)
+    except BaseException as error:
+        is_address = not isinstance(error, InspectionError)
+        _answer(answers, {"error": describe_error(error), "is_address": is_address})
+        return
+    _answer(answers, answer)
+    line = sys.stdin.readline()
+    if not line:
+        return
+    try:
+        answer = start_coordinator(json.loads(line))
+    except BaseException as error:
+        answer = {"error": describe_error(error)}
+    _answer(answers, answer)
+    sys.stdin.readline()  # Until the launch has read it.
+
+
+def _answer(answers: object, answer: Mapping[str, object]) -> None:
+    print(json.dumps(answer), file=answers, flush=True)  # type: ignore[call-overload]
+
+
+class InspectionError(Exception):
+    """A worker of the cluster could not be started."""
+
+
+def connect(request: Mapping[str, object]) -> dict[str, object]:
+    """Connect to the cluster. Return its nodes and, if requested, a worker's Python. Raises Ray's errors."""
+    import ray
+
+    from shardscope.runs.launch.environment import restore_python_path
+
+    path = request["pythonpath"]
+    restore_python_path(path if isinstance(path, str) else None)
+    ray.init(
+        address=request["address"],
+        namespace=NAMESPACE,
+        runtime_env=request["runtime_env"],
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    answer: dict[str, object] = {"nodes": [describe_node(node) for node in ray.nodes() if node["Alive"]]}
+    if request["inspects"]:
+        inspect = ray.remote(num_cpus=0, max_retries=0)(inspect_python)
+        try:
+            answer["python"] = ray.get(inspect.remote(), timeout=START_SECONDS)
+        except Exception as error:
+            raise InspectionError(describe_error(error)) from error
+    return answer
+
+
+def describe_node(node: Mapping[str, object]) -> dict[str, object]:
+    """Return one node of ``ray.nodes()`` as the launch reads it."""
+    resources = node["Resources"]
+    assert isinstance(resources, Mapping)
+    prefix = "accelerator_type:"
+    kinds = [name.removeprefix(prefix) for name in resources if name.startswith(prefix)]
+    num_gpus = int(resources.get("GPU", 0))
+    host = str(node.get("NodeManagerHostname") or node["NodeManagerAddress"])
+    return {
+        "name": host,
+        "address": str(node["NodeManagerAddress"]),
+        "host": host,
+        "num_cpus": int(resources.get("CPU", 0)),
+        "gpus": [[kinds[0] if len(kinds) == 1 else "", num_gpus]] if num_gpus else [],
+        "memory_bytes": int(resources.get("memory", 0)),
+    }
+
+
+def inspect_python() -> dict[str, object]:
+    """Return the Python of this process, a worker of the cluster, and the versions of what a run needs."""
+    # Pickled by value: Shardscope may be missing here.
+    import importlib.metadata
+    import platform
+    import sys
+
+    record: dict[str, object] = {
+        "executable": sys.executable,
+        "prefix": sys.prefix,
+        "version": platform.python_version(),
+    }
+    for package in ("shardscope", "torch"):
+        try:
+            record[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return record
+
+
+def start_coordinator(request: Mapping[str, object]) -> dict[str, object]:
+    """Start the coordinator of a run, an actor that outlives this process. Raises Ray's errors."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from shardscope.runs.backends.ray_coordinator import Coordinator
+
+    # On the head, whose loss ends the run anyway: any other node would be one more that can be lost.
+    heads = [
+        node["NodeID"]
+        for node in ray.nodes()
+        if node["Alive"] and "node:__internal_head__" in node["Resources"]
+    ]
+    strategy = NodeAffinitySchedulingStrategy(node_id=heads[0], soft=False) if heads else "DEFAULT"
+    actor_class = ray.remote(num_cpus=0, max_restarts=0)(Coordinator)
+    coordinator = actor_class.options(
+        name=request["actor"], lifetime="detached", scheduling_strategy=strategy
+    ).remote(request["run"], request["num_nodes"], request["bundle"])
+    try:
+        ray.get(coordinator.start.remote(), timeout=START_SECONDS)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            ray.kill(coordinator)
+        raise
+    return {"actor": request["actor"]}
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the cause of an error of Ray as one line; Ray's own texts have tracebacks and many lines."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, BaseException):
+        error = cause
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # The last line of a traceback names the exception.
+    is_traceback = any(line.startswith("Traceback") for line in lines)
+    text = (lines[-1] if is_traceback else " ".join(lines)) if lines else ""
+    name = type(error).__name__
+    return (text if isinstance(error, FileNotFoundError) else f"{name}: {text}" if text else name)[:MAX_ERROR]
+
+
+if __name__ == "__main__":
+    main()
