@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import shardscope as ss
+from shardscope.records.nodes import RunNode
 from shardscope.records.samples import Sample, read_samples
 from shardscope.runs.explain.predicted_metrics import PredictedMetrics
 
@@ -52,6 +53,8 @@ class FakeRun:
     history: tuple[dict[str, Any], ...] = ()
     model: Path | None = None
     recorded_base: dict[str, Any] | None = None
+    target = ""
+    nodes: tuple[RunNode, ...] = ()
 
     def __init__(self, records: list[dict[str, Any]]) -> None:
         self.records = records

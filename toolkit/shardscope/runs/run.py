@@ -30,6 +30,7 @@ from shardscope.records.json_files import (
     write_json,
 )
 from shardscope.records.json_values import is_int, parse_object
+from shardscope.records.nodes import RunNode, describe_job, read_nodes
 from shardscope.records.redaction import redact
 from shardscope.records.regular_files import NotRegularFileError, check_regular
 from shardscope.records.samples import Sample, read_samples
@@ -243,6 +244,16 @@ class Run:
         A run on a shared file system may be another machine's.
         """
         return bool(self._description.get("machine") == identify_machine())
+
+    @property
+    def target(self) -> str:
+        """Where the run was submitted, such as ``Slurm: a100, job 4711``; empty for a run of one machine."""
+        return describe_job(self._folder) if self._folder.has_nodes else ""
+
+    @property
+    def nodes(self) -> list[RunNode]:
+        """The nodes of a scheduler's run in order: number, name, ranks, folder. Empty for one machine."""
+        return read_nodes(self._folder, self._description.get("num_nodes"), self._world_size)
 
     @property
     def gpus(self) -> list[int]:

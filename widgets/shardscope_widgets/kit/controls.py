@@ -92,6 +92,15 @@ def create_text_box(value: object, tooltip: str, width: str | None = None, **tra
     return widgets.Text(str(value), **defaults)
 
 
+def create_text_area(tooltip: str, **traits: object) -> widgets.Textarea:
+    """Return an input of several lines that reports on losing focus."""
+    style = _reuse(widgets.widgets.widget_string.TextStyle)
+    return widgets.Textarea(
+        **{"continuous_update": False, "rows": 2, "layout": share_filling_layout(), "style": style, **traits},
+        tooltip=tooltip,
+    )
+
+
 def create_segments(options: Sequence[tuple[str, object]], name: str) -> widgets.ToggleButtons:
     """Return a segmented control: a few choices in a row, one of them selected."""
     buttons = widgets.ToggleButtons(

@@ -195,15 +195,15 @@ def _label_fix(changes: Mapping[str, object]) -> str:
     """Return ``Use 66``, or for several changes ``Use tp 2, pp 4``."""
     if len(changes) == 1:
         (value,) = changes.values()
-        return f"Use {_format_value(value)}"
+        return f"Use {format_fix_value(value)}"
     parts = [
-        f"{name.rpartition('.')[2].replace('_', ' ')} {_format_value(value)}"
+        f"{name.rpartition('.')[2].replace('_', ' ')} {format_fix_value(value)}"
         for name, value in changes.items()
     ]
     return f"Use {', '.join(parts)}"
 
 
-def _format_value(value: object) -> str:
+def format_fix_value(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return str(getattr(value, "description", value))

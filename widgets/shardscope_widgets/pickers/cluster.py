@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from html import escape
 
 import ipywidgets as widgets
+import traitlets
 
 import shardscope as ss
+from shardscope.core.errors import FieldError
 from shardscope.core.serialization import replace_fields
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.display_names import count_devices, format_name, name_rate_unit
 from shardscope_widgets.pickers.base import NO_CHANGES, Picker, Row, parse_bytes, parse_number, parse_size
+from shardscope_widgets.pickers.schedulers import Queue
 
 GIB = 2**30
 UNKNOWN_HOST_MEMORY = "The host memory of this node type is unknown. Enter it to check plans that offload."
 UNITS = {"host_memory_bytes": GIB, "nvme_bytes": GIB, "nvme_bandwidth_bytes_per_second": 10**9}
 """Factors of the typed units: bytes per GiB, bytes per second per GB/s."""
+ANYWHERE, THIS_MACHINE, UNDECIDED = "", "this machine", ""
+"""Values of the two menus that are no queue and no GPU type."""
 
 
 class ClusterPicker(Picker):
     """The GPU inventory. "Use this machine" fills in the local hardware.
 
     A node's host memory and NVMe as typed by the user override the catalogue's values; if left empty, they
-    are unknown.
+    are unknown. :meth:`offer_queues` adds a menu of the queues of schedulers, such as Slurm's partitions.
     """
+
+    place = traitlets.Unicode(ANYWHERE, help="THIS_MACHINE, a queue's label, or ANYWHERE.")
 
     def __init__(self, text: str = "8xh100-sxm-80gb") -> None:
         cluster = ss.Cluster.parse(text)
@@ -51,6 +59,15 @@ class ClusterPicker(Picker):
         self.use_machine = controls.create_button(
             "Use this machine", "ss-link", tooltip=f"This machine: {self.machine}"
         )
+        self._queues: dict[str, Queue] = {}
+        self.where = controls.create_dropdown(options=[("any", ANYWHERE)], tooltip="Where the GPUs are")
+        self._where_row = Row("Where", self.where)
+        # Only for a queue whose GPU type has several memory sizes or form factors in the catalogue.
+        self.kind = controls.create_dropdown(options=[("choose", UNDECIDED)], tooltip="Which GPUs these are")
+        self._kind_row = Row("Which", self.kind)
+        for row in (self._where_row, self._kind_row):
+            row.show(False)
+        self.idle = controls.create_html("", "ss-hint", "ss-off")
         self._count_unit = controls.create_label("GPUs ×")
         counts = Row("Count", self.count, self._count_unit, self.nodes, controls.create_label("nodes"))
         self._host_row = host = Row("Host memory", self.host, controls.create_label("GiB per node"))
@@ -59,6 +76,8 @@ class ClusterPicker(Picker):
         )
         super().__init__(
             {
+                "where": self._where_row,
+                "inventory": self._kind_row,
                 "gpu": Row("Type", self.type),
                 "gpus_per_node": counts,
                 "num_nodes": counts,
@@ -67,7 +86,7 @@ class ClusterPicker(Picker):
                 "nvme_bandwidth_bytes_per_second": nvme,
             },
             widgets.VBox(
-                [self.host_hint, self.more, self.hint, self.use_machine],
+                [self.host_hint, self.more, self.hint, self.idle, self.use_machine],
                 layout=controls.share_layout(align_items="flex-start"),
             ),
         )
@@ -78,6 +97,8 @@ class ClusterPicker(Picker):
         self.use_machine.on_click(lambda _: self.set_value(self.machine))
         # Not read directly: a new type first replaces the node's links and memory.
         self.type.observe(self._reset_node, "value")
+        self.where.observe(self._choose_place, "value")
+        self.kind.observe(self._use_queue, "value")
         for control in (self.count, self.nodes, self.host, self.nvme, self.speed):
             control.observe(self.read, "value")
         self.read()
@@ -98,10 +119,84 @@ class ClusterPicker(Picker):
 
     def _show_error_at_input(self, error: Exception) -> None:
         super()._show_error_at_input(error)
+        if isinstance(error, FieldError) and self._kind_row.message:
+            name = self._queues[self.place].scheduler.name
+            short = f"Choose one: {name}'s name for these GPUs fits several types."
+            self._kind_row.show(True)
+            self._kind_row.show_error(str(error), short=short)
         self._fit_rows()
+
+    # ---- where the GPUs are
+
+    def offer_queues(self, queues: Sequence[Queue]) -> None:
+        """Offer ``queues`` as places; without any, the menu is hidden. The chosen place stays."""
+        self._queues = {queue.label: queue for queue in queues}
+        options = [("any", ANYWHERE), (f"this machine · {self.machine}", THIS_MACHINE)]
+        options += [(f"{label} · {queue.description}", label) for label, queue in self._queues.items()]
+        self._filling = True
+        try:
+            place = self.place if self.place in dict(options).values() else ANYWHERE
+            if list(self.where.options) != options:
+                # Setting the options selects the first one.
+                self.where.options = options
+            self.where.value = self.place = place
+        finally:
+            self._filling = False
+        self._where_row.show(bool(queues))
+        self.use_machine.layout = controls.share_layout(**({"display": "none"} if queues else {}))
+        self._show_queue()
+
+    def _choose_place(self, change: object) -> None:
+        if self._filling:
+            return
+        self.place = self.where.value
+        queue = self._queues.get(self.place)
+        if queue is not None:
+            options = [("choose", UNDECIDED), *((name, name) for name in queue.gpu_candidates)]
+            # The type that the plan has is the user's answer, if this queue may have it.
+            is_known = self.type.value in queue.gpu_candidates
+            self._filling = True
+            try:
+                self.kind.options = options
+                self.kind.value = self.type.value if is_known else UNDECIDED
+            finally:
+                self._filling = False
+        self._show_queue()
+        if self.place == THIS_MACHINE:
+            self.set_value(self.machine)
+        elif queue is not None:
+            self._use_queue()
+        else:
+            self.read()
+
+    def _use_queue(self, change: object = None) -> None:
+        """Set the inputs to the inventory of the chosen queue, or show that its GPU type is not known."""
+        queue = self._queues.get(self.place)
+        if queue is None or self._filling:
+            return
+        try:
+            cluster = queue.build_cluster(self.kind.value or None)
+        except ValueError:
+            self.read()  # Raises it again, and shows it.
+        else:
+            self.set_value(cluster)
+
+    def _show_queue(self) -> None:
+        queue = self._queues.get(self.place)
+        self._kind_row.show(queue is not None and len(queue.gpu_candidates) > 1)
+        self.idle.value = "" if queue is None else escape(f"{queue.label} has {queue.description}")
+        (self.idle.add_class if queue is None else self.idle.remove_class)("ss-off")
+
+    def _leave_place(self) -> None:
+        """Let the GPUs be anywhere: their type is no longer that of the chosen place."""
+        self.place = self.where.value = ANYWHERE
+        self._show_queue()
 
     def build_value(self, changes: Mapping[str, object] = NO_CHANGES) -> ss.Cluster:
         """Return the cluster given by the inputs, except for ``changes`` by field."""
+        queue = self._queues.get(self.place)
+        if queue is not None and self.kind.value == UNDECIDED and len(queue.gpu_candidates) != 1:
+            queue.build_cluster(None)  # Raises ValueError if it needs a GPU type.
         values: dict[str, object] = {
             "gpus_per_node": parse_number(self.count.value),
             "num_nodes": parse_number(self.nodes.value),
@@ -126,6 +221,8 @@ class ClusterPicker(Picker):
             if cluster.gpu.name not in ss.gpus:
                 self._known[cluster.gpu.name] = cluster.gpu
                 self.type.options = list(self._known)
+            if self.place != ANYWHERE and cluster.gpu.name != self._find_type_of_place():
+                self._leave_place()
             self.type.value = cluster.gpu.name
             self.count.value, self.nodes.value = str(cluster.gpus_per_node), str(cluster.num_nodes)
             self._base = cluster
@@ -133,6 +230,13 @@ class ClusterPicker(Picker):
         finally:
             self._filling = False
         self.read()
+
+    def _find_type_of_place(self) -> str:
+        """Return the GPU type of the chosen place; empty if it is not known."""
+        if self.place == THIS_MACHINE:
+            return self.machine.gpu.name
+        candidates = self._queues[self.place].gpu_candidates
+        return self.kind.value if len(candidates) > 1 else candidates[0] if candidates else "cpu"
 
     @property
     def boxes(self) -> dict[str, widgets.ValueWidget]:
@@ -161,6 +265,8 @@ class ClusterPicker(Picker):
             # Host memory, NVMe and links are those of the new type's usual node, not of the previous one.
             self._base = ss.Cluster.of(self._known[self.type.value], 1)
             self._show_node()
+            if self.place != ANYWHERE and self.type.value != self._find_type_of_place():
+                self._leave_place()
         finally:
             self._filling = False
         self.read()

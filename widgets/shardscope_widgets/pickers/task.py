@@ -37,6 +37,7 @@ KIND_LABELS: dict[Kind, str] = {
 }
 KIND_SUMMARIES: dict[Kind, str] = {"pretrain": "Pretrain", "finetune": "Fine-tune", "own": "My code"}
 CODE, A_SCRIPT = "Task.code", "the path of a .py file"
+JOB_OUTLIVES = "The job continues if the kernel stops; Stop, or Cancel while it waits, ends it."
 BY_CODE, BY_FORM = "set by the code", "see Fine-tune"
 NO_WEIGHTS = (
     "Adapters on random weights learn nothing useful: choose a folder with weights as the model, and "
@@ -78,13 +79,16 @@ class RunOptions(Picker):
             "Keep running if the kernel stops",
             "If unchecked, the run stops with the kernel. A run that continues is in the Runs tab.",
         )
+        self.job_note = controls.create_html(JOB_OUTLIVES, "ss-hint", "ss-off")
         self._row = row = Row("Steps, learning rate", self.steps, self.rate)
         row.add_class("ss-two-lines")
+        self._is_job = False
+        """Whether a scheduler runs it: a job always continues without the kernel."""
         self.set_by = ""
         """Where length and learning rate are set instead of here, in a few words; empty: here."""
         super().__init__(
             {"num_steps": row, "learning_rate": row},
-            controls.stack_vertically(self.profile, self.outlive),
+            controls.stack_vertically(self.profile, self.outlive, self.job_note),
         )
         for control in (self.steps, self.rate, self.profile, self.outlive):
             control.observe(self.read, "value")
@@ -108,9 +112,17 @@ class RunOptions(Picker):
         parts = [
             self.set_by or f"{self.steps.value} steps",
             "with trace" if self.profile.value and is_traced else "",
-            "survives the kernel" if self.outlive.value else "",
+            "survives the kernel" if self.outlive.value and not self._is_job else "",
         ]
         self.answer = ", ".join(filter(None, parts))
+
+    def set_is_job(self, is_job: bool) -> None:
+        """Set whether a scheduler runs it."""
+        if is_job != self._is_job:
+            self._is_job = is_job
+            (self.job_note.remove_class if is_job else self.job_note.add_class)("ss-off")
+            (self.outlive.add_class if is_job else self.outlive.remove_class)("ss-off")
+            self.read()
 
     def read_fields(self) -> dict[str, object]:
         """Return the fields of a training task."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Callable
 from html import escape
@@ -12,21 +13,26 @@ import shardscope as ss
 from shardscope.memory.report import MemoryReport
 from shardscope.runs.launch.free_memory import TooLittleFreeError
 from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.latest_request import call_in_loop, find_running_loop
 from shardscope_widgets.pickers.task import RunOptions, TaskPicker
 from shardscope_widgets.run.free_memory import FreeMemoryList, schedule_first_read
 from shardscope_widgets.run.launch_offer import LaunchOffer, build_offer
+from shardscope_widgets.run.launch_target import LaunchTarget
 
 if TYPE_CHECKING:
     from shardscope.runs.launch.context import Context
 
 IS_BUSY = "A run is active: see the Runs tab."
+WRONG = "Correct the input marked in red first."
 
 
 class LaunchButton:
     """:attr:`button` for the Studio's header, and :attr:`note` for the text about it.
 
-    ``on_launch(run, notes)`` receives the run that was started. ``on_error(words, retry)`` receives the error
-    and, if too little memory is free, a function that launches anyway.
+    ``on_launch(run, notes)`` receives the run that was started. ``on_error(error, retry)`` receives the error
+    and, if ``force`` overrides it, a function that launches anyway. A job is submitted in a thread, which may
+    take seconds; other runs can be launched while it waits and runs. ``on_options()`` is called when the user
+    asks for the options of the job.
     """
 
     def __init__(
@@ -36,22 +42,26 @@ class LaunchButton:
         options: RunOptions,
         *,
         on_launch: Callable[[ss.Run, str], None],
-        on_error: Callable[[str, Callable[[], None] | None], None],
+        on_error: Callable[[Exception, Callable[[], None] | None], None],
+        on_options: Callable[[], None],
     ) -> None:
         self.machine, self._task, self._options = machine, task, options
         self._on_launch, self._on_error = on_launch, on_error
         self._plan: ss.Plan | None = None
         self._report: MemoryReport | None = None
-        self._busy, self._blocked = False, ""
+        self._busy, self._blocked, self._submitting = False, "", ""
         self.current = LaunchOffer(label="Launch")
         self.button = controls.create_button("Launch", "ss-button", "ss-main-button")
         self.button.on_click(lambda _: self.launch())
         self.note = controls.create_html("", "ss-hint")
+        self.target = LaunchTarget(on_change=self.update_offer, on_options=on_options)
+        self.head = controls.stack_vertically(self.button, self.target.head)
+        self.head.add_class("ss-launch")
         self.free = FreeMemoryList()
         schedule_first_read(self.free)
 
     def set_plan(self, plan: ss.Plan, report: MemoryReport) -> None:
-        """Set the label to what ``plan`` would launch on this machine, once no run is active."""
+        """Set the label to what ``plan`` would launch on the target."""
         self._plan, self._report = plan, report
         self.update_offer()
 
@@ -59,12 +69,18 @@ class LaunchButton:
         """Update the offer after the task, its inputs or the free memory may have changed."""
         if self._plan is None or self._report is None:
             return
-        self.current = build_offer(self._plan, self.machine, self._report, self._task)
+        queue = self.target.queue
+        self.current = build_offer(self._plan, self.machine, self._report, self._task, queue)
         self._task.show_usual_rate(self.current.plan or self._plan, as_trial=self.current.is_trial)
         wrong = self._show_task_error()
+        # Ranks of two runs would compete for this machine; a scheduler has a queue.
+        is_busy = self._busy and queue is None
         # The most general reason comes first: an invalid plan or an active run prevents every launch.
-        against = self._blocked or (IS_BUSY if self._busy else "") or wrong
-        self.button.description = self.current.label
+        against = self._blocked or self._submitting or (IS_BUSY if is_busy else "") or wrong
+        self._options.set_is_job(queue is not None)
+        # The free memory is this machine's.
+        (self.free.remove_class if queue is None else self.free.add_class)("ss-off")
+        self.button.description = "Submitting …" if self._submitting else self.current.label
         self.button.disabled = bool(against) or self.current.plan is None
         note = against or self.current.note
         self.button.tooltip = note or self.current.tooltip
@@ -104,25 +120,60 @@ class LaunchButton:
         plan, note = self.current.plan, self.current.note
         if plan is None or (self.button.disabled and not force):
             return
+        task, target = self.task, self.target.value
         # Before the launch, which takes a moment: a second click must not launch a second run.
+        if target is not None:
+            self._submit(plan, task, target, note, force=force)
+            return
         self.busy = True
         try:
             # ss.launch warns if memory is tight: in a handler the warning would not be shown.
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                run = ss.launch(plan, self.task, outlive_kernel=self._options.outlive.value, force=force)
+                run = ss.launch(plan, task, outlive_kernel=self._options.outlive.value, force=force)
         # The only error that the user may override, by the "Launch anyway" button of the notice.
         except TooLittleFreeError as error:
             self.busy = False
             self.free.read_in_background()
-            self._on_error(str(error), lambda: self.launch(force=True))
+            self._on_error(error, lambda: self.launch(force=True))
             return
         except Exception as error:  # An exception raised in a handler would not be shown.
             self.busy = False
-            self._on_error(str(error) or type(error).__name__, None)
+            self._on_error(error, None)
             return
         tight = [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
-        notes = " ".join(filter(None, [note, *tight]))
+        self._report_run(run, " ".join(filter(None, [note, *tight])))
+
+    def _submit(
+        self, plan: ss.Plan, task: Callable[[Context], object], target: object, note: str, *, force: bool
+    ) -> None:
+        """Launch on ``target`` in a thread: a scheduler may take seconds to answer."""
+        queue = self.target.queue
+        self._submitting = f"The job is being submitted to {queue.label if queue else 'the scheduler'}."
+        self.update_offer()
+        loop = find_running_loop()
+
+        def submit() -> None:
+            result: ss.Run | Exception
+            try:
+                result = ss.launch(plan, task, on=target, force=force)  # type: ignore[arg-type]
+            except Exception as error:  # An exception raised in a thread would not be shown.
+                result = error
+            call_in_loop(loop, lambda: self._end_submission(result, note))
+
+        threading.Thread(target=submit, daemon=True, name="shardscope-submit").start()
+
+    def _end_submission(self, result: ss.Run | Exception, note: str) -> None:
+        self._submitting = ""
+        self.update_offer()
+        if isinstance(result, ss.Run):
+            self._report_run(result, note)
+            return
+        # The check that the nodes see the run folder may be wrong: a local one can be exported to them.
+        is_optional = getattr(result, "field", "") == "launch.folder"
+        self._on_error(result, (lambda: self.launch(force=True)) if is_optional else None)
+
+    def _report_run(self, run: ss.Run, notes: str) -> None:
         with contextlib.suppress(OSError):  # The disk has become full: the run has started and is shown.
             run.note = notes
         self._on_launch(run, notes)
@@ -131,6 +182,8 @@ class LaunchButton:
         """Show the task's error at its input, and return a short version of it."""
         for picker in (self._task, self._options):
             picker.clear_plan_errors()
+        if self.target.is_wrong:
+            return WRONG
         if self._task.missing:
             return self._task.missing
         try:
@@ -139,5 +192,5 @@ class LaunchButton:
             field = str(getattr(error, "field", "")).rpartition(".")[2]
             owner = self._options if field in self._options.rows else self._task
             owner.show_plan_error(error)
-            return "Correct the input marked in red first."
+            return WRONG
         return ""

@@ -19,6 +19,7 @@ from shardscope.planner.memory_needs import find_shortages
 from shardscope.planner.verdict import assess_plan
 from shardscope.runs.task_source import uses_engine
 from shardscope_widgets.kit.display_names import count_devices
+from shardscope_widgets.pickers.schedulers import Queue
 from shardscope_widgets.pickers.task import NO_WEIGHTS, TaskPicker
 
 TRIAL_RANKS = 2
@@ -41,18 +42,24 @@ class LaunchOffer:
     note: str = ""
     is_trial: bool = False
     """Whether a tiny model with random weights replaces the plan's model."""
+    place: str = ""
+    """The queue that the plan is submitted to; empty for this machine."""
 
     @property
     def tooltip(self) -> str:
         """The button's tooltip."""
-        return self.note or (TRYING if self.is_trial else LAUNCHING)
+        usual = f"Submit this plan as a job to {self.place}" if self.place else LAUNCHING
+        return self.note or (TRYING if self.is_trial else usual)
 
 
-def build_offer(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport, task: TaskPicker) -> LaunchOffer:
-    """Return the offer for ``plan`` on ``machine``.
+def build_offer(
+    plan: ss.Plan, machine: ss.Cluster, report: MemoryReport, task: TaskPicker, queue: Queue | None = None
+) -> LaunchOffer:
+    """Return the offer for ``plan`` on ``machine``, or with a ``queue`` as its job.
 
-    The plan itself if its GPUs are present. Otherwise a fine-tune or the user's own code on CPU ranks if
-    enough memory is free, else a tiny model with random weights, which the label mentions.
+    For a job it is the plan itself: ``launch`` checks that the queue has its GPUs. On this machine it is the
+    plan if its GPUs are present. Otherwise a fine-tune or the user's own code on CPU ranks if enough memory
+    is free, else a tiny model with random weights, which the label mentions.
     """
     if task.form is not None and task.missing:
         return LaunchOffer(label=task.verb, note=task.missing)
@@ -66,18 +73,22 @@ def build_offer(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport, task: 
             label=label, note=f'Training needs {", ".join(missing)}: pip install "shardscope[train]"'
         )
     if task.mode == "own":
-        return _offer_own_code(plan, machine, task, label)
+        offer = _offer_own_code(plan, machine, task, label, is_job=queue is not None)
+        return offer if queue is None else replace(offer, place=queue.label)
     warning = NO_WEIGHTS if task.adapts_random_weights(plan) else ""
     too_large = ""
-    if _is_on_machine(plan, machine):
+    if queue is not None or _is_on_machine(plan, machine):
         too_large = _describe_shortage(plan, report)
+        if too_large and queue is not None:
+            return LaunchOffer(label=label, note=too_large)
         if not too_large:
             refusal = why_not_trained(plan)
             if refusal:
                 return LaunchOffer(label=label, note=refusal)
             verdict = assess_plan(plan, report)
             note = "" if verdict.state == "fits" else verdict.reason
-            return LaunchOffer(label=label, plan=plan, note=_join_sentences(warning, note))
+            place = "" if queue is None else queue.label
+            return LaunchOffer(label=label, plan=plan, note=_join_sentences(warning, note), place=place)
     # Fine-tuning the real weights slowly is worth more than a trial with random ones.
     elif task.mode == "finetune":
         moved = _move_to_cpu(plan)
@@ -86,9 +97,11 @@ def build_offer(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport, task: 
     return _offer_trial(plan, _join_sentences(warning, too_large), task)
 
 
-def _offer_own_code(plan: ss.Plan, machine: ss.Cluster, task: TaskPicker, label: str) -> LaunchOffer:
+def _offer_own_code(
+    plan: ss.Plan, machine: ss.Cluster, task: TaskPicker, label: str, *, is_job: bool
+) -> LaunchOffer:
     """Return the offer to run the user's code, which has its own model and memory."""
-    is_here = _is_on_machine(plan, machine)
+    is_here = is_job or _is_on_machine(plan, machine)
     label = label if is_here else _label_on_ranks(task)
     try:
         code = task.build_task(plan)
@@ -216,7 +229,7 @@ def _describe_shortage(plan: ss.Plan, report: MemoryReport) -> str:
     if report.low_bytes > report.usable_bytes:
         have, least = format_gib(report.usable_bytes), format_gib(report.low_bytes)
         unit = name_device(plan.cluster)
-        return f"The plan needs at least {least} GiB on each {unit}, which has {have} on this machine."
+        return f"The plan needs at least {least} GiB on each {unit}, of which {have} are usable."
     for shortage in find_shortages(plan, report):
         if shortage.name != "GPU memory":
             return (

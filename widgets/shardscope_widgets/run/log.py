@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import shardscope as ss
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import read_tail_text
 from shardscope.records.log_search import MAX_MATCHES, LogSearch
+from shardscope.records.nodes import RunNode
 from shardscope.records.redaction import redact
 from shardscope.records.regular_files import check_regular
 from shardscope_widgets.kit import controls
@@ -22,6 +23,8 @@ from shardscope_widgets.run.log_pane import LogPane
 LOG_BYTES = 16 * 1024
 """Maximum bytes shown from the end of a log."""
 SHORTEST_SEARCH = 2
+LAUNCHER, SUPERVISOR = "launcher", "supervisor"
+"""Processes that are not ranks: one of each on every node."""
 PROFILER_TALK = re.compile(r"^USDT:.*\n?", re.MULTILINE)
 """Lines that torch's profiler prints; no setting suppresses them without hiding its errors as well."""
 
@@ -31,6 +34,9 @@ class RunLog(widgets.VBox):
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._folder: RunFolder | None = None
+        self._num_ranks = 0
+        self._paths: dict[int | str, Path] = {}
+        """Logs of processes that are not ranks, by their choice in the menu."""
         self._seen: object = None
         self._search: LogSearch | None = None
         self._is_chosen = False
@@ -39,7 +45,7 @@ class RunLog(widgets.VBox):
         self.whose = controls.create_dropdown(
             options=[("rank 0", 0)],
             tooltip="Log of this rank or process",
-            layout=controls.share_fixed_layout("116px"),
+            layout=controls.share_fixed_layout("164px"),
         )
         # Searched at every keystroke: refresh reads a large log a part at a time.
         self.words = controls.create_text_box(
@@ -61,14 +67,37 @@ class RunLog(widgets.VBox):
         """Show the logs of ``run``, starting with rank 0."""
         self._folder = RunFolder(run.folder)
         self._seen, self._search = None, None
-        ranks = [(f"rank {rank}", rank) for rank in range(run.world_size)]
-        # Failures before the ranks start are logged in one of these two.
+        self._num_ranks = run.world_size
         # Set the value as well: equal options would keep the rank selected in the previous run.
-        self._set_choice(options=[*ranks, ("launcher", "launcher"), ("supervisor", "supervisor")], value=0)
+        self._set_choice(options=self._list_choices(run.nodes), value=0)
         # The same key, rank 0's log, would keep the scroll position of the previous run.
         self.pane.num_runs += 1
         self._is_chosen = False
         self.words.value = ""
+
+    def set_nodes(self, nodes: Sequence[RunNode]) -> None:
+        """Name the nodes in the menu: their names are known once they have started."""
+        options, chosen = self._list_choices(nodes), self.whose.value
+        if list(self.whose.options) != options:
+            # Setting the options selects the first one.
+            self._set_choice(options=options, value=chosen)
+
+    def _list_choices(self, nodes: Sequence[RunNode]) -> list[tuple[str, int | str]]:
+        """Return labels and values of the menu, and note the files of those that are no ranks."""
+        assert self._folder is not None, "it is set first"
+        of_rank = {rank: f" · {node.name}" for node in nodes for rank in node.ranks}
+        choices: list[tuple[str, int | str]] = [
+            (f"rank {rank}{of_rank.get(rank, '')}", rank) for rank in range(self._num_ranks)
+        ]
+        self._paths = {}
+        # Failures before the ranks start are logged in these.
+        for number, part in enumerate([node.folder for node in nodes] or [self._folder]):
+            of_node = f" · {nodes[number].name}" if nodes else ""
+            for process, path in ((LAUNCHER, part.launcher_log), (SUPERVISOR, part.supervisor_log)):
+                choice = f"{process} {number}" if number else process
+                choices.append((f"{process}{of_node}", choice))
+                self._paths[choice] = path
+        return choices
 
     def prefer_log(self, whose: int | str) -> None:
         """Show the log of this rank, or "launcher", unless the user has selected a log."""
@@ -105,9 +134,7 @@ class RunLog(widgets.VBox):
 
     def _find_path(self, folder: RunFolder) -> Path:
         whose = self.whose.value
-        # The files of processes that are not ranks.
-        beside = {"launcher": folder.launcher_log, "supervisor": folder.supervisor_log}
-        return beside[whose] if whose in beside else folder.log(int(whose or 0))
+        return self._paths.get(whose) or folder.log(int(whose or 0))
 
     def _show_end(self, path: Path, has_ended: bool) -> None:
         try:
@@ -150,7 +177,8 @@ class RunLog(widgets.VBox):
         # so a value must not arrive with the key of another log.
         with self.pane.hold_sync():
             self.pane.name = f"log of {path.stem}" + (f": lines with {query}" if query else "")
-            self.pane.key = f"{path.name}/{query}"
+            # Logs of two nodes have the same file name.
+            self.pane.key = f"{self.whose.value}/{path.name}/{query}"
             self.pane.value = lines
 
     def _show_count(self, text: str) -> None:

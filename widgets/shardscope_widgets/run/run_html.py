@@ -8,9 +8,10 @@ from html import escape
 
 import shardscope as ss
 from shardscope.records.follow import Follow
+from shardscope.records.nodes import RunNode
 from shardscope.runs.explain.memory_by_rank import RankMemory
 from shardscope.runs.explain.predicted_metrics import PredictedMetrics
-from shardscope.runs.watch.pace import SlowestRank
+from shardscope.runs.watch.pace import EVEN_EXCESS, SlowestNode, SlowestRank
 from shardscope_widgets.kit.display_names import describe_plan
 from shardscope_widgets.kit.numbers import Scale, Unit
 from shardscope_widgets.kit.theme import BESIDE_COLOURS, COMPONENT_COLOURS, RANK_COLOURS, RANK_DASHES
@@ -64,9 +65,11 @@ def render_heading(run: ss.Run, status: str) -> str:
     except Exception:  # The plan is damaged or of another version: show the run without it.
         plan = ""
     name, reason = escape(run.name, quote=True), escape(run.reason, quote=True)
+    target = escape(run.target, quote=True)
+    where = f" <span class='ss-hint ss-run-target'>{target}</span>" if target else ""
     return (
         f"<div class='ss-clipped'>{render_status_sign(status, place='ss-status')} "
-        f"<span class='ss-run-name'>{name}</span></div>"
+        f"<span class='ss-run-name'>{name}</span>{where}</div>"
         # A no-break space keeps the height of an empty line: a reason that appears must not move the page.
         f"<div class='ss-hint ss-clipped' title='{reason}'>{reason or '&nbsp;'}</div>"
         f"<div class='ss-hint ss-clipped' title='{_strip_tags(plan)}'>{plan or '&nbsp;'}</div>"
@@ -119,9 +122,13 @@ def describe_sample(follow: Follow) -> tuple[str, str, str]:
     return f"{max(1, round(100 * share))} %", "of the logged lines are shown", why
 
 
-def describe_slowest_rank(slowest: SlowestRank) -> tuple[str, str, str]:
-    """Return the slowest rank and how much slower it is, if any, as an entry of :func:`render_figures`."""
+def describe_slowest_rank(slowest: SlowestRank, node: str = "") -> tuple[str, str, str]:
+    """Return the slowest rank and how much slower it is, if any, as an entry of :func:`render_figures`.
+
+    ``node`` is the name of its node; empty for a run of one machine.
+    """
     ranks = f"{slowest.num_ranks:,} ranks"
+    name = f"rank {slowest.rank} on {node}" if node else f"rank {slowest.rank}"
     if slowest.is_even:
         why = (
             "The medians of the last steps differ by less than 2 %. Ranks that exchange gradients wait for "
@@ -133,16 +140,29 @@ def describe_slowest_rank(slowest: SlowestRank) -> tuple[str, str, str]:
     if slowest.steps_behind:
         by = f"{slowest.steps_behind:,} steps behind"
         return (
-            f"rank {slowest.rank}",
+            name,
             f"slowest of {ranks}: {by}",
             f"{step}; it has not logged the last steps of the others.",
         )
     by = f"by {100 * slowest.excess:.0f} %"
     return (
-        f"rank {slowest.rank}",
+        name,
         f"slowest of {ranks}, {by}",
         f"{step}, {by} longer than the others' median.",
     )
+
+
+def describe_slowest_node(slowest: SlowestNode, name: str, num_nodes: int) -> tuple[str, str, str]:
+    """Return the slowest of several nodes as an entry of :func:`render_figures`."""
+    nodes = f"{num_nodes:,} nodes"
+    if slowest.excess < EVEN_EXCESS:
+        return (
+            "balanced",
+            f"{nodes}, within 2\u00a0%",
+            "The median steps of the nodes differ by less than 2 %.",
+        )
+    by = f"by {100 * slowest.excess:.0f} %"
+    return name, f"slowest of {nodes}, {by}", f"The median step of its ranks is {by} longer than the others'."
 
 
 def render_swatch(rank: int) -> str:
@@ -161,8 +181,13 @@ def render_latest_table(
     charts: Mapping[Panel, tuple[str, float]],
     expected: PredictedMetrics | None,
     slowest: SlowestRank | None,
+    nodes: Sequence[RunNode] = (),
 ) -> str:
-    """Return the latest values of each rank, a column per chart; the last row is the prediction."""
+    """Return the latest values of each rank, a column per chart; the last row is the prediction.
+
+    The ranks of a run on several ``nodes`` have the name of theirs.
+    """
+    node_names = {rank: node.name for node in nodes for rank in node.ranks}
     if not latest:
         return ""
     panels, units = list(charts), list(charts.values())
@@ -176,7 +201,7 @@ def render_latest_table(
     if slowest is not None and not slowest.is_even and slowest.rank in ranks and slowest.rank not in shown:
         shown.append(slowest.rank)
     rows = "".join(
-        f"<tr><th scope='row'>{render_swatch(rank)}rank {rank}</th>"
+        f"<tr><th scope='row'>{render_swatch(rank)}rank {rank}{_render_node(node_names.get(rank))}</th>"
         f"<td>{_format_step(latest[rank].get('step'))}</td>"
         + "".join(
             f"<td>{panel.format(latest[rank].get(panel.metric), scale)}</td>"
@@ -197,6 +222,10 @@ def render_latest_table(
         f"<tbody>{rows}</tbody>{_render_predicted_row(panels, units, expected)}</table></div>"
         f"{left_out if more else ''}{_render_predicted_note(expected)}"
     )
+
+
+def _render_node(name: str | None) -> str:
+    return "" if name is None else f" <span class='ss-hint'>{escape(name)}</span>"
 
 
 def _render_predicted_row(

@@ -59,7 +59,8 @@ def describe_plan(summary: RunSummary) -> str:
         return "plan cannot be read"
     method = "" if plan.recipe.method == "full" else f", {plan.recipe.method}"
     model, gpus = format_name(plan.architecture.name), describe_devices(plan.cluster)
-    return f"{model} on {gpus}, {plan.layout.description}{method}"
+    target = summary.run.target if summary.run is not None else ""
+    return f"{model} on {gpus}, {plan.layout.description}{method}" + (f" · {target}" if target else "")
 
 
 def format_time(created: float, now: float | None = None) -> str:
@@ -139,6 +140,8 @@ def _render_cell(name: str, text: str, below: str) -> str:
 
 def _render_buttons(key: str, name: str, summary: RunSummary, has_trace: bool, reason: str | None) -> str:
     if summary.is_live:
+        if summary.status == "queued":
+            return _render_button(f"stop:{key}", "Cancel", f"Cancel {name}", "Take this job out of the queue")
         return _render_button(f"stop:{key}", "Stop", f"Stop {name}", "End this run now")
     buttons = ""
     if summary.failed_early:

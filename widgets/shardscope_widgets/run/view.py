@@ -14,17 +14,18 @@ import traitlets
 import shardscope as ss
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.follow import Follow
+from shardscope.records.nodes import RunNode
 from shardscope.runs.explain.failure import find_first_failure
 from shardscope.runs.explain.predicted_metrics import PredictedMetrics
 from shardscope.runs.stop_request import Button
-from shardscope.runs.watch.pace import Pace
+from shardscope.runs.watch.pace import Pace, SlowestRank
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.numbers import format_short
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.run import run_html
 from shardscope_widgets.run.figure import RunFigure
-from shardscope_widgets.run.log import RunLog
+from shardscope_widgets.run.log import LAUNCHER, RunLog
 from shardscope_widgets.run.memory import RunMemory
 from shardscope_widgets.run.model_panel import ModelPanel, has_adapters
 from shardscope_widgets.run.panels import MAX_NAMES, TRAINING_PANELS, VALIDATION_PANEL, is_number
@@ -40,6 +41,7 @@ SHARE_OF_KERNEL = 0.1
 """Fraction of a CPU core that a view may use for drawing: charts of many ranks are drawn less often."""
 MAX_PAUSE_SECONDS = 2.0
 """Maximum seconds between two drawings, however long one takes."""
+STOP_TOOLTIP, CANCEL_TOOLTIP = "End this run", "Take this job out of the queue"
 SAVE_TOOLTIP = "Finish the current step, save a checkpoint and end this run"
 FINISH_TOOLTIP = (
     "Finish the current step, validate, and export the weights with the lowest validation loss: the run "
@@ -81,6 +83,9 @@ class RunView(View):
         self._pace = Pace()
         self._expected: PredictedMetrics | None = None
         self._latest: dict[int, dict[str, object]] = {}
+        self._nodes: list[RunNode] = []
+        """The nodes of a scheduler's run, which have their names once they have started."""
+        self._has_node_names = True
         self._shown_status: tuple[str, str] = ("", "")
         self._stop_requested = self._finish_requested = False
         self._sampled = 0.0
@@ -106,7 +111,7 @@ class RunView(View):
         )
         self.finish_button.on_click(lambda _: self._press_finish())
         # Disabled until the first refresh has read whether the run is still active.
-        self.stop_button = controls.create_button("Stop", "ss-ghost", tooltip="End this run", disabled=True)
+        self.stop_button = controls.create_button("Stop", "ss-ghost", tooltip=STOP_TOOLTIP, disabled=True)
         self.stop_button.on_click(lambda _: self._press_run_button("Stop"))
         self.progress = controls.create_html()
         self.facts = controls.create_html()
@@ -161,6 +166,8 @@ class RunView(View):
             self._pace = Pace()
             self._expected = run.predicted_metrics()
             self._latest = {}
+            self._nodes = run.nodes
+            self._has_node_names = not self._nodes
             self._shown_status = ("", "")
             self._stop_requested = self._finish_requested = False
             self._sampled = self._gpu_time = 0.0
@@ -216,6 +223,7 @@ class RunView(View):
             for button in (self.stop_button, self.save_button, self.finish_button):
                 (button.add_class if has_ended else button.remove_class)("ss-off")
             self.status = status
+            self._name_stop_button(status)
             self._show_status(run, status)
             if has_ended and not self.model_place.children and has_adapters(run):
                 self.model_place.children = [self._merging.pop(run.folder, None) or ModelPanel(run)]
@@ -245,6 +253,12 @@ class RunView(View):
         self.save_button.layout.display = "" if run.reads_stop_requests else "none"
         self.finish_button.layout.display = "" if run.keeps_best else "none"
 
+    def _name_stop_button(self, status: str) -> None:
+        """Call the button Cancel while the job waits: nothing of it has started yet."""
+        waits = status == "queued"
+        self.stop_button.description = "Cancel" if waits else "Stop"
+        self.stop_button.tooltip = CANCEL_TOOLTIP if waits else STOP_TOOLTIP
+
     def _add_records(self, new: list[dict[str, object]]) -> None:
         """Add new records to the numbers and the charts."""
         self._pace.add(new)
@@ -266,6 +280,10 @@ class RunView(View):
         if now - self._sampled < GPU_SECONDS and not has_ended:
             return
         self._sampled = now
+        if not self._has_node_names:
+            self._nodes = run.nodes
+            self.logs.set_nodes(self._nodes)
+            self._has_node_names = all(node.folder.node_json.exists() for node in self._nodes)
         samples = run.gpu_samples()
         # A sample has one record per rank: the last records are the latest sample.
         for record in samples[-run.world_size :]:
@@ -392,7 +410,7 @@ class RunView(View):
             # The rank that failed first has the cause in its log; the others log the consequences.
             first = find_first_failure(RunFolder(run.folder), run.world_size)
             if first is not None:
-                self.logs.prefer_log("launcher" if first.rank is None else first.rank)
+                self.logs.prefer_log(LAUNCHER if first.rank is None else first.rank)
 
     def _show_numbers(self, run: ss.Run, has_ended: bool) -> None:
         """Show progress, figures and the table of latest values, with dashes for numbers still to come."""
@@ -406,7 +424,7 @@ class RunView(View):
         if self._follow is not None and self._follow.num_skipped_bytes:
             entries.append(run_html.describe_sample(self._follow))
         if slowest is not None:
-            entries.append(run_html.describe_slowest_rank(slowest))
+            entries += self._describe_slowest(slowest)
         elif is_known and run.world_size > 1:
             entries.append((PLACEHOLDER, "slowest rank", "Known after some steps"))
         _update_html(self.facts, run_html.render_figures(entries))
@@ -414,10 +432,25 @@ class RunView(View):
         # Rows of dashes until the first numbers, so that the content below does not move.
         waits = is_known and not has_ended and not self._latest
         latest = {rank: {} for rank in range(run.world_size)} if waits else self._latest
-        _update_html(self.table, run_html.render_latest_table(latest, charts, self._expected, slowest))
+        _update_html(
+            self.table, run_html.render_latest_table(latest, charts, self._expected, slowest, self._nodes)
+        )
         # A run that ended before its first step: empty charts would push its error out of sight.
         is_empty = has_ended and self.figure is not None and not self.figure.has_lines
         self._figure_place.layout.display = "none" if is_empty else ""
+
+    def _describe_slowest(self, slowest: SlowestRank) -> list[tuple[str, str, str]]:
+        """Return the slowest rank, and the slowest node if nodes have several ranks."""
+        node_of_rank = {rank: node.number for node in self._nodes for rank in node.ranks}
+        if slowest.rank not in node_of_rank:
+            return [run_html.describe_slowest_rank(slowest)]
+        name = self._nodes[node_of_rank[slowest.rank]].name
+        entries = [run_html.describe_slowest_rank(slowest, name)]
+        node = self._pace.find_slowest_node(node_of_rank)
+        if node is not None and len(self._nodes) < slowest.num_ranks:
+            name = self._nodes[node.number].name
+            entries.append(run_html.describe_slowest_node(node, name, len(self._nodes)))
+        return entries
 
     def _list_step_figures(self, run: ss.Run, done: int) -> list[tuple[str, str, str]]:
         """Return steps, loss and tokens/s as (figure, name, tooltip).

@@ -15,8 +15,9 @@ from shardscope_widgets.pickers import (
     RunOptions,
     TaskPicker,
 )
-from shardscope_widgets.pickers.base import Picker
+from shardscope_widgets.pickers.base import Picker, format_fix_value
 
+CLUSTER_UNITS = {"num_nodes": "nodes", "gpus_per_node": "GPUs per node"}
 MAX_FIXES = 4
 """Maximum number of fixes applied in sequence."""
 
@@ -58,6 +59,16 @@ class PickerFixes:
                 return complete
         return dict(changes)
 
+    def find_cluster_changes(self, error: FieldError) -> dict[str, object]:
+        """Return the complete fix of a launch that a target refuses; empty if no input of the plan is it."""
+        prefix = "plan.cluster."
+        changes = {
+            f"Cluster.{name.removeprefix(prefix)}": value
+            for name, value in error.changes.items()
+            if name.startswith(prefix)
+        }
+        return self.complete(changes) if changes else {}
+
     def find_owner(self, owner: str) -> Picker:
         """Return the picker of a part of the plan, such as "Recipe"; that of the layout for other names."""
         owners: dict[str, Picker] = {
@@ -86,3 +97,13 @@ class PickerFixes:
             if field in picker.rows:
                 return picker
         return self.find_owner(owner)
+
+
+def label_cluster_fix(changes: Mapping[str, object]) -> str:
+    """Return the label of a button: ``Use 2 nodes``, or ``Use 2 nodes, global batch size 8``."""
+    parts = []
+    for name, value in changes.items():
+        field, shown = name.rpartition(".")[2], format_fix_value(value)
+        unit = CLUSTER_UNITS.get(field)
+        parts.append(f"{shown} {unit}" if unit else f"{field.replace('_', ' ')} {shown}")
+    return f"Use {', '.join(parts)}"

@@ -14,6 +14,7 @@ import ipywidgets as widgets
 import traitlets
 
 import shardscope as ss
+from shardscope.core.errors import FieldError
 from shardscope.core.number_format import format_count
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.checks import Finding
@@ -29,6 +30,7 @@ from shardscope_widgets.finetune import FinetunePage
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.debounce import Debounced
 from shardscope_widgets.kit.fold import Fold, Folds
+from shardscope_widgets.kit.latest_request import LatestRequest
 from shardscope_widgets.kit.notice import Notice
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.tabs import Tabs
@@ -45,13 +47,15 @@ from shardscope_widgets.pickers import (
     TaskPicker,
 )
 from shardscope_widgets.pickers.base import Picker
+from shardscope_widgets.pickers.cluster import ANYWHERE
 from shardscope_widgets.pickers.open_plan import OpenPlan
+from shardscope_widgets.pickers.schedulers import SCHEDULERS, Queue, find_queues
 from shardscope_widgets.plans.page import PlansPage
 from shardscope_widgets.run.export_panel import ExportPanel
 from shardscope_widgets.run.launch_button import LaunchButton
 from shardscope_widgets.run.runs_view import RunsView, count_runs
 from shardscope_widgets.run.view import RunView
-from shardscope_widgets.studio.fixes import PickerFixes
+from shardscope_widgets.studio.fixes import PickerFixes, label_cluster_fix
 from shardscope_widgets.studio.head import FitButton, FullWindow, render_headline, write_fit_question
 from shardscope_widgets.time.rates import render_rates
 from shardscope_widgets.time.rows import RunSteps, build_shown_step
@@ -62,6 +66,8 @@ FINE_TUNE = "Fine-tune"
 TABS = ("Memory", "Time", "Plans", "Checks", FINE_TUNE, "Runs", "Trace")
 PAUSE_SECONDS = 0.25
 """Delay after the last input before fixes and findings are computed: both are slower than the rest."""
+FIRST_SEARCH_SECONDS = 0.5
+"""Delay after the Studio's creation before schedulers are searched."""
 TRACE_PIXELS = 340
 TRACE_FOLLOWS = "The trace appears here when the run has ended."
 Page = TypeVar("Page", bound=widgets.Widget)
@@ -84,6 +90,8 @@ class Studio(View):
         """Tab -> the plan that its page currently shows."""
         self._formed: ss.Plan | None = None
         """The plan of the Fine-tune tab's form that was applied last."""
+        self._occupied_by: Path | None = None
+        """Folder of the active run of this machine that was launched or resumed here last."""
         self._measured: list[tuple[ss.Plan, RunSteps]] = []
         """Measured steps, stored until the Time view is created."""
         self._make_questions()
@@ -99,6 +107,11 @@ class Studio(View):
         self._pause = Debounced(self._on_pause, PAUSE_SECONDS)
         self._show_page()
         self._replan()
+        self._queue_search = LatestRequest[int, list[Queue]](lambda _: find_queues(), "shardscope-queues")
+        self._num_searches = 0
+        # Later, so that the Studio is drawn first.
+        self._first_search = Debounced(self._search_queues, FIRST_SEARCH_SECONDS)
+        self._first_search.request()
 
     # ---- components
 
@@ -126,6 +139,7 @@ class Studio(View):
             self.options,
             on_launch=self._watch_run,
             on_error=self._show_launch_error,
+            on_options=self._show_job_options,
         )
         self.export_panel = ExportPanel()
         self.open_plan = OpenPlan(on_open=self._open_plan, current=lambda: self.plan)
@@ -136,7 +150,9 @@ class Studio(View):
             "GPUs": Fold("GPUs", self.cluster),
             "Training": Fold("Training", self.recipe, is_open=True),
             "Framework": Fold("Framework", self.layout_picker),
-            "Run": Fold("Run", self.options, self.launch.note, *export, self.launch.free),
+            "Run": Fold(
+                "Run", self.options, self.launch.target.options, self.launch.note, *export, self.launch.free
+            ),
         }
         # An error opens its section, and its fix may set inputs of other sections.
         for fold, picker in zip(self.folds.values(), self._all_pickers, strict=True):
@@ -188,7 +204,7 @@ class Studio(View):
         self.rates = controls.create_html("", "ss-head-rates", layout=widgets.Layout())
         self.fit = FitButton(self.fit_search, on_fit=self._offer_fit)
         return _create_box(
-            self.headline, self.rates, self.fit.button, self.launch.button, FullWindow(), kind="ss-head"
+            self.headline, self.rates, self.fit.button, self.launch.head, FullWindow(), kind="ss-head"
         )
 
     def _observe_inputs(self) -> None:
@@ -200,6 +216,10 @@ class Studio(View):
         self.architecture.observe(self._change_weights, "weights_folder")
         self.task.observe(self._use_form, "kind")
         self.tabs.observe(self._show_page, "value")
+        self.cluster.observe(self._follow_place, "place")
+        self.launch.target.observe(self._show_job_error, "is_wrong")
+        # What is idle changes: it is read again whenever the question is opened.
+        self.folds["GPUs"].head.observe(self._search_queues, "expanded")
 
     @cached_property
     def time(self) -> StepView:
@@ -257,6 +277,35 @@ class Studio(View):
     def _put_on_page(self, tab: str, view: Page, *below: widgets.Widget) -> Page:
         self._pages[tab].children = [view, *below]
         return view
+
+    # ---- where runs are launched
+
+    def _search_queues(self, change: object = None) -> None:
+        """Search the queues of schedulers in a thread, if any scheduler is here."""
+        if any(scheduler.is_present() for scheduler in SCHEDULERS):
+            self._num_searches += 1
+            self._queue_search.request(self._num_searches, self._offer_queues)
+
+    def _offer_queues(self, queues: list[Queue] | Exception) -> None:
+        # A closed Studio has no comm.
+        if self.comm is not None and not isinstance(queues, Exception):
+            self.cluster.offer_queues(queues)
+            self.launch.target.offer_queues(queues)
+
+    def _follow_place(self, change: dict[str, str]) -> None:
+        """Launch where the GPUs are."""
+        if change["new"] != ANYWHERE:
+            self.launch.target.choose(change["new"])
+
+    def _show_job_options(self) -> None:
+        """Open the question Run alone, so that the options are in sight."""
+        for name, fold in self.folds.items():
+            fold.head.expanded = name == "Run" or (fold.head.wrong and fold.head.expanded)
+
+    def _show_job_error(self, change: object) -> None:
+        head = self.folds["Run"].head
+        head.wrong = self.launch.target.is_wrong or self.options.is_wrong
+        head.expanded |= head.wrong
 
     # ---- inputs to plan
 
@@ -536,6 +585,8 @@ class Studio(View):
     def _watch_run(self, run: ss.Run, notes: str) -> None:
         """Show a run that the button started."""
         self.run = run
+        if self.launch.busy and not run.target:
+            self._occupied_by = run.folder
         self.notice.show_message("")
         self.trace.show_hint(TRACE_FOLLOWS)
         if self.task.form is not None:
@@ -550,14 +601,21 @@ class Studio(View):
     def _watch_resumed(self, run: ss.Run) -> None:
         """Handle a run started by Resume like one started by the launch button."""
         self.launch.busy = True
+        self._occupied_by = run.folder
         self.run = run
         self.trace.show_hint(TRACE_FOLLOWS)
 
-    def _show_launch_error(self, message: str, retry: Callable[[], None] | None) -> None:
-        self.notice.show_message(message, {"Launch anyway": retry} if retry else {}, is_error=True)
+    def _show_launch_error(self, error: Exception, retry: Callable[[], None] | None) -> None:
+        """Show why a launch failed, with a button for what would help."""
+        actions = {"Launch anyway": retry} if retry else {}
+        changes = self._fixes.find_cluster_changes(error) if isinstance(error, FieldError) else {}
+        if changes:
+            actions[label_cluster_fix(changes)] = lambda: self._apply_fix(changes)
+        self.notice.show_message(str(error) or type(error).__name__, actions, is_error=True)
 
     def _run_ended(self, run: ss.Run) -> None:
-        if self.run is None or self.run.folder == run.folder:
+        if self._occupied_by in (None, run.folder):
+            self._occupied_by = None
             self.launch.busy = False
         self._offer_launch()
         self._keep_measured(run)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.catalog import gpus
 from shardscope.core.errors import Value, find_nearest, refuse
+from shardscope.core.number_format import format_count
 from shardscope.runs.backends.node_process import list_addresses
 
 if TYPE_CHECKING:
@@ -44,10 +45,27 @@ class Node(NamedTuple):
     """GPU types, as Slurm's administrator or Ray named them (empty: no name), and their counts."""
     memory_bytes: int = 0
     """Host memory that jobs can get; 0: not known."""
+    is_idle: bool = False
+    """Whether the whole node is free for a job; only read where pools are listed."""
 
     def count_gpus(self, gpu_name: str) -> int:
         """Return how many GPUs are of the catalogue's type ``gpu_name``, or of no named type."""
         return sum(count for kind, count in self.gpus if is_same_gpu(kind, gpu_name))
+
+
+class NodeGroup(NamedTuple):
+    """The most frequent kind of nodes of a pool: a plan needs equal nodes."""
+
+    nodes: tuple[Node, ...]
+    kind: str
+    """The cluster's name of the GPU type; empty if it has none."""
+    gpus_per_node: int
+    """0: nodes without GPUs, which are counted only if no node of the pool has any."""
+
+    @property
+    def gpu_candidates(self) -> list[str]:
+        """The catalogue's GPU types that the cluster's name may mean; none for nodes without GPUs."""
+        return _find_candidates(self.kind) if self.gpus_per_node else []
 
 
 class NodePool(NamedTuple):
@@ -66,6 +84,25 @@ class NodePool(NamedTuple):
         described = " or ".join(kind or "no GPUs" for kind in sorted(kinds))
         num_nodes = len(self.nodes)
         return f"{self.title}: {num_nodes} node{'s' * (num_nodes != 1)} with {described}"
+
+    def describe_idle(self) -> str:
+        """Return its largest group and what of it is idle, such as ``2 nodes × 1 A100, 1 idle``."""
+        group = self.find_largest_group()
+        name = group.kind.upper() if re.fullmatch(r"[a-z]{1,2}\d+[a-z]?", group.kind) else group.kind
+        count = group.gpus_per_node
+        each = f" × {count} {name or 'GPU' + 's' * (count > 1)}" if count else " without GPUs"
+        idle = sum(node.is_idle for node in group.nodes)
+        others = len(self.nodes) - len(group.nodes)
+        parts = [f"{format_count(len(group.nodes), 'node')}{each}", f"{idle} idle" if idle else "none idle"]
+        return ", ".join([*parts, *([format_count(others, "other node")] if others else [])])
+
+    def find_largest_group(self) -> NodeGroup:
+        """Return the most frequent kind of nodes with GPUs; all nodes if none has GPUs."""
+        groups = Counter(max(node.gpus, key=lambda group: group[1]) for node in self.nodes if node.gpus)
+        if not groups:
+            return NodeGroup(self.nodes, "", 0)
+        kind, count = groups.most_common(1)[0][0]
+        return NodeGroup(tuple(node for node in self.nodes if (kind, count) in node.gpus), kind, count)
 
 
 def check_nodes(plan: Plan, pool: NodePool) -> None:
@@ -125,25 +162,26 @@ def build_cluster(pool: NodePool, gpu_name: str | None, field: str) -> Cluster:
     # Imported lazily: it would slow down the start of the node process.
     from shardscope.core.cluster import Cluster
 
-    groups = Counter(max(node.gpus, key=lambda group: group[1]) for node in pool.nodes if node.gpus)
-    if not groups:
+    group = pool.find_largest_group()
+    num_nodes = len(group.nodes)
+    if group.gpus_per_node:
+        cluster = Cluster.of(gpus[_choose_gpu(group.kind, gpu_name, field)], group.gpus_per_node, num_nodes)
+    else:
         if gpu_name is not None:
             refuse(field, gpu_name, f"None: {pool.describe()}", Value(None))
         cpus = min(node.num_cpus for node in pool.nodes)
-        cluster = Cluster.of(gpus["cpu"], max(1, min(2, cpus)), len(pool.nodes))
-        members = pool.nodes
-    else:
-        # A plan needs equal nodes: take the most frequent kind.
-        (kind, count), num_nodes = groups.most_common(1)[0]
-        members = tuple(node for node in pool.nodes if (kind, count) in node.gpus)
-        cluster = Cluster.of(gpus[_choose_gpu(kind, gpu_name, field)], count, num_nodes)
-    memory = min(node.memory_bytes for node in members)
+        cluster = Cluster.of(gpus["cpu"], max(1, min(2, cpus)), num_nodes)
+    memory = min(node.memory_bytes for node in group.nodes)
     return dataclasses.replace(cluster, host_memory_bytes=memory or cluster.host_memory_bytes)
+
+
+def _find_candidates(kind: str) -> list[str]:
+    return [name for name in gpus if name != "cpu" and is_same_gpu(kind, name)]
 
 
 def _choose_gpu(kind: str, wanted: str | None, field: str) -> str:
     """Return the catalogue's name of the GPU type ``kind``. Raises ``ValueError`` if it is ambiguous."""
-    candidates = [name for name in gpus if name != "cpu" and is_same_gpu(kind, name)]
+    candidates = _find_candidates(kind)
     if wanted is not None:
         if wanted not in candidates:
             options = candidates or list(gpus)

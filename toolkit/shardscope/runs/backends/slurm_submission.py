@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 SUBMIT_SECONDS = 120.0
+GPU_FIELD = "Slurm.inventory gpu"
+LIST_SECONDS = 8.0
+"""Maximum time of each of the two commands that list all partitions."""
+IDLE_FLAGS = frozenset({"IDLE", "CLOUD", "DYNAMIC_NORM", "POWERED_DOWN", "POWERING_UP"})
+"""Parts of the state of a node that takes a job at once, or after it was switched on (scontrol(1))."""
 GRES_GPU = re.compile(r"gpu(?::([A-Za-z][^:(,]*))?:(\d+)")
 """GPUs of a node in Slurm's spelling: ``gpu:a100:8(S:0-1)`` or ``gpu:8``."""
 
@@ -89,16 +95,36 @@ def read_partition(name: str | None) -> Partition:
         chosen = records[names.index(name)]
     limits = (chosen.get(key, "") for key in ("DefaultTime", "MaxTime"))
     minutes = next((parse_minutes(limit) for limit in limits if limit[:1].isdigit()), 0)
+    records = parse_records(run_command("scontrol", "show", "node", "--oneliner"))
+    return Partition(chosen["PartitionName"], minutes, select_nodes(records, chosen["PartitionName"]))
+
+
+def list_partitions() -> list[tuple[Partition, str]]:
+    """Return all partitions with nodes and the state of each. Raises ``SlurmError`` if Slurm does not answer.
+
+    A state other than UP is why no job starts: DOWN, DRAIN, INACTIVE. Time limits are not read.
+    """
+    show = ("scontrol", "show")
+    partitions = parse_records(run_command(*show, "partition", "--oneliner", seconds=LIST_SECONDS))
+    nodes = parse_records(run_command(*show, "node", "--oneliner", seconds=LIST_SECONDS))
+    named = [(record["PartitionName"], record.get("State", "UP")) for record in partitions]
+    states = [(Partition(name, 0, select_nodes(nodes, name)), state) for name, state in named]
+    return [(partition, state) for partition, state in states if partition.nodes]
+
+
+def select_nodes(records: Iterable[Mapping[str, str]], partition_name: str) -> tuple[Node, ...]:
+    """Return the nodes of a partition from the records of ``scontrol show node``."""
     nodes = []
-    for record in parse_records(run_command("scontrol", "show", "node", "--oneliner")):
-        if chosen["PartitionName"] in record.get("Partitions", "").split(","):
+    for record in records:
+        if partition_name in record.get("Partitions", "").split(","):
             node_gpus = tuple((kind, int(count)) for kind, count in GRES_GPU.findall(record.get("Gres", "")))
             host = record.get("NodeHostName", "")
             cpus = int(record.get("CPUTot", "1"))
             memory = int(record.get("RealMemory", "0")) << 20  # scontrol(1): MiB.
             address = record.get("NodeAddr", host)
-            nodes.append(Node(record["NodeName"], address, host, cpus, node_gpus, memory))
-    return Partition(chosen["PartitionName"], minutes, tuple(nodes))
+            is_idle = {"IDLE"} <= set(record.get("State", "").split("+")) <= IDLE_FLAGS
+            nodes.append(Node(record["NodeName"], address, host, cpus, node_gpus, memory, is_idle))
+    return tuple(nodes)
 
 
 def read_inventory(partition_name: str | None, gpu_name: str | None) -> Cluster:
@@ -106,7 +132,7 @@ def read_inventory(partition_name: str | None, gpu_name: str | None) -> Cluster:
     partition = read_partition(partition_name)
     if not partition.nodes:
         refuse("Slurm.partition", partition.name, "a partition with nodes", "another partition")
-    return build_cluster(partition.pool, gpu_name, "Slurm.inventory gpu")
+    return build_cluster(partition.pool, gpu_name, GPU_FIELD)
 
 
 def submit(folder: RunFolder, plan: Plan, target: Slurm, partition: Partition) -> str:

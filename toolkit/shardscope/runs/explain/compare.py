@@ -53,11 +53,12 @@ class Runs(list["Run"]):
     def to_frame(self) -> pd.DataFrame:
         """Return one row per run.
 
-        Columns: ``run``, ``status``, ``started`` (UTC, timezone-aware), ``seconds`` of duration, ``plan``,
-        ``ranks``, ``steps``, last ``loss`` (mean over ranks), median and predicted ``step_seconds``, measured
-        and predicted tensors at the peak (GiB). Errors are (predicted - measured) / measured. Unknown values
-        are empty. Damaged folders are the last rows, with status "damaged" and the damage as ``plan``. The
-        numbers of an ended run are computed once and kept in its folder.
+        Columns: ``run``, ``status``, ``target`` (the scheduler's queue and job; empty for this machine),
+        ``started`` (UTC, timezone-aware), ``seconds`` of duration, ``plan``, ``nodes``, ``ranks``, ``steps``,
+        last ``loss`` (mean over ranks), median and predicted ``step_seconds``, measured and predicted tensors
+        at the peak (GiB). Errors are (predicted - measured) / measured. Unknown values are empty. Damaged
+        folders are the last rows, with status "damaged" and the damage as ``plan``. The numbers of an ended
+        run are computed once and kept in its folder.
         """
         import pandas as pd
 
@@ -107,7 +108,10 @@ class Runs(list["Run"]):
         shown, damaged = self[-MAX_SHOWN:], self.damaged[-MAX_SHOWN:]
         # Unnamed runs are named after their start time: without the start column there is room for errors.
         has_start_names = all(_NAMED_BY_START.match(run.name) for run in shown)
-        columns = [name for name in COLUMNS if name != "started" or not has_start_names]
+        hidden = {"started"} if has_start_names else set()
+        if not any(run.target for run in shown):
+            hidden |= {"target", "nodes"}
+        columns = [name for name in COLUMNS if name not in hidden]
         left = len(self) + len(self.damaged) - len(shown) - len(damaged)
         more = f"<p>{left:,} older ones are not shown: ss.runs().to_frame() has all.</p>" if left else ""
         return _render_table(_make_rows(shown, damaged), columns) + more
@@ -221,7 +225,7 @@ def _is_same(folder: Path, other: Path) -> bool:
 
 _NAMED_BY_START = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
 COLUMNS = (
-    *("run", "status", "started", "seconds", "plan", "ranks", "steps", "loss"),
+    *("run", "status", "target", "started", "seconds", "plan", "nodes", "ranks", "steps", "loss"),
     *("step_seconds", "predicted_step_seconds", "step_error"),
     *("tensors_gib", "predicted_tensors_gib", "memory_error"),
 )
@@ -252,6 +256,8 @@ def _make_row(summary: RunSummary) -> dict[str, object]:
         "started": _to_datetime(times[0]) if times else None,
         "seconds": until - times[0] if times else None,
         "plan": totals.plan,
+        "target": run.target,
+        "nodes": len(run.nodes) or 1,
         "ranks": run.world_size,
         "steps": totals.num_steps,
         "loss": totals.loss,

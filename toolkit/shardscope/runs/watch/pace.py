@@ -36,6 +36,14 @@ class SlowestRank(NamedTuple):
         return self.excess < EVEN_EXCESS and not self.steps_behind
 
 
+class SlowestNode(NamedTuple):
+    """The node whose ranks have the longest median step."""
+
+    number: int
+    excess: float
+    """Relative excess over the median of the other nodes: 0.12 is 12 %."""
+
+
 class Pace:
     """Speed of a run, from records in any order of ranks; keeps only the latest steps of each rank."""
 
@@ -100,6 +108,19 @@ class Pace:
             num_ranks=len(medians),
             steps_behind=behind[1] if behind else 0,
         )
+
+    def find_slowest_node(self, node_of_rank: Mapping[int, int]) -> SlowestNode | None:
+        """Return the slowest node; None until ranks of two nodes have logged step times."""
+        seconds: dict[int, list[float]] = {}
+        for rank, rank_seconds in self._seconds.items():
+            if rank in node_of_rank:
+                seconds.setdefault(node_of_rank[rank], []).append(median(rank_seconds))
+        medians = {number: median(values) for number, values in seconds.items()}
+        if len(medians) < 2:
+            return None
+        slowest = max(medians, key=lambda number: medians[number])
+        median_of_others = median(value for number, value in medians.items() if number != slowest)
+        return SlowestNode(slowest, max(0.0, medians[slowest] / median_of_others - 1))
 
     def _furthest_behind(self) -> tuple[int, int] | None:
         pace = self.seconds_per_step

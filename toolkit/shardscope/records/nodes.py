@@ -1,0 +1,51 @@
+"""The nodes of a scheduler's run and its job, as its folder has them. Anybody may have written the folder."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shardscope.records.folder import NodeFolder, RunFolder
+from shardscope.records.json_files import read_json
+from shardscope.records.terminal_text import plain_text
+
+MAX_NAME = 64
+MAX_NODES = 20_000
+
+
+class RunNode(NamedTuple):
+    """One node of a run."""
+
+    number: int
+    name: str
+    """Its host name; ``node 1`` before it has started."""
+    ranks: range
+    folder: NodeFolder
+
+
+def read_nodes(folder: RunFolder, num_nodes: object, world_size: int) -> list[RunNode]:
+    """Return the nodes of a run in order; none for a run of this machine."""
+    is_valid = isinstance(num_nodes, int) and not isinstance(num_nodes, bool) and 1 <= num_nodes <= MAX_NODES
+    if not is_valid or not folder.has_nodes:
+        return []
+    nodes = []
+    for number in range(int(num_nodes)):  # type: ignore[call-overload]
+        part = NodeFolder(folder.path, number, int(num_nodes))  # type: ignore[call-overload]
+        name = _shorten((read_json(part.node_json) or {}).get("name"))
+        nodes.append(RunNode(number, name or f"node {number}", part.select_ranks(world_size), part))
+    return nodes
+
+
+def describe_job(folder: RunFolder) -> str:
+    """Return where a run was submitted, such as ``Slurm: a100, job 4711``; empty for one of this machine."""
+    record = read_json(folder.job)
+    if record is None:
+        return ""
+    scheduler, queue = (_shorten(record.get(name)) for name in ("scheduler", "partition"))
+    scheduler = scheduler[:1].upper() + scheduler[1:]
+    place = f"{scheduler}: {queue}" if queue else scheduler
+    job_id = _shorten(record.get("job_id"))
+    return f"{place}, job {job_id}" if job_id else place
+
+
+def _shorten(value: object) -> str:
+    return plain_text(value).replace("\n", " ")[:MAX_NAME] if isinstance(value, str) else ""
