@@ -1,7 +1,7 @@
 """A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd, in a folder of their own.
 
-``node1`` and ``node2`` have one CPU and one GPU each, which is ``/dev/null``. Everything runs as this user,
-on free ports; only the processes that were started here are ended.
+``node1`` and ``node2`` have one CPU and, unless a test wants none, one GPU each, which is ``/dev/null``.
+Everything runs as this user, on free ports; only the processes that were started here are ended.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ GresTypes=gpu
 MpiDefault=none
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=5,sched_interval=5
-NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={port1} CPUs=1 RealMemory=4000 Gres=gpu:a100:1
-NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={port2} CPUs=1 RealMemory=4000 Gres=gpu:a100:1
+NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={port1} CPUs=1 RealMemory=4000 {gres}
+NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={port2} CPUs=1 RealMemory=4000 {gres}
 PartitionName=debug Nodes=ALL Default=YES DefaultTime=30 MaxTime=INFINITE State=UP
 """
 
@@ -70,7 +70,8 @@ def find_missing() -> str:
 class TwoNodeSlurm:
     """The cluster. ``environment`` has the variables with which Slurm's commands find it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_gpus: bool = True) -> None:
+        self._gres = "Gres=gpu:a100:1" if has_gpus else ""
         # A short path: a socket's has at most 107 characters.
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.environment = {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": SYSTEM_PATH}
@@ -90,6 +91,7 @@ class TwoNodeSlurm:
             controller_port=ports[0],
             port1=ports[1],
             port2=ports[2],
+            gres=self._gres,
         )
         (self.folder / "slurm.conf").write_text(text)
         (self.folder / "gres.conf").write_text("Name=gpu Type=a100 File=/dev/null\n")
