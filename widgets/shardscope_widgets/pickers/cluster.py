@@ -146,6 +146,11 @@ class ClusterPicker(Picker):
         self.use_machine.layout = controls.share_layout(**({"display": "none"} if queues else {}))
         self._show_queue()
 
+    @property
+    def has_queues(self) -> bool:
+        """Return whether queues are offered."""
+        return bool(self._queues)
+
     def _choose_place(self, change: object) -> None:
         if self._filling:
             return

@@ -6,13 +6,19 @@ An engine joins by one more entry of :data:`SCHEDULERS`.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import shardscope as ss
+from shardscope.runs.backends import ray_submission
 from shardscope.runs.backends.nodes import build_cluster
 from shardscope.runs.backends.slurm_submission import GPU_FIELD, Partition, list_partitions
+
+RAY_ADDRESS_FILE = Path("/tmp/ray/ray_current_cluster")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +48,8 @@ class Queue:
 
     @property
     def label(self) -> str:
-        """The short name, which is also its key: ``Slurm: a100``."""
-        return f"{self.scheduler.name}: {self.name}"
+        """The short name, which is also its key: ``Slurm: a100``, or ``Ray``, which has one queue."""
+        return f"{self.scheduler.name}: {self.name}" if self.name else self.scheduler.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +72,7 @@ def find_queues() -> list[Queue]:
     for scheduler in SCHEDULERS:
         if scheduler.is_present():
             # Slurm's commands may be installed without a cluster.
-            with contextlib.suppress(OSError, ValueError, KeyError):
+            with contextlib.suppress(OSError, ValueError, KeyError, ImportError):
                 queues += scheduler.list_queues(scheduler)
     return queues
 
@@ -84,6 +90,26 @@ def _describe_partition(scheduler: Scheduler, partition: Partition, state: str) 
         gpu_candidates=pool.find_largest_group().gpu_candidates,
         build_cluster=lambda gpu: build_cluster(pool, gpu, GPU_FIELD),
     )
+
+
+def _has_ray_cluster() -> bool:
+    # Where `ray start` writes the address that "auto" stands for (ray/_private/utils.py, ray 2.60).
+    is_known = "RAY_ADDRESS" in os.environ or RAY_ADDRESS_FILE.exists()
+    return is_known and importlib.util.find_spec("ray") is not None
+
+
+def _describe_ray_cluster(scheduler: Scheduler) -> list[Queue]:
+    with ray_submission.RayConnection(ss.Ray(), inspects=False) as connection:
+        pool = ray_submission.select_nodes(connection.pool)
+    return [
+        Queue(
+            scheduler=scheduler,
+            name="",
+            description=pool.describe_idle(),
+            gpu_candidates=pool.find_largest_group().gpu_candidates,
+            build_cluster=lambda gpu: build_cluster(pool, gpu, "Ray.inventory gpu"),
+        )
+    ]
 
 
 SCHEDULERS: tuple[Scheduler, ...] = (
@@ -109,5 +135,12 @@ SCHEDULERS: tuple[Scheduler, ...] = (
             ),
         ),
         build_target=lambda partition, options: ss.Slurm(partition=partition, **options),  # type: ignore[arg-type]
+    ),
+    Scheduler(
+        name="Ray",
+        is_present=_has_ray_cluster,
+        list_queues=_describe_ray_cluster,
+        options=(),
+        build_target=lambda name, options: ss.Ray(),
     ),
 )

@@ -29,7 +29,8 @@ class JobOptions(Picker):
             for option in scheduler.options
         }
         rows = {option.field: Row(option.label, self._inputs[option.field]) for option in scheduler.options}
-        super().__init__(rows)
+        # A picker has a row at least, at which errors without a named field are shown.
+        super().__init__(rows or {"": Row("")})
         for box in self._inputs.values():
             box.observe(self.read, "value")
 
@@ -131,7 +132,8 @@ class LaunchTarget(traitlets.HasTraits):
                     self._jobs[name].observe(self._read_job, trait)
             self._jobs[name].set_queue(queue.name)
         self.options.children = [] if self.job is None else [self.job]
-        (self.link.add_class if queue is None else self.link.remove_class)("ss-off")
+        has_options = queue is not None and bool(queue.scheduler.options)
+        (self.link.remove_class if has_options else self.link.add_class)("ss-off")
         self.choice.tooltip = (
             "Where the run is launched" if queue is None else f"{queue.label} has {queue.description}"
         )

@@ -288,7 +288,9 @@ class Studio(View):
 
     def _offer_queues(self, queues: list[Queue] | Exception) -> None:
         # A closed Studio has no comm.
-        if self.comm is not None and not isinstance(queues, Exception):
+        if self.comm is None or isinstance(queues, Exception):
+            return
+        if queues or self.cluster.has_queues:
             self.cluster.offer_queues(queues)
             self.launch.target.offer_queues(queues)
 

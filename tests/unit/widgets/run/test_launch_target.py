@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.requirements import needs_installed
 
 import shardscope as ss
 from shardscope.core.errors import FieldError, Value
+from shardscope.runs.backends.nodes import Node, NodePool
 from shardscope_widgets import Studio
 from shardscope_widgets.pickers import ClusterPicker, schedulers
 from shardscope_widgets.pickers.schedulers import JobOption, Queue, Scheduler, find_queues
@@ -221,3 +223,27 @@ def test_another_engine_joins_by_one_entry(studio: Studio, monkeypatch: pytest.M
     assert studio.launch.target.job is not None
     studio.launch.target.job.boxes["address"].value = "here"
     assert studio.launch.target.value == ("pool", {"address": "here"})
+
+
+def test_a_ray_cluster_is_one_queue_without_options(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_nodes = [Node(name, "10.0.0.2", name, 64, (("H100", 8),), 2**39) for name in ("n1", "n2")]
+
+    class Connection(nullcontext["Connection"]):
+        """A connected process, without a cluster."""
+
+        def __init__(self, target: ss.Ray, *, inspects: bool) -> None:
+            self.pool = NodePool("the Ray cluster", (Node("head", "10.0.0.1", "head", 0, ()), *gpu_nodes))
+            super().__init__(self)
+
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(schedulers.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(schedulers.ray_submission, "RayConnection", Connection)
+    studio.folds["GPUs"].head.expanded = True
+    assert wait_until(lambda: "Ray" in studio.cluster.where._options_values)
+    assert "Ray · 2 nodes × 8 H100" in studio.cluster.where._options_labels, "what is idle is not known"
+    studio.cluster.where.value = "Ray"
+    # Its H100 may be an SXM or a PCIe one.
+    if studio.cluster.is_wrong:
+        studio.cluster.kind.value = "h100-sxm-80gb"
+    assert str(studio.plan.cluster) == "2x8xh100-sxm-80gb" and studio.launch.target.value == ss.Ray()
+    assert "ss-off" in studio.launch.target.link._dom_classes

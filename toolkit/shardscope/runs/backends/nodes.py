@@ -45,8 +45,8 @@ class Node(NamedTuple):
     """GPU types, as Slurm's administrator or Ray named them (empty: no name), and their counts."""
     memory_bytes: int = 0
     """Host memory that jobs can get; 0: not known."""
-    is_idle: bool = False
-    """Whether the whole node is free for a job; only read where pools are listed."""
+    is_idle: bool | None = None
+    """Whether the whole node is free for a job; None: not known."""
 
     def count_gpus(self, gpu_name: str) -> int:
         """Return how many GPUs are of the catalogue's type ``gpu_name``, or of no named type."""
@@ -88,13 +88,18 @@ class NodePool(NamedTuple):
     def describe_idle(self) -> str:
         """Return its largest group and what of it is idle, such as ``2 nodes × 1 A100, 1 idle``."""
         group = self.find_largest_group()
+        # Slurm's administrators write a100, its maker A100.
         name = group.kind.upper() if re.fullmatch(r"[a-z]{1,2}\d+[a-z]?", group.kind) else group.kind
         count = group.gpus_per_node
         each = f" × {count} {name or 'GPU' + 's' * (count > 1)}" if count else " without GPUs"
-        idle = sum(node.is_idle for node in group.nodes)
+        parts = [f"{format_count(len(group.nodes), 'node')}{each}"]
+        known = [node.is_idle for node in group.nodes if node.is_idle is not None]
+        if known:
+            parts.append(f"{sum(known)} idle" if any(known) else "none idle")
         others = len(self.nodes) - len(group.nodes)
-        parts = [f"{format_count(len(group.nodes), 'node')}{each}", f"{idle} idle" if idle else "none idle"]
-        return ", ".join([*parts, *([format_count(others, "other node")] if others else [])])
+        if others:
+            parts.append(format_count(others, "other node"))
+        return ", ".join(parts)
 
     def find_largest_group(self) -> NodeGroup:
         """Return the most frequent kind of nodes with GPUs; all nodes if none has GPUs."""
