@@ -12,20 +12,19 @@ import asyncio
 import contextlib
 import time
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Generic, TypedDict, TypeVar
 
+import anywidget
 import ipywidgets as widgets
 
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.sheet import Sheet
-from shardscope_widgets.kit.static_picture import TEXT_WIDGETS, draw_picture
+from shardscope_widgets.kit.static_picture import TEXT_WIDGETS
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
-
-    from shardscope_widgets.kit.view import View
 
 PAUSE_SECONDS = 1.0
 """Seconds without a change after which the picture is redrawn."""
@@ -48,11 +47,28 @@ class TraitChange(TypedDict):
     """The new children, if ``name`` is ``children``."""
 
 
-class SavedOutput:
-    """The two outputs of a view: its widget and its picture, which is updated when the view changes."""
+Displayed = TypeVar("Displayed", bound=widgets.DOMWidget)
 
-    def __init__(self, view: View) -> None:
+
+def list_sheets(view: widgets.DOMWidget) -> Iterable[widgets.Widget]:
+    """Return the sheets of a view, whose front end saves pictures (``saved_picture.js``)."""
+    return [child for child in getattr(view, "children", ()) if isinstance(child, Sheet)]
+
+
+class SavedOutput(Generic[Displayed]):
+    """The two outputs of a view: its widget and its picture, which is updated when the view changes.
+
+    ``draw`` returns the picture of a view, and ``list_savers`` the widgets whose front end saves it.
+    """
+
+    def __init__(
+        self,
+        view: Displayed,
+        draw: Callable[[Displayed], str],
+        list_savers: Callable[[Displayed], Iterable[widgets.Widget]] = list_sheets,
+    ) -> None:
         self._view = weakref.ref(view)
+        self._draw, self._list_savers = draw, list_savers
         self._id = view.model_id
         self._published = ""
         self._changed_since: float | None = None
@@ -79,12 +95,21 @@ class SavedOutput:
             shell.events.register("post_run_cell", self._publish_changes)
         # The class by which HIDING finds the live widget.
         view.add_class(f"ss-live-{self._id}")
-        live = widgets.DOMWidget._repr_mimebundle_(view) or {}
+        # A view's own bundle has the picture as well; anywidget's has what Colab needs as metadata.
+        if isinstance(view, anywidget.AnyWidget):
+            live, metadata = anywidget.AnyWidget._repr_mimebundle_(view) or ({}, {})
+        else:
+            live, metadata = widgets.DOMWidget._repr_mimebundle_(view) or {}, {}
         # Readers without widgets would see ipywidgets' own text, "Studio(children=...)", above the picture.
-        publish_display_data({**live, "text/plain": ""})
+        publish_display_data({**live, "text/plain": ""}, metadata=metadata)
         self._follow_widget(view)
-        self._published = draw_picture(view)
+        self._published = self._draw(view)
         publish_display_data(self._build_bundle(), transient={"display_id": self._display_id})
+
+    def redraw(self) -> None:
+        """Publish the picture again, after a change of something that is no widget."""
+        self._changed_since = time.monotonic()
+        self._publish_changes()
 
     def close(self) -> None:
         """Stop following the view; the last picture remains."""
@@ -157,13 +182,12 @@ class SavedOutput:
         if self._changed_since is None or view is None or view.comm is None:
             return
         self._changed_since = None
-        picture = draw_picture(view)
+        picture = self._draw(view)
         # An update marks the notebook as changed, so only a different picture is sent.
         if picture != self._published:
             self._published = picture
             bundle = self._build_bundle()
             publish_display_data(bundle, transient={"display_id": self._display_id}, update=True)
             # JupyterLab no longer knows the output after the page was reloaded or the cell was moved.
-            for child in view.children:
-                if isinstance(child, Sheet):
-                    child.send({"picture": bundle["text/html"], "of": f"ss-static-{self._id}"})
+            for saver in self._list_savers(view):
+                saver.send({"type": "picture", "picture": bundle["text/html"], "of": f"ss-static-{self._id}"})

@@ -14,7 +14,7 @@ class Sheet(anywidget.AnyWidget):
     Every view with the class ``ss-root`` contains one.
     """
 
-    _esm = front_end_text("kit/front_end", "keys.js", "roving.js", "sheet.js")
+    _esm = front_end_text("kit/front_end", "keys.js", "roving.js", "saved_picture.js", "sheet.js")
     _css = front_end_text("kit/front_end", "style.css")
     measures = traitlets.Bool(False, help="Whether the browser reports the view's width.").tag(sync=True)
     width = traitlets.Int(0, help="Pixels; 0 until the view was seen, and without `measures`.").tag(sync=True)

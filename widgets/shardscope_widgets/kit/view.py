@@ -14,7 +14,7 @@ from shardscope_widgets.kit.static_picture import draw_picture
 class View(widgets.VBox):
     """A view that can be displayed in a notebook and closed at any time."""
 
-    _saved: SavedOutput | None = None
+    _saved: SavedOutput[View] | None = None
 
     def close(self) -> None:
         """Close this view and all its child widgets, which ipywidgets would keep until the kernel ends."""
@@ -30,7 +30,7 @@ class View(widgets.VBox):
     def _ipython_display_(self) -> None:
         """Display the live view together with its picture for readers without a kernel."""
         if self._saved is None:
-            self._saved = SavedOutput(self)
+            self._saved = SavedOutput(self, draw_picture)
         self._saved.display()
 
     def _repr_mimebundle_(self, **kwargs: object) -> dict[str, object] | None:

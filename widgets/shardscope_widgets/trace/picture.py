@@ -37,6 +37,11 @@ def draw_picture(tiler: Tiler, summary: TraceSummary) -> str:
     return f"<div style='{FRAME}'><ul>{sentences}</ul>{svg}{summary.render_rank_table()}</div>"
 
 
+def render_note(text: str) -> str:
+    """Return a text in place of the picture."""
+    return f"<div style='{FRAME}'><p>{escape(text)}</p></div>"
+
+
 def _draw_tracks(tiler: Tiler) -> str:
     """Return every track except Python stacks, in rank order, up to :data:`MAX_ROWS` rows."""
     trace = tiler.trace

@@ -6,7 +6,7 @@ import gzip
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -23,8 +23,10 @@ from shardscope.trace.path_marks import PathMarks
 from shardscope.trace.tile_encoding import TileEncoder, TileRequest
 from shardscope.trace.tiles import Tiler
 from shardscope_widgets.kit.front_end import front_end_text
+from shardscope_widgets.kit.latest_request import LatestRequest, find_running_loop
+from shardscope_widgets.kit.saved_output import SavedOutput
 from shardscope_widgets.trace.background_calls import BackgroundCalls
-from shardscope_widgets.trace.picture import draw_picture
+from shardscope_widgets.trace.picture import draw_picture, render_note
 from shardscope_widgets.trace.requests import Request, RequestError, read_request
 from shardscope_widgets.trace.saved_page import choose_slices, write_page
 
@@ -32,6 +34,9 @@ MAX_SEARCH_CHARACTERS = 500
 MAX_NAME_CHARACTERS = 400
 MAX_ARGS = 40
 LEAST_MARGIN_SECONDS = 1e-7
+MAX_ANALYSED_AT_ONCE = 100_000
+"""Maximum slices that are analysed before the view is displayed: a quarter of a second."""
+ANALYSING = "Analysing the trace …"
 MAX_DOWNLOAD_SLICES = 500_000
 """Maximum slices of a download: the kernel is busy for some seconds."""
 PERFETTO_ORIGIN = "https://ui.perfetto.dev"
@@ -99,7 +104,10 @@ class TraceView(anywidget.AnyWidget):
     """
 
     _esm = "\n".join(
-        [front_end_text("kit/front_end", "keys.js"), front_end_text("trace/front_end", *_MODULE_PARTS)]
+        [
+            front_end_text("kit/front_end", "keys.js", "saved_picture.js"),
+            front_end_text("trace/front_end", *_MODULE_PARTS),
+        ]
     )
     _css = front_end_text("trace/front_end", "style.css")
 
@@ -127,12 +135,22 @@ class TraceView(anywidget.AnyWidget):
     _path_number = traitlets.Int(0).tag(sync=True)
     """Counts the paths that were highlighted; tiles of an earlier one are requested again."""
 
+    _saved: SavedOutput[TraceView] | None = None
+
     def __init__(self, trace: object, *, height: int = 480) -> None:
         self.trace = _load_trace(trace)
         self._tiler = Tiler(self.trace)
         self._mark_tiler = MarkTiler(self.trace)
         self._encoder = TileEncoder(self._tiler, self._mark_tiler)
         self._worker = BackgroundCalls("shardscope-trace")
+        trace, tiler = self.trace, self._tiler
+        self._pictures: LatestRequest[str, str] = LatestRequest(
+            lambda _: draw_picture(tiler, trace.summary()), "shardscope-picture"
+        )
+        self._picture = ""
+        """Static picture, for viewers without a kernel; empty until it is drawn."""
+        self._note = ANALYSING
+        """Text in place of the picture."""
         self._match = np.zeros(len(self.trace), dtype=bool)
         self._span_ns = max(self.trace.duration_ns_total, 1000)
         self._path: PathMarks | None = None
@@ -219,7 +237,7 @@ class TraceView(anywidget.AnyWidget):
             slices,
             css=str(self._css),
             script="\n".join([str(self._esm), front_end_text("trace/front_end", "saved_trace.js")]),
-            picture=self._picture,
+            picture=self._draw_picture(),
         )
 
     def highlight_path(self, rows: Iterable[Mapping[str, object]] | None) -> None:
@@ -243,17 +261,44 @@ class TraceView(anywidget.AnyWidget):
 
         return show_path
 
-    @cached_property
-    def _picture(self) -> str:
-        return draw_picture(self._tiler, self.trace.summary())
+    def _ipython_display_(self) -> None:
+        """Display the view, and a static picture for readers without a kernel or without widgets.
+
+        The picture of a large trace, with its sentences, is drawn in the background.
+        """
+        if len(self.trace) <= MAX_ANALYSED_AT_ONCE or find_running_loop() is None:
+            self._draw_picture()
+        if self._saved is None:
+            self._saved = SavedOutput(self, _get_picture, lambda view: [view])
+        self._saved.display()
+        if not self._picture:
+            self._pictures.request("picture", self._receive_picture)
+
+    def _receive_picture(self, result: str | Exception) -> None:
+        if isinstance(result, Exception):
+            self._note = f"No summary: {result}"
+        else:
+            self._picture = result
+        if self._saved is not None:
+            self._saved.redraw()
 
     def _repr_mimebundle_(self, **kwargs: dict[str, object]) -> MimeBundle | None:
-        """Return the widget with a static picture, for viewers without a kernel or without widgets."""
+        """Return the widget with its static picture, for front ends that request both at once."""
         shown = super()._repr_mimebundle_(**kwargs)
         bundle = shown[0] if isinstance(shown, tuple) else shown
         if bundle is not None:
-            bundle["text/html"] = self._picture
+            bundle["text/html"] = self._draw_picture()
         return shown
+
+    def _draw_picture(self) -> str:
+        self._picture = self._picture or draw_picture(self._tiler, self.trace.summary())
+        return self._picture
+
+    def close(self) -> None:
+        """Close the view; the last picture remains in the notebook."""
+        if self._saved is not None:
+            self._saved.close()
+        super().close()
 
     def _describe_trace(self) -> dict[str, object]:
         first_row = self._tiler.first_row_of_track
@@ -478,6 +523,10 @@ class TraceView(anywidget.AnyWidget):
             "start_ns": start,
             "end_ns": start + int(trace.duration_ns[index]),
         }
+
+
+def _get_picture(view: TraceView) -> str:
+    return view._picture or render_note(view._note)
 
 
 def _shorten_value(value: object) -> object:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardscope.trace.analysis.summary import TraceSummary
 from shardscope_widgets.trace import TraceView
+from shardscope_widgets.trace import view as view_module
 from shardscope_widgets.trace.background_calls import BackgroundCalls
 
 FIXTURE = Path(__file__).parents[3] / "fixtures" / "trace_2_ranks"
+WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 async def wait_until(is_done: Callable[[], object]) -> None:
@@ -103,3 +107,66 @@ def test_without_a_loop_calls_are_made_at_once() -> None:
     done: list[int] = []
     BackgroundCalls("test").run(lambda: lambda: done.append(1))
     assert done == [1]
+
+
+def test_sentences_of_a_large_trace_come_after_the_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While they are computed, the kernel answers the view's messages; the saved picture gets them later."""
+    monkeypatch.setattr(view_module, "MAX_ANALYSED_AT_ONCE", 0)
+    published: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    monkeypatch.setattr(
+        "IPython.display.publish_display_data", lambda data, **options: published.append((data, options))
+    )
+    view = TraceView(FIXTURE)
+    may_finish = threading.Event()
+    summarize = view.trace.summary
+
+    def summarize_late() -> TraceSummary:
+        assert may_finish.wait(30)
+        return summarize()
+
+    monkeypatch.setattr(view.trace, "summary", summarize_late)
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(view, "send", lambda content, buffers=None: sent.append(content))
+
+    async def show() -> None:
+        view._ipython_display_()
+        (live, _), (static, _) = published
+        assert WIDGET in live and "Analysing the trace" in static["text/html"]
+        view._handle_custom_msg({"type": "select", "id": 1, "index": 5}, [])
+        await wait_until(lambda: view.selected is not None)
+        assert len(published) == 2
+        may_finish.set()
+        await wait_until(lambda: len(published) == 3)
+
+    asyncio.run(show())
+    static, options = published[2]
+    assert options["update"] and options["transient"] == published[1][1]["transient"]
+    html = static["text/html"]
+    assert str(escape(summarize().sentences[0])) in html and "<svg" in html and "Analysing" not in html
+    assert sent[-1]["type"] == "picture" and sent[-1]["picture"] == html, "for a page that was loaded anew"
+    # Displayed again, it has them at once.
+    view._ipython_display_()
+    assert published[-1][0]["text/html"] == html
+    view.close()
+
+
+def test_a_summary_that_fails_is_said_in_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view_module, "MAX_ANALYSED_AT_ONCE", 0)
+    published: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        "IPython.display.publish_display_data", lambda data, **options: published.append(data)
+    )
+    view = TraceView(FIXTURE)
+
+    def fail() -> TraceSummary:
+        raise ValueError("no <steps>")
+
+    monkeypatch.setattr(view.trace, "summary", fail)
+
+    async def show() -> None:
+        view._ipython_display_()
+        await wait_until(lambda: len(published) == 3)
+
+    asyncio.run(show())
+    assert "No summary: no &lt;steps&gt;" in published[2]["text/html"]
+    view.close()

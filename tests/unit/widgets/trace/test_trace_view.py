@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from IPython.core.formatters import DisplayFormatter
 
 from shardscope.trace import Trace
 from shardscope.trace.tile_encoding import TICKS_PER_PIXEL, decode_columns
@@ -265,8 +264,9 @@ def test_front_end_can_set_viewport_and_search(view: TraceView) -> None:
 
 
 def render_static_html(view: TraceView) -> str:
-    data, _ = DisplayFormatter().format(view)
-    assert "application/vnd.jupyter.widget-view+json" in data
+    shown = view._repr_mimebundle_()
+    data = shown[0] if isinstance(shown, tuple) else shown
+    assert data is not None and "application/vnd.jupyter.widget-view+json" in data
     return str(data["text/html"])
 
 

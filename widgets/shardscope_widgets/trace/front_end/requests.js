@@ -122,6 +122,7 @@ const REPLIES = {
     setTimeout(() => URL.revokeObjectURL(link.href), REPLY_MS);
     setDownloading(view, false);
   },
+  picture: (view, message) => savePicture(view.model.widget_manager, message.of, message.picture),
   found: (view, message) => {
     if (message.id !== view.pending.find) return;
     view.matchNumber = message.position;
