@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from tests.faults import slow_test
 from tests.unit.trace.trace_events import Events, all_reduce, kernel, load_ranks, operator, step
 
 from shardscope.trace import Trace
+from shardscope.trace.analysis import many_ranks
 from shardscope.trace.analysis.many_ranks import MAX_TOGETHER, choose_ranks
 from shardscope.trace.analysis.summary import summarize
 
@@ -65,6 +68,38 @@ def test_slowest_and_fastest_ranks_are_compared() -> None:
     chosen = choose_ranks({rank: 1.0 + rank % 50 for rank in range(200)} | {17: 99.0, 60: 0.1})
     assert {17, 60} <= set(chosen) and len(chosen) == 8
     assert choose_ranks({4: 1.0, 2: 2.0}) == [2, 4]
+
+
+def test_the_summary_holds_one_rank_at_a_time_and_then_those_compared(
+    trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a rank's number of steps: two ranks are compared where eight have too many slices."""
+    selected: list[list[int]] = []
+    alive: list[weakref.ref[Trace]] = []
+    held: list[int] = []
+    select = Trace.select_ranks
+
+    def select_ranks(self: Trace, ranks: Iterable[int]) -> Trace:
+        held.append(sum("start_ns" in vars(one) for ref in alive if (one := ref()) is not None))
+        chosen = select(self, ranks)
+        selected.append(chosen.ranks)
+        alive.append(weakref.ref(chosen))
+        return chosen
+
+    monkeypatch.setattr(Trace, "select_ranks", select_ranks)
+    monkeypatch.setattr(many_ranks, "MAX_COMPARED_SLICES", 20)
+    text = trace.summary().sentences[0]
+    assert selected[:-1] == [[rank] for rank in range(NUM_RANKS)]
+    assert len(selected[-1]) == 2 and f"compare ranks {selected[-1][0]}, {selected[-1][1]}." in text
+    assert held == [0] * len(selected)
+    assert "start_ns" not in vars(trace), "the columns of all ranks together"
+
+
+def test_names_of_steps_are_kept_once_for_all_ranks(tmp_path: Path) -> None:
+    ranks = {rank: [step(n, 1000 * n, 1000 * n + 900) for n in range(50)] for rank in range(4)}
+    trace = load_ranks(tmp_path, ranks)
+    names = [name for rank in trace._columns._ranks for name in rank.texts.names]
+    assert len(names) == 200 and len({id(name) for name in names}) == 50
 
 
 _MEASURE = """

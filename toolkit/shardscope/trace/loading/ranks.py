@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from shardscope.trace.categories import STEP
 from shardscope.trace.files import list_trace_files, refuse_file
@@ -52,7 +53,10 @@ def _read_files(
     paths: list[Path], progress: Progress, *, cache: bool
 ) -> tuple[list[RankColumns], list[ValueError]]:
     """Return the columns of each readable file, and the problems of the others."""
-    known = {path: rank for path in paths if cache and (rank := read_cache(path)) is not None}
+    texts: dict[str, str] = {}
+    known = {
+        path: _share_texts(rank, texts) for path in paths if cache and (rank := read_cache(path)) is not None
+    }
     missing = [path for path in paths if path not in known]
     sizes = {path: path.stat().st_size if path.is_file() else 0 for path in missing}
     read = dict.fromkeys(missing, 0)
@@ -69,16 +73,36 @@ def _read_files(
     if num_processes > 1 and len(large) > 1:
         with WorkerPool(min(num_processes, len(missing))) as pool:
             outcomes = pool.read_files(missing, note_bytes, write_caches=cache)
-            results |= dict(zip(missing, outcomes, strict=True))
+            shared = (_share_texts(outcome, texts) for outcome in outcomes)
+            results |= dict(zip(missing, shared, strict=True))
     elif num_processes > 1:
         with WorkerPool(num_processes) as pool:
-            results |= {path: _read_file(path, note_bytes, cache, is_mapped, pool.decode) for path in missing}
+            for path in missing:
+                outcome = _read_file(path, note_bytes, cache, is_mapped, pool.decode)
+                results[path] = _share_texts(outcome, texts)
     else:
-        results |= {path: _read_file(path, note_bytes, cache, is_mapped) for path in missing}
+        for path in missing:
+            results[path] = _share_texts(_read_file(path, note_bytes, cache, is_mapped), texts)
     progress(1.0)
     in_order = [results[path] for path in paths]
     ranks = [result for result in in_order if isinstance(result, RankColumns)]
     return ranks, [result for result in in_order if isinstance(result, ValueError)]
+
+
+Outcome = TypeVar("Outcome", bound=RankColumns | ValueError)
+
+
+def _share_texts(outcome: Outcome, known: dict[str, str]) -> Outcome:
+    """Replace the names of a rank by equal ones of ranks before it.
+
+    Every step has a name of its own, so that the names of hundreds of ranks would take more memory than all
+    else that is kept of them.
+    """
+    if isinstance(outcome, RankColumns):
+        texts = outcome.texts
+        texts.names = [known.setdefault(name, name) for name in texts.names]
+        texts.categories = [known.setdefault(name, name) for name in texts.categories]
+    return outcome
 
 
 def _read_file(
@@ -168,15 +192,17 @@ def list_missing_steps(ranks: list[RankColumns]) -> list[str]:
 
     This happens if the profiler of a rank stopped in the middle, or began later.
     """
-    of_rank = {
-        get_rank(rank): {int(match[1][:9]) for name in rank.texts.names if (match := STEP.match(name))}
-        for rank in ranks
+    # By the steps themselves: most ranks recorded the same ones, which are held once.
+    ranks_by_steps: dict[frozenset[int], list[int]] = {}
+    for rank in ranks:
+        recorded = frozenset(int(match[1][:9]) for name in rank.texts.names if (match := STEP.match(name)))
+        ranks_by_steps.setdefault(recorded, []).append(get_rank(rank))
+    steps = frozenset[int]().union(*ranks_by_steps)
+    missing = {
+        tuple(sorted(steps - recorded)): numbers
+        for recorded, numbers in ranks_by_steps.items()
+        if steps - recorded
     }
-    steps = set().union(*of_rank.values())
-    missing: dict[tuple[int, ...], list[int]] = {}
-    for rank, recorded in of_rank.items():
-        if absent := sorted(steps - recorded):
-            missing.setdefault(tuple(absent), []).append(rank)
     notes = [
         f"rank {_list_numbers(numbers)}: {_name_steps(absent)} not recorded, though other ranks did"
         for absent, numbers in list(missing.items())[:_MAX_LISTED]
