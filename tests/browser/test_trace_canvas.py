@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -919,6 +920,74 @@ def test_saved_page_works_from_disk_without_a_network(browser: Any, tmp_path: Pa
         page.close()
 
 
+def test_found_slice_is_shown_in_a_folded_rank(open_view: Any, tmp_path: Path) -> None:
+    with open_view(TraceView(write_gpu_ranks(tmp_path))) as page:
+        second = page.locator(".ss-trace-rank").nth(1)
+        second.click()
+        expect(second).to_have_attribute("aria-expanded", "false")
+        page.locator(".ss-trace-search").fill("AllReduce")
+        expect(page.locator(".ss-trace-count")).to_contain_text("2 of 18 slices")
+        page.keyboard.press("Enter")
+        page.keyboard.press("Enter")
+        expect(page.locator(".ss-trace-count")).to_have_text("match 2 of 2")
+        expect(second).to_have_attribute("aria-expanded", "true")
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_names_that_a_search_leaves_out_are_readable(open_view: Any, tmp_path: Path, dark: bool) -> None:
+    """White on the pale colour of communication would not be."""
+    with open_view(TraceView(write_gpu_ranks(tmp_path)), dark=dark) as page:
+        page.evaluate("""() => {
+          window.colours = {};
+          const plain = CanvasRenderingContext2D.prototype.fillText;
+          CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+            const { data } = this.getImageData(x * devicePixelRatio - 2, y * devicePixelRatio, 1, 1);
+            window.colours[text] = [this.fillStyle, [...data.slice(0, 3)]];
+            return plain.call(this, text, x, y);
+          };
+        }""")
+        page.locator(".ss-trace-search").fill("gemm")
+        expect(page.locator(".ss-trace-count")).to_contain_text("4 of 18 slices")
+        wait_until_settled(page)
+        named = {text: pair for text, pair in page.evaluate("colours").items() if text.startswith("nccl")}
+        assert named
+        for text, background in named.values():
+            assert measure_contrast(parse_colour(text), background) > 3, (text, background)
+
+
+def parse_colour(text: str) -> list[float]:
+    if text.startswith("#"):
+        return [int(text[at : at + 2], 16) for at in (1, 3, 5)]
+    return [float(value) for value in re.findall(r"[\d.]+", text)[:3]]
+
+
+def measure_contrast(one: list[float], other: list[float]) -> float:
+    """Return WCAG's contrast ratio of two colours."""
+
+    def measure_luminance(colour: list[float]) -> float:
+        parts = [
+            v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in (c / 255 for c in colour)
+        ]
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+
+    low, high = sorted((measure_luminance(one), measure_luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_name_of_a_tall_track_stays_in_sight(open_view: Any) -> None:
+    """Scrolled below a track's first row, the view has its name with its rank at the upper edge."""
+    view = TraceView(FIXTURE, height=160)
+    with open_view(view) as page:
+        first = page.locator(".ss-trace-rank").first
+        if first.get_attribute("aria-expanded") == "false":
+            first.click()
+        page.locator("canvas").focus()
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("ArrowDown")
+        wait_until_settled(page)
+        assert any(text.startswith("rank 0 · ") for text in read_drawn_texts(page))
+
+
 @thorough()
 @pytest.mark.parametrize("folder", [FIXTURE, FIXTURE.parent / "trace_with_stacks"])
 def test_saved_page_says_what_the_live_view_says(
@@ -939,6 +1008,29 @@ def test_saved_page_says_what_the_live_view_says(
         page.wait_for_function("+document.querySelector('canvas')?.dataset.slices > 0")
         assert page.locator("canvas").get_attribute("data-slices") == drawn
         assert [read_details(page, index) for index in indices] == live
+    finally:
+        page.close()
+
+
+def test_saved_page_of_a_part_says_so_above_the_view(browser: Any, tmp_path: Path) -> None:
+    """A tall window shows more rows, and the sentences are those of ``trace.summary()``."""
+    view = TraceView(FIXTURE, height=300)
+    half = view.trace.duration_seconds / 2
+    path = view.to_html(tmp_path / "trace.html", start_seconds=0.0, end_seconds=half)
+    page = browser.new_page(viewport={"width": 1180, "height": 1000})
+    try:
+        page.goto(path.as_uri())
+        page.wait_for_function("+document.querySelector('canvas')?.dataset.slices > 0")
+        header = page.locator("header")
+        drawn = int(page.locator("canvas").get_attribute("data-slices"))
+        assert drawn < len(view.trace)
+        expect(header).to_contain_text(f"This page has {drawn:,} of {len(view.trace):,} slices")
+        first, *_, last = view.trace.summary().sentences
+        expect(header).to_contain_text(first)
+        expect(header.get_by_text(last)).to_be_hidden()
+        header.locator("summary").click()
+        expect(header.get_by_text(last)).to_be_visible()
+        assert page.locator("canvas").bounding_box()["height"] > 500
     finally:
         page.close()
 

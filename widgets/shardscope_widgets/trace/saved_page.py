@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import struct
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -15,10 +16,12 @@ import numpy.typing as npt
 
 from shardscope.trace import Trace
 from shardscope.trace.analysis.collectives import find_collectives
+from shardscope.trace.analysis.summary import TraceSummary
 from shardscope.trace.counters import COUNTER_COLUMNS, INSTANT_COLUMNS, MarkTiler
 from shardscope.trace.nesting import mark_recursive_calls
 from shardscope.trace.path_marks import PATH_COLUMNS, PathMarks
 from shardscope.trace.tiles import Column, Tiler, pack_columns
+from shardscope_widgets.trace.picture import draw_picture
 
 MAX_SLICES = 500_000
 """Maximum slices of a page: about 20 MB of file, and a second to open."""
@@ -33,11 +36,18 @@ PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{title}</title>
 <style>
-body {{ margin: 16px; background: #ffffff; color: #1d2329; }}
+body {{ margin: 16px; background: #ffffff; color: #1d2329; font: 13px/1.45 system-ui, sans-serif; }}
 @media (prefers-color-scheme: dark) {{ body {{ background: #111518; color: #e8ebee; }} }}
 {css}
+header {{ max-width: 1200px; margin: 0 3px 12px; }}
+header h1 {{ margin: 0 0 4px; font-size: 16px; }}
+header p {{ margin: 0 0 4px; }}
+header ul {{ margin: 4px 0; padding-left: 18px; }}
+header summary {{ cursor: pointer; }}
+#trace .ss-trace-stage {{ height: max({height}px, 100vh - 362px) !important; }}
 </style></head>
-<body class="ss-root"><div id="trace">Opening the trace…</div>
+<body class="ss-root"><header><h1>{title}</h1>{header}</header>
+<div id="trace">Opening the trace…</div>
 <noscript>{picture}</noscript>
 <script type="application/octet-stream" id="trace-data">{data}</script>
 <script type="module">
@@ -72,17 +82,20 @@ def write_page(
     *,
     css: str,
     script: str,
-    picture: str,
+    summary: TraceSummary,
+    limits: Sequence[str],
 ) -> Path:
-    """Write the page of the slices ``kept`` and return its path. ``state`` has the front end's traits."""
+    """Write the page of these slices and return its path. ``state`` has the front end's traits.
+
+    ``limits`` are sentences about what the page does not have.
+    """
     trace = tiler.trace
     columns = _list_columns(tiler, slices)
     arguments = _list_arguments(trace, slices)
     columns |= arguments
-    scene = state["_scene"]
-    if isinstance(scene, dict) and len(slices) and not arguments["args_first"][1]:
-        left_out = f"the arguments are left out: they have more than {MAX_ARGUMENT_BYTES >> 20} MiB"
-        state = {**state, "_scene": {**scene, "notes": [*scene["notes"], left_out]}}
+    if len(slices) and not arguments["args_first"][1]:
+        size = MAX_ARGUMENT_BYTES >> 20
+        limits = [*limits, f"The arguments of slices are left out: they have more than {size} MiB."]
     span = (-1e15, 1e15)
     whole = (0.0, float(max(trace.duration_ns_total, 1)), POINTS)
     for prefix, kinds, cut in (
@@ -109,14 +122,33 @@ def write_page(
     title = f"Trace of {ranks}, {trace.duration_seconds:.3g} s"
     target = Path(path)
     target.write_text(
-        PAGE.format(title=escape(title), css=css, picture=picture, data=packed_body, script=script),
+        PAGE.format(
+            title=escape(title),
+            css=css,
+            height=state["height"],
+            header=_render_header(summary.sentences, limits),
+            picture=draw_picture(tiler, summary),
+            data=packed_body,
+            script=script,
+        ),
         encoding="utf-8",
     )
     return target
 
 
+def _render_header(sentences: Sequence[str], limits: Sequence[str]) -> str:
+    """Return what the page lacks, the first two sentences of the summary, and the others on demand."""
+    lead, others = sentences[:2], sentences[2:]
+    texts = [*limits, " ".join(lead)]
+    header = "".join(f"<p>{escape(text)}</p>" for text in texts)
+    if others:
+        items = "".join(f"<li>{escape(sentence)}</li>" for sentence in others)
+        header += f"<details><summary>What costs time in it</summary><ul>{items}</ul></details>"
+    return header
+
+
 def _list_columns(tiler: Tiler, slices: Int64s) -> dict[str, tuple[str, bytes]]:
-    """Return type and bytes of each column of the slices; indices are those among ``kept``."""
+    """Return type and bytes of each column of the slices; indices are those among them."""
     trace = tiler.trace
     place = np.full(len(trace) + 1, -1, np.int64)  # the last one, for index -1
     place[slices] = np.arange(len(slices))

@@ -209,7 +209,8 @@ class TraceView(anywidget.AnyWidget):
         """Write one HTML file that shows the trace without Python or a network, and return its path.
 
         It has the slices that overlap the interval, by default all, with their arguments, up to 128 MiB of
-        them; what is highlighted and searched for stays so. A page of 100,000 slices has about 5 MB. Raises
+        them; what is highlighted and searched for stays so. The sentences of ``trace.summary()`` are above
+        them, and what the page does not have. A page of 100,000 slices has about 5 MB. Raises
         ``ValueError`` for more than 500,000 slices, with an interval that fits, and ``OSError`` if the file
         cannot be written.
         """
@@ -228,6 +229,8 @@ class TraceView(anywidget.AnyWidget):
             "_revealed": {},
             "_scene": {**self._scene, "num_slices": len(slices), "can_download": False, "perfetto": ""},
         }
+        is_whole = len(slices) == len(self.trace)
+        limits = [] if is_whole else [_describe_part(self.trace, len(slices), first, last)]
         return write_page(
             path,
             state,
@@ -237,7 +240,8 @@ class TraceView(anywidget.AnyWidget):
             slices,
             css=str(self._css),
             script="\n".join([str(self._esm), front_end_text("trace/front_end", "saved_trace.js")]),
-            picture=self._draw_picture(),
+            summary=self.trace.summary(),
+            limits=limits,
         )
 
     def highlight_path(self, rows: Iterable[Mapping[str, object]] | None) -> None:
@@ -523,6 +527,15 @@ class TraceView(anywidget.AnyWidget):
             "start_ns": start,
             "end_ns": start + int(trace.duration_ns[index]),
         }
+
+
+def _describe_part(trace: Trace, num_slices: int, start_seconds: float, end_seconds: float | None) -> str:
+    """Return a sentence about a saved page that has a part of the slices."""
+    end = trace.duration_seconds if end_seconds is None else end_seconds
+    return (
+        f"This page has {num_slices:,} of {len(trace):,} slices, those from {start_seconds:.6g} s to "
+        f"{end:.6g} s. The sentences are about the whole trace."
+    )
 
 
 def _get_picture(view: TraceView) -> str:

@@ -147,7 +147,11 @@ function drawTrackNames(view, isPinned) {
     const y = yOfTop(view, top);
     // The line of Python stacks is a button, and has their name.
     if (track.kind === "python" || tall < READABLE_ROW || y - NAME_LINE > height || y + high < RULER) continue;
-    const ofRank = view.pinned.includes(track);
+    // If its first row is above the edge, so is the header of its rank: the name stays in sight, with the rank.
+    const edge = upperEdge(view, top);
+    const isCut = !isNarrow && y < edge;
+    const ofRank = isCut || view.pinned.includes(track);
+    const nameY = isNarrow ? y - NAME_LINE / 2 : Math.min(Math.max(y, edge), y + high - ROW) + ROW / 2;
     const left = isNarrow || ofRank ? 8 : 24;
     const isCurrent = track === view.currentTrack;
     const label = ofRank ? `rank ${track.rank} · ${track.name}` : track.name;
@@ -162,7 +166,7 @@ function drawTrackNames(view, isPinned) {
       ctx.fillRect(0, y - (isNarrow ? NAME_LINE : 0), 3, high + (isNarrow ? NAME_LINE : 0));
     }
     ctx.fillStyle = isCurrent ? theme.ink : theme.soft;
-    ctx.fillText(name, left, isNarrow ? y - NAME_LINE / 2 : y + ROW / 2);
+    ctx.fillText(name, left, nameY);
   }
 }
 

@@ -44,11 +44,14 @@ function foldOrUnfold(view, set, key) {
   rearrange(view);
 }
 
-/** Unfold the Python stacks that have `row`, for a slice that is to be shown. @param {View} view @param {number} row */
+/** Unfold the rank and the Python stacks that have `row`, for a slice that is to be shown.
+ * @param {View} view @param {number} row */
 function unfoldRow(view, row) {
   const track = view.scene.tracks.find((one) => row >= one.first_row && row < one.first_row + one.num_rows);
-  if (track?.kind !== "python" || (view.shownStacks.has(track.first_row) && !view.folded.has(track.rank))) return;
-  view.shownStacks.add(track.first_row);
+  if (!track) return;
+  const isHidden = track.kind === "python" && !view.shownStacks.has(track.first_row);
+  if (!isHidden && !view.folded.has(track.rank)) return;
+  if (isHidden) view.shownStacks.add(track.first_row);
   view.folded.delete(track.rank);
   rearrange(view);
 }

@@ -28,7 +28,8 @@ function drawSlices(view, isPinned) {
   shown.forEach(({ marks, y, tall }, line) => {
     const { width } = lines.image;
     ctx.drawImage(lines.canvas, 0, line, width, 1, gutterWidth, y, width / dpr, tall >= READABLE_ROW ? tall - 1 : tall);
-    for (const { mark, x, w } of overlays[line].named) drawName(view, marks, mark, Math.max(x, gutterWidth), y, x + w);
+    for (const { mark, x, w, dimmed } of overlays[line].named)
+      drawName(view, marks, mark, Math.max(x, gutterWidth), y, x + w, dimmed);
     for (const { x, w, thick } of overlays[line].outlined) outline(view, x, y, w, tall, thick);
   });
   ctx.restore();
@@ -72,7 +73,7 @@ function paintRow(view, { image }, line, { marks, row, tall }) {
     const from = Math.max((x - gutterWidth) * dpr, 0);
     const to = Math.min((x + (w > 3 ? w - 1 : w) - gutterWidth) * dpr, image.width);
     paintSpan(image.data, offset, from, to, theme.fillParts[colour[mark]], alpha);
-    if (readable && w > MIN_TEXT_PX && count[mark] === 1) overlay.named.push({ mark, x, w });
+    if (readable && w > MIN_TEXT_PX && count[mark] === 1) overlay.named.push({ mark, x, w, dimmed });
     overlay.drawn += count[mark];
     if (selected >= slice[mark] && selected < slice[mark] + count[mark]) overlay.outlined.push({ x, w, thick: 2 });
     else if (hover && hover.row === row && hover.mark === mark) overlay.outlined.push({ x, w, thick: 1 });
@@ -108,12 +109,12 @@ function outline({ ctx, theme }, x, y, w, tall, line) {
 }
 
 /** @param {View} view @param {RowMarks} marks @param {number} mark @param {number} x @param {number} y
- * @param {number} right */
-function drawName({ ctx, theme, names, textWidths }, marks, mark, x, y, right) {
+ * @param {number} right @param {boolean} dimmed whether the search leaves it out, which takes away its colour */
+function drawName({ ctx, theme, names, textWidths }, marks, mark, x, y, right, dimmed) {
   const name = names.get(marks.name[mark]);
   const room = right - x - 9;
   if (!name || room < 14) return;
-  ctx.fillStyle = theme.texts[marks.colour[mark]];
+  ctx.fillStyle = dimmed ? theme.soft : theme.texts[marks.colour[mark]];
   let needed = textWidths.get(name);
   if (needed === undefined) textWidths.set(name, (needed = ctx.measureText(name).width));
   const text = needed <= room ? name : shortenName(ctx, name, Math.floor((room / needed) * name.length), room);
