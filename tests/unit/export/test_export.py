@@ -216,7 +216,7 @@ def test_exported_scripts_are_valid_bash_and_executable(plan: ss.Plan, tmp_path:
 def list_launcher_arguments(folder: Path, command: str, *arguments: str, **environment: str) -> list[str]:
     """Return the arguments with which ``command`` calls torchrun or accelerate."""
     (folder / "bin").mkdir(exist_ok=True)
-    for name in ("torchrun", "accelerate"):
+    for name in ("torchrun", "accelerate", "ray"):
         fake = folder / "bin" / name
         fake.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
         fake.chmod(0o755)

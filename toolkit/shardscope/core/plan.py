@@ -175,9 +175,10 @@ class Plan(Serializable):
         Written if they apply to the framework: ``accelerate_config.yaml``, ``training_arguments.yaml``,
         ``ds_config.json``, ``fsdp2_arguments.json``, ``megatron_arguments.txt``, commands for torchrun,
         Accelerate and Slurm, and ``train.py``, which trains common plans without Shardscope, with its
-        ``config.json``. Each file lists the options that its format cannot express. An earlier export is
-        replaced. ``config.json`` needs transformers (the ``train`` extra). Raises ``ValueError`` if files in
-        ``folder`` were changed since an export or are not from one.
+        ``config.json`` and jobs for Kubeflow Trainer, SkyPilot and Ray. Each file lists the options that its
+        format cannot express. An earlier export is replaced. ``config.json`` needs transformers (the
+        ``train`` extra). Raises ``ValueError`` if files in ``folder`` were changed since an export or are
+        not from one.
         """
         from shardscope.export.files import export
 

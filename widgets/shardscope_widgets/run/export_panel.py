@@ -19,7 +19,7 @@ FOLDER = "exports"
 """Parent folder of all exports, next to the notebook like ``runs``."""
 TOOLTIP = (
     f"Write to {FOLDER}/ next to this notebook: files for Accelerate, DeepSpeed, transformers, Megatron-LM, "
-    "torchrun and Slurm, and a script that trains without Shardscope"
+    "torchrun, Slurm, Kubeflow, SkyPilot and Ray, and a script that trains without Shardscope"
 )
 
 

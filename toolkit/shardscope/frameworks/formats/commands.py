@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from shardscope.frameworks.formats.cluster_jobs import list_absent_jobs, render_cluster_jobs
 from shardscope.frameworks.formats.exported import Absent, Exported, render_header
 from shardscope.frameworks.formats.text import make_shell_safe
 
@@ -15,6 +18,18 @@ PORT = 29500
 
 SHELL = "#!/usr/bin/env bash\n"
 CHANGE_FOLDER = 'set -euo pipefail\ncd "$(dirname "${BASH_SOURCE[0]}")"\n'
+FIND_HEAD_NODE = """\
+# This script runs on the first node. Slurm has its address; others may not resolve its name.
+HEAD_ADDRESS=$(scontrol show node --oneliner "$SLURMD_NODENAME" | grep -o 'NodeAddr=[^ ]*' | cut -d = -f 2)
+# A port of this job's own, below those that systems give to clients.
+PORT=$((20000 + SLURM_JOB_ID % 10000))
+export HEAD_ADDRESS PORT
+"""
+INHERIT_CPUS = """\
+# Since Slurm 22.05 srun does not inherit --cpus-per-task from sbatch.
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+"""
+"""Line of a job for CPU ranks; a GPU job has the whole node."""
 
 
 def render_commands(plan: Plan, program: str, *, needs: str = "", environment: str = "") -> list[Exported]:
@@ -39,13 +54,37 @@ def render_commands(plan: Plan, program: str, *, needs: str = "", environment: s
 
 
 def add_commands(
-    plan: Plan, script: Exported | Absent, *more_files: Exported | Absent, environment: str = ""
+    plan: Plan,
+    script: Exported | Absent,
+    *more_files: Exported | Absent,
+    packages: Sequence[str],
+    other_inputs: Sequence[str] = (),
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Exported | Absent]:
-    """Return the script, its other files and the commands that run it (if absent: the user's own script)."""
-    if isinstance(script, Exported):
-        return [*render_commands(plan, script.name, environment=environment), script, *more_files]
-    program = '"${SCRIPT:?the script to run on every rank (this plan has no train.py, see FILES.md)}"'
-    return [*render_commands(plan, program, needs="SCRIPT is the script that every rank runs."), script]
+    """Return the script, its other files, and the commands and jobs that run it.
+
+    ``packages`` are what the script imports, as pip takes them; ``other_inputs`` are files of the export that
+    it reads too; ``variables`` are defaults of environment variables. If the script is absent, the commands
+    run the user's own, and there are no jobs.
+    """
+    environment = set_defaults(variables)
+    if isinstance(script, Absent):
+        program = '"${SCRIPT:?the script to run on every rank (this plan has no train.py, see FILES.md)}"'
+        needs = "SCRIPT is the script that every rank runs."
+        commands = render_commands(plan, program, needs=needs, environment=environment)
+        return [*commands, script, *list_absent_jobs()]
+    inputs = [file.name for file in (script, *more_files)] + list(other_inputs)
+    return [
+        *render_commands(plan, script.name, environment=environment),
+        *render_cluster_jobs(plan, inputs, packages, variables),
+        script,
+        *more_files,
+    ]
+
+
+def set_defaults(variables: Mapping[str, str]) -> str:
+    """Return shell lines that set environment variables, except those that the user has set."""
+    return "".join(f"export {name}=${{{name}:-{value}}}\n" for name, value in variables.items())
 
 
 def build_torchrun_arguments(plan: Plan) -> tuple[str, str]:
@@ -99,13 +138,23 @@ def _render_sbatch(plan: Plan, program: str, needs: str, environment: str) -> st
         "sbatch.",
         *([needs] if needs else []),
     ]
+    find_head, start = "", f"exec srun torchrun {build_torchrun_arguments(plan)[0]} {program}"
+    if nodes > 1:
+        find_head = FIND_HEAD_NODE
+        # A shell on each node, because srun tells a task its node's number in an environment variable only.
+        start = (
+            "# srun runs one torchrun on each node; rank 0 is on the first.\n"
+            f"exec srun bash -c 'exec torchrun --nnodes {nodes} --nproc-per-node {per_node} \\\n"
+            '  --node-rank "$SLURM_NODEID" --master-addr "$HEAD_ADDRESS" --master-port "$PORT" "$@"\' \\\n'
+            f"  torchrun {program}"
+        )
     return (
         SHELL
         + "".join(f"#SBATCH {option}\n" for option in options)
         + render_header(plan, *sentences)
         + 'set -euo pipefail\ncd "${SLURM_SUBMIT_DIR:?submit it with sbatch}"\n'
-        + 'HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
+        + find_head
+        + ("" if plan.on_gpu else INHERIT_CPUS)
         + environment
-        + f"exec srun torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d "
-        + f'--rdzv-endpoint "$HEAD_NODE:{PORT}" --rdzv-id "$SLURM_JOB_ID" {program} "$@"\n'
+        + f'{start} "$@"\n'
     )

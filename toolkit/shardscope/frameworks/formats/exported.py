@@ -26,6 +26,8 @@ class Exported:
     text: str
     is_command: bool = False
     """Whether it is an executable shell script."""
+    started_by: str = ""
+    """Command that starts it, of a file that is no shell script."""
 
     @property
     def inputs(self) -> list[tuple[str, str]]:
@@ -37,6 +39,8 @@ class Exported:
     @property
     def start_command(self) -> str:
         """Command that starts it in its folder, ``<...>`` for required inputs; empty if not executable."""
+        if self.started_by:
+            return self.started_by
         sbatch = self.name.endswith(".sbatch")
         if not (self.is_command or sbatch):
             return ""

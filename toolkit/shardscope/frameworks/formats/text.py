@@ -27,14 +27,27 @@ def format_comment(sentences: Iterable[str]) -> str:
 
 
 def render_yaml(values: Mapping[str, object], indent: int = 0) -> str:
-    """Return nested mappings of scalars and lists of scalars as YAML, in their own order."""
+    """Return nested mappings of scalars, lists of scalars, lists of mappings and text of several lines as
+    YAML, in their own order."""
     lines = []
     for key, value in values.items():
+        name = f"{' ' * indent}{key}:"
         if isinstance(value, Mapping):
-            lines.append(f"{' ' * indent}{key}:\n{render_yaml(value, indent + 2)}")
+            lines.append(f"{name}\n{render_yaml(value, indent + 2)}")
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+            lines.append(f"{name}\n{''.join(_render_item(item, indent) for item in value)}")
+        elif isinstance(value, str) and "\n" in value:
+            # A block scalar: its lines are written as they are.
+            lines.append(f"{name} |\n{textwrap.indent(value, ' ' * (indent + 2))}")
         else:
-            lines.append(f"{' ' * indent}{key}: {_render_scalar(value)}\n")
+            lines.append(f"{name} {_render_scalar(value)}\n")
     return "".join(lines)
+
+
+def _render_item(item: Mapping[str, object], indent: int) -> str:
+    """Return one mapping of a list: a dash takes the place of the first line's indentation."""
+    text = render_yaml(item, indent + 2)
+    return f"{' ' * indent}- {text[indent + 2 :]}"
 
 
 def _render_scalar(value: object) -> str:

@@ -8,7 +8,7 @@ from shardscope.frameworks.ddp.files import TRAINED_VALUES
 from shardscope.frameworks.formats.accelerate_config import list_absent_files, render_accelerate_files
 from shardscope.frameworks.formats.commands import add_commands
 from shardscope.frameworks.formats.exported import Absent, Exported
-from shardscope.frameworks.formats.train_file import render_train_files
+from shardscope.frameworks.formats.train_file import PACKAGES, render_train_files
 from shardscope.frameworks.formats.training_arguments import render_training_arguments
 
 if TYPE_CHECKING:
@@ -29,9 +29,10 @@ def render_files(plan: Plan) -> list[Exported | Absent]:
     if kind == "MULTI_CPU":
         why = "on CPUs accelerate launch starts one process, however many it is told, unless under MPI."
         launch = [*list_absent_files(why)]
+    packages = [*PACKAGES, "peft>=0.17"] if plan.recipe.method == "lora" else PACKAGES
     return [
         *launch,
         # The engine's 8-bit AdamW is bitsandbytes' (FSDP2's is torchao's, which can be sharded).
         render_training_arguments(plan, {}, eight_bit="adamw_bnb_8bit"),
-        *add_commands(plan, *render_train_files(plan, TRAINED_VALUES)),
+        *add_commands(plan, *render_train_files(plan, TRAINED_VALUES), packages=packages),
     ]

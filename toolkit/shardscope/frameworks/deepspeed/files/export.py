@@ -15,7 +15,7 @@ from shardscope.frameworks.formats.accelerate_config import list_absent_files, r
 from shardscope.frameworks.formats.commands import add_commands
 from shardscope.frameworks.formats.comment_fields import find_missing_fields
 from shardscope.frameworks.formats.exported import PLAN_FILE, Absent, Exported, describe_plan
-from shardscope.frameworks.formats.train_file import render_train_files
+from shardscope.frameworks.formats.train_file import PACKAGES, render_train_files
 from shardscope.frameworks.formats.training_arguments import ARGUMENTS_FILE, render_training_arguments
 
 if TYPE_CHECKING:
@@ -37,7 +37,12 @@ def render_files(plan: Plan) -> list[Exported | Absent]:
         _render_config(plan),
         *_render_accelerate_files(plan),
         _render_training_arguments(plan),
-        *add_commands(plan, *render_train_files(plan, TRAINED_VALUES)),
+        *add_commands(
+            plan,
+            *render_train_files(plan, TRAINED_VALUES),
+            packages=(*PACKAGES, "deepspeed>=0.18"),
+            other_inputs=[CONFIG_FILE],
+        ),
     ]
 
 

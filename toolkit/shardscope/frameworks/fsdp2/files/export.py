@@ -11,7 +11,7 @@ from shardscope.frameworks.formats.accelerate_config import list_absent_files, r
 from shardscope.frameworks.formats.commands import add_commands
 from shardscope.frameworks.formats.comment_fields import find_missing_fields
 from shardscope.frameworks.formats.exported import Absent, Exported, describe_plan
-from shardscope.frameworks.formats.train_file import render_train_files
+from shardscope.frameworks.formats.train_file import PACKAGES, render_train_files
 from shardscope.frameworks.formats.training_arguments import ARGUMENTS_FILE, render_training_arguments
 from shardscope.frameworks.fsdp2.files import TRAINED_VALUES
 from shardscope.frameworks.fsdp2.layout import get_layout, get_reshard_after_forward
@@ -29,7 +29,7 @@ def render_files(plan: Plan) -> list[Exported | Absent]:
     return [
         _render_arguments(plan),
         *_render_accelerate(plan),
-        *add_commands(plan, *render_train_files(plan, TRAINED_VALUES)),
+        *add_commands(plan, *render_train_files(plan, TRAINED_VALUES), packages=PACKAGES),
     ]
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from shardscope.families.registry import find_family
 from shardscope.frameworks.accelerate.limits import why_not_started
 from shardscope.frameworks.formats.accelerate_config import list_absent_files
-from shardscope.frameworks.formats.commands import add_commands, render_commands
+from shardscope.frameworks.formats.commands import add_commands, render_commands, set_defaults
 from shardscope.frameworks.formats.comment_fields import find_missing_fields, render_comment_fields
 from shardscope.frameworks.formats.exported import Absent, Exported, render_header
-from shardscope.frameworks.formats.train_file import SCRIPT_FILE, render_train_files
+from shardscope.frameworks.formats.train_file import PACKAGES, SCRIPT_FILE, render_train_files
 from shardscope.frameworks.formats.training_arguments import ARGUMENTS_FILE
 from shardscope.frameworks.megatron.engine.launching import ONE_CONNECTION, wants_one_connection
 from shardscope.frameworks.megatron.families import check_family
@@ -52,9 +52,12 @@ def render_files(plan: Plan) -> list[Exported | Absent]:
         Absent(name=ARGUMENTS_FILE, why="transformers' Trainer does not run Megatron."),
     ]
     # A value that the user has set is kept, as in a run.
-    environment = f"export {ONE_CONNECTION}=${{{ONE_CONNECTION}:-1}}\n" if wants_one_connection(plan) else ""
+    variables = {ONE_CONNECTION: "1"} if wants_one_connection(plan) else {}
+    script_files = add_commands(
+        plan, *plain, packages=[*PACKAGES, "megatron-core>=0.16"], variables=variables
+    )
     if why is not None:
-        return [Absent(name=FLAGS_FILE, why=why), *add_commands(plan, *plain, environment=environment), *none]
+        return [Absent(name=FLAGS_FILE, why=why), *script_files, *none]
     program = '"${MEGATRON_LM:?the folder of Megatron-LM}/pretrain_gpt.py" "${arguments[@]}"'
     flags = Exported(
         name=FLAGS_FILE,
@@ -63,8 +66,8 @@ def render_files(plan: Plan) -> list[Exported | Absent]:
     )
     return [
         flags,
-        *render_commands(plan, program, needs=NEEDS, environment=environment + READ_FLAGS),
-        *_rename_script_files(plan, plain, environment),
+        *render_commands(plan, program, needs=NEEDS, environment=set_defaults(variables) + READ_FLAGS),
+        *_rename_commands(script_files),
         *none,
     ]
 
@@ -94,20 +97,23 @@ def _render_script(plan: Plan) -> list[Exported | Absent]:
     return [script, Exported(name=MODEL_SCRIPT, what=what, text=text), *other_files]
 
 
-def _rename_script_files(
-    plan: Plan, plain: list[Exported | Absent], environment: str
-) -> list[Exported | Absent]:
-    """Return the plain script and its commands, renamed where Megatron-LM's files have the same names."""
-    script, *other_files = plain
+def _rename_commands(files: list[Exported | Absent]) -> list[Exported | Absent]:
+    """Return the files of ``train.py``, renamed where Megatron-LM's commands have the same names."""
+    new_names = {"torchrun.sh": "train.sh", "job.sbatch": "train.sbatch"}
+    script = next(file for file in files if file.name == SCRIPT_FILE)
     if isinstance(script, Absent):
+        # The commands are Megatron-LM's alone.
         why = f"{script.why} Megatron-LM's own pretrain_gpt.py trains it: torchrun.sh runs that."
-        return [replace(script, why=why)]
-    named = dict(zip(("torchrun.sh", "job.sbatch"), ("train.sh", "train.sbatch"), strict=True))
-    commands = render_commands(plan, script.name, environment=environment)
-    script_commands = [
-        replace(file, name=named[file.name], what=f"{file.what}, for {script.name}") for file in commands
+        return [
+            replace(script, why=why),
+            *(file for file in files if isinstance(file, Absent) and file is not script),
+        ]
+    return [
+        replace(file, name=new_names[file.name], what=f"{file.what}, for {SCRIPT_FILE}")
+        if isinstance(file, Exported) and file.name in new_names
+        else file
+        for file in files
     ]
-    return [*script_commands, script, *other_files]
 
 
 def _explain_missing_support(plan: Plan) -> str | None:

@@ -1,0 +1,137 @@
+"""Exported jobs train on two nodes without Shardscope, with the losses of the same plan on one machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.cluster.two_node_slurm import TwoNodeSlurm
+from tests.requirements import needs, skip_without, thorough
+
+import shardscope as ss
+
+needs("transformers")
+
+STEPS = 4
+SECONDS = 300.0
+FRAMEWORKS = {
+    "ddp": (ss.Layout.ddp, "torch"),
+    "fsdp2": (ss.Layout.fsdp2, "torch"),
+    "zero": (partial(ss.Layout.zero, stage=3), "deepspeed"),
+}
+CASES = ["ddp", *(pytest.param(name, marks=thorough()) for name in FRAMEWORKS if name != "ddp")]
+TWO_RAY_NODES = """
+import os, subprocess, sys
+from ray.cluster_utils import Cluster
+cluster = Cluster()
+for _ in range(2):
+    cluster.add_node(num_cpus=1, num_gpus=0, include_dashboard=False)
+command = [sys.executable, "ray_nodes.py", "train.py", *sys.argv[1:]]
+try:
+    print(len(cluster.list_all_nodes), "nodes", flush=True)
+    os.environ["RAY_ADDRESS"] = cluster.address
+    sys.exit(subprocess.run(command).returncode)
+finally:
+    cluster.shutdown()
+"""
+
+
+def export(framework: str, cluster: str, folder: Path) -> Path:
+    make_layout, package = FRAMEWORKS[framework]
+    skip_without(package)
+    recipe = ss.Recipe(seq_len=64, micro_batch_size=1, global_batch_size=4, precision="fp32")
+    plan = ss.Plan(ss.Architecture.of_size("2m"), ss.Cluster.parse(cluster), recipe, make_layout())
+    plan.export(folder)
+    return folder
+
+
+def build_environment(**variables: str) -> dict[str, str]:
+    """Return an environment with this Python's torchrun, and without this checkout."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    path = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    return {**environment, "PATH": path, "OMP_NUM_THREADS": "1", **variables}
+
+
+def read_losses(output: str) -> list[float]:
+    return [float(line.split("loss ")[1].split()[0]) for line in output.splitlines() if "step " in line]
+
+
+def train_here(framework: str, folder: Path) -> list[float]:
+    """Return the losses of the same plan's ``torchrun.sh`` on this machine."""
+    command = ["./torchrun.sh", "--steps", str(STEPS)]
+    done = subprocess.run(
+        command,
+        cwd=export(framework, "2xcpu", folder),
+        env=build_environment(),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return read_losses(done.stdout)
+
+
+def find_ranks(folder: Path) -> set[tuple[str, str]]:
+    """Return node and rank of each process that runs ``folder``'s script below torchrun."""
+    ranks = set()
+    for process in psutil.process_iter():
+        try:
+            if process.cwd() == str(folder) and "train.py" in " ".join(process.cmdline()):
+                environment = process.environ()
+                ranks.add((environment.get("SLURMD_NODENAME", ""), environment.get("RANK", "")))
+        except psutil.Error:
+            continue
+    return {(node, rank) for node, rank in ranks if rank}
+
+
+@pytest.mark.parametrize("framework", CASES)
+def test_the_sbatch_file_trains_on_two_nodes_as_on_one_machine(
+    framework: str, slurm: TwoNodeSlurm, tmp_path: Path
+) -> None:
+    folder = export(framework, "2x1xcpu", tmp_path / "nodes")
+    job = subprocess.Popen(
+        ["sbatch", "--wait", "--output=log.txt", "job.sbatch", "--steps", str(STEPS)],
+        cwd=folder,
+        env=build_environment(),
+    )
+    ranks: set[tuple[str, str]] = set()
+    deadline = time.monotonic() + SECONDS
+    while job.poll() is None:
+        ranks |= find_ranks(folder)
+        assert time.monotonic() < deadline, (folder / "log.txt").read_text()
+        time.sleep(0.1)
+    log = (folder / "log.txt").read_text()
+    assert job.returncode == 0, log
+    assert ranks == {("node1", "0"), ("node2", "1")}
+    across = read_losses(log)
+    assert len(across) == STEPS
+    assert across == pytest.approx(train_here(framework, tmp_path / "machine"), abs=1e-5)
+
+
+@thorough()
+def test_the_program_of_the_ray_job_trains_on_two_ray_nodes(tmp_path: Path) -> None:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("needs ray: pip install ray")
+    folder = export("ddp", "2x1xcpu", tmp_path / "nodes")
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_RAY_NODES, "--steps", str(STEPS)],
+        cwd=folder,
+        env=build_environment(),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0 and "2 nodes" in output, output[-3000:]
+    across = read_losses(output)
+    assert len(across) == STEPS
+    assert across == pytest.approx(train_here("ddp", tmp_path / "machine"), abs=1e-5)
