@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -27,20 +26,6 @@ FRAMEWORKS = {
     "zero": (partial(ss.Layout.zero, stage=3), "deepspeed"),
 }
 CASES = ["ddp", *(pytest.param(name, marks=thorough()) for name in FRAMEWORKS if name != "ddp")]
-TWO_RAY_NODES = """
-import os, subprocess, sys
-from ray.cluster_utils import Cluster
-cluster = Cluster()
-for _ in range(2):
-    cluster.add_node(num_cpus=1, num_gpus=0, include_dashboard=False)
-command = [sys.executable, "ray_nodes.py", "train.py", *sys.argv[1:]]
-try:
-    print(len(cluster.list_all_nodes), "nodes", flush=True)
-    os.environ["RAY_ADDRESS"] = cluster.address
-    sys.exit(subprocess.run(command).returncode)
-finally:
-    cluster.shutdown()
-"""
 
 
 def export(framework: str, cluster: str, folder: Path) -> Path:
@@ -114,24 +99,3 @@ def test_the_sbatch_file_trains_on_two_nodes_as_on_one_machine(
     across = read_losses(log)
     assert len(across) == STEPS
     assert across == pytest.approx(train_here(framework, tmp_path / "machine"), abs=1e-5)
-
-
-@thorough()
-def test_the_program_of_the_ray_job_trains_on_two_ray_nodes(tmp_path: Path) -> None:
-    if importlib.util.find_spec("ray") is None:
-        pytest.skip("needs ray: pip install ray")
-    folder = export("ddp", "2x1xcpu", tmp_path / "nodes")
-    done = subprocess.run(
-        [sys.executable, "-c", TWO_RAY_NODES, "--steps", str(STEPS)],
-        cwd=folder,
-        env=build_environment(),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    output = done.stdout + done.stderr
-    assert done.returncode == 0 and "2 nodes" in output, output[-3000:]
-    across = read_losses(output)
-    assert len(across) == STEPS
-    assert across == pytest.approx(train_here("ddp", tmp_path / "machine"), abs=1e-5)

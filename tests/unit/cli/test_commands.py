@@ -1,0 +1,257 @@
+"""The program ``shardscope``: commands that start no ranks, error messages and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.requirements import needs
+from written_runs import write_run
+
+import shardscope as ss
+from shardscope.cli.main import build_parser
+
+ROOT = Path(__file__).parents[3]
+COMMANDS = ("plan", "search", "export", "launch", "runs", "attach", "stop", "logs", "trace")
+WITHOUT_TORCH = """
+import sys
+for name in ("torch", "transformers", "pandas", "plotly"):
+    sys.modules[name] = None
+from shardscope.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def run(folder: Path, *arguments: str, code: int = 0, text: str = "") -> str:
+    """Run the program in ``folder`` and check its exit code. Return its output, or the errors."""
+    done = subprocess.run(
+        [sys.executable, "-m", "shardscope.cli.main", *arguments],
+        cwd=folder,
+        input=text,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr or code == 1, done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
+    if code == 2:
+        assert done.stdout == ""
+    return done.stdout if code == 0 else done.stderr
+
+
+def run_json(folder: Path, *arguments: str) -> Any:
+    return json.loads(run(folder, *arguments, "--json"))
+
+
+def assert_fits_in_80_columns(text: str) -> None:
+    assert max(map(len, text.splitlines())) <= 80, text
+
+
+def test_the_installed_command_is_this_program() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, name = scripts["shardscope"].partition(":")
+    assert callable(getattr(import_module(module), name))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example_and_json(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ending:
+        build_parser().parse_args([command, "--help"])
+    shown = capsys.readouterr().out
+    assert ending.value.code == 0 and f"  shardscope {command}" in shown and "--json" in shown
+
+
+def test_planning_needs_neither_torch_nor_pandas(tmp_path: Path) -> None:
+    for arguments in (
+        ["--help"],
+        ["plan", "--help"],
+        ["plan", "--model", "7b", "--cluster", "8xh100-sxm-80gb"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_TORCH, *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_plan_prints_what_the_library_predicts(tmp_path: Path) -> None:
+    arguments = ["plan", "--model", "llama-3.1-8b", "--cluster", "8xh100-sxm-80gb", "--out", "plan.json"]
+    options = ["--layout", "zero", "stage=2", "--recipe", "seq_len=8192", "precision=bf16"]
+    shown = run(tmp_path, *arguments, *options)
+    assert_fits_in_80_columns(shown)
+    plan = ss.Plan(
+        ss.models["llama-3.1-8b"],
+        ss.Cluster.parse("8xh100-sxm-80gb"),
+        ss.Recipe(seq_len=8192, precision="bf16"),
+        ss.Layout.zero(stage=2),
+    )
+    assert ss.Plan.from_json((tmp_path / "plan.json").read_text()) == plan
+    assert plan.memory().verdict in shown and f"{plan.step().seconds:.3g} s" in shown
+    # A stored plan, changed, and read from standard input.
+    read = run_json(tmp_path, "plan", "plan.json", "--cluster", "2x8xh100-sxm-80gb", "--layout", "fsdp2")
+    larger = ss.Plan(plan.architecture, ss.Cluster.parse("2x8xh100-sxm-80gb"), plan.recipe, ss.Layout.fsdp2())
+    assert ss.Plan.from_json(json.dumps(read["plan"])) == larger
+    assert read["memory"]["peak_bytes"] == larger.memory().peak_bytes
+    assert read["memory"]["components"] == dict(larger.memory().components)
+    assert read["step"]["seconds"] == larger.step().seconds
+    assert [one["name"] for one in read["findings"]] == [one.name for one in larger.findings()]
+    piped = json.loads(run(tmp_path, "plan", "-", "--json", text=plan.to_json()))
+    assert ss.Plan.from_json(json.dumps(piped["plan"])) == plan
+
+
+def test_search_ranks_plans_and_writes_the_best(tmp_path: Path) -> None:
+    arguments = ["search", "--model", "2m", "--cluster", "2xl4-24gb", "--frameworks", "ddp", "zero"]
+    recipe = ["--recipe", "seq_len=64", "global_batch_size=8"]
+    found = run_json(tmp_path, *arguments, *recipe, "--limit", "3", "--out", "best.json")
+    ranking = ss.search(
+        ss.Architecture.of_size("2m"),
+        ss.Cluster.parse("2xl4-24gb"),
+        ss.Recipe(seq_len=64, global_batch_size=8),
+        ["ddp", "deepspeed"],
+    )
+    assert found["num_evaluated"] == ranking.num_evaluated and len(found["plans"]) == 3
+    best = ss.Plan.from_json((tmp_path / "best.json").read_text())
+    assert best == ranking.best == ss.Plan.from_json(json.dumps(found["best"]))
+    shown = run(tmp_path, *arguments, *recipe)
+    assert_fits_in_80_columns(shown)
+    assert f"{ranking.num_feasible:,} of {ranking.num_evaluated:,} plans fit" in shown
+
+
+def test_export_writes_the_files_of_plan_export(tmp_path: Path) -> None:
+    arguments = [
+        "export",
+        "--model",
+        "2m",
+        "--cluster",
+        "2x1xcpu",
+        "--recipe",
+        "seq_len=64",
+        "--layout",
+        "ddp",
+    ]
+    files = run_json(tmp_path, *arguments, "--folder", "out")["files"]
+    assert set(files) == {path.name for path in (tmp_path / "out").iterdir()} >= {"job.sbatch", "plan.json"}
+    # An exported folder is a plan, too.
+    assert "FILES.md" in run(tmp_path, "export", "out", "--folder", "again")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "--model", "lama-3.1-8b"], "Nearest fix: llama-3.1-8b"),
+        (["plan"], "--model llama-3.1-8b"),
+        (["plan", "missing.json"], "the path of a plan.json"),
+        (["plan", "--model", "2m", "--cluster", "8xh100"], "h100"),
+        (
+            ["plan", "--model", "2m", "--cluster", "2xcpu", "--recipe", "seq_length=3"],
+            "Nearest fix: 'seq_len'",
+        ),
+        (["plan", "--model", "2m", "--cluster", "2xcpu", "--recipe", "seq_len"], "seq_len=..."),
+        (["plan", "--model", "2m", "--cluster", "2xcpu", "--layout", "fsdp3"], "fsdp2"),
+        (["plan", "--model", "2m", "--cluster", "2xcpu", "--layout", "zero", "stage=5"], "Layout.stage is 5"),
+        (["launch", "--model", "2m", "--cluster", "2xcpu", "--task", "pretrain", "steps=3"], "'num_steps'"),
+        (["launch", "--model", "2m", "--cluster", "2xcpu", "--task", "finetune"], "weights=VALUE"),
+        (["launch", "--model", "2m", "--cluster", "2xcpu", "--partition", "a"], "--on slurm"),
+        (["launch", "--model", "2m", "--cluster", "2xcpu", "--on", "pbs"], "invalid choice: 'pbs'"),
+        (["attach", "missing"], "not a run folder"),
+        (["trace", "missing"], "missing"),
+    ],
+)
+def test_wrong_values_end_with_2_and_the_librarys_message(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    assert message in run(tmp_path, *arguments, code=2)
+
+
+def test_runs_and_attach_show_runs_of_a_folder(tmp_path: Path) -> None:
+    write_run("good", parent=tmp_path / "runs", num_done=20)
+    write_run("bad", "failed", parent=tmp_path / "runs", number=1, reason="rank 1 failed")
+    shown = run(tmp_path, "runs")
+    assert_fits_in_80_columns(shown)
+    assert [line.split()[:2] for line in shown.splitlines()[1:]] == [["good", "finished"], ["bad", "failed"]]
+    assert [row["run"] for row in run_json(tmp_path, "runs", "runs")] == ["good", "bad"]
+    assert run(tmp_path, "runs", "elsewhere") == "No runs in elsewhere.\n"
+    attached = run_json(tmp_path, "attach", "good")
+    assert (attached["status"], attached["num_steps_done"], attached["num_steps"]) == ("finished", 20, 40)
+    assert "step 20 of 40, loss" in run(tmp_path, "attach", "runs/good", "--wait")
+
+
+def test_waiting_for_a_failed_run_ends_with_1_and_its_reason(tmp_path: Path) -> None:
+    write_run("bad", "failed", parent=tmp_path / "runs", reason="rank 1 failed")
+    assert "bad failed: rank 1 failed" in run(tmp_path, "attach", "bad", "--wait", code=1)
+    assert "rank 1 failed" in run(tmp_path, "attach", "bad")
+
+
+def test_stop_sends_the_command_to_a_live_run(tmp_path: Path) -> None:
+    folder = write_run("live", "running", parent=tmp_path / "runs")
+    run(tmp_path, "stop", "live", "--checkpoint")
+    (line,) = (folder / "control.jsonl").read_text().splitlines()
+    sent = json.loads(line)
+    assert (sent["command"], sent["checkpoint"]) == ("stop", True)
+
+
+def test_logs_print_the_end_of_a_ranks_log(tmp_path: Path) -> None:
+    folder = write_run("good", parent=tmp_path / "runs")
+    (folder / "logs").mkdir(exist_ok=True)
+    (folder / "logs" / "rank-1.log").write_text("first\nlast\n")
+    assert run(tmp_path, "logs", "good", "--rank", "1").endswith("last\n")
+    assert run_json(tmp_path, "logs", "good", "--rank", "1", "--bytes", "5") == {"rank": 1, "text": "last\n"}
+    assert "rank" in run(tmp_path, "logs", "good", "--rank", "2", code=2)
+
+
+def test_trace_prints_the_sentences_of_a_summary(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "tests" / "fixtures" / "trace_2_ranks", tmp_path / "traces")
+    shown = run(tmp_path, "trace", "traces", "--chrome", "all.json.gz")
+    assert_fits_in_80_columns(shown)
+    summary = ss.Trace.load(tmp_path / "traces").summary()
+    words = " ".join(shown.split())
+    assert all(sentence in words for sentence in summary.sentences) and (tmp_path / "all.json.gz").exists()
+    sentences = run_json(tmp_path, "trace", "traces")["sentences"]
+    assert [row["sentence"] for row in sentences] == list(summary.sentences)
+
+
+def test_a_reader_that_has_enough_ends_it_without_a_message(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m shardscope.cli.main plan --model 7b --cluster 8xh100-sxm-80gb --json"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} | head -c 1"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "{", "")
+
+
+def test_options_of_sbatch_reach_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("torch")
+    from shardscope.cli import running
+
+    launched: dict[str, Any] = {}
+    monkeypatch.setattr(ss, "launch", lambda plan, task, **fields: launched.update(fields, task=task))
+    monkeypatch.setattr(running, "_print_run", lambda *_: None)
+    options = [
+        *("launch", "--model", "2m", "--cluster", "2x1xcpu", "--recipe", "seq_len=64", "--task", "pretrain"),
+        *("num_steps=3", "--on", "slurm", "--partition", "debug", "--time", "30", "--setup", "module load a"),
+        *("--extra", "mem=4G", "cpus-per-task=2", "--name", "x"),
+    ]
+    parsed = build_parser().parse_args(options)
+    assert parsed.run(parsed) == 0
+    target = ss.Slurm(
+        partition="debug", time=30, setup=["module load a"], extra={"mem": "4G", "cpus_per_task": 2}
+    )
+    assert launched["on"] == target and launched["name"] == "x" and launched["outlive_kernel"] is True
+    assert launched["task"] == ss.Pretrain(num_steps=3)

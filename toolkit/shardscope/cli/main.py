@@ -1,0 +1,67 @@
+"""The program ``shardscope``: its parser, error messages and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+
+from shardscope.cli import planning, running
+from shardscope.core.version import __version__
+
+DESCRIPTION = "Plan, launch and look inside multi-GPU training runs."
+EPILOG = """\
+examples:
+  shardscope plan --model llama-3.1-8b --cluster 8xh100-sxm-80gb --layout fsdp2
+  shardscope search --model llama-3.1-70b --cluster 4x8xh100-sxm-80gb --out plan.json
+  shardscope export plan.json --folder exported
+  shardscope launch plan.json --task pretrain num_steps=100 --on slurm --partition a100
+  shardscope runs
+  shardscope attach my-run --wait
+
+Every command has --help and --json. Exit codes: 0 done, 1 a run did not finish,
+2 a value is wrong or something is missing. Errors go to standard error.
+"""
+INTERRUPTED = 130
+"""Exit code of shells for a process that Ctrl-C ended."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands. It imports nothing that takes time."""
+    parser = argparse.ArgumentParser(
+        prog="shardscope",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"shardscope {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    planning.add_commands(commands)
+    running.add_commands(commands)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line ``arguments`` (None: the process's) and return the exit code."""
+    options = build_parser().parse_args(arguments)
+    # A warning's file and line are those of our code, of no use here.
+    warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+    try:
+        code: int = options.run(options)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader, such as head, has enough. Python would complain once more when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, ImportError, OSError) as error:
+        print(f"shardscope: {error}", file=sys.stderr)
+        return 2
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

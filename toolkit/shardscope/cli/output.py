@@ -1,0 +1,85 @@
+"""Output of commands: JSON for programs, tables and paragraphs of 80 columns for people."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+WIDTH = 80
+MIN_WIDTH = 8
+"""Width to which a column is shortened at most."""
+
+
+def print_json(value: object) -> None:
+    """Print ``value`` as one JSON document. Numbers that JSON does not have are null."""
+    print(json.dumps(_clean(value), indent=2, ensure_ascii=False))
+
+
+def _clean(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(key): _clean(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(item) for item in value]
+    # numpy's and pandas's scalars become Python's.
+    if hasattr(value, "item"):
+        value = value.item()
+    if value is None or value != value or (isinstance(value, float) and math.isinf(value)):
+        return None
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return str(value) if isinstance(value, Path) else value
+
+
+def print_text(text: str, indent: str = "") -> None:
+    """Print one paragraph, wrapped; its further lines start with ``indent``."""
+    wrapped = textwrap.fill(
+        text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    print(wrapped)
+
+
+def print_error(text: str) -> None:
+    """Print lines on standard error."""
+    print(text, file=sys.stderr)
+
+
+def print_fields(fields: Mapping[str, object]) -> None:
+    """Print names and values, one a line; those that are empty or None are left out."""
+    shown = {name: str(value) for name, value in fields.items() if value not in (None, "")}
+    width = max(map(len, shown), default=0)
+    for name, value in shown.items():
+        print_text(f"{name:<{width}}  {value}", " " * (width + 2))
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[object]], cut: str | None = None) -> None:
+    """Print a table. Its column ``cut`` is shortened if the table would be wider than 80 columns."""
+    cells = [[_format_cell(value) for value in row] for row in rows]
+    is_text = [any(isinstance(row[index], str) for row in rows) for index in range(len(head))]
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    if cut is not None:
+        excess = sum(widths) + 2 * (len(widths) - 1) - WIDTH
+        index = head.index(cut)
+        widths[index] = min(widths[index], max(widths[index] - excess, MIN_WIDTH))
+    for line in (head, *cells):
+        texts = [
+            _cut(cell, width).ljust(width) if text else cell.rjust(width)
+            for cell, width, text in zip(line, widths, is_text, strict=True)
+        ]
+        print("  ".join(texts).rstrip())
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def _format_cell(value: object) -> str:
+    if value is None or value != value:  # NaN, pandas's missing number, differs from itself.
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,172 @@
+"""Options that describe a plan, a task or a target: ``--recipe seq_len=8192 precision=bf16``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import shardscope as ss
+from shardscope.core.errors import check_choice, check_keys, find_similar, refuse
+
+if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.layout import Layout
+    from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
+    from shardscope.runs.launch.context import Context
+
+LAYOUTS = ("ddp", "fsdp2", "zero", "megatron")
+"""Constructors of ``ss.Layout``."""
+TASKS = ("pretrain", "finetune", "script")
+"""Classes of tasks, in lower case."""
+WORDS: Mapping[str, object] = {"none": None, "true": True, "false": False}
+PLAN_FILE = "plan.json"
+FIELDS_METAVAR = "FIELD=VALUE"
+
+
+def add_plan_options(parser: argparse.ArgumentParser, *, with_layout: bool = True) -> None:
+    """Add the options that :func:`read_plan` and :func:`read_parts` read."""
+    group = parser.add_argument_group(
+        "plan", "A plan.json (or its folder, or - for standard input), changed by the options after it."
+    )
+    group.add_argument("plan", nargs="?", help="plan.json, which --out and export write")
+    group.add_argument(
+        "--model", help="a catalogue name, a size (7b), a Hub id, or a folder with config.json"
+    )
+    group.add_argument(
+        "--cluster", help='nodes x GPUs x type: "4x8xh100-sxm-80gb", "2xcpu"; default: this machine'
+    )
+    if with_layout:
+        group.add_argument(
+            "--layout",
+            nargs="+",
+            metavar=("FRAMEWORK", FIELDS_METAVAR),
+            help=f"{', '.join(LAYOUTS)}, with its degrees: megatron tp=2 pp=2; default: fsdp2",
+        )
+    group.add_argument(
+        "--recipe",
+        nargs="+",
+        default=[],
+        metavar=FIELDS_METAVAR,
+        help="fields of ss.Recipe: seq_len=8192 global_batch_size=64 precision=bf16",
+    )
+
+
+def read_plan(options: argparse.Namespace) -> Plan:
+    """Return the plan that the options describe. Raises ``ValueError``."""
+    stored = _read_stored_plan(options.plan) if options.plan else None
+    architecture, cluster, recipe = read_parts(options, stored)
+    if options.layout:
+        layout = _build_layout(options.layout)
+    else:
+        layout = stored.layout if stored else ss.Layout.fsdp2()
+    return ss.Plan(architecture, cluster, recipe, layout)
+
+
+def read_parts(
+    options: argparse.Namespace, stored: Plan | None = None
+) -> tuple[Architecture, Cluster, Recipe]:
+    """Return what a plan has without its layout. Raises ``ValueError``."""
+    if stored is None and options.plan:
+        stored = _read_stored_plan(options.plan)
+    if options.model:
+        architecture = find_architecture(options.model)
+    elif stored:
+        architecture = stored.architecture
+    else:
+        refuse("--model", None, "a model, or the plan.json of one", "--model llama-3.1-8b")
+    if options.cluster:
+        cluster = ss.Cluster.parse(options.cluster)
+    else:
+        cluster = stored.cluster if stored else ss.Cluster.detect()
+    changes = parse_fields("--recipe", options.recipe)
+    check_keys("Recipe", changes, [field.name for field in dataclasses.fields(ss.Recipe)])
+    recipe = stored.recipe if stored else ss.Recipe()
+    values = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
+    return architecture, cluster, ss.Recipe(**{**values, **changes})
+
+
+def find_architecture(name: str) -> Architecture:
+    """Return the model of a catalogue name, a size, a path or a Hub id. Raises ``ValueError``."""
+    if name in ss.models:
+        return ss.models[name]
+    if "/" in name or Path(name).exists():
+        return ss.Architecture.from_hf(name)
+    try:
+        return ss.Architecture.of_size(name)
+    except ValueError:
+        # One message for all kinds of names; the catalogue has too many to list.
+        similar = find_similar(name, list(ss.models))
+        allowed = f"one of {len(ss.models)} names (ss.models), a size such as 7b, a Hub id, or a folder"
+        refuse("--model", name, allowed, similar or "llama-3.1-8b")
+
+
+def parse_fields(option: str, words: Sequence[str]) -> dict[str, object]:
+    """Return ``["tp=2", "offload=cpu"]`` as a mapping. Raises ``ValueError`` for other words."""
+    fields: dict[str, object] = {}
+    for word in words:
+        name, separator, text = word.partition("=")
+        if not separator or not name.isidentifier():
+            refuse(option, word, FIELDS_METAVAR, f"{name}=..." if name.isidentifier() else "seq_len=4096")
+        fields[name] = parse_value(text)
+    return fields
+
+
+def parse_value(text: str) -> object:
+    """Return a number, a flag, None, a tuple ("a,b", "a,"), what JSON brackets hold, or the text itself."""
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
+    if text[:1] in ("[", "{"):
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+    if "," in text:
+        return tuple(parse_value(item) for item in text.split(",") if item)
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def build_task(words: Sequence[str]) -> Callable[[Context], object]:
+    """Return the task of ``["pretrain", "num_steps=100"]``. Raises ``ValueError``."""
+    name = check_choice("--task", words[0], TASKS)
+    # By name, because each class imports what the others do not need.
+    kind = getattr(ss, name.title())
+    fields = parse_fields("--task", words[1:])
+    known = [field for field in dataclasses.fields(kind) if field.init]
+    check_keys(kind.__name__, fields, [field.name for field in known])
+    for field in known:
+        has_default = not (field.default is field.default_factory is dataclasses.MISSING)
+        if field.name not in fields and not has_default:
+            refuse(f"{kind.__name__}.{field.name}", None, "a value", f"--task {name} {field.name}=VALUE")
+    task: Callable[[Context], object] = kind(**fields)
+    return task
+
+
+def _build_layout(words: Sequence[str]) -> Layout:
+    name = check_choice("--layout", words[0], LAYOUTS)
+    layout: Layout = getattr(ss.Layout, name)(**parse_fields("--layout", words[1:]))
+    return layout
+
+
+def _read_stored_plan(name: str) -> Plan:
+    """Read a plan's JSON. Raises ``ValueError`` or ``OSError``."""
+    if name == "-":
+        return ss.Plan.from_json(sys.stdin.read())
+    path = Path(name)
+    path = path / PLAN_FILE if path.is_dir() else path
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        refuse("plan", name, f"the path of a {PLAN_FILE} or its folder", "--model NAME --cluster NAME")
+    return ss.Plan.from_json(text)

@@ -1,0 +1,212 @@
+"""Commands that need no torch: ``plan``, ``search`` and ``export``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from shardscope.cli.output import print_fields, print_json, print_table, print_text
+from shardscope.cli.plan_options import LAYOUTS, PLAN_FILE, add_plan_options, read_parts, read_plan
+
+if TYPE_CHECKING:
+    from shardscope.core.finding import Finding
+    from shardscope.core.plan import Plan
+    from shardscope.memory.report import MemoryReport
+    from shardscope.planner.search.ranking import Ranking
+    from shardscope.timing.report import StepReport
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+MEMORY_FIELDS = (
+    *("verdict", "fits", "peak_phase", "peak_bytes", "low_bytes", "high_bytes", "usable_bytes"),
+    *("host_bytes", "nvme_bytes", "components"),
+)
+STEP_FIELDS = (*("seconds", "tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "cost_per_token", "parts"),)
+DEGREES = {"data_parallel": "dp", "tp": "tp", "pp": "pp", "vpp": "vpp", "cp": "cp", "ep": "ep"}
+
+
+def add_command(commands: Commands, name: str, summary: str, examples: str) -> argparse.ArgumentParser:
+    """Return the parser of a command, with ``--json``."""
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    return parser
+
+
+def add_commands(commands: Commands) -> None:
+    """Add the commands of this module."""
+    parser = add_command(
+        commands,
+        "plan",
+        "predict memory and step time of a plan, and check it",
+        "  shardscope plan --model llama-3.1-8b --cluster 8xh100-sxm-80gb --layout fsdp2\n"
+        "  shardscope plan --model 7b --layout zero stage=3 --recipe seq_len=8192 --out plan.json\n"
+        "  shardscope plan plan.json --cluster 2x8xh100-sxm-80gb --json",
+    )
+    add_plan_options(parser)
+    parser.add_argument("--out", metavar="FILE", help="write the plan to this file")
+    parser.set_defaults(run=show_plan)
+
+    parser = add_command(
+        commands,
+        "search",
+        "rank all layouts by predicted speed",
+        "  shardscope search --model llama-3.1-70b --cluster 4x8xh100-sxm-80gb\n"
+        "  shardscope search --model 7b --cluster 8xa100-sxm-80gb --frameworks fsdp2 zero --out plan.json",
+    )
+    add_plan_options(parser, with_layout=False)
+    parser.add_argument(
+        "--frameworks", nargs="+", metavar="NAME", help=f"among {', '.join(LAYOUTS)}; default: all"
+    )
+    parser.add_argument("--limit", type=int, default=10, metavar="N", help="rows to print; default: 10")
+    parser.add_argument("--out", metavar="FILE", help="write the best plan to this file")
+    parser.set_defaults(run=search_plans)
+
+    parser = add_command(
+        commands,
+        "export",
+        "write a plan as files of other tools, and as a script without Shardscope",
+        "  shardscope export plan.json --folder exported\n  cd exported && sbatch job.sbatch --steps 100",
+    )
+    add_plan_options(parser)
+    parser.add_argument("--folder", default="exported", help="default: exported")
+    parser.set_defaults(run=export_plan)
+
+
+def show_plan(options: argparse.Namespace) -> int:
+    """Print a plan's predictions and findings."""
+    plan = read_plan(options)
+    memory, findings = plan.memory(), plan.findings()
+    try:
+        step, why_no_step = plan.step(), None
+    except ValueError as error:  # A figure of the GPU is not known.
+        step, why_no_step = None, str(error)
+    _write_plan(plan, options.out)
+    if options.json:
+        print_json(
+            {
+                "plan": json.loads(plan.to_json()),
+                "memory": {name: getattr(memory, name) for name in MEMORY_FIELDS},
+                "step": step and {name: getattr(step, name) for name in STEP_FIELDS},
+                "why_no_step": why_no_step,
+                "findings": [
+                    {"name": one.name, "severity": one.severity, "why": one.why, "change": one.change}
+                    for one in findings
+                ],
+            }
+        )
+    else:
+        _print_plan(plan, memory, step, why_no_step, findings)
+    return 0
+
+
+def _print_plan(
+    plan: Plan,
+    memory: MemoryReport,
+    step: StepReport | None,
+    why_no_step: str | None,
+    findings: list[Finding],
+) -> None:
+    from shardscope.core.number_format import format_gib
+
+    low, high = format_gib(memory.low_bytes), format_gib(memory.high_bytes)
+    peak = (
+        f"peak {format_gib(memory.peak_bytes)} of {format_gib(memory.usable_bytes)} GiB on the fullest rank"
+    )
+    mfu = f", MFU {step.mfu:.0%}" if step and step.mfu is not None else ""
+    print_fields(
+        {
+            "plan": f"{plan.architecture.name} on {plan.cluster}, {plan.layout.description}",
+            "memory": f"{memory.verdict}: {peak} ({low} to {high}), in {memory.peak_phase}",
+            "step": f"{step.seconds:,.3g} s, {step.tokens_per_second_per_gpu:,.0f} tokens/s per GPU{mfu}"
+            if step
+            else why_no_step,
+        }
+    )
+    print()
+    rows = [(name, format_gib(value)) for name, value in memory.components.items() if value]
+    print_table(("component", "GiB"), rows)
+    if step:
+        print()
+        print_table(
+            ("part of a step", "seconds"), [(name, value) for name, value in step.parts.items() if value]
+        )
+    for finding in findings:
+        print()
+        print_text(f"{finding.severity}: {finding.why}", "  ")
+        print_text(f"  fix: {finding.change}", "  ")
+
+
+def search_plans(options: argparse.Namespace) -> int:
+    """Print the best plans."""
+    import shardscope as ss
+
+    architecture, cluster, recipe = read_parts(options)
+    # ss.search has the registry's names, in which ZeRO is DeepSpeed's.
+    names = options.frameworks and ["deepspeed" if name == "zero" else name for name in options.frameworks]
+    ranking = ss.search(architecture, cluster, recipe, names)
+    if options.out:
+        _write_plan(ranking.best, options.out)  # Raises ValueError if none fits.
+    if options.json:
+        best = json.loads(ranking.best.to_json()) if ranking.num_feasible else None
+        numbers = {name: getattr(ranking, name) for name in ("num_evaluated", "num_feasible", "seconds")}
+        rows = ranking.to_frame(options.limit).to_dict("records")
+        print_json({**numbers, "best": best, "plans": rows})
+        return 0
+    _print_ranking(ranking, options.limit)
+    return 0
+
+
+def _print_ranking(ranking: Ranking, limit: int) -> None:
+    from shardscope.core.number_format import format_gib
+
+    rows = [
+        (
+            number,
+            row["layout"],
+            " ".join(f"{short}{row[name]}" for name, short in DEGREES.items() if row[name] > 1) or "-",
+            row["recompute"],
+            row["micro_batch_size"],
+            row["tokens_per_second_per_gpu"],
+            row["step_seconds"],
+            format_gib(row["peak_bytes"]) + ("" if row["feasible"] else " no fit"),
+        )
+        for number, row in enumerate(ranking.to_frame(limit).to_dict("records"), 1)
+    ]
+    print(f"{ranking.num_feasible:,} of {ranking.num_evaluated:,} plans fit {ranking.cluster}")
+    if rows:
+        print()
+        head = ("", "layout", "degrees", "recompute", "batch", "tokens/s", "step s", "GiB")
+        print_table(head, rows, cut="layout")
+    if not ranking.num_feasible:
+        try:
+            _ = ranking.best
+        except ValueError as error:
+            print()
+            print_text(str(error))
+
+
+def export_plan(options: argparse.Namespace) -> int:
+    """Export a plan and print its files."""
+    paths = read_plan(options).export(options.folder)
+    if options.json:
+        print_json({"folder": Path(options.folder).absolute(), "files": [path.name for path in paths]})
+        return 0
+    for path in paths:
+        print(path)
+    print(f"{paths[-1].name} says what each of them is, and how it is started.")
+    return 0
+
+
+def _write_plan(plan: Plan, out: str | None) -> None:
+    if out is not None:
+        path = Path(out)
+        (path / PLAN_FILE if path.is_dir() else path).write_text(plan.to_json() + "\n", encoding="utf-8")

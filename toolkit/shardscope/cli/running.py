@@ -1,0 +1,295 @@
+"""Commands of runs: ``launch``, ``runs``, ``attach``, ``stop``, ``logs`` and ``trace``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardscope.cli.output import print_error, print_fields, print_json, print_table, print_text
+from shardscope.cli.plan_options import FIELDS_METAVAR, add_plan_options, build_task, parse_fields, read_plan
+from shardscope.cli.planning import Commands, add_command
+
+if TYPE_CHECKING:
+    from shardscope.runs.backends.slurm import Slurm
+    from shardscope.runs.run import Run
+
+RUNS = "runs"
+"""The folder of runs, as ``ss.launch`` has it."""
+FINAL = ("finished", "stopped", "failed", "lost")
+POLL_SECONDS = 0.5
+SLURM_FIELDS = ("partition", "account", "qos", "time", "constraint", "python")
+"""Fields of ``ss.Slurm`` that are an option of the same name."""
+
+
+def add_commands(commands: Commands) -> None:
+    """Add the commands of this module."""
+    parser = add_command(
+        commands,
+        "launch",
+        "launch a plan, here or on Slurm",
+        "  shardscope launch plan.json --task pretrain num_steps=100 --wait\n"
+        "  shardscope launch --model 2m --cluster 2xcpu --recipe seq_len=64 global_batch_size=8\n"
+        "  shardscope launch plan.json --task finetune weights=model data=data.jsonl export=true\n"
+        '  shardscope launch plan.json --on slurm --partition a100 --time 2:00:00 --setup "module load cuda"',
+    )
+    add_plan_options(parser)
+    parser.add_argument(
+        "--task",
+        nargs="+",
+        default=["pretrain"],
+        metavar=("TASK", FIELDS_METAVAR),
+        help="pretrain, finetune or script, with the fields of ss.Pretrain, ss.Finetune or ss.Script",
+    )
+    parser.add_argument("--name", help="name of the run; default: the time")
+    parser.add_argument("--folder", default=RUNS, help="parent folder of the run; default: runs")
+    parser.add_argument("--force", action="store_true", help="launch although memory may not suffice")
+    parser.add_argument(
+        "--wait",
+        action="store_true",
+        help="print steps until the run ends; Ctrl-C then ends a run of this machine",
+    )
+    group = parser.add_argument_group("target")
+    group.add_argument("--on", choices=("slurm",), help="default: this machine")
+    for name in SLURM_FIELDS:
+        group.add_argument(f"--{name}", help=f"ss.Slurm({name}=...)")
+    group.add_argument(
+        "--setup",
+        action="append",
+        default=[],
+        metavar="LINE",
+        help="shell line before Python; may be repeated",
+    )
+    group.add_argument(
+        "--extra", nargs="+", default=[], metavar="OPTION=VALUE", help="other options of sbatch: mem=64G"
+    )
+    parser.set_defaults(run=launch_run)
+
+    parser = add_command(
+        commands,
+        "runs",
+        "list runs, oldest first",
+        "  shardscope runs\n  shardscope runs /shared/runs --json",
+    )
+    parser.add_argument("folder", nargs="?", default=RUNS, help="folder of runs; default: runs")
+    parser.set_defaults(run=list_runs)
+
+    parser = _add_run_command(
+        commands, "attach", "show a run, and wait for its end if asked", "my-run --wait"
+    )
+    parser.add_argument("--wait", action="store_true", help="print steps until the run ends")
+    parser.set_defaults(run=attach_run)
+
+    parser = _add_run_command(commands, "stop", "stop a run", "my-run --checkpoint --wait")
+    parser.add_argument(
+        "--checkpoint", action="store_true", help="finish the step and save a checkpoint first"
+    )
+    parser.add_argument("--wait", action="store_true", help="until it has ended")
+    parser.set_defaults(run=stop_run)
+
+    parser = _add_run_command(commands, "logs", "print the end of a rank's log", "my-run --rank 3")
+    parser.add_argument("--rank", type=int, default=0, help="default: 0")
+    parser.add_argument(
+        "--bytes", type=int, default=2**16, metavar="N", help="at most so many; default: 65536"
+    )
+    parser.set_defaults(run=show_log)
+
+    parser = add_command(
+        commands,
+        "trace",
+        "summarize the trace of a run, or trace files",
+        "  shardscope trace my-run\n  shardscope trace my-run --chrome trace.json.gz",
+    )
+    parser.add_argument("source", help="name or folder of a run, a trace file, or a folder of them")
+    parser.add_argument("--chrome", metavar="FILE", help="write one trace of all ranks, for Perfetto")
+    parser.set_defaults(run=show_trace)
+
+
+def _add_run_command(commands: Commands, name: str, summary: str, example: str) -> argparse.ArgumentParser:
+    parser = add_command(commands, name, summary, f"  shardscope {name} {example}")
+    parser.add_argument("source", metavar="run", help="its folder, or its name in ./runs")
+    return parser
+
+
+def launch_run(options: argparse.Namespace) -> int:
+    """Launch a run, and wait for its end if asked."""
+    import shardscope as ss
+
+    plan, task, target = read_plan(options), build_task(options.task), _build_target(options)
+    # This process ends at once, unless it waits; a run on Slurm outlives it in any case.
+    outlive = None if options.wait else True
+    arguments = {"name": options.name, "folder": options.folder, "force": options.force, "on": target}
+    run = ss.launch(plan, task, outlive_kernel=outlive, **arguments)
+    if not options.wait:
+        _print_run(run, options.json)
+        return 0
+    return _follow(run, options.json)
+
+
+def _build_target(options: argparse.Namespace) -> Slurm | None:
+    import shardscope as ss
+
+    given = {name: value for name in (*SLURM_FIELDS, "setup", "extra") if (value := getattr(options, name))}
+    if options.on is None:
+        if given:
+            raise ValueError(f"--{next(iter(given))} is given without a target. Nearest fix: --on slurm.")
+        return None
+    if "time" in given and str(given["time"]).isdecimal():
+        given["time"] = int(given["time"])
+    if options.extra:
+        # sbatch spells its options with dashes, ss.Slurm(extra=...) as names of Python.
+        words = [word.partition("=") for word in options.extra]
+        given["extra"] = parse_fields(
+            "--extra", [f"{name.replace('-', '_')}={value}" for name, _, value in words]
+        )
+    return ss.Slurm(**given)
+
+
+def list_runs(options: argparse.Namespace) -> int:
+    """Print the runs of a folder."""
+    import shardscope as ss
+
+    records = ss.runs(options.folder).to_frame().to_dict("records")
+    if options.json:
+        print_json(records)
+    elif not records:
+        print(f"No runs in {options.folder}.")
+    else:
+        columns = ("run", "status", "ranks", "steps", "loss", "step_seconds", "plan")
+        head = (*columns[:-2], "step s", "plan")
+        rows = [[_as_count(name, row[name]) for name in columns] for row in records]
+        print_table(head, rows, cut="plan")
+    return 0
+
+
+def _as_count(name: str, value: object) -> object:
+    """Return a count as an integer: pandas makes a column with missing values one of floats."""
+    if isinstance(value, float) and value.is_integer() and name in ("ranks", "steps"):
+        return int(value)
+    return value
+
+
+def attach_run(options: argparse.Namespace) -> int:
+    """Print a run, and wait for its end if asked."""
+    run = _find_run(options.source)
+    if options.wait:
+        return _follow(run, options.json)
+    _print_run(run, options.json)
+    return 0
+
+
+def stop_run(options: argparse.Namespace) -> int:
+    """Request the stop of a run."""
+    run = _find_run(options.source)
+    run.stop(checkpoint=options.checkpoint)
+    if options.wait:
+        run.wait()
+    _print_run(run, options.json)
+    return 0
+
+
+def show_log(options: argparse.Namespace) -> int:
+    """Print the end of a rank's log."""
+    text = _find_run(options.source).logs(options.rank, options.bytes)
+    if options.json:
+        print_json({"rank": options.rank, "text": text})
+    else:
+        sys.stdout.write(text)
+    return 0
+
+
+def show_trace(options: argparse.Namespace) -> int:
+    """Print the summary of a trace."""
+    import shardscope as ss
+
+    # A run's recording is chosen by the run; other folders and files are traces.
+    path = _find_path(options.source)
+    trace = ss.Run.attach(path).trace() if (path / "run.json").exists() else ss.Trace.load(path)
+    written = None if options.chrome is None else trace.to_chrome(options.chrome)
+    summary = trace.summary()
+    if options.json:
+        print_json(
+            {
+                "sentences": summary.to_frame().to_dict("records"),
+                "ranks": list(summary.ranks),
+                "chrome": written,
+            }
+        )
+        return 0
+    for sentence in summary.sentences:
+        print_text(f"- {sentence}", "  ")
+    if written:
+        print(written)
+    return 0
+
+
+def _find_path(source: str) -> Path:
+    """Return the path of a run or a trace: as given, or in the folder of runs."""
+    path, named = Path(source).expanduser(), Path(RUNS, source)
+    return named if not path.exists() and named.exists() else path
+
+
+def _find_run(source: str) -> Run:
+    """Attach to a run. Raises ``ValueError`` if there is none."""
+    import shardscope as ss
+
+    return ss.Run.attach(_find_path(source))
+
+
+def _follow(run: Run, as_json: bool) -> int:
+    """Print status changes and steps until the run ends. Return the exit code."""
+    reader, status = run.follow(), ""
+    while True:
+        current = run.status
+        if not as_json and current != status and current not in FINAL:
+            print_text(f"{current}: {run.reason}" if run.reason else current, "  ")
+        # One line for all steps since the last look, of rank 0 alone: the others log the same steps.
+        steps = [one for one in reader.read() if one.get("rank") == 0 and "loss" in one]
+        if steps and not as_json:
+            print(_describe_step(run, steps[-1]), flush=True)
+        status = current
+        if status in FINAL and not reader.is_behind:
+            break
+        time.sleep(POLL_SECONDS)
+    _print_run(run, as_json)
+    if status == "finished":
+        return 0
+    print_error(
+        f"{run.name} {status}: {run.reason}" + (f"\n{run.error}" if run.error and not as_json else "")
+    )
+    return 1
+
+
+def _describe_step(run: Run, record: Mapping[str, object]) -> str:
+    """Return a record of ``run.metrics()``, whose steps count from 0, as text with steps that are done."""
+    return f"step {_count_done(record)} of {run.num_steps or '?'}, loss {record['loss']:.4f}"
+
+
+def _count_done(record: Mapping[str, object]) -> int:
+    step = record.get("step")
+    return step + 1 if isinstance(step, int) else 0
+
+
+def _print_run(run: Run, as_json: bool) -> None:
+    last = next((one for one in reversed(run.metrics()) if one.get("rank") == 0 and "loss" in one), None)
+    if as_json:
+        numbers = {
+            "num_steps_done": _count_done(last) if last else 0,
+            "num_steps": run.num_steps,
+            "loss": last and last["loss"],
+        }
+        ending = {"status": run.status, "reason": run.reason, "error": run.error}
+        print_json({"run": run.name, "folder": run.folder, "ranks": run.world_size, **ending, **numbers})
+        return
+    print_fields(
+        {
+            "run": run.name,
+            "status": f"{run.status}: {run.reason}" if run.reason else run.status,
+            "last": _describe_step(run, last) if last else None,
+            "ranks": run.world_size,
+            "folder": run.folder,
+        }
+    )
