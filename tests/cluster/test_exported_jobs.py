@@ -1,4 +1,5 @@
-"""Exported jobs train on two nodes without Shardscope, with the losses of the same plan on one machine."""
+"""Exported jobs train on two nodes without Shardscope, with the losses of the same plan on one machine; and
+``shardscope launch`` submits to both kinds of clusters."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.cluster.test_two_ray_nodes import start_ray
 from tests.cluster.two_node_slurm import TwoNodeSlurm
 from tests.requirements import needs, skip_without, thorough
 
@@ -99,3 +101,51 @@ def test_the_sbatch_file_trains_on_two_nodes_as_on_one_machine(
     across = read_losses(log)
     assert len(across) == STEPS
     assert across == pytest.approx(train_here(framework, tmp_path / "machine"), abs=1e-5)
+
+
+@thorough()
+def test_the_ray_job_and_the_command_line_train_on_two_ray_nodes(tmp_path: Path) -> None:
+    folder = export("ddp", "2x1xcpu", tmp_path / "nodes")
+    expected = train_here("ddp", tmp_path / "machine")
+    with start_ray() as cluster:
+        done = subprocess.run(
+            [sys.executable, "ray_nodes.py", "train.py", "--steps", str(STEPS)],
+            cwd=folder,
+            env=build_environment(RAY_ADDRESS=cluster.address),
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+        assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+        assert cluster.wait_until_empty() == []
+        launch_by_command(tmp_path, folder, "--on", "ray", "--address", cluster.address)
+        assert cluster.wait_until_empty() == []
+    across = read_losses(done.stdout + done.stderr)
+    assert len(across) == STEPS
+    assert across == pytest.approx(expected, abs=1e-5)
+
+
+@thorough()
+def test_the_command_line_submits_to_slurm_and_waits(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+    folder = export("ddp", "2x1xcpu", tmp_path / "nodes")
+    launch_by_command(tmp_path, folder, "--on", "slurm", "--partition", "debug")
+
+
+def launch_by_command(parent: Path, plan: Path, *target: str) -> None:
+    """Launch two steps by ``shardscope launch --wait`` and check that both nodes took part."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "shardscope.cli.main", "launch", str(plan), "--task", "pretrain"),
+            *("num_steps=2", "--name", "waited", "--wait", *target),
+        ],
+        cwd=parent,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 2 of 2, loss" in done.stdout
+    run = ss.Run.attach(parent / "runs" / "waited")
+    assert run.status == "finished" and {path.name for path in (run.folder / "nodes").iterdir()} == {"0", "1"}

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.requirements import needs
 from written_runs import write_run
 
 import shardscope as ss
@@ -164,7 +163,8 @@ def test_export_writes_the_files_of_plan_export(tmp_path: Path) -> None:
         (["plan", "--model", "2m", "--cluster", "2xcpu", "--layout", "zero", "stage=5"], "Layout.stage is 5"),
         (["launch", "--model", "2m", "--cluster", "2xcpu", "--task", "pretrain", "steps=3"], "'num_steps'"),
         (["launch", "--model", "2m", "--cluster", "2xcpu", "--task", "finetune"], "weights=VALUE"),
-        (["launch", "--model", "2m", "--cluster", "2xcpu", "--partition", "a"], "--on slurm"),
+        (["launch", "--model", "2m", "--cluster", "2xcpu", "--partition", "a"], "nothing without --on slurm"),
+        (["launch", "--model", "2m", "--on", "ray", "--qos", "a"], "nothing without --on slurm"),
         (["launch", "--model", "2m", "--cluster", "2xcpu", "--on", "pbs"], "invalid choice: 'pbs'"),
         (["attach", "missing"], "not a run folder"),
         (["trace", "missing"], "missing"),
@@ -236,22 +236,41 @@ def test_a_reader_that_has_enough_ends_it_without_a_message(tmp_path: Path) -> N
     assert (done.returncode, done.stdout, done.stderr) == (0, "{", "")
 
 
-def test_options_of_sbatch_reach_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs("torch")
+@pytest.mark.parametrize(
+    ("options", "target"),
+    [
+        (
+            [
+                *("--on", "slurm", "--partition", "debug", "--time", "30", "--setup", "module load a"),
+                *("--setup", "b", "--extra", "mem=4G", "cpus-per-task=2"),
+            ],
+            ss.Slurm(
+                partition="debug",
+                time=30,
+                setup=["module load a", "b"],
+                extra={"mem": "4G", "cpus_per_task": 2},
+            ),
+        ),
+        (
+            ["--on", "ray", "--address", "10.0.0.1:6379", "--runtime-env", '{"env_vars": {"A": "b"}}'],
+            ss.Ray(address="10.0.0.1:6379", runtime_env={"env_vars": {"A": "b"}}),
+        ),
+        (["--on", "ray"], ss.Ray()),
+        ([], None),
+    ],
+)
+def test_options_of_a_target_reach_launch(
+    options: list[str], target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from shardscope.cli import running
 
     launched: dict[str, Any] = {}
     monkeypatch.setattr(ss, "launch", lambda plan, task, **fields: launched.update(fields, task=task))
     monkeypatch.setattr(running, "_print_run", lambda *_: None)
-    options = [
-        *("launch", "--model", "2m", "--cluster", "2x1xcpu", "--recipe", "seq_len=64", "--task", "pretrain"),
-        *("num_steps=3", "--on", "slurm", "--partition", "debug", "--time", "30", "--setup", "module load a"),
-        *("--extra", "mem=4G", "cpus-per-task=2", "--name", "x"),
-    ]
-    parsed = build_parser().parse_args(options)
-    assert parsed.run(parsed) == 0
-    target = ss.Slurm(
-        partition="debug", time=30, setup=["module load a"], extra={"mem": "4G", "cpus_per_task": 2}
+    plan = ["--model", "2m", "--cluster", "2x1xcpu", "--recipe", "seq_len=64"]
+    parsed = build_parser().parse_args(
+        ["launch", *plan, "--task", "pretrain", "num_steps=3", "--name", "x", *options]
     )
+    assert parsed.run(parsed) == 0
     assert launched["on"] == target and launched["name"] == "x" and launched["outlive_kernel"] is True
     assert launched["task"] == ss.Pretrain(num_steps=3)

@@ -1,4 +1,4 @@
-"""The command ``shardscope``, for login nodes and CI: thin over the public interface.
+"""The program ``shardscope``, for login nodes and CI: thin over the public interface.
 
-``main.py`` has the parser and the exit codes. Nobody imports from here but the command itself.
+``main.py`` has its parser and exit codes. Only the program itself imports from here.
 """

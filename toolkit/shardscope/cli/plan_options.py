@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from shardscope.core.recipe import Recipe
     from shardscope.runs.launch.context import Context
 
-LAYOUTS = ("ddp", "fsdp2", "zero", "megatron")
-"""Constructors of ``ss.Layout``."""
+LAYOUTS = "ddp, fsdp2, zero, megatron"
+"""Constructors of ``ss.Layout``, for help."""
 TASKS = ("pretrain", "finetune", "script")
 """Classes of tasks, in lower case."""
 WORDS: Mapping[str, object] = {"none": None, "true": True, "false": False}
@@ -47,7 +47,7 @@ def add_plan_options(parser: argparse.ArgumentParser, *, with_layout: bool = Tru
             "--layout",
             nargs="+",
             metavar=("FRAMEWORK", FIELDS_METAVAR),
-            help=f"{', '.join(LAYOUTS)}, with its degrees: megatron tp=2 pp=2; default: fsdp2",
+            help=f"{LAYOUTS}, with its degrees: megatron tp=2 pp=2; default: fsdp2",
         )
     group.add_argument(
         "--recipe",
@@ -63,7 +63,8 @@ def read_plan(options: argparse.Namespace) -> Plan:
     stored = _read_stored_plan(options.plan) if options.plan else None
     architecture, cluster, recipe = read_parts(options, stored)
     if options.layout:
-        layout = _build_layout(options.layout)
+        name, *fields = options.layout
+        layout = build_layout("--layout", name, **parse_fields("--layout", fields))
     else:
         layout = stored.layout if stored else ss.Layout.fsdp2()
     return ss.Plan(architecture, cluster, recipe, layout)
@@ -153,9 +154,10 @@ def build_task(words: Sequence[str]) -> Callable[[Context], object]:
     return task
 
 
-def _build_layout(words: Sequence[str]) -> Layout:
-    name = check_choice("--layout", words[0], LAYOUTS)
-    layout: Layout = getattr(ss.Layout, name)(**parse_fields("--layout", words[1:]))
+def build_layout(option: str, name: str, **fields: object) -> Layout:
+    """Return ``ss.Layout.<name>(**fields)``. Raises ``ValueError`` for other names than its constructors."""
+    constructors = [key for key, value in vars(ss.Layout).items() if isinstance(value, staticmethod)]
+    layout: Layout = getattr(ss.Layout, check_choice(option, name, constructors))(**fields)
     return layout
 
 

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from shardscope.cli.output import print_fields, print_json, print_table, print_text
-from shardscope.cli.plan_options import LAYOUTS, PLAN_FILE, add_plan_options, read_parts, read_plan
+from shardscope.cli.plan_options import (
+    LAYOUTS,
+    PLAN_FILE,
+    add_plan_options,
+    build_layout,
+    read_parts,
+    read_plan,
+)
 
 if TYPE_CHECKING:
     from shardscope.core.finding import Finding
@@ -63,9 +70,7 @@ def add_commands(commands: Commands) -> None:
         "  shardscope search --model 7b --cluster 8xa100-sxm-80gb --frameworks fsdp2 zero --out plan.json",
     )
     add_plan_options(parser, with_layout=False)
-    parser.add_argument(
-        "--frameworks", nargs="+", metavar="NAME", help=f"among {', '.join(LAYOUTS)}; default: all"
-    )
+    parser.add_argument("--frameworks", nargs="+", metavar="NAME", help=f"among {LAYOUTS}; default: all")
     parser.add_argument("--limit", type=int, default=10, metavar="N", help="rows to print; default: 10")
     parser.add_argument("--out", metavar="FILE", help="write the best plan to this file")
     parser.set_defaults(run=search_plans)
@@ -150,8 +155,10 @@ def search_plans(options: argparse.Namespace) -> int:
     import shardscope as ss
 
     architecture, cluster, recipe = read_parts(options)
-    # ss.search has the registry's names, in which ZeRO is DeepSpeed's.
-    names = options.frameworks and ["deepspeed" if name == "zero" else name for name in options.frameworks]
+    names = options.frameworks
+    if names:
+        # ss.search takes frameworks, of which a layout may have another name.
+        names = [build_layout("--frameworks", name).framework for name in names]
     ranking = ss.search(architecture, cluster, recipe, names)
     if options.out:
         _write_plan(ranking.best, options.out)  # Raises ValueError if none fits.

@@ -10,10 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.cli.output import print_error, print_fields, print_json, print_table, print_text
-from shardscope.cli.plan_options import FIELDS_METAVAR, add_plan_options, build_task, parse_fields, read_plan
+from shardscope.cli.plan_options import (
+    FIELDS_METAVAR,
+    add_plan_options,
+    build_task,
+    parse_fields,
+    parse_value,
+    read_plan,
+)
 from shardscope.cli.planning import Commands, add_command
+from shardscope.core.errors import refuse
 
 if TYPE_CHECKING:
+    from shardscope.runs.backends.ray import Ray
     from shardscope.runs.backends.slurm import Slurm
     from shardscope.runs.run import Run
 
@@ -22,7 +31,8 @@ RUNS = "runs"
 FINAL = ("finished", "stopped", "failed", "lost")
 POLL_SECONDS = 0.5
 SLURM_FIELDS = ("partition", "account", "qos", "time", "constraint", "python")
-"""Fields of ``ss.Slurm`` that are an option of the same name."""
+RAY_FIELDS = ("address", "runtime_env")
+"""Fields of ``ss.Slurm`` and ``ss.Ray`` that are an option of the same name."""
 
 
 def add_commands(commands: Commands) -> None:
@@ -30,7 +40,7 @@ def add_commands(commands: Commands) -> None:
     parser = add_command(
         commands,
         "launch",
-        "launch a plan, here or on Slurm",
+        "launch a plan: here, on Slurm or on Ray",
         "  shardscope launch plan.json --task pretrain num_steps=100 --wait\n"
         "  shardscope launch --model 2m --cluster 2xcpu --recipe seq_len=64 global_batch_size=8\n"
         "  shardscope launch plan.json --task finetune weights=model data=data.jsonl export=true\n"
@@ -53,7 +63,7 @@ def add_commands(commands: Commands) -> None:
         help="print steps until the run ends; Ctrl-C then ends a run of this machine",
     )
     group = parser.add_argument_group("target")
-    group.add_argument("--on", choices=("slurm",), help="default: this machine")
+    group.add_argument("--on", choices=("slurm", "ray"), help="default: this machine")
     for name in SLURM_FIELDS:
         group.add_argument(f"--{name}", help=f"ss.Slurm({name}=...)")
     group.add_argument(
@@ -66,6 +76,8 @@ def add_commands(commands: Commands) -> None:
     group.add_argument(
         "--extra", nargs="+", default=[], metavar="OPTION=VALUE", help="other options of sbatch: mem=64G"
     )
+    group.add_argument("--address", help="ss.Ray(address=...); default: RAY_ADDRESS, or this machine's Ray")
+    group.add_argument("--runtime-env", metavar="JSON", help='ss.Ray(runtime_env=...): {"env_vars": {...}}')
     parser.set_defaults(run=launch_run)
 
     parser = add_command(
@@ -119,7 +131,7 @@ def launch_run(options: argparse.Namespace) -> int:
     import shardscope as ss
 
     plan, task, target = read_plan(options), build_task(options.task), _build_target(options)
-    # This process ends at once, unless it waits; a run on Slurm outlives it in any case.
+    # This process ends at once, unless it waits; a run on a cluster outlives it in any case.
     outlive = None if options.wait else True
     arguments = {"name": options.name, "folder": options.folder, "force": options.force, "on": target}
     run = ss.launch(plan, task, outlive_kernel=outlive, **arguments)
@@ -129,14 +141,17 @@ def launch_run(options: argparse.Namespace) -> int:
     return _follow(run, options.json)
 
 
-def _build_target(options: argparse.Namespace) -> Slurm | None:
+def _build_target(options: argparse.Namespace) -> Slurm | Ray | None:
     import shardscope as ss
 
-    given = {name: value for name in (*SLURM_FIELDS, "setup", "extra") if (value := getattr(options, name))}
-    if options.on is None:
-        if given:
-            raise ValueError(f"--{next(iter(given))} is given without a target. Nearest fix: --on slurm.")
-        return None
+    # Each option is a field of one of the two targets.
+    fields = {"slurm": (*SLURM_FIELDS, "setup", "extra"), "ray": RAY_FIELDS}
+    given = {name: value for names in fields.values() for name in names if (value := getattr(options, name))}
+    for target, names in fields.items():
+        for name in names:
+            if name in given and options.on != target:
+                option = f"--{name.replace('_', '-')}"
+                refuse(option, given[name], f"nothing without --on {target}", f"--on {target} {option} ...")
     if "time" in given and str(given["time"]).isdecimal():
         given["time"] = int(given["time"])
     if options.extra:
@@ -145,7 +160,9 @@ def _build_target(options: argparse.Namespace) -> Slurm | None:
         given["extra"] = parse_fields(
             "--extra", [f"{name.replace('-', '_')}={value}" for name, _, value in words]
         )
-    return ss.Slurm(**given)
+    if "runtime_env" in given:
+        given["runtime_env"] = parse_value(given["runtime_env"])
+    return {"slurm": ss.Slurm, "ray": ss.Ray}[options.on](**given) if options.on else None
 
 
 def list_runs(options: argparse.Namespace) -> int:
