@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import (
+    many_ranks,
     many_runs,
     other_searcher,
     picker,
@@ -32,6 +33,9 @@ SEARCH_BUDGET_SECONDS = 1.0
 PLANS_BUDGET = 1_000_000
 LIST_BUDGET_SECONDS = 2.0
 LIST_BUDGET_BYTES = 100 * 2**20
+REFRESH_BUDGET_SECONDS = 0.25
+"""The time between two refreshes of a view."""
+WATCH_BUDGET_BYTES = 200 * 2**20
 ANALYSIS_BUDGET_SECONDS = 10.0
 LOADING_BUDGET_RATIO = 5.0
 REOPENING_BUDGET_SECONDS = 1.0
@@ -107,6 +111,23 @@ def measure_listing() -> None:
     budget = f"{LIST_BUDGET_BYTES / 2**20:.0f} MiB"
     holds = first.resident_bytes < LIST_BUDGET_BYTES
     print_row("memory of that process", f"{first.resident_bytes / 2**20:.0f} MiB", budget, holds)
+
+
+def measure_many_ranks() -> None:
+    """Measure the view of a run whose ranks are a thousand and more."""
+    for num_ranks in (many_ranks.NUM_RANKS, 16 * many_ranks.NUM_RANKS):
+        with tempfile.TemporaryDirectory() as folder:
+            found = many_ranks.measure_watching(Path(folder) / "run", num_ranks)
+        name = f"view of a run of {num_ranks:,} ranks"
+        note = f"of the processor, after a step of every rank; without news {found.idle_seconds:.3f} s"
+        budget, holds = f"{REFRESH_BUDGET_SECONDS:g} s", found.refresh_seconds < REFRESH_BUDGET_SECONDS
+        if num_ranks > many_ranks.NUM_RANKS:  # Shown: nobody has asked for a budget here.
+            budget, holds = "", None
+        print_row(f"{name}, a refresh", f"{found.refresh_seconds:.3f} s", budget, holds, note)
+        note = f"opening it: {found.opening_seconds:.1f} s for {many_ranks.NUM_OLD_STEPS} steps"
+        if budget:
+            budget, holds = f"{WATCH_BUDGET_BYTES / 2**20:.0f} MiB", found.added_bytes < WATCH_BUDGET_BYTES
+        print_row(f"{name}, memory", f"{found.added_bytes / 2**20:.0f} MiB", budget, holds, note)
 
 
 def measure_traces() -> None:
@@ -207,6 +228,7 @@ def main() -> None:
         "planning": measure_planner,
         "search": measure_search,
         "runs": measure_listing,
+        "ranks": measure_many_ranks,
         "traces": measure_traces,
         "browser": measure_browser,
         "training": lambda: measure_training(arguments.frameworks, arguments.starts, arguments.turns),

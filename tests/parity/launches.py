@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from unittest import mock
 
+from tests.cluster.two_node_slurm import TwoNodeSlurm, find_missing
 from tests.parity import rank_training
 from tests.parity.comparison import Curve, Outcome, compare
 from tests.parity.table import Row
@@ -38,20 +42,36 @@ def run_rows(
     single process, which comes first for each family of models and what is trained of it, does not finish.
     """
     alone: dict[str, Curve] = {}
-    for row in rows:
-        began = time.monotonic()
-        name = row.alone.name
-        if name not in alone and not list_missing_packages(row):
-            alone[name] = single_process(row.alone, folder, here, seed, num_steps)
+    with contextlib.ExitStack() as cluster:
+        for row in rows:
             began = time.monotonic()
-        right = alone.get(name)
-        outcome = one_row(row, right, folder=folder, here=here, seed=seed, num_steps=num_steps)
-        yield dataclasses.replace(outcome, seconds=time.monotonic() - began)
+            name = row.alone.name
+            if name not in alone and not list_missing(row):
+                alone[name] = single_process(row.alone, folder, here, seed, num_steps)
+                began = time.monotonic()
+            if row.num_nodes > 1 and "SLURM_CONF" not in os.environ and not list_missing(row):
+                cluster.enter_context(start_slurm())
+            right = alone.get(name)
+            outcome = one_row(row, right, folder=folder, here=here, seed=seed, num_steps=num_steps)
+            yield dataclasses.replace(outcome, seconds=time.monotonic() - began)
 
 
-def list_missing_packages(row: Row) -> list[str]:
-    """List the packages that the row needs and that are not installed."""
-    return [module for module in row.modules if importlib.util.find_spec(module) is None]
+@contextlib.contextmanager
+def start_slurm() -> Iterator[None]:
+    """Run a Slurm of two nodes on this machine, which this process's commands find."""
+    slurm = TwoNodeSlurm()
+    try:
+        slurm.start()
+        with mock.patch.dict(os.environ, slurm.environment):
+            yield
+    finally:
+        slurm.stop()
+
+
+def list_missing(row: Row) -> list[str]:
+    """List the packages and programs that the row needs and that are not installed."""
+    missing = [module for module in row.modules if importlib.util.find_spec(module) is None]
+    return [*missing, *([find_missing()] if row.num_nodes > 1 and find_missing() else [])]
 
 
 def single_process(row: Row, folder: Path, here: ss.Cluster | None, seed: int, num_steps: int) -> Curve:
@@ -67,7 +87,7 @@ def one_row(
     row: Row, alone: Curve | None, *, folder: Path, here: ss.Cluster | None, seed: int, num_steps: int
 ) -> Outcome:
     """Plan, launch, wait, compare."""
-    absent = list_missing_packages(row)
+    absent = list_missing(row)
     if absent or alone is None:
         return Outcome(row=row, verdict="not here", why=f"{', '.join(absent)} is not installed")
     try:
@@ -82,7 +102,8 @@ def one_row(
         why = f"no longer refused on CPU ranks; the table says it is stopped by {stopped!r}"
         return Outcome(row=row, verdict="failed", why=why)
     name = row.name.replace("/", "-")
-    run = ss.launch(plan, rank_training.Curve(seed, num_steps), folder=folder, name=name)
+    target = ss.Slurm() if row.num_nodes > 1 else None
+    run = ss.launch(plan, rank_training.Curve(seed, num_steps), folder=folder, name=name, on=target)
     if run.wait(SECONDS_PER_ROW) != "finished":
         run.stop()
         # Its folder goes with the table, and with it what the ranks said last.

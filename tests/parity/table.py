@@ -31,6 +31,8 @@ class Row:
     family: Family = "llama"
     trained: Trained = "all weights"
     """What of the model; the rest is frozen."""
+    num_nodes: int = 1
+    """More than one: nodes of a real Slurm on this machine, with the same share of the ranks on each."""
     num_micro_batches: int = 2
     """On each data-parallel rank: accumulation, or what a pipeline is filled with."""
     stopped_on_cpu: str = ""
@@ -52,7 +54,8 @@ class Row:
         """Packages beyond torch that the row runs."""
         packed = "QLoRA" in self.trained or "int8" in self.trained
         own = {"zero": ("deepspeed",), "megatron": ("megatron",)}.get(self.framework, ())
-        return (*own, *(("bitsandbytes",) if packed else ()))
+        cluster = ("submitit",) if self.num_nodes > 1 else ()
+        return (*own, *(("bitsandbytes",) if packed else ()), *cluster)
 
     @property
     def alone(self) -> Row:
@@ -70,7 +73,11 @@ class Row:
     def plan(self, here: Cluster | None = None, **recipe: Any) -> Plan:
         """The row's plan over ``num_ranks`` of the GPUs ``here``, or CPU ranks; fp32 unless told."""
         architecture = FAMILIES[self.family]()
-        cluster = replace(here or Cluster.parse("1xcpu"), gpus_per_node=self.num_ranks)
+        cluster = replace(
+            here or Cluster.parse("1xcpu"),
+            gpus_per_node=self.num_ranks // self.num_nodes,
+            num_nodes=self.num_nodes,
+        )
         layout = getattr(Layout, self.framework)(**self.layout)
         sizes: dict[str, Any] = {
             "seq_len": SEQ_LEN,
@@ -131,10 +138,28 @@ FAMILIES: Mapping[Family, Callable[[], Architecture]] = {
 
 
 def _make_row(name: str, num_ranks: int, framework: str, **fields: Any) -> Row:
-    names = ("family", "trained", "num_micro_batches", "stopped_on_cpu", "stopping_call", "needs", "fast")
+    names = (
+        *("family", "trained", "num_nodes", "num_micro_batches", "stopped_on_cpu", "stopping_call", "needs"),
+        "fast",
+    )
     own = {key: fields.pop(key) for key in names if key in fields}
     return Row(name=name, num_ranks=num_ranks, framework=framework, layout=fields, **own)
 
+
+ON_TWO_NODES: tuple[Row, ...] = tuple(
+    _make_row(f"{name}, two Slurm nodes", num_ranks, framework, num_nodes=2, **fields)
+    for name, num_ranks, framework, fields in (
+        ("ddp(2)", 2, "ddp", {}),
+        ("fsdp2(2)", 2, "fsdp2", {}),
+        ("hsdp(2x2)", 4, "fsdp2", {"shard": 2, "replicate": 2}),
+        ("zero-1(2)", 2, "zero", {"stage": 1}),
+        ("zero-2(2)", 2, "zero", {"stage": 2}),
+        ("zero-3(2)", 2, "zero", {"stage": 3}),
+        ("megatron pp2", 2, "megatron", {"pp": 2, "num_micro_batches": 4}),
+        ("megatron tp2 x dp2", 4, "megatron", {"tp": 2, "sequence_parallel": False}),
+    )
+)
+"""Replicas, pipeline stages or shards across the nodes; tensor parallelism inside."""
 
 ROWS: tuple[Row, ...] = (
     _make_row("ddp(2)", 2, "ddp", fast=True),
@@ -201,6 +226,7 @@ ROWS: tuple[Row, ...] = (
         # In 32 bits it has none on a GPU either: tests/gpu/test_megatron_context_gpu.py runs it in 16.
         needs=("Transformer Engine",),
     ),
+    *ON_TWO_NODES,
 )
 
 QUICK: tuple[Row, ...] = tuple(row for row in ROWS if row.name in ("ddp(2)", "fsdp2(2)"))

@@ -199,6 +199,7 @@ class Tracker(TorchDispatchMode):
             return result
 
         self._patches.enter_context(patch_attributes([(torch.UntypedStorage, "resize_", resize_tracked)]))
+        self._patches.enter_context(_disable_collector())
         super().__enter__()
         return self
 
@@ -288,6 +289,21 @@ class Tracker(TorchDispatchMode):
     def _record_mark(self) -> None:
         """Record an event of 0 bytes, so that a phase without allocations has a peak too."""
         self._events.append((-1, 0, len(self._phases) - 1))
+
+
+@contextlib.contextmanager
+def _disable_collector() -> Iterator[None]:
+    """Disable Python's cyclic garbage collector, which runs after a number of allocations by the process.
+
+    Storages in reference cycles would be freed at a moment that depends on what the process did before.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 _TAKES_STORAGE = frozenset({
