@@ -115,7 +115,7 @@ def measure_listing() -> None:
 
 def measure_many_ranks() -> None:
     """Measure the view of a run whose ranks are a thousand and more."""
-    for num_ranks in (many_ranks.NUM_RANKS, 16 * many_ranks.NUM_RANKS):
+    for num_ranks in (many_ranks.NUM_RANKS, 4 * many_ranks.NUM_RANKS):
         with tempfile.TemporaryDirectory() as folder:
             found = many_ranks.measure_watching(Path(folder) / "run", num_ranks)
         name = f"view of a run of {num_ranks:,} ranks"
