@@ -43,7 +43,8 @@ class TwoNodeRay:
 
         self._cluster = Cluster(initialize_head=False)
         self._nodes: list[Node] = []
-        self._processes: list[psutil.Process] = []
+        # Of another cluster of this process.
+        self._others = set(psutil.Process().children(recursive=True))
         self._is_started = threading.Event()
 
     @property
@@ -66,7 +67,6 @@ class TwoNodeRay:
                 )
             )
         self._is_started.set()
-        self._processes = psutil.Process().children(recursive=True)
 
     def _write_ports(self) -> None:
         """Write the files in which raylets look for their agents' ports.
@@ -145,17 +145,20 @@ class TwoNodeRay:
         return [
             process
             for process in psutil.Process().children(recursive=True)
-            if "/ray/" in " ".join(get_command_line(process))
-            or "ray::" in " ".join(get_command_line(process))
+            if process not in self._others
+            and any(part in " ".join(get_command_line(process)) for part in ("/ray/", "ray::"))
         ]
 
     def stop(self) -> list[str]:
         """End the cluster. Return the command lines of processes of it that are left."""
         self._is_started.set()
-        processes = {*self._processes, *self._list_processes()}
+        processes = self._list_processes()
         with contextlib.suppress(Exception):  # Of a head that was killed.
             self._cluster.shutdown()
-        _, alive = psutil.wait_procs(list(processes), 30)
+        for node in self._nodes:  # Then its other node was not stopped.
+            with contextlib.suppress(Exception):
+                node.kill_all_processes(check_alive=False, allow_graceful=False)
+        _, alive = psutil.wait_procs(processes, 30)
         left = [" ".join(get_command_line(process))[:200] for process in alive]
         for process in alive:
             with contextlib.suppress(psutil.Error):

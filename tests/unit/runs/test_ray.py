@@ -245,3 +245,11 @@ def test_lines_of_control_stop_a_waiting_run(tmp_path: Path) -> None:
     assert not coordinator._is_stopped()
     append_line(folder.control, {"command": "stop"})
     assert coordinator._is_stopped() and coordinator._stop == "run.stop() was called"
+
+
+def test_a_waiting_run_without_a_folder_is_stopped(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    coordinator = Coordinator(str(folder.path), 2, {"CPU": 1.0})
+    assert not coordinator._is_stopped()
+    folder.path.rename(tmp_path / "elsewhere")
+    assert coordinator._is_stopped() and coordinator._stop == "the run folder is gone"

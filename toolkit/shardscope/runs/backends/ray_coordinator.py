@@ -32,8 +32,10 @@ POLL_SECONDS = 2.0
 HEAD_SECONDS = 20.0
 """Time without an answer of Ray's head (GCS) after which the run ends. Ray's own limit is 60 s
 (gcs_rpc_server_reconnect_timeout_s), after which its nodes kill all actors."""
-END_SECONDS = 30.0
-"""Time for the other nodes' ranks to end after a node is lost."""
+END_SECONDS = 120.0
+"""Time for the other nodes' supervisors to end after a node is lost. Their ranks end within seconds; the rest
+is for the final status and what follows it."""
+CLEANUP_SECONDS = 30.0
 STOP_SECONDS = 10.0
 """Time for nodes that are still starting to begin, after a stop."""
 
@@ -54,6 +56,8 @@ class Coordinator:
         """When Ray's head last answered."""
         self._lost = ""
         """Why a node is lost, the first one's reason; empty if none is."""
+        self._verdict = "failed"
+        """What the run is if a node is lost."""
         self._end = ""
         """Why the nodes were sent a signal; empty if they were not."""
         self._stop = ""
@@ -136,14 +140,16 @@ class Coordinator:
             for reference, error in self._collect(starting).items():
                 node = starting.pop(reference)
                 if error is not None:
-                    self._give_up(node, f"node {node} did not start: {error}")
+                    self._give_up(node, f"its process was not started: {error}")
                     # The others are not started any more.
                     return False
             if self._is_stopped():
                 deadline = min(deadline, time.monotonic() + STOP_SECONDS)
             if time.monotonic() > deadline:
+                self._verdict = "stopped"
+                self._lost = f"{self._stop} before any rank started"
                 for node in starting.values():
-                    self._give_up(node, f"node {node} had not started before the stop")
+                    self._give_up(node, "it had not started when the run was stopped")
                 return False
             self._touch()
         return True
@@ -181,7 +187,7 @@ class Coordinator:
                     continue
                 code, output = ray.get(reference)
                 if code is not None:
-                    del self._nodes[node]
+                    self._nodes.pop(node, None)
                     if code:
                         self._give_up(node, f"its process ended with exit code {code}: {output}")
             if self._lost and deadline == float("inf"):
@@ -196,7 +202,7 @@ class Coordinator:
             self._touch()
             # A node that answers at once must not be asked at once again.
             time.sleep(max(0.0, POLL_SECONDS - (time.monotonic() - began)))
-        self._write("ended", self._lost or "all nodes have ended", "failed" if self._lost else "")
+        self._write("ended", self._lost or "all nodes have ended", self._verdict if self._lost else "")
 
     def _give_up(self, node: int, reason: str) -> None:
         """Record that a node is lost: the supervisors of the others read it."""
@@ -210,6 +216,10 @@ class Coordinator:
         for command in self._control.read():
             if command.get("command") == "stop" and not self._stop:
                 self._stop = describe_stop_request(command)
+        # Without its folder, which a failed launch deletes, the run could not be seen or stopped any more.
+        with contextlib.suppress(OSError):
+            if not self._stop and not self._path.exists():
+                self._stop = "the run folder is gone"
         return bool(self._stop)
 
     def _watch_head(self) -> None:
@@ -249,7 +259,7 @@ class Coordinator:
         import ray.util
 
         # Without the head these calls wait, and Ray removes all by itself.
-        threading.Timer(END_SECONDS, os._exit, (1,)).start()
+        threading.Timer(CLEANUP_SECONDS, os._exit, (1,)).start()
         for actor in self._nodes.values():
             with contextlib.suppress(Exception):
                 ray.kill(actor)

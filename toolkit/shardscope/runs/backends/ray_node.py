@@ -41,6 +41,7 @@ class NodeActor:
 
     def start(self, run: str, node: int, num_cpus: float) -> None:
         """Start the node's process. Raises ``OSError``."""
+        import ray
         import ray.util
 
         # The parent-death signal comes when the thread ends that has started the process; an actor's methods
@@ -51,7 +52,8 @@ class NodeActor:
         if environment.get("OMP_NUM_THREADS") == str(max(1, int(num_cpus))):
             del environment["OMP_NUM_THREADS"]
         environment.pop("PYTHONBREAKPOINT", None)  # Ray's debugger, which needs a Ray worker.
-        arguments = [run, str(node), str(os.getpid()), ray.util.get_node_ip_address()]
+        node_id = ray.get_runtime_context().get_node_id()
+        arguments = [run, str(node), str(os.getpid()), ray.util.get_node_ip_address(), node_id]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "shardscope.runs.backends.ray_node", *arguments],
             stdin=subprocess.DEVNULL,
@@ -94,7 +96,7 @@ class NodeActor:
         os._exit(1)  # What is left of the node's processes dies with this one.
 
 
-def run_ray_node(run: str, node: int, actor: int, address: str) -> None:
+def run_ray_node(run: str, node: int, actor: int, address: str, node_id: str) -> None:
     """Replace this process, a child of the actor, by the supervisor of this node. Does not return.
 
     Raises ``FileNotFoundError`` if the run folder is not visible on this node, ``OSError`` if ``address`` is
@@ -113,7 +115,7 @@ def run_ray_node(run: str, node: int, actor: int, address: str) -> None:
         "interface": find_interface(address),
         "job_id": (read_json(folder.job) or {}).get("job_id"),
         "actor_pid": actor,
-        "ray_node_id": os.environ.get("RAY_NODE_ID"),
+        "ray_node_id": node_id,
         "time": time.time(),
     }
     write_json(folder.node_json, record, as_is=("name", "host", "address", "interface", "ray_node_id"))
@@ -137,4 +139,4 @@ def find_interface(address: str) -> str:
 
 
 if __name__ == "__main__":
-    run_ray_node(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    run_ray_node(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:6])
