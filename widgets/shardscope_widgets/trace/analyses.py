@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from shardscope.core.number_format import format_count
@@ -66,7 +66,7 @@ def describe_steps(trace: Trace) -> AnalysisPage:
     )
     num_outliers = sum(row["is_outlier"] for row in steps)
     spans = [row["span_seconds"] for row in steps]
-    count = f"{format_count(len(steps), 'step')} of {format_count(len(trace.ranks), 'rank')}"
+    count = _count_steps([row["rank"] for row in steps])
     shortest, longest = format_seconds(min(spans)), format_seconds(max(spans))
     sentence = f"{count} took {shortest} to {longest}; slowest first."
     if num_outliers:
@@ -74,6 +74,16 @@ def describe_steps(trace: Trace) -> AnalysisPage:
     return AnalysisPage(
         sentences=[sentence], tables=[writer.write(headings, rows)], intervals=writer.intervals
     )
+
+
+def _count_steps(ranks: Sequence[int]) -> str:
+    """Return how many steps these are, which have one rank each."""
+    by_rank = Counter(ranks)
+    if len(by_rank) == 1:
+        return format_count(len(ranks), "step")
+    if len(set(by_rank.values())) == 1:
+        return f"{format_count(by_rank[ranks[0]], 'step')} on each of {len(by_rank):,} ranks"
+    return f"{format_count(len(ranks), 'step')} on {len(by_rank):,} ranks"
 
 
 def describe_kernels(trace: Trace) -> AnalysisPage:
@@ -247,10 +257,7 @@ def describe_idle(trace: Trace) -> AnalysisPage:
     if has_gpu_work(trace):
         sentences.append("Host-bound: the work that ends the gap was launched after the gap had begun.")
     else:
-        sentences.append(
-            f"{NO_GPU}: host-bound is the time between operators, in Python and the dispatcher. Launch "
-            "delays are those of GPU streams."
-        )
+        sentences.append(f"{NO_GPU}: host-bound is the time between operators, in Python and the dispatcher.")
     if launches:
         delays = [
             Row(
@@ -291,23 +298,24 @@ def describe_stragglers(trace: Trace) -> AnalysisPage:
     rows = sorted(stragglers, key=lambda row: -row["late_seconds"])
     scale = Scale.for_seconds(max(rows[0]["late_seconds"], 1e-9))
     writer = TableWriter()
-    written = [
-        Row(
-            (
-                f"rank {row['rank']}",
-                scale.format(row["late_seconds"]),
-                NONE if row["p_value"] is None else f"{row['p_value']:.2g}",
-                "straggler" if row["is_straggler"] else "",
-            )
-        )
-        for row in rows
-    ]
-    headings = (
+    headings = [
         Heading("rank"),
         Heading(f"late per step, {scale.unit}", "after the median of the other ranks"),
         Heading("p", "probability that any of equally fast ranks would be as late"),
-        Heading("", is_text=True),
-    )
+    ]
+    has_stragglers = any(row["is_straggler"] for row in rows)
+    if has_stragglers:
+        headings.append(Heading("", is_text=True))
+    written = []
+    for row in rows:
+        cells = [
+            f"rank {row['rank']}",
+            scale.format(row["late_seconds"]),
+            NONE if row["p_value"] is None else f"{row['p_value']:.2g}",
+        ]
+        if has_stragglers:
+            cells.append("straggler" if row["is_straggler"] else "")
+        written.append(Row(cells))
     return AnalysisPage(sentences=[stragglers.text], tables=[writer.write(headings, written)])
 
 
@@ -420,6 +428,8 @@ def _name_kind(kind: str) -> str:
 
 
 def _format_share(share: float) -> str:
+    if 0 < share < 0.0005:
+        return "< 0.1 %"
     return f"{100 * share:.0f} %" if share >= 0.095 or not share else f"{100 * share:.1f} %"
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import base64
-import gzip
 import json
 import os
 import struct
+import zlib
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -116,8 +116,11 @@ def write_page(
             "columns": [(name, kind, len(data) // sizes[kind]) for name, (kind, data) in columns.items()],
         }
     ).encode()
-    body = struct.pack("<I", len(head)) + head + b"".join(data for _, data in columns.values())
-    packed_body = base64.b64encode(gzip.compress(body, 6, mtime=0)).decode()
+    # Piece by piece: a page may have a hundred megabytes before compression.
+    packer = zlib.compressobj(6, wbits=zlib.MAX_WBITS | 16)  # gzip
+    pieces = [struct.pack("<I", len(head)), head, *(data for _, data in columns.values())]
+    compressed = b"".join([*map(packer.compress, pieces), packer.flush()])
+    packed_body = base64.b64encode(compressed).decode()
     ranks = "1 rank" if len(trace.ranks) == 1 else f"{len(trace.ranks):,} ranks"
     title = f"Trace of {ranks}, {trace.duration_seconds:.3g} s"
     target = Path(path)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from calibrations import make_calibration
 from tests.requirements import few
+from tests.unit.trace.trace_events import load_ranks, operator, step
 from written_runs import write_run
 
 import shardscope as ss
@@ -26,6 +27,7 @@ from shardscope.trace.analysis.summary import Sentence
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.static_picture import draw_picture
 from shardscope_widgets.trace import TracePage, TraceView
+from shardscope_widgets.trace.analyses import describe_idle, describe_steps, describe_stragglers
 from shardscope_widgets.trace.findings_list import FindingsList
 from shardscope_widgets.trace.page import TraceAnswers
 
@@ -113,6 +115,40 @@ def test_every_table_of_a_cpu_trace_has_rows_or_a_sentence(tmp_path: Path, frame
     # What such a trace lacks is a sentence, with what would record it.
     assert "stacks" in html["Modules"] and "<table" not in html["Modules"]
     answers.close()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ({0: [1, 2], 1: [1, 2]}, "2 steps on each of 2 ranks took"),
+        ({0: [1, 2], 1: [1]}, "3 steps on 2 ranks took"),
+        ({0: [1]}, "1 step took"),
+    ],
+)
+def test_steps_are_counted_by_rank(tmp_path: Path, numbers: dict[int, list[int]], text: str) -> None:
+    ranks = {
+        rank: [
+            event
+            for number in steps
+            for event in (
+                step(number, 1000 * number, 1000 * number + 900),
+                operator(1000 * number, 1000 * number + 9),
+            )
+        ]
+        for rank, steps in numbers.items()
+    }
+    (sentence,) = describe_steps(load_ranks(tmp_path, ranks)).sentences
+    assert sentence.startswith(text)
+
+
+def test_tables_have_no_column_without_words_and_no_share_of_zero_for_some_time() -> None:
+    trace = Trace.load(RUNS / "fsdp2" / "traces")
+    assert not any(row["is_straggler"] for row in trace.stragglers())
+    (table,) = describe_stragglers(trace).tables
+    assert table.count("<th ") == 3
+    assert any(0 < row["share"] < 0.0005 for row in trace.idle())
+    (table,) = describe_idle(trace).tables
+    assert "&lt; 0.1" in table and "0.0 %" not in table.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def test_trace_of_a_gpu_with_stacks_has_modules_and_no_plan() -> None:
