@@ -61,9 +61,10 @@ def _format_word(part: str) -> str:
 
 
 def describe_devices(cluster: ss.Cluster) -> str:
-    """Return ``8 × H100 SXM 80 GB``, ``4 nodes of 8 × ...`` or ``2 CPU ranks``."""
+    """Return ``8 × H100 SXM 80 GB``, ``4 nodes of 8 × ...``, ``4 CPU ranks on 2 nodes``."""
     if cluster.gpu.name == "cpu":
-        return format_count(cluster.num_gpus, "CPU rank")
+        ranks = format_count(cluster.num_gpus, "CPU rank")
+        return ranks if cluster.num_nodes == 1 else f"{ranks} on {cluster.num_nodes:,} nodes"
     one_node = f"{cluster.gpus_per_node} × {format_name(cluster.gpu.name)}"
     return one_node if cluster.num_nodes == 1 else f"{cluster.num_nodes:,} nodes of {one_node}"
 

@@ -12,7 +12,12 @@ import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.core.serialization import replace_fields
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.display_names import count_devices, format_name, name_rate_unit
+from shardscope_widgets.kit.display_names import (
+    count_devices,
+    describe_devices,
+    format_name,
+    name_rate_unit,
+)
 from shardscope_widgets.pickers.base import NO_CHANGES, Picker, Row, parse_bytes, parse_number, parse_size
 from shardscope_widgets.pickers.schedulers import Queue
 
@@ -289,8 +294,11 @@ class ClusterPicker(Picker):
         self.answer = _summarize_cluster(cluster)
         self._count_unit.value = f"{name_rate_unit(cluster)}s ×"
         if cluster.gpu.name == "cpu":
+            memory = f"{cluster.gpu.memory_bytes / 2**30:.1f} GiB"
             self.hint.value = (
-                f"{count_devices(cluster)} share {cluster.gpu.memory_bytes / 2**30:.1f} GiB of this host"
+                f"{count_devices(cluster)} share {memory} of this host"
+                if cluster.num_nodes == 1
+                else f"Each node is taken to have {memory}, as this machine has"
             )
             return
         inside = cluster.intra_node_link
@@ -307,7 +315,7 @@ class ClusterPicker(Picker):
 def _summarize_cluster(cluster: ss.Cluster) -> str:
     """Return ``8 × H100 80 GB, NVLink 4``, or for several nodes ``64 × H100 80 GB, 8 nodes``."""
     if cluster.gpu.name == "cpu":
-        return count_devices(cluster)
+        return describe_devices(cluster)
     name = format_name(cluster.gpu.name).replace(" SXM", "").replace(" PCIe", "")
     if cluster.num_nodes > 1:
         return f"{cluster.num_gpus:,} × {name}, {cluster.num_nodes:,} nodes"

@@ -58,6 +58,8 @@ class LaunchButton:
         self.head = controls.stack_vertically(self.button, self.target.head)
         self.head.add_class("ss-launch")
         self.free = FreeMemoryList()
+        # A box around it: a front end of anywidget does not follow changes of its classes.
+        self.free_place = controls.stack_vertically(self.free)
         schedule_first_read(self.free)
 
     def set_plan(self, plan: ss.Plan, report: MemoryReport) -> None:
@@ -79,7 +81,7 @@ class LaunchButton:
         against = self._blocked or self._submitting or (IS_BUSY if is_busy else "") or wrong
         self._options.set_is_job(queue is not None)
         # The free memory is this machine's.
-        (self.free.remove_class if queue is None else self.free.add_class)("ss-off")
+        (self.free_place.remove_class if queue is None else self.free_place.add_class)("ss-off")
         self.button.description = "Submitting …" if self._submitting else self.current.label
         self.button.disabled = bool(against) or self.current.plan is None
         note = against or self.current.note

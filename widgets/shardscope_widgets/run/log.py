@@ -45,7 +45,7 @@ class RunLog(widgets.VBox):
         self.whose = controls.create_dropdown(
             options=[("rank 0", 0)],
             tooltip="Log of this rank or process",
-            layout=controls.share_fixed_layout("164px"),
+            layout=controls.share_fixed_layout("116px"),
         )
         # Searched at every keystroke: refresh reads a large log a part at a time.
         self.words = controls.create_text_box(
@@ -67,9 +67,11 @@ class RunLog(widgets.VBox):
         """Show the logs of ``run``, starting with rank 0."""
         self._folder = RunFolder(run.folder)
         self._seen, self._search = None, None
-        self._num_ranks = run.world_size
+        self._num_ranks, nodes = run.world_size, run.nodes
+        # Names of nodes take more room.
+        self.whose.layout = controls.share_fixed_layout("208px" if nodes else "116px")
         # Set the value as well: equal options would keep the rank selected in the previous run.
-        self._set_choice(options=self._list_choices(run.nodes), value=0)
+        self._set_choice(options=self._list_choices(nodes), value=0)
         # The same key, rank 0's log, would keep the scroll position of the previous run.
         self.pane.num_runs += 1
         self._is_chosen = False

@@ -53,14 +53,15 @@ def render_runs_table(
 
 
 def describe_plan(summary: RunSummary) -> str:
-    """Return ``Llama 3.1 8B on 8 × H100 SXM 80 GB, FSDP2 shard 8`` as plain text."""
+    """Return ``Llama 3.1 8B on 8 × H100 SXM 80 GB, FSDP2 shard 8`` as text, after the job of a cluster."""
     plan = summary.plan
     if plan is None:
         return "plan cannot be read"
     method = "" if plan.recipe.method == "full" else f", {plan.recipe.method}"
     model, gpus = format_name(plan.architecture.name), describe_devices(plan.cluster)
     target = summary.run.target if summary.run is not None else ""
-    return f"{model} on {gpus}, {plan.layout.description}{method}" + (f" · {target}" if target else "")
+    # The job before the plan: a narrow list cuts what is last.
+    return (f"{target} · " if target else "") + f"{model} on {gpus}, {plan.layout.description}{method}"
 
 
 def format_time(created: float, now: float | None = None) -> str:

@@ -220,8 +220,10 @@ class RunView(View):
             self.stop_button.disabled = has_ended or self._stop_requested
             self.save_button.disabled = status not in ("starting", "running")
             self.finish_button.disabled = self.save_button.disabled or self._finish_requested
-            for button in (self.stop_button, self.save_button, self.finish_button):
-                (button.add_class if has_ended else button.remove_class)("ss-off")
+            (self.stop_button.add_class if has_ended else self.stop_button.remove_class)("ss-off")
+            # A job that waits has nothing to save.
+            for button in (self.save_button, self.finish_button):
+                (button.add_class if has_ended or status == "queued" else button.remove_class)("ss-off")
             self.status = status
             self._name_stop_button(status)
             self._show_status(run, status)

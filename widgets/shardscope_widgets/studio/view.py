@@ -143,16 +143,14 @@ class Studio(View):
         )
         self.export_panel = ExportPanel()
         self.open_plan = OpenPlan(on_open=self._open_plan, current=lambda: self.plan)
-        export = (self.export_panel, self.export_panel.words)
+        below = (self.launch.note, self.export_panel, self.export_panel.words, self.launch.free_place)
         self.folds = {
             "Task": Fold("Task", self.task, self.open_plan),
             "Model": Fold("Model", self.architecture, is_open=True),
             "GPUs": Fold("GPUs", self.cluster),
             "Training": Fold("Training", self.recipe, is_open=True),
             "Framework": Fold("Framework", self.layout_picker),
-            "Run": Fold(
-                "Run", self.options, self.launch.target.options, self.launch.note, *export, self.launch.free
-            ),
+            "Run": Fold("Run", self.options, self.launch.target.options, *below),
         }
         # An error opens its section, and its fix may set inputs of other sections.
         for fold, picker in zip(self.folds.values(), self._all_pickers, strict=True):
@@ -587,7 +585,9 @@ class Studio(View):
     def _watch_run(self, run: ss.Run, notes: str) -> None:
         """Show a run that the button started."""
         self.run = run
-        if self.launch.busy and not run.target:
+        if run.target:
+            self._search_queues()  # Nodes that were idle may be taken.
+        elif self.launch.busy:
             self._occupied_by = run.folder
         self.notice.show_message("")
         self.trace.show_hint(TRACE_FOLLOWS)
@@ -619,6 +619,8 @@ class Studio(View):
         if self._occupied_by in (None, run.folder):
             self._occupied_by = None
             self.launch.busy = False
+        if run.target:
+            self._search_queues()
         self._offer_launch()
         self._keep_measured(run)
         vars(self).pop("_earlier_runs", None)
