@@ -104,8 +104,11 @@ def test_the_sbatch_file_trains_on_two_nodes_as_on_one_machine(
 
 
 @thorough()
-def test_the_ray_job_and_the_command_line_train_on_two_ray_nodes(tmp_path: Path) -> None:
+def test_the_ray_job_and_the_command_line_train_on_two_ray_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = export("ddp", "2x1xcpu", tmp_path / "nodes")
+    monkeypatch.chdir(folder)  # Where the nodes' processes start, as in the --working-dir of a Ray job.
     expected = train_here("ddp", tmp_path / "machine")
     with start_ray() as cluster:
         done = subprocess.run(

@@ -8,11 +8,12 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from itertools import zip_longest
 from pathlib import Path
 
 WIDTH = 80
 MIN_WIDTH = 8
-"""Width to which a column is shortened at most."""
+"""Smallest width of a wrapped column."""
 
 
 def print_json(value: object) -> None:
@@ -56,25 +57,27 @@ def print_fields(fields: Mapping[str, object]) -> None:
         print_text(f"{name:<{width}}  {value}", " " * (width + 2))
 
 
-def print_table(head: Sequence[str], rows: Sequence[Sequence[object]], cut: str | None = None) -> None:
-    """Print a table. Its column ``cut`` is shortened if the table would be wider than 80 columns."""
+def print_table(head: Sequence[str], rows: Sequence[Sequence[object]], wrap: str | None = None) -> None:
+    """Print a table. Its column ``wrap`` has several lines where the table would be wider than 80 columns."""
     cells = [[_format_cell(value) for value in row] for row in rows]
     is_text = [any(isinstance(row[index], str) for row in rows) for index in range(len(head))]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    if cut is not None:
+    index = None if wrap is None else head.index(wrap)
+    if index is not None:
         excess = sum(widths) + 2 * (len(widths) - 1) - WIDTH
-        index = head.index(cut)
         widths[index] = min(widths[index], max(widths[index] - excess, MIN_WIDTH))
     for line in (head, *cells):
-        texts = [
-            _cut(cell, width).ljust(width) if text else cell.rjust(width)
-            for cell, width, text in zip(line, widths, is_text, strict=True)
+        cell_lines = [
+            textwrap.wrap(cell, widths[index]) if at == index else [cell] for at, cell in enumerate(line)
         ]
-        print("  ".join(texts).rstrip())
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
+        # Cells of one line are empty on the further lines of the wrapped one.
+        for texts in zip_longest(*cell_lines, fillvalue=""):
+            columns = zip(texts, widths, is_text, strict=True)
+            print(
+                "  ".join(
+                    text.ljust(width) if left else text.rjust(width) for text, width, left in columns
+                ).rstrip()
+            )
 
 
 def _format_cell(value: object) -> str:

@@ -192,7 +192,7 @@ def _print_ranking(ranking: Ranking, limit: int) -> None:
     if rows:
         print()
         head = ("", "layout", "degrees", "recompute", "batch", "tokens/s", "step s", "GiB")
-        print_table(head, rows, cut="layout")
+        print_table(head, rows, wrap="layout")
     if not ranking.num_feasible:
         try:
             _ = ranking.best
