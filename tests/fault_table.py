@@ -1,4 +1,4 @@
-"""Texts of faults 1 to 64: what goes wrong, what the user sees then, and what no test covers."""
+"""Texts of all faults: what goes wrong, what the user sees then, and what no test covers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ HEADINGS = {
     42: "Widgets",
     49: "Found by attack",
     62: "Found in a browser",
+    65: "On Slurm",
 }
 """Heading of each part of the table, by its first number."""
 
@@ -390,5 +391,74 @@ FAULTS = {
     64: Fault(
         "A view is attached late, resized, in a hidden tab, or the theme changes meanwhile",
         "It is drawn in the theme's colors and at its visible size.",
+    ),
+    65: Fault(
+        "A node dies during a run (its slurmd and all of its processes are killed)",
+        "The other nodes' ranks end within 30 s, and the job leaves the queue. Failed: which node is lost; "
+        "if it is node 0, lost. With `retries=` a new attempt starts on other nodes.",
+        "Both nodes are on one machine: a node that is only cut off from the network was not tested.",
+    ),
+    66: Fault(
+        "The controller restarts during a run",
+        "The run continues; it is stopped as before.",
+    ),
+    67: Fault(
+        "`scancel` from outside",
+        "Stopped, with that reason.",
+    ),
+    68: Fault(
+        "The time limit is reached",
+        'Slurm\'s signal before it (90 s, or `extra={"signal": "USR2@300"}`) makes the ranks save a '
+        "checkpoint. The job goes back into the queue, and the run continues at the same step as its next "
+        "attempt. A function without `retries=` stops.",
+    ),
+    69: Fault(
+        "A job of a partition with a higher priority preempts the run",
+        "The same, within the time that Slurm leaves (KillWait or the partition's GraceTime). The losses are "
+        "those of a run without interruption, and each step is in the metrics once.",
+        "No test has a grace time.",
+    ),
+    70: Fault(
+        "`scontrol requeue` from outside; no checkpoint can be saved in time",
+        "The next attempt resumes from the newest checkpoint. Without any it starts at the beginning, and "
+        "the run's reason says so.",
+    ),
+    71: Fault(
+        "A rank fails, or a node is lost, in a run with `retries=`",
+        "The first failure with its traceback, rank and node is in `run.attempts`; the next attempt resumes "
+        "from the last checkpoint, without the lost node.",
+    ),
+    72: Fault(
+        "The partition does not exist, or has other nodes or GPUs than the plan",
+        "`ValueError` before anything is submitted, with what the partition has.",
+    ),
+    73: Fault(
+        "The job waits for ever",
+        "Queued, with Slurm's reason and estimate; Stop takes it out of the queue. The end is stored in the "
+        "run folder.",
+    ),
+    74: Fault(
+        "A node does not see the run folder",
+        "A folder on a file system of one machine raises `ValueError` at launch. A node that does not see it "
+        "fails, and its log in the run folder's `slurm` names it.",
+        "No test has nodes without a shared folder: both are on one machine.",
+    ),
+    75: Fault(
+        "The disk is full, or a quota is reached, on one node",
+        "Metrics of its ranks are lost, and its log says how many; the run continues and ends as usual.",
+        "The limit is that of the rank's own files (RLIMIT_FSIZE).",
+    ),
+    76: Fault(
+        "Two notebooks are attached to a run",
+        "Both show it; a stop from either ends it, and all ranks save after the same step.",
+    ),
+    77: Fault(
+        "The notebook runs in an interactive allocation, whose `SLURM_*` variables it has",
+        "No effect on the job.",
+    ),
+    78: Fault(
+        "The kernel is killed (`kill -9`), and the run has `outlive_kernel=False`",
+        "Stopped: its kernel ended. The job leaves the queue, also one that waits.",
+        "If the process that watches the kernel on the login node is killed too, the run continues.",
     ),
 }

@@ -6,19 +6,25 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.cluster.runs import (
+    assert_nothing_is_left,
+    launch_endless,
+    list_processes,
+    losses,
+    make_plan,
+    train_until_stopped,
+    wait_for,
+)
 from tests.cluster.two_node_slurm import TwoNodeSlurm
 from tests.requirements import needs, skip_without, thorough
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
-from shardscope.records.folder import FINAL
-from shardscope.runs.run import Run
 
 needs("accelerate")
 
@@ -29,69 +35,6 @@ FRAMEWORKS = {
     "zero": (partial(ss.Layout.zero, stage=3), "deepspeed"),
     "megatron": (ss.Layout.megatron, "megatron"),
 }
-
-
-def make_plan(cluster: str, layout: object = None, batch: int = 4) -> ss.Plan:
-    recipe = ss.Recipe(seq_len=64, micro_batch_size=1, global_batch_size=batch, precision="fp32")
-    return ss.Plan(
-        ss.Architecture.of_size("2m"), ss.Cluster.parse(cluster), recipe, layout or ss.Layout.ddp()
-    )
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 300.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "not true in time"
-        time.sleep(0.1)
-
-
-def train_until_stopped(ctx: object) -> None:
-    """Log a step ten times a second until a stop is requested; then save."""
-    import time
-
-    import torch
-    import torch.distributed as dist
-
-    while not ctx.should_stop:
-        dist.all_reduce(torch.ones(1))
-        ctx.log(value=1.0)
-        time.sleep(0.1)
-    (ctx.folder / f"saved-{ctx.rank}").write_text("saved")
-
-
-def launch_endless(slurm: TwoNodeSlurm, folder: Path) -> Run:
-    """Launch a run that both nodes have begun."""
-    run = ss.launch(make_plan("2x1xcpu"), train_until_stopped, folder=folder, on=ss.Slurm())
-    wait_for(lambda: {record["rank"] for record in run.metrics()} == {0, 1} or run.status in FINAL)
-    assert run.status == "running", (run.status, run.reason, run.error)
-    return run
-
-
-def list_processes(folder: Path) -> list[str]:
-    """Return the command lines of the run's supervisors, launchers and ranks."""
-    lines = []
-    for process in psutil.process_iter():
-        try:
-            line = " ".join(process.cmdline())
-        except psutil.Error:
-            continue
-        is_ours = str(folder) in line and "shardscope.runs.launch" in line
-        if is_ours and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            lines.append(line)
-    return lines
-
-
-def assert_nothing_is_left(run: Run, slurm: TwoNodeSlurm) -> None:
-    assert slurm.wait_until_empty() == []
-    wait_for(lambda: not list_processes(run.folder), 30)
-    assert not (run.folder / "task.pkl").exists()
-    assert run.folder.stat().st_mode & 0o777 == 0o700
-    assert (run.folder / "slurm").stat().st_mode & 0o777 == 0o700
-
-
-def losses(run: Run) -> list[float]:
-    assert run.status == "finished", (run.status, run.reason, run.error, run.logs(0))
-    return [float(record["loss"]) for record in run.metrics() if record["rank"] == 0 and "loss" in record]
 
 
 CASES = ["ddp", *(pytest.param(name, marks=thorough()) for name in FRAMEWORKS if name != "ddp")]
@@ -150,7 +93,7 @@ def test_stop(slurm: TwoNodeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @thorough()
-def test_stop_with_checkpoint_from_another_process(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+def test_fault_76_stop_with_checkpoint_from_another_notebook(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
     run = launch_endless(slurm, tmp_path)
     code = f"import shardscope as ss; ss.Run.attach({str(run.folder)!r}).stop(checkpoint=True)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -178,7 +121,7 @@ def test_a_run_outlives_the_process_that_launched_it(slurm: TwoNodeSlurm, tmp_pa
 
 
 @thorough()
-def test_scancel_from_outside(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+def test_fault_67_scancel_from_outside(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
     run = launch_endless(slurm, tmp_path)
     job_id = json.loads((run.folder / "job.json").read_text())["job_id"]
     slurm.run("scancel", job_id)
@@ -188,7 +131,7 @@ def test_scancel_from_outside(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
 
 @thorough()
 @pytest.mark.parametrize("lost", [0, 1])
-def test_lost_node(lost: int, slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+def test_fault_65_lost_node(lost: int, slurm: TwoNodeSlurm, tmp_path: Path) -> None:
     run = launch_endless(slurm, tmp_path)
     record = json.loads((run.folder / "nodes" / str(lost) / "node.json").read_text())
     slurm.kill_node(record["name"])
@@ -228,7 +171,7 @@ def test_failing_rank_is_named(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
 
 
 @thorough()
-def test_stop_of_a_waiting_job(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+def test_fault_73_stop_of_a_waiting_job(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
     run = ss.launch(
         make_plan("2x1xcpu"), train_until_stopped, folder=tmp_path, on=ss.Slurm(extra={"begin": "now+1hour"})
     )
@@ -237,9 +180,13 @@ def test_stop_of_a_waiting_job(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
     run.stop()
     assert run.wait(60) == "stopped" and "before any rank started" in run.reason
     assert slurm.wait_until_empty() == []
+    # The end is stored: another handle needs no answer of Slurm, which forgets the job.
+    assert json.loads((run.folder / "job_end.json").read_text())["status"] == "stopped"
+    assert not (run.folder / "task.pkl").exists()
+    assert [record["status"] for record in ss.Run.attach(run.folder).history] == ["queued", "stopped"]
 
 
-def test_what_the_partition_has_not_is_refused(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+def test_fault_72_what_the_partition_has_not_is_refused(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
     cases = [
         (make_plan("2x1xcpu"), ss.Slurm(partition="debugg"), "Slurm.partition", "'debug'"),
         (make_plan("3x1xcpu", batch=3), ss.Slurm(), "plan.cluster.num_nodes", "2 nodes"),

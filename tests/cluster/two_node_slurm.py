@@ -1,6 +1,8 @@
 """A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd, in a folder of their own.
 
-``node1`` and ``node2`` have one CPU and, unless a test wants none, one GPU each, which is ``/dev/null``.
+``node1`` and ``node2`` have one CPU and, unless a test wants none, one GPU each, which is ``/dev/null``; so
+has ``node3``, which only the partition ``spare`` uses. Jobs of the partition ``urgent`` preempt others, which
+Slurm then requeues.
 Everything runs as this user, on free ports; only the processes that were started here are ended.
 """
 
@@ -34,7 +36,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 SlurmctldPort={controller_port}
 StateSaveLocation={folder}/state
@@ -58,8 +60,14 @@ SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=5,sched_interval=5
 NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={port1} CPUs=1 RealMemory=4000 {gres}
 NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={port2} CPUs=1 RealMemory=4000 {gres}
-PartitionName=debug Nodes=ALL Default=YES DefaultTime=30 MaxTime=INFINITE State=UP
+NodeName=node3 NodeHostname={host} NodeAddr=127.0.0.1 Port={port3} CPUs=1 RealMemory=4000 {gres}
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=debug Nodes=node[1-2] Default=YES DefaultTime=30 MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=spare Nodes=node[1-3] DefaultTime=30 MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=urgent Nodes=node[1-2] DefaultTime=30 MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
+NODES = ("node1", "node2", "node3")
 
 
 def find_missing() -> str:
@@ -83,7 +91,7 @@ class TwoNodeSlurm:
         key = self.folder / "munge.key"
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o400)
-        ports = _find_free_ports(3)
+        ports = _find_free_ports(4)
         text = CONFIGURATION.format(
             host=socket.gethostname().partition(".")[0],
             user=getpass.getuser(),
@@ -92,6 +100,7 @@ class TwoNodeSlurm:
             port1=ports[1],
             port2=ports[2],
             gres=self._gres,
+            port3=ports[3],
         )
         (self.folder / "slurm.conf").write_text(text)
         (self.folder / "gres.conf").write_text("Name=gpu Type=a100 File=/dev/null\n")
@@ -103,15 +112,31 @@ class TwoNodeSlurm:
             f"--seed-file={self.folder}/munged.seed",
         )
         self._wait((self.folder / "munge.socket").exists, "munged")
-        self._start("slurmctld", "-D", "-f", self.environment["SLURM_CONF"])
-        for node in ("node1", "node2"):
+        self.start_controller()
+        for node in NODES:
             (self.folder / f"spool-{node}").mkdir()
             self.start_node(node)
         self.wait_until_idle()
 
     def wait_until_idle(self) -> None:
-        """Wait until both nodes take jobs. Raises ``RuntimeError``."""
-        self._wait(lambda: self.run("sinfo", "-h", "-N", "-o", "%T").split() == ["idle", "idle"], "the nodes")
+        """Wait until all nodes take jobs. Raises ``RuntimeError``."""
+        states = ("sinfo", "-h", "-N", "-p", "spare", "-o", "%T")
+        self._wait(lambda: self.run(*states).split() == ["idle"] * len(NODES), "the nodes")
+
+    def start_controller(self) -> None:
+        """Start the controller, which reads the state of an earlier one."""
+        self._start("slurmctld", "-D", "-f", self.environment["SLURM_CONF"])
+
+    def stop_controller(self) -> None:
+        """End the controller; the nodes and their jobs go on."""
+        process = self._processes.pop("slurmctld")
+        process.send_signal(signal.SIGTERM)
+        process.wait(END_SECONDS)
+
+    def submit(self, partition: str, command: str) -> str:
+        """Submit a job that runs a command on both nodes of a partition. Return its id."""
+        options = ("--parsable", f"--partition={partition}", "--nodes=2", f"--output={self.folder}/%j.out")
+        return self.run("sbatch", *options, f"--wrap=srun {command}").strip()
 
     def start_node(self, node: str) -> None:
         """Start the daemon of a node."""
@@ -159,7 +184,7 @@ class TwoNodeSlurm:
                 self.wait_until_empty()
         finally:
             # The controller last but munge, without which the others cannot say goodbye.
-            for name in ("node1", "node2", "slurmctld", "munged"):
+            for name in (*NODES, "slurmctld", "munged"):
                 process = self._processes.pop(name, None)
                 if process is not None:
                     process.send_signal(signal.SIGTERM)

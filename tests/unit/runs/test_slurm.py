@@ -17,7 +17,7 @@ import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import append_line, write_json
-from shardscope.runs.backends import job_watch, nodes, slurm_submission
+from shardscope.runs.backends import job_watch, node_process, nodes, slurm_submission
 from shardscope.runs.backends.node_process import find_address
 from shardscope.runs.backends.nodes import Node
 from shardscope.runs.backends.peers import Peers
@@ -86,8 +86,9 @@ def test_another_target_is_refused() -> None:
     for value in ("slurm", ss.Slurm, 3):
         with pytest.raises(FieldError, match=r"launch\.on"):
             ss.launch(make_plan("2xcpu"), print, on=value)  # type: ignore[arg-type]
-    with pytest.raises(FieldError, match=r"launch\.outlive_kernel"):
-        ss.launch(make_plan("2xcpu"), print, on=ss.Slurm(), outlive_kernel=False)
+    for retries in (-1, True, 1.5):
+        with pytest.raises(FieldError, match=r"launch\.retries"):
+            ss.launch(make_plan("2xcpu"), print, on=ss.Slurm(), retries=retries)  # type: ignore[arg-type]
 
 
 def test_a_machine_without_slurm_or_submitit_is_told_what_is_missing(
@@ -114,7 +115,7 @@ def test_lines_of_scontrol_are_parsed() -> None:
     assert record["Reason"] == "Resources" and record["Command"] == "/a b/c" and record["NodeList"] == ""
 
 
-def test_an_allocation_around_the_kernel_is_not_passed_on() -> None:
+def test_fault_77_an_allocation_around_the_kernel_is_not_passed_on() -> None:
     environment = {"SLURM_NTASKS": "9", "SBATCH_QOS": "x", "SLURM_CONF": "/etc/slurm.conf", "HOME": "/h"}
     assert clean_environment(environment) == {"SLURM_CONF": "/etc/slurm.conf", "HOME": "/h"}
 
@@ -122,7 +123,8 @@ def test_an_allocation_around_the_kernel_is_not_passed_on() -> None:
 def test_parameters_follow_the_plan(tmp_path: Path) -> None:
     plan = make_plan("2x4xa100-sxm-80gb")
     target = ss.Slurm(qos="high", setup=["module load cuda"], extra={"mem": "64G"})
-    parameters = build_parameters(RunFolder(tmp_path / "my run"), plan, target, PARTITION)
+    folder = RunFolder(tmp_path / "my run")
+    parameters = build_parameters(folder, plan, target, PARTITION, starts_again=False)
     assert parameters["nodes"] == 2 and parameters["ntasks_per_node"] == 1 and parameters["time"] == 60
     assert parameters["job_name"] == "shardscope-my-run" and parameters["qos"] == "high"
     additional = parameters["additional_parameters"]
@@ -148,7 +150,7 @@ def test_a_plan_larger_than_the_partition_is_refused(cluster: str, field: str) -
     assert refused.value.field == field and "partition a100: 2 nodes with 8 a100 GPUs" in str(refused.value)
 
 
-def test_a_local_folder_is_refused_for_other_machines(
+def test_fault_74_a_local_folder_is_refused_for_other_machines(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(nodes, "find_file_system", lambda path: "ext4")
@@ -156,6 +158,13 @@ def test_a_local_folder_is_refused_for_other_machines(
         nodes.check_folder(tmp_path, PARTITION.pool)
     monkeypatch.setattr(nodes, "find_file_system", lambda path: "nfs4")
     nodes.check_folder(tmp_path, PARTITION.pool)
+
+
+def test_fault_74_a_node_without_the_folder_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(node_process, "VISIBLE_SECONDS", 0.1)
+    monkeypatch.setenv("SLURM_NODEID", "1")
+    with pytest.raises(FileNotFoundError, match="a run needs a shared folder"):
+        node_process.run_node(str(tmp_path / "run"))
 
 
 def test_this_machine_finds_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ MERGED = "merged"
 """Subfolder of a run with its adapters merged into their base."""
 NODES = "nodes"
 """Subfolder of a scheduler's run: a folder for each node, which only that node writes."""
+ATTEMPTS = "attempts"
+"""Subfolder of a run that may be started again: a folder for each attempt, from 1."""
 SUBMISSION = "slurm"
 """Subfolder of a Slurm run with the job script, the pickles and the logs of submitit."""
 RAY = "ray"
@@ -46,8 +48,47 @@ class RunFolder:
         "tmp",
     )
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], attempt: int | None = None) -> None:
         self.path = Path(path).absolute()
+        self.fixed_attempt = attempt
+        """The attempt whose files the paths name; None: the latest one, at each access."""
+
+    @property
+    def attempt(self) -> int:
+        """Number of the attempt, from 1; 1 for a run that is never started again."""
+        if self.fixed_attempt is not None:
+            return self.fixed_attempt
+        try:
+            # Not Path.iterdir: readers ask for the paths of thousands of ranks.
+            names = os.listdir(self.path / ATTEMPTS)  # noqa: PTH208
+        except OSError:
+            return 1
+        # The folder may come from anybody: int() also accepts digits of other scripts.
+        return max((int(name) for name in names if name.isdecimal() and name.isascii()), default=1)
+
+    @property
+    def state(self) -> Path:
+        """Folder of the files that no two attempts share: records of ranks and of nodes, and errors.
+
+        The first attempt's is the run folder itself.
+        """
+        attempt = self.attempt
+        return self.attempt_folder(attempt) if attempt > 1 else self.path
+
+    def attempt_folder(self, attempt: int) -> Path:
+        """Return the folder of the records of one attempt."""
+        return self.path / ATTEMPTS / str(attempt)
+
+    def select_attempt(self, attempt: int) -> RunFolder:
+        """Return this folder with the paths of one attempt."""
+        return RunFolder(self.path, attempt)
+
+    def create_attempt(self) -> None:
+        """Create the folders of this attempt with mode 0700; no effect if they exist. Raises ``OSError``."""
+        folder = self.attempt_folder(self.attempt)
+        names = ("ranks", "errors", *((NODES,) if self.has_nodes else ())) if self.attempt > 1 else ()
+        for path in (folder.parent, folder, *(folder / name for name in names)):
+            path.mkdir(mode=0o700, exist_ok=True)
 
     @property
     def is_lead(self) -> bool:
@@ -66,17 +107,21 @@ class RunFolder:
     def list_nodes(self) -> list[NodeFolder]:
         """Return the folders of the nodes that have started, in order; none for a run of one machine."""
         try:
-            names = [entry.name for entry in (self.path / NODES).iterdir()]
+            names = [entry.name for entry in (self.state / NODES).iterdir()]
         except OSError:
             return []
-        # The folder may come from anybody: int() also accepts digits of other scripts.
         numbers = sorted(int(name) for name in names if name.isdecimal() and name.isascii())
-        return [NodeFolder(self.path, number) for number in numbers]
+        return [NodeFolder(self.path, number, attempt=self.fixed_attempt) for number in numbers]
 
     @property
     def job(self) -> Path:
         """The scheduler's job of this run, written once at launch; missing for a run of this machine."""
         return self.path / "job.json"
+
+    @property
+    def job_end(self) -> Path:
+        """How the job ended before a node started; written once, by the process that saw it first."""
+        return self.path / "job_end.json"
 
     @property
     def run_json(self) -> Path:
@@ -106,12 +151,12 @@ class RunFolder:
     @property
     def exits(self) -> Path:
         """Exit codes of rank processes, recorded by their parent."""
-        return self.path / "exits.jsonl"
+        return self.state / "exits.jsonl"
 
     @property
     def launcher_error(self) -> Path:
         """Exception that ended the launcher."""
-        return self.path / "errors" / "launcher.json"
+        return self.state / "errors" / "launcher.json"
 
     @property
     def launcher_log(self) -> Path:
@@ -174,11 +219,11 @@ class RunFolder:
 
     def error(self, rank: int) -> Path:
         """Return the path of the exception that ended one rank."""
-        return self.path / "errors" / f"rank-{rank}.json"
+        return self.state / "errors" / f"rank-{rank}.json"
 
     def rank(self, rank: int) -> Path:
         """Return the path of one rank's process id, start and end."""
-        return self.path / "ranks" / f"rank-{rank}.json"
+        return self.state / "ranks" / f"rank-{rank}.json"
 
     def stacks(self, rank: int) -> Path:
         """Return the path of one rank's stack dump (faulthandler), written on request."""
@@ -246,11 +291,17 @@ class NodeFolder(RunFolder):
 
     NODE_SUBFOLDERS = ("logs", "errors", "tmp")
 
-    def __init__(self, path: str | os.PathLike[str], node: int, num_nodes: int = 1) -> None:
-        super().__init__(path)
+    def __init__(
+        self, path: str | os.PathLike[str], node: int, num_nodes: int = 1, attempt: int | None = None
+    ) -> None:
+        super().__init__(path, attempt)
         self.node = node
         self.num_nodes = num_nodes
-        self.own = self.path / NODES / str(node)
+
+    @property
+    def own(self) -> Path:
+        """Folder of the files that only this node writes."""
+        return self.state / NODES / str(self.node)
 
     @property
     def is_lead(self) -> bool:
@@ -268,7 +319,7 @@ class NodeFolder(RunFolder):
 
     def create_peer(self, node: int) -> NodeFolder:
         """Return the folder of another node of the same run."""
-        return NodeFolder(self.path, node, self.num_nodes)
+        return NodeFolder(self.path, node, self.num_nodes, self.fixed_attempt)
 
     @property
     def status(self) -> Path:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shardscope.core.errors import check_integer, check_number
 from shardscope.machine.os_errors import describe_shortage
-from shardscope.records.folder import NODES, RECORDINGS, STATUSES, NodeFolder, RunFolder
+from shardscope.records.folder import ATTEMPTS, NODES, RECORDINGS, STATUSES, NodeFolder, RunFolder
 from shardscope.records.json_files import load_json, read_json
 from shardscope.records.json_values import is_int, is_number, parse_object
 from shardscope.records.regular_files import check_regular
@@ -22,6 +22,7 @@ MAX_ENTRIES = 4 * MAX_WORLD_SIZE
 FILES = frozenset({
     *("run.json", "status.jsonl", "control.jsonl", "supervisor.json", "supervisor.log", "task.pkl"),
     *("exits.jsonl", "cards.jsonl", "samples.jsonl", "note.json", "metrics.csv", "summary.json", "job.json"),
+    "job_end.json",
 })  # fmt: skip
 FOLDERS = frozenset({
     *("events", "logs", "errors", "ranks", "traces", "what_it_was", "stacks", "memory_snapshots", "ray"),
@@ -29,12 +30,13 @@ FOLDERS = frozenset({
 """Subfolders that contain regular files only."""
 
 
-def open_part(path: str, node: int | None) -> RunFolder:
+def open_part(path: str, node: int | None, attempt: int | None = None) -> RunFolder:
     """Return the folder of the run in ``path``, or of one of its nodes. Raises ``ValueError`` if damaged."""
     if node is None:
-        return RunFolder(path)
+        return RunFolder(path, attempt)
     num_nodes = (read_json(RunFolder(path).run_json) or {}).get("num_nodes")
-    return NodeFolder(path, node, check_integer("run.json num_nodes", num_nodes, low=1, high=MAX_WORLD_SIZE))
+    checked = check_integer("run.json num_nodes", num_nodes, low=1, high=MAX_WORLD_SIZE)
+    return NodeFolder(path, node, checked, attempt)
 
 
 def check_file_kinds(folder: RunFolder, *, inside: bool = False) -> None:
@@ -58,6 +60,10 @@ def check_file_kinds(folder: RunFolder, *, inside: bool = False) -> None:
                 _check_folder(entry)
                 if inside:
                     _check_nodes(entry.path)
+            elif entry.name == ATTEMPTS:
+                _check_folder(entry)
+                if inside:
+                    _check_attempts(entry.path)
 
 
 def _check_folder(entry: os.DirEntry[str]) -> None:
@@ -86,6 +92,22 @@ def _check_nodes(path: str) -> None:
                         # Temporary files are deleted, never read.
                         if entry.name != "tmp":
                             _check_inside(entry.path)
+                    elif not entry.is_file(follow_symlinks=False):
+                        check_regular(RunFolder(entry.path).path)
+
+
+def _check_attempts(path: str) -> None:
+    """Check the folders of attempts: regular files, folders of regular files, and nodes."""
+    with os.scandir(path) as attempts:
+        for attempt in islice(attempts, MAX_ENTRIES):
+            _check_folder(attempt)
+            with os.scandir(attempt.path) as entries:
+                for entry in islice(entries, MAX_ENTRIES):
+                    if entry.name == NODES:
+                        _check_folder(entry)
+                        _check_nodes(entry.path)
+                    elif entry.is_dir(follow_symlinks=False):
+                        _check_inside(entry.path)
                     elif not entry.is_file(follow_symlinks=False):
                         check_regular(RunFolder(entry.path).path)
 
@@ -195,7 +217,7 @@ _DESCRIPTION: Mapping[str, Callable[[object], bool]] = {
     **dict.fromkeys(("name", "asked_name", "machine", "task", "device", "pythonpath", "scheduler"), _is_text),
     **dict.fromkeys(("trains_the_plan", "saves_when_asked", "outlive_kernel"), _is_flag),
     **dict.fromkeys(("predicted", "asked", "versions"), _is_mapping),
-    **dict.fromkeys(("num_steps", "num_nodes"), is_int),
+    **dict.fromkeys(("num_steps", "num_nodes", "retries"), is_int),
     "gpus": _build_list_check(is_int),
     "sys_path": _build_list_check(_is_text),
 }

@@ -11,9 +11,13 @@ from shardscope.records.regular_files import size_of
 class SampledLines:
     """Reader of a growing JSON lines file: one piece per call, with skipping if it falls behind."""
 
-    def __init__(self, path: Path, *, piece_bytes: int, max_behind_bytes: int) -> None:
-        """Create a reader. If more than ``max_behind_bytes`` are unread, it skips to the last piece."""
+    def __init__(self, path: Path, *, piece_bytes: int, max_behind_bytes: int, start: int = 0) -> None:
+        """Create a reader from byte ``start`` on.
+
+        If more than ``max_behind_bytes`` are unread, it skips to the last piece.
+        """
         self._tail = LineTail(path)
+        self._tail.offset = start
         self._piece_bytes = piece_bytes
         self._max_behind_bytes = max_behind_bytes
         self.num_skipped_bytes = 0

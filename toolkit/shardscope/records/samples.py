@@ -32,12 +32,20 @@ def append_samples(folder: str | os.PathLike[str], samples: Iterable[Sample]) ->
 
 
 def read_samples(folder: Path) -> list[Sample]:
-    """Return the samples of a run folder, oldest first. Lines that are none are left out."""
+    """Return the samples of a run folder, oldest first. Lines that are none are left out.
+
+    A later attempt of a run answers the steps again that an earlier one has lost: the first answer counts.
+    """
     samples: list[Sample] = []
+    seen: set[tuple[int, str]] | None = set() if RunFolder(folder).attempt > 1 else None
     for line in read_lines(RunFolder(folder).samples):
         step, prompt, text = line.get("step"), line.get("prompt"), line.get("text")
         if not is_int(step) or step < 0 or not isinstance(prompt, str) or not isinstance(text, str):
             continue
+        if seen is not None:
+            if (step, prompt) in seen:
+                continue
+            seen.add((step, prompt))
         samples.append({
             "step": step,
             "prompt": plain_text(prompt),

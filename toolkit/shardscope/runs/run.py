@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.errors import check_flag, check_integer, check_number, refuse
 from shardscope.machine.processes import identify_machine
+from shardscope.records.attempts import read_attempts
 from shardscope.records.folder import EXPORT, FINAL, RunFolder, checked_path, explain_write_error
 from shardscope.records.folder_checks import (
     check_file_kinds,
@@ -270,7 +271,10 @@ class Run:
         keys = ("time", "status", "reason")
         records = [record for record in read_lines(self._folder.status) if is_transition(record)]
         state = self._status.read()
-        if state["status"] == "lost":
+        is_recorded = bool(records) and records[-1].get("status") in FINAL
+        if state["status"] in FINAL and not is_recorded and "time" in state:
+            records.append(state)  # The end of a job that no node has begun.
+        elif state["status"] == "lost":
             try:
                 part = next(iter(self._folder.list_nodes()), self._folder)
                 last_heartbeat: float | None = part.supervisor.stat().st_mtime
@@ -278,6 +282,19 @@ class Run:
                 last_heartbeat = None
             records.append({**state, "time": last_heartbeat})
         return [{key: record.get(key) for key in keys} for record in records]
+
+    @property
+    def attempts(self) -> list[dict[str, object]]:
+        """The attempts of this run, oldest first; empty for a run of this machine without ``retries``.
+
+        A Slurm job that is preempted or reaches its time limit is started again, from the last checkpoint,
+        and so is a failed run with ``launch(retries=)``. Dicts of attempt (from 1), nodes (their names),
+        began and ended (seconds since the epoch; None while it runs), from_step (optimizer steps done before
+        it), checkpoint (its path in the run folder; None: it started as the run was launched), status
+        (stopped, failed, finished, or lost if it left no record of its end), reason, and after a failure
+        error (the traceback), rank and node of the first one.
+        """
+        return read_attempts(self._folder)
 
     @property
     def predicted_step_seconds(self) -> float | None:

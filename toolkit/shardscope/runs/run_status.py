@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardscope.machine.os_errors import describe_os_error, is_absent
 from shardscope.machine.processes import identify_machine, is_alive
+from shardscope.records.attempts import has_begun
 from shardscope.records.folder import FINAL, RAY, STATUSES, NodeFolder, RunFolder
 from shardscope.records.folder_checks import check_transition
 from shardscope.records.json_files import MAX_LINES_BYTES, LineTail, read_json_if_present, read_tail_text
@@ -50,10 +51,16 @@ class RunStatus:
                 if self._job is not None and self._is_waiting():
                     since = self._last_transition.get("time")
                     age = time.time() - since if isinstance(since, int | float) else 0.0
-                    return self._job.describe(age) or self._last_transition
+                    is_again = self._last_transition["status"] == "queued" and has_begun(self._folder)
+                    recorded = str(self._last_transition["reason"]) if is_again else ""
+                    return self._job.describe(age, recorded) or self._last_transition
                 reason = self._explain_lost_supervisor()
                 if reason is not None and isinstance(self._job, RayWatch):
                     reason = self._job.explain_lost() or reason
+                elif reason is not None and isinstance(self._job, JobWatch):
+                    by_job = self._job.describe_without_lead(self._folder.attempt)
+                    if by_job is not None:
+                        return by_job or self._last_transition
             except OSError as error:
                 return self._mark_outdated(error)
             if reason is None:
@@ -70,8 +77,14 @@ class RunStatus:
             )
 
     def _is_waiting(self) -> bool:
-        """Return whether no node has started. Raises ``OSError`` if the folder cannot be read now."""
-        return _is_folder(self._folder.path) and read_json_if_present(self._supervised.supervisor) is None
+        """Return whether no node has started (again).
+
+        Raises ``OSError`` if the folder cannot be read now.
+        """
+        if not _is_folder(self._folder.path):
+            return False
+        is_queued = self._last_transition["status"] == "queued"
+        return is_queued or read_json_if_present(self._supervised.supervisor) is None
 
     def _mark_outdated(self, error: OSError) -> dict[str, object]:
         """Return the last known status, with ``error`` as the reason why it may be outdated."""

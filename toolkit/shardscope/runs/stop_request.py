@@ -13,6 +13,7 @@ from shardscope.records.json_files import read_json, read_lines, write_json_on_f
 Button = Literal["Stop", "Save and stop"]
 """The buttons that request a stop; "Save and stop" with a checkpoint."""
 MAX_NAME = 100
+MAX_REASON = 300
 READS_STOPS = "looks_for_stop"
 READS_COMMANDS = "looks_for_commands"
 
@@ -33,6 +34,11 @@ def describe_stop_request(command: Mapping[str, object]) -> str:
     For example ``Stop was pressed in 00_studio.ipynb`` or ``run.stop() was called``.
     """
     saving = command.get("checkpoint") is True
+    if command.get("kernel_ended") is True:
+        return "the kernel that launched it ended"
+    scheduler = command.get("scheduler")
+    if isinstance(scheduler, str):
+        return "".join(filter(str.isprintable, scheduler))[:MAX_REASON]
     if command.get("button") is not None:
         action = f"{'Save and stop' if saving else 'Stop'} was pressed"
     elif command.get("sweep") is True:

@@ -21,6 +21,7 @@ from typing import Protocol
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import LineTail, parse_lines, read_json
 from shardscope.records.json_values import is_int
+from shardscope.records.regular_files import size_of
 from shardscope.runs.tensorboard import find_numbers
 from shardscope.runs.trackers import FINISH_SECONDS
 
@@ -42,6 +43,8 @@ def report_run(folder: RunFolder, names: list[str]) -> None:
     config = describe_config(description)
     trackers = {name: run for name in names if (run := _start(name, folder, config)) is not None}
     lines, has_ended = LineTail(folder.events(0)), False
+    if folder.attempt > 1:  # Earlier attempts have reported theirs.
+        lines.offset = size_of(folder.events(0))
     while trackers:
         # The metrics are complete before standard input ends, so this reads the last ones.
         for step, numbers in _iterate_metrics(lines):

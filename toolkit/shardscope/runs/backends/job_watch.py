@@ -7,16 +7,22 @@ notebook reads the status four times a second.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 
-from shardscope.records.folder import SUBMISSION, RunFolder
-from shardscope.records.json_files import read_lines, read_tail_text
+from shardscope.records.attempts import has_begun
+from shardscope.records.folder import FINAL, SUBMISSION, RunFolder
+from shardscope.records.json_files import read_json, read_lines, read_tail_text, write_json
 from shardscope.runs.backends.slurm_job import Job, SlurmError, explain_end, read_job, read_job_id
 from shardscope.runs.stop_request import describe_stop_request
 
 ASK_SECONDS = 3.0
 """Time between two questions."""
+STALE_SECONDS = 10.0
+"""Age at which an answer is not used any more."""
+ANSWER_SECONDS = 0.5
+"""Time that a reader waits for a new answer, if there is no other."""
 PATIENCE_SECONDS = 10.0
 """Time between the end of a job and the verdict that no node has written: NFS shows files seconds later."""
 SUBMIT_PATIENCE_SECONDS = 150.0
@@ -31,43 +37,81 @@ class JobWatch:
         self._folder = folder
         self._lock = threading.Lock()
         self._is_asking = False
-        self._asked = -ASK_SECONDS
+        self._asked = -STALE_SECONDS
+        self._answered = threading.Event()
         self._answer: Job | None = None
         self._is_answered = False
         self._problem = ""
         self._ended_since: float | None = None
 
-    def describe(self, since: float) -> dict[str, object] | None:
-        """Return the status and its reason; None if they are as recorded.
+    def describe(self, since: float, recorded: str = "") -> dict[str, object] | None:
+        """Return the status of a run none of whose nodes has started; None if it is as recorded.
 
-        ``since`` is the age in seconds of the recorded status.
+        ``since`` is the age in seconds of the recorded status, ``recorded`` its reason if the job has been
+        put back into the queue.
         """
+        stored = read_json(self._folder.job_end)
+        if stored is not None and stored.get("status") in FINAL:
+            return {"reason": "", **stored}
         job_id = read_job_id(self._folder)
         if job_id is None:
             is_overdue = since > SUBMIT_PATIENCE_SECONDS
             return {"status": "lost", "reason": "its job was never submitted"} if is_overdue else None
-        self._ask(job_id)
-        with self._lock:
-            job, is_answered, problem = self._answer, self._is_answered, self._problem
+        job, is_answered, problem = self._get_answer(job_id)
+        before = f"{recorded}; " if recorded else ""
         if problem:
-            return {"status": "queued", "reason": f"job {job_id}; Slurm cannot be asked now: {problem}"}
+            reason = f"{before}job {job_id}; Slurm cannot be asked now: {problem}"
+            return {"status": "queued", "reason": reason}
         if not is_answered:
-            return {"status": "queued", "reason": f"job {job_id}"}
+            return {"status": "queued", "reason": recorded or f"job {job_id}"}
         if job is not None and job.is_live:
             self._ended_since = None
-            return describe_live_job(job_id, job)
+            return describe_live_job(job_id, job, before)
         # Ended, or forgotten (slurm.conf(5), MinJobAge), and no node has written anything.
         if self._ended_since is None:
             self._ended_since = time.monotonic()
         if time.monotonic() - self._ended_since < PATIENCE_SECONDS:
             return None
-        return self._describe_end(job_id, job)
+        return self._store_end(self._describe_end(job_id, job))
+
+    def describe_without_lead(self, attempt: int) -> dict[str, object] | None:
+        """Return the status of a run whose node 0 is gone without a word; None if its job has ended.
+
+        An empty status: as recorded, until Slurm has answered.
+        """
+        job_id = read_job_id(self._folder)
+        if job_id is None:
+            return None
+        job, is_answered, problem = self._get_answer(job_id)
+        if problem or not is_answered:
+            return {}
+        if job is None or not job.is_live:
+            return None
+        if job.restarts >= attempt:
+            return describe_live_job(job_id, job, f"attempt {attempt} ended without notice; ")
+        if not job.requeues:
+            return None
+        reason = f"node 0 gives no sign of life; job {job_id} has not ended yet, and may start again"
+        return {"status": "stopping", "reason": reason}
+
+    def _get_answer(self, job_id: str) -> tuple[Job | None, bool, str]:
+        """Return the job, whether Slurm has answered lately, and the error if it could not be asked."""
+        self._ask(job_id)
+        with self._lock:
+            is_fresh = time.monotonic() - self._asked < STALE_SECONDS
+        # An old answer may be about an earlier attempt.
+        if not is_fresh:
+            self._answered.wait(ANSWER_SECONDS)
+        with self._lock:
+            is_fresh = time.monotonic() - self._asked < STALE_SECONDS
+            return self._answer, self._is_answered and is_fresh, self._problem
 
     def _ask(self, job_id: str) -> None:
         with self._lock:
             if self._is_asking or time.monotonic() - self._asked < ASK_SECONDS:
                 return
             self._is_asking = True
+            self._answered.clear()
         try:
             threading.Thread(target=self._read, args=(job_id,), daemon=True).start()
         except RuntimeError:  # The process limit is reached.
@@ -82,28 +126,48 @@ class JobWatch:
         with self._lock:
             self._answer, self._problem, self._is_answered = job, problem, True
             self._asked, self._is_asking = time.monotonic(), False
+            self._answered.set()
 
     def _describe_end(self, job_id: str, job: Job | None) -> dict[str, object]:
-        stops = [line for line in read_lines(self._folder.control) if line.get("command") == "stop"]
+        lines = read_lines(self._folder.control)
+        # Those of an earlier attempt itself have put the job back into the queue.
+        stops = [line for line in lines if line.get("command") == "stop" and line.get("attempt") is None]
+        again = " again" if has_begun(self._folder) else ""
         if stops:
             return {
                 "status": "stopped",
-                "reason": f"{describe_stop_request(stops[0])} before any rank started",
+                "reason": f"{describe_stop_request(stops[0])} before any rank started{again}",
             }
         if job is not None and job.state == "CANCELLED":
-            return {"status": "stopped", "reason": f"Slurm {explain_end(job)} job {job_id} before it started"}
+            reason = f"Slurm {explain_end(job)} job {job_id} before it started{again}"
+            return {"status": "stopped", "reason": reason}
         state = f"ended as {job.state}" if job is not None else "is not known to Slurm any more"
         reason = f"job {job_id} {state}, and no node has written into the run folder"
         log = read_submission_log(self._folder)
         return {"status": "failed", "reason": f"{reason}. Its log: {log}" if log else reason}
 
+    def _store_end(self, end: dict[str, object]) -> dict[str, object]:
+        """Write the end of a run that no node will write, unless another process was faster."""
+        record = {"time": time.time(), **end}
+        partial = self._folder.path / f".job_end.{os.getpid()}.{threading.get_ident()}"
+        # The folder may be another user's, and some file systems have no hard links: then each reader asks.
+        with contextlib.suppress(OSError):
+            try:
+                write_json(partial, record)
+                os.link(partial, self._folder.job_end)
+                self._folder.task.unlink(missing_ok=True)
+            finally:
+                partial.unlink(missing_ok=True)
+        return record
 
-def describe_live_job(job_id: str, job: Job) -> dict[str, object]:
-    """Return the status of a run whose job waits, or has just started."""
-    if not job.is_waiting:
+
+def describe_live_job(job_id: str, job: Job, before: str = "") -> dict[str, object]:
+    """Return the status of a run whose job waits, or has just started; ``before`` starts the reason."""
+    # A job that was put back into the queue is COMPLETING until its processes have ended.
+    if not job.is_waiting and job.state != "COMPLETING":
         where = f" on {job.nodes}" if job.nodes else ""
-        return {"status": "starting", "reason": f"job {job_id} has started{where}"}
-    reason = f"job {job_id} waits" + (f": {job.reason}" if job.reason else "")
+        return {"status": "starting", "reason": f"{before}job {job_id} has started{where}"}
+    reason = f"{before}job {job_id} waits" + (f": {job.reason}" if job.reason else "")
     if job.start:
         reason += f"; estimated start {job.start.replace('T', ' ')}"
     return {"status": "queued", "reason": reason}

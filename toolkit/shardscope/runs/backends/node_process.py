@@ -9,25 +9,38 @@ import sys
 import time
 from pathlib import Path
 
-from shardscope.records.folder import NodeFolder
+from shardscope.records.attempts import BEGAN
+from shardscope.records.folder import FINAL, NodeFolder, RunFolder
 from shardscope.records.folder_checks import open_part
-from shardscope.records.json_files import write_json
-from shardscope.runs.backends.slurm_job import SlurmError, parse_records, run_command
+from shardscope.records.json_files import read_lines, write_json
+from shardscope.runs.backends.end_notice import SLURM_SIGNALS
+from shardscope.runs.backends.next_attempt import begin_attempt, read_restart_attempt
+from shardscope.runs.backends.peers import START_SECONDS
+from shardscope.runs.backends.slurm_job import SlurmError, cancel, parse_records, read_job_id, run_command
 
 VISIBLE_SECONDS = 60.0
 """Time for the run folder to appear on a node: an NFS client caches that a name is missing (nfs(5))."""
 
 
 def run_node(path: str) -> None:
-    """Replace this process, a task of Slurm's step, by the supervisor of this node. Does not return.
+    """Replace this process, a task of Slurm's step, by the supervisor of this node.
 
     ``exec`` sets the signals that submitit handles to their defaults. Raises ``FileNotFoundError`` if the run
     folder is not visible on this node, ``OSError`` if the address of this node is none of its own.
     """
-    node = int(os.environ["SLURM_NODEID"])
+    node, attempt = int(os.environ["SLURM_NODEID"]), read_restart_attempt()
     wait_for_folder(Path(path))
-    folder = open_part(path, node)
+    folder = open_part(path, node, attempt)
     assert isinstance(folder, NodeFolder)
+    if attempt > 1 and has_ended(RunFolder(path)):
+        # Slurm has requeued the job while the run ended by itself.
+        _leave_queue(folder)
+        return
+    # Node 0 chooses the checkpoint for all.
+    if folder.is_lead:
+        begin_attempt(folder)
+    else:
+        wait_for_file(folder.attempt_folder(attempt) / BEGAN, START_SECONDS)
     folder.create_own()
     try:
         _describe_node(folder)
@@ -38,10 +51,23 @@ def run_node(path: str) -> None:
     log = os.open(folder.supervisor_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
-    # Slurm warns of the time limit by a signal that would end the supervisor.
+    # Slurm signals all processes of the step. The supervisor reads its signals when it is ready to; without
+    # the mask they would end the ranks. Programs that these start ignore SIGUSR2.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SLURM_SIGNALS)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    arguments = ["-P", "-m", "shardscope.runs.launch.supervisor", path, "--node", str(node)]
+    arguments = ["-P", "-m", "shardscope.runs.launch.supervisor", path, "--node", str(node), str(attempt)]
     os.execv(sys.executable, [sys.executable, *arguments])
+
+
+def has_ended(folder: RunFolder) -> bool:
+    """Return whether a final status of the run is recorded."""
+    return any(record.get("status") in FINAL for record in read_lines(folder.status))
+
+
+def _leave_queue(folder: NodeFolder) -> None:
+    job_id = read_job_id(folder)
+    if job_id is not None and folder.is_lead:
+        cancel(job_id)
 
 
 def _describe_node(folder: NodeFolder) -> None:
@@ -61,8 +87,13 @@ def _describe_node(folder: NodeFolder) -> None:
 
 def wait_for_folder(path: Path) -> None:
     """Wait until the run folder is visible on this node. Raises ``FileNotFoundError`` if it does not come."""
-    deadline = time.monotonic() + VISIBLE_SECONDS
-    while not (path / "run.json").exists():
+    wait_for_file(path / "run.json", VISIBLE_SECONDS)
+
+
+def wait_for_file(path: Path, seconds: float) -> None:
+    """Wait until a file is visible on this node. Raises ``FileNotFoundError`` if it does not come."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
         if time.monotonic() > deadline:
             raise FileNotFoundError(
                 f"{path} is not visible on {socket.gethostname()}: a run needs a shared folder"

@@ -41,6 +41,7 @@ class Peers:
         self.ended: dict[int, Ended] = {}
         self._given_up: dict[int, str] = {}
         """Why the scheduler has lost a node, where it knows."""
+        self._lost: set[int] = set()
 
     def look(self) -> None:
         """Read the heartbeats and ends of the nodes that have not ended."""
@@ -76,9 +77,11 @@ class Peers:
         for node, (beat, seen) in self._beats.items():
             silent = time.monotonic() - seen
             if node in self._given_up:
+                self._lost.add(node)
                 texts.append(f"node {node}{self._name(node)} is lost: {self._given_up[node]}")
             elif node not in self.ended and silent > (patience_seconds if beat else START_SECONDS):
                 what = f"no sign of it for {silent:.0f} s" if beat else "its supervisor never started"
+                self._lost.add(node)
                 texts.append(f"node {node}{self._name(node)} is lost: {what}")
         return "; ".join(texts)
 
@@ -91,6 +94,11 @@ class Peers:
             or now - seen > (patience_seconds if beat else START_SECONDS)
             for node, (beat, seen) in self._beats.items()
         )
+
+    def list_lost_names(self) -> list[str]:
+        """Return the scheduler's names of the nodes that were found lost, as far as they are known."""
+        names = [(read_json(self._folders[node].node_json) or {}).get("name") for node in sorted(self._lost)]
+        return [name for name in names if isinstance(name, str)]
 
     def _name(self, node: int) -> str:
         name = (read_json(self._folders[node].node_json) or {}).get("name")

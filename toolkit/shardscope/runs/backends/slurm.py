@@ -20,13 +20,15 @@ CONSTRAINT = re.compile(r"[A-Za-z0-9_.&|,*()\[\]:-]+")
 OPTION = re.compile(r"[a-z][a-z_-]*")
 TIME = re.compile(r"(?:(\d{1,4})-)?(\d{1,5})(?::(\d{1,2}))?(?::(\d{1,2}))?")
 """Slurm's spelling (sbatch(1), --time): minutes, minutes:seconds, hours:minutes:seconds, days-hours..."""
+SIGNAL = re.compile(r"USR2@(\d{1,5})")
+"""The signal before the time limit; only its time is the user's choice."""
 CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 """Characters that end a line or change a terminal."""
 OWN_FIELDS = ("partition", "account", "qos", "time", "constraint")
 SET_BY_LAUNCH = frozenset({
     *("array", "chdir", "error", "export", "gres", "gpus", "gpus-per-node", "gpus-per-task", "input"),
     *("job-name", "no-requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "requeue"),
-    *("signal", "wrap"),
+    "wrap",
 })  # fmt: skip
 """Options of sbatch that the plan or the run folder decide."""
 MAX_LINES = 1000
@@ -99,6 +101,9 @@ class Slurm:
             if option in SET_BY_LAUNCH:
                 fix = f"leave {name} out"
                 refuse("Slurm.extra", name, "options that neither the plan nor the run decides", fix)
+            if option == "signal" and not (isinstance(value, str) and SIGNAL.fullmatch(value)):
+                allowed = "USR2@<seconds before the time limit>, the time to save a checkpoint"
+                refuse("Slurm.extra['signal']", value, allowed, Value("USR2@300"))
             if value is True or (isinstance(value, int) and not isinstance(value, bool)):
                 continue
             if not isinstance(value, str):

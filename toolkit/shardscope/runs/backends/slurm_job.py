@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from shardscope.records.folder import RunFolder
@@ -36,6 +36,12 @@ class Job(NamedTuple):
     """When it started, or is estimated to start, in Slurm's spelling; empty if unknown."""
     nodes: str
     preempted: bool
+    restarts: int = 0
+    """How often Slurm has started it again; counts from the request on, also while the job still ends."""
+    end: str = ""
+    """When its time is over, in Slurm's spelling; empty if unknown."""
+    requeues: bool = False
+    """Whether Slurm may start it again."""
 
     @property
     def is_waiting(self) -> bool:
@@ -107,6 +113,9 @@ def read_job(job_id: str) -> Job | None:
         start=_read_text(record.get("StartTime", "")),
         nodes=_read_text(record.get("NodeList", "")),
         preempted=bool(_read_text(record.get("PreemptTime", ""))),
+        restarts=int(restarts) if (restarts := record.get("Restarts", "")).isdecimal() else 0,
+        end=_read_text(record.get("EndTime", "")),
+        requeues=record.get("Requeue") == "1",
     )
 
 
@@ -140,6 +149,29 @@ def explain_end(job: Job) -> str:
     if job.state == "NODE_FAIL" or job.reason == "NodeDown":
         return "lost a node of"
     return "cancelled (scancel)"
+
+
+def requeue(job_id: str) -> None:
+    """Put a job back into the queue; it is started anew. Raises ``SlurmError``."""
+    run_command("scontrol", "requeue", job_id)
+
+
+def exclude_nodes(job_id: str, names: Iterable[str]) -> None:
+    """Exclude nodes from the next start of a job that waits, besides those already excluded.
+
+    Raises ``SlurmError``.
+    """
+    records = parse_records(run_command("scontrol", "show", "job", "--oneliner", job_id))
+    before = _read_text(records[-1].get("ExcNodeList", "")) if records else ""
+    run_command(
+        "scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(filter(None, (before, *names)))}"
+    )
+
+
+def read_kill_wait() -> float | None:
+    """Return the seconds from SIGTERM to SIGKILL of a job that Slurm ends. Raises ``SlurmError``."""
+    match = re.search(r"^KillWait\s*=\s*(\d+)", run_command("scontrol", "show", "config"), re.MULTILINE)
+    return float(match[1]) if match else None
 
 
 def cancel_waiting(job_id: str) -> None:

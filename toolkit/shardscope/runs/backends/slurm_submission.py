@@ -135,7 +135,7 @@ def read_inventory(partition_name: str | None, gpu_name: str | None) -> Cluster:
     return build_cluster(partition.pool, gpu_name, GPU_FIELD)
 
 
-def submit(folder: RunFolder, plan: Plan, target: Slurm, partition: Partition) -> str:
+def submit(folder: RunFolder, plan: Plan, target: Slurm, partition: Partition, *, starts_again: bool) -> str:
     """Submit the job of a run and write its id. Return the id. Raises ``ValueError`` if Slurm refuses it."""
     submission = folder.path / SUBMISSION
     submission.mkdir(mode=0o700)
@@ -148,7 +148,7 @@ def submit(folder: RunFolder, plan: Plan, target: Slurm, partition: Partition) -
         "folder": str(submission),
         "run": str(folder.path),
         "python": target.python,
-        "parameters": build_parameters(folder, plan, target, partition),
+        "parameters": build_parameters(folder, plan, target, partition, starts_again=starts_again),
     }
     done = subprocess.run(
         [sys.executable, "-P", "-m", "shardscope.runs.backends.submission_process"],
@@ -178,8 +178,13 @@ def submit(folder: RunFolder, plan: Plan, target: Slurm, partition: Partition) -
     return job_id
 
 
-def build_parameters(folder: RunFolder, plan: Plan, target: Slurm, partition: Partition) -> dict[str, object]:
-    """Return the parameters of submitit's ``SlurmExecutor`` for a run."""
+def build_parameters(
+    folder: RunFolder, plan: Plan, target: Slurm, partition: Partition, *, starts_again: bool
+) -> dict[str, object]:
+    """Return the parameters of submitit's ``SlurmExecutor`` for a run.
+
+    ``starts_again``: after Slurm has ended the job, or a failure.
+    """
     cluster = plan.cluster
     minutes = partition.default_minutes if target.time is None else parse_minutes(target.time)
     # sbatch(1): a limit of 0 requests no limit.
@@ -196,8 +201,9 @@ def build_parameters(folder: RunFolder, plan: Plan, target: Slurm, partition: Pa
             if (value := getattr(target, name)) is not None
         },
     }
-    # A node that fails ends the job: a second start of the same run folder would not be this run.
-    additional: dict[str, object] = {"no-requeue": True}
+    # Without the flag Slurm starts the job neither after a preemption nor on request. With it Slurm also
+    # starts it again after a node has failed.
+    additional: dict[str, object] = {"requeue" if starts_again else "no-requeue": True}
     cores = min(node.num_cpus for node in partition.nodes)
     if cluster.gpu.name == "cpu":
         num_cpus = min(cores, cluster.gpus_per_node)

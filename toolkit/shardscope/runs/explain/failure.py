@@ -213,8 +213,9 @@ def _read_death(folder: RunFolder, record: _RankExit) -> Failure | None:
         reason=reason,
         text=f"{reason}.\nThe end of its log:\n{log}",
         raised=find_last_raised(log, code),
-        # torch elastic ends the other ranks with SIGTERM; nothing else sends it to a rank.
-        is_consequence=code == -signal.SIGTERM,
+        # torch elastic ends the other ranks with SIGTERM, a supervisor on a scheduler's node with SIGHUP;
+        # nothing else sends these to a rank.
+        is_consequence=code in (-signal.SIGTERM, -signal.SIGHUP),
         is_unexplained=code is None,
     )
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from shardscope.records.attempts import is_for_attempt, read_control_bytes
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import LineTail
 from shardscope.records.regular_files import open_to_read, size_of
@@ -73,7 +74,9 @@ class CommandFeed:
 
     def __init__(self, folder: RunFolder, table: PollTable | None) -> None:
         """Open the feed. ``table`` is None for a single rank, which needs no agreement."""
+        self._folder = folder
         self._tail = LineTail(folder.control)
+        self._tail.offset = read_control_bytes(folder)
         self._table = table
         self._num_polls = 0
 
@@ -83,7 +86,7 @@ class CommandFeed:
         return [
             record
             for record in self._tail.read(self._agree_on_size())
-            if isinstance(record.get("command"), str)
+            if isinstance(record.get("command"), str) and is_for_attempt(record, self._folder)
         ]
 
     def _agree_on_size(self) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex, Unpack
 
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import RESERVED, encode, write_json
+from shardscope.records.logged_steps import LoggedSteps
 from shardscope.runs.launch.commands import CommandFeed, PollTable
 from shardscope.runs.launch.profiling import Profile
 from shardscope.runs.stop_request import READS_COMMANDS, READS_STOPS, record_reader
@@ -58,9 +59,10 @@ class Context:
         self._stop_requested = False
         self._step_reader = ""
         self._recorded_readers: set[str] = set()
-        self._last_step = -1
+        self._logged = LoggedSteps(folder, rank)
+        self._last_step = self._logged.last_step
         self._events: int | None = None
-        self._line_is_broken = False
+        self._line_is_broken = self._logged.ends_within_line
         self._num_lost = 0
 
     @property
@@ -85,6 +87,9 @@ class Context:
     def log(self, step: int | None = None, **metrics: object) -> None:
         """Append metrics of one step; ``step`` defaults to the one after the last logged (from 0).
 
+        In a later attempt of a run, metrics of the same names and step as in an earlier one are not logged
+        again.
+
         Values are numbers, one-element tensors, text, bools or None; ``run.metrics()`` returns NaN and
         infinities unchanged. Raises ``ValueError`` for a reserved name or a value of another kind.
         """
@@ -94,7 +99,9 @@ class Context:
         number = self._last_step + 1 if step is None else int(step)
         plain = {name: _convert_value(name, value) for name, value in metrics.items()}
         self._last_step = number
-        self._write_event({"step": number, "rank": self.rank, "time": time.time(), **plain})
+        event: dict[str, object] = {"step": number, "rank": self.rank, "time": time.time(), **plain}
+        if not self._logged.has(event):
+            self._write_event(event)
 
     def log_memory(self, step: int | None = None) -> None:
         """Log ``memory_bytes`` and ``peak_memory_bytes`` of this rank, the input of ``run.memory()``."""

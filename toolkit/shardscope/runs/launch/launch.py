@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import importlib.metadata
 import importlib.util
 import inspect
@@ -21,9 +22,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.errors import Value, check_flag, refuse
+from shardscope.core.errors import Value, check_flag, check_integer, refuse
 from shardscope.frameworks.registry import check_trained
 from shardscope.machine.detection import read_gpu_states, select_visible_devices
 from shardscope.machine.host import count_cores
@@ -31,6 +32,8 @@ from shardscope.machine.processes import identify_machine, read_start_time
 from shardscope.records.folder import FINAL, NODES, RAY, RunFolder, checked_path, explain_write_error
 from shardscope.records.json_files import write_json
 from shardscope.records.regular_files import open_to_append
+from shardscope.runs.backends.kernel_watch import start_kernel_watch
+from shardscope.runs.backends.next_attempt import may_start_again
 from shardscope.runs.backends.ray import Ray
 from shardscope.runs.backends.ray_submission import (
     RayConnection,
@@ -39,7 +42,7 @@ from shardscope.runs.backends.ray_submission import (
     submit_to_ray,
 )
 from shardscope.runs.backends.slurm import Slurm, check_target
-from shardscope.runs.backends.slurm_job import SlurmError
+from shardscope.runs.backends.slurm_job import SlurmError, cancel
 from shardscope.runs.backends.slurm_submission import check_submission, submit
 from shardscope.runs.explain.measured_step import predict_step
 from shardscope.runs.launch.environment import add_toolkit_to_path
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
 NEEDED = ("torch", "accelerate", "cloudpickle")
 MAX_NAME_LENGTH = 100
 MAX_RUNS_OF_A_NAME = 10_000
+MAX_RETRIES = 100
 
 
 def launch(
@@ -71,16 +75,19 @@ def launch(
     force: bool = False,
     *,
     on: Slurm | Ray | None = None,
+    retries: int = 0,
 ) -> Run:
     """Start ``task(ctx)`` on every rank of ``plan`` and return at once.
 
     ``on`` is None for this machine, an ``ss.Slurm`` that submits one job with a process per node, or an
     ``ss.Ray`` that starts an actor on each node. The run folder is ``folder/name``; ``folder`` defaults to
     ``./runs`` and ``name`` to the current time. If an ended run has that name, a number is appended. A run of
-    this machine ends with this process unless ``outlive_kernel``; one on a cluster always outlives it. A task
-    may have a method ``check(plan)`` or
-    ``check_launch(plan, folder, name)`` that raises ``ValueError`` for a plan or folder it does not support.
-    A function whose source uses ``ctx.engine`` raises ``ValueError`` if no engine trains the plan.
+    this machine ends with this process unless ``outlive_kernel``; one on a cluster outlives it, on Slurm
+    unless ``outlive_kernel=False``. After a failed rank or a lost node the run is started again up to
+    ``retries`` times, from its last checkpoint (not on Ray): ``run.attempts``. A task may have a method
+    ``check(plan)`` or ``check_launch(plan, folder, name)`` that raises ``ValueError`` for a plan or folder it
+    does not support. A function whose source uses ``ctx.engine`` raises ``ValueError`` if no engine trains
+    the plan.
 
     Raises ``ValueError`` for an invalid argument, a plan that this machine or the partition cannot run, a
     task that cannot be pickled (the message names the object), or the name of a live run;
@@ -91,7 +98,15 @@ def launch(
     the check that the nodes see the folder.
     """
     return start_run(
-        plan, task, name=name, outlive_kernel=outlive_kernel, folder=folder, force=force, on=on, stacklevel=3
+        plan,
+        task,
+        name=name,
+        outlive_kernel=outlive_kernel,
+        folder=folder,
+        force=force,
+        on=on,
+        retries=retries,
+        stacklevel=3,
     )
 
 
@@ -104,6 +119,7 @@ def start_run(
     folder: str | os.PathLike[str] | None,
     force: bool,
     on: Slurm | Ray | None = None,
+    retries: int = 0,
     gpu_positions: Sequence[int] | None = None,
     stacklevel: int = 2,
 ) -> Run:
@@ -116,17 +132,21 @@ def start_run(
     outlives = target is not None
     if outlive_kernel is not None:
         outlives = check_flag("launch.outlive_kernel", outlive_kernel)
-        if target is not None and not outlives:
-            allowed = "True or None: a run on a cluster outlives the kernel; run.stop() ends it"
+        if isinstance(target, Ray) and not outlives:
+            allowed = "True or None: a Ray run outlives the kernel; run.stop() ends it"
             refuse("launch.outlive_kernel", outlive_kernel, allowed, Value(True))
     check_flag("launch.force", force)
+    check_integer("launch.retries", retries, low=0, high=MAX_RETRIES)
+    if isinstance(target, Ray) and retries:
+        refuse("launch.retries", retries, "0 on Ray: a run has one attempt there", Value(0))
     parent = checked_path("launch.folder", DEFAULT_FOLDER if folder is None else folder)
     if name is not None:
         check_name("launch.name", name)
     if isinstance(target, Ray):
         return _launch_on_ray(plan, task, target, parent, name, force=force, stacklevel=stacklevel)
     if target is not None:
-        return _launch_on_slurm(plan, task, target, parent, name, force=force)
+        options = _SlurmOptions(outlives=outlives, is_chosen=outlive_kernel is not None, retries=retries)
+        return _launch_on_slurm(plan, task, target, parent, name, options, force=force)
     device = check_launch(plan, task, parent, name)
     # Compare the free memory with the predicted peak: other processes may hold the GPU.
     gpus: list[GpuState] = []
@@ -144,7 +164,7 @@ def start_run(
         warnings.warn(memory_warning, RuntimeWarning, stacklevel=stacklevel)
     # Pickle before anything is created: a task that cannot be pickled leaves no folder.
     payload = pack(task, plan)
-    description = _describe_run(plan, task, device, outlives)
+    description = _describe_run(plan, task, device, outlives, retries)
     description |= {"asked_name": name, "gpus": [gpu.index for gpu in gpus]}
     # Create the folder under a hidden name and rename it when it is complete: no list shows half a run.
     pending = _PendingLaunch(parent, name)
@@ -176,6 +196,7 @@ def _launch_on_slurm(
     target: Slurm,
     parent: Path,
     name: str | None,
+    options: _SlurmOptions,
     *,
     force: bool,
 ) -> Run:
@@ -189,7 +210,7 @@ def _launch_on_slurm(
     partition = check_submission(plan, target, parent, force=force)
     payload = pack(task, plan)
     device = "cpu" if plan.cluster.gpu.name == "cpu" else "cuda"
-    description = _describe_run(plan, task, device, outlive_kernel=True)
+    description = _describe_run(plan, task, device, options.outlives, options.retries)
     # The processes of the run are on other machines, whose GPUs are not known yet.
     description |= {"asked_name": name, "gpus": [], "machine": "", "scheduler": "slurm"}
     description["num_nodes"] = plan.cluster.num_nodes
@@ -203,7 +224,15 @@ def _launch_on_slurm(
             write_task(pending.folder, payload)
             pending.folder.set_status("queued", f"being submitted to partition {partition.name}")
             pending.publish(description)
-            submit(pending.folder, plan, target, partition)
+            job_id = submit(
+                pending.folder, plan, target, partition, starts_again=may_start_again(description)
+            )
+            pending.cancel_job = functools.partial(cancel, job_id)
+            if options.outlives:
+                if not options.is_chosen:
+                    _say_once_that_it_outlives()
+            else:
+                start_kernel_watch(pending.folder)
             return Run(pending.folder)
     except BaseException as error:
         _undo_launch(pending, error)
@@ -233,7 +262,7 @@ def _launch_on_ray(
         difference = check_ray_submission(connection, plan, parent, force=force)
         if difference:
             warnings.warn(difference, RuntimeWarning, stacklevel=stacklevel + 1)
-        description = _describe_run(plan, task, device, outlive_kernel=True)
+        description = _describe_run(plan, task, device, outlive_kernel=True, retries=0)
         # The processes of the run are on other machines, whose GPUs are not known yet.
         description |= {"asked_name": name, "gpus": [], "machine": "", "scheduler": "ray"}
         description["num_nodes"] = plan.cluster.num_nodes
@@ -254,6 +283,23 @@ def _launch_on_ray(
         except BaseException as error:
             _undo_launch(pending, error)
             raise
+
+
+class _SlurmOptions(NamedTuple):
+    """Arguments of :func:`launch` that concern a Slurm run."""
+
+    outlives: bool
+    is_chosen: bool
+    """Whether the user has chosen ``outlive_kernel``."""
+    retries: int
+
+
+@functools.cache
+def _say_once_that_it_outlives() -> None:
+    print(
+        "A Slurm run goes on when this kernel ends: ss.Run.attach(run.folder) opens it again, and run.stop() "
+        "ends it. outlive_kernel=False ends it with the kernel."
+    )
 
 
 def check_launch(plan: Plan, task: object, parent: Path, name: str | None) -> str:
@@ -284,6 +330,7 @@ class _PendingLaunch:
         # Run names cannot start with a dot, and run lists skip hidden folders.
         self.folder = RunFolder(parent / f".launch-{os.getpid()}-{secrets.token_hex(4)}")
         self.supervisor: subprocess.Popen[bytes] | None = None
+        self.cancel_job: Callable[[], None] | None = None
         self._new_parents = [path for path in (parent, *parent.parents) if not path.exists()]
 
     def create(self) -> None:
@@ -333,6 +380,9 @@ class _PendingLaunch:
         # The supervisor first: it would still write into the folder.
         if self.supervisor is not None:
             stop_supervisor(self.supervisor)
+        if self.cancel_job is not None:
+            with contextlib.suppress(SlurmError):
+                self.cancel_job()
         shutil.rmtree(self.folder.path, ignore_errors=True)
         self._delete_without_descriptors()
         # Innermost first. rmdir fails, as it should, for a parent that another launch uses by now.
@@ -503,7 +553,9 @@ def _is_alive(folder: RunFolder) -> bool:
         return False
 
 
-def _describe_run(plan: Plan, task: object, device: str, outlive_kernel: bool) -> dict[str, object]:
+def _describe_run(
+    plan: Plan, task: object, device: str, outlive_kernel: bool, retries: int
+) -> dict[str, object]:
     """Return the content of ``run.json``, without the run's name.
 
     It holds no environment variables and no free text of the task: both may contain secrets.
@@ -537,6 +589,7 @@ def _describe_run(plan: Plan, task: object, device: str, outlive_kernel: bool) -
         "world_size": plan.world_size,
         "device": device,
         "outlive_kernel": outlive_kernel,
+        "retries": retries,
         "versions": versions,
         "sys_path": [entry or str(Path.cwd()) for entry in sys.path],
         "pythonpath": os.environ.get("PYTHONPATH"),

@@ -2,8 +2,8 @@
 
 It imports what the ranks need before the fork, never initializes CUDA, and records how each rank process
 ended. The supervisor starts it as ``python -m shardscope.runs.launch.launcher <folder> <pid of the
-supervisor> <pipe> [node]``, with the pipe of ``new_secrets.py``. With a node it starts only that node's
-ranks.
+supervisor> <pipe> <node> <attempt>``, with the pipe of ``new_secrets.py``. With a node it starts only that
+node's ranks; node and attempt are empty for a run of this machine that is not started again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypeVarTuple
 from shardscope.core.errors import check_integer
 from shardscope.frameworks.engines import before_fork
 from shardscope.machine.processes import die_with_parent, find_free_port, keep_exit_codes
+from shardscope.records.attempts import read_checkpoint
 from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.folder_checks import MAX_WORLD_SIZE, open_part
 from shardscope.records.json_files import append_line, read_json, read_lines, write_json
@@ -31,7 +32,7 @@ from shardscope.runs.launch.best_effort_output import flush_output
 from shardscope.runs.launch.environment import restore_python_path
 from shardscope.runs.launch.loopback import ADDRESS, check_loopback
 from shardscope.runs.launch.new_secrets import send_new_secrets
-from shardscope.runs.launch.packing import take_task, unpack
+from shardscope.runs.launch.packing import resume_from, take_task, unpack
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -66,7 +67,7 @@ def main(folder: RunFolder) -> int:
 
     # The hook must be installed before the first fork.
     watch_ranks(folder, ranks)
-    arguments = (str(folder.path), os.getpid(), task, plan, device)
+    arguments = (str(folder.path), folder.fixed_attempt, os.getpid(), task, plan, device)
     try:
         if isinstance(folder, NodeFolder) and folder.num_nodes > 1:
             _call_on_nodes(folder, run_rank, arguments, ranks)
@@ -109,6 +110,7 @@ def _load_before_fork(
 
     use_plain_tracebacks()
     task, plan = unpack(payload)
+    task = resume_from(task, read_checkpoint(folder))
     before_fork(plan, device)
     for module in getattr(task, "preload", ()):
         importlib.import_module(module)
@@ -330,7 +332,8 @@ if __name__ == "__main__":
     die_with_parent(int(sys.argv[2]) or os.getppid())  # 0: nsys is the parent.
     keep_exit_codes()
     send_new_secrets(int(sys.argv[3]))
-    exit_code = main(open_part(sys.argv[1], int(sys.argv[4]) if len(sys.argv) > 4 else None))
+    node, attempt = (int(text) if text else None for text in sys.argv[4:6])
+    exit_code = main(open_part(sys.argv[1], node, attempt))
     if "WORLD_SIZE" in os.environ:  # A single rank ran here: let its libraries run their exit handlers.
         sys.exit(exit_code)
     flush_output()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import linecache
 import os
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.runs.launch.unpicklable import find_unpicklable, get_qualified_name
+from shardscope.training.tasks.text_task import TextTask
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -73,6 +75,16 @@ def unpack(payload: bytes) -> tuple[Callable[[Context], object], Plan]:
     return task, plan
 
 
+def resume_from(task: Callable[[Context], object], checkpoint: Path | None) -> Callable[[Context], object]:
+    """Return the task of a later attempt: a built-in one resumes from ``checkpoint``, if there is one."""
+    if checkpoint is None or not isinstance(task, TextTask):
+        return task
+    resumed = copy.copy(task)
+    # Not dataclasses.replace: it would check and look up the user's paths again.
+    object.__setattr__(resumed, "resume", checkpoint)
+    return resumed
+
+
 def collect_cell_sources() -> dict[str, list[str]]:
     """Return the source lines of code that was not compiled from a file, by the name it was compiled under.
 
@@ -104,7 +116,7 @@ def write_task(folder: RunFolder, payload: bytes) -> None:
 def take_task(folder: RunFolder) -> bytes:
     """Read the task and unlink it. Raises ``PermissionError`` if another user owns it or its folder.
 
-    The nodes of a scheduler's run share the file; the supervisor of node 0 unlinks it.
+    Nodes and attempts share the file; the supervisor unlinks it when the run has ended.
     """
     # lstat: a symbolic link that another user planted counts as that user's.
     for path in (folder.path, folder.task):
@@ -114,7 +126,7 @@ def take_task(folder: RunFolder) -> bytes:
                 f"{path} belongs to user {owner}, and a pickled task runs code: not opened."
             )
     payload = folder.task.read_bytes()
-    if not isinstance(folder, NodeFolder):
+    if not isinstance(folder, NodeFolder) and folder.fixed_attempt is None:
         folder.task.unlink()
     return payload
 

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from shardscope.machine.processes import die_with_parent, move_past_standard_streams, read_start_time
@@ -33,6 +34,7 @@ EXIT_GRACE_SECONDS = 10.0
 
 def run_rank(
     path: str,
+    attempt: int | None,
     launcher: int,
     task: Callable[[Context], object],
     plan: Plan,
@@ -41,12 +43,11 @@ def run_rank(
     files: Rendezvous,
 ) -> None:
     """Run ``task(ctx)`` in this process. Return if the task returned, else exit with a nonzero code."""
-    if os.getpid() != launcher:
+    is_forked = os.getpid() != launcher
+    if is_forked:
         die_with_parent(launcher)
-        # Reset torch elastic's signal handler, inherited by the fork: a rank must end on SIGTERM.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    folder = RunFolder(path)
+    folder = RunFolder(path, attempt)
+    _set_signals(is_forked=is_forked, on_nodes=folder.has_nodes)
     tempfile.tempdir = None  # The launcher's setting; a task uses the system's folder.
     rank = _complete_environment(port)
     _write_marker(folder, rank)
@@ -69,6 +70,35 @@ def run_rank(
         _exit_within_grace(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
     finally:
         flush_output()
+
+
+def _set_signals(*, is_forked: bool, on_nodes: bool) -> None:
+    """Let the supervisor end this rank by SIGTERM, on the nodes of a scheduler by SIGHUP.
+
+    Slurm sends SIGTERM to every process of a job that it is about to end, and the ranks still have to save.
+    """
+    if is_forked:  # Reset torch elastic's signal handlers, inherited by the fork.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if not on_nodes:
+        return
+    # A handler, and not SIG_IGN or the mask of the node process: those would pass on to programs that the
+    # task starts and ends by SIGTERM.
+    signal.signal(signal.SIGTERM, _ignore_signal)
+    signal.siginterrupt(signal.SIGTERM, False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGUSR2))
+    os.register_at_fork(after_in_child=_end_on_sigterm)
+
+
+def _ignore_signal(_number: int, _frame: FrameType | None) -> None:
+    """Handle SIGTERM by doing nothing."""
+
+
+def _end_on_sigterm() -> None:
+    """Restore the default of SIGTERM in a process that a rank has forked, such as a worker of a pool."""
+    if signal.getsignal(signal.SIGTERM) is _ignore_signal:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _complete_environment(port: int) -> int:

@@ -123,7 +123,6 @@ class RunEnd:
 
         The model card of a finished run is written before: its status says that the model is complete.
         """
-        self.folder.task.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             delete_partial_files(self.folder.path)
         # The last GPU samples and the redaction of logs get a second before the status, the rest after it.

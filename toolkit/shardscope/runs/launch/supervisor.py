@@ -2,13 +2,15 @@
 
 It runs no rank code and imports no torch, so it survives every crash of the ranks and can record it.
 ``launch.py`` starts it as ``python -m shardscope.runs.launch.supervisor <folder> [lease read end]``. On the
-nodes of a scheduler ``runs/backends/node_process.py`` starts it, as ``... <folder> --node <number>``: each
-supervises the ranks of its node, and that of node 0 also writes the run's status, once all nodes have ended.
+nodes of a scheduler ``runs/backends/node_process.py`` starts it, as ``... <folder> --node <number>
+<attempt>``: each supervises the ranks of its node, and that of node 0 also writes the run's status, once all
+nodes have ended. A run with ``retries`` on this machine has one supervisor for all of its attempts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import signal
@@ -21,14 +23,24 @@ from typing import Literal
 
 from shardscope.machine import processes
 from shardscope.machine.os_errors import describe_shortage, is_absent
-from shardscope.records.folder import NodeFolder, RunFolder, Status
+from shardscope.records.attempts import is_for_attempt
+from shardscope.records.folder import FINAL, NodeFolder, RunFolder, Status
 from shardscope.records.folder_checks import open_part
-from shardscope.records.json_files import LineTail, read_json, read_lines, write_json
+from shardscope.records.json_files import LineTail, append_line, read_json, read_lines, write_json
 from shardscope.records.json_values import is_int, is_number
 from shardscope.records.regular_files import open_to_append
+from shardscope.runs.backends.end_notice import SLURM_SIGNALS, EndNotice, read_end_notice
+from shardscope.runs.backends.next_attempt import (
+    AttemptEnding,
+    begin_attempt,
+    conclude_attempt,
+    describe_beginning,
+    get_retries,
+    replace_lead,
+)
 from shardscope.runs.backends.peers import LOST_SECONDS, SIGNALLED_LOST_SECONDS, Peers
 from shardscope.runs.backends.ray_watch import describe_ray_end
-from shardscope.runs.backends.slurm_job import SlurmError, cancel, describe_job_end, read_job_id
+from shardscope.runs.backends.slurm_job import describe_job_end, read_job_id
 from shardscope.runs.explain.exceptions import make_exception_record
 from shardscope.runs.explain.failure import has_rank_died
 from shardscope.runs.launch.environment import build_launcher_environment
@@ -84,6 +96,13 @@ class Supervisor:
         self.save_requested_at = 0.0
         self.a_rank_died = False
         self.received_signal: int | None = None
+        self.notice: EndNotice | None = None
+        """What Slurm announced, if it ends the job and another attempt may follow."""
+        self.notice_deadline = float("inf")
+        """Monotonic time until which the ranks can save a checkpoint after that."""
+        self.stopped_by_user = False
+        self.follows = False
+        """Whether another attempt follows on this machine."""
         self.stopped_by_signal = False
         """Whether the stop came as a signal: from the scheduler, say, and not from the user."""
         self.next_heartbeat = 0.0
@@ -126,7 +145,9 @@ class Supervisor:
         }
         write_json(self.folder.supervisor, record, as_is=("machine",))
         if isinstance(self.folder, NodeFolder) and self.folder.is_lead:
-            self._set_status("starting", f"job {self._read_node().get('job_id')} has started")
+            began = describe_beginning(self.folder)
+            started = f"job {self._read_node().get('job_id')} has started"
+            self._set_status("starting", "; ".join(filter(None, (started, began))))
         self._obey_commands()  # A stop requested before this point needs no launcher at all.
         if self.stop_reason is None:
             try:
@@ -142,17 +163,6 @@ class Supervisor:
             # Ranks read the same control file and may have obeyed a stop that was not read here yet.
             self._obey_commands()
         self._finish()
-        if self.lost_node:
-            self._cancel_job()
-
-    def _cancel_job(self) -> None:
-        """Take the job out of the queue: srun would wait for the lost node until Slurm gives it up."""
-        job_id = read_job_id(self.folder)
-        if job_id is not None:
-            try:
-                cancel(job_id)
-            except SlurmError as error:
-                self._log(f"job {job_id} was not cancelled: {error}")
 
     def _start_launcher(self) -> None:
         with open_to_append(self.folder.launcher_log) as log:
@@ -167,7 +177,8 @@ class Supervisor:
                     # Under nsys its parent is another process, whose id only the launcher knows.
                     "0" if self.nsys else str(os.getpid()),
                     str(self.secrets.for_launcher),
-                    *([str(self.folder.node)] if isinstance(self.folder, NodeFolder) else ()),
+                    str(self.folder.node) if isinstance(self.folder, NodeFolder) else "",
+                    "" if self.folder.fixed_attempt is None else str(self.folder.fixed_attempt),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -215,9 +226,7 @@ class Supervisor:
 
     def _advance(self) -> None:
         now = time.monotonic()
-        if self.received_signal is not None:
-            self.stopped_by_signal = self.stopped_by_signal or self.stop_reason is None
-            self._terminate(f"the supervisor got {signal.Signals(self.received_signal).name}")
+        self._obey_signal()
         if now >= self.next_heartbeat:
             self.next_heartbeat = now + HEARTBEAT_SECONDS
             self._send_heartbeat()
@@ -232,6 +241,61 @@ class Supervisor:
             self.deadline = min(self.deadline, now + FAILURE_GRACE_SECONDS)
         if now >= self.deadline:
             self._escalate()
+
+    def _obey_signal(self) -> None:
+        """End the ranks after a signal; after one of Slurm's they save a checkpoint before, if they can."""
+        number = self._receive_signal()
+        if number is None:
+            return
+        self.received_signal = None if number == signal.SIGUSR2 else number
+        notice = self._read_notice(number)
+        if notice is None:
+            if number != signal.SIGUSR2:
+                self.stopped_by_signal = self.stopped_by_signal or self.stop_reason is None
+                self._terminate(f"the supervisor got {signal.Signals(number).name}")
+            return
+        self._log(f"{notice.reason}; {notice.seconds:.0f} s for a checkpoint")
+        self.notice, self.received_signal = notice, None
+        self.notice_deadline = min(self.notice_deadline, time.monotonic() + notice.seconds)
+        if self.phase == "checkpoint":
+            self.deadline = min(self.deadline, self.notice_deadline)
+        elif self.phase == "run" and self.folder.is_lead:
+            self._request_checkpoint(notice)
+
+    def _receive_signal(self) -> int | None:
+        """Return the signal that arrived last; None if none did."""
+        if self.peers is not None:  # Blocked by the node process: these would end the ranks, too.
+            pending = signal.sigtimedwait(SLURM_SIGNALS, 0)
+            if pending is not None:
+                return pending.si_signo
+        return self.received_signal
+
+    def _read_notice(self, number: int) -> EndNotice | None:
+        """Return what Slurm does to the job; None if it was cancelled, or without Slurm."""
+        job_id = read_job_id(self.folder)
+        if job_id is None or self.phase in ("leave", "terminate", "kill"):
+            return None
+        notice = read_end_notice(job_id, self.folder.attempt, is_warning=number == signal.SIGUSR2)
+        return None if notice.kind == "cancelled" else notice
+
+    def _request_checkpoint(self, notice: EndNotice) -> None:
+        """Let the ranks of all nodes save a checkpoint and return, by a command that they read."""
+        if self.description.get("saves_when_asked") is False:
+            if notice.kind == "requeued":
+                self._terminate(notice.reason)
+            return
+        command = {
+            "command": "stop",
+            "checkpoint": True,
+            "time": time.time(),
+            "attempt": self.folder.attempt,
+            "scheduler": notice.reason,
+        }
+        try:
+            append_line(self.folder.control, command)
+        except OSError as error:
+            self._log(f"no checkpoint could be requested: {error}")
+        self._obey_commands()
 
     def _run_checks(self, now: float) -> None:
         seconds, self.last_check = now - self.last_check, now
@@ -283,8 +347,11 @@ class Supervisor:
     def _obey_commands(self) -> None:
         malformed = self.control.num_malformed
         for command in self.control.read():
+            if not is_for_attempt(command, self.folder):
+                continue
             if command.get("command") == "stop":
                 checkpoint = command.get("checkpoint") is True
+                self.stopped_by_user = self.stopped_by_user or "attempt" not in command
                 self._stop(describe_stop_request(command), command.get("time"), checkpoint=checkpoint)
             elif not isinstance(command.get("command"), str):
                 self.control.num_malformed += 1
@@ -311,7 +378,7 @@ class Supervisor:
 
     def _get_checkpoint_deadline(self, now: float) -> float:
         """Return when (monotonic seconds) a stop with a checkpoint becomes a plain one."""
-        latest = self.save_requested_at + CHECKPOINT_GRACE_SECONDS
+        latest = min(self.save_requested_at + CHECKPOINT_GRACE_SECONDS, self.notice_deadline)
         return min(latest, now + HANG_GRACE_SECONDS) if self.checks.hangs else latest
 
     def _has_returned_before(self, requested: object) -> bool:
@@ -325,7 +392,10 @@ class Supervisor:
         return not is_number(requested) or all(is_number(when) and when <= requested for when in ended)
 
     def _terminate(self, reason: str, requested: object = None) -> None:
-        """Send SIGTERM to the ranks for ``reason``. ``requested`` is the request's epoch time, if any."""
+        """Send SIGTERM to the ranks for ``reason``. ``requested`` is the request's epoch time, if any.
+
+        On the nodes of a scheduler it is SIGHUP (``rank.py``).
+        """
         if self.phase in ("leave", "terminate", "kill"):
             return
         if self.stop_reason is None:
@@ -334,14 +404,15 @@ class Supervisor:
         self.stop_time = time.monotonic() if self.peers is None else time.time()
         self.stop_reason = reason
         self._set_status("stopping", reason)
-        self._signal_all(signal.SIGTERM)
+        self._signal_all(signal.SIGTERM if self.peers is None else signal.SIGHUP)
         self.phase, self.deadline = "terminate", time.monotonic() + TERMINATION_GRACE_SECONDS
 
     def _escalate(self) -> None:
         if self.phase == "checkpoint" and not self.a_rank_died:
             waited = time.monotonic() - self.save_requested_at
             hangs = ", and seem to hang" if self.checks.hangs else ""
-            self._terminate(f"the ranks did not save and stop within {waited:.0f} s{hangs}")
+            why = f"{self.notice.reason}: " if self.notice is not None else ""
+            self._terminate(f"{why}the ranks did not save and stop within {waited:.0f} s{hangs}")
             return
         self._escalate_to_kill()
 
@@ -390,8 +461,21 @@ class Supervisor:
             else:
                 self._set_status(verdict.status, verdict.reason)
                 self.end.finish_checks()
+                if self.lost_node:
+                    replace_lead(self.folder, self.description, self._log)
                 return
         final = self.end.decide_final_status(self._describe_outcome())
+        if self.folder.fixed_attempt is not None:
+            ending = AttemptEnding(
+                notice=self.notice,
+                stopped_by_user=self.stopped_by_user,
+                lost_nodes=() if self.peers is None else self.peers.list_lost_names(),
+                control_bytes=self.control.offset,
+            )
+            final = conclude_attempt(self.folder, self.description, final, ending, self._log)
+            self.follows = final.status == "starting"
+        if final.status in FINAL:
+            self.folder.task.unlink(missing_ok=True)
         self._set_status(final.status, final.reason, **final.details)
         self.end.finish(final.status)
 
@@ -422,9 +506,10 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
         self.lost_node = self.lost_node or self.peers.describe_lost(patience)
         # A scheduler signals all processes of a job: the ranks may end before this process notices.
-        if self.received_signal is not None and self.stop_reason is None:
+        number = self._receive_signal()
+        if number not in (None, signal.SIGUSR2) and self.stop_reason is None:
             self.stopped_by_signal, self.stop_time = True, time.time()
-            self.stop_reason = f"the supervisor got {signal.Signals(self.received_signal).name}"
+            self.stop_reason = f"the supervisor got {signal.Signals(number).name}"
         # Another node may have obeyed a stop that was not visible here yet.
         if self.stop_reason is None:
             self._obey_commands()
@@ -479,6 +564,10 @@ def lock_run(folder: RunFolder) -> int | None:
         raise ValueError(f"{folder.path} already has a running supervisor.") from None
     except OSError:
         return None
+    if isinstance(folder, NodeFolder):  # Earlier attempts have written statuses.
+        if folder.supervisor.exists():
+            raise ValueError(f"attempt {folder.attempt} of the run in {folder.path} was started before.")
+        return descriptor
     # The lock of a supervisor that has ended is gone, but its statuses are not.
     statuses = {str(record.get("status")) for record in read_lines(folder.status)} - {"queued", "starting"}
     if statuses:
@@ -489,16 +578,28 @@ def lock_run(folder: RunFolder) -> int | None:
 def main(arguments: list[str]) -> None:
     """Supervise the run in ``arguments[0]``.
 
-    Other arguments: the lease's read end, or ``--node`` and the number of this node.
+    Other arguments: the lease's read end, or ``--node``, the number of this node and that of the attempt.
     """
-    node = int(arguments[2]) if arguments[1:2] == ["--node"] else None
-    folder = open_part(arguments[0], node)
+    is_node = arguments[1:2] == ["--node"]
+    node = int(arguments[2]) if is_node else None
+    attempt = int(arguments[3]) if is_node and len(arguments) > 3 else None
+    folder = open_part(arguments[0], node, attempt)
     try:
         lock_run(folder)  # The descriptor is never closed.
     except ValueError as error:
         sys.exit(f"shardscope: {error}")
-    lease = int(arguments[1]) if len(arguments) > 1 and node is None else None
-    Supervisor(folder, lease).run()
+    lease = int(arguments[1]) if len(arguments) > 1 and not is_node else None
+    if is_node or not get_retries(read_json(folder.run_json) or {}):
+        Supervisor(folder, lease).run()
+        return
+    for attempt in itertools.count(1):
+        folder = folder.select_attempt(attempt)
+        begin_attempt(folder)
+        folder.temporary.mkdir(mode=0o700, exist_ok=True)
+        supervisor = Supervisor(folder, lease)
+        supervisor.run()
+        if not supervisor.follows:
+            return
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import TypeVar
 from shardscope.records.folder import RunFolder
 from shardscope.records.metrics_table import write_csv_in_pieces
 from shardscope.records.redaction import LogCleaner, known_secrets
+from shardscope.records.regular_files import size_of
 from shardscope.records.sampled_lines import SampledLines
 from shardscope.runs.tensorboard import ScalarFile
 from shardscope.runs.watch.gpu_monitor import GpuSampler
@@ -62,6 +63,8 @@ class PeriodicChecks:
                 folder.events(rank),
                 piece_bytes=METRIC_BYTES_PER_CHECK // len(self.ranks),
                 max_behind_bytes=MAX_BEHIND_BYTES // len(self.ranks),
+                # Earlier attempts have written their metrics to TensorBoard.
+                start=size_of(folder.events(rank)) if folder.attempt > 1 else 0,
             )
             for rank in self.ranks
         }
