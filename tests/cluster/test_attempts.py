@@ -102,17 +102,15 @@ def test_fault_69_preemption(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
 @thorough()
 def test_fault_68_time_limit(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
     # Slurm counts minutes; its signal comes up to a minute before the time that was asked for.
-    run = launch_slow(tmp_path, ss.Slurm(time=1, extra={"signal": "USR2@15"}), num_steps=400)
-    wait_for(lambda: run.status == "queued", 150)
-    first = run.attempts[0]
-    assert first["status"] == "stopped" and "near its time limit" in str(first["reason"])
-    wait_for(lambda: len(run.attempts) == 2 and run.status == "running", 150)
-    saved = run.attempts[1]["from_step"]
-    assert saved > 0
-    steps = [record["step"] for record in run.metrics() if record["rank"] == 0]
-    assert max(steps) >= saved - 1 and steps == list(range(len(steps)))
+    run = launch_slow(tmp_path, ss.Slurm(time=2, extra={"signal": "USR2@30"}), num_steps=2000)
+    # More than one limit may pass on a machine with other work.
+    wait_for(lambda: run.attempts[-1]["from_step"] > 0 and run.status == "running", 350)
+    assert run.attempts[0]["status"] == "stopped"
+    assert "near its time limit" in str(run.attempts[0]["reason"])
     run.stop()
-    assert run.wait(60) == "stopped" and run.attempts[1]["reason"] == "run.stop() was called"
+    assert run.wait(60) == "stopped" and run.attempts[-1]["reason"] == "run.stop() was called"
+    steps = [record["step"] for record in run.metrics() if record["rank"] == 0]
+    assert max(steps) >= run.attempts[-1]["from_step"] - 1 and steps == list(range(len(steps)))
     assert_nothing_is_left(run, slurm)
 
 
