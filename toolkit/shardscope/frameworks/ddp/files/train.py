@@ -283,6 +283,9 @@ def main() -> None:
         base.config.use_cache = True  # off while training
         model.save_pretrained(options.save)
     dist.barrier()
+    # First the replica, whose reducer also holds the group: freed after it, it would close gloo's
+    # connections while it has the interpreter's lock, which a thread of gloo may wait for.
+    del ddp
     dist.destroy_process_group()
 
 
