@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.requirements import needs
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
@@ -233,6 +234,7 @@ def test_loopback_addresses_have_an_interface() -> None:
 
 
 def test_a_folder_that_is_not_shared_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    needs("ray")
     monkeypatch.setattr(node_process, "VISIBLE_SECONDS", 0.0)
     with pytest.raises(FileNotFoundError, match="is not visible on"):
         Coordinator(str(tmp_path / "elsewhere"), 2, {"CPU": 1.0}).start()
