@@ -9,7 +9,7 @@ from tests.requirements import needs
 from tests.weights_folders import write_folder
 
 import shardscope as ss
-from shardscope.training.examples import shared_rows
+from shardscope.training.tasks import finetune_rows
 
 needs("transformers")
 needs("datasets")
@@ -42,6 +42,6 @@ def test_without_validation_data_nothing_is_shared(folder: Path) -> None:
 
 
 def test_large_data_are_not_compared_in_a_preview(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_rows, "MAX_COMPARED_ROWS", 30)
+    monkeypatch.setattr(finetune_rows, "MAX_COMPARED_ROWS", 30)
     preview = ss.Finetune(folder, ROWS, validation=ROWS[:2]).preview()
     assert preview.num_shared_rows is None and "validation" not in str(preview)

@@ -5,11 +5,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
     import numpy
     import torch
+
+
+class Share(TypedDict):
+    """Fields of :class:`Batches` that say which samples a rank reads."""
+
+    rows: int
+    rank: int
+    num_ranks: int
+    seed: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

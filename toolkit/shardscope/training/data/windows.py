@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,6 +96,20 @@ class Windows(Batches):
             name: F.pad(windows, (0, 0, 0, num_empty), value=value)
             for name, value in (("input_ids", 0), ("labels", IGNORED_LABEL))
         }
+
+
+def split_windows(field: str, windows: Windows, fraction: float) -> tuple[Windows, Windows]:
+    """Return the windows for training, and a ``fraction`` at the end of the text for validation.
+
+    Raises ``ValueError`` naming ``field`` for a text of one window.
+    """
+    if windows.num_samples < 2:
+        allowed = f"a text of at least two windows of {windows.seq_len:,} tokens, one of them for validation"
+        refuse(field, fraction, allowed, {"validation": None})
+    num_validation = max(1, round(windows.num_samples * fraction))
+    cut = (windows.num_samples - num_validation) * windows.seq_len
+    validation = replace(windows, tokens=windows.tokens[cut:], in_order=True)
+    return replace(windows, tokens=windows.tokens[:cut]), validation
 
 
 # ---- Token ids of the shipped corpus, cached per user: tokenizing takes every rank a second

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardscope.core.errors import refuse
 from shardscope.training.examples.formats import Format, read_example
 from shardscope.training.examples.rows import Rows
 
@@ -44,6 +45,22 @@ def encode_conversation(
     if not ids:
         raise ValueError("the text has no tokens. Nearest fix: a longer text")
     return ids
+
+
+def encode_prompts(
+    field: str, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], seq_len: int
+) -> tuple[Prompt, ...]:
+    """Return each text as a user's message. Raises ``ValueError`` naming ``field`` for one of ``seq_len``
+    tokens or more, which leaves no room for an answer."""
+    prompts = tuple(
+        Prompt(text=text, ids=tuple(encode_conversation(tokenizer, [{"role": "user", "content": text}])))
+        for text in texts
+    )
+    for prompt in prompts:
+        if len(prompt.ids) >= seq_len:
+            shown = f"a prompt of {len(prompt.ids):,} tokens ({prompt.text[:40]!r}...)"
+            refuse(field, shown, f"prompts shorter than the plan's seq_len={seq_len:,}", "a shorter prompt")
+    return prompts
 
 
 def decode_answer(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shardscope.core.errors import (
     FieldError,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardscope.core.plan import Plan
-    from shardscope.training.data.batches import Batches
+    from shardscope.training.data.batches import Batches, Share
     from shardscope.training.data.tokenizer import TokenIds
     from shardscope.training.data.windows import Windows
     from shardscope.training.engine import Engine, TrainingContext
@@ -65,13 +65,9 @@ DEFAULT_FOLDER = "runs"
 """Default parent of run folders in ``launch``."""
 
 
-class Share(TypedDict):
-    """Fields of :class:`Batches` that say which samples a rank reads."""
-
-    rows: int
-    rank: int
-    num_ranks: int
-    seed: int
+def name_field(task: object, name: str) -> str:
+    """Return the name of a task's field in error messages, such as ``Pretrain.seed``."""
+    return f"{type(task).__name__}.{name}"
 
 
 def resolve_text(field: str, value: object) -> Path:
@@ -199,8 +195,7 @@ class TextTask(ABC):
                 refuse(self._field("report_to"), name, "a package that is installed", f"pip install {name}")
 
     def _field(self, name: str) -> str:
-        """Return the name of a field in error messages, such as ``Pretrain.seed``."""
-        return f"{type(self).__name__}.{name}"
+        return name_field(self, name)
 
     # ---- implemented by each task
 
