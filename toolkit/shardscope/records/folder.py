@@ -101,7 +101,7 @@ class RunFolder:
 
     @property
     def has_nodes(self) -> bool:
-        """Return whether the run is a scheduler's, with a folder for each node."""
+        """Return whether a scheduler runs it, with a folder for each node."""
         return (self.path / NODES).is_dir()
 
     def list_nodes(self) -> list[NodeFolder]:
@@ -284,9 +284,9 @@ class RunFolder:
 
 
 class NodeFolder(RunFolder):
-    """The paths of one node of a scheduler's run: what its supervisor and launcher write is in ``nodes/<n>``.
+    """Paths for one node of a scheduler's run, whose supervisor and launcher write into ``nodes/<n>``.
 
-    Node 0 also writes the run's status; files of ranks are where they are for a run of one machine.
+    Node 0 also writes the run's status. The ranks' files are in the run folder, as in a run on one machine.
     """
 
     NODE_SUBFOLDERS = ("logs", "errors", "tmp")
@@ -361,7 +361,7 @@ class NodeFolder(RunFolder):
 
     @property
     def ended(self) -> Path:
-        """How the ranks of this node ended; written once, when no process of them is left."""
+        """Final status of this node's ranks; written once, after all of their processes have ended."""
         return self.own / "ended.json"
 
 

@@ -1,4 +1,4 @@
-"""Backends: where a run's nodes come from. ``slurm.py`` has ``ss.Slurm``; a run of this machine needs none.
+"""Backends: launches on several nodes, through ``ss.Slurm`` (``slurm.py``) and ``ss.Ray`` (``ray.py``).
 
-Every node runs ``node_process.py``, and in it the supervisor of ``runs/launch``.
+Each node starts ``node_process.py`` or ``ray_node.py``, which start the supervisor of ``runs/launch``.
 """

@@ -1,6 +1,6 @@
-"""Status of a run whose nodes have not started, from Slurm: why it waits, or how its job ended without them.
+"""Status of a submitted run before its nodes have started: why its Slurm job waits, or why it has ended.
 
-Slurm is asked in a thread, at most every few seconds: its controller may take seconds to answer, and a
+Slurm is queried in a thread, at most every few seconds: its controller may take seconds to answer, and a
 notebook reads the status four times a second.
 """
 
@@ -18,20 +18,20 @@ from shardscope.runs.backends.slurm_job import Job, SlurmError, explain_end, rea
 from shardscope.runs.stop_request import describe_stop_request
 
 ASK_SECONDS = 3.0
-"""Time between two questions."""
+"""Minimum time between two queries of Slurm."""
 STALE_SECONDS = 10.0
 """Age at which an answer is not used any more."""
 ANSWER_SECONDS = 0.5
 """Time that a reader waits for a new answer, if there is no other."""
 PATIENCE_SECONDS = 10.0
-"""Time between the end of a job and the verdict that no node has written: NFS shows files seconds later."""
+"""Time after the end of a job before its run counts as failed: on NFS, files appear seconds late."""
 SUBMIT_PATIENCE_SECONDS = 150.0
-"""Time for the launch to write the job's id."""
+"""Time after which a run without a job id counts as never submitted."""
 LOG_CHARACTERS = 1000
 
 
 class JobWatch:
-    """What Slurm says about one run's job."""
+    """Reader of the state of one run's Slurm job."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -45,7 +45,7 @@ class JobWatch:
         self._ended_since: float | None = None
 
     def describe(self, since: float, recorded: str = "") -> dict[str, object] | None:
-        """Return the status of a run none of whose nodes has started; None if it is as recorded.
+        """Return the status of a run without a started node; None if the recorded status still holds.
 
         ``since`` is the age in seconds of the recorded status, ``recorded`` its reason if the job has been
         put back into the queue.

@@ -1,4 +1,4 @@
-"""The node process: one per node of a scheduler's job. It becomes the supervisor of that node's ranks."""
+"""First program on each node of a Slurm job: it records the node, then becomes its ranks' supervisor."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ VISIBLE_SECONDS = 60.0
 def run_node(path: str) -> None:
     """Replace this process, a task of Slurm's step, by the supervisor of this node.
 
-    ``exec`` sets the signals that submitit handles to their defaults. Raises ``FileNotFoundError`` if the run
-    folder is not visible on this node, ``OSError`` if the address of this node is none of its own.
+    ``exec`` removes the signal handlers that submitit has installed. Raises ``FileNotFoundError`` if the run
+    folder is not visible on this node, ``OSError`` if none of the node's names resolves to its own address.
     """
     node, attempt = int(os.environ["SLURM_NODEID"]), read_restart_attempt()
     wait_for_folder(Path(path))
@@ -105,7 +105,7 @@ def find_address(node: str) -> tuple[str, str]:
     """Return this node's address on the cluster's network, and the interface that has it.
 
     Slurm's address of the node is tried first: host names do not resolve everywhere. Raises ``OSError`` if
-    none of its names leads to an interface of this machine.
+    none of its names resolves to an address of this machine.
     """
     interfaces = list_addresses()
     names = [*_read_slurm_names(node), socket.gethostname()]
@@ -121,7 +121,7 @@ def find_address(node: str) -> tuple[str, str]:
 
 
 def list_addresses() -> dict[str, str]:
-    """Return the interface of each IP address of this machine."""
+    """Return the IP addresses of this machine, each with the network interface that has it."""
     import psutil
 
     families = (socket.AF_INET, socket.AF_INET6)

@@ -28,8 +28,8 @@ LOCAL_FILE_SYSTEMS = frozenset({
 
 def is_same_gpu(kind: str, gpu_name: str) -> bool:
     """Return whether a cluster's GPU type ``kind`` (empty: none) can be the catalogue's ``gpu_name``."""
-    # Slurm has free names: a100, nvidia_a100-sxm4-80gb; Ray has A100. Of their parts those count that
-    # occur in the catalogue's names; without any, the type says nothing.
+    # Slurm's type names are free text: a100, nvidia_a100-sxm4-80gb; Ray has A100. Only the parts that also
+    # occur in the catalogue's names are compared; a name without such a part fits any GPU.
     parts = {part for name in gpus for part in name.split("-")} & set(re.split(r"[-_]", kind.lower()))
     return parts <= set(gpu_name.lower().split("-"))
 

@@ -1,4 +1,4 @@
-"""The other nodes of a run, as the supervisor of one node sees them in the run folder.
+"""How the supervisor of one node notices in the run folder that another node has ended or is lost.
 
 Node 0 watches all others, and they watch node 0. A node writes ``ended.json`` when its ranks have ended. A
 node whose supervisor was killed, or that is cut off, only stops its heartbeat.
@@ -23,7 +23,7 @@ START_SECONDS = 300.0
 
 
 class Ended(NamedTuple):
-    """How the ranks of another node ended."""
+    """Final status of the ranks of another node."""
 
     node: int
     status: str
@@ -32,7 +32,7 @@ class Ended(NamedTuple):
 
 
 class Peers:
-    """The nodes that the supervisor of ``folder`` watches; none for a run of one node."""
+    """The other nodes that the supervisor of ``folder`` watches, by their heartbeats and ``ended.json``."""
 
     def __init__(self, folder: NodeFolder) -> None:
         others = range(1, folder.num_nodes) if folder.is_lead else range(1)
@@ -44,7 +44,7 @@ class Peers:
         self._lost: set[int] = set()
 
     def look(self) -> None:
-        """Read the heartbeats and ends of the nodes that have not ended."""
+        """Read the heartbeat and ``ended.json`` of each node that has not ended."""
         for node, folder in self._folders.items():
             if node not in self.ended:
                 record = read_json(folder.ended)

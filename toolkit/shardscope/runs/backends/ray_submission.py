@@ -167,7 +167,7 @@ def _read_nodes(answer: dict[str, object]) -> list[Node]:
 
 
 def read_inventory(target: Ray, gpu_name: str | None) -> Cluster:
-    """Return what :meth:`Ray.inventory` does. Raises as it does."""
+    """Return the cluster of :meth:`Ray.inventory`, which describes the arguments and the errors."""
     with RayConnection(target, inspects=False) as connection:
         return build_cluster(select_nodes(connection.pool), gpu_name, "Ray.inventory gpu")
 

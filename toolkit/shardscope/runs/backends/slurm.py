@@ -1,4 +1,4 @@
-"""``ss.Slurm``: where a run of several nodes is submitted, as the user describes it."""
+"""``ss.Slurm``: the Slurm cluster and the job options with which a run is submitted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SET_BY_LAUNCH = frozenset({
     *("job-name", "no-requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "requeue"),
     "wrap",
 })  # fmt: skip
-"""Options of sbatch that the plan or the run folder decide."""
+"""Options of sbatch that the launch sets, from the plan and the run folder."""
 MAX_LINES = 1000
 
 
@@ -77,11 +77,12 @@ class Slurm:
 
     @staticmethod
     def inventory(partition: str | None = None, gpu: str | None = None) -> Cluster:
-        """Return the nodes of a partition (None: the default one) that have the most frequent kind of GPUs.
+        """Return a partition (None: the default one) as a cluster of its nodes.
 
-        ``gpu`` is the catalogue's name of the GPU type, needed where Slurm's name of it is ambiguous: "a100"
-        has 40 or 80 GB. Nodes in use are counted too. Raises ``ValueError`` if the partition does not exist
-        or the type is unclear, ``OSError`` if Slurm does not answer.
+        Of nodes with different GPUs only those with the most frequent type and number count. ``gpu`` is the
+        catalogue's name of the GPU type, needed where Slurm's name of it is ambiguous: "a100"
+        has 40 or 80 GB. Nodes in use are included. Raises ``ValueError`` if the partition does not exist or
+        the type is ambiguous, ``OSError`` if Slurm does not answer.
         """
         # Imported lazily: it imports this module.
         from shardscope.runs.backends.slurm_submission import read_inventory
@@ -162,7 +163,7 @@ def _check_text(name: str, value: object, form: re.Pattern[str], allowed: str, e
 
 
 def _check_line(name: str, value: object) -> None:
-    """Refuse a value that is not one line of a job script, or has a secret in it."""
+    """Raise ``ValueError`` for a value that is not one line of a job script, or contains a secret."""
     if not isinstance(value, str) or not value.strip() or CONTROL.search(value):
         refuse(f"Slurm.{name}", value, "one line of text", "a line each, in a list")
     # Job scripts can be read by administrators and are kept by the controller.

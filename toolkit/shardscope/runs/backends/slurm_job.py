@@ -1,4 +1,4 @@
-"""What Slurm says about a job, a partition and nodes: ``scontrol show ... --oneliner``, parsed."""
+"""Slurm's commands: read the records of ``scontrol show``, the state of a job, and cancel a job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIELD = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z:/_]*)=(.*?)(?=\s[A-Za-z][A-Za-z:/_
 
 
 class SlurmError(OSError):
-    """Slurm cannot be asked now, or did not do what was asked."""
+    """A Slurm command is missing, failed, or did not answer in time."""
 
 
 class Job(NamedTuple):
@@ -97,7 +97,7 @@ def parse_records(text: str) -> list[dict[str, str]]:
 
 
 def read_job(job_id: str) -> Job | None:
-    """Return a job's state; None if Slurm does not know it (any more). Raises ``SlurmError``."""
+    """Return a job's state; None if Slurm has no record of it (any more). Raises ``SlurmError``."""
     try:
         records = parse_records(run_command("scontrol", "show", "job", "--oneliner", job_id))
     except SlurmError as error:
@@ -131,7 +131,7 @@ def read_job_id(folder: RunFolder) -> str | None:
 
 
 def describe_job_end(folder: RunFolder) -> str:
-    """Return why Slurm ends the job of the run, one line; empty if that is not known."""
+    """Return why Slurm ended the run's job, one line; empty if the reason is not known."""
     job_id = read_job_id(folder)
     try:
         job = None if job_id is None else read_job(job_id)
@@ -141,7 +141,7 @@ def describe_job_end(folder: RunFolder) -> str:
 
 
 def explain_end(job: Job) -> str:
-    """Return what Slurm did to a job that it ends, as a verb with what goes before its object."""
+    """Return why a job ended, as a phrase to put between "Slurm" and "job 12", such as "preempted"."""
     if job.state == "TIMEOUT" or job.reason == "TimeLimit":
         return "ended at its time limit"
     if job.preempted or job.state == "PREEMPTED":

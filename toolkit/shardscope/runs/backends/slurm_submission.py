@@ -128,7 +128,7 @@ def select_nodes(records: Iterable[Mapping[str, str]], partition_name: str) -> t
 
 
 def read_inventory(partition_name: str | None, gpu_name: str | None) -> Cluster:
-    """Return what :meth:`Slurm.inventory` does. Raises as it does."""
+    """Return the cluster of :meth:`Slurm.inventory`, which describes the arguments and the errors."""
     partition = read_partition(partition_name)
     if not partition.nodes:
         refuse("Slurm.partition", partition.name, "a partition with nodes", "another partition")
@@ -172,7 +172,7 @@ def submit(folder: RunFolder, plan: Plan, target: Slurm, partition: Partition, *
     try:
         write_json(folder.job, {"scheduler": "slurm", "job_id": job_id, "partition": partition.name})
     except OSError:
-        # Without its id nobody could find the job again.
+        # Without the id the job could be neither watched nor stopped.
         run_command("scancel", job_id)
         raise
     return job_id

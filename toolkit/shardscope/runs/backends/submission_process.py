@@ -1,7 +1,7 @@
 """Submission of one Slurm job through submitit, in a process of its own.
 
-submitit reads the environment and may change it; the kernel's stays as it is. ``slurm_submission.py`` starts
-it as ``python -m shardscope.runs.backends.submission_process``, with a JSON object on standard input.
+submitit reads and may change ``os.environ``, which must stay as it is in the kernel. ``slurm_submission.py``
+runs ``python -m shardscope.runs.backends.submission_process`` with a JSON object on standard input.
 """
 
 from __future__ import annotations

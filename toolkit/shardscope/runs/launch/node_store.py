@@ -1,9 +1,9 @@
 """Rendezvous of the ranks of several nodes: a ``TCPStore`` that the launcher of node 0 serves.
 
-Its port is a free one each time, and it listens on node 0's own address only. ``TCPStore`` has no
-authentication (torch/csrc/distributed/c10d/TCPStore.cpp, torch 2.13): every host that reaches this address
-and port can read and write the ranks' rendezvous data. ``local_store.py`` is that of one machine, which
-needs no port.
+It listens on node 0's address only, on a port that was free. ``TCPStore`` has no authentication
+(torch/csrc/distributed/c10d/TCPStore.cpp, torch 2.13): every host that reaches this address and port can read
+and write the ranks' rendezvous data. ``local_store.py`` has the rendezvous within one machine, which needs no
+port.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ NUM_DONE = "shardscope/nodes-done"
 
 
 class Endpoint(NamedTuple):
-    """Where the store of a run listens."""
+    """Address and port of a run's store."""
 
     address: str
     port: int
 
 
 class NodeRendezvous:
-    """The store of all nodes, and the files that the ranks of this node share.
+    """Rendezvous of several nodes: the store of all ranks, and the files that the ranks of one node share.
 
-    It has the methods of :class:`RendezvousFiles`, so a rank does not ask which of the two it got.
+    It has the methods of :class:`RendezvousFiles`, so ranks use both in the same way.
     """
 
     def __init__(self, folder: NodeFolder, temporary: Path) -> None:
@@ -73,9 +73,10 @@ class NodeRendezvous:
         return self._local.open_poll_table(agree_with_nodes)
 
     def wait_for_nodes(self) -> None:
-        """Keep serving the store until the task has returned on every node; return at once elsewhere.
+        """On node 0, serve the store until the task has returned on every node; on others, return at once.
 
-        Ranks of other nodes may still read it. Their supervisors end this process if they do not get there.
+        Until then other nodes' ranks may read it. If one never returns, this node's supervisor ends this
+        process.
         """
         store = self.connect()
         store.add(NUM_DONE, 1)
@@ -116,7 +117,7 @@ def _wait_for_endpoint(folder: NodeFolder) -> Endpoint:
     return Endpoint(address, port)
 
 
-class NodesRendezvous(StaticTCPRendezvous):
+class AgentRendezvous(StaticTCPRendezvous):
     """torch's static rendezvous of one agent per node, on the store that the launcher of node 0 serves."""
 
     @property
@@ -144,9 +145,9 @@ class NodesRendezvous(StaticTCPRendezvous):
 def register_rendezvous(node: int) -> None:
     """Register :data:`BACKEND` with torch elastic in this process, which is the agent of ``node``."""
 
-    def make_rendezvous(parameters: RendezvousParameters) -> NodesRendezvous:
+    def make_rendezvous(parameters: RendezvousParameters) -> AgentRendezvous:
         address, port = parse_rendezvous_endpoint(parameters.endpoint, -1)
         nodes = parameters.max_nodes
-        return NodesRendezvous(address, port, node, nodes, parameters.run_id, timeout=TIMEOUT_SECONDS)
+        return AgentRendezvous(address, port, node, nodes, parameters.run_id, timeout=TIMEOUT_SECONDS)
 
     rendezvous_handler_registry.register(BACKEND, make_rendezvous)
