@@ -1,5 +1,4 @@
-"""The files of run folders, which anybody may have written: paths, readers, writers, checks, masked
-secrets.
+"""Files of run folders, which may be untrusted: paths, readers, writers, checks, masking of secrets.
 
 ``regular_files`` opens them, ``json_values`` parses them.
 """

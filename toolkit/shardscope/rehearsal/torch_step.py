@@ -58,8 +58,8 @@ def rehearse_engine(
 ) -> RehearsedStage:
     """Wrap the plan's model, run two optimizer steps and return the memory of the second one.
 
-    ``built_on_host``: tensors created while wrapping are host memory; only the resulting ones are the
-    device's.
+    With ``built_on_host`` the model is wrapped in host memory, and only the tensors that remain afterwards
+    count as device memory.
     """
     plan = engine.plan
     note_progress("building the model", 0.1)

@@ -40,7 +40,7 @@ COSTS_SOURCE = "Measured with a tiny model on 2 CPU ranks."
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingState:
-    """Progress of the latest recording that a run knows of."""
+    """Progress of a run's latest recording."""
 
     request: RecordingRequest
     states: tuple[str, ...]

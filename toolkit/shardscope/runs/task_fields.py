@@ -20,7 +20,7 @@ BUILTIN_TASKS = frozenset({"Pretrain", "Finetune"})
 
 
 def find_builtin_task(description: Mapping[str, object]) -> str | None:
-    """Return which of Shardscope's own tasks ``run.json`` names, None for other people's code.
+    """Return which of Shardscope's own tasks ``run.json`` names, None for a user's own code.
 
     The classes' modules have moved since earlier versions wrote their ``run.json``.
     """

@@ -447,7 +447,7 @@ class Trace:
         return compare_traces(self, other)
 
     def compare(self, plan: Plan | None = None) -> PlanComparison:
-        """Return the parts of ``plan.step()`` beside what the trace measured of them.
+        """Return the predicted parts of ``plan.step()``, each with its measured time in the trace.
 
         Default: the plan of the run that was traced. Raises ``ValueError`` if there is none or it has no
         prediction.

@@ -31,7 +31,7 @@ FINISHED = frozenset({"written", "failed", "ignored"})
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingRequest:
-    """Which steps to record, on which ranks, and what of each operator."""
+    """Request of a recording: the steps, the ranks, and the details of each operator."""
 
     num_steps: int = PROFILED_STEPS
     ranks: tuple[int, ...] | None = None

@@ -33,9 +33,9 @@ WAITING = "<span class='ss-hint'>loading the model …</span>"
 
 
 class ChatView(View):
-    """A chat with ``run.model`` beside the model that the run started from.
+    """Chats with ``run.model`` and, side by side, with the model that the run started from.
 
-    Each of the two lives in a process of its own, from the first message until the view is closed.
+    Each model is in a process of its own, from the first message until the view is closed.
     ``with_merge`` adds the button that merges adapters into their base.
     """
 

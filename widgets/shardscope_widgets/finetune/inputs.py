@@ -222,7 +222,7 @@ def _create_combobox(options: list[str], placeholder: str) -> widgets.Combobox:
 
 
 def _list_model_folders() -> list[str]:
-    """Return the folders beside the notebook that hold a model."""
+    """Return the model folders in the notebook's own folder."""
     try:
         return sorted(path.parent.name for path in Path().glob("*/config.json"))[:50]
     except OSError:

@@ -1,4 +1,4 @@
-"""The button that uploads a data file into ``data`` beside the notebook, and the list of files there."""
+"""Button that uploads a data file into the notebook's folder ``data``, and the list of its files."""
 
 from __future__ import annotations
 

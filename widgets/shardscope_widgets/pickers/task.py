@@ -52,7 +52,7 @@ WITHOUT_TEXT = "If empty, trains on Moby-Dick, which ships with Shardscope."
 
 @dataclass(frozen=True, kw_only=True)
 class FormState:
-    """What the form of a fine-tune on rows leads to: its task, or why there is none yet."""
+    """State of the form of a fine-tune on rows: the task that it describes, or why it is incomplete."""
 
     task: ss.Finetune | None
     message: str = ""

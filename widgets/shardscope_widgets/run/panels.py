@@ -68,7 +68,7 @@ TRAINING_PANELS = (
 )
 """Metrics logged by every task that trains the plan."""
 VALIDATION_PANEL = Panel(metric="validation_loss", title="validation loss", decimals=3)
-"""Chart beside the loss of a task with validation data."""
+"""Chart next to the loss, for a task with validation data."""
 PREFERENCE_PANELS = (
     Panel(metric="reward_margin", title="reward margin", decimals=3),
     Panel(metric="reward_accuracy", title="reward accuracy", from_zero=True, decimals=2),

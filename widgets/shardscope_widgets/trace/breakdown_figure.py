@@ -1,4 +1,4 @@
-"""Where the time of each rank went: stacked bars of all ranks, and the same numbers as a table."""
+"""Breakdown of each rank's time: stacked bars of all ranks, and the same numbers as a table."""
 
 from __future__ import annotations
 

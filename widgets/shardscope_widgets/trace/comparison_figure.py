@@ -1,4 +1,4 @@
-"""The plan's predicted step beside the measured one: bars by part, a table, and the measured rates."""
+"""Comparison of the predicted and the measured step: bars by part, a table, and the measured rates."""
 
 from __future__ import annotations
 

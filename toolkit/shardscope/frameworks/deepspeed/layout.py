@@ -61,7 +61,7 @@ _OPTIONAL_SIZES = ("stage3_prefetch_bucket_size", "offload_params_buffer_count",
 
 @lru_cache(maxsize=64)
 def find_largest_tensor(architecture: Architecture) -> int:
-    """Return the elements of the largest tensor of a model."""
+    """Return the number of elements of a model's largest parameter tensor."""
     layers = map(architecture.layer_shapes, range(architecture.num_hidden_layers))
     return max(prod(shape) for shapes in (architecture.outer_shapes, *layers) for _, _, shape in shapes)
 
@@ -182,7 +182,7 @@ class ZeroLayout(Layout):
     """Whether gradients are sent in 4 bits (qgZ); CUDA only, and not predicted."""
 
     def __new__(cls, **options: object) -> ZeroLayout:
-        """Create a layout. Raises ``ValueError`` for removed DeepSpeed options and those of a machine."""
+        """Create a layout. Raises ``ValueError`` for options removed from DeepSpeed, or set per machine."""
         for name, why in {**REMOVED, **_NOT_IN_LAYOUT}.items():
             if name in options:
                 refuse(f"Layout.{name}", options[name], why, f"Layout.zero() without {name}")
@@ -440,7 +440,7 @@ def get_layout(plan: Plan) -> ZeroLayout:
 
 
 def check_communication(layout: ZeroLayout) -> None:
-    """Raise ``ValueError`` for other types, for layouts that ignore it, and if no formula counts the cast."""
+    """Raise ``ValueError`` if ``communication_data_type`` is unknown, has no effect or has no formula."""
     check_choice("Layout.communication_data_type", layout.communication_data_type, (None, "fp32"))
     if layout.communication_data_type is None:
         return
@@ -469,7 +469,7 @@ def get_reduction_width(layout: ZeroLayout, recipe: Recipe) -> int:
 
 
 def get_cast_width(layout: ZeroLayout, recipe: Recipe) -> int:
-    """Return the size of a cast gradient in uncast elements; 0 if there is no cast."""
+    """Return the bytes of a cast gradient over those of an uncast one; 0 without a cast."""
     return FP32 // widths[recipe.precision].compute if casts_gradients(layout, recipe) else 0
 
 

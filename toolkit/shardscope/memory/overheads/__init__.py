@@ -1,1 +1,1 @@
-"""Memory beside a step's tensors: libraries, the allocator, and host memory while a model is loaded."""
+"""Memory other than a step's tensors: libraries, the allocator, host memory while a model is loaded."""

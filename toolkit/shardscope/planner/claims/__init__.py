@@ -1,4 +1,4 @@
-"""Common claims about these frameworks, each beside our own number, with a verdict and the reason."""
+"""Common claims about the frameworks, each with the predicted number, a verdict and the reason."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class RendezvousFiles:
 
 
 class Rendezvous(Protocol):
-    """What ranks meet through: :class:`RendezvousFiles`, or ``NodeRendezvous`` on several nodes."""
+    """Rendezvous of a run's ranks: :class:`RendezvousFiles`, or ``NodeRendezvous`` on several nodes."""
 
     def connect(self) -> Store:
         """Return a new client of the ranks' store."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardscope.runs.trained.model_files import ModelFiles
 
 SPARE_BYTES = 50_000_000
-"""Disk space for tokenizer, config and index, beside the weights."""
+"""Disk space for tokenizer, config and index, in addition to the weights."""
 MAX_OUTPUT = 2000
 REPORT_SECONDS = 0.2
 PHASES = {"starting": 0.1, "loading the base": 0.3, "merging": 0.6, "writing": 0.7}

@@ -101,7 +101,7 @@ class TracedRates(Serializable):
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """What was measured, as sentences with numbers, and what could not be."""
+        """Sentences for the user: the measured speeds, and those that could not be measured."""
         sentences = []
         if self.matmul_speed is not None:
             sentences.append(

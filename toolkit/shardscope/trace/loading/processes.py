@@ -1,6 +1,6 @@
-"""Reading of several trace files, or of the chunks of one, in several processes.
+"""Worker processes that read several trace files, or the chunks of one, in parallel.
 
-Threads wait for the processes, which end with this one: their standard input ends.
+One thread waits for each process. The processes exit when this one does, because their standard input closes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_PROCESSES = 8
 
 
 def count_processes() -> int:
-    """Return how many processes are worth starting: the processors of this process, at most eight."""
+    """Return the number of processes to start: one per available processor, at most eight."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # An interpreter that is embedded in a program has no executable to start.
     return min(processors, MAX_PROCESSES) if sys.executable else 1
@@ -80,7 +80,7 @@ class WorkerPool:
     def read_files(
         self, paths: list[Path], note_bytes: Callable[[Path, int], None], *, write_caches: bool
     ) -> list[RankColumns | ValueError]:
-        """Return the columns of each file, or its problem."""
+        """Return the columns of each file, or the error that prevented reading it."""
         progress: queue.Queue[tuple[Path, int] | None] = queue.Queue()
         with tempfile.TemporaryDirectory(prefix="shardscope-trace-") as folder:
             futures = [

@@ -115,7 +115,7 @@ class Census(TorchDispatchMode):
         self._sizes[storage._cdata] = num_bytes
 
     def begin_phase(self, phase: str) -> None:
-        """Start ``phase``: later operators belong to it."""
+        """Start ``phase``, to which all later operators are attributed."""
         self._phase = phase
 
     def update_peak(self, phase: str) -> None:

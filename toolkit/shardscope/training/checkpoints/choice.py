@@ -64,7 +64,7 @@ def find_checkpoint(path: Path) -> Path | None:
 
 
 def find_newest_checkpoint(folder: Path) -> Path | None:
-    """Return the complete checkpoint with the most steps in a run folder, whoever saved it."""
+    """Return a run folder's complete checkpoint with the most steps, whichever user saved it."""
     return next(reversed(list_checkpoints(folder)), None)
 
 

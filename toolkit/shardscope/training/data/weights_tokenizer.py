@@ -33,7 +33,7 @@ FILE_KEYS = ("fast_tokenizer_files", "gguf_file", "init_inputs")
 VALUE_OR_PATH_KEYS = ("vocab", "merges")
 """Keys whose value is the path of a file if it is a string."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-"""Suffixes of files that no tokenizer reads; the model's weights are checked elsewhere."""
+"""Suffixes of files that no tokenizer reads; ``WeightsFolder`` checks the model's weights."""
 MAX_BYTES = 200_000_000
 """Maximum size of one tokenizer file; Gemma's, among the largest, has 33 million bytes."""
 

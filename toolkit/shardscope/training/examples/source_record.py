@@ -11,7 +11,7 @@ from shardscope.training.examples.rows import LOADERS, describe_source
 from shardscope.training.examples.token_table import IDS, LOSS, RowCounts
 
 COUNTS = "counts.json"
-"""File beside the tokens of examples with the numbers of :class:`RowCounts`."""
+"""File next to the tokens of examples, with the numbers of :class:`RowCounts`."""
 
 
 def save_counts(folder: Path, counts: RowCounts) -> None:

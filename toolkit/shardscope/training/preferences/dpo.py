@@ -29,7 +29,7 @@ class PairMetrics(NamedTuple):
 
     @property
     def rewards(self) -> dict[str, float]:
-        """The metrics beside the loss, by their names in ``run.metrics()``."""
+        """The metrics other than the loss, by their names in ``run.metrics()``."""
         return {
             "reward_margin": self.chosen_reward - self.rejected_reward,
             "reward_accuracy": self.reward_accuracy,

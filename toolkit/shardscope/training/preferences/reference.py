@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardscope.training.preferences.pairs import FloatArray
 
 REFERENCE_FILE = "reference.npy"
-"""File beside the tokens of a run with the log-probability of each example's answer, fp32."""
+"""File next to a run's tokens, with the log-probability of each example's answer in fp32."""
 REFERENCE_HASH = "reference.json"
 """File with the SHA-256 of the tokens that these log-probabilities belong to."""
 

