@@ -17,10 +17,16 @@ from tensorboardX.proto.event_pb2 import Event
 from shardscope.machine.processes import identify_machine
 from shardscope.records import metrics_table, redaction
 from shardscope.records.folder import RunFolder
-from shardscope.records.json_files import append_line, encode, read_json, read_lines, write_json
+from shardscope.records.json_files import (
+    SampledLines,
+    append_line,
+    encode,
+    read_json,
+    read_lines,
+    write_json,
+)
 from shardscope.records.metrics_table import compute_curve, write_csv_in_pieces
 from shardscope.records.redaction import LogCleaner, redact
-from shardscope.records.sampled_lines import SampledLines
 from shardscope.runs.launch.environment import build_launcher_environment
 from shardscope.runs.launch.new_secrets import SecretReceiver
 from shardscope.runs.run import Run

@@ -13,8 +13,8 @@ import traitlets
 import shardscope as ss
 from shardscope.core.number_format import format_count
 from shardscope.training.examples.preview import LengthAdvice, Preview
+from shardscope_widgets.kit.background_calls import LatestRequest, call_in_loop, find_running_loop
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
-from shardscope_widgets.kit.latest_request import LatestRequest, call_in_loop, find_running_loop
 
 READING = "<p role='status'>Reading the data…</p>"
 PAIRS = "Preference pairs: trained by DPO"

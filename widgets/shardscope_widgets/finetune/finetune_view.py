@@ -18,9 +18,9 @@ from shardscope.runs.launch.free_memory import TooLittleFreeError
 from shardscope_widgets.finetune.form import WRONG, FinetuneForm, render_summary
 from shardscope_widgets.finetune.run_and_chat import RunAndChat
 from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.background_calls import call_in_loop, find_running_loop
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.fold import Folds
-from shardscope_widgets.kit.latest_request import call_in_loop, find_running_loop
 from shardscope_widgets.kit.notice import Notice
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View

@@ -19,8 +19,8 @@ from shardscope_widgets.data.data_panel import DataPanel
 from shardscope_widgets.finetune.setup import EXAMPLE, RECIPE_FIELDS, Settings
 from shardscope_widgets.finetune.upload import FIELD, UploadButton, list_data_files
 from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.background_calls import call_in_loop, find_running_loop
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
-from shardscope_widgets.kit.latest_request import call_in_loop, find_running_loop
 from shardscope_widgets.pickers.base import Picker, Row, parse_number, parse_rate
 
 METHODS = {

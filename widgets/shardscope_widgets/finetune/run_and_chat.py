@@ -10,7 +10,7 @@ import shardscope as ss
 from shardscope.records.folder import FINAL
 from shardscope_widgets.finetune.chat_view import ChatView
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.latest_request import call_in_loop, find_running_loop
+from shardscope_widgets.kit.background_calls import call_in_loop, find_running_loop
 from shardscope_widgets.run.view import RunView
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shardscope as ss
 from shardscope.planner.repairs.make_it_fit import Fit, make_it_fit
-from shardscope_widgets.kit.latest_request import LatestRequest
+from shardscope_widgets.kit.background_calls import LatestRequest
 
 Result = Fit | Exception | None
 """The changes that make the plan fit, None if there are none, or the exception raised by the search."""

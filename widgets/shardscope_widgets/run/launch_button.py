@@ -13,7 +13,7 @@ import shardscope as ss
 from shardscope.memory.report import MemoryReport
 from shardscope.runs.launch.free_memory import TooLittleFreeError
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.latest_request import call_in_loop, find_running_loop
+from shardscope_widgets.kit.background_calls import call_in_loop, find_running_loop
 from shardscope_widgets.pickers.task import RunOptions, TaskPicker
 from shardscope_widgets.run.free_memory import FreeMemoryList, schedule_first_read
 from shardscope_widgets.run.launch_offer import LaunchOffer, build_offer

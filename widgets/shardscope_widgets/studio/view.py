@@ -28,9 +28,9 @@ from shardscope_widgets.checks.script import ScriptChecks
 from shardscope_widgets.checks.view import ChecksView
 from shardscope_widgets.finetune import FinetunePage
 from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.background_calls import LatestRequest
 from shardscope_widgets.kit.debounce import Debounced
 from shardscope_widgets.kit.fold import Fold, Folds
-from shardscope_widgets.kit.latest_request import LatestRequest
 from shardscope_widgets.kit.notice import Notice
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.tabs import Tabs
@@ -38,15 +38,6 @@ from shardscope_widgets.kit.view import View
 from shardscope_widgets.memory.fit_search import FitSearch, Result
 from shardscope_widgets.memory.repairs import describe_no_fit
 from shardscope_widgets.memory.view import MemoryView
-from shardscope_widgets.pickers import (
-    ArchitecturePicker,
-    ClusterPicker,
-    LayoutPicker,
-    RecipePicker,
-    RunOptions,
-    TaskPicker,
-)
-from shardscope_widgets.pickers.base import Picker
 from shardscope_widgets.pickers.cluster import ANYWHERE
 from shardscope_widgets.pickers.open_plan import OpenPlan
 from shardscope_widgets.pickers.schedulers import SCHEDULERS, Queue, find_queues
@@ -55,9 +46,14 @@ from shardscope_widgets.run.export_panel import ExportPanel
 from shardscope_widgets.run.launch_button import LaunchButton
 from shardscope_widgets.run.runs_view import RunsView, count_runs
 from shardscope_widgets.run.view import RunView
-from shardscope_widgets.studio.fixes import PickerFixes, label_cluster_fix
-from shardscope_widgets.studio.head import FitButton, FullWindow, render_headline, write_fit_question
-from shardscope_widgets.time.rates import render_rates
+from shardscope_widgets.studio.head import (
+    FitButton,
+    FullWindow,
+    render_headline,
+    render_rates,
+    write_fit_question,
+)
+from shardscope_widgets.studio.inputs import StudioInputs, label_cluster_fix
 from shardscope_widgets.time.rows import RunSteps, build_shown_step
 from shardscope_widgets.time.view import StepView
 from shardscope_widgets.trace import TracePage
@@ -117,20 +113,10 @@ class Studio(View):
 
     def _make_questions(self) -> None:
         """Build the left column: one collapsible question for each picker."""
-        self.architecture = ArchitecturePicker()
-        self.cluster = ClusterPicker()
-        self.recipe = RecipePicker()
-        self.layout_picker = LayoutPicker()
-        self.options = RunOptions()
-        self.task = TaskPicker(self.options)
-        self._fixes = PickerFixes(
-            architecture=self.architecture,
-            cluster=self.cluster,
-            recipe=self.recipe,
-            layout=self.layout_picker,
-            task=self.task,
-            options=self.options,
-        )
+        inputs = self._inputs = StudioInputs()
+        self.architecture, self.cluster = inputs.architecture, inputs.cluster
+        self.recipe, self.layout_picker = inputs.recipe, inputs.layout
+        self.task, self.options = inputs.task, inputs.options
         self.notice = Notice()
         self.notice.add_class("ss-strip")
         self.launch = LaunchButton(
@@ -153,23 +139,11 @@ class Studio(View):
             "Run": Fold("Run", self.options, self.launch.target.options, *below),
         }
         # An error opens its section, and its fix may set inputs of other sections.
-        for fold, picker in zip(self.folds.values(), self._all_pickers, strict=True):
+        for fold, picker in zip(self.folds.values(), inputs.all_pickers, strict=True):
             fold.follow_picker(picker)
             picker.on_fix = self._apply_fix
-        for picker in (self.task, *self._pickers):
-            picker.complete = self._fixes.complete
         self.questions = Folds(list(self.folds.values()))
         self.questions.add_class("ss-side")
-
-    @property
-    def _pickers(self) -> tuple[Picker, ...]:
-        """The pickers that define the plan."""
-        return self.architecture, self.cluster, self.recipe, self.layout_picker
-
-    @property
-    def _all_pickers(self) -> tuple[Picker, ...]:
-        """All pickers from top to bottom, one for each question."""
-        return self.task, *self._pickers, self.options
 
     def _make_pages(self) -> None:
         """Build the tabs. Each page is filled when first shown, so that a reloaded page has less to load."""
@@ -206,7 +180,7 @@ class Studio(View):
         )
 
     def _observe_inputs(self) -> None:
-        for picker in self._pickers:
+        for picker in self._inputs.plan_pickers:
             picker.observe(self._replan, "value")
             picker.observe(self._show_staleness, "is_wrong")
         for picker in (self.task, self.options):
@@ -315,20 +289,14 @@ class Studio(View):
             return
         self._planning = True
         try:
-            for picker in self._pickers:
-                picker.clear_plan_errors()
-            # The layout depends on model, GPUs and recipe; the recipe's choices in turn on the layout.
-            nouns = (self.architecture.value, self.cluster.value, self.recipe.value)
-            self.layout_picker.offer_choices(*nouns)
-            self.recipe.offer_choices(self.layout_picker.value)
-            plan = ss.Plan(*nouns, self.layout_picker.value)
-            # A plan that can run may have no memory formulas: there is no prediction to show.
-            plan.memory()
+            plan = self._inputs.build_plan()
         except ValueError as error:
-            self._show_error(error)
+            self._inputs.show_error(error)
             return
         except Exception as error:  # An exception raised in a handler would not be shown.
-            self._show_error(ValueError(f"Internal error of Shardscope: {type(error).__name__}: {error}"))
+            self._inputs.show_error(
+                ValueError(f"Internal error of Shardscope: {type(error).__name__}: {error}")
+            )
             raise
         finally:
             self._planning = False
@@ -345,17 +313,7 @@ class Studio(View):
         """
         self._planning = True
         try:
-            if weights is not None:
-                self.architecture.set_folder(weights)
-            if plan.cluster != self.cluster.value or self.cluster.is_wrong:
-                self.cluster.set_value(plan.cluster)
-            if plan.architecture != self.architecture.value or self.architecture.is_wrong:
-                self.architecture.set_value(plan.architecture)
-            # Add the options of the new framework before choosing one that the previous framework lacks.
-            self.recipe.offer_choices(plan.layout)
-            self.recipe.set_value(plan.recipe)
-            nouns = (self.architecture.value, self.cluster.value, self.recipe.value)
-            self.layout_picker.set_value(plan.layout, nouns)
+            self._inputs.set_plan(plan, weights)
         finally:
             self._planning = False
         self._replan()
@@ -364,7 +322,7 @@ class Studio(View):
         """Apply a suggested fix as one update: a single change may be invalid together with old values."""
         self._planning = True
         try:
-            self._fixes.set_inputs(changes)
+            self._inputs.set_fields(changes)
         finally:
             self._planning = False
         self._replan()
@@ -410,7 +368,7 @@ class Studio(View):
     @property
     def is_wrong(self) -> bool:
         """Return whether an input is invalid, in which case the plan does not match the inputs."""
-        return any(picker.is_wrong for picker in self._pickers)
+        return self._inputs.is_wrong
 
     def _show_staleness(self, change: object = None) -> None:
         """Dim the last valid plan and disable launching while an input is invalid."""
@@ -422,11 +380,6 @@ class Studio(View):
         for page in ("plans", "checks", "script"):
             if page in vars(self):
                 getattr(self, page).freeze(wrong)
-
-    def _show_error(self, error: ValueError) -> None:
-        # Errors other than FieldError also start with their field: "Architecture.model_type is ...".
-        owner = getattr(error, "field", str(error)).partition(".")[0]
-        self._fixes.find_owner(owner).show_plan_error(error)
 
     # ---- plan to views
 
@@ -610,7 +563,7 @@ class Studio(View):
     def _show_launch_error(self, error: Exception, retry: Callable[[], None] | None) -> None:
         """Show why a launch failed, with a button for what would help."""
         actions = {"Launch anyway": retry} if retry else {}
-        changes = self._fixes.find_cluster_changes(error) if isinstance(error, FieldError) else {}
+        changes = self._inputs.find_cluster_changes(error) if isinstance(error, FieldError) else {}
         if changes:
             actions[label_cluster_fix(changes)] = lambda: self._apply_fix(changes)
         self.notice.show_message(str(error) or type(error).__name__, actions, is_error=True)

@@ -11,9 +11,9 @@ import plotly.graph_objects as go
 from shardscope.runs.explain.measured import MeasuredMemory
 from shardscope.trace import Trace
 from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.background_calls import LatestRequest
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
-from shardscope_widgets.kit.latest_request import LatestRequest
 from shardscope_widgets.kit.tabs import Tabs
 from shardscope_widgets.trace.analyses import (
     describe_collectives,

@@ -15,9 +15,9 @@ from shardscope.runs.profiling_request import find_recording
 from shardscope.trace import Trace
 from shardscope.trace.analysis.summary import Sentence, TraceSummary
 from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.background_calls import LatestRequest, call_in_loop, find_running_loop
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
 from shardscope_widgets.kit.front_end import front_end_text
-from shardscope_widgets.kit.latest_request import LatestRequest, call_in_loop, find_running_loop
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.trace.analysis_page import Interval
 from shardscope_widgets.trace.analysis_panel import AnalysisPanel

@@ -19,8 +19,7 @@ from shardscope_widgets.memory.repairs import describe_no_fit
 from shardscope_widgets.pickers import ClusterPicker
 from shardscope_widgets.plans.advice_choice import describe_figures
 from shardscope_widgets.plans.ranking_view import RankingView
-from shardscope_widgets.studio.head import render_headline
-from shardscope_widgets.time.rates import render_rates
+from shardscope_widgets.studio.head import render_headline, render_rates
 from shardscope_widgets.time.rows import build_shown_step
 from shardscope_widgets.time.view import StepView
 

@@ -17,8 +17,8 @@ from shardscope_widgets import StepView
 from shardscope_widgets.kit import numbers
 from shardscope_widgets.kit.display_names import format_part
 from shardscope_widgets.kit.theme import PART_COLOURS, PART_PATTERNS, PATTERN_CLASSES
+from shardscope_widgets.studio.head import render_rates
 from shardscope_widgets.time import rows as step_rows
-from shardscope_widgets.time.rates import render_rates
 from shardscope_widgets.time.rows import RunSteps, build_shown_step
 from shardscope_widgets.time.table import render_part_rows, render_rate_table
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from shardscope.trace.analysis.summary import TraceSummary
+from shardscope_widgets.kit.background_calls import BackgroundCalls
 from shardscope_widgets.trace import TraceView
 from shardscope_widgets.trace import view as view_module
-from shardscope_widgets.trace.background_calls import BackgroundCalls
 
 FIXTURE = Path(__file__).parents[3] / "fixtures" / "trace_2_ranks"
 WIDGET = "application/vnd.jupyter.widget-view+json"

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import SampledLines
 from shardscope.records.metrics_table import write_csv_in_pieces
 from shardscope.records.redaction import LogCleaner, known_secrets
 from shardscope.records.regular_files import size_of
-from shardscope.records.sampled_lines import SampledLines
 from shardscope.runs.tensorboard import ScalarFile
 from shardscope.runs.watch.gpu_monitor import GpuSampler
 from shardscope.runs.watch.hang import HangDetector
