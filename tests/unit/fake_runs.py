@@ -55,6 +55,7 @@ class FakeRun:
     recorded_base: dict[str, Any] | None = None
     target = ""
     nodes: tuple[RunNode, ...] = ()
+    attempts: tuple[dict[str, Any], ...] = ()
 
     def __init__(self, records: list[dict[str, Any]]) -> None:
         self.records = records

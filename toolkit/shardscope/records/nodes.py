@@ -23,13 +23,15 @@ class RunNode(NamedTuple):
 
 
 def read_nodes(folder: RunFolder, num_nodes: object, world_size: int) -> list[RunNode]:
-    """Return the nodes of a run in order; none for a run of this machine."""
+    """Return the nodes of a run's attempt in order, by default the latest; none for a run of this machine."""
     is_valid = isinstance(num_nodes, int) and not isinstance(num_nodes, bool) and 1 <= num_nodes <= MAX_NODES
     if not is_valid or not folder.has_nodes:
         return []
     nodes = []
+    # One attempt for all nodes: the next one may begin while they are read.
+    attempt = folder.attempt
     for number in range(int(num_nodes)):  # type: ignore[call-overload]
-        part = NodeFolder(folder.path, number, int(num_nodes))  # type: ignore[call-overload]
+        part = NodeFolder(folder.path, number, int(num_nodes), attempt)  # type: ignore[call-overload]
         name = _shorten((read_json(part.node_json) or {}).get("name"))
         nodes.append(RunNode(number, name or f"node {number}", part.select_ranks(world_size), part))
     return nodes

@@ -253,7 +253,10 @@ class Run:
 
     @property
     def nodes(self) -> list[RunNode]:
-        """The nodes of a scheduler's run in order: number, name, ranks, folder. Empty for one machine."""
+        """The nodes of a scheduler's run in order: number, name, ranks, folder. Empty for one machine.
+
+        They are those of the latest attempt; :attr:`attempts` has the names of all.
+        """
         return read_nodes(self._folder, self._description.get("num_nodes"), self._world_size)
 
     @property

@@ -78,7 +78,7 @@ class RunLog(widgets.VBox):
         self.words.value = ""
 
     def set_nodes(self, nodes: Sequence[RunNode]) -> None:
-        """Name the nodes in the menu: their names are known once they have started."""
+        """Name the nodes in the menu, and show their logs: each attempt may run on other nodes."""
         options, chosen = self._list_choices(nodes), self.whose.value
         if list(self.whose.options) != options:
             # Setting the options selects the first one.
@@ -179,8 +179,9 @@ class RunLog(widgets.VBox):
         # so a value must not arrive with the key of another log.
         with self.pane.hold_sync():
             self.pane.name = f"log of {path.stem}" + (f": lines with {query}" if query else "")
-            # Logs of two nodes have the same file name.
-            self.pane.key = f"{self.whose.value}/{path.name}/{query}"
+            # Logs of two nodes or attempts have the same file name.
+            relative = path.relative_to(self._folder.path) if self._folder is not None else path
+            self.pane.key = f"{relative}/{query}"
             self.pane.value = lines
 
     def _show_count(self, text: str) -> None:

@@ -41,6 +41,9 @@ STATUS_CLASSES = {
     "lost": "ss-lacks",
     "damaged": "ss-lacks",
 }
+MAX_ATTEMPTS_SHOWN = 10
+MAX_REASON = 300
+"""Most characters of the reason for an attempt's end."""
 SVG_DASHES = {"solid": "", "dash": "6 3", "dot": "2 2", "dashdot": "6 2 2 2"}
 
 
@@ -59,7 +62,10 @@ def render_status_sign(status: str, reason: str = "", place: str = "ss-row-statu
 
 
 def render_heading(run: ss.Run, status: str) -> str:
-    """Return three lines of fixed height: status and name, the reason, the plan that is trained."""
+    """Return lines of fixed height: status and name, the reason, the plan that is trained.
+
+    A run that was started again has one more, about its attempts.
+    """
     try:
         plan = describe_plan(run.plan)
     except Exception:  # The plan is damaged or of another version: show the run without it.
@@ -72,8 +78,44 @@ def render_heading(run: ss.Run, status: str) -> str:
         f"<span class='ss-run-name'>{name}</span>{where}</div>"
         # A no-break space keeps the height of an empty line: a reason that appears must not move the page.
         f"<div class='ss-hint ss-clipped' title='{reason}'>{reason or '&nbsp;'}</div>"
-        f"<div class='ss-hint ss-clipped' title='{_strip_tags(plan)}'>{plan or '&nbsp;'}</div>"
+        f"{render_attempts(run.attempts)}"
+        f"<div class='ss-hint ss-clipped ss-run-plan' title='{_strip_tags(plan)}'>{plan or '&nbsp;'}</div>"
     )
+
+
+def render_attempts(attempts: Sequence[Mapping[str, object]]) -> str:
+    """Return one line of HTML: where the latest attempt began, and why the one before it ended.
+
+    Empty for fewer than two attempts. The tooltip has the last ``MAX_ATTEMPTS_SHOWN``.
+    """
+    if len(attempts) < 2:
+        return ""
+    *before, latest = attempts
+    ended = before[-MAX_ATTEMPTS_SHOWN + 1 :]
+    lines = [f"{_describe_beginning(item)}; {_describe_end(item)}" for item in ended]
+    tooltip = "\n".join([*lines, _describe_beginning(latest)])
+    text = f"{_describe_beginning(latest)}; {_describe_end(before[-1])}"
+    return (
+        f"<div class='ss-hint ss-clipped ss-run-attempts' title='{escape(tooltip, quote=True)}'>"
+        f"{escape(text)}</div>"
+    )
+
+
+def _describe_beginning(attempt: Mapping[str, object]) -> str:
+    name, from_step = f"attempt {attempt['attempt']}", attempt["from_step"]
+    if attempt["began"] is None:
+        return f"{name} is starting"
+    if attempt["checkpoint"] is not None:
+        return f"{name} resumed from step {from_step:,}"
+    return f"{name} started at the beginning"
+
+
+def _describe_end(attempt: Mapping[str, object]) -> str:
+    ends = {"stopped": "stopped", "failed": "failed", "lost": "was lost", "finished": "finished"}
+    end = f"attempt {attempt['attempt']} {ends.get(str(attempt['status']), 'ended')}"
+    # One short line: the reason is a file's text, which anybody may have written.
+    reason = " ".join(str(attempt["reason"] or "").split())[:MAX_REASON]
+    return f"{end}: {reason}" if reason else end
 
 
 def _strip_tags(html: str) -> str:

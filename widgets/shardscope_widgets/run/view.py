@@ -86,7 +86,9 @@ class RunView(View):
         self._nodes: list[RunNode] = []
         """The nodes of a scheduler's run, which have their names once they have started."""
         self._has_node_names = True
-        self._shown_status: tuple[str, str] = ("", "")
+        self._attempt = 1
+        """The attempt whose nodes are shown."""
+        self._shown_status: tuple[str, str, int] = ("", "", 0)
         self._stop_requested = self._finish_requested = False
         self._sampled = 0.0
         self._gpu_time = 0.0
@@ -166,9 +168,10 @@ class RunView(View):
             self._pace = Pace()
             self._expected = run.predicted_metrics()
             self._latest = {}
+            self._attempt = RunFolder(run.folder).attempt
             self._nodes = run.nodes
             self._has_node_names = not self._nodes
-            self._shown_status = ("", "")
+            self._shown_status = ("", "", 0)
             self._stop_requested = self._finish_requested = False
             self._sampled = self._gpu_time = 0.0
             self.num_steps = 0
@@ -282,6 +285,9 @@ class RunView(View):
         if now - self._sampled < GPU_SECONDS and not has_ended:
             return
         self._sampled = now
+        attempt = RunFolder(run.folder).attempt
+        if attempt != self._attempt:  # The job was started again, perhaps on other nodes.
+            self._attempt, self._has_node_names = attempt, False
         if not self._has_node_names:
             self._nodes = run.nodes
             self.logs.set_nodes(self._nodes)
@@ -393,7 +399,7 @@ class RunView(View):
 
     def _show_status(self, run: ss.Run, status: str) -> None:
         """Show status, reason and plan; for a failed run, its error and the log of the failed rank."""
-        current = (status, run.reason)
+        current = (status, run.reason, RunFolder(run.folder).attempt)
         # Writing the same HTML again would lose the user's text selection.
         if current == self._shown_status:
             return

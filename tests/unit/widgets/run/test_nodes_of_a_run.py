@@ -1,4 +1,4 @@
-"""Tests of the views of a Slurm run: its job, its nodes' names, slowest node and logs, and Cancel."""
+"""Tests of the views of a Slurm run: its job, nodes' names, slowest node and logs, attempts, and Cancel."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from fake_runs import wait_until
 from written_runs import PLAN, make_metrics, write_run
 
 import shardscope as ss
+from shardscope.records.attempts import write_beginning, write_end
 from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import append_line, write_json
 from shardscope.records.nodes import describe_job, read_nodes
@@ -18,6 +19,7 @@ from shardscope.runs.backends import job_watch
 from shardscope.runs.backends.slurm_job import Job
 from shardscope.runs.watch.pace import Pace
 from shardscope_widgets import RunView
+from shardscope_widgets.run.run_html import render_attempts
 from shardscope_widgets.run.runs_view import RunsView
 
 TWO_NODES = replace(
@@ -122,3 +124,66 @@ def test_a_waiting_job_is_cancelled_and_gets_its_names_later(
     assert wait_until(lambda: view.status == "stopped")
     for widget in (view, runs):
         widget.close()
+
+
+def begin_second_attempt(path: Path, *, names: tuple[str, ...]) -> None:
+    """Write the end of a first attempt that Slurm preempted, and the beginning of a second on other nodes."""
+    first, second = RunFolder(path, 1), RunFolder(path, 2)
+    write_beginning(first, checkpoint=None, from_step=0, control_bytes=0)
+    write_end(first, "stopped", "Slurm preempts job <4711>")
+    checkpoint = path / "checkpoints" / "step-000120"
+    write_beginning(second, checkpoint=checkpoint, from_step=120, control_bytes=0)
+    for number, node_name in enumerate(names):
+        node = NodeFolder(path, number, 2, 2)
+        node.create_own()
+        write_json(node.node_json, {"name": node_name}, as_is=("name",))
+        node.supervisor_log.write_text(f"supervisor of {node_name}\n")
+        write_json(node.supervisor, {"pid": 1, "started": 1.0, "machine": "other"})
+
+
+def test_nodes_are_those_of_the_latest_attempt(tmp_path: Path) -> None:
+    path = write_slurm_run("again", tmp_path, names=("gpu01", "gpu02"))
+    run = ss.Run.attach(path)
+    first = run.nodes
+    begin_second_attempt(path, names=("gpu07",))
+    # The second node has not started yet: it is not that of the first attempt.
+    assert [node.name for node in run.nodes] == ["gpu07", "node 1"]
+    assert run.nodes[0].folder.supervisor_log.read_text() == "supervisor of gpu07\n"
+    # A list that was read before does not change its files.
+    assert first[0].folder.supervisor_log.read_text() == "supervisor of gpu01\n"
+    assert [node.name for node in read_nodes(RunFolder(path, 1), 2, 4)] == ["gpu01", "gpu02"]
+
+
+def test_an_open_view_goes_on_with_the_next_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_slurm_run("again", tmp_path, names=("gpu01", "gpu02"), status="running")
+    job = Job(state="RUNNING", reason="", start="", nodes="gpu[01-02]", preempted=False)
+    monkeypatch.setattr(job_watch, "read_job", lambda job_id: job)
+    view = RunView(ss.Run.attach(path))
+    assert wait_until(lambda: "supervisor · gpu02" in dict(view.logs.whose.options))
+    view.logs.whose.value = dict(view.logs.whose.options)["supervisor · gpu02"]
+    assert wait_until(lambda: "supervisor of gpu02" in view.logs.pane.value)
+    key = view.logs.pane.key
+    assert "attempt" not in view.head.value, "a run of one attempt has no line about it"
+    begin_second_attempt(path, names=("gpu07", "gpu08"))
+    assert wait_until(lambda: "supervisor of gpu08" in view.logs.pane.value)
+    assert view.logs.pane.key != key, "the page would keep the scroll position of the other log"
+    assert "rank 3 · gpu08" in dict(view.logs.whose.options)
+    line = "attempt 2 resumed from step 120; attempt 1 stopped: Slurm preempts job &lt;4711&gt;</div>"
+    assert wait_until(lambda: line in view.head.value), view.head.value
+    append_line(RunFolder(path).status, {"time": 2.0, "status": "stopped", "reason": "by the test"})
+    assert wait_until(lambda: view.status == "stopped")
+    view.close()
+
+
+def test_the_line_about_attempts_is_plain_english() -> None:
+    began = {"began": 1.0, "from_step": 0, "checkpoint": None, "status": None, "reason": None}
+    failed = {**began, "attempt": 1, "status": "failed", "reason": "rank 1 raised\nValueError"}
+    lost = {**began, "attempt": 2, "status": "lost", "reason": ""}
+    assert render_attempts([failed]) == ""
+    html = render_attempts([failed, {**began, "attempt": 2}])
+    assert "attempt 2 started at the beginning; attempt 1 failed: rank 1 raised ValueError</div>" in html
+    html = render_attempts([failed, lost, {**began, "attempt": 3, "began": None}])
+    assert html.endswith("attempt 3 is starting; attempt 2 was lost</div>")
+    assert "attempt 1 failed" in html.partition(">")[0], "the tooltip has the attempts before, too"
+    many = [{**failed, "attempt": number, "reason": "x" * 10**5} for number in range(1, 1000)]
+    assert len(render_attempts(many)) < 5000, "anybody may have written the folder"
