@@ -459,6 +459,6 @@ FAULTS = {
     78: Fault(
         "The kernel is killed (`kill -9`), and the run has `outlive_kernel=False`",
         "Stopped: its kernel ended. The job leaves the queue, also one that waits.",
-        "If the process that watches the kernel on the login node is killed too, the run continues.",
+        "If the process that watches the kernel on its machine is killed too, the run continues.",
     ),
 }

@@ -149,6 +149,34 @@ def test_stop_with_checkpoint_after_the_kernel_was_killed(ray: TwoNodeRay, tmp_p
 
 
 @thorough()
+def test_fault_78_the_kernel_is_killed(ray: TwoNodeRay, tmp_path: Path) -> None:
+    code = (
+        "import shardscope as ss, time\n"
+        "from tests.cluster.test_two_nodes import make_plan, train_until_stopped\n"
+        "for name in ('run', 'waiting'):\n"
+        f"    ss.launch(make_plan('2x1xcpu'), train_until_stopped, folder={str(tmp_path)!r}, name=name,"
+        f" on=ss.Ray(address={ray.address!r}), outlive_kernel=False)\n"
+        "print('launched', flush=True); time.sleep(600)"
+    )
+    kernel = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert kernel.stdout is not None and kernel.stdout.readline() == b"launched\n"
+        run, waiting = (ss.Run.attach(tmp_path / name) for name in ("run", "waiting"))
+        wait_for(lambda: {record["rank"] for record in run.metrics()} == {0, 1} or run.status in FINAL)
+        wait_for(lambda: "requested" in waiting.reason or waiting.status in FINAL, 60)
+        assert (run.status, waiting.status) == ("running", "queued"), (run.reason, waiting.reason)
+    finally:
+        kernel.kill()
+        kernel.wait()
+    assert run.wait(60) == "stopped" and run.reason == "the kernel that launched it ended"
+    assert waiting.wait(60) == "stopped", (waiting.status, waiting.reason)
+    # The end of the first run may have given the second one its nodes before it read the request.
+    assert waiting.reason.startswith("the kernel that launched it ended"), waiting.reason
+    assert_nothing_is_left(run, ray)
+    wait_for(lambda: not list_processes(waiting.folder), 30)
+
+
+@thorough()
 @pytest.mark.parametrize("lost", [0, 1])
 def test_killed_actor(lost: int, ray: TwoNodeRay, tmp_path: Path) -> None:
     run = launch_endless(ray, tmp_path)

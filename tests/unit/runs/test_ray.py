@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import subprocess
@@ -16,7 +17,7 @@ import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import append_line, write_json
-from shardscope.runs.backends import node_process, nodes, ray_submission, ray_watch
+from shardscope.runs.backends import kernel_watch, node_process, nodes, ray_submission, ray_watch
 from shardscope.runs.backends.nodes import Node, NodePool
 from shardscope.runs.backends.peers import Peers
 from shardscope.runs.backends.ray_coordinator import Coordinator
@@ -247,6 +248,26 @@ def test_lines_of_control_stop_a_waiting_run(tmp_path: Path) -> None:
     assert not coordinator._is_stopped()
     append_line(folder.control, {"command": "stop"})
     assert coordinator._is_stopped() and coordinator._stop == "run.stop() was called"
+
+
+def test_the_end_of_the_kernel_stops_a_waiting_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    full_disk = [OSError(errno.ENOSPC, "No space left on device")]
+
+    def append_once_there_is_space(path: Path, record: dict[str, object]) -> None:
+        if full_disk:
+            raise full_disk.pop()
+        append_line(path, record)
+
+    monkeypatch.setattr(kernel_watch, "append_line", append_once_there_is_space)
+    monkeypatch.setattr(kernel_watch, "POLL_SECONDS", 0.01)
+    folder = make_run(tmp_path)
+    write_json(folder.job, {"scheduler": "ray", "job_id": "shardscope-run-0a1b2c3d", "address": "auto"})
+    read_end, write_end = os.pipe()
+    os.close(write_end)
+    kernel_watch.watch_kernel(folder, read_end)
+    os.close(read_end)
+    coordinator = Coordinator(str(folder.path), 2, {"CPU": 1.0})
+    assert coordinator._is_stopped() and coordinator._stop == "the kernel that launched it ended"
 
 
 def test_a_waiting_run_without_a_folder_is_stopped(tmp_path: Path) -> None:

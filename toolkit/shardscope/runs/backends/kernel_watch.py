@@ -1,8 +1,9 @@
-"""The watcher of a Slurm run that ends with its kernel: ``launch(..., on=ss.Slurm(), outlive_kernel=False)``.
+"""The watcher of a cluster's run that ends with its kernel: ``launch(..., on=..., outlive_kernel=False)``.
 
-A small process on the login node holds the read end of a lease (``runs/launch/lease.py``) whose write end
-only the kernel has, so that it notices however the kernel ends. It then requests a stop, and cancels the job
-if the run has not ended a while later. The kernel starts it as ``python -m
+A small process on the kernel's machine holds the read end of a lease (``runs/launch/lease.py``) whose write
+end only the kernel has, so that it notices however the kernel ends. It then requests a stop, which the nodes
+read, and on Ray also the coordinator of a run that waits for its nodes. On Slurm it cancels the job if the
+run has not ended a while later. The kernel starts it as ``python -m
 shardscope.runs.backends.kernel_watch <folder> <read end>``; it leaves when the run has ended.
 """
 
@@ -69,12 +70,14 @@ def watch_kernel(folder: RunFolder, lease: int) -> None:
     while not (waiting.poll(POLL_SECONDS * 1000) and not os.read(lease, 1)):
         if status.read()["status"] in FINAL:
             return
-    # Nodes read the request; a job that waits has none.
-    with contextlib.suppress(OSError):
-        append_line(folder.control, {"command": "stop", "time": time.time(), "kernel_ended": True})
+    is_requested = _request_stop(folder)
     job_id = read_job_id(folder)
-    if job_id is None:
+    if job_id is None:  # On Ray only the request ends the run: its disk may be full for a while.
+        while not is_requested and status.read()["status"] not in FINAL:
+            time.sleep(POLL_SECONDS)
+            is_requested = _request_stop(folder)
         return
+    # A job that waits has no nodes to read it.
     _try_to_cancel(cancel_waiting, job_id)
     deadline = time.monotonic() + STOP_SECONDS
     while status.read()["status"] not in FINAL:
@@ -82,6 +85,14 @@ def watch_kernel(folder: RunFolder, lease: int) -> None:
             _try_to_cancel(cancel, job_id)
             return
         time.sleep(POLL_SECONDS)
+
+
+def _request_stop(folder: RunFolder) -> bool:
+    """Return whether the request could be written."""
+    with contextlib.suppress(OSError):
+        append_line(folder.control, {"command": "stop", "time": time.time(), "kernel_ended": True})
+        return True
+    return False
 
 
 def _try_to_cancel(command: Callable[[str], None], job_id: str) -> None:

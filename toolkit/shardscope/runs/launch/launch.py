@@ -82,8 +82,8 @@ def launch(
     ``on`` is None for this machine, an ``ss.Slurm`` that submits one job with a process per node, or an
     ``ss.Ray`` that starts an actor on each node. The run folder is ``folder/name``; ``folder`` defaults to
     ``./runs`` and ``name`` to the current time. If an ended run has that name, a number is appended. A run of
-    this machine ends with this process unless ``outlive_kernel``; one on a cluster outlives it, on Slurm
-    unless ``outlive_kernel=False``. After a failed rank or a lost node the run is started again up to
+    this machine ends with this process unless ``outlive_kernel``; one on a cluster outlives it, unless
+    ``outlive_kernel=False``. After a failed rank or a lost node the run is started again up to
     ``retries`` times, from its last checkpoint (not on Ray): ``run.attempts``. A task may have a method
     ``check(plan)`` or ``check_launch(plan, folder, name)`` that raises ``ValueError`` for a plan or folder it
     does not support. A function whose source uses ``ctx.engine`` raises ``ValueError`` if no engine trains
@@ -132,9 +132,6 @@ def start_run(
     outlives = target is not None
     if outlive_kernel is not None:
         outlives = check_flag("launch.outlive_kernel", outlive_kernel)
-        if isinstance(target, Ray) and not outlives:
-            allowed = "True or None: a Ray run outlives the kernel; run.stop() ends it"
-            refuse("launch.outlive_kernel", outlive_kernel, allowed, Value(True))
     check_flag("launch.force", force)
     check_integer("launch.retries", retries, low=0, high=MAX_RETRIES)
     if isinstance(target, Ray) and retries:
@@ -143,7 +140,9 @@ def start_run(
     if name is not None:
         check_name("launch.name", name)
     if isinstance(target, Ray):
-        return _launch_on_ray(plan, task, target, parent, name, force=force, stacklevel=stacklevel)
+        return _launch_on_ray(
+            plan, task, target, parent, name, outlives=outlives, force=force, stacklevel=stacklevel
+        )
     if target is not None:
         options = _SlurmOptions(outlives=outlives, is_chosen=outlive_kernel is not None, retries=retries)
         return _launch_on_slurm(plan, task, target, parent, name, options, force=force)
@@ -246,6 +245,7 @@ def _launch_on_ray(
     parent: Path,
     name: str | None,
     *,
+    outlives: bool,
     force: bool,
     stacklevel: int,
 ) -> Run:
@@ -262,7 +262,7 @@ def _launch_on_ray(
         difference = check_ray_submission(connection, plan, parent, force=force)
         if difference:
             warnings.warn(difference, RuntimeWarning, stacklevel=stacklevel + 1)
-        description = _describe_run(plan, task, device, outlive_kernel=True, retries=0)
+        description = _describe_run(plan, task, device, outlives, retries=0)
         # The processes of the run are on other machines, whose GPUs are not known yet.
         description |= {"asked_name": name, "gpus": [], "machine": "", "scheduler": "ray"}
         description["num_nodes"] = plan.cluster.num_nodes
@@ -279,6 +279,8 @@ def _launch_on_ray(
                 pending.folder.set_status("queued", f"being submitted to {connection.title}")
                 pending.publish(description)
                 submit_to_ray(connection, pending.folder, plan)
+                if not outlives:
+                    start_kernel_watch(pending.folder)
                 return Run(pending.folder)
         except BaseException as error:
             _undo_launch(pending, error)
