@@ -64,7 +64,7 @@ def choose_partition(page: Any) -> None:
     menu = row.locator("select")
     texts = [text.replace("\xa0", " ") for text in menu.locator("option").all_inner_texts()]
     wanted = "Slurm: debug · 2 nodes without GPUs, 2 idle"
-    assert texts[0] == "any" and texts[1].startswith("this machine") and texts[2:] == [wanted]
+    assert texts[0] == "any" and texts[1].startswith("this machine") and texts[2] == wanted
     menu.select_option(index=2)
     expect(page.locator(".ss-head .ss-what")).to_contain_text("2 CPU ranks on 2 nodes", use_inner_text=True)
     for label, text in (("Model", "2m"), ("Sequence", "64"), ("Steps", "6")):
