@@ -16,7 +16,9 @@ from playwright.sync_api import expect
 from served import Lab, running_lab
 from studio_page import choose_tab, fill_input, open_fold, open_studio, save_screenshot, use_theme
 from tests.cluster.two_node_slurm import INSTALL, TwoNodeSlurm, find_missing
-from tests.requirements import skip_without
+from tests.requirements import skip_without, thorough
+
+pytestmark = thorough()  # Each needs the page that the one before left.
 
 RUN_TIMEOUT_MS = 300_000
 HEAD = ".ss-head button.ss-main-button"

@@ -27,7 +27,6 @@ FRAMEWORKS = {
     "fsdp2": (ss.Layout.fsdp2, "torch"),
     "zero": (partial(ss.Layout.zero, stage=3), "deepspeed"),
 }
-CASES = ["ddp", *(pytest.param(name, marks=thorough()) for name in FRAMEWORKS if name != "ddp")]
 
 
 def export(framework: str, cluster: str, folder: Path) -> Path:
@@ -79,7 +78,8 @@ def find_ranks(folder: Path) -> set[tuple[str, str]]:
     return {(node, rank) for node, rank in ranks if rank}
 
 
-@pytest.mark.parametrize("framework", CASES)
+@thorough()
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_sbatch_file_trains_on_two_nodes_as_on_one_machine(
     framework: str, slurm: TwoNodeSlurm, tmp_path: Path
 ) -> None:

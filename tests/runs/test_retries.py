@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.requirements import needs
+from tests.requirements import needs, thorough
 
 import shardscope as ss
 
@@ -55,6 +55,7 @@ def test_a_failed_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     assert curves[0] == pytest.approx(curves[1], abs=1e-5)
 
 
+@thorough()
 def test_retries_are_used_up(tmp_path: Path) -> None:
     task = FailingPretrain(num_steps=STEPS, failures=5)
     run = ss.launch(make_plan(), task, folder=tmp_path, retries=1)
