@@ -300,7 +300,7 @@ def test_rows_are_sent_when_they_come_into_view(open_view: Any) -> None:
         position = next(i for i, track in enumerate(view.trace.tracks) if track.kind == "python")
         first, last = view._tiler.first_row_of_track[position : position + 2].tolist()
         wait_until_settled(page)
-        assert not sent
+        assert not sent & set(range(first, last))  # other rows may still arrive on a slow machine
         page.locator(".ss-trace-stack").focus()  # scrolls to it
         page.keyboard.press("Enter")
         wait_until_settled(page)
