@@ -125,7 +125,8 @@ def _join_styles(tag: str, classes: str, inline: str = "") -> str:
 class _Rewriter(HTMLParser):
     """A rewriter of a view's HTML: it makes styles inline and removes elements that only react to clicks.
 
-    A legend, whose rows can be expanded in a live view, becomes a table.
+    A legend, whose rows can be expanded in a live view, becomes a table. An element with ``data-saved``, such
+    as "Computing …", has that text instead: no kernel may be left that finishes the work.
     """
 
     def __init__(self, html: str) -> None:
@@ -153,6 +154,10 @@ class _Rewriter(HTMLParser):
                 self._out.append("<br>")
             return
         begin, end = self._rewrite_element(tag, attributes)
+        saved = attributes.get("data-saved")
+        if saved and begin and not self._silent:
+            self._out += [begin, escape(saved, quote=False), end]
+            begin = None
         # None: left out with its content. Elements inside it are counted only to find its end.
         if begin is None or self._silent:
             self._silent += 1

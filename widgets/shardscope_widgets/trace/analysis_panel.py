@@ -31,6 +31,8 @@ from shardscope_widgets.trace.memory_figure import describe_memory
 
 CRITICAL_PATH, PLAN = "Critical path", "Plan against trace"
 COMPUTING = "Computing …"
+NOT_COMPUTED = '"{}" was not computed when the notebook was saved: run the cell again.'
+"""Text of a saved notebook in place of :data:`COMPUTING`."""
 USE_RATES, REMOVE_RATES = "Use the measured rates", "Predict without them"
 DRAW_PATH, REMOVE_PATH = "Draw it in the view", "Remove it from the view"
 
@@ -115,7 +117,8 @@ class AnalysisPanel(widgets.VBox):
             self._show_page(name)
             return
         self._pages.pop(name, None)
-        self._set_body(f"<p class='ss-hint'>{COMPUTING}</p>")
+        saved = escape(NOT_COMPUTED.format(name), quote=True)
+        self._set_body(f"<p class='ss-hint' data-saved='{saved}'>{COMPUTING}</p>")
         self._num_requests += 1
         self._requests.request((name, self._num_requests), lambda result: self._receive_page(name, result))
 

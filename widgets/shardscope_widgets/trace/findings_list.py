@@ -28,10 +28,11 @@ class FindingsList(Clickable):
         self._shows_all = False
         super().__init__(self._handle_action, "ss-findings-of-trace")
 
-    def show_hint(self, text: str) -> None:
-        """Show ``text`` instead of sentences."""
+    def show_hint(self, text: str, *, saved: str = "") -> None:
+        """Show ``text`` instead of sentences; a saved notebook has ``saved`` in its place."""
         self._sentences = ()
-        self.value = f"<p class='ss-hint'>{escape(text)}</p>" if text else ""
+        attribute = f" data-saved='{escape(saved, quote=True)}'" if saved else ""
+        self.value = f"<p class='ss-hint'{attribute}>{escape(text)}</p>" if text else ""
 
     def show_sentences(self, sentences: Sequence[Sentence]) -> None:
         """Show these sentences; those about the whole trace at the beginning are one paragraph."""

@@ -13,7 +13,7 @@ import shardscope as ss
 from shardscope.runs.explain.measured import MeasuredMemory
 from shardscope.runs.profiling_request import find_recording
 from shardscope.trace import Trace
-from shardscope.trace.analysis.summary import Sentence, TraceSummary
+from shardscope.trace.analysis.summary import Sentence, TraceSummary, describe_recording
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_calls import LatestRequest, call_in_loop, find_running_loop
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
@@ -22,7 +22,7 @@ from shardscope_widgets.kit.view import View
 from shardscope_widgets.trace.analysis_page import Interval
 from shardscope_widgets.trace.analysis_panel import AnalysisPanel
 from shardscope_widgets.trace.findings_list import FindingsList
-from shardscope_widgets.trace.view import TraceView
+from shardscope_widgets.trace.view import NOT_ANALYSED, TraceView
 
 NO_TRACE = 'No trace yet. Launch a run with "Record a trace" checked, or open a trace in the Runs tab.'
 SUMMARIZING = "Looking for what costs time …"
@@ -75,7 +75,8 @@ class TraceAnswers(View):
 
     def start(self) -> None:
         """Compute the sentences and the first table in the background."""
-        self.findings.show_hint(SUMMARIZING)
+        known = f"{describe_recording(self.view.trace)} {NOT_ANALYSED}"
+        self.findings.show_hint(SUMMARIZING, saved=known)
         self._summaries.request("summary", self._show_summary)
 
     def _show_summary(self, result: TraceSummary | Exception) -> None:

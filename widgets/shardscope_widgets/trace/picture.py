@@ -7,7 +7,7 @@ from html import escape
 
 import numpy as np
 
-from shardscope.trace.analysis.summary import TraceSummary
+from shardscope.trace.analysis.summary import TraceSummary, describe_recording
 from shardscope.trace.tiles import COMMUNICATION, FIRST_HUE, MUTED, NUM_HUES, Tiler
 from shardscope_widgets.kit.theme import COMPONENT_COLOURS
 
@@ -21,6 +21,8 @@ MAX_MARKS = 3_000
 """Maximum marks; at about 20 bytes each, 60 kB."""
 MAX_ROWS = 200
 MAX_TALL_ROWS = 60
+MAX_DRAWN_AT_ONCE = 2_000_000
+"""Maximum slices whose tracks are drawn before the analysis: a quarter of a second."""
 # As in front_end/colours.js.
 HUES = ("#77aadd", "#99ddff", "#44bb99", "#bbcc33", "#eedd88", "#ffaabb")
 COLOURS = {
@@ -37,9 +39,11 @@ def draw_picture(tiler: Tiler, summary: TraceSummary) -> str:
     return f"<div style='{FRAME}'><ul>{sentences}</ul>{svg}{summary.render_rank_table()}</div>"
 
 
-def render_note(text: str) -> str:
-    """Return a text in place of the picture."""
-    return f"<div style='{FRAME}'><p>{escape(text)}</p></div>"
+def draw_unfinished_picture(tiler: Tiler, note: str) -> str:
+    """Return the picture of a trace that is not analysed: what was recorded, ``note``, and the tracks."""
+    sentences = "".join(f"<li>{escape(text)}</li>" for text in (describe_recording(tiler.trace), note))
+    svg = _draw_tracks(tiler) if 0 < len(tiler.trace) <= MAX_DRAWN_AT_ONCE else ""
+    return f"<div style='{FRAME}'><ul>{sentences}</ul>{svg}</div>"
 
 
 def _draw_tracks(tiler: Tiler) -> str:

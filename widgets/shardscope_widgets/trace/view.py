@@ -25,7 +25,7 @@ from shardscope.trace.tiles import Tiler
 from shardscope_widgets.kit.background_calls import BackgroundCalls, LatestRequest, find_running_loop
 from shardscope_widgets.kit.front_end import front_end_text
 from shardscope_widgets.kit.saved_output import SavedOutput
-from shardscope_widgets.trace.picture import draw_picture, render_note
+from shardscope_widgets.trace.picture import draw_picture, draw_unfinished_picture
 from shardscope_widgets.trace.requests import Request, RequestError, read_request
 from shardscope_widgets.trace.saved_page import choose_slices, write_page
 
@@ -35,7 +35,10 @@ MAX_ARGS = 40
 LEAST_MARGIN_SECONDS = 1e-7
 MAX_ANALYSED_AT_ONCE = 100_000
 """Maximum slices that are analysed before the view is displayed: a quarter of a second."""
-ANALYSING = "Analysing the trace …"
+NOT_ANALYSED = (
+    "The analysis of this trace was not finished when the notebook was saved. Run the cell again for its "
+    "sentences and times."
+)
 MAX_DOWNLOAD_SLICES = 500_000
 """Maximum slices of a download: the kernel is busy for some seconds."""
 PERFETTO_ORIGIN = "https://ui.perfetto.dev"
@@ -147,9 +150,10 @@ class TraceView(anywidget.AnyWidget):
             lambda _: draw_picture(tiler, trace.summary()), "shardscope-picture"
         )
         self._picture = ""
-        """Static picture, for viewers without a kernel; empty until it is drawn."""
-        self._note = ANALYSING
-        """Text in place of the picture."""
+        """Static picture, for viewers without a kernel; empty until the trace is analysed."""
+        # It is read in saved notebooks only, whose kernel may have ended before the analysis.
+        self._note = NOT_ANALYSED
+        """Sentence in place of the analysis."""
         self._match = np.zeros(len(self.trace), dtype=bool)
         self._span_ns = max(self.trace.duration_ns_total, 1000)
         self._path: PathMarks | None = None
@@ -267,7 +271,7 @@ class TraceView(anywidget.AnyWidget):
     def _ipython_display_(self) -> None:
         """Display the view, and a static picture for readers without a kernel or without widgets.
 
-        The picture of a large trace, with its sentences, is drawn in the background.
+        The sentences of a large trace are written in the background; its tracks are drawn at once.
         """
         if len(self.trace) <= MAX_ANALYSED_AT_ONCE or find_running_loop() is None:
             self._draw_picture()
@@ -538,7 +542,7 @@ def _describe_part(trace: Trace, num_slices: int, start_seconds: float, end_seco
 
 
 def _get_picture(view: TraceView) -> str:
-    return view._picture or render_note(view._note)
+    return view._picture or draw_unfinished_picture(view._tiler, view._note)
 
 
 def _shorten_value(value: object) -> object:

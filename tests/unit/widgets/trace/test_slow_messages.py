@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from shardscope.timing.report import format_seconds
 from shardscope.trace.analysis.summary import TraceSummary
 from shardscope_widgets.kit.background_calls import BackgroundCalls
 from shardscope_widgets.trace import TraceView
 from shardscope_widgets.trace import view as view_module
+from shardscope_widgets.trace.view import NOT_ANALYSED
 
 FIXTURE = Path(__file__).parents[3] / "fixtures" / "trace_2_ranks"
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -131,7 +133,7 @@ def test_sentences_of_a_large_trace_come_after_the_view(monkeypatch: pytest.Monk
     async def show() -> None:
         view._ipython_display_()
         (live, _), (static, _) = published
-        assert WIDGET in live and "Analysing the trace" in static["text/html"]
+        assert WIDGET in live and NOT_ANALYSED in static["text/html"]
         view._handle_custom_msg({"type": "select", "id": 1, "index": 5}, [])
         await wait_until(lambda: view.selected is not None)
         assert len(published) == 2
@@ -142,7 +144,7 @@ def test_sentences_of_a_large_trace_come_after_the_view(monkeypatch: pytest.Monk
     static, options = published[2]
     assert options["update"] and options["transient"] == published[1][1]["transient"]
     html = static["text/html"]
-    assert str(escape(summarize().sentences[0])) in html and "<svg" in html and "Analysing" not in html
+    assert str(escape(summarize().sentences[0])) in html and "<svg" in html and NOT_ANALYSED not in html
     assert sent[-1]["type"] == "picture" and sent[-1]["picture"] == html, "for a page that was loaded anew"
     # Displayed again, it has them at once.
     view._ipython_display_()
@@ -168,5 +170,32 @@ def test_a_summary_that_fails_is_said_in_the_picture(monkeypatch: pytest.MonkeyP
         await wait_until(lambda: len(published) == 3)
 
     asyncio.run(show())
-    assert "No summary: no &lt;steps&gt;" in published[2]["text/html"]
+    assert "No summary: no &lt;steps&gt;" in published[2]["text/html"] and "<svg" in published[2]["text/html"]
+    view.close()
+
+
+def test_a_notebook_saved_before_the_analysis_says_so_and_has_the_tracks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its kernel may end meanwhile: nothing that is saved says that work goes on."""
+    monkeypatch.setattr(view_module, "MAX_ANALYSED_AT_ONCE", 0)
+    published: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        "IPython.display.publish_display_data", lambda data, **options: published.append(data)
+    )
+    view = TraceView(FIXTURE)
+    may_finish = threading.Event()
+    summarize = view.trace.summary
+    monkeypatch.setattr(view.trace, "summary", lambda: may_finish.wait(30) and summarize())
+
+    async def show() -> None:
+        view._ipython_display_()
+
+    asyncio.run(show())  # the loop is closed before the analysis ends, as that of a kernel
+    html = published[-1]["text/html"]
+    num_slices, duration = len(view.trace), format_seconds(view.trace.duration_seconds)
+    assert f"<li>2 ranks, {num_slices:,} slices in {duration}.</li>" in html
+    assert "not finished when the notebook was saved. Run the cell again" in html
+    assert "<svg" in html and html.count("<path") > 1 and "…</li>" not in html
+    may_finish.set()
     view.close()

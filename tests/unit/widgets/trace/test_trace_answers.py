@@ -307,6 +307,33 @@ def test_opening_can_be_cancelled_and_tried_again(tmp_path: Path, monkeypatch: p
     wait_for(lambda: isinstance(page.children[0], TraceAnswers))
 
 
+def test_static_picture_of_an_unfinished_analysis_says_what_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No kernel may be left that finishes it: the saved notebook does not say "Computing"."""
+    may_finish = threading.Event()
+    summarize, breakdown = Trace.summary, Trace.breakdown
+    monkeypatch.setattr(Trace, "summary", lambda trace: may_finish.wait(60) and summarize(trace))
+    answers = open_page(write_traced_run(tmp_path))
+    wait_for(lambda: "Looking for what costs time" in answers.findings.value)
+    html = draw_picture(answers)
+    assert "Looking for" not in html and html.count("not finished when the notebook was saved") == 1
+    assert f"2 ranks, {len(answers.view.trace):,} slices in " in html
+    may_tabulate = threading.Event()
+    monkeypatch.setattr(Trace, "breakdown", lambda trace: may_tabulate.wait(60) and breakdown(trace))
+    answers.panel.tabs.value = "Steps"
+    answers.panel.tabs.value = "Time by rank"
+    assert "Computing" in answers.panel.text.value
+    html = draw_picture(answers)
+    assert "Computing" not in html
+    assert '"Time by rank" was not computed when the notebook was saved: run the cell again.' in html
+    may_tabulate.set()
+    may_finish.set()
+    wait_for(lambda: "<table" in answers.panel.table.value and "<li>" in answers.findings.value)
+    assert "when the notebook was saved" not in draw_picture(answers)
+    answers.close()
+
+
 def test_static_picture_has_the_sentences_the_bars_and_the_table(tmp_path: Path) -> None:
     answers = open_page(write_traced_run(tmp_path))
     wait_for(lambda: "<table" in answers.panel.table.value and "<li>" in answers.findings.value)

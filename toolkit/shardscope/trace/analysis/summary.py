@@ -285,11 +285,22 @@ def _write_sentences(trace: Trace) -> Iterator[Sentence]:
             yield Sentence(text=trace.compare(plan).text)
 
 
-def _describe_size(trace: Trace) -> str:
+def describe_recording(trace: Trace) -> str:
+    """Return ranks, slices and duration as a sentence, which needs no analysis of the trace."""
+    return f"{_count_ranks(trace)}, {_describe_slices(trace)}."
+
+
+def _count_ranks(trace: Trace) -> str:
     num_ranks = "1 rank" if len(trace.ranks) == 1 else f"{len(trace.ranks):,} ranks"
-    if trace.world_size > len(trace.ranks):
-        num_ranks += f" of {trace.world_size:,}"
-    recorded = f"{_format_count(len(trace), 'slice')} in {format_seconds(trace.duration_seconds)}"
+    return f"{num_ranks} of {trace.world_size:,}" if trace.world_size > len(trace.ranks) else num_ranks
+
+
+def _describe_slices(trace: Trace) -> str:
+    return f"{_format_count(len(trace), 'slice')} in {format_seconds(trace.duration_seconds)}"
+
+
+def _describe_size(trace: Trace) -> str:
+    num_ranks, recorded = _count_ranks(trace), _describe_slices(trace)
     counts = {count for _, _, count in list_windows(trace).values()} if len(trace) else set()
     if not any(rank.steps for rank in trace.activity.ranks):
         return f"{num_ranks}, {recorded}, without marks of steps."
