@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from opened_notebook import open_notebook, run_all_cells, write_notebook
-from playwright.sync_api import expect
+from playwright.sync_api import TimeoutError, expect
 from served import Lab
 from studio_page import save_screenshot, use_theme
 from tests.requirements import thorough
@@ -72,12 +73,27 @@ def page(lab: Lab, browser: Any, offline: Any) -> Any:
     page.close()
 
 
+TEXT = "document.querySelector('.ss-analysis-body .widget-html-content').innerHTML"
+BODY = "document.querySelector('.ss-analysis-body').innerText"
+TAB_BOXES = """() => {
+    const row = document.querySelector('.ss-analysis-tabs');
+    const { left, top } = row.getBoundingClientRect();
+    return [...row.querySelectorAll('button')].map(each => {
+        const box = each.getBoundingClientRect();
+        return [each.dataset.name, box.left - left, box.top - top, box.width, box.height];
+    });
+}"""
+
+
 def choose_analysis(page: Any, name: str) -> Any:
-    """Choose a tab of the analysis, wait until it is computed, and return its body."""
+    """Choose another tab of the analysis, wait until it is computed, and return its body."""
+    before = page.evaluate(TEXT)
     page.locator(".ss-analysis-tabs button", has_text=name).click()
-    body = page.locator(".ss-analysis-body")
-    expect(body).not_to_contain_text("Computing")
-    return body
+    # A slow kernel shows the tab before for some time. The table comes after the text.
+    page.wait_for_function(
+        f"before => {TEXT} !== before && !{TEXT}.includes('Computing') && {BODY}.length > 40", arg=before
+    )
+    return page.locator(".ss-analysis-body")
 
 
 def test_trace_tab_answers_why_a_step_is_slow(page: Any) -> None:
@@ -99,14 +115,18 @@ def test_trace_tab_answers_why_a_step_is_slow(page: Any) -> None:
     page.wait_for_function(f"before => {VIEWPORT}[0] !== before[0]", arg=before)
     expect(page.locator(".ss-trace canvas")).to_be_in_viewport(ratio=0.5)
 
+    tab_boxes: dict[int, Any] = {}
     for name in page.locator(".ss-analysis-tabs button").all_text_contents():
-        body = choose_analysis(page, name)
-        assert len(body.inner_text()) > 40, name
+        choose_analysis(page, name)
         for width in (1280, 1000):
             page.set_viewport_size({"width": width, "height": 800})
-            page.wait_for_timeout(200)
+            # The charts are drawn again for the new width.
+            with suppress(TimeoutError):
+                page.wait_for_function(f"!({OVERFLOWING})().length && !({TABLE_SCROLLS})()")
             assert page.evaluate(OVERFLOWING) == [], (name, width)
             assert not page.evaluate(TABLE_SCROLLS), (name, width)
+            # Tabs stand still: the name of the chosen one is bold, which is wider.
+            assert page.evaluate(TAB_BOXES) == tab_boxes.setdefault(width, page.evaluate(TAB_BOXES)), name
     page.set_viewport_size({"width": 1280, "height": 800})
 
     body = choose_analysis(page, "Critical path")
@@ -119,8 +139,9 @@ def test_trace_tab_answers_why_a_step_is_slow(page: Any) -> None:
     predicted = step.locator("td").nth(1).inner_text()
     body.get_by_role("button", name="Use the measured rates").click()
     expect(body).to_contain_text("move the prediction from")
+    expect(body.locator("th", has_text="before")).to_have_count(1)
     expect(step.locator("td").nth(1)).to_have_text(predicted)
-    assert step.locator("td").nth(2).inner_text() != predicted
+    expect(step.locator("td").nth(2)).not_to_have_text(predicted)
     body.scroll_into_view_if_needed()
     save_screenshot(page, "trace_plan_light")
     use_theme(page, "JupyterLab Dark", light="false")

@@ -67,6 +67,46 @@ window.close_view = front.render({ model, el: document.getElementById("view") })
 </script></body></html>"""
 
 
+# Counts what the page still has to do: short timers, frames, and messages that are sent or unpacked.
+WATCH = """(() => {
+  const later = window.setTimeout, atFrame = window.requestAnimationFrame;
+  const [endTimer, endFrame] = [window.clearTimeout, window.cancelAnimationFrame];
+  const [timers, frames] = [new Set(), new Set()];
+  let numReplies = 0;
+  window.setTimeout = (call, ms = 0, ...rest) => {
+    const id = later(() => { timers.delete(id); call(...rest); }, ms);
+    if (ms < 1000) timers.add(id); // a longer one waits for a reply that does not come
+    return id;
+  };
+  window.clearTimeout = (id) => { timers.delete(id); endTimer(id); };
+  window.requestAnimationFrame = (call) => {
+    const id = atFrame((time) => { frames.delete(id); call(time); });
+    frames.add(id);
+    return id;
+  };
+  window.cancelAnimationFrame = (id) => { frames.delete(id); endFrame(id); };
+  const count = (owner, name) => {
+    const plain = owner[name];
+    owner[name] = function (...rest) {
+      numReplies += 1;
+      const reply = plain.apply(this, rest);
+      const end = () => { numReplies -= 1; };
+      reply.then(end, end);
+      return reply;
+    };
+  };
+  count(window, "fetch");
+  for (const name of ["json", "text", "arrayBuffer"]) count(Response.prototype, name);
+  window.settled = async () => {
+    // Two calm frames: input and changes of size are handled in the first.
+    for (let numCalm = 0; numCalm < 2; ) {
+      await new Promise((resolve) => atFrame(() => later(resolve, 0)));
+      numCalm = timers.size || frames.size || numReplies ? 0 : numCalm + 1;
+    }
+  };
+})();"""
+
+
 @contextmanager
 def serve_page(view: TraceView, background: str = "white") -> Iterator[str]:
     """Serve a page that shows ``view`` and passes messages both ways; yield its address."""
@@ -126,6 +166,19 @@ def serve_page(view: TraceView, background: str = "white") -> Iterator[str]:
         server.server_close()
 
 
+def open_page(
+    browser: Any, *, dark: bool = False, width: int = 1180, height: int = 800, scale: float = 1
+) -> Any:
+    """Open an empty page that :func:`wait_until_settled` can watch."""
+    page = browser.new_page(
+        viewport={"width": width, "height": height},
+        color_scheme="dark" if dark else "light",
+        device_scale_factor=scale,
+    )
+    page.add_init_script(WATCH)
+    return page
+
+
 @pytest.fixture
 def open_view(browser: Any) -> Callable[..., AbstractContextManager[Any]]:
     """``with open_view(view) as page:`` shows ``view`` in a page of its own."""
@@ -137,11 +190,7 @@ def _open_view(
     browser: Any, view: TraceView, *, dark: bool = False, width: int = 1180, scale: float = 1
 ) -> Iterator[Any]:
     """Open a page that shows ``view``; fail if a request left the machine or a script failed."""
-    page = browser.new_page(
-        viewport={"width": width, "height": 800},
-        color_scheme="dark" if dark else "light",
-        device_scale_factor=scale,
-    )
+    page = open_page(browser, dark=dark, width=width, scale=scale)
     failures: list[str] = []
     page.on("pageerror", lambda error: failures.append(str(error)))
     requests: list[str] = []
@@ -152,7 +201,7 @@ def _open_view(
             page.wait_for_selector(".ss-trace canvas[data-t0]")
             if len(view.trace):
                 page.wait_for_function("+document.querySelector('canvas').dataset.slices > 0")
-            page.wait_for_timeout(150)
+            wait_until_settled(page)
             yield page
             assert not failures, failures
             assert not [url for url in requests if not url.startswith(address)]
@@ -176,7 +225,8 @@ def read_viewport(page: Any) -> tuple[float, float]:
 
 
 def wait_until_settled(page: Any) -> None:
-    page.wait_for_timeout(400)
+    """Wait until the page has handled all input, sent every message, and drawn every reply."""
+    page.evaluate("settled()")
 
 
 def find_center(page: Any) -> tuple[float, float]:
@@ -886,7 +936,7 @@ def read_details(page: Any, index: int) -> str:
 def test_saved_page_works_from_disk_without_a_network(browser: Any, tmp_path: Path, dark: bool) -> None:
     view = TraceView(write_gpu_ranks(tmp_path / "trace"))
     path = view.to_html(tmp_path / "trace.html")
-    page = browser.new_page(viewport={"width": 1180, "height": 800}, color_scheme="dark" if dark else "light")
+    page = open_page(browser, dark=dark)
     requests: list[str] = []
     failures: list[str] = []
     page.on("request", lambda request: requests.append(request.url))
@@ -998,7 +1048,7 @@ def test_saved_page_says_what_the_live_view_says(
     with open_view(view) as page:
         live = [read_details(page, index) for index in indices]
         drawn = page.locator("canvas").get_attribute("data-slices")
-    page = browser.new_page(viewport={"width": 1180, "height": 800})
+    page = open_page(browser)
     try:
         text = view.to_html(tmp_path / "trace.html").read_text()
         (tmp_path / "trace.html").write_text(
@@ -1017,7 +1067,7 @@ def test_saved_page_of_a_part_says_so_above_the_view(browser: Any, tmp_path: Pat
     view = TraceView(FIXTURE, height=300)
     half = view.trace.duration_seconds / 2
     path = view.to_html(tmp_path / "trace.html", start_seconds=0.0, end_seconds=half)
-    page = browser.new_page(viewport={"width": 1180, "height": 1000})
+    page = open_page(browser, height=1000)
     try:
         page.goto(path.as_uri())
         page.wait_for_function("+document.querySelector('canvas')?.dataset.slices > 0")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from opened_notebook import choose_menu_item, open_notebook, write_notebook
-from playwright.sync_api import expect
+from playwright.sync_api import TimeoutError, expect
 from served import Lab
-from studio_page import use_theme
+from studio_page import TIMEOUT_MS, use_theme
 from tests.faults import includes_slow_tests
 from tests.requirements import few, thorough
 
@@ -103,10 +105,8 @@ def check_every_view_is_drawn(page: Any) -> None:
         arg=OPENED_AT_ONCE,
     )
     # A busy machine draws late; a black view stays black.
-    for _ in range(40):
-        page.wait_for_timeout(300)
-        if not page.evaluate(BLACK_OR_UNREADABLE):
-            break
+    with suppress(TimeoutError):
+        page.wait_for_function(f"!({BLACK_OR_UNREADABLE})().length", polling=300)
     assert page.evaluate(BLACK_OR_UNREADABLE) == []
 
 
@@ -200,7 +200,7 @@ def test_fault_62_keys_in_the_trace_do_not_change_the_notebook(page: Any, focuse
         node.focus()
         page.keyboard.press(key)
         assert page.evaluate(NOTEBOOK_STATE) == before, key
-    page.wait_for_timeout(300)
+    page.wait_for_timeout(300)  # a dialog would open later
     assert page.evaluate(NOTEBOOK_STATE) == before
     assert page.evaluate("document.activeElement.closest('.ss-trace') !== null")
 
@@ -211,7 +211,13 @@ def show_single_view(page: Any) -> None:
         run_cell(page, 2)
     page.wait_for_function("+document.querySelector('.ss-trace canvas')?.dataset.slices > 0")
     page.locator(".ss-trace-fit").click()
-    page.wait_for_timeout(300)
+    page.wait_for_function("+document.querySelector('.ss-trace canvas').dataset.t0 === 0")
+    draw_two_frames(page)
+
+
+def draw_two_frames(page: Any) -> None:
+    """Wait until the page has drawn what it knows."""
+    page.evaluate("new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)))")
 
 
 def test_fault_62_escape_tab_and_save_reach_jupyterlab(lab: Lab, page: Any) -> None:
@@ -225,25 +231,22 @@ def test_fault_62_escape_tab_and_save_reach_jupyterlab(lab: Lab, page: Any) -> N
     for focused in ("canvas", ".ss-trace-search"):
         before = (lab.folder / NOTEBOOK).stat().st_mtime_ns
         page.locator(f".ss-trace {focused}").focus()
-        for _ in range(8):
+        end = time.monotonic() + TIMEOUT_MS / 1000
+        while (lab.folder / NOTEBOOK).stat().st_mtime_ns == before:
+            assert time.monotonic() < end, f"Ctrl+S with the focus on {focused} saved nothing"
             page.keyboard.press("Control+s")  # JupyterLab ignores one while it is still saving
             page.wait_for_timeout(1000)
-            if (lab.folder / NOTEBOOK).stat().st_mtime_ns != before:
-                break
-        else:
-            pytest.fail(f"Ctrl+S with the focus on {focused} saved nothing")
 
 
 def test_fault_47_saved_notebook_has_an_svg_of_the_trace(lab: Lab, page: Any) -> None:
     show_single_view(page)
     choose_menu_item(page, "File", "Save Notebook")
-    html = ""
-    for _ in range(50):
-        outputs = json.loads((lab.folder / NOTEBOOK).read_text())["cells"][2]["outputs"]
-        html = "".join("".join(output.get("data", {}).get("text/html", "")) for output in outputs)
-        if html:
-            break
+    html, end = "", time.monotonic() + TIMEOUT_MS / 1000
+    while not html and time.monotonic() < end:
         page.wait_for_timeout(200)
+        with suppress(json.JSONDecodeError):  # it is being written
+            outputs = json.loads((lab.folder / NOTEBOOK).read_text())["cells"][2]["outputs"]
+            html = "".join("".join(output.get("data", {}).get("text/html", "")) for output in outputs)
     assert "<svg" in html and "stream 7" in html and "<table" in html and "<script" not in html
 
 
@@ -262,9 +265,7 @@ def test_key_hints_are_shown_only_while_the_canvas_has_the_focus(page: Any) -> N
     )
     before = page.evaluate(span)
     page.keyboard.press("w")
-    page.wait_for_timeout(300)
-    assert page.evaluate(span) < 0.9 * before
+    page.wait_for_function(f"before => {span} < 0.9 * before", arg=before)
     page.keyboard.press("0")
-    page.wait_for_timeout(300)
-    assert page.evaluate(span) == pytest.approx(before)
+    page.wait_for_function(f"before => Math.abs({span} / before - 1) < 1e-6", arg=before)
     expect(page.locator(".jp-Dialog")).to_have_count(0)

@@ -123,8 +123,13 @@ class TableWriter:
 
 def _render_heading(heading: Heading) -> str:
     hint = f" title='{escape(heading.hint, quote=True)}'" if heading.hint else ""
-    mark = _render_swatch(heading.swatch, heading.pattern) if heading.swatch else ""
-    return f"<th scope='col'{_get_alignment(heading)}{hint}>{mark}{escape(heading.title)}</th>"
+    title = escape(heading.title)
+    if heading.swatch:
+        # In a narrow column the title continues in the next line, but not without its swatch.
+        first, _, rest = title.partition(" ")
+        mark = _render_swatch(heading.swatch, heading.pattern)
+        title = f"<span class='ss-unbroken'>{mark}{first}</span> {rest}".rstrip()
+    return f"<th scope='col'{_get_alignment(heading)}{hint}>{title}</th>"
 
 
 def _render_swatch(colour: str, pattern: str) -> str:

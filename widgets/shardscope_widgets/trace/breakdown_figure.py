@@ -10,9 +10,15 @@ from shardscope.timing.report import format_seconds
 from shardscope.trace import Trace
 from shardscope.trace.analysis.breakdown import CAUSES
 from shardscope_widgets.kit.numbers import Scale
-from shardscope_widgets.kit.theme import PART_COLOURS, PATTERN_CLASSES
+from shardscope_widgets.kit.theme import PART_COLOURS
 from shardscope_widgets.trace.analysis_page import AnalysisPage, Heading, Interval, Row, TableWriter
-from shardscope_widgets.trace.stacked_bars import BarPart, draw_stacked_bars
+from shardscope_widgets.trace.stacked_bars import (
+    FAINT,
+    NEUTRAL,
+    BarPart,
+    draw_stacked_bars,
+    get_pattern_class,
+)
 
 MAX_RANKS = 64
 """Maximum ranks that are drawn; of more, those with the least compute."""
@@ -32,10 +38,10 @@ PARTS = (
     Part("compute", PART_COLOURS["matrices"]),
     Part("exposed comm.", PART_COLOURS["tensor_parallel"], "", "communication while nothing is computed"),
     Part("copies", PART_COLOURS["offload"], "x", "copies not overlapped with compute or communication"),
-    Part("host-bound", "#b4bac2", "", "idle: the host launches work too late"),
-    Part("waiting", "#b4bac2", "\\", "idle: the host waits for a collective"),
+    Part("host-bound", NEUTRAL, "", "idle: the host launches work too late"),
+    Part("waiting", FAINT, "\\", "idle: the host waits for a collective"),
     Part("data loading", "#ccbb44", "/", "idle: the data loader has no batch yet"),
-    Part("other idle", "#d5d9de", "."),
+    Part("other idle", FAINT, "."),
 )
 
 
@@ -83,7 +89,12 @@ def describe_breakdown(trace: Trace) -> AnalysisPage:
         Heading("rank"),
         Heading(f"total, {scale.unit}", "from the rank's first work to its last"),
         *(
-            Heading(part.title, part.hint, swatch=part.colour, pattern=PATTERN_CLASSES.get(part.pattern, ""))
+            Heading(
+                part.title,
+                part.hint,
+                swatch=part.colour,
+                pattern=get_pattern_class(part.colour, part.pattern),
+            )
             for part in (PARTS[number] for number in present)
         ),
         Heading("overlapped comm.", "communication while the rank also computes: part of compute"),

@@ -15,12 +15,12 @@ from shardscope.trace.analysis.plan_comparison import IDLE, STEP, UNKNOWN_COMMUN
 from shardscope_widgets.kit.display_names import format_part
 from shardscope_widgets.kit.numbers import Scale
 from shardscope_widgets.kit.part_table import add_sign
-from shardscope_widgets.kit.theme import PART_COLOURS, PART_PATTERNS, PATTERN_CLASSES
+from shardscope_widgets.kit.theme import PART_COLOURS, PART_PATTERNS
 from shardscope_widgets.time.rows import PlanStep
 from shardscope_widgets.trace.analysis_page import NONE, AnalysisPage, Heading, Row, TableWriter
-from shardscope_widgets.trace.stacked_bars import BarPart, draw_stacked_bars
+from shardscope_widgets.trace.stacked_bars import FAINT, BarPart, draw_stacked_bars, get_pattern_class
 
-COLOURS: Mapping[str, str] = {**PART_COLOURS, IDLE: "#d5d9de", UNKNOWN_COMMUNICATION: "#8b6b4a"}
+COLOURS: Mapping[str, str] = {**PART_COLOURS, IDLE: FAINT, UNKNOWN_COMMUNICATION: "#8b6b4a"}
 PATTERNS: Mapping[str, str] = {**PART_PATTERNS, UNKNOWN_COMMUNICATION: "x", IDLE: "."}
 DRAWN = (*PARTS, UNKNOWN_COMMUNICATION, IDLE)
 BEFORE, PREDICTED, MEASURED = "before", "predicted", "measured"
@@ -118,7 +118,9 @@ def _write_table(rows: Parts, before: Mapping[str, float] | None, scale: Scale) 
             NONE if measured is None else scale.format(measured),
             difference,
         ]
-        swatch = (COLOURS[part], PATTERN_CLASSES.get(PATTERNS.get(part, ""), "")) if part != STEP else None
+        swatch = None
+        if part != STEP:
+            swatch = COLOURS[part], get_pattern_class(COLOURS[part], PATTERNS.get(part, ""))
         written.append(Row(cells, swatch=swatch, is_total=part == STEP))
     headings = [
         Heading(f"part, {scale.unit}"),

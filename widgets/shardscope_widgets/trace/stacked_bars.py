@@ -8,10 +8,16 @@ from typing import NamedTuple
 import plotly.graph_objects as go
 
 from shardscope_widgets.kit.numbers import Scale
-from shardscope_widgets.kit.theme import FONT
+from shardscope_widgets.kit.theme import FONT, PATTERN_CLASSES
 
 LEFT_PIXELS, RIGHT_PIXELS = 78, 72
 SMALL = {"size": 12}
+# Translucent: an opaque grey that recedes on a white page would be the brightest bar of a dark one.
+NEUTRAL = "rgba(105,115,130,0.5)"
+"""Colour of time without work."""
+FAINT = "rgba(105,115,130,0.25)"
+"""Colour of time without work that a pattern tells apart."""
+NEUTRALS = frozenset({NEUTRAL, FAINT})
 
 
 class BarPart(NamedTuple):
@@ -51,7 +57,8 @@ def draw_stacked_bars(
                     "size": 6,
                     "solidity": 0.3,
                     "fillmode": "overlay",
-                    "fgcolor": "rgba(255,255,255,0.75)",
+                    "fgcolor": NEUTRAL if part.colour in NEUTRALS else "rgba(255,255,255,0.75)",
+                    "fgopacity": 1 if part.colour in NEUTRALS else 0.5,
                 },
             },
         )
@@ -90,6 +97,12 @@ def draw_stacked_bars(
         },
         annotations=[_build_total(label, total, scale) for label, total in zip(labels, totals, strict=True)],
     )
+
+
+def get_pattern_class(colour: str, pattern: str) -> str:
+    """Return the CSS classes by which a table's swatch has plotly's ``pattern``."""
+    name = PATTERN_CLASSES.get(pattern, "")
+    return f"{name} ss-neutral" if name and colour in NEUTRALS else name
 
 
 def _build_total(label: str, seconds: float, scale: Scale) -> dict[str, object]:

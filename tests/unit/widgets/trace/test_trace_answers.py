@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
+import re
 import shutil
 import threading
 import time
@@ -28,6 +29,7 @@ from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.static_picture import draw_picture
 from shardscope_widgets.trace import TracePage, TraceView
 from shardscope_widgets.trace.analyses import describe_idle, describe_steps, describe_stragglers
+from shardscope_widgets.trace.breakdown_figure import PARTS
 from shardscope_widgets.trace.findings_list import FindingsList
 from shardscope_widgets.trace.page import TraceAnswers
 
@@ -146,6 +148,33 @@ def test_steps_are_counted_by_rank(tmp_path: Path, numbers: dict[int, list[int]]
     }
     (sentence,) = describe_steps(load_ranks(tmp_path, ranks)).sentences
     assert sentence.startswith(text)
+
+
+@pytest.mark.parametrize("ground", [(255, 255, 255), (17, 17, 17)])
+def test_bars_of_idle_time_recede_on_light_and_dark_pages(ground: tuple[int, int, int]) -> None:
+    """A grey that is faint on white would be the brightest bar of JupyterLab's dark theme."""
+    contrasts = {part.title: measure_contrast(part.colour, ground) for part in PARTS}
+    work = min(contrasts[title] for title in ("compute", "exposed comm.", "copies"))
+    for title in ("host-bound", "waiting", "other idle"):
+        assert 1.2 < contrasts[title] < 0.6 * work, title
+
+
+def measure_contrast(colour: str, ground: tuple[int, int, int]) -> float:
+    """Return WCAG's contrast ratio of a bar and the page, which a translucent colour lets through."""
+    *channels, alpha = (
+        [float(value) for value in re.findall(r"[\d.]+", colour)]
+        if colour.startswith("rgba")
+        else [*(int(colour[at : at + 2], 16) for at in (1, 3, 5)), 1.0]
+    )
+    shown = [alpha * value + (1 - alpha) * below for value, below in zip(channels, ground, strict=True)]
+    low, high = sorted(
+        sum(
+            weight * (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4)
+            for weight, v in zip((0.2126, 0.7152, 0.0722), (value / 255 for value in values), strict=True)
+        )
+        for values in (shown, ground)
+    )
+    return (high + 0.05) / (low + 0.05)
 
 
 def test_tables_have_no_column_without_words_and_no_share_of_zero_for_some_time() -> None:
