@@ -55,7 +55,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, object]]]
-_REGIONS = FusedRegions()
+REGIONS = FusedRegions()
+"""What stands in this process for the functions that megatron-core compiles."""
 _DTYPES = {
     "bf16-mixed": torch.bfloat16,
     "bf16": torch.bfloat16,
@@ -79,11 +80,7 @@ def rehearse(
             "None or 'flash' with latent attention: megatron-core's DotProductAttention lacks its widths",
             {"attention": None},
         )
-    # megatron-core decorates its functions when its modules are imported: the first import decides.
-    with _REGIONS.in_place_of_compile():
-        import megatron.core.models.gpt
-        import megatron.core.optimizer
-        import megatron.core.pipeline_parallel  # noqa: F401
+    import_with_fused_regions()
     results = []
     numbers = stages if stages is not None else tuple(range(plan.degrees.pp))
     try:
@@ -94,6 +91,18 @@ def rehearse(
         # The cache holds about ten thousand shapes of this plan, which no other plan uses.
         FakeTensorMode.cache_clear()
     return results
+
+
+def import_with_fused_regions() -> None:
+    """Import megatron-core with fused regions in place of ``torch.compile``.
+
+    It decorates its functions when its modules are imported. In a process that imported it otherwise, these
+    stay as they are, and a rehearsal counts intermediates that a compiled function keeps in registers.
+    """
+    with REGIONS.in_place_of_compile():
+        import megatron.core.models.gpt
+        import megatron.core.optimizer
+        import megatron.core.pipeline_parallel  # noqa: F401
 
 
 class _StageRehearsal:
@@ -166,11 +175,11 @@ class _StageRehearsal:
         with contextlib.ExitStack() as stack:
             for owner, name, stand_in in _list_replacements(tracker):
                 stack.enter_context(patch_attribute(owner, name, stand_in))
-            _REGIONS.tracker = tracker
+            REGIONS.tracker = tracker
             try:
                 yield
             finally:
-                _REGIONS.tracker = None
+                REGIONS.tracker = None
 
     def _build_config(self) -> TransformerConfig:
         from megatron.core.transformer import MLATransformerConfig, TransformerConfig
