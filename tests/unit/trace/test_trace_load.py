@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -340,6 +341,17 @@ def test_fault_38_rejects_a_gzip_bomb_early(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(b" " * (64 * 1024**2)))
     with pytest.raises(ValueError, match="which no profiler writes"):
         Trace.load(path)
+
+
+def test_fault_38_a_gzip_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.json.gz"
+    path.write_bytes(gzip.compress(b" " * (256 * 1024**2), compresslevel=6))
+    stream = trace_files.TextStream(path)
+    num_bytes = 0
+    with contextlib.closing(stream), pytest.raises(ValueError, match="which no profiler writes"):
+        while piece := stream.read(1024**2):
+            num_bytes += len(piece)
+    assert num_bytes < 32 * 1024**2
 
 
 def test_fault_38_rejects_files_above_the_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

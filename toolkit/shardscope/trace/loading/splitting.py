@@ -83,7 +83,8 @@ class EventText:
                 self._rest = self._rest.rstrip()
                 continue
             text = self._rest + piece
-            boundary = _find_last_boundary(text)
+            # Without the beginning of an object there is no new boundary, so a long string is not searched.
+            boundary = _find_last_boundary(text) if b"{" in piece else None
             if boundary is not None:
                 end, begin = boundary
                 yield text[:end]
