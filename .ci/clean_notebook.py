@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 GIT_SECONDS = 10
+KEPT = ("nbgrader", "tags")
 
 
 def cleaned(text: str) -> str:
@@ -23,7 +24,10 @@ def cleaned(text: str) -> str:
         notebook: dict[str, Any] = json.loads(text)
         for cell in notebook["cells"]:
             if cell["cell_type"] == "code":
-                cell["execution_count"], cell["outputs"], cell["metadata"] = None, [], {}
+                cell["execution_count"], cell["outputs"] = None, []
+                # Tags and nbgrader's fields are the course's; all other metadata is of one session.
+                kept = {key: cell["metadata"][key] for key in KEPT if key in cell["metadata"]}
+                cell["metadata"] = kept
         metadata = notebook["metadata"]
         language = {"name": metadata.get("language_info", {}).get("name", "python")}
         notebook["metadata"] = {"kernelspec": metadata["kernelspec"], "language_info": language}

@@ -16,6 +16,7 @@ from typing import Any, ForwardRef
 
 import shardscope as ss
 import shardscope_widgets
+from shardscope import teach
 from shardscope.runs.launch.context import Context
 from shardscope.runs.sweep import Sweep
 from shardscope.runs.trained.chat import Chat
@@ -30,9 +31,10 @@ MODULE = re.compile(r"\b(?:shardscope|shardscope_widgets|pathlib|collections\.ab
 def describe_interface() -> str:
     """Return one line for each public name and each public member of a class."""
     lines: list[str] = []
-    for package in (ss, shardscope_widgets):
+    for package in (ss, shardscope_widgets, teach):
         for name in sorted(package.__all__):
-            lines += _describe(name, getattr(package, name))
+            prefix = "teach." if package is teach else ""
+            lines += _describe(f"{prefix}{name}", getattr(package, name))
     for answer in (*_make_answers(), Chat, Choice, Choices, Context, Sweep):
         kind = answer if isinstance(answer, type) else type(answer)
         lines += _describe(kind.__name__, kind)

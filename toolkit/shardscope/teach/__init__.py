@@ -1,0 +1,11 @@
+"""The course's exercises: checks with hints, learners' attempts, and progress of all learners.
+
+``from shardscope import teach`` is cheap and imports no torch. ``notebooks/01_...`` and later use it.
+"""
+
+from shardscope.teach.attempts import progress
+from shardscope.teach.cells import needs
+from shardscope.teach.checking import check
+from shardscope.teach.feedback import Feedback
+
+__all__ = ["Feedback", "check", "needs", "progress"]

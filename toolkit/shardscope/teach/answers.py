@@ -1,0 +1,278 @@
+"""Kinds of answers: numbers with units, choices, and plans; each judges one answer of a learner.
+
+Whatever a learner passes is judged, never raised: a wrong type or unit is a judgement with a hint.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from shardscope.core.errors import add_article
+from shardscope.core.layout import Layout
+from shardscope.core.plan import Plan
+from shardscope.core.serialization import replace_fields
+
+
+class Judgement(NamedTuple):
+    """Whether one answer is right, and what to tell the learner about it."""
+
+    correct: bool
+    text: str
+    """What is wrong with this answer, or what was compared; empty: only the exercise's hints say more."""
+    valid: bool = True
+    """Whether the answer has the right kind (a number, a known unit, ...); only such answers cost a hint."""
+
+
+class Expected(Protocol):
+    """What an exercise expects: it judges an answer and has an example of the right kind."""
+
+    def judge(self, answer: object) -> Judgement:
+        """Judge one answer; no answer raises."""
+
+
+# ---- Numbers
+
+BYTES = {"b": 1.0, "byte": 1.0, "bytes": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+BINARY_BYTES = {"kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40}
+SECONDS = {"s": 1.0, "second": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0, "h": 3600.0}
+UNITS: Mapping[str, Mapping[str, float]] = {
+    "bytes": BYTES | BINARY_BYTES,
+    "seconds": SECONDS,
+    "a plain number": {"": 1.0, "x": 1.0, "times": 1.0, "%": 0.01, "percent": 0.01},
+    "tokens per second": {"tokens/s": 1.0, "tok/s": 1.0, "tokens per second": 1.0},
+    "FLOPs per byte": {"flop/b": 1.0, "flops/b": 1.0, "flop/byte": 1.0, "flops/byte": 1.0},
+}
+"""Dimensions, their units in lower case, and the size of each unit."""
+COUNTED = (
+    "bucket",
+    "step",
+    "rank",
+    "gpu",
+    "micro-batch",
+    "micro-batche",
+    "stage",
+    "layer",
+    "parameter",
+    "token",
+)
+"""Nouns that may follow a plain number, with or without a plural s."""
+NUMBER = re.compile(r"\s*([-+]?(?:\d[\d,_]*\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(.*?)\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A known wrong number, and the hint that its error deserves."""
+
+    value: Callable[[], float]
+    hint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """A number in ``unit``, within a relative tolerance. Text may have another unit: ``"119.7 GiB"``."""
+
+    value: Callable[[], float]
+    """Computes it, in :attr:`unit`."""
+    unit: str
+    """Unit of a bare number, such as ``GB``; ``""``: a plain number."""
+    tolerance: float = 0.02
+    mistakes: tuple[Mistake, ...] = ()
+
+    def judge(self, answer: object) -> Judgement:
+        """Judge a number, or text with a number and a unit."""
+        dimension, scale = _find_unit(self.unit) or ("a plain number", 1.0)
+        example = f"{self.unit and 'a number of '}{self.unit or 'a plain number'}"
+        value, unit = _read_number(answer)
+        if value is None:
+            return Judgement(False, f"{_describe(answer)}; expected: {example}, such as 12.5.", False)
+        if unit is not None:
+            found = _find_unit(unit)
+            if found is None:
+                return Judgement(False, f"{unit!r} is no unit that I know; expected: {example}.", False)
+            if found[0] != dimension:
+                return Judgement(False, f"{unit!r} measures {found[0]}; expected: {example}.", False)
+            value *= found[1] / scale
+        expected = self.value()
+        if _is_near(value, expected, self.tolerance):
+            return Judgement(True, "")
+        for mistake in self.mistakes:
+            if _is_near(value, mistake.value(), self.tolerance):
+                return Judgement(False, mistake.hint)
+        return Judgement(False, _find_unit_mistake(value, expected, dimension, self.unit, self.tolerance))
+
+
+def _is_near(value: float, expected: float, tolerance: float) -> bool:
+    return math.isclose(value, expected, rel_tol=tolerance, abs_tol=1e-12)
+
+
+def _find_unit(unit: str) -> tuple[str, float] | None:
+    """Return the dimension and size of a unit."""
+    name = unit.lower().strip()
+    for dimension, units in UNITS.items():
+        if name in units:
+            return dimension, units[name]
+    if name.removesuffix("s") in COUNTED or name in COUNTED:
+        return "a plain number", 1.0
+    return None
+
+
+def _read_number(answer: object) -> tuple[float | None, str | None]:
+    """Return the finite number in ``answer`` and its unit; None for what has none."""
+    unit = None
+    if isinstance(answer, str):
+        match = NUMBER.fullmatch(answer)
+        if match is None:
+            return None, None
+        answer, unit = match[1].replace(",", "").replace("_", ""), match[2] or None
+    elif isinstance(answer, bool) or not hasattr(answer, "__float__"):
+        return None, None
+    try:
+        # numpy's and torch's scalars have __float__ too; arrays raise TypeError or ValueError.
+        value = float(answer)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None, None
+    return (value, unit) if math.isfinite(value) else (None, None)
+
+
+def _find_unit_mistake(value: float, expected: float, dimension: str, unit: str, tolerance: float) -> str:
+    """Return the hint for an answer that is right in another unit; empty if there is none."""
+    if value == 0 or expected == 0 or math.copysign(1, value) != math.copysign(1, expected):
+        return "The sign is wrong." if value and value * expected < 0 else ""
+    ratio = value / expected
+    if dimension == "bytes":
+        for power, name in ((1, "K"), (2, "M"), (3, "G")):
+            binary = (1000 / 1024) ** power
+            if unit.lower() in ("kb", "mb", "gb")[power - 1 : power] and math.isclose(
+                ratio, binary, rel_tol=tolerance / 4
+            ):
+                return (
+                    f'The number is right in {name}iB. Write it as text, "{value:g} {name}iB", or '
+                    f"convert it to {unit}."
+                )
+        if math.isclose(ratio, 8, rel_tol=tolerance):
+            return "That is the number of bits: a byte has 8."
+    for power in (-12, -9, -6, -3, 3, 6, 9, 12):
+        if dimension != "a plain number" and math.isclose(ratio, 10.0**power, rel_tol=0.08):
+            return f"The digits are right, the unit is not: expected is a number of {unit}."
+    if unit == "%" and math.isclose(ratio, 0.01, rel_tol=tolerance):
+        return "The fraction is right. Expected are percent: multiply by 100."
+    return "It is too large." if ratio > 1 else "It is too small."
+
+
+# ---- Choices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One of several words, or a set of them; case, hyphens and underscores do not matter."""
+
+    right: frozenset[str]
+    """The right word, or all of the right words."""
+    wrong: Mapping[str, str]
+    """The other words, each with the hint for whoever chooses it."""
+
+    def judge(self, answer: object) -> Judgement:
+        """Judge a word, or a list, tuple or set of words."""
+        words = [answer] if isinstance(answer, str) else answer
+        names = {_normalize(name): name for name in (*sorted(self.right), *self.wrong)}
+        options = ", ".join(f'"{name}"' for name in sorted(names.values()))
+        several = len(self.right) > 1
+        if not isinstance(words, list | tuple | set | frozenset) or not all(
+            isinstance(word, str) for word in words
+        ):
+            kind = "a list of words" if several else "a word"
+            return Judgement(False, f"{_describe(answer)}; expected: {kind} out of {options}.", False)
+        given = {_normalize(word) for word in words if isinstance(word, str)}
+        unknown = given - set(names)
+        if unknown or not given:
+            return Judgement(False, f"Choose out of {options}.", False)
+        chosen = {names[word] for word in given}
+        if chosen == self.right:
+            return Judgement(True, "")
+        hints = [self.wrong[name] for name in sorted(chosen) if name in self.wrong]
+        return Judgement(False, hints[0] if hints else f"{len(self.right - chosen)} more is right.")
+
+
+def _normalize(word: str) -> str:
+    return re.sub(r"[\s_-]+", " ", word).strip().lower()
+
+
+# ---- Plans
+
+
+class Condition(NamedTuple):
+    """One condition on a plan: its words, and what is wrong if it is not met (None: it is met)."""
+
+    words: str
+    find_problem: Callable[[Plan], str | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanGoal:
+    """A plan that meets all conditions: a change of ``start`` in the fields of ``may_change``."""
+
+    start: Callable[[], Plan]
+    may_change: tuple[str, ...]
+    """Parts (``layout``) or fields (``recipe.recompute``) that may differ from the start."""
+    conditions: tuple[Condition, ...]
+
+    def judge(self, answer: object) -> Judgement:
+        """Judge a plan, or a layout for the start plan."""
+        start = self.start()
+        if isinstance(answer, Layout) and "layout" in self.may_change:
+            try:
+                answer = replace_fields(start, {"layout": answer})
+            except ValueError as error:
+                return Judgement(False, f"This layout is not valid here: {error}", False)
+        if not isinstance(answer, Plan):
+            kinds = "a Plan or a Layout" if "layout" in self.may_change else "a Plan"
+            example = "ss.Plan(architecture, cluster, recipe, layout)"
+            return Judgement(False, f"{_describe(answer)}; expected: {kinds}, such as {example}.", False)
+        changed = _find_other_changes(start, answer, self.may_change)
+        if changed:
+            allowed = ", ".join(self.may_change)
+            return Judgement(False, f"{changed} must stay as it is here; you may change: {allowed}.", False)
+        lines, met = [], True
+        for condition in self.conditions:
+            try:
+                problem = condition.find_problem(answer)
+            except ValueError as error:
+                problem = str(error)
+            if problem is None:
+                lines.append(f"met: {condition.words}")
+            else:
+                lines.append(f"not met: {condition.words} ({problem})")
+            met = met and problem is None
+        return Judgement(met, "; ".join(lines) + ".")
+
+
+def _find_other_changes(start: Plan, plan: Plan, may_change: Sequence[str]) -> str | None:
+    """Return the first part or field that differs from ``start`` without leave."""
+    for part in ("architecture", "cluster", "recipe", "layout"):
+        before, after = getattr(start, part), getattr(plan, part)
+        if part in may_change or before == after:
+            continue
+        leave = [name.partition(".")[2] for name in may_change if name.startswith(f"{part}.")]
+        if type(before) is not type(after) or not leave:
+            return part
+        old, new = before.to_dict(), after.to_dict()
+        for name in {**old, **new}:
+            if name not in leave and old.get(name) != new.get(name):
+                return f"{part}.{name}"
+    return None
+
+
+def _describe(answer: object) -> str:
+    """Return what the learner passed, shortened, with its type."""
+    if answer is None:
+        return "The answer is None"
+    try:
+        text = repr(answer)
+    except Exception:
+        text = ""
+    kind = add_article(type(answer).__name__)
+    return f"The answer is {kind}" + (f", {text}" if 0 < len(text) <= 60 else "")

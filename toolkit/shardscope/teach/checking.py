@@ -1,0 +1,116 @@
+"""``check``: judge an answer of an exercise, store the attempt, and return the feedback to show."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from types import FunctionType
+
+from shardscope.core.errors import find_similar
+from shardscope.teach.answers import Judgement
+from shardscope.teach.attempts import Attempt, read_attempts, store_attempt
+from shardscope.teach.exercises import EXERCISES
+from shardscope.teach.exercises.exercise import Exercise
+from shardscope.teach.feedback import Feedback
+
+
+def check(exercise: str, answer: object) -> Feedback:
+    """Judge ``answer``, store the attempt in the learner's file, and return the feedback to display.
+
+    Numbers may be text with a unit (``"119.7 GiB"``). ``...`` means that there is no answer yet. Each
+    different wrong answer reveals the next hint. An answer of a wrong type or unit gets a hint about that,
+    and no answer raises. Code exercises launch two CPU ranks, for some ten seconds.
+    """
+    if not isinstance(exercise, str) or exercise not in EXERCISES:
+        similar = find_similar(exercise, EXERCISES) if isinstance(exercise, str) else None
+        meant = f' Did you mean "{similar}"?' if similar else ""
+        return Feedback(
+            exercise=str(exercise), correct=None, text=f"There is no exercise {exercise!r}.{meant}"
+        )
+    wanted = EXERCISES[exercise]
+    attempts = [attempt for attempt in read_attempts() if attempt.exercise == exercise]
+    if is_unanswered(answer):
+        return Feedback(exercise=exercise, correct=None, text=_ask_for_answer(wanted, attempts))
+    text = describe_answer(answer)
+    try:
+        judgement = wanted.expected.judge(answer)
+    except Exception as error:  # A learner's object may raise anything, in any method.
+        judgement = Judgement(False, f"The answer cannot be read: {type(error).__name__}: {error}", False)
+    note = store_attempt(
+        Attempt(exercise=exercise, answer=text, correct=judgement.correct, valid=judgement.valid)
+    )
+    wrong = dict.fromkeys(attempt.answer for attempt in attempts if attempt.valid and not attempt.correct)
+    if judgement.valid and not judgement.correct:
+        wrong[text] = None
+    # Repeating an answer repeats its hint: a notebook may run all of its cells again.
+    level = list(wrong).index(text) + 1 if text in wrong else 0
+    parts = [_write_feedback(wanted, judgement, level), note]
+    return Feedback(
+        exercise=exercise,
+        correct=judgement.correct,
+        text=" ".join(filter(None, parts)),
+        num_wrong=len(wrong),
+    )
+
+
+def is_unanswered(answer: object) -> bool:
+    """Return whether ``answer`` is what the notebook came with: ``...``, or a function without a body."""
+    if isinstance(answer, FunctionType):
+        return answer.__code__.co_code == _empty.__code__.co_code
+    return answer is ... or (isinstance(answer, str) and not answer.strip())
+
+
+def _empty() -> None: ...
+
+
+def describe_answer(answer: object) -> str:
+    """Return ``answer`` as text to store; a function is its bytecode's hash, so that a new version is new."""
+    if isinstance(answer, FunctionType):
+        code = answer.__code__
+        content = (
+            code.co_code
+            + repr((code.co_names, code.co_varnames)).encode()
+            + _describe_constants(code.co_consts)
+        )
+        return f"{answer.__name__} {hashlib.sha256(content).hexdigest()[:8]}"
+    try:
+        text = repr(answer)
+    except Exception:
+        return f"an unprintable {type(answer).__name__}"
+    # An object at an address is another text in every kernel.
+    text = re.sub(r" at 0x[0-9a-f]+", "", text)
+    return (
+        text
+        if len(text) <= 200
+        else f"{text[:190]} {hashlib.sha256(text.encode(errors='replace')).hexdigest()[:8]}"
+    )
+
+
+def _describe_constants(constants: tuple[object, ...]) -> bytes:
+    # Inner functions' code objects have addresses in their repr.
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(constants)).encode(errors="replace")
+
+
+def _ask_for_answer(exercise: Exercise, attempts: list[Attempt]) -> str:
+    text = f"Write your answer in this cell: replace the `...`, then run the cell again. {exercise.asks}"
+    solved = [attempt for attempt in attempts if attempt.correct]
+    if solved:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(solved[-1].time))
+        text += f"\nYou solved this one on {when}, with {solved[-1].answer}."
+    elif attempts:
+        text += f"\nYou tried {attempts[-1].answer} before; it was not right yet."
+    return text
+
+
+def _write_feedback(exercise: Exercise, judgement: Judgement, level: int) -> str:
+    """Return the text of a feedback; ``level`` counts the different wrong answers up to this one."""
+    if judgement.correct:
+        return " ".join(filter(None, ("Right.", judgement.text, exercise.why)))
+    if not judgement.valid:
+        return f"Not yet. {judgement.text}"
+    number = min(level, len(exercise.hints))
+    hint = exercise.hints[number - 1]
+    last = " (the last hint)" if number == len(exercise.hints) else ""
+    said = " ".join(filter(None, ("Not yet.", judgement.text)))
+    return f"{said}\nHint {number}{last}: {hint}"
