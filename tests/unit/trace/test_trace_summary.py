@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,21 @@ def test_summary_of_a_run_suggests_a_changed_plan(tmp_path: Path) -> None:
     own = trace.summary()
     assert any("all-reduce of tp" in text for text in own.sentences)
     assert not any("predicted" in text for text in own.sentences)
+
+
+def test_parameters_that_stay_gathered_help_all_gathers_only() -> None:
+    sharded = ss.Plan(
+        ss.models["llama-3.2-1b"],
+        ss.Cluster.parse("8xl4-24gb"),
+        ss.Recipe(precision="bf16-mixed", recompute="full"),
+        ss.Layout.fsdp2(shard=8),
+    )
+    suggestion = suggest_change(sharded, "dp_all_gather")
+    assert suggestion is not None and suggestion.text.startswith("keep parameters gathered")
+    assert suggestion.plan.layout == replace(sharded.layout, reshard_after_forward=False)
+    of_gradients = suggest_change(sharded, "dp")
+    assert of_gradients is None or "gathered" not in of_gradients.text
+    assert suggest_change(suggestion.plan, "dp_all_gather") is None
 
 
 def test_suggested_plans_fit_and_are_faster() -> None:

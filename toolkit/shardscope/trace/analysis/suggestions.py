@@ -11,7 +11,19 @@ from shardscope.core.serialization import replace_fields
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
-Topic = Literal["tp", "cp", "ep", "dp", "pp", "host", "elementwise", "precision", "copies", "recomputation"]
+Topic = Literal[
+    "tp",
+    "cp",
+    "ep",
+    "dp",
+    "dp_all_gather",
+    "pp",
+    "host",
+    "elementwise",
+    "precision",
+    "copies",
+    "recomputation",
+]
 """The cost to reduce: communication along an axis, launches, a class of kernels, copies."""
 
 MIN_GAIN = 0.01
@@ -70,10 +82,12 @@ def _list_changes(plan: Plan, topic: Topic) -> Iterator[tuple[str, dict[str, obj
         yield f"{topic}={axes[topic] // 2} instead of {axes[topic]}", {topic: axes[topic] // 2}, {}
     if topic == "pp":
         yield f"vpp={2 * degrees.vpp} virtual stages", {"vpp": 2 * degrees.vpp}, {}
+    # Gradients are reduced as before where parameters stay gathered.
+    if topic == "dp_all_gather" and getattr(layout, "reshard_after_forward", False):
+        yield _LAYOUT_TEXTS["reshard_after_forward"], {"reshard_after_forward": False}, {}
     if topic == "dp":
-        for field, value in (("reshard_after_forward", False), ("overlap_comm", True)):
-            if getattr(layout, field, value) != value:
-                yield _LAYOUT_TEXTS[field], {field: value}, {}
+        if not getattr(layout, "overlap_comm", True):
+            yield _LAYOUT_TEXTS["overlap_comm"], {"overlap_comm": True}, {}
         stage = getattr(layout, "stage", 0)
         for lower in range(1, stage):
             yield f"ZeRO stage {lower} instead of {stage}", {"stage": lower}, {}

@@ -346,6 +346,9 @@ _SHARES: tuple[
 )
 
 
+_AXES: tuple[Topic, ...] = ("tp", "cp", "ep", "pp", "dp")
+
+
 def _format_range(low: float, high: float) -> str:
     return f"{low:.0f}" if f"{low:.0f}" == f"{high:.0f}" else f"{low:.0f} to {high:.0f}"
 
@@ -372,12 +375,15 @@ def _find_exposed_communication(
         if row["skew_seconds"] is not None and row["seconds"]:
             share = 100 * row["skew_seconds"] / row["seconds"]
             text += f"; {share:.0f} % of their time is waiting for the last rank"
-        axes = [axis for axis in ("tp", "cp", "ep", "pp", "dp") if axis in row["axis"].split("+")]
+        of_call = row["axis"].split("+")
+        topics: list[Topic] = [axis for axis in _AXES if axis in of_call]
+        if row["kind"] == "all_gather" and "dp" in of_call:
+            topics.append("dp_all_gather")
         yield {
             "seconds": row["exposed_seconds"],
             "text": f"{text}.",
             "interval": _locate_call(longest),
-            "topics": tuple(axes),
+            "topics": tuple(topics),
         }
 
 
