@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from statistics import median
 
+from tests.accuracy.launch_bound import launch_bound_report
 from tests.accuracy.row_counts import counted_table
 from tests.accuracy.rows import read_source
 from tests.accuracy.scoring import compute_percentile
@@ -71,6 +72,7 @@ def time_report(score: TimeScore) -> str:
         _format_worst(score),
         _format_assumed(score),
         _format_unmapped(score),
+        launch_bound_report(),
         apart_lines(score),
         described_line(score),
         overall_line(select_calibrated(score).by_product),

@@ -69,12 +69,17 @@ def compute_end_seconds(work: LayerWork, stage: Stage) -> EndSeconds:
     )
     # Each tensor is written and read once.
     loss = stage.is_last * tokens * 2 * (logits.forward + logits.backward) / work.memory
+    passes = work.passes
+    waiting = stage.is_last * (
+        work.compute_waiting(passes.kernels_ends_forward, product + loss / 2)
+        + work.compute_waiting(passes.kernels_ends_backward, (1 + modules.trained) * product + loss / 2)
+    )
     return EndSeconds(
         forward=product,
         # The gradient of the input is always needed, that of the weights only if they train.
         backward=(1 + modules.trained) * product,
         recomputation=(kind == "chunked") * product,
-        loss=loss,
+        loss=loss + waiting,
         lookup=0.0 if stage.is_first is False else _compute_lookup(work, stage),
     )
 

@@ -142,11 +142,14 @@ class LayerWork:
         merged, merged_back = self._compute_merge()
         elementwise, elementwise_back = elementwise + merged, elementwise_back + merged_back
         # Short kernels leave the GPU waiting for the host, forward and backward each for their own.
-        passes = self.passes
+        passes, eager = self.passes, is_eager(arch, self.modules)
+        own_forward, own_backward = self.overlap.kernels
         num_adapters = count_adapters(arch, moe, recipe) if frozen else 0
         forward = self._add_launch_time(
             Operators(matrices + adapters + dora_products, attention, elementwise),
             passes.kernels_forward
+            + own_forward
+            + eager * passes.kernels_eager_forward
             + moe * passes.kernels_experts_forward
             + num_adapters * (_ADAPTER_KERNELS[0] + recipe.use_dora * _DORA_KERNELS[0]),
         )
@@ -155,6 +158,8 @@ class LayerWork:
         backward = self._add_launch_time(
             Operators((1 if frozen else 2) * matrices + 2 * adapters, attention_back, elementwise_back),
             passes.kernels_backward
+            + own_backward
+            + eager * passes.kernels_eager_backward
             + moe * passes.kernels_experts_backward
             + num_adapters * (_ADAPTER_KERNELS[1] + recipe.use_dora * _DORA_KERNELS[1]),
         )
@@ -266,9 +271,13 @@ class LayerWork:
 
         A CPU rank cannot overlap: it launches an operator itself, and then runs it.
         """
-        starting = num_kernels * self.rates.kernel_seconds
-        waiting = maximum(0.0, starting - work.seconds) if self.plan.on_gpu else starting
+        waiting = self.compute_waiting(num_kernels, work.seconds)
         return Operators(work.matrices, work.attention, work.elementwise + waiting)
+
+    def compute_waiting(self, num_kernels: float, seconds: float) -> float:
+        """Return the launch time of kernels that exceeds the ``seconds`` in which they run."""
+        starting = num_kernels * self.rates.kernel_seconds * self.passes.host_factor
+        return maximum(0.0, starting - seconds) if self.plan.on_gpu else starting
 
     def _compute_recomputation(self, products: LayerProducts, forward: Operators) -> float:
         """Return the recomputation time of one layer.

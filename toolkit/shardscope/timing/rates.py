@@ -72,6 +72,14 @@ class Passes(NamedTuple):
     kernels_experts_forward: float
     """Kernels that routed experts add to a layer's forward."""
     kernels_experts_backward: float
+    kernels_eager_forward: float
+    """Kernels that eager attention adds to a layer's forward."""
+    kernels_eager_backward: float
+    kernels_ends_forward: float
+    """Kernels of embedding, final norm, head and loss."""
+    kernels_ends_backward: float
+    host_factor: float
+    """Host time of one kernel of these modules, relative to transformers': the Python around it."""
 
 
 class LinkRate(NamedTuple):

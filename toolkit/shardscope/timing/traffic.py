@@ -109,6 +109,8 @@ class Overlap(NamedTuple):
     """Pipeline sends overlap; an array if plans differ."""
     stops_early: bool = True
     """Recomputation stops when autograd has all saved tensors (torch.utils.checkpoint's early stop)."""
+    kernels: tuple[float, float] = (0.0, 0.0)
+    """Kernels that the framework adds to a layer's forward and backward, collectives apart."""
 
 
 class TimingModel(Protocol):

@@ -22,10 +22,13 @@ SCHEDULES = {
 # partial output to fp32 (2 + 4 bytes per element), subtracts, scales and subtracts again (12 + 8 + 12);
 # backward adds a partial gradient to an fp32 sum (2 + 4 + 4). ``dkv_rotater`` sends fp32 gradients after
 # every ring step, with one more exposed send after the last.
-OVERLAP = Overlap(context="gather", merge_bytes=(38, 10), sends_gradients_home=True, sends=True)
+OVERLAP = Overlap(
+    context="gather", merge_bytes=(38, 10), sends_gradients_home=True, sends=True, kernels=(20, 17)
+)
 """Overlap of FSDP2's collectives: DTensor waits for each tensor-parallel collective, torch's context parallel
 all-gathers keys and values (``_ContextParallelOptions.rotate_method``), torch.distributed.pipelining sends
-asynchronously."""
+asynchronously. Its own kernels of a layer are copies into and out of flat buffers, counted by torch's
+dispatcher in rehearsals of a Llama layer with nine parameters."""
 
 
 def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:

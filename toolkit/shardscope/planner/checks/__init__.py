@@ -11,6 +11,7 @@ from shardscope.core.finding import SEVERITIES, Finding, Severity
 from shardscope.core.html_table import render_html_table
 from shardscope.planner.checks import (
     checkpoints,
+    launches,
     learning_rate,
     memory,
     options,
@@ -31,6 +32,7 @@ CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     recomputation.check_missing_recomputation,
     recomputation.check_unneeded_recomputation,
     pipeline.check_pipeline_micro_batches,
+    launches.check_launch_bound,
     tensor_parallel.check_tensor_parallel_link,
     sharding.check_repeated_all_gathers,
     sharding.check_shard_size,

@@ -1,0 +1,81 @@
+"""Tests of steps in which the GPUs wait for the host to start kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import mean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.accuracy.launch_bound import score_iterations
+
+import shardscope as ss
+
+LAYOUTS = {
+    "ddp": ss.Layout.ddp(),
+    "fsdp2": ss.Layout.fsdp2(),
+    "zero-3": ss.Layout.zero(3),
+    "megatron": ss.Layout.megatron(),
+    "megatron-tp4": ss.Layout.megatron(tp=4),
+    "megatron-pp2": ss.Layout.megatron(pp=2),
+}
+EIGHT = ss.Cluster.parse("8xa100-sxm-80gb")
+
+
+def make_plan(layout: str, micro_batch: int = 1, model: str = "gpt2", **recipe: object) -> ss.Plan:
+    fields: dict[str, object] = {"seq_len": 512, "global_batch_size": 128, **recipe}
+    return ss.Plan(
+        ss.models[model],
+        EIGHT,
+        ss.Recipe(micro_batch_size=micro_batch, **fields),  # type: ignore[arg-type]
+        LAYOUTS[layout],
+    )
+
+
+@given(layout=st.sampled_from(sorted(LAYOUTS)), power=st.integers(0, 2))
+def test_a_larger_micro_batch_takes_no_longer_while_launches_bound_the_step(layout: str, power: int) -> None:
+    attention = "eager" if layout.startswith("megatron") and power == 0 else None
+    small, large = (make_plan(layout, 2**size, attention=attention).step() for size in (power, power + 1))
+    # A pipeline's bubble grows with the micro-batch.
+    bubble = large.parts["bubble"] - small.parts["bubble"]
+    assert large.seconds - max(0.0, bubble) <= small.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_small_models_wait_for_the_host_and_large_ones_do_not(layout: str) -> None:
+    names = [finding.name for finding in make_plan(layout).findings()]
+    assert "launch-bound" in names
+    large = make_plan(layout, 2, "llama-3.1-8b", seq_len=4096)
+    if layout in ("fsdp2", "zero-3", "megatron-pp2"):
+        assert "launch-bound" not in [finding.name for finding in large.findings()]
+
+
+def test_the_finding_proposes_a_faster_plan_of_the_same_global_batch() -> None:
+    plan = make_plan("ddp")
+    (finding,) = [one for one in plan.findings() if one.name == "launch-bound"]
+    assert finding.plan is not None and finding.number is not None
+    assert finding.plan.recipe.global_batch_size == plan.recipe.global_batch_size
+    assert finding.plan.step().seconds < plan.step().seconds
+    assert finding.plan.memory().fits
+    assert 0 < finding.number < plan.step().seconds
+
+
+def test_unfused_attention_starts_more_kernels() -> None:
+    fused, eager = (make_plan("megatron", attention=attention).step() for attention in (None, "eager"))
+    assert eager.parts["elementwise"] > fused.parts["elementwise"]
+
+
+def test_sharded_frameworks_add_kernels_of_their_own() -> None:
+    one = replace(EIGHT, gpus_per_node=1)
+    seconds = {
+        name: replace(make_plan(name, precision="bf16"), cluster=one).step().parts["elementwise"]
+        for name in ("ddp", "fsdp2", "zero-3")
+    }
+    assert seconds["ddp"] < seconds["fsdp2"] < seconds["zero-3"]
+
+
+def test_small_kernels_of_published_runs_are_predicted() -> None:
+    judged = [one for one in score_iterations() if not one.is_calibration]
+    assert len(judged) > 300
+    assert mean(abs(one.error) for one in judged) < 0.10

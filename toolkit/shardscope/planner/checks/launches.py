@@ -1,0 +1,77 @@
+"""Launch-bound steps: the GPU waits while the host starts kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardscope.core.finding import Finding
+from shardscope.core.plan import Plan
+from shardscope.planner.checks.case import Case, Change, evaluate_variants, find_fastest
+from shardscope.planner.checks.number_format import format_percent
+from shardscope.prediction.step import predict_step
+from shardscope.prediction.support import list_supported
+from shardscope.timing.calibration.curves import select_rates
+from shardscope.timing.report import format_seconds
+
+LAUNCH_BOUND = 0.1
+"""Share of the step spent waiting for launches from which it is worth reporting."""
+_FEWER_KERNELS = ("compiled", "liger")
+"""Values of ``Recipe.kernels`` that fuse operators."""
+_MAX_GROWTH = 32
+"""The largest micro-batch that is tried, relative to the plan's."""
+
+
+def check_launch_bound(case: Case) -> Iterator[Finding]:
+    """Report a step whose GPUs wait for the host for a tenth of it or more, with the fastest change.
+
+    The wait is what the step would save if starting a kernel took no time.
+    """
+    plan = case.plan
+    if case.step is None or not plan.on_gpu:
+        return
+    without = predict_step(plan, replace(select_rates(plan.cluster), kernel_seconds=0.0))
+    waiting = case.step.seconds - without.seconds
+    if waiting < LAUNCH_BOUND * case.step.seconds:
+        return
+    fixed = find_fastest(
+        variant for variant in evaluate_variants(plan, _list_changes(plan)) if case.compute_gain(variant) > 0
+    )
+    won = ""
+    if fixed is not None:
+        won = (
+            f" With the change a step is {format_seconds(case.step.seconds - fixed.step.seconds)} shorter "
+            f"({format_percent(case.compute_gain(fixed))})."
+        )
+    yield Finding(
+        name="launch-bound",
+        severity="warning",
+        why=f"The GPUs wait {format_seconds(waiting)} of a step "
+        f"({format_percent(waiting / case.step.seconds)}) for the host to start kernels, which are too small "
+        f"to keep them busy.{won}",
+        number=waiting,
+        change=_describe_change(plan, fixed.plan)
+        if fixed
+        else "A larger micro-batch, fused or compiled kernels, or fewer tensor-parallel ranks",
+        plan=fixed.plan if fixed else None,
+    )
+
+
+def _list_changes(plan: Plan) -> Iterator[Change]:
+    """Yield larger micro-batches of the same global batch, kernels that fuse operators, and both."""
+    fused = [name for name in _FEWER_KERNELS if name in list_supported(plan.layout, "kernels")]
+    growth = 1
+    while growth <= _MAX_GROWTH and plan.num_micro_batches % growth == 0:
+        for kernels in (plan.recipe.kernels, *fused):
+            if growth > 1 or kernels != plan.recipe.kernels:
+                yield {"micro_batch_size": growth * plan.recipe.micro_batch_size, "kernels": kernels}, {}
+        growth *= 2
+
+
+def _describe_change(plan: Plan, changed: Plan) -> str:
+    parts = []
+    if changed.recipe.micro_batch_size != plan.recipe.micro_batch_size:
+        parts.append(f"micro-batch {changed.recipe.micro_batch_size}")
+    if changed.kernels != plan.kernels:
+        parts.append(f"{changed.kernels} kernels")
+    return " and ".join(parts).capitalize()
