@@ -129,6 +129,19 @@ def test_flops_come_from_the_operator_that_launched_the_kernel(tmp_path: Path) -
     assert table.tensor_core_share == pytest.approx(1000 / 1100)
 
 
+def test_sm_efficiency_is_the_share_of_multiprocessors_with_a_block(tmp_path: Path) -> None:
+    """1 us with a quarter block each and 3 us with two each: a quarter and all, weighted by time."""
+    events = [
+        kernel(0, 1000, "gemm", **{"blocks per SM": 0.25}),
+        kernel(1000, 4000, "gemm", **{"blocks per SM": 2}),
+    ]
+    gemm, other = load_ranks(
+        tmp_path, {0: [*events, kernel(4000, 5000, "plain", **{"blocks per SM": "x"})]}
+    ).kernels()
+    assert gemm["sm_efficiency"] == pytest.approx((0.25 + 3) / 4)
+    assert other["sm_efficiency"] is None
+
+
 def test_attention_flops_halve_if_causal(tmp_path: Path) -> None:
     """Four times batch, heads, queries, keys and width; half of it with a causal mask."""
     query = [2, 4, 128, 64]

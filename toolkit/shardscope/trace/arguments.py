@@ -26,6 +26,8 @@ class WorkArgs(msgspec.Struct, gc=False):
     """Bytes that a copy moved."""
     occupancy: float = msgspec.field(default=-1.0, name="est. achieved occupancy %")
     """CUPTI's estimate, in percent."""
+    blocks_per_sm: float = msgspec.field(default=-1.0, name="blocks per SM")
+    """Thread blocks of the launch by the GPU's multiprocessors."""
 
 
 class CollectiveArgs(msgspec.Struct, gc=False):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from shardscope.core.number_format import format_count
 from shardscope.timing.report import format_seconds
 from shardscope.trace import Trace
+from shardscope.trace.analysis.collectives import KINDS as COLLECTIVE_KINDS
 from shardscope.trace.analysis.critical_path import CriticalPath
 from shardscope_widgets.kit.numbers import Scale, format_three_digits
 from shardscope_widgets.trace.analysis_page import (
@@ -21,6 +22,8 @@ from shardscope_widgets.trace.analysis_page import (
 )
 
 RECORD_SHAPES = "run.profile(shapes=True)"
+FULL_EFFICIENCY = 0.9
+"""Share of used multiprocessors from which their column says nothing."""
 NO_GPU = "This is a trace of CPU ranks"
 
 
@@ -106,6 +109,14 @@ def describe_kernels(trace: Trace) -> AnalysisPage:
     has_flops = any(row["tflops"] is not None for row in shown)
     has_bytes = any(row["bytes_per_second"] is not None for row in shown)
     has_occupancy = any(row["occupancy"] is not None for row in shown)
+    # The names need the room where all multiprocessors are used. Collectives use few of them on purpose.
+    collective_kinds = {kind for kind, _ in COLLECTIVE_KINDS}
+    has_efficiency = any(
+        row["sm_efficiency"] is not None
+        and row["sm_efficiency"] < FULL_EFFICIENCY
+        and row["kind"] not in collective_kinds
+        for row in shown
+    )
     headings = [
         Heading("kernel" if on_gpu else "operator"),
         Heading("class", is_text=True),
@@ -116,6 +127,7 @@ def describe_kernels(trace: Trace) -> AnalysisPage:
     ]
     headings += [Heading("TFLOP/s")] * has_flops + [Heading("GB/s")] * has_bytes
     headings += [Heading("occupancy", "achieved occupancy, as CUPTI estimates it")] * has_occupancy
+    headings += [Heading("SMs used", "share of multiprocessors that have a block")] * has_efficiency
     writer = TableWriter()
     rows = []
     for (name, kind), group in groups:
@@ -140,6 +152,9 @@ def describe_kernels(trace: Trace) -> AnalysisPage:
         if has_occupancy:
             occupancy = _compute_mean([row["occupancy"] for row in group], weights)
             cells.append(NONE if occupancy is None else _format_share(occupancy))
+        if has_efficiency:
+            efficiency = _compute_mean([row["sm_efficiency"] for row in group], weights)
+            cells.append(NONE if efficiency is None else _format_share(efficiency))
         start = longest["start_seconds"]
         interval = Interval(
             start, start + longest["longest_seconds"], longest["rank"], longest["track"] or None

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from calibrations import make_calibration
 from tests.requirements import few
-from tests.unit.trace.trace_events import load_ranks, operator, step
+from tests.unit.trace.trace_events import kernel, load_ranks, operator, step
 from written_runs import write_run
 
 import shardscope as ss
@@ -28,7 +28,12 @@ from shardscope.trace.analysis.summary import Sentence
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.static_picture import draw_picture
 from shardscope_widgets.trace import TracePage, TraceView
-from shardscope_widgets.trace.analyses import describe_idle, describe_steps, describe_stragglers
+from shardscope_widgets.trace.analyses import (
+    describe_idle,
+    describe_kernels,
+    describe_steps,
+    describe_stragglers,
+)
 from shardscope_widgets.trace.breakdown_figure import PARTS
 from shardscope_widgets.trace.findings_list import FindingsList
 from shardscope_widgets.trace.page import TraceAnswers
@@ -175,6 +180,15 @@ def measure_contrast(colour: str, ground: tuple[int, int, int]) -> float:
         for values in (shown, ground)
     )
     return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize(("blocks", "is_shown"), [(0.25, True), (2, False)])
+def test_kernels_that_leave_multiprocessors_idle_have_a_column(
+    tmp_path: Path, blocks: float, is_shown: bool
+) -> None:
+    events = [kernel(0, 1000, **{"blocks per SM": blocks})]
+    (table,) = describe_kernels(load_ranks(tmp_path, {0: events})).tables
+    assert ("SMs used" in table) == is_shown and ("25 %" in table) == is_shown
 
 
 def test_tables_have_no_column_without_words_and_no_share_of_zero_for_some_time() -> None:

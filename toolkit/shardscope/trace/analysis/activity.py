@@ -108,10 +108,11 @@ class Activity:
         """Columns of the arguments of GPU work; -1 for other slices and where absent."""
         index = np.flatnonzero(self.is_gpu_work)
         decoded = decode_arguments(self.trace.arguments, index, WorkArgs)
-        num_bytes, occupancy = np.full(len(self.trace), -1.0), np.full(len(self.trace), -1.0)
+        num_bytes, occupancy, blocks = (np.full(len(self.trace), -1.0) for _ in range(3))
         num_bytes[index] = [args.bytes for args in decoded]
         occupancy[index] = [args.occupancy for args in decoded]
-        return {"bytes": num_bytes, "occupancy": occupancy}
+        blocks[index] = [args.blocks_per_sm for args in decoded]
+        return {"bytes": num_bytes, "occupancy": occupancy, "blocks_per_sm": blocks}
 
     @cached_property
     def launches(self) -> Int64s:

@@ -120,6 +120,8 @@ class KernelRow(TypedDict):
     """Share of the GPU's memory bandwidth."""
     occupancy: float | None
     """Mean achieved occupancy by time, 0 to 1, as CUPTI estimates it."""
+    sm_efficiency: float | None
+    """Mean share of multiprocessors that have a block, by time: fewer blocks than those leave some idle."""
     uses_tensor_cores: bool | None
     """By the kernel's name; None unless it is a matmul, convolution or attention on a GPU."""
     track: str
@@ -133,6 +135,7 @@ _MORE_KEYS = (
     "peak_share",
     "bandwidth_share",
     "occupancy",
+    "sm_efficiency",
     "uses_tensor_cores",
     "track",
     "start_seconds",
@@ -261,6 +264,7 @@ def find_kernels(trace: Trace) -> Kernels:
     index = np.flatnonzero(kinds >= 0)
     flops, moved, precisions = _count_costs(trace, activity, index, kinds, kind_names)
     occupancy = np.asarray(activity.work_args["occupancy"], np.float64)[index]
+    blocks = np.asarray(activity.work_args["blocks_per_sm"], np.float64)[index]
     # One number for each combination of rank, name and class.
     keys = (activity.rank_position[index] * len(trace.names) + trace.name_index[index]) * len(kind_names)
     unique, first, group = np.unique(keys + kinds[index], return_index=True, return_inverse=True)
@@ -275,6 +279,10 @@ def find_kernels(trace: Trace) -> Kernels:
     occupied, occupied_ns = (
         add_up(np.where(occupancy >= 0, occupancy * own, 0)),
         add_up(np.where(occupancy >= 0, own, 0)),
+    )
+    filled, filled_ns = (
+        add_up(np.where(blocks >= 0, np.minimum(blocks, 1) * own, 0)),
+        add_up(np.where(blocks >= 0, own, 0)),
     )
     longest = (
         index[np.lexsort((-own, group))][np.concatenate(([0], np.cumsum(counts)[:-1]))]
@@ -320,6 +328,7 @@ def find_kernels(trace: Trace) -> Kernels:
                 "occupancy": float(occupied[number] / occupied_ns[number]) / 100
                 if occupied_ns[number]
                 else None,
+                "sm_efficiency": float(filled[number] / filled_ns[number]) if filled_ns[number] else None,
                 "uses_tensor_cores": tensor_cores,
                 "track": trace.tracks[trace.track_index[far]].name,
                 "start_seconds": int(trace.start_ns[far]) / 1e9,
