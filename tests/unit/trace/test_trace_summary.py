@@ -24,6 +24,7 @@ from trace_events import (
 )
 
 import shardscope as ss
+from shardscope.timing.report import format_seconds
 from shardscope.trace import Trace
 from shardscope.trace.analysis.suggestions import suggest_change
 
@@ -109,9 +110,11 @@ def test_summary_of_a_run_suggests_a_changed_plan(tmp_path: Path) -> None:
         finding for finding in summary.findings if finding.text.startswith("Exposed all-reduce of tp")
     )
     assert exposed.plan is not None and exposed.plan.degrees.tp == 1
+    seconds = PLAN.step().seconds
+    gain = seconds - exposed.plan.step().seconds
     assert (
-        "Change: tp=1 instead of 2, predicted to gain 204 ms of the predicted 1.02 s of a step (20 %)."
-        in exposed.text
+        f"Change: tp=1 instead of 2, predicted to gain {format_seconds(gain)} of the predicted "
+        f"{format_seconds(seconds)} of a step ({100 * gain / seconds:.0f} %)." in exposed.text
     )
     matmul = next(finding for finding in summary.findings if finding.text.startswith("Matmul kernels"))
     assert matmul.plan is not None and matmul.plan.recipe.recompute == "none"
