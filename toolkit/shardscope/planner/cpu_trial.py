@@ -47,20 +47,20 @@ class CpuTrial(NamedTuple):
     differences: tuple[str, ...]
 
 
-def build_cpu_trial(plan: Plan, num_ranks: int = 2) -> CpuTrial:
+def build_cpu_trial(plan: Plan, num_ranks: int = 2, max_degree: int | None = None) -> CpuTrial:
     """Return ``plan`` reduced to ``num_ranks`` CPU ranks of this machine.
 
     Method, precision, optimizer, recomputation and the framework's options stay; sizes and degrees shrink.
-    Tensor and pipeline parallelism stay where ``num_ranks`` and the framework's engine allow them. Raises
-    ``ValueError`` if no reduced plan is valid.
+    Tensor and pipeline parallelism stay where ``num_ranks`` and the framework's engine allow them, with
+    degrees of at most ``max_degree``. Raises ``ValueError`` if no reduced plan is valid.
     """
     # Keep as many kinds of parallelism as an engine trains on so few ranks. What it combines is in its own
     # limits (why_not_trained), and is not repeated here.
     cluster = Cluster.parse(f"{num_ranks}x{gpus['cpu'].name}")
     architecture = _shrink_architecture(plan.architecture)
     for degrees in (
-        _choose_degrees(plan.layout, num_ranks, "tp", "pp"),
-        _choose_degrees(plan.layout, num_ranks, "pp"),
+        _choose_degrees(plan.layout, num_ranks, max_degree, "tp", "pp"),
+        _choose_degrees(plan.layout, num_ranks, max_degree, "pp"),
         {},
     ):
         layout, changes = _shrink_layout(plan.layout, degrees)
@@ -155,20 +155,21 @@ def _shrink_recipe(plan: Plan, data_parallel: int, degrees: dict[str, int]) -> R
     )
 
 
-def _choose_degrees(layout: Layout, num_ranks: int, *names: str) -> dict[str, int]:
+def _choose_degrees(layout: Layout, num_ranks: int, max_degree: int | None, *names: str) -> dict[str, int]:
     """Return the degrees of ``names`` that fit into ``num_ranks``, in order of priority, and the chunks of a
     stage."""
     degrees = {}
     # Each degree takes its ranks from what the previous ones left: tp comes first, as in a real layout, where
     # it has to stay inside a node.
     for name in names:
-        degree = find_largest_divisor(num_ranks, getattr(layout, name, 1))
+        wanted: int = getattr(layout, name, 1)
+        degree = find_largest_divisor(num_ranks, min(wanted, max_degree or wanted))
         if degree > 1:
             degrees[name] = degree
             num_ranks //= degree
     chunks: int = getattr(layout, "vpp", 1)
     if "pp" in degrees and chunks > 1:
-        degrees["vpp"] = min(chunks, LAYERS // degrees["pp"])
+        degrees["vpp"] = min(chunks, LAYERS // degrees["pp"], max_degree or chunks)
     return degrees
 
 

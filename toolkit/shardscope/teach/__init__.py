@@ -3,9 +3,10 @@
 ``from shardscope import teach`` is cheap and imports no torch. ``notebooks/01_...`` and later use it.
 """
 
-from shardscope.teach.attempts import progress
+from shardscope.teach.attempts import leaderboard, progress
 from shardscope.teach.cells import needs
 from shardscope.teach.checking import check
 from shardscope.teach.feedback import Feedback
+from shardscope.teach.layout_puzzles import Puzzle, puzzles
 
-__all__ = ["Feedback", "check", "needs", "progress"]
+__all__ = ["Feedback", "Puzzle", "check", "leaderboard", "needs", "progress", "puzzles"]

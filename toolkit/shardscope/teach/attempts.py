@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from shardscope.core.html_table import render_html_table
 from shardscope.records.json_files import append_line, read_lines
@@ -42,6 +42,10 @@ class Attempt:
     """Whether the answer had the right kind."""
     time: float = 0.0
     """Seconds since 1970."""
+    tier: str = ""
+    """Tier of a puzzle's check."""
+    tokens_per_second_per_gpu: float = 0.0
+    """Predicted speed of a puzzle's solution; 0 for anything else."""
 
 
 def find_learner() -> str:
@@ -101,7 +105,18 @@ def _read_attempt(record: dict[str, object]) -> Attempt | None:
         return None
     if not isinstance(when, int | float) or isinstance(when, bool) or not isinstance(valid, bool):
         return None
-    return Attempt(exercise=exercise, answer=answer, correct=correct, valid=valid, time=float(when))
+    tier, speed = record.get("tier", ""), record.get("tokens_per_second_per_gpu", 0.0)
+    if not isinstance(tier, str) or not isinstance(speed, int | float) or isinstance(speed, bool):
+        return None
+    return Attempt(
+        exercise=exercise,
+        answer=answer,
+        correct=correct,
+        valid=valid,
+        time=float(when),
+        tier=tier,
+        tokens_per_second_per_gpu=float(speed),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +189,51 @@ def progress(folder: str | os.PathLike[str] | None = None) -> Progress:
         attempts.setdefault(path.stem, []).extend(read_attempts(path))
     found = [_sum_up(learner, tries) for learner, tries in sorted(attempts.items()) if tries]
     return Progress(sorted(found, key=lambda one: (-len(one.solved), one.learner)))
+
+
+class LeaderboardRow(TypedDict):
+    """One learner's fastest solution of one puzzle."""
+
+    puzzle: str
+    learner: str
+    tokens_per_second_per_gpu: float
+    tiers: str
+    """The tiers that this learner's solutions passed."""
+    layout: str
+
+
+class Leaderboard(tuple[LeaderboardRow, ...]):
+    """Solutions of one folder's learners, displayed as a table at the end of a notebook cell."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        head = [name.replace("_", " ") for name in LeaderboardRow.__annotations__]
+        return render_html_table(head, [list(row.values()) for row in self], "Leaderboard")
+
+
+def leaderboard(folder: str | os.PathLike[str] | None = None) -> Leaderboard:
+    """Return each learner's fastest solution of each puzzle, the fastest first; files as in
+    :func:`progress`."""
+    root = find_folder() if folder is None else Path(folder)
+    rows: list[LeaderboardRow] = []
+    for path in _list_files(root):
+        solved: dict[str, list[Attempt]] = {}
+        for attempt in read_attempts(path):
+            if attempt.correct and attempt.tokens_per_second_per_gpu > 0:
+                solved.setdefault(attempt.exercise, []).append(attempt)
+        for puzzle, attempts in solved.items():
+            best = max(attempts, key=lambda attempt: attempt.tokens_per_second_per_gpu)
+            rows.append(
+                {
+                    "puzzle": puzzle.removeprefix("puzzle-"),
+                    "learner": path.stem,
+                    "tokens_per_second_per_gpu": best.tokens_per_second_per_gpu,
+                    "tiers": ", ".join(dict.fromkeys(attempt.tier for attempt in attempts)),
+                    "layout": best.answer,
+                }
+            )
+    return Leaderboard(sorted(rows, key=lambda row: (row["puzzle"], -row["tokens_per_second_per_gpu"])))
 
 
 def _list_files(root: Path) -> Iterable[Path]:
