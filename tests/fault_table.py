@@ -440,8 +440,8 @@ FAULTS = {
     74: Fault(
         "A node does not see the run folder",
         "A folder on a file system of one machine raises `ValueError` at launch. A node that does not see it "
-        "fails, and its log in the run folder's `slurm` names it.",
-        "No test has nodes without a shared folder: both are on one machine.",
+        "fails, and its log in the run folder's `slurm` names it. On Ray the records are streamed (85).",
+        "No test has Slurm nodes without a shared folder: both are on one machine.",
     ),
     75: Fault(
         "The disk is full, or a quota is reached, on one node",
@@ -460,5 +460,17 @@ FAULTS = {
         "The kernel is killed (`kill -9`), and the run has `outlive_kernel=False`",
         "Stopped: its kernel ended. The job leaves the queue, also one that waits.",
         "If the process that watches the kernel on its machine is killed too, the run continues.",
+    ),
+    85: Fault(
+        "The process that receives the records of a Ray run without a shared folder is killed (`kill -9`)",
+        "The run continues, and its reason says that nothing is received. `ss.Run.attach` continues at the "
+        "same byte of each file: no line is missing or there twice, also if the run has ended meanwhile.",
+        "The nodes are mount namespaces of one machine, so no network was cut. After a day, or if the "
+        "coordinator is lost as well, what was not received stays on the nodes.",
+    ),
+    86: Fault(
+        "The Ray actor of a node is killed, that of node 0 included",
+        "Failed, with the node's name and what to do next; the other node's ranks end within seconds.",
+        "There are no `retries=` on Ray: launch again from the last checkpoint.",
     ),
 }

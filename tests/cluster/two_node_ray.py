@@ -7,13 +7,17 @@ here are ended.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import psutil
 
@@ -24,6 +28,7 @@ ADDRESSES = ("127.0.0.2", "127.0.0.3")
 """One for each node, on the loopback interface. Ray replaces 127.0.0.1 by the machine's own address."""
 OBJECT_STORE_BYTES = 100 * 2**20
 START_SECONDS = 180
+CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000
 EMPTY_SECONDS = 90.0
 END_SECONDS = 20.0
 PORTS = ("metrics_agent_port", "runtime_env_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
@@ -38,12 +43,16 @@ RAY_ENVIRONMENT = {
 class TwoNodeRay:
     """The cluster. ``address`` is what ``ss.Ray(address=...)`` takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: Path | None = None, scratch: Path | None = None) -> None:
+        """``hidden`` is a folder of which the nodes see nothing, and ``scratch`` one that is another on each:
+        each node's processes are in a mount namespace of their own, with an empty file system there."""
+        self._covered = [path for path in (hidden, scratch) if path is not None]
         os.environ |= RAY_ENVIRONMENT  # Before ray is imported, which reads it then.
         from ray.cluster_utils import Cluster
 
         self._cluster = Cluster(initialize_head=False)
         self._nodes: list[Node] = []
+        self._threads: list[ThreadPoolExecutor] = []
         # Of another cluster of this process.
         self._others = set(psutil.Process().children(recursive=True))
         self._is_started = threading.Event()
@@ -57,17 +66,29 @@ class TwoNodeRay:
         """Start both nodes and wait until they are registered. Raises an exception of Ray."""
         threading.Thread(target=self._write_ports, daemon=True).start()
         for address in ADDRESSES:
-            self._nodes.append(
-                self._cluster.add_node(
-                    num_cpus=1,
-                    num_gpus=0,
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    include_dashboard=False,
-                    node_ip_address=address,
-                    **{name: find_free_port() for name in PORTS},
-                )
-            )
+            if not self._covered:
+                self._add_node(address)
+                continue
+            # In a thread, because a mount namespace belongs to one; its child processes get it, and end with
+            # the thread (PR_SET_PDEATHSIG). Ray's handler of SIGTERM can only be set in the main thread.
+            thread = ThreadPoolExecutor(1)
+            self._threads.append(thread)
+            thread.submit(cover_folders, self._covered).result()
+            with mock.patch("ray._private.utils.set_sigterm_handler"):
+                thread.submit(self._add_node, address).result()
         self._is_started.set()
+
+    def _add_node(self, address: str) -> None:
+        self._nodes.append(
+            self._cluster.add_node(
+                num_cpus=1,
+                num_gpus=0,
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                node_ip_address=address,
+                **{name: find_free_port() for name in PORTS},
+            )
+        )
 
     def _write_ports(self) -> None:
         """Write the files in which raylets look for their agents' ports.
@@ -160,12 +181,37 @@ class TwoNodeRay:
             with contextlib.suppress(Exception):
                 node.kill_all_processes(check_alive=False, allow_graceful=False)
         _, alive = psutil.wait_procs(processes, END_SECONDS)
+        for thread in self._threads:
+            thread.shutdown()
         left = [" ".join(get_command_line(process)).strip() for process in alive]
         for process in alive:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         # Ray's agents end seconds after a raylet that was killed, on a busy machine more.
         return [line for line in left if line and not line.endswith("Agent")]
+
+
+def cover_folders(folders: list[Path]) -> None:
+    """Give this thread a mount namespace in which ``folders`` are empty file systems. Raises ``OSError``."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    # Without it the mounts would appear in the namespace of the tests, too.
+    mount = [(b"none", b"/", None, MS_REC | MS_PRIVATE)]
+    mount += [(b"tmpfs", os.fsencode(folder), b"tmpfs", 0) for folder in folders]
+    for source, target, kind, flags in mount:
+        if libc.mount(source, target, kind, flags, None):
+            raise OSError(ctypes.get_errno(), f"mount {target.decode()}")
+
+
+def find_why_not_covered() -> str:
+    """Return why mount namespaces cannot be made here; empty if they can."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as executor:
+        try:
+            executor.submit(cover_folders, [Path(folder)]).result()
+        except OSError as error:
+            return str(error)
+    return ""
 
 
 def get_command_line(process: psutil.Process) -> list[str]:

@@ -17,14 +17,21 @@ import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import append_line, write_json
-from shardscope.runs.backends import kernel_watch, node_process, nodes, ray_submission, ray_watch
+from shardscope.runs.backends import kernel_watch, node_process, ray_submission, ray_watch
 from shardscope.runs.backends.nodes import Node, NodePool
 from shardscope.runs.backends.peers import Peers
 from shardscope.runs.backends.ray_coordinator import Coordinator
 from shardscope.runs.backends.ray_node import find_interface
 from shardscope.runs.backends.ray_submission import build_bundle, check_ray_submission, select_nodes
 from shardscope.runs.backends.ray_submission_process import describe_error, describe_node
-from shardscope.runs.backends.ray_watch import RayWatch, State, lost_node_file, state_file
+from shardscope.runs.backends.ray_watch import (
+    RayWatch,
+    State,
+    lost_node_file,
+    puller_file,
+    received_file,
+    state_file,
+)
 from shardscope.runs.backends.slurm import check_target
 
 HEAD = Node("head", "10.0.0.1", "head", 0, (), 2**35)
@@ -46,6 +53,7 @@ def make_plan(cluster: str) -> ss.Plan:
         ({"address": "10.0.0.1"}, "Ray.address"),
         ({"address": None}, "Ray.address"),
         ({"address": "http://10.0.0.1:8265"}, "Ray.address"),
+        ({"node_folder": "scratch"}, "Ray.node_folder"),
         ({"runtime_env": "pip"}, "Ray.runtime_env"),
         ({"runtime_env": {"pips": ["torch"]}}, "Ray.runtime_env"),
         ({"runtime_env": {"pip": {1, 2}}}, "Ray.runtime_env"),
@@ -116,7 +124,6 @@ def test_a_bundle_is_one_nodes_share() -> None:
         ("2x8xa100-sxm-80gb", {"shardscope": None}, "launch.on", "has shardscope"),
         ("2x8xa100-sxm-80gb", {"shardscope": "0.0.1"}, "launch.on", "shardscope 0.0.1"),
         ("2x8xa100-sxm-80gb", {"torch": None}, "launch.on", "has torch"),
-        ("2x8xa100-sxm-80gb", {}, "launch.folder", "ext4"),
     ],
 )
 def test_what_the_cluster_has_not_is_refused(
@@ -125,24 +132,20 @@ def test_what_the_cluster_has_not_is_refused(
     field: str,
     text: str,
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(ray_submission.importlib.metadata, "version", lambda name: "1.0")
-    monkeypatch.setattr(nodes, "find_file_system", lambda path: "ext4")
     connection = make_connection({**PYTHON, "shardscope": "1.0", "torch": "1.0", **python})
     with pytest.raises(FieldError) as refused:
-        check_ray_submission(connection, make_plan(cluster), tmp_path, force=False)
+        check_ray_submission(connection, make_plan(cluster), force=False)
     assert refused.value.field == field and text in str(refused.value), str(refused.value)
 
 
-def test_another_torch_is_a_warning_and_force_skips_the_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_another_torch_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_submission.importlib.metadata, "version", lambda name: "1.0")
     monkeypatch.setattr(ray_submission.platform, "python_version", lambda: "3.11.2")
     python = {**PYTHON, "version": "3.11.2", "shardscope": "1.0", "torch": "0.9"}
     plan = make_plan("2x8xa100-sxm-80gb")
-    warning = check_ray_submission(make_connection(python), plan, tmp_path, force=True)
+    warning = check_ray_submission(make_connection(python), plan, force=True)
     assert warning == "torch 0.9 on the nodes, 1.0 here"
 
 
@@ -214,11 +217,40 @@ def test_a_node_that_ray_has_lost_is_lost_at_once(tmp_path: Path) -> None:
     assert peers.describe_lost() == "" and peers.find_failed() is None
 
 
-def test_the_status_of_a_lost_node_0_has_rays_reason(tmp_path: Path) -> None:
+def test_a_lost_node_0_is_a_failure_that_names_it(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
-    assert RayWatch(folder).explain_lost() == ""
+    watch = RayWatch(folder)
+    assert watch.describe_without_lead() is None
+    node = NodeFolder(folder.path, 0, 2)
+    node.create_own()
+    write_json(node.node_json, {"name": "n1"})
     write_json(lost_node_file(folder, 0), {"reason": "its Ray actor has ended: killed"})
-    assert RayWatch(folder).explain_lost() == "node 0: its Ray actor has ended: killed"
+    write_json(state_file(folder), State("running", "", time.time(), "")._asdict())
+    ending = watch.describe_without_lead()
+    assert ending is not None and ending["status"] == "stopping"
+    write_json(state_file(folder), State("ended", "node 0 is lost", time.time(), "failed")._asdict())
+    failed = watch.describe_without_lead()
+    assert failed is not None and failed["status"] == "failed"
+    assert str(failed["reason"]).startswith("node 0 (n1) is lost: its Ray actor has ended: killed")
+    assert "it has saved no checkpoint" in str(failed["reason"])
+
+
+def test_a_run_of_which_nothing_is_received_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    watch = RayWatch(folder)
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    recorded = {"status": "running", "reason": "2 nodes"}
+    write_json(puller_file(folder), {"pid": 1})
+    assert watch.describe_stream(recorded) is None  # Its nodes share the folder.
+    write_json(folder.job, {"folder": "streamed"})
+    assert watch.describe_stream(recorded) is None
+    now[0] += ray_watch.STREAM_PATIENCE_SECONDS + 1
+    outdated = watch.describe_stream(recorded)
+    assert outdated is not None and outdated["status"] == "running"
+    assert "ss.Run.attach(run.folder)" in str(outdated["reason"])
+    write_json(received_file(folder), {"missing": "the cluster has lost it"})
+    assert watch.describe_stream(recorded) == {"status": "lost", "reason": "the cluster has lost it"}
 
 
 def test_errors_of_ray_are_one_line() -> None:

@@ -22,7 +22,7 @@ MAX_ENTRIES = 4 * MAX_WORLD_SIZE
 FILES = frozenset({
     *("run.json", "status.jsonl", "control.jsonl", "supervisor.json", "supervisor.log", "task.pkl"),
     *("exits.jsonl", "cards.jsonl", "samples.jsonl", "note.json", "metrics.csv", "summary.json", "job.json"),
-    "job_end.json",
+    *("job_end.json", "puller.json", "received.json", "puller.log"),
 })  # fmt: skip
 FOLDERS = frozenset({
     *("events", "logs", "errors", "ranks", "traces", "what_it_was", "stacks", "memory_snapshots", "ray"),

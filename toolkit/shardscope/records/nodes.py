@@ -46,7 +46,8 @@ def describe_job(folder: RunFolder) -> str:
     scheduler = scheduler[:1].upper() + scheduler[1:]
     place = f"{scheduler}: {queue}" if queue else scheduler
     job_id = _shorten(record.get("job_id"))
-    return f"{place}, job {job_id}" if job_id else place
+    place = f"{place}, job {job_id}" if job_id else place
+    return f"{place}, records streamed from its nodes" if record.get("folder") == "streamed" else place
 
 
 def _shorten(value: object) -> str:

@@ -36,6 +36,7 @@ from shardscope.records.redaction import redact
 from shardscope.records.regular_files import NotRegularFileError, check_regular
 from shardscope.records.samples import Sample, read_samples
 from shardscope.records.terminal_text import plain_text
+from shardscope.runs.backends.ray_stream import read_kept
 from shardscope.runs.backends.slurm_job import SlurmError, cancel_waiting, read_job_id
 from shardscope.runs.explain.failure import find_failures
 from shardscope.runs.explain.failure_report import explain_failures
@@ -84,6 +85,7 @@ class Run:
         ``folder`` may also be the parent of exactly one undamaged run. Raises ``ValueError`` if it holds no
         run or several, or if the run is damaged; the message then names the damaged file.
         """
+        from shardscope.runs.backends.ray_puller import continue_stream  # A program: it runs as __main__.
         from shardscope.runs.summaries import is_run, list_runs
 
         # Check every file's kind before any is opened: opening a pipe in a run folder would block forever.
@@ -91,7 +93,11 @@ class Run:
         if is_run(candidate.path):
             check_file_kinds(candidate, inside=True)
             check_supervisor(candidate)
-            return cls(candidate)
+            run = cls(candidate)
+            if run.status not in FINAL:
+                with contextlib.suppress(OSError):  # The folder may be another user's.
+                    continue_stream(candidate)
+            return run
         inside = list_runs(candidate.path)
         undamaged = [summary for summary in inside if summary.run is not None]
         if len(undamaged) == 1:
@@ -237,6 +243,15 @@ class Run:
             return None
         failures = find_failures(self._folder, self._world_size)
         return plain_text(explain_failures(failures, self._description).text) if failures else None
+
+    @property
+    def files_on_nodes(self) -> list[dict[str, object]]:
+        """Files that stay on the nodes of a Ray run whose nodes share no folder: a record for each node.
+
+        ``host`` and ``folder`` are the node's, ``files`` the bytes of each checkpoint, exported model or
+        large file in it, ``steps`` the number of steps of each complete checkpoint.
+        """
+        return read_kept(self._folder)
 
     @property
     def is_on_this_machine(self) -> bool:

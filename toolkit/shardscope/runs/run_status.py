@@ -15,7 +15,7 @@ from shardscope.records.folder_checks import check_transition
 from shardscope.records.json_files import MAX_LINES_BYTES, LineTail, read_json_if_present, read_tail_text
 from shardscope.records.regular_files import check_regular
 from shardscope.runs.backends.job_watch import JobWatch
-from shardscope.runs.backends.ray_watch import RayWatch
+from shardscope.runs.backends.ray_watch import RayWatch, is_streamed
 
 START_GRACE_SECONDS = 30.0
 """Time after which a "starting" run whose supervisor has written no record counts as lost."""
@@ -48,6 +48,10 @@ class RunStatus:
             if self._last_transition["status"] in FINAL:
                 return self._last_transition
             try:
+                if isinstance(self._job, RayWatch):
+                    by_stream = self._job.describe_stream(self._last_transition)
+                    if by_stream is not None:
+                        return by_stream
                 if self._job is not None and self._is_waiting():
                     since = self._last_transition.get("time")
                     age = time.time() - since if isinstance(since, int | float) else 0.0
@@ -56,7 +60,10 @@ class RunStatus:
                     return self._job.describe(age, recorded) or self._last_transition
                 reason = self._explain_lost_supervisor()
                 if reason is not None and isinstance(self._job, RayWatch):
-                    reason = self._job.explain_lost() or reason
+                    by_ray = self._job.describe_without_lead()
+                    self._read_records()  # The run may have ended normally between the checks.
+                    if by_ray is not None and self._last_transition["status"] not in FINAL:
+                        return by_ray
                 elif reason is not None and isinstance(self._job, JobWatch):
                     by_job = self._job.describe_without_lead(self._folder.attempt)
                     if by_job is not None:
@@ -124,7 +131,8 @@ class RunStatus:
             waited = time.time() - (since if isinstance(since, int | float) else 0)
             return "its supervisor never started" if waited > START_GRACE_SECONDS else None
         # On this machine the process itself can be checked; on another one only its heartbeat is visible.
-        if record.get("machine") == identify_machine():
+        # Of a streamed run the files arrive after the processes that wrote them have ended.
+        if record.get("machine") == identify_machine() and not is_streamed(self._folder):
             started = record["started"]
             if isinstance(started, int | float) and is_alive(pid, started):
                 return None

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from shardscope.training.accounting.memory_watch import Snapshot
 from shardscope.training.accounting.tensors import read_device_bytes
 from shardscope.training.checkpoints.folders import checkpoint_path, delete_older
+from shardscope.training.checkpoints.temporary_folder import writes_folder
 from shardscope.training.data.batches import Batches
 from shardscope.training.optimizers.schedule import Schedule
 from shardscope.training.recording import Recorder, RecordingRequest, read_request
@@ -209,8 +210,8 @@ class Checkpoints:
         self._wait()
         self._wait = None
         print(f"saved {self._name}", flush=True)
-        if self._keep_last is not None and self._ctx.rank == 0:
-            delete_older(self._ctx.folder, self._keep_last)
+        if self._keep_last is not None and writes_folder():
+            delete_older(self._ctx.folder, self._keep_last, parts=self._ctx.rank != 0)
 
 
 def gather_positions(batches: Batches) -> list[object] | None:

@@ -35,8 +35,15 @@ class Ray:
     """Address of the head, "host:port" or "ray://host:port"; "auto": RAY_ADDRESS, or this machine's."""
     runtime_env: Mapping[str, object] | None = field(default=None, hash=False)
     """Runtime environment of the nodes' processes, such as ``{"env_vars": {"HF_HOME": "/shared/hf"}}``."""
+    node_folder: str | None = None
+    """Folder on each node for the files of a run whose folder it does not see; None: the temporary one."""
 
     def __post_init__(self) -> None:
+        if self.node_folder is not None and not (
+            isinstance(self.node_folder, str) and self.node_folder.startswith("/")
+        ):
+            allowed = "None, or the absolute path of a folder on the nodes"
+            refuse("Ray.node_folder", self.node_folder, allowed, Value("/tmp"))
         if not isinstance(self.address, str) or not ADDRESS.fullmatch(self.address):
             allowed = '"auto", or the address of a running cluster, such as "10.0.0.1:6379"'
             refuse("Ray.address", self.address, allowed, Value("auto"))
@@ -83,8 +90,9 @@ class Ray:
 
     def __reduce__(self) -> tuple[object, ...]:
         # pickle refuses a read-only mapping.
-        return _restore, (self.address, None if self.runtime_env is None else dict(self.runtime_env))
+        environment = None if self.runtime_env is None else dict(self.runtime_env)
+        return _restore, (self.address, environment, self.node_folder)
 
 
-def _restore(address: str, runtime_env: Mapping[str, object] | None) -> Ray:
-    return Ray(address=address, runtime_env=runtime_env)
+def _restore(address: str, runtime_env: Mapping[str, object] | None, node_folder: str | None) -> Ray:
+    return Ray(address=address, runtime_env=runtime_env, node_folder=node_folder)

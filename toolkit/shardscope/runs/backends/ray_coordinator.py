@@ -17,8 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import LineTail, write_json
+from shardscope.runs.backends.folder_stream import Chunk
+from shardscope.runs.backends.folder_stream import State as FileState
 from shardscope.runs.backends.node_process import wait_for_folder
 from shardscope.runs.backends.ray_node import NodeActor
+from shardscope.runs.backends.ray_stream import StreamHub, create_copy, delete_copy
 from shardscope.runs.backends.ray_submission_process import describe_error
 from shardscope.runs.backends.ray_watch import State, lost_node_file, state_file
 from shardscope.runs.stop_request import describe_stop_request
@@ -36,6 +39,9 @@ END_SECONDS = 120.0
 """Time for the other nodes' supervisors to end after a node is lost. Their ranks end within seconds; the rest
 is for the final status and what follows it."""
 CLEANUP_SECONDS = 30.0
+KEEP_SECONDS = 86400.0
+"""Time for which a run's records are kept for a notebook that is not connected."""
+STREAMED = "they share no run folder with the notebook, so records are streamed to it"
 STOP_SECONDS = 10.0
 """Time for nodes that are still starting to begin, after a stop."""
 
@@ -43,9 +49,20 @@ STOP_SECONDS = 10.0
 class Coordinator:
     """The actor. Its methods return at once: the work is done in a thread."""
 
-    def __init__(self, run: str, num_nodes: int, bundle: Mapping[str, float]) -> None:
-        self._path = Path(run)
-        self._folder = RunFolder(run)
+    def __init__(
+        self,
+        run: str,
+        num_nodes: int,
+        bundle: Mapping[str, float],
+        *,
+        is_shared: bool = True,
+        node_folder: str | None = None,
+    ) -> None:
+        """``run`` is the path of the run folder; its name counts if the nodes do not share it."""
+        self._hub = None if is_shared else StreamHub(create_copy(Path(run).name, node_folder))
+        self._node_folder = node_folder
+        self._path = Path(run) if self._hub is None else self._hub.path
+        self._folder = RunFolder(self._path)
         self._num_nodes = num_nodes
         self._bundle = dict(bundle)
         self._control = LineTail(self._folder.control)
@@ -60,15 +77,37 @@ class Coordinator:
         """What the run is if a node is lost."""
         self._end = ""
         """Why the nodes were sent a signal; empty if they were not."""
+        self._is_ended = False
+        """Whether nothing follows in the run folder."""
         self._stop = ""
         """Who has requested a stop; empty if nobody has."""
+
+    def receive(self, chunks: list[Chunk]) -> None:
+        """Write files of the launch into this copy of the run folder. Raises ``OSError``."""
+        assert self._hub is not None
+        self._hub.receive(chunks)
+
+    def pull(
+        self, received: Mapping[str, FileState], commands: Chunk | None
+    ) -> tuple[list[Chunk], int, bool]:
+        """Return what the folder beside the notebook lacks, the size of the commands here, and whether the
+        run has ended."""
+        assert self._hub is not None
+        is_ended = self._is_ended
+        return (*self._hub.pull(received, commands), is_ended)
+
+    def leave(self) -> None:
+        """Note that the folder beside the notebook has everything."""
+        assert self._hub is not None
+        self._hub.is_received = True
 
     def start(self) -> None:
         """Begin. Raises ``FileNotFoundError`` if the run folder is not visible on this node."""
         import ray
 
         wait_for_folder(self._path)
-        self._write("waiting", "Ray looks for its nodes")
+        way = "they share the run folder" if self._hub is None else STREAMED
+        self._write("waiting", f"Ray looks for its nodes; {way}")
         self._me = ray.get_runtime_context().current_actor
         for work in (self._watch_head, self._keep_nodes, self._run):
             threading.Thread(target=work, daemon=True).start()
@@ -88,7 +127,10 @@ class Coordinator:
             return
         self._write("starting", f"Ray starts a process on each of {self._num_nodes} nodes")
         self._create_actors()
-        if self._start_nodes():
+        is_started = self._start_nodes()
+        if self._hub is not None:  # Each node has its own, and deletes it.
+            self._folder.task.unlink(missing_ok=True)
+        if is_started:
             self._write("running", f"{self._num_nodes} nodes at work")
         self._watch_nodes()
 
@@ -132,9 +174,16 @@ class Coordinator:
     def _start_nodes(self) -> bool:
         """Start the process of each node. Return whether all have started."""
         cpus = self._bundle.get("CPU", 0.0)
-        starting = {
-            actor.start.remote(str(self._path), node, cpus): node for node, actor in self._nodes.items()
-        }
+        starting: dict[ObjectRef[object], int] = {}
+        for node, actor in self._nodes.items():
+            path = str(self._path)
+            if self._hub is not None:
+                try:
+                    path = self._hub.begin(node, actor, self._path.name, self._node_folder)
+                except Exception as problem:
+                    self._give_up(node, f"it got no copy of the run folder: {describe_error(problem)}")
+                    return False
+            starting[actor.start.remote(path, node, cpus)] = node
         deadline = float("inf")
         while starting and not self._is_head_lost():
             for reference, error in self._collect(starting).items():
@@ -187,6 +236,8 @@ class Coordinator:
                     continue
                 code, output = ray.get(reference)
                 if code is not None:
+                    if self._hub is not None:
+                        self._hub.drain(node)
                     self._nodes.pop(node, None)
                     if code:
                         self._give_up(node, f"its process ended with exit code {code}: {output}")
@@ -207,6 +258,8 @@ class Coordinator:
     def _give_up(self, node: int, reason: str) -> None:
         """Record that a node is lost: the supervisors of the others read it."""
         self._nodes.pop(node, None)
+        if self._hub is not None:
+            self._hub.drain(node)
         self._lost = self._lost or f"node {node}: {reason}"
         with contextlib.suppress(OSError):
             write_json(lost_node_file(self._folder, node), {"time": time.time(), "reason": reason})
@@ -252,6 +305,8 @@ class Coordinator:
         """Send a sign of life to the readers of the state."""
         with contextlib.suppress(OSError):
             os.utime(state_file(self._folder))
+            if self._hub is not None:
+                self._hub.stop_if_abandoned()
 
     def _give_back(self) -> None:
         """Remove everything that the run has on the cluster, this actor last."""
@@ -259,15 +314,29 @@ class Coordinator:
         import ray.util
 
         # Without the head these calls wait, and Ray removes all by itself.
-        threading.Timer(CLEANUP_SECONDS, os._exit, (1,)).start()
+        bound = threading.Timer(CLEANUP_SECONDS, os._exit, (1,))
+        bound.start()
         for actor in self._nodes.values():
             with contextlib.suppress(Exception):
                 ray.kill(actor)
         if self._group is not None:
             with contextlib.suppress(Exception):
                 ray.util.remove_placement_group(self._group)
+        if self._hub is not None:
+            bound.cancel()
+            self._wait_for_puller(self._hub)
+            threading.Timer(CLEANUP_SECONDS, os._exit, (1,)).start()
         with contextlib.suppress(Exception):
             ray.kill(self._me)
+
+    def _wait_for_puller(self, hub: StreamHub) -> None:
+        """Keep the copy until the folder beside the notebook has everything, at most a day."""
+        self._is_ended = True
+        deadline = time.monotonic() + KEEP_SECONDS
+        while not hub.is_received and time.monotonic() < deadline and not self._is_head_lost():
+            time.sleep(POLL_SECONDS)
+        if hub.is_received:
+            delete_copy(hub.path)
 
 
 def describe_resources(resources: Mapping[str, float]) -> str:

@@ -15,14 +15,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from shardscope.machine.processes import die_with_parent
 from shardscope.records.folder import NodeFolder
 from shardscope.records.folder_checks import open_part
 from shardscope.records.json_files import read_json, write_json
+from shardscope.runs.backends.folder_stream import Chunk, State
 from shardscope.runs.backends.node_process import list_addresses, wait_for_folder
+from shardscope.runs.backends.ray_stream import NodeStream
 from shardscope.runs.launch.environment import add_toolkit_to_path
+from shardscope.training.checkpoints.folders import OWN_FOLDER
 
 ALONE_SECONDS = 24.0
 """Time without a sign of the coordinator after which the node ends. More than the time after which the
@@ -38,6 +42,27 @@ class NodeActor:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._heard = time.monotonic()
+        self._stream: NodeStream | None = None
+
+    def prepare(self, node: int, name: str, parent: str | None) -> str:
+        """Create this node's copy of a run folder that is not shared. Return its path. Raises ``OSError``."""
+        self._stream = NodeStream(node, name, parent)
+        return str(self._stream.path)
+
+    def begin(self, chunks: list[Chunk]) -> None:
+        """Write files of the launch into the copy. Raises ``OSError``."""
+        assert self._stream is not None
+        self._stream.begin(chunks)
+
+    def exchange(self, received: Mapping[str, State], chunks: list[Chunk]) -> list[Chunk]:
+        """Exchange what is new in the copies of this node and of the coordinator. Raises ``OSError``."""
+        assert self._stream is not None
+        return self._stream.exchange(received, chunks)
+
+    def close(self) -> None:
+        """Delete the copy, unless checkpoints stay in it."""
+        assert self._stream is not None
+        self._stream.close()
 
     def start(self, run: str, node: int, num_cpus: float) -> None:
         """Start the node's process. Raises ``OSError``."""
@@ -52,6 +77,8 @@ class NodeActor:
         if environment.get("OMP_NUM_THREADS") == str(max(1, int(num_cpus))):
             del environment["OMP_NUM_THREADS"]
         environment.pop("PYTHONBREAKPOINT", None)  # Ray's debugger, which needs a Ray worker.
+        if self._stream is not None:
+            environment[OWN_FOLDER] = "1"
         node_id = ray.get_runtime_context().get_node_id()
         arguments = [run, str(node), str(os.getpid()), ray.util.get_node_ip_address(), node_id]
         self._process = subprocess.Popen(

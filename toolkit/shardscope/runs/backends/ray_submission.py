@@ -17,7 +17,6 @@ import select
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
@@ -28,11 +27,12 @@ from shardscope.runs.backends.nodes import (
     Node,
     NodePool,
     build_cluster,
-    check_folder,
     check_nodes,
     is_same_gpu,
 )
 from shardscope.runs.backends.ray import Ray
+from shardscope.runs.backends.ray_puller import start_puller
+from shardscope.runs.backends.ray_watch import is_streamed
 from shardscope.runs.launch.environment import STALE, add_toolkit_to_path
 
 if TYPE_CHECKING:
@@ -179,11 +179,11 @@ def select_nodes(pool: NodePool) -> NodePool:
     )
 
 
-def check_ray_submission(connection: RayConnection, plan: Plan, parent: Path, *, force: bool) -> str:
+def check_ray_submission(connection: RayConnection, plan: Plan, *, force: bool) -> str:
     """Check all that is known before a run is submitted. Return a warning, empty if there is none.
 
     Raises ``ValueError`` if the cluster has not what the plan needs, its Python lacks Shardscope or has
-    another version of it, or its nodes cannot see ``parent`` (neither of the last two with ``force``).
+    another version of it (not with ``force``).
     """
     pool = select_nodes(connection.pool)
     if plan.cluster.gpu.name == "cpu":
@@ -200,8 +200,6 @@ def check_ray_submission(connection: RayConnection, plan: Plan, parent: Path, *,
         # The pickled task names Shardscope's classes.
         if package == "shardscope" and theirs != ours and not force:
             refuse("launch.on", f"{where} with shardscope {theirs}", f"shardscope {ours}, as here", fix)
-    if not force:
-        check_folder(parent, pool)
     differing = [
         f"{name} {theirs} on the nodes, {ours} here"
         for name, theirs, ours in (
@@ -232,7 +230,10 @@ def build_bundle(plan: Plan, pool: NodePool) -> dict[str, float]:
 
 
 def submit_to_ray(connection: RayConnection, folder: RunFolder, plan: Plan) -> None:
-    """Start the run's coordinator on the cluster. Raises ``ValueError`` if Ray refuses it, ``RayError``."""
+    """Start the run's coordinator on the cluster. Raises ``ValueError`` if Ray refuses it, ``RayError``.
+
+    If its nodes do not see the run folder, the process that receives their records is started here.
+    """
     name = f"shardscope-{folder.path.name}-{secrets.token_hex(4)}"
     record = {"scheduler": "ray", "job_id": name, "address": connection.target.address}
     # Before the coordinator starts: without its name nobody could find it again.
@@ -242,5 +243,9 @@ def submit_to_ray(connection: RayConnection, folder: RunFolder, plan: Plan) -> N
         "actor": name,
         "num_nodes": plan.cluster.num_nodes,
         "bundle": build_bundle(plan, select_nodes(connection.pool)),
+        "record": record,
+        "node_folder": connection.target.node_folder,
     }
     connection.ask(request, SUBMIT_SECONDS)
+    if is_streamed(folder):
+        start_puller(folder)

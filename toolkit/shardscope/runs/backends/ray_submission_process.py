@@ -11,11 +11,20 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+    from shardscope.records.folder import RunFolder
+    from shardscope.runs.backends.ray_coordinator import Coordinator
 
 NAMESPACE = "shardscope"
 """Ray's namespace of the names of coordinators."""
 START_SECONDS = 150.0
 MAX_ERROR = 500
+VISIBLE_SECONDS = 8.0
+"""Time for the run folder to appear on a node that shares it."""
 
 
 def main() -> None:
@@ -118,8 +127,15 @@ def start_coordinator(request: Mapping[str, object]) -> dict[str, object]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    from shardscope.records.folder import RunFolder
+    from shardscope.records.json_files import write_json
     from shardscope.runs.backends.ray_coordinator import Coordinator
 
+    folder = RunFolder(str(request["run"]))
+    record = request["record"]
+    assert isinstance(record, dict)
+    is_shared = is_folder_shared(str(folder.job), str(request["actor"]))
+    write_json(folder.job, {**record, "folder": "shared" if is_shared else "streamed"})
     # On the head, whose loss ends the run anyway: any other node would be one more that can be lost.
     heads = [
         node["NodeID"]
@@ -130,14 +146,69 @@ def start_coordinator(request: Mapping[str, object]) -> dict[str, object]:
     actor_class = ray.remote(num_cpus=0, max_restarts=0)(Coordinator)
     coordinator = actor_class.options(
         name=request["actor"], lifetime="detached", scheduling_strategy=strategy
-    ).remote(request["run"], request["num_nodes"], request["bundle"])
+    ).remote(
+        request["run"],
+        request["num_nodes"],
+        request["bundle"],
+        is_shared=is_shared,
+        node_folder=request["node_folder"],
+    )
     try:
+        if not is_shared:
+            _send_folder(folder, coordinator)
         ray.get(coordinator.start.remote(), timeout=START_SECONDS)
     except BaseException:
         with contextlib.suppress(Exception):
             ray.kill(coordinator)
         raise
     return {"actor": request["actor"]}
+
+
+def is_folder_shared(path: str, token: str) -> bool:
+    """Return whether every node of the cluster sees the file ``path``, which contains ``token``."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    look = ray.remote(num_cpus=0, max_retries=0)(sees_file)
+    answers = [
+        look.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
+        ).remote(path, token, VISIBLE_SECONDS)
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return all(ray.get(answers, timeout=START_SECONDS))
+
+
+def sees_file(path: str, token: str, seconds: float) -> bool:
+    """Return whether a file with ``token`` in it appears on this machine within some seconds."""
+    # Another machine may have another run at the same path. Pickled by value, as `inspect_python`.
+    import time
+
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            with open(path) as file:  # noqa: PTH123
+                if token in file.read():
+                    return True
+        except OSError:
+            pass
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
+
+
+def _send_folder(folder: RunFolder, coordinator: ActorHandle[Coordinator]) -> None:
+    """Send the files of a launch to the coordinator's copy of the run folder. Raises Ray's errors."""
+    import ray
+
+    from shardscope.runs.backends.folder_stream import FolderSource, advance
+
+    sent: dict[str, tuple[int, int]] = {}
+    source = FolderSource(folder.path, lambda name: "/" not in name)
+    while chunks := source.read(sent):
+        ray.get(coordinator.receive.remote(chunks), timeout=START_SECONDS)
+        advance(sent, chunks)
 
 
 def describe_error(error: BaseException) -> str:

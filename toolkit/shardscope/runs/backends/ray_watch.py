@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from shardscope.machine.os_errors import is_absent
-from shardscope.records.folder import RAY, RunFolder
+from shardscope.records.folder import RAY, NodeFolder, RunFolder
 from shardscope.records.json_files import read_json
+from shardscope.training.checkpoints.folders import list_checkpoints
 
 PATIENCE_SECONDS = 30.0
 """Time without a sign of life, which comes every few seconds, after which the coordinator is lost."""
+STREAM_PATIENCE_SECONDS = 15.0
+"""The same for the process that receives the records; less than that of the nodes' heartbeats."""
 SUBMIT_PATIENCE_SECONDS = 400.0
 """Time for the launch to start the coordinator."""
 
@@ -39,6 +43,21 @@ def lost_node_file(folder: RunFolder, node: int) -> Path:
     return folder.path / RAY / f"lost-{node}.json"
 
 
+def is_streamed(folder: RunFolder) -> bool:
+    """Return whether a run's nodes do not see this folder, so that their records are streamed to it."""
+    return (read_json(folder.job) or {}).get("folder") == "streamed"
+
+
+def puller_file(folder: RunFolder) -> Path:
+    """Return the file whose time says when the cluster last answered the process that receives records."""
+    return folder.path / "puller.json"
+
+
+def received_file(folder: RunFolder) -> Path:
+    """Return the file that says that nothing more will be received, and why if something is missing."""
+    return folder.path / "received.json"
+
+
 def describe_ray_end(folder: RunFolder) -> str:
     """Return why the coordinator ends the run, one line; empty if it does not, or for a run without one."""
     return str((read_json(state_file(folder)) or {}).get("end", ""))
@@ -49,7 +68,7 @@ class RayWatch:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
-        self._beat = (0.0, time.monotonic())
+        self._beats: dict[str, tuple[float, float]] = {}
 
     def describe(self, since: float, recorded: str = "") -> dict[str, object] | None:
         """Return the status of a run none of whose nodes has started; None if it is as recorded.
@@ -63,27 +82,63 @@ class RayWatch:
         phase, reason, verdict = (str(record.get(key)) for key in ("phase", "reason", "verdict"))
         if phase == "ended":
             return {"status": verdict if verdict == "stopped" else "failed", "reason": reason}
-        if self._is_silent():
+        if self._is_silent(state_file(self._folder), PATIENCE_SECONDS):
             lost = f"its Ray coordinator has given no sign of life for {PATIENCE_SECONDS:.0f} s"
             return {"status": "lost", "reason": f"{lost}; before: {reason}"}
         return {"status": "queued" if phase == "waiting" else "starting", "reason": reason}
 
-    def explain_lost(self) -> str:
-        """Return what the coordinator knows about the loss of node 0; empty if nothing."""
-        lost = read_json(lost_node_file(self._folder, 0))
-        if lost is not None:
-            return f"node 0: {lost.get('reason')}"
-        record = read_json(state_file(self._folder)) or {}
-        return str(record.get("reason")) if record.get("verdict") == "failed" else ""
+    def describe_stream(self, recorded: Mapping[str, object]) -> dict[str, object] | None:
+        """Return the status of a run of which nothing has been received lately; None if all is well.
 
-    def _is_silent(self) -> bool:
-        """Return whether the coordinator's sign of life is too old, measured by our own clock."""
+        ``recorded`` is the last one that was received.
+        """
+        if not is_streamed(self._folder):
+            return None
+        end = read_json(received_file(self._folder))
+        if end is not None:
+            missing = end.get("missing")
+            return {"status": "lost", "reason": str(missing)} if missing else None
+        if not self._is_silent(puller_file(self._folder), STREAM_PATIENCE_SECONDS):
+            return None
+        notice = (
+            f"status possibly outdated: nothing was received from the Ray cluster for "
+            f"{STREAM_PATIENCE_SECONDS:.0f} s. ss.Run.attach(run.folder) connects again"
+        )
+        reason = str(recorded.get("reason") or "")
+        return {**recorded, "reason": f"{reason}; {notice}" if reason else notice}
+
+    def describe_without_lead(self) -> dict[str, object] | None:
+        """Return the status of a run whose node 0 left no final status; None if nobody knows why."""
+        lost = read_json(lost_node_file(self._folder, 0))
+        record = read_json(state_file(self._folder))
+        if record is None:
+            return None
+        name = (read_json(NodeFolder(self._folder.path, 0).node_json) or {}).get("name")
+        node = f"node 0 ({name})" if isinstance(name, str) else "node 0"
+        reason = f"{node} is lost: {lost.get('reason')}" if lost is not None else str(record.get("reason"))
+        # The coordinator notices it within seconds, and lets the other nodes end first.
+        is_silent = self._is_silent(state_file(self._folder), PATIENCE_SECONDS)
+        if record.get("phase") != "ended" and not is_silent:
+            why = reason if lost is not None else f"the supervisor of {node} has ended without a final status"
+            return {"status": "stopping", "reason": f"{why}; the other nodes end"}
+        if lost is None and record.get("verdict") != "failed":
+            return None
+        if list_checkpoints(self._folder.path):
+            fix = "launch again with resume= for its last checkpoint"
+        else:
+            fix = "it has saved no checkpoint, so launch again; save_every= saves some"
+        return {"status": "failed", "reason": f"{reason}. Nearest fix: {fix}"}
+
+    def _is_silent(self, file: Path, patience_seconds: float) -> bool:
+        """Return whether a sign of life is too old, measured by our own clock."""
         try:
-            beat = state_file(self._folder).stat().st_mtime
+            beat = file.stat().st_mtime
         except OSError as error:
             if is_absent(error):
                 return False
             raise
-        if beat != self._beat[0]:
-            self._beat = (beat, time.monotonic())
-        return time.monotonic() - self._beat[1] > PATIENCE_SECONDS
+        before, seen = self._beats.get(file.name, (0.0, 0.0))
+        if beat != before:
+            seen = time.monotonic()
+            self._beats[file.name] = (beat, seen)
+        return time.monotonic() - seen > patience_seconds

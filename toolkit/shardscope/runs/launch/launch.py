@@ -259,7 +259,7 @@ def _launch_on_ray(
     payload = pack(task, plan)
     device = "cpu" if plan.cluster.gpu.name == "cpu" else "cuda"
     with RayConnection(target, inspects=True) as connection:
-        difference = check_ray_submission(connection, plan, parent, force=force)
+        difference = check_ray_submission(connection, plan, force=force)
         if difference:
             warnings.warn(difference, RuntimeWarning, stacklevel=stacklevel + 1)
         description = _describe_run(plan, task, device, outlives, retries=0)

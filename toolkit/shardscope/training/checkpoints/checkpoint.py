@@ -35,6 +35,7 @@ from shardscope.training.checkpoints.temporary_folder import (
     create_temporary,
     replace_folder,
     replace_when_complete,
+    writes_folder,
 )
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def begin_save(
             future.result()
             if dist.get_rank() == 0:
                 write_position(temporary, position, list_pickled_ranges(temporary))
+            if writes_folder():
                 replace_folder(temporary, path)
             completed.set_result(None)
         except BaseException as error:

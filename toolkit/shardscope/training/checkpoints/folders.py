@@ -11,6 +11,8 @@ from pathlib import Path
 
 POSITION_FILE = "position.json"
 CHECKPOINTS = "checkpoints"
+OWN_FOLDER = "SHARDSCOPE_OWN_FOLDER"
+"""Environment variable, "1" where each node has a run folder of its own: no file system is shared."""
 _STEP = re.compile(r"step-(\d{6,})")
 
 
@@ -26,17 +28,24 @@ def is_complete(path: Path) -> bool:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints of a run, in the order of their steps."""
+    return [path for path in _list_folders(folder) if is_complete(path)]
+
+
+def _list_folders(folder: Path) -> list[Path]:
     numbered = [
         (int(match[1]), path)
         for path in (Path(folder) / CHECKPOINTS).glob("step-*")
-        if (match := _STEP.fullmatch(path.name)) and is_complete(path)
+        if (match := _STEP.fullmatch(path.name))
     ]
     return [path for _, path in sorted(numbered)]
 
 
-def delete_older(folder: Path, keep_last: int) -> None:
-    """Delete all complete checkpoints of a run except the latest ``keep_last``."""
-    for path in list_checkpoints(folder)[:-keep_last]:
+def delete_older(folder: Path, keep_last: int, *, parts: bool = False) -> None:
+    """Delete all complete checkpoints of a run except the latest ``keep_last``.
+
+    ``parts``: those of a node that has only its own ranks' files of them.
+    """
+    for path in (_list_folders(folder) if parts else list_checkpoints(folder))[:-keep_last]:
         # Rename before deleting: a half-deleted checkpoint must not look complete.
         doomed = path.with_name(f".{path.name}.old")
         shutil.rmtree(doomed, ignore_errors=True)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from shardscope.training.checkpoints.folders import OWN_FOLDER
+
 
 @contextmanager
 def replace_when_complete(path: Path) -> Iterator[Path]:
@@ -22,7 +24,7 @@ def replace_when_complete(path: Path) -> Iterator[Path]:
     yield temporary
     # Rank 0 must not rename a folder into which another rank still writes.
     dist.barrier()
-    if dist.get_rank() == 0:
+    if writes_folder():
         replace_folder(temporary, path)
     # No rank returns before the rename: one that fails next would end the run, and rank 0 with it.
     dist.barrier()
@@ -31,12 +33,20 @@ def replace_when_complete(path: Path) -> Iterator[Path]:
 def create_temporary(path: Path) -> Path:
     """Create the temporary folder for ``path``. Return it, on all ranks."""
     temporary = path.with_name(f".{path.name}.partial")
-    if dist.get_rank() == 0:
+    if writes_folder():
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
     dist.barrier()
     return temporary
+
+
+def writes_folder() -> bool:
+    """Return whether this rank creates and renames folders: rank 0.
+
+    Where nodes share no folder it is the first rank of each node, which then has the files of its own ranks.
+    """
+    return dist.get_rank() == 0 or (os.environ.get(OWN_FOLDER) == "1" and os.environ.get("LOCAL_RANK") == "0")
 
 
 def replace_folder(temporary: Path, path: Path) -> None:

@@ -31,6 +31,7 @@ from shardscope.training.checkpoints.temporary_folder import (
     create_temporary,
     replace_folder,
     replace_when_complete,
+    writes_folder,
 )
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class AsyncSave:
                 raise RuntimeError(f"other ranks could not write their part of {self._path}")
             if dist.get_rank() == 0:
                 write_position(self._temporary, self._position)
+            if writes_folder():
                 replace_folder(self._temporary, self._path)
         except BaseException as error:
             self._error = error

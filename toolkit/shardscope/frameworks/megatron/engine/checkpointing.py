@@ -34,6 +34,7 @@ from shardscope.training.checkpoints.temporary_folder import (
     create_temporary,
     replace_folder,
     replace_when_complete,
+    writes_folder,
 )
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ class AsyncSave:
             return
         if dist.get_rank() == 0:
             write_position(self._temporary, self._position, list_pickled_ranges(self._temporary))
+        if writes_folder():
             replace_folder(self._temporary, self._path)
         # No rank may see the checkpoint as done before rank 0 has renamed it.
         dist.barrier()

@@ -1,0 +1,161 @@
+"""Copies of a run folder: nothing is lost or doubled, wherever the connection breaks."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from shardscope.records.folder import RunFolder
+from shardscope.runs.backends import folder_stream, ray_puller
+from shardscope.runs.backends.folder_stream import Chunk, FolderCopy, FolderSource, advance
+from shardscope.runs.backends.ray_stream import FROM_KERNEL, NodeStream, StreamHub, create_copy, delete_copy
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_stream, "CHUNK_BYTES", 10)
+
+
+def read_all(root: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file() and not path.name.startswith(".")
+    }
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_copy_is_equal_although_connections_break(seed: int, small_chunks: None, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    here, there = tmp_path / "here", tmp_path / "there"
+    (here / "events").mkdir(parents=True)
+    (here / "traces").mkdir()
+    there.mkdir()
+    source, copy = FolderSource(here, lambda name: True), FolderCopy(there)
+    for turn in range(60):
+        with (here / "events" / f"rank-{turn % 2}.jsonl").open("ab") as file:
+            file.write(b"%d " % turn * chance.randrange(9))
+        if turn % 7 == 0:
+            partial = here / "traces" / ".rank-0"
+            partial.write_bytes(chance.randbytes(45))
+            partial.replace(here / "traces" / "rank-0.json.gz")
+        chunks = source.read(copy.list_received(), max_bytes=30)
+        # The receiver is killed between two chunks, or within one, and a new one goes on.
+        cut = chance.randrange(len(chunks) + 1)
+        copy.write(chunks[:cut])
+        if cut < len(chunks) and folder_stream.grows(chunks[cut].name):
+            copy.write([chunks[cut]._replace(data=chunks[cut].data[: chance.randrange(10)])])
+            # An answer that comes late is one that does not continue what is there.
+            copy.write(chunks[:cut])
+        if chance.random() < 0.5:
+            copy = FolderCopy(there)
+    while chunks := source.read(copy.list_received(), max_bytes=30):
+        assert sum(len(chunk.data) for chunk in chunks) <= 40
+        copy.write(chunks)
+    assert read_all(there) == read_all(here)
+
+
+def test_an_end_follows_what_it_announces(small_chunks: None, tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    (here / "nodes" / "1").mkdir(parents=True)
+    (here / "logs").mkdir()
+    there.mkdir()
+    (here / "nodes" / "1" / "ended.json").write_text("{}")
+    (here / "status.jsonl").write_text("{}\n")
+    (here / "logs" / "rank-0.log").write_text("x" * 95)
+    source, copy = FolderSource(here, lambda name: True), FolderCopy(there)
+    while chunks := source.read(copy.list_received(), max_bytes=20):
+        copy.write(chunks)
+        if set(read_all(there)) & {"status.jsonl", "nodes/1/ended.json"}:
+            assert (there / "logs" / "rank-0.log").stat().st_size == 95
+    assert read_all(there) == read_all(here)
+
+
+def test_a_heartbeat_is_the_time_of_a_file(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    (here / "supervisor.json").write_text("{}")
+    source, copy = FolderSource(here, lambda name: True), FolderCopy(there)
+    for seconds in (10, 20):
+        os.utime(here / "supervisor.json", (seconds, seconds))
+        copy.write(source.read(copy.list_received()))
+        assert (there / "supervisor.json").stat().st_mtime == seconds
+    assert source.read(copy.list_received()) == []
+
+
+@pytest.mark.parametrize("name", ["../up.log", "/etc/up.log", "logs/../../up.log", "a//b.log", "."])
+def test_no_file_outside_of_the_folder_is_written(name: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ValueError, match="is no file of a run folder"):
+        FolderCopy(tmp_path / "run").write([Chunk(name, 0, b"x", 1, 0)])
+    assert [path.name for path in tmp_path.rglob("*")] == ["run"]
+
+
+def test_what_only_the_kernel_writes_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "task.pkl").write_bytes(b"mine")
+    copy = FolderCopy(tmp_path, lambda name: name not in FROM_KERNEL)
+    copy.write([Chunk("task.pkl", 0, b"theirs", 6, 5)])
+    assert (tmp_path / "task.pkl").read_bytes() == b"mine"
+
+
+def test_weights_and_large_files_stay_and_the_node_records_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(folder_stream, "MAX_FILE_BYTES", 100)
+    stream = NodeStream(1, "run", str(tmp_path / "scratch"))
+    assert stream.path.name == "run" and stream.path.stat().st_mode & 0o777 == 0o700
+    (stream.path / "nodes" / "1").mkdir()
+    checkpoint = stream.path / "checkpoints" / "step-000010"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "weights").write_bytes(bytes(7))
+    (checkpoint / "position.json").write_text('{"num_steps_done": 10}')
+    (stream.path / "large.bin").write_bytes(bytes(101))
+    (stream.path / "small.bin").write_bytes(bytes(99))
+    (stream.path / "traces" / "rank-1.json.gz").write_bytes(bytes(1000))
+    names = {chunk.name for chunk in stream.exchange({}, [])}
+    assert names == {"small.bin", "traces/rank-1.json.gz", "nodes/1/kept.json"}
+    kept = (stream.path / "nodes" / "1" / "kept.json").read_text()
+    assert '"steps": {"checkpoints/step-000010": 10}' in kept and '"large.bin": 101' in kept
+    stream.close()
+    assert checkpoint.exists()  # Deleted only if nothing stays.
+
+
+def test_commands_reach_the_cluster_once(tmp_path: Path) -> None:
+    hub = StreamHub(create_copy("run", str(tmp_path)))
+    lines = b'{"command": "stop"}\n'
+    command = Chunk("control.jsonl", 0, lines, len(lines), 0)
+    assert hub.pull({}, command)[1] == len(lines)
+    # That of a puller that was killed arrives after the next one has sent it again.
+    assert hub.pull({}, command)[1] == len(lines)
+    assert (hub.path / "control.jsonl").read_bytes() == lines
+    delete_copy(hub.path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_advance_is_what_a_copy_reports(small_chunks: None, tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    (here / "a.log").write_text("x" * 35)
+    (here / "b.json").write_text("y" * 25)
+    source, copy, states = FolderSource(here, lambda name: True), FolderCopy(there), {}
+    while chunks := source.read(copy.list_received(), max_bytes=15):
+        copy.write(chunks)
+        advance(states, chunks)
+        assert states == copy.list_received()
+    assert read_all(there) == read_all(here)
+
+
+def test_attach_starts_no_process_for_a_shared_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(folder: RunFolder) -> None:
+        raise AssertionError(folder)
+
+    monkeypatch.setattr(ray_puller, "start_puller", fail)
+    (tmp_path / "job.json").write_text('{"scheduler": "ray", "folder": "shared"}')
+    ray_puller.continue_stream(RunFolder(tmp_path))
