@@ -78,6 +78,12 @@ def test_the_studios_main_button_fine_tunes_a_model_folder(folder: Path, method:
     studio.close()
 
 
+def find_epochs(studio: Any) -> float | None:
+    """Return the epochs of the fine-tune that the main button would launch; None for another task."""
+    task = studio.launch.task
+    return task.num_epochs if isinstance(task, ss.Finetune) and not studio.launch.current.is_trial else None
+
+
 @thorough()
 def test_the_studios_fine_tune_on_rows_trains_its_epochs_in_fp32(folder: Path, tmp_path: Path) -> None:
     needs("datasets")
@@ -89,7 +95,9 @@ def test_the_studios_fine_tune_on_rows_trains_its_epochs_in_fp32(folder: Path, t
     form = studio.finetune.form
     form.inputs.weights.value, form.inputs.data.value = str(folder), str(data)
     form.settings.boxes["num_epochs"].value = "3"
-    assert wait_until(lambda: form.setup is not None, 60)
+    # Without a kernel's loop the Studio follows in another thread, which must have ended.
+    assert wait_until(lambda: studio.launch.button.description == "Fine-tune on 2 CPU ranks", 60)
+    assert wait_until(lambda: not studio.launch.button.disabled and find_epochs(studio) == 3, 60)
     studio.options.profile.value = False
     studio.launch.button.click()
     run = studio.run
