@@ -20,6 +20,7 @@ from shardscope_widgets.trace.analysis_page import (
     Row,
     TableWriter,
 )
+from shardscope_widgets.trace.roofline_figure import draw_roofline
 
 RECORD_SHAPES = "run.profile(shapes=True)"
 FULL_EFFICIENCY = 0.9
@@ -176,8 +177,14 @@ def describe_kernels(trace: Trace) -> AnalysisPage:
         sentences.append(f"{share} of the time of matmuls, convolutions and attention is on tensor cores.")
     if not has_flops:
         sentences.append(f"Without shapes in the recording there are no TFLOP/s: {RECORD_SHAPES}.")
+    roofline = draw_roofline(trace)
+    if roofline is not None:
+        sentences.append(roofline[1])
     return AnalysisPage(
-        sentences=sentences, tables=[writer.write(headings, rows)], intervals=writer.intervals
+        sentences=sentences,
+        tables=[writer.write(headings, rows)],
+        intervals=writer.intervals,
+        figures=[] if roofline is None else [roofline[0]],
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import pickle
 import re
 import shutil
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 from calibrations import make_calibration
 from tests.requirements import few
-from tests.unit.trace.trace_events import kernel, load_ranks, operator, step
+from tests.unit.trace.trace_events import kernel, launch, load_ranks, operator, step
 from written_runs import write_run
 
 import shardscope as ss
@@ -189,6 +190,27 @@ def test_kernels_that_leave_multiprocessors_idle_have_a_column(
     events = [kernel(0, 1000, **{"blocks per SM": blocks})]
     (table,) = describe_kernels(load_ranks(tmp_path, {0: events})).tables
     assert ("SMs used" in table) == is_shown and ("25 %" in table) == is_shown
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA A100-SXM4-80GB", "a GPU that nobody knows"])
+def test_kernels_with_known_flops_are_drawn_under_the_roofline_of_a_known_gpu(
+    tmp_path: Path, gpu: str
+) -> None:
+    shapes = {"Input Dims": [[64, 32], [32, 16]], "Input type": ["c10::BFloat16", "c10::BFloat16"]}
+    events = [
+        operator(10, 90, "aten::mm", **shapes),
+        launch(20, 30, 1),
+        kernel(1000, 2000, "ampere_bf16_s16816gemm_64x64", correlation=1),
+    ]
+    page = describe_kernels(load_ranks(tmp_path, {0: events}, deviceProperties=[{"id": 0, "name": gpu}]))
+    if "A100" not in gpu:
+        assert not page.figures
+        return
+    (figure,) = page.figures
+    roof, point = figure.data
+    assert point.x[0] == pytest.approx(math.log10(2 * 64 * 32 * 16 / (2 * (64 * 32 + 32 * 16 + 64 * 16))))
+    assert max(roof.y) == pytest.approx(math.log10(312)) and point.y[0] < max(roof.y)
+    assert any("100% of the time of the kernels" in sentence for sentence in page.sentences)
 
 
 def test_tables_have_no_column_without_words_and_no_share_of_zero_for_some_time() -> None:
