@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from unittest import mock
 
+from tests.cluster.two_node_ray import TwoNodeRay
 from tests.cluster.two_node_slurm import TwoNodeSlurm, find_missing
 from tests.parity import rank_training
 from tests.parity.comparison import Curve, Outcome, compare
@@ -42,6 +43,7 @@ def run_rows(
     single process, which comes first for each family of models and what is trained of it, does not finish.
     """
     alone: dict[str, Curve] = {}
+    targets: dict[str, ss.Slurm | ss.Ray] = {}
     with contextlib.ExitStack() as cluster:
         for row in rows:
             began = time.monotonic()
@@ -49,29 +51,52 @@ def run_rows(
             if name not in alone and not list_missing(row):
                 alone[name] = single_process(row.alone, folder, here, seed, num_steps)
                 began = time.monotonic()
-            if row.num_nodes > 1 and "SLURM_CONF" not in os.environ and not list_missing(row):
-                cluster.enter_context(start_slurm())
             right = alone.get(name)
-            outcome = one_row(row, right, folder=folder, here=here, seed=seed, num_steps=num_steps)
+            target: ss.Slurm | ss.Ray | None = None
+            if row.num_nodes > 1 and not list_missing(row):
+                if row.scheduler not in targets:
+                    if row.scheduler == "slurm":
+                        targets["slurm"] = cluster.enter_context(start_slurm())
+                    else:
+                        targets["ray"] = cluster.enter_context(start_ray())
+                target = targets[row.scheduler]
+            outcome = one_row(
+                row, right, folder=folder, here=here, seed=seed, num_steps=num_steps, target=target
+            )
             yield dataclasses.replace(outcome, seconds=time.monotonic() - began)
 
 
 @contextlib.contextmanager
-def start_slurm() -> Iterator[None]:
+def start_slurm() -> Iterator[ss.Slurm]:
     """Run a Slurm of two nodes on this machine, which this process's commands find."""
+    if "SLURM_CONF" in os.environ:
+        yield ss.Slurm()
+        return
     slurm = TwoNodeSlurm()
     try:
         slurm.start()
         with mock.patch.dict(os.environ, slurm.environment):
-            yield
+            yield ss.Slurm()
     finally:
         slurm.stop()
+
+
+@contextlib.contextmanager
+def start_ray() -> Iterator[ss.Ray]:
+    """Run a Ray of two nodes on this machine."""
+    ray = TwoNodeRay()
+    try:
+        ray.start()
+        yield ss.Ray(address=ray.address)
+    finally:
+        ray.stop()
 
 
 def list_missing(row: Row) -> list[str]:
     """List the packages and programs that the row needs and that are not installed."""
     missing = [module for module in row.modules if importlib.util.find_spec(module) is None]
-    return [*missing, *([find_missing()] if row.num_nodes > 1 and find_missing() else [])]
+    needs_slurm = row.num_nodes > 1 and row.scheduler == "slurm"
+    return [*missing, *([find_missing()] if needs_slurm and find_missing() else [])]
 
 
 def single_process(row: Row, folder: Path, here: ss.Cluster | None, seed: int, num_steps: int) -> Curve:
@@ -84,9 +109,16 @@ def single_process(row: Row, folder: Path, here: ss.Cluster | None, seed: int, n
 
 
 def one_row(
-    row: Row, alone: Curve | None, *, folder: Path, here: ss.Cluster | None, seed: int, num_steps: int
+    row: Row,
+    alone: Curve | None,
+    *,
+    folder: Path,
+    here: ss.Cluster | None,
+    seed: int,
+    num_steps: int,
+    target: ss.Slurm | ss.Ray | None = None,
 ) -> Outcome:
-    """Plan, launch, wait, compare."""
+    """Plan, launch on ``target``, wait, compare."""
     absent = list_missing(row)
     if absent or alone is None:
         return Outcome(row=row, verdict="not here", why=f"{', '.join(absent)} is not installed")
@@ -102,7 +134,6 @@ def one_row(
         why = f"no longer refused on CPU ranks; the table says it is stopped by {stopped!r}"
         return Outcome(row=row, verdict="failed", why=why)
     name = row.name.replace("/", "-")
-    target = ss.Slurm() if row.num_nodes > 1 else None
     run = ss.launch(plan, rank_training.Curve(seed, num_steps), folder=folder, name=name, on=target)
     if run.wait(SECONDS_PER_ROW) != "finished":
         run.stop()

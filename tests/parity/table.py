@@ -32,7 +32,9 @@ class Row:
     trained: Trained = "all weights"
     """What of the model; the rest is frozen."""
     num_nodes: int = 1
-    """More than one: nodes of a real Slurm on this machine, with the same share of the ranks on each."""
+    """More than one: nodes of a real cluster on this machine, with the same share of the ranks on each."""
+    scheduler: Literal["slurm", "ray"] = "slurm"
+    """The cluster's, for more than one node."""
     num_micro_batches: int = 2
     """On each data-parallel rank: accumulation, or what a pipeline is filled with."""
     stopped_on_cpu: str = ""
@@ -54,7 +56,7 @@ class Row:
         """Packages beyond torch that the row runs."""
         packed = "QLoRA" in self.trained or "int8" in self.trained
         own = {"zero": ("deepspeed",), "megatron": ("megatron",)}.get(self.framework, ())
-        cluster = ("submitit",) if self.num_nodes > 1 else ()
+        cluster = ("submitit" if self.scheduler == "slurm" else "ray",) if self.num_nodes > 1 else ()
         return (*own, *(("bitsandbytes",) if packed else ()), *cluster)
 
     @property
@@ -139,7 +141,16 @@ FAMILIES: Mapping[Family, Callable[[], Architecture]] = {
 
 def _make_row(name: str, num_ranks: int, framework: str, **fields: Any) -> Row:
     names = (
-        *("family", "trained", "num_nodes", "num_micro_batches", "stopped_on_cpu", "stopping_call", "needs"),
+        *(
+            "family",
+            "trained",
+            "num_nodes",
+            "scheduler",
+            "num_micro_batches",
+            "stopped_on_cpu",
+            "stopping_call",
+            "needs",
+        ),
         "fast",
     )
     own = {key: fields.pop(key) for key in names if key in fields}
@@ -160,6 +171,12 @@ ON_TWO_NODES: tuple[Row, ...] = tuple(
     )
 )
 """Replicas, pipeline stages or shards across the nodes; tensor parallelism inside."""
+
+ON_TWO_RAY_NODES: tuple[Row, ...] = tuple(
+    replace(row, name=row.name.replace("Slurm", "Ray"), scheduler="ray")
+    for row in ON_TWO_NODES
+    if row.name.startswith(("ddp", "hsdp", "zero-3", "megatron tp2"))
+)
 
 ROWS: tuple[Row, ...] = (
     _make_row("ddp(2)", 2, "ddp", fast=True),
@@ -227,6 +244,7 @@ ROWS: tuple[Row, ...] = (
         needs=("Transformer Engine",),
     ),
     *ON_TWO_NODES,
+    *ON_TWO_RAY_NODES,
 )
 
 QUICK: tuple[Row, ...] = tuple(row for row in ROWS if row.name in ("ddp(2)", "fsdp2(2)"))
