@@ -64,6 +64,8 @@ def page(lab: Lab, browser: Any, offline: Any) -> Any:
     plan = ss.Plan.from_json(json.dumps(json.loads((FIXTURE / "run.json").read_text())["plan"]))
     folder = write_run("traced", parent=lab.folder / "runs", plan=plan)
     shutil.copytree(FIXTURE / "traces", folder / "traces", dirs_exist_ok=True)
+    other = write_run("another", parent=lab.folder / "runs", plan=plan)
+    shutil.copytree(FIXTURE.parent / "ddp" / "traces", other / "traces", dirs_exist_ok=True)
     write_notebook(lab, NOTEBOOK, CELL)
     page = open_notebook(lab, browser, NOTEBOOK, viewport={"width": 1280, "height": 800})
     offline(page)
@@ -132,6 +134,13 @@ def test_trace_tab_answers_why_a_step_is_slow(page: Any) -> None:
     body = choose_analysis(page, "Critical path")
     body.get_by_role("button", name="Draw it in the view").click()
     expect(body.get_by_role("button", name="Remove it from the view")).to_be_visible()
+
+    body = choose_analysis(page, "Another run")
+    body.locator("select").select_option("another")
+    expect(body.locator("th", has_text="difference")).to_be_visible()
+    expect(body.locator("tbody tr")).not_to_have_count(0)
+    body.scroll_into_view_if_needed()
+    save_screenshot(page, "trace_another_run_light")
 
     # The measured rates move the prediction, and can be taken back.
     body = choose_analysis(page, "Plan against trace")

@@ -9,6 +9,7 @@ import ipywidgets as widgets
 import plotly.graph_objects as go
 
 from shardscope.runs.explain.measured import MeasuredMemory
+from shardscope.runs.run import Run
 from shardscope.trace import Trace
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_calls import LatestRequest
@@ -27,9 +28,10 @@ from shardscope_widgets.trace.analyses import (
 from shardscope_widgets.trace.analysis_page import AnalysisPage, Interval
 from shardscope_widgets.trace.breakdown_figure import describe_breakdown
 from shardscope_widgets.trace.comparison_figure import PlanAgainstTrace
+from shardscope_widgets.trace.difference import OtherRuns
 from shardscope_widgets.trace.memory_figure import describe_memory
 
-CRITICAL_PATH, PLAN = "Critical path", "Plan against trace"
+CRITICAL_PATH, PLAN, OTHER_RUN = "Critical path", "Plan against trace", "Another run"
 COMPUTING = "Computing …"
 NOT_COMPUTED = '"{}" was not computed when the notebook was saved: run the cell again.'
 """Text of a saved notebook in place of :data:`COMPUTING`."""
@@ -45,7 +47,7 @@ class AnalysisPanel(widgets.VBox):
 
     ``on_path`` receives the parts of the critical path to draw over the slices, or None. ``on_rates`` is
     called when predictions have begun or ceased to use the measured rates. ``measured`` is the run's memory,
-    whose snapshot has a chart.
+    whose snapshot has a chart. ``run`` is the traced run, with whose neighbours the trace can be compared.
     """
 
     def __init__(
@@ -56,9 +58,11 @@ class AnalysisPanel(widgets.VBox):
         on_path: PathListener,
         on_rates: Callable[[], None] = lambda: None,
         measured: MeasuredMemory | None = None,
+        run: Run | None = None,
     ) -> None:
         self._on_show, self._on_path, self._on_rates = on_show, on_path, on_rates
         self._plan = PlanAgainstTrace(trace)
+        self._others = OtherRuns(trace, run)
         self._describe: dict[str, Callable[[], AnalysisPage]] = {
             "Time by rank": lambda: describe_breakdown(trace),
             "Steps": lambda: describe_steps(trace),
@@ -70,6 +74,7 @@ class AnalysisPanel(widgets.VBox):
             "Memory": lambda: describe_memory(trace, measured),
             "Modules": lambda: describe_modules(trace),
             PLAN: self._plan.describe,
+            OTHER_RUN: self._others.describe,
         }
         self._requests: LatestRequest[tuple[str, int], AnalysisPage] = LatestRequest(
             lambda question: self._describe[question[0]](), "shardscope-analysis"
@@ -93,7 +98,13 @@ class AnalysisPanel(widgets.VBox):
             USE_RATES, "ss-ghost", "ss-small", layout=widgets.Layout(display="none")
         )
         self.rates_button.on_click(lambda _: self._request_rates())
-        self._buttons = (self.path_button, self.rates_button)
+        self.other_run = controls.create_dropdown(
+            options=[("choose a run", None)],
+            tooltip="The run to compare this trace with",
+            layout=widgets.Layout(display="none", width="min(100%, 320px)"),
+        )
+        self.other_run.observe(self._choose_other, "value")
+        self._buttons = (self.path_button, self.rates_button, self.other_run)
         self.text = controls.create_html()
         self.table = Clickable(self._handle_action)
         self._body = widgets.VBox([self.text, *self._buttons, self.table], layout=controls.share_layout())
@@ -110,6 +121,20 @@ class AnalysisPanel(widgets.VBox):
     def start(self) -> None:
         """Compute and show the chosen tab."""
         self._show_tab()
+
+    def _choose_other(self, change: object = None) -> None:
+        if self.other_run.value != self._others.name:
+            self._others.name = self.other_run.value
+            self._show_tab()
+
+    def _offer_others(self) -> None:
+        """Offer the runs that have a trace by now; the chosen one stays chosen."""
+        names = self._others.list_names()
+        options = [("choose a run", None), *((name, name) for name in names)]
+        if tuple(self.other_run.options) != tuple(options):
+            self.other_run.options = options
+            self.other_run.value = self._others.name if self._others.name in names else None
+        self.other_run.layout.display = "" if names else "none"
 
     def _show_tab(self, change: object = None) -> None:
         name = self.tabs.value
@@ -141,6 +166,8 @@ class AnalysisPanel(widgets.VBox):
         self._set_body(page.text, charts[: len(page.figures)], "".join(page.tables))
         self.path_button.layout.display = "" if page.path else "none"
         self.rates_button.layout.display = "" if page.has_rates else "none"
+        if name == OTHER_RUN:
+            self._offer_others()
         self.rates_button.disabled = False
         self.rates_button.description = REMOVE_RATES if page.has_rates and page.uses_rates else USE_RATES
 

@@ -46,7 +46,7 @@ class TraceAnswers(View):
     """One trace: its findings as sentences, all ranks on one time axis, and tables below.
 
     ``on_apply`` receives the changed plan of a sentence. ``on_rates`` is called when predictions have begun
-    or ceased to use the rates that the trace measured. ``measured`` is the memory of the traced run.
+    or ceased to use the rates that the trace measured. ``measured`` is the memory of the traced ``run``.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class TraceAnswers(View):
         on_apply: Callable[[ss.Plan], None],
         on_rates: Callable[[], None] = lambda: None,
         measured: MeasuredMemory | None = None,
+        run: ss.Run | None = None,
     ) -> None:
         self.view = view
         self.findings = FindingsList(self._show_sentence, on_apply)
@@ -65,6 +66,7 @@ class TraceAnswers(View):
             on_path=self._draw_path,
             on_rates=on_rates,
             measured=measured,
+            run=run,
         )
         self._summaries: LatestRequest[str, TraceSummary] = LatestRequest(
             lambda _: view.trace.summary(), "shardscope-summary"
@@ -166,7 +168,9 @@ class TracePage(widgets.VBox):
         with suppress(ValueError, OSError):  # of a damaged run folder; the trace is readable nevertheless
             measured = run.memory()
         view = TraceView(trace, height=self._height)
-        return TraceAnswers(view, on_apply=self._on_apply, on_rates=self._on_rates, measured=measured)
+        return TraceAnswers(
+            view, on_apply=self._on_apply, on_rates=self._on_rates, measured=measured, run=run
+        )
 
     def show_hint(self, text: str) -> None:
         """Show ``text`` instead of a trace."""

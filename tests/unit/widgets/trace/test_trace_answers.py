@@ -35,7 +35,9 @@ from shardscope_widgets.trace.analyses import (
     describe_steps,
     describe_stragglers,
 )
+from shardscope_widgets.trace.analysis_page import AnalysisPage
 from shardscope_widgets.trace.breakdown_figure import PARTS
+from shardscope_widgets.trace.difference import OtherRuns
 from shardscope_widgets.trace.findings_list import FindingsList
 from shardscope_widgets.trace.page import TraceAnswers
 
@@ -211,6 +213,23 @@ def test_kernels_with_known_flops_are_drawn_under_the_roofline_of_a_known_gpu(
     assert point.x[0] == pytest.approx(math.log10(2 * 64 * 32 * 16 / (2 * (64 * 32 + 32 * 16 + 64 * 16))))
     assert max(roof.y) == pytest.approx(math.log10(312)) and point.y[0] < max(roof.y)
     assert any("100% of the time of the kernels" in sentence for sentence in page.sentences)
+
+
+def test_a_trace_is_compared_with_that_of_another_run_in_the_folder(tmp_path: Path) -> None:
+    runs = [
+        write_traced_run(tmp_path / name, framework) for name, framework in (("a", "fsdp2"), ("b", "ddp"))
+    ]
+    others = OtherRuns(runs[0].trace(), runs[0])
+    assert not others.list_names()
+    assert "No other run" in others.describe().text
+    beside = runs[0].folder.parent / "other"
+    shutil.copytree(runs[1].folder, beside)
+    assert list(others.list_names()) == ["other"]
+    assert not others.describe().tables
+    others.name = "other"
+    page = others.describe()
+    assert "difference" in page.tables[0] and "the other" in page.tables[0]
+    assert page.text == AnalysisPage(sentences=[runs[0].trace().diff(runs[1].trace()).text]).text
 
 
 def test_tables_have_no_column_without_words_and_no_share_of_zero_for_some_time() -> None:
