@@ -461,6 +461,11 @@ FAULTS = {
         "Stopped: its kernel ended. The job leaves the queue, also one that waits.",
         "If the process that watches the kernel on its machine is killed too, the run continues.",
     ),
+    79: Fault(
+        "A node has another Python or torch than the others, or another Shardscope, Accelerate or framework",
+        "Failed before any rank starts: the reason names the node, the package, both versions and the fix. "
+        "Of Python and torch the minor version is compared. Other packages may differ.",
+    ),
     85: Fault(
         "The process that receives the records of a Ray run without a shared folder is killed (`kill -9`)",
         "The run continues, and its reason says that nothing is received. `ss.Run.attach` continues at the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import subprocess
@@ -19,6 +20,7 @@ from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import append_line, write_json
 from shardscope.runs.backends import job_watch, node_process, nodes, slurm_submission
 from shardscope.runs.backends.node_process import find_address
+from shardscope.runs.backends.node_versions import describe_differences
 from shardscope.runs.backends.nodes import Node
 from shardscope.runs.backends.peers import Peers
 from shardscope.runs.backends.slurm import parse_minutes
@@ -281,3 +283,26 @@ def test_inventory_of_a_partition(
     cluster = ss.Slurm.inventory(gpu=gpu)
     assert f"{cluster.num_nodes} {cluster.gpu.name} {cluster.gpus_per_node}" == expected
     assert cluster.host_memory_bytes == 2**39
+
+
+VERSIONS = {"python": "3.11.2", "torch": "2.13.0+cu128", "shardscope": "0.3.0", "accelerate": "1.14.0"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "changed", "expected"),
+    [
+        ("fsdp2", {"python": "3.11.9", "torch": "2.13.1+cpu", "transformers": "4.1"}, ""),
+        ("fsdp2", {"python": "3.12.1"}, "Python 3.12.1 on node 1 (b), Python 3.11.2 on node 0 (a)"),
+        ("fsdp2", {"torch": "2.12.1"}, "install torch==2.13.0 on node 1 (b)"),
+        ("fsdp2", {"shardscope": "0.3.1"}, "shardscope 0.3.1 on node 1 (b), shardscope 0.3.0"),
+        ("fsdp2", {"accelerate": None}, "no accelerate on node 1 (b)"),
+        ("fsdp2", {"deepspeed": "0.19.0"}, ""),
+        ("zero", {"deepspeed": "0.19.0"}, "deepspeed 0.19.0 on node 1 (b), no deepspeed on node 0 (a)"),
+    ],
+)
+def test_versions_of_nodes_are_compared(layout: str, changed: dict[str, object], expected: str) -> None:
+    layouts = {"fsdp2": ss.Layout.fsdp2(), "zero": ss.Layout.zero(stage=3)}
+    plan = json.loads(dataclasses.replace(make_plan("2x1xcpu"), layout=layouts[layout]).to_json())
+    own = {name: version for name, version in {**VERSIONS, **changed}.items() if version is not None}
+    text = describe_differences({"plan": plan}, VERSIONS, own, "node 0 (a)", "node 1 (b)")
+    assert expected in text and bool(text) == bool(expected)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import importlib.metadata
 import importlib.util
 import inspect
 import json
 import os
-import platform
 import secrets
 import shutil
 import signal
@@ -34,6 +32,7 @@ from shardscope.records.json_files import write_json
 from shardscope.records.regular_files import open_to_append
 from shardscope.runs.backends.kernel_watch import start_kernel_watch
 from shardscope.runs.backends.next_attempt import may_start_again
+from shardscope.runs.backends.node_versions import read_versions
 from shardscope.runs.backends.ray import Ray
 from shardscope.runs.backends.ray_submission import (
     RayConnection,
@@ -562,20 +561,6 @@ def _describe_run(
 
     It holds no environment variables and no free text of the task: both may contain secrets.
     """
-    versions = {"python": platform.python_version()}
-    for package in (
-        "shardscope",
-        "torch",
-        "accelerate",
-        "transformers",
-        "peft",
-        "deepspeed",
-        "megatron-core",
-    ):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
         "shardscope_run": 1,
         "created": time.time(),
@@ -592,7 +577,7 @@ def _describe_run(
         "device": device,
         "outlive_kernel": outlive_kernel,
         "retries": retries,
-        "versions": versions,
+        "versions": read_versions(),
         "sys_path": [entry or str(Path.cwd()) for entry in sys.path],
         "pythonpath": os.environ.get("PYTHONPATH"),
     }

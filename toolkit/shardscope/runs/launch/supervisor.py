@@ -38,6 +38,7 @@ from shardscope.runs.backends.next_attempt import (
     get_retries,
     replace_lead,
 )
+from shardscope.runs.backends.node_versions import VersionError, check_versions, read_versions
 from shardscope.runs.backends.peers import LOST_SECONDS, SIGNALLED_LOST_SECONDS, Peers
 from shardscope.runs.backends.ray_watch import describe_ray_end
 from shardscope.runs.backends.slurm_job import describe_job_end, read_job_id
@@ -143,6 +144,8 @@ class Supervisor:
             "started": processes.read_start_time(pid),
             "machine": processes.identify_machine(),
         }
+        if isinstance(self.folder, NodeFolder):
+            record["versions"] = read_versions()
         write_json(self.folder.supervisor, record, as_is=("machine",))
         if isinstance(self.folder, NodeFolder) and self.folder.is_lead:
             began = describe_beginning(self.folder)
@@ -151,8 +154,10 @@ class Supervisor:
         self._obey_commands()  # A stop requested before this point needs no launcher at all.
         if self.stop_reason is None:
             try:
+                if isinstance(self.folder, NodeFolder) and not self.folder.is_lead:
+                    check_versions(self.folder, self.description, self._send_heartbeat)
                 self._start_launcher()
-            except OSError as error:
+            except (OSError, VersionError) as error:
                 self._record_missing_launcher(error)
             if self.folder.is_lead:
                 self._start_trackers()
@@ -217,10 +222,13 @@ class Supervisor:
             self._log(f"nothing is reported to trackers: {error}")
         self.leftovers.except_for = self.trackers.pid
 
-    def _record_missing_launcher(self, error: OSError) -> None:
+    def _record_missing_launcher(self, error: OSError | VersionError) -> None:
         """Write why the launcher could not be started, in the format of the launcher's own error record."""
         record = make_exception_record(error)
-        cause = describe_shortage(error) or f"{sys.executable}: {error.strerror}"
+        if isinstance(error, VersionError):
+            cause = str(error)
+        else:
+            cause = describe_shortage(error) or f"{sys.executable}: {error.strerror}"
         record["summary"] = f"was not started: {cause}"
         write_json(self.folder.launcher_error, {**record})
 

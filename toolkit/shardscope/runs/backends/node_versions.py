@@ -1,0 +1,122 @@
+"""Versions of Python and packages on the nodes of a run, compared before any rank starts.
+
+Ranks with different versions of torch may hang in their first collective or train something else, without an
+error. The supervisor of each node writes its versions into its record, and all but node 0 compare theirs with
+those of node 0.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import time
+from collections.abc import Callable, Mapping
+
+from shardscope.records.folder import NodeFolder
+from shardscope.records.json_files import read_json
+from shardscope.runs.backends.peers import START_SECONDS
+
+PACKAGES = ("shardscope", "torch", "accelerate", "transformers", "peft", "deepspeed", "megatron-core")
+FRAMEWORK_PACKAGES = {"deepspeed": "deepspeed", "megatron": "megatron-core"}
+"""Packages of the frameworks that are not torch's own."""
+PYTHON = "python"
+POLL_SECONDS = 0.1
+
+
+class VersionError(RuntimeError):
+    """A node has another version than node 0."""
+
+
+def read_versions() -> dict[str, str]:
+    """Return the versions of this Python and of the packages that a run uses, without importing them."""
+    versions = {PYTHON: platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def check_versions(folder: NodeFolder, description: Mapping[str, object], beat: Callable[[], None]) -> None:
+    """Wait for the record of node 0, and raise ``VersionError`` if this node has other versions.
+
+    ``beat`` is called while it waits. A node 0 that never starts is noticed elsewhere (``peers.py``).
+    """
+    deadline = time.monotonic() + START_SECONDS
+    while (record := read_json(folder.create_peer(0).supervisor)) is None:
+        if time.monotonic() > deadline:
+            return
+        beat()
+        time.sleep(POLL_SECONDS)
+    lead = record.get("versions")
+    if not isinstance(lead, dict):
+        return
+    text = describe_differences(
+        description, lead, read_versions(), _name(folder, 0), _name(folder, folder.node)
+    )
+    if text:
+        raise VersionError(text)
+
+
+def describe_differences(
+    description: Mapping[str, object],
+    lead: Mapping[str, object],
+    own: Mapping[str, object],
+    lead_name: str,
+    own_name: str,
+) -> str:
+    """Return which versions of two nodes must not differ but do, with the fix; empty if none does.
+
+    ``description`` is ``run.json``, whose plan names the framework.
+    """
+    differences, fixes = [], []
+    for package, num_parts in list_compared(description):
+        theirs, ours = lead.get(package), own.get(package)
+        if _cut(theirs, num_parts) == _cut(ours, num_parts):
+            continue
+        title = "Python" if package == PYTHON else package
+        differences.append(
+            f"{_describe(title, ours)} on {own_name}, {_describe(title, theirs)} on {lead_name}"
+        )
+        if theirs is not None:
+            public = str(theirs).partition("+")[0]
+            fixes.append(f"Python {public}" if package == PYTHON else f"{package}=={public}")
+    if not differences:
+        return ""
+    install = f"install {' and '.join(fixes)} on {own_name}, or " if fixes else ""
+    return (
+        f"the nodes have different versions: {'; '.join(differences)}. Fix: {install}start the same "
+        "environment on all nodes (ss.Slurm(python=..., setup=[...]), ss.Ray(runtime_env=...))"
+    )
+
+
+def list_compared(description: Mapping[str, object]) -> list[tuple[str, int | None]]:
+    """Return the packages that must agree, and how many parts of their versions; None: all of them."""
+    plan = description.get("plan")
+    layout = plan.get("layout") if isinstance(plan, Mapping) else None
+    framework = layout.get("framework") if isinstance(layout, Mapping) else None
+    compared: list[tuple[str, int | None]] = [
+        (PYTHON, 2),
+        ("torch", 2),
+        ("shardscope", None),
+        ("accelerate", None),  # It starts the ranks, whatever the framework.
+    ]
+    if isinstance(framework, str) and framework in FRAMEWORK_PACKAGES:
+        compared.append((FRAMEWORK_PACKAGES[framework], None))
+    return compared
+
+
+def _cut(version: object, num_parts: int | None) -> str:
+    # "2.13.0+cu128" and "2.13.0+cpu" are builds of one version.
+    public = str(version).partition("+")[0]
+    return public if num_parts is None else ".".join(public.split(".")[:num_parts])
+
+
+def _describe(title: str, version: object) -> str:
+    return f"no {title}" if version is None else f"{title} {version}"
+
+
+def _name(folder: NodeFolder, node: int) -> str:
+    name = (read_json(folder.create_peer(node).node_json) or {}).get("name")
+    return f"node {node} ({name})" if isinstance(name, str) else f"node {node}"
