@@ -466,6 +466,19 @@ FAULTS = {
         "Failed before any rank starts: the reason names the node, the package, both versions and the fix. "
         "Of Python and torch the minor version is compared. Other packages may differ.",
     ),
+    80: Fault(
+        "The clocks of two nodes, or of a node and the notebook's machine, are minutes apart",
+        "No node and no run counts as lost: silence is measured by the clock of the process that waits. The "
+        "first failure is the one that came first: times of other nodes are corrected by the difference that "
+        "the ranks' start shows. The table of ranks names it. Times in the metrics stay those of each node; "
+        "traces are aligned by their collectives.",
+    ),
+    81: Fault(
+        "The scheduler sets `CUDA_VISIBLE_DEVICES`, and the notebook's machine or the node has another value",
+        "The scheduler's value counts. If a node's startup file hides GPUs of the plan, the run fails "
+        "before any rank starts, and the reason names the node.",
+        "The test's GPUs are stand-ins: Slurm's value was read, no kernel ran on them.",
+    ),
     85: Fault(
         "The process that receives the records of a Ray run without a shared folder is killed (`kill -9`)",
         "The run continues, and its reason says that nothing is received. `ss.Run.attach` continues at the "

@@ -18,9 +18,9 @@ import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import append_line, write_json
-from shardscope.runs.backends import job_watch, node_process, nodes, slurm_submission
+from shardscope.runs.backends import end_notice, job_watch, node_process, nodes, slurm_job, slurm_submission
+from shardscope.runs.backends.node_checks import describe_differences, describe_missing_gpus
 from shardscope.runs.backends.node_process import find_address
-from shardscope.runs.backends.node_versions import describe_differences
 from shardscope.runs.backends.nodes import Node
 from shardscope.runs.backends.peers import Peers
 from shardscope.runs.backends.slurm import parse_minutes
@@ -306,3 +306,32 @@ def test_versions_of_nodes_are_compared(layout: str, changed: dict[str, object],
     own = {name: version for name, version in {**VERSIONS, **changed}.items() if version is not None}
     text = describe_differences({"plan": plan}, VERSIONS, own, "node 0 (a)", "node 1 (b)")
     assert expected in text and bool(text) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("visible", "num_ranks", "is_enough"),
+    [
+        (None, 8, True),
+        ("0,1", 2, True),
+        ("GPU-1a,GPU-2b,GPU-3c", 2, True),
+        ("", 1, False),
+        ("3,-1,2", 2, False),
+    ],
+)
+def test_visible_gpus_of_a_node(visible: str | None, num_ranks: int, is_enough: bool) -> None:
+    text = describe_missing_gpus(visible, num_ranks)
+    assert (text == "") == is_enough and (is_enough or f"CUDA_VISIBLE_DEVICES={visible} shows" in text)
+
+
+def test_the_time_limit_is_compared_with_the_controllers_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    # This node's clock is ten minutes behind.
+    answers = {
+        "job": JOB_LINE.replace("PENDING", "RUNNING"),
+        "config": "Configuration data as of 2026-11-27T15:03:00\nKillWait = 30 sec\n",
+    }
+    for module in (slurm_job, end_notice):
+        monkeypatch.setattr(module, "run_command", lambda *command: answers[command[2]], raising=False)
+    now = slurm_job.parse_time("2026-11-27T14:53:00")
+    monkeypatch.setattr(end_notice.time, "time", lambda: now)
+    notice = end_notice.read_end_notice("7", 1, is_warning=True)
+    assert (notice.kind, notice.seconds) == ("ending", 120 - end_notice.MARGIN_SECONDS)

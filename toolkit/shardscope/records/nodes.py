@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from shardscope.records.clock_offsets import read_clock_offsets
 from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import read_json
 from shardscope.records.terminal_text import plain_text
@@ -20,6 +21,8 @@ class RunNode(NamedTuple):
     """Its host name; ``node 1`` before it has started."""
     ranks: range
     folder: NodeFolder
+    clock_seconds: float = 0.0
+    """Seconds by which its clock is ahead of node 0's; 0 if they agree within seconds, or before it began."""
 
 
 def read_nodes(folder: RunFolder, num_nodes: object, world_size: int) -> list[RunNode]:
@@ -30,10 +33,12 @@ def read_nodes(folder: RunFolder, num_nodes: object, world_size: int) -> list[Ru
     nodes = []
     # One attempt for all nodes: the next one may begin while they are read.
     attempt = folder.attempt
+    offsets = read_clock_offsets(folder.select_attempt(attempt) if attempt > 1 else folder)
     for number in range(int(num_nodes)):  # type: ignore[call-overload]
         part = NodeFolder(folder.path, number, int(num_nodes), attempt)  # type: ignore[call-overload]
         name = _shorten((read_json(part.node_json) or {}).get("name"))
-        nodes.append(RunNode(number, name or f"node {number}", part.select_ranks(world_size), part))
+        ranks, seconds = part.select_ranks(world_size), offsets.of_node(number)
+        nodes.append(RunNode(number, name or f"node {number}", ranks, part, seconds))
     return nodes
 
 

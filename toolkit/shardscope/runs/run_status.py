@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import stat
 import threading
 import time
@@ -12,13 +13,22 @@ from shardscope.machine.processes import identify_machine, is_alive
 from shardscope.records.attempts import has_begun
 from shardscope.records.folder import FINAL, RAY, STATUSES, NodeFolder, RunFolder
 from shardscope.records.folder_checks import check_transition
-from shardscope.records.json_files import MAX_LINES_BYTES, LineTail, read_json_if_present, read_tail_text
+from shardscope.records.json_files import (
+    MAX_LINES_BYTES,
+    LineTail,
+    read_json,
+    read_json_if_present,
+    read_tail_text,
+)
+from shardscope.records.json_values import is_number
 from shardscope.records.regular_files import check_regular
 from shardscope.runs.backends.job_watch import JobWatch
 from shardscope.runs.backends.ray_watch import RayWatch, is_streamed
 
 START_GRACE_SECONDS = 30.0
 """Time after which a "starting" run whose supervisor has written no record counts as lost."""
+MAX_SKEW_SECONDS = 3600.0
+"""Difference of the clocks of two machines that is never exceeded."""
 HEARTBEAT_PATIENCE_SECONDS = 30.0
 """Time without a heartbeat after which a run supervised on another machine counts as lost."""
 
@@ -38,6 +48,8 @@ class RunStatus:
         self._records = LineTail(folder.status)
         self._last_transition: dict[str, object] = {"status": "starting", "reason": "", "time": time.time()}
         self._heartbeat = (0.0, time.monotonic())
+        self._seen = time.monotonic()
+        """Monotonic time at which the last transition was read."""
         self._read_first_records()
 
     def read(self) -> dict[str, object]:
@@ -53,11 +65,9 @@ class RunStatus:
                     if by_stream is not None:
                         return by_stream
                 if self._job is not None and self._is_waiting():
-                    since = self._last_transition.get("time")
-                    age = time.time() - since if isinstance(since, int | float) else 0.0
                     is_again = self._last_transition["status"] == "queued" and has_begun(self._folder)
                     recorded = str(self._last_transition["reason"]) if is_again else ""
-                    return self._job.describe(age, recorded) or self._last_transition
+                    return self._job.describe(self._find_age(), recorded) or self._last_transition
                 reason = self._explain_lost_supervisor()
                 if reason is not None and isinstance(self._job, RayWatch):
                     by_ray = self._job.describe_without_lead()
@@ -114,7 +124,7 @@ class RunStatus:
     def _read_records(self) -> None:
         for record in self._records.read(MAX_LINES_BYTES):
             if is_transition(record):
-                self._last_transition = {"reason": "", **record}
+                self._last_transition, self._seen = {"reason": "", **record}, time.monotonic()
 
     def _explain_lost_supervisor(self) -> str | None:
         """Return why the supervisor is gone, or None if it is alive.
@@ -127,9 +137,7 @@ class RunStatus:
         pid = record.get("pid")
         # No valid record yet: the supervisor is still starting, or died before it could write one.
         if record.get("started") is None or not isinstance(pid, int) or not 0 < pid < 2**31:
-            since = self._last_transition.get("time")
-            waited = time.time() - (since if isinstance(since, int | float) else 0)
-            return "its supervisor never started" if waited > START_GRACE_SECONDS else None
+            return "its supervisor never started" if self._find_age() > START_GRACE_SECONDS else None
         # On this machine the process itself can be checked; on another one only its heartbeat is visible.
         # Of a streamed run the files arrive after the processes that wrote them have ended.
         if record.get("machine") == identify_machine() and not is_streamed(self._folder):
@@ -143,6 +151,17 @@ class RunStatus:
             f"its supervisor (process {pid}) is gone without a final status: killed, or the machine restarted"
         )
         return f"{reason}. Its log: {output}" if output else reason
+
+    def _find_age(self) -> float:
+        """Return the seconds since the last transition.
+
+        Of a run that was launched on another machine, whose clock may differ by minutes, only those since
+        this reader has seen it, unless its time is an hour ago.
+        """
+        since = self._last_transition.get("time")
+        age = time.time() - since if is_number(since) else math.inf
+        is_ours = (read_json(self._folder.run_json) or {}).get("machine") == identify_machine()
+        return age if is_ours or age > MAX_SKEW_SECONDS else time.monotonic() - self._seen
 
     def _has_lost_heartbeat(self) -> bool:
         """Return whether the heartbeat is older than ``HEARTBEAT_PATIENCE_SECONDS``.

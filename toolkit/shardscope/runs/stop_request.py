@@ -16,6 +16,8 @@ MAX_NAME = 100
 MAX_REASON = 300
 READS_STOPS = "looks_for_stop"
 READS_COMMANDS = "looks_for_commands"
+SAW_STOP = "saw_stop"
+"""In a rank's record: its task polled the commands after a stop had been requested."""
 
 
 def find_notebook() -> str | None:
@@ -58,7 +60,10 @@ def was_stopped_by_sweep(folder: RunFolder) -> bool:
 
 
 def record_reader(folder: RunFolder, rank: int, kind: str) -> None:
-    """Note in a rank's record that its task reads stop requests, or commands. Raises ``OSError``."""
+    """Note in a rank's record that its task reads stop requests or commands, or has read a stop.
+
+    Raises ``OSError``.
+    """
     write_json_on_full_disk(folder.rank(rank), {**(read_json(folder.rank(rank)) or {}), kind: True})
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.machine.os_errors import describe_shortage
+from shardscope.records.clock_offsets import sum_seconds
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.folder_checks import check_file_kinds, shorten_message
 from shardscope.records.json_files import finite_or_special, parse_lines, read_tail
@@ -81,11 +82,10 @@ class RunSummary:
         """Seconds from the launch to the end, or until now."""
         if self.run is None:
             return None
-        # Clocks may be set while a run is active, so the difference is at least zero.
         times = [when for line in self.run.history if (when := _to_float(line["time"])) is not None]
         if not times:
             return None
-        return max(0.0, (time.time() if self.is_live else times[-1]) - times[0])
+        return sum_seconds([*times, time.time()] if self.is_live else times)
 
     @cached_property
     def has_trace(self) -> bool:

@@ -229,7 +229,7 @@ def render_latest_table(
 
     The ranks of a run on several ``nodes`` have the name of theirs.
     """
-    node_names = {rank: node.name for node in nodes for rank in node.ranks}
+    node_names = {rank: f"{node.name}{_describe_clock(node)}" for node in nodes for rank in node.ranks}
     if not latest:
         return ""
     panels, units = list(charts), list(charts.values())
@@ -264,6 +264,12 @@ def render_latest_table(
         f"<tbody>{rows}</tbody>{_render_predicted_row(panels, units, expected)}</table></div>"
         f"{left_out if more else ''}{_render_predicted_note(expected)}"
     )
+
+
+def _describe_clock(node: RunNode) -> str:
+    seconds = node.clock_seconds
+    direction = "ahead of" if seconds > 0 else "behind"
+    return f", clock {format_seconds(abs(seconds))} {direction} node 0's" if seconds else ""
 
 
 def _render_node(name: str | None) -> str:

@@ -12,6 +12,7 @@ import ipywidgets as widgets
 import traitlets
 
 import shardscope as ss
+from shardscope.records.clock_offsets import sum_seconds
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.follow import Follow
 from shardscope.records.nodes import RunNode
@@ -291,7 +292,12 @@ class RunView(View):
         if not self._has_node_names:
             self._nodes = run.nodes
             self.logs.set_nodes(self._nodes)
-            self._has_node_names = all(node.folder.node_json.exists() for node in self._nodes)
+            # The clocks are known when the ranks have begun.
+            has_begun = bool(self._latest) or has_ended
+            self._has_node_names = has_begun and all(node.folder.node_json.exists() for node in self._nodes)
+            self._pace.seconds_ahead = {
+                rank: node.clock_seconds for node in self._nodes if node.clock_seconds for rank in node.ranks
+            }
         samples = run.gpu_samples()
         # A sample has one record per rank: the last records are the latest sample.
         for record in samples[-run.world_size :]:
@@ -524,7 +530,7 @@ def _select_metrics(record: Mapping[str, object]) -> dict[str, object]:
 
 def _find_duration(run: ss.Run) -> float | None:
     times = [record["time"] for record in run.history if is_number(record["time"])]
-    return times[-1] - times[0] if len(times) > 1 else None
+    return sum_seconds(times) if len(times) > 1 else None
 
 
 def _render_engine(engine: object) -> str:

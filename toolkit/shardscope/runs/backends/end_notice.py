@@ -11,7 +11,14 @@ import signal
 import time
 from typing import Literal, NamedTuple
 
-from shardscope.runs.backends.slurm_job import Job, SlurmError, read_job, read_kill_wait
+from shardscope.runs.backends.slurm_job import (
+    Job,
+    SlurmError,
+    parse_time,
+    read_controller_time,
+    read_job,
+    read_kill_wait,
+)
 
 SLURM_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 KILL_WAIT_SECONDS = 30.0
@@ -62,12 +69,15 @@ def read_end_notice(job_id: str, attempt: int, *, is_warning: bool) -> EndNotice
 
 
 def _count_seconds_left(job: Job) -> float:
-    # Slurm needs synchronized clocks (munge(7)), so that this node's clock will do.
-    try:
-        end = time.mktime(time.strptime(job.end, "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
+    end = parse_time(job.end)
+    if end is None:
         return UNLIMITED_SECONDS
-    return max(LEAST_SECONDS, end - time.time() - MARGIN_SECONDS)
+    try:
+        # The controller's clock, which has set the end: this node's may differ by minutes (munge(7), TTL).
+        now = read_controller_time()
+    except SlurmError:
+        now = None
+    return max(LEAST_SECONDS, end - (time.time() if now is None else now) - MARGIN_SECONDS)
 
 
 def _find_kill_seconds() -> float:

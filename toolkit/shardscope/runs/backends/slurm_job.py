@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -172,6 +173,21 @@ def read_kill_wait() -> float | None:
     """Return the seconds from SIGTERM to SIGKILL of a job that Slurm ends. Raises ``SlurmError``."""
     match = re.search(r"^KillWait\s*=\s*(\d+)", run_command("scontrol", "show", "config"), re.MULTILINE)
     return float(match[1]) if match else None
+
+
+def read_controller_time() -> float | None:
+    """Return the controller's time in seconds since the epoch; None if unknown. Raises ``SlurmError``."""
+    # The controller stamps its answer (slurm 22.05, src/slurmctld/proc_req.c, _fill_ctld_conf).
+    match = re.search(r"^Configuration data as of (\S+)", run_command("scontrol", "show", "config"))
+    return parse_time(match[1]) if match else None
+
+
+def parse_time(text: str) -> float | None:
+    """Return a time in Slurm's spelling, as seconds since the epoch; None if it is none."""
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None
 
 
 def cancel_waiting(job_id: str) -> None:

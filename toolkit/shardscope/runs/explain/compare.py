@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, check_choice, refuse
+from shardscope.records.clock_offsets import sum_seconds
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.folder_checks import shorten_message
 from shardscope.records.json_values import is_number
@@ -249,12 +250,12 @@ def _make_row(summary: RunSummary) -> dict[str, object]:
         return _make_damaged_row(run.name, shorten_message(RunFolder(run.folder), error))
     # The time of a lost run's last status is unknown if there was no heartbeat.
     times = [record["time"] for record in run.history if is_number(record["time"])]
-    until = times[-1] if times and summary.status in FINAL else time.time()
+    known = times if times and summary.status in FINAL else [*times, time.time()]
     row: dict[str, object] = {
         "run": run.name,
         "status": summary.status,
         "started": _to_datetime(times[0]) if times else None,
-        "seconds": until - times[0] if times else None,
+        "seconds": sum_seconds(known) if times else None,
         "plan": totals.plan,
         "target": run.target,
         "nodes": len(run.nodes) or 1,

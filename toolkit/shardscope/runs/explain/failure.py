@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardscope.records.folder import RunFolder
+from shardscope.records.clock_offsets import NO_OFFSETS, ClockOffsets, read_clock_offsets
+from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import read_json, read_lines, read_tail_text
 from shardscope.records.json_values import is_int, is_number
 
@@ -53,7 +54,7 @@ class Failure:
     rank: int | None
     time: float
     """Seconds of this machine's monotonic clock, which is the same in all processes and never set back; of a
-    run on several nodes, seconds since the epoch."""
+    run on several nodes, seconds since the epoch by the clock of node 0."""
     reason: str
     """Reason, one line."""
     text: str
@@ -74,13 +75,14 @@ def find_first_failure(folder: RunFolder, world_size: int) -> Failure | None:
 def find_failures(folder: RunFolder, world_size: int) -> list[Failure]:
     """Return all failures by time, those that look like a consequence of another last."""
     # A rank's own exception says more than its exit code, which is the fallback.
-    failures = [_read_exception(folder, rank) for rank in range(world_size)]
+    offsets = read_clock_offsets(folder)
+    failures = [_read_exception(folder, rank, offsets) for rank in range(world_size)]
     raised = {failure.rank for failure in failures if failure is not None}
     # A rank that was killed, or crashed in a native library, wrote no exception.
-    for record in _read_exits(folder):
+    for record in _read_exits(folder, offsets):
         if record.rank not in raised:
             failures.append(_read_death(folder, record))
-    failures += [_read_launcher_failure(part) for part in _list_parts(folder)]
+    failures += [_read_launcher_failure(part, offsets) for part in _list_parts(folder)]
     known = [failure for failure in failures if failure is not None]
     return sorted(known, key=lambda failure: (failure.is_consequence, failure.time))
 
@@ -115,7 +117,7 @@ def describe_late_exit(code: int | None) -> str:
 
 def has_rank_died(folder: RunFolder) -> bool:
     """Return whether any rank process ended without returning from its task."""
-    return any(_read_death(folder, record) is not None for record in _read_exits(folder))
+    return any(_read_death(folder, record) is not None for record in _read_exits(folder, NO_OFFSETS))
 
 
 def looks_like_peer_lost(name: str, text: str) -> bool:
@@ -154,19 +156,19 @@ def _list_parts(folder: RunFolder) -> Sequence[RunFolder]:
     return folder.list_nodes() or [folder]
 
 
-def _read_time(folder: RunFolder, record: Mapping[str, object]) -> float:
+def _read_time(folder: RunFolder, record: Mapping[str, object], seconds_ahead: float) -> float:
     # Nodes have different monotonic clocks.
     known = (record.get(name) for name in (("time",) if folder.has_nodes else ("monotonic", "time")))
-    return next((float(value) for value in known if is_number(value)), 0.0)
+    return next((float(value) - seconds_ahead for value in known if is_number(value)), 0.0)
 
 
-def _read_exception(folder: RunFolder, rank: int) -> Failure | None:
+def _read_exception(folder: RunFolder, rank: int, offsets: ClockOffsets) -> Failure | None:
     record = read_json(folder.error(rank))
     if record is None:
         return None
     return Failure(
         rank=rank,
-        time=_read_time(folder, record),
+        time=_read_time(folder, record, offsets.of_rank(rank)),
         reason=f"rank {rank} {record.get('summary', 'failed')}",
         text=str(record.get("traceback", "")),
         raised=str(record.get("traceback", "")),
@@ -180,16 +182,18 @@ class _RankExit(NamedTuple):
     rank: int
     code: int | None
     time: float
-    """Seconds of the monotonic clock."""
+    """On the clock of ``Failure.time``."""
 
 
-def _read_exits(folder: RunFolder) -> list[_RankExit]:
+def _read_exits(folder: RunFolder, offsets: ClockOffsets) -> list[_RankExit]:
     """Return one record per ended rank: the time of its first record and the first known exit code."""
     exits: dict[int, _RankExit] = {}
     for record in (line for part in _list_parts(folder) for line in read_lines(part.exits)):
         rank, code = record.get("rank"), record.get("code")
         if is_int(rank) and (code is None or is_int(code)):
-            first = exits.setdefault(rank, _RankExit(rank, code, _read_time(folder, record)))
+            first = exits.setdefault(
+                rank, _RankExit(rank, code, _read_time(folder, record, offsets.of_rank(rank)))
+            )
             if first.code is None:
                 exits[rank] = first._replace(code=code)
     return list(exits.values())
@@ -220,13 +224,14 @@ def _read_death(folder: RunFolder, record: _RankExit) -> Failure | None:
     )
 
 
-def _read_launcher_failure(folder: RunFolder) -> Failure | None:
+def _read_launcher_failure(folder: RunFolder, offsets: ClockOffsets) -> Failure | None:
     record = read_json(folder.launcher_error)
     if record is None:
         return None
+    seconds_ahead = offsets.of_node(folder.node) if isinstance(folder, NodeFolder) else 0.0
     return Failure(
         rank=None,
-        time=_read_time(folder, record),
+        time=_read_time(folder, record, seconds_ahead),
         reason=f"the launcher {record.get('summary', 'failed')}",
         text=str(record.get("traceback", "")),
         raised=str(record.get("traceback", "")),

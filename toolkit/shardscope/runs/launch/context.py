@@ -17,7 +17,7 @@ from shardscope.records.json_files import RESERVED, encode, write_json
 from shardscope.records.logged_steps import LoggedSteps
 from shardscope.runs.launch.commands import CommandFeed, PollTable
 from shardscope.runs.launch.profiling import Profile
-from shardscope.runs.stop_request import READS_COMMANDS, READS_STOPS, record_reader
+from shardscope.runs.stop_request import READS_COMMANDS, READS_STOPS, SAW_STOP, record_reader
 from shardscope.training.recording import Recorder, RecordingRequest, read_request
 
 if TYPE_CHECKING:
@@ -243,6 +243,7 @@ class Context:
         for command in self._feed.poll():
             if command["command"] == "stop":
                 self._stop_requested = True
+                self._note_reader(SAW_STOP)
             else:
                 self._pending.append(command)
 

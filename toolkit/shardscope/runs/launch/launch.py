@@ -32,7 +32,7 @@ from shardscope.records.json_files import write_json
 from shardscope.records.regular_files import open_to_append
 from shardscope.runs.backends.kernel_watch import start_kernel_watch
 from shardscope.runs.backends.next_attempt import may_start_again
-from shardscope.runs.backends.node_versions import read_versions
+from shardscope.runs.backends.node_checks import read_versions
 from shardscope.runs.backends.ray import Ray
 from shardscope.runs.backends.ray_submission import (
     RayConnection,

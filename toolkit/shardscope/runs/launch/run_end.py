@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardscope.machine import processes
+from shardscope.records.clock_offsets import read_clock_offsets
 from shardscope.records.folder import NODES, NodeFolder, RunFolder, Status
 from shardscope.records.json_files import (
     append_line,
@@ -46,7 +47,7 @@ class Outcome:
     stop_reason: str | None
     """Why the run was stopped; None if no stop came before the task had returned on every rank."""
     stop_time: float
-    """When, on the clock of the failures; 0 without a stop."""
+    """When: monotonic seconds, on nodes seconds since the epoch by their own clock; 0 without a stop."""
     stopped_by_signal: bool
     """Whether the stop came as a signal: from the scheduler, say, and not from the user."""
     sent_signals: bool
@@ -134,7 +135,7 @@ class RunEnd:
         markers = read_markers(self.folder, self.world_size, self.log)
         status, reason = self._decide_status(outcome, failures, markers)
         # After a stop every rank dies by our signals; only a failure before it is worth reporting.
-        is_reported = failure is not None and (status == "failed" or failure.time < outcome.stop_time)
+        is_reported = failure is not None and (status == "failed" or failure.time < self._find_stop(outcome))
         details: dict[str, object] = {}
         if failure is not None and is_reported:
             report = self._explain_failure(failures)
@@ -180,6 +181,12 @@ class RunEnd:
         )
         return [lost, *failures]
 
+    def _find_stop(self, outcome: Outcome) -> float:
+        """Return the time of the stop on the clock of the failures: on nodes, that of node 0."""
+        if not isinstance(self.folder, NodeFolder):
+            return outcome.stop_time
+        return outcome.stop_time - read_clock_offsets(self.folder).of_node(self.folder.node)
+
     def _decide_status(
         self, outcome: Outcome, failures: list[Failure], markers: list[dict[str, object]]
     ) -> Verdict:
@@ -187,8 +194,9 @@ class RunEnd:
         was_ended = outcome.sent_signals and not outcome.a_rank_died
         if isinstance(self.folder, NodeFolder):
             # A stop reaches the nodes one after another: ranks that only lost their peers were ended by it.
+            stop = self._find_stop(outcome)
             was_ended = (outcome.sent_signals or bool(failures)) and all(
-                failure.is_consequence or failure.time >= outcome.stop_time for failure in failures
+                failure.is_consequence or failure.time >= stop for failure in failures
             )
             if outcome.lost_node and outcome.stopped_by_signal:
                 stop_reason = None

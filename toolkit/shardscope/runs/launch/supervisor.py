@@ -27,7 +27,7 @@ from shardscope.records.attempts import is_for_attempt
 from shardscope.records.folder import FINAL, NodeFolder, RunFolder, Status
 from shardscope.records.folder_checks import open_part
 from shardscope.records.json_files import LineTail, append_line, read_json, read_lines, write_json
-from shardscope.records.json_values import is_int, is_number
+from shardscope.records.json_values import is_int
 from shardscope.records.regular_files import open_to_append
 from shardscope.runs.backends.end_notice import SLURM_SIGNALS, EndNotice, read_end_notice
 from shardscope.runs.backends.next_attempt import (
@@ -38,7 +38,7 @@ from shardscope.runs.backends.next_attempt import (
     get_retries,
     replace_lead,
 )
-from shardscope.runs.backends.node_versions import VersionError, check_versions, read_versions
+from shardscope.runs.backends.node_checks import NodeError, check_node, read_versions
 from shardscope.runs.backends.peers import LOST_SECONDS, SIGNALLED_LOST_SECONDS, Peers
 from shardscope.runs.backends.ray_watch import describe_ray_end
 from shardscope.runs.backends.slurm_job import describe_job_end, read_job_id
@@ -48,7 +48,7 @@ from shardscope.runs.launch.environment import build_launcher_environment
 from shardscope.runs.launch.leftover_processes import LeftoverDetector
 from shardscope.runs.launch.new_secrets import SecretReceiver
 from shardscope.runs.launch.run_end import Outcome, RunEnd
-from shardscope.runs.stop_request import describe_stop_request
+from shardscope.runs.stop_request import SAW_STOP, describe_stop_request
 from shardscope.runs.trackers import TrackerProcess
 from shardscope.runs.watch.periodic_checks import CHECK_SECONDS, PeriodicChecks
 
@@ -139,7 +139,7 @@ class Supervisor:
         # Orphans of the launcher and the ranks become children of this process, which ends them with the run.
         processes.adopt_orphans()
         pid = os.getpid()
-        record = {
+        record: dict[str, object] = {
             "pid": pid,
             "started": processes.read_start_time(pid),
             "machine": processes.identify_machine(),
@@ -154,10 +154,10 @@ class Supervisor:
         self._obey_commands()  # A stop requested before this point needs no launcher at all.
         if self.stop_reason is None:
             try:
-                if isinstance(self.folder, NodeFolder) and not self.folder.is_lead:
-                    check_versions(self.folder, self.description, self._send_heartbeat)
+                if isinstance(self.folder, NodeFolder):
+                    check_node(self.folder, self.description, self._send_heartbeat)
                 self._start_launcher()
-            except (OSError, VersionError) as error:
+            except (OSError, NodeError) as error:
                 self._record_missing_launcher(error)
             if self.folder.is_lead:
                 self._start_trackers()
@@ -222,10 +222,10 @@ class Supervisor:
             self._log(f"nothing is reported to trackers: {error}")
         self.leftovers.except_for = self.trackers.pid
 
-    def _record_missing_launcher(self, error: OSError | VersionError) -> None:
+    def _record_missing_launcher(self, error: OSError | NodeError) -> None:
         """Write why the launcher could not be started, in the format of the launcher's own error record."""
         record = make_exception_record(error)
-        if isinstance(error, VersionError):
+        if isinstance(error, NodeError):
             cause = str(error)
         else:
             cause = describe_shortage(error) or f"{sys.executable}: {error.strerror}"
@@ -360,15 +360,15 @@ class Supervisor:
             if command.get("command") == "stop":
                 checkpoint = command.get("checkpoint") is True
                 self.stopped_by_user = self.stopped_by_user or "attempt" not in command
-                self._stop(describe_stop_request(command), command.get("time"), checkpoint=checkpoint)
+                self._stop(describe_stop_request(command), checkpoint=checkpoint)
             elif not isinstance(command.get("command"), str):
                 self.control.num_malformed += 1
         if self.control.num_malformed > malformed:
             self._log(f"ignored {self.control.num_malformed - malformed} malformed lines of control.jsonl")
 
-    def _stop(self, request: str, requested: object, *, checkpoint: bool) -> None:
+    def _stop(self, request: str, *, checkpoint: bool) -> None:
         if not checkpoint:
-            self._terminate(request, requested)
+            self._terminate(request)
         elif self.description.get("saves_when_asked") is False:
             # Run.stop() raises ValueError in this case, but other programs can write commands too.
             self._log("ignored a stop with a checkpoint: the task never reads ctx.should_stop")
@@ -376,7 +376,7 @@ class Supervisor:
             # The ranks read the same control file and agree on the step after which they leave.
             self.phase, self.save_requested_at = "checkpoint", time.monotonic()
             self.deadline = self._get_checkpoint_deadline(self.save_requested_at)
-            self.stop_reason, self.returned_first = request, self._has_returned_before(requested)
+            self.stop_reason, self.returned_first = request, self._has_returned_unasked()
             trains = self.description.get("trains_the_plan") is True
             end = "finish their step and save" if trains else "end when their task reads ctx.should_stop"
             reason = f"{request}: the ranks {end}"
@@ -389,25 +389,24 @@ class Supervisor:
         latest = min(self.save_requested_at + CHECKPOINT_GRACE_SECONDS, self.notice_deadline)
         return min(latest, now + HANG_GRACE_SECONDS) if self.checks.hangs else latest
 
-    def _has_returned_before(self, requested: object) -> bool:
-        """Return whether the task had returned on every rank when a stop was requested (epoch seconds).
+    def _has_returned_unasked(self) -> bool:
+        """Return whether the task has returned on every rank, and on none because of a stop request.
 
-        A task that looks at ``ctx.should_stop`` may return for that stop before it is read here.
+        A rank may read a stop request, and return, before it is read here. Times are not compared: the
+        request may come from a machine with another clock.
         """
         if not self.leftovers.has_every_rank_returned():
             return False
-        ended = [(read_json(self.folder.rank(rank)) or {}).get("ended") for rank in range(self.world_size)]
-        return not is_number(requested) or all(is_number(when) and when <= requested for when in ended)
+        return not any(
+            (read_json(self.folder.rank(rank)) or {}).get(SAW_STOP) for rank in range(self.world_size)
+        )
 
-    def _terminate(self, reason: str, requested: object = None) -> None:
-        """Send SIGTERM to the ranks for ``reason``. ``requested`` is the request's epoch time, if any.
-
-        On the nodes of a scheduler it is SIGHUP (``rank.py``).
-        """
+    def _terminate(self, reason: str) -> None:
+        """Send SIGTERM to the ranks for ``reason``; on the nodes of a scheduler SIGHUP (``rank.py``)."""
         if self.phase in ("leave", "terminate", "kill"):
             return
         if self.stop_reason is None:
-            self.returned_first = self._has_returned_before(requested)
+            self.returned_first = self._has_returned_unasked()
         # The clocks of failures: nodes have only the epoch in common.
         self.stop_time = time.monotonic() if self.peers is None else time.time()
         self.stop_reason = reason

@@ -50,6 +50,8 @@ class Pace:
     def __init__(self) -> None:
         self._seconds: dict[int, deque[float]] = {}
         self._logged: dict[int, deque[tuple[int, float]]] = {}
+        self.seconds_ahead: Mapping[int, float] = {}
+        """Seconds by which ranks' clocks are ahead of rank 0's, where they differ (several nodes)."""
 
     def add(self, records: Iterable[Mapping[str, object]]) -> None:
         """Add new records; malformed ones are skipped."""
@@ -126,7 +128,10 @@ class Pace:
         pace = self.seconds_per_step
         if pace is None:
             return None
-        last = {rank: logged[-1] for rank, logged in self._logged.items()}
+        last = {
+            rank: (logged[-1][0], logged[-1][1] - self.seconds_ahead.get(rank, 0.0))
+            for rank, logged in self._logged.items()
+        }
         newest_step, newest = max(last.values())
         rank = min(last, key=lambda number: last[number])
         step, when = last[rank]

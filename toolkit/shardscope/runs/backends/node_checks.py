@@ -1,4 +1,4 @@
-"""Versions of Python and packages on the nodes of a run, compared before any rank starts.
+"""Checks of one node before any rank starts: its versions of Python and packages, and its visible GPUs.
 
 Ranks with different versions of torch may hang in their first collective or train something else, without an
 error. The supervisor of each node writes its versions into its record, and all but node 0 compare theirs with
@@ -8,12 +8,16 @@ those of node 0.
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
+import os
 import platform
 import time
 from collections.abc import Callable, Mapping
 
+from shardscope.core.number_format import format_count
 from shardscope.records.folder import NodeFolder
 from shardscope.records.json_files import read_json
+from shardscope.records.json_values import is_int
 from shardscope.runs.backends.peers import START_SECONDS
 
 PACKAGES = ("shardscope", "torch", "accelerate", "transformers", "peft", "deepspeed", "megatron-core")
@@ -23,8 +27,8 @@ PYTHON = "python"
 POLL_SECONDS = 0.1
 
 
-class VersionError(RuntimeError):
-    """A node has another version than node 0."""
+class NodeError(RuntimeError):
+    """A node cannot run its ranks: it has other versions than node 0, or too few GPUs."""
 
 
 def read_versions() -> dict[str, str]:
@@ -38,8 +42,38 @@ def read_versions() -> dict[str, str]:
     return versions
 
 
+def check_node(folder: NodeFolder, description: Mapping[str, object], beat: Callable[[], None]) -> None:
+    """Raise ``NodeError`` if this node has too few visible GPUs, or other versions than node 0.
+
+    ``beat`` is called while node 0 is waited for.
+    """
+    if description.get("device") == "cuda":
+        world_size = description.get("world_size")
+        num_ranks = len(folder.select_ranks(world_size)) if is_int(world_size) else 0
+        text = describe_missing_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), num_ranks)
+        if text:
+            raise NodeError(f"{_name(folder, folder.node)}: {text}")
+    if not folder.is_lead:
+        check_versions(folder, description, beat)
+
+
+def describe_missing_gpus(visible: str | None, num_ranks: int) -> str:
+    """Return why CUDA_VISIBLE_DEVICES=``visible`` (None: not set) has too few GPUs; empty if it has not."""
+    if visible is None:
+        return ""
+    # CUDA ignores a -1 and all that follows (CUDA C++ programming guide, CUDA_VISIBLE_DEVICES).
+    devices = list(itertools.takewhile(lambda name: name not in ("", "-1"), visible.split(",")))
+    if len(devices) >= num_ranks:
+        return ""
+    return (
+        f"CUDA_VISIBLE_DEVICES={visible} shows {format_count(len(devices), 'GPU')} to "
+        f"{format_count(num_ranks, 'rank')}. The scheduler sets it to the job's GPUs. Fix: do not set it in "
+        "ss.Slurm(setup=...), ss.Ray(runtime_env=...) or a startup file of the node"
+    )
+
+
 def check_versions(folder: NodeFolder, description: Mapping[str, object], beat: Callable[[], None]) -> None:
-    """Wait for the record of node 0, and raise ``VersionError`` if this node has other versions.
+    """Wait for the record of node 0, and raise ``NodeError`` if this node has other versions.
 
     ``beat`` is called while it waits. A node 0 that never starts is noticed elsewhere (``peers.py``).
     """
@@ -56,7 +90,7 @@ def check_versions(folder: NodeFolder, description: Mapping[str, object], beat: 
         description, lead, read_versions(), _name(folder, 0), _name(folder, folder.node)
     )
     if text:
-        raise VersionError(text)
+        raise NodeError(text)
 
 
 def describe_differences(
@@ -70,7 +104,8 @@ def describe_differences(
 
     ``description`` is ``run.json``, whose plan names the framework.
     """
-    differences, fixes = [], []
+    differences: list[str] = []
+    fixes: list[str] = []
     for package, num_parts in list_compared(description):
         theirs, ours = lead.get(package), own.get(package)
         if _cut(theirs, num_parts) == _cut(ours, num_parts):
