@@ -66,7 +66,7 @@ def find_pullers(run: Run) -> list[psutil.Process]:
     return [
         process
         for process in psutil.process_iter(["cmdline"])
-        if "shardscope.runs.backends.ray_puller" in (process.info["cmdline"] or ())
+        if "shardscope.runs.backends.ray.puller" in (process.info["cmdline"] or ())
         and str(run.folder) in process.info["cmdline"]
     ]
 

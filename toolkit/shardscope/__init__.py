@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardscope.frameworks.accelerate.script import Script
     from shardscope.planner.advice.advice import recommend
     from shardscope.planner.search.search import search
-    from shardscope.runs.backends.ray import Ray
+    from shardscope.runs.backends.ray.target import Ray
     from shardscope.runs.backends.slurm import Slurm
     from shardscope.runs.calibrate.process import calibrate
     from shardscope.runs.launch.launch import launch
@@ -67,7 +67,7 @@ _modules = {
     "Layout": "core.layout",
     "Plan": "core.plan",
     "Pretrain": "training.tasks.pretrain",
-    "Ray": "runs.backends.ray",
+    "Ray": "runs.backends.ray.target",
     "Recipe": "core.recipe",
     "Run": "runs.run",
     "Script": "frameworks.accelerate.script",

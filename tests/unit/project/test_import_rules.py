@@ -75,7 +75,6 @@ MAY_NAME_A_FRAMEWORK = {
     "prediction/support.py": "the fix of a method that a framework lacks is Layout.fsdp2(), which has all",
     "training/preferences/settings.py": "the fix of a framework that trains no pairs is Layout.fsdp2()",
     "export/reading.py": "Plan.from_deepspeed() and Plan.from_megatron() are public names",
-    "runs/launch/launch.py": "a package whose version run.json keeps",
 }
 """Files outside frameworks/ in which a framework's name is an operand of code, and why."""
 

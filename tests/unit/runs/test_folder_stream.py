@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from shardscope.records.folder import RunFolder
-from shardscope.runs.backends import folder_stream, ray_puller
+from shardscope.runs.backends import folder_stream
 from shardscope.runs.backends.folder_stream import Chunk, FolderCopy, FolderSource, advance
-from shardscope.runs.backends.ray_stream import FROM_KERNEL, NodeStream, StreamHub, create_copy, delete_copy
+from shardscope.runs.backends.ray import puller as ray_puller
+from shardscope.runs.backends.ray.stream import FROM_KERNEL, NodeStream, StreamHub, create_copy, delete_copy
 
 
 @pytest.fixture

@@ -17,14 +17,16 @@ import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import append_line, write_json
-from shardscope.runs.backends import kernel_watch, node_process, ray_submission, ray_watch
+from shardscope.runs.backends import kernel_watch, node_process
 from shardscope.runs.backends.nodes import Node, NodePool
 from shardscope.runs.backends.peers import Peers
-from shardscope.runs.backends.ray_coordinator import Coordinator
-from shardscope.runs.backends.ray_node import find_interface
-from shardscope.runs.backends.ray_submission import build_bundle, check_ray_submission, select_nodes
-from shardscope.runs.backends.ray_submission_process import describe_error, describe_node
-from shardscope.runs.backends.ray_watch import (
+from shardscope.runs.backends.ray import submission as ray_submission
+from shardscope.runs.backends.ray import watch as ray_watch
+from shardscope.runs.backends.ray.coordinator import Coordinator
+from shardscope.runs.backends.ray.node import find_interface
+from shardscope.runs.backends.ray.submission import build_bundle, check_ray_submission, select_nodes
+from shardscope.runs.backends.ray.submission_process import describe_error, describe_node
+from shardscope.runs.backends.ray.watch import (
     RayWatch,
     State,
     lost_node_file,

@@ -22,7 +22,7 @@ from shardscope.cli.planning import Commands, add_command
 from shardscope.core.errors import refuse
 
 if TYPE_CHECKING:
-    from shardscope.runs.backends.ray import Ray
+    from shardscope.runs.backends.ray.target import Ray
     from shardscope.runs.backends.slurm import Slurm
     from shardscope.runs.run import Run
 

@@ -80,6 +80,8 @@ class Framework:
     effort: int = 3
     """Effort to adopt the framework, from 0: 0 is plain torch without sharding, 1 plain torch with sharding,
     2 another library around the model, 3 another library's model."""
+    package: str | None = None
+    """Its distribution on PyPI; None: it is a part of torch."""
 
     @property
     def title(self) -> str:
@@ -138,11 +140,13 @@ frameworks: dict[str, Framework] = {
             name="deepspeed",
             layout_class=ZeroLayout,
             effort=2,
+            package="deepspeed",
         ),
         Framework(
             name="megatron",
             layout_class=MegatronLayout,
             effort=3,
+            package="megatron-core",
         ),
     )
 }

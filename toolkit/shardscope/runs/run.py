@@ -36,7 +36,7 @@ from shardscope.records.redaction import redact
 from shardscope.records.regular_files import NotRegularFileError, check_regular
 from shardscope.records.samples import Sample, read_samples
 from shardscope.records.terminal_text import plain_text
-from shardscope.runs.backends.ray_stream import read_kept
+from shardscope.runs.backends.ray.stream import read_kept
 from shardscope.runs.backends.slurm_job import SlurmError, cancel_waiting, read_job_id
 from shardscope.runs.explain.failure import find_failures
 from shardscope.runs.explain.failure_report import explain_failures
@@ -85,7 +85,7 @@ class Run:
         ``folder`` may also be the parent of exactly one undamaged run. Raises ``ValueError`` if it holds no
         run or several, or if the run is damaged; the message then names the damaged file.
         """
-        from shardscope.runs.backends.ray_puller import continue_stream  # A program: it runs as __main__.
+        from shardscope.runs.backends.ray.puller import continue_stream  # A program: it runs as __main__.
         from shardscope.runs.summaries import is_run, list_runs
 
         # Check every file's kind before any is opened: opening a pipe in a run folder would block forever.

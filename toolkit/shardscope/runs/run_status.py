@@ -23,7 +23,7 @@ from shardscope.records.json_files import (
 from shardscope.records.json_values import is_number
 from shardscope.records.regular_files import check_regular
 from shardscope.runs.backends.job_watch import JobWatch
-from shardscope.runs.backends.ray_watch import RayWatch, is_streamed
+from shardscope.runs.backends.ray.watch import RayWatch, is_streamed
 
 START_GRACE_SECONDS = 30.0
 """Time after which a "starting" run whose supervisor has written no record counts as lost."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import shardscope as ss
-from shardscope.runs.backends import ray_submission
 from shardscope.runs.backends.nodes import build_cluster
+from shardscope.runs.backends.ray import submission as ray_submission
 from shardscope.runs.backends.slurm_submission import GPU_FIELD, Partition, list_partitions
 
 RAY_ADDRESS_FILE = Path("/tmp/ray/ray_current_cluster")

@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable, Mapping
 
 from shardscope.core.number_format import format_count
+from shardscope.frameworks.registry import frameworks
 from shardscope.records.folder import NodeFolder
 from shardscope.records.json_files import read_json
 from shardscope.records.json_values import is_int
 from shardscope.runs.backends.peers import START_SECONDS
 
-PACKAGES = ("shardscope", "torch", "accelerate", "transformers", "peft", "deepspeed", "megatron-core")
-FRAMEWORK_PACKAGES = {"deepspeed": "deepspeed", "megatron": "megatron-core"}
-"""Packages of the frameworks that are not torch's own."""
+PACKAGES = ("shardscope", "torch", "accelerate", "transformers", "peft")
+"""Packages that runs of every framework use; a framework adds its own."""
 PYTHON = "python"
 POLL_SECONDS = 0.1
 
@@ -34,7 +34,7 @@ class NodeError(RuntimeError):
 def read_versions() -> dict[str, str]:
     """Return the versions of this Python and of the packages that a run uses, without importing them."""
     versions = {PYTHON: platform.python_version()}
-    for package in PACKAGES:
+    for package in (*PACKAGES, *(one.package for one in frameworks.values() if one.package)):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -137,8 +137,9 @@ def list_compared(description: Mapping[str, object]) -> list[tuple[str, int | No
         ("shardscope", None),
         ("accelerate", None),  # It starts the ranks, whatever the framework.
     ]
-    if isinstance(framework, str) and framework in FRAMEWORK_PACKAGES:
-        compared.append((FRAMEWORK_PACKAGES[framework], None))
+    known = frameworks.get(framework) if isinstance(framework, str) else None
+    if known is not None and known.package is not None:
+        compared.append((known.package, None))
     return compared
 
 

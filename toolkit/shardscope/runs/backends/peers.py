@@ -12,7 +12,7 @@ from typing import NamedTuple
 from shardscope.machine.os_errors import is_absent
 from shardscope.records.folder import NodeFolder
 from shardscope.records.json_files import read_json
-from shardscope.runs.backends.ray_watch import lost_node_file
+from shardscope.runs.backends.ray.watch import lost_node_file
 
 LOST_SECONDS = 20.0
 """Time without a heartbeat, which is sent every two seconds, after which a node is lost."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from shardscope.core.errors import Value, find_similar, refuse
 from shardscope.records.redaction import redact
-from shardscope.runs.backends.ray import Ray
+from shardscope.runs.backends.ray.target import Ray
 
 if TYPE_CHECKING:
     from shardscope.core.cluster import Cluster

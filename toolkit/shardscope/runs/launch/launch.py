@@ -33,13 +33,13 @@ from shardscope.records.regular_files import open_to_append
 from shardscope.runs.backends.kernel_watch import start_kernel_watch
 from shardscope.runs.backends.next_attempt import may_start_again
 from shardscope.runs.backends.node_checks import read_versions
-from shardscope.runs.backends.ray import Ray
-from shardscope.runs.backends.ray_submission import (
+from shardscope.runs.backends.ray.submission import (
     RayConnection,
     RayError,
     check_ray_submission,
     submit_to_ray,
 )
+from shardscope.runs.backends.ray.target import Ray
 from shardscope.runs.backends.slurm import Slurm, check_target
 from shardscope.runs.backends.slurm_job import SlurmError, cancel
 from shardscope.runs.backends.slurm_submission import check_submission, submit

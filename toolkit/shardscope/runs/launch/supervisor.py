@@ -40,7 +40,7 @@ from shardscope.runs.backends.next_attempt import (
 )
 from shardscope.runs.backends.node_checks import NodeError, check_node, read_versions
 from shardscope.runs.backends.peers import LOST_SECONDS, SIGNALLED_LOST_SECONDS, Peers
-from shardscope.runs.backends.ray_watch import describe_ray_end
+from shardscope.runs.backends.ray.watch import describe_ray_end
 from shardscope.runs.backends.slurm_job import describe_job_end, read_job_id
 from shardscope.runs.explain.exceptions import make_exception_record
 from shardscope.runs.explain.failure import has_rank_died

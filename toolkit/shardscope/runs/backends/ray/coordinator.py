@@ -20,10 +20,10 @@ from shardscope.records.json_files import LineTail, write_json
 from shardscope.runs.backends.folder_stream import Chunk
 from shardscope.runs.backends.folder_stream import State as FileState
 from shardscope.runs.backends.node_process import wait_for_folder
-from shardscope.runs.backends.ray_node import NodeActor
-from shardscope.runs.backends.ray_stream import StreamHub, create_copy, delete_copy
-from shardscope.runs.backends.ray_submission_process import describe_error
-from shardscope.runs.backends.ray_watch import State, lost_node_file, state_file
+from shardscope.runs.backends.ray.node import NodeActor
+from shardscope.runs.backends.ray.stream import StreamHub, create_copy, delete_copy
+from shardscope.runs.backends.ray.submission_process import describe_error
+from shardscope.runs.backends.ray.watch import State, lost_node_file, state_file
 from shardscope.runs.stop_request import describe_stop_request
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """A Ray run without a shared run folder: each node and the coordinator have a copy, kept equal by its actors.
 
 A node's processes write their node's copy. The coordinator exchanges news with each node: it takes what the
-node has written, and sends commands and what the other nodes have written. The puller (``ray_puller.py``) on
+node has written, and sends commands and what the other nodes have written. The puller (``puller.py``) on
 the kernel's machine takes all of it from the coordinator, and brings commands. Nobody pushes, so nothing
 queues up.
 """
@@ -36,7 +36,7 @@ from shardscope.training.checkpoints.folders import POSITION_FILE
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-    from shardscope.runs.backends.ray_node import NodeActor
+    from shardscope.runs.backends.ray.node import NodeActor
 
 FROM_KERNEL = frozenset({
     *("run.json", "job.json", "task.pkl", "control.jsonl", "job_end.json", "summary.json", "note.json"),

@@ -19,11 +19,11 @@ from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import read_json, write_json
 from shardscope.records.regular_files import open_to_append, open_to_read
 from shardscope.runs.backends.folder_stream import CHUNK_BYTES, MAX_BYTES, Chunk, FolderCopy
-from shardscope.runs.backends.ray_stream import FROM_KERNEL
-from shardscope.runs.backends.ray_watch import is_streamed, puller_file, received_file
+from shardscope.runs.backends.ray.stream import FROM_KERNEL
+from shardscope.runs.backends.ray.watch import is_streamed, puller_file, received_file
 from shardscope.runs.launch.environment import STALE, add_toolkit_to_path
 
-PROGRAM = "shardscope.runs.backends.ray_puller"
+PROGRAM = "shardscope.runs.backends.ray.puller"
 POLL_SECONDS = 0.5
 ANSWER_SECONDS = 60.0
 RETRY_SECONDS = 5.0
@@ -96,7 +96,7 @@ def pull(folder: RunFolder) -> int:
     """Pull until the run has ended and everything is received. Return the exit code. Raises Ray's errors."""
     import ray
 
-    from shardscope.runs.backends.ray_submission_process import NAMESPACE
+    from shardscope.runs.backends.ray.submission_process import NAMESPACE
 
     job = read_json(folder.job) or {}
     ray.init(address=str(job.get("address")), namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")

@@ -24,7 +24,7 @@ from shardscope.records.folder_checks import open_part
 from shardscope.records.json_files import read_json, write_json
 from shardscope.runs.backends.folder_stream import Chunk, State
 from shardscope.runs.backends.node_process import list_addresses, wait_for_folder
-from shardscope.runs.backends.ray_stream import NodeStream
+from shardscope.runs.backends.ray.stream import NodeStream
 from shardscope.runs.launch.environment import add_toolkit_to_path
 from shardscope.training.checkpoints.folders import OWN_FOLDER
 
@@ -82,7 +82,7 @@ class NodeActor:
         node_id = ray.get_runtime_context().get_node_id()
         arguments = [run, str(node), str(os.getpid()), ray.util.get_node_ip_address(), node_id]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "shardscope.runs.backends.ray_node", *arguments],
+            [sys.executable, "-P", "-m", "shardscope.runs.backends.ray.node", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -30,9 +30,9 @@ from shardscope.runs.backends.nodes import (
     check_nodes,
     is_same_gpu,
 )
-from shardscope.runs.backends.ray import Ray
-from shardscope.runs.backends.ray_puller import start_puller
-from shardscope.runs.backends.ray_watch import is_streamed
+from shardscope.runs.backends.ray.puller import start_puller
+from shardscope.runs.backends.ray.target import Ray
+from shardscope.runs.backends.ray.watch import is_streamed
 from shardscope.runs.launch.environment import STALE, add_toolkit_to_path
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class RayConnection:
         # What torchrun or a scheduler has set around the kernel is not the cluster's.
         environment = {name: value for name, value in os.environ.items() if name not in STALE}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "shardscope.runs.backends.ray_submission_process"],
+            [sys.executable, "-P", "-m", "shardscope.runs.backends.ray.submission_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -1,6 +1,6 @@
 """A process that is connected to a Ray cluster for one launch: it reports nodes, and starts a coordinator.
 
-``ray_submission.py`` starts it as ``python -m shardscope.runs.backends.ray_submission_process`` and sends a
+``submission.py`` starts it as ``python -m shardscope.runs.backends.ray.submission_process`` and sends a
 line of JSON for each request; each gets a line of JSON as its answer.
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from shardscope.records.folder import RunFolder
-    from shardscope.runs.backends.ray_coordinator import Coordinator
+    from shardscope.runs.backends.ray.coordinator import Coordinator
 
 NAMESPACE = "shardscope"
 """Ray's namespace of the names of coordinators."""
@@ -129,7 +129,7 @@ def start_coordinator(request: Mapping[str, object]) -> dict[str, object]:
 
     from shardscope.records.folder import RunFolder
     from shardscope.records.json_files import write_json
-    from shardscope.runs.backends.ray_coordinator import Coordinator
+    from shardscope.runs.backends.ray.coordinator import Coordinator
 
     folder = RunFolder(str(request["run"]))
     record = request["record"]

@@ -84,7 +84,7 @@ class Ray:
         not answer.
         """
         # Imported lazily: it imports this module.
-        from shardscope.runs.backends.ray_submission import read_inventory
+        from shardscope.runs.backends.ray.submission import read_inventory
 
         return read_inventory(Ray(address=address), gpu)
 
