@@ -29,12 +29,12 @@ from shardscope.frameworks.megatron.memory.pipeline import (
     SchedulePeaks,
     compute_schedule_peaks,
     count_chunk_layers,
-    iterate_schedule,
 )
 from shardscope.prediction.batch.column import Column, sum_columns
 from shardscope.prediction.batch.deduplicate import Distinct
 from shardscope.prediction.batch.object_batch import build_batch
 from shardscope.prediction.batch.rows import Rows
+from shardscope.timing.pipeline import Schedule, iterate_passes
 
 KEYS = ("a", "b", "c")
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -213,7 +213,8 @@ def simulate_schedule(arch: Any, numbers: tuple[int, ...], dense: Layer, moe: La
     ending = [moe.ending if b else dense.ending * (a > 0) for a, b in layers]
     held = [0] * vpp
     waiting = forward = head = backward = last = first = chunks = 0
-    for is_forward, chunk in iterate_schedule(pp, vpp, number, micro_batches):
+    schedule: Schedule = "1f1b" if vpp == 1 else "interleaved"
+    for is_forward, chunk, _ in iterate_passes(schedule, pp, vpp, number, micro_batches):
         if is_forward:
             held[chunk] += 1
             waiting += saved[chunk]

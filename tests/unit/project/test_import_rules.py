@@ -63,7 +63,7 @@ DESIGNED = {
 
 DESIGNED_WIDGETS = {
     *("Studio", "AdviceView", "ChatView", "FinetuneView", "MemoryView", "RankingView", "RunView"),
-    *("StepView", "TraceView"),
+    *("ScheduleView", "StepView", "TraceView"),
 }
 
 MAY_NAME_A_FRAMEWORK = {

@@ -1,8 +1,9 @@
-"""Pipeline schedules, and the bubble of a stage."""
+"""Pipeline schedules: the order of a stage's passes, when each of them runs, and the bubble of a stage."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -34,3 +35,80 @@ def compute_bubble_seconds(all_stages: float, slowest: float, vpp: int, micro_ba
     interleaved, a micro-batch waits for 1/vpp of each.
     """
     return (all_stages - slowest) / (vpp * micro_batches)
+
+
+class Pass(NamedTuple):
+    """The forward or the backward of one micro-batch in one model chunk of a stage."""
+
+    is_forward: bool
+    chunk: int
+    micro_batch: int
+
+
+def iterate_passes(
+    schedule: Schedule, pp: int, vpp: int, stage: int, micro_batches: int
+) -> Iterator[tuple[bool, int, int]]:
+    """Yield the passes of a stage in order, as the fields of :class:`Pass`.
+
+    GPipe runs all forwards first (Huang et al. 2019, section 2). 1F1B warms up with pp - 1 - stage
+    micro-batches. The interleaved schedule warms up with 2 (pp - 1 - stage) + (vpp - 1) pp: pp micro-batches
+    of one chunk, then pp of the next. Backward starts with the last chunk (megatron/core/pipeline_parallel/
+    schedules.py, get_pp_rank_microbatches and get_schedule_table). Where pp does not divide the
+    micro-batches, torch takes equal rounds of more than pp (torch.distributed.pipelining,
+    ScheduleInterleaved1F1B).
+    """
+    total = micro_batches * vpp
+    if schedule == "gpipe":
+        yield from ((True, 0, number) for number in range(total))
+        yield from ((False, 0, number) for number in range(total))
+        return
+    if vpp == 1:
+        size, warm_up = total, pp - stage - 1
+    else:
+        size = micro_batches // max(1, micro_batches // pp)
+        warm_up = 2 * (pp - stage - 1) + (vpp - 1) * size
+    warm_up = min(warm_up, total)
+    chunks = [index % (size * vpp) // size for index in range(total)]
+    numbers = [index // (size * vpp) * size + index % size for index in range(total)]
+    for index, chunk in enumerate(chunks):
+        yield True, chunk, numbers[index]
+        if index >= warm_up:
+            yield False, vpp - 1 - chunks[index - warm_up], numbers[index - warm_up]
+    for index in range(total - warm_up, total):
+        yield False, vpp - 1 - chunks[index], numbers[index]
+
+
+def time_passes(
+    stages: Sequence[Sequence[Pass]], seconds: Sequence[tuple[float, float]]
+) -> list[list[tuple[float, float]]]:
+    """Return the start and the end of each pass of each stage, if every pass runs as soon as it can.
+
+    ``seconds`` are those of a forward and a backward of one chunk, by stage, transfers to the next stage
+    included. A forward waits for that of the previous stage, or of the last stage's previous chunk; a
+    backward for that of the next one.
+    """
+    num_stages = len(stages)
+    last = num_stages * (1 + max(one.chunk for passes in stages for one in passes)) - 1
+    ends: dict[tuple[bool, int, int], float] = {}
+    times: list[list[tuple[float, float]]] = [[] for _ in stages]
+    free = [0.0] * num_stages
+    left = sum(map(len, stages))
+    while left:
+        before = left
+        for stage, passes in enumerate(stages):
+            for is_forward, chunk, number in passes[len(times[stage]) :]:
+                # Position of the chunk in the model: the pass waits for its neighbour's.
+                position = chunk * num_stages + stage
+                neighbour = position - 1 if is_forward else position + 1
+                ready = 0.0
+                if 0 <= neighbour <= last:
+                    if (is_forward, neighbour, number) not in ends:
+                        break
+                    ready = ends[is_forward, neighbour, number]
+                start = max(free[stage], ready)
+                end = start + seconds[stage][0 if is_forward else 1]
+                ends[is_forward, position, number] = free[stage] = end
+                times[stage].append((start, end))
+                left -= 1
+        assert left < before, "no stage can go on"
+    return times

@@ -43,6 +43,8 @@ class StageSeconds(NamedTuple):
     """Returns their seconds overlapped with arithmetic, by part."""
     hidden_offload: float
     """Seconds of host link and NVMe transfers overlapped with arithmetic."""
+    forward: float
+    """Seconds of the arithmetic in the forward of one micro-batch."""
 
     @property
     def busy(self) -> float:
@@ -85,7 +87,7 @@ def compute_stage_seconds(work: LayerWork, stage: Stage) -> StageSeconds:
     plan, rates = work.plan, work.rates
     micro_batches = plan.num_micro_batches
     # Arithmetic first: it bounds how many seconds of the collectives below can overlap.
-    parts, arithmetic, dropped = _compute_arithmetic(work, stage, micro_batches)
+    parts, arithmetic, dropped, forward = _compute_arithmetic(work, stage, micro_batches)
     # Collectives of the training state differ by framework; those of parallel layers do not, and are the
     # same on every stage, so that ``work`` has them already.
     traffic = work.model.state_traffic(plan, stage)
@@ -108,13 +110,14 @@ def compute_stage_seconds(work: LayerWork, stage: Stage) -> StageSeconds:
         lambda: repeat_collectives([*repeated, (1, state)], shares),
         lambda: _sum_hidden(state.overlappable, shares),
         host.hidden,
+        forward,
     )
 
 
 def _compute_arithmetic(
     work: LayerWork, stage: Stage, micro_batches: int
-) -> tuple[dict[Part, float], _Overlappable, float]:
-    """Return the parts with arithmetic, what of it can overlap collectives, and offloaded bytes."""
+) -> tuple[dict[Part, float], _Overlappable, float, float]:
+    """Return the parts with arithmetic, what can overlap collectives, offloaded bytes, and one forward."""
     recipe = work.plan.recipe
     forward: float = 0.0
     matrices: float = 0.0
@@ -164,7 +167,7 @@ def _compute_arithmetic(
         "loss": micro_batches * loss,
         "recomputation": micro_batches * recomputation,
     }
-    return parts, arithmetic, micro_batches * dropped
+    return parts, arithmetic, micro_batches * dropped, forward
 
 
 def _split_exposed(

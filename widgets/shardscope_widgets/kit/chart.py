@@ -36,6 +36,13 @@ export default module.exports;
 """
 
 
+@cache
+def get_packed_plotly() -> bytes:
+    """Return plotly.js as a compressed ES module."""
+    # Without a time stamp in the archive, every kernel sends the same bytes.
+    return gzip.compress(AS_MODULE.format(script=get_plotlyjs()).encode(), compresslevel=6, mtime=0)
+
+
 class PlotlySource(anywidget.AnyWidget):
     """plotly.js, shared by all charts of a kernel: 5 MB of text, compressed to 1.5 MB."""
 
@@ -44,8 +51,7 @@ class PlotlySource(anywidget.AnyWidget):
 
     @traitlets.default("packed")
     def _pack_script(self) -> bytes:
-        # Without a time stamp in the archive, every kernel sends the same bytes.
-        return gzip.compress(AS_MODULE.format(script=get_plotlyjs()).encode(), compresslevel=6, mtime=0)
+        return get_packed_plotly()
 
 
 @cache
@@ -76,7 +82,7 @@ class Chart(go.FigureWidget):
     without a browser.
     """
 
-    _esm = front_end_text("kit/front_end", "keys.js", "chart.js")
+    _esm = front_end_text("kit/front_end", "keys.js", "chart.js", "chart_export.js")
     _source = traitlets.Instance(PlotlySource).tag(sync=True, **widget_serialization)
     _figure = traitlets.Dict(help="Traces and layout, read when they are sent.").tag(
         sync=True, to_json=_current_figure

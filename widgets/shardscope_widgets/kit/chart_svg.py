@@ -26,6 +26,8 @@ DASHES = {"dash": "6 4", "dot": "2 3", "dashdot": "6 3 2 3", "longdash": "10 5"}
 TICKS = 6
 DEFAULT_BAR_GAP = 0.2
 INK = "currentColor"
+BAR_TEXT = "#10151a"
+"""Text in bars, whose colours are light in every theme."""
 
 
 @dataclass
@@ -205,7 +207,7 @@ class _Drawing:
             if length_axis.is_collapsed or position_axis.is_collapsed:
                 continue
             thick = (1 - gap) * abs(position_axis.to_pixel(1.0) - position_axis.to_pixel(0.0))
-            marker = _read_props(trace.get("marker"))
+            marker, texts = _read_props(trace.get("marker")), trace.get("text")
             for number, (position, length) in enumerate(
                 zip(_to_list(trace.get(position_letter)), _to_list(trace.get(length_letter)), strict=False)
             ):
@@ -215,6 +217,7 @@ class _Drawing:
                 # A stacked bar starts where the previous trace ended at this position.
                 key = (*names, position)
                 begin = ends.get(key, 0.0) if self.layout.get("barmode") == "stack" else 0.0
+                begin = _pick_number(trace.get("base"), number, begin)
                 ends[key] = begin + size
                 middle, first, last = (
                     position_axis.to_pixel(position),
@@ -229,6 +232,13 @@ class _Drawing:
                     _pick_number(marker.get("opacity"), number, 1.0),
                     _read_text(trace.get("name")),
                 )
+                text = _read_text(_pick_for_point(texts, number, ""))
+                # Of plotly's text in bars, what fits: horizontal bars only.
+                if is_horizontal and text and abs(last - first) > 6 + 6 * len(text):
+                    yield (
+                        f"<text x='{(first + last) / 2:.1f}' y='{middle + 4:.1f}' text-anchor='middle' "
+                        f"font-size='10' fill='{BAR_TEXT}'>{escape(text)}</text>"
+                    )
 
     def _draw_scatters(self) -> Iterator[str]:
         heights: dict[tuple[str, str], list[float]] = {}
@@ -300,6 +310,10 @@ class _Drawing:
                 for end in (0, 1)
                 for letter in "xy"
             ]
+            if shape.get("type") == "rect" and all(map(math.isfinite, ends)):
+                x0, y0, x1, y1 = ends
+                box = (min(x0, x1), min(y0, y1), abs(x1 - x0), abs(y1 - y0))
+                yield _draw_rectangle(box, shape.get("fillcolor"), _read_number(shape.get("opacity"), 1), "")
             if shape.get("type") == "line" and all(map(math.isfinite, ends)):
                 line = _read_props(shape.get("line"))
                 dash = DASHES.get(_read_text(line.get("dash")), "")

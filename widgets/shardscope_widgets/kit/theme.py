@@ -50,6 +50,16 @@ PART_COLOURS: Mapping[str, str] = MappingProxyType({
 all traffic between parallel ranks counts as communication.
 """
 
+BLOCK_COLOURS: Mapping[str, str] = MappingProxyType({
+    "forward": "#77aadd",
+    "backward": "#ee8866",
+    "send": "#bb9977",
+    "communication": "#bb9977",
+    "bubble": "#9aa3ad",
+    "update": "#44bb99",
+})  # fmt: skip
+"""Colour of each kind of block in a schedule; Paul Tol's light scheme, on which dark text is readable."""
+
 COMPONENT_PATTERNS: Mapping[str, str] = MappingProxyType({
     "communication": "\\",
     "fragmentation": "/",

@@ -19,7 +19,16 @@ from tests.requirements import few, sample
 from tests.weights_folders import write_folder
 
 import shardscope as ss
-from shardscope_widgets import AdviceView, FinetuneView, MemoryView, RankingView, RunView, StepView, Studio
+from shardscope_widgets import (
+    AdviceView,
+    FinetuneView,
+    MemoryView,
+    RankingView,
+    RunView,
+    ScheduleView,
+    StepView,
+    Studio,
+)
 from shardscope_widgets.run.runs_view import RunsView
 
 PLAN = ss.Plan(
@@ -60,6 +69,7 @@ def make_studio() -> Studio:
 VIEWS: dict[str, tuple[Callable[[], Any], int]] = {
     "memory": (lambda: MemoryView(PLAN), 2),
     "time": (lambda: StepView(PLAN), 2),
+    "schedule": (lambda: ScheduleView(PLAN), 2),
     "ranking": (RankingView, 10),
     "advice": (AdviceView, 10),
     "finetune": (make_finetune_view, 2),

@@ -66,6 +66,14 @@ function reportClicks(place, el, model) {
   place.on("plotly_unhover", point(false));
 }
 
+/** Hide text that plotly made smaller than is readable to fit it into a bar. @param {Element} place */
+function hideSmallText(place) {
+  for (const text of place.querySelectorAll(".bartext")) {
+    const scale = /scale\(([\d.]+)\)/.exec(text.getAttribute("transform") ?? "");
+    text.style.display = scale && Number(scale[1]) < 0.75 ? "none" : "";
+  }
+}
+
 function render({ model, el }) {
   const ended = new AbortController();
   const { signal } = ended;
@@ -91,7 +99,8 @@ function render({ model, el }) {
     const { data = [], layout = {} } = unpack(drawn.figure);
     // What a reader zoomed into stays while lines grow; a range that the kernel changes wins.
     const shown = { uirevision: "kept", ...layout, width, autosize: false };
-    Plotly.react(place, data, shown, { ...model.get("_config"), responsive: false });
+    const config = { ...model.get("_config"), responsive: false };
+    Plotly.react(place, data, shown, config).then(() => hideSmallText(place));
     if (isFirst) reportClicks(place, el, model);
   }
   // One drawing a frame: the first at once, the last of many in the next frame.
@@ -132,7 +141,7 @@ function render({ model, el }) {
   };
 }
 
-export default {
+const chartWidget = {
   // Not awaited: anywidget gives up a model that takes two seconds, and JupyterLab then shows the one that was saved
   // with the notebook, which no kernel tells anything. Whoever renders says what went wrong.
   initialize: ({ model }) => void plotly(model).catch(() => {}),

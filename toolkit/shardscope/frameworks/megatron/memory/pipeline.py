@@ -5,7 +5,6 @@ Source: megatron/core/pipeline_parallel/schedules.py, core 0.16.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache, partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +19,7 @@ from shardscope.core.ops import (
     where,
 )
 from shardscope.frameworks.megatron.layout import count_pipeline_ends
+from shardscope.timing.pipeline import Schedule, iterate_passes
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -177,7 +177,8 @@ def _build_profile(arch: Architecture, pp: int, vpp: int, number: int, micro_bat
     head: list[InFlight] = []
     backward: list[InFlight] = []
     last: list[InFlight] = []
-    for is_forward, chunk in iterate_schedule(pp, vpp, number, micro_batches):
+    schedule: Schedule = "1f1b" if vpp == 1 else "interleaved"
+    for is_forward, chunk, _ in iterate_passes(schedule, pp, vpp, number, micro_batches):
         chunk_dense, chunk_moe = layers[chunk]
         if is_forward:
             micro_batches_in_flight[chunk] += 1
@@ -220,25 +221,6 @@ def _drop_dominated(steps: list[InFlight]) -> tuple[InFlight, ...]:
 
 def _dominates(one: InFlight, other: InFlight) -> bool:
     return one[2:] == other[2:] and one.dense >= other.dense and one.moe >= other.moe
-
-
-def iterate_schedule(pp: int, vpp: int, number: int, micro_batches: int) -> Iterator[tuple[bool, int]]:
-    """Yield (is forward, chunk) in the order of the schedule.
-
-    1F1B warms up with pp - 1 - stage micro-batches. The interleaved schedule warms up with
-    2 (pp - 1 - stage) + (vpp - 1) pp: pp micro-batches of one chunk, then pp of the next. Backward starts
-    with the last chunk (schedules.py, get_pp_rank_microbatches and get_schedule_table).
-    """
-    total = micro_batches * vpp
-    warm_up = pp - number - 1 if vpp == 1 else 2 * (pp - number - 1) + (vpp - 1) * pp
-    warm_up = min(warm_up, total)
-    chunks = [index % (pp * vpp) // pp for index in range(total)]
-    for index, chunk in enumerate(chunks):
-        yield True, chunk
-        if index >= warm_up:
-            yield False, vpp - 1 - chunks[index - warm_up]
-    for index in range(total - warm_up, total):
-        yield False, vpp - 1 - chunks[index]
 
 
 @lru_cache(maxsize=4096)

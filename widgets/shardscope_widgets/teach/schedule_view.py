@@ -1,0 +1,201 @@
+"""``ScheduleView``: a plan's pipeline schedule, block by block, with the memory of each stage."""
+
+from __future__ import annotations
+
+from html import escape
+
+import ipywidgets as widgets
+
+import shardscope as ss
+from shardscope.core.number_format import format_gib
+from shardscope.memory.report import COMPONENTS
+from shardscope.prediction.schedule import SIMULATED, PipelineSchedule, compute_schedule
+from shardscope.timing.pipeline import NAMES, Schedule, find_schedule
+from shardscope.timing.report import format_seconds
+from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.theme import BLOCK_COLOURS, COMPONENT_COLOURS
+from shardscope_widgets.teach.schedule_figure import create_schedule_figure, draw_schedule, mix_with_white
+from shardscope_widgets.teach.teaching_view import TeachingView, render_key, write_heading
+
+NOTES = {
+    "forward": "The number is the micro-batch",
+    "backward": "With recomputation, if the plan has any",
+    "send": "The stage waits for a transfer from or to its neighbour",
+    "communication": "Collectives that overlap with no arithmetic",
+    "bubble": "The stage waits for others",
+    "update": "All-gathers and reductions of the training state that overlap with nothing, and the optimizer",
+}
+
+
+class ScheduleView(TeachingView):
+    """A plan's pipeline schedule over time, step by step, and the memory of each stage at that moment.
+
+    ``schedule`` shows the same stages under another one, for comparison: ``"gpipe"``, ``"1f1b"`` or
+    ``"interleaved"``. A plan without a pipeline shows its micro-batches one after another. The arrow
+    keys, Home, End and the space bar walk through it.
+    """
+
+    title = "Pipeline schedule"
+
+    def __init__(self, plan: ss.Plan | None = None, *, schedule: Schedule | None = None) -> None:
+        self.shown: PipelineSchedule | None = None
+        self.heading = controls.create_html()
+        self.choice = controls.create_segments([("", None)], "Schedule")
+        # Its own layout: it is hidden for a plan without a pipeline.
+        self.choice.layout = widgets.Layout(width="auto")
+        self.choice.observe(self._choose, "value")
+        self.figure = create_schedule_figure()
+        self.key = controls.create_html()
+        self.table = controls.create_html()
+        super().__init__(self.heading, self.choice, self.figure, self.key, self.table)
+        if plan is not None:
+            self.show(plan, schedule=schedule)
+
+    @property
+    def step(self) -> int:
+        """Index of the shown step; set it to go to another."""
+        return int(self.figure.step)
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.figure.step = step
+
+    def show(self, plan: ss.Plan, *, schedule: Schedule | None = None) -> None:
+        """Draw another plan, under its own schedule or under ``schedule``.
+
+        Raises ``ValueError`` for a schedule that the plan's stages cannot run.
+        """
+        if schedule is not None:
+            compute_schedule(plan, schedule)
+        self.plan = plan
+        own = find_schedule(plan)
+        options = [(NAMES[name], name) for name in _list_schedules(plan)]
+        self.choice.unobserve(self._choose, "value")
+        self.choice.options = options or [("", None)]
+        self.choice.value = schedule or own
+        self.choice.observe(self._choose, "value")
+        self.choice.tooltips = [
+            f"{label}: {'of the plan' if name == own else 'for comparison'}" for label, name in options
+        ]
+        self.choice.layout.display = "" if len(options) > 1 else "none"
+        self._draw()
+
+    def _choose(self, change: object) -> None:
+        if self.plan is not None:
+            self._draw()
+
+    def _draw(self) -> None:
+        assert self.plan is not None
+        try:
+            self.shown = compute_schedule(self.plan, self.choice.value)
+        except ValueError as error:  # A figure of the GPU that nobody published.
+            self.shown = None
+            self.heading.value = write_heading(self.plan, [f"The schedule cannot be drawn: {error}"])
+            self.key.value = self.table.value = ""
+            self.figure.draw_steps([{} for _ in self.figure.data], {"height": 10}, [])
+            return
+        self.heading.value = write_heading(self.plan, _write_sentences(self.shown))
+        draw_schedule(self.figure, self.shown)
+        self.key.value = _render_key(self.shown)
+        self.table.value = _render_table(self.shown)
+
+
+def _list_schedules(plan: ss.Plan) -> list[Schedule]:
+    """Return the schedules that the plan's stages can run."""
+    names: list[Schedule] = []
+    for name in SIMULATED if find_schedule(plan) else ():
+        try:
+            compute_schedule(plan, name)
+        except ValueError:
+            continue
+        names.append(name)
+    return names
+
+
+def _write_sentences(shown: PipelineSchedule) -> list[str]:
+    plan, micro_batches = shown.plan, shown.num_micro_batches
+    if shown.schedule is None:
+        return [
+            f"No pipeline (pp = 1): a rank runs all layers, {micro_batches:,} micro-batches one after "
+            "another, without bubbles and without transfers between stages.",
+            f"A step takes {format_seconds(shown.seconds)}.",
+        ]
+    name, number = NAMES[shown.schedule], format(micro_batches, ",")
+    chunks = f" in {shown.num_chunks} chunks each" if shown.num_chunks > 1 else ""
+    sentences = [
+        f"{name[0].upper()}{name[1:]} on {shown.num_stages} stages{chunks}, {number} micro-batches: "
+        f"a step of {format_seconds(shown.seconds)}, of which stage {shown.slowest_stage}, the slowest, "
+        f"waits {format_seconds(shown.bubble_seconds)}.",
+        _write_formula(shown),
+    ]
+    if shown.schedule != find_schedule(plan):
+        sentences.append("For comparison only: the plan runs another schedule, with the same stages.")
+    return sentences
+
+
+def _write_formula(shown: PipelineSchedule) -> str:
+    """Return the closed formula of the bubble of equal stages, beside this plan's."""
+    pp, vpp, number = shown.num_stages, shown.num_chunks, shown.num_micro_batches
+    formula, values = "(pp − 1) / micro-batches", f"{pp - 1} / {number}"
+    if vpp > 1:
+        formula, values = "(pp − 1) / (chunks × micro-batches)", f"{pp - 1} / ({vpp} × {number})"
+    share = 100 * (pp - 1) / (vpp * number)
+    passes = sum(
+        block.seconds
+        for block in shown.get_stage(shown.slowest_stage)
+        if block.kind in ("forward", "backward", "send")
+    )
+    own = 100 * shown.bubble_seconds / passes
+    here = "" if abs(own - share) < 0.5 else f"; here it is {own:.0f} %, because stages are not equal"
+    return (
+        f"Of equal stages, the bubble is {formula} = {values} = {share:.0f} % of a stage's passes "
+        f"(Narayanan et al. 2021, section 2.2){here}."
+    )
+
+
+def _render_key(shown: PipelineSchedule) -> str:
+    kinds = [kind for kind in NOTES if any(block.kind == kind for block in shown.blocks)]
+    entries = []
+    for kind in kinds:
+        colour = BLOCK_COLOURS[kind]
+        background = (
+            f"repeating-linear-gradient(135deg,{colour} 0 2px,transparent 2px 5px)"
+            if kind == "bubble"
+            else colour
+        )
+        if shown.num_chunks > 1 and kind in ("forward", "backward"):
+            background = f"linear-gradient(90deg,{mix_with_white(colour, 0.6)},{colour})"
+        entries.append((background, kind, NOTES[kind]))
+    if shown.num_chunks > 1:
+        entries.append(("none", "pale: the first chunk", ""))
+    sizes = [
+        stage.at(phase).components
+        for stage in shown.plan.memory().by_stage
+        for phase in ("backward", "optimizer")
+    ]
+    memory = [
+        (COMPONENT_COLOURS[name], name.replace("_", " "), "")
+        for name in COMPONENTS
+        if any(parts[name] for parts in sizes)
+    ]
+    return render_key(entries) + render_key(memory)
+
+
+def _render_table(shown: PipelineSchedule) -> str:
+    if shown.num_stages == 1:
+        return ""
+    stages = shown.plan.memory().by_stage
+    rows = "".join(
+        f"<tr><th scope='row'>{stage}</th><td>{stages[stage].num_layers}</td>"
+        f"<td>{format_seconds(sum(b.seconds for b in shown.get_stage(stage) if b.kind == 'bubble'))}</td>"
+        f"<td>{shown.most_in_flight[stage]}</td><td>{format_gib(stages[stage].peak_bytes)} GiB</td></tr>"
+        for stage in range(shown.num_stages)
+    )
+    held = "chunks" if shown.num_chunks > 1 else "micro-batches"
+    own = shown.schedule == find_schedule(shown.plan)
+    note = "" if own else ", under the plan's own schedule"
+    return (
+        f"<table class='ss-table'><thead><tr><th scope='col'>stage</th><th scope='col'>layers</th>"
+        f"<th scope='col'>waits</th><th scope='col'>most {held} in flight</th>"
+        f"<th scope='col'>peak memory{escape(note)}</th></tr></thead><tbody>{rows}</tbody></table>"
+    )

@@ -1,0 +1,52 @@
+"""The base class of figures that teach: a plan, a heading, and a page of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+
+import ipywidgets as widgets
+
+import shardscope as ss
+from shardscope_widgets.kit.display_names import describe_plan, format_name
+from shardscope_widgets.kit.saved_page import write_page
+from shardscope_widgets.kit.sheet import Sheet
+from shardscope_widgets.kit.view import View
+
+
+class TeachingView(View):
+    """A figure of a plan that is drawn in place when :meth:`show` receives another plan."""
+
+    title = ""
+
+    def __init__(self, *parts: widgets.Widget) -> None:
+        self.plan: ss.Plan | None = None
+        super().__init__([Sheet("memory", "teach"), *parts])
+        for name in ("ss-root", "ss-view", "ss-teach"):
+            self.add_class(name)
+
+    def show(self, plan: ss.Plan) -> None:
+        """Draw another plan."""
+        raise NotImplementedError
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write the figure as one page that works from disk, without a kernel or network; return its path."""
+        name = format_name(self.plan.architecture.name) if self.plan else ""
+        return write_page(self, path, f"{self.title}: {name}" if name else self.title)
+
+
+def write_heading(plan: ss.Plan, sentences: Iterable[str]) -> str:
+    """Return the plan in a sentence, and what the figure shows of it."""
+    return f"<p>{describe_plan(plan)}</p>" + "".join(f"<p>{escape(one)}</p>" for one in sentences)
+
+
+def render_key(entries: Iterable[tuple[str, str, str]]) -> str:
+    """Return a legend of (CSS background, name, note)."""
+    rows = "".join(
+        f"<span title='{escape(note, quote=True)}'><i class='ss-swatch' style='background:{background}'></i>"
+        f"{escape(name)}</span>"
+        for background, name, note in entries
+    )
+    return f"<div class='ss-key'>{rows}</div>"
