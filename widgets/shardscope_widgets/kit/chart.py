@@ -93,6 +93,11 @@ class Chart(go.FigureWidget):
         help="Properties as redraw last set them: the layout's, then each trace's."
     )
 
+    @property
+    def words(self) -> str:
+        """What is said below its saved picture; empty without."""
+        return ""
+
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._listeners: list[ClickListener] = []
         super().__init__(*args, **kwargs)

@@ -17,7 +17,6 @@ import ipywidgets as widgets
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.chart_svg import DEFAULT_HEIGHT
 from shardscope_widgets.kit.clickable import Clickable
-from shardscope_widgets.kit.stepped_chart import SteppedChart
 from shardscope_widgets.run.log_pane import LogPane
 
 TEXT_WIDGETS = (widgets.HTML, Clickable, LogPane)
@@ -85,7 +84,7 @@ def _render_parts(view: widgets.Widget) -> Iterator[str]:
             except Exception:  # Keep the view's text and table whatever its chart contains.
                 svg = ""
             yield _render_chart(svg, widget.layout.height) if svg else ""
-            if isinstance(widget, SteppedChart) and widget.words:
+            if widget.words:
                 yield f"<p>{escape(widget.words)}</p>"
         elif isinstance(widget, LogPane):
             yield _render_end_of_log(widget.value)

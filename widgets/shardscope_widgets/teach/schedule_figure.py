@@ -12,8 +12,8 @@ from shardscope.memory.report import COMPONENTS
 from shardscope.prediction.schedule import Block, BlockKind, PipelineSchedule
 from shardscope.timing.report import format_seconds
 from shardscope_widgets.kit.numbers import Scale, Unit, format_three_digits
-from shardscope_widgets.kit.stepped_chart import Frame, SteppedChart
 from shardscope_widgets.kit.theme import BLOCK_COLOURS, COMPONENT_COLOURS, COMPONENT_PATTERNS, FONT
+from shardscope_widgets.teach.stepped_chart import Frame, SteppedChart
 
 KINDS: tuple[BlockKind, ...] = ("bubble", "forward", "backward", "send", "communication", "update")
 DONE = {

@@ -11,9 +11,9 @@ import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope_widgets.kit.display_names import describe_plan, format_name
-from shardscope_widgets.kit.saved_page import write_page
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
+from shardscope_widgets.teach.saved_page import write_page
 
 
 class TeachingView(View):
