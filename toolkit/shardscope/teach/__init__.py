@@ -4,9 +4,8 @@
 """
 
 from shardscope.teach.attempts import leaderboard, progress
-from shardscope.teach.cells import needs
 from shardscope.teach.checking import check
-from shardscope.teach.feedback import Feedback
+from shardscope.teach.feedback import Feedback, needs
 from shardscope.teach.layout_puzzles import Puzzle, puzzles
 
 __all__ = ["Feedback", "Puzzle", "check", "leaderboard", "needs", "progress", "puzzles"]
