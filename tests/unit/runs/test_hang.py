@@ -111,7 +111,7 @@ def test_fault_05_a_hang_is_reported_once_and_cleared(folder: RunFolder, ranks: 
 def test_hanging_ranks_get_a_shorter_checkpoint_deadline(folder: RunFolder) -> None:
     supervisor, now = Supervisor(folder, None), time.monotonic()
     supervisor.checks._hang.hangs = True
-    supervisor._stop("run.stop(checkpoint=True) was called", None, checkpoint=True)
+    supervisor._stop("run.stop(checkpoint=True) was called", checkpoint=True)
     assert supervisor.phase == "checkpoint" and now + 119 < supervisor.deadline < now + 130
     assert "120 s" in read_lines(folder.status)[-1]["reason"]
     # And those that are found to hang only while the stop waits, until steps are logged again.
