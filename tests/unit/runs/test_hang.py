@@ -117,7 +117,7 @@ def test_hanging_ranks_get_a_shorter_checkpoint_deadline(folder: RunFolder) -> N
     # And those that are found to hang only while the stop waits, until steps are logged again.
     waiting = Supervisor(folder, None)
     waiting.ranks_are_up = True
-    waiting._stop("run.stop(checkpoint=True) was called", None, checkpoint=True)
+    waiting._stop("run.stop(checkpoint=True) was called", checkpoint=True)
     assert waiting.deadline > now + 599
     for hangs, words, least in ((True, "no step for 61 s", 120), (False, "steps are logged again", 599)):
         waiting.checks._hang.hangs = hangs
