@@ -47,3 +47,6 @@ def slurm(cluster: TwoNodeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+        # The next test shall not wait for what a failed one has left.
+        for job in cluster.list_jobs():
+            cluster.run("scancel", job.split()[0])

@@ -69,9 +69,15 @@ def train_until_stopped(ctx: object) -> None:
     (ctx.folder / f"saved-{ctx.rank}").write_text("saved")
 
 
+def wait_until_running(run: Run) -> None:
+    """Wait until both ranks have logged, and for the status, which follows them."""
+    wait_for(lambda: {record["rank"] for record in run.metrics()} == {0, 1} or run.status in FINAL)
+    wait_for(lambda: run.status not in ("queued", "starting"), 60)
+    assert run.status == "running", (run.status, run.reason, run.error)
+
+
 def launch_endless(slurm: TwoNodeSlurm, folder: Path) -> Run:
     """Launch a run that both nodes have begun."""
     run = ss.launch(make_plan("2x1xcpu"), train_until_stopped, folder=folder, on=ss.Slurm())
-    wait_for(lambda: {record["rank"] for record in run.metrics()} == {0, 1} or run.status in FINAL)
-    assert run.status == "running", (run.status, run.reason, run.error)
+    wait_until_running(run)
     return run

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.cluster.runs import wait_until_running
 from tests.cluster.test_two_nodes import (
     FRAMEWORKS,
     STEPS,
@@ -69,13 +70,6 @@ def find_pullers(run: Run) -> list[psutil.Process]:
         if "shardscope.runs.backends.ray.puller" in (process.info["cmdline"] or ())
         and str(run.folder) in process.info["cmdline"]
     ]
-
-
-def wait_until_running(run: Run) -> None:
-    """Wait until records of both ranks have arrived, and the status, which follows them."""
-    wait_for(lambda: {record["rank"] for record in run.metrics()} == {0, 1} or run.status in FINAL)
-    wait_for(lambda: run.status not in ("queued", "starting"), 30)
-    assert run.status == "running", (run.status, run.reason, run.error)
 
 
 def kill_puller(run: Run) -> None:

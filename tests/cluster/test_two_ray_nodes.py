@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.cluster.conftest import SECONDS_PER_TEST
+from tests.cluster.runs import wait_until_running
 from tests.cluster.test_two_nodes import (
     CASES,
     FRAMEWORKS,
@@ -76,8 +77,7 @@ def ray(cluster: TwoNodeRay, bounded: None) -> Iterator[TwoNodeRay]:
 def launch_endless(ray: TwoNodeRay, folder: Path) -> Run:
     """Launch a run that both nodes have begun."""
     run = ss.launch(make_plan("2x1xcpu"), train_until_stopped, folder=folder, on=ss.Ray(address=ray.address))
-    wait_for(lambda: {record["rank"] for record in run.metrics()} == {0, 1} or run.status in FINAL)
-    assert run.status == "running", (run.status, run.reason, run.error)
+    wait_until_running(run)
     return run
 
 
@@ -135,8 +135,7 @@ def test_stop_with_checkpoint_after_the_kernel_was_killed(ray: TwoNodeRay, tmp_p
     done = subprocess.run([sys.executable, "-c", code], check=False, timeout=240)
     assert done.returncode == -signal.SIGKILL
     run = ss.Run.attach(tmp_path / "run")
-    wait_for(lambda: {record["rank"] for record in run.metrics()} == {0, 1} or run.status in FINAL)
-    assert run.status == "running", (run.status, run.reason, run.error)
+    wait_until_running(run)
     run.stop(checkpoint=True)
     assert run.wait(60) == "stopped", (run.status, run.reason)
     # Both ranks left after the same step, and saved.
