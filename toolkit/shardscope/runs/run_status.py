@@ -160,7 +160,8 @@ class RunStatus:
         """
         since = self._last_transition.get("time")
         age = time.time() - since if is_number(since) else math.inf
-        is_ours = (read_json(self._folder.run_json) or {}).get("machine") == identify_machine()
+        machine = (read_json(self._folder.run_json) or {}).get("machine")
+        is_ours = machine is None or machine == identify_machine()
         return age if is_ours or age > MAX_SKEW_SECONDS else time.monotonic() - self._seen
 
     def _has_lost_heartbeat(self) -> bool:
