@@ -158,6 +158,13 @@ def test_a_quantized_base_is_packed_on_fake_tensors(framework: str, recipe: dict
     assert type(packed) is torch.Tensor
 
 
+@thorough()
+def test_a_quantized_base_that_is_built_on_the_meta_device_is_rehearsed() -> None:
+    plan = Plan(Architecture.of_size("350m"), EIGHT, ss.Recipe(method="qlora", seq_len=128), ss.Layout.ddp())
+    peak = rehearse_stage(plan).peak.num_bytes
+    assert peak == pytest.approx(sum(plan.memory().components[name] for name in TENSOR_COMPONENTS), rel=0.02)
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_offloaded_activations_are_in_host_memory_until_backward(framework: str) -> None:
     layout = getattr(ss.Layout, framework)()

@@ -100,12 +100,18 @@ class _MetaInitializer:
 
     def initialize_rest(self, model: torch.nn.Module) -> None:
         """Initialize all other parameters and the stored buffers."""
+        made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         for name, parameter in model.named_parameters():
             if parameter.is_meta:
                 into = torch.empty(parameter.shape, dtype=parameter.dtype)
                 self._write_values(name, into)
-                # Keep the same object: a tied weight belongs to two modules.
-                torch.utils.swap_tensors(parameter, torch.nn.Parameter(into, parameter.requires_grad))
+                made[parameter] = torch.nn.Parameter(into, parameter.requires_grad)
+        # A tied weight belongs to two modules, which get the same object. Not swap_tensors: it fails on fake
+        # tensors, which have weak references.
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter in made:
+                    setattr(module, name, made[parameter])
         fill_buffers(model, self._weights)
 
     def _write_values(self, name: str, into: torch.Tensor) -> None:
