@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -23,8 +21,18 @@ class MemoryLimit(NamedTuple):
 
 def get_host_memory_bytes(membership: Path = Path("/proc/self/cgroup"), root: Path = CGROUP_ROOT) -> int:
     """Return the bytes of memory that this process may use: the host's, or the lowest cgroup limit."""
-    total, limit = int(psutil.virtual_memory().total), find_memory_limit(membership, root)
+    total, limit = _read_total_memory(), find_memory_limit(membership, root)
     return total if limit is None else min(total, limit.num_bytes)
+
+
+def _read_total_memory() -> int:
+    try:
+        import psutil
+    except ImportError:  # Pyodide has no psutil, for it has no processes.
+        if not hasattr(os, "sysconf"):
+            raise ValueError("The memory of this machine is not known: pip install psutil.") from None
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.virtual_memory().total)
 
 
 def find_memory_limit(

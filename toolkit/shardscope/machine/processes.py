@@ -20,6 +20,20 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 
+_SYSTEM_NAMES = {"darwin": "macOS", "win32": "Windows", "emscripten": "Pyodide"}
+
+
+def explain_missing_linux(task: str) -> str | None:
+    """Return why ``task`` ("Launching") is not possible on this system; None on Linux, where it is."""
+    if sys.platform == "linux":
+        return None
+    system = _SYSTEM_NAMES.get(sys.platform, sys.platform)
+    return (
+        f"{task} needs Linux, for it forks processes that end with their parent; this is {system}. Use WSL 2 "
+        "on Windows, a Linux machine, or Binder. Planning, views, traces and saved runs work here."
+    )
+
+
 def read_start_time(pid: int) -> float | None:
     """Return the start time of process ``pid``, or None if it has ended or is a zombie.
 

@@ -16,6 +16,8 @@ from typing import BinaryIO
 # Windows has none of these flags, and no named pipes in folders. Runs are read there, but not launched.
 _NEVER_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
+READ_FLAGS = os.O_RDONLY | _NEVER_WAIT | _BINARY
+"""Flags to open a file for reading that may be anything: links are not followed, pipes not waited for."""
 _KINDS = (
     (stat.S_ISLNK, "a symbolic link"),
     (stat.S_ISDIR, "a folder"),
@@ -55,7 +57,7 @@ def open_descriptor(path: Path, flags: int) -> int:
 
 def open_to_read(path: Path) -> BinaryIO:
     """Open ``path`` for reading. Raises as :func:`open_descriptor`."""
-    return os.fdopen(open_descriptor(path, os.O_RDONLY), "rb")
+    return os.fdopen(open_descriptor(path, READ_FLAGS), "rb")
 
 
 def open_to_change(path: Path) -> BinaryIO:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from shardscope.records.folder import RunFolder
+from shardscope.records.regular_files import READ_FLAGS
 
 MAX_JSON_BYTES = 2 * 1024**3
 """Largest JSON after decompression. It is never in memory as a whole."""
@@ -70,7 +71,7 @@ def open_trace_file(path: Path) -> BinaryIO:
         refuse_file(path, "is a symbolic link", f"load the file that it points to, {_resolve_link(path)}")
     try:
         # Without O_NONBLOCK, opening a FIFO waits for a writer that may never come.
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        handle = os.open(path, READ_FLAGS)
     except FileNotFoundError:
         refuse_file(path, "does not exist", f"check the path; the current folder is {Path.cwd()}")
     except OSError as error:

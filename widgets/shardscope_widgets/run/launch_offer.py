@@ -6,13 +6,12 @@ import importlib.util
 import itertools
 from dataclasses import dataclass, replace
 
-import psutil
-
 import shardscope as ss
 from shardscope.core.cluster import name_device
 from shardscope.core.number_format import format_gib
 from shardscope.core.recipe import Precision
 from shardscope.frameworks.registry import check_trained, why_not_trained
+from shardscope.machine.processes import explain_missing_linux
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.cpu_trial import build_cpu_trial
 from shardscope.planner.memory_needs import find_shortages
@@ -64,6 +63,9 @@ def build_offer(
     if task.form is not None and task.missing:
         return LaunchOffer(label=task.verb, note=task.missing)
     label = f"{task.verb} on {count_devices(plan.cluster)}"
+    reason = explain_missing_linux("Launching")
+    if reason is not None:
+        return LaunchOffer(label=label, note=reason)
     # Looked up, not imported: torch takes seconds to import, and planning needs none of these.
     missing = [
         module for module in ("torch", "accelerate", "transformers") if not importlib.util.find_spec(module)
@@ -195,6 +197,8 @@ def _change_to_cpu(plan: ss.Plan, layout: ss.Layout, precision: Precision) -> ss
 
 
 def _fits_free_memory(plan: ss.Plan) -> bool:
+    import psutil  # Training has it; Pyodide, which only plans, does not.
+
     return plan.world_size * plan.memory().peak_bytes < psutil.virtual_memory().available
 
 

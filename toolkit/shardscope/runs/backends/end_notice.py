@@ -20,7 +20,8 @@ from shardscope.runs.backends.slurm_job import (
     read_kill_wait,
 )
 
-SLURM_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+# Windows has no SIGUSR2: runs are read there, but not launched.
+SLURM_SIGNALS = (signal.SIGTERM, getattr(signal, "SIGUSR2", signal.SIGTERM))
 KILL_WAIT_SECONDS = 30.0
 """Slurm's default of KillWait."""
 MARGIN_SECONDS = 5.0

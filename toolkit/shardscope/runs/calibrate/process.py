@@ -19,6 +19,7 @@ from typing import IO
 from shardscope.core.cluster import Cluster
 from shardscope.core.errors import check_number, refuse
 from shardscope.machine.host import count_cores
+from shardscope.machine.processes import explain_missing_linux
 from shardscope.records.private_file import open_private_file
 from shardscope.runs.calibrate.rank import Settings
 from shardscope.runs.launch.environment import build_launcher_environment
@@ -104,13 +105,14 @@ def calibrate(
 
 
 def _check_extra() -> None:
+    reason = explain_missing_linux("Calibrating")
+    if reason is not None:
+        raise ValueError(reason)
     missing = [module for module in NEEDED if importlib.util.find_spec(module) is None]
     if missing:
         raise ImportError(
             f'Calibrating needs {", ".join(missing)}: pip install "shardscope[train]". Planning does not.'
         )
-    if not hasattr(os, "fork"):
-        raise ValueError("Calibrating needs Linux, macOS or WSL 2, as launching does.")
 
 
 def _check_cluster(cluster: Cluster | None) -> Cluster:

@@ -34,11 +34,14 @@ PEER_LOST_TEXTS = (
 )
 """Parts of error messages (in lower case) of gloo, NCCL and TCPStore for a peer that is gone."""
 
+SIGHUP, SIGABRT, SIGBUS, SIGKILL, SIGSEGV, SIGTERM = 1, 6, 7, 9, 11, 15
+"""Linux's numbers, whose ranks end so. Other systems, which read the run, lack some or have other numbers."""
+
 SIGNAL_WORDS = {
-    signal.SIGKILL: "was killed by SIGKILL",
-    signal.SIGSEGV: "crashed with SIGSEGV (segmentation fault); the end of its log shows where",
-    signal.SIGBUS: "crashed with SIGBUS, most likely because /dev/shm is full",
-    signal.SIGABRT: "aborted with SIGABRT; the end of its log says why",
+    SIGKILL: "was killed by SIGKILL",
+    SIGSEGV: "crashed with SIGSEGV (segmentation fault); the end of its log shows where",
+    SIGBUS: "crashed with SIGBUS, most likely because /dev/shm is full",
+    SIGABRT: "aborted with SIGABRT; the end of its log says why",
 }
 
 TRACEBACK_FRAME = re.compile(r'^  File ".*", line \d+, in .*$', re.MULTILINE)
@@ -99,11 +102,12 @@ def describe_exit(code: int | None, *, on_full_disk: bool = False) -> str:
         return "ended before its task returned; its exit code is not known"
     if code >= 0:
         return f"exited with code {code} before its task returned (os._exit or a native library)"
+    if -code in SIGNAL_WORDS:
+        return SIGNAL_WORDS[-code]
     try:
-        number = signal.Signals(-code)
+        return f"was ended by {signal.Signals(-code).name}"
     except ValueError:
         return f"was ended by signal {-code}"
-    return SIGNAL_WORDS.get(number, f"was ended by {number.name}")
 
 
 def describe_late_exit(code: int | None) -> str:
@@ -139,7 +143,7 @@ def find_last_raised(log: str, code: int | None) -> str:
 
     Only the last one counts: errors before it were handled.
     """
-    if code == -signal.SIGABRT:  # std::terminate prints the exception's type and message in two lines.
+    if code == -SIGABRT:  # std::terminate prints the exception's type and message in two lines.
         _, marker, message = log.rpartition("terminate called after throwing an instance of ")
         return " ".join(line.strip() for line in message.splitlines()[:2]) if marker else ""
     # Another signal: whatever exception the log contains, it was handled.
@@ -219,7 +223,7 @@ def _read_death(folder: RunFolder, record: _RankExit) -> Failure | None:
         raised=find_last_raised(log, code),
         # torch elastic ends the other ranks with SIGTERM, a supervisor on a scheduler's node with SIGHUP;
         # nothing else sends these to a rank.
-        is_consequence=code in (-signal.SIGTERM, -signal.SIGHUP),
+        is_consequence=code in (-SIGTERM, -SIGHUP),
         is_unexplained=code is None,
     )
 

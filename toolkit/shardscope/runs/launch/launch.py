@@ -26,7 +26,7 @@ from shardscope.core.errors import Value, check_flag, check_integer, refuse
 from shardscope.frameworks.registry import check_trained
 from shardscope.machine.detection import read_gpu_states, select_visible_devices
 from shardscope.machine.host import count_cores
-from shardscope.machine.processes import identify_machine, read_start_time
+from shardscope.machine.processes import explain_missing_linux, identify_machine, read_start_time
 from shardscope.records.folder import FINAL, NODES, RAY, RunFolder, checked_path, explain_write_error
 from shardscope.records.json_files import write_json
 from shardscope.records.regular_files import open_to_append
@@ -476,14 +476,13 @@ def _read_num_steps(task: object) -> int | None:
 
 
 def _check_extra() -> None:
+    reason = explain_missing_linux("Launching")
+    if reason is not None:
+        raise ValueError(reason)
     missing = [module for module in NEEDED if importlib.util.find_spec(module) is None]
     if missing:
         raise ImportError(
             f'Launching needs {", ".join(missing)}: pip install "shardscope[train]". Planning works without.'
-        )
-    if not hasattr(os, "fork"):
-        raise ValueError(
-            "Launching forks ranks, which this system does not support; use Linux, macOS or WSL 2."
         )
 
 

@@ -12,7 +12,8 @@ import re
 import signal
 from pathlib import Path
 
-STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
+# Windows has neither: runs are read there, but not launched.
+STACK_SIGNAL: int = getattr(signal, "SIGRTMIN", getattr(signal, "SIGUSR2", signal.SIGTERM))
 """SIGRTMIN where it exists, because Slurm and users' scripts use SIGUSR1 and SIGUSR2."""
 MAX_BYTES = 256 * 1024
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shardscope.timing.rates import Rates
 
 FOLDER_VARIABLE = "SHARDSCOPE_DATA_HOME"
+_CLOSE_ON_EXEC = getattr(os, "O_CLOEXEC", 0)  # Windows has no such flag.
 MAX_FILE_BYTES = 32 * 2**20
 """Maximum file size: more than is ever written."""
 MAX_CALIBRATIONS = 16
@@ -241,7 +242,7 @@ def check_writable(folder: str | os.PathLike[str] | None = None) -> None:
     with _raise_not_stored(place):
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         probe = place / f".probe.{os.getpid()}"
-        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | _CLOSE_ON_EXEC, 0o600))
         probe.unlink()
 
 
@@ -249,18 +250,19 @@ def check_writable(folder: str | os.PathLike[str] | None = None) -> None:
 def lock_file(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold the lock file of ``path``; it is released if the process ends.
 
-    Raises ``BlockingIOError`` without ``wait`` if it is held elsewhere.
+    Raises ``BlockingIOError`` without ``wait`` if it is held elsewhere. On Windows, which has no fcntl and
+    never calibrates, nothing is locked: of two writers the last one wins.
     """
-    # Not at module level: the planner runs on Windows, which has no fcntl.
-    import fcntl
-
     # A file of its own: writers replace the record, and a lock on the old file would not stop the next one.
     lock = path.with_name(f".{path.name}.lock")
     with _raise_not_stored(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | _CLOSE_ON_EXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        with contextlib.suppress(ModuleNotFoundError):
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield
     finally:
         os.close(descriptor)
@@ -333,7 +335,7 @@ def _write_record(path: Path, record: MachineRecord) -> None:
     # In the same folder, because a rename is atomic only within one file system.
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     with _raise_not_stored(path.parent):
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _CLOSE_ON_EXEC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(record.to_json())
         partial.replace(path)

@@ -12,6 +12,7 @@ import stat
 import tempfile
 from pathlib import Path
 
+from shardscope.records.regular_files import READ_FLAGS
 from shardscope.trace.loading.column_format import ColumnError, map_file, pack_rank, unpack_rank
 from shardscope.trace.loading.rank_columns import RankColumns
 
@@ -46,7 +47,7 @@ def read_rank_file(file: Path, path: Path) -> RankColumns | None:
     """Return the columns in ``file`` of the trace file ``path``, mapped into memory; None if unreadable."""
     try:
         # Do not follow a link, nor wait for a pipe or device, in the place of the file.
-        handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        handle = os.open(file, READ_FLAGS)
     except OSError:
         return None
     try:
