@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from studio_page import SCREENSHOTS, use_theme
 from tests.requirements import few, thorough
 
 import shardscope as ss
-from shardscope_widgets import ScheduleView
+from shardscope_widgets import RooflineView, ScheduleView, ShardingView
 
 PLAN = ss.Plan(
     ss.models["llama-3.1-8b"],
@@ -22,7 +23,20 @@ PLAN = ss.Plan(
     ss.Recipe(global_batch_size=16, recompute="selective"),
     ss.Layout.megatron(pp=4),
 )
-VIEWS: dict[str, Callable[[ss.Plan], Any]] = {"schedule": ScheduleView}
+FSDP2 = replace(PLAN, layout=ss.Layout.fsdp2())
+MANY = ss.Plan(
+    PLAN.architecture,
+    ss.Cluster.parse("8x8xh100-sxm-80gb"),
+    ss.Recipe(global_batch_size=64),
+    ss.Layout.megatron(tp=2, pp=2),
+)
+VIEWS: dict[str, Callable[[], Any]] = {
+    "schedule": lambda: ScheduleView(PLAN),
+    "sharding": lambda: ShardingView(FSDP2),
+    "sharding_of_many": lambda: ShardingView(MANY),
+    "sharding_zero_1": lambda: ShardingView(replace(PLAN, layout=ss.Layout.zero(1))),
+    "roofline": lambda: RooflineView(FSDP2),
+}
 IMPORTS = "import shardscope as ss\nfrom shardscope_widgets import ScheduleView"
 CELLS = (
     IMPORTS,
@@ -30,6 +44,8 @@ CELLS = (
     "ss.Recipe(global_batch_size=16, recompute='selective'), ss.Layout.megatron(pp=4))",
     "schedule = ScheduleView(plan)\nschedule",
 )
+NUM_STEPS = {"sharding": 3, "sharding_of_many": 1, "sharding_zero_1": 3, "roofline": 2}
+"""Steps that the screenshots go, if not six."""
 LOOKS = {
     "light_1024": ("light", 1024),
     "dark_1024": ("dark", 1024),
@@ -43,7 +59,7 @@ LOOKS = {
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A page of each view."""
     folder = tmp_path_factory.mktemp("pages")
-    return {name: make(PLAN).to_html(folder / f"{name}.html") for name, make in VIEWS.items()}
+    return {name: make().to_html(folder / f"{name}.html") for name, make in VIEWS.items()}
 
 
 @pytest.fixture
@@ -61,7 +77,7 @@ def open_page(browser: Any, path: Path, errors: list[str], scheme: str = "light"
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("requestfailed", lambda request: errors.append(request.url))
     page.goto(path.as_uri())
-    page.wait_for_selector(".js-plotly-plot .points path", state="attached")
+    page.wait_for_selector(".js-plotly-plot path.point, .js-plotly-plot .points path", state="attached")
     return page
 
 
@@ -94,13 +110,38 @@ def test_page_from_disk_is_walked_through_by_keys(
     page.context.close()
 
 
+def test_sharding_and_roofline_are_walked_through_by_keys(
+    browser: Any, pages: dict[str, Path], errors: list[str]
+) -> None:
+    page = open_page(browser, pages["sharding"], errors)
+    words, slider = page.locator(".ss-step-words"), page.get_by_role("slider", name="Step")
+    expect(words).to_contain_text("Each rank keeps 104")
+    slider.focus()
+    page.keyboard.press("ArrowRight")
+    expect(words).to_contain_text("all-gather of 416")
+    expect(page.locator(".annotation-text", has_text="all-gathered")).to_be_visible()
+    page.keyboard.press("End")
+    expect(words).to_contain_text("updates the weights")
+    expect(page.locator(".annotation-text", has_text="all-gathered")).to_have_count(0)
+    page.keyboard.press("Space")
+    expect(page.get_by_role("button", name="Pause")).to_be_visible()
+    page.context.close()
+    page = open_page(browser, pages["roofline"], errors)
+    words = page.locator(".ss-step-words")
+    expect(words).to_contain_text("1 × 4,096")
+    page.get_by_role("slider", name="Step").focus()
+    page.keyboard.press("ArrowRight")
+    expect(words).to_contain_text("2 × 4,096")
+    page.context.close()
+
+
 @pytest.mark.parametrize(("name", "look"), few([(n, look) for n in VIEWS for look in LOOKS], []))
 def test_pages_in_every_look(
     name: str, look: str, browser: Any, pages: dict[str, Path], errors: list[str]
 ) -> None:
     scheme, width = LOOKS[look]
     page = open_page(browser, pages[name], errors, scheme, width)
-    for _ in range(6):
+    for _ in range(NUM_STEPS.get(name, 6)):
         page.get_by_role("button", name="Next step").click()
     page.mouse.move(0, 0)
     assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off"

@@ -9,7 +9,9 @@ from shardscope_widgets.plans.advice_view import AdviceView
 from shardscope_widgets.plans.ranking_view import RankingView
 from shardscope_widgets.run.view import RunView
 from shardscope_widgets.studio import Studio
+from shardscope_widgets.teach.roofline_view import RooflineView
 from shardscope_widgets.teach.schedule_view import ScheduleView
+from shardscope_widgets.teach.sharding_view import ShardingView
 from shardscope_widgets.time.view import StepView
 from shardscope_widgets.trace import TraceView
 
@@ -19,8 +21,10 @@ __all__ = [
     "FinetuneView",
     "MemoryView",
     "RankingView",
+    "RooflineView",
     "RunView",
     "ScheduleView",
+    "ShardingView",
     "StepView",
     "Studio",
     "TraceView",

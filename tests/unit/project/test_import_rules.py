@@ -63,7 +63,7 @@ DESIGNED = {
 
 DESIGNED_WIDGETS = {
     *("Studio", "AdviceView", "ChatView", "FinetuneView", "MemoryView", "RankingView", "RunView"),
-    *("ScheduleView", "StepView", "TraceView"),
+    *("RooflineView", "ScheduleView", "ShardingView", "StepView", "TraceView"),
 }
 
 MAY_NAME_A_FRAMEWORK = {

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardscope.frameworks.defaults import FrameworkDefaults
     from shardscope.frameworks.search_grid import Grid
     from shardscope.memory.report import Term
+    from shardscope.memory.state.layer_sharding import StateSharding
     from shardscope.memory.state.stages import Stage, StageShape, StageShapes
     from shardscope.memory.state.training_state import TrainingState
     from shardscope.timing.traffic import TimingModel
@@ -46,6 +47,19 @@ class MemoryModel(Protocol):
 
     def compute_training_state(self, plan: Plan, stage: Stage) -> TrainingState:
         """Return the bytes of parameters, gradients, optimizer state and buffers on one rank of a stage."""
+
+
+class ShardingModel(Protocol):
+    """Interface of every framework's ``sharding.py``."""
+
+    def list_chunk_layers(self, plan: Plan) -> list[int]:
+        """Return the layers of each model chunk in the model's order: chunk c of stage s is c x pp + s."""
+
+    def shard_layer(self, plan: Plan, stage: Stage, layer: int) -> StateSharding:
+        """Return which parts of a layer's training state each data-parallel rank of ``stage`` holds.
+
+        ``layer`` is its position on the stage, where layers with routed experts are the last.
+        """
 
 
 class BuildingModel(Protocol):
@@ -91,6 +105,10 @@ class Framework:
     def memory_model(self) -> MemoryModel:
         """Return the framework's memory formulas."""
         return _import_module(self.name, "memory.training_state")
+
+    def sharding_model(self) -> ShardingModel:
+        """Return the framework's placement of a layer's training state."""
+        return _import_module(self.name, "sharding")
 
     def building_model(self) -> BuildingModel:
         """Return the formulas of host memory while ranks build the model."""

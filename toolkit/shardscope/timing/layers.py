@@ -176,7 +176,7 @@ class LayerWork:
         experts = self.arch.mixture_of_experts
         if moe and experts is not None:
             layer_seconds = layer_seconds + products.experts.seconds(
-                self.count_routed_tokens(), self._get_expert_rate()
+                self.count_routed_tokens(), self.get_expert_rate()
             )
         return layer_seconds
 
@@ -190,7 +190,7 @@ class LayerWork:
         tokens = self.tokens * self.expert_tp / self.plan.degrees.tp
         return tokens * experts.num_experts_per_tok * self.modules.expert_load
 
-    def _get_expert_rate(self) -> MatrixRate:
+    def get_expert_rate(self) -> MatrixRate:
         """Return the rate of grouped matmuls: in the recipe's precision with Megatron's kernels.
 
         Otherwise, autocast leaves them in the weights' fp32, and torchao's float8 converts Linears only.

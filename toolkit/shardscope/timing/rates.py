@@ -276,7 +276,7 @@ def check_links(cluster: Cluster, rates: Rates) -> None:
         )
 
 
-_MOVED_BYTES = {"fp8": 4 / 3, "bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4}
+MOVED_BYTES = {"fp8": 4 / 3, "bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4}
 """Bytes per element moved by a matmul, the mean of both operands and the output (bf16 for fp8)."""
 
 
@@ -296,7 +296,7 @@ def _build_matmul_rate(
         reached = min(reached, gpu.tdp_watts / fitted["joules_per_flop"] * peak / half_peak)
     # Chosen so that 2 x balance x moved / reached, the lower bound in ``MatrixRate.seconds``, is the time in
     # which memory moves these bytes.
-    balance = _MOVED_BYTES[precision] * reached / 2 / memory if memory else 0.0
+    balance = MOVED_BYTES[precision] * reached / 2 / memory if memory else 0.0
     return MatrixRate(reached, fitted["half_size"], peak, balance, fitted.get("slower_unaligned", 0.0))
 
 

@@ -107,3 +107,13 @@ class Scale(NamedTuple):
         value = seconds * self.factor
         digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
         return f"{value:,.{digits}f}"
+
+
+def format_size(num_bytes: float) -> str:
+    """Format bytes with three digits in the unit that suits them: ``416 MiB``, ``1.63 GiB``."""
+    if not num_bytes:
+        return "nothing"
+    name, size = ("MiB", 2**20) if num_bytes < 0.995 * 2**30 else ("GiB", 2**30)
+    if num_bytes < 2**20:
+        name, size = "KiB", 2**10
+    return f"{format_three_digits(num_bytes / size)}\N{NO-BREAK SPACE}{name}"

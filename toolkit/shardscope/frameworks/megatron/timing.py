@@ -12,6 +12,7 @@ from shardscope.timing.traffic import Collective, Overlap, OverlappedWith, State
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
+    from shardscope.frameworks.megatron.layout import MegatronLayout
     from shardscope.memory.state.stages import Stage
 
 SCHEDULES = {
@@ -50,9 +51,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
         ]
     transfers: list[Transfer] = []
     for weights, ranks, stride in groups:
-        buckets = 1
-        if layout.overlap_grad_reduce:
-            buckets = maximum(1, ceil_div(weights, maximum(BUCKET_WEIGHTS, 1_000_000 * replicas.dense)))
+        buckets = count_buckets(layout, weights, replicas.dense)
         shards: bool = layout.distributed_optimizer
         how: Collective = "reduce_scatter" if shards else "all_reduce"
         transfers.append(
@@ -68,6 +67,14 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     return StateTraffic(
         tuple(transfers), copied_for_gradients=added, updated=updated, main_copies=half < FP32
     )
+
+
+def count_buckets(layout: MegatronLayout, weights: int, ranks: int) -> int:
+    """Return the buckets of a gradient buffer: one, or several whose reduction overlaps with backward."""
+    if not layout.overlap_grad_reduce:
+        return 1
+    buckets: int = maximum(1, ceil_div(weights, maximum(BUCKET_WEIGHTS, 1_000_000 * ranks)))
+    return buckets
 
 
 def overlap(plan: Plan) -> Overlap:

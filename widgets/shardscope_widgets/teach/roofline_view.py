@@ -1,0 +1,291 @@
+"""``RooflineView``: the operators of one layer on the roofline of a plan's GPU, for growing micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+import ipywidgets as widgets
+
+import shardscope as ss
+from shardscope.prediction.roofline import LayerRoofline, change_batch, compute_roofline
+from shardscope.timing.operators import OperatorCost
+from shardscope.timing.report import format_seconds
+from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.display_names import format_name
+from shardscope_widgets.kit.numbers import format_size, format_three_digits
+from shardscope_widgets.kit.roofline import (
+    Roof,
+    RooflinePoint,
+    build_axes,
+    build_points,
+    build_roof,
+    build_style,
+    find_extent,
+)
+from shardscope_widgets.teach.stepped_chart import Frame, SteppedChart
+from shardscope_widgets.teach.teaching_view import TeachingView, write_heading
+
+HEIGHT = 320
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+SEQUENCES = (128, 512, 2048, 8192, 32_768, 131_072)
+KINDS = ("matmul", "expert matmul", "attention")
+NUM_ROOFS = 2
+"""Traces of roofs: 8-bit matmuls, and attention in half precision."""
+
+
+class RooflineView(TeachingView):
+    """The matmuls and the attention of one layer on the roofline of the plan's GPU.
+
+    The line is what the GPU attains at an intensity, in FLOP per byte; points are what ``plan.step()``
+    predicts for one micro-batch on one rank. Steps are micro-batch sizes, the buttons above the chart
+    sequence lengths. The arrow keys, Home, End and the space bar walk through the steps.
+
+    Williams et al. 2009 ("Roofline: an insightful visual performance model").
+    """
+
+    title = "Roofline"
+
+    def __init__(self, plan: ss.Plan | None = None) -> None:
+        self.shown: LayerRoofline | None = None
+        self.heading = controls.create_html()
+        self.choice = controls.create_segments([("", None)], "Sequence length")
+        # Its own layout: it is hidden where the model has one length only.
+        self.choice.layout = widgets.Layout(width="auto")
+        self.choice.observe(self._choose, "value")
+        self.figure = _create_figure()
+        self.table = controls.create_html()
+        self._by_step: list[LayerRoofline] = []
+        super().__init__(self.heading, self.choice, self.figure, self.table)
+        self.figure.observe(self._note_step, "step")
+        if plan is not None:
+            self.show(plan)
+
+    @property
+    def step(self) -> int:
+        """Index of the shown step; set it to go to another."""
+        return int(self.figure.step)
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.figure.step = step
+
+    def show(self, plan: ss.Plan) -> None:
+        """Draw another plan, at its own micro-batch and sequence length."""
+        self.plan = plan
+        lengths = [
+            length for length in sorted({*SEQUENCES, plan.recipe.seq_len}) if _has_length(plan, length)
+        ]
+        self.choice.unobserve(self._choose, "value")
+        self.choice.options = [(f"{length:,} tokens", length) for length in lengths] or [("", None)]
+        self.choice.value = plan.recipe.seq_len if lengths else None
+        self.choice.observe(self._choose, "value")
+        own = plan.recipe.seq_len
+        self.choice.tooltips = [
+            f"Sequences of {length:,} tokens: {'of the plan' if length == own else 'for comparison'}"
+            for length in lengths
+        ]
+        self.choice.layout.display = "" if len(lengths) > 1 else "none"
+        self._draw(plan.recipe.micro_batch_size)
+
+    def _choose(self, change: object) -> None:
+        if self.plan is not None and self._by_step:
+            self._draw(self._by_step[self.step].plan.recipe.micro_batch_size)
+
+    def _draw(self, micro_batch_size: int) -> None:
+        """Draw the plan at the chosen length, at the step of this micro-batch size."""
+        assert self.plan is not None
+        plan = self.plan
+        try:
+            by_step = _list_rooflines(plan, self.choice.value or plan.recipe.seq_len)
+        except ValueError as error:  # A figure of the GPU that nobody published.
+            self.shown, self._by_step = None, []
+            self.heading.value = write_heading(plan, [f"The roofline cannot be drawn: {error}"])
+            self.table.value = ""
+            self.figure.draw_steps([{} for _ in self.figure.data], {"height": 10, "showlegend": False}, [])
+            return
+        self._by_step = by_step
+        sizes = [one.plan.recipe.micro_batch_size for one in by_step]
+        step = sizes.index(micro_batch_size) if micro_batch_size in sizes else 0
+        _draw_steps(self.figure, by_step, step)
+        self.heading.value = write_heading(plan, _write_sentences(by_step[0]))
+        self._note_step(None)
+
+    def _note_step(self, _: object) -> None:
+        if self._by_step:
+            self.shown = self._by_step[self.step]
+            self.table.value = _render_table(self.shown)
+
+
+def _has_length(plan: ss.Plan, length: int) -> bool:
+    try:
+        change_batch(plan, plan.recipe.micro_batch_size, length)
+    except ValueError:
+        return False
+    return True
+
+
+def _list_rooflines(plan: ss.Plan, length: int) -> list[LayerRoofline]:
+    """Return the plan with each micro-batch size that it can have; its own raises what is unknown."""
+    own = plan.recipe.micro_batch_size
+    rooflines = []
+    for size in sorted({*MICRO_BATCHES, own}):
+        try:
+            changed = change_batch(plan, size, length)
+        except ValueError:
+            continue
+        rooflines.append(compute_roofline(changed))
+    return rooflines or [compute_roofline(plan)]
+
+
+def _create_figure() -> SteppedChart:
+    axis = {"fixedrange": True, "zeroline": False}
+    figure = SteppedChart(
+        [{"type": "scatter", "mode": "lines"} for _ in range(NUM_ROOFS)]
+        + [{"type": "scatter", "mode": "markers", "name": kind} for kind in KINDS],
+        layout={**build_style(HEIGHT), "xaxis": axis, "yaxis": axis},
+    )
+    figure._config = {"displayModeBar": False, "responsive": True}
+    return figure
+
+
+def _list_points(shown: LayerRoofline) -> list[RooflinePoint]:
+    total = sum(one.seconds for one in shown.operators) + shown.rest_seconds
+    return [
+        RooflinePoint(
+            one.name,
+            one.kind,
+            one.flops / one.num_bytes,
+            one.flops / one.seconds / 1e12,
+            one.seconds / total,
+            shown.peaks[one.precision] / 1e12,
+            "the layer's forward",
+        )
+        for one in shown.operators
+    ]
+
+
+def _draw_steps(figure: SteppedChart, by_step: Sequence[LayerRoofline], step: int) -> None:
+    first = by_step[0]
+    gpu = format_name(first.plan.cluster.gpu.name)
+    roofs = [
+        Roof(f"{gpu}, {precision}", peak / 1e12, first.bytes_per_second)
+        for precision, peak in first.peaks.items()
+    ]
+    by_frame = [_list_points(shown) for shown in by_step]
+    extent = find_extent([point for points in by_frame for point in points], roofs)
+    traces: list[dict[str, object]] = [
+        build_roof(roof, extent, "solid" if number == 0 else "dash") for number, roof in enumerate(roofs)
+    ]
+    traces += [{"x": [], "y": [], "showlegend": False}] * (NUM_ROOFS - len(roofs))
+    frames = []
+    for shown, points in zip(by_step, by_frame, strict=True):
+        largest = max(point.share for point in points)
+        drawn = {
+            NUM_ROOFS + number: build_points([one for one in points if one.kind == kind], number, largest)
+            for number, kind in enumerate(KINDS)
+        }
+        # A name stays in the legend only where there are points.
+        filled = {index: trace for index, trace in drawn.items() if trace["x"]}
+        frames.append(Frame(_write_words(shown), filled, {"annotations": _label_points(points)}))
+    kinds = {point.kind for point in by_frame[0]}
+    traces += [{"x": [], "y": [], "showlegend": kind in kinds} for kind in KINDS]
+    figure.draw_steps(traces, {**build_axes(extent), "height": HEIGHT, "showlegend": True}, frames, step)
+
+
+def _label_points(points: Sequence[RooflinePoint]) -> list[dict[str, object]]:
+    """Return the names of the points, those that coincide together; neighbours are at different heights."""
+    groups: list[list[RooflinePoint]] = []
+    for point in sorted(points, key=lambda point: point.flops_per_byte):
+        for group in groups:
+            if _is_near(group[0], point):
+                group.append(point)
+                break
+        else:
+            groups.append([point])
+    return [
+        {
+            "text": ", ".join(point.name.removesuffix("_proj") for point in group),
+            "x": math.log10(group[0].flops_per_byte),
+            "y": math.log10(group[0].tflops),
+            "yshift": -19 - 13 * (number % 3),
+            "showarrow": False,
+            "font": {"size": 11},
+        }
+        for number, group in enumerate(groups)
+    ]
+
+
+def _is_near(one: RooflinePoint, other: RooflinePoint) -> bool:
+    across, up = one.flops_per_byte / other.flops_per_byte, one.tflops / other.tflops
+    return abs(math.log10(across)) < 0.03 and abs(math.log10(up)) < 0.1
+
+
+def _write_sentences(shown: LayerRoofline) -> list[str]:
+    (precision, peak), *others = shown.peaks.items()
+    experts = " with routed experts" if shown.has_experts else ""
+    ridge = shown.find_ridge(precision)
+    first = (
+        f"{format_name(shown.plan.cluster.gpu.name)}: {format_three_digits(peak / 1e12)} TFLOP/s in "
+        f"{precision} and {format_three_digits(shown.bytes_per_second / 1e12)} TB/s. Below {ridge:,.0f} FLOP "
+        "per byte, where the line bends, memory bounds an operator; above it, arithmetic does."
+    )
+    if others:
+        first += f" Attention runs in {others[0][0]} (dashed)."
+    return [
+        first,
+        f"Points are the forward of one layer{experts} on one rank; the larger, the more of its time. "
+        "Backward has two products of the same size for each.",
+    ]
+
+
+def _write_words(shown: LayerRoofline) -> str:
+    recipe = shown.plan.recipe
+    bound = [
+        one.name for one in shown.operators if one.flops / one.num_bytes < shown.find_ridge(one.precision)
+    ]
+    seconds = sum(one.seconds for one in shown.operators) + shown.rest_seconds
+    flops = sum(one.flops for one in shown.operators)
+    if not bound:
+        said = "all of them are bound by arithmetic"
+    elif len(bound) == len(shown.operators):
+        said = "all of them are bound by memory"
+    else:
+        said = f"memory bounds {_join(bound)}"
+    tokens = recipe.micro_batch_size * recipe.seq_len
+    return (
+        f"Micro-batches of {recipe.micro_batch_size} × {recipe.seq_len:,} = {tokens:,} tokens: {said}. The "
+        f"layer's forward takes {format_seconds(seconds)}, {format_three_digits(flops / seconds / 1e12)} "
+        f"TFLOP/s; {format_seconds(shown.rest_seconds)} of it are norms, activations and launches, which "
+        "have few FLOPs."
+    )
+
+
+def _render_table(shown: LayerRoofline) -> str:
+    rows = "".join(_render_row(shown, one) for one in shown.operators)
+    recipe = shown.plan.recipe
+    return (
+        f"<table class='ss-table'><caption>Micro-batches of {recipe.micro_batch_size} × {recipe.seq_len:,} "
+        "tokens</caption><thead><tr><th scope='col'>operator</th><th scope='col'>GFLOP</th>"
+        "<th scope='col'>bytes</th><th scope='col'>FLOP per byte</th>"
+        "<th scope='col'>attainable TFLOP/s</th><th scope='col'>predicted</th><th scope='col'>time</th></tr>"
+        f"</thead><tbody>{rows}</tbody></table>"
+    )
+
+
+def _render_row(shown: LayerRoofline, one: OperatorCost) -> str:
+    numbers = (
+        format_three_digits(one.flops / 1e9),
+        format_size(one.num_bytes),
+        format_three_digits(one.flops / one.num_bytes),
+        format_three_digits(shown.compute_attainable(one) / 1e12),
+        format_three_digits(one.flops / one.seconds / 1e12),
+        format_seconds(one.seconds),
+    )
+    cells = "".join(f"<td>{number}</td>" for number in numbers)
+    return f"<tr><th scope='row'>{escape(one.name)}</th>{cells}</tr>"
+
+
+def _join(texts: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))

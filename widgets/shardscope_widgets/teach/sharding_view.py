@@ -1,0 +1,150 @@
+"""``ShardingView``: which rank holds which part of one layer's state, phase by phase of a step."""
+
+from __future__ import annotations
+
+from html import escape
+
+import ipywidgets as widgets
+
+import shardscope as ss
+from shardscope.core.number_format import format_count
+from shardscope.prediction.layer_sharding import KINDS, LayerSharding, choose_layer, shard_layer
+from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.display_names import format_part
+from shardscope_widgets.kit.numbers import format_size
+from shardscope_widgets.kit.theme import COMPONENT_COLOURS
+from shardscope_widgets.teach.sharding_figure import (
+    PHASES,
+    TITLES,
+    WHOLE_COLOUR,
+    create_sharding_figure,
+    describe_hidden_ranks,
+    draw_sharding,
+    make_translucent,
+)
+from shardscope_widgets.teach.teaching_view import TeachingView, render_key, write_heading
+
+
+class ShardingView(TeachingView):
+    """Which rank holds which part of one layer's parameters, gradients and optimizer state during a step.
+
+    ``layer`` is a decoder layer's index; by default one in the middle. Steps are the phases of one optimizer
+    step: between steps, the layer's forward and backward, the reduction of its gradients and the optimizer
+    step, each with the collectives that move the layer and their bytes. The arrow keys, Home, End and the
+    space bar walk through them.
+
+    Bytes are those that ``plan.memory()`` and ``plan.step()`` count for the layer. Rajbhandari et al. 2020
+    ("ZeRO", section 5), Zhao et al. 2023 ("PyTorch FSDP"), Li et al. 2020 (DDP), Shoeybi et al. 2019
+    (tensor parallelism) and each framework's source.
+    """
+
+    title = "Sharding of one layer"
+
+    def __init__(self, plan: ss.Plan | None = None, *, layer: int | None = None) -> None:
+        self.shown: LayerSharding | None = None
+        self.heading = controls.create_html()
+        self.choice = controls.create_dropdown(options=[("", 0)], tooltip="Decoder layer")
+        # Its own layout: it is hidden for a model with one layer.
+        self.choice.layout = widgets.Layout(width="120px")
+        self.choice.observe(self._choose, "value")
+        self.figure = create_sharding_figure()
+        self.key = controls.create_html()
+        self.table = controls.create_html()
+        super().__init__(self.heading, self.choice, self.figure, self.key, self.table)
+        if plan is not None:
+            self.show(plan, layer=layer)
+
+    @property
+    def step(self) -> int:
+        """Index of the shown step; set it to go to another."""
+        return int(self.figure.step)
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.figure.step = step
+
+    def show(self, plan: ss.Plan, *, layer: int | None = None) -> None:
+        """Draw another plan. Raises ``ValueError`` for a layer that the model lacks."""
+        chosen = choose_layer(plan, layer)
+        self.plan = plan
+        number = plan.architecture.num_hidden_layers
+        self.choice.unobserve(self._choose, "value")
+        self.choice.options = [(f"layer {index}", index) for index in range(number)]
+        self.choice.value = chosen
+        self.choice.observe(self._choose, "value")
+        self.choice.layout.display = "" if number > 1 else "none"
+        self._draw(plan, chosen)
+
+    def _choose(self, change: object) -> None:
+        if self.plan is not None:
+            self._draw(self.plan, self.choice.value)
+
+    def _draw(self, plan: ss.Plan, layer: int) -> None:
+        try:
+            shown = self.shown = shard_layer(plan, layer)
+        except ValueError as error:  # Memory of this model that has no formula.
+            self.shown = None
+            self.heading.value = write_heading(plan, [f"The layer cannot be drawn: {error}"])
+            self.key.value = self.table.value = ""
+            self.figure.draw_steps([{} for _ in self.figure.data], {"height": 10}, [])
+            return
+        self.heading.value = write_heading(plan, _write_sentences(shown))
+        # The same phase of another layer, if the user has walked to one.
+        draw_sharding(self.figure, shown, min(self.step, len(shown.phases) - 1))
+        self.key.value = _render_key()
+        self.table.value = _render_table(shown)
+
+
+def _write_sentences(shown: LayerSharding) -> list[str]:
+    plan, degrees = shown.plan, shown.plan.degrees
+    experts = ", with routed experts," if shown.has_experts else ""
+    first = f"Decoder layer {shown.layer} of {plan.architecture.num_hidden_layers}{experts} has "
+    first += f"{shown.num_weights:,} weights."
+    if degrees.pp > 1:
+        first += (
+            f" It is on pipeline stage {shown.stage} of {degrees.pp}, on "
+            f"{format_count(len(shown.ranks), 'rank')} of {plan.world_size:,}."
+        )
+    sentences = [f"{first} {describe_hidden_ranks(shown)}".strip()]
+    cut = shown.sharding.cut
+    if degrees.tp > 1:
+        # Norms and small projections, which all tensor-parallel ranks have, are not drawn apart.
+        cut = (
+            f"Tensor parallelism cuts its matrices over {degrees.tp} ranks (norms are whole on each). "
+            f"Of what such a rank has: {cut[0].lower()}{cut[1:]}"
+        )
+    if shown.sharding.experts is not None:
+        cut += f" Its experts are spread over {degrees.ep} expert-parallel ranks."
+    sentences.append(f"{cut} ({shown.sharding.source})")
+    if shown.unknown:
+        sentences.append(f"Collectives of activations cannot be listed: {shown.unknown}")
+    return sentences
+
+
+def _render_key() -> str:
+    kept = [(COMPONENT_COLOURS[kind], f"{TITLES[kind]} that a rank keeps", "") for kind in KINDS]
+    blue = COMPONENT_COLOURS["parameters"]
+    hatched = f"repeating-linear-gradient(135deg,{blue} 0 2px,{make_translucent(blue, 0.35)} 2px 5px)"
+    return render_key(
+        [
+            *kept,
+            (hatched, "for a moment: all-gathered or unreduced", ""),
+            (WHOLE_COLOUR, "the rest of the layer", ""),
+        ]
+    )
+
+
+def _render_table(shown: LayerSharding) -> str:
+    if not shown.exchanges:
+        return "<p>No collective moves this layer.</p>"
+    rows = "".join(
+        f"<tr><th scope='row'>{escape(PHASES[one.phase])}</th><td>{escape(format_part(one.part))}</td>"
+        f"<td>{one.collective.replace('_', '-')}</td><td>{one.ranks:,}</td>"
+        f"<td>{format_size(one.num_bytes)}</td><td>{one.times:,.4g}</td></tr>"
+        for one in shown.exchanges
+    )
+    return (
+        "<table class='ss-table'><thead><tr><th scope='col'>when</th><th scope='col'>what</th>"
+        "<th scope='col'>collective</th><th scope='col'>ranks</th><th scope='col'>bytes of a call</th>"
+        f"<th scope='col'>calls a step</th></tr></thead><tbody>{rows}</tbody></table>"
+    )
