@@ -93,7 +93,7 @@ def running_lab(home: Path, base_url: str = "/") -> Iterator[Lab]:
     """
     folder = home / "notebooks"
     shutil.copytree(NOTEBOOKS, folder, ignore=NOT_COPIED)
-    token, port = secrets.token_hex(16), _free_port()
+    token, port = secrets.token_hex(16), find_free_port()
     environment = {
         **os.environ,
         "JUPYTER_CONFIG_DIR": str(home / "config"),
@@ -137,7 +137,7 @@ def running_lab(home: Path, base_url: str = "/") -> Iterator[Lab]:
             server.wait(10)
 
 
-def _free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

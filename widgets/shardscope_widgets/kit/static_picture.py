@@ -87,9 +87,9 @@ def _render_parts(view: widgets.Widget) -> Iterator[str]:
             if widget.words:
                 yield f"<p>{escape(widget.words)}</p>"
         elif isinstance(widget, LogPane):
-            yield _render_end_of_log(widget.value)
+            yield render_end_of_log(widget.value)
         else:
-            html = _Rewriter(widget.value).written
+            html = rewrite_html(widget.value)
             if re.fullmatch(r"<h2[^>]*>[^<]*</h2>", html):
                 continue  # Text that belongs to buttons, which are left out.
             classes = " ".join(name for name in widget._dom_classes if name in CLASS_STYLES)
@@ -112,7 +112,13 @@ def _render_chart(svg: str, height: int | None) -> str:
     )
 
 
-def _render_end_of_log(html: str) -> str:
+def rewrite_html(html: str) -> str:
+    """Return a view's HTML with inline styles, and without what only a live view can do."""
+    return _Rewriter(html).written
+
+
+def render_end_of_log(html: str) -> str:
+    """Return the last lines of a log's HTML as plain text."""
     # Without colours, which are classes of a stylesheet that a saved notebook lacks.
     lines = re.sub(r"<[^>]*>", "", html).strip("\n").split("\n")[-LOG_LINES:]
     text = "\n".join(lines)

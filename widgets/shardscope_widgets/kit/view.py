@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import ipywidgets as widgets
 
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.saved_output import SavedOutput
+from shardscope_widgets.kit.saved_page import write_page
 from shardscope_widgets.kit.static_picture import draw_picture
 
 
@@ -26,6 +29,15 @@ class View(widgets.VBox):
             if part is not self:
                 part.close()
         super().close()
+
+    @property
+    def page_title(self) -> str:
+        """Title of the page that :meth:`to_html` writes."""
+        return type(self).__name__.removesuffix("View")
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write the view as one page that works from disk, without a kernel or network; return its path."""
+        return write_page(self, path, self.page_title)
 
     def _ipython_display_(self) -> None:
         """Display the live view together with its picture for readers without a kernel."""

@@ -26,7 +26,7 @@ class Frame:
 class SteppedChart(Chart):
     """A chart with frames. Its front end merges the frame of :attr:`step` into the figure without the kernel.
 
-    The same front end works in a page from disk (``teach/teaching_view.py``).
+    The same front end works in a page from disk (``kit/saved_page.py``).
     """
 
     _esm = front_end_text("kit/front_end", "keys.js", "chart.js", "steps.js", "steps_export.js")

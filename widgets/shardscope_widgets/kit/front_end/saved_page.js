@@ -19,7 +19,8 @@ function pageModel(state, packed) {
   };
 }
 
-const dark = matchMedia("(prefers-color-scheme: dark)");
+// On paper it is always light.
+const dark = matchMedia("screen and (prefers-color-scheme: dark)");
 const followTheme = () => (document.body.dataset.jpThemeLight = String(!dark.matches));
 dark.addEventListener("change", followTheme);
 followTheme();
