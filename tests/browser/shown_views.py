@@ -22,6 +22,7 @@ VIEWS: dict[str, Callable[[], Any]] = {
     "AdviceView": lambda: sw.AdviceView(ss.recommend(*SMALL)),
     "ChatView": sw.ChatView,
     "FinetuneView": sw.FinetuneView,
+    "GuidedView": lambda: sw.GuidedView(PLAN),
     "MemoryView": lambda: sw.MemoryView(PLAN),
     "RankingView": lambda: sw.RankingView(ss.search(*SMALL)),
     "RooflineView": lambda: sw.RooflineView(PLAN),

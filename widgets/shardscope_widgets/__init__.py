@@ -9,6 +9,7 @@ from shardscope_widgets.plans.advice_view import AdviceView
 from shardscope_widgets.plans.ranking_view import RankingView
 from shardscope_widgets.run.view import RunView
 from shardscope_widgets.studio import Studio
+from shardscope_widgets.teach.guided_view import GuidedView
 from shardscope_widgets.teach.roofline_view import RooflineView
 from shardscope_widgets.teach.schedule_view import ScheduleView
 from shardscope_widgets.teach.sharding_view import ShardingView
@@ -19,6 +20,7 @@ __all__ = [
     "AdviceView",
     "ChatView",
     "FinetuneView",
+    "GuidedView",
     "MemoryView",
     "RankingView",
     "RooflineView",

@@ -62,7 +62,16 @@ DESIGNED = {
 """The public names. A new public name has to be added here."""
 
 DESIGNED_WIDGETS = {
-    *("Studio", "AdviceView", "ChatView", "FinetuneView", "MemoryView", "RankingView", "RunView"),
+    *(
+        "Studio",
+        "AdviceView",
+        "ChatView",
+        "FinetuneView",
+        "GuidedView",
+        "MemoryView",
+        "RankingView",
+        "RunView",
+    ),
     *("RooflineView", "ScheduleView", "ShardingView", "StepView", "TraceView"),
 }
 
