@@ -1,4 +1,4 @@
-"""Slow calls in a background thread, whose effects come back to the event loop: all, or only the latest."""
+"""Calls that are made later: slow ones in a background thread, and those that wait until the user pauses."""
 
 from __future__ import annotations
 
@@ -131,3 +131,26 @@ def call_in_loop(loop: asyncio.AbstractEventLoop | None, call: Callable[[], None
     # A closed loop has nothing left that waits for the call.
     elif not loop.is_closed():
         loop.call_soon_threadsafe(call)
+
+
+class Debounced:
+    """A debounced call of ``work``, ``seconds`` after the last request; immediate without an event loop.
+
+    A kernel handles messages one at a time: work done for every input event delays the next event.
+    """
+
+    def __init__(self, work: Callable[[], None], seconds: float) -> None:
+        self._work = work
+        self._seconds = seconds
+        self._timer: asyncio.TimerHandle | None = None
+
+    def request(self) -> None:
+        """Schedule the work, replacing a pending request."""
+        if self._timer is not None:
+            self._timer.cancel()
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # a script, or another thread
+            self._work()
+            return
+        self._timer = loop.call_later(self._seconds, self._work)

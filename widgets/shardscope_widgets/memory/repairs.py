@@ -17,7 +17,7 @@ from shardscope.planner.repairs.repairs import Repair, predict_seconds
 from shardscope.planner.repairs.savings import find_savings, list_changed_fields
 from shardscope.planner.verdict import assess_plan
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.debounce import Debounced
+from shardscope_widgets.kit.background_calls import Debounced
 from shardscope_widgets.kit.display_names import count_devices
 from shardscope_widgets.memory.fit_search import FitSearch, Result
 

@@ -8,8 +8,8 @@ from html import escape
 
 from shardscope.core.number_format import format_gib
 from shardscope.runs.watch.free_memory import FreeMemory, read_free_memory
+from shardscope_widgets.kit.background_calls import Debounced
 from shardscope_widgets.kit.clickable import Clickable
-from shardscope_widgets.kit.debounce import Debounced
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
 

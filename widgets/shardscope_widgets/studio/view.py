@@ -28,8 +28,7 @@ from shardscope_widgets.checks.script import ScriptChecks
 from shardscope_widgets.checks.view import ChecksView
 from shardscope_widgets.finetune import FinetunePage
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.background_calls import LatestRequest
-from shardscope_widgets.kit.debounce import Debounced
+from shardscope_widgets.kit.background_calls import Debounced, LatestRequest
 from shardscope_widgets.kit.fold import Fold, Folds
 from shardscope_widgets.kit.notice import Notice
 from shardscope_widgets.kit.sheet import Sheet

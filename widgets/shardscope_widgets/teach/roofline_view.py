@@ -14,8 +14,10 @@ from shardscope.timing.operators import OperatorCost
 from shardscope.timing.report import format_seconds
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.display_names import format_name
-from shardscope_widgets.kit.numbers import format_size, format_three_digits
-from shardscope_widgets.kit.roofline import (
+from shardscope_widgets.kit.numbers import format_size, format_three_digits, keep_units
+from shardscope_widgets.teach.stepped_chart import Frame, SteppedChart
+from shardscope_widgets.teach.teaching_view import TeachingView, write_heading
+from shardscope_widgets.trace.roofline_figure import (
     Roof,
     RooflinePoint,
     build_axes,
@@ -24,8 +26,6 @@ from shardscope_widgets.kit.roofline import (
     build_style,
     find_extent,
 )
-from shardscope_widgets.teach.stepped_chart import Frame, SteppedChart
-from shardscope_widgets.teach.teaching_view import TeachingView, write_heading
 
 HEIGHT = 320
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -195,31 +195,37 @@ def _draw_steps(figure: SteppedChart, by_step: Sequence[LayerRoofline], step: in
 
 
 def _label_points(points: Sequence[RooflinePoint]) -> list[dict[str, object]]:
-    """Return the names of the points, those that coincide together; neighbours are at different heights."""
+    """Return the names of the points, of those that coincide together."""
     groups: list[list[RooflinePoint]] = []
     for point in sorted(points, key=lambda point: point.flops_per_byte):
         for group in groups:
-            if _is_near(group[0], point):
+            if _is_near(group[0], point, 0.03):
                 group.append(point)
                 break
         else:
             groups.append([point])
-    return [
-        {
-            "text": ", ".join(point.name.removesuffix("_proj") for point in group),
-            "x": math.log10(group[0].flops_per_byte),
-            "y": math.log10(group[0].tflops),
-            "yshift": -19 - 13 * (number % 3),
-            "showarrow": False,
-            "font": {"size": 11},
-        }
-        for number, group in enumerate(groups)
-    ]
+    labels: list[dict[str, object]] = []
+    is_above = False
+    for number, group in enumerate(groups):
+        # Below a point; above the roof, if the label of its neighbour is in the way.
+        is_above = not is_above and number > 0 and _is_near(groups[number - 1][0], group[0], 0.25)
+        labels.append(
+            {
+                "text": ", ".join(point.name.removesuffix("_proj") for point in group),
+                "x": math.log10(group[0].flops_per_byte),
+                "y": math.log10(group[0].tflops),
+                "yshift": 34 if is_above else -19,
+                "showarrow": False,
+                "font": {"size": 11},
+            }
+        )
+    return labels
 
 
-def _is_near(one: RooflinePoint, other: RooflinePoint) -> bool:
+def _is_near(one: RooflinePoint, other: RooflinePoint, powers: float) -> bool:
+    """Return whether two points are at about the same height, and at most so many powers of ten apart."""
     across, up = one.flops_per_byte / other.flops_per_byte, one.tflops / other.tflops
-    return abs(math.log10(across)) < 0.03 and abs(math.log10(up)) < 0.1
+    return abs(math.log10(across)) < powers and abs(math.log10(up)) < 0.1
 
 
 def _write_sentences(shown: LayerRoofline) -> list[str]:
@@ -281,7 +287,7 @@ def _render_row(shown: LayerRoofline, one: OperatorCost) -> str:
         format_three_digits(one.flops / one.num_bytes),
         format_three_digits(shown.compute_attainable(one) / 1e12),
         format_three_digits(one.flops / one.seconds / 1e12),
-        format_seconds(one.seconds),
+        keep_units(format_seconds(one.seconds)),
     )
     cells = "".join(f"<td>{number}</td>" for number in numbers)
     return f"<tr><th scope='row'>{escape(one.name)}</th>{cells}</tr>"

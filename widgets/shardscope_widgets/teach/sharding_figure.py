@@ -61,7 +61,7 @@ def create_sharding_figure() -> SteppedChart:
             for name, marker in styles
         ]
     axis = {"fixedrange": True, "showgrid": False, "zeroline": False}
-    across = {**axis, "range": [0, 1], "tickvals": [0, 0.5, 1], "ticktext": ["0", "50 %", "100 %"]}
+    across = {**axis, "range": [0, 1], "tickvals": [0, 0.5, 1], "ticktext": ["0", "½", "1"]}
     figure = SteppedChart(
         traces,
         layout={
@@ -113,10 +113,10 @@ def format_times(times: float) -> str:
 
 
 def format_bytes_held(held: Sequence[Held]) -> str:
-    """Return the bytes that ranks keep: ``104 MiB``, or ``nothing to 1.2 GiB`` where ranks differ."""
+    """Return the bytes that ranks keep: ``104 MiB``, or ``up to 1.2 GiB`` where ranks differ."""
     sizes = [one.own_bytes for one in held]
     low, high = min(sizes), max(sizes)
-    return format_size(high) if low == high else f"{format_size(low)} to {format_size(high)}"
+    return format_size(high) if low == high else f"up to {format_size(high)}"
 
 
 class _Drawing:
@@ -181,7 +181,7 @@ class _Drawing:
             "margin": {"l": left, "r": RIGHT_PIXELS, "t": TOP_PIXELS, "b": BOTTOM_PIXELS},
             "yaxis.range": [self.num_rows - 0.5, -0.5],
             "yaxis.tickvals": self.rows,
-            "yaxis.ticktext": labels,
+            "yaxis.ticktext": [f"{label} " for label in labels],
         }
 
     def build_frames(self) -> list[Frame]:
@@ -278,7 +278,9 @@ def _describe_column(
     elif kind == "gradients" and shown.sharding.keeps_whole_buffer:
         kept = f"{format_bytes_held(held)} buffer"
     else:
-        kept = f"{format_bytes_held(held)} kept"
+        # "up to 1.2 GiB kept" would not fit a narrow window.
+        sizes = {one.own_bytes for one in held}
+        kept = f"{format_bytes_held(held)}{' kept' if len(sizes) == 1 else ''}"
     if not lent:
         return kept, ""
     moment = "all-gathered" if kind == "parameters" else "unreduced"

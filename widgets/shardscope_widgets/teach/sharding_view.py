@@ -128,7 +128,7 @@ def _render_key() -> str:
     return render_key(
         [
             *kept,
-            (hatched, "for a moment: all-gathered or unreduced", ""),
+            (hatched, "all-gathered for a moment, or not reduced yet", ""),
             (WHOLE_COLOUR, "the rest of the layer", ""),
         ]
     )
@@ -138,13 +138,15 @@ def _render_table(shown: LayerSharding) -> str:
     if not shown.exchanges:
         return "<p>No collective moves this layer.</p>"
     rows = "".join(
-        f"<tr><th scope='row'>{escape(PHASES[one.phase])}</th><td>{escape(format_part(one.part))}</td>"
-        f"<td>{one.collective.replace('_', '-')}</td><td>{one.ranks:,}</td>"
+        f"<tr><th scope='row'>{escape(PHASES[one.phase])}</th>"
+        f"<td class='ss-text'>{escape(format_part(one.part))}</td>"
+        f"<td class='ss-text'>{one.collective.replace('_', '-')}</td><td>{one.ranks:,}</td>"
         f"<td>{format_size(one.num_bytes)}</td><td>{one.times:,.4g}</td></tr>"
         for one in shown.exchanges
     )
     return (
-        "<table class='ss-table'><thead><tr><th scope='col'>when</th><th scope='col'>what</th>"
-        "<th scope='col'>collective</th><th scope='col'>ranks</th><th scope='col'>bytes of a call</th>"
+        "<table class='ss-table'><thead><tr><th scope='col'>when</th>"
+        "<th scope='col' class='ss-text'>what</th><th scope='col' class='ss-text'>collective</th>"
+        "<th scope='col'>ranks</th><th scope='col'>bytes of a call</th>"
         f"<th scope='col'>calls a step</th></tr></thead><tbody>{rows}</tbody></table>"
     )
