@@ -32,6 +32,7 @@ EXTRAS = {
     "torchao": "test",
     "transformers": "train",
     "trl": "test",
+    "voila": "test",
 }
 """For each package, the smallest extra of pyproject.toml that installs it."""
 

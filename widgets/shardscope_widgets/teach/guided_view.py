@@ -97,6 +97,13 @@ def _change_recipe(plan: ss.Plan, **changes: object) -> Callable[[], ss.Plan]:
     return lambda: replace(plan, recipe=replace(plan.recipe, **changes))  # type: ignore[arg-type]
 
 
+def _change_sharding(plan: ss.Plan) -> tuple[str, Callable[[], ss.Plan]]:
+    whole = ss.Layout.ddp()
+    if plan.layout == whole:
+        return "Shard everything: FSDP2", lambda: replace(plan, layout=ss.Layout.fsdp2())
+    return "Shard nothing: DDP", lambda: replace(plan, layout=whole)
+
+
 def _try_changes(
     changes: Sequence[tuple[str, Callable[[], ss.Plan]]],
 ) -> Iterator[tuple[str, ss.Plan]]:
@@ -109,8 +116,7 @@ def _try_changes(
 
 
 def _list_memory_steps(plan: ss.Plan) -> Iterator[GuideStep]:
-    recipe, sharded = plan.recipe, plan.layout.framework != "ddp"
-    before = plan.memory().components
+    recipe, before = plan.recipe, plan.memory().components
     largest = max(before, key=lambda name: before[name])
     total = format_size(sum(before.values()))
     yield GuideStep(
@@ -135,10 +141,7 @@ def _list_memory_steps(plan: ss.Plan) -> Iterator[GuideStep]:
         ),
         ("Take sequences twice as long", _change_recipe(plan, seq_len=2 * recipe.seq_len)),
         (recomputed, _change_recipe(plan, recompute=again)),
-        (
-            "Shard nothing: DDP" if sharded else "Shard everything: FSDP2",
-            lambda: replace(plan, layout=ss.Layout.ddp() if sharded else ss.Layout.fsdp2()),
-        ),
+        _change_sharding(plan),
         ("Train adapters only (LoRA)", _change_recipe(plan, method="lora")),
         ("Keep the optimizer state in 8 bits", _change_recipe(plan, optimizer="adamw_8bit")),
     ]
@@ -185,12 +188,7 @@ def _list_time_steps(plan: ss.Plan) -> Iterator[GuideStep]:
             "Connect the GPUs of a node by PCIe 4.0",
             lambda: replace(plan, cluster=replace(cluster, intra_node_link=slow)),
         ),
-        (
-            "Shard nothing: DDP" if plan.layout.framework != "ddp" else "Shard everything: FSDP2",
-            lambda: replace(
-                plan, layout=ss.Layout.ddp() if plan.layout.framework != "ddp" else ss.Layout.fsdp2()
-            ),
-        ),
+        _change_sharding(plan),
     ]
     for text, changed in _try_changes(changes):
         after = changed.step()
