@@ -30,7 +30,8 @@ def explain_missing_linux(task: str) -> str | None:
     system = _SYSTEM_NAMES.get(sys.platform, sys.platform)
     return (
         f"{task} needs Linux, for it forks processes that end with their parent; this is {system}. Use WSL 2 "
-        "on Windows, a Linux machine, or Binder. Planning, views, traces and saved runs work here."
+        "on Windows, a Linux machine, or a Binder session (docs/installing.md). Planning, views, traces and "
+        "saved runs work here."
     )
 
 
