@@ -313,8 +313,10 @@ def count_in_flight(plan: Plan, stage: int) -> tuple[int, int]:
     if plan.layout.runs_all_forwards_first:
         return vpp, where(pp > 1, micro_batches, 1)
     # Megatron-LM, schedules.py: 2 x (pp - rank - 1) + (vpp - 1) x pp warm-up chunks, and the one that runs.
+    # torch (ScheduleInterleaved1F1B) has equal rounds of pp micro-batches or more in place of pp.
     plain = pp - stage
-    interleaved = 2 * (plain - 1) + (vpp - 1) * pp + 1
+    round_size = micro_batches // maximum(1, micro_batches // pp)
+    interleaved = 2 * (plain - 1) + (vpp - 1) * round_size + 1
     return vpp, minimum(where(vpp == 1, plain, interleaved), micro_batches * vpp)
 
 
