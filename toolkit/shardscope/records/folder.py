@@ -28,6 +28,8 @@ ATTEMPTS = "attempts"
 """Subfolder of a run that may be started again: a folder for each attempt, from 1."""
 SUBMISSION = "slurm"
 """Subfolder of a Slurm run with the job script, the pickles and the logs of submitit."""
+TEMPORARY = "tmp"
+"""Subfolder of a run on one machine, and of each node's folder; deleted when its ranks have ended."""
 RAY = "ray"
 """Subfolder of a Ray run with the state of its coordinator, which alone writes it."""
 FINAL: frozenset[str] = frozenset({"finished", "stopped", "failed", "lost"})
@@ -45,7 +47,6 @@ class RunFolder:
         "what_it_was",
         "stacks",
         "tensorboard",
-        "tmp",
     )
 
     def __init__(self, path: str | os.PathLike[str], attempt: int | None = None) -> None:
@@ -206,7 +207,7 @@ class RunFolder:
     @property
     def temporary(self) -> Path:
         """Temporary files of the launcher and the profiler; deleted when the run has ended."""
-        return self.path / "tmp"
+        return self.path / TEMPORARY
 
     def events(self, rank: int) -> Path:
         """Return the path of one rank's metrics, as JSON lines."""
@@ -262,12 +263,12 @@ class RunFolder:
         ranks = ((path.stem.removeprefix("rank-"), path) for path in paths)
         return {int(rank): path for rank, path in ranks if rank.isdecimal() and rank.isascii()}
 
-    def create(self) -> None:
-        """Create the folder with mode 0700, and its parents. Raises ``OSError``."""
+    def create(self, *further: str) -> None:
+        """Create the folder with mode 0700, its parents and its folders. Raises ``OSError``."""
         # The parents with the user's umask, as any tool makes them; the run itself is private.
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.mkdir(mode=0o700)
-        for name in self.SUBFOLDERS:
+        for name in (*self.SUBFOLDERS, *further):
             (self.path / name).mkdir(mode=0o700)
 
     @property
@@ -289,7 +290,7 @@ class NodeFolder(RunFolder):
     Node 0 also writes the run's status. The ranks' files are in the run folder, as in a run on one machine.
     """
 
-    NODE_SUBFOLDERS = ("logs", "errors", "tmp")
+    NODE_SUBFOLDERS = ("logs", "errors", TEMPORARY)
 
     def __init__(
         self, path: str | os.PathLike[str], node: int, num_nodes: int = 1, attempt: int | None = None
@@ -347,7 +348,7 @@ class NodeFolder(RunFolder):
 
     @property
     def temporary(self) -> Path:
-        return self.own / "tmp"
+        return self.own / TEMPORARY
 
     @property
     def node_json(self) -> Path:

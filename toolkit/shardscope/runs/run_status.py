@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import stat
 import threading
@@ -73,7 +74,7 @@ class RunStatus:
                     by_ray = self._job.describe_without_lead()
                     self._read_records()  # The run may have ended normally between the checks.
                     if by_ray is not None and self._last_transition["status"] not in FINAL:
-                        return by_ray
+                        return self._conclude(by_ray)
                 elif reason is not None and isinstance(self._job, JobWatch):
                     by_job = self._job.describe_without_lead(self._folder.attempt)
                     if by_job is not None:
@@ -90,8 +91,18 @@ class RunStatus:
             return (
                 self._last_transition
                 if self._last_transition["status"] in FINAL
-                else {"status": "lost", "reason": reason}
+                else self._conclude({"status": "lost", "reason": reason})
             )
+
+    def _conclude(self, end: dict[str, object]) -> dict[str, object]:
+        """Return how a run ended that nobody has written; delete its task, as no node is left to do that.
+
+        On one machine the lease of the run's launcher does.
+        """
+        if self._job is not None and end["status"] in FINAL:
+            with contextlib.suppress(OSError):  # Another user reads it.
+                self._folder.task.unlink(missing_ok=True)
+        return end
 
     def _is_waiting(self) -> bool:
         """Return whether no node has started (again).

@@ -27,7 +27,15 @@ from shardscope.frameworks.registry import check_trained
 from shardscope.machine.detection import read_gpu_states, select_visible_devices
 from shardscope.machine.host import count_cores
 from shardscope.machine.processes import explain_missing_linux, identify_machine, read_start_time
-from shardscope.records.folder import FINAL, NODES, RAY, RunFolder, checked_path, explain_write_error
+from shardscope.records.folder import (
+    FINAL,
+    NODES,
+    RAY,
+    TEMPORARY,
+    RunFolder,
+    checked_path,
+    explain_write_error,
+)
 from shardscope.records.json_files import write_json
 from shardscope.records.regular_files import open_to_append
 from shardscope.runs.backends.kernel_watch import start_kernel_watch
@@ -168,7 +176,7 @@ def start_run(
     pending = _PendingLaunch(parent, name)
     try:
         with _delay_interrupt():
-            pending.create()
+            pending.create(TEMPORARY)
             write_task(pending.folder, payload)
             reason = "; ".join(filter(None, ("the supervisor is starting", memory_warning)))
             pending.folder.set_status("starting", reason)
@@ -217,8 +225,7 @@ def _launch_on_slurm(
     pending = _PendingLaunch(parent, name)
     try:
         with _delay_interrupt():
-            pending.create()
-            (pending.folder.path / NODES).mkdir(mode=0o700)
+            pending.create(NODES)
             write_task(pending.folder, payload)
             pending.folder.set_status("queued", f"being submitted to partition {partition.name}")
             pending.publish(description)
@@ -271,9 +278,7 @@ def _launch_on_ray(
         pending = _PendingLaunch(parent, name)
         try:
             with _delay_interrupt():
-                pending.create()
-                for part in (NODES, RAY):
-                    (pending.folder.path / part).mkdir(mode=0o700)
+                pending.create(NODES, RAY)
                 write_task(pending.folder, payload)
                 pending.folder.set_status("queued", f"being submitted to {connection.title}")
                 pending.publish(description)
@@ -330,14 +335,16 @@ class _PendingLaunch:
         self.wanted = (parent / stem).absolute()
         # Run names cannot start with a dot, and run lists skip hidden folders.
         self.folder = RunFolder(parent / f".launch-{os.getpid()}-{secrets.token_hex(4)}")
+        self.further: tuple[str, ...] = ()
         self.supervisor: subprocess.Popen[bytes] | None = None
         self.cancel_job: Callable[[], None] | None = None
         self._new_parents = [path for path in (parent, *parent.parents) if not path.exists()]
 
-    def create(self) -> None:
-        """Create the folder. Raises ``OSError``."""
+    def create(self, *further: str) -> None:
+        """Create the folder, with ``further`` subfolders. Raises ``OSError``."""
+        self.further = further
         try:
-            self.folder.create()
+            self.folder.create(*further)
         except FileExistsError as error:  # The parent is a file; the random name itself cannot exist.
             message = f"folder is {self.parent}, which is a file; runs need a folder."
             raise _NoRunError(errno.ENOTDIR, message) from error
@@ -400,7 +407,7 @@ class _PendingLaunch:
         with contextlib.suppress(OSError):
             for file in (folder.task, folder.status, folder.run_json, folder.supervisor_log):
                 file.unlink(missing_ok=True)
-            for name in folder.SUBFOLDERS:
+            for name in (*folder.SUBFOLDERS, *self.further):
                 (folder.path / name).rmdir()
             folder.path.rmdir()
 
