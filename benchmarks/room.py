@@ -1,0 +1,292 @@
+"""``python -m benchmarks.room [--learners 8] [--room 40] [--write FILE]``: learners on one JupyterLab server.
+
+Starts the server and, all at once, a session for each learner: its pages and folder are fetched, a
+kernel is started, and the learner's cells are run over the websocket that a page uses. Browsers are on the
+learners' own machines and are not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import websocket
+
+START_SECONDS = 120.0
+CELL_SECONDS = 600.0
+NUM_CORES = 16
+"""Of the room's server, for which the report computes what it bears."""
+CELLS = {
+    "import and Studio": """
+import shardscope as ss
+from shardscope_widgets import MemoryView, StepView, Studio
+studio = Studio(); studio
+""",
+    "a plan, its memory and its step": """
+plan = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"),
+               ss.Recipe(seq_len=4096, global_batch_size=64), ss.Layout.fsdp2())
+display(MemoryView(plan), StepView(plan))
+""",
+    "twenty changed plans": """
+for length in range(512, 512 * 21, 512):
+    changed = ss.Plan(plan.architecture, plan.cluster, ss.Recipe(seq_len=length, global_batch_size=64),
+                      plan.layout)
+    changed.memory(); changed.step()
+""",
+    "a search on 512 GPUs": """
+ss.search(ss.models["llama-3.1-70b"], ss.Cluster.parse("64x8xh100-sxm-80gb"),
+          ss.Recipe(seq_len=4096, global_batch_size=1024))
+""",
+}
+RUN = """
+small = ss.Plan(ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"),
+    ss.Recipe(seq_len=64, micro_batch_size=4, global_batch_size=8, precision="fp32"), ss.Layout.ddp())
+run = ss.launch(small, ss.Pretrain(num_steps=5))
+assert run.wait() == "finished", run.reason
+"""
+"""The run of notebook 01, which a room makes at about the same time."""
+
+
+@dataclass
+class Learner:
+    """What one learner's session cost."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall seconds of each cell, while all learners ran theirs."""
+    kernel_bytes: int = 0
+    """Memory of the kernel after its cells, what it shares with others counted once (PSS)."""
+    kernel_cpu_seconds: float = 0.0
+    run_bytes: int = 0
+    """Highest memory of a run's processes (PSS); measured of one learner alone."""
+    run_seconds: float = 0.0
+    run_cpu_seconds: float = 0.0
+
+
+class Session:
+    """One learner's session: a kernel of the server, and the websocket of its page."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self._address, self._token = address, token
+        self._id = uuid.uuid4().hex
+        for page in ("/lab", "/api/contents?content=1", "/api/kernelspecs"):
+            self.request(page)
+        kernel = json.loads(self.request("/api/kernels", {"name": "python3"}))
+        url = f"{address.replace('http', 'ws', 1)}/api/kernels/{kernel['id']}/channels?session_id={self._id}"
+        self._socket = websocket.create_connection(
+            url, timeout=CELL_SECONDS, header=[f"Authorization: token {token}"]
+        )
+        self.run("import os; print(os.getpid())")
+        self.kernel = psutil.Process(int(self._printed))
+
+    def request(self, path: str, body: Mapping[str, object] | None = None) -> bytes:
+        """Return the server's answer to a page's request."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self._address + path, data, {"Authorization": f"token {self._token}"}
+        )
+        with urllib.request.urlopen(request, timeout=START_SECONDS) as answer:
+            return bytes(answer.read())
+
+    def run(self, code: str) -> float:
+        """Run a cell and return its seconds. Raises ``RuntimeError`` if it fails."""
+        number, self._printed = uuid.uuid4().hex, ""
+        began = time.monotonic()
+        header = {"msg_id": number, "msg_type": "execute_request", "session": self._id, "version": "5.3"}
+        content = {"code": code, "silent": False, "store_history": True, "allow_stdin": False}
+        message = {"header": {**header, "username": "", "date": ""}, "parent_header": {}, "metadata": {}}
+        self._socket.send(json.dumps({**message, "content": content, "channel": "shell", "buffers": []}))
+        while True:
+            frame = self._socket.recv()
+            if not isinstance(frame, str):  # Binary buffers, of figures.
+                continue
+            received = json.loads(frame)
+            if received["parent_header"].get("msg_id") != number:
+                continue
+            kind, told = received["header"]["msg_type"], received["content"]
+            if kind == "error":
+                raise RuntimeError("\n".join(told["traceback"]))
+            if kind == "stream":
+                self._printed += told["text"]
+            if kind == "status" and told["execution_state"] == "idle":
+                return time.monotonic() - began
+
+
+@contextmanager
+def start_server(folder: Path) -> Iterator[tuple[str, str, psutil.Process]]:
+    """Start JupyterLab on a free port of the loopback interface: its address, token and process."""
+    token = secrets.token_hex(16)
+    options = ("--no-browser", "--ip=127.0.0.1", "--port=0", f"--ServerApp.root_dir={folder}")
+    log = folder / "server.log"
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "jupyterlab", "--allow-root", *options],
+            env={**os.environ, "JUPYTER_TOKEN": token},
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not (found := re.search(r"(http://127\.0\.0\.1:\d+)/lab", log.read_text())):
+            if time.monotonic() > deadline or server.poll() is not None:
+                raise RuntimeError(f"JupyterLab did not start: {log.read_text()[-1000:]}")
+            time.sleep(0.2)
+        yield found.group(1), token, psutil.Process(server.pid)
+    finally:
+        below = psutil.Process(server.pid).children(recursive=True)
+        server.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(30)
+        for process in psutil.wait_procs(below, 15)[1]:
+            process.kill()
+
+
+def count_bytes(processes: Sequence[psutil.Process]) -> int:
+    """Return the memory of processes, in bytes; pages that several share are divided between them (PSS)."""
+    total = 0
+    for process in processes:
+        with suppress(psutil.Error):
+            total += process.memory_full_info().pss
+    return total
+
+
+def count_cpu_seconds(process: psutil.Process) -> float:
+    """Return the processor's seconds of a process and of its children that ended."""
+    times = process.cpu_times()
+    return float(sum((times.user, times.system, times.children_user, times.children_system)))
+
+
+def measure_learners(sessions: Sequence[Session]) -> list[Learner]:
+    """Run all learners' cells at the same time."""
+    learners = [Learner() for _ in sessions]
+
+    def work(session: Session, learner: Learner) -> None:
+        for name, code in CELLS.items():
+            learner.seconds[name] = session.run(code)
+        learner.kernel_cpu_seconds = count_cpu_seconds(session.kernel)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(sessions, learners, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for session, learner in zip(sessions, learners, strict=True):
+        learner.kernel_bytes = count_bytes([session.kernel])
+    return learners
+
+
+def measure_run(session: Session, learner: Learner) -> None:
+    """Measure one run of two ranks, alone: the memory and the processor's time of all its processes."""
+    cpu, done = count_cpu_seconds(session.kernel), threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.2):
+            with suppress(psutil.Error):
+                below = session.kernel.children(recursive=True)
+                learner.run_bytes = max(learner.run_bytes, count_bytes(below))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        learner.run_seconds = session.run(RUN)
+    finally:
+        done.set()
+        watcher.join()
+    learner.run_cpu_seconds = count_cpu_seconds(session.kernel) - cpu
+
+
+def format_report(learners: Sequence[Learner], server_bytes: int, server_cpu: float, room: int) -> str:
+    """Return the report in Markdown."""
+    number, gb = len(learners), 1e9
+    kernel = statistics.median(learner.kernel_bytes for learner in learners)
+    cpu = statistics.median(learner.kernel_cpu_seconds for learner in learners)
+    one = learners[0]
+    runs = NUM_CORES // 2
+    memory = server_bytes + room * kernel + runs * one.run_bytes
+    all_runs = room * one.run_cpu_seconds / NUM_CORES
+    rows = [
+        f"| {name} | {statistics.median(learner.seconds[name] for learner in learners):.1f} | "
+        f"{max(learner.seconds[name] for learner in learners):.1f} |"
+        for name in CELLS
+    ]
+    return "\n".join(
+        [
+            "# What a room needs",
+            "",
+            "Written by `make room`; do not edit.",
+            "",
+            f"{number} learners' sessions against one JupyterLab server, all at the same time, on "
+            f"{os.cpu_count()} cores (Linux {platform.release()}, Python {platform.python_version()}): "
+            f"{number / (os.cpu_count() or 1):g} learners to a core, where {room} on {NUM_CORES} cores are "
+            f"{room / NUM_CORES:g}. Each fetched its pages, started a kernel and ran these cells over its "
+            "page's websocket. Browsers run on the learners' own machines and were not measured; JupyterHub "
+            "was not used.",
+            "",
+            "| cell, run by all at once | median, s | slowest, s |",
+            "|---|---:|---:|",
+            *rows,
+            "",
+            "| what | measured |",
+            "|---|---:|",
+            f"| memory of a learner's kernel | {kernel / gb:.2f} GB |",
+            f"| processor time of a learner's kernel for these cells, its start included | {cpu:.1f} s |",
+            f"| memory of the server | {server_bytes / gb:.2f} GB |",
+            f"| processor time of the server for each learner | {server_cpu / number:.1f} s |",
+            f"| memory of a run of two ranks, beside the kernel | {one.run_bytes / gb:.2f} GB |",
+            f"| processor time of that run | {one.run_cpu_seconds:.0f} s in {one.run_seconds:.0f} s |",
+            "",
+            f"Computed from these for {room} learners on {NUM_CORES} such cores: {memory / gb:.0f} GB of "
+            f"memory with {runs} runs at a time. If all {room} press Launch in the same minute, the last "
+            f"run ends after about {max(all_runs, one.run_seconds):.0f} s.",
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    """Measure and print the report."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.room", description=__doc__)
+    parser.add_argument("--learners", type=int, default=4 * (os.cpu_count() or 1), help="at the same time")
+    parser.add_argument("--room", type=int, default=40, help="learners for whom the report computes")
+    parser.add_argument("--write", type=Path, help="file for the report")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name, start_server(Path(name)) as (address, token, server):
+        sessions: list[Session] = []
+        threads = [
+            threading.Thread(target=lambda: sessions.append(Session(address, token)))
+            for _ in range(options.learners)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if len(sessions) != options.learners:
+            raise SystemExit(f"{options.learners - len(sessions)} sessions did not start")
+        learners = measure_learners(sessions)
+        times = server.cpu_times()
+        server_bytes, server_cpu = count_bytes([server]), times.user + times.system
+        measure_run(sessions[0], learners[0])
+    report = format_report(learners, server_bytes, server_cpu, options.room)
+    if options.write:
+        options.write.write_text(report, encoding="utf-8")
+    print(report)
+
+
+if __name__ == "__main__":
+    main()
