@@ -17,7 +17,14 @@ import shardscope as ss
 from shardscope import teach
 from shardscope.planner.claims.claim_plans import compute_training_state_gb
 from shardscope.teach.attempts import find_file, find_learner
-from shardscope.teach.exercises import EXERCISES, data_parallel, memory
+from shardscope.teach.exercises import (
+    EXERCISES,
+    choosing,
+    context_and_experts,
+    data_parallel,
+    memory,
+    offload_and_adapters,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +159,65 @@ def test_right_answers_are_those_of_the_library() -> None:
 def test_answers_about_data_parallelism_are_those_of_the_formulas() -> None:
     assert data_parallel.compute_ring_bytes(16, 8) == 28
     assert data_parallel.count_buckets() == 238
+
+
+def test_answers_about_context_and_experts_are_those_of_the_library() -> None:
+    recipe = ss.Recipe(seq_len=131072, global_batch_size=8)
+    plan = ss.Plan(
+        ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.megatron(cp=8)
+    )
+    sent = [one for one in plan.step().communication if one.part == "context_parallel"]
+    # Forward's keys and values, of 32 layers and 8 micro-batches: a rank sends all but its own eighth.
+    forward = sent[0].num_bytes / 32 / 8 * 7 / 8
+    assert teach.check("07-ring-bytes", forward / 1e6).correct
+    # Pairs of a query and a key that it sees, counted for a short sequence.
+    pairs = [sum(range(first + 1, first + 257)) for first in range(0, 2048, 256)]
+    assert pairs[-1] / np.mean(pairs) == pytest.approx(context_and_experts.compute_busiest_share(), rel=1e-3)
+    mixtral = ss.Plan(
+        ss.models["mixtral-8x7b"],
+        ss.Cluster.parse("2x8xh100-sxm-80gb"),
+        ss.Recipe(global_batch_size=64),
+        ss.Layout.megatron(ep=8),
+    )
+    assert teach.check("07-expert-weights", mixtral.memory().at("rest")["parameters"] / 1e9).correct
+
+
+def test_answers_about_adapters_are_those_of_the_library() -> None:
+    start = offload_and_adapters.build_full_plan()
+    recipe = replace(start.recipe, method="lora", lora_rank=16, lora_targets=("q_proj", "v_proj"))
+    adapters = replace(start, recipe=recipe).memory().components["optimizer"] / 8
+    assert teach.check("08-lora-parameters", adapters).correct
+    model = ss.models["llama-3.1-70b"]
+    cluster = ss.Cluster.parse("2xh100-sxm-80gb")
+    qlora = ss.Plan(model, cluster, replace(recipe, method="qlora"), ss.Layout.ddp())
+    lora = replace(qlora, recipe=recipe)
+    saved = (lora.memory().components["parameters"] - qlora.memory().components["parameters"]) / 1e9
+    layers = 2 * offload_and_adapters.count_layer_matrices() / 1e9
+    assert teach.check("08-qlora-weights", layers - saved).correct
+
+
+def test_plan_on_one_gaming_gpu_needs_qlora() -> None:
+    start = offload_and_adapters.build_full_plan()
+    offload = ss.Layout.zero(stage=3, offload_optimizer="cpu", offload_params="cpu")
+    for layout, method, recompute, right in (
+        (start.layout, "full", "none", False),
+        (offload, "full", "full", False),
+        (start.layout, "lora", "none", False),
+        (start.layout, "lora", "full", False),
+        (start.layout, "qlora", "none", True),
+    ):
+        recipe = replace(start.recipe, method=method, recompute=recompute)
+        plan = replace(start, layout=layout, recipe=recipe)
+        assert teach.check("08-one-gaming-gpu", plan).correct is right, (method, recompute)
+
+
+def test_answers_about_choosing_are_those_of_the_library() -> None:
+    recipe = ss.Recipe(seq_len=4096, micro_batch_size=2, global_batch_size=64)
+    advice = ss.recommend(ss.models["llama-3.2-1b"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe)
+    assert advice.plan is not None and teach.check("09-simplest-layout", advice.plan.layout.framework).correct
+    assert choosing.compute_step_ms() == 720
+    assert 25 < choosing.compute_utilization() < 35, "the hint says so"
+    assert "with sparsity" in teach.check("09-utilization", choosing.compute_utilization() / 2).text
 
 
 def test_plan_exercise_needs_both_changes() -> None:

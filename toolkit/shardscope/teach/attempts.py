@@ -140,7 +140,7 @@ class Progress(tuple[LearnerProgress, ...]):
     __slots__ = ()
 
     def to_frame(self) -> pd.DataFrame:
-        """Return one row per learner, with a column per notebook (``01`` to ``09``, ``puzzle``)."""
+        """Return one row per learner, with a column per notebook (``01`` to ``09``, ``30``, ``puzzle``)."""
         import pandas as pd
 
         rows = [dict(zip(self._head(), row, strict=True)) for row in self._rows()]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import hashlib
+import inspect
 import re
 import time
-from types import FunctionType
+from types import CodeType, FunctionType
 
 from shardscope.core.errors import find_similar
 from shardscope.teach.answers import Judgement
@@ -13,6 +15,10 @@ from shardscope.teach.attempts import Attempt, read_attempts, store_attempt
 from shardscope.teach.exercises import EXERCISES
 from shardscope.teach.exercises.exercise import Exercise
 from shardscope.teach.feedback import Feedback
+from shardscope.teach.two_ranks import list_functions
+
+EMPTY_OPERATORS = {"RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"}
+"""Instructions of a function whose body is ``...`` (Python 3.11 to 3.14)."""
 
 
 def check(exercise: str, answer: object) -> Feedback:
@@ -55,25 +61,27 @@ def check(exercise: str, answer: object) -> Feedback:
 
 
 def is_unanswered(answer: object) -> bool:
-    """Return whether ``answer`` is what the notebook came with: ``...``, or a function without a body."""
+    """Return whether ``answer`` is what the notebook came with: ``...``, or code without a body."""
+    if inspect.isclass(answer):
+        methods = [method for method in list_functions(answer) if method.__name__ != "__init__"]
+        return bool(methods) and all(map(_is_empty, methods))
     if isinstance(answer, FunctionType):
-        return answer.__code__.co_code == _empty.__code__.co_code
+        return _is_empty(answer)
     return answer is ... or (isinstance(answer, str) and not answer.strip())
 
 
-def _empty() -> None: ...
+def _is_empty(function: FunctionType) -> bool:
+    """Return whether a function has no body but a docstring and ``...``: it only returns None."""
+    operators = {instruction.opname for instruction in dis.get_instructions(function)}
+    return operators <= EMPTY_OPERATORS and set(function.__code__.co_consts) <= {None, function.__doc__}
 
 
 def describe_answer(answer: object) -> str:
-    """Return ``answer`` as text to store; a function is its bytecode's hash, so that a new version is new."""
-    if isinstance(answer, FunctionType):
-        code = answer.__code__
-        content = (
-            code.co_code
-            + repr((code.co_names, code.co_varnames)).encode()
-            + _describe_constants(code.co_consts)
-        )
-        return f"{answer.__name__} {hashlib.sha256(content).hexdigest()[:8]}"
+    """Return ``answer`` as text to store; of a function or class, the bytecode's hash."""
+    if isinstance(answer, FunctionType) or inspect.isclass(answer):
+        functions = [answer] if isinstance(answer, FunctionType) else list_functions(answer)
+        content = repr([_describe_code(function.__code__) for function in functions])
+        return f"{answer.__name__} {hashlib.sha256(content.encode(errors='replace')).hexdigest()[:8]}"
     try:
         text = repr(answer)
     except Exception:
@@ -87,9 +95,13 @@ def describe_answer(answer: object) -> str:
     )
 
 
-def _describe_constants(constants: tuple[object, ...]) -> bytes:
-    # Inner functions' code objects have addresses in their repr.
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(constants)).encode(errors="replace")
+def _describe_code(code: CodeType) -> tuple[object, ...]:
+    """Return what makes two versions of a function differ; inner functions' file names and lines do not."""
+    constants = [
+        _describe_code(constant) if isinstance(constant, CodeType) else repr(constant)
+        for constant in code.co_consts
+    ]
+    return code.co_code, code.co_names, code.co_varnames, constants
 
 
 def _ask_for_answer(exercise: Exercise, attempts: list[Attempt]) -> str:
