@@ -223,13 +223,14 @@ class PlanGoal:
     def judge(self, answer: object) -> Judgement:
         """Judge a plan, or a layout for the start plan."""
         start = self.start()
-        if isinstance(answer, Layout) and "layout" in self.may_change:
+        takes_layout = any(name.partition(".")[0] == "layout" for name in self.may_change)
+        if isinstance(answer, Layout) and takes_layout:
             try:
                 answer = replace_fields(start, {"layout": answer})
             except ValueError as error:
                 return Judgement(False, f"This layout is not valid here: {error}", False)
         if not isinstance(answer, Plan):
-            kinds = "a Plan or a Layout" if "layout" in self.may_change else "a Plan"
+            kinds = "a Plan or a Layout" if takes_layout else "a Plan"
             example = "ss.Plan(architecture, cluster, recipe, layout)"
             return Judgement(False, f"{_describe(answer)}; expected: {kinds}, such as {example}.", False)
         changed = _find_other_changes(start, answer, self.may_change)

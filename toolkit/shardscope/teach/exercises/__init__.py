@@ -6,6 +6,8 @@ from shardscope.teach.exercises import (
     data_parallel,
     memory,
     offload_and_adapters,
+    pipeline,
+    tensor_parallel,
     write_it_yourself,
 )
 from shardscope.teach.exercises.exercise import Exercise
@@ -15,6 +17,8 @@ EXERCISES: dict[str, Exercise] = {
     for exercise in (
         *memory.EXERCISES,
         *data_parallel.EXERCISES,
+        *tensor_parallel.EXERCISES,
+        *pipeline.EXERCISES,
         *context_and_experts.EXERCISES,
         *offload_and_adapters.EXERCISES,
         *choosing.EXERCISES,

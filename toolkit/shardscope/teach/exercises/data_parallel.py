@@ -5,8 +5,14 @@ from __future__ import annotations
 from math import ceil
 
 from shardscope.catalog import models
-from shardscope.teach.answers import Choice, Mistake, Number
-from shardscope.teach.exercises.exercise import Exercise
+from shardscope.core.cluster import Cluster
+from shardscope.core.layout import Layout
+from shardscope.core.plan import Plan
+from shardscope.core.recipe import Recipe
+from shardscope.planner.claims.memory_claims import MIXED
+from shardscope.teach.answers import Choice, Mistake, Number, PlanGoal
+from shardscope.teach.exercises.conditions import FITS, require_speed
+from shardscope.teach.exercises.exercise import GB, Exercise
 
 BUCKET_BYTES = 25 * 2**20
 """DistributedDataParallel's buckets: bucket_cap_mb's default (Li et al. 2020, section 3.2.2)."""
@@ -25,6 +31,25 @@ def compute_ring_bytes(num_bytes: float, ranks: int) -> float:
 def count_buckets() -> int:
     """Return the fewest buckets that hold GPT-2 XL's gradients."""
     return ceil(count_gradient_bytes() / BUCKET_BYTES)
+
+
+def compute_zero_bytes(stage: int, parameters: float, ranks: int) -> float:
+    """Return one rank's training state under a ZeRO stage (Rajbhandari et al. 2020, figure 1)."""
+    total = sum(MIXED.values())
+    # Bytes a parameter that the stage leaves whole: weights and gradients, weights, nothing.
+    whole = {0: total, 1: MIXED["weights"] + MIXED["gradients"], 2: MIXED["weights"], 3: 0}[stage]
+    return parameters * (whole + (total - whole) / ranks)
+
+
+def count_all_gathers(num_layers: int) -> int:
+    """Return FSDP2's all-gathers of one micro-batch: each layer twice, and the root group once."""
+    return 2 * num_layers + 1
+
+
+def build_slow_link_plan() -> Plan:
+    """Return the plan of exercise 04-slow-links: 8 GPUs over PCIe, whose links are the limit."""
+    recipe = Recipe(seq_len=4096, global_batch_size=64, recompute="full")
+    return Plan(models["llama-3.1-8b"], Cluster.parse("8xl40s-48gb"), recipe, Layout.fsdp2())
 
 
 EXERCISES = (
@@ -103,5 +128,71 @@ EXERCISES = (
         why="The last bucket has the gradients of the first layers: when it is full, backward is over, and "
         "nothing "
         "is left to overlap it with (Li et al. 2020, section 3.2.3).",
+    ),
+    Exercise(
+        name="04-zero-2-bytes",
+        asks="It is a number of GB (1e9 bytes).",
+        expected=Number(
+            value=lambda: compute_zero_bytes(2, 7.5e9, 64) / GB,
+            unit="GB",
+            mistakes=(
+                Mistake(
+                    lambda: compute_zero_bytes(1, 7.5e9, 64) / GB,
+                    "That is ZeRO-1: its gradients are still whole.",
+                ),
+                Mistake(
+                    lambda: compute_zero_bytes(3, 7.5e9, 64) / GB,
+                    "That is ZeRO-3: it shards the weights too.",
+                ),
+                Mistake(lambda: 16 * 7.5, "That is without sharding."),
+                Mistake(lambda: 2 * 7.5, "That is the whole part alone. The sharded part is missing."),
+            ),
+        ),
+        hints=(
+            "Look up the stage in the table. Which part is divided by the number of GPUs?",
+            "2 bytes a parameter are whole, 14 are sharded: 2 x 7.5e9 + 14 x 7.5e9 / 64 bytes.",
+            "15 GB and 1.64 GB.",
+        ),
+        why="2 x 7.5 + 14 x 7.5 / 64 = 16.6 GB, in place of 120 (Rajbhandari et al. 2020, figure 1).",
+    ),
+    Exercise(
+        name="04-all-gathers",
+        asks="It is a whole number.",
+        expected=Number(
+            value=lambda: float(count_all_gathers(models["llama-3.1-8b"].num_hidden_layers)),
+            unit="",
+            tolerance=1e-6,
+            mistakes=(
+                Mistake(lambda: 66.0, "The root group is all-gathered once: it stays whole until backward."),
+                Mistake(lambda: 64.0, "That is all layers, twice. The root group is missing."),
+                Mistake(lambda: 33.0, "That is forward alone. Its layers are freed after it."),
+                Mistake(lambda: 32.0, "That is the layers in forward. Backward needs them too."),
+                Mistake(lambda: 5.0, "That is the run's model, with 2 layers. This one has 32."),
+            ),
+        ),
+        hints=(
+            "Which groups are freed between forward and backward, and have to be all-gathered again?",
+            "The trace above has 5 in a step, for 2 layers and the root group: 2 x 2 + 1.",
+            "Each of 32 layers twice, and the root group once.",
+        ),
+        why="32 in forward, 32 in backward and 1 for the root group: 65 for each micro-batch. With "
+        "reshard_after_forward=False the layers stay whole too, and 33 are enough.",
+    ),
+    Exercise(
+        name="04-slow-links",
+        asks="It is a Layout, or a Plan.",
+        expected=PlanGoal(
+            start=build_slow_link_plan,
+            may_change=("layout",),
+            conditions=(FITS, require_speed(1300)),
+        ),
+        hints=(
+            "Where links are slow, send less. Which stages send 2 elements a parameter, and not 3?",
+            "Try the stages of DeepSpeed: ss.Layout.zero(stage=...).",
+            "Stage 1 does not fit, and stage 3 sends too much.",
+        ),
+        why="ZeRO-2 shards enough to fit and all-gathers no layer in forward and backward. Here that "
+        "matters: 8 L40S have PCIe and no NVLink, and micro-batches of one sequence leave little "
+        "arithmetic to hide an all-gather behind. With NVLink, or larger micro-batches, stage 3 catches up.",
     ),
 )

@@ -9,6 +9,7 @@ from shardscope.core.plan import Plan
 from shardscope.core.recipe import Recipe
 from shardscope.planner.claims.memory_claims import MIXED
 from shardscope.teach.answers import Condition, Mistake, Number, PlanGoal
+from shardscope.teach.exercises.conditions import FITS
 from shardscope.teach.exercises.exercise import GB, Exercise
 
 BYTES_PER_PARAMETER = float(sum(MIXED.values()))
@@ -45,14 +46,6 @@ def build_batch_plan() -> Plan:
     """Return the plan of exercise 02-micro-batches: 8 nodes, tensor parallelism 2, 512 sequences a step."""
     recipe = Recipe(seq_len=4096, micro_batch_size=2, global_batch_size=512, recompute="full")
     return Plan(models["llama-3.1-8b"], Cluster.parse("8x8xh100-sxm-80gb"), recipe, Layout.fsdp2(tp=2))
-
-
-def find_overflow(plan: Plan) -> str | None:
-    """Return by how much the plan's peak exceeds the GPU, or None if it fits."""
-    report = plan.memory()
-    if report.fits:
-        return None
-    return f"the peak is {report.peak_bytes / GB:.1f} GB of {report.usable_bytes / GB:.1f}"
 
 
 def find_recomputed_forward(plan: Plan) -> str | None:
@@ -199,7 +192,7 @@ EXERCISES = (
             start=build_long_plan,
             may_change=("recipe.recompute", "recipe.micro_batch_size"),
             conditions=(
-                Condition("the plan fits", find_overflow),
+                FITS,
                 Condition("no full recomputation", find_recomputed_forward),
                 Condition(
                     "micro-batches of at least 2 sequences",

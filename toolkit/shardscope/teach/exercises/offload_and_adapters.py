@@ -8,8 +8,8 @@ from shardscope.core.layout import Layout
 from shardscope.core.plan import Plan
 from shardscope.core.recipe import Recipe
 from shardscope.teach.answers import Condition, Mistake, Number, PlanGoal
+from shardscope.teach.exercises.conditions import FITS
 from shardscope.teach.exercises.exercise import GB, Exercise
-from shardscope.teach.exercises.memory import find_overflow
 
 RANK = 16
 MIN_TOKENS = 2000
@@ -121,7 +121,7 @@ EXERCISES = (
             start=build_full_plan,
             may_change=("layout", "recipe.method", "recipe.recompute"),
             conditions=(
-                Condition("the plan fits", find_overflow),
+                FITS,
                 Condition(f"at least {MIN_TOKENS:,} tokens/s", find_slowness),
             ),
         ),

@@ -1,0 +1,29 @@
+"""Conditions of exercises whose answer is a plan: it fits, it is fast enough."""
+
+from __future__ import annotations
+
+from shardscope.core.plan import Plan
+from shardscope.planner.memory_needs import fits
+from shardscope.teach.answers import Condition
+from shardscope.teach.exercises.exercise import GB
+
+
+def find_overflow(plan: Plan) -> str | None:
+    """Return by how much the plan's peak exceeds the GPU, or None if the plan fits."""
+    report = plan.memory()
+    if not report.fits:
+        return f"the peak is {report.peak_bytes / GB:.1f} GB of {report.usable_bytes / GB:.1f}"
+    return None if fits(plan, report) else "host memory is too small for what is offloaded"
+
+
+FITS = Condition("the plan fits", find_overflow)
+
+
+def require_speed(tokens_per_second: int) -> Condition:
+    """Return the condition that each GPU trains at least so many tokens a second."""
+
+    def find_problem(plan: Plan) -> str | None:
+        speed = plan.step().tokens_per_second_per_gpu
+        return None if speed >= tokens_per_second else f"it has {speed:,.0f}"
+
+    return Condition(f"at least {tokens_per_second:,} tokens/s per GPU", find_problem)
