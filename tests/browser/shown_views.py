@@ -18,9 +18,24 @@ PLAN = ss.Plan(
 )
 PIPELINE = ss.Plan(PLAN.architecture, PLAN.cluster, PLAN.recipe, ss.Layout.megatron(pp=4))
 SMALL = (ss.models["gpt2"], PLAN.cluster, ss.Recipe(seq_len=512))
+
+
+class TunedRun(FakeRun):
+    """A run with a model, of which nobody has asked anything yet."""
+
+    recorded_base = {"weights": "/models/base"}  # noqa: RUF012
+
+    def __init__(self, records: list[dict[str, Any]]) -> None:
+        super().__init__(records)
+        self.model = self.folder
+
+    def chat(self, *, base: bool = False) -> Any:
+        raise RuntimeError("no model")
+
+
 VIEWS: dict[str, Callable[[], Any]] = {
     "AdviceView": lambda: sw.AdviceView(ss.recommend(*SMALL)),
-    "ChatView": sw.ChatView,
+    "ChatView": lambda: sw.ChatView(TunedRun([])),  # type: ignore[arg-type]
     "FinetuneView": sw.FinetuneView,
     "GuidedView": lambda: sw.GuidedView(PLAN),
     "MemoryView": lambda: sw.MemoryView(PLAN),

@@ -23,7 +23,7 @@ PAGE = """<!doctype html>
 <title>{title}</title>
 <style>
 body {{ margin: 16px; background: var(--jp-layout-color0, #fff); }}
-main {{ max-width: 1100px; }}
+main.ss-root {{ max-width: 1100px; height: auto; max-height: none; border: 0; resize: none; }}
 @media screen and (prefers-color-scheme: dark) {{
   :root {{
     --jp-ui-font-color1: #e8ebee; --jp-ui-font-color2: #a3adb8; --jp-border-color2: #343c44;

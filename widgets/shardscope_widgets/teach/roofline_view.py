@@ -205,15 +205,19 @@ def _label_points(points: Sequence[RooflinePoint]) -> list[dict[str, object]]:
         else:
             groups.append([point])
     labels: list[dict[str, object]] = []
-    is_above = False
-    for number, group in enumerate(groups):
-        # Below a point; above the roof, if the label of its neighbour is in the way.
-        is_above = not is_above and number > 0 and _is_near(groups[number - 1][0], group[0], 0.25)
+    below: list[RooflinePoint] = []
+    for point, *others in groups:
+        # Below its point; above the roof, if the label of a neighbour is in the way.
+        is_above = any(_is_near(one, point, 0.25) for one in below)
+        if not is_above:
+            below.append(point)
         labels.append(
             {
-                "text": ", ".join(point.name.removesuffix("_proj") for point in group),
-                "x": math.log10(group[0].flops_per_byte),
-                "y": math.log10(group[0].tflops),
+                "text": ", ".join(one.name.removesuffix("_proj") for one in (point, *others)),
+                "x": math.log10(point.flops_per_byte),
+                "y": math.log10(point.tflops),
+                "xanchor": "left",
+                "xshift": -8,
                 "yshift": 34 if is_above else -19,
                 "showarrow": False,
                 "font": {"size": 11},

@@ -34,6 +34,30 @@ function reportOnce(root, signal) {
   root.addEventListener("keypress", keepFromIpywidgets, { capture: true, signal });
 }
 
+/** Name inputs for screen readers. ipywidgets gives them a title only, which is no label: not all screen readers say it, and
+ * voice control finds an input by the words that are seen beside it.
+ * @param {Element} root @param {AbortSignal} signal */
+function nameInputs(root, signal) {
+  const name = (input) => {
+    if (!input.title || input.labels?.length) return;
+    const seen = input.closest(".ss-row")?.querySelector(".widget-label")?.textContent.trim() ?? "";
+    const isSaid = input.title.toLowerCase().includes(seen.toLowerCase());
+    const label = isSaid ? input.title : `${seen}: ${input.title}`;
+    if (input.getAttribute("aria-label") !== label) input.setAttribute("aria-label", label);
+  };
+  const nameAll = (element) => element.querySelectorAll("input, select, textarea").forEach(name);
+  const isInput = (element) => element.matches("input, select, textarea");
+  const observer = new MutationObserver((records) => {
+    for (const { type, target, addedNodes } of records) {
+      if (type === "attributes") isInput(target) && name(target);
+      else for (const node of addedNodes) node instanceof Element && (isInput(node) ? name(node) : nameAll(node));
+    }
+  });
+  nameAll(root);
+  observer.observe(root, { subtree: true, childList: true, attributes: true, attributeFilter: ["title"] });
+  signal.addEventListener("abort", () => observer.disconnect());
+}
+
 /** Bring the top of the view into sight if it is above: what a button further down started is seen there.
  * @param {Element} root */
 function show(root) {
@@ -71,6 +95,7 @@ function render({ model, el }) {
     observer.observe(root);
     offerAll(root, ended.signal);
     reportOnce(root, ended.signal);
+    nameInputs(root, ended.signal);
     guardKeys(root, ended.signal);
     rove(root, ended.signal);
   });
