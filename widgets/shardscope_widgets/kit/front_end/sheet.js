@@ -39,7 +39,9 @@ function reportOnce(root, signal) {
  * @param {Element} root @param {AbortSignal} signal */
 function nameInputs(root, signal) {
   const name = (input) => {
-    if (!input.title || input.labels?.length) return;
+    // ipywidgets' own label is empty unless there is a description.
+    const isLabelled = [...(input.labels ?? [])].some((label) => label.textContent.trim());
+    if (!input.title || isLabelled) return;
     const seen = input.closest(".ss-row")?.querySelector(".widget-label")?.textContent.trim() ?? "";
     const isSaid = input.title.toLowerCase().includes(seen.toLowerCase());
     const label = isSaid ? input.title : `${seen}: ${input.title}`;
