@@ -181,8 +181,8 @@ def write_gpus() -> str:
                 _scale(entry, "memory_bandwidth_bytes_per_second", 1e9),
                 f"{half / 1e12:,.0f}" if half else "",
                 f"{flops['fp8'] / 1e12:,.0f}" if "fp8" in flops else "",
-                entry.get("link", ""),
                 f"{price:.2f}" if price else "",
+                entry.get("link", ""),
             )
         )
         keys = [key for key in entry if key == "source" or key.endswith("_source")]
@@ -201,8 +201,8 @@ def write_gpus() -> str:
         "## GPUs\n\n"
         + write_table(
             (
-                *("name", "memory GiB", "usable GiB", "GB/s", "16-bit TFLOP/s", "fp8 TFLOP/s", "link"),
-                "USD an hour",
+                *("name", "memory GiB", "usable GiB", "GB/s", "16-bit TFLOP/s", "fp8 TFLOP/s", "USD/h"),
+                "link",
             ),
             rows,
         )
