@@ -26,7 +26,8 @@ def fetch_package(package: str) -> Path:
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
     except subprocess.TimeoutExpired:
-        pytest.skip(f"npm did not fetch {package} in two minutes")
+        pytest.skip(f"npm did not fetch {package} in two minutes; to run this: npm install {package}")
     if done.returncode:
-        pytest.skip(f"npm could not fetch {package}: {done.stderr.strip()[-200:]}")
+        error = done.stderr.strip()[-200:]
+        pytest.skip(f"npm could not fetch {package}, so run this where it can: {error}")
     return folder / "node_modules" / package.rpartition("@")[0]
