@@ -19,7 +19,7 @@ import shardscope as ss
 
 REPOSITORY = Path(__file__).parents[2]
 NOT_IN_REPOSITORY = (
-    *("config.json", "FILES.md", "artifacts/soak/report.md"),
+    *("config.json", "FILES.md", "artifacts/soak/report.md", "artifacts/soak_cluster/report.md"),
     *("shardscope_report.md", "pretrain_gpt.py", "convert_hf_to_gguf.py"),
 )
 """Files of other projects, and files that runs or machines with a GPU write."""
