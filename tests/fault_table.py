@@ -395,7 +395,8 @@ FAULTS = {
     65: Fault(
         "A node dies during a run (its slurmd and all of its processes are killed)",
         "The other nodes' ranks end within 30 s, and the job leaves the queue. Failed: which node is lost; "
-        "if it is node 0, lost. With `retries=` a new attempt starts on other nodes.",
+        "if it is node 0, lost. With `retries=` a new attempt starts on other nodes, and until Ray has some "
+        "the run is queued.",
         "Both nodes are on one machine: a node that is only cut off from the network was not tested.",
     ),
     66: Fault(
@@ -488,7 +489,8 @@ FAULTS = {
     ),
     86: Fault(
         "The Ray actor of a node is killed, that of node 0 included",
-        "Failed, with the node's name and what to do next; the other node's ranks end within seconds.",
-        "There are no `retries=` on Ray: launch again from the last checkpoint.",
+        "Failed, with the node's name and what to do next; the other node's ranks end within seconds. With "
+        "`retries=` a new attempt starts from the last checkpoint.",
+        "`retries=` needs a run folder that the nodes share.",
     ),
 }

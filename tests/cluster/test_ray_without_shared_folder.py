@@ -29,6 +29,7 @@ from tests.cluster.two_node_ray import TwoNodeRay, find_why_not_covered
 from tests.requirements import skip_without, thorough
 
 import shardscope as ss
+from shardscope.core.errors import FieldError
 from shardscope.records.folder import FINAL
 from shardscope.runs.run import Run
 
@@ -152,6 +153,14 @@ def test_losses_and_records_arrive(name: str, target: ss.Ray, notebook: Path, sc
     # The notebook's machine and the nodes really see different files.
     assert not Path(kept[0]["folder"]).exists()
     assert not list_processes(run.folder)
+
+
+@thorough()
+def test_retries_are_refused(target: ss.Ray, notebook: Path) -> None:
+    with pytest.raises(FieldError) as refused:
+        ss.launch(make_plan("2x1xcpu"), train_until_stopped, folder=notebook, on=target, name="no", retries=1)
+    assert refused.value.field == "launch.retries" and "do not see the run folder" in str(refused.value)
+    assert not (notebook / "no").exists()
 
 
 @thorough()

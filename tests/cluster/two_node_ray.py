@@ -67,7 +67,7 @@ class TwoNodeRay:
         threading.Thread(target=self._write_ports, daemon=True).start()
         for address in ADDRESSES:
             if not self._covered:
-                self._add_node(address)
+                self.add_node(address)
                 continue
             # In a thread, because a mount namespace belongs to one; its child processes get it, and end with
             # the thread (PR_SET_PDEATHSIG). Ray's handler of SIGTERM can only be set in the main thread.
@@ -75,10 +75,11 @@ class TwoNodeRay:
             self._threads.append(thread)
             thread.submit(cover_folders, self._covered).result()
             with mock.patch("ray._private.utils.set_sigterm_handler"):
-                thread.submit(self._add_node, address).result()
+                thread.submit(self.add_node, address).result()
         self._is_started.set()
 
-    def _add_node(self, address: str) -> None:
+    def add_node(self, address: str) -> None:
+        """Start a node and wait until it is registered. Raises an exception of Ray."""
         self._nodes.append(
             self._cluster.add_node(
                 num_cpus=1,
@@ -157,6 +158,18 @@ class TwoNodeRay:
         for process in list(doomed):
             if get_command_line(process)[:1] and "raylet" in get_command_line(process)[0]:
                 doomed += process.children()  # Its workers: the actors.
+        for process in doomed:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(doomed, 10)
+
+    def kill_node(self, number: int) -> None:
+        """Kill a node that is not the head: its raylet, and all that it has started, with SIGKILL."""
+        entries = [entry for kind in self._nodes[number].all_processes.values() for entry in kind]
+        doomed = [psutil.Process(entry.process.pid) for entry in entries]
+        for process in list(doomed):
+            with contextlib.suppress(psutil.Error):
+                doomed += process.children(recursive=True)
         for process in doomed:
             with contextlib.suppress(psutil.Error):
                 process.kill()

@@ -15,9 +15,11 @@ from tests.requirements import needs
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
+from shardscope.records.attempts import has_ended, read_attempts
 from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import append_line, write_json
 from shardscope.runs.backends import kernel_watch, node_process
+from shardscope.runs.backends.next_attempt import begin_attempt, conclude_without_lead
 from shardscope.runs.backends.nodes import Node, NodePool
 from shardscope.runs.backends.peers import Peers
 from shardscope.runs.backends.ray import submission as ray_submission
@@ -235,6 +237,41 @@ def test_a_lost_node_0_is_a_failure_that_names_it(tmp_path: Path) -> None:
     assert failed is not None and failed["status"] == "failed"
     assert str(failed["reason"]).startswith("node 0 (n1) is lost: its Ray actor has ended: killed")
     assert "it has saved no checkpoint" in str(failed["reason"])
+
+
+def test_a_run_that_waits_for_its_next_attempt_is_queued(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    lead = NodeFolder(folder.path, 0, 2, 1)
+    begin_attempt(lead)
+    lead.create_own()
+    watch = RayWatch(folder)
+    waiting = State("waiting", "attempt 2 follows: node 0 is lost", time.time(), "", "", attempt=2)
+    # Node 0 is lost, so it has written no status.
+    write_json(state_file(folder), waiting._asdict())
+    assert watch.describe_without_lead() == {"status": "queued", "reason": waiting.reason}
+    # Node 0 has written that attempt 2 follows, and the other nodes have not ended yet.
+    running = State("running", "2 nodes at work", time.time(), "", "", attempt=1)
+    write_json(state_file(folder), running._asdict())
+    write_json(lead.ended, {"status": "failed", "reason": "rank 1 failed"})
+    assert watch.describe(1.0, "attempt 2 follows: rank 1 failed") is None
+    begin_attempt(NodeFolder(folder.path, 0, 2, 2))
+    assert watch.describe(1.0, "attempt 2 follows: rank 1 failed") == {
+        "status": "starting",
+        "reason": "2 nodes at work",
+    }
+
+
+@pytest.mark.parametrize(("retries", "follows"), [(2, [True, True, False]), (0, [False])])
+def test_attempts_without_node_0_are_counted(retries: int, follows: list[bool], tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    description = {"trains_the_plan": True, "world_size": 1, "retries": retries}
+    for attempt, expected in enumerate(follows, 1):
+        begin_attempt(folder.select_attempt(attempt))
+        part = folder.select_attempt(attempt)
+        assert not has_ended(part)
+        why_not = conclude_without_lead(part, description, "node 0 (n1) is lost", 0)
+        assert (not why_not) == expected and has_ended(part), why_not
+    assert {(item["status"], item["node"]) for item in read_attempts(folder)} == {("failed", 0)}
 
 
 def test_a_run_of_which_nothing_is_received_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 ``attempts/<n>/`` has two files, each written once by the process that supervises the run (on a cluster
 that of node 0): ``began.json`` before the ranks of attempt n start, and ``ended.json`` after they have ended.
-A process that is killed writes no end. Files of ranks and nodes that no two attempts share are in the run
+A process that is killed writes no end. On Ray the coordinator writes the beginning, and the end if node 0 is
+lost. Files of ranks and nodes that no two attempts share are in the run
 folder for the first attempt, and in ``attempts/<n>/`` for later ones (``RunFolder.state``).
 """
 
@@ -50,6 +51,11 @@ def write_end(folder: RunFolder, status: str, reason: str, **more: object) -> No
 def has_begun(folder: RunFolder) -> bool:
     """Return whether the beginning of this attempt is recorded, so that its folders exist."""
     return (folder.attempt_folder(folder.attempt) / BEGAN).exists()
+
+
+def has_ended(folder: RunFolder) -> bool:
+    """Return whether the end of this attempt is recorded."""
+    return read_json(folder.attempt_folder(folder.attempt) / ENDED) is not None
 
 
 def read_checkpoint(folder: RunFolder) -> Path | None:

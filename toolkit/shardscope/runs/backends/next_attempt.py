@@ -2,7 +2,7 @@
 
 The supervisor of node 0 asks, after the ranks of all nodes have ended and before the job does. If node 0 is
 lost, the others ask. The job stays the same one: Slurm starts it again on free nodes, and counts its starts.
-On this machine the supervisor itself starts the next attempt.
+On Ray the coordinator starts the next attempt, on this machine the supervisor itself.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ def conclude_attempt(
     job_id = read_job_id(folder)
     if not why_not:
         reason = f"attempt {folder.attempt + 1} follows: {final.reason}"
-        if job_id is None:
-            return FinalStatus("starting", reason, {})
+        if job_id is None:  # The coordinator on Ray starts it, on this machine the supervisor.
+            return FinalStatus("queued" if isinstance(folder, NodeFolder) else "starting", reason, {})
         why_not = request_next_attempt(job_id, folder.attempt, log, ending.lost_nodes)
         if not why_not:
             return FinalStatus("queued", reason, {})
@@ -167,6 +167,17 @@ def replace_lead(folder: NodeFolder, description: Mapping[str, object], log: Cal
         log(why_not)
     # srun would wait for the lost node until Slurm gives it up.
     _try_to_cancel(job_id, log)
+
+
+def conclude_without_lead(
+    folder: RunFolder, description: Mapping[str, object], reason: str, node: int | None
+) -> str:
+    """Record the end of an attempt whose node 0 is lost. Return why none follows; empty if one does.
+
+    ``node`` is the first lost one. Raises ``OSError``.
+    """
+    write_end(folder, "failed", reason, node=node)
+    return explain_no_retry(folder, description, failed=True)
 
 
 def request_next_attempt(

@@ -91,10 +91,10 @@ def launch(
     ``./runs`` and ``name`` to the current time. If an ended run has that name, a number is appended. A run of
     this machine ends with this process unless ``outlive_kernel``; one on a cluster outlives it, unless
     ``outlive_kernel=False``. After a failed rank or a lost node the run is started again up to
-    ``retries`` times, from its last checkpoint (not on Ray): ``run.attempts``. A task may have a method
-    ``check(plan)`` or ``check_launch(plan, folder, name)`` that raises ``ValueError`` for a plan or folder it
-    does not support. A function whose source uses ``ctx.engine`` raises ``ValueError`` if no engine trains
-    the plan.
+    ``retries`` times, from its last checkpoint: ``run.attempts``. On Ray this needs a ``folder`` that all
+    nodes see. A task may have a method ``check(plan)`` or ``check_launch(plan, folder, name)`` that raises
+    ``ValueError`` for a plan or folder it does not support. A function whose source uses ``ctx.engine``
+    raises ``ValueError`` if no engine trains the plan.
 
     Raises ``ValueError`` for an invalid argument, a plan that this machine or the partition cannot run, a
     task that cannot be pickled (the message names the object), or the name of a live run;
@@ -141,14 +141,20 @@ def start_run(
         outlives = check_flag("launch.outlive_kernel", outlive_kernel)
     check_flag("launch.force", force)
     check_integer("launch.retries", retries, low=0, high=MAX_RETRIES)
-    if isinstance(target, Ray) and retries:
-        refuse("launch.retries", retries, "0 on Ray: a run has one attempt there", Value(0))
     parent = checked_path("launch.folder", DEFAULT_FOLDER if folder is None else folder)
     if name is not None:
         check_name("launch.name", name)
     if isinstance(target, Ray):
         return _launch_on_ray(
-            plan, task, target, parent, name, outlives=outlives, force=force, stacklevel=stacklevel
+            plan,
+            task,
+            target,
+            parent,
+            name,
+            outlives=outlives,
+            force=force,
+            retries=retries,
+            stacklevel=stacklevel,
         )
     if target is not None:
         options = _SlurmOptions(outlives=outlives, is_chosen=outlive_kernel is not None, retries=retries)
@@ -253,6 +259,7 @@ def _launch_on_ray(
     *,
     outlives: bool,
     force: bool,
+    retries: int,
     stacklevel: int,
 ) -> Run:
     """Start the run on a Ray cluster. Raises as :func:`launch` does."""
@@ -268,7 +275,7 @@ def _launch_on_ray(
         difference = check_ray_submission(connection, plan, force=force)
         if difference:
             warnings.warn(difference, RuntimeWarning, stacklevel=stacklevel + 1)
-        description = _describe_run(plan, task, device, outlives, retries=0)
+        description = _describe_run(plan, task, device, outlives, retries)
         # The processes of the run are on other machines, whose GPUs are not known yet.
         description |= {"asked_name": name, "gpus": [], "machine": "", "scheduler": "ray"}
         description["num_nodes"] = plan.cluster.num_nodes
@@ -282,7 +289,7 @@ def _launch_on_ray(
                 write_task(pending.folder, payload)
                 pending.folder.set_status("queued", f"being submitted to {connection.title}")
                 pending.publish(description)
-                submit_to_ray(connection, pending.folder, plan)
+                submit_to_ray(connection, pending.folder, plan, retries)
                 if not outlives:
                     start_kernel_watch(pending.folder)
                 return Run(pending.folder)

@@ -15,15 +15,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.records.attempts import has_ended
 from shardscope.records.folder import RunFolder
-from shardscope.records.json_files import LineTail, write_json
+from shardscope.records.json_files import LineTail, read_json, read_lines, write_json
 from shardscope.runs.backends.folder_stream import Chunk
 from shardscope.runs.backends.folder_stream import State as FileState
+from shardscope.runs.backends.next_attempt import begin_attempt, conclude_without_lead
 from shardscope.runs.backends.node_process import wait_for_folder
 from shardscope.runs.backends.ray.node import NodeActor
 from shardscope.runs.backends.ray.stream import StreamHub, create_copy, delete_copy
 from shardscope.runs.backends.ray.submission_process import describe_error
-from shardscope.runs.backends.ray.watch import State, lost_node_file, state_file
+from shardscope.runs.backends.ray.watch import State, describe_lost_node, lost_node_file, state_file
 from shardscope.runs.stop_request import describe_stop_request
 
 if TYPE_CHECKING:
@@ -57,12 +59,17 @@ class Coordinator:
         *,
         is_shared: bool = True,
         node_folder: str | None = None,
+        has_attempts: bool = False,
     ) -> None:
-        """``run`` is the path of the run folder; its name counts if the nodes do not share it."""
+        """``run`` is the path of the run folder; its name counts if the nodes do not share it.
+
+        ``has_attempts``: it may be started again, which needs a shared folder.
+        """
         self._hub = None if is_shared else StreamHub(create_copy(Path(run).name, node_folder))
         self._node_folder = node_folder
         self._path = Path(run) if self._hub is None else self._hub.path
-        self._folder = RunFolder(self._path)
+        self._folder = RunFolder(self._path, 1 if has_attempts else None)
+        """With the paths of the attempt that is running or waits for its nodes."""
         self._num_nodes = num_nodes
         self._bundle = dict(bundle)
         self._control = LineTail(self._folder.control)
@@ -81,6 +88,8 @@ class Coordinator:
         """Whether nothing follows in the run folder."""
         self._stop = ""
         """Who has requested a stop; empty if nobody has."""
+        self._again = ""
+        """Why the run was put back into the queue, for the reason of its status; empty in attempt 1."""
 
     def receive(self, chunks: list[Chunk]) -> None:
         """Write files of the launch into this copy of the run folder. Raises ``OSError``."""
@@ -122,9 +131,23 @@ class Coordinator:
         self._give_back()
 
     def _coordinate(self) -> None:
+        while self._run_attempt():
+            self._release_nodes()
+            self._folder = self._folder.select_attempt(self._folder.attempt + 1)
+            self._lost = ""
+            self._write("waiting", f"{self._again}Ray looks for nodes")
+        if self._hub is None:  # Node 0 deletes it, unless it is lost.
+            self._folder.task.unlink(missing_ok=True)
+
+    def _run_attempt(self) -> bool:
+        """Run one attempt on the nodes that Ray gives it. Return whether another one follows."""
+        attempt = self._folder.fixed_attempt
         if not self._wait_for_nodes():
-            self._write("ended", f"{self._stop} before any rank started", "stopped")
-            return
+            what = "any rank" if not self._again else f"attempt {attempt}"
+            self._write("ended", f"{self._stop} before {what} started", "stopped")
+            return False
+        if attempt is not None:
+            begin_attempt(self._folder)
         self._write("starting", f"Ray starts a process on each of {self._num_nodes} nodes")
         self._create_actors()
         is_started = self._start_nodes()
@@ -133,6 +156,28 @@ class Coordinator:
         if is_started:
             self._write("running", f"{self._num_nodes} nodes at work")
         self._watch_nodes()
+        if attempt is not None and self._is_to_start_again():
+            return True
+        self._write("ended", self._lost or "all nodes have ended", self._verdict if self._lost else "")
+        return False
+
+    def _is_to_start_again(self) -> bool:
+        """Return whether another attempt follows: node 0 has decided it, unless it is lost."""
+        next_attempt = self._folder.attempt + 1
+        if has_ended(self._folder):
+            last = (read_lines(self._folder.status) or [{}])[-1]
+            self._again = f"{last.get('reason')}; "
+            return last.get("status") == "queued"
+        if self._end or self._verdict == "stopped" or self._is_stopped():
+            return False
+        reasons = {node: describe_lost_node(self._folder, node) for node in range(self._num_nodes)}
+        node, reason = next(((node, text) for node, text in reasons.items() if text), (None, self._lost))
+        reason = reason or "the supervisor of node 0 has ended without a final status"
+        why_not = conclude_without_lead(self._folder, read_json(self._folder.run_json) or {}, reason, node)
+        self._again = f"attempt {next_attempt} follows: {reason}; "
+        if why_not:
+            self._lost = f"{self._lost or reason}; it is not started again: {why_not}"
+        return not why_not
 
     def _wait_for_nodes(self) -> bool:
         """Wait for the placement group. Return False if a stop was requested before."""
@@ -144,7 +189,7 @@ class Coordinator:
         while not self._group.wait(timeout_seconds=POLL_SECONDS):
             if self._is_stopped():
                 return False
-            self._write("waiting", f"Ray's placement group waits: {self._describe_wait()}")
+            self._write("waiting", f"{self._again}Ray's placement group waits: {self._describe_wait()}")
         return not self._is_stopped()
 
     def _describe_wait(self) -> str:
@@ -183,7 +228,7 @@ class Coordinator:
                 except Exception as problem:
                     self._give_up(node, f"it got no copy of the run folder: {describe_error(problem)}")
                     return False
-            starting[actor.start.remote(path, node, cpus)] = node
+            starting[actor.start.remote(path, node, cpus, self._folder.fixed_attempt)] = node
         deadline = float("inf")
         while starting and not self._is_head_lost():
             for reference, error in self._collect(starting).items():
@@ -253,7 +298,6 @@ class Coordinator:
             self._touch()
             # A node that answers at once must not be asked at once again.
             time.sleep(max(0.0, POLL_SECONDS - (time.monotonic() - began)))
-        self._write("ended", self._lost or "all nodes have ended", self._verdict if self._lost else "")
 
     def _give_up(self, node: int, reason: str) -> None:
         """Record that a node is lost: the supervisors of the others read it."""
@@ -297,7 +341,7 @@ class Coordinator:
         return time.monotonic() - self._answered > HEAD_SECONDS
 
     def _write(self, phase: str, reason: str, verdict: str = "") -> None:
-        self._state = State(phase, reason, time.time(), verdict, self._end)
+        self._state = State(phase, reason, time.time(), verdict, self._end, self._folder.attempt)
         with contextlib.suppress(OSError):
             write_json(state_file(self._folder), self._state._asdict())
 
@@ -311,23 +355,31 @@ class Coordinator:
     def _give_back(self) -> None:
         """Remove everything that the run has on the cluster, this actor last."""
         import ray
-        import ray.util
 
         # Without the head these calls wait, and Ray removes all by itself.
         bound = threading.Timer(CLEANUP_SECONDS, os._exit, (1,))
         bound.start()
-        for actor in self._nodes.values():
-            with contextlib.suppress(Exception):
-                ray.kill(actor)
-        if self._group is not None:
-            with contextlib.suppress(Exception):
-                ray.util.remove_placement_group(self._group)
+        self._release_nodes()
         if self._hub is not None:
             bound.cancel()
             self._wait_for_puller(self._hub)
             threading.Timer(CLEANUP_SECONDS, os._exit, (1,)).start()
         with contextlib.suppress(Exception):
             ray.kill(self._me)
+
+    def _release_nodes(self) -> None:
+        """Give the nodes of an attempt back to Ray."""
+        import ray
+        import ray.util
+
+        for actor in self._nodes.values():
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+        self._nodes.clear()
+        if self._group is not None:
+            with contextlib.suppress(Exception):
+                ray.util.remove_placement_group(self._group)
+        self._group = None
 
     def _wait_for_puller(self, hub: StreamHub) -> None:
         """Keep the copy until the folder beside the notebook has everything, at most a day."""

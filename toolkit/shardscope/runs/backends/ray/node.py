@@ -19,11 +19,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shardscope.machine.processes import die_with_parent
+from shardscope.records.attempts import BEGAN
 from shardscope.records.folder import NodeFolder
 from shardscope.records.folder_checks import open_part
 from shardscope.records.json_files import read_json, write_json
 from shardscope.runs.backends.folder_stream import Chunk, State
-from shardscope.runs.backends.node_process import list_addresses, wait_for_folder
+from shardscope.runs.backends.node_process import list_addresses, wait_for_file, wait_for_folder
+from shardscope.runs.backends.peers import START_SECONDS
 from shardscope.runs.backends.ray.stream import NodeStream
 from shardscope.runs.launch.environment import add_toolkit_to_path
 from shardscope.training.checkpoints.folders import OWN_FOLDER
@@ -64,8 +66,8 @@ class NodeActor:
         assert self._stream is not None
         self._stream.close()
 
-    def start(self, run: str, node: int, num_cpus: float) -> None:
-        """Start the node's process. Raises ``OSError``."""
+    def start(self, run: str, node: int, num_cpus: float, attempt: int | None) -> None:
+        """Start the node's process. ``attempt``: None for a run without ``retries``. Raises ``OSError``."""
         import ray
         import ray.util
 
@@ -81,6 +83,7 @@ class NodeActor:
             environment[OWN_FOLDER] = "1"
         node_id = ray.get_runtime_context().get_node_id()
         arguments = [run, str(node), str(os.getpid()), ray.util.get_node_ip_address(), node_id]
+        arguments += [] if attempt is None else [str(attempt)]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "shardscope.runs.backends.ray.node", *arguments],
             stdin=subprocess.DEVNULL,
@@ -123,7 +126,9 @@ class NodeActor:
         os._exit(1)  # What is left of the node's processes dies with this one.
 
 
-def run_ray_node(run: str, node: int, actor: int, address: str, node_id: str) -> None:
+def run_ray_node(
+    run: str, node: int, actor: int, address: str, node_id: str, attempt: int | None = None
+) -> None:
     """Replace this process, a child of the actor, by the supervisor of this node. Does not return.
 
     Raises ``FileNotFoundError`` if the run folder is not visible on this node, ``OSError`` if ``address`` is
@@ -132,8 +137,10 @@ def run_ray_node(run: str, node: int, actor: int, address: str, node_id: str) ->
     die_with_parent(actor)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray's workers block it.
     wait_for_folder(Path(run))
-    folder = open_part(run, node)
+    folder = open_part(run, node, attempt)
     assert isinstance(folder, NodeFolder)
+    if attempt is not None:  # The coordinator has chosen the checkpoint, maybe on another machine.
+        wait_for_file(folder.attempt_folder(attempt) / BEGAN, START_SECONDS)
     folder.create_own()
     record = {
         "name": socket.gethostname(),
@@ -151,6 +158,7 @@ def run_ray_node(run: str, node: int, actor: int, address: str, node_id: str) ->
         os.dup2(log, descriptor)
     # The parent-death signal stays over exec (prctl(2)).
     arguments = ["-P", "-m", "shardscope.runs.launch.supervisor", run, "--node", str(node)]
+    arguments += [] if attempt is None else [str(attempt)]
     os.execv(sys.executable, [sys.executable, *arguments])
 
 
@@ -166,4 +174,6 @@ def find_interface(address: str) -> str:
 
 
 if __name__ == "__main__":
-    run_ray_node(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:6])
+    run_ray_node(
+        sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5], *map(int, sys.argv[6:])
+    )

@@ -229,10 +229,11 @@ def build_bundle(plan: Plan, pool: NodePool) -> dict[str, float]:
     return bundle
 
 
-def submit_to_ray(connection: RayConnection, folder: RunFolder, plan: Plan) -> None:
+def submit_to_ray(connection: RayConnection, folder: RunFolder, plan: Plan, retries: int) -> None:
     """Start the run's coordinator on the cluster. Raises ``ValueError`` if Ray refuses it, ``RayError``.
 
-    If its nodes do not see the run folder, the process that receives their records is started here.
+    If its nodes do not see the run folder, the process that receives their records is started here; with
+    ``retries`` that raises ``ValueError``, because other nodes would not see the checkpoints.
     """
     name = f"shardscope-{folder.path.name}-{secrets.token_hex(4)}"
     record = {"scheduler": "ray", "job_id": name, "address": connection.target.address}
@@ -245,7 +246,11 @@ def submit_to_ray(connection: RayConnection, folder: RunFolder, plan: Plan) -> N
         "bundle": build_bundle(plan, select_nodes(connection.pool)),
         "record": record,
         "node_folder": connection.target.node_folder,
+        "retries": retries,
     }
-    connection.ask(request, SUBMIT_SECONDS)
+    if connection.ask(request, SUBMIT_SECONDS).get("needs_shared_folder"):
+        allowed = "0, because the nodes do not see the run folder, and so not each other's checkpoints"
+        fix = "a folder= that every node of the cluster sees at the same path, or 0"
+        refuse("launch.retries", retries, allowed, fix)
     if is_streamed(folder):
         start_puller(folder)

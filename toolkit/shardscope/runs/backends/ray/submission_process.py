@@ -135,6 +135,8 @@ def start_coordinator(request: Mapping[str, object]) -> dict[str, object]:
     record = request["record"]
     assert isinstance(record, dict)
     is_shared = is_folder_shared(str(folder.job), str(request["actor"]))
+    if request["retries"] and not is_shared:
+        return {"needs_shared_folder": True}
     write_json(folder.job, {**record, "folder": "shared" if is_shared else "streamed"})
     # On the head, whose loss ends the run anyway: any other node would be one more that can be lost.
     heads = [
@@ -152,6 +154,7 @@ def start_coordinator(request: Mapping[str, object]) -> dict[str, object]:
         request["bundle"],
         is_shared=is_shared,
         node_folder=request["node_folder"],
+        has_attempts=bool(request["retries"]),
     )
     try:
         if not is_shared:

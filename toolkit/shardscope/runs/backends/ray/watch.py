@@ -10,6 +10,7 @@ from typing import NamedTuple
 from shardscope.machine.os_errors import is_absent
 from shardscope.records.folder import RAY, NodeFolder, RunFolder
 from shardscope.records.json_files import read_json
+from shardscope.records.json_values import is_int
 from shardscope.training.checkpoints.folders import list_checkpoints
 
 PATIENCE_SECONDS = 30.0
@@ -31,6 +32,8 @@ class State(NamedTuple):
     """stopped or failed once it has ended; empty if the supervisors have written how."""
     end: str = ""
     """Why it ends the supervisors, by a signal; empty if it does not."""
+    attempt: int = 1
+    """The attempt that it works for; it may have no nodes yet."""
 
 
 def state_file(folder: RunFolder) -> Path:
@@ -39,8 +42,24 @@ def state_file(folder: RunFolder) -> Path:
 
 
 def lost_node_file(folder: RunFolder, node: int) -> Path:
-    """Return the file in which the coordinator records that a node is lost, and why."""
-    return folder.path / RAY / f"lost-{node}.json"
+    """Return the file in which the coordinator records that a node of this attempt is lost, and why."""
+    attempt = folder.attempt
+    return folder.path / RAY / (f"lost-{node}.json" if attempt == 1 else f"lost-{node}-{attempt}.json")
+
+
+def describe_lost_node(folder: RunFolder, node: int) -> str:
+    """Return which node the coordinator has lost, and why; empty if it has not."""
+    record = read_json(lost_node_file(folder, node))
+    if record is None:
+        return ""
+    return f"{name_node(folder, node)} is lost: {record.get('reason')}"
+
+
+def name_node(folder: RunFolder, node: int) -> str:
+    """Return the number of a node, with its name if it has started: ``node 1 (gpu-07)``."""
+    record = read_json(NodeFolder(folder.path, node, attempt=folder.fixed_attempt).node_json) or {}
+    name = record.get("name")
+    return f"node {node} ({name})" if isinstance(name, str) else f"node {node}"
 
 
 def is_streamed(folder: RunFolder) -> bool:
@@ -85,6 +104,9 @@ class RayWatch:
         if self._is_silent(state_file(self._folder), PATIENCE_SECONDS):
             lost = f"its Ray coordinator has given no sign of life for {PATIENCE_SECONDS:.0f} s"
             return {"status": "lost", "reason": f"{lost}; before: {reason}"}
+        # Node 0 has put the run back into the queue, and the coordinator waits for the other nodes' ends.
+        if phase == "running" and recorded and NodeFolder(self._folder.path, 0).ended.exists():
+            return None
         return {"status": "queued" if phase == "waiting" else "starting", "reason": reason}
 
     def describe_stream(self, recorded: Mapping[str, object]) -> dict[str, object] | None:
@@ -109,19 +131,21 @@ class RayWatch:
 
     def describe_without_lead(self) -> dict[str, object] | None:
         """Return the status of a run whose node 0 left no final status; None if nobody knows why."""
-        lost = read_json(lost_node_file(self._folder, 0))
+        lost = describe_lost_node(self._folder, 0)
         record = read_json(state_file(self._folder))
         if record is None:
             return None
-        name = (read_json(NodeFolder(self._folder.path, 0).node_json) or {}).get("name")
-        node = f"node 0 ({name})" if isinstance(name, str) else "node 0"
-        reason = f"{node} is lost: {lost.get('reason')}" if lost is not None else str(record.get("reason"))
+        attempt = record.get("attempt")
+        if is_int(attempt) and attempt > self._folder.attempt:
+            return {"status": "queued", "reason": str(record.get("reason"))}
+        reason = lost or str(record.get("reason"))
         # The coordinator notices it within seconds, and lets the other nodes end first.
         is_silent = self._is_silent(state_file(self._folder), PATIENCE_SECONDS)
         if record.get("phase") != "ended" and not is_silent:
-            why = reason if lost is not None else f"the supervisor of {node} has ended without a final status"
+            node = name_node(self._folder, 0)
+            why = lost or f"the supervisor of {node} has ended without a final status"
             return {"status": "stopping", "reason": f"{why}; the other nodes end"}
-        if lost is None and record.get("verdict") != "failed":
+        if not lost and record.get("verdict") != "failed":
             return None
         if list_checkpoints(self._folder.path):
             fix = "launch again with resume= for its last checkpoint"
