@@ -21,14 +21,18 @@ from shardscope.runs.backends.peers import LOST_SECONDS
 needs("accelerate")
 
 
-def write_python_of_node(folder: Path, node: int, lines: str) -> str:
-    """Write a program that starts Python, on one node of a run after ``lines`` of shell. Return its path."""
+def write_python_of_node(folder: Path, node: int, lines: str, first_import: Path | None = None) -> str:
+    """Write a program that starts Python, on one node of a run after ``lines`` of shell. Return its path.
+
+    ``first_import``: a folder that Python imports from before all others, on every node.
+    """
     program = folder / "python-of-node"
+    first = "" if first_import is None else f"{shlex.quote(str(first_import))}:"
     program.write_text(
         "#!/bin/sh\n"
         f'if [ "$SLURM_NODEID" = {node} ]; then\n{lines}\nfi\n'
         # As ss.Slurm(python=) is another Python, it gets no import path of the notebook's.
-        f"export PYTHONPATH=$PYTHONPATH:{shlex.quote(os.pathsep.join(filter(None, sys.path)))}\n"
+        f"export PYTHONPATH={first}$PYTHONPATH:{shlex.quote(os.pathsep.join(filter(None, sys.path)))}\n"
         f'exec {shlex.quote(sys.executable)} "$@"\n'
     )
     program.chmod(0o700)
@@ -129,3 +133,41 @@ def test_fault_77_a_kernel_inside_an_allocation(slurm: TwoNodeSlurm, tmp_path: P
     runs = {name: ss.Run.attach(tmp_path / name) for name in ("here", "there")}
     assert runs["here"].nodes == [] and len(runs["there"].nodes) == 2
     assert_nothing_is_left(runs["there"], slurm)
+
+
+FAKE_DRIVER = """
+from types import SimpleNamespace
+
+
+class NVMLError(Exception):
+    pass
+
+
+def nvmlInit(): pass
+def nvmlShutdown(): pass
+def nvmlDeviceGetCount(): return 4
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetUUID(handle): return f"GPU-{handle}"
+def nvmlDeviceGetUtilizationRates(handle): return SimpleNamespace(gpu=50 + handle, memory=0)
+def nvmlDeviceGetTemperature(handle, sensor): return 40 + handle
+def nvmlDeviceGetPowerUsage(handle): return 300_000
+def nvmlDeviceGetMemoryInfo(handle): return SimpleNamespace(total=2**36, free=2**35, used=2**35)
+"""
+
+
+@thorough()
+def test_gpus_of_each_node_are_sampled(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+    driver = tmp_path / "driver"
+    driver.mkdir()
+    (driver / "pynvml.py").write_text(FAKE_DRIVER)
+    # Slurm gives each node its GPU 0; the second node's startup file chooses another one.
+    python = write_python_of_node(tmp_path, 1, "export CUDA_VISIBLE_DEVICES=3", first_import=driver)
+    plan = make_plan("2x1xa100-sxm-80gb")
+    run = ss.launch(plan, ss.Pretrain(num_steps=1), folder=tmp_path, on=ss.Slurm(python=python))
+    # No rank can use these GPUs, so it fails; until then they are sampled.
+    assert run.wait(300) == "failed"
+    samples = ss.Run.attach(run.folder).gpu_samples()
+    assert {(sample["node"], sample["rank"], sample["gpu"]) for sample in samples} == {(0, 0, 0), (1, 1, 3)}
+    assert {(sample["node"], sample["utilisation_percent"]) for sample in samples} == {(0, 50), (1, 53)}
+    assert {sample["used_bytes"] for sample in samples} == {2**35}
+    assert_nothing_is_left(run, slurm)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.requirements import thorough
 
-from shardscope.records.folder import RunFolder
+from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import append_line, read_lines, write_json
 from shardscope.runs.watch import gpu_monitor as card_watch
 from shardscope.runs.watch.gpu_monitor import GpuSample, GpuSampler, read_gpu_samples
@@ -81,6 +81,48 @@ def test_each_rank_has_the_readings_of_its_gpu(monkeypatch: pytest.MonkeyPatch, 
     assert {r["power_watts"] for r in records} == {412.5}
     assert not any("used_bytes" in r for r in records), "what no card answers is left out"
     assert folder.gpu_samples.stat().st_mode & 0o777 == 0o600
+
+
+def test_each_node_samples_the_gpus_of_its_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend_driver(
+        monkeypatch,
+        nvmlDeviceGetCount=lambda: 8,
+        nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}",
+    )
+    monkeypatch.setattr(card_watch, "NODE_SECONDS", 0.0)
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    (folder.path / "nodes").mkdir()
+    description = {"world_size": 4, "num_nodes": 2, "gpus": [], "device": "cuda"}
+    write_json(folder.run_json, description)
+    # The scheduler has given other GPUs to each node; the last one is another job's.
+    for node, visible in ((0, "2,3"), (1, "6,7,5")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        part = NodeFolder(folder.path, node, 2)
+        part.create_own()
+        watch = GpuSampler(part)
+        request_samples(watch, 2)
+        watch.finish()
+        assert part.gpu_samples == folder.path / "nodes" / str(node) / "cards.jsonl"
+    assert not folder.gpu_samples.exists()
+    records = read_gpu_samples(folder, [])
+    assert {(r["node"], r["rank"], r["gpu"], r["utilisation_percent"]) for r in records} == {
+        (0, 0, 2, 92),
+        (0, 1, 3, 93),
+        (1, 2, 6, 96),
+        (1, 3, 7, 97),
+    }
+    assert len(records) == 8 and records == sorted(records, key=lambda record: record["time"])
+    # The clock of node 1 is 400 s ahead.
+    for rank, ready in enumerate((1000.0, 1000.0, 1400.0, 1400.0)):
+        write_json(folder.rank(rank), {"ready": ready})
+    corrected = {r["time"] for r in read_gpu_samples(folder, []) if r["node"] == 1}
+    assert corrected == {r["time"] - 400 for r in records if r["node"] == 1}
+    # CPU ranks have no driver to ask, and files of nodes that the run has not are not read.
+    write_json(folder.run_json, {**description, "device": "cpu"})
+    assert GpuSampler(NodeFolder(folder.path, 1, 2))._num_node_gpus == 0
+    (folder.path / "nodes" / "1").rename(folder.path / "nodes" / "7")
+    assert {r["node"] for r in read_gpu_samples(folder, [])} == {0}
 
 
 def test_a_slow_driver_call_delays_no_other_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -57,6 +57,11 @@ def read_gpu_states() -> list[GpuState]:
     return _query_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), _read_state)
 
 
+def list_visible_indices() -> list[int]:
+    """Return the driver's indices of the GPUs visible to CUDA in this process, in CUDA's order."""
+    return _query_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), lambda _pynvml, _handle, index: index)
+
+
 def list_nvidia_gpus(visible: str | None) -> list[Gpu]:
     """Return the GPUs that CUDA sees with CUDA_VISIBLE_DEVICES=``visible``; empty without a driver."""
     return _query_gpus(visible, lambda pynvml, handle, _: _describe_gpu(pynvml, handle))

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from shardscope.core.errors import Value, refuse
 from shardscope.machine.os_errors import describe_shortage
-from shardscope.records.json_files import append_line
+from shardscope.records.json_files import append_line, read_json
 
 Status = Literal["queued", "starting", "running", "stopping", "finished", "stopped", "failed", "lost"]
 FULL_BYTES = 2**20
@@ -300,6 +300,12 @@ class NodeFolder(RunFolder):
         self.num_nodes = num_nodes
 
     @property
+    def title(self) -> str:
+        """Number of this node, with its name once it has started: ``node 1 (gpu-07)``."""
+        name = (read_json(self.node_json) or {}).get("name")
+        return f"node {self.node} ({name})" if isinstance(name, str) else f"node {self.node}"
+
+    @property
     def own(self) -> Path:
         """Folder of the files that only this node writes."""
         return self.state / NODES / str(self.node)
@@ -337,6 +343,10 @@ class NodeFolder(RunFolder):
     @property
     def exits(self) -> Path:
         return self.own / "exits.jsonl"
+
+    @property
+    def gpu_samples(self) -> Path:
+        return self.own / "cards.jsonl"
 
     @property
     def launcher_error(self) -> Path:

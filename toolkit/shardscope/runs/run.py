@@ -378,7 +378,8 @@ class Run:
 
         The readings are ``utilisation_percent``, ``temperature_celsius``, ``power_watts`` and ``used_bytes``
         (all processes on the GPU, not only this run's). One sample a second; a long run is thinned to a few
-        hundred. Empty for CPU ranks.
+        hundred. On a cluster one each five seconds, with the ``node``; the times are by the clock of node 0,
+        and the samples are those of the latest attempt. Empty for CPU ranks.
         """
         from shardscope.runs.watch.gpu_monitor import read_gpu_samples
 

@@ -299,9 +299,9 @@ class RunView(View):
                 rank: node.clock_seconds for node in self._nodes if node.clock_seconds for rank in node.ranks
             }
         samples = run.gpu_samples()
-        # A sample has one record per rank: the last records are the latest sample.
-        for record in samples[-run.world_size :]:
-            self._latest.setdefault(int(record["rank"]), {}).update(_select_metrics(record))
+        # The latest sample of each rank; those of several nodes come one after another.
+        for rank, record in {int(record["rank"]): record for record in samples}.items():
+            self._latest.setdefault(rank, {}).update(_select_metrics(record))
         if self._expected is None:  # For a user's function the prediction is known once its model is.
             self._expected = run.predicted_metrics()
         if self.figure is not None:
@@ -525,7 +525,7 @@ def _update_html(widget: widgets.HTML, html: str) -> None:
 
 
 def _select_metrics(record: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in record.items() if name not in ("time", "rank", "gpu")}
+    return {name: value for name, value in record.items() if name not in ("time", "rank", "node", "gpu")}
 
 
 def _find_duration(run: ss.Run) -> float | None:

@@ -52,7 +52,7 @@ def check_node(folder: NodeFolder, description: Mapping[str, object], beat: Call
         num_ranks = len(folder.select_ranks(world_size)) if is_int(world_size) else 0
         text = describe_missing_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), num_ranks)
         if text:
-            raise NodeError(f"{_name(folder, folder.node)}: {text}")
+            raise NodeError(f"{folder.title}: {text}")
     if not folder.is_lead:
         check_versions(folder, description, beat)
 
@@ -86,9 +86,7 @@ def check_versions(folder: NodeFolder, description: Mapping[str, object], beat: 
     lead = record.get("versions")
     if not isinstance(lead, dict):
         return
-    text = describe_differences(
-        description, lead, read_versions(), _name(folder, 0), _name(folder, folder.node)
-    )
+    text = describe_differences(description, lead, read_versions(), folder.create_peer(0).title, folder.title)
     if text:
         raise NodeError(text)
 
@@ -151,8 +149,3 @@ def _cut(version: object, num_parts: int | None) -> str:
 
 def _describe(title: str, version: object) -> str:
     return f"no {title}" if version is None else f"{title} {version}"
-
-
-def _name(folder: NodeFolder, node: int) -> str:
-    name = (read_json(folder.create_peer(node).node_json) or {}).get("name")
-    return f"node {node} ({name})" if isinstance(name, str) else f"node {node}"

@@ -78,11 +78,11 @@ class Peers:
             silent = time.monotonic() - seen
             if node in self._given_up:
                 self._lost.add(node)
-                texts.append(f"node {node}{self._name(node)} is lost: {self._given_up[node]}")
+                texts.append(f"{self._folders[node].title} is lost: {self._given_up[node]}")
             elif node not in self.ended and silent > (patience_seconds if beat else START_SECONDS):
                 what = f"no sign of it for {silent:.0f} s" if beat else "its supervisor never started"
                 self._lost.add(node)
-                texts.append(f"node {node}{self._name(node)} is lost: {what}")
+                texts.append(f"{self._folders[node].title} is lost: {what}")
         return "; ".join(texts)
 
     def is_every_end_known(self, patience_seconds: float = LOST_SECONDS) -> bool:
@@ -99,7 +99,3 @@ class Peers:
         """Return the scheduler's names of the nodes that were found lost, as far as they are known."""
         names = [(read_json(self._folders[node].node_json) or {}).get("name") for node in sorted(self._lost)]
         return [name for name in names if isinstance(name, str)]
-
-    def _name(self, node: int) -> str:
-        name = (read_json(self._folders[node].node_json) or {}).get("name")
-        return f" ({name})" if isinstance(name, str) else ""

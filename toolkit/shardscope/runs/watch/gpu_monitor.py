@@ -1,6 +1,7 @@
 """GPU utilization, temperature, power and memory of a run, sampled from NVML once a second.
 
-The supervisor samples, not the kernel. A driver call may take seconds, so it runs in its own thread.
+The supervisor samples, not the kernel. A driver call may take seconds, so it runs in its own thread. On a
+cluster the supervisor of each node samples the GPUs of its ranks, less often, into its own folder.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import NamedTuple
 
-from shardscope.machine.detection import query_nvml
-from shardscope.records.folder import RunFolder
+from shardscope.machine.detection import list_visible_indices, query_nvml
+from shardscope.records.clock_offsets import read_clock_offsets
+from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import append_line, encode, read_json, read_lines
 from shardscope.records.json_values import is_int, is_number
 from shardscope.records.regular_files import open_new
@@ -24,6 +26,10 @@ MAX_SAMPLES = 600
 """Maximum number of samples in the file, for a run of any length: older ones are thinned out evenly."""
 DENSE_SAMPLES = 200
 """Number of latest samples that are never thinned out."""
+NODE_SECONDS = 5.0
+"""Minimum time between two samples of a cluster's node: readers read the files of all nodes."""
+MAX_NODE_SAMPLES, DENSE_NODE_SAMPLES = 200, 60
+"""The same for the file of one node, which is sent as a whole if the run folder is not shared."""
 
 
 def _read_utilization(pynvml: ModuleType, handle: object) -> int | None:
@@ -64,9 +70,13 @@ class GpuSample(NamedTuple):
     readings: dict[str, list[int | float | None]]
     """One number per GPU by name of the reading, for readings that the driver supports."""
 
+    gpus: tuple[int, ...] = ()
+    """Driver indices of the GPUs, on the nodes of a cluster; ``run.json`` has those of this machine."""
+
     def to_record(self) -> dict[str, object]:
         """Return the sample as a line of ``cards.jsonl``."""
-        return {"time": self.time, **self.readings}
+        gpus = {"gpus": list(self.gpus)} if self.gpus else {}
+        return {"time": self.time, **gpus, **self.readings}
 
 
 class GpuSampler:
@@ -74,9 +84,17 @@ class GpuSampler:
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
-        indices = (read_json(folder.run_json) or {}).get("gpus")
+        description = read_json(folder.run_json) or {}
+        indices, world_size = description.get("gpus"), description.get("world_size")
         self.gpus = list(filter(is_int, indices)) if isinstance(indices, list) else []
-        """Driver indices of the run's GPUs."""
+        """Driver indices of the run's GPUs; on a node they are known once the driver was asked."""
+        self._num_node_gpus = 0
+        if isinstance(folder, NodeFolder) and description.get("device") == "cuda" and is_int(world_size):
+            self._num_node_gpus = len(folder.select_ranks(world_size))
+        self._max_samples, self._num_dense = MAX_SAMPLES, DENSE_SAMPLES
+        if self._num_node_gpus:
+            self._max_samples, self._num_dense = MAX_NODE_SAMPLES, DENSE_NODE_SAMPLES
+        self._next_request = 0.0
         self._requested = threading.Event()
         self._ended = False
         self._thread: threading.Thread | None = None
@@ -84,8 +102,12 @@ class GpuSampler:
 
     def request_sample(self) -> None:
         """Request a sample from the thread and return immediately."""
-        if not self.gpus:
+        if not self.gpus and not self._num_node_gpus:
             return
+        if self._num_node_gpus:
+            if time.monotonic() < self._next_request:
+                return
+            self._next_request = time.monotonic() + NODE_SECONDS
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._sample_on_request, daemon=True, name="shardscope-gpu-monitor"
@@ -109,12 +131,15 @@ class GpuSampler:
             print(f"GPU monitoring stopped: {error}", file=sys.stderr, flush=True)
             return
         try:
+            if self._num_node_gpus:  # The scheduler has chosen them, by CUDA_VISIBLE_DEVICES.
+                self.gpus = list_visible_indices()[: self._num_node_gpus]
             # A slow driver call delays only later samples: requests that come meanwhile are one.
             handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in self.gpus]
             while self._requested.wait() and not self._ended:
                 self._requested.clear()
                 with contextlib.suppress(OSError):  # A full disk costs a sample.
-                    self._store(read_sample(pynvml, handles))
+                    gpus = tuple(self.gpus) if self._num_node_gpus else ()
+                    self._store(read_sample(pynvml, handles)._replace(gpus=gpus))
         except pynvml.NVMLError as error:  # For example a GPU that has fallen off the bus.
             print(f"GPU monitoring stopped: {error}", file=sys.stderr, flush=True)
         finally:
@@ -124,11 +149,11 @@ class GpuSampler:
         if not sample.readings:  # This driver supports none of them.
             return
         self._samples.append(sample)
-        if len(self._samples) <= MAX_SAMPLES:
+        if len(self._samples) <= self._max_samples:
             append_line(self.folder.gpu_samples, sample.to_record())
             return
         # Halve the older part and write the file again, under another name: readers see either version.
-        older, dense = self._samples[:-DENSE_SAMPLES], self._samples[-DENSE_SAMPLES:]
+        older, dense = self._samples[: -self._num_dense], self._samples[-self._num_dense :]
         self._samples = _thin_out(older, len(older) // 2) + dense
         partial = self.folder.gpu_samples.with_name(f".{self.folder.gpu_samples.name}.{os.getpid()}")
         with open_new(partial) as file:
@@ -162,19 +187,47 @@ def read_sample(pynvml: ModuleType, handles: list[object]) -> GpuSample:
 
 
 def read_gpu_samples(folder: RunFolder, gpus: list[int]) -> list[dict[str, float]]:
-    """Return the samples of a run, one record per sample and GPU: time, rank, gpu and the readings."""
+    """Return the samples of a run, one record per sample and GPU: time, rank, gpu and the readings.
+
+    Those of a cluster have the node, too: they are of the latest attempt, by the clock of node 0.
+    """
+    if not folder.has_nodes:
+        lines = read_lines(folder.gpu_samples)
+        return [record for line in lines for record in _read_line(line, dict(enumerate(gpus)), {})]
+    description = read_json(folder.run_json) or {}
+    world_size, num_nodes = description.get("world_size"), description.get("num_nodes")
+    if not is_int(world_size) or not is_int(num_nodes) or not 0 < num_nodes <= world_size:
+        return []
+    offsets = read_clock_offsets(folder)
     records: list[dict[str, float]] = []
-    for line in read_lines(folder.gpu_samples):
-        when = line.get("time")
-        if not is_number(when):
+    for part in folder.list_nodes():
+        if part.node >= num_nodes:
             continue
-        for rank, gpu in enumerate(gpus):
-            record: dict[str, float] = {"time": when, "rank": rank, "gpu": gpu}
-            for name in READINGS:
-                numbers = line.get(name)
-                value = numbers[rank] if isinstance(numbers, list) and rank < len(numbers) else None
-                if is_number(value):
-                    record[name] = value
-            if len(record) > 3:
-                records.append(record)
+        first = part.node * (world_size // num_nodes)
+        for line in read_lines(part.gpu_samples):
+            indices = line.get("gpus")
+            named = list(filter(is_int, indices)) if isinstance(indices, list) else []
+            of_rank = {first + local: gpu for local, gpu in enumerate(named[: world_size // num_nodes])}
+            found = _read_line(line, of_rank, {"node": part.node})
+            records += [{**one, "time": one["time"] - offsets.of_node(part.node)} for one in found]
+    return sorted(records, key=lambda record: record["time"])
+
+
+def _read_line(
+    line: Mapping[str, object], gpus: Mapping[int, int], more: Mapping[str, float]
+) -> list[dict[str, float]]:
+    """Return a record for each rank of ``gpus`` (driver indices by rank) that a line has readings of."""
+    when = line.get("time")
+    if not is_number(when):
+        return []
+    records: list[dict[str, float]] = []
+    for position, (rank, gpu) in enumerate(gpus.items()):
+        readings: dict[str, float] = {}
+        for name in READINGS:
+            numbers = line.get(name)
+            value = numbers[position] if isinstance(numbers, list) and position < len(numbers) else None
+            if is_number(value):
+                readings[name] = value
+        if readings:
+            records.append({"time": when, "rank": rank, **more, "gpu": gpu, **readings})
     return records

@@ -52,14 +52,8 @@ def describe_lost_node(folder: RunFolder, node: int) -> str:
     record = read_json(lost_node_file(folder, node))
     if record is None:
         return ""
-    return f"{name_node(folder, node)} is lost: {record.get('reason')}"
-
-
-def name_node(folder: RunFolder, node: int) -> str:
-    """Return the number of a node, with its name if it has started: ``node 1 (gpu-07)``."""
-    record = read_json(NodeFolder(folder.path, node, attempt=folder.fixed_attempt).node_json) or {}
-    name = record.get("name")
-    return f"node {node} ({name})" if isinstance(name, str) else f"node {node}"
+    part = NodeFolder(folder.path, node, attempt=folder.fixed_attempt)
+    return f"{part.title} is lost: {record.get('reason')}"
 
 
 def is_streamed(folder: RunFolder) -> bool:
@@ -142,8 +136,8 @@ class RayWatch:
         # The coordinator notices it within seconds, and lets the other nodes end first.
         is_silent = self._is_silent(state_file(self._folder), PATIENCE_SECONDS)
         if record.get("phase") != "ended" and not is_silent:
-            node = name_node(self._folder, 0)
-            why = lost or f"the supervisor of {node} has ended without a final status"
+            node = NodeFolder(self._folder.path, 0)
+            why = lost or f"the supervisor of {node.title} has ended without a final status"
             return {"status": "stopping", "reason": f"{why}; the other nodes end"}
         if not lost and record.get("verdict") != "failed":
             return None
