@@ -480,6 +480,14 @@ FAULTS = {
         "before any rank starts, and the reason names the node.",
         "The test's GPUs are stand-ins: Slurm's value was read, no kernel ran on them.",
     ),
+    82: Fault(
+        "A rank on one of several nodes hangs, and the others wait for it in a collective",
+        "The run's status names the rank that is behind, or that the others wait for, with its node. Each "
+        "node writes the Python stacks of its own ranks into their logs. A node whose rank saves a "
+        "checkpoint or compiles explains the others. The run continues.",
+        "Which rank the others wait for is known by the steps, or if Python itself waits in the collective: "
+        "not inside `backward()`.",
+    ),
     85: Fault(
         "The process that receives the records of a Ray run without a shared folder is killed (`kill -9`)",
         "The run continues, and its reason says that nothing is received. `ss.Run.attach` continues at the "

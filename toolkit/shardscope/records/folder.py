@@ -371,6 +371,11 @@ class NodeFolder(RunFolder):
         return self.own / "rendezvous.json"
 
     @property
+    def hang(self) -> Path:
+        """Where this node's ranks stood when they were last found to hang; missing if they never were."""
+        return self.own / "hang.json"
+
+    @property
     def ended(self) -> Path:
         """Final status of this node's ranks; written once, after all of their processes have ended."""
         return self.own / "ended.json"

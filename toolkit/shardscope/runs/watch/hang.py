@@ -15,12 +15,8 @@ from dataclasses import dataclass, field
 
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import read_json
-from shardscope.runs.watch.stack_requests import (
-    MAX_NAMED_RANKS,
-    REPLY_SECONDS,
-    StackRequests,
-    describe_positions,
-)
+from shardscope.runs.watch.hang_reports import HangReport, build_report, describe_hang
+from shardscope.runs.watch.stack_requests import REPLY_SECONDS, StackRequests
 from shardscope.runs.watch.stacks import find_delay_reason
 
 MAX_MEDIANS = 20.0
@@ -77,6 +73,8 @@ class HangDetector:
         self.ranks = {rank: Progress() for rank in folder.select_ranks(world_size)}
         self.hangs = False
         """Whether a hang was reported and no step was logged since."""
+        self.report: HangReport | None = None
+        """Where the ranks stand since they were examined; None once a step is logged."""
         self._seconds_since_request: float | None = None
         self._next_request_after = 0.0
         self._stacks = StackRequests(folder, world_size)
@@ -123,6 +121,7 @@ class HangDetector:
 
     def _recover(self) -> str | None:
         self._next_request_after, self._seconds_since_request = 0.0, None
+        self.report = None
         if not self.hangs:
             return None
         self.hangs = False
@@ -134,38 +133,23 @@ class HangDetector:
         busy = {rank: reason for rank, reply in replies.items() if (reason := find_delay_reason(reply))}
         slowest_median = max(progress.median_seconds or 0.0 for progress in still.values())
         limit = max(self.least_seconds, MAX_MEDIANS * slowest_median)
+        self.report = build_report(
+            "steps",
+            replies,
+            hangs=False,
+            waited=waited,
+            median=statistics.median(progress.median_seconds or 0.0 for progress in still.values()),
+            steps={rank: progress.step for rank, progress in self.ranks.items() if progress.step >= 0},
+            busy=busy,
+        )
         # Look again after twice the time: each request interrupts the ranks for a moment.
         if busy and waited < BUSY_FACTOR * limit:
             self._next_request_after = min(2 * waited, BUSY_FACTOR * limit)
             return None
         self.hangs = True
         self._stacks.write_into_logs(f"no step for {waited:.0f} s", replies)
-        return self._describe(still, waited, replies, busy)
-
-    def _describe(
-        self,
-        still: Mapping[int, Progress],
-        waited: float,
-        replies: Mapping[int, str],
-        busy: Mapping[int, str],
-    ) -> str:
-        median = statistics.median(progress.median_seconds or 0.0 for progress in still.values())
-        # The ranks with the fewest steps come first: they are most likely the cause.
-        steps = {rank: progress.step for rank, progress in self.ranks.items() if progress.step >= 0}
-        first = min(steps.values())
-        behind = [rank for rank, step in steps.items() if step == first]
-        text = f"no step for {waited:.0f} s, while a step takes {median:.2g} s"
-        if len(behind) < len(steps):
-            text += f"; {_list_ranks(behind)} reached only step {first}, others step {max(steps.values())}"
-        if busy:
-            named = list(busy.items())[:MAX_NAMED_RANKS]
-            text += f"; {', '.join(f'rank {rank} is {reason}' for rank, reason in named)}"
-        return f"{text}{describe_positions(replies, behind)}. The Python stack of each rank is in its log"
-
-
-def _list_ranks(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:MAX_NAMED_RANKS]))
-    return f"rank{'s' * (len(numbers) > 1)} {shown}{' and more' * (len(numbers) > MAX_NAMED_RANKS)}"
+        self.report = self.report._replace(hangs=True)
+        return describe_hang(self.report)
 
 
 def read_hang_seconds() -> float:

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from shardscope.records.folder import RunFolder
+from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import SampledLines
 from shardscope.records.metrics_table import write_csv_in_pieces
 from shardscope.records.redaction import LogCleaner, known_secrets
@@ -18,6 +18,7 @@ from shardscope.runs.tensorboard import ScalarFile
 from shardscope.runs.watch.gpu_monitor import GpuSampler
 from shardscope.runs.watch.hang import HangDetector
 from shardscope.runs.watch.host_monitor import HostMemoryMonitor
+from shardscope.runs.watch.node_hangs import NodeHangs
 from shardscope.runs.watch.standstill import StandstillDetector
 
 Result = TypeVar("Result")
@@ -56,6 +57,9 @@ class PeriodicChecks:
         self._disabled: set[str] = set() if writes_tensorboard else {TENSORBOARD}
         self._hang = HangDetector(folder, world_size)
         self._standstill = StandstillDetector(folder, world_size)
+        self._node_hangs = None
+        if isinstance(folder, NodeFolder) and folder.num_nodes > 1:
+            self._node_hangs = NodeHangs(folder, world_size)
         # Each node watches its own ranks.
         self.ranks = folder.select_ranks(world_size)
         self._events = {
@@ -95,7 +99,11 @@ class PeriodicChecks:
         standstill = self._try_check(
             "a standstill", lambda: self._standstill.check(new, seconds, has_steps=self._hang.has_steps)
         )
-        return hang or standstill or self._report_sampling()
+        message = hang or standstill
+        if (nodes := self._node_hangs) is not None:
+            report = self._hang.report or self._standstill.report
+            message = self._try_check("hangs of all nodes", lambda: nodes.check(report, message, seconds))
+        return message or self._report_sampling()
 
     def _report_sampling(self) -> str | None:
         """Return a sentence when lines of metrics were skipped for the first time, else None."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from shardscope.machine.processes import read_start_time, signal_process
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import read_json, read_tail_text
 from shardscope.records.regular_files import open_to_append, size_of
-from shardscope.runs.watch.stacks import MAX_BYTES, STACK_SIGNAL, describe_position, read_process_state
+from shardscope.runs.watch.stacks import MAX_BYTES, STACK_SIGNAL, read_process_state
 
 REPLY_SECONDS = 1.0
 """Time that ranks get to write their stacks."""
@@ -68,11 +68,3 @@ class StackRequests:
         if isinstance(pid, int) and read_process_state(pid) in ("T", "t"):
             return f"process {pid} is stopped, by SIGSTOP or a debugger, and cannot tell: kill -CONT {pid}\n"
         return NO_REPLY
-
-
-def describe_positions(replies: Mapping[int, str], first: Sequence[int] = ()) -> str:
-    """Format the ranks' positions, those of ``first`` first: ``; rank 1: wait (task.py:7); rank 0: ...``."""
-    ranks = [*first, *(rank for rank in replies if rank not in first)][:MAX_NAMED_RANKS]
-    return "".join(
-        f"; rank {rank}: {describe_position(replies[rank]) or replies[rank].strip()}" for rank in ranks
-    )

@@ -88,6 +88,12 @@ def find_delay_reason(stacks: str) -> str | None:
     return None
 
 
+def waits_in_collective(stacks: str) -> bool:
+    """Return whether the main thread is in a call of torch.distributed, where it waits for other ranks."""
+    frames = parse_main_thread(stacks)
+    return bool(frames) and "torch/distributed/" in frames[0][0]
+
+
 def describe_position(stacks: str) -> str:
     """Describe the main thread's innermost frame and the user's frame that called it; "" without a stack.
 

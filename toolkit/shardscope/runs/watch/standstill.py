@@ -21,7 +21,8 @@ from typing import NamedTuple
 from shardscope.records.folder import RunFolder
 from shardscope.records.regular_files import size_of
 from shardscope.runs.watch.hang import BUSY_FACTOR, MAX_GAP_SECONDS, read_hang_seconds
-from shardscope.runs.watch.stack_requests import NO_REPLY, REPLY_SECONDS, StackRequests, describe_positions
+from shardscope.runs.watch.hang_reports import HangReport, build_report, describe_hang
+from shardscope.runs.watch.stack_requests import NO_REPLY, REPLY_SECONDS, StackRequests
 from shardscope.runs.watch.stacks import find_delay_reason, parse_main_thread
 
 QUIET_FACTOR = 10.0
@@ -51,6 +52,8 @@ class StandstillDetector:
         self.quiet_seconds = QUIET_FACTOR * read_hang_seconds() if quiet_seconds is None else quiet_seconds
         self.hangs = False
         """Whether a standstill was reported and nothing has moved since."""
+        self.report: HangReport | None = None
+        """Where the ranks stand in a standstill."""
         self._stacks = StackRequests(folder, world_size)
         self._before: dict[int, Activity] = {}
         self._since_sample = 0.0
@@ -107,7 +110,7 @@ class StandstillDetector:
 
     def _reset(self) -> str | None:
         self._quiet_so_far, self._limit = 0.0, self.quiet_seconds
-        self._stacks_at_half, self._seconds_since_request = None, None
+        self._stacks_at_half, self._seconds_since_request, self.report = None, None, None
         if not self.hangs:
             return None
         self.hangs = False
@@ -132,10 +135,8 @@ class StandstillDetector:
         self._stacks.write_into_logs(message, replies)
         for rank, activity in self._before.items():  # The lines that we added to its log are not activity.
             self._before[rank] = activity._replace(printed_bytes=self._count_printed(rank))
-        return (
-            f"{message}: no metrics, no output, almost no CPU time, and unchanged stacks"
-            f"{describe_positions(replies)}. The Python stack of each rank is in its log"
-        )
+        self.report = build_report("activity", replies, hangs=True, waited=self._quiet_so_far)
+        return describe_hang(self.report)
 
     def _read_activity(self) -> dict[int, Activity]:
         activity = {}
