@@ -216,7 +216,7 @@ def _build_list_check(is_right: Callable[[object], bool]) -> Callable[[object], 
 _DESCRIPTION: Mapping[str, Callable[[object], bool]] = {
     **dict.fromkeys(("name", "asked_name", "machine", "task", "device", "pythonpath", "scheduler"), _is_text),
     **dict.fromkeys(("trains_the_plan", "saves_when_asked", "outlive_kernel"), _is_flag),
-    **dict.fromkeys(("predicted", "asked", "versions"), _is_mapping),
+    **dict.fromkeys(("predicted", "asked", "versions", "on"), _is_mapping),
     **dict.fromkeys(("num_steps", "num_nodes", "retries"), is_int),
     "gpus": _build_list_check(is_int),
     "sys_path": _build_list_check(_is_text),

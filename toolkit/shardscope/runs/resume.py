@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING
 from shardscope.core.errors import refuse
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.json_files import read_json
+from shardscope.runs.backends.next_attempt import get_retries
+from shardscope.runs.backends.target_record import UnknownTargetError, restore_target
 from shardscope.runs.task_fields import find_builtin_task
 from shardscope.training.checkpoints.choice import choose_for_resume
 from shardscope.training.checkpoints.folders import POSITION_FILE
 
 if TYPE_CHECKING:
+    from shardscope.runs.backends.ray.target import Ray
+    from shardscope.runs.backends.slurm import Slurm
     from shardscope.runs.run import Run
     from shardscope.training.tasks.text_task import TextTask
 
@@ -63,10 +67,11 @@ def _find_schedule(recorded: Mapping[str, object]) -> dict[str, object]:
 def resume_run(run: Run, *, outlive_kernel: bool | None = None, force: bool = False) -> Run:
     """Launch a run that continues ``run`` from its newest complete checkpoint, and return it.
 
-    Plan, task and the total number of steps stay the same, so the new run trains the remaining steps. It gets
-    its own folder in the same parent. Only checkpoints saved by this user's own launches are used, with a
-    warning if there are newer ones. ``outlive_kernel=None`` keeps the choice of the first launch; ``force``
-    launches despite too little free GPU memory, as in :func:`shardscope.launch`.
+    Plan, task and the total number of steps stay the same, so the new run trains the remaining steps, on the
+    same target with the same options and ``retries``. It gets its own folder in the same parent. Only
+    checkpoints saved by this user's own launches are used, with a warning if there are newer ones.
+    ``outlive_kernel=None`` keeps the choice of the first launch; ``force`` launches despite too little free
+    GPU memory, as in :func:`shardscope.launch`.
 
     Raises ``ValueError`` with the reason if the run cannot be resumed.
     """
@@ -75,6 +80,7 @@ def resume_run(run: Run, *, outlive_kernel: bool | None = None, force: bool = Fa
     description = read_json(RunFolder(run.folder).run_json) or {}
     try:
         task, notice = _build_resuming_task(run, description)
+        target = _restore_target(description)
     except _CannotResumeError as error:
         refuse("resume_run run", run.name, f"a run that can be resumed; {error.reason}", error.fix)
     if notice:
@@ -89,6 +95,8 @@ def resume_run(run: Run, *, outlive_kernel: bool | None = None, force: bool = Fa
         outlive_kernel=outlive_kernel,
         folder=run.folder.parent,
         force=force,
+        on=target,
+        retries=get_retries(description),
     )
 
 
@@ -100,6 +108,7 @@ def why_not_resumable(run: Run) -> str | None:
     description = read_json(RunFolder(run.folder).run_json) or {}
     try:
         _build_resuming_task(run, description)
+        _restore_target(description)
     except _CannotResumeError as error:
         return f"{error.reason[:1].upper()}{error.reason[1:]}: {error.fix}."
     except ValueError as error:
@@ -113,6 +122,14 @@ class _CannotResumeError(Exception):
     def __init__(self, reason: str, fix: str) -> None:
         super().__init__(reason)
         self.reason, self.fix = reason, fix
+
+
+def _restore_target(description: Mapping[str, object]) -> Slurm | Ray | None:
+    try:
+        return restore_target(description)
+    except UnknownTargetError as error:
+        fix = "launch again with on= and resume= for its checkpoint"
+        raise _CannotResumeError(str(error), fix) from None
 
 
 def _build_resuming_task(run: Run, description: Mapping[str, object]) -> tuple[TextTask, str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import warnings
-from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
@@ -16,11 +16,13 @@ from shardscope.memory.report import MemoryReport
 from shardscope.planner.verdict import assess_plan
 from shardscope.runs.launch.free_memory import TooLittleFreeError
 from shardscope_widgets.finetune.form import WRONG, FinetuneForm, render_summary
+from shardscope_widgets.finetune.launch_place import LaunchPlace
 from shardscope_widgets.finetune.run_and_chat import RunAndChat
+from shardscope_widgets.finetune.setup import Setup
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_calls import call_in_loop, find_running_loop
 from shardscope_widgets.kit.chart import Chart
-from shardscope_widgets.kit.fold import Folds
+from shardscope_widgets.kit.fold import Fold, Folds
 from shardscope_widgets.kit.notice import Notice
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
@@ -39,8 +41,9 @@ class FinetuneView(View):
 
     ``weights`` is the folder of a Hugging Face model, "smollm2-135m-instruct", or a name on the Hub, which is
     downloaded at the press of a button; ``data`` a path, a data set's name, or rows in memory: a
-    ``datasets.Dataset``, a pandas frame or a list of dicts. The plan is for this machine, and ``plan``,
-    ``task`` and ``run`` are what the button launches and launched. A run continues when the view is closed.
+    ``datasets.Dataset``, a pandas frame or a list of dicts. The plan is for this machine, or, where a
+    scheduler answers, for one node of the queue that is chosen below the button. ``plan``, ``task`` and
+    ``run`` are what the button launches and launched. A run continues when the view is closed.
     """
 
     plan = traitlets.Any(allow_none=True, default_value=None, help="The plan to launch; None without one.")
@@ -54,14 +57,21 @@ class FinetuneView(View):
         self.notice = Notice()
         self.button = controls.create_button("Fine-tune", "ss-button", "ss-main-button", disabled=True)
         self.button.on_click(lambda _: self.launch())
+        self._submitting = ""
+        """Where a job is being submitted to; empty if none is."""
+        self._machine = ss.Cluster.detect()
+        self.place = LaunchPlace(self._machine, on_change=self._follow_place, on_options=self._open_job)
         self.figure: Chart | None = None
         # Filled with the first plan: a chart sends megabytes of front end.
         self._memory_place = widgets.VBox(layout=controls.share_layout())
         self._memory_place.add_class("ss-finetune-memory")
         self.caption = controls.create_html("", "ss-hint")
         self.outcome = RunAndChat(on_end=self._run_ended)
-        self.form = FinetuneForm(ss.Cluster.detect(), weights, data, on_change=self._show_setup)
-        launch = widgets.HBox([self.button, self.form.note], layout=controls.share_layout())
+        self.form = FinetuneForm(self._machine, weights, data, on_change=self._show_setup)
+        self.job = Fold("Job", self.place.target.options)
+        head = controls.stack_vertically(self.button, self.place)
+        head.add_class("ss-launch")
+        launch = widgets.HBox([head, self.form.note], layout=controls.share_layout())
         launch.add_class("ss-finetune-launch")
         top = widgets.Box([self.form.inputs, self._memory_place], layout=controls.share_layout())
         top.add_class("ss-finetune-top")
@@ -70,7 +80,7 @@ class FinetuneView(View):
                 Sheet("pickers", "memory", "data", "run", "studio", "finetune"),
                 self.headline,
                 top,
-                Folds(list(self.form.folds.values())),
+                Folds([*self.form.folds.values(), self.job]),
                 launch,
                 self.notice,
                 self.outcome,
@@ -78,7 +88,10 @@ class FinetuneView(View):
         )
         for name in ("ss-root", "ss-finetune"):
             self.add_class(name)
+        self._planned_for: ss.Cluster | None = self._machine
+        self._follow_place()
         self._show_setup()
+        self.place.search()
 
     @property
     def task(self) -> ss.Finetune | None:
@@ -88,6 +101,7 @@ class FinetuneView(View):
     def close(self) -> None:
         """See :class:`View`; the run continues."""
         self.form.close()
+        self.place.stop()
         super().close()
 
     def _show_setup(self) -> None:
@@ -118,8 +132,29 @@ class FinetuneView(View):
         self.caption.value = write_caption(shown)
 
     def _show_button(self) -> None:
-        self.button.disabled = self.form.setup is None or self.outcome.is_active
-        self.button.tooltip = IS_ACTIVE if self.outcome.is_active else "Train on this machine"
+        against = IS_ACTIVE if self.outcome.is_active else self._submitting
+        is_wrong = self.place.target.is_wrong
+        self.button.disabled = self.form.setup is None or is_wrong or bool(against)
+        self.button.description = "Submitting …" if self._submitting else "Fine-tune"
+        self.button.tooltip = against or f"Train on {self.place.title}"
+
+    # ---- Where it is launched
+
+    def _follow_place(self) -> None:
+        """Plan for the machines that were chosen."""
+        if "form" not in vars(self):  # The form is being created.
+            return
+        queue = self.place.target.queue
+        has_options = queue is not None and bool(queue.scheduler.options)
+        (self.job.remove_class if has_options else self.job.add_class)("ss-off")
+        self.job.head.wrong = self.place.target.is_wrong
+        if self._planned_for != self.place.cluster:
+            self._planned_for = self.place.cluster
+            self.form.set_machine(self.place.cluster)
+        self._show_button()
+
+    def _open_job(self) -> None:
+        self.job.head.expanded = True
 
     # ---- The run
 
@@ -130,27 +165,50 @@ class FinetuneView(View):
             return
         self.button.disabled = True  # A second click must not launch a second run.
         self.notice.show_message("")
+        target = self.place.target.value
+        if target is not None:
+            self._submit(setup, target, force=force)
+            return
+        result: ss.Run | Exception
         try:
             # ss.launch warns if memory is tight, which the headline shows.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RuntimeWarning)
-                run = ss.launch(setup.plan, setup.task, force=force)
-        except TooLittleFreeError as error:
-            self._report_failure(str(error), {"Launch anyway": lambda: self.launch(force=True)})
-        except ValueError as error:
-            self._report_failure(WRONG, {})
-            self.form.show_error(error)
+                result = ss.launch(setup.plan, setup.task, force=force)
         except Exception as error:  # An exception raised in a handler would not be shown.
-            self._report_failure(str(error) or type(error).__name__, {})
-        else:
-            self.run = run
-            self._loop = find_running_loop()
-            self.outcome.watch(run)
-            self._show_button()
+            result = error
+        self._show_result(result)
 
-    def _report_failure(self, message: str, actions: dict[str, Callable[[], None]]) -> None:
+    def _submit(self, setup: Setup, target: object, *, force: bool) -> None:
+        """Launch on ``target`` in a thread: a scheduler may take seconds to answer."""
+        self._submitting = f"The job is being submitted to {self.place.title}."
         self._show_button()
-        self.notice.show_message(message, actions, is_error=True)
+        loop = find_running_loop()
+
+        def submit() -> None:
+            result: ss.Run | Exception
+            try:
+                result = ss.launch(setup.plan, setup.task, on=target, force=force)  # type: ignore[arg-type]
+            except Exception as error:  # An exception raised in a thread would not be shown.
+                result = error
+            call_in_loop(loop, lambda: self._show_result(result))
+
+        threading.Thread(target=submit, daemon=True, name="shardscope-submit").start()
+
+    def _show_result(self, result: ss.Run | Exception) -> None:
+        """Show the run that was launched, or why none was."""
+        was_submitted, self._submitting = bool(self._submitting), ""
+        if not isinstance(result, Exception):
+            self.run = result
+            self._loop = find_running_loop()
+            self.outcome.watch(result)
+        elif isinstance(result, ValueError) and not was_submitted and not _is_optional(result):
+            self.notice.show_message(WRONG, is_error=True)
+            self.form.show_error(result)
+        else:
+            actions = {"Launch anyway": lambda: self.launch(force=True)} if _is_optional(result) else {}
+            self.notice.show_message(str(result) or type(result).__name__, actions, is_error=True)
+        self._show_button()
 
     def _run_ended(self, run: ss.Run) -> None:
         measured = run.memory()
@@ -158,3 +216,11 @@ class FinetuneView(View):
             self._measured = (run.plan, measured)
         # Everything is drawn in the kernel's own thread.
         call_in_loop(self._loop, self.form.update)
+
+
+def _is_optional(error: Exception) -> bool:
+    """Return whether ``launch(force=True)`` skips the check that has failed.
+
+    The check that the nodes see the run folder may be wrong: a local one can be exported to them.
+    """
+    return isinstance(error, TooLittleFreeError) or getattr(error, "field", "") == "launch.folder"

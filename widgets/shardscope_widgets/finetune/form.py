@@ -27,6 +27,7 @@ NOTHING_CHOSEN = (
     "Choose a model and a data file. Nothing else is needed for a good result; Advanced shows the rest."
 )
 NO_MODEL, NO_DATA = "Choose a model.", "Choose a data file to train on."
+NO_GPU_TYPE = "Choose the type of the GPUs below the button."
 NOT_HERE = "is not on this machine yet: download it with the button below its name."
 READING, WRONG = "Reading the data…", "Correct the input marked in red first."
 
@@ -47,7 +48,8 @@ class FinetuneForm:
         on_change: Callable[[], None],
         has_recipe: bool = True,
     ) -> None:
-        self._machine, self._on_change = machine, on_change
+        self._machine: ss.Cluster | None = machine
+        self._on_change = on_change
         self.setup: Setup | None = None
         self.message = ""
         self._is_updating, self._is_closed = False, False
@@ -79,6 +81,14 @@ class FinetuneForm:
         preview = self.data_panel.preview
         return preview if isinstance(preview, Preview) else None
 
+    def set_machine(self, machine: ss.Cluster | None) -> None:
+        """Plan for other GPUs; None while their type is not known."""
+        with self._lock:
+            self._machine = machine
+            if machine is not None:
+                self.inputs.set_has_gpu(machine.gpu.vendor != "cpu")
+            self.update()
+
     def close(self) -> None:
         """Ignore what is still being read or downloaded."""
         self._is_closed = True
@@ -109,6 +119,9 @@ class FinetuneForm:
     def _build_setup(self) -> tuple[Setup | None, str]:
         """Return the setup; None with the reason while an input is empty or being read."""
         weights_text, data, method = self.inputs.value
+        machine = self._machine
+        if machine is None:
+            return None, NO_GPU_TYPE
         if not weights_text:
             self.data_panel.set_task(None, None)
             return None, NO_MODEL if data else NOTHING_CHOSEN
@@ -122,7 +135,7 @@ class FinetuneForm:
             return None, NO_DATA
         source = (base.weights, base.data)
         seq_len = self._seq_len[1] if self._seq_len and self._seq_len[0] == source else None
-        first = build_first_plan(base.weights, self._machine, method, settings, seq_len)
+        first = build_first_plan(base.weights, machine, method, settings, seq_len)
         if base.plain_text is not None:
             self.data_panel.set_task(None, None)
             return build_setup(base, first, settings, None), ""
@@ -137,7 +150,7 @@ class FinetuneForm:
         if self.data_panel.advice is not None and "seq_len" not in settings and seq_len is None:
             # Read the data once more, cut to the length that fits them.
             self._seq_len = (source, self.data_panel.advice.seq_len)
-            first = build_first_plan(base.weights, self._machine, method, settings, self._seq_len[1])
+            first = build_first_plan(base.weights, machine, method, settings, self._seq_len[1])
             self.data_panel.set_task(as_typed, first)
         return build_setup(base, first, settings, preview), ""
 

@@ -56,11 +56,9 @@ class FinetuneInputs(Picker):
             "Chats, questions and answers, or texts: a file, a folder of files, or a data set of the Hub"
         )
         self.weights.tooltip = "Folder of a Hugging Face model, the example model, or a name on the Hub"
-        has_gpu = machine.gpu.vendor != "cpu"
-        methods = [name for name in METHODS if name != "qlora" or has_gpu]
-        qlora_note = [] if has_gpu else [controls.create_html("QLoRA needs a GPU", "ss-hint")]
-        self.method = controls.create_segments([(METHODS[name][0], name) for name in methods], "Method")
-        self.method.tooltips = [METHODS[name][1] for name in methods]
+        self._qlora_note = controls.create_html("QLoRA needs a GPU", "ss-hint")
+        self.method = controls.create_segments(_list_methods(has_gpu=True), "Method")
+        self.set_has_gpu(machine.gpu.vendor != "cpu")
         self._loop: asyncio.AbstractEventLoop | None = None
         self.on_fetched: Callable[[], None] = self.read
         """Called when the model named in the input has been downloaded."""
@@ -70,7 +68,7 @@ class FinetuneInputs(Picker):
         rows = {
             "weights": Row("Model", self.weights),
             "data": data_row,
-            "method": Row("Method", self.method, *qlora_note),
+            "method": Row("Method", self.method, self._qlora_note),
             **dict.fromkeys(("columns", "validation", "samples"), data_row),
         }
         super().__init__(rows)
@@ -83,6 +81,17 @@ class FinetuneInputs(Picker):
     def boxes(self) -> Mapping[str, widgets.ValueWidget]:
         """See :class:`Picker`."""
         return {"weights": self.weights, "data": self.data}
+
+    def set_has_gpu(self, has_gpu: bool) -> None:
+        """Offer the methods of GPUs, or of CPU ranks. The chosen one stays, if it is still offered."""
+        methods, before = _list_methods(has_gpu=has_gpu), self.method.value
+        if tuple(self.method.options) != tuple(methods):
+            # Setting the options selects the first one.
+            self.method.options = methods
+            if before in dict(methods).values():
+                self.method.value = before
+        self.method.tooltips = [METHODS[name][1] for _, name in methods]
+        (self._qlora_note.add_class if has_gpu else self._qlora_note.remove_class)("ss-off")
 
     def build_value(self) -> tuple[str, object, str]:
         """Return model, data and method as typed; for the name of rows in memory, the rows."""
@@ -210,6 +219,11 @@ class FinetuneSettings(Picker):
             value = "" if choice is None else choice.value
             box.placeholder = f"{value:g}" if isinstance(value, float) else str(value)
             self._reasons[name].value = escape(choice.why) if choice is not None else ""
+
+
+def _list_methods(*, has_gpu: bool) -> list[tuple[str, str]]:
+    """Return label and name of each method that can be trained."""
+    return [(label, name) for name, (label, _) in METHODS.items() if name != "qlora" or has_gpu]
 
 
 def _create_combobox(options: list[str], placeholder: str) -> widgets.Combobox:

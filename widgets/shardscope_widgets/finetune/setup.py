@@ -74,7 +74,8 @@ def build_first_plan(
     """
     architecture = ss.Architecture.from_hf(weights)
     is_cpu = machine.gpu.vendor == "cpu"
-    cluster = ss.Cluster.parse(f"{TRIAL_RANKS}xcpu") if is_cpu else machine
+    # A scheduler's node may have a single core.
+    cluster = ss.Cluster.parse(f"{min(TRIAL_RANKS, machine.gpus_per_node)}xcpu") if is_cpu else machine
     longest, typed = architecture.max_position_embeddings, settings.get("seq_len")
     usual = min(longest, CPU_SEQ_LEN if is_cpu else GPU_SEQ_LEN)
     if isinstance(typed, int) and typed > longest:
@@ -135,7 +136,7 @@ def build_setup(base: ss.Finetune, first: ss.Plan, settings: Settings, preview: 
 def _describe_refusal(method: Method, report: MemoryReport | None, refusal: str) -> FieldError:
     """Return the error for the method: its memory in ``report`` does not fit, or it cannot be trained."""
     if report is None:
-        allowed = "a method that this machine can train"
+        allowed = "a method that can be trained here"
         return FieldError("Recipe.method", method, allowed, "LoRA", refusal.rstrip("."))
     needs, has = format_gib(report.peak_bytes), format_gib(report.usable_bytes)
     return FieldError(

@@ -19,6 +19,7 @@ from shardscope.runs.launch.free_memory import TooLittleFreeError
 from shardscope.runs.resume import resume_run
 from shardscope.runs.summaries import RunSummaries, RunSummary, find_run_folders
 from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.background_calls import call_in_loop, find_running_loop
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
@@ -32,6 +33,7 @@ PAGE_ROWS = 20
 READ_SECONDS = 2.0
 """Seconds between reads of the folder while one of its runs is active."""
 TRACE_PIXELS = 440
+SUBMITTING = "The job is being submitted again."
 IS_BUSY = "Another run is active: wait until it ends, or stop it."
 HINT = "Select two runs to compare them."
 
@@ -65,6 +67,8 @@ class RunsView(View):
         self._is_busy = is_busy
         self._resumed: ss.Run | None = None
         """The latest run launched by Resume."""
+        self._is_submitting = False
+        """Whether a scheduler is being asked to resume a run."""
         self._on_open_trace, self._on_end, self._on_resume = on_open_trace, on_end, on_resume
         self._summaries = RunSummaries(FOLDER)
         self._rows: dict[str, RunSummary] = {}
@@ -284,27 +288,59 @@ class RunsView(View):
         try:
             if reason is not None:
                 raise ValueError(reason)
-            resumed = resume_run(summary.run, force=force)
-        except TooLittleFreeError as error:
-            self._set_message(str(error), force=key)
+            if summary.run.target:
+                self._submit_again(key, summary.run, force=force)
+                return
+            result: ss.Run | Exception = resume_run(summary.run, force=force)
         except Exception as error:  # An exception in a handler would not be shown in a notebook.
-            self._set_message(str(error) or type(error).__name__)
-        else:
-            self._set_message("")
-            self._resumed = resumed
-            self.read_folder()
-            self.open(resumed)
-            if self._on_resume is not None:
-                self._on_resume(resumed)
+            result = error
+        self._show_resumed(key, result)
+
+    def _submit_again(self, key: str, run: ss.Run, *, force: bool) -> None:
+        """Resume a run of a scheduler in a thread: it may take seconds to answer."""
+        self._is_submitting = True
+        self._set_message(SUBMITTING)
+        self._draw_list() if self.is_list_shown else self._draw_bar()
+        loop = find_running_loop()
+
+        def submit() -> None:
+            try:
+                result: ss.Run | Exception = resume_run(run, force=force)
+            except Exception as error:  # An exception raised in a thread would not be shown.
+                result = error
+            self._is_submitting = False
+            call_in_loop(loop, lambda: self._show_resumed(key, result))
+
+        threading.Thread(target=submit, daemon=True, name="shardscope-resume").start()
+
+    def _show_resumed(self, key: str, result: ss.Run | Exception) -> None:
+        if self.comm is None:  # Closed meanwhile; the run goes on.
             return
+        if not isinstance(result, Exception):
+            self._set_message("")
+            self._resumed = result
+            self.read_folder()
+            self.open(result)
+            if self._on_resume is not None:
+                self._on_resume(result)
+            return
+        # The two refusals that the user may override: little free memory, and a folder that looks local.
+        is_optional = (
+            isinstance(result, TooLittleFreeError) or getattr(result, "field", "") == "launch.folder"
+        )
+        self._set_message(str(result) or type(result).__name__, force=key if is_optional else None)
         self._draw_list() if self.is_list_shown else self._draw_bar()
 
     def _why_not_resume(self, summary: RunSummary) -> str | None:
         """Return why a run cannot be resumed now; None if it can."""
         if summary.why_not_resumable is not None:
             return summary.why_not_resumable
-        resumed = self._resumed
-        if self._is_busy() or (resumed is not None and resumed.status not in FINAL):
+        if self._is_submitting:
+            return SUBMITTING
+        # Only runs of this machine compete for it.
+        is_here = summary.run is not None and not summary.run.target
+        resumed = self._resumed if self._resumed is not None and not self._resumed.target else None
+        if is_here and (self._is_busy() or (resumed is not None and resumed.status not in FINAL)):
             return IS_BUSY
         living = (one for one in self._rows.values() if one.is_live and one.resumed_from == summary.name)
         later = next(living, None)

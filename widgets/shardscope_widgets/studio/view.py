@@ -554,8 +554,11 @@ class Studio(View):
 
     def _watch_resumed(self, run: ss.Run) -> None:
         """Handle a run started by Resume like one started by the launch button."""
-        self.launch.busy = True
-        self._occupied_by = run.folder
+        if run.target:
+            self._search_queues()
+        else:
+            self.launch.busy = True
+            self._occupied_by = run.folder
         self.run = run
         self.trace.show_hint(TRACE_FOLLOWS)
 

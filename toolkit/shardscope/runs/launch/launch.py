@@ -51,6 +51,7 @@ from shardscope.runs.backends.ray.target import Ray
 from shardscope.runs.backends.slurm import Slurm, check_target
 from shardscope.runs.backends.slurm_job import SlurmError, cancel
 from shardscope.runs.backends.slurm_submission import check_submission, submit
+from shardscope.runs.backends.target_record import record_target
 from shardscope.runs.explain.measured_step import predict_step
 from shardscope.runs.launch.environment import add_toolkit_to_path
 from shardscope.runs.launch.free_memory import check_free_host, check_free_memory, describe_runs_on_gpus
@@ -225,7 +226,7 @@ def _launch_on_slurm(
     description = _describe_run(plan, task, device, options.outlives, options.retries)
     # The processes of the run are on other machines, whose GPUs are not known yet.
     description |= {"asked_name": name, "gpus": [], "machine": "", "scheduler": "slurm"}
-    description["num_nodes"] = plan.cluster.num_nodes
+    description |= {"num_nodes": plan.cluster.num_nodes, "on": record_target(target, description["created"])}
     if target.python is not None:  # Another Python has its packages elsewhere.
         description["sys_path"] = None
     pending = _PendingLaunch(parent, name)
@@ -278,7 +279,10 @@ def _launch_on_ray(
         description = _describe_run(plan, task, device, outlives, retries)
         # The processes of the run are on other machines, whose GPUs are not known yet.
         description |= {"asked_name": name, "gpus": [], "machine": "", "scheduler": "ray"}
-        description["num_nodes"] = plan.cluster.num_nodes
+        description |= {
+            "num_nodes": plan.cluster.num_nodes,
+            "on": record_target(target, description["created"]),
+        }
         # Another Python has its packages elsewhere, and a runtime environment sets its own import path.
         if target.changes_imports or connection.python.get("prefix") != sys.prefix:
             description |= {"sys_path": None, "pythonpath": None}

@@ -32,6 +32,7 @@ MAX_MANIFEST_BYTES = 64 * 2**20
 TENSOR_SUFFIXES = frozenset({".distcp", ".swp"})
 """Files with only tensors, except for the pickled ranges passed to :func:`sign_checkpoint`."""
 _PURPOSE = b"shardscope checkpoint manifest 1\n"
+_RECORD_PURPOSE = b"shardscope record of a run 1\n"
 _CHUNK_BYTES = 2**20
 
 Ranges = Sequence[tuple[int, int]]
@@ -196,6 +197,23 @@ def check_signed(checkpoint: Path) -> SignedRun:
     return SignedRun(name=run["name"], created=run["created"])
 
 
+def sign_record(record: Mapping[str, object]) -> str:
+    """Return the HMAC of a record of a run that this user's later launches rely on.
+
+    Raises :class:`UnsignedError` if this user's key can be neither read nor created.
+    """
+    return _compute_hmac(read_or_create_key(), record, _RECORD_PURPOSE)
+
+
+def is_record_signed(record: Mapping[str, object], stored_hmac: object) -> bool:
+    """Return whether :func:`sign_record` has returned ``stored_hmac`` for this record, with this user's key.
+
+    Raises :class:`UnsignedError` if the key cannot be read.
+    """
+    expected = _compute_hmac(read_key(), record, _RECORD_PURPOSE)
+    return hmac.compare_digest(str(stored_hmac).encode(errors="replace"), expected.encode())
+
+
 def _list_files(folder: Path) -> list[str]:
     """Return the relative paths of all files in ``folder``, and of symbolic links to folders."""
     names = []
@@ -205,9 +223,9 @@ def _list_files(folder: Path) -> list[str]:
     return sorted(names)
 
 
-def _compute_hmac(key: bytes, record: object) -> str:
+def _compute_hmac(key: bytes, record: object, purpose: bytes = _PURPOSE) -> str:
     content = json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
-    return hmac.new(key, _PURPOSE + content, hashlib.sha256).hexdigest()
+    return hmac.new(key, purpose + content, hashlib.sha256).hexdigest()
 
 
 def _find_hashed_ranges(path: Path, file: BinaryIO) -> Ranges:
