@@ -488,6 +488,14 @@ FAULTS = {
         "Which rank the others wait for is known by the steps, or if Python itself waits in the collective: "
         "not inside `backward()`.",
     ),
+    83: Fault(
+        "The disk of one node is full, and the nodes share no file system",
+        "Another program's data alone end nothing: metrics of its ranks are lost. If a rank fails, as with a "
+        "checkpoint that does not fit, the run fails within 30 s on every node: the reason names the node, "
+        "the room on its disk and the checkpoint that is kept. An unfinished checkpoint is deleted.",
+        "Both disks are file systems in memory of one machine. With a shared folder the disk is full for all "
+        "nodes, and an unfinished checkpoint stays until the next one.",
+    ),
     85: Fault(
         "The process that receives the records of a Ray run without a shared folder is killed (`kill -9`)",
         "The run continues, and its reason says that nothing is received. `ss.Run.attach` continues at the "

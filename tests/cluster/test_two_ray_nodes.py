@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.cluster.conftest import SECONDS_PER_TEST
@@ -34,7 +35,7 @@ from shardscope.runs.run import Run
 
 
 @contextlib.contextmanager
-def start_ray(**folders: Path) -> Iterator[TwoNodeRay]:
+def start_ray(**folders: Any) -> Iterator[TwoNodeRay]:
     """Start a cluster that leaves no process."""
     for package in ("ray", "torch"):
         skip_without(package)

@@ -13,7 +13,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,10 +43,14 @@ RAY_ENVIRONMENT = {
 class TwoNodeRay:
     """The cluster. ``address`` is what ``ss.Ray(address=...)`` takes."""
 
-    def __init__(self, hidden: Path | None = None, scratch: Path | None = None) -> None:
+    def __init__(
+        self, hidden: Path | None = None, scratch: Path | None = None, last_disk: str | None = None
+    ) -> None:
         """``hidden`` is a folder of which the nodes see nothing, and ``scratch`` one that is another on each:
-        each node's processes are in a mount namespace of their own, with an empty file system there."""
-        self._covered = [path for path in (hidden, scratch) if path is not None]
+        each node's processes are in a mount namespace of their own, with an empty file system there.
+        ``last_disk`` is the size of the last node's ``scratch``, such as "20m"."""
+        self._covered = {path: "" for path in (hidden, scratch) if path is not None}
+        self._last_disk = {} if scratch is None or last_disk is None else {scratch: f"size={last_disk}"}
         os.environ |= RAY_ENVIRONMENT  # Before ray is imported, which reads it then.
         from ray.cluster_utils import Cluster
 
@@ -73,7 +77,8 @@ class TwoNodeRay:
             # the thread (PR_SET_PDEATHSIG). Ray's handler of SIGTERM can only be set in the main thread.
             thread = ThreadPoolExecutor(1)
             self._threads.append(thread)
-            thread.submit(cover_folders, self._covered).result()
+            last = self._last_disk if address == ADDRESSES[-1] else {}
+            thread.submit(cover_folders, {**self._covered, **last}).result()
             with mock.patch("ray._private.utils.set_sigterm_handler"):
                 thread.submit(self.add_node, address).result()
         self._is_started.set()
@@ -142,6 +147,11 @@ class TwoNodeRay:
         wait_until(is_empty, EMPTY_SECONDS)
         return left
 
+    def look_into(self, number: int, folder: Path) -> Path:
+        """Return the path by which this process sees what a node sees as ``folder``."""
+        (raylet,) = self._nodes[number].all_processes["raylet"]
+        return Path(f"/proc/{raylet.process.pid}/root") / folder.relative_to("/")
+
     def find_actors(self, name: str) -> list[psutil.Process]:
         """Return the processes of the actors of a class."""
         return [
@@ -204,16 +214,21 @@ class TwoNodeRay:
         return [line for line in left if line and not line.endswith("Agent")]
 
 
-def cover_folders(folders: list[Path]) -> None:
-    """Give this thread a mount namespace in which ``folders`` are empty file systems. Raises ``OSError``."""
+def cover_folders(folders: Mapping[Path, str]) -> None:
+    """Give this thread a mount namespace in which ``folders`` are empty file systems. Raises ``OSError``.
+
+    The values are options of tmpfs(5).
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNS):
         raise OSError(ctypes.get_errno(), "unshare")
     # Without it the mounts would appear in the namespace of the tests, too.
-    mount = [(b"none", b"/", None, MS_REC | MS_PRIVATE)]
-    mount += [(b"tmpfs", os.fsencode(folder), b"tmpfs", 0) for folder in folders]
-    for source, target, kind, flags in mount:
-        if libc.mount(source, target, kind, flags, None):
+    mount = [(b"none", b"/", None, MS_REC | MS_PRIVATE, None)]
+    mount += [
+        (b"tmpfs", os.fsencode(folder), b"tmpfs", 0, options.encode()) for folder, options in folders.items()
+    ]
+    for source, target, kind, flags, options in mount:
+        if libc.mount(source, target, kind, flags, options):
             raise OSError(ctypes.get_errno(), f"mount {target.decode()}")
 
 
@@ -221,7 +236,7 @@ def find_why_not_covered() -> str:
     """Return why mount namespaces cannot be made here; empty if they can."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as executor:
         try:
-            executor.submit(cover_folders, [Path(folder)]).result()
+            executor.submit(cover_folders, {Path(folder): ""}).result()
         except OSError as error:
             return str(error)
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from pathlib import Path
@@ -26,6 +27,37 @@ def read_all(root: Path) -> dict[str, bytes]:
         for path in root.rglob("*")
         if path.is_file() and not path.name.startswith(".")
     }
+
+
+def test_a_full_disk_delays_a_file_and_leaves_heartbeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    source, copy = FolderSource(here, lambda name: True), FolderCopy(there)
+    (here / "supervisor.json").write_bytes(b"{}")
+    (here / "rank-0.log").write_bytes(b"one ")
+    copy.write(source.read(copy.list_received()))
+    (here / "rank-0.log").write_bytes(b"one two three")
+    os.utime(here / "supervisor.json", ns=(5, 5))
+    heartbeat, lines = sorted(source.read(copy.list_received()), key=lambda chunk: chunk.name, reverse=True)
+    write = os.pwrite
+
+    def write_a_part(descriptor: int, data: memoryview, offset: int) -> int:
+        if len(data) < 9:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data[:4], offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", write_a_part)
+        copy.write([heartbeat])  # The time alone needs no space.
+        with pytest.raises(OSError, match="No space left"):
+            copy.write([lines])
+    assert (there / "supervisor.json").stat().st_mtime_ns == 5
+    assert (there / "rank-0.log").read_bytes() == b"one "
+    copy.write(source.read(copy.list_received()))
+    assert read_all(there) == read_all(here)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -117,7 +149,7 @@ def test_weights_and_large_files_stay_and_the_node_records_them(
     (stream.path / "large.bin").write_bytes(bytes(101))
     (stream.path / "small.bin").write_bytes(bytes(99))
     (stream.path / "traces" / "rank-1.json.gz").write_bytes(bytes(1000))
-    names = {chunk.name for chunk in stream.exchange({}, [])}
+    names = {chunk.name for chunk in stream.exchange({}, [])[0]}
     assert names == {"small.bin", "traces/rank-1.json.gz", "nodes/1/kept.json"}
     kept = (stream.path / "nodes" / "1" / "kept.json").read_text()
     assert '"steps": {"checkpoints/step-000010": 10}' in kept and '"large.bin": 101' in kept

@@ -274,10 +274,17 @@ class RunFolder:
     @property
     def is_on_full_disk(self) -> bool:
         """Return whether the disk is so full that writes may be lost."""
+        return self.measure_full_disk() is not None
+
+    def measure_full_disk(self) -> dict[str, object] | None:
+        """Return the folder, and the free and all bytes of its disk, if that is full; else None."""
         try:
-            return shutil.disk_usage(self.path).free < FULL_BYTES
+            usage = shutil.disk_usage(self.path)
         except OSError:
-            return False
+            return None
+        if usage.free >= FULL_BYTES:
+            return None
+        return {"folder": str(self.path), "free": usage.free, "total": usage.total}
 
     def set_status(self, status: Status, reason: str, **more: object) -> None:
         """Append a status transition. Raises ``OSError``."""
@@ -369,6 +376,11 @@ class NodeFolder(RunFolder):
     def rendezvous(self) -> Path:
         """Address and port of the ranks' store, which the launcher of node 0 serves."""
         return self.own / "rendezvous.json"
+
+    @property
+    def reserve(self) -> Path:
+        """Space for the last records of this node, which is freed when its ranks have ended."""
+        return self.own / ".reserve"
 
     @property
     def hang(self) -> Path:

@@ -169,7 +169,11 @@ def _read_time(folder: RunFolder, record: Mapping[str, object], seconds_ahead: f
 def _read_exception(folder: RunFolder, rank: int, offsets: ClockOffsets) -> Failure | None:
     record = read_json(folder.error(rank))
     if record is None:
-        return None
+        # On a full disk there is only what fitted into the rank's own record.
+        record = read_json(folder.rank(rank)) or {}
+        if not isinstance(record.get("summary"), str):
+            return None
+        record = {"time": record.get("ended"), "traceback": record["summary"], **record}
     return Failure(
         rank=rank,
         time=_read_time(folder, record, offsets.of_rank(rank)),

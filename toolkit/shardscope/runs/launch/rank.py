@@ -188,9 +188,14 @@ def _record_failure(folder: RunFolder, rank: int, error: BaseException) -> None:
     if isinstance(error, SystemExit):
         record["summary"] += " before its task returned"
     try:
-        with contextlib.suppress(OSError):  # A full disk: only the exit code is left as evidence.
+        more: dict[str, object] = {"exit": "failed", "ended": record["time"]}
+        full_disk = folder.measure_full_disk()
+        if full_disk is not None:  # What fits into the block that the record has already.
+            more |= {"full_disk": full_disk}
+            more |= {name: record[name] for name in ("summary", "monotonic", "peer_lost")}
+        with contextlib.suppress(OSError):
             write_json(folder.error(rank), {"rank": rank, **record})
-        _write_marker(folder, rank, exit="failed", ended=record["time"])
+        _write_marker(folder, rank, **more)
     finally:
         print(record["traceback"], file=sys.stderr, flush=True)
 

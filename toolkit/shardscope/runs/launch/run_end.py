@@ -11,10 +11,11 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardscope.core.number_format import format_gib
 from shardscope.machine import processes
 from shardscope.records.clock_offsets import read_clock_offsets
 from shardscope.records.folder import NODES, NodeFolder, RunFolder, Status
@@ -25,17 +26,27 @@ from shardscope.records.json_files import (
     read_json_if_present,
     write_json,
 )
+from shardscope.records.json_values import is_int
+from shardscope.records.regular_files import open_new
 from shardscope.runs.explain.failure import Failure, find_failures
 from shardscope.runs.explain.failure_report import FailureReport, explain_failures
 from shardscope.runs.trackers import TrackerProcess
 from shardscope.runs.verdict import Evidence, Verdict, decide_status
 from shardscope.runs.watch.periodic_checks import PeriodicChecks
+from shardscope.training.checkpoints.folders import (
+    CHECKPOINTS,
+    OWN_FOLDER,
+    delete_unfinished,
+    list_checkpoints,
+)
 
 FINISH_SECONDS = 1.0
 """Time that the final status waits for the last writes of the periodic checks; the rest follows it."""
 MARKER_PATIENCE_SECONDS = 10.0
 """Time that the final status waits for rank records that exist and cannot be read."""
 MARKER_RETRY_SECONDS = 0.05
+RESERVED_BYTES = 2**18
+"""Space for the records of a node's end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +110,16 @@ class RunEnd:
             left = processes.list_descendants(self.trackers.pid)
             self.log(f"these processes could not be killed: {left}")
         shutil.rmtree(self.folder.temporary, ignore_errors=True)
+        if isinstance(self.folder, NodeFolder):
+            with contextlib.suppress(OSError):
+                self.folder.reserve.unlink(missing_ok=True)
+            if os.environ.get(OWN_FOLDER) == "1":
+                delete_unfinished(self.folder.path)
+
+    def reserve_space(self, folder: NodeFolder) -> None:
+        """Reserve space for the records of this node's end, on a disk that fills up during the run."""
+        with contextlib.suppress(OSError), open_new(folder.reserve) as file:
+            file.write(bytes(RESERVED_BYTES))
 
     def record_node_end(self, folder: NodeFolder, outcome: Outcome) -> Verdict:
         """Write how the ranks of this node ended, for node 0, and return it."""
@@ -144,6 +165,8 @@ class RunEnd:
             reason = report.reason if reason == failure.reason else reason
         if status == "finished":
             self._write_model_card()
+        if status == "failed" and isinstance(self.folder, NodeFolder):
+            reason += describe_full_disks(self.folder, markers)
         return FinalStatus(status, reason, details)
 
     def finish(self, status: Status) -> None:
@@ -253,6 +276,23 @@ class RunEnd:
             store_measured_step(self.folder, self.description)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.log(f"the measured step was not stored: {error}")
+
+
+def describe_full_disks(folder: NodeFolder, markers: Sequence[Mapping[str, object]]) -> str:
+    """Return which nodes' disks were full when a rank failed there, and what was kept, as clauses."""
+    clauses: dict[str, str] = {}
+    for rank, marker in enumerate(markers):
+        disk = marker.get("full_disk")
+        free, total = (disk.get("free"), disk.get("total")) if isinstance(disk, dict) else (None, None)
+        if isinstance(disk, dict) and is_int(free) and is_int(total):
+            title = folder.create_peer(rank * folder.num_nodes // len(markers)).title
+            room = f"{format_gib(free)} of {format_gib(total)} GiB free"
+            clauses[title] = f"; the disk of {title} is full: {room} at {disk.get('folder')}"
+    if not clauses:
+        return ""
+    kept = list_checkpoints(folder.path)
+    what = f"kept: {CHECKPOINTS}/{kept[-1].name}" if kept else "no checkpoint was complete"
+    return f"{''.join(clauses.values())}; {what}"
 
 
 def read_markers(folder: RunFolder, world_size: int, log: Callable[[str], None]) -> list[dict[str, object]]:

@@ -147,6 +147,8 @@ class Supervisor:
         if isinstance(self.folder, NodeFolder):
             record["versions"] = read_versions()
         write_json(self.folder.supervisor, record, as_is=("machine",))
+        if isinstance(self.folder, NodeFolder):
+            self.end.reserve_space(self.folder)
         if isinstance(self.folder, NodeFolder) and self.folder.is_lead:
             began = describe_beginning(self.folder)
             started = f"job {self._read_node().get('job_id')} has started"

@@ -40,6 +40,12 @@ def _list_folders(folder: Path) -> list[Path]:
     return [path for _, path in sorted(numbered)]
 
 
+def delete_unfinished(folder: Path) -> None:
+    """Delete checkpoints of a run that were never completed; no rank may be writing one."""
+    for path in (Path(folder) / CHECKPOINTS).glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def delete_older(folder: Path, keep_last: int, *, parts: bool = False) -> None:
     """Delete all complete checkpoints of a run except the latest ``keep_last``.
 

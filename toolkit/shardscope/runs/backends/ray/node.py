@@ -56,8 +56,10 @@ class NodeActor:
         assert self._stream is not None
         self._stream.begin(chunks)
 
-    def exchange(self, received: Mapping[str, State], chunks: list[Chunk]) -> list[Chunk]:
-        """Exchange what is new in the copies of this node and of the coordinator. Raises ``OSError``."""
+    def exchange(
+        self, received: Mapping[str, State], chunks: list[Chunk]
+    ) -> tuple[list[Chunk], dict[str, int]]:
+        """Exchange what is new in the copies of this node and of the coordinator."""
         assert self._stream is not None
         return self._stream.exchange(received, chunks)
 

@@ -92,12 +92,24 @@ class NodeStream:
         """Write the files with which the run starts. Raises ``OSError``."""
         self._copy.write(chunks)
 
-    def exchange(self, received: Mapping[str, State], chunks: list[Chunk]) -> list[Chunk]:
-        """Write what is new on other nodes; return what the coordinator lacks. Raises ``OSError``."""
+    def exchange(
+        self, received: Mapping[str, State], chunks: list[Chunk]
+    ) -> tuple[list[Chunk], dict[str, int]]:
+        """Write what is new on other nodes. Return what the coordinator lacks, and what was not written.
+
+        The latter are files, and the offsets from which a full disk has no room for them: the records of this
+        node must arrive all the same.
+        """
         self._foreign |= {chunk.name for chunk in chunks}
-        self._copy.write(chunks)
+        refused: dict[str, int] = {}
+        for chunk in chunks:
+            if chunk.name not in refused:
+                try:
+                    self._copy.write([chunk])
+                except OSError:
+                    refused[chunk.name] = chunk.offset
         self._record_kept()
-        return self._source.read(received)
+        return self._source.read(received), refused
 
     def close(self) -> None:
         """Delete the copy, unless it has files that stay on this node."""
@@ -197,7 +209,10 @@ class StreamHub:
         with self._locks[node]:
             actor, sent, received = self._nodes[node], self._sent[node], self._received[node]
             chunks = FolderSource(self.path, lambda file: self._is_for(node, file)).read(sent)
-            news: list[Chunk] = ray.get(actor.exchange.remote(received, chunks), timeout=EXCHANGE_SECONDS)
+            answer = actor.exchange.remote(received, chunks)
+            news: list[Chunk]
+            news, refused = ray.get(answer, timeout=EXCHANGE_SECONDS)
+            chunks = [chunk for chunk in chunks if chunk.offset < refused.get(chunk.name, chunk.offset + 1)]
             advance(sent, chunks)
             for chunk in news:
                 self._owners.setdefault(chunk.name, node)
