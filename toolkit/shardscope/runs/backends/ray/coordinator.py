@@ -137,7 +137,8 @@ class Coordinator:
             self._lost = ""
             self._write("waiting", f"{self._again}Ray looks for nodes")
         if self._hub is None:  # Node 0 deletes it, unless it is lost.
-            self._folder.task.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._folder.task.unlink(missing_ok=True)
 
     def _run_attempt(self) -> bool:
         """Run one attempt on the nodes that Ray gives it. Return whether another one follows."""
