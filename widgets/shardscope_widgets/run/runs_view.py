@@ -178,12 +178,12 @@ class RunsView(View):
             if self._force
             else ""
         )
-        message = self._message or ("" if both or not self._rows else HINT)
-        role = " role='alert' class='ss-error ss-clipped'" if self._message else " class='ss-hint ss-clipped'"
+        hint = "" if both or not self._rows else HINT
+        message = self._render_message() or f"<span class='ss-hint ss-clipped' title='{hint}'>{hint}</span>"
         self.toolbar.value = (
             f"<button type='button' class='ss-act{' ss-first' * both}' data-act='compare'{off}>"
             "Compare</button>"
-            f"<span{role} title='{escape(message, quote=True)}'>{escape(message)}</span>{force}"
+            f"{message}{force}"
             "<button type='button' class='ss-act ss-refresh' data-act='look' "
             "title='Read the folder again'>Refresh</button>"
         )
@@ -209,11 +209,15 @@ class RunsView(View):
                 acts += f"<button type='button' class='ss-act' data-act='trace:{key}'>Open trace</button>"
         if self._force == key:
             acts += f"<button type='button' class='ss-act' data-act='force:{key}'>Resume anyway</button>"
-        message = ""
-        if self._message:
-            text = escape(self._message, quote=True)
-            message = f"<span class='ss-error ss-clipped' role='alert' title='{text}'>{text}</span>"
-        self.bar.value = _render_back_row(f"{message}<span class='ss-bar-acts'>{acts}</span>")
+        self.bar.value = _render_back_row(f"{self._render_message()}<span class='ss-bar-acts'>{acts}</span>")
+
+    def _render_message(self) -> str:
+        """Return the message of the last action as HTML; empty without one."""
+        if not self._message:
+            return ""
+        text = escape(self._message, quote=True)
+        role, kind = ("status", "ss-hint") if self._message == SUBMITTING else ("alert", "ss-error")
+        return f"<span class='{kind} ss-clipped' role='{role}' title='{text}'>{text}</span>"
 
     def _show_page(self, page: widgets.Widget | None) -> None:
         """Show the list, or one of the pages in its place."""
