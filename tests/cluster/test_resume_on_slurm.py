@@ -42,7 +42,7 @@ def test_the_runs_tab_resumes_on_the_same_target(
         assert again is not None, view.toolbar.value
         shown = slurm.run("scontrol", "show", "job", read_job_id(again))
         assert "Partition=debug" in shown and "TimeLimit=00:25:00" in shown and "Comment=melville" in shown
-        assert again.wait(300) == "finished", (again.status, again.reason, again.error)
+        assert again.wait(360) == "finished", (again.status, again.reason, again.error)
     finally:
         view.close()
     steps = [record["step"] for record in again.metrics() if record["rank"] == 1 and "loss" in record]
