@@ -4,7 +4,8 @@
 # (launches with faults leave nothing), attack (damaged run folders do nothing),
 # test-cluster (two nodes of Slurm and Ray). Others: check (ruff, mypy,
 # import-linter), bench (ratios), parity (one loss curve under every framework), verify (the same on this machine's
-# GPUs), accuracy (predictions against measured runs), same-numbers (no prediction has changed), model (a small real
+# GPUs), accuracy (predictions against measured runs), leaderboard
+# (other estimators on the same rows), same-numbers (no prediction has changed), model (a small real
 # one to fine-tune, from PyPI), finetune-proof (it learns twenty facts), dist (wheel
 # and sdist, checked), docs (the documentation site),
 # binder (its environment, built here), workshop-check (is this machine ready for the course), env, clean.
@@ -28,7 +29,7 @@ LAB_FLAGS ?= $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 # Runs a command as root where that needs no password; says so and goes on where it does not.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo env || (sudo -n true 2>/dev/null && echo sudo -n) || echo false)
 
-.PHONY: lab test test-all same-numbers test-browser test-notebooks test-nvme test-resume test-faults test-kernels soak soak-cluster attack test-cluster check bench room accuracy parity verify model finetune-proof dist docs binder workshop-check env browser clean
+.PHONY: lab test test-all same-numbers test-browser test-notebooks test-nvme test-resume test-faults test-kernels soak soak-cluster attack test-cluster check bench room accuracy leaderboard parity verify model finetune-proof dist docs binder workshop-check env browser clean
 
 # The address that JupyterLab prints is what people on a remote machine copy, and it counts from the root: here.
 # Using a notebook shall not count as a change in git: .ci/clean_notebook.py says how.
@@ -133,6 +134,12 @@ verify: $(STAMP)
 accuracy: $(STAMP)
 	$(BIN)/python -m tests.accuracy --kind memory
 	$(BIN)/python -m tests.accuracy --kind time
+
+# Every public estimator on the rows of `accuracy`, each in an environment of its own, which pip fills. Two are asked
+# only where a variable names a clone: SIMUMAX_CHECKOUT (github.com/MooreThreads/SimuMax) and CALCULON_CHECKOUT
+# (github.com/calculon-ai/calculon).
+leaderboard: $(STAMP)
+	$(BIN)/python -m tests.leaderboard
 
 # Every number of some thousands of stored plans, compared to the last bit.
 same-numbers: $(STAMP)
