@@ -285,6 +285,9 @@ def test_a_failure_is_logged_without_torchs_compiler() -> None:
 def test_fault_11_errors_of_a_lost_peer_are_recognized() -> None:
     gloo = 'File "torch/distributed/x.py"\nRuntimeError: [gloo/transport/tcp] Connection closed by peer'
     assert looks_like_peer_lost("RuntimeError", gloo)
+    # The store on another node (torch/csrc/distributed/c10d/socket.cpp, torch 2.13).
+    store = "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed."
+    assert looks_like_peer_lost("DistNetworkError", store)
     waited = (
         "    summing.wait()\nRuntimeError: [/__w/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection"
     )

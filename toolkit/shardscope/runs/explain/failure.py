@@ -20,6 +20,7 @@ from shardscope.records.json_values import is_int, is_number
 
 PEER_LOST_TEXTS = (
     "connection closed by peer",
+    "connection was likely closed",
     "connection reset by peer",
     "connection refused",
     "broken pipe",

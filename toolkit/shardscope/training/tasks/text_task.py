@@ -46,6 +46,7 @@ from shardscope.training.optimizers.schedule import (
     SchedulerType,
     count_warmup_steps,
 )
+from shardscope.training.tasks.disk_space import check_disk_space
 
 if TYPE_CHECKING:
     import torch
@@ -408,8 +409,10 @@ class TextTask(ABC):
 
     def check_launch(self, plan: Plan, folder: Path, name: str | None) -> None:
         """Raise ``ValueError`` if a run ``name`` in ``folder`` could not load the checkpoint that
-        ``resume=True`` would choose now, or if a tracker's package or nsys is missing."""
+        ``resume=True`` would choose now, if a tracker's package or nsys is missing, or if the disk has no
+        room for checkpoints and export."""
         self._check_trackers()
+        check_disk_space(self, plan, folder)
         if self.profile == "nsys" and shutil.which("nsys") is None:
             allowed = "True or False: there is no nsys on PATH (NVIDIA Nsight Systems)"
             refuse(self._field("profile"), self.profile, allowed, Value(True))
