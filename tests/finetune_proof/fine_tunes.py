@@ -42,8 +42,8 @@ class FineTune:
 
 
 LORA_RATE, FULL_RATE = 1e-3, 3e-5
-"""The recommended rate of adapters (``task.choices``). That of full fine-tuning of so small a model is 1e-4,
-with which it forgot more: 38 of 40 and 16 of 24 after 6 epochs of 150 of these rows."""
+"""The recommended rates (``task.choices``). Full fine-tuning at 1e-4 forgot more: 38 of 40 and 16 of 24 after
+6 epochs of 150 of these rows."""
 FINE_TUNES = [
     FineTune(name="LoRA, DDP", layout=ss.Layout.ddp(), method="lora", learning_rate=LORA_RATE),
     FineTune(name="LoRA, FSDP2", layout=ss.Layout.fsdp2(), method="lora", learning_rate=LORA_RATE),

@@ -59,7 +59,7 @@ def test_choices_follow_the_data_the_machine_and_the_method(folder: Path) -> Non
 
 def test_fields_at_none_resolve_to_the_choices(folder: Path) -> None:
     rows = [*ROWS] * 20
-    for method, rate in (("full", 1e-4), ("lora", 1e-3)):
+    for method, rate in (("full", 3e-5), ("lora", 1e-3)):
         plan, task = build_plan(folder, method=method), ss.Finetune(folder, rows, validation=0.1)
         choices = task.choices(plan)
         schedule = task.build_schedule(plan, choices.num_steps)
@@ -92,7 +92,7 @@ def test_small_models_learn_examples_at_higher_rates_which_no_check_warns_about(
         recipe = ss.Recipe(method=method, seq_len=72, global_batch_size=4)
         plan = ss.Plan(ss.Architecture.of_size(size), ss.Cluster.parse("2xcpu"), recipe, ss.Layout.ddp())
         on_text, on_examples = (recommend_rate(plan, on_examples=flag) for flag in (False, True))
-        assert on_examples.value == 5 * on_text.value == (1e-3 if method == "lora" else 1e-4)
+        assert on_examples.value == (1e-3 if method == "lora" else 3e-5) > on_text.value
         assert "small models" in on_examples.why and "small models" not in on_text.why
         usual = find_usual_rate(plan, begins_from_weights=True)
         assert usual is not None and usual.allows(on_examples.value)

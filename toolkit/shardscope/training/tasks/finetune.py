@@ -86,7 +86,7 @@ class Finetune(TextTask):
     files with an index, in fp32, bf16 or fp16. Nothing in it is unpickled, and nothing is downloaded."""
     learning_rate: float | None = None
     """Peak learning rate; None: 2e-5, or 2e-4 for adapters, 1e-4 from 30 billion parameters; on examples,
-    1e-4 and 1e-3 for models below 400 million. More for batches of over 262,144 tokens. See
+    3e-5 and 1e-3 for models below 400 million. More for batches of over 262,144 tokens. See
     :meth:`choices`."""
     data: object = field(default=None, kw_only=False)
     """Data to train on: a JSONL, JSON, CSV, TSV or Parquet file, a folder of them, a data set's name on the
