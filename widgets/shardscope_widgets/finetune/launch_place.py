@@ -9,8 +9,7 @@ import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.background_calls import LatestRequest
-from shardscope_widgets.kit.debounce import Debounced
+from shardscope_widgets.kit.background_calls import Debounced, LatestRequest
 from shardscope_widgets.pickers.schedulers import SCHEDULERS, Queue, find_queues
 from shardscope_widgets.run.launch_target import LaunchTarget
 
