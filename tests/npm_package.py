@@ -14,6 +14,9 @@ AXE = "axe-core@4.10.3"
 REVEAL = "reveal.js@4.6.1"
 """The version that nbconvert's slides template names."""
 
+REQUIRE = "requirejs@2.3.6"
+"""Loads reveal.js in nbconvert's slides."""
+
 
 @cache
 def fetch_package(package: str) -> Path:

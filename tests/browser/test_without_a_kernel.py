@@ -22,7 +22,7 @@ from nbconvert import HTMLExporter, SlidesExporter
 from served import find_free_port
 from shown_views import VIEWS, WITH_CHARTS
 from studio_page import SCREENSHOTS
-from tests.npm_package import REVEAL, fetch_package
+from tests.npm_package import REQUIRE, REVEAL, fetch_package
 from tests.requirements import few, skip_without, thorough
 
 CELLS = (
@@ -37,6 +37,8 @@ plan = ss.Plan(ss.models["llama-3.1-8b"], cluster, recipe, ss.Layout.fsdp2())"""
     "RooflineView(plan)",
     "ScheduleView(ss.Plan(plan.architecture, cluster, recipe, ss.Layout.megatron(pp=4)))",
 )
+NOT_LOADED = {"mathjax_url": "", "jquery_url": "", "mermaid_js_url": ""}
+"""What nbconvert's templates load from other machines, and our views do not use."""
 NUM_VIEWS = len(CELLS) - 1
 SEEN_CHARTS = """() => [...document.querySelectorAll('svg[role=img], .js-plotly-plot .main-svg:first-child')]
     .filter(each => each.checkVisibility() && each.getBoundingClientRect().width > 200).length"""
@@ -104,8 +106,7 @@ def open_offline(browser: Any, path: Path, offline: Any, **options: Any) -> Any:
 
 @thorough()
 def test_nbconvert_html_shows_every_figure(notebook: Any, browser: Any, offline: Any, tmp_path: Path) -> None:
-    # Without MathJax and RequireJS, which nbconvert's page loads from other machines.
-    exporter = HTMLExporter(embed_images=True, mathjax_url="", require_js_url="", jquery_url="")
+    exporter = HTMLExporter(embed_images=True, require_js_url="", **NOT_LOADED)
     (tmp_path / "out.html").write_text(exporter.from_notebook_node(notebook)[0])
     for scheme in ("light", "dark"):
         page = open_offline(browser, tmp_path / "out.html", offline, color_scheme=scheme)
@@ -121,8 +122,14 @@ def test_nbconvert_slides_show_a_figure_each(
     notebook: Any, browser: Any, offline: Any, tmp_path: Path
 ) -> None:
     shutil.copytree(fetch_package(REVEAL), tmp_path / "reveal.js")
+    shutil.copy(fetch_package(REQUIRE) / "require.js", tmp_path)
+    # The default theme asks for fonts of another machine.
     exporter = SlidesExporter(
-        reveal_url_prefix="reveal.js", mathjax_url="", require_js_url="", jquery_url="", font_awesome_url=""
+        reveal_url_prefix="reveal.js",
+        reveal_theme="white",
+        require_js_url="require.js",
+        font_awesome_url="",
+        **NOT_LOADED,
     )
     (tmp_path / "slides.html").write_text(exporter.from_notebook_node(notebook)[0])
     page = open_offline(browser, tmp_path / "slides.html", offline)
@@ -132,7 +139,7 @@ def test_nbconvert_slides_show_a_figure_each(
         page.wait_for_function(f"() => ({SEEN_CHARTS})() >= 1")
         page.wait_for_timeout(900)  # The transition of reveal.js.
         save_screenshot(page, f"slide_{number}")
-    assert "Llama 3.1 8B" in page.locator("section.present").inner_text()
+    assert "Llama 3.1 8B" in page.locator("section.present").last.inner_text()
     page.close()
 
 
@@ -175,8 +182,9 @@ def running_voila(folder: Path, name: str) -> Iterator[str]:
 
 
 @thorough()
-def test_voila_shows_live_figures(browser: Any, offline: Any, tmp_path: Path) -> None:
+def test_voila_shows_live_figures(browser: Any, tmp_path: Path) -> None:
     skip_without("voila")
+    requests: list[str] = []
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS])
     spec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     notebook.metadata["kernelspec"] = spec
@@ -184,7 +192,9 @@ def test_voila_shows_live_figures(browser: Any, offline: Any, tmp_path: Path) ->
     with running_voila(tmp_path, "views.ipynb") as url:
         page = browser.new_page(viewport={"width": 1200, "height": 900})
         page.set_default_timeout(180_000)
-        offline(page)
+        page.on("request", lambda request: requests.append(request.url))
+        # Voila's own template asks for its icons, and works without them.
+        page.route("**/fontawesome-free@*/**", lambda route: route.abort())
         page.goto(url)
         page.wait_for_function(f"() => ({SEEN_CHARTS})() >= {NUM_VIEWS}")
         view = page.locator(".ss-teach").first
@@ -195,3 +205,5 @@ def test_voila_shows_live_figures(browser: Any, offline: Any, tmp_path: Path) ->
         view.locator("p", has_text="Decoder layer 3 of 32").wait_for()
         save_screenshot(page, "voila")
         page.close()
+    others = [one for one in requests if not one.startswith((url, "data:", "blob:"))]
+    assert not [one for one in others if "fontawesome-free" not in one]

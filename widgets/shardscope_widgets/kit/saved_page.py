@@ -30,7 +30,7 @@ main.ss-root {{ max-width: 1100px; height: auto; max-height: none; border: 0; re
     --jp-layout-color0: #111518; --jp-layout-color1: #1a2026;
   }}
 }}
-@media print {{ .ss-steps {{ display: none; }} }}
+@media print {{ main .ss-steps {{ display: none; }} }}
 {css}
 </style></head>
 <body><main class="{classes}">{body}</main>
