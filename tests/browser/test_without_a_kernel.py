@@ -65,7 +65,7 @@ def test_every_view_is_a_page_of_its_own(name: str, browser: Any, offline: Any, 
         page.goto(path.as_uri())
         if name in WITH_CHARTS:
             page.wait_for_function(f"() => ({SEEN_CHARTS})() >= 1")
-        assert len(page.inner_text("main")) > 20 and not errors
+        assert len(page.inner_text("main")) > 10 and not errors
         assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off"
         save_screenshot(page, f"page_{name}_{scheme}")
         context.close()
