@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.cluster.runs import list_processes, make_plan, wait_for
+from tests.cluster.runs import list_processes, make_plan, wait_for, wait_until_running
 from tests.cluster.test_ray_without_shared_folder import find_pullers, notebook, scratch
 from tests.cluster.test_two_ray_nodes import bounded, start_ray
 from tests.cluster.two_node_ray import ADDRESSES, TwoNodeRay, find_why_not_covered
@@ -53,10 +53,10 @@ def has_failed_rank(run: Run) -> bool:
     return any("failed" in path.read_text() for path in (run.folder / "ranks").glob("rank-*.json"))
 
 
-def assert_ended(run: Run) -> None:
+def assert_ended(run: Run, scratch: Path) -> None:
     """Assert that the run ends everywhere within 30 s of the first failure, and says what it should."""
     wait_for(lambda: list((run.folder / "errors").iterdir()) or has_failed_rank(run), 300)
-    wait_for(lambda: not list_processes(run.folder), 30)
+    wait_for(lambda: not list_processes(scratch), 30)
     assert run.wait(60) == "failed", (run.status, run.reason)
     node = find_full_node(run)
     name = json.loads((run.folder / "nodes" / str(node) / "node.json").read_text())["name"]
@@ -72,7 +72,7 @@ def test_fault_83_a_checkpoint_does_not_fit(
 ) -> None:
     task = ss.Pretrain(num_steps=40, save_every=10, keep_last=2)
     run = ss.launch(make_plan("2x1xcpu"), task, folder=notebook, name="saves", on=target)
-    assert_ended(run)
+    assert_ended(run, scratch)
     assert "kept: checkpoints/step-000010" in run.reason, run.reason
     kept = {record["node"]: record["files"] for record in run.files_on_nodes}
     assert all(set(files) == {"checkpoints/step-000010"} for files in kept.values()) and len(kept) == 2, kept
@@ -102,7 +102,7 @@ def test_fault_83_another_program_fills_the_disk(
                 raise ValueError("this rank cannot go on")
 
     run = ss.launch(make_plan("2x1xcpu"), fail_when_told, folder=notebook, name="filled", on=target)
-    wait_for(lambda: {record["rank"] for record in run.metrics()} == {0, 1} or run.status in FINAL)
+    wait_until_running(run)
     disk = cluster.look_into(len(ADDRESSES) - 1, scratch)
     (disk / "fail.ready").touch()
     ballast = disk / "ballast"
@@ -119,7 +119,7 @@ def test_fault_83_another_program_fills_the_disk(
         num_records = sum(record["rank"] == healthy for record in run.metrics())
         wait_for(lambda: sum(record["rank"] == healthy for record in run.metrics()) > num_records, 30)
         (disk / "fail.ready").rename(disk / "fail")
-        assert_ended(run)
+        assert_ended(run, scratch)
         assert "raised ValueError: this rank cannot go on" in run.reason, run.reason
         assert "no checkpoint was complete" in run.reason
     finally:
