@@ -63,7 +63,8 @@ def assert_ended(run: Run, scratch: Path) -> None:
     assert f"the disk of node {node} ({name}) is full: 0.00 of 0.02 GiB free at " in run.reason, run.reason
     assert f"the disk of node {1 - node}" not in run.reason
     wait_for((run.folder / "received.json").exists, 60)
-    assert not find_pullers(run) and not (run.folder / "task.pkl").exists()
+    wait_for(lambda: not find_pullers(run), 30)
+    assert not (run.folder / "task.pkl").exists()
 
 
 @thorough()
