@@ -83,6 +83,7 @@ MAY_NAME_A_FRAMEWORK = {
     "runs/checks/fsdp1.py": "a guide from FSDP1 to FSDP2, whose table of names is in FSDP2's folder",
     "prediction/support.py": "the fix of a method that a framework lacks is Layout.fsdp2(), which has all",
     "training/preferences/settings.py": "the fix of a framework that trains no pairs is Layout.fsdp2()",
+    "teach/exercises/choosing.py": "the answers to 'which layout' are the names of the public constructors",
     "export/reading.py": "Plan.from_deepspeed() and Plan.from_megatron() are public names",
 }
 """Files outside frameworks/ in which a framework's name is an operand of code, and why."""
