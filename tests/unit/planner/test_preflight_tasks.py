@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.requirements import needs
+from tests.unit.calibrations import FLOPS, make_calibration, make_matmul
 
 import shardscope as ss
 from shardscope.machine.host import multiplies_in_bf16
@@ -24,7 +25,8 @@ from shardscope.planner.checks.usual_rates import (
     scale_rate,
 )
 from shardscope.runs.checks.text import SHIPPED_TOKENS
-from shardscope.training.tasks.choices import ADAPTER_RATE, FULL_RATE
+from shardscope.timing.calibration.store import store_calibration
+from shardscope.training.tasks.choices import ADAPTER_RATE, FULL_RATE, choose_precision
 
 
 def make_plan(model: str = "llama-2-7b", layout: ss.Layout | None = None, **recipe: Any) -> ss.Plan:
@@ -474,6 +476,25 @@ def test_bf16_on_cpu_ranks_without_bf16_instructions(monkeypatch: pytest.MonkeyP
     for known in (True, None):
         monkeypatch.setattr(has_bf16, lambda known=known: known)
         assert find_by_name(make_tiny_plan(), name, task) is None
+
+
+@pytest.mark.parametrize(("slowdown", "is_found"), [(0.5, False), (2.5, True)])
+def test_a_calibration_decides_about_bf16_on_cpu_ranks(
+    slowdown: float, is_found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the CPU's instruction sets are."""
+    plan = make_tiny_plan(precision="bf16-mixed")
+    products = [make_matmul(256), make_matmul(256, "bf16", FLOPS / slowdown)]
+    cluster = f"{plan.cluster.num_gpus}xcpu"
+    store_calibration(make_calibration(cluster, matrix_products=products))
+    for known in (True, False):
+        monkeypatch.setattr(
+            "shardscope.planner.checks.precision.multiplies_in_bf16", lambda known=known: known
+        )
+        finding = find_by_name(plan, "bf16-on-cpu-ranks", TrainsWeights())
+        assert (finding is not None) is is_found
+        assert finding is None or "2.5 times" in finding.why
+    assert f"{slowdown:g} times as long" in choose_precision(plan).why
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shardscope.core.cluster import BEFORE_AMPERE
+from shardscope.core.cluster import BEFORE_AMPERE, Cluster
 from shardscope.core.finding import Finding
 from shardscope.core.number_format import format_gib
 from shardscope.frameworks.registry import frameworks
@@ -17,6 +17,7 @@ from shardscope.planner.checks.case import Case, predict_memory, replace_plan_fi
 from shardscope.planner.checks.number_format import format_percent
 from shardscope.planner.checks.other_frameworks import find_in_other_framework, search_other_frameworks
 from shardscope.planner.memory_needs import find_shortages
+from shardscope.timing.calibration.store import find_calibration
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -70,24 +71,50 @@ def check_bf16_support(case: Case) -> Iterator[Finding]:
     )
 
 
+def find_bf16_slowdown(cluster: Cluster) -> float | None:
+    """Return how many times as long matmuls took in bf16 as in fp32 on these CPU ranks.
+
+    None if they were never calibrated (``ss.calibrate``).
+    """
+    try:
+        calibration = find_calibration(cluster)
+    except (OSError, ValueError):  # A damaged file; predictions of time name it.
+        return None
+    return None if calibration is None else calibration.find_bf16_slowdown()
+
+
 def check_bf16_on_cpu(case: Case) -> Iterator[Finding]:
-    """Report a fine-tune in bf16 on CPU ranks without bf16 instructions: fp32 is several times as fast."""
+    """Report a fine-tune in bf16 on CPU ranks whose bf16 matmuls are slower than those in fp32.
+
+    A calibration says so, or else the CPU's instruction sets.
+    """
     recipe = case.plan.recipe
     # Pretraining on CPU ranks is a rehearsal of the plan's own precision; a fine-tune is for its result.
     is_finetune = getattr(case.task, "weights", None) is not None
     if case.plan.cluster.gpu.vendor != "cpu" or not recipe.precision.startswith("bf16") or not is_finetune:
         return
-    # Not measured: a quantized base, and CPUs that do not report their instruction sets.
-    if recipe.method == "qlora" or multiplies_in_bf16() is not False:
+    if recipe.method == "qlora":  # Not measured.
         return
-    least, most = CPU_SLOWDOWN
+    slowdown = find_bf16_slowdown(case.plan.cluster)
+    if slowdown is not None:
+        if slowdown <= 1:
+            return
+        number = slowdown
+        why = f"By ss.calibrate, matmuls take {slowdown:.2g} times as long in bf16 as in fp32."
+    elif multiplies_in_bf16() is False:  # Some CPUs do not report their instruction sets.
+        number, most = CPU_SLOWDOWN
+        why = (
+            f"This CPU has no bf16 instructions: a step took {number:g} to {most:g} times as long in bf16 as "
+            "in fp32 (SmolLM2-135M-Instruct, 4 sequences of 96 tokens, two cores)."
+        )
+    else:
+        return
     fixed = replace_plan_fields(case.plan, recipe={"precision": "fp32"})
     yield Finding(
         name="bf16-on-cpu-ranks",
         severity="warning",
-        why=f"This CPU has no bf16 instructions: a step took {least:g} to {most:g} times as long "
-        "in bf16 as in fp32 (SmolLM2-135M-Instruct, 4 sequences of 96 tokens, two cores).",
-        number=least,
+        why=why,
+        number=number,
         change="fp32" + _describe_shortage(case, fixed),
         plan=fixed,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
+from statistics import median
 from typing import TYPE_CHECKING, Literal, Self, get_args
 
 from shardscope.core.cluster import PRECISIONS
@@ -222,6 +223,21 @@ class Calibration(Serializable):
                 refuse(f"Calibration.{name}", points, f"a list of {kind.__name__}", "ss.calibrate()")
             curves[name] = tuple(kind.from_dict(point) for point in points)
         return super().from_dict({**data, **curves})
+
+    def find_bf16_slowdown(self) -> float | None:
+        """Return how many times as long matmuls took in bf16 as in fp32: the median over shapes.
+
+        None if no shape was measured in both.
+        """
+        seconds = {
+            (one.precision, one.rows, one.inner, one.columns): one.seconds for one in self.matrix_products
+        }
+        ratios = [
+            seconds["bf16", *shape] / other
+            for (precision, *shape), other in seconds.items()
+            if precision == "fp32" and ("bf16", *shape) in seconds
+        ]
+        return median(ratios) if ratios else None
 
     @property
     def source(self) -> str:

@@ -18,7 +18,7 @@ from shardscope.frameworks.registry import why_not_trained
 from shardscope.memory.state.lora import find_adapter_targets
 from shardscope.planner.checks.case import predict_memory, predict_step, replace_plan_fields
 from shardscope.planner.checks.learning_rate import WARM_UP_STEPS
-from shardscope.planner.checks.precision import CPU_SLOWDOWN
+from shardscope.planner.checks.precision import CPU_SLOWDOWN, find_bf16_slowdown
 from shardscope.planner.checks.usual_rates import scale_rate
 from shardscope.planner.memory_needs import fits
 from shardscope.prediction.support import FUSED_IN_EXPERTS
@@ -361,16 +361,26 @@ def _count_steps_per_epoch(task: Finetune, plan: Plan, preview: Preview | None) 
 # ---- The recipe
 
 
+def _explain_fp32_on_cpu(plan: Plan) -> str:
+    slowdown = find_bf16_slowdown(plan.cluster)
+    if slowdown is None:
+        least, most = CPU_SLOWDOWN
+        return (
+            f"On a CPU without bf16 instructions a step took {least:g} to {most:g} times as long in bf16 as "
+            "in fp32 (SmolLM2-135M-Instruct on two cores with AVX-512, docs/fine_tuning.md). ss.calibrate "
+            "measures both on this one."
+        )
+    measured = f"By ss.calibrate, matmuls of these ranks take {slowdown:.2g} times as long in bf16 as in fp32"
+    if slowdown > 1:
+        return f"{measured}."
+    return f"{measured}: bf16-mixed may be faster here. fp32 rounds nothing."
+
+
 def choose_precision(plan: Plan) -> Reasoned:
     """Return the precision for the plan's GPUs or CPU ranks."""
     gpu = plan.cluster.gpu
     if gpu.vendor == "cpu":
-        least, most = CPU_SLOWDOWN
-        return Reasoned(
-            "fp32",
-            f"On CPU ranks a step in bf16 took {least:g} to {most:g} times as long as in fp32 "
-            "(SmolLM2-135M-Instruct on two cores with AVX-512, docs/fine_tuning.md).",
-        )
+        return Reasoned("fp32", _explain_fp32_on_cpu(plan))
     if gpu.architecture in BEFORE_AMPERE:
         return Reasoned(
             "fp16-mixed",
