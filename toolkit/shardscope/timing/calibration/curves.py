@@ -229,14 +229,11 @@ class Calibration(Serializable):
 
         None if no shape was measured in both.
         """
-        seconds = {
-            (one.precision, one.rows, one.inner, one.columns): one.seconds for one in self.matrix_products
-        }
-        ratios = [
-            seconds["bf16", *shape] / other
-            for (precision, *shape), other in seconds.items()
-            if precision == "fp32" and ("bf16", *shape) in seconds
-        ]
+        seconds: dict[str, dict[tuple[int, int, int], float]] = {"fp32": {}, "bf16": {}}
+        for one in self.matrix_products:
+            seconds.setdefault(one.precision, {})[one.rows, one.inner, one.columns] = one.seconds
+        both = seconds["fp32"].keys() & seconds["bf16"].keys()
+        ratios = [seconds["bf16"][shape] / seconds["fp32"][shape] for shape in both]
         return median(ratios) if ratios else None
 
     @property

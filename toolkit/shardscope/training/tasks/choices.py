@@ -366,7 +366,7 @@ def _explain_fp32_on_cpu(plan: Plan) -> str:
     if slowdown is None:
         least, most = CPU_SLOWDOWN
         return (
-            f"On a CPU without bf16 instructions a step took {least:g} to {most:g} times as long in bf16 as "
+            f"On CPU ranks without bf16 instructions a step took {least:g} to {most:g} times as long in bf16 as "
             "in fp32 (SmolLM2-135M-Instruct on two cores with AVX-512, docs/fine_tuning.md). ss.calibrate "
             "measures both on this one."
         )
