@@ -480,9 +480,10 @@ def test_bf16_on_cpu_ranks_without_bf16_instructions(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("slowdown", "is_found"), [(0.5, False), (2.5, True)])
 def test_a_calibration_decides_about_bf16_on_cpu_ranks(
-    slowdown: float, is_found: bool, monkeypatch: pytest.MonkeyPatch
+    slowdown: float, is_found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the CPU's instruction sets are."""
+    monkeypatch.setenv("SHARDSCOPE_DATA_HOME", str(tmp_path))
     plan = make_tiny_plan(precision="bf16-mixed")
     products = [make_matmul(256), make_matmul(256, "bf16", FLOPS / slowdown)]
     cluster = f"{plan.cluster.num_gpus}xcpu"

@@ -366,8 +366,8 @@ def _explain_fp32_on_cpu(plan: Plan) -> str:
     if slowdown is None:
         least, most = CPU_SLOWDOWN
         return (
-            f"On CPU ranks without bf16 instructions a step took {least:g} to {most:g} times as long in bf16 as "
-            "in fp32 (SmolLM2-135M-Instruct on two cores with AVX-512, docs/fine_tuning.md). ss.calibrate "
+            f"On CPU ranks without bf16 instructions a step took {least:g} to {most:g} times as long in bf16 "
+            "as in fp32 (SmolLM2-135M-Instruct on two cores with AVX-512, docs/fine_tuning.md). ss.calibrate "
             "measures both on this one."
         )
     measured = f"By ss.calibrate, matmuls of these ranks take {slowdown:.2g} times as long in bf16 as in fp32"
