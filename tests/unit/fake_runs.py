@@ -46,7 +46,7 @@ class FakeRun:
     world_size = 2
     trains_the_plan = False
     has_looked = False
-    keeps_best = False
+    keeps_best = keeps_a_model = False
     num_steps: int | None = None
     prediction: PredictedMetrics | None = None
     task_fields: dict[str, Any] | None = None

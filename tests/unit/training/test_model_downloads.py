@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from tests.requirements import needs
@@ -76,6 +79,63 @@ def test_a_hub_that_cannot_be_reached_is_named_after_one_request(monkeypatch: py
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{filename}")
     with pytest.raises(RuntimeError, match=f"{NAME} cannot be downloaded"):
         download(NAME, lambda message, fraction: None)
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """A Hub with a model of pickles, and one whose list of files fails."""
+
+    def do_HEAD(self) -> None:
+        headers, body = dict[str, str](), b""
+        if "/resolve/" in self.path:
+            code, headers = 200, {"ETag": '"abc"', "X-Repo-Commit": "a" * 40}
+        elif self.path.startswith("/api/models/org/pickle"):
+            names = ["config.json", "pytorch_model.bin", "tokenizer.json"]
+            siblings = [{"rfilename": name} for name in names]
+            tree = [{"type": "file", "path": name, "size": 1, "oid": "1" * 40} for name in names]
+            info = {"id": "org/pickle", "sha": "a" * 40, "siblings": siblings, "tags": [], "private": False}
+            code, body = 200, json.dumps(tree if "/tree/" in self.path else info).encode()
+        else:
+            code = 418
+        self.send_response(code)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_GET = do_HEAD  # noqa: N815
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("org/pickle", "only safetensors are read"), ("org/broken", "I'm a Teapot")]
+)
+def test_a_failed_download_begins_with_its_reason(
+    name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs("huggingface_hub")
+    from huggingface_hub import constants
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/main/{filename}")
+    monkeypatch.setenv("HF_ENDPOINT", url)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            download(name, lambda message, fraction: None)
+    finally:
+        server.shutdown()
+        server.server_close()
+    first_line = str(caught.value).splitlines()[0]
+    assert first_line.startswith(f"{name} cannot be downloaded: ") and words in first_line
+    assert len(first_line) <= 300, "as much as the view shows"
 
 
 def test_names_of_the_hub_differ_from_paths() -> None:

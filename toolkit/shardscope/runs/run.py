@@ -504,6 +504,12 @@ class Run:
         self._request_stop(checkpoint=checkpoint)
 
     @property
+    def keeps_a_model(self) -> bool:
+        """Return whether :meth:`finish` exports a model: the best weights, or without early stopping the
+        last."""
+        return self.trains_the_plan and (self.task_fields or {}).get("export") is True
+
+    @property
     def keeps_best(self) -> bool:
         """Return whether :meth:`finish` exports the weights of the lowest validation loss."""
         fields = self.task_fields or {}

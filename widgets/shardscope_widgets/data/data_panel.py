@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
@@ -46,18 +46,25 @@ class DataPanel(Clickable):
 
     Preference pairs are read as such, whatever the objective of the task.
 
-    ``on_length`` is called with a better sequence length when its button is pressed.
+    ``on_length`` is called with a better sequence length when its button is pressed. ``hold_out(task,
+    preview)`` returns the task with the validation that its data allow: its rows are compared with
+    the others.
     """
 
     preview = traitlets.Any(allow_none=True, default_value=None, help="The data as it was last read.")
     problem = traitlets.Any(allow_none=True, default_value=None, help="The ValueError of data that is wrong.")
 
-    def __init__(self, on_length: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        on_length: Callable[[int], None],
+        hold_out: Callable[[ss.Finetune, Preview], ss.Finetune] = lambda task, preview: task,
+    ) -> None:
         super().__init__(self._handle_action, "ss-data")
         self.on_show: Callable[[], None] | None = None
         """Called by the Preview button; set by the view that shows the preview."""
         self._on_length = on_length
-        self._reader = LatestRequest(_read_preview, "shardscope-data")
+        self._hold_out = hold_out
+        self._reader = LatestRequest(self._read_preview, "shardscope-data")
         self._question: DataQuestion | None = None
         self._advice: LengthAdvice | None = None
         self._max_length = 0
@@ -86,6 +93,11 @@ class DataPanel(Clickable):
         if question == self._question:
             _import_libraries()
             self._reader.request(question, lambda result: self._receive(question, result))
+
+    def _read_preview(self, question: DataQuestion) -> Preview:
+        preview = _read_preview(question)
+        task = self._hold_out(question.task.match_objective(), preview)
+        return replace(preview, num_shared_rows=task.count_shared_rows())
 
     def _receive(self, question: DataQuestion, result: Preview | Exception) -> None:
         if question != self._question:  # The input was changed meanwhile.
@@ -140,12 +152,13 @@ def _render_lines(preview: Preview | None, advice: LengthAdvice | None) -> str:
     line = f"{format_count(preview.num_rows, 'row')}, {preview.format.short_title}"
     tooltip = escape(preview.sentences[0], quote=True)
     objective = f"<p title='{escape(WHY_PAIRS, quote=True)}'>{PAIRS}</p>" if preview.has_pairs else ""
+    shared = f"<p>{escape(preview.shared_rows_sentence)}</p>" if preview.num_shared_rows else ""
     show = (
         f"<button type='button' class='ss-act' data-act='{SHOW}' "
         "title='Show which tokens the model learns, and how long the rows are'>Preview</button>"
     )
     buttons = f"{show}{render_length_button(advice)}"
-    return f"<p role='status' title='{tooltip}'>{escape(line)}</p>{objective}<div>{buttons}</div>"
+    return f"<p role='status' title='{tooltip}'>{escape(line)}</p>{objective}{shared}<div>{buttons}</div>"
 
 
 def _stamp(data: object) -> Stamp:

@@ -16,7 +16,7 @@ from shardscope.training.tasks.choices import Length
 from shardscope_widgets.data.data_panel import DataPanel
 from shardscope_widgets.data.preview_view import PreviewView
 from shardscope_widgets.finetune.inputs import FinetuneInputs, FinetuneSettings
-from shardscope_widgets.finetune.setup import Setup, build_first_plan, build_setup, find_weights
+from shardscope_widgets.finetune.setup import Setup, build_first_plan, build_setup, find_weights, hold_out
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.display_names import describe_devices
 from shardscope_widgets.kit.fold import Fold
@@ -57,7 +57,7 @@ class FinetuneForm:
         self._lock = threading.RLock()
         self._seq_len: tuple[object, int] | None = None
         """The data, and the sequence length that fits them."""
-        self.data_panel = DataPanel(on_length=self._use_length)
+        self.data_panel = DataPanel(on_length=self._use_length, hold_out=hold_out)
         self.inputs = FinetuneInputs(machine, self.data_panel, data)
         self.settings = FinetuneSettings(has_recipe=has_recipe)
         self.note = controls.create_html("", "ss-hint")

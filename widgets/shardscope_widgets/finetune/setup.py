@@ -168,14 +168,17 @@ def _complete_task(base: ss.Finetune, settings: Settings, preview: Preview | Non
     fields: dict[str, object] = {"export": True, "learning_rate": settings.get("learning_rate")}
     if "num_epochs" in settings:
         fields["num_epochs"] = settings["num_epochs"]
-    text = base.plain_text
+    if preview is not None and preview.format.name != "text":
+        fields |= {"samples": SAMPLE_PROMPTS, "max_new_tokens": SAMPLE_TOKENS}
+    return replace_fields(hold_out(base, preview), fields)
+
+
+def hold_out(task: ss.Finetune, preview: Preview | None) -> ss.Finetune:
+    """Return ``task`` with a part of its data held out for validation, if they are enough."""
+    text = task.plain_text
     is_enough = (
         preview.num_rows >= MIN_ROWS
         if preview
         else text is not None and text.stat().st_size >= MIN_TEXT_BYTES
     )
-    if is_enough:
-        fields |= {"validation": VALIDATION, "early_stopping": PATIENCE}
-    if preview is not None and preview.format.name != "text":
-        fields |= {"samples": SAMPLE_PROMPTS, "max_new_tokens": SAMPLE_TOKENS}
-    return replace_fields(base, fields)
+    return replace_fields(task, {"validation": VALIDATION, "early_stopping": PATIENCE}) if is_enough else task

@@ -48,10 +48,13 @@ FINISH_TOOLTIP = (
     "Finish the current step, validate, and export the weights with the lowest validation loss: the run "
     "ends as a complete one"
 )
+FINISH_LAST_TOOLTIP = "Finish the current step and export its weights: the run ends as a complete one"
+KEEP_BEST, KEEP_MODEL = "Stop and keep the best", "Stop and keep the model"
 ENDED_EARLY = (
-    "Training ended early: validations found no lower loss, or Stop and keep the best was pressed. The "
-    "weights are those with the lowest validation loss"
+    f"Training ended early: validations found no lower loss, or {KEEP_BEST} was pressed. The weights are "
+    "those with the lowest validation loss"
 )
+ENDED_BY_REQUEST = f"{KEEP_MODEL} was pressed. The weights are those of the last step"
 SHOULD_STOP_TOOLTIP = "Set ctx.should_stop: the task ends by itself, and its own code decides what it saves"
 NO_RUN = "No run yet. A run that you launch or open appears here."
 PLACEHOLDER = "–"
@@ -106,7 +109,7 @@ class RunView(View):
         )
         self.save_button.on_click(lambda _: self._press_run_button("Save and stop"))
         self.finish_button = controls.create_button(
-            "Stop and keep the best",
+            KEEP_BEST,
             "ss-ghost",
             tooltip=FINISH_TOOLTIP,
             layout=widgets.Layout(display="none"),
@@ -257,7 +260,9 @@ class RunView(View):
         """Show "Save and stop" if the task supports it; for a user's function, once it has checked for it."""
         self.save_button.tooltip = SAVE_TOOLTIP if run.trains_the_plan else SHOULD_STOP_TOOLTIP
         self.save_button.layout.display = "" if run.reads_stop_requests else "none"
-        self.finish_button.layout.display = "" if run.keeps_best else "none"
+        self.finish_button.description = KEEP_BEST if run.keeps_best else KEEP_MODEL
+        self.finish_button.tooltip = FINISH_TOOLTIP if run.keeps_best else FINISH_LAST_TOOLTIP
+        self.finish_button.layout.display = "" if run.keeps_a_model else "none"
 
     def _name_stop_button(self, status: str) -> None:
         """Call the button Cancel while the job waits: nothing of it has started yet."""
@@ -477,8 +482,12 @@ class RunView(View):
             goal = f" of {total:,}" if total else ""
             noun = "step" if (total or done) == 1 else "steps"
             why = "Steps up to the last one that any rank has logged"
-            if run.keeps_best and self.status == "finished" and done < (total or 0):
-                noun, why = "steps; the best are kept", ENDED_EARLY
+            if run.keeps_a_model and self.status == "finished" and done < (total or 0):
+                noun, why = (
+                    ("steps; the best are kept", ENDED_EARLY)
+                    if run.keeps_best
+                    else ("steps; the last are kept", ENDED_BY_REQUEST)
+                )
             entries.append((f"{done:,}{goal}", noun, why))
         loss = latest.get("loss")
         if is_number(loss) or is_known:

@@ -84,6 +84,16 @@ def test_data_is_read_in_the_background(view: FinetuneView, monkeypatch: Any) ->
     assert "7 rows" in panel.value and set(readers) == {"shardscope-data"}
 
 
+def test_rows_for_validation_that_are_trained_on_are_counted(view: FinetuneView) -> None:
+    rows = [{"prompt": f"Who is {n % 40}?", "completion": "Ahab"} for n in range(120)]
+    enter_data(view, write_rows(Path("twice.jsonl"), rows))
+    assert wait_until(lambda: view.task is not None, READ_SECONDS)
+    num_shared = view.task.preview().num_shared_rows
+    sentence = f"Rows of the validation data that are trained on as well: {num_shared}."
+    assert num_shared and sentence in view.form.data_panel.value
+    assert sentence in view.form.preview.summary.value
+
+
 def test_preview_opens_the_rows_with_their_learned_tokens(view: FinetuneView) -> None:
     fold, preview = view.form.folds["Data"], view.form.preview
     enter_data(view, write_questions(Path("questions.jsonl")))

@@ -206,15 +206,30 @@ def test_save_and_stop_is_offered_and_stop_stays_enabled() -> None:
 def test_a_run_with_early_stopping_can_be_stopped_and_keep_the_best() -> None:
     assert RunView(FakeRun([])).finish_button.layout.display == "none"
     run = make_engine_run([make_record(0)])
-    run.keeps_best = True
+    run.keeps_best = run.keeps_a_model = True
     view = RunView(run)
     assert view.finish_button.layout.display == ""
+    assert view.finish_button.description == "Stop and keep the best"
     assert wait_until(lambda: view.status == "running" and not view.finish_button.disabled)
     view.finish_button.click()
     assert run.pressed_buttons == ["Stop and keep the best"]
     view.refresh()
     assert view.finish_button.disabled and not view.stop_button.disabled, "one request is enough"
     run.status = "finished"
+
+
+def test_a_run_without_early_stopping_can_be_stopped_and_keep_the_model() -> None:
+    run = make_engine_run([make_record(0)])
+    run.keeps_a_model, run.num_steps = True, 9
+    view = RunView(run)
+    assert view.finish_button.layout.display == ""
+    assert view.finish_button.description == "Stop and keep the model"
+    assert "lowest" not in view.finish_button.tooltip
+    assert wait_until(lambda: view.status == "running" and not view.finish_button.disabled)
+    view.finish_button.click()
+    assert run.pressed_buttons == ["Stop and keep the best"], "what run.finish() is"
+    run.status = "finished"
+    assert wait_until(lambda: "the last are kept" in view.facts.value)
 
 
 @thorough()

@@ -183,11 +183,18 @@ class Preview:
         if counts.num_bad_rows:
             lines.append(f"S{describe_skipped_rows(counts)[1:]}.")
         if self.num_shared_rows:
-            lines.append(
-                f"Rows of the validation data that are trained on as well: {self.num_shared_rows:,}. Their "
-                "validation loss shows what was memorized."
-            )
+            lines.append(self.shared_rows_sentence)
         return [*lines, self.cost] if self.cost else lines
+
+    @property
+    def shared_rows_sentence(self) -> str:
+        """The number of validation rows that are trained on as well, as a sentence; empty without any."""
+        if not self.num_shared_rows:
+            return ""
+        return (
+            f"Rows of the validation data that are trained on as well: {self.num_shared_rows:,}. Their "
+            "validation loss shows what was memorized."
+        )
 
     def _describe_packing(self, seq_len: int) -> str:
         line = f"Unpacked rows of {seq_len:,} tokens are {self.padding_at(seq_len):.0%} padding."

@@ -212,6 +212,10 @@ class Finetune(TextTask):
         num_shared = self._rows.count_shared(rows)
         return replace(preview, is_streamed=self.streaming, cost=cost, num_shared_rows=num_shared)
 
+    def count_shared_rows(self) -> int | None:
+        """Return how many rows for validation are trained on as well; None if that is not counted."""
+        return self._rows.count_shared(self._rows.open())
+
     def match_objective(self) -> Finetune:
         """Return this task with the objective of its data: "dpo" for preference pairs, "sft" for others.
 

@@ -147,8 +147,8 @@ def _download_and_convert(model: ExampleModel, temporary: Path, report: Report) 
 def run_process(command: list[str], report: Callable[[], None], **environment: str) -> str:
     """Run ``command`` and return its standard output; ``report`` is called until it ends.
 
-    The process is killed if ``report`` raises. Raises ``RuntimeError`` with the end of the output if the
-    command fails.
+    The process is killed if ``report`` raises. Raises ``RuntimeError`` if the command fails: the last line of
+    its output, which is the reason, then the end of the output.
     """
     # The conversion is quick on the CPU, and must not take a context on a GPU.
     variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", **environment}
@@ -168,5 +168,7 @@ def run_process(command: list[str], report: Callable[[], None], **environment: s
             raise
     if process.returncode != 0:
         text = (errors.strip() or output.strip())[-2000:]
-        raise RuntimeError(f"{' '.join(command[1:4])} ended with exit code {process.returncode}:\n{text}")
+        reason = text.rpartition("\n")[2] or "no output"
+        name = " ".join(command[1:4])
+        raise RuntimeError(f"{reason}\n{name} ended with exit code {process.returncode}:\n{text}")
     return output

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from shardscope.machine.hub import find_hub_problem
 from shardscope.training.weights.example_models import Report, run_process
-from shardscope.training.weights.weights_folder import CONFIG, WeightsFolder
+from shardscope.training.weights.weights_folder import CONFIG, PICKLES, WeightsFolder
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md"]
 """What a fine-tune reads: no pickled weights, and no code."""
 SUBFOLDERS = ["*/*"]
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def is_hub_name(text: str) -> bool:
@@ -40,7 +41,8 @@ def find_in_cache(repo_id: str) -> Path | None:
 def download(repo_id: str, report: Report) -> Path:
     """Download a model into the Hub's cache and return its folder.
 
-    Raises ``RuntimeError`` if the Hub does not serve it or the download fails.
+    Raises ``RuntimeError`` if the Hub does not serve it, if the download fails, and if a fine-tune cannot use
+    what it has, such as pickled weights.
     """
     report(f"looking for {repo_id} on the Hub", 0.02)
     problem = find_hub_problem(repo_id, CONFIG, "model")
@@ -48,14 +50,41 @@ def download(repo_id: str, report: Report) -> Path:
         raise RuntimeError(f"{repo_id} cannot be downloaded: {problem.reason}. Nearest fix: {problem.fix}.")
     command = [sys.executable, "-m", "shardscope.training.weights.hub_folder", repo_id]
     output = run_process(command, lambda: report(f"downloading {repo_id}", 0.1), HF_HUB_OFFLINE="0")
-    return Path(output.strip().splitlines()[-1])
+    folder = Path(output.strip().splitlines()[-1])
+    try:
+        WeightsFolder.open(folder, "weights")
+    except ValueError as error:
+        raise RuntimeError(f"{repo_id} was downloaded, but cannot be fine-tuned: {error}") from error
+    return folder
+
+
+def find_weights_problem(files: list[str]) -> str:
+    """Return why a repository of ``files`` has no weights that can be read, with a fix; empty if it has."""
+    if any("/" not in name and name.endswith(".safetensors") for name in files):
+        return ""
+    if any(name in PICKLES or name.endswith(PICKLE_SUFFIXES) for name in files):
+        return (
+            "only safetensors are read, and it has only pickles, which run code when they are opened. "
+            "Nearest fix: a copy with safetensors, or, if trusted, save_pretrained(folder) by transformers"
+        )
+    return "it has no model.safetensors. Nearest fix: the repository of the model itself"
 
 
 def main() -> None:
-    """Download the model that the command line names."""
-    from huggingface_hub import snapshot_download
+    """Download the model that the command line names, or exit with the reason in one line."""
+    from huggingface_hub import HfApi, snapshot_download
 
-    print(snapshot_download(sys.argv[1], allow_patterns=FILES, ignore_patterns=SUBFOLDERS))
+    repo_id = sys.argv[1]
+    try:
+        problem = find_weights_problem(HfApi().list_repo_files(repo_id))
+        if not problem:
+            print(snapshot_download(repo_id, allow_patterns=FILES, ignore_patterns=SUBFOLDERS))
+    except Exception as error:
+        # huggingface_hub wraps what happened in advice of several lines.
+        cause = error.__cause__ or error
+        problem = " ".join(str(cause).split()) or type(cause).__name__
+    if problem:
+        sys.exit(f"{repo_id} cannot be downloaded: {problem}.")
 
 
 if __name__ == "__main__":
