@@ -122,7 +122,7 @@ def test_memory_of_a_reader_does_not_grow_with_the_data(folder: Path, tmp_path: 
 def test_other_files_are_streamed_as_jsonl_is(folder: Path, tmp_path: Path, suffix: str) -> None:
     source = write_rows(tmp_path / "rows.jsonl", range(NUM_ROWS))
     expected = read(open_reader(folder, source), NUM_ROWS)
-    rows: Any = open_rows("data", source)
+    rows: Any = open_rows("data", source).rows  # type: ignore[attr-defined]
     other = tmp_path / f"rows.{suffix}"
     {"csv": rows.to_csv, "parquet": rows.to_parquet, "arrow folder": rows.save_to_disk}[suffix](str(other))
     assert read(open_reader(folder, other), NUM_ROWS) == expected
@@ -135,7 +135,7 @@ def test_a_reader_of_several_files_resumes_between_them(folder: Path, tmp_path: 
     files.mkdir()
     for index in range(4):
         source = write_rows(tmp_path / f"{index}.jsonl", range(13 * index, 13 * index + 13))
-        rows: Any = open_rows("data", source)
+        rows: Any = open_rows("data", source).rows  # type: ignore[attr-defined]
         {"jsonl": rows.to_json, "parquet": rows.to_parquet}[suffix](str(files / f"{index}.{suffix}"))
     reader = open_reader(folder, files, 1, 2)
     samples, positions = list[Any](), [reader.describe_position()]
@@ -186,7 +186,7 @@ def test_a_malformed_row_is_named_by_its_number_or_skipped(folder: Path, tmp_pat
     lines[35] = json.dumps({"prompt": "Number 35?", "completion": ""})
     source.write_text("\n".join(lines))
     # Row 36 is the eighteenth of the second rank's.
-    with pytest.raises(FieldError, match="malformed row 36"):
+    with pytest.raises(FieldError, match="row 36 is malformed"):
         read(open_reader(folder, source, 1, 2), 23)
     assert len(set(read(open_reader(folder, source, 0, 2), 24))) == 24
     skipping = open_reader(folder, source, 1, 2, bad_rows="skip")

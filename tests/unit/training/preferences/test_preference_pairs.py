@@ -350,7 +350,7 @@ def test_choices_of_pairs_have_even_batches_and_small_rates(folder: Path) -> Non
     assert choices["dpo_beta"].is_current and "one more forward in each step" in choices["dpo_beta"].why
     task.check(choices.plan)
     full = task.choices(build_plan(folder))
-    assert full["learning_rate"].value == 5e-6 and "before the first step" in full["dpo_beta"].why
+    assert full["learning_rate"].value == 1.5e-6 and "before the first step" in full["dpo_beta"].why
     gpus, recipe = ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(seq_len=1024, global_batch_size=64)
     for method, rate in (("full", 1e-6), ("lora", 1e-5)):
         large = ss.Plan(ss.models["llama-3.1-8b"], gpus, replace(recipe, method=method), ss.Layout.fsdp2())

@@ -134,7 +134,7 @@ def test_malformed_data_is_an_error_at_the_input_until_the_file_is_repaired(view
     path = write_rows(Path("bad.jsonl"), [{"prompt": "Who?", "completion": ""}])
     enter_data(view, path)
     row, panel = view.form.inputs.rows["data"], view.form.data_panel
-    assert "Row 1: completion is empty" in row.message and not panel.value
+    assert "Line 1 of bad.jsonl: completion is empty" in row.message and not panel.value
     assert view.button.disabled and view.form.inputs.is_wrong and view.task is None
     write_questions(path, 2)
     os.utime(path, (1, 1))

@@ -154,7 +154,7 @@ def test_malformed_rows_are_named_at_the_data(files: Path) -> None:
     )
     view: Any = FinetuneView("chatty", "bad.jsonl")
     assert wait_until(lambda: view.form.inputs.is_wrong, 60)
-    assert "row 2" in view.form.inputs.rows["data"].message and view.button.disabled
+    assert "line 2 of bad.jsonl" in view.form.inputs.rows["data"].message and view.button.disabled
     view.close()
 
 

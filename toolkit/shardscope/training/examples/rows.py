@@ -6,6 +6,7 @@ Imports no torch; ``datasets`` and pandas are imported on first use.
 from __future__ import annotations
 
 import json
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -14,6 +15,14 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 from shardscope.core.errors import FieldError, find_similar, refuse
 from shardscope.machine.hub import HubProblem, find_hub_problem
+from shardscope.training.examples.file_rows import (
+    DELIMITERS,
+    JSON_LINES,
+    FileRows,
+    check_is_utf8,
+    read_header,
+    write_readable_copies,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -88,15 +97,21 @@ def resolve_source(field: str, source: object) -> object:
     return source
 
 
-def open_rows(field: str, source: object) -> Rows:
+def open_rows(field: str, source: object, *, skips_unreadable: bool = False) -> Rows:
     """Return the rows of a data source that :func:`resolve_source` has accepted.
 
     Files are read by ``datasets``, which keeps them in the user's Hugging Face cache as Arrow tables. Raises
     ``ValueError`` naming ``field`` for data that cannot be read, with the line of a JSONL file, and for data
-    without a row.
+    without a row. ``skips_unreadable``: lines of JSONL and CSV that cannot be read are rows without values,
+    which are malformed like others.
     """
     if isinstance(source, Path):
-        rows = _read_folder(field, source) if source.is_dir() else _read_files(field, [source])
+        is_folder = source.is_dir()
+        rows = (
+            _read_folder(field, source, skips_unreadable)
+            if is_folder
+            else _read_files(field, [source], skips_unreadable)
+        )
     elif isinstance(source, str):
         rows = cast(Rows, load_hub(field, source, streaming=False))
     elif _is_frame(source):
@@ -151,12 +166,12 @@ def _is_list_of_rows(source: object) -> bool:
 # ---- Files
 
 
-def _read_folder(field: str, folder: Path) -> Rows:
+def _read_folder(field: str, folder: Path, skips_unreadable: bool) -> Rows:
     if (folder / ARROW_STATE).is_file():
         from datasets import Dataset
 
         return cast(Rows, Dataset.load_from_disk(str(folder)))
-    return _read_files(field, list_files(field, folder))
+    return _read_files(field, list_files(field, folder), skips_unreadable)
 
 
 def list_files(field: str, folder: Path) -> list[Path]:
@@ -171,19 +186,24 @@ def list_files(field: str, folder: Path) -> list[Path]:
     return files
 
 
-def _read_files(field: str, files: list[Path]) -> Rows:
+def _read_files(field: str, files: list[Path], skips_unreadable: bool) -> Rows:
+    for path in files:
+        check_is_utf8(field, path)
     try:
-        rows = load_files(field, files, streaming=False)
+        return FileRows(cast(Rows, load_files(field, files, streaming=False)), files)
     except FieldError:
         raise
     except Exception as error:  # DatasetGenerationError around whatever the parser raised.
+        if skips_unreadable and files[0].suffix.lower() in (*JSON_LINES, *DELIMITERS):
+            with tempfile.TemporaryDirectory() as folder:
+                copies = write_readable_copies(files, Path(folder))
+                return FileRows(_read_files(field, copies, False), files)
         if LOADERS[files[0].suffix.lower()] == "json":
             _check_json_lines(field, files)
         cause = error.__cause__ or error
         text = str(cause).strip().splitlines()
         reason = text[0] if text else type(cause).__name__
         refuse(field, str(files[0]), f"a readable {files[0].suffix} file: {reason}", "a repaired file")
-    return cast(Rows, rows)
 
 
 def load_files(field: str, files: list[Path], *, streaming: bool) -> object:
@@ -193,8 +213,12 @@ def load_files(field: str, files: list[Path], *, streaming: bool) -> object:
     if not any(path.stat().st_size for path in files):
         refuse(field, str(files[0]), "data with at least one row: this file is empty", "a file that has rows")
     loader, options = LOADERS[files[0].suffix.lower()], dict[str, object]()
-    if files[0].suffix.lower() == ".tsv":
-        options["delimiter"] = "\t"
+    if loader == "csv":
+        options["delimiter"] = DELIMITERS[files[0].suffix.lower()]
+        # As text: pandas would read the answer "2" as a number, and "007" as 7.
+        options["features"] = datasets.Features(
+            {name: datasets.Value("string") for name in read_header(files[0])}
+        )
     if loader == TEXT_LOADER:
         # One row a file: "line" would make a training example of each line.
         options["sample_by"] = "document"

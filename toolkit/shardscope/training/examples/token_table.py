@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
 
 from shardscope.core.errors import refuse
 from shardscope.training.examples.encoding import Encoded, Encoder
+from shardscope.training.examples.file_rows import describe_place
 from shardscope.training.examples.formats import ExampleError, Format, read_example
 from shardscope.training.examples.rows import Row, Rows
 
@@ -58,11 +59,11 @@ class RowCounts:
         if len(self.rows_without_loss) < MAX_NAMED_ROWS:
             self.rows_without_loss.append(index + 1)
 
-    def skip(self, index: int, error: ValueError) -> None:
-        """Count the row ``index`` as a malformed one."""
+    def skip(self, rows: Rows, index: int, error: ValueError) -> None:
+        """Count the row ``index`` of ``rows`` as a malformed one."""
         self.num_bad_rows += 1
         if len(self.bad_rows) < MAX_NAMED_ROWS:
-            self.bad_rows.append(f"row {index + 1}: {error}")
+            self.bad_rows.append(f"{describe_place(rows, index)}: {error}")
 
     @property
     def named_rows_without_loss(self) -> str:
@@ -102,8 +103,8 @@ def iterate_encoded(
             sides = encoder.encode_pair(example) if is_pair else (encoder.encode(example),)
         except ValueError as error:
             if bad_rows == "refuse":
-                _refuse_row(field, index, rows[index], error)
-            counts.skip(index, error)
+                _refuse_row(field, describe_place(rows, index), rows[index], error)
+            counts.skip(rows, index, error)
             continue
         cut = [side if seq_len is None else side.truncate(seq_len) for side in sides]
         for side, kept in zip(sides, cut, strict=True):
@@ -123,22 +124,23 @@ def iterate_encoded(
             yield index, side
 
 
-def check_row(field: str, format: Format, index: int, row: Row) -> None:
+def check_row(field: str, format: Format, index: int, rows: Rows) -> None:
     """Raise ``ValueError`` naming ``field`` and the row if the row is malformed. Tokenizes nothing."""
+    row = rows[index]
     try:
         read_example(format, row)
     except ValueError as error:
-        _refuse_row(field, index, row, error)
+        _refuse_row(field, describe_place(rows, index), row, error)
 
 
-def _refuse_row(field: str, index: int, row: Row, error: ValueError) -> NoReturn:
+def _refuse_row(field: str, place: str, row: Row, error: ValueError) -> NoReturn:
     shown = str(dict(row))
     shown = shown if len(shown) <= 120 else f"{shown[:117]}..."
-    fix = f"repair row {index + 1}, or {field.partition('.')[0]}(bad_rows='skip')"
+    fix = f"repair {place}, or {field.partition('.')[0]}(bad_rows='skip')"
     if isinstance(error, ExampleError):
         fix = error.fix
-    allowed = f"rows of one format. Row {index + 1}: {error} ({shown})"
-    refuse(field, f"data with a malformed row {index + 1}", allowed, fix, f"row {index + 1}: {error}")
+    allowed = f"rows of one format. {place[0].upper()}{place[1:]}: {error} ({shown})"
+    refuse(field, f"data whose {place} is malformed", allowed, fix, f"{place}: {error}")
 
 
 def check_examples(field: str, counts: RowCounts, seq_len: int | None) -> None:

@@ -134,7 +134,7 @@ def check_rows(task: Finetune, rows: FinetuneRows) -> None:
         format = rows.recognize_format(opened, name)
         if task.bad_rows == "refuse":
             for index in range(min(len(opened), MAX_CHECKED_ROWS)):
-                check_row(name_field(task, name), format, index, opened[index])
+                check_row(name_field(task, name), format, index, opened)
         if isinstance(task.samples, int) and format.name == "text":
             _refuse_number_of_prompts(task, "data of the format text")
         if isinstance(task.validation, float) and len(opened) < 2:

@@ -41,10 +41,13 @@ class FinetuneRows:
     def open(self, name: str = "data") -> Rows:
         """Return the rows of the source in the field ``name``; of a streamed one, the first rows."""
         if name == "validation":
-            return open_rows(self.name_field(name), self.validation)
+            return self._open(name, self.validation)
         if self.streaming:
             return read_first_rows(self.name_field(name), self.data)
-        return open_rows(self.name_field(name), self.data)
+        return self._open(name, self.data)
+
+    def _open(self, name: str, source: object) -> Rows:
+        return open_rows(self.name_field(name), source, skips_unreadable=self.bad_rows == "skip")
 
     def recognize_format(self, rows: Rows, name: str = "data") -> Format:
         """Return the format of the rows in the field ``name``. Raises ``ValueError`` if it is not the

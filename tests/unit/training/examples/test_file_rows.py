@@ -1,0 +1,91 @@
+"""Files with unreadable lines, other encodings and numbers: what is refused, where, and what is skipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.requirements import needs
+
+from shardscope.core.errors import FieldError
+from shardscope.training.examples.file_rows import FileRows
+from shardscope.training.examples.rows import open_rows
+from shardscope.training.tasks.finetune_rows import FinetuneRows
+
+needs("datasets")
+
+GOOD = '{"prompt": "Who?", "completion": "Ahab"}\n'
+FIELD = "Finetune.data"
+
+
+def write(path: Path, text: str, encoding: str = "utf-8") -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding=encoding)
+    return path
+
+
+def open_all(path: Path, bad_rows: str = "refuse") -> FileRows:
+    rows = FinetuneRows(
+        task="Finetune",
+        data=path,
+        validation=None,
+        columns=None,
+        objective="sft",
+        bad_rows=bad_rows,  # type: ignore[arg-type]
+        streaming=False,
+        seed=0,
+    ).open()
+    assert isinstance(rows, FileRows)
+    return rows
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "x", "comp\n', "[1]\n", "7\n"])
+def test_an_unreadable_line_is_refused_or_an_empty_row(line: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", GOOD * 2 + line + GOOD)
+    with pytest.raises(FieldError, match="line 3"):
+        open_all(path)
+    rows = open_all(path, "skip")
+    assert [rows[index]["completion"] for index in range(len(rows))] == ["Ahab", "Ahab", None, "Ahab"]
+    assert rows.describe_place(2) == "line 3 of a.jsonl"
+
+
+def test_a_line_with_too_many_fields_is_refused_or_an_empty_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "prompt,completion\nWho?,Ahab\nWhat?,a,b,c\nWhere?,sea\n")
+    with pytest.raises(FieldError, match="line 3"):
+        open_all(path)
+    rows = open_all(path, "skip")
+    assert [rows[index]["completion"] for index in range(len(rows))] == ["Ahab", None, "sea"]
+
+
+def test_places_count_lines_of_files(tmp_path: Path) -> None:
+    write(tmp_path / "data" / "a.jsonl", GOOD * 2 + "\n\n" + GOOD)
+    write(tmp_path / "data" / "b.jsonl", "\n" + GOOD)
+    rows = open_all(tmp_path / "data")
+    assert [rows.describe_place(index) for index in range(4)] == [
+        "line 1 of a.jsonl",
+        "line 2 of a.jsonl",
+        "line 5 of a.jsonl",
+        "line 2 of b.jsonl",
+    ]
+    table = write(tmp_path / "a.csv", 'prompt,completion\n"two\nlines",x\nWho?,Ahab\n')
+    assert [open_all(table).describe_place(index) for index in (0, 1)] == [
+        "line 2 of a.csv",
+        "line 4 of a.csv",
+    ]
+
+
+def test_answers_of_digits_are_text(tmp_path: Path) -> None:
+    rows = open_rows(FIELD, write(tmp_path / "a.csv", "prompt,completion\n1+1,2\nagent,007\n"))
+    assert [rows[index]["completion"] for index in (0, 1)] == ["2", "007"]
+    rows = open_rows(FIELD, write(tmp_path / "a.tsv", "prompt\tcompletion\n1+1\t2\n"))
+    assert rows[0]["completion"] == "2"
+
+
+def test_another_encoding_is_refused_with_its_line(tmp_path: Path) -> None:
+    other = '{"prompt": "é", "completion": "ü"}\n'
+    path = write(tmp_path / "a.jsonl", GOOD * 2 + other, "latin-1")
+    for bad_rows in ("refuse", "skip"):
+        with pytest.raises(FieldError, match=r"UTF-8.*line 3.*iconv"):
+            open_all(path, bad_rows)
+    with_mark = open_all(write(tmp_path / "b.jsonl", GOOD * 2, "utf-8-sig"))
+    assert with_mark[0]["prompt"] == "Who?"

@@ -1,0 +1,141 @@
+"""Rows of local files: where each row stands, and copies in which unreadable lines are empty rows.
+
+Imports neither torch nor ``datasets``.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardscope.core.errors import refuse
+
+if TYPE_CHECKING:
+    from shardscope.training.examples.rows import Row, Rows
+
+JSON_LINES = (".jsonl", ".ndjson")
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+CHUNK_BYTES = 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class FileRows:
+    """The rows of files, which know their places in them."""
+
+    rows: Rows
+    files: Sequence[Path]
+
+    @property
+    def column_names(self) -> list[str]:
+        return self.rows.column_names
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[index]
+
+    def describe_place(self, index: int) -> str:
+        """Return the place of a row, such as "line 6 of a.jsonl"; "row 5" in files without lines of rows."""
+        place = find_place(self.files, index)
+        return f"row {index + 1}" if place is None else f"line {place[1]} of {place[0].name}"
+
+
+def describe_place(rows: Rows, index: int) -> str:
+    """Return the file and the line of a row, or its number, from 1."""
+    return rows.describe_place(index) if isinstance(rows, FileRows) else f"row {index + 1}"
+
+
+def find_place(files: Sequence[Path], index: int) -> tuple[Path, int] | None:
+    """Return the file and the line, from 1, at which the row ``index`` of all files begins.
+
+    None if it is not known: in JSON and Parquet a row is no line.
+    """
+    number = 0
+    for path in files:
+        if path.suffix.lower() not in (*JSON_LINES, *DELIMITERS):
+            return None
+        for line in _iterate_first_lines(path):
+            if number == index:
+                return path, line
+            number += 1
+    return None
+
+
+def _iterate_first_lines(path: Path) -> Iterator[int]:
+    """Yield the line at which each row of a file begins."""
+    if path.suffix.lower() in JSON_LINES:
+        with path.open("rb") as file:
+            yield from (number for number, line in enumerate(file, start=1) if line.strip())
+        return
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter=DELIMITERS[path.suffix.lower()])
+        next(reader, None)
+        begins = reader.line_num + 1
+        for row in reader:
+            if row:
+                yield begins
+            begins = reader.line_num + 1
+
+
+def check_is_utf8(field: str, path: Path) -> None:
+    """Raise ``ValueError`` naming ``field``, the file and its line if a text file is not in UTF-8."""
+    if path.suffix.lower() == ".parquet":
+        return
+    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            try:
+                decoder.decode(chunk)
+            except UnicodeDecodeError as error:
+                line += error.object[: error.start].count(b"\n")
+                byte = error.object[error.start]
+                refuse(
+                    field,
+                    str(path),
+                    f"text in UTF-8: byte 0x{byte:02x} in line {line} is not",
+                    f"iconv -f latin1 -t utf-8 {path.name} > utf8{path.suffix}, or the encoding that it has",
+                )
+            line += chunk.count(b"\n")
+
+
+def read_header(path: Path) -> list[str]:
+    """Return the column names of a CSV or TSV file."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        return next(csv.reader(file, delimiter=DELIMITERS[path.suffix.lower()]), [])
+
+
+def write_readable_copies(files: Sequence[Path], folder: Path) -> list[Path]:
+    """Write copies of JSONL, CSV or TSV files in which each unreadable line is a row without a value.
+
+    So the rows keep their numbers, and these are left out as malformed ones.
+    """
+    copies = [folder / f"{number}{path.suffix}" for number, path in enumerate(files)]
+    for path, copy in zip(files, copies, strict=True):
+        if path.suffix.lower() in JSON_LINES:
+            with path.open("rb") as source, copy.open("wb") as target:
+                target.writelines(line if _is_object(line) else b"{}\n" for line in source if line.strip())
+            continue
+        delimiter = DELIMITERS[path.suffix.lower()]
+        with (
+            path.open(encoding="utf-8-sig", newline="") as source,
+            copy.open("w", encoding="utf-8", newline="") as target,
+        ):
+            reader, writer = csv.reader(source, delimiter=delimiter), csv.writer(target, delimiter=delimiter)
+            header = next(reader, [])
+            writer.writerow(header)
+            for row in filter(None, reader):
+                writer.writerow(row if len(row) <= len(header) else [""] * len(header))
+    return copies
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
