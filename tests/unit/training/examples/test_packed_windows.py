@@ -139,6 +139,25 @@ def test_a_preview_reports_the_gain_of_packing(folder: Path) -> None:
     assert "Packing" not in " ".join(full.sentences)
 
 
+def test_a_preview_of_a_plan_shows_its_windows_and_what_it_predicts(folder: Path) -> None:
+    task = ss.Finetune(folder, answers(*[1] * 40, 90), num_epochs=3)
+    plan = build_plan(folder, "8xh100-sxm-80gb", packing=True, seq_len=512, global_batch_size=8)
+    preview = task.preview(2, plan=plan)
+    indices = [row.index for window in preview.windows for row in window.rows]
+    assert sorted(indices) == list(range(41)), "two windows hold all rows"
+    for window in preview.windows:
+        assert sum(len(row.ids) for row in window.rows) + window.num_padding == 512
+    html, text = preview.to_html(), str(preview)
+    assert "Window 1" in html and "Row 41: " in html and "positions 0 to" in html
+    assert "ss-length-bars" in html, "the histogram"
+    assert "GiB usable" in text and "of 8 sequences in 3 epochs: about" in text
+    price = plan.cluster.price_per_hour_usd
+    assert price is not None and f"at ${price:,.2f} per hour" in text
+    assert "Window" not in task.preview().to_html() and not task.preview().forecast
+    on_cpu = str(task.preview(plan=build_plan(folder, seq_len=512)))
+    assert "GiB usable" in on_cpu and "not known" in on_cpu
+
+
 def test_packing_is_recommended_where_its_gain_is_large(folder: Path) -> None:
     rows = answers(*[1] * 40, 90)
     # In no order: a preview measures every third of them.

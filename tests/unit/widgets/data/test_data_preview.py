@@ -15,9 +15,10 @@ from tests.requirements import needs
 from tests.weights_folders import write_chat_folder
 
 import shardscope as ss
+from shardscope.training.examples.length_histogram import render_histogram
 from shardscope_widgets import FinetuneView
 from shardscope_widgets.data import data_panel
-from shardscope_widgets.data.preview_view import PreviewView, render_histogram
+from shardscope_widgets.data.preview_view import PreviewView
 
 needs("datasets")
 needs("transformers")

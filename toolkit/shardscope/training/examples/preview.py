@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.training.examples.encoding import Encoded, Encoder, LossOn
 from shardscope.training.examples.formats import Format
+from shardscope.training.examples.length_histogram import HISTOGRAM_STYLE, render_histogram
 from shardscope.training.examples.packed_windows import pack_lengths
 from shardscope.training.examples.rows import Rows
 from shardscope.training.examples.token_table import (
@@ -55,6 +56,15 @@ class PreviewRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PreviewWindow:
+    """A packed window: examples that share one row of a batch. Position ids begin again at each."""
+
+    rows: list[PreviewRow]
+    num_padding: int
+    """Tokens of padding at the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LengthAdvice:
     """A better sequence length for the data than the plan's, with the reason."""
 
@@ -86,6 +96,10 @@ class Preview:
     """Whether the tokenizer has a chat template."""
     num_shared_rows: int | None = 0
     """Rows of the validation data that are trained on as well; None: not counted, as there are too many."""
+    windows: tuple[PreviewWindow, ...] = ()
+    """The first windows that packing makes of the measured rows; empty without packing."""
+    forecast: tuple[str, ...] = ()
+    """Sentences about memory, steps, time and cost by the plan; empty without one."""
 
     @property
     def has_pairs(self) -> bool:
@@ -184,7 +198,7 @@ class Preview:
             lines.append(f"S{describe_skipped_rows(counts)[1:]}.")
         if self.num_shared_rows:
             lines.append(self.shared_rows_sentence)
-        return [*lines, self.cost] if self.cost else lines
+        return [*lines, *filter(None, [self.cost]), *self.forecast]
 
     @property
     def shared_rows_sentence(self) -> str:
@@ -211,16 +225,19 @@ class Preview:
         )
 
     def to_html(self) -> str:
-        """Return a self-contained HTML fragment: sentences, then each row with its learned tokens marked."""
+        """Return a self-contained HTML fragment: sentences, histogram, rows with learned tokens marked."""
         sentences = "".join(f"<li>{escape(line)}</li>" for line in self.sentences)
+        histogram = render_histogram(self.lengths, self.seq_len)
         return (
-            f'<div class="shardscope-preview"><style>{STYLE}</style><ul>{sentences}</ul></div>'
+            f'<div class="shardscope-preview"><style>{STYLE}{HISTOGRAM_STYLE}</style><ul>{sentences}</ul>'
+            f'<div class="chart">{histogram}</div></div>'
             f"{self.rows_to_html()}"
         )
 
     def rows_to_html(self) -> str:
         """Return a self-contained HTML fragment of the rows, with a legend."""
-        rows = "".join(_render_row(row) for row in self.rows)
+        windows = [_render_window(number, window) for number, window in enumerate(self.windows, 1)]
+        rows = "".join(windows or map(_render_row, self.rows))
         return f'<div class="shardscope-preview"><style>{STYLE}</style>{LEGEND}{rows}</div>'
 
     def _repr_html_(self) -> str:
@@ -248,7 +265,13 @@ STYLE = """
   border-bottom: 1px solid var(--jp-border-color2, rgba(128, 128, 128, 0.4)); }
 .shardscope-preview .title strong { font-weight: 600; }
 .shardscope-preview .title span { color: var(--jp-ui-font-color2, inherit); }
-.shardscope-preview pre { margin: 0; padding: 6px 10px; max-height: 240px; overflow: auto; background: none;
+.shardscope-preview .chart { max-width: 640px; margin: 0 0 14px; }
+.shardscope-preview .part + .part {
+  border-top: 1px dashed var(--jp-border-color1, rgba(128, 128, 128, 0.7)); }
+.shardscope-preview .part > p { margin: 0; padding: 4px 10px 0; font-size: 12px;
+  color: var(--jp-ui-font-color2, inherit); }
+.shardscope-preview .row pre { margin: 0; padding: 6px 10px; max-height: 240px; overflow: auto;
+  background: none;
   font: 12.5px/1.7 var(--jp-code-font-family, monospace); color: inherit; white-space: pre-wrap;
   word-break: normal; overflow-wrap: anywhere; }
 .shardscope-preview i { font-size: 0.86em; font-style: normal; color: var(--jp-ui-font-color2, inherit); }
@@ -260,7 +283,32 @@ LEGEND = (
 )
 
 
+def _render_window(number: int, window: PreviewWindow) -> str:
+    """Return a window with a line between its rows."""
+    parts, num_shown = list[str](), 0
+    for row in window.rows:
+        if num_shown >= MAX_SHOWN_TOKENS:
+            parts.append(f'<div class="part"><p>… {len(window.rows) - len(parts):,} more rows</p></div>')
+            break
+        num_shown += len(row.ids)
+        counts = f"{len(row.ids):,} tokens, {sum(row.bears_loss):,} learned"
+        text = f"Row {row.index + 1:,}: {counts}; positions 0 to {len(row.ids) - 1:,}"
+        parts.append(f'<div class="part"><p>{text}</p><pre>\n{_render_tokens(row)}</pre></div>')
+    num_tokens = sum(len(row.ids) for row in window.rows)
+    counts = f"{len(window.rows):,} rows, {num_tokens:,} tokens, {window.num_padding:,} of padding"
+    title = f'<div class="title"><strong>Window {number}</strong><span>{counts}</span></div>'
+    return f'<div class="row">{title}{"".join(parts)}</div>'
+
+
 def _render_row(row: PreviewRow) -> str:
+    counts = f"{len(row.ids):,} tokens, {sum(row.bears_loss):,} learned"
+    name = f"Row {row.index + 1:,}" + (f", {row.side}" if row.side else "")
+    title = f'<div class="title"><strong>{name}</strong><span>{counts}</span></div>'
+    # The parser drops a line break right after <pre>: a row that starts with one needs a second.
+    return f'<div class="row">{title}<pre>\n{_render_tokens(row)}</pre></div>'
+
+
+def _render_tokens(row: PreviewRow) -> str:
     pieces, learned = [], False
     tokens = zip(row.tokens, row.bears_loss, row.is_special, strict=True)
     for token, bears_loss, is_special in list(tokens)[:MAX_SHOWN_TOKENS]:
@@ -275,11 +323,7 @@ def _render_row(row: PreviewRow) -> str:
     pieces.append("</mark>" if learned else "")
     if len(row.tokens) > MAX_SHOWN_TOKENS:
         pieces.append(f"<i> … {len(row.tokens) - MAX_SHOWN_TOKENS:,} more tokens</i>")
-    counts = f"{len(row.ids):,} tokens, {sum(row.bears_loss):,} learned"
-    name = f"Row {row.index + 1:,}" + (f", {row.side}" if row.side else "")
-    title = f'<div class="title"><strong>{name}</strong><span>{counts}</span></div>'
-    # The parser drops a line break right after <pre>: a row that starts with one needs a second.
-    return f'<div class="row">{title}<pre>\n{"".join(pieces)}</pre></div>'
+    return "".join(pieces)
 
 
 def preview_examples(
@@ -293,11 +337,12 @@ def preview_examples(
     seq_len: int | None,
     loss_on: LossOn,
     bad_rows: BadRows,
+    packing: bool = False,
 ) -> Preview:
     """Return the preview of ``rows``, of which at most 2,000, evenly spaced, are measured.
 
     Each side of a preference pair is a row of its own: tokens and lengths count both sides, rows and examples
-    are pairs.
+    are pairs. With ``packing`` the first ``num_shown`` windows of ``seq_len`` tokens are shown as well.
 
     Raises ``ValueError`` naming ``field`` for malformed rows, if ``bad_rows`` is "refuse", and for data of
     which no row can be trained on.
@@ -316,10 +361,36 @@ def preview_examples(
         indices=_choose_rows(len(rows), num_shown),
         lengths=lengths,
     )
+    indices, cut_lengths = list[int](), list[int]()
     for number, (index, example) in enumerate(encoded):
+        indices.append(index)
+        cut_lengths.append(len(example.ids))
         if len(shown) < num_shown * len(sides):
             shown.append(_describe_row(tokenizer, index, example, sides[number % len(sides)]))
     check_examples(field, counts, seq_len)
+    windows: tuple[PreviewWindow, ...] = ()
+    if packing and seq_len is not None and len(sides) == 1:
+        packed = pack_lengths(cut_lengths, seq_len)[:num_shown]
+        chosen = sorted(indices[place] for window in packed for place in window)
+        again = iterate_encoded(
+            field,
+            rows,
+            format,
+            encoder,
+            seq_len=seq_len,
+            bad_rows=bad_rows,
+            counts=RowCounts(),
+            indices=chosen,
+            lengths=[],
+        )
+        by_index = {index: _describe_row(tokenizer, index, example, "") for index, example in again}
+        windows = tuple(
+            PreviewWindow(
+                rows=[by_index[indices[place]] for place in window],
+                num_padding=seq_len - sum(cut_lengths[place] for place in window),
+            )
+            for window in packed
+        )
     return Preview(
         source=source,
         format=format,
@@ -330,6 +401,7 @@ def preview_examples(
         counts=counts,
         num_rows=len(rows),
         has_template=encoder.has_template,
+        windows=windows,
     )
 
 

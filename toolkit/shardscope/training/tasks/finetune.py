@@ -53,6 +53,7 @@ from shardscope.training.tasks.finetune_tokens import (
     load_batches,
     write_tokens,
 )
+from shardscope.training.tasks.plan_forecast import describe_forecast
 from shardscope.training.tasks.text_task import TextTask
 from shardscope.training.weights.base_sample import hash_base
 from shardscope.training.weights.weights_folder import WeightsFolder
@@ -190,8 +191,8 @@ class Finetune(TextTask):
         """Return how the model will read the data: the first ``n`` examples token by token, and lengths.
 
         ``seq_len`` is the length to which examples are cut; None: that of ``plan``, without a plan uncut.
-        With a plan, the cost of DPO's reference has its predicted time. Raises ``ValueError`` naming the
-        field for malformed data, and for plain text, which has no examples.
+        With a plan there are memory, time and cost, and with its ``packing`` the first windows. Raises
+        ``ValueError`` naming the field for malformed data, and for plain text, which has no examples.
         """
         if self.plain_text is not None:
             allowed = "examples; a text file is read as one long text, every token of which bears loss"
@@ -207,10 +208,14 @@ class Finetune(TextTask):
             seq_len=plan.recipe.seq_len if seq_len is None and plan is not None else seq_len,
             loss_on=self.loss_on,
             bad_rows=self.bad_rows,
+            packing=plan is not None and plan.recipe.packing,
         )
         cost = describe_reference(plan, len(rows)) if self.objective == "dpo" else ""
         num_shared = self._rows.count_shared(rows)
-        return replace(preview, is_streamed=self.streaming, cost=cost, num_shared_rows=num_shared)
+        preview = replace(preview, is_streamed=self.streaming, cost=cost, num_shared_rows=num_shared)
+        if plan is None:
+            return preview
+        return replace(preview, forecast=describe_forecast(self, plan, preview))
 
     def count_shared_rows(self) -> int | None:
         """Return how many rows for validation are trained on as well; None if that is not counted."""
