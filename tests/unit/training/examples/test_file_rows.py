@@ -75,8 +75,8 @@ def test_places_count_lines_of_files(tmp_path: Path) -> None:
 
 
 def test_answers_of_digits_are_text(tmp_path: Path) -> None:
-    rows = open_rows(FIELD, write(tmp_path / "a.csv", "prompt,completion\n1+1,2\nagent,007\n"))
-    assert [rows[index]["completion"] for index in (0, 1)] == ["2", "007"]
+    rows = open_rows(FIELD, write(tmp_path / "a.csv", "prompt,completion\n1+1,2\nagent,007\nwho,None\nx,\n"))
+    assert [rows[index]["completion"] for index in range(4)] == ["2", "007", "None", None]
     rows = open_rows(FIELD, write(tmp_path / "a.tsv", "prompt\tcompletion\n1+1\t2\n"))
     assert rows[0]["completion"] == "2"
 
@@ -87,5 +87,9 @@ def test_another_encoding_is_refused_with_its_line(tmp_path: Path) -> None:
     for bad_rows in ("refuse", "skip"):
         with pytest.raises(FieldError, match=r"UTF-8.*line 3.*iconv"):
             open_all(path, bad_rows)
+    cut = tmp_path / "cut.jsonl"
+    cut.write_bytes(GOOD.encode() + "é".encode()[:1])
+    with pytest.raises(FieldError, match=r"UTF-8.*line 2"):
+        open_all(cut)
     with_mark = open_all(write(tmp_path / "b.jsonl", GOOD * 2, "utf-8-sig"))
     assert with_mark[0]["prompt"] == "Who?"

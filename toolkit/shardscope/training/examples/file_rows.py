@@ -89,9 +89,10 @@ def check_is_utf8(field: str, path: Path) -> None:
         return
     decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
+        while True:
+            chunk = file.read(CHUNK_BYTES)
             try:
-                decoder.decode(chunk)
+                decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
                 line += error.object[: error.start].count(b"\n")
                 byte = error.object[error.start]
@@ -101,6 +102,8 @@ def check_is_utf8(field: str, path: Path) -> None:
                     f"text in UTF-8: byte 0x{byte:02x} in line {line} is not",
                     f"iconv -f latin1 -t utf-8 {path.name} > utf8{path.suffix}, or the encoding that it has",
                 )
+            if not chunk:
+                return
             line += chunk.count(b"\n")
 
 

@@ -219,6 +219,8 @@ def load_files(field: str, files: list[Path], *, streaming: bool) -> object:
         options["features"] = datasets.Features(
             {name: datasets.Value("string") for name in read_header(files[0])}
         )
+        # Only an empty cell is empty: "None" and "NA" are answers, too.
+        options |= {"keep_default_na": False, "na_values": [""]}
     if loader == TEXT_LOADER:
         # One row a file: "line" would make a training example of each line.
         options["sample_by"] = "document"
