@@ -132,7 +132,7 @@ def test_shared_memory_is_residue_once_no_process_uses_it(tmp_path: Path) -> Non
 
 def test_task_temporary_files_and_secrets_in_a_run_folder_are_reported(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    folder.create()
+    folder.create("tmp")
     folder.temporary.rmdir()
     assert find_residue_in_folder(folder.path) == []
     for path in (folder.task, folder.rank(0).with_name(".rank-0.json.7")):
@@ -147,7 +147,7 @@ def test_task_temporary_files_and_secrets_in_a_run_folder_are_reported(tmp_path:
 
 def test_fault_09_the_launching_process_cleans_up_after_a_killed_supervisor(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    folder.create()
+    folder.create("tmp")
     folder.task.touch()
     (folder.temporary / "torchelastic").mkdir()
     gone = subprocess.Popen(["true"])
