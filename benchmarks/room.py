@@ -194,12 +194,17 @@ def measure_learners(sessions: Sequence[Session]) -> list[Learner]:
 def measure_run(session: Session, learner: Learner) -> None:
     """Measure one run of two ranks, alone: the memory and the processor's time of all its processes."""
     cpu, done = count_cpu_seconds(session.kernel), threading.Event()
+    seen: dict[psutil.Process, float] = {}
 
     def watch() -> None:
-        while not done.wait(0.2):
+        while not done.wait(0.1):
             with suppress(psutil.Error):
                 below = session.kernel.children(recursive=True)
                 learner.run_bytes = max(learner.run_bytes, count_bytes(below))
+                for process in below:
+                    # Without its children: those are seen themselves, while they live.
+                    times = process.cpu_times()
+                    seen[process] = times.user + times.system
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -208,7 +213,7 @@ def measure_run(session: Session, learner: Learner) -> None:
     finally:
         done.set()
         watcher.join()
-    learner.run_cpu_seconds = count_cpu_seconds(session.kernel) - cpu
+    learner.run_cpu_seconds = count_cpu_seconds(session.kernel) - cpu + sum(seen.values())
 
 
 def format_report(learners: Sequence[Learner], server_bytes: int, server_cpu: float, room: int) -> str:
