@@ -56,7 +56,7 @@ class Exchange(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What one rank has of one kind of the layer's state."""
+    """Slices that one rank has of one kind of the layer's state."""
 
     own: tuple[Interval, ...] = ()
     """Parts that the rank keeps, as shares of the whole layer."""

@@ -121,7 +121,7 @@ class RunFolder:
 
     @property
     def job_end(self) -> Path:
-        """How the job ended before a node started; written once, by the process that saw it first."""
+        """End of a job none of whose nodes has started; written once, by the process that saw it first."""
         return self.path / "job_end.json"
 
     @property
@@ -384,7 +384,7 @@ class NodeFolder(RunFolder):
 
     @property
     def hang(self) -> Path:
-        """Where this node's ranks stood when they were last found to hang; missing if they never were."""
+        """Positions of this node's ranks when they were last found to hang; missing if they never were."""
         return self.own / "hang.json"
 
     @property

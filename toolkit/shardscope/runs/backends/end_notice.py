@@ -32,7 +32,7 @@ UNLIMITED_SECONDS = 600.0
 
 
 class EndNotice(NamedTuple):
-    """What Slurm does to the job."""
+    """Notice of Slurm that it ends the job."""
 
     kind: Literal["cancelled", "ending", "requeued"]
     """``cancelled`` by ``scancel``; ``ending``, so that it must be requeued to go on; ``requeued``: Slurm
