@@ -12,6 +12,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from playwright.sync_api import expect
 from studio_page import SCREENSHOTS
+from test_accessibility import find_violations
+from tests.npm_package import AXE, fetch_package
 
 SITE = Path(os.environ.get("SHARDSCOPE_DOCS", "artifacts/docs"))
 pytestmark = pytest.mark.skipif(
@@ -162,3 +164,18 @@ def test_every_page_opens_without_an_error(browser: Any, errors: list[str], page
             wide.append(file.name)
     context.close()
     assert not wide, f"wider than a window of 480 pixels: {wide}"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_have_no_serious_violation(browser: Any, pages: dict[Path, Page], scheme: str) -> None:
+    fetch_package(AXE)
+    found = []
+    context = browser.new_context(
+        viewport={"width": 1280, "height": 900}, color_scheme=scheme, offline=True, bypass_csp=True
+    )
+    page = context.new_page()
+    for file in pages:
+        page.goto(file.as_uri())
+        found += [f"{file.relative_to(SITE.resolve())}: {one}" for one in find_violations(page, "html")]
+    context.close()
+    assert not found, "\n".join(found)
