@@ -101,14 +101,15 @@ model: $(STAMP)
 finetune-proof: $(STAMP)
 	$(BIN)/python -m tests.finetune_proof
 
-# Two real nodes of Slurm, and two of Ray, on this machine, for every framework and fault that is tested there.
+# Two real nodes of Slurm, and two of Ray, on this machine: each engine, framework and kind of fault; `make test-all` has
+# every case. Three processes, each with clusters of its own, for much of the time is waiting.
 test-cluster: $(STAMP)
 	@$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/pip install --quiet -e '.[ray]' || \
 	  echo "The tests on Ray will be skipped; to run them: pip install ray"
 	@PATH="$$PATH:/usr/sbin" command -v slurmctld >/dev/null || \
 	  { $(AS_ROOT) apt-get update -qq && $(AS_ROOT) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge >/dev/null; } || \
 	  echo "The tests will be skipped, for there is no Slurm; to run them: sudo apt-get install slurm-wlm munge"
-	SHARDSCOPE_TESTS=all $(BIN)/python -m pytest tests/cluster
+	SHARDSCOPE_TESTS=cluster $(BIN)/python -m pytest tests/cluster -n 3 --dist worksteal
 
 check: $(STAMP)
 	$(BIN)/ruff check .

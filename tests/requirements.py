@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
@@ -57,13 +57,23 @@ def skip_without(package: str) -> None:
         pytest.skip(explain_missing(package))
 
 
-THOROUGH = os.environ.get("SHARDSCOPE_TESTS") == "all"
+LEVEL = os.environ.get("SHARDSCOPE_TESTS", "")
+"""``""``: one case of each kind; ``"cluster"``: for tests/cluster one case of each kind of fault, framework
+and engine; ``"all"``: every case."""
+THOROUGH = LEVEL in ("cluster", "all")
 
 
 def thorough() -> pytest.MarkDecorator:
     """Return a mark for cases that only `make test-all` runs; `make test` runs similar cases."""
     return pytest.mark.skipif(
         not THOROUGH, reason="one more of its kind; run it and all others: make test-all"
+    )
+
+
+def every_case() -> pytest.MarkDecorator:
+    """Return a mark for cases that only `make test-all` runs; `make test-cluster` runs similar cases."""
+    return pytest.mark.skipif(
+        LEVEL != "all", reason="one more of its kind on a cluster; run it and all others: make test-all"
     )
 
 
@@ -97,12 +107,17 @@ def examples(number: int) -> int:
     return number if THOROUGH else max(number // 8, 5)
 
 
-def few(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
-    """Return ``cases`` as pytest parameters: `make test` runs only ``kept``, `make test-all` runs all."""
+def few(
+    cases: Iterable[Any],
+    kept: Collection[Any],
+    mark_others: Callable[[], pytest.MarkDecorator] = thorough,
+) -> list[Any]:
+    """Return ``cases`` as pytest parameters: those that are not in ``kept`` have the mark, so that
+    `make test` runs only ``kept``, and `make test-all` all."""
     values = [case if isinstance(case, tuple) else (case,) for case in cases]
     kept = [case if isinstance(case, tuple) else (case,) for case in kept]
     assert all(case in values for case in kept)
-    return [pytest.param(*case, marks=[] if case in kept else thorough()) for case in values]
+    return [pytest.param(*case, marks=[] if case in kept else mark_others()) for case in values]
 
 
 def with_fp16_where_it_can_be(names: Iterable[str]) -> list[Any]:

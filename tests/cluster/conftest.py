@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.cluster.runs import losses, make_plan
 from tests.cluster.two_node_slurm import INSTALL, TwoNodeSlurm, find_missing
 from tests.requirements import skip_without
+
+import shardscope as ss
 
 SECONDS_PER_TEST = int(os.environ.get("SHARDSCOPE_CLUSTER_SECONDS", "420"))
 
@@ -50,3 +55,30 @@ def slurm(cluster: TwoNodeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         # The next test shall not wait for what a failed one has left.
         for job in cluster.list_jobs():
             cluster.run("scancel", job.split()[0])
+
+
+@pytest.fixture(scope="session")
+def train_here(tmp_path_factory: pytest.TempPathFactory) -> Callable[[ss.Layout, int], list[float]]:
+    """Return the losses of a Pretrain of some steps under a layout on two ranks of this machine.
+
+    Each is trained once for all tests and their processes.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+
+    def train(layout: ss.Layout, num_steps: int) -> list[float]:
+        name = f"{layout.framework}-{num_steps}"
+        with (folder / f"{name}.json").open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            if text := file.read():
+                return list(json.loads(text))
+            task = ss.Pretrain(num_steps=num_steps)
+            run = ss.launch(make_plan("2xcpu", layout), task, folder=folder, name=f"machine-{name}")
+            run.wait(240)
+            trained = losses(run)
+            json.dump(trained, file)
+            return trained
+
+    return train

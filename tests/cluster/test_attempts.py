@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,16 +61,19 @@ def launch_slow(
     return run
 
 
-def assert_trained_as_without_interruption(run: Run, folder: Path) -> None:
-    """Assert that the attempts have logged each step once, with the losses of one run on this machine."""
+def assert_trained_as_without_interruption(run: Run, expected: list[float]) -> None:
+    """Assert that the attempts have logged each step once, with the losses of a run on one machine."""
     assert run.wait(360) == "finished", (run.status, run.reason, run.error, run.attempts)
     for rank in (0, 1):
         steps = [record["step"] for record in run.metrics() if record["rank"] == rank and "loss" in record]
         assert steps == list(range(STEPS))
-    task = ss.Pretrain(num_steps=STEPS)
-    here = ss.launch(make_plan("2xcpu"), task, folder=folder, name="machine")
-    here.wait(240)
-    assert losses(run) == pytest.approx(losses(here), abs=1e-5)
+    assert losses(run) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.fixture
+def uninterrupted(train_here: Callable[[ss.Layout, int], list[float]]) -> list[float]:
+    """Losses of the same task on one machine."""
+    return train_here(ss.Layout.ddp(), STEPS)
 
 
 def list_statuses(run: Run) -> list[str]:
@@ -84,12 +88,12 @@ def read_job_id(run: Run) -> str:
 
 
 @thorough()
-def test_fault_69_preemption(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+def test_fault_69_preemption(slurm: TwoNodeSlurm, tmp_path: Path, uninterrupted: list[float]) -> None:
     run = launch_slow(tmp_path, ss.Slurm())
     slurm.submit("urgent", "sleep 3")
     wait_for(lambda: run.status == "queued", 60)
     assert "attempt 2" in run.reason, run.reason
-    assert_trained_as_without_interruption(run, tmp_path)
+    assert_trained_as_without_interruption(run, uninterrupted)
     first, second = run.attempts
     assert first["status"] == "stopped" and "back into the queue" in str(first["reason"])
     assert second["from_step"] > 0 and second["checkpoint"] and second["status"] == "finished"
@@ -142,10 +146,12 @@ def test_fault_70_requeue_from_outside_of_a_task_that_saves_nothing(
 
 
 @thorough()
-def test_fault_71_a_failed_rank_is_retried_from_the_checkpoint(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+def test_fault_71_a_failed_rank_is_retried_from_the_checkpoint(
+    slurm: TwoNodeSlurm, tmp_path: Path, uninterrupted: list[float]
+) -> None:
     task = SlowPretrain(num_steps=STEPS, save_every=10, fails_at=15)
     run = ss.launch(make_plan("2x1xcpu"), task, folder=tmp_path, name="nodes", on=ss.Slurm(), retries=1)
-    assert_trained_as_without_interruption(run, tmp_path)
+    assert_trained_as_without_interruption(run, uninterrupted)
     first, second = run.attempts
     assert (first["status"], first["rank"], first["node"]) == ("failed", 1, 1)
     assert "this rank fails" in str(first["reason"]) and "Traceback" in str(first["error"])
@@ -154,13 +160,15 @@ def test_fault_71_a_failed_rank_is_retried_from_the_checkpoint(slurm: TwoNodeSlu
 
 
 @thorough()
-def test_fault_65_71_a_lost_node_is_replaced(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+def test_fault_65_71_a_lost_node_is_replaced(
+    slurm: TwoNodeSlurm, tmp_path: Path, uninterrupted: list[float]
+) -> None:
     run = launch_slow(tmp_path, ss.Slurm(partition="spare"), retries=1, save_every=3)
     names = run.attempts[0]["nodes"]
     lost = json.loads((run.folder / "nodes" / "1" / "node.json").read_text())["name"]
     slurm.kill_node(lost)
     try:
-        assert_trained_as_without_interruption(run, tmp_path)
+        assert_trained_as_without_interruption(run, uninterrupted)
     finally:
         slurm.start_node(lost)
         slurm.wait_until_idle()

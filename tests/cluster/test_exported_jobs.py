@@ -14,7 +14,7 @@ import psutil
 import pytest
 from tests.cluster.test_two_ray_nodes import start_ray
 from tests.cluster.two_node_slurm import TwoNodeSlurm
-from tests.requirements import needs, skip_without, thorough
+from tests.requirements import every_case, few, needs, skip_without, thorough
 
 import shardscope as ss
 
@@ -79,7 +79,7 @@ def find_ranks(folder: Path) -> set[tuple[str, str]]:
 
 
 @thorough()
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", few(FRAMEWORKS, ["ddp", "zero"], every_case))
 def test_the_sbatch_file_trains_on_two_nodes_as_on_one_machine(
     framework: str, slurm: TwoNodeSlurm, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from tests.cluster.runs import list_processes, make_plan, wait_for, wait_until_r
 from tests.cluster.test_ray_without_shared_folder import find_pullers, notebook, scratch
 from tests.cluster.test_two_ray_nodes import bounded, start_ray
 from tests.cluster.two_node_ray import ADDRESSES, TwoNodeRay, find_why_not_covered
-from tests.requirements import needs, thorough
+from tests.requirements import every_case, needs, thorough
 
 import shardscope as ss
 from shardscope.records.folder import FINAL
@@ -85,7 +85,7 @@ def test_fault_83_a_checkpoint_does_not_fit(
         assert steps[:15] == list(range(15)), steps
 
 
-@thorough()
+@every_case()
 def test_fault_83_another_program_fills_the_disk(
     cluster: TwoNodeRay, target: ss.Ray, notebook: Path, scratch: Path
 ) -> None:

@@ -13,17 +13,18 @@ from tests.cluster.test_attempts import (
     assert_trained_as_without_interruption,
     launch_slow,
     list_statuses,
+    uninterrupted,
 )
 from tests.cluster.test_two_ray_nodes import assert_nothing_is_left, bounded, cluster, ray, start_ray
 from tests.cluster.two_node_ray import TwoNodeRay
-from tests.requirements import needs, thorough
+from tests.requirements import every_case, needs, thorough
 
 import shardscope as ss
 from shardscope.runs.run import Run
 
 needs("accelerate")
 
-__all__ = ["bounded", "cluster", "ray"]
+__all__ = ["bounded", "cluster", "ray", "uninterrupted"]
 SPARE_ADDRESS = "127.0.0.4"
 
 
@@ -34,11 +35,13 @@ def read_node(run: Run, node: int) -> dict[str, object]:
 
 
 @thorough()
-def test_fault_71_a_failed_rank_is_retried_from_the_checkpoint(ray: TwoNodeRay, tmp_path: Path) -> None:
+def test_fault_71_a_failed_rank_is_retried_from_the_checkpoint(
+    ray: TwoNodeRay, tmp_path: Path, uninterrupted: list[float]
+) -> None:
     task = SlowPretrain(num_steps=STEPS, save_every=10, fails_at=15)
     target = ss.Ray(address=ray.address)
     run = ss.launch(make_plan("2x1xcpu"), task, folder=tmp_path, name="nodes", on=target, retries=1)
-    assert_trained_as_without_interruption(run, tmp_path)
+    assert_trained_as_without_interruption(run, uninterrupted)
     first, second = run.attempts
     assert (first["status"], first["rank"], first["node"]) == ("failed", 1, 1)
     assert "this rank fails" in str(first["reason"]) and "Traceback" in str(first["error"])
@@ -48,14 +51,16 @@ def test_fault_71_a_failed_rank_is_retried_from_the_checkpoint(ray: TwoNodeRay, 
     assert_nothing_is_left(run, ray)
 
 
-@thorough()
+@every_case()
 @pytest.mark.parametrize("lost", [0, 1])
-def test_fault_71_86_a_killed_actor_is_replaced(lost: int, ray: TwoNodeRay, tmp_path: Path) -> None:
+def test_fault_71_86_a_killed_actor_is_replaced(
+    lost: int, ray: TwoNodeRay, tmp_path: Path, uninterrupted: list[float]
+) -> None:
     run = launch_slow(tmp_path, ss.Ray(address=ray.address), retries=1, save_every=3)
     record = read_node(run, lost)
     (actor,) = [process for process in ray.find_actors("NodeActor") if process.pid == record["actor_pid"]]
     actor.kill()
-    assert_trained_as_without_interruption(run, tmp_path)
+    assert_trained_as_without_interruption(run, uninterrupted)
     first, second = run.attempts
     assert first["status"] == "failed" and "its Ray actor has ended" in str(first["reason"])
     assert f"node {lost} ({record['name']}) is lost" in str(first["reason"])
@@ -64,7 +69,9 @@ def test_fault_71_86_a_killed_actor_is_replaced(lost: int, ray: TwoNodeRay, tmp_
 
 
 @thorough()
-def test_fault_65_71_a_dead_node_is_replaced_by_another(bounded: None, tmp_path: Path) -> None:
+def test_fault_65_71_a_dead_node_is_replaced_by_another(
+    bounded: None, tmp_path: Path, uninterrupted: list[float]
+) -> None:
     with start_ray() as ray:
         run = launch_slow(tmp_path, ss.Ray(address=ray.address), retries=1, save_every=3)
         # The first bundle is on either node; the head is the one that lives on.
@@ -75,7 +82,7 @@ def test_fault_65_71_a_dead_node_is_replaced_by_another(bounded: None, tmp_path:
         assert "attempt 2 follows" in run.reason and f"node {lost}" in run.reason, run.reason
         assert not list_processes(run.folder)
         ray.add_node(SPARE_ADDRESS)
-        assert_trained_as_without_interruption(run, tmp_path)
+        assert_trained_as_without_interruption(run, uninterrupted)
         first, second = run.attempts
         assert first["status"] == "failed" and f"node {lost}" in str(first["reason"])
         assert second["from_step"] >= 3
@@ -84,7 +91,7 @@ def test_fault_65_71_a_dead_node_is_replaced_by_another(bounded: None, tmp_path:
         assert ray.wait_until_empty() == []
 
 
-@thorough()
+@every_case()
 def test_a_run_that_waits_for_its_next_attempt_is_stopped(bounded: None, tmp_path: Path) -> None:
     with start_ray() as ray:
         run = launch_slow(tmp_path, ss.Ray(address=ray.address), retries=1)

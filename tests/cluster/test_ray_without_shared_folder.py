@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -26,7 +26,7 @@ from tests.cluster.test_two_nodes import (
 )
 from tests.cluster.test_two_ray_nodes import bounded, start_ray
 from tests.cluster.two_node_ray import TwoNodeRay, find_why_not_covered
-from tests.requirements import skip_without, thorough
+from tests.requirements import every_case, skip_without, thorough
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
@@ -123,8 +123,14 @@ def assert_all_is_here(run: Run) -> None:
         assert numbers == list(range(int(num_steps)))
 
 
-@pytest.mark.parametrize("name", ["ddp", pytest.param("fsdp2", marks=thorough())])
-def test_losses_and_records_arrive(name: str, target: ss.Ray, notebook: Path, scratch: Path) -> None:
+@pytest.mark.parametrize("name", ["ddp", pytest.param("fsdp2", marks=every_case())])
+def test_losses_and_records_arrive(
+    name: str,
+    target: ss.Ray,
+    notebook: Path,
+    scratch: Path,
+    train_here: Callable[[ss.Layout, int], list[float]],
+) -> None:
     make_layout, package = FRAMEWORKS[name]
     skip_without(package)
     task = ss.Pretrain(num_steps=STEPS, save_every=2, profile=True)
@@ -132,9 +138,7 @@ def test_losses_and_records_arrive(name: str, target: ss.Ray, notebook: Path, sc
     run.wait(360)
     across = losses(run)
     wait_for((run.folder / "received.json").exists, 60)
-    here = ss.launch(make_plan("2xcpu", make_layout()), task, folder=notebook, name=f"{name}-machine")
-    here.wait(240)
-    assert across == pytest.approx(losses(here), abs=1e-5) and len(across) == STEPS
+    assert across == pytest.approx(train_here(make_layout(), STEPS), abs=1e-5) and len(across) == STEPS
     assert "streamed from its nodes" in run.target
     # Records of both nodes are here, private as the folder.
     for rank in (0, 1):

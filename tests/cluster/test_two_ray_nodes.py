@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import pytest
 from tests.cluster.conftest import SECONDS_PER_TEST
 from tests.cluster.runs import wait_until_running
 from tests.cluster.test_two_nodes import (
-    CASES,
     FRAMEWORKS,
     STEPS,
     list_processes,
@@ -26,7 +25,7 @@ from tests.cluster.test_two_nodes import (
     wait_for,
 )
 from tests.cluster.two_node_ray import TwoNodeRay
-from tests.requirements import skip_without, thorough
+from tests.requirements import every_case, skip_without, thorough
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
@@ -90,8 +89,12 @@ def assert_nothing_is_left(run: Run, ray: TwoNodeRay) -> None:
         assert folder.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_ray_nodes_train_as_one_machine(name: str, ray: TwoNodeRay, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["ddp", *(pytest.param(name, marks=every_case()) for name in FRAMEWORKS if name != "ddp")]
+)
+def test_two_ray_nodes_train_as_one_machine(
+    name: str, ray: TwoNodeRay, tmp_path: Path, train_here: Callable[[ss.Layout, int], list[float]]
+) -> None:
     make_layout, package = FRAMEWORKS[name]
     skip_without(package)
     task = ss.Pretrain(num_steps=STEPS)
@@ -102,9 +105,7 @@ def test_two_ray_nodes_train_as_one_machine(name: str, ray: TwoNodeRay, tmp_path
     across = losses(run)
     records = [json.loads((run.folder / "nodes" / node / "node.json").read_text()) for node in "01"]
     assert len({record["ray_node_id"] for record in records}) == 2
-    here = ss.launch(make_plan("2xcpu", make_layout()), task, folder=tmp_path, name="machine")
-    here.wait(240)
-    assert across == pytest.approx(losses(here), abs=1e-5) and len(across) == STEPS
+    assert across == pytest.approx(train_here(make_layout(), STEPS), abs=1e-5) and len(across) == STEPS
     assert_nothing_is_left(run, ray)
 
 
@@ -177,7 +178,7 @@ def test_fault_78_the_kernel_is_killed(ray: TwoNodeRay, tmp_path: Path) -> None:
 
 
 @thorough()
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=every_case())])
 def test_fault_86_killed_actor(lost: int, ray: TwoNodeRay, tmp_path: Path) -> None:
     run = launch_endless(ray, tmp_path)
     record = json.loads((run.folder / "nodes" / str(lost) / "node.json").read_text())
@@ -207,7 +208,7 @@ def test_killed_coordinator(ray: TwoNodeRay, tmp_path: Path) -> None:
 
 
 @thorough()
-@pytest.mark.parametrize("only_gcs", [False, True])
+@pytest.mark.parametrize("only_gcs", [True, pytest.param(False, marks=every_case())])
 def test_killed_head(only_gcs: bool, bounded: None, tmp_path: Path) -> None:
     with start_ray() as ray:
         run = launch_endless(ray, tmp_path)
