@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.requirements import needs
 from tests.weights_folders import write_folder
 
 import shardscope as ss
+from shardscope.training.data.weights_tokenizer import describe_unused_rows
 
 
 def make_plan(folder: Path, **recipe: Any) -> ss.Plan:
@@ -31,6 +33,31 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
     words = r"last id of its tokenizer is 2047; allowed: at most 2,039: the model's embedding has 2,040 rows"
     with pytest.raises(ValueError, match=words):
         ss.Finetune(weights=folder).check(make_plan(folder))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "is_found"), [(2048, False), (2176, False), (3060, False), (4096, True), (32_000, True)]
+)
+def test_a_tokenizer_far_smaller_than_the_embedding_is_a_finding(
+    tmp_path: Path, num_rows: int, is_found: bool
+) -> None:
+    needs("datasets")
+    needs("transformers")
+    folder = write_folder(tmp_path / "model", vocab_size=num_rows)
+    task, plan = ss.Finetune(folder, [{"prompt": "Who?", "completion": "Ahab"}] * 4), make_plan(folder)
+    task.check(plan)
+    findings = [one for one in plan.findings(task) if one.name == "tokenizer-of-another-model"]
+    shown = str(task.preview(seq_len=32))
+    sentence = f"The tokenizer has 2,048 tokens and the model's embedding {num_rows:,} rows"
+    assert bool(findings) == is_found == (sentence in shown)
+    if findings:
+        assert findings[0].severity == "warning" and sentence in findings[0].why
+    assert not any(one.name == "tokenizer-of-another-model" for one in plan.findings(ss.Pretrain()))
+
+
+def test_padded_embeddings_are_usual() -> None:
+    usual = [(151_665, 152_064), (50_257, 50_257), (50_295, 51_200), (32_000, 32_064), (256, 1024)]
+    assert not any(describe_unused_rows(*sizes) for sizes in usual)
 
 
 def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:

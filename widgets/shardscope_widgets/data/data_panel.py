@@ -153,12 +153,14 @@ def _render_lines(preview: Preview | None, advice: LengthAdvice | None) -> str:
     tooltip = escape(preview.sentences[0], quote=True)
     objective = f"<p title='{escape(WHY_PAIRS, quote=True)}'>{PAIRS}</p>" if preview.has_pairs else ""
     shared = f"<p>{escape(preview.shared_rows_sentence)}</p>" if preview.num_shared_rows else ""
+    refusal = "" if preview.refusal is None else f"<p>{escape(preview.refusal.summary)}.</p>"
     show = (
         f"<button type='button' class='ss-act' data-act='{SHOW}' "
         "title='Show which tokens the model learns, and how long the rows are'>Preview</button>"
     )
-    buttons = f"{show}{render_length_button(advice)}"
-    return f"<p role='status' title='{tooltip}'>{escape(line)}</p>{objective}{shared}<div>{buttons}</div>"
+    buttons = f"<div>{show}{render_length_button(advice)}</div>"
+    status = f"<p role='status' title='{tooltip}'>{escape(line)}</p>"
+    return f"{status}{refusal}{objective}{shared}{buttons}"
 
 
 def _stamp(data: object) -> Stamp:

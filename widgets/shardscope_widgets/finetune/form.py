@@ -129,7 +129,8 @@ class FinetuneForm:
         if weights is None:
             self.data_panel.set_task(None, None)
             return None, f"{weights_text} {NOT_HERE}"
-        base = as_typed = ss.Finetune(weights, data or None)
+        # The recommended length cuts a few long rows, which are left out.
+        base = as_typed = ss.Finetune(weights, data or None, bad_rows="skip_truncated")
         if not data:
             self.data_panel.set_task(None, None)
             return None, NO_DATA
@@ -152,6 +153,8 @@ class FinetuneForm:
             self._seq_len = (source, self.data_panel.advice.seq_len)
             first = build_first_plan(base.weights, machine, method, settings, self._seq_len[1])
             self.data_panel.set_task(as_typed, first)
+        elif preview.refusal is not None:
+            raise preview.refusal.with_traceback(None)
         return build_setup(base, first, settings, preview), ""
 
     def show_error(self, error: ValueError) -> None:

@@ -174,19 +174,69 @@ def test_a_character_of_several_tokens_is_shown_once() -> None:
 # ---- Truncation and rows without loss
 
 
-def test_truncation_is_counted_and_rows_without_loss_are_left_out() -> None:
-    rows = [{"prompt": "Who?", "completion": "Ahab"}, {"prompt": "whale " * 60, "completion": "Yes"}]
+LONG_PROMPT = {"prompt": "whale " * 60, "completion": "Yes"}
+
+
+@pytest.mark.parametrize("bad_rows", ["skip", "skip_truncated"])
+def test_truncation_is_counted_and_rows_without_loss_are_left_out(bad_rows: str) -> None:
+    rows = [{"prompt": "Who?", "completion": "Ahab"}, LONG_PROMPT]
     full = preview_rows(rows)
     short = min(full.lengths)
-    shown = preview_rows(rows, seq_len=short)
+    shown = preview_rows(rows, seq_len=short, bad_rows=bad_rows)
     assert shown.counts.num_truncated_rows == 1 == shown.counts.num_rows_without_loss
     assert shown.counts.num_truncated_tokens == max(full.lengths) - short
-    assert len(shown.rows) == 1 and "Left out: 1 row," in str(shown)
+    assert len(shown.rows) == 1 and shown.refusal is None
+    assert f"Left out: 1 row without a token that bears loss (row 2: seq_len={short} cuts off" in str(shown)
+
+
+def test_a_preview_shows_the_rows_for_which_a_run_refuses_the_data() -> None:
+    rows = [{"prompt": "Who?", "completion": "Ahab"}, LONG_PROMPT, {"prompt": "Why?", "completion": "No"}]
+    full = preview_rows(rows)
+    longest = -(-max(full.lengths) // 8) * 8
+    start = full.rows[1].bears_loss.index(True) + 1
+    shown = preview_rows(rows, seq_len=start - 1, max_seq_len=longest)
+    assert shown.refusal is not None and shown.refusal.field == "Finetune.data"
+    message = str(shown.refusal)
+    assert f"Row 2: seq_len={start - 1} cuts off its completion, which begins at token {start}" in message
+    assert f"Nearest fix: Recipe(seq_len={longest}), which keeps it, or Finetune(bad_rows='skip')" in message
+    assert [row.index for row in shown.rows] == [0, 1, 2] and not any(shown.rows[1].bears_loss)
+    assert "A run refuses these data: 1 row without" in shown.sentences[1] and "row 2" in shown.to_html()
+    # One more token is enough, and a shorter sequence than the completion's start is no fix.
+    assert preview_rows(rows, seq_len=start).refusal is None
+    unfixed = preview_rows(rows, seq_len=start - 2, max_seq_len=start - 1).refusal
+    assert unfixed is not None and "Recipe(" not in str(unfixed) and "bad_rows='skip'" in str(unfixed)
+
+
+def test_the_recommended_length_keeps_what_would_be_refused() -> None:
+    rows = [{"prompt": "Who?", "completion": "Ahab"}] * 200 + [LONG_PROMPT]
+    shown = preview_rows(rows, seq_len=48)
+    advice = shown.recommend_length(512)
+    assert advice is not None and "leave nothing to learn in 1 row" in advice.why
+    better = preview_rows(rows, seq_len=advice.seq_len)
+    assert better.refusal is None and better.recommend_length(512) is None
+    # Where such rows are left out, one of 201 does not set the length.
+    skipping = preview_rows(rows, seq_len=advice.seq_len, bad_rows="skip_truncated").recommend_length(512)
+    assert skipping is not None and skipping.seq_len < 48
+
+
+def test_rows_that_never_bear_loss_are_refused_unless_all_bad_rows_are_skipped() -> None:
+    unmarked = MARKED.replace("'assistant' %}{% generation", "'tool' %}{% generation")
+    rows = [{"prompt": "Who?", "completion": "Ahab"}, {"prompt": "Where?", "completion": "At sea"}]
+    for bad_rows in ("refuse", "skip_truncated"):
+        shown = preview_rows(rows, create_tokenizer(unmarked), bad_rows=bad_rows)
+        assert shown.refusal is not None
+        assert "2 rows without a token that bears loss" in str(shown.refusal)
+        assert "Row 1: no token of it bears loss; row 2: no token" in str(shown.refusal)
+    with pytest.raises(ValueError, match="no token of it bears loss"):
+        preview_rows(rows, create_tokenizer(unmarked), bad_rows="skip")
 
 
 def test_data_whose_rows_are_all_cut_before_the_completion_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"larger Recipe\.seq_len"):
-        preview_rows([{"prompt": "whale " * 60, "completion": "Yes"}], seq_len=8)
+    with pytest.raises(ValueError, match=r"Nearest fix: Recipe\(seq_len=\d+\), which keeps all of them\."):
+        preview_rows([LONG_PROMPT] * 7, seq_len=8, bad_rows="skip")
+    message = str(preview_rows([LONG_PROMPT] * 7, seq_len=8).refusal)
+    assert "7 rows without" in message and "row 5: " in message and "row 6" not in message
+    assert "; and 2 more. Nearest fix" in message
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,14 @@ def test_another_encoding_is_refused_with_its_line(tmp_path: Path) -> None:
     for bad_rows in ("refuse", "skip"):
         with pytest.raises(FieldError, match=r"UTF-8.*line 3.*iconv"):
             open_all(path, bad_rows)
+    for name, encoding in (
+        ("marked.jsonl", "utf-16"),
+        ("unmarked.csv", "utf-16-le"),
+        ("big.tsv", "utf-16-be"),
+    ):
+        other = write(tmp_path / name, "prompt,completion\n", encoding)
+        with pytest.raises(FieldError, match=r"UTF-8.*line 1.*iconv -f UTF-16(LE|BE)? -t UTF-8"):
+            open_all(other)
     cut = tmp_path / "cut.jsonl"
     cut.write_bytes(GOOD.encode() + "é".encode()[:1])
     with pytest.raises(FieldError, match=r"UTF-8.*line 2"):

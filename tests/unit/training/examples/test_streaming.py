@@ -23,6 +23,7 @@ from shardscope.training.examples.encoding import Encoder  # noqa: E402
 from shardscope.training.examples.formats import recognize_format  # noqa: E402
 from shardscope.training.examples.rows import open_rows  # noqa: E402
 from shardscope.training.examples.streamed_batches import StreamedExamples, StreamReader  # noqa: E402
+from shardscope.training.examples.streamed_rows import read_first_rows  # noqa: E402
 from shardscope.training.weights.weights_folder import WeightsFolder  # noqa: E402
 
 NUM_ROWS = 47
@@ -186,13 +187,13 @@ def test_a_malformed_row_is_named_by_its_number_or_skipped(folder: Path, tmp_pat
     lines[35] = json.dumps({"prompt": "Number 35?", "completion": ""})
     source.write_text("\n".join(lines))
     # Row 36 is the eighteenth of the second rank's.
-    with pytest.raises(FieldError, match="row 36 is malformed"):
+    with pytest.raises(FieldError, match=r"line 36 of rows\.jsonl is malformed"):
         read(open_reader(folder, source, 1, 2), 23)
     assert len(set(read(open_reader(folder, source, 0, 2), 24))) == 24
     skipping = open_reader(folder, source, 1, 2, bad_rows="skip")
     assert len(set(read(skipping, 22))) == 22 and skipping.counts.num_bad_rows == 1
     source.write_text("\n".join([*lines[:40], "{", *lines[41:]]))
-    with pytest.raises(FieldError, match="readable data: after"):
+    with pytest.raises(FieldError, match=r"a JSON object on each line; line 41 is \{"):
         read(open_reader(folder, source, bad_rows="skip"), NUM_ROWS)
 
 
@@ -200,8 +201,53 @@ def test_a_stream_without_a_row_to_train_on_is_refused(folder: Path, tmp_path: P
     source = write_rows(tmp_path / "rows.jsonl", range(1))
     with pytest.raises(FieldError, match="a row for each of 2 ranks"):
         open_reader(folder, source, 1, 2).next_sample()
-    with pytest.raises(FieldError, match="rows whose completion starts within the first 2 tokens"):
-        open_reader(folder, source, seq_len=2).next_sample()
+    for bad_rows in ("refuse", "skip", "skip_truncated"):
+        with pytest.raises(FieldError, match=r"Line 1 of rows\.jsonl: seq_len=2 cuts off its completion"):
+            open_reader(folder, source, seq_len=2, bad_rows=bad_rows).next_sample()
+
+
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_a_row_without_loss_is_refused_when_it_is_met_or_left_out(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], num_files: int
+) -> None:
+    for index in range(num_files):
+        source = write_rows(tmp_path / f"{index}.jsonl", range(NUM_ROWS))
+    lines = source.read_text().splitlines()
+    lines[35] = json.dumps({"prompt": "whale " * 100, "completion": " Yes."})
+    source.write_text("\n".join(["", *lines]))
+    # One file: row 36, in line 37, is the eighteenth of the second rank's. Two: the second file is its own.
+    num_before, num_left = (10, 22) if num_files == 1 else (30, NUM_ROWS - 1)
+    refusing = open_reader(folder, tmp_path, 1, 2)
+    read(refusing, num_before)
+    with pytest.raises(FieldError, match=rf"Line 37 of {source.name}: seq_len=64 cuts off its completion"):
+        refusing.next_sample()
+    for bad_rows in ("skip", "skip_truncated"):
+        reader = open_reader(folder, tmp_path, 1, 2, bad_rows=bad_rows)
+        assert len(set(read(reader, num_left))) == num_left and reader.counts.num_rows_without_loss == 1
+        assert f"are left out, such as line 37 of {source.name}: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "txt"])
+@pytest.mark.parametrize(("encoding", "name"), [("latin-1", "WINDOWS-1252"), ("utf-16", "UTF-16")])
+def test_another_encoding_in_a_stream_is_refused_with_file_and_line(
+    folder: Path, tmp_path: Path, suffix: str, encoding: str, name: str
+) -> None:
+    write = {"jsonl": write_rows, "csv": write_table, "txt": write_table}[suffix]
+    write(tmp_path / f"a.{suffix}", range(30))
+    source = write(tmp_path / f"b.{suffix}", range(30))
+    source.write_bytes((source.read_text() + source.read_text().replace("It", "Él")).encode(encoding))
+    line = 1 if encoding == "utf-16" else 31 + 2 * (suffix != "jsonl")
+    with pytest.raises(FieldError, match=rf"b\.{suffix}.*UTF-8: byte 0x.. in line {line} ") as caught:
+        read_first_rows("Finetune.data", tmp_path)
+    assert caught.value.fix.startswith(f"iconv -f {name} -t UTF-8 b.{suffix} > b-utf8.{suffix}")
+
+
+def write_table(path: Path, numbers: range) -> Path:
+    """Write the rows as CSV."""
+    path.write_text(
+        "prompt,completion\n" + "".join(f"Number {number}?,It is {number}.\n" for number in numbers)
+    )
+    return path
 
 
 def test_a_preview_reads_the_first_rows_only(folder: Path, tmp_path: Path) -> None:

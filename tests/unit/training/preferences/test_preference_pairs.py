@@ -225,12 +225,20 @@ def test_conversations_that_are_not_a_pair_are_refused(chosen: Any, rejected: An
 def test_pairs_whose_answers_are_cut_off_are_left_out_and_named() -> None:
     long = {"prompt": "whale " * 60, "chosen": "Yes", "rejected": "No"}
     same_start = {"prompt": "Who?", "chosen": "Ahab " * 30 + "A", "rejected": "Ahab " * 30 + "B"}
-    shown = preview_rows([PAIRS[0], long, PAIRS[1], same_start], seq_len=32)
-    assert "Left out: 2 rows," in str(shown) and "(rows 2, 4)" in str(shown)
+    shown = preview_rows([PAIRS[0], long, PAIRS[1], same_start], seq_len=32, bad_rows="skip")
+    assert "Left out: 2 rows without" in str(shown)
+    assert "(row 2: seq_len=32 cuts off what its answers differ in" in str(shown) and "; row 4: " in str(
+        shown
+    )
     assert [row.index for row in shown.rows] == [0, 0, 2, 2]
     assert shown.counts.num_examples == 2 and len(shown.lengths) == 8
-    with pytest.raises(ValueError, match=r"1 row without a token that bears loss.*in row 1\..*larger Recipe"):
-        preview_rows([long], seq_len=32)
+    refused = preview_rows([PAIRS[0], long, same_start], seq_len=32)
+    assert refused.refusal is not None and "2 rows without a token that bears loss" in str(refused.refusal)
+    assert [(row.index, row.side) for row in refused.rows] == [
+        (index, side) for index in range(3) for side in ("chosen", "rejected")
+    ]
+    with pytest.raises(ValueError, match=r"1 row without a token that bears loss.*Row 1: .*Recipe\(seq_len="):
+        preview_rows([long], seq_len=32, bad_rows="skip")
 
 
 # ---- Batches

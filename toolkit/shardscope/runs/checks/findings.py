@@ -11,7 +11,7 @@ from shardscope.core.finding import SEVERITIES, Finding
 from shardscope.planner import checks as preflight
 from shardscope.planner.checks.case import Case, replace_task_fields
 from shardscope.records.folder import RunFolder
-from shardscope.runs.checks import checkpoints, data, devices, fsdp1, loading, text, training_step
+from shardscope.runs.checks import checkpoints, data, devices, fsdp1, loading, text, training_step, vocabulary
 from shardscope.runs.checks.script import MAX_CHARACTERS, Script
 from shardscope.runs.task_source import read_source
 
@@ -40,6 +40,7 @@ def collect_findings(plan: Plan, task: object = None, runs: Iterable[Run] | None
     earlier = _check_runs(runs)
     case = Case(plan=plan, task=task)
     findings = [*preflight.run_checks(case), *text.check_text_length(case), *loading.check_data_loading(case)]
+    findings += vocabulary.check_vocabulary(case)
     findings += check_profiled(plan, task, earlier)
     # The user's own function or script; built-in tasks have no source to check.
     source = read_source(task)

@@ -6,6 +6,7 @@ import json
 import stat
 import threading
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,8 +35,23 @@ VALUE_OR_PATH_KEYS = ("vocab", "merges")
 """Keys whose value is the path of a file if it is a string."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 """Suffixes of files that no tokenizer reads; ``WeightsFolder`` checks the model's weights."""
+MIN_USED_ROWS, MIN_UNUSED_ROWS = 0.8, 1024
+"""An embedding of which a smaller share is used, and more rows are not, most likely belongs to another
+tokenizer. Embeddings are padded for fast matrix products and for tensor parallelism, by less: Qwen2.5 has
+151,665 tokens and 151,936 or 152,064 rows, Phi-2 50,295 tokens and 51,200 rows."""
 MAX_BYTES = 200_000_000
 """Maximum size of one tokenizer file; Gemma's, among the largest, has 33 million bytes."""
+
+
+def describe_unused_rows(num_tokens: int, vocab_size: int) -> str:
+    """Return a warning that a tokenizer is much smaller than the embedding; empty if the sizes are usual."""
+    if num_tokens >= MIN_USED_ROWS * vocab_size or vocab_size - num_tokens < MIN_UNUSED_ROWS:
+        return ""
+    return (
+        f"The tokenizer has {num_tokens:,} tokens and the model's embedding {vocab_size:,} rows, far more "
+        "than padding explains: it is most likely not the tokenizer that the model was trained with, so that "
+        "its ids mean other words to the model."
+    )
 
 
 class WeightsTokenizer:
@@ -44,12 +60,19 @@ class WeightsTokenizer:
     def __init__(self, folder: WeightsFolder) -> None:
         self._folder, self._field = folder, folder.field
 
+    def is_there(self) -> bool:
+        """Return whether the folder has the files of a tokenizer."""
+        return bool(self._list_vocabulary_files())
+
+    def _list_vocabulary_files(self) -> list[str]:
+        return [name for name in (FAST_FILE, *VOCABULARY_FILES) if self._has_file(name)]
+
     def check(self, vocab_size: int) -> None:
         """Raise ``ValueError`` for a missing tokenizer or ids outside of an embedding of ``vocab_size`` rows.
 
         The ids of a tokenizer without ``tokenizer.json`` are checked by the ranks, with transformers.
         """
-        vocabulary_files = [name for name in (FAST_FILE, *VOCABULARY_FILES) if self._has_file(name)]
+        vocabulary_files = self._list_vocabulary_files()
         if not vocabulary_files:
             names = ", ".join((FAST_FILE, *VOCABULARY_FILES))
             allowed = f"a folder with the model's tokenizer: it has none of {names}"
@@ -116,6 +139,18 @@ class WeightsTokenizer:
             return False
         return not all(self._folder.contains(file.resolve()) for file in files)
 
+    def count_tokens(self) -> int | None:
+        """Return the number of tokens in ``tokenizer.json``; None without one that can be read.
+
+        It takes up to seconds, so the number is kept until the file changes.
+        """
+        try:
+            file = self._folder.resolve_file(FAST_FILE)
+            status = file.stat()
+        except (ValueError, OSError):
+            return None
+        return _count_tokens(file, (status.st_mtime_ns, status.st_size))
+
     def encode(self, text: str) -> TokenIds:
         """Return token ids of ``text``, int32, shape ``[num_tokens]``, ending with EOS if there is one."""
         import numpy
@@ -163,3 +198,13 @@ class WeightsTokenizer:
 
     def _has_file(self, name: str) -> bool:
         return (self._folder.path / name).exists() or (self._folder.path / name).is_symlink()
+
+
+@lru_cache(maxsize=16)
+def _count_tokens(file: Path, stamp: tuple[int, int]) -> int | None:
+    try:
+        from tokenizers import Tokenizer
+
+        return len(Tokenizer.from_file(str(file)).get_vocab())
+    except Exception:  # Not installed, or not readable: the check before a launch has the reason.
+        return None

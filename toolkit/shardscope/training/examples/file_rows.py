@@ -8,10 +8,11 @@ from __future__ import annotations
 import codecs
 import csv
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from shardscope.core.errors import refuse
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 JSON_LINES = (".jsonl", ".ndjson")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 CHUNK_BYTES = 2**20
+FIRST_BYTES = 4096
+"""Bytes at the beginning of a file that show whether it is in UTF-16."""
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +46,19 @@ class FileRows:
 
     def describe_place(self, index: int) -> str:
         """Return the place of a row, such as "line 6 of a.jsonl"; "row 5" in files without lines of rows."""
-        place = find_place(self.files, index)
-        return f"row {index + 1}" if place is None else f"line {place[1]} of {place[0].name}"
+        return describe_row(self.files, index)
 
 
 def describe_place(rows: Rows, index: int) -> str:
     """Return the file and the line of a row, or its number, from 1."""
-    return rows.describe_place(index) if isinstance(rows, FileRows) else f"row {index + 1}"
+    describe = getattr(rows, "describe_place", None)  # ``datasets`` and lists have none.
+    return f"row {index + 1}" if describe is None else str(describe(index))
+
+
+def describe_row(files: Sequence[Path], index: int) -> str:
+    """Return the place of a row of ``files`` that are read one after another, or its number, from 1."""
+    place = find_place(files, index)
+    return f"row {index + 1}" if place is None else f"line {place[1]} of {place[0].name}"
 
 
 def find_place(files: Sequence[Path], index: int) -> tuple[Path, int] | None:
@@ -87,6 +97,7 @@ def check_is_utf8(field: str, path: Path) -> None:
     """Raise ``ValueError`` naming ``field``, the file and its line if a text file is not in UTF-8."""
     if path.suffix.lower() == ".parquet":
         return
+    check_begins_in_utf8(field, path)
     decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
     with path.open("rb") as file:
         while True:
@@ -95,16 +106,34 @@ def check_is_utf8(field: str, path: Path) -> None:
                 decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
                 line += error.object[: error.start].count(b"\n")
-                byte = error.object[error.start]
-                refuse(
-                    field,
-                    str(path),
-                    f"text in UTF-8: byte 0x{byte:02x} in line {line} is not",
-                    f"iconv -f latin1 -t utf-8 {path.name} > utf8{path.suffix}, or the encoding that it has",
-                )
+                _refuse_encoding(field, path, error.object[error.start], line, "WINDOWS-1252")
             if not chunk:
                 return
             line += chunk.count(b"\n")
+
+
+def check_begins_in_utf8(field: str, path: Path) -> None:
+    """Raise ``ValueError`` naming ``field`` and the file if a text file begins as one in UTF-16 does."""
+    if path.suffix.lower() == ".parquet":
+        return
+    with path.open("rb") as file:
+        first = file.read(FIRST_BYTES)
+    if first.startswith(UTF16_MARKS):
+        _refuse_encoding(field, path, first[0], 1, "UTF-16")
+    if b"\0" in first:
+        # Without a mark. Each character of a plain text has a zero byte, which UTF-8 would accept.
+        name = "UTF-16BE" if first.startswith(b"\0") else "UTF-16LE"
+        _refuse_encoding(field, path, 0, first[: first.index(b"\0")].count(b"\n") + 1, name)
+
+
+def _refuse_encoding(field: str, path: Path, byte: int, line: int, encoding: str) -> NoReturn:
+    name, target = shlex.quote(path.name), shlex.quote(f"{path.stem}-utf8{path.suffix}")
+    refuse(
+        field,
+        str(path),
+        f"text in UTF-8: byte 0x{byte:02x} in line {line:,} is not",
+        f"iconv -f {encoding} -t UTF-8 {name} > {target}, or with the encoding that it has",
+    )
 
 
 def read_header(path: Path) -> list[str]:

@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
+from shardscope.core.errors import FieldError
 from shardscope.training.examples.encoding import Encoded, Encoder, LossOn
 from shardscope.training.examples.formats import Format
 from shardscope.training.examples.length_histogram import HISTOGRAM_STYLE, render_histogram
 from shardscope.training.examples.packed_windows import pack_lengths
 from shardscope.training.examples.rows import Rows
 from shardscope.training.examples.token_table import (
+    MULTIPLE,
     BadRows,
     RowCounts,
-    check_examples,
     count_rows,
     describe_skipped_rows,
+    find_refusal,
     iterate_encoded,
 )
 
@@ -32,8 +34,6 @@ MAX_SHOWN_TOKENS = 1500
 QUANTILES = (0.5, 0.9, 0.95, 1.0)
 MAX_PADDING, MAX_CUT = 0.3, 0.02
 """Shares of padding and of truncated tokens from which another sequence length is recommended."""
-MULTIPLE = 8
-"""Recommended sequence lengths are multiples of this: matrix units are fastest with them."""
 MUCH_LONGER = 1.5
 """If the longest example is this many times as long as 95 % of them, it does not set the sequence length."""
 
@@ -84,6 +84,7 @@ class Preview:
     seq_len: int | None
     """Sequence length to which examples are cut; None: they are not cut."""
     loss_on: LossOn
+    bad_rows: BadRows
     counts: RowCounts
     """Counts over the measured rows."""
     num_rows: int
@@ -94,10 +95,14 @@ class Preview:
     """Whether the data is a stream, of which only the first rows were read."""
     has_template: bool = True
     """Whether the tokenizer has a chat template."""
+    vocabulary_warning: str = ""
+    """A sentence about a tokenizer that is much smaller than the embedding; empty if the sizes are usual."""
     num_shared_rows: int | None = 0
     """Rows of the validation data that are trained on as well; None: not counted, as there are too many."""
     windows: tuple[PreviewWindow, ...] = ()
     """The first windows that packing makes of the measured rows; empty without packing."""
+    refusal: FieldError | None = None
+    """Error that a launch raises, because rows have no token that bears loss; None if it accepts the data."""
     forecast: tuple[str, ...] = ()
     """Sentences about memory, steps, time and cost by the plan; empty without one."""
 
@@ -136,7 +141,8 @@ class Preview:
         """Return a better sequence length than :attr:`seq_len`, at most the model's ``max_length``.
 
         It is the longest example's, or that of 95 % of the examples if few are much longer and cutting them
-        loses little. None if padding and truncation are small now, or if no other length is better.
+        loses little; if rows without a token that bears loss are refused, at least a length that leaves every
+        row one. None if padding and truncation are small now, or if no other length is better.
         """
         if self.seq_len is None:
             return None
@@ -144,6 +150,9 @@ class Preview:
             min(max_length, -(-self.length_at(share) // MULTIPLE) * MULTIPLE) for share in (0.95, 1.0)
         )
         best = usual if longest > MUCH_LONGER * usual and self.cut_at(usual) <= MAX_CUT else longest
+        needed = -(-self.counts.length_with_loss // MULTIPLE) * MULTIPLE
+        if self.bad_rows == "refuse" and needed <= max_length:
+            best = max(best, needed)
         padding, cut = self.padding_at(self.seq_len), self.cut_at(self.seq_len)
         lost = self.cut_at(best)
         covered = f"all but {lost:.1%} of the data" if lost else "the longest row"
@@ -151,6 +160,12 @@ class Preview:
             why = (
                 f"{padding:.0%} of a row of {self.seq_len:,} tokens is padding, which costs time and memory "
                 f"and teaches nothing. {best:,} tokens have {self.padding_at(best):.0%} padding and hold "
+                f"{covered}."
+            )
+        elif best > self.seq_len and self.refusal is not None:
+            rows = count_rows(self.counts.num_rows_without_loss)
+            why = (
+                f"Rows of {self.seq_len:,} tokens leave nothing to learn in {rows}. {best:,} tokens hold "
                 f"{covered}."
             )
         elif best > self.seq_len and cut > MAX_CUT:
@@ -178,6 +193,8 @@ class Preview:
             )
             + ".",
         ]
+        if self.refusal is not None:
+            lines.insert(1, f"A run refuses these data: {self.refusal.summary}.")
         if self.seq_len is not None:
             if counts.num_truncated_rows:
                 lines.append(
@@ -185,14 +202,16 @@ class Preview:
                     f"{measured:,} rows and {self.cut_at(self.seq_len):.1%} of all tokens."
                 )
             lines.append(self._describe_packing(self.seq_len))
+        if self.vocabulary_warning:
+            lines.append(self.vocabulary_warning)
         if not self.has_template and self.format.name != "text":
             lines.append(
                 "The tokenizer has no chat template: the model reads the completion right after the prompt."
             )
-        if counts.num_rows_without_loss:
+        if counts.num_rows_without_loss and self.refusal is None:
             lines.append(
-                f"Left out: {count_rows(counts.num_rows_without_loss)}, of which truncation cuts off all "
-                f"tokens that bear loss ({counts.named_rows_without_loss})."
+                f"Left out: {count_rows(counts.num_rows_without_loss)} without a token that bears loss "
+                f"({counts.named_rows_without_loss})."
             )
         if counts.num_bad_rows:
             lines.append(f"S{describe_skipped_rows(counts)[1:]}.")
@@ -338,16 +357,19 @@ def preview_examples(
     loss_on: LossOn,
     bad_rows: BadRows,
     packing: bool = False,
+    max_seq_len: int | None = None,
 ) -> Preview:
     """Return the preview of ``rows``, of which at most 2,000, evenly spaced, are measured.
 
     Each side of a preference pair is a row of its own: tokens and lengths count both sides, rows and examples
     are pairs. With ``packing`` the first ``num_shown`` windows of ``seq_len`` tokens are shown as well.
 
-    Raises ``ValueError`` naming ``field`` for malformed rows, if ``bad_rows`` is "refuse", and for data of
-    which no row can be trained on.
+    Rows without a token that bears loss are shown as well if a launch refuses them, with its error in
+    ``refusal``. Raises ``ValueError`` naming ``field`` for malformed rows, unless ``bad_rows`` is "skip", and
+    then for data of which no row can be trained on. ``max_seq_len``: see :func:`find_refusal`.
     """
     counts, lengths, shown = RowCounts(), list[int](), list[PreviewRow]()
+    left_out: list[tuple[int, Encoded]] = []
     encoder = Encoder(tokenizer, loss_on)
     sides = ("chosen", "rejected") if format.name == "preference" else ("",)
     encoded = iterate_encoded(
@@ -360,6 +382,7 @@ def preview_examples(
         counts=counts,
         indices=_choose_rows(len(rows), num_shown),
         lengths=lengths,
+        left_out=left_out,
     )
     indices, cut_lengths = list[int](), list[int]()
     for number, (index, example) in enumerate(encoded):
@@ -367,7 +390,15 @@ def preview_examples(
         cut_lengths.append(len(example.ids))
         if len(shown) < num_shown * len(sides):
             shown.append(_describe_row(tokenizer, index, example, sides[number % len(sides)]))
-    check_examples(field, counts, seq_len)
+    refusal = find_refusal(field, counts, seq_len, bad_rows, max_seq_len)
+    if refusal is not None:
+        if bad_rows == "skip":
+            raise refusal
+        shown += [
+            _describe_row(tokenizer, index, example, sides[number % len(sides)])
+            for number, (index, example) in enumerate(left_out[: num_shown * len(sides)])
+        ]
+        shown.sort(key=lambda row: row.index)  # Stable: the sides of a pair keep their order.
     windows: tuple[PreviewWindow, ...] = ()
     if packing and seq_len is not None and len(sides) == 1:
         packed = pack_lengths(cut_lengths, seq_len)[:num_shown]
@@ -398,10 +429,12 @@ def preview_examples(
         lengths=lengths,
         seq_len=seq_len,
         loss_on=loss_on,
+        bad_rows=bad_rows,
         counts=counts,
         num_rows=len(rows),
         has_template=encoder.has_template,
         windows=windows,
+        refusal=refusal,
     )
 
 

@@ -199,7 +199,7 @@ def _read_files(field: str, files: list[Path], skips_unreadable: bool) -> Rows:
                 copies = write_readable_copies(files, Path(folder))
                 return FileRows(_read_files(field, copies, False), files)
         if LOADERS[files[0].suffix.lower()] == "json":
-            _check_json_lines(field, files)
+            check_json_lines(field, files)
         cause = error.__cause__ or error
         text = str(cause).strip().splitlines()
         reason = text[0] if text else type(cause).__name__
@@ -234,7 +234,7 @@ def load_files(field: str, files: list[Path], *, streaming: bool) -> object:
     return rows
 
 
-def _check_json_lines(field: str, files: list[Path]) -> None:
+def check_json_lines(field: str, files: list[Path]) -> None:
     """Raise ``ValueError`` with the first line that is no JSON object or has other types than those before.
 
     Called where ``datasets`` has failed: its message has no line number.

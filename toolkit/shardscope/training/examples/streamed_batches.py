@@ -14,7 +14,12 @@ from shardscope.training.examples.encoding import Encoder
 from shardscope.training.examples.formats import Format
 from shardscope.training.examples.packed_windows import fill_windows, pack_lengths
 from shardscope.training.examples.rows import Row, describe_source
-from shardscope.training.examples.streamed_rows import RowBlock, iterate_rows, open_stream
+from shardscope.training.examples.streamed_rows import (
+    RowBlock,
+    iterate_rows,
+    list_stream_files,
+    open_stream,
+)
 from shardscope.training.examples.token_table import BadRows, RowCounts, check_examples, iterate_encoded
 
 if TYPE_CHECKING:
@@ -44,6 +49,8 @@ class StreamedExamples:
     seed: int
     rank: int
     num_ranks: int
+    max_seq_len: int | None = None
+    """The model's longest sequence, for suggested fixes; None: not known."""
 
     def open(self) -> tuple[IterableDataset, bool]:
         """Return this rank's share of the stream, and whether the ranks take turns row by row.
@@ -164,8 +171,11 @@ class StreamReader:
         examples = self.examples
         # Rows are numbered as in the whole stream where the ranks take turns.
         step, first = (examples.num_ranks, examples.rank) if self._takes_turns else (1, 0)
-        block = RowBlock(rows=rows, first=first + num_before * step, step=step)
-        num_bad = self.counts.num_bad_rows
+        files = list_stream_files(examples.field, examples.source)
+        if not self._takes_turns:
+            files = files[examples.rank :: examples.num_ranks]
+        block = RowBlock(rows=rows, first=first + num_before * step, step=step, files=files)
+        num_bad, num_left_out = self.counts.num_bad_rows, self.counts.num_rows_without_loss
         encoded = iterate_encoded(
             examples.field,
             block,
@@ -182,6 +192,12 @@ class StreamReader:
         ]
         if self.counts.num_bad_rows > num_bad == 0:
             print(f"malformed rows are skipped, such as {self.counts.bad_rows[0]}", flush=True)
+        if self.counts.num_rows_without_loss > num_left_out:
+            if arrays or examples.bad_rows == "refuse":  # Another block may have rows to train on.
+                self._check_counts()
+            if num_left_out == 0:
+                named = self.counts.rows_without_loss[0]
+                print(f"rows without a token that bears loss are left out, such as {named}", flush=True)
         return arrays
 
     def _check_pass(self, end: Place) -> None:
@@ -190,7 +206,12 @@ class StreamReader:
         if not end.num_rows:
             allowed = f"data with a row for each of {examples.num_ranks} ranks"
             refuse(examples.field, describe_source(examples.source), allowed, {"streaming": False})
-        check_examples(examples.field, self.counts, examples.seq_len)
+        self._check_counts()
+
+    def _check_counts(self) -> None:
+        """Raise ``ValueError`` for rows without a token that bears loss, if they are refused."""
+        examples = self.examples
+        check_examples(examples.field, self.counts, examples.seq_len, examples.bad_rows, examples.max_seq_len)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

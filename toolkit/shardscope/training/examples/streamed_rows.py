@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from shardscope.core.errors import FieldError, refuse
+from shardscope.training.examples.file_rows import check_begins_in_utf8, check_is_utf8, describe_row
 from shardscope.training.examples.rows import (
     ARROW_STATE,
+    LOADERS,
     Row,
+    check_json_lines,
     describe_source,
     list_files,
     load_files,
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 MAX_FIRST_ROWS = 2000
 """Rows at the beginning of a stream that previews and checks read."""
+MAX_CHECKED_BYTES = 10**9
+"""Largest JSONL file that is parsed again to find an unreadable line, which takes about ten seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,8 @@ class RowBlock:
     """Number of the first row."""
     step: int = 1
     """Difference of the numbers of two consecutive rows: 2 if two ranks take turns."""
+    files: Sequence[Path] = ()
+    """The files that the rows are read from, one after another; empty if it is not files."""
 
     @property
     def column_names(self) -> list[str]:
@@ -47,6 +54,10 @@ class RowBlock:
     def numbers(self) -> range:
         """Numbers of the rows."""
         return range(self.first, self.first + len(self.rows) * self.step, self.step)
+
+    def describe_place(self, number: int) -> str:
+        """Return the file and the line of a row, or its number, from 1."""
+        return describe_row(self.files, number)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -72,7 +83,9 @@ def open_stream(field: str, source: object) -> IterableDataset:
                 # Mapped into memory: its rows are read when they are needed.
                 stream = Dataset.load_from_disk(str(source)).to_iterable_dataset()
             else:
-                files = list_files(field, source) if source.is_dir() else [source]
+                files = list_stream_files(field, source)
+                for path in files:
+                    check_begins_in_utf8(field, path)
                 stream = load_files(field, files, streaming=True)
     except FieldError:
         raise
@@ -80,6 +93,13 @@ def open_stream(field: str, source: object) -> IterableDataset:
         _refuse_unreadable(field, source, error, 0)
     assert isinstance(stream, IterableDataset)
     return stream
+
+
+def list_stream_files(field: str, source: object) -> list[Path]:
+    """Return the files of a stream in the order of its rows; empty if it does not read text or Parquet."""
+    if not isinstance(source, Path) or (source / ARROW_STATE).is_file():
+        return []
+    return list_files(field, source) if source.is_dir() else [source]
 
 
 def check_streamable(field: str, source: object) -> None:
@@ -96,7 +116,7 @@ def read_first_rows(field: str, source: object, num_rows: int = MAX_FIRST_ROWS) 
     rows = list(islice(iterate_rows(field, source, iter(open_stream(field, source))), num_rows))
     if not rows:
         refuse(field, describe_source(source), "data with at least one row", "a file that has rows")
-    return RowBlock(rows=rows)
+    return RowBlock(rows=rows, files=list_stream_files(field, source))
 
 
 def iterate_rows(field: str, source: object, iterator: Iterator[Row]) -> Iterator[Row]:
@@ -114,6 +134,11 @@ def iterate_rows(field: str, source: object, iterator: Iterator[Row]) -> Iterato
 
 
 def _refuse_unreadable(field: str, source: object, error: Exception, num_read: int) -> NoReturn:
+    # Arrow's and pandas' messages have no line, so look for it.
+    for path in list_stream_files(field, source):
+        check_is_utf8(field, path)
+        if LOADERS[path.suffix.lower()] == "json" and path.stat().st_size <= MAX_CHECKED_BYTES:
+            check_json_lines(field, [path])
     cause = error.__cause__ or error
     text = str(cause).strip().splitlines()
     reason = text[0] if text else type(cause).__name__

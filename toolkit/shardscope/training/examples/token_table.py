@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
 
-from shardscope.core.errors import refuse
+from shardscope.core.errors import FieldError, refuse
 from shardscope.training.examples.encoding import Encoded, Encoder
 from shardscope.training.examples.file_rows import describe_place
 from shardscope.training.examples.formats import ExampleError, Format, read_example
@@ -23,11 +24,16 @@ if TYPE_CHECKING:
     TokenizedExample: TypeAlias = tuple[TokenIds, BoolArray]
     """Token ids, and whether each bears loss."""
 
-BadRows: TypeAlias = Literal["refuse", "skip"]
-"""What happens to a malformed row: the whole data is refused, or the row is left out and counted."""
-BAD_ROWS: tuple[BadRows, ...] = ("refuse", "skip")
+BadRows: TypeAlias = Literal["refuse", "skip_truncated", "skip"]
+"""What happens to rows that cannot be trained on, malformed ones and those without a token that bears loss.
+
+"refuse" the whole data, or leave rows out and count them: all of them with "skip", only those whose tokens
+that bear loss are all cut off by the sequence length with "skip_truncated"."""
+BAD_ROWS: tuple[BadRows, ...] = ("refuse", "skip_truncated", "skip")
 MAX_NAMED_ROWS = 5
 """Maximum number of bad rows that a message names."""
+MULTIPLE = 8
+"""Suggested sequence lengths are multiples of this: matrix units are fastest with them."""
 IDS, LOSS, OFFSETS = "ids.npy", "loss.npy", "offsets.npy"
 
 
@@ -49,15 +55,33 @@ class RowCounts:
     """The first malformed rows with their reasons, such as "row 3: completion is empty"."""
     num_bad_rows: int = 0
     num_rows_without_loss: int = 0
-    """Rows left out because truncation cut off all tokens that bear loss."""
-    rows_without_loss: list[int] = field(default_factory=list)
-    """Numbers of the first of these rows, from 1."""
+    """Rows in which no token bears loss, mostly because truncation cuts off all that do."""
+    num_never_with_loss: int = 0
+    """Those of them in which no token bears loss without truncation, either."""
+    rows_without_loss: list[str] = field(default_factory=list)
+    """The first of these rows with their reasons, such as "row 3: no token of it bears loss"."""
+    longest_without_loss: int = 0
+    """Tokens of the longest of these rows, before truncation."""
+    length_with_loss: int = 0
+    """The smallest sequence length that leaves every row a token that bears loss, if any length does."""
 
-    def leave_out(self, index: int) -> None:
-        """Count the row ``index`` as one without a token that bears loss."""
+    def leave_out(
+        self, rows: Rows, index: int, sides: Sequence[Encoded], length: int | None, seq_len: int | None
+    ) -> None:
+        """Count the row ``index`` of ``rows`` as one without a token that bears loss. A pair has two sides.
+
+        ``length`` is the smallest sequence length with one, None if there is none at any length.
+        """
         self.num_rows_without_loss += 1
+        if length is None:
+            self.num_never_with_loss += 1
+            reason = "both answers are the same" if len(sides) > 1 else "no token of it bears loss"
+        else:
+            what = "what its answers differ in" if len(sides) > 1 else "its completion"
+            reason = f"seq_len={seq_len:,} cuts off {what}, which begins at token {length:,}"
+        self.longest_without_loss = max(self.longest_without_loss, *(len(side.ids) for side in sides))
         if len(self.rows_without_loss) < MAX_NAMED_ROWS:
-            self.rows_without_loss.append(index + 1)
+            self.rows_without_loss.append(f"{describe_place(rows, index)}: {reason}")
 
     def skip(self, rows: Rows, index: int, error: ValueError) -> None:
         """Count the row ``index`` of ``rows`` as a malformed one."""
@@ -67,12 +91,26 @@ class RowCounts:
 
     @property
     def named_rows_without_loss(self) -> str:
-        """Numbers of the first rows without loss for messages, such as "rows 3, 8 and 4 more"."""
-        named = ", ".join(f"{number:,}" for number in self.rows_without_loss)
+        """The first rows without loss and their reasons for messages, with the number of the others."""
         more = self.num_rows_without_loss - len(self.rows_without_loss)
-        return f"row{'s' * (self.num_rows_without_loss > 1)} {named}" + (
-            f" and {more:,} more" if more else ""
-        )
+        return "; ".join(self.rows_without_loss) + (f"; and {more:,} more" if more else "")
+
+
+def _find_length_with_loss(sides: Sequence[Encoded]) -> int | None:
+    """Return the smallest length to which a row can be cut such that it can be trained on; None if none is.
+
+    Each side of a pair needs a token that bears loss, and the two must differ.
+    """
+    lengths = list[int | None]()
+    for side in sides:
+        # Nothing precedes the first token, which is therefore never learned.
+        ends = (end for end, learned in enumerate(side.bears_loss, start=1) if learned and end > 1)
+        lengths.append(next(ends, None))
+    if len(sides) > 1:
+        pairs = zip_longest(*(side.ids for side in sides))
+        lengths.append(next((end for end, (one, other) in enumerate(pairs, 1) if one != other), None))
+    known = [length for length in lengths if length is not None]
+    return max(known) if len(known) == len(lengths) else None
 
 
 def iterate_encoded(
@@ -86,14 +124,16 @@ def iterate_encoded(
     counts: RowCounts,
     indices: Sequence[int] | None = None,
     lengths: list[int] | None = None,
+    left_out: list[tuple[int, Encoded]] | None = None,
 ) -> Iterator[tuple[int, Encoded]]:
     """Yield the index and the tokens of every example that can be trained on, and update ``counts``.
 
     A preference pair is yielded twice: its chosen side, then its rejected one. ``indices`` are those of the
     rows to read; None: all. ``lengths`` gets the number of tokens before truncation. Rows without a token
     that bears loss after truncation to ``seq_len`` (None: no truncation) are left out and counted, and pairs
-    whose sides are then the same. Raises ``ValueError`` naming ``field`` and the row for a malformed row, if
-    ``bad_rows`` is "refuse".
+    whose sides are then the same: the caller refuses them with :func:`check_examples`. ``left_out`` gets the
+    first of them. Raises ``ValueError`` naming ``field`` and the row for a malformed row, unless ``bad_rows``
+    is "skip".
     """
     is_pair = format.name == "preference"
     for index in range(len(rows)) if indices is None else indices:
@@ -102,7 +142,7 @@ def iterate_encoded(
             example = read_example(format, rows[index])
             sides = encoder.encode_pair(example) if is_pair else (encoder.encode(example),)
         except ValueError as error:
-            if bad_rows == "refuse":
+            if bad_rows != "skip":
                 _refuse_row(field, describe_place(rows, index), rows[index], error)
             counts.skip(rows, index, error)
             continue
@@ -113,9 +153,13 @@ def iterate_encoded(
             if len(kept.ids) < len(side.ids):
                 counts.num_truncated_rows += 1
                 counts.num_truncated_tokens += len(side.ids) - len(kept.ids)
+        length = _find_length_with_loss(sides)
+        counts.length_with_loss = max(counts.length_with_loss, length or 0)
         # trl trained on such rows silently: their mean loss is over no token (trl issues 3728 and 3927).
-        if not all(side.num_loss_tokens for side in cut) or (is_pair and cut[0].ids == cut[1].ids):
-            counts.leave_out(index)
+        if length is None or (seq_len is not None and length > seq_len):
+            if left_out is not None and len(counts.rows_without_loss) < MAX_NAMED_ROWS:
+                left_out.extend((index, side) for side in cut)
+            counts.leave_out(rows, index, sides, length, seq_len)
             continue
         counts.num_examples += 1
         for side in cut:
@@ -143,24 +187,46 @@ def _refuse_row(field: str, place: str, row: Row, error: ValueError) -> NoReturn
     refuse(field, f"data whose {place} is malformed", allowed, fix, f"{place}: {error}")
 
 
-def check_examples(field: str, counts: RowCounts, seq_len: int | None) -> None:
-    """Raise ``ValueError`` naming ``field`` if no row can be trained on."""
+def check_examples(
+    field: str, counts: RowCounts, seq_len: int | None, bad_rows: BadRows, max_seq_len: int | None
+) -> None:
+    """Raise ``ValueError`` naming ``field`` if no row can be trained on, or if ``bad_rows`` refuses some."""
+    refusal = find_refusal(field, counts, seq_len, bad_rows, max_seq_len)
+    if refusal is not None:
+        raise refusal
+
+
+def find_refusal(
+    field: str, counts: RowCounts, seq_len: int | None, bad_rows: BadRows, max_seq_len: int | None
+) -> FieldError | None:
+    """Return the error of data in which rows have no token that bears loss; None if they are accepted.
+
+    The message names the first rows with their reasons. ``max_seq_len`` is the longest sequence that the fix
+    may suggest: the model's; None: any.
+    """
+    number = counts.num_rows_without_loss
+    is_refused = bad_rows == "refuse" or (bad_rows == "skip_truncated" and counts.num_never_with_loss > 0)
+    if counts.num_examples and not (number and is_refused):
+        return None
+    if not number:
+        named = "; ".join(counts.bad_rows)
+        value = f"{counts.num_rows:,} rows, all malformed ({named})"
+        return FieldError(field, value, "at least one readable row", "repair them")
+    fixes = []
+    longer = min(-(-counts.longest_without_loss // MULTIPLE) * MULTIPLE, max_seq_len or 2**62)
+    if seq_len is not None and seq_len < counts.length_with_loss <= longer:
+        kept = number - counts.num_never_with_loss
+        named = "it" if number == 1 else "all of them" if kept == number else f"{kept:,} of them"
+        fixes.append(f"Recipe(seq_len={longer}), which keeps {named}")
     if counts.num_examples:
-        return
-    if counts.num_rows_without_loss:
-        refuse(
-            field,
-            f"{count_rows(counts.num_rows_without_loss)} without a token that bears loss",
-            f"rows whose completion starts within the first {seq_len:,} tokens; too late in "
-            f"{counts.named_rows_without_loss}",
-            f"a larger Recipe.seq_len than {seq_len:,}, or shorter prompts",
-        )
-    named = "; ".join(counts.bad_rows)
-    refuse(
+        fixes.append(f"{field.partition('.')[0]}(bad_rows='skip'), which leaves out what cannot be learned")
+    return FieldError(
         field,
-        f"{counts.num_rows:,} rows, all malformed ({named})",
-        "at least one readable row",
-        "repair them",
+        f"data with {count_rows(number)} without a token that bears loss",
+        f"rows with tokens to learn. {counts.named_rows_without_loss[:1].upper()}"
+        f"{counts.named_rows_without_loss[1:]}",
+        ", or ".join(fixes) or "shorter prompts",
+        f"{count_rows(number)} without a token that bears loss ({counts.named_rows_without_loss})",
     )
 
 
@@ -177,8 +243,8 @@ def describe_counts(counts: RowCounts, seq_len: int) -> list[str]:
         )
     if counts.num_rows_without_loss:
         lines.append(
-            f"left out: {count_rows(counts.num_rows_without_loss)}, whose tokens that bear loss are all cut "
-            f"off ({counts.named_rows_without_loss})"
+            f"left out: {count_rows(counts.num_rows_without_loss)} without a token that bears loss "
+            f"({counts.named_rows_without_loss})"
         )
     if counts.num_bad_rows:
         lines.append(describe_skipped_rows(counts))

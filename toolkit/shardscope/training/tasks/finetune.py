@@ -14,7 +14,7 @@ from shardscope.frameworks.registry import check_config
 from shardscope.records.json_files import read_json
 from shardscope.training.checkpoints.folders import POSITION_FILE
 from shardscope.training.data.tokenizer import SHIPPED_TEXT
-from shardscope.training.data.weights_tokenizer import WeightsTokenizer
+from shardscope.training.data.weights_tokenizer import WeightsTokenizer, describe_unused_rows
 from shardscope.training.examples.batches import find_padding_id
 from shardscope.training.examples.conversation import Prompt, encode_prompts, find_end_ids, read_prompts
 from shardscope.training.examples.encoding import LOSS_ON, Encoder, LossOn
@@ -57,6 +57,7 @@ from shardscope.training.tasks.plan_forecast import describe_forecast
 from shardscope.training.tasks.text_task import TextTask
 from shardscope.training.weights.base_sample import hash_base
 from shardscope.training.weights.weights_folder import WeightsFolder
+from shardscope.training.weights.weights_source import resolve_weights
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +85,9 @@ class Finetune(TextTask):
 
     weights: Path = field(kw_only=False)
     """Folder of a Hugging Face checkpoint: config.json, tokenizer, and model.safetensors or several such
-    files with an index, in fp32, bf16 or fp16. Nothing in it is unpickled, and nothing is downloaded."""
+    files with an index, in fp32, bf16 or fp16. Or "org/name" of the Hub, or "smollm2-135m-instruct" (see
+    :func:`shardscope.example_model`): its folder in the cache, into which it is downloaded when the task is
+    made. Nothing in it is unpickled. The field is the folder afterwards."""
     learning_rate: float | None = None
     """Peak learning rate; None: 2e-5, or 2e-4 for adapters, 1e-4 from 30 billion parameters; on examples,
     3e-5 and 1e-3 for models below 400 million. More for batches of over 262,144 tokens. See
@@ -99,7 +102,9 @@ class Finetune(TextTask):
     loss_on: LossOn = "completions"
     """Tokens that bear loss: "completions" (every turn of the assistant), "last" (its last turn) or "all"."""
     bad_rows: BadRows = "refuse"
-    """What happens to a malformed row: "refuse" the data, or "skip" the row, counted in the log."""
+    """What happens to a malformed row and to one without a token that bears loss: "refuse" the data, "skip"
+    the row, or "skip_truncated", which skips only rows whose completion ``seq_len`` cuts off. Skipped rows
+    are counted in the log."""
     objective: Objective = "sft"
     """What is learned: "sft", the answers of the data (supervised fine-tuning); or "dpo", to prefer the
     chosen answer of each pair to the rejected one (direct preference optimization, Rafailov et al. 2023). A
@@ -156,8 +161,8 @@ class Finetune(TextTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Resolved, because the kernel may change its working directory before the launch.
-        object.__setattr__(self, "weights", WeightsFolder.open(self.weights, self._field("weights")).path)
+        # Resolved here: ranks download nothing, and the kernel may change its working directory.
+        object.__setattr__(self, "weights", resolve_weights(self.weights, self._field("weights")))
         check_choice(self._field("loss_on"), self.loss_on, LOSS_ON)
         check_choice(self._field("bad_rows"), self.bad_rows, BAD_ROWS)
         if self.data is not None:
@@ -197,22 +202,29 @@ class Finetune(TextTask):
         if self.plain_text is not None:
             allowed = "examples; a text file is read as one long text, every token of which bears loss"
             refuse(self._field("data"), str(self.plain_text), allowed, "a .jsonl file of rows")
-        rows = self._rows.open()
+        rows, tokenizer = self._rows.open(), WeightsTokenizer(self.folder).load()
         preview = preview_examples(
             self._field("data"),
             describe_source(self.data),
             rows,
             self._rows.recognize_format(rows),
-            WeightsTokenizer(self.folder).load(),
+            tokenizer,
             num_shown=n,
             seq_len=plan.recipe.seq_len if seq_len is None and plan is not None else seq_len,
             loss_on=self.loss_on,
             bad_rows=self.bad_rows,
             packing=plan is not None and plan.recipe.packing,
+            max_seq_len=self.folder.architecture.max_position_embeddings,
         )
         cost = describe_reference(plan, len(rows)) if self.objective == "dpo" else ""
         num_shared = self._rows.count_shared(rows)
-        preview = replace(preview, is_streamed=self.streaming, cost=cost, num_shared_rows=num_shared)
+        preview = replace(
+            preview,
+            is_streamed=self.streaming,
+            cost=cost,
+            num_shared_rows=num_shared,
+            vocabulary_warning=describe_unused_rows(len(tokenizer), self.folder.architecture.vocab_size),
+        )
         if plan is None:
             return preview
         return replace(preview, forecast=describe_forecast(self, plan, preview))
@@ -242,6 +254,7 @@ class Finetune(TextTask):
             bad_rows=self.bad_rows,
             streaming=self.streaming,
             seed=self.seed,
+            max_seq_len=self.folder.architecture.max_position_embeddings,
         )
 
     def choices(self, plan: Plan) -> Choices:

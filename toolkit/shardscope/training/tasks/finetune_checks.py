@@ -132,7 +132,7 @@ def check_rows(task: Finetune, rows: FinetuneRows) -> None:
     for name in ("data", "validation") if has_source else ("data",):
         opened = rows.open(name)
         format = rows.recognize_format(opened, name)
-        if task.bad_rows == "refuse":
+        if task.bad_rows != "skip":
             for index in range(min(len(opened), MAX_CHECKED_ROWS)):
                 check_row(name_field(task, name), format, index, opened)
         if isinstance(task.samples, int) and format.name == "text":

@@ -33,6 +33,8 @@ class FinetuneRows:
     bad_rows: BadRows
     streaming: bool
     seed: int
+    max_seq_len: int | None = None
+    """The model's longest sequence, for suggested fixes; None: not known."""
 
     def name_field(self, name: str) -> str:
         """Return the name of a field in error messages."""

@@ -90,7 +90,7 @@ def _write_table(
         indices=indices,
     )
     table = build_table(encoded)
-    check_examples(field, counts, seq_len)
+    check_examples(field, counts, seq_len, rows.bad_rows, rows.max_seq_len)
     table.save(folder)
     save_counts(folder, counts)
     for line in describe_counts(counts, seq_len):
@@ -155,6 +155,7 @@ def continue_stream(
         seed=rows.seed,
         rank=rank,
         num_ranks=share["num_ranks"],
+        max_seq_len=rows.max_seq_len,
     )
     reader = StreamReader(examples)
     own = positions[rank] if isinstance(positions, list) and rank < len(positions) else None

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ EXAMPLES = {
 }
 Report = Callable[[str, float], None]
 """``report(message, fraction)``: called about twice a second; what it raises ends the work."""
-REPORT_SECONDS = 0.5
+REPORT_SECONDS, PRINT_SECONDS = 0.5, 10.0
 CONVERTED_BYTES = 541_000_000
 """Size of the converted folder: 134.5 million fp32 parameters and the tokenizer."""
 
@@ -64,15 +65,23 @@ def example_model(name: str) -> Path:
     ``ValueError`` for an unknown name, and ``RuntimeError`` if the download, the check or the conversion
     fails; nothing is left in the cache then.
     """
-    last = ""
+    return find_example(name) or fetch_example(name, print_changes())
 
-    def print_once(message: str, fraction: float) -> None:
-        nonlocal last
-        if message != last:
-            last = message
+
+def print_changes() -> Report:
+    """Return a progress report that prints each new message, of a growing size one in ten seconds."""
+    last, last_seconds = "", 0.0
+
+    def print_changed(message: str, fraction: float) -> None:
+        nonlocal last, last_seconds
+        if message == last:
+            return
+        is_same_work = message.partition(": ")[0] == last.partition(": ")[0]
+        if not is_same_work or time.monotonic() - last_seconds > PRINT_SECONDS:
+            last, last_seconds = message, time.monotonic()
             print(message, flush=True)
 
-    return find_example(name) or fetch_example(name, print_once)
+    return print_changed
 
 
 def find_example(name: str) -> Path | None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from shardscope.machine.hub import find_hub_problem
+from shardscope.training.data.weights_tokenizer import WeightsTokenizer
 from shardscope.training.weights.example_models import Report, run_process
 from shardscope.training.weights.weights_folder import CONFIG, PICKLES, WeightsFolder
 
@@ -26,16 +28,21 @@ def is_hub_name(text: str) -> bool:
 
 
 def find_in_cache(repo_id: str) -> Path | None:
-    """Return the folder of a model in the Hub's cache; None if it is not there, or not complete."""
+    """Return the folder of a model in the Hub's cache; None if it is not there, or not complete.
+
+    A download that was interrupted has an index without all of its files, or no tokenizer.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(repo_id, CONFIG)
     if not isinstance(config, str):
         return None
     try:
-        return WeightsFolder.open(Path(config).parent, "weights").path
+        folder = WeightsFolder.open(Path(config).parent, "weights")
+        is_complete = bool(folder.tensors) and WeightsTokenizer(folder).is_there()
     except ValueError:
         return None
+    return folder.path if is_complete else None
 
 
 def download(repo_id: str, report: Report) -> Path:
@@ -44,18 +51,35 @@ def download(repo_id: str, report: Report) -> Path:
     Raises ``RuntimeError`` if the Hub does not serve it, if the download fails, and if a fine-tune cannot use
     what it has, such as pickled weights.
     """
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
     report(f"looking for {repo_id} on the Hub", 0.02)
     problem = find_hub_problem(repo_id, CONFIG, "model")
     if problem is not None:
         raise RuntimeError(f"{repo_id} cannot be downloaded: {problem.reason}. Nearest fix: {problem.fix}.")
     command = [sys.executable, "-m", "shardscope.training.weights.hub_folder", repo_id]
-    output = run_process(command, lambda: report(f"downloading {repo_id}", 0.1), HF_HUB_OFFLINE="0")
+    blobs = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo_id, repo_type="model") / "blobs"
+
+    def report_size() -> None:
+        report(f"downloading {repo_id}: {_measure_folder(blobs) / 1e9:.2f} GB", 0.1)
+
+    output = run_process(command, report_size, HF_HUB_OFFLINE="0")
     folder = Path(output.strip().splitlines()[-1])
     try:
         WeightsFolder.open(folder, "weights")
     except ValueError as error:
         raise RuntimeError(f"{repo_id} was downloaded, but cannot be fine-tuned: {error}") from error
     return folder
+
+
+def _measure_folder(folder: Path) -> int:
+    """Return the bytes of the files in ``folder``, which another process is writing."""
+    total = 0
+    for path in folder.iterdir() if folder.is_dir() else ():
+        with suppress(OSError):  # Renamed when it is complete.
+            total += path.stat().st_size
+    return total
 
 
 def find_weights_problem(files: list[str]) -> str:

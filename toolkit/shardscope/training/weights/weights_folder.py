@@ -54,11 +54,7 @@ class WeightsFolder:
             refuse(field, value, allowed, "the folder's path")
         path = Path(value).expanduser().absolute()
         if not path.is_dir():
-            # A name like "org/model" is the Hub's: nothing is downloaded, so name the function that does.
-            fix = "the folder's path"
-            if isinstance(value, str) and value.count("/") == 1 and not value.startswith((".", "/", "~")):
-                fix = f"the folder that huggingface_hub.snapshot_download({value!r}) gives"
-            refuse(field, str(value), f"{allowed}: there is no such folder", fix)
+            refuse(field, str(value), f"{allowed}: there is no such folder", "the folder's path")
         folder = cls(path.resolve(), field)
         folder._check_listing(allowed)
         return folder
