@@ -187,4 +187,5 @@ def _import_libraries() -> None:
 
 
 def _read_preview(question: DataQuestion) -> Preview:
-    return question.task.match_objective().preview(seq_len=question.seq_len)
+    # Windows always: whether they are packed is decided later, by the lengths of these rows.
+    return question.task.match_objective().preview(seq_len=question.seq_len, packing=True)

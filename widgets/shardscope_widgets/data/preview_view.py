@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from html import escape
 
+import shardscope as ss
 from shardscope.training.examples.length_histogram import HISTOGRAM_STYLE, render_histogram
 from shardscope.training.examples.preview import LengthAdvice, Preview
 from shardscope_widgets.data.data_panel import READING, SHORTEN, render_length_button
@@ -18,6 +20,8 @@ class PreviewView(View):
 
     def __init__(self, on_length: Callable[[], None]) -> None:
         self._on_length = on_length
+        self._preview: Preview | None = None
+        self._plan: ss.Plan | None = None
         self.summary = Clickable(self._handle_action, "ss-data-summary")
         self.rows = controls.create_html()
         super().__init__([self.summary, self.rows], layout=controls.share_layout())
@@ -25,11 +29,24 @@ class PreviewView(View):
 
     def show(self, preview: Preview | None, advice: LengthAdvice | None) -> None:
         """Show ``preview``, and ``advice`` about its sequence length as a button; None: it is being read."""
+        self._preview = preview
+        self.summary.value = READING if preview is None else render_summary(preview, advice)
+        self._draw_rows()
+
+    def set_plan(self, plan: ss.Plan | None) -> None:
+        """Show the rows as ``plan`` reads them: in windows, if it packs them."""
+        if plan != self._plan:
+            self._plan = plan
+            self._draw_rows()
+
+    def _draw_rows(self) -> None:
+        preview, recipe = self._preview, self._plan.recipe if self._plan is not None else None
         if preview is None:
-            self.summary.value, self.rows.value = READING, ""
+            self.rows.value = ""
             return
-        self.summary.value = render_summary(preview, advice)
-        self.rows.value = preview.rows_to_html()
+        # Windows of another length would hold other rows.
+        is_packed = recipe is not None and recipe.packing and recipe.seq_len == preview.seq_len
+        self.rows.value = (preview if is_packed else replace(preview, windows=())).rows_to_html()
 
     def _handle_action(self, act: str) -> None:
         if act != SHORTEN:

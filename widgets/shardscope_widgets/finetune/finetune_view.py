@@ -110,6 +110,7 @@ class FinetuneView(View):
             return
         setup = self.form.setup
         self.plan = None if setup is None else setup.plan
+        self.form.preview.set_plan(self.plan)
         (self._memory_place.remove_class if setup is not None else self._memory_place.add_class)("ss-off")
         self._show_button()
         if setup is None:

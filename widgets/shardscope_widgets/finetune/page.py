@@ -69,6 +69,7 @@ class FinetunePage(widgets.VBox):
 
     def show(self, state: FormState, plan: ss.Plan) -> None:
         """Show what a launch of ``plan`` would do, or what is missing."""
+        self.form.preview.set_plan(plan)
         is_other = state.message == OTHER_MODEL
         actions = {"Plan with this model": self._on_apply} if is_other else {}
         self.notice.show_message(OTHER_MODEL if is_other else "", actions)

@@ -6,6 +6,7 @@ import re
 from html import escape
 from typing import TYPE_CHECKING
 
+from shardscope.catalog import load_table
 from shardscope.core.cluster import name_device
 from shardscope.core.number_format import format_count
 
@@ -48,6 +49,12 @@ def format_name(name: str) -> str:
     return " ".join(_format_word(part) for part in re.split(r"[-_ ]", name) if part)
 
 
+def name_model(architecture: ss.Architecture) -> str:
+    """Return ``Llama 3.1 8B`` for a model of the catalogue, and the name of a folder as it is."""
+    name = architecture.name
+    return format_name(name) if name in load_table("models") else name
+
+
 def _format_word(part: str) -> str:
     if part in _SPELLED:
         return _SPELLED[part]
@@ -85,7 +92,7 @@ def describe_plan(plan: ss.Plan) -> str:
     methods = {"full": "full training", "lora": f"LoRA of rank {rank}", "qlora": f"QLoRA of rank {rank}"}
     method = methods[plan.recipe.method]
     return (
-        f"<span class='what'><b>{escape(format_name(plan.architecture.name))}</b> on "
+        f"<span class='what'><b>{escape(name_model(plan.architecture))}</b> on "
         f"<b>{escape(describe_devices(plan.cluster))}</b> with <b>{escape(plan.layout.description)}</b>, "
         f"{method}, {escape(plan.recipe.precision)}</span>"
     )

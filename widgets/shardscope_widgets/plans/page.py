@@ -16,7 +16,7 @@ from shardscope.planner.differences import does_the_same
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_work import WorkPanel
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
-from shardscope_widgets.kit.display_names import count_devices, format_name
+from shardscope_widgets.kit.display_names import count_devices, name_model
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.plans.advice_view import AdviceView
@@ -99,7 +99,7 @@ class Question(NamedTuple):
         return cls(plan.architecture, plan.cluster, (*values, rank), familiar_with)
 
     def __str__(self) -> str:
-        return f"{format_name(self.architecture.name)} on {count_devices(self.cluster)}"
+        return f"{name_model(self.architecture)} on {count_devices(self.cluster)}"
 
     def outdated_by(self, other: Question) -> str:
         """Return a phrase for what a result was computed for, if the current question is ``other``."""

@@ -14,7 +14,7 @@ from shardscope.runs.explain.predicted_metrics import PredictedMetrics
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.numbers import format_short
 from shardscope_widgets.kit.theme import RANK_COLOURS, RANK_DASHES
-from shardscope_widgets.run.lines import Line
+from shardscope_widgets.run.lines import Agreement, Line
 from shardscope_widgets.run.panels import (
     MAX_NAMES,
     SLOTS,
@@ -28,6 +28,8 @@ from shardscope_widgets.run.panels import (
 
 MAX_LINES = 8
 """Maximum number of ranks with their own line."""
+ALL_RANKS = "all ranks"
+"""Label of a line that stands for every rank, as their values are equal."""
 FIRST_STEPS = 40.0
 FIRST_MINUTES = 1 / 6
 FEW_POINTS = 10
@@ -62,6 +64,10 @@ class RunFigure:
         self._traces: dict[tuple[int, int], int] = {}
         """(slot, rank) -> trace index; traces of earlier runs are reused."""
         self._lines: dict[tuple[int, int], Line] = {}
+        self._agreements: dict[int, Agreement] = {}
+        """Slot -> whether the ranks' values are equal; equal lines are drawn once."""
+        self._united: set[int] = set()
+        """Slots that are drawn with one line for all ranks."""
         self._ceilings: dict[int, float] = {}
         """Slot -> height at which values above the axis are drawn."""
         self._expected: PredictedMetrics | None = None
@@ -95,6 +101,7 @@ class RunFigure:
         self._num_ranks = min(num_ranks, MAX_LINES)
         self._metrics, self._slots, self._units, self._lines = {}, {}, {}, {}
         self._ceilings = {}
+        self._agreements, self._united = {}, set()
         self._settled = set()
         self._expected = expected
         self._most_steps = max(total_steps - 1.0, 1.0) if total_steps else float("inf")
@@ -168,7 +175,9 @@ class RunFigure:
                         key = (self._slots[panel.metric], rank)
                         grown[key] = line = self._lines.setdefault(key, Line())
                         line.add_point(x, value / self._units[panel.metric][1])
-            self._draw_lines({**grown, **self._find_reclipped_lines()})
+                        if by == "step":
+                            self._agreements.setdefault(key[0], Agreement()).add(x, rank, value)
+            self._draw_lines({**grown, **self._find_reclipped_lines(), **self._unite_equal_lines()})
             self._fit_axes()
 
     def _is_new(self, metric: str) -> bool:
@@ -209,7 +218,25 @@ class RunFigure:
             # The tooltip shows the logged value, even for an outlier that is drawn at the ceiling.
             trace.customdata = y
             trace.mode = "lines+markers" if len(line.x) <= FEW_POINTS else "lines"
-            trace.visible = True
+            slot, rank = key
+            is_united = slot in self._united
+            trace.visible = not is_united or rank == min(
+                other for place, other in self._lines if place == slot
+            )
+            trace.hovertemplate = _write_tooltip(ALL_RANKS if is_united else f"rank {rank}")
+
+    def _unite_equal_lines(self) -> dict[tuple[int, int], Line]:
+        """Update which charts have one line for all ranks, and return the lines of those that changed."""
+        united = {
+            slot
+            for slot, agreement in self._agreements.items()
+            if agreement.includes([rank for other, rank in self._lines if other == slot])
+        }
+        changed = united ^ self._united
+        self._united = united
+        if changed:
+            self._place_charts()
+        return {key: line for key, line in self._lines.items() if key[0] in changed}
 
     def _find_reclipped_lines(self) -> dict[tuple[int, int], Line]:
         """Return the lines whose ceiling has changed and which must be redrawn completely.
@@ -241,9 +268,14 @@ class RunFigure:
             yaxis.exponentformat = panel.exponents
             unit = self.charts[panel][0]
             notes.append(_build_title(f"{panel.title}, {unit}" if unit else panel.title, place))
+            label = ""
             if (level := self._find_level(panel)) is not None:
                 levels.append(_build_predicted_line(slot, level))
-                notes.append(_build_predicted_label(level, place))
+                label = f"predicted {format_short(level)}"
+            if slot in self._united:
+                label = " · ".join(filter(None, [ALL_RANKS, label]))
+            if label:
+                notes.append(_build_side_label(label, place))
         # Axes of unused slots are hidden: plotly draws empty axes too.
         for slot in range(SLOTS):
             for axis in _find_axes(layout, slot):
@@ -308,8 +340,12 @@ def _build_trace(slot: int, rank: int) -> dict[str, object]:
             "width": 1.5,
             "dash": RANK_DASHES[rank % len(RANK_DASHES)],
         },
-        "hovertemplate": f"rank {rank}, at %{{x:,.7~r}}: %{{customdata:.4g}}<extra></extra>",
+        "hovertemplate": _write_tooltip(f"rank {rank}"),
     }
+
+
+def _write_tooltip(who: str) -> str:
+    return f"{who}, at %{{x:,.7~r}}: %{{customdata:.4g}}<extra></extra>"
 
 
 def _create_figure() -> Chart:
@@ -377,10 +413,10 @@ def _build_predicted_line(slot: int, height: float) -> dict[str, object]:
     }
 
 
-def _build_predicted_label(height: float, place: Position) -> dict[str, object]:
-    """Return the prediction's number for the title line; inside the plot, grid lines would cross it."""
+def _build_side_label(text: str, place: Position) -> dict[str, object]:
+    """Return a text for the right end of the title line; inside the plot, grid lines would cross it."""
     return {
-        "text": f"predicted {format_short(height)}",
+        "text": text,
         "x": place.x[1],
         "y": place.y[1],
         "xref": "paper",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import isfinite
 
 import numpy as np
@@ -9,10 +10,48 @@ from numpy.typing import NDArray
 
 MAX_POINTS = 400
 """Maximum points of a line; a longer one is reduced to about half. A panel is 250 pixels wide."""
+MAX_COMPARED = 256
+"""Steps by which a rank's records may arrive later than another's and still be compared."""
 FIRST_STEPS = 3
 """Steps ignored by the axis range: the first steps are slower because they allocate memory."""
 SHARE = 0.98
 """Fraction of the other points that the axis range covers; higher points are drawn at its top."""
+
+
+class Agreement:
+    """Whether all ranks log the same values of one metric, as for a loss that is averaged over them.
+
+    Values are compared at equal steps. A rank that was never compared does not agree: of a long run only a
+    sample of the lines is read.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[float, tuple[int, float]] = {}
+        """Step -> the rank that logged it first, with its value; the latest ``MAX_COMPARED`` steps."""
+        self._agreeing: set[int] = set()
+        self._differs = False
+
+    def add(self, x: float, rank: int, value: float) -> None:
+        """Compare the value of ``rank`` at step ``x`` with that of the rank that logged it first."""
+        if self._differs:
+            return
+        if x not in self._values:
+            if len(self._values) >= MAX_COMPARED:
+                self._values.pop(next(iter(self._values)))
+            self._values[x] = (rank, value)
+            return
+        first, known = self._values[x]
+        if first == rank:  # A run that was started again logs its last steps twice.
+            self._values[x] = (rank, value)
+        elif value == known or (value != value and known != known):
+            self._agreeing |= {first, rank}
+        else:
+            self._differs = True
+            self._values.clear()
+
+    def includes(self, ranks: Collection[int]) -> bool:
+        """Return whether these are several ranks, all of which have logged the same."""
+        return len(ranks) > 1 and not self._differs and self._agreeing.issuperset(ranks)
 
 
 class Line:

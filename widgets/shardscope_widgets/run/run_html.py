@@ -218,6 +218,16 @@ def render_swatch(rank: int) -> str:
     )
 
 
+def render_legend(num_ranks: int) -> str:
+    """Return which line is which rank's; empty for one rank."""
+    if num_ranks < 2:
+        return ""
+    shown = min(num_ranks, MAX_LINES)
+    entries = "".join(f"<span>{render_swatch(rank)}rank {rank}</span>" for rank in range(shown))
+    more = f"<span>of {num_ranks:,} ranks</span>" if num_ranks > shown else ""
+    return f"<div class='ss-rank-legend ss-hint'>{entries}{more}</div>"
+
+
 def render_latest_table(
     latest: Mapping[int, Mapping[str, object]],
     charts: Mapping[Panel, tuple[str, float]],

@@ -10,7 +10,7 @@ from math import isfinite
 
 from shardscope.core.number_format import format_count
 from shardscope.runs.summaries import RunSummary
-from shardscope_widgets.kit.display_names import describe_devices, format_name
+from shardscope_widgets.kit.display_names import describe_devices, name_model
 from shardscope_widgets.run.run_html import format_seconds, render_status_sign
 
 EMPTY = (
@@ -58,7 +58,7 @@ def describe_plan(summary: RunSummary) -> str:
     if plan is None:
         return "plan cannot be read"
     method = "" if plan.recipe.method == "full" else f", {plan.recipe.method}"
-    model, gpus = format_name(plan.architecture.name), describe_devices(plan.cluster)
+    model, gpus = name_model(plan.architecture), describe_devices(plan.cluster)
     target = summary.run.target if summary.run is not None else ""
     # The job before the plan: a narrow list cuts what is last.
     return (f"{target} · " if target else "") + f"{model} on {gpus}, {plan.layout.description}{method}"

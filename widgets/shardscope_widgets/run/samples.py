@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from shardscope.records.samples import Sample
 
 MAX_PROMPTS = 16
+MAX_UNCUT = 60
+"""Characters of an answer that two lines of a narrow column hold."""
 MAX_CHARACTERS = 2000
 """Maximum characters of a text that are shown; ``run.samples()`` has all of them."""
 
@@ -88,7 +90,8 @@ def render_samples(
             by_prompt.setdefault(sample["prompt"], {})[sample["step"]] = sample
     columns = _choose_columns(sorted({sample["step"] for sample in samples}), best)
     if not by_prompt:
-        return "<h2>Samples</h2><p class='ss-hint'>Generated before the first step.</p>"
+        waiting = "<p class='ss-hint'>Generated before the first step.</p>"
+        return f"<h2>Samples</h2><div class='ss-samples ss-waiting'>{waiting}</div>"
     heads = "".join(_render_head(title, losses.get(step)) for step, title in columns)
     rows = "".join(
         f"<tr class='ss-asked'><th scope='rowgroup' colspan='{len(columns)}'>"
@@ -130,9 +133,12 @@ def _render_answer(sample: Sample | None, title: str) -> str:
     label = f" data-label='{escape(title, quote=True)}'"
     if sample is None:
         return f"<td class='ss-hint'{label}>not generated yet</td>"
-    text = _shorten_text(sample["text"].strip()) or "<span class='ss-hint'>an empty answer</span>"
+    answer = sample["text"].strip()
+    text = _shorten_text(answer) or "<span class='ss-hint'>an empty answer</span>"
     cut = "" if sample["is_complete"] else "<span class='ss-hint' title='Cut at max_new_tokens'> …</span>"
-    return f"<td{label}>{text}{cut}</td>"
+    # Where room is short, only the first lines are shown: the tooltip has all of them.
+    tooltip = f" title='{escape(answer[:MAX_CHARACTERS], quote=True)}'" if len(answer) > MAX_UNCUT else ""
+    return f"<td{label}><span class='ss-answer'{tooltip}>{text}{cut}</span></td>"
 
 
 def _shorten_text(text: str) -> str:

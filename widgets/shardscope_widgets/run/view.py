@@ -123,6 +123,7 @@ class RunView(View):
         self.facts = controls.create_html()
         # Created with the first run: a FigureWidget sends 5 MB of front end, which planning does not need.
         self.figure: RunFigure | None = None
+        self.legend = controls.create_html()
         self._figure_place = widgets.VBox(layout=widgets.Layout())
         self.recording: RecordingPanel | None = None
         self._recording_place = widgets.VBox(layout=controls.share_layout())
@@ -181,7 +182,7 @@ class RunView(View):
             self.num_steps = 0
             if self.figure is None:
                 self.figure = RunFigure()
-                self._figure_place.children = [self.figure.widget]
+                self._figure_place.children = [self.legend, self.figure.widget]
                 self.recording = RecordingPanel(self._on_open_trace)
                 self._recording_place.children = [self.recording]
             assert self.recording is not None, "both are created together"
@@ -193,6 +194,7 @@ class RunView(View):
                 trained.append(VALIDATION_PANEL.metric)
             self.figure.fit_width(self._sheet.width)
             self.figure.start_run(run.world_size, self._expected, run.num_steps, trained)
+            self.legend.value = run_html.render_legend(run.world_size)
             self.samples.start_run(run)
             self.memory.start_run(run)
             self.logs.start_run(run)

@@ -20,7 +20,7 @@ from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.display_names import (
     count_devices,
     describe_devices,
-    format_name,
+    name_model,
     name_rate_unit,
 )
 from shardscope_widgets.kit.front_end import front_end_text
@@ -41,7 +41,7 @@ def render_headline(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> st
     rank = plan.recipe.adapter_rank
     methods = {"full": "full training", "lora": f"LoRA rank {rank}", "qlora": f"QLoRA rank {rank}"}
     method = methods[plan.recipe.method]
-    model, gpus = format_name(plan.architecture.name), describe_devices(plan.cluster)
+    model, gpus = name_model(plan.architecture), describe_devices(plan.cluster)
     layout = plan.layout.description
     plain = f"{model} on {gpus} with {layout}, {method}, {plan.recipe.precision}"
     short = FORM_FACTOR.sub("", NODES.sub(f"{plan.cluster.num_gpus:,}", gpus))
@@ -58,8 +58,20 @@ def render_headline(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> st
     )
 
 
+def render_missing_task(plan: ss.Plan) -> str:
+    """Return as HTML that the form is incomplete: a verdict would be about the model of ``plan``."""
+    model = escape(name_model(plan.architecture))
+    return (
+        "<div class='ss-what'><b>Not ready to fine-tune</b></div>"
+        f"<div class='ss-hint'>{model} at the left stays the plan until the form below is complete.</div>"
+    )
+
+
 def render_rates(shown: ShownStep) -> str:
-    """Return three numbers as HTML, each below its unit; a dash has the reason for a missing number."""
+    """Return three numbers as HTML, each below its unit; a dash has the reason for a missing number.
+
+    CPU ranks have only the known ones: they have no list price, and peak FLOP/s only after a calibration.
+    """
     report, reason = shown.report, shown.step.why_no_rates
     units = (f"tokens/s per {name_rate_unit(shown.plan.cluster)}", "MFU", "per M tokens")
     if report is None or reason:
@@ -73,6 +85,10 @@ def render_rates(shown: ShownStep) -> str:
             (share, units[1], why_mfu),
             (DASH if cost is None else format_dollars(1e6 * cost), units[2], describe_price(shown)),
         ]
+    if shown.plan.cluster.gpu.vendor == "cpu":
+        numbers = [number for number in numbers if number[0] != DASH]
+        if not numbers:
+            return ""
     return f"<div class='ss-rates'>{''.join(_render_rate(*number) for number in numbers)}</div>"
 
 
@@ -116,9 +132,16 @@ class FitButton:
 
     def show_for_plan(self, plan: ss.Plan, verdict: Verdict) -> None:
         """Show the button if ``plan`` does not fit."""
-        self._plan = plan
-        self._show_searching(False)
+        if plan != self._plan:
+            self._plan = plan
+            self._show_searching(False)
         self.button.layout.display = "" if verdict.state == "does not fit" else "none"
+
+    def hide(self) -> None:
+        """Hide the button: there is no plan to make fit."""
+        self._plan = None
+        self._show_searching(False)
+        self.button.layout.display = "none"
 
     def start_search(self) -> None:
         """Start the search for changes."""

@@ -49,6 +49,7 @@ from shardscope_widgets.studio.head import (
     FitButton,
     FullWindow,
     render_headline,
+    render_missing_task,
     render_rates,
     write_fit_question,
 )
@@ -388,8 +389,7 @@ class Studio(View):
         self._report = report
         self.notice.show_message("")  # The notice was about the previous plan.
         self._verdict = assess_plan(plan, report)
-        self.headline.value = render_headline(plan, report, self._verdict)
-        self.fit.show_for_plan(plan, self._verdict)
+        self._show_head()
         # Let the browser draw the visible part while the slower rest is still computed.
         self._draw_shown()
         self._show_rates()
@@ -409,11 +409,36 @@ class Studio(View):
             self._offer_launch()
             self._recheck()
 
+    def _show_head(self) -> None:
+        """Show the plan and its verdict; on a Fine-tune tab without a task, that it is not ready."""
+        if self._report is None or self._verdict is None:
+            return
+        if self._lacks_task:
+            self.headline.value = render_missing_task(self.plan)
+            self.fit.hide()
+        else:
+            self.headline.value = render_headline(self.plan, self._report, self._verdict)
+            self.fit.show_for_plan(self.plan, self._verdict)
+        self._show_or_hide_rates()
+
+    @property
+    def _lacks_task(self) -> bool:
+        """Return whether the Fine-tune tab is shown and its form leads to no plan."""
+        page = vars(self).get("finetune")
+        if self.tabs.value != FINE_TUNE or page is None or page.form.setup is not None:
+            return False
+        # While other data are read, the last plan stays.
+        return self._formed is None or not page.form.data_panel.is_reading
+
     def _show_rates(self) -> None:
+        self.rates.value = render_rates(build_shown_step(self.plan))
+        self._show_or_hide_rates()
+
+    def _show_or_hide_rates(self) -> None:
         # A rate and a price for a plan that runs out of memory would be misleading.
         lacks = self._verdict is not None and self._verdict.state == "does not fit"
-        self.rates.layout.display = "none" if lacks else ""
-        self.rates.value = render_rates(build_shown_step(self.plan))
+        is_hidden = lacks or self._lacks_task or not self.rates.value
+        self.rates.layout.display = "none" if is_hidden else ""
 
     def _draw_shown(self) -> None:
         """Update the visible page; the other pages are updated when they are shown."""
@@ -459,6 +484,7 @@ class Studio(View):
         self.task.set_form(page.read_state(self.architecture.weights_folder) if has_turn else None)
         self._drawn.pop(FINE_TUNE, None)
         self._draw_shown()
+        self._show_head()
 
     def _apply_form(self) -> None:
         self._formed = None

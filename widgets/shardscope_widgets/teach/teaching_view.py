@@ -8,7 +8,7 @@ from html import escape
 import ipywidgets as widgets
 
 import shardscope as ss
-from shardscope_widgets.kit.display_names import describe_plan, format_name
+from shardscope_widgets.kit.display_names import describe_plan, name_model
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
 
@@ -31,7 +31,7 @@ class TeachingView(View):
     @property
     def page_title(self) -> str:
         """Title of the page that :meth:`to_html` writes."""
-        name = format_name(self.plan.architecture.name) if self.plan else ""
+        name = name_model(self.plan.architecture) if self.plan else ""
         return f"{self.title}: {name}" if name else self.title
 
 

@@ -15,6 +15,7 @@ from tests.requirements import needs
 from tests.weights_folders import write_chat_folder
 
 import shardscope as ss
+from shardscope.planner.checks.case import replace_plan_fields
 from shardscope.training.examples.length_histogram import render_histogram
 from shardscope_widgets import FinetuneView
 from shardscope_widgets.data import data_panel
@@ -106,6 +107,23 @@ def test_preview_opens_the_rows_with_their_learned_tokens(view: FinetuneView) ->
     assert learned[-1] == "Ahab<i>&lt;|im_end|&gt;</i>"
     view.form.inputs.data.value = ""
     assert "ss-off" in fold._dom_classes
+
+
+def test_rows_are_shown_in_windows_where_the_plan_packs_them(view: FinetuneView) -> None:
+    preview = view.form.preview
+    enter_data(view, write_questions(Path("questions.jsonl")))
+    assert view.plan is not None and not view.plan.recipe.packing
+    assert "Row 1<" in preview.rows.value and "Window 1" not in preview.rows.value
+    packed = replace_plan_fields(view.plan, recipe={"packing": True, "seq_len": 2 * view.plan.recipe.seq_len})
+    preview.set_plan(packed)
+    assert "Window 1" not in preview.rows.value, "windows of another length hold other rows"
+    view.form.settings.boxes["seq_len"].value = str(packed.recipe.seq_len)
+    wait_until_read(view)
+    preview.set_plan(packed)
+    assert "<strong>Window 1</strong><span>2 rows" in preview.rows.value
+    assert "positions 0 to" in preview.rows.value
+    preview.set_plan(view.plan)
+    assert "Window 1" not in preview.rows.value
 
 
 def test_the_sequence_length_holds_the_longest_row(view: FinetuneView) -> None:

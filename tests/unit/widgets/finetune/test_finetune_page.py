@@ -51,12 +51,19 @@ def test_model_and_data_become_the_studios_plan_and_the_main_buttons_task(studio
     studio.tabs.value = "Fine-tune"
     assert button.description == "Fine-tune" and button.disabled and studio.plan is before
     assert "Choose a model and a data file" in button.tooltip
+    # A verdict on the model at the left would be about another run than the button's.
+    assert "Not ready to fine-tune" in studio.headline.value and "Fits" not in studio.headline.value
+    assert studio.rates.layout.display == "none"
+    studio.tabs.value = "Memory"
+    assert "Fits" in studio.headline.value and studio.rates.layout.display == ""
     fill(studio)
     plan, setup = studio.plan, studio.finetune.form.setup
     assert plan.architecture == setup.plan.architecture and plan.recipe.seq_len == 24
     assert (plan.recipe.method, plan.recipe.precision, plan.cluster) == ("lora", "fp32", setup.plan.cluster)
     assert button.description == "Fine-tune on 2 CPU ranks" and not button.disabled
     assert "LoRA rank 16" in studio.headline.value and "Fits" in studio.headline.value
+    assert "<b>chatty</b>" in studio.headline.value, "named as in the form"
+    assert "–" not in studio.rates.value, "CPU ranks have no MFU and no price"
     assert "15 epochs, 203 steps of 4 sequences" in studio.finetune.summary.value
     task = studio.launch.task
     assert task.data == Path("rows.jsonl").absolute() and task.samples == 3 and task.profile

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import shardscope as ss
 from shardscope.planner.verdict import assess_plan
 from shardscope.timing.calibration.store import store_calibration
 from shardscope_widgets.kit.chart import Chart
+from shardscope_widgets.kit.display_names import name_model
 from shardscope_widgets.kit.static_picture import find_texts_and_charts
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.memory.repairs import describe_no_fit
@@ -48,6 +50,28 @@ def test_rates_of_cpu_ranks_are_per_rank(plan: ss.Plan) -> None:
     assert "tokens/s per rank" in rates and "GPU" not in rates
     assert describe_figures(plan).endswith("tokens/s per rank")
     assert "GPU" not in render_headline(plan, plan.memory(), assess_plan(plan))
+
+
+def test_cpu_ranks_have_no_dashes_for_numbers_that_do_not_exist(
+    plan: ss.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = render_rates(build_shown_step(plan))
+    assert "–" not in rates and "per M tokens" not in rates
+    monkeypatch.setenv("SHARDSCOPE_DATA_HOME", str(tmp_path / "uncalibrated"))
+    assert render_rates(build_shown_step(plan)) == ""
+    # The reason for a GPU's missing price is worth a dash.
+    gpu = ss.Plan(
+        ss.models["llama-3.2-1b"], ss.Cluster.parse("1xh100-sxm-80gb"), ss.Recipe(), ss.Layout.ddp()
+    )
+    assert render_rates(build_shown_step(gpu)).count("<b>") == 3
+
+
+def test_names_of_folders_are_not_rewritten() -> None:
+    assert name_model(ss.models["llama-3.1-8b"]) == "Llama 3.1 8B"
+    assert (
+        name_model(replace(ss.models["smollm2-135m"], name="smollm2-135m-instruct"))
+        == "smollm2-135m-instruct"
+    )
 
 
 def test_the_step_report_of_cpu_ranks_names_no_gpu(plan: ss.Plan) -> None:

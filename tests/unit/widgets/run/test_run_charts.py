@@ -53,8 +53,8 @@ def show_finished_run(run: FakeRun) -> RunView:
 
 
 def read_titles(view: RunView) -> list[str]:
-    notes = [note.text for note in view.figure.widget.layout.annotations]
-    return [note for note in notes if note and "predicted" not in note]
+    notes = view.figure.widget.layout.annotations
+    return [note.text for note in notes if note.text and note.xanchor == "left"]
 
 
 def read_predictions(view: RunView) -> dict[str, float]:
@@ -76,14 +76,16 @@ def strip_markup(html: str) -> str:
 
 def test_every_metric_has_a_chart_and_every_prediction_a_line() -> None:
     view = show_finished_run(
-        make_engine_run([make_record(step, rank) for step in range(3) for rank in (0, 1)])
+        make_engine_run(
+            [make_record(step, rank, step_seconds=0.2 + rank) for step in range(3) for rank in (0, 1)]
+        )
     )
     assert read_titles(view) == TITLES
     assert read_predictions(view) == {"tokens/s per rank": 640.0, "memory, GiB": 3.0, "step time, ms": 200.0}
     notes = [note.text for note in view.figure.widget.layout.annotations]
     assert [note for note in notes if "predicted" in note] == [
-        "predicted 640",
-        "predicted 3.00",
+        "all ranks · predicted 640",
+        "all ranks · predicted 3.00",
         "predicted 200",
     ]
     row = strip_markup(view.table.value).partition("predicted")[2]
@@ -345,3 +347,52 @@ def test_facts_and_rows_exist_before_the_first_values() -> None:
     assert wait_until(lambda: "2.500" in view.facts.value)
     assert len(read_fact_names(view)) == 5 and view.table.value.count("<th scope='row'>") == rows
     run.status = "finished"
+
+
+def read_lines(figure: RunFigure, title: str) -> dict[str, list[float]]:
+    """Return the visible lines of the chart ``title`` by their names."""
+    number = [panel.metric for panel in figure.panels].index(title)
+    slot = figure._slots[figure.panels[number].metric]
+    axis = f"y{slot + 1 if slot else ''}"
+    return {
+        trace.hovertemplate.partition(",")[0]: list(trace.y)
+        for trace in figure.widget.data
+        if trace.yaxis == axis and trace.visible
+    }
+
+
+def test_values_that_are_equal_on_all_ranks_are_one_line_until_they_differ() -> None:
+    figure = RunFigure()
+    figure.start_run(3, None, 40, ["loss", "step_seconds"])
+    figure.add_records([make_record(0, rank, step_seconds=1.0 + rank) for rank in (0, 1)])
+    assert set(read_lines(figure, "loss")) == {"all ranks"}, "of the ranks that have logged"
+    # A rank that is a step behind has the same values so far.
+    figure.add_records([make_record(1, 0, loss=2.0), make_record(0, 2, step_seconds=1.0)])
+    assert read_lines(figure, "loss") == {"all ranks": [2.5, 2.0]}
+    assert set(read_lines(figure, "step_seconds")) == {"rank 0", "rank 1", "rank 2"}
+    labels = [note.text for note in figure.widget.layout.annotations if note.xanchor == "right"]
+    assert labels.count("all ranks") >= 1
+    figure.add_records([make_record(1, 1, loss=2.1), make_record(1, 2, loss=2.0)])
+    lines = read_lines(figure, "loss")
+    assert set(lines) == {"rank 0", "rank 1", "rank 2"} and lines["rank 1"][-1] == pytest.approx(2.1)
+    # The next run begins anew.
+    figure.start_run(2, None, 40, ["loss"])
+    figure.add_records([make_record(0, rank) for rank in (0, 1)])
+    assert set(read_lines(figure, "loss")) == {"all ranks"}
+
+
+def test_ranks_that_were_never_compared_have_lines_of_their_own() -> None:
+    figure = RunFigure()
+    figure.start_run(2, None, 40, ["loss"])
+    figure.add_records([make_record(0, 0), make_record(1, 1)])
+    assert set(read_lines(figure, "loss")) == {"rank 0", "rank 1"}
+
+
+@pytest.mark.parametrize(("world_size", "text"), [(1, ""), (2, "rank 0 rank 1"), (12, "rank 7 of 12 ranks")])
+def test_a_legend_says_which_line_is_which_ranks(world_size: int, text: str) -> None:
+    run = make_engine_run([make_record(0, rank) for rank in range(world_size)])
+    run.world_size = world_size
+    view = show_finished_run(run)
+    assert strip_markup(view.legend.value).strip().endswith(text) and ("<svg" in view.legend.value) == bool(
+        text
+    )

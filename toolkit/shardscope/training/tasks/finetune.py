@@ -192,12 +192,15 @@ class Finetune(TextTask):
         """See :class:`TextTask`."""
         return super().data_name or describe_source(self.data)
 
-    def preview(self, n: int = 5, *, seq_len: int | None = None, plan: Plan | None = None) -> Preview:
+    def preview(
+        self, n: int = 5, *, seq_len: int | None = None, plan: Plan | None = None, packing: bool = False
+    ) -> Preview:
         """Return how the model will read the data: the first ``n`` examples token by token, and lengths.
 
         ``seq_len`` is the length to which examples are cut; None: that of ``plan``, without a plan uncut.
-        With a plan there are memory, time and cost, and with its ``packing`` the first windows. Raises
-        ``ValueError`` naming the field for malformed data, and for plain text, which has no examples.
+        With a plan there are memory, time and cost; with ``packing``, or a plan that packs, the first
+        windows. Raises ``ValueError`` naming the field for malformed data, and for plain text, which has no
+        examples.
         """
         if self.plain_text is not None:
             allowed = "examples; a text file is read as one long text, every token of which bears loss"
@@ -213,7 +216,7 @@ class Finetune(TextTask):
             seq_len=plan.recipe.seq_len if seq_len is None and plan is not None else seq_len,
             loss_on=self.loss_on,
             bad_rows=self.bad_rows,
-            packing=plan is not None and plan.recipe.packing,
+            packing=packing or (plan is not None and plan.recipe.packing),
             max_seq_len=self.folder.architecture.max_position_embeddings,
         )
         cost = describe_reference(plan, len(rows)) if self.objective == "dpo" else ""
