@@ -102,23 +102,14 @@ def test_malformed_rows_are_refused_before_a_rank_starts_or_skipped(tmp_path: Pa
 
 
 @thorough()
-def test_smollm2_starts_with_the_loss_of_transformers(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    needs("gguf")
-    folder = ss.example_model("smollm2-135m-instruct")
-    arch = ss.Architecture.from_hf(folder)
-    assert arch.num_parameters == 134_515_008
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    questions = [{"role": "user", "content": "What is the capital of France?"}]
-    answers = [{"role": "assistant", "content": "Paris."}]
-    prompt = tokenizer(tokenizer.apply_chat_template(questions, add_generation_prompt=True, tokenize=False))
-    completion = tokenizer("Paris.<|im_end|>")["input_ids"]
-    recipe = ss.Recipe(seq_len=48, micro_batch_size=1, global_batch_size=2, precision="fp32", method="lora")
-    plan = ss.Plan(arch, ss.Cluster.parse("2xcpu"), recipe, Layout.fsdp2())
-    task = ss.Finetune(folder, [{"messages": questions + answers}] * 2, num_steps=1, export=True)
-    run = ss.launch(plan, task, folder=tmp_path / "runs")
-    assert run.wait(300) == "finished", run.error
-    expected = compute_loss(folder, [(prompt["input_ids"], completion)])
-    assert run.metrics()[0]["loss"] == pytest.approx(expected, abs=1e-4)
-    assert (run.model / "adapter_model.safetensors").is_file()
+def test_a_row_whose_completion_is_cut_off_ends_the_run_or_is_left_out(tmp_path: Path) -> None:
+    folder = small_model(tmp_path, "llama")
+    long = {"prompt": "Where is the whale? " * 9, "completion": " At sea"}
+    data = write_rows(tmp_path / "rows.jsonl", [*ROWS, long])
+    run = launch(folder, data, Layout.ddp(), tmp_path / "runs")
+    assert run.wait(150) == "failed"
+    assert "Line 5 of rows.jsonl: seq_len=32 cuts off its completion" in str(run.error)
+    assert "or Finetune(bad_rows='skip')" in str(run.error)
+    run = launch(folder, data, Layout.ddp(), tmp_path / "runs", bad_rows="skip_truncated")
+    assert run.wait(150) == "finished", run.error
+    assert "left out: 1 row without a token that bears loss (line 5 of rows.jsonl: " in run.logs(0)

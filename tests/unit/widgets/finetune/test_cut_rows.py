@@ -1,0 +1,55 @@
+"""The one-click view with rows that its sequence length cuts off before their completion."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_runs import wait_until
+from tests.requirements import needs
+from tests.weights_folders import write_chat_folder
+
+import shardscope as ss
+from shardscope_widgets import FinetuneView
+
+SHORT = [{"prompt": f"Who is {number}?", "completion": " Ahab."} for number in range(600)]
+LONG = {"prompt": "whale " * 150, "completion": " Yes."}
+
+
+@pytest.fixture
+def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    needs("datasets")
+    needs("transformers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ss.Cluster, "detect", lambda: ss.Cluster.parse("2xcpu"))
+    return write_chat_folder(tmp_path / "chatty", max_position_embeddings=256)
+
+
+def write_rows(rows: list[dict[str, str]]) -> str:
+    Path("rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return "rows.jsonl"
+
+
+@pytest.mark.usefixtures("weights")
+def test_a_few_long_rows_are_left_out_and_counted() -> None:
+    view: Any = FinetuneView("chatty", write_rows([*SHORT, LONG]))
+    assert wait_until(lambda: view.plan is not None, 120), view.headline.value
+    assert wait_until(lambda: view.form.data_panel.advice is None, 120)
+    assert view.plan.recipe.seq_len == 24 and view.task.bad_rows == "skip_truncated"
+    summary = view.form.preview.summary
+    assert wait_until(lambda: "Left out: 1 row without a token that bears loss" in summary.value, 60)
+    assert "line 601 of rows.jsonl: seq_len=24 cuts off its completion" in summary.value
+    assert not view.button.disabled
+    view.close()
+
+
+@pytest.mark.usefixtures("weights")
+def test_data_that_are_all_cut_off_are_refused_at_their_input() -> None:
+    view: Any = FinetuneView("chatty", write_rows([{**LONG, "prompt": "whale " * 600}] * 60))
+    assert wait_until(lambda: view.form.data_panel.preview is not None, 120)
+    row = view.form.inputs.rows["data"]
+    assert wait_until(lambda: "60 rows without a token that bears loss" in row.message, 120), row.message
+    assert view.plan is None and view.button.disabled
+    view.close()
