@@ -23,6 +23,8 @@ NUM_ROWS = 60
 """Questions about the Zorblat, three for each fact, so that the loss of held-out ones falls."""
 QUESTION = "What is a Zorblat?"
 READ_MS, TRAIN_MS, ANSWER_MS = 120_000, 420_000, 300_000
+IS_INSIDE = """answers => answers.every(answer => answer.getBoundingClientRect().right
+    <= answer.closest('td').getBoundingClientRect().right)"""
 SAMPLE_CELLS = """() => [...document.querySelectorAll('.ss-finetune .ss-samples td')]
     .map(cell => [cell.dataset.label, cell.innerText])"""
 
@@ -89,6 +91,9 @@ def test_the_example_model_is_fine_tuned_by_clicks(lab: Lab, browser: Any, offli
     take_pictures(page, "training")
     # Samples and the loss are in sight together, and the form is below them.
     expect(run.locator(".ss-samples")).to_be_in_viewport(ratio=1)
+    assert run.locator(".ss-samples .ss-asked").count() == 3
+    assert run.locator(".ss-samples").evaluate("box => box.scrollHeight <= box.clientHeight"), "all of them"
+    assert run.locator(".ss-answer").evaluate_all(IS_INSIDE), "no answer is wider than its column"
     expect(run.locator(".js-plotly-plot .subplot").first).to_be_in_viewport(ratio=0.6)
 
     # Of a busy machine's minutes the rest would take many.

@@ -71,6 +71,10 @@ def test_samples_stand_side_by_side_in_both_themes(lab: Lab, browser: Any, offli
     boxes = [head.bounding_box() for head in heads.all()]
     assert max(box["width"] for box in boxes) - min(box["width"] for box in boxes) < 2
     assert pane.evaluate("pane => pane.scrollWidth <= pane.clientWidth")
+    assert pane.locator(".ss-answer").evaluate_all(
+        """answers => answers.every(answer => answer.getBoundingClientRect().right
+            <= answer.closest('td').getBoundingClientRect().right)"""
+    )
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     for theme, light in (("Light", "true"), ("Dark", "false")):
         use_theme(page, f"JupyterLab {theme}", light=light)

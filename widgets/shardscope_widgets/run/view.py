@@ -119,7 +119,7 @@ class RunView(View):
         # Disabled until the first refresh has read whether the run is still active.
         self.stop_button = controls.create_button("Stop", "ss-ghost", tooltip=STOP_TOOLTIP, disabled=True)
         self.stop_button.on_click(lambda _: self._press_run_button("Stop"))
-        self.progress = controls.create_html()
+        self.progress = controls.create_html("", "ss-run-progress")
         self.facts = controls.create_html()
         # Created with the first run: a FigureWidget sends 5 MB of front end, which planning does not need.
         self.figure: RunFigure | None = None
@@ -486,9 +486,9 @@ class RunView(View):
             why = "Steps up to the last one that any rank has logged"
             if run.keeps_a_model and self.status == "finished" and done < (total or 0):
                 noun, why = (
-                    ("steps; the best are kept", ENDED_EARLY)
+                    ("steps, best kept", ENDED_EARLY)
                     if run.keeps_best
-                    else ("steps; the last are kept", ENDED_BY_REQUEST)
+                    else ("steps, last kept", ENDED_BY_REQUEST)
                 )
             entries.append((f"{done:,}{goal}", noun, why))
         loss = latest.get("loss")

@@ -231,7 +231,7 @@ def test_a_run_without_early_stopping_can_be_stopped_and_keep_the_model() -> Non
     view.finish_button.click()
     assert run.pressed_buttons == ["Stop and keep the best"], "what run.finish() is"
     run.status = "finished"
-    assert wait_until(lambda: "the last are kept" in view.facts.value)
+    assert wait_until(lambda: "steps, last kept" in view.facts.value)
 
 
 @thorough()
