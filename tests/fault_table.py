@@ -12,7 +12,7 @@ HEADINGS = {
     42: "Widgets",
     49: "Found by attack",
     62: "Found in a browser",
-    65: "On Slurm",
+    65: "On Slurm and Ray",
 }
 """Heading of each part of the table, by its first number."""
 
@@ -495,6 +495,12 @@ FAULTS = {
         "the room on its disk and the checkpoint that is kept. An unfinished checkpoint is deleted.",
         "Both disks are file systems in memory of one machine. With a shared folder the disk is full for all "
         "nodes, and an unfinished checkpoint stays until the next one.",
+    ),
+    84: Fault(
+        "The head of a Ray cluster is killed, or only its GCS, or the coordinator of a run",
+        "All ranks end within a minute, and so does the run. If only the GCS is killed, the reason is that "
+        "the head has not answered.",
+        "A head that restarts, with an external Redis.",
     ),
     85: Fault(
         "The process that receives the records of a Ray run without a shared folder is killed (`kill -9`)",

@@ -197,7 +197,7 @@ def test_fault_86_killed_actor(lost: int, ray: TwoNodeRay, tmp_path: Path) -> No
 
 
 @thorough()
-def test_killed_coordinator(ray: TwoNodeRay, tmp_path: Path) -> None:
+def test_fault_84_killed_coordinator(ray: TwoNodeRay, tmp_path: Path) -> None:
     run = launch_endless(ray, tmp_path)
     (coordinator,) = ray.find_actors("Coordinator")
     coordinator.kill()
@@ -209,7 +209,7 @@ def test_killed_coordinator(ray: TwoNodeRay, tmp_path: Path) -> None:
 
 @thorough()
 @pytest.mark.parametrize("only_gcs", [True, pytest.param(False, marks=every_case())])
-def test_killed_head(only_gcs: bool, bounded: None, tmp_path: Path) -> None:
+def test_fault_84_killed_head(only_gcs: bool, bounded: None, tmp_path: Path) -> None:
     with start_ray() as ray:
         run = launch_endless(ray, tmp_path)
         began = time.monotonic()

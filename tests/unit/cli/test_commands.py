@@ -17,6 +17,9 @@ from written_runs import write_run
 
 import shardscope as ss
 from shardscope.cli.main import build_parser
+from shardscope.records.attempts import write_beginning, write_end
+from shardscope.records.folder import NodeFolder, RunFolder
+from shardscope.records.json_files import write_json
 
 ROOT = Path(__file__).parents[3]
 COMMANDS = ("plan", "search", "export", "launch", "runs", "attach", "stop", "logs", "trace")
@@ -189,6 +192,27 @@ def test_runs_and_attach_show_runs_of_a_folder(tmp_path: Path) -> None:
     assert "step 20 of 40, loss" in run(tmp_path, "attach", "runs/good", "--wait")
 
 
+def test_attach_shows_where_a_run_is_and_why_an_attempt_ended(tmp_path: Path) -> None:
+    path = write_run("one", parent=tmp_path / "runs", num_done=20)
+    folder = RunFolder(path)
+    description = json.loads(folder.run_json.read_text())
+    write_json(folder.run_json, {**description, "num_nodes": 1, "scheduler": "slurm"})
+    write_json(folder.job, {"scheduler": "slurm", "job_id": "4711", "partition": "a100"})
+    (path / "nodes").mkdir()
+    for attempt, step in ((1, 0), (2, 10)):
+        node = NodeFolder(path, 0, 1, attempt)
+        write_beginning(node, checkpoint=None, from_step=step, control_bytes=0)
+        node.create_own()
+        write_json(node.node_json, {"name": f"gpu{attempt}"}, as_is=("name",))
+    write_end(NodeFolder(path, 0, 1, 1), "failed", "rank 1 failed")
+    attached = run_json(tmp_path, "attach", "one")
+    assert (attached["target"], attached["nodes"]) == ("Slurm: a100, job 4711", ["gpu2"])
+    assert [record["from_step"] for record in attached["attempts"]] == [0, 10]
+    shown = run(tmp_path, "attach", "one")
+    assert "2, the latest from step 10; before: rank 1 failed" in shown
+    assert "Slurm: a100, job 4711" in shown and "gpu2" in shown
+
+
 def test_waiting_for_a_failed_run_ends_with_1_and_its_reason(tmp_path: Path) -> None:
     write_run("bad", "failed", parent=tmp_path / "runs", reason="rank 1 failed")
     assert "bad failed: rank 1 failed" in run(tmp_path, "attach", "bad", "--wait", code=1)
@@ -237,6 +261,24 @@ def test_a_reader_that_has_enough_ends_it_without_a_message(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
+    ("options", "chosen"), [(["--on", "slurm"], True), (["--on", "ray"], True), ([], None)]
+)
+def test_a_run_on_a_cluster_outlives_a_launch_that_waits(
+    options: list[str], chosen: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardscope.cli import running
+
+    launched: dict[str, Any] = {}
+    monkeypatch.setattr(ss, "launch", lambda plan, task, **fields: launched.update(fields))
+    monkeypatch.setattr(running, "_follow", lambda *_: 0)
+    plan = ["--model", "2m", "--cluster", "2x1xcpu", "--recipe", "seq_len=64"]
+    parsed = build_parser().parse_args(["launch", *plan, "--wait", "--json", *options])
+    assert parsed.run(parsed) == 0
+    # None prints, for notebooks, that a Slurm run outlives its kernel: on the standard output of --json.
+    assert launched["outlive_kernel"] is chosen
+
+
+@pytest.mark.parametrize(
     ("options", "target"),
     [
         (
@@ -252,8 +294,11 @@ def test_a_reader_that_has_enough_ends_it_without_a_message(tmp_path: Path) -> N
             ),
         ),
         (
-            ["--on", "ray", "--address", "10.0.0.1:6379", "--runtime-env", '{"env_vars": {"A": "b"}}'],
-            ss.Ray(address="10.0.0.1:6379", runtime_env={"env_vars": {"A": "b"}}),
+            [
+                *("--on", "ray", "--address", "10.0.0.1:6379", "--node-folder", "/scratch"),
+                *("--runtime-env", '{"env_vars": {"A": "b"}}'),
+            ],
+            ss.Ray(address="10.0.0.1:6379", node_folder="/scratch", runtime_env={"env_vars": {"A": "b"}}),
         ),
         (["--on", "ray"], ss.Ray()),
         ([], None),
@@ -269,8 +314,9 @@ def test_options_of_a_target_reach_launch(
     monkeypatch.setattr(running, "_print_run", lambda *_: None)
     plan = ["--model", "2m", "--cluster", "2x1xcpu", "--recipe", "seq_len=64"]
     parsed = build_parser().parse_args(
-        ["launch", *plan, "--task", "pretrain", "num_steps=3", "--name", "x", *options]
+        ["launch", *plan, "--task", "pretrain", "num_steps=3", "--name", "x", "--retries", "2", *options]
     )
     assert parsed.run(parsed) == 0
+    assert launched["retries"] == 2
     assert launched["on"] == target and launched["name"] == "x" and launched["outlive_kernel"] is True
     assert launched["task"] == ss.Pretrain(num_steps=3)

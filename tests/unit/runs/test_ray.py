@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import time
@@ -88,6 +89,24 @@ def test_a_kernel_without_ray_is_told_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ray_submission.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"shardscope\[ray\]"):
         ss.Ray.inventory()
+
+
+@pytest.mark.parametrize("field", ["Ray.address", "RAY_ADDRESS"])
+def test_an_address_where_nothing_listens_is_refused_at_once(
+    field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("Ray itself would wait for minutes")
+
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"  # Bound, so that nobody listens there meanwhile.
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        monkeypatch.setattr(ray_submission.importlib.util, "find_spec", lambda name: name)
+        monkeypatch.setattr(ray_submission.subprocess, "Popen", start)
+        with pytest.raises(FieldError) as refused:
+            ss.Ray.inventory("auto" if field == "RAY_ADDRESS" else address)
+    assert refused.value.field == field and "Connection refused" in str(refused.value), str(refused.value)
 
 
 def test_the_kernel_does_not_import_ray() -> None:

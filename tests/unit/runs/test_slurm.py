@@ -257,6 +257,19 @@ def test_status_before_a_node_has_started(
     assert run.status == status and text in run.reason
 
 
+def test_the_reason_of_a_failed_job_is_the_cause_in_its_log(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    (folder.path / "slurm").mkdir(parents=True)
+    log = folder.path / "slurm" / "7_0_log.err"
+    # As of Slurm with a ss.Slurm(python=) that the nodes do not have.
+    cause = "slurmstepd-node1: error: execve(): /opt/python: No such file or directory"
+    code = "srun: error: node{0}: task {0}: Exited with exit code 2"
+    log.write_text(f"{code.format(2)}\n{cause}\n{code.format(1)}\nsrun: Terminating StepId=7.0\n")
+    assert job_watch.read_submission_log(folder) == cause
+    log.write_text(f"{code.format(1)}\n")
+    assert job_watch.read_submission_log(folder) == code.format(1)
+
+
 @pytest.mark.parametrize(
     ("kinds", "gpu", "expected"),
     [

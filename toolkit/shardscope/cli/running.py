@@ -31,7 +31,7 @@ RUNS = "runs"
 FINAL = ("finished", "stopped", "failed", "lost")
 POLL_SECONDS = 0.5
 SLURM_FIELDS = ("partition", "account", "qos", "time", "constraint", "python")
-RAY_FIELDS = ("address", "runtime_env")
+RAY_FIELDS = ("address", "runtime_env", "node_folder")
 """Fields of ``ss.Slurm`` and ``ss.Ray`` that are an option of the same name."""
 
 
@@ -58,6 +58,13 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("--folder", default=RUNS, help="parent folder of the run; default: runs")
     parser.add_argument("--force", action="store_true", help="launch although memory may not suffice")
     parser.add_argument(
+        "--retries",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start again up to N times, from the last checkpoint, after a failed rank or a lost node",
+    )
+    parser.add_argument(
         "--wait",
         action="store_true",
         help="print steps until the run ends; Ctrl-C then ends a run of this machine",
@@ -78,6 +85,9 @@ def add_commands(commands: Commands) -> None:
     )
     group.add_argument("--address", help="ss.Ray(address=...); default: RAY_ADDRESS, or this machine's Ray")
     group.add_argument("--runtime-env", metavar="JSON", help='ss.Ray(runtime_env=...): {"env_vars": {...}}')
+    group.add_argument(
+        "--node-folder", metavar="PATH", help="ss.Ray(node_folder=...): where nodes without --folder write"
+    )
     parser.set_defaults(run=launch_run)
 
     parser = add_command(
@@ -131,10 +141,11 @@ def launch_run(options: argparse.Namespace) -> int:
     import shardscope as ss
 
     plan, task, target = read_plan(options), build_task(options.task), _build_target(options)
-    # This process ends at once, unless it waits; a run on a cluster outlives it in any case.
-    outlive = None if options.wait else True
+    # This process ends at once, unless it waits; a run on a cluster outlives it in any case. That is chosen
+    # here, because by default ``launch`` prints it, for notebooks, on the standard output of --json.
+    outlive = None if options.wait and target is None else True
     arguments = {"name": options.name, "folder": options.folder, "force": options.force, "on": target}
-    run = ss.launch(plan, task, outlive_kernel=outlive, **arguments)
+    run = ss.launch(plan, task, outlive_kernel=outlive, retries=options.retries, **arguments)
     if not options.wait:
         _print_run(run, options.json)
         return 0
@@ -299,14 +310,38 @@ def _print_run(run: Run, as_json: bool) -> None:
             "loss": last and last["loss"],
         }
         ending = {"status": run.status, "reason": run.reason, "error": run.error}
-        print_json({"run": run.name, "folder": run.folder, "ranks": run.world_size, **ending, **numbers})
+        where = {"folder": run.folder, "target": run.target, "nodes": [node.name for node in run.nodes]}
+        print_json(
+            {
+                "run": run.name,
+                **where,
+                "ranks": run.world_size,
+                **ending,
+                **numbers,
+                "attempts": run.attempts,
+                "files_on_nodes": run.files_on_nodes,
+            }
+        )
         return
     print_fields(
         {
             "run": run.name,
             "status": f"{run.status}: {run.reason}" if run.reason else run.status,
             "last": _describe_step(run, last) if last else None,
+            "attempts": _describe_attempts(run),
+            "target": run.target,
+            "nodes": ", ".join(node.name for node in run.nodes),
             "ranks": run.world_size,
             "folder": run.folder,
         }
     )
+
+
+def _describe_attempts(run: Run) -> str:
+    """Return how often the run was started, if more than once, and why the attempt before ended."""
+    attempts = run.attempts
+    if len(attempts) < 2:
+        return ""
+    before, latest = attempts[-2:]
+    cause = before["reason"] or before["status"]
+    return f"{len(attempts)}, the latest from step {latest['from_step']}; before: {cause}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 
@@ -28,6 +29,8 @@ PATIENCE_SECONDS = 10.0
 SUBMIT_PATIENCE_SECONDS = 150.0
 """Time after which a run without a job id counts as never submitted."""
 LOG_CHARACTERS = 1000
+EXIT_CODE = re.compile(r"srun: (?:error: \S+: tasks? [\d,-]+: (?:Exited with|Terminated|Killed)|Terminating)")
+"""Lines with which srun ends the log of a failed step, after those of the node that name the cause."""
 
 
 class JobWatch:
@@ -174,10 +177,11 @@ def describe_live_job(job_id: str, job: Job, before: str = "") -> dict[str, obje
 
 
 def read_submission_log(folder: RunFolder) -> str:
-    """Return the end of the first error log of the job, one line."""
+    """Return the last line of the job's first error log that is not only srun's exit code of a task."""
     with contextlib.suppress(OSError):
         for path in sorted((folder.path / SUBMISSION).glob("*.err")):
             text = read_tail_text(path, LOG_CHARACTERS).strip()
             if text:
-                return text.splitlines()[-1]
+                lines = text.splitlines()
+                return next((line for line in reversed(lines) if not EXIT_CODE.match(line)), lines[-1])
     return ""

@@ -14,6 +14,7 @@ import os
 import platform
 import secrets
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from shardscope.core.cluster import Cluster
     from shardscope.core.plan import Plan
 
+REACH_SECONDS = 10.0
+"""Maximum time for the head's port to accept a connection."""
 CONNECT_SECONDS = 180.0
 """Time to import Ray, connect, and start a worker process on the cluster."""
 SUBMIT_SECONDS = 180.0
@@ -65,6 +68,7 @@ class RayConnection:
         if importlib.util.find_spec("ray") is None:
             raise ImportError('Launching on Ray needs ray: pip install "shardscope[ray]".')
         self.target = target
+        _check_head(target)
         # What torchrun or a scheduler has set around the kernel is not the cluster's.
         environment = {name: value for name, value in os.environ.items() if name not in STALE}
         self._process = subprocess.Popen(
@@ -148,6 +152,22 @@ class RayConnection:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_head(target: Ray) -> None:
+    """Raise ``ValueError`` if nothing listens at the head's address; Ray itself would wait for minutes."""
+    is_auto = target.address == "auto"
+    address = os.environ.get("RAY_ADDRESS", "") if is_auto else target.address
+    host, _, port = address.rpartition(":")
+    # A ray:// address may be reached through a proxy only, as gRPC uses it.
+    if not host or "/" in host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        allowed = f"the address of a running cluster; nothing answers there: {error}"
+        field = "RAY_ADDRESS" if is_auto else "Ray.address"
+        refuse(field, address, allowed, "the address that `ray start` prints on the head")
 
 
 def _read_nodes(answer: dict[str, object]) -> list[Node]:
