@@ -87,8 +87,17 @@ def write_displayed_math(self: Any, node: Any) -> None:
     raise SkipNode
 
 
+def mark_parameter_lists(
+    app: Any, page_name: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Give the parameters of a long signature no list role: Sphinx writes them as a list without terms."""
+    if "body" in context:
+        context["body"] = context["body"].replace("<dl>\n<dd>", '<dl role="presentation">\n<dd>')
+
+
 def setup(app: Any) -> None:
     """Register the formulas' renderer, and write the generated pages before Sphinx looks for pages."""
+    app.connect("html-page-context", mark_parameter_lists)
     app.add_html_math_renderer("mathml", (write_inline_math, None), (write_displayed_math, None))
     app.connect("builder-inited", lambda app: generated_pages.write_pages(Path(app.srcdir) / "generated"))
     app.connect("source-read", link_project_pages)

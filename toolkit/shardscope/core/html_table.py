@@ -15,6 +15,8 @@ LEFT = " style='text-align:left;vertical-align:top;padding:2px 14px 2px 0'"
 RIGHT = " style='text-align:right;vertical-align:top;padding:2px 14px 2px 0;white-space:nowrap'"
 # Notebooks use a fixed table layout, whose equal column widths break long names.
 TABLE = "<table style='table-layout:auto;border-collapse:collapse'>"
+SCROLL_BOX = "<div style='overflow-x:auto' tabindex='0'>"
+"""Scrolls a wide table, with the arrow keys as well."""
 NO_VALUE = "–"
 
 
@@ -38,7 +40,7 @@ def render_html_table(head: Sequence[str], rows: Iterable[Sequence[object]], cap
         for row in shown
     )
     return (
-        f"<div style='overflow-x:auto'>{TABLE}{_render_caption(caption)}"
+        f"{SCROLL_BOX}{TABLE}{_render_caption(caption)}"
         f"<thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from shardscope.core.errors import FieldError, check_flag, check_integer, refuse
+from shardscope.core.html_table import SCROLL_BOX
 from shardscope.machine.detection import read_gpu_states
 from shardscope.planner.differences import find_differences
 from shardscope.planner.verdict import assess_plan
@@ -373,7 +374,7 @@ class Sweep(Runs):
         problems = "".join(f"<p>{escape(str(row['problem']))}</p>" for row in rows if row["problem"])
         return (
             f"<p>{escape(self._describe_statuses())}</p>"
-            "<div style='overflow-x:auto'><table style='table-layout:auto'>"
+            f"{SCROLL_BOX}<table style='table-layout:auto'>"
             f"<thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>{problems}"
         )
 

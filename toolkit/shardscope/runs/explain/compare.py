@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, check_choice, refuse
+from shardscope.core.html_table import SCROLL_BOX
 from shardscope.records.clock_offsets import sum_seconds
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.folder_checks import shorten_message
@@ -189,7 +190,7 @@ class Comparison:
         plans = f"<p>{escape(self._describe_plan_differences())}</p>"
         tasks = f"<p>{escape(self._describe_task_differences())}</p>"
         style = "max-width:560px;overflow-x:auto;overflow-wrap:break-word"
-        return f"<div style='{style}'>{table}{plans}{tasks}</div>"
+        return f"<div style='{style}' tabindex='0'>{table}{plans}{tasks}</div>"
 
     def _describe_plan_differences(self) -> str:
         # The plan of an older or damaged run may not load; its results are still worth showing.
@@ -297,7 +298,7 @@ def _render_table(lines: Iterable[dict[str, object]], columns: Sequence[str]) ->
     )
     # Notebooks use a fixed table layout, whose equal column widths would break names into four lines.
     return (
-        "<div style='overflow-x:auto'><table style='table-layout:auto'>"
+        f"{SCROLL_BOX}<table style='table-layout:auto'>"
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
 
