@@ -10,13 +10,24 @@ from pathlib import Path
 
 import shardscope as ss
 from shardscope.core.number_format import format_count
+from shardscope.training.examples.formats import UnknownColumnsError
 from shardscope.training.examples.preview import Preview
+from shardscope.training.examples.rows import describe_source
 from shardscope.training.preferences.settings import describe_reference
 from shardscope.training.tasks.choices import Length
 from shardscope_widgets.data.data_panel import DataPanel
 from shardscope_widgets.data.preview_view import PreviewView
-from shardscope_widgets.finetune.inputs import FinetuneInputs, FinetuneSettings
-from shardscope_widgets.finetune.setup import Setup, build_first_plan, build_setup, find_weights, hold_out
+from shardscope_widgets.finetune.inputs import FinetuneInputs
+from shardscope_widgets.finetune.settings import FinetuneSettings
+from shardscope_widgets.finetune.setup import (
+    READING_FIELDS,
+    Settings,
+    Setup,
+    build_first_plan,
+    build_setup,
+    find_weights,
+    hold_out,
+)
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.display_names import describe_devices
 from shardscope_widgets.kit.fold import Fold
@@ -27,6 +38,7 @@ NOTHING_CHOSEN = (
     "Choose a model and a data file. Nothing else is needed for a good result; Advanced shows the rest."
 )
 NO_MODEL, NO_DATA = "Choose a model.", "Choose a data file to train on."
+UNKNOWN_COLUMNS = "Say what the columns of the data are."
 NO_GPU_TYPE = "Choose the type of the GPUs below the button."
 NOT_HERE = "is not on this machine yet: download it with the button below its name."
 READING, WRONG = "Reading the data…", "Correct the input marked in red first."
@@ -57,7 +69,12 @@ class FinetuneForm:
         self._lock = threading.RLock()
         self._seq_len: tuple[object, int] | None = None
         """The data, and the sequence length that fits them."""
-        self.data_panel = DataPanel(on_length=self._use_length, hold_out=hold_out)
+        self.data_panel = DataPanel(
+            on_length=self._use_length,
+            hold_out=lambda task, preview: hold_out(task, preview, self.settings.value),
+        )
+        self._mapped_data: object = None
+        """The data whose columns the menus are about."""
         self.inputs = FinetuneInputs(machine, self.data_panel, data)
         self.settings = FinetuneSettings(has_recipe=has_recipe)
         self.note = controls.create_html("", "ss-hint")
@@ -70,6 +87,7 @@ class FinetuneForm:
         self.data_panel.on_show = self._show_preview
         self.inputs.on_fetched = self.update
         self.inputs.observe(self.update, "value")
+        self.inputs.columns.observe(self.update, "columns")
         self.settings.observe(self.update, "value")
         self.data_panel.observe(self.update, ["preview", "problem"])
         self.inputs.weights.value = str(weights)
@@ -129,8 +147,11 @@ class FinetuneForm:
         if weights is None:
             self.data_panel.set_task(None, None)
             return None, f"{weights_text} {NOT_HERE}"
+        columns = self._read_columns(data)
         # The recommended length cuts a few long rows, which are left out.
-        base = as_typed = ss.Finetune(weights, data or None, bad_rows="skip_truncated")
+        reading: dict[str, object] = {"bad_rows": "skip_truncated"}
+        reading |= {name: settings[name] for name in READING_FIELDS if name in settings}
+        base = as_typed = ss.Finetune(weights, data or None, columns=columns, **reading)  # type: ignore[arg-type]
         if not data:
             self.data_panel.set_task(None, None)
             return None, NO_DATA
@@ -141,8 +162,13 @@ class FinetuneForm:
             self.data_panel.set_task(None, None)
             return build_setup(base, first, settings, None), ""
         self.data_panel.set_task(base, first)
-        if self.data_panel.problem is not None:
-            raise self.data_panel.problem.with_traceback(None)
+        problem = self.data_panel.problem
+        if isinstance(problem, UnknownColumnsError):
+            self._mapped_data = data
+            self.inputs.columns.offer(problem.column_names)
+            return None, UNKNOWN_COLUMNS
+        if problem is not None:
+            raise problem.with_traceback(None)
         preview = self.preview_of_data
         if preview is None:
             return None, READING
@@ -156,6 +182,16 @@ class FinetuneForm:
         elif preview.refusal is not None:
             raise preview.refusal.with_traceback(None)
         return build_setup(base, first, settings, preview), ""
+
+    def _read_columns(self, data: object) -> dict[str, str] | None:
+        """Return the mapping chosen for these data; the menus are hidden for others."""
+        mapped = self._mapped_data
+        is_same = data == mapped if isinstance(data, str) and isinstance(mapped, str) else data is mapped
+        if not is_same:
+            self._mapped_data = None
+            self.inputs.columns.hide()
+        columns: dict[str, str] | None = self.inputs.columns.columns
+        return columns
 
     def show_error(self, error: ValueError) -> None:
         """Show ``error`` at the input that it names."""
@@ -172,7 +208,9 @@ class FinetuneForm:
         if preview is not None:
             self.preview.show(preview, self.data_panel.advice)
         (self.folds["Data"].remove_class if preview is not None else self.folds["Data"].add_class)("ss-off")
-        self.note.value = "" if setup is None else escape(describe_method(setup, preview))
+        self.note.value = (
+            "" if setup is None else escape(describe_method(setup, preview, self.settings.value))
+        )
         if setup is not None:
             self.settings.show_choices(setup.choices)
         self._on_change()
@@ -203,19 +241,25 @@ def render_summary(plan: ss.Plan, task: ss.Finetune, length: Length, num_rows: i
     )
 
 
-def describe_method(setup: Setup, preview: Preview | None) -> str:
+def describe_method(setup: Setup, preview: Preview | None, settings: Settings) -> str:
     """Return how the run decides which weights it keeps, and what the reference of DPO costs."""
-    validation = describe_validation(setup.task)
+    validation = describe_validation(setup.task, is_chosen="validation" in settings)
     if setup.task.objective != "dpo":
         return validation
     return f"{validation} {describe_reference(setup.plan, None if preview is None else preview.num_rows)}"
 
 
-def describe_validation(task: ss.Finetune) -> str:
-    """Return how the run decides which weights it keeps."""
-    if not isinstance(task.validation, float):
-        return "Too few data to hold some out for validation: the last weights are kept."
+def describe_validation(task: ss.Finetune, *, is_chosen: bool) -> str:
+    """Return how the run decides which weights it keeps; ``is_chosen``: the user has set the validation."""
+    if task.validation is None:
+        why = "No data are held out" if is_chosen else "Too few data to hold some out"
+        return f"{why} for validation: the last weights are kept."
+    held_out = (
+        f"{task.validation:.0%} of the data are held out for validation."
+        if isinstance(task.validation, float)
+        else f"Validated on {describe_source(task.validation)}."
+    )
     return (
-        f"{task.validation:.0%} of the data are held out for validation. The weights with the lowest loss on "
+        f"{held_out} The weights with the lowest loss on "
         f"them are kept, and training ends after {task.early_stopping} validations without a lower one."
     )

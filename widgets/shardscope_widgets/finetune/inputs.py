@@ -1,27 +1,32 @@
-"""The inputs of a fine-tune: model, data and method, and a few settings that most users never change."""
+"""The first inputs of a fine-tune: model, data and method."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from html import escape
 from pathlib import Path
 
 import ipywidgets as widgets
 
 import shardscope as ss
-from shardscope.core.errors import FieldError, Value
-from shardscope.training.examples.rows import describe_source, open_rows, resolve_source
-from shardscope.training.tasks.choices import Choices
+from shardscope.core.errors import FieldError
+from shardscope.training.examples.rows import LOADERS, describe_source, open_rows, resolve_source
 from shardscope.training.weights.example_models import EXAMPLES, fetch_example, find_example
 from shardscope.training.weights.hub_folder import download, is_hub_name
+from shardscope_widgets.data.column_menus import ColumnMenus
 from shardscope_widgets.data.data_panel import DataPanel
-from shardscope_widgets.finetune.setup import EXAMPLE, RECIPE_FIELDS, Settings
+from shardscope_widgets.finetune.file_browser import (
+    FileBrowser,
+    has_data_files,
+    is_model_folder,
+    shorten_path,
+)
+from shardscope_widgets.finetune.setup import EXAMPLE
 from shardscope_widgets.finetune.upload import FIELD, UploadButton, list_data_files
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_calls import call_in_loop, find_running_loop
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
-from shardscope_widgets.pickers.base import Picker, Row, parse_number, parse_rate
+from shardscope_widgets.pickers.base import Picker, Row
 
 METHODS = {
     "lora": ("LoRA", "Small adapters beside the frozen weights"),
@@ -64,15 +69,37 @@ class FinetuneInputs(Picker):
         """Called when the model named in the input has been downloaded."""
         self.fetch = WorkPanel(USE_EXAMPLE, EXAMPLE_TOOLTIP, self._start_fetch)
         self.upload = UploadButton(self._use_file, self.show_plan_error, layout=controls.share_layout())
-        data_row = Row("Data", self.data, self.upload)
+        self.model_browser = FileBrowser(
+            "model folders", lambda path: self._pick(self.weights, path), picks_folder=is_model_folder
+        )
+        self.data_browser = FileBrowser(
+            "data files",
+            lambda path: self._pick(self.data, path),
+            picks_folder=has_data_files,
+            suffixes=tuple(LOADERS),
+        )
+        self.columns = ColumnMenus()
+        browse_models = _create_browse_button(self.model_browser, self.weights, "the folder of a model")
+        browse_data = _create_browse_button(self.data_browser, self.data, "a data file or a folder of them")
+        data_row = Row("Data", self.data, browse_data, self.upload)
         rows = {
-            "weights": Row("Model", self.weights),
+            "weights": Row("Model", self.weights, browse_models),
             "data": data_row,
             "method": Row("Method", self.method, self._qlora_note),
             **dict.fromkeys(("columns", "validation", "samples"), data_row),
         }
         super().__init__(rows)
-        self.children = [rows["weights"], self.fetch, self.fetch.words, data_row, data_panel, rows["method"]]
+        self.children = [
+            rows["weights"],
+            self.model_browser,
+            self.fetch,
+            self.fetch.words,
+            data_row,
+            self.data_browser,
+            data_panel,
+            self.columns,
+            rows["method"],
+        ]
         for box in (self.weights, self.data, self.method):
             box.observe(self.read, "value")
         self.read()
@@ -146,6 +173,10 @@ class FinetuneInputs(Picker):
         else:
             self.on_fetched()
 
+    def _pick(self, box: widgets.Combobox, path: Path) -> None:
+        """Enter what was chosen from a browser."""
+        box.value = shorten_path(path)
+
     def _use_file(self, path: Path) -> None:
         self.data.options = [*filter(None, [self._rows_name]), *list_data_files()]
         if self.data.value == str(path):
@@ -153,77 +184,17 @@ class FinetuneInputs(Picker):
         self.data.value = str(path)
 
 
-LABELS = {
-    "learning_rate": "Learning rate",
-    "num_epochs": "Epochs",
-    "lora_rank": "LoRA rank",
-    "seq_len": "Sequence length",
-}
-
-
-class FinetuneSettings(Picker):
-    """Learning rate and epochs, and with ``has_recipe`` rank and sequence length.
-
-    An empty input takes the recommended value.
-    """
-
-    def __init__(self, *, has_recipe: bool = True) -> None:
-        labels = {name: label for name, label in LABELS.items() if has_recipe or name not in RECIPE_FIELDS}
-        self._boxes = {
-            name: controls.create_text_box("", f"{label}; empty: recommended", "88px")
-            for name, label in labels.items()
-        }
-        self._reasons = {name: controls.create_html("", "ss-hint", "ss-reason") for name in labels}
-        super().__init__(
-            {name: Row(label, self._boxes[name], self._reasons[name]) for name, label in labels.items()}
-        )
-        self.add_class("ss-finetune-settings")
-        for box in self._boxes.values():
-            box.observe(self.read, "value")
-        self.read()
-
-    @property
-    def boxes(self) -> Mapping[str, widgets.ValueWidget]:
-        """See :class:`Picker`."""
-        return self._boxes
-
-    def build_value(self) -> Settings:
-        """Return the fields that the user has set, as typed where they are no numbers."""
-        typed = {name: box.value.strip() for name, box in self._boxes.items()}
-        parsers = {"lora_rank": parse_number, "seq_len": parse_number}
-        return {name: parsers.get(name, parse_rate)(text) for name, text in typed.items() if text}
-
-    def correct_fix(self, error: ValueError) -> ValueError:
-        """Return ``error`` with the recommended value as the fix, where the input is no number at all."""
-        field = getattr(error, "field", "").rpartition(".")[2]
-        typed, recommended = self.value.get(field), parse_rate(self._boxes[field].placeholder)
-        if not isinstance(error, FieldError) or not isinstance(typed, str) or isinstance(recommended, str):
-            return error
-        return FieldError(error.field, typed, error.allowed, Value(recommended))
-
-    def read(self, change: object = None) -> None:
-        """Read the inputs."""
-        super().read(change)
-        own = [f"{LABELS[name].lower()} {self._boxes[name].value.strip()}" for name in self.value]
-        self.answer = ", ".join(own) or "recommended settings"
-
-    def show_choices(self, choices: Choices) -> None:
-        """Show the recommended values in the empty inputs, with their reasons."""
-        by_field = {choice.field: choice for choice in choices}
-        for name, box in self._boxes.items():
-            choice = by_field.get(name)
-            # A full fine-tune has no rank, and a text its number of steps instead of epochs.
-            self.rows[name].show(choice is not None or bool(box.value.strip()) or name == "num_epochs")
-            if name == "lora_rank":
-                self.rows[name].show(choice is not None)
-            value = "" if choice is None else choice.value
-            box.placeholder = f"{value:g}" if isinstance(value, float) else str(value)
-            self._reasons[name].value = escape(choice.why) if choice is not None else ""
-
-
 def _list_methods(*, has_gpu: bool) -> list[tuple[str, str]]:
     """Return label and name of each method that can be trained."""
     return [(label, name) for name, (label, _) in METHODS.items() if name != "qlora" or has_gpu]
+
+
+def _create_browse_button(browser: FileBrowser, box: widgets.Combobox, what: str) -> widgets.Button:
+    """Return the button that opens and closes ``browser`` at the path in ``box``."""
+    button = controls.create_button("Browse", "ss-ghost", layout=controls.share_fixed_layout())
+    button.tooltip = f"Choose {what} on the machine of this notebook"
+    button.on_click(lambda _: browser.toggle(box.value.strip()))
+    return button
 
 
 def _create_combobox(options: list[str], placeholder: str) -> widgets.Combobox:

@@ -36,8 +36,11 @@ MIN_ROWS, MIN_TEXT_BYTES = 50, 200_000
 """Data from which a tenth is held out for validation: at least five rows, or some windows of a text. The loss
 of one or two rows would end a run by chance."""
 SAMPLE_PROMPTS, SAMPLE_TOKENS = 3, 32
-RECIPE_FIELDS = ("lora_rank", "seq_len")
+ADAPTER_FIELDS = ("lora_rank", "lora_alpha", "lora_targets")
+RECIPE_FIELDS = (*ADAPTER_FIELDS, "seq_len", "global_batch_size", "packing")
 """Settings of the recipe; the others are the task's."""
+READING_FIELDS = ("loss_on", "bad_rows")
+"""Settings of the task on which it depends what the data are read as."""
 
 Settings = Mapping[str, object]
 """Field -> value that the user typed, instead of the recommended one."""
@@ -93,10 +96,14 @@ def build_first_plan(
         global_batch_size=ranks * max(1, (CPU_BATCH if is_cpu else GPU_BATCH) // ranks),
         precision=CPU_PRECISION if is_cpu else "bf16-mixed",
     )
-    own = {name: settings[name] for name in RECIPE_FIELDS if name in settings}
-    if method == "full":
-        own.pop("lora_rank", None)
+    own = _select_recipe_settings(settings, method)
     return ss.Plan(architecture, cluster, replace_fields(recipe, own), ss.Layout.ddp())
+
+
+def _select_recipe_settings(settings: Settings, method: Method) -> dict[str, object]:
+    """Return the user's settings of the recipe; those of adapters only with adapters."""
+    ignored = ADAPTER_FIELDS if method == "full" else ()
+    return {name: settings[name] for name in RECIPE_FIELDS if name in settings and name not in ignored}
 
 
 def build_setup(base: ss.Finetune, first: ss.Plan, settings: Settings, preview: Preview | None) -> Setup:
@@ -153,9 +160,7 @@ def _apply_settings(plan: ss.Plan, settings: Settings, num_sequences: int) -> ss
 
     ``num_sequences`` is the number of sequences in one row of the data: two for a preference pair.
     """
-    own = {name: settings[name] for name in RECIPE_FIELDS if name in settings}
-    if plan.recipe.method == "full":
-        own.pop("lora_rank", None)
+    own = _select_recipe_settings(settings, plan.recipe.method)
     if all(getattr(plan.recipe, name) == value for name, value in own.items()):
         return plan
     changed = replace(plan, recipe=replace_fields(plan.recipe, {**own, "micro_batch_size": 1}))
@@ -165,16 +170,28 @@ def _apply_settings(plan: ss.Plan, settings: Settings, num_sequences: int) -> ss
 
 def _complete_task(base: ss.Finetune, settings: Settings, preview: Preview | None) -> ss.Finetune:
     """Return ``base`` with the user's values, and validation and samples where the data allow them."""
-    fields: dict[str, object] = {"export": True, "learning_rate": settings.get("learning_rate")}
-    if "num_epochs" in settings:
-        fields["num_epochs"] = settings["num_epochs"]
+    fields: dict[str, object] = {"export": True}
     if preview is not None and preview.format.name != "text":
         fields |= {"samples": SAMPLE_PROMPTS, "max_new_tokens": SAMPLE_TOKENS}
-    return replace_fields(hold_out(base, preview), fields)
+    own = {
+        name: value
+        for name, value in settings.items()
+        if name not in (*RECIPE_FIELDS, *READING_FIELDS, "validation")
+    }
+    if "samples" in own:
+        fields["max_new_tokens"] = SAMPLE_TOKENS
+    return replace_fields(hold_out(base, preview, settings), {**fields, **own})
 
 
-def hold_out(task: ss.Finetune, preview: Preview | None) -> ss.Finetune:
-    """Return ``task`` with a part of its data held out for validation, if they are enough."""
+def hold_out(task: ss.Finetune, preview: Preview | None, settings: Settings) -> ss.Finetune:
+    """Return ``task`` with a part of its data held out for validation, if they are enough.
+
+    The user's own ``validation`` takes precedence, also over their number.
+    """
+    if "validation" in settings:
+        validation = settings["validation"]
+        patience = None if validation is None else PATIENCE
+        return replace_fields(task, {"validation": validation, "early_stopping": patience})
     text = task.plain_text
     is_enough = (
         preview.num_rows >= MIN_ROWS

@@ -165,8 +165,8 @@ def test_malformed_data_is_an_error_at_the_input_until_the_file_is_repaired(view
 
 def test_unknown_columns_and_no_examples(view: FinetuneView) -> None:
     enter_data(view, write_rows(Path("odd.jsonl"), [{"a": "Who?", "b": "Ahab"}]))
-    row = view.form.inputs.rows["data"]
-    assert "the columns a, b" in row.message
+    row, menus = view.form.inputs.rows["data"], view.form.inputs.columns
+    assert "ss-off" not in menus._dom_classes and menus.menus[1].value == "b"
     Path("book.txt").write_text("Call me Ishmael. " * 100)
     enter_data(view, Path("book.txt"))
     assert not row.message and not view.form.data_panel.value

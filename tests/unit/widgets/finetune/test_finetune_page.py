@@ -88,7 +88,8 @@ def test_a_change_on_the_left_is_kept_and_shown_on_the_tab(studio: Any) -> None:
     page.form.settings.boxes["num_epochs"].value = "1"
     assert studio.plan.recipe.global_batch_size == 8, "epochs change no plan"
     assert studio.launch.task.num_epochs == 1 and "1 epoch, 7 steps of 8" in page.summary.value
-    assert set(page.form.settings.boxes) == {"learning_rate", "num_epochs"}, "the rest is on the left"
+    on_the_left = {"lora_rank", "lora_alpha", "lora_targets", "seq_len", "global_batch_size", "packing"}
+    assert not on_the_left & set(page.form.settings.boxes)
 
 
 def test_another_model_on_the_left_is_not_trained_on_the_forms_data(studio: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,8 +59,9 @@ def test_model_and_data_are_enough_for_a_recommended_plan(files: Path) -> None:
     reasons = {name: html.value for name, html in view.form.settings._reasons.items()}
     assert all(reasons.values()) and "small models" in reasons["learning_rate"]
     assert "15 are 203" in reasons["num_epochs"]
-    placeholders = {name: box.placeholder for name, box in view.form.settings.boxes.items()}
-    assert placeholders == {"learning_rate": "0.001", "num_epochs": "15", "lora_rank": "16", "seq_len": "24"}
+    boxes = view.form.settings.boxes
+    expected = {"learning_rate": "0.001", "num_epochs": "15", "lora_rank": "16", "seq_len": "24"}
+    assert {name: boxes[name].placeholder for name in expected} == expected
     view.close()
 
 
@@ -102,10 +105,140 @@ def test_own_settings_replace_the_recommended_ones(files: Path) -> None:
     assert wait_until(lambda: view.plan is not None and view.plan.recipe.seq_len == 24)
     assert view.plan.recipe.lora_rank == 4
     assert view.task.learning_rate == 1e-3 and view.task.num_epochs == 1
-    assert view.form.settings.answer == "learning rate 1e-3, epochs 1, lora rank 4, sequence length 24"
+    assert view.form.settings.answer == "learning rate 1e-3, epochs 1, sequence length 24, lora rank 4"
     view.form.inputs.method.value = "full"
     assert view.plan.recipe.method == "full" and view.plan.recipe.lora_rank is None
     assert not view.form.settings.rows["lora_rank"].is_shown and "full fine-tuning" in view.headline.value
+    view.close()
+
+
+def test_all_settings_reach_plan_and_task(files: Path) -> None:
+    (files / "more.jsonl").write_text('{"prompt": "Who is Starbuck?", "completion": " The mate."}\n')
+    view = show()
+    settings = view.form.settings
+    typed = {
+        "lora_alpha": "48",
+        "lora_targets": "q_proj, v_proj",
+        "global_batch_size": "6",
+        "packing": "no",
+        "schedule": "linear",
+        "warmup": "0.1",
+        "loss_on": "the last answer",
+        "bad_rows": "skip",
+        "validation": "more.jsonl",
+        "samples": "Who is Ahab?\n\n Where is the whale? ",
+    }
+    for name, text in typed.items():
+        settings.boxes[name].value = text
+    assert wait_until(lambda: view.task is not None and view.task.samples != 3), view.headline.value
+    recipe, task = view.plan.recipe, view.task
+    assert (recipe.lora_alpha, recipe.lora_targets) == (48, ("q_proj", "v_proj"))
+    assert (recipe.global_batch_size, recipe.packing) == (6, False)
+    assert (task.schedule, task.warmup, task.loss_on, task.bad_rows) == ("linear", 0.1, "last", "skip")
+    assert task.validation == files / "more.jsonl" and task.early_stopping == 3
+    assert task.samples == ("Who is Ahab?", "Where is the whale?")
+    assert "Validated on" in view.form.note.value and "more.jsonl" in view.form.note.value
+    settings.boxes["validation"].value = "none"
+    assert wait_until(lambda: view.task is not None and view.task.validation is None)
+    assert view.task.early_stopping is None and "No data are held out" in view.form.note.value
+    # What is wrong is said at its input, and nothing that was typed is lost.
+    for name, wrong, words in (
+        ("validation", "0.9", "below 0.5"),
+        ("validation", "nowhere.jsonl", "there is no such file"),
+        ("lora_targets", "everything", "projections of"),
+        ("global_batch_size", "3", "2"),
+        ("warmup", "-1", "0"),
+        ("lora_alpha", "much", "number"),
+    ):
+        before, settings.boxes[name].value = settings.boxes[name].value, wrong
+        assert wait_until(lambda name=name, words=words: words in settings.rows[name].message), (name, wrong)
+        assert view.button.disabled and settings.boxes[name].value == wrong
+        settings.boxes[name].value = before
+    view.close()
+
+
+def test_columns_without_known_names_are_chosen_from_menus(files: Path) -> None:
+    rows = [{"number": n, "q": f"Who is {n}?", "a": " Ahab."} for n in range(NUM_ROWS)]
+    (files / "odd.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    view: Any = FinetuneView("chatty", "odd.jsonl")
+    menus = view.form.inputs.columns
+    assert "ss-off" in menus._dom_classes
+    assert wait_until(lambda: "ss-off" not in menus._dom_classes, 60), view.headline.value
+    assert view.plan is None and "Say what the columns" in view.headline.value
+    assert menus.menus[0].options == ("number", "q", "a")
+    menus.menus[0].value, menus.menus[1].value = "q", "a"
+    assert view.plan is None, "nothing is applied before the button"
+    menus.button.click()
+    assert wait_until(lambda: view.task is not None and view.plan is not None, 60), view.headline.value
+    assert view.task.columns == {"prompt": "q", "completion": "a"}
+    # Another column is applied at once; a format with other parts, too.
+    menus.format.value = "text"
+    menus.menus[0].value = "q"
+    assert wait_until(lambda: view.task is not None and view.task.columns == {"text": "q"}, 60)
+    # Other data need no menus, and forget what was chosen.
+    view.form.inputs.data.value = "rows.jsonl"
+    assert wait_until(lambda: view.task is not None and view.task.data == files / "rows.jsonl")
+    assert view.task.columns is None and "ss-off" in menus._dom_classes
+    view.close()
+
+
+def press(browser: Any, label: str) -> None:
+    """Press the button of a file browser that shows ``label``."""
+    (act,) = re.findall(rf"data-act='([^']*)'[^>]*>{re.escape(label)}<", browser.value)
+    browser.press_button(act)
+
+
+def test_files_and_folders_of_the_server_are_picked_from_a_list(files: Path) -> None:
+    (files / "sub" / "deep").mkdir(parents=True)
+    (files / "sub" / "deep" / "rows.jsonl").write_text((files / "rows.jsonl").read_text())
+    (files / "sub" / "notes.docx").touch()
+    (files / "many").mkdir()
+    for number in range(300):
+        (files / "many" / f"{number:03}.csv").touch()
+    view: Any = FinetuneView("", "")
+    inputs = view.form.inputs
+    browser = inputs.data_browser
+    assert not browser.is_open
+    browser.toggle(inputs.data.value)
+    assert browser.is_open and ">sub/<" in browser.value and ">rows.jsonl<" in browser.value
+    press(browser, "sub/")
+    assert "notes.docx" not in browser.value and ">Use this folder<" not in browser.value
+    press(browser, "deep/")
+    press(browser, "rows.jsonl")
+    assert inputs.data.value == "sub/deep/rows.jsonl" and not browser.is_open
+    # Opened again where the input points to; the folder itself can be the data.
+    browser.toggle(inputs.data.value)
+    press(browser, "Use this folder")
+    assert inputs.data.value == "sub/deep"
+    browser.toggle("many")
+    assert "100 more are not listed" in browser.value
+    press(browser, "Up")
+    press(browser, "Up")
+    assert str(files.parent) in browser.value
+    browser.press_button("pick:99999")
+    assert "Ignored" in browser.error
+    models = inputs.model_browser
+    models.toggle("")
+    press(models, "chatty")
+    assert inputs.weights.value == "chatty" and not models.is_open
+    view.close()
+
+
+def test_a_folder_that_cannot_be_opened_is_named(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (files / "secret").mkdir()
+    view: Any = FinetuneView("", "")
+    browser = view.form.inputs.data_browser
+    browser.toggle("")
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if str(path).endswith("secret"):
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    press(browser, "secret/")
+    assert "secret cannot be opened: Permission denied" in browser.value and ">secret/<" in browser.value
     view.close()
 
 

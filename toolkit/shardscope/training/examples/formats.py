@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from shardscope.core.errors import check_choice, find_similar, refuse
+from shardscope.core.errors import FieldError, check_choice, find_similar, refuse
 from shardscope.training.examples.rows import Row
 
 FormatName: TypeAlias = Literal["text", "prompt-completion", "instruction", "messages", "preference"]
@@ -63,6 +63,19 @@ class ExampleError(ValueError):
     def __init__(self, reason: str, fix: str) -> None:
         super().__init__(reason)
         self.fix = fix
+
+
+class UnknownColumnsError(FieldError):
+    """Data whose columns fit no known format, so that a mapping has to be chosen."""
+
+    def __init__(self, field: str, column_names: Sequence[str]) -> None:
+        super().__init__(
+            field,
+            f"data with the columns {', '.join(column_names)}",
+            f"columns of a known format ({_list_formats()}), or a mapping to them",
+            _suggest_mapping(column_names),
+        )
+        self.column_names = tuple(column_names)
 
 
 Message: TypeAlias = dict[str, str]
@@ -120,9 +133,7 @@ def recognize_format(
         return _map_columns(field, column_names, columns)
     format = next((format for name in ROLES if (format := _match_names(name, column_names))), None)
     if format is None:
-        value = f"data with the columns {', '.join(column_names)}"
-        allowed = f"columns of a known format ({_list_formats()}), or a mapping to them"
-        refuse(field, value, allowed, _suggest_mapping(column_names))
+        raise UnknownColumnsError(field, column_names)
     return format
 
 

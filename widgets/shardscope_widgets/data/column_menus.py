@@ -1,0 +1,121 @@
+"""Menus that say what the columns of a data source are, where their names alone do not tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import ipywidgets as widgets
+import traitlets
+
+from shardscope.training.examples.formats import OPTIONAL_ROLES, ROLES, FormatName
+from shardscope_widgets.kit import controls
+
+TITLES: dict[FormatName, str] = {
+    "prompt-completion": "Questions and answers",
+    "text": "Texts",
+    "messages": "Conversations",
+    "instruction": "Instructions with an input",
+    "preference": "Pairs of a chosen and a rejected answer",
+}
+ROLE_TITLES = {
+    "prompt": "Question",
+    "completion": "Answer",
+    "text": "Text",
+    "messages": "Messages",
+    "instruction": "Instruction",
+    "input": "Input",
+    "output": "Answer",
+    "chosen": "Chosen",
+    "rejected": "Rejected",
+}
+NO_COLUMN = "(none)"
+LABEL_WIDTH = "76px"
+
+
+class ColumnMenus(widgets.VBox):
+    """What the rows are, and the column of each part. ``columns`` is the mapping; None until it is chosen."""
+
+    columns = traitlets.Any(
+        allow_none=True, default_value=None, help="Role -> column, for ``ss.Finetune(columns=...)``."
+    )
+
+    def __init__(self) -> None:
+        self._names: tuple[str, ...] = ()
+        self._is_offering = False
+        self.format = controls.create_dropdown(
+            options=[(title, name) for name, title in TITLES.items()], tooltip="What each row of the data is"
+        )
+        self.menus = [
+            controls.create_dropdown(options=[NO_COLUMN]) for _ in range(max(map(len, ROLES.values())))
+        ]
+        self._labels = [controls.create_label("", LABEL_WIDTH) for _ in self.menus]
+        self._rows = [_create_row(label, menu) for label, menu in zip(self._labels, self.menus, strict=True)]
+        self.button = controls.create_button("Use these columns", "ss-ghost")
+        self.button.on_click(lambda _: self._choose())
+        hint = controls.create_html("The columns have no known names: say what they are.", "ss-hint")
+        super().__init__(
+            [
+                hint,
+                _create_row(controls.create_label("Rows are", LABEL_WIDTH), self.format),
+                *self._rows,
+                self.button,
+            ],
+            layout=controls.share_layout(),
+        )
+        self.add_class("ss-columns")
+        self.format.observe(self._show_roles, "value")
+        for menu in self.menus:
+            menu.observe(self._follow_menu, "value")
+        self.hide()
+
+    def offer(self, names: Sequence[str]) -> None:
+        """Show the menus for these columns, with the first ones chosen; nothing is applied yet."""
+        if tuple(names) != self._names:
+            self._names, self.columns = tuple(names), None
+            self.format.value = "text" if len(names) == 1 else "prompt-completion"
+            self._show_roles()
+        self.remove_class("ss-off")
+
+    def hide(self) -> None:
+        """Hide the menus and forget the mapping: the data are other ones."""
+        self._names, self.columns = (), None
+        self.add_class("ss-off")
+
+    def _show_roles(self, change: object = None) -> None:
+        """Show one menu for each role of the format."""
+        roles = ROLES[self.format.value]
+        self._is_offering = True
+        try:
+            for index, (menu, label, row) in enumerate(
+                zip(self.menus, self._labels, self._rows, strict=True)
+            ):
+                (row.remove_class if index < len(roles) else row.add_class)("ss-off")
+                if index >= len(roles):
+                    continue
+                is_optional = (self.format.value, roles[index]) in OPTIONAL_ROLES
+                label.value = ROLE_TITLES[roles[index]]
+                menu.options = [*([NO_COLUMN] if is_optional else []), *self._names]
+                menu.tooltip = f"Column of the {label.value.lower()}"
+                if self._names:
+                    menu.value = self._names[min(index, len(self._names) - 1)]
+        finally:
+            self._is_offering = False
+        self._follow_menu()
+
+    def _follow_menu(self, change: object = None) -> None:
+        # Once chosen, another column is applied at once.
+        if self.columns is not None and not self._is_offering:
+            self._choose()
+        (self.button.add_class if self.columns is not None else self.button.remove_class)("ss-off")
+
+    def _choose(self) -> None:
+        roles = ROLES[self.format.value]
+        chosen = {role: menu.value for role, menu in zip(roles, self.menus, strict=False)}
+        self.columns = {role: name for role, name in chosen.items() if name != NO_COLUMN}
+        self.button.add_class("ss-off")
+
+
+def _create_row(label: widgets.Label, menu: widgets.Dropdown) -> widgets.HBox:
+    row = widgets.HBox([label, menu], layout=controls.share_layout())
+    row.add_class("ss-row")
+    return row
