@@ -50,7 +50,7 @@ class ColumnMenus(widgets.VBox):
         ]
         self._labels = [controls.create_label("", LABEL_WIDTH) for _ in self.menus]
         self._rows = [_create_row(label, menu) for label, menu in zip(self._labels, self.menus, strict=True)]
-        self.button = controls.create_button("Use these columns", "ss-ghost")
+        self.button = controls.create_button("Use these columns", "ss-ghost", "ss-small")
         self.button.on_click(lambda _: self._choose())
         hint = controls.create_html("The columns have no known names: say what they are.", "ss-hint")
         super().__init__(

@@ -14,6 +14,8 @@ from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 MAX_SCANNED = 5000
 """Entries that are read of a folder: one with a million files shall not stop the notebook."""
 MAX_SHOWN = 200
+MAX_PATH = 44
+"""Characters of the folder's path in the heading."""
 MODEL_FILE = "config.json"
 UP, HERE, GO, PICK = "up", "here", "go", "pick"
 """Actions; the last two have the number of the entry."""
@@ -126,9 +128,16 @@ class FileBrowser(Clickable):
         note = f"<p class='ss-soft'>{escape(self._note)}</p>" if self._note else ""
         return (
             f"<div role='group' aria-label='Choose {escape(self._title, quote=True)}'>"
-            f"<div class='ss-browser-head'>{up}<b>{escape(str(self._folder))}</b>{here}</div>"
+            f"<div class='ss-browser-head'>{up}{_render_folder(self._folder)}{here}</div>"
             f"{alert}<ul data-roving>{lines}</ul>{note}</div>"
         )
+
+
+def _render_folder(folder: Path) -> str:
+    """Return a path, of a long one the end."""
+    text = str(folder)
+    shown = text if len(text) <= MAX_PATH else f"…{text[1 - MAX_PATH :]}"
+    return f"<b title='{escape(text, quote=True)}'>{escape(shown)}</b>"
 
 
 def has_data_files(folder: Path) -> bool:

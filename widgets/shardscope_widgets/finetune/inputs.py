@@ -191,7 +191,7 @@ def _list_methods(*, has_gpu: bool) -> list[tuple[str, str]]:
 
 def _create_browse_button(browser: FileBrowser, box: widgets.Combobox, what: str) -> widgets.Button:
     """Return the button that opens and closes ``browser`` at the path in ``box``."""
-    button = controls.create_button("Browse", "ss-ghost", layout=controls.share_fixed_layout())
+    button = controls.create_button("Browse…", "ss-ghost", "ss-small", layout=controls.share_fixed_layout())
     button.tooltip = f"Choose {what} on the machine of this notebook"
     button.on_click(lambda _: browser.toggle(box.value.strip()))
     return button

@@ -52,7 +52,7 @@ MENUS: dict[str, dict[str, object]] = {
 """Field -> its choices, by label. The first entry of each menu takes the recommended value."""
 RECOMMENDED = "recommended"
 NO_VALIDATION = "none"
-NARROW, MEDIUM, WIDE = "88px", "148px", "236px"
+WIDTH = "200px"
 NUMBERS = ("lora_rank", "seq_len", "global_batch_size")
 
 
@@ -140,7 +140,11 @@ class FinetuneSettings(Picker):
                 self._reasons[name].value = ""
             shown = "" if choice is None else _format_setting(choice.value)
             if isinstance(box, widgets.Dropdown):
-                box.tooltip = f"{LABELS[name][1]}; recommended: {shown or 'the first'}"
+                options = _list_options(name, shown)
+                if list(box.options) != options:
+                    # Setting the options selects the first one.
+                    chosen, box.options = box.value, options
+                    box.value = chosen
             else:
                 box.placeholder = shown or DEFAULTS.get(name, "")
 
@@ -153,16 +157,17 @@ def _create_input(name: str, label: str) -> widgets.Text | widgets.Textarea | wi
     """Return the input of one setting; empty, it takes the recommended value."""
     tooltip = f"{label}; empty: recommended"
     if name in MENUS:
-        options = [RECOMMENDED, *MENUS[name]]
-        return controls.create_dropdown(
-            options=options,
-            tooltip=label,
-            layout=controls.share_fixed_layout(WIDE if name == "schedule" else MEDIUM),
-        )
+        layout = controls.share_fixed_layout(WIDTH)
+        return controls.create_dropdown(options=_list_options(name, ""), tooltip=label, layout=layout)
     if name == "samples":
-        return controls.create_text_area(tooltip, layout=controls.share_fixed_layout(WIDE))
-    width = WIDE if name in ("lora_targets", "validation") else NARROW
-    return controls.create_text_box("", tooltip, width)
+        return controls.create_text_area(tooltip, layout=controls.share_fixed_layout(WIDTH))
+    return controls.create_text_box("", tooltip, WIDTH)
+
+
+def _list_options(name: str, recommended: str) -> list[tuple[str, str]]:
+    """Return the entries of a menu; ``recommended`` is empty for the first choice."""
+    first = recommended or next(iter(MENUS[name]))
+    return [(f"{first} (default)", RECOMMENDED), *((label, label) for label in MENUS[name])]
 
 
 def _format_input(name: str, value: object) -> object:
