@@ -173,9 +173,7 @@ ON_TWO_NODES: tuple[Row, ...] = tuple(
 """Replicas, pipeline stages or shards across the nodes; tensor parallelism inside."""
 
 ON_TWO_RAY_NODES: tuple[Row, ...] = tuple(
-    replace(row, name=row.name.replace("Slurm", "Ray"), scheduler="ray")
-    for row in ON_TWO_NODES
-    if row.name.startswith(("ddp", "hsdp", "zero-3", "megatron tp2"))
+    replace(row, name=row.name.replace("Slurm", "Ray"), scheduler="ray") for row in ON_TWO_NODES
 )
 
 ROWS: tuple[Row, ...] = (

@@ -145,21 +145,15 @@ def start_run(
     parent = checked_path("launch.folder", DEFAULT_FOLDER if folder is None else folder)
     if name is not None:
         check_name("launch.name", name)
-    if isinstance(target, Ray):
-        return _launch_on_ray(
-            plan,
-            task,
-            target,
-            parent,
-            name,
-            outlives=outlives,
-            force=force,
-            retries=retries,
-            stacklevel=stacklevel,
-        )
     if target is not None:
-        options = _SlurmOptions(outlives=outlives, is_chosen=outlive_kernel is not None, retries=retries)
-        return _launch_on_slurm(plan, task, target, parent, name, options, force=force)
+        options = _ClusterOptions(outlives=outlives, force=force, retries=retries)
+        if isinstance(target, Ray):
+            run = _launch_on_ray(plan, task, target, parent, name, options, stacklevel=stacklevel)
+        else:
+            run = _launch_on_slurm(plan, task, target, parent, name, options)
+        if outlive_kernel is None:
+            _say_once_that_it_outlives(type(target).__name__)
+        return run
     device = check_launch(plan, task, parent, name)
     # Compare the free memory with the predicted peak: other processes may hold the GPU.
     gpus: list[GpuState] = []
@@ -209,9 +203,7 @@ def _launch_on_slurm(
     target: Slurm,
     parent: Path,
     name: str | None,
-    options: _SlurmOptions,
-    *,
-    force: bool,
+    options: _ClusterOptions,
 ) -> Run:
     """Submit the run as one job of Slurm. Raises as :func:`launch` does."""
     check_plan(plan)
@@ -220,7 +212,7 @@ def _launch_on_slurm(
     _check_task_and_plan(plan, task, parent, name)
     if getattr(task, "profile", None) == "nsys":  # It would write one report on every node.
         refuse("task.profile", "nsys", "False or True on Slurm", Value(True))
-    partition = check_submission(plan, target, parent, force=force)
+    partition = check_submission(plan, target, parent, force=options.force)
     payload = pack(task, plan)
     device = "cpu" if plan.cluster.gpu.name == "cpu" else "cuda"
     description = _describe_run(plan, task, device, options.outlives, options.retries)
@@ -240,10 +232,7 @@ def _launch_on_slurm(
                 pending.folder, plan, target, partition, starts_again=may_start_again(description)
             )
             pending.cancel_job = functools.partial(cancel, job_id)
-            if options.outlives:
-                if not options.is_chosen:
-                    _say_once_that_it_outlives()
-            else:
+            if not options.outlives:
                 start_kernel_watch(pending.folder)
             return Run(pending.folder)
     except BaseException as error:
@@ -257,10 +246,8 @@ def _launch_on_ray(
     target: Ray,
     parent: Path,
     name: str | None,
+    options: _ClusterOptions,
     *,
-    outlives: bool,
-    force: bool,
-    retries: int,
     stacklevel: int,
 ) -> Run:
     """Start the run on a Ray cluster. Raises as :func:`launch` does."""
@@ -273,10 +260,10 @@ def _launch_on_ray(
     payload = pack(task, plan)
     device = "cpu" if plan.cluster.gpu.name == "cpu" else "cuda"
     with RayConnection(target, inspects=True) as connection:
-        difference = check_ray_submission(connection, plan, force=force)
+        difference = check_ray_submission(connection, plan, force=options.force)
         if difference:
             warnings.warn(difference, RuntimeWarning, stacklevel=stacklevel + 1)
-        description = _describe_run(plan, task, device, outlives, retries)
+        description = _describe_run(plan, task, device, options.outlives, options.retries)
         # The processes of the run are on other machines, whose GPUs are not known yet.
         description |= {"asked_name": name, "gpus": [], "machine": "", "scheduler": "ray"}
         description |= {
@@ -293,8 +280,8 @@ def _launch_on_ray(
                 write_task(pending.folder, payload)
                 pending.folder.set_status("queued", f"being submitted to {connection.title}")
                 pending.publish(description)
-                submit_to_ray(connection, pending.folder, plan, retries)
-                if not outlives:
+                submit_to_ray(connection, pending.folder, plan, options.retries)
+                if not options.outlives:
                     start_kernel_watch(pending.folder)
                 return Run(pending.folder)
         except BaseException as error:
@@ -302,20 +289,20 @@ def _launch_on_ray(
             raise
 
 
-class _SlurmOptions(NamedTuple):
-    """Arguments of :func:`launch` that concern a Slurm run."""
+class _ClusterOptions(NamedTuple):
+    """Arguments of :func:`launch` that concern a run on a cluster."""
 
     outlives: bool
-    is_chosen: bool
-    """Whether the user has chosen ``outlive_kernel``."""
+    """Whether the run goes on when the kernel ends."""
+    force: bool
     retries: int
 
 
 @functools.cache
-def _say_once_that_it_outlives() -> None:
+def _say_once_that_it_outlives(scheduler: str) -> None:
     print(
-        "A Slurm run goes on when this kernel ends: ss.Run.attach(run.folder) opens it again, and run.stop() "
-        "ends it. outlive_kernel=False ends it with the kernel."
+        f"A {scheduler} run goes on when this kernel ends: ss.Run.attach(run.folder) opens it again, and "
+        "run.stop() ends it. outlive_kernel=False ends it with the kernel."
     )
 
 
