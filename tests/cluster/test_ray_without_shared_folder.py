@@ -148,7 +148,7 @@ def test_losses_and_records_arrive(
     assert set(run.trace().steps().to_frame()["rank"]) == {0, 1}
     for folder in (run.folder, run.folder / "ray", run.folder / "nodes", run.folder / "nodes" / "1"):
         assert folder.stat().st_mode & 0o777 == 0o700
-    assert not (run.folder / "task.pkl").exists() and not find_pullers(run)
+    wait_for(lambda: not (run.folder / "task.pkl").exists() and not find_pullers(run), 30)
     # Checkpoints are not: the run says where they are.
     assert not (run.folder / "checkpoints").exists()
     kept = {record["node"]: record for record in run.files_on_nodes}

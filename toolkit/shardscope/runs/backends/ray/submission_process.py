@@ -9,7 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
+import signal
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -23,6 +27,10 @@ NAMESPACE = "shardscope"
 """Ray's namespace of the names of coordinators."""
 START_SECONDS = 150.0
 MAX_ERROR = 500
+LIFE_SECONDS = 900
+"""Maximum life of this process, longer than a launch may take."""
+CLOSE_SECONDS = 10.0
+"""Time to disconnect after the launch has closed its end of the pipe, or has died."""
 VISIBLE_SECONDS = 8.0
 """Time for the run folder to appear on a node that shares it."""
 
@@ -32,6 +40,10 @@ def main() -> None:
     # Ray and its workers print to standard output.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    # ray.init() waits for ever for a head that ends meanwhile, and takes SIGTERM for itself.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(LIFE_SECONDS)
+    threading.Thread(target=_end_without_launch, daemon=True).start()
     request = json.loads(sys.stdin.readline())
     try:
         answer = connect(request)
@@ -49,6 +61,15 @@ def main() -> None:
         answer = {"error": describe_error(error)}
     _answer(answers, answer)
     sys.stdin.readline()  # Until the launch has read it.
+
+
+def _end_without_launch() -> None:
+    """End this process soon after the other end of its input is closed."""
+    poll = select.poll()
+    poll.register(0, 0)  # POLLHUP is always reported.
+    poll.poll()
+    time.sleep(CLOSE_SECONDS)
+    os._exit(1)
 
 
 def _answer(answers: object, answer: Mapping[str, object]) -> None:
