@@ -22,6 +22,7 @@ EXTRAS = {
     "hatchling": "test",
     "huggingface_hub": "train",
     "jupyter_client": "lab",
+    "kubeflow_trainer_api": "test",
     "megatron": "megatron",
     "peft": "train",
     "ray": "ray",

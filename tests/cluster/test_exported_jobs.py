@@ -79,7 +79,7 @@ def find_ranks(folder: Path) -> set[tuple[str, str]]:
 
 
 @thorough()
-@pytest.mark.parametrize("framework", few(FRAMEWORKS, ["ddp", "zero"], every_case))
+@pytest.mark.parametrize("framework", few(FRAMEWORKS, ["zero"], every_case))
 def test_the_sbatch_file_trains_on_two_nodes_as_on_one_machine(
     framework: str, slurm: TwoNodeSlurm, tmp_path: Path
 ) -> None:
@@ -103,7 +103,7 @@ def test_the_sbatch_file_trains_on_two_nodes_as_on_one_machine(
     assert across == pytest.approx(train_here(framework, tmp_path / "machine"), abs=1e-5)
 
 
-@thorough()
+@every_case()
 def test_the_ray_job_and_the_command_line_train_on_two_ray_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from tests.cluster.runs import list_processes, make_plan, wait_for, wait_until_r
 from tests.cluster.test_ray_without_shared_folder import find_pullers, notebook, scratch
 from tests.cluster.test_two_ray_nodes import bounded, start_ray
 from tests.cluster.two_node_ray import ADDRESSES, TwoNodeRay, find_why_not_covered
-from tests.requirements import every_case, needs, thorough
+from tests.requirements import every_case, needs
 
 import shardscope as ss
 from shardscope.records.folder import FINAL
@@ -67,7 +67,7 @@ def assert_ended(run: Run, scratch: Path) -> None:
     assert not (run.folder / "task.pkl").exists()
 
 
-@thorough()
+@every_case()
 def test_fault_83_a_checkpoint_does_not_fit(
     cluster: TwoNodeRay, target: ss.Ray, notebook: Path, scratch: Path
 ) -> None:

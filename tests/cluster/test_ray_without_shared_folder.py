@@ -182,7 +182,7 @@ def test_stop_with_checkpoint(target: ss.Ray, notebook: Path) -> None:
     assert steps[0] == steps[1]
 
 
-@thorough()
+@every_case()
 def test_fault_85_the_process_that_receives_records_is_killed(target: ss.Ray, notebook: Path) -> None:
     run = ss.launch(make_plan("2x1xcpu"), log_much, folder=notebook, name="killed", on=target)
     wait_until_running(run)

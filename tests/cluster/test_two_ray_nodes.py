@@ -109,7 +109,7 @@ def test_two_ray_nodes_train_as_one_machine(
     assert_nothing_is_left(run, ray)
 
 
-@thorough()
+@every_case()
 def test_stop_of_a_run_and_of_one_that_waits_for_its_nodes(ray: TwoNodeRay, tmp_path: Path) -> None:
     run = launch_endless(ray, tmp_path)
     waiting = ss.launch(
@@ -149,7 +149,7 @@ def test_stop_with_checkpoint_after_the_kernel_was_killed(ray: TwoNodeRay, tmp_p
     assert_nothing_is_left(run, ray)
 
 
-@thorough()
+@every_case()
 def test_fault_78_the_kernel_is_killed(ray: TwoNodeRay, tmp_path: Path) -> None:
     code = (
         "import shardscope as ss, time\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,18 @@ def test_a_sweep_goes_on_after_its_kernel_and_after_a_stop(tmp_path: Path) -> No
     assert list(sweep.curves().columns) == [run.name for run in sweep]
     # Nothing is left to launch: what ended stays.
     assert [run.name for run in continue_sweep()] == [run.name for run in sweep]
+
+
+@thorough()
+def test_a_longer_run_continues_from_the_best_of_a_sweep(tmp_path: Path) -> None:
+    task = ss.Pretrain(num_steps=6, save_checkpoint=True)
+    plan = tiny_plan("ddp", 2)
+    sweep = ss.sweep(plan, task, {"learning_rate": [1e-4, 1e-2]}, name="lr", folder=tmp_path)
+    assert sweep.wait(200) == "finished", sweep.to_frame()
+    best = sweep.best()
+    rate = float(best.task_fields["learning_rate"])
+    longer = replace(task, num_steps=9, learning_rate=rate, resume=best.folder)
+    run = ss.launch(plan, longer, folder=tmp_path, name="longer")
+    assert run.wait(100) == "finished", (run.reason, run.error)
+    assert rate == 1e-2
+    assert [line["step"] for line in run.metrics() if line["rank"] == 0 and "loss" in line] == [6, 7, 8]

@@ -22,6 +22,16 @@ def folder(tmp_path: Path) -> RunFolder:
     return made
 
 
+@pytest.fixture(autouse=True)
+def no_ray_of_this_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide a Ray cluster that runs here, such as that of tests/cluster in another process, from widgets."""
+    if "widgets" in request.path.parts:
+        from shardscope_widgets.pickers import schedulers
+
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        monkeypatch.setattr(schedulers, "RAY_ADDRESS_FILE", Path("/nonexistent"))
+
+
 class _ImportAsRehearsals(MetaPathFinder):
     """Imports megatron-core as its rehearsals do, whichever test of a process is the first to want it.
 

@@ -127,9 +127,7 @@ def test_the_train_job_installs_what_train_py_imports_and_starts_it(framework: s
 @thorough()
 @pytest.mark.parametrize("cluster", ["2x8xh100-sxm-80gb", "8xmi300x-192gb", "2x1xcpu"])
 def test_kubeflows_own_models_read_the_train_job(cluster: str) -> None:
-    if importlib.util.find_spec("kubeflow_trainer_api") is None:
-        pytest.skip("needs kubeflow, which no extra installs: pip install kubeflow")
-    models = importlib.import_module("kubeflow_trainer_api.models")
+    models = needs("kubeflow_trainer_api.models")
     text = next(file.text for file in list_files(build_plan(LAYOUTS["ddp"], cluster)) if file.name == JOBS[0])
     job = yaml.safe_load(text)
     # The models drop keys that they do not know, so they are compared with what was written.
