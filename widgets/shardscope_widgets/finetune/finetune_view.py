@@ -149,6 +149,8 @@ class FinetuneView(View):
         has_options = queue is not None and bool(queue.scheduler.options)
         (self.job.remove_class if has_options else self.job.add_class)("ss-off")
         self.job.head.wrong = self.place.target.is_wrong
+        job = self.place.target.job
+        self.job.head.answer = "" if job is None else job.description
         if self._planned_for != self.place.cluster:
             self._planned_for = self.place.cluster
             self.form.set_machine(self.place.cluster)

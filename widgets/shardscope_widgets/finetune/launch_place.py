@@ -10,6 +10,7 @@ import ipywidgets as widgets
 import shardscope as ss
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_calls import Debounced, LatestRequest
+from shardscope_widgets.kit.display_names import format_name
 from shardscope_widgets.pickers.schedulers import SCHEDULERS, Queue, find_queues
 from shardscope_widgets.run.launch_target import LaunchTarget
 
@@ -17,6 +18,7 @@ SEARCH_SECONDS = 0.5
 """Delay after the view's creation before schedulers are searched, so that it is drawn first."""
 UNDECIDED = ""
 """Value of the menu of GPU types before the user has chosen one."""
+UNDECIDED_OPTION = ("choose the type", UNDECIDED)
 
 
 class LaunchPlace(widgets.VBox):
@@ -32,14 +34,18 @@ class LaunchPlace(widgets.VBox):
         self._num_searches, self._is_filling = 0, False
         self.target = LaunchTarget(on_change=self._follow_target, on_options=on_options)
         self.kind = controls.create_dropdown(
-            options=[("GPU type", UNDECIDED)], tooltip="Type of the GPUs, which their name leaves open"
+            options=[UNDECIDED_OPTION], tooltip="Type of the GPUs, which their name leaves open"
         )
-        self.kind.add_class("ss-off")
+        self._kind_line = widgets.HBox(
+            [controls.create_label("GPU"), self.kind], layout=controls.share_layout()
+        )
+        for name in ("ss-launch-target", "ss-off"):
+            self._kind_line.add_class(name)
         self.kind.observe(self._follow_kind, "value")
         self._queue_search = LatestRequest[int, list[Queue]](lambda _: find_queues(), "shardscope-queues")
         self._first_search = Debounced(self._search, SEARCH_SECONDS)
         self._is_stopped = False
-        super().__init__([self.target.head, self.kind], layout=controls.share_layout())
+        super().__init__([self.target.head, self._kind_line], layout=controls.share_layout())
 
     @property
     def cluster(self) -> ss.Cluster | None:
@@ -76,16 +82,16 @@ class LaunchPlace(widgets.VBox):
             self.target.offer_queues(queues)
 
     def _follow_target(self) -> None:
-        if "kind" not in vars(self):  # The target is being created.
+        if "_kind_line" not in vars(self):  # The target is being created.
             return
         queue = self.target.queue
         kinds = list(queue.gpu_candidates) if queue is not None and len(queue.gpu_candidates) > 1 else []
-        options = [("GPU type", UNDECIDED), *((name, name) for name in kinds)]
+        options = [UNDECIDED_OPTION, *((format_name(name), name) for name in kinds)]
         if list(self.kind.options) != options:
             self._is_filling = True
             self.kind.options = options  # Selects the first one.
             self._is_filling = False
-        (self.kind.remove_class if kinds else self.kind.add_class)("ss-off")
+        (self._kind_line.remove_class if kinds else self._kind_line.add_class)("ss-off")
         self._on_change()
 
     def _follow_kind(self, change: object) -> None:

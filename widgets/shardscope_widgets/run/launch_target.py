@@ -44,6 +44,16 @@ class JobOptions(Picker):
         """See :class:`Picker`."""
         return dict(self._inputs)
 
+    @property
+    def description(self) -> str:
+        """The options that are set, in one line."""
+        typed = [
+            option.label.lower() if option.is_list else f"{option.label.lower()} {text}"
+            for option in self._scheduler.options
+            if (text := self._inputs[option.field].value.strip())
+        ]
+        return ", ".join(typed) or f"defaults of {self._scheduler.name}"
+
     def build_value(self) -> object:
         """Return the target. Raises ``ValueError`` naming the field."""
         fields: dict[str, object] = {}

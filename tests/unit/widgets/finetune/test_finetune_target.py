@@ -81,12 +81,14 @@ def test_a_queue_sets_the_plan_and_the_target(
     view.place.target.choice.value = "Slurm: cpu"
     wait_for_plan(view, "1xcpu")  # One node, which has one core.
     assert "ss-off" not in view.job._dom_classes and view.button.tooltip == "Train on Slurm: cpu"
+    assert view.job.head.answer == "defaults of Slurm"
     # A wrong option of the job is refused at its input.
     box = view.place.target.job.boxes["time"]
     box.value = "soon"
     assert view.button.disabled and view.job.head.wrong
     box.value = "20"
     assert not view.button.disabled and not view.job.head.wrong
+    assert view.job.head.answer == "time limit 20"
     view.button.click()
     assert wait_until(lambda: view.run is run)
     assert launches[0]["on"] == ss.Slurm(partition="cpu", time="20") and launches[0]["plan"] == view.plan
@@ -102,7 +104,12 @@ def test_an_ambiguous_gpu_type_is_asked_for(files: Path, queues: None) -> None:
     assert [label for label, _ in view.form.inputs.method.options] == ["LoRA", "Full"]
     view.place.target.choice.value = "Slurm: a100"
     assert view.plan is None and "Choose the type of the GPUs" in view.headline.value and view.button.disabled
-    assert "ss-off" not in view.place.kind._dom_classes
+    assert "ss-off" not in view.place._kind_line._dom_classes
+    assert [label for label, _ in view.place.kind.options] == [
+        "choose the type",
+        "A100 SXM 40 GB",
+        "A100 SXM 80 GB",
+    ]
     view.place.kind.value = "a100-sxm-80gb"
     wait_for_plan(view, "4xa100-sxm-80gb")
     assert view.plan.recipe.precision == "bf16-mixed"
@@ -111,7 +118,7 @@ def test_an_ambiguous_gpu_type_is_asked_for(files: Path, queues: None) -> None:
     assert wait_until(lambda: view.plan is not None and view.plan.recipe.method == "qlora")
     view.place.target.choice.value = ""
     wait_for_plan(view, "2xcpu")
-    assert view.plan.recipe.method == "lora" and "ss-off" in view.place.kind._dom_classes
+    assert view.plan.recipe.method == "lora" and "ss-off" in view.place._kind_line._dom_classes
     view.close()
 
 
