@@ -12,7 +12,12 @@ from tests import requirements
 
 TESTS = Path(__file__).parents[2]
 PROJECT = tomllib.loads((TESTS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-WITH = {"huggingface_hub": "transformers", "jupyter_client": "jupyterlab", "megatron": "megatron-core"}
+WITH = {
+    "kubeflow_trainer_api": "kubeflow",
+    "huggingface_hub": "transformers",
+    "jupyter_client": "jupyterlab",
+    "megatron": "megatron-core",
+}
 """Modules that are part of another distribution or have another name than their distribution."""
 
 
