@@ -26,6 +26,7 @@ from tests.requirements import every_case, needs, skip_without, thorough
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
+from shardscope.runs.profiling_request import read_recording_state
 
 needs("accelerate")
 
@@ -67,6 +68,23 @@ def test_two_ranks_on_each_node(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
     run.wait(360)
     assert len(losses(run)) == 2
     assert {record["rank"] for record in run.metrics()} == {0, 1, 2, 3}
+    assert_nothing_is_left(run, slurm)
+
+
+@every_case()
+def test_a_live_run_on_two_nodes_is_profiled_on_both(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+    run = launch_endless(slurm, tmp_path)
+    assert ss.Run.attach(run.folder).profile(3) == 1
+
+    def is_recorded() -> bool:
+        state = read_recording_state(run)
+        return state is not None and state.is_finished
+
+    wait_for(is_recorded, 60)
+    run.stop()
+    assert run.wait(60) == "stopped", (run.status, run.reason)
+    steps = run.trace().steps().to_frame()
+    assert steps.groupby("rank")["step"].nunique().to_dict() == {0: 3, 1: 3}
     assert_nothing_is_left(run, slurm)
 
 
