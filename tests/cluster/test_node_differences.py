@@ -10,12 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.cluster.runs import assert_nothing_is_left, make_plan, wait_for
+from tests.cluster.runs import assert_nothing_is_left, make_plan, wait_until_running
 from tests.cluster.two_node_slurm import TwoNodeSlurm
 from tests.requirements import needs, thorough
 
 import shardscope as ss
-from shardscope.records.folder import FINAL
 from shardscope.runs.backends.peers import LOST_SECONDS
 
 needs("accelerate")
@@ -74,7 +73,7 @@ def test_fault_80_a_clock_that_is_minutes_behind(slurm: TwoNodeSlurm, tmp_path: 
     )
     python = write_python_of_node(tmp_path, 0, f"export PYTHONPATH={tmp_path}")
     run = ss.launch(make_plan("2x1xcpu"), fail_on_both, folder=tmp_path, on=ss.Slurm(python=python))
-    wait_for(lambda: {record["rank"] for record in run.metrics()} == {0, 1} or run.status in FINAL)
+    wait_until_running(run)
     # Neither node takes the other for lost, and no reader the run.
     until = time.monotonic() + LOST_SECONDS + 5
     while time.monotonic() < until:
