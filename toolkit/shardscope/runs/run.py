@@ -263,7 +263,7 @@ class Run:
 
     @property
     def target(self) -> str:
-        """Where the run was submitted, such as ``Slurm: a100, job 4711``; empty for a run of one machine."""
+        """Scheduler, queue and job, such as ``Slurm: a100, job 4711``; empty for a run of one machine."""
         return describe_job(self._folder) if self._folder.has_nodes else ""
 
     @property

@@ -33,7 +33,10 @@ LABEL_WIDTH = "76px"
 
 
 class ColumnMenus(widgets.VBox):
-    """What the rows are, and the column of each part. ``columns`` is the mapping; None until it is chosen."""
+    """Menus for the kind of the rows and the column of each part.
+
+    ``columns`` is the mapping; None until it is chosen.
+    """
 
     columns = traitlets.Any(
         allow_none=True, default_value=None, help="Role -> column, for ``ss.Finetune(columns=...)``."

@@ -1,4 +1,4 @@
-"""Where a fine-tune from one click trains: this machine, or one node of a scheduler's queue."""
+"""Choice of the machine for a one-click fine-tune: this one, or one node of a scheduler's queue."""
 
 from __future__ import annotations
 

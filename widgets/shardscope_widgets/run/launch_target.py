@@ -1,4 +1,4 @@
-"""Where the main button launches: this machine or the queue of a scheduler, with the options of its job."""
+"""Choice of the launch target: this machine or the queue of a scheduler, with the options of its job."""
 
 from __future__ import annotations
 
