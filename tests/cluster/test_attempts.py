@@ -21,7 +21,7 @@ from tests.cluster.runs import (
     wait_until_running,
 )
 from tests.cluster.two_node_slurm import TwoNodeSlurm
-from tests.requirements import needs, thorough
+from tests.requirements import every_case, needs, skip_without, thorough
 
 import shardscope as ss
 from shardscope.records.folder import FINAL
@@ -153,12 +153,28 @@ def test_fault_70_requeue_from_outside_of_a_task_that_saves_nothing(
 
 
 @thorough()
+@pytest.mark.parametrize(
+    ("layout", "package"),
+    [
+        (ss.Layout.ddp(), "torch"),
+        pytest.param(ss.Layout.fsdp2(), "torch", marks=every_case()),
+        pytest.param(ss.Layout.zero(3), "deepspeed", marks=every_case()),
+        pytest.param(ss.Layout.megatron(pp=2), "megatron", marks=every_case()),
+    ],
+    ids=lambda value: str(getattr(value, "framework", value)),
+)
 def test_fault_71_a_failed_rank_is_retried_from_the_checkpoint(
-    slurm: TwoNodeSlurm, tmp_path: Path, uninterrupted: list[float]
+    layout: ss.Layout,
+    package: str,
+    slurm: TwoNodeSlurm,
+    tmp_path: Path,
+    train_here: Callable[[ss.Layout, int], list[float]],
 ) -> None:
+    skip_without(package)
     task = SlowPretrain(num_steps=STEPS, save_every=10, fails_at=15)
-    run = ss.launch(make_plan("2x1xcpu"), task, folder=tmp_path, name="nodes", on=ss.Slurm(), retries=1)
-    assert_trained_as_without_interruption(run, uninterrupted)
+    plan = make_plan("2x1xcpu", layout)
+    run = ss.launch(plan, task, folder=tmp_path, name="nodes", on=ss.Slurm(), retries=1)
+    assert_trained_as_without_interruption(run, train_here(layout, STEPS))
     first, second = run.attempts
     assert (first["status"], first["rank"], first["node"]) == ("failed", 1, 1)
     assert "this rank fails" in str(first["reason"]) and "Traceback" in str(first["error"])

@@ -224,7 +224,7 @@ def test_fault_84_killed_head(only_gcs: bool, bounded: None, tmp_path: Path) -> 
 
 def test_what_the_ray_cluster_has_not_is_refused(ray: TwoNodeRay, tmp_path: Path) -> None:
     target = ss.Ray(address=ray.address)
-    cluster = ss.Ray.inventory(ray.address)
+    cluster = ss.Ray.inventory(ray.address, only_idle=True)
     assert (cluster.num_nodes, cluster.gpu.name, cluster.gpus_per_node) == (2, "cpu", 1)
     cases = [
         (make_plan("3x1xcpu", batch=3), target, "plan.cluster.num_nodes", "2 nodes"),

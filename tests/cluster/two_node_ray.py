@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import socket
 import tempfile
 import threading
 import time
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 import psutil
+from tests.cluster.ports import find_free_ports
 
 if TYPE_CHECKING:
     from ray._private.node import Node
@@ -92,7 +92,7 @@ class TwoNodeRay:
                 object_store_memory=OBJECT_STORE_BYTES,
                 include_dashboard=False,
                 node_ip_address=address,
-                **{name: find_free_port() for name in PORTS},
+                **dict(zip(PORTS, find_free_ports(len(PORTS)), strict=True)),
             )
         )
 
@@ -248,13 +248,6 @@ def get_command_line(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
-
-
-def find_free_port() -> int:
-    """Return a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind((ADDRESSES[0], 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+from tests.cluster.ports import find_free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel")
 INSTALL = "sudo apt-get install slurm-wlm munge"
@@ -91,7 +92,7 @@ class TwoNodeSlurm:
         key = self.folder / "munge.key"
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o400)
-        ports = _find_free_ports(4)
+        ports = find_free_ports(4)
         text = CONFIGURATION.format(
             host=socket.gethostname().partition(".")[0],
             user=getpass.getuser(),
@@ -216,17 +217,6 @@ class TwoNodeSlurm:
                 logs = [path.read_text(errors="replace")[-500:] for path in self.folder.glob("*.log")]
                 raise RuntimeError(f"{what} did not start: {logs}")
             time.sleep(0.1)
-
-
-def _find_free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 def _find_steps(folder: Path, node: str) -> list[psutil.Process]:

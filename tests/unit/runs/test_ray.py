@@ -125,8 +125,11 @@ def test_nodes_are_read_as_ray_describes_them() -> None:
         "Resources": {"CPU": 64.0, "GPU": 8.0, "accelerator_type:A100": 1.0, "memory": 5.0e11},
     }
     expected = {"name": "n1", "address": "10.0.0.2", "host": "n1", "num_cpus": 64, "memory_bytes": 5 * 10**11}
-    assert describe_node(node) == {**expected, "gpus": [["A100", 8]]}
-    assert describe_node({"NodeManagerAddress": "a", "Resources": {}})["gpus"] == []
+    assert describe_node(node, None) == {**expected, "gpus": [["A100", 8]], "is_idle": None}
+    # Ray leaves out a resource of which nothing is left.
+    for free, is_idle in (({"CPU": 64.0, "GPU": 8.0}, True), ({"CPU": 64.0, "GPU": 7.0}, False), ({}, False)):
+        assert describe_node(node, free)["is_idle"] is is_idle
+    assert describe_node({"NodeManagerAddress": "a", "Resources": {}}, None)["gpus"] == []
 
 
 def test_a_bundle_is_one_nodes_share() -> None:

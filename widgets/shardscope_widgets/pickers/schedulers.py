@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import shardscope as ss
-from shardscope.runs.backends.nodes import build_cluster
+from shardscope.runs.backends.nodes import build_inventory
 from shardscope.runs.backends.ray import submission as ray_submission
-from shardscope.runs.backends.slurm_submission import GPU_FIELD, Partition, list_partitions
+from shardscope.runs.backends.slurm_submission import INVENTORY_FIELD, Partition, list_partitions
 
 RAY_ADDRESS_FILE = Path("/tmp/ray/ray_current_cluster")
 
@@ -88,7 +88,7 @@ def _describe_partition(scheduler: Scheduler, partition: Partition, state: str) 
         name=partition.name,
         description=pool.describe_idle() + ("" if state == "UP" else f", closed ({state})"),
         gpu_candidates=pool.find_largest_group().gpu_candidates,
-        build_cluster=lambda gpu: build_cluster(pool, gpu, GPU_FIELD),
+        build_cluster=lambda gpu: build_inventory(pool, gpu, INVENTORY_FIELD, only_idle=False),
     )
 
 
@@ -107,7 +107,9 @@ def _describe_ray_cluster(scheduler: Scheduler) -> list[Queue]:
             name="",
             description=pool.describe_idle(),
             gpu_candidates=pool.find_largest_group().gpu_candidates,
-            build_cluster=lambda gpu: build_cluster(pool, gpu, "Ray.inventory gpu"),
+            build_cluster=lambda gpu: build_inventory(
+                pool, gpu, ray_submission.INVENTORY_FIELD, only_idle=False
+            ),
         )
     ]
 

@@ -91,10 +91,27 @@ def catch_launches(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[di
 
 def test_partitions_are_listed_with_what_is_idle(slurm: Path) -> None:
     assert {queue.label: queue.description for queue in find_queues()} == {
-        "Slurm: a100": "2 nodes × 1 A100, 1 idle",
+        "Slurm: a100": "1 node × 1 A100, 1 idle, 1 down",
         "Slurm: h200": "2 nodes × 8 H200, none idle, 1 other node",
         "Slurm: cpu": "2 nodes without GPUs, 2 idle, closed (DRAIN)",
     }
+
+
+def test_an_inventory_has_no_node_that_is_down_and_can_have_only_idle_ones(slurm: Path) -> None:
+    def count_nodes(partition: str, **arguments: Any) -> int:
+        return ss.Slurm.inventory(partition, **arguments).num_nodes
+
+    gpu = "a100-sxm-80gb"
+    # n2 is drained, n3 and n4 are in use.
+    assert count_nodes("a100", gpu=gpu) == 1 and count_nodes("h200") == 2
+    assert count_nodes("a100", gpu=gpu, only_idle=True) == 1 and count_nodes("cpu", only_idle=True) == 2
+    with pytest.raises(FieldError, match="none of the 2 nodes of partition h200 is idle") as refused:
+        ss.Slurm.inventory("h200", only_idle=True)
+    assert refused.value.field == "Slurm.inventory only_idle"
+    text = (slurm / "node").read_text()
+    (slurm / "node").write_text(text.replace("State=IDLE ", "State=DOWN+NOT_RESPONDING "))
+    with pytest.raises(FieldError, match="neither down nor drained"):
+        ss.Slurm.inventory("a100", gpu)
 
 
 def test_slurm_that_does_not_answer_shows_nothing(slurm: Path) -> None:
@@ -129,10 +146,10 @@ def test_an_ambiguous_gpu_type_is_asked_for(slurm: Path) -> None:
     picker.count.value = "1"
     assert picker.is_wrong, "another input does not answer the question"
     picker.kind.value = "a100-sxm-80gb"
-    assert not picker.is_wrong and str(picker.value) == "2x1xa100-sxm-80gb"
+    assert not picker.is_wrong and str(picker.value) == "1xa100-sxm-80gb"
     # A choice that is refreshed stays; another GPU type is not this partition's.
     picker.offer_queues(find_queues())
-    assert picker.place == picker.where.value == "Slurm: a100" and str(picker.value) == "2x1xa100-sxm-80gb"
+    assert picker.place == picker.where.value == "Slurm: a100" and str(picker.value) == "1xa100-sxm-80gb"
     picker.nodes.value = "1"
     assert picker.place == "Slurm: a100"
     picker.type.value = "h100-sxm-80gb"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.catalog import gpus
-from shardscope.core.errors import Value, find_nearest, refuse
+from shardscope.core.errors import Value, check_flag, find_nearest, refuse
 from shardscope.core.number_format import format_count
 from shardscope.runs.backends.node_process import list_addresses
 
@@ -47,6 +47,8 @@ class Node(NamedTuple):
     """Host memory that jobs can get; 0: not known."""
     is_idle: bool | None = None
     """Whether the whole node is free for a job; None: not known."""
+    takes_jobs: bool = True
+    """Whether the node can start jobs, now or when others have ended: it is neither down nor drained."""
 
     def count_gpus(self, gpu_name: str) -> int:
         """Return how many GPUs are of the catalogue's type ``gpu_name``, or of no named type."""
@@ -86,8 +88,9 @@ class NodePool(NamedTuple):
         return f"{self.title}: {num_nodes} node{'s' * (num_nodes != 1)} with {described}"
 
     def describe_idle(self) -> str:
-        """Return its largest group and what of it is idle, such as ``2 nodes × 1 A100, 1 idle``."""
-        group = self.find_largest_group()
+        """Return its largest group and what of it is idle, such as ``2 nodes × 1 A100, 1 idle, 1 down``."""
+        usable = self.select_usable()
+        group = (usable if usable.nodes else self).find_largest_group()
         # Slurm's administrators write a100, its maker A100.
         name = group.kind.upper() if re.fullmatch(r"[a-z]{1,2}\d+[a-z]?", group.kind) else group.kind
         count = group.gpus_per_node
@@ -96,10 +99,16 @@ class NodePool(NamedTuple):
         known = [node.is_idle for node in group.nodes if node.is_idle is not None]
         if known:
             parts.append(f"{sum(known)} idle" if any(known) else "none idle")
-        others = len(self.nodes) - len(group.nodes)
-        if others:
+        others = len(usable.nodes) - len(group.nodes)
+        if others > 0:
             parts.append(format_count(others, "other node"))
+        if down := len(self.nodes) - len(usable.nodes):
+            parts.append(f"{down} down")
         return ", ".join(parts)
+
+    def select_usable(self) -> NodePool:
+        """Return its nodes that are neither down nor drained."""
+        return NodePool(self.title, tuple(node for node in self.nodes if node.takes_jobs))
 
     def find_largest_group(self) -> NodeGroup:
         """Return the most frequent kind of nodes with GPUs; all nodes if none has GPUs."""
@@ -156,6 +165,31 @@ def find_file_system(path: Path) -> str:
     real = Path(os.path.realpath(path))
     mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     return next((mounts[folder] for folder in (real, *real.parents) if folder in mounts), "")
+
+
+def build_inventory(pool: NodePool, gpu_name: str | None, field: str, *, only_idle: bool) -> Cluster:
+    """Return the nodes that take jobs, or with ``only_idle`` those that are wholly free now, as a cluster.
+
+    Of these, :func:`build_cluster` chooses. Raises ``ValueError`` that names ``field``, such as
+    ``Slurm.inventory``, if there are none.
+    """
+    check_flag(f"{field} only_idle", only_idle)
+    usable = pool.select_usable()
+    if not usable.nodes:
+        refuse(
+            f"{field} partition", pool.title, "nodes that are neither down nor drained", "another partition"
+        )
+    if only_idle:
+        # First the kind of nodes, then which of them are idle: not a rare kind that happens to be free.
+        group = usable.find_largest_group()
+        idle = tuple(node for node in group.nodes if node.is_idle)
+        if not idle:
+            allowed = (
+                f"False: none of the {format_count(len(group.nodes), 'node')} of {pool.title} is idle now"
+            )
+            refuse(f"{field} only_idle", True, allowed, Value(False))
+        usable = NodePool(pool.title, idle)
+    return build_cluster(usable, gpu_name, f"{field} gpu")
 
 
 def build_cluster(pool: NodePool, gpu_name: str | None, field: str) -> Cluster:

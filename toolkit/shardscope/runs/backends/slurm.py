@@ -76,18 +76,22 @@ class Slurm:
         self._check_extra()
 
     @staticmethod
-    def inventory(partition: str | None = None, gpu: str | None = None) -> Cluster:
+    def inventory(
+        partition: str | None = None, gpu: str | None = None, *, only_idle: bool = False
+    ) -> Cluster:
         """Return a partition (None: the default one) as a cluster of its nodes.
 
         Of nodes with different GPUs only those with the most frequent type and number count. ``gpu`` is the
         catalogue's name of the GPU type, needed where Slurm's name of it is ambiguous: "a100"
-        has 40 or 80 GB. Nodes in use are included. Raises ``ValueError`` if the partition does not exist or
-        the type is ambiguous, ``OSError`` if Slurm does not answer.
+        has 40 or 80 GB. Nodes in use are included, those that are down or drained are not; with
+        ``only_idle``, only nodes on which a job that needs the whole node could start now. Raises
+        ``ValueError`` if the partition does not exist, no node of it counts, or the type is ambiguous, and
+        ``OSError`` if Slurm does not answer.
         """
         # Imported lazily: it imports this module.
         from shardscope.runs.backends.slurm_submission import read_inventory
 
-        return read_inventory(partition, gpu)
+        return read_inventory(partition, gpu, only_idle=only_idle)
 
     def _check_extra(self) -> None:
         allowed = "a mapping of sbatch's options to text, numbers or True"

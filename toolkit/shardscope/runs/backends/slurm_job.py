@@ -72,7 +72,11 @@ def run_command(*command: str, seconds: float = SECONDS) -> str:
     except FileNotFoundError as error:
         raise SlurmError(f"{command[0]} is not on PATH: this machine has no Slurm commands") from error
     except subprocess.TimeoutExpired as error:
-        raise SlurmError(f"{command[0]} did not answer within {seconds:.0f} s") from error
+        # It repeats what it waits for, such as a file that it does not find. Bytes, despite text=True.
+        written = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else error.stderr
+        lines = (written or "").strip().splitlines()
+        cause = f"; it says: {lines[-1][-300:]}" if lines else ""
+        raise SlurmError(f"{command[0]} did not answer within {seconds:.0f} s{cause}") from error
     if done.returncode:
         raise SlurmError(f"{command[0]}: {(done.stderr or done.stdout).strip()[-500:]}")
     return done.stdout

@@ -19,7 +19,7 @@ from shardscope.records.json_files import write_json
 from shardscope.runs.backends.nodes import (
     Node,
     NodePool,
-    build_cluster,
+    build_inventory,
     check_folder,
     check_nodes,
     is_same_gpu,
@@ -33,11 +33,16 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 SUBMIT_SECONDS = 120.0
-GPU_FIELD = "Slurm.inventory gpu"
+INVENTORY_FIELD = "Slurm.inventory"
 LIST_SECONDS = 8.0
 """Maximum time of each of the two commands that list all partitions."""
 IDLE_FLAGS = frozenset({"IDLE", "CLOUD", "DYNAMIC_NORM", "POWERED_DOWN", "POWERING_UP"})
 """Parts of the state of a node that takes a job at once, or after it was switched on (scontrol(1))."""
+UNUSABLE_FLAGS = frozenset({
+    *("DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "ERROR", "FUTURE", "INVAL", "UNKNOWN"),
+    "NOT_RESPONDING",
+})  # fmt: skip
+"""Parts of the state of a node that starts no job until somebody has repaired or resumed it (scontrol(1))."""
 GRES_GPU = re.compile(r"gpu(?::([A-Za-z][^:(,]*))?:(\d+)")
 """GPUs of a node in Slurm's spelling: ``gpu:a100:8(S:0-1)`` or ``gpu:8``."""
 
@@ -122,17 +127,21 @@ def select_nodes(records: Iterable[Mapping[str, str]], partition_name: str) -> t
             cpus = int(record.get("CPUTot", "1"))
             memory = int(record.get("RealMemory", "0")) << 20  # scontrol(1): MiB.
             address = record.get("NodeAddr", host)
-            is_idle = {"IDLE"} <= set(record.get("State", "").split("+")) <= IDLE_FLAGS
-            nodes.append(Node(record["NodeName"], address, host, cpus, node_gpus, memory, is_idle))
+            flags = set(record.get("State", "").split("+"))
+            is_idle = {"IDLE"} <= flags <= IDLE_FLAGS
+            takes_jobs = not flags & UNUSABLE_FLAGS
+            nodes.append(
+                Node(record["NodeName"], address, host, cpus, node_gpus, memory, is_idle, takes_jobs)
+            )
     return tuple(nodes)
 
 
-def read_inventory(partition_name: str | None, gpu_name: str | None) -> Cluster:
+def read_inventory(partition_name: str | None, gpu_name: str | None, *, only_idle: bool) -> Cluster:
     """Return the cluster of :meth:`Slurm.inventory`, which describes the arguments and the errors."""
     partition = read_partition(partition_name)
     if not partition.nodes:
         refuse("Slurm.partition", partition.name, "a partition with nodes", "another partition")
-    return build_cluster(partition.pool, gpu_name, GPU_FIELD)
+    return build_inventory(partition.pool, gpu_name, INVENTORY_FIELD, only_idle=only_idle)
 
 
 def submit(folder: RunFolder, plan: Plan, target: Slurm, partition: Partition, *, starts_again: bool) -> str:

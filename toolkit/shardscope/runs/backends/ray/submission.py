@@ -27,7 +27,7 @@ from shardscope.records.json_values import parse_object
 from shardscope.runs.backends.nodes import (
     Node,
     NodePool,
-    build_cluster,
+    build_inventory,
     check_nodes,
     is_same_gpu,
 )
@@ -48,6 +48,7 @@ CONNECT_SECONDS = 180.0
 """Time to import Ray, connect, and start a worker process on the cluster."""
 SUBMIT_SECONDS = 180.0
 CLOSE_SECONDS = 10.0
+INVENTORY_FIELD = "Ray.inventory"
 GPU_SHARE = 0.001
 """Share of a node's accelerator type that a bundle requests, as Ray's ``accelerator_type=`` does."""
 
@@ -181,15 +182,17 @@ def _read_nodes(answer: dict[str, object]) -> list[Node]:
             num_cpus=node["num_cpus"],
             gpus=tuple((kind, count) for kind, count in node["gpus"]),
             memory_bytes=node["memory_bytes"],
+            is_idle=node["is_idle"],
         )
         for node in nodes
     ]
 
 
-def read_inventory(target: Ray, gpu_name: str | None) -> Cluster:
+def read_inventory(target: Ray, gpu_name: str | None, *, only_idle: bool) -> Cluster:
     """Return the cluster of :meth:`Ray.inventory`, which describes the arguments and the errors."""
     with RayConnection(target, inspects=False) as connection:
-        return build_cluster(select_nodes(connection.pool), gpu_name, "Ray.inventory gpu")
+        pool = select_nodes(connection.pool)
+    return build_inventory(pool, gpu_name, INVENTORY_FIELD, only_idle=only_idle)
 
 
 def select_nodes(pool: NodePool) -> NodePool:

@@ -95,7 +95,9 @@ def connect(request: Mapping[str, object]) -> dict[str, object]:
         log_to_driver=False,
         logging_level="ERROR",
     )
-    answer: dict[str, object] = {"nodes": [describe_node(node) for node in ray.nodes() if node["Alive"]]}
+    free = _read_free_resources()
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    answer: dict[str, object] = {"nodes": [describe_node(node, free.get(node["NodeID"])) for node in nodes]}
     if request["inspects"]:
         inspect = ray.remote(num_cpus=0, max_retries=0)(inspect_python)
         try:
@@ -105,8 +107,21 @@ def connect(request: Mapping[str, object]) -> dict[str, object]:
     return answer
 
 
-def describe_node(node: Mapping[str, object]) -> dict[str, object]:
-    """Return one node of ``ray.nodes()`` as the launch reads it."""
+def _read_free_resources() -> Mapping[str, Mapping[str, float]]:
+    """Return each node's resources that nobody uses, by the node's id; none if this Ray does not tell.
+
+    ``ray.available_resources()``, the public function, gives only the cluster's sum.
+    """
+    try:
+        from ray._private.state import available_resources_per_node
+    except ImportError:
+        return {}
+    free: dict[str, dict[str, float]] = available_resources_per_node()
+    return free
+
+
+def describe_node(node: Mapping[str, object], free: Mapping[str, float] | None) -> dict[str, object]:
+    """Return one node of ``ray.nodes()`` as the launch reads it. ``free``: its resources that nobody uses."""
     resources = node["Resources"]
     assert isinstance(resources, Mapping)
     prefix = "accelerator_type:"
@@ -120,6 +135,10 @@ def describe_node(node: Mapping[str, object]) -> dict[str, object]:
         "num_cpus": int(resources.get("CPU", 0)),
         "gpus": [[kinds[0] if len(kinds) == 1 else "", num_gpus]] if num_gpus else [],
         "memory_bytes": int(resources.get("memory", 0)),
+        "is_idle": None
+        if free is None
+        # Ray leaves out a resource of which nothing is left.
+        else all(free.get(name, 0.0) >= resources.get(name, 0.0) for name in ("CPU", "GPU")),
     }
 
 

@@ -75,18 +75,18 @@ class Ray:
         return bool(set(self.runtime_env or ()) - {"config", "env_vars"})
 
     @staticmethod
-    def inventory(address: str = "auto", gpu: str | None = None) -> Cluster:
+    def inventory(address: str = "auto", gpu: str | None = None, *, only_idle: bool = False) -> Cluster:
         """Return the nodes of a Ray cluster that have the most frequent kind of GPUs.
 
         ``gpu`` is the catalogue's name of the GPU type, needed where Ray's name of it is ambiguous: "A100"
-        has 40 or 80 GB. Nodes in use are counted too. Raises ``ValueError`` if the type is unclear or no
-        cluster is at ``address``, ``ImportError`` without the extra "ray", ``OSError`` if the cluster does
-        not answer.
+        has 40 or 80 GB. Nodes in use are counted too; with ``only_idle``, only nodes whose CPUs and GPUs are
+        all free now. Raises ``ValueError`` if the type is unclear, no node counts or no cluster is at
+        ``address``, ``ImportError`` without the extra "ray", ``OSError`` if the cluster does not answer.
         """
         # Imported lazily: it imports this module.
         from shardscope.runs.backends.ray.submission import read_inventory
 
-        return read_inventory(Ray(address=address), gpu)
+        return read_inventory(Ray(address=address), gpu, only_idle=only_idle)
 
     def __reduce__(self) -> tuple[object, ...]:
         # pickle refuses a read-only mapping.
