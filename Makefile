@@ -120,7 +120,7 @@ check: $(STAMP)
 bench: $(STAMP) browser
 	$(BIN)/python -m benchmarks
 
-# What forty learners cost one JupyterLab server, measured with four for each core.
+# What forty learners cost one JupyterLab server, or JupyterHub, measured with four for each core.
 room: $(STAMP)
 	$(BIN)/python -m benchmarks.room --write docs/room.md
 

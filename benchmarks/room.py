@@ -1,8 +1,8 @@
-"""``python -m benchmarks.room [--learners 8] [--room 40] [--write FILE]``: learners on one JupyterLab server.
+"""``python -m benchmarks.room [--learners 8] [--room 40] [--write FILE]``: learners on one server.
 
-Starts the server and, all at once, a session for each learner: its pages and folder are fetched, a
-kernel is started, and the learner's cells are run over the websocket that a page uses. Browsers are on the
-learners' own machines and are not measured.
+Starts JupyterLab, then JupyterHub where it is installed, and, all at once, a session for each learner: its
+pages and folder are fetched, a kernel is started, and the learner's cells are run over the websocket that a
+page uses. Browsers are on the learners' own machines and are not measured.
 """
 
 from __future__ import annotations
@@ -11,25 +11,30 @@ import argparse
 import json
 import os
 import platform
-import re
-import secrets
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 import urllib.request
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import websocket
 
-START_SECONDS = 120.0
+from benchmarks.room_servers import (
+    START_SECONDS,
+    Room,
+    Seat,
+    find_missing_for_hub,
+    start_hub,
+    start_server,
+)
+
 CELL_SECONDS = 600.0
 NUM_CORES = 16
 """Of the room's server, for which the report computes what it bears."""
@@ -82,15 +87,17 @@ class Learner:
 class Session:
     """One learner's session: a kernel of the server, and the websocket of its page."""
 
-    def __init__(self, address: str, token: str) -> None:
-        self._address, self._token = address, token
+    def __init__(self, seat: Seat) -> None:
+        self._address, self._token = seat
         self._id = uuid.uuid4().hex
         for page in ("/lab", "/api/contents?content=1", "/api/kernelspecs"):
             self.request(page)
         kernel = json.loads(self.request("/api/kernels", {"name": "python3"}))
-        url = f"{address.replace('http', 'ws', 1)}/api/kernels/{kernel['id']}/channels?session_id={self._id}"
+        url = f"{seat.address.replace('http', 'ws', 1)}/api/kernels/{kernel['id']}/channels"
         self._socket = websocket.create_connection(
-            url, timeout=CELL_SECONDS, header=[f"Authorization: token {token}"]
+            f"{url}?session_id={self._id}",
+            timeout=CELL_SECONDS,
+            header=[f"Authorization: token {seat.token}"],
         )
         self.run("import os; print(os.getpid())")
         self.kernel = psutil.Process(int(self._printed))
@@ -126,35 +133,6 @@ class Session:
                 self._printed += told["text"]
             if kind == "status" and told["execution_state"] == "idle":
                 return time.monotonic() - began
-
-
-@contextmanager
-def start_server(folder: Path) -> Iterator[tuple[str, str, psutil.Process]]:
-    """Start JupyterLab on a free port of the loopback interface: its address, token and process."""
-    token = secrets.token_hex(16)
-    options = ("--no-browser", "--ip=127.0.0.1", "--port=0", f"--ServerApp.root_dir={folder}")
-    log = folder / "server.log"
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "jupyterlab", "--allow-root", *options],
-            env={**os.environ, "JUPYTER_TOKEN": token},
-            stdout=output,
-            stderr=output,
-        )
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while not (found := re.search(r"(http://127\.0\.0\.1:\d+)/lab", log.read_text())):
-            if time.monotonic() > deadline or server.poll() is not None:
-                raise RuntimeError(f"JupyterLab did not start: {log.read_text()[-1000:]}")
-            time.sleep(0.2)
-        yield found.group(1), token, psutil.Process(server.pid)
-    finally:
-        below = psutil.Process(server.pid).children(recursive=True)
-        server.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            server.wait(30)
-        for process in psutil.wait_procs(below, 15)[1]:
-            process.kill()
 
 
 def count_bytes(processes: Sequence[psutil.Process]) -> int:
@@ -216,78 +194,120 @@ def measure_run(session: Session, learner: Learner) -> None:
     learner.run_cpu_seconds = count_cpu_seconds(session.kernel) - cpu + sum(seen.values())
 
 
-def format_report(learners: Sequence[Learner], server_bytes: int, server_cpu: float, room: int) -> str:
-    """Return the report in Markdown."""
-    number, gb = len(learners), 1e9
+class ServerCost(NamedTuple):
+    """What the servers cost, without kernels."""
+
+    shared_bytes: int
+    """Memory of JupyterLab, or of JupyterHub and its proxy."""
+    own_bytes: float
+    """Memory of each learner's own server, under JupyterHub."""
+    cpu_seconds: float
+    """The processor's seconds of all servers."""
+
+
+def measure_servers(room: Room, sessions: Sequence[Session]) -> ServerCost:
+    """Return what the servers cost until now."""
+    own = {session.kernel.parent() for session in sessions} if room.has_own_servers else set()
+    kernels = {session.kernel for session in sessions}
+    below = set(room.server.children(recursive=True))
+    for kernel in kernels:
+        below -= {kernel, *kernel.children(recursive=True)}
+    servers = [process for process in own if process is not None]
+    shared = [room.server, *(below - set(servers))]
+    seconds = 0.0
+    for process in (*shared, *servers):
+        times = process.cpu_times()
+        seconds += times.user + times.system
+    return ServerCost(count_bytes(shared), count_bytes(servers) / max(1, len(servers)), seconds)
+
+
+def format_place(place: Room, learners: Sequence[Learner], servers: ServerCost, room: int) -> list[str]:
+    """Return the lines of Markdown of one place; ``room`` is the number of learners for whom it computes."""
+    gb = 1e9
     kernel = statistics.median(learner.kernel_bytes for learner in learners)
     cpu = statistics.median(learner.kernel_cpu_seconds for learner in learners)
     one = learners[0]
     runs = NUM_CORES // 2
-    memory = server_bytes + room * kernel + runs * one.run_bytes
+    memory = servers.shared_bytes + room * (kernel + servers.own_bytes) + runs * one.run_bytes
     all_runs = room * one.run_cpu_seconds / NUM_CORES
     rows = [
         f"| {name} | {statistics.median(learner.seconds[name] for learner in learners):.1f} | "
         f"{max(learner.seconds[name] for learner in learners):.1f} |"
         for name in CELLS
     ]
-    return "\n".join(
-        [
-            "# What a room needs",
-            "",
-            "Written by `make room`; do not edit.",
-            "",
-            f"{number} learners' sessions against one JupyterLab server, all at the same time, on "
-            f"{os.cpu_count()} cores (Linux {platform.release()}, Python {platform.python_version()}): "
-            f"{number / (os.cpu_count() or 1):g} learners to a core, where {room} on {NUM_CORES} cores are "
-            f"{room / NUM_CORES:g}. Each fetched its pages, started a kernel and ran these cells over its "
-            "page's websocket. Browsers run on the learners' own machines and were not measured; JupyterHub "
-            "was not used.",
-            "",
-            "| cell, run by all at once | median, s | slowest, s |",
-            "|---|---:|---:|",
-            *rows,
-            "",
-            "| what | measured |",
-            "|---|---:|",
-            f"| memory of a learner's kernel | {kernel / gb:.2f} GB |",
-            f"| processor time of a learner's kernel for these cells, its start included | {cpu:.1f} s |",
-            f"| memory of the server | {server_bytes / gb:.2f} GB |",
-            f"| processor time of the server for each learner | {server_cpu / number:.1f} s |",
-            f"| memory of a run of two ranks, beside the kernel | {one.run_bytes / gb:.2f} GB |",
-            f"| processor time of that run | {one.run_cpu_seconds:.0f} s in {one.run_seconds:.0f} s |",
-            "",
-            f"Computed from these for {room} learners on {NUM_CORES} such cores: {memory / gb:.0f} GB of "
-            f"memory with {runs} runs at a time. If all {room} press Launch in the same minute, the last "
-            f"run ends after about {max(all_runs, one.run_seconds):.0f} s.",
-            "",
-        ]
-    )
+    own = [f"| memory of each learner's own server | {servers.own_bytes / gb:.2f} GB |"]
+    return [
+        f"## {place.name}",
+        "",
+        "| cell, run by all at once | median, s | slowest, s |",
+        "|---|---:|---:|",
+        *rows,
+        "",
+        "| what | measured |",
+        "|---|---:|",
+        f"| memory of a learner's kernel | {kernel / gb:.2f} GB |",
+        f"| processor time of a learner's kernel for these cells, its start included | {cpu:.1f} s |",
+        f"| memory of the {'hub and its proxy' if place.has_own_servers else 'server'} | "
+        f"{servers.shared_bytes / gb:.2f} GB |",
+        *(own if place.has_own_servers else []),
+        f"| processor time of the server for each learner | {servers.cpu_seconds / len(learners):.1f} s |",
+        f"| memory of a run of two ranks, beside the kernel | {one.run_bytes / gb:.2f} GB |",
+        f"| processor time of that run | {one.run_cpu_seconds:.0f} s in {one.run_seconds:.0f} s |",
+        "",
+        f"Computed from these for {room} learners on {NUM_CORES} such cores: {memory / gb:.0f} GB of "
+        f"memory with {runs} runs at a time. If all {room} press Launch in the same minute, the last "
+        f"run ends after about {max(all_runs, one.run_seconds):.0f} s.",
+        "",
+    ]
 
 
-def main() -> None:
-    """Measure and print the report."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.room", description=__doc__)
-    parser.add_argument("--learners", type=int, default=4 * (os.cpu_count() or 1), help="at the same time")
-    parser.add_argument("--room", type=int, default=40, help="learners for whom the report computes")
-    parser.add_argument("--write", type=Path, help="file for the report")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, start_server(Path(name)) as (address, token, server):
+def measure_place(
+    start: Callable[[Path, int], AbstractContextManager[Room]], number: int, room: int
+) -> list[str]:
+    """Measure ``number`` learners at one place. Return its lines of the report."""
+    with tempfile.TemporaryDirectory() as name, start(Path(name), number) as place:
         sessions: list[Session] = []
         threads = [
-            threading.Thread(target=lambda: sessions.append(Session(address, token)))
-            for _ in range(options.learners)
+            threading.Thread(target=lambda seat=seat: sessions.append(Session(seat))) for seat in place.seats
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        if len(sessions) != options.learners:
-            raise SystemExit(f"{options.learners - len(sessions)} sessions did not start")
+        if len(sessions) != number:
+            raise SystemExit(f"{number - len(sessions)} sessions did not start")
         learners = measure_learners(sessions)
-        times = server.cpu_times()
-        server_bytes, server_cpu = count_bytes([server]), times.user + times.system
+        servers = measure_servers(place, sessions)
         measure_run(sessions[0], learners[0])
-    report = format_report(learners, server_bytes, server_cpu, options.room)
+        return format_place(place, learners, servers, room)
+
+
+def main() -> None:
+    """Measure and print the report."""
+    cores = os.cpu_count() or 1
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.room", description=__doc__)
+    parser.add_argument("--learners", type=int, default=4 * cores, help="at the same time")
+    parser.add_argument("--room", type=int, default=40, help="learners for whom the report computes")
+    parser.add_argument("--write", type=Path, help="file for the report")
+    options = parser.parse_args()
+    number, room = options.learners, options.room
+    lines = [
+        "# What a room needs",
+        "",
+        "Written by `make room`; do not edit.",
+        "",
+        f"{number} learners' sessions, all at the same time, on {cores} cores (Linux {platform.release()}, "
+        f"Python {platform.python_version()}): {number / cores:g} to a core, where {room} on {NUM_CORES} "
+        f"cores are {room / NUM_CORES:g}. Each fetched its pages, started a kernel and ran these cells over "
+        "its page's websocket. Browsers run on the learners' own machines and were not measured.",
+        "",
+        *measure_place(start_server, number, room),
+    ]
+    if missing := find_missing_for_hub():
+        lines += [f"JupyterHub was not measured: no {missing} here.", ""]
+    else:
+        lines += measure_place(start_hub, number, room)
+    report = "\n".join(lines)
     if options.write:
         options.write.write_text(report, encoding="utf-8")
     print(report)

@@ -399,7 +399,6 @@ class _BackwardReduction:
             self._outside_bucket = self._never_freed + size
 
 
-@lru_cache(maxsize=1024)
 def reduce_after_backward(
     tensors: RankTensors, reduction: PhaseElements, tied_head: int, accumulates: bool
 ) -> tuple[BackwardPart, ...]:
@@ -407,6 +406,12 @@ def reduce_after_backward(
 
     ``tied_head`` is as in :func:`reduce_in_backward`; ``accumulates``: earlier micro-batches left gradients.
     """
+    return (*_keep_gradients(tensors, tied_head, accumulates), BackwardPart(reduction, reduction))
+
+
+@lru_cache(maxsize=1024)
+def _keep_gradients(tensors: RankTensors, tied_head: int, accumulates: bool) -> tuple[BackwardPart, ...]:
+    """Return the parts of a backward that keeps all gradients, which no number of ranks changes."""
     sizes = tensors.trained
     total, done = sum(sizes), 0
     parts: list[BackwardPart] = []
@@ -443,7 +448,7 @@ def reduce_after_backward(
             both = tied_head if number and index == 0 else 0
             peak = PhaseElements(tied_gradient + both, done)
         parts.append(BackwardPart(first, peak, before_attention, tuple(feed_forward), attention_output))
-    return (*parts, BackwardPart(reduction, reduction))
+    return tuple(parts)
 
 
 @lru_cache(maxsize=1024)
