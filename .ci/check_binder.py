@@ -29,6 +29,14 @@ def run(command: list[str | Path], folder: Path, environment: Path) -> str:
     return done.stdout
 
 
+def find_python(name: str) -> str:
+    """Return the Python ``name``, such as "python3.12", or this one where that does not start."""
+    path = shutil.which(name)
+    # pyenv puts a program of every name on PATH, which fails for versions that it has not been told to use.
+    starts = path and subprocess.run([path, "--version"], check=False, capture_output=True).returncode == 0
+    return path if path and starts else sys.executable
+
+
 def list_outcomes(executed: str) -> list[tuple[str, str]]:
     """Return the first line of each code cell that has one, and its error ("" without)."""
     outcomes = []
@@ -45,7 +53,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         environment, work = Path(folder, "environment"), Path(folder, "notebooks")
         wanted = (REPOSITORY / "binder" / "runtime.txt").read_text(encoding="utf-8").strip().replace("-", "")
-        base = os.environ.get("BINDER_PYTHON") or shutil.which(wanted) or sys.executable
+        base = os.environ.get("BINDER_PYTHON") or find_python(wanted)
         subprocess.run([base, "-m", "venv", environment], check=True)
         print(run([environment / "bin" / "python", "--version"], Path(folder), environment).strip())
         python = environment / "bin" / "python"
