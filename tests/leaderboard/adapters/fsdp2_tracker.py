@@ -1,0 +1,101 @@
+"""torch's ``FSDPMemTracker`` around transformers' model, sharded by ``fully_shard``, on fake tensors.
+
+It tracks two steps and reports the second one's peak, for which the optimizer's states exist from the start.
+The process group is torch's fake one, and the tensors are on the CPU, whose fused attention saves what the
+GPU's does. transformers is told that the tensors are real: for fake ones it makes masks that no real run has.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from importlib.metadata import version
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from protocol import ADAM, Answer, Plan, refuse, refuse_other_recipes, serve
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+
+
+def estimate(plan: Plan) -> Answer:
+    """Return the peak of all tensors of one rank."""
+    layout, recipe, degrees = plan.layout, plan.recipe, plan.degrees
+    refuse({
+        "tracks memory, no time": plan.is_timed,
+        "tracks FSDP2": layout.framework != "fsdp2",
+        "is asked without tensor, pipeline, context or expert parallelism": (
+            max(degrees.tp, degrees.pp, degrees.cp, degrees.ep) > 1
+        ),
+        "is asked without offload": layout.offload is not None,
+        "is asked without recomputation": recipe.recompute != "none",
+        "is asked with transformers' own modules, attention by SDPA, and loss": (
+            (recipe.kernels or "transformers") != "transformers"
+            or (recipe.attention or "sdpa") != "sdpa"
+            or (recipe.loss or "full") != "full"
+        ),
+        "is asked with one micro-batch: CPU tensors keep no buffers of an earlier one's reduction": (
+            plan.num_micro_batches > 1
+        ),
+        "is asked without experts, which the CPU multiplies by other kernels": (
+            plan.architecture.mixture_of_experts is not None
+        ),
+        "is asked without packing and dropout": recipe.packing or recipe.dropout > 0,
+        "transformers has no config of this model": plan.hf_config is None,
+    })  # fmt: skip
+    refuse_other_recipes(plan, ADAM, ("bf16-mixed",))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
+    try:
+        return {"tensors": _track(plan, _build_mesh(plan))}
+    finally:
+        dist.destroy_process_group()
+
+
+def _build_mesh(plan: Plan) -> DeviceMesh:
+    shard = plan.degrees.shard
+    if plan.world_size == shard:
+        return init_device_mesh("cpu", (shard,), mesh_dim_names=("shard",))
+    shape = (plan.world_size // shard, shard)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _track(plan: Plan, mesh: DeviceMesh) -> int:
+    recipe = plan.recipe
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(patch.object(masking_utils, "is_tracing", lambda tensor=None: False))
+        stack.enter_context(
+            patch.object(masking_utils, "find_packed_sequence_indices", lambda positions: None)
+        )
+        values = {**json.loads(plan.hf_config), "attn_implementation": "sdpa", "use_cache": False}
+        config = AutoConfig.for_model(**values)
+        for name, value in vars(config).items():
+            if "drop" in name and isinstance(value, float):  # GPT-2's defaults.
+                setattr(config, name, 0.0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+        reshards = plan.layout.reshard_after_forward
+        for module in (*layers, model):
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
+        kind = {"adamw": {}, "adamw_foreach": {"foreach": True}, "adamw_fused": {"fused": True}}
+        optimizer = torch.optim.AdamW(model.parameters(), **kind[recipe.optimizer])
+        tokens = torch.zeros(recipe.micro_batch_size, recipe.seq_len, dtype=torch.long)
+        tracker = FSDPMemTracker(model, optimizer)
+        tracker.track_inputs((tokens,))
+        for _ in range(2):
+            with tracker:
+                model(tokens, labels=tokens).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            tracker.reset_mod_stats()
+        return max(device["Total"] for device in tracker.get_tracker_snapshot("peak").values())
+
+
+if __name__ == "__main__":
+    serve(estimate, version("torch"))
