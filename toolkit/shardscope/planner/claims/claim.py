@@ -128,14 +128,21 @@ def to_html(claims: Sequence[Claim]) -> str:
     cell = "<td style='text-align:left;vertical-align:top'>"
     rows = "".join(
         f"<tr>{cell}{escape(claim.statement)}</td>"
-        f"{cell}{'<br>'.join(escape(str(number)) for number in claim.numbers)}</td>"
+        f"{cell}<ul style='margin:0;padding-left:1em'>{''.join(map(_render_number, claim.numbers))}</ul></td>"
         f"{cell}<b>{claim.verdict}</b></td>{cell}{escape(claim.why)}</td></tr>"
         for claim in claims
     )
     head = "".join(
-        f"<th style='text-align:left'>{word}</th>" for word in ("claim", "computed", "verdict", "why")
+        f"<th style='text-align:left;width:{width}'>{word}</th>"
+        for word, width in (("claim", "22%"), ("computed", "40%"), ("verdict", "8%"), ("why", "30%"))
     )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return f"<table style='width:100%'><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _render_number(number: Number) -> str:
+    claimed = "" if number.claimed is None else f", claimed {_format_value(number.claimed)}"
+    value = f"{_format_value(number.computed)} {escape(number.unit)}"
+    return f"<li>{escape(number.name)}: <b style='white-space:nowrap'>{value}</b>{claimed}</li>"
 
 
 def _format_claimed(number: Number) -> str:
