@@ -130,7 +130,7 @@ def _launch(number: int, fault: Fault, seed: int, clusters: Clusters, place: Pat
 def _find_residue(run: Run, clusters: Clusters) -> list[str]:
     left = clusters.list_left()
     for process in find_marked_processes(os.environ[MARK]):
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(psutil.Error, ProcessLookupError):  # It may have ended since it was found.
             left.append(f"process {process.pid}: {' '.join(process.cmdline())[-200:]}")
     # Not whether the port can be bound: after a SIGKILL the kernel keeps it for a minute (TIME_WAIT).
     ports = {(read_json(path) or {}).get("port") for path in run.folder.rglob("rendezvous.json")}
