@@ -21,6 +21,7 @@ from tests.requirements import needs, thorough
 needs("torch")
 needs("accelerate")
 
+import shardscope as ss  # noqa: E402
 from shardscope import teach  # noqa: E402
 from shardscope.teach import two_ranks  # noqa: E402
 
@@ -219,7 +220,7 @@ def test_an_interrupted_check_leaves_no_rank(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv("JUPYTERHUB_USER", "ada")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shardscope.runs.run.Run.wait", interrupt)
+    monkeypatch.setattr(ss.Run, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         teach.check(DDP, run_cell(SOURCES[DDP], NAMES[DDP]))
 
