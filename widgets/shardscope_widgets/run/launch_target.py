@@ -107,7 +107,7 @@ class LaunchTarget(traitlets.HasTraits):
 
     @property
     def value(self) -> object:
-        """What ``launch(on=)`` takes; None for this machine."""
+        """Target for ``launch(on=)``; None for this machine."""
         return None if self.job is None else self.job.value
 
     def offer_queues(self, queues: Sequence[Queue]) -> None:
