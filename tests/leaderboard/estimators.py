@@ -56,7 +56,7 @@ ESTIMATORS = (
     Estimator(
         "SimuMax", "simumax_perf", ("numpy", "pandas", "matplotlib", "sympy", "graphviz"), "SIMUMAX_CHECKOUT"
     ),
-    Estimator("calculon", "calculon_llm", ("pandas",), "CALCULON_CHECKOUT"),
+    Estimator("calculon", "calculon_llm", ("pandas", "psutil"), "CALCULON_CHECKOUT"),
 )
 
 
@@ -130,8 +130,10 @@ def _ask_and_store(
             env=environment,
         )
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(plans))
-        process.stdin.close()
+        # A process that has ended already is reported below, with its messages.
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(plans))
+            process.stdin.close()
         for text in process.stdout:
             # Some packages print when they are imported.
             if text.startswith("{"):

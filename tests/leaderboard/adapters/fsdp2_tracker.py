@@ -1,14 +1,16 @@
 """torch's ``FSDPMemTracker`` around transformers' model, sharded by ``fully_shard``, on fake tensors.
 
-It tracks two steps and reports the second one's peak, for which the optimizer's states exist from the start.
-The process group is torch's fake one, and the tensors are on the CPU, whose fused attention saves what the
-GPU's does. transformers is told that the tensors are real: for fake ones it makes masks that no real run has.
+It is no formula: it runs the model's operators, as a rehearsal does. It tracks two steps and reports the
+second one's peak, for which the optimizer's states exist from the start. The process group is torch's fake
+one, and the tensors are on the CPU, whose fused attention saves what the GPU's does. transformers is told
+that the tensors are real: for fake ones it makes masks that no real run has.
 """
 
 from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from functools import partial
 from importlib.metadata import version
 from unittest.mock import patch
 
@@ -20,20 +22,22 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 
 def estimate(plan: Plan) -> Answer:
     """Return the peak of all tensors of one rank."""
     layout, recipe, degrees = plan.layout, plan.recipe, plan.degrees
+    refuse({"tracks memory, no time": plan.is_timed, "tracks FSDP2": layout.framework != "fsdp2"})
     refuse({
-        "tracks memory, no time": plan.is_timed,
-        "tracks FSDP2": layout.framework != "fsdp2",
         "is asked without tensor, pipeline, context or expert parallelism": (
             max(degrees.tp, degrees.pp, degrees.cp, degrees.ep) > 1
         ),
         "is asked without offload": layout.offload is not None,
-        "is asked without recomputation": recipe.recompute != "none",
+        "is asked with all layers recomputed or none": (
+            recipe.recompute not in ("none", "full") or recipe.recompute_interval > 1
+        ),
         "is asked with transformers' own modules, attention by SDPA, and loss": (
             (recipe.kernels or "transformers") != "transformers"
             or (recipe.attention or "sdpa") != "sdpa"
@@ -80,6 +84,9 @@ def _track(plan: Plan, mesh: DeviceMesh) -> int:
                 setattr(config, name, 0.0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+        if recipe.recompute == "full":
+            for layer in layers:
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         reshards = plan.layout.reshard_after_forward
         for module in (*layers, model):
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
