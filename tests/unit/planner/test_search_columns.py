@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from shardscope.core.ops import (
     cache_by_numbers,
     ceil_div,
     group_equal,
+    largest_sum,
     map_distinct,
     maximum,
     minimum,
@@ -96,6 +98,9 @@ def test_sums_and_largest_of_several_columns(table: Any) -> None:
     assert rows.expand(sum_columns(several)).tolist() == sum(arrays[1:], arrays[0]).tolist()
     expected = np.max([np.broadcast_to(array, plain["a"].shape) for array in arrays], axis=0)
     assert rows.expand(maximum(*several)).tolist() == expected.tolist()
+    pairs, array_pairs = list(pairwise(several)), list(pairwise(arrays))
+    expected = np.max([np.broadcast_to(x + y, plain["a"].shape) for x, y in array_pairs], axis=0)
+    assert rows.expand(largest_sum(pairs)).tolist() == expected.tolist()
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -117,6 +122,13 @@ def test_columns_with_different_keys_combine_in_any_order(table: Any, order: lis
     assert rows.expand(sum_columns([first, third, *more])).tolist() == sum([x, z, *others]).tolist()
     expected = np.max([x, y, z, *others], axis=0).tolist()
     assert rows.expand(maximum(first, second, third, *more)).tolist() == expected
+    pairs = [(first, third), (second, third), (third, more[0]), (more[1], first)]
+    array_pairs = [(x, z), (y, z), (z, others[0]), (others[1], x)]
+    expected = np.max([one + other for one, other in array_pairs], axis=0).tolist()
+    assert rows.expand(largest_sum(pairs)).tolist() == expected
+    # What was combined is as before.
+    for column, array in zip([first, second, third, *more], [x, y, z, *others], strict=True):
+        assert rows.expand(column).tolist() == array.tolist()
     found = rows.expand(map_distinct(lambda p, q, r: 3 * p + q * r, first, more[1], second))
     assert found.tolist() == (3 * x + others[1] * y).tolist()
 

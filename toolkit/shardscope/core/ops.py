@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Self, TypeAlias, TypeVar, TypeVarTuple, cast
 
 import numpy as np
@@ -38,6 +39,11 @@ class Array:
     @staticmethod
     def maximum(*values: Operand) -> Operand:
         """Return the largest value, element by element."""
+        raise NotImplementedError
+
+    @staticmethod
+    def largest_sum(*pairs: tuple[Operand, Operand]) -> Operand:
+        """Return the largest of the sums of two values, element by element."""
         raise NotImplementedError
 
     @staticmethod
@@ -114,6 +120,14 @@ def maximum(first: N, *others: N) -> N:
         elif other > first:
             first = other
     return first
+
+
+def largest_sum(pairs: Sequence[tuple[N, N]]) -> N:
+    """Return the largest of the sums of two numbers, element by element if any is an array."""
+    if array := _array_type(*chain.from_iterable(pairs)):
+        return cast("N", array.largest_sum(*pairs))
+    sums = [cast("N", first + second) for first, second in pairs]
+    return maximum(*sums)
 
 
 def where(condition: bool, then: T, otherwise: T) -> T:

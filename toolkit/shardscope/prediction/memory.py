@@ -11,7 +11,7 @@ from operator import ge
 from typing import TYPE_CHECKING
 
 from shardscope.core.number_format import format_count, format_gib
-from shardscope.core.ops import map_distinct, maximum
+from shardscope.core.ops import largest_sum, map_distinct, maximum
 from shardscope.memory.activations.forward import find_modules
 from shardscope.memory.activations.stage_activations import TransformersActivations
 from shardscope.memory.overheads import libraries as overheads
@@ -147,13 +147,13 @@ def compute_peak_bytes(plan: Plan, modules: Modules, stage: Stage, state: Traini
     with these bytes only.
     """
     phases = _StagePhases(plan, state)
-    by_gradients: dict[int, tuple[int, list[int]]] = {}
+    by_gradients: dict[int, tuple[int, list[tuple[int, int]]]] = {}
     for candidate in _find_candidates(plan, modules, stage, state):
         _, step_bytes = by_gradients.setdefault(id(candidate.gradients), (candidate.gradients, []))
-        step_bytes.append(_compute_step_bytes(candidate))
+        step_bytes.append((_compute_saved_bytes(candidate), candidate.gather))
     # Gradients are the same object for many candidates, so ``id`` groups them without comparing arrays.
     busy = maximum(*(
-        gradients + phases.add_fragmentation(maximum(*step_bytes))
+        gradients + phases.add_fragmentation(largest_sum(step_bytes))
         for gradients, step_bytes in by_gradients.values()
     ))  # fmt: skip
     idle_totals = (phase.total for phase in phases.list_idle_phases())
@@ -292,14 +292,13 @@ class _StagePhases:
 
 
 def _compute_step_bytes(candidate: PeakCandidate) -> int:
-    """Return the bytes that a step allocates and frees.
+    """Return the bytes that a step allocates and frees."""
+    return _compute_saved_bytes(candidate) + candidate.gather
 
-    Activations and logits are added first: they depend on fewer columns than the gather buffers, so the sum
-    over arrays of plans is cheaper (``prediction/batch/column.py``).
-    """
-    if candidate.logits is None:
-        return candidate.activations + candidate.gather
-    return candidate.activations + candidate.logits.num_bytes + candidate.gather
+
+def _compute_saved_bytes(candidate: PeakCandidate) -> int:
+    """Return the bytes of activations and logits."""
+    return candidate.activations if candidate.logits is None else candidate.activations + candidate.logits[0]
 
 
 def _estimate_communication(vendor: str, *group_sizes: int) -> int:

@@ -210,8 +210,14 @@ def _compute_overlapped_shares(
     shares: dict[OverlappedWith, float] = {}
     forward: float = 0.0
     backward: float = 0.0
+
+    def overlap(kind: OverlappedWith, covered: float) -> float:
+        """Set the share of ``kind``, and return its overlapped seconds."""
+        shares[kind] = _compute_share(sums[kind], getattr(arithmetic, kind), covered)
+        return sums[kind] * shares[kind]
+
     if "attention" in sums:
-        around = _overlap("attention", 0.0, sums, arithmetic, shares)
+        around = overlap("attention", 0.0)
         # Keys and values overlap attention in forward and backward in proportion to its seconds.
         forward = around * (
             arithmetic.attention_forward / where(arithmetic.attention > 0, arithmetic.attention, 1.0)
@@ -219,30 +225,21 @@ def _compute_overlapped_shares(
         backward = around - forward
     # Of what is in use of all micro-batches, one micro-batch has an even share.
     if "first_forward" in sums:
-        forward = forward + _overlap("first_forward", forward / micro_batches, sums, arithmetic, shares)
+        forward = forward + overlap("first_forward", forward / micro_batches)
     if "last_backward" in sums:
-        backward = backward + _overlap("last_backward", backward / micro_batches, sums, arithmetic, shares)
+        backward = backward + overlap("last_backward", backward / micro_batches)
     if "forward" in sums:
-        _overlap("forward", forward, sums, arithmetic, shares)
+        shares["forward"] = _compute_share(sums["forward"], arithmetic.forward, forward)
     if "backward" in sums:
-        _overlap("backward", backward, sums, arithmetic, shares)
+        shares["backward"] = _compute_share(sums["backward"], arithmetic.backward, backward)
     return shares
 
 
-def _overlap(
-    overlaps_with: OverlappedWith,
-    covered: float,
-    sums: dict[OverlappedWith, float],
-    arithmetic: _Overlappable,
-    shares: dict[OverlappedWith, float],
-) -> float:
-    """Set the share of ``overlaps_with`` and return its overlapped seconds.
+def _compute_share(together: float, available: float, covered: float) -> float:
+    """Return the share of ``together`` seconds that overlaps with ``available`` seconds of arithmetic.
 
     ``covered`` seconds of that arithmetic are already in use.
     """
-    together = sums[overlaps_with]
-    available: float = getattr(arithmetic, overlaps_with)
     room = maximum(0.0, available - covered)
     # An array may have plans without such collectives: their quotient is 0 / 1, not 0 / 0.
-    share = shares[overlaps_with] = minimum(1.0, room / where(together > 0, together, 1.0))
-    return share * together
+    return minimum(1.0, room / where(together > 0, together, 1.0))

@@ -12,9 +12,9 @@ a column is identified by its operation and its operands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import count
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar, TypeVarTuple, cast
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, count
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, TypeVarTuple, cast
 
 import numpy as np
 
@@ -66,8 +66,15 @@ class Column(Array):
         return Column.call_cached(_compute_maximum, *values)
 
     @staticmethod
+    def largest_sum(*pairs: tuple[Operand, Operand]) -> Column:
+        """Return the largest of the sums of two values, row by row."""
+        return Column.call_cached(_compute_largest_sum, *chain.from_iterable(pairs))
+
+    @staticmethod
     def where(condition: object, then: object, otherwise: object) -> Column:
         """Return ``then`` in the rows where the condition is true, else ``otherwise``."""
+        if isinstance(condition, Column) and isinstance(then, Column) and condition.values.all():
+            return then
         return compute_jointly(_select, condition, then, otherwise)
 
     @staticmethod
@@ -131,7 +138,7 @@ class Column(Array):
         return _compute_unary(np.invert, self)
 
     def __add__(self, other: Operand) -> Column:
-        if other.__class__ in _INTEGERS and not other:
+        if _is_zero(other) and (other.__class__ is not float or self.values.dtype == np.float64):
             return self
         return compute(np.add, self, other)
 
@@ -209,7 +216,11 @@ class Column(Array):
 
 
 _INTEGERS = (int, bool)
-"""Types whose 0 is neutral in a sum. The float 0.0 is not: adding it turns integers into floats."""
+"""Types whose 0 is neutral in a sum. The float 0.0 is neutral for floats; it turns integers into floats."""
+
+
+def _is_zero(value: object) -> bool:
+    return (value.__class__ in _INTEGERS or value.__class__ is float) and not value
 
 
 class ArrayFunction(Protocol):
@@ -319,35 +330,88 @@ def _compute_unary(ufunc: np.ufunc, column: Column) -> Column:
 
 
 def sum_columns(values: Sequence[Column | float]) -> Column | float:
-    """Return the sum of columns and numbers.
-
-    Columns with equal keys are added first, then those with the fewest rows, because a sum has as many rows
-    as the joint keys of its operands.
-    """
-    by_keys: dict[int, Column] = {}
-    total: Column | float = 0
-    for value in values:
-        if isinstance(value, Column):
-            partial_sum = by_keys.get(value.keys)
-            by_keys[value.keys] = value if partial_sum is None else partial_sum + value
-        else:
-            total = total + value
-    for column in sorted(by_keys.values(), key=lambda column: len(column.values)):
-        total = total + column
-    return total
+    """Return the sum of columns and numbers."""
+    columns = [value for value in values if isinstance(value, Column)]
+    numbers = sum([value for value in values if not isinstance(value, Column)])
+    if not columns:
+        return numbers
+    return _fold(np.add, columns[0].rows, map(_Partial.from_column, columns)) + numbers
 
 
 def _compute_maximum(*values: Operand) -> Column:
-    """Return the maximum; columns are compared in the order in which :func:`sum_columns` adds them."""
-    by_keys: dict[int, Column] = {}
-    numbers: list[Operand] = []
+    """Return the maximum of columns and numbers, at least one of them a column."""
+    columns = [value for value in values if isinstance(value, Column)]
+    largest = _fold(np.maximum, columns[0].rows, map(_Partial.from_column, columns))
     for value in values:
-        if isinstance(value, Column):
-            largest = by_keys.get(value.keys)
-            by_keys[value.keys] = value if largest is None else compute(np.maximum, largest, value)
+        if not isinstance(value, Column):
+            largest = compute(np.maximum, largest, value)
+    return largest
+
+
+def _compute_largest_sum(*values: Operand) -> Column:
+    """Return the largest sum of two consecutive values, at least one of all values a column."""
+    sums: list[Operand] = []
+    pairs: list[tuple[Column, Column]] = []
+    for left, right in zip(values[::2], values[1::2], strict=True):
+        if isinstance(left, Column) and isinstance(right, Column):
+            pairs.append((left, right))
         else:
-            numbers.append(value)
-    first, *remaining = sorted(by_keys.values(), key=lambda column: len(column.values))
-    for operand in (*remaining, *numbers):
-        first = compute(np.maximum, first, operand)
-    return first
+            sums.append(left + right)  # type: ignore[operator]  # at most one is a column
+    if pairs:
+        rows = pairs[0][0].rows
+        sums.append(_fold(np.maximum, rows, (_Partial.from_sum(rows, *pair) for pair in pairs)))
+    return _compute_maximum(*sums)
+
+
+class _Partial(NamedTuple):
+    """A partial result of :func:`_fold`: values at the distinct rows of ``keys``."""
+
+    keys: int
+    values: Values
+    column: Column | None = None
+    """The column that has the values, which must not change; None: they may be overwritten."""
+
+    @classmethod
+    def from_column(cls, column: Column) -> _Partial:
+        return cls(column.keys, column.values, column)
+
+    @classmethod
+    def from_sum(cls, rows: Rows, left: Column, right: Column) -> _Partial:
+        keys, left_indices, right_indices = rows.join(left.keys, right.keys)
+        operands = _expand_values(left, keys, left_indices), _expand_values(right, keys, right_indices)
+        return cls(keys, np.add(*operands))
+
+    def expand(self, keys: int, indices: NDArray[np.int64] | None) -> _Partial:
+        """Return the values at the distinct rows of ``keys``; ``indices`` are those of its own rows."""
+        if indices is None:
+            return self
+        if self.column is None:
+            return _Partial(keys, self.values.take(indices, mode="clip"))
+        return _Partial(keys, _expand_values(self.column, keys, indices), self.column)
+
+
+def _fold(ufunc: np.ufunc, rows: Rows, partials: Iterable[_Partial]) -> Column:
+    """Return ``ufunc``, an associative one, of all partial results.
+
+    Those with equal keys are combined first, then those with the fewest rows, because a result has as many
+    rows as the joint keys of its operands. Results in between are not cached, but overwritten: most are used
+    once, and new memory costs more than the arithmetic.
+    """
+    by_keys: dict[int, _Partial] = {}
+    for partial in partials:
+        known = by_keys.get(partial.keys)
+        by_keys[partial.keys] = partial if known is None else _combine(ufunc, rows, known, partial)
+    result, *others = sorted(by_keys.values(), key=lambda partial: len(partial.values))
+    for other in others:
+        result = _combine(ufunc, rows, result, other)
+    return Column(rows, result.keys, result.values) if result.column is None else result.column
+
+
+def _combine(ufunc: np.ufunc, rows: Rows, first: _Partial, second: _Partial) -> _Partial:
+    keys, indices, other_indices = rows.join(first.keys, second.keys)
+    operands = first.expand(keys, indices), second.expand(keys, other_indices)
+    left, right = (operand.values for operand in operands)
+    dtype = np.result_type(left, right)
+    spare = (one.values for one in operands if one.column is None and one.values.dtype == dtype)
+    values: Values = ufunc(left, right, out=next(spare, None))
+    return _Partial(keys, values)

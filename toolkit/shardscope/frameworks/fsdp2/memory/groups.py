@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.ops import any_true, ceil_div, group_equal, map_distinct, minimum, where
+from shardscope.core.ops import all_true, any_true, ceil_div, group_equal, map_distinct, minimum, where
 from shardscope.core.precision import widths
 from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.frameworks.fsdp2.layout import get_layout
@@ -84,11 +84,11 @@ class StageGroups(NamedTuple):
             exists = position >= 0
             group = where(position >= self.first_with_experts, self.experts, self.dense)
         # By identity: for arrays the comparison gives an array, which has no single truth value.
-        if exists is True:
-            return group
         if exists is False:
             return _NO_GROUP
-        # Arrays of plans or positions: every entry is computed, and zeroed where there is no such layer.
+        if exists is True or all_true(exists):
+            return group
+        # Every entry is computed, and zeroed where there is no such layer.
         return GroupBuffers(*(exists * field for field in group))
 
     def sum_before(self, position: int, get_bytes: Callable[[GroupBuffers], int]) -> int:
