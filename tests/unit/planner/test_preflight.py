@@ -66,6 +66,15 @@ def test_findings_have_distinct_names() -> None:
     assert len(set(CHECKS)) == len(CHECKS)
 
 
+def test_findings_print_as_sentences() -> None:
+    """Without the fixed plans, which fill a screen each."""
+    findings = make_plan(micro_batch_size=2).findings()
+    lines = str(findings).splitlines()
+    assert len(lines) == len(findings) > 0
+    for line, finding in zip(lines, findings, strict=True):
+        assert line == str(finding) and finding.why in line and finding.change in line and "Plan(" not in line
+
+
 # ------------------------------------------------------------------------------------ recomputation
 
 

@@ -56,6 +56,9 @@ class Finding:
     line: int | None = None
     """Line of the script, from 1; None if the finding is not about a script."""
 
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.why} Change: {self.change}"
+
     def run_search(self) -> Finding:
         """Run :attr:`search` and return the finding with the plan and changes that it found, if any."""
         if self.search is None:

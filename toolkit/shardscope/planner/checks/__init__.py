@@ -56,7 +56,10 @@ CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
 
 
 class Findings(list[Finding]):
-    """A list of findings, displayed as a table at the end of a notebook cell."""
+    """A list of findings, printed line by line and displayed as a table at the end of a notebook cell."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "No findings."
 
     def _repr_html_(self) -> str:
         if not self:
