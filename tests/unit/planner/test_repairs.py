@@ -40,6 +40,17 @@ def test_a_plan_that_fits_needs_no_repair() -> None:
     assert make_plan().repairs() == []
 
 
+def test_repairs_print_as_sentences() -> None:
+    """Without the changed plans, which fill a screen each."""
+    repairs = make_plan(micro_batch_size=4, seq_len=8192).repairs()
+    lines = str(repairs).splitlines()
+    assert len(lines) == len(repairs) > 0
+    for line, repair in zip(lines, repairs, strict=True):
+        assert line.startswith(repair.change) and "GiB less" in line and "Plan(" not in line
+    unknown = str(repairs[0]._replace(seconds_lost=float("nan")))
+    assert "not known" in unknown and "nan" not in unknown
+
+
 def test_a_repair_unpacks_into_its_four_fields() -> None:
     plan = make_plan(micro_batch_size=4, seq_len=8192)
     repairs = plan.repairs()

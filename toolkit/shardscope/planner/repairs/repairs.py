@@ -11,6 +11,7 @@ from shardscope.core.number_format import format_gib
 from shardscope.planner.memory_needs import MemoryNeed, find_shortages, fits, list_memory_needs
 from shardscope.planner.repairs.single_changes import Change, Ladder, list_ladders
 from shardscope.timing.paging import count_travelling_bytes
+from shardscope.timing.report import format_seconds
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -21,6 +22,8 @@ MAX_HALF_WAY = 6
 MAX_TIMES_SLOWER = 3.0
 """Largest ratio of step times for a change to be offered: beyond it, several changes together, or another
 framework, are nearly always better (:mod:`shardscope.planner.repairs.make_it_fit`)."""
+
+_NO_REPAIR = "No single change: the plan fits, or only several together would make it fit."
 
 
 class Repair(NamedTuple):
@@ -37,13 +40,24 @@ class Repair(NamedTuple):
     """Predicted seconds that an optimizer step takes longer (negative: shorter); NaN if a required figure is
     not known, for which ``plan.step()`` raises ``ValueError``."""
 
+    def __str__(self) -> str:
+        if math.isnan(self.seconds_lost):
+            cost = "time not known"
+        else:
+            longer = "longer" if self.seconds_lost >= 0 else "shorter"
+            cost = f"a step is {format_seconds(abs(self.seconds_lost))} {longer}"
+        return f"{self.change}: {format_gib(self.bytes_won)} GiB less, {cost}"
+
 
 class Repairs(list[Repair]):
-    """A list of repairs, displayed as a table at the end of a notebook cell."""
+    """A list of repairs, printed line by line and displayed as a table at the end of a notebook cell."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or _NO_REPAIR
 
     def _repr_html_(self) -> str:
         if not self:
-            return "<p>No single change: the plan fits, or only several together would make it fit.</p>"
+            return f"<p>{_NO_REPAIR}</p>"
         rows = [(one.change, round(one.bytes_won / 2**30, 1), one.seconds_lost) for one in self]
         return render_html_table(("change", "GiB saved", "seconds more per step"), rows)
 
