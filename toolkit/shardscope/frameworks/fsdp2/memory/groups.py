@@ -93,6 +93,8 @@ class StageGroups(NamedTuple):
 
     def sum_before(self, position: int, get_bytes: Callable[[GroupBuffers], int]) -> int:
         """Return the sum of ``get_bytes`` over the groups of all layers before ``position``."""
+        if self.experts is _NO_GROUP:
+            return position * get_bytes(self.dense)
         # Layers without routed experts come first, as in activations/stage_activations.py.
         dense = minimum(position, self.first_with_experts)
         return dense * get_bytes(self.dense) + (position - dense) * get_bytes(self.experts)
