@@ -1,6 +1,6 @@
 """Code answers: a learner's function or class runs on two CPU ranks and is compared with one process.
 
-:class:`CodeOnRanks` launches the ranks and reads their reports; ``rank_checks.py`` is what each rank runs.
+:class:`CodeOnRanks` launches the ranks and reads their reports; ``rank_checks/`` is what each rank runs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import inspect
 import linecache
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ from shardscope.records.folder import FINAL
 from shardscope.records.json_files import read_json
 from shardscope.runs.launch.launch import launch
 from shardscope.teach.answers import Judgement
+from shardscope.teach.rank_checks.reports import CALL_SECONDS, report_path
 
 if TYPE_CHECKING:
     from shardscope.runs.launch.context import Context
@@ -30,22 +30,15 @@ if TYPE_CHECKING:
 RANKS = 2
 RUN_SECONDS = 180.0
 """Most seconds of a whole check: the start of two ranks takes some ten."""
-CALL_SECONDS = 15.0
-"""Most seconds of one call of the learner's code on a rank, before it counts as deadlocked."""
 STOP_SECONDS = 30.0
 MAX_PRINTED_LINES = 5
 MAX_PRINTED = 300
 """Lines and characters of a rank's output that the feedback repeats."""
 
 
-def report_path(folder: Path, rank: int) -> Path:
-    """Return the file that one rank reports in."""
-    return folder / f"answer_{rank}.json"
-
-
 @dataclass(frozen=True)
 class RankTask:
-    """The task of the ranks: check ``answer`` by the check of that name in ``rank_checks.py``."""
+    """The task of the ranks: check ``answer`` by the check of that name in ``rank_checks/check.py``."""
 
     check: str
     answer: object
@@ -53,7 +46,7 @@ class RankTask:
     """File that the answer was compiled from, a notebook's cell: frames in it are the learner's."""
 
     def __call__(self, ctx: Context) -> None:
-        from shardscope.teach.rank_checks import check_on_rank
+        from shardscope.teach.rank_checks.check import check_on_rank
 
         check_on_rank(ctx, self.check, self.answer, self.file_name)
 
@@ -63,7 +56,7 @@ class CodeOnRanks:
     """A function, or a class with one method to call, that two gloo ranks run; see :class:`Expected`."""
 
     check: str
-    """Name of the check in ``rank_checks.CHECKS``."""
+    """Name of the check in ``rank_checks/check.py``."""
     signature: str
     """How it is called: ``average_gradients(parameters, bucket_bytes)``."""
     num_arguments: int
