@@ -30,7 +30,7 @@ from shardscope.memory.state.training_state import PeakCandidate, PeakTerms
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.frameworks.fsdp2.memory.groups import GroupBuffers, StageGroups
-    from shardscope.frameworks.fsdp2.memory.pipeline import PipelineBuffers
+    from shardscope.frameworks.fsdp2.memory.pipeline_buffers import PipelineBuffers
     from shardscope.memory.activations.stage_activations import StageBackward, StageLayer
     from shardscope.memory.report import Phase
     from shardscope.memory.state.stages import Stage

@@ -17,12 +17,12 @@ from shardscope.core.precision import get_base_width, widths
 from shardscope.frameworks.fsdp2.layout import get_layout
 from shardscope.frameworks.fsdp2.memory.groups import compute_groups
 from shardscope.frameworks.fsdp2.memory.peaks import StepPeaks, compute_gathered_at_loss
-from shardscope.frameworks.fsdp2.memory.pipeline import (
-    PipelinePeaks,
+from shardscope.frameworks.fsdp2.memory.pipeline_buffers import (
     build_accumulated_gradients,
     build_receive_buffers,
     compute_pipeline_buffers,
 )
+from shardscope.frameworks.fsdp2.memory.pipeline_peaks import PipelinePeaks
 from shardscope.frameworks.fsdp2.memory.quantized import compute_scales, count_saved_in_stage
 from shardscope.memory.overheads.building import is_initialized_sharded
 from shardscope.memory.report import Term, zero_term
