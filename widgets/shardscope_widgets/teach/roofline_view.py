@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-import ipywidgets as widgets
-
 import shardscope as ss
 from shardscope.prediction.roofline import LayerRoofline, change_batch, compute_roofline
 from shardscope.timing.operators import OperatorCost
@@ -16,7 +14,8 @@ from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.display_names import format_name
 from shardscope_widgets.kit.numbers import format_size, format_three_digits, keep_units
 from shardscope_widgets.teach.stepped_chart import Frame, SteppedChart
-from shardscope_widgets.teach.teaching_view import TeachingView, write_heading
+from shardscope_widgets.teach.stepped_view import SteppedView
+from shardscope_widgets.teach.teaching_view import write_heading
 from shardscope_widgets.trace.roofline_figure import (
     Roof,
     RooflinePoint,
@@ -35,7 +34,7 @@ NUM_ROOFS = 2
 """Traces of roofs: 8-bit matmuls, and attention in half precision."""
 
 
-class RooflineView(TeachingView):
+class RooflineView(SteppedView):
     """The matmuls and the attention of one layer on the roofline of the plan's GPU.
 
     The line is what the GPU attains at an intensity, in FLOP per byte; points are what ``plan.step()``
@@ -49,27 +48,13 @@ class RooflineView(TeachingView):
 
     def __init__(self, plan: ss.Plan | None = None) -> None:
         self.shown: LayerRoofline | None = None
-        self.heading = controls.create_html()
-        self.choice = controls.create_segments([("", None)], "Sequence length")
-        # Its own layout: it is hidden where the model has one length only.
-        self.choice.layout = widgets.Layout(width="auto")
-        self.choice.observe(self._choose, "value")
-        self.figure = _create_figure()
-        self.table = controls.create_html()
         self._by_step: list[LayerRoofline] = []
-        super().__init__(self.heading, self.choice, self.figure, self.table)
+        self.table = controls.create_html()
+        choice = controls.create_segments([("", None)], "Sequence length")
+        super().__init__(choice, _create_figure(), self.table)
         self.figure.observe(self._note_step, "step")
         if plan is not None:
             self.show(plan)
-
-    @property
-    def step(self) -> int:
-        """Index of the shown step; set it to go to another."""
-        return int(self.figure.step)
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self.figure.step = step
 
     def show(self, plan: ss.Plan) -> None:
         """Draw another plan, at its own micro-batch and sequence length."""
@@ -77,20 +62,20 @@ class RooflineView(TeachingView):
         lengths = [
             length for length in sorted({*SEQUENCES, plan.recipe.seq_len}) if _has_length(plan, length)
         ]
-        self.choice.unobserve(self._choose, "value")
-        self.choice.options = [(f"{length:,} tokens", length) for length in lengths] or [("", None)]
-        self.choice.value = plan.recipe.seq_len if lengths else None
-        self.choice.observe(self._choose, "value")
         own = plan.recipe.seq_len
-        self.choice.tooltips = [
-            f"Sequences of {length:,} tokens: {'of the plan' if length == own else 'for comparison'}"
-            for length in lengths
-        ]
-        self.choice.layout.display = "" if len(lengths) > 1 else "none"
+        self._offer(
+            [(f"{length:,} tokens", length) for length in lengths],
+            own,
+            [
+                f"Sequences of {length:,} tokens: {'of the plan' if length == own else 'for comparison'}"
+                for length in lengths
+            ],
+        )
         self._draw(plan.recipe.micro_batch_size)
 
-    def _choose(self, change: object) -> None:
-        if self.plan is not None and self._by_step:
+    def _draw_choice(self) -> None:
+        """Draw the plan at the chosen length, at the step of the same micro-batch size."""
+        if self._by_step:
             self._draw(self._by_step[self.step].plan.recipe.micro_batch_size)
 
     def _draw(self, micro_batch_size: int) -> None:
@@ -101,9 +86,7 @@ class RooflineView(TeachingView):
             by_step = _list_rooflines(plan, self.choice.value or plan.recipe.seq_len)
         except ValueError as error:  # A figure of the GPU that nobody published.
             self.shown, self._by_step = None, []
-            self.heading.value = write_heading(plan, [f"The roofline cannot be drawn: {error}"])
-            self.table.value = ""
-            self.figure.draw_steps([{} for _ in self.figure.data], {"height": 10, "showlegend": False}, [])
+            self._refuse(plan, f"The roofline cannot be drawn: {error}")
             return
         self._by_step = by_step
         sizes = [one.plan.recipe.micro_batch_size for one in by_step]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from html import escape
 
-import ipywidgets as widgets
-
 import shardscope as ss
 from shardscope.core.number_format import format_gib
 from shardscope.memory.report import COMPONENTS
@@ -15,7 +13,8 @@ from shardscope.timing.report import format_seconds
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.theme import BLOCK_COLOURS, COMPONENT_COLOURS
 from shardscope_widgets.teach.schedule_figure import create_schedule_figure, draw_schedule, mix_with_white
-from shardscope_widgets.teach.teaching_view import TeachingView, render_key, write_heading
+from shardscope_widgets.teach.stepped_view import SteppedView
+from shardscope_widgets.teach.teaching_view import render_key, write_heading
 
 NOTES = {
     "forward": "The number is the micro-batch",
@@ -27,7 +26,7 @@ NOTES = {
 }
 
 
-class ScheduleView(TeachingView):
+class ScheduleView(SteppedView):
     """A plan's pipeline schedule over time, step by step, and the memory of each stage at that moment.
 
     ``schedule`` shows the same stages under another one, for comparison: ``"gpipe"``, ``"1f1b"`` or
@@ -39,26 +38,11 @@ class ScheduleView(TeachingView):
 
     def __init__(self, plan: ss.Plan | None = None, *, schedule: Schedule | None = None) -> None:
         self.shown: PipelineSchedule | None = None
-        self.heading = controls.create_html()
-        self.choice = controls.create_segments([("", None)], "Schedule")
-        # Its own layout: it is hidden for a plan without a pipeline.
-        self.choice.layout = widgets.Layout(width="auto")
-        self.choice.observe(self._choose, "value")
-        self.figure = create_schedule_figure()
-        self.key = controls.create_html()
-        self.table = controls.create_html()
-        super().__init__(self.heading, self.choice, self.figure, self.key, self.table)
+        self.key, self.table = controls.create_html(), controls.create_html()
+        choice = controls.create_segments([("", None)], "Schedule")
+        super().__init__(choice, create_schedule_figure(), self.key, self.table)
         if plan is not None:
             self.show(plan, schedule=schedule)
-
-    @property
-    def step(self) -> int:
-        """Index of the shown step; set it to go to another."""
-        return int(self.figure.step)
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self.figure.step = step
 
     def show(self, plan: ss.Plan, *, schedule: Schedule | None = None) -> None:
         """Draw another plan, under its own schedule or under ``schedule``.
@@ -70,29 +54,18 @@ class ScheduleView(TeachingView):
         self.plan = plan
         own = find_schedule(plan)
         options = [(NAMES[name], name) for name in _list_schedules(plan)]
-        self.choice.unobserve(self._choose, "value")
-        self.choice.options = options or [("", None)]
-        self.choice.value = schedule or own
-        self.choice.observe(self._choose, "value")
-        self.choice.tooltips = [
-            f"{label}: {'of the plan' if name == own else 'for comparison'}" for label, name in options
-        ]
-        self.choice.layout.display = "" if len(options) > 1 else "none"
-        self._draw()
+        notes = [f"{label}: {'of the plan' if name == own else 'for comparison'}" for label, name in options]
+        self._offer(options, schedule or own, notes)
+        self._draw_choice()
 
-    def _choose(self, change: object) -> None:
-        if self.plan is not None:
-            self._draw()
-
-    def _draw(self) -> None:
+    def _draw_choice(self) -> None:
+        """Draw the plan under the chosen schedule."""
         assert self.plan is not None
         try:
             self.shown = compute_schedule(self.plan, self.choice.value)
         except ValueError as error:  # A figure of the GPU that nobody published.
             self.shown = None
-            self.heading.value = write_heading(self.plan, [f"The schedule cannot be drawn: {error}"])
-            self.key.value = self.table.value = ""
-            self.figure.draw_steps([{} for _ in self.figure.data], {"height": 10}, [])
+            self._refuse(self.plan, f"The schedule cannot be drawn: {error}")
             return
         self.heading.value = write_heading(self.plan, _write_sentences(self.shown))
         draw_schedule(self.figure, self.shown)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from html import escape
 
-import ipywidgets as widgets
-
 import shardscope as ss
 from shardscope.core.number_format import format_count
 from shardscope.prediction.layer_sharding import KINDS, LayerSharding, choose_layer, shard_layer
@@ -22,10 +20,11 @@ from shardscope_widgets.teach.sharding_figure import (
     draw_sharding,
     make_translucent,
 )
-from shardscope_widgets.teach.teaching_view import TeachingView, render_key, write_heading
+from shardscope_widgets.teach.stepped_view import SteppedView
+from shardscope_widgets.teach.teaching_view import render_key, write_heading
 
 
-class ShardingView(TeachingView):
+class ShardingView(SteppedView):
     """Which rank holds which part of one layer's parameters, gradients and optimizer state during a step.
 
     ``layer`` is a decoder layer's index; by default one in the middle. Steps are the phases of one optimizer
@@ -42,51 +41,30 @@ class ShardingView(TeachingView):
 
     def __init__(self, plan: ss.Plan | None = None, *, layer: int | None = None) -> None:
         self.shown: LayerSharding | None = None
-        self.heading = controls.create_html()
-        self.choice = controls.create_dropdown(options=[("", 0)], tooltip="Decoder layer")
-        # Its own layout: it is hidden for a model with one layer.
-        self.choice.layout = widgets.Layout(width="120px")
-        self.choice.observe(self._choose, "value")
-        self.figure = create_sharding_figure()
-        self.key = controls.create_html()
-        self.table = controls.create_html()
-        super().__init__(self.heading, self.choice, self.figure, self.key, self.table)
+        self.key, self.table = controls.create_html(), controls.create_html()
+        choice = controls.create_dropdown(options=[("", 0)], tooltip="Decoder layer")
+        super().__init__(choice, create_sharding_figure(), self.key, self.table, width="120px")
         if plan is not None:
             self.show(plan, layer=layer)
-
-    @property
-    def step(self) -> int:
-        """Index of the shown step; set it to go to another."""
-        return int(self.figure.step)
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self.figure.step = step
 
     def show(self, plan: ss.Plan, *, layer: int | None = None) -> None:
         """Draw another plan. Raises ``ValueError`` for a layer that the model lacks."""
         chosen = choose_layer(plan, layer)
         self.plan = plan
-        number = plan.architecture.num_hidden_layers
-        self.choice.unobserve(self._choose, "value")
-        self.choice.options = [(f"layer {index}", index) for index in range(number)]
-        self.choice.value = chosen
-        self.choice.observe(self._choose, "value")
-        self.choice.layout.display = "" if number > 1 else "none"
-        self._draw(plan, chosen)
+        self._offer(
+            [(f"layer {index}", index) for index in range(plan.architecture.num_hidden_layers)], chosen
+        )
+        self._draw_choice()
 
-    def _choose(self, change: object) -> None:
-        if self.plan is not None:
-            self._draw(self.plan, self.choice.value)
-
-    def _draw(self, plan: ss.Plan, layer: int) -> None:
+    def _draw_choice(self) -> None:
+        """Draw the chosen layer."""
+        plan = self.plan
+        assert plan is not None
         try:
-            shown = self.shown = shard_layer(plan, layer)
+            shown = self.shown = shard_layer(plan, self.choice.value)
         except ValueError as error:  # Memory of this model that has no formula.
             self.shown = None
-            self.heading.value = write_heading(plan, [f"The layer cannot be drawn: {error}"])
-            self.key.value = self.table.value = ""
-            self.figure.draw_steps([{} for _ in self.figure.data], {"height": 10}, [])
+            self._refuse(plan, f"The layer cannot be drawn: {error}")
             return
         self.heading.value = write_heading(plan, _write_sentences(shown))
         # The same phase of another layer, if the user has walked to one.
