@@ -43,6 +43,13 @@ NUM_VIEWS = len(CELLS) - 1
 SEEN_CHARTS = """() => [...document.querySelectorAll('svg[role=img], .js-plotly-plot .main-svg:first-child')]
     .filter(each => each.checkVisibility() && each.getBoundingClientRect().width > 200).length"""
 
+CUT_TEXTS = """() => [...document.querySelectorAll('svg text')].filter(text => {
+    const box = text.getBoundingClientRect(), all = text.ownerSVGElement.getBoundingClientRect()
+    return box.width && all.width && (box.left < all.left - 1 || box.right > all.right + 1)
+}).map(text => text.textContent)"""
+NARROW = 350
+"""CSS pixels beside the file browser in a window of 1280 at a zoom of 200 %."""
+
 
 def save_screenshot(page: Any, name: str) -> None:
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
@@ -68,6 +75,11 @@ def test_every_view_is_a_page_of_its_own(name: str, browser: Any, offline: Any, 
         assert len(page.inner_text("main")) > 10 and not errors
         assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off"
         save_screenshot(page, f"page_{name}_{scheme}")
+        page.set_viewport_size({"width": NARROW, "height": 800})
+        page.wait_for_timeout(1000)
+        assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), "tables scroll"
+        assert page.evaluate(CUT_TEXTS) == []
+        save_screenshot(page, f"page_{name}_{scheme}_narrow")
         context.close()
 
 

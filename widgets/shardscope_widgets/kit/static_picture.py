@@ -14,6 +14,7 @@ from html.parser import HTMLParser
 
 import ipywidgets as widgets
 
+from shardscope.core.html_table import SCROLL_BOX
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.chart_svg import DEFAULT_HEIGHT
 from shardscope_widgets.kit.clickable import Clickable
@@ -32,8 +33,8 @@ FRAME = "font:13px/1.45 system-ui,sans-serif;max-width:760px"
 
 TAG_STYLES = {
     "table": "border-collapse:collapse;margin:8px 0;font-size:13px",
-    "th": "text-align:left;font-weight:600;padding:2px 14px 2px 0",
-    "td": "text-align:left;padding:2px 14px 2px 0",
+    "th": "font-weight:600;padding:2px 14px 2px 0",
+    "td": "padding:2px 14px 2px 0",
     "h2": "font-size:13px;font-weight:600;margin:14px 0 4px",
 }
 CLASS_STYLES = {
@@ -46,6 +47,7 @@ CLASS_STYLES = {
     "ss-swatch": "display:inline-block;width:12px;height:12px",
     "ss-log": "white-space:pre-wrap;font-family:monospace",
 }
+CELLS = ("th", "td")
 DROPPED = {"input", "select", "textarea", "option", "script", "style", "datalist", "template"}
 KEPT_ATTRIBUTES = {"colspan", "rowspan", "title", "scope"}
 VOID = {"br", "hr", "img", "wbr"}
@@ -143,6 +145,8 @@ class _Rewriter(HTMLParser):
         self._open: list[tuple[str, str]] = []
         """The open elements, with the closing tag of each."""
         self._in_legend = False
+        self._num_cells = 0
+        """Number of cells of the open row."""
         self._silent = 0
         """Number of open elements that are left out with their content."""
         self.feed(html)
@@ -210,11 +214,21 @@ class _Rewriter(HTMLParser):
                 return f"<td style='padding:2px 8px 2px 0'><span style='{escape(box)}'>", "</span></td>"
             side = "right" if tag == "em" else "left"
             return f"<td style='padding:2px 14px 2px 0;text-align:{side};font-style:normal'>", "</td>"
-        style = _join_styles(tag, classes, attributes.get("style", ""))
+        inline = attributes.get("style", "")
+        if tag == "tr":
+            self._num_cells = 0
+        if tag in CELLS:
+            # As in a live view: numbers line up on the right, below their heads.
+            self._num_cells += 1
+            side = "left" if self._num_cells == 1 or "ss-text" in names else "right"
+            inline = f"text-align:{side};{inline}"
+        style = _join_styles(tag, classes, inline)
         kept_attributes = {name: value for name, value in attributes.items() if name in KEPT_ATTRIBUTES}
         if style:
             kept_attributes["style"] = style
         written = "".join(f' {name}="{escape(value)}"' for name, value in kept_attributes.items())
+        if tag == "table":
+            return f"{SCROLL_BOX}<{tag}{written}>", f"</{tag}></div>"
         return f"<{tag}{written}>", f"</{tag}>"
 
     def handle_endtag(self, tag: str) -> None:

@@ -179,6 +179,8 @@ def draw_ranking(figure: Chart, ranking: Ranking) -> int:
     front = ranking.pareto()[::-1]
     traces += [build_points(front), {"x": [], "y": [], "text": []}]
     end, speed_title = capacity / GIB, f"tokens/s per {name_rate_unit(ranking.cluster)}"
+    # Towards the middle, where a narrow chart does not cut it.
+    side = "left" if capacity < 0.5 * widest else "right"
     figure.redraw(
         traces,
         {
@@ -190,8 +192,8 @@ def draw_ranking(figure: Chart, ranking: Ranking) -> int:
                  "line": {"width": 2, "color": INK}},
             ],
             "annotations": [
-                {"x": end, "xref": "x", "y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False,
-                 "text": f"{end:.3g} GiB usable", "font": {"size": 12}},
+                {"x": end, "xref": "x", "xanchor": side, "y": 1, "yref": "paper", "yanchor": "bottom",
+                 "showarrow": False, "text": f"{end:.3g} GiB usable", "font": {"size": 12}},
                 {"x": 0, "xref": "paper", "xanchor": "left", "xshift": -46, "y": 1, "yref": "paper",
                  "yanchor": "bottom", "showarrow": False, "text": speed_title, "font": {"size": 12}},
             ],

@@ -259,11 +259,12 @@ def _render_table(shown: LayerRoofline) -> str:
     rows = "".join(_render_row(shown, one) for one in shown.operators)
     recipe = shown.plan.recipe
     return (
+        "<div class='ss-scroll' tabindex='0'>"
         f"<table class='ss-table'><caption>Micro-batches of {recipe.micro_batch_size} × {recipe.seq_len:,} "
         "tokens</caption><thead><tr><th scope='col'>operator</th><th scope='col'>GFLOP</th>"
         "<th scope='col'>bytes</th><th scope='col'>FLOP per byte</th>"
         "<th scope='col'>attainable TFLOP/s</th><th scope='col'>predicted</th><th scope='col'>time</th></tr>"
-        f"</thead><tbody>{rows}</tbody></table>"
+        f"</thead><tbody>{rows}</tbody></table></div>"
     )
 
 

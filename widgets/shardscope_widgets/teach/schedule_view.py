@@ -168,7 +168,8 @@ def _render_table(shown: PipelineSchedule) -> str:
     own = shown.schedule == find_schedule(shown.plan)
     note = "" if own else ", under the plan's own schedule"
     return (
+        "<div class='ss-scroll' tabindex='0'>"
         f"<table class='ss-table'><thead><tr><th scope='col'>stage</th><th scope='col'>layers</th>"
         f"<th scope='col'>waits</th><th scope='col'>most {held} in flight</th>"
-        f"<th scope='col'>peak memory{escape(note)}</th></tr></thead><tbody>{rows}</tbody></table>"
+        f"<th scope='col'>peak memory{escape(note)}</th></tr></thead><tbody>{rows}</tbody></table></div>"
     )

@@ -214,7 +214,8 @@ class _Drawing:
         heads: list[dict[str, object]] = []
         for number, kind in enumerate(KINDS):
             held = phase.held[kind]
-            lines = [f"<b>{TITLES[kind]}</b>", *_describe_column(self.shown, phase, kind, held)]
+            # The short name: three columns stand side by side in a narrow window.
+            lines = [f"<b>{kind}</b>", *_describe_column(self.shown, phase, kind, held)]
             heads += [
                 {
                     "text": text,

@@ -123,8 +123,8 @@ def _render_table(shown: LayerSharding) -> str:
         for one in shown.exchanges
     )
     return (
-        "<table class='ss-table'><thead><tr><th scope='col'>when</th>"
+        "<div class='ss-scroll' tabindex='0'><table class='ss-table'><thead><tr><th scope='col'>when</th>"
         "<th scope='col' class='ss-text'>what</th><th scope='col' class='ss-text'>collective</th>"
         "<th scope='col'>ranks</th><th scope='col'>bytes of a call</th>"
-        f"<th scope='col'>calls a step</th></tr></thead><tbody>{rows}</tbody></table>"
+        f"<th scope='col'>calls a step</th></tr></thead><tbody>{rows}</tbody></table></div>"
     )

@@ -71,7 +71,7 @@ def test_chart_reserves_a_row_for_every_tier() -> None:
     assert list(view.figure.layout.yaxis.categoryarray) == ["predicted", "rehearsed", "measured"]
     assert list(read_bars(view)) == ["predicted"]
     assert {a.text for a in view.figure.layout.annotations} >= {
-        "not run yet: press Check memory without GPUs",
+        "press Check memory without GPUs",
         "no run of this plan yet",
     }
 
