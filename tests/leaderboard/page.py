@@ -17,8 +17,8 @@ from tests.leaderboard.tables import Table
 
 OURS = "Shardscope"
 _HOW = """\
-Every public estimator that can be installed, and Shardscope, on the same rows. Each is asked by running its
-own code in an environment of its own (`tests/leaderboard/adapters`). Errors are estimate over measured less
+Public estimators that can be installed, and Shardscope, on the same rows. Each is asked by running its own
+code in an environment of its own (`tests/leaderboard/adapters`). Errors are estimate over measured less
 one; medians and 90th percentiles are of absolute errors; `under` is the share of estimates below the measured
 figure, which say that plans fit that do not. What an estimator cannot express is refused and counted, never
 guessed. Hardly two of them answer the same rows: each is compared with Shardscope on those that it answered

@@ -164,7 +164,8 @@ def plans(draw: Any, framework: str | None = None) -> Plan:
         draw, layout, ANY_OPTIONS[name], lambda changed: Plan(arch, cluster, recipe, changed)
     )
     linears = tuple(dict.fromkeys(target for target, _ in arch.lora_shapes))
-    fields = ANY_RECIPE | {"lora_targets": (None, linears[:1], linears[-1:], linears)}
+    some = (None, linears[:1], linears[-1:], linears[-3:-1], linears)
+    fields = ANY_RECIPE | {"lora_targets": some}
     for field in fields:
         if listed := list_supported(layout, field):
             fields[field] = tuple(value for value in fields[field] if value is None or value in listed)

@@ -1,7 +1,9 @@
 """``estimate_zero2_model_states_mem_needs`` and ``estimate_zero3_model_states_mem_needs``.
 
 They estimate "params, optim states and gradients", with the plan's offload. Parameters and the largest module
-are counted as their ``model_to_params`` does (deepspeed.readthedocs.io, Memory Requirements).
+are counted as their ``model_to_params`` does (deepspeed.readthedocs.io, Memory Requirements). For ZeRO-3 they
+add what gathering the largest module takes, and return it by itself too: it is subtracted, for model states
+have no gather buffers.
 """
 
 from __future__ import annotations
@@ -25,12 +27,13 @@ def estimate(plan: Plan) -> Answer:
     })  # fmt: skip
     refuse_other_recipes(plan, ADAM, MIXED)
     if layout.stage == 2:
-        needs = estimate_zero2_model_states_mem_needs(plan.num_parameters, *machines, on_cpu)
+        _, on_gpu = estimate_zero2_model_states_mem_needs(plan.num_parameters, *machines, on_cpu)
+        gathered = 0
     else:
-        needs = estimate_zero3_model_states_mem_needs(
+        _, on_gpu, gathered = estimate_zero3_model_states_mem_needs(
             plan.num_parameters, plan.largest_module_parameters, *machines, on_cpu, params_on_cpu
         )
-    return {"states": needs[1], "tensors": "estimates model states, no activations"}
+    return {"states": on_gpu - gathered, "tensors": "estimates model states, no activations"}
 
 
 if __name__ == "__main__":

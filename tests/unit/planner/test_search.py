@@ -125,6 +125,23 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "latent attention": (LATENT, ss.Cluster.parse("4x4xa100-sxm-80gb"), {"global_batch_size": 32}),
     "six GPUs": (replace(LLAMA, num_hidden_layers=6), SIX, {"global_batch_size": 24}),
     "adapters": (LLAMA, NODE, {"global_batch_size": 16, "method": "lora"}),
+    "adapters of the MLP's inputs": (
+        LLAMA,
+        NODE,
+        {"global_batch_size": 16, "method": "lora", "lora_targets": ("gate_proj", "up_proj")},
+    ),
+    "adapters of the MLP's inputs, every third layer recomputed": (
+        LLAMA,
+        NODE,
+        {
+            "global_batch_size": 16,
+            "method": "lora",
+            "lora_targets": ("up_proj",),
+            "recompute": "full",
+            "recompute_interval": 3,
+        },
+    ),
+    "packed documents": (LLAMA, NODE, {"global_batch_size": 64, "packing": True}),
     "quantised": (LLAMA, NODE, {"global_batch_size": 16, "method": "qlora"}),
     "eight bits": (LLAMA, NODE, {"global_batch_size": 16, "precision": "fp8-mixed"}),
     "sgd in fp32": (LLAMA, NODE, {"global_batch_size": 16, "precision": "fp32", "optimizer": "sgd"}),
@@ -158,7 +175,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 @sample(1)
-@pytest.mark.parametrize("case", few(CASES, list(CASES)[:2]))
+@pytest.mark.parametrize("case", few(CASES, ["dense", "packed documents"]))
 def test_the_search_has_the_numbers_of_each_single_plan(case: str) -> None:
     arch, cluster, fields = CASES[case]
     found = ss.search(arch, cluster, ss.Recipe(**fields))

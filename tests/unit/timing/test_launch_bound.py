@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.accuracy.launch_bound import score_iterations
 
 import shardscope as ss
+from shardscope.frameworks.registry import is_trained
 
 LAYOUTS = {
     "ddp": ss.Layout.ddp(),
@@ -59,6 +60,49 @@ def test_the_finding_proposes_a_faster_plan_of_the_same_global_batch() -> None:
     assert finding.plan.step().seconds < plan.step().seconds
     assert finding.plan.memory().fits
     assert 0 < finding.number < plan.step().seconds
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "zero-3"])
+def test_the_finding_of_a_plan_that_is_trained_proposes_one_that_is(layout: str) -> None:
+    plan = make_plan(layout)
+    (finding,) = [one for one in plan.findings() if one.name == "launch-bound"]
+    assert is_trained(plan) and finding.plan is not None and is_trained(finding.plan)
+
+
+def test_the_finding_without_a_fix_names_only_what_the_plan_can_change() -> None:
+    for layout, ranks in (("megatron", 8), ("megatron-tp4", 2)):
+        plan = make_plan(layout, global_batch_size=ranks)  # one micro-batch, which cannot grow
+        findings = [one for one in plan.findings() if one.name == "launch-bound"]
+        assert findings and findings[0].plan is None
+        assert ("tensor-parallel" in findings[0].change) == (plan.degrees.tp > 1)
+        assert "fuse" not in findings[0].change
+
+
+def test_a_plan_that_does_not_fit_has_no_such_finding() -> None:
+    plan = make_plan("ddp", model="llama-3.1-70b", seq_len=128)
+    assert not plan.memory().fits
+    assert "launch-bound" not in [finding.name for finding in plan.findings()]
+
+
+@given(
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    power=st.integers(6, 12),
+    kernels=st.sampled_from([None, "liger", "compiled"]),
+    model=st.sampled_from(["gpt2", "smollm2-135m", "llama-3.2-1b"]),
+)
+def test_longer_sequences_and_larger_micro_batches_take_no_less_time(
+    layout: str, recompute: str, power: int, kernels: str | None, model: str
+) -> None:
+    """Also where launches bound a step, and what is recomputed waits for them too."""
+    fields = {"recompute": recompute, "kernels": kernels, "seq_len": 2**power}
+    changes = ({"seq_len": 2 ** (power + 1)}, {"micro_batch": 2, "global_batch_size": 256})
+    for change in changes:
+        try:
+            less, more = (make_plan(layout, model=model, **{**fields, **one}) for one in ({}, change))
+        except ValueError:
+            continue
+        assert more.step().seconds >= less.step().seconds * (1 - 1e-9)
 
 
 def test_unfused_attention_starts_more_kernels() -> None:

@@ -145,14 +145,15 @@ class LayerWork:
         passes, eager = self.passes, is_eager(arch, self.modules)
         own_forward, own_backward = self.overlap.kernels
         num_adapters = count_adapters(arch, moe, recipe) if frozen else 0
-        forward = self._add_launch_time(
-            Operators(matrices + adapters + dora_products, attention, elementwise),
+        running = Operators(matrices + adapters + dora_products, attention, elementwise)
+        num_kernels = (
             passes.kernels_forward
             + own_forward
             + eager * passes.kernels_eager_forward
             + moe * passes.kernels_experts_forward
-            + num_adapters * (_ADAPTER_KERNELS[0] + recipe.use_dora * _DORA_KERNELS[0]),
+            + num_adapters * (_ADAPTER_KERNELS[0] + recipe.use_dora * _DORA_KERNELS[0])
         )
+        forward = self._add_launch_time(running, num_kernels)
         # Gradients of inputs and of weights are one matmul each (Kaplan et al. 2020, section 2.1); a frozen
         # matrix has only the first.
         backward = self._add_launch_time(
@@ -168,7 +169,7 @@ class LayerWork:
             forward.attention + backward.attention,
             forward.elementwise + backward.elementwise,
         )
-        recomputation = self._compute_recomputation(products, forward)
+        recomputation = self._compute_recomputation(products, running, num_kernels)
         return LayerSeconds(both, forward.seconds, forward.attention, recomputation, saved)
 
     def _compute_matmuls(self, moe: bool, products: LayerProducts) -> float:
@@ -279,21 +280,30 @@ class LayerWork:
         starting = num_kernels * self.rates.kernel_seconds * self.passes.host_factor
         return maximum(0.0, starting - seconds) if self.plan.on_gpu else starting
 
-    def _compute_recomputation(self, products: LayerProducts, forward: Operators) -> float:
-        """Return the recomputation time of one layer.
+    def _compute_recomputation(
+        self, products: LayerProducts, running: Operators, num_kernels: float
+    ) -> float:
+        """Return the recomputation time of one layer, whose forward runs ``num_kernels`` for ``running``.
 
         ``full`` repeats its forward without the last matmul, if recomputation stops early. ``selective``
         repeats core attention with Megatron (Korthikanti et al. 2022, section 5), and with torch everything
-        but matmuls and attention.
+        but matmuls and attention, whose outputs are saved: the host calls them like all operators (torch
+        2.13, utils/checkpoint.py, ``_CachedTorchDispatchMode``).
         """
         recompute = self.plan.recipe.recompute
         if recompute == "full":
             # torch 2.13, utils/checkpoint.py, ``early_stop``: the forward is left as soon as all tensors that
             # backward needs exist, and none comes after the last matmul.
-            last = products.last.seconds(self.tokens, self.rate) if self.overlap.stops_early else 0.0
-            return forward.seconds - last
+            if self.overlap.stops_early:
+                last = products.last.seconds(self.tokens, self.rate)
+                running = running._replace(matrices=running.matrices - last)
+                num_kernels = num_kernels - 1
+            return self._add_launch_time(running, num_kernels).seconds
         if recompute == "selective":
-            return forward.attention if self.modules.kernels == "megatron" else forward.elementwise
+            if self.modules.kernels == "megatron":
+                return running.attention
+            repeated = Operators(0.0, 0.0, running.elementwise)
+            return self._add_launch_time(repeated, num_kernels).seconds
         return 0.0
 
 

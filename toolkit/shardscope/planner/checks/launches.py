@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from shardscope.core.finding import Finding
 from shardscope.core.plan import Plan
+from shardscope.frameworks.registry import is_trained
 from shardscope.planner.checks.case import Case, Change, evaluate_variants, find_fastest
 from shardscope.planner.checks.number_format import format_percent
 from shardscope.prediction.step import predict_step
@@ -25,23 +26,31 @@ _MAX_GROWTH = 32
 def check_launch_bound(case: Case) -> Iterator[Finding]:
     """Report a step whose GPUs wait for the host for a tenth of it or more, with the fastest change.
 
-    The wait is what the step would save if starting a kernel took no time.
+    The wait is what the step would save if starting a kernel took no time. A plan that does not fit has no
+    such finding: its repair comes first, and changes the step.
     """
     plan = case.plan
-    if case.step is None or not plan.on_gpu:
+    if case.step is None or not plan.on_gpu or case.has_room is False:
         return
     without = predict_step(plan, replace(select_rates(plan.cluster), kernel_seconds=0.0))
     waiting = case.step.seconds - without.seconds
     if waiting < LAUNCH_BOUND * case.step.seconds:
         return
+    # A plan that our engines train is not changed into one that they do not.
+    launched = is_trained(plan)
     fixed = find_fastest(
-        variant for variant in evaluate_variants(plan, _list_changes(plan)) if case.compute_gain(variant) > 0
+        variant
+        for variant in evaluate_variants(plan, _list_changes(plan))
+        if case.compute_gain(variant) > 0 and (not launched or is_trained(variant.plan))
     )
     won = ""
     if fixed is not None:
+        saved = case.step.seconds - fixed.step.seconds
+        # The same change fuses kernels or enlarges matmuls, and reduces gradients less often.
+        more = ", which is more than the wait: it saves other time as well" if saved > waiting else ""
         won = (
-            f" With the change a step is {format_seconds(case.step.seconds - fixed.step.seconds)} shorter "
-            f"({format_percent(case.compute_gain(fixed))})."
+            f" With the change a step is {format_seconds(saved)} shorter "
+            f"({format_percent(case.compute_gain(fixed))}){more}."
         )
     yield Finding(
         name="launch-bound",
@@ -50,16 +59,28 @@ def check_launch_bound(case: Case) -> Iterator[Finding]:
         f"({format_percent(waiting / case.step.seconds)}) for the host to start kernels, which are too small "
         f"to keep them busy.{won}",
         number=waiting,
-        change=_describe_change(plan, fixed.plan)
-        if fixed
-        else "A larger micro-batch, fused or compiled kernels, or fewer tensor-parallel ranks",
+        change=_describe_change(plan, fixed.plan) if fixed else _describe_directions(plan),
         plan=fixed.plan if fixed else None,
     )
 
 
+def _describe_directions(plan: Plan) -> str:
+    """Return what helps where no single change of the recipe does."""
+    directions = ["a larger global batch in larger micro-batches"]
+    if plan.degrees.tp > 1:
+        directions.append("fewer tensor-parallel ranks")
+    if plan.kernels not in _FEWER_KERNELS and _list_fused_kernels(plan):
+        directions.append("kernels that fuse operators")
+    return " or ".join(directions).capitalize()
+
+
+def _list_fused_kernels(plan: Plan) -> list[str]:
+    return [name for name in _FEWER_KERNELS if name in list_supported(plan.layout, "kernels")]
+
+
 def _list_changes(plan: Plan) -> Iterator[Change]:
     """Yield larger micro-batches of the same global batch, kernels that fuse operators, and both."""
-    fused = [name for name in _FEWER_KERNELS if name in list_supported(plan.layout, "kernels")]
+    fused = _list_fused_kernels(plan)
     growth = 1
     while growth <= _MAX_GROWTH and plan.num_micro_batches % growth == 0:
         for kernels in (plan.recipe.kernels, *fused):

@@ -172,7 +172,7 @@ class _Supported:
 def _find_degrees_above_one(columns: Columns) -> tuple[list[dict[str, int]], NDArray[np.int64]]:
     """Return all combinations of degrees above 1 (written as 1 and 2), and the combination of each row."""
     # Other degrees have no such rules across recipe and layout (prediction/support.py).
-    names: list[str] = [name for name in ("tp", "cp", "ep") if name in columns]
+    names: list[str] = [name for name in ("tp", "pp", "cp", "ep") if name in columns]
     kind_of = np.zeros(len(columns[MICRO_BATCH_SIZE]), np.int64)
     for name in names:
         kind_of = 2 * kind_of + (columns[name] > 1)

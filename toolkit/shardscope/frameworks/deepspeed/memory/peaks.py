@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.number_format import format_gib
-from shardscope.core.ops import ceil_div, is_array, map_distinct, maximum, pick_largest_row, where
+from shardscope.core.ops import any_true, ceil_div, is_array, map_distinct, maximum, pick_largest_row, where
 from shardscope.core.precision import FP32
 from shardscope.families.parameter_names import list_mlp_inputs, list_parameter_names
 from shardscope.frameworks.deepspeed.memory.partition_parameters import shards_tied_head
@@ -432,9 +432,11 @@ class _BackwardPeaks:
             staging, gradients = phases.first_gradient
             at_down = PhaseElements(staging + sizes.down_projection, gradients)
             peaks.append(self._build_candidate(fraction + 0.002, inside, _IN_LAYER, at_down, bucket))
-        if sizes.adapter_inputs and not point.num_passed:
+        is_first = point.num_passed == 0
+        # By identity: for arrays the comparison gives an array, which has no single truth value.
+        if is_first is not False and any_true(sizes.adapter_inputs):
             # The bucket is allocated by then, at the first gradient.
-            inside = (saved, where(has_experts, 0, sizes.adapter_inputs))
+            inside = (is_first * saved, where(has_experts, 0, is_first * sizes.adapter_inputs))
             peaks.append(self._build_candidate(fraction + 0.003, inside, _IN_LAYER, phases.first_gradient))
         # At the gradient of a feed-forward matrix, when some saved tensors have been freed.
         freed, in_feed_forward = self._choose_feed_forward_matrix(phases.feed_forward)
