@@ -54,6 +54,16 @@ def test_inputs_and_results_fit_beside_the_file_browser(page: Any) -> None:
     page.screenshot(path=str(SCREENSHOTS / "narrow_beside_the_file_browser.png"))
 
 
+def test_the_verdict_is_never_cut(page: Any) -> None:
+    page.locator(".jp-SideBar [title^='File Browser']").first.click()
+    for width in (1024, 1150, 1280):
+        page.set_viewport_size({"width": width, "height": 768})
+        page.wait_for_timeout(1000)
+        page.screenshot(path=str(SCREENSHOTS / f"verdict_at_{width}.png"))
+        verdict = page.locator(".ss-head .ss-verdict")
+        assert verdict.evaluate("element => element.scrollWidth <= element.clientWidth"), width
+
+
 def test_make_it_fit_asks_before_changing_the_framework(page: Any) -> None:
     fill_input(page, "Model", "llama-3.1-405b")
     nodes = open_fold(page, "GPUs").locator("input").nth(1)

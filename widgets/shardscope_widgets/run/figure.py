@@ -29,6 +29,8 @@ from shardscope_widgets.run.panels import (
 MAX_LINES = 8
 """Maximum number of ranks with their own line."""
 ALL_RANKS = "all ranks"
+WIDTH_FOR_TWO_LABELS = 280
+"""Pixels of a chart whose title leaves room for both labels beside it; else the prediction alone is there."""
 """Label of a line that stands for every rank, as their values are equal."""
 FIRST_STEPS = 40.0
 FIRST_MINUTES = 1 / 6
@@ -272,7 +274,8 @@ class RunFigure:
             if (level := self._find_level(panel)) is not None:
                 levels.append(_build_predicted_line(slot, level))
                 label = f"predicted {format_short(level)}"
-            if slot in self._united:
+            has_room = self._width * (place.x[1] - place.x[0]) >= WIDTH_FOR_TWO_LABELS
+            if slot in self._united and (has_room or not label):
                 label = " · ".join(filter(None, [ALL_RANKS, label]))
             if label:
                 notes.append(_build_side_label(label, place))
