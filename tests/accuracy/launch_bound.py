@@ -28,13 +28,14 @@ _KEYS = (
 _HOW = """\
 720 iterations of GPT models on 2 to 8 A100 (VIA-Research/vTrain, MIT; Megatron-DeepSpeed, fp16, full
 recomputation, attention that is not fused), with the dropout of 0.1 that is Megatron's default and of which
-the file says nothing: without it the mean error is 10.2 % at best, in both halves. Kernels of such small models take less time than the host needs to start them. vTrain,
-which profiles the machine first, reports 8.37 % mean error on the whole file. The kernels that attention adds
-where it is not fused, the one constant from here, have the smallest mean error on the layouts for calibration
-(`python -m tests.accuracy.launch_bound`). Where dp = pp = 1, the rows of one width, micro-batch and tp are
-linear in layers and micro-batches to the last digit: the file holds sums of timed pieces rather than timed
-iterations, and many rows repeat few measurements. Nearly all layouts for judging have the width, micro-batch
-and tp of one for calibration, so that the halves are no independent measurements."""
+the file says nothing: without it the mean error is 10.2 % at best, in both halves. Kernels of such small
+models take less time than the host needs to start them. vTrain, which profiles the machine first, reports
+8.37 % mean error on the whole file. The kernels that attention adds where it is not fused, the one constant
+from here, have the smallest mean error on the layouts for calibration (`python -m
+tests.accuracy.launch_bound`). Where dp = pp = 1, the rows of one width, micro-batch and tp are linear in
+layers and micro-batches to the last digit: the file holds sums of timed pieces rather than timed iterations,
+and many rows repeat few measurements. Nearly all layouts for judging have the width, micro-batch and tp of
+one for calibration, so that the halves are no independent measurements."""
 
 
 class Iteration(NamedTuple):

@@ -132,6 +132,12 @@ def test_search_ranks_plans_and_writes_the_best(tmp_path: Path) -> None:
     assert f"{ranking.num_feasible:,} of {ranking.num_evaluated:,} plans fit" in shown
 
 
+@pytest.mark.parametrize("limit", ["0", "-3", "many"])
+def test_a_search_prints_at_least_one_row(tmp_path: Path, limit: str) -> None:
+    arguments = ["search", "--model", "2m", "--cluster", "2xl4-24gb", f"--limit={limit}"]
+    assert "a whole number from 1" in run(tmp_path, *arguments, code=2)
+
+
 def test_export_writes_the_files_of_plan_export(tmp_path: Path) -> None:
     arguments = [
         "export",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +116,12 @@ def test_fault_35_deeply_nested_json_raises_value_error(instance: Any, text: str
 def test_arguments_other_than_text_raise_value_error(instance: Any, text: Any) -> None:
     with pytest.raises(ValueError, match="text"):
         find_class(instance).from_json(text)
+
+
+@pytest.mark.parametrize("path", ["plan.json", Path("runs") / "plan.json"])
+def test_a_path_in_place_of_the_text_has_the_call_that_reads_it(path: Any) -> None:
+    with pytest.raises(ValueError, match="read_text"):
+        ss.Plan.from_json(path)
 
 
 def test_missing_fields_raise_with_their_name() -> None:

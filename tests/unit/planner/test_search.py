@@ -394,6 +394,11 @@ def test_arguments_of_a_wrong_type_are_refused(field: str, given: Any, fix: str)
     assert str(refusal.value).endswith(f"Nearest fix: {fix}.")
 
 
+def test_the_name_of_a_layout_leads_to_its_framework() -> None:
+    with pytest.raises(ValueError, match="Nearest fix: 'deepspeed'"):
+        ss.search(LLAMA, NODE, ss.Recipe(), ["zero"])
+
+
 def test_a_single_framework_name_must_be_in_a_tuple() -> None:
     with pytest.raises(ValueError, match=r"Nearest fix: \('fsdp2',\)"):
         ss.search(LLAMA, NODE, ss.Recipe(), "fsdp2")  # type: ignore[arg-type]

@@ -26,6 +26,7 @@ import shardscope as ss
 from shardscope.trace import Trace
 from shardscope.trace.analysis.kernels import KERNEL_KINDS, OPERATOR_KINDS, find_gpu
 from shardscope.trace.analysis.kernels import _match_kind as match_kind
+from shardscope.trace.table import Table
 
 COLUMNS = [
     "rank",
@@ -250,3 +251,11 @@ def test_recorded_gloo_ranks_have_operators() -> None:
     rows = Trace.load(Path(__file__).parents[2] / "fixtures" / "trace_2_ranks").kernels()
     kinds = {row["kind"] for row in rows}
     assert {"matmul", "elementwise", "normalization", "optimizer", "all_reduce"} <= kinds
+
+
+def test_long_tables_are_printed_and_shown_in_part() -> None:
+    table = Table([{"rank": rank, "total_seconds": rank / 7} for rank in range(900)])
+    lines = repr(table).splitlines()
+    assert lines[0].split() == ["rank", "total_seconds"] and "of 900 rows" in lines[-1]
+    assert len(lines) < 60 and table._repr_html_().count("<tr") < 60
+    assert len(table.to_frame()) == 900

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import shardscope as ss
 from shardscope.core.errors import check_choice, check_keys, find_similar, refuse
+from shardscope.frameworks.registry import list_layout_names
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -156,7 +157,12 @@ def build_task(words: Sequence[str]) -> Callable[[Context], object]:
 
 def build_layout(option: str, name: str, **fields: object) -> Layout:
     """Return ``ss.Layout.<name>(**fields)``. Raises ``ValueError`` for other names than its constructors."""
-    constructors = [key for key, value in vars(ss.Layout).items() if isinstance(value, staticmethod)]
+    frameworks = list_layout_names()
+    constructors = list(frameworks)
+    if name not in frameworks and name in frameworks.values():
+        # A framework may have another name than its layout.
+        of_framework = constructors[list(frameworks.values()).index(name)]
+        refuse(option, name, ", ".join(map(repr, constructors)), repr(of_framework))
     layout: Layout = getattr(ss.Layout, check_choice(option, name, constructors))(**fields)
     return layout
 

@@ -16,6 +16,7 @@ from shardscope.cli.plan_options import (
     read_parts,
     read_plan,
 )
+from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 
 if TYPE_CHECKING:
     from shardscope.core.finding import Finding
@@ -71,7 +72,9 @@ def add_commands(commands: Commands) -> None:
     )
     add_plan_options(parser, with_layout=False)
     parser.add_argument("--frameworks", nargs="+", metavar="NAME", help=f"among {LAYOUTS}; default: all")
-    parser.add_argument("--limit", type=int, default=10, metavar="N", help="rows to print; default: 10")
+    parser.add_argument(
+        "--limit", type=_read_limit, default=10, metavar="N", help="rows to print; default: 10"
+    )
     parser.add_argument("--out", metavar="FILE", help="write the best plan to this file")
     parser.set_defaults(run=search_plans)
 
@@ -150,6 +153,12 @@ def _print_plan(
         print_text(f"  fix: {finding.change}", "  ")
 
 
+def _read_limit(text: str) -> int:
+    if not text.isdecimal() or text == "0":
+        raise argparse.ArgumentTypeError(f"--limit is {text}; allowed: a whole number from 1")
+    return int(text)
+
+
 def search_plans(options: argparse.Namespace) -> int:
     """Print the best plans."""
     import shardscope as ss
@@ -169,6 +178,10 @@ def search_plans(options: argparse.Namespace) -> int:
         print_json({**numbers, "best": best, "plans": rows})
         return 0
     _print_ranking(ranking, options.limit)
+    if options.out:
+        memory = ranking.best.memory()
+        tight = "; it is tight: some runs with so little left ran out of memory" if memory.is_tight else ""
+        print_text(f"{options.out} has the first plan{tight}.")
     return 0
 
 
@@ -184,14 +197,15 @@ def _print_ranking(ranking: Ranking, limit: int) -> None:
             row["micro_batch_size"],
             row["tokens_per_second_per_gpu"],
             row["step_seconds"],
-            format_gib(row["peak_bytes"]) + ("" if row["feasible"] else " no fit"),
+            format_gib(row["peak_bytes"])
+            + _mark_memory(row["peak_bytes"], ranking.cluster.usable_bytes_per_gpu, fits=row["feasible"]),
         )
         for number, row in enumerate(ranking.to_frame(limit).to_dict("records"), 1)
     ]
     print(f"{ranking.num_feasible:,} of {ranking.num_evaluated:,} plans fit {ranking.cluster}")
     if rows:
         print()
-        head = ("", "layout", "degrees", "recompute", "batch", "tokens/s", "step s", "GiB")
+        head = ("", "layout", "degrees", "recompute", "batch", "tok/s/GPU", "step s", "GiB")
         print_table(head, rows, wrap="layout")
     if not ranking.num_feasible:
         try:
@@ -199,6 +213,12 @@ def _print_ranking(ranking: Ranking, limit: int) -> None:
         except ValueError as error:
             print()
             print_text(str(error))
+
+
+def _mark_memory(peak_bytes: int, usable_bytes: int, *, fits: bool) -> str:
+    if not fits:
+        return " no fit"
+    return " tight" if 100 * peak_bytes > TIGHT_PERCENT * usable_bytes else ""
 
 
 def export_plan(options: argparse.Namespace) -> int:

@@ -165,7 +165,8 @@ def check_number(field: str, value: object, *, low: float, high: float) -> float
     allowed = f"a number from {low:g} to {high:g}"
     # bool is a subclass of int: True would count as 1.0.
     if isinstance(value, bool) or not isinstance(value, int | float):
-        refuse(field, value, allowed, Value(low))
+        number = _read_number(value)
+        refuse(field, value, allowed, Value(low if math.isnan(number) else min(max(number, low), high)))
     # float() of an int beyond 1e308 raises OverflowError, so compare first.
     number = float(value) if abs(value) <= high else math.inf
     if not low <= number <= high:
@@ -233,15 +234,28 @@ def _find_by_spelling(value: object, texts: list[str], cutoff: float) -> str | N
 
 
 def _find_nearest_number(value: object, low: int, high: int) -> Value:
-    """Return the nearest allowed integer for a value that is not an integer ("8.0", "8", nan, None)."""
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        return Value(low)
+    """Return the nearest allowed integer for a value that is not an integer ("8.0", "8k", nan, None)."""
+    number = _read_number(value)
     if math.isnan(number):
         return Value(low)
     # round() raises OverflowError for infinities, which the bounds replace.
     return Value(int(min(max(round(number) if math.isfinite(number) else number, low), high)))
+
+
+_SUFFIXES = {"k": 2**10, "m": 2**20}
+"""Letters after a number, as in "8k" tokens."""
+
+
+def _read_number(value: object) -> float:
+    """Return the number that a value of another type stands for ("1e-3", "8k"); nan if none."""
+    text = value.strip().lower() if isinstance(value, str) else value
+    factor = 1
+    if isinstance(text, str) and text[-1:] in _SUFFIXES:
+        text, factor = text[:-1], _SUFFIXES[text[-1]]
+    try:
+        return factor * float(text)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _format_value(value: object) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping
+from os import PathLike
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from shardscope.core.errors import FieldError, check_keys, refuse
@@ -136,6 +137,10 @@ def _find_key_paths(lines: Mapping[KeyPath, int], error: FieldError, class_name:
 def _read_envelope(text: object, class_name: str) -> dict[str, object]:
     """Return the fields of a versioned JSON text. Raises ``ValueError`` for another class or version."""
     source = f"the text that {class_name}.to_json() returns"
+    path = str(text) if isinstance(text, str | PathLike) else ""
+    if path.endswith(".json") and "{" not in path:
+        fix = f"{class_name}.from_json(Path({path!r}).read_text())"
+        refuse(f"{class_name} JSON", path, f"{source}, not the path of its file", fix)
     if not isinstance(text, str):
         fix = f"{class_name}.from_dict" if isinstance(text, Mapping) else source
         refuse(f"{class_name} JSON", text, "text (a str)", fix)

@@ -42,7 +42,7 @@ def list_files(plan: Plan) -> list[Exported]:
     """Return the files of ``plan``'s export: its JSON, its framework's own files, and a list of them."""
     framework_files: Sequence[Exported | Absent] = render_files(plan)
     plan_file = Exported(
-        name=PLAN_FILE, what="the plan itself: ss.Plan.from_json reads it", text=plan.to_json() + "\n"
+        name=PLAN_FILE, what="the plan itself: ss.Plan.from_json takes its text", text=plan.to_json() + "\n"
     )
     files = [plan_file, *(file for file in framework_files if isinstance(file, Exported))]
     absent = [file for file in framework_files if isinstance(file, Absent)]

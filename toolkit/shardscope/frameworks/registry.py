@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from shardscope.core.errors import FieldError
+from shardscope.core.layout import Layout
 from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
@@ -18,7 +19,6 @@ from shardscope.frameworks.megatron.layout import MegatronLayout
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.cluster import Cluster
-    from shardscope.core.layout import Layout
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
     from shardscope.frameworks.defaults import FrameworkDefaults
@@ -199,6 +199,12 @@ def why_not_trained(plan: Plan) -> str | None:
     except ValueError as refusal:
         return str(refusal)
     return None
+
+
+def list_layout_names() -> dict[str, str]:
+    """Return the framework of each of ``Layout``'s constructors, by the constructor's name."""
+    names = [name for name, value in vars(Layout).items() if isinstance(value, staticmethod)]
+    return {name: getattr(Layout, name)().framework for name in names}
 
 
 def is_trained(plan: Plan) -> bool:

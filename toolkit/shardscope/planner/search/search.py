@@ -15,6 +15,7 @@ from shardscope.core.errors import FieldError, check_choice, check_integer, find
 from shardscope.core.plan import Plan, check_type
 from shardscope.core.recipe import Recipe
 from shardscope.frameworks.registry import frameworks as known
+from shardscope.frameworks.registry import list_layout_names
 from shardscope.memory.activations.forward import find_modules
 from shardscope.planner.search.candidates import Candidates, list_candidates
 from shardscope.planner.search.memory_needs import Needs, compute_building_bytes, compute_needs
@@ -243,6 +244,11 @@ def _check_frameworks(frameworks: Sequence[str] | None) -> list[str]:
     if isinstance(frameworks, str) or not isinstance(frameworks, Iterable) or not frameworks:
         meant = find_nearest(frameworks, list(known)) if isinstance(frameworks, str) else next(iter(known))
         refuse("frameworks", frameworks, f"names among {', '.join(known)}, or None for all", f"({meant!r},)")
+    layouts = list_layout_names()
+    for name in frameworks:
+        # A layout may have another name than its framework.
+        if isinstance(name, str) and name not in known and name in layouts:
+            refuse("frameworks", name, f"names among {', '.join(known)}", repr(layouts[name]))
     return list(dict.fromkeys(check_choice("frameworks", name, list(known)) for name in frameworks))
 
 
