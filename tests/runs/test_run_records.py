@@ -247,6 +247,8 @@ def test_fault_24_a_supervisor_that_never_started_and_a_deleted_folder(tmp_path:
 def test_attaching_to_other_folders_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no run at all"):
         Run.attach(tmp_path)
+    with pytest.raises(ValueError, match="does not exist"):
+        Run.attach(tmp_path / "none")
     assert runs(tmp_path / "none") == []
 
 

@@ -98,6 +98,12 @@ class Run:
                 with contextlib.suppress(OSError):  # The folder may be another user's.
                     continue_stream(candidate)
             return run
+        if not candidate.path.exists():
+            # As typed in the folder of a project, whose runs are in ``runs``.
+            places = (candidate.path.parent, candidate.path.parent / "runs")
+            runs = [str(place / summary.name) for place in places for summary in list_runs(place)]
+            near = f"; runs there: {', '.join(runs[:MAX_NAMES])}" if runs else ""
+            raise ValueError(f"folder is {candidate.path}, which does not exist{near}.")
         inside = list_runs(candidate.path)
         undamaged = [summary for summary in inside if summary.run is not None]
         if len(undamaged) == 1:
