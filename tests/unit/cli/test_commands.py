@@ -175,7 +175,7 @@ def test_export_writes_the_files_of_plan_export(tmp_path: Path) -> None:
         (["launch", "--model", "2m", "--cluster", "2xcpu", "--partition", "a"], "nothing without --on slurm"),
         (["launch", "--model", "2m", "--on", "ray", "--qos", "a"], "nothing without --on slurm"),
         (["launch", "--model", "2m", "--cluster", "2xcpu", "--on", "pbs"], "invalid choice: 'pbs'"),
-        (["attach", "missing"], "not a run folder"),
+        (["attach", "missing"], "does not exist"),
         (["trace", "missing"], "missing"),
     ],
 )

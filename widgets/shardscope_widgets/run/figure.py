@@ -274,7 +274,8 @@ class RunFigure:
             if (level := self._find_level(panel)) is not None:
                 levels.append(_build_predicted_line(slot, level))
                 label = f"predicted {format_short(level)}"
-            has_room = self._width * (place.x[1] - place.x[0]) >= WIDTH_FOR_TWO_LABELS
+            # The width is 0 until the browser has told it.
+            has_room = not self._width or self._width * (place.x[1] - place.x[0]) >= WIDTH_FOR_TWO_LABELS
             if slot in self._united and (has_room or not label):
                 label = " · ".join(filter(None, [ALL_RANKS, label]))
             if label:
