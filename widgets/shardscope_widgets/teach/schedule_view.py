@@ -107,7 +107,7 @@ def _write_sentences(shown: PipelineSchedule) -> list[str]:
 
 
 def _write_formula(shown: PipelineSchedule) -> str:
-    """Return the closed formula of the bubble of equal stages, beside this plan's."""
+    """Return the bubble's closed formula for equal stages and the bubble of this plan."""
     pp, vpp, number = shown.num_stages, shown.num_chunks, shown.num_micro_batches
     formula, values = "(pp − 1) / micro-batches", f"{pp - 1} / {number}"
     if vpp > 1:

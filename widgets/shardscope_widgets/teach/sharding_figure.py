@@ -154,7 +154,7 @@ class _Drawing:
         self.num_rows = row
 
     def build_traces(self) -> list[dict[str, object]]:
-        """Return the outlines of the layer; the parts are drawn by frames."""
+        """Return the traces of the layer's outlines; frames draw the parts."""
         on_host = self.shown.host_bytes > 0 or self.shown.nvme_bytes > 0
         traces: list[dict[str, object]] = []
         for kind in KINDS:

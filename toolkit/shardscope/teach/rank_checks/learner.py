@@ -22,7 +22,7 @@ EXIT_CODE = 7
 
 
 class ProblemError(Exception):
-    """What is wrong with the answer, in words for the learner."""
+    """A wrong answer; the message tells the learner what is wrong with it."""
 
 
 class LearnerError(Exception):
