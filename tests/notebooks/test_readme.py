@@ -141,7 +141,7 @@ def test_readme_numbers_match_the_report_on_published_runs() -> None:
         r"\| judge \| (\d+) \| ([\d.]+ %): reached \| ([\d.]+ %): reached \|", time
     )
     row = find_row("predicted step time = published")
-    assert f"{rows} published" in row and f"median error {middle}, p90 {ninth}" in row
+    assert f"{rows} published" in row and f"median of source medians {middle}, p90 {ninth}" in row
 
 
 def test_readme_numbers_match_our_measured_runs() -> None:
