@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from tests.accuracy.catalog_predictions import ignore_calibrations
+from tests.accuracy.catalog_predictions import ignore_calibrations, use_torch_of
 from tests.accuracy.row_plans import Mapped
 from tests.accuracy.rows import read, read_source
 from tests.accuracy.time_own_code import beside_seconds
@@ -123,7 +123,8 @@ def log_errors(rows: Sequence[Fitted]) -> list[float]:
     look_up_rates.cache_clear()
     results = []
     for row in rows:
-        report = row.mapped.plan.step()
+        with use_torch_of(row.mapped.row):
+            report = row.mapped.plan.step()
         results.append(math.log(report.seconds + beside_seconds(row.mapped, report)) - row.log_seconds)
     return results
 

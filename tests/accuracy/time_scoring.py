@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from tests.accuracy.catalog_predictions import ignore_calibrations
+from tests.accuracy.catalog_predictions import ignore_calibrations, use_torch_of
 from tests.accuracy.row_plans import Mapped
 from tests.accuracy.rows import Row, read_source
 from tests.accuracy.schedules import apply_schedule
@@ -115,7 +115,8 @@ def _score_rows(rows: Iterable[Row]) -> TimeScore:
     for found in list_configurations(rows):
         try:
             plan = map_timed_row(found.measured)
-            report = apply_schedule(plan.schedule, plan.plan, plan.plan.step())
+            with use_torch_of(found.row):
+                report = apply_schedule(plan.schedule, plan.plan, plan.plan.step())
         except UnmappedError as reason:
             unmapped.append((found.row, str(reason)))
             continue

@@ -209,7 +209,7 @@ def wait_for_step(page: Any) -> None:
         timeout=STEP_TIMEOUT_MS,
     )
     page.wait_for_function(
-        "() => document.querySelector('.ss-run .js-plotly-plot')?.data?.[0]?.x.length >= 3",
+        "() => document.querySelector('.ss-run .js-plotly-plot')?.data?.[0]?.x?.length >= 3",
         timeout=STEP_TIMEOUT_MS,
     )
 

@@ -49,7 +49,7 @@ def test_fitted_rates_equal_the_speeds_of_the_measurements() -> None:
     assert rates.kernel_seconds == KERNEL_SECONDS
     assert rates.inside.bytes_per_second == pytest.approx(LINK_BYTES_PER_SECOND, rel=1e-2)
     assert rates.inside.latency_seconds == pytest.approx(LINK_LATENCY_SECONDS, rel=1e-2)
-    attention = rates.get_attention_rate("fp32", "transformers")
+    attention = rates.get_attention_rate("fp32", "sdpa")
     assert attention.forward == pytest.approx(ATTENTION_FORWARD, rel=1e-6)
     assert attention.backward == pytest.approx(ATTENTION_BACKWARD, rel=1e-6)
     assert attention.half_keys == pytest.approx(HALF_KEYS, rel=1e-6)
@@ -64,7 +64,7 @@ def test_unmeasured_rates_are_those_of_the_catalog() -> None:
     assert rates.inside == known.inside
     assert rates.between == known.between
     assert rates.host == known.host
-    assert rates.attention == known.attention
+    assert rates.sdpa == known.sdpa
     assert rates.get_matmul_rate("fp8") == known.get_matmul_rate("fp8")
     assert rates.get_matmul_rate("bf16").flops_per_second == pytest.approx(FLOPS, rel=1e-3)
     assert rates.get_matmul_rate("bf16").peak_flops == cluster.gpu.peak_flops["bf16"]

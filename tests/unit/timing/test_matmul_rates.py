@@ -53,3 +53,22 @@ def test_unaligned_matmuls_are_slower_on_gpus_where_it_was_measured() -> None:
         (1 + rate.unaligned_slowdown) * rows / 1792, rel=1e-3
     )
     assert look_up_rates(ss.Cluster.parse("h100-sxm-80gb")).get_matmul_rate("bf16").unaligned_slowdown == 0
+
+
+@pytest.mark.parametrize(
+    ("gpu", "takes_cudnn"),
+    [
+        ("h100-sxm-80gb", True),
+        ("b200-sxm-180gb", True),
+        ("b300-sxm-288gb", True),
+        ("rtx-5090-32gb", False),
+        ("a100-sxm-80gb", False),
+        ("l40s-48gb", False),
+    ],
+)
+def test_sdpa_takes_the_kernels_that_torch_prefers(gpu: str, takes_cudnn: bool) -> None:
+    rates = look_up_rates(ss.Cluster.parse(gpu))
+    assert (rates.sdpa["bf16"] != rates.flash_attention["bf16"]) == takes_cudnn
+    if takes_cudnn:
+        assert rates.sdpa["bf16"] == rates.cudnn_attention["bf16"]
+    assert rates.get_attention_rate("fp32", "sdpa") == rates.get_attention_rate("fp32", "flash")

@@ -75,6 +75,18 @@ def test_eager_attention_is_slower_than_sdpa() -> None:
     assert plain.parts["elementwise"] > 2 * fused.parts["elementwise"]
 
 
+def test_sdpa_is_faster_than_flash_attention_where_it_takes_cudnn() -> None:
+    seconds = {
+        (gpu, how): predict_step(
+            "llama-3.1-8b", ss.Cluster.parse(f"8x{gpu}"), seq_len=8192, attention=how
+        ).parts["attention"]
+        for gpu in ("h100-sxm-80gb", "a100-sxm-80gb")
+        for how in ("sdpa", "flash")
+    }
+    assert seconds["h100-sxm-80gb", "flash"] > 2 * seconds["h100-sxm-80gb", "sdpa"]
+    assert seconds["a100-sxm-80gb", "flash"] == seconds["a100-sxm-80gb", "sdpa"]
+
+
 def test_attention_time_is_quadratic_in_the_sequence_length() -> None:
     short, long = (predict_step(seq_len=n, global_batch_size=8).parts for n in (8_192, 32_768))
     assert long["matrices"] == pytest.approx(4 * short["matrices"], rel=0.02)

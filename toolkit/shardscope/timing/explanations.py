@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.timing.layers import HALF_PEAKS, PEAKS
+from shardscope.memory.activations.forward import find_modules
+from shardscope.timing.layers import HALF_PEAKS, PEAKS, find_fused_attention
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -20,7 +21,9 @@ def explain_part(part: Part, plan: Plan, rates: Rates, suffix: str) -> str:
     # Two precisions, because attention never runs in fp8 (see HALF_PEAKS).
     rate, attention = (
         rates.get_matmul_rate(precision),
-        rates.get_attention_rate(HALF_PEAKS[recipe.precision], plan.kernels),
+        rates.get_attention_rate(
+            HALF_PEAKS[recipe.precision], find_fused_attention(plan.architecture, find_modules(plan))
+        ),
     )
     passes = rates.get_passes(plan.kernels)
     # With FlashAttention, packed documents are separated by offsets and not by a mask.

@@ -24,12 +24,13 @@ from shardscope.timing.matmul import (
     count_layer_products,
 )
 from shardscope.timing.parallel import list_parallel_collectives
+from shardscope.timing.rates import MAX_SDPA_HEAD_DIM
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
     from shardscope.memory.activations.modules.saved_tensors import Modules
-    from shardscope.timing.rates import MatrixRate, Rates
+    from shardscope.timing.rates import FusedAttention, MatrixRate, Rates
     from shardscope.timing.traffic import TimingModel, Transfer
 
 PEAKS = {"bf16-mixed": "bf16", "fp16-mixed": "fp16", "fp8-mixed": "fp8", "bf16": "bf16", "fp32": "fp32"}
@@ -143,23 +144,26 @@ class LayerWork:
         elementwise, elementwise_back = elementwise + merged, elementwise_back + merged_back
         # Short kernels leave the GPU waiting for the host, forward and backward each for their own.
         passes, eager = self.passes, is_eager(arch, self.modules)
+        casts = self.modules.stream > self.modules.compute
         own_forward, own_backward = self.overlap.kernels
         num_adapters = count_adapters(arch, moe, recipe) if frozen else 0
         running = Operators(matrices + adapters + dora_products, attention, elementwise)
         num_kernels = (
             passes.kernels_forward
-            + own_forward
+            + casts * passes.kernels_autocast_forward
             + eager * passes.kernels_eager_forward
             + moe * passes.kernels_experts_forward
             + num_adapters * (_ADAPTER_KERNELS[0] + recipe.use_dora * _DORA_KERNELS[0])
         )
-        forward = self._add_launch_time(running, num_kernels)
+        calls = self.rates.get_checkpoint_calls(recipe.recompute, self.modules.kernels)
+        forward = self._add_launch_time(running, calls.forward * num_kernels + own_forward)
         # Gradients of inputs and of weights are one matmul each (Kaplan et al. 2020, section 2.1); a frozen
         # matrix has only the first.
         backward = self._add_launch_time(
             Operators((1 if frozen else 2) * matrices + 2 * adapters, attention_back, elementwise_back),
             passes.kernels_backward
             + own_backward
+            + casts * passes.kernels_autocast_backward
             + eager * passes.kernels_eager_backward
             + moe * passes.kernels_experts_backward
             + num_adapters * (_ADAPTER_KERNELS[1] + recipe.use_dora * _DORA_KERNELS[1]),
@@ -169,7 +173,7 @@ class LayerWork:
             forward.attention + backward.attention,
             forward.elementwise + backward.elementwise,
         )
-        recomputation = self._compute_recomputation(products, running, num_kernels)
+        recomputation = self._compute_recomputation(products, running, calls.repeated * num_kernels)
         return LayerSeconds(both, forward.seconds, forward.attention, recomputation, saved)
 
     def _compute_matmuls(self, moe: bool, products: LayerProducts) -> float:
@@ -215,7 +219,9 @@ class LayerWork:
             return once, 2 * once
         # torch 2.13, utils/flop_counter.py: sdpa_flop_count has two matmuls, sdpa_backward_flop_count five,
         # because the scores are computed again.
-        rate = self.rates.get_attention_rate(HALF_PEAKS[self.plan.recipe.precision], modules.kernels)
+        rate = self.rates.get_attention_rate(
+            HALF_PEAKS[self.plan.recipe.precision], find_fused_attention(arch, modules)
+        )
         is_causal = not modules.masks_documents
         flops = (
             self.tokens
@@ -283,7 +289,9 @@ class LayerWork:
     def _compute_recomputation(
         self, products: LayerProducts, running: Operators, num_kernels: float
     ) -> float:
-        """Return the recomputation time of one layer, whose forward runs ``num_kernels`` for ``running``.
+        """Return the recomputation time of one layer, whose forward takes ``running`` without waits.
+
+        ``num_kernels`` are those that recomputation calls, in host time of plain ones.
 
         ``full`` repeats its forward without the last matmul, if recomputation stops early. ``selective``
         repeats core attention with Megatron (Korthikanti et al. 2022, section 5), and with torch everything
@@ -305,6 +313,18 @@ class LayerWork:
             repeated = Operators(0.0, 0.0, running.elementwise)
             return self._add_launch_time(repeated, num_kernels).seconds
         return 0.0
+
+
+def find_fused_attention(arch: Architecture, modules: Modules) -> FusedAttention:
+    """Return whose fused attention kernels run.
+
+    SDPA with wide heads counts as FlashAttention's: its other kernels were not measured.
+    """
+    if modules.kernels == "megatron":
+        return "cudnn"
+    widths = attention_widths(arch)
+    is_wide = max(widths.query, widths.output) > MAX_SDPA_HEAD_DIM * arch.num_attention_heads
+    return "flash" if modules.attention == "flash" or is_wide else "sdpa"
 
 
 @lru_cache(maxsize=4096)

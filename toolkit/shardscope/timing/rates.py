@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -61,6 +61,13 @@ class AttentionRate(NamedTuple):
     """Sequence length in tokens at which half of these speeds is reached."""
 
 
+FusedAttention = Literal["sdpa", "flash", "cudnn"]
+"""Who runs fused attention: torch's ``scaled_dot_product_attention``, with kernels of its own choice;
+FlashAttention; or cuDNN, chosen by Transformer Engine."""
+MAX_SDPA_HEAD_DIM = 128
+"""The widest head for which cuDNN's kernels under ``scaled_dot_product_attention`` were measured."""
+
+
 class Passes(NamedTuple):
     """Bytes moved by operators per byte saved for backward, and number of kernels."""
 
@@ -72,6 +79,9 @@ class Passes(NamedTuple):
     kernels_experts_forward: float
     """Kernels that routed experts add to a layer's forward."""
     kernels_experts_backward: float
+    kernels_autocast_forward: float
+    """Kernels of casts that autocast adds to a layer's forward, with trained fp32 weights."""
+    kernels_autocast_backward: float
     kernels_eager_forward: float
     """Kernels that eager attention adds to a layer's forward."""
     kernels_eager_backward: float
@@ -80,6 +90,15 @@ class Passes(NamedTuple):
     kernels_ends_backward: float
     host_factor: float
     """Host time of one kernel of these modules, relative to transformers': the Python around it."""
+
+
+class CheckpointCalls(NamedTuple):
+    """Host time of a layer's operators under torch's checkpoint, relative to without."""
+
+    forward: float
+    """In the forward, which saves only what the checkpoint keeps."""
+    repeated: float
+    """In the forward that backward repeats."""
 
 
 class LinkRate(NamedTuple):
@@ -123,22 +142,30 @@ class MeasuredCalls(NamedTuple):
         return messages * cast("float", np.exp(log_of_call))
 
 
+_NO_CHECKPOINT = CheckpointCalls(1.0, 1.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rates:
     """Speeds of one cluster."""
 
     matrices: Mapping[str, MatrixRate]
     """By precision: "bf16", "fp16", "fp8", "fp32", "tf32", as far as known."""
-    attention: Mapping[str, AttentionRate]
-    """Fused attention, by precision."""
+    flash_attention: Mapping[str, AttentionRate]
+    """FlashAttention's kernels, by precision; in fp32, torch's memory-efficient ones."""
     cudnn_attention: Mapping[str, AttentionRate]
     """cuDNN's attention, used by Transformer Engine from Hopper on; empty if it uses FlashAttention too."""
+    sdpa: Mapping[str, AttentionRate]
+    """What torch's ``scaled_dot_product_attention`` chooses for heads of at most
+    :data:`MAX_SDPA_HEAD_DIM`: cuDNN's or FlashAttention's; or what was measured of it."""
     memory_bytes_per_second: float | None
     """Bandwidth of memory-bound operators; None: unknown."""
     kernel_seconds: float
     """Host time of one kernel launch."""
     operators: Mapping[str, Passes]
     """By ``Recipe.kernels``."""
+    checkpoints: Mapping[str, CheckpointCalls]
+    """By ``Recipe.recompute``, of torch's checkpoint."""
     inside: LinkRate
     """Between the GPUs of a node."""
     collectives: Mapping[str, MeasuredCalls] = field(default_factory=dict)
@@ -171,17 +198,17 @@ class Rates:
             )
         return rate
 
-    def get_attention_rate(self, precision: str, kernels: str) -> AttentionRate:
-        """Return the fused attention rate of these modules.
+    def get_attention_rate(self, precision: str, kernels: FusedAttention) -> AttentionRate:
+        """Return the rate of these fused attention kernels.
 
         Raises ``ValueError`` if the matmul or the attention rate of ``precision`` is unknown.
         """
         self.get_matmul_rate(precision)
-        own = self.cudnn_attention.get(precision) if kernels == "megatron" else None
-        rate = own or self.attention.get(precision)
+        rates = {"cudnn": self.cudnn_attention, "sdpa": self.sdpa, "flash": self.flash_attention}[kernels]
+        rate = rates.get(precision) or self.flash_attention.get(precision)
         if rate is None:
             # A calibration that was cut short, or written by hand, may have matmuls without attention.
-            measured = ", ".join(self.attention) or "none"
+            measured = ", ".join(self.sdpa) or "none"
             allowed = f"a precision whose attention was measured here ({measured}), or a complete calibration"
             refuse("Recipe.precision", precision, allowed, "ss.calibrate()")
         return rate
@@ -189,6 +216,14 @@ class Rates:
     def get_passes(self, kernels: str) -> Passes:
         """Return the memory passes of these modules' operators."""
         return self.operators[kernels]
+
+    def get_checkpoint_calls(self, recompute: str, kernels: str) -> CheckpointCalls:
+        """Return the host time of recomputed operators, relative to others: 1 without torch's checkpoint.
+
+        Megatron has a checkpoint of its own, and compiled layers contain theirs.
+        """
+        calls = self.checkpoints.get(recompute)
+        return calls if calls and kernels in ("transformers", "liger") else _NO_CHECKPOINT
 
     def get_memory_bandwidth(self) -> float:
         """Return the bandwidth of memory-bound operators. Raise ``ValueError`` if it is unknown."""
@@ -211,22 +246,25 @@ def look_up_rates(cluster: Cluster) -> Rates:
     bandwidth = gpu.memory_bandwidth_bytes_per_second
     # An unknown bandwidth stays None: get_memory_bandwidth raises the error if a step needs it.
     memory = bandwidth and bandwidth * _get_or_default(table["memory"], generation)["share"]
+    flash = _build_attention_rates(gpu.peak_flops, _get_or_default(table["attention"], generation))
+    cudnn = _build_attention_rates(gpu.peak_flops, _get_generation(table["cudnn_attention"], generation))
+    halves = {name: rate for name, rate in cudnn.items() if name in ("bf16", "fp16")}
     # Datasheet figures of the cluster times the share that training steps reach, one section of
     # efficiency.toml for each kind of work.
     return Rates(
         matrices=MappingProxyType(
             {precision: _build_matmul_rate(precision, gpu, products, memory) for precision in gpu.peak_flops}
         ),
-        attention=_build_attention_rates(gpu.peak_flops, _get_or_default(table["attention"], generation)),
-        cudnn_attention=_build_attention_rates(
-            gpu.peak_flops, _get_generation(table["cudnn_attention"], generation)
-        ),
+        flash_attention=flash,
+        cudnn_attention=cudnn,
+        sdpa=MappingProxyType({**flash, **halves}) if prefers_cudnn_attention(gpu) else flash,
         memory_bytes_per_second=memory,
         kernel_seconds=_get_or_default(table["launch"], generation)["seconds_per_kernel"],
-        operators=MappingProxyType(
+        operators=_build_passes(_get_or_default(table["unfused"], generation)["slowdown"]),
+        checkpoints=MappingProxyType(
             {
-                kernels: Passes(*(counted[field] for field in Passes._fields))
-                for kernels, counted in table["passes"].items()
+                name: CheckpointCalls(timed["forward"], timed["repeated"])
+                for name, timed in table["checkpoint"].items()
             }
         ),
         inside=_build_link_rate(cluster.intra_node_link, table["link"]["inside"]),
@@ -235,6 +273,17 @@ def look_up_rates(cluster: Cluster) -> Rates:
         host_updates_per_second=table["host_update"]["default"]["parameters_per_second"],
         source=_describe_figures(gpu.architecture, table["matrices"]),
     )
+
+
+def prefers_cudnn_attention(gpu: Gpu) -> bool:
+    """Return whether ``scaled_dot_product_attention`` takes cuDNN's kernels in bf16 and fp16: on sm90, sm10x.
+
+    Source: torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
+    ``check_prefer_cudnn_attention``, with the cuDNN of torch's wheels from 2.10 on; seen in profiles of torch
+    2.11 on an H100. Blackwell's RTX cards are sm12x.
+    """
+    generation = (gpu.architecture or "").split("-")[0]
+    return generation in ("hopper", "blackwell") and not gpu.name.startswith("rtx")
 
 
 def _describe_figures(generation: str | None, fitted: Mapping[str, Mapping[str, float]]) -> str:
@@ -298,6 +347,19 @@ def _build_matmul_rate(
     # which memory moves these bytes.
     balance = MOVED_BYTES[precision] * reached / 2 / memory if memory else 0.0
     return MatrixRate(reached, fitted["half_size"], peak, balance, fitted.get("slower_unaligned", 0.0))
+
+
+def _build_passes(unfused_slowdown: float) -> Mapping[str, Passes]:
+    """Return each stack's passes; kernels of transformers' modules, which fuse nothing, take longer."""
+    passes = {
+        kernels: Passes(*(counted[field] for field in Passes._fields))
+        for kernels, counted in load_efficiency()["passes"].items()
+    }
+    plain = passes["transformers"]
+    passes["transformers"] = plain._replace(
+        forward=unfused_slowdown * plain.forward, backward=unfused_slowdown * plain.backward
+    )
+    return MappingProxyType(passes)
 
 
 def _build_link_rate(link: Link, reached: Mapping[str, float]) -> LinkRate:

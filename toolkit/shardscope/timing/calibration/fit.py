@@ -54,10 +54,18 @@ def fit_rates(calibration: Calibration, cluster: Cluster) -> Rates:
     # A single rank measures no collective, and keeps the catalogue's link.
     if calls := [call for call in calibration.collectives if call.collective in STATE]:
         inside = fit_link(known, calls, calibration.num_ranks)
+    # SDPA was measured, which is FlashAttention's kernels where it does not take cuDNN's.
+    attention = fit_attention(calibration.attention)
+    flash = {
+        precision: rate
+        for precision, rate in attention.items()
+        if known.sdpa.get(precision) == known.flash_attention.get(precision)
+    }
     return replace(
         known,
         matrices=MappingProxyType(matrices),
-        attention=MappingProxyType({**known.attention, **fit_attention(calibration.attention)}),
+        sdpa=MappingProxyType({**known.sdpa, **attention}),
+        flash_attention=MappingProxyType({**known.flash_attention, **flash}),
         memory_bytes_per_second=memory,
         kernel_seconds=calibration.kernel_seconds,
         inside=inside,
