@@ -144,13 +144,11 @@ class LayerWork:
         elementwise, elementwise_back = elementwise + merged, elementwise_back + merged_back
         # Short kernels leave the GPU waiting for the host, forward and backward each for their own.
         passes, eager = self.passes, is_eager(arch, self.modules)
-        casts = self.modules.stream > self.modules.compute
         own_forward, own_backward = self.overlap.kernels
         num_adapters = count_adapters(arch, moe, recipe) if frozen else 0
         running = Operators(matrices + adapters + dora_products, attention, elementwise)
         num_kernels = (
             passes.kernels_forward
-            + casts * passes.kernels_autocast_forward
             + eager * passes.kernels_eager_forward
             + moe * passes.kernels_experts_forward
             + num_adapters * (_ADAPTER_KERNELS[0] + recipe.use_dora * _DORA_KERNELS[0])
@@ -163,7 +161,6 @@ class LayerWork:
             Operators((1 if frozen else 2) * matrices + 2 * adapters, attention_back, elementwise_back),
             passes.kernels_backward
             + own_backward
-            + casts * passes.kernels_autocast_backward
             + eager * passes.kernels_eager_backward
             + moe * passes.kernels_experts_backward
             + num_adapters * (_ADAPTER_KERNELS[1] + recipe.use_dora * _DORA_KERNELS[1]),

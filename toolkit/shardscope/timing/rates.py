@@ -79,9 +79,6 @@ class Passes(NamedTuple):
     kernels_experts_forward: float
     """Kernels that routed experts add to a layer's forward."""
     kernels_experts_backward: float
-    kernels_autocast_forward: float
-    """Kernels of casts that autocast adds to a layer's forward, with trained fp32 weights."""
-    kernels_autocast_backward: float
     kernels_eager_forward: float
     """Kernels that eager attention adds to a layer's forward."""
     kernels_eager_backward: float

@@ -243,7 +243,10 @@ class Engine(ABC):
 
     @abstractmethod
     def memory(self) -> dict[str, int]:
-        """Return this rank's current bytes: ``parameters``, ``gradients``, ``optimizer``, device totals."""
+        """Return this rank's current bytes: ``parameters``, ``gradients``, ``optimizer``, device totals.
+
+        On a GPU without what is offloaded to the host.
+        """
 
     def list_layers(self) -> Mapping[str, torch.nn.Module]:
         """Return the model's repeated layers by name, such as "layers.3"; empty before ``setup``."""

@@ -99,7 +99,7 @@ class MicroBatchEngine(Engine):
 
     @abstractmethod
     def _count_tensor_bytes(self) -> dict[str, int]:
-        """Return the bytes of this rank's tensors by kind, summed over the tensors."""
+        """Return the bytes of this rank's tensors on its device by kind, summed over the tensors."""
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -117,8 +117,10 @@ class TorchEngine(MicroBatchEngine):
         return pretrained.gather_parameters(self.model, self.ctx.device, self.recipe.has_adapters)
 
     def gradient_bytes(self) -> int:
-        """Return the current bytes of gradients."""
-        return tensors.count_tensor_bytes(p.grad for p in self._parameters if p.grad is not None)
+        """Return the current bytes of gradients on this rank's device."""
+        return tensors.count_tensor_bytes(
+            (p.grad for p in self._parameters if p.grad is not None), self.ctx.device
+        )
 
     def _compute_loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
         with self._autocast():
@@ -161,7 +163,7 @@ class TorchEngine(MicroBatchEngine):
 
     def _count_tensor_bytes(self) -> dict[str, int]:
         return {
-            "parameters": tensors.count_tensor_bytes([*self._parameters, *self._scales]),
+            "parameters": tensors.count_tensor_bytes([*self._parameters, *self._scales], self.ctx.device),
             "gradients": self.gradient_bytes(),
-            "optimizer": tensors.count_optimizer_bytes(self.optimizer),
+            "optimizer": tensors.count_optimizer_bytes(self.optimizer, self.ctx.device),
         }

@@ -47,12 +47,14 @@ class Census(TorchDispatchMode):
         self,
         list_live_tensors: Callable[[], LiveTensors],
         *,
+        device: torch.device,
         vocab_sizes: Iterable[int],
         bucket_bytes: int = 0,
     ) -> None:
         super().__init__()
         self.phases: dict[str, BytesByComponent] = {}
         self._list_live_tensors = list_live_tensors
+        self._device_type = device.type
         self._buffers = list(list_live_tensors().buffers)
         self._vocab_sizes = frozenset(vocab_sizes)
         self._bucket_bytes = bucket_bytes
@@ -82,7 +84,7 @@ class Census(TorchDispatchMode):
         # with another kind when they were allocated.
         if any(part in str(function) for part in _STAGING):
             for leaf in tree_leaves((args, kwargs, out)):
-                if isinstance(leaf, torch.Tensor):
+                if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device_type:
                     storage = local_shard(leaf).untyped_storage()
                     self._created[storage._cdata] = (StorageWeakRef(storage), "gather_buffers")
         if self._upper_bound > GROWTH_FACTOR * _sum_tensor_bytes(self.phases.get(self._phase, {})):
@@ -103,6 +105,8 @@ class Census(TorchDispatchMode):
 
     def _register(self, tensor: torch.Tensor, unknown: str | None) -> None:
         storage = tensor.untyped_storage()
+        if storage.device.type != self._device_type:  # Offloaded to the host, or a batch on its way.
+            return
         num_bytes = storage.nbytes()
         known = self._created.get(storage._cdata)
         # A view keeps the kind of its base; an address is reused only after its storage was freed.
@@ -145,7 +149,7 @@ class Census(TorchDispatchMode):
             num_bytes = 0
             for tensor in tensors:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in seen:
+                if storage.device.type == self._device_type and storage._cdata not in seen:
                     seen.add(storage._cdata)
                     num_bytes += storage.nbytes()
             by_component[component] = num_bytes

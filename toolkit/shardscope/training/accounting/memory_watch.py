@@ -50,6 +50,7 @@ class MemoryWatch:
         if engine.plan.kernels != "compiled" and engine.live_tensors() is not None:
             self._census = Census(
                 lambda: _list_live_tensors(engine),
+                device=self._device,
                 vocab_sizes=_list_vocab_sizes(engine),
                 bucket_bytes=engine.bucket_bytes,
             )

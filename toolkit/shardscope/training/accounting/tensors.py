@@ -15,11 +15,16 @@ if TYPE_CHECKING:
     import psutil
 
 
-def count_tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of this rank's storages of ``tensors``, each storage once (tied weights share one)."""
+def count_tensor_bytes(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> int:
+    """Return the bytes of this rank's storages of ``tensors``, each storage once (tied weights share one).
+
+    With ``device``, only those in its memory: offloaded state of a GPU's rank is in the host's.
+    """
     storages = {}
     for tensor in tensors:
         storage = local_shard(tensor).untyped_storage()
+        if device is not None and storage.device.type != device.type:
+            continue
         # An emptied storage has no address.
         storages[storage.data_ptr() or id(storage)] = storage.nbytes()
     return sum(storages.values())
@@ -35,14 +40,14 @@ def count_gradient_bytes(model: torch.nn.Module) -> int:
     return count_tensor_bytes(p.grad for p in model.parameters() if p.grad is not None)
 
 
-def count_optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of the optimizer state per weight: moments and main weights.
+def count_optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device | None = None) -> int:
+    """Return the bytes of the optimizer state per weight: moments and main weights; all, or of ``device``.
 
     Step counters, one scalar per tensor, are excluded: no formula covers them, and whether they are on the
     host or on the device depends on the kernel.
     """
     states = (value for state in optimizer.state.values() for name, value in state.items() if name != "step")
-    return count_tensor_bytes(value for value in states if isinstance(value, torch.Tensor))
+    return count_tensor_bytes((value for value in states if isinstance(value, torch.Tensor)), device)
 
 
 def list_optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

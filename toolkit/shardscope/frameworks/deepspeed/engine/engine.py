@@ -178,7 +178,7 @@ class DeepSpeedEngine(MicroBatchEngine):
     @contextmanager
     def accounted_update(self) -> Iterator[None]:
         """Measure DeepSpeed's update, which runs inside: gradient norm, and bytes before and after."""
-        gradient_bytes = tensors.count_tensor_bytes(self.live_tensors().gradients)
+        gradient_bytes = self._count_tensor_bytes()["gradients"]
         # In stage 0 with fp32 weights DeepSpeed returns no norm: clip the reduced gradients here, as torch
         # does.
         norm = self.clip_gradients() if self.zero is self.optimizer else None
@@ -250,11 +250,11 @@ class DeepSpeedEngine(MicroBatchEngine):
         return inspection.list_tensors(self._module)
 
     def _count_tensor_bytes(self) -> dict[str, int]:
-        current = self.live_tensors()
+        current, device = self.live_tensors(), self.ctx.device
         return {
-            "parameters": tensors.count_tensor_bytes(current.parameters),
-            "gradients": tensors.count_tensor_bytes(current.gradients),
-            "optimizer": tensors.count_tensor_bytes(current.optimizer),
+            "parameters": tensors.count_tensor_bytes(current.parameters, device),
+            "gradients": tensors.count_tensor_bytes(current.gradients, device),
+            "optimizer": tensors.count_tensor_bytes(current.optimizer, device),
         }
 
 
