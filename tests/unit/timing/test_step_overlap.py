@@ -46,3 +46,20 @@ def test_slow_all_reduces_between_nodes_use_up_the_overlap() -> None:
     within = next(one for one in report.communication if one.collective == "reduce_scatter")
     assert between.hidden_seconds > 0
     assert within.hidden_seconds == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputation_never_shortens_a_step_with_offloading(recompute: str) -> None:
+    """Collectives and host transfers wait at the same time, each on a link of its own."""
+    cluster = ss.Cluster.parse("8xh100-sxm-80gb")
+    layout = ss.Layout.zero(3, offload_optimizer="cpu", offload_params="cpu")
+    plain, repeated = (
+        ss.Plan(
+            ss.models["qwen2.5-14b"],
+            cluster,
+            ss.Recipe(seq_len=256, global_batch_size=512, recompute=how),
+            layout,
+        ).step()
+        for how in ("none", recompute)
+    )
+    assert repeated.seconds >= plain.seconds * (1 - 1e-9)

@@ -8,13 +8,15 @@ from shardscope.core.errors import refuse
 from shardscope.core.ops import maximum, minimum
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shardscope.core.plan import Plan
     from shardscope.timing.rates import Rates
     from shardscope.timing.traffic import StateTraffic
 
 
 class HostSeconds(NamedTuple):
-    """Seconds of one step, exposed and overlapped with arithmetic."""
+    """Seconds of one step, exposed and overlapped with arithmetic or with collectives."""
 
     exposed: float
     hidden: float
@@ -24,16 +26,23 @@ _NOTHING = HostSeconds(0.0, 0.0)
 
 
 def compute_host_seconds(
-    plan: Plan, traffic: StateTraffic, dropped: float, forward: float, backward: float, rates: Rates
+    plan: Plan,
+    traffic: StateTraffic,
+    dropped: float,
+    compute_forward: Callable[[], float],
+    compute_backward: Callable[[], float],
+    rates: Rates,
 ) -> HostSeconds:
     """Return the exposed and the overlapped seconds of a step's host traffic.
 
     The link is full duplex, so in backward the busier direction counts. ``dropped``: bytes of activations
-    that are offloaded in forward and fetched in backward. The ranks of a node share its drives and CPU, whose
-    optimizer step starts after backward (Ren et al. 2021, section 4.1).
+    that are offloaded in forward and fetched in backward. The callables return the seconds that transfers can
+    overlap with. The ranks of a node share its drives and CPU, whose optimizer step starts after backward
+    (Ren et al. 2021, section 4.1).
     """
     if traffic.uses_no_host and _is_zero(dropped):
         return _NOTHING
+    forward, backward = compute_forward(), compute_backward()
     # 1. The link between GPU and host, while arithmetic runs and after it.
     link = rates.host.bytes_per_second
     going_forward = maximum(traffic.fetched_forward, dropped) / link

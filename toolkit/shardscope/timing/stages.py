@@ -102,8 +102,16 @@ def compute_stage_seconds(work: LayerWork, stage: Stage) -> StageSeconds:
     parts["gathers"] = parts["gathers"] + traffic.copied_for_gathers / work.memory
     parts["gradients"] = parts["gradients"] + traffic.copied_for_gradients / work.memory
     parts["optimizer"] = compute_update_seconds(plan, stage, traffic.updated, traffic.main_copies, rates)
-    # Host transfers can overlap with all arithmetic, also with what overlaps collectives: another link.
-    host = compute_host_seconds(plan, traffic, dropped, arithmetic.forward, arithmetic.backward, rates)
+    # Host transfers have a link of their own: they overlap with all arithmetic, and with the collectives
+    # that it waits for.
+    host = compute_host_seconds(
+        plan,
+        traffic,
+        dropped,
+        lambda: arithmetic.forward + _sum_exposed(state, shares, ("first_forward", "forward")),
+        lambda: arithmetic.backward + _sum_exposed(state, shares, ("last_backward", "backward")),
+        rates,
+    )
     parts["offload"] = host.exposed
     return StageSeconds(
         parts,
@@ -187,6 +195,17 @@ def _split_exposed(
     for (part, overlaps_with), seconds in all_sent.overlappable.items():
         left[part] = left[part] - seconds * shares[overlaps_with]
     return left, shares
+
+
+def _sum_exposed(
+    all_sent: CollectiveSums, shares: dict[OverlappedWith, float], kinds: tuple[OverlappedWith, ...]
+) -> float:
+    """Return the exposed seconds of collectives that can overlap with these kinds of arithmetic."""
+    exposed: float = 0.0
+    for (_, overlaps_with), seconds in all_sent.overlappable.items():
+        if overlaps_with in kinds:
+            exposed = exposed + seconds * (1 - shares[overlaps_with])
+    return exposed
 
 
 def _sum_hidden(
