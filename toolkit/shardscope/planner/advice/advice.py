@@ -25,7 +25,7 @@ from shardscope.planner.advice import (
     size_questions,
 )
 from shardscope.planner.advice.alternatives import list_alternatives, list_near_plans
-from shardscope.planner.advice.plan_evaluator import EvaluatedPlan, PlanEvaluator, lacks_bf16
+from shardscope.planner.advice.plan_evaluator import PAYS, EvaluatedPlan, PlanEvaluator, lacks_bf16
 from shardscope.planner.advice.plans_from_search import MAX_ALTERNATIVES
 from shardscope.planner.advice.question_path import Draft, QuestionPath
 from shardscope.planner.advice.size_questions import SPLIT
@@ -167,7 +167,9 @@ def recommend(
             why=_explain_misfit(path),
         )
     alternatives = _exclude_current(current, list_alternatives(path))
-    return Advice(plan=best.plan, path=turns, alternatives=alternatives, why=_explain_advice(path, best))
+    return Advice(
+        plan=best.plan, path=turns, alternatives=alternatives, why=_explain_advice(path, best, alternatives)
+    )
 
 
 def _exclude_current(current: Plan | None, alternatives: Sequence[Alternative]) -> tuple[Alternative, ...]:
@@ -235,14 +237,14 @@ def _check_names(familiar_with: Iterable[str]) -> tuple[str, ...]:
     )
 
 
-def _explain_advice(path: QuestionPath, best: EvaluatedPlan) -> str:
+def _explain_advice(path: QuestionPath, best: EvaluatedPlan, alternatives: Sequence[Alternative]) -> str:
     plan, report = best.plan, best.report
     # First the decision. "The simplest plan that fits" is said only where the questions about memory decided.
     sentences = [f"Start with {descriptions.name_plan(plan)}: the simplest plan that fits here."]
     if path.keeps_on_screen:
         sentences = [
             f"Keep the current plan: {descriptions.name_plan(plan)}.",
-            "It fits" + _describe_speed(best),
+            "It fits" + _describe_speed(best, alternatives),
         ]
     elif path.rung in (SPLIT, last_questions.OUTDOES):
         sentences = [f"Start with {descriptions.name_plan(plan)}."]
@@ -278,10 +280,14 @@ def _explain_advice(path: QuestionPath, best: EvaluatedPlan) -> str:
     return " ".join(sentences)
 
 
-def _describe_speed(best: EvaluatedPlan) -> str:
-    if best.timed is None:
+def _describe_speed(best: EvaluatedPlan, alternatives: Sequence[Alternative]) -> str:
+    if best.seconds is None:
         return "."
-    return ", and no layout that the questions lead to is faster by more than our usual prediction error."
+    error = f"{100 * (PAYS - 1):.0f} %, our usual prediction error"
+    sentence = f", and no layout that the questions lead to is faster by more than {error}."
+    if any(plan.step().seconds * PAYS < best.seconds for plan, _ in alternatives):
+        sentence += " One of the alternatives is."
+    return sentence
 
 
 def _explain_misfit(path: QuestionPath) -> str:
