@@ -31,7 +31,7 @@ def ignore_calibrations() -> Iterator[None]:
 
 
 RECENT = (SOURCE, "NeMo Automodel performance summary")
-"""Sources with torch 2.10 or later: our own runs, and NVIDIA's containers 26.02 and 26.04."""
+"""Sources with torch 2.11 or later: our own runs, and NVIDIA's containers 26.02 and 26.04."""
 _REENTRANT = {"full": {"forward": 1.0, "repeated": 1.0}}
 
 
@@ -39,7 +39,7 @@ _REENTRANT = {"full": {"forward": 1.0, "repeated": 1.0}}
 def use_torch_of(row: Row) -> Iterator[None]:
     """Predict for the versions of torch and transformers of the row.
 
-    Before torch 2.10, ``scaled_dot_product_attention`` ran FlashAttention's kernels on all GPUs. Before
+    Before torch 2.11, ``scaled_dot_product_attention`` ran FlashAttention's kernels on all GPUs. Before
     transformers 5, checkpoints of whole layers were reentrant: without a call of Python for each tensor.
     """
     if read_source(row) in RECENT:

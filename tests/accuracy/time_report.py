@@ -41,7 +41,7 @@ configuration counts once, by the median of its figures.
 Constants (`catalog/efficiency.toml`) were fitted by `python -m tests.accuracy.fitting` on rows of role
 `calibration` alone, by GPU generation and never by model or source; `judge` rows are apart. Published figures
 of the same configuration differ among themselves by a median of 6 % (p90 30 %): no model can do better.
-Two facts of a stack changed after most rows were published, and are taken as they were: before torch 2.10,
+Two facts of a stack changed after most rows were published, and are taken as they were: before torch 2.11,
 `scaled_dot_product_attention` ran FlashAttention's kernels on Hopper too, and before transformers 5
 checkpoints of whole layers were reentrant. NeMo Automodel's rows are newer.
 

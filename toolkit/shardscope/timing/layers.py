@@ -154,7 +154,9 @@ class LayerWork:
             + num_adapters * (_ADAPTER_KERNELS[0] + recipe.use_dora * _DORA_KERNELS[0])
         )
         calls = self.rates.get_checkpoint_calls(recipe.recompute, self.modules.kernels)
-        forward = self._add_launch_time(running, calls.forward * num_kernels + own_forward)
+        # Every ``recompute_interval``-th layer is recomputed: this one stands for their mean.
+        slower = 1 + (calls.forward - 1) / recipe.recompute_interval
+        forward = self._add_launch_time(running, slower * num_kernels + own_forward)
         # Gradients of inputs and of weights are one matmul each (Kaplan et al. 2020, section 2.1); a frozen
         # matrix has only the first.
         backward = self._add_launch_time(

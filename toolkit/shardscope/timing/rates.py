@@ -276,8 +276,8 @@ def prefers_cudnn_attention(gpu: Gpu) -> bool:
     """Return whether ``scaled_dot_product_attention`` takes cuDNN's kernels in bf16 and fp16: on sm90, sm10x.
 
     Source: torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
-    ``check_prefer_cudnn_attention``, with the cuDNN of torch's wheels from 2.10 on; seen in profiles of torch
-    2.11 on an H100. Blackwell's RTX cards are sm12x.
+    ``check_prefer_cudnn_attention``, with cuDNN above 9.15.0, as in torch's CUDA 13 wheels from 2.11 on;
+    seen in profiles of torch 2.11 on an H100. Blackwell's RTX cards are sm12x.
     """
     generation = (gpu.architecture or "").split("-")[0]
     return generation in ("hopper", "blackwell") and not gpu.name.startswith("rtx")
