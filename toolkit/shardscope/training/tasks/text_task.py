@@ -24,6 +24,7 @@ from shardscope.core.errors import (
     check_number,
     refuse,
 )
+from shardscope.core.number_format import format_count
 from shardscope.frameworks.registry import check_trained
 from shardscope.planner.checks.case import Case
 from shardscope.planner.checks.checkpoints import check_resumed_checkpoint
@@ -281,8 +282,8 @@ class TextTask(ABC):
             flush=True,
         )
         print(
-            f"learning rate: {schedule.peak:g}, {schedule.kind}, after {schedule.warmup_steps:,} steps of "
-            "warm-up",
+            f"learning rate: {schedule.peak:g}, {schedule.kind}, after "
+            f"{format_count(schedule.warmup_steps, 'step')} of warm-up",
             flush=True,
         )
         if self.profile == "nsys":
@@ -305,7 +306,8 @@ class TextTask(ABC):
         if self.export and is_complete:
             if validation is not None and validation.best_checkpoint is not None:
                 engine.load(validation.best_checkpoint)
-                print(f"exporting the weights after {engine.num_steps_done:,} steps, the best", flush=True)
+                done = format_count(engine.num_steps_done, "step")
+                print(f"exporting the weights after {done}, the best", flush=True)
             engine.export(EXPORT)
             ctx.record("export", {"num_steps_done": engine.num_steps_done})
             if ctx.rank == 0:
@@ -397,7 +399,9 @@ class TextTask(ABC):
         # The launch checked it too, but with resume=True another checkpoint may be the newest by now.
         notices = self._check_loads(checkpoint, ctx.plan)
         ctx.engine.load(checkpoint)
-        print(f"resumed from {checkpoint}: {ctx.engine.num_steps_done:,} steps are done", flush=True)
+        print(
+            f"resumed from {checkpoint}: {format_count(ctx.engine.num_steps_done, 'step')} done", flush=True
+        )
         for notice in notices:
             print(notice, flush=True)
         return checkpoint
